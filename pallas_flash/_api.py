@@ -1,0 +1,213 @@
+"""The public call: defaults, the checked problem, the implementation, and the shape of what comes back."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_flash import _reference, _select, _tiles, _validate, _vjp
+from pallas_flash._problem import Problem
+from pallas_flash._select import Explanation
+from pallas_flash._tiles import TileSizes
+
+Implementation = Literal["triton", "interpret", "xla", "reference"]
+
+
+def attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int32[Array, "B"] | None = None,
+    key_value_seq_lengths: Int32[Array, "B"] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    segment_ids: Int32[Array, "B T"] | tuple[Int32[Array, "B T"], Int32[Array, "B S"]] | None = None,
+    query_offset: int | Int32[Array, "B"] = 0,
+    precision: str | lax.Precision | lax.DotAlgorithmPreset | None = None,
+    return_residual: bool = False,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    tile_sizes: TileSizes | None = None,
+) -> Any:
+    r"""Exact softmax attention whose memory is linear in the sequence lengths, forward and backward.
+
+        s_ij = scale * q_i . k_j + bias_ij    where query i may see key j, else -inf
+        o_i  = sum_j softmax_j(s_ij) v_j      zero, with zero gradients, if query i sees nothing
+
+    A drop-in for `jax.nn.dot_product_attention`: the arguments both have mean the same, and the results agree, except
+    that a query which may see nothing gives zeros here and the mean of all values there. All conditions on who sees
+    whom (causal, window, lengths, segments, mask) hold together.
+
+    Letters: B batch, T query length, S key/value length, N query heads, K key/value heads, H head size of queries and
+    keys, V head size of values. N is a multiple of K; query heads n * N/K .. (n + 1) * N/K - 1 share key/value head n.
+
+    Args:
+        query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64.
+        key: [B, S, K, H] or [S, K, H], in the dtype of `query`.
+        value: [B, S, K, V] or [S, K, V], in the dtype of `query`.
+        bias: added to the scaled scores; at most 4 axes, broadcastable to [B, N, T, S].
+        mask: True where a query may see a key; at most 4 axes, broadcastable to [B, N, T, S].
+        scale: factor of the scores, 1 / sqrt(H) if None. May be traced, and has a gradient.
+        is_causal: query t sees keys up to its own position t + query_offset. For T = 3 and S = 5:
+
+                query_offset=0      query_offset=2 (= S - T)
+                1 0 0 0 0           1 1 1 0 0
+                1 1 0 0 0           1 1 1 1 0
+                1 1 1 0 0           1 1 1 1 1
+
+        query_seq_lengths: int32 [B]; rows of the output past these lengths are zero.
+        key_value_seq_lengths: int32 [B]; keys past these lengths are not seen, nor read into any result.
+        local_window_size: (left, right), or an int for both: a query at position i sees keys i - left .. i + right, both
+            ends included; None on one side is unbounded.
+        segment_ids: int32 [B, T], or a pair for queries and keys; tokens see only those with their own id. Tiles without a
+            common id are skipped.
+        query_offset: position of query 0 among the keys, an int or int32 [B]; moves `is_causal` and `local_window_size`.
+        precision: of the matrix products for float32 inputs, as in `jax.lax.dot_general`. None follows
+            `jax.default_matmul_precision`, which on GPUs means TF32 (10 bits of mantissa); "highest" is IEEE float32.
+        return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a gradient.
+        return_lse: also return the LSE, log sum_j exp(s_ij), in float32 (float64 for float64 inputs) and differentiable;
+            -inf where a query sees nothing.
+        implementation: None chooses; "triton" are the GPU kernels, "interpret" the same kernels in Pallas's interpreter
+            (any device, slow), "xla" the same algorithm in plain JAX, "reference" the dense definition. What is asked for
+            explicitly is used or raises. See `explain`.
+        tile_sizes: sizes of the kernels' tiles, from a tuned table if None.
+
+    Returns:
+        The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or `return_lse` a pair of it
+        and the statistic, [B, T, N] or [T, N].
+
+    Raises:
+        TypeError: an argument is of the wrong kind or dtype.
+        ValueError: the arguments do not fit together.
+        NotImplementedError: the call is valid, but the implementation asked for does not serve it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, pallas_flash
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 4, 64))
+        >>> pallas_flash.attention(q, k, v, is_causal=True).shape
+        (2, 128, 4, 64)
+
+    The algorithm is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
+    """
+    _validate.check_results(return_residual, return_lse)
+    problem = _validate.validate(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        query_offset=query_offset,
+        precision=precision,
+    )
+    choice = _select.select(problem, implementation)
+    plan = _plan(problem, choice.implementation, tile_sizes, explicit=implementation is not None)
+    o, lse = _run(problem, plan)
+    if query.ndim == 3:
+        o, lse = o[0], lse[0]
+    if return_lse:
+        return o, lse
+    if return_residual:
+        return o, lax.stop_gradient(lse).astype(problem.dtype)
+    return o
+
+
+def explain(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    implementation: Implementation | None = None,
+    tile_sizes: TileSizes | None = None,
+    return_residual: bool = False,
+    return_lse: bool = False,
+    scale=None,
+    is_causal: bool = False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    segment_ids=None,
+    query_offset=0,
+    precision=None,
+) -> Explanation:
+    """Which implementation would serve this call of `attention`, and the reason for each one refused.
+
+    Takes the arguments of `attention` and raises what it would raise; computes nothing.
+
+    Returns:
+        An `Explanation`, which prints as a few lines.
+
+    Example:
+        >>> import jax.numpy as jnp, pallas_flash
+        >>> x = jnp.zeros((1, 8, 2, 16))
+        >>> pallas_flash.explain(x, x, x, implementation="xla").implementation
+        'xla'
+    """
+    _validate.check_results(return_residual, return_lse)
+    problem = _validate.validate(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        query_offset=query_offset,
+        precision=precision,
+    )
+    choice = _select.select(problem, implementation)
+    _plan(problem, choice.implementation, tile_sizes, explicit=implementation is not None)
+    return choice
+
+
+def _plan(problem: Problem, implementation: str, tile_sizes, *, explicit: bool) -> _vjp.Plan:
+    if tile_sizes is not None and not isinstance(tile_sizes, TileSizes):
+        raise TypeError(
+            f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(tile_sizes).__name__} {tile_sizes!r}. "
+            "Write TileSizes(forward=Tile(128, 128, 8, 2))."
+        )
+    if implementation not in ("triton", "interpret"):
+        if tile_sizes is not None and explicit:
+            raise ValueError(
+                f"`tile_sizes` must be None where no kernel runs; got {tile_sizes} with "
+                f"implementation={implementation!r}. Drop one of the two."
+            )
+        return _vjp.Plan(implementation)
+    tiles = _tiles.choose(
+        tile_sizes,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        itemsize=problem.dtype.itemsize,
+        capability=_select.tile_capability(implementation),
+    )
+    return _vjp.Plan(implementation, tiles)
+
+
+def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:
+    """The output [B, T, N, V] and the LSE [B, T, N]."""
+    p = problem
+    rows = (p.batch, p.q_len, p.num_heads)
+    if 0 in (p.batch, p.q_len, p.kv_len):
+        # Nothing to compute, and constants have zero gradients.
+        return jnp.zeros((*rows, p.value_dim), p.dtype), jnp.full(rows, -jnp.inf, p.accumulator_dtype)
+    if plan.implementation == "reference":
+        return _reference.attention(p)
+    operands, rest = p.split()
+    return _vjp.attend(plan, operands, rest)

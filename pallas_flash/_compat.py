@@ -1,0 +1,79 @@
+"""Every name of JAX that moves between versions, and the reason why each is here."""
+
+import functools
+import warnings
+
+import jax
+
+
+def abstract_device():
+    """The device that the current abstract mesh describes (a GPU that need not exist here), or None."""
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+
+
+@functools.cache
+def triton():
+    """`jax.experimental.pallas.triton`, imported late: JAX has announced its removal, and not every platform has it.
+
+    Raises:
+        ImportError: if this JAX has no Triton lowering.
+    """
+    from jax.experimental.pallas import triton
+
+    return triton
+
+
+def has_triton() -> bool:
+    """Whether kernels can be lowered through Triton by this JAX."""
+    try:
+        triton()
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _compiler_params():
+    """CompilerParams whose lowering does not warn.
+
+    From 0.11.2 on each lowering through Triton gives a DeprecationWarning, while a user compiles and not while our code
+    runs, so that nothing around our own calls could catch it. A subclass with its own lowering rule can.
+    """
+    base = triton().CompilerParams
+    try:
+        from jax._src.pallas.core import get_lowering_rule, register_lowering_rule
+    except ImportError:
+        return base  # 0.10: does not warn
+    lower = get_lowering_rule(base, "gpu")
+
+    class QuietCompilerParams(base):
+        pass
+
+    def quietly(*args, **kwargs):
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+            )
+            return lower(*args, **kwargs)
+
+    register_lowering_rule(QuietCompilerParams, quietly, "gpu")
+    return QuietCompilerParams
+
+
+def compiler_params(num_warps: int, num_stages: int):
+    """Triton's launch parameters; naming them also keeps JAX 0.9 to 0.11.1 from choosing another backend."""
+    return _compiler_params()(num_warps=num_warps, num_stages=num_stages)
+
+
+def varying_like(shape: tuple[int, ...], dtype, *operands) -> jax.ShapeDtypeStruct:
+    """An output type that varies over the same manual mesh axes as the operands, as shard_map's checks demand."""
+    axes = frozenset().union(*(_varying_axes(x) for x in operands))
+    if not axes:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(
+        shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes)
+    )
+
+
+def _varying_axes(x) -> frozenset:
+    return getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset())

@@ -1,0 +1,336 @@
+"""Which keys a query may see, written once for every implementation and every pass.
+
+A `Mask` is a conjunction of leaves. From each leaf come
+
+* the elementwise predicate, `allowed(b, q, k)`: may query `q` of example `b` see key `k`? The arguments are integer
+  index arrays that broadcast against each other, so the same code serves a dense [B, T, S] mask, a tile in plain JAX
+  and a transposed tile; and the leaf's arrays may be references into a kernel's memory, so it serves the kernels too;
+* the tile ranges, which let a blocked algorithm skip what is empty and leave unmasked what is full.
+
+A tile range is four int32 numbers for each tile that stays in place, counting the tiles that stream past it:
+
+    0 ..... start ..... full_start ..... full_stop ..... stop ..... n
+      empty       mask             full            mask       empty
+
+Nothing is allowed outside [start, stop); everything is allowed inside [full_start, full_stop). Without a full tile,
+full_start = full_stop = start.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# An int where a bound is known at trace time, else int32 [B] (or, inside a kernel, a reference to it).
+Bound = Any
+
+
+class Tiling(NamedTuple):
+    """How one side's `length` positions are cut into tiles of `block`."""
+
+    length: int
+    block: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.length // self.block)
+
+    @property
+    def first(self) -> np.ndarray:
+        """The first position of each tile."""
+        return np.arange(self.count, dtype=np.int32) * self.block
+
+    @property
+    def last(self) -> np.ndarray:
+        """The last position of each tile that exists."""
+        return np.minimum(self.first + self.block, self.length) - 1
+
+
+class TileRange(NamedTuple):
+    """(start, full_start, full_stop, stop), each int32 [1 or B, number of tiles that stay]; see the module."""
+
+    start: Any
+    full_start: Any
+    full_stop: Any
+    stop: Any
+
+
+class Leaf(Protocol):
+    """One condition on (query, key) pairs."""
+
+    def allowed(self, b, q, k) -> jax.Array:
+        """Whether query `q` of example `b` may see key `k`, for int32 indices that broadcast."""
+        ...
+
+    def kv_range(self, q: Tiling, kv: Tiling) -> TileRange:
+        """For each query tile, the key tiles it meets."""
+        ...
+
+    def q_range(self, q: Tiling, kv: Tiling) -> TileRange:
+        """For each key tile, the query tiles it meets."""
+        ...
+
+
+def _leaf(cls):
+    """Makes a frozen dataclass a pytree: fields that are None or an int are structure, the others hold arrays."""
+    cls = dataclasses.dataclass(frozen=True)(cls)
+
+    def flatten(leaf):
+        fields = vars(leaf).items()
+        static = tuple((name, x) for name, x in fields if x is None or isinstance(x, int))
+        arrays = {name: x for name, x in fields if not (x is None or isinstance(x, int))}
+        return tuple(arrays.values()), (tuple(arrays), static)
+
+    def unflatten(structure, arrays):
+        names, static = structure
+        return cls(**dict(static), **dict(zip(names, arrays, strict=True)))
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
+
+
+@_leaf
+class Band:
+    """Key k is seen by query q when low <= k - (q + offset) <= high; None is unbounded.
+
+    Causal attention is high = 0, a sliding window (left, right) is low = -left, high = right. `offset` int32 [B] moves
+    the queries of each example; an offset known at trace time is folded into `low` and `high`.
+    """
+
+    low: int | None = None
+    high: int | None = None
+    offset: Bound | None = None
+
+    def allowed(self, b, q, k):
+        distance = k - q if self.offset is None else k - (q + self.offset[b])
+        above = None if self.low is None else distance >= self.low
+        below = None if self.high is None else distance <= self.high
+        return _both(above, below)
+
+    def kv_range(self, q, kv):
+        low, high = (_shift(side, self.offset) for side in (self.low, self.high))
+        return self._range(q, kv, low, high)
+
+    def q_range(self, q, kv):
+        # k - q in [low, high] read from the other side: q - k in [-high, -low].
+        low, high = (_shift(side, self.offset) for side in (self.low, self.high))
+        return self._range(kv, q, _negate(high), _negate(low))
+
+    @staticmethod
+    def _range(stay: Tiling, flow: Tiling, low, high) -> TileRange:
+        """Positions `stay + low .. stay + high` in tiles of `flow`: the union over a tile's rows, and the intersection."""
+        block = flow.block
+        zero, end = np.zeros((1, stay.count), np.int32), np.full((1, stay.count), flow.count, np.int32)
+        start = zero if low is None else (stay.first + low) // block
+        full_start = zero if low is None else -(-(stay.last + low) // block)
+        stop = end if high is None else (stay.last + high) // block + 1
+        full_stop = end if high is None else (stay.first + high + 1) // block
+        return TileRange(start, full_start, full_stop, stop)
+
+
+@_leaf
+class Lengths:
+    """Query q and key k see each other when q < query and k < key_value; each an int or int32 [B], None is no limit."""
+
+    query: Bound | None = None
+    key_value: Bound | None = None
+
+    def allowed(self, b, q, k):
+        inside = [
+            position < (length if isinstance(length, int) else length[b])
+            for position, length in ((q, self.query), (k, self.key_value))
+            if length is not None
+        ]
+        return _both(*inside) if len(inside) == 2 else inside[0]
+
+    def kv_range(self, q, kv):
+        return self._range(q, kv, self.query, self.key_value)
+
+    def q_range(self, q, kv):
+        return self._range(kv, q, self.key_value, self.query)
+
+    @staticmethod
+    def _range(stay: Tiling, flow: Tiling, stay_length, flow_length) -> TileRange:
+        shape = (1, stay.count)
+        start = np.zeros(shape, np.int32)
+        stop, full_stop = (np.full(shape, flow.count, np.int32) for _ in range(2))
+        if flow_length is not None:
+            length = _column(flow_length)
+            stop, full_stop = -(-length // flow.block) + start, length // flow.block + start
+        if stay_length is not None:
+            # A tile wholly past its own length meets nothing; one that straddles it has masked rows in every tile.
+            length = _column(stay_length)
+            stop, full_stop = (stay.first < length) * stop, (stay.last < length) * full_stop
+        return TileRange(start, start, full_stop, stop)
+
+
+@_leaf
+class Segments:
+    """Query q sees key k when their segment ids are equal: query int32 [B, T], key_value int32 [B, S]."""
+
+    query: Any
+    key_value: Any
+
+    def allowed(self, b, q, k):
+        # Ragged tiles ask beyond the ends; the last id stands in, and `Lengths` masks those positions.
+        q, k = jnp.minimum(q, self.query.shape[-1] - 1), jnp.minimum(k, self.key_value.shape[-1] - 1)
+        return self.query[b, q] == self.key_value[b, k]
+
+    def kv_range(self, q, kv):
+        return _segment_range(self.query, self.key_value, q, kv)
+
+    def q_range(self, q, kv):
+        return _segment_range(self.key_value, self.query, kv, q)
+
+
+def _segment_range_impl(stay_ids, flow_ids, stay: Tiling, flow: Tiling) -> TileRange:
+    """Compares the smallest and largest id of each pair of tiles; exact where ids are sorted, safe where not."""
+
+    def ends(ids, tiling):
+        def tiles(fill):
+            padding = ((0, 0), (0, tiling.count * tiling.block - tiling.length))
+            return jnp.pad(ids, padding, constant_values=fill).reshape(ids.shape[0], tiling.count, tiling.block)
+
+        limits = jnp.iinfo(ids.dtype)
+        return tiles(limits.max).min(-1), tiles(limits.min).max(-1)
+
+    (stay_low, stay_high), (flow_low, flow_high) = ends(stay_ids, stay), ends(flow_ids, flow)
+    stay_low, stay_high = stay_low[:, :, None], stay_high[:, :, None]
+    flow_low, flow_high = flow_low[:, None, :], flow_high[:, None, :]
+    some = (stay_low <= flow_high) & (flow_low <= stay_high)
+    full = (stay_low == stay_high) & (flow_low == flow_high) & (stay_low == flow_low)
+    j, n = jnp.arange(flow.count, dtype=jnp.int32), flow.count
+
+    def first(where):
+        return jnp.min(jnp.where(where, j, n), axis=-1, initial=n)
+
+    start = first(some)
+    stop = jnp.max(jnp.where(some, j + 1, 0), axis=-1, initial=0)
+    full_start = first(full)
+    full_stop = first(~full & (j >= full_start[..., None]))
+    return TileRange(start, full_start, full_stop, stop)
+
+
+# Compiled, so that the [tiles, tiles] comparisons fuse into their reductions and are never stored.
+_segment_range = jax.jit(_segment_range_impl, static_argnums=(2, 3))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """The conjunction of `leaves`; none at all lets every query see every key."""
+
+    leaves: tuple[Leaf, ...] = ()
+
+    def __and__(self, leaf: Leaf) -> "Mask":
+        return Mask((*self.leaves, leaf))
+
+    def __bool__(self) -> bool:
+        return bool(self.leaves)
+
+    def allowed(self, b, q, k) -> jax.Array:
+        """The only comparison of positions in the package; see `Leaf.allowed`."""
+        return _both(*(leaf.allowed(b, q, k) for leaf in self.leaves))
+
+    def within(self, *, q: Tiling | None = None, kv: Tiling | None = None) -> "Mask":
+        """This mask for ragged tiles of one side or both: positions that do not exist are masked like any other."""
+        ragged = Lengths(*(t.length if t and t.length % t.block else None for t in (q, kv)))
+        return self if ragged == Lengths() else self & ragged
+
+    def kv_ranges(self, q: Tiling, kv: Tiling) -> jax.Array:
+        """int32 [1 or B, query tiles, 4]: the key tiles that each query tile visits, and which of them are full."""
+        return _intersect([leaf.kv_range(q, kv) for leaf in self.leaves], q.count, kv.count)
+
+    def q_ranges(self, q: Tiling, kv: Tiling) -> jax.Array:
+        """int32 [1 or B, key tiles, 4]: the query tiles that each key tile visits, and which of them are full."""
+        return _intersect([leaf.q_range(q, kv) for leaf in self.leaves], kv.count, q.count)
+
+    @property
+    def grows(self) -> bool:
+        """Whether later queries see more keys, so that their tiles should start first."""
+        return any(isinstance(leaf, Band) and leaf.high is not None for leaf in self.leaves)
+
+
+def _intersect(ranges: list[TileRange], n_stay: int, n_flow: int):
+    everything = TileRange(*(np.full((1, n_stay), x, np.int32) for x in (0, 0, n_flow, n_flow)))
+    start, full_start, full_stop, stop = everything
+    for r in ranges:
+        start, full_start = _maximum(start, r.start), _maximum(full_start, r.full_start)
+        full_stop, stop = _minimum(full_stop, r.full_stop), _minimum(stop, r.stop)
+    stop = _maximum(stop, everything.start)
+    start = _minimum(start, stop)
+    full_start, full_stop = _maximum(full_start, start), _minimum(full_stop, stop)
+    none_full = full_stop <= full_start
+    xp = _namespace(none_full, start)
+    full_start, full_stop = (xp.where(none_full, start, x) for x in (full_start, full_stop))
+    columns = xp.broadcast_arrays(start, full_start, full_stop, stop)
+    return xp.stack(columns, axis=-1).astype(np.int32)
+
+
+def _both(*conditions):
+    """The conjunction of those conditions that are not None."""
+    result = None
+    for condition in conditions:
+        if condition is not None:
+            result = condition if result is None else result & condition
+    return result
+
+
+def _column(length: Bound):
+    """A length as something that broadcasts against [B, tiles]."""
+    return length if isinstance(length, int) else length[:, None]
+
+
+def _shift(side: int | None, offset: Bound | None):
+    if side is None or offset is None:
+        return side
+    return offset[:, None] + side
+
+
+def _negate(side):
+    return None if side is None else -side
+
+
+# Ranges that depend on no array are NumPy: they become constants of the program.
+def _namespace(*arrays):
+    return np if all(isinstance(a, np.ndarray) for a in arrays) else jnp
+
+
+def _maximum(a, b):
+    return _namespace(a, b).maximum(a, b)
+
+
+def _minimum(a, b):
+    return _namespace(a, b).minimum(a, b)
+
+
+def in_tile(tile, block: int) -> jax.Array:
+    """int32 [block]: the positions of tile number `tile`."""
+    return tile * block + lax.iota(jnp.int32, block)
+
+
+def visit(ranges, step, carry, *, edges: bool = True):
+    """Runs `carry = step(tile, masked, carry)` over one tile's range: the full tiles first, then both edges in one loop.
+
+    The order does not matter to the sums. A single loop serves both edges, because leaving one out where it seems
+    statically empty loses tiles whenever the full run is empty and lies at the other end.
+
+    Args:
+        ranges: start, full_start, full_stop, stop.
+        step: takes an int32 tile number, whether the mask must be applied (a Python bool), and the carry.
+        carry: any pytree.
+        edges: False if every tile is known to be full.
+    """
+    start, full_start, full_stop, stop = ranges
+    carry = lax.fori_loop(full_start, full_stop, lambda t, c: step(t, False, c), carry)
+    if not edges:
+        return carry
+    before = full_start - start
+
+    def edge(t, carry):
+        return step(jnp.where(t < before, start + t, full_stop - before + t), True, carry)
+
+    return lax.fori_loop(0, before + stop - full_stop, edge, carry)

@@ -1,0 +1,186 @@
+"""Which implementation serves a call, and why not the others.
+
+    None         "triton" on an NVIDIA GPU of compute capability 8.0 or more, elsewhere "xla"
+    "triton"     the kernels, compiled
+    "interpret"  the kernels, in Pallas's interpreter: any device, slow
+    "xla"        the same algorithm in plain JAX
+    "reference"  the dense definition; memory grows with T * S
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_flash import _compat
+from pallas_flash._problem import Problem
+
+IMPLEMENTATIONS = ("triton", "interpret", "xla", "reference")
+
+MAX_HEAD_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns.
+
+    Attributes:
+        implementation: the one that serves the call.
+        reason: why it was chosen.
+        refused: why each of the others was not, by name.
+    """
+
+    implementation: str
+    reason: str
+    refused: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.implementation}: {self.reason}"]
+        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.refused.items()])
+
+
+class Target(NamedTuple):
+    """The device that a call will be compiled for.
+
+    Attributes:
+        description: for messages.
+        nvidia: whether it is an NVIDIA GPU.
+        capability: its compute capability, or None if it cannot be told.
+    """
+
+    description: str
+    nvidia: bool
+    capability: tuple[int, int] | None
+
+
+# Compute capability by a part of the device's name, for GPUs that are described but not here. Longer names first, so
+# that "L40" is not taken for "L4" nor "A100" for "A10".
+_CAPABILITIES = {
+    "GB300": (10, 3),
+    "B300": (10, 3),
+    "GB200": (10, 0),
+    "B200": (10, 0),
+    "B100": (10, 0),
+    "GH200": (9, 0),
+    "H200": (9, 0),
+    "H100": (9, 0),
+    "H800": (9, 0),
+    "H20": (9, 0),
+    "A100": (8, 0),
+    "A800": (8, 0),
+    "A30": (8, 0),
+    "RTX 50": (12, 0),
+    "RTX 40": (8, 9),
+    "RTX 30": (8, 6),
+    "L40": (8, 9),
+    "L4": (8, 9),
+    "A40": (8, 6),
+    "A10": (8, 6),
+    "A16": (8, 6),
+    "A2": (8, 6),
+    "RTX 20": (7, 5),
+    "T4": (7, 5),
+    "V100": (7, 0),
+    "P100": (6, 0),
+}
+
+
+def target() -> Target:
+    """The described GPU of the current abstract mesh if there is one, else JAX's default device."""
+    described = _compat.abstract_device()
+    if described is not None:
+        name = described.device_kind
+        gpu = described.platform in ("cuda", "gpu")
+        capability = next((c for part, c in _CAPABILITIES.items() if part in name), None)
+        return Target(f"{name} (described, not here)", gpu, capability)
+    device = jax.config.jax_default_device
+    if not isinstance(device, jax.Device):
+        device = jax.local_devices(backend=device)[0]
+    nvidia = device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
+    capability = None
+    if nvidia:
+        major, minor = str(device.compute_capability).split(".")
+        capability = (int(major), int(minor))
+    return Target(device.device_kind, nvidia, capability)
+
+
+def select(problem: Problem, asked: str | None) -> Explanation:
+    """Chooses, or raises for an explicit choice that cannot serve the problem.
+
+    Raises:
+        ValueError: if `asked` is no implementation.
+        NotImplementedError: if `asked` does not serve the problem on this device.
+    """
+    if asked is not None and asked not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r}. None chooses the fastest."
+        )
+    limits = _kernel_limits(problem)
+    device = _device_limit()
+    refused = {}
+    if limits or device:
+        refused["triton"] = " ".join([device, *limits]).strip()
+    refused["interpret"] = " ".join(limits) or "Only on request: it is for tests, and slow."
+    refused["reference"] = "Only on request: its memory grows with T * S."
+    if asked is None:
+        chosen = "xla" if "triton" in refused else "triton"
+        reason = (
+            "the kernels do not serve this call."
+            if chosen == "xla"
+            else "the kernels serve this call on this GPU."
+        )
+        if chosen == "xla" and limits and not device:
+            _warn_once(f"pallas_flash.attention falls back to the slower \"xla\": {' '.join(limits)}")
+    else:
+        chosen, reason = asked, "asked for."
+        why = {"triton": refused.get("triton"), "interpret": " ".join(limits)}.get(asked)
+        if why:
+            raise NotImplementedError(f"`implementation={asked!r}` must be able to serve the call; {why} Use \"xla\".")
+        for name in ("triton", "xla"):
+            refused.setdefault(name, f"{asked!r} was asked for.")
+    refused.pop(chosen, None)
+    return Explanation(chosen, reason, refused)
+
+
+def _kernel_limits(p: Problem) -> list[str]:
+    """Why the kernels cannot serve a problem, on any device; whole sentences."""
+    limits = []
+    if p.dtype.name == "float64":
+        limits.append("Got float64, and the kernels compute in float32.")
+    if max(p.head_dim, p.value_dim) > MAX_HEAD_DIM:
+        limits.append(f"Got a head size of {max(p.head_dim, p.value_dim)}, and the kernels serve up to {MAX_HEAD_DIM}.")
+    for name, array in (("bias", p.bias), ("mask", p.mask_array)):
+        if array is not None:
+            limits.append(f"Got a `{name}` array, which the kernels do not read yet.")
+    return limits
+
+
+def _device_limit() -> str:
+    """Why kernels cannot be compiled for the current device; empty if they can."""
+    device = target()
+    if not device.nvidia:
+        return f"It needs an NVIDIA GPU, and the device is {device.description}."
+    if device.capability is not None and device.capability < (8, 0):
+        return (
+            f"It needs an NVIDIA GPU of compute capability 8.0 or more (A100 or newer), and the device is "
+            f"{device.description} with {device.capability[0]}.{device.capability[1]}."
+        )
+    if not _compat.has_triton():
+        return f"This JAX ({jax.__version__}) has no Triton lowering for Pallas."
+    return ""
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
+def tile_capability(implementation: str) -> Any:
+    """The compute capability to choose tiles for: the interpreter uses those of the newest GPUs."""
+    return target().capability if implementation == "triton" else None

@@ -1,0 +1,201 @@
+"""Tile sizes: how they are written down, checked, and chosen.
+
+A kernel keeps a tile of one side in registers while tiles of the other side pass through shared memory in a pipeline of
+`num_stages`. Matrix instructions of Hopper want 64 rows of the tile that stays for each 4 warps.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The shape of one kernel's work and how it is launched.
+
+    Attributes:
+        block_q: queries in a tile, a power of two from 16 to 256.
+        block_kv: keys and values in a tile, a power of two from 16 to 256.
+        num_warps: warps of 32 threads in a program: 1, 2, 4, 8 or 16.
+        num_stages: depth of the pipeline that loads the tiles flowing past, 1 to 8.
+
+    Raises:
+        ValueError: if a number is none of those.
+        TypeError: if it is no int.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self):
+        allowed = {
+            "block_q": (16, 32, 64, 128, 256),
+            "block_kv": (16, 32, 64, 128, 256),
+            "num_warps": (1, 2, 4, 8, 16),
+            "num_stages": tuple(range(1, 9)),
+        }
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"`{name}` must be an int; got {type(value).__name__} {value!r}. Pass one of {values}.")
+            if value not in values:
+                raise ValueError(f"`{name}` must be one of {values}; got {value}. Choose the nearest of them.")
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSizes:
+    """Tiles for each kernel of `attention`; None takes the table's.
+
+    Attributes:
+        forward: the forward kernel; a query tile stays.
+        dkv: the kernel for dk and dv together; a key/value tile stays.
+        dk: the kernel for dk alone. Give `dk` and `dv` in place of `dkv` where both sums do not fit in registers.
+        dv: the kernel for dv alone.
+        dq: the kernel for dq; a query tile stays.
+
+    Raises:
+        ValueError: if `dkv` is mixed with `dk` or `dv`, or one of these two is missing.
+        TypeError: if one is no `Tile`.
+    """
+
+    forward: Tile | None = None
+    dkv: Tile | None = None
+    dk: Tile | None = None
+    dv: Tile | None = None
+    dq: Tile | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not isinstance(value, Tile):
+                raise TypeError(
+                    f"`{field.name}` must be a pallas_flash.Tile or None; got {type(value).__name__} {value!r}. "
+                    "Write Tile(block_q, block_kv, num_warps, num_stages)."
+                )
+        split = (self.dk is not None, self.dv is not None)
+        if any(split) and (self.dkv is not None or not all(split)):
+            raise ValueError(
+                f"`dk` and `dv` must be given together and without `dkv`; got dkv={self.dkv}, dk={self.dk}, "
+                f"dv={self.dv}. Give either `dkv` or both others."
+            )
+
+    def or_else(self, default: "TileSizes") -> "TileSizes":
+        """These sizes, with what is None taken from `default`."""
+        mine = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        backward = ("dkv", "dk", "dv")
+        source = default if all(mine[name] is None for name in backward) else self
+        merged = {name: getattr(source, name) for name in backward}
+        return TileSizes(
+            forward=self.forward or default.forward, dq=self.dq or default.dq, **merged
+        )
+
+
+# (padded head size, bytes of an element): chosen by registers, spills and instructions an element of compiled code.
+_TABLE = {
+    (64, 2): TileSizes(
+        forward=Tile(128, 128, 8, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 128, 4, 2)
+    ),
+    (128, 2): TileSizes(
+        forward=Tile(128, 128, 8, 2), dkv=Tile(64, 128, 8, 2), dq=Tile(128, 128, 8, 2)
+    ),
+    (256, 2): TileSizes(
+        forward=Tile(128, 64, 8, 2),
+        dk=Tile(32, 128, 8, 2),
+        dv=Tile(64, 128, 8, 2),
+        dq=Tile(64, 64, 4, 2),
+    ),
+    (64, 4): TileSizes(
+        forward=Tile(128, 64, 8, 2), dkv=Tile(32, 128, 8, 2), dq=Tile(128, 64, 8, 2)
+    ),
+    (128, 4): TileSizes(
+        forward=Tile(128, 32, 8, 2),
+        dk=Tile(16, 128, 8, 2),
+        dv=Tile(32, 128, 8, 2),
+        dq=Tile(128, 32, 8, 2),
+    ),
+    (256, 4): TileSizes(
+        forward=Tile(64, 16, 8, 2), dk=Tile(16, 64, 8, 2), dv=Tile(16, 64, 8, 2), dq=Tile(64, 16, 8, 2)
+    ),
+}
+
+# Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, table
+# "Technical Specifications per Compute Capability").
+_SHARED_MEMORY = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 7): 163 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (10, 3): 227 * 1024,
+    (11, 0): 227 * 1024,
+    (12, 0): 99 * 1024,
+    (12, 1): 99 * 1024,
+}
+
+
+def choose(
+    asked: TileSizes | None,
+    *,
+    head_dim: int,
+    value_dim: int,
+    itemsize: int,
+    capability: tuple[int, int] | None,
+) -> TileSizes:
+    """The tiles for a problem: those asked for, the rest from the table, shrunk where the GPU's memory is small.
+
+    Args:
+        asked: what the user wants; used as it is.
+        head_dim: H.
+        value_dim: V.
+        itemsize: bytes of an element.
+        capability: compute capability of the GPU; None (unknown, or the interpreter) means that of the H100 and H200.
+
+    Raises:
+        ValueError: if tiles that were asked for do not fit in the shared memory of the GPU.
+    """
+    width = max(64, 1 << (max(head_dim, value_dim) - 1).bit_length())
+    limit = shared_memory_limit(capability)
+    default = _TABLE[width, itemsize]
+    for field in dataclasses.fields(default):
+        tile = getattr(default, field.name)
+        while tile is not None and _shared_bytes(field.name, tile, width, itemsize) > limit:
+            tile = _smaller(field.name, tile)
+            default = dataclasses.replace(default, **{field.name: tile})
+    if asked is None:
+        return default
+    for field in dataclasses.fields(asked):
+        tile = getattr(asked, field.name)
+        if tile is not None and (need := _shared_bytes(field.name, tile, width, itemsize)) > limit:
+            raise ValueError(
+                f"`tile_sizes.{field.name}` must fit in the GPU's {limit // 1024} KiB of shared memory; got {tile}, "
+                f"which needs about {need // 1024} KiB at head size {max(head_dim, value_dim)}. Use smaller blocks or "
+                "fewer stages."
+            )
+    return asked.or_else(default)
+
+
+def shared_memory_limit(capability: tuple[int, int] | None) -> int:
+    """Bytes of shared memory one program may have; for an unlisted GPU the smallest listed."""
+    if capability is None:
+        return _SHARED_MEMORY[9, 0]
+    return _SHARED_MEMORY.get(capability, min(_SHARED_MEMORY.values()))
+
+
+def _shared_bytes(kernel: str, tile: Tile, width: int, itemsize: int) -> int:
+    """At least what a kernel keeps there: the tile that stays, and each stage's pair of tiles that flow."""
+    stay, flow = tile.block_q, tile.block_kv
+    if kernel in ("dkv", "dk", "dv"):
+        stay, flow = flow, stay
+    kept = {"forward": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2}[kernel]
+    return (kept * stay + 2 * tile.num_stages * flow) * width * itemsize
+
+
+def _smaller(kernel: str, tile: Tile) -> Tile:
+    """The tile with the larger of its blocks halved, and half the warps once the tile that stays has 64 rows."""
+    if tile.block_q >= tile.block_kv:
+        tile = dataclasses.replace(tile, block_q=max(16, tile.block_q // 2))
+    else:
+        tile = dataclasses.replace(tile, block_kv=max(16, tile.block_kv // 2))
+    stay = tile.block_kv if kernel in ("dkv", "dk", "dv") else tile.block_q
+    return dataclasses.replace(tile, num_warps=4) if stay <= 64 else tile

@@ -1,0 +1,42 @@
+"""Attention as Pallas kernels lowered through Triton: `forward` and `backward` are the folder's only surface."""
+
+from pallas_flash._tiles import TileSizes
+from pallas_flash._triton import backward_dkv, backward_dq
+from pallas_flash._triton.delta import delta
+from pallas_flash._triton.forward import forward as _forward
+from pallas_flash._problem import Gradients, Problem
+
+
+def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
+    """The output [B, T, N, V] and `lse_log2` = LSE * log2(e), float32 [B, N, T]."""
+    return _forward(problem, tiles.forward, interpret=interpret)
+
+
+def backward(
+    problem: Problem,
+    o,
+    lse_log2,
+    do,
+    dlse,
+    tiles: TileSizes,
+    *,
+    want_scale: bool,
+    interpret: bool,
+) -> Gradients:
+    """Gradients for the cotangents do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
+    rows = (do, lse_log2, delta(problem, o, do, dlse, interpret=interpret))
+    if tiles.dkv is not None:
+        dk, dv = backward_dkv.dkv(
+            problem, *rows, tiles.dkv, backward_dkv.pallas_flash_dkv, interpret=interpret
+        )
+    else:
+        [dk] = backward_dkv.dkv(
+            problem, *rows, tiles.dk, backward_dkv.pallas_flash_dk, interpret=interpret
+        )
+        [dv] = backward_dkv.dkv(
+            problem, *rows, tiles.dv, backward_dkv.pallas_flash_dv, interpret=interpret
+        )
+    dq, dscale = backward_dq.dq(
+        problem, *rows, tiles.dq, want_scale=want_scale, interpret=interpret
+    )
+    return Gradients(dq, dk, dv, None if dscale is None else dscale.sum(), None)

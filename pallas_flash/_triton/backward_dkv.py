@@ -1,0 +1,155 @@
+"""dk and dv for one key/value tile, queries streamed past it.
+
+    s_t  = k @ q.T                      dp_t = v @ do.T                 [block_kv, block_q]
+    p_t  = exp2(c * s_t - lse_log2)     c = scale * log2(e)
+    dv  += p_t @ do                                                     [block_kv, V]
+    ds_t = p_t * (dp_t - delta)
+    dk  += ds_t @ q                     times scale once, after the loop [block_kv, H]
+
+Scores are computed transposed, so that no product needs its accumulator transposed. All query heads of the group are
+summed in the same program: the loop over heads goes around the loop over tiles, which keeps the latter's pipeline.
+Where both sums do not fit in registers the same kernel runs twice, once for each.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash._masks import in_tile, visit
+from pallas_flash._tiles import Tile
+from pallas_flash._triton import common
+from pallas_flash._problem import Problem
+
+
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    scale_ref,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    *refs,
+    static: common.Static,
+    want_dk: bool,
+    want_dv: bool,
+):
+    n_out = want_dk + want_dv
+    tables, outputs = refs[:-n_out], list(refs[-n_out:])
+    ranges, mask = common.load_tables(tables, static, flow=static.q)
+    b, block_q, block_kv = pl.program_id(2), static.q.block, static.kv.block
+    groups = q_ref.shape[1]
+    k_pos = in_tile(pl.program_id(0), block_kv)
+    keys = common.existing(static.kv, k_pos)
+    k = common.load(k_ref, keys, static.head_dim)
+    v = common.load(v_ref, keys, static.value_dim) if want_dk else None
+    scale = jnp.maximum(scale_ref[0], common.MIN_SCALE)
+    c = scale * common.LOG2E
+
+    def step(g, q_tile, masked, carry):
+        dk, dv = carry
+        q_pos = in_tile(q_tile, block_q)
+        ok = mask.allowed(b, q_pos[None, :], k_pos[:, None]) if masked else None
+        rows = common.seen(ok, axis=0)
+        at = pl.ds(q_tile * block_q, block_q)
+        q = common.load(q_ref.at[at, g, :], rows, static.head_dim)
+        do = common.load(do_ref.at[at, g, :], rows, static.value_dim)
+        s_t = static.dot_t(k, q)
+        # Before the exponentials, which then run while the matrix units are busy with it.
+        dp_t = static.dot_t(v, do) if want_dk else None
+        lse_log2 = common.load_row(lse_ref.at[g, at], rows)
+        p_t = static.exp2_scaled(s_t, c, lse_log2[None, :])
+        if masked:
+            p_t = jnp.where(ok, p_t, 0.0)
+        if want_dv:
+            dv = dv + static.dot(p_t.astype(do.dtype), do)
+        if want_dk:
+            ds_t = p_t * (dp_t - common.load_row(delta_ref.at[g, at], rows)[None, :])
+            if masked:
+                ds_t = jnp.where(ok, ds_t, 0.0)
+            dk = dk + static.dot(ds_t.astype(q.dtype), q)
+        return dk, dv
+
+    def each_head(g, carry):
+        def tile(q_tile, masked, carry):
+            return step(g, q_tile, masked, carry)
+
+        return visit(ranges, tile, carry, edges=static.edges)
+
+    start = tuple(
+        jnp.zeros(ref.shape, jnp.float32) if wanted else ()
+        for ref, wanted in ((k_ref, want_dk), (v_ref, want_dv))
+    )
+    dk, dv = lax.fori_loop(0, groups, each_head, start) if groups > 1 else each_head(0, start)
+    if want_dk:
+        common.store(outputs.pop(0), dk * scale, keys, static.head_dim)
+    if want_dv:
+        common.store(outputs.pop(0), dv, keys, static.value_dim)
+
+
+def pallas_flash_dkv(*refs, static):
+    """dk and dv of one key/value tile of one key/value head."""
+    _kernel(*refs, static=static, want_dk=True, want_dv=True)
+
+
+def pallas_flash_dk(*refs, static):
+    """dk alone."""
+    _kernel(*refs, static=static, want_dk=True, want_dv=False)
+
+
+def pallas_flash_dv(*refs, static):
+    """dv alone."""
+    _kernel(*refs, static=static, want_dk=False, want_dv=True)
+
+
+def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret: bool):
+    """Those of dk [B, S, K, H] and dv [B, S, K, V] that `kernel` computes, in a list."""
+    p = problem
+    static, mask = common.make_static(p, tile, flow="q", interpret=interpret)
+    ranges = mask.q_ranges(static.q, static.kv) if static.edges else None
+    tables, table_specs = common.tables(mask, ranges, lambda i: i, tile_axis=0, batch_axis=2)
+
+    def head_rows(width):
+        """All queries of the heads that share one key/value head."""
+        return pl.BlockSpec(
+            (None, p.q_len, p.groups, common.padded(width)), lambda j, k, b: (b, 0, k, 0)
+        )
+
+    def keys(width):
+        return pl.BlockSpec(
+            (None, static.kv.block, None, common.padded(width)), lambda j, k, b: (b, j, k, 0)
+        )
+
+    statistic = pl.BlockSpec((None, p.groups, p.q_len), lambda j, k, b: (b, k, 0))
+    out = []
+    if kernel is not pallas_flash_dv:
+        out.append((keys(p.head_dim), (p.key.shape, p.dtype)))
+    if kernel is not pallas_flash_dk:
+        out.append((keys(p.value_dim), (p.value.shape, p.dtype)))
+    return common.call(
+        kernel,
+        p.query,
+        p.key,
+        p.value,
+        p.scale[None],
+        do,
+        lse_log2,
+        delta,
+        *tables,
+        static=static,
+        tile=tile,
+        # Key tile 0 comes first: under a causal mask it has the most queries, and heavy tiles should start early.
+        grid=(static.kv.count, p.num_kv_heads, p.batch),
+        in_specs=[
+            head_rows(p.head_dim),
+            keys(p.head_dim),
+            keys(p.value_dim),
+            common.whole(p.scale[None]),
+            head_rows(p.value_dim),
+            statistic,
+            statistic,
+            *table_specs,
+        ],
+        out_specs=[spec for spec, _ in out],
+        out_shapes=[shape for _, shape in out],
+    )

@@ -1,0 +1,107 @@
+"""dq for one query tile, keys and values streamed past it.
+
+    s   = q @ k.T                   dp = do @ v.T                       [block_q, block_kv]
+    p   = exp2(c * s - lse_log2)    c = scale * log2(e)
+    ds  = p * (dp - delta)
+    acc = acc + ds @ k                                                  [block_q, H]
+
+    at the end    dq = scale * acc    and, where it is asked for, dscale = rowsum(q * acc)
+
+dp is computed before the exponentials, which then run while the matrix units are busy with it.
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_flash._masks import in_tile, visit
+from pallas_flash._tiles import Tile
+from pallas_flash._triton import common
+from pallas_flash._problem import Problem
+
+
+def pallas_flash_dq(
+    q_ref,
+    k_ref,
+    v_ref,
+    scale_ref,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    *refs,
+    static: common.Static,
+    q_tile_of,
+    want_scale: bool,
+):
+    """One query tile of one head."""
+    *tables, dq_ref = refs[:-1] if want_scale else refs
+    ranges, mask = common.load_tables(tables, static, flow=static.kv)
+    b, block_q, block_kv = pl.program_id(3), static.q.block, static.kv.block
+    q_pos = in_tile(q_tile_of(pl.program_id(1)), block_q)
+    rows = common.existing(static.q, q_pos)
+    q = common.load(q_ref, rows, static.head_dim)
+    do = common.load(do_ref, rows, static.value_dim)
+    lse_log2, delta = (common.load_row(ref, rows)[:, None] for ref in (lse_ref, delta_ref))
+    scale = jnp.maximum(scale_ref[0], common.MIN_SCALE)
+    c = scale * common.LOG2E
+
+    def step(kv_tile, masked, acc):
+        k_pos = in_tile(kv_tile, block_kv)
+        ok = mask.allowed(b, q_pos[:, None], k_pos[None, :]) if masked else None
+        keys = common.seen(ok, axis=0)
+        at = pl.ds(kv_tile * block_kv, block_kv)
+        k = common.load(k_ref.at[at, :], keys, static.head_dim)
+        v = common.load(v_ref.at[at, :], keys, static.value_dim)
+        s = static.dot_t(q, k)
+        dp = static.dot_t(do, v)
+        ds = static.exp2_scaled(s, c, lse_log2) * (dp - delta)
+        if masked:
+            ds = jnp.where(ok, ds, 0.0)
+        return acc + static.dot(ds.astype(k.dtype), k)
+
+    acc = visit(ranges, step, jnp.zeros(q.shape, jnp.float32), edges=static.edges)
+    common.store(dq_ref, acc * scale, rows, static.head_dim)
+    if want_scale:
+        # A row that sees nothing may hold anything, so its product with the zero sum is not taken.
+        dscale = jnp.where(lse_log2 > -jnp.inf, q.astype(jnp.float32) * acc, 0.0)
+        common.store_row(refs[-1], jnp.sum(dscale, axis=1), rows)
+
+
+def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, interpret: bool):
+    """dq [B, T, N, H] and float32 [B, N, T], whose sum is the gradient of the scale, or None."""
+    p = problem
+    static, mask = common.make_static(p, tile, flow="kv", interpret=interpret)
+    ranges = mask.kv_ranges(static.q, static.kv) if static.edges else None
+    layout = common.QueryTiles(p, static, latest_first=mask.grows)
+    tables, table_specs = common.tables(mask, ranges, layout.tile_of)
+    out = [(layout.rows(p.head_dim), (p.query.shape, p.dtype))]
+    if want_scale:
+        out.append((layout.row_statistic(), (lse_log2.shape, jnp.float32)))
+    results = common.call(
+        pallas_flash_dq,
+        p.query,
+        p.key,
+        p.value,
+        p.scale[None],
+        do,
+        lse_log2,
+        delta,
+        *tables,
+        static=static,
+        tile=tile,
+        grid=layout.grid,
+        in_specs=[
+            layout.rows(p.head_dim),
+            layout.keys(p.head_dim),
+            layout.keys(p.value_dim),
+            common.whole(p.scale[None]),
+            layout.rows(p.value_dim),
+            layout.row_statistic(),
+            layout.row_statistic(),
+            *table_specs,
+        ],
+        out_specs=[spec for spec, _ in out],
+        out_shapes=[shape for _, shape in out],
+        q_tile_of=layout.tile_of,
+        want_scale=want_scale,
+    )
+    return (*results, None)[:2]

@@ -1,0 +1,94 @@
+"""o and lse for one query tile, keys and values streamed past it.
+
+    s    = q @ k.T                                        raw products                     [block_q, block_kv]
+    m'   = max(m, c * rowmax(s))                          c = scale * log2(e), so base 2   [block_q]
+    p    = exp2(c * s - m')     alpha = exp2(m - m')
+    l    = alpha * l + rowsum(p)
+    acc  = alpha * acc + p @ v                                                             [block_q, V]
+
+    at the end    o = acc / l    lse_log2 = m + log2(l)
+
+m and l are the online softmax of Milakov and Gimelshein (2018), the loop order that of FlashAttention-2 (Dao, 2023).
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_flash._masks import in_tile, visit
+from pallas_flash._tiles import Tile
+from pallas_flash._triton import common
+from pallas_flash._problem import Problem
+
+
+def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.Static, q_tile_of):
+    """One query tile of one head."""
+    *tables, o_ref, lse_ref = refs
+    ranges, mask = common.load_tables(tables, static, flow=static.kv)
+    b, block_q, block_kv = pl.program_id(3), static.q.block, static.kv.block
+    q_pos = in_tile(q_tile_of(pl.program_id(1)), block_q)
+    rows = common.existing(static.q, q_pos)
+    q = common.load(q_ref, rows, static.head_dim)
+    c = jnp.maximum(scale_ref[0], common.MIN_SCALE) * common.LOG2E
+
+    def step(kv_tile, masked, carry):
+        acc, m, l = carry
+        k_pos = in_tile(kv_tile, block_kv)
+        ok = mask.allowed(b, q_pos[:, None], k_pos[None, :]) if masked else None
+        keys = common.seen(ok, axis=0)
+        at = pl.ds(kv_tile * block_kv, block_kv)
+        s = static.dot_t(q, common.load(k_ref.at[at, :], keys, static.head_dim))
+        if masked:
+            s = jnp.where(ok, s, -jnp.inf)
+        m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
+        # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives the weight 0.
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        p = static.exp2_scaled(s, c, m_safe[:, None])
+        alpha = static.exp2(m - m_safe)
+        l = alpha * l + jnp.sum(p, axis=1)
+        v = common.load(v_ref.at[at, :], keys, static.value_dim)
+        acc = alpha[:, None] * acc + static.dot(p.astype(v.dtype), v)
+        return acc, m_new, l
+
+    start = (
+        jnp.zeros((block_q, v_ref.shape[-1]), jnp.float32),
+        jnp.full((block_q,), -jnp.inf, jnp.float32),
+        jnp.zeros((block_q,), jnp.float32),
+    )
+    acc, m, l = visit(ranges, step, start, edges=static.edges)
+    alive = l > 0.0
+    l = jnp.where(alive, l, 1.0)
+    common.store(o_ref, acc * (1.0 / l)[:, None], rows, static.value_dim)
+    common.store_row(lse_ref, jnp.where(alive, m + jnp.log2(l), -jnp.inf), rows)
+
+
+def forward(problem: Problem, tile: Tile, *, interpret: bool):
+    """The output [B, T, N, V] and `lse_log2` float32 [B, N, T]."""
+    p = problem
+    static, mask = common.make_static(p, tile, flow="kv", interpret=interpret)
+    ranges = mask.kv_ranges(static.q, static.kv) if static.edges else None
+    layout = common.QueryTiles(p, static, latest_first=mask.grows)
+    tables, table_specs = common.tables(mask, ranges, layout.tile_of)
+    return common.call(
+        pallas_flash_forward,
+        p.query,
+        p.key,
+        p.value,
+        p.scale[None],
+        *tables,
+        static=static,
+        tile=tile,
+        grid=layout.grid,
+        in_specs=[
+            layout.rows(p.head_dim),
+            layout.keys(p.head_dim),
+            layout.keys(p.value_dim),
+            common.whole(p.scale[None]),
+            *table_specs,
+        ],
+        out_specs=[layout.rows(p.value_dim), layout.row_statistic()],
+        out_shapes=[
+            ((*p.query.shape[:3], p.value_dim), p.dtype),
+            ((p.batch, p.num_heads, p.q_len), jnp.float32),
+        ],
+        q_tile_of=layout.tile_of,
+    )
