@@ -42,9 +42,12 @@ def _compiler_params():
     base = triton().CompilerParams
     try:
         from jax._src.pallas.core import get_lowering_rule, register_lowering_rule
+        from jax._src.pallas.triton import pallas_call_registration as _  # registers the rule
     except ImportError:
-        return base  # 0.10: does not warn
+        return base
     lower = get_lowering_rule(base, "gpu")
+    if lower is None:
+        return base
 
     class QuietCompilerParams(base):
         pass
