@@ -27,7 +27,9 @@ def attention(
     query_seq_lengths: Int32[Array, "B"] | None = None,
     key_value_seq_lengths: Int32[Array, "B"] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    segment_ids: Int32[Array, "B T"] | tuple[Int32[Array, "B T"], Int32[Array, "B S"]] | None = None,
+    segment_ids: Int32[Array, "B T"]
+    | tuple[Int32[Array, "B T"], Int32[Array, "B S"]]
+    | None = None,
     query_offset: int | Int32[Array, "B"] = 0,
     precision: str | lax.Precision | lax.DotAlgorithmPreset | None = None,
     return_residual: bool = False,
@@ -68,7 +70,8 @@ def attention(
         segment_ids: int32 [B, T], or a pair for queries and keys; tokens see only those with their own id. Tiles without a
             common id are skipped.
         query_offset: position of query 0 among the keys, an int or int32 [B]; moves `is_causal` and `local_window_size`.
-        precision: of the matrix products for float32 inputs, as in `jax.lax.dot_general`. None follows
+        precision: of the matrix products for float32 inputs, a `jax.lax.Precision`, its name, or a
+            `jax.lax.DotAlgorithmPreset` that the device supports. None follows
             `jax.default_matmul_precision`, which on GPUs means TF32 (10 bits of mantissa); "highest" is IEEE float32.
         return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a gradient.
         return_lse: also return the LSE, log sum_j exp(s_ij), in float32 (float64 for float64 inputs) and differentiable;
@@ -112,6 +115,7 @@ def attention(
         precision=precision,
     )
     choice = _select.select(problem, implementation)
+    _select.warn_of_fallback(choice, implementation)
     plan = _plan(problem, choice.implementation, tile_sizes, explicit=implementation is not None)
     o, lse = _run(problem, plan)
     if query.ndim == 3:
@@ -206,7 +210,9 @@ def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:
     rows = (p.batch, p.q_len, p.num_heads)
     if 0 in (p.batch, p.q_len, p.kv_len):
         # Nothing to compute, and constants have zero gradients.
-        return jnp.zeros((*rows, p.value_dim), p.dtype), jnp.full(rows, -jnp.inf, p.accumulator_dtype)
+        return jnp.zeros((*rows, p.value_dim), p.dtype), jnp.full(
+            rows, -jnp.inf, p.accumulator_dtype
+        )
     if plan.implementation == "reference":
         return _reference.attention(p)
     operands, rest = p.split()

@@ -78,5 +78,20 @@ def varying_like(shape: tuple[int, ...], dtype, *operands) -> jax.ShapeDtypeStru
     )
 
 
+def vary_alike(tree):
+    """The arrays of `tree`, varying over every manual mesh axis over which any of them does.
+
+    Loops and custom derivatives demand it under shard_map's checks. Its transpose sums the gradient of an operand that
+    all devices share.
+    """
+    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(tree)))
+
+    def vary(x):
+        missing = tuple(sorted(axes - _varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
 def _varying_axes(x) -> frozenset:
     return getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset())

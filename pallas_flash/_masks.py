@@ -123,7 +123,10 @@ class Band:
     def _range(stay: Tiling, flow: Tiling, low, high) -> TileRange:
         """Positions `stay + low .. stay + high` in tiles of `flow`: the union over a tile's rows, and the intersection."""
         block = flow.block
-        zero, end = np.zeros((1, stay.count), np.int32), np.full((1, stay.count), flow.count, np.int32)
+        zero, end = (
+            np.zeros((1, stay.count), np.int32),
+            np.full((1, stay.count), flow.count, np.int32),
+        )
         start = zero if low is None else (stay.first + low) // block
         full_start = zero if low is None else -(-(stay.last + low) // block)
         stop = end if high is None else (stay.last + high) // block + 1
@@ -163,7 +166,8 @@ class Lengths:
         if stay_length is not None:
             # A tile wholly past its own length meets nothing; one that straddles it has masked rows in every tile.
             length = _column(stay_length)
-            stop, full_stop = (stay.first < length) * stop, (stay.last < length) * full_stop
+            some, every = ((x < length).astype(np.int32) for x in (stay.first, stay.last))
+            stop, full_stop = some * stop, every * full_stop
         return TileRange(start, start, full_stop, stop)
 
 
@@ -176,7 +180,10 @@ class Segments:
 
     def allowed(self, b, q, k):
         # Ragged tiles ask beyond the ends; the last id stands in, and `Lengths` masks those positions.
-        q, k = jnp.minimum(q, self.query.shape[-1] - 1), jnp.minimum(k, self.key_value.shape[-1] - 1)
+        q, k = (
+            jnp.minimum(q, self.query.shape[-1] - 1),
+            jnp.minimum(k, self.key_value.shape[-1] - 1),
+        )
         return self.query[b, q] == self.key_value[b, k]
 
     def kv_range(self, q, kv):
@@ -187,12 +194,17 @@ class Segments:
 
 
 def _segment_range_impl(stay_ids, flow_ids, stay: Tiling, flow: Tiling) -> TileRange:
-    """Compares the smallest and largest id of each pair of tiles; exact where ids are sorted, safe where not."""
+    """Compares the smallest and largest id of each pair of tiles.
+
+    Exact where ids are sorted and both sides have the same ones, safe where not.
+    """
 
     def ends(ids, tiling):
         def tiles(fill):
             padding = ((0, 0), (0, tiling.count * tiling.block - tiling.length))
-            return jnp.pad(ids, padding, constant_values=fill).reshape(ids.shape[0], tiling.count, tiling.block)
+            return jnp.pad(ids, padding, constant_values=fill).reshape(
+                ids.shape[0], tiling.count, tiling.block
+            )
 
         limits = jnp.iinfo(ids.dtype)
         return tiles(limits.max).min(-1), tiles(limits.min).max(-1)
@@ -312,7 +324,7 @@ def in_tile(tile, block: int) -> jax.Array:
     return tile * block + lax.iota(jnp.int32, block)
 
 
-def visit(ranges, step, carry, *, edges: bool = True):
+def visit(ranges, step, carry, *, edges: bool = True, full_tiles=None):
     """Runs `carry = step(tile, masked, carry)` over one tile's range: the full tiles first, then both edges in one loop.
 
     The order does not matter to the sums. A single loop serves both edges, because leaving one out where it seems
@@ -323,9 +335,13 @@ def visit(ranges, step, carry, *, edges: bool = True):
         step: takes an int32 tile number, whether the mask must be applied (a Python bool), and the carry.
         carry: any pytree.
         edges: False if every tile is known to be full.
+        full_tiles: `carry = full_tiles(start, stop, carry)`, used in place of a loop of `step` over the full tiles.
     """
     start, full_start, full_stop, stop = ranges
-    carry = lax.fori_loop(full_start, full_stop, lambda t, c: step(t, False, c), carry)
+    if full_tiles is None:
+        carry = lax.fori_loop(full_start, full_stop, lambda t, c: step(t, False, c), carry)
+    else:
+        carry = full_tiles(full_start, full_stop, carry)
     if not edges:
         return carry
     before = full_start - start

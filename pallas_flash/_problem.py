@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from pallas_flash._masks import Mask
 
@@ -74,7 +74,7 @@ class Problem:
     @property
     def accumulator_dtype(self) -> Any:
         """The dtype of scores, statistics and sums: at least float32."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return np.promote_types(self.dtype, np.float32)
 
     def split(self) -> tuple[dict[str, Any], "Problem"]:
         """The operands that have a gradient, and the problem without them."""

@@ -1,10 +1,10 @@
 """Which implementation serves a call, and why not the others.
 
-    None         "triton" on an NVIDIA GPU of compute capability 8.0 or more, elsewhere "xla"
-    "triton"     the kernels, compiled
-    "interpret"  the kernels, in Pallas's interpreter: any device, slow
-    "xla"        the same algorithm in plain JAX
-    "reference"  the dense definition; memory grows with T * S
+None         "triton" on an NVIDIA GPU of compute capability 8.0 or more, elsewhere "xla"
+"triton"     the kernels, compiled
+"interpret"  the kernels, in Pallas's interpreter: any device, slow
+"xla"        the same algorithm in plain JAX
+"reference"  the dense definition; memory grows with T * S
 """
 
 import dataclasses
@@ -71,16 +71,16 @@ _CAPABILITIES = {
     "A100": (8, 0),
     "A800": (8, 0),
     "A30": (8, 0),
-    "RTX 50": (12, 0),
-    "RTX 40": (8, 9),
-    "RTX 30": (8, 6),
+    "GeForce RTX 50": (12, 0),
+    "GeForce RTX 40": (8, 9),
+    "GeForce RTX 30": (8, 6),
     "L40": (8, 9),
     "L4": (8, 9),
     "A40": (8, 6),
     "A10": (8, 6),
     "A16": (8, 6),
     "A2": (8, 6),
-    "RTX 20": (7, 5),
+    "GeForce RTX 20": (7, 5),
     "T4": (7, 5),
     "V100": (7, 0),
     "P100": (6, 0),
@@ -113,72 +113,92 @@ def select(problem: Problem, asked: str | None) -> Explanation:
         ValueError: if `asked` is no implementation.
         NotImplementedError: if `asked` does not serve the problem on this device.
     """
-    if asked is not None and asked not in IMPLEMENTATIONS:
+    if asked is not None and not (isinstance(asked, str) and asked in IMPLEMENTATIONS):
         raise ValueError(
-            f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r}. None chooses the fastest."
+            f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r:.60}. "
+            "Use None for the fastest."
         )
-    limits = _kernel_limits(problem)
-    device = _device_limit()
+    limits = _problem_limits(problem)
     refused = {}
-    if limits or device:
-        refused["triton"] = " ".join([device, *limits]).strip()
-    refused["interpret"] = " ".join(limits) or "Only on request: it is for tests, and slow."
+    if on_gpu := [*(_device_limits() or _jax_limits()), *limits]:
+        refused["triton"] = " ".join(on_gpu)
+    # Where no kernel is going to run, its language is not even looked for: importing it takes time.
+    anywhere = [*_jax_limits(), *limits] if asked == "interpret" else limits
+    refused["interpret"] = " ".join(anywhere) or "Only on request: it is for tests, and slow."
     refused["reference"] = "Only on request: its memory grows with T * S."
     if asked is None:
-        chosen = "xla" if "triton" in refused else "triton"
-        reason = (
-            "the kernels do not serve this call."
-            if chosen == "xla"
-            else "the kernels serve this call on this GPU."
-        )
-        if chosen == "xla" and limits and not device:
-            _warn_once(f"pallas_flash.attention falls back to the slower \"xla\": {' '.join(limits)}")
+        if "triton" in refused:
+            chosen, reason = "xla", "the kernels do not serve this call."
+        else:
+            chosen, reason = "triton", "the kernels serve this call on this GPU."
+            refused["xla"] = "Slower than the kernels, which serve this call."
     else:
         chosen, reason = asked, "asked for."
-        why = {"triton": refused.get("triton"), "interpret": " ".join(limits)}.get(asked)
+        why = {"triton": refused.get("triton"), "interpret": " ".join(anywhere)}.get(asked)
         if why:
-            raise NotImplementedError(f"`implementation={asked!r}` must be able to serve the call; {why} Use \"xla\".")
+            raise NotImplementedError(
+                f"`implementation` must be one that serves the call; got {asked!r}. "
+                f'{why} Use "xla".'
+            )
         for name in ("triton", "xla"):
             refused.setdefault(name, f"{asked!r} was asked for.")
     refused.pop(chosen, None)
     return Explanation(chosen, reason, refused)
 
 
-def _kernel_limits(p: Problem) -> list[str]:
+def _problem_limits(p: Problem) -> list[str]:
     """Why the kernels cannot serve a problem, on any device; whole sentences."""
     limits = []
     if p.dtype.name == "float64":
         limits.append("Got float64, and the kernels compute in float32.")
     if max(p.head_dim, p.value_dim) > MAX_HEAD_DIM:
-        limits.append(f"Got a head size of {max(p.head_dim, p.value_dim)}, and the kernels serve up to {MAX_HEAD_DIM}.")
+        limits.append(
+            f"Got a head size of {max(p.head_dim, p.value_dim)}, and the kernels serve up to {MAX_HEAD_DIM}."
+        )
     for name, array in (("bias", p.bias), ("mask", p.mask_array)):
         if array is not None:
             limits.append(f"Got a `{name}` array, which the kernels do not read yet.")
     return limits
 
 
-def _device_limit() -> str:
-    """Why kernels cannot be compiled for the current device; empty if they can."""
+def _device_limits() -> list[str]:
+    """Why kernels cannot be compiled for the current device; whole sentences."""
     device = target()
     if not device.nvidia:
-        return f"It needs an NVIDIA GPU, and the device is {device.description}."
+        return [f"The kernels need an NVIDIA GPU, and the device is {device.description}."]
     if device.capability is not None and device.capability < (8, 0):
-        return (
-            f"It needs an NVIDIA GPU of compute capability 8.0 or more (A100 or newer), and the device is "
-            f"{device.description} with {device.capability[0]}.{device.capability[1]}."
-        )
-    if not _compat.has_triton():
-        return f"This JAX ({jax.__version__}) has no Triton lowering for Pallas."
-    return ""
+        major, minor = device.capability
+        return [
+            "The kernels need an NVIDIA GPU of compute capability 8.0 or more (A100 or newer), and "
+            f"the device is {device.description} with {major}.{minor}."
+        ]
+    return []
+
+
+def _jax_limits() -> list[str]:
+    """Why this JAX cannot run the kernels, on any device; whole sentences."""
+    if _compat.has_triton():
+        return []
+    return [f"This JAX ({jax.__version__}) has no Triton language for Pallas."]
 
 
 _warned: set[str] = set()
 
 
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=4)
+def warn_of_fallback(choice: Explanation, asked: str | None) -> None:
+    """Says, once for each reason, that a call on an NVIDIA GPU is not served by the kernels.
+
+    To be called by what the user calls: the warning points to the line of the user.
+    """
+    if asked is not None or choice.implementation == "triton" or not target().nvidia:
+        return
+    reason = choice.refused["triton"]
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f'pallas_flash.attention falls back to the slower "{choice.implementation}": {reason}',
+            stacklevel=3,
+        )
 
 
 def tile_capability(implementation: str) -> Any:

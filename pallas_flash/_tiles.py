@@ -6,6 +6,9 @@ A kernel keeps a tile of one side in registers while tiles of the other side pas
 
 import dataclasses
 
+# The kernels that have a tile, by the names of the fields of `TileSizes`.
+KERNELS = ("forward", "dkv", "dk", "dv", "dq")
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -37,9 +40,13 @@ class Tile:
         for name, values in allowed.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"`{name}` must be an int; got {type(value).__name__} {value!r}. Pass one of {values}.")
+                raise TypeError(
+                    f"`{name}` must be an int; got {type(value).__name__} {value!r}. Pass one of {values}."
+                )
             if value not in values:
-                raise ValueError(f"`{name}` must be one of {values}; got {value}. Choose the nearest of them.")
+                raise ValueError(
+                    f"`{name}` must be one of {values}; got {value}. Choose the nearest of them."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +59,8 @@ class TileSizes:
         dk: the kernel for dk alone. Give `dk` and `dv` in place of `dkv` where both sums do not fit in registers.
         dv: the kernel for dv alone.
         dq: the kernel for dq; a query tile stays.
+        overlap: whether the forward's exponentials run under the product before; see _triton/forward.py. It costs
+            registers.
 
     Raises:
         ValueError: if `dkv` is mixed with `dk` or `dv`, or one of these two is missing.
@@ -63,13 +72,19 @@ class TileSizes:
     dk: Tile | None = None
     dv: Tile | None = None
     dq: Tile | None = None
+    overlap: bool | None = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        if self.overlap not in (None, True, False):
+            raise TypeError(
+                f"`overlap` must be True, False or None; got {type(self.overlap).__name__} {self.overlap!r}. None takes "
+                "the table's."
+            )
+        for name in KERNELS:
+            value = getattr(self, name)
             if value is not None and not isinstance(value, Tile):
                 raise TypeError(
-                    f"`{field.name}` must be a pallas_flash.Tile or None; got {type(value).__name__} {value!r}. "
+                    f"`{name}` must be a pallas_flash.Tile or None; got {type(value).__name__} {value!r}. "
                     "Write Tile(block_q, block_kv, num_warps, num_stages)."
                 )
         split = (self.dk is not None, self.dv is not None)
@@ -81,22 +96,24 @@ class TileSizes:
 
     def or_else(self, default: "TileSizes") -> "TileSizes":
         """These sizes, with what is None taken from `default`."""
-        mine = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        backward = ("dkv", "dk", "dv")
-        source = default if all(mine[name] is None for name in backward) else self
-        merged = {name: getattr(source, name) for name in backward}
+        backward = default if self.dkv is None and self.dk is None else self
         return TileSizes(
-            forward=self.forward or default.forward, dq=self.dq or default.dq, **merged
+            forward=self.forward or default.forward,
+            dkv=backward.dkv,
+            dk=backward.dk,
+            dv=backward.dv,
+            dq=self.dq or default.dq,
+            overlap=default.overlap if self.overlap is None else self.overlap,
         )
 
 
 # (padded head size, bytes of an element): chosen by registers, spills and instructions an element of compiled code.
 _TABLE = {
     (64, 2): TileSizes(
-        forward=Tile(128, 128, 8, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 128, 4, 2)
+        forward=Tile(128, 128, 8, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 128, 4, 2), overlap=True
     ),
     (128, 2): TileSizes(
-        forward=Tile(128, 128, 8, 2), dkv=Tile(64, 128, 8, 2), dq=Tile(128, 128, 8, 2)
+        forward=Tile(128, 128, 8, 2), dkv=Tile(64, 128, 8, 2), dq=Tile(128, 128, 8, 2), overlap=True
     ),
     (256, 2): TileSizes(
         forward=Tile(128, 64, 8, 2),
@@ -114,7 +131,10 @@ _TABLE = {
         dq=Tile(128, 32, 8, 2),
     ),
     (256, 4): TileSizes(
-        forward=Tile(64, 16, 8, 2), dk=Tile(16, 64, 8, 2), dv=Tile(16, 64, 8, 2), dq=Tile(64, 16, 8, 2)
+        forward=Tile(64, 16, 8, 2),
+        dk=Tile(16, 64, 8, 2),
+        dv=Tile(16, 64, 8, 2),
+        dq=Tile(64, 16, 8, 2),
     ),
 }
 
@@ -157,18 +177,18 @@ def choose(
     width = max(64, 1 << (max(head_dim, value_dim) - 1).bit_length())
     limit = shared_memory_limit(capability)
     default = _TABLE[width, itemsize]
-    for field in dataclasses.fields(default):
-        tile = getattr(default, field.name)
-        while tile is not None and _shared_bytes(field.name, tile, width, itemsize) > limit:
-            tile = _smaller(field.name, tile)
-            default = dataclasses.replace(default, **{field.name: tile})
+    for name in KERNELS:
+        tile = getattr(default, name)
+        while tile is not None and _shared_bytes(name, tile, width, itemsize) > limit:
+            tile = _smaller(name, tile)
+            default = dataclasses.replace(default, **{name: tile})
     if asked is None:
         return default
-    for field in dataclasses.fields(asked):
-        tile = getattr(asked, field.name)
-        if tile is not None and (need := _shared_bytes(field.name, tile, width, itemsize)) > limit:
+    for name in KERNELS:
+        tile = getattr(asked, name)
+        if tile is not None and (need := _shared_bytes(name, tile, width, itemsize)) > limit:
             raise ValueError(
-                f"`tile_sizes.{field.name}` must fit in the GPU's {limit // 1024} KiB of shared memory; got {tile}, "
+                f"`tile_sizes.{name}` must fit in the GPU's {limit // 1024} KiB of shared memory; got {tile}, "
                 f"which needs about {need // 1024} KiB at head size {max(head_dim, value_dim)}. Use smaller blocks or "
                 "fewer stages."
             )

@@ -70,13 +70,17 @@ def validate(
 def check_flag(name: str, value) -> bool:
     """A Python bool: it decides what is compiled, so it cannot be an array."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"`{name}` must be True or False; got {_describe(value)}.")
+        raise TypeError(
+            f"`{name}` must be True or False; got {_describe(value)}. Pass a Python bool, which "
+            "under `jax.jit` means a static argument."
+        )
     return bool(value)
 
 
 def check_results(return_residual, return_lse) -> None:
     """At most one of the two statistics can be asked for."""
-    if check_flag("return_residual", return_residual) and check_flag("return_lse", return_lse):
+    flags = {"return_residual": return_residual, "return_lse": return_lse}
+    if all([check_flag(name, value) for name, value in flags.items()]):
         raise ValueError(
             "`return_residual` and `return_lse` must not both be True; got both. Keep `return_lse`: it is float32 and "
             "has a gradient, `return_residual` is its rounded constant copy."
@@ -93,7 +97,11 @@ def _check_inputs(query, key, value) -> None:
     if query.ndim not in (3, 4):
         raise ValueError(
             f"`query` must have shape [B, T, N, H] or [T, N, H]; got rank {query.ndim} (query.shape={query.shape}). "
-            + ("Reshape its leading axes into one batch axis." if query.ndim > 4 else "Add a head axis of size 1.")
+            + (
+                "Reshape its leading axes into one batch axis."
+                if query.ndim > 4
+                else "Add each missing axis with size 1."
+            )
         )
     for name in ("key", "value"):
         x = named[name]
@@ -116,11 +124,19 @@ def _check_inputs(query, key, value) -> None:
             )
 
     if query.ndim == 4:
-        equal("key", 0, "query", "batch size", "Broadcast the smaller batch with `jnp.broadcast_to`.")
-        equal("value", 0, "query", "batch size", "Broadcast the smaller batch with `jnp.broadcast_to`.")
-    equal("value", -3, "key", "length", "Each key needs one value.")
-    equal("value", -2, "key", "number of heads", "Key/value heads come in pairs.")
-    equal("key", -1, "query", "head size", "Only `value` may have a head size of its own.")
+        equal(
+            "key", 0, "query", "batch size", "Broadcast the smaller batch with `jnp.broadcast_to`."
+        )
+        equal(
+            "value",
+            0,
+            "query",
+            "batch size",
+            "Broadcast the smaller batch with `jnp.broadcast_to`.",
+        )
+    equal("value", -3, "key", "length", "Give each key one value.")
+    equal("value", -2, "key", "number of heads", "Give each key head one value head.")
+    equal("key", -1, "query", "head size", "Give both one head size; only that of `value` is free.")
     for name, x in named.items():
         if 0 in x.shape[-2:]:
             raise ValueError(
@@ -140,20 +156,24 @@ def _scale(scale, query, head_dim):
     The kernels take the maximum of the raw products and scale only that, which needs a scale of one sign; the sign is
     moved to the queries exactly. Outside the custom derivative, so that both keep their gradients.
     """
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = np.promote_types(query.dtype, np.float32)
     if scale is None:
         scale = 1 / math.sqrt(head_dim)
     if isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool):
-        if scale < 0:
-            query = -query
-        return query, jnp.asarray(abs(float(scale)), dtype)
-    scale = _array("scale", scale)
-    if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
+        # An int stays one, because it may be too large for a float. NaN fails the comparison.
+        number = scale if isinstance(scale, int) else float(scale)
+        if not abs(number) <= float(jnp.finfo(dtype).max):
+            raise ValueError(
+                f"`scale` must be finite in {dtype.name}; got {_describe(scale)}. Use None for "
+                "1 / sqrt(head size)."
+            )
+        return (-query if number < 0 else query), jnp.asarray(abs(float(number)), dtype)
+    if not _is_array(scale) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(
             f"`scale` must be a number or a floating-point scalar array; got {_describe(scale)}. "
-            "For a scale per head or position, multiply `query` by it and pass `scale=1.0`."
+            "Multiply `query` by a scale per head or position and pass `scale=1.0`."
         )
-    scale = scale.astype(dtype)
+    scale = jnp.asarray(scale, dtype)
     return jnp.where(scale < 0, -query, query), jnp.where(scale < 0, -scale, scale)
 
 
@@ -163,7 +183,8 @@ def _bias(bias, scores_shape):
     bias = _array("bias", bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(
-            f"`bias` must be floating point; got {bias.dtype}. A boolean array that says who may attend is `mask`."
+            f"`bias` must be floating point; got {bias.dtype}. Pass a boolean array that says who "
+            "may attend as `mask`."
         )
     return _broadcastable("bias", bias, scores_shape)
 
@@ -190,7 +211,8 @@ def _broadcastable(name, x, scores_shape):
     if any(have not in (1, want) for have, want in zip(shape, scores_shape, strict=True)):
         raise ValueError(
             f"`{name}` must be broadcastable to [B, N, T, S] = {scores_shape}; got {name}.shape={x.shape}. "
-            "Each axis must be 1 or match; missing axes are added in front, and the head axis counts query heads."
+            "Give each axis size 1 or that of the scores; missing axes are added in front, heads "
+            "are those of `query`."
         )
     return x.reshape(shape)
 
@@ -198,7 +220,12 @@ def _broadcastable(name, x, scores_shape):
 def _mask(batch, q_len, kv_len, *, is_causal, window, offset, lengths, segment_ids) -> Mask:
     leaves = []
     band = _band(
-        batch, q_len, kv_len, causal=check_flag("is_causal", is_causal), window=window, offset=offset
+        batch,
+        q_len,
+        kv_len,
+        causal=check_flag("is_causal", is_causal),
+        window=window,
+        offset=offset,
     )
     if band != Band():
         leaves.append(band)
@@ -226,26 +253,29 @@ def _band(batch, q_len, kv_len, *, causal, window, offset) -> Band:
         low = None if low is None or low <= 1 - q_len else min(low, _FAR)
         high = None if high is None or high >= kv_len - 1 else max(high, -_FAR)
         return Band(low, high)
+    if not _is_array(offset):
+        raise TypeError(
+            f"`query_offset` must be an int or an int32 array [B]; got {_describe(offset)}. "
+            "Use 0 for queries and keys that start together."
+        )
     offset = _integers("query_offset", offset, (batch,), "[B]")
     return Band() if low is None and high is None else Band(low, high, offset)
 
 
 def _window(window) -> tuple[int | None, int | None]:
-    if window is None:
-        return None, None
-    if _is_int(window):
-        window = (window, window)
-    if not (isinstance(window, (tuple, list)) and len(window) == 2 and all(map(_is_int, window))):
+    """(left, right), None where that side is unbounded."""
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2 or not all(side is None or _is_int(side) for side in sides):
         raise TypeError(
-            f"`local_window_size` must be an int or a pair (left, right) of ints; got {_describe(window)}. "
-            "Traced sizes are not served: pass `mask` instead."
+            "`local_window_size` must be None, an int or a pair (left, right) of these; got "
+            f"{_describe(window)}. Pass a size that is traced or differs by example as `mask`."
         )
-    if min(window) < 0:
+    left, right = (None if side is None else min(int(side), _FAR) for side in sides)
+    if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(
-            f"`local_window_size` must not be negative; got {tuple(window)}. (0, 0) sees only the query's own position, "
-            "None is no window."
+            f"`local_window_size` must not be negative; got {window}. Use None for no limit; "
+            "(0, 0) sees only the query's own position."
         )
-    left, right = (min(int(side), _FAR) for side in window)
     return left, right
 
 
@@ -258,6 +288,7 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
             )
         query, key_value = segment_ids
     else:
+        segment_ids = _array("segment_ids", segment_ids)
         if q_len != kv_len:
             raise ValueError(
                 f"`segment_ids` must be a (query, key_value) pair when T and S differ; got one array with T={q_len} and "
@@ -273,7 +304,9 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
 def _integers(name, x, shape, letters):
     x = _array(name, x)
     if x.dtype != jnp.int32:
-        raise TypeError(f"`{name}` must be int32; got {x.dtype}. Cast it with `.astype(jnp.int32)`.")
+        raise TypeError(
+            f"`{name}` must be int32; got {x.dtype}. Cast it with `.astype(jnp.int32)`."
+        )
     if x.shape != shape:
         raise ValueError(
             f"`{name}` must have shape {letters} = {shape}; got {x.shape}. Give one number for each "
@@ -290,15 +323,29 @@ def _precision(precision):
         return precision
     raise TypeError(
         f"`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of {names}; got "
-        f"{_describe(precision)}. One value serves all products, so pairs are not taken."
+        f"{_describe(precision)}. Give one value, which serves all products."
     )
 
 
 def _array(name, x):
     """A JAX array, or one clear sentence: sequences and strings are not converted silently."""
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
-        raise TypeError(f"`{name}` must be an array; got {_describe(x)}. Convert it with `jnp.asarray`.")
-    return jnp.asarray(x)
+    if not _is_array(x):
+        raise TypeError(
+            f"`{name}` must be an array; got {_describe(x)}. Convert it with `jnp.asarray`; to "
+            "trace shapes alone, call through `jax.eval_shape`."
+        )
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        # NumPy has arrays of objects, of text, of dates, and masked ones.
+        raise TypeError(
+            f"`{name}` must be an array that JAX can hold; got {type(x).__name__} of {x.dtype}. "
+            "Convert it to a plain NumPy array of numbers or bools."
+        ) from error
+
+
+def _is_array(x) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def _is_int(x) -> bool:
@@ -306,7 +353,7 @@ def _is_int(x) -> bool:
 
 
 def _describe(x) -> str:
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    if _is_array(x) and not isinstance(x, np.generic):
         return f"an array of {x.dtype} with shape {tuple(x.shape)}"
     text = repr(x)
     return f"{type(x).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

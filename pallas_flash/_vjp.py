@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_flash import _xla
+from pallas_flash import _compat, _xla
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._tiles import TileSizes
 
@@ -65,9 +65,13 @@ class Wanted:
     bias: bool
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(plan: Plan, operands: dict, rest: Problem):
     """The output [B, T, N, V] and the natural LSE [B, T, N], for the two halves of `Problem.split`."""
+    return _attend(plan, *_compat.vary_alike((operands, rest)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, operands, rest):
     o, lse_log2 = plan.forward(rest.join(operands))
     return o, _public_lse(lse_log2)
 
@@ -98,7 +102,7 @@ def _backward(plan: Plan, residuals, cotangents):
     return gradients._asdict(), None
 
 
-attend.defvjp(_forward, _backward, symbolic_zeros=True)
+_attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _public_lse(lse_log2):

@@ -44,12 +44,14 @@ def forward(problem: Problem):
             weight = jnp.exp(s - m_safe[..., None])
             alpha = jnp.exp(m - m_safe)
             l = alpha * l + weight.sum(axis=-1)
-            acc = alpha[..., None] * acc + blocks.einsum("bkgts,bksv->bkgtv", weight.astype(v.dtype), v)
+            acc = alpha[..., None] * acc + blocks.einsum(
+                "bkgts,bksv->bkgtv", weight.astype(v.dtype), v
+            )
             return m_new, l, acc
 
         rows = q.shape[:-1]
-        start = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, p.value_dim))
-        start = tuple(x.astype(p.accumulator_dtype) for x in start)
+        fills = (-jnp.inf, rows), (0, rows), (0, (*rows, p.value_dim))
+        start = tuple(blocks.full(shape, fill) for fill, shape in fills)
         m, l, acc = visit(ranges[i], step, start, edges=blocks.edges)
         alive = l > 0
         l = jnp.where(alive, l, 1)
@@ -60,7 +62,9 @@ def forward(problem: Problem):
     return blocks.join_rows(o), jnp.moveaxis(blocks.join_rows(lse_log2[..., None])[..., 0], 1, 2)
 
 
-def backward(problem: Problem, o, lse_log2, do, dlse, *, want_scale: bool, want_bias: bool) -> Gradients:
+def backward(
+    problem: Problem, o, lse_log2, do, dlse, *, want_scale: bool, want_bias: bool
+) -> Gradients:
     """Gradients for the cotangents do [B, T, N, V] and dlse ([B, T, N] or None), in two passes.
 
     delta = rowsum(o * do) - dlse      p = exp(s - lse)      ds = p * (do @ v.T - delta)
@@ -98,7 +102,7 @@ def backward(problem: Problem, o, lse_log2, do, dlse, *, want_scale: bool, want_
             dk = dk + blocks.einsum("bkgts,bkgth->bksh", ds.astype(q.dtype), q)
             return dk, dv
 
-        start = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+        start = blocks.full(k.shape, 0), blocks.full(v.shape, 0)
         dk, dv = visit(q_ranges[j], step, start, edges=blocks.edges)
         return (dk * p.scale).astype(p.dtype), dv.astype(p.dtype)
 
@@ -115,7 +119,7 @@ def backward(problem: Problem, o, lse_log2, do, dlse, *, want_scale: bool, want_
             return dq + blocks.einsum("bkgts,bksh->bkgth", ds.astype(k.dtype), k), dbias
 
         dscale, dbias = sums
-        start = jnp.zeros(q.shape, dtype), dbias
+        start = blocks.full(q.shape, 0), dbias
         dq, dbias = visit(kv_ranges[i], step, start, edges=blocks.edges)
         if want_scale:
             alive = blocks.rows(lse, i)[..., None] < jnp.inf
@@ -124,10 +128,8 @@ def backward(problem: Problem, o, lse_log2, do, dlse, *, want_scale: bool, want_
 
     q_ranges, kv_ranges = blocks.q_ranges(), blocks.kv_ranges()
     dk, dv = lax.map(kv_tile, jnp.arange(blocks.kv.count, dtype=jnp.int32))
-    dbias = blocks.zero_bias() if want_bias else None
-    (dscale, dbias), dq = lax.scan(
-        q_tile, (jnp.zeros((), dtype), dbias), jnp.arange(blocks.q.count, dtype=jnp.int32)
-    )
+    sums = blocks.full((), 0), blocks.zero_bias() if want_bias else None
+    (dscale, dbias), dq = lax.scan(q_tile, sums, jnp.arange(blocks.q.count, dtype=jnp.int32))
     return Gradients(
         blocks.join_rows(dq),
         blocks.join_keys(dk),
@@ -163,6 +165,10 @@ class _Blocks:
         """Tile `i` of something that has one row a query, [B, K, G, T, ...]."""
         return _slice(x, 3, self.q, i)
 
+    def full(self, shape, fill):
+        """The start of a sum or a maximum, which varies over the same manual mesh axes as the operands."""
+        return lax.full_like(self._query, fill, self.problem.accumulator_dtype, shape)
+
     def einsum(self, equation, a, b):
         p = self.problem
         return jnp.einsum(
@@ -183,7 +189,8 @@ class _Blocks:
             b = jnp.arange(self.problem.batch, dtype=jnp.int32)[:, None, None]
             q, k = in_tile(i, self.q.block)[:, None], in_tile(j, self.kv.block)
             allowed = self.mask.allowed(b, q, k)
-            ok = allowed.reshape(-1, 1, 1, *jnp.broadcast_shapes(allowed.shape[-2:], ok.shape[-2:])) & ok
+            # A leading axis of examples is there only if some leaf needs it; others may be 1.
+            ok &= allowed[:, None, None] if allowed.ndim == 3 else allowed
         return ok if self._mask_array is None else ok & self._tile(self._mask_array, i, j)
 
     def kv_ranges(self):
@@ -246,14 +253,19 @@ class _Blocks:
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     def zero_bias(self):
-        return jnp.zeros(self._bias.shape, self.problem.accumulator_dtype)
+        return self.full(self._bias.shape, 0)
 
     def add_tile(self, dbias, ds, i, j):
         """dbias with the tile's ds [B, K, G, block_q, block_kv] added, summed over the axes that bias broadcasts."""
         ds = ds.reshape(ds.shape[0], -1, *ds.shape[3:])
         broadcast = tuple(axis for axis in range(4) if dbias.shape[axis] == 1)
         ds = ds.sum(axis=broadcast, keepdims=True)
-        at = (0, 0, i * self.q.block if dbias.shape[2] > 1 else 0, j * self.kv.block if dbias.shape[3] > 1 else 0)
+        at = (
+            0,
+            0,
+            i * self.q.block if dbias.shape[2] > 1 else 0,
+            j * self.kv.block if dbias.shape[3] > 1 else 0,
+        )
         return lax.dynamic_update_slice(dbias, lax.dynamic_slice(dbias, at, ds.shape) + ds, at)
 
     def crop_bias(self, dbias):

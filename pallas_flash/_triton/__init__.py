@@ -9,7 +9,7 @@ from pallas_flash._problem import Gradients, Problem
 
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
     """The output [B, T, N, V] and `lse_log2` = LSE * log2(e), float32 [B, N, T]."""
-    return _forward(problem, tiles.forward, interpret=interpret)
+    return _forward(problem, tiles.forward, overlap=bool(tiles.overlap), interpret=interpret)
 
 
 def backward(

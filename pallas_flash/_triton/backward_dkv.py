@@ -49,22 +49,23 @@ def _kernel(
     def step(g, q_tile, masked, carry):
         dk, dv = carry
         q_pos = in_tile(q_tile, block_q)
-        ok = mask.allowed(b, q_pos[None, :], k_pos[:, None]) if masked else None
-        rows = common.seen(ok, axis=0)
+        rows = common.seen_queries(mask, b, q_pos, k_pos) if masked else None
         at = pl.ds(q_tile * block_q, block_q)
+        exist = common.existing(static.q, q_pos) if masked else None
+        lse_log2 = common.load_row(lse_ref.at[g, at], exist)
         q = common.load(q_ref.at[at, g, :], rows, static.head_dim)
         do = common.load(do_ref.at[at, g, :], rows, static.value_dim)
         s_t = static.dot_t(k, q)
         # Before the exponentials, which then run while the matrix units are busy with it.
         dp_t = static.dot_t(v, do) if want_dk else None
-        lse_log2 = common.load_row(lse_ref.at[g, at], rows)
         p_t = static.exp2_scaled(s_t, c, lse_log2[None, :])
+        ok = mask.allowed(b, q_pos[None, :], k_pos[:, None]) if masked else None
         if masked:
             p_t = jnp.where(ok, p_t, 0.0)
         if want_dv:
             dv = dv + static.dot(p_t.astype(do.dtype), do)
         if want_dk:
-            ds_t = p_t * (dp_t - common.load_row(delta_ref.at[g, at], rows)[None, :])
+            ds_t = p_t * (dp_t - common.load_row(delta_ref.at[g, at], exist)[None, :])
             if masked:
                 ds_t = jnp.where(ok, ds_t, 0.0)
             dk = dk + static.dot(ds_t.astype(q.dtype), q)
@@ -80,7 +81,9 @@ def _kernel(
         jnp.zeros(ref.shape, jnp.float32) if wanted else ()
         for ref, wanted in ((k_ref, want_dk), (v_ref, want_dv))
     )
-    dk, dv = lax.fori_loop(0, groups, each_head, start) if groups > 1 else each_head(0, start)
+    # Pallas's interpreter fails on a head number that is a constant, so there even one head gets a loop.
+    loop = groups > 1 or static.interpret
+    dk, dv = lax.fori_loop(0, groups, each_head, start) if loop else each_head(0, start)
     if want_dk:
         common.store(outputs.pop(0), dk * scale, keys, static.head_dim)
     if want_dv:

@@ -46,8 +46,7 @@ def pallas_flash_dq(
 
     def step(kv_tile, masked, acc):
         k_pos = in_tile(kv_tile, block_kv)
-        ok = mask.allowed(b, q_pos[:, None], k_pos[None, :]) if masked else None
-        keys = common.seen(ok, axis=0)
+        keys = common.seen_keys(mask, b, q_pos, k_pos) if masked else None
         at = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[at, :], keys, static.head_dim)
         v = common.load(v_ref.at[at, :], keys, static.value_dim)
@@ -55,7 +54,7 @@ def pallas_flash_dq(
         dp = static.dot_t(do, v)
         ds = static.exp2_scaled(s, c, lse_log2) * (dp - delta)
         if masked:
-            ds = jnp.where(ok, ds, 0.0)
+            ds = jnp.where(mask.allowed(b, q_pos[:, None], k_pos[None, :]), ds, 0.0)
         return acc + static.dot(ds.astype(k.dtype), k)
 
     acc = visit(ranges, step, jnp.zeros(q.shape, jnp.float32), edges=static.edges)

@@ -128,12 +128,19 @@ def existing(tiling: Tiling, positions):
     return positions < tiling.length if tiling.length % tiling.block else None
 
 
-def seen(ok, axis: int):
-    """Which rows or columns of a tile's predicate have any True along `axis`; None for a tile without a mask.
+def seen_keys(mask: Mask, b, q_pos, k_pos):
+    """bool [block_kv]: which keys any query of the tile sees.
 
-    Masked tiles load only these: what nothing sees may hold NaN, and 0 * NaN is NaN, or may not exist at all.
+    Masked tiles load only these: what nothing sees may hold NaN, and 0 * NaN is NaN, or may not exist at all. The
+    predicate is evaluated anew and transposed: reusing the one for the scores would keep it in registers across the
+    first product, and this way the maximum runs along a row, within a warp.
     """
-    return None if ok is None else jnp.max(ok.astype(jnp.int32), axis=axis) > 0
+    return jnp.max(mask.allowed(b, q_pos[None, :], k_pos[:, None]).astype(jnp.int32), axis=1) > 0
+
+
+def seen_queries(mask: Mask, b, q_pos, k_pos):
+    """bool [block_q]: which queries see any key of the tile; as `seen_keys`."""
+    return jnp.max(mask.allowed(b, q_pos[:, None], k_pos[None, :]).astype(jnp.int32), axis=1) > 0
 
 
 def padded(width: int) -> int:
@@ -170,7 +177,11 @@ def call(kernel, *operands, static: Static, grid, in_specs, out_specs, out_shape
         kernel(*refs, static=static, **options)
 
     body.__name__ = body.__qualname__ = kernel.__name__
-    launch = {} if static.interpret else {"compiler_params": _compat.compiler_params(tile.num_warps, tile.num_stages)}
+    launch = (
+        {}
+        if static.interpret
+        else {"compiler_params": _compat.compiler_params(tile.num_warps, tile.num_stages)}
+    )
     return pl.pallas_call(
         body,
         grid=grid,

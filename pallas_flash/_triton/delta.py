@@ -20,7 +20,9 @@ def pallas_flash_delta(o_ref, do_ref, *refs, static: common.Static):
     """delta for the rows of one tile of one head."""
     *dlse_ref, delta_ref = refs
     rows = common.existing(static.q, in_tile(pl.program_id(0), static.q.block))
-    o, do = (common.load(ref, rows, static.value_dim).astype(jnp.float32) for ref in (o_ref, do_ref))
+    o, do = (
+        common.load(ref, rows, static.value_dim).astype(jnp.float32) for ref in (o_ref, do_ref)
+    )
     delta = jnp.sum(o * do, axis=1)
     if dlse_ref:
         delta = delta - common.load_row(dlse_ref[0], rows)

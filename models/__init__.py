@@ -1,0 +1,1 @@
+"""Models built on `pallas_flash`, for the scripts of a checkout."""

@@ -1,0 +1,228 @@
+"""A GPT in Flax whose attention is `pallas_flash`: a decoder-only transformer to train and sample.
+
+    x = embedding[tokens]
+    x = x + attention(norm(x))        causal, rotary positions, grouped-query if asked for
+    x = x + swiglu(norm(x))           both repeated num_layers times
+    logits = norm(x) @ embedding.T
+
+There is no position table: `SelfAttention` rotates queries and keys (RoPE), so the last
+`context` tokens of a longer text are as good an input as the first.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from models.layers import SwiGLU, TiedEmbedding, fan_in_init
+from pallas_flash.flax import SelfAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT and the types it computes in.
+
+    Attributes:
+        vocab_size: Number of tokens; 256 for bytes.
+        context: Longest input, in tokens.
+        num_layers: Number of blocks, each of attention and an MLP.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key/value heads, a divisor of num_heads; None is num_heads.
+        embed_dim: Size of the residual stream, a multiple of num_heads.
+        mlp_ratio: Hidden size of the MLP over embed_dim, rounded up to a multiple of 64. SwiGLU
+            has three matrices, so 8/3 costs what 4 does in a two-matrix MLP.
+        rope_theta: Base of the rotary frequencies; None leaves positions out.
+        dtype: Type of the activations; None is param_dtype.
+        param_dtype: Type of the parameters.
+        attention: The `implementation` of `pallas_flash.attention`; None lets it choose.
+    """
+
+    vocab_size: int = 256
+    context: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    embed_dim: int = 128
+    mlp_ratio: float = 8 / 3
+    rope_theta: float | None = 10_000.0
+    dtype: str | None = None
+    param_dtype: str = "float32"
+    attention: str | None = None
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "context", "num_layers", "num_heads", "num_kv_heads", "embed_dim")
+        for name in (*sizes, "mlp_ratio", "rope_theta"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}` must be positive; got {value}.")
+        if self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"`embed_dim` must be a multiple of `num_heads`; got {self.embed_dim} and "
+                f"{self.num_heads}."
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"`num_heads` must be a multiple of `num_kv_heads`; got {self.num_heads} and "
+                f"{self.num_kv_heads}."
+            )
+        if self.rope_theta is not None and self.head_dim % 2:
+            raise ValueError(
+                f"`embed_dim / num_heads` must be even, because rotary positions turn pairs; got "
+                f"{self.embed_dim} / {self.num_heads} = {self.head_dim}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads, the default filled in."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def mlp_dim(self) -> int:
+        """Hidden size of the MLP."""
+        return 64 * math.ceil(self.mlp_ratio * self.embed_dim / 64)
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer block: attention, then an MLP, each added to its input.
+
+    Args:
+        config: The model's shape.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        kwargs = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        branches = 2 * config.num_layers
+        self.attention_norm = nnx.RMSNorm(config.embed_dim, **kwargs)
+        self.attention = SelfAttention(
+            config.embed_dim,
+            config.num_heads,
+            num_kv_heads=config.kv_heads,
+            is_causal=True,
+            rope_theta=config.rope_theta,
+            kernel_init=fan_in_init(config.embed_dim),
+            out_kernel_init=fan_in_init(config.embed_dim, residual_branches=branches),
+            implementation=config.attention,
+            **kwargs,
+        )
+        self.mlp_norm = nnx.RMSNorm(config.embed_dim, **kwargs)
+        self.mlp = SwiGLU(config.embed_dim, config.mlp_dim, residual_branches=branches, **kwargs)
+
+    def __call__(self, x: Float[Array, "... T C"]) -> Float[Array, "... T C"]:
+        """Returns the residual stream after this block."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nnx.Module):
+    """Logits of the next token at every position of a text.
+
+    Args:
+        config: The model's shape.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        kwargs = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        self.config = config
+        self.embedding = TiedEmbedding(config.vocab_size, config.embed_dim, **kwargs)
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = nnx.RMSNorm(config.embed_dim, **kwargs)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
+        """Returns float32 logits; those at position t depend on tokens 0..t alone.
+
+        Raises:
+            ValueError: The text is longer than the model's context.
+        """
+        if tokens.shape[-1] > self.config.context:
+            raise ValueError(
+                f"`tokens` must be no longer than the context; got {tokens.shape[-1]} tokens and "
+                f"a context of {self.config.context}."
+            )
+        x = self.embedding.encode(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embedding.decode(self.norm(x))
+
+
+def loss(model: GPT, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
+    """Mean cross-entropy of each token given those before it, in nats per token.
+
+    Args:
+        model: The model.
+        tokens: Texts one longer than the model's input: the last token is only predicted.
+    """
+    log_probs = jax.nn.log_softmax(model(tokens[:, :-1]).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
+
+
+def generate(
+    model: GPT,
+    key: Key[Array, ""],
+    prompt: Int[Array, "B P"],
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> Int[Array, "B P+num_tokens"]:
+    """Continues each prompt by `num_tokens` tokens drawn from the model.
+
+    The whole loop is one compiled function, compiled again only for another prompt shape,
+    `num_tokens` or `top_k`. There is no key/value cache: each token costs one forward pass over
+    the last `context` tokens, which is simple, and quick enough for a look at a model.
+
+    Args:
+        model: The model.
+        key: A JAX random key; the same key gives the same tokens.
+        prompt: Tokens to continue, at least one.
+        num_tokens: How many tokens to add.
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Draws only from this many most likely tokens; None draws from all.
+
+    Raises:
+        ValueError: The prompt is empty, or a number is out of range.
+    """
+    if prompt.shape[-1] < 1:
+        raise ValueError(f"`prompt` must have at least one token; got shape {prompt.shape}.")
+    if num_tokens < 0:
+        raise ValueError(f"`num_tokens` must not be negative; got {num_tokens}.")
+    if temperature < 0:
+        raise ValueError(f"`temperature` must not be negative; got {temperature}.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"`top_k` must be at least 1, or None for all tokens; got {top_k}.")
+    graphdef, state = nnx.split(model)
+    return _generate(graphdef, state, key, prompt, num_tokens, temperature, top_k)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "num_tokens", "top_k"))
+def _generate(graphdef, state, key, prompt, num_tokens, temperature, top_k):
+    model = nnx.merge(graphdef, state)
+    length = prompt.shape[-1] + num_tokens
+    width = min(model.config.context, length)
+
+    def add_token(end, tokens):
+        # The window has one width, so that one program serves every step. Before the text fills
+        # it, its right end holds tokens not drawn yet, which a causal model cannot see.
+        start = jnp.maximum(end - width, 0)
+        window = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
+        logits = jax.lax.dynamic_index_in_dim(model(window), end - 1 - start, 1, keepdims=False)
+        if top_k is not None:
+            kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
+            logits = jnp.where(logits < kept[:, -1:], -jnp.inf, logits)
+        scale = jnp.where(temperature > 0, temperature, 1.0)
+        drawn = jax.random.categorical(jax.random.fold_in(key, end), logits / scale)
+        token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
+        return tokens.at[:, end].set(token.astype(tokens.dtype))
+
+    padded = jnp.pad(prompt, ((0, 0), (0, num_tokens)))
+    return jax.lax.fori_loop(prompt.shape[-1], length, add_token, padded)

@@ -1,0 +1,91 @@
+"""The small parts of the GPT: initialisation, the MLP and the token embedding."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+
+def fan_in_init(fan_in: int, *, residual_branches: int = 1) -> jax.nn.initializers.Initializer:
+    """Normal initialisation whose output has the variance of its input, or a share of it.
+
+    The share is for the layers that write to the residual stream: a sum of `n` independent
+    branches, each `1/sqrt(n)` as large, has the same variance at every depth (GPT-2, section 2.3).
+
+    Args:
+        fan_in: How many inputs each output sums over.
+        residual_branches: How many branches the residual stream sums; 1 for inner layers.
+    """
+    return nnx.initializers.normal((fan_in * residual_branches) ** -0.5)
+
+
+class SwiGLU(nnx.Module):
+    """The gated MLP `down(silu(gate(x)) * up(x))` (Shazeer, arXiv:2002.05202).
+
+    Args:
+        features: Size of the input and of the output.
+        hidden: Size between the two matrix products.
+        residual_branches: See `fan_in_init`; this layer's output is one of the branches.
+        dtype: Type of the computation.
+        param_dtype: Type of the parameters.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        residual_branches: int,
+        dtype: str | None,
+        param_dtype: str,
+        rngs: nnx.Rngs,
+    ):
+        kwargs = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        into, out = fan_in_init(features), fan_in_init(hidden, residual_branches=residual_branches)
+        self.gate = nnx.Linear(features, hidden, kernel_init=into, **kwargs)
+        self.up = nnx.Linear(features, hidden, kernel_init=into, **kwargs)
+        self.down = nnx.Linear(hidden, features, kernel_init=out, **kwargs)
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+        """Applies the MLP to each position on its own."""
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class TiedEmbedding(nnx.Module):
+    """One matrix `[vocab_size, features]` that reads tokens and predicts them.
+
+    Args:
+        vocab_size: Number of tokens.
+        features: Size of a token's vector.
+        dtype: Type of the vectors, and of the inputs of the output product.
+        param_dtype: Type of the parameters.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        features: int,
+        *,
+        dtype: str | None,
+        param_dtype: str,
+        rngs: nnx.Rngs,
+    ):
+        # GPT-2's 0.02: the first prediction is then nearly uniform, which no fan-in rule gives to a
+        # matrix that is both the first and the last.
+        init = nnx.initializers.normal(0.02)
+        self.embedding = nnx.Param(init(rngs.params(), (vocab_size, features), param_dtype))
+        self.dtype = dtype or param_dtype
+
+    def encode(self, tokens: Int[Array, "..."]) -> Float[Array, "... C"]:
+        """The vector of each token."""
+        return self.embedding[...].astype(self.dtype)[tokens]
+
+    def decode(self, x: Float[Array, "... C"]) -> Float[Array, "... vocab"]:
+        """The logits of the next token, accumulated and returned in float32.
+
+        Half-precision logits would be rounded to 0.03 near 8, which a loss can see.
+        """
+        matrix = self.embedding[...].astype(self.dtype)
+        return jnp.dot(x.astype(self.dtype), matrix.T, preferred_element_type=jnp.float32)

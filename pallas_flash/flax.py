@@ -1,0 +1,449 @@
+"""Flax on top of `pallas_flash.attention`: a drop-in `attention_fn` and a self-attention module.
+
+Letters of shapes: `*batch` any number of batch axes, T query length, S key/value length, N query
+heads, K key/value heads (N is a multiple of K), H head size of query and key, V head size of value,
+F features.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
+from flax.typing import Dtype, Initializer, PromoteDtypeFn
+from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
+
+from pallas_flash._api import Implementation, attention
+
+__all__ = ["SelfAttention", "apply_rope", "attention_fn"]
+
+_lecun_normal = nnx.initializers.lecun_normal()
+
+
+def attention_fn(
+    query: Shaped[Array, "*batch T N H"],
+    key: Shaped[Array, "*batch S K H"],
+    value: Shaped[Array, "*batch S K V"],
+    bias: Float[Array, "*#batch #N #T #S"] | None = None,
+    mask: Shaped[Array, "*#batch #N #T #S"] | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: PRNGKeyArray | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    module: nnx.Module | linen.Module | None = None,
+    *,
+    is_causal: bool = False,
+    promote_dtype: PromoteDtypeFn = flax_promote_dtype,
+    rope: Callable[..., Array] | None = None,
+    input_positions: Integer[Array, "*#batch T"] | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*batch T N V"]:
+    """`pallas_flash.attention` in the place of Flax's `dot_product_attention`.
+
+    Give it as `attention_fn` to `nnx.MultiHeadAttention` or `linen.MultiHeadDotProductAttention`;
+    bind with `functools.partial` what those modules do not pass. It takes every keyword of Flax's
+    functions, linen's and nnx's, and honours it or raises. It differs from them in this:
+
+    - a query that may see no key gives zeros and zero gradients, where Flax gives the mean of
+      `value`;
+    - the softmax is always computed in float32;
+    - `key` and `value` may have fewer heads than `query` in linen too, not only in nnx.
+
+    Example:
+        >>> import functools
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from pallas_flash.flax import attention_fn
+        >>> layer = nnx.MultiHeadAttention(
+        ...     num_heads=2,
+        ...     in_features=8,
+        ...     decode=False,
+        ...     attention_fn=functools.partial(attention_fn, implementation="xla"),
+        ...     rngs=nnx.Rngs(0),
+        ... )
+        >>> layer(jnp.ones((3, 5, 8)), is_causal=True).shape
+        (3, 5, 8)
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        bias: Added to the scaled scores.
+        mask: Nonzero where a query may attend to a key: boolean masks serve, and so do the 0/1
+            float masks that Flax's `make_causal_mask` and its kin return. A mask that is to be
+            added to the scores is a `bias`.
+        broadcast_dropout: Has no effect, because active dropout is refused.
+        dropout_rng: Has no effect, because active dropout is refused.
+        dropout_rate: Dropout is active when this is positive and `deterministic` is false.
+        deterministic: Whether dropout is switched off.
+        dtype: Computation dtype. None is the one that `query`, `key` and `value` promote to.
+        precision: As in `pallas_flash.attention`.
+        module: Module that sows the weights [*batch, N, T, S] as "attention_weights". They are
+            computed by Flax, apart from the output and in memory quadratic in the length, so the
+            output is the same with and without them; for a query that sees no key they are 1 / S.
+        is_causal: Whether query t sees only keys 0..t, also when T != S.
+        promote_dtype: Called as `promote_dtype((query, key, value), dtype=dtype)`.
+        rope: Turns `query` and `key` before all else, as in `nnx.dot_product_attention_with_rope`:
+            an `nnx.RoPE`, or any function of an array [..., T, H] and, optionally, positions [T].
+        input_positions: Positions given to `rope`.
+        force_fp32_for_softmax: Whether sown weights are float32; the softmax is so anyway.
+        einsum_dot_general: Must be None.
+        qk_attn_weights_einsum: Must be None.
+        attn_weights_value_einsum: Must be None.
+        implementation: As in `pallas_flash.attention`.
+
+    Returns:
+        The attention output in the computation dtype.
+
+    Raises:
+        NotImplementedError: If dropout is active or an einsum is replaced.
+        ValueError: If shapes do not fit, if `dropout_rate` is outside [0, 1), or if
+            `input_positions` come without `rope`.
+    """
+    for name, einsum in (
+        ("einsum_dot_general", einsum_dot_general),
+        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
+        ("attn_weights_value_einsum", attn_weights_value_einsum),
+    ):
+        if einsum is not None:
+            raise NotImplementedError(
+                f"`{name}` must be None, because the kernels contain no einsum to replace; got "
+                f"{einsum!r}. Use Flax's `dot_product_attention` for this layer."
+            )
+    if not 0.0 <= dropout_rate < 1.0:
+        raise ValueError(f"`dropout_rate` must be in [0, 1); got {dropout_rate}.")
+    if dropout_rate > 0.0 and not deterministic:
+        raise NotImplementedError(
+            "`dropout_rate` must be 0 unless `deterministic` is true, because the kernels have no "
+            f"dropout yet; got dropout_rate={dropout_rate}, deterministic={deterministic}. Use "
+            "Flax's `dot_product_attention` for this layer."
+        )
+
+    if rope is not None:
+        query, key = (_apply_module_rope(rope, x, input_positions) for x in (query, key))
+    elif input_positions is not None:
+        raise ValueError(
+            "`input_positions` must be None without `rope`, which alone reads them; got "
+            f"input_positions.shape={input_positions.shape}. Bind `rope` with functools.partial."
+        )
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+
+    batch = query.shape[:-3]
+    one_batch = batch == key.shape[:-3] == value.shape[:-3]
+    if not one_batch or min(query.ndim, key.ndim, value.ndim) < 3:
+        raise ValueError(
+            "`query`, `key` and `value` must be [*batch, length, heads, head_dim] with the same "
+            f"batch axes; got query.shape={query.shape}, key.shape={key.shape}, "
+            f"value.shape={value.shape}."
+        )
+    # Here and not in `attention`, so that the messages show the caller's shapes.
+    scores_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
+    if bias is not None:
+        _check_broadcasts("bias", bias, scores_shape)
+    if mask is not None:
+        _check_broadcasts("mask", mask, scores_shape)
+        mask = jnp.asarray(mask).astype(bool)  # True where nonzero
+
+    out = attention(
+        _merge_batch(query, batch),
+        _merge_batch(key, batch),
+        _merge_batch(value, batch),
+        None if bias is None else _merge_batch(bias, batch),
+        None if mask is None else _merge_batch(mask, batch),
+        is_causal=is_causal,
+        precision=precision,
+        implementation=implementation,
+    )
+    if module is not None:
+        _sow_weights(module, query, key, bias, mask, is_causal, precision, force_fp32_for_softmax)
+    return out.reshape(*batch, *out.shape[1:])
+
+
+class SelfAttention(nnx.Module):
+    """Self-attention with grouped key/value heads, rotary positions and packed documents.
+
+    Linear maps of the tokens give q, k and v; `apply_rope` turns q and k; a linear map of
+    `pallas_flash.attention(q, k, v)` is the output. Each run of `num_heads // num_kv_heads` query
+    heads shares one key/value head (GQA, https://arxiv.org/abs/2305.13245).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from pallas_flash.flax import SelfAttention
+        >>> layer = SelfAttention(16, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((3, 7, 16))).shape
+        (3, 7, 16)
+
+    Args:
+        features: Size of the last axis of input and output.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key/value heads, a divisor of `num_heads`. None is `num_heads`.
+        head_dim: Size of a head. None is `features // num_heads`.
+        is_causal: Whether a token sees only itself and the tokens before it, by their order in the
+            array and whatever their `positions`.
+        rope_theta: Base of the rotary angles. None is no rotary embedding.
+        use_bias: Whether the linear maps add a bias.
+        dtype: Computation dtype. None is the one that the input and the parameters promote to.
+        param_dtype: Dtype of the parameters.
+        precision: Precision of the linear maps and of the attention.
+        kernel_init: Initializer of the linear maps.
+        out_kernel_init: Initializer of the output map. None is `kernel_init`.
+        implementation: As in `pallas_flash.attention`.
+        rngs: Where the parameters' random keys come from.
+
+    Raises:
+        ValueError: If the sizes do not fit each other.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        is_causal: bool = True,
+        rope_theta: float | None = 10_000.0,
+        use_bias: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: str | jax.lax.Precision | None = None,
+        kernel_init: Initializer = _lecun_normal,
+        out_kernel_init: Initializer | None = None,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if num_kv_heads is None:
+            num_kv_heads = num_heads
+        if min(features, num_heads, num_kv_heads) < 1:
+            raise ValueError(
+                "`features`, `num_heads` and `num_kv_heads` must be at least 1; got "
+                f"features={features}, num_heads={num_heads}, num_kv_heads={num_kv_heads}."
+            )
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                "`num_heads` must be a multiple of `num_kv_heads`; got "
+                f"num_heads={num_heads}, num_kv_heads={num_kv_heads}."
+            )
+        if head_dim is None:
+            if features % num_heads:
+                raise ValueError(
+                    "`features` must be a multiple of `num_heads` unless `head_dim` is given; got "
+                    f"features={features}, num_heads={num_heads}."
+                )
+            head_dim = features // num_heads
+        if head_dim < 1:
+            raise ValueError(f"`head_dim` must be at least 1; got {head_dim}.")
+        if rope_theta is not None and rope_theta <= 0:
+            raise ValueError(f"`rope_theta` must be positive; got {rope_theta}.")
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(
+                f"`head_dim` must be even, because rotary positions turn pairs; got {head_dim}. "
+                "Give an even `head_dim`, or rope_theta=None for no rotary embedding."
+            )
+
+        self.features = features
+        self.is_causal = is_causal
+        self.rope_theta = rope_theta
+        self.precision = precision
+        self.implementation: Implementation | None = implementation
+        linear = functools.partial(
+            nnx.LinearGeneral,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            rngs=rngs,
+        )
+        self.query = linear(features, (num_heads, head_dim), kernel_init=kernel_init)
+        self.key = linear(features, (num_kv_heads, head_dim), kernel_init=kernel_init)
+        self.value = linear(features, (num_kv_heads, head_dim), kernel_init=kernel_init)
+        self.out = linear(
+            (num_heads, head_dim),
+            features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch T F"],
+        *,
+        segment_ids: Int32[Array, "*#batch T"] | None = None,
+        positions: Integer[Array, "*#batch T"] | None = None,
+    ) -> Float[Array, "*batch T F"]:
+        """Mixes the tokens of each sequence.
+
+        Args:
+            x: Tokens.
+            segment_ids: Document of each token; tokens of different documents never see each
+                other. None is one document.
+            positions: Rotary position of each token. None is 0..T-1, which also serves packed
+                documents: only differences of positions matter, and within a document they do not
+                depend on where it starts.
+
+        Returns:
+            One new token for each token.
+
+        Raises:
+            TypeError: If `positions` are not integers.
+            ValueError: If shapes do not fit, or if `positions` come without rotary embedding.
+        """
+        if x.ndim < 2 or x.shape[-1] != self.features:
+            raise ValueError(
+                f"`x` must be [*batch, length, {self.features}]; got x.shape={x.shape}."
+            )
+        *batch, length, _ = x.shape
+        # q is [*batch, T, N, H], k and v are [*batch, T, K, H].
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.rope_theta is not None:
+            if positions is None:
+                positions = jnp.arange(length, dtype=jnp.int32)
+            q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
+        elif positions is not None:
+            raise ValueError(
+                "`positions` must be None when `rope_theta` is None, because nothing reads them; "
+                f"got positions.shape={positions.shape}."
+            )
+        if segment_ids is not None:
+            _check_broadcasts("segment_ids", segment_ids, x.shape[:-1])
+            segment_ids = jnp.broadcast_to(segment_ids, x.shape[:-1])
+            segment_ids = segment_ids.reshape(math.prod(batch), length)
+
+        o = attention(
+            *(_merge_batch(y, batch) for y in (q, k, v)),
+            is_causal=self.is_causal,
+            segment_ids=segment_ids,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+        return self.out(o).reshape(x.shape)
+
+
+def apply_rope(
+    x: Float[Array, "*batch T N H"],
+    positions: Integer[Array, "*#batch T"],
+    theta: float = 10_000.0,
+) -> Float[Array, "*batch T N H"]:
+    """Rotary position embedding: turns pairs of components by angles linear in the position.
+
+    With i < H/2 and the angle a_i = position * theta^(-2i/H),
+
+        y[i]       = x[i] cos(a_i) - x[i + H/2] sin(a_i)
+        y[i + H/2] = x[i + H/2] cos(a_i) + x[i] sin(a_i)
+
+    This is section 3.2.2 of RoFormer (https://arxiv.org/abs/2104.09864), which pairs 2i with
+    2i + 1. Pairing i with i + H/2 instead ("rotate half") comes from GPT-NeoX; `nnx.RoPE` and the
+    Llama weights of Hugging Face do the same. Norms stay, and the product of a turned query with a
+    turned key depends on the difference of their positions only.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_flash.flax import apply_rope
+        >>> x = jnp.ones((2, 5, 3, 8))
+        >>> bool(jnp.allclose(apply_rope(x, jnp.zeros(5, int)), x))
+        True
+
+    Args:
+        x: Queries or keys.
+        positions: Position of each row of `x`.
+        theta: Base of the angles.
+
+    Returns:
+        The turned `x`, in its dtype. Angles are float32, and so is the product for a narrower `x`.
+
+    Raises:
+        TypeError: If `positions` are not integers.
+        ValueError: If H is odd, or if `positions` do not broadcast to [*batch, T].
+    """
+    if x.ndim < 3 or x.shape[-1] % 2:
+        raise ValueError(
+            f"`x` must be [*batch, length, heads, an even head_dim]; got x.shape={x.shape}."
+        )
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"`positions` must be integers; got positions.dtype={positions.dtype}.")
+    _check_broadcasts("positions", positions, x.shape[:-2])
+
+    half = x.shape[-1] // 2
+    inverse_period = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[..., None, None].astype(jnp.float32) * inverse_period  # [*batch, T, 1, H/2]
+    dtype = np.promote_types(x.dtype, np.float32)
+    cos, sin = jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
+    low, high = jnp.split(x.astype(dtype), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
+
+
+def _apply_module_rope(
+    rope: Callable[..., Array],
+    x: Shaped[Array, "*batch T N H"],
+    positions: Integer[Array, "*#batch T"] | None,
+) -> Shaped[Array, "*batch T N H"]:
+    """Calls an `nnx.RoPE`, which wants time next to last and one row of positions at a time."""
+    x = jnp.swapaxes(x, -2, -3)
+    if positions is None:
+        x = rope(x)
+    else:
+        x = jnp.vectorize(rope, signature="(t,h),(t)->(t,h)")(x, positions[..., None, :])
+    return jnp.swapaxes(x, -2, -3)
+
+
+def _sow_weights(
+    module: nnx.Module | linen.Module,
+    query: Shaped[Array, "*batch T N H"],
+    key: Shaped[Array, "*batch S K H"],
+    bias: Float[Array, "*#batch #N #T #S"] | None,
+    mask: Shaped[Array, "*#batch #N #T #S"] | None,
+    is_causal: bool,
+    precision: str | jax.lax.Precision | None,
+    force_fp32_for_softmax: bool,
+) -> None:
+    """Makes `module` sow the attention weights.
+
+    Linen's function serves nnx modules too, which know its collection "intermediates" as
+    `nnx.Intermediate`. It has neither `is_causal` nor grouped heads, so both are spelled out here.
+    """
+    if is_causal:
+        causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
+        mask = causal if mask is None else mask & causal
+    linen.dot_product_attention_weights(
+        query,
+        jnp.repeat(key, query.shape[-2] // key.shape[-2], axis=-2),
+        bias,
+        mask,
+        deterministic=True,
+        precision=precision,
+        module=module,  # pyright: ignore[reportArgumentType]
+        force_fp32_for_softmax=force_fp32_for_softmax,
+    )
+
+
+def _check_broadcasts(name: str, x: Shaped[Array, "..."], shape: Sequence[int]) -> None:
+    """Raises if `x` does not broadcast to `shape`."""
+    trailing = shape[len(shape) - x.ndim :]
+    if x.ndim > len(shape) or any(a not in (1, b) for a, b in zip(x.shape, trailing, strict=True)):
+        raise ValueError(f"`{name}` must broadcast to {tuple(shape)}; got {name}.shape={x.shape}.")
+
+
+def _merge_batch(
+    x: Shaped[Array, "*#batch a b c"], batch: Sequence[int]
+) -> Shaped[Array, "B a b c"]:
+    """Makes one batch axis of many: B is 1 where `x` has no batch axis above 1, else prod(batch).
+
+    The last three axes are never expanded, so a mask [T, S] stays as small as it is.
+    """
+    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+    lead, rest = x.shape[:-3], x.shape[-3:]
+    if any(size != 1 for size in lead):
+        lead = tuple(batch)
+        x = jnp.broadcast_to(x, lead + rest)
+    return x.reshape(math.prod(lead), *rest)

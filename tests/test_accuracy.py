@@ -1,0 +1,170 @@
+"""Every case of the table: output, LSE and gradients are as accurate as a dense computation in the same dtype.
+
+The measure is the error against float64: at most twice that of the dense computation, in the L2 norm and at the worst
+element. Two kinds of rounding are allowed in place of a dense error that is smaller by luck, as where one key makes every
+probability exactly 1: the backward computes p = exp(s - lse) from a float32 LSE, so p has a relative error of about the LSE
+in float32's last place; and results in 16 bits are rounded to their last place.
+"""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import pallas_flash
+
+# The relative error of rounding to nearest.
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
+
+def measured(case, dtype, implementation, problem=None, **extra):
+    """The five results of a case."""
+    qkv, cotangents, options = problem or case.problem(dtype)
+
+    def call(q, k, v):
+        return pallas_flash.attention(
+            q, k, v, return_lse=True, implementation=implementation, **options, **extra
+        )
+
+    run = oracle.compiled(lambda *x: oracle.differentiate(call, *x))
+    return run(*qkv, *cotangents)
+
+
+def judge(case, dtype, results, problem=None):
+    """Asserts the rule for each of the five results."""
+    qkv, (do, dlse), options = problem or case.problem(dtype)
+    truth = oracle.solve(*qkv, do, dlse, **options)
+    baseline = oracle.compiled(
+        lambda *x: oracle.differentiate(lambda q, k, v: oracle.dense(q, k, v, **options), *x)
+    )(*qkv, do, dlse)
+    shapes = [x.shape for x in baseline]
+    assert [x.shape for x in results] == shapes
+    assert [x.dtype for x in results] == [x.dtype for x in baseline]
+    lse = np.abs(truth.values["lse"])
+    of_lse = ROUNDING["float64" if dtype == "float64" else "float32"] * (
+        1 + lse.max(where=np.isfinite(lse), initial=0)
+    )
+    failures = []
+    for name, ours, theirs in zip(oracle.NAMES, results, baseline, strict=True):
+        ours, theirs = (oracle.errors(x, truth, name) for x in (ours, theirs))
+        floor = oracle.natural(of_lse, truth, name)
+        if name != "lse":
+            floor = max(floor, ROUNDING[dtype] / 2)
+        for norm in ours:
+            bound = 2 * max(theirs[norm], floor)
+            if not ours[norm] <= bound:
+                failures.append(
+                    f"{name} {norm}: {ours[norm]:.2e} > {bound:.2e} (dense {theirs[norm]:.2e})"
+                )
+    assert not failures, "; ".join(failures)
+
+
+# Small tiles, so that a short sequence has empty, masked and full ones; their sides differ in every kernel.
+SMALL = pallas_flash.TileSizes(
+    forward=pallas_flash.Tile(32, 16),
+    dkv=pallas_flash.Tile(16, 32),
+    dq=pallas_flash.Tile(16, 32),
+)
+
+
+@cases.parametrize()
+@pytest.mark.parametrize(
+    "dtype, tiles",
+    [("float32", SMALL), ("bfloat16", None)],
+    ids=["float32-small-tiles", "bfloat16"],
+)
+def test_kernels_in_the_interpreter(case, dtype, tiles, kernel_case):
+    judge(case, dtype, measured(case, dtype, "interpret", tile_sizes=tiles))
+
+
+@cases.parametrize()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_xla(case, dtype):
+    judge(case, dtype, measured(case, dtype, "xla"))
+
+
+@cases.parametrize()
+def test_reference(case):
+    judge(case, "float32", measured(case, "float32", "reference"))
+
+
+@cases.parametrize(names=["full", "everything at once"])
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_float16(case, implementation):
+    judge(case, "float16", measured(case, "float16", implementation))
+
+
+@cases.parametrize(
+    names=["large scores", "everything at once", "causal, first queries see nothing"]
+)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_float64(case, implementation):
+    with jax.enable_x64(True):
+        qkv, (do, dlse), options = case.problem("float64")
+        problem = qkv, (do, dlse.astype(jnp.float64)), options
+        judge(case, "float64", measured(case, "float64", implementation, problem), problem)
+
+
+@cases.parametrize(
+    names=[
+        "full",
+        "causal, more queries",
+        "causal, first queries see nothing",
+        "causal, no query sees a key",
+        "window, moved",
+        "lengths",
+        "lengths of zero",
+        "documents, nothing in common",
+        "everything at once",
+    ]
+)
+@pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
+def test_nothing_shows_of_what_no_query_sees(case, implementation):
+    """NaN in keys and values that nothing sees, and in queries that see nothing, changes no bit of any result."""
+    qkv, cotangents, options = case.problem()
+    clean = measured(case, "float32", implementation)
+    poisoned = (*cases.poison(case, qkv, cotangents, options), options)
+    for name, a, b in zip(
+        oracle.NAMES, clean, measured(case, "float32", implementation, poisoned), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
+
+
+TILES = [
+    (16, 16, 1, 1),
+    (16, 128, 4, 2),
+    (128, 16, 4, 1),
+    (32, 64, 2, 3),
+    (64, 32, 8, 2),
+    (256, 64, 8, 2),
+]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: "x".join(map(str, t[:2])))
+@cases.parametrize(names=["everything at once", "window narrower than a tile gap"])
+@pytest.mark.parametrize("split", [False, True], ids=["together", "apart"])
+def test_every_tile_gives_the_same_answer(case, tile, split, kernel_case):
+    """Also with dk and dv in one launch or two, and the forward's products overlapped with exponentials or not."""
+    tile = pallas_flash.Tile(*tile)
+    backward = dict(dk=tile, dv=tile) if split else dict(dkv=tile)
+    sizes = pallas_flash.TileSizes(forward=tile, dq=tile, overlap=split, **backward)
+    judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=sizes))
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("scale", [0.4, -0.4, 0.0])
+@cases.parametrize(names=["everything at once", "lengths of zero"])
+def test_gradient_of_a_traced_scale(case, implementation, scale):
+    qkv, (do, dlse), options = case.problem()
+    truth = oracle.solve(*qkv, do, dlse, scale=scale, **options)
+
+    def call(s):
+        return pallas_flash.attention(
+            *qkv, scale=s, return_lse=True, implementation=implementation, **options
+        )
+
+    _, vjp = jax.vjp(call, jnp.float32(scale))
+    (dscale,) = vjp((do, dlse))
+    assert abs(dscale - truth.values["dscale"]) <= 8 * ROUNDING["float32"] * truth.terms["dscale"]

@@ -1,0 +1,320 @@
+"""The GPT: what its logits depend on, its loss, its samples, and where its attention comes from."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import models.gpt
+import pallas_flash.flax
+from models.gpt import GPT, GPTConfig, generate, loss
+
+# The dense reference compiles fastest; the tests of causality and of the package's part take the
+# implementation that serves by default.
+TINY = GPTConfig(
+    vocab_size=13,
+    context=9,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    embed_dim=16,
+    mlp_ratio=2.0,
+    attention="reference",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly():
+    """Nearly all the time would go into optimising programs that run once."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def make_model(seed=0, **changes):
+    """A tiny model whose parameters are all random, the norms' scales among them."""
+    config = dataclasses.replace(TINY, **changes)
+    # Only the shapes come from the model: compiling its initialisation would take most of the time.
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+    state = jax.tree.map(
+        lambda x: jnp.asarray((x.ndim == 1) + 0.3 * rng.standard_normal(x.shape, np.float32)),
+        shapes,
+    )
+    return nnx.merge(graphdef, state)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def default_model():
+    return make_model(attention=None)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jax.random.randint(jax.random.key(7), (3, TINY.context), 0, TINY.vocab_size)
+
+
+@nnx.jit
+def logits_of(model, tokens):
+    return model(tokens)
+
+
+def test_logits_have_the_vocabulary_and_float32(model, tokens):
+    logits = logits_of(model, tokens)
+    assert logits.shape == (3, TINY.context, TINY.vocab_size)
+    assert logits.dtype == jnp.float32
+
+
+def test_first_prediction_is_nearly_uniform(tokens):
+    fresh = GPT(TINY, rngs=nnx.Rngs(0))
+    assert abs(float(nnx.jit(loss)(fresh, tokens)) - np.log(TINY.vocab_size)) < 0.1
+
+
+@pytest.mark.parametrize("position", [0, 4, TINY.context - 1])
+def test_a_later_token_never_reaches_earlier_logits(default_model, tokens, position):
+    changed = tokens.at[:, position].set((tokens[:, position] + 1) % TINY.vocab_size)
+    before, after = (np.asarray(logits_of(default_model, x)) for x in (tokens, changed))
+    np.testing.assert_array_equal(before[:, :position], after[:, :position])
+    # Every position from there on sees it, through the attention.
+    assert (np.abs(before - after)[:, position:].max(axis=-1) > 0).all()
+
+
+def test_only_the_attention_of_the_package_mixes_positions(model, tokens, monkeypatch):
+    calls = []
+
+    def no_attention(query, key, value, **kwargs):
+        calls.append(kwargs)
+        return jnp.zeros_like(query)
+
+    monkeypatch.setattr(pallas_flash.flax, "attention", no_attention)
+    changed = tokens.at[:, 4].set((tokens[:, 4] + 1) % TINY.vocab_size)
+    # Not by logits_of, which may have been compiled with the real attention.
+    run = nnx.jit(lambda model, tokens: model(tokens))
+    before, after = (np.asarray(run(model, x)) for x in (tokens, changed))
+    difference = np.abs(before - after).max(axis=(0, 2))
+    assert difference[4] > 0
+    assert (np.delete(difference, 4) == 0).all()
+    assert len(calls) == TINY.num_layers
+    assert all(call["is_causal"] is True for call in calls)
+
+
+@pytest.mark.parametrize("attention", [None, "xla", "reference"])
+def test_the_implementation_is_handed_down(tokens, monkeypatch, attention):
+    calls = []
+    real = pallas_flash.flax.attention
+
+    def record(*args, implementation, **kwargs):
+        calls.append(implementation)
+        return real(*args, implementation="reference", **kwargs)
+
+    monkeypatch.setattr(pallas_flash.flax, "attention", record)
+    nnx.eval_shape(lambda: make_model(attention=attention)(tokens))
+    assert calls == [attention] * TINY.num_layers
+
+
+def test_grouped_heads_have_fewer_parameters_and_gradients_in_all_of_them(tokens):
+    def count(m):
+        return sum(x.size for x in jax.tree.leaves(nnx.state(m)))
+
+    grouped, full = make_model(num_kv_heads=1), make_model(num_kv_heads=None)
+    # Each layer saves three of four heads of keys and values.
+    assert count(full) - count(grouped) == TINY.num_layers * 2 * 3 * 16 * 4
+    gradient = nnx.jit(nnx.grad(loss))(grouped, tokens)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        assert jnp.isfinite(leaf).all(), jax.tree_util.keystr(path)
+        assert jnp.abs(leaf).max() > 0, jax.tree_util.keystr(path)
+
+
+def test_parameters_stay_float32_under_bfloat16_activations(tokens):
+    full, half = make_model(), make_model(dtype="bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("float32")}
+    assert half.embedding.encode(tokens).dtype == jnp.bfloat16
+    logits, exact = (np.asarray(logits_of(m, tokens)) for m in (half, full))
+    assert logits.dtype == jnp.float32
+    # Logits of bfloat16 would have 16 zero bits at their end.
+    assert (logits.view(np.uint32) & 0xFFFF).any()
+    error = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
+    assert 0 < error < 0.05
+
+
+def test_branches_into_the_residual_stream_start_smaller():
+    config = dataclasses.replace(TINY, num_layers=8, embed_dim=128)
+    block = GPT(config, rngs=nnx.Rngs(0)).blocks[0]
+    inner, outer = block.attention.value.kernel, block.attention.out.kernel
+    assert np.std(inner) == pytest.approx(128**-0.5, rel=0.05)
+    assert np.std(outer) == pytest.approx((128 * 16) ** -0.5, rel=0.05)
+    assert np.std(block.mlp.up.kernel) == pytest.approx(128**-0.5, rel=0.05)
+    assert np.std(block.mlp.down.kernel) == pytest.approx((256 * 16) ** -0.5, rel=0.05)
+
+
+def test_loss_is_the_mean_surprise_at_the_next_token(model, tokens):
+    logits = np.asarray(logits_of(model, tokens), np.float64)[:, :-1]
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    surprise = [
+        -log_probs[row, t, tokens[row, t + 1]]
+        for row in range(tokens.shape[0])
+        for t in range(tokens.shape[1] - 1)
+    ]
+    assert float(nnx.jit(loss)(model, tokens)) == pytest.approx(np.mean(surprise), rel=1e-6)
+
+
+def test_mlp_size_is_rounded_up_to_a_multiple_of_64():
+    sizes = {dim: GPTConfig(embed_dim=dim).mlp_dim for dim in (16, 128, 768)}
+    assert sizes == {16: 64, 128: 384, 768: 2048}
+    assert GPTConfig(embed_dim=128, mlp_ratio=3.0).mlp_dim == 384
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"num_layers": 0}, "`num_layers` must be positive; got 0"),
+        ({"context": -1}, "`context` must be positive; got -1"),
+        ({"mlp_ratio": 0.0}, "`mlp_ratio` must be positive"),
+        ({"num_kv_heads": 0}, "`num_kv_heads` must be positive"),
+        ({"embed_dim": 18}, "`embed_dim` must be a multiple of `num_heads`; got 18 and 4"),
+        ({"num_kv_heads": 3}, "`num_heads` must be a multiple of `num_kv_heads`; got 4 and 3"),
+        ({"embed_dim": 12}, "must be even, because rotary positions turn pairs; got 12 / 4 = 3"),
+    ],
+)
+def test_sizes_that_do_not_fit(changes, fragment):
+    with pytest.raises(ValueError) as caught:
+        dataclasses.replace(TINY, **changes)
+    assert fragment in str(caught.value)
+
+
+def test_an_odd_head_size_is_fine_without_rotary_positions(tokens):
+    model = make_model(embed_dim=12, num_kv_heads=None, rope_theta=None)
+    assert logits_of(model, tokens).shape == (3, TINY.context, TINY.vocab_size)
+
+
+def test_a_text_longer_than_the_context_is_refused(model, tokens):
+    with pytest.raises(ValueError, match="no longer than the context; got 10 tokens and"):
+        model(jnp.pad(tokens, ((0, 0), (0, 1))))
+
+
+# ----------------------------------------------------------------------------------------- sampling
+
+
+def test_the_same_key_gives_the_same_text(model, tokens):
+    def draw(seed):
+        return np.asarray(generate(model, jax.random.key(seed), tokens[:, :2], 12))
+
+    first = draw(0)
+    assert first.shape == (3, 14)
+    np.testing.assert_array_equal(first[:, :2], tokens[:, :2])
+    np.testing.assert_array_equal(first, draw(0))
+    assert (first != draw(1)).any()
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}])
+def test_the_most_likely_text_is_that_of_a_plain_loop(model, tokens, options):
+    """Past the context too, where the window has begun to slide."""
+    expected = np.asarray(tokens)
+    for _ in range(6):
+        logits = np.asarray(logits_of(model, expected[:, -TINY.context :]))[:, -1]
+        expected = np.append(expected, logits.argmax(-1)[:, None], axis=1)
+    got = generate(model, jax.random.key(0), tokens, 6, **options)
+    np.testing.assert_array_equal(got, expected)
+    # Shorter than the context, where part of the window has not been drawn yet.
+    short = generate(model, jax.random.key(0), tokens[:, :4], 2, **options)
+    logits = np.asarray(logits_of(model, tokens))
+    np.testing.assert_array_equal(short[:, 4], logits[:, 3].argmax(-1))
+
+
+def test_a_prompt_longer_than_the_context_is_continued_from_its_end(model):
+    prompt = jax.random.randint(jax.random.key(3), (1, 20), 0, TINY.vocab_size)
+    got = generate(model, jax.random.key(0), prompt, 1, temperature=0.0)
+    expected = logits_of(model, prompt[:, -TINY.context :])[0, -1].argmax()
+    assert int(got[0, -1]) == int(expected)
+
+
+def test_top_k_draws_from_the_most_likely_tokens_by_their_probability(model):
+    rows = 4000
+    prompt = jnp.zeros((rows, 1), jnp.int32)
+    logits = np.asarray(logits_of(model, prompt[:1]))[0, -1]
+    best = np.argsort(logits)[-3:]
+    drawn = np.asarray(
+        generate(model, jax.random.key(0), prompt, 1, temperature=0.5, top_k=3)[:, 1]
+    )
+    assert set(drawn) == set(best)
+    expected = np.exp(logits[best] / 0.5) / np.exp(logits[best] / 0.5).sum()
+    counts = np.array([(drawn == token).mean() for token in best])
+    # Five standard deviations of a count of so many draws.
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected * (1 - expected) / rows)).all()
+
+
+def test_one_compilation_serves_every_token_key_and_temperature(tokens):
+    model = make_model(seed=5, context=8)
+    before = models.gpt._generate._cache_size()
+    for seed, temperature in [(0, 1.0), (1, 0.5), (2, 0.0)]:
+        generate(model, jax.random.key(seed), tokens[:, :2], 11, temperature=temperature)
+    generate(make_model(seed=6, context=8), jax.random.key(0), tokens[:, :2], 11)
+    assert models.gpt._generate._cache_size() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("prompt_length", "count", "options", "fragment"),
+    [
+        (0, 1, {}, "`prompt` must have at least one token; got shape (3, 0)"),
+        (1, -1, {}, "`num_tokens` must not be negative; got -1"),
+        (1, 1, {"temperature": -0.5}, "`temperature` must not be negative; got -0.5"),
+        (1, 1, {"top_k": 0}, "`top_k` must be at least 1, or None for all tokens; got 0"),
+    ],
+)
+def test_samples_that_cannot_be_drawn(model, tokens, prompt_length, count, options, fragment):
+    with pytest.raises(ValueError) as caught:
+        generate(model, jax.random.key(0), tokens[:, :prompt_length], count, **options)
+    assert fragment in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------- source
+
+
+def model_sources():
+    return {p.name: ast.parse(p.read_text()) for p in Path(models.gpt.__file__).parent.glob("*.py")}
+
+
+def test_models_hold_no_attention_of_their_own():
+    forbidden = {"softmax", "exp", "exp2", "einsum", "matmul", "dot_general", "tensordot", "vdot"}
+    forbidden |= {"dot_product_attention", "MultiHeadAttention", "attention_fn", "scaled_dot"}
+    products, attentions = [], []
+    for file, tree in model_sources().items():
+        for node in ast.walk(tree):
+            name = getattr(node, "attr", getattr(node, "id", getattr(node, "name", None)))
+            assert name not in forbidden, f"{file}:{node.lineno} uses {name}"
+            assert not isinstance(node, ast.MatMult), f"{file} multiplies matrices by @"
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "attr", getattr(node.func, "id", None))
+                products += [file] * (called == "dot")
+                attentions += [file] * (called == "SelfAttention")
+    # The one product written out is that of the logits.
+    assert products == ["layers.py"]
+    assert attentions == ["gpt.py"]
+
+
+def test_models_import_the_public_package_only():
+    imported = set()
+    for tree in model_sources().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0
+                imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = {name for name in imported if name.startswith("pallas_flash")}
+    assert ours == {"pallas_flash.flax.SelfAttention"}
+    roots = {name.partition(".")[0] for name in imported}
+    assert roots <= {"dataclasses", "functools", "math", "jax", "jaxtyping", "flax", "models"} | {
+        "pallas_flash"
+    }

@@ -1,0 +1,312 @@
+"""The kernels as a GPU runs them: their Triton IR, lowered for CUDA, executed with checked memory.
+
+`ttir.evaluate` raises when an active lane of a load or a store leaves its array in any dimension,
+so each evaluation here is a test of bounds as well.
+"""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import ttir
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from test_accuracy import ROUNDING, judge
+
+import pallas_flash
+from pallas_flash import Tile, TileSizes
+
+# Small, and of different shape for each kernel: a tile number taken from the wrong one shows.
+TILES = TileSizes(forward=Tile(64, 32), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))
+SPLIT = TileSizes(Tile(32, 32), dk=Tile(32, 64), dv=Tile(64, 32), dq=Tile(64, 32))
+
+every_case = cases.parametrize()
+
+
+def _attention(options, tiles=TILES):
+    return functools.partial(
+        pallas_flash.attention,
+        return_lse=True,
+        implementation="triton",
+        tile_sizes=tiles,
+        **options,
+    )
+
+
+def _differentiated(problem, tiles=TILES):
+    """The results named in `oracle.NAMES`, and the runs of the kernels."""
+    qkv, cotangents, options = problem
+    runs = []
+    function = functools.partial(oracle.differentiate, _attention(options, tiles))
+    return ttir.evaluate(function, *qkv, *cotangents, runs=runs), runs
+
+
+@functools.cache
+def _evaluated(case, dtype="float32", tiles=TILES):
+    if case.name == "large heads":
+        tiles = None  # These would not fit in shared memory; the table's do.
+    return _differentiated(case.problem(dtype), tiles)
+
+
+@every_case
+def test_numbers(case, kernel_case):
+    judge(case, "float32", _evaluated(case)[0])
+
+
+@cases.parametrize(names=["full", "everything at once"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_numbers_in_16_bits(case, dtype, kernel_case):
+    judge(case, dtype, _evaluated(case, dtype)[0])
+
+
+@cases.parametrize(names=["full", "everything at once"])
+def test_numbers_of_dk_and_dv_apart(case, kernel_case):
+    judge(case, "float32", _evaluated(case, tiles=SPLIT)[0])
+
+
+@cases.parametrize(names=["full", "lengths of zero", "everything at once"])
+def test_gradient_of_a_traced_scale(case, kernel_case):
+    """The kernel for dq then has one more result."""
+    qkv, cotangents, options = case.problem()
+
+    def gradient(scale, cotangents):
+        _, vjp = jax.vjp(lambda scale: _attention(options)(*qkv, scale=scale), scale)
+        return vjp(cotangents)
+
+    scale, runs = jnp.float32(0.4), []
+    [dscale] = ttir.evaluate(gradient, scale, cotangents, runs=runs)
+    truth = oracle.solve(*qkv, *cotangents, scale=scale, **options)
+    assert abs(dscale - truth.values["dscale"]) <= 8 * ROUNDING["float32"] * truth.terms["dscale"]
+    _assert_stored_once(runs)
+
+
+def _assert_stored_once(runs):
+    for run in runs:
+        for stores in run.stores:
+            np.testing.assert_array_equal(stores, 1, err_msg=run.kernel.name)
+
+
+@every_case
+def test_every_element_of_a_result_is_stored_once(case):
+    _assert_stored_once(_evaluated(case)[1])
+
+
+@every_case
+def test_what_flows_past_a_tile_is_read_if_it_is_seen(case):
+    """And not otherwise: it may hold anything, and zero times NaN is NaN.
+
+    Keys and values flow past query tiles, queries and do past key/value tiles. What stays is read
+    whole, and kept out of the results.
+    """
+    (q, k, v), (do, _), options = case.problem()
+    ok = oracle.visible((case.B, case.N, case.T, case.S), **options)
+    queries = ok.any(3).transpose(0, 2, 1)[..., None]
+    keys = ok.any(2).reshape(case.B, case.K, -1, case.S).any(2).transpose(0, 2, 1)[..., None]
+    flowing = {
+        "pallas_flash_forward": (keys, {k.shape, v.shape}),
+        "pallas_flash_dq": (keys, {k.shape, v.shape}),
+        "pallas_flash_dkv": (queries, {q.shape, do.shape}),
+    }
+    for run in _evaluated(case)[1]:
+        if run.kernel.name in flowing:
+            seen, shapes = flowing[run.kernel.name]
+            read = [
+                touched == seen
+                for x, touched in zip(run.kernel.operands, run.touched, strict=True)
+                if x.shape in shapes
+            ]
+            assert len(read) >= 2
+            assert all(np.all(equal) for equal in read), run.kernel.name
+
+
+@cases.parametrize(
+    names=[
+        "causal, first queries see nothing",
+        "window narrower than a tile gap",
+        "lengths of zero",
+        "everything at once",
+    ]
+)
+def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
+    """Here masked lanes hold what a GPU gives them, not what the interpreter pads with."""
+    qkv, cotangents, options = case.problem()
+    poisoned = _differentiated((*cases.poison(case, qkv, cotangents, options), options))[0]
+    for name, a, b in zip(oracle.NAMES, _evaluated(case)[0], poisoned, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@every_case
+def test_loops_are_pipelined_and_full_tiles_are_not_masked(case):
+    for run in _evaluated(case)[1]:
+        kernel = run.kernel
+        loops = [loop for loop in ttir.loops(kernel) if loop.dots]
+        assert bool(loops) == any(op.name == "tt.dot" for op in ttir.walk(kernel.body))
+        assert all(loop.pipelinable for loop in loops), kernel.name
+        unmasked = [
+            loop
+            for loop in loops
+            if not loop.count("arith.cmpi", rank=1) and not loop.count("arith.select", rank=2)
+        ]
+        no_mask_at_all = case.name == "full, whole tiles"
+        assert len(unmasked) >= (len(loops) if no_mask_at_all else bool(loops)), kernel.name
+
+
+@pytest.mark.parametrize(
+    ("tiles", "backward"), [(TILES, ["dkv", "dq"]), (SPLIT, ["dk", "dv", "dq"])]
+)
+def test_kernels_and_their_launch(tiles, backward):
+    runs = _evaluated(cases.BY_NAME["full"], tiles=tiles)[1]
+    kernels = [run.kernel for run in runs]
+    names = ["forward", "delta", *backward]
+    assert [kernel.name for kernel in kernels] == [f"pallas_flash_{name}" for name in names]
+    for name, kernel in zip(names, kernels, strict=True):
+        if name != "delta":
+            tile = getattr(tiles, name)
+            assert (kernel.num_warps, kernel.num_stages) == (tile.num_warps, tile.num_stages)
+
+
+@pytest.mark.parametrize(
+    ("precision", "instruction"),
+    [(None, "tf32"), ("highest", "ieee"), (jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3, "tf32x3")],
+)
+def test_precision_reaches_every_product(precision, instruction):
+    qkv, cotangents, _ = cases.BY_NAME["full"].problem()
+    function = functools.partial(oracle.differentiate, _attention({"precision": precision}))
+    kernels = ttir.lower(function, *qkv, *cotangents)
+    used = {kernel.name: ttir.dot_precisions(kernel) for kernel in kernels}
+    assert used.pop("pallas_flash_delta") == set()
+    assert set(used) == {"pallas_flash_forward", "pallas_flash_dkv", "pallas_flash_dq"}
+    assert all(precisions == {instruction} for precisions in used.values()), used
+
+
+def test_vmap_computes_what_a_loop_does():
+    """The batched axis becomes one more axis of the grid, and one more term of each address."""
+    (q, k, v), _, options = cases.BY_NAME["causal"].problem()
+    attention = _attention(options)
+    q = jnp.stack([q, -q, q / 2])
+    one_by_one = [ttir.evaluate(attention, x, k, v) for x in q]
+    batched = ttir.evaluate(jax.vmap(attention, in_axes=(0, None, None)), q, k, v)
+    for result, expected in zip(batched, zip(*one_by_one, strict=True), strict=True):
+        np.testing.assert_array_equal(result, jnp.stack(expected))
+
+
+# ---------------------------------------------------------------------------------------------
+# The evaluator itself
+# ---------------------------------------------------------------------------------------------
+
+
+def _call(kernel, shape, dtype=jnp.float32, programs=1):
+    """A kernel on whole arrays: Pallas masks nothing there, in any version."""
+    return pl.pallas_call(
+        kernel,
+        grid=(programs,),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+    )
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(0, (6, 4)), (1, (4, 6))])
+def test_evaluator_catches_a_tile_that_leaves_its_array(axis, shape):
+    """Along the last axis only the very last row leaves the allocation; the others wrap around."""
+
+    def kernel(x_ref, o_ref):
+        at = [pl.ds(0, 4), pl.ds(0, 4)]
+        at[axis] = pl.ds(4 * pl.program_id(0), 4)
+        plgpu.store(o_ref.at[*at], plgpu.load(x_ref.at[*at]))
+
+    copy = _call(kernel, shape, programs=2)
+    with pytest.raises(ttir.Fault, match=rf"tt\.load.* leave dimension {axis} of operand 0"):
+        ttir.evaluate(copy, jnp.ones(shape))
+
+
+def test_evaluator_catches_an_unmasked_store():
+    def kernel(x_ref, o_ref):
+        at = pl.ds(4 * pl.program_id(0), 4)
+        inside = 4 * pl.program_id(0) + jnp.arange(4) < 6
+        plgpu.store(o_ref.at[at], plgpu.load(x_ref.at[at], mask=inside, other=0.0))
+
+    copy = _call(kernel, (6,), programs=2)
+    with pytest.raises(ttir.Fault, match=r"tt\.store.* leave dimension 0 of result 0"):
+        ttir.evaluate(copy, jnp.ones(6))
+
+
+def test_evaluator_counts_stores_and_reads_and_poisons_what_is_undefined():
+    def kernel(x_ref, o_ref):
+        column = jnp.arange(4)
+        x = plgpu.load(x_ref, mask=(column < 2)[None, :])
+        plgpu.store(o_ref, x, mask=(column < 3)[None, :])
+
+    x = jnp.arange(8.0).reshape(2, 4)
+    runs = []
+    copy = _call(kernel, (2, 4), programs=2)
+    out = ttir.evaluate(copy, x, runs=runs)
+    nan = np.nan
+    np.testing.assert_array_equal(out, [[0, 1, nan, nan], [4, 5, nan, nan]])
+    [run] = runs
+    np.testing.assert_array_equal(run.touched[0], [[True, True, False, False]] * 2)
+    np.testing.assert_array_equal(run.stores[0], [[2, 2, 2, 0]] * 2)
+
+
+_OPERATIONS = {
+    "integer division": lambda x: _integers(x) // 3 + _integers(x) % 3,
+    "shifts": lambda x: (_integers(x) << 3) ^ (_integers(x) >> 1),
+    "unsigned": lambda x: jnp.maximum(_integers(x).astype(jnp.uint32) // 3, 7) >> 2,
+    "comparison of unsigned": lambda x: _integers(x).astype(jnp.uint32) > jnp.uint32(2**31),
+    "halves": lambda x: (x.astype(jnp.bfloat16) * jnp.bfloat16(3)).astype(jnp.float16),
+    "bits": lambda x: jax.lax.bitcast_convert_type(x, jnp.int32),
+    "boolean": lambda x: (x > 0) ^ ~(x == x.T),
+    "not a number": lambda x: jnp.where(jnp.isnan(jnp.sqrt(x)), jnp.abs(x), jnp.sqrt(x)),
+    "functions": lambda x: jnp.exp(x) + jnp.log1p(jnp.abs(x)) * jnp.tanh(x) - jnp.floor(x),
+    "sum": lambda x: jnp.broadcast_to(x.sum(axis=0), x.shape),
+    "position of the largest": lambda x: jnp.broadcast_to(jnp.argmax(x, axis=1), x.shape),
+    "product": lambda x: jnp.dot(x, x.T, precision="highest"),
+    "branch": lambda x: jax.lax.cond(x.sum() > 0, lambda: x, lambda: -x),
+    "counted loop": lambda x: jax.lax.fori_loop(0, _integers(x.sum()), lambda i, y: y + i * x, x),
+    "other loop": lambda x: jax.lax.while_loop(lambda y: y.sum() < 99, lambda y: y + x * x, x),
+}
+
+
+def _integers(x):
+    return (100 * x).astype(jnp.int32)
+
+
+@pytest.mark.parametrize("name", _OPERATIONS)
+def test_evaluator_computes_what_jax_does(name):
+    function = _OPERATIONS[name]
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)
+    expected = function(x)
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = function(x_ref[...])
+
+    call = _call(kernel, expected.shape, expected.dtype)
+    # Sums are taken in another order.
+    np.testing.assert_allclose(
+        np.asarray(ttir.evaluate(call, x), np.float64), np.asarray(expected, np.float64), 1e-5
+    )
+
+
+def test_evaluator_tells_pipelined_loops():
+    def kernel(x_ref, o_ref):
+        def step(i, y):
+            x = plgpu.load(x_ref.at[pl.ds(16 * i, 16), :])
+            return y + jnp.dot(x, x)
+
+        start = jnp.zeros((16, 16), jnp.float32)
+        plain = jax.lax.fori_loop(0, pl.num_programs(0), step, start)
+        masked = jax.lax.fori_loop(0, 2, lambda i, y: jnp.where(y > i, step(i, y), 0), plain)
+        _, other = jax.lax.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 2, step(c[0], c[1])), (0, masked)
+        )
+        o_ref[...] = other
+
+    [kernel] = ttir.lower(_call(kernel, (16, 16), programs=2), jnp.zeros((32, 16)))
+    assert kernel.grid == (2, 1, 1)
+    plain, masked, other = ttir.loops(kernel)
+    assert [loop.pipelinable for loop in (plain, masked, other)] == [True, True, False]
+    assert [loop.count("arith.select", rank=2) for loop in (plain, masked)] == [0, 1]
+    assert plain.dots == masked.dots == other.dots == 1

@@ -1,0 +1,194 @@
+"""The machine code of the kernels, compiled for GPUs that need not be there.
+
+It says nothing about time, but a kernel that spills, loses Hopper's matrix instructions or issues
+more instructions per element is slower, and each of these has happened after harmless changes.
+`scripts/inspect_kernels.py` prints what these tests look at.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_flash
+from scripts import _gpu_compiler, _machine_code
+from scripts.inspect_kernels import array, inspect_attention, peak_memory
+
+needs_compiler = pytest.mark.skipif(
+    bool(_gpu_compiler.missing()), reason=_gpu_compiler.missing() or "everything is here"
+)
+
+# Head size, mask, query heads per key head.
+CASES = [
+    *(
+        (head_dim, mask, 1)
+        for head_dim in (64, 128)
+        for mask in ("full", "causal", "segments", "ragged")
+    ),
+    *((head_dim, mask, 4) for head_dim in (64, 128) for mask in ("causal", "ragged")),
+    (128, "lengths", 4),
+    (256, "full", 1),
+    (256, "causal", 1),
+]
+
+# Instructions per element of a full tile, by pass and head size: a little above the best that was
+# seen for each. The parts of a pass that has several kernels are summed.
+BUDGETS = {
+    "forward": {64: 7.7, 128: 9.0, 256: 16.8},
+    "dkv": {64: 10.4, 128: 12.6, 256: 35.0},
+    "dq": {64: 7.1, 128: 8.2, 256: 14.2},
+}
+
+
+@functools.cache
+def compile_once(head_dim, mask, group, target):
+    return inspect_attention(head_dim, mask=mask, group=group, target=target)
+
+
+def compiled(head_dim, mask, group=1, target="h200"):
+    """Forward and backward with the package's own choice of tiles; a failing test shows them."""
+    program = compile_once(head_dim, mask, group, target)
+    print(*program.lines(), sep="\n")
+    return program
+
+
+def faults(kernels, head_dim):
+    """What is wrong with kernels for Hopper; whole sentences."""
+    for kernel in kernels:
+        if kernel.loop_spills:
+            yield (
+                f"{kernel.name} spills: {[loop.spills for loop in kernel.loops]} instructions in "
+                f"its loops, {kernel.stack_bytes} bytes of stack."
+            )
+        wanted = set() if kernel.attention_pass == "delta" else {"HGMMA"}
+        if kernel.matrix != wanted:
+            yield f"{kernel.name} multiplies by {set(kernel.matrix)} and not by {wanted}."
+            continue
+        if wanted and kernel.work != 1:
+            yield f"{kernel.name} does its matrix work {kernel.work} times."
+        for loop in kernel.loops:
+            # When registers are short, ptxas may wait after each matrix instruction.
+            if loop.opcodes.get("WARPGROUP.DEPBAR", 0) > loop.matrix["HGMMA"] // 2:
+                yield f"{kernel.name} runs its matrix instructions one by one: {loop.order}."
+    for attention_pass, budgets in BUDGETS.items():
+        costs = [k.per_element for k in kernels if k.attention_pass == attention_pass]
+        if not costs or sum(costs) > budgets[head_dim]:
+            yield f"{attention_pass} issues {costs} instructions per element."
+
+
+# One test for a whole case, so that tests in several processes compile each case once.
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "mask", "group"), CASES)
+def test_hopper_kernels_are_lean(head_dim, mask, group):
+    found = list(faults(compiled(head_dim, mask, group).kernels, head_dim))
+    assert not found, "\n".join(found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_compile_for_the_a100(head_dim):
+    kernels = compiled(head_dim, "causal", target="a100").kernels
+    assert {kernel.attention_pass for kernel in kernels} == {"forward", "delta", "dkv", "dq"}
+    assert frozenset().union(*(kernel.matrix for kernel in kernels)) == {"HMMA"}
+    assert {k.name: k.loop_spills for k in kernels} == {k.name: 0 for k in kernels}
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_forward_and_backward_compile_in_three_seconds(head_dim):
+    program = compiled(head_dim, "causal")
+    # By the clock on an idle machine, which compiles kernels side by side; by processor time on
+    # one that is busy with other things.
+    assert min(program.seconds, program.cpu_seconds) < 3
+
+
+@needs_compiler
+def test_gradient_needs_two_rows_beside_inputs_output_and_gradients():
+    wide = array((1, 16384, 16, 128))
+
+    def loss(q, k, v, weights):
+        o = pallas_flash.attention(q, k, v, is_causal=True, implementation="triton")
+        return jnp.vdot(o, weights), o
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    found = peak_memory(gradient, wide, wide, wide, wide)
+    print(found)
+    # q, k, v, do, o, dq, dk and dv in bfloat16, LSE and delta in float32: 538.97 MB.
+    assert found <= 539e6
+
+
+def parse(text):
+    """Instructions from lines of predicate, opcode and operands; `.` stands for none."""
+    fields = (line.split() for line in text.strip().splitlines())
+    return [_machine_code.Instruction(*("" if x == "." else x for x in line)) for line in fields]
+
+
+def test_a_loop_is_measured_on_the_way_of_a_full_tile():
+    [loop] = _machine_code.loops(
+        parse("""
+            .   MOV       R0,R1
+            .   HGMMA.64x128x16.F32.BF16  R24,gdesc[UR4],R24,gsb0
+            @P0 BRA       0x50
+            .   STL       [R1],R24
+            .   FSEL      R24,R24,-INF,P1
+            .   MUFU.EX2  R24,R24
+            .   WARPGROUP.DEPBAR.LE  gsb0,0x0
+            .   MUFU.EX2  R25,R25
+            @P2 BRA       0x10
+            .   EXIT      .
+        """)
+    )
+    assert (loop.instructions, loop.body, loop.spills) == (6, 8, 1)
+    assert loop.order == "HGMMA exp2 wait(0) exp2"
+    assert loop.exp2_hidden == 0.5
+    assert loop.flops * 4 == 2 * 64 * 128 * 16
+
+
+def test_the_cheapest_innermost_loop_comes_first():
+    found = _machine_code.loops(
+        parse("""
+            .   HMMA.16816.F32.BF16  R0,R0,R0,R0
+            .   FSEL  R0,R0,-INF,P0
+            @P0 BRA   0x0
+            .   HMMA.16816.F32.BF16  R0,R0,R0,R0
+            @P0 BRA   0x30
+            @P1 BRA   0x0
+            .   EXIT  .
+        """)
+    )
+    assert [loop.instructions for loop in found] == [2, 3]
+
+
+def test_a_jump_back_from_a_slow_path_is_no_loop():
+    assert not _machine_code.loops(
+        parse("""
+            .    HGMMA.64x128x16.F32.BF16  R24,gdesc[UR4],R24,gsb0
+            @!P0 BRA   0x40
+            .    MOV   R0,R1
+            .    EXIT  .
+            .    SYNCS.PHASECHK.TRANS64.TRYWAIT  P0,[UR4],R2
+            @!P0 BRA   0x40
+            .    BRA   0x20
+        """)
+    )
+
+
+def test_snappy_copies_may_overlap():
+    assert _gpu_compiler._unsnap(b"\x0a\x04ab\x11\x02") == b"ababababab"
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "threads", "ctas"),
+    [(255, 0, 256, 1), (128, 0, 256, 2), (128, 48 * 1024, 128, 4), (32, 227 * 1024, 128, 1)],
+)
+def test_blocks_per_core(registers, shared, threads, ctas):
+    assert _gpu_compiler.TARGETS["h200"].ctas_per_core(registers, shared, threads) == ctas
+
+
+def test_one_sentence_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(_gpu_compiler, "_plugins", list)
+    sentence = _gpu_compiler.missing()
+    assert "CUDA plugin" in sentence and "pip install" in sentence
+    with pytest.raises(RuntimeError, match="pip install"):
+        _gpu_compiler._mesh.__wrapped__("h200")

@@ -1,0 +1,421 @@
+"""Masks against brute force: what each (query, key) pair and each pair of tiles may be."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash._masks import Band, Lengths, Mask, Segments, Tiling, in_tile, visit
+
+BATCH = 3
+
+# ------------------------------------------------------------------------------------------------
+# The definition: who sees whom.
+
+
+def seen_by(leaf, shape):
+    """bool [B, queries, keys], in slices and loops; positions may lie beyond those that exist."""
+    seen = np.zeros(shape, bool)
+    batch, queries, keys = shape
+    for b in range(batch):
+        for q in range(queries):
+            match leaf:
+                case Band(low, high, offset):
+                    position = q if offset is None else q + int(offset[b])
+                    first = 0 if low is None else max(0, position + low)
+                    end = keys if high is None else max(0, position + high + 1)
+                    seen[b, q, first:end] = True
+                case Lengths(query, key_value):
+                    if q < at(query, b):
+                        seen[b, q, : max(0, at(key_value, b))] = True
+                case Segments(query, key_value):
+                    for k in range(keys):
+                        seen[b, q, k] = query[b, q] == key_value[b, k]
+    return seen
+
+
+def at(length, b):
+    if length is None:
+        return 10**6
+    return length if isinstance(length, int) else int(length[b])
+
+
+def seen_by_all(leaves, shape):
+    return np.logical_and.reduce([np.ones(shape, bool), *(seen_by(x, shape) for x in leaves)])
+
+
+def whole_tiles(q, kv):
+    """The shape of `seen_by` when the last tiles are full of positions."""
+    return BATCH, q.count * q.block, kv.count * kv.block
+
+
+def of_tiles(seen, q, kv):
+    """For each pair of tiles whether some and whether all of its pairs are seen: [B, q, kv].
+
+    Of the tile that stays only the positions that exist count: the others are never kept.
+    """
+    exist = np.arange(seen.shape[1])[:, None] < q.length
+
+    def tiles(x):
+        return x.reshape(-1, q.count, q.block, kv.count, kv.block).swapaxes(2, 3)
+
+    return tiles(seen & exist).any((-1, -2)), tiles(seen | ~exist).all((-1, -2))
+
+
+def sets(ranges, n_flow):
+    """The tiles in [start, stop) and those in [full_start, full_stop): bool [B, stay, flow]."""
+    ranges = np.asarray(ranges)
+    assert ranges.dtype == np.int32
+    start, full_start, full_stop, stop = np.moveaxis(ranges, -1, 0)[..., None]
+    ends = [0 * start, start, full_start, full_stop, stop, 0 * stop + n_flow]
+    assert all((a <= b).all() for a, b in itertools.pairwise(ends))
+    # What has no full tile says so in one way.
+    assert (full_start == start)[full_start == full_stop].all()
+    t = np.arange(n_flow)
+    visited, full = (start <= t) & (t < stop), (full_start <= t) & (t < full_stop)
+    shape = (BATCH, *visited.shape[1:])
+    return np.broadcast_to(visited, shape), np.broadcast_to(full, shape)
+
+
+def both_sides(mask, seen, q, kv):
+    """(visited, full, some, all) for the query tiles, and for the key tiles."""
+    yield *sets(mask.kv_ranges(q, kv), kv.count), *of_tiles(seen, q, kv)
+    yield *sets(mask.q_ranges(q, kv), q.count), *of_tiles(seen.swapaxes(1, 2), kv, q)
+
+
+# ------------------------------------------------------------------------------------------------
+# Random masks. Arrays are NumPy's, so that everything is, and thousands of tiles take no time.
+
+
+def tiling(rng):
+    return Tiling(int(rng.integers(1, 41)), int(rng.choice([1, 2, 3, 4, 8, 16, 64])))
+
+
+def band(rng, q, kv):
+    low, high = sorted(int(x) for x in rng.integers(-45, 46, 2))
+    return Band(*[(low, high), (None, high), (low, None)][rng.integers(3)])
+
+
+def empty_band(rng, q, kv):
+    high, low = sorted(int(x) for x in rng.integers(-45, 46, 2))
+    return Band(low + 1, high)
+
+
+def band_with_offsets(rng, q, kv):
+    return dataclasses.replace(band(rng, q, kv), offset=int32(rng, -45, 46))
+
+
+def query_lengths(rng, q, kv):
+    return Lengths(length(rng, q), None)
+
+
+def key_lengths(rng, q, kv):
+    return Lengths(None, length(rng, kv))
+
+
+def both_lengths(rng, q, kv):
+    return Lengths(length(rng, q), length(rng, kv))
+
+
+def length(rng, of):
+    lengths = int32(rng, -2, of.length + 5)
+    return int(max(0, lengths[0])) if rng.random() < 0.3 else lengths
+
+
+def int32(rng, low, high):
+    return rng.integers(low, high, BATCH).astype(np.int32)
+
+
+LEAVES = [band, band_with_offsets, query_lengths, key_lengths, both_lengths]
+
+
+def problems(make, count=300):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        q, kv = tiling(rng), tiling(rng)
+        yield make(rng, q, kv), q, kv
+
+
+@pytest.mark.parametrize("make", LEAVES)
+def test_ranges_of_a_leaf_are_exact(make):
+    tiles = np.zeros(3, int)
+    for leaf, q, kv in problems(make):
+        seen = seen_by(leaf, whole_tiles(q, kv))
+        for visited, full, some, every in both_sides(Mask((leaf,)), seen, q, kv):
+            np.testing.assert_array_equal(visited, some)
+            np.testing.assert_array_equal(full, every)
+            tiles += [full.sum(), (visited & ~full).sum(), (~visited).sum()]
+    # Full, edge and empty tiles were all there.
+    assert (tiles > 4_000).all(), tiles
+
+
+def test_ranges_of_a_band_without_width_are_safe():
+    for leaf, q, kv in problems(empty_band):
+        seen = seen_by(leaf, whole_tiles(q, kv))
+        for _, full, some, _ in both_sides(Mask((leaf,)), seen, q, kv):
+            assert not some.any()
+            assert not full.any()
+
+
+def test_ranges_of_a_conjunction_are_the_intersections_of_those_of_its_leaves():
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        q, kv = tiling(rng), tiling(rng)
+        chosen = rng.permutation(len(LEAVES))[: rng.integers(2, 4)]
+        leaves = tuple(LEAVES[i](rng, q, kv) for i in chosen)
+        seen = seen_by_all(leaves, whole_tiles(q, kv))
+        alone = [list(both_sides(Mask((leaf,)), seen, q, kv)) for leaf in leaves]
+        for i, (visited, full, some, every) in enumerate(both_sides(Mask(leaves), seen, q, kv)):
+            assert not (some & ~visited).any()
+            assert not (full & ~every).any()
+            np.testing.assert_array_equal(visited, np.all([x[i][0] for x in alone], axis=0))
+            np.testing.assert_array_equal(full, np.all([x[i][1] for x in alone], axis=0))
+
+
+@pytest.mark.parametrize("make", LEAVES)
+def test_allowed_is_the_definition(make):
+    for leaf, q, kv in problems(make, 50):
+        seen = seen_by(leaf, (BATCH, q.length, kv.length))
+        b, i, j = np.ogrid[:BATCH, : q.length, : kv.length]
+        np.testing.assert_array_equal(np.broadcast_to(leaf.allowed(b, i, j), seen.shape), seen)
+        # As the kernel for dk and dv asks: for one example, keys along the rows.
+        b, i, j = 1, i[0].T, j[0].T
+        transposed = np.broadcast_to(leaf.allowed(b, i, j), seen[1].T.shape)
+        np.testing.assert_array_equal(transposed, seen[1].T)
+
+
+def test_a_mask_allows_what_all_leaves_allow():
+    rng = np.random.default_rng(2)
+    q, kv = Tiling(23, 8), Tiling(31, 8)
+    leaves = [leaf(rng, q, kv) for leaf in LEAVES]
+    indices = np.ogrid[:BATCH, :23, :31]
+    for chosen in itertools.combinations(leaves, 2):
+        seen = seen_by_all(chosen, (BATCH, 23, 31))
+        mask = Mask() & chosen[0] & chosen[1]
+        np.testing.assert_array_equal(np.broadcast_to(mask.allowed(*indices), seen.shape), seen)
+
+
+def test_no_leaf_lets_every_query_see_every_key():
+    q, kv = Tiling(10, 4), Tiling(17, 8)
+    assert not Mask()
+    assert Mask((Band(0),))
+    for visited, full, _, _ in both_sides(Mask(), np.ones(whole_tiles(q, kv), bool), q, kv):
+        assert visited.all()
+        assert full.all()
+
+
+# ------------------------------------------------------------------------------------------------
+# Segments, whose ranges are computed by JAX: a few shapes, each compiled once.
+
+SEGMENT_TILINGS = [
+    (Tiling(40, 8), Tiling(40, 8)),
+    (Tiling(37, 4), Tiling(23, 16)),
+    (Tiling(5, 1), Tiling(39, 3)),
+    (Tiling(16, 64), Tiling(33, 8)),
+    (Tiling(1, 2), Tiling(7, 4)),
+]
+over_segment_tilings = pytest.mark.parametrize(("q", "kv"), SEGMENT_TILINGS)
+
+
+def segments_seen(leaf, q, kv):
+    """As in whole tiles, with ids that are there filled in for those that are not."""
+    pairs = ((leaf.query, q), (leaf.key_value, kv))
+    query, key_value = (
+        np.pad(ids, ((0, 0), (0, t.count * t.block - t.length)), mode="edge") for ids, t in pairs
+    )
+    return seen_by(Segments(query, key_value), whole_tiles(q, kv))
+
+
+def any_segments(rng, q, kv):
+    ends = np.iinfo(np.int32)
+    values = np.array([ends.min, -1, 0, 1, ends.max], np.int32)[: rng.integers(1, 6)]
+    return Segments(*(rng.choice(values, (BATCH, t.length)) for t in (q, kv)))
+
+
+def packed_segments(rng, q, kv):
+    """Sorted ids, each of which both sides have."""
+    count = int(rng.integers(1, 1 + min(q.length, kv.length)))
+    every = np.tile(np.arange(count), (BATCH, 1))
+    more = (rng.integers(0, count, (BATCH, t.length - count)) for t in (q, kv))
+    return Segments(*(np.sort(np.hstack([every, x])).astype(np.int32) for x in more))
+
+
+@over_segment_tilings
+def test_ranges_of_any_segments_are_safe(q, kv):
+    rng = np.random.default_rng(3)
+    for leaf in [any_segments(rng, q, kv) for _ in range(40)]:
+        seen = segments_seen(leaf, q, kv)
+        for visited, full, some, every in both_sides(Mask((leaf,)), seen, q, kv):
+            assert not (some & ~visited).any()
+            assert not (full & ~every).any()
+
+
+@over_segment_tilings
+def test_ranges_of_packed_segments_are_exact(q, kv):
+    rng = np.random.default_rng(4)
+    for leaf in [packed_segments(rng, q, kv) for _ in range(40)]:
+        seen = segments_seen(leaf, q, kv)
+        for visited, full, some, every in both_sides(Mask((leaf,)), seen, q, kv):
+            np.testing.assert_array_equal(visited, some)
+            np.testing.assert_array_equal(full, every)
+
+
+@over_segment_tilings
+def test_segments_allow_equal_ids_and_repeat_the_last_one_past_the_end(q, kv):
+    leaf = any_segments(np.random.default_rng(5), q, kv)
+    batch, queries, keys = whole_tiles(q, kv)
+    allowed = leaf.allowed(*np.ogrid[:batch, :queries, :keys])
+    np.testing.assert_array_equal(allowed, segments_seen(leaf, q, kv))
+
+
+# ------------------------------------------------------------------------------------------------
+# Ragged tiles.
+
+
+@pytest.mark.parametrize("sides", ["q", "kv", "q kv"])
+def test_within_masks_the_positions_that_do_not_exist(sides):
+    for leaf, q, kv in problems(band_with_offsets, 100):
+        cut = {name: t for name, t in {"q": q, "kv": kv}.items() if name in sides.split()}
+        mask = Mask((leaf,)).within(**cut)
+        shape = whole_tiles(q, kv)
+        _, i, j = np.ogrid[: shape[0], : shape[1], : shape[2]]
+        exist = (i < (q.length if "q" in cut else shape[1])) & (
+            j < (kv.length if "kv" in cut else shape[2])
+        )
+        seen = seen_by(leaf, shape) & exist
+        allowed = mask.allowed(*np.ogrid[: shape[0], : shape[1], : shape[2]])
+        np.testing.assert_array_equal(np.broadcast_to(allowed, shape), seen)
+        for visited, full, some, every in both_sides(mask, seen, q, kv):
+            assert not (some & ~visited).any()
+            assert not (full & ~every).any()
+
+
+def test_within_adds_nothing_to_whole_tiles():
+    mask = Mask((Band(None, 0),))
+    assert mask.within(q=Tiling(32, 8), kv=Tiling(48, 16)) is mask
+    assert mask.within() is mask
+    assert mask.within(kv=Tiling(33, 8)) == mask & Lengths(None, 33)
+
+
+# ------------------------------------------------------------------------------------------------
+# Masks as JAX sees them.
+
+
+def a_mask(array):
+    """Every kind of leaf, over 3 examples of 20 queries and 30 keys, made of `array`s."""
+    ids = np.sort(np.random.default_rng(6).integers(0, 4, (BATCH, 30)).astype(np.int32))
+    return Mask(
+        (
+            Band(-9, 4, array(np.array([-3, 0, 20], np.int32))),
+            Band(-12, None),
+            Lengths(array(np.array([20, 0, 7], np.int32)), 27),
+            Segments(array(ids[:, :20]), array(ids)),
+        )
+    )
+
+
+def test_a_mask_is_a_pytree_with_arrays_as_leaves_and_numbers_in_its_structure():
+    mask = a_mask(jnp.asarray)
+    leaves, structure = jax.tree.flatten(mask)
+    assert [x.shape for x in leaves] == [(3,), (3,), (3, 20), (3, 30)]
+    assert jax.tree.structure(jax.tree.unflatten(structure, leaves)) == structure
+    assert hash(structure) == hash(jax.tree.structure(a_mask(jnp.asarray)))
+    assert jax.tree.leaves(Mask((Band(-1, 2), Lengths(5, None)))) == []
+
+    def differ(a, b):
+        return jax.tree.structure(a) != jax.tree.structure(b)
+
+    assert differ(Band(None, 0), Band(None, 1))
+    assert differ(Band(None, 0), Band(0, None))
+    assert differ(Lengths(5, None), Lengths(None, 5))
+    assert differ(Lengths(5, None), Lengths(jnp.zeros(3, jnp.int32), None))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_jit_of_a_mask_gives_what_numpy_gives(x64):
+    q, kv = Tiling(20, 4), Tiling(30, 8)
+
+    def everything(mask):
+        indices = (np.asarray(x, np.int32) for x in np.ogrid[:BATCH, :20, :30])
+        return mask.kv_ranges(q, kv), mask.q_ranges(q, kv), mask.allowed(*indices)
+
+    with jax.enable_x64(x64):
+        traced = jax.jit(everything)(a_mask(jnp.asarray))
+        for got, wanted in zip(traced, everything(a_mask(np.asarray)), strict=True):
+            assert got.dtype == wanted.dtype
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_static_ranges_are_constants():
+    q, kv = Tiling(20, 4), Tiling(30, 8)
+    mask = Mask((Band(-9, 4), Lengths(17, 27)))
+    assert isinstance(mask.kv_ranges(q, kv), np.ndarray)
+    assert isinstance(mask.q_ranges(q, kv), np.ndarray)
+
+
+def test_only_a_band_with_an_upper_side_grows():
+    assert Mask((Lengths(3), Band(None, 0))).grows
+    assert not Mask((Band(-3, None), Lengths(3, 4))).grows
+
+
+# ------------------------------------------------------------------------------------------------
+# Tiles, and the loop over them.
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "first", "last"),
+    [
+        (12, 4, [0, 4, 8], [3, 7, 11]),
+        (13, 4, [0, 4, 8, 12], [3, 7, 11, 12]),
+        (3, 16, [0], [2]),
+        (1, 1, [0], [0]),
+    ],
+)
+def test_a_tiling_knows_the_positions_of_its_tiles(length, block, first, last):
+    tiling = Tiling(length, block)
+    assert tiling.count == len(first)
+    assert tiling.first.tolist() == first
+    assert tiling.last.tolist() == last
+
+
+def test_in_tile_gives_all_positions_of_a_tile():
+    assert in_tile(3, 4).tolist() == [12, 13, 14, 15]
+    assert in_tile(3, 4).dtype == jnp.int32
+
+
+N_TILES, MARGIN = 6, 3
+
+
+def visits(ranges, **options):
+    """How often each tile is visited, [without, with] the mask; a margin shows visits outside."""
+
+    def step(tile, masked, counts):
+        return counts.at[int(masked), tile + MARGIN].add(1)
+
+    return visit(ranges, step, jnp.zeros((2, N_TILES + 2 * MARGIN), jnp.int32), **options)
+
+
+def test_visit_sees_each_tile_once_and_masks_those_that_are_not_full():
+    every = itertools.combinations_with_replacement(range(N_TILES + 1), 4)
+    ranges = np.array([r for r in every if r[1] < r[2] or r[1] == r[0]], np.int32)
+    t = np.arange(-MARGIN, N_TILES + MARGIN)
+    start, full_start, full_stop, stop = ranges.T[:, :, None]
+    full = (full_start <= t) & (t < full_stop)
+    edge = (start <= t) & (t < stop) & ~full
+    counts = jax.jit(jax.vmap(visits))(tuple(ranges.T))
+    np.testing.assert_array_equal(counts, np.stack([full, edge], axis=1))
+
+
+def test_visit_without_edges_never_asks_for_the_mask():
+    counts = np.asarray(visits((0, 0, N_TILES, N_TILES), edges=False))
+    assert counts[0, MARGIN:-MARGIN].tolist() == [1] * N_TILES
+    assert counts.sum() == N_TILES
+
+    def step(tile, masked, carry):
+        assert not masked
+        return carry
+
+    visit((0, 0, N_TILES, N_TILES), step, 0, edges=False)

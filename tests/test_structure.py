@@ -1,0 +1,199 @@
+"""The shape of the repository: imports go one way, and what users read is there and true."""
+
+import ast
+import dataclasses
+import graphlib
+import inspect
+import pathlib
+import re
+
+import jax
+import pytest
+
+import pallas_flash
+import pallas_flash.flax
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# ------------------------------------------------------------------------------------------------
+# Imports.
+
+# What each module of the package may import of the package. A new module needs a line here.
+KERNEL = {"_masks", "_problem", "_tiles", "_triton.common"}
+MAY_IMPORT = {
+    "": {"_api", "_select", "_tiles"},
+    "flax": {"_api"},
+    "_api": {"_validate", "_select", "_tiles", "_vjp", "_reference", "_problem"},
+    "_validate": {"_masks", "_problem"},
+    "_select": {"_compat", "_problem"},
+    "_vjp": {"_reference", "_xla", "_triton", "_tiles", "_problem", "_compat"},
+    "_reference": {"_problem"},
+    "_xla": {"_masks", "_problem"},
+    "_triton": {
+        "_triton.forward",
+        "_triton.delta",
+        "_triton.backward_dkv",
+        "_triton.backward_dq",
+        "_tiles",
+        "_problem",
+    },
+    "_triton.forward": KERNEL,
+    "_triton.delta": KERNEL,
+    "_triton.backward_dkv": KERNEL,
+    "_triton.backward_dq": KERNEL,
+    "_triton.common": {"_compat", "_masks", "_problem"},
+    "_problem": {"_masks"},
+    "_tiles": set(),
+    "_masks": set(),
+    "_compat": set(),
+}
+
+
+def sources(folder):
+    """The modules of a folder by dotted name; a package has that of its folder."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+MODULES = {
+    name: path
+    for folder in ("pallas_flash", "models", "scripts", "tests")
+    for name, path in sources(folder)
+}
+
+
+def imported(path):
+    """What a file imports, wherever in it: modules, or `module.name` where that is no module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_of(name):
+    """The longest beginning of a dotted name that is a module of this repository, or None."""
+    parts = name.split(".")
+    beginnings = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((x for x in beginnings if x in MODULES), None)
+
+
+def inside(name):
+    """The name of a module of the package, without the package's own."""
+    return name.removeprefix("pallas_flash").removeprefix(".")
+
+
+PACKAGE = [name for name in MODULES if name.split(".")[0] == "pallas_flash"]
+
+
+def test_the_order_is_one_way_and_complete():
+    graphlib.TopologicalSorter(MAY_IMPORT).prepare()
+    assert sorted(map(inside, PACKAGE)) == sorted(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("module", PACKAGE)
+def test_a_module_imports_only_what_is_below_it(module):
+    ours = {module_of(name) for name in imported(MODULES[module])} - {None}
+    back = {name for name in ours if inside(name) not in MAY_IMPORT[inside(module)]}
+    assert not back
+
+
+@pytest.mark.parametrize("module", PACKAGE)
+def test_names_that_move_between_versions_of_jax_are_imported_in_one_place(module):
+    private = [name for name in imported(MODULES[module]) if name.startswith("jax._src")]
+    assert not private or module == "pallas_flash._compat"
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if name.split(".")[0] in ("models", "scripts")]
+)
+def test_models_and_scripts_use_what_is_public(module):
+    names = list(imported(MODULES[module]))
+    tree = ast.parse(MODULES[module].read_text())
+    names += [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    ours = [name for name in names if name.split(".")[0] == "pallas_flash"]
+    assert not [name for name in ours if re.search(r"\._[^_]", name)]
+    assert not [name for name in names if module_of(name) and name.startswith("tests.")]
+    if module.startswith("models"):
+        assert not [name for name in names if name.split(".")[0] == "scripts"]
+        assert not [name for name in names if "dot_product_attention" in name]
+
+
+# ------------------------------------------------------------------------------------------------
+# The public call.
+
+# What `attention` has beyond `jax.nn.dot_product_attention`.
+OWN = {"segment_ids", "query_offset", "precision", "return_lse", "tile_sizes"}
+
+
+def parameters(function):
+    """(kind, default) of each parameter, by name."""
+    return {p.name: (p.kind, p.default) for p in inspect.signature(function).parameters.values()}
+
+
+def test_attention_takes_what_jax_takes():
+    ours, theirs = parameters(pallas_flash.attention), parameters(jax.nn.dot_product_attention)
+    assert list(ours)[:5] == list(theirs)[:5] == ["query", "key", "value", "bias", "mask"]
+    assert {name: p for name, p in ours.items() if name not in OWN} == theirs
+    assert {kind for name, (kind, _) in ours.items() if name in OWN} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def test_explain_takes_what_attention_takes():
+    assert parameters(pallas_flash.explain) == parameters(pallas_flash.attention)
+
+
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (pallas_flash, pallas_flash.flax)
+    for name in getattr(module, "__all__", dir(module))
+    if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_have_docstrings(name):
+    thing = PUBLIC[name]
+    methods = [
+        x for key, x in vars(thing).items() if inspect.isclass(thing) and not key.startswith("_")
+    ]
+    for x in [thing, *filter(callable, methods)]:
+        # A dataclass without one is given its signature.
+        assert x.__doc__
+        assert not x.__doc__.startswith(f"{x.__name__}(")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_explain_every_parameter(name):
+    thing = PUBLIC[name]
+    if dataclasses.is_dataclass(thing):
+        names = [field.name for field in dataclasses.fields(thing)]
+    elif thing is pallas_flash.explain:
+        assert "arguments of `attention`" in thing.__doc__
+        return
+    else:
+        names = [name for name in parameters(thing) if name not in ("self", "args", "kwargs")]
+    entries = re.findall(r"^\s+\*{0,2}(\w[\w, ]*?)(?: \([^)]*\))?: ", inspect.getdoc(thing), re.M)
+    documented = {name for entry in entries for name in entry.split(", ")}
+    assert not set(names) - documented
+
+
+# ------------------------------------------------------------------------------------------------
+# Documents.
+
+FOLDERS = "pallas_flash|models|scripts|tests|docs|.ci".replace(".", r"\.")
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "pyproject.toml"]
+MENTIONS = [*DOCUMENTS, *MODULES.values()]
+
+
+@pytest.mark.parametrize("path", MENTIONS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_that_are_mentioned_exist(path):
+    text = path.read_text()
+    names = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*\w", text)
+    if path.suffix == ".md":
+        links = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", text)
+        names += [str((path.parent / link).relative_to(ROOT)) for link in links]
+    assert not [name for name in names if not (ROOT / name).exists()]

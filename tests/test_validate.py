@@ -1,0 +1,786 @@
+"""Every error that a call of `attention` can meet: one table, and no `raise` without a row."""
+
+import ast
+import contextlib
+import pathlib
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from described_gpus import described_gpu
+
+import pallas_flash
+from pallas_flash import Tile, TileSizes
+
+
+def f32(*shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+def i32(*shape):
+    return jnp.zeros(shape, jnp.int32)
+
+
+def inputs(dtype=jnp.float32, head_dim=8):
+    """A valid call; its sizes are all different, so that no two axes can be confused."""
+    shapes = {"query": (2, 5, 6, head_dim), "key": (2, 7, 3, head_dim), "value": (2, 7, 3, 4)}
+    return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+
+
+def unbatched(**changed):
+    return {"query": f32(5, 6, 8), "key": f32(7, 3, 8), "value": f32(7, 3, 4)} | changed
+
+
+class Row(NamedTuple):
+    """A call that is refused.
+
+    `arguments` makes what differs from a valid call. `gpu` is the kind of the GPU to compile for,
+    the CPU if None; `traced` is an argument that arrives as a tracer.
+    """
+
+    id: str
+    arguments: Callable[[], dict]
+    error: type[Exception]
+    fragment: str
+    gpu: str | None = None
+    x64: bool = False
+    traced: str | None = None
+
+
+INPUTS = ("query", "key", "value")
+LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+ARRAYS = (*INPUTS, "bias", "mask", *LENGTHS, "segment_ids")
+FLAGS = ("is_causal", "return_residual", "return_lse")
+
+
+def bad_dtypes():
+    for name in INPUTS:
+        for dtype in ("int32", "bool", "complex64", "float8_e4m3fn", "int4"):
+            yield Row(
+                f"{name} in {dtype}",
+                lambda name=name, dtype=dtype: {name: inputs()[name].astype(dtype)},
+                TypeError,
+                f"`{name}` must be one of float16, bfloat16, float32, float64; got {dtype}.",
+            )
+    for name in ("key", "value"):
+        yield Row(
+            f"{name} in another dtype",
+            lambda name=name: {name: inputs()[name].astype(jnp.bfloat16)},
+            TypeError,
+            f"`{name}` must have the dtype of `query`; got bfloat16 and float32.",
+        )
+
+
+def no_arrays():
+    for name in ARRAYS:
+        for x in ([[1.0, 2.0]], "text", 1.5, True, jax.ShapeDtypeStruct((2,), jnp.int32)):
+            yield Row(
+                f"{name} as {type(x).__name__}",
+                # A list could be a pair of ids.
+                lambda name=name, x=x: {name: (x, x) if name == "segment_ids" else x},
+                TypeError,
+                f"`{name}` must be an array; got {type(x).__name__} ",
+            )
+        for dtype in ("object", "U4", "datetime64[s]"):
+            yield Row(
+                f"{name} as NumPy array of {dtype}",
+                lambda name=name, dtype=dtype: {name: np.zeros((2, 5), dtype)},
+                TypeError,
+                f"`{name}` must be an array that JAX can hold; got ndarray of ",
+            )
+    for name in INPUTS:
+        yield Row(
+            f"{name} missing",
+            lambda name=name: {name: None},
+            TypeError,
+            f"`{name}` must be an array; got NoneType None.",
+        )
+    yield Row(
+        "key of a random generator",
+        lambda: {"key": jax.random.key(0)},
+        TypeError,
+        "`key` must be one of float16, bfloat16, float32, float64; got key<fry>.",
+    )
+    yield Row(
+        "masked NumPy array",
+        lambda: {"query": np.ma.ones((2, 5, 6, 8), np.float32)},
+        TypeError,
+        "`query` must be an array that JAX can hold; got MaskedArray of float32.",
+    )
+
+
+def bad_flags():
+    for name in FLAGS:
+        for x in (1, None, "yes", np.array(True)):
+            yield Row(
+                f"{name} as {type(x).__name__}",
+                lambda name=name, x=x: {name: x},
+                TypeError,
+                f"`{name}` must be True or False; got ",
+            )
+        yield Row(
+            f"{name} traced",
+            lambda name=name: {name: True},
+            TypeError,
+            f"`{name}` must be True or False; got an array of bool with shape ().",
+            traced=name,
+        )
+
+
+def not_broadcastable():
+    for name, dtype in (("bias", jnp.float32), ("mask", jnp.bool_)):
+        for axis, shape in {
+            "batch": (3, 6, 5, 7),
+            "head": (2, 5, 5, 7),
+            "head, which counts those of keys": (2, 3, 5, 7),
+            "query": (2, 6, 7, 7),
+            "query, of a [T, S] array": (7, 5),
+            "key": (2, 6, 5, 5),
+            "key, of length 0": (2, 6, 5, 0),
+        }.items():
+            yield Row(
+                f"{name} with a wrong axis: {axis}",
+                lambda name=name, shape=shape, dtype=dtype: {name: jnp.zeros(shape, dtype)},
+                ValueError,
+                f"`{name}` must be broadcastable to [B, N, T, S] = (2, 6, 5, 7); "
+                f"got {name}.shape={shape}.",
+            )
+        yield Row(
+            f"{name} of rank 5",
+            lambda name=name, dtype=dtype: {name: jnp.zeros((1, 2, 6, 5, 7), dtype)},
+            ValueError,
+            f"`{name}` must have at most 4 axes, [B, N, T, S]; got rank 5",
+        )
+
+
+def bad_lengths():
+    for name in LENGTHS:
+        for dtype in ("float32", "uint32", "int8", "bool"):
+            yield Row(
+                f"{name} in {dtype}",
+                lambda name=name, dtype=dtype: {name: jnp.zeros(2, dtype)},
+                TypeError,
+                f"`{name}` must be int32; got {dtype}.",
+            )
+        yield Row(
+            f"{name} in int64",
+            lambda name=name: {name: jnp.zeros(2, jnp.int64)},
+            TypeError,
+            f"`{name}` must be int32; got int64. Cast it",
+            x64=True,
+        )
+        for shape in ((), (1,), (3,), (2, 1)):
+            yield Row(
+                f"{name} of shape {shape}",
+                lambda name=name, shape=shape: {name: i32(*shape)},
+                ValueError,
+                f"`{name}` must have shape [B] = (2,); got {shape}.",
+            )
+    yield Row(
+        "lengths of an unbatched call",
+        lambda: unbatched(key_value_seq_lengths=i32()),
+        ValueError,
+        "`key_value_seq_lengths` must have shape [B] = (1,); got ().",
+    )
+
+
+def bad_windows():
+    for window in (
+        1.5, True, "3", {}, (), (1,), (1, 2, 3), (1.0, 2), (True, 1), np.array([1, 2]), np.array(1)
+    ):  # fmt: skip
+        yield Row(
+            f"window {window!r}",
+            lambda window=window: {"local_window_size": window},
+            TypeError,
+            "`local_window_size` must be None, an int or a pair (left, right) of these; got ",
+        )
+    for window in (-1, (-1, 2), (2, -1), (None, -1), np.int32(-3)):
+        yield Row(
+            f"window {window!r}",
+            lambda window=window: {"local_window_size": window},
+            ValueError,
+            f"`local_window_size` must not be negative; got {window}.",
+        )
+
+
+def bad_scales():
+    for scale in (
+        "1", True, np.True_, 1j, [1.0], jnp.ones(1), jnp.ones((), jnp.int32), np.array(1),
+        jnp.ones((), bool), jnp.ones((), jnp.complex64), jax.random.key(0),
+    ):  # fmt: skip
+        yield Row(
+            f"scale {scale!r}",
+            lambda scale=scale: {"scale": scale},
+            TypeError,
+            "`scale` must be a number or a floating-point scalar array; got ",
+        )
+    for scale in (float("nan"), float("inf"), -float("inf"), 1e39, 10**400, np.float16("nan")):
+        yield Row(
+            f"scale {scale!r:.20}",
+            lambda scale=scale: {"scale": scale},
+            ValueError,
+            "`scale` must be finite in float32; got ",
+        )
+
+
+def sizes_with(name, x):
+    return TileSizes(forward=Tile(**{"block_q": 16, "block_kv": 16} | {name: x}))
+
+
+def bad_tiles():
+    for name in ("block_q", "block_kv", "num_warps", "num_stages"):
+        for x in (16.0, True, "16", None, np.int64(16)):
+            yield Row(
+                f"{name} as {type(x).__name__}",
+                lambda name=name, x=x: {"tile_sizes": sizes_with(name, x)},
+                TypeError,
+                f"`{name}` must be an int; got {type(x).__name__} ",
+            )
+        for x in (0, -16, 12, 512):
+            yield Row(
+                f"{name} of {x}",
+                lambda name=name, x=x: {"tile_sizes": sizes_with(name, x)},
+                ValueError,
+                f"`{name}` must be one of (",
+            )
+    for name in ("forward", "dkv", "dk", "dv", "dq"):
+        yield Row(
+            f"{name} tile that is none",
+            lambda name=name: {"tile_sizes": TileSizes(**{name: (64, 64)})},
+            TypeError,
+            f"`{name}` must be a pallas_flash.Tile or None; got tuple (64, 64).",
+        )
+    tile = Tile(64, 64)
+    for mixed in ("dkv dk", "dkv dv", "dkv dk dv", "dk", "dv"):
+        yield Row(
+            f"tiles for {mixed}",
+            lambda mixed=mixed: {"tile_sizes": TileSizes(**dict.fromkeys(mixed.split(), tile))},
+            ValueError,
+            "`dk` and `dv` must be given together and without `dkv`; got ",
+        )
+    for x in (tile, (64, 64), {"forward": tile}, "large"):
+        yield Row(
+            f"tile sizes as {type(x).__name__}",
+            lambda x=x: {"tile_sizes": x},
+            TypeError,
+            f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(x).__name__} ",
+        )
+    for implementation in ("xla", "reference"):
+        yield Row(
+            f"tile sizes for {implementation}",
+            lambda implementation=implementation: {
+                "tile_sizes": TileSizes(forward=tile),
+                "implementation": implementation,
+            },
+            ValueError,
+            "`tile_sizes` must be None where no kernel runs; got TileSizes(",
+        )
+    # 8 stages of 64 keys and values at head size 128 in two bytes: 264 KiB and more.
+    deep = Tile(64, 64, num_stages=8)
+    for kernel in ("forward", "dkv", "dq"):
+        for gpu, limit in (("NVIDIA H200", 227), ("NVIDIA A100", 163), ("NVIDIA L4", 99)):
+            yield Row(
+                f"{kernel} tile too large for {gpu}",
+                lambda kernel=kernel: {
+                    **inputs(jnp.bfloat16, head_dim=128),
+                    "tile_sizes": TileSizes(**{kernel: deep}),
+                },
+                ValueError,
+                f"`tile_sizes.{kernel}` must fit in the GPU's {limit} KiB of shared memory; got ",
+                gpu=gpu,
+            )
+
+
+def not_served():
+    for x in ("cudnn", "XLA", "", 1, ["xla"], np.ones(3), jnp.ones(3)):
+        yield Row(
+            f"implementation {x!r}",
+            lambda x=x: {"implementation": x},
+            ValueError,
+            "`implementation` must be None or one of ('triton', 'interpret', 'xla', 'reference'); ",
+        )
+    yield Row(
+        "implementation traced",
+        lambda: {"implementation": 1},
+        ValueError,
+        "`implementation` must be None or one of ('triton', 'interpret', 'xla', 'reference'); ",
+        traced="implementation",
+    )
+    yield Row(
+        "triton on a CPU",
+        lambda: {"implementation": "triton"},
+        NotImplementedError,
+        "got 'triton'. The kernels need an NVIDIA GPU, and the device is cpu. Use \"xla\".",
+    )
+    for gpu, capability in {"Tesla V100": "7.0", "Tesla T4": "7.5", "Tesla P100": "6.0"}.items():
+        yield Row(
+            f"triton on a {gpu}",
+            lambda: {"implementation": "triton"},
+            NotImplementedError,
+            f"compute capability 8.0 or more (A100 or newer), and the device is {gpu} (described, "
+            f'not here) with {capability}. Use "xla".',
+            gpu=gpu,
+        )
+    for implementation, gpu in (("triton", "NVIDIA H200"), ("interpret", None)):
+        for id, arguments, fragment, x64 in (
+            ("float64", lambda: inputs(jnp.float64), "Got float64, and the kernels", True),
+            ("head size", lambda: inputs(head_dim=257), "Got a head size of 257, and", False),
+            ("value size", lambda: {"value": f32(2, 7, 3, 300)}, "Got a head size of 300,", False),
+            ("bias", lambda: {"bias": f32(5, 7)}, "Got a `bias` array, which", False),
+            ("mask", lambda: {"mask": jnp.ones((5, 7), bool)}, "Got a `mask` array, which", False),
+        ):
+            yield Row(
+                f"{implementation} for {id}",
+                lambda arguments=arguments, implementation=implementation: {
+                    **arguments(),
+                    "implementation": implementation,
+                },
+                NotImplementedError,
+                f"`implementation` must be one that serves the call; got '{implementation}'. "
+                + fragment,
+                gpu=gpu,
+                x64=x64,
+            )
+
+
+RANKS = "must have shape [B, T, N, H] or [T, N, H]; got rank"
+
+ROWS = [
+    # Shapes of query, key and value.
+    Row("query of rank 0", lambda: {"query": f32()}, ValueError, f"`query` {RANKS} 0"),
+    Row("query of rank 2", lambda: {"query": f32(5, 8)}, ValueError, f"`query` {RANKS} 2"),
+    Row("query of rank 5", lambda: {"query": f32(1, 2, 5, 6, 8)}, ValueError, f"`query` {RANKS} 5"),
+    Row(
+        "query as NumPy scalar", lambda: {"query": np.float32(1)}, ValueError, f"`query` {RANKS} 0"
+    ),
+    Row("key of rank 3", lambda: {"key": f32(7, 3, 8)}, ValueError, "`key` must have the rank of"),
+    Row("key of rank 5", lambda: {"key": f32(1, 2, 7, 3, 8)}, ValueError, "got 5 and 4 (key.shape"),
+    Row(
+        "value of rank 3", lambda: {"value": f32(7, 3, 4)}, ValueError, "`value` must have the rank"
+    ),
+    Row(
+        "value of rank 5", lambda: {"value": f32(1, 2, 7, 3, 4)}, ValueError, "got 5 and 4 (value."
+    ),
+    Row(
+        "batched keys for an unbatched query",
+        lambda: unbatched(key=f32(2, 7, 3, 8)),
+        ValueError,
+        "`key` must have the rank of `query`; got 4 and 3",
+    ),
+    Row(
+        "batch of key",
+        lambda: {"key": f32(1, 7, 3, 8)},
+        ValueError,
+        "`key` must have the batch size of `query`; got 1 and 2 (query.shape=(2, 5, 6, 8), ",
+    ),
+    Row(
+        "batch of value",
+        lambda: {"value": f32(3, 7, 3, 4)},
+        ValueError,
+        "`value` must have the batch size of `query`; got 3 and 2",
+    ),
+    Row(
+        "batch of query",
+        lambda: {"query": f32(1, 5, 6, 8)},
+        ValueError,
+        "`key` must have the batch size of `query`; got 2 and 1",
+    ),
+    Row(
+        "length of value",
+        lambda: {"value": f32(2, 5, 3, 4)},
+        ValueError,
+        "`value` must have the length of `key`; got 5 and 7",
+    ),
+    Row(
+        "length of an unbatched value",
+        lambda: unbatched(value=f32(5, 3, 4)),
+        ValueError,
+        "`value` must have the length of `key`; got 5 and 7",
+    ),
+    Row(
+        "heads of value",
+        lambda: {"value": f32(2, 7, 1, 4)},
+        ValueError,
+        "`value` must have the number of heads of `key`; got 1 and 3",
+    ),
+    Row(
+        "head size of key",
+        lambda: {"key": f32(2, 7, 3, 4)},
+        ValueError,
+        "`key` must have the head size of `query`; got 4 and 8",
+    ),
+    Row(
+        "query heads that do not divide",
+        lambda: {"query": f32(2, 5, 7, 8)},
+        ValueError,
+        "`query` must have a multiple of the heads of `key`; got 7 query heads and 3 key/value",
+    ),
+    Row(
+        "fewer query heads than key heads",
+        lambda: {"query": f32(2, 5, 2, 8)},
+        ValueError,
+        "`query` must have a multiple of the heads of `key`; got 2 query heads and 3 key/value",
+    ),
+    Row(
+        "no query heads",
+        lambda: {"query": f32(2, 5, 0, 8)},
+        ValueError,
+        "`query` must have at least one head and a head size of at least 1; got 0 heads of size 8",
+    ),
+    Row(
+        "no key heads",
+        lambda: {"key": f32(2, 7, 0, 8), "value": f32(2, 7, 0, 4)},
+        ValueError,
+        "`key` must have at least one head",
+    ),
+    Row(
+        "head size 0",
+        lambda: {"query": f32(2, 5, 6, 0), "key": f32(2, 7, 3, 0)},
+        ValueError,
+        "`query` must have at least one head and a head size of at least 1; got 6 heads of size 0",
+    ),
+    Row(
+        "head size 0 of value",
+        lambda: {"value": f32(2, 7, 3, 0)},
+        ValueError,
+        "`value` must have at least one head",
+    ),
+    *bad_dtypes(),
+    *no_arrays(),
+    # Bias and mask.
+    Row(
+        "bias of integers", lambda: {"bias": i32(5, 7)}, TypeError, "`bias` must be floating point;"
+    ),
+    Row(
+        "bias of bools",
+        lambda: {"bias": jnp.ones((5, 7), bool)},
+        TypeError,
+        "`bias` must be floating point; got bool. Pass a boolean array that says who may attend as "
+        "`mask`.",
+    ),
+    Row(
+        "complex bias",
+        lambda: {"bias": jnp.zeros((5, 7), jnp.complex64)},
+        TypeError,
+        "`bias` must be floating point; got complex64.",
+    ),
+    Row(
+        "mask of floats",
+        lambda: {"mask": f32(5, 7)},
+        TypeError,
+        "`mask` must be boolean, True where a query may attend; got float32. Pass "
+        "`mask.astype(bool)`, or numbers to add to the scores as `bias`.",
+    ),
+    Row("mask of ints", lambda: {"mask": i32(5, 7)}, TypeError, "`mask` must be boolean"),
+    *not_broadcastable(),
+    # What positions may see each other.
+    *bad_flags(),
+    *bad_lengths(),
+    *bad_windows(),
+    Row(
+        "window traced",
+        lambda: {"local_window_size": 3},
+        TypeError,
+        "got an array of int32 with shape (). Pass a size that is traced or differs by example as "
+        "`mask`.",
+        traced="local_window_size",
+    ),
+    Row(
+        "pair of windows traced",
+        lambda: {"local_window_size": (3, 2)},
+        TypeError,
+        "`local_window_size` must be None, an int or a pair",
+        traced="local_window_size",
+    ),
+    *(
+        Row(
+            f"offset {x!r}",
+            lambda x=x: {"query_offset": x},
+            TypeError,
+            "`query_offset` must be an int or an int32 array [B]; got ",
+        )
+        for x in (1.0, None, True, "1", [1, 2])
+    ),
+    *(
+        Row(
+            f"offset in {dtype}",
+            lambda dtype=dtype: {"query_offset": jnp.zeros(2, dtype)},
+            TypeError,
+            f"`query_offset` must be int32; got {dtype}.",
+        )
+        for dtype in ("float32", "uint8")
+    ),
+    *(
+        Row(
+            f"offset of shape {shape}",
+            lambda shape=shape: {"query_offset": i32(*shape)},
+            ValueError,
+            f"`query_offset` must have shape [B] = (2,); got {shape}. Give one number for each",
+        )
+        for shape in ((), (1,), (2, 5))
+    ),
+    Row(
+        "one array of ids for T != S",
+        lambda: {"segment_ids": i32(2, 5)},
+        ValueError,
+        "`segment_ids` must be a (query, key_value) pair when T and S differ; got one array with "
+        "T=5 and S=7.",
+    ),
+    *(
+        Row(
+            f"{count} arrays of ids",
+            lambda count=count: {"segment_ids": [i32(2, 5)] * count},
+            ValueError,
+            f"`segment_ids` must be one array or a (query, key_value) pair; got {count} items.",
+        )
+        for count in (0, 1, 3)
+    ),
+    Row(
+        "ids as nested lists",
+        lambda: {"segment_ids": [[0] * 5, [0] * 7]},
+        TypeError,
+        "`segment_ids` must be an array; got list [0, 0, 0, 0, 0].",
+    ),
+    Row(
+        "ids of queries missing",
+        lambda: {"segment_ids": (None, i32(2, 7))},
+        TypeError,
+        "`segment_ids` must be an array; got NoneType None.",
+    ),
+    *(
+        Row(
+            f"ids in {dtype}",
+            lambda dtype=dtype: {"segment_ids": (jnp.zeros((2, 5), dtype), i32(2, 7))},
+            TypeError,
+            f"`segment_ids` must be int32; got {dtype}.",
+        )
+        for dtype in ("float32", "int16", "bool")
+    ),
+    Row(
+        "ids of keys in int8",
+        lambda: {"segment_ids": (i32(2, 5), jnp.zeros((2, 7), jnp.int8))},
+        TypeError,
+        "`segment_ids` must be int32; got int8.",
+    ),
+    Row(
+        "ids of queries with a wrong shape",
+        lambda: {"segment_ids": (i32(2, 7), i32(2, 7))},
+        ValueError,
+        "`segment_ids` must have shape [B, T] = (2, 5); got (2, 7). Give one number for each to",
+    ),
+    Row(
+        "ids of keys with a wrong shape",
+        lambda: {"segment_ids": (i32(2, 5), i32(7))},
+        ValueError,
+        "`segment_ids` must have shape [B, S] = (2, 7); got (7,).",
+    ),
+    # How it is computed.
+    *bad_scales(),
+    Row(
+        "scale of integers traced",
+        lambda: {"scale": 2},
+        TypeError,
+        "`scale` must be a number or a floating-point scalar array; got an array of int32",
+        traced="scale",
+    ),
+    *(
+        Row(
+            f"precision {x!r}",
+            lambda x=x: {"precision": x},
+            TypeError,
+            "`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of "
+            "['default', 'high', 'highest']; got ",
+        )
+        for x in ("bogus", "", 1, ("high", "high"), jnp.float32)
+    ),
+    Row(
+        "both statistics",
+        lambda: {"return_residual": True, "return_lse": True},
+        ValueError,
+        "`return_residual` and `return_lse` must not both be True; got both.",
+    ),
+    *bad_tiles(),
+    *not_served(),
+]
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
+
+
+def refusal(row: Row, function=pallas_flash.attention) -> Exception:
+    """The error of a call of `function` with the row's arguments."""
+    with contextlib.ExitStack() as stack:
+        if row.gpu:
+            stack.enter_context(described_gpu(row.gpu))
+        if row.x64:
+            stack.enter_context(jax.enable_x64(True))
+        caught = stack.enter_context(pytest.raises(row.error))
+        arguments = inputs() | row.arguments()
+        if row.traced:
+            x = arguments.pop(row.traced)
+            jax.eval_shape(lambda x: function(**arguments, **{row.traced: x}), x)
+        else:
+            function(**arguments)
+    return caught.value
+
+
+# `argument` must requirement; got values. What to do, as an imperative sentence.
+ADVICE = (
+    "Add|Broadcast|Cast|Check|Choose|Convert|Drop|Give|Keep|Multiply|Pass|Repeat|Reshape|Use|Write"
+)
+FORM = re.compile(rf"`[\w.]+`.* must .+; got .+\. ({ADVICE}) .+\.")
+
+
+@every_row
+def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
+    error = refusal(row)
+    assert type(error) is row.error
+    assert row.fragment in str(error)
+    assert FORM.fullmatch(str(error))
+
+
+@every_row
+def test_explain_raises_the_same(row):
+    assert str(refusal(row, pallas_flash.explain)) == str(refusal(row))
+
+
+def test_ids_are_unique():
+    ids = [row.id for row in ROWS]
+    assert sorted(set(ids)) == sorted(ids)
+
+
+# flax.py has a public call of its own, and tests of its own.
+MODULES = [
+    path
+    for path in pathlib.Path(pallas_flash.__file__).parent.rglob("*.py")
+    if path.name != "flax.py"
+]
+
+
+def test_every_raise_has_a_row():
+    written = {
+        (path.name, node.lineno): range(node.lineno, node.end_lineno + 1)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise)
+    }
+    reached = set()
+    for row in ROWS:
+        traceback = refusal(row).__traceback__
+        while traceback.tb_next:
+            traceback = traceback.tb_next
+        file = pathlib.Path(traceback.tb_frame.f_code.co_filename).name
+        reached.add((file, traceback.tb_lineno))
+    without = [
+        f"{file}:{line}"
+        for (file, line), lines in written.items()
+        if not any((file, hit) in reached for hit in lines)
+    ]
+    assert len(written) > 20
+    assert not without
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def numbers(**changed):
+    shapes = {"query": (2, 5, 6, 8), "key": (2, 7, 3, 8), "value": (2, 7, 3, 4)}
+    return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())} | changed
+
+
+def cast(dtype):
+    return {name: x.astype(dtype) for name, x in numbers().items()}
+
+
+def first(count):
+    """The first `count` keys or values of `numbers`."""
+    return {name: numbers()[name][:, :count] for name in ("key", "value")}
+
+
+# Unusual calls that are served; each of them meets a way to go wrong after the checks.
+SERVED = {
+    "NumPy arrays": lambda: {},
+    "NumPy float64, which JAX reads as float32": lambda: cast(np.float64),
+    "NumPy bfloat16": lambda: cast(ml_dtypes.bfloat16),
+    "weak types": lambda: dict.fromkeys(
+        ("query", "key", "value"), jnp.broadcast_to(jnp.asarray(1.0), (2, 5, 6, 8))
+    ),
+    "no batch axis": lambda: {name: x[0] for name, x in numbers().items()},
+    "no examples": lambda: {name: x[:0] for name, x in numbers().items()},
+    "no queries": lambda: {"query": numbers()["query"][:, :0]},
+    "no keys": lambda: {**first(0), "mask": np.ones((5, 0), bool)},
+    "one head": lambda: {name: x[:, :, :1] for name, x in numbers().items()},
+    "scalar bias": lambda: {"bias": jnp.array(3.0)},
+    "bias in another dtype": lambda: {"bias": normal(3, 6, 1, 7).astype(np.float16)},
+    "bias in float64": lambda: {"bias": normal(3, 5, 7).astype(np.float64)},
+    "scalar mask": lambda: {"mask": np.True_},
+    "mask of nothing": lambda: {"mask": np.zeros((2, 1, 5, 1), bool)},
+    "NumPy bool": lambda: {"is_causal": np.True_},
+    "key lengths": lambda: {"key_value_seq_lengths": np.array([3, 7], np.int32)},
+    "query lengths": lambda: {"query_seq_lengths": np.array([3, 5], np.int32)},
+    "int64 lengths, which JAX reads as int32": lambda: {"key_value_seq_lengths": np.array([0, 4])},
+    "lengths out of range": lambda: {"key_value_seq_lengths": np.array([-9, 99], np.int32)},
+    "lengths at the ends of int32": lambda: {
+        "query_seq_lengths": np.array([-(2**31), 2**31 - 1], np.int32)
+    },
+    "length of an unbatched call": lambda: {
+        **{name: x[0] for name, x in numbers().items()},
+        "key_value_seq_lengths": np.array([3], np.int32),
+    },
+    "window": lambda: {"local_window_size": 2},
+    "window of NumPy integers": lambda: {"local_window_size": (np.int64(1), np.int32(0))},
+    "window as a list": lambda: {"local_window_size": [1, 2]},
+    "window open to the left": lambda: {"local_window_size": (None, 1)},
+    "window open to the right": lambda: {"local_window_size": (1, None)},
+    "window open to both": lambda: {"local_window_size": (None, None)},
+    "window past int32": lambda: {"local_window_size": 2**40, "query_offset": np.array([2, -1])},
+    "NumPy offset": lambda: {"query_offset": np.int64(2), "is_causal": True},
+    "offset past int32": lambda: {"query_offset": 2**40, "local_window_size": 3},
+    "negative offset past int32": lambda: {"query_offset": -(2**40), "is_causal": True},
+    "offsets": lambda: {"query_offset": np.array([2, -3], np.int32), "is_causal": True},
+    "ids as a list of two arrays": lambda: {"segment_ids": [i32(2, 5), i32(2, 7)]},
+    "one array of ids": lambda: {**first(5), "segment_ids": np.arange(10).reshape(2, 5) // 3},
+    "scale 0": lambda: {"scale": 0.0},
+    "negative scale": lambda: {"scale": -0.5},
+    "NumPy scale": lambda: {"scale": np.float64(0.3)},
+    "NumPy scale in float16": lambda: {"scale": np.float16(-0.3)},
+    "integer scale": lambda: {"scale": 2},
+    "scale in bfloat16": lambda: {"scale": jnp.bfloat16(0.3)},
+    "precision by name": lambda: {"precision": "HIGHEST"},
+    "precision of JAX": lambda: {"precision": jax.lax.Precision.HIGH},
+    "more queries than a tile": lambda: {"query": normal(3, 2, 257, 6, 8)},
+    "more keys than a tile": lambda: {
+        "key": normal(3, 2, 257, 3, 8),
+        "value": normal(4, 2, 257, 3, 4),
+    },
+}
+
+
+@pytest.mark.parametrize("arguments", SERVED.values(), ids=SERVED)
+def test_unusual_but_valid_calls_agree_with_the_definition(arguments):
+    arguments = numbers() | arguments()
+
+    @jax.jit
+    def both():
+        return [
+            pallas_flash.attention(**arguments, implementation=name, return_lse=True)
+            for name in ("xla", "reference")
+        ]
+
+    (o, lse), (wanted, wanted_lse) = both()
+    assert o.dtype == wanted.dtype
+    tolerance = 16 * float(jnp.finfo(o.dtype).eps)
+    o, wanted = np.asarray(o, np.float32), np.asarray(wanted, np.float32)
+    assert np.isfinite(o).all()
+    np.testing.assert_allclose(o, wanted, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_shapes_alone_are_traced_with_eval_shape():
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs().items()}
+    assert jax.eval_shape(pallas_flash.attention, **shapes).shape == (2, 5, 6, 4)
