@@ -1,4 +1,4 @@
-"""The public call: defaults, the checked problem, the implementation, and the shape of what comes back."""
+"""The public call: checks, the choice of an implementation, and the shape of what comes back."""
 
 from typing import Any, Literal
 
@@ -24,30 +24,33 @@ def attention(
     *,
     scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Int32[Array, "B"] | None = None,
-    key_value_seq_lengths: Int32[Array, "B"] | None = None,
+    query_seq_lengths: Int32[Array, " B"] | None = None,
+    key_value_seq_lengths: Int32[Array, " B"] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     segment_ids: Int32[Array, "B T"]
     | tuple[Int32[Array, "B T"], Int32[Array, "B S"]]
     | None = None,
-    query_offset: int | Int32[Array, "B"] = 0,
+    query_offset: int | Int32[Array, " B"] = 0,
     precision: str | lax.Precision | lax.DotAlgorithmPreset | None = None,
     return_residual: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
     tile_sizes: TileSizes | None = None,
 ) -> Any:
-    r"""Exact softmax attention whose memory is linear in the sequence lengths, forward and backward.
+    r"""Exact softmax attention with memory linear in the lengths, forward and backward.
 
         s_ij = scale * q_i . k_j + bias_ij    where query i may see key j, else -inf
         o_i  = sum_j softmax_j(s_ij) v_j      zero, with zero gradients, if query i sees nothing
 
-    A drop-in for `jax.nn.dot_product_attention`: the arguments both have mean the same, and the results agree, except
-    that a query which may see nothing gives zeros here and the mean of all values there. All conditions on who sees
-    whom (causal, window, lengths, segments, mask) hold together.
+    A drop-in for `jax.nn.dot_product_attention`: the arguments both have mean the same, and the
+    results agree, except that a query which may see nothing gives zeros here and the mean of all
+    values there. All conditions on who sees whom (causal, window, lengths, segments, mask) hold
+    together.
 
-    Letters: B batch, T query length, S key/value length, N query heads, K key/value heads, H head size of queries and
-    keys, V head size of values. N is a multiple of K; query heads n * N/K .. (n + 1) * N/K - 1 share key/value head n.
+    Letters: B batch, T query length, S key/value length, N query heads, K key/value heads, H head
+        size of queries and
+    keys, V head size of values. N is a multiple of K; query heads n * N/K .. (n + 1) * N/K - 1
+    share key/value head n.
 
     Args:
         query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64.
@@ -64,26 +67,31 @@ def attention(
                 1 1 1 0 0           1 1 1 1 1
 
         query_seq_lengths: int32 [B]; rows of the output past these lengths are zero.
-        key_value_seq_lengths: int32 [B]; keys past these lengths are not seen, nor read into any result.
-        local_window_size: (left, right), or an int for both: a query at position i sees keys i - left .. i + right, both
-            ends included; None on one side is unbounded.
-        segment_ids: int32 [B, T], or a pair for queries and keys; tokens see only those with their own id. Tiles without a
-            common id are skipped.
-        query_offset: position of query 0 among the keys, an int or int32 [B]; moves `is_causal` and `local_window_size`.
+        key_value_seq_lengths: int32 [B]; keys past these lengths are not seen, nor read into any
+            result.
+        local_window_size: (left, right), or an int for both: a query at position i sees keys i -
+            left .. i + right, both ends included; None on one side is unbounded.
+        segment_ids: int32 [B, T], or a pair for queries and keys; tokens see only those with their
+            own id. Tiles without a common id are skipped.
+        query_offset: position of query 0 among the keys, an int or int32 [B]; moves `is_causal` and
+            `local_window_size`.
         precision: of the matrix products for float32 inputs, a `jax.lax.Precision`, its name, or a
             `jax.lax.DotAlgorithmPreset` that the device supports. None follows
-            `jax.default_matmul_precision`, which on GPUs means TF32 (10 bits of mantissa); "highest" is IEEE float32.
-        return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a gradient.
-        return_lse: also return the LSE, log sum_j exp(s_ij), in float32 (float64 for float64 inputs) and differentiable;
-            -inf where a query sees nothing.
-        implementation: None chooses; "triton" are the GPU kernels, "interpret" the same kernels in Pallas's interpreter
-            (any device, slow), "xla" the same algorithm in plain JAX, "reference" the dense definition. What is asked for
-            explicitly is used or raises. See `explain`.
+            `jax.default_matmul_precision`, which on GPUs means TF32 (10 bits of mantissa);
+            "highest" is IEEE float32.
+        return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a
+            gradient.
+        return_lse: also return the LSE, log sum_j exp(s_ij), in float32 (float64 for float64
+            inputs) and differentiable; -inf where a query sees nothing.
+        implementation: None chooses; "triton" are the GPU kernels, "interpret" the same kernels in
+            Pallas's interpreter (any device, slow), "xla" the same algorithm in plain JAX,
+            "reference" the dense definition. What is asked for explicitly is used or raises. See
+            `explain`.
         tile_sizes: sizes of the kernels' tiles, from a tuned table if None.
 
     Returns:
-        The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or `return_lse` a pair of it
-        and the statistic, [B, T, N] or [T, N].
+        The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or
+        `return_lse` a pair of it and the statistic, [B, T, N] or [T, N].
 
     Raises:
         TypeError: an argument is of the wrong kind or dtype.
@@ -147,7 +155,7 @@ def explain(
     query_offset=0,
     precision=None,
 ) -> Explanation:
-    """Which implementation would serve this call of `attention`, and the reason for each one refused.
+    """Tells which implementation would serve this call of `attention`, and why not the others.
 
     Takes the arguments of `attention` and raises what it would raise; computes nothing.
 
@@ -184,7 +192,8 @@ def explain(
 def _plan(problem: Problem, implementation: str, tile_sizes, *, explicit: bool) -> _vjp.Plan:
     if tile_sizes is not None and not isinstance(tile_sizes, TileSizes):
         raise TypeError(
-            f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(tile_sizes).__name__} {tile_sizes!r}. "
+            f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(tile_sizes).__name__} "
+            f"{tile_sizes!r}. "
             "Write TileSizes(forward=Tile(128, 128, 8, 2))."
         )
     if implementation not in ("triton", "interpret"):

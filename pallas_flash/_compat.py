@@ -7,13 +7,15 @@ import jax
 
 
 def abstract_device():
-    """The device that the current abstract mesh describes (a GPU that need not exist here), or None."""
+    """The device that the current abstract mesh describes, which need not exist here; or None."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
 @functools.cache
 def triton():
-    """`jax.experimental.pallas.triton`, imported late: JAX has announced its removal, and not every platform has it.
+    """`jax.experimental.pallas.triton`, imported late.
+
+    JAX has announced its removal, and not every platform has it.
 
     Raises:
         ImportError: if this JAX has no Triton lowering.
@@ -36,13 +38,14 @@ def has_triton() -> bool:
 def _compiler_params():
     """CompilerParams whose lowering does not warn.
 
-    From 0.11.2 on each lowering through Triton gives a DeprecationWarning, while a user compiles and not while our code
-    runs, so that nothing around our own calls could catch it. A subclass with its own lowering rule can.
+    From 0.11.2 on each lowering through Triton gives a DeprecationWarning, while a user compiles
+    and not while our code runs, so that nothing around our own calls could catch it. A subclass
+    with its own lowering rule can.
     """
     base = triton().CompilerParams
     try:
         from jax._src.pallas.core import get_lowering_rule, register_lowering_rule
-        from jax._src.pallas.triton import pallas_call_registration as _  # registers the rule
+        from jax._src.pallas.triton import pallas_call_registration as _  # noqa: F401, registers the rule
     except ImportError:
         return base
     lower = get_lowering_rule(base, "gpu")
@@ -64,12 +67,12 @@ def _compiler_params():
 
 
 def compiler_params(num_warps: int, num_stages: int):
-    """Triton's launch parameters; naming them also keeps JAX 0.9 to 0.11.1 from choosing another backend."""
+    """Triton's launch parameters, without which JAX 0.9 to 0.11.1 may choose another backend."""
     return _compiler_params()(num_warps=num_warps, num_stages=num_stages)
 
 
 def varying_like(shape: tuple[int, ...], dtype, *operands) -> jax.ShapeDtypeStruct:
-    """An output type that varies over the same manual mesh axes as the operands, as shard_map's checks demand."""
+    """An output that varies over the manual mesh axes of its operands, as shard_map demands."""
     axes = frozenset().union(*(_varying_axes(x) for x in operands))
     if not axes:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -81,8 +84,8 @@ def varying_like(shape: tuple[int, ...], dtype, *operands) -> jax.ShapeDtypeStru
 def vary_alike(tree):
     """The arrays of `tree`, varying over every manual mesh axis over which any of them does.
 
-    Loops and custom derivatives demand it under shard_map's checks. Its transpose sums the gradient of an operand that
-    all devices share.
+    Loops and custom derivatives demand it under shard_map's checks. Its transpose sums the gradient
+    of an operand that all devices share.
     """
     axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(tree)))
 

@@ -2,33 +2,37 @@
 
 A `Mask` is a conjunction of leaves. From each leaf come
 
-* the elementwise predicate, `allowed(b, q, k)`: may query `q` of example `b` see key `k`? The arguments are integer
-  index arrays that broadcast against each other, so the same code serves a dense [B, T, S] mask, a tile in plain JAX
-  and a transposed tile; and the leaf's arrays may be references into a kernel's memory, so it serves the kernels too;
+* the elementwise predicate, `allowed(b, q, k)`: may query `q` of example `b` see key `k`? The
+  arguments are integer index arrays that broadcast against each other, so the same code serves a
+  dense [B, T, S] mask, a tile in plain JAX and a transposed tile; and the leaf's arrays may be
+  references into a kernel's memory, so it serves the kernels too;
 * the tile ranges, which let a blocked algorithm skip what is empty and leave unmasked what is full.
 
-A tile range is four int32 numbers for each tile that stays in place, counting the tiles that stream past it:
+A tile range is four int32 numbers for each tile that stays in place, counting the tiles that stream
+past it:
 
     0 ..... start ..... full_start ..... full_stop ..... stop ..... n
       empty       mask             full            mask       empty
 
-Nothing is allowed outside [start, stop); everything is allowed inside [full_start, full_stop). Without a full tile,
-full_start = full_stop = start.
+Nothing is allowed outside [start, stop); everything is allowed inside [full_start, full_stop).
+Without a full tile, full_start = full_stop = start.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# An int where a bound is known at trace time, else int32 [B] (or, inside a kernel, a reference to it).
+# An int where a bound is known at trace time, else int32 [B] (or, inside a kernel, a reference to
+# it).
 Bound = Any
 
 
-class Tiling(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tiling:
     """How one side's `length` positions are cut into tiles of `block`."""
 
     length: int
@@ -50,7 +54,7 @@ class Tiling(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """(start, full_start, full_stop, stop), each int32 [1 or B, number of tiles that stay]; see the module."""
+    """One range for each tile that stays, each field int32 [1 or B, tiles]; see the module."""
 
     start: Any
     full_start: Any
@@ -74,8 +78,9 @@ class Leaf(Protocol):
         ...
 
 
+@dataclass_transform(frozen_default=True)
 def _leaf(cls):
-    """Makes a frozen dataclass a pytree: fields that are None or an int are structure, the others hold arrays."""
+    """Makes a frozen dataclass a pytree in which None and ints are structure, the rest arrays."""
     cls = dataclasses.dataclass(frozen=True)(cls)
 
     def flatten(leaf):
@@ -96,8 +101,9 @@ def _leaf(cls):
 class Band:
     """Key k is seen by query q when low <= k - (q + offset) <= high; None is unbounded.
 
-    Causal attention is high = 0, a sliding window (left, right) is low = -left, high = right. `offset` int32 [B] moves
-    the queries of each example; an offset known at trace time is folded into `low` and `high`.
+    Causal attention is high = 0, a sliding window (left, right) is low = -left, high = right.
+    `offset` int32 [B] moves the queries of each example; an offset known at trace time is folded
+    into `low` and `high`.
     """
 
     low: int | None = None
@@ -121,7 +127,7 @@ class Band:
 
     @staticmethod
     def _range(stay: Tiling, flow: Tiling, low, high) -> TileRange:
-        """Positions `stay + low .. stay + high` in tiles of `flow`: the union over a tile's rows, and the intersection."""
+        """Positions stay + low .. stay + high in tiles of `flow`: their union, and their common."""
         block = flow.block
         zero, end = (
             np.zeros((1, stay.count), np.int32),
@@ -136,7 +142,7 @@ class Band:
 
 @_leaf
 class Lengths:
-    """Query q and key k see each other when q < query and k < key_value; each an int or int32 [B], None is no limit."""
+    """Query q sees key k when q < query and k < key_value; ints or int32 [B], None is no limit."""
 
     query: Bound | None = None
     key_value: Bound | None = None
@@ -164,7 +170,8 @@ class Lengths:
             length = _column(flow_length)
             stop, full_stop = -(-length // flow.block) + start, length // flow.block + start
         if stay_length is not None:
-            # A tile wholly past its own length meets nothing; one that straddles it has masked rows in every tile.
+            # A tile wholly past its own length meets nothing; one that straddles it has masked rows
+            # in every tile.
             length = _column(stay_length)
             some, every = ((x < length).astype(np.int32) for x in (stay.first, stay.last))
             stop, full_stop = some * stop, every * full_stop
@@ -173,13 +180,14 @@ class Lengths:
 
 @_leaf
 class Segments:
-    """Query q sees key k when their segment ids are equal: query int32 [B, T], key_value int32 [B, S]."""
+    """Query q sees key k when their ids are equal: query int32 [B, T], key_value int32 [B, S]."""
 
     query: Any
     key_value: Any
 
     def allowed(self, b, q, k):
-        # Ragged tiles ask beyond the ends; the last id stands in, and `Lengths` masks those positions.
+        # Ragged tiles ask beyond the ends; the last id stands in, and `Lengths` masks those
+        # positions.
         q, k = (
             jnp.minimum(q, self.query.shape[-1] - 1),
             jnp.minimum(k, self.key_value.shape[-1] - 1),
@@ -237,27 +245,27 @@ class Mask:
 
     leaves: tuple[Leaf, ...] = ()
 
-    def __and__(self, leaf: Leaf) -> "Mask":
+    def __and__(self, leaf: Any) -> "Mask":
         return Mask((*self.leaves, leaf))
 
     def __bool__(self) -> bool:
         return bool(self.leaves)
 
-    def allowed(self, b, q, k) -> jax.Array:
+    def allowed(self, b, q, k) -> Any:
         """The only comparison of positions in the package; see `Leaf.allowed`."""
         return _both(*(leaf.allowed(b, q, k) for leaf in self.leaves))
 
     def within(self, *, q: Tiling | None = None, kv: Tiling | None = None) -> "Mask":
-        """This mask for ragged tiles of one side or both: positions that do not exist are masked like any other."""
+        """This mask for ragged tiles: positions that do not exist are masked like any other."""
         ragged = Lengths(*(t.length if t and t.length % t.block else None for t in (q, kv)))
         return self if ragged == Lengths() else self & ragged
 
-    def kv_ranges(self, q: Tiling, kv: Tiling) -> jax.Array:
-        """int32 [1 or B, query tiles, 4]: the key tiles that each query tile visits, and which of them are full."""
+    def kv_ranges(self, q: Tiling, kv: Tiling) -> jax.Array | np.ndarray:
+        """int32 [1 or B, query tiles, 4]: the range of key tiles for each query tile."""
         return _intersect([leaf.kv_range(q, kv) for leaf in self.leaves], q.count, kv.count)
 
-    def q_ranges(self, q: Tiling, kv: Tiling) -> jax.Array:
-        """int32 [1 or B, key tiles, 4]: the query tiles that each key tile visits, and which of them are full."""
+    def q_ranges(self, q: Tiling, kv: Tiling) -> jax.Array | np.ndarray:
+        """int32 [1 or B, key tiles, 4]: the range of query tiles for each key tile."""
         return _intersect([leaf.q_range(q, kv) for leaf in self.leaves], kv.count, q.count)
 
     @property
@@ -325,17 +333,20 @@ def in_tile(tile, block: int) -> jax.Array:
 
 
 def visit(ranges, step, carry, *, edges: bool = True, full_tiles=None):
-    """Runs `carry = step(tile, masked, carry)` over one tile's range: the full tiles first, then both edges in one loop.
+    """Runs `carry = step(tile, masked, carry)` over a range: full tiles first, then both edges.
 
-    The order does not matter to the sums. A single loop serves both edges, because leaving one out where it seems
-    statically empty loses tiles whenever the full run is empty and lies at the other end.
+    The order does not matter to the sums. A single loop serves both edges, because leaving one out
+    where it seems statically empty loses tiles whenever the full run is empty and lies at the other
+    end.
 
     Args:
         ranges: start, full_start, full_stop, stop.
-        step: takes an int32 tile number, whether the mask must be applied (a Python bool), and the carry.
+        step: takes an int32 tile number, whether the mask must be applied (a Python bool), and the
+            carry.
         carry: any pytree.
         edges: False if every tile is known to be full.
-        full_tiles: `carry = full_tiles(start, stop, carry)`, used in place of a loop of `step` over the full tiles.
+        full_tiles: `carry = full_tiles(start, stop, carry)`, used in place of a loop of `step` over
+            the full tiles.
     """
     start, full_start, full_stop, stop = ranges
     if full_tiles is None:

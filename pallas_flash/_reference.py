@@ -4,8 +4,8 @@
     lse_i = log sum_j exp(s_ij)
     o_i = sum_j exp(s_ij - lse_i) v_j    zero where nothing is visible
 
-Differentiated by JAX itself, in both modes and to any order. Computed in float32 or float64 at full precision whatever
-the inputs are, so that other implementations can be judged by it.
+Differentiated by JAX itself, in both modes and to any order. Computed in float32 or float64 at full
+precision whatever the inputs are, so that other implementations can be judged by it.
 """
 
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def attention(problem: Problem):
 
 
 def _visible(p: Problem):
-    """bool [B | 1, K | 1, G | 1, T, S]."""
+    """Bool [B | 1, K | 1, G | 1, T, S]."""
     visible = jnp.ones((1, 1, 1, p.q_len, p.kv_len), bool)
     if p.mask:
         b = jnp.arange(p.batch)[:, None, None]

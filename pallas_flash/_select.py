@@ -55,8 +55,8 @@ class Target(NamedTuple):
     capability: tuple[int, int] | None
 
 
-# Compute capability by a part of the device's name, for GPUs that are described but not here. Longer names first, so
-# that "L40" is not taken for "L4" nor "A100" for "A10".
+# Compute capability by a part of the device's name, for GPUs that are described but not here.
+# Longer names first, so that "L40" is not taken for "L4" nor "A100" for "A10".
 _CAPABILITIES = {
     "GB300": (10, 3),
     "B300": (10, 3),
@@ -95,7 +95,8 @@ def target() -> Target:
         gpu = described.platform in ("cuda", "gpu")
         capability = next((c for part, c in _CAPABILITIES.items() if part in name), None)
         return Target(f"{name} (described, not here)", gpu, capability)
-    device = jax.config.jax_default_device
+    # JAX defines its options at run time.
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(device, jax.Device):
         device = jax.local_devices(backend=device)[0]
     nvidia = device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
@@ -153,7 +154,8 @@ def _problem_limits(p: Problem) -> list[str]:
         limits.append("Got float64, and the kernels compute in float32.")
     if max(p.head_dim, p.value_dim) > MAX_HEAD_DIM:
         limits.append(
-            f"Got a head size of {max(p.head_dim, p.value_dim)}, and the kernels serve up to {MAX_HEAD_DIM}."
+            f"Got a head size of {max(p.head_dim, p.value_dim)}, and the kernels serve up to "
+            f"{MAX_HEAD_DIM}."
         )
     for name, array in (("bias", p.bias), ("mask", p.mask_array)):
         if array is not None:

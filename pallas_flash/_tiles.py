@@ -1,7 +1,8 @@
 """Tile sizes: how they are written down, checked, and chosen.
 
-A kernel keeps a tile of one side in registers while tiles of the other side pass through shared memory in a pipeline of
-`num_stages`. Matrix instructions of Hopper want 64 rows of the tile that stays for each 4 warps.
+A kernel keeps a tile of one side in registers while tiles of the other side pass through shared
+memory in a pipeline of `num_stages`. Matrix instructions of Hopper want 64 rows of the tile that
+stays for each 4 warps.
 """
 
 import dataclasses
@@ -41,7 +42,8 @@ class Tile:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(
-                    f"`{name}` must be an int; got {type(value).__name__} {value!r}. Pass one of {values}."
+                    f"`{name}` must be an int; got {type(value).__name__} {value!r}. Pass one of "
+                    f"{values}."
                 )
             if value not in values:
                 raise ValueError(
@@ -56,15 +58,16 @@ class TileSizes:
     Attributes:
         forward: the forward kernel; a query tile stays.
         dkv: the kernel for dk and dv together; a key/value tile stays.
-        dk: the kernel for dk alone. Give `dk` and `dv` in place of `dkv` where both sums do not fit in registers.
+        dk: the kernel for dk alone. Give `dk` and `dv` in place of `dkv` where both sums do not fit
+            in registers.
         dv: the kernel for dv alone.
         dq: the kernel for dq; a query tile stays.
-        overlap: whether the forward's exponentials run under the product before; see _triton/forward.py. It costs
-            registers.
+        overlap: whether the forward's exponentials run under the product before; see
+            _triton/forward.py. It costs registers.
 
     Raises:
         ValueError: if `dkv` is mixed with `dk` or `dv`, or one of these two is missing.
-        TypeError: if one is no `Tile`.
+        TypeError: if one is no `Tile`, or `overlap` no bool.
     """
 
     forward: Tile | None = None
@@ -75,24 +78,30 @@ class TileSizes:
     overlap: bool | None = None
 
     def __post_init__(self):
-        if self.overlap not in (None, True, False):
+        if self.overlap is not None and not isinstance(self.overlap, bool):
             raise TypeError(
-                f"`overlap` must be True, False or None; got {type(self.overlap).__name__} {self.overlap!r}. None takes "
-                "the table's."
+                f"`overlap` must be True, False or None; got {type(self.overlap).__name__} "
+                f"{self.overlap!r}. Use None for the table's."
             )
         for name in KERNELS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Tile):
                 raise TypeError(
-                    f"`{name}` must be a pallas_flash.Tile or None; got {type(value).__name__} {value!r}. "
+                    f"`{name}` must be a pallas_flash.Tile or None; got {type(value).__name__} "
+                    f"{value!r}. "
                     "Write Tile(block_q, block_kv, num_warps, num_stages)."
                 )
         split = (self.dk is not None, self.dv is not None)
         if any(split) and (self.dkv is not None or not all(split)):
             raise ValueError(
-                f"`dk` and `dv` must be given together and without `dkv`; got dkv={self.dkv}, dk={self.dk}, "
+                f"`dk` and `dv` must be given together and without `dkv`; got dkv={self.dkv}, "
+                f"dk={self.dk}, "
                 f"dv={self.dv}. Give either `dkv` or both others."
             )
+
+    def tile(self, kernel: str) -> Tile:
+        """The tile of one of `KERNELS`, where there is one."""
+        return getattr(self, kernel)
 
     def or_else(self, default: "TileSizes") -> "TileSizes":
         """These sizes, with what is None taken from `default`."""
@@ -107,7 +116,8 @@ class TileSizes:
         )
 
 
-# (padded head size, bytes of an element): chosen by registers, spills and instructions an element of compiled code.
+# (padded head size, bytes of an element): chosen by registers, spills and instructions an element
+# of compiled code.
 _TABLE = {
     (64, 2): TileSizes(
         forward=Tile(128, 128, 8, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 128, 4, 2), overlap=True
@@ -138,8 +148,8 @@ _TABLE = {
     ),
 }
 
-# Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, table
-# "Technical Specifications per Compute Capability").
+# Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
+# Guide, table "Technical Specifications per Compute Capability").
 _SHARED_MEMORY = {
     (8, 0): 163 * 1024,
     (8, 6): 99 * 1024,
@@ -162,14 +172,15 @@ def choose(
     itemsize: int,
     capability: tuple[int, int] | None,
 ) -> TileSizes:
-    """The tiles for a problem: those asked for, the rest from the table, shrunk where the GPU's memory is small.
+    """The tiles for a problem: those asked for, the rest from the table, fitted to the GPU.
 
     Args:
         asked: what the user wants; used as it is.
         head_dim: H.
         value_dim: V.
         itemsize: bytes of an element.
-        capability: compute capability of the GPU; None (unknown, or the interpreter) means that of the H100 and H200.
+        capability: compute capability of the GPU; None (unknown, or the interpreter) means that of
+            the H100 and H200.
 
     Raises:
         ValueError: if tiles that were asked for do not fit in the shared memory of the GPU.
@@ -188,8 +199,10 @@ def choose(
         tile = getattr(asked, name)
         if tile is not None and (need := _shared_bytes(name, tile, width, itemsize)) > limit:
             raise ValueError(
-                f"`tile_sizes.{name}` must fit in the GPU's {limit // 1024} KiB of shared memory; got {tile}, "
-                f"which needs about {need // 1024} KiB at head size {max(head_dim, value_dim)}. Use smaller blocks or "
+                f"`tile_sizes.{name}` must fit in the GPU's {limit // 1024} KiB of shared memory; "
+                f"got {tile}, "
+                f"which needs about {need // 1024} KiB at head size {max(head_dim, value_dim)}. "
+                f"Use smaller blocks or "
                 "fewer stages."
             )
     return asked.or_else(default)
@@ -203,7 +216,7 @@ def shared_memory_limit(capability: tuple[int, int] | None) -> int:
 
 
 def _shared_bytes(kernel: str, tile: Tile, width: int, itemsize: int) -> int:
-    """At least what a kernel keeps there: the tile that stays, and each stage's pair of tiles that flow."""
+    """What a kernel keeps there at least: tiles that stay, and a pair that flows for each stage."""
     stay, flow = tile.block_q, tile.block_kv
     if kernel in ("dkv", "dk", "dv"):
         stay, flow = flow, stay
@@ -212,7 +225,7 @@ def _shared_bytes(kernel: str, tile: Tile, width: int, itemsize: int) -> int:
 
 
 def _smaller(kernel: str, tile: Tile) -> Tile:
-    """The tile with the larger of its blocks halved, and half the warps once the tile that stays has 64 rows."""
+    """The tile with its larger block halved, and 4 warps once 64 rows or fewer stay."""
     if tile.block_q >= tile.block_kv:
         tile = dataclasses.replace(tile, block_q=max(16, tile.block_q // 2))
     else:

@@ -1,9 +1,11 @@
-"""Raw arguments of `attention` to one frozen `Problem`; every error that a user can meet is raised here or in _select.
+"""Raw arguments of `attention` to one frozen `Problem`.
 
-Everything is decided from shapes, dtypes and Python values, so errors appear while tracing.
+Every error that a user can meet is raised here, in _select or in _tiles, and all is decided from
+shapes, dtypes and Python values, so errors appear while tracing.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +84,8 @@ def check_results(return_residual, return_lse) -> None:
     flags = {"return_residual": return_residual, "return_lse": return_lse}
     if all([check_flag(name, value) for name, value in flags.items()]):
         raise ValueError(
-            "`return_residual` and `return_lse` must not both be True; got both. Keep `return_lse`: it is float32 and "
+            "`return_residual` and `return_lse` must not both be True; got both. Keep "
+            "`return_lse`: it is float32 and "
             "has a gradient, `return_residual` is its rounded constant copy."
         )
 
@@ -92,11 +95,13 @@ def _check_inputs(query, key, value) -> None:
     for name, x in named.items():
         if x.dtype.name not in DTYPES:
             raise TypeError(
-                f"`{name}` must be one of {', '.join(DTYPES)}; got {x.dtype}. Cast it with `.astype`."
+                f"`{name}` must be one of {', '.join(DTYPES)}; got {x.dtype}. Cast it with "
+                f"`.astype`."
             )
     if query.ndim not in (3, 4):
         raise ValueError(
-            f"`query` must have shape [B, T, N, H] or [T, N, H]; got rank {query.ndim} (query.shape={query.shape}). "
+            f"`query` must have shape [B, T, N, H] or [T, N, H]; got rank {query.ndim} "
+            f"(query.shape={query.shape}). "
             + (
                 "Reshape its leading axes into one batch axis."
                 if query.ndim > 4
@@ -107,7 +112,8 @@ def _check_inputs(query, key, value) -> None:
         x = named[name]
         if x.dtype != query.dtype:
             raise TypeError(
-                f"`{name}` must have the dtype of `query`; got {x.dtype} and {query.dtype}. Cast one with `.astype`."
+                f"`{name}` must have the dtype of `query`; got {x.dtype} and {query.dtype}. Cast "
+                f"one with `.astype`."
             )
         if x.ndim != query.ndim:
             raise ValueError(
@@ -140,26 +146,30 @@ def _check_inputs(query, key, value) -> None:
     for name, x in named.items():
         if 0 in x.shape[-2:]:
             raise ValueError(
-                f"`{name}` must have at least one head and a head size of at least 1; got {x.shape[-2]} heads of size "
-                f"{x.shape[-1]} ({name}.shape={x.shape}). Check the order of its axes: [B, T, N, H]."
+                f"`{name}` must have at least one head and a head size of at least 1; got "
+                f"{x.shape[-2]} heads of size "
+                f"{x.shape[-1]} ({name}.shape={x.shape}). Check the order of its axes: [B, T, N, "
+                f"H]."
             )
     if query.shape[-2] % key.shape[-2]:
         raise ValueError(
-            f"`query` must have a multiple of the heads of `key`; got {query.shape[-2]} query heads and "
+            f"`query` must have a multiple of the heads of `key`; got {query.shape[-2]} query "
+            f"heads and "
             f"{key.shape[-2]} key/value heads ({shapes}). Repeat or drop heads until they divide."
         )
 
 
-def _scale(scale, query, head_dim):
+def _scale(scale: Any, query, head_dim):
     """A scale that is not negative, and `query` with the sign of the given one.
 
-    The kernels take the maximum of the raw products and scale only that, which needs a scale of one sign; the sign is
-    moved to the queries exactly. Outside the custom derivative, so that both keep their gradients.
+    The kernels take the maximum of the raw products and scale only that, which needs a scale of one
+    sign; the sign is moved to the queries exactly. Outside the custom derivative, so that both keep
+    their gradients.
     """
     dtype = np.promote_types(query.dtype, np.float32)
     if scale is None:
         scale = 1 / math.sqrt(head_dim)
-    if isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool):
+    if _is_int(scale) or isinstance(scale, (float, np.floating)):
         # An int stays one, because it may be too large for a float. NaN fails the comparison.
         number = scale if isinstance(scale, int) else float(scale)
         if not abs(number) <= float(jnp.finfo(dtype).max):
@@ -195,7 +205,8 @@ def _mask_array(mask, scores_shape):
     mask = _array("mask", mask)
     if mask.dtype != jnp.bool_:
         raise TypeError(
-            f"`mask` must be boolean, True where a query may attend; got {mask.dtype}. Pass `mask.astype(bool)`, or "
+            f"`mask` must be boolean, True where a query may attend; got {mask.dtype}. Pass "
+            f"`mask.astype(bool)`, or "
             "numbers to add to the scores as `bias`."
         )
     return _broadcastable("mask", mask, scores_shape)
@@ -204,13 +215,15 @@ def _mask_array(mask, scores_shape):
 def _broadcastable(name, x, scores_shape):
     if x.ndim > 4:
         raise ValueError(
-            f"`{name}` must have at most 4 axes, [B, N, T, S]; got rank {x.ndim} ({name}.shape={x.shape}). "
+            f"`{name}` must have at most 4 axes, [B, N, T, S]; got rank {x.ndim} "
+            f"({name}.shape={x.shape}). "
             "Drop the extra axes."
         )
     shape = (1,) * (4 - x.ndim) + x.shape
     if any(have not in (1, want) for have, want in zip(shape, scores_shape, strict=True)):
         raise ValueError(
-            f"`{name}` must be broadcastable to [B, N, T, S] = {scores_shape}; got {name}.shape={x.shape}. "
+            f"`{name}` must be broadcastable to [B, N, T, S] = {scores_shape}; got "
+            f"{name}.shape={x.shape}. "
             "Give each axis size 1 or that of the scores; missing axes are added in front, heads "
             "are those of `query`."
         )
@@ -283,7 +296,8 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
     if isinstance(segment_ids, (tuple, list)):
         if len(segment_ids) != 2:
             raise ValueError(
-                f"`segment_ids` must be one array or a (query, key_value) pair; got {len(segment_ids)} items. "
+                f"`segment_ids` must be one array or a (query, key_value) pair; got "
+                f"{len(segment_ids)} items. "
                 "Pass one [B, T] array when queries and keys are the same tokens."
             )
         query, key_value = segment_ids
@@ -291,7 +305,8 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
         segment_ids = _array("segment_ids", segment_ids)
         if q_len != kv_len:
             raise ValueError(
-                f"`segment_ids` must be a (query, key_value) pair when T and S differ; got one array with T={q_len} and "
+                f"`segment_ids` must be a (query, key_value) pair when T and S differ; got one "
+                f"array with T={q_len} and "
                 f"S={kv_len}. Pass ([B, T], [B, S])."
             )
         query = key_value = segment_ids
@@ -309,8 +324,8 @@ def _integers(name, x, shape, letters):
         )
     if x.shape != shape:
         raise ValueError(
-            f"`{name}` must have shape {letters} = {shape}; got {x.shape}. Give one number for each "
-            + ("example of the batch." if len(shape) == 1 else "token.")
+            f"`{name}` must have shape {letters} = {shape}; got {x.shape}. Give one number for "
+            f"each " + ("example of the batch." if len(shape) == 1 else "token.")
         )
     return x
 
@@ -322,7 +337,8 @@ def _precision(precision):
     if precision is None or isinstance(precision, (lax.Precision, lax.DotAlgorithmPreset)):
         return precision
     raise TypeError(
-        f"`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of {names}; got "
+        f"`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of "
+        f"{names}; got "
         f"{_describe(precision)}. Give one value, which serves all products."
     )
 

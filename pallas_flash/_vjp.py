@@ -1,7 +1,8 @@
-"""The custom derivative: forward and backward of an implementation tied together. The only place that knows residuals.
+"""The custom derivative; the only place that knows residuals.
 
-Residuals are the operands, the output and one row of LSE a head; delta is the backward's own. The output and the LSE
-carry checkpoint names, so that a remat policy can keep them and never run the forward twice:
+Residuals are the operands, the output and one row of LSE a head; delta is the backward's own. The
+output and the LSE carry checkpoint names, so that a remat policy can keep them and never run the
+forward twice:
 
     jax.checkpoint_policies.save_only_these_names("pallas_flash_out", "pallas_flash_lse")
 """
@@ -22,12 +23,15 @@ from pallas_flash._tiles import TileSizes
 LN2 = math.log(2.0)
 
 
+_NO_TILES = TileSizes()
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Who computes: "xla", or the kernels ("triton", "interpret") with their tiles."""
 
     implementation: str
-    tiles: TileSizes | None = None
+    tiles: TileSizes = _NO_TILES
 
     def forward(self, problem: Problem):
         """The output and `lse_log2` [B, N, T]."""
@@ -66,7 +70,7 @@ class Wanted:
 
 
 def attend(plan: Plan, operands: dict, rest: Problem):
-    """The output [B, T, N, V] and the natural LSE [B, T, N], for the two halves of `Problem.split`."""
+    """The output [B, T, N, V] and the natural LSE [B, T, N] of what `Problem.split` gave."""
     return _attend(plan, *_compat.vary_alike((operands, rest)))
 
 
@@ -98,7 +102,8 @@ def _backward(plan: Plan, residuals, cotangents):
     if isinstance(dlse, SymbolicZero):
         dlse = None
     gradients = plan.backward(rest.join(operands), o, lse_log2, do, dlse, wanted)
-    # None stands for a zero, as it does for everything in `rest`: masks, lengths and ids have no gradient.
+    # None stands for a zero, as it does for everything in `rest`: masks, lengths and ids have no
+    # gradient.
     return gradients._asdict(), None
 
 

@@ -1,25 +1,32 @@
 """The kernels' algorithm in plain JAX: any device, any floating dtype, memory linear in T and S.
 
-A tile of queries stays while tiles of keys and values flow past it; m, l and acc are the running maximum, sum and output:
+A tile of queries stays while tiles of keys and values flow past it; m, l and acc are the running
+maximum, sum and output:
 
-    s = scale * q @ k.T + bias, masked      m' = max(m, rowmax(s))       p = exp(s - m')      alpha = exp(m - m')
-    l = alpha * l + rowsum(p)               acc = alpha * acc + p @ v    at the end o = acc / l, lse = m + log(l)
+    s   = scale * q @ k.T + bias, masked
+    m'  = max(m, rowmax(s))    p = exp(s - m')    alpha = exp(m - m')
+    l   = alpha * l + rowsum(p)
+    acc = alpha * acc + p @ v
 
-The backward recomputes the tiles of p = exp(s - lse) in two passes, one for dk and dv, one for dq, see `backward`.
-All examples and heads of a tile are computed together. Letters of the einsums: b batch, k key/value head, g query head of
-its group, t query, s key, h head size of q and k, v head size of v.
+    at the end    o = acc / l    lse = m + log(l)
+
+The backward recomputes the tiles of p = exp(s - lse) in two passes, one for dk and dv, one for dq,
+see `backward`. All examples and heads of a tile are computed together. Letters of the einsums: b
+batch, k key/value head, g query head of its group, t query, s key, h head size of q and k, v head
+size of v.
 """
 
 import math
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash._masks import Mask, Tiling, in_tile, visit
 from pallas_flash._problem import Gradients, Problem
 
-# Scores of a tile in elements per head: big enough for matrix products, small enough for a core's cache.
+# Scores of a tile in elements per head: big enough for matrix products, small enough for a core's
+# cache.
 BLOCK_Q, BLOCK_KV = 256, 256
 
 LOG2E = math.log2(math.e)
@@ -68,8 +75,8 @@ def backward(
     """Gradients for the cotangents do [B, T, N, V] and dlse ([B, T, N] or None), in two passes.
 
     delta = rowsum(o * do) - dlse      p = exp(s - lse)      ds = p * (do @ v.T - delta)
-    dv = p.T @ do                      dk = scale * ds.T @ q           (a key/value tile stays, queries flow)
-    dq = scale * ds @ k                dscale = sum(q * (ds @ k))      (a query tile stays, keys and values flow)
+    first pass, a key/value tile stays    dv = p.T @ do          dk = scale * ds.T @ q
+    second pass, a query tile stays       dq = scale * ds @ k    dscale = sum(q * (ds @ k))
     dbias = ds summed over the axes that bias broadcasts
     """
     p, blocks = problem, _Blocks(problem)
@@ -83,7 +90,7 @@ def backward(
     lse, delta = (blocks.split_rows(x[..., None])[..., 0] for x in (jnp.moveaxis(lse, 1, 2), delta))
 
     def tile(i, j, q, k, v, do_i, ok):
-        """p and ds of one tile, zero where it is masked even if the inputs are not finite there."""
+        """P and ds of one tile, zero where it is masked even if the inputs are not finite there."""
         s = blocks.scores(q, k, i, j, None)
         prob = jnp.exp(s - blocks.rows(lse, i)[..., None])
         dp = blocks.einsum("bkgtv,bksv->bkgts", do_i, v)
@@ -140,7 +147,7 @@ def backward(
 
 
 class _Blocks:
-    """A problem cut into tiles, padded to whole ones: rows [B, K, G, T, ...], keys and values [B, K, S, ...]."""
+    """A problem in whole tiles: rows are [B, K, G, T, ...], keys and values [B, K, S, ...]."""
 
     def __init__(self, problem: Problem):
         p = self.problem = problem
@@ -150,7 +157,8 @@ class _Blocks:
         self.edges = bool(self.mask) or p.mask_array is not None
         self._query = self.split_rows(p.query)
         self._key, self._value = (self._split_keys(x) for x in (p.key, p.value))
-        self._bias, self._mask_array = (self._pad_tiles(x) for x in (p.bias, p.mask_array))
+        self._bias: Any = self._pad_tiles(p.bias)
+        self._mask_array: Any = self._pad_tiles(p.mask_array)
 
     def query(self, i):
         return self.rows(self._query, i)
@@ -166,7 +174,7 @@ class _Blocks:
         return _slice(x, 3, self.q, i)
 
     def full(self, shape, fill):
-        """The start of a sum or a maximum, which varies over the same manual mesh axes as the operands."""
+        """The start of a sum or maximum, varying over the manual mesh axes of the operands."""
         return lax.full_like(self._query, fill, self.problem.accumulator_dtype, shape)
 
     def einsum(self, equation, a, b):
@@ -183,7 +191,7 @@ class _Blocks:
         return s if ok is None else jnp.where(ok, s, -jnp.inf)
 
     def allowed(self, i, j):
-        """bool [B | 1, K | 1, G | 1, block_q, block_kv]."""
+        """Bool [B | 1, K | 1, G | 1, block_q, block_kv]."""
         ok = jnp.ones((1, 1, 1, self.q.block, self.kv.block), bool)
         if self.mask:
             b = jnp.arange(self.problem.batch, dtype=jnp.int32)[:, None, None]
@@ -200,7 +208,7 @@ class _Blocks:
         return self._ranges(self.mask.q_ranges(self.q, self.kv), self.q)
 
     def _ranges(self, ranges, flow: Tiling):
-        """One range for all examples, [tiles, 4]: their hull, and the tiles that are full in every one of them."""
+        """One range for all examples, [tiles, 4]: their hull, and what is full in every one."""
         start, full_start, full_stop, stop = jnp.moveaxis(jnp.asarray(ranges), -1, 0)
         empty = start >= stop
         start = jnp.where(empty, flow.count, start).min(axis=0)
@@ -235,7 +243,7 @@ class _Blocks:
         return x[:, : p.kv_len]
 
     def _pad_tiles(self, x):
-        """Bias or mask array with whole tiles along those of its axes T and S that are not broadcast."""
+        """Bias or mask array with whole tiles along T and S, where it does not broadcast."""
         if x is None:
             return None
         for axis, tiling in ((2, self.q), (3, self.kv)):
@@ -256,15 +264,17 @@ class _Blocks:
         return self.full(self._bias.shape, 0)
 
     def add_tile(self, dbias, ds, i, j):
-        """dbias with the tile's ds [B, K, G, block_q, block_kv] added, summed over the axes that bias broadcasts."""
+        """The sum `dbias` with one tile of ds added, summed over the axes that bias broadcasts."""
         ds = ds.reshape(ds.shape[0], -1, *ds.shape[3:])
         broadcast = tuple(axis for axis in range(4) if dbias.shape[axis] == 1)
         ds = ds.sum(axis=broadcast, keepdims=True)
+        # Of one dtype with the tile numbers, in x64 mode too.
+        zero = jnp.int32(0)
         at = (
-            0,
-            0,
-            i * self.q.block if dbias.shape[2] > 1 else 0,
-            j * self.kv.block if dbias.shape[3] > 1 else 0,
+            zero,
+            zero,
+            i * self.q.block if dbias.shape[2] > 1 else zero,
+            j * self.kv.block if dbias.shape[3] > 1 else zero,
         )
         return lax.dynamic_update_slice(dbias, lax.dynamic_slice(dbias, at, ds.shape) + ds, at)
 
@@ -274,7 +284,7 @@ class _Blocks:
 
 
 def _seen_keys(ok, x):
-    """Keys or values [B, K, block_kv, D] with those zeroed that no query of the tile sees: 0 * NaN would be NaN."""
+    """Keys or values [B, K, block_kv, D], zero where no query sees them: 0 * NaN would be NaN."""
     return x if ok is None else jnp.where(ok.any(axis=(2, 3))[..., None], x, 0)
 
 

@@ -495,11 +495,14 @@ class RunFolder:
         replace_file(self.path / RUN, json.dumps(settings, indent=2) + "\n")
 
         # Orbax writes a checkpoint under another name, renames it when it is whole, and only then
-        # deletes the oldest: a kill at any moment leaves the previous one as it was.
+        # deletes the oldest: a kill at any moment leaves the previous one as it was. What the kill
+        # cut short is cleaned up here.
         self._manager = ocp.CheckpointManager(
             self.path / CHECKPOINTS,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep_checkpoints, enable_async_checkpointing=False
+                max_to_keep=config.keep_checkpoints,
+                enable_async_checkpointing=False,
+                cleanup_tmp_directories=True,
             ),
         )
 

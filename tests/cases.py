@@ -1,6 +1,8 @@
-"""The named cases: each is there to kill a class of bug. They drive every pass of every implementation.
+"""The named cases: each is there to kill a class of bug. They drive every pass of every
+implementation.
 
-All sizes of a case differ, batch and heads are above one, and lengths are no multiples of a tile unless the name says so.
+All sizes of a case differ, batch and heads are above one, and lengths are no multiples of a tile
+unless the name says so.
 """
 
 import dataclasses
@@ -145,7 +147,7 @@ CASES = (
         N=2,
         K=1,
         options=lambda r, c: dict(**_documents(r, c), is_causal=True),
-    ),  # fmt: skip
+    ),
     Case("documents in pairs", options=_document_pairs),
     Case("documents, shuffled", options=_shuffled_ids),
     Case("documents, nothing in common", options=_foreign_ids),

@@ -1,4 +1,4 @@
-"""Markers, and the count of kernel cases at the end of a run: a suite that silently skips its kernels shows a zero."""
+"""Markers, and a count of kernel cases: a suite that silently skips its kernels shows a zero."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Attention and its gradients from the equations, in NumPy and float64, sharing no line with the package."""
+"""Attention and its gradients in NumPy and float64, sharing no line with the package."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 def visible(shape, *, is_causal=False, local_window_size=None, query_offset=0, segment_ids=None,
             query_seq_lengths=None, key_value_seq_lengths=None, mask=None, **_):  # fmt: skip
     """bool [B, N, T, S]: who sees whom, one comparison a condition."""
-    B, N, T, S = shape
+    B, _, T, S = shape
     ok = np.ones(shape, bool)
     t = (np.arange(T) + np.broadcast_to(np.asarray(query_offset), (B,))[:, None])[:, None, :, None]
     row, col = np.arange(T)[:, None], np.arange(S)
@@ -46,7 +46,7 @@ class Truth:
 
 
 def solve(q, k, v, do, dlse, *, scale=None, bias=None, **conditions) -> Truth:
-    """The exact result: q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], do [B, T, N, V], dlse [B, T, N]."""
+    """The exact result for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V], [B, T, N]."""
     q, k, v, do, dlse = (np.asarray(x, np.float64) for x in (q, k, v, do, dlse))
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     kk, vv = (np.repeat(x, N // K, axis=2) for x in (k, v))
@@ -96,7 +96,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, **conditions) -> Truth:
 
 
 def dense(q, k, v, *, scale=None, bias=None, **conditions):
-    """Dense attention as one writes it in JAX: products in the inputs' dtype, float32 softmax; zeros for empty rows."""
+    """Dense attention in plain JAX: products of the inputs' dtype, softmax in float32."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     kk, vv = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -123,7 +123,8 @@ def differentiate(function, q, k, v, do, dlse):
     return o, lse, *vjp((do, dlse))
 
 
-# Interpreted kernels run for milliseconds and compile for seconds: LLVM's optimizations are not worth their time here.
+# Interpreted kernels run for milliseconds and compile for seconds: LLVM's optimizations are not
+# worth their time here.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -154,7 +155,7 @@ def errors(actual, truth: Truth, name: str) -> dict[str, float]:
 
 
 def natural(value: float, truth: Truth, name: str) -> float:
-    """`value` times how much larger the terms of a result are than the result: the rounding that cancellation shows."""
+    """`value` times how much larger the terms of a result are than what cancellation leaves."""
     norm = np.linalg.norm(truth.values[name][np.isfinite(truth.values[name])])
     return value * (truth.terms[name] / norm if norm else truth.terms[name])
 

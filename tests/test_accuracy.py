@@ -1,8 +1,11 @@
-"""Every case of the table: output, LSE and gradients are as accurate as a dense computation in the same dtype.
+"""Every case of the table: output, LSE and gradients are as accurate as a dense computation in the
+same dtype.
 
-The measure is the error against float64: at most twice that of the dense computation, in the L2 norm and at the worst
-element. Two kinds of rounding are allowed in place of a dense error that is smaller by luck, as where one key makes every
-probability exactly 1: the backward computes p = exp(s - lse) from a float32 LSE, so p has a relative error of about the LSE
+The measure is the error against float64: at most twice that of the dense computation, in the L2
+    norm and at the worst
+element. Two kinds of rounding are allowed in place of a dense error that is smaller by luck, as
+where one key makes every probability exactly 1: the backward computes p = exp(s - lse) from a
+    float32 LSE, so p has a relative error of about the LSE
 in float32's last place; and results in 16 bits are rounded to their last place.
 """
 
@@ -61,7 +64,8 @@ def judge(case, dtype, results, problem=None):
     assert not failures, "; ".join(failures)
 
 
-# Small tiles, so that a short sequence has empty, masked and full ones; their sides differ in every kernel.
+# Small tiles, so that a short sequence has empty, masked and full ones; their sides differ in every
+# kernel.
 SMALL = pallas_flash.TileSizes(
     forward=pallas_flash.Tile(32, 16),
     dkv=pallas_flash.Tile(16, 32),
@@ -122,7 +126,7 @@ def test_float64(case, implementation):
 )
 @pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
 def test_nothing_shows_of_what_no_query_sees(case, implementation):
-    """NaN in keys and values that nothing sees, and in queries that see nothing, changes no bit of any result."""
+    """NaN in unseen keys and values, and in queries that see nothing, changes no bit."""
     qkv, cotangents, options = case.problem()
     clean = measured(case, "float32", implementation)
     poisoned = (*cases.poison(case, qkv, cotangents, options), options)
@@ -146,7 +150,7 @@ TILES = [
 @cases.parametrize(names=["everything at once", "window narrower than a tile gap"])
 @pytest.mark.parametrize("split", [False, True], ids=["together", "apart"])
 def test_every_tile_gives_the_same_answer(case, tile, split, kernel_case):
-    """Also with dk and dv in one launch or two, and the forward's products overlapped with exponentials or not."""
+    """Also with dk and dv in one launch or two, and the forward overlapped or not."""
     tile = pallas_flash.Tile(*tile)
     backward = dict(dk=tile, dv=tile) if split else dict(dkv=tile)
     sizes = pallas_flash.TileSizes(forward=tile, dq=tile, overlap=split, **backward)

@@ -217,6 +217,14 @@ def test_the_same_key_gives_the_same_text(model, tokens):
     assert (first != draw(1)).any()
 
 
+def test_every_token_has_its_own_chance(tokens):
+    """Of a model that knows nothing; one draw repeated would give one token again and again."""
+    graphdef, state = nnx.split(make_model())
+    ignorant = nnx.merge(graphdef, jax.tree.map(jnp.zeros_like, state))
+    drawn = np.asarray(generate(ignorant, jax.random.key(0), tokens[:, :2], 40))[:, 2:]
+    assert all(len(set(row)) > TINY.vocab_size / 2 for row in drawn.tolist())
+
+
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}])
 def test_the_most_likely_text_is_that_of_a_plain_loop(model, tokens, options):
     """Past the context too, where the window has begun to slide."""

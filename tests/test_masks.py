@@ -409,6 +409,18 @@ def test_visit_sees_each_tile_once_and_masks_those_that_are_not_full():
     np.testing.assert_array_equal(counts, np.stack([full, edge], axis=1))
 
 
+def test_visit_leaves_the_full_tiles_to_a_loop_of_their_own():
+    given = []
+
+    def full_tiles(start, stop, counts):
+        given.append((start, stop))
+        return counts.at[0].add(100)
+
+    counts = np.asarray(visits((1, 2, 4, 5), full_tiles=full_tiles))[:, MARGIN:-MARGIN]
+    assert given == [(2, 4)]
+    assert counts.tolist() == [[100] * N_TILES, [0, 1, 0, 0, 1, 0]]
+
+
 def test_visit_without_edges_never_asks_for_the_mask():
     counts = np.asarray(visits((0, 0, N_TILES, N_TILES), edges=False))
     assert counts[0, MARGIN:-MARGIN].tolist() == [1] * N_TILES

@@ -1,6 +1,8 @@
-"""Whole problems drawn at random obey the rule of test_accuracy, by the kernels and by the blocked XLA path.
+"""Whole problems drawn at random obey the rule of test_accuracy, by the kernels and by the blocked
+XLA path.
 
-The default suite runs the first problems of the list, `-m extended` the others; seeds make them the same everywhere.
+The default suite runs the first problems of the list, `-m extended` the others; seeds make them the
+same everywhere.
 """
 
 import cases

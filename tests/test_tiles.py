@@ -11,7 +11,6 @@ import pytest
 from pallas_flash import Tile, TileSizes
 from pallas_flash._tiles import KERNELS, choose, shared_memory_limit
 
-
 KIB = 1024
 # None is a GPU that is not known, and (9, 9) one that is not listed.
 LIMITS = {
@@ -95,6 +94,14 @@ def test_a_tile_that_is_asked_for_is_used_and_the_others_come_from_the_table(ker
 
 def test_nothing_asked_for_is_the_table():
     assert chosen(TileSizes()) == chosen(None)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_overlap_is_as_asked_for_or_the_tables(head_dim, overlap):
+    asked = TileSizes(overlap=overlap)
+    assert chosen(asked, head_dim) == dataclasses.replace(chosen(None, head_dim), overlap=overlap)
+    assert chosen(TileSizes(), head_dim).overlap == chosen(None, head_dim).overlap
 
 
 def test_a_split_backward_replaces_the_tile_of_a_joint_one_and_the_reverse():

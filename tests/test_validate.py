@@ -2,6 +2,9 @@
 
 import ast
 import contextlib
+import dataclasses
+import functools
+import itertools
 import pathlib
 import re
 from collections.abc import Callable
@@ -16,6 +19,8 @@ from described_gpus import described_gpu
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes
+from pallas_flash._masks import Band
+from pallas_flash._validate import _band
 
 
 def f32(*shape):
@@ -254,6 +259,13 @@ def bad_tiles():
             lambda name=name: {"tile_sizes": TileSizes(**{name: (64, 64)})},
             TypeError,
             f"`{name}` must be a pallas_flash.Tile or None; got tuple (64, 64).",
+        )
+    for x in (1, "yes", np.ones(2), np.True_):
+        yield Row(
+            f"overlap as {type(x).__name__}",
+            lambda x=x: {"tile_sizes": TileSizes(overlap=x)},
+            TypeError,
+            f"`overlap` must be True, False or None; got {type(x).__name__} ",
         )
     tile = Tile(64, 64)
     for mixed in ("dkv dk", "dkv dv", "dkv dk dv", "dk", "dv"):
@@ -743,7 +755,9 @@ SERVED = {
     "offset past int32": lambda: {"query_offset": 2**40, "local_window_size": 3},
     "negative offset past int32": lambda: {"query_offset": -(2**40), "is_causal": True},
     "offsets": lambda: {"query_offset": np.array([2, -3], np.int32), "is_causal": True},
-    "ids as a list of two arrays": lambda: {"segment_ids": [i32(2, 5), i32(2, 7)]},
+    "ids as a list of two arrays": lambda: {
+        "segment_ids": [np.arange(n, dtype=np.int32).reshape(2, n // 2) // 3 for n in (10, 14)]
+    },
     "one array of ids": lambda: {**first(5), "segment_ids": np.arange(10).reshape(2, 5) // 3},
     "scale 0": lambda: {"scale": 0.0},
     "negative scale": lambda: {"scale": -0.5},
@@ -761,24 +775,99 @@ SERVED = {
 }
 
 
+def sees(q, k, *, causal, window, offset):
+    """The meaning of `is_causal`, `local_window_size` and `query_offset`."""
+    position = q + offset
+    left, right = window
+    return (
+        (not causal or k <= position)
+        and (left is None or k >= position - left)
+        and (right is None or k <= position + right)
+    )
+
+
+def dense(
+    query, key, value, bias=0, mask=True, *, scale=None, is_causal=False, query_seq_lengths=None,
+    key_value_seq_lengths=None, local_window_size=None, segment_ids=None, query_offset=0,
+    precision=None,
+):  # fmt: skip
+    """The output and the LSE by the docstring of `attention`, in float64."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    if query.ndim == 3:
+        query, key, value = query[None], key[None], value[None]
+    batch, q_len, heads, head_dim = query.shape
+    kv_len, groups = key.shape[1], heads // key.shape[2]
+    key, value = np.repeat(key, groups, axis=2), np.repeat(value, groups, axis=2)
+    visible = np.ones((batch, heads, q_len, kv_len), bool) & np.asarray(mask)
+    window = local_window_size
+    case = {
+        "causal": is_causal,
+        "window": window if isinstance(window, (tuple, list)) else (window, window),
+    }
+    offsets = np.broadcast_to(query_offset, batch).tolist()
+    query_seq_lengths = [q_len] * batch if query_seq_lengths is None else query_seq_lengths
+    key_lengths = [kv_len] * batch if key_value_seq_lengths is None else key_value_seq_lengths
+    ids = segment_ids if isinstance(segment_ids, list) else [segment_ids] * 2
+    for b, i, j in np.ndindex(batch, q_len, kv_len):
+        visible[b, :, i, j] &= (
+            sees(i, j, **case, offset=offsets[b])
+            and i < query_seq_lengths[b]
+            and j < key_lengths[b]
+            and (segment_ids is None or bool(ids[0][b, i] == ids[1][b, j]))
+        )
+    scale = 1 / np.sqrt(head_dim) if scale is None else float(scale)
+    s = scale * np.einsum("btnh,bsnh->bnts", query, key) + np.asarray(bias, np.float64)
+    weight = np.where(visible, np.exp(s), 0)
+    total = weight.sum(axis=-1, keepdims=True)
+    o = np.einsum("bnts,bsnv->btnv", weight / np.where(total > 0, total, 1), value)
+    with np.errstate(divide="ignore"):
+        return o, np.log(total[..., 0]).swapaxes(1, 2)
+
+
 @pytest.mark.parametrize("arguments", SERVED.values(), ids=SERVED)
 def test_unusual_but_valid_calls_agree_with_the_definition(arguments):
     arguments = numbers() | arguments()
+    call = functools.partial(pallas_flash.attention, implementation="xla", return_lse=True)
+    o, lse = jax.jit(functools.partial(call, **arguments))()
+    wanted, wanted_lse = dense(**arguments)
+    dtype = jax.dtypes.canonicalize_dtype(arguments["query"].dtype)
+    assert o.dtype == dtype
+    tolerance = 16 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        np.asarray(o, np.float32), wanted.reshape(o.shape), rtol=0, atol=tolerance
+    )
+    np.testing.assert_allclose(lse, wanted_lse.reshape(lse.shape), rtol=1e-5, atol=1e-5)
 
-    @jax.jit
-    def both():
-        return [
-            pallas_flash.attention(**arguments, implementation=name, return_lse=True)
-            for name in ("xla", "reference")
-        ]
 
-    (o, lse), (wanted, wanted_lse) = both()
-    assert o.dtype == wanted.dtype
-    tolerance = 16 * float(jnp.finfo(o.dtype).eps)
-    o, wanted = np.asarray(o, np.float32), np.asarray(wanted, np.float32)
-    assert np.isfinite(o).all()
-    np.testing.assert_allclose(o, wanted, rtol=0, atol=tolerance)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 4), (4, 1), (3, 5), (5, 3), (4, 4)])
+def test_positions_become_the_band_they_mean(q_len, kv_len, causal):
+    sides = (None, 0, 1, 2, 4, 2**40)
+    offsets = np.arange(-6, 7, dtype=np.int32)
+    b, q, k = np.ogrid[: len(offsets), :q_len, :kv_len]
+    for window in itertools.product(sides, sides):
+        case = {"causal": causal, "window": window}
+
+        def seen(offset, case=case):
+            every = itertools.product(range(q_len), range(kv_len))
+            pairs = [sees(q, k, **case, offset=offset) for q, k in every]
+            return np.reshape(pairs, (q_len, kv_len))
+
+        for offset in (*range(-6, 7), -(2**40), 2**40):
+            band = _band(1, q_len, kv_len, **case, offset=offset)
+            # What excludes nothing is no mask at all.
+            assert (band == Band()) == seen(offset).all()
+            if band != Band():
+                allowed = np.broadcast_to(band.allowed(0, q[0], k[0]), (q_len, kv_len))
+                np.testing.assert_array_equal(allowed, seen(offset))
+        band = _band(len(offsets), q_len, kv_len, **case, offset=offsets)
+        if band != Band():
+            wanted = np.stack([seen(offset) for offset in offsets.tolist()])
+            band = dataclasses.replace(band, offset=np.asarray(band.offset))
+            np.testing.assert_array_equal(band.allowed(b, q, k), wanted)
+        else:
+            assert not causal
+            assert window == (None, None)
 
 
 def test_shapes_alone_are_traced_with_eval_shape():

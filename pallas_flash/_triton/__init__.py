@@ -1,15 +1,17 @@
-"""Attention as Pallas kernels lowered through Triton: `forward` and `backward` are the folder's only surface."""
+"""Attention as Pallas kernels lowered through Triton; the surface is `forward` and `backward`."""
 
+from pallas_flash._problem import Gradients, Problem
 from pallas_flash._tiles import TileSizes
 from pallas_flash._triton import backward_dkv, backward_dq
 from pallas_flash._triton.delta import delta
 from pallas_flash._triton.forward import forward as _forward
-from pallas_flash._problem import Gradients, Problem
 
 
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
     """The output [B, T, N, V] and `lse_log2` = LSE * log2(e), float32 [B, N, T]."""
-    return _forward(problem, tiles.forward, overlap=bool(tiles.overlap), interpret=interpret)
+    return _forward(
+        problem, tiles.tile("forward"), overlap=bool(tiles.overlap), interpret=interpret
+    )
 
 
 def backward(
@@ -27,16 +29,16 @@ def backward(
     rows = (do, lse_log2, delta(problem, o, do, dlse, interpret=interpret))
     if tiles.dkv is not None:
         dk, dv = backward_dkv.dkv(
-            problem, *rows, tiles.dkv, backward_dkv.pallas_flash_dkv, interpret=interpret
+            problem, *rows, tiles.tile("dkv"), backward_dkv.pallas_flash_dkv, interpret=interpret
         )
     else:
         [dk] = backward_dkv.dkv(
-            problem, *rows, tiles.dk, backward_dkv.pallas_flash_dk, interpret=interpret
+            problem, *rows, tiles.tile("dk"), backward_dkv.pallas_flash_dk, interpret=interpret
         )
         [dv] = backward_dkv.dkv(
-            problem, *rows, tiles.dv, backward_dkv.pallas_flash_dv, interpret=interpret
+            problem, *rows, tiles.tile("dv"), backward_dkv.pallas_flash_dv, interpret=interpret
         )
     dq, dscale = backward_dq.dq(
-        problem, *rows, tiles.dq, want_scale=want_scale, interpret=interpret
+        problem, *rows, tiles.tile("dq"), want_scale=want_scale, interpret=interpret
     )
     return Gradients(dq, dk, dv, None if dscale is None else dscale.sum(), None)

@@ -6,8 +6,9 @@
     ds_t = p_t * (dp_t - delta)
     dk  += ds_t @ q                     times scale once, after the loop [block_kv, H]
 
-Scores are computed transposed, so that no product needs its accumulator transposed. All query heads of the group are
-summed in the same program: the loop over heads goes around the loop over tiles, which keeps the latter's pipeline.
+Scores are computed transposed, so that no product needs its accumulator transposed. All query heads
+of the group are summed in the same program: the loop over heads goes around the loop over tiles,
+    which keeps the latter's pipeline.
 Where both sums do not fit in registers the same kernel runs twice, once for each.
 """
 
@@ -16,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._masks import in_tile, visit
+from pallas_flash._problem import Problem
 from pallas_flash._tiles import Tile
 from pallas_flash._triton import common
-from pallas_flash._problem import Problem
 
 
 def _kernel(
@@ -49,25 +50,29 @@ def _kernel(
     def step(g, q_tile, masked, carry):
         dk, dv = carry
         q_pos = in_tile(q_tile, block_q)
-        rows = common.seen_queries(mask, b, q_pos, k_pos) if masked else None
         at = pl.ds(q_tile * block_q, block_q)
         exist = common.existing(static.q, q_pos) if masked else None
+        rows = common.seen_queries(mask, b, q_pos, k_pos) if masked else None
+
+        def visible(x):
+            return jnp.where(mask.allowed(b, q_pos[None, :], k_pos[:, None]), x, 0.0)
+
+        # The order of loads and products is chosen: lse is there before the products, so that the
+        # exponentials can run under the second of them; delta comes late and holds no registers.
         lse_log2 = common.load_row(lse_ref.at[g, at], exist)
         q = common.load(q_ref.at[at, g, :], rows, static.head_dim)
         do = common.load(do_ref.at[at, g, :], rows, static.value_dim)
         s_t = static.dot_t(k, q)
-        # Before the exponentials, which then run while the matrix units are busy with it.
-        dp_t = static.dot_t(v, do) if want_dk else None
+        dp_t = static.dot_t(v, do) if want_dk else 0.0
         p_t = static.exp2_scaled(s_t, c, lse_log2[None, :])
-        ok = mask.allowed(b, q_pos[None, :], k_pos[:, None]) if masked else None
         if masked:
-            p_t = jnp.where(ok, p_t, 0.0)
+            p_t = visible(p_t)
         if want_dv:
             dv = dv + static.dot(p_t.astype(do.dtype), do)
         if want_dk:
             ds_t = p_t * (dp_t - common.load_row(delta_ref.at[g, at], exist)[None, :])
             if masked:
-                ds_t = jnp.where(ok, ds_t, 0.0)
+                ds_t = visible(ds_t)  # also where dp_t is not finite
             dk = dk + static.dot(ds_t.astype(q.dtype), q)
         return dk, dv
 
@@ -81,7 +86,8 @@ def _kernel(
         jnp.zeros(ref.shape, jnp.float32) if wanted else ()
         for ref, wanted in ((k_ref, want_dk), (v_ref, want_dv))
     )
-    # Pallas's interpreter fails on a head number that is a constant, so there even one head gets a loop.
+    # Pallas's interpreter fails on a head number that is a constant, so there even one head gets a
+    # loop.
     loop = groups > 1 or static.interpret
     dk, dv = lax.fori_loop(0, groups, each_head, start) if loop else each_head(0, start)
     if want_dk:
@@ -91,17 +97,17 @@ def _kernel(
 
 
 def pallas_flash_dkv(*refs, static):
-    """dk and dv of one key/value tile of one key/value head."""
+    """Dk and dv of one key/value tile of one key/value head."""
     _kernel(*refs, static=static, want_dk=True, want_dv=True)
 
 
 def pallas_flash_dk(*refs, static):
-    """dk alone."""
+    """Dk alone."""
     _kernel(*refs, static=static, want_dk=True, want_dv=False)
 
 
 def pallas_flash_dv(*refs, static):
-    """dv alone."""
+    """Dv alone."""
     _kernel(*refs, static=static, want_dk=False, want_dv=True)
 
 
@@ -141,7 +147,8 @@ def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret:
         *tables,
         static=static,
         tile=tile,
-        # Key tile 0 comes first: under a causal mask it has the most queries, and heavy tiles should start early.
+        # Key tile 0 comes first: under a causal mask it has the most queries, and heavy tiles
+        # should start early.
         grid=(static.kv.count, p.num_kv_heads, p.batch),
         in_specs=[
             head_rows(p.head_dim),

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash._masks import in_tile, visit
+from pallas_flash._problem import Problem
 from pallas_flash._tiles import Tile
 from pallas_flash._triton import common
-from pallas_flash._problem import Problem
 
 
 def pallas_flash_dq(
@@ -66,7 +66,7 @@ def pallas_flash_dq(
 
 
 def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, interpret: bool):
-    """dq [B, T, N, H] and float32 [B, N, T], whose sum is the gradient of the scale, or None."""
+    """Dq [B, T, N, H] and float32 [B, N, T], whose sum is the gradient of the scale, or None."""
     p = problem
     static, mask = common.make_static(p, tile, flow="kv", interpret=interpret)
     ranges = mask.kv_ranges(static.q, static.kv) if static.edges else None

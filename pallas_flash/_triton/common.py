@@ -1,16 +1,18 @@
 """What the kernels share: products, exponentials, masked loads, and how operands reach a program.
 
-Three habits keep the inner loops lean on a GPU, where issuing instructions, not multiplying, is the limit:
+Three habits keep the inner loops lean on a GPU, where issuing instructions is the limit before
+multiplying is:
 
-* everything is in base 2: exp(scale * s - m) = exp2(c * s - m_log2) with c = scale * log2(e), one multiply-add and one
-  special-function instruction an element;
-* that pair is spelt in PTX, flushing denormals, because XLA neither contracts a product and a difference nor drops the
-  denormal fix-up of its own exp2;
+* everything is in base 2: exp(scale * s - m) = exp2(c * s - m_log2) with c = scale * log2(e), one
+  multiply-add and one special-function instruction an element;
+* that pair is spelt in PTX, flushing denormals, because XLA neither contracts a product and a
+  difference nor drops the denormal fix-up of its own exp2;
 * masks cost nothing on full tiles: `visit` runs them in a loop of their own.
 """
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,8 @@ from pallas_flash._problem import Problem
 
 LOG2E = math.log2(math.e)
 
-# The smallest scale used: -inf * 0 would be NaN where a score is masked, and this one still gives equal weights.
+# The smallest scale used: -inf * 0 would be NaN where a score is masked, and this one still gives
+# equal weights.
 MIN_SCALE = 1e-30
 
 
@@ -31,13 +34,13 @@ MIN_SCALE = 1e-30
 class Static:
     """What a kernel knows when it is compiled."""
 
-    mask: jax.tree_util.PyTreeDef
+    mask: Any
     edges: bool
     q: Tiling
     kv: Tiling
     head_dim: int
     value_dim: int
-    precision: object
+    precision: Any
     interpret: bool
 
     def load_mask(self, refs) -> Mask:
@@ -45,11 +48,11 @@ class Static:
         return jax.tree.unflatten(self.mask, refs)
 
     def dot(self, a, b):
-        """a @ b, accumulated in float32."""
+        """A @ b, accumulated in float32."""
         return self._dot(a, b, 0)
 
     def dot_t(self, a, b):
-        """a @ b.T: matrix units read a transposed operand for free."""
+        """A @ b.T: matrix units read a transposed operand for free."""
         return self._dot(a, b, 1)
 
     def _dot(self, a, b, axis):
@@ -62,17 +65,18 @@ class Static:
         )
 
     def exp2_scaled(self, s, c, shift):
-        """exp2(s * c - shift), elementwise."""
+        """2 to the power of s * c - shift, elementwise."""
         if self.interpret:
             return jnp.exp2(s * c - shift)
         # The negation is free: it folds into the multiply-add.
         return _ptx(
-            "{ .reg .f32 t; neg.ftz.f32 t, $3; fma.rn.ftz.f32 t, $1, $2, t; ex2.approx.ftz.f32 $0, t; }",
+            "{ .reg .f32 t; neg.ftz.f32 t, $3; fma.rn.ftz.f32 t, $1, $2, t; ex2.approx.ftz.f32 "
+            "$0, t; }",
             *jnp.broadcast_arrays(s, c, shift),
         )
 
     def exp2(self, x):
-        """exp2(x), elementwise."""
+        """2 to the power of x, elementwise."""
         return jnp.exp2(x) if self.interpret else _ptx("ex2.approx.ftz.f32 $0, $1;", x)
 
 
@@ -88,9 +92,10 @@ def _ptx(code: str, *args):
 
 
 def load(ref, rows, width: int):
-    """A tile [rows, padded width], zero where `rows` (bool [rows] or None) is False and beyond `width`.
+    """A tile [rows, padded width], zero where `rows` (bool or None) is False and past `width`.
 
-    Widths are padded to a power of two because the compiler has no other tiles, so every load of one is masked.
+    Widths are padded to a power of two because the compiler has no other tiles, so every load of
+    one is masked.
     """
     mask = _tile_mask(ref.shape[-1], rows, width)
     if mask is None:
@@ -129,17 +134,19 @@ def existing(tiling: Tiling, positions):
 
 
 def seen_keys(mask: Mask, b, q_pos, k_pos):
-    """bool [block_kv]: which keys any query of the tile sees.
+    """Bool [block_kv]: which keys any query of the tile sees.
 
-    Masked tiles load only these: what nothing sees may hold NaN, and 0 * NaN is NaN, or may not exist at all. The
-    predicate is evaluated anew and transposed: reusing the one for the scores would keep it in registers across the
+    Masked tiles load only these: what nothing sees may hold NaN, and 0 * NaN is NaN, or may not
+        exist at all. The
+    predicate is evaluated anew and transposed: reusing the one for the scores would keep it in
+        registers across the
     first product, and this way the maximum runs along a row, within a warp.
     """
     return jnp.max(mask.allowed(b, q_pos[None, :], k_pos[:, None]).astype(jnp.int32), axis=1) > 0
 
 
 def seen_queries(mask: Mask, b, q_pos, k_pos):
-    """bool [block_q]: which queries see any key of the tile; as `seen_keys`."""
+    """Bool [block_q]: which queries see any key of the tile; as `seen_keys`."""
     return jnp.max(mask.allowed(b, q_pos[:, None], k_pos[None, :]).astype(jnp.int32), axis=1) > 0
 
 
@@ -177,11 +184,6 @@ def call(kernel, *operands, static: Static, grid, in_specs, out_specs, out_shape
         kernel(*refs, static=static, **options)
 
     body.__name__ = body.__qualname__ = kernel.__name__
-    launch = (
-        {}
-        if static.interpret
-        else {"compiler_params": _compat.compiler_params(tile.num_warps, tile.num_stages)}
-    )
     return pl.pallas_call(
         body,
         grid=grid,
@@ -190,12 +192,14 @@ def call(kernel, *operands, static: Static, grid, in_specs, out_specs, out_shape
         out_shape=[_compat.varying_like(shape, dtype, *operands) for shape, dtype in out_shapes],
         interpret=static.interpret,
         name=kernel.__name__,
-        **launch,
+        compiler_params=None
+        if static.interpret
+        else _compat.compiler_params(tile.num_warps, tile.num_stages),
     )(*operands)
 
 
 def make_static(problem: Problem, tile, *, flow: str, interpret: bool) -> tuple[Static, Mask]:
-    """The static part of a kernel over `tile` past which tiles of `flow` ("q" or "kv") stream, and its mask."""
+    """What a kernel over `tile` knows, and its mask; tiles of `flow` ("q" or "kv") stream past."""
     q = Tiling(problem.q_len, block_for(problem.q_len, tile.block_q))
     kv = Tiling(problem.kv_len, block_for(problem.kv_len, tile.block_kv))
     mask = problem.mask.within(**{flow: dict(q=q, kv=kv)[flow]})
@@ -213,7 +217,7 @@ def make_static(problem: Problem, tile, *, flow: str, interpret: bool) -> tuple[
 
 
 def tables(mask: Mask, ranges, tile_of, *, tile_axis: int = 1, batch_axis: int = 3):
-    """The operands that describe the mask, and their specs: the tile ranges, then the arrays of the mask's leaves.
+    """The operands that describe the mask, and their specs: tile ranges, then the mask's arrays.
 
     Args:
         mask: its arrays are given to every program whole.
@@ -235,7 +239,7 @@ def tables(mask: Mask, ranges, tile_of, *, tile_axis: int = 1, batch_axis: int =
 
 
 def load_tables(refs, static: Static, flow: Tiling):
-    """One program's tile range over `flow`, and its mask with references for arrays; the other end of `tables`."""
+    """One program's tile range over `flow`, and its mask of references: what `tables` handed in."""
     if not static.edges:
         return (0, 0, flow.count, flow.count), static.load_mask(refs)
     ranges_ref, *refs = refs
@@ -243,16 +247,19 @@ def load_tables(refs, static: Static, flow: Tiling):
 
 
 class QueryTiles:
-    """The grid and the specs of kernels in which a query tile stays: grid axes group, tile, key/value head, example.
+    """The grid and the specs of kernels in which a query tile stays.
 
-    Query heads that share keys and values are neighbours on the fastest axis, so that they meet in the L2 cache.
+    Grid axes: query head of its group, query tile, key/value head, example.
+    Query heads that share keys and values are neighbours on the fastest axis, so that they meet in
+    the L2 cache.
     """
 
     def __init__(self, problem: Problem, static: Static, *, latest_first: bool):
         p, count = problem, static.q.count
         self.problem, self.static = problem, static
         self.grid = (p.groups, count, p.num_kv_heads, p.batch)
-        # Under a causal mask the last tiles have the most work; they start first, so that none is left over at the end.
+        # Under a causal mask the last tiles have the most work; they start first, so that none is
+        # left over at the end.
         self.tile_of = (lambda i: count - 1 - i) if latest_first else (lambda i: i)
 
     def rows(self, width: int) -> pl.BlockSpec:

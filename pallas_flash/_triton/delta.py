@@ -2,22 +2,23 @@
 
     delta = rowsum(o * do) - dlse
 
-dlse, the cotangent of the LSE, enters here and nowhere else: d lse_i / d s_ij = p_ij, so it adds p * dlse to ds.
+dlse, the cotangent of the LSE, enters here and nowhere else: d lse_i / d s_ij = p_ij, so it adds p
+    * dlse to ds.
 """
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash._masks import Tiling, in_tile
+from pallas_flash._problem import Problem
 from pallas_flash._tiles import Tile
 from pallas_flash._triton import common
-from pallas_flash._problem import Problem
 
 _TILE = Tile(block_q=64, block_kv=16, num_warps=4, num_stages=1)
 
 
 def pallas_flash_delta(o_ref, do_ref, *refs, static: common.Static):
-    """delta for the rows of one tile of one head."""
+    """Delta for the rows of one tile of one head."""
     *dlse_ref, delta_ref = refs
     rows = common.existing(static.q, in_tile(pl.program_id(0), static.q.block))
     o, do = (

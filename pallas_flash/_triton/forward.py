@@ -1,20 +1,22 @@
 """o and lse for one query tile, keys and values streamed past it.
 
-    s    = q @ k.T                                        raw products                     [block_q, block_kv]
-    m'   = max(m, c * rowmax(s))                          c = scale * log2(e), so base 2   [block_q]
-    p    = exp2(c * s - m')     alpha = exp2(m - m')
+    s    = q @ k.T                                                      [block_q, block_kv]
+    m'   = max(m, c * rowmax(s))    c = scale * log2(e), so base 2      [block_q]
+    p    = exp2(c * s - m')         alpha = exp2(m - m')
     l    = alpha * l + rowsum(p)
-    acc  = alpha * acc + p @ v                                                             [block_q, V]
+    acc  = alpha * acc + p @ v                                          [block_q, V]
 
     at the end    o = acc / l    lse_log2 = m + log2(l)
 
-m and l are the online softmax of Milakov and Gimelshein (2018), the loop order that of FlashAttention-2 (Dao, 2023).
+m and l are the online softmax of Milakov and Gimelshein (2018), the loop order that of
+FlashAttention-2 (Dao, 2023).
 
-Overlap. Taken in that order, the exponentials wait for q @ k.T and p @ v waits for them, so that matrix and special-function
-units take turns. Over full tiles the loop therefore carries p one tile late and issues p @ v of the tile before ahead of the
-softmax of this one: the compiler waits for a product only where its result is used, which is after the next q @ k.T, and
-the exponentials run under it. The sums are the same. p is carried in float32, because a loop-carried 16-bit operand would
-be put in shared memory, and waited for.
+Overlap. Taken in that order, the exponentials wait for q @ k.T and p @ v waits for them, so that
+matrix and special-function units take turns. Over full tiles the loop therefore carries p one tile
+late and issues p @ v of the tile before ahead of the softmax of this one: the compiler waits for a
+product only where its result is used, which is after the next q @ k.T, and the exponentials run
+under it. The sums are the same. p is carried in float32, because a loop-carried 16-bit operand
+would be put in shared memory, and waited for.
 """
 
 import jax.numpy as jnp
