@@ -116,14 +116,21 @@ class TileSizes:
         )
 
 
-# (padded head size, bytes of an element): chosen by registers, spills and instructions an element
-# of compiled code.
-_TABLE = {
+# Tiles by (padded head size, bytes of an element), chosen by what the compiler makes of them: no
+# spills in loops, then the fewest instructions for an element, then two programs to a core.
+# Hopper and newer data-centre GPUs multiply asynchronously, which is what `overlap` needs.
+_ASYNCHRONOUS = {
     (64, 2): TileSizes(
-        forward=Tile(128, 128, 8, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 128, 4, 2), overlap=True
+        forward=Tile(128, 128, 8, 2),
+        dkv=Tile(64, 64, 4, 2),
+        dq=Tile(64, 128, 4, 2),
+        overlap=True,
     ),
     (128, 2): TileSizes(
-        forward=Tile(128, 128, 8, 2), dkv=Tile(64, 128, 8, 2), dq=Tile(128, 128, 8, 2), overlap=True
+        forward=Tile(128, 128, 8, 2),
+        dkv=Tile(64, 128, 8, 2),
+        dq=Tile(128, 128, 8, 2),
+        overlap=True,
     ),
     (256, 2): TileSizes(
         forward=Tile(128, 64, 8, 2),
@@ -141,10 +148,22 @@ _TABLE = {
         dq=Tile(128, 32, 8, 2),
     ),
     (256, 4): TileSizes(
-        forward=Tile(64, 16, 8, 2),
-        dk=Tile(16, 64, 8, 2),
-        dv=Tile(16, 64, 8, 2),
-        dq=Tile(64, 16, 8, 2),
+        # These spill. Without spills (half the rows that stay) they take half as many instructions
+        # again, because the matrix instructions then want more rows than there are.
+        forward=Tile(64, 16, 4, 2),
+        dk=Tile(16, 64, 4, 2),
+        dv=Tile(16, 64, 4, 2),
+        dq=Tile(64, 16, 4, 2),
+    ),
+}
+_SYNCHRONOUS = _ASYNCHRONOUS | {
+    (64, 2): TileSizes(forward=Tile(128, 64, 4, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
+    (128, 2): TileSizes(forward=Tile(128, 64, 8, 2), dkv=Tile(32, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
+    (256, 2): TileSizes(
+        forward=Tile(64, 32, 4, 2),
+        dk=Tile(32, 64, 8, 2),
+        dv=Tile(32, 64, 8, 2),
+        dq=Tile(64, 32, 8, 2),
     ),
 }
 
@@ -187,7 +206,8 @@ def choose(
     """
     width = max(64, 1 << (max(head_dim, value_dim) - 1).bit_length())
     limit = shared_memory_limit(capability)
-    default = _TABLE[width, itemsize]
+    asynchronous = capability is None or (9, 0) <= capability < (12, 0)
+    default = (_ASYNCHRONOUS if asynchronous else _SYNCHRONOUS)[width, itemsize]
     for name in KERNELS:
         tile = getattr(default, name)
         while tile is not None and _shared_bytes(name, tile, width, itemsize) > limit:

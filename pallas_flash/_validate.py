@@ -268,9 +268,13 @@ def _band(batch, q_len, kv_len, *, causal, window, offset) -> Band:
         return Band(low, high)
     if not _is_array(offset):
         raise TypeError(
-            f"`query_offset` must be an int or an int32 array [B]; got {_describe(offset)}. "
+            f"`query_offset` must be an int, an int32 scalar or int32 [B]; got "
+            f"{_describe(offset)}. "
             "Use 0 for queries and keys that start together."
         )
+    if offset.ndim == 0:
+        # One traced number for the batch, such as the fill of a cache.
+        offset = jnp.broadcast_to(offset, (batch,))
     offset = _integers("query_offset", offset, (batch,), "[B]")
     return Band() if low is None and high is None else Band(low, high, offset)
 

@@ -222,7 +222,10 @@ class Text(NamedTuple):
     @property
     def sha256(self) -> str:
         """A hash of both sides, which tells whether a resumed run reads the same text."""
-        return hashlib.sha256(self.train.tobytes() + b"|" + self.held_out.tobytes()).hexdigest()
+        digest = hashlib.sha256(self.train)
+        digest.update(b"|")
+        digest.update(self.held_out)
+        return digest.hexdigest()
 
 
 def read_files(config: TrainConfig) -> list[tuple[str, bytes]]:
@@ -671,7 +674,8 @@ def describe(config: TrainConfig, text: Text, params):
     model, device = config.model, jax.devices()[0]
     explanation = explain_attention(config)
     count = sum(x.size for x in jax.tree.leaves(params))
-    say("device", f"{device.platform} ({device.device_kind}), {os.cpu_count()} CPU cores")
+    unused = f", {jax.device_count() - 1} more not used" if jax.device_count() > 1 else ""
+    say("device", f"{device.platform} ({device.device_kind}{unused}), {os.cpu_count()} CPU cores")
     say(
         "versions",
         f"python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}, "
@@ -900,8 +904,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart", action="store_true", default=False, help="delete a run found in out_dir first"
     )
-    for title, cls in (("model", GPTConfig), ("training", TrainConfig)):
-        group, docs = parser.add_argument_group(title), attribute_docs(cls)
+    # Here, unlike in the model, the type has a default that depends on the device.
+    dtype = {"dtype": "Type of the activations; auto is bfloat16 on a GPU and float32 elsewhere."}
+    for title, cls, other_docs in (("model", GPTConfig, dtype), ("training", TrainConfig, {})):
+        group, docs = parser.add_argument_group(title), attribute_docs(cls) | other_docs
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if field.name in ("model", "vocab_size"):
@@ -959,7 +965,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print()
-        say("stopped", f"without a checkpoint of the last steps; continue with: {command}")
+        say("stopped", f"at once, without a new checkpoint; continue with: {command}")
         return 130
 
     if result.interrupted:

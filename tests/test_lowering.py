@@ -21,8 +21,9 @@ import pallas_flash
 from pallas_flash import Tile, TileSizes
 
 # Small, and of different shape for each kernel: a tile number taken from the wrong one shows.
-TILES = TileSizes(forward=Tile(64, 32), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))
-SPLIT = TileSizes(Tile(32, 32), dk=Tile(32, 64), dv=Tile(64, 32), dq=Tile(64, 32))
+TILES = TileSizes(Tile(64, 32), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3), overlap=False)
+# The other order of the forward, and dk and dv in launches of their own.
+OTHER = TileSizes(Tile(32, 32), dk=Tile(32, 64), dv=Tile(64, 32), dq=Tile(64, 32), overlap=True)
 
 every_case = cases.parametrize()
 
@@ -63,9 +64,20 @@ def test_numbers_in_16_bits(case, dtype, kernel_case):
     judge(case, dtype, _evaluated(case, dtype)[0])
 
 
-@cases.parametrize(names=["full", "everything at once"])
-def test_numbers_of_dk_and_dv_apart(case, kernel_case):
-    judge(case, "float32", _evaluated(case, tiles=SPLIT)[0])
+@cases.parametrize(
+    names=[
+        "full",
+        "full, whole tiles",
+        "causal, more queries",
+        "window narrower than a tile gap",
+        "everything at once",
+    ]
+)
+def test_overlapped_forward_with_dk_and_dv_apart(case, kernel_case):
+    results, runs = _evaluated(case, tiles=OTHER)
+    judge(case, "float32", results)
+    _assert_stored_once(runs)
+    _assert_pipelined(case, runs)
 
 
 @cases.parametrize(names=["full", "lengths of zero", "everything at once"])
@@ -139,9 +151,8 @@ def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@every_case
-def test_loops_are_pipelined_and_full_tiles_are_not_masked(case):
-    for run in _evaluated(case)[1]:
+def _assert_pipelined(case, runs):
+    for run in runs:
         kernel = run.kernel
         loops = [loop for loop in ttir.loops(kernel) if loop.dots]
         assert bool(loops) == any(op.name == "tt.dot" for op in ttir.walk(kernel.body))
@@ -155,8 +166,13 @@ def test_loops_are_pipelined_and_full_tiles_are_not_masked(case):
         assert len(unmasked) >= (len(loops) if no_mask_at_all else bool(loops)), kernel.name
 
 
+@every_case
+def test_loops_are_pipelined_and_full_tiles_are_not_masked(case):
+    _assert_pipelined(case, _evaluated(case)[1])
+
+
 @pytest.mark.parametrize(
-    ("tiles", "backward"), [(TILES, ["dkv", "dq"]), (SPLIT, ["dk", "dv", "dq"])]
+    ("tiles", "backward"), [(TILES, ["dkv", "dq"]), (OTHER, ["dk", "dv", "dq"])]
 )
 def test_kernels_and_their_launch(tiles, backward):
     runs = _evaluated(cases.BY_NAME["full"], tiles=tiles)[1]

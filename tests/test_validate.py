@@ -514,7 +514,7 @@ ROWS = [
             f"offset {x!r}",
             lambda x=x: {"query_offset": x},
             TypeError,
-            "`query_offset` must be an int or an int32 array [B]; got ",
+            "`query_offset` must be an int, an int32 scalar or int32 [B]; got ",
         )
         for x in (1.0, None, True, "1", [1, 2])
     ),
@@ -534,7 +534,7 @@ ROWS = [
             ValueError,
             f"`query_offset` must have shape [B] = (2,); got {shape}. Give one number for each",
         )
-        for shape in ((), (1,), (2, 5))
+        for shape in ((1,), (2, 5))
     ),
     Row(
         "one array of ids for T != S",
@@ -755,6 +755,7 @@ SERVED = {
     "offset past int32": lambda: {"query_offset": 2**40, "local_window_size": 3},
     "negative offset past int32": lambda: {"query_offset": -(2**40), "is_causal": True},
     "offsets": lambda: {"query_offset": np.array([2, -3], np.int32), "is_causal": True},
+    "one offset": lambda: {"query_offset": jnp.int32(-1), "is_causal": True},
     "ids as a list of two arrays": lambda: {
         "segment_ids": [np.arange(n, dtype=np.int32).reshape(2, n // 2) // 3 for n in (10, 14)]
     },
@@ -764,6 +765,7 @@ SERVED = {
     "NumPy scale": lambda: {"scale": np.float64(0.3)},
     "NumPy scale in float16": lambda: {"scale": np.float16(-0.3)},
     "integer scale": lambda: {"scale": 2},
+    "negative scale as an array": lambda: {"scale": jnp.float32(-0.5)},
     "scale in bfloat16": lambda: {"scale": jnp.bfloat16(0.3)},
     "precision by name": lambda: {"precision": "HIGHEST"},
     "precision of JAX": lambda: {"precision": jax.lax.Precision.HIGH},

@@ -1,0 +1,145 @@
+"""Memory is linear in the sequence lengths, forward and backward, and what broadcasts stays small.
+
+Nothing runs here: compiled programs tell what they would allocate, jaxprs tell what exists.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import pytest
+from described_gpus import described_gpu
+
+from pallas_flash import attention
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
+
+
+def shapes(q_len: int, kv_len: int, **others) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arguments of `attention`, `others` among them."""
+    query = (BATCH, q_len, HEADS, HEAD_DIM)
+    key = (BATCH, kv_len, KV_HEADS, HEAD_DIM)
+    floats = {"query": query, "key": key, "value": key, "scale": ()}
+    arguments = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in floats.items()}
+    return arguments | others
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def bools(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+
+def value_and_gradients(implementation: str, **options):
+    """Of every input that has a gradient, for a loss that uses the output and the LSE."""
+
+    def run(arguments):
+        names = ("query", "key", "value", "bias", "scale")
+        inputs = {name: arguments[name] for name in names if name in arguments}
+
+        def loss(inputs):
+            call = functools.partial(attention, implementation=implementation, **options)
+            out, lse = call(**(arguments | inputs), return_lse=True)
+            return (out**2).sum() + lse.sum()
+
+        return jax.value_and_grad(loss)(inputs)
+
+    return run
+
+
+OPTIONS = {
+    "no mask": ({}, lambda q_len, kv_len: {}),
+    "causal window": ({"is_causal": True, "local_window_size": 300}, lambda q_len, kv_len: {}),
+    "everything": (
+        {"is_causal": True},
+        lambda q_len, kv_len: {
+            "query_seq_lengths": ints(BATCH),
+            "key_value_seq_lengths": ints(BATCH),
+            "query_offset": ints(BATCH),
+            "segment_ids": (ints(BATCH, q_len), ints(BATCH, kv_len)),
+        },
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# Compiled programs
+# ------------------------------------------------------------------------------------------------
+
+
+def temporary_bytes(implementation: str, length: int, **options) -> int:
+    """What a compiled forward and backward pass allocates besides arguments and results."""
+    run = jax.jit(value_and_gradients(implementation, **options))
+    compiled = run.lower(shapes(length, length)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["no mask", "causal"])
+def test_compiled_memory_is_linear(options):
+    sizes = [temporary_bytes("xla", length, **options) for length in (1024, 2048, 4096)]
+    for size, doubled in itertools.pairwise(sizes):
+        # Something of constant size is among it, so less than twice.
+        assert size < doubled <= 2 * size
+    # Not even one bool for each score of one head would fit.
+    assert sizes[-1] < BATCH * 4096 * 4096
+
+
+def test_this_measurement_sees_what_is_quadratic():
+    sizes = [temporary_bytes("reference", length) for length in (1024, 2048, 4096)]
+    for size, doubled in itertools.pairwise(sizes):
+        assert doubled > 3.9 * size
+    assert sizes[-1] > BATCH * HEADS * 4096 * 4096 * 4
+
+
+# ------------------------------------------------------------------------------------------------
+# Intermediate results
+# ------------------------------------------------------------------------------------------------
+
+# No multiple of any tile: padding could multiply what it pads.
+Q_LEN, KV_LEN = 2007, 3001
+
+
+def largest_result(implementation: str, arguments, **options) -> int:
+    """Elements of the largest array outside of kernels."""
+    with described_gpu("NVIDIA H200"):
+        eqns = jaxprs.trace(value_and_gradients(implementation, **options), arguments)
+    kernels = jaxprs.kernels(eqns)
+    assert len(kernels) == (4 if implementation in ("interpret", "triton") else 0)
+    return max(x.aval.size for e in eqns for x in e.outvars if hasattr(x.aval, "size"))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("implementation", ["triton", "interpret", "xla"])
+def test_scores_never_exist(implementation, name):
+    options, others = OPTIONS[name]
+    arguments = shapes(Q_LEN, KV_LEN, **others(Q_LEN, KV_LEN))
+    assert largest_result(implementation, arguments, **options) < Q_LEN * KV_LEN
+
+
+def test_scores_exist_in_the_dense_definition():
+    arguments = shapes(Q_LEN, KV_LEN)
+    assert largest_result("reference", arguments) == BATCH * HEADS * Q_LEN * KV_LEN
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1), (1, KV_LEN), (Q_LEN, 1), (HEADS, 1, KV_LEN), (BATCH, 1, Q_LEN, 1)],
+    ids=str,
+)
+def test_bias_and_mask_that_broadcast_are_not_expanded(shape):
+    arguments = shapes(Q_LEN, KV_LEN, bias=floats(*shape), mask=bools(*shape))
+    assert largest_result("xla", arguments) < Q_LEN * KV_LEN
+
+
+def test_bias_and_mask_for_all_heads_are_not_repeated():
+    """They are padded to whole tiles, and the bias has a gradient; that is all."""
+    arguments = shapes(Q_LEN, KV_LEN, bias=floats(Q_LEN, KV_LEN), mask=bools(1, 1, Q_LEN, KV_LEN))
+    assert largest_result("xla", arguments) < 2 * Q_LEN * KV_LEN
