@@ -73,8 +73,8 @@ def attention(
             left .. i + right, both ends included; None on one side is unbounded.
         segment_ids: int32 [B, T], or a pair for queries and keys; tokens see only those with their
             own id. Tiles without a common id are skipped.
-        query_offset: position of query 0 among the keys, an int, an int32 scalar or int32 [B]; moves
-            `is_causal` and `local_window_size`.
+        query_offset: position of query 0 among the keys, an int, an int32 scalar or int32 [B]; it
+            moves `is_causal` and `local_window_size`.
         precision: of the matrix products for float32 inputs, a `jax.lax.Precision`, its name, or a
             `jax.lax.DotAlgorithmPreset` that the device supports. None follows
             `jax.default_matmul_precision`, which on GPUs means TF32 (10 bits of mantissa);

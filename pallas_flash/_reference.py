@@ -35,6 +35,8 @@ def attention(problem: Problem):
     alive = total > 0
     total = jnp.where(alive, total, 1)
     o = jnp.einsum("bkgts,bskv->btkgv", weight / total, v, precision=lax.Precision.HIGHEST)
+    # Zero already; this keeps the cotangent of such a row, which may be anything, from v.
+    o = jnp.where(jnp.moveaxis(alive, 3, 1), o, 0)
     lse = jnp.where(alive, m + jnp.log(total), -jnp.inf)[..., 0]
     return (
         o.reshape(*p.query.shape[:3], p.value_dim).astype(p.dtype),

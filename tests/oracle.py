@@ -43,10 +43,13 @@ class Truth:
 
     values: dict[str, np.ndarray]
     terms: dict[str, float]
+    # Exact but for delta = rowsum(o * do), which is taken from o in the inputs' dtype.
+    from_rounded_o: dict[str, np.ndarray]
 
 
 def solve(q, k, v, do, dlse, *, scale=None, bias=None, **conditions) -> Truth:
     """The exact result for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V], [B, T, N]."""
+    dtype = q.dtype
     q, k, v, do, dlse = (np.asarray(x, np.float64) for x in (q, k, v, do, dlse))
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     kk, vv = (np.repeat(x, N // K, axis=2) for x in (k, v))
@@ -63,17 +66,25 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, **conditions) -> Truth:
         lse = (np.where(np.isinf(m), 0, m) + np.log(total))[..., 0].transpose(0, 2, 1)
     o = np.einsum("bnts,bsnv->btnv", p, vv)
     dp = np.einsum("btnv,bsnv->bnts", do, vv)
-    delta = (np.einsum("btnv,btnv->btn", o, do) - dlse).transpose(0, 2, 1)[..., None]
-    ds = p * (dp - delta)
+
+    def delta_of(o):
+        return (np.einsum("btnv,btnv->btn", o, do) - dlse).transpose(0, 2, 1)[..., None]
 
     def group(x):
         return x.reshape(B, S, K, N // K, x.shape[-1]).sum(3)
 
+    def dq_dk(ds):
+        return {
+            "dq": scale * np.einsum("bnts,bsnh->btnh", ds, kk),
+            "dk": group(scale * np.einsum("bnts,btnh->bsnh", ds, q)),
+        }
+
+    delta = delta_of(o)
+    ds = p * (dp - delta)
     values = {
         "o": o,
         "lse": lse,
-        "dq": scale * np.einsum("bnts,bsnh->btnh", ds, kk),
-        "dk": group(scale * np.einsum("bnts,btnh->bsnh", ds, q)),
+        **dq_dk(ds),
         "dv": group(np.einsum("bnts,btnv->bsnv", p, do)),
         "dscale": (ds * raw).sum(),
     }
@@ -92,7 +103,12 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, **conditions) -> Truth:
         "dscale": (size * np.abs(raw)).sum(),
         "dbias": size.sum(),
     }
-    return Truth(values, {name: float(np.linalg.norm(x)) for name, x in terms.items()})
+    rounded = np.asarray(o.astype(dtype), np.float64)
+    return Truth(
+        values,
+        {name: float(np.linalg.norm(x)) for name, x in terms.items()},
+        dq_dk(p * (dp - delta_of(rounded))),
+    )
 
 
 def dense(q, k, v, *, scale=None, bias=None, **conditions):

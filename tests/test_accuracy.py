@@ -1,12 +1,13 @@
-"""Every case of the table: output, LSE and gradients are as accurate as a dense computation in the
-same dtype.
+"""Every case of the table is as accurate as a dense computation in the same dtype.
 
-The measure is the error against float64: at most twice that of the dense computation, in the L2
-    norm and at the worst
-element. Two kinds of rounding are allowed in place of a dense error that is smaller by luck, as
-where one key makes every probability exactly 1: the backward computes p = exp(s - lse) from a
-    float32 LSE, so p has a relative error of about the LSE
-in float32's last place; and results in 16 bits are rounded to their last place.
+The measure is the error of output, LSE and gradients against float64, in the L2 norm and at the
+worst element: at most twice that of the dense computation. Three kinds of rounding are allowed in
+place of a dense error that is smaller by luck, as where one key makes every probability exactly 1:
+
+* the backward computes p = exp(s - lse) from a float32 LSE, so that p has a relative error of about
+  the LSE in float32's last place;
+* the backward takes delta = rowsum(o * do) from the output in the inputs' dtype;
+* results are rounded to that dtype.
 """
 
 import cases
@@ -53,10 +54,11 @@ def judge(case, dtype, results, problem=None):
     for name, ours, theirs in zip(oracle.NAMES, results, baseline, strict=True):
         ours, theirs = (oracle.errors(x, truth, name) for x in (ours, theirs))
         floor = oracle.natural(of_lse, truth, name)
+        of_o = oracle.errors(truth.from_rounded_o.get(name, truth.values[name]), truth, name)
         if name != "lse":
             floor = max(floor, ROUNDING[dtype] / 2)
         for norm in ours:
-            bound = 2 * max(theirs[norm], floor)
+            bound = 2 * max(theirs[norm], floor, of_o[norm])
             if not ours[norm] <= bound:
                 failures.append(
                     f"{name} {norm}: {ours[norm]:.2e} > {bound:.2e} (dense {theirs[norm]:.2e})"
@@ -142,7 +144,7 @@ TILES = [
     (128, 16, 4, 1),
     (32, 64, 2, 3),
     (64, 32, 8, 2),
-    (256, 64, 8, 2),
+    (256, 64, 8, 1),
 ]
 
 
@@ -169,6 +171,6 @@ def test_gradient_of_a_traced_scale(case, implementation, scale):
             *qkv, scale=s, return_lse=True, implementation=implementation, **options
         )
 
-    _, vjp = jax.vjp(call, jnp.float32(scale))
-    (dscale,) = vjp((do, dlse))
+    gradient = oracle.compiled(lambda s: jax.vjp(call, s)[1]((do, dlse)))
+    (dscale,) = gradient(jnp.float32(scale))
     assert abs(dscale - truth.values["dscale"]) <= 8 * ROUNDING["float32"] * truth.terms["dscale"]

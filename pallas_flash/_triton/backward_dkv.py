@@ -114,8 +114,7 @@ def pallas_flash_dv(*refs, static):
 def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret: bool):
     """Those of dk [B, S, K, H] and dv [B, S, K, V] that `kernel` computes, in a list."""
     p = problem
-    static, mask = common.make_static(p, tile, flow="q", interpret=interpret)
-    ranges = mask.q_ranges(static.q, static.kv) if static.edges else None
+    static, mask, ranges = common.make_static(p, tile, flow="q", interpret=interpret)
     tables, table_specs = common.tables(mask, ranges, lambda i: i, tile_axis=0, batch_axis=2)
 
     def head_rows(width):

@@ -68,8 +68,7 @@ def pallas_flash_dq(
 def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, interpret: bool):
     """Dq [B, T, N, H] and float32 [B, N, T], whose sum is the gradient of the scale, or None."""
     p = problem
-    static, mask = common.make_static(p, tile, flow="kv", interpret=interpret)
-    ranges = mask.kv_ranges(static.q, static.kv) if static.edges else None
+    static, mask, ranges = common.make_static(p, tile, flow="kv", interpret=interpret)
     layout = common.QueryTiles(p, static, latest_first=mask.grows)
     tables, table_specs = common.tables(mask, ranges, layout.tile_of)
     out = [(layout.rows(p.head_dim), (p.query.shape, p.dtype))]

@@ -181,7 +181,9 @@ def call(kernel, *operands, static: Static, grid, in_specs, out_specs, out_shape
     """
 
     def body(*refs):
-        kernel(*refs, static=static, **options)
+        # In x64 mode, Python's numbers would make it count in int64 and round from float64.
+        with jax.enable_x64(False):
+            kernel(*refs, static=static, **options)
 
     body.__name__ = body.__qualname__ = kernel.__name__
     return pl.pallas_call(
@@ -198,14 +200,33 @@ def call(kernel, *operands, static: Static, grid, in_specs, out_specs, out_shape
     )(*operands)
 
 
-def make_static(problem: Problem, tile, *, flow: str, interpret: bool) -> tuple[Static, Mask]:
-    """What a kernel over `tile` knows, and its mask; tiles of `flow` ("q" or "kv") stream past."""
+def make_static(problem: Problem, tile, *, flow: str, interpret: bool):
+    """What a kernel over `tile` knows, its mask, and the ranges of the tiles that stream past it.
+
+    Args:
+        problem: the call.
+        tile: block sizes, shortened here where the sequences are.
+        flow: the side that streams past, "q" or "kv".
+        interpret: whether the kernel runs in the interpreter.
+
+    Returns:
+        The static part, the mask as the kernel evaluates it, and `Mask.kv_ranges` or
+        `Mask.q_ranges`, None if every tile is full.
+    """
     q = Tiling(problem.q_len, block_for(problem.q_len, tile.block_q))
     kv = Tiling(problem.kv_len, block_for(problem.kv_len, tile.block_kv))
-    mask = problem.mask.within(**{flow: dict(q=q, kv=kv)[flow]})
+    if flow == "kv":
+        skipping = problem.mask.within(kv=kv)
+        ranges = skipping.kv_ranges(q, kv) if skipping else None
+    else:
+        skipping = problem.mask.within(q=q)
+        ranges = skipping.q_ranges(q, kv) if skipping else None
+    # A ragged end of the tile that stays makes no tile need a mask, as its rows are not stored. But
+    # where there is a mask, what only those rows would see counts as unseen.
+    mask = problem.mask.within(q=q, kv=kv) if skipping else Mask()
     static = Static(
         mask=jax.tree.structure(mask),
-        edges=bool(mask),
+        edges=bool(skipping),
         q=q,
         kv=kv,
         head_dim=problem.head_dim,
@@ -213,7 +234,7 @@ def make_static(problem: Problem, tile, *, flow: str, interpret: bool) -> tuple[
         precision=problem.precision,
         interpret=interpret,
     )
-    return static, mask
+    return static, mask, ranges
 
 
 def tables(mask: Mask, ranges, tile_of, *, tile_axis: int = 1, batch_axis: int = 3):

@@ -33,7 +33,7 @@ def pallas_flash_delta(o_ref, do_ref, *refs, static: common.Static):
 def delta(problem: Problem, o, do, dlse, *, interpret: bool):
     """float32 [B, N, T] from o and do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
     p = problem
-    static, _ = common.make_static(p, _TILE, flow="q", interpret=interpret)
+    static, *_ = common.make_static(p, _TILE, flow="q", interpret=interpret)
     tiles: Tiling = static.q
     wide = pl.BlockSpec(
         (None, tiles.block, None, common.padded(p.value_dim)), lambda i, n, b: (b, i, n, 0)

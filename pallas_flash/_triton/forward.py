@@ -106,8 +106,7 @@ def pallas_flash_forward(
 def forward(problem: Problem, tile: Tile, *, overlap: bool, interpret: bool):
     """The output [B, T, N, V] and `lse_log2` float32 [B, N, T]."""
     p = problem
-    static, mask = common.make_static(p, tile, flow="kv", interpret=interpret)
-    ranges = mask.kv_ranges(static.q, static.kv) if static.edges else None
+    static, mask, ranges = common.make_static(p, tile, flow="kv", interpret=interpret)
     layout = common.QueryTiles(p, static, latest_first=mask.grows)
     tables, table_specs = common.tables(mask, ranges, layout.tile_of)
     return common.call(
