@@ -258,10 +258,9 @@ def test_traced_scale_of_any_sign(implementation):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "modes", "order"),
-    [("reference", ("fwd", "rev"), 2), ("xla", ("rev",), 1)],
+    ("implementation", "modes"), [("reference", ("fwd", "rev")), ("xla", ("rev",))]
 )
-def test_gradients_are_those_of_finite_differences(implementation, modes, order):
+def test_gradients_are_those_of_finite_differences(implementation, modes):
     with jax.enable_x64(True):
         arguments = draw_all("bias", "scale", "key_value_seq_lengths")
         # Every query sees a key, because there are no differences of -inf.
@@ -274,7 +273,7 @@ def test_gradients_are_those_of_finite_differences(implementation, modes, order)
             fn = masked(implementation, return_lse=True, key_value_seq_lengths=lengths)
             return fn(named)
 
-        jax.test_util.check_grads(fn, floats, order=order, modes=modes)
+        jax.test_util.check_grads(fn, floats, order=1, modes=modes)
 
 
 # ------------------------------------------------------------------------------------------------
