@@ -187,8 +187,6 @@ CASES = {
     "one key": Case(kv_len=1),
     "as many heads of keys as of queries": Case(kv_heads=HEADS),
     "one head of keys": Case(kv_heads=1),
-    "one head": Case(heads=1, kv_heads=1),
-    "no batch axis": Case(batch=None),
     "scale": Case(lambda rng: {"scale": 0.3}),
     "negative scale": Case(lambda rng: {"scale": -0.7}),
     "scale 0": Case(lambda rng: {"scale": 0}),
@@ -226,7 +224,6 @@ CASES = {
         lambda rng: {"bias": normal(rng, Q_LEN, 1), "mask": some(rng, 1, Q_LEN, KV_LEN)},
         batch=None,
     ),
-    "float16": Case(dtype=jnp.float16),
     "bfloat16": Case(dtype=jnp.bfloat16),
     "bfloat16 with float32 bias": Case(
         lambda rng: {"bias": normal(rng, HEADS, Q_LEN, KV_LEN)}, dtype=jnp.bfloat16
@@ -307,11 +304,11 @@ def test_positional_bias_and_mask_and_numpy_inputs():
     positional = [numpy.pop(name) for name in names]
     want = run(theirs, call, call.cotangent)["output"]
     dead = dead_rows(call)
-    assert dead.any() and not dead.all()
-    for name in ("xla", "reference"):
-        got = OURS[name](*positional, **numpy, **call.static)
-        assert isinstance(got, jax.Array)
-        np.testing.assert_allclose(got[~dead], want[~dead], rtol=1e-5, atol=1e-6)
+    got = OURS["xla"](*positional, **numpy, **call.static)
+    assert isinstance(got, jax.Array)
+    tolerance = float(jnp.finfo(jnp.float32).eps) ** 0.5
+    np.testing.assert_allclose(got[~dead], want[~dead], tolerance, tolerance)
+    np.testing.assert_array_equal(got[dead], 0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -353,11 +350,15 @@ def test_residual(implementation, dtype):
 
 def test_residual_without_a_batch_axis():
     call = make(CASES["no batch axis, lengths"])
-    for name in ("xla", "reference"):
-        out, residual = OURS[name](
-            **call.floats, **call.arrays, **call.static, return_residual=True
-        )
-        assert (out.shape, residual.shape) == ((Q_LEN, HEADS, HEAD_DIM), (Q_LEN, HEADS))
+
+    def run(fn):
+        pair = functools.partial(fn, return_residual=True, **call.static)
+        return jax.eval_shape(lambda arrays: pair(**arrays), call.floats | call.arrays)
+
+    want = run(theirs)
+    assert [x.shape for x in want] == [(Q_LEN, HEADS, HEAD_DIM), (Q_LEN, HEADS)]
+    for fn in OURS.values():
+        assert [(x.shape, x.dtype) for x in run(fn)] == [(x.shape, x.dtype) for x in want]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])

@@ -609,7 +609,9 @@ def test_a_run_without_its_metrics_is_not_resumed(config, monkeypatch):
 
 def test_every_field_is_a_flag_with_a_help():
     named = {}
-    for action in train_gpt.make_parser()._actions:
+    parser = train_gpt.make_parser()
+    assert "auto is bfloat16 on a GPU" in " ".join(parser.format_help().split())
+    for action in parser._actions:
         named[action.dest] = action.help
     expected = set(train_gpt.flat_config(TINY)) - {"vocab_size"}
     assert set(named) == expected | {"preset", "restart", "help"}
