@@ -1,6 +1,7 @@
 """Attention and its gradients in NumPy and float64, sharing no line with the package."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -111,12 +112,27 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, **conditions) -> Truth:
     )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(dtype, s):
+    """The identity, whose cotangent is rounded to the dtype of the product's operands.
+
+    Matrix units multiply 16-bit numbers, so ds is rounded before it meets q and k, as it is by
+    jax.nn's dense attention; automatic differentiation alone would leave it in float32.
+    """
+    return s
+
+
+_product.defvjp(
+    lambda dtype, s: (s, None), lambda dtype, _, ds: (ds.astype(dtype).astype(ds.dtype),)
+)
+
+
 def dense(q, k, v, *, scale=None, bias=None, **conditions):
     """Dense attention in plain JAX: products of the inputs' dtype, softmax in float32."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     kk, vv = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    s = jnp.einsum("btnh,bsnh->bnts", q, kk, preferred_element_type=wide)
+    s = _product(q.dtype, jnp.einsum("btnh,bsnh->bnts", q, kk, preferred_element_type=wide))
     s = s * (H**-0.5 if scale is None else scale)
     if bias is not None:
         s = s + bias
