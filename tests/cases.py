@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -176,7 +175,3 @@ def poison(case: Case, qkv, cotangents, options):
     q, do = (jnp.where(by_query, x, jnp.nan) for x in (q, do))
     k, v = (jnp.where(by_key, x, jnp.nan) for x in (k, v))
     return (q, k, v), (do, jnp.where(by_query[..., 0], dlse, jnp.nan))
-
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"

@@ -1,0 +1,98 @@
+"""The table of cases on a real GPU, in every dtype and at lengths of many tiles: `pytest -m gpu`.
+
+What only a card can show: hardware rounding (TF32, exp2), asynchronous copies and products, and
+that no program writes where another does.
+"""
+
+import dataclasses
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from test_accuracy import judge, measured
+
+import pallas_flash
+
+pytestmark = pytest.mark.gpu
+
+# (dtype, matrix products): float32 as it comes, in TF32, and as IEEE has it.
+NUMBERS = [
+    ("bfloat16", None),
+    ("float16", None),
+    ("float32", None),
+    ("float32", "highest"),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu():
+    assert jax.default_backend() == "gpu", "`-m gpu` needs a GPU and a JAX that sees it."
+
+
+@cases.parametrize()
+@pytest.mark.parametrize("dtype, precision", NUMBERS, ids=["bf16", "f16", "tf32", "ieee"])
+def test_kernels(case, dtype, precision, kernel_case):
+    """The rule of test_accuracy; the dense computation is multiplied in the same precision."""
+    case = case.scaled(8)
+    with jax.default_matmul_precision(precision or "default"):
+        judge(case, dtype, measured(case, dtype, "triton"))
+
+
+@cases.parametrize(names=["full", "causal", "everything at once", "lengths of zero"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_head_sizes(case, head_dim, kernel_case):
+    """Each has tiles of its own in the table."""
+    case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
+    judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
+
+
+@cases.parametrize(names=["full", "causal, whole tiles", "documents, causal, long"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_overlap_changes_nothing_but_time(case, dtype, kernel_case):
+    """The same sums in the same order, whether exponentials run under products or between them."""
+    case = dataclasses.replace(case.scaled(6), H=64, V=64)
+    results = [
+        measured(case, dtype, "triton", tile_sizes=pallas_flash.TileSizes(overlap=overlap))
+        for overlap in (False, True)
+    ]
+    for name, a, b in zip(oracle.NAMES, *results, strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        finite = np.isfinite(a)
+        assert np.array_equal(finite, np.isfinite(b)), name
+        unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-10  # TF32
+        assert np.abs(a - b)[finite].max() <= unit * np.abs(a[finite]).max(), name
+
+
+@cases.parametrize(names=["full", "causal", "everything at once"])
+def test_twenty_runs_give_the_same_bits(case, kernel_case):
+    """A race or an asynchronous product read too early would show here."""
+    case = dataclasses.replace(case.scaled(12), H=64, V=64)
+    qkv, cotangents, options = case.problem("bfloat16")
+
+    def call(q, k, v):
+        return pallas_flash.attention(q, k, v, return_lse=True, implementation="triton", **options)
+
+    run = jax.jit(lambda *x: oracle.differentiate(call, *x))
+    first = jax.tree.map(np.asarray, run(*qkv, *cotangents))
+    for _ in range(20):
+        for name, a, b in zip(oracle.NAMES, first, run(*qkv, *cotangents), strict=True):
+            np.testing.assert_array_equal(a, np.asarray(b), err_msg=name)
+
+
+@cases.parametrize(names=["lengths", "causal, first queries see nothing", "everything at once"])
+def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
+    case = case.scaled(4)
+    qkv, cotangents, options = case.problem()
+    clean = measured(case, "float32", "triton")
+    poisoned = (*cases.poison(case, qkv, cotangents, options), options)
+    results = measured(case, "float32", "triton", poisoned)
+    for name, a, b in zip(oracle.NAMES, clean, results, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
+
+
+def test_the_kernels_are_the_default_here():
+    x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
+    assert pallas_flash.explain(x, x, x).implementation == "triton"
