@@ -33,12 +33,15 @@ class Plan:
     implementation: str
     tiles: TileSizes = _NO_TILES
 
+    # Compiled here, so that calls outside of `jit` do not compile loops and kernels each time.
+    @functools.partial(jax.jit, static_argnums=0)
     def forward(self, problem: Problem):
         """The output and `lse_log2` [B, N, T]."""
         if self.implementation == "xla":
             return _xla.forward(problem)
         return self._kernels().forward(problem, self.tiles, interpret=self._interpret)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def backward(self, problem, o, lse_log2, do, dlse, wanted: "Wanted") -> Gradients:
         """The gradients for cotangents do [B, T, N, V] and dlse ([B, T, N] or None)."""
         cotangents = (problem, o, lse_log2, do, dlse)
