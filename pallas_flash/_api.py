@@ -208,6 +208,7 @@ def _plan(problem: Problem, implementation: str, tile_sizes, *, explicit: bool) 
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         itemsize=problem.dtype.itemsize,
+        groups=problem.groups,
         capability=_select.tile_capability(implementation),
     )
     return _vjp.Plan(implementation, tiles)

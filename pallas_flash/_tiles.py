@@ -158,7 +158,7 @@ _ASYNCHRONOUS = {
 }
 _SYNCHRONOUS = _ASYNCHRONOUS | {
     (64, 2): TileSizes(forward=Tile(128, 64, 4, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
-    (128, 2): TileSizes(forward=Tile(128, 64, 8, 2), dkv=Tile(32, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
+    (128, 2): TileSizes(forward=Tile(128, 64, 8, 2), dkv=Tile(32, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
     (256, 2): TileSizes(
         forward=Tile(64, 32, 4, 2),
         dk=Tile(32, 64, 8, 2),
@@ -189,6 +189,7 @@ def choose(
     head_dim: int,
     value_dim: int,
     itemsize: int,
+    groups: int,
     capability: tuple[int, int] | None,
 ) -> TileSizes:
     """The tiles for a problem: those asked for, the rest from the table, fitted to the GPU.
@@ -198,6 +199,7 @@ def choose(
         head_dim: H.
         value_dim: V.
         itemsize: bytes of an element.
+        groups: query heads that share a key/value head.
         capability: compute capability of the GPU; None (unknown, or the interpreter) means that of
             the H100 and H200.
 
@@ -213,6 +215,10 @@ def choose(
         while tile is not None and _shared_bytes(name, tile, width, itemsize) > limit:
             tile = _smaller(name, tile)
             default = dataclasses.replace(default, **{name: tile})
+    if groups > 1:
+        # Compiled for Hopper with masked edges, the overlapped loop then waits after each matrix
+        # instruction; the compiler gives no reason, and the number of registers is not it.
+        default = dataclasses.replace(default, overlap=False)
     if asked is None:
         return default
     for name in KERNELS:

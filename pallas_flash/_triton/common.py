@@ -133,21 +133,26 @@ def existing(tiling: Tiling, positions):
     return positions < tiling.length if tiling.length % tiling.block else None
 
 
-def seen_keys(mask: Mask, b, q_pos, k_pos):
-    """Bool [block_kv]: which keys any query of the tile sees.
+def seen_keys(mask: Mask, b, q_pos, k_pos, rows):
+    """Bool [block_kv]: which keys any query of the tile sees; `rows` are those that exist, or None.
 
     Masked tiles load only these: what nothing sees may hold NaN, and 0 * NaN is NaN, or may not
-        exist at all. The
-    predicate is evaluated anew and transposed: reusing the one for the scores would keep it in
-        registers across the
-    first product, and this way the maximum runs along a row, within a warp.
+    exist at all. The predicate is evaluated anew and transposed: reusing the one for the scores
+    would keep it in registers across the first product, and this way the maximum runs along a row,
+    within a warp.
     """
-    return jnp.max(mask.allowed(b, q_pos[None, :], k_pos[:, None]).astype(jnp.int32), axis=1) > 0
+    return _any(mask.allowed(b, q_pos[None, :], k_pos[:, None]), rows)
 
 
-def seen_queries(mask: Mask, b, q_pos, k_pos):
+def seen_queries(mask: Mask, b, q_pos, k_pos, keys):
     """Bool [block_q]: which queries see any key of the tile; as `seen_keys`."""
-    return jnp.max(mask.allowed(b, q_pos[:, None], k_pos[None, :]).astype(jnp.int32), axis=1) > 0
+    return _any(mask.allowed(b, q_pos[:, None], k_pos[None, :]), keys)
+
+
+def _any(ok, columns):
+    """Whether a row of `ok` holds in any of `columns` (bool, or None for all)."""
+    ok = ok if columns is None else ok & columns[None, :]
+    return jnp.max(ok.astype(jnp.int32), axis=1) > 0
 
 
 def padded(width: int) -> int:
@@ -203,6 +208,9 @@ def call(kernel, *operands, static: Static, grid, in_specs, out_specs, out_shape
 def make_static(problem: Problem, tile, *, flow: str, interpret: bool):
     """What a kernel over `tile` knows, its mask, and the ranges of the tiles that stream past it.
 
+    The mask knows the ragged end of the side that streams past. That of the tile that stays needs
+    none, because its rows are not stored; `seen_keys` and `seen_queries` are told of it.
+
     Args:
         problem: the call.
         tile: block sizes, shortened here where the sequences are.
@@ -216,17 +224,14 @@ def make_static(problem: Problem, tile, *, flow: str, interpret: bool):
     q = Tiling(problem.q_len, block_for(problem.q_len, tile.block_q))
     kv = Tiling(problem.kv_len, block_for(problem.kv_len, tile.block_kv))
     if flow == "kv":
-        skipping = problem.mask.within(kv=kv)
-        ranges = skipping.kv_ranges(q, kv) if skipping else None
+        mask = problem.mask.within(kv=kv)
+        ranges = mask.kv_ranges(q, kv) if mask else None
     else:
-        skipping = problem.mask.within(q=q)
-        ranges = skipping.q_ranges(q, kv) if skipping else None
-    # A ragged end of the tile that stays makes no tile need a mask, as its rows are not stored. But
-    # where there is a mask, what only those rows would see counts as unseen.
-    mask = problem.mask.within(q=q, kv=kv) if skipping else Mask()
+        mask = problem.mask.within(q=q)
+        ranges = mask.q_ranges(q, kv) if mask else None
     static = Static(
         mask=jax.tree.structure(mask),
-        edges=bool(skipping),
+        edges=bool(mask),
         q=q,
         kv=kv,
         head_dim=problem.head_dim,

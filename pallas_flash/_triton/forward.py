@@ -62,7 +62,7 @@ def pallas_flash_forward(
     def step(kv_tile, masked, carry):
         acc, m, l = carry
         k_pos = in_tile(kv_tile, block_kv)
-        keys = common.seen_keys(mask, b, q_pos, k_pos) if masked else None
+        keys = common.seen_keys(mask, b, q_pos, k_pos, rows) if masked else None
         s = scores(kv_tile, keys)
         if masked:
             s = jnp.where(mask.allowed(b, q_pos[:, None], k_pos[None, :]), s, -jnp.inf)
