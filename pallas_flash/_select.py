@@ -129,7 +129,7 @@ def select(problem: Problem, asked: str | None) -> Explanation:
     refused["reference"] = "Only on request: its memory grows with T * S."
     if asked is None:
         if "triton" in refused:
-            chosen, reason = "xla", "the kernels do not serve this call."
+            chosen, reason = "xla", "the fastest that serves this call on this device."
         else:
             chosen, reason = "triton", "the kernels serve this call on this GPU."
             refused["xla"] = "Slower than the kernels, which serve this call."
