@@ -45,7 +45,9 @@ def _compiler_params():
     base = triton().CompilerParams
     try:
         from jax._src.pallas.core import get_lowering_rule, register_lowering_rule
-        from jax._src.pallas.triton import pallas_call_registration as _  # noqa: F401, registers the rule
+
+        # For its effect alone: importing it registers the rule that is looked up below.
+        from jax._src.pallas.triton import pallas_call_registration as _  # noqa: F401
     except ImportError:
         return base
     lower = get_lowering_rule(base, "gpu")

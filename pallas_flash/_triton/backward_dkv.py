@@ -8,8 +8,7 @@
 
 Scores are computed transposed, so that no product needs its accumulator transposed. All query heads
 of the group are summed in the same program: the loop over heads goes around the loop over tiles,
-    which keeps the latter's pipeline.
-Where both sums do not fit in registers the same kernel runs twice, once for each.
+which keeps the latter's pipeline. Where both sums do not fit in registers the same kernel runs twice, once for each.
 """
 
 import jax.numpy as jnp
@@ -97,17 +96,17 @@ def _kernel(
 
 
 def pallas_flash_dkv(*refs, static):
-    """Dk and dv of one key/value tile of one key/value head."""
+    """Computes dk and dv of one key/value tile of one key/value head."""
     _kernel(*refs, static=static, want_dk=True, want_dv=True)
 
 
 def pallas_flash_dk(*refs, static):
-    """Dk alone."""
+    """Computes dk alone."""
     _kernel(*refs, static=static, want_dk=True, want_dv=False)
 
 
 def pallas_flash_dv(*refs, static):
-    """Dv alone."""
+    """Computes dv alone."""
     _kernel(*refs, static=static, want_dk=False, want_dv=True)
 
 

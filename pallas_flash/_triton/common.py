@@ -48,11 +48,11 @@ class Static:
         return jax.tree.unflatten(self.mask, refs)
 
     def dot(self, a, b):
-        """A @ b, accumulated in float32."""
+        """The product a @ b, accumulated in float32."""
         return self._dot(a, b, 0)
 
     def dot_t(self, a, b):
-        """A @ b.T: matrix units read a transposed operand for free."""
+        """The product a @ b.T: matrix units read a transposed operand for free."""
         return self._dot(a, b, 1)
 
     def _dot(self, a, b, axis):
