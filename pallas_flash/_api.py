@@ -48,9 +48,8 @@ def attention(
     together.
 
     Letters: B batch, T query length, S key/value length, N query heads, K key/value heads, H head
-        size of queries and
-    keys, V head size of values. N is a multiple of K; query heads n * N/K .. (n + 1) * N/K - 1
-    share key/value head n.
+    size of queries and keys, V head size of values. N is a multiple of K; query heads n * N/K ..
+    (n + 1) * N/K - 1 share key/value head n.
 
     Args:
         query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64.

@@ -90,7 +90,7 @@ def backward(
     lse, delta = (blocks.split_rows(x[..., None])[..., 0] for x in (jnp.moveaxis(lse, 1, 2), delta))
 
     def tile(i, j, q, k, v, do_i, ok):
-        """The p and ds of one tile, zero where it is masked even if the inputs are not finite there."""
+        """The p and ds of one tile, zero where it is masked, even of inputs not finite there."""
         s = blocks.scores(q, k, i, j, None)
         prob = jnp.exp(s - blocks.rows(lse, i)[..., None])
         dp = blocks.einsum("bkgtv,bksv->bkgts", do_i, v)

@@ -8,7 +8,8 @@
 
 Scores are computed transposed, so that no product needs its accumulator transposed. All query heads
 of the group are summed in the same program: the loop over heads goes around the loop over tiles,
-which keeps the latter's pipeline. Where both sums do not fit in registers the same kernel runs twice, once for each.
+which keeps the latter's pipeline. Where both sums do not fit in registers the same kernel runs
+twice, once for each.
 """
 
 import jax.numpy as jnp

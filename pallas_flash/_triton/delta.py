@@ -2,8 +2,8 @@
 
     delta = rowsum(o * do) - dlse
 
-dlse, the cotangent of the LSE, enters here and nowhere else: d lse_i / d s_ij = p_ij, so it adds p
-    * dlse to ds.
+dlse, the cotangent of the LSE, enters here and nowhere else: d lse_i / d s_ij = p_ij, so it
+adds p * dlse to ds.
 """
 
 import jax.numpy as jnp
