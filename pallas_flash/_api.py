@@ -1,5 +1,6 @@
 """The public call: checks, the choice of an implementation, and the shape of what comes back."""
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_flash import _reference, _select, _tiles, _validate, _vjp
+from pallas_flash import _reference, _select, _tile_cache, _tiles, _validate, _vjp
 from pallas_flash._problem import Problem
 from pallas_flash._select import Explanation
 from pallas_flash._tiles import TileSizes
@@ -86,7 +87,8 @@ def attention(
             Pallas's interpreter (any device, slow), "xla" the same algorithm in plain JAX,
             "reference" the dense definition. What is asked for explicitly is used or raises. See
             `explain`.
-        tile_sizes: sizes of the kernels' tiles, from a tuned table if None.
+        tile_sizes: sizes of the kernels' tiles; what is None is what `tune` found on this GPU, or
+            else from a table.
 
     Returns:
         The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or
@@ -185,6 +187,9 @@ def explain(
     )
     choice = _select.select(problem, implementation)
     _plan(problem, choice.implementation, tile_sizes, explicit=implementation is not None)
+    if tile_sizes is None and _tuned(problem, choice.implementation) is not None:
+        reason = f"{choice.reason} Its tiles are tuned, from {_tile_cache.file()}."
+        choice = dataclasses.replace(choice, reason=reason)
     return choice
 
 
@@ -202,15 +207,28 @@ def _plan(problem: Problem, implementation: str, tile_sizes, *, explicit: bool) 
                 f"implementation={implementation!r}. Drop one of the two."
             )
         return _vjp.Plan(implementation)
-    tiles = _tiles.choose(
-        tile_sizes,
+    tiles = table_tiles(problem, implementation, tile_sizes)
+    if (tuned := _tuned(problem, implementation)) is not None:
+        tiles = (tile_sizes or TileSizes()).or_else(tuned)
+    return _vjp.Plan(implementation, tiles)
+
+
+def table_tiles(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
+    """`_tiles.choose` for a problem."""
+    return _tiles.choose(
+        asked,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         itemsize=problem.dtype.itemsize,
-        groups=problem.groups,
         capability=_select.tile_capability(implementation),
     )
-    return _vjp.Plan(implementation, tiles)
+
+
+def _tuned(problem: Problem, implementation: str) -> TileSizes | None:
+    """What `tune` found for this problem on the GPU that is here, if anything."""
+    if implementation != "triton":
+        return None
+    return _tile_cache.lookup(problem, lambda winner: table_tiles(problem, implementation, winner))
 
 
 def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:

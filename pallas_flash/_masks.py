@@ -19,6 +19,7 @@ Without a full tile, full_start = full_stop = start.
 """
 
 import dataclasses
+import enum
 from typing import Any, NamedTuple, Protocol, dataclass_transform
 
 import jax
@@ -77,6 +78,11 @@ class Leaf(Protocol):
         """For each key tile, the query tiles it meets."""
         ...
 
+    @property
+    def reflexive(self) -> bool:
+        """Whether every query is known to see the key at its own position."""
+        ...
+
 
 @dataclass_transform(frozen_default=True)
 def _leaf(cls):
@@ -125,6 +131,10 @@ class Band:
         low, high = (_shift(side, self.offset) for side in (self.low, self.high))
         return self._range(kv, q, _negate(high), _negate(low))
 
+    @property
+    def reflexive(self):
+        return self.offset is None and (self.low or 0) <= 0 <= (self.high or 0)
+
     @staticmethod
     def _range(stay: Tiling, flow: Tiling, low, high) -> TileRange:
         """Positions stay + low .. stay + high in tiles of `flow`: their union, and their common."""
@@ -161,6 +171,10 @@ class Lengths:
     def q_range(self, q, kv):
         return self._range(kv, q, self.key_value, self.query)
 
+    @property
+    def reflexive(self):
+        return False
+
     @staticmethod
     def _range(stay: Tiling, flow: Tiling, stay_length, flow_length) -> TileRange:
         shape = (1, stay.count)
@@ -180,25 +194,34 @@ class Lengths:
 
 @_leaf
 class Segments:
-    """Query q sees key k when their ids are equal: query int32 [B, T], key_value int32 [B, S]."""
+    """Query q sees key k when their ids are equal: query int32 [B, T], key_value int32 [B, S].
+
+    None for `key_value` means the ids of the queries: they are the same tokens.
+    """
 
     query: Any
-    key_value: Any
+    key_value: Any = None
+
+    @property
+    def _keys(self):
+        return self.query if self.key_value is None else self.key_value
 
     def allowed(self, b, q, k):
         # Ragged tiles ask beyond the ends; the last id stands in, and `Lengths` masks those
         # positions.
-        q, k = (
-            jnp.minimum(q, self.query.shape[-1] - 1),
-            jnp.minimum(k, self.key_value.shape[-1] - 1),
-        )
-        return self.query[b, q] == self.key_value[b, k]
+        q = jnp.minimum(q, self.query.shape[-1] - 1)
+        k = jnp.minimum(k, self._keys.shape[-1] - 1)
+        return self.query[b, q] == self._keys[b, k]
 
     def kv_range(self, q, kv):
-        return _segment_range(self.query, self.key_value, q, kv)
+        return _segment_range(self.query, self._keys, q, kv)
 
     def q_range(self, q, kv):
-        return _segment_range(self.key_value, self.query, kv, q)
+        return _segment_range(self._keys, self.query, kv, q)
+
+    @property
+    def reflexive(self):
+        return self.key_value is None
 
 
 def _segment_range_impl(stay_ids, flow_ids, stay: Tiling, flow: Tiling) -> TileRange:
@@ -269,6 +292,14 @@ class Mask:
         return _intersect([leaf.q_range(q, kv) for leaf in self.leaves], kv.count, q.count)
 
     @property
+    def reflexive(self) -> bool:
+        """Whether every query is known to see the key at its own position, if there is one.
+
+        With T = S nothing is then unseen: neither a key by all queries, nor all keys by a query.
+        """
+        return all(leaf.reflexive for leaf in self.leaves)
+
+    @property
     def grows(self) -> bool:
         """Whether later queries see more keys, so that their tiles should start first."""
         return any(isinstance(leaf, Band) and leaf.high is not None for leaf in self.leaves)
@@ -332,28 +363,35 @@ def in_tile(tile, block: int) -> jax.Array:
     return tile * block + lax.iota(jnp.int32, block)
 
 
-def visit(ranges, step, carry, *, edges: bool = True, full_tiles=None):
-    """Runs `carry = step(tile, masked, carry)` over a range: full tiles first, then both edges.
+class Edges(enum.Enum):
+    """How a kernel meets tiles that need the mask."""
 
-    The order does not matter to the sums. A single loop serves both edges, because leaving one out
-    where it seems statically empty loses tiles whenever the full run is empty and lies at the other
-    end.
+    NONE = "every tile is known to be full"
+    BRANCH = "one loop, with the mask under a branch"
+    APART = "a loop over the full tiles, then one over the others"
+
+
+def visit(ranges, step, carry, edges: Edges):
+    """Runs `carry = step(tile, masked, carry)` over a range.
+
+    The order of tiles does not matter to the sums. Where edges are apart a single loop serves both,
+    because leaving one out where it seems statically empty loses tiles whenever the full run is
+    empty and lies at the other end.
 
     Args:
         ranges: start, full_start, full_stop, stop.
-        step: takes an int32 tile number, whether the mask must be applied (a Python bool), and the
-            carry.
+        step: takes an int32 tile number, whether the mask must be applied (a Python bool, or a
+            traced one under a branch), and the carry.
         carry: any pytree.
-        edges: False if every tile is known to be full.
-        full_tiles: `carry = full_tiles(start, stop, carry)`, used in place of a loop of `step` over
-            the full tiles.
+        edges: how to meet them.
     """
     start, full_start, full_stop, stop = ranges
-    if full_tiles is None:
-        carry = lax.fori_loop(full_start, full_stop, lambda t, c: step(t, False, c), carry)
-    else:
-        carry = full_tiles(full_start, full_stop, carry)
-    if not edges:
+    if edges is Edges.BRANCH:
+        return lax.fori_loop(
+            start, stop, lambda t, c: step(t, (t < full_start) | (t >= full_stop), c), carry
+        )
+    carry = lax.fori_loop(full_start, full_stop, lambda t, c: step(t, False, c), carry)
+    if edges is Edges.NONE:
         return carry
     before = full_start - start
 
@@ -361,3 +399,10 @@ def visit(ranges, step, carry, *, edges: bool = True, full_tiles=None):
         return step(jnp.where(t < before, start + t, full_stop - before + t), True, carry)
 
     return lax.fori_loop(0, before + stop - full_stop, edge, carry)
+
+
+def hidden(masked, hide, x):
+    """`hide(x)` on a tile that is `masked`, a bool of Python's or one computed by the kernel."""
+    if isinstance(masked, bool):
+        return hide(x) if masked else x
+    return lax.cond(masked, hide, lambda x: x, x)

@@ -62,12 +62,10 @@ class TileSizes:
             in registers.
         dv: the kernel for dv alone.
         dq: the kernel for dq; a query tile stays.
-        overlap: whether the forward's exponentials run under the product before; see
-            _triton/forward.py. It costs registers.
 
     Raises:
         ValueError: if `dkv` is mixed with `dk` or `dv`, or one of these two is missing.
-        TypeError: if one is no `Tile`, or `overlap` no bool.
+        TypeError: if one is no `Tile`.
     """
 
     forward: Tile | None = None
@@ -75,14 +73,8 @@ class TileSizes:
     dk: Tile | None = None
     dv: Tile | None = None
     dq: Tile | None = None
-    overlap: bool | None = None
 
     def __post_init__(self):
-        if self.overlap is not None and not isinstance(self.overlap, bool):
-            raise TypeError(
-                f"`overlap` must be True, False or None; got {type(self.overlap).__name__} "
-                f"{self.overlap!r}. Use None for the table's."
-            )
         for name in KERNELS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Tile):
@@ -112,45 +104,38 @@ class TileSizes:
             dk=backward.dk,
             dv=backward.dv,
             dq=self.dq or default.dq,
-            overlap=default.overlap if self.overlap is None else self.overlap,
         )
 
 
-# Tiles by (padded head size, bytes of an element), chosen by what the compiler makes of them: no
-# spills in loops, then the fewest instructions for an element, then two programs to a core.
-# Hopper and newer data-centre GPUs multiply asynchronously, which is what `overlap` needs.
+# Tiles by (padded head size, bytes of an element).
+#
+# Of Hopper and newer data-centre GPUs, in 16 bits: the fastest of those timed on an H200 at 16384
+# tokens, full and causal (docs/performance.md). With three stages two tiles are on their way while
+# a third is worked on; with two, the products wait for memory.
 _ASYNCHRONOUS = {
-    (64, 2): TileSizes(
-        forward=Tile(128, 128, 8, 2),
-        dkv=Tile(64, 64, 4, 2),
-        dq=Tile(64, 128, 4, 2),
-        overlap=True,
-    ),
+    (64, 2): TileSizes(forward=Tile(64, 64, 4, 3), dkv=Tile(64, 64, 4, 3), dq=Tile(128, 64, 4, 3)),
     (128, 2): TileSizes(
-        forward=Tile(128, 128, 8, 2),
-        dkv=Tile(64, 128, 8, 2),
-        dq=Tile(128, 128, 8, 2),
-        overlap=True,
+        forward=Tile(64, 64, 4, 3), dkv=Tile(64, 128, 8, 3), dq=Tile(128, 64, 8, 4)
     ),
     (256, 2): TileSizes(
         forward=Tile(128, 64, 8, 2),
-        dk=Tile(32, 128, 8, 2),
-        dv=Tile(64, 128, 8, 2),
-        dq=Tile(64, 64, 4, 2),
+        dk=Tile(32, 128, 8, 3),
+        dv=Tile(32, 128, 8, 3),
+        dq=Tile(128, 32, 8, 3),
     ),
     (64, 4): TileSizes(
-        forward=Tile(128, 64, 8, 2), dkv=Tile(32, 128, 8, 2), dq=Tile(128, 64, 8, 2)
+        forward=Tile(128, 32, 8, 3), dkv=Tile(32, 128, 8, 3), dq=Tile(128, 64, 8, 2)
     ),
     (128, 4): TileSizes(
-        forward=Tile(128, 32, 8, 2),
-        dk=Tile(16, 128, 8, 2),
+        forward=Tile(128, 32, 8, 3),
+        dk=Tile(16, 128, 8, 3),
         dv=Tile(32, 128, 8, 2),
-        dq=Tile(128, 32, 8, 2),
+        dq=Tile(128, 32, 8, 3),
     ),
     (256, 4): TileSizes(
-        # These spill. Without spills (half the rows that stay) they take half as many instructions
-        # again, because the matrix instructions then want more rows than there are.
-        forward=Tile(64, 16, 4, 2),
+        # These spill; with half the rows that stay they would not, but have too few for the matrix
+        # instructions.
+        forward=Tile(128, 16, 8, 2),
         dk=Tile(16, 64, 4, 2),
         dv=Tile(16, 64, 4, 2),
         dq=Tile(64, 16, 4, 2),
@@ -189,7 +174,6 @@ def choose(
     head_dim: int,
     value_dim: int,
     itemsize: int,
-    groups: int,
     capability: tuple[int, int] | None,
 ) -> TileSizes:
     """The tiles for a problem: those asked for, the rest from the table, fitted to the GPU.
@@ -199,7 +183,6 @@ def choose(
         head_dim: H.
         value_dim: V.
         itemsize: bytes of an element.
-        groups: query heads that share a key/value head.
         capability: compute capability of the GPU; None (unknown, or the interpreter) means that of
             the H100 and H200.
 
@@ -215,10 +198,6 @@ def choose(
         while tile is not None and _shared_bytes(name, tile, width, itemsize) > limit:
             tile = _smaller(name, tile)
             default = dataclasses.replace(default, **{name: tile})
-    if groups > 1:
-        # Compiled for Hopper with masked edges, the overlapped loop then waits after each matrix
-        # instruction; the compiler gives no reason, and the number of registers is not it.
-        default = dataclasses.replace(default, overlap=False)
     if asked is None:
         return default
     for name in KERNELS:

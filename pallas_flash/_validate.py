@@ -313,7 +313,7 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
                 f"array with T={q_len} and "
                 f"S={kv_len}. Pass ([B, T], [B, S])."
             )
-        query = key_value = segment_ids
+        return Segments(_integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
     return Segments(
         _integers("segment_ids", query, (batch, q_len), "[B, T]"),
         _integers("segment_ids", key_value, (batch, kv_len), "[B, S]"),

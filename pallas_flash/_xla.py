@@ -22,7 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash._masks import Mask, Tiling, in_tile, visit
+from pallas_flash._masks import Edges, Mask, Tiling, in_tile, visit
 from pallas_flash._problem import Gradients, Problem
 
 # Scores of a tile in elements per head: big enough for matrix products, small enough for a core's
@@ -59,7 +59,7 @@ def forward(problem: Problem):
         rows = q.shape[:-1]
         fills = (-jnp.inf, rows), (0, rows), (0, (*rows, p.value_dim))
         start = tuple(blocks.full(shape, fill) for fill, shape in fills)
-        m, l, acc = visit(ranges[i], step, start, edges=blocks.edges)
+        m, l, acc = visit(ranges[i], step, start, blocks.edges)
         alive = l > 0
         l = jnp.where(alive, l, 1)
         lse_log2 = jnp.where(alive, (m + jnp.log(l)) * LOG2E, -jnp.inf)
@@ -110,7 +110,7 @@ def backward(
             return dk, dv
 
         start = blocks.full(k.shape, 0), blocks.full(v.shape, 0)
-        dk, dv = visit(q_ranges[j], step, start, edges=blocks.edges)
+        dk, dv = visit(q_ranges[j], step, start, blocks.edges)
         return (dk * p.scale).astype(p.dtype), dv.astype(p.dtype)
 
     def q_tile(sums, i):
@@ -127,7 +127,7 @@ def backward(
 
         dscale, dbias = sums
         start = blocks.full(q.shape, 0), dbias
-        dq, dbias = visit(kv_ranges[i], step, start, edges=blocks.edges)
+        dq, dbias = visit(kv_ranges[i], step, start, blocks.edges)
         if want_scale:
             alive = blocks.rows(lse, i)[..., None] < jnp.inf
             dscale = dscale + jnp.sum(jnp.where(alive, q.astype(dtype) * dq, 0))
@@ -154,7 +154,8 @@ class _Blocks:
         self.q = Tiling(p.q_len, min(BLOCK_Q, p.q_len))
         self.kv = Tiling(p.kv_len, min(BLOCK_KV, p.kv_len))
         self.mask: Mask = p.mask.within(q=self.q, kv=self.kv)
-        self.edges = bool(self.mask) or p.mask_array is not None
+        masked = bool(self.mask) or p.mask_array is not None
+        self.edges = Edges.APART if masked else Edges.NONE
         self._query = self.split_rows(p.query)
         self._key, self._value = (self._split_keys(x) for x in (p.key, p.value))
         self._bias: Any = self._pad_tiles(p.bias)

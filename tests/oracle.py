@@ -44,49 +44,54 @@ class Truth:
 
     values: dict[str, np.ndarray]
     terms: dict[str, float]
-    # Exact but for delta = rowsum(o * do), which is taken from o in the inputs' dtype.
-    from_rounded_o: dict[str, np.ndarray]
+    # Exact but for delta = rowsum(o * do), which is taken from o in the inputs' dtype, and for dp,
+    # whose operands are cut where matrix units cut them.
+    from_rounded: dict[str, np.ndarray]
 
 
-def solve(q, k, v, do, dlse, *, scale=None, bias=None, **conditions) -> Truth:
+def solve(q, k, v, do, dlse, *, scale=None, bias=None, tf32=False, **conditions) -> Truth:
     """The exact result for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V], [B, T, N]."""
     dtype = q.dtype
-    q, k, v, do, dlse = (np.asarray(x, np.float64) for x in (q, k, v, do, dlse))
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
-    kk, vv = (np.repeat(x, N // K, axis=2) for x in (k, v))
     scale = H**-0.5 if scale is None else float(scale)
+
+    def heads_first(x, copies=1):
+        return np.repeat(np.asarray(x, np.float64), copies, axis=2).swapaxes(1, 2)
+
+    def heads_last(x):
+        return x.swapaxes(1, 2)
+
+    def group(x):
+        return heads_last(x.reshape(B, K, N // K, S, x.shape[-1]).sum(2))
+
+    q, do, dlse = heads_first(q), heads_first(do), heads_first(dlse)
+    k, v = heads_first(k, N // K), heads_first(v, N // K)
     ok = visible((B, N, T, S), **conditions)
-    raw = np.einsum("btnh,bsnh->bnts", q, kk)
+    raw = q @ k.mT
     s = scale * raw + (0 if bias is None else np.asarray(bias, np.float64))
     s = np.where(ok, s, -np.inf)
     m = s.max(-1, keepdims=True)
-    e = np.exp(s - np.where(np.isinf(m), 0, m))
+    m = np.where(np.isinf(m), 0, m)
+    e = np.exp(s - m)
     total = e.sum(-1, keepdims=True)
     p = e / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
-        lse = (np.where(np.isinf(m), 0, m) + np.log(total))[..., 0].transpose(0, 2, 1)
-    o = np.einsum("bnts,bsnv->btnv", p, vv)
-    dp = np.einsum("btnv,bsnv->bnts", do, vv)
+        lse = heads_last((m + np.log(total))[..., 0])
+    o = p @ v
 
     def delta_of(o):
-        return (np.einsum("btnv,btnv->btn", o, do) - dlse).transpose(0, 2, 1)[..., None]
-
-    def group(x):
-        return x.reshape(B, S, K, N // K, x.shape[-1]).sum(3)
+        return (o * do).sum(-1, keepdims=True) - dlse[..., None]
 
     def dq_dk(ds):
-        return {
-            "dq": scale * np.einsum("bnts,bsnh->btnh", ds, kk),
-            "dk": group(scale * np.einsum("bnts,btnh->bsnh", ds, q)),
-        }
+        return {"dq": heads_last(scale * (ds @ k)), "dk": group(scale * (ds.mT @ q))}
 
-    delta = delta_of(o)
+    dp, delta = do @ v.mT, delta_of(o)
     ds = p * (dp - delta)
     values = {
-        "o": o,
+        "o": heads_last(o),
         "lse": lse,
         **dq_dk(ds),
-        "dv": group(np.einsum("bnts,btnv->bsnv", p, do)),
+        "dv": group(p.mT @ do),
         "dscale": (ds * raw).sum(),
     }
     if bias is not None:
@@ -96,44 +101,69 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, **conditions) -> Truth:
     # ds is a difference: rounding is judged against the size of what is subtracted.
     size = p * (np.abs(dp) + np.abs(delta))
     terms = {
-        "o": np.einsum("bnts,bsnv->btnv", p, np.abs(vv)),
+        "o": p @ np.abs(v),
         "lse": np.where(np.isinf(lse), 0, 1 + np.abs(lse)),
-        "dq": abs(scale) * np.einsum("bnts,bsnh->btnh", size, np.abs(kk)),
-        "dk": abs(scale) * np.einsum("bnts,btnh->bsnh", size, np.abs(q)),
-        "dv": np.einsum("bnts,btnv->bsnv", p, np.abs(do)),
+        "dq": abs(scale) * (size @ np.abs(k)),
+        "dk": abs(scale) * (size.mT @ np.abs(q)),
+        "dv": p.mT @ np.abs(do),
         "dscale": (size * np.abs(raw)).sum(),
         "dbias": size.sum(),
     }
-    rounded = np.asarray(o.astype(dtype), np.float64)
+    cut_dp = as_tf32(do) @ as_tf32(v).mT if tf32 else dp
     return Truth(
         values,
         {name: float(np.linalg.norm(x)) for name, x in terms.items()},
-        dq_dk(p * (dp - delta_of(rounded))),
+        dq_dk(p * (cut_dp - delta_of(np.asarray(o.astype(dtype), np.float64)))),
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(dtype, s):
-    """The identity, whose cotangent is rounded to the dtype of the product's operands.
+def as_tf32(x):
+    """What matrix units read of float32 numbers: the last 13 bits are dropped."""
+    bits = np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
+    return bits.view(np.float32).astype(np.float64)
 
-    Matrix units multiply 16-bit numbers, so ds is rounded before it meets q and k, as it is by
-    jax.nn's dense attention; automatic differentiation alone would leave it in float32.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _operand(rounded, x):
+    """An operand of a product, `rounded` to what matrix units read."""
+    return rounded(x)
+
+
+_operand.defvjp(lambda rounded, x: (rounded(x), None), lambda rounded, _, dx: (dx,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(rounded, s):
+    """The identity on a product, whose cotangent is `rounded`: it is an operand of the next one.
+
+    jax.nn's dense attention rounds ds so, too; automatic differentiation alone would leave it in
+    float32.
     """
     return s
 
 
-_product.defvjp(
-    lambda dtype, s: (s, None), lambda dtype, _, ds: (ds.astype(dtype).astype(ds.dtype),)
-)
+_product.defvjp(lambda rounded, s: (s, None), lambda rounded, _, ds: (rounded(ds),))
 
 
-def dense(q, k, v, *, scale=None, bias=None, **conditions):
-    """Dense attention in plain JAX: products of the inputs' dtype, softmax in float32."""
+def dense(q, k, v, *, scale=None, bias=None, tf32=False, **conditions):
+    """Dense attention in plain JAX: products of the inputs' dtype or TF32, softmax in float32."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
-    kk, vv = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    s = _product(q.dtype, jnp.einsum("btnh,bsnh->bnts", q, kk, preferred_element_type=wide))
-    s = s * (H**-0.5 if scale is None else scale)
+
+    def rounded(x):
+        if not tf32:
+            # XLA keeps what it may in float32, unless it is stopped.
+            return jax.lax.optimization_barrier(x.astype(q.dtype)).astype(x.dtype)
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    def product(equation, a, b):
+        a, b = (_operand(rounded, x).astype(q.dtype) for x in (a, b))
+        x = jnp.einsum(equation, a, b, preferred_element_type=wide, precision="highest")
+        return _product(rounded, x)
+
+    kk, vv = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+    s = product("btnh,bsnh->bnts", q, kk) * (H**-0.5 if scale is None else scale)
     if bias is not None:
         s = s + bias
     ok = jnp.asarray(visible((B, N, T, S), **conditions))
@@ -145,8 +175,7 @@ def dense(q, k, v, *, scale=None, bias=None, **conditions):
     alive = total > 0
     total = jnp.where(alive, total, 1)
     lse = jnp.where(alive, m + jnp.log(total), -jnp.inf)[..., 0].transpose(0, 2, 1)
-    p = (e / total).astype(v.dtype)
-    return jnp.einsum("bnts,bsnv->btnv", p, vv, preferred_element_type=wide).astype(q.dtype), lse
+    return product("bnts,bsnv->btnv", e / total, vv).astype(q.dtype), lse
 
 
 def differentiate(function, q, k, v, do, dlse):
@@ -155,14 +184,17 @@ def differentiate(function, q, k, v, do, dlse):
     return o, lse, *vjp((do, dlse))
 
 
-# Interpreted kernels run for milliseconds and compile for seconds: LLVM's optimizations are not
-# worth their time here.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# Programs that run once, for milliseconds, and compile for seconds: neither LLVM's optimizations on
+# a CPU nor a search for the fastest matrix product on a GPU is worth its time.
+QUICK = {
+    "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    "gpu": {"xla_gpu_autotune_level": 0},
+}
 
 
 def compiled(function):
-    """jit for tests that run each program once, on a CPU."""
-    return jax.jit(function, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
+    """jit for tests that run each program once."""
+    return jax.jit(function, compiler_options=QUICK[jax.default_backend()])
 
 
 def errors(actual, truth: Truth, name: str) -> dict[str, float]:

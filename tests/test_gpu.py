@@ -35,10 +35,11 @@ def on_a_gpu():
 @cases.parametrize()
 @pytest.mark.parametrize("dtype, precision", NUMBERS, ids=["bf16", "f16", "tf32", "ieee"])
 def test_kernels(case, dtype, precision, kernel_case):
-    """The rule of test_accuracy; the dense computation is multiplied in the same precision."""
-    case = case.scaled(8)
+    """The rule of test_accuracy; the dense computation multiplies the same numbers."""
+    case = case.scaled(5)
     with jax.default_matmul_precision(precision or "default"):
-        judge(case, dtype, measured(case, dtype, "triton"))
+        results = measured(case, dtype, "triton")
+    judge(case, dtype, results, tf32=dtype == "float32" and precision is None)
 
 
 @cases.parametrize(names=["full", "causal", "everything at once", "lengths of zero"])
@@ -47,23 +48,6 @@ def test_head_sizes(case, head_dim, kernel_case):
     """Each has tiles of its own in the table."""
     case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
     judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
-
-
-@cases.parametrize(names=["full", "causal, whole tiles", "documents, causal, long"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_overlap_changes_nothing_but_time(case, dtype, kernel_case):
-    """The same sums in the same order, whether exponentials run under products or between them."""
-    case = dataclasses.replace(case.scaled(6), H=64, V=64)
-    results = [
-        measured(case, dtype, "triton", tile_sizes=pallas_flash.TileSizes(overlap=overlap))
-        for overlap in (False, True)
-    ]
-    for name, a, b in zip(oracle.NAMES, *results, strict=True):
-        a, b = (np.asarray(x, np.float64) for x in (a, b))
-        finite = np.isfinite(a)
-        assert np.array_equal(finite, np.isfinite(b)), name
-        unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-10  # TF32
-        assert np.abs(a - b)[finite].max() <= unit * np.abs(a[finite]).max(), name
 
 
 @cases.parametrize(names=["full", "causal", "everything at once"])

@@ -1,6 +1,7 @@
 """Masks against brute force: what each (query, key) pair and each pair of tiles may be."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash._masks import Band, Lengths, Mask, Segments, Tiling, in_tile, visit
+from pallas_flash._masks import Band, Edges, Lengths, Mask, Segments, Tiling, hidden, in_tile, visit
 
 BATCH = 3
 
@@ -389,40 +390,29 @@ def test_in_tile_gives_all_positions_of_a_tile():
 N_TILES, MARGIN = 6, 3
 
 
-def visits(ranges, **options):
+def visits(ranges, edges):
     """How often each tile is visited, [without, with] the mask; a margin shows visits outside."""
 
     def step(tile, masked, counts):
-        return counts.at[int(masked), tile + MARGIN].add(1)
+        return counts.at[jnp.int32(masked), tile + MARGIN].add(1)
 
-    return visit(ranges, step, jnp.zeros((2, N_TILES + 2 * MARGIN), jnp.int32), **options)
+    return visit(ranges, step, jnp.zeros((2, N_TILES + 2 * MARGIN), jnp.int32), edges)
 
 
-def test_visit_sees_each_tile_once_and_masks_those_that_are_not_full():
+@pytest.mark.parametrize("edges", [Edges.APART, Edges.BRANCH])
+def test_visit_sees_each_tile_once_and_masks_those_that_are_not_full(edges):
     every = itertools.combinations_with_replacement(range(N_TILES + 1), 4)
     ranges = np.array([r for r in every if r[1] < r[2] or r[1] == r[0]], np.int32)
     t = np.arange(-MARGIN, N_TILES + MARGIN)
     start, full_start, full_stop, stop = ranges.T[:, :, None]
     full = (full_start <= t) & (t < full_stop)
     edge = (start <= t) & (t < stop) & ~full
-    counts = jax.jit(jax.vmap(visits))(tuple(ranges.T))
+    counts = jax.jit(jax.vmap(functools.partial(visits, edges=edges)))(tuple(ranges.T))
     np.testing.assert_array_equal(counts, np.stack([full, edge], axis=1))
 
 
-def test_visit_leaves_the_full_tiles_to_a_loop_of_their_own():
-    given = []
-
-    def full_tiles(start, stop, counts):
-        given.append((start, stop))
-        return counts.at[0].add(100)
-
-    counts = np.asarray(visits((1, 2, 4, 5), full_tiles=full_tiles))[:, MARGIN:-MARGIN]
-    assert given == [(2, 4)]
-    assert counts.tolist() == [[100] * N_TILES, [0, 1, 0, 0, 1, 0]]
-
-
 def test_visit_without_edges_never_asks_for_the_mask():
-    counts = np.asarray(visits((0, 0, N_TILES, N_TILES), edges=False))
+    counts = np.asarray(visits((0, 0, N_TILES, N_TILES), Edges.NONE))
     assert counts[0, MARGIN:-MARGIN].tolist() == [1] * N_TILES
     assert counts.sum() == N_TILES
 
@@ -430,4 +420,53 @@ def test_visit_without_edges_never_asks_for_the_mask():
         assert not masked
         return carry
 
-    visit((0, 0, N_TILES, N_TILES), step, 0, edges=False)
+    visit((0, 0, N_TILES, N_TILES), step, 0, Edges.NONE)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_hidden_on_a_masked_tile_is_the_same_with_a_bool_and_a_traced_one(masked):
+    x = jnp.arange(4.0)
+    want = -x if masked else x
+    np.testing.assert_array_equal(hidden(masked, jnp.negative, x), want)
+    traced = jax.jit(lambda m: hidden(m, jnp.negative, x))(masked)
+    np.testing.assert_array_equal(traced, want)
+
+
+REFLEXIVE = [
+    (Band(high=0), True),
+    (Band(low=0, high=0), True),
+    (Band(low=-3), True),
+    (Band(low=-3, high=2), True),
+    (Band(low=1), False),
+    (Band(low=-9, high=-1), False),
+    (Band(high=0, offset=np.zeros(BATCH, np.int32)), False),
+    (Lengths(query=7), False),
+    (Lengths(key_value=np.full(BATCH, 7, np.int32)), False),
+    (Segments(np.zeros((BATCH, 20), np.int32)), True),
+    (Segments(np.zeros((BATCH, 20), np.int32), np.zeros((BATCH, 20), np.int32)), False),
+]
+
+
+@pytest.mark.parametrize("leaf, reflexive", REFLEXIVE)
+def test_reflexive_masks_are_those_whose_diagonal_is_known_to_be_seen(leaf, reflexive):
+    assert Mask((leaf,)).reflexive is reflexive
+    if reflexive:
+        b, t = np.arange(BATCH)[:, None], np.arange(20)
+        assert np.all(leaf.allowed(b, t, t))
+
+
+def test_a_conjunction_is_reflexive_if_all_its_leaves_are():
+    assert Mask().reflexive
+    assert Mask((Band(high=0), Band(low=-4))).reflexive
+    assert not Mask((Band(high=0), Lengths(query=7))).reflexive
+
+
+def test_segments_of_the_same_tokens_need_one_array():
+    ids = np.array([[0, 0, 1, 1, 2]] * BATCH, np.int32)
+    one, two = Segments(ids), Segments(ids, ids)
+    assert len(jax.tree.leaves(one)) == 1
+    tiling = Tiling(5, 2)
+    for a, b in zip(one.kv_range(tiling, tiling), two.kv_range(tiling, tiling), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(one.q_range(tiling, tiling), two.q_range(tiling, tiling), strict=True):
+        np.testing.assert_array_equal(a, b)

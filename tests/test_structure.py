@@ -21,9 +21,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 # What each module of the package may import of the package. A new module needs a line here.
 KERNEL = {"_masks", "_problem", "_tiles", "_triton.common"}
 MAY_IMPORT = {
-    "": {"_api", "_select", "_tiles"},
+    "": {"_api", "_select", "_tiles", "_tune"},
+    "tune": {"_tune", "_tile_cache", "_tiles"},
+    "_tune": {"_api", "_validate", "_select", "_vjp", "_tile_cache", "_tiles", "_problem"},
     "flax": {"_api"},
-    "_api": {"_validate", "_select", "_tiles", "_vjp", "_reference", "_problem"},
+    "_api": {"_validate", "_select", "_tile_cache", "_tiles", "_vjp", "_reference", "_problem"},
+    "_tile_cache": {"_select", "_tiles", "_masks", "_problem", "_compat"},
     "_validate": {"_masks", "_problem"},
     "_select": {"_compat", "_problem"},
     "_vjp": {"_reference", "_xla", "_triton", "_tiles", "_problem", "_compat"},

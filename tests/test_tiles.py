@@ -33,13 +33,12 @@ def needed(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
     return (arrays * stays + 2 * tile.num_stages * flows) * head_dim * itemsize
 
 
-def chosen(asked=None, head_dim=64, value_dim=None, itemsize=2, groups=1, capability=(9, 0)):
+def chosen(asked=None, head_dim=64, value_dim=None, itemsize=2, capability=(9, 0)):
     return choose(
         asked,
         head_dim=head_dim,
         value_dim=value_dim or head_dim,
         itemsize=itemsize,
-        groups=groups,
         capability=capability,
     )
 
@@ -73,9 +72,9 @@ def test_the_larger_head_size_decides():
 
 
 def test_tiles_shrink_only_where_memory_is_small():
-    large = chosen(None, 128, capability=(9, 0))
-    assert chosen(None, 128, capability=None) == large
-    small = chosen(None, 128, capability=(8, 9))
+    assert chosen(None, 128, capability=None) == chosen(None, 128, capability=(9, 0))
+    large = chosen(None, 128, itemsize=4, capability=(8, 0))
+    small = chosen(None, 128, itemsize=4, capability=(8, 9))
     assert small != large
     for kernel, tile in tiles_of(small).items():
         other = getattr(large, kernel)
@@ -95,14 +94,6 @@ def test_a_tile_that_is_asked_for_is_used_and_the_others_come_from_the_table(ker
 
 def test_nothing_asked_for_is_the_table():
     assert chosen(TileSizes()) == chosen(None)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_overlap_is_as_asked_for_or_the_tables(head_dim, overlap):
-    asked = TileSizes(overlap=overlap)
-    assert chosen(asked, head_dim) == dataclasses.replace(chosen(None, head_dim), overlap=overlap)
-    assert chosen(TileSizes(), head_dim).overlap == chosen(None, head_dim).overlap
 
 
 def test_a_split_backward_replaces_the_tile_of_a_joint_one_and_the_reverse():
@@ -145,9 +136,3 @@ def test_tile_sizes_are_values():
     assert TileSizes(forward=tile) != TileSizes(dq=tile)
     with pytest.raises(dataclasses.FrozenInstanceError):
         tile.block_q = 32
-
-
-def test_overlap_is_chosen_where_the_compiler_overlaps():
-    assert chosen().overlap
-    assert not chosen(groups=4).overlap
-    assert chosen(TileSizes(overlap=True), groups=4).overlap

@@ -260,13 +260,6 @@ def bad_tiles():
             TypeError,
             f"`{name}` must be a pallas_flash.Tile or None; got tuple (64, 64).",
         )
-    for x in (1, "yes", np.ones(2), np.True_):
-        yield Row(
-            f"overlap as {type(x).__name__}",
-            lambda x=x: {"tile_sizes": TileSizes(overlap=x)},
-            TypeError,
-            f"`overlap` must be True, False or None; got {type(x).__name__} ",
-        )
     tile = Tile(64, 64)
     for mixed in ("dkv dk", "dkv dv", "dkv dk dv", "dk", "dv"):
         yield Row(

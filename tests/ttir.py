@@ -321,12 +321,14 @@ class Run:
         kernel: what ran.
         outputs: one array for each result.
         touched: for each operand, which of its elements were read.
+        loads: for each operand, how many elements were read, each as often as it was.
         stores: for each result, how often each of its elements was written.
     """
 
     kernel: Kernel
     outputs: list[np.ndarray]
     touched: list[np.ndarray]
+    loads: list[int]
     stores: list[np.ndarray]
 
 
@@ -385,7 +387,7 @@ def run(
         for program in everything if programs is None else programs:
             machine.run_program(program)
     n = len(inputs)
-    return Run(kernel, outputs, machine.touched[:n], machine.stores[n:])
+    return Run(kernel, outputs, machine.touched[:n], machine.loads[:n], machine.stores[n:])
 
 
 class _Machine:
@@ -396,6 +398,7 @@ class _Machine:
         self.num_inputs = len(inputs)
         self.memory = [_signless(x) for x in inputs + outputs]
         self.touched = [np.zeros(x.shape, bool) for x in self.memory]
+        self.loads = [0 for _ in self.memory]
         self.stores = [np.zeros(x.shape, np.int32) for x in self.memory]
         self.program = (0, 0, 0)
         self.values: dict[int, Any] = {}
@@ -484,6 +487,7 @@ class _Machine:
         if pointer.array >= self.num_inputs and not self.stores[pointer.array][active].all():
             raise Fault(f"{self.kernel.name} reads a result that is not written. {op.location}")
         self.touched[pointer.array][active] = True
+        self.loads[pointer.array] += int(mask.sum())
         loaded = np.full(shape, _poison(dtype), dtype) if other is None else np.array(other)
         loaded[mask] = self.memory[pointer.array][active].view(dtype)
         return loaded[()]

@@ -9,9 +9,7 @@ from pallas_flash._triton.forward import forward as _forward
 
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
     """The output [B, T, N, V] and `lse_log2` = LSE * log2(e), float32 [B, N, T]."""
-    return _forward(
-        problem, tiles.tile("forward"), overlap=bool(tiles.overlap), interpret=interpret
-    )
+    return _forward(problem, tiles.tile("forward"), interpret=interpret)
 
 
 def backward(

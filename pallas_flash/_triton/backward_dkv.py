@@ -51,8 +51,10 @@ def _kernel(
         dk, dv = carry
         q_pos = in_tile(q_tile, block_q)
         at = pl.ds(q_tile * block_q, block_q)
-        exist = common.existing(static.q, q_pos) if masked else None
-        rows = common.seen_queries(mask, b, q_pos, k_pos, keys) if masked else None
+        exist = common.existing(static.q, q_pos) if static.unseen and masked else None
+        rows = (
+            common.seen_queries(mask, b, q_pos, k_pos, keys) if static.unseen and masked else None
+        )
 
         def visible(x):
             return jnp.where(mask.allowed(b, q_pos[None, :], k_pos[:, None]), x, 0.0)
@@ -80,7 +82,7 @@ def _kernel(
         def tile(q_tile, masked, carry):
             return step(g, q_tile, masked, carry)
 
-        return visit(ranges, tile, carry, edges=static.edges)
+        return visit(ranges, tile, carry, static.edges)
 
     start = tuple(
         jnp.zeros(ref.shape, jnp.float32) if wanted else ()

@@ -46,7 +46,7 @@ def pallas_flash_dq(
 
     def step(kv_tile, masked, acc):
         k_pos = in_tile(kv_tile, block_kv)
-        keys = common.seen_keys(mask, b, q_pos, k_pos, rows) if masked else None
+        keys = common.seen_keys(mask, b, q_pos, k_pos, rows) if static.unseen and masked else None
         at = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[at, :], keys, static.head_dim)
         v = common.load(v_ref.at[at, :], keys, static.value_dim)
@@ -57,7 +57,7 @@ def pallas_flash_dq(
             ds = jnp.where(mask.allowed(b, q_pos[:, None], k_pos[None, :]), ds, 0.0)
         return acc + static.dot(ds.astype(k.dtype), k)
 
-    acc = visit(ranges, step, jnp.zeros(q.shape, jnp.float32), edges=static.edges)
+    acc = visit(ranges, step, jnp.zeros(q.shape, jnp.float32), static.edges)
     common.store(dq_ref, acc * scale, rows, static.head_dim)
     if want_scale:
         # A row that sees nothing may hold anything, so its product with the zero sum is not taken.

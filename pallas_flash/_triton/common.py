@@ -7,7 +7,7 @@ multiplying is:
   multiply-add and one special-function instruction an element;
 * that pair is spelt in PTX, flushing denormals, because XLA neither contracts a product and a
   difference nor drops the denormal fix-up of its own exp2;
-* masks cost nothing on full tiles: `visit` runs them in a loop of their own.
+* masks cost nothing on full tiles: `visit` passes them by under a branch or in a loop of its own.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import _compat
-from pallas_flash._masks import Mask, Tiling
+from pallas_flash._masks import Edges, Mask, Tiling
 from pallas_flash._problem import Problem
 
 LOG2E = math.log2(math.e)
@@ -35,7 +35,8 @@ class Static:
     """What a kernel knows when it is compiled."""
 
     mask: Any
-    edges: bool
+    edges: Edges
+    unseen: bool  # Whether there may be a key that no query sees, or a query that sees none.
     q: Tiling
     kv: Tiling
     head_dim: int
@@ -136,10 +137,10 @@ def existing(tiling: Tiling, positions):
 def seen_keys(mask: Mask, b, q_pos, k_pos, rows):
     """Bool [block_kv]: which keys any query of the tile sees; `rows` are those that exist, or None.
 
-    Masked tiles load only these: what nothing sees may hold NaN, and 0 * NaN is NaN, or may not
-    exist at all. The predicate is evaluated anew and transposed: reusing the one for the scores
-    would keep it in registers across the first product, and this way the maximum runs along a row,
-    within a warp.
+    Where something may be unseen, masked tiles load only what is seen: the rest may hold NaN, and
+    0 * NaN is NaN, or may not exist at all. The predicate is evaluated anew and transposed: reusing
+    the one for the scores would keep it in registers across the first product, and this way the
+    maximum runs along a row, within a warp.
     """
     return _any(mask.allowed(b, q_pos[None, :], k_pos[:, None]), rows)
 
@@ -205,7 +206,7 @@ def call(kernel, *operands, static: Static, grid, in_specs, out_specs, out_shape
     )(*operands)
 
 
-def make_static(problem: Problem, tile, *, flow: str, interpret: bool):
+def make_static(problem: Problem, tile, *, flow: str, interpret: bool, branch: bool = False):
     """What a kernel over `tile` knows, its mask, and the ranges of the tiles that stream past it.
 
     The mask knows the ragged end of the side that streams past. That of the tile that stays needs
@@ -216,6 +217,7 @@ def make_static(problem: Problem, tile, *, flow: str, interpret: bool):
         tile: block sizes, shortened here where the sequences are.
         flow: the side that streams past, "q" or "kv".
         interpret: whether the kernel runs in the interpreter.
+        branch: whether the kernel can mask under a branch, where nothing is unseen.
 
     Returns:
         The static part, the mask as the kernel evaluates it, and `Mask.kv_ranges` or
@@ -229,9 +231,12 @@ def make_static(problem: Problem, tile, *, flow: str, interpret: bool):
     else:
         mask = problem.mask.within(q=q)
         ranges = mask.q_ranges(q, kv) if mask else None
+    unseen = not (mask.reflexive and q.length == kv.length)
+    apart_or_branch = Edges.BRANCH if branch and not unseen else Edges.APART
     static = Static(
         mask=jax.tree.structure(mask),
-        edges=bool(mask),
+        edges=apart_or_branch if mask else Edges.NONE,
+        unseen=bool(mask) and unseen,
         q=q,
         kv=kv,
         head_dim=problem.head_dim,
@@ -266,7 +271,7 @@ def tables(mask: Mask, ranges, tile_of, *, tile_axis: int = 1, batch_axis: int =
 
 def load_tables(refs, static: Static, flow: Tiling):
     """One program's tile range over `flow`, and its mask of references: what `tables` handed in."""
-    if not static.edges:
+    if static.edges is Edges.NONE:
         return (0, 0, flow.count, flow.count), static.load_mask(refs)
     ranges_ref, *refs = refs
     return [ranges_ref[i] for i in range(4)], static.load_mask(refs)

@@ -1,0 +1,185 @@
+"""The winners of `tune`: the file they are kept in, and the calls they serve.
+
+Tiles that a call asks for come first, then a winner, then the table. A winner serves only a GPU
+that is here: programs for one that is merely described get the table's tiles on every machine.
+
+The file is read once in a process, when tiles are first picked for a GPU, and again after `tune`
+wrote to it; what was compiled before keeps its tiles. PALLAS_FLASH_TUNED in the environment names
+another file, or is 0 for none.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from pallas_flash import _compat, _select
+from pallas_flash._masks import Band, Mask
+from pallas_flash._problem import Problem
+from pallas_flash._tiles import KERNELS, Tile, TileSizes
+
+# The form of the file; one with another number is ignored.
+SCHEMA = 1
+
+
+def file() -> Path | None:
+    """Where winners are kept, None if they are switched off."""
+    named = os.environ.get("PALLAS_FLASH_TUNED", "")
+    if named == "0":
+        return None
+    if named not in ("", "1"):
+        return Path(named)
+    import platformdirs  # Late, because without a GPU it is not needed.
+
+    return platformdirs.user_cache_path("pallas_flash") / "tiles.json"
+
+
+def gpu_here() -> str | None:
+    """The name of the GPU to compile for, None if it is described and not here."""
+    described = _compat.abstract_device()
+    if described is None:
+        return _select.target().description
+    # The mesh of a sharded program describes its GPUs too, and those are here.
+    kinds = {device.device_kind for device in jax.local_devices()}
+    return described.device_kind if described.device_kind in kinds else None
+
+
+def key(problem: Problem, gpu: str) -> str:
+    """What calls must agree in to share a winner, as a line to read.
+
+    * The GPU's name, which implies its compute capability;
+    * the version of JAX and a fingerprint of the kernels: results were checked for what that
+      compiler made of those sources;
+    * the dtype (of float32 also the precision of products), both head sizes, whether query heads
+      share keys;
+    * the mask: "full", "causal" (at any offset) or "other";
+    * both lengths, rounded up to powers of two.
+
+    Batch and number of heads are left out: they repeat the same work.
+    """
+    p = problem
+    dtype = p.dtype.name
+    if dtype == "float32":
+        # JAX defines its options at run time.
+        default = jax.config.jax_default_matmul_precision  # pyright: ignore
+        dtype += f" ({p.precision or default or 'default'})".lower()
+    return (
+        f"{gpu}, jax {jax.__version__}, kernels {_fingerprint()}: {dtype}, H {p.head_dim}, "
+        f"V {p.value_dim}, {'shared' if p.groups > 1 else 'own'} keys, {_kind(p.mask)} mask, "
+        f"T {power_of_2(p.q_len)}, S {power_of_2(p.kv_len)}"
+    )
+
+
+def power_of_2(n: int) -> int:
+    """The smallest that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _kind(mask: Mask) -> str:
+    match mask.leaves:
+        case ():
+            return "full"
+        case (Band(low=None),):
+            return "causal"
+        case _:
+            return "other"
+
+
+@functools.cache
+def _fingerprint() -> str:
+    folder = Path(__file__).parent
+    sources = [*sorted(folder.glob("_triton/*.py")), folder / "_masks.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
+
+
+def lookup(problem: Problem, complete: Callable[[TileSizes], TileSizes]) -> TileSizes | None:
+    """The tiles of a winner for this problem and the GPU that is here, None without one.
+
+    Args:
+        problem: the call.
+        complete: adds what the winner lacks; raises ValueError if a tile does not fit on the GPU.
+    """
+    gpu, path = gpu_here(), file()
+    if gpu is None or path is None or not (winners := read(path)):
+        return None
+    winner = winners.get(key(problem, gpu))
+    try:
+        return None if winner is None else complete(winner)
+    except ValueError as error:
+        return _ignore(path, str(error))
+
+
+@functools.cache
+def read(path: Path) -> dict[str, TileSizes]:
+    """All winners of a file by their keys; none, with a warning, if it is not of `store`'s form."""
+    try:
+        return _parse(path)
+    except FileNotFoundError:
+        return {}
+    except Exception as error:  # Whatever is in the file, attention goes on.
+        _ignore(path, f"{type(error).__name__}: {error}")
+        return {}
+
+
+def _parse(path: Path) -> dict[str, TileSizes]:
+    content = json.loads(path.read_text())
+    if content["schema"] != SCHEMA:
+        raise ValueError(f"schema {content['schema']}, and this version has {SCHEMA}")
+    return {
+        name: TileSizes(**{kernel: Tile(**tile) for kernel, tile in winner.items()})
+        for name, winner in content["winners"].items()
+    }
+
+
+@functools.cache
+def _ignore(path: Path, why: str) -> None:
+    """Says, once for each reason, that the table serves in place of the file."""
+    warnings.warn(
+        f"pallas_flash ignores the tuned tiles in {path} ({why:.200}). Tune again, or remove them "
+        "with `python -m pallas_flash.tune --clear`.",
+        stacklevel=2,
+    )
+
+
+def store(problem: Problem, gpu: str, tiles: TileSizes) -> Path | None:
+    """Adds a winner to the file, in place of one with its key, and returns the file.
+
+    Readers see the file before or after, never a part. What is there and is no file of this kind is
+    kept, with ".bak" after its name.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    path = file()
+    if path is None:
+        return None
+    winners = {}
+    try:
+        winners = _parse(path)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        raise
+    except Exception:
+        os.replace(path, f"{path}.bak")
+    name = key(problem, gpu)
+    # One pass may have been tuned before, and the other now.
+    winners[name] = tiles.or_else(winners.get(name, TileSizes()))
+    content = {
+        name: {k: dataclasses.asdict(tile) for k in KERNELS if (tile := sizes.tile(k))}
+        for name, sizes in winners.items()
+    }
+    part = Path(f"{path}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps({"schema": SCHEMA, "winners": content}, indent=1) + "\n")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    read.cache_clear()
+    return path

@@ -1,0 +1,384 @@
+"""Times tiles for each kernel on the GPU that is here, and keeps the fastest that is right.
+
+    candidates -> compiled, in threads -> checked against plain JAX -> timed in turns -> stored
+
+Each kernel is searched in programs without the others: the space is a sum over kernels, and no
+product. `_tile_cache` keeps the winners and gives them to later calls.
+"""
+
+import concurrent.futures
+import dataclasses
+import inspect
+import itertools
+import math
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+
+from pallas_flash import _api, _select, _tile_cache, _validate
+from pallas_flash._problem import Problem
+from pallas_flash._tile_cache import power_of_2
+from pallas_flash._tiles import Tile, TileSizes
+from pallas_flash._vjp import Plan, Wanted
+
+# The kernels of each pass. Both ways to dk and dv are tried: one kernel, and one for each.
+PASSES = {"forward": ("forward",), "backward": ("dkv", "dk", "dv", "dq")}
+
+# What the kernels of the backward compute, by the names of `Gradients`.
+GRADIENTS = {"dkv": ("key", "value"), "dk": ("key",), "dv": ("value",), "dq": ("query",)}
+
+# The relative L2 error above which a candidate is wrong: 4 roundings to the dtype; what the kernels
+# have by right is below 1. float32 counts as TF32, to which GPUs cut it unless told otherwise.
+ALLOWED = {"float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8, "float32": 4 * 2.0**-10}
+
+# Each candidate is timed once; those within SLOW of the fastest ROUNDS times, taken in turns.
+ROUNDS, ITERATIONS, SLOW = 5, 5, 1.3
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One candidate: its time in ms, or why it has none."""
+
+    kernel: str
+    tile: Tile
+    ms: float | None
+    failure: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What `tune` returns; it prints as a table.
+
+    Attributes:
+        tile_sizes: the fastest tiles; None for kernels of which no candidate was right.
+        trials: every candidate, kernel by kernel, the fastest first.
+        table: the package's own tiles for this call.
+        clock: what was timed, and how.
+        file: where the winner is kept, None if it is not.
+    """
+
+    tile_sizes: TileSizes
+    trials: tuple[Trial, ...]
+    table: TileSizes
+    clock: str
+    file: Path | None = None
+
+    def __str__(self) -> str:
+        lines = []
+        for trial in self.trials:
+            tile, kernel = trial.tile, trial.kernel
+            result = trial.failure if trial.ms is None else f"{trial.ms:.4f} ms"
+            marks = "  table" * (self.table.tile(kernel) == tile)
+            marks += "  winner" * (self.tile_sizes.tile(kernel) == tile)
+            lines.append(f"{kernel:<8}{told(tile)}  {result}{marks}")
+        where = f"stored in {self.file}" if self.file else "not stored"
+        return "\n".join([*lines, f"{self.clock}; {where}"])
+
+
+def told(tile: Tile) -> str:
+    """A tile as a column of a table."""
+    blocks = f"{tile.block_q} x {tile.block_kv}"
+    return f"{blocks:>9}, {tile.num_warps} warps, {tile.num_stages} stages"
+
+
+def tune(
+    query,
+    key,
+    value,
+    *,
+    passes: Sequence[str] = ("forward", "backward"),
+    store: bool = True,
+    **options,
+) -> Tuning:
+    """Finds the fastest tiles for a call of `attention` on this GPU, and keeps them for later ones.
+
+    Candidates around the table's tiles are compiled, compared with plain JAX on the same inputs,
+    and timed; one that is wrong is reported and never chosen. From then on the winner serves calls
+    like this one, in this process and others, where they do not give `tile_sizes`; `explain` says
+    so. Alike are calls on one model of GPU and one version of JAX, with the same head sizes, dtype
+    and kind of mask (none, causal, other), and lengths with the same next power of two.
+
+    Args:
+        query: [B, T, N, H] or [T, N, H]; an array or a `jax.ShapeDtypeStruct`. Only shapes and
+            dtypes count: normal random numbers stand in for all three.
+        key: [B, S, K, H] or [S, K, H], likewise.
+        value: [B, S, K, V] or [S, K, V], likewise.
+        passes: "forward", "backward" or both.
+        store: whether to keep the winner.
+        **options: the other arguments of `attention` that say what is computed: `is_causal` ...
+
+    Returns:
+        A `Tuning`: the winning `tile_sizes`, and every candidate with its time or why it has none.
+
+    Raises:
+        NotImplementedError: no GPU is here that the kernels serve, or they do not serve the call.
+        TypeError: an argument is of the wrong kind.
+        ValueError: the arguments do not fit together.
+
+    Example:
+        On the GPU that is tuned for:
+
+            q = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
+            print(pallas_flash.tune(q, q, q, is_causal=True))
+    """
+    if not passes or not set(passes) <= set(PASSES):
+        raise ValueError(
+            f"`passes` must be a sequence of {' and '.join(map(repr, PASSES))}; got {passes!r}. "
+            "Leave it out for both."
+        )
+    problem = _problem((query, key, value), options)
+    gpu = _tile_cache.gpu_here()
+    refused = _select.select(problem, None).refused.get("triton")
+    if gpu is None or refused:
+        why = refused or f"The device is {_select.target().description}."
+        raise NotImplementedError(
+            f"tuning needs a GPU on which the kernels serve the call: {why[0].lower()}{why[1:]}"
+        )
+    tuning = search(problem, passes)
+    try:
+        if store and tuning.tile_sizes != TileSizes():
+            file = _tile_cache.store(problem, gpu, tuning.tile_sizes)
+            tuning = dataclasses.replace(tuning, file=file)
+    except OSError as error:  # What took minutes to find is not lost for that.
+        warnings.warn(f"pallas_flash.tune could not store its winner: {error}.", stacklevel=2)
+    return tuning
+
+
+def _problem(inputs, options) -> Problem:
+    """The checked call, with random numbers in the place of its inputs."""
+    # Other numbers can take less time (zeros do), or have gradients that are nothing but rounding.
+    inputs = [
+        jax.random.normal(jax.random.key(seed), x.shape).astype(x.dtype)
+        if hasattr(x, "dtype")
+        else x
+        for seed, x in enumerate(inputs)
+    ]
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves([inputs, options])):
+        raise TypeError("`tune` must be given numbers; got a traced array. Call it outside `jit`.")
+    names = list(inspect.signature(_validate.validate).parameters)[len(inputs) :]
+    if unknown := sorted(set(options) - set(names)):
+        raise TypeError(f"`tune` must have options among {names}; got {unknown}. Drop these.")
+    defaults = inspect.signature(_api.attention).parameters
+    return _validate.validate(
+        *inputs, **{name: options.get(name, defaults[name].default) for name in names}
+    )
+
+
+def search(
+    problem: Problem,
+    passes: Iterable[str],
+    *,
+    implementation: str = "triton",
+    measure: Callable[..., float] | None = None,
+) -> Tuning:
+    """Tries all candidates; `measure(kernel, tile, call, arguments)` gives ms, by a clock if None.
+
+    `implementation` is "triton" or "interpret".
+    """
+    measure, clock = (measure, "as given") if measure else _clock()
+
+    def choose(asked):
+        return _api.table_tiles(problem, implementation, asked)
+
+    table, trials = choose(None), []
+    arguments, wanted = _exact(problem)
+    for kernel in [kernel for name in PASSES if name in passes for kernel in PASSES[name]]:
+        programs = {
+            tile: _program(kernel, Plan(implementation, choose(_sizes(kernel, tile))))
+            for tile in candidates(kernel, problem, choose)
+        }
+        trials += _try_all(kernel, programs, arguments[kernel], wanted[kernel], measure)
+    return Tuning(_winners(trials), tuple(trials), table, clock)
+
+
+def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
+    """Tiles around the table's, which comes first; `choose` is a partial `table_tiles`.
+
+    64 rows or more stay for each 4 warps, as Hopper's matrix instructions want it, or as many as in
+    the table. The sums and scores of a tile, which are float32, are no more than the 255 registers
+    of each thread. Blocks longer than the sequence, which kernels shorten, come once.
+    """
+    p, table = problem, choose(None)
+    h, v = (max(16, power_of_2(width)) for width in (p.head_dim, p.value_dim))
+    sums = {"forward": v, "dkv": h + v, "dk": h, "dv": v, "dq": h}[kernel]
+    scores = 1 if kernel in ("forward", "dv") else 2
+    near = table.tile(kernel) or table.tile("dkv") or table.tile("dk")
+    turn = -1 if kernel in ("dkv", "dk", "dv") else 1  # There keys stay and queries flow.
+    rows, columns = (near.block_q, near.block_kv)[::turn]
+    launches = sorted({(rows, near.num_warps), (64, 4), (128, 4), (128, 8)})
+    flows = [block for block in (columns // 2, columns, 2 * columns) if 16 <= block <= 128]
+    tiles = [near] if table.tile(kernel) else []
+    for (stay, warps), flow, stages in itertools.product(launches, flows, (2, 3, 4)):
+        block_q, block_kv = (stay, flow)[::turn]
+        tile = Tile(block_q, block_kv, warps, stages)
+        if stay * (sums + scores * flow) <= 255 * 32 * warps and _fits(kernel, tile, choose):
+            tiles.append(tile)
+    q_len, kv_len = (max(16, power_of_2(length)) for length in (p.q_len, p.kv_len))
+    distinct = {}
+    for x in tiles:
+        as_run = (min(x.block_q, q_len), min(x.block_kv, kv_len), x.num_warps, x.num_stages)
+        distinct.setdefault(as_run, x)
+    return list(distinct.values())
+
+
+def _sizes(kernel: str, tile: Tile) -> TileSizes:
+    """A tile for one kernel; dk and dv, which go together, get the smallest for the other."""
+    names = ("dk", "dv") if kernel in ("dk", "dv") else (kernel,)
+    return TileSizes(**(dict.fromkeys(names, Tile(16, 16, 4, 1)) | {kernel: tile}))
+
+
+def _fits(kernel: str, tile: Tile, choose) -> bool:
+    try:
+        return bool(choose(_sizes(kernel, tile)))
+    except ValueError:
+        return False
+
+
+def _exact(problem: Problem):
+    """For each kernel the arguments of its program and what it must give: plain JAX, in float32."""
+    plain, no_extras = Plan("xla"), Wanted(scale=False, bias=False)
+    inputs = {
+        name: getattr(problem, name).astype(jnp.float32) for name in ("query", "key", "value")
+    }
+    exact = dataclasses.replace(problem, **inputs, precision=lax.Precision.HIGHEST)
+    o, lse_log2 = plain.forward(exact)
+    do = jax.random.normal(jax.random.key(len(inputs)), o.shape, problem.dtype)
+    gradients = plain.backward(exact, o, lse_log2, do.astype(o.dtype), None, no_extras)
+    residuals = (problem, o.astype(problem.dtype), lse_log2, do, None, no_extras)
+    arguments = {"forward": (problem,)} | dict.fromkeys(GRADIENTS, residuals)
+    wanted = {kernel: [getattr(gradients, x) for x in names] for kernel, names in GRADIENTS.items()}
+    return arguments, wanted | {"forward": [o, lse_log2]}
+
+
+def _program(kernel: str, plan: Plan):
+    """One kernel alone (and delta): XLA drops those whose results nothing uses."""
+    if kernel == "forward":
+        return jax.jit(lambda problem: list(plan.forward(problem)))
+    names = GRADIENTS[kernel]
+    return jax.jit(lambda *residuals: [getattr(plan.backward(*residuals), x) for x in names])
+
+
+def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Trial]:
+    """Compiles, checks and times programs by their tiles; the fastest come first."""
+    failures: dict[Tile, str] = {}
+
+    def attempt(tile: Tile, function: Callable, *args) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:  # However one fails, the others go on.
+            failures[tile] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+
+    def each(tiles: Iterable[Tile], doing: str) -> Iterable[Tile]:
+        tiles = list(tiles)
+        for tile in _progress(tiles, f"{kernel}: {doing}"):
+            if tile not in failures:
+                yield tile
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiling, compiled = {}, {}
+        # Lowered in this thread, to which the caller's settings of JAX belong, while others compile
+        # what is lowered: XLA does so without Python's lock.
+        for tile in each(programs, "lowering"):
+            if lowered := attempt(tile, programs[tile].lower, *arguments):
+                compiling[tile] = pool.submit(lowered.compile)
+        for tile in each(compiling, "compiling"):
+            compiled[tile] = attempt(tile, compiling[tile].result)
+    allowed = ALLOWED[arguments[0].dtype.name]
+    for tile in each(compiled, "checking"):
+        error = attempt(tile, lambda call: float(_error(call(*arguments), wanted)), compiled[tile])
+        # So that NaN is wrong.
+        if error is not None and not error <= allowed:
+            failures[tile] = (
+                f"wrong: a relative error of {error:.1e}, where {allowed:.1e} is allowed"
+            )
+    times: dict[Tile, list[float]] = {tile: [] for tile in compiled if tile not in failures}
+    for tile in each(list(times) * ROUNDS, "timing"):
+        fastest = min((ms[0] for ms in times.values() if ms), default=math.inf)
+        if not times[tile] or times[tile][0] <= SLOW * fastest:
+            ms = attempt(tile, measure, kernel, tile, compiled[tile], arguments)
+            times[tile] += [] if ms is None else [ms]
+
+    def trial(tile: Tile) -> Trial:
+        failure = failures.get(tile)
+        return Trial(kernel, tile, None if failure else statistics.median(times[tile]), failure)
+
+    order = {tile: statistics.median(times.get(tile) or [math.inf]) for tile in programs}
+    return [trial(tile) for tile in sorted(programs, key=order.__getitem__)]
+
+
+@jax.jit
+def _error(actual, wanted):
+    """The largest relative L2 error of some results; not finite where they differ in that."""
+
+    def error(x, want):
+        difference = jnp.where(x == want, 0, x.astype(want.dtype) - want)
+        finite = jnp.where(jnp.isfinite(want), want, 0)
+        return jnp.linalg.norm(difference.ravel()) / jnp.linalg.norm(finite.ravel())
+
+    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(error, actual, wanted))))
+
+
+def _winners(trials: Iterable[Trial]) -> TileSizes:
+    """The fastest tile of each kernel, and of the two ways to dk and dv the faster."""
+    timed: list[Any] = [trial for trial in trials if trial.ms is not None]
+    # The last of a name stays.
+    best = {x.kernel: x for x in sorted(timed, key=lambda x: -x.ms)}
+    joint, split = (
+        sum(best[kernel].ms if kernel in best else math.inf for kernel in kernels)
+        for kernels in (("dkv",), ("dk", "dv"))
+    )
+    lost = ("dk", "dv") if joint <= split else ("dkv",)
+    return TileSizes(**{kernel: x.tile for kernel, x in best.items() if kernel not in lost})
+
+
+def _clock() -> tuple[Callable[..., float], str]:
+    """CUPTI's time of a kernel where it is to be had, else the host's of the whole program."""
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        trial = profiler.measure(jax.jit(lambda x: x + 1), aggregate=False, iterations=2)
+        if trial(jnp.zeros(8))[1] is None:
+            raise RuntimeError("it saw no kernel")
+    except Exception as error:  # No library, no permission, another profiler ...
+        return _program_ms, f"program with delta, by the host, because of CUPTI: {error!s:.80}"
+    return _kernel_ms, "kernel alone, by CUPTI"
+
+
+def _kernel_ms(kernel: str, tile: Tile, call, arguments) -> float:
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, calls = profiler.measure(call, aggregate=False, iterations=ITERATIONS)(*arguments)
+    name = re.compile(rf"pallas_flash_{kernel}(?![a-z])")  # XLA may add a number.
+    times = [sum(ms for symbol, ms in call if name.search(symbol)) for call in calls or [[]]]
+    if not all(times):
+        raise RuntimeError(f"CUPTI saw no kernel {name.pattern}")
+    return statistics.median(times)
+
+
+def _program_ms(kernel: str, tile: Tile, call, arguments) -> float:
+    results = jax.block_until_ready(call(*arguments))
+    start = time.perf_counter()
+    for _ in range(ITERATIONS):
+        results = call(*arguments)
+    jax.block_until_ready(results)
+    return (time.perf_counter() - start) / ITERATIONS * 1e3
+
+
+def _progress(items: list, label: str) -> Iterable:
+    """The items, with a bar on stderr, or without tqdm a line."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print(f"{label} {len(items)} candidates", file=sys.stderr, flush=True)
+        return items
+    return tqdm(items, label, leave=False)

@@ -1,0 +1,70 @@
+"""The command `python -m pallas_flash.tune`. As a name of the package, `tune` is the function.
+
+python -m pallas_flash.tune --head-dim 128 --length 4096 --heads 16 --causal
+python -m pallas_flash.tune --show
+"""
+
+import argparse
+import sys
+
+import jax
+
+from pallas_flash import _tile_cache, _tune
+from pallas_flash._tiles import KERNELS
+
+
+def main() -> int:
+    """Tunes for one kind of call, or shows or removes what was found; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_flash.tune",
+        description="Finds the fastest tiles on this GPU and keeps them for later calls.",
+    )
+    add = parser.add_argument
+    add("--head-dim", type=int, default=128, help="head size (128)")
+    add("--length", type=int, default=4096, help="of queries and of keys (4096)")
+    add("--heads", type=int, default=16, help="query heads (16)")
+    add("--kv-heads", type=int, help="key/value heads, if another number")
+    add("--batch", type=int, default=1, help="examples (1)")
+    add("--dtype", choices=list(_tune.ALLOWED), default="bfloat16", help="(bfloat16)")
+    add("--causal", action="store_true", help="with a causal mask")
+    add("--passes", nargs="+", choices=list(_tune.PASSES), default=list(_tune.PASSES))
+    add("--dry-run", action="store_true", help="tune, but do not keep the winner")
+    add("--show", action="store_true", help="print the winners that are kept, and end")
+    add("--clear", action="store_true", help="remove them, and end")
+    args = parser.parse_args()
+    try:
+        print(_stored(args.clear) if args.show or args.clear else _tuned(args))
+    except (NotImplementedError, OSError, TypeError, ValueError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _tuned(args: argparse.Namespace) -> _tune.Tuning:
+    q, kv = (
+        jax.ShapeDtypeStruct((args.batch, args.length, heads, args.head_dim), args.dtype)
+        for heads in (args.heads, args.kv_heads or args.heads)
+    )
+    options = dict(passes=args.passes, store=not args.dry_run, is_causal=args.causal)
+    return _tune.tune(q, kv, kv, **options)
+
+
+def _stored(clear: bool) -> str:
+    file = _tile_cache.file()
+    if file is None:
+        raise ValueError("PALLAS_FLASH_TUNED=0 switches winners off; unset it.")
+    if clear:
+        file.unlink(missing_ok=True)
+        return f"removed {file}"
+    lines = []
+    for name, tiles in _tile_cache.read(file).items():
+        found = [kernel for kernel in KERNELS if tiles.tile(kernel)]
+        lines += [name, *(f"  {kernel:<8}{_tune.told(tiles.tile(kernel))}" for kernel in found)]
+    return "\n".join(lines) or f"no winners in {file}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+# To import this file is to ask for the function: else the module would take its place.
+sys.modules[__name__] = _tune.tune  # pyright: ignore[reportArgumentType]

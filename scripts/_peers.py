@@ -1,0 +1,486 @@
+"""The attentions that `bench_attention.py` compares, each called in its own best way.
+
+`PEERS` maps a name to a function of a `Shape` that returns an `Attend` (a function of JAX arrays)
+or, for PyTorch, a `TorchAttend`. It raises `Unserved`, or `ImportError`, where the peer does not
+compute that shape or is not installed; whatever a peer raises later is taken as such a reason too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import math
+import os
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_flash
+
+# Scores that dense peers, which hold several such arrays at once, and our implementations for other
+# devices, slow on a GPU, are still asked for.
+MAX_DENSE_SCORES = 5e9
+MAX_PORTABLE_SCORES = 2e8
+
+
+class Unserved(Exception):
+    """Why a peer does not compute a shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One problem: letters as in the README.
+
+    Attributes:
+        case: Which row of the table it belongs to; the rows are over T.
+        causal: Whether a query sees only keys up to itself.
+        window: How many keys a query sees, itself the last of them; needs `causal`.
+        documents: How many documents of random lengths are packed into each example.
+    """
+
+    case: str
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    D: int
+    causal: bool = False
+    window: int | None = None
+    documents: int | None = None
+    dtype: str = "bfloat16"
+    passes: tuple[str, ...] = ("forward", "backward")
+
+    @property
+    def name(self) -> str:
+        """The case and the length: of the keys, if they differ from the queries."""
+        return f"{self.case.replace(' ', '-')}-{short(self.S)}"
+
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(D)."""
+        return 1 / math.sqrt(self.D)
+
+    @property
+    def scores(self) -> int:
+        """How many scores there are, seen or not."""
+        return self.B * self.N * self.T * self.S
+
+    def segment_ids(self) -> np.ndarray | None:
+        """int32 [B, T]; the same random cuts in every run."""
+        if self.documents is None:
+            return None
+        random = np.random.default_rng(0)
+        cuts = [
+            np.sort(random.choice(np.arange(1, self.T), self.documents - 1, replace=False))
+            for _ in range(self.B)
+        ]
+        rows = [np.searchsorted(c, np.arange(self.T), side="right") for c in cuts]
+        return np.stack(rows).astype(np.int32)
+
+    def first_keys(self) -> np.ndarray | None:
+        """int32 [B, T]: the first key that each query sees, where that is not key 0."""
+        first = np.zeros((self.B, self.T), np.int32)
+        if self.window is not None:
+            first = np.maximum(first, np.arange(self.T, dtype=np.int32) - (self.window - 1))
+        if self.documents is not None:
+            starts = [np.searchsorted(row, row) for row in self.segment_ids()]
+            first = np.maximum(first, np.stack(starts).astype(np.int32))
+        return first if first.any() else None
+
+    def pairs(self) -> float:
+        """Pairs of a query and a key that it sees, over all examples: half if merely causal."""
+        if self.window is None and self.documents is None:
+            return self.B * self.T * self.S / (2 if self.causal else 1)
+        last = np.arange(self.T)
+        first = self.first_keys() if self.causal else None
+        if first is None:
+            raise NotImplementedError(f"{self.name}: windows and documents are causal here.")
+        return float((last - first + 1).sum())
+
+    def flops(self, direction: str) -> float:
+        """Floating-point operations that a pass is credited with."""
+        return self.pairs() * self.N * 4 * self.D * {"forward": 1, "backward": 2.5}[direction]
+
+    def bytes(self) -> int:
+        """The fewest bytes that a forward moves: inputs read once, the output written once."""
+        rows = 2 * self.T * self.N + 2 * self.S * self.K
+        return self.B * rows * self.D * jnp.dtype(self.dtype).itemsize
+
+
+def short(n: int) -> str:
+    """A length as people say it: 16384 is 16k."""
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """A function of JAX arrays, and how its arguments differ from the common ones.
+
+    Attributes:
+        call: (q, k, v, **arrays) -> o, differentiable if the peer has a backward.
+        arrays: What else it reads.
+        dtype: What it computes in, if not in the dtype of the shape.
+        heads_first: Whether its arrays are [B, N, T, D] in place of [B, T, N, D].
+        has_scale: Whether it multiplies the scores by 1 / sqrt(D); if not, q arrives multiplied.
+    """
+
+    call: Callable[..., jax.Array]
+    arrays: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: str | None = None
+    heads_first: bool = False
+    has_scale: bool = True
+
+    def to_peer(self, shape: Shape, name: str, x: jax.Array) -> jax.Array:
+        """One of q, k, v and do as the peer wants it."""
+        if name == "q" and not self.has_scale:
+            x = x * jnp.asarray(shape.scale, x.dtype) if self.dtype is None else x * shape.scale
+        x = x.astype(self.dtype or shape.dtype)
+        return x.swapaxes(1, 2) if self.heads_first else x
+
+    def from_peer(self, shape: Shape, name: str, x: jax.Array) -> jax.Array:
+        """One of o, dq, dk and dv as the others have it, in float32."""
+        x = x.astype(jnp.float32)
+        if name == "dq" and not self.has_scale:
+            x = x * shape.scale
+        return x.swapaxes(1, 2) if self.heads_first else x
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchAttend:
+    """(q, k, v) -> o on torch tensors [B, N, T, D] that lie in memory as [B, T, N, D]."""
+
+    call: Callable[..., Any]
+
+
+def _refuse(condition: bool, reason: str) -> None:
+    if condition:
+        raise Unserved(reason)
+
+
+def _only_full_and_causal(shape: Shape) -> None:
+    _refuse(shape.window is not None, "has no window")
+    _refuse(shape.documents is not None, "has no segment ids")
+
+
+def _not_too_dense(shape: Shape) -> None:
+    _refuse(
+        shape.scores > MAX_DENSE_SCORES,
+        f"is dense: the scores alone would take {4e-9 * shape.scores:.0f} GB",
+    )
+
+
+def _window(shape: Shape) -> tuple[int, int] | None:
+    return None if shape.window is None else (shape.window - 1, 0)
+
+
+# ------------------------------------------------------------------------------------------------
+# JAX.
+
+
+def _ours(implementation: str, shape: Shape, direction: str, **options: Any) -> Attend:
+    if implementation != "triton" and not options:
+        _refuse(shape.scores > MAX_PORTABLE_SCORES, "is timed on small shapes only")
+    ids = shape.segment_ids()
+    call = functools.partial(
+        pallas_flash.attention,
+        is_causal=shape.causal,
+        local_window_size=_window(shape),
+        implementation=implementation,
+        **options,
+    )
+    return Attend(call, {} if ids is None else {"segment_ids": ids})
+
+
+def trusted(shape: Shape) -> Attend:
+    """What every peer is held to: our "xla" in IEEE float32, whose memory is linear in T."""
+    attend = _ours("xla", shape, "backward", precision="highest")
+    return dataclasses.replace(attend, dtype="float32")
+
+
+def _jax_nn(implementation: str, shape: Shape, direction: str) -> Attend:
+    _refuse(shape.documents is not None, "jax.nn has no segment ids")
+    if implementation == "xla":
+        _not_too_dense(shape)
+    call = functools.partial(
+        jax.nn.dot_product_attention,
+        is_causal=shape.causal,
+        local_window_size=_window(shape),
+        implementation=implementation,
+    )
+    return Attend(call)
+
+
+def _jax_mha(shape: Shape, direction: str) -> Attend:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention
+    _refuse(shape.window is not None, "has no window")
+    _refuse(shape.N != shape.K, "has no grouped heads")
+    _refuse(shape.T != shape.S, "is for T = S")
+    # Its default for the backward is 32; larger tiles of the forward do not fit at D = 256.
+    blocks = attention.BlockSizes(128, 64 if shape.D > 128 else 128, 64, 64, 64, 64)
+    ids = shape.segment_ids()
+
+    def call(q, k, v, segment_ids=None):
+        return attention.mha(
+            q, k, v, segment_ids, sm_scale=shape.scale, causal=shape.causal, block_sizes=blocks
+        )
+
+    return Attend(call, {} if ids is None else {"segment_ids": ids})
+
+
+def _jax_mosaic(shape: Shape, direction: str) -> Attend:
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    _only_full_and_causal(shape)
+    _refuse(shape.dtype == "float32", "is for 16 bits")
+    _refuse(shape.causal and direction == "backward", "has no causal backward")
+    _refuse(bool(shape.T % 128 or shape.S % 128), "is for multiples of 128")
+    config = attention_mgpu.TuningConfig(
+        block_q=64,
+        block_kv=64 if shape.D > 128 else 128,
+        max_concurrent_steps=2,
+        causal=shape.causal,
+        block_q_dkv=64,
+        block_kv_dkv=64,
+        block_q_dq=64,
+        block_kv_dq=64,
+    )
+    call = functools.partial(attention_mgpu.attention, config=config)
+    return Attend(call, dtype="float16", has_scale=False)
+
+
+# ------------------------------------------------------------------------------------------------
+# tokamax. Its table of tuned configurations goes by the name of the card, "H100" without an H200,
+# so those of the same problems are written out.
+
+
+def _import_tokamax():
+    if "xprof" not in sys.modules and importlib.util.find_spec("xprof") is None:
+        # Imported for its own benchmarks, which nothing here calls.
+        for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
+            sys.modules[name] = types.ModuleType(name)
+        sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
+    from tokamax._src.ops import attention
+
+    return attention
+
+
+def _tokamax(op: Any, mask_class: Any, shape: Shape) -> Attend:
+    first = shape.first_keys()
+
+    def call(q, k, v, k_start=None):
+        return op(q, k, v, mask=mask_class(k_start=k_start, is_causal=shape.causal))
+
+    return Attend(call, {} if first is None else {"k_start": first[:, None]})
+
+
+def _tokamax_triton(shape: Shape, direction: str) -> Attend:
+    _import_tokamax()
+    from tokamax._src.ops.attention import base, pallas_triton, pallas_triton_vjp
+
+    _refuse(
+        direction == "backward" and shape.first_keys() is not None and shape.T * shape.S >= 2**31,
+        "its backward reads a mask of T x S, 2 GB or more here",
+    )
+    if shape.T == 1:
+        tile = (16, 64, 2, 4)
+    elif shape.D <= 64:
+        tile = (64 if shape.causal or shape.T < 16384 else 128, 128, 3, 4)
+    elif shape.D <= 128:
+        tile = (64, 64, 3, 4) if shape.causal and shape.T <= 2048 else (128, 128, 3, 8)
+    else:
+        tile = (128, 32, 3, 8)
+    if shape.dtype == "float32":
+        tile = (64, 32, 2, 4)  # The others do not fit in shared memory.
+    block_q, block_k, stages, warps = tile
+    rows, columns = (64, 64) if shape.D <= 128 else (64, 32)
+    if shape.dtype == "float32":
+        rows, columns = 32, 32
+    backward = pallas_triton_vjp.Config(
+        block_m1=rows,
+        block_n1=columns,
+        block_m2=rows,
+        block_n2=columns,
+        num_stages=3 if shape.D != 128 else 2,
+        num_warps=4,
+    )
+    op = pallas_triton.PallasTritonFlashAttention(
+        config=pallas_triton.Config(
+            block_q=block_q, block_k=block_k, num_stages=stages, num_warps=warps
+        ),
+        vjp=pallas_triton_vjp.PallasTritonFlashAttentionVjp(config=backward),
+    )
+    return _tokamax(op, base.Mask, shape)
+
+
+def _tokamax_mosaic(shape: Shape, direction: str) -> Attend:
+    _import_tokamax()
+    from tokamax._src.ops.attention import base, pallas_mosaic_gpu, pallas_mosaic_gpu_vjp
+    from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_common as common
+
+    block_q, block_kv, stages = {64: (128, 128, 3), 128: (64, 128, 2), 256: (64, 64, 2)}[shape.D]
+    if shape.D == 64 and shape.causal and shape.T >= 4096:
+        block_q, block_kv = 64, 256
+    rows = 128 if shape.D == 64 and not (shape.causal and shape.T < 8192) else 64
+    backward = common.Config(
+        block_q_dkv=rows,
+        block_kv_dkv=64,
+        block_q_dq=rows,
+        block_kv_dq=64,
+        num_stages=3 if shape.D == 128 and not shape.causal else 2,
+        compute_wgs=1 if shape.D == 256 else 2,
+    )
+    op = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention(
+        config=pallas_mosaic_gpu.ConfigSM90(
+            block_q=block_q, block_kv=block_kv, num_stages=stages, persistent=False
+        ),
+        vjp=pallas_mosaic_gpu_vjp.PallasMosaicGpuFlashAttentionVjp(config=backward),
+    )
+    return _tokamax(op, base.Mask, shape)
+
+
+# ------------------------------------------------------------------------------------------------
+# Triton, by itself and through PyTorch.
+
+
+def _triton_tutorial(shape: Shape, direction: str) -> Attend:
+    import jax_triton
+
+    from scripts import _triton_kernel
+
+    _only_full_and_causal(shape)
+    _refuse(direction == "backward", "forward only")
+    _refuse(shape.N != shape.K, "has no grouped heads")
+    _refuse(bool(shape.T % 128 or shape.S % 128), "is for multiples of 128")
+    _refuse(shape.dtype == "float32", "is for 16 bits")
+    _refuse(shape.D not in _triton_kernel.CONFIGS, "has no tiles for this head size")
+
+    def call(q, k, v):
+        return jax_triton.triton_call(
+            q,
+            k,
+            v,
+            shape.T,
+            shape.S,
+            np.float32(shape.scale * math.log2(math.e)),
+            kernel=_triton_kernel.tuned(shape.D),
+            out_shape=q,
+            grid=lambda meta: (shape.T // meta["BLOCK_Q"], shape.B * shape.N),
+            HEAD_DIM=shape.D,
+            CAUSAL=shape.causal,
+        )
+
+    return Attend(call, heads_first=True)
+
+
+@functools.cache
+def _give_triton_a_cache() -> None:
+    """jax_triton switches Triton's off for the whole process; PyTorch's kernels need one."""
+    import triton
+
+    folder = tempfile.mkdtemp(prefix="triton-")
+    os.environ["TRITON_CACHE_DIR"] = folder
+    triton.knobs.cache.dir = folder
+
+
+def _torch_sdpa(backend: str, shape: Shape, direction: str) -> TorchAttend:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    _give_triton_a_cache()
+    _only_full_and_causal(shape)
+    _refuse(shape.dtype == "float32", "is for 16 bits")
+
+    def call(q, k, v):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=shape.causal, enable_gqa=shape.N != shape.K
+            )
+
+    return TorchAttend(call)
+
+
+def _torch_flex(shape: Shape, direction: str) -> TorchAttend:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    _give_triton_a_cache()
+    torch._dynamo.config.recompile_limit = 1000  # One compilation for each shape is meant.
+    # The gradient is asked for again and again from one forward.
+    torch._functorch.config.donated_buffer = False
+    torch.set_float32_matmul_precision("high")  # TF32, as JAX has it.
+    compiled = torch.compile(flex_attention, dynamic=False)
+    first = shape.first_keys()
+    if not shape.causal:
+        block_mask = None
+    elif first is None:
+        block_mask = create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, shape.T, shape.S, device="cuda"
+        )
+    else:
+        first = torch.from_numpy(first).to("cuda")
+        block_mask = create_block_mask(
+            lambda b, h, i, j: (i >= j) & (j >= first[b, i]),
+            shape.B,
+            None,
+            shape.T,
+            shape.S,
+            device="cuda",
+        )
+
+    def call(q, k, v):
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.N != shape.K)
+
+    return TorchAttend(call)
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One competitor.
+
+    Attributes:
+        package: The distribution whose version is written down.
+        build: (shape, direction) -> `Attend` or `TorchAttend`.
+    """
+
+    package: str
+    build: Callable[[Shape, str], Attend | TorchAttend]
+
+    @property
+    def version(self) -> str | None:
+        """Of the distribution, None if it is not installed."""
+        if self.package == "pallas-flash":
+            return pallas_flash.__version__  # A checkout need not be installed.
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+OURS = "ours"
+PEERS = {
+    OURS: Peer("pallas-flash", functools.partial(_ours, "triton")),
+    "ours_xla": Peer("pallas-flash", functools.partial(_ours, "xla")),
+    "ours_reference": Peer("pallas-flash", functools.partial(_ours, "reference")),
+    "jax_xla": Peer("jax", functools.partial(_jax_nn, "xla")),
+    "jax_cudnn": Peer("jax", functools.partial(_jax_nn, "cudnn")),
+    "jax_mha": Peer("jax", _jax_mha),
+    "jax_mosaic": Peer("jax", _jax_mosaic),
+    "tokamax_triton": Peer("tokamax", _tokamax_triton),
+    "tokamax_mosaic": Peer("tokamax", _tokamax_mosaic),
+    "triton_tutorial": Peer("triton", _triton_tutorial),
+    "torch_cudnn": Peer("torch", functools.partial(_torch_sdpa, "CUDNN_ATTENTION")),
+    "torch_flash": Peer("torch", functools.partial(_torch_sdpa, "FLASH_ATTENTION")),
+    "torch_flex": Peer("torch", _torch_flex),
+}

@@ -1,0 +1,395 @@
+"""The benchmark: what it counts, refuses to time, and reports. Times themselves need a card."""
+
+import dataclasses
+import itertools
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+
+import pallas_flash
+from scripts import _peers, bench_attention
+from scripts._peers import Attend, Peer, Shape, Unserved
+from scripts.bench_attention import Bench, Clocks, JaxProgram, Timing, main
+
+TINY = Shape("tiny causal", 1, 32, 32, 2, 1, 8, causal=True, dtype="float32")
+SHAPES = {
+    shape.name: shape
+    for shape in [
+        TINY,
+        dataclasses.replace(TINY, T=48, S=48),
+        Shape("tiny window", 1, 40, 40, 4, 2, 8, causal=True, window=9, dtype="float32"),
+        Shape("tiny documents", 2, 40, 40, 2, 2, 8, causal=True, documents=4, dtype="float32"),
+        Shape("tiny decode", 2, 1, 40, 4, 2, 8, dtype="float32", passes=("forward",)),
+    ]
+}
+HERE = ["ours_xla", "ours_reference", "jax_xla"]  # What a CPU can run.
+
+
+# ------------------------------------------------------------------------------------------------
+# Shapes.
+
+
+def seen(shape):
+    """bool [B, T, S], from the words of `Shape`."""
+    i, j = np.mgrid[: shape.T, : shape.S]
+    visible = np.broadcast_to(i >= j if shape.causal else True, (shape.B, *i.shape))
+    if shape.window is not None:
+        visible = visible & (i - j < shape.window)
+    if shape.documents is not None:
+        ids = shape.segment_ids()
+        visible = visible & (ids[:, :, None] == ids[:, None, :])
+    return visible
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_pairs_are_those_that_see_each_other(name):
+    shape = SHAPES[name]
+    counted = seen(shape).sum()
+    # The convention halves a merely causal problem, which leaves out half of the diagonal.
+    diagonal = (
+        shape.B * shape.T / 2 if shape.causal and not (shape.window or shape.documents) else 0
+    )
+    assert shape.pairs() == counted - diagonal
+    assert shape.flops("forward") == 4 * shape.D * shape.N * shape.pairs()
+    assert shape.flops("backward") == 2.5 * shape.flops("forward")
+
+
+@pytest.mark.parametrize("name", ["tiny-window-40", "tiny-documents-40"])
+def test_first_keys_say_the_same_as_ids_and_windows(name):
+    shape = SHAPES[name]
+    i, j = np.mgrid[: shape.T, : shape.S]
+    assert ((j >= shape.first_keys()[..., None]) & (i >= j) == seen(shape)).all()
+
+
+def test_the_setting():
+    for shape in bench_attention.SHAPES.values():
+        if shape.case[0].isdigit():
+            assert (shape.B * shape.T, shape.N * shape.D) == (16384, 2048), shape.name
+        if shape.documents:
+            lengths = np.bincount(shape.segment_ids()[0])
+            assert len(lengths) == 12
+            assert lengths.min() > 0
+        if shape.T == 1:
+            assert 2 * shape.B * shape.S * shape.K * shape.D * 2 >= 1e9
+
+
+# ------------------------------------------------------------------------------------------------
+# Programs.
+
+
+def test_own_forms_are_undone():
+    """Heads first, another dtype and a scale that q brings along change no result."""
+
+    def scaleless(q, k, v):
+        q, k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (q, k, v))
+        o = pallas_flash.attention(q, k, v, scale=1.0, is_causal=True, implementation="xla")
+        return o.swapaxes(1, 2).astype(jnp.float16)
+
+    for direction in ("forward", "backward"):
+        odd = JaxProgram(
+            TINY, Attend(scaleless, dtype="float16", heads_first=True, has_scale=False), direction
+        )
+        right = JaxProgram(TINY, _peers.trusted(TINY), direction)
+        for program in (odd, right):
+            program.compile()
+            program.load([bench_attention.draw(TINY, 0)])
+        assert max(bench_attention.errors(odd.results(), right.results()).values()) < 2e-3
+
+
+def test_the_backward_does_not_run_the_forward():
+    """The residuals are arguments of what is timed."""
+    attend = _peers._ours("interpret", TINY, "backward")
+    residuals, pull = bench_attention.differentiate(attend.call)
+    q, k, v, do = bench_attention.arguments(TINY)
+    leaves = jax.eval_shape(residuals, q, k, v, {})
+    assert jaxprs.kernels(jaxprs.trace(pull, do, leaves)) == [
+        "pallas_flash_delta",
+        "pallas_flash_dkv",
+        "pallas_flash_dq",
+    ]
+
+
+def test_programs_go_round_their_sets():
+    program = JaxProgram(TINY, Attend(lambda q, k, v: q), "forward")
+    program.compile()
+    sets = [bench_attention.draw(TINY, seed) for seed in range(3)]
+    program.load(sets)
+    for q, *_ in [*sets, sets[0]]:
+        np.testing.assert_array_equal(program(), q)
+
+
+# ------------------------------------------------------------------------------------------------
+# Timers.
+
+
+def test_cupti_times_are_sums_over_the_kernels_of_a_call(monkeypatch):
+    profiler = pytest.importorskip("jax.experimental.mosaic.gpu.profiler")
+    calls = []
+
+    class Program:
+        def __call__(self):
+            calls.append(1)
+            return jnp.zeros(())
+
+    class Cupti:
+        def _cupti_init(self):
+            calls.clear()
+
+        def _cupti_get_timings(self, finalize):
+            assert len(calls) == 3
+            return [("a", 1.0), ("b", 2.0), ("a", 3.0)] * 2 + [("a", 9.0), ("b", 9.0), ("a", 9.0)]
+
+    class Library:
+        _mosaic_gpu_ext = Cupti()
+
+    monkeypatch.setattr(profiler, "mosaic_gpu_lib", Library)
+    assert bench_attention.cupti_timer(Program(), 3) == Timing(6.0, {"a": 4.0, "b": 2.0})
+
+
+def test_without_cupti_times_are_slopes(monkeypatch, capsys):
+    def refused(program, iterations):
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+    timers = bench_attention.Timers("gpu")
+    monkeypatch.setattr(bench_attention, "cupti_timer", refused)
+    clock = iter([0.0, 5.0, 10.0, 18.0, 20.0, 25.0])  # 5 s for 1 turn, 8 s for 6, 5 s for 3
+    monkeypatch.setattr(bench_attention.time, "perf_counter", lambda: next(clock))
+    program = JaxProgram(TINY, _peers._ours("xla", TINY, "forward"), "forward")
+    monkeypatch.setattr(program, "compile_s", 0.0)
+    program.function = lambda q: q + 1
+    program.sets = [(jnp.zeros((2, 3)),)]
+    assert timers(program, 3) == Timing(1000.0)
+    assert timers.name(program) == "slope"
+    assert "INSUFFICIENT_PRIVILEGES" in capsys.readouterr().err
+    # Each turn depends on the one before.
+    assert float(program.loop(4, jnp.zeros((2, 3)))[0, 0]) == 4
+
+
+def test_peers_take_turns():
+    now = itertools.count()
+    times = bench_attention.take_turns(
+        3, {name: lambda: Timing(next(now)) for name in ("a", "b", "c")}
+    )
+    assert [t.ms for t in times["a"]] == [0, 3, 6]
+    assert [t.ms for t in times["c"]] == [2, 5, 8]
+
+
+def test_ratios_are_of_the_same_round():
+    ours, peer = ([Timing(ms) for ms in x] for x in ([1.0, 2.0, 4.0], [2.0, 3.0, 12.0]))
+    numbers = bench_attention.summary(peer, ours, TINY, "forward")
+    assert numbers["ratio"] == {"median": 2.0, "min": 1.5, "max": 3.0}
+    assert numbers["ms"] == {"median": 3.0, "min": 2.0, "max": 12.0}
+    assert numbers["tflops"] == pytest.approx(TINY.flops("forward") / 3e-3 / 1e12)
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs.
+
+
+def run(peers, shapes, monkeypatch, extra=None, deadline=math.inf):
+    """Records of a run in which time stands still but for a second in each measurement."""
+    now = [0.0]
+
+    def timer(program, calls):
+        now[0] += 1
+        return Timing(1000.0, {"kernel": 1000.0})
+
+    monkeypatch.setattr(bench_attention.time, "monotonic", lambda: now[0])
+    for name, build in (extra or {}).items():
+        monkeypatch.setitem(_peers.PEERS, name, Peer("jax", build))
+    records = []
+    bench = Bench(
+        peers, ("forward", "backward"), rounds=2, iterations=2, emit=records.append, timer=timer
+    )
+    clocks = Clocks()
+    left_out = bench.run(shapes, deadline, clocks)
+    clocks.close()
+    return records, left_out
+
+
+def no_mask(shape, direction):
+    return _peers._ours("xla", dataclasses.replace(shape, causal=False), direction)
+
+
+def not_a_number(shape, direction):
+    return Attend(lambda q, k, v: q * jnp.nan)
+
+
+def only_its_backward_is_wrong(shape, direction):
+    call = _peers._ours("xla", shape, direction).call
+    return Attend(lambda q, k, v: call(q, jax.lax.stop_gradient(k), v))
+
+
+def test_a_wrong_peer_gets_no_time(monkeypatch, capsys):
+    wrong = {"no_mask": no_mask, "nan": not_a_number, "no_dk": only_its_backward_is_wrong}
+    records, _ = run(["ours_xla", *wrong], [TINY], monkeypatch, wrong)
+    found = {(r["peer"], r["pass"]): r for r in records}
+    assert len(found) == len(records) == 8
+    for (peer, direction), record in found.items():
+        red = peer in ("no_mask", "nan") or (peer == "no_dk" and direction == "backward")
+        assert ("ms" in record) == (not red), (peer, direction)
+        assert ("red" in record) == red
+        text = bench_attention.line(record)
+        assert (" ms " in text) == (not red)
+        assert ("WRONG" in text) == red
+    assert found["no_dk", "backward"]["red"]["dk"] > 0.9
+    assert found["no_dk", "backward"]["red"]["dv"] < 1e-5
+
+
+def test_what_is_missing_is_listed_with_its_reason(monkeypatch):
+    def needs_a_package(shape, direction):
+        import no_such_package  # noqa: F401
+
+    def refuses(shape, direction):
+        raise Unserved("has no sense of humour")
+
+    def fails_to_compile(shape, direction):
+        return Attend(lambda q, k, v: q @ v)
+
+    def fails_to_run(shape, direction):
+        class Unlucky(Attend):
+            def from_peer(self, *_):
+                raise ValueError("out of luck\nand of breath")
+
+        return Unlucky(lambda q, k, v: q)
+
+    bad = {
+        "absent": needs_a_package,
+        "refuses": refuses,
+        "compile": fails_to_compile,
+        "runs": fails_to_run,
+    }
+    records, _ = run(["ours", *bad, "ours_xla"], [TINY], monkeypatch, bad)
+    why = {r["peer"]: r.get("unserved") for r in records if r["pass"] == "forward"}
+    assert list(why) == ["ours", "absent", "refuses", "compile", "runs", "ours_xla"]
+    assert "NVIDIA GPU" in why["ours"]
+    assert why["absent"] == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert why["refuses"] == "has no sense of humour"
+    assert why["compile"].startswith("TypeError: dot_general")
+    assert why["runs"] == "ValueError: out of luck"
+    assert why["ours_xla"] is None
+    assert not [r for r in records if "unserved" in r and "ms" in r]
+
+
+def test_a_budget_leaves_out_the_end(monkeypatch):
+    shapes = list(SHAPES.values())
+    # Two rounds of two passes take longer: time is up after the first shape, which is finished.
+    records, left_out = run(["ours_xla"], shapes, monkeypatch, deadline=3)
+    assert [r["shape"] for r in records] == [TINY.name] * 2
+    assert left_out == [shape.name for shape in shapes[1:]]
+
+
+def test_command_line(tmp_path, capsys):
+    file = tmp_path / "results.jsonl"
+    command = ["--shapes", "all", "--peers", *HERE, "torch_flex", "--rounds", "2"]
+    main([*command, "--iterations", "2", "--json", str(file)], SHAPES)
+    out = capsys.readouterr().out
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(records) == 4 * (2 * len(SHAPES) - 1)
+    for record in records:
+        assert bench_attention.line(record) in out
+        assert {"device", "driver", "versions", "commit", "date", "B", "S", "N"} <= record.keys()
+        if record["peer"] == "torch_flex" and "torch" not in sys.modules:
+            assert record["unserved"] == "ModuleNotFoundError: No module named 'torch'"
+        elif "unserved" not in record:
+            assert record["ms"]["min"] <= record["ms"]["median"] <= record["ms"]["max"]
+            assert record["timer"] == "host"
+            assert record["memory"]["argument"] > 0
+            assert 0 <= max(record["errors"].values()) < 2e-6
+    # A second run adds to the file; reports take the later lines.
+    main(["--shapes", TINY.name, "--peers", "jax_xla", "--json", str(file)], SHAPES)
+    assert len(file.read_text().splitlines()) == len(records) + 2
+    assert len(bench_attention.load(file)) == len(records)
+
+
+def test_command_line_names(capsys):
+    main(["--list"], SHAPES)
+    out = capsys.readouterr().out
+    for name in [*SHAPES, *_peers.PEERS]:
+        assert name in out
+    with pytest.raises(SystemExit):
+        main(["--shapes", "huge"], SHAPES)
+    assert "must be names that --list prints; got 'huge'" in capsys.readouterr().err
+
+
+def test_quick_takes_one_length_of_each_case(capsys):
+    main(["--quick", "--peers", "ours_xla", "--passes", "forward"], SHAPES)
+    out = capsys.readouterr().out
+    assert "tiny-causal-32" in out
+    assert "tiny-causal-48" not in out
+    assert "tiny-decode-40" in out
+
+
+# ------------------------------------------------------------------------------------------------
+# Reports.
+
+
+def a_record(case, S, peer, tflops, ratio=None, direction="forward", T=None):
+    record = {
+        "shape": f"{case}-{S}",
+        "case": case,
+        "S": S,
+        "T": T or S,
+        "pass": direction,
+        "peer": peer,
+        "ms": {"median": 1.0, "min": 1.0, "max": 1.0},
+        "tflops": tflops,
+        "device": "a card",
+        "date": "2001-02-03T04:05:06",
+    }
+    if direction == "forward":
+        record["tb_per_s"] = tflops / 100
+    if ratio is not None:
+        record["ratio"] = {"median": ratio, "min": ratio, "max": ratio}
+    return record
+
+
+RECORDS = [
+    a_record("128 full", 2048, "ours", 100.0, 1.0),
+    a_record("128 full", 16384, "ours", 400.4, 1.0),
+    a_record("128 full", 2048, "jax_cudnn", 200.0, 0.5),
+    a_record("128 full", 16384, "jax_cudnn", 200.0, 2.0),
+    a_record("128 full", 16384, "jax_mha", 100.0, 4.0),
+    a_record("decode", 8192, "ours", 250.0, 1.0, T=1),
+    a_record("128 full", 2048, "ours", 300.0, 1.0, "backward"),
+    {"shape": "128 full-2048", "case": "128 full", "pass": "forward", "peer": "jax_mha", "red": {}},
+]
+
+
+@pytest.fixture
+def results(tmp_path):
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return file
+
+
+def test_table(results, capsys):
+    main(["--table", str(results)])
+    assert capsys.readouterr().out.splitlines() == [
+        "| | T | ours, TFLOP/s at the longest | / jax_cudnn | / jax_mha |",
+        "|---|---|---|---|---|",
+        "| forward 128 full | 2k, 16k | 400 | 1.00 (0.50 at 2k) | 4.00 |",
+        "| forward decode | 8k | 2.50 TB/s | | |",
+        "| backward 128 full | 2k | 300 | | |",
+    ]
+
+
+def test_plots(results, tmp_path, capsys):
+    main(["--plot", str(results), "--out-dir", str(tmp_path / "plots")])
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert names == {
+        "forward-128-full.png",
+        "forward-decode.png",
+        "backward-128-full.png",
+        "forward-scaling.png",
+    }
+    out = capsys.readouterr().out
+    for name in names:
+        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
+        assert name in out

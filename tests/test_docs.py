@@ -1,0 +1,291 @@
+"""What the documents say is run: code blocks, examples in docstrings, and the numbers of a page.
+
+A `python` block prints what stands right below it, a `text` block or a table. The blocks of a page
+share one namespace.
+"""
+
+import contextlib
+import dataclasses
+import doctest
+import functools
+import importlib
+import io
+import math
+import pkgutil
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import ttir
+from test_structure import ROOT
+
+import pallas_flash
+from pallas_flash import Tile, TileSizes
+from pallas_flash._masks import Band, Mask, Tiling
+
+README, ALGORITHM = ROOT / "README.md", ROOT / "docs" / "algorithm.md"
+PAGES = [README, *sorted(ROOT.glob("docs/**/*.md"))]
+
+# The source, then what it prints: a block or a table.
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```\n+(?:```text\n(.*?)^```\n|((?:\|[^\n]*\n)+))?", re.M | re.S
+)
+
+
+@functools.cache
+def run(page):
+    """The namespace after all blocks of a page; what each printed, and what stands below it."""
+    text, namespace, printed = page.read_text(), {"__name__": page.name}, []
+    for block in BLOCK.finditer(text):
+        source, *shown = block.groups()
+        # So that a traceback names the line of the page.
+        lines = "\n" * text.count("\n", 0, block.start(1))
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(lines + source, str(page), "exec"), namespace)
+        printed.append((out.getvalue(), next(filter(None, shown), None)))
+    assert len(printed) == text.count("```python")
+    return namespace, printed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_runs_and_prints_what_is_shown(page):
+    for printed, shown in run(page)[1]:
+        if shown is not None or (printed and page != README):
+            lines = [line.rstrip() for line in printed.strip().splitlines()]
+            assert "\n".join(lines) == (shown or "").strip(), f"It prints\n\n{printed}"
+
+
+EXAMPLES = [
+    example
+    for module in pkgutil.walk_packages(pallas_flash.__path__, "pallas_flash.")
+    for example in doctest.DocTestFinder(exclude_empty=True).find(
+        importlib.import_module(module.name)
+    )
+    if example.examples
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_examples_in_docstrings(example):
+    report = []
+    result = doctest.DocTestRunner().run(example, out=report.append, clear_globs=False)
+    assert result.attempted and not result.failed, "".join(report)
+
+
+def test_public_functions_have_an_example():
+    names = {example.name.rsplit(".", 1)[-1] for example in EXAMPLES}
+    assert {"attention", "explain", "attention_fn", "SelfAttention"} <= names
+
+
+# ------------------------------------------------------------------------------------------------
+# docs/algorithm.md
+# ------------------------------------------------------------------------------------------------
+
+
+def test_functions_that_are_pointed_at_exist():
+    links = re.findall(r"\[`(\w+)`\]\((\.\./pallas_flash/[\w/]+\.py)\)", ALGORITHM.read_text())
+    assert len(links) >= 15
+    for name, path in links:
+        source = (ALGORITHM.parent / path).read_text()
+        assert re.search(rf"^\s*(?:def|class) {name}\b", source, re.M), (name, path)
+
+
+def problem(T=37, S=53, N=1, K=1, H=16, V=10, seed=0):
+    """q, k, v, do and dlse in float64, with the axes of `attention`."""
+    shapes = (1, T, N, H), (1, S, K, H), (1, S, K, V), (1, T, N, V), (1, T, N)
+    return [np.random.default_rng(seed).normal(size=shape) for shape in shapes]
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_every_step_computes_attention():
+    """On another problem than the page's, with T, S, H and V all different, in ragged tiles."""
+    page = run(ALGORITHM)[0]
+    arrays = problem()
+    truth = {
+        name: x[0].squeeze(1) if name != "dscale" else x
+        for name, x in oracle.solve(*arrays, scale=page["scale"]).values.items()
+    }
+    q, k, v, do, dlse = (x[0].squeeze(1) for x in arrays)
+    close(page["naive"](q, k, v), truth["o"])
+    close(page["flash_1"](q, k, v, 640), truth["o"])
+    rows = [page["online"](q_i, k, v) for q_i in q]
+    o_lse = page["safe"](q, k, v)
+    for o, lse in (o_lse, page["flash_2"](q, k, v, 16, 8), zip(*rows, strict=True)):
+        close(list(o), truth["o"])
+        close(list(lse), truth["lse"])
+    everything = np.ones((len(q), len(k)), bool)
+    o, lse_log2 = page["forward"](q, k, v, everything, 16, 8)
+    close(o, truth["o"])
+    close(lse_log2 * np.log(2), truth["lse"])
+
+    o, lse = o_lse
+    rows = (do, lse, page["delta_of"](o, do, dlse))
+    dk, dv = page["dkv_pass"]([(q, *rows)], k, v, 16, 8)
+    dq = page["dq_pass"](q, k, v, *rows, 16, 8)
+    for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
+        close(gradient, truth[name])
+
+    p = np.exp(page["scale"] * q @ k.T - lse[:, None])
+    without_lse = oracle.solve(*arrays[:4], 0 * arrays[4], scale=page["scale"]).values
+    gradients = page["naive_backward"](q, k, v, p, do)
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        close(gradient, without_lse[name][0].squeeze(1))
+
+
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True, "query_offset": -5}, {"local_window_size": (9, 2)}], ids=str
+)
+def test_the_masked_step_computes_attention(options):
+    """The first queries, or the last, see nothing; others nothing in the first tiles they meet."""
+    page = run(ALGORITHM)[0]
+    arrays = problem(T=70)
+    truth = oracle.solve(*arrays, scale=page["scale"], **options).values
+    visible = oracle.visible((1, 1, 70, 53), **options)[0, 0]
+    assert not visible.any(axis=1).all()
+    q, k, v, *_ = (x[0].squeeze(1) for x in arrays)
+    o, lse_log2 = page["forward"](q, k, v, visible, 8, 16)
+    close(o, truth["o"][0].squeeze(1))
+    close(lse_log2 * np.log(2), truth["lse"][0].squeeze(1))
+
+
+def test_grouped_heads():
+    page = run(ALGORITHM)[0]
+    arrays = problem(N=3)
+    truth = oracle.solve(*arrays, scale=page["scale"]).values
+    q, k, v, do, dlse = (x[0] for x in arrays)
+    heads = []
+    for g in range(3):
+        o, lse = page["safe"](q[:, g], k[:, 0], v[:, 0])
+        heads.append((q[:, g], do[:, g], lse, page["delta_of"](o, do[:, g], dlse[:, g])))
+    dk, dv = page["dkv_pass"](heads, k[:, 0], v[:, 0], 16, 8)
+    close(dk, truth["dk"][0, :, 0])
+    close(dv, truth["dv"][0, :, 0])
+
+
+def test_the_drawn_mask_is_the_kernels():
+    visible, side = run(ALGORITHM)[0]["visible"], Tiling(8, 2)
+    mask = Mask((Band(low=-5, high=0),))
+    at = np.arange(8)
+    np.testing.assert_array_equal(mask.allowed(0, at[:, None], at), visible)
+    # The four numbers that the page gives for the last row of tiles.
+    assert mask.kv_ranges(side, side)[0, -1].tolist() == [0, 1, 3, 4]
+    assert "in the last row 0, 1, 3, 4." in ALGORITHM.read_text()
+
+
+# ------------------------------------------------------------------------------------------------
+# What the kernels move
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A problem, by the letters of `attention`."""
+
+    T: int
+    S: int
+    B: int = 1
+    N: int = 1
+    K: int = 1
+    H: int = 64
+    V: int = 64
+    dtype: str = "bfloat16"
+    is_causal: bool = False
+    with_lse: bool = False
+
+
+def call(tiles, p):
+    """Forward and backward of a problem, and its arguments."""
+    attention = functools.partial(
+        pallas_flash.attention,
+        implementation="triton",
+        tile_sizes=tiles,
+        is_causal=p.is_causal,
+        return_lse=p.with_lse,
+    )
+
+    def gradients(q, k, v, do):
+        dlse = jnp.ones((p.B, p.T, p.N))
+        return jax.vjp(attention, q, k, v)[1]((do, dlse) if p.with_lse else do)
+
+    shapes = (p.B, p.T, p.N, p.H), (p.B, p.S, p.K, p.H), (p.B, p.S, p.K, p.V), (p.B, p.T, p.N, p.V)
+    return gradients, *(jnp.ones(shape, p.dtype) for shape in shapes)
+
+
+def counted(tiles, p):
+    """Bytes loaded and stored by each kernel of forward and backward: active lanes of the IR."""
+    runs = []
+    ttir.evaluate(*call(tiles, p), runs=runs)
+    return {run.kernel.name.removeprefix("pallas_flash_"): bytes_moved(run) for run in runs}
+
+
+def bytes_moved(run):
+    loads = zip(run.loads, run.kernel.operands, strict=True)
+    stores = zip(run.stores, run.kernel.results, strict=True)
+    return sum(n * x.dtype.itemsize for n, x in loads) + sum(
+        int(n.sum()) * x.dtype.itemsize for n, x in stores
+    )
+
+
+def by_formula(tiles, p):
+    """The same from the formulas of the page."""
+    page, size = run(ALGORITHM)[0], jnp.dtype(p.dtype).itemsize
+
+    def flow(length, block, other, other_block, heads=1):
+        """Programs of one head, rows that flow past all of them, and the bytes of tile numbers."""
+        programs = -(-length // block)
+        rows = heads * other * programs
+        if p.is_causal:  # Whole tiles, those on the diagonal too; key tiles see it from the end.
+            last = block * np.arange(1, programs + 1)
+            rows = heads * int(np.sum(-(-last // other_block) * other_block))
+        return programs, rows, 16 * programs if p.is_causal or other % other_block else 0
+
+    programs, rows, more = flow(p.T, tiles.forward.block_q, p.S, tiles.forward.block_kv)
+    forward = page["forward_bytes"](p.T, rows, p.H, p.V, programs, size) + more
+    programs, rows, more = flow(p.T, tiles.dq.block_q, p.S, tiles.dq.block_kv)
+    dq = page["dq_bytes"](p.T, rows, p.H, p.V, programs, size) + more
+    programs, rows, more = flow(p.S, tiles.dkv.block_kv, p.T, tiles.dkv.block_q, p.N // p.K)
+    dkv = page["dkv_bytes"](p.S, rows, p.H, p.V, programs, size) + more
+    delta = page["delta_bytes"](p.T, p.V, size) + (4 * p.T if p.with_lse else 0)
+    by_head = {"forward": p.N * forward, "delta": p.N * delta, "dkv": p.K * dkv, "dq": p.N * dq}
+    return {name: p.B * n for name, n in by_head.items()}
+
+
+# Different in each kernel and on each side; and those of the page's table.
+SMALL = TileSizes(forward=Tile(64, 32), dkv=Tile(16, 64), dq=Tile(32, 16))
+TABLE = TileSizes(forward=Tile(64, 32), dkv=Tile(32, 64), dq=Tile(64, 32))
+# Tiles that flow past query tiles reach beyond what these see.
+WIDE = TileSizes(forward=Tile(16, 64), dkv=Tile(16, 64), dq=Tile(16, 64))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "sizes"),
+    [
+        *((TABLE, Sizes(T, T)) for T in (128, 256, 512)),
+        (SMALL, Sizes(192, 128, H=32, V=16)),
+        (SMALL, Sizes(128, 192, H=24, V=40, dtype="float32")),
+        (SMALL, Sizes(64, 128, B=2, N=6, K=2, H=16, V=16)),
+        (SMALL, Sizes(150, 90, H=16, V=16, with_lse=True)),
+        (SMALL, Sizes(150, 128, H=16, V=16)),
+        (SMALL, Sizes(128, 90, H=16, V=16)),
+        *((SMALL, Sizes(T, T, H=16, V=16, is_causal=True)) for T in (64, 128, 256)),
+        (SMALL, Sizes(128, 128, N=4, K=2, H=16, V=16, is_causal=True)),
+        (WIDE, Sizes(128, 128, H=16, V=16, is_causal=True)),
+    ],
+)
+def test_kernels_move_what_the_page_says(tiles, sizes, kernel_case):
+    assert counted(tiles, sizes) == by_formula(tiles, sizes)
+
+
+def test_the_case_has_the_tiles_of_the_table(monkeypatch):
+    monkeypatch.setenv("PALLAS_FLASH_TUNED", "0")
+    page = run(ALGORITHM)[0]
+    T = page["T"]
+    for D, stay in page["stay"].items():
+        kernels = ttir.lower(*call(None, Sizes(T, T, H=D, V=D)))
+        rows = {k.name.removeprefix("pallas_flash_"): T // math.prod(k.grid) for k in kernels}
+        assert stay == (rows["forward"], rows["dkv"], rows["dq"])
