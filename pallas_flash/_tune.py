@@ -105,8 +105,9 @@ def tune(
     Candidates around the table's tiles are compiled, compared with plain JAX on the same inputs,
     and timed; one that is wrong is reported and never chosen. From then on the winner serves calls
     like this one, in this process and others, where they do not give `tile_sizes`; `explain` says
-    so. Alike are calls on one model of GPU and one version of JAX, with the same head sizes, dtype
-    and kind of mask (none, causal, other), and lengths with the same next power of two.
+    so, and PALLAS_FLASH_TUNED=0 in the environment prevents it. Alike are calls on one model of GPU
+    and one version of JAX, with the same head sizes, dtype and kind of mask (none, causal, other),
+    query heads that share keys or do not, and lengths with the same next power of two.
 
     Args:
         query: [B, T, N, H] or [T, N, H]; an array or a `jax.ShapeDtypeStruct`. Only shapes and

@@ -802,11 +802,12 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
     start = time.monotonic()
     parser = _parser(shapes)
     options = parser.parse_args(argv)
-    if options.table:
-        print(table(load(options.table)))
-        return
-    if options.plot:
-        print(*plot(load(options.plot), options.out_dir), sep="\n")
+    if file := options.table or options.plot:
+        records = [r for r in load(file) if r["peer"] in (OURS, *options.peers)]
+        if options.table:
+            print(table(records))
+        else:
+            print(*plot(records, options.out_dir), sep="\n")
         return
     if options.list:
         for shape in shapes.values():

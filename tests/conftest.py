@@ -8,6 +8,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# What somebody tuned on this machine must not change what is tested.
+os.environ["PALLAS_FLASH_TUNED"] = "0"
+
 # pytest-xdist runs one process a core; JAX's own threads would fight over them.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
