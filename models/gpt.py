@@ -90,20 +90,23 @@ class GPTConfig:
         """Hidden size of the MLP."""
         return 64 * math.ceil(self.mlp_ratio * self.embed_dim / 64)
 
+    @property
+    def dtypes(self) -> dict[str, str | None]:
+        """The types, as every layer takes them."""
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+
 
 class Block(nnx.Module):
     """One pre-norm transformer block: attention, then an MLP, each added to its input.
 
-    Args:
-        config: The model's shape.
-        rngs: Source of the initial values.
+    Its arguments are those of `GPT`.
     """
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        kwargs = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs, attention_layer: type[SelfAttention]):
+        kwargs = {**config.dtypes, "rngs": rngs}
         branches = 2 * config.num_layers
         self.attention_norm = nnx.RMSNorm(config.embed_dim, **kwargs)
-        self.attention = SelfAttention(
+        self.attention = attention_layer(
             config.embed_dim,
             config.num_heads,
             num_kv_heads=config.kv_heads,
@@ -129,13 +132,24 @@ class GPT(nnx.Module):
     Args:
         config: The model's shape.
         rngs: Source of the initial values.
+        attention_layer: The class of the attention layers; a subclass may compute them otherwise.
     """
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        kwargs = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        rngs: nnx.Rngs,
+        attention_layer: type[SelfAttention] = SelfAttention,
+    ):
+        kwargs = {**config.dtypes, "rngs": rngs}
         self.config = config
         self.embedding = TiedEmbedding(config.vocab_size, config.embed_dim, **kwargs)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        blocks = [
+            Block(config, rngs=rngs, attention_layer=attention_layer)
+            for _ in range(config.num_layers)
+        ]
+        self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(config.embed_dim, **kwargs)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:

@@ -123,6 +123,22 @@ def test_the_implementation_is_handed_down(tokens, monkeypatch, attention):
     assert calls == [attention] * TINY.num_layers
 
 
+def test_another_attention_layer_has_the_same_parameters(tokens):
+    class Mute(pallas_flash.flax.SelfAttention):
+        def __call__(self, x):
+            return jnp.zeros_like(x)
+
+    ours, mute = (
+        nnx.eval_shape(lambda layer=layer: GPT(TINY, rngs=nnx.Rngs(0), attention_layer=layer))
+        for layer in (pallas_flash.flax.SelfAttention, Mute)
+    )
+    assert nnx.to_pure_dict(nnx.state(ours)) == nnx.to_pure_dict(nnx.state(mute))
+    mute = nnx.merge(nnx.graphdef(mute), nnx.state(make_model()))
+    changed = tokens.at[:, 4].set((tokens[:, 4] + 1) % TINY.vocab_size)
+    before, after = (np.asarray(logits_of(mute, x)) for x in (tokens, changed))
+    np.testing.assert_array_equal(np.delete(before, 4, axis=1), np.delete(after, 4, axis=1))
+
+
 def test_grouped_heads_have_fewer_parameters_and_gradients_in_all_of_them(tokens):
     def count(m):
         return sum(x.size for x in jax.tree.leaves(nnx.state(m)))
@@ -305,7 +321,7 @@ def test_models_hold_no_attention_of_their_own():
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", None))
                 products += [file] * (called == "dot")
-                attentions += [file] * (called == "SelfAttention")
+                attentions += [file] * (called in ("SelfAttention", "attention_layer"))
     # The one product written out is that of the logits.
     assert products == ["layers.py"]
     assert attentions == ["gpt.py"]

@@ -92,6 +92,21 @@ def test_compiled_memory_is_linear(options):
     assert sizes[-1] < BATCH * 4096 * 4096
 
 
+# Sums are in float32, twice the size of bfloat16 inputs; JAX 0.10 computes products in it, too.
+@pytest.mark.parametrize(("dtype", "times"), [("float32", 3), ("bfloat16", 6)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["no mask", "causal"])
+def test_compiled_memory_is_a_few_times_the_inputs(dtype, times, options):
+    inputs = [jax.ShapeDtypeStruct((BATCH, 4096, HEADS, 64), dtype)] * 3
+
+    def loss(q, k, v):
+        out = attention(q, k, v, implementation="xla", **options)
+        return jnp.sum(out * out, dtype=jnp.float32)
+
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(*inputs).compile()
+    allowed = times * sum(x.size * x.dtype.itemsize for x in inputs)
+    assert compiled.memory_analysis().temp_size_in_bytes <= allowed
+
+
 def test_this_measurement_sees_what_is_quadratic():
     sizes = [temporary_bytes("reference", length) for length in (1024, 2048, 4096)]
     for size, doubled in itertools.pairwise(sizes):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -18,8 +19,19 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import pallas_flash.flax
 from models.gpt import GPTConfig
-from scripts import train_gpt
-from scripts.train_gpt import TrainConfig, UserError, main, train
+from scripts import _attention, train_gpt
+from scripts._run_folder import RunFolder
+from scripts._settings import (
+    PRESETS,
+    TrainConfig,
+    UserError,
+    config_from_flags,
+    flat_config,
+    make_parser,
+)
+from scripts._speed import PEAK_FLOPS, Speed, Work, work_of
+from scripts._text import held_out_batches, load_text, read_files, split_files, training_batch
+from scripts.train_gpt import main, train
 
 STEPS = 12
 
@@ -88,7 +100,7 @@ def finished(corpus, tmp_path_factory):
 
 def flags(config, **changes):
     """The command line of a configuration."""
-    values = {**train_gpt.flat_config(config), **changes}
+    values = {**flat_config(config), **changes}
     argv = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
@@ -132,10 +144,11 @@ def test_metrics_have_one_complete_line_a_step(finished):
     lines = [json.loads(x) for x in Path(config.out_dir, "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
-        assert set(line) == {"step", "loss", "val_loss", "lr", "ms", "tokens_per_second"}
+        assert set(line) == {"step", "loss", "val_loss", "lr", *Speed._fields}
         assert (line["val_loss"] is not None) == (line["step"] % 4 == 0)
         assert line["ms"] > 0
         assert line["tokens_per_second"] == pytest.approx(4 * 12 * 1e3 / line["ms"])
+        assert line["mfu"] is None
     rates = [line["lr"] for line in lines]
     # Warmup over two updates, then half a cosine down to a tenth.
     expected = [5e-3] + [1e-2 * (0.55 + 0.45 * np.cos(np.pi * i / 10)) for i in range(11)]
@@ -200,13 +213,13 @@ def test_another_seed_is_another_run(finished, config):
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch(config, corpus):
-    text = train_gpt.load_text(config)
+    text = load_text(config)
     init, loss_fn, _ = train_gpt.model_functions(config.model, seed=0)
     params = jax.jit(init)()
-    batch = train_gpt.training_batch(text.train, 1, dataclasses.replace(config, accumulation=1))
+    batch = training_batch(text.train, 1, dataclasses.replace(config, accumulation=1))
     assert batch.shape == (1, 4, 13)
     whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch[0])
-    cut = train_gpt.training_batch(text.train, 1, dataclasses.replace(config, accumulation=4))
+    cut = training_batch(text.train, 1, dataclasses.replace(config, accumulation=4))
     assert cut.shape == (4, 1, 13)
     got = jax.jit(lambda p, b: train_gpt.mean_gradient(loss_fn, p, b))(params, cut)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), got, whole)
@@ -235,23 +248,134 @@ def test_a_gradient_is_clipped_by_its_global_norm(config):
 def test_half_precision_keeps_float32_parameters(config):
     model = dataclasses.replace(config.model, dtype="bfloat16")
     init_state, train_step, _ = train_gpt.make_steps(dataclasses.replace(config, model=model))
-    text = train_gpt.load_text(config)
-    batch = train_gpt.training_batch(text.train, 1, config)
+    text = load_text(config)
+    batch = training_batch(text.train, 1, config)
     shapes, _ = jax.eval_shape(train_step, jax.eval_shape(init_state), batch)
     dtypes = {x.dtype.name for x in jax.tree.leaves(shapes)}
     assert dtypes == {"float32", "int32"}
+
+
+def test_few_steps_of_a_preset_run_to_their_end(corpus, tmp_path):
+    sizes = {"num-layers": 1, "num-heads": 2, "embed-dim": 16, "context": 12, "batch-size": 4}
+    argv = ["--preset", "gpt2-small", "--steps", "50", "--attention", "reference"]
+    argv += ["--data", str(corpus), "--out-dir", str(tmp_path / "run"), "--sample-tokens", "8"]
+    argv += [f"--{name}={size}" for name, size in sizes.items()]
+    assert main(argv) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 50
+    assert json.loads(lines[-1])["val_loss"] < np.log(256) - 0.1
+
+
+# -------------------------------------------------------------------------------------------- speed
+
+
+def parameters_of(model):
+    init, _, _ = train_gpt.model_functions(model, seed=0)
+    return jax.eval_shape(init)
+
+
+def work_on(kind, model=TINY.model):
+    return work_of(model, parameters_of(model), 4, types.SimpleNamespace(device_kind=kind))
+
+
+def test_the_work_of_a_token_is_that_of_palm_with_half_of_the_scores():
+    work = work_on("cpu")
+    # q, k, v and out; gate, up and down; three norms.
+    parameters = 16 * (16 + 8 + 8 + 16) + 3 * 16 * 64 + 3 * 16
+    scores = 12 * 1 * 16 * 12 / 2
+    assert work == Work(tokens=4 * 12, flops_per_token=6 * parameters + scores, peak=None)
+    # Twice the layers and twice the context.
+    deep = dataclasses.replace(TINY.model, num_layers=2, context=24)
+    parameters += parameters - 16
+    assert work_on("cpu", deep).flops_per_token == 6 * parameters + 4 * scores
+
+
+def test_the_preset_has_the_parameters_it_says():
+    model = PRESETS["gpt2-small"].model
+    work = work_on("cpu", model)
+    parameters = (work.flops_per_token - 6 * 12 * 768 * 1024) / 6
+    assert round(parameters / 1e6) == 85
+
+
+def test_a_peak_is_that_of_exactly_this_device():
+    assert work_on("NVIDIA H200").peak == 989e12
+    assert work_on("NVIDIA A100-SXM4-80GB").peak == 312e12
+    # A slice of a GPU and a slower one of a similar name.
+    for kind in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 NVL", "cpu", "TPU v4"):
+        assert work_on(kind).peak is None
+    assert "peak 989 TFLOP/s" in str(work_on("NVIDIA H200"))
+    assert "MFU is n/a" in str(work_on("cpu"))
+
+
+def test_mfu_is_the_share_of_the_peak():
+    speed = Work(tokens=1000, flops_per_token=3_000_000, peak=1e12).speed(ms=20.0)
+    assert speed == (20.0, 50_000.0, pytest.approx(0.15))
+    assert str(speed) == "20.0 ms/step, 50,000 tokens/s, MFU 15.0%"
+    unknown = Work(tokens=1000, flops_per_token=3_000_000, peak=None).speed(ms=20.0)
+    assert str(unknown) == "20.0 ms/step, 50,000 tokens/s, MFU n/a"
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["no peak", "a peak"])
+def test_mfu_is_shown_and_written(config, monkeypatch, capsys, known):
+    if known:
+        monkeypatch.setitem(PEAK_FLOPS, jax.devices()[0].device_kind, 1e9)
+    assert main(flags(config)) == 0
+    out = capsys.readouterr().out.splitlines()
+    shown = [line for line in out if line.startswith(("step ", "done "))]
+    # A line for each look at the held-out text, and the last.
+    assert len(shown) == 4
+    assert all(("MFU n/a" in line) != known for line in shown)
+    flops = work_on("cpu").flops_per_token
+    for line in Path(config.out_dir, "metrics.jsonl").read_text().splitlines():
+        line = json.loads(line)
+        expected = pytest.approx(line["tokens_per_second"] * flops / 1e9) if known else None
+        assert line["mfu"] == expected
+
+
+# ----------------------------------------------------------------------------------- cuDNN's layer
+
+
+def test_the_model_through_cudnn_is_the_same_model(finished, config, monkeypatch, capsys):
+    asked = []
+    real = jax.nn.dot_product_attention
+
+    def on_a_cpu(*args, implementation, **kwargs):
+        asked.append(implementation)
+        return real(*args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_a_cpu)
+    monkeypatch.setattr(_attention, "_check_cudnn", lambda *args: None)
+    train(checked(config, "cudnn"))
+    assert set(asked) == {"cudnn"}
+    got, expected = ([line["loss"] for line in metrics(c)] for c in (config, finished[0]))
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+    out = capsys.readouterr().out
+    assert "attention  cudnn (asked for: cudnn)" in out
+    assert "gradients  not compared: cuDNN takes no float32" in out
+
+
+def test_what_cudnn_does_not_serve_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    # No head size of cuDNN's.
+    model = dataclasses.replace(
+        TINY.model, embed_dim=24, num_heads=2, attention="cudnn", dtype="bfloat16"
+    )
+    with pytest.raises(UserError) as caught:
+        _attention.explain_attention(model, 4)
+    assert "`attention` cudnn must be served by the cuDNN here; got: " in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------- data
 
 
 def test_batches_are_a_function_of_seed_and_step(config):
-    text = train_gpt.load_text(config).train
-    first = train_gpt.training_batch(text, 3, config)
-    np.testing.assert_array_equal(first, train_gpt.training_batch(text, 3, config))
+    text = load_text(config).train
+    first = training_batch(text, 3, config)
+    np.testing.assert_array_equal(first, training_batch(text, 3, config))
     for other in (
-        train_gpt.training_batch(text, 4, config),
-        train_gpt.training_batch(text, 3, dataclasses.replace(config, seed=1)),
+        training_batch(text, 4, config),
+        training_batch(text, 3, dataclasses.replace(config, seed=1)),
     ):
         assert (first != other).any()
 
@@ -261,17 +385,17 @@ def test_windows_reach_both_ends_of_the_text(config):
     text = np.arange(14, dtype=np.uint8)
     starts = set()
     for step in range(20):
-        batch = train_gpt.training_batch(text, step, config)
+        batch = training_batch(text, step, config)
         np.testing.assert_array_equal(np.diff(batch.astype(int)), 1)
         starts |= set(batch[..., 0].ravel().tolist())
     assert starts == {0, 1}
-    held_out = train_gpt.held_out_batches(text, config)
+    held_out = held_out_batches(text, config)
     assert held_out.shape == (4, 2, 13)
     assert (held_out[0, 0, 0], held_out[-1, -1, -1]) == (0, 13)
 
 
 def test_no_file_is_on_both_sides(config, corpus):
-    text = train_gpt.load_text(config)
+    text = load_text(config)
     assert not set(text.train_files) & set(text.held_out_files)
     everything = {p.relative_to(corpus).as_posix() for p in corpus.rglob("*.txt")}
     assert set(text.train_files) | set(text.held_out_files) == everything
@@ -284,7 +408,7 @@ def test_no_file_is_on_both_sides(config, corpus):
 
 def test_the_default_text_is_source_of_the_standard_library(config):
     default = dataclasses.replace(config, data=None)
-    text, again = train_gpt.load_text(default), train_gpt.load_text(default)
+    text, again = load_text(default), load_text(default)
     assert text.sha256 == again.sha256
     assert not set(text.train_files) & set(text.held_out_files)
     names = text.train_files + text.held_out_files
@@ -299,8 +423,8 @@ def test_the_default_text_is_source_of_the_standard_library(config):
 
 def test_a_file_keeps_its_side_when_others_come():
     files = [(f"{i}.txt", b"x" * 100) for i in range(40)]
-    before = {name for name, _ in train_gpt.split_files(files)[1]}
-    after = {name for name, _ in train_gpt.split_files([*files, ("new.txt", b"x" * 100)])[1]}
+    before = {name for name, _ in split_files(files)[1]}
+    after = {name for name, _ in split_files([*files, ("new.txt", b"x" * 100)])[1]}
     assert len(before) == 4
     assert len(before & after) >= 3
 
@@ -308,14 +432,14 @@ def test_a_file_keeps_its_side_when_others_come():
 @pytest.mark.parametrize("sizes", [(1000, 10), (10, 1000), (500, 500)])
 def test_the_smaller_of_two_files_is_held_out(sizes):
     files = [(f"{i}", b"x" * size) for i, size in enumerate(sizes)]
-    train_side, held_out = train_gpt.split_files(files)
+    train_side, held_out = split_files(files)
     assert len(train_side) == len(held_out) == 1
     assert len(held_out[0][1]) == min(sizes)
 
 
 def test_a_single_file_is_cut(config, tmp_path):
     (tmp_path / "book").write_bytes(bytes(range(1, 201)))
-    text = train_gpt.load_text(dataclasses.replace(config, data=str(tmp_path / "book")))
+    text = load_text(dataclasses.replace(config, data=str(tmp_path / "book")))
     assert text.train.tolist() == list(range(1, 181))
     assert text.held_out.tolist() == list(range(181, 201))
 
@@ -327,7 +451,7 @@ def test_a_folder_gives_its_texts_and_not_what_the_run_writes(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "image").write_bytes(b"\x89PNG\0\0")
     config = dataclasses.replace(TINY, data=str(tmp_path), out_dir=str(tmp_path / "run"))
-    assert [name for name, _ in train_gpt.read_files(config)] == ["a.txt", "b.md", "deep/er/c"]
+    assert [name for name, _ in read_files(config)] == ["a.txt", "b.md", "deep/er/c"]
 
 
 # ----------------------------------------------------------------------------------- gradient check
@@ -343,7 +467,7 @@ def test_gradients_of_the_whole_model_agree_with_the_reference(config, attention
     if attention == "interpret":
         request.getfixturevalue("kernel_case")
     config = checked(config, attention, context=40)
-    error, name = train_gpt.gradient_error(config, train_gpt.load_text(config))
+    error, name = train_gpt.gradient_error(config, load_text(config))
     # Not the reference compared with itself, and far inside the bound.
     assert 0 < error < train_gpt.GRADIENT_BOUND / 10, name
 
@@ -422,7 +546,7 @@ def die_in(name):
     """Kills right after the folder has appended the lines of a step, or saved it."""
 
     def arrange(monkeypatch, step):
-        real = getattr(train_gpt.RunFolder, name)
+        real = getattr(RunFolder, name)
 
         def work(self, *args):
             result = real(self, *args)
@@ -431,7 +555,7 @@ def die_in(name):
                 raise Killed
             return result
 
-        monkeypatch.setattr(train_gpt.RunFolder, name, work)
+        monkeypatch.setattr(RunFolder, name, work)
 
     return arrange
 
@@ -491,7 +615,12 @@ def test_a_process_killed_while_it_writes_checkpoints_resumes(config, tmp_path):
     }
     path = Path(long.out_dir, "metrics.jsonl")
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment,
+        cwd=tmp_path,  # As any folder that is not the checkout's.
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     deadline = time.monotonic() + 120
     while not path.exists() or path.read_text().count("\n") < 17:
@@ -551,7 +680,7 @@ def test_a_finished_run_is_reported_and_left_alone(finished, capsys):
     assert first.sample.strip() in out
     assert Path(config.out_dir, "metrics.jsonl").read_text() == before
     again = train(config)
-    assert (again.val_loss, again.sample, again.ms) == (first.val_loss, first.sample, None)
+    assert (again.val_loss, again.sample, again.speed) == (first.val_loss, first.sample, None)
 
 
 def test_other_settings_are_refused_by_name(finished, capsys):
@@ -609,11 +738,11 @@ def test_a_run_without_its_metrics_is_not_resumed(config, monkeypatch):
 
 def test_every_field_is_a_flag_with_a_help():
     named = {}
-    parser = train_gpt.make_parser()
+    parser = make_parser()
     assert "auto is bfloat16 on a GPU" in " ".join(parser.format_help().split())
     for action in parser._actions:
         named[action.dest] = action.help
-    expected = set(train_gpt.flat_config(TINY)) - {"vocab_size"}
+    expected = set(flat_config(TINY)) - {"vocab_size"}
     assert set(named) == expected | {"preset", "restart", "help"}
     for name, text in named.items():
         assert text, f"{name} has no help"
@@ -621,22 +750,32 @@ def test_every_field_is_a_flag_with_a_help():
 
 
 def test_flags_of_a_configuration_give_it_back(config):
-    parsed = vars(train_gpt.make_parser().parse_args(flags(config)))
+    parsed = vars(make_parser().parse_args(flags(config)))
     parsed.pop("restart")
-    assert train_gpt.config_from_flags(parsed) == config
+    assert config_from_flags(parsed) == config
     model = dataclasses.replace(config.model, attention=None, rope_theta=None)
     other = dataclasses.replace(config, model=model, top_k=None, gradient_check=True)
-    parsed = vars(train_gpt.make_parser().parse_args(flags(other)))
+    parsed = vars(make_parser().parse_args(flags(other)))
     parsed.pop("restart")
-    got = train_gpt.config_from_flags(parsed)
-    assert train_gpt.flat_config(got) == train_gpt.flat_config(other)
+    got = config_from_flags(parsed)
+    assert flat_config(got) == flat_config(other)
 
 
 def test_a_flag_overrides_its_preset():
-    parsed = vars(train_gpt.make_parser().parse_args(["--preset", "gpt2-small", "--steps", "9999"]))
+    parsed = vars(make_parser().parse_args(["--preset", "gpt2-small", "--steps", "9999"]))
     parsed.pop("restart")
-    config = train_gpt.config_from_flags(parsed)
+    config = config_from_flags(parsed)
     assert (config.steps, config.model.num_layers, config.model.context) == (9999, 12, 1024)
+    assert config.warmup_steps == PRESETS["gpt2-small"].warmup_steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warmup"), [([], 5), (["--warmup-steps", "20"], 20)], ids=["preset", "flag"]
+)
+def test_a_presets_warmup_is_cut_to_fit_few_steps(arguments, warmup):
+    parsed = vars(make_parser().parse_args(["--preset", "gpt2-small", "--steps", "50", *arguments]))
+    parsed.pop("restart")
+    assert config_from_flags(parsed).warmup_steps == warmup
 
 
 @pytest.mark.parametrize(
@@ -668,6 +807,11 @@ def test_a_flag_overrides_its_preset():
         (["--prompt", ""], "`prompt` must have at least one byte"),
         (["--attention", "flash"], "argument --attention: invalid choice: 'flash'"),
         (["--attention", "triton"], "`attention` must be one that serves here; got: "),
+        (
+            ["--attention", "cudnn"],
+            "`attention` cudnn must have a GPU and bfloat16 activations; got float32 on a cpu: "
+            "choose another --attention.",
+        ),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
         (["--out-dir", "FILE"], "`out_dir` must be a folder; got the file"),
@@ -700,7 +844,7 @@ def test_bad_input_is_one_sentence(config, tmp_path, capsys, arguments, fragment
 
 @pytest.mark.parametrize("missing", ["tqdm", "orbax", "matplotlib", "models"])
 def test_a_missing_package_is_one_sentence(monkeypatch, missing):
-    for name in [n for n in sys.modules if n.partition(".")[0] == missing]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in (missing, "scripts")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit) as caught:

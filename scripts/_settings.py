@@ -1,0 +1,222 @@
+"""What `train_gpt.py` can be asked for: its settings, presets, and the flags made from them."""
+
+import argparse
+import dataclasses
+import typing
+from typing import Any
+
+from models.gpt import GPTConfig
+
+
+class UserError(ValueError):
+    """A mistake in what was asked for: told in one sentence, without a traceback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides a run; the defaults are the `cpu` preset.
+
+    Fields that are not compared may change when a run resumes, because no number in metrics.jsonl
+    depends on them. (The text is compared by its bytes, not by its path.)
+
+    Attributes:
+        model: The shape of the model; its fields are flags of their own.
+        data: Text file, or folder of text files, to train on; auto is Python's standard library.
+        out_dir: Folder of the run's results; a run found there is resumed.
+        seed: Decides the initial parameters, the order of the data and the sample.
+        steps: Number of optimizer updates.
+        batch_size: Sequences per update.
+        accumulation: Number of equal parts the batch is computed in, one after the other, to save
+            memory; the update is that of the whole batch.
+        learning_rate: Peak learning rate of AdamW, reached after warmup_steps.
+        final_learning_rate: Share of the peak at which the cosine decay ends.
+        warmup_steps: Updates of linear warmup. A preset's is cut to a tenth of --steps.
+        weight_decay: AdamW's decay, of matrices only.
+        beta1: AdamW's decay rate of the gradient's mean.
+        beta2: AdamW's decay rate of the gradient's square.
+        clip_norm: Largest global norm of the gradient.
+        eval_every: Updates between two looks at the held-out text.
+        eval_batches: Size of such a look, in batches spread evenly over the held-out text.
+        log_every: Updates between two writes to metrics.jsonl (each update has its line).
+        checkpoint_every: Updates between two checkpoints.
+        keep_checkpoints: Number of checkpoints kept.
+        gradient_check: Whether to compare gradients with the reference before training.
+        sample_tokens: Length of the sample that ends the run, in bytes.
+        prompt: What the sample continues.
+        temperature: Temperature of the sample; 0 takes the most likely byte.
+        top_k: Most likely bytes that the sample is drawn from; auto is all of them.
+    """
+
+    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
+    data: str | None = dataclasses.field(default=None, compare=False)
+    out_dir: str = dataclasses.field(default="runs/gpt", compare=False)
+    seed: int = 0
+    steps: int = 800
+    batch_size: int = 16
+    accumulation: int = 1
+    learning_rate: float = 3e-3
+    final_learning_rate: float = 0.1
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+    eval_every: int = 200
+    eval_batches: int = 20
+    log_every: int = dataclasses.field(default=10, compare=False)
+    checkpoint_every: int = dataclasses.field(default=200, compare=False)
+    keep_checkpoints: int = dataclasses.field(default=3, compare=False)
+    gradient_check: bool = dataclasses.field(default=True, compare=False)
+    sample_tokens: int = dataclasses.field(default=400, compare=False)
+    prompt: str = dataclasses.field(default="\n", compare=False)
+    temperature: float = dataclasses.field(default=0.8, compare=False)
+    top_k: int | None = dataclasses.field(default=40, compare=False)
+
+    def __post_init__(self):
+        positive = (
+            "steps batch_size accumulation learning_rate clip_norm eval_every eval_batches "
+            "log_every checkpoint_every keep_checkpoints sample_tokens"
+        )
+        # Written such that NaN is refused, too.
+        for name in positive.split():
+            if not getattr(self, name) > 0:
+                raise UserError(f"`{name}` must be positive; got {getattr(self, name)}.")
+        for name in ("seed", "warmup_steps", "weight_decay", "temperature"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"`{name}` must not be negative; got {getattr(self, name)}.")
+        for name in ("beta1", "beta2", "final_learning_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"`{name}` must be between 0 and 1; got {getattr(self, name)}.")
+        if self.batch_size % self.accumulation:
+            raise UserError(
+                f"`batch_size` must be a multiple of `accumulation`; got {self.batch_size} and "
+                f"{self.accumulation}."
+            )
+        if self.warmup_steps >= self.steps:
+            raise UserError(
+                f"`warmup_steps` must be below `steps`; got {self.warmup_steps} and {self.steps}."
+            )
+        if self.model.context < 2:
+            raise UserError(
+                "`context` must be at least 2, or attention has nothing to choose from; got "
+                f"{self.model.context}."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"`top_k` must be at least 1, or auto for all bytes; got {self.top_k}.")
+        if not self.prompt:
+            raise UserError("`prompt` must have at least one byte; got ''.")
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences computed at once."""
+        return self.batch_size // self.accumulation
+
+
+PRESETS = {
+    "cpu": TrainConfig(),
+    # GPT-2's size but for its vocabulary: 85 M parameters.
+    "gpt2-small": TrainConfig(
+        model=GPTConfig(context=1024, num_layers=12, num_heads=12, embed_dim=768),
+        out_dir="runs/gpt2-small",
+        steps=2000,
+        batch_size=32,
+        learning_rate=6e-4,
+        warmup_steps=200,
+    ),
+}
+
+
+def flat_config(config: TrainConfig) -> dict[str, Any]:
+    """All settings in one dictionary, the model's among them."""
+    settings = dataclasses.asdict(config)
+    return {**settings.pop("model"), **settings}
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """The `Attributes` section of a class's docstring, by name: the flags' help, written once."""
+    docs, name = {}, ""
+    section = (cls.__doc__ or "").partition("Attributes:\n")[2]
+    for line in section.splitlines():
+        # A new entry is indented by eight columns, a continuation by twelve.
+        if line.startswith(" " * 12):
+            docs[name] += " " + line.strip()
+        elif ":" in line:
+            name, _, docs[name] = line.strip().partition(": ")
+    return docs
+
+
+CHOICES = {
+    "attention": ("auto", "triton", "interpret", "xla", "reference", "cudnn"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "param_dtype": ("float32", "bfloat16"),
+}
+
+
+def make_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """A flag for every field of the two configurations; `auto` is how a flag says None."""
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py",
+        usage="%(prog)s [--preset NAME] [--data PATH] [--attention NAME] [--steps N] ...",
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="cpu", help="where other flags start")
+    parser.add_argument(
+        "--restart", action="store_true", default=False, help="delete a run found in out_dir first"
+    )
+    # What these mean here, beyond what they mean to the model alone.
+    model_docs = {
+        "dtype": "Type of the activations; auto is bfloat16 on a GPU and float32 elsewhere.",
+        "attention": "An implementation of pallas_flash.attention, auto lets it choose; or cudnn: "
+        "jax.nn.dot_product_attention by cuDNN, for comparison (a GPU, bfloat16).",
+    }
+    for title, cls, other_docs in (("model", GPTConfig, model_docs), ("training", TrainConfig, {})):
+        group, docs = parser.add_argument_group(title), attribute_docs(cls) | other_docs
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.name in ("model", "vocab_size"):
+                continue
+            flag = "--" + field.name.replace("_", "-")
+            text = docs.get(field.name, "").replace("None", "auto")
+            kind, *rest = typing.get_args(hints[field.name]) or (hints[field.name],)
+            if field.name in CHOICES:
+                group.add_argument(flag, choices=CHOICES[field.name], help=text)
+            elif kind is bool:
+                group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+            else:
+                metavar = kind.__name__ + (" or auto" if rest else "")
+                group.add_argument(
+                    flag, type=flag_type(kind, metavar), metavar=metavar.upper(), help=text
+                )
+    return parser
+
+
+def flag_type(kind: type, name: str):
+    """A parser of one flag's value that argparse calls by `name` in its errors."""
+
+    def parse(value: str):
+        return value if value == "auto" and name.endswith("auto") else kind(value)
+
+    parse.__name__ = name
+    return parse
+
+
+def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
+    """Replaces the fields of a preset by the flags that were given.
+
+    Raises:
+        UserError: The values do not fit each other.
+    """
+    preset = PRESETS[flags["preset"]]
+    values = {k: None if x == "auto" else x for k, x in flags.items() if k != "preset"}
+    if "steps" in values:
+        values.setdefault("warmup_steps", min(preset.warmup_steps, values["steps"] // 10))
+    names = {field.name for field in dataclasses.fields(GPTConfig)}
+    model = {name: values.pop(name) for name in values.keys() & names}
+    try:
+        return dataclasses.replace(
+            preset, model=dataclasses.replace(preset.model, **model), **values
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
