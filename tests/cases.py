@@ -45,8 +45,8 @@ class Case:
         return qkv, (normal(c.B, c.T, c.N, c.V), dlse), c.options(random, c)
 
     def scaled(self, factor: int) -> "Case":
-        """The same case with longer sequences, for a real card; one stays one."""
-        T, S = (x if x == 1 else x * factor + 1 for x in (self.T, self.S))
+        """The same case with longer sequences, for a real card: one stays one, tiles whole."""
+        T, S = (x if x == 1 else x * factor + (x % 64 > 0) for x in (self.T, self.S))
         return dataclasses.replace(self, T=T, S=S)
 
 

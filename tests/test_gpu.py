@@ -42,7 +42,9 @@ def test_kernels(case, dtype, precision, kernel_case):
     judge(case, dtype, results, tf32=dtype == "float32" and precision is None)
 
 
-@cases.parametrize(names=["full", "causal", "everything at once", "lengths of zero"])
+@cases.parametrize(
+    names=["full", "causal", "causal, whole tiles", "everything at once", "lengths of zero"]
+)
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_head_sizes(case, head_dim, kernel_case):
     """Each has tiles of its own in the table."""
