@@ -157,12 +157,21 @@ CASES = (
 BY_NAME = {case.name: case for case in CASES}
 
 
-def parametrize(*, names=None):
-    """Marks a test to run for each case, with the case's name as its id."""
+def parametrize(*, names=None, others_extended=False):
+    """Marks a test to run for each case, with the case's name as its id.
+
+    With `others_extended`, cases that `names` leaves out run with `-m extended`.
+    """
     import pytest
 
-    chosen = CASES if names is None else [BY_NAME[name] for name in names]
-    return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name.replace(" ", "-"))
+    def param(case):
+        chosen = names is None or case.name in names
+        marks = () if chosen else pytest.mark.extended
+        return pytest.param(case, marks=marks, id=case.name.replace(" ", "-"))
+
+    assert names is None or set(names) <= BY_NAME.keys()
+    cases = [c for c in CASES if names is None or c.name in names or others_extended]
+    return pytest.mark.parametrize("case", [param(case) for case in cases])
 
 
 def poison(case: Case, qkv, cotangents, options):

@@ -1,9 +1,10 @@
-"""Markers, and a count of kernel cases: a suite that silently skips its kernels shows a zero."""
+"""Markers, cheap compilation, and a count of kernel cases: skipping all kernels shows a zero."""
 
 import os
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -14,6 +15,19 @@ os.environ["PALLAS_FLASH_TUNED"] = "0"
 # pytest-xdist runs one process a core; JAX's own threads would fight over them.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Here programs compile for seconds and run once, for milliseconds. Up to 0.10 XLA can emit a CPU's
+# fusions without MLIR, which takes a third of the time; later versions refuse the flag.
+if jax.__version_info__ < (0, 11):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {flags}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_cheaply():
+    """Without LLVM's optimizations, which GPUs need; `oracle.optimized` asks for them."""
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+
 
 _KERNEL_CASES = "kernel_cases"
 

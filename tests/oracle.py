@@ -184,17 +184,18 @@ def differentiate(function, q, k, v, do, dlse):
     return o, lse, *vjp((do, dlse))
 
 
-# Programs that run once, for milliseconds, and compile for seconds: neither LLVM's optimizations on
-# a CPU nor a search for the fastest matrix product on a GPU is worth its time.
-QUICK = {
-    "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
-    "gpu": {"xla_gpu_autotune_level": 0},
-}
-
-
 def compiled(function):
-    """jit for tests that run each program once."""
-    return jax.jit(function, compiler_options=QUICK[jax.default_backend()])
+    """jit for tests that run each program once: a GPU's fastest product is not searched for."""
+    gpu = jax.default_backend() == "gpu"
+    return jax.jit(function, compiler_options={"xla_gpu_autotune_level": 0} if gpu else None)
+
+
+def optimized(function):
+    """jit as it is outside of these tests, see conftest.py."""
+    options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    if jax.__version_info__ < (0, 11):
+        options["xla_cpu_use_fusion_emitters"] = True
+    return jax.jit(function, compiler_options=options)
 
 
 def errors(actual, truth: Truth, name: str) -> dict[str, float]:

@@ -12,6 +12,8 @@ place of a dense error that is smaller by luck, as where one key makes every pro
 * results are rounded to that dtype.
 """
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -25,17 +27,39 @@ import pallas_flash
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
-def measured(case, dtype, implementation, problem=None, **extra):
-    """The five results of a case."""
-    qkv, cotangents, options = problem or case.problem(dtype)
+def program(implementation, options, **extra):
+    """Of q, k, v, do and dlse, to the five results."""
 
     def call(q, k, v):
         return pallas_flash.attention(
             q, k, v, return_lse=True, implementation=implementation, **options, **extra
         )
 
-    run = oracle.compiled(lambda *x: oracle.differentiate(call, *x))
-    return run(*qkv, *cotangents)
+    return oracle.compiled(lambda *x: oracle.differentiate(call, *x))
+
+
+def measured(case, dtype, implementation, problem=None, **extra):
+    """The five results of a case."""
+    qkv, cotangents, options = problem or case.problem(dtype)
+    return program(implementation, options, **extra)(*qkv, *cotangents)
+
+
+def _expected_of(problem, tf32):
+    """The exact results of a problem, and those of the dense computation."""
+    qkv, cotangents, options = problem
+
+    def dense(q, k, v):
+        return oracle.dense(q, k, v, tf32=tf32, **options)
+
+    truth = oracle.solve(*qkv, *cotangents, tf32=tf32, **options)
+    baseline = oracle.compiled(lambda *x: oracle.differentiate(dense, *x))(*qkv, *cotangents)
+    return truth, baseline
+
+
+@functools.lru_cache(maxsize=len(cases.CASES))
+def _expected(case, dtype, tf32):
+    """The same of a case, which several tests judge."""
+    return _expected_of(case.problem(dtype), tf32)
 
 
 def judge(case, dtype, results, problem=None, worst=2, tf32=False):
@@ -43,13 +67,10 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False):
 
     `worst` is its factor at the worst element. `tf32`: the products were of float32 cut to TF32.
     """
-    qkv, (do, dlse), options = problem or case.problem(dtype)
-    truth = oracle.solve(*qkv, do, dlse, tf32=tf32, **options)
-    baseline = oracle.compiled(
-        lambda *x: oracle.differentiate(
-            lambda q, k, v: oracle.dense(q, k, v, tf32=tf32, **options), *x
-        )
-    )(*qkv, do, dlse)
+    if problem is None:
+        truth, baseline = _expected(case, dtype, tf32)
+    else:
+        truth, baseline = _expected_of(problem, tf32)
     shapes = [x.shape for x in baseline]
     assert [x.shape for x in results] == shapes
     assert [x.dtype for x in results] == [x.dtype for x in baseline]
@@ -82,20 +103,54 @@ SMALL = pallas_flash.TileSizes(
 )
 
 
-@cases.parametrize()
-@pytest.mark.parametrize(
-    "dtype, tiles",
-    [("float32", SMALL), ("bfloat16", None)],
-    ids=["float32-small-tiles", "bfloat16"],
+# What a dtype or the table's tiles could break: no tile, one and several, ragged and whole ones,
+# rows that see nothing, all conditions. Each mask by itself does not depend on them.
+in_bfloat16 = cases.parametrize(
+    names=[
+        "full",
+        "full, whole tiles",
+        "T of several tiles, S of one",
+        "one of everything",
+        "one key/value head",
+        "large heads",
+        "large scores",
+        "causal, whole tiles",
+        "causal, no query sees a key",
+        "lengths of zero",
+        "everything at once",
+    ],
+    others_extended=True,
 )
-def test_kernels_in_the_interpreter(case, dtype, tiles, kernel_case):
-    judge(case, dtype, measured(case, dtype, "interpret", tile_sizes=tiles))
 
 
 @cases.parametrize()
+def test_kernels_in_the_interpreter(case, kernel_case):
+    judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=SMALL))
+
+
+@in_bfloat16
+def test_kernels_in_the_interpreter_in_bfloat16(case, kernel_case):
+    """With the table's tiles."""
+    judge(case, "bfloat16", measured(case, "bfloat16", "interpret"))
+
+
+@cases.parametrize()
+def test_xla(case):
+    judge(case, "float32", measured(case, "float32", "xla"))
+
+
+@in_bfloat16
+def test_xla_in_bfloat16(case):
+    judge(case, "bfloat16", measured(case, "bfloat16", "xla"))
+
+
+@cases.parametrize(names=["full", "everything at once"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_xla(case, dtype):
-    judge(case, dtype, measured(case, dtype, "xla"))
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_optimized_by_xla(case, dtype, implementation, monkeypatch):
+    """As users compile it; the other tests let XLA optimize less."""
+    monkeypatch.setattr(oracle, "compiled", oracle.optimized)
+    judge(case, dtype, measured(case, dtype, implementation))
 
 
 @cases.parametrize()
@@ -137,11 +192,11 @@ def test_float64(case, implementation):
 def test_nothing_shows_of_what_no_query_sees(case, implementation):
     """NaN in unseen keys and values, and in queries that see nothing, changes no bit."""
     qkv, cotangents, options = case.problem()
-    clean = measured(case, "float32", implementation)
-    poisoned = (*cases.poison(case, qkv, cotangents, options), options)
-    for name, a, b in zip(
-        oracle.NAMES, clean, measured(case, "float32", implementation, poisoned), strict=True
-    ):
+    run = program(implementation, options)
+    clean = run(*qkv, *cotangents)
+    poisoned_qkv, poisoned_cotangents = cases.poison(case, qkv, cotangents, options)
+    poisoned = run(*poisoned_qkv, *poisoned_cotangents)
+    for name, a, b in zip(oracle.NAMES, clean, poisoned, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
 
