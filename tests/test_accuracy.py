@@ -22,6 +22,7 @@ import oracle
 import pytest
 
 import pallas_flash
+from pallas_flash import _xla
 
 # The relative error of rounding to nearest.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -103,12 +104,13 @@ SMALL = pallas_flash.TileSizes(
 )
 
 
-# What a dtype or the table's tiles could break: no tile, one and several, ragged and whole ones,
-# rows that see nothing, all conditions. Each mask by itself does not depend on them.
+# What a dtype could break: one tile and several, ragged and whole ones, rows that see nothing, all
+# conditions. Each mask by itself does not depend on it.
 in_bfloat16 = cases.parametrize(
     names=[
         "full",
         "full, whole tiles",
+        "T of one tile, S of several",
         "T of several tiles, S of one",
         "one of everything",
         "one key/value head",
@@ -130,8 +132,8 @@ def test_kernels_in_the_interpreter(case, kernel_case):
 
 @in_bfloat16
 def test_kernels_in_the_interpreter_in_bfloat16(case, kernel_case):
-    """With the table's tiles."""
-    judge(case, "bfloat16", measured(case, "bfloat16", "interpret"))
+    """In tiles so small that a sum over them, were it rounded in each, would be too far off."""
+    judge(case, "bfloat16", measured(case, "bfloat16", "interpret", tile_sizes=SMALL))
 
 
 @cases.parametrize()
@@ -140,7 +142,10 @@ def test_xla(case):
 
 
 @in_bfloat16
-def test_xla_in_bfloat16(case):
+def test_xla_in_bfloat16(case, monkeypatch):
+    """In small tiles, too."""
+    monkeypatch.setattr(_xla, "BLOCK_Q", 16)
+    monkeypatch.setattr(_xla, "BLOCK_KV", 16)
     judge(case, "bfloat16", measured(case, "bfloat16", "xla"))
 
 

@@ -164,6 +164,11 @@ def assert_drop_in(case: Case, implementations=("xla", "reference")):
     truth, dead = solve(call), dead_rows(call)
     yardstick = run_theirs(case, call, dead)
     scores = dead.size * call.floats["key"].shape[-3]
+    # Our backward takes p = exp(s - lse) from a float32 LSE, see test_accuracy (measured: 2.05
+    # times the error of jax.nn, in dk).
+    lse = np.abs(truth.values["lse"])
+    largest = lse.max(where=np.isfinite(lse), initial=0)
+    of_lse = jnp.finfo(jnp.float32).eps / 2 * (1 + largest + np.log(call.floats["key"].shape[-3]))
     for implementation in implementations:
         got = run(OURS[implementation], call, call.cotangent)
         assert got.keys() == yardstick.keys()
@@ -175,7 +180,8 @@ def assert_drop_in(case: Case, implementations=("xla", "reference")):
             assert their_error < eps**0.5, name
             # Where jax.nn is exact, ours may still round twice, in each of the terms of a sum.
             terms = scores / x.size if name == "bias" else 1
-            assert our_error <= 2 * max(their_error, eps * terms**0.5), (implementation, name)
+            floor = max(eps * terms**0.5, 0 if name == "output" else of_lse)
+            assert our_error <= 2 * max(their_error, floor), (implementation, name)
         assert not np.asarray(got["output"])[dead].any(), implementation
         assert not np.asarray(got["query"])[dead].any(), implementation
 
