@@ -1,10 +1,18 @@
 """Exact softmax attention for JAX on GPUs: blocked Pallas kernels, forward and backward."""
 
 from pallas_flash._api import attention as attention
+from pallas_flash._api import dropout_mask as dropout_mask
 from pallas_flash._api import explain as explain
+from pallas_flash._mask_objects import BlockMask as BlockMask
+from pallas_flash._mask_objects import Predicate as Predicate
+from pallas_flash._mask_objects import PrefixLM as PrefixLM
+from pallas_flash._mask_objects import Segments as Segments
+from pallas_flash._mask_objects import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
+from pallas_flash._plot import plot_mask as plot_mask
 from pallas_flash._select import Explanation as Explanation
 from pallas_flash._tiles import Tile as Tile
 from pallas_flash._tiles import TileSizes as TileSizes
 from pallas_flash._tune import tune as tune
+from pallas_flash._vjp import save_residuals as save_residuals
 
 __version__ = "0.1.0"

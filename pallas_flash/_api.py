@@ -1,6 +1,7 @@
 """The public call: checks, the choice of an implementation, and the shape of what comes back."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -9,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_flash import _reference, _select, _tile_cache, _tiles, _validate, _vjp
+from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._select import Explanation
 from pallas_flash._tiles import TileSizes
@@ -21,7 +23,7 @@ def attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
     *,
     scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
@@ -32,6 +34,14 @@ def attention(
     | tuple[Int32[Array, "B T"], Int32[Array, "B S"]]
     | None = None,
     query_offset: int | Int32[Array, ""] | Int32[Array, " B"] = 0,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    score_fn: Callable | None = None,
+    score_operands: tuple[Array, ...] = (),
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    broadcast_dropout: bool = False,
     precision: str | lax.Precision | lax.DotAlgorithmPreset | None = None,
     return_residual: bool = False,
     return_lse: bool = False,
@@ -40,8 +50,9 @@ def attention(
 ) -> Any:
     r"""Exact softmax attention with memory linear in the lengths, forward and backward.
 
-        s_ij = scale * q_i . k_j + bias_ij    where query i may see key j, else -inf
-        o_i  = sum_j softmax_j(s_ij) v_j      zero, with zero gradients, if query i sees nothing
+        s_ij = soft_cap(scale * q_i . k_j + bias_ij)    where query i may see key j, else -inf
+        o_i  = sum_j dropout(softmax_j(s_ij)) v_j       zero, with zero gradients, if query i sees
+                                                        nothing
 
     A drop-in for `jax.nn.dot_product_attention`: the arguments both have mean the same, and the
     results agree, except that a query which may see nothing gives zeros here and the mean of all
@@ -56,8 +67,12 @@ def attention(
         query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64.
         key: [B, S, K, H] or [S, K, H], in the dtype of `query`.
         value: [B, S, K, V] or [S, K, V], in the dtype of `query`.
-        bias: added to the scaled scores; at most 4 axes, broadcastable to [B, N, T, S].
-        mask: True where a query may see a key; at most 4 axes, broadcastable to [B, N, T, S].
+        bias: added to the scaled scores; at most 4 axes, broadcastable to [B, N, T, S] and never
+            expanded to it. Its gradient has its own shape.
+        mask: True where a query may see a key; at most 4 axes, broadcastable to [B, N, T, S] and
+            never expanded to it; tiles without a True are skipped. Or a mask object: a
+            `BlockMask`, `PrefixLM`, `Predicate` or `Segments`, or several, and boolean arrays,
+            joined by `&`.
         scale: factor of the scores, 1 / sqrt(H) if None. May be traced, and has a gradient.
         is_causal: query t sees keys up to its own position t + query_offset. For T = 3 and S = 5:
 
@@ -74,7 +89,25 @@ def attention(
         segment_ids: int32 [B, T], or a pair for queries and keys; tokens see only those with their
             own id. Tiles without a common id are skipped.
         query_offset: position of query 0 among the keys, an int, an int32 scalar or int32 [B]; it
-            moves `is_causal` and `local_window_size`.
+            moves `is_causal`, `local_window_size`, `alibi_slopes` and `PrefixLM`.
+        logits_soft_cap: scores s become cap * tanh(s / cap), after the bias and `score_fn`.
+        sinks: [N], a logit for each head that takes part in the softmax and has no value: it adds
+            exp(sink) to the denominator and to the LSE of every query that sees something.
+        alibi_slopes: [N]; subtracts slope * |position of the query - position of the key| (Press,
+            Smith and Lewis, 2022, arXiv:2108.12409). Without a gradient, except by "reference".
+        score_fn: `score_fn(s, b, h, q_pos, k_pos, *operands) -> s`, from the scaled scores with
+            bias and slopes, in float32, and the int32 indices of example, query head, query and
+            key, which broadcast to the shape of s. Elementwise jax.numpy, traced into the kernels;
+            its derivative in s is taken by `jax.vjp` there. Define it once: another function object
+            is another program to compile.
+        score_operands: arrays for `score_fn`, which reads them at one index for each axis, as in
+            `slope[h]` or `table[q_pos, k_pos]`; an index outside is moved to the edge. Without a
+            gradient, except by "reference".
+        dropout_rate: the share of probabilities that become zero, in [0, 1); the others are divided
+            by 1 - rate.
+        dropout_key: a `jax.random` key, typed or raw. The mask depends on it and on the indices of
+            example, head, query and key alone, see `dropout_mask`.
+        broadcast_dropout: whether all examples and heads share one dropout mask.
         precision: of the matrix products for float32 inputs, a `jax.lax.Precision`, its name, or a
             `jax.lax.DotAlgorithmPreset` that the device supports. None follows
             `jax.default_matmul_precision`, which on GPUs means TF32 (10 bits of mantissa);
@@ -121,6 +154,14 @@ def attention(
         local_window_size=local_window_size,
         segment_ids=segment_ids,
         query_offset=query_offset,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        score_fn=score_fn,
+        score_operands=score_operands,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
         precision=precision,
     )
     choice = _select.select(problem, implementation)
@@ -154,6 +195,14 @@ def explain(
     local_window_size=None,
     segment_ids=None,
     query_offset=0,
+    logits_soft_cap=None,
+    sinks=None,
+    alibi_slopes=None,
+    score_fn=None,
+    score_operands=(),
+    dropout_rate=0.0,
+    dropout_key=None,
+    broadcast_dropout=False,
     precision=None,
 ) -> Explanation:
     """Tells which implementation would serve this call of `attention`, and why not the others.
@@ -183,6 +232,14 @@ def explain(
         local_window_size=local_window_size,
         segment_ids=segment_ids,
         query_offset=query_offset,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        score_fn=score_fn,
+        score_operands=score_operands,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
         precision=precision,
     )
     choice = _select.select(problem, implementation)
@@ -191,6 +248,32 @@ def explain(
         reason = f"{choice.reason} Its tiles are tuned, from {_tile_cache.file()}."
         choice = dataclasses.replace(choice, reason=reason)
     return choice
+
+
+def dropout_mask(
+    key: Array, shape: tuple[int, int, int, int], rate: float
+) -> Bool[Array, "B N T S"]:
+    """The probabilities that `attention` keeps with this dropout key and rate.
+
+    Args:
+        key: a `jax.random` key.
+        shape: [B, N, T, S].
+        rate: the share that is dropped, in [0, 1).
+
+    Returns:
+        True where a probability is kept: dropout(p) = where(mask, p / (1 - rate), 0).
+
+    Example:
+        >>> import jax, pallas_flash
+        >>> mask = pallas_flash.dropout_mask(jax.random.key(0), (2, 4, 64, 64), 0.25)
+        >>> bool(abs(mask.mean() - 0.75) < 0.02)
+        True
+    """
+    sizes, dropout = _validate.dropout_mask(key, shape, rate)
+    if dropout is None:
+        return jnp.ones(sizes, bool)
+    indices = (lax.broadcasted_iota(jnp.int32, sizes, axis) for axis in range(4))
+    return dropout.kept(*indices)
 
 
 def _plan(problem: Problem, implementation: str, tile_sizes, *, explicit: bool) -> _vjp.Plan:
@@ -221,6 +304,7 @@ def table_tiles(problem: Problem, implementation: str, asked: TileSizes | None) 
         value_dim=problem.value_dim,
         itemsize=problem.dtype.itemsize,
         capability=_select.tile_capability(implementation),
+        pair_bytes=problem.pair_bytes,
     )
 
 

@@ -2,10 +2,10 @@
 
 A `Mask` is a conjunction of leaves. From each leaf come
 
-* the elementwise predicate, `allowed(b, q, k)`: may query `q` of example `b` see key `k`? The
-  arguments are integer index arrays that broadcast against each other, so the same code serves a
-  dense [B, T, S] mask, a tile in plain JAX and a transposed tile; and the leaf's arrays may be
-  references into a kernel's memory, so it serves the kernels too;
+* the elementwise predicate, `allowed(b, h, q, k)`: may query `q` of example `b` and query head `h`
+  see key `k`? The arguments are integer index arrays that broadcast against each other, so the same
+  code serves a dense [T, S] mask, a tile in plain JAX and a transposed tile; and the leaf's arrays
+  may be references into a kernel's memory, so it serves the kernels too;
 * the tile ranges, which let a blocked algorithm skip what is empty and leave unmasked what is full.
 
 A tile range is four int32 numbers for each tile that stays in place, counting the tiles that stream
@@ -16,6 +16,9 @@ past it:
 
 Nothing is allowed outside [start, stop); everything is allowed inside [full_start, full_stop).
 Without a full tile, full_start = full_stop = start.
+
+Where a leaf's tiles form no such run, as those of a boolean array, the tiles that are not empty are
+listed in place of the range, the full ones first.
 """
 
 import dataclasses
@@ -66,8 +69,8 @@ class TileRange(NamedTuple):
 class Leaf(Protocol):
     """One condition on (query, key) pairs."""
 
-    def allowed(self, b, q, k) -> jax.Array:
-        """Whether query `q` of example `b` may see key `k`, for int32 indices that broadcast."""
+    def allowed(self, b, h, q, k) -> jax.Array:
+        """Whether query `q` of example `b` and head `h` may see key `k`; indices broadcast."""
         ...
 
     def kv_range(self, q: Tiling, kv: Tiling) -> TileRange:
@@ -78,21 +81,45 @@ class Leaf(Protocol):
         """For each key tile, the query tiles it meets."""
         ...
 
+    def tile_classes(self, q: Tiling, kv: Tiling) -> "TileClasses | None":
+        """Which tiles are allowed, where they form no runs; the ranges then hold all tiles."""
+        ...
+
     @property
     def reflexive(self) -> bool:
         """Whether every query is known to see the key at its own position."""
         ...
 
 
+class Runs:
+    """A leaf whose allowed tiles form one run for each tile that stays."""
+
+    def tile_classes(self, q, kv):
+        return None
+
+
+class TileClasses(NamedTuple):
+    """For each pair of tiles whether anything and everything is allowed.
+
+    Bool [1 or B, 1 or N, query tiles or 1, key tiles or 1].
+    """
+
+    some: Any
+    every: Any
+
+
 @dataclass_transform(frozen_default=True)
-def _leaf(cls):
-    """Makes a frozen dataclass a pytree in which None and ints are structure, the rest arrays."""
+def leaf(cls):
+    """Makes a frozen dataclass a pytree; None, ints and functions are structure, not leaves."""
     cls = dataclasses.dataclass(frozen=True)(cls)
 
-    def flatten(leaf):
-        fields = vars(leaf).items()
-        static = tuple((name, x) for name, x in fields if x is None or isinstance(x, int))
-        arrays = {name: x for name, x in fields if not (x is None or isinstance(x, int))}
+    def is_static(x):
+        return x is None or isinstance(x, int) or callable(x)
+
+    def flatten(self):
+        fields = vars(self).items()
+        static = tuple((name, x) for name, x in fields if is_static(x))
+        arrays = {name: x for name, x in fields if not is_static(x)}
         return tuple(arrays.values()), (tuple(arrays), static)
 
     def unflatten(structure, arrays):
@@ -103,8 +130,8 @@ def _leaf(cls):
     return cls
 
 
-@_leaf
-class Band:
+@leaf
+class Band(Runs):
     """Key k is seen by query q when low <= k - (q + offset) <= high; None is unbounded.
 
     Causal attention is high = 0, a sliding window (left, right) is low = -left, high = right.
@@ -116,7 +143,7 @@ class Band:
     high: int | None = None
     offset: Bound | None = None
 
-    def allowed(self, b, q, k):
+    def allowed(self, b, h, q, k):
         distance = k - q if self.offset is None else k - (q + self.offset[b])
         above = None if self.low is None else distance >= self.low
         below = None if self.high is None else distance <= self.high
@@ -150,14 +177,14 @@ class Band:
         return TileRange(start, full_start, full_stop, stop)
 
 
-@_leaf
-class Lengths:
+@leaf
+class Lengths(Runs):
     """Query q sees key k when q < query and k < key_value; ints or int32 [B], None is no limit."""
 
     query: Bound | None = None
     key_value: Bound | None = None
 
-    def allowed(self, b, q, k):
+    def allowed(self, b, h, q, k):
         inside = [
             position < (length if isinstance(length, int) else length[b])
             for position, length in ((q, self.query), (k, self.key_value))
@@ -192,8 +219,8 @@ class Lengths:
         return TileRange(start, start, full_stop, stop)
 
 
-@_leaf
-class Segments:
+@leaf
+class Segments(Runs):
     """Query q sees key k when their ids are equal: query int32 [B, T], key_value int32 [B, S].
 
     None for `key_value` means the ids of the queries: they are the same tokens.
@@ -206,11 +233,9 @@ class Segments:
     def _keys(self):
         return self.query if self.key_value is None else self.key_value
 
-    def allowed(self, b, q, k):
-        # Ragged tiles ask beyond the ends; the last id stands in, and `Lengths` masks those
+    def allowed(self, b, h, q, k):
+        # Ragged tiles ask beyond the ends, where any id may stand in: `Lengths` masks those
         # positions.
-        q = jnp.minimum(q, self.query.shape[-1] - 1)
-        k = jnp.minimum(k, self._keys.shape[-1] - 1)
         return self.query[b, q] == self._keys[b, k]
 
     def kv_range(self, q, kv):
@@ -268,15 +293,20 @@ class Mask:
 
     leaves: tuple[Leaf, ...] = ()
 
-    def __and__(self, leaf: Any) -> "Mask":
-        return Mask((*self.leaves, leaf))
+    # NumPy would otherwise join with each element of an array.
+    __array_ufunc__ = None
+
+    def __and__(self, other: Any) -> "Mask":
+        return Mask((*self.leaves, *(other.leaves if isinstance(other, Mask) else (other,))))
+
+    __rand__ = __and__
 
     def __bool__(self) -> bool:
         return bool(self.leaves)
 
-    def allowed(self, b, q, k) -> Any:
+    def allowed(self, b, h, q, k) -> Any:
         """The only comparison of positions in the package; see `Leaf.allowed`."""
-        return _both(*(leaf.allowed(b, q, k) for leaf in self.leaves))
+        return _both(*(leaf.allowed(b, h, q, k) for leaf in self.leaves))
 
     def within(self, *, q: Tiling | None = None, kv: Tiling | None = None) -> "Mask":
         """This mask for ragged tiles: positions that do not exist are masked like any other."""
@@ -292,6 +322,41 @@ class Mask:
         return _intersect([leaf.q_range(q, kv) for leaf in self.leaves], kv.count, q.count)
 
     @property
+    def scattered(self) -> bool:
+        """Whether tiles have to be listed."""
+        return any(not isinstance(leaf, Runs) for leaf in self.leaves)
+
+    def kv_lists(self, q: Tiling, kv: Tiling) -> jax.Array:
+        """int32 [1 or B, 1 or N, query tiles, 2 + key tiles]: the key tiles of each query tile.
+
+        A row is the number of full tiles, that of all tiles which are not empty, and their numbers,
+        the full ones first; what follows is not to be read.
+        """
+        return lists(self.tile_classes(q, kv))
+
+    def q_lists(self, q: Tiling, kv: Tiling) -> jax.Array:
+        """int32 [1 or B, 1 or N, key tiles, 2 + query tiles]: the query tiles of each key tile."""
+        classes = self.tile_classes(q, kv)
+        return lists(TileClasses(*(jnp.swapaxes(x, 2, 3) for x in classes)))
+
+    def tile_classes(self, q: Tiling, kv: Tiling) -> TileClasses:
+        """The class of every pair of tiles, by all leaves together; no axis of tiles is 1."""
+
+        def inside(ranges, flow: Tiling):
+            tile = np.arange(flow.count, dtype=np.int32)
+            start, full_start, full_stop, stop = (ranges[:, None, :, i, None] for i in range(4))
+            return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
+
+        # Both: each direction knows of ragged tiles only where they are the ones that stream.
+        some, every = inside(self.kv_ranges(q, kv), kv)
+        some_t, every_t = inside(self.q_ranges(q, kv), q)
+        some, every = some & some_t.swapaxes(2, 3), every & every_t.swapaxes(2, 3)
+        for leaf in self.leaves:
+            if (classes := leaf.tile_classes(q, kv)) is not None:
+                some, every = some & classes.some, every & classes.every
+        return TileClasses(some, every)
+
+    @property
     def reflexive(self) -> bool:
         """Whether every query is known to see the key at its own position, if there is one.
 
@@ -303,6 +368,15 @@ class Mask:
     def grows(self) -> bool:
         """Whether later queries see more keys, so that their tiles should start first."""
         return any(isinstance(leaf, Band) and leaf.high is not None for leaf in self.leaves)
+
+
+@jax.jit
+def lists(classes: TileClasses) -> jax.Array:
+    """int32 [..., stay, 2 + flow] for classes [..., stay, flow]; see `Mask.kv_lists`."""
+    some, every = classes
+    order = jnp.argsort(jnp.where(every, 0, jnp.where(some, 1, 2)), axis=-1, stable=True)
+    counts = [x.sum(axis=-1, keepdims=True, dtype=jnp.int32) for x in (every, some)]
+    return jnp.concatenate([*counts, order.astype(jnp.int32)], axis=-1)
 
 
 def _intersect(ranges: list[TileRange], n_stay: int, n_flow: int):
@@ -369,6 +443,7 @@ class Edges(enum.Enum):
     NONE = "every tile is known to be full"
     BRANCH = "one loop, with the mask under a branch"
     APART = "a loop over the full tiles, then one over the others"
+    LISTED = "the same for tiles whose numbers are listed"
 
 
 def visit(ranges, step, carry, edges: Edges):
@@ -379,12 +454,17 @@ def visit(ranges, step, carry, edges: Edges):
     empty and lies at the other end.
 
     Args:
-        ranges: start, full_start, full_stop, stop.
+        ranges: start, full_start, full_stop, stop; if listed, the number of full tiles, that of all
+            tiles, and a function from a place in the list to the number of the tile there.
         step: takes an int32 tile number, whether the mask must be applied (a Python bool, or a
             traced one under a branch), and the carry.
         carry: any pytree.
         edges: how to meet them.
     """
+    if edges is Edges.LISTED:
+        full, count, tile_at = ranges
+        carry = lax.fori_loop(0, full, lambda t, c: step(tile_at(t), False, c), carry)
+        return lax.fori_loop(full, count, lambda t, c: step(tile_at(t), True, c), carry)
     start, full_start, full_stop, stop = ranges
     if edges is Edges.BRANCH:
         return lax.fori_loop(

@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from pallas_flash._dropout import Dropout
 from pallas_flash._masks import Mask
+from pallas_flash._operands import Pairs, is_pairs
+from pallas_flash._scores import Scores
 
 
 @jax.tree_util.register_dataclass
@@ -20,8 +23,12 @@ class Problem:
         value: [B, S, K, V].
         scale: float32 (float64 for float64 inputs) scalar, not negative.
         bias: added to the scaled scores; rank 4, each axis 1 or that of BNTS.
-        mask_array: bool, rank 4, each axis 1 or that of BNTS.
-        mask: everything that positions, lengths and segment ids say about visibility.
+        sinks: float32 (float64 for float64 inputs) [N], logits in the softmax's denominator.
+        slopes: [N], ALiBi's; of the dtype of `scale`.
+        score_operands: arrays for the score function.
+        mask: everything that says who sees whom.
+        rest_of_scores: the parts of `scores` that have no gradient.
+        dropout: which probabilities become zero.
         precision: what `lax.dot_general` takes.
     """
 
@@ -30,8 +37,12 @@ class Problem:
     value: Any
     scale: Any
     bias: Any
-    mask_array: Any
+    sinks: Any
+    slopes: Any
+    score_operands: Any
     mask: Mask
+    rest_of_scores: Scores = dataclasses.field(default_factory=Scores)
+    dropout: Dropout | None = None
     precision: Any = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
@@ -76,8 +87,24 @@ class Problem:
         """The dtype of scores, statistics and sums: at least float32."""
         return np.promote_types(self.dtype, np.float32)
 
+    @property
+    def scores(self) -> Scores:
+        """What is done to scaled products of queries and keys."""
+        return dataclasses.replace(
+            self.rest_of_scores,
+            bias=None if self.bias is None else Pairs(self.bias),
+            slopes=self.slopes,
+            operands=self.score_operands,
+        )
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of bias and mask arrays for each pair of a query and a key."""
+        arrays = jax.tree.leaves((self.mask, self.scores), is_leaf=is_pairs)
+        return sum(x.array.dtype.itemsize for x in arrays if is_pairs(x) and 1 not in x.shape[2:])
+
     def split(self) -> tuple[dict[str, Any], "Problem"]:
-        """The operands that have a gradient, and the problem without them."""
+        """The operands that may be differentiated, and the problem without them."""
         operands = {name: getattr(self, name) for name in Gradients._fields}
         return operands, dataclasses.replace(self, **dict.fromkeys(operands))
 
@@ -87,10 +114,14 @@ class Problem:
 
 
 class Gradients(NamedTuple):
-    """One for each differentiable operand, None where there is none or it was not asked for."""
+    """One for each floating-point operand, None where there is none or it was not asked for."""
 
     query: Any
     key: Any
     value: Any
     scale: Any
     bias: Any
+    sinks: Any = None
+    # These have none; `_vjp` refuses to differentiate them.
+    slopes: Any = None
+    score_operands: Any = None

@@ -1,40 +1,55 @@
 """Dense attention, the definition of the op in the order of its equations; memory grows with T * S.
 
-    s_ij = scale * q_i . k_j + bias_ij   where visible(i, j), else -inf
-    lse_i = log sum_j exp(s_ij)
-    o_i = sum_j exp(s_ij - lse_i) v_j    zero where nothing is visible
+    s_ij = scores(scale * q_i . k_j)            where visible(i, j), else -inf
+    lse_i = log (sum_j exp(s_ij) + exp(sink))   -inf where nothing is visible
+    o_i = sum_j dropout(exp(s_ij - lse_i)) v_j  zero where nothing is visible
 
 Differentiated by JAX itself, in both modes and to any order. Computed in float32 or float64 at full
 precision whatever the inputs are, so that other implementations can be judged by it.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_flash._dropout import drop, kept, rescaled
+from pallas_flash._operands import Cut, Pairs, is_pairs
 from pallas_flash._problem import Problem
 
 
-def attention(problem: Problem):
-    """The output [B, T, N, V] in the inputs' dtype and the LSE [B, T, N] in float32 or float64."""
+def attention(problem: Problem, first_query=0):
+    """The output [B, T, N, V] in the inputs' dtype and the LSE [B, T, N] in float32 or float64.
+
+    The mask counts queries from `first_query`, an int or int32 scalar.
+    """
     p = problem
     grouped = (p.batch, p.q_len, p.num_kv_heads, p.groups)
-    visible = _visible(p)
+    visible = _visible(p, first_query)
     # 0 * NaN is NaN, so what nothing looks at is replaced before it meets a zero probability.
     q = jnp.where(_by_query(visible), p.query.reshape(*grouped, p.head_dim), 0)
     k, v = (jnp.where(_by_key(visible), x, 0) for x in (p.key, p.value))
     q, k, v = (x.astype(p.accumulator_dtype) for x in (q, k, v))
 
     s = p.scale * jnp.einsum("btkgh,bskh->bkgts", q, k, precision=lax.Precision.HIGHEST)
-    if p.bias is not None:
-        s = s + _by_group(p, p.bias).astype(s.dtype)
+    if p.scores:
+        # Twice, and the bias: a score that is not seen may be NaN, and so would be its derivative.
+        scores = _whole(p, p.scores, visible)
+        s = scores.logits(jnp.where(visible, s, 0), *_indices(p, first_query))
     s = jnp.where(visible, s, -jnp.inf)
     m = lax.stop_gradient(s.max(axis=-1, keepdims=True, initial=-jnp.inf))
+    alive = m > -jnp.inf
+    sinks = None if p.sinks is None else p.sinks.reshape(p.num_kv_heads, p.groups, 1, 1)
+    if sinks is not None:
+        m = jnp.maximum(m, lax.stop_gradient(sinks))
     m = jnp.where(m == -jnp.inf, 0, m)
     weight = jnp.exp(s - m)
     total = weight.sum(axis=-1, keepdims=True)
-    alive = total > 0
+    if sinks is not None:
+        total = total + jnp.exp(sinks - m)
     total = jnp.where(alive, total, 1)
-    o = jnp.einsum("bkgts,bskv->btkgv", weight / total, v, precision=lax.Precision.HIGHEST)
+    weight = weight / total
+    weight = drop(kept(p.dropout, _indices(p, first_query)), rescaled(p.dropout, weight))
+    o = jnp.einsum("bkgts,bskv->btkgv", weight, v, precision=lax.Precision.HIGHEST)
     # Zero already; this keeps the cotangent of such a row, which may be anything, from v.
     o = jnp.where(jnp.moveaxis(alive, 3, 1), o, 0)
     lse = jnp.where(alive, m + jnp.log(total), -jnp.inf)[..., 0]
@@ -44,23 +59,36 @@ def attention(problem: Problem):
     )
 
 
-def _visible(p: Problem):
+def _visible(p: Problem, first_query):
     """Bool [B | 1, K | 1, G | 1, T, S]."""
     visible = jnp.ones((1, 1, 1, p.q_len, p.kv_len), bool)
-    if p.mask:
-        b = jnp.arange(p.batch)[:, None, None]
-        q, k = jnp.arange(p.q_len)[:, None], jnp.arange(p.kv_len)
-        allowed = jnp.broadcast_to(p.mask.allowed(b, q, k), (p.batch, p.q_len, p.kv_len))
-        visible &= allowed[:, None, None]
-    if p.mask_array is not None:
-        visible &= _by_group(p, p.mask_array)
-    return visible
+    return visible & _whole(p, p.mask).allowed(*_indices(p, first_query)) if p.mask else visible
 
 
-def _by_group(p: Problem, x):
-    """[B | 1, N | 1, T | 1, S | 1] with the head axis split into key/value heads and groups."""
-    heads = (p.num_kv_heads, p.groups) if x.shape[1] > 1 else (1, 1)
-    return x.reshape(x.shape[0], *heads, *x.shape[2:])
+def _indices(p: Problem, first_query):
+    """The indices b, h, q and k of all scores [B, K, G, T, S]."""
+    b, h, q, k = (jnp.arange(n, dtype=jnp.int32) for n in (p.batch, p.num_heads, p.q_len, p.kv_len))
+    heads = h.reshape(p.num_kv_heads, p.groups, 1, 1)
+    return b[:, None, None, None, None], heads, first_query + q[:, None], k
+
+
+def _whole(p: Problem, tree, visible=None):
+    """A mask or scores whose arrays over pairs are read as a whole, the heads split into groups.
+
+    Numbers are zero where not `visible`.
+    """
+
+    def cut(x):
+        if not is_pairs(x):
+            return x
+        heads = (p.num_kv_heads, p.groups) if x.shape[1] > 1 else (1, 1)
+        array = x.array.reshape(x.shape[0], *heads, *x.shape[2:])
+        if visible is not None:
+            # Widened first, because the gradient is summed over what is broadcast here.
+            array = jnp.where(visible, array.astype(p.accumulator_dtype), 0)
+        return Pairs(Cut(array, x.shape))
+
+    return jax.tree.map(cut, tree, is_leaf=is_pairs)
 
 
 def _by_query(visible):

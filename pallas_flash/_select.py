@@ -157,9 +157,6 @@ def _problem_limits(p: Problem) -> list[str]:
             f"Got a head size of {max(p.head_dim, p.value_dim)}, and the kernels serve up to "
             f"{MAX_HEAD_DIM}."
         )
-    for name, array in (("bias", p.bias), ("mask", p.mask_array)):
-        if array is not None:
-            limits.append(f"Got a `{name}` array, which the kernels do not read yet.")
     return limits
 
 

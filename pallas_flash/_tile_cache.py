@@ -20,6 +20,7 @@ from pathlib import Path
 import jax
 
 from pallas_flash import _compat, _select
+from pallas_flash._mask_objects import Predicate
 from pallas_flash._masks import Band, Mask
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import KERNELS, Tile, TileSizes
@@ -58,7 +59,9 @@ def key(problem: Problem, gpu: str) -> str:
       compiler made of those sources;
     * the dtype (of float32 also the precision of products), both head sizes, whether query heads
       share keys;
-    * the mask: "full", "causal" (at any offset) or "other";
+    * the mask: "full", "causal" (at any offset), "listed" (with tiles that form no runs),
+      "predicate" (with a user's function) or "other";
+    * what else is done in the loops: bias, slopes, score function, soft cap, sinks, dropout;
     * both lengths, rounded up to powers of two.
 
     Batch and number of heads are left out: they repeat the same work.
@@ -69,9 +72,18 @@ def key(problem: Problem, gpu: str) -> str:
         # JAX defines its options at run time.
         default = jax.config.jax_default_matmul_precision  # pyright: ignore
         dtype += f" ({p.precision or default or 'default'})".lower()
+    parts = {
+        "bias": p.bias,
+        "slopes": p.slopes,
+        "score_fn": p.rest_of_scores.score_fn,
+        "soft cap": p.rest_of_scores.soft_cap,
+        "sinks": p.sinks,
+        "dropout": p.dropout,
+    }
+    more = "".join(f" + {name}" for name, part in parts.items() if part is not None)
     return (
         f"{gpu}, jax {jax.__version__}, kernels {_fingerprint()}: {dtype}, H {p.head_dim}, "
-        f"V {p.value_dim}, {'shared' if p.groups > 1 else 'own'} keys, {_kind(p.mask)} mask, "
+        f"V {p.value_dim}, {'shared' if p.groups > 1 else 'own'} keys, {_kind(p.mask)} mask{more}, "
         f"T {power_of_2(p.q_len)}, S {power_of_2(p.kv_len)}"
     )
 
@@ -87,14 +99,22 @@ def _kind(mask: Mask) -> str:
             return "full"
         case (Band(low=None),):
             return "causal"
+        case leaves if any(isinstance(leaf, Predicate) for leaf in leaves):
+            return "predicate"
+        case _ if mask.scattered:
+            return "listed"
         case _:
             return "other"
+
+
+# What kernels are made of beside their own folder.
+_SHAPE = ("_masks", "_mask_objects", "_scores", "_operands", "_dropout")
 
 
 @functools.cache
 def _fingerprint() -> str:
     folder = Path(__file__).parent
-    sources = [*sorted(folder.glob("_triton/*.py")), folder / "_masks.py"]
+    sources = [*sorted(folder.glob("_triton/*.py")), *(folder / f"{name}.py" for name in _SHAPE)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 

@@ -152,6 +152,10 @@ _SYNCHRONOUS = _ASYNCHRONOUS | {
     ),
 }
 
+# With bias or mask arrays the table's tile spills in the loop over full tiles, compiled for an
+# H200.
+_WITH_PAIRS = {(128, 2, "dkv"): Tile(64, 64, 4, 2)}
+
 # Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
 # Guide, table "Technical Specifications per Compute Capability").
 _SHARED_MEMORY = {
@@ -175,6 +179,7 @@ def choose(
     value_dim: int,
     itemsize: int,
     capability: tuple[int, int] | None,
+    pair_bytes: int = 0,
 ) -> TileSizes:
     """The tiles for a problem: those asked for, the rest from the table, fitted to the GPU.
 
@@ -185,6 +190,9 @@ def choose(
         itemsize: bytes of an element.
         capability: compute capability of the GPU; None (unknown, or the interpreter) means that of
             the H100 and H200.
+        pair_bytes: bytes of bias and mask arrays for each pair of a query and a key. They wait in
+            shared memory too; the table's tiles then have two stages at most, so that as many
+            programs fit on a core as without (by their sizes, not timed).
 
     Raises:
         ValueError: if tiles that were asked for do not fit in the shared memory of the GPU.
@@ -193,16 +201,26 @@ def choose(
     limit = shared_memory_limit(capability)
     asynchronous = capability is None or (9, 0) <= capability < (12, 0)
     default = (_ASYNCHRONOUS if asynchronous else _SYNCHRONOUS)[width, itemsize]
+
+    def shared(name, tile):
+        pairs = tile.num_stages * tile.block_q * tile.block_kv * pair_bytes
+        return _shared_bytes(name, tile, width, itemsize) + pairs
+
     for name in KERNELS:
         tile = getattr(default, name)
-        while tile is not None and _shared_bytes(name, tile, width, itemsize) > limit:
+        if tile is None:
+            continue
+        if pair_bytes:
+            tile = _WITH_PAIRS.get((width, itemsize, name)) or tile
+            tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
+        while shared(name, tile) > limit:
             tile = _smaller(name, tile)
-            default = dataclasses.replace(default, **{name: tile})
+        default = dataclasses.replace(default, **{name: tile})
     if asked is None:
         return default
     for name in KERNELS:
         tile = getattr(asked, name)
-        if tile is not None and (need := _shared_bytes(name, tile, width, itemsize)) > limit:
+        if tile is not None and (need := shared(name, tile)) > limit:
             raise ValueError(
                 f"`tile_sizes.{name}` must fit in the GPU's {limit // 1024} KiB of shared memory; "
                 f"got {tile}, "

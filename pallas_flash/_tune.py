@@ -247,7 +247,7 @@ def _fits(kernel: str, tile: Tile, choose) -> bool:
 
 def _exact(problem: Problem):
     """For each kernel the arguments of its program and what it must give: plain JAX, in float32."""
-    plain, no_extras = Plan("xla"), Wanted(scale=False, bias=False)
+    plain, no_extras = Plan("xla"), Wanted()
     inputs = {
         name: getattr(problem, name).astype(jnp.float32) for name in ("query", "key", "value")
     }

@@ -1,7 +1,7 @@
 """Raw arguments of `attention` to one frozen `Problem`.
 
-Every error that a user can meet is raised here, in _select or in _tiles, and all is decided from
-shapes, dtypes and Python values, so errors appear while tracing.
+Every error that a user can meet is raised here, in _checks, _mask_objects, _select or _tiles, and
+all is decided from shapes, dtypes and Python values, so errors appear while tracing.
 """
 
 import math
@@ -12,8 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_flash._checks import (
+    array,
+    at_least,
+    broadcastable,
+    describe,
+    flag,
+    function,
+    integers,
+    is_array,
+    is_int,
+    is_number,
+    operands,
+)
+from pallas_flash._dropout import Dropout, seed_of
+from pallas_flash._mask_objects import Call, fitted
 from pallas_flash._masks import Band, Lengths, Mask, Segments
 from pallas_flash._problem import Problem
+from pallas_flash._scores import Scores
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -35,11 +51,19 @@ def validate(
     local_window_size,
     segment_ids,
     query_offset,
+    logits_soft_cap,
+    sinks,
+    alibi_slopes,
+    score_fn,
+    score_operands,
+    dropout_rate,
+    dropout_key,
+    broadcast_dropout,
     precision,
 ) -> Problem:
     """Checks the arguments of `attention` and brings them into one form."""
     query, key, value = (
-        _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
     _check_inputs(query, key, value)
     if query.ndim == 3:
@@ -48,41 +72,67 @@ def validate(
     kv_len = key.shape[1]
     scores_shape = (batch, num_heads, q_len, kv_len)
     query, scale = _scale(scale, query, head_dim)
+    shift, offset = _offset(query_offset, batch)
+    slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
     return Problem(
         query=query,
         key=key,
         value=value,
         scale=scale,
         bias=_bias(bias, scores_shape),
-        mask_array=_mask_array(mask, scores_shape),
+        sinks=_per_head("sinks", sinks, num_heads, scale.dtype),
+        slopes=slopes,
+        score_operands=_score_operands(score_fn, score_operands, scale.dtype),
         mask=_mask(
-            batch,
-            q_len,
-            kv_len,
+            scores_shape,
+            mask,
             is_causal=is_causal,
             window=local_window_size,
-            offset=query_offset,
+            shift=shift,
+            offset=offset,
             lengths=(query_seq_lengths, key_value_seq_lengths),
             segment_ids=segment_ids,
         ),
+        rest_of_scores=Scores(
+            offset=None if slopes is None else offset,
+            shift=0 if slopes is None else shift,
+            score_fn=score_fn,
+            soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
+        ),
+        dropout=dropout(dropout_rate, dropout_key, broadcast_dropout),
         precision=_precision(precision),
     )
 
 
-def check_flag(name: str, value) -> bool:
-    """A Python bool: it decides what is compiled, so it cannot be an array."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(
-            f"`{name}` must be True or False; got {_describe(value)}. Pass a Python bool, which "
-            "under `jax.jit` means a static argument."
-        )
-    return bool(value)
+def mask_of(
+    scores_shape,
+    mask,
+    *,
+    is_causal,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    local_window_size,
+    segment_ids,
+    query_offset,
+) -> Mask:
+    """Everything that says who sees whom, for scores [B, N, T, S] that nobody computes."""
+    shift, offset = _offset(query_offset, scores_shape[0])
+    return _mask(
+        scores_shape,
+        mask,
+        is_causal=is_causal,
+        window=local_window_size,
+        shift=shift,
+        offset=offset,
+        lengths=(query_seq_lengths, key_value_seq_lengths),
+        segment_ids=segment_ids,
+    )
 
 
 def check_results(return_residual, return_lse) -> None:
     """At most one of the two statistics can be asked for."""
     flags = {"return_residual": return_residual, "return_lse": return_lse}
-    if all([check_flag(name, value) for name, value in flags.items()]):
+    if all([flag(name, value) for name, value in flags.items()]):
         raise ValueError(
             "`return_residual` and `return_lse` must not both be True; got both. Keep "
             "`return_lse`: it is float32 and "
@@ -169,18 +219,18 @@ def _scale(scale: Any, query, head_dim):
     dtype = np.promote_types(query.dtype, np.float32)
     if scale is None:
         scale = 1 / math.sqrt(head_dim)
-    if _is_int(scale) or isinstance(scale, (float, np.floating)):
+    if is_number(scale):
         # An int stays one, because it may be too large for a float. NaN fails the comparison.
         number = scale if isinstance(scale, int) else float(scale)
         if not abs(number) <= float(jnp.finfo(dtype).max):
             raise ValueError(
-                f"`scale` must be finite in {dtype.name}; got {_describe(scale)}. Use None for "
+                f"`scale` must be finite in {dtype.name}; got {describe(scale)}. Use None for "
                 "1 / sqrt(head size)."
             )
         return (-query if number < 0 else query), jnp.asarray(abs(float(number)), dtype)
-    if not _is_array(scale) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
+    if not is_array(scale) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(
-            f"`scale` must be a number or a floating-point scalar array; got {_describe(scale)}. "
+            f"`scale` must be a number or a floating-point scalar array; got {describe(scale)}. "
             "Multiply `query` by a scale per head or position and pass `scale=1.0`."
         )
     scale = jnp.asarray(scale, dtype)
@@ -190,102 +240,187 @@ def _scale(scale: Any, query, head_dim):
 def _bias(bias, scores_shape):
     if bias is None:
         return None
-    bias = _array("bias", bias)
+    bias = array("bias", bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(
             f"`bias` must be floating point; got {bias.dtype}. Pass a boolean array that says who "
             "may attend as `mask`."
         )
-    return _broadcastable("bias", bias, scores_shape)
+    return broadcastable("bias", bias, scores_shape)
 
 
-def _mask_array(mask, scores_shape):
-    if mask is None:
+def _per_head(name, x, num_heads, dtype):
+    if x is None:
         return None
-    mask = _array("mask", mask)
-    if mask.dtype != jnp.bool_:
+    x = array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"`mask` must be boolean, True where a query may attend; got {mask.dtype}. Pass "
-            f"`mask.astype(bool)`, or "
-            "numbers to add to the scores as `bias`."
+            f"`{name}` must be floating point; got {x.dtype}. Cast it with `.astype(jnp.float32)`."
         )
-    return _broadcastable("mask", mask, scores_shape)
-
-
-def _broadcastable(name, x, scores_shape):
-    if x.ndim > 4:
+    if x.shape != (num_heads,):
         raise ValueError(
-            f"`{name}` must have at most 4 axes, [B, N, T, S]; got rank {x.ndim} "
-            f"({name}.shape={x.shape}). "
-            "Drop the extra axes."
+            f"`{name}` must have shape [N] = {(num_heads,)}; got {x.shape}. Give one number for "
+            "each query head."
         )
-    shape = (1,) * (4 - x.ndim) + x.shape
-    if any(have not in (1, want) for have, want in zip(shape, scores_shape, strict=True)):
+    return x.astype(dtype)
+
+
+def _soft_cap(cap, dtype):
+    if cap is None:
+        return None
+    if not is_number(cap):
+        raise TypeError(
+            f"`logits_soft_cap` must be None or a number; got {describe(cap)}. Write a `score_fn` "
+            "for a cap that is traced: this one is compiled in."
+        )
+    limits = jnp.finfo(dtype)
+    # NaN fails the comparison.
+    if not float(limits.tiny) <= cap <= float(limits.max):
         raise ValueError(
-            f"`{name}` must be broadcastable to [B, N, T, S] = {scores_shape}; got "
-            f"{name}.shape={x.shape}. "
-            "Give each axis size 1 or that of the scores; missing axes are added in front, heads "
-            "are those of `query`."
+            f"`logits_soft_cap` must be positive and finite in {dtype.name}; got {describe(cap)}. "
+            "Use None for no cap."
         )
-    return x.reshape(shape)
+    return float(cap)
 
 
-def _mask(batch, q_len, kv_len, *, is_causal, window, offset, lengths, segment_ids) -> Mask:
+def _score_operands(score_fn, arrays, dtype):
+    arrays = operands("score_operands", arrays, dtype.itemsize)
+    if score_fn is None:
+        if arrays:
+            raise ValueError(
+                f"`score_operands` must be empty without a `score_fn`; got {len(arrays)} arrays. "
+                "Pass the function that reads them."
+            )
+        return None
+    tile = jax.ShapeDtypeStruct((2, 3), dtype)
+    out = function("score_fn", score_fn, [tile], arrays)
+    if (out.shape, out.dtype) != (tile.shape, tile.dtype):
+        raise TypeError(
+            f"`score_fn` must return scores of the shape and dtype that it is given; got "
+            f"{out.dtype} of shape {out.shape} for {dtype.name} of shape (2, 3). Cast the result "
+            "with `.astype(s.dtype)`, and compute elementwise."
+        )
+    return arrays
+
+
+def dropout(rate, key, broadcast) -> Dropout | None:
+    """Dropout for the arguments of `attention`; None where nothing is dropped."""
+    broadcast = flag("broadcast_dropout", broadcast)
+    rate = _rate("dropout_rate", rate)
+    # Checked where nothing is dropped, too: a key may be there for training alone.
+    seed = None if key is None else _seed("dropout_key", key)
+    if rate == 0:
+        return None
+    if seed is None:
+        raise ValueError(
+            f"`dropout_key` must be given with a `dropout_rate`; got None and {rate}. Pass a "
+            "jax.random.key, a new one for each call, or `dropout_rate=0.0` for no dropout."
+        )
+    return Dropout(seed, None, rate, broadcast)
+
+
+def dropout_mask(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
+    """The shape and what is dropped for the arguments of `pallas_flash.dropout_mask`."""
+    rate, seed = _rate("rate", rate), _seed("key", key)
+    if not isinstance(shape, (tuple, list)) or len(shape) != 4:
+        raise TypeError(
+            f"`shape` must be a tuple of four ints, [B, N, T, S]; got {describe(shape)}. Give each "
+            "size, 1 where it is not needed."
+        )
+    shape = tuple(at_least(0, f"shape[{axis}]", n) for axis, n in enumerate(shape))
+    return shape, None if rate == 0 else Dropout(seed, None, rate)
+
+
+def _rate(name, rate) -> float:
+    if not is_number(rate):
+        raise TypeError(
+            f"`{name}` must be a number; got {describe(rate)}. Pass a Python float: it is compiled "
+            "in, so it cannot be traced."
+        )
+    if not 0 <= rate < 1:
+        raise ValueError(
+            f"`{name}` must be at least 0 and less than 1; got {describe(rate)}. Pass the share of "
+            "probabilities to drop."
+        )
+    return float(rate)
+
+
+def _seed(name, key):
+    """uint32 [2] from a `jax.random` key."""
+    if not is_array(key):
+        raise TypeError(
+            f"`{name}` must be a jax.random key; got {describe(key)}. Pass `jax.random.key(0)`, or "
+            "one split from it."
+        )
+    try:
+        # What is no key, or several, has no such words.
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        return seed_of(key if typed else jax.random.wrap_key_data(jnp.asarray(key)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{name}` must be one jax.random key; got {describe(key)}. Pass "
+            "`jax.random.key(0)`, or use `jax.vmap` over several."
+        ) from error
+
+
+def _mask(scores_shape, mask, *, is_causal, window, shift, offset, lengths, segment_ids) -> Mask:
+    batch, _, q_len, kv_len = scores_shape
     leaves = []
-    band = _band(
-        batch,
-        q_len,
-        kv_len,
-        causal=check_flag("is_causal", is_causal),
-        window=window,
-        offset=offset,
-    )
+    causal = flag("is_causal", is_causal)
+    band = _band(q_len, kv_len, causal=causal, window=window, shift=shift, offset=offset)
     if band != Band():
         leaves.append(band)
     names = ("query_seq_lengths", "key_value_seq_lengths")
     lengths = [
-        None if x is None else _integers(name, x, (batch,), "[B]")
+        None if x is None else integers(name, x, (batch,), "[B]")
         for name, x in zip(names, lengths, strict=True)
     ]
     if any(x is not None for x in lengths):
         leaves.append(Lengths(*lengths))
     if segment_ids is not None:
         leaves.append(_segments(segment_ids, batch, q_len, kv_len))
+    if mask is not None:
+        leaves += fitted(mask, Call(scores_shape, causal, shift, offset))
     return Mask(tuple(leaves))
 
 
-def _band(batch, q_len, kv_len, *, causal, window, offset) -> Band:
+def _band(q_len, kv_len, *, causal, window, shift, offset) -> Band:
     left, right = _window(window)
     if causal:
         right = 0 if right is None else min(right, 0)
     low, high = (None if left is None else -left), right
-    if _is_int(offset):
+    if offset is None:
         # Known now: folded into the band, and a side that excludes nothing is dropped.
-        offset = max(-_FAR, min(_FAR, int(offset)))
-        low, high = (None if side is None else side + offset for side in (low, high))
+        low, high = (None if side is None else side + shift for side in (low, high))
         low = None if low is None or low <= 1 - q_len else min(low, _FAR)
         high = None if high is None or high >= kv_len - 1 else max(high, -_FAR)
         return Band(low, high)
-    if not _is_array(offset):
+    return Band() if low is None and high is None else Band(low, high, offset)
+
+
+def _offset(offset, batch):
+    """`query_offset` as an int and None, or as 0 and int32 [B]."""
+    if is_int(offset):
+        return max(-_FAR, min(_FAR, int(offset))), None
+    if not is_array(offset):
         raise TypeError(
             f"`query_offset` must be an int, an int32 scalar or int32 [B]; got "
-            f"{_describe(offset)}. "
+            f"{describe(offset)}. "
             "Use 0 for queries and keys that start together."
         )
     if offset.ndim == 0:
         # One traced number for the batch, such as the fill of a cache.
         offset = jnp.broadcast_to(offset, (batch,))
-    offset = _integers("query_offset", offset, (batch,), "[B]")
-    return Band() if low is None and high is None else Band(low, high, offset)
+    return 0, integers("query_offset", offset, (batch,), "[B]")
 
 
 def _window(window) -> tuple[int | None, int | None]:
     """(left, right), None where that side is unbounded."""
     sides = window if isinstance(window, (tuple, list)) else (window, window)
-    if len(sides) != 2 or not all(side is None or _is_int(side) for side in sides):
+    if len(sides) != 2 or not all(side is None or is_int(side) for side in sides):
         raise TypeError(
             "`local_window_size` must be None, an int or a pair (left, right) of these; got "
-            f"{_describe(window)}. Pass a size that is traced or differs by example as `mask`."
+            f"{describe(window)}. Pass a size that is traced or differs by example as `mask`."
         )
     left, right = (None if side is None else min(int(side), _FAR) for side in sides)
     if any(side is not None and side < 0 for side in (left, right)):
@@ -306,32 +441,18 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
             )
         query, key_value = segment_ids
     else:
-        segment_ids = _array("segment_ids", segment_ids)
+        segment_ids = array("segment_ids", segment_ids)
         if q_len != kv_len:
             raise ValueError(
                 f"`segment_ids` must be a (query, key_value) pair when T and S differ; got one "
                 f"array with T={q_len} and "
                 f"S={kv_len}. Pass ([B, T], [B, S])."
             )
-        return Segments(_integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
+        return Segments(integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
     return Segments(
-        _integers("segment_ids", query, (batch, q_len), "[B, T]"),
-        _integers("segment_ids", key_value, (batch, kv_len), "[B, S]"),
+        integers("segment_ids", query, (batch, q_len), "[B, T]"),
+        integers("segment_ids", key_value, (batch, kv_len), "[B, S]"),
     )
-
-
-def _integers(name, x, shape, letters):
-    x = _array(name, x)
-    if x.dtype != jnp.int32:
-        raise TypeError(
-            f"`{name}` must be int32; got {x.dtype}. Cast it with `.astype(jnp.int32)`."
-        )
-    if x.shape != shape:
-        raise ValueError(
-            f"`{name}` must have shape {letters} = {shape}; got {x.shape}. Give one number for "
-            f"each " + ("example of the batch." if len(shape) == 1 else "token.")
-        )
-    return x
 
 
 def _precision(precision):
@@ -343,37 +464,5 @@ def _precision(precision):
     raise TypeError(
         f"`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of "
         f"{names}; got "
-        f"{_describe(precision)}. Give one value, which serves all products."
+        f"{describe(precision)}. Give one value, which serves all products."
     )
-
-
-def _array(name, x):
-    """A JAX array, or one clear sentence: sequences and strings are not converted silently."""
-    if not _is_array(x):
-        raise TypeError(
-            f"`{name}` must be an array; got {_describe(x)}. Convert it with `jnp.asarray`; to "
-            "trace shapes alone, call through `jax.eval_shape`."
-        )
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        # NumPy has arrays of objects, of text, of dates, and masked ones.
-        raise TypeError(
-            f"`{name}` must be an array that JAX can hold; got {type(x).__name__} of {x.dtype}. "
-            "Convert it to a plain NumPy array of numbers or bools."
-        ) from error
-
-
-def _is_array(x) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
-
-
-def _is_int(x) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _describe(x) -> str:
-    if _is_array(x) and not isinstance(x, np.generic):
-        return f"an array of {x.dtype} with shape {tuple(x.shape)}"
-    text = repr(x)
-    return f"{type(x).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

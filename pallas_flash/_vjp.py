@@ -1,10 +1,11 @@
-"""The custom derivative; the only place that knows residuals.
+"""The custom derivatives; the only place that knows residuals.
+
+The first one is a `custom_vjp` of two passes, forward and backward. Each of them is a `custom_jvp`
+with a tangent in plain JAX, from which every higher order comes, in both modes.
 
 Residuals are the operands, the output and one row of LSE a head; delta is the backward's own. The
-output and the LSE carry checkpoint names, so that a remat policy can keep them and never run the
-forward twice:
-
-    jax.checkpoint_policies.save_only_these_names("pallas_flash_out", "pallas_flash_lse")
+output and the LSE carry checkpoint names, so that a remat policy, `save_residuals`, can keep them
+and never run the forward twice.
 """
 
 import dataclasses
@@ -16,12 +17,41 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_flash import _compat, _xla
+from pallas_flash import _compat, _partition, _tangents, _xla
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._tiles import TileSizes
 
 LN2 = math.log(2.0)
 
+# The checkpoint names of the output and of the LSE, and the policy that saves both.
+NAMES = "pallas_flash_out", "pallas_flash_lse"
+_save_names = jax.checkpoint_policies.save_only_these_names(*NAMES)
+
+
+def save_residuals(*args, **kwargs):
+    """A policy of `jax.checkpoint` that saves what `attention`'s backward needs of its forward.
+
+    These are the output, as large as the queries, and one float32 a query and head. With them the
+    forward kernel does not run again in the backward pass; everything else is computed again. Join
+    it with other policies by `jax.checkpoint_policies.save_from_both_policies`.
+
+    Args:
+        *args: what `jax.checkpoint` passes to a policy.
+        **kwargs: likewise.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, pallas_flash
+        >>> def layer(x):
+        ...     return x + pallas_flash.attention(x, x, x, is_causal=True)
+        >>> layer = jax.checkpoint(layer, policy=pallas_flash.save_residuals)
+        >>> jax.grad(lambda x: layer(x).sum())(jnp.ones((1, 8, 2, 16))).shape
+        (1, 8, 2, 16)
+    """
+    return _save_names(*args, **kwargs)
+
+
+# The operands that have no gradient, and what `attention` calls them.
+NO_GRADIENT = {"slopes": "alibi_slopes", "score_operands": "score_operands"}
 
 _NO_TILES = TileSizes()
 
@@ -37,6 +67,11 @@ class Plan:
     @functools.partial(jax.jit, static_argnums=0)
     def forward(self, problem: Problem):
         """The output and `lse_log2` [B, N, T]."""
+        return _partition.divided(
+            self._forward, problem, axes_out=lambda _: (_partition.OUTPUT, _partition.LSE_LOG2)
+        )
+
+    def _forward(self, problem: Problem):
         if self.implementation == "xla":
             return _xla.forward(problem)
         return self._kernels().forward(problem, self.tiles, interpret=self._interpret)
@@ -44,11 +79,26 @@ class Plan:
     @functools.partial(jax.jit, static_argnums=0)
     def backward(self, problem, o, lse_log2, do, dlse, wanted: "Wanted") -> Gradients:
         """The gradients for cotangents do [B, T, N, V] and dlse ([B, T, N] or None)."""
+        rows = _partition.OUTPUT, _partition.LSE_LOG2, _partition.OUTPUT
+        return _partition.divided(
+            functools.partial(self._backward, wanted=wanted),
+            problem,
+            *(o, lse_log2, do, dlse),
+            axes_of_rows=(*rows, None if dlse is None else _partition.LSE),
+            axes_out=lambda axes: Gradients(
+                *(
+                    getattr(axes, name) if getattr(wanted, name, name not in NO_GRADIENT) else None
+                    for name in Gradients._fields
+                )
+            ),
+        )
+
+    def _backward(self, problem, o, lse_log2, do, dlse, *, wanted: "Wanted") -> Gradients:
         cotangents = (problem, o, lse_log2, do, dlse)
         if self.implementation == "xla":
-            return _xla.backward(*cotangents, want_scale=wanted.scale, want_bias=wanted.bias)
+            return _xla.backward(*cotangents, **wanted.flags())
         return self._kernels().backward(
-            *cotangents, self.tiles, want_scale=wanted.scale, interpret=self._interpret
+            *cotangents, self.tiles, **wanted.flags(), interpret=self._interpret
         )
 
     @property
@@ -68,33 +118,101 @@ class Plan:
 class Wanted:
     """Which of the gradients that cost something extra are asked for."""
 
-    scale: bool
-    bias: bool
+    scale: bool = False
+    bias: bool = False
+    sinks: bool = False
+
+    def flags(self) -> dict[str, bool]:
+        """As keywords of the backwards."""
+        return {f"want_{name}": wanted for name, wanted in vars(self).items()}
 
 
 def attend(plan: Plan, operands: dict, rest: Problem):
     """The output [B, T, N, V] and the natural LSE [B, T, N] of what `Problem.split` gave."""
-    return _attend(plan, *_compat.vary_alike((operands, rest)))
+
+    def attend(problem):
+        return _attend(plan, *_compat.vary_alike(problem.split()))
+
+    # Pallas's interpreter does not pass shard_map's check.
+    check_vma = plan.implementation != "interpret"
+    return _partition.explicitly(attend, rest.join(operands), check_vma=check_vma)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _forward_pass(plan: Plan, operands, rest):
+    return plan.forward(rest.join(operands))
+
+
+@functools.partial(_forward_pass.defjvp, symbolic_zeros=True)
+def _(plan: Plan, primals, tangents):
+    operands, rest = primals
+    moved = _moved(plan, tangents[0])
+    o_dot, lse_dot = _tangents.of_forward(tuple(moved), operands, rest, moved)
+    return _forward_pass(plan, operands, rest), (o_dot, jnp.moveaxis(lse_dot, 2, 1) / LN2)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _backward_pass(plan: Plan, wanted: Wanted, operands, rest, o, lse_log2, do, dlse):
+    return plan.backward(rest.join(operands), o, lse_log2, do, dlse, wanted)
+
+
+@functools.partial(_backward_pass.defjvp, symbolic_zeros=True)
+def _(plan: Plan, wanted: Wanted, primals, tangents):
+    operands, rest, _, _, *cotangents = primals
+    gradients = _backward_pass(plan, wanted, *primals)
+    names = tuple(name for name, x in gradients._asdict().items() if x is not None)
+    moved = _moved(plan, tangents[0])
+    cotangents_dot = [
+        jnp.zeros_like(x) if isinstance(t, SymbolicZero) else t
+        for x, t in zip(cotangents, tangents[4:], strict=True)
+    ]
+    return gradients, _tangents.of_backward(
+        tuple(moved), names, operands, rest, cotangents, (moved, cotangents_dot)
+    )
+
+
+def _moved(plan: Plan, tangents: dict) -> dict:
+    """The tangents of those operands that have one."""
+    moved = {}
+    for name, tree in tangents.items():
+        if all(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tree)):
+            continue
+        if name in NO_GRADIENT:
+            raise _no_gradient(name, plan)
+        moved[name] = tree
+    return moved
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, operands, rest):
-    o, lse_log2 = plan.forward(rest.join(operands))
+    o, lse_log2 = _forward_pass(plan, operands, rest)
     return o, _public_lse(lse_log2)
 
 
 def _forward(plan: Plan, operands, rest):
     def perturbed(name):
-        return operands[name] is not None and operands[name].perturbed
+        return any(x.perturbed for x in jax.tree.leaves(operands[name], is_leaf=_has_tangent))
 
-    wanted = Wanted(scale=perturbed("scale"), bias=perturbed("bias"))
-    operands, rest = jax.tree.map(
-        lambda x: x.value, (operands, rest), is_leaf=lambda x: hasattr(x, "perturbed")
-    )
-    o, lse_log2 = plan.forward(rest.join(operands))
-    o = checkpoint_name(o, "pallas_flash_out")
-    lse_log2 = checkpoint_name(lse_log2, "pallas_flash_lse")
+    for name in NO_GRADIENT:
+        if perturbed(name):
+            raise _no_gradient(name, plan)
+    wanted = Wanted(*map(perturbed, ("scale", "bias", "sinks")))
+    operands, rest = jax.tree.map(lambda x: x.value, (operands, rest), is_leaf=_has_tangent)
+    o, lse_log2 = _forward_pass(plan, operands, rest)
+    o, lse_log2 = map(checkpoint_name, (o, lse_log2), NAMES)
     return (o, _public_lse(lse_log2)), (operands, rest, o, lse_log2, wanted)
+
+
+def _no_gradient(name: str, plan: Plan) -> NotImplementedError:
+    return NotImplementedError(
+        f"`{NO_GRADIENT[name]}` must not be differentiated by {plan.implementation!r}, which has "
+        "no gradient for it; got a derivative with respect to it. Wrap it in "
+        '`jax.lax.stop_gradient`, or use implementation="reference".'
+    )
+
+
+def _has_tangent(x) -> bool:
+    return hasattr(x, "perturbed")
 
 
 def _backward(plan: Plan, residuals, cotangents):
@@ -104,7 +222,7 @@ def _backward(plan: Plan, residuals, cotangents):
         do = jnp.zeros_like(o)
     if isinstance(dlse, SymbolicZero):
         dlse = None
-    gradients = plan.backward(rest.join(operands), o, lse_log2, do, dlse, wanted)
+    gradients = _backward_pass(plan, wanted, operands, rest, o, lse_log2, do, dlse)
     # None stands for a zero, as it does for everything in `rest`: masks, lengths and ids have no
     # gradient.
     return gradients._asdict(), None

@@ -3,12 +3,12 @@
 A tile of queries stays while tiles of keys and values flow past it; m, l and acc are the running
 maximum, sum and output:
 
-    s   = scale * q @ k.T + bias, masked
+    s   = scores(scale * q @ k.T), masked
     m'  = max(m, rowmax(s))    p = exp(s - m')    alpha = exp(m - m')
     l   = alpha * l + rowsum(p)
-    acc = alpha * acc + p @ v
+    acc = alpha * acc + dropout(p) @ v
 
-    at the end    o = acc / l    lse = m + log(l)
+    at the end    o = acc / l    lse = m + log(l)    l with exp(sink - m) in it
 
 The backward recomputes the tiles of p = exp(s - lse), see `backward`. All examples and heads of a
 tile are computed together, each product as one batched `a @ b` or `a @ b.T`: on a CPU, `a.T @ b`
@@ -17,13 +17,17 @@ group, t query, s key, h head size of q and k, v head size of v.
 """
 
 import math
-from typing import Any
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash._masks import Edges, Mask, Tiling, in_tile, visit
+from pallas_flash._dropout import drop, kept, rescaled
+from pallas_flash._masks import Edges, Mask, TileClasses, Tiling, in_tile, lists, visit
+from pallas_flash._operands import Cut, Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
+from pallas_flash._scores import Scores, sinks_gradient, with_sink
 
 # Queries and keys of a tile: big enough for matrix products, small enough for a core's cache, where
 # the scores of all heads meet. Few heads leave room for twice the queries.
@@ -47,45 +51,64 @@ def forward(problem: Problem):
             m, l, acc = carry
             k_t, v = _take(keys_t, j), _take(blocks.values, j)
             qk = blocks.einsum("bkgth,bkhs->bkgts", q, k_t)
-            bias = blocks.bias(i, j)
-            s = blocks.scores(qk, bias)
+            tile = blocks.tile(i, j)
+            s = p.scale * qk
+            if p.scores:
+                s = tile.scores.logits(s, *tile.at)
             if masked:
-                ok = blocks.allowed(i, j)
+                ok = tile.allowed()
                 s = jnp.where(ok, s, -jnp.inf)
                 # Zero where a key is seen by no query: 0 * NaN would be NaN.
                 v = jnp.where(ok.any(axis=(2, 3))[..., None], v, 0)
-            # Equal without mask and bias, because scale >= 0; s need not be stored then.
-            s_max = s.max(axis=-1) if masked or bias is not None else p.scale * qk.max(axis=-1)
+            # Equal where s is scale * qk, because scale >= 0; s need not be stored then.
+            s_max = s.max(axis=-1) if masked or p.scores else p.scale * qk.max(axis=-1)
             m_new = jnp.maximum(m, s_max)
             m_safe = jnp.where(m_new == -jnp.inf, 0, m_new)
             weight = jnp.exp(s - m_safe[..., None])
             alpha = jnp.exp(m - m_safe)
             l = alpha * l + weight.sum(axis=-1)
+            weight = drop(kept(p.dropout, tile.at), weight)
             pv = blocks.einsum("bkgts,bksv->bkgtv", weight.astype(v.dtype), v)
             return m_new, l, alpha[..., None] * acc + pv
 
         rows = q.shape[:-1]
         fills = (-jnp.inf, rows), (0, rows), (0, (*rows, p.value_dim))
         start = tuple(blocks.full(shape, fill) for fill, shape in fills)
-        m, l, acc = visit(ranges[i], step, start, blocks.edges)
+        m, l, acc = visit(blocks.range(ranges, i), step, start, blocks.edges)
         alive = l > 0
         l = jnp.where(alive, l, 1)
         lse_log2 = jnp.where(alive, (m + jnp.log(l)) * LOG2E, -jnp.inf)
-        return (acc / l[..., None]).astype(p.dtype), lse_log2
+        weight = 1 / l
+        if p.sinks is not None:
+            sinks = p.sinks.reshape(p.num_kv_heads, p.groups, 1) * LOG2E
+            lse_log2 = with_sink(lse_log2, sinks)
+            weight = jnp.where(alive, jnp.exp2(m * LOG2E - lse_log2), 0)
+        weight = rescaled(p.dropout, weight)
+        return (acc * weight[..., None]).astype(p.dtype), lse_log2
 
     o, lse_log2 = lax.map(q_tile, jnp.arange(blocks.q.count, dtype=jnp.int32))
     return blocks.join_rows(o), jnp.moveaxis(blocks.join_rows(lse_log2), 1, 2)
 
 
 def backward(
-    problem: Problem, o, lse_log2, do, dlse, *, want_scale: bool, want_bias: bool
+    problem: Problem,
+    o,
+    lse_log2,
+    do,
+    dlse,
+    *,
+    want_scale: bool,
+    want_bias: bool,
+    want_sinks: bool,
 ) -> Gradients:
     """Gradients for the cotangents do [B, T, N, V] and dlse ([B, T, N] or None), in one pass.
 
-    delta = rowsum(o * do) - dlse      p = exp(s - lse)      ds = p * (do @ v.T - delta)
-    of the key/value tile that stays   dv = p.T @ do         dk = scale * ds.T @ q
-    of each query tile that flows      dq = scale * ds @ k   dscale = sum(q * (ds @ k))
+    delta = rowsum(o * do) - dlse      p = exp(s - lse)      dp = dropout(do @ v.T)
+    ds = p * (dp - delta), through the derivative of the scores
+    of the key/value tile that stays   dv = dropout(p).T @ do   dk = scale * ds.T @ q
+    of each query tile that flows      dq = scale * ds @ k      dscale = sum(q * (ds @ k))
     dbias = ds summed over the axes that bias broadcasts
+    dsink = -sum(exp(sink - lse) * delta)
 
     One after the other, key/value tiles can all add to dq; the kernels, which run them at the same
     time, need a second pass for it. Tiles of scores are transposed, so that their rows are keys,
@@ -93,9 +116,12 @@ def backward(
     """
     p, blocks = problem, _Blocks(problem)
     dtype = p.accumulator_dtype
-    delta = jnp.einsum("btnv,btnv->btn", o.astype(dtype), do.astype(dtype))
+    delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
     if dlse is not None:
         delta = delta - dlse
+    dsinks = None
+    if want_sinks:
+        dsinks = sinks_gradient(p.sinks * LOG2E, lse_log2, jnp.moveaxis(delta, 1, 2))
     # +inf in place of -inf: a row that sees nothing then has p = 0 without a special case.
     lse = jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2) / LOG2E
     do, delta, lse = map(blocks.split_rows, (do, delta, jnp.moveaxis(lse, 1, 2)))
@@ -110,13 +136,20 @@ def backward(
             dk, dv, dq_t, dbias = carry
             q, do_i, lse_i, delta_i = (_take(x, i) for x in (blocks.queries, do, lse, delta))
             qk_t = blocks.einsum("bksh,bkgth->bksgt", k, q)
-            s_t = blocks.scores(qk_t, _transpose(blocks.bias(i, j)))
+            tile = blocks.tile(i, j, transposed=True)
+            s_t, pull = p.scale * qk_t, None
+            if p.scores:
+                s_t, pull = tile.scores.vjp(s_t, *tile.at)
             p_t = jnp.exp(s_t - lse_i[:, :, None])
             dp_t = blocks.einsum("bksv,bkgtv->bksgt", v, do_i)
+            keep = kept(p.dropout, tile.at)
+            dp_t = drop(keep, rescaled(p.dropout, dp_t))
             ds_t = p_t * (dp_t - delta_i[:, :, None])
+            ds_t = ds_t if pull is None else pull(ds_t)
+            p_t = drop(keep, rescaled(p.dropout, p_t))
             seen_k_t = k_t
             if masked:
-                ok_t = _transpose(blocks.allowed(i, j))
+                ok_t = tile.allowed()
                 p_t, ds_t = jnp.where(ok_t, p_t, 0), jnp.where(ok_t, ds_t, 0)
                 # Zero where a query sees no key or a key is seen by none: 0 * NaN would be NaN.
                 seen = ok_t.any(axis=2)[..., None]
@@ -131,7 +164,7 @@ def backward(
             return dk, dv, lax.dynamic_update_index_in_dim(dq_t, dq_i, i, 0), dbias
 
         start = blocks.full(k.shape, 0), blocks.full(v.shape, 0), *sums
-        dk, dv, *sums = visit(ranges[j], step, start, blocks.edges)
+        dk, dv, *sums = visit(blocks.range(ranges, j), step, start, blocks.edges)
         return tuple(sums), ((dk * p.scale).astype(p.dtype), dv.astype(p.dtype))
 
     rows = p.groups, blocks.q.block
@@ -149,7 +182,27 @@ def backward(
         blocks.join_keys(dv),
         dscale,
         blocks.crop_bias(dbias).astype(p.bias.dtype) if want_bias else None,
+        dsinks,
     )
+
+
+class _Tile(NamedTuple):
+    """One tile of scores: indices b, h, q, k that broadcast to it, and what is read at them."""
+
+    at: tuple
+    mask: Mask
+    scores: Scores
+    transposed: bool
+
+    def allowed(self):
+        """Bool of five axes: each that of the tile, or 1 where no condition needs it.
+
+        Those of queries and keys are whole, because `any` is taken along them.
+        """
+        _, _, q, k = self.at
+        ok = self.mask.allowed(*self.at)
+        ok = jnp.broadcast_to(ok, jnp.broadcast_shapes(ok.shape, q.shape, k.shape))
+        return ok.reshape((1,) * (5 - ok.ndim) + ok.shape)
 
 
 class _Blocks:
@@ -167,12 +220,12 @@ class _Blocks:
         self.q = Tiling(p.q_len, min(block_q, p.q_len))
         self.kv = Tiling(p.kv_len, min(BLOCK_KV, p.kv_len))
         self.mask: Mask = p.mask.within(q=self.q, kv=self.kv)
-        masked = bool(self.mask) or p.mask_array is not None
-        self.edges = Edges.APART if masked else Edges.NONE
+        self.edges = Edges.APART if self.mask else Edges.NONE
+        if self.mask.scattered:
+            self.edges = Edges.LISTED
         self.queries = self.split_rows(p.query)
         self.keys, self.values = (_split(x, self.kv, p.num_kv_heads) for x in (p.key, p.value))
-        self._bias: Any = self._pad_tiles(p.bias)
-        self._mask_array: Any = self._pad_tiles(p.mask_array)
+        self._mask, self._scores = self._pad_pairs((self.mask, p.scores))
 
     def full(self, shape, fill):
         """The start of a sum or maximum, varying over the manual mesh axes of the operands."""
@@ -184,31 +237,53 @@ class _Blocks:
             equation, a, b, precision=p.precision, preferred_element_type=p.accumulator_dtype
         )
 
-    def scores(self, qk, bias):
-        """The scaled products of queries and keys, and the bias if it is not None."""
-        s = self.problem.scale * qk
-        return s if bias is None else s + bias.astype(s.dtype)
+    def tile(self, i, j, *, transposed=False) -> _Tile:
+        """Tile (i, j) of the scores, [B, K, G, block_q, block_kv].
 
-    def bias(self, i, j):
-        """[B | 1, K | 1, G | 1, block_q | 1, block_kv | 1], or None."""
-        return None if self._bias is None else self._tile(self._bias, i, j)
+        Transposed: [B, K, block_kv, G, block_q].
+        """
+        p = self.problem
+        b, h, q, k = (
+            jnp.arange(p.batch, dtype=jnp.int32)[:, None, None, None, None],
+            jnp.arange(p.num_heads, dtype=jnp.int32).reshape(p.num_kv_heads, p.groups, 1, 1),
+            in_tile(i, self.q.block)[:, None],
+            in_tile(j, self.kv.block),
+        )
+        if transposed:
+            h, q, k = h.reshape(p.num_kv_heads, 1, p.groups, 1), q[:, 0], k[:, None, None]
 
-    def allowed(self, i, j):
-        """Bool [B | 1, K | 1, G | 1, block_q, block_kv]."""
-        ok = jnp.ones((1, 1, 1, self.q.block, self.kv.block), bool)
-        if self.mask:
-            b = jnp.arange(self.problem.batch, dtype=jnp.int32)[:, None, None]
-            q, k = in_tile(i, self.q.block)[:, None], in_tile(j, self.kv.block)
-            allowed = self.mask.allowed(b, q, k)
-            # A leading axis of examples is there only if some leaf needs it; others may be 1.
-            ok &= allowed[:, None, None] if allowed.ndim == 3 else allowed
-        return ok if self._mask_array is None else ok & self._tile(self._mask_array, i, j)
+        def cut(x):
+            if not is_pairs(x):
+                return x
+            tile = self._tile(x.array, i, j)
+            return Pairs(Cut(jnp.moveaxis(tile, -1, 2) if transposed else tile, x.shape))
+
+        mask, scores = jax.tree.map(cut, (self._mask, self._scores), is_leaf=is_pairs)
+        return _Tile((b, h, q, k), mask, scores, transposed)
 
     def kv_ranges(self):
+        """What `visit` takes, for each query tile."""
+        if self.edges is Edges.LISTED:
+            return self._lists(self.mask.tile_classes(self.q, self.kv), 2)
         return self._ranges(self.mask.kv_ranges(self.q, self.kv), self.kv)
 
     def q_ranges(self):
+        """What `visit` takes, for each key tile."""
+        if self.edges is Edges.LISTED:
+            return self._lists(self.mask.tile_classes(self.q, self.kv), 3)
         return self._ranges(self.mask.q_ranges(self.q, self.kv), self.q)
+
+    def range(self, ranges, i):
+        """Row `i` of `kv_ranges` or `q_ranges`, as `visit` takes it."""
+        row = ranges[i]
+        return row if self.edges is not Edges.LISTED else (row[0], row[1], lambda t: row[2 + t])
+
+    def _lists(self, classes: TileClasses, stay_axis: int):
+        """One list for all examples and heads, [tiles, 2 + tiles]."""
+        some, every = classes.some.any((0, 1)), classes.every.all((0, 1))
+        if stay_axis == 3:
+            some, every = some.T, every.T
+        return lists(TileClasses(some, every))
 
     def _ranges(self, ranges, flow: Tiling):
         """One range for all examples, [tiles, 4]: their hull, and what is full in every one."""
@@ -218,8 +293,6 @@ class _Blocks:
         stop = jnp.where(empty, 0, stop).max(axis=0)
         start = jnp.minimum(start, stop)
         full_start, full_stop = full_start.max(axis=0), full_stop.min(axis=0)
-        if self._mask_array is not None:
-            full_stop = full_start
         none_full = full_stop <= full_start
         full_start, full_stop = (jnp.where(none_full, start, x) for x in (full_start, full_stop))
         return jnp.stack([start, full_start, full_stop, stop], axis=-1)
@@ -236,17 +309,22 @@ class _Blocks:
         """[tiles, B, K, block_kv, ...] to [B, S, K, ...]."""
         return _join(x, self.kv, self.problem.num_kv_heads)
 
-    def _pad_tiles(self, x):
-        """Bias or mask array with whole tiles along T and S, where it does not broadcast."""
-        if x is None:
-            return None
-        for axis, tiling in ((2, self.q), (3, self.kv)):
-            if x.shape[axis] > 1:
-                x = _pad(x, axis, tiling)
-        return x
+    def _pad_pairs(self, tree):
+        """Arrays over pairs with whole tiles along T and S, where they do not broadcast."""
+
+        def pad(x):
+            if not is_pairs(x):
+                return x
+            array = x.array
+            for axis, tiling in ((2, self.q), (3, self.kv)):
+                if x.shape[axis] > 1:
+                    array = _pad(array, axis, tiling)
+            return Pairs(array)
+
+        return jax.tree.map(pad, tree, is_leaf=is_pairs)
 
     def _tile(self, x, i, j):
-        """Tile (i, j) of a bias or mask array: [B | 1, K | 1, G | 1, block_q | 1, block_kv | 1]."""
+        """Tile (i, j) of an array over pairs: [B | 1, K | 1, G | 1, block_q | 1, block_kv | 1]."""
         p = self.problem
         for axis, tiling, t in ((2, self.q, i), (3, self.kv, j)):
             if x.shape[axis] > 1:
@@ -255,12 +333,15 @@ class _Blocks:
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     def zero_bias(self):
-        return self.full(self._bias.shape, 0)
+        return self.full(self._scores.bias.shape, 0)
 
     def add_tile(self, dbias, ds_t, i, j):
         """The sum `dbias` with one tile of ds added, summed over the axes that bias broadcasts."""
         ds = jnp.moveaxis(ds_t, 2, -1)
         ds = ds.reshape(ds.shape[0], -1, *ds.shape[3:])
+        if dbias.shape[3] == 1 and self.kv.length % self.kv.block:
+            # Ranges take a ragged tile that stays for a full one: its rows are cropped elsewhere.
+            ds = jnp.where(in_tile(j, self.kv.block) < self.kv.length, ds, 0)
         broadcast = tuple(axis for axis in range(4) if dbias.shape[axis] == 1)
         ds = ds.sum(axis=broadcast, keepdims=True)
         # Of one dtype with the tile numbers, in x64 mode too.
@@ -280,11 +361,6 @@ class _Blocks:
 
 def _take(tiles, i):
     return lax.dynamic_index_in_dim(tiles, i, keepdims=False)
-
-
-def _transpose(x) -> Any:
-    """[.., .., G, block_q, block_kv] of a bias or mask to [.., .., block_kv, G, block_q]."""
-    return None if x is None else jnp.moveaxis(x, -1, 2)
 
 
 def _split(x, tiling: Tiling, *heads: int):

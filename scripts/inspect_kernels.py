@@ -72,8 +72,9 @@ _COLUMNS = {
     "hidden": "exp2_hidden",
 }
 
-PASSES = ("forward", "delta", "dkv", "dq")
-MASKS = ("full", "causal", "segments", "window", "lengths", "ragged")
+PASSES = ("forward", "delta", "dkv", "dq", "dbias")
+MASKS = ("full", "causal", "segments", "window", "lengths", "ragged", "array")
+FEATURES = ("bias", "alibi", "softcap", "sinks", "dropout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,6 +337,7 @@ def attention_call(
     *,
     dtype: str = "bfloat16",
     mask: str = "full",
+    features: Iterable[str] = (),
     backward: bool = True,
     batch: int = 2,
     length: int = 4096,
@@ -350,7 +352,8 @@ def attention_call(
         dtype: Their dtype.
         mask: One of `MASKS`. "segments" is causal too, as packed documents are; "window" is causal
             over 1024 keys; "lengths" are each example's own; "ragged" has no mask, but a length
-            that no tile divides.
+            that no tile divides; "array" is a boolean array for all examples and heads.
+        features: Some of `FEATURES`; the bias is for all examples, and differentiated.
         backward: Whether to return the gradients beside the output.
         batch: Examples.
         length: Of queries and of keys.
@@ -377,6 +380,21 @@ def attention_call(
     elif mask == "lengths":
         lengths = array((batch,), "int32")
         arrays = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    elif mask == "array":
+        arrays["mask"] = array((length, length), "bool")
+    differentiated = {}
+    for feature in features:
+        match feature:
+            case "bias":
+                differentiated["bias"] = array((num_heads, length, length), dtype)
+            case "alibi":
+                arrays["alibi_slopes"] = array((num_heads,), "float32")
+            case "softcap":
+                options["logits_soft_cap"] = 50.0
+            case "sinks":
+                differentiated["sinks"] = array((num_heads,), "float32")
+            case "dropout":
+                options["dropout_rate"], arrays["dropout_key"] = 0.1, array((2,), "uint32")
 
     def forward(q, k, v, arrays):
         return pallas_flash.attention(
@@ -384,9 +402,13 @@ def attention_call(
         )
 
     def forward_and_backward(q, k, v, arrays, do):
-        out, vjp = jax.vjp(lambda q, k, v: forward(q, k, v, arrays), q, k, v)
+        arrays, extras = ({name: arrays[name] for name in names} for names in (constant, extra))
+        out, vjp = jax.vjp(
+            lambda q, k, v, extras: forward(q, k, v, {**arrays, **extras}), q, k, v, extras
+        )
         return out, vjp(do)
 
+    constant, extra, arrays = list(arrays), list(differentiated), {**arrays, **differentiated}
     return (
         (forward_and_backward, [q, k, k, arrays, q]) if backward else (forward, [q, k, k, arrays])
     )
@@ -477,6 +499,7 @@ def main() -> None:
     parser.add_argument("--head-sizes", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=["full", "causal", "segments"])
+    parser.add_argument("--features", nargs="+", choices=FEATURES, default=[], help="all at once")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
     parser.add_argument(
         "--groups", nargs="+", type=int, default=[1], help="query heads per key head"
@@ -511,7 +534,8 @@ def main() -> None:
     for target, head_dim, dtype, mask, group in itertools.product(
         options.target, options.head_sizes, options.dtypes, options.masks, options.groups
     ):
-        case = f"{target} {head_dim} {dtype} {mask}" + (f" {group}:1" if group > 1 else "")
+        case = " ".join([target, str(head_dim), dtype, mask, *options.features])
+        case += f" {group}:1" if group > 1 else ""
         print(f"\n{case}", file=report)
         try:
             program = inspect_attention(
@@ -521,6 +545,7 @@ def main() -> None:
                 dump=options.dump and options.dump / case.replace(" ", "_"),
                 dtype=dtype,
                 mask=mask,
+                features=options.features,
                 group=group,
                 length=options.length,
                 tile_sizes=tile_sizes,

@@ -9,8 +9,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from oracle import ScoreFn, visible
+
+from pallas_flash import BlockMask, Predicate, PrefixLM
 
 Random = np.random.Generator
 
@@ -106,7 +110,124 @@ def _ints(random, low, high, shape):
     return jnp.asarray(random.integers(low, high + 1, shape), jnp.int32)
 
 
-CASES = (
+def _shape(c, axes):
+    """[B, N, T, S] with 1 for the axes that the string leaves out."""
+    sizes = {"B": c.B, "N": c.N, "T": c.T, "S": c.S}
+    return tuple(size if axis in axes else 1 for axis, size in sizes.items())
+
+
+def _mask(axes, share=0.5, **options):
+    def draw(random, c):
+        return dict(mask=jnp.asarray(random.random(_shape(c, axes)) < share), **options)
+
+    return draw
+
+
+def _mask_with_empty_tiles(random, c):
+    """And full ones, and rows and columns without a True."""
+    mask = random.random((c.B, c.N, c.T, c.S)) < 0.5
+    mask[:, 0, c.T // 3 :] = False
+    mask[:, 1, c.T // 3 :] = True
+    mask[:, 2:, :, : c.S // 2] = False
+    return dict(mask=jnp.asarray(mask))
+
+
+def _bias(axes, dtype="float32", **options):
+    def draw(random, c):
+        return dict(bias=_normal(random, _shape(c, axes), dtype), **options)
+
+    return draw
+
+
+def _normal(random, shape, dtype="float32"):
+    return jnp.asarray(random.standard_normal(shape), dtype)
+
+
+def _infinite_bias(random, c):
+    """Pairs, and in one example whole rows, that only the bias hides."""
+    bias = random.standard_normal((c.B, 1, c.T, c.S))
+    bias[random.random(bias.shape) < 0.3] = -np.inf
+    bias[0, :, :5] = -np.inf
+    return dict(bias=jnp.asarray(bias, jnp.float32))
+
+
+def _sinks(random, c):
+    # One so large that it takes nearly all, one so small that it takes nothing.
+    return dict(sinks=_normal(random, c.N).at[0].set(9.0).at[1].set(-99.0))
+
+
+def _slopes(random, c):
+    return dict(
+        alibi_slopes=jnp.asarray(random.uniform(0.02, 0.3, c.N), jnp.float32),
+        query_offset=_ints(random, -c.T // 2, c.S, c.B),
+    )
+
+
+# An index outside, as that of the key before the first, is moved to the edge.
+_WAVES = ScoreFn(
+    lambda s, b, h, q, k, gate, mark: gate[h] * s + 0.5 * jnp.sin(s) + mark[b, k - 1] * (q % 2),
+    lambda s, b, h, q, k, gate, mark: gate[h] * s + 0.5 * np.sin(s) + mark[b, k - 1] * (q % 2),
+    lambda s, b, h, q, k, gate, mark: gate[h] + 0.5 * np.cos(s),
+)
+
+
+def _score_fn(random, c):
+    return dict(
+        score_fn=_WAVES,
+        score_operands=(_normal(random, c.N), _normal(random, (c.B, c.S))),
+    )
+
+
+def _dropout(rate, **options):
+    def draw(random, c):
+        key = jax.random.key(int(random.integers(2**31)))
+        return dict(dropout_rate=rate, dropout_key=key, **options)
+
+    return draw
+
+
+def _prefix(random, c):
+    return dict(
+        mask=PrefixLM(jnp.array([0, 3 * c.S // 4], jnp.int32)),
+        query_offset=_ints(random, -9, 9, c.B),
+    )
+
+
+def _same_colour(b, h, q, k, colour):
+    return (colour[b, q] == colour[b, k + 3]) | (h == 1)
+
+
+def _predicate(random, c):
+    return Predicate(_same_colour, (_ints(random, 0, 2, (c.B, c.T)),))
+
+
+def _blocks(axes, block_q, block_kv):
+    def draw(random, c):
+        heads = _shape(c, axes)[:2]
+        blocks = (-(-c.T // block_q), -(-c.S // block_kv))
+        return dict(mask=BlockMask(jnp.asarray(random.random((*heads, *blocks)) < 0.4), block_q,
+                                   block_kv))  # fmt: skip
+
+    return draw
+
+
+def _blocks_of_a_predicate(random, c):
+    sizes = dict(batch=c.B, num_heads=c.N, block_q=24, block_kv=20)
+    return dict(mask=BlockMask.from_mask(_predicate(random, c), c.T, c.S, **sizes))
+
+
+def _joined(random, c):
+    return dict(mask=_blocks("N", 16, 32)(random, c)["mask"] & _predicate(random, c))
+
+
+def _together(*draws):
+    def draw(random, c):
+        return {name: x for draw in draws for name, x in draw(random, c).items()}
+
+    return draw
+
+
+CASES: tuple[Case, ...] = (
     Case("full"),
     Case("full, whole tiles", T=128, S=256, H=64, V=64),
     Case("T of one tile, S of several", T=33, S=290),
@@ -154,6 +275,49 @@ CASES = (
     Case("everything at once", T=140, S=170, options=_everything),
 )
 
+# What a call may ask for beyond the above. All have one shape: operation by operation, dense
+# attention is then compiled once for all of them.
+FEATURES = (
+    Case("mask", options=_mask("BNTS")),
+    Case("mask of all examples and heads", options=_mask("TS")),
+    Case("mask of keys", options=_mask("BS")),
+    Case("mask with empty tiles", options=_mask_with_empty_tiles),
+    Case(
+        "mask, causal, lengths", options=_together(_mask("NTS", 0.8, is_causal=True), _zero_lengths)
+    ),
+    Case("bias", options=_bias("BNTS")),
+    Case("bias of all examples", options=_bias("NTS", is_causal=True)),
+    Case("bias of keys", options=_bias("BS")),
+    Case("bias of heads", options=_bias("N")),
+    Case("bias of queries, in 16 bits", options=_bias("T", "bfloat16")),
+    Case("bias of minus infinity", options=_infinite_bias),
+    Case("soft cap", options=_fixed(logits_soft_cap=1.5, is_causal=True)),
+    Case("soft cap, bias", options=_bias("NS", logits_soft_cap=0.7)),
+    Case("sinks", options=_sinks),
+    Case("sinks, causal, first queries see nothing",
+         options=_together(_sinks, _fixed(is_causal=True, query_offset=-20))),
+    Case("slopes, offset for each example", options=_slopes),
+    Case("score function", options=_score_fn),
+    Case("dropout", options=_dropout(0.3)),
+    Case("dropout for all alike, causal",
+         options=_dropout(0.8, broadcast_dropout=True, is_causal=True)),
+    Case("prefix", options=_prefix),
+    Case("predicate", options=lambda random, c: dict(mask=_predicate(random, c))),
+    Case("blocks smaller than tiles", options=_blocks("BN", 8, 12)),
+    Case("blocks larger than tiles", options=_blocks("B", 40, 72)),
+    Case("blocks of a predicate", options=_blocks_of_a_predicate),
+    Case("blocks and predicate", options=_joined),
+    Case(
+        "all features",
+        options=_together(
+            _mask("NTS", 0.7), _everything, _bias("BTS", logits_soft_cap=2.5), _sinks,
+            _slopes, _score_fn, _dropout(0.2),
+        ),
+    ),
+)  # fmt: skip
+
+CASES += FEATURES
+
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -176,8 +340,6 @@ def parametrize(*, names=None, others_extended=False):
 
 def poison(case: Case, qkv, cotangents, options):
     """The problem with NaN in all that no query sees and in queries that see nothing."""
-    from oracle import visible
-
     ok = visible((case.B, case.N, case.T, case.S), **options)
     by_query = ok.any(-1).transpose(0, 2, 1)[..., None]
     by_key = ok.any(2).reshape(case.B, case.K, -1, case.S).any(2).transpose(0, 2, 1)[..., None]
@@ -185,3 +347,13 @@ def poison(case: Case, qkv, cotangents, options):
     q, do = (jnp.where(by_query, x, jnp.nan) for x in (q, do))
     k, v = (jnp.where(by_key, x, jnp.nan) for x in (k, v))
     return (q, k, v), (do, jnp.where(by_query[..., 0], dlse, jnp.nan))
+
+
+def poison_bias(case: Case, options):
+    """The options with NaN in a bias of pairs that are not seen."""
+    if "bias" not in options:
+        return options
+    bias = options["bias"]
+    ok = visible((case.B, case.N, case.T, case.S), **options)
+    broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
+    return options | {"bias": jnp.where(ok.any(broadcast, keepdims=True), bias, jnp.nan)}

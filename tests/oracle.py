@@ -3,13 +3,29 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The statistics and gradients that are judged, in the order in which `differentiate` returns them.
+# The statistics and gradients that are judged, in the order in which `differentiate` returns them;
+# `names` has those of a call.
 NAMES = ("o", "lse", "dq", "dk", "dv")
+
+# Further arguments that are differentiated where a call has them.
+OPERANDS = ("bias", "sinks")
+
+
+def names(options) -> tuple[str, ...]:
+    """What `differentiate` returns for a call with these options."""
+    return NAMES + tuple(f"d{name}" for name in OPERANDS if name in options)
+
+
+def split(options) -> tuple[dict, dict]:
+    """The options that are differentiated, and the others."""
+    operands = {name: x for name, x in options.items() if name in OPERANDS}
+    return operands, {name: x for name, x in options.items() if name not in OPERANDS}
 
 
 def visible(shape, *, is_causal=False, local_window_size=None, query_offset=0, segment_ids=None,
@@ -17,7 +33,7 @@ def visible(shape, *, is_causal=False, local_window_size=None, query_offset=0, s
     """bool [B, N, T, S]: who sees whom, one comparison a condition."""
     B, _, T, S = shape
     ok = np.ones(shape, bool)
-    t = (np.arange(T) + np.broadcast_to(np.asarray(query_offset), (B,))[:, None])[:, None, :, None]
+    t = _position(B, T, query_offset)[:, None, :, None]
     row, col = np.arange(T)[:, None], np.arange(S)
     if is_causal:
         ok &= col <= t
@@ -34,8 +50,82 @@ def visible(shape, *, is_causal=False, local_window_size=None, query_offset=0, s
     if key_value_seq_lengths is not None:
         ok &= col < np.asarray(key_value_seq_lengths)[:, None, None, None]
     if mask is not None:
-        ok &= np.asarray(mask)
+        ok &= _seen_by(mask, shape, t)
     return ok
+
+
+def _position(B, T, query_offset):
+    """[B, T]"""
+    return np.arange(T) + np.broadcast_to(np.asarray(query_offset), (B,))[:, None]
+
+
+def _seen_by(mask, shape, t):
+    """What a mask array or a mask object lets be seen; `t` are the positions of the queries."""
+    b, h, q, k = np.ogrid[tuple(map(slice, shape))]
+    match type(mask).__name__:
+        case "Mask":
+            return functools.reduce(np.logical_and, (_seen_by(x, shape, t) for x in mask.leaves))
+        case "PrefixLM":
+            return (k <= t) | (k < np.asarray(mask.prefix_lengths)[:, None, None, None])
+        case "Predicate":
+            return mask.fn(b, h, q, k, *map(Clamped, mask.operands))
+        case "BlockMask" if mask.mask is not None:
+            return _seen_by(mask.mask, shape, t)
+        case "BlockMask":
+            rows, columns = q[0, 0, :, 0] // mask.block_q, k[0, 0, 0] // mask.block_kv
+            return np.asarray(mask.some)[:, :, rows][..., columns]
+        case "MaskArray":
+            return np.asarray(mask.pairs.array)
+        case _:
+            return np.asarray(mask)
+
+
+class Clamped:
+    """An operand of a user's function: an index outside is moved to the edge."""
+
+    def __init__(self, array):
+        self._array = np.asarray(array)
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        inside = (np.clip(i, 0, n - 1) for i, n in zip(index, self._array.shape, strict=True))
+        return self._array[tuple(inside)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreFn:
+    """A `score_fn` for `attention`, and the same in NumPy with its derivative found by hand."""
+
+    traced: Callable
+    exact: Callable
+    slope: Callable
+
+    def __call__(self, *arguments):
+        return self.traced(*arguments)
+
+
+def kept(key, shape, rate, broadcast=False):
+    """bool [B, N, T, S]: the probabilities that dropout keeps."""
+    with jax.ensure_compile_time_eval():
+        seed = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
+    b, h, q, k = np.ogrid[tuple(map(slice, shape))]
+    if broadcast:
+        b, h = 0 * b, 0 * h
+    return np.broadcast_to(philox_4x32_7((q, k, h, b), seed)[0] >= round(rate * 2**32), shape)
+
+
+def philox_4x32_7(counter, key):
+    """Salmon et al. (2011), figure 2 and section 4.3, in integers of 64 bits."""
+    word = 0xFFFFFFFF
+    x0, x1, x2, x3 = (np.asarray(x, np.uint64) for x in counter)
+    key0, key1 = map(int, key)
+    for _ in range(7):
+        product0, product1 = x0 * np.uint64(0xD2511F53), x2 * np.uint64(0xCD9E8D57)
+        x0 = (product1 >> np.uint64(32)) ^ x1 ^ np.uint64(key0)
+        x2 = (product0 >> np.uint64(32)) ^ x3 ^ np.uint64(key1)
+        x1, x3 = product1 & np.uint64(word), product0 & np.uint64(word)
+        key0, key1 = (key0 + 0x9E3779B9) & word, (key1 + 0xBB67AE85) & word
+    return x0, x1, x2, x3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +139,10 @@ class Truth:
     from_rounded: dict[str, np.ndarray]
 
 
-def solve(q, k, v, do, dlse, *, scale=None, bias=None, tf32=False, **conditions) -> Truth:
-    """The exact result for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V], [B, T, N]."""
+def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
+          score_fn=None, score_operands=(), logits_soft_cap=None, dropout_rate=0.0,
+          dropout_key=None, broadcast_dropout=False, tf32=False, **conditions):  # fmt: skip
+    """The `Truth` for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V] and [B, T, N]."""
     dtype = q.dtype
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     scale = H**-0.5 if scale is None else float(scale)
@@ -68,52 +160,85 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, tf32=False, **conditions)
     k, v = heads_first(k, N // K), heads_first(v, N // K)
     ok = visible((B, N, T, S), **conditions)
     raw = q @ k.mT
-    s = scale * raw + (0 if bias is None else np.asarray(bias, np.float64))
+    # The score, and its derivative in what the products are scaled to.
+    s, slope = scale * raw, 1.0
+    if bias is not None:
+        s = s + np.asarray(bias, np.float64)
+    if alibi_slopes is not None:
+        t = _position(B, T, conditions.get("query_offset", 0))[:, None, :, None]
+        s = s - np.asarray(alibi_slopes, np.float64)[:, None, None] * np.abs(t - np.arange(S))
+    if score_fn is not None:
+        at = (*np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
+        s, slope = score_fn.exact(s, *at), score_fn.slope(s, *at)
+    if logits_soft_cap is not None:
+        s, inner = logits_soft_cap * np.tanh(s / logits_soft_cap), s
+        slope = slope / np.cosh(np.clip(inner / logits_soft_cap, -300, 300)) ** 2
     s = np.where(ok, s, -np.inf)
     m = s.max(-1, keepdims=True)
     m = np.where(np.isinf(m), 0, m)
     e = np.exp(s - m)
     total = e.sum(-1, keepdims=True)
-    p = e / np.where(total == 0, 1, total)
+    alive = total > 0
+    if sinks is not None:
+        of_sink = np.where(alive, np.exp(np.asarray(sinks, np.float64)[:, None, None] - m), 0)
+        total = total + of_sink
+    p = e / np.where(alive, total, 1)
     with np.errstate(divide="ignore"):
         lse = heads_last((m + np.log(total))[..., 0])
-    o = p @ v
+    dropped = 1.0
+    if dropout_rate:
+        ones = kept(dropout_key, (B, N, T, S), dropout_rate, broadcast_dropout)
+        dropped = ones / (1 - dropout_rate)
+    weight = p * dropped
+    o = weight @ v
 
     def delta_of(o):
         return (o * do).sum(-1, keepdims=True) - dlse[..., None]
 
-    def dq_dk(ds):
-        return {"dq": heads_last(scale * (ds @ k)), "dk": group(scale * (ds.mT @ q))}
+    def sum_like(x, operand):
+        shape = (1,) * (4 - np.ndim(operand)) + np.shape(operand)
+        axes = tuple(a for a in range(4) if shape[a] == 1)
+        return x.sum(axis=axes, keepdims=True).reshape(np.shape(operand))
 
-    dp, delta = do @ v.mT, delta_of(o)
-    ds = p * (dp - delta)
+    def through_ds(dp, delta):
+        """The gradients that depend on delta."""
+        ds = p * (dp - delta) * slope
+        found = {"dq": heads_last(scale * (ds @ k)), "dk": group(scale * (ds.mT @ q))}
+        if bias is not None:
+            found["dbias"] = sum_like(ds, bias)
+        if sinks is not None:
+            # A key with the value 0, so dp = 0.
+            found["dsinks"] = -(of_sink / np.where(alive, total, 1) * delta).sum((0, 2, 3))
+        return found, ds
+
+    dp, delta = (do @ v.mT) * dropped, delta_of(o)
+    gradients, ds = through_ds(dp, delta)
     values = {
         "o": heads_last(o),
         "lse": lse,
-        **dq_dk(ds),
-        "dv": group(p.mT @ do),
+        **gradients,
+        "dv": group(weight.mT @ do),
         "dscale": (ds * raw).sum(),
     }
-    if bias is not None:
-        shape = (1,) * (4 - np.ndim(bias)) + np.shape(bias)
-        axes = tuple(a for a in range(4) if shape[a] == 1)
-        values["dbias"] = ds.sum(axis=axes, keepdims=True).reshape(np.shape(bias))
     # ds is a difference: rounding is judged against the size of what is subtracted.
-    size = p * (np.abs(dp) + np.abs(delta))
+    size = p * (np.abs(dp) + np.abs(delta)) * np.abs(slope)
     terms = {
-        "o": p @ np.abs(v),
+        "o": weight @ np.abs(v),
         "lse": np.where(np.isinf(lse), 0, 1 + np.abs(lse)),
         "dq": abs(scale) * (size @ np.abs(k)),
         "dk": abs(scale) * (size.mT @ np.abs(q)),
-        "dv": p.mT @ np.abs(do),
+        "dv": weight.mT @ np.abs(do),
         "dscale": (size * np.abs(raw)).sum(),
-        "dbias": size.sum(),
     }
-    cut_dp = as_tf32(do) @ as_tf32(v).mT if tf32 else dp
+    if bias is not None:
+        terms["dbias"] = sum_like(size, bias)
+    if sinks is not None:
+        terms["dsinks"] = (of_sink / np.where(alive, total, 1) * np.abs(delta)).sum((0, 2, 3))
+    cut_dp = (as_tf32(do) @ as_tf32(v).mT) * dropped if tf32 else dp
     return Truth(
         values,
         {name: float(np.linalg.norm(x)) for name, x in terms.items()},
-        dq_dk(p * (cut_dp - delta_of(np.asarray(o.astype(dtype), np.float64)))),
+        through_ds(cut_dp, delta_of(np.asarray(o.astype(dtype), np.float64)))[0],
     )
 
 
@@ -145,7 +270,9 @@ def _product(rounded, s):
 _product.defvjp(lambda rounded, s: (s, None), lambda rounded, _, ds: (rounded(ds),))
 
 
-def dense(q, k, v, *, scale=None, bias=None, tf32=False, **conditions):
+def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, score_fn=None,
+          score_operands=(), logits_soft_cap=None, dropout_rate=0.0, dropout_key=None,
+          broadcast_dropout=False, tf32=False, **conditions):  # fmt: skip
     """Dense attention in plain JAX: products of the inputs' dtype or TF32, softmax in float32."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -165,7 +292,14 @@ def dense(q, k, v, *, scale=None, bias=None, tf32=False, **conditions):
     kk, vv = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     s = product("btnh,bsnh->bnts", q, kk) * (H**-0.5 if scale is None else scale)
     if bias is not None:
-        s = s + bias
+        s = s + bias.astype(wide)
+    if alibi_slopes is not None:
+        t = _position(B, T, conditions.get("query_offset", 0))[:, None, :, None]
+        s = s - alibi_slopes[:, None, None] * np.abs(t - np.arange(S)).astype(wide)
+    if score_fn is not None:
+        s = score_fn(s, *np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
+    if logits_soft_cap is not None:
+        s = logits_soft_cap * jnp.tanh(s / logits_soft_cap)
     ok = jnp.asarray(visible((B, N, T, S), **conditions))
     s = jnp.where(ok, s, -jnp.inf)
     m = jax.lax.stop_gradient(jnp.max(s, -1, keepdims=True))
@@ -173,15 +307,25 @@ def dense(q, k, v, *, scale=None, bias=None, tf32=False, **conditions):
     e = jnp.where(ok, jnp.exp(s - m), 0)
     total = e.sum(-1, keepdims=True)
     alive = total > 0
+    if sinks is not None:
+        total = total + jnp.exp(sinks[:, None, None] - m)
     total = jnp.where(alive, total, 1)
     lse = jnp.where(alive, m + jnp.log(total), -jnp.inf)[..., 0].transpose(0, 2, 1)
-    return product("bnts,bsnv->btnv", e / total, vv).astype(q.dtype), lse
+    p = e / total
+    if dropout_rate:
+        ones = kept(dropout_key, (B, N, T, S), dropout_rate, broadcast_dropout)
+        p = jnp.where(ones, p / (1 - dropout_rate), 0)
+    return product("bnts,bsnv->btnv", p, vv).astype(q.dtype), lse
 
 
-def differentiate(function, q, k, v, do, dlse):
-    """o, lse, dq, dk and dv of `function(q, k, v) -> (o, lse)` for cotangents do and dlse."""
-    (o, lse), vjp = jax.vjp(function, q, k, v)
-    return o, lse, *vjp((do, dlse))
+def differentiate(function, q, k, v, do, dlse, **operands):
+    """o, lse, dq, dk, dv of `function(q, k, v, **operands) -> (o, lse)` for cotangents do and dlse.
+
+    Then the gradients of `operands`, in the order of `OPERANDS`.
+    """
+    (o, lse), vjp = jax.vjp(lambda *x: function(*x[:3], **x[3]), q, k, v, operands)
+    *gradients, others = vjp((do, dlse))
+    return o, lse, *gradients, *(others[name] for name in OPERANDS if name in operands)
 
 
 def compiled(function):

@@ -29,49 +29,50 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "floa
 
 
 def program(implementation, options, **extra):
-    """Of q, k, v, do and dlse, to the five results."""
-
-    def call(q, k, v):
-        return pallas_flash.attention(
-            q, k, v, return_lse=True, implementation=implementation, **options, **extra
-        )
-
-    return oracle.compiled(lambda *x: oracle.differentiate(call, *x))
+    """Of q, k, v, do, dlse and `oracle.OPERANDS`, to the results of `oracle.differentiate`."""
+    call = functools.partial(
+        pallas_flash.attention, return_lse=True, implementation=implementation, **options, **extra
+    )
+    return oracle.compiled(functools.partial(oracle.differentiate, call))
 
 
 def measured(case, dtype, implementation, problem=None, **extra):
-    """The five results of a case."""
+    """The results of a case."""
     qkv, cotangents, options = problem or case.problem(dtype)
-    return program(implementation, options, **extra)(*qkv, *cotangents)
+    operands, options = oracle.split(options)
+    return program(implementation, options, **extra)(*qkv, *cotangents, **operands)
 
 
-def _expected_of(problem, tf32):
-    """The exact results of a problem, and those of the dense computation."""
+def dense_compiler(case):
+    """How dense programs are run: operation by operation, if most are known from the same shape."""
+    return (lambda function: function) if case in cases.FEATURES else oracle.compiled
+
+
+def _expected_of(problem, tf32, compiled=oracle.compiled):
+    """The names of results, the exact ones, and those of the dense computation."""
     qkv, cotangents, options = problem
-
-    def dense(q, k, v):
-        return oracle.dense(q, k, v, tf32=tf32, **options)
-
     truth = oracle.solve(*qkv, *cotangents, tf32=tf32, **options)
-    baseline = oracle.compiled(lambda *x: oracle.differentiate(dense, *x))(*qkv, *cotangents)
-    return truth, baseline
+    operands, options = oracle.split(options)
+    dense = functools.partial(oracle.dense, tf32=tf32, **options)
+    run = compiled(functools.partial(oracle.differentiate, dense))
+    return oracle.names(operands), truth, run(*qkv, *cotangents, **operands)
 
 
 @functools.lru_cache(maxsize=len(cases.CASES))
 def _expected(case, dtype, tf32):
     """The same of a case, which several tests judge."""
-    return _expected_of(case.problem(dtype), tf32)
+    return _expected_of(case.problem(dtype), tf32, dense_compiler(case))
 
 
 def judge(case, dtype, results, problem=None, worst=2, tf32=False):
-    """Asserts the rule for each of the five results.
+    """Asserts the rule for each result.
 
     `worst` is its factor at the worst element. `tf32`: the products were of float32 cut to TF32.
     """
     if problem is None:
-        truth, baseline = _expected(case, dtype, tf32)
+        names, truth, baseline = _expected(case, dtype, tf32)
     else:
-        truth, baseline = _expected_of(problem, tf32)
+        names, truth, baseline = _expected_of(problem, tf32)
     shapes = [x.shape for x in baseline]
     assert [x.shape for x in results] == shapes
     assert [x.dtype for x in results] == [x.dtype for x in baseline]
@@ -80,12 +81,13 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False):
         1 + lse.max(where=np.isfinite(lse), initial=0) + np.log(case.S)
     )
     failures = []
-    for name, ours, theirs in zip(oracle.NAMES, results, baseline, strict=True):
+    for name, ours, theirs in zip(names, results, baseline, strict=True):
+        rounding = ROUNDING[ours.dtype.name]
         ours, theirs = (oracle.errors(x, truth, name) for x in (ours, theirs))
         floor = oracle.natural(of_lse, truth, name)
         of_terms = oracle.errors(truth.from_rounded.get(name, truth.values[name]), truth, name)
         if name != "lse":
-            floor = max(floor, ROUNDING[dtype] / 2)
+            floor = max(floor, rounding / 2)
         for norm in ours:
             bound = (worst if norm == "max" else 2) * max(theirs[norm], floor, of_terms[norm])
             if not ours[norm] <= bound:
@@ -120,12 +122,24 @@ in_bfloat16 = cases.parametrize(
         "causal, no query sees a key",
         "lengths of zero",
         "everything at once",
+        "all features",
     ],
     others_extended=True,
 )
 
 
-@cases.parametrize()
+# The features' cases take the kernels' way in test_lowering; the interpreter runs a few.
+in_interpreter = cases.parametrize(
+    names=[
+        *(case.name for case in cases.CASES if case not in cases.FEATURES),
+        "bias of keys",
+        "blocks and predicate",
+    ],
+    others_extended=True,
+)
+
+
+@in_interpreter
 def test_kernels_in_the_interpreter(case, kernel_case):
     judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=SMALL))
 
@@ -136,8 +150,16 @@ def test_kernels_in_the_interpreter_in_bfloat16(case, kernel_case):
     judge(case, "bfloat16", measured(case, "bfloat16", "interpret", tile_sizes=SMALL))
 
 
+@pytest.fixture
+def small_blocks(case, monkeypatch):
+    """Several tiles of "xla" in short sequences, too."""
+    if case in cases.FEATURES:
+        monkeypatch.setattr(_xla, "BLOCK_Q", 16)
+        monkeypatch.setattr(_xla, "BLOCK_KV", 32)
+
+
 @cases.parametrize()
-def test_xla(case):
+def test_xla(case, small_blocks):
     judge(case, "float32", measured(case, "float32", "xla"))
 
 
@@ -159,7 +181,8 @@ def test_optimized_by_xla(case, dtype, implementation, monkeypatch):
 
 
 @cases.parametrize()
-def test_reference(case):
+def test_reference(case, monkeypatch):
+    monkeypatch.setattr(oracle, "compiled", dense_compiler(case))
     judge(case, "float32", measured(case, "float32", "reference"))
 
 
@@ -191,17 +214,20 @@ def test_float64(case, implementation):
         "lengths of zero",
         "documents, nothing in common",
         "everything at once",
+        "all features",
     ]
 )
 @pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
-def test_nothing_shows_of_what_no_query_sees(case, implementation):
-    """NaN in unseen keys and values, and in queries that see nothing, changes no bit."""
+def test_nothing_shows_of_what_no_query_sees(case, implementation, small_blocks):
+    """NaN in unseen keys, values and biases, and in queries that see nothing, changes no bit."""
     qkv, cotangents, options = case.problem()
-    run = program(implementation, options)
-    clean = run(*qkv, *cotangents)
     poisoned_qkv, poisoned_cotangents = cases.poison(case, qkv, cotangents, options)
-    poisoned = run(*poisoned_qkv, *poisoned_cotangents)
-    for name, a, b in zip(oracle.NAMES, clean, poisoned, strict=True):
+    poisoned_operands, _ = oracle.split(cases.poison_bias(case, options))
+    operands, rest = oracle.split(options)
+    run = program(implementation, rest)
+    clean = run(*qkv, *cotangents, **operands)
+    poisoned = run(*poisoned_qkv, *poisoned_cotangents, **poisoned_operands)
+    for name, a, b in zip(oracle.names(options), clean, poisoned, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
 

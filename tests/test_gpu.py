@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from test_accuracy import judge, measured
+from test_accuracy import judge, measured, program
 
 import pallas_flash
 
@@ -43,7 +43,14 @@ def test_kernels(case, dtype, precision, kernel_case):
 
 
 @cases.parametrize(
-    names=["full", "causal", "causal, whole tiles", "everything at once", "lengths of zero"]
+    names=[
+        "full",
+        "causal",
+        "causal, whole tiles",
+        "everything at once",
+        "lengths of zero",
+        "all features",
+    ]
 )
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_head_sizes(case, head_dim, kernel_case):
@@ -52,30 +59,38 @@ def test_head_sizes(case, head_dim, kernel_case):
     judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
 
 
-@cases.parametrize(names=["full", "causal", "everything at once"])
+@cases.parametrize(names=["full", "causal", "everything at once", "all features"])
 def test_twenty_runs_give_the_same_bits(case, kernel_case):
     """A race or an asynchronous product read too early would show here."""
     case = dataclasses.replace(case.scaled(12), H=64, V=64)
     qkv, cotangents, options = case.problem("bfloat16")
-
-    def call(q, k, v):
-        return pallas_flash.attention(q, k, v, return_lse=True, implementation="triton", **options)
-
-    run = jax.jit(lambda *x: oracle.differentiate(call, *x))
-    first = jax.tree.map(np.asarray, run(*qkv, *cotangents))
+    operands, rest = oracle.split(options)
+    run = program("triton", rest)
+    first = jax.tree.map(np.asarray, run(*qkv, *cotangents, **operands))
     for _ in range(20):
-        for name, a, b in zip(oracle.NAMES, first, run(*qkv, *cotangents), strict=True):
+        again = run(*qkv, *cotangents, **operands)
+        for name, a, b in zip(oracle.names(options), first, again, strict=True):
             np.testing.assert_array_equal(a, np.asarray(b), err_msg=name)
 
 
-@cases.parametrize(names=["lengths", "causal, first queries see nothing", "everything at once"])
+@cases.parametrize(
+    names=[
+        "lengths",
+        "causal, first queries see nothing",
+        "everything at once",
+        "mask with empty tiles",
+        "blocks and predicate",
+        "all features",
+    ]
+)
 def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
     case = case.scaled(4)
     qkv, cotangents, options = case.problem()
     clean = measured(case, "float32", "triton")
-    poisoned = (*cases.poison(case, qkv, cotangents, options), options)
+    arrays = cases.poison(case, qkv, cotangents, options)
+    poisoned = (*arrays, cases.poison_bias(case, options))
     results = measured(case, "float32", "triton", poisoned)
-    for name, a, b in zip(oracle.NAMES, clean, results, strict=True):
+    for name, a, b in zip(oracle.names(options), clean, results, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
 

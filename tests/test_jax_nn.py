@@ -273,6 +273,10 @@ KERNEL_CASES = [
     "lengths of both, causal",
     "no batch axis, lengths",
     "bfloat16",
+    "mask with rows that see nothing",
+    "no batch axis, bias and mask of one head",
+    "bfloat16 with float32 bias",
+    "everything in float32",
 ]
 
 

@@ -13,11 +13,20 @@ import pytest
 
 import pallas_flash
 from scripts import _gpu_compiler, _machine_code
-from scripts.inspect_kernels import array, inspect_attention, peak_memory
+from scripts.inspect_kernels import FEATURES, PASSES, array, inspect_attention, peak_memory
 
 needs_compiler = pytest.mark.skipif(
     bool(_gpu_compiler.missing()), reason=_gpu_compiler.missing() or "everything is here"
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_as_users_do():
+    """The suite compiles cheaply; that would be another machine code."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+
 
 # Head size, mask, query heads per key head.
 CASES = [
@@ -101,6 +110,26 @@ def test_kernels_compile_for_the_a100(head_dim):
     assert {kernel.attention_pass for kernel in kernels} == {"forward", "delta", "dkv", "dq"}
     assert frozenset().union(*(kernel.matrix for kernel in kernels)) == {"HMMA"}
     assert {k.name: k.loop_spills for k in kernels} == {k.name: 0 for k in kernels}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "target"),
+    [
+        (64, "bfloat16", "h200"),
+        (128, "bfloat16", "h200"),
+        (256, "bfloat16", "h200"),
+        (128, "float32", "h200"),
+        (128, "bfloat16", "a100"),
+    ],
+)
+def test_all_features_at_once_compile(head_dim, dtype, target):
+    """Bias and mask wait in shared memory beside keys and values: tiles must leave them room."""
+    kernels = inspect_attention(
+        head_dim, dtype=dtype, mask="array", features=FEATURES, target=target
+    ).kernels
+    assert {kernel.attention_pass for kernel in kernels} == set(PASSES)
+    assert all(kernel.matrix or kernel.attention_pass == "delta" for kernel in kernels)
 
 
 @needs_compiler

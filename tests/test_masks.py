@@ -53,6 +53,12 @@ def whole_tiles(q, kv):
     return BATCH, q.count * q.block, kv.count * kv.block
 
 
+def pairs(batch, queries, keys):
+    """The indices b, h, q and k of all pairs; these leaves do not look at the head."""
+    b, q, k = np.ogrid[:batch, :queries, :keys]
+    return b, 0, q, k
+
+
 def of_tiles(seen, q, kv):
     """For each pair of tiles whether some and whether all of its pairs are seen: [B, q, kv].
 
@@ -181,10 +187,10 @@ def test_allowed_is_the_definition(make):
     for leaf, q, kv in problems(make, 50):
         seen = seen_by(leaf, (BATCH, q.length, kv.length))
         b, i, j = np.ogrid[:BATCH, : q.length, : kv.length]
-        np.testing.assert_array_equal(np.broadcast_to(leaf.allowed(b, i, j), seen.shape), seen)
+        np.testing.assert_array_equal(np.broadcast_to(leaf.allowed(b, 0, i, j), seen.shape), seen)
         # As the kernel for dk and dv asks: for one example, keys along the rows.
         b, i, j = 1, i[0].T, j[0].T
-        transposed = np.broadcast_to(leaf.allowed(b, i, j), seen[1].T.shape)
+        transposed = np.broadcast_to(leaf.allowed(b, 0, i, j), seen[1].T.shape)
         np.testing.assert_array_equal(transposed, seen[1].T)
 
 
@@ -192,7 +198,7 @@ def test_a_mask_allows_what_all_leaves_allow():
     rng = np.random.default_rng(2)
     q, kv = Tiling(23, 8), Tiling(31, 8)
     leaves = [leaf(rng, q, kv) for leaf in LEAVES]
-    indices = np.ogrid[:BATCH, :23, :31]
+    indices = pairs(BATCH, 23, 31)
     for chosen in itertools.combinations(leaves, 2):
         seen = seen_by_all(chosen, (BATCH, 23, 31))
         mask = Mask() & chosen[0] & chosen[1]
@@ -265,11 +271,10 @@ def test_ranges_of_packed_segments_are_exact(q, kv):
 
 
 @over_segment_tilings
-def test_segments_allow_equal_ids_and_repeat_the_last_one_past_the_end(q, kv):
+def test_segments_allow_equal_ids(q, kv):
     leaf = any_segments(np.random.default_rng(5), q, kv)
-    batch, queries, keys = whole_tiles(q, kv)
-    allowed = leaf.allowed(*np.ogrid[:batch, :queries, :keys])
-    np.testing.assert_array_equal(allowed, segments_seen(leaf, q, kv))
+    shape = BATCH, q.length, kv.length
+    np.testing.assert_array_equal(leaf.allowed(*pairs(*shape)), seen_by(leaf, shape))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -287,7 +292,7 @@ def test_within_masks_the_positions_that_do_not_exist(sides):
             j < (kv.length if "kv" in cut else shape[2])
         )
         seen = seen_by(leaf, shape) & exist
-        allowed = mask.allowed(*np.ogrid[: shape[0], : shape[1], : shape[2]])
+        allowed = mask.allowed(*pairs(*shape))
         np.testing.assert_array_equal(np.broadcast_to(allowed, shape), seen)
         for visited, full, some, every in both_sides(mask, seen, q, kv):
             assert not (some & ~visited).any()
@@ -340,7 +345,7 @@ def test_jit_of_a_mask_gives_what_numpy_gives(x64):
     q, kv = Tiling(20, 4), Tiling(30, 8)
 
     def everything(mask):
-        indices = (np.asarray(x, np.int32) for x in np.ogrid[:BATCH, :20, :30])
+        indices = (np.asarray(x, np.int32) for x in pairs(BATCH, 20, 30))
         return mask.kv_ranges(q, kv), mask.q_ranges(q, kv), mask.allowed(*indices)
 
     with jax.enable_x64(x64):
@@ -452,7 +457,7 @@ def test_reflexive_masks_are_those_whose_diagonal_is_known_to_be_seen(leaf, refl
     assert Mask((leaf,)).reflexive is reflexive
     if reflexive:
         b, t = np.arange(BATCH)[:, None], np.arange(20)
-        assert np.all(leaf.allowed(b, t, t))
+        assert np.all(leaf.allowed(b, 0, t, t))
 
 
 def test_a_conjunction_is_reflexive_if_all_its_leaves_are():

@@ -17,10 +17,12 @@ from pallas_flash import attention
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
 
 
-def shapes(q_len: int, kv_len: int, **others) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes(
+    q_len: int, kv_len: int, batch: int = BATCH, **others
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Arguments of `attention`, `others` among them."""
-    query = (BATCH, q_len, HEADS, HEAD_DIM)
-    key = (BATCH, kv_len, KV_HEADS, HEAD_DIM)
+    query = (batch, q_len, HEADS, HEAD_DIM)
+    key = (batch, kv_len, KV_HEADS, HEAD_DIM)
     floats = {"query": query, "key": key, "value": key, "scale": ()}
     arguments = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in floats.items()}
     return arguments | others
@@ -77,9 +79,12 @@ OPTIONS = {
 
 def temporary_bytes(implementation: str, length: int, **options) -> int:
     """What a compiled forward and backward pass allocates besides arguments and results."""
+    return temporary_bytes_for(implementation, shapes(length, length), **options)
+
+
+def temporary_bytes_for(implementation: str, arguments, **options) -> int:
     run = jax.jit(value_and_gradients(implementation, **options))
-    compiled = run.lower(shapes(length, length)).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return run.lower(arguments).compile().memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["no mask", "causal"])
@@ -107,6 +112,25 @@ def test_compiled_memory_is_a_few_times_the_inputs(dtype, times, options):
     assert compiled.memory_analysis().temp_size_in_bytes <= allowed
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("bias", (1, HEADS, 768, 768)), ("mask", (1, 1, 768, 768))],
+    ids=["bias", "mask"],
+)
+def test_what_all_examples_share_is_not_copied_for_each(name, shape):
+    """Compiled, with the gradient of the bias: more examples take what they take without it."""
+
+    def growth(**others):
+        few, many = (
+            temporary_bytes_for("xla", shapes(768, 768, batch, **others)) for batch in (2, 5)
+        )
+        return many - few
+
+    array = (floats if name == "bias" else bools)(*shape)
+    # Copies for the three examples more would be three times as large as the array.
+    assert growth(**{name: array}) - growth() < array.size * array.dtype.itemsize
+
+
 def test_this_measurement_sees_what_is_quadratic():
     sizes = [temporary_bytes("reference", length) for length in (1024, 2048, 4096)]
     for size, doubled in itertools.pairwise(sizes):
@@ -127,7 +151,8 @@ def largest_result(implementation: str, arguments, **options) -> int:
     with described_gpu("NVIDIA H200"):
         eqns = jaxprs.trace(value_and_gradients(implementation, **options), arguments)
     kernels = jaxprs.kernels(eqns)
-    assert len(kernels) == (4 if implementation in ("interpret", "triton") else 0)
+    kinds = 4 + ("bias" in arguments)
+    assert len(kernels) == (kinds if implementation in ("interpret", "triton") else 0)
     return max(x.aval.size for e in eqns for x in e.outvars if hasattr(x.aval, "size"))
 
 
@@ -149,12 +174,32 @@ def test_scores_exist_in_the_dense_definition():
     [(1, 1), (1, KV_LEN), (Q_LEN, 1), (HEADS, 1, KV_LEN), (BATCH, 1, Q_LEN, 1)],
     ids=str,
 )
-def test_bias_and_mask_that_broadcast_are_not_expanded(shape):
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_bias_and_mask_that_broadcast_are_not_expanded(implementation, shape):
     arguments = shapes(Q_LEN, KV_LEN, bias=floats(*shape), mask=bools(*shape))
-    assert largest_result("xla", arguments) < Q_LEN * KV_LEN
+    assert largest_result(implementation, arguments) < Q_LEN * KV_LEN
 
 
-def test_bias_and_mask_for_all_heads_are_not_repeated():
-    """They are padded to whole tiles, and the bias has a gradient; that is all."""
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_bias_and_mask_for_all_heads_are_not_repeated(implementation):
+    """They are padded to whole tiles by "xla", and the bias has a gradient; that is all."""
     arguments = shapes(Q_LEN, KV_LEN, bias=floats(Q_LEN, KV_LEN), mask=bools(1, 1, Q_LEN, KV_LEN))
-    assert largest_result("xla", arguments) < 2 * Q_LEN * KV_LEN
+    assert largest_result(implementation, arguments) < 2 * Q_LEN * KV_LEN
+
+
+def test_the_kernels_give_the_gradient_of_a_bias_without_scratch():
+    """One array of its size, which is the result."""
+    arguments = shapes(Q_LEN, KV_LEN, bias=floats(1, HEADS, Q_LEN, KV_LEN))
+    with described_gpu("NVIDIA H200"):
+        eqns = jaxprs.trace(value_and_gradients("triton"), arguments)
+    large = [
+        (x.aval.shape, eqn.primitive.name)
+        for eqn in eqns
+        for x in eqn.outvars
+        if getattr(x.aval, "size", 0) >= Q_LEN * KV_LEN and eqn.primitive.name not in CALLS
+    ]
+    assert large == [((1, HEADS, Q_LEN, KV_LEN), "pallas_call")]
+
+
+# They hand on what an equation inside of them has computed.
+CALLS = ("jit", "pjit", "custom_vjp_call", "custom_jvp_call", "custom_partitioning")

@@ -6,6 +6,7 @@ same everywhere.
 """
 
 import cases
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,9 +58,27 @@ def problems(draw):
     if draw(st.integers(0, 2)) == 0:
         ordered = draw(st.booleans())
         options["segment_ids"] = (ids(T, ordered), ids(S, ordered))
-    case = cases.Case(
-        "drawn", B=B, T=T, S=S, N=K * groups, K=K, H=H, V=V, options=lambda *_: options
-    )
+    heads = K * groups
+
+    def pairs():
+        """Numbers of a random shape that broadcasts to [B, N, T, S]."""
+        return random.standard_normal([draw(st.sampled_from([1, n])) for n in (B, heads, T, S)])
+
+    if draw(st.integers(0, 3)) == 0:
+        options["mask"] = jnp.asarray(pairs() < draw(st.sampled_from([-1, 0, 1])))
+    if draw(st.integers(0, 3)) == 0:
+        options["bias"] = jnp.asarray(pairs(), jnp.float32)
+    if draw(st.integers(0, 4)) == 0:
+        options["logits_soft_cap"] = draw(st.sampled_from([0.5, 3.0, 50.0]))
+    if draw(st.integers(0, 4)) == 0:
+        options["sinks"] = jnp.asarray(3 * random.standard_normal(heads), jnp.float32)
+    if draw(st.integers(0, 4)) == 0:
+        options["alibi_slopes"] = jnp.asarray(random.uniform(0, 0.5, heads), jnp.float32)
+    if draw(st.integers(0, 4)) == 0:
+        options["dropout_rate"] = draw(st.floats(0.05, 0.95))
+        options["dropout_key"] = jax.random.key(draw(st.integers(0, 2**31)))
+        options["broadcast_dropout"] = draw(st.booleans())
+    case = cases.Case("drawn", B=B, T=T, S=S, N=heads, K=K, H=H, V=V, options=lambda *_: options)
     return (
         case,
         draw(st.sampled_from(["float32", "bfloat16", "float16"])),

@@ -48,8 +48,17 @@ TOO_OLD = {
 LIMITS = {
     "head size": (lambda: {"query": array(8, 264), "key": array(8, 264)}, "a head size of 264"),
     "value size": (lambda: {"value": array(8, 264)}, "a head size of 264"),
-    "bias": (lambda: {"bias": jnp.zeros((8, 8))}, "`bias`"),
-    "mask": (lambda: {"mask": jnp.ones((8, 8), bool)}, "`mask`"),
+}
+# What they serve beyond the plain call.
+OPTIONS = {
+    "bias": lambda: {"bias": jnp.zeros((8, 8))},
+    "mask": lambda: {"mask": jnp.ones((8, 8), bool)},
+    "mask object": lambda: {"mask": pallas_flash.PrefixLM(jnp.zeros(1, jnp.int32))},
+    "soft cap": lambda: {"logits_soft_cap": 3.0},
+    "sinks": lambda: {"sinks": jnp.zeros(2)},
+    "slopes": lambda: {"alibi_slopes": jnp.zeros(2)},
+    "score function": lambda: {"score_fn": lambda s, *at: s / 2},
+    "dropout": lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
 }
 
 
@@ -146,6 +155,16 @@ def test_what_the_kernels_do_not_serve_goes_to_xla(arguments):
     assert reason in choice.refused["interpret"]
 
 
+@pytest.mark.parametrize("arguments", OPTIONS.values(), ids=OPTIONS)
+def test_the_kernels_serve_every_option(plans, arguments):
+    with described_gpu("NVIDIA H200"):
+        assert explain(**arguments()).implementation == "triton"
+        assert not fallbacks(lambda: trace(**arguments()))
+    assert plans == ["triton"]
+    trace(implementation="interpret", **arguments())
+    assert plans == ["triton", "interpret"]
+
+
 def test_float64_goes_to_xla():
     with jax.enable_x64(True), described_gpu("NVIDIA H200"):
         x = array(dtype=jnp.float64)
@@ -155,9 +174,10 @@ def test_float64_goes_to_xla():
 
 
 def test_all_reasons_are_given_at_once():
-    with described_gpu("Tesla V100"):
-        refused = explain(bias=jnp.zeros((8, 8)), mask=jnp.ones((8, 8), bool)).refused["triton"]
-    assert all(part in refused for part in ("with 7.0.", "`bias`", "`mask`"))
+    with described_gpu("Tesla V100"), jax.enable_x64(True):
+        x = array(8, 264, jnp.float64)
+        refused = explain(query=x, key=x, value=x).refused["triton"]
+    assert all(part in refused for part in ("with 7.0.", "float64", "a head size of 264"))
 
 
 @pytest.mark.parametrize(
@@ -246,8 +266,8 @@ def test_falling_back_on_a_gpu_warns_once(arguments):
 
 def test_each_reason_has_its_warning():
     with described_gpu("NVIDIA H200"):
-        bias, mask = {"bias": jnp.zeros((8, 8))}, {"mask": jnp.ones((8, 8), bool)}
-        for arguments in (bias, mask, bias | mask):
+        for size in (264, 272):
+            arguments = {"value": array(8, size)}
             assert len(fallbacks(lambda arguments=arguments: trace(**arguments))) == 1
             assert not fallbacks(lambda arguments=arguments: trace(**arguments))
 

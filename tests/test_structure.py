@@ -12,6 +12,7 @@ import pytest
 
 import pallas_flash
 import pallas_flash.flax
+from pallas_flash._mask_objects import Joinable
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -19,33 +20,54 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Imports.
 
 # What each module of the package may import of the package. A new module needs a line here.
-KERNEL = {"_masks", "_problem", "_tiles", "_triton.common"}
+KERNEL = {"_masks", "_problem", "_tiles", "_dropout", "_triton.common"}
 MAY_IMPORT = {
-    "": {"_api", "_select", "_tiles", "_tune"},
+    "": {"_api", "_mask_objects", "_plot", "_select", "_tiles", "_tune", "_vjp"},
     "tune": {"_tune", "_tile_cache", "_tiles"},
     "_tune": {"_api", "_validate", "_select", "_vjp", "_tile_cache", "_tiles", "_problem"},
-    "flax": {"_api"},
-    "_api": {"_validate", "_select", "_tile_cache", "_tiles", "_vjp", "_reference", "_problem"},
-    "_tile_cache": {"_select", "_tiles", "_masks", "_problem", "_compat"},
-    "_validate": {"_masks", "_problem"},
+    "flax": {"_api", "_mask_objects", "_masks"},
+    "_plot": {"_validate", "_mask_objects", "_masks"},
+    "_api": {
+        "_validate",
+        "_select",
+        "_tile_cache",
+        "_tiles",
+        "_vjp",
+        "_reference",
+        "_problem",
+        "_masks",
+    },
+    "_tile_cache": {"_select", "_tiles", "_mask_objects", "_masks", "_problem", "_compat"},
+    "_validate": {"_checks", "_mask_objects", "_masks", "_scores", "_dropout", "_problem"},
     "_select": {"_compat", "_problem"},
-    "_vjp": {"_reference", "_xla", "_triton", "_tiles", "_problem", "_compat"},
-    "_reference": {"_problem"},
-    "_xla": {"_masks", "_problem"},
+    "_vjp": {"_partition", "_tangents", "_xla", "_triton", "_tiles", "_problem", "_compat"},
+    "_partition": {"_mask_objects", "_masks", "_problem", "_operands", "_scores", "_dropout"},
+    "_tangents": {"_reference", "_problem", "_operands"},
+    "_reference": {"_problem", "_operands", "_dropout"},
+    "_xla": {"_masks", "_problem", "_operands", "_scores", "_dropout"},
     "_triton": {
         "_triton.forward",
         "_triton.delta",
         "_triton.backward_dkv",
         "_triton.backward_dq",
+        "_triton.backward_dbias",
+        "_triton.common",
         "_tiles",
+        "_scores",
         "_problem",
     },
-    "_triton.forward": KERNEL,
+    "_triton.forward": KERNEL | {"_scores"},
     "_triton.delta": KERNEL,
     "_triton.backward_dkv": KERNEL,
     "_triton.backward_dq": KERNEL,
-    "_triton.common": {"_compat", "_masks", "_problem"},
-    "_problem": {"_masks"},
+    "_triton.backward_dbias": KERNEL,
+    "_triton.common": {"_compat", "_masks", "_problem", "_operands", "_scores", "_dropout"},
+    "_problem": {"_masks", "_operands", "_scores", "_dropout"},
+    "_mask_objects": {"_checks", "_masks", "_operands"},
+    "_checks": {"_operands"},
+    "_scores": {"_operands"},
+    "_operands": set(),
+    "_dropout": set(),
     "_tiles": set(),
     "_masks": set(),
     "_compat": set(),
@@ -128,7 +150,21 @@ def test_models_and_scripts_use_what_is_public(module):
 # The public call.
 
 # What `attention` has beyond `jax.nn.dot_product_attention`.
-OWN = {"segment_ids", "query_offset", "precision", "return_lse", "tile_sizes"}
+OWN = {
+    "segment_ids",
+    "query_offset",
+    "logits_soft_cap",
+    "sinks",
+    "alibi_slopes",
+    "score_fn",
+    "score_operands",
+    "dropout_rate",
+    "dropout_key",
+    "broadcast_dropout",
+    "precision",
+    "return_lse",
+    "tile_sizes",
+}
 
 
 def parameters(function):
@@ -160,8 +196,11 @@ PUBLIC = {
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_have_docstrings(name):
     thing = PUBLIC[name]
+    # `Leaf` and `Joinable` say what the methods of mask objects do.
     methods = [
-        x for key, x in vars(thing).items() if inspect.isclass(thing) and not key.startswith("_")
+        x
+        for key, x in vars(thing).items()
+        if inspect.isclass(thing) and not key.startswith("_") and key not in dir(Joinable)
     ]
     for x in [thing, *filter(callable, methods)]:
         # A dataclass without one is given its signature.

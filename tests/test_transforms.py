@@ -27,7 +27,7 @@ from described_gpus import described_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import Tile, TileSizes, _xla, attention
+from pallas_flash import Tile, TileSizes, _xla, attention, save_residuals
 
 # No two of B, T, S, N, K, N / K, H and V agree, so a swapped axis cannot pass unseen.
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 4, 21, 35, 6, 2, 8, 5
@@ -372,11 +372,16 @@ def test_jacrev(implementation):
 
 LAYERS = 3
 
-SAVE_RESULTS = jax.checkpoint_policies.save_only_these_names("pallas_flash_out", "pallas_flash_lse")
 REMAT = {
     "without": lambda fn: fn,
     "default": jax.checkpoint,
-    "results saved": functools.partial(jax.checkpoint, policy=SAVE_RESULTS),
+    "results saved": functools.partial(jax.checkpoint, policy=save_residuals),
+    "products saved, too": functools.partial(
+        jax.checkpoint,
+        policy=jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_saveable, save_residuals
+        ),
+    ),
 }
 
 
@@ -419,7 +424,8 @@ def test_scan_over_layers(implementation, remat):
 
 
 @pytest.mark.parametrize(
-    ("remat", "forwards"), [("without", 1), ("default", 2), ("results saved", 1)]
+    ("remat", "forwards"),
+    [("without", 1), ("default", 2), ("results saved", 1), ("products saved, too", 1)],
 )
 def test_forward_runs_again_only_where_its_results_are_not_saved(remat, forwards):
     weights = jnp.zeros((3, HEAD_DIM, HEAD_DIM))

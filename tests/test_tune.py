@@ -443,7 +443,7 @@ def test_options_are_kept(h200, search):
         ({"query": jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.int32)}, TypeError, "got int32"),
         ({"query": [1.0]}, TypeError, "`query` must be an array"),
         ({"value": array(40, size=264)}, NotImplementedError, "a head size of 264"),
-        ({"bias": jnp.zeros((20, 40))}, NotImplementedError, "a `bias` array"),
+        ({"sinks": jnp.zeros(3)}, ValueError, "`sinks` must have shape"),
     ],
 )
 def test_arguments_that_do_not_fit(h200, search, changed, error, message):
@@ -499,6 +499,10 @@ DIFFERENT = {
     "window": {"local_window_size": 3},
     "lengths": {"key_value_seq_lengths": jnp.asarray([7], jnp.int32)},
     "shared keys": {"kv_heads": 1},
+    "bias": {"bias": jnp.zeros((1, 40))},
+    "sinks": {"sinks": jnp.zeros(2)},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "dropout": {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)},
 }
 
 
@@ -529,7 +533,18 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
     assert tiles_of(monkeypatch) == WINNER.or_else(table())
 
 
-@pytest.mark.parametrize("name", ["backward_dq.py", "common.py", "_masks.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "backward_dq.py",
+        "common.py",
+        "_masks.py",
+        "_mask_objects.py",
+        "_scores.py",
+        "_operands.py",
+        "_dropout.py",
+    ],
+)
 def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
     before, read = _tile_cache._fingerprint(), Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#" * (self.name == name))
@@ -547,10 +562,34 @@ def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
         ({"is_causal": True, "key_value_seq_lengths": jnp.asarray([7], jnp.int32)}, "other"),
         ({"local_window_size": (4, None)}, "other"),
         ({"segment_ids": (jnp.zeros((1, 20), jnp.int32), jnp.zeros((1, 40), jnp.int32))}, "other"),
+        ({"mask": pallas_flash.PrefixLM(jnp.asarray([7], jnp.int32))}, "other"),
+        ({"mask": jnp.ones((20, 40), bool)}, "listed"),
+        ({"mask": jnp.ones((20, 40), bool), "is_causal": True}, "listed"),
+        ({"mask": pallas_flash.BlockMask(jnp.ones((1, 1, 1, 1), bool))}, "listed"),
+        ({"mask": pallas_flash.Predicate(lambda b, h, q, k: q > k)}, "predicate"),
     ],
 )
 def test_kinds_of_masks(options, kind):
     assert f" {kind} mask, T 32, S 64" in _tile_cache.key(problem(**options), "a GPU")
+
+
+def halved(s, *at):
+    return s / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dropout_key": jax.random.key(0)}, ""),
+        ({"bias": jnp.zeros((20, 40))}, " + bias"),
+        ({"alibi_slopes": jnp.zeros(2)}, " + slopes"),
+        ({"score_fn": halved}, " + score_fn"),
+        ({"logits_soft_cap": 3, "sinks": jnp.zeros(2)}, " + soft cap + sinks"),
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, " + dropout"),
+    ],
+)
+def test_what_is_done_to_scores_and_probabilities_counts(options, words):
+    assert f" full mask{words}, T 32, S 64" in _tile_cache.key(problem(**options), "a GPU")
 
 
 def test_precision_counts_for_float32_however_it_is_set():

@@ -18,9 +18,9 @@ import pytest
 from described_gpus import described_gpu
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes
+from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes
 from pallas_flash._masks import Band
-from pallas_flash._validate import _band
+from pallas_flash._validate import _band, _offset
 
 
 def f32(*shape):
@@ -45,7 +45,9 @@ class Row(NamedTuple):
     """A call that is refused.
 
     `arguments` makes what differs from a valid call. `gpu` is the kind of the GPU to compile for,
-    the CPU if None; `traced` is an argument that arrives as a tracer.
+    the CPU if None; `traced` is an argument that arrives as a tracer; `differentiated` is one with
+    respect to which the call is differentiated; `function` is called in place of `attention`, with
+    `arguments` alone.
     """
 
     id: str
@@ -55,12 +57,15 @@ class Row(NamedTuple):
     gpu: str | None = None
     x64: bool = False
     traced: str | None = None
+    differentiated: str | None = None
+    function: Callable | None = None
 
 
 INPUTS = ("query", "key", "value")
 LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
-ARRAYS = (*INPUTS, "bias", "mask", *LENGTHS, "segment_ids")
-FLAGS = ("is_causal", "return_residual", "return_lse")
+PER_HEAD = ("sinks", "alibi_slopes")
+ARRAYS = (*INPUTS, "bias", "mask", *LENGTHS, "segment_ids", *PER_HEAD)
+FLAGS = ("is_causal", "broadcast_dropout", "return_residual", "return_lse")
 
 
 def bad_dtypes():
@@ -336,8 +341,6 @@ def not_served():
             ("float64", lambda: inputs(jnp.float64), "Got float64, and the kernels", True),
             ("head size", lambda: inputs(head_dim=257), "Got a head size of 257, and", False),
             ("value size", lambda: {"value": f32(2, 7, 3, 300)}, "Got a head size of 300,", False),
-            ("bias", lambda: {"bias": f32(5, 7)}, "Got a `bias` array, which", False),
-            ("mask", lambda: {"mask": jnp.ones((5, 7), bool)}, "Got a `mask` array, which", False),
         ):
             yield Row(
                 f"{implementation} for {id}",
@@ -351,6 +354,476 @@ def not_served():
                 gpu=gpu,
                 x64=x64,
             )
+
+
+def bad_per_head():
+    for name in PER_HEAD:
+        for dtype in ("int32", "bool", "complex64"):
+            yield Row(
+                f"{name} in {dtype}",
+                lambda name=name, dtype=dtype: {name: jnp.zeros(6, dtype)},
+                TypeError,
+                f"`{name}` must be floating point; got {dtype}.",
+            )
+        for shape in ((), (1,), (3,), (2, 6), (6, 1)):
+            yield Row(
+                f"{name} of shape {shape}",
+                lambda name=name, shape=shape: {name: f32(*shape)},
+                ValueError,
+                f"`{name}` must have shape [N] = (6,); got {shape}. Give one number for each query",
+            )
+
+
+def bad_caps():
+    for cap in ("1", True, np.True_, 1j, [1.0], jnp.ones(()), np.ones(())):
+        yield Row(
+            f"soft cap {cap!r}",
+            lambda cap=cap: {"logits_soft_cap": cap},
+            TypeError,
+            "`logits_soft_cap` must be None or a number; got ",
+        )
+    yield Row(
+        "soft cap traced",
+        lambda: {"logits_soft_cap": 2.0},
+        TypeError,
+        "`logits_soft_cap` must be None or a number; got an array of float32 with shape (). Write "
+        "a `score_fn` for a cap that is traced",
+        traced="logits_soft_cap",
+    )
+    for cap in (0, 0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-39, 10**400, np.float32("nan")):
+        yield Row(
+            f"soft cap {cap!r:.20}",
+            lambda cap=cap: {"logits_soft_cap": cap},
+            ValueError,
+            "`logits_soft_cap` must be positive and finite in float32; got ",
+        )
+
+
+class Unhashable:
+    """A function that could be compiled in only once for each of its values."""
+
+    __hash__ = None
+
+    def __call__(self, *at):
+        return at[-1] >= at[-2]
+
+
+TABLE = jnp.arange(12.0).reshape(3, 4)
+
+# What is wrong with a function: itself, its operands, the error. The functions take scores and
+# indices; a Predicate's is given zeros for scores.
+FUNCTIONS = {
+    "no function": (3, (), "must be a function of the indices b, h, q_pos and k_pos; got int 3."),
+    "unhashable": (Unhashable(), (), "must be hashable, because it is compiled in; got Unhashable"),
+    "raises": (
+        lambda s, *at: {}["name"],
+        (),
+        "followed by 0 operands; got KeyError: 'name'. Use elementwise jax.numpy",
+    ),
+    "of too few arguments": (lambda s, b, h, q: s, (), "got TypeError: "),
+    "without a parameter for its operand": (
+        lambda s, b, h, q, k: s,
+        (f32(3),),
+        "followed by 1 operands; got TypeError: ",
+    ),
+    "decides by a value": (
+        lambda s, b, h, q, k: s if b > h else -s,
+        (),
+        "got TracerBoolConversionError: ",
+    ),
+    "of too few indices": (
+        lambda s, b, h, q, k, table: s + table[q],
+        (TABLE,),
+        "got IndexError: an operand of shape (3, 4) must be indexed by 2 integers",
+    ),
+    "of a slice": (
+        lambda s, b, h, q, k, table: s + table[h, :2],
+        (TABLE,),
+        "got IndexError: an operand of shape (3, 4) must be indexed by 2 integers",
+    ),
+    "of floating-point indices": (
+        lambda s, b, h, q, k, table: s + table[h, q * 1.0],
+        (TABLE,),
+        "got IndexError: an operand of shape (3, 4) must be indexed by 2 integers",
+    ),
+    "with an array of its own": (
+        lambda s, b, h, q, k: s + TABLE[0, 0],
+        (),
+        "must read arrays from its operands; got one that it made or closes over, an array of "
+        "float32 with shape (3, 4). Pass it as an operand",
+    ),
+    "returns nothing": (lambda s, *at: None, (), "must return one array; got NoneType None."),
+    "returns two arrays": (lambda s, *at: (s, s), (), "must return one array; got tuple ("),
+}
+
+
+def bad_score_functions():
+    for id, (fn, operands, fragment) in FUNCTIONS.items():
+        yield Row(
+            f"score function: {id}",
+            lambda fn=fn, operands=operands: {"score_fn": fn, "score_operands": operands},
+            TypeError,
+            fragment,
+        )
+    for id, fn, got in (
+        ("another dtype", lambda s, *at: s.astype(jnp.bfloat16), "bfloat16 of shape (2, 3)"),
+        ("ints", lambda s, b, h, q, k: q - k, "int32 of shape (2, 3)"),
+        ("another shape", lambda s, *at: s[:, :2], "float32 of shape (2, 2)"),
+        ("one more axis", lambda s, *at: s[None], "float32 of shape (1, 2, 3)"),
+        ("a sum", lambda s, *at: s.sum(), "float32 of shape ()"),
+        ("a number", lambda s, *at: 1.0, "float32 of shape ()"),
+    ):
+        yield Row(
+            f"score function that returns {id}",
+            lambda fn=fn: {"score_fn": fn},
+            TypeError,
+            "`score_fn` must return scores of the shape and dtype that it is given; got "
+            f"{got} for float32 of shape (2, 3).",
+        )
+    yield Row(
+        "operands without a function",
+        lambda: {"score_operands": (f32(3),)},
+        ValueError,
+        "`score_operands` must be empty without a `score_fn`; got 1 arrays.",
+    )
+
+
+def bad_operands():
+    def of_score(operands):
+        return {"score_fn": lambda s, b, h, q, k, *xs: s, "score_operands": operands}
+
+    def of_predicate(operands):
+        return {"mask": Predicate(lambda b, h, q, k, *xs: q >= k, operands)}
+
+    for name, call in (("score_operands", of_score), ("Predicate.operands", of_predicate)):
+        for id, operands, fragment in (
+            ("an array", f32(3), "` must be a tuple of arrays; got an array of float32"),
+            ("None", None, "` must be a tuple of arrays; got NoneType None."),
+            ("dict", {"x": f32(3)}, "` must be a tuple of arrays; got dict "),
+            ("list inside", (f32(2), [1.0]), "[1]` must be an array; got list [1.0]."),
+            ("number inside", (1.0,), "[0]` must be an array; got float 1.0."),
+            ("key inside", (jax.random.key(0),), "[0]` must be real numbers or bools of at most"),
+            ("complex", (f32(3) * 1j,), "[0]` must be real numbers or bools of at most 32 bits;"),
+        ):
+            yield Row(
+                f"{name}: {id}",
+                lambda call=call, operands=operands: call(operands),
+                TypeError,
+                f"`{name}{fragment}",
+            )
+        for dtype in ("int64", "float64"):
+            yield Row(
+                f"{name} in {dtype}",
+                lambda call=call, dtype=dtype: call((jnp.zeros(3, dtype),)),
+                TypeError,
+                f"`{name}[0]` must be real numbers or bools of at most 32 bits; got {dtype}.",
+                x64=True,
+            )
+
+
+def bad_mask_objects():
+    for id, (fn, operands, fragment) in FUNCTIONS.items():
+        wrapped = fn if not callable(fn) or id == "unhashable" else of_indices(fn)
+        yield Row(
+            f"Predicate: {id}",
+            lambda fn=wrapped, operands=operands: {"mask": Predicate(fn, operands)},
+            TypeError,
+            fragment,
+        )
+    for id, fn, got in (
+        ("floats", lambda b, h, q, k: (q - k) * 1.0, "float32 of shape (2, 3)"),
+        ("ints", lambda b, h, q, k: q - k, "int32 of shape (2, 3)"),
+        ("another shape", lambda b, h, q, k: (q >= k)[:, :2], "bool of shape (2, 2)"),
+        ("one more axis", lambda b, h, q, k: (q >= k)[None], "bool of shape (1, 2, 3)"),
+    ):
+        yield Row(
+            f"Predicate that returns {id}",
+            lambda fn=fn: {"mask": Predicate(fn)},
+            TypeError,
+            f"`Predicate.fn` must return a bool for each pair of its indices; got {got} for ",
+        )
+
+    def mask(make, id, error, fragment, **other):
+        return Row(id, lambda: {"mask": make(), **other}, error, fragment)
+
+    allowed = jnp.ones((5, 7), bool)
+    yield from (
+        mask(lambda: PrefixLM(i32(2)), "PrefixLM and causal", ValueError,
+             "`is_causal` must be False with a PrefixLM `mask`; got True.", is_causal=True),
+        mask(lambda: allowed & PrefixLM(i32(2)), "PrefixLM joined and causal", ValueError,
+             "`is_causal` must be False with a PrefixLM `mask`; got True.", is_causal=True),
+        mask(lambda: PrefixLM(3), "prefix as int", TypeError,
+             "`PrefixLM.prefix_lengths` must be an array; got int 3."),
+        mask(lambda: PrefixLM([3, 4]), "prefix as list", TypeError,
+             "`PrefixLM.prefix_lengths` must be an array; got list [3, 4]."),
+        mask(lambda: PrefixLM(f32(2)), "prefix of floats", TypeError,
+             "`PrefixLM.prefix_lengths` must be int32; got float32."),
+        mask(lambda: PrefixLM(i32(3)), "prefixes of another batch", ValueError,
+             "`PrefixLM.prefix_lengths` must have shape [B] = (2,); got (3,)."),
+        mask(lambda: Segments(i32(2, 5)), "Segments of queries for T != S", ValueError,
+             "`Segments.key_value` must be given where T and S differ; got None with T=5 and S=7."),
+        mask(lambda: Segments(i32(5), i32(7)), "Segments without a batch axis", ValueError,
+             "`Segments.query` must have shape [B, T] = (2, 5); got (5,)."),
+        mask(lambda: Segments(i32(2, 5), f32(2, 7)), "Segments of floats", TypeError,
+             "`Segments.key_value` must be int32; got float32."),
+        mask(lambda: Segments([[0] * 5], i32(2, 7)), "Segments of lists", TypeError,
+             "`Segments.query` must be an array; got list "),
+        mask(lambda: PrefixLM(i32(2)) & f32(5, 7), "joined with floats", TypeError,
+             "`mask` must be boolean, True where a query may attend; got float32."),
+        mask(lambda: np.ones((7, 5), bool) & PrefixLM(i32(2)), "joined with an array", ValueError,
+             "`mask` must be broadcastable to [B, N, T, S] = (2, 6, 5, 7); got mask.shape=(7, 5)."),
+        mask(lambda: PrefixLM(i32(2)) & True, "joined with a bool", TypeError,
+             "`mask` must be an array; got bool True."),
+        mask(lambda: "text" & PrefixLM(i32(2)), "joined with a string", TypeError,
+             "`mask` must be an array; got str 'text'."),
+        mask(lambda: block_mask(q_len=6), "BlockMask for other queries", ValueError,
+             "`BlockMask.q_len` must be that of the call; got 6 and 5."),
+        mask(lambda: block_mask(kv_len=9), "BlockMask for other keys", ValueError,
+             "`BlockMask.kv_len` must be that of the call; got 9 and 7."),
+        mask(lambda: BlockMask(f32(1, 1, 1, 1)), "BlockMask of floats", TypeError,
+             "`BlockMask.some` must be boolean; got float32."),
+        mask(lambda: BlockMask([[True]]), "BlockMask of lists", TypeError,
+             "`BlockMask.some` must be an array; got list [[True]]."),
+        mask(lambda: BlockMask(jnp.ones((3, 2), bool), 2, 4), "BlockMask of rank 2", ValueError,
+             "`BlockMask.some` must have shape [B, N, ceil(T / block_q), ceil(S / block_kv)] = "
+             "(2, 6, 3, 2), its first two axes possibly 1; got (3, 2)."),
+        mask(lambda: BlockMask(jnp.ones((1, 3, 3, 2), bool), 2, 4), "BlockMask by head of keys",
+             ValueError, "its first two axes possibly 1; got (1, 3, 3, 2)."),
+        mask(lambda: BlockMask(jnp.ones((1, 1, 1, 2), bool), 2, 4), "BlockMask, broadcast",
+             ValueError, "its first two axes possibly 1; got (1, 1, 1, 2)."),
+        mask(lambda: dataclasses.replace(block_mask(), every=f32(1, 1, 3, 2)),
+             "BlockMask with floats for every", TypeError,
+             "`BlockMask.every` must be boolean; got float32."),
+        mask(lambda: dataclasses.replace(block_mask(), mask=None), "BlockMask without a mask",
+             ValueError, "must be given together; got `every` alone. Use `BlockMask.from_mask`"),
+        mask(lambda: dataclasses.replace(block_mask(), every=None), "BlockMask without every",
+             ValueError, "must be given together; got `mask` alone. Use `BlockMask.from_mask`"),
+        mask(lambda: dataclasses.replace(block_mask(), mask="text"), "BlockMask of text", TypeError,
+             "`mask` must be an array; got str 'text'."),
+        *(mask(lambda name=name, x=x: dataclasses.replace(block_mask(), **{name: x}),
+               f"BlockMask with {name} = {x!r}", ValueError,
+               f"`BlockMask.{name}` must be an int of at least 1; got ")
+          for name in ("block_q", "block_kv") for x in (0, -1, 2.0, True, "2")),
+        mask(lambda: BlockMask.from_mask(PrefixLM(i32(2)), 5, 7), "BlockMask of a prefix, causal",
+             ValueError, "`is_causal` must be False with a PrefixLM", is_causal=True),
+        *(mask(lambda: BlockMask.from_mask(PrefixLM(i32(2)), 5, 7),
+               f"BlockMask of a prefix, moved by {type(offset).__name__}", ValueError,
+               "`query_offset` must be 0 with a BlockMask made from a PrefixLM",
+               query_offset=offset)
+          for offset in (3, i32(2))),
+        # What `from_mask` itself refuses.
+        *(mask(lambda name=name, x=x: BlockMask.from_mask(**dict(mask=allowed, q_len=5, kv_len=7)
+                                                          | {name: x}),
+               f"from_mask with {name} = {x!r}", ValueError,
+               f"`{name}` must be an int of at least 1; got ")
+          for name in ("q_len", "kv_len", "batch", "num_heads", "block_q", "block_kv")
+          for x in (0, 2.0, True, None)),
+        mask(lambda: BlockMask.from_mask("text", 5, 7), "from_mask of text", TypeError,
+             "`mask` must be an array; got str 'text'."),
+        mask(lambda: BlockMask.from_mask(f32(5, 7), 5, 7), "from_mask of floats", TypeError,
+             "`mask` must be boolean, True where a query may attend; got float32."),
+        mask(lambda: BlockMask.from_mask(allowed, 7, 5), "from_mask of other lengths", ValueError,
+             "`mask` must be broadcastable to [B, N, T, S] = (1, 1, 7, 5); got mask.shape=(5, 7)."),
+        mask(lambda: BlockMask.from_mask(jnp.ones((3, 1, 5, 7), bool), 5, 7, batch=2),
+             "from_mask for another batch", ValueError,
+             "`mask` must be broadcastable to [B, N, T, S] = (2, 1, 5, 7)"),
+        mask(lambda: BlockMask.from_mask(jnp.ones((3, 5, 7), bool), 5, 7, num_heads=6),
+             "from_mask for other heads", ValueError,
+             "`mask` must be broadcastable to [B, N, T, S] = (1, 6, 5, 7)"),
+        mask(lambda: BlockMask.from_mask(Segments(i32(3, 5), i32(3, 7)), 5, 7, batch=2),
+             "from_mask of Segments of another batch", ValueError,
+             "`Segments.query` must have shape [B, T] = (2, 5); got (3, 5)."),
+        mask(lambda: BlockMask.from_mask(PrefixLM(i32(3)) & Segments(i32(2, 5), i32(2, 7)), 5, 7),
+             "from_mask of two batches", ValueError,
+             "`Segments.query` must have shape [B, T] = (3, 5); got (2, 5)."),
+        mask(lambda: BlockMask.from_mask(jnp.ones((3, 1, 5, 7), bool), 5, 7),
+             "BlockMask of another batch", ValueError,
+             "`BlockMask.some` must have shape [B, N, ceil(T / block_q), ceil(S / block_kv)] = "
+             "(2, 6, 1, 1), its first two axes possibly 1; got (3, 1, 1, 1)."),
+    )  # fmt: skip
+    yield Row(
+        "size of blocks traced",
+        lambda: {"mask": block_mask(block_q=np.int64(2))},
+        ValueError,
+        "`BlockMask.block_q` must be an int of at least 1; got an array of int32 with shape ().",
+        traced="mask",
+    )
+
+
+def of_indices(fn):
+    return lambda b, h, q, k, *operands: fn(jnp.float32(0), b, h, q, k, *operands)
+
+
+def block_mask(q_len=5, kv_len=7, block_q=2):
+    made = BlockMask.from_mask(
+        jnp.ones((q_len, kv_len), bool), q_len, kv_len, block_q=2, block_kv=4
+    )
+    return dataclasses.replace(made, block_q=block_q)
+
+
+def bad_dropout():
+    key = jax.random.key(0)
+    for rate in ("0.1", None, True, np.True_, [0.1], jnp.float32(0.1), np.array(0.1), 1j):
+        yield Row(
+            f"dropout rate {rate!r}",
+            lambda rate=rate: {"dropout_rate": rate, "dropout_key": key},
+            TypeError,
+            "`dropout_rate` must be a number; got ",
+        )
+    yield Row(
+        "dropout rate traced",
+        lambda: {"dropout_rate": 0.1, "dropout_key": key},
+        TypeError,
+        "`dropout_rate` must be a number; got an array of float32 with shape (). Pass a Python",
+        traced="dropout_rate",
+    )
+    for rate in (1, 1.0, -0.1, 1.5, float("nan"), float("inf"), 10**400, np.float32(2)):
+        yield Row(
+            f"dropout rate {rate!r:.20}",
+            lambda rate=rate: {"dropout_rate": rate, "dropout_key": key},
+            ValueError,
+            "`dropout_rate` must be at least 0 and less than 1; got ",
+        )
+    yield Row(
+        "dropout without a key",
+        lambda: {"dropout_rate": 0.1},
+        ValueError,
+        "`dropout_key` must be given with a `dropout_rate`; got None and 0.1.",
+    )
+    # Also where nothing is dropped.
+    for rate in (0.0, 0.1):
+        for x in (0, "key", [0, 1]):
+            yield Row(
+                f"dropout key {x!r}, rate {rate}",
+                lambda x=x, rate=rate: {"dropout_rate": rate, "dropout_key": x},
+                TypeError,
+                f"`dropout_key` must be a jax.random key; got {type(x).__name__} {x!r}.",
+            )
+        for id, x in (
+            ("two", jax.random.split(key)),
+            ("two raw", jax.random.split(jax.random.PRNGKey(0))),
+            ("raw, too long", jnp.zeros(3, jnp.uint32)),
+            ("raw, a scalar", jnp.zeros((), jnp.uint32)),
+            ("ints", i32(2)),
+            ("floats", np.zeros(2)),
+        ):
+            yield Row(
+                f"dropout key: {id}, rate {rate}",
+                lambda x=x, rate=rate: {"dropout_rate": rate, "dropout_key": x},
+                TypeError,
+                "`dropout_key` must be one jax.random key; got an array of ",
+            )
+
+
+def without_gradient():
+    for implementation in ("xla", "interpret"):
+        for argument, arguments in (
+            ("alibi_slopes", lambda: {"alibi_slopes": f32(6)}),
+            (
+                "score_operands",
+                lambda: {"score_fn": scaled_by_head, "score_operands": (i32(2), f32(6))},
+            ),
+        ):
+            yield Row(
+                f"{argument} differentiated by {implementation}",
+                lambda arguments=arguments, implementation=implementation: {
+                    **arguments(),
+                    "implementation": implementation,
+                },
+                NotImplementedError,
+                f"`{argument}` must not be differentiated by '{implementation}', which has no "
+                "gradient for it; got a derivative with respect to it. Wrap it in ",
+                differentiated=argument,
+            )
+
+
+def other_functions():
+    ids = pallas_flash.segment_ids_from_cu_seqlens
+
+    def row(id, function, error, fragment, **arguments):
+        return Row(id, lambda: arguments, error, fragment, function=function)
+
+    for x in ([0, 2], 3, None):
+        yield row(
+            f"cu_seqlens {x!r}",
+            ids,
+            TypeError,
+            f"`cu_seqlens` must be an array; got {type(x).__name__} ",
+            cu_seqlens=x,
+            length=5,
+        )
+    for dtype in ("float32", "uint32", "bool"):
+        yield row(
+            f"cu_seqlens in {dtype}",
+            ids,
+            TypeError,
+            f"`cu_seqlens` must be int32; got {dtype}.",
+            cu_seqlens=jnp.zeros(3, dtype),
+            length=5,
+        )
+    for shape in ((), (0,), (2, 3)):
+        yield row(
+            f"cu_seqlens of shape {shape}",
+            ids,
+            ValueError,
+            f"`cu_seqlens` must have shape [documents + 1]; got {shape}.",
+            cu_seqlens=i32(*shape),
+            length=5,
+        )
+    for ends in ((1, 3), (0, 3, 2), (0, 6), (-1, 2)):
+        yield row(
+            f"cu_seqlens {ends}",
+            ids,
+            ValueError,
+            "`cu_seqlens` must rise from 0 to at most length = 5; got an array of int32 with shape "
+            f"({len(ends)},) from {ends[0]} to {ends[-1]}.",
+            cu_seqlens=np.array(ends, np.int32),
+            length=5,
+        )
+    for length in (-1, 2.0, None):
+        yield row(
+            f"length {length}",
+            ids,
+            ValueError,
+            "`length` must be an int of at least 0; got ",
+            cu_seqlens=i32(1),
+            length=length,
+        )
+    valid = dict(key=jax.random.key(0), shape=(1, 2, 3, 4), rate=0.1)
+    for id, error, fragment, changed in (
+        (
+            "shape of rank 3",
+            TypeError,
+            "`shape` must be a tuple of four ints",
+            {"shape": (1, 2, 3)},
+        ),
+        ("shape as an int", TypeError, "[B, N, T, S]; got int 3.", {"shape": 3}),
+        ("shape of floats", ValueError, "`shape[2]` must be an int of", {"shape": (1, 2, 3.0, 4)}),
+        ("negative shape", ValueError, "of at least 0; got int -1.", {"shape": (1, -1, 3, 4)}),
+        ("rate of 1", ValueError, "`rate` must be at least 0 and less than 1; got", {"rate": 1.0}),
+        ("rate as an array", TypeError, "`rate` must be a number; got", {"rate": jnp.ones(())}),
+        ("no key", TypeError, "`key` must be a jax.random key; got NoneType", {"key": None}),
+        ("no key, rate 0", TypeError, "`key` must be a jax.", {"key": 3, "rate": 0.0}),
+        ("two keys", TypeError, "`key` must be one jax.", {"key": jax.random.split(valid["key"])}),
+    ):
+        yield row(
+            f"dropout_mask: {id}", pallas_flash.dropout_mask, error, fragment, **valid | changed
+        )
+
+    yield row(
+        "slopes differentiated after the queries",
+        lambda query, slopes: jax.jvp(
+            lambda slopes: jax.grad(with_slopes)(query, slopes), (slopes,), (slopes,)
+        ),
+        NotImplementedError,
+        "`alibi_slopes` must not be differentiated by 'xla', which has no gradient for it",
+        query=inputs()["query"],
+        slopes=f32(6),
+    )
+
+
+def scaled_by_head(s, b, h, q, k, offset, slope):
+    return s * slope[h]
 
 
 RANKS = "must have shape [B, T, N, H] or [T, N, H]; got rank"
@@ -611,6 +1084,15 @@ ROWS = [
     ),
     *bad_tiles(),
     *not_served(),
+    # What happens to scores and probabilities.
+    *bad_per_head(),
+    *bad_caps(),
+    *bad_score_functions(),
+    *bad_operands(),
+    *bad_mask_objects(),
+    *bad_dropout(),
+    *without_gradient(),
+    *other_functions(),
 ]
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
@@ -624,10 +1106,18 @@ def refusal(row: Row, function=pallas_flash.attention) -> Exception:
         if row.x64:
             stack.enter_context(jax.enable_x64(True))
         caught = stack.enter_context(pytest.raises(row.error))
-        arguments = inputs() | row.arguments()
-        if row.traced:
-            x = arguments.pop(row.traced)
-            jax.eval_shape(lambda x: function(**arguments, **{row.traced: x}), x)
+        arguments = row.arguments() if row.function else inputs() | row.arguments()
+        function = row.function or function
+        if changed := row.traced or row.differentiated:
+            x = arguments.pop(changed)
+
+            def call(x):
+                return function(**arguments, **{changed: x})
+
+            if row.traced:
+                jax.eval_shape(call, x)
+            else:
+                jax.vjp(call, x)
         else:
             function(**arguments)
     return caught.value
@@ -635,9 +1125,10 @@ def refusal(row: Row, function=pallas_flash.attention) -> Exception:
 
 # `argument` must requirement; got values. What to do, as an imperative sentence.
 ADVICE = (
-    "Add|Broadcast|Cast|Check|Choose|Convert|Drop|Give|Keep|Multiply|Pass|Repeat|Reshape|Use|Write"
+    "Add|Broadcast|Cast|Check|Choose|Convert|Drop|Give|Keep|Multiply|Pass|Repeat|Reshape|Use|Wrap|"
+    "Write"
 )
-FORM = re.compile(rf"`[\w.]+`.* must .+; got .+\. ({ADVICE}) .+\.")
+FORM = re.compile(rf"`[\w.\[\]]+`.* must .+; got .+\. ({ADVICE}) .+\.")
 
 
 @every_row
@@ -648,7 +1139,12 @@ def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
     assert FORM.fullmatch(str(error))
 
 
-@every_row
+# Explaining computes nothing, and differentiates nothing.
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if not row.differentiated and not row.function],
+    ids=lambda row: row.id,
+)
 def test_explain_raises_the_same(row):
     assert str(refusal(row, pallas_flash.explain)) == str(refusal(row))
 
@@ -659,7 +1155,7 @@ def test_ids_are_unique():
 
 
 # These have public calls of their own, and tests of their own.
-OTHERS = {"flax.py", "tune.py", "_tune.py", "_tile_cache.py"}
+OTHERS = {"flax.py", "tune.py", "_tune.py", "_tile_cache.py", "_plot.py", "_partition.py"}
 MODULES = [
     path
     for path in pathlib.Path(pallas_flash.__file__).parent.rglob("*.py")
@@ -676,11 +1172,14 @@ def test_every_raise_has_a_row():
     }
     reached = set()
     for row in ROWS:
-        traceback = refusal(row).__traceback__
-        while traceback.tb_next:
-            traceback = traceback.tb_next
-        file = pathlib.Path(traceback.tb_frame.f_code.co_filename).name
-        reached.add((file, traceback.tb_lineno))
+        error = refusal(row)
+        while error:
+            traceback = error.__traceback__
+            while traceback.tb_next:
+                traceback = traceback.tb_next
+            file = pathlib.Path(traceback.tb_frame.f_code.co_filename).name
+            reached.add((file, traceback.tb_lineno))
+            error = error.__cause__
     without = [
         f"{file}:{line}"
         for (file, line), lines in written.items()
@@ -761,6 +1260,17 @@ SERVED = {
     "integer scale": lambda: {"scale": 2},
     "negative scale as an array": lambda: {"scale": jnp.float32(-0.5)},
     "scale in bfloat16": lambda: {"scale": jnp.bfloat16(0.3)},
+    "soft cap of an int": lambda: {"logits_soft_cap": 50},
+    "sinks in float16": lambda: {"sinks": np.array([0, 1, -1, 9, -9, 2], np.float16)},
+    "a key where nothing is dropped": lambda: {"dropout_key": jax.random.key(0)},
+    "a list of no operands": lambda: {"score_operands": []},
+    "a mask of Segments": lambda: {
+        "mask": Segments(*(np.arange(n, dtype=np.int32).reshape(2, -1) // 3 for n in (10, 14)))
+    },
+    "a BlockMask of NumPy integers": lambda: {
+        "mask": BlockMask(np.array([[[[True, False]]]]), np.int64(5), np.int32(4))
+    },
+    "a prefix beyond the keys": lambda: {"mask": PrefixLM(np.array([99, -3], np.int32))},
     "precision by name": lambda: {"precision": "HIGHEST"},
     "precision of JAX": lambda: {"precision": jax.lax.Precision.HIGH},
     "more queries than a tile": lambda: {"query": normal(3, 2, 257, 6, 8)},
@@ -782,10 +1292,24 @@ def sees(q, k, *, causal, window, offset):
     )
 
 
+def spelt_out(mask, q_len, kv_len):
+    """A mask object as an array."""
+    q, k = np.ogrid[:q_len, :kv_len]
+    match mask:
+        case PrefixLM(lengths):
+            return (k <= q) | (k < lengths[:, None, None, None])
+        case Segments(query, key_value):
+            return (query[:, :, None] == key_value[:, None, :])[:, None]
+        case BlockMask(some, block_q, block_kv):
+            return some[:, :, q // int(block_q), k // int(block_kv)]
+        case _:
+            return np.asarray(mask)
+
+
 def dense(
     query, key, value, bias=0, mask=True, *, scale=None, is_causal=False, query_seq_lengths=None,
     key_value_seq_lengths=None, local_window_size=None, segment_ids=None, query_offset=0,
-    precision=None,
+    precision=None, logits_soft_cap=None, sinks=None, dropout_key=None, score_operands=(),
 ):  # fmt: skip
     """The output and the LSE by the docstring of `attention`, in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
@@ -794,7 +1318,7 @@ def dense(
     batch, q_len, heads, head_dim = query.shape
     kv_len, groups = key.shape[1], heads // key.shape[2]
     key, value = np.repeat(key, groups, axis=2), np.repeat(value, groups, axis=2)
-    visible = np.ones((batch, heads, q_len, kv_len), bool) & np.asarray(mask)
+    visible = np.ones((batch, heads, q_len, kv_len), bool) & spelt_out(mask, q_len, kv_len)
     window = local_window_size
     case = {
         "causal": is_causal,
@@ -813,8 +1337,12 @@ def dense(
         )
     scale = 1 / np.sqrt(head_dim) if scale is None else float(scale)
     s = scale * np.einsum("btnh,bsnh->bnts", query, key) + np.asarray(bias, np.float64)
+    if logits_soft_cap is not None:
+        s = logits_soft_cap * np.tanh(s / logits_soft_cap)
     weight = np.where(visible, np.exp(s), 0)
     total = weight.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks.astype(np.float64))[:, None, None] * (total > 0)
     o = np.einsum("bnts,bsnv->btnv", weight / np.where(total > 0, total, 1), value)
     with np.errstate(divide="ignore"):
         return o, np.log(total[..., 0]).swapaxes(1, 2)
@@ -850,17 +1378,18 @@ def test_positions_become_the_band_they_mean(q_len, kv_len, causal):
             return np.reshape(pairs, (q_len, kv_len))
 
         for offset in (*range(-6, 7), -(2**40), 2**40):
-            band = _band(1, q_len, kv_len, **case, offset=offset)
+            shift, _ = _offset(offset, 1)
+            band = _band(q_len, kv_len, **case, shift=shift, offset=None)
             # What excludes nothing is no mask at all.
             assert (band == Band()) == seen(offset).all()
             if band != Band():
-                allowed = np.broadcast_to(band.allowed(0, q[0], k[0]), (q_len, kv_len))
+                allowed = np.broadcast_to(band.allowed(0, 0, q[0], k[0]), (q_len, kv_len))
                 np.testing.assert_array_equal(allowed, seen(offset))
-        band = _band(len(offsets), q_len, kv_len, **case, offset=offsets)
+        band = _band(q_len, kv_len, **case, shift=0, offset=offsets)
         if band != Band():
             wanted = np.stack([seen(offset) for offset in offsets.tolist()])
             band = dataclasses.replace(band, offset=np.asarray(band.offset))
-            np.testing.assert_array_equal(band.allowed(b, q, k), wanted)
+            np.testing.assert_array_equal(band.allowed(b, 0, q, k), wanted)
         else:
             assert not causal
             assert window == (None, None)
@@ -869,3 +1398,109 @@ def test_positions_become_the_band_they_mean(q_len, kv_len, causal):
 def test_shapes_alone_are_traced_with_eval_shape():
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs().items()}
     assert jax.eval_shape(pallas_flash.attention, **shapes).shape == (2, 5, 6, 4)
+
+
+# ------------------------------------------------------------------------------------------------
+# What has no gradient: refused where it is differentiated, and nowhere else.
+
+
+def with_slopes(query, slopes, **options):
+    x = inputs() | {"query": query}
+    return pallas_flash.attention(**x, alibi_slopes=slopes, **options).sum()
+
+
+def with_operand(query, slopes, **options):
+    operands = dict(score_fn=scaled_by_head, score_operands=(i32(2), slopes))
+    return pallas_flash.attention(**inputs() | {"query": query}, **operands, **options).sum()
+
+
+def scanned(function):
+    """The sum over two steps of a loop, the operand one of its constants."""
+    return lambda q, x: jax.lax.scan(lambda c, _: (c + function(q, x), None), 0.0, None, 2)[0]
+
+
+def carried(function):
+    """As `scanned`, the operand in the carry."""
+
+    def step(carry, _):
+        total, x = carry
+        return (total + function(total * inputs()["query"], x), x), None
+
+    return lambda q, x: jax.lax.scan(step, (q.sum(), x), None, 2)[0][0]
+
+
+def over_several(function):
+    return lambda q, x: jax.vmap(function, (0, None))(jnp.stack([q, q]), x).sum()
+
+
+TRANSFORMS = {
+    "none": lambda f: f,
+    "jit": jax.jit,
+    "vmap": over_several,
+    "remat": jax.checkpoint,
+    "scan": scanned,
+    "carry of scan": carried,
+    "remat in scan in jit": lambda f: jax.jit(scanned(jax.checkpoint(f))),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("function", [with_slopes, with_operand])
+def test_operands_without_a_gradient_are_refused_only_where_one_is_asked_for(
+    function, transform, implementation
+):
+    q, x = inputs()["query"], f32(6)
+    loss = transform(functools.partial(function, implementation=implementation))
+
+    def gradient(function, *argnums):
+        return jax.eval_shape(jax.grad(function, argnums), q, x)
+
+    with pytest.raises(NotImplementedError, match=r'no gradient .* implementation="reference"'):
+        gradient(loss, 1)
+    with pytest.raises(NotImplementedError, match=r'no gradient .* implementation="reference"'):
+        gradient(loss, 0, 1)
+    [got] = gradient(loss, 0)
+    assert got.shape == q.shape
+    gradient(lambda q, x: loss(q, jax.lax.stop_gradient(x)), 0, 1)
+    gradient(lambda q, _: loss(q, x), 0)
+
+
+def test_integers_and_masks_are_no_operands_with_a_gradient():
+    colours, bound = i32(9), f32(3)
+
+    def near(b, h, q, k, colours, bound):
+        return (colours[q] == colours[k]) | (abs(q - k) < bound[b])
+
+    def loss(query, colours, bound):
+        mask = Predicate(near, (colours, bound))
+        return pallas_flash.attention(**inputs() | {"query": query}, mask=mask).sum()
+
+    gradients = jax.grad(loss, (0, 1, 2), allow_int=True)(inputs()["query"], colours, bound)
+    assert gradients[1].dtype == jax.dtypes.float0
+    assert not gradients[2].any()
+
+    def with_ids(query, ids):
+        return with_operand(query, f32(6)) + ids.sum()
+
+    jax.eval_shape(jax.grad(with_ids, (0, 1), allow_int=True), inputs()["query"], colours)
+
+
+@pytest.mark.parametrize("function", [with_slopes, with_operand])
+def test_the_reference_differentiates_everything(function):
+    with jax.enable_x64(True):
+        x = {name: jnp.asarray(x, jnp.float64) for name, x in numbers().items()}
+        weight = jnp.asarray(normal(9, 2, 5, 6, 4), jnp.float64)
+
+        def loss(slopes):
+            options = dict(alibi_slopes=slopes)
+            if function is with_operand:
+                options = dict(score_fn=scaled_by_head, score_operands=(i32(2), slopes))
+            out = pallas_flash.attention(**x, **options, implementation="reference")
+            return (out * weight).sum()
+
+        slopes, step = jnp.asarray(normal(7, 2, 6), jnp.float64)
+        slope, tangent = jax.jvp(loss, (slopes,), (step,))[1], 1e-6 * step
+        moved = (loss(slopes + tangent) - loss(slopes - tangent)) / 2e-6
+        np.testing.assert_allclose(slope, moved, rtol=1e-6)
+        assert abs(slope) > 1e-3

@@ -323,6 +323,7 @@ class Run:
         touched: for each operand, which of its elements were read.
         loads: for each operand, how many elements were read, each as often as it was.
         stores: for each result, how often each of its elements was written.
+        dots: how many products of tiles were computed.
     """
 
     kernel: Kernel
@@ -330,6 +331,7 @@ class Run:
     touched: list[np.ndarray]
     loads: list[int]
     stores: list[np.ndarray]
+    dots: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +389,9 @@ def run(
         for program in everything if programs is None else programs:
             machine.run_program(program)
     n = len(inputs)
-    return Run(kernel, outputs, machine.touched[:n], machine.loads[:n], machine.stores[n:])
+    return Run(
+        kernel, outputs, machine.touched[:n], machine.loads[:n], machine.stores[n:], machine.dots
+    )
 
 
 class _Machine:
@@ -400,6 +404,7 @@ class _Machine:
         self.touched = [np.zeros(x.shape, bool) for x in self.memory]
         self.loads = [0 for _ in self.memory]
         self.stores = [np.zeros(x.shape, np.int32) for x in self.memory]
+        self.dots = 0
         self.program = (0, 0, 0)
         self.values: dict[int, Any] = {}
         # Address arithmetic is read once per kernel: it is the same in every program.
@@ -561,6 +566,7 @@ def _broadcast(machine, op: Op, x):
 
 
 def _dot(machine, op: Op, a, b, accumulator):
+    machine.dots += 1
     return accumulator + a.astype(accumulator.dtype) @ b.astype(accumulator.dtype)
 
 
@@ -652,7 +658,7 @@ _PTX = {
 
 
 def _inline_assembly(machine, op: Op, *operands):
-    """Straight-line PTX on float32, one element per lane."""
+    """Straight-line PTX on float32 or uint32, one element per lane."""
     code, constraints = op.attributes["asm_string"], op.attributes["constraints"]
     if op.attributes["packed_element"] != 1:
         raise NotImplementedError(f"Packed assembly is not modelled: {code}")
@@ -669,6 +675,14 @@ def _inline_assembly(machine, op: Op, *operands):
     for statement in filter(None, map(str.strip, re.split(r"[;{}]", code))):
         opcode, _, arguments = statement.partition(" ")
         if opcode == ".reg":
+            continue
+        if opcode == "mul.hi.u32":
+            target, a, b = (argument.strip() for argument in arguments.split(","))
+            a, b = (
+                _unsigned(registers[x]).astype(np.uint64) if x in registers else np.uint64(x)
+                for x in (a, b)
+            )
+            registers[target] = ((a * b) >> np.uint64(32)).astype(np.uint32).view(np.int32)
             continue
         name, *modifiers = opcode.split(".")
         if name not in _PTX or modifiers[-1] != "f32":

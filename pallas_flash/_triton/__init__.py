@@ -1,8 +1,10 @@
 """Attention as Pallas kernels lowered through Triton; the surface is `forward` and `backward`."""
 
 from pallas_flash._problem import Gradients, Problem
+from pallas_flash._scores import sinks_gradient
 from pallas_flash._tiles import TileSizes
-from pallas_flash._triton import backward_dkv, backward_dq
+from pallas_flash._triton import backward_dkv, backward_dq, common
+from pallas_flash._triton.backward_dbias import dbias
 from pallas_flash._triton.delta import delta
 from pallas_flash._triton.forward import forward as _forward
 
@@ -21,6 +23,8 @@ def backward(
     tiles: TileSizes,
     *,
     want_scale: bool,
+    want_bias: bool,
+    want_sinks: bool,
     interpret: bool,
 ) -> Gradients:
     """Gradients for the cotangents do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
@@ -39,4 +43,11 @@ def backward(
     dq, dscale = backward_dq.dq(
         problem, *rows, tiles.tile("dq"), want_scale=want_scale, interpret=interpret
     )
-    return Gradients(dq, dk, dv, None if dscale is None else dscale.sum(), None)
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        scale=None if dscale is None else dscale.sum(),
+        bias=dbias(problem, *rows, interpret=interpret) if want_bias else None,
+        sinks=sinks_gradient(problem.sinks * common.LOG2E, *rows[1:]) if want_sinks else None,
+    )

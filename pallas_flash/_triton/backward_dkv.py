@@ -2,8 +2,8 @@
 
     s_t  = k @ q.T                      dp_t = v @ do.T                 [block_kv, block_q]
     p_t  = exp2(c * s_t - lse_log2)     c = scale * log2(e)
-    dv  += p_t @ do                                                     [block_kv, V]
-    ds_t = p_t * (dp_t - delta)
+    dv  += dropout(p_t) @ do                                            [block_kv, V]
+    ds_t = p_t * (dropout(dp_t) - delta)    through the derivative of the scores, see _scores
     dk  += ds_t @ q                     times scale once, after the loop [block_kv, H]
 
 Scores are computed transposed, so that no product needs its accumulator transposed. All query heads
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_flash._dropout import drop, rescaled
 from pallas_flash._masks import in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import Tile
@@ -37,42 +38,44 @@ def _kernel(
 ):
     n_out = want_dk + want_dv
     tables, outputs = refs[:-n_out], list(refs[-n_out:])
-    ranges, mask = common.load_tables(tables, static, flow=static.q)
-    b, block_q, block_kv = pl.program_id(2), static.q.block, static.kv.block
+    tiles, extras = common.load_tables(tables, static, flow=static.q)
+    mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
+    b, first_head = pl.program_id(2), pl.program_id(1) * q_ref.shape[1]
     groups = q_ref.shape[1]
     k_pos = in_tile(pl.program_id(0), block_kv)
     keys = common.existing(static.kv, k_pos)
     k = common.load(k_ref, keys, static.head_dim)
     v = common.load(v_ref, keys, static.value_dim) if want_dk else None
-    scale = jnp.maximum(scale_ref[0], common.MIN_SCALE)
-    c = scale * common.LOG2E
+    scale = scale_ref[0]
 
     def step(g, q_tile, masked, carry):
         dk, dv = carry
         q_pos = in_tile(q_tile, block_q)
-        at = pl.ds(q_tile * block_q, block_q)
+        span = pl.ds(q_tile * block_q, block_q)
+        at = b, first_head + g, q_pos[None, :], k_pos[:, None]
         exist = common.existing(static.q, q_pos) if static.unseen and masked else None
-        rows = (
-            common.seen_queries(mask, b, q_pos, k_pos, keys) if static.unseen and masked else None
-        )
+        some = static.unseen and masked
+        rows = common.seen_queries(mask, *at[:2], q_pos, k_pos, keys) if some else None
 
         def visible(x):
-            return jnp.where(mask.allowed(b, q_pos[None, :], k_pos[:, None]), x, 0.0)
+            return jnp.where(mask.allowed(*at), x, 0.0)
 
         # The order of loads and products is chosen: lse is there before the products, so that the
         # exponentials can run under the second of them; delta comes late and holds no registers.
-        lse_log2 = common.load_row(lse_ref.at[g, at], exist)
-        q = common.load(q_ref.at[at, g, :], rows, static.head_dim)
-        do = common.load(do_ref.at[at, g, :], rows, static.value_dim)
-        s_t = static.dot_t(k, q)
+        lse_log2 = common.load_row(lse_ref.at[g, span], exist)
+        q = common.load(q_ref.at[span, g, :], rows, static.head_dim)
+        do = common.load(do_ref.at[span, g, :], rows, static.value_dim)
+        s_t, c, pull = static.logits_vjp(extras, static.dot_t(k, q), scale, *at)
         dp_t = static.dot_t(v, do) if want_dk else 0.0
-        p_t = static.exp2_scaled(s_t, c, lse_log2[None, :])
+        p_t = static.exp2_scaled(s_t, c, common.shift(extras, lse_log2)[None, :])
+        kept = static.kept(extras, *at)
         if masked:
             p_t = visible(p_t)
         if want_dv:
-            dv = dv + static.dot(p_t.astype(do.dtype), do)
+            dv = dv + static.dot(drop(kept, p_t).astype(do.dtype), do)
         if want_dk:
-            ds_t = p_t * (dp_t - common.load_row(delta_ref.at[g, at], exist)[None, :])
+            dp_t = drop(kept, rescaled(extras.dropout, dp_t))
+            ds_t = pull(p_t * (dp_t - common.load_row(delta_ref.at[g, span], exist)[None, :]))
             if masked:
                 ds_t = visible(ds_t)  # also where dp_t is not finite
             dk = dk + static.dot(ds_t.astype(q.dtype), q)
@@ -82,7 +85,7 @@ def _kernel(
         def tile(q_tile, masked, carry):
             return step(g, q_tile, masked, carry)
 
-        return visit(ranges, tile, carry, static.edges)
+        return visit(tiles(g), tile, carry, static.edges)
 
     start = tuple(
         jnp.zeros(ref.shape, jnp.float32) if wanted else ()
@@ -95,7 +98,7 @@ def _kernel(
     if want_dk:
         common.store(outputs.pop(0), dk * scale, keys, static.head_dim)
     if want_dv:
-        common.store(outputs.pop(0), dv, keys, static.value_dim)
+        common.store(outputs.pop(0), rescaled(extras.dropout, dv), keys, static.value_dim)
 
 
 def pallas_flash_dkv(*refs, static):
@@ -116,8 +119,8 @@ def pallas_flash_dv(*refs, static):
 def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret: bool):
     """Those of dk [B, S, K, H] and dv [B, S, K, V] that `kernel` computes, in a list."""
     p = problem
-    static, mask, ranges = common.make_static(p, tile, flow="q", interpret=interpret)
-    tables, table_specs = common.tables(mask, ranges, lambda i: i, tile_axis=0, batch_axis=2)
+    static, extras, table = common.make_static(p, tile, flow="q", interpret=interpret)
+    tables, table_specs = common.operands(extras, table, lambda j, k, b: (b, k, j), heads=p.groups)
 
     def head_rows(width):
         """All queries of the heads that share one key/value head."""

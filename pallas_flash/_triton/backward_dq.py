@@ -2,7 +2,7 @@
 
     s   = q @ k.T                   dp = do @ v.T                       [block_q, block_kv]
     p   = exp2(c * s - lse_log2)    c = scale * log2(e)
-    ds  = p * (dp - delta)
+    ds  = p * (dropout(dp) - delta)     through the derivative of the scores, see _scores
     acc = acc + ds @ k                                                  [block_q, H]
 
     at the end    dq = scale * acc    and, where it is asked for, dscale = rowsum(q * acc)
@@ -13,6 +13,7 @@ dp is computed before the exponentials, which then run while the matrix units ar
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_flash._dropout import drop, rescaled
 from pallas_flash._masks import in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import Tile
@@ -29,35 +30,39 @@ def pallas_flash_dq(
     delta_ref,
     *refs,
     static: common.Static,
-    q_tile_of,
+    here,
     want_scale: bool,
 ):
     """One query tile of one head."""
     *tables, dq_ref = refs[:-1] if want_scale else refs
-    ranges, mask = common.load_tables(tables, static, flow=static.kv)
-    b, block_q, block_kv = pl.program_id(3), static.q.block, static.kv.block
-    q_pos = in_tile(q_tile_of(pl.program_id(1)), block_q)
+    tiles, extras = common.load_tables(tables, static, flow=static.kv)
+    mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
+    b, h, q_tile = here()
+    q_pos = in_tile(q_tile, block_q)
     rows = common.existing(static.q, q_pos)
     q = common.load(q_ref, rows, static.head_dim)
     do = common.load(do_ref, rows, static.value_dim)
     lse_log2, delta = (common.load_row(ref, rows)[:, None] for ref in (lse_ref, delta_ref))
-    scale = jnp.maximum(scale_ref[0], common.MIN_SCALE)
-    c = scale * common.LOG2E
+    scale = scale_ref[0]
+    shift = common.shift(extras, lse_log2)
 
     def step(kv_tile, masked, acc):
         k_pos = in_tile(kv_tile, block_kv)
-        keys = common.seen_keys(mask, b, q_pos, k_pos, rows) if static.unseen and masked else None
-        at = pl.ds(kv_tile * block_kv, block_kv)
-        k = common.load(k_ref.at[at, :], keys, static.head_dim)
-        v = common.load(v_ref.at[at, :], keys, static.value_dim)
-        s = static.dot_t(q, k)
+        some = static.unseen and masked
+        keys = common.seen_keys(mask, b, h, q_pos, k_pos, rows) if some else None
+        at = b, h, q_pos[:, None], k_pos[None, :]
+        span = pl.ds(kv_tile * block_kv, block_kv)
+        k = common.load(k_ref.at[span, :], keys, static.head_dim)
+        v = common.load(v_ref.at[span, :], keys, static.value_dim)
+        s, c, pull = static.logits_vjp(extras, static.dot_t(q, k), scale, *at)
         dp = static.dot_t(do, v)
-        ds = static.exp2_scaled(s, c, lse_log2) * (dp - delta)
+        dp = drop(static.kept(extras, *at), rescaled(extras.dropout, dp))
+        ds = pull(static.exp2_scaled(s, c, shift) * (dp - delta))
         if masked:
-            ds = jnp.where(mask.allowed(b, q_pos[:, None], k_pos[None, :]), ds, 0.0)
+            ds = jnp.where(mask.allowed(*at), ds, 0.0)
         return acc + static.dot(ds.astype(k.dtype), k)
 
-    acc = visit(ranges, step, jnp.zeros(q.shape, jnp.float32), static.edges)
+    acc = visit(tiles(0), step, jnp.zeros(q.shape, jnp.float32), static.edges)
     common.store(dq_ref, acc * scale, rows, static.head_dim)
     if want_scale:
         # A row that sees nothing may hold anything, so its product with the zero sum is not taken.
@@ -68,9 +73,9 @@ def pallas_flash_dq(
 def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, interpret: bool):
     """Dq [B, T, N, H] and float32 [B, N, T], whose sum is the gradient of the scale, or None."""
     p = problem
-    static, mask, ranges = common.make_static(p, tile, flow="kv", interpret=interpret)
-    layout = common.QueryTiles(p, static, latest_first=mask.grows)
-    tables, table_specs = common.tables(mask, ranges, layout.tile_of)
+    static, extras, table = common.make_static(p, tile, flow="kv", interpret=interpret)
+    layout = common.QueryTiles(p, static, latest_first=extras.mask.grows)
+    tables, table_specs = layout.operands(extras, table)
     out = [(layout.rows(p.head_dim), (p.query.shape, p.dtype))]
     if want_scale:
         out.append((layout.row_statistic(), (lse_log2.shape, jnp.float32)))
@@ -99,7 +104,7 @@ def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, i
         ],
         out_specs=[spec for spec, _ in out],
         out_shapes=[shape for _, shape in out],
-        q_tile_of=layout.tile_of,
+        here=layout.here,
         want_scale=want_scale,
     )
     return (*results, None)[:2]

@@ -8,11 +8,14 @@ multiplying is:
 * that pair is spelt in PTX, flushing denormals, because XLA neither contracts a product and a
   difference nor drops the denormal fix-up of its own exp2;
 * masks cost nothing on full tiles: `visit` passes them by under a branch or in a loop of its own.
+
+What a call does not ask for, such as a bias or dropout, is not there when its kernel is compiled.
 """
 
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import _compat
+from pallas_flash._dropout import Dropout, kept
 from pallas_flash._masks import Edges, Mask, Tiling
+from pallas_flash._operands import Operand
 from pallas_flash._problem import Problem
+from pallas_flash._scores import Scores
 
 LOG2E = math.log2(math.e)
 
@@ -30,23 +36,59 @@ LOG2E = math.log2(math.e)
 MIN_SCALE = 1e-30
 
 
+class Extras(NamedTuple):
+    """What a call may ask for beyond products and a softmax; arrays, or references to them."""
+
+    mask: Mask
+    scores: Scores
+    sinks: Any = None
+    dropout: Dropout | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Static:
     """What a kernel knows when it is compiled."""
 
-    mask: Any
+    extras: Any
+    dtypes: tuple[Any, ...]  # Of the arrays of `extras`, before `leaves`.
     edges: Edges
+    masked: bool  # Whether there is a mask.
     unseen: bool  # Whether there may be a key that no query sees, or a query that sees none.
     q: Tiling
     kv: Tiling
     head_dim: int
     value_dim: int
+    itemsize: int
     precision: Any
     interpret: bool
 
-    def load_mask(self, refs) -> Mask:
-        """The mask with references in place of arrays."""
-        return jax.tree.unflatten(self.mask, refs)
+    def load_extras(self, refs) -> Extras:
+        """What `Extras` held, with references in place of arrays."""
+        ragged = self.q.length % self.q.block > 0 or self.kv.length % self.kv.block > 0
+        operands = zip(refs, self.dtypes, strict=True)
+        return jax.tree.unflatten(self.extras, [RefOperand(*x, ragged) for x in operands])
+
+    def logits(self, extras: Extras, s, scale, *at):
+        """Scores and a factor c that takes them to base 2, for products s at indices `at`."""
+        if not extras.scores:
+            return s, jnp.maximum(scale, MIN_SCALE) * LOG2E
+        return extras.scores.logits(s * scale, *at, tanh=self._tanh), LOG2E
+
+    def logits_vjp(self, extras: Extras, s, scale, *at):
+        """As `logits`, and a function that takes a cotangent of the scores to one of scale * s."""
+        if not extras.scores:
+            return *self.logits(extras, s, scale), lambda ds: ds
+        logits, pull = extras.scores.vjp(s * scale, *at, tanh=self._tanh)
+        return logits, LOG2E, pull
+
+    @property
+    def _tanh(self):
+        # In float32 the library's function, which is exact to the last place and 3 times as long.
+        return jnp.tanh if self.interpret or self.itemsize > 2 else _tanh
+
+    def kept(self, extras: Extras, *at):
+        """Which probabilities dropout keeps, at indices `at`; None for all."""
+        return kept(extras.dropout, at, None if self.interpret else _multiply_high)
 
     def dot(self, a, b):
         """The product a @ b, accumulated in float32."""
@@ -81,15 +123,78 @@ class Static:
         return jnp.exp2(x) if self.interpret else _ptx("ex2.approx.ftz.f32 $0, $1;", x)
 
 
-def _ptx(code: str, *args):
+def _ptx(code: str, *args, register="f", dtype=jnp.float32):
     [out] = _compat.triton().elementwise_inline_asm(
         code,
         args=args,
-        constraints=",".join(["=f"] + ["f"] * len(args)),
+        constraints=",".join([f"={register}"] + [register] * len(args)),
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
     )
     return out
+
+
+def _multiply_high(x, m: int):
+    """As `_dropout.multiply_high`, in one instruction."""
+    # Results of assembly have no sign.
+    high = _ptx(f"mul.hi.u32 $0, $1, {m};", x, register="r", dtype=jnp.int32)
+    return high.astype(jnp.uint32)
+
+
+@jax.custom_jvp
+def _tanh(x):
+    """Hyperbolic tangent to about 2^-22: 1 - 2 / (1 + exp2(2 log2(e) x))."""
+    return _ptx(
+        "{ .reg .f32 t; mul.ftz.f32 t, $1, 0f4038AA3B; ex2.approx.ftz.f32 t, t; "
+        "add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; "
+        "fma.rn.ftz.f32 $0, t, 0fC0000000, 0f3F800000; }",
+        x,
+    )
+
+
+@_tanh.defjvp
+def _(primals, tangents):
+    y = _tanh(*primals)
+    return y, (1 - y * y) * tangents[0]
+
+
+class RefOperand(Operand):
+    """An operand in a kernel's memory, read at positions of a tile.
+
+    Args:
+        ref: the reference.
+        dtype: what its numbers mean.
+        ragged: whether positions can be outside; what is read there is zero.
+    """
+
+    def __init__(self, ref, dtype, ragged: bool):
+        super().__init__(ref, dtype)
+        self._ragged = ragged
+
+    def for_user(self):
+        # `load` with a mask has no derivative, not even where nothing is to be differentiated.
+        return Operand(self._array, self._dtype)
+
+    def _read(self, index):
+        shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
+        if not shape:
+            return self._array[index]
+        ref = self._array.at[index]
+        if not self._ragged:
+            return _compat.triton().load(ref)
+        inside = functools.reduce(
+            jnp.logical_and,
+            [(i >= 0) & (i < n) for i, n in zip(index, self.shape, strict=True) if jnp.ndim(i)],
+        )
+        return _compat.triton().load(ref, mask=jnp.broadcast_to(inside, shape), other=0)
+
+
+def shift(extras: Extras, lse_log2):
+    """What is subtracted from scores in base 2: the LSE, or +inf where no weight is to be left.
+
+    A bias of -inf may leave a row without weight and without a mask; -inf - -inf would be NaN.
+    """
+    return jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2) if extras.scores else lse_log2
 
 
 def load(ref, rows, width: int):
@@ -107,6 +212,15 @@ def load(ref, rows, width: int):
 def store(ref, x, rows, width: int) -> None:
     """Stores a tile where `rows` (bool [rows] or None) is True, and nothing beyond `width`."""
     _compat.triton().store(ref, x.astype(ref.dtype), mask=_tile_mask(ref.shape[-1], rows, width))
+
+
+def store_pairs(ref, x, rows, keys) -> None:
+    """Stores a tile where `rows` and `keys` (bool or None) are True."""
+    inside = None if rows is None else rows[:, None]
+    if keys is not None:
+        inside = keys[None, :] if inside is None else inside & keys[None, :]
+    inside = None if inside is None else jnp.broadcast_to(inside, x.shape)
+    _compat.triton().store(ref, x.astype(ref.dtype), mask=inside)
 
 
 def _tile_mask(padded: int, rows, width: int):
@@ -134,7 +248,7 @@ def existing(tiling: Tiling, positions):
     return positions < tiling.length if tiling.length % tiling.block else None
 
 
-def seen_keys(mask: Mask, b, q_pos, k_pos, rows):
+def seen_keys(mask: Mask, b, h, q_pos, k_pos, rows):
     """Bool [block_kv]: which keys any query of the tile sees; `rows` are those that exist, or None.
 
     Where something may be unseen, masked tiles load only what is seen: the rest may hold NaN, and
@@ -142,16 +256,19 @@ def seen_keys(mask: Mask, b, q_pos, k_pos, rows):
     the one for the scores would keep it in registers across the first product, and this way the
     maximum runs along a row, within a warp.
     """
-    return _any(mask.allowed(b, q_pos[None, :], k_pos[:, None]), rows)
+    q_pos, k_pos = q_pos[None, :], k_pos[:, None]
+    return _any(mask.allowed(b, h, q_pos, k_pos), rows, k_pos + q_pos)
 
 
-def seen_queries(mask: Mask, b, q_pos, k_pos, keys):
+def seen_queries(mask: Mask, b, h, q_pos, k_pos, keys):
     """Bool [block_q]: which queries see any key of the tile; as `seen_keys`."""
-    return _any(mask.allowed(b, q_pos[:, None], k_pos[None, :]), keys)
+    q_pos, k_pos = q_pos[:, None], k_pos[None, :]
+    return _any(mask.allowed(b, h, q_pos, k_pos), keys, q_pos + k_pos)
 
 
-def _any(ok, columns):
+def _any(ok, columns, tile):
     """Whether a row of `ok` holds in any of `columns` (bool, or None for all)."""
+    ok = jnp.broadcast_to(ok, tile.shape)
     ok = ok if columns is None else ok & columns[None, :]
     return jnp.max(ok.astype(jnp.int32), axis=1) > 0
 
@@ -207,7 +324,7 @@ def call(kernel, *operands, static: Static, grid, in_specs, out_specs, out_shape
 
 
 def make_static(problem: Problem, tile, *, flow: str, interpret: bool, branch: bool = False):
-    """What a kernel over `tile` knows, its mask, and the ranges of the tiles that stream past it.
+    """What a kernel over `tile` knows, its extras, and the tiles that stream past it.
 
     The mask knows the ragged end of the side that streams past. That of the tile that stays needs
     none, because its rows are not stored; `seen_keys` and `seen_queries` are told of it.
@@ -215,66 +332,93 @@ def make_static(problem: Problem, tile, *, flow: str, interpret: bool, branch: b
     Args:
         problem: the call.
         tile: block sizes, shortened here where the sequences are.
-        flow: the side that streams past, "q" or "kv".
+        flow: the side that streams past, "q", "kv" or "both".
         interpret: whether the kernel runs in the interpreter.
         branch: whether the kernel can mask under a branch, where nothing is unseen.
 
     Returns:
-        The static part, the mask as the kernel evaluates it, and `Mask.kv_ranges` or
-        `Mask.q_ranges`, None if every tile is full.
+        The static part, the extras with the mask as the kernel evaluates it, and a table: ranges
+        int32 [1 or B, 1, tiles, 4] or lists [1 or B, 1 or N, tiles, 2 + tiles], see _masks, or
+        where both sides stream int32 [1 or B, 1 or N, query tiles, key tiles], positive where
+        something is seen; None if every tile is full.
     """
     q = Tiling(problem.q_len, block_for(problem.q_len, tile.block_q))
     kv = Tiling(problem.kv_len, block_for(problem.kv_len, tile.block_kv))
-    if flow == "kv":
-        mask = problem.mask.within(kv=kv)
-        ranges = mask.kv_ranges(q, kv) if mask else None
-    else:
-        mask = problem.mask.within(q=q)
-        ranges = mask.q_ranges(q, kv) if mask else None
+    mask = problem.mask.within(q=None if flow == "kv" else q, kv=None if flow == "q" else kv)
     unseen = not (mask.reflexive and q.length == kv.length)
-    apart_or_branch = Edges.BRANCH if branch and not unseen else Edges.APART
+    if not mask:
+        edges, table = Edges.NONE, None
+    elif flow == "both":
+        edges, table = Edges.APART, jnp.asarray(mask.tile_classes(q, kv).some, jnp.int32)
+    elif mask.scattered:
+        edges, lists = Edges.LISTED, mask.kv_lists if flow == "kv" else mask.q_lists
+        table = lists(q, kv)
+    else:
+        edges = Edges.BRANCH if branch and not unseen else Edges.APART
+        ranges = mask.kv_ranges if flow == "kv" else mask.q_ranges
+        table = jnp.asarray(ranges(q, kv))[:, None]
+    extras = Extras(mask, problem.scores, problem.sinks, problem.dropout)
     static = Static(
-        mask=jax.tree.structure(mask),
-        edges=apart_or_branch if mask else Edges.NONE,
+        extras=jax.tree.structure(extras),
+        dtypes=tuple(x.dtype for x in jax.tree.leaves(extras)),
+        edges=edges,
+        masked=bool(mask),
         unseen=bool(mask) and unseen,
         q=q,
         kv=kv,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
+        itemsize=problem.dtype.itemsize,
         precision=problem.precision,
         interpret=interpret,
     )
-    return static, mask, ranges
+    return static, extras, table
 
 
-def tables(mask: Mask, ranges, tile_of, *, tile_axis: int = 1, batch_axis: int = 3):
-    """The operands that describe the mask, and their specs: tile ranges, then the mask's arrays.
+def leaves(extras: Extras) -> list:
+    """Its arrays as kernels take them: no bools, which have no pointers."""
+    return [x.astype(jnp.int8) if x.dtype == jnp.bool_ else x for x in jax.tree.leaves(extras)]
+
+
+def operands(extras: Extras, table, row, heads: int | None = None):
+    """The operands behind the common ones, and their specs: the table, then the extras' arrays.
 
     Args:
-        mask: its arrays are given to every program whole.
-        ranges: int32 [1 or B, tiles, 4], or None if every tile is full.
-        tile_of: the tile number for a program's index along `tile_axis`.
-        tile_axis: the grid axis that counts the tiles that stay.
-        batch_axis: the grid axis that counts examples.
+        extras: its arrays are given to every program whole.
+        table: what `make_static` returned.
+        row: a program's grid indices to its example, its block of heads and its tile.
+        heads: the heads in a block if there are several, else None.
     """
-    arrays = jax.tree.leaves(mask)
+    arrays = leaves(extras)
     specs = [whole(x) for x in arrays]
-    if ranges is None:
+    if table is None:
         return arrays, specs
-    ranges = jnp.asarray(ranges)
+    batch, by_head = table.shape[0] > 1, table.shape[1] > 1
 
-    def row(*ids):
-        return (ids[batch_axis] if ranges.shape[0] > 1 else 0, tile_of(ids[tile_axis]), 0)
+    def index(*ids):
+        b, h, tile = row(*ids)
+        return (b if batch else 0, h if by_head else 0, tile, 0)
 
-    return [ranges, *arrays], [pl.BlockSpec((None, None, 4), row), *specs]
+    block = (None, heads if by_head else None, None, table.shape[-1])
+    return [table, *arrays], [pl.BlockSpec(block, index), *specs]
 
 
 def load_tables(refs, static: Static, flow: Tiling):
-    """One program's tile range over `flow`, and its mask of references: what `tables` handed in."""
+    """What `operands` handed in: the tiles to visit, as a function of the head, and the extras."""
     if static.edges is Edges.NONE:
-        return (0, 0, flow.count, flow.count), static.load_mask(refs)
-    ranges_ref, *refs = refs
-    return [ranges_ref[i] for i in range(4)], static.load_mask(refs)
+        return lambda g: (0, 0, flow.count, flow.count), static.load_extras(refs)
+    table_ref, *refs = refs
+
+    def tiles(*row):
+        if static.edges is Edges.LISTED:
+            return table_ref[*row, 0], table_ref[*row, 1], lambda t: table_ref[*row, 2 + t]
+        return [table_ref[*row, i] for i in range(4)]
+
+    if len(table_ref.shape) > 1:
+        # A program has several heads, and each of them tiles of its own.
+        return tiles, static.load_extras(refs)
+    row = tiles()
+    return lambda g: row, static.load_extras(refs)
 
 
 class QueryTiles:
@@ -292,6 +436,16 @@ class QueryTiles:
         # Under a causal mask the last tiles have the most work; they start first, so that none is
         # left over at the end.
         self.tile_of = (lambda i: count - 1 - i) if latest_first else (lambda i: i)
+
+    def here(self):
+        """One program's example, query head and number of its tile."""
+        head = pl.program_id(2) * self.grid[0] + pl.program_id(0)
+        return pl.program_id(3), head, self.tile_of(pl.program_id(1))
+
+    def operands(self, extras: Extras, table):
+        """As the function `operands`."""
+        groups, tile_of = self.problem.groups, self.tile_of
+        return operands(extras, table, lambda g, i, k, b: (b, k * groups + g, tile_of(i)))
 
     def rows(self, width: int) -> pl.BlockSpec:
         """A tile of [B, T, N, width]."""

@@ -1,12 +1,12 @@
 """o and lse for one query tile, keys and values streamed past it.
 
-    s    = q @ k.T                                                      [block_q, block_kv]
+    s    = q @ k.T    where there is more than a scale, see _scores     [block_q, block_kv]
     m'   = max(m, c * rowmax(s))    c = scale * log2(e), so base 2      [block_q]
     p    = exp2(c * s - m')         alpha = exp2(m - m')
     l    = alpha * l + rowsum(p)    in parts, see PARTS
-    acc  = alpha * acc + p @ v                                          [block_q, V]
+    acc  = alpha * acc + dropout(p) @ v                                 [block_q, V]
 
-    at the end    o = acc / l    lse_log2 = m + log2(l)
+    at the end    o = acc / l    lse_log2 = m + log2(l)    l with a sink, if there is one
 
 m and l are the online softmax of Milakov and Gimelshein (2018), the loop order that of
 FlashAttention-2 (Dao, 2023).
@@ -15,8 +15,10 @@ FlashAttention-2 (Dao, 2023).
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_flash._dropout import drop, rescaled
 from pallas_flash._masks import hidden, in_tile, visit
 from pallas_flash._problem import Problem
+from pallas_flash._scores import with_sink
 from pallas_flash._tiles import Tile
 from pallas_flash._triton import common
 
@@ -25,34 +27,35 @@ from pallas_flash._triton import common
 PARTS = 8
 
 
-def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.Static, q_tile_of):
+def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.Static, here):
     """One query tile of one head."""
     *tables, o_ref, lse_ref = refs
-    ranges, mask = common.load_tables(tables, static, flow=static.kv)
-    b, block_q, block_kv = pl.program_id(3), static.q.block, static.kv.block
-    q_pos = in_tile(q_tile_of(pl.program_id(1)), block_q)
+    tiles, extras = common.load_tables(tables, static, flow=static.kv)
+    mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
+    b, h, q_tile = here()
+    q_pos = in_tile(q_tile, block_q)
     rows = common.existing(static.q, q_pos)
     q = common.load(q_ref, rows, static.head_dim)
-    c = jnp.maximum(scale_ref[0], common.MIN_SCALE) * common.LOG2E
-
-    def allowed(k_pos):
-        return mask.allowed(b, q_pos[:, None], k_pos[None, :])
+    scale = scale_ref[0]
 
     def step(kv_tile, masked, carry):
         acc, m, l = carry
         k_pos = in_tile(kv_tile, block_kv)
-        keys = common.seen_keys(mask, b, q_pos, k_pos, rows) if static.unseen and masked else None
-        at = pl.ds(kv_tile * block_kv, block_kv)
-        k = common.load(k_ref.at[at, :], keys, static.head_dim)
-        s = static.dot_t(q, k)
-        s = hidden(masked, lambda s: jnp.where(allowed(k_pos), s, -jnp.inf), s)
+        some = static.unseen and masked
+        keys = common.seen_keys(mask, b, h, q_pos, k_pos, rows) if some else None
+        at = b, h, q_pos[:, None], k_pos[None, :]
+        span = pl.ds(kv_tile * block_kv, block_kv)
+        k = common.load(k_ref.at[span, :], keys, static.head_dim)
+        s, c = static.logits(extras, static.dot_t(q, k), scale, *at)
+        s = hidden(masked, lambda s: jnp.where(mask.allowed(*at), s, -jnp.inf), s)
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
         # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives the weight 0.
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         p = static.exp2_scaled(s, c, m_safe[:, None])
         alpha = static.exp2(m - m_safe)
         l = alpha[:, None] * l + jnp.sum(p.reshape(block_q, -1, PARTS), axis=1)
-        v = common.load(v_ref.at[at, :], keys, static.value_dim)
+        p = drop(static.kept(extras, *at), p)
+        v = common.load(v_ref.at[span, :], keys, static.value_dim)
         return alpha[:, None] * acc + static.dot(p.astype(v.dtype), v), m_new, l
 
     carry = (
@@ -60,12 +63,17 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
         jnp.full((block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((block_q, PARTS), jnp.float32),
     )
-    acc, m, l = visit(ranges, step, carry, static.edges)
+    acc, m, l = visit(tiles(0), step, carry, static.edges)
     l = jnp.sum(l, axis=1)
     alive = l > 0.0
     l = jnp.where(alive, l, 1.0)
-    common.store(o_ref, acc * (1.0 / l)[:, None], rows, static.value_dim)
-    common.store_row(lse_ref, jnp.where(alive, m + jnp.log2(l), -jnp.inf), rows)
+    weight, lse_log2 = 1.0 / l, jnp.where(alive, m + jnp.log2(l), -jnp.inf)
+    if extras.sinks is not None:
+        lse_log2 = with_sink(lse_log2, extras.sinks[h] * common.LOG2E)
+        weight = jnp.where(alive, jnp.exp2(m - lse_log2), 0.0)
+    weight = rescaled(extras.dropout, weight)
+    common.store(o_ref, acc * weight[:, None], rows, static.value_dim)
+    common.store_row(lse_ref, lse_log2, rows)
 
 
 def forward(problem: Problem, tile: Tile, *, interpret: bool):
@@ -74,11 +82,11 @@ def forward(problem: Problem, tile: Tile, *, interpret: bool):
     # A loop of its own for masked tiles starts the pipeline of loads anew. A branch in one loop
     # avoids that. Timed on an H200, causal: it gains 2 to 11 % with two stages and loses up to 6 %
     # with three.
-    static, mask, ranges = common.make_static(
+    static, extras, table = common.make_static(
         p, tile, flow="kv", interpret=interpret, branch=tile.num_stages <= 2
     )
-    layout = common.QueryTiles(p, static, latest_first=mask.grows)
-    tables, table_specs = common.tables(mask, ranges, layout.tile_of)
+    layout = common.QueryTiles(p, static, latest_first=extras.mask.grows)
+    tables, table_specs = layout.operands(extras, table)
     return common.call(
         pallas_flash_forward,
         p.query,
@@ -101,5 +109,5 @@ def forward(problem: Problem, tile: Tile, *, interpret: bool):
             ((*p.query.shape[:3], p.value_dim), p.dtype),
             ((p.batch, p.num_heads, p.q_len), jnp.float32),
         ],
-        q_tile_of=layout.tile_of,
+        here=layout.here,
     )

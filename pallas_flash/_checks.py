@@ -1,0 +1,166 @@
+"""Checks of single arguments, each of which fails in one sentence of one form.
+
+`argument` must be this; got that. Do so.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash._operands import for_user
+
+
+def array(name: str, x) -> jax.Array:
+    """A JAX array: sequences and strings are not converted silently."""
+    if not is_array(x):
+        raise TypeError(
+            f"`{name}` must be an array; got {describe(x)}. Convert it with `jnp.asarray`; to "
+            "trace shapes alone, call through `jax.eval_shape`."
+        )
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        # NumPy has arrays of objects, of text, of dates, and masked ones.
+        raise TypeError(
+            f"`{name}` must be an array that JAX can hold; got {type(x).__name__} of {x.dtype}. "
+            "Convert it to a plain NumPy array of numbers or bools."
+        ) from error
+
+
+def integers(name: str, x, shape: tuple[int, ...], letters: str) -> jax.Array:
+    """An int32 array of this shape."""
+    x = array(name, x)
+    if x.dtype != jnp.int32:
+        raise TypeError(
+            f"`{name}` must be int32; got {x.dtype}. Cast it with `.astype(jnp.int32)`."
+        )
+    if x.shape != shape:
+        raise ValueError(
+            f"`{name}` must have shape {letters} = {shape}; got {x.shape}. Give one number for "
+            "each " + ("example of the batch." if len(shape) == 1 else "token.")
+        )
+    return x
+
+
+def broadcastable(name: str, x: jax.Array, scores_shape) -> jax.Array:
+    """`x` with 4 axes, each 1 or that of the scores."""
+    if x.ndim > 4:
+        raise ValueError(
+            f"`{name}` must have at most 4 axes, [B, N, T, S]; got rank {x.ndim} "
+            f"({name}.shape={x.shape}). Drop the extra axes."
+        )
+    shape = (1,) * (4 - x.ndim) + x.shape
+    if any(have not in (1, want) for have, want in zip(shape, scores_shape, strict=True)):
+        raise ValueError(
+            f"`{name}` must be broadcastable to [B, N, T, S] = {scores_shape}; got "
+            f"{name}.shape={x.shape}. Give each axis size 1 or that of the scores; missing axes "
+            "are added in front, heads are those of `query`."
+        )
+    return x.reshape(shape)
+
+
+def flag(name: str, value) -> bool:
+    """A Python bool: it decides what is compiled, so it cannot be an array."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"`{name}` must be True or False; got {describe(value)}. Pass a Python bool, which "
+            "under `jax.jit` means a static argument."
+        )
+    return bool(value)
+
+
+def at_least(least: int, name: str, x) -> int:
+    """A Python int that is not smaller than `least`."""
+    if not is_int(x) or x < least:
+        raise ValueError(
+            f"`{name}` must be an int of at least {least}; got {describe(x)}. Pass a Python int: "
+            "it decides what is compiled."
+        )
+    return int(x)
+
+
+def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
+    """The arrays that a user's function reads, of at most `itemsize` bytes a number."""
+    if not isinstance(arrays, (tuple, list)):
+        raise TypeError(
+            f"`{name}` must be a tuple of arrays; got {describe(arrays)}. Write (x,) for one."
+        )
+    named = {f"{name}[{i}]": array(f"{name}[{i}]", x) for i, x in enumerate(arrays)}
+    for label, x in named.items():
+        real = any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer, bool))
+        if not real or x.dtype.itemsize > itemsize:
+            raise TypeError(
+                f"`{label}` must be real numbers or bools of at most {8 * itemsize} bits; got "
+                f"{x.dtype}. Cast it with `.astype`."
+            )
+    return tuple(named.values())
+
+
+def function(name: str, fn, s, arrays: tuple[jax.Array, ...]) -> jax.ShapeDtypeStruct:
+    """What a user's function returns for a tile [2, 3] of one example and head.
+
+    Args:
+        name: of the argument.
+        fn: takes what `s` holds, the indices b, h, q_pos, k_pos, and `arrays`.
+        s: shapes of further arguments, in front.
+        arrays: what `operands` returned.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"`{name}` must be a function of the indices b, h, q_pos and k_pos; got "
+            f"{describe(fn)}. Write it with elementwise jax.numpy."
+        )
+    try:
+        hash(fn)
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` must be hashable, because it is compiled in; got {describe(fn)}. Pass a "
+            "plain function, and its arrays as operands."
+        ) from error
+    at = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (2, 1), (1, 3))]
+    trace = jax.make_jaxpr(lambda at, xs: fn(*at, *map(for_user, xs)), return_shape=True)
+    try:
+        program, out = trace([*s, *at], arrays)
+    except Exception as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise TypeError(
+            f"`{name}` must be traceable for indices b and h of shape (), q_pos of (2, 1) and "
+            f"k_pos of (1, 3), followed by {len(arrays)} operands; got {type(error).__name__}: "
+            f"{reason}. Use elementwise jax.numpy, and `jnp.where` in place of `if`."
+        ) from error
+    if program.consts:
+        raise TypeError(
+            f"`{name}` must read arrays from its operands; got one that it made or closes over, "
+            f"{describe(program.consts[0])}. Pass it as an operand: kernels can hold no others."
+        )
+    if not isinstance(out, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"`{name}` must return one array; got {describe(out)}. Write `return` with a value "
+            "computed from the indices."
+        )
+    return out
+
+
+def is_array(x) -> bool:
+    """Whether `x` is an array of JAX or NumPy, or a NumPy scalar."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def is_int(x) -> bool:
+    """Whether `x` is an int of Python or NumPy, and no bool."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def is_number(x) -> bool:
+    """Whether `x` is an int or float of Python or NumPy."""
+    return is_int(x) or isinstance(x, (float, np.floating))
+
+
+def describe(x: Any) -> str:
+    """`x` in a few words."""
+    if (is_array(x) or hasattr(x, "aval")) and not isinstance(x, np.generic):
+        return f"an array of {x.dtype} with shape {tuple(x.shape)}"
+    text = repr(x)
+    return f"{type(x).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

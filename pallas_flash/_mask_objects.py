@@ -1,0 +1,532 @@
+"""Masks that a user builds and passes as `mask`; boolean arrays are one of them.
+
+All are leaves of the algebra in _masks: they join by `&` with each other, and the other arguments
+of `attention` that say who sees whom are further leaves. Each checks itself against a call, in
+`fit`.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from pallas_flash import _masks
+from pallas_flash._checks import (
+    array,
+    at_least,
+    broadcastable,
+    describe,
+    function,
+    integers,
+    operands,
+)
+from pallas_flash._masks import Leaf, Mask, Runs, TileClasses, TileRange, Tiling, leaf
+from pallas_flash._operands import Pairs, for_user
+
+
+class Call(NamedTuple):
+    """What a mask has to fit.
+
+    Attributes:
+        scores_shape: B, N, T and S.
+        is_causal: whether the call has another condition of that name.
+        shift: the position of query 0, where it is known.
+        offset: int32 [B], the positions of query 0; None if it is `shift`.
+    """
+
+    scores_shape: tuple[int, int, int, int]
+    is_causal: bool = False
+    shift: int = 0
+    offset: Any = None
+
+
+class Joinable(Leaf):
+    """A leaf that a user may build, with the operator `&`."""
+
+    # NumPy would otherwise join with each element of an array.
+    __array_ufunc__ = None
+
+    def __and__(self, other) -> Mask:
+        return Mask((self,)) & other
+
+    def __rand__(self, other) -> Mask:
+        return Mask((other,)) & self
+
+    @abc.abstractmethod
+    def fit(self, call: Call) -> "Joinable":
+        """This leaf, checked and fitted to a call."""
+
+    def sizes(self) -> tuple[int, int]:
+        """How many examples and heads its arrays tell apart."""
+        return 1, 1
+
+
+def fitted(mask, call: Call) -> tuple[Joinable, ...]:
+    """The leaves of what a user passes as `mask`, each of which fits the call."""
+    return tuple(leaf.fit(call) for leaf in _leaves(mask))
+
+
+def _leaves(mask) -> list[Joinable]:
+    parts = mask.leaves if isinstance(mask, Mask) else (mask,)
+    return [x if isinstance(x, Joinable) else MaskArray(Pairs(array("mask", x))) for x in parts]
+
+
+def _all_tiles(stay: Tiling, flow: Tiling, *, full: bool) -> TileRange:
+    start, stop = (
+        np.zeros((1, stay.count), np.int32),
+        np.full((1, stay.count), flow.count, np.int32),
+    )
+    return TileRange(start, start, stop if full else start, stop)
+
+
+class Scattered(Joinable):
+    """A leaf whose allowed tiles form no runs: `tile_classes` knows them."""
+
+    @property
+    def reflexive(self):
+        return False
+
+    def kv_range(self, q, kv):
+        return _all_tiles(q, kv, full=True)
+
+    def q_range(self, q, kv):
+        return _all_tiles(kv, q, full=True)
+
+
+@leaf
+class MaskArray(Scattered):
+    """Pairs for which a boolean array is True."""
+
+    pairs: Pairs
+
+    def fit(self, call):
+        x = self.pairs.array
+        if x.dtype != jnp.bool_:
+            raise TypeError(
+                f"`mask` must be boolean, True where a query may attend; got {x.dtype}. Pass "
+                "`mask.astype(bool)`, or numbers to add to the scores as `bias`."
+            )
+        return MaskArray(Pairs(broadcastable("mask", x, call.scores_shape)))
+
+    def sizes(self):
+        return _examples_and_heads(self.pairs.array)
+
+    def allowed(self, b, h, q, k):
+        return self.pairs.read(b, h, q, k)
+
+    def tile_classes(self, q, kv):
+        return _classes(self.pairs.array, q, kv)
+
+
+def _classes_impl(array, q: Tiling, kv: Tiling) -> TileClasses:
+    """Broadcast axes stay as they are: a mask is classified once, not once a copy."""
+
+    def reduce(fill, reduction):
+        x = array
+        for axis, tiling in ((2, q), (3, kv)):
+            if array.shape[axis] > 1:
+                missing = tiling.count * tiling.block - tiling.length
+                pad = [(0, missing if a == axis else 0) for a in range(4)]
+                x = jnp.pad(x, pad, constant_values=fill)
+        tiles = [
+            (tiling.count, tiling.block) if n > 1 else (1, 1)
+            for n, tiling in zip(array.shape[2:], (q, kv), strict=True)
+        ]
+        x = x.reshape(*array.shape[:2], *tiles[0], *tiles[1])
+        return reduction(x, axis=(3, 5))
+
+    return TileClasses(reduce(False, jnp.any), reduce(True, jnp.all))
+
+
+_classes = jax.jit(_classes_impl, static_argnums=(1, 2))
+
+
+@leaf
+class Segments(_masks.Segments, Joinable):
+    """Documents in packed rows: a query sees the keys that have its own id.
+
+    As `mask` the same as `attention`'s argument `segment_ids`. As an object it goes through
+    `BlockMask.from_mask`, whose tables are built once for all layers, and are exact where ids are
+    not sorted, too.
+
+    Attributes:
+        query: int32 [B, T], the ids of the queries.
+        key_value: int32 [B, S], those of the keys; None if both are the same tokens.
+
+    Example:
+        >>> import jax.numpy as jnp, pallas_flash
+        >>> ids = pallas_flash.segment_ids_from_cu_seqlens(jnp.array([0, 5, 12, 16]), 16)
+        >>> documents = pallas_flash.Segments(ids[None])
+        >>> mask = pallas_flash.BlockMask.from_mask(documents, 16, 16, block_q=4, block_kv=4)
+        >>> mask.some[0, 0].astype(int)
+        Array([[1, 1, 0, 0],
+               [1, 1, 1, 0],
+               [0, 1, 1, 0],
+               [0, 0, 0, 1]], dtype=int32)
+    """
+
+    def fit(self, call):
+        batch, _, q_len, kv_len = call.scores_shape
+        query = integers("Segments.query", self.query, (batch, q_len), "[B, T]")
+        if self.key_value is not None:
+            keys = integers("Segments.key_value", self.key_value, (batch, kv_len), "[B, S]")
+            return Segments(query, keys)
+        if q_len != kv_len:
+            raise ValueError(
+                f"`Segments.key_value` must be given where T and S differ; got None with T={q_len} "
+                f"and S={kv_len}. Pass the ids of the keys, [B, S]."
+            )
+        return Segments(query)
+
+    def sizes(self):
+        return _first_axis(self.query), 1
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
+    """The ids of documents that lie one after the other in a row, for `segment_ids`.
+
+    Args:
+        cu_seqlens: int32 [n + 1], where each of n documents begins, and where the last one ends:
+            0, len_0, len_0 + len_1, ... May be traced.
+        length: tokens in the row. Those past the last document have an id that no document has:
+            they see each other alone.
+
+    Returns:
+        int32 [length]: 0 in the first document, n past the last.
+
+    Raises:
+        TypeError: `cu_seqlens` is no int32 array.
+        ValueError: `cu_seqlens` is not of rank 1, does not rise from 0, or ends past `length`, as
+            far as its numbers are known.
+
+    Example:
+        >>> import jax.numpy as jnp, pallas_flash
+        >>> pallas_flash.segment_ids_from_cu_seqlens(jnp.array([0, 2, 5]), 7)
+        Array([0, 0, 1, 1, 1, 2, 2], dtype=int32)
+    """
+    cu_seqlens, length = array("cu_seqlens", cu_seqlens), at_least(0, "length", length)
+    if cu_seqlens.ndim != 1 or not cu_seqlens.size:
+        raise ValueError(
+            f"`cu_seqlens` must have shape [documents + 1]; got {cu_seqlens.shape}. Pass one row's "
+            "documents, and use `jax.vmap` for several rows."
+        )
+    cu_seqlens = integers("cu_seqlens", cu_seqlens, cu_seqlens.shape, "[documents + 1]")
+    if not isinstance(cu_seqlens, Tracer):
+        ends = np.asarray(cu_seqlens)
+        if ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > length:
+            raise ValueError(
+                f"`cu_seqlens` must rise from 0 to at most length = {length}; got {describe(ends)} "
+                f"from {ends[0]} to {ends[-1]}. Pass the sums of the documents' lengths, 0 first."
+            )
+    tokens = jnp.arange(length, dtype=jnp.int32)
+    return jnp.searchsorted(cu_seqlens[1:], tokens, side="right").astype(jnp.int32)
+
+
+@leaf
+class PrefixLM(Runs, Joinable):
+    """A query sees all keys of the prefix, and after it those up to its own position.
+
+    For S = T = 5 and a prefix of 3:
+
+        1 1 1 0 0
+        1 1 1 0 0
+        1 1 1 0 0
+        1 1 1 1 0
+        1 1 1 1 1
+
+    Not to be combined with `is_causal`, which would undo the prefix; `query_offset` moves the
+    queries.
+
+    Attributes:
+        prefix_lengths: int32 [B], the keys of each example's prefix.
+        offset: set by `attention`.
+    """
+
+    prefix_lengths: Any
+    offset: Any = 0
+
+    def fit(self, call):
+        if call.is_causal:
+            raise ValueError(
+                "`is_causal` must be False with a PrefixLM `mask`; got True. Drop `is_causal`: it "
+                "would hide the prefix, and after that the mask is causal by itself."
+            )
+        lengths = integers(
+            "PrefixLM.prefix_lengths", self.prefix_lengths, (call.scores_shape[0],), "[B]"
+        )
+        return PrefixLM(lengths, call.shift if call.offset is None else call.offset)
+
+    def sizes(self):
+        return _first_axis(self.prefix_lengths), 1
+
+    def allowed(self, b, h, q, k):
+        offset = self.offset if isinstance(self.offset, int) else self.offset[b]
+        return (k <= q + offset) | (k < self.prefix_lengths[b])
+
+    def kv_range(self, q, kv):
+        # Query i sees the keys below max(i + offset + 1, prefix).
+        offset, prefix = self._columns()
+        some = jnp.clip(jnp.maximum(q.last + offset + 1, prefix), 0, kv.length)
+        every = jnp.clip(jnp.maximum(q.first + offset + 1, prefix), 0, kv.length)
+        # The last tile is full where it ends with the keys; `Lengths` knows that it is ragged.
+        full = jnp.where(every == kv.length, kv.count, every // kv.block)
+        zero = jnp.zeros_like(some)
+        return TileRange(zero, zero, full, -(-some // kv.block))
+
+    def q_range(self, q, kv):
+        # Key j is seen by all queries if it is in the prefix, else by those from j - offset on.
+        offset, prefix = self._columns()
+        some = jnp.where(kv.first < prefix, 0, kv.first - offset)
+        every = jnp.where(kv.last < prefix, 0, kv.last - offset)
+        start, full_start = (jnp.maximum(x, 0) for x in (some, every))
+        stop = jnp.full_like(start, q.count)
+        return TileRange(start // q.block, -(-full_start // q.block), stop, stop)
+
+    @property
+    def reflexive(self):
+        return isinstance(self.offset, int) and self.offset >= 0
+
+    def _columns(self):
+        offset = self.offset if isinstance(self.offset, int) else self.offset[:, None]
+        return offset, self.prefix_lengths[:, None]
+
+
+@leaf
+class Predicate(Runs, Joinable):
+    """Pairs for which a function of theirs is true.
+
+    The function is traced into the kernels. Without further knowledge every tile is visited and
+    masked: wrap it in `BlockMask.from_mask` once to skip empty tiles and unmask full ones.
+
+    Attributes:
+        fn: takes int32 indices b, h, q_pos, k_pos, which broadcast against each other, then the
+            operands, and gives a bool for each. Built from elementwise jax.numpy. An operand is
+            read at one index for each of its axes, as in `operand[b, q_pos]`; an index outside is
+            moved to the edge. Define it once: another function object is another program to
+            compile.
+        operands: arrays.
+        origin: set by `attention`: the first example and head of a shard.
+
+    Example:
+        >>> import jax.numpy as jnp, pallas_flash
+        >>> def same_colour(b, h, q_pos, k_pos, colour):
+        ...     return colour[q_pos] == colour[k_pos]
+        >>> x = jnp.ones((1, 4, 1, 16))
+        >>> mask = pallas_flash.Predicate(same_colour, (jnp.array([0, 1, 0, 1]),))
+        >>> pallas_flash.attention(x, x, x, mask=mask).shape
+        (1, 4, 1, 16)
+    """
+
+    fn: Callable
+    operands: tuple[Any, ...] = ()
+    origin: Any = None
+
+    def fit(self, call):
+        arrays = operands("Predicate.operands", self.operands)
+        out = function("Predicate.fn", self.fn, [], arrays)
+        if out.dtype != jnp.bool_ or not _broadcasts(out.shape, (2, 3)):
+            raise TypeError(
+                "`Predicate.fn` must return a bool for each pair of its indices; got "
+                f"{out.dtype} of shape {out.shape} for q_pos of (2, 1) and k_pos of (1, 3). Use "
+                "elementwise comparisons."
+            )
+        return Predicate(self.fn, arrays)
+
+    def allowed(self, b, h, q, k):
+        if self.origin is not None:
+            b, h = b + self.origin[0], h + self.origin[1]
+        return self.fn(b, h, q, k, *map(for_user, self.operands))
+
+    def kv_range(self, q, kv):
+        return _all_tiles(q, kv, full=False)
+
+    def q_range(self, q, kv):
+        return _all_tiles(kv, q, full=False)
+
+    @property
+    def reflexive(self):
+        return False
+
+
+@leaf
+class BlockMask(Scattered):
+    """Block-sparse attention: a bool for each block of queries and keys.
+
+    Kernels visit only tiles that meet a True block, whatever the sizes of both. Built once, it
+    serves every layer and step. `from_mask` builds one from another mask.
+
+    Attributes:
+        some: bool [B | 1, N | 1, ceil(T / block_q), ceil(S / block_kv)]: blocks in which anything
+            is seen.
+        block_q: queries in a block.
+        block_kv: keys in a block.
+        every: bool as `some`, blocks in which everything is seen; None, together with `mask`, if
+            those are the same.
+        mask: decides in blocks that are in `some` and not in `every`. It is what `from_mask` was
+            given: it allows nothing outside of `some`, and everything in `every`.
+        q_len: T, if known.
+        kv_len: S, if known.
+    """
+
+    some: Any
+    block_q: int = 64
+    block_kv: int = 64
+    every: Any = None
+    mask: Any = None
+    q_len: int | None = None
+    kv_len: int | None = None
+
+    @classmethod
+    def from_mask(cls, mask, q_len: int, kv_len: int, *, batch: int = 1, num_heads: int = 1,
+                  block_q: int = 64, block_kv: int = 64) -> "BlockMask":  # fmt: skip
+        """Finds the blocks of another mask in which nothing, something and everything is seen.
+
+        Args:
+            mask: a boolean array broadcastable to [B, N, T, S], or a mask object.
+            q_len: T.
+            kv_len: S.
+            batch: B if the mask differs between examples, else 1. Needed for a `Predicate` alone:
+                others tell by their arrays.
+            num_heads: N if the mask differs between heads, else 1; as `batch`.
+            block_q: queries in a block; the finer, the fewer tiles are visited for nothing.
+            block_kv: keys in a block.
+
+        Returns:
+            A mask that allows what `mask` allows.
+        """
+        given = dict(
+            q_len=q_len,
+            kv_len=kv_len,
+            batch=batch,
+            num_heads=num_heads,
+            block_q=block_q,
+            block_kv=block_kv,
+        )
+        q_len, kv_len, batch, num_heads, block_q, block_kv = (
+            at_least(1, name, x) for name, x in given.items()
+        )
+        q, kv, parts = Tiling(q_len, block_q), Tiling(kv_len, block_kv), _leaves(mask)
+        own = [max(sizes) for sizes in zip(*(part.sizes() for part in parts), strict=True)]
+        batch, num_heads = (n if n > 1 else m for n, m in zip((batch, num_heads), own, strict=True))
+        call = Call((batch, num_heads, q_len, kv_len))
+        mask = Mask(tuple(part.fit(call) for part in parts))
+        if isinstance(mask.leaves[0], MaskArray) and len(parts) == 1:
+            some, every = mask.leaves[0].tile_classes(q, kv)
+        else:
+            b = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
+            h = jnp.arange(num_heads, dtype=jnp.int32)[:, None, None]
+            k = jnp.arange(kv_len, dtype=jnp.int32)
+
+            def row(i):
+                q_pos = jnp.minimum(i * block_q + jnp.arange(block_q, dtype=jnp.int32), q_len - 1)
+                ok = mask.allowed(b, h, q_pos[:, None], k)
+                ok = jnp.broadcast_to(ok, (batch, num_heads, block_q, kv_len))
+                return _classes(ok, Tiling(block_q, block_q), kv)
+
+            some, every = (
+                jnp.moveaxis(x[:, :, :, 0], 0, 2)
+                for x in lax.map(row, jnp.arange(q.count, dtype=jnp.int32))
+            )
+        shape = (*some.shape[:2], q.count, kv.count)
+        some, every = (jnp.broadcast_to(x, shape) for x in (some, every))
+        return cls(some, block_q, block_kv, every, mask, q_len, kv_len)
+
+    def fit(self, call):
+        sizes = {
+            name: at_least(1, f"BlockMask.{name}", getattr(self, name))
+            for name in ("block_q", "block_kv")
+        }
+        _, _, q_len, kv_len = call.scores_shape
+        for name, have, want in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
+            if have not in (None, want):
+                raise ValueError(
+                    f"`BlockMask.{name}` must be that of the call; got {have} and {want}. Use "
+                    "`BlockMask.from_mask` for these lengths."
+                )
+        if (self.every is None) != (self.mask is None):
+            given = "every" if self.mask is None else "mask"
+            raise ValueError(
+                f"`BlockMask.every` and `BlockMask.mask` must be given together; got `{given}` "
+                "alone. Use `BlockMask.from_mask`, which finds both tables."
+            )
+        tables = {"some": self._table("some", call)}
+        if self.mask is None:
+            return dataclasses.replace(self, **tables, **sizes)
+        tables["every"] = self._table("every", call)
+        mask = Mask(fitted(self.mask, call))
+        if any(isinstance(x, PrefixLM) for x in mask.leaves) and (
+            call.shift or call.offset is not None
+        ):
+            offset = call.shift if call.offset is None else call.offset
+            raise ValueError(
+                "`query_offset` must be 0 with a BlockMask made from a PrefixLM, whose blocks were "
+                f"found without it; got {describe(offset)}. Pass the PrefixLM itself as `mask`."
+            )
+        return dataclasses.replace(self, **tables, **sizes, mask=mask)
+
+    def _table(self, name, call: Call):
+        table = array(f"BlockMask.{name}", getattr(self, name))
+        if table.dtype != jnp.bool_:
+            raise TypeError(
+                f"`BlockMask.{name}` must be boolean; got {table.dtype}. Cast it with "
+                "`.astype(bool)`."
+            )
+        batch, num_heads, q_len, kv_len = call.scores_shape
+        q, kv = Tiling(q_len, self.block_q), Tiling(kv_len, self.block_kv)
+        want = batch, num_heads, q.count, kv.count
+        if table.ndim != 4 or table.shape[2:] != want[2:] or not _broadcasts(table.shape, want):
+            raise ValueError(
+                f"`BlockMask.{name}` must have shape [B, N, ceil(T / block_q), ceil(S / block_kv)] "
+                f"= {want}, its first two axes possibly 1; got {table.shape}. Use the blocks of "
+                f"the call, of {self.block_q} queries and {self.block_kv} keys."
+            )
+        return table
+
+    def sizes(self):
+        return _examples_and_heads(self.some)
+
+    def allowed(self, b, h, q, k):
+        if self.mask is not None:
+            return self.mask.allowed(b, h, q, k)
+        b, h = (0 if n == 1 else i for n, i in zip(self.some.shape, (b, h), strict=False))
+        return self.some[b, h, q // self.block_q, k // self.block_kv]
+
+    def tile_classes(self, q, kv):
+        # The blocks that each tile meets: the first, and the one after the last.
+        rows, columns = (
+            (tiling.first // block, tiling.last // block + 1)
+            for tiling, block in ((q, self.block_q), (kv, self.block_kv))
+        )
+
+        def count(table):
+            """True blocks within each tile, from the sums up to its corners."""
+            total = jnp.cumsum(jnp.cumsum(table.astype(jnp.int32), axis=2), axis=3)
+            total = jnp.pad(total, ((0, 0), (0, 0), (1, 0), (1, 0)))
+            for axis, (start, stop) in ((2, rows), (3, columns)):
+                total = jnp.take(total, stop, axis) - jnp.take(total, start, axis)
+            return total
+
+        every = self.some if self.every is None else self.every
+        area = (rows[1] - rows[0])[:, None] * (columns[1] - columns[0])
+        return TileClasses(count(self.some) > 0, count(every) == area)
+
+
+def _broadcasts(shape, to) -> bool:
+    """Whether an array of a shape broadcasts to another, no larger one."""
+    missing = len(to) - len(shape)
+    return missing >= 0 and all(n in (1, m) for n, m in zip(shape, to[missing:], strict=True))
+
+
+def _first_axis(x) -> int:
+    return (*np.shape(x), 1)[0]
+
+
+def _examples_and_heads(x) -> tuple[int, int]:
+    batch, num_heads = (1, 1, 1, 1, *np.shape(x))[-4:-2]
+    return batch, num_heads

@@ -1,0 +1,103 @@
+"""Arrays that masks and scores read at positions, in one way for plain JAX and for kernels."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Operand:
+    """An array read at one integer index for each axis; indices broadcast.
+
+    What a user's function is given: inside a kernel there is no array, only memory. An index
+    outside of the array is moved to its edge. `dtype` is what its numbers mean, where memory holds
+    them in another one.
+    """
+
+    def __init__(self, array, dtype=None):
+        self._array = array
+        self._dtype = dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self._array.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array."""
+        return self._dtype or self._array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes, and of indices to be given."""
+        return len(self.shape)
+
+    def __getitem__(self, index) -> jax.Array:
+        index = index if isinstance(index, tuple) else (index,)
+        integers = all(
+            isinstance(i, (int, np.integer))
+            or (isinstance(i, (jax.Array, np.ndarray)) and jnp.issubdtype(i.dtype, jnp.integer))
+            for i in index
+        )
+        if len(index) != self.ndim or not integers:
+            raise IndexError(
+                f"an operand of shape {self.shape} must be indexed by {self.ndim} integers or "
+                f"integer arrays; got {index}. Kernels read single elements: write out each index, "
+                "such as `operand[h, q_pos]`."
+            )
+        return self._read(index).astype(self.dtype)
+
+    def _read(self, index):
+        return self._array[self._inside(index)]
+
+    def _inside(self, index):
+        return tuple(jnp.clip(i, 0, n - 1) for i, n in zip(index, self.shape, strict=True))
+
+    def for_user(self) -> "Operand":
+        """This operand, for a function that may ask for any index, and under differentiation."""
+        return self
+
+
+def for_user(x) -> Operand:
+    """`x` as it is given to a user's function."""
+    return x.for_user() if isinstance(x, Operand) else Operand(jnp.asarray(x))
+
+
+class Cut(Operand):
+    """A tile of `Pairs` that has been cut out already: the positions asked for are its own."""
+
+    def __init__(self, array, shape):
+        super().__init__(array)
+        self._shape = shape
+
+    @property
+    def shape(self):
+        return self._shape
+
+    def __getitem__(self, index):
+        return self._array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """One number for each (example, head, query, key): [B | 1, N | 1, T | 1, S | 1]."""
+
+    array: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def read(self, b, h, q, k) -> jax.Array:
+        """The numbers at indices that broadcast."""
+        index = (b, h, q, k)
+        return self.array[tuple(0 if n == 1 else i for n, i in zip(self.shape, index, strict=True))]
+
+
+def is_pairs(x) -> bool:
+    """Whether `x` is `Pairs`, for `jax.tree.map`."""
+    return isinstance(x, Pairs)

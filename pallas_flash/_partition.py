@@ -1,0 +1,396 @@
+"""How a call is divided over the devices of a mesh: by examples and by heads, never otherwise.
+
+Examples and key/value heads know nothing of each other, so a device that holds some of both
+computes its part alone. Only gradients of what devices share are summed over them. There are three
+ways in which JAX may be told how arrays lie:
+
+* Manual axes, inside `jax.shard_map`: the arrays are parts already, and nothing is left to do;
+* Explicit axes: types tell, and `explicitly` puts a `shard_map` around the op;
+* Auto axes: only XLA's partitioner knows, while it compiles. It would gather the operands of a
+  kernel on every device; `divided` tells it with `custom_partitioning` what each one can do alone.
+
+`letters` says what the axes of an array are. Everything here follows from it.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_flash import _mask_objects
+from pallas_flash._dropout import Dropout
+from pallas_flash._mask_objects import BlockMask, Predicate, PrefixLM
+from pallas_flash._masks import Band, Lengths, Segments
+from pallas_flash._operands import Pairs
+from pallas_flash._problem import Problem
+from pallas_flash._scores import Scores
+
+# The axes of every array of a problem: b examples, t queries, s keys, n query heads, k key/value
+# heads, h and v sizes of heads. An axis of length 1 is shared, whatever its letter, and so is every
+# axis that is not named here: those of operands of the user's functions, and of tables of blocks.
+AXES = {
+    Problem: {
+        "query": "btnh",
+        "key": "bskh",
+        "value": "bskv",
+        "bias": "bnts",
+        "sinks": "n",
+        "slopes": "n",
+    },
+    Scores: {"offset": "b"},
+    Pairs: {"array": "bnts"},
+    Band: {"offset": "b"},
+    Lengths: {"query": "b", "key_value": "b"},
+    Segments: {"query": "bt", "key_value": "bs"},
+    _mask_objects.Segments: {"query": "bt", "key_value": "bs"},
+    PrefixLM: {"prefix_lengths": "b", "offset": "b"},
+    BlockMask: {"some": "bn", "every": "bn"},
+}
+OUTPUT, LSE, LSE_LOG2 = "btnv", "btn", "bnt"
+
+SHARED = "1"
+# Axes that `jax.vmap` has put in front.
+MAPPED = "23456789"
+AXES_OF_ONE_DEVICE = {"t": "queries", "s": "keys", "h": "features", "v": "features"}
+
+
+def letters(problem: Problem) -> Problem:
+    """The problem with the letters of its axes in place of each array."""
+
+    def name(x: Any, axes: str = "") -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(name, x))
+        if dataclasses.is_dataclass(x):
+            table = next((AXES[kind] for kind in type(x).__mro__ if kind in AXES), {})
+            fields = {field: name(y, table.get(field, "")) for field, y in vars(x).items()}
+            return _replace(x, fields)
+        if not isinstance(x, jax.Array):
+            return x
+        known = zip(axes.ljust(x.ndim, SHARED), x.shape, strict=True)
+        return "".join(SHARED if n == 1 else letter for letter, n in known)
+
+    return name(problem)
+
+
+def _replace(x: Any, fields: dict[str, Any]) -> Any:
+    return dataclasses.replace(x, **fields)
+
+
+class Shards(NamedTuple):
+    """The part of a problem that one device holds.
+
+    Attributes:
+        batch: names of the mesh axes that divide the examples.
+        heads: names of the mesh axes that divide the heads.
+        key_heads: whether they divide the key/value heads, too. If not, because there are too few
+            of them, every device holds all.
+        mapped: names of the mesh axes that divide an axis of `jax.vmap`, by its letter.
+    """
+
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    key_heads: bool = True
+    mapped: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+    def names(self, letter: str) -> tuple[str, ...]:
+        """Of the mesh axes that divide the axis of an array."""
+        if letter == "k" and not self.key_heads:
+            return ()
+        by_letter = {"b": self.batch, "n": self.heads, "k": self.heads, **self.mapped}
+        return by_letter.get(letter, ())
+
+    def spec(self, axes: str) -> PartitionSpec:
+        """How an array lies."""
+        return PartitionSpec(*(self.names(letter) or None for letter in axes))
+
+    def summed(self, axes: str) -> tuple[str, ...]:
+        """Over which mesh axes the parts of an array's gradient are to be added up."""
+        divided = {name for letter in axes for name in self.names(letter)}
+        return tuple(name for name in (*self.batch, *self.heads) if name not in divided)
+
+
+def _shards(mesh, batch: tuple, heads: tuple, problem: Problem) -> Shards:
+    """What the query's mesh axes mean for all, where they divide without a remainder."""
+
+    def dividing(names, length):
+        return names if length % _count(mesh, names) == 0 else ()
+
+    heads = dividing(heads, problem.num_heads)
+    key_heads = problem.num_kv_heads % _count(mesh, heads) == 0
+    return Shards(dividing(batch, problem.batch), heads, key_heads)
+
+
+def _count(mesh, names) -> int:
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _names(spec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """The names of mesh axes for each axis of an array."""
+    entries = (*spec, *(None,) * (rank - len(spec)))
+    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in entries)
+
+
+def _check(problem: Problem, axes, names) -> None:
+    """Refuses arrays that are divided along anything but examples and heads.
+
+    Args:
+        problem: the arrays.
+        axes: the letters of each.
+        names: for each axis of each, those of the mesh axes that divide it.
+    """
+    paths = [path for path, _ in jax.tree.leaves_with_path(problem)]
+    for path, letters, by_axis in zip(paths, axes, names, strict=True):
+        for letter, mesh_axes in zip(letters, by_axis, strict=True):
+            if mesh_axes and letter in AXES_OF_ONE_DEVICE:
+                name = path[0].name
+                raise NotImplementedError(
+                    f"`{name}` must be sharded by examples and heads alone; got its axis of "
+                    f"{AXES_OF_ONE_DEVICE[letter]} sharded over {', '.join(map(repr, mesh_axes))}. "
+                    "Sharding a sequence needs context parallelism, which is not there yet; gather "
+                    "that axis before the call."
+                )
+
+
+# ------------------------------------------------------------------------------------------------
+# One device's part
+# ------------------------------------------------------------------------------------------------
+
+
+def _part(fn: Callable, shards: Shards, axes_in, axes_out, args):
+    """`fn(problem, *rows)` where every device computes its part.
+
+    Args:
+        fn: the function.
+        shards: how its arguments are divided.
+        axes_in: letters of the arguments.
+        axes_out: letters of the results.
+        args: a device's part of the arguments; all key/value heads where they are not divided.
+    """
+    problem, *rows = args
+    problem = _with_origin(problem, shards)
+    heads = None
+    if shards.heads and not shards.key_heads and "k" in axes_in[0].key:
+        heads = _key_heads(problem, shards)
+        key, value = (jnp.take(x, heads, axis=2) for x in (problem.key, problem.value))
+        results = fn(dataclasses.replace(problem, key=key, value=value), *rows)
+    else:
+        results = fn(problem, *rows)
+
+    def whole(axes, x):
+        if heads is not None and "k" in axes:
+            every = (*x.shape[:2], problem.num_kv_heads, x.shape[3])
+            wide = x.astype(problem.accumulator_dtype)
+            return jnp.zeros(every, wide.dtype).at[:, :, heads].add(wide)
+        return x
+
+    def add(axes, x):
+        over = shards.summed(axes)
+        return lax.psum(whole(axes, x), over).astype(x.dtype) if over else x
+
+    return jax.tree.map(add, axes_out, results)
+
+
+def _with_origin(part: Problem, shards: Shards) -> Problem:
+    """A device's part that knows its first example and query head, where indices are asked for."""
+    if not (shards.batch or shards.heads):
+        return part
+
+    def first(names, count):
+        return lax.axis_index(names) * count if names else jnp.int32(0)
+
+    origin = jnp.stack(
+        [first(shards.batch, part.batch), first(shards.heads, part.num_heads)]
+    ).astype(jnp.int32)
+
+    def put(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(put, x))
+        if not dataclasses.is_dataclass(x):
+            return x
+        fields = {name: put(y) for name, y in vars(x).items() if name != "origin"}
+        if isinstance(x, (Dropout, Predicate)) or (isinstance(x, Scores) and x.score_fn):
+            fields["origin"] = origin
+        return _replace(x, fields)
+
+    return put(part)
+
+
+def _key_heads(part: Problem, shards: Shards):
+    """The key/value heads of a device's query heads, one for each run that shares one."""
+    groups = part.num_heads * lax.axis_size(shards.heads) // part.num_kv_heads
+    run = math.gcd(part.num_heads, groups)
+    first = lax.axis_index(shards.heads) * part.num_heads
+    return (first + jnp.arange(0, part.num_heads, run, dtype=jnp.int32)) // groups
+
+
+# ------------------------------------------------------------------------------------------------
+# Explicit axes
+# ------------------------------------------------------------------------------------------------
+
+
+def explicitly(attend: Callable, problem: Problem, *, check_vma: bool):
+    """`attend(problem)`, the output and the LSE, inside a `shard_map` where types ask for one."""
+    mesh = jax.typeof(problem.query).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return attend(problem)
+    axes = letters(problem)
+    names = [_names(jax.typeof(x).sharding.spec, x.ndim) for x in jax.tree.leaves(problem)]
+    _check(problem, jax.tree.leaves(axes), names)
+    batch, _, heads, _ = names[0]
+    shards = _shards(mesh, batch, heads, problem)
+    specs = jax.tree.map(shards.spec, axes)
+    problem = jax.tree.map(
+        lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), problem, specs
+    )
+    outs = OUTPUT, LSE
+    return jax.shard_map(
+        lambda problem: _part(attend, shards, (axes,), outs, (problem,)),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=tuple(map(shards.spec, outs)),
+        axis_names=_explicit_axes(mesh),
+        check_vma=check_vma,
+    )(problem)
+
+
+def _explicit_axes(mesh) -> set[str]:
+    """Those to be made manual, with the ones that divide nothing."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
+    # None named means all but those over which `jax.vmap` maps.
+    return explicit if len(explicit) < len(kinds) else set()
+
+
+# ------------------------------------------------------------------------------------------------
+# Auto axes
+# ------------------------------------------------------------------------------------------------
+
+
+def divided(fn: Callable, problem: Problem, *rows, axes_of_rows=(), axes_out: Callable):
+    """`fn(problem, *rows)`, of which XLA's partitioner gives each device its part.
+
+    Args:
+        fn: the function.
+        problem: its first argument.
+        *rows: its other arguments.
+        axes_of_rows: their letters.
+        axes_out: from the letters of the problem to those of the results.
+    """
+    if not _several_devices():
+        return fn(problem, *rows)
+    axes = letters(problem)
+    axes_in, results = (axes, *axes_of_rows), axes_out(axes)
+    arrays, structure = jax.tree.flatten((problem, *rows))
+
+    def part(shards: Shards, *arrays):
+        args = jax.tree.unflatten(structure, arrays)
+        return tuple(jax.tree.leaves(_part(fn, shards, axes_in, results, args)))
+
+    # Shapes only: the partitioner keeps them.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem)
+    flat_in, flat_out = (tuple(jax.tree.leaves(x)) for x in (axes_in, results))
+    run = _partitioned(part, shapes, flat_in, flat_out)
+    return jax.tree.unflatten(jax.tree.structure(results), run(*arrays))
+
+
+def _several_devices() -> bool:
+    """Whether XLA may have to divide what is being traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() > 1
+    return mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
+def _partitioned(part: Callable, problem: Problem, axes_in, axes_out, num_mapped: int = 0):
+    """`part(Shards(), *arrays)` with a rule for XLA's partitioner.
+
+    Args:
+        part: of shards and arrays.
+        problem: the shapes of the first arrays.
+        axes_in: the letters of each array.
+        axes_out: those of each result.
+        num_mapped: how many times `jax.vmap` has put an axis in front; its letter is a digit.
+    """
+
+    def partition(mesh, args, results):
+        del results
+        names = [_names(x.sharding.spec, len(x.shape)) for x in args]
+        operands = len(jax.tree.leaves(problem))
+        _check(problem, axes_in[:operands], names[:operands])
+        found: dict[str, tuple[str, ...]] = {}
+        # The first array to name a mesh axis has it; the query is the very first.
+        for axes, by_axis in zip(axes_in, names, strict=True):
+            for letter, mesh_axes in zip(axes, by_axis, strict=True):
+                if letter in "bn" or letter in MAPPED:
+                    taken = set().union(*found.values())
+                    found.setdefault(letter, tuple(x for x in mesh_axes if x not in taken))
+        shards = _shards(mesh, found.pop("b", ()), found.pop("n", ()), problem)
+        shards = shards._replace(mapped=found)
+
+        def shardings(axes):
+            return tuple(NamedSharding(mesh, shards.spec(x)) for x in axes)
+
+        return mesh, functools.partial(part, shards), shardings(axes_out), shardings(axes_in)
+
+    @custom_vmap
+    def run(*arrays):
+        # Under `jit`, because what is partitioned must not close over constants (ranges of tiles).
+        call = custom_partitioning(jax.jit(functools.partial(part, Shards())))
+        rule = _rule(axes_in, axes_out, one=problem.num_heads == problem.num_kv_heads)
+        call.def_partition(partition, sharding_rule=rule)
+        return call(*arrays)
+
+    # JAX has no rule for mapping what is partitioned: a mapped axis is one more that divides.
+    @run.def_vmap
+    def _(size, batched, *arrays):
+        del size
+        in_axes = [0 if b else None for b in batched]
+        letter = MAPPED[num_mapped]
+
+        def mapped(shards, *arrays):
+            return jax.vmap(functools.partial(part, shards), in_axes)(*arrays)
+
+        fronts = [letter if b else "" for b in batched]
+        deeper = _partitioned(
+            mapped,
+            problem,
+            tuple(front + axes for front, axes in zip(fronts, axes_in, strict=True)),
+            tuple(letter + axes for axes in axes_out),
+            num_mapped + 1,
+        )
+        return deeper(*arrays), (True,) * len(axes_out)
+
+    return run
+
+
+def _rule(axes_in, axes_out, *, one: bool) -> str:
+    """The letters as XLA's partitioner reads them: what has one name is divided alike.
+
+    Args:
+        axes_in: the letters of each array.
+        axes_out: those of each result.
+        one: whether query and key/value heads are the same.
+    """
+    unnamed = itertools.count()
+
+    def factor(letter):
+        if letter == "k" and one:
+            return "n"
+        if letter in "bnk":
+            return letter
+        return f"m{letter}" if letter in MAPPED else f"x{next(unnamed)}"
+
+    sides = (
+        ", ".join(" ".join(map(factor, axes)) for axes in side) for side in (axes_in, axes_out)
+    )
+    return " -> ".join(sides)

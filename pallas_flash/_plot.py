@@ -1,0 +1,178 @@
+"""Draws who sees whom, and which tiles a blocked algorithm skips, masks and leaves unmasked."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from pallas_flash import _validate
+from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
+from pallas_flash._masks import Mask, Tiling
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HIDDEN, VISIBLE = "#ffffff", "#808080"
+# By class: nothing, something, everything is seen.
+TILE_COLORS = {"skipped": "#ffffff00", "partial": "#ff8c0059", "full": "#1e64c859"}
+
+
+def plot_mask(
+    mask: Bool[Array, "..."] | Mask | None = None,
+    *,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int32[Array, " B"] | None = None,
+    key_value_seq_lengths: Int32[Array, " B"] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    segment_ids: Int32[Array, "B T"]
+    | tuple[Int32[Array, "B T"], Int32[Array, "B S"]]
+    | None = None,
+    query_offset: int | Int32[Array, ""] | Int32[Array, " B"] = 0,
+    b: int = 0,
+    h: int = 0,
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draws which keys each query sees: keys along x, queries down y, darker where seen.
+
+    Takes what `attention` takes to say who sees whom, so that the mask of any call can be looked
+    at. With the sizes of tiles it also colours tiles by their classes: those that are skipped stay
+    white, those that are computed and masked turn orange, those that are computed without a mask
+    blue. Needs matplotlib, and memory for all T * S pairs: it is meant for short lengths.
+
+    Args:
+        mask: as in `attention`.
+        q_len: T. May be left out where `mask` or `segment_ids` tell it.
+        kv_len: S, likewise.
+        is_causal: as in `attention`.
+        query_seq_lengths: as in `attention`.
+        key_value_seq_lengths: as in `attention`.
+        local_window_size: as in `attention`.
+        segment_ids: as in `attention`.
+        query_offset: as in `attention`.
+        b: the example whose mask is drawn.
+        h: the query head whose mask is drawn.
+        block_q: queries in a tile. None draws no tiles.
+        block_kv: keys in a tile. None draws no tiles.
+        ax: matplotlib Axes to draw into. None makes a new figure.
+
+    Returns:
+        The Axes. The first of its `images` is the mask; with tiles, the first of its `collections`
+        are their classes, 0 where a tile is skipped, 1 where it is masked and 2 where it is full.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        TypeError: an argument is of the wrong kind or dtype.
+        ValueError: the arguments do not fit together, or a length is not known.
+
+    Example:
+        >>> import pallas_flash
+        >>> ax = pallas_flash.plot_mask(q_len=8, kv_len=8, is_causal=True, block_q=4, block_kv=4)
+        >>> int(ax.images[0].get_array().sum())
+        36
+    """
+    try:
+        import matplotlib.pyplot as plt
+        from matplotlib.colors import ListedColormap
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError(
+            "`plot_mask` must have matplotlib, and it cannot be imported. Install it: "
+            "`pip install matplotlib`."
+        ) from error
+
+    ids: Any = (segment_ids, segment_ids)
+    if isinstance(segment_ids, (tuple, list)) and len(segment_ids) == 2:
+        ids = segment_ids
+    lengths: Any = (query_seq_lengths, key_value_seq_lengths)
+    sizes = [np.shape(x)[0] for x in (*lengths, *ids, query_offset) if np.ndim(x)]
+    batch, num_heads, T, S = _known_sizes(mask)
+    batch, num_heads = _at_least("b", b, max(batch, *sizes, 1)), _at_least("h", h, num_heads)
+    q_len, kv_len = _length("q_len", q_len, T, ids[0]), _length("kv_len", kv_len, S, ids[1])
+    whole = _validate.mask_of(
+        (batch, num_heads, q_len, kv_len),
+        mask,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        query_offset=query_offset,
+    )
+    q_pos, k_pos = (jnp.arange(length, dtype=jnp.int32) for length in (q_len, kv_len))
+    at = jnp.int32(b), jnp.int32(h), q_pos[:, None], k_pos
+    seen = np.broadcast_to(whole.allowed(*at) if whole else True, (q_len, kv_len))
+
+    if ax is None:
+        _, ax = plt.subplots()
+    ax.imshow(seen, cmap=ListedColormap([HIDDEN, VISIBLE]), vmin=0, vmax=1, interpolation="nearest")
+    ax.set(xlabel="key", ylabel="query")
+    if block_q is not None or block_kv is not None:
+        q = Tiling(q_len, _positive("block_q", block_q))
+        kv = Tiling(kv_len, _positive("block_kv", block_kv))
+        some, full = (
+            np.asarray(x)[b % len(x), h % x.shape[1]].astype(int)
+            for x in whole.within(kv=kv).tile_classes(q, kv)
+        )
+        classes = some + full
+        edges = (np.append(tiling.first, tiling.length) - 0.5 for tiling in (kv, q))
+        colors = list(TILE_COLORS.values())
+        ax.pcolormesh(
+            *edges, classes, cmap=ListedColormap(colors), vmin=0, vmax=2, edgecolor="black", lw=0.5
+        )
+        handles = [
+            Patch(facecolor=color, edgecolor="black", label=name)
+            for name, color in TILE_COLORS.items()
+        ]
+        ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    return ax
+
+
+def _known_sizes(mask) -> tuple[int, int, int, int]:
+    """[B, N, T, S] as far as a mask tells, 1 where it does not."""
+    shapes: list[tuple[int, ...]] = [(1, 1, 1, 1)]
+    leaves: tuple[Any, ...] = mask.leaves if isinstance(mask, Mask) else (mask,)
+    for leaf in leaves:
+        match leaf:
+            case BlockMask():
+                shape = (*np.shape(leaf.some)[:2], leaf.q_len or 1, leaf.kv_len or 1)
+            case PrefixLM():
+                shape = (*np.shape(leaf.prefix_lengths), 1, 1, 1)
+            case Predicate():
+                shape = ()
+            case MaskArray():
+                shape = leaf.pairs.shape
+            case _:
+                shape = np.shape(leaf)
+        shapes.append(((1,) * 4 + shape)[-4:])
+    B, N, T, S = (max(sizes) for sizes in zip(*shapes, strict=True))
+    return B, N, T, S
+
+
+def _at_least(name: str, index: int, known: int) -> int:
+    """The size of an axis of which `index` is drawn: an axis of 1 is broadcast."""
+    size = max(known, index + 1) if known == 1 else known
+    if not 0 <= index < size:
+        raise ValueError(f"`{name}` must be in 0 .. {size - 1} for this mask; got {index}.")
+    return size
+
+
+def _length(name: str, given: int | None, known: int, ids) -> int:
+    if given is None:
+        given = np.shape(ids)[-1] if known == 1 and np.ndim(ids) else known
+        if given == 1:
+            raise ValueError(
+                f"`{name}` must be given where neither `mask` nor `segment_ids` tell it; got None. "
+                "Give the length to draw."
+            )
+    return _positive(name, given)
+
+
+def _positive(name: str, x) -> int:
+    if not isinstance(x, (int, np.integer)) or x < 1:
+        raise ValueError(f"`{name}` must be an int of at least 1; got {x!r}.")
+    return int(x)

@@ -1,0 +1,98 @@
+"""What happens to a tile of scores between the product of queries and keys and the softmax.
+
+    x = scale * q . k                 what `logits` is given
+    x = x + bias[b, h, q, k]
+    x = x - slope[h] * |q + query_offset - k|
+    x = score_fn(x, b, h, q, k, *operands)
+    x = soft_cap * tanh(x / soft_cap)
+
+Written once, for tiles in kernels and in plain JAX; the backward takes its derivative in x from
+`jax.vjp` of it on the tile. Sinks add exp(sink) to the softmax's denominator, once a row.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash._operands import Pairs, for_user
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """The optional parts of a score; all None where x is the score.
+
+    Attributes:
+        bias: a number for each pair.
+        slopes: [N], ALiBi's.
+        offset: int32 [B], the position of query 0 for the slopes; None if it is `shift`.
+        operands: arrays for `score_fn`.
+        origin: as `Dropout.origin`.
+        shift: the position of query 0 for the slopes, where it is known.
+        score_fn: maps x and the indices to a score.
+        soft_cap: bounds the scores.
+    """
+
+    bias: Pairs | None = None
+    slopes: Any = None
+    offset: Any = None
+    operands: tuple[Any, ...] = ()
+    origin: Any = None
+    shift: int = dataclasses.field(default=0, metadata=dict(static=True))
+    score_fn: Callable | None = dataclasses.field(default=None, metadata=dict(static=True))
+    soft_cap: float | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    def __bool__(self) -> bool:
+        parts = self.bias, self.slopes, self.score_fn, self.soft_cap
+        return any(part is not None for part in parts)
+
+    def logits(self, x, b, h, q, k, *, tanh=jnp.tanh):
+        """The scores for x = scale * q . k at indices that broadcast to the shape of x."""
+        return self._mapped(self._added(x, b, h, q, k), b, h, q, k, tanh)
+
+    def vjp(self, x, b, h, q, k, *, tanh=jnp.tanh):
+        """`logits`, and the function that takes a cotangent of them to one of x."""
+        x = self._added(x, b, h, q, k)
+        if self.score_fn is None and self.soft_cap is None:
+            return x, lambda ds: ds
+        logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, tanh), x)
+        return logits, lambda ds: pull(ds)[0]
+
+    def _added(self, x, b, h, q, k):
+        if self.bias is not None:
+            x = x + self.bias.read(b, h, q, k).astype(x.dtype)
+        if self.slopes is not None:
+            position = q + (self.shift if self.offset is None else self.offset[b])
+            x = x - self.slopes[h] * jnp.abs(position - k).astype(x.dtype)
+        return x
+
+    def _mapped(self, x, b, h, q, k, tanh):
+        if self.score_fn is not None:
+            if self.origin is not None:
+                b, h = b + self.origin[0], h + self.origin[1]
+            x = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
+        if self.soft_cap is not None:
+            x = self.soft_cap * tanh(x * (1 / self.soft_cap))
+        return x
+
+
+def with_sink(lse_log2, sink_log2):
+    """The base-2 LSE with a sink in the sum; a row that sees nothing keeps -inf.
+
+    log2(2^lse + 2^sink), in the form that cannot overflow.
+    """
+    high = jnp.maximum(lse_log2, sink_log2)
+    total = high + jnp.log2(1 + jnp.exp2(-jnp.abs(lse_log2 - sink_log2)))
+    return jnp.where(lse_log2 == -jnp.inf, -jnp.inf, total)
+
+
+def sinks_gradient(sink_log2, lse_log2, delta):
+    """[N] from [N], [B, N, T] and [B, N, T]: the sink is a key with the value 0, so dp = 0.
+
+    ds = p * (dp - delta) with p = exp(sink - lse), summed over all rows that see something.
+    """
+    p = jnp.exp2(sink_log2[:, None] - lse_log2)
+    return -jnp.sum(jnp.where(lse_log2 == -jnp.inf, 0, p * delta), axis=(0, 2))

@@ -1,0 +1,126 @@
+"""Tangents of the two passes, for derivatives of second and higher order.
+
+The kernels compute F: operands -> (o, lse) and its gradients
+
+    B(operands, o, lse, do, dlse) = pullback of F at the operands, applied to (do, dlse)
+
+and have no derivatives themselves. Those come from plain JAX: the definition of the op, one block
+of queries after the other, which JAX differentiates in both modes and to any order. Nothing of a
+block is kept but its inputs, so the memory of second derivatives is linear in T and in S.
+
+B is called with o and lse = F(operands), never with others. Along a tangent of the operands it
+therefore changes as the right side does, which does not mention o and lse: it has taken into
+account how they change with the operands, and their own tangents are left out of the sum.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash import _reference
+from pallas_flash._operands import Pairs, is_pairs
+from pallas_flash._problem import Gradients, Problem
+
+# Rows of scores, over all examples and heads, that exist at the same time.
+ROWS = 4096
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def of_forward(wanted: tuple[str, ...], operands, rest: Problem, tangents):
+    """The tangents of o [B, T, N, V] and of the natural LSE [B, T, N].
+
+    Args:
+        wanted: the names of the operands that have a tangent.
+        operands: what `Problem.split` gave.
+        rest: the other half of it.
+        tangents: by name.
+    """
+    fn, primals = _function_of(wanted, operands, rest)
+    return jax.jvp(fn, (primals,), (tangents,))[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def of_backward(
+    wanted: tuple[str, ...], names: tuple[str, ...], operands, rest, cotangents, tangents
+) -> Gradients:
+    """The tangents of the gradients.
+
+    Args:
+        wanted: the names of the operands that have a tangent.
+        names: the operands whose gradients have been computed.
+        operands: what `Problem.split` gave.
+        rest: the other half of it.
+        cotangents: do and dlse, or None for the latter.
+        tangents: of the operands, by name, and of the cotangents.
+    """
+
+    def gradients(primals, cotangents):
+        fn, primals = _function_of(names, operands | primals, rest)
+        (_, lse), pull = jax.vjp(fn, primals)
+        do, dlse = cotangents
+        [grads] = pull((do, jnp.zeros_like(lse) if dlse is None else dlse))
+        return grads
+
+    primals = {name: operands[name] for name in wanted}
+    grads = jax.jvp(gradients, (primals, cotangents), tangents)[1]
+    return Gradients(**dict.fromkeys(Gradients._fields) | grads)
+
+
+def _function_of(names, operands, rest: Problem):
+    """The op as a function of some operands, and these operands."""
+
+    def fn(some):
+        return _attention(rest.join(operands | some))
+
+    return fn, {name: operands[name] for name in names}
+
+
+def _attention(problem: Problem):
+    """`_reference.attention` by blocks of queries."""
+    p = problem
+    block = max(1, min(p.q_len, ROWS // (p.batch * p.num_heads)))
+    count = -(-p.q_len // block)
+
+    # Queries, bias and mask arrays come in blocks; what else a mask holds is asked for positions.
+    tree = (p.query, None if p.bias is None else Pairs(p.bias), p.mask)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_pairs)
+
+    def axis_of(x):
+        axis = 2 if is_pairs(x) else 1 if x is p.query else None
+        return axis if axis and x.shape[axis] > 1 else None
+
+    axes = list(map(axis_of, leaves))
+    arrays = [x.array if is_pairs(x) else x for x in leaves]
+    blocks = [_split(x, a, count, block) for x, a in zip(arrays, axes, strict=True) if a]
+
+    @jax.checkpoint
+    def rows(xs):
+        first_query, blocks = xs
+        blocks = iter(blocks)
+        parts = [next(blocks) if a else x for x, a in zip(arrays, axes, strict=True)]
+        parts = [Pairs(y) if is_pairs(x) else y for x, y in zip(leaves, parts, strict=True)]
+        query, bias, mask = jax.tree.unflatten(structure, parts)
+        bias = None if bias is None else bias.array
+        part = dataclasses.replace(p, query=query, bias=bias, mask=mask)
+        return _reference.attention(part, first_query)
+
+    first_queries = block * jnp.arange(count, dtype=jnp.int32)
+    o, lse = lax.map(rows, (first_queries, blocks))
+    return _join(o, p.q_len), _join(lse, p.q_len)
+
+
+def _split(x, axis: int, count: int, block: int):
+    """The axis in blocks, the blocks in front; the last one is filled up with zeros."""
+    padding = [(0, count * block - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+    x = jnp.pad(x, padding)
+    x = x.reshape(*x.shape[:axis], count, block, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def _join(x, length: int):
+    """[blocks, B, block, ...] to [B, T, ...]."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

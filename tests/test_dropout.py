@@ -1,0 +1,307 @@
+"""Dropout: the generator against published words, the mask's statistics, what attention drops."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import pallas_flash
+from pallas_flash import Tile, TileSizes, dropout_mask
+from pallas_flash._dropout import Dropout, multiply_high, philox, seed_of
+
+# ------------------------------------------------------------------------------------------------
+# The generator.
+
+WORD = 2**32
+
+
+def philox_of_ints(counter, key, rounds):
+    """Philox-4x32 in Python's integers, from its equations."""
+    c, k = list(counter), list(key)
+    for _ in range(rounds):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [p1 // WORD ^ c[1] ^ k[0], p1 % WORD, p0 // WORD ^ c[3] ^ k[1], p0 % WORD]
+        k = [(k[0] + 0x9E3779B9) % WORD, (k[1] + 0xBB67AE85) % WORD]
+    return c
+
+
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+ONES = (WORD - 1,) * 4, (WORD - 1,) * 2
+ZEROS = (0,) * 4, (0,) * 2
+
+# The known answers that the generator's authors publish, by counter, key and rounds.
+KNOWN = [
+    (*ZEROS, 7, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    (*ONES, 7, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    (*PI, 7, "4dfccaba 190a87f0 c47362ba b6b5242a"),
+    (*ZEROS, 10, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    (*ONES, 10, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (*PI, 10, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "rounds", "words"), KNOWN)
+def test_the_integers_are_the_published_generator(counter, key, rounds, words):
+    got = philox_of_ints(counter, key, rounds)
+    assert " ".join(f"{word:08x}" for word in got) == words
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_arrays_are_the_integers(x64):
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, WORD, (6, 50), dtype=np.uint32)
+    words[:, :3] = [0, WORD - 1, 1]
+    with jax.enable_x64(x64):
+        c0, c1, c2, c3, k0, k1 = map(jnp.asarray, words)
+        got = jax.jit(lambda c, k: philox(c, k, multiply_high))((c0, c1, c2, c3), (k0, k1))
+    assert {x.dtype for x in got} == {np.dtype("uint32")}
+    want = [philox_of_ints(x[:4], x[4:], 7) for x in words.T.tolist()]
+    np.testing.assert_array_equal(np.stack(got, axis=1), np.array(want, np.uint32))
+
+
+@pytest.mark.parametrize("m", [0xD2511F53, 0xCD9E8D57, 0, 1, 0xFFFF, 0x10000, WORD - 1])
+def test_the_upper_half_of_a_product(m):
+    ends = [0, 1, 0xFFFF, 0x10000, 0x10001, 0x7FFFFFFF, 0x80000000, WORD - 2, WORD - 1]
+    x = [*ends, *np.random.default_rng(1).integers(0, WORD, 100).tolist()]
+    got = multiply_high(jnp.asarray(np.array(x, np.uint32)), m)
+    assert got.tolist() == [n * m // WORD for n in x]
+
+
+# ------------------------------------------------------------------------------------------------
+# The mask.
+
+KEYS = {
+    "typed": lambda: jax.random.key(7),
+    "raw": lambda: jax.random.PRNGKey(7),
+    "rbg": lambda: jax.random.key(7, impl="rbg"),
+    "another": lambda: jax.random.key(8),
+}
+SHAPE = (3, 4, 60, 70)
+
+# A statistic of n independent draws is this many standard deviations off with p < 1e-6.
+SIGMAS = 5
+
+
+def masks(rate=0.3):
+    return {name: np.asarray(dropout_mask(make(), SHAPE, rate)) for name, make in KEYS.items()}
+
+
+def test_a_key_is_the_same_typed_and_raw_and_others_differ():
+    made = masks()
+    typed, raw = made.pop("typed"), made.pop("raw")
+    np.testing.assert_array_equal(typed, raw)
+    np.testing.assert_array_equal(typed, dropout_mask(np.asarray(KEYS["raw"]()), SHAPE, 0.3))
+    for x, y in itertools.combinations([typed, *made.values()], 2):
+        correlation(x, y)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("key", KEYS)
+def test_the_rate(rate, key):
+    mask = np.asarray(dropout_mask(KEYS[key](), SHAPE, rate))
+    for axes in ((0, 1, 2, 3), (2, 3), (0, 1, 2), (0, 1, 3)):
+        n = np.prod([SHAPE[axis] for axis in axes])
+        # The largest of as many as there are rows is further off than one of them.
+        limit = SIGMAS * np.sqrt(rate * (1 - rate) / n)
+        assert np.abs(mask.mean(axes) - (1 - rate)).max() < limit
+
+
+def test_a_larger_rate_drops_more_of_the_same():
+    key = KEYS["typed"]()
+    some, more = (np.asarray(dropout_mask(key, SHAPE, rate)) for rate in (0.2, 0.4))
+    assert not (more & ~some).any()
+
+
+def test_ends_of_the_rate():
+    key = KEYS["typed"]()
+    assert dropout_mask(key, SHAPE, 0.0).all()
+    assert dropout_mask(key, SHAPE, 0).dtype == bool
+    assert dropout_mask(key, SHAPE, 1e-12).all()
+    # Rounds to 2^32, which is no word.
+    assert not dropout_mask(key, SHAPE, np.nextafter(1.0, 0.0)).any()
+    assert dropout_mask(key, (0, 1, 2, 3), 0.5).shape == (0, 1, 2, 3)
+
+
+def correlation(x, y):
+    """Checks that two masks of one rate do not know of each other."""
+    x, y = (z.astype(np.float64).ravel() - z.mean() for z in (x, y))
+    assert abs((x * y).mean()) < SIGMAS * x.std() * y.std() / np.sqrt(x.size)
+
+
+@pytest.mark.parametrize("key", ["typed", "rbg"])
+@pytest.mark.parametrize("axis", [0, 1, 2, 3], ids=["example", "head", "query", "key"])
+def test_neighbours_are_independent(key, axis):
+    mask = np.asarray(dropout_mask(KEYS[key](), SHAPE, 0.3))
+    for distance in (1, 2, 3, 16, 32):
+        if distance < SHAPE[axis]:
+            correlation(
+                mask.take(range(distance, SHAPE[axis]), axis),
+                mask.take(range(SHAPE[axis] - distance), axis),
+            )
+    # Nor do diagonals, nor swapped indices.
+    correlation(mask[:, :, 1:, 1:], mask[:, :, :-1, :-1])
+    correlation(mask[:, :, :60, :60], mask[:, :, :60, :60].swapaxes(2, 3).copy()[:, :, ::-1])
+
+
+def test_keys_that_follow_each_other_are_independent():
+    first, second = (np.asarray(dropout_mask(jax.random.key(n), SHAPE, 0.3)) for n in (0, 1))
+    split = (np.asarray(dropout_mask(k, SHAPE, 0.3)) for k in jax.random.split(jax.random.key(0)))
+    for x, y in itertools.combinations([first, second, *split], 2):
+        correlation(x, y)
+
+
+def test_the_mask_depends_on_the_index_alone():
+    """Larger calls begin with smaller ones, and a shard is a part of the whole."""
+    key = KEYS["typed"]()
+    whole = np.asarray(dropout_mask(key, SHAPE, 0.3))
+    np.testing.assert_array_equal(dropout_mask(key, (2, 3, 7, 70), 0.3), whole[:2, :3, :7])
+    np.testing.assert_array_equal(dropout_mask(key, (2, 3, 60, 9), 0.3), whole[:2, :3, :, :9])
+    shard = Dropout(seed_of(key), jnp.array([1, 2]), 0.3)
+    got = shard.kept(*(jnp.asarray(x, jnp.int32) for x in np.ogrid[:2, :2, :60, :70]))
+    np.testing.assert_array_equal(got, whole[1:, 2:])
+    shared = Dropout(seed_of(key), jnp.array([1, 2]), 0.3, broadcast=True)
+    got = shared.kept(*(jnp.asarray(x, jnp.int32) for x in np.ogrid[:2, :2, :60, :70]))
+    np.testing.assert_array_equal(got[0, 0], whole[0, 0])
+
+
+# ------------------------------------------------------------------------------------------------
+# What attention drops.
+
+B, T, S, N, K = 2, 37, 21, 4, 2
+RATE = 0.4
+
+
+@functools.cache
+def inputs(dtype=jnp.float32, value_dim=S):
+    rng = np.random.default_rng(2)
+    shapes = (B, T, N, 8), (B, S, K, 8), (B, S, K, value_dim), (B, T, N, value_dim)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def tiles(block_q, block_kv):
+    tile = Tile(block_q, block_kv)
+    return TileSizes(forward=tile, dkv=tile, dq=tile)
+
+
+WAYS = {
+    "reference": dict(implementation="reference"),
+    "xla": dict(implementation="xla"),
+    "interpret": dict(implementation="interpret", tile_sizes=tiles(16, 16)),
+    "interpret, other tiles": dict(implementation="interpret", tile_sizes=tiles(32, 32)),
+}
+over_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def probabilities(way, key, **options):
+    """The dropped probabilities [B, N, T, S]: the output, where values are the identity."""
+    q, k, *_ = inputs()
+    v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
+
+    @oracle.compiled
+    def call(key):
+        out = pallas_flash.attention(q, k, v, dropout_key=key, **way, **options)
+        return jnp.moveaxis(out, 1, 2)
+
+    return call(key)
+
+
+@over_ways
+@pytest.mark.parametrize("shared", [False, True])
+def test_attention_drops_what_the_mask_says(way, shared):
+    key = KEYS["typed"]()
+    want = dropout_mask(key, (1, 1, T, S) if shared else (B, N, T, S), RATE)
+    plain = probabilities(WAYS["reference"], None)
+    got = probabilities(way, key, dropout_rate=RATE, broadcast_dropout=shared)
+    np.testing.assert_array_equal(got != 0, jnp.broadcast_to(want, got.shape))
+    np.testing.assert_allclose(got, np.where(want, plain / (1 - RATE), 0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("key", ["raw", "rbg"])
+def test_any_kind_of_key(key):
+    key = KEYS[key]()
+    got = probabilities(WAYS["xla"], key, dropout_rate=RATE)
+    np.testing.assert_array_equal(got != 0, dropout_mask(key, (B, N, T, S), RATE))
+
+
+def test_each_key_of_a_vmap_has_its_own_mask():
+    q, k, *_ = inputs()
+    v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
+    keys = jax.random.split(jax.random.key(3), 3)
+
+    @jax.vmap
+    def call(key):
+        options = dict(dropout_rate=RATE, dropout_key=key, implementation="xla")
+        return jnp.moveaxis(pallas_flash.attention(q, k, v, **options), 1, 2)
+
+    want = [dropout_mask(key, (B, N, T, S), RATE) for key in keys]
+    np.testing.assert_array_equal(jax.jit(call)(keys) != 0, jnp.stack(want))
+
+
+def test_a_rate_of_zero_drops_nothing():
+    got = probabilities(WAYS["xla"], KEYS["typed"](), dropout_rate=0.0)
+    np.testing.assert_array_equal(got, probabilities(WAYS["xla"], None))
+
+
+def test_the_mean_over_keys_is_the_output_without():
+    q, k, v, _ = inputs()
+    call = functools.partial(pallas_flash.attention, q, k, v, implementation="xla")
+    outputs = jax.jit(jax.vmap(lambda key: call(dropout_rate=0.5, dropout_key=key)))(
+        jax.random.split(jax.random.key(4), 300)
+    )
+    error = outputs.mean(0) - call()
+    # The largest of B * T * N * S, each a sum of as many terms as there are keys.
+    assert (jnp.abs(error) < (SIGMAS + 1) * outputs.std(0) / np.sqrt(300)).all()
+
+
+@functools.cache
+def results(name):
+    """The output, the LSE and the gradients."""
+    *qkv, do = inputs(value_dim=5)
+
+    @oracle.compiled
+    def run(*qkv):
+        def call(*qkv):
+            options = dict(dropout_rate=RATE, dropout_key=KEYS["typed"](), is_causal=True)
+            return pallas_flash.attention(*qkv, return_lse=True, **options, **WAYS[name])
+
+        out, pull = jax.vjp(call, *qkv)
+        return *out, *pull((do, do[..., 0]))
+
+    return run(*qkv)
+
+
+@pytest.mark.parametrize("name", list(WAYS)[1:])
+def test_gradients_are_those_of_the_definition(name):
+    for got, want in zip(results(name), results("reference"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_gradients_are_finite_differences(implementation):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(5)
+        *qkv, do = (jnp.asarray(np.asarray(x), jnp.float64) for x in inputs(value_dim=5))
+        steps = [jnp.asarray(rng.normal(size=x.shape)) for x in qkv]
+        options = dict(dropout_rate=RATE, dropout_key=KEYS["typed"]())
+
+        def loss(*qkv):
+            out = pallas_flash.attention(*qkv, implementation=implementation, **options)
+            return (out * do).sum()
+
+        @oracle.compiled
+        def both(h):
+            ahead, behind = (
+                loss(*(x + sign * h * dx for x, dx in zip(qkv, steps, strict=True)))
+                for sign in (1, -1)
+            )
+            gradients = jax.grad(loss, (0, 1, 2))(*qkv)
+            along = sum((g * dx).sum() for g, dx in zip(gradients, steps, strict=True))
+            return (ahead - behind) / (2 * h), along
+
+        # Central differences are off by h^2.
+        slope, along = both(1e-5)
+        np.testing.assert_allclose(slope, along, rtol=1e-7)

@@ -1,0 +1,516 @@
+"""Masks that users build: every pair of tiles against brute force, and calls with each."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import oracle
+import pytest
+
+import pallas_flash
+from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes
+from pallas_flash._mask_objects import Call, fitted
+from pallas_flash._masks import Band, Lengths, Mask, Tiling
+
+BATCH, HEADS = 2, 3
+
+# Queries, keys: whole tiles and ragged ones, one tile and several.
+TILINGS = [
+    (Tiling(12, 4), Tiling(18, 6)),
+    (Tiling(15, 4), Tiling(17, 5)),
+    (Tiling(5, 8), Tiling(21, 4)),
+    (Tiling(21, 2), Tiling(3, 16)),
+]
+over_tilings = pytest.mark.parametrize(("q", "kv"), TILINGS, ids=lambda t: f"{t.length}by{t.block}")
+
+
+def random(seed=0):
+    return np.random.default_rng(seed)
+
+
+def int32(x):
+    return jnp.asarray(x, jnp.int32)
+
+
+# ------------------------------------------------------------------------------------------------
+# The definition: who sees whom, [B, N, T, S].
+
+
+def seen_by(mask, shape, offset=0):
+    """What an object, an array or several of them allow."""
+    if isinstance(mask, Mask):
+        return np.logical_and.reduce([seen_by(x, shape, offset) for x in mask.leaves])
+    mask, seen = jax.tree.map(np.asarray, mask), np.zeros(shape, bool)
+    offset = np.broadcast_to(np.asarray(offset), shape[0])
+    for b, h, q, k in np.ndindex(shape):
+        match mask:
+            case PrefixLM(lengths):
+                seen[b, h, q, k] = k < lengths[b] or k <= q + offset[b]
+            case Segments(query, key_value):
+                seen[b, h, q, k] = query[b, q] == (query if key_value is None else key_value)[b, k]
+            case BlockMask(some, block_q, block_kv):
+                table = np.broadcast_to(some, (*shape[:2], *some.shape[2:]))
+                seen[b, h, q, k] = table[b, h, q // block_q, k // block_kv]
+            case Predicate():
+                seen[b, h, q, k] = seen_by_predicate(b, h, q, k)
+            case Band(low, high):
+                seen[b, h, q, k] = (low is None or k - q >= low) and (high is None or k - q <= high)
+            case Lengths(query, key_value):
+                seen[b, h, q, k] = q < query[b] and k < key_value[b]
+            case _:
+                return np.broadcast_to(mask, shape)
+    return seen
+
+
+COLOURS = random(1).integers(0, 3, 64).astype(np.int32)
+
+
+def same_colour(b, h, q, k, colours):
+    return ((colours[q] == colours[k]) & (q + h >= b)) | (k == 0)
+
+
+def seen_by_predicate(b, h, q, k):
+    return bool((COLOURS[q] == COLOURS[k] and q + h >= b) or k == 0)
+
+
+def of_tiles(seen, q, kv):
+    """For each pair of tiles whether some and whether all of its pairs are seen."""
+    shape = (*seen.shape[:2], q.count, kv.count)
+    some, every = np.zeros(shape, bool), np.zeros(shape, bool)
+    for i, j in np.ndindex(q.count, kv.count):
+        rows, columns = (
+            slice(i * q.block, (i + 1) * q.block),
+            slice(j * kv.block, (j + 1) * kv.block),
+        )
+        tile = seen[:, :, rows, columns]
+        some[:, :, i, j], every[:, :, i, j] = tile.any((2, 3)), tile.all((2, 3))
+    return some, every
+
+
+# ------------------------------------------------------------------------------------------------
+# Random masks.
+
+
+def array(rng, q, kv):
+    """Sparse and dense in patches, so that tiles are of all classes; axes may be broadcast."""
+    sizes = (BATCH, HEADS, q.length, kv.length)
+    shape = [n if rng.random() < 0.7 else 1 for n in sizes]
+    coarse = rng.random([n if a < 2 else -(-n // 7) for a, n in enumerate(shape)])
+    patches = np.where(coarse < 0.4, 0.02, np.where(coarse < 0.8, 1.0, 0.5))
+    for axis in (2, 3):
+        patches = np.repeat(patches, 7, axis).take(range(shape[axis]), axis)
+    return jnp.asarray(rng.random(shape) < patches)
+
+
+def prefix(rng, q, kv):
+    return PrefixLM(int32(rng.integers(-2, kv.length + 4, BATCH)))
+
+
+def segments(rng, q, kv):
+    return Segments(*(int32(rng.integers(0, 3, (BATCH, t.length))) for t in (q, kv)))
+
+
+def sorted_segments(rng, q, kv):
+    return Segments(*(jnp.sort(x, axis=1) for x in vars(segments(rng, q, kv)).values()))
+
+
+def predicate(rng, q, kv):
+    return Predicate(same_colour, (int32(COLOURS),))
+
+
+def blocks(rng, q, kv):
+    block_q, block_kv = (int(n) for n in rng.integers(1, 9, 2))
+    shape = [n if rng.random() < 0.5 else 1 for n in (BATCH, HEADS)]
+    counts = Tiling(q.length, block_q).count, Tiling(kv.length, block_kv).count
+    return BlockMask(jnp.asarray(rng.random((*shape, *counts)) < 0.6), block_q, block_kv)
+
+
+def joined(rng, q, kv):
+    return prefix(rng, q, kv) & array(rng, q, kv) & predicate(rng, q, kv)
+
+
+OBJECTS = [array, prefix, segments, sorted_segments, predicate, blocks, joined]
+over_objects = pytest.mark.parametrize("make", OBJECTS, ids=lambda make: make.__name__)
+
+
+def fit(mask, q, kv, **call) -> Mask:
+    """As `attention` sees it."""
+    return Mask(fitted(mask, Call((BATCH, HEADS, q.length, kv.length), **call)))
+
+
+def allowed(mask, q, kv):
+    shape = BATCH, HEADS, q.length, kv.length
+    b, h, i, j = (int32(x) for x in np.ogrid[tuple(map(slice, shape))])
+    return np.broadcast_to(mask.allowed(b, h, i, j), shape)
+
+
+@over_tilings
+@over_objects
+def test_allowed_is_the_definition(make, q, kv):
+    mask = make(random(), q, kv)
+    seen = seen_by(mask, (BATCH, HEADS, q.length, kv.length))
+    assert seen.any()
+    np.testing.assert_array_equal(allowed(fit(mask, q, kv), q, kv), seen)
+
+
+# ------------------------------------------------------------------------------------------------
+# Tiles.
+
+
+def ranges_as_classes(ranges, count):
+    start, full_start, full_stop, stop = np.moveaxis(np.asarray(ranges), -1, 0)[:, :, None, :, None]
+    tile = np.arange(count)
+    return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
+
+
+@over_tilings
+@pytest.mark.parametrize("offset", [0, 3, -4, "by example"])
+def test_ranges_of_a_prefix(offset, q, kv):
+    """Nothing is left out, nothing is called full that is not, and whole tiles are exact."""
+    rng = random()
+    for length in (None, 0, kv.length, kv.length + 9):
+        mask = prefix(rng, q, kv) if length is None else PrefixLM(int32([length, 1]))
+        offsets = rng.integers(-q.length, kv.length, BATCH) if offset == "by example" else offset
+        call = dict(offset=int32(offsets)) if offset == "by example" else dict(shift=offset)
+        leaf = fit(mask, q, kv, **call)
+        some, every = of_tiles(seen_by(mask, (BATCH, 1, q.length, kv.length), offsets), q, kv)
+        for got, count, want in (
+            (leaf.kv_ranges(q, kv), kv.count, (some, every)),
+            (leaf.q_ranges(q, kv), q.count, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
+        ):
+            visited, full = ranges_as_classes(got, count)
+            assert not (want[0] & ~visited).any()
+            assert not (full & ~want[1]).any()
+            if not q.length % q.block and not kv.length % kv.block:
+                np.testing.assert_array_equal(visited, want[0])
+                np.testing.assert_array_equal(full, want[1])
+
+
+@over_tilings
+@pytest.mark.parametrize("make", [array, blocks])
+def test_classes_of_arrays_and_blocks_are_exact(make, q, kv):
+    for seed in range(3):
+        mask = make(random(seed), q, kv)
+        want = of_tiles(seen_by(mask, (BATCH, HEADS, q.length, kv.length)), q, kv)
+        got = fit(mask, q, kv).leaves[0].tile_classes(q, kv)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.broadcast_to(x, y.shape), y)
+
+
+def listed_as_classes(lists, count):
+    """Decodes lists [.., stay, 2 + flow], each tile of which may be there once."""
+    lists = np.asarray(lists)
+    assert lists.dtype == np.int32
+    visited, full = (np.zeros((*lists.shape[:-1], count), bool) for _ in range(2))
+    for index in np.ndindex(lists.shape[:-1]):
+        n_full, n, *tiles = lists[index].tolist()
+        assert 0 <= n_full <= n <= count
+        assert sorted(set(tiles)) == list(range(count))
+        visited[index][tiles[:n]], full[index][tiles[:n_full]] = True, True
+    return visited, full
+
+
+@over_tilings
+@pytest.mark.parametrize("ragged", ["q", "kv"])
+def test_lists_of_a_conjunction(ragged, q, kv):
+    """Exact for exact leaves, as far as one leaf alone can tell; never wrong for all together."""
+    rng = random()
+    others = [Band(-9, 4), Lengths(int32([q.length, 3]), int32([kv.length - 1, kv.length]))]
+    for first, second in itertools.chain(
+        itertools.product([array], [array, blocks, others[1]]),
+        itertools.product([blocks], [prefix, others[0]]),
+    ):
+        second = second if isinstance(second, (Band, Lengths)) else second(rng, q, kv)
+        parts = [first(rng, q, kv), second]
+        user = [x for x in parts if not isinstance(x, (Band, Lengths))]
+        leaves = [x for part in user for x in fit(part, q, kv).leaves]
+        mask = Mask(
+            (*leaves, *(x for x in parts if x not in user)) if len(user) < 2 else (*leaves,)
+        )
+        mask = mask.within(**{ragged: {"q": q, "kv": kv}[ragged]})
+        shape = BATCH, HEADS, q.length, kv.length
+        together = np.logical_and(*(seen_by(x, shape) for x in parts))
+        alone = [of_tiles(seen_by(x, shape), q, kv) for x in parts]
+        cut = Lengths(*(t.length if name == ragged and t.length % t.block else 10**6
+                        for name, t in (("q", q), ("kv", kv))))  # fmt: skip
+        inside = np.array([[((i + 1) * q.block <= cut.query) & ((j + 1) * kv.block <= cut.key_value)
+                            for j in range(kv.count)] for i in range(q.count)])  # fmt: skip
+        assert mask.scattered
+        for lists, count, swap in (
+            (mask.kv_lists(q, kv), kv.count, False),
+            (mask.q_lists(q, kv), q.count, True),
+        ):
+            visited, full = (
+                np.broadcast_to(x.swapaxes(2, 3) if swap else x, alone[0][0].shape)
+                for x in listed_as_classes(lists, count)
+            )
+            some, every = of_tiles(together, q, kv)
+            assert not (some & ~visited).any()
+            assert not (full & ~(every & inside)).any()
+            if all(not isinstance(x, (PrefixLM, Band, Lengths)) for x in parts):
+                np.testing.assert_array_equal(visited, alone[0][0] & alone[1][0])
+                # Of a tile of which all is seen by each leaf, all is seen.
+                np.testing.assert_array_equal(full, alone[0][1] & alone[1][1] & inside)
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables that are built once.
+
+
+@over_tilings
+@over_objects
+def test_from_mask_finds_the_blocks_of_a_mask(make, q, kv):
+    x64 = q.length % 2 == 0
+    mask = make(random(), q, kv)
+    shape = BATCH, HEADS, q.length, kv.length
+
+    def build(mask):
+        sizes = dict(block_q=q.block, block_kv=kv.block)
+        if make is predicate:
+            sizes |= dict(batch=BATCH, num_heads=HEADS)
+        if make is joined:
+            sizes |= dict(num_heads=HEADS)
+        return BlockMask.from_mask(mask, q.length, kv.length, **sizes)
+
+    with jax.enable_x64(x64):
+        made = jax.jit(build)(mask)
+        if (q, kv) == TILINGS[0]:
+            eager = build(mask)
+            assert jax.tree.structure(made) == jax.tree.structure(eager)
+            jax.tree.map(np.testing.assert_array_equal, made, eager)
+        want = seen_by(mask, shape)
+        for x, y in zip((made.some, made.every), of_tiles(want, q, kv), strict=True):
+            assert x.dtype == bool
+            assert {n for n, m in zip(x.shape, y.shape, strict=True) if n != m} <= {1}
+            np.testing.assert_array_equal(np.broadcast_to(x, y.shape), y)
+        again = fit(made, q, kv)
+        np.testing.assert_array_equal(allowed(again, q, kv), want)
+        # Tiles of other sizes: what is not seen may be visited, what is seen is.
+        other = Tiling(q.length, 3), Tiling(kv.length, 7)
+        classes = again.tile_classes(*other)
+        some, every = of_tiles(want, *other)
+        assert not (some & ~np.asarray(classes.some)).any()
+        assert not (np.asarray(classes.every) & ~every).any()
+
+
+# ------------------------------------------------------------------------------------------------
+# As `mask` of a call.
+
+T, S = 45, 38
+TILES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
+
+
+@functools.cache
+def inputs(q_len=T, kv_len=S):
+    rng = random(3)
+    shapes = [(q_len, HEADS * 2), (kv_len, HEADS), (kv_len, HEADS), (q_len, HEADS * 2)]
+    return [jnp.asarray(rng.normal(size=(BATCH, n, h, 8)), jnp.float32) for n, h in shapes]
+
+
+@functools.cache
+def compiled(implementation, is_causal):
+    options = dict(implementation=implementation, is_causal=is_causal)
+    if implementation == "interpret":
+        options["tile_sizes"] = TILES
+
+    @oracle.compiled
+    def run(mask, segment_ids, q, k, v, do):
+        def call(q, k, v):
+            return pallas_flash.attention(q, k, v, mask=mask, segment_ids=segment_ids, **options)
+
+        o, pull = jax.vjp(call, q, k, v)
+        return o, *pull(do)
+
+    return run
+
+
+def results(implementation, mask, arrays=None, segment_ids=None, is_causal=False):
+    """The output and the gradients."""
+    return compiled(implementation, is_causal)(mask, segment_ids, *(arrays or inputs()))
+
+
+def close(got, want):
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+class Parts(NamedTuple):
+    """For calls with six heads of queries."""
+
+    prefix: PrefixLM
+    documents: Segments
+    predicate: Predicate
+    blocks: BlockMask
+    by_head: jax.Array
+    by_example: jax.Array
+
+
+@functools.cache
+def parts() -> Parts:
+    q, kv, rng = Tiling(T, 8), Tiling(S, 8), random(4)
+    return Parts(
+        prefix(rng, q, kv),
+        sorted_segments(rng, q, kv),
+        predicate(rng, q, kv),
+        BlockMask(jnp.asarray(rng.random((1, 6, 6, 5)) < 0.5), 8, 8),
+        *(jnp.asarray(rng.random(shape) < 0.3) for shape in ((1, 6, T, S), (2, 1, T, S))),
+    )
+
+
+build = functools.partial(BlockMask.from_mask, q_len=T, kv_len=S, block_q=8, block_kv=16)
+
+CALLS = {
+    "object and array": lambda p: p.prefix & p.by_head,
+    "array and object": lambda p: p.by_head & p.prefix,
+    "NumPy array and object": lambda p: np.asarray(p.by_head) & p.prefix,
+    "NumPy array and two": lambda p: np.asarray(p.by_example) & (p.documents & p.prefix),
+    "two objects and an array": lambda p: p.documents & p.predicate & p.by_example,
+    "blocks": lambda p: p.blocks,
+    "blocks of an array": lambda p: build(p.by_head),
+    "blocks of documents": lambda p: build(p.documents),
+    "blocks of a predicate": lambda p: build(p.predicate, batch=2, num_heads=6),
+    "blocks of blocks and an array": lambda p: build(p.blocks & p.by_example),
+}
+
+
+# Where nothing is in a case that the kernels have not met in another.
+PLAIN_JAX_ALONE = {"object and array", "array and object", "NumPy array and object"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_with_an_object_is_one_with_the_array_it_stands_for(name):
+    mask = CALLS[name](parts())
+    want = results("reference", jnp.asarray(seen_by_blocks(mask)))
+    close(results("xla", mask), want)
+    if name not in PLAIN_JAX_ALONE:
+        close(results("interpret", mask), want)
+
+
+def seen_by_blocks(mask):
+    shape = BATCH, 6, T, S
+    inner = mask.mask if isinstance(mask, BlockMask) and mask.mask is not None else mask
+    parts = inner.leaves if isinstance(inner, Mask) else (inner,)
+    parts = [getattr(x, "pairs", x) for x in parts]
+    return np.logical_and.reduce([seen_by(getattr(x, "array", x), shape) for x in parts])
+
+
+def test_joined_masks_do_not_depend_on_the_order():
+    p = parts()
+    close(
+        results("xla", p.prefix & p.by_head & p.blocks),
+        results("xla", p.blocks & (p.prefix & p.by_head)),
+    )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_operands_of_bools_are_bools_in_kernels_too(implementation):
+    """Memory holds them in another dtype, of which ~ is no negation; whole tiles show it."""
+    hide = jnp.arange(32) % 3 == 0
+
+    def visible(b, h, q, k, hide):
+        assert hide.dtype == bool
+        return ~hide[k]
+
+    arrays = inputs(32, 32)
+    want = results("reference", ~hide, arrays)
+    close(results(implementation, Predicate(visible, (hide,)), arrays), want)
+
+
+def test_a_read_outside_of_an_operand_is_moved_to_its_edge():
+    steps = int32([0, 3, 9])
+
+    def after(b, h, q, k, steps):
+        return k >= steps[(q - 10) // 10]
+
+    q, k = np.ogrid[:T, :S]
+    want = results("reference", jnp.asarray(k >= np.asarray(steps)[np.clip((q - 10) // 10, 0, 2)]))
+    for implementation in ("reference", "interpret"):
+        close(results(implementation, Predicate(after, (steps,))), want)
+
+
+# ------------------------------------------------------------------------------------------------
+# Documents.
+
+LENGTHS = [7, 0, 12, 1]
+
+
+def test_ids_are_those_of_a_loop():
+    ends = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    want = [i for i, n in enumerate(LENGTHS) for _ in range(n)] + [len(LENGTHS)] * 15
+    ids = functools.partial(pallas_flash.segment_ids_from_cu_seqlens, length=35)
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            for got in (ids(ends), ids(jnp.asarray(ends)), jax.jit(ids)(ends)):
+                assert got.dtype == jnp.int32
+                assert got.tolist() == want
+    assert ids(np.array([0], np.int32)).tolist() == [0] * 35
+    assert ids(np.array([0, 35], np.int32)).tolist() == [0] * 35
+    assert pallas_flash.segment_ids_from_cu_seqlens(int32([0]), 0).shape == (0,)
+    rows = jax.vmap(ids)(int32([[0, 3, 35], [0, 5, 9]]))
+    assert rows.tolist() == [[0] * 3 + [1] * 32, [0] * 5 + [1] * 4 + [2] * 26]
+
+
+def packed():
+    return [x[:1] for x in inputs(35, 35)]
+
+
+@functools.cache
+def one_by_one():
+    """Each document alone, and what follows the last one."""
+    ends = np.cumsum([0, *LENGTHS, 35 - sum(LENGTHS)])
+    alone = [
+        results("reference", None, [x[:, start:stop] for x in packed()], is_causal=True)
+        for start, stop in itertools.pairwise(ends)
+        if stop > start
+    ]
+    return [np.concatenate(parts, axis=1) for parts in zip(*alone, strict=True)]
+
+
+WAYS = [("xla", "argument"), ("xla", "object"), ("xla", "ready"), ("interpret", "ready")]
+
+
+@pytest.mark.parametrize(("implementation", "way"), WAYS)
+def test_packed_documents_are_as_if_each_were_alone(implementation, way):
+    ids = pallas_flash.segment_ids_from_cu_seqlens(int32(np.cumsum([0, *LENGTHS])), 35)[None]
+    mask = {
+        "argument": None,
+        "object": Segments(ids),
+        "ready": BlockMask.from_mask(Segments(ids), 35, 35, block_q=8, block_kv=8),
+    }[way]
+    ids = ids if way == "argument" else None
+    close(results(implementation, mask, packed(), ids, is_causal=True), one_by_one())
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_with_a_table_that_is_ready_ids_are_read_by_kernels_alone(implementation):
+    """No layer compares the ids of tiles anew."""
+    from described_gpus import described_gpu
+
+    ids = jnp.zeros((1, 256), jnp.int32)
+    ready = BlockMask.from_mask(Segments(ids), 256, 256)
+    x = jnp.zeros((1, 256, 2, 16))
+
+    def gradients(x, mask):
+        def loss(x):
+            options = dict(mask=mask, implementation=implementation)
+            return pallas_flash.attention(x, x, x, **options).sum()
+
+        return jax.grad(loss)(x)
+
+    def compares(mask):
+        """Whether an equation outside of kernels reduces ids, as their tables do."""
+        with described_gpu("NVIDIA H200"):
+            eqns = jaxprs.trace(gradients, x, mask)
+        return any(
+            eqn.primitive.name in ("reduce_min", "reduce_max")
+            and eqn.invars[0].aval.dtype == jnp.int32
+            and eqn.invars[0].aval.size == ids.size
+            for eqn in eqns
+        )
+
+    assert compares(Segments(ids))
+    assert not compares(ready)

@@ -1,0 +1,176 @@
+"""Every argument of `attention` together with every other: each pair of settings works, forward and
+backward, or raises and says why.
+
+Each call combines many settings, so that few calls have all pairs (a covering array, found
+greedily).
+"""
+
+import itertools
+
+import cases
+import numpy as np
+import oracle
+import pytest
+import test_lowering
+from test_accuracy import ROUNDING, SMALL, measured
+
+import pallas_flash
+from pallas_flash import _xla
+
+
+def drawn(name):
+    """The options of a case in the table."""
+    return cases.BY_NAME[name].options
+
+
+def option(**options):
+    return lambda random, case: options
+
+
+nothing = option()
+
+# The settings of each argument; the first of each is what a call has that does not mention it.
+SETTINGS = {
+    "is_causal": [nothing, option(is_causal=True)],
+    "local_window_size": [nothing, option(local_window_size=(20, 30))],
+    "query_offset": [nothing, drawn("causal, offset for each example")],
+    "lengths": [nothing, drawn("lengths")],
+    "segment_ids": [nothing, drawn("documents in pairs")],
+    "mask": [
+        nothing,
+        drawn("mask of keys"),
+        drawn("prefix"),
+        drawn("blocks and predicate"),
+    ],
+    "bias": [nothing, drawn("bias of all examples"), drawn("bias of heads")],
+    "logits_soft_cap": [nothing, option(logits_soft_cap=2.0)],
+    "sinks": [nothing, drawn("sinks")],
+    "alibi_slopes": [nothing, drawn("slopes, offset for each example")],
+    "score_fn": [nothing, drawn("score function")],
+    "dropout": [nothing, drawn("dropout"), drawn("dropout for all alike, causal")],
+    "scale": [nothing, option(scale=-0.4)],
+    "dtype": ["float32", "bfloat16"],
+    "heads": [(4, 2), (3, 3)],
+    "precision": [nothing, option(precision="highest")],
+}
+
+# Of a case's options, those of the argument itself.
+OWN = {
+    "query_offset": {"query_offset"},
+    "mask": {"mask"},
+    "bias": {"bias"},
+    "alibi_slopes": {"alibi_slopes"},
+    "dropout": {"dropout_rate", "dropout_key", "broadcast_dropout"},
+}
+
+# Pairs that cannot be, and what the call then says.
+REFUSED = {
+    (("is_causal", 1), ("mask", 2)): "`is_causal` must be False with a PrefixLM `mask`",
+}
+
+
+def pairs(row):
+    """The pairs of settings in a row, {argument: number of its setting}."""
+    return set(itertools.combinations(sorted(row.items()), 2))
+
+
+def all_pairs():
+    every = (
+        itertools.product(
+            [(a, i) for i in range(len(SETTINGS[a]))], [(b, j) for j in range(len(SETTINGS[b]))]
+        )
+        for a, b in itertools.combinations(sorted(SETTINGS), 2)
+    )
+    return set(itertools.chain(*every)) - REFUSED.keys()
+
+
+def covering():
+    """Rows in which every pair occurs: each is the best of a few that take up one that is left."""
+    random, left, rows = np.random.default_rng(1), all_pairs(), []
+
+    def candidate():
+        row = dict(min(left))
+        for name in random.permutation([name for name in SETTINGS if name not in row]):
+
+            def gain(i, name=str(name)):
+                found = pairs(row | {name: i})
+                return -1 if found & REFUSED.keys() else len(found & left) + random.random()
+
+            row[str(name)] = max(range(len(SETTINGS[name])), key=gain)
+        return {name: row[name] for name in SETTINGS}
+
+    while left:
+        rows.append(max((candidate() for _ in range(30)), key=lambda row: len(pairs(row) & left)))
+        left -= pairs(rows[-1])
+    return rows
+
+
+ROWS = covering()
+
+
+def test_every_pair_of_settings_occurs():
+    found = set().union(*map(pairs, ROWS))
+    for (a, settings), (b, others) in itertools.combinations(sorted(SETTINGS.items()), 2):
+        for pair in itertools.product(
+            [(a, i) for i in range(len(settings))], [(b, j) for j in range(len(others))]
+        ):
+            assert (pair in found) != (pair in REFUSED), pair
+
+
+def call_of(row):
+    """A case and its problem."""
+    chosen = {name: SETTINGS[name][number] for name, number in row.items()}
+
+    def draw(random, case):
+        found = {name: x(random, case) for name, x in chosen.items() if callable(x)}
+        return {
+            name: x
+            for argument, options in found.items()
+            for name, x in options.items()
+            if name in OWN.get(argument, options)
+        }
+
+    N, K = chosen["heads"]
+    case = cases.Case("pairs", T=37, S=45, N=N, K=K, H=8, V=12, options=draw)
+    return case, case.problem(chosen["dtype"])
+
+
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: "".join(map(str, row.values())))
+
+
+def check(row, run):
+    """`run` takes a problem, as `Case.problem` gives it."""
+    _, problem = call_of(row)
+    qkv, cotangents, options = problem
+    truth, results = oracle.solve(*qkv, *cotangents, **options), run(problem)
+    # What is wrong is wrong by more; test_accuracy asks for less.
+    roundings = 10 * ROUNDING[qkv[0].dtype.name]
+    for name, x in zip(oracle.names(options), results, strict=True):
+        error = oracle.errors(x, truth, name)["l2"]
+        assert error <= oracle.natural(roundings, truth, name), name
+
+
+@each_row
+def test_kernels(row, kernel_case):
+    """Their lowered code, which is executed faster than the interpreter is compiled."""
+    check(row, lambda problem: test_lowering.differentiated(problem)[0])
+
+
+@pytest.mark.extended
+@each_row
+def test_kernels_in_the_interpreter(row, kernel_case):
+    check(row, lambda problem: measured(None, None, "interpret", problem, tile_sizes=SMALL))
+
+
+@each_row
+def test_xla(row, monkeypatch):
+    monkeypatch.setattr(_xla, "BLOCK_Q", 16)
+    monkeypatch.setattr(_xla, "BLOCK_KV", 32)
+    check(row, lambda problem: measured(None, None, "xla", problem))
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=str)
+def test_pairs_that_cannot_be(pair):
+    _, (qkv, _, options) = call_of(dict.fromkeys(SETTINGS, 0) | dict(pair))
+    with pytest.raises(ValueError, match=REFUSED[pair]):
+        pallas_flash.attention(*qkv, **options)

@@ -1,0 +1,205 @@
+"""The picture of a mask is the mask, and its colours are what the kernels do with each tile."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import pytest
+
+import pallas_flash
+from pallas_flash import BlockMask, Predicate, PrefixLM
+
+matplotlib.use("Agg")
+plt = pytest.importorskip("matplotlib.pyplot")
+
+T, S, B, N = 10, 14, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    plt.close("all")
+
+
+def random(*shape):
+    return jnp.asarray(np.random.default_rng(0).random(shape) < 0.5)
+
+
+def banded(b, h, q_pos, k_pos, width):
+    return abs(q_pos - k_pos) <= width[b] + h
+
+
+WIDTH = (jnp.asarray([1, 4], jnp.int32),)
+BLOCKS = random(B, 1, 3, 4)
+LENGTHS = {"q_len": T, "kv_len": S}
+CASES = {
+    "nothing hidden": LENGTHS,
+    "causal": {"is_causal": True, "query_offset": 4, **LENGTHS},
+    "causal, by example": {
+        "is_causal": True,
+        "query_offset": jnp.asarray([0, 3], jnp.int32),
+        **LENGTHS,
+    },
+    "window": {"local_window_size": (2, 1), **LENGTHS},
+    "lengths": {
+        "query_seq_lengths": jnp.asarray([10, 7], jnp.int32),
+        "key_value_seq_lengths": jnp.asarray([3, 12], jnp.int32),
+        **LENGTHS,
+    },
+    "mask": {"mask": random(B, N, T, S)},
+    "mask of keys": {"mask": random(B, 1, 1, S), "q_len": T},
+    "segments": {"segment_ids": (jnp.arange(T)[None] // 4, jnp.arange(S)[None] // 5)},
+    "prefix": {"mask": PrefixLM(jnp.asarray([5, 2], jnp.int32)), **LENGTHS},
+    "predicate": {"mask": Predicate(banded, WIDTH), **LENGTHS},
+    "blocks": {"mask": BlockMask(BLOCKS, 4, 4), **LENGTHS},
+    "blocks of a mask": {
+        "mask": BlockMask.from_mask(Predicate(banded, WIDTH), T, S, batch=B, num_heads=N, block_q=4)
+    },
+    "joined": {
+        "mask": BlockMask(BLOCKS, 4, 4) & Predicate(banded, WIDTH),
+        "local_window_size": (3, None),
+        **LENGTHS,
+    },
+}
+
+
+def attended(b, h, case):
+    """[T, S]: where `attention` lets a gradient through, found without any code of the drawing."""
+    arguments = dict(case)
+    for name in ("q_len", "kv_len"):
+        arguments.pop(name, None)
+    if case.get("segment_ids") is not None:
+        arguments["segment_ids"] = tuple(
+            jnp.broadcast_to(x, (B, x.shape[1])) for x in case["segment_ids"]
+        )
+    q, k = jnp.zeros((B, T, N, 1)), jnp.zeros((B, S, N, 1))
+    v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, N, S))
+    weights = pallas_flash.attention(q, k, v, implementation="reference", **arguments)
+    return np.asarray(weights[b, :, h] > 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_image_is_the_mask(name):
+    case, images = CASES[name], []
+    broadcast = case.get("segment_ids") is not None
+    for b, h in ((0, 0), (0 if broadcast else 1, 2)):
+        [image] = pallas_flash.plot_mask(**case, b=b, h=h).images
+        np.testing.assert_array_equal(image.get_array(), attended(b, h, case))
+        # Row 0 is drawn at the top, and pixel (row, column) at (column, row).
+        assert list(image.get_extent()) == [-0.5, S - 0.5, T - 0.5, -0.5]
+        images.append(image.get_array())
+    assert (name != "nothing hidden") == (not images[0].all())
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        *((name, (3, 5)) for name in CASES),
+        ("causal", (4, 4)),
+        ("blocks", (4, 2)),
+        ("mask", (16, 1)),
+    ],
+)
+def test_tiles_are_coloured_by_what_is_in_them(name, blocks):
+    block_q, block_kv = blocks
+    ax = pallas_flash.plot_mask(**CASES[name], block_q=block_q, block_kv=block_kv)
+    seen, [mesh] = np.asarray(ax.images[0].get_array()), ax.collections
+    classes = np.asarray(mesh.get_array())
+    rows, columns = range(0, T, block_q), range(0, S, block_kv)
+    assert classes.shape == (len(rows), len(columns))
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            tile = seen[row : row + block_q, column : column + block_kv]
+            # Tiles that are skipped are empty and tiles without a mask full; where the classes are
+            # exact, the converse holds too, except at the ends.
+            ragged = column + block_kv > S or row + block_q > T
+            exact = int(tile.any()) + int(tile.all())
+            assert classes[i, j] == exact or (
+                classes[i, j] == 1 and (name in CONSERVATIVE or ragged)
+            )
+    assert [tuple(mesh.get_coordinates()[k, k]) for k in (0, -1)] == [
+        (-0.5, -0.5),
+        (S - 0.5, T - 0.5),
+    ]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "skipped",
+        "partial",
+        "full",
+    ]
+
+
+# Nobody asks a predicate for a whole tile, and tiles need not be those of a BlockMask; ids are
+# compared by the smallest and largest of a tile.
+CONSERVATIVE = {"predicate", "blocks", "blocks of a mask", "joined", "segments"}
+
+
+def test_the_three_classes_have_three_colours():
+    ax = pallas_flash.plot_mask(q_len=12, kv_len=12, is_causal=True, block_q=4, block_kv=4)
+    [mesh] = ax.collections
+    np.testing.assert_array_equal(mesh.get_array(), [[1, 0, 0], [2, 1, 0], [2, 2, 1]])
+    ax.figure.canvas.draw()
+    drawn = dict(
+        zip(np.ravel(mesh.get_array()).tolist(), mesh.get_facecolors().tolist(), strict=True)
+    )
+    legend = [tuple(patch.get_facecolor()) for patch in ax.get_legend().get_patches()]
+    assert [tuple(drawn[i]) for i in range(3)] == legend
+    assert len(set(legend)) == 3
+
+
+def test_it_draws_where_it_is_told():
+    _, (left, right) = plt.subplots(1, 2)
+    assert pallas_flash.plot_mask(q_len=3, kv_len=3, ax=right) is right
+    assert right.images
+    assert not left.images
+    assert (right.get_xlabel(), right.get_ylabel()) == ("key", "query")
+
+
+def plot(*args, **kwargs):
+    return lambda: pallas_flash.plot_mask(*args, **kwargs)
+
+
+ERRORS = {
+    "no length": (plot(is_causal=True), ValueError, "`q_len` must be given where neither"),
+    "no key length": (plot(q_len=3), ValueError, "`kv_len` must be given where neither"),
+    "length": (plot(q_len=0, kv_len=3), ValueError, "`q_len` must be an int of at least 1; got 0"),
+    "length of another kind": (plot(q_len=3, kv_len=3.0), ValueError, "`kv_len` must be an int"),
+    "one block": (plot(**LENGTHS, block_q=4), ValueError, "`block_kv` must be an int .*; got None"),
+    "block": (plot(**LENGTHS, block_q=0, block_kv=4), ValueError, "`block_q` must be an int"),
+    "example": (plot(random(B, 1, T, S), b=B), ValueError, r"`b` must be in 0 .. 1 .*; got 2"),
+    "negative example": (plot(**LENGTHS, b=-1), ValueError, "`b` must be in"),
+    "head": (plot(random(N, T, S), h=N), ValueError, r"`h` must be in 0 .. 2 .*; got 3"),
+    "mask": (plot(jnp.ones((T, S))), TypeError, "`mask` must be boolean"),
+    "mask that does not fit": (
+        plot(random(T, S), q_len=T + 1),
+        ValueError,
+        "`mask` must be broadcastable",
+    ),
+    "segment_ids": (plot(**LENGTHS, segment_ids=5), TypeError, "`segment_ids` must be"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error(case):
+    call, exception, message = ERRORS[case]
+    with pytest.raises(exception, match=message):
+        call()
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"`plot_mask` must have matplotlib.*pip install"):
+        pallas_flash.plot_mask(q_len=3, kv_len=3)
+
+
+def test_matplotlib_is_imported_on_demand():
+    code = "import sys, pallas_flash; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_call_under_x64_draws_the_same():
+    with jax.enable_x64(True):
+        [image] = pallas_flash.plot_mask(**CASES["blocks"]).images
+    np.testing.assert_array_equal(image.get_array(), attended(0, 0, CASES["blocks"]))

@@ -1,0 +1,337 @@
+"""Derivatives of second and higher order: those of the dense definition, in memory linear in S."""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import jaxprs
+import numpy as np
+import oracle
+import pytest
+
+from pallas_flash import Tile, TileSizes, _tangents, _vjp, _xla, attention
+
+# No two of B, T, S, N, K, H and V agree; T and S are no multiples of a tile.
+B, T, S, N, K, H, V = 2, 13, 19, 6, 3, 8, 5
+
+TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks of queries, the last one ragged."""
+    monkeypatch.setattr(_tangents, "ROWS", 5 * B * N)
+    monkeypatch.setattr(_xla, "BLOCK_Q", 8)
+    monkeypatch.setattr(_xla, "BLOCK_KV", 16)
+
+
+@pytest.fixture(autouse=True)
+def ieee_products():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def ints(*numbers):
+    return jnp.asarray(numbers, jnp.int32)
+
+
+def ids(length: int):
+    return jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (B, length))), jnp.int32)
+
+
+LENGTHS = dict(query_seq_lengths=ints(9, T), key_value_seq_lengths=ints(S, 0))
+MASKS = {
+    "none": {},
+    # Of the first example the last queries see nothing, of the second none sees anything.
+    "causal, lengths": dict(is_causal=True, **LENGTHS),
+    "window, offset": dict(local_window_size=(4, 2), query_offset=ints(-6, 5)),
+    "segments": dict(segment_ids=(ids(T), ids(S))),
+}
+ARRAYS = {
+    "bias": dict(bias=(1, N, 1, S)),
+    "bias of queries, mask": dict(bias=(B, 1, T, 1), mask=(B, 1, T, S)),
+}
+SCORES = {
+    "scores": dict(
+        logits_soft_cap=3.0,
+        alibi_slopes=jnp.linspace(0.1, 0.4, N),
+        sinks=jnp.linspace(-1.0, 1.0, N),
+        dropout_rate=0.3,
+        dropout_key=jax.random.key(5),
+    )
+}
+
+
+def cases(names, *default):
+    """The names as parameters, those that are not default for the extended suite."""
+    return [
+        pytest.param(name, marks=[] if name in default else pytest.mark.extended) for name in names
+    ]
+
+
+def draw(dtype=np.float64, **shapes) -> dict:
+    """query, key, value, scale and what else has a shape, in `dtype`."""
+    random = np.random.default_rng(1)
+    shapes = dict(query=(B, T, N, H), key=(B, S, K, H), value=(B, S, K, V), scale=()) | shapes
+    drawn = {name: random.normal(size=shape) for name, shape in shapes.items()}
+    drawn["scale"] = np.asarray(0.4)
+    return {name: jnp.asarray(x > -1 if name == "mask" else x, None if name == "mask" else dtype)
+            for name, x in drawn.items()}  # fmt: skip
+
+
+def split(arguments: dict) -> tuple[dict, dict]:
+    """Those with derivatives, and the others."""
+    floats = {name: x for name, x in arguments.items() if name != "mask"}
+    return floats, {name: x for name, x in arguments.items() if name == "mask"}
+
+
+def loss(implementation: str, **options) -> Callable:
+    """A number from output and LSE, curved in both, as a function of a dictionary."""
+    kernels = implementation == "interpret"
+    options |= {"tile_sizes": TILE_SIZES} if kernels else {}
+
+    def fn(floats):
+        call = functools.partial(attention, implementation=implementation, return_lse=True)
+        o, lse = call(**floats, **options)
+        random = np.random.default_rng(2)
+        weights = (jnp.asarray(random.normal(size=x.shape), x.dtype) for x in (o, lse))
+        do, dlse = weights
+        seen = lse > -jnp.inf
+        return (jnp.sin(o) * do).sum() + (jnp.cos(jnp.where(seen, lse, 0)) * dlse).sum()
+
+    return fn
+
+
+def directions(floats):
+    random = np.random.default_rng(3)
+    return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), floats)
+
+
+def forward_over_reverse(fn):
+    return lambda x: jax.jvp(jax.grad(fn), (x,), (directions(x),))[1]
+
+
+def reverse_over_reverse(fn):
+    def along(x):
+        products = jax.tree.map(lambda g, d: (g * d).sum(), jax.grad(fn)(x), directions(x))
+        return sum(jax.tree.leaves(products))
+
+    return jax.grad(along)
+
+
+def reverse_over_forward_over_reverse(fn):
+    def curvature(x):
+        products = jax.tree.map(
+            lambda h, d: (h * d).sum(), forward_over_reverse(fn)(x), directions(x)
+        )
+        return sum(jax.tree.leaves(products))
+
+    return jax.grad(curvature)
+
+
+def assert_close(got, want):
+    """The same dtypes, and half of the digits of the less exact one agree."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.shape == y.shape
+        tolerance = float(jnp.finfo(x.dtype).eps) ** 0.5
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(y) > 0
+        assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    cases([*MASKS, *ARRAYS, *SCORES], "causal, lengths", "bias of queries, mask", "scores"),
+)
+@pytest.mark.parametrize("derivative", [forward_over_reverse, reverse_over_reverse])
+def test_hessian_vector_products_in_float64(derivative, mask):
+    with jax.enable_x64(True):
+        floats, others = split(draw(**ARRAYS.get(mask, {})))
+        options = MASKS.get(mask, {}) | SCORES.get(mask, {}) | others
+        got, want = (
+            oracle.compiled(derivative(loss(implementation, **options)))(floats)
+            for implementation in ("xla", "reference")
+        )
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("mask", cases(MASKS, "causal, lengths"))
+@pytest.mark.parametrize("derivative", [forward_over_reverse, reverse_over_reverse])
+def test_hessian_vector_products_of_the_kernels(derivative, mask, kernel_case):
+    got = oracle.compiled(derivative(loss("interpret", **MASKS[mask])))(draw(np.float32))
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: x.astype(np.float64), draw(np.float32))
+        assert_close(got, oracle.compiled(derivative(loss("reference", **MASKS[mask])))(exact))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_third_order(implementation):
+    options, floats = MASKS["causal, lengths"], draw(np.float32)
+    got, want = (
+        oracle.compiled(reverse_over_forward_over_reverse(loss(name, **options)))(floats)
+        for name in (implementation, "reference")
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_hessians_and_jacobians(implementation):
+    """Mapped over directions."""
+    floats = draw(np.float32)
+
+    def run(implementation):
+        def by_few(few):
+            row = floats["query"].at[1, 2, 3].set(few["row"])
+            return loss(implementation, is_causal=True)(
+                floats | {"query": row, "scale": few["scale"]}
+            )
+
+        few = {"row": floats["query"][1, 2, 3], "scale": floats["scale"]}
+        both = jax.hessian(by_few), jax.jacfwd(jax.grad(by_few))
+        return oracle.compiled(lambda few: [fn(few) for fn in both])(few)
+
+    assert_close(run(implementation), run("reference"))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "remat", "eager"])
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_under_other_transformations(implementation, transform):
+    floats = draw(np.float32)
+
+    def run(implementation):
+        fn = loss(implementation, **MASKS["causal, lengths"])
+        if transform == "eager":
+            with jax.debug_nans(True):
+                return forward_over_reverse(fn)(floats)
+        if transform == "remat":
+            return oracle.compiled(reverse_over_reverse(jax.checkpoint(fn)))(floats)
+        queries = jnp.stack([floats["query"], -2 * floats["query"]])
+        by_query = jax.vmap(lambda q: reverse_over_reverse(fn)(floats | {"query": q}))
+        return oracle.compiled(by_query)(queries)
+
+    assert_close(run(implementation), run("reference"))
+
+
+# JAX before 0.12 loses the rule of a custom_jvp in a scan that it differentiates again. Loops in
+# plain JAX have a forward mode without it.
+IN_SCANS = [("xla", forward_over_reverse)]
+if jax.__version_info__ >= (0, 12):
+    IN_SCANS += [("interpret", forward_over_reverse)]
+    IN_SCANS += [(implementation, reverse_over_reverse) for implementation in ("xla", "interpret")]
+
+
+@pytest.mark.parametrize(("implementation", "derivative"), IN_SCANS)
+def test_scan(implementation, derivative):
+    x = draw(np.float32)["query"]
+
+    def run(implementation):
+        def layer(x, factor):
+            tiles = {"tile_sizes": TILE_SIZES} if implementation == "interpret" else {}
+            call = functools.partial(attention, implementation=implementation, **tiles)
+            return x + factor * call(x, x, x, is_causal=True), None
+
+        def total(x):
+            return (jax.lax.scan(layer, x, jnp.asarray([0.5, 2.0]))[0] ** 2).sum()
+
+        return oracle.compiled(derivative(total))(x)
+
+    assert_close(run(implementation), run("reference"))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_dtypes_are_those_of_the_operands(implementation, x64):
+    floats = draw(np.float32) | {"query": draw(jnp.bfloat16)["query"]}
+    floats |= {name: floats[name].astype(jnp.bfloat16) for name in ("key", "value")}
+
+    def fn(floats):
+        call = functools.partial(attention, implementation=implementation)
+        o, lse = call(**floats, **MASKS["causal, lengths"], return_lse=True)
+        return (o * o).sum().astype(jnp.float32) + (lse * lse).sum()
+
+    def along(x):
+        products = jax.tree.map(lambda g: (g * g).sum().astype(jnp.float32), jax.grad(fn)(x))
+        return sum(jax.tree.leaves(products), jnp.float32(0))
+
+    def dtype(x):
+        return x.dtype
+
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+        for second in (lambda x: jax.jvp(jax.grad(fn), (x,), (x,))[1], jax.grad(along)):
+            derivative = jax.eval_shape(second, floats)
+            assert jax.tree.map(dtype, derivative) == jax.tree.map(dtype, floats)
+
+
+def test_gradients_of_gradients_are_those_of_finite_differences():
+    with jax.enable_x64(True):
+        floats = draw(bias=(N, 1, S))
+
+        def fn(floats):
+            return attention(**floats, is_causal=True, implementation="xla", return_lse=True)
+
+        jax.test_util.check_grads(jax.jit(fn), [floats], order=2, modes=("rev",))
+        gradients = jax.jit(jax.grad(loss("xla", is_causal=True)))
+        jax.test_util.check_grads(gradients, [floats], order=1, modes=("fwd",))
+
+
+def test_forward_mode_of_the_call_itself_is_that_of_the_definition():
+    floats = draw(np.float32)
+    dx = directions(floats)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(loss("xla"), (floats,), (dx,))
+    _, tangent = jax.jvp(loss("reference"), (floats,), (dx,))
+    products = jax.tree.map(lambda g, d: (g * d).sum(), jax.grad(loss("xla"))(floats), dx)
+    np.testing.assert_allclose(tangent, sum(jax.tree.leaves(products)), rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------
+# What it costs
+# ------------------------------------------------------------------------------------------------
+
+
+def test_first_derivatives_compile_to_the_program_they_would_be_without_further_ones(monkeypatch):
+    floats = draw(np.float32)
+
+    def program():
+        text = jax.jit(jax.grad(loss("xla", **LENGTHS))).lower(floats).compile().as_text()
+        # Names of functions and lines of code.
+        text = re.sub(r", metadata=\{.*?\}|, stack_frame_id=\d+", "", text)
+        return re.sub(r"\n(?:File|Function|Stack)\w+\n(?:\d.*\n)*", "", text)
+
+    with_tangents = program()
+    for name in ("_forward_pass", "_backward_pass"):
+        # The function under the custom derivative.
+        monkeypatch.setattr(_vjp, name, getattr(_vjp, name).fun)
+    jax.clear_caches()
+    assert program() == with_tangents
+
+
+def test_first_derivatives_trace_no_tangents(monkeypatch):
+    for name in ("of_forward", "of_backward"):
+        monkeypatch.delattr(_tangents, name)
+    jaxprs.trace(jax.grad(loss("xla")), draw(np.float32))
+    with pytest.raises(AttributeError, match="of_forward"):
+        jaxprs.trace(forward_over_reverse(loss("xla")), draw(np.float32))
+
+
+@pytest.mark.parametrize("derivative", [forward_over_reverse, reverse_over_reverse])
+def test_memory_is_linear(derivative, monkeypatch):
+    monkeypatch.setattr(_tangents, "ROWS", 256)
+
+    def temporary_bytes(length):
+        x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+
+        def total(x):
+            return (attention(x, x, x, is_causal=True, implementation="xla") ** 2).sum()
+
+        compiled = jax.jit(derivative(total)).lower(x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    sizes = [temporary_bytes(length) for length in (1024, 2048, 4096)]
+    for size, doubled in itertools.pairwise(sizes):
+        assert size < doubled <= 2.1 * size

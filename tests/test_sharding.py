@@ -1,0 +1,455 @@
+"""Meshes of devices: each computes its examples and heads alone, and nothing is gathered.
+
+Eight CPUs are simulated. Their number is fixed when JAX starts, so checks run in processes of their
+own, each called by the test of its name.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import oracle
+import pytest
+from described_gpus import described_gpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash import Tile, TileSizes, _partition, _tangents, _xla, attention
+from pallas_flash._dropout import Dropout
+from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
+from pallas_flash._masks import Band, Lengths, Mask, Segments
+from pallas_flash._operands import Pairs
+from pallas_flash._problem import Problem
+from pallas_flash._scores import Scores
+
+DEVICES = 8
+AXES = {"batch": 2, "heads": 4}
+
+# Divided by the mesh are B and N only.
+B, T, S, N, H, V = 4, 13, 17, 24, 8, 5
+
+TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
+
+ROWS = P("batch", None, "heads")
+SPECS = {
+    "query": ROWS,
+    "key": ROWS,
+    "value": ROWS,
+    "do": ROWS,
+    "scale": P(),
+    "bias": P(None, "heads"),
+    "query_seq_lengths": P("batch"),
+    "key_value_seq_lengths": P("batch"),
+    "query_offset": P("batch"),
+    "segment_ids": P("batch"),
+}
+FLOATS = ("query", "key", "value", "scale", "bias")
+
+
+def make_mesh(kind: AxisType, axes=None):
+    axes = axes or AXES
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def draw(num_kv_heads: int, *names: str, queries=(B, T, N, H)) -> dict:
+    """Arguments by name, query, key, value and the cotangent do among them."""
+    random = np.random.default_rng(0)
+    shapes = {
+        "query": queries,
+        "key": (B, S, num_kv_heads, H),
+        "value": (B, S, num_kv_heads, V),
+        "do": (*queries[:3], V),
+        "bias": (1, N, T, S),
+    }
+    ints = {
+        "query_seq_lengths": [T, 0, 5, 9],
+        "key_value_seq_lengths": [0, S, 9, 5],
+        "query_offset": [1, 0, -3, 7],
+    }
+    drawn = {}
+    for name in ("query", "key", "value", "do", *names):
+        if name in shapes:
+            drawn[name] = jnp.asarray(random.normal(size=shapes[name]), jnp.float32)
+        elif name == "segment_ids":
+            ids = (np.sort(random.integers(0, 3, (B, length))) for length in (T, S))
+            drawn[name] = tuple(jnp.asarray(x, jnp.int32) for x in ids)
+        else:
+            drawn[name] = (
+                jnp.float32(0.4) if name == "scale" else jnp.asarray(ints[name], jnp.int32)
+            )
+    return drawn
+
+
+def call(implementation: str, **options):
+    tiles = {"tile_sizes": TILE_SIZES} if implementation == "interpret" else {}
+    return functools.partial(attention, implementation=implementation, **tiles, **options)
+
+
+def gradients(implementation: str, **options):
+    """By all floats, and the output, of a dictionary of arguments."""
+
+    def run(arguments):
+        rest = {name: x for name, x in arguments.items() if name != "do"}
+        floats = {name: x for name, x in rest.items() if name in FLOATS}
+
+        def fn(floats):
+            return call(implementation, is_causal=True, **options)(**(rest | floats))
+
+        out, pull = jax.vjp(fn, floats)
+        return out, *pull(arguments["do"])
+
+    return run
+
+
+def place(arguments, mesh, specs=SPECS):
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arguments.items()
+    }
+
+
+def collectives(text: str) -> list[str]:
+    """The collective operations of a compiled program, with the shapes that they give."""
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    found = re.findall(rf" = (.*?) ({names})(?:-start)?\(", text)
+    return [f"{name} {re.sub(r'{[^}]*}', '', shape)}" for shape, name in found]
+
+
+def compare(run, want, placed, arguments, expected: list[str] | None = None):
+    """The same numbers, by a program with just these collectives."""
+    compiled = oracle.compiled(run).lower(placed).compile()
+    got = compiled(placed)
+    assert_close(got, oracle.compiled(want)(arguments))
+    if expected is not None:
+        assert collectives(compiled.as_text()) == expected, compiled.as_text()
+    return got
+
+
+def assert_close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) <= 3e-4 * np.linalg.norm(y)
+
+
+# ------------------------------------------------------------------------------------------------
+# Eight devices
+# ------------------------------------------------------------------------------------------------
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def check_nothing_is_gathered(kind):
+    mesh = make_mesh(KINDS[kind])
+    masks = "query_seq_lengths", "key_value_seq_lengths", "query_offset", "segment_ids"
+    for implementation in ("xla", "interpret"):
+        for num_kv_heads, names in ((N, ()), (12, masks), (4, ())):
+            arguments = draw(num_kv_heads, *names)
+            placed = place(
+                {name: x for name, x in arguments.items() if name != "segment_ids"}, mesh
+            )
+            if "segment_ids" in names:
+                ids = NamedSharding(mesh, P("batch"))
+                placed["segment_ids"] = jax.device_put(arguments["segment_ids"], ids)
+            run, want = gradients(implementation), gradients("reference")
+            out, grads = compare(run, want, placed, arguments, [])
+            for x in (out, *grads.values()):
+                assert x.sharding.is_equivalent_to(NamedSharding(mesh, ROWS), 4)
+
+
+def check_shared_operands_cost_a_sum(kind):
+    mesh = make_mesh(KINDS[kind])
+    arguments = draw(12, "bias")
+    # Of one device's 6 heads.
+    expected = [f"all-reduce f32[1,6,{T},{S}]"]
+    run, want = gradients("xla"), gradients("reference")
+    compare(run, want, place(arguments, mesh), arguments, expected)
+    for implementation in ("xla", "interpret"):
+        arguments = draw(12, "scale")
+        run = gradients(implementation)
+        compare(run, want, place(arguments, mesh), arguments, ["all-reduce f32[]"])
+
+
+def check_fewer_key_heads_than_devices(kind):
+    """Six, two, or all of a device's query heads share one key/value head."""
+    mesh = make_mesh(KINDS[kind])
+    specs = SPECS | dict.fromkeys(("key", "value"), P("batch"))
+    for implementation, num_kv_heads in (("xla", 2), ("interpret", 6), ("xla", 3), ("xla", 1)):
+        arguments = draw(num_kv_heads)
+        run, want = gradients(implementation), gradients("reference")
+        compare(run, want, place(arguments, mesh, specs), arguments)
+
+
+def check_other_meshes(kind):
+    """One axis unused, two axes for the batch, heads that do not divide, nothing divided."""
+    rows = {
+        "unused": P("batch", None, "heads"),
+        "two": P(("batch", "more"), None, "heads"),
+        "heads": P(None, None, "heads"),
+        "nothing": P(),
+    }
+    mesh = make_mesh(KINDS[kind], {"batch": 2, "more": 2, "heads": 2})
+    for name, row in rows.items():
+        arguments = draw(12)
+        specs = dict.fromkeys(arguments, row)
+        for implementation in ("xla", "interpret"):
+            # The interpreter runs without shard_map's check, which saves sums over unused axes.
+            free = implementation == "xla" or kind == "auto" or name == "two"
+            run, want = gradients(implementation), gradients("reference")
+            placed = place(arguments, mesh, specs)
+            compare(run, want, placed, arguments, [] if free else None)
+    three_heads = draw(1, queries=(B, T, 3, H))
+    placed = place(three_heads, mesh, dict.fromkeys(three_heads, P("batch")))
+
+    def from_features(arguments):
+        query = arguments["query"].reshape(B, T, 3 * H)
+        if kind == "auto":
+            query = jax.lax.with_sharding_constraint(
+                query, NamedSharding(mesh, P("batch", None, "heads"))
+            )
+        return gradients("xla")(arguments | {"query": query.reshape(B, T, 3, H)})
+
+    compare(from_features, gradients("reference"), placed, three_heads)
+
+
+def check_vmap(kind):
+    """Mapped axes lie in front of those that divide; XLA may divide them, too."""
+    mesh = make_mesh(KINDS[kind])
+    one = draw(12)
+    many = {name: jnp.stack([x, 2 * x]) for name, x in one.items()}
+
+    def along(in_axes, implementation):
+        return jax.vmap(gradients(implementation), in_axes=(in_axes,))
+
+    spec = P(None, *ROWS)
+    for implementation in ("xla", "interpret"):
+        everything = dict.fromkeys(many, 0)
+        want = along(everything, "reference")
+        specs = dict.fromkeys(many, spec)
+        compare(along(everything, implementation), want, place(many, mesh, specs), many, [])
+        some = {"query": 0, "key": None, "value": None, "do": 0}
+        arguments = one | {"query": many["query"], "do": many["do"]}
+        specs = {name: ROWS if some[name] is None else spec for name in some}
+        run, want = along(some, implementation), along(some, "reference")
+        compare(run, want, place(arguments, mesh, specs), arguments, [])
+    if kind == "auto":
+        specs = dict.fromkeys(many, P("batch", None, None, "heads"))
+        want = along(everything, "reference")
+        compare(along(everything, "xla"), want, place(many, mesh, specs), many, [])
+    # Nested, and a scale for each copy.
+    outer, inner = {"query": 0, "key": None, "value": None, "scale": 0}, {"value": 0}
+    inner = dict.fromkeys(outer) | inner
+    arguments = one | {
+        "query": many["query"],
+        "value": many["value"],
+        "scale": jnp.asarray([0.3, 0.6]),
+    }
+    arguments.pop("do")
+
+    def nested(implementation):
+        def run(arguments):
+            def fn(arguments):
+                return call(implementation, is_causal=True)(**arguments)
+
+            mapped = jax.vmap(jax.vmap(fn, in_axes=(inner,)), in_axes=(outer,))
+            return jax.grad(lambda x: (mapped(x) ** 2).sum())(arguments)
+
+        return run
+
+    specs = SPECS | {"query": spec, "value": spec}
+    compare(nested("xla"), nested("reference"), place(arguments, mesh, specs), arguments)
+
+
+def check_what_is_not_served_raises(kind):
+    mesh = make_mesh(KINDS[kind])
+    arguments = {name: x[:, :12] for name, x in draw(12).items()}
+    error = NotImplementedError if kind == "explicit" else jax.errors.JaxRuntimeError
+    divided = {"query": P(None, "heads"), "key": P("batch", "heads")}
+    sentences = {
+        "query": "`query` must be sharded by examples and heads alone; got its axis of queries "
+        "sharded over 'heads'. Sharding a sequence needs context parallelism",
+        "key": "`key` must be sharded .* got its axis of keys sharded over 'heads'",
+    }
+    for name, sentence in sentences.items():
+        placed = place(arguments, mesh, SPECS | {name: divided[name]})
+        with pytest.raises(error, match=sentence):
+            jax.jit(gradients("xla"))(placed)
+
+
+def check_second_derivatives(kind):
+    mesh, arguments = make_mesh(KINDS[kind]), draw(12)
+    arguments.pop("do")
+
+    def product(implementation):
+        def loss(arguments):
+            return (call(implementation, is_causal=True)(**arguments) ** 2).sum()
+
+        return lambda x: (
+            jax.jvp(jax.grad(loss), (x,), (x,))[1],
+            jax.grad(lambda x: (jax.grad(loss)(x)["key"] ** 2).sum())(x),
+        )
+
+    compare(product("xla"), product("reference"), place(arguments, mesh), arguments)
+    # In a shard_map of the user's, with JAX's checks.
+    inside = jax.shard_map(
+        lambda x: call("xla", is_causal=True)(**x),
+        mesh=mesh,
+        in_specs=({name: SPECS[name] for name in arguments},),
+        out_specs=ROWS,
+    )
+
+    def manual(x):
+        return jax.grad(
+            lambda x: (jax.grad(lambda x: (inside(x) ** 2).sum())(x)["key"] ** 2).sum()
+        )(x)
+
+    compare(manual, lambda x: product("reference")(x)[1], place(arguments, mesh), arguments)
+
+
+def check_layers_in_a_scan_with_remat(kind):
+    mesh = make_mesh(KINDS[kind])
+    x = draw(12)["query"]
+    placed = jax.device_put(x, NamedSharding(mesh, ROWS))
+
+    def total(implementation):
+        def layer(x, factor):
+            return x + factor * call(implementation, is_causal=True)(x, x, x), ()
+
+        def run(x):
+            return (jax.lax.scan(jax.checkpoint(layer), x, jnp.ones(2))[0] ** 2).sum()
+
+        return jax.grad(run)
+
+    compare(total("interpret"), total("reference"), placed, x, [])
+
+
+def check_calls_outside_of_jit_and_programs_for_one_device(kind):
+    mesh, arguments = make_mesh(KINDS[kind]), draw(12)
+    with jax.set_mesh(mesh):
+        got = gradients("xla")(place(arguments, mesh))
+    assert_close(got, gradients("reference")(arguments))
+    # On one of the devices, exported, too, although there are eight.
+    run = jax.jit(gradients("interpret"))
+    assert_close(run(arguments), gradients("reference")(arguments))
+    assert "custom_call_target=" not in run.lower(arguments).compile().as_text()
+    exported = jax.export.export(run)(arguments)
+    assert "CustomSPMDPartitioning" not in exported.mlir_module()
+
+
+CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.startswith("check_")}
+
+
+def main(name, kind):
+    _xla.BLOCK_Q, _xla.BLOCK_KV, _tangents.ROWS = 8, 16, 5 * B * N
+    assert len(jax.devices()) == DEVICES
+    CHECKS[name](kind)
+    print("checked")
+
+
+# Each takes a process and its programs many seconds to compile, so the others are extended.
+FIRST = [("nothing_is_gathered", kind) for kind in KINDS] + [("what_is_not_served_raises", "auto")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if (name, kind) in FIRST else pytest.mark.extended)
+        for name in CHECKS
+        for kind in KINDS
+    ],
+)
+def test_on_eight_devices(name, kind):
+    here = Path(__file__)
+    paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
+    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    child = subprocess.run(
+        [sys.executable, "-c", f"import {here.stem}; {here.stem}.main({name!r}, {kind!r})"],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr[-5000:]
+    assert child.stdout == "checked\n"
+
+
+# ------------------------------------------------------------------------------------------------
+# One device, and meshes of GPUs that are not here
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret", "triton"])
+def test_on_one_device_nothing_is_partitioned(implementation):
+    with described_gpu("NVIDIA H200"):
+        eqns = jaxprs.trace(gradients(implementation), draw(12))
+    names = {eqn.primitive.name for eqn in eqns}
+    assert "custom_partitioning" not in names
+    assert not any("vmap" in name for name in names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_lower_for_a_mesh_of_gpus(kind):
+    """With Auto axes they do when XLA partitions; until then one call stands for each pass."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = AbstractMesh(
+        tuple(AXES.values()), tuple(AXES), (KINDS[kind],) * 2, abstract_device=device
+    )
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, SPECS[name]))
+        for name, x in draw(12).items()
+    }
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(gradients("triton")).trace(shapes)
+    eqns = list(jaxprs.equations(traced.jaxpr.jaxpr))
+    backward = ["pallas_flash_delta", "pallas_flash_dkv", "pallas_flash_dq"]
+    assert jaxprs.kernels(eqns) == ["pallas_flash_forward", *backward]
+    if kind == "explicit":
+        with jax.sharding.use_abstract_mesh(mesh):
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@__gpu$xla.gpu.triton") == 4
+    else:
+        partitioned = [e for e in eqns if e.primitive.name == "custom_partitioning"]
+        assert len(partitioned) == 2
+
+
+def test_every_array_of_a_problem_has_its_letters():
+    """A new field or leaf needs a line in the tables, or sharded calls fail."""
+    length, ids = jnp.zeros(B, jnp.int32), jnp.zeros((B, T), jnp.int32)
+    pairs, table = Pairs(jnp.ones((B, N, T, S), bool)), jnp.ones((B, N, 2, 3), bool)
+    leaves = [
+        (Band(0, 0, length), ["b"]),
+        (Lengths(length, length), ["b", "b"]),
+        (Segments(ids, ids), ["bt", "bs"]),
+        (MaskArray(pairs), ["bnts"]),
+        (PrefixLM(length, length), ["b", "b"]),
+        (Predicate(max, (ids,)), ["11"]),
+        (BlockMask(table, 8, 8, table, Segments(ids)), ["bn11", "bn11", "bt"]),
+    ]
+    qkv = jnp.zeros((B, T, N, H)), jnp.zeros((B, S, 2, H)), jnp.zeros((B, S, 2, V))
+    heads = jnp.zeros(N)
+    problem = Problem(
+        *(*qkv, jnp.zeros(()), jnp.zeros((1, N, T, S)), heads, heads, (ids,)),
+        mask=Mask(tuple(leaf for leaf, _ in leaves)),
+        rest_of_scores=Scores(offset=length),
+        dropout=Dropout(jnp.zeros(2, jnp.uint32), rate=0.5),
+    )
+    letters = _partition.letters(problem)
+    assert [letters.query, letters.key, letters.value] == ["btnh", "bskh", "bskv"]
+    assert [letters.scale, letters.bias] == ["", "1nts"]
+    assert [letters.sinks, letters.slopes, letters.score_operands] == ["n", "n", ("11",)]
+    assert [letters.rest_of_scores.offset, letters.dropout.seed] == ["b", "1"]
+    assert jax.tree.leaves(letters.mask) == [axes for _, named in leaves for axes in named]
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 2), (2, 1)])
+def test_axes_of_length_one_are_shared(batch, heads):
+    mask = Mask((MaskArray(Pairs(jnp.zeros((batch, heads, 3, 4), bool))),))
+    want = "1nts" if batch == 1 else "b1ts"
+    problem = Problem(*(jnp.zeros((2,) * 4),) * 3, *(None,) * 5, mask)
+    assert jax.tree.leaves(_partition.letters(problem).mask) == [want]
