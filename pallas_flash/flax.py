@@ -8,6 +8,7 @@ F features.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,12 @@ from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import Implementation, attention
+from pallas_flash._mask_objects import Joinable
+from pallas_flash._masks import Mask
 
 __all__ = ["SelfAttention", "apply_rope", "attention_fn"]
 
-_lecun_normal = nnx.initializers.lecun_normal()
+_lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
 
 def attention_fn(
@@ -29,7 +32,7 @@ def attention_fn(
     key: Shaped[Array, "*batch S K H"],
     value: Shaped[Array, "*batch S K V"],
     bias: Float[Array, "*#batch #N #T #S"] | None = None,
-    mask: Shaped[Array, "*#batch #N #T #S"] | None = None,
+    mask: Shaped[Array, "*#batch #N #T #S"] | Mask | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: PRNGKeyArray | None = None,
     dropout_rate: float = 0.0,
@@ -57,6 +60,8 @@ def attention_fn(
     - a query that may see no key gives zeros and zero gradients, where Flax gives the mean of
       `value`;
     - the softmax is always computed in float32;
+    - dropout has Flax's statistics and other random numbers: which probabilities it drops is a
+      function of `dropout_rng` and of the place of each, see `pallas_flash.dropout_mask`;
     - `key` and `value` may have fewer heads than `query` in linen too, not only in nnx.
 
     Example:
@@ -81,16 +86,19 @@ def attention_fn(
         bias: Added to the scaled scores.
         mask: Nonzero where a query may attend to a key: boolean masks serve, and so do the 0/1
             float masks that Flax's `make_causal_mask` and its kin return. A mask that is to be
-            added to the scores is a `bias`.
-        broadcast_dropout: Has no effect, because active dropout is refused.
-        dropout_rng: Has no effect, because active dropout is refused.
-        dropout_rate: Dropout is active when this is positive and `deterministic` is false.
+            added to the scores is a `bias`. Or a mask object of `pallas_flash`, in which all batch
+            axes count as one.
+        broadcast_dropout: Whether one dropout mask [T, S] serves all batch axes and heads.
+        dropout_rng: A `jax.random` key, typed or raw; needed where dropout is active.
+        dropout_rate: The share of probabilities that become zero while `deterministic` is false;
+            the others are divided by 1 - rate.
         deterministic: Whether dropout is switched off.
         dtype: Computation dtype. None is the one that `query`, `key` and `value` promote to.
         precision: As in `pallas_flash.attention`.
         module: Module that sows the weights [*batch, N, T, S] as "attention_weights". They are
-            computed by Flax, apart from the output and in memory quadratic in the length, so the
-            output is the same with and without them; for a query that sees no key they are 1 / S.
+            computed by Flax, before dropout, apart from the output and in memory quadratic in the
+            length, so the output is the same with and without them; for a query that sees no key
+            they are 1 / S.
         is_causal: Whether query t sees only keys 0..t, also when T != S.
         promote_dtype: Called as `promote_dtype((query, key, value), dtype=dtype)`.
         rope: Turns `query` and `key` before all else, as in `nnx.dot_product_attention_with_rope`:
@@ -106,9 +114,10 @@ def attention_fn(
         The attention output in the computation dtype.
 
     Raises:
-        NotImplementedError: If dropout is active or an einsum is replaced.
-        ValueError: If shapes do not fit, if `dropout_rate` is outside [0, 1), or if
-            `input_positions` come without `rope`.
+        NotImplementedError: If an einsum is replaced.
+        TypeError: If an argument is of the wrong kind or dtype.
+        ValueError: If shapes do not fit, if `dropout_rate` is outside [0, 1), if dropout is active
+            without `dropout_rng`, or if `input_positions` come without `rope`.
     """
     for name, einsum in (
         ("einsum_dot_general", einsum_dot_general),
@@ -120,13 +129,14 @@ def attention_fn(
                 f"`{name}` must be None, because the kernels contain no einsum to replace; got "
                 f"{einsum!r}. Use Flax's `dot_product_attention` for this layer."
             )
-    if not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(f"`dropout_rate` must be in [0, 1); got {dropout_rate}.")
-    if dropout_rate > 0.0 and not deterministic:
-        raise NotImplementedError(
-            "`dropout_rate` must be 0 unless `deterministic` is true, because the kernels have no "
-            f"dropout yet; got dropout_rate={dropout_rate}, deterministic={deterministic}. Use "
-            "Flax's `dot_product_attention` for this layer."
+    _check_dropout_rate(dropout_rate)
+    if deterministic:
+        dropout_rate = 0.0
+    if dropout_rate > 0.0 and dropout_rng is None:
+        raise ValueError(
+            "`dropout_rng` must be a jax.random key while dropout is active; got None with "
+            f"dropout_rate={dropout_rate}, deterministic={deterministic}. Pass a new key for each "
+            "call, or deterministic=True for no dropout."
         )
 
     if rope is not None:
@@ -146,35 +156,35 @@ def attention_fn(
             f"batch axes; got query.shape={query.shape}, key.shape={key.shape}, "
             f"value.shape={value.shape}."
         )
-    # Here and not in `attention`, so that the messages show the caller's shapes.
     scores_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
-    if bias is not None:
-        _check_broadcasts("bias", bias, scores_shape)
-    if mask is not None:
-        _check_broadcasts("mask", mask, scores_shape)
-        mask = jnp.asarray(mask).astype(bool)  # True where nonzero
-
     out = attention(
         _merge_batch(query, batch),
         _merge_batch(key, batch),
         _merge_batch(value, batch),
-        None if bias is None else _merge_batch(bias, batch),
-        None if mask is None else _merge_batch(mask, batch),
+        bias=_merge_scores("bias", bias, scores_shape),
+        mask=_merge_scores("mask", _as_bool(mask), scores_shape),
         is_causal=is_causal,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
         precision=precision,
         implementation=implementation,
     )
     if module is not None:
-        _sow_weights(module, query, key, bias, mask, is_causal, precision, force_fp32_for_softmax)
+        visible = _dense(_as_bool(mask), scores_shape)
+        _sow_weights(
+            module, query, key, bias, visible, is_causal, precision, force_fp32_for_softmax
+        )
     return out.reshape(*batch, *out.shape[1:])
 
 
 class SelfAttention(nnx.Module):
     """Self-attention with grouped key/value heads, rotary positions and packed documents.
 
-    Linear maps of the tokens give q, k and v; `apply_rope` turns q and k; a linear map of
-    `pallas_flash.attention(q, k, v)` is the output. Each run of `num_heads // num_kv_heads` query
-    heads shares one key/value head (GQA, https://arxiv.org/abs/2305.13245).
+    Linear maps of the tokens give q, k and v; if asked for, an RMSNorm over each head normalises q
+    and k; `apply_rope` turns them; a linear map of `pallas_flash.attention(q, k, v)` is the output.
+    Each run of `num_heads // num_kv_heads` query heads shares one key/value head (GQA,
+    https://arxiv.org/abs/2305.13245).
 
     Example:
         >>> import jax.numpy as jnp
@@ -192,14 +202,29 @@ class SelfAttention(nnx.Module):
         is_causal: Whether a token sees only itself and the tokens before it, by their order in the
             array and whatever their `positions`.
         rope_theta: Base of the rotary angles. None is no rotary embedding.
+        normalize_qk: Whether queries and keys go through an RMSNorm over the head size, each with a
+            learned scale [H] that all heads share, before rotary positions (as in Qwen 3,
+            https://arxiv.org/abs/2505.09388, and Gemma 3, https://arxiv.org/abs/2503.19786).
+        local_window_size: (left, right): a token sees the `left` tokens before it and, unless it is
+            causal, the `right` tokens after it; an int for both. None is no window.
+        logits_soft_cap: Scores s become cap * tanh(s / cap). None is no cap.
+        use_sinks: Whether each head learns a sink: a logit that takes part in the softmax without a
+            value, so that a head may attend to nothing (https://arxiv.org/abs/2309.17453).
+        dropout_rate: The share of attention probabilities that become zero in training.
+        broadcast_dropout: Whether one dropout mask [T, T] serves all batch axes and heads.
+        deterministic: Whether dropout is switched off. None leaves it to the call, or to
+            `train()`, `eval()` and `nnx.view`, which set it.
         use_bias: Whether the linear maps add a bias.
         dtype: Computation dtype. None is the one that the input and the parameters promote to.
         param_dtype: Dtype of the parameters.
         precision: Precision of the linear maps and of the attention.
         kernel_init: Initializer of the linear maps.
         out_kernel_init: Initializer of the output map. None is `kernel_init`.
+        sinks_init: Initializer of the sinks.
         implementation: As in `pallas_flash.attention`.
-        rngs: Where the parameters' random keys come from.
+        rngs: Where the random keys of the parameters come from, and those of dropout.
+        keep_rngs: Whether a layer with dropout keeps a copy of the dropout stream of `rngs`, so
+            that calls need not give one.
 
     Raises:
         ValueError: If the sizes do not fit each other.
@@ -214,14 +239,23 @@ class SelfAttention(nnx.Module):
         head_dim: int | None = None,
         is_causal: bool = True,
         rope_theta: float | None = 10_000.0,
+        normalize_qk: bool = False,
+        local_window_size: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        use_sinks: bool = False,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool | None = None,
         use_bias: bool = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: str | jax.lax.Precision | None = None,
         kernel_init: Initializer = _lecun_normal,
         out_kernel_init: Initializer | None = None,
+        sinks_init: Initializer = _zeros,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
+        keep_rngs: bool = True,
     ):
         if num_kv_heads is None:
             num_kv_heads = num_heads
@@ -251,10 +285,16 @@ class SelfAttention(nnx.Module):
                 f"`head_dim` must be even, because rotary positions turn pairs; got {head_dim}. "
                 "Give an even `head_dim`, or rope_theta=None for no rotary embedding."
             )
+        _check_dropout_rate(dropout_rate)
 
         self.features = features
         self.is_causal = is_causal
         self.rope_theta = rope_theta
+        self.local_window_size = local_window_size
+        self.logits_soft_cap = logits_soft_cap
+        self.dropout_rate = dropout_rate
+        self.broadcast_dropout = broadcast_dropout
+        self.deterministic = deterministic
         self.precision = precision
         self.implementation: Implementation | None = implementation
         linear = functools.partial(
@@ -274,30 +314,54 @@ class SelfAttention(nnx.Module):
             axis=(-2, -1),
             kernel_init=out_kernel_init or kernel_init,
         )
+        self.query_norm, self.key_norm = (
+            nnx.RMSNorm(head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            if normalize_qk
+            else None
+            for _ in range(2)
+        )
+        self.sinks = (
+            nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype)) if use_sinks else None
+        )
+        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0.0 else None
 
     def __call__(
         self,
         x: Float[Array, "*batch T F"],
         *,
+        bias: Float[Array, "*#batch #N #T #T"] | None = None,
+        mask: Shaped[Array, "*#batch #N #T #T"] | Mask | None = None,
+        seq_lengths: Int32[Array, "*#batch"] | None = None,
         segment_ids: Int32[Array, "*#batch T"] | None = None,
         positions: Integer[Array, "*#batch T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | PRNGKeyArray | None = None,
     ) -> Float[Array, "*batch T F"]:
         """Mixes the tokens of each sequence.
 
         Args:
             x: Tokens.
+            bias: Added to the scaled scores; it has a gradient.
+            mask: As in `attention_fn`. It holds together with everything else that says who sees
+                whom.
+            seq_lengths: Tokens of each sequence; those after them are neither seen nor do they see:
+                their output is that of zeros.
             segment_ids: Document of each token; tokens of different documents never see each
                 other. None is one document.
             positions: Rotary position of each token. None is 0..T-1, which also serves packed
                 documents: only differences of positions matter, and within a document they do not
                 depend on where it starts.
+            deterministic: Whether dropout is switched off. None is what the layer was told.
+            rngs: Where the random key of dropout comes from, or that key. None is what the layer
+                keeps.
 
         Returns:
             One new token for each token.
 
         Raises:
             TypeError: If `positions` are not integers.
-            ValueError: If shapes do not fit, or if `positions` come without rotary embedding.
+            ValueError: If shapes do not fit, if `positions` come without rotary embedding, or if a
+                layer with dropout is not told whether it is on, or finds no random key.
         """
         if x.ndim < 2 or x.shape[-1] != self.features:
             raise ValueError(
@@ -306,6 +370,8 @@ class SelfAttention(nnx.Module):
         *batch, length, _ = x.shape
         # q is [*batch, T, N, H], k and v are [*batch, T, K, H].
         q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if self.rope_theta is not None:
             if positions is None:
                 positions = jnp.arange(length, dtype=jnp.int32)
@@ -315,19 +381,63 @@ class SelfAttention(nnx.Module):
                 "`positions` must be None when `rope_theta` is None, because nothing reads them; "
                 f"got positions.shape={positions.shape}."
             )
-        if segment_ids is not None:
-            _check_broadcasts("segment_ids", segment_ids, x.shape[:-1])
-            segment_ids = jnp.broadcast_to(segment_ids, x.shape[:-1])
-            segment_ids = segment_ids.reshape(math.prod(batch), length)
+        scores_shape = (*batch, q.shape[-2], length, length)
+        seq_lengths = _merge_full("seq_lengths", seq_lengths, batch, ())
+        dropout_key = self._dropout_key(deterministic, rngs)
 
         o = attention(
-            *(_merge_batch(y, batch) for y in (q, k, v)),
+            _merge_batch(q, batch),
+            _merge_batch(k, batch),
+            _merge_batch(v, batch),
+            bias=_merge_scores("bias", bias, scores_shape),
+            mask=_merge_scores("mask", _as_bool(mask), scores_shape),
             is_causal=self.is_causal,
-            segment_ids=segment_ids,
+            query_seq_lengths=seq_lengths,
+            key_value_seq_lengths=seq_lengths,
+            local_window_size=self.local_window_size,
+            segment_ids=_merge_full("segment_ids", segment_ids, batch, (length,)),
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key,
+            broadcast_dropout=self.broadcast_dropout,
             precision=self.precision,
             implementation=self.implementation,
         )
         return self.out(o).reshape(x.shape)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Called by `nnx.view`, which makes a copy of a model with dropout on or off.
+
+        Args:
+            deterministic: Whether dropout is switched off. None changes nothing.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def _dropout_key(self, deterministic, rngs):
+        """The random key of this call's dropout; None if it is off."""
+        if self.dropout_rate == 0.0:
+            return None
+        if deterministic is None:
+            deterministic = self.deterministic
+        if deterministic is None:
+            raise ValueError(
+                "`deterministic` must be True or False in a layer with dropout; got None. Pass it "
+                "to the call or to the layer, or call `train()` or `eval()` of the model."
+            )
+        if deterministic:
+            return None
+        if rngs is None:
+            rngs = self.rngs
+        if rngs is None:
+            raise ValueError(
+                "`rngs` must be given to a call with dropout of a layer built with "
+                "keep_rngs=False; got None. Pass nnx.Rngs(dropout=...), or a jax.random key."
+            )
+        if isinstance(rngs, nnx.Rngs):
+            rngs = rngs.dropout
+        return rngs() if isinstance(rngs, nnx.RngStream) else rngs
 
 
 def apply_rope(
@@ -425,6 +535,48 @@ def _sow_weights(
         module=module,  # pyright: ignore[reportArgumentType]
         force_fp32_for_softmax=force_fp32_for_softmax,
     )
+
+
+def _check_dropout_rate(rate: float) -> None:
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"`dropout_rate` must be in [0, 1); got {rate}.")
+
+
+def _is_object(mask) -> bool:
+    return isinstance(mask, (Mask, Joinable))
+
+
+def _as_bool(mask) -> Any:
+    """A mask that is an array, True where it is not zero."""
+    return mask if mask is None or _is_object(mask) else jnp.asarray(mask).astype(bool)
+
+
+def _dense(mask, scores_shape: Sequence[int]) -> Any:
+    """A mask object as an array [*batch, N, T, S]; anything else as it is."""
+    if not _is_object(mask):
+        return mask
+    shape = (math.prod(scores_shape[:-3]), *scores_shape[-3:])
+    indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
+    return mask.allowed(*indices).reshape(scores_shape)
+
+
+def _merge_scores(name: str, x, scores_shape: Sequence[int]):
+    """A bias or a mask for scores [*batch, N, T, S] with one batch axis; a mask object stays.
+
+    Checked here and not in `attention`, so that messages show the caller's shapes.
+    """
+    if x is None or _is_object(x):
+        return x
+    _check_broadcasts(name, x, scores_shape)
+    return _merge_batch(x, scores_shape[:-3])
+
+
+def _merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]):
+    """An array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
+    if x is None:
+        return None
+    _check_broadcasts(name, x, (*batch, *rest))
+    return jnp.broadcast_to(x, (*batch, *rest)).reshape(math.prod(batch), *rest)
 
 
 def _check_broadcasts(name: str, x: Shaped[Array, "..."], shape: Sequence[int]) -> None:

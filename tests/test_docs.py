@@ -13,9 +13,13 @@ import io
 import math
 import pkgutil
 import re
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import oracle
 import pytest
@@ -26,7 +30,9 @@ import pallas_flash
 from pallas_flash import Tile, TileSizes
 from pallas_flash._masks import Band, Mask, Tiling
 
+matplotlib.use("Agg")
 README, ALGORITHM = ROOT / "README.md", ROOT / "docs" / "algorithm.md"
+MASKS = ROOT / "docs" / "masks-and-scores.md"
 PAGES = [README, *sorted(ROOT.glob("docs/**/*.md"))]
 
 # The source, then what it prints: a block or a table.
@@ -37,7 +43,17 @@ BLOCK = re.compile(
 
 @functools.cache
 def run(page):
-    """The namespace after all blocks of a page; what each printed, and what stands below it."""
+    """The namespace after all blocks of a page; what each printed, and what stands below it.
+
+    Pictures that the blocks save are under "pictures" in the namespace, by name.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        namespace, printed = _run(page)
+        pictures = {path.name: plt.imread(path) for path in Path().glob("*.png")}
+    return namespace | {"pictures": pictures}, printed
+
+
+def _run(page):
     text, namespace, printed = page.read_text(), {"__name__": page.name}, []
     for block in BLOCK.finditer(text):
         source, *shown = block.groups()
@@ -77,7 +93,26 @@ def test_examples_in_docstrings(example):
 
 def test_public_functions_have_an_example():
     names = {example.name.rsplit(".", 1)[-1] for example in EXAMPLES}
-    assert {"attention", "explain", "attention_fn", "SelfAttention"} <= names
+    assert {"attention", "explain", "plot_mask", "attention_fn", "SelfAttention"} <= names
+
+
+# ------------------------------------------------------------------------------------------------
+# docs/masks-and-scores.md
+# ------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_those_that_the_page_draws():
+    drawn = run(MASKS)[0]["pictures"]
+    paths = {path.name: path for path in (MASKS.parent / "images").iterdir()}
+    linked = re.findall(r"\]\(images/(.*?)\)", MASKS.read_text())
+    assert sorted(linked) == sorted(drawn) == sorted(paths)
+    for name, path in paths.items():
+        assert path.stat().st_size < 30_000
+        here, shown = drawn[name], plt.imread(path)
+        assert here.shape == shown.shape
+        # Within the axes, where no font is: its colours differ by more than 0.2.
+        inside = tuple(slice(n // 5, n - n // 5) for n in here.shape[:2])
+        assert np.abs(here[inside] - shown[inside]).max() < 0.1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -172,7 +207,7 @@ def test_the_drawn_mask_is_the_kernels():
     visible, side = run(ALGORITHM)[0]["visible"], Tiling(8, 2)
     mask = Mask((Band(low=-5, high=0),))
     at = np.arange(8)
-    np.testing.assert_array_equal(mask.allowed(0, at[:, None], at), visible)
+    np.testing.assert_array_equal(mask.allowed(0, 0, at[:, None], at), visible)
     # The four numbers that the page gives for the last row of tiles.
     assert mask.kv_ranges(side, side)[0, -1].tolist() == [0, 1, 3, 4]
     assert "in the last row 0, 1, 3, 4." in ALGORITHM.read_text()

@@ -16,6 +16,7 @@ import pytest
 from flax import linen, nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxprs import trace
 
 import pallas_flash.flax
 from pallas_flash.flax import SelfAttention, apply_rope, attention_fn
@@ -219,6 +220,7 @@ def to_bfloat16(arrays, dtype=None):
 
 
 POSITIONS = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+DROPOUT = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
 
 
 @dataclasses.dataclass
@@ -228,7 +230,7 @@ class Keyword:
     kwargs: dict[str, Any]
     refused: bool = False
     changes_output: bool = True
-    works_in_flax: bool = True
+    equals_flax: bool = True
 
 
 KEYWORDS = {
@@ -243,12 +245,13 @@ KEYWORDS = {
     "rope": Keyword({"rope": rope_by_hand}),
     # nnx 0.12.12 maps the positions along the head axis: test_rope_hook_... has the right answer.
     "input_positions": Keyword(
-        {"rope": rope_by_hand, "input_positions": POSITIONS}, works_in_flax=False
+        {"rope": rope_by_hand, "input_positions": POSITIONS}, equals_flax=False
     ),
-    "dropout_rate": Keyword({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, refused=True),
+    # Other random numbers: what must agree is in test_dropout_...
+    "dropout_rate": Keyword(DROPOUT, equals_flax=False),
     "deterministic": Keyword({"dropout_rate": 0.5, "deterministic": True}, changes_output=False),
     "dropout_rng": Keyword({"dropout_rng": jax.random.key(0)}, changes_output=False),
-    "broadcast_dropout": Keyword({"broadcast_dropout": False}, changes_output=False),
+    "broadcast_dropout": Keyword({"broadcast_dropout": False, **DROPOUT}, equals_flax=False),
     "einsum_dot_general": Keyword({"einsum_dot_general": jax.lax.dot_general}, refused=True),
     "qk_attn_weights_einsum": Keyword({"qk_attn_weights_einsum": jnp.einsum}, refused=True),
     "attn_weights_value_einsum": Keyword({"attn_weights_value_einsum": jnp.einsum}, refused=True),
@@ -290,7 +293,7 @@ def test_keyword_of_flax_is_honoured_or_refused(name):
     changed = out.dtype != plain.dtype or distance(out, plain) > 0.01
     assert changed == keyword.changes_output
     for flax_fn in FLAX_FUNCTIONS:
-        if keyword.works_in_flax and set(keyword.kwargs) <= keywords(flax_fn):
+        if keyword.equals_flax and set(keyword.kwargs) <= keywords(flax_fn):
             assert_close(out, flax_fn(*arrays, **keyword.kwargs))
 
 
@@ -315,8 +318,92 @@ def test_what_attention_decides_reaches_it(monkeypatch):
 
     monkeypatch.setattr(pallas_flash.flax, "attention", spy)
     wanted = {"is_causal": True, "precision": jax.lax.Precision.HIGH, "implementation": "xla"}
-    attention_fn(*qkv(), **wanted)
-    assert seen == wanted
+    dropout = {"dropout_rate": 0.25, "broadcast_dropout": False}
+    attention_fn(*qkv(), **wanted, **dropout, dropout_rng=5)
+    assert seen == {**wanted, **dropout, "dropout_key": 5}
+    attention_fn(*qkv(), **wanted, dropout_rate=0.25, deterministic=True)
+    off = {"dropout_rate": 0.0, "broadcast_dropout": True, "dropout_key": None}
+    assert seen == {**wanted, **off}
+
+
+@pytest.mark.parametrize("precision", [None, "high", jax.lax.Precision.HIGHEST], ids=str)
+def test_products_have_flaxs_precision(precision):
+    """By the program: a CPU computes all of them alike."""
+
+    def precisions(fn):
+        eqns = trace(functools.partial(fn, precision=precision), *qkv())
+        return {e.params["precision"] for e in eqns if e.primitive.name == "dot_general"}
+
+    # Not the suite's: it would be the default of what has none.
+    with jax.default_matmul_precision(None):
+        ours = precisions(OURS)
+        assert ours == precisions(linen.dot_product_attention)
+    assert len(ours) == 1
+
+
+# Dropout
+
+
+def dropped_weights(fn, batch, **kwargs):
+    """The weights with dropout and without, [*batch, N, T, S]: v is the identity matrix."""
+    q, k, _ = qkv(batch)
+    q, k = (jnp.tile(x, (*[1] * (x.ndim - 3), 8, 1, 1)) for x in (q, k))
+    v = jnp.broadcast_to(jnp.eye(k.shape[-3])[:, None], (*k.shape[:-1], k.shape[-3]))
+    kwargs |= {"dropout_rate": 0.25, "dropout_rng": jax.random.key(3)}
+    got = jax.jit(functools.partial(fn, **kwargs))(q, k, v)
+    return jnp.moveaxis(got, -2, -3), linen.dot_product_attention_weights(q, k)
+
+
+@pytest.mark.parametrize(("batch", "broadcast"), [((2, 3), None), ((2,), False)], ids=str)
+@pytest.mark.parametrize("fn", [OURS, linen.dot_product_attention, nnx.dot_product_attention])
+def test_dropout_has_flaxs_statistics(fn, broadcast, batch):
+    kwargs = {} if broadcast is None else {"broadcast_dropout": broadcast}
+    weights, plain = dropped_weights(fn, batch, **kwargs)
+    kept = weights > 0
+    assert_close(jnp.where(kept, plain / 0.75, 0), weights)
+    if broadcast is None:
+        each = kept.reshape(-1, *kept.shape[-2:])
+        assert (each == each[0]).all()
+        kept = each[0]
+    # The share of n independent draws lies outside of this once in 15000 times; no axis is fixed.
+    sigma = (0.25 * 0.75 / kept.size) ** 0.5
+    assert abs(kept.mean() - 0.75) < 4 * sigma
+    for axis in range(kept.ndim):
+        assert 0 < jnp.diff(kept.astype(int), axis=axis).astype(bool).mean() < 1
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_dropout_mask_tells_what_is_dropped(broadcast):
+    """All batch axes count as one, and the gradients drop the same."""
+    batch, key, rate = (2, 3), jax.random.key(7), 0.4
+    arrays = qkv(batch, v_dim=V_DIM)
+    shape = (1, 1) if broadcast else (math.prod(batch), NUM_HEADS)
+    keep = pallas_flash.dropout_mask(key, (*shape, Q_LEN, KV_LEN), rate)
+    if not broadcast:
+        keep = keep.reshape(*batch, *keep.shape[1:])
+
+    def dense(q, k, v):
+        weights = linen.dot_product_attention_weights(q, k)
+        weights = jnp.where(keep, weights / (1 - rate), 0)
+        return jnp.einsum("...nts,...snv->...tnv", weights, v)
+
+    ours = functools.partial(OURS, dropout_rate=rate, dropout_rng=key, broadcast_dropout=broadcast)
+    cotangent = normal(6, (*batch, Q_LEN, NUM_HEADS, V_DIM))
+    got = output_and_gradients(ours, arrays, cotangent)
+    assert_close(got, output_and_gradients(dense, arrays, cotangent))
+
+
+def test_dropout_depends_on_its_key_alone():
+    def out(key, **kwargs):
+        return np.asarray(OURS(*qkv(), dropout_rate=0.5, dropout_rng=key, **kwargs))
+
+    want = out(jax.random.key(1))
+    np.testing.assert_array_equal(out(jax.random.key(1)), want)
+    np.testing.assert_array_equal(out(jax.random.PRNGKey(1)), want)
+    np.testing.assert_array_equal(out(nnx.Rngs(dropout=1).dropout.key[...]), want)
+    assert distance(out(jax.random.key(2)), want) > 0.1
+    for key in (jax.random.key(1), None):
+        np.testing.assert_array_equal(out(key, deterministic=True), OURS(*qkv()))
 
 
 ROPES = [rope_by_hand] + ([nnx.RoPE()] if hasattr(nnx, "RoPE") else [])
@@ -424,15 +511,71 @@ def test_linens_filter_hides_nothing_from_a_partial():
     ours, _, variables = linen_layers(x, **einsums)
     with pytest.raises(NotImplementedError, match="`qk_attn_weights_einsum` must be None"):
         ours.apply(variables, x)
-    ours, _, _ = linen_layers(x, dropout_rate=0.1, deterministic=False)
-    with pytest.raises(NotImplementedError, match="`dropout_rate` must be 0"):
-        ours.apply(variables, x, rngs={"dropout": jax.random.key(0)})
 
 
-def test_nnx_dropout_is_refused():
-    layer, _ = nnx_layers(dropout_rate=0.1, deterministic=False)
-    with pytest.raises(NotImplementedError, match="`dropout_rate` must be 0"):
-        layer(normal(1, (2, Q_LEN, FEATURES)))
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("make", [nnx_layers, linen_layers])
+def test_modules_drop_out(make, broadcast):
+    # Two examples that are alike stay alike where they share a dropout mask.
+    x = jnp.broadcast_to(normal(1, (1, Q_LEN, FEATURES)), (2, Q_LEN, FEATURES))
+    options = {"dropout_rate": 0.5, "broadcast_dropout": broadcast}
+    if make is nnx_layers:
+        layers = make(**options)
+        layers[0].train()
+
+        def call(seed=None, **kwargs):
+            # As in training, or with random numbers from the outside.
+            return layers[0](x, rngs=seed and nnx.Rngs(dropout=seed), **kwargs)
+
+        plain = layers[1](x, deterministic=True)
+        assert distance(call(), call()) > 0.1
+    else:
+        ours, flaxs, variables = make(x, **options, deterministic=False)
+
+        def call(seed, deterministic=False):
+            layer = ours.clone(deterministic=deterministic)
+            return layer.apply(variables, x, rngs={"dropout": jax.random.key(seed)})
+
+        plain = flaxs.clone(deterministic=True).apply(variables, x)
+    out = call(1)
+    assert bool((out[0] == out[1]).all()) == broadcast
+    assert distance(out, plain) > 0.1
+    np.testing.assert_array_equal(call(1), out)
+    assert distance(call(2), out) > 0.1
+    assert_close(call(1, deterministic=True), plain)
+
+
+def test_sown_weights_are_those_before_dropout():
+    dropped, plain = Sower(), Sower()
+    OURS(*qkv(), **DROPOUT, module=dropped)
+    OURS(*qkv(), module=plain)
+    assert_close(dropped.sown, plain.sown)
+
+
+def even_keys(b, h, q_pos, k_pos):
+    return (k_pos % 2 == 0) | (h == 1) | (b == q_pos)
+
+
+@pytest.mark.parametrize("batch", [(2, 3)], ids=str)
+def test_nnx_module_takes_mask_objects(batch):
+    x = normal(1, (*batch, Q_LEN, FEATURES))
+    prefix = jnp.arange(math.prod(batch), dtype=jnp.int32) % 4
+    mask = pallas_flash.PrefixLM(prefix) & pallas_flash.Predicate(even_keys)
+    t = jnp.arange(Q_LEN)
+    dense = causal_mask(Q_LEN, Q_LEN) | (t < prefix[:, None, None, None])
+    b, h = jnp.arange(prefix.size)[:, None, None, None], jnp.arange(NUM_HEADS)[:, None, None]
+    dense = (dense & even_keys(b, h, t[:, None], t)).reshape(*batch, NUM_HEADS, Q_LEN, Q_LEN)
+    ours, flaxs = nnx_layers()
+
+    def forward(layer, mask):
+        return layer(x, mask=mask, sow_weights=True)
+
+    got, want = (
+        nnx.capture(forward, nnx.Intermediate)(layer, m)
+        for layer, m in ((ours, mask), (flaxs, dense))
+    )
+    assert_close(got[0], want[0])
+    assert_close(got[1], want[1])
 
 
 def test_nnx_sows_and_keeps_its_output():
@@ -652,7 +795,7 @@ def test_transformed_module_is_the_module():
 def test_computation_dtype(monkeypatch, dtype, x_dtype, want):
     seen = []
 
-    def spy(query, key, value, **kwargs):
+    def spy(query, key, value, bias, mask, **kwargs):
         seen.extend(x.dtype for x in (query, key, value))
         return query
 
@@ -666,7 +809,7 @@ def test_computation_dtype(monkeypatch, dtype, x_dtype, want):
 def test_module_options_reach_attention(monkeypatch):
     seen = {}
 
-    def spy(query, key, value, **kwargs):
+    def spy(query, key, value, bias, mask, **kwargs):
         seen.update(kwargs, shapes=(query.shape, key.shape, value.shape))
         return query
 
@@ -675,13 +818,202 @@ def test_module_options_reach_attention(monkeypatch):
         num_kv_heads=2, head_dim=6, is_causal=False, precision="high", implementation="xla"
     )
     layer(normal(1, (2, 3, Q_LEN, FEATURES)))
+    nothing = dict.fromkeys(
+        (
+            "query_seq_lengths",
+            "key_value_seq_lengths",
+            "local_window_size",
+            "segment_ids",
+            "logits_soft_cap",
+            "sinks",
+            "dropout_key",
+        )
+    )
     assert seen == {
+        **nothing,
         "is_causal": False,
-        "segment_ids": None,
+        "dropout_rate": 0.0,
+        "broadcast_dropout": True,
         "precision": "high",
         "implementation": "xla",
         "shapes": ((6, Q_LEN, NUM_HEADS, 6), (6, Q_LEN, 2, 6), (6, Q_LEN, 2, 6)),
     }
+
+
+# What SelfAttention can do besides, against its equations.
+
+TOKENS = 9
+SEQ_LENGTHS = jnp.asarray([[9], [4]], jnp.int32)
+
+
+@dataclasses.dataclass
+class Variant:
+    """Options of the layer and of the call, and which (query, key) pairs they leave."""
+
+    layer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    call: dict[str, Any] = dataclasses.field(default_factory=dict)
+    visible: Callable = lambda t, s: True
+
+
+VARIANTS = {
+    "QK norm": Variant({"normalize_qk": True}),
+    "window": Variant(
+        {"local_window_size": (2, 1)}, visible=lambda t, s: (s >= t - 2) & (s <= t + 1)
+    ),
+    "causal window": Variant(
+        {"local_window_size": (2, None), "is_causal": True},
+        visible=lambda t, s: (s >= t - 2) & (s <= t),
+    ),
+    "soft cap": Variant({"logits_soft_cap": 0.5}),
+    "sinks": Variant({"use_sinks": True}),
+    "bias": Variant(call={"bias": normal(8, (1, NUM_HEADS, 1, TOKENS))}),
+    "bias of an example": Variant(call={"bias": normal(8, (2, 1, NUM_HEADS, TOKENS, TOKENS))}),
+    "mask": Variant(
+        call={"mask": (jnp.arange(TOKENS) % 3 != 1).astype(jnp.float32)[None]},
+        visible=lambda t, s: s % 3 != 1,
+    ),
+    "mask object": Variant(
+        call={"mask": pallas_flash.PrefixLM(jnp.full(6, 5, jnp.int32))},
+        visible=lambda t, s: (s <= t) | (s < 5),
+    ),
+    "lengths": Variant(
+        call={"seq_lengths": SEQ_LENGTHS},
+        visible=lambda t, s: jnp.maximum(t, s) < SEQ_LENGTHS[..., None, None, None],
+    ),
+    "everything": Variant(
+        {
+            "normalize_qk": True,
+            "local_window_size": 3,
+            "is_causal": True,
+            "logits_soft_cap": 2.0,
+            "use_sinks": True,
+            "num_kv_heads": 2,
+        },
+        {
+            "bias": normal(8, (NUM_HEADS, TOKENS, TOKENS)),
+            "mask": jnp.arange(TOKENS) % 3 != 1,
+            "seq_lengths": SEQ_LENGTHS,
+            "segment_ids": jnp.arange(TOKENS, dtype=jnp.int32) // 5,
+        },
+        lambda t, s: (
+            (s >= t - 3)
+            & (s <= t)
+            & (s % 3 != 1)
+            & (s // 5 == t // 5)
+            & (jnp.maximum(t, s) < SEQ_LENGTHS[..., None, None, None])
+        ),
+    ),
+}
+
+
+def by_equations(layer, x, visible, bias=None):
+    """The layer, dense and spelled out."""
+    q, k, v = layer.query(x), layer.key(x), layer.value(x)
+    if layer.query_norm is not None:
+        q, k = (
+            y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * norm.scale[...]
+            for y, norm in ((q, layer.query_norm), (k, layer.key_norm))
+        )
+    positions = jnp.arange(x.shape[-2])
+    q, k = (apply_rope(y, positions) for y in (q, k))
+    k, v = (jnp.repeat(y, q.shape[-2] // y.shape[-2], -2) for y in (k, v))
+    s = jnp.einsum("...tnh,...snh->...nts", q, k) / math.sqrt(q.shape[-1])
+    if bias is not None:
+        s = s + bias
+    if (cap := layer.logits_soft_cap) is not None:
+        s = cap * jnp.tanh(s / cap)
+    p = jnp.where(visible, jnp.exp(s), 0)
+    total = p.sum(-1, keepdims=True)
+    if layer.sinks is not None:
+        total = total + jnp.exp(layer.sinks[...])[:, None, None]
+    p = p / jnp.where(p.any(-1, keepdims=True), total, 1)
+    return layer.out(jnp.einsum("...nts,...snv->...tnv", p, v))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_is_its_equations(name):
+    variant = VARIANTS[name]
+    x = normal(1, (2, 3, TOKENS, FEATURES))
+    layer = self_attention(**{"is_causal": False} | variant.layer)
+    # Scales start as ones and sinks as zeros, which would hide much.
+    params = jax.tree.map(lambda p: p + 0.3 * normal(p.size, p.shape), nnx.state(layer, nnx.Param))
+    nnx.update(layer, params)
+    visible = variant.visible(jnp.arange(TOKENS)[:, None], jnp.arange(TOKENS))
+    bias = variant.call.get("bias")
+    rest = {key: value for key, value in variant.call.items() if key != "bias"}
+
+    def run(forward):
+        def loss(layer, x, bias):
+            out = forward(layer, x, bias)
+            return (out * normal(2, out.shape)).sum(), out
+
+        argnums = (0, 1) if bias is None else (0, 1, 2)
+        grad = nnx.value_and_grad(loss, argnums=argnums, has_aux=True)
+        (_, out), grads = nnx.jit(grad)(layer, x, bias)
+        return out, jax.tree.map(jnp.asarray, jax.tree.leaves(grads)), grads[0]
+
+    got = run(lambda layer, x, bias: layer(x, bias=bias, **rest))
+    want = run(lambda layer, x, bias: by_equations(layer, x, visible, bias))
+    assert_close(got[:2], want[:2])
+    learned = {path[0] for path, _ in nnx.to_flat_state(got[2])}
+    for option, names in (("normalize_qk", {"query_norm", "key_norm"}), ("use_sinks", {"sinks"})):
+        assert (names <= learned) == bool(variant.layer.get(option))
+    assert all(float(jnp.abs(g).max()) > 0 for g in got[1])
+
+
+def test_options_that_are_off_leave_no_parameters():
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(self_attention()))]
+    assert {path[0] for path in paths} == {"query", "key", "value", "out"}
+
+
+def test_sinks_initializer():
+    layer = self_attention(use_sinks=True, sinks_init=nnx.initializers.constant(3.0))
+    np.testing.assert_array_equal(layer.sinks[...], [3.0] * NUM_HEADS)
+    assert not self_attention(use_sinks=True).sinks[...].any()
+
+
+@pytest.mark.parametrize("broadcast", [None, False])
+def test_module_drops_out_in_training(broadcast):
+    x = jnp.broadcast_to(normal(1, (1, Q_LEN, FEATURES)), (2, Q_LEN, FEATURES))
+    options = {} if broadcast is None else {"broadcast_dropout": broadcast}
+    layer, plain = self_attention(dropout_rate=0.5, **options), self_attention()(x)
+    step = nnx.jit(lambda layer, x: layer(x))
+    layer.eval()
+    assert_close(step(layer, x), plain)
+    assert_close(nnx.view(self_attention(dropout_rate=0.5), deterministic=True)(x), plain)
+    layer.train()
+    first, second = step(layer, x), step(layer, x)
+    assert distance(first, second) > 0.1
+    assert distance(first, plain) > 0.1
+    assert bool((first[0] == first[1]).all()) == (broadcast is None)
+    # The call decides before the layer does, and its random numbers are those it is given.
+    assert_close(layer(x, deterministic=True), plain)
+    streams = nnx.Rngs(dropout=1), nnx.Rngs(dropout=1).dropout, nnx.Rngs(dropout=1).dropout()
+    a, b, c = (layer(x, rngs=rngs) for rngs in streams)
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(a, c)
+    layer.eval()
+    np.testing.assert_array_equal(a, layer(x, rngs=nnx.Rngs(dropout=1), deterministic=False))
+
+
+def test_dropout_of_a_rematerialised_layer_is_the_same_twice():
+    layer = self_attention(dropout_rate=0.5, deterministic=False)
+    x, key = normal(1, (2, Q_LEN, FEATURES)), jax.random.key(4)
+
+    def gradient(wrap):
+        forward = wrap(lambda x: (layer(x, rngs=key) * x).sum())
+        return jax.jit(jax.grad(forward))(x)
+
+    assert_close(gradient(jax.checkpoint), gradient(lambda f: f))
+
+
+def test_a_copy_of_the_stream_is_kept_only_where_it_serves():
+    assert self_attention().rngs is None
+    assert self_attention(dropout_rate=0.5, keep_rngs=False).rngs is None
+    rngs = nnx.Rngs(0)
+    kept = self_attention(dropout_rate=0.5, rngs=rngs).rngs
+    assert isinstance(kept, nnx.RngStream)
+    assert kept is not rngs.dropout
 
 
 def test_initializers():
@@ -721,6 +1053,26 @@ ERRORS = {
         "`bias` must broadcast",
     ),
     "dropout_rate": (lambda: attention_fn(Q, K, V, dropout_rate=1.5), ValueError, r"in \[0, 1\)"),
+    "dropout_rng": (
+        lambda: attention_fn(Q, K, V, dropout_rate=0.5),
+        ValueError,
+        "`dropout_rng` must be a jax.random key .*; got None with dropout_rate=0.5",
+    ),
+    "dropout_rng of another kind": (
+        lambda: attention_fn(Q, K, V, dropout_rate=0.5, dropout_rng=7),
+        TypeError,
+        "must be a jax.random key; got int 7",
+    ),
+    "precision": (
+        lambda: attention_fn(Q, K, V, precision=("high", "high")),
+        TypeError,
+        "`precision` must be None",
+    ),
+    "integer bias": (
+        lambda: attention_fn(Q, K, V, bias=jnp.ones((Q_LEN, KV_LEN), int)),
+        TypeError,
+        "`bias` must be floating point",
+    ),
     "negative dropout_rate": (
         lambda: attention_fn(Q, K, V, dropout_rate=-0.5),
         ValueError,
@@ -767,6 +1119,46 @@ ERRORS = {
         lambda: self_attention()(X, segment_ids=jnp.zeros((3, Q_LEN), int)),
         ValueError,
         "`segment_ids` must broadcast",
+    ),
+    "module dropout_rate": (
+        lambda: self_attention(dropout_rate=1.0),
+        ValueError,
+        r"`dropout_rate` must be in \[0, 1\); got 1.0",
+    ),
+    "undecided dropout": (
+        lambda: self_attention(dropout_rate=0.5)(X),
+        ValueError,
+        "`deterministic` must be True or False",
+    ),
+    "dropout without random numbers": (
+        lambda: self_attention(dropout_rate=0.5, keep_rngs=False)(X, deterministic=False),
+        ValueError,
+        "`rngs` must be given",
+    ),
+    "module mask shape": (
+        lambda: self_attention()(X, mask=jnp.ones((3, Q_LEN), bool)),
+        ValueError,
+        r"`mask` must broadcast to \(2, 4, 5, 5\); got mask.shape=\(3, 5\)",
+    ),
+    "module bias shape": (
+        lambda: self_attention()(X, bias=jnp.ones((NUM_HEADS, Q_LEN + 1, Q_LEN))),
+        ValueError,
+        "`bias` must broadcast to",
+    ),
+    "seq_lengths shape": (
+        lambda: self_attention()(X, seq_lengths=jnp.ones(3, jnp.int32)),
+        ValueError,
+        r"`seq_lengths` must broadcast to \(2,\)",
+    ),
+    "window of a module": (
+        lambda: self_attention(local_window_size=-1)(X),
+        ValueError,
+        "`local_window_size` must not be negative",
+    ),
+    "soft cap of a module": (
+        lambda: self_attention(logits_soft_cap=0.0)(X),
+        ValueError,
+        "`logits_soft_cap` must be positive",
     ),
     "rope of an odd size": (
         lambda: apply_rope(Q[..., 1:], jnp.arange(Q_LEN)),
