@@ -306,6 +306,19 @@ def test_what_is_not_asked_for_costs_nothing(options):
         assert names <= ON_TILES
 
 
+def test_long_arrays_are_addressed_with_64_bits():
+    """2^32 elements; nothing is computed."""
+    x = jax.ShapeDtypeStruct((1, 2**18, 128, 128), jnp.bfloat16)
+
+    def function(q, k, v, do):
+        attention = functools.partial(pallas_flash.attention, implementation="triton")
+        return jax.vjp(attention, q, k, v)[1](do)
+
+    for kernel in ttir.lower(function, x, x, x, x):
+        addresses = [op for op in ttir.walk(kernel.body) if op.name == "arith.muli"]
+        assert any(op.dtypes[0] == np.int64 for op in addresses), kernel.name
+
+
 def test_vmap_computes_what_a_loop_does():
     """The batched axis becomes one more axis of the grid, and one more term of each address."""
     (q, k, v), _, options = cases.BY_NAME["causal"].problem()

@@ -415,3 +415,22 @@ def test_pallas_is_not_needed_to_compute_on_a_cpu():
         print(pallas_flash.explain(x, x, x))
         """,
     )
+
+
+def test_a_mask_whose_indices_do_not_fit_is_refused():
+    """Between 2^31 elements and 2^32 bytes; below and above, JAX's indices are wide enough."""
+
+    def reason(length):
+        refused = {}
+
+        def call(x, mask):
+            found = pallas_flash.explain(x, x, x, mask=mask, implementation="xla").refused
+            refused.update(found)
+
+        x = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.bfloat16)
+        jax.eval_shape(call, x, jax.ShapeDtypeStruct((length, length), jnp.bool_))
+        return refused["interpret"]
+
+    assert "4294967296 elements" in reason(2**16)
+    assert "elements" not in reason(2**15)
+    assert "elements" not in reason(2**17)
