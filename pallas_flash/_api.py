@@ -92,7 +92,8 @@ def attention(
             moves `is_causal`, `local_window_size`, `alibi_slopes` and `PrefixLM`.
         logits_soft_cap: scores s become cap * tanh(s / cap), after the bias and `score_fn`.
         sinks: [N], a logit for each head that takes part in the softmax and has no value: it adds
-            exp(sink) to the denominator and to the LSE of every query that sees something.
+            exp(sink) to the denominator and to the LSE of every query that sees something. -inf is
+            none, +inf is not served.
         alibi_slopes: [N]; subtracts slope * |position of the query - position of the key| (Press,
             Smith and Lewis, 2022, arXiv:2108.12409). Without a gradient, except by "reference".
         score_fn: `score_fn(s, b, h, q_pos, k_pos, *operands) -> s`, from the scaled scores with
@@ -106,7 +107,8 @@ def attention(
         dropout_rate: the share of probabilities that become zero, in [0, 1); the others are divided
             by 1 - rate.
         dropout_key: a `jax.random` key, typed or raw. The mask depends on it and on the indices of
-            example, head, query and key alone, see `dropout_mask`.
+            example, head, query and key alone, see `dropout_mask`. Inside a `jax.shard_map` of your
+            own these are the indices of the shard: fold the shard's number into the key.
         broadcast_dropout: whether all examples and heads share one dropout mask.
         precision: of the matrix products for float32 inputs, a `jax.lax.Precision`, its name, or a
             `jax.lax.DotAlgorithmPreset` that the device supports. None follows

@@ -95,6 +95,11 @@ def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
                 f"`{label}` must be real numbers or bools of at most {8 * itemsize} bits; got "
                 f"{x.dtype}. Cast it with `.astype`."
             )
+        if not x.size:
+            raise ValueError(
+                f"`{label}` must have at least one element; got shape {x.shape}. Leave it out "
+                "where there is nothing to read."
+            )
     return tuple(named.values())
 
 

@@ -43,7 +43,11 @@ class Dropout:
     @property
     def factor(self) -> float:
         """What probabilities that are kept are multiplied with."""
-        return 1 / (1 - self.rate)
+        return 1 / (1 - self._threshold / 2**32)
+
+    @property
+    def _threshold(self) -> int:
+        return min(round(self.rate * 2**32), 2**32 - 1)
 
     def kept(self, b, h, q, k, multiply=None) -> jax.Array:
         """Whether the probability at an index is kept; indices are int32 and broadcast.
@@ -62,7 +66,7 @@ class Dropout:
         b, h, q, k = (x.astype(jnp.uint32) for x in jnp.broadcast_arrays(b, h, q, k))
         key = self.seed[0], self.seed[1]
         bits = philox((q, k, h, b), key, multiply or multiply_high)[0]
-        return bits >= np.uint32(min(round(self.rate * 2**32), 2**32 - 1))
+        return bits >= np.uint32(self._threshold)
 
 
 def kept(dropout: Dropout | None, at, multiply=None):

@@ -338,6 +338,15 @@ class Predicate(Runs, Joinable):
             )
         return Predicate(self.fn, arrays)
 
+    def asks(self, axis: int) -> bool:
+        """Whether the function uses its argument number `axis`."""
+        index = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+        program = jax.make_jaxpr(lambda at, xs: self.fn(*at, *map(for_user, xs)))(
+            index, tuple(self.operands)
+        ).jaxpr
+        used = [*program.outvars, *(x for eqn in program.eqns for x in eqn.invars)]
+        return any(x is program.invars[axis] for x in used)
+
     def allowed(self, b, h, q, k):
         if self.origin is not None:
             b, h = b + self.origin[0], h + self.origin[1]
@@ -383,7 +392,8 @@ class BlockMask(Scattered):
     kv_len: int | None = None
 
     @classmethod
-    def from_mask(cls, mask, q_len: int, kv_len: int, *, batch: int = 1, num_heads: int = 1,
+    def from_mask(cls, mask, q_len: int, kv_len: int, *, batch: int | None = None,
+                  num_heads: int | None = None,
                   block_q: int = 64, block_kv: int = 64) -> "BlockMask":  # fmt: skip
         """Finds the blocks of another mask in which nothing, something and everything is seen.
 
@@ -391,9 +401,9 @@ class BlockMask(Scattered):
             mask: a boolean array broadcastable to [B, N, T, S], or a mask object.
             q_len: T.
             kv_len: S.
-            batch: B if the mask differs between examples, else 1. Needed for a `Predicate` alone:
-                others tell by their arrays.
-            num_heads: N if the mask differs between heads, else 1; as `batch`.
+            batch: B if the mask differs between examples. Needed for a `Predicate` that asks for
+                the example: others tell by their arrays.
+            num_heads: N if the mask differs between heads; as `batch`.
             block_q: queries in a block; the finer, the fewer tiles are visited for nothing.
             block_kv: keys in a block.
 
@@ -408,25 +418,34 @@ class BlockMask(Scattered):
             block_q=block_q,
             block_kv=block_kv,
         )
-        q_len, kv_len, batch, num_heads, block_q, block_kv = (
-            at_least(1, name, x) for name, x in given.items()
+        sizes = {name: at_least(1, name, 1 if x is None else x) for name, x in given.items()}
+        q_len, kv_len, block_q, block_kv = (
+            sizes[name] for name in ("q_len", "kv_len", "block_q", "block_kv")
         )
         q, kv, parts = Tiling(q_len, block_q), Tiling(kv_len, block_kv), _leaves(mask)
         own = [max(sizes) for sizes in zip(*(part.sizes() for part in parts), strict=True)]
-        batch, num_heads = (n if n > 1 else m for n, m in zip((batch, num_heads), own, strict=True))
-        call = Call((batch, num_heads, q_len, kv_len))
+        for axis, name in enumerate(("batch", "num_heads")):
+            asks = any(isinstance(part, Predicate) and part.asks(axis) for part in parts)
+            if asks and given[name] is None and own[axis] == 1:
+                raise ValueError(
+                    f"`{name}` must be given for a Predicate that asks for its index; got None. "
+                    "Pass that of the calls that the mask is for."
+                )
+            own[axis] = sizes[name] if sizes[name] > 1 else own[axis]
+        examples, heads = own
+        call = Call((examples, heads, q_len, kv_len))
         mask = Mask(tuple(part.fit(call) for part in parts))
         if isinstance(mask.leaves[0], MaskArray) and len(parts) == 1:
             some, every = mask.leaves[0].tile_classes(q, kv)
         else:
-            b = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
-            h = jnp.arange(num_heads, dtype=jnp.int32)[:, None, None]
+            b = jnp.arange(examples, dtype=jnp.int32)[:, None, None, None]
+            h = jnp.arange(heads, dtype=jnp.int32)[:, None, None]
             k = jnp.arange(kv_len, dtype=jnp.int32)
 
             def row(i):
                 q_pos = jnp.minimum(i * block_q + jnp.arange(block_q, dtype=jnp.int32), q_len - 1)
                 ok = mask.allowed(b, h, q_pos[:, None], k)
-                ok = jnp.broadcast_to(ok, (batch, num_heads, block_q, kv_len))
+                ok = jnp.broadcast_to(ok, (examples, heads, block_q, kv_len))
                 return _classes(ok, Tiling(block_q, block_q), kv)
 
             some, every = (

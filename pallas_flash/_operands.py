@@ -54,11 +54,21 @@ class Operand:
         return self._array[self._inside(index)]
 
     def _inside(self, index):
-        return tuple(jnp.clip(i, 0, n - 1) for i, n in zip(index, self.shape, strict=True))
+        return tuple(_nearest(i, n) for i, n in zip(index, self.shape, strict=True))
 
     def for_user(self) -> "Operand":
         """This operand, for a function that may ask for any index, and under differentiation."""
         return self
+
+
+def _nearest(i, n: int):
+    """The index of 0 .. n - 1 next to `i`, of whatever integer type."""
+    if isinstance(i, (int, np.integer)):
+        return min(max(int(i), 0), n - 1)
+    if jnp.issubdtype(i.dtype, jnp.unsignedinteger):
+        # Beyond int32 it would become negative; a smaller type could not hold n.
+        i = jnp.minimum(i.astype(jnp.uint32), np.uint32(2**31 - 1))
+    return jnp.clip(i.astype(jnp.int32), 0, n - 1)
 
 
 def for_user(x) -> Operand:

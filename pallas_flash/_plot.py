@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from pallas_flash import _validate
-from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
+from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM, Segments
 from pallas_flash._masks import Mask, Tiling
 
 if TYPE_CHECKING:
@@ -140,6 +140,9 @@ def _known_sizes(mask) -> tuple[int, int, int, int]:
         match leaf:
             case BlockMask():
                 shape = (*np.shape(leaf.some)[:2], leaf.q_len or 1, leaf.kv_len or 1)
+            case Segments():
+                keys = leaf.query if leaf.key_value is None else leaf.key_value
+                shape = (len(leaf.query), 1, np.shape(leaf.query)[-1], np.shape(keys)[-1])
             case PrefixLM():
                 shape = (*np.shape(leaf.prefix_lengths), 1, 1, 1)
             case Predicate():

@@ -161,8 +161,8 @@ def _problem_limits(p: Problem) -> list[str]:
         # JAX goes over to indices of 64 bits at 2^32 bytes, which is late for bools.
         if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
             limits.append(
-                f"Got an array of {x.dtype} with {x.size} elements, and in the kernels indices into "
-                "arrays of one byte a number end at 2^31; a Predicate or a BlockMask needs none."
+                f"Got an array of {x.dtype} with {x.size} elements, and in the kernels indices "
+                "into arrays of one byte a number end at 2^31; a Predicate needs no array."
             )
     return limits
 

@@ -21,10 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import _reference
+from pallas_flash._masks import Tiling
 from pallas_flash._operands import Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
 
-# Rows of scores, over all examples and heads, that exist at the same time.
+# Rows of scores, over all examples and heads, that exist at the same time: a block has at least one
+# query of each head.
 ROWS = 4096
 
 
@@ -83,6 +85,8 @@ def _attention(problem: Problem):
     p = problem
     block = max(1, min(p.q_len, ROWS // (p.batch * p.num_heads)))
     count = -(-p.q_len // block)
+    # The last block is filled up with queries that do not exist and see nothing.
+    p = dataclasses.replace(p, mask=p.mask.within(q=Tiling(p.q_len, block)))
 
     # Queries, bias and mask arrays come in blocks; what else a mask holds is asked for positions.
     tree = (p.query, None if p.bias is None else Pairs(p.bias), p.mask)

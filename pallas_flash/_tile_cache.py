@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 
 from pallas_flash import _compat, _select
-from pallas_flash._mask_objects import Predicate
+from pallas_flash._mask_objects import BlockMask, Predicate
 from pallas_flash._masks import Band, Mask
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import KERNELS, Tile, TileSizes
@@ -61,7 +61,8 @@ def key(problem: Problem, gpu: str) -> str:
       share keys;
     * the mask: "full", "causal" (at any offset), "listed" (with tiles that form no runs),
       "predicate" (with a user's function) or "other";
-    * what else is done in the loops: bias, slopes, score function, soft cap, sinks, dropout;
+    * what else is done in the loops: bias, slopes, score function, soft cap, sinks, dropout; and
+      the bytes of arrays that are read for each pair of a query and a key;
     * both lengths, rounded up to powers of two.
 
     Batch and number of heads are left out: they repeat the same work.
@@ -81,6 +82,7 @@ def key(problem: Problem, gpu: str) -> str:
         "dropout": p.dropout,
     }
     more = "".join(f" + {name}" for name, part in parts.items() if part is not None)
+    more += f" + {p.pair_bytes} bytes a pair" if p.pair_bytes else ""
     return (
         f"{gpu}, jax {jax.__version__}, kernels {_fingerprint()}: {dtype}, H {p.head_dim}, "
         f"V {p.value_dim}, {'shared' if p.groups > 1 else 'own'} keys, {_kind(p.mask)} mask{more}, "
@@ -93,13 +95,18 @@ def power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def _asks_function(leaf) -> bool:
+    inner = leaf.mask.leaves if isinstance(leaf, BlockMask) and leaf.mask is not None else ()
+    return isinstance(leaf, Predicate) or any(map(_asks_function, inner))
+
+
 def _kind(mask: Mask) -> str:
     match mask.leaves:
         case ():
             return "full"
         case (Band(low=None),):
             return "causal"
-        case leaves if any(isinstance(leaf, Predicate) for leaf in leaves):
+        case leaves if any(map(_asks_function, leaves)):
             return "predicate"
         case _ if mask.scattered:
             return "listed"

@@ -213,8 +213,8 @@ def choose(
         if pair_bytes:
             tile = _WITH_PAIRS.get((width, itemsize, name)) or tile
             tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
-        while shared(name, tile) > limit:
-            tile = _smaller(name, tile)
+        while shared(name, tile) > limit and (smaller := _smaller(name, tile)) != tile:
+            tile = smaller
         default = dataclasses.replace(default, **{name: tile})
     if asked is None:
         return default
@@ -248,7 +248,12 @@ def _shared_bytes(kernel: str, tile: Tile, width: int, itemsize: int) -> int:
 
 
 def _smaller(kernel: str, tile: Tile) -> Tile:
-    """The tile with its larger block halved, and 4 warps once 64 rows or fewer stay."""
+    """The tile with its larger block halved, and 4 warps once 64 rows or fewer stay.
+
+    With the smallest blocks one stage is left.
+    """
+    if tile.block_q == tile.block_kv == 16:
+        return dataclasses.replace(tile, num_stages=1)
     if tile.block_q >= tile.block_kv:
         tile = dataclasses.replace(tile, block_q=max(16, tile.block_q // 2))
     else:

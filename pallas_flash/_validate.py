@@ -79,7 +79,7 @@ def validate(
         key=key,
         value=value,
         scale=scale,
-        bias=_bias(bias, scores_shape),
+        bias=_bias(bias, scores_shape, scale.dtype),
         sinks=_per_head("sinks", sinks, num_heads, scale.dtype),
         slopes=slopes,
         score_operands=_score_operands(score_fn, score_operands, scale.dtype),
@@ -237,7 +237,7 @@ def _scale(scale: Any, query, head_dim):
     return jnp.where(scale < 0, -query, query), jnp.where(scale < 0, -scale, scale)
 
 
-def _bias(bias, scores_shape):
+def _bias(bias, scores_shape, dtype):
     if bias is None:
         return None
     bias = array("bias", bias)
@@ -246,6 +246,9 @@ def _bias(bias, scores_shape):
             f"`bias` must be floating point; got {bias.dtype}. Pass a boolean array that says who "
             "may attend as `mask`."
         )
+    if bias.dtype.itemsize > dtype.itemsize:
+        # Scores are computed in `dtype`; the gradient comes back in that of the bias.
+        bias = bias.astype(dtype)
     return broadcastable("bias", bias, scores_shape)
 
 

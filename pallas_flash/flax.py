@@ -19,7 +19,7 @@ from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import Implementation, attention
-from pallas_flash._mask_objects import Joinable
+from pallas_flash._mask_objects import Call, Joinable, fitted
 from pallas_flash._masks import Mask
 
 __all__ = ["SelfAttention", "apply_rope", "attention_fn"]
@@ -557,7 +557,8 @@ def _dense(mask, scores_shape: Sequence[int]) -> Any:
         return mask
     shape = (math.prod(scores_shape[:-3]), *scores_shape[-3:])
     indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
-    return mask.allowed(*indices).reshape(scores_shape)
+    whole = Mask(fitted(mask, Call(shape)))  # pyright: ignore[reportArgumentType]
+    return jnp.broadcast_to(whole.allowed(*indices), shape).reshape(scores_shape)
 
 
 def _merge_scores(name: str, x, scores_shape: Sequence[int]):

@@ -137,6 +137,9 @@ class Truth:
     # Exact but for delta = rowsum(o * do), which is taken from o in the inputs' dtype, and for dp,
     # whose operands are cut where matrix units cut them.
     from_rounded: dict[str, np.ndarray]
+    # How large a result becomes if each p or ds in its product has an error of its own size, and
+    # these are independent: what rounding them is expected to do, times the rounding.
+    of_rounding: dict[str, np.ndarray]
 
 
 def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
@@ -239,6 +242,12 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
         values,
         {name: float(np.linalg.norm(x)) for name, x in terms.items()},
         through_ds(cut_dp, delta_of(np.asarray(o.astype(dtype), np.float64)))[0],
+        {
+            "o": heads_last(np.sqrt(weight**2 @ v**2)),
+            "dq": abs(scale) * heads_last(np.sqrt(ds**2 @ k**2)),
+            "dk": abs(scale) * np.sqrt(group((ds**2).mT @ q**2)),
+            "dv": np.sqrt(group((weight**2).mT @ do**2)),
+        },
     )
 
 
@@ -303,10 +312,13 @@ def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, scor
     ok = jnp.asarray(visible((B, N, T, S), **conditions))
     s = jnp.where(ok, s, -jnp.inf)
     m = jax.lax.stop_gradient(jnp.max(s, -1, keepdims=True))
+    alive = m > -jnp.inf
+    if sinks is not None:
+        # Else exp(sink - m) overflows where a slope has made all scores of a row small.
+        m = jnp.maximum(m, jax.lax.stop_gradient(sinks[:, None, None]))
     m = jnp.where(m == -jnp.inf, 0, m)
     e = jnp.where(ok, jnp.exp(s - m), 0)
     total = e.sum(-1, keepdims=True)
-    alive = total > 0
     if sinks is not None:
         total = total + jnp.exp(sinks[:, None, None] - m)
     total = jnp.where(alive, total, 1)
@@ -367,6 +379,19 @@ def natural(value: float, truth: Truth, name: str) -> float:
     """`value` times how much larger the terms of a result are than what cancellation leaves."""
     norm = np.linalg.norm(truth.values[name][np.isfinite(truth.values[name])])
     return value * (truth.terms[name] / norm if norm else truth.terms[name])
+
+
+def of_rounding(rounding: float, truth: Truth, name: str) -> dict[str, float]:
+    """The expected errors, as `errors` gives them, of rounding p or ds before its product."""
+    if name not in truth.of_rounding:
+        return {"l2": 0.0, "max": 0.0}
+    size, want = truth.of_rounding[name], truth.values[name]
+    norm, largest = np.linalg.norm(want), np.abs(want).max(initial=0)
+    return {
+        # Evenly distributed, so its root mean square is smaller by the root of 3.
+        "l2": float(rounding / 3**0.5 * np.linalg.norm(size) / (norm or 1)),
+        "max": float(rounding * size.max(initial=0) / (largest or 1)),
+    }
 
 
 def log2(x: float) -> float:

@@ -1,7 +1,7 @@
 """Every case of the table is as accurate as a dense computation in the same dtype.
 
 The measure is the error of output, LSE and gradients against float64, in the L2 norm and at the
-worst element: at most twice that of the dense computation. Three kinds of rounding are allowed in
+worst element: at most twice that of the dense computation. Four kinds of rounding are allowed in
 place of a dense error that is smaller by luck, as where one key makes every probability exactly 1:
 
 * the backward computes p = exp(s - lse) from a float32 LSE and a float32 argument, which is about
@@ -9,6 +9,8 @@ place of a dense error that is smaller by luck, as where one key makes every pro
   last place;
 * the backward takes delta = rowsum(o * do) from the output in the inputs' dtype, and with TF32
   subtracts it from a dp = do @ v.T of cut operands, where dense attention subtracts a sum of dp;
+* p and ds are rounded before their products. Where a result has few elements (one query, two
+  channels) the dense computation's own error is a lucky or unlucky draw: what is expected counts;
 * results are rounded to that dtype.
 """
 
@@ -23,6 +25,9 @@ import pytest
 
 import pallas_flash
 from pallas_flash import _xla
+
+# Results of so few elements have no average, such as the gradient of a bias that all scores share.
+FEW = 64
 
 # The relative error of rounding to nearest.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -67,7 +72,8 @@ def _expected(case, dtype, tf32):
 def judge(case, dtype, results, problem=None, worst=2, tf32=False):
     """Asserts the rule for each result.
 
-    `worst` is its factor at the worst element. `tf32`: the products were of float32 cut to TF32.
+    `worst` is its factor at the worst element, and for less than `FEW` of them. `tf32`: the
+    products were of float32 cut to TF32.
     """
     if problem is None:
         names, truth, baseline = _expected(case, dtype, tf32)
@@ -88,8 +94,12 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False):
         of_terms = oracle.errors(truth.from_rounded.get(name, truth.values[name]), truth, name)
         if name != "lse":
             floor = max(floor, rounding / 2)
+        expected = oracle.of_rounding(ROUNDING[dtype], truth, name)
         for norm in ours:
-            bound = (worst if norm == "max" else 2) * max(theirs[norm], floor, of_terms[norm])
+            least = max(theirs[norm], floor, of_terms[norm], expected[norm])
+            # The L2 norm of a few numbers is that of the worst.
+            few = truth.values[name].size < FEW
+            bound = (worst if norm == "max" or few else 2) * least
             if not ours[norm] <= bound:
                 failures.append(
                     f"{name} {norm}: {ours[norm]:.2e} > {bound:.2e} (dense {theirs[norm]:.2e})"

@@ -133,6 +133,20 @@ def test_all_features_at_once_compile(head_dim, dtype, target):
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_gradient_of_a_bias_that_broadcasts_compiles(dtype):
+    """Its loop over what shares the bias is pipelined, with all four operands in shared memory."""
+    q, k = array((2, 512, 2, 128), dtype), array((2, 512, 2, 128), dtype)
+    v = array((2, 512, 2, 256), dtype)
+
+    def gradient(q, k, v, bias):
+        call = functools.partial(pallas_flash.attention, q, k, v, implementation="triton")
+        return jax.grad(lambda bias: call(bias=bias).astype(jnp.float32).sum())(bias)
+
+    assert peak_memory(gradient, q, k, v, array((512, 512), dtype)) > 0
+
+
+@needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_forward_and_backward_compile_in_three_seconds(head_dim):
     program = compiled(head_dim, "causal")

@@ -432,6 +432,19 @@ def test_a_read_outside_of_an_operand_is_moved_to_its_edge():
         close(results(implementation, Predicate(after, (steps,))), want)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_an_index_of_a_small_type_reads_what_it_says(implementation):
+    """The length of an operand may not fit in the type of an index into it."""
+    rows = jnp.asarray(np.arange(S) * 255 // (S - 1), jnp.uint8)
+    table = jnp.arange(300) % 3 > 0
+
+    def visible(b, h, q, k, rows, table):
+        return table[rows[k]]
+
+    want = results("reference", table[rows])
+    close(results(implementation, Predicate(visible, (rows, table))), want)
+
+
 # ------------------------------------------------------------------------------------------------
 # Documents.
 

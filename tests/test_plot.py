@@ -203,3 +203,9 @@ def test_a_call_under_x64_draws_the_same():
     with jax.enable_x64(True):
         [image] = pallas_flash.plot_mask(**CASES["blocks"]).images
     np.testing.assert_array_equal(image.get_array(), attended(0, 0, CASES["blocks"]))
+
+
+def test_segments_tell_their_lengths_and_examples():
+    ids = jnp.asarray([[0, 0, 1, 1], [0, 1, 1, 1]], jnp.int32)
+    [image] = pallas_flash.plot_mask(pallas_flash.Segments(ids), b=1).images
+    np.testing.assert_array_equal(image.get_array(), ids[1][:, None] == ids[1])

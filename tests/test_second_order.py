@@ -335,3 +335,14 @@ def test_memory_is_linear(derivative, monkeypatch):
     sizes = [temporary_bytes(length) for length in (1024, 2048, 4096)]
     for size, doubled in itertools.pairwise(sizes):
         assert size < doubled <= 2.1 * size
+
+
+def test_nothing_shows_of_keys_that_no_query_sees():
+    """Also where the last block of queries is filled up: those see nothing."""
+    floats = draw(np.float32)
+    unseen = jnp.arange(S)[:, None, None] >= T
+    poisoned = {name: jnp.where(unseen, jnp.nan, floats[name]) for name in ("key", "value")}
+    run = oracle.compiled(forward_over_reverse(loss("xla", is_causal=True)))
+    clean, got = run(floats), run(floats | poisoned)
+    for name in ("query", "scale"):
+        np.testing.assert_array_equal(clean[name], got[name], err_msg=name)

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "_select": {"_compat", "_problem"},
     "_vjp": {"_partition", "_tangents", "_xla", "_triton", "_tiles", "_problem", "_compat"},
     "_partition": {"_mask_objects", "_masks", "_problem", "_operands", "_scores", "_dropout"},
-    "_tangents": {"_reference", "_problem", "_operands"},
+    "_tangents": {"_reference", "_masks", "_problem", "_operands"},
     "_reference": {"_problem", "_operands", "_dropout"},
     "_xla": {"_masks", "_problem", "_operands", "_scores", "_dropout"},
     "_triton": {

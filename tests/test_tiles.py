@@ -136,3 +136,19 @@ def test_tile_sizes_are_values():
     assert TileSizes(forward=tile) != TileSizes(dq=tile)
     with pytest.raises(dataclasses.FrozenInstanceError):
         tile.block_q = 32
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_arrays_over_pairs_leave_smaller_tiles_and_at_most_two_stages(head_dim, itemsize):
+    """However many there are: the least tile is chosen where none fits."""
+    for pair_bytes in (1, 2, 5, 7, 100):
+        sizes = choose(
+            None,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            itemsize=itemsize,
+            capability=(8, 9),
+            pair_bytes=pair_bytes,
+        )
+        assert all(tile.num_stages <= 2 for tile in tiles_of(sizes).values())

@@ -551,6 +551,11 @@ def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
     assert _tile_cache._fingerprint.__wrapped__() != before
 
 
+BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
+    pallas_flash.Predicate(lambda b, h, q, k: q > k), 20, 40
+)
+
+
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
@@ -563,10 +568,11 @@ def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
         ({"local_window_size": (4, None)}, "other"),
         ({"segment_ids": (jnp.zeros((1, 20), jnp.int32), jnp.zeros((1, 40), jnp.int32))}, "other"),
         ({"mask": pallas_flash.PrefixLM(jnp.asarray([7], jnp.int32))}, "other"),
-        ({"mask": jnp.ones((20, 40), bool)}, "listed"),
-        ({"mask": jnp.ones((20, 40), bool), "is_causal": True}, "listed"),
+        ({"mask": jnp.ones((1, 40), bool)}, "listed"),
+        ({"mask": jnp.ones((1, 40), bool), "is_causal": True}, "listed"),
         ({"mask": pallas_flash.BlockMask(jnp.ones((1, 1, 1, 1), bool))}, "listed"),
         ({"mask": pallas_flash.Predicate(lambda b, h, q, k: q > k)}, "predicate"),
+        ({"mask": BLOCKS_OF_A_PREDICATE}, "predicate"),
     ],
 )
 def test_kinds_of_masks(options, kind):
@@ -581,7 +587,8 @@ def halved(s, *at):
     ("options", "words"),
     [
         ({"dropout_key": jax.random.key(0)}, ""),
-        ({"bias": jnp.zeros((20, 40))}, " + bias"),
+        ({"bias": jnp.zeros(40)}, " + bias"),
+        ({"bias": jnp.zeros((20, 40), jnp.float16)}, " + bias + 2 bytes a pair"),
         ({"alibi_slopes": jnp.zeros(2)}, " + slopes"),
         ({"score_fn": halved}, " + score_fn"),
         ({"logits_soft_cap": 3, "sinks": jnp.zeros(2)}, " + soft cap + sinks"),

@@ -617,7 +617,12 @@ def bad_mask_objects():
                f"from_mask with {name} = {x!r}", ValueError,
                f"`{name}` must be an int of at least 1; got ")
           for name in ("q_len", "kv_len", "batch", "num_heads", "block_q", "block_kv")
-          for x in (0, 2.0, True, None)),
+          for x in (0, 2.0, True)),
+        *(mask(lambda fn=fn: BlockMask.from_mask(Predicate(fn), 5, 7),
+               f"from_mask of a Predicate that asks for {name}", ValueError,
+               f"`{name}` must be given for a Predicate that asks for its index; got None.")
+          for name, fn in (("batch", lambda b, h, q, k: (k <= q) | (b == 1)),
+                           ("num_heads", lambda b, h, q, k: (k <= q) | (h == 1)))),
         mask(lambda: BlockMask.from_mask("text", 5, 7), "from_mask of text", TypeError,
              "`mask` must be an array; got str 'text'."),
         mask(lambda: BlockMask.from_mask(f32(5, 7), 5, 7), "from_mask of floats", TypeError,

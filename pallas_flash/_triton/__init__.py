@@ -48,6 +48,6 @@ def backward(
         dk,
         dv,
         scale=None if dscale is None else dscale.sum(),
-        bias=dbias(problem, *rows, interpret=interpret) if want_bias else None,
+        bias=dbias(problem, *rows, tiles.tile("dq"), interpret=interpret) if want_bias else None,
         sinks=sinks_gradient(problem.sinks * common.LOG2E, *rows[1:]) if want_sinks else None,
     )

@@ -105,10 +105,20 @@ def pallas_flash_dbias(
     common.store_pairs(dbias_ref, acc, rows, keys)
 
 
-def dbias(problem: Problem, do, lse_log2, delta, *, interpret: bool):
-    """The gradient of the bias, in its shape and dtype."""
+def _tile(dq: Tile) -> Tile:
+    """64 x 64 or less, of no more shared memory than dq's tile, which fits on the GPU.
+
+    dq keeps q and do there and a pair of k and v for each stage; here all four flow.
+    """
+    block_q, block_kv = min(64, dq.block_q), min(64, dq.block_kv)
+    room = dq.block_q + dq.num_stages * dq.block_kv
+    return Tile(block_q, block_kv, 4, 2 if 2 * (block_q + block_kv) <= room else 1)
+
+
+def dbias(problem: Problem, do, lse_log2, delta, dq: Tile, *, interpret: bool):
+    """The gradient of the bias, in its shape and dtype; `dq` is the tile of the pass for dq."""
     p = problem
-    tile = Tile(64, 64, num_warps=4, num_stages=2 if p.head_dim <= 128 else 1)
+    tile = _tile(dq)
     static, extras, seen = common.make_static(p, tile, flow="both", interpret=interpret)
     arrays = () if seen is None else (seen,)
     arrays += tuple(common.leaves(extras))

@@ -36,6 +36,10 @@ LOG2E = math.log2(math.e)
 MIN_SCALE = 1e-30
 
 
+# The largest soft cap whose error by `_tanh`, 2^-12, is below that of scores in 16 bits.
+MAX_QUICK_CAP = 2.0**10
+
+
 class Extras(NamedTuple):
     """What a call may ask for beyond products and a softmax; arrays, or references to them."""
 
@@ -72,19 +76,19 @@ class Static:
         """Scores and a factor c that takes them to base 2, for products s at indices `at`."""
         if not extras.scores:
             return s, jnp.maximum(scale, MIN_SCALE) * LOG2E
-        return extras.scores.logits(s * scale, *at, tanh=self._tanh), LOG2E
+        return extras.scores.logits(s * scale, *at, tanh=self._tanh(extras.scores)), LOG2E
 
     def logits_vjp(self, extras: Extras, s, scale, *at):
         """As `logits`, and a function that takes a cotangent of the scores to one of scale * s."""
         if not extras.scores:
             return *self.logits(extras, s, scale), lambda ds: ds
-        logits, pull = extras.scores.vjp(s * scale, *at, tanh=self._tanh)
+        logits, pull = extras.scores.vjp(s * scale, *at, tanh=self._tanh(extras.scores))
         return logits, LOG2E, pull
 
-    @property
-    def _tanh(self):
-        # In float32 the library's function, which is exact to the last place and 3 times as long.
-        return jnp.tanh if self.interpret or self.itemsize > 2 else _tanh
+    def _tanh(self, scores: Scores):
+        # Else the library's function, which is exact to the last place and 3 times as long.
+        quick = self.itemsize == 2 and (scores.soft_cap or 0) <= MAX_QUICK_CAP
+        return _tanh if quick and not self.interpret else jnp.tanh
 
     def kept(self, extras: Extras, *at):
         """Which probabilities dropout keeps, at indices `at`; None for all."""
@@ -143,7 +147,10 @@ def _multiply_high(x, m: int):
 
 @jax.custom_jvp
 def _tanh(x):
-    """Hyperbolic tangent to about 2^-22: 1 - 2 / (1 + exp2(2 log2(e) x))."""
+    """Hyperbolic tangent: 1 - 2 / (1 + exp2(2 log2(e) x)), with an absolute error of about 2^-22.
+
+    A soft cap multiplies that error.
+    """
     return _ptx(
         "{ .reg .f32 t; mul.ftz.f32 t, $1, 0f4038AA3B; ex2.approx.ftz.f32 t, t; "
         "add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; "
