@@ -511,6 +511,12 @@ def bad_operands():
                 TypeError,
                 f"`{name}{fragment}",
             )
+        yield Row(
+            f"{name}: empty",
+            lambda call=call: call((f32(0),)),
+            ValueError,
+            f"`{name}[0]` must have at least one element; got shape (0,).",
+        )
         for dtype in ("int64", "float64"):
             yield Row(
                 f"{name} in {dtype}",
