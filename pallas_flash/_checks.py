@@ -97,7 +97,7 @@ def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
             )
         if not x.size:
             raise ValueError(
-                f"`{label}` must have at least one element; got shape {x.shape}. Leave it out "
+                f"`{label}` must have at least one element; got shape {x.shape}. Drop it "
                 "where there is nothing to read."
             )
     return tuple(named.values())
