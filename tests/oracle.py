@@ -137,8 +137,8 @@ class Truth:
     # Exact but for delta = rowsum(o * do), which is taken from o in the inputs' dtype, and for dp,
     # whose operands are cut where matrix units cut them.
     from_rounded: dict[str, np.ndarray]
-    # How large a result becomes if each p or ds in its product has an error of its own size, and
-    # these are independent: what rounding them is expected to do, times the rounding.
+    # What rounding p, ds and delta's o is expected to do, over the rounding: how large a result
+    # becomes if each has an independent error of its own size.
     of_rounding: dict[str, np.ndarray]
 
 
@@ -238,16 +238,28 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     if sinks is not None:
         terms["dsinks"] = (of_sink / np.where(alive, total, 1) * np.abs(delta)).sum((0, 2, 3))
     cut_dp = (as_tf32(do) @ as_tf32(v).mT) * dropped if tf32 else dp
+    # Variances. o has that of its rounding and of p's before it; a row of ds shares that of delta.
+    of_o = weight**2 @ v**2
+    of_delta = (do**2 * (of_o + o**2)).sum(-1, keepdims=True)
+    share = p * slope
+    of_rounding = {
+        "o": heads_last(of_o),
+        "dq": scale**2 * heads_last(ds**2 @ k**2 + (share @ k) ** 2 * of_delta),
+        "dk": scale**2 * group((ds**2).mT @ q**2 + (share**2).mT @ (q**2 * of_delta)),
+        "dv": group((weight**2).mT @ do**2),
+    }
+    if bias is not None:
+        of_rows = share if np.shape(bias)[-1:] == (S,) else share.sum(-1, keepdims=True)
+        of_rounding["dbias"] = sum_like(of_rows**2 * of_delta, bias)
+    if sinks is not None:
+        of_rounding["dsinks"] = ((of_sink / np.where(alive, total, 1)) ** 2 * of_delta).sum(
+            (0, 2, 3)
+        )
     return Truth(
         values,
         {name: float(np.linalg.norm(x)) for name, x in terms.items()},
         through_ds(cut_dp, delta_of(np.asarray(o.astype(dtype), np.float64)))[0],
-        {
-            "o": heads_last(np.sqrt(weight**2 @ v**2)),
-            "dq": abs(scale) * heads_last(np.sqrt(ds**2 @ k**2)),
-            "dk": abs(scale) * np.sqrt(group((ds**2).mT @ q**2)),
-            "dv": np.sqrt(group((weight**2).mT @ do**2)),
-        },
+        {name: np.sqrt(x) for name, x in of_rounding.items()},
     )
 
 
@@ -382,7 +394,7 @@ def natural(value: float, truth: Truth, name: str) -> float:
 
 
 def of_rounding(rounding: float, truth: Truth, name: str) -> dict[str, float]:
-    """The expected errors, as `errors` gives them, of rounding p or ds before its product."""
+    """The expected errors, as `errors` gives them, of rounding operands and o."""
     if name not in truth.of_rounding:
         return {"l2": 0.0, "max": 0.0}
     size, want = truth.of_rounding[name], truth.values[name]

@@ -9,8 +9,9 @@ place of a dense error that is smaller by luck, as where one key makes every pro
   last place;
 * the backward takes delta = rowsum(o * do) from the output in the inputs' dtype, and with TF32
   subtracts it from a dp = do @ v.T of cut operands, where dense attention subtracts a sum of dp;
-* p and ds are rounded before their products. Where a result has few elements (one query, two
-  channels) the dense computation's own error is a lucky or unlucky draw: what is expected counts;
+* p and ds are rounded before their products, and o before delta. Where a result has few elements
+  (one query, two channels, a bias that all scores share) the dense computation's own error is a
+  lucky or unlucky draw: what is expected counts;
 * results are rounded to that dtype.
 """
 
