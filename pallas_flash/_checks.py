@@ -128,7 +128,7 @@ def function(name: str, fn, s, arrays: tuple[jax.Array, ...]) -> jax.ShapeDtypeS
     trace = jax.make_jaxpr(lambda at, xs: fn(*at, *map(for_user, xs)), return_shape=True)
     try:
         program, out = trace([*s, *at], arrays)
-    except Exception as error:
+    except Exception as error:  # The user's function runs here, and may raise anything.
         reason = str(error).partition("\n")[0].rstrip(".")
         raise TypeError(
             f"`{name}` must be traceable for indices b and h of shape (), q_pos of (2, 1) and "

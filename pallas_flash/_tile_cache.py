@@ -193,7 +193,7 @@ def store(problem: Problem, gpu: str, tiles: TileSizes) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
         raise
-    except Exception:
+    except Exception:  # Whatever is in the file, it is not of this kind.
         os.replace(path, f"{path}.bak")
     name = key(problem, gpu)
     # One pass may have been tuned before, and the other now.

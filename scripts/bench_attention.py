@@ -488,7 +488,7 @@ def compile_all(programs: Mapping[Any, Program | str]) -> dict[Any, Program | st
             return program
         try:
             program.compile()
-        except Exception as error:
+        except Exception as error:  # Compilers raise what they like, and the others go on.
             return _sentence(error)
         return program
 
@@ -571,7 +571,7 @@ class Bench:
                 # No more calls in a measurement than about 30 ms hold, but two.
                 once = self.timer(program, 2).ms
                 calls[name] = max(2, min(self.iterations, int(30 / once)))
-            except Exception as error:
+            except Exception as error:  # However a peer fails on the device, the others go on.
                 self.emit({**record, "unserved": _sentence(error)})
                 continue
             if is_red(found[name], shape.dtype):
