@@ -72,8 +72,9 @@ def validate(
     kv_len = key.shape[1]
     scores_shape = (batch, num_heads, q_len, kv_len)
     query, scale = _scale(scale, query, head_dim)
-    shift, offset = _offset(query_offset, batch)
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
+    # Where query 0 stands changes a score through the slopes alone.
+    shift, offset = (0, None) if slopes is None else _offset(query_offset, batch)
     return Problem(
         query=query,
         key=key,
@@ -83,19 +84,19 @@ def validate(
         sinks=_per_head("sinks", sinks, num_heads, scale.dtype),
         slopes=slopes,
         score_operands=_score_operands(score_fn, score_operands, scale.dtype),
-        mask=_mask(
+        mask=mask_of(
             scores_shape,
             mask,
             is_causal=is_causal,
-            window=local_window_size,
-            shift=shift,
-            offset=offset,
-            lengths=(query_seq_lengths, key_value_seq_lengths),
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
             segment_ids=segment_ids,
+            query_offset=query_offset,
         ),
         rest_of_scores=Scores(
-            offset=None if slopes is None else offset,
-            shift=0 if slopes is None else shift,
+            offset=offset,
+            shift=shift,
             score_fn=score_fn,
             soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
         ),
@@ -115,18 +116,28 @@ def mask_of(
     segment_ids,
     query_offset,
 ) -> Mask:
-    """Everything that says who sees whom, for scores [B, N, T, S] that nobody computes."""
-    shift, offset = _offset(query_offset, scores_shape[0])
-    return _mask(
-        scores_shape,
-        mask,
-        is_causal=is_causal,
-        window=local_window_size,
-        shift=shift,
-        offset=offset,
-        lengths=(query_seq_lengths, key_value_seq_lengths),
-        segment_ids=segment_ids,
-    )
+    """Everything that says who sees whom, for scores [B, N, T, S]."""
+    batch, _, q_len, kv_len = scores_shape
+    shift, offset = _offset(query_offset, batch)
+    leaves = []
+    causal = flag("is_causal", is_causal)
+    band = _band(q_len, kv_len, causal=causal, window=local_window_size, shift=shift, offset=offset)
+    if band != Band():
+        leaves.append(band)
+    lengths = [
+        None if x is None else integers(name, x, (batch,), "[B]")
+        for name, x in (
+            ("query_seq_lengths", query_seq_lengths),
+            ("key_value_seq_lengths", key_value_seq_lengths),
+        )
+    ]
+    if any(x is not None for x in lengths):
+        leaves.append(Lengths(*lengths))
+    if segment_ids is not None:
+        leaves.append(_segments(segment_ids, batch, q_len, kv_len))
+    if mask is not None:
+        leaves += fitted(mask, Call(scores_shape, causal, shift, offset))
+    return Mask(tuple(leaves))
 
 
 def check_results(return_residual, return_lse) -> None:
@@ -364,27 +375,6 @@ def _seed(name, key):
             f"`{name}` must be one jax.random key; got {describe(key)}. Pass "
             "`jax.random.key(0)`, or use `jax.vmap` over several."
         ) from error
-
-
-def _mask(scores_shape, mask, *, is_causal, window, shift, offset, lengths, segment_ids) -> Mask:
-    batch, _, q_len, kv_len = scores_shape
-    leaves = []
-    causal = flag("is_causal", is_causal)
-    band = _band(q_len, kv_len, causal=causal, window=window, shift=shift, offset=offset)
-    if band != Band():
-        leaves.append(band)
-    names = ("query_seq_lengths", "key_value_seq_lengths")
-    lengths = [
-        None if x is None else integers(name, x, (batch,), "[B]")
-        for name, x in zip(names, lengths, strict=True)
-    ]
-    if any(x is not None for x in lengths):
-        leaves.append(Lengths(*lengths))
-    if segment_ids is not None:
-        leaves.append(_segments(segment_ids, batch, q_len, kv_len))
-    if mask is not None:
-        leaves += fitted(mask, Call(scores_shape, causal, shift, offset))
-    return Mask(tuple(leaves))
 
 
 def _band(q_len, kv_len, *, causal, window, shift, offset) -> Band:
