@@ -27,7 +27,6 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_flash import _mask_objects
 from pallas_flash._dropout import Dropout
 from pallas_flash._mask_objects import BlockMask, Predicate, PrefixLM
 from pallas_flash._masks import Band, Lengths, Segments
@@ -52,7 +51,6 @@ AXES = {
     Band: {"offset": "b"},
     Lengths: {"query": "b", "key_value": "b"},
     Segments: {"query": "bt", "key_value": "bs"},
-    _mask_objects.Segments: {"query": "bt", "key_value": "bs"},
     PrefixLM: {"prefix_lengths": "b", "offset": "b"},
     BlockMask: {"some": "bn", "every": "bn"},
 }
@@ -71,6 +69,7 @@ def letters(problem: Problem) -> Problem:
         if isinstance(x, tuple):
             return tuple(map(name, x))
         if dataclasses.is_dataclass(x):
+            # A class made from a leaf has that leaf's letters.
             table = next((AXES[kind] for kind in type(x).__mro__ if kind in AXES), {})
             fields = {field: name(y, table.get(field, "")) for field, y in vars(x).items()}
             return _replace(x, fields)

@@ -22,7 +22,7 @@ from described_gpus import described_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import Tile, TileSizes, _partition, _tangents, _xla, attention
+from pallas_flash import Tile, TileSizes, _mask_objects, _partition, _tangents, _xla, attention
 from pallas_flash._dropout import Dropout
 from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
 from pallas_flash._masks import Band, Lengths, Mask, Segments
@@ -426,6 +426,7 @@ def test_every_array_of_a_problem_has_its_letters():
         (Band(0, 0, length), ["b"]),
         (Lengths(length, length), ["b", "b"]),
         (Segments(ids, ids), ["bt", "bs"]),
+        (_mask_objects.Segments(ids, ids), ["bt", "bs"]),
         (MaskArray(pairs), ["bnts"]),
         (PrefixLM(length, length), ["b", "b"]),
         (Predicate(max, (ids,)), ["11"]),
