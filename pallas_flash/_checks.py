@@ -81,6 +81,21 @@ def at_least(least: int, name: str, x) -> int:
     return int(x)
 
 
+def share_to_drop(name: str, x) -> float:
+    """The rate of a dropout: a Python number, since it is compiled in."""
+    if not is_number(x):
+        raise TypeError(
+            f"`{name}` must be a number; got {describe(x)}. Pass a Python float: it is compiled "
+            "in, so it cannot be traced."
+        )
+    if not 0 <= x < 1:
+        raise ValueError(
+            f"`{name}` must be at least 0 and less than 1; got {describe(x)}. Pass the share of "
+            "probabilities to drop."
+        )
+    return float(x)
+
+
 def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
     """The arrays that a user's function reads, of at most `itemsize` bytes a number."""
     if not isinstance(arrays, (tuple, list)):

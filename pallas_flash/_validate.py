@@ -24,6 +24,7 @@ from pallas_flash._checks import (
     is_int,
     is_number,
     operands,
+    share_to_drop,
 )
 from pallas_flash._dropout import Dropout, seed_of
 from pallas_flash._mask_objects import Call, fitted
@@ -320,7 +321,7 @@ def _score_operands(score_fn, arrays, dtype):
 def dropout(rate, key, broadcast) -> Dropout | None:
     """Dropout for the arguments of `attention`; None where nothing is dropped."""
     broadcast = flag("broadcast_dropout", broadcast)
-    rate = _rate("dropout_rate", rate)
+    rate = share_to_drop("dropout_rate", rate)
     # Checked where nothing is dropped, too: a key may be there for training alone.
     seed = None if key is None else _seed("dropout_key", key)
     if rate == 0:
@@ -335,7 +336,7 @@ def dropout(rate, key, broadcast) -> Dropout | None:
 
 def dropout_mask(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
     """The shape and what is dropped for the arguments of `pallas_flash.dropout_mask`."""
-    rate, seed = _rate("rate", rate), _seed("key", key)
+    rate, seed = share_to_drop("rate", rate), _seed("key", key)
     if not isinstance(shape, (tuple, list)) or len(shape) != 4:
         raise TypeError(
             f"`shape` must be a tuple of four ints, [B, N, T, S]; got {describe(shape)}. Give each "
@@ -343,20 +344,6 @@ def dropout_mask(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
         )
     shape = tuple(at_least(0, f"shape[{axis}]", n) for axis, n in enumerate(shape))
     return shape, None if rate == 0 else Dropout(seed, None, rate)
-
-
-def _rate(name, rate) -> float:
-    if not is_number(rate):
-        raise TypeError(
-            f"`{name}` must be a number; got {describe(rate)}. Pass a Python float: it is compiled "
-            "in, so it cannot be traced."
-        )
-    if not 0 <= rate < 1:
-        raise ValueError(
-            f"`{name}` must be at least 0 and less than 1; got {describe(rate)}. Pass the share of "
-            "probabilities to drop."
-        )
-    return float(rate)
 
 
 def _seed(name, key):

@@ -19,6 +19,7 @@ from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import Implementation, attention
+from pallas_flash._checks import share_to_drop
 from pallas_flash._mask_objects import Call, Joinable, fitted
 from pallas_flash._masks import Mask
 
@@ -129,7 +130,7 @@ def attention_fn(
                 f"`{name}` must be None, because the kernels contain no einsum to replace; got "
                 f"{einsum!r}. Use Flax's `dot_product_attention` for this layer."
             )
-    _check_dropout_rate(dropout_rate)
+    dropout_rate = share_to_drop("dropout_rate", dropout_rate)
     if deterministic:
         dropout_rate = 0.0
     if dropout_rate > 0.0 and dropout_rng is None:
@@ -227,7 +228,8 @@ class SelfAttention(nnx.Module):
             that calls need not give one.
 
     Raises:
-        ValueError: If the sizes do not fit each other.
+        TypeError: If `dropout_rate` is not a number.
+        ValueError: If the sizes do not fit each other, or `dropout_rate` is outside [0, 1).
     """
 
     def __init__(
@@ -285,14 +287,13 @@ class SelfAttention(nnx.Module):
                 f"`head_dim` must be even, because rotary positions turn pairs; got {head_dim}. "
                 "Give an even `head_dim`, or rope_theta=None for no rotary embedding."
             )
-        _check_dropout_rate(dropout_rate)
 
         self.features = features
         self.is_causal = is_causal
         self.rope_theta = rope_theta
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
-        self.dropout_rate = dropout_rate
+        self.dropout_rate = share_to_drop("dropout_rate", dropout_rate)
         self.broadcast_dropout = broadcast_dropout
         self.deterministic = deterministic
         self.precision = precision
@@ -535,11 +536,6 @@ def _sow_weights(
         module=module,  # pyright: ignore[reportArgumentType]
         force_fp32_for_softmax=force_fp32_for_softmax,
     )
-
-
-def _check_dropout_rate(rate: float) -> None:
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"`dropout_rate` must be in [0, 1); got {rate}.")
 
 
 def _is_object(mask) -> bool:

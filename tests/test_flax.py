@@ -1052,7 +1052,16 @@ ERRORS = {
         ValueError,
         "`bias` must broadcast",
     ),
-    "dropout_rate": (lambda: attention_fn(Q, K, V, dropout_rate=1.5), ValueError, r"in \[0, 1\)"),
+    "dropout_rate": (
+        lambda: attention_fn(Q, K, V, dropout_rate=1.5),
+        ValueError,
+        "`dropout_rate` must be at least 0 and less than 1; got float 1.5",
+    ),
+    "dropout_rate as an array, and off": (
+        lambda: attention_fn(Q, K, V, dropout_rate=jnp.float32(0.5), deterministic=True),
+        TypeError,
+        "`dropout_rate` must be a number; got an array",
+    ),
     "dropout_rng": (
         lambda: attention_fn(Q, K, V, dropout_rate=0.5),
         ValueError,
@@ -1076,7 +1085,7 @@ ERRORS = {
     "negative dropout_rate": (
         lambda: attention_fn(Q, K, V, dropout_rate=-0.5),
         ValueError,
-        "`dropout_rate`",
+        "`dropout_rate` must be at least 0",
     ),
     "input_positions": (
         lambda: attention_fn(Q, K, V, input_positions=POSITIONS),
@@ -1123,7 +1132,12 @@ ERRORS = {
     "module dropout_rate": (
         lambda: self_attention(dropout_rate=1.0),
         ValueError,
-        r"`dropout_rate` must be in \[0, 1\); got 1.0",
+        "`dropout_rate` must be at least 0 and less than 1; got float 1.0",
+    ),
+    "module dropout_rate as text": (
+        lambda: self_attention(dropout_rate="0.1"),
+        TypeError,
+        "`dropout_rate` must be a number; got str '0.1'",
     ),
     "undecided dropout": (
         lambda: self_attention(dropout_rate=0.5)(X),

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "": {"_api", "_mask_objects", "_plot", "_select", "_tiles", "_tune", "_vjp"},
     "tune": {"_tune", "_tile_cache", "_tiles"},
     "_tune": {"_api", "_validate", "_select", "_vjp", "_tile_cache", "_tiles", "_problem"},
-    "flax": {"_api", "_mask_objects", "_masks"},
+    "flax": {"_api", "_checks", "_mask_objects", "_masks"},
     "_plot": {"_validate", "_mask_objects", "_masks"},
     "_api": {
         "_validate",
