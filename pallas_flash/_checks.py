@@ -76,7 +76,7 @@ def at_least(least: int, name: str, x) -> int:
     if not is_int(x) or x < least:
         raise ValueError(
             f"`{name}` must be an int of at least {least}; got {describe(x)}. Pass a Python int: "
-            "it decides what is compiled."
+            "it cannot be traced."
         )
     return int(x)
 

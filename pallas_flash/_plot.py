@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from pallas_flash import _validate
+from pallas_flash._checks import at_least
 from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM, Segments
 from pallas_flash._masks import Mask, Tiling
 
@@ -91,7 +92,7 @@ def plot_mask(
     lengths: Any = (query_seq_lengths, key_value_seq_lengths)
     sizes = [np.shape(x)[0] for x in (*lengths, *ids, query_offset) if np.ndim(x)]
     batch, num_heads, T, S = _known_sizes(mask)
-    batch, num_heads = _at_least("b", b, max(batch, *sizes, 1)), _at_least("h", h, num_heads)
+    batch, num_heads = _axis_size("b", b, max(batch, *sizes, 1)), _axis_size("h", h, num_heads)
     q_len, kv_len = _length("q_len", q_len, T, ids[0]), _length("kv_len", kv_len, S, ids[1])
     whole = _validate.mask_of(
         (batch, num_heads, q_len, kv_len),
@@ -112,8 +113,8 @@ def plot_mask(
     ax.imshow(seen, cmap=ListedColormap([HIDDEN, VISIBLE]), vmin=0, vmax=1, interpolation="nearest")
     ax.set(xlabel="key", ylabel="query")
     if block_q is not None or block_kv is not None:
-        q = Tiling(q_len, _positive("block_q", block_q))
-        kv = Tiling(kv_len, _positive("block_kv", block_kv))
+        q = Tiling(q_len, at_least(1, "block_q", block_q))
+        kv = Tiling(kv_len, at_least(1, "block_kv", block_kv))
         some, full = (
             np.asarray(x)[b % len(x), h % x.shape[1]].astype(int)
             for x in whole.within(kv=kv).tile_classes(q, kv)
@@ -156,12 +157,14 @@ def _known_sizes(mask) -> tuple[int, int, int, int]:
     return B, N, T, S
 
 
-def _at_least(name: str, index: int, known: int) -> int:
+def _axis_size(name: str, index: int, known: int) -> int:
     """The size of an axis of which `index` is drawn: an axis of 1 is broadcast."""
-    size = max(known, index + 1) if known == 1 else known
-    if not 0 <= index < size:
-        raise ValueError(f"`{name}` must be in 0 .. {size - 1} for this mask; got {index}.")
-    return size
+    index = at_least(0, name, index)
+    if 1 < known <= index:
+        raise ValueError(
+            f"`{name}` must be in 0 .. {known - 1} for this mask; got {index}. Draw one of those."
+        )
+    return max(known, index + 1)
 
 
 def _length(name: str, given: int | None, known: int, ids) -> int:
@@ -172,10 +175,4 @@ def _length(name: str, given: int | None, known: int, ids) -> int:
                 f"`{name}` must be given where neither `mask` nor `segment_ids` tell it; got None. "
                 "Give the length to draw."
             )
-    return _positive(name, given)
-
-
-def _positive(name: str, x) -> int:
-    if not isinstance(x, (int, np.integer)) or x < 1:
-        raise ValueError(f"`{name}` must be an int of at least 1; got {x!r}.")
-    return int(x)
+    return at_least(1, name, given)

@@ -164,13 +164,23 @@ def plot(*args, **kwargs):
 ERRORS = {
     "no length": (plot(is_causal=True), ValueError, "`q_len` must be given where neither"),
     "no key length": (plot(q_len=3), ValueError, "`kv_len` must be given where neither"),
-    "length": (plot(q_len=0, kv_len=3), ValueError, "`q_len` must be an int of at least 1; got 0"),
+    "length": (
+        plot(q_len=0, kv_len=3),
+        ValueError,
+        "`q_len` must be an int of at least 1; got int 0",
+    ),
     "length of another kind": (plot(q_len=3, kv_len=3.0), ValueError, "`kv_len` must be an int"),
-    "one block": (plot(**LENGTHS, block_q=4), ValueError, "`block_kv` must be an int .*; got None"),
+    "one block": (
+        plot(**LENGTHS, block_q=4),
+        ValueError,
+        "`block_kv` must be an int .*; got NoneType None",
+    ),
     "block": (plot(**LENGTHS, block_q=0, block_kv=4), ValueError, "`block_q` must be an int"),
-    "example": (plot(random(B, 1, T, S), b=B), ValueError, r"`b` must be in 0 .. 1 .*; got 2"),
-    "negative example": (plot(**LENGTHS, b=-1), ValueError, "`b` must be in"),
-    "head": (plot(random(N, T, S), h=N), ValueError, r"`h` must be in 0 .. 2 .*; got 3"),
+    "example": (plot(random(B, 1, T, S), b=B), ValueError, r"`b` must be in 0 .. 1 .*; got 2\. D"),
+    "example of another kind": (plot(**LENGTHS, b=0.5), ValueError, "`b` must be an int"),
+    "negative example": (plot(**LENGTHS, b=-1), ValueError, "`b` must be an int of at least 0"),
+    "head": (plot(random(N, T, S), h=N), ValueError, r"`h` must be in 0 .. 2 .*; got 3\. D"),
+    "negative head": (plot(random(N, T, S), h=-1), ValueError, "`h` must be an int of at least 0"),
     "mask": (plot(jnp.ones((T, S))), TypeError, "`mask` must be boolean"),
     "mask that does not fit": (
         plot(random(T, S), q_len=T + 1),

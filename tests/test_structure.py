@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "tune": {"_tune", "_tile_cache", "_tiles"},
     "_tune": {"_api", "_validate", "_select", "_vjp", "_tile_cache", "_tiles", "_problem"},
     "flax": {"_api", "_checks", "_mask_objects", "_masks"},
-    "_plot": {"_validate", "_mask_objects", "_masks"},
+    "_plot": {"_validate", "_checks", "_mask_objects", "_masks"},
     "_api": {
         "_validate",
         "_select",
