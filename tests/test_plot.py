@@ -181,6 +181,11 @@ ERRORS = {
     "negative example": (plot(**LENGTHS, b=-1), ValueError, "`b` must be an int of at least 0"),
     "head": (plot(random(N, T, S), h=N), ValueError, r"`h` must be in 0 .. 2 .*; got 3\. D"),
     "negative head": (plot(random(N, T, S), h=-1), ValueError, "`h` must be an int of at least 0"),
+    "example of an array for one": (
+        plot(**LENGTHS, key_value_seq_lengths=jnp.array([3], jnp.int32), b=1),
+        ValueError,
+        r"`key_value_seq_lengths` must have shape \[B\] = \(2,\); got \(1,\)",
+    ),
     "mask": (plot(jnp.ones((T, S))), TypeError, "`mask` must be boolean"),
     "mask that does not fit": (
         plot(random(T, S), q_len=T + 1),
