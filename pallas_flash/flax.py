@@ -28,6 +28,11 @@ __all__ = ["SelfAttention", "apply_rope", "attention_fn"]
 _lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
 
+# ------------------------------------------------------------------------------------------------
+# In the place of Flax's function
+# ------------------------------------------------------------------------------------------------
+
+
 def attention_fn(
     query: Shaped[Array, "*batch T N H"],
     key: Shaped[Array, "*batch S K H"],
@@ -177,6 +182,65 @@ def attention_fn(
             module, query, key, bias, visible, is_causal, precision, force_fp32_for_softmax
         )
     return out.reshape(*batch, *out.shape[1:])
+
+
+def _apply_module_rope(
+    rope: Callable[..., Array],
+    x: Shaped[Array, "*batch T N H"],
+    positions: Integer[Array, "*#batch T"] | None,
+) -> Shaped[Array, "*batch T N H"]:
+    """Calls an `nnx.RoPE`, which wants time next to last and one row of positions at a time."""
+    x = jnp.swapaxes(x, -2, -3)
+    if positions is None:
+        x = rope(x)
+    else:
+        x = jnp.vectorize(rope, signature="(t,h),(t)->(t,h)")(x, positions[..., None, :])
+    return jnp.swapaxes(x, -2, -3)
+
+
+def _sow_weights(
+    module: nnx.Module | linen.Module,
+    query: Shaped[Array, "*batch T N H"],
+    key: Shaped[Array, "*batch S K H"],
+    bias: Float[Array, "*#batch #N #T #S"] | None,
+    mask: Shaped[Array, "*#batch #N #T #S"] | None,
+    is_causal: bool,
+    precision: str | jax.lax.Precision | None,
+    force_fp32_for_softmax: bool,
+) -> None:
+    """Makes `module` sow the attention weights.
+
+    Linen's function serves nnx modules too, which know its collection "intermediates" as
+    `nnx.Intermediate`. It has neither `is_causal` nor grouped heads, so both are spelled out here.
+    """
+    if is_causal:
+        causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
+        mask = causal if mask is None else mask & causal
+    linen.dot_product_attention_weights(
+        query,
+        jnp.repeat(key, query.shape[-2] // key.shape[-2], axis=-2),
+        bias,
+        mask,
+        deterministic=True,
+        precision=precision,
+        module=module,  # pyright: ignore[reportArgumentType]
+        force_fp32_for_softmax=force_fp32_for_softmax,
+    )
+
+
+def _dense(mask, scores_shape: Sequence[int]) -> Any:
+    """A mask object as an array [*batch, N, T, S]; anything else as it is."""
+    if not _is_object(mask):
+        return mask
+    shape = (math.prod(scores_shape[:-3]), *scores_shape[-3:])
+    indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
+    whole = Mask(fitted(mask, Call(shape)))  # pyright: ignore[reportArgumentType]
+    return jnp.broadcast_to(whole.allowed(*indices), shape).reshape(scores_shape)
+
+
+# ------------------------------------------------------------------------------------------------
+# A layer, and its rotary positions
+# ------------------------------------------------------------------------------------------------
 
 
 class SelfAttention(nnx.Module):
@@ -494,48 +558,9 @@ def apply_rope(
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
 
-def _apply_module_rope(
-    rope: Callable[..., Array],
-    x: Shaped[Array, "*batch T N H"],
-    positions: Integer[Array, "*#batch T"] | None,
-) -> Shaped[Array, "*batch T N H"]:
-    """Calls an `nnx.RoPE`, which wants time next to last and one row of positions at a time."""
-    x = jnp.swapaxes(x, -2, -3)
-    if positions is None:
-        x = rope(x)
-    else:
-        x = jnp.vectorize(rope, signature="(t,h),(t)->(t,h)")(x, positions[..., None, :])
-    return jnp.swapaxes(x, -2, -3)
-
-
-def _sow_weights(
-    module: nnx.Module | linen.Module,
-    query: Shaped[Array, "*batch T N H"],
-    key: Shaped[Array, "*batch S K H"],
-    bias: Float[Array, "*#batch #N #T #S"] | None,
-    mask: Shaped[Array, "*#batch #N #T #S"] | None,
-    is_causal: bool,
-    precision: str | jax.lax.Precision | None,
-    force_fp32_for_softmax: bool,
-) -> None:
-    """Makes `module` sow the attention weights.
-
-    Linen's function serves nnx modules too, which know its collection "intermediates" as
-    `nnx.Intermediate`. It has neither `is_causal` nor grouped heads, so both are spelled out here.
-    """
-    if is_causal:
-        causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
-        mask = causal if mask is None else mask & causal
-    linen.dot_product_attention_weights(
-        query,
-        jnp.repeat(key, query.shape[-2] // key.shape[-2], axis=-2),
-        bias,
-        mask,
-        deterministic=True,
-        precision=precision,
-        module=module,  # pyright: ignore[reportArgumentType]
-        force_fp32_for_softmax=force_fp32_for_softmax,
-    )
+# ------------------------------------------------------------------------------------------------
+# For both: masks, biases and batch axes
+# ------------------------------------------------------------------------------------------------
 
 
 def _is_object(mask) -> bool:
@@ -545,16 +570,6 @@ def _is_object(mask) -> bool:
 def _as_bool(mask) -> Any:
     """A mask that is an array, True where it is not zero."""
     return mask if mask is None or _is_object(mask) else jnp.asarray(mask).astype(bool)
-
-
-def _dense(mask, scores_shape: Sequence[int]) -> Any:
-    """A mask object as an array [*batch, N, T, S]; anything else as it is."""
-    if not _is_object(mask):
-        return mask
-    shape = (math.prod(scores_shape[:-3]), *scores_shape[-3:])
-    indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
-    whole = Mask(fitted(mask, Call(shape)))  # pyright: ignore[reportArgumentType]
-    return jnp.broadcast_to(whole.allowed(*indices), shape).reshape(scores_shape)
 
 
 def _merge_scores(name: str, x, scores_shape: Sequence[int]):
