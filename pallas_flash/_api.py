@@ -294,7 +294,7 @@ def _plan(problem: Problem, implementation: str, tile_sizes, *, explicit: bool) 
         return _vjp.Plan(implementation)
     tiles = table_tiles(problem, implementation, tile_sizes)
     if (tuned := _tuned(problem, implementation)) is not None:
-        tiles = (tile_sizes or TileSizes()).or_else(tuned)
+        tiles = (tile_sizes or TileSizes()).used(problem.q_len).or_else(tuned)
     return _vjp.Plan(implementation, tiles)
 
 
@@ -302,6 +302,7 @@ def table_tiles(problem: Problem, implementation: str, asked: TileSizes | None) 
     """`_tiles.choose` for a problem."""
     return _tiles.choose(
         asked,
+        q_len=problem.q_len,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         itemsize=problem.dtype.itemsize,

@@ -326,13 +326,18 @@ class Mask:
         """Whether tiles have to be listed."""
         return any(not isinstance(leaf, Runs) for leaf in self.leaves)
 
-    def kv_lists(self, q: Tiling, kv: Tiling) -> jax.Array:
+    def kv_lists(self, q: Tiling, kv: Tiling, groups: int = 1) -> jax.Array:
         """int32 [1 or B, 1 or N, query tiles, 2 + key tiles]: the key tiles of each query tile.
 
         A row is the number of full tiles, that of all tiles which are not empty, and their numbers,
-        the full ones first; what follows is not to be read.
+        the full ones first; what follows is not to be read. `groups` heads after each other share a
+        list: N / groups of them, of what any head needs.
         """
-        return lists(self.tile_classes(q, kv))
+        classes = self.tile_classes(q, kv)
+        if groups > 1 and classes.some.shape[1] > 1:
+            some, every = (x.reshape(x.shape[0], -1, groups, *x.shape[2:]) for x in classes)
+            classes = TileClasses(some.any(axis=2), every.all(axis=2))
+        return lists(classes)
 
     def q_lists(self, q: Tiling, kv: Tiling) -> jax.Array:
         """int32 [1 or B, 1 or N, key tiles, 2 + query tiles]: the query tiles of each key tile."""
@@ -479,6 +484,27 @@ def visit(ranges, step, carry, edges: Edges):
         return step(jnp.where(t < before, start + t, full_stop - before + t), True, carry)
 
     return lax.fori_loop(0, before + stop - full_stop, edge, carry)
+
+
+def share(ranges, part, parts: int, edges: Edges):
+    """What `visit` is given for one of `parts` nearly equal shares of the tiles of `ranges`."""
+
+    def bounds(count):
+        """The first tile of the share, and the one behind its last."""
+        small, rest = count // parts, count % parts
+        first = part * small + jnp.minimum(part, rest)
+        return first, first + small + (part < rest)
+
+    def between(low, x, high):
+        return jnp.minimum(jnp.maximum(x, low), high)
+
+    if edges is Edges.LISTED:
+        full, count, tile_at = ranges
+        first, last = bounds(count)
+        return between(0, full - first, last - first), last - first, lambda t: tile_at(first + t)
+    start, full_start, full_stop, stop = ranges
+    first, last = (start + bound for bound in bounds(stop - start))
+    return first, between(first, full_start, last), between(first, full_stop, last), last
 
 
 def hidden(masked, hide, x):

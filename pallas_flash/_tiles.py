@@ -8,7 +8,10 @@ stays for each 4 warps.
 import dataclasses
 
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
-KERNELS = ("forward", "dkv", "dk", "dv", "dq")
+KERNELS = ("forward", "decode", "dkv", "dk", "dv", "dq")
+
+# "decode" serves calls of up to so many queries, which fit in the smallest tile.
+FEW = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,9 @@ class TileSizes:
 
     Attributes:
         forward: the forward kernel; a query tile stays.
+        decode: the forward kernel of calls with at most 16 queries; the rows that stay are those
+            queries of all heads that share keys and values. With `forward` alone such calls are
+            served by that one.
         dkv: the kernel for dk and dv together; a key/value tile stays.
         dk: the kernel for dk alone. Give `dk` and `dv` in place of `dkv` where both sums do not fit
             in registers.
@@ -69,6 +75,7 @@ class TileSizes:
     """
 
     forward: Tile | None = None
+    decode: Tile | None = None
     dkv: Tile | None = None
     dk: Tile | None = None
     dv: Tile | None = None
@@ -95,11 +102,19 @@ class TileSizes:
         """The tile of one of `KERNELS`, where there is one."""
         return getattr(self, kernel)
 
+    def used(self, q_len: int) -> "TileSizes":
+        """These sizes without the forward kernel that does not serve `q_len` queries."""
+        if q_len > FEW:
+            return dataclasses.replace(self, decode=None)
+        return self if self.decode is None else dataclasses.replace(self, forward=None)
+
     def or_else(self, default: "TileSizes") -> "TileSizes":
         """These sizes, with what is None taken from `default`."""
+        forward = default if self.forward is None and self.decode is None else self
         backward = default if self.dkv is None and self.dk is None else self
         return TileSizes(
-            forward=self.forward or default.forward,
+            forward=forward.forward,
+            decode=forward.decode,
             dkv=backward.dkv,
             dk=backward.dk,
             dv=backward.dv,
@@ -156,6 +171,10 @@ _SYNCHRONOUS = _ASYNCHRONOUS | {
 # H200.
 _WITH_PAIRS = {(128, 2, "dkv"): Tile(64, 64, 4, 2)}
 
+# Bytes of a key and a value tile of "decode". With three stages one pair is on its way while
+# another is used, and three programs share a core of the H200 (counted, not timed).
+_DECODE_STAGE = 32 * 1024
+
 # Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
 # Guide, table "Technical Specifications per Compute Capability").
 _SHARED_MEMORY = {
@@ -175,6 +194,7 @@ _SHARED_MEMORY = {
 def choose(
     asked: TileSizes | None,
     *,
+    q_len: int,
     head_dim: int,
     value_dim: int,
     itemsize: int,
@@ -185,6 +205,7 @@ def choose(
 
     Args:
         asked: what the user wants; used as it is.
+        q_len: T.
         head_dim: H.
         value_dim: V.
         itemsize: bytes of an element.
@@ -201,6 +222,8 @@ def choose(
     limit = shared_memory_limit(capability)
     asynchronous = capability is None or (9, 0) <= capability < (12, 0)
     default = (_ASYNCHRONOUS if asynchronous else _SYNCHRONOUS)[width, itemsize]
+    decode = Tile(64, _DECODE_STAGE // (2 * width * itemsize), 4, 3)
+    default = dataclasses.replace(default, decode=decode).used(q_len)
 
     def shared(name, tile):
         pairs = tile.num_stages * tile.block_q * tile.block_kv * pair_bytes
@@ -218,6 +241,7 @@ def choose(
         default = dataclasses.replace(default, **{name: tile})
     if asked is None:
         return default
+    asked = asked.used(q_len)
     for name in KERNELS:
         tile = getattr(asked, name)
         if tile is not None and (need := shared(name, tile)) > limit:
@@ -243,7 +267,7 @@ def _shared_bytes(kernel: str, tile: Tile, width: int, itemsize: int) -> int:
     stay, flow = tile.block_q, tile.block_kv
     if kernel in ("dkv", "dk", "dv"):
         stay, flow = flow, stay
-    kept = {"forward": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2}[kernel]
+    kept = {"forward": 1, "decode": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2}[kernel]
     return (kept * stay + 2 * tile.num_stages * flow) * width * itemsize
 
 

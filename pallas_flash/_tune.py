@@ -31,8 +31,10 @@ from pallas_flash._tile_cache import power_of_2
 from pallas_flash._tiles import Tile, TileSizes
 from pallas_flash._vjp import Plan, Wanted
 
-# The kernels of each pass. Both ways to dk and dv are tried: one kernel, and one for each.
-PASSES = {"forward": ("forward",), "backward": ("dkv", "dk", "dv", "dq")}
+# The kernels of each pass. One of those of the forward serves a call; both ways to dk and dv are
+# tried: one kernel, and one for each.
+FORWARD = ("forward", "decode")
+PASSES = {"forward": FORWARD, "backward": ("dkv", "dk", "dv", "dq")}
 
 # What the kernels of the backward compute, by the names of `Gradients`.
 GRADIENTS = {"dkv": ("key", "value"), "dk": ("key",), "dv": ("value",), "dq": ("query",)}
@@ -194,6 +196,8 @@ def search(
     table, trials = choose(None), []
     arguments, wanted = _exact(problem)
     for kernel in [kernel for name in PASSES if name in passes for kernel in PASSES[name]]:
+        if kernel in FORWARD and not table.tile(kernel):
+            continue
         programs = {
             tile: _program(kernel, Plan(implementation, choose(_sizes(kernel, tile))))
             for tile in candidates(kernel, problem, choose)
@@ -211,8 +215,8 @@ def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
     """
     p, table = problem, choose(None)
     h, v = (max(16, power_of_2(width)) for width in (p.head_dim, p.value_dim))
-    sums = {"forward": v, "dkv": h + v, "dk": h, "dv": v, "dq": h}[kernel]
-    scores = 1 if kernel in ("forward", "dv") else 2
+    sums = {"forward": v, "decode": v, "dkv": h + v, "dk": h, "dv": v, "dq": h}[kernel]
+    scores = 1 if kernel in (*FORWARD, "dv") else 2
     near = table.tile(kernel) or table.tile("dkv") or table.tile("dk")
     turn = -1 if kernel in ("dkv", "dk", "dv") else 1  # There keys stay and queries flow.
     rows, columns = (near.block_q, near.block_kv)[::turn]
@@ -224,7 +228,8 @@ def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
         tile = Tile(block_q, block_kv, warps, stages)
         if stay * (sums + scores * flow) <= 255 * 32 * warps and _fits(kernel, tile, choose):
             tiles.append(tile)
-    q_len, kv_len = (max(16, power_of_2(length)) for length in (p.q_len, p.kv_len))
+    q_rows = p.q_len * p.groups if kernel == "decode" else p.q_len
+    q_len, kv_len = (max(16, power_of_2(length)) for length in (q_rows, p.kv_len))
     distinct = {}
     for x in tiles:
         as_run = (min(x.block_q, q_len), min(x.block_kv, kv_len), x.num_warps, x.num_stages)
@@ -256,14 +261,14 @@ def _exact(problem: Problem):
     do = jax.random.normal(jax.random.key(len(inputs)), o.shape, problem.dtype)
     gradients = plain.backward(exact, o, lse_log2, do.astype(o.dtype), None, no_extras)
     residuals = (problem, o.astype(problem.dtype), lse_log2, do, None, no_extras)
-    arguments = {"forward": (problem,)} | dict.fromkeys(GRADIENTS, residuals)
+    arguments = dict.fromkeys(FORWARD, (problem,)) | dict.fromkeys(GRADIENTS, residuals)
     wanted = {kernel: [getattr(gradients, x) for x in names] for kernel, names in GRADIENTS.items()}
-    return arguments, wanted | {"forward": [o, lse_log2]}
+    return arguments, wanted | {kernel: [o, lse_log2] for kernel in FORWARD}
 
 
 def _program(kernel: str, plan: Plan):
     """One kernel alone (and delta): XLA drops those whose results nothing uses."""
-    if kernel == "forward":
+    if kernel in FORWARD:
         return jax.jit(lambda problem: list(plan.forward(problem)))
     names = GRADIENTS[kernel]
     return jax.jit(lambda *residuals: [getattr(plan.backward(*residuals), x) for x in names])

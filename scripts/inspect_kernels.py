@@ -72,7 +72,8 @@ _COLUMNS = {
     "hidden": "exp2_hidden",
 }
 
-PASSES = ("forward", "delta", "dkv", "dq", "dbias")
+PASSES = ("forward", "decode", "delta", "dkv", "dq", "dbias")
+FORWARD = {"forward", "decode"}
 MASKS = ("full", "causal", "segments", "window", "lengths", "ragged", "array")
 FEATURES = ("bias", "alibi", "softcap", "sinks", "dropout")
 
@@ -341,6 +342,7 @@ def attention_call(
     backward: bool = True,
     batch: int = 2,
     length: int = 4096,
+    queries: int | None = None,
     num_heads: int = 8,
     group: int = 1,
     tile_sizes: Any = None,
@@ -357,6 +359,7 @@ def attention_call(
         backward: Whether to return the gradients beside the output.
         batch: Examples.
         length: Of queries and of keys.
+        queries: How many of them there are, at the last positions; None for all.
         num_heads: Query heads.
         group: Query heads for each key head.
         tile_sizes: Passed on; None is the package's choice.
@@ -369,24 +372,28 @@ def attention_call(
 
     if mask == "ragged":
         length -= 33
-    q = array((batch, length, num_heads, head_dim), dtype)
+    queries = queries or length
+    q = array((batch, queries, num_heads, head_dim), dtype)
     k = array((batch, length, num_heads // group, head_dim), dtype)
     options: dict[str, Any] = {"is_causal": mask in ("causal", "segments", "window")}
+    if queries < length:
+        options["query_offset"] = length - queries
     arrays = {}
     if mask == "segments":
-        arrays["segment_ids"] = array((batch, length), "int32")
+        ids, of_queries = (array((batch, n), "int32") for n in (length, queries))
+        arrays["segment_ids"] = ids if queries == length else (of_queries, ids)
     elif mask == "window":
         options["local_window_size"] = (1023, 0)
     elif mask == "lengths":
         lengths = array((batch,), "int32")
         arrays = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
     elif mask == "array":
-        arrays["mask"] = array((length, length), "bool")
+        arrays["mask"] = array((queries, length), "bool")
     differentiated = {}
     for feature in features:
         match feature:
             case "bias":
-                differentiated["bias"] = array((num_heads, length, length), dtype)
+                differentiated["bias"] = array((num_heads, queries, length), dtype)
             case "alibi":
                 arrays["alibi_slopes"] = array((num_heads,), "float32")
             case "softcap":
@@ -435,7 +442,7 @@ def inspect_attention(
         The program, its kernels in the order of `PASSES` and then those of no pass.
     """
     passes = tuple(passes)
-    function, shapes = attention_call(head_dim, backward=passes != ("forward",), **case)
+    function, shapes = attention_call(head_dim, backward=not FORWARD.issuperset(passes), **case)
     program = compile_program(function, *shapes, target=target, dump=dump)
     order = {name: n for n, name in enumerate(PASSES) if name in passes}
     others = set(PASSES) - order.keys()
@@ -505,6 +512,7 @@ def main() -> None:
         "--groups", nargs="+", type=int, default=[1], help="query heads per key head"
     )
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--queries", type=int, help="if there are fewer than keys")
     parser.add_argument(
         "--tiles",
         nargs="+",
@@ -548,6 +556,7 @@ def main() -> None:
                 features=options.features,
                 group=group,
                 length=options.length,
+                queries=options.queries,
                 tile_sizes=tile_sizes,
             )
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:

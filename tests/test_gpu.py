@@ -13,6 +13,8 @@ import numpy as np
 import oracle
 import pytest
 from test_accuracy import judge, measured, program
+from test_decode import SERVED as FEW_QUERIES
+from test_decode import with_few
 
 import pallas_flash
 
@@ -57,6 +59,15 @@ def test_head_sizes(case, head_dim, kernel_case):
     """Each has tiles of its own in the table."""
     case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
     judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
+
+
+@pytest.mark.parametrize("case", FEW_QUERIES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_few_queries(case, dtype, kernel_case):
+    """In 17 parts or fewer."""
+    case = dataclasses.replace(with_few(case, 5), S=4401, H=128, V=128)
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        judge(case, dtype, measured(case, dtype, "triton"))
 
 
 @cases.parametrize(names=["full", "causal", "everything at once", "all features"])

@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "_xla": {"_masks", "_problem", "_operands", "_scores", "_dropout"},
     "_triton": {
         "_triton.forward",
+        "_triton.decode",
         "_triton.delta",
         "_triton.backward_dkv",
         "_triton.backward_dq",
@@ -57,6 +58,7 @@ MAY_IMPORT = {
         "_problem",
     },
     "_triton.forward": KERNEL | {"_scores"},
+    "_triton.decode": KERNEL | {"_triton.forward", "_compat"},
     "_triton.delta": KERNEL,
     "_triton.backward_dkv": KERNEL,
     "_triton.backward_dq": KERNEL,

@@ -22,20 +22,21 @@ LIMITS = {
 def needed(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
     """Bytes of the tiles that a kernel has in shared memory at least, counted by hand.
 
-    forward and dq keep queries, the others keys; dkv, dk and dq keep two arrays (k and v, or q and
-    do), and each stage brings two more.
+    forward, decode and dq keep queries, the others keys; dkv, dk and dq keep two arrays (k and v,
+    or q and do), and each stage brings two more.
     """
-    queries_stay = kernel in ("forward", "dq")
+    queries_stay = kernel in ("forward", "decode", "dq")
     stays, flows = tile.block_q, tile.block_kv
     if not queries_stay:
         stays, flows = flows, stays
-    arrays = 1 if kernel in ("forward", "dv") else 2
+    arrays = 1 if kernel in ("forward", "decode", "dv") else 2
     return (arrays * stays + 2 * tile.num_stages * flows) * head_dim * itemsize
 
 
-def chosen(asked=None, head_dim=64, value_dim=None, itemsize=2, capability=(9, 0)):
+def chosen(asked=None, head_dim=64, value_dim=None, itemsize=2, capability=(9, 0), q_len=999):
     return choose(
         asked,
+        q_len=q_len,
         head_dim=head_dim,
         value_dim=value_dim or head_dim,
         itemsize=itemsize,
@@ -49,10 +50,14 @@ def tiles_of(sizes: TileSizes) -> dict[str, Tile]:
 
 @pytest.mark.parametrize("capability", LIMITS)
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_chosen_tiles_serve_every_kernel_and_fit_for_every_head_size(itemsize, capability):
+@pytest.mark.parametrize(("q_len", "forward"), [(16, "decode"), (17, "forward")])
+def test_chosen_tiles_serve_every_kernel_and_fit_for_every_head_size(
+    itemsize, capability, q_len, forward
+):
     for head_dim in range(1, 257):
-        tiles = tiles_of(chosen(None, head_dim, itemsize=itemsize, capability=capability))
-        assert {"forward", "dq"} < set(tiles)
+        sizes = chosen(None, head_dim, itemsize=itemsize, capability=capability, q_len=q_len)
+        tiles = tiles_of(sizes)
+        assert {"forward", "decode", "dq"} & set(tiles) == {forward, "dq"}
         assert ("dkv" in tiles) != ({"dk", "dv"} <= set(tiles))
         for kernel, tile in tiles.items():
             assert needed(kernel, tile, head_dim, itemsize) <= LIMITS[capability] * KIB
@@ -83,13 +88,27 @@ def test_tiles_shrink_only_where_memory_is_small():
         assert min(tile.block_q, tile.block_kv) >= 16
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dkv", "dq"])
-def test_a_tile_that_is_asked_for_is_used_and_the_others_come_from_the_table(kernel):
+@pytest.mark.parametrize(
+    ("kernel", "q_len"), [("forward", 99), ("decode", 9), ("dkv", 99), ("dq", 99)]
+)
+def test_a_tile_that_is_asked_for_is_used_and_the_others_come_from_the_table(kernel, q_len):
     asked = Tile(16, 32, num_warps=2, num_stages=3)
-    sizes = chosen(TileSizes(**{kernel: asked}))
+    sizes = chosen(TileSizes(**{kernel: asked}), q_len=q_len)
     for name in KERNELS:
-        wanted = asked if name == kernel else getattr(chosen(), name)
+        wanted = asked if name == kernel else getattr(chosen(q_len=q_len), name)
         assert getattr(sizes, name) == wanted
+
+
+def test_one_forward_kernel_serves_and_the_one_for_few_queries_comes_first():
+    one, other = Tile(16, 32), Tile(32, 16)
+    for asked, few, many in [
+        (TileSizes(forward=one), (one, None), (one, None)),
+        (TileSizes(decode=other), (None, other), (chosen().forward, None)),
+        (TileSizes(forward=one, decode=other), (None, other), (one, None)),
+    ]:
+        for q_len, wanted in ((16, few), (17, many)):
+            sizes = chosen(asked, q_len=q_len)
+            assert (sizes.forward, sizes.decode) == wanted
 
 
 def test_nothing_asked_for_is_the_table():
@@ -114,13 +133,14 @@ def test_what_is_asked_for_is_refused_exactly_where_it_does_not_fit(kernel):
         tile = Tile(block_q, block_kv, num_stages=stages)
         # dk and dv come in pairs.
         other = {"dk": {"dv": Tile(16, 16)}, "dv": {"dk": Tile(16, 16)}}.get(kernel, {})
-        asked = TileSizes(**{kernel: tile}, **other)
+        asked, q_len = TileSizes(**{kernel: tile}, **other), 1 if kernel == "decode" else 99
         if needed(kernel, tile, 128, itemsize=2) > LIMITS[8, 9] * KIB:
             with pytest.raises(ValueError, match=f"`tile_sizes.{kernel}` must fit"):
-                chosen(asked, 128, capability=(8, 9))
+                chosen(asked, 128, capability=(8, 9), q_len=q_len)
         else:
             accepted += 1
-            assert getattr(chosen(asked, 128, capability=(8, 9)), kernel) == tile
+            sizes = chosen(asked, 128, capability=(8, 9), q_len=q_len)
+            assert getattr(sizes, kernel) == tile
     assert 0 < accepted < len(blocks) ** 2 * 8
 
 
@@ -145,6 +165,7 @@ def test_arrays_over_pairs_leave_smaller_tiles_and_at_most_two_stages(head_dim, 
     for pair_bytes in (1, 2, 5, 7, 100):
         sizes = choose(
             None,
+            q_len=99,
             head_dim=head_dim,
             value_dim=head_dim,
             itemsize=itemsize,

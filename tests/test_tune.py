@@ -194,7 +194,7 @@ def test_a_wrong_candidate_never_wins(monkeypatch, dtype, passes, fault):
 
     fake_programs(monkeypatch, change)
     tuning = searched(monkeypatch, {FASTER: 1.0, FAST: 2.0}, [passes], dtype=jnp.dtype(dtype))
-    for kernel in _tune.PASSES[passes]:
+    for kernel in ("forward",) if passes == "forward" else GRADIENTS:
         right, wrong = [trial for trial in tuning.trials if trial.kernel == kernel]
         assert right == Trial(kernel, FAST, 2.0, None)
         assert (wrong.tile, wrong.ms) == (FASTER, None)
@@ -269,11 +269,19 @@ def test_one_kernel_or_two_for_dk_and_dv_whichever_is_faster(ms, winners):
     assert tiles == TileSizes(**dict.fromkeys(winners, FAST))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+def test_few_queries_have_a_kernel_of_their_own(monkeypatch):
+    fake_programs(monkeypatch)
+    tuning = searched(monkeypatch, {FAST: 1.0}, q_len=16)
+    assert tuning.trials == (Trial("decode", FAST, 1.0, None),)
+    assert tuning.tile_sizes == TileSizes(decode=FAST)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "decode"])
 @pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
 @pytest.mark.parametrize(("size", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (256, "float32")])
 def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, dtype, capability):
-    p = problem(size=size, value_dim=size, q_len=300, kv_len=300, dtype=jnp.dtype(dtype))
+    q_len = 9 if kernel == "decode" else 300
+    p = problem(size=size, value_dim=size, q_len=q_len, kv_len=300, dtype=jnp.dtype(dtype))
     monkeypatch.setattr(_select, "tile_capability", lambda implementation: capability)
     choose = functools.partial(_api.table_tiles, p, "triton")
     tiles = _tune.candidates(kernel, p, choose)
@@ -284,13 +292,14 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
     assert len(tiles) >= (10 if size < 256 else 1 if default else 0)
     # float32 numbers for each row that stays: of the sums, and of the scores of each column.
     sums = 2 * size if kernel == "dkv" else size
-    scores = 1 if kernel in ("forward", "dv") else 2
+    scores = 1 if kernel in ("forward", "decode", "dv") else 2
     for tile in tiles[default is not None :]:
         stay, flow = tile.block_q, tile.block_kv
         if kernel in ("dkv", "dk", "dv"):
             stay, flow = flow, stay
         # The table itself has fewer rows where nothing else fits.
-        assert stay >= 16 * tile.num_warps or (size, capability) == (256, (8, 9))
+        fewest = default.block_q if kernel == "decode" else 64
+        assert stay >= min(fewest, 16 * tile.num_warps) or (size, capability) == (256, (8, 9))
         assert flow in (16, 32, 64, 128)
         assert stay * (sums + scores * flow) / (32 * tile.num_warps) <= 255
         choose(_tune._sizes(kernel, tile))  # Raises where it does not fit.
@@ -299,8 +308,8 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
 def test_blocks_longer_than_the_sequence_are_tried_once():
     p = problem(q_len=3, kv_len=33)
     choose = functools.partial(_api.table_tiles, p, "interpret")
-    tiles = _tune.candidates("forward", p, choose)
-    assert {tile.block_q for tile in tiles} == {choose(None).forward.block_q, 64, 128}
+    tiles = _tune.candidates("decode", p, choose)
+    assert {tile.block_q for tile in tiles} == {choose(None).decode.block_q, 64, 128}
     shortened = [(x.num_warps, x.num_stages, min(x.block_kv, 64)) for x in tiles]
     assert len({*shortened}) == len(shortened)
 

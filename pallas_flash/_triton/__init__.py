@@ -5,12 +5,15 @@ from pallas_flash._scores import sinks_gradient
 from pallas_flash._tiles import TileSizes
 from pallas_flash._triton import backward_dkv, backward_dq, common
 from pallas_flash._triton.backward_dbias import dbias
+from pallas_flash._triton.decode import decode as _decode
 from pallas_flash._triton.delta import delta
 from pallas_flash._triton.forward import forward as _forward
 
 
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
     """The output [B, T, N, V] and `lse_log2` = LSE * log2(e), float32 [B, N, T]."""
+    if tiles.decode is not None:
+        return _decode(problem, tiles.decode, interpret=interpret)
     return _forward(problem, tiles.tile("forward"), interpret=interpret)
 
 

@@ -27,23 +27,21 @@ from pallas_flash._triton import common
 PARTS = 8
 
 
-def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.Static, here):
-    """One query tile of one head."""
-    *tables, o_ref, lse_ref = refs
-    tiles, extras = common.load_tables(tables, static, flow=static.kv)
-    mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
-    b, h, q_tile = here()
-    q_pos = in_tile(q_tile, block_q)
-    rows = common.existing(static.q, q_pos)
-    q = common.load(q_ref, rows, static.head_dim)
-    scale = scale_ref[0]
+def attend(q, k_ref, v_ref, scale, tiles, extras: common.Extras, rows, static: common.Static):
+    """What one program finds in a range of tiles: acc [rows, V], m [rows], and l [rows].
+
+    `rows` are the example, the query head or int32 [rows] of them, the queries' positions int32
+    [rows], and which of them exist, bool [rows] or None.
+    """
+    mask, block_kv = extras.mask, static.kv.block
+    b, h, q_pos, exist = rows
 
     def step(kv_tile, masked, carry):
         acc, m, l = carry
         k_pos = in_tile(kv_tile, block_kv)
         some = static.unseen and masked
-        keys = common.seen_keys(mask, b, h, q_pos, k_pos, rows) if some else None
-        at = b, h, q_pos[:, None], k_pos[None, :]
+        keys = common.seen_keys(mask, b, h, q_pos, k_pos, exist) if some else None
+        at = b, h if jnp.ndim(h) == 0 else h[:, None], q_pos[:, None], k_pos[None, :]
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
         s, c = static.logits(extras, static.dot_t(q, k), scale, *at)
@@ -53,18 +51,30 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         p = static.exp2_scaled(s, c, m_safe[:, None])
         alpha = static.exp2(m - m_safe)
-        l = alpha[:, None] * l + jnp.sum(p.reshape(block_q, -1, PARTS), axis=1)
+        l = alpha[:, None] * l + jnp.sum(p.reshape(len(q), -1, PARTS), axis=1)
         p = drop(static.kept(extras, *at), p)
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
         return alpha[:, None] * acc + static.dot(p.astype(v.dtype), v), m_new, l
 
     carry = (
-        jnp.zeros((block_q, v_ref.shape[-1]), jnp.float32),
-        jnp.full((block_q,), -jnp.inf, jnp.float32),
-        jnp.zeros((block_q, PARTS), jnp.float32),
+        jnp.zeros((len(q), v_ref.shape[-1]), jnp.float32),
+        jnp.full((len(q),), -jnp.inf, jnp.float32),
+        jnp.zeros((len(q), PARTS), jnp.float32),
     )
-    acc, m, l = visit(tiles(0), step, carry, static.edges)
-    l = jnp.sum(l, axis=1)
+    acc, m, l = visit(tiles, step, carry, static.edges)
+    return acc, m, jnp.sum(l, axis=1)
+
+
+def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.Static, here):
+    """One query tile of one head."""
+    *tables, o_ref, lse_ref = refs
+    tiles, extras = common.load_tables(tables, static, flow=static.kv)
+    b, h, q_tile = here()
+    q_pos = in_tile(q_tile, static.q.block)
+    exist = common.existing(static.q, q_pos)
+    q = common.load(q_ref, exist, static.head_dim)
+    rows = b, h, q_pos, exist
+    acc, m, l = attend(q, k_ref, v_ref, scale_ref[0], tiles(0), extras, rows, static)
     alive = l > 0.0
     l = jnp.where(alive, l, 1.0)
     weight, lse_log2 = 1.0 / l, jnp.where(alive, m + jnp.log2(l), -jnp.inf)
@@ -72,8 +82,8 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
         lse_log2 = with_sink(lse_log2, extras.sinks[h] * common.LOG2E)
         weight = jnp.where(alive, jnp.exp2(m - lse_log2), 0.0)
     weight = rescaled(extras.dropout, weight)
-    common.store(o_ref, acc * weight[:, None], rows, static.value_dim)
-    common.store_row(lse_ref, lse_log2, rows)
+    common.store(o_ref, acc * weight[:, None], exist, static.value_dim)
+    common.store_row(lse_ref, lse_log2, exist)
 
 
 def forward(problem: Problem, tile: Tile, *, interpret: bool):

@@ -1,0 +1,241 @@
+"""Few queries: the kernel that reads keys once for all heads that share them, in parts.
+
+As test_lowering, on the lowered IR with checked memory. Random problems have few queries too, and
+hold their gradients to the rule.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import ttir
+from test_accuracy import judge, measured
+
+import pallas_flash
+from pallas_flash import Tile, TileSizes
+from pallas_flash._masks import Edges, share
+from pallas_flash._tiles import FEW
+from pallas_flash._triton import decode as module
+
+# 200 keys are 13 tiles, so 3 parts.
+TILES = TileSizes(decode=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
+
+
+def with_few(case, T, **sizes):
+    """The case with few queries, many keys, and three heads that share each of two."""
+    return dataclasses.replace(case, T=T, S=200, **{"N": 6, "K": 2} | sizes)
+
+
+# Those with one array of ids for queries and keys need as many of both.
+SERVED = [case for case in cases.CASES if case.options is not cases.BY_NAME["documents"].options]
+SERVED = [case for case in SERVED if case.name != "documents, causal, long"]
+every_case = pytest.mark.parametrize("case", SERVED, ids=lambda c: c.name.replace(" ", "-"))
+
+
+def run(problem, tiles=TILES):
+    """The output and the LSE, and the runs of the kernels."""
+    qkv, _, options = problem
+    operands, options = oracle.split(options)
+    attention = functools.partial(
+        pallas_flash.attention,
+        return_lse=True,
+        implementation="triton",
+        tile_sizes=tiles,
+        **options,
+    )
+    runs = []
+    results = ttir.evaluate(lambda qkv, more: attention(*qkv, **more), qkv, operands, runs=runs)
+    return results, runs
+
+
+@functools.cache
+def evaluated(case, dtype="float32"):
+    return run(case.problem(dtype))
+
+
+def assert_right(case, dtype="float32"):
+    judge(case, dtype, evaluated(case, dtype)[0])
+
+
+@every_case
+def test_numbers(case, kernel_case):
+    assert_right(with_few(case, 5))
+
+
+@cases.parametrize(
+    names=[
+        "full",
+        "causal, offset for each example",
+        "lengths of zero",
+        "documents in pairs",
+        "mask of keys",
+        "sinks",
+        "all features",
+    ]
+)
+def test_one_query(case, kernel_case):
+    assert_right(with_few(case, 1))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@cases.parametrize(names=["full", "everything at once", "all features"])
+def test_numbers_in_16_bits(case, dtype, kernel_case):
+    assert_right(with_few(case, 3), dtype)
+
+
+@cases.parametrize(names=["lengths of zero", "sinks", "dropout", "all features"])
+def test_gradients(case, kernel_case):
+    """The backward takes the output and the LSE as from the other kernel."""
+    case = with_few(case, 4)
+    judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=TILES))
+
+
+@cases.parametrize(names=["full", "mask of keys", "all features"])
+def test_more_rows_than_a_tile(case, kernel_case):
+    """And as many queries as there can be."""
+    case = with_few(case, FEW, B=1, N=7, K=1)
+    assert_right(case)
+    row_tiles, parts = 7 * FEW // 16, 3
+    assert np.prod(evaluated(case)[1][0].kernel.grid) == row_tiles * parts
+
+
+@every_case
+def test_every_element_is_stored_once(case):
+    for one in evaluated(with_few(case, 5))[1]:
+        for stores in one.stores:
+            np.testing.assert_array_equal(stores, 1, err_msg=one.kernel.name)
+
+
+@cases.parametrize(
+    names=[
+        "causal, first queries see nothing",
+        "lengths of zero",
+        "everything at once",
+        "mask with empty tiles",
+        "bias of keys",
+        "blocks and predicate",
+        "all features",
+    ]
+)
+def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
+    case = with_few(case, 5)
+    qkv, cotangents, options = case.problem()
+    arrays = cases.poison(case, qkv, cotangents, options)
+    poisoned, _ = run((*arrays, cases.poison_bias(case, options)))
+    for a, b in zip(evaluated(case)[0], poisoned, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@cases.parametrize(
+    names=["full", "lengths", "window, moved", "mask of keys", "mask with empty tiles"]
+)
+def test_keys_that_heads_share_are_multiplied_once(case):
+    """Two products for each tile that any query of any of these heads sees."""
+    case = with_few(case, 5)
+    _, _, options = case.problem()
+    ok = oracle.visible((case.B, case.N, case.T, case.S), **options)
+    ok = ok.reshape(case.B, case.K, -1, case.S).any(2)
+    seen = sum(ok[:, :, j : j + 16].any(2).sum() for j in range(0, case.S, 16))
+    attend, join = evaluated(case)[1]
+    assert (attend.dots, join.dots) == (2 * seen, 0)
+    assert attend.kernel.name == "pallas_flash_decode"
+
+
+# (keys, examples, key/value heads, parts): enough programs, and no parts too small.
+PARTS = [(255, 1, 1, 1), (512, 1, 1, 2), (2**17, 1, 8, 64), (2**17, 16, 8, 4), (4096, 64, 8, 1)]
+
+
+@pytest.mark.parametrize(("S", "B", "K", "parts"), PARTS)
+def test_parts(S, B, K, parts):
+    q, k = (jax.ShapeDtypeStruct((B, n, h, 128), jnp.bfloat16) for n, h in ((1, 4 * K), (S, K)))
+    attention = functools.partial(pallas_flash.attention, implementation="triton")
+    kernel, join = ttir.lower(attention, q, k, k)
+    assert np.prod(kernel.grid) == parts * K * B
+    assert np.prod(join.grid) == 4 * K * B
+
+
+# (start, full_start, full_stop, stop) of up to 5 tiles.
+RANGES = [x for x in itertools.product(range(6), repeat=4) if list(x) == sorted(x)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_shares_are_even_and_together_everything(parts):
+    for start, full_start, full_stop, stop in RANGES:
+        shares = [
+            tuple(map(int, share((start, full_start, full_stop, stop), i, parts, Edges.APART)))
+            for i in range(parts)
+        ]
+        full = [t for _, a, b, _ in shares for t in range(a, b)]
+        assert full == list(range(full_start, full_stop))
+        assert [t for a, _, _, b in shares for t in range(a, b)] == list(range(start, stop))
+        sizes = {b - a for a, _, _, b in shares}
+        assert max(sizes) - min(sizes) <= 1
+        assert all(a <= b <= c <= d for a, b, c, d in shares)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_shares_of_a_list(parts):
+    tiles = [7, 3, 9, 0, 4]
+    for count in range(6):
+        for full in range(count + 1):
+            found = {True: [], False: []}
+            for i in range(parts):
+                n_full, n, tile_at = share((full, count, tiles.__getitem__), i, parts, Edges.LISTED)
+                for t in range(int(n)):
+                    found[bool(t < n_full)].append(tile_at(int(t)))
+            assert found == {True: tiles[:full], False: tiles[full:count]}
+
+
+def kernel_of(T, tiles):
+    q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), jnp.bfloat16) for n in (T, 256))
+    attention = functools.partial(pallas_flash.attention, implementation="triton", tile_sizes=tiles)
+    return ttir.lower(attention, q, k, k)[0].name.removeprefix("pallas_flash_")
+
+
+@pytest.mark.parametrize(
+    ("asked", "few", "many"),
+    [
+        (None, "decode", "forward"),
+        (TileSizes(dq=Tile(16, 16)), "decode", "forward"),
+        (TileSizes(decode=Tile(16, 32)), "decode", "forward"),
+        (TileSizes(forward=Tile(16, 32)), "forward", "forward"),
+        (TileSizes(forward=Tile(16, 32), decode=Tile(16, 16)), "decode", "forward"),
+    ],
+)
+def test_which_kernel_serves(asked, few, many):
+    assert [kernel_of(T, asked) for T in (1, FEW, FEW + 1)] == [few, few, many]
+
+
+def test_vmap_computes_what_a_loop_does():
+    (q, k, v), _, options = with_few(cases.BY_NAME["lengths"], 2).problem()
+    attention = functools.partial(
+        pallas_flash.attention, implementation="triton", tile_sizes=TILES, **options
+    )
+    q = jnp.stack([q, -q])
+    one_by_one = [ttir.evaluate(attention, x, k, v) for x in q]
+    batched = ttir.evaluate(jax.vmap(attention, in_axes=(0, None, None)), q, k, v)
+    np.testing.assert_array_equal(batched, np.stack(one_by_one))
+
+
+def test_in_x64_mode():
+    case = with_few(cases.BY_NAME["everything at once"], 3)
+    (expected, _), _ = evaluated(case)
+    with jax.enable_x64(True):
+        (result, lse), _ = run(case.problem())
+    assert lse.dtype == jnp.float32
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_many_parts_are_joined_in_several_steps(monkeypatch, kernel_case):
+    monkeypatch.setattr(module, "TILES_OF_A_PART", 1)
+    case = with_few(cases.BY_NAME["sinks"], 2)
+    case = dataclasses.replace(case, S=16 * 2 * module.PARTS_AT_ONCE + 5)
+    assert_right(case)
+    parts = np.prod(evaluated(case)[1][0].kernel.grid) / (case.B * case.K)
+    assert parts == 2 * module.PARTS_AT_ONCE + 1
