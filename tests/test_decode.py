@@ -105,6 +105,14 @@ def test_more_rows_than_a_tile(case, kernel_case):
     assert np.prod(evaluated(case)[1][0].kernel.grid) == row_tiles * parts
 
 
+@cases.parametrize(names=["documents, shuffled", "bias"])
+def test_rows_that_do_not_exist_read_inside(case, kernel_case):
+    """48 of 64, with sizes that tiles divide, where no other index is checked."""
+    case = dataclasses.replace(case, B=1, T=FEW, S=192, N=3, K=1, H=16, V=16)
+    results, _ = run(case.problem(), TileSizes(decode=Tile(64, 16)))
+    judge(case, "float32", results)
+
+
 @every_case
 def test_every_element_is_stored_once(case):
     for one in evaluated(with_few(case, 5))[1]:
