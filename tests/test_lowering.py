@@ -5,6 +5,7 @@ so each evaluation here is a test of bounds as well.
 """
 
 import functools
+import math
 
 import cases
 import jax
@@ -19,6 +20,7 @@ from test_accuracy import ROUNDING, judge
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes
+from pallas_flash._triton import common
 
 # Small, and of different shape for each kernel: a tile number taken from the wrong one shows.
 TILES = TileSizes(Tile(64, 32), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))
@@ -214,6 +216,50 @@ def test_precision_reaches_every_product(precision, instruction):
     assert used.pop("pallas_flash_delta") == set()
     assert set(used) == {"pallas_flash_forward", "pallas_flash_dkv", "pallas_flash_dq"}
     assert all(precisions == {instruction} for precisions in used.values()), used
+
+
+BEYOND = math.nextafter(common.MAX_QUICK_CAP, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cap", "quick"),
+    [
+        ("bfloat16", common.MAX_QUICK_CAP, True),
+        ("float16", common.MAX_QUICK_CAP, True),
+        ("bfloat16", BEYOND, False),
+        ("float16", BEYOND, False),
+        ("float32", 1.0, False),
+    ],
+)
+def test_the_quick_tanh_is_for_16_bits_and_caps_that_forgive_it(dtype, cap, quick):
+    qkv, cotangents, _ = cases.BY_NAME["full"].problem(dtype)
+    function = functools.partial(oracle.differentiate, _attention({"logits_soft_cap": cap}))
+    kernels = ttir.lower(function, *qkv, *cotangents)
+    found = [kernel.name for kernel in kernels if kernel.name != "pallas_flash_delta"]
+    assert len(found) == 3
+    for kernel in kernels:
+        if kernel.name in found:
+            assembly = [op.attributes.get("asm_string", "") for op in ttir.walk(kernel.body)]
+            # Of its instructions no other function has this one.
+            assert any("rcp.approx" in code for code in assembly) == quick, kernel.name
+            assert ("tanh" in kernel.text) != quick, kernel.name
+
+
+@pytest.mark.parametrize("cap", [common.MAX_QUICK_CAP, 2.0**24])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_soft_caps_far_above_the_scores_change_nothing(dtype, cap):
+    """A cap multiplies the error of its tanh: that of the quick one would be 4 at the larger."""
+    case = cases.BY_NAME["causal"]
+    qkv, cotangents, options = case.problem(dtype)
+    problem = qkv, cotangents, {**options, "logits_soft_cap": cap}
+    results, _ = differentiated(problem)
+    if cap <= common.MAX_QUICK_CAP:
+        # The LSE is in float32, and the quick one is not as exact as that.
+        lse = oracle.solve(*qkv, *cotangents, **problem[2]).values["lse"]
+        at = oracle.names(options).index("lse")
+        assert np.abs(results[at] - lse).max() <= cap * 2.0**-22
+        results = (*results[:at], jnp.asarray(lse, jnp.float32), *results[at + 1 :])
+    judge(case, dtype, results, problem)
 
 
 # Each tile of 32 queries sees one of 32 keys, another one in each head.
