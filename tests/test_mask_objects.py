@@ -15,6 +15,7 @@ import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes
 from pallas_flash._mask_objects import Call, fitted
 from pallas_flash._masks import Band, Lengths, Mask, Tiling
+from pallas_flash._operands import for_user
 
 BATCH, HEADS = 2, 3
 
@@ -443,6 +444,24 @@ def test_an_index_of_a_small_type_reads_what_it_says(implementation):
 
     want = results("reference", table[rows])
     close(results(implementation, Predicate(visible, (rows, table))), want)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"],
+)
+def test_any_integer_is_moved_to_the_edge_of_an_operand(dtype):
+    """Also one that int32 does not hold, and one of a type that the last index does not fit."""
+    x64 = dtype.endswith("64")
+    with jax.enable_x64(x64):
+        limits, operand = np.iinfo(dtype), for_user(jnp.arange(300))
+        indices = [limits.min, limits.min // 2, 0, 100, limits.max // 2, limits.max]
+        indices += [i for i in (-1, 299, 300, 2**32 + 7) if limits.min <= i <= limits.max]
+        want = np.clip(np.array(indices, object), 0, 299).tolist()
+        for array in (np.array(indices, dtype), jnp.asarray(np.array(indices, dtype))):
+            assert operand[array].tolist() == want
+        assert [operand[i].tolist() for i in indices] == want
+        assert [operand[np.dtype(dtype).type(i)].tolist() for i in indices] == want
 
 
 # ------------------------------------------------------------------------------------------------
