@@ -205,6 +205,25 @@ def test_kernels_and_their_launch(tiles, backward):
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype", "over_pairs"),
+    [
+        ((40, 50), "float32", True),
+        ((40, 50), "bool", True),
+        ((1, 50), "float32", False),
+        ((40, 1), "bool", False),
+    ],
+)
+def test_tiles_leave_room_for_arrays_over_pairs(shape, dtype, over_pairs):
+    """The table's three stages become two; arrays of keys or queries are small."""
+    x, k = (jnp.ones((1, n, 1, 16), jnp.bfloat16) for n in (40, 50))
+    name = "mask" if dtype == "bool" else "bias"
+    call = functools.partial(pallas_flash.attention, implementation="triton")
+    [forward] = ttir.lower(lambda x, k, array: call(x, k, k, **{name: array}), x, k,
+                           jnp.ones(shape, dtype))  # fmt: skip
+    assert forward.num_stages == (2 if over_pairs else 3)
+
+
+@pytest.mark.parametrize(
     ("precision", "instruction"),
     [(None, "tf32"), ("highest", "ieee"), (jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3, "tf32x3")],
 )

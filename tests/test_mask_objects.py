@@ -171,7 +171,10 @@ def ranges_as_classes(ranges, count):
 @over_tilings
 @pytest.mark.parametrize("offset", [0, 3, -4, "by example"])
 def test_ranges_of_a_prefix(offset, q, kv):
-    """Nothing is left out, nothing is called full that is not, and whole tiles are exact."""
+    """Nothing is left out, nothing is called full that is not, and whole tiles are exact.
+
+    Those of keys also where they are ragged.
+    """
     rng = random()
     for length in (None, 0, kv.length, kv.length + 9):
         mask = prefix(rng, q, kv) if length is None else PrefixLM(int32([length, 1]))
@@ -179,16 +182,23 @@ def test_ranges_of_a_prefix(offset, q, kv):
         call = dict(offset=int32(offsets)) if offset == "by example" else dict(shift=offset)
         leaf = fit(mask, q, kv, **call)
         some, every = of_tiles(seen_by(mask, (BATCH, 1, q.length, kv.length), offsets), q, kv)
-        for got, count, want in (
-            (leaf.kv_ranges(q, kv), kv.count, (some, every)),
-            (leaf.q_ranges(q, kv), q.count, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
+        for got, flow, want in (
+            (leaf.kv_ranges(q, kv), kv, (some, every)),
+            (leaf.q_ranges(q, kv), q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
         ):
-            visited, full = ranges_as_classes(got, count)
+            visited, full = ranges_as_classes(got, flow.count)
             assert not (want[0] & ~visited).any()
             assert not (full & ~want[1]).any()
-            if not q.length % q.block and not kv.length % kv.block:
+            if flow is kv or not q.length % q.block:
                 np.testing.assert_array_equal(visited, want[0])
                 np.testing.assert_array_equal(full, want[1])
+
+
+def test_queries_of_a_prefix_see_themselves_unless_they_are_moved_back():
+    q = kv = Tiling(8, 4)
+    mask = PrefixLM(int32([3, 0]))
+    assert [fit(mask, q, kv, shift=shift).reflexive for shift in (-1, 0, 2)] == [False, True, True]
+    assert not fit(mask, q, kv, offset=int32([0, 1])).reflexive
 
 
 @over_tilings
