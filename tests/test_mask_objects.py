@@ -308,6 +308,16 @@ def test_from_mask_finds_the_blocks_of_a_mask(make, q, kv):
         assert not (np.asarray(classes.every) & ~every).any()
 
 
+def test_from_mask_asks_for_every_example_and_head():
+    def fn(b, h, q, k):
+        return (b == 1) | (h == 2) & (q + k >= 0)
+
+    made = BlockMask.from_mask(Predicate(fn), 5, 7, batch=BATCH, num_heads=HEADS, block_q=2)
+    want = np.array([[False, False, True], [True, True, True]])
+    for table in (made.some, made.every):
+        np.testing.assert_array_equal(table, np.broadcast_to(want[..., None, None], (2, 3, 3, 1)))
+
+
 # ------------------------------------------------------------------------------------------------
 # As `mask` of a call.
 
