@@ -212,8 +212,18 @@ def test_a_call_under_x64_draws_the_same():
     np.testing.assert_array_equal(image.get_array(), attended(0, 0, CASES["blocks"]))
 
 
+def test_each_head_has_its_classes():
+    by_head = jnp.broadcast_to(jnp.arange(N)[:, None, None] == 2, (N, 8, 8))
+    for h in range(N):
+        [mesh] = pallas_flash.plot_mask(by_head, h=h, block_q=4, block_kv=4).collections
+        assert np.all(mesh.get_array() == (2 if h == 2 else 0))
+
+
 def test_a_joined_array_tells_its_lengths_and_heads():
     by_head = random(N, T, S)
+    # So does the mask that a BlockMask keeps.
+    [image] = pallas_flash.plot_mask(BlockMask.from_mask(by_head, T, S).mask, h=N - 1).images
+    np.testing.assert_array_equal(image.get_array(), by_head[N - 1])
     [image] = pallas_flash.plot_mask(by_head & Predicate(banded, WIDTH), h=N - 1).images
     assert image.get_array().shape == (T, S)
     with pytest.raises(ValueError, match=r"`h` must be in 0 .. 2 .*; got 3"):

@@ -447,6 +447,25 @@ def test_kernels_lower_for_a_mesh_of_gpus(kind):
         assert len(partitioned) == 2
 
 
+def test_kernels_lower_where_an_explicit_axis_is_mapped():
+    """It is manual neither in the op nor in its gradients: `jax.vmap` has it."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = AbstractMesh(
+        tuple(AXES.values()), tuple(AXES), (AxisType.Explicit,) * 2, abstract_device=device
+    )
+    rows = NamedSharding(mesh, P("batch", None, None, "heads"))
+    shapes = {
+        name: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=rows)
+        for name, x in draw(12).items()
+    }
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.vmap(gradients("triton"))).trace(shapes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 4
+    for x in jax.tree.leaves(traced.out_info):
+        assert x.sharding.is_equivalent_to(rows, 5)
+
+
 def test_every_array_of_a_problem_has_its_letters():
     """A new field or leaf needs a line in the tables, or sharded calls fail."""
     length, ids = jnp.zeros(B, jnp.int32), jnp.zeros((B, T), jnp.int32)
