@@ -65,10 +65,10 @@ def _nearest(i, n: int):
     """The index of 0 .. n - 1 next to `i`, of whatever integer type."""
     if isinstance(i, (int, np.integer)):
         return min(max(int(i), 0), n - 1)
-    if jnp.issubdtype(i.dtype, jnp.unsignedinteger):
-        # Beyond int32 it would become negative; a smaller type could not hold n.
-        i = jnp.minimum(i.astype(jnp.uint32), np.uint32(2**31 - 1))
-    return jnp.clip(i.astype(jnp.int32), 0, n - 1)
+    # A smaller type could not hold n - 1, and int32 not every index of a larger one.
+    least = jnp.uint32 if jnp.issubdtype(i.dtype, jnp.unsignedinteger) else jnp.int32
+    i = i.astype(jnp.promote_types(i.dtype, least))
+    return jnp.asarray(i.clip(0, n - 1), jnp.int32)
 
 
 def for_user(x) -> Operand:

@@ -217,6 +217,23 @@ def test_float64(case, implementation):
         judge(case, "float64", measured(case, "float64", implementation, problem), problem)
 
 
+@pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
+def test_slopes_move_with_an_offset_that_is_known(implementation):
+    """As with one for each example, which the cases have."""
+    qkv, cotangents, _ = cases.BY_NAME["full"].problem()
+    batch, _, num_heads, _ = qkv[0].shape
+    slopes = jnp.linspace(0.1, 0.4, num_heads)
+
+    def results(offset):
+        run = program(implementation, dict(query_offset=offset, alibi_slopes=slopes))
+        return run(*qkv, *cotangents)
+
+    moved, by_example = results(9), results(jnp.full(batch, 9, jnp.int32))
+    for x, y, still in zip(moved, by_example, results(0), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+        assert np.abs(x - still).max() > 1e-2
+
+
 @cases.parametrize(
     names=[
         "full",

@@ -67,6 +67,31 @@ def test_first_keys_say_the_same_as_ids_and_windows(name):
     assert ((j >= shape.first_keys()[..., None]) & (i >= j) == seen(shape)).all()
 
 
+def test_bytes_are_those_of_q_k_v_and_o():
+    for shape in SHAPES.values():
+        # do is as large as o.
+        arrays = bench_attention.arguments(shape)
+        assert shape.bytes() == sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_all_are_held_to_is_attention_in_ieee_float32(name):
+    shape = SHAPES[name]
+    attend, (*qkv, _) = _peers.trusted(shape), bench_attention.draw(shape, 0)
+    q, k, v = (np.asarray(x, np.float64).swapaxes(1, 2) for x in qkv)
+    k, v = (x.repeat(shape.N // shape.K, axis=1) for x in (k, v))
+    weights = np.where(seen(shape)[:, None], np.exp(shape.scale * q @ k.swapaxes(2, 3)), 0)
+    want = weights / weights.sum(-1, keepdims=True) @ v
+    got = attend.call(*qkv, **attend.arrays)
+    np.testing.assert_allclose(got, want.swapaxes(1, 2), rtol=1e-4, atol=1e-5)
+    products = [
+        eqn.params["precision"]
+        for eqn in jaxprs.trace(lambda *x: attend.call(*x, **attend.arrays), *qkv)
+        if eqn.primitive.name == "dot_general"
+    ]
+    assert set(products) == {(jax.lax.Precision.HIGHEST,) * 2}
+
+
 def test_the_setting():
     for shape in bench_attention.SHAPES.values():
         if shape.case[0].isdigit():
@@ -186,6 +211,7 @@ def test_ratios_are_of_the_same_round():
     assert numbers["ratio"] == {"median": 2.0, "min": 1.5, "max": 3.0}
     assert numbers["ms"] == {"median": 3.0, "min": 2.0, "max": 12.0}
     assert numbers["tflops"] == pytest.approx(TINY.flops("forward") / 3e-3 / 1e12)
+    assert numbers["tb_per_s"] == pytest.approx(TINY.bytes() / 3e-3 / 1e12)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -211,6 +237,41 @@ def run(peers, shapes, monkeypatch, extra=None, deadline=math.inf):
     left_out = bench.run(shapes, deadline, clocks)
     clocks.close()
     return records, left_out
+
+
+@pytest.mark.parametrize(("ms", "calls"), [(100.0, 2), (7.0, 4), (1e-3, 8)])
+def test_a_measurement_takes_about_30_ms(monkeypatch, ms, calls):
+    """But never less than two calls, nor more than were asked for."""
+    asked, seeds = [], []
+
+    def timer(program, iterations):
+        asked.append(iterations)
+        return Timing(ms)
+
+    def draw(shape, seed, draw=bench_attention.draw):
+        seeds.append(seed)
+        return draw(shape, seed)
+
+    monkeypatch.setattr(bench_attention, "draw", draw)
+    bench = Bench(["jax_xla"], ["forward"], rounds=3, iterations=8, emit=id, timer=timer)
+    clocks = Clocks()
+    bench.run([TINY], math.inf, clocks)
+    clocks.close()
+    assert asked == [2, *[calls] * 3]
+    # Sets of arguments of their own, so that none is in a cache.
+    assert seeds == [0, 1, 2, 3]
+
+
+# Of bfloat16 and float16 to the nearest; the card cuts float32 to TF32.
+ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-10}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_the_gate_lets_four_roundings_pass(dtype):
+    allowed = 4 * ROUNDING[dtype]
+    assert not bench_attention.is_red({"dq": 0.0, "dk": allowed}, dtype)
+    assert bench_attention.is_red({"dq": 0.0, "dk": 1.01 * allowed}, dtype)
+    assert bench_attention.is_red({"dq": math.nan, "dk": 0.0}, dtype)
 
 
 def no_mask(shape, direction):
@@ -295,17 +356,28 @@ def test_command_line(tmp_path, capsys):
     for record in records:
         assert bench_attention.line(record) in out
         assert {"device", "driver", "versions", "commit", "date", "B", "S", "N"} <= record.keys()
+        own = {"jax_xla": jax.__version__, "ours_xla": pallas_flash.__version__}
+        assert record["peer_version"] == own.get(record["peer"], record["peer_version"])
         if record["peer"] == "torch_flex" and "torch" not in sys.modules:
             assert record["unserved"] == "ModuleNotFoundError: No module named 'torch'"
         elif "unserved" not in record:
             assert record["ms"]["min"] <= record["ms"]["median"] <= record["ms"]["max"]
             assert record["timer"] == "host"
+            assert record["compile_s"] > 0
             assert record["memory"]["argument"] > 0
             assert 0 <= max(record["errors"].values()) < 2e-6
     # A second run adds to the file; reports take the later lines.
     main(["--shapes", TINY.name, "--peers", "jax_xla", "--json", str(file)], SHAPES)
     assert len(file.read_text().splitlines()) == len(records) + 2
     assert len(bench_attention.load(file)) == len(records)
+
+
+@pytest.mark.parametrize("changes", ["", " M README.md"])
+def test_a_commit_with_changes_is_called_dirty(monkeypatch, changes):
+    said = {"rev-parse": "0123abc", "status": changes}
+    monkeypatch.setattr(bench_attention, "_output", lambda *words: said.get(words[1]))
+    assert bench_attention.surroundings(None)["commit"] == "0123abc" + "-dirty" * bool(changes)
+    assert bench_attention.surroundings("told")["commit"] == "told"
 
 
 def test_command_line_names(capsys):
@@ -351,14 +423,15 @@ def a_record(case, S, peer, tflops, ratio=None, direction="forward", T=None):
 
 
 RECORDS = [
-    a_record("128 full", 2048, "ours", 100.0, 1.0),
     a_record("128 full", 16384, "ours", 400.4, 1.0),
+    a_record("128 full", 2048, "ours", 100.0, 1.0),
     a_record("128 full", 2048, "jax_cudnn", 200.0, 0.5),
     a_record("128 full", 16384, "jax_cudnn", 200.0, 2.0),
     a_record("128 full", 16384, "jax_mha", 100.0, 4.0),
     a_record("decode", 8192, "ours", 250.0, 1.0, T=1),
     a_record("128 full", 2048, "ours", 300.0, 1.0, "backward"),
     {"shape": "128 full-2048", "case": "128 full", "pass": "forward", "peer": "jax_mha", "red": {}},
+    {"shape": "decode-8192", "case": "decode", "pass": "forward", "peer": "jax_xla", "red": {}},
 ]
 
 

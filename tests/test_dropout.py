@@ -220,6 +220,36 @@ def test_attention_drops_what_the_mask_says(way, shared):
     np.testing.assert_allclose(got, np.where(want, plain / (1 - RATE), 0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("rate", [1e-9, 0.999])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_what_is_kept_is_divided_by_the_share_of_words_that_keep(implementation, rate):
+    """Of 2^32 words a whole number drops, so that share is not 1 - rate, which would be biased."""
+    words = round(rate * WORD)
+    factor, as_given = WORD / (WORD - words), 1 / (1 - rate)
+    with jax.enable_x64(True):
+        q, k = (jnp.asarray(np.asarray(x), jnp.float64) for x in inputs()[:2])
+        v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
+        call = functools.partial(pallas_flash.attention, q, k, v, implementation=implementation)
+        plain = np.asarray(call())
+        dropped = np.asarray(call(dropout_rate=rate, dropout_key=KEYS["typed"]()))
+    kept = dropped != 0
+    assert kept.any()
+    error = np.abs(dropped[kept] / plain[kept] / factor - 1).max()
+    assert error < 100 * np.finfo(np.float64).eps < abs(as_given / factor - 1) / 100
+
+
+def test_at_a_rate_next_to_one_a_single_word_keeps():
+    """None of these: the output and the gradients are zeros, and no factor is infinite."""
+    rate = float(np.nextafter(1.0, 0.0))
+    assert Dropout(seed_of(KEYS["typed"]()), rate=rate).factor == WORD
+    *qkv, do = inputs(value_dim=5)
+    options = dict(dropout_rate=rate, dropout_key=KEYS["typed"]())
+    for way in (WAYS["reference"], WAYS["xla"]):
+        out, pull = jax.vjp(lambda *x, way=way: pallas_flash.attention(*x, **options, **way), *qkv)
+        for x in (out, *pull(do)):
+            np.testing.assert_array_equal(x, 0)
+
+
 @pytest.mark.parametrize("key", ["raw", "rbg"])
 def test_any_kind_of_key(key):
     key = KEYS[key]()

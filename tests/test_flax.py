@@ -431,6 +431,51 @@ def test_sown_weights_belong_to_the_output(num_kv_heads):
     assert_close(jnp.einsum("...nts,...snv->...tnv", weights, v), out)
 
 
+EXAMPLES = 6  # Batch axes (2, 3), which count as one in mask objects.
+PREFIXES = jnp.arange(EXAMPLES, dtype=jnp.int32)
+PER_HEAD = random_mask((1, NUM_HEADS, Q_LEN, KV_LEN))
+DOCUMENTS = tuple(
+    jnp.tile(jnp.arange(length, dtype=jnp.int32) // 4, (EXAMPLES, 1)) for length in (Q_LEN, KV_LEN)
+)
+SEEN = {
+    "prefix": causal_mask() | (jnp.arange(KV_LEN) < PREFIXES[:, None, None, None]),
+    "documents": DOCUMENTS[0][:, None, :, None] == DOCUMENTS[1][:, None, None, :],
+    "array": PER_HEAD,
+}
+PREFIX, PACKED = pallas_flash.PrefixLM(PREFIXES), pallas_flash.Segments(*DOCUMENTS)
+JOINED = {
+    "object and array": (PREFIX & PER_HEAD, ("prefix", "array")),
+    "array and two objects": (PER_HEAD & (PACKED & PREFIX), ("array", "documents", "prefix")),
+    "blocks": (
+        pallas_flash.BlockMask.from_mask(PACKED & PER_HEAD, Q_LEN, KV_LEN, block_q=2, block_kv=3),
+        ("documents", "array"),
+    ),
+    "blocks and object": (
+        pallas_flash.BlockMask.from_mask(PER_HEAD, Q_LEN, KV_LEN, block_q=2, block_kv=3) & PACKED,
+        ("array", "documents"),
+    ),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", JOINED)
+def test_sown_weights_of_joined_masks_are_dense_ones(name, is_causal):
+    mask, parts = JOINED[name]
+    if is_causal and "prefix" in parts:
+        mask, parts = PACKED & PER_HEAD, ("documents", "array")
+    q, k, v = qkv((2, 3))
+    bias, sower = normal(5, (NUM_HEADS, 1, KV_LEN)), Sower()
+    OURS(q, k, v, bias, mask, module=sower, is_causal=is_causal)
+    seen = functools.reduce(jnp.logical_and, [SEEN[part] for part in parts])
+    seen = seen & causal_mask() if is_causal else seen
+    scores = jnp.einsum("...tnh,...snh->...nts", q, k) / math.sqrt(HEAD_DIM) + bias
+    seen = jnp.broadcast_to(seen, (EXAMPLES, *scores.shape[2:])).reshape(scores.shape)
+    # Flax's weights of a query that sees nothing are those of equal scores.
+    want = jax.nn.softmax(jnp.where(seen, scores, -1e30))
+    assert not seen.all()
+    assert_close(sower.sown["attention_weights"], want)
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_sown_weights_have_flaxs_dtype(force):
     ours, flaxs = Sower(), Sower()

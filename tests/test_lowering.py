@@ -5,6 +5,7 @@ so each evaluation here is a test of bounds as well.
 """
 
 import functools
+import math
 
 import cases
 import jax
@@ -19,6 +20,7 @@ from test_accuracy import ROUNDING, judge
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes
+from pallas_flash._triton import common
 
 # Small, and of different shape for each kernel: a tile number taken from the wrong one shows.
 TILES = TileSizes(Tile(64, 32), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))
@@ -203,6 +205,25 @@ def test_kernels_and_their_launch(tiles, backward):
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype", "over_pairs"),
+    [
+        ((40, 50), "float32", True),
+        ((40, 50), "bool", True),
+        ((1, 50), "float32", False),
+        ((40, 1), "bool", False),
+    ],
+)
+def test_tiles_leave_room_for_arrays_over_pairs(shape, dtype, over_pairs):
+    """The table's three stages become two; arrays of keys or queries are small."""
+    x, k = (jnp.ones((1, n, 1, 16), jnp.bfloat16) for n in (40, 50))
+    name = "mask" if dtype == "bool" else "bias"
+    call = functools.partial(pallas_flash.attention, implementation="triton")
+    [forward] = ttir.lower(lambda x, k, array: call(x, k, k, **{name: array}), x, k,
+                           jnp.ones(shape, dtype))  # fmt: skip
+    assert forward.num_stages == (2 if over_pairs else 3)
+
+
+@pytest.mark.parametrize(
     ("precision", "instruction"),
     [(None, "tf32"), ("highest", "ieee"), (jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3, "tf32x3")],
 )
@@ -214,6 +235,50 @@ def test_precision_reaches_every_product(precision, instruction):
     assert used.pop("pallas_flash_delta") == set()
     assert set(used) == {"pallas_flash_forward", "pallas_flash_dkv", "pallas_flash_dq"}
     assert all(precisions == {instruction} for precisions in used.values()), used
+
+
+BEYOND = math.nextafter(common.MAX_QUICK_CAP, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cap", "quick"),
+    [
+        ("bfloat16", common.MAX_QUICK_CAP, True),
+        ("float16", common.MAX_QUICK_CAP, True),
+        ("bfloat16", BEYOND, False),
+        ("float16", BEYOND, False),
+        ("float32", 1.0, False),
+    ],
+)
+def test_the_quick_tanh_is_for_16_bits_and_caps_that_forgive_it(dtype, cap, quick):
+    qkv, cotangents, _ = cases.BY_NAME["full"].problem(dtype)
+    function = functools.partial(oracle.differentiate, _attention({"logits_soft_cap": cap}))
+    kernels = ttir.lower(function, *qkv, *cotangents)
+    found = [kernel.name for kernel in kernels if kernel.name != "pallas_flash_delta"]
+    assert len(found) == 3
+    for kernel in kernels:
+        if kernel.name in found:
+            assembly = [op.attributes.get("asm_string", "") for op in ttir.walk(kernel.body)]
+            # Of its instructions no other function has this one.
+            assert any("rcp.approx" in code for code in assembly) == quick, kernel.name
+            assert ("tanh" in kernel.text) != quick, kernel.name
+
+
+@pytest.mark.parametrize("cap", [common.MAX_QUICK_CAP, 2.0**24])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_soft_caps_far_above_the_scores_change_nothing(dtype, cap):
+    """A cap multiplies the error of its tanh: that of the quick one would be 4 at the larger."""
+    case = cases.BY_NAME["causal"]
+    qkv, cotangents, options = case.problem(dtype)
+    problem = qkv, cotangents, {**options, "logits_soft_cap": cap}
+    results, _ = differentiated(problem)
+    if cap <= common.MAX_QUICK_CAP:
+        # The LSE is in float32, and the quick one is not as exact as that.
+        lse = oracle.solve(*qkv, *cotangents, **problem[2]).values["lse"]
+        at = oracle.names(options).index("lse")
+        assert np.abs(results[at] - lse).max() <= cap * 2.0**-22
+        results = (*results[:at], jnp.asarray(lse, jnp.float32), *results[at + 1 :])
+    judge(case, dtype, results, problem)
 
 
 # Each tile of 32 queries sees one of 32 keys, another one in each head.

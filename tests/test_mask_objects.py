@@ -15,6 +15,7 @@ import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes
 from pallas_flash._mask_objects import Call, fitted
 from pallas_flash._masks import Band, Lengths, Mask, Tiling
+from pallas_flash._operands import for_user
 
 BATCH, HEADS = 2, 3
 
@@ -170,7 +171,10 @@ def ranges_as_classes(ranges, count):
 @over_tilings
 @pytest.mark.parametrize("offset", [0, 3, -4, "by example"])
 def test_ranges_of_a_prefix(offset, q, kv):
-    """Nothing is left out, nothing is called full that is not, and whole tiles are exact."""
+    """Nothing is left out, nothing is called full that is not, and whole tiles are exact.
+
+    Those of keys also where they are ragged.
+    """
     rng = random()
     for length in (None, 0, kv.length, kv.length + 9):
         mask = prefix(rng, q, kv) if length is None else PrefixLM(int32([length, 1]))
@@ -178,16 +182,23 @@ def test_ranges_of_a_prefix(offset, q, kv):
         call = dict(offset=int32(offsets)) if offset == "by example" else dict(shift=offset)
         leaf = fit(mask, q, kv, **call)
         some, every = of_tiles(seen_by(mask, (BATCH, 1, q.length, kv.length), offsets), q, kv)
-        for got, count, want in (
-            (leaf.kv_ranges(q, kv), kv.count, (some, every)),
-            (leaf.q_ranges(q, kv), q.count, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
+        for got, flow, want in (
+            (leaf.kv_ranges(q, kv), kv, (some, every)),
+            (leaf.q_ranges(q, kv), q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
         ):
-            visited, full = ranges_as_classes(got, count)
+            visited, full = ranges_as_classes(got, flow.count)
             assert not (want[0] & ~visited).any()
             assert not (full & ~want[1]).any()
-            if not q.length % q.block and not kv.length % kv.block:
+            if flow is kv or not q.length % q.block:
                 np.testing.assert_array_equal(visited, want[0])
                 np.testing.assert_array_equal(full, want[1])
+
+
+def test_queries_of_a_prefix_see_themselves_unless_they_are_moved_back():
+    q = kv = Tiling(8, 4)
+    mask = PrefixLM(int32([3, 0]))
+    assert [fit(mask, q, kv, shift=shift).reflexive for shift in (-1, 0, 2)] == [False, True, True]
+    assert not fit(mask, q, kv, offset=int32([0, 1])).reflexive
 
 
 @over_tilings
@@ -295,6 +306,16 @@ def test_from_mask_finds_the_blocks_of_a_mask(make, q, kv):
         some, every = of_tiles(want, *other)
         assert not (some & ~np.asarray(classes.some)).any()
         assert not (np.asarray(classes.every) & ~every).any()
+
+
+def test_from_mask_asks_for_every_example_and_head():
+    def fn(b, h, q, k):
+        return (b == 1) | (h == 2) & (q + k >= 0)
+
+    made = BlockMask.from_mask(Predicate(fn), 5, 7, batch=BATCH, num_heads=HEADS, block_q=2)
+    want = np.array([[False, False, True], [True, True, True]])
+    for table in (made.some, made.every):
+        np.testing.assert_array_equal(table, np.broadcast_to(want[..., None, None], (2, 3, 3, 1)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -443,6 +464,24 @@ def test_an_index_of_a_small_type_reads_what_it_says(implementation):
 
     want = results("reference", table[rows])
     close(results(implementation, Predicate(visible, (rows, table))), want)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"],
+)
+def test_any_integer_is_moved_to_the_edge_of_an_operand(dtype):
+    """Also one that int32 does not hold, and one of a type that the last index does not fit."""
+    x64 = dtype.endswith("64")
+    with jax.enable_x64(x64):
+        limits, operand = np.iinfo(dtype), for_user(jnp.arange(300))
+        indices = [limits.min, limits.min // 2, 0, 100, limits.max // 2, limits.max]
+        indices += [i for i in (-1, 299, 300, 2**32 + 7) if limits.min <= i <= limits.max]
+        want = np.clip(np.array(indices, object), 0, 299).tolist()
+        for array in (np.array(indices, dtype), jnp.asarray(np.array(indices, dtype))):
+            assert operand[array].tolist() == want
+        assert [operand[i].tolist() for i in indices] == want
+        assert [operand[np.dtype(dtype).type(i)].tolist() for i in indices] == want
 
 
 # ------------------------------------------------------------------------------------------------

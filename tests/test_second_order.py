@@ -337,6 +337,12 @@ def test_memory_is_linear(derivative, monkeypatch):
         assert size < doubled <= 2.1 * size
 
 
+def test_rows_are_of_all_examples_and_heads():
+    """Five queries of each at a time, by the fixture."""
+    eqns = jaxprs.trace(forward_over_reverse(loss("xla")), draw(np.float32))
+    assert -(-T // 5) in {eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan"}
+
+
 def test_nothing_shows_of_keys_that_no_query_sees():
     """Also where the last block of queries is filled up: those see nothing."""
     floats = draw(np.float32)

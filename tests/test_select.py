@@ -51,6 +51,7 @@ LIMITS = {
 }
 # What they serve beyond the plain call.
 OPTIONS = {
+    "largest heads": lambda: dict.fromkeys(("query", "key", "value"), array(8, 256)),
     "bias": lambda: {"bias": jnp.zeros((8, 8))},
     "mask": lambda: {"mask": jnp.ones((8, 8), bool)},
     "mask object": lambda: {"mask": pallas_flash.PrefixLM(jnp.zeros(1, jnp.int32))},
@@ -417,20 +418,36 @@ def test_pallas_is_not_needed_to_compute_on_a_cpu():
     )
 
 
+def test_nor_is_it_looked_for_there():
+    code = """
+        import sys
+        import jax.numpy as jnp, pallas_flash
+
+        x = jnp.ones((1, 8, 2, 4))
+        pallas_flash.attention(x, x, x)
+        assert "jax.experimental.pallas" not in sys.modules
+        pallas_flash.explain(x, x, x, implementation="interpret")
+        assert "jax.experimental.pallas" in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
 def test_a_mask_whose_indices_do_not_fit_is_refused():
     """Between 2^31 elements and 2^32 bytes; below and above, JAX's indices are wide enough."""
 
-    def reason(length):
+    def reason(length, kv_length=None):
         refused = {}
 
-        def call(x, mask):
-            found = pallas_flash.explain(x, x, x, mask=mask, implementation="xla").refused
+        def call(q, k, mask):
+            found = pallas_flash.explain(q, k, k, mask=mask, implementation="xla").refused
             refused.update(found)
 
-        x = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.bfloat16)
-        jax.eval_shape(call, x, jax.ShapeDtypeStruct((length, length), jnp.bool_))
+        lengths = length, kv_length or length
+        q, k = (jax.ShapeDtypeStruct((1, n, 1, 16), jnp.bfloat16) for n in lengths)
+        jax.eval_shape(call, q, k, jax.ShapeDtypeStruct(lengths, jnp.bool_))
         return refused["interpret"]
 
     assert "4294967296 elements" in reason(2**16)
     assert "elements" not in reason(2**15)
+    assert "elements" not in reason(2**15, 2**16)
     assert "elements" not in reason(2**17)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -267,6 +268,29 @@ def check_vmap(kind):
     compare(nested("xla"), nested("reference"), place(arguments, mesh, specs), arguments)
 
 
+def check_indices_are_those_of_the_whole_call(kind):
+    """Functions of the user's and dropout are asked for an example and a head by its number."""
+    mesh, arguments = make_mesh(KINDS[kind]), draw(12)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(B, N)), jnp.float32)
+
+    def by_example_and_head(s, b, h, q, k, x):
+        return s * x[b, h]
+
+    def some_heads(b, h, q, k):
+        return ((b + h + k) % 3 > 0) | (k == 0)
+
+    options = dict(
+        score_fn=by_example_and_head,
+        score_operands=(x,),
+        mask=Predicate(some_heads),
+        dropout_rate=0.4,
+        dropout_key=jax.random.key(2),
+    )
+    for implementation in ("xla", "interpret"):
+        run, want = gradients(implementation, **options), gradients("reference", **options)
+        compare(run, want, place(arguments, mesh), arguments, [])
+
+
 def check_what_is_not_served_raises(kind):
     mesh = make_mesh(KINDS[kind])
     arguments = {name: x[:, :12] for name, x in draw(12).items()}
@@ -354,7 +378,10 @@ def main(name, kind):
 
 
 # Each takes a process and its programs many seconds to compile, so the others are extended.
-FIRST = [("nothing_is_gathered", kind) for kind in KINDS] + [("what_is_not_served_raises", "auto")]
+FIRST = [("nothing_is_gathered", kind) for kind in KINDS] + [
+    ("indices_are_those_of_the_whole_call", "auto"),
+    ("what_is_not_served_raises", "auto"),
+]
 
 
 @pytest.mark.parametrize(
@@ -386,11 +413,13 @@ def test_on_eight_devices(name, kind):
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret", "triton"])
 def test_on_one_device_nothing_is_partitioned(implementation):
-    with described_gpu("NVIDIA H200"):
-        eqns = jaxprs.trace(gradients(implementation), draw(12))
-    names = {eqn.primitive.name for eqn in eqns}
-    assert "custom_partitioning" not in names
-    assert not any("vmap" in name for name in names)
+    described = described_gpu("NVIDIA H200")
+    for device in (described,) if implementation == "triton" else (described, nullcontext()):
+        with device:
+            eqns = jaxprs.trace(gradients(implementation), draw(12))
+        names = {eqn.primitive.name for eqn in eqns}
+        assert "custom_partitioning" not in names
+        assert not any("vmap" in name for name in names)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -416,6 +445,25 @@ def test_kernels_lower_for_a_mesh_of_gpus(kind):
     else:
         partitioned = [e for e in eqns if e.primitive.name == "custom_partitioning"]
         assert len(partitioned) == 2
+
+
+def test_kernels_lower_where_an_explicit_axis_is_mapped():
+    """It is manual neither in the op nor in its gradients: `jax.vmap` has it."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = AbstractMesh(
+        tuple(AXES.values()), tuple(AXES), (AxisType.Explicit,) * 2, abstract_device=device
+    )
+    rows = NamedSharding(mesh, P("batch", None, None, "heads"))
+    shapes = {
+        name: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=rows)
+        for name, x in draw(12).items()
+    }
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.vmap(gradients("triton"))).trace(shapes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 4
+    for x in jax.tree.leaves(traced.out_info):
+        assert x.sharding.is_equivalent_to(rows, 5)
 
 
 def test_every_array_of_a_problem_has_its_letters():

@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from pallas_flash import Tile, TileSizes
-from pallas_flash._tiles import KERNELS, choose, shared_memory_limit
+from pallas_flash._tiles import KERNELS, _smaller, choose, shared_memory_limit
 
 KIB = 1024
 # None is a GPU that is not known, and (9, 9) one that is not listed.
@@ -33,7 +33,9 @@ def needed(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
     return (arrays * stays + 2 * tile.num_stages * flows) * head_dim * itemsize
 
 
-def chosen(asked=None, head_dim=64, value_dim=None, itemsize=2, capability=(9, 0), q_len=999):
+def chosen(
+    asked=None, head_dim=64, value_dim=None, itemsize=2, capability=(9, 0), pair_bytes=0, q_len=999
+):
     return choose(
         asked,
         q_len=q_len,
@@ -41,6 +43,7 @@ def chosen(asked=None, head_dim=64, value_dim=None, itemsize=2, capability=(9, 0
         value_dim=value_dim or head_dim,
         itemsize=itemsize,
         capability=capability,
+        pair_bytes=pair_bytes,
     )
 
 
@@ -74,6 +77,33 @@ def test_the_larger_head_size_decides():
         assert len({chosen(None, h, v, itemsize=4) for h, v in both}) == 1
     assert chosen(None, 64) != chosen(None, 65)
     assert chosen(None, 64, itemsize=2) != chosen(None, 64, itemsize=4)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gpus_whose_matrix_instructions_wait_have_tiles_of_their_own(head_dim):
+    """In 16 bits; among them the newest with little shared memory."""
+    old, new = (chosen(None, head_dim, capability=x) for x in ((8, 6), (12, 0)))
+    assert old == new
+    assert chosen(None, head_dim, capability=(8, 0)) != chosen(None, head_dim, capability=(9, 0))
+
+
+# The larger block is halved; 4 warps do for 64 rows that stay; at the end a stage is left.
+HALVED = [
+    ("forward", Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    ("forward", Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
+    ("dq", Tile(256, 32, 8, 2), Tile(128, 32, 8, 2)),
+    ("dq", Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
+    ("dkv", Tile(32, 256, 8, 2), Tile(32, 128, 8, 2)),
+    ("dk", Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),
+    ("dv", Tile(256, 128, 8, 2), Tile(128, 128, 8, 2)),
+    ("dkv", Tile(16, 16, 4, 3), Tile(16, 16, 4, 1)),
+    ("dkv", Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "tile", "smaller"), HALVED)
+def test_a_tile_that_does_not_fit_is_halved(kernel, tile, smaller):
+    assert _smaller(kernel, tile) == smaller
 
 
 def test_tiles_shrink_only_where_memory_is_small():
@@ -158,18 +188,45 @@ def test_tile_sizes_are_values():
         tile.block_q = 32
 
 
+# ------------------------------------------------------------------------------------------------
+# Bias and mask arrays.
+
+
+@pytest.mark.parametrize("capability", LIMITS)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_arrays_over_pairs_leave_smaller_tiles_and_at_most_two_stages(head_dim, itemsize):
-    """However many there are: the least tile is chosen where none fits."""
-    for pair_bytes in (1, 2, 5, 7, 100):
-        sizes = choose(
-            None,
-            q_len=99,
-            head_dim=head_dim,
-            value_dim=head_dim,
-            itemsize=itemsize,
-            capability=(8, 9),
-            pair_bytes=pair_bytes,
-        )
-        assert all(tile.num_stages <= 2 for tile in tiles_of(sizes).values())
+def test_arrays_over_pairs_wait_in_shared_memory_too(head_dim, itemsize, capability):
+    """Each stage has its tile of them."""
+    for pair_bytes, q_len in itertools.product((1, 2, 5, 7), (1, 99)):
+        sizes = chosen(None, head_dim, None, itemsize, capability, pair_bytes, q_len)
+        for kernel, tile in tiles_of(sizes).items():
+            pairs = tile.num_stages * tile.block_q * tile.block_kv * pair_bytes
+            assert tile.num_stages <= 2
+            assert needed(kernel, tile, head_dim, itemsize) + pairs <= LIMITS[capability] * KIB
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_where_nothing_fits_the_least_tile_is_chosen(itemsize):
+    sizes = chosen(None, 256, itemsize=itemsize, capability=(8, 9), pair_bytes=1000)
+    assert set(tiles_of(sizes).values()) == {Tile(16, 16, 4, 1)}
+
+
+def test_the_tile_that_spills_with_arrays_over_pairs_is_replaced():
+    """Its rows that stay are too many; the others only lose a stage."""
+    plain, pairs = (tiles_of(chosen(None, 128, pair_bytes=n)) for n in (0, 1))
+    assert plain["dkv"].block_kv > pairs.pop("dkv").block_kv
+    for kernel, tile in pairs.items():
+        assert dataclasses.replace(plain[kernel], num_stages=tile.num_stages) == tile
+
+
+def test_arrays_over_pairs_count_for_a_tile_that_is_asked_for():
+    asked = TileSizes(forward=Tile(128, 64, num_stages=3))
+    for pair_bytes, fits in ((0, True), (1, True), (10, False)):
+        pairs = 3 * 128 * 64 * pair_bytes
+        limit = LIMITS[9, 0] * KIB
+        assert (needed("forward", asked.forward, 128, itemsize=2) + pairs <= limit) == fits
+        if fits:
+            assert chosen(asked, 128, pair_bytes=pair_bytes).forward == asked.forward
+        else:
+            with pytest.raises(ValueError, match=r"`tile_sizes\.forward` must fit"):
+                chosen(asked, 128, pair_bytes=pair_bytes)

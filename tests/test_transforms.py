@@ -468,6 +468,37 @@ def test_x64(implementation, dtype):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("implementation", BLOCKED)
+def test_a_bias_in_float64_among_float32(implementation):
+    """The scores are float32; the gradient comes back in the bias's own dtype."""
+    with jax.enable_x64(True):
+        arguments = draw_all("bias")
+        # No float32 has these numbers.
+        arguments["bias"] = arguments["bias"].astype(jnp.float64) + 1e-9
+
+        def run(implementation):
+            return oracle.compiled(output_and_gradients(masked(implementation)))(arguments)
+
+        (out, got), (want_out, want) = run(implementation), run("reference")
+        assert got["bias"].dtype == want["bias"].dtype == jnp.float64
+        assert want["bias"].any()
+        for gradients in (got, want):
+            # As exact as the scores.
+            gradients["bias"] = gradients["bias"].astype(jnp.float32)
+        assert_close((out, got), (want_out, want))
+
+
+def test_a_bias_in_float64_does_not_reach_the_kernels():
+    def kernels(dtype):
+        with jax.enable_x64(True):
+            arguments = draw_all("bias")
+            arguments["bias"] = arguments["bias"].astype(dtype)
+            run = output_and_gradients(masked("triton"))
+            return [kernel.text for kernel in ttir.lower(run, arguments)]
+
+    assert kernels(jnp.float64) == kernels(jnp.float32)
+
+
 @pytest.mark.parametrize("whole_tiles", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_x64_lowers_to_the_same_kernels(dtype, whole_tiles):
