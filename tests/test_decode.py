@@ -83,6 +83,13 @@ def test_one_query(case, kernel_case):
     assert_right(with_few(case, 1))
 
 
+def test_a_sink_far_above_all_scores(kernel_case):
+    """exp2 of the difference would overflow."""
+    case = with_few(cases.BY_NAME["full"], 2)
+    problem = (*case.problem()[:2], {"sinks": jnp.full(case.N, 200.0)})
+    judge(case, "float32", run(problem)[0], problem)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @cases.parametrize(names=["full", "everything at once", "all features"])
 def test_numbers_in_16_bits(case, dtype, kernel_case):

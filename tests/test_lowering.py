@@ -272,12 +272,6 @@ def test_soft_caps_far_above_the_scores_change_nothing(dtype, cap):
     qkv, cotangents, options = case.problem(dtype)
     problem = qkv, cotangents, {**options, "logits_soft_cap": cap}
     results, _ = differentiated(problem)
-    if cap <= common.MAX_QUICK_CAP:
-        # The LSE is in float32, and the quick one is not as exact as that.
-        lse = oracle.solve(*qkv, *cotangents, **problem[2]).values["lse"]
-        at = oracle.names(options).index("lse")
-        assert np.abs(results[at] - lse).max() <= cap * 2.0**-22
-        results = (*results[:at], jnp.asarray(lse, jnp.float32), *results[at + 1 :])
     judge(case, dtype, results, problem)
 
 
