@@ -120,9 +120,11 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.RMSNorm(config.embed_dim, **kwargs)
         self.mlp = SwiGLU(config.embed_dim, config.mlp_dim, residual_branches=branches, **kwargs)
 
-    def __call__(self, x: Float[Array, "... T C"]) -> Float[Array, "... T C"]:
+    def __call__(
+        self, x: Float[Array, "... T C"], *, decode: bool = False
+    ) -> Float[Array, "... T C"]:
         """Returns the residual stream after this block."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), decode=decode)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -152,8 +154,14 @@ class GPT(nnx.Module):
         self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(config.embed_dim, **kwargs)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
+    def __call__(
+        self, tokens: Int[Array, "B T"], *, decode: bool = False
+    ) -> Float[Array, "B T vocab"]:
         """Returns float32 logits; those at position t depend on tokens 0..t alone.
+
+        Args:
+            tokens: A text, or with `decode` the part of it that follows what was decoded before.
+            decode: Whether keys and values are kept for later parts; `init_cache` comes first.
 
         Raises:
             ValueError: The text is longer than the model's context.
@@ -165,8 +173,22 @@ class GPT(nnx.Module):
             )
         x = self.embedding.encode(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, decode=decode)
         return self.embedding.decode(self.norm(x))
+
+    def init_cache(self, batch: int, length: int) -> None:
+        """Makes room in every layer for the keys and values of `batch` texts of `length` tokens.
+
+        Raises:
+            ValueError: The texts are longer than the model's context.
+        """
+        if length > self.config.context:
+            raise ValueError(
+                f"`length` must be no longer than the context; got {length} and a context of "
+                f"{self.config.context}."
+            )
+        for block in self.blocks:
+            block.attention.init_cache((batch, length, self.config.embed_dim))
 
 
 def loss(model: GPT, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
@@ -191,9 +213,10 @@ def generate(
 ) -> Int[Array, "B P+num_tokens"]:
     """Continues each prompt by `num_tokens` tokens drawn from the model.
 
-    The whole loop is one compiled function, compiled again only for another prompt shape,
-    `num_tokens` or `top_k`. There is no key/value cache: each token costs one forward pass over
-    the last `context` tokens, which is simple, and quick enough for a look at a model.
+    All of it is one compiled function, compiled again only for another prompt shape, `num_tokens`
+    or `top_k`. Up to the model's context, keys and values are cached and a token costs one token's
+    work. From then on each costs a forward pass over the last `context` tokens: what the layers
+    above the first have cached depends on tokens that the context no longer has.
 
     Args:
         model: The model.
@@ -221,15 +244,10 @@ def generate(
 @functools.partial(jax.jit, static_argnames=("graphdef", "num_tokens", "top_k"))
 def _generate(graphdef, state, key, prompt, num_tokens, temperature, top_k):
     model = nnx.merge(graphdef, state)
-    length = prompt.shape[-1] + num_tokens
-    width = min(model.config.context, length)
+    (batch, given), context = prompt.shape, model.config.context
+    length = given + num_tokens
 
-    def add_token(end, tokens):
-        # The window has one width, so that one program serves every step. Before the text fills
-        # it, its right end holds tokens not drawn yet, which a causal model cannot see.
-        start = jnp.maximum(end - width, 0)
-        window = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
-        logits = jax.lax.dynamic_index_in_dim(model(window), end - 1 - start, 1, keepdims=False)
+    def with_next(tokens, logits, end):
         if top_k is not None:
             kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
             logits = jnp.where(logits < kept[:, -1:], -jnp.inf, logits)
@@ -238,5 +256,27 @@ def _generate(graphdef, state, key, prompt, num_tokens, temperature, top_k):
         token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
         return tokens.at[:, end].set(token.astype(tokens.dtype))
 
-    padded = jnp.pad(prompt, ((0, 0), (0, num_tokens)))
-    return jax.lax.fori_loop(prompt.shape[-1], length, add_token, padded)
+    tokens = jnp.pad(prompt, ((0, 0), (0, num_tokens)))
+    until = min(length, context)
+    if given < until:
+        model.init_cache(batch, until - 1)
+        if given > 1:
+            model(prompt[:, :-1], decode=True)
+        decoder, cache, parameters = nnx.split(model, nnx.Cache, ...)
+
+        def add_by_cache(end, carry):
+            tokens, cache = carry
+            model = nnx.merge(decoder, cache, parameters)
+            last = jax.lax.dynamic_slice_in_dim(tokens, end - 1, 1, axis=1)
+            tokens = with_next(tokens, model(last, decode=True)[:, -1], end)
+            return tokens, nnx.state(model, nnx.Cache)
+
+        tokens, _ = jax.lax.fori_loop(given, until, add_by_cache, (tokens, cache))
+
+    def add_by_window(end, tokens):
+        window = jax.lax.dynamic_slice_in_dim(tokens, end - context, context, axis=1)
+        return with_next(tokens, model(window)[:, -1], end)
+
+    if length > context:
+        tokens = jax.lax.fori_loop(max(given, context), length, add_by_window, tokens)
+    return tokens

@@ -16,6 +16,7 @@ import numpy as np
 from flax import linen, nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from flax.typing import Dtype, Initializer, PromoteDtypeFn
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import Implementation, attention
@@ -251,6 +252,9 @@ class SelfAttention(nnx.Module):
     Each run of `num_heads // num_kv_heads` query heads shares one key/value head (GQA,
     https://arxiv.org/abs/2305.13245).
 
+    To generate text, `init_cache` makes room for keys and values, and calls with `decode=True` add
+    the next tokens to it: first all of the prompt, then each new token.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
@@ -258,6 +262,11 @@ class SelfAttention(nnx.Module):
         >>> layer = SelfAttention(16, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((3, 7, 16))).shape
         (3, 7, 16)
+        >>> layer.init_cache((3, 8, 16))
+        >>> layer(jnp.ones((3, 7, 16)), decode=True).shape
+        (3, 7, 16)
+        >>> layer(jnp.ones((3, 1, 16)), decode=True).shape
+        (3, 1, 16)
 
     Args:
         features: Size of the last axis of input and output.
@@ -389,6 +398,9 @@ class SelfAttention(nnx.Module):
             nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype)) if use_sinks else None
         )
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0.0 else None
+        self.cached_key: nnx.Cache[Array] | None = nnx.data(None)
+        self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
+        self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
 
     def __call__(
         self,
@@ -401,6 +413,7 @@ class SelfAttention(nnx.Module):
         positions: Integer[Array, "*#batch T"] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | PRNGKeyArray | None = None,
+        decode: bool = False,
     ) -> Float[Array, "*batch T F"]:
         """Mixes the tokens of each sequence.
 
@@ -419,27 +432,39 @@ class SelfAttention(nnx.Module):
             deterministic: Whether dropout is switched off. None is what the layer was told.
             rngs: Where the random key of dropout comes from, or that key. None is what the layer
                 keeps.
+            decode: Whether `x` are the tokens that follow those in the cache. They are added to it
+                and see it, and `positions` of None go on counting.
 
         Returns:
-            One new token for each token.
+            One new token for each token. Where a traced call adds more tokens than the cache has
+            room for, NaN.
 
         Raises:
             TypeError: If `positions` are not integers.
             ValueError: If shapes do not fit, if `positions` come without rotary embedding, or if a
-                layer with dropout is not told whether it is on, or finds no random key.
+                layer with dropout is not told whether it is on, or finds no random key. With
+                `decode`: if there is no cache, or no room in it, if the layer is not causal, or if
+                there is a bias, a mask, lengths or segments, which a cache does not keep.
         """
         if x.ndim < 2 or x.shape[-1] != self.features:
             raise ValueError(
                 f"`x` must be [*batch, length, {self.features}]; got x.shape={x.shape}."
             )
         *batch, length, _ = x.shape
+        start, full = (
+            self._start_in_cache(
+                x, bias=bias, mask=mask, seq_lengths=seq_lengths, segment_ids=segment_ids
+            )
+            if decode
+            else (0, False)
+        )
         # q is [*batch, T, N, H], k and v are [*batch, T, K, H].
         q, k, v = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rope_theta is not None:
             if positions is None:
-                positions = jnp.arange(length, dtype=jnp.int32)
+                positions = start + jnp.arange(length, dtype=jnp.int32)
             q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
         elif positions is not None:
             raise ValueError(
@@ -449,6 +474,8 @@ class SelfAttention(nnx.Module):
         scores_shape = (*batch, q.shape[-2], length, length)
         seq_lengths = _merge_full("seq_lengths", seq_lengths, batch, ())
         dropout_key = self._dropout_key(deterministic, rngs)
+        if decode:
+            k, v = self._add_to_cache(k, v)
 
         o = attention(
             _merge_batch(q, batch),
@@ -460,6 +487,7 @@ class SelfAttention(nnx.Module):
             query_seq_lengths=seq_lengths,
             key_value_seq_lengths=seq_lengths,
             local_window_size=self.local_window_size,
+            query_offset=start,
             segment_ids=_merge_full("segment_ids", segment_ids, batch, (length,)),
             logits_soft_cap=self.logits_soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
@@ -469,7 +497,80 @@ class SelfAttention(nnx.Module):
             precision=self.precision,
             implementation=self.implementation,
         )
-        return self.out(o).reshape(x.shape)
+        o = self.out(o).reshape(x.shape)
+        return jnp.where(full, jnp.nan, o) if decode else o
+
+    def init_cache(self, input_shape: Sequence[int], dtype: Dtype | None = None) -> None:
+        """Makes an empty cache for keys and values, in place of the one there may be.
+
+        Args:
+            input_shape: [*batch, length, features] of the longest input, as for
+                `nnx.MultiHeadAttention`; the length is that of the prompt and all that follows.
+            dtype: Dtype of the cache. None is that in which the layer computes with inputs in the
+                dtype of its parameters.
+
+        Raises:
+            ValueError: If the last size is not `features`.
+        """
+        if len(input_shape) < 2 or input_shape[-1] != self.features:
+            raise ValueError(
+                f"`input_shape` must be (*batch, length, {self.features}); got "
+                f"{tuple(input_shape)}."
+            )
+        heads = self.key.out_features
+        shape, dtype = (*input_shape[:-1], *heads), dtype or self.key.dtype or self.key.param_dtype
+        self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
+        self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
+        self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def _cache(self) -> tuple[nnx.Cache, nnx.Cache, nnx.Cache]:
+        """Keys and values [*batch, length, K, H], and how many of them are taken."""
+        if self.cached_key is None or self.cached_value is None or self.cache_index is None:
+            raise ValueError(
+                "`decode` must be False without a cache; got True. Call "
+                "`init_cache((*batch, length, features))` first."
+            )
+        return self.cached_key, self.cached_value, self.cache_index
+
+    def _start_in_cache(self, x, **refused):
+        """How many tokens the cache holds, and whether `x` goes beyond it in a traced call."""
+        keys, _, index = self._cache()
+        if not self.is_causal:
+            raise ValueError(
+                "`decode` must be False in a layer with is_causal=False, whose tokens see later "
+                "ones; got True. Build a causal layer."
+            )
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(
+                    f"`{name}` must be None with decode=True, because the cache does not keep it "
+                    f"for later tokens; got {type(value).__name__}. Leave it out."
+                )
+        *batch, room, _, _ = keys.shape
+        if list(x.shape[:-2]) != batch:
+            raise ValueError(
+                f"`x` must have the batch axes {tuple(batch)} of the cache; got x.shape={x.shape}. "
+                "Call `init_cache` for this batch."
+            )
+        start = index[...]
+        full = start + x.shape[-2] > room
+        if not isinstance(full, Tracer) and full:
+            raise ValueError(
+                f"`x` must fit in what is left of the cache; got {x.shape[-2]} tokens with {start} "
+                f"of {room} taken. Call `init_cache` with a greater length."
+            )
+        return start, full
+
+    def _add_to_cache(self, k, v):
+        """All keys and values of the cache, with these behind those that were there."""
+        keys, values, index = self._cache()
+        start = index[...]
+        for cache, new in ((keys, k), (values, v)):
+            cache[...] = jax.lax.dynamic_update_slice_in_dim(
+                cache[...], new.astype(cache.dtype), start, axis=-3
+            )
+        index[...] = start + k.shape[-3]
+        return keys[...].astype(k.dtype), values[...].astype(v.dtype)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Called by `nnx.view`, which makes a copy of a model with dropout on or off.

@@ -10,10 +10,12 @@ from scripts._settings import UserError
 
 
 class CudnnSelfAttention(SelfAttention):
-    """The same layer and parameters through cuDNN's attention, for comparison."""
+    """The same layer and parameters through cuDNN's attention, for comparison in training."""
 
-    def __call__(self, x):
-        """Mixes the tokens of each sequence."""
+    def __call__(self, x, *, decode=False):
+        """Mixes the tokens of each sequence; with a cache as the package does."""
+        if decode:
+            return super().__call__(x, decode=True)
         q, k, v = self.query(x), self.key(x), self.value(x)
         if self.rope_theta is not None:
             positions = jnp.arange(x.shape[-2], dtype=jnp.int32)

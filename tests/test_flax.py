@@ -877,6 +877,7 @@ def test_module_options_reach_attention(monkeypatch):
     assert seen == {
         **nothing,
         "is_causal": False,
+        "query_offset": 0,
         "dropout_rate": 0.0,
         "broadcast_dropout": True,
         "precision": "high",
@@ -1041,6 +1042,76 @@ def test_module_drops_out_in_training(broadcast):
     np.testing.assert_array_equal(a, layer(x, rngs=nnx.Rngs(dropout=1), deterministic=False))
 
 
+def with_cache(batch=2, length=9, **kwargs) -> SelfAttention:
+    layer = self_attention(**kwargs)
+    layer.init_cache((batch, length, FEATURES))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kv_heads": 2, "normalize_qk": True, "use_bias": True},
+        {"local_window_size": (2, 0), "logits_soft_cap": 1.5},
+        {"use_sinks": True, "sinks_init": nnx.initializers.normal(1.0), "rope_theta": None},
+        {"num_kv_heads": 1, "implementation": "interpret"},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_tokens_by_a_cache_are_those_of_the_whole_text(options):
+    """A prompt, then single tokens, then a few: that is how text is generated and checked."""
+    layer, x = with_cache(2, 11, **options), normal(1, (2, 11, FEATURES))
+    whole = layer(x)
+    step = nnx.jit(lambda layer, part: layer(part, decode=True))
+    start = 0
+    for part in jnp.split(x, [5, 6, 7, 10], axis=1):
+        end = start + part.shape[1]
+        assert_close(step(layer, part), whole[:, start:end])
+        assert layer.cache_index[...] == end
+        start = end
+    # A new one starts anew.
+    layer.init_cache((2, 4, FEATURES))
+    assert_close(layer(x[:, :4], decode=True), whole[:, :4])
+
+
+def test_a_cache_has_all_batch_axes_and_a_dtype_of_its_own():
+    layer, x = self_attention(num_kv_heads=2), normal(1, (2, 1, 3, FEATURES))
+    layer.init_cache(x.shape, jnp.bfloat16)
+    assert layer.cached_key.shape == layer.cached_value.shape == (2, 1, 3, 2, 8)
+    assert layer.cached_key.dtype == layer.cached_value.dtype == jnp.bfloat16
+    got = layer(x, decode=True)
+    assert got.dtype == x.dtype
+    assert 0 < distance(got, layer(x)) < 0.02
+    layer.init_cache(x.shape)
+    assert layer.cached_key.dtype == jnp.float32
+
+
+def test_positions_go_on_counting_unless_they_are_given():
+    layer, x = with_cache(), normal(1, (2, 6, FEATURES))
+    layer(x[:, :5], decode=True)
+    other = layer(x[:, 5:], positions=jnp.array([0]), decode=True)
+    want = layer(x, positions=jnp.array([0, 1, 2, 3, 4, 0]))
+    assert_close(other, want[:, 5:])
+    assert distance(other, layer(x)[:, 5:]) > 0.01
+
+
+def test_a_cache_that_overflows_under_jit_gives_nan():
+    """Nothing can be raised there, and what was overwritten must not go unseen."""
+    layer, x = with_cache(length=9), normal(1, (2, 5, FEATURES))
+    step = nnx.jit(lambda layer, part: layer(part, decode=True))
+    assert jnp.isfinite(step(layer, x)).all()
+    assert jnp.isfinite(step(layer, x[:, :4])).all()
+    assert jnp.isnan(step(layer, x[:, :1])).all()
+
+
+def test_a_layer_without_a_cache_has_only_parameters():
+    layer = self_attention()
+    assert not jax.tree.leaves(nnx.state(layer, nnx.Cache))
+    layer.init_cache((1, 3, FEATURES))
+    assert len(jax.tree.leaves(nnx.state(layer, nnx.Cache))) == 3
+
+
 def test_dropout_of_a_rematerialised_layer_is_the_same_twice():
     layer = self_attention(dropout_rate=0.5, deterministic=False)
     x, key = normal(1, (2, Q_LEN, FEATURES)), jax.random.key(4)
@@ -1193,6 +1264,41 @@ ERRORS = {
         lambda: self_attention(dropout_rate=0.5, keep_rngs=False)(X, deterministic=False),
         ValueError,
         "`rngs` must be given",
+    ),
+    "decode without a cache": (
+        lambda: self_attention()(X, decode=True),
+        ValueError,
+        "`decode` must be False without a cache; got True. Call `init_cache",
+    ),
+    "decode in a layer that is not causal": (
+        lambda: with_cache(is_causal=False)(X, decode=True),
+        ValueError,
+        "`decode` must be False in a layer with is_causal=False",
+    ),
+    "decode with a mask": (
+        lambda: with_cache()(X, mask=jnp.ones((Q_LEN, Q_LEN), bool), decode=True),
+        ValueError,
+        "`mask` must be None with decode=True",
+    ),
+    "decode with segment_ids": (
+        lambda: with_cache()(X, segment_ids=jnp.zeros((2, Q_LEN), jnp.int32), decode=True),
+        ValueError,
+        "`segment_ids` must be None with decode=True",
+    ),
+    "decode of another batch": (
+        lambda: with_cache(batch=3)(X, decode=True),
+        ValueError,
+        r"`x` must have the batch axes \(3,\) of the cache; got x.shape=\(2, 5, 32\)",
+    ),
+    "decode of more than there is room for": (
+        lambda: [layer := with_cache(), layer(X, decode=True), layer(X, decode=True)],
+        ValueError,
+        "`x` must fit in what is left of the cache; got 5 tokens with 5 of 9 taken",
+    ),
+    "cache of other features": (
+        lambda: self_attention().init_cache((2, 9, 31)),
+        ValueError,
+        r"`input_shape` must be \(\*batch, length, 32\); got \(2, 9, 31\)",
     ),
     "module mask shape": (
         lambda: self_attention()(X, mask=jnp.ones((3, Q_LEN), bool)),

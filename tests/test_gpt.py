@@ -125,7 +125,7 @@ def test_the_implementation_is_handed_down(tokens, monkeypatch, attention):
 
 def test_another_attention_layer_has_the_same_parameters(tokens):
     class Mute(pallas_flash.flax.SelfAttention):
-        def __call__(self, x):
+        def __call__(self, x, *, decode=False):
             return jnp.zeros_like(x)
 
     ours, mute = (
@@ -242,18 +242,47 @@ def test_every_token_has_its_own_chance(tokens):
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}])
-def test_the_most_likely_text_is_that_of_a_plain_loop(model, tokens, options):
-    """Past the context too, where the window has begun to slide."""
-    expected = np.asarray(tokens)
-    for _ in range(6):
-        logits = np.asarray(logits_of(model, expected[:, -TINY.context :]))[:, -1]
+@pytest.mark.parametrize(("given", "count"), [(9, 6), (4, 2), (1, 8), (3, 10)])
+def test_the_most_likely_text_is_that_of_a_plain_loop(model, tokens, given, count, options):
+    """Within the context of 9, past it, where the window has begun to slide, and across its end."""
+    expected = np.asarray(tokens)[:, :given]
+    for _ in range(count):
+        # One shape is compiled once; what follows the last token is not seen.
+        window = expected[:, -TINY.context :]
+        padded = np.pad(window, ((0, 0), (0, TINY.context - window.shape[1])))
+        logits = np.asarray(logits_of(model, padded))[:, window.shape[1] - 1]
         expected = np.append(expected, logits.argmax(-1)[:, None], axis=1)
-    got = generate(model, jax.random.key(0), tokens, 6, **options)
+    got = generate(model, jax.random.key(0), tokens[:, :given], count, **options)
     np.testing.assert_array_equal(got, expected)
-    # Shorter than the context, where part of the window has not been drawn yet.
-    short = generate(model, jax.random.key(0), tokens[:, :4], 2, **options)
-    logits = np.asarray(logits_of(model, tokens))
-    np.testing.assert_array_equal(short[:, 4], logits[:, 3].argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "inputs"),
+    [
+        (4, 3, [(3, 3), (3, 1)]),
+        (1, 8, [(3, 1)]),
+        (4, 9, [(3, 3), (3, 1), (3, 9)]),
+        (9, 1, [(3, 9)]),
+    ],
+)
+def test_a_token_costs_one_tokens_work_within_the_context(monkeypatch, given, count, inputs):
+    """The model's inputs, as traced: the prompt, the step by the cache, the step by the window."""
+    shapes, call = [], GPT.__call__
+
+    def spy(self, tokens, **options):
+        shapes.append(tokens.shape)
+        return call(self, tokens, **options)
+
+    monkeypatch.setattr(GPT, "__call__", spy)
+    prompt = jnp.zeros((3, given), jnp.int32)
+    # Another vocabulary than elsewhere, so that it is traced anew.
+    generate(make_model(vocab_size=17), jax.random.key(0), prompt, count)
+    assert list(dict.fromkeys(shapes)) == inputs
+
+
+def test_a_cache_must_fit_the_context(model):
+    with pytest.raises(ValueError, match="`length` must be no longer than the context; got 10"):
+        model.init_cache(1, TINY.context + 1)
 
 
 def test_a_prompt_longer_than_the_context_is_continued_from_its_end(model):
