@@ -656,6 +656,13 @@ _PTX = {
     "rsqrt": lambda x: 1 / np.sqrt(x),
 }
 
+# Of operands in uint64.
+_PTX_OF_INTEGERS = {
+    "mul.wide.u32": np.multiply,
+    "shr.u64": np.right_shift,
+    "cvt.u32.u64": lambda x: x.astype(np.uint32).view(np.int32),
+}
+
 
 def _inline_assembly(machine, op: Op, *operands):
     """Straight-line PTX on float32 or uint32, one element per lane."""
@@ -676,13 +683,13 @@ def _inline_assembly(machine, op: Op, *operands):
         opcode, _, arguments = statement.partition(" ")
         if opcode == ".reg":
             continue
-        if opcode == "mul.hi.u32":
-            target, a, b = (argument.strip() for argument in arguments.split(","))
-            a, b = (
+        if opcode in _PTX_OF_INTEGERS:
+            target, *sources = (argument.strip() for argument in arguments.split(","))
+            sources = (
                 _unsigned(registers[x]).astype(np.uint64) if x in registers else np.uint64(x)
-                for x in (a, b)
+                for x in sources
             )
-            registers[target] = ((a * b) >> np.uint64(32)).astype(np.uint32).view(np.int32)
+            registers[target] = _PTX_OF_INTEGERS[opcode](*sources)
             continue
         name, *modifiers = opcode.split(".")
         if name not in _PTX or modifiers[-1] != "f32":

@@ -64,7 +64,7 @@ def pallas_flash_dbias(
         do = common.load(do_ref.at[b, q_span, h, :], rows, static.value_dim)
         v = common.load(v_ref.at[b, kv_span, h // groups, :], keys, static.value_dim)
         dp = static.dot_t(do, v)
-        dp = drop(static.kept(extras, *at), rescaled(extras.dropout, dp))
+        dp = drop(static.kept_in_tile(extras, b, h, q_tile, kv_tile), rescaled(extras.dropout, dp))
         lse_log2, delta = (
             common.load_row(ref.at[b, h, q_span], exist)[:, None] for ref in (lse_ref, delta_ref)
         )

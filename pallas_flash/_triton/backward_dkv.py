@@ -42,7 +42,8 @@ def _kernel(
     mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
     b, first_head = pl.program_id(2), pl.program_id(1) * q_ref.shape[1]
     groups = q_ref.shape[1]
-    k_pos = in_tile(pl.program_id(0), block_kv)
+    kv_tile = pl.program_id(0)
+    k_pos = in_tile(kv_tile, block_kv)
     keys = common.existing(static.kv, k_pos)
     k = common.load(k_ref, keys, static.head_dim)
     v = common.load(v_ref, keys, static.value_dim) if want_dk else None
@@ -68,7 +69,7 @@ def _kernel(
         s_t, c, pull = static.logits_vjp(extras, static.dot_t(k, q), scale, *at)
         dp_t = static.dot_t(v, do) if want_dk else 0.0
         p_t = static.exp2_scaled(s_t, c, common.shift(extras, lse_log2)[None, :])
-        kept = static.kept(extras, *at)
+        kept = static.kept_in_tile(extras, *at[:2], q_tile, kv_tile, transposed=True)
         if masked:
             p_t = visible(p_t)
         if want_dv:

@@ -56,7 +56,7 @@ def pallas_flash_dq(
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
         s, c, pull = static.logits_vjp(extras, static.dot_t(q, k), scale, *at)
         dp = static.dot_t(do, v)
-        dp = drop(static.kept(extras, *at), rescaled(extras.dropout, dp))
+        dp = drop(static.kept_in_tile(extras, b, h, q_tile, kv_tile), rescaled(extras.dropout, dp))
         ds = pull(static.exp2_scaled(s, c, shift) * (dp - delta))
         if masked:
             ds = jnp.where(mask.allowed(*at), ds, 0.0)

@@ -54,7 +54,7 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
         p = static.exp2_scaled(s, c, m_safe[:, None])
         alpha = static.exp2(m - m_safe)
         l = alpha[:, None] * l + jnp.sum(p.reshape(block_q, -1, PARTS), axis=1)
-        p = drop(static.kept(extras, *at), p)
+        p = drop(static.kept_in_tile(extras, b, h, q_tile, kv_tile), p)
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
         return alpha[:, None] * acc + static.dot(p.astype(v.dtype), v), m_new, l
 
