@@ -98,6 +98,15 @@ def rescaled(dropout: Dropout | None, x):
     return x if dropout is None else x * dropout.factor
 
 
+def shrunk(dropout: Dropout | None, x):
+    """`x` times the share of probabilities that are kept.
+
+    p (rescaled(drop(dp)) - delta) is rescaled(p (drop(dp) - shrunk(delta))), and sums of that are
+    rescaled once.
+    """
+    return x if dropout is None else x * (1 / dropout.factor)
+
+
 def philox(counter, key, multiply):
     """Four uint32 words for four uint32 counters and two uint32 keys; all broadcast."""
     c0, c1, c2, c3 = counter

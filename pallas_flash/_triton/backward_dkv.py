@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._dropout import drop, rescaled
+from pallas_flash._dropout import drop, rescaled, shrunk
 from pallas_flash._masks import in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import Tile
@@ -75,8 +75,8 @@ def _kernel(
         if want_dv:
             dv = dv + static.dot(drop(kept, p_t).astype(do.dtype), do)
         if want_dk:
-            dp_t = drop(kept, rescaled(extras.dropout, dp_t))
-            ds_t = pull(p_t * (dp_t - common.load_row(delta_ref.at[g, span], exist)[None, :]))
+            delta = shrunk(extras.dropout, common.load_row(delta_ref.at[g, span], exist))
+            ds_t = pull(p_t * (drop(kept, dp_t) - delta[None, :]))
             if masked:
                 ds_t = visible(ds_t)  # also where dp_t is not finite
             dk = dk + static.dot(ds_t.astype(q.dtype), q)
@@ -97,7 +97,8 @@ def _kernel(
     loop = groups > 1 or static.interpret
     dk, dv = lax.fori_loop(0, groups, each_head, start) if loop else each_head(0, start)
     if want_dk:
-        common.store(outputs.pop(0), dk * scale, keys, static.head_dim)
+        dk = rescaled(extras.dropout, dk * scale)
+        common.store(outputs.pop(0), dk, keys, static.head_dim)
     if want_dv:
         common.store(outputs.pop(0), rescaled(extras.dropout, dv), keys, static.value_dim)
 
