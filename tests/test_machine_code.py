@@ -105,7 +105,7 @@ def test_hopper_kernels_are_lean(head_dim, mask, group):
 
 # The same with dropout, at 128, causal. That four elements share a counter is for the compiler to
 # find; where it found only two, these were 24.9, 27.2 and 23.1.
-DROPOUT_BUDGETS = {"forward": 20.8, "dkv": 23.8, "dq": 18.2}
+DROPOUT_BUDGETS = {"forward": 19.4, "dkv": 23.8, "dq": 18.2}
 
 
 @needs_compiler

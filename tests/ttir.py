@@ -646,6 +646,7 @@ _PTX = {
     "sub": np.subtract,
     "mul": np.multiply,
     "fma": _fused_multiply_add,
+    "selp": lambda x, y, chosen: np.where(chosen, x, y),
     "max": np.fmax,
     "min": np.fmin,
     "ex2": np.exp2,
@@ -665,7 +666,7 @@ _PTX_OF_INTEGERS = {
 
 
 def _inline_assembly(machine, op: Op, *operands):
-    """Straight-line PTX on float32 or uint32, one element per lane."""
+    """Straight-line PTX on float32, uint32 and bool, one element per lane."""
     code, constraints = op.attributes["asm_string"], op.attributes["constraints"]
     if op.attributes["packed_element"] != 1:
         raise NotImplementedError(f"Packed assembly is not modelled: {code}")

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import _compat
-from pallas_flash._dropout import Dropout, kept
+from pallas_flash._dropout import Dropout, drop, kept
 from pallas_flash._masks import Edges, Mask, Tiling
 from pallas_flash._operands import Operand
 from pallas_flash._problem import Problem
@@ -106,6 +106,15 @@ class Static:
         first = q_tile * self.q.block, kv_tile * self.kv.block
         return self.kept(extras, b, h, q, k, first=first)
 
+    def drop(self, kept, x):
+        """`x` where it is kept, else zero; for `x` that is then rounded to 16 bits.
+
+        LLVM would round before a `where`, and then choose and pair numbers of 16 bits.
+        """
+        if kept is None or self.interpret:
+            return drop(kept, x)
+        return _ptx("selp.f32 $0, $1, 0f00000000, $2;", x, kept)
+
     def dot(self, a, b):
         """The product a @ b, accumulated in float32."""
         return self._dot(a, b, 0)
@@ -140,10 +149,11 @@ class Static:
 
 
 def _ptx(code: str, *args, register="f", dtype=jnp.float32):
+    registers = ("b" if x.dtype == bool else register for x in args)
     [out] = _compat.triton().elementwise_inline_asm(
         code,
         args=args,
-        constraints=",".join([f"={register}"] + [register] * len(args)),
+        constraints=",".join([f"={register}", *registers]),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
     )

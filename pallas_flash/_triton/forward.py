@@ -15,7 +15,7 @@ FlashAttention-2 (Dao, 2023).
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash._dropout import drop, rescaled
+from pallas_flash._dropout import rescaled
 from pallas_flash._masks import hidden, in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._scores import with_sink
@@ -46,6 +46,8 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
         at = b, h, q_pos[:, None], k_pos[None, :]
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
+        # Where this stands decides how many registers it takes; see docs/performance.md.
+        kept = static.kept_in_tile(extras, b, h, q_tile, kv_tile)
         s, c = static.logits(extras, static.dot_t(q, k), scale, *at)
         s = hidden(masked, lambda s: jnp.where(mask.allowed(*at), s, -jnp.inf), s)
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
@@ -54,7 +56,7 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
         p = static.exp2_scaled(s, c, m_safe[:, None])
         alpha = static.exp2(m - m_safe)
         l = alpha[:, None] * l + jnp.sum(p.reshape(block_q, -1, PARTS), axis=1)
-        p = drop(static.kept_in_tile(extras, b, h, q_tile, kv_tile), p)
+        p = static.drop(kept, p)
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
         return alpha[:, None] * acc + static.dot(p.astype(v.dtype), v), m_new, l
 
