@@ -1,13 +1,22 @@
 """Dropout whose mask depends on the key and the position alone, not on who computes it.
 
-Element (b, h, q, k) is kept when the first word of a counter-based generator for the counter (q, k,
-h, b) is at least rate * 2^32. The generator is Philox-4x32 with 7 rounds, the fewest that pass the
-BigCrush tests in Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
-(2011):
+Element (b, h, q, k) is kept when its word of a counter-based generator is at least rate * 2^32.
+Four elements share the four words of a counter; q8 = q & 8 and k8 = k & 8 tell them apart:
+
+    counter       h, q - q8, b, k - k8
+    word          0 to 3 for (q8, k8) = (0, 0), (0, 8), (8, 0), (8, 8)
+
+A thread of Ampere's and Hopper's matrix units holds the results at a row and a column and at those
+8 further on, whether queries are the rows or the columns: it computes all four words at once. The
+generator is Philox-4x32 with 7 rounds, the fewest that pass the BigCrush tests in Salmon, Moraes,
+Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011):
 
     each round    c0, c2 <- hi(M1 c2) ^ c1 ^ k0, hi(M0 c0) ^ c3 ^ k1
                   c1, c3 <- lo(M1 c2), lo(M0 c0)
                   k0, k1 <- k0 + W0, k1 + W1
+
+Queries and keys are its words 1 and 3 because there they do not meet in a product before the fourth
+round: what comes before is the same along a row or a column.
 """
 
 import dataclasses
@@ -49,29 +58,34 @@ class Dropout:
     def _threshold(self) -> int:
         return min(round(self.rate * 2**32), 2**32 - 1)
 
-    def kept(self, b, h, q, k, multiply=None) -> jax.Array:
+    def kept(self, b, h, q, k, *, first=(0, 0), multiply=None) -> jax.Array:
         """Whether the probability at an index is kept; indices are int32 and broadcast.
 
         Args:
             b: example.
             h: query head.
-            q: query.
-            k: key.
-            multiply: the high words of the products of uint32 arrays with an int.
+            q: query, counted from `first[0]`.
+            k: key, counted from `first[1]`.
+            first: multiples of 16.
+            multiply: as `multiply_wide`.
         """
         if self.broadcast:
             b, h = jnp.int32(0), jnp.int32(0)
         elif self.origin is not None:
             b, h = b + self.origin[0], h + self.origin[1]
-        b, h, q, k = (x.astype(jnp.uint32) for x in jnp.broadcast_arrays(b, h, q, k))
+        # Not q & ~8: LLVM takes (x | 8) - 8 for x, but leaves (x | 8) & ~8 where x | 8 is in use.
+        q8, k8 = q & 8, k & 8
+        counter = jnp.broadcast_arrays(h, first[0] + (q - q8), b, first[1] + (k - k8))
         key = self.seed[0], self.seed[1]
-        bits = philox((q, k, h, b), key, multiply or multiply_high)[0]
+        words = philox([x.astype(jnp.uint32) for x in counter], key, multiply or multiply_wide)
+        w0, w1, w2, w3 = words
+        bits = jnp.where(q8 > 0, jnp.where(k8 > 0, w3, w2), jnp.where(k8 > 0, w1, w0))
         return bits >= np.uint32(self._threshold)
 
 
-def kept(dropout: Dropout | None, at, multiply=None):
-    """Which probabilities at indices `at` are kept; None for all."""
-    return None if dropout is None else dropout.kept(*at, multiply=multiply)
+def kept(dropout: Dropout | None, at, **options):
+    """Which probabilities at indices `at` are kept; None for all. See `Dropout.kept`."""
+    return None if dropout is None else dropout.kept(*at, **options)
 
 
 def drop(kept, x):
@@ -84,27 +98,35 @@ def rescaled(dropout: Dropout | None, x):
     return x if dropout is None else x * dropout.factor
 
 
-def philox(counter, key, multiply_high):
+def shrunk(dropout: Dropout | None, x):
+    """`x` times the share of probabilities that are kept.
+
+    p (rescaled(drop(dp)) - delta) is rescaled(p (drop(dp) - shrunk(delta))), and sums of that are
+    rescaled once.
+    """
+    return x if dropout is None else x * (1 / dropout.factor)
+
+
+def philox(counter, key, multiply):
     """Four uint32 words for four uint32 counters and two uint32 keys; all broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     m0, m1 = _MULTIPLIERS
     for _ in range(ROUNDS):
-        low0, low1 = c0 * np.uint32(m0), c2 * np.uint32(m1)
-        c0, c2 = multiply_high(c2, m1) ^ c1 ^ k0, multiply_high(c0, m0) ^ c3 ^ k1
-        c1, c3 = low1, low0
+        (high0, low0), (high1, low1) = multiply(c0, m0), multiply(c2, m1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + np.uint32(_WEYL[0]), k1 + np.uint32(_WEYL[1])
     return c0, c1, c2, c3
 
 
-def multiply_high(x, m: int):
-    """The upper 32 bits of the products x * m, from products of 16 bits."""
+def multiply_wide(x, m: int):
+    """The upper and the lower 32 bits of the products x * m, from products of 16 bits."""
     half = np.uint32(16)
     m_low, m_high = np.uint32(m & 0xFFFF), np.uint32(m >> 16)
     x_low, x_high = x & np.uint32(0xFFFF), x >> half
     cross = x_high * m_low + ((x_low * m_low) >> half)
     carry = x_low * m_high + (cross & np.uint32(0xFFFF))
-    return x_high * m_high + (cross >> half) + (carry >> half)
+    return x_high * m_high + (cross >> half) + (carry >> half), x * np.uint32(m)
 
 
 def seed_of(key) -> jax.Array:

@@ -111,7 +111,12 @@ def kept(key, shape, rate, broadcast=False):
     b, h, q, k = np.ogrid[tuple(map(slice, shape))]
     if broadcast:
         b, h = 0 * b, 0 * h
-    return np.broadcast_to(philox_4x32_7((q, k, h, b), seed)[0] >= round(rate * 2**32), shape)
+    # Of every 16 queries and 16 keys, the halves share counters.
+    counter = h, q // 16 * 16 + q % 8, b, k // 16 * 16 + k % 8
+    words = np.stack(np.broadcast_arrays(*philox_4x32_7(counter, seed)))
+    word = 2 * (q // 8 % 2) + k // 8 % 2
+    bits = np.take_along_axis(words, np.broadcast_to(word, words.shape[1:])[None], axis=0)[0]
+    return np.broadcast_to(bits >= round(rate * 2**32), shape)
 
 
 def philox_4x32_7(counter, key):

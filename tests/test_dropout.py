@@ -11,7 +11,7 @@ import pytest
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, dropout_mask
-from pallas_flash._dropout import Dropout, multiply_high, philox, seed_of
+from pallas_flash._dropout import Dropout, multiply_wide, philox, seed_of
 
 # ------------------------------------------------------------------------------------------------
 # The generator.
@@ -57,18 +57,19 @@ def test_the_arrays_are_the_integers(x64):
     words[:, :3] = [0, WORD - 1, 1]
     with jax.enable_x64(x64):
         c0, c1, c2, c3, k0, k1 = map(jnp.asarray, words)
-        got = jax.jit(lambda c, k: philox(c, k, multiply_high))((c0, c1, c2, c3), (k0, k1))
+        got = jax.jit(lambda c, k: philox(c, k, multiply_wide))((c0, c1, c2, c3), (k0, k1))
     assert {x.dtype for x in got} == {np.dtype("uint32")}
     want = [philox_of_ints(x[:4], x[4:], 7) for x in words.T.tolist()]
     np.testing.assert_array_equal(np.stack(got, axis=1), np.array(want, np.uint32))
 
 
 @pytest.mark.parametrize("m", [0xD2511F53, 0xCD9E8D57, 0, 1, 0xFFFF, 0x10000, WORD - 1])
-def test_the_upper_half_of_a_product(m):
+def test_both_halves_of_a_product(m):
     ends = [0, 1, 0xFFFF, 0x10000, 0x10001, 0x7FFFFFFF, 0x80000000, WORD - 2, WORD - 1]
     x = [*ends, *np.random.default_rng(1).integers(0, WORD, 100).tolist()]
-    got = multiply_high(jnp.asarray(np.array(x, np.uint32)), m)
-    assert got.tolist() == [n * m // WORD for n in x]
+    high, low = multiply_wide(jnp.asarray(np.array(x, np.uint32)), m)
+    assert high.tolist() == [n * m // WORD for n in x]
+    assert low.tolist() == [n * m % WORD for n in x]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -88,6 +89,27 @@ SIGMAS = 5
 
 def masks(rate=0.3):
     return {name: np.asarray(dropout_mask(make(), SHAPE, rate)) for name, make in KEYS.items()}
+
+
+def test_the_mask_is_its_definition():
+    key, rate = KEYS["typed"](), 0.3
+    mask, seed = np.asarray(dropout_mask(key, SHAPE, rate)), seed_of(key).tolist()
+    np.testing.assert_array_equal(mask, oracle.kept(key, SHAPE, rate))
+    # In Python's integers: the elements that share the counter (h, 33, b, 18).
+    for b, h, lower, right in np.ndindex(3, 4, 2, 2):
+        words = philox_of_ints((h, 33, b, 18), seed, 7)
+        element = mask[b, h, 33 + 8 * lower, 18 + 8 * right]
+        assert element == (words[2 * lower + right] >= rate * WORD)
+
+
+def test_positions_may_count_from_a_multiple_of_16():
+    dropout = Dropout(seed_of(KEYS["typed"]()), None, 0.3)
+    b, h, q, k = (jnp.asarray(x, jnp.int32) for x in np.ogrid[:2, :2, :40, :24])
+    want = dropout.kept(b, h, q + 48, k + 16)
+    np.testing.assert_array_equal(dropout.kept(b, h, q, k, first=(48, 16)), want)
+    # Any arrays that broadcast are indices: here rows are heads of one query.
+    got = dropout.kept(1, jnp.array([[0], [1], [1]]), jnp.array([[50], [50], [61]]), k[0, 0] + 16)
+    np.testing.assert_array_equal(got, want[1, [0, 1, 1], [2, 2, 13]])
 
 
 def test_a_key_is_the_same_typed_and_raw_and_others_differ():
@@ -136,7 +158,7 @@ def correlation(x, y):
 @pytest.mark.parametrize("axis", [0, 1, 2, 3], ids=["example", "head", "query", "key"])
 def test_neighbours_are_independent(key, axis):
     mask = np.asarray(dropout_mask(KEYS[key](), SHAPE, 0.3))
-    for distance in (1, 2, 3, 16, 32):
+    for distance in (1, 2, 3, 8, 16, 32):
         if distance < SHAPE[axis]:
             correlation(
                 mask.take(range(distance, SHAPE[axis]), axis),
@@ -144,6 +166,8 @@ def test_neighbours_are_independent(key, axis):
             )
     # Nor do diagonals, nor swapped indices.
     correlation(mask[:, :, 1:, 1:], mask[:, :, :-1, :-1])
+    correlation(mask[:, :, 8:, 8:], mask[:, :, :-8, :-8])
+    correlation(mask[:, :, 8:, :-8], mask[:, :, :-8, 8:])
     correlation(mask[:, :, :60, :60], mask[:, :, :60, :60].swapaxes(2, 3).copy()[:, :, ::-1])
 
 

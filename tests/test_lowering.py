@@ -77,6 +77,7 @@ def test_numbers_in_16_bits(case, dtype, kernel_case):
         "causal, more queries",
         "window narrower than a tile gap",
         "everything at once",
+        "dropout",
     ]
 )
 def test_dk_and_dv_apart(case, kernel_case):
@@ -86,7 +87,7 @@ def test_dk_and_dv_apart(case, kernel_case):
     _assert_pipelined(case, runs)
 
 
-@cases.parametrize(names=["full", "lengths of zero", "everything at once"])
+@cases.parametrize(names=["full", "lengths of zero", "everything at once", "dropout"])
 def test_gradient_of_a_traced_scale(case, kernel_case):
     """The kernel for dq then has one more result."""
     qkv, cotangents, options = case.problem()

@@ -646,6 +646,7 @@ _PTX = {
     "sub": np.subtract,
     "mul": np.multiply,
     "fma": _fused_multiply_add,
+    "selp": lambda x, y, chosen: np.where(chosen, x, y),
     "max": np.fmax,
     "min": np.fmin,
     "ex2": np.exp2,
@@ -656,9 +657,16 @@ _PTX = {
     "rsqrt": lambda x: 1 / np.sqrt(x),
 }
 
+# Of operands in uint64.
+_PTX_OF_INTEGERS = {
+    "mul.wide.u32": np.multiply,
+    "shr.u64": np.right_shift,
+    "cvt.u32.u64": lambda x: x.astype(np.uint32).view(np.int32),
+}
+
 
 def _inline_assembly(machine, op: Op, *operands):
-    """Straight-line PTX on float32 or uint32, one element per lane."""
+    """Straight-line PTX on float32, uint32 and bool, one element per lane."""
     code, constraints = op.attributes["asm_string"], op.attributes["constraints"]
     if op.attributes["packed_element"] != 1:
         raise NotImplementedError(f"Packed assembly is not modelled: {code}")
@@ -676,13 +684,13 @@ def _inline_assembly(machine, op: Op, *operands):
         opcode, _, arguments = statement.partition(" ")
         if opcode == ".reg":
             continue
-        if opcode == "mul.hi.u32":
-            target, a, b = (argument.strip() for argument in arguments.split(","))
-            a, b = (
+        if opcode in _PTX_OF_INTEGERS:
+            target, *sources = (argument.strip() for argument in arguments.split(","))
+            sources = (
                 _unsigned(registers[x]).astype(np.uint64) if x in registers else np.uint64(x)
-                for x in (a, b)
+                for x in sources
             )
-            registers[target] = ((a * b) >> np.uint64(32)).astype(np.uint32).view(np.int32)
+            registers[target] = _PTX_OF_INTEGERS[opcode](*sources)
             continue
         name, *modifiers = opcode.split(".")
         if name not in _PTX or modifiers[-1] != "f32":

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._dropout import drop, rescaled
+from pallas_flash._dropout import drop, rescaled, shrunk
 from pallas_flash._masks import in_tile
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import Tile
@@ -64,10 +64,11 @@ def pallas_flash_dbias(
         do = common.load(do_ref.at[b, q_span, h, :], rows, static.value_dim)
         v = common.load(v_ref.at[b, kv_span, h // groups, :], keys, static.value_dim)
         dp = static.dot_t(do, v)
-        dp = drop(static.kept(extras, *at), rescaled(extras.dropout, dp))
+        dp = drop(static.kept_in_tile(extras, b, h, q_tile, kv_tile), dp)
         lse_log2, delta = (
             common.load_row(ref.at[b, h, q_span], exist)[:, None] for ref in (lse_ref, delta_ref)
         )
+        delta = shrunk(extras.dropout, delta)
         ds = pull(static.exp2_scaled(s, c, common.shift(extras, lse_log2)) * (dp - delta))
         if static.masked:
             ds = jnp.where(mask.allowed(*at), ds, 0.0)
@@ -98,6 +99,7 @@ def pallas_flash_dbias(
     for count, one in zip(counts, broadcast, strict=True):
         total *= count if one else 1
     acc = lax.fori_loop(0, total, step, jnp.zeros(shape, jnp.float32))
+    acc = rescaled(extras.dropout, acc)
     rows, keys = (
         None if one else common.existing(tiling, in_tile(grid[axis], tiling.block))
         for one, tiling, axis in ((broadcast[2], static.q, 2), (broadcast[3], static.kv, 3))

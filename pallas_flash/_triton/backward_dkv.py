@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._dropout import drop, rescaled
+from pallas_flash._dropout import drop, rescaled, shrunk
 from pallas_flash._masks import in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import Tile
@@ -42,7 +42,8 @@ def _kernel(
     mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
     b, first_head = pl.program_id(2), pl.program_id(1) * q_ref.shape[1]
     groups = q_ref.shape[1]
-    k_pos = in_tile(pl.program_id(0), block_kv)
+    kv_tile = pl.program_id(0)
+    k_pos = in_tile(kv_tile, block_kv)
     keys = common.existing(static.kv, k_pos)
     k = common.load(k_ref, keys, static.head_dim)
     v = common.load(v_ref, keys, static.value_dim) if want_dk else None
@@ -68,14 +69,14 @@ def _kernel(
         s_t, c, pull = static.logits_vjp(extras, static.dot_t(k, q), scale, *at)
         dp_t = static.dot_t(v, do) if want_dk else 0.0
         p_t = static.exp2_scaled(s_t, c, common.shift(extras, lse_log2)[None, :])
-        kept = static.kept(extras, *at)
+        kept = static.kept_in_tile(extras, *at[:2], q_tile, kv_tile, transposed=True)
         if masked:
             p_t = visible(p_t)
         if want_dv:
             dv = dv + static.dot(drop(kept, p_t).astype(do.dtype), do)
         if want_dk:
-            dp_t = drop(kept, rescaled(extras.dropout, dp_t))
-            ds_t = pull(p_t * (dp_t - common.load_row(delta_ref.at[g, span], exist)[None, :]))
+            delta = shrunk(extras.dropout, common.load_row(delta_ref.at[g, span], exist))
+            ds_t = pull(p_t * (drop(kept, dp_t) - delta[None, :]))
             if masked:
                 ds_t = visible(ds_t)  # also where dp_t is not finite
             dk = dk + static.dot(ds_t.astype(q.dtype), q)
@@ -96,7 +97,8 @@ def _kernel(
     loop = groups > 1 or static.interpret
     dk, dv = lax.fori_loop(0, groups, each_head, start) if loop else each_head(0, start)
     if want_dk:
-        common.store(outputs.pop(0), dk * scale, keys, static.head_dim)
+        dk = rescaled(extras.dropout, dk * scale)
+        common.store(outputs.pop(0), dk, keys, static.head_dim)
     if want_dv:
         common.store(outputs.pop(0), rescaled(extras.dropout, dv), keys, static.value_dim)
 

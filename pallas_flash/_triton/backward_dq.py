@@ -13,7 +13,7 @@ dp is computed before the exponentials, which then run while the matrix units ar
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash._dropout import drop, rescaled
+from pallas_flash._dropout import drop, rescaled, shrunk
 from pallas_flash._masks import in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import Tile
@@ -43,6 +43,7 @@ def pallas_flash_dq(
     q = common.load(q_ref, rows, static.head_dim)
     do = common.load(do_ref, rows, static.value_dim)
     lse_log2, delta = (common.load_row(ref, rows)[:, None] for ref in (lse_ref, delta_ref))
+    delta = shrunk(extras.dropout, delta)
     scale = scale_ref[0]
     shift = common.shift(extras, lse_log2)
 
@@ -56,13 +57,14 @@ def pallas_flash_dq(
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
         s, c, pull = static.logits_vjp(extras, static.dot_t(q, k), scale, *at)
         dp = static.dot_t(do, v)
-        dp = drop(static.kept(extras, *at), rescaled(extras.dropout, dp))
+        dp = drop(static.kept_in_tile(extras, b, h, q_tile, kv_tile), dp)
         ds = pull(static.exp2_scaled(s, c, shift) * (dp - delta))
         if masked:
             ds = jnp.where(mask.allowed(*at), ds, 0.0)
         return acc + static.dot(ds.astype(k.dtype), k)
 
     acc = visit(tiles(0), step, jnp.zeros(q.shape, jnp.float32), static.edges)
+    acc = rescaled(extras.dropout, acc)
     common.store(dq_ref, acc * scale, rows, static.head_dim)
     if want_scale:
         # A row that sees nothing may hold anything, so its product with the zero sum is not taken.

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import _compat
-from pallas_flash._dropout import Dropout, kept
+from pallas_flash._dropout import Dropout, drop, kept
 from pallas_flash._masks import Edges, Mask, Tiling
 from pallas_flash._operands import Operand
 from pallas_flash._problem import Problem
@@ -95,9 +95,30 @@ class Static:
         quick = self.itemsize == 2 and (scores.soft_cap or 0) <= MAX_QUICK_CAP
         return _tanh if quick and not self.interpret else jnp.tanh
 
-    def kept(self, extras: Extras, *at):
-        """Which probabilities dropout keeps, at indices `at`; None for all."""
-        return kept(extras.dropout, at, None if self.interpret else _multiply_high)
+    def kept(self, extras: Extras, *at, first=(0, 0)):
+        """Which probabilities dropout keeps, at indices `at`; None for all. See `Dropout.kept`."""
+        multiply = None if self.interpret else _multiply_wide
+        return kept(extras.dropout, at, first=first, multiply=multiply)
+
+    def kept_in_tile(self, extras: Extras, b, h, q_tile, kv_tile, *, transposed: bool = False):
+        """As `kept`, for [block_q, block_kv], or transposed.
+
+        Indices count within the tile, where the compiler knows them: so it finds the elements of a
+        thread that share a counter.
+        """
+        q, k = (lax.iota(jnp.int32, tiling.block) for tiling in (self.q, self.kv))
+        q, k = (q[None, :], k[:, None]) if transposed else (q[:, None], k[None, :])
+        first = q_tile * self.q.block, kv_tile * self.kv.block
+        return self.kept(extras, b, h, q, k, first=first)
+
+    def drop(self, kept, x):
+        """`x` where it is kept, else zero; for `x` that is then rounded to 16 bits.
+
+        LLVM would round before a `where`, and then choose and pair numbers of 16 bits.
+        """
+        if kept is None or self.interpret:
+            return drop(kept, x)
+        return _ptx("selp.f32 $0, $1, 0f00000000, $2;", x, kept)
 
     def dot(self, a, b):
         """The product a @ b, accumulated in float32."""
@@ -133,21 +154,26 @@ class Static:
 
 
 def _ptx(code: str, *args, register="f", dtype=jnp.float32):
+    registers = ("b" if x.dtype == bool else register for x in args)
     [out] = _compat.triton().elementwise_inline_asm(
         code,
         args=args,
-        constraints=",".join([f"={register}"] + [register] * len(args)),
+        constraints=",".join([f"={register}", *registers]),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
     )
     return out
 
 
-def _multiply_high(x, m: int):
-    """As `_dropout.multiply_high`, in one instruction."""
-    # Results of assembly have no sign.
-    high = _ptx(f"mul.hi.u32 $0, $1, {m};", x, register="r", dtype=jnp.int32)
-    return high.astype(jnp.uint32)
+def _multiply_wide(x, m: int):
+    """As `_dropout.multiply_wide`; of the two equal products the assembler keeps one."""
+
+    def half(shift: str):
+        code = f"{{ .reg .u64 t; mul.wide.u32 t, $1, {m}; {shift}cvt.u32.u64 $0, t; }}"
+        # Results of assembly have no sign.
+        return _ptx(code, x, register="r", dtype=jnp.int32).astype(jnp.uint32)
+
+    return half("shr.u64 t, t, 32; "), half("")
 
 
 @jax.custom_jvp

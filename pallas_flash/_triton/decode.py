@@ -58,7 +58,11 @@ def pallas_flash_decode(
     row = jnp.minimum(row, num_rows - 1)
     rows = pl.program_id(3), pl.program_id(2) * groups + row % groups, row // groups, exist
     mine = share(tiles(0), pl.program_id(1), parts, static.edges)
-    acc, m, l = attend(q, k_ref, v_ref, scale_ref[0], mine, extras, rows, static)
+
+    def kept_in(kv_tile, at):
+        return static.kept(extras, *at)
+
+    acc, m, l = attend(q, k_ref, v_ref, scale_ref[0], mine, extras, rows, kept_in, static)
     common.store(acc_ref, acc, exist, static.value_dim)
     common.store_row(m_ref, m, exist)
     common.store_row(l_ref, l, exist)

@@ -15,7 +15,7 @@ FlashAttention-2 (Dao, 2023).
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash._dropout import drop, rescaled
+from pallas_flash._dropout import rescaled
 from pallas_flash._masks import hidden, in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._scores import with_sink
@@ -27,11 +27,14 @@ from pallas_flash._triton import common
 PARTS = 8
 
 
-def attend(q, k_ref, v_ref, scale, tiles, extras: common.Extras, rows, static: common.Static):
+def attend(
+    q, k_ref, v_ref, scale, tiles, extras: common.Extras, rows, kept_in, static: common.Static
+):
     """What one program finds in a range of tiles: acc [rows, V], m [rows], and l [rows].
 
     `rows` are the example, the query head or int32 [rows] of them, the queries' positions int32
-    [rows], and which of them exist, bool [rows] or None.
+    [rows], and which of them exist, bool [rows] or None. `kept_in` tells of a key tile and the
+    indices in it which probabilities dropout keeps.
     """
     mask, block_kv = extras.mask, static.kv.block
     b, h, q_pos, exist = rows
@@ -44,6 +47,8 @@ def attend(q, k_ref, v_ref, scale, tiles, extras: common.Extras, rows, static: c
         at = b, h if jnp.ndim(h) == 0 else h[:, None], q_pos[:, None], k_pos[None, :]
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
+        # Where this stands decides how many registers it takes; see docs/performance.md.
+        kept = kept_in(kv_tile, at)
         s, c = static.logits(extras, static.dot_t(q, k), scale, *at)
         s = hidden(masked, lambda s: jnp.where(mask.allowed(*at), s, -jnp.inf), s)
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
@@ -52,7 +57,7 @@ def attend(q, k_ref, v_ref, scale, tiles, extras: common.Extras, rows, static: c
         p = static.exp2_scaled(s, c, m_safe[:, None])
         alpha = static.exp2(m - m_safe)
         l = alpha[:, None] * l + jnp.sum(p.reshape(len(q), -1, PARTS), axis=1)
-        p = drop(static.kept(extras, *at), p)
+        p = static.drop(kept, p)
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
         return alpha[:, None] * acc + static.dot(p.astype(v.dtype), v), m_new, l
 
@@ -73,8 +78,12 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
     q_pos = in_tile(q_tile, static.q.block)
     exist = common.existing(static.q, q_pos)
     q = common.load(q_ref, exist, static.head_dim)
+
+    def kept_in(kv_tile, at):
+        return static.kept_in_tile(extras, b, h, q_tile, kv_tile)
+
     rows = b, h, q_pos, exist
-    acc, m, l = attend(q, k_ref, v_ref, scale_ref[0], tiles(0), extras, rows, static)
+    acc, m, l = attend(q, k_ref, v_ref, scale_ref[0], tiles(0), extras, rows, kept_in, static)
     alive = l > 0.0
     l = jnp.where(alive, l, 1.0)
     weight, lse_log2 = 1.0 / l, jnp.where(alive, m + jnp.log2(l), -jnp.inf)
