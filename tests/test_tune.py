@@ -626,6 +626,14 @@ def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
     assert tiles_of(monkeypatch, tile_sizes=split) == split.or_else(table())
 
 
+def test_tiles_for_calls_of_all_lengths_leave_one_forward_kernel(monkeypatch, h200):
+    both = TileSizes(forward=FAST, decode=OTHER)
+    for q_len, wanted in ((16, (None, OTHER)), (17, (FAST, None))):
+        _tile_cache.store(problem(q_len=q_len), "NVIDIA H200", TileSizes(dq=FASTER))
+        tiles = tiles_of(monkeypatch, q_len=q_len, tile_sizes=both)
+        assert (tiles.forward, tiles.decode, tiles.dq) == (*wanted, FASTER)
+
+
 def test_the_interpreter_has_the_tables(monkeypatch, h200):
     store()
     assert tiles_of(monkeypatch, implementation="interpret") == table()
