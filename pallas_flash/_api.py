@@ -303,6 +303,7 @@ def table_tiles(problem: Problem, implementation: str, asked: TileSizes | None) 
     return _tiles.choose(
         asked,
         q_len=problem.q_len,
+        kv_len=problem.kv_len,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         itemsize=problem.dtype.itemsize,

@@ -119,7 +119,7 @@ def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
 
 
 def function(name: str, fn, s, arrays: tuple[jax.Array, ...]) -> jax.ShapeDtypeStruct:
-    """What a user's function returns for a tile [2, 3] of one example and head.
+    """What a user's function returns for a tile [2, 3] of an example, in which heads may differ.
 
     Args:
         name: of the argument.
@@ -139,15 +139,15 @@ def function(name: str, fn, s, arrays: tuple[jax.Array, ...]) -> jax.ShapeDtypeS
             f"`{name}` must be hashable, because it is compiled in; got {describe(fn)}. Pass a "
             "plain function, and its arrays as operands."
         ) from error
-    at = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (2, 1), (1, 3))]
+    at = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (1, 1), (2, 1), (1, 3))]
     trace = jax.make_jaxpr(lambda at, xs: fn(*at, *map(for_user, xs)), return_shape=True)
     try:
         program, out = trace([*s, *at], arrays)
     except Exception as error:  # The user's function runs here, and may raise anything.
         reason = str(error).partition("\n")[0].rstrip(".")
         raise TypeError(
-            f"`{name}` must be traceable for indices b and h of shape (), q_pos of (2, 1) and "
-            f"k_pos of (1, 3), followed by {len(arrays)} operands; got {type(error).__name__}: "
+            f"`{name}` must be traceable for indices b of shape (), h of (1, 1), q_pos of (2, 1) "
+            f"and k_pos of (1, 3), followed by {len(arrays)} operands; got {type(error).__name__}: "
             f"{reason}. Use elementwise jax.numpy, and `jnp.where` in place of `if`."
         ) from error
     if program.consts:

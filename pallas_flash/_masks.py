@@ -490,13 +490,17 @@ def share(ranges, part, parts: int, edges: Edges):
     """What `visit` is given for one of `parts` nearly equal shares of the tiles of `ranges`."""
 
     def bounds(count):
-        """The first tile of the share, and the one behind its last."""
-        small, rest = count // parts, count % parts
-        first = part * small + jnp.minimum(part, rest)
-        return first, first + small + (part < rest)
+        """The first tile of the share, and that of the next one."""
+        # Rounded towards zero: jnp's division asks for signs, which JAX does not lower under every
+        # mesh.
+        known = isinstance(count, int)
+        small, rest = (
+            divmod(count, parts) if known else (lax.div(count, parts), lax.rem(count, parts))
+        )
+        return [i * small + lax.min(i, rest) for i in (part, part + 1)]
 
     def between(low, x, high):
-        return jnp.minimum(jnp.maximum(x, low), high)
+        return lax.min(lax.max(x, low), high)
 
     if edges is Edges.LISTED:
         full, count, tile_at = ranges

@@ -23,7 +23,7 @@ from pallas_flash import _compat, _select
 from pallas_flash._mask_objects import BlockMask, Predicate
 from pallas_flash._masks import Band, Mask
 from pallas_flash._problem import Problem
-from pallas_flash._tiles import KERNELS, Tile, TileSizes
+from pallas_flash._tiles import FEW_QUERIES, KERNELS, Tile, TileSizes
 
 # The form of the file; one with another number is ignored.
 SCHEMA = 1
@@ -58,7 +58,7 @@ def key(problem: Problem, gpu: str) -> str:
     * the version of JAX and a fingerprint of the kernels: results were checked for what that
       compiler made of those sources;
     * the dtype (of float32 also the precision of products), both head sizes, whether query heads
-      share keys;
+      share keys, and with few queries how many rows share them;
     * the mask: "full", "causal" (at any offset), "listed" (with tiles that form no runs),
       "predicate" (with a user's function) or "other";
     * what else is done in the loops: bias, slopes, score function, soft cap, sinks, dropout; and
@@ -83,9 +83,12 @@ def key(problem: Problem, gpu: str) -> str:
     }
     more = "".join(f" + {name}" for name, part in parts.items() if part is not None)
     more += f" + {p.pair_bytes} bytes a pair" if p.pair_bytes else ""
+    sharing = "shared" if p.groups > 1 else "own"
+    if p.q_len <= FEW_QUERIES:
+        sharing = f"{power_of_2(p.q_len * p.groups)} rows'"
     return (
         f"{gpu}, jax {jax.__version__}, kernels {_fingerprint()}: {dtype}, H {p.head_dim}, "
-        f"V {p.value_dim}, {'shared' if p.groups > 1 else 'own'} keys, {_kind(p.mask)} mask{more}, "
+        f"V {p.value_dim}, {sharing} keys, {_kind(p.mask)} mask{more}, "
         f"T {power_of_2(p.q_len)}, S {power_of_2(p.kv_len)}"
     )
 

@@ -10,8 +10,9 @@ import dataclasses
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
 KERNELS = ("forward", "decode", "dkv", "dk", "dv", "dq")
 
-# "decode" serves calls of up to so many queries, which fit in the smallest tile.
-FEW = 16
+# "decode" serves calls of up to so many queries, which fit in the smallest tile, with more than so
+# many keys: fewer are not worth a second launch (a round number, not timed).
+FEW_QUERIES, MANY_KEYS = 16, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +61,9 @@ class TileSizes:
 
     Attributes:
         forward: the forward kernel; a query tile stays.
-        decode: the forward kernel of calls with at most 16 queries; the rows that stay are those
-            queries of all heads that share keys and values. With `forward` alone such calls are
-            served by that one.
+        decode: the forward kernel of calls with at most 16 queries; the rows that stay are the
+            queries of all heads that share keys and values. If neither is given, it serves such
+            calls with more than 512 keys; with `forward` alone that one does.
         dkv: the kernel for dk and dv together; a key/value tile stays.
         dk: the kernel for dk alone. Give `dk` and `dv` in place of `dkv` where both sums do not fit
             in registers.
@@ -104,7 +105,7 @@ class TileSizes:
 
     def used(self, q_len: int) -> "TileSizes":
         """These sizes without the forward kernel that does not serve `q_len` queries."""
-        if q_len > FEW:
+        if q_len > FEW_QUERIES:
             return dataclasses.replace(self, decode=None)
         return self if self.decode is None else dataclasses.replace(self, forward=None)
 
@@ -172,7 +173,8 @@ _SYNCHRONOUS = _ASYNCHRONOUS | {
 _WITH_PAIRS = {(128, 2, "dkv"): Tile(64, 64, 4, 2)}
 
 # Bytes of a key and a value tile of "decode". With three stages one pair is on its way while
-# another is used, and three programs share a core of the H200 (counted, not timed).
+# another is used, and three programs of up to 16 rows share a core of the H200 (counted, not
+# timed).
 _DECODE_STAGE = 32 * 1024
 
 # Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
@@ -195,6 +197,7 @@ def choose(
     asked: TileSizes | None,
     *,
     q_len: int,
+    kv_len: int,
     head_dim: int,
     value_dim: int,
     itemsize: int,
@@ -206,6 +209,7 @@ def choose(
     Args:
         asked: what the user wants; used as it is.
         q_len: T.
+        kv_len: S.
         head_dim: H.
         value_dim: V.
         itemsize: bytes of an element.
@@ -222,8 +226,11 @@ def choose(
     limit = shared_memory_limit(capability)
     asynchronous = capability is None or (9, 0) <= capability < (12, 0)
     default = (_ASYNCHRONOUS if asynchronous else _SYNCHRONOUS)[width, itemsize]
-    decode = Tile(64, _DECODE_STAGE // (2 * width * itemsize), 4, 3)
-    default = dataclasses.replace(default, decode=decode).used(q_len)
+    if kv_len > MANY_KEYS:
+        # With more rows one program would fill a core at 256, and spill in float32.
+        rows = 64 if width < 256 else 32
+        decode = Tile(rows, _DECODE_STAGE // (2 * width * itemsize), 4, 3)
+        default = dataclasses.replace(default, decode=decode).used(q_len)
 
     def shared(name, tile):
         pairs = tile.num_stages * tile.block_q * tile.block_kv * pair_bytes
@@ -236,6 +243,9 @@ def choose(
         if pair_bytes:
             tile = _WITH_PAIRS.get((width, itemsize, name)) or tile
             tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
+        if name == "decode" and shared(name, tile) > limit:
+            # It needs rows, for keys to be read once, more than it needs another pair on its way.
+            tile = dataclasses.replace(tile, num_stages=2)
         while shared(name, tile) > limit and (smaller := _smaller(name, tile)) != tile:
             tile = smaller
         default = dataclasses.replace(default, **{name: tile})

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import Implementation, attention
-from pallas_flash._checks import share_to_drop
+from pallas_flash._checks import at_least, is_int, share_to_drop
 from pallas_flash._mask_objects import Call, Joinable, fitted
 from pallas_flash._masks import Mask
 
@@ -436,8 +436,8 @@ class SelfAttention(nnx.Module):
                 and see it, and `positions` of None go on counting.
 
         Returns:
-            One new token for each token. Where a traced call adds more tokens than the cache has
-            room for, NaN.
+            One new token for each token; NaN where a traced call finds no room for `x` behind the
+            tokens in the cache.
 
         Raises:
             TypeError: If `positions` are not integers.
@@ -474,13 +474,11 @@ class SelfAttention(nnx.Module):
         scores_shape = (*batch, q.shape[-2], length, length)
         seq_lengths = _merge_full("seq_lengths", seq_lengths, batch, ())
         dropout_key = self._dropout_key(deterministic, rngs)
-        if decode:
-            k, v = self._add_to_cache(k, v)
+        cached = self._with_cached(k, v) if decode else (k, v)
 
         o = attention(
             _merge_batch(q, batch),
-            _merge_batch(k, batch),
-            _merge_batch(v, batch),
+            *(_merge_batch(x.astype(q.dtype), batch) for x in cached),
             bias=_merge_scores("bias", bias, scores_shape),
             mask=_merge_scores("mask", _as_bool(mask), scores_shape),
             is_causal=self.is_causal,
@@ -497,11 +495,17 @@ class SelfAttention(nnx.Module):
             precision=self.precision,
             implementation=self.implementation,
         )
+        if decode:
+            self._keep(cached, start + length)
         o = self.out(o).reshape(x.shape)
-        return jnp.where(full, jnp.nan, o) if decode else o
+        return jnp.where(full, jnp.nan, o) if isinstance(full, Tracer) else o
 
     def init_cache(self, input_shape: Sequence[int], dtype: Dtype | None = None) -> None:
         """Makes an empty cache for keys and values, in place of the one there may be.
+
+        It is state of the kind `nnx.Cache`, so `nnx.state(model, nnx.Param)` is what to save of a
+        model that generates. Decode under `nnx.jit`: outside of it each call waits for the number
+        of tokens in the cache. On meshes, axes must be Auto.
 
         Args:
             input_shape: [*batch, length, features] of the longest input, as for
@@ -510,15 +514,23 @@ class SelfAttention(nnx.Module):
                 dtype of its parameters.
 
         Raises:
-            ValueError: If the last size is not `features`.
+            TypeError: If `dtype` is not floating point.
+            ValueError: If `input_shape` is none, or its last size is not `features`.
         """
-        if len(input_shape) < 2 or input_shape[-1] != self.features:
+        sizes = input_shape if isinstance(input_shape, (tuple, list)) else ()
+        if len(sizes) < 2 or sizes[-1] != self.features or not all(is_int(n) for n in sizes):
             raise ValueError(
-                f"`input_shape` must be (*batch, length, {self.features}); got "
-                f"{tuple(input_shape)}."
+                f"`input_shape` must be ints (*batch, length, {self.features}); got "
+                f"{input_shape!r:.80}. Give the shape of the longest input."
             )
-        heads = self.key.out_features
-        shape, dtype = (*input_shape[:-1], *heads), dtype or self.key.dtype or self.key.param_dtype
+        for n in sizes:
+            at_least(0, "input_shape", n)
+        dtype = jnp.dtype(dtype or self.key.dtype or self.key.param_dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"`dtype` must be floating point; got {dtype}. Leave it out for that of the layer."
+            )
+        shape = (*sizes[:-1], *self.key.out_features)
         self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
         self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
@@ -554,23 +566,30 @@ class SelfAttention(nnx.Module):
             )
         start = index[...]
         full = start + x.shape[-2] > room
-        if not isinstance(full, Tracer) and full:
+        traced = isinstance(full, Tracer)
+        if x.shape[-2] > room or (not traced and full):
             raise ValueError(
-                f"`x` must fit in what is left of the cache; got {x.shape[-2]} tokens with {start} "
-                f"of {room} taken. Call `init_cache` with a greater length."
+                f"`x` must fit in what is left of the cache; got {x.shape[-2]} tokens with "
+                f"{'some' if traced else start} of {room} taken. Call `init_cache` with a greater "
+                "length."
             )
         return start, full
 
-    def _add_to_cache(self, k, v):
+    def _with_cached(self, k, v):
         """All keys and values of the cache, with these behind those that were there."""
         keys, values, index = self._cache()
-        start = index[...]
-        for cache, new in ((keys, k), (values, v)):
-            cache[...] = jax.lax.dynamic_update_slice_in_dim(
-                cache[...], new.astype(cache.dtype), start, axis=-3
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(
+                cache[...], new.astype(cache.dtype), index[...], axis=-3
             )
-        index[...] = start + k.shape[-3]
-        return keys[...].astype(k.dtype), values[...].astype(v.dtype)
+            for cache, new in ((keys, k), (values, v))
+        )
+
+    def _keep(self, cached, taken) -> None:
+        """Called when nothing can be refused any more."""
+        keys, values, index = self._cache()
+        keys[...], values[...] = cached
+        index[...] = jnp.minimum(taken, keys.shape[-3])
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Called by `nnx.view`, which makes a copy of a model with dropout on or off.

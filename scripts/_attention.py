@@ -12,6 +12,10 @@ from scripts._settings import UserError
 class CudnnSelfAttention(SelfAttention):
     """The same layer and parameters through cuDNN's attention, for comparison in training."""
 
+    def __init__(self, *args, **kwargs):
+        # What serves calls with a cache; "cudnn" is none of the package's.
+        super().__init__(*args, **(kwargs | {"implementation": None}))
+
     def __call__(self, x, *, decode=False):
         """Mixes the tokens of each sequence; with a cache as the package does."""
         if decode:

@@ -115,6 +115,7 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False):
 # kernel.
 SMALL = pallas_flash.TileSizes(
     forward=pallas_flash.Tile(32, 16),
+    decode=pallas_flash.Tile(16, 16),
     dkv=pallas_flash.Tile(16, 32),
     dq=pallas_flash.Tile(16, 32),
 )

@@ -20,7 +20,7 @@ from test_accuracy import judge, measured
 import pallas_flash
 from pallas_flash import Tile, TileSizes
 from pallas_flash._masks import Edges, share
-from pallas_flash._tiles import FEW
+from pallas_flash._tiles import FEW_QUERIES
 from pallas_flash._triton import decode as module
 
 # 200 keys are 13 tiles, so 3 parts.
@@ -106,16 +106,16 @@ def test_gradients(case, kernel_case):
 @cases.parametrize(names=["full", "mask of keys", "all features"])
 def test_more_rows_than_a_tile(case, kernel_case):
     """And as many queries as there can be."""
-    case = with_few(case, FEW, B=1, N=7, K=1)
+    case = with_few(case, FEW_QUERIES, B=1, N=7, K=1)
     assert_right(case)
-    row_tiles, parts = 7 * FEW // 16, 3
+    row_tiles, parts = 7 * FEW_QUERIES // 16, 3
     assert np.prod(evaluated(case)[1][0].kernel.grid) == row_tiles * parts
 
 
 @cases.parametrize(names=["documents, shuffled", "bias"])
 def test_rows_that_do_not_exist_read_inside(case, kernel_case):
     """48 of 64, with sizes that tiles divide, where no other index is checked."""
-    case = dataclasses.replace(case, B=1, T=FEW, S=192, N=3, K=1, H=16, V=16)
+    case = dataclasses.replace(case, B=1, T=FEW_QUERIES, S=192, N=3, K=1, H=16, V=16)
     results, _ = run(case.problem(), TileSizes(decode=Tile(64, 16)))
     judge(case, "float32", results)
 
@@ -163,7 +163,7 @@ def test_keys_that_heads_share_are_multiplied_once(case):
 
 
 # (keys, examples, key/value heads, parts): enough programs, and no parts too small.
-PARTS = [(255, 1, 1, 1), (512, 1, 1, 2), (2**17, 1, 8, 64), (2**17, 16, 8, 4), (4096, 64, 8, 1)]
+PARTS = [(513, 1, 1, 2), (2**17, 1, 8, 64), (2**17, 16, 8, 4), (4096, 64, 8, 1)]
 
 
 @pytest.mark.parametrize(("S", "B", "K", "parts"), PARTS)
@@ -207,8 +207,8 @@ def test_shares_of_a_list(parts):
             assert found == {True: tiles[:full], False: tiles[full:count]}
 
 
-def kernel_of(T, tiles):
-    q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), jnp.bfloat16) for n in (T, 256))
+def kernel_of(T, tiles, S=513):
+    q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), jnp.bfloat16) for n in (T, S))
     attention = functools.partial(pallas_flash.attention, implementation="triton", tile_sizes=tiles)
     return ttir.lower(attention, q, k, k)[0].name.removeprefix("pallas_flash_")
 
@@ -224,7 +224,12 @@ def kernel_of(T, tiles):
     ],
 )
 def test_which_kernel_serves(asked, few, many):
-    assert [kernel_of(T, asked) for T in (1, FEW, FEW + 1)] == [few, few, many]
+    assert [kernel_of(T, asked) for T in (1, FEW_QUERIES, FEW_QUERIES + 1)] == [few, few, many]
+
+
+def test_few_keys_are_not_worth_two_launches():
+    asked = TileSizes(decode=Tile(16, 16))
+    assert [kernel_of(1, tiles, S=512) for tiles in (None, asked)] == ["forward", "decode"]
 
 
 def test_vmap_computes_what_a_loop_does():

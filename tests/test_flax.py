@@ -1085,6 +1085,16 @@ def test_a_cache_has_all_batch_axes_and_a_dtype_of_its_own():
     assert 0 < distance(got, layer(x)) < 0.02
     layer.init_cache(x.shape)
     assert layer.cached_key.dtype == jnp.float32
+    layer = with_cache(dtype=jnp.bfloat16)
+    assert layer.cached_key.dtype == layer.cached_value.dtype == jnp.bfloat16
+
+
+def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
+    layer, x = with_cache(implementation="nothing"), normal(1, (2, 3, FEATURES))
+    with pytest.raises(ValueError, match="`implementation` must be"):
+        layer(x, decode=True)
+    assert layer.cache_index[...] == 0
+    assert not layer.cached_key[...].any()
 
 
 def test_positions_go_on_counting_unless_they_are_given():
@@ -1103,6 +1113,8 @@ def test_a_cache_that_overflows_under_jit_gives_nan():
     assert jnp.isfinite(step(layer, x)).all()
     assert jnp.isfinite(step(layer, x[:, :4])).all()
     assert jnp.isnan(step(layer, x[:, :1])).all()
+    with pytest.raises(ValueError, match="got 1 tokens with 9 of 9 taken"):
+        layer(x[:, :1], decode=True)
 
 
 def test_a_layer_without_a_cache_has_only_parameters():
@@ -1295,10 +1307,30 @@ ERRORS = {
         ValueError,
         "`x` must fit in what is left of the cache; got 5 tokens with 5 of 9 taken",
     ),
+    "decode of more than the cache": (
+        lambda: nnx.jit(lambda layer: layer(X, decode=True))(with_cache(length=4)),
+        ValueError,
+        "got 5 tokens with some of 4 taken",
+    ),
+    "cache of integers": (
+        lambda: self_attention().init_cache((2, 9, 32), jnp.int8),
+        TypeError,
+        "`dtype` must be floating point; got int8",
+    ),
+    "cache of negative length": (
+        lambda: self_attention().init_cache((2, -1, 32)),
+        ValueError,
+        "`input_shape` must be an int of at least 0; got int -1",
+    ),
+    "cache of a number": (
+        lambda: self_attention().init_cache(9),
+        ValueError,
+        r"`input_shape` must be ints \(\*batch, length, 32\); got 9",
+    ),
     "cache of other features": (
         lambda: self_attention().init_cache((2, 9, 31)),
         ValueError,
-        r"`input_shape` must be \(\*batch, length, 32\); got \(2, 9, 31\)",
+        r"`input_shape` must be ints \(\*batch, length, 32\); got \(2, 9, 31\)",
     ),
     "module mask shape": (
         lambda: self_attention()(X, mask=jnp.ones((3, Q_LEN), bool)),

@@ -4,6 +4,7 @@ Eight CPUs are simulated. Their number is fixed when JAX starts, so checks run i
 own, each called by the test of its name.
 """
 
+import dataclasses
 import functools
 import os
 import re
@@ -91,7 +92,7 @@ def draw(num_kv_heads: int, *names: str, queries=(B, T, N, H)) -> dict:
 
 def call(implementation: str, **options):
     tiles = {"tile_sizes": TILE_SIZES} if implementation == "interpret" else {}
-    return functools.partial(attention, implementation=implementation, **tiles, **options)
+    return functools.partial(attention, implementation=implementation, **(tiles | options))
 
 
 def gradients(implementation: str, **options):
@@ -286,8 +287,10 @@ def check_indices_are_those_of_the_whole_call(kind):
         dropout_rate=0.4,
         dropout_key=jax.random.key(2),
     )
-    for implementation in ("xla", "interpret"):
-        run, want = gradients(implementation, **options), gradients("reference", **options)
+    decode = dataclasses.replace(TILE_SIZES, decode=Tile(16, 16))
+    for implementation, tiles in (("xla", None), ("interpret", TILE_SIZES), ("interpret", decode)):
+        run = gradients(implementation, tile_sizes=tiles, **options)
+        want = gradients("reference", **options)
         compare(run, want, place(arguments, mesh), arguments, [])
 
 
@@ -422,8 +425,19 @@ def test_on_one_device_nothing_is_partitioned(implementation):
         assert not any("vmap" in name for name in names)
 
 
+# What serves T = 13 queries, and its launches.
+FORWARDS = {
+    "forward": ({}, ["pallas_flash_forward"]),
+    "decode": (
+        {"tile_sizes": TileSizes(decode=Tile(16, 16))},
+        ["pallas_flash_decode", "pallas_flash_decode_join"],
+    ),
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_lower_for_a_mesh_of_gpus(kind):
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_kernels_lower_for_a_mesh_of_gpus(kind, forward):
     """With Auto axes they do when XLA partitions; until then one call stands for each pass."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     mesh = AbstractMesh(
@@ -434,20 +448,22 @@ def test_kernels_lower_for_a_mesh_of_gpus(kind):
         for name, x in draw(12).items()
     }
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(gradients("triton")).trace(shapes)
+        options, kernels = FORWARDS[forward]
+        traced = jax.jit(gradients("triton", **options)).trace(shapes)
     eqns = list(jaxprs.equations(traced.jaxpr.jaxpr))
     backward = ["pallas_flash_delta", "pallas_flash_dkv", "pallas_flash_dq"]
-    assert jaxprs.kernels(eqns) == ["pallas_flash_forward", *backward]
+    assert jaxprs.kernels(eqns) == [*kernels, *backward]
     if kind == "explicit":
         with jax.sharding.use_abstract_mesh(mesh):
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("@__gpu$xla.gpu.triton") == 4
+        assert text.count("@__gpu$xla.gpu.triton") == len(kernels) + 3
     else:
         partitioned = [e for e in eqns if e.primitive.name == "custom_partitioning"]
         assert len(partitioned) == 2
 
 
-def test_kernels_lower_where_an_explicit_axis_is_mapped():
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_kernels_lower_where_an_explicit_axis_is_mapped(forward):
     """It is manual neither in the op nor in its gradients: `jax.vmap` has it."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     mesh = AbstractMesh(
@@ -459,9 +475,10 @@ def test_kernels_lower_where_an_explicit_axis_is_mapped():
         for name, x in draw(12).items()
     }
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(jax.vmap(gradients("triton"))).trace(shapes)
+        options, kernels = FORWARDS[forward]
+        traced = jax.jit(jax.vmap(gradients("triton", **options))).trace(shapes)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__gpu$xla.gpu.triton") == 4
+    assert text.count("@__gpu$xla.gpu.triton") == len(kernels) + 3
     for x in jax.tree.leaves(traced.out_info):
         assert x.sharding.is_equivalent_to(rows, 5)
 

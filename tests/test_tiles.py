@@ -34,11 +34,19 @@ def needed(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
 
 
 def chosen(
-    asked=None, head_dim=64, value_dim=None, itemsize=2, capability=(9, 0), pair_bytes=0, q_len=999
+    asked=None,
+    head_dim=64,
+    value_dim=None,
+    itemsize=2,
+    capability=(9, 0),
+    pair_bytes=0,
+    q_len=999,
+    kv_len=999,
 ):
     return choose(
         asked,
         q_len=q_len,
+        kv_len=kv_len,
         head_dim=head_dim,
         value_dim=value_dim or head_dim,
         itemsize=itemsize,
@@ -127,6 +135,23 @@ def test_a_tile_that_is_asked_for_is_used_and_the_others_come_from_the_table(ker
     for name in KERNELS:
         wanted = asked if name == kernel else getattr(chosen(q_len=q_len), name)
         assert getattr(sizes, name) == wanted
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_decoding_keeps_rows_where_memory_is_small(head_dim, itemsize):
+    """Else keys would be read several times; arrays over pairs do not leave it larger tiles."""
+    one, two = (
+        chosen(None, head_dim, None, itemsize, (8, 9), pair_bytes=n, q_len=1).decode for n in (0, 1)
+    )
+    assert one.block_q >= 32
+    assert one.block_q * one.block_kv >= two.block_q * two.block_kv
+
+
+def test_few_keys_have_the_other_forward_kernel():
+    for kv_len, kernel in ((512, "forward"), (513, "decode")):
+        assert chosen(q_len=1, kv_len=kv_len).tile(kernel)
+        assert chosen(TileSizes(decode=Tile(16, 16)), q_len=1, kv_len=kv_len).decode
 
 
 def test_one_forward_kernel_serves_and_the_one_for_few_queries_comes_first():

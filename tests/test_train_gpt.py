@@ -478,7 +478,7 @@ def scale_gradient(x, factor):
 
 def off_by_one_mask(attention, query, key, value, **kwargs):
     """Lets each query see one key too many."""
-    return attention(query, key, value, query_offset=1, **kwargs)
+    return attention(query, key, value, **(kwargs | {"query_offset": 1}))
 
 
 def wrong_gradient(which):

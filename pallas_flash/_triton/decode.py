@@ -1,7 +1,7 @@
 """o and lse where there are few queries, as in decoding: limited by reading keys and values.
 
-    rows    the queries of all heads that share keys and values, in one tile: keys are read once,
-            and not once a head
+    rows    the queries of all heads that share keys and values, in one tile: keys are read once
+            for every 64 of them (32 at head size 256), and not once a head
     parts   shares of the key tiles, for programs of their own: a few heads alone would leave most
             of a GPU idle
 
@@ -16,6 +16,7 @@ Splitting the keys is Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -27,9 +28,10 @@ from pallas_flash._tiles import Tile
 from pallas_flash._triton import common
 from pallas_flash._triton.forward import attend
 
-# Programs enough for every GPU: 132 cores of an H200 have room for two each, and the last ones to
-# run are few. Fewer tiles than these are not worth a part's results.
+# How many programs are to run: a round number above the 396 that an H200's 132 cores have room for,
+# with three on each (counted, not timed). `jax.vmap` comes later: its axis is not known here.
 PROGRAMS = 512
+# Fewer are not worth a part's results.
 TILES_OF_A_PART = 4
 
 # The join adds so many parts in a step.
@@ -55,8 +57,9 @@ def pallas_flash_decode(
     exist = row < num_rows if num_rows % block else None
     q = common.load(q_ref, exist, static.head_dim)
     # Rows beyond the last one see what it sees, so that every index is inside.
-    row = jnp.minimum(row, num_rows - 1)
-    rows = pl.program_id(3), pl.program_id(2) * groups + row % groups, row // groups, exist
+    row = lax.min(row, np.int32(num_rows - 1))
+    query, head = _query_and_head(row, groups)
+    rows = pl.program_id(3), pl.program_id(2) * groups + head, query, exist
     mine = share(tiles(0), pl.program_id(1), parts, static.edges)
 
     def kept_in(kv_tile, at):
@@ -86,7 +89,7 @@ def pallas_flash_decode_join(
     highest = jnp.max(m)
     alive = highest > -jnp.inf
     # A sink is one more part: a key with the value 0.
-    head = pl.program_id(1) * groups + pl.program_id(0) % groups
+    head = pl.program_id(1) * groups + _query_and_head(pl.program_id(0), groups)[1]
     sinks = [ref[head] * common.LOG2E for ref in sinks]
     highest = jnp.where(alive, functools.reduce(jnp.maximum, sinks, highest), 0.0)
     total = jnp.sum(jnp.exp2(m - highest) * l) + sum(jnp.exp2(x - highest) for x in sinks)
@@ -106,12 +109,17 @@ def pallas_flash_decode_join(
     common.store_row(lse_ref, lse_log2[None], None)
 
 
+def _query_and_head(row, groups: int):
+    """The query of a row, and which of the heads in its group it has."""
+    return lax.div(row, np.int32(groups)), lax.rem(row, np.int32(groups))
+
+
 def _load_maxima(ref, inside):
     return _compat.triton().load(ref, mask=inside, other=-jnp.inf)
 
 
 def decode(problem: Problem, tile: Tile, *, interpret: bool):
-    """The output [B, T, N, V] and `lse_log2` float32 [B, N, T]; T is at most `_tiles.FEW`."""
+    """The output [B, T, N, V] and `lse_log2` float32 [B, N, T]; T is at most FEW_QUERIES."""
     p, groups = problem, problem.groups
     static, extras, table = common.make_static(
         p, tile, flow="kv", interpret=interpret, groups=groups
@@ -164,6 +172,10 @@ def _join(p: Problem, results, tile: Tile, static: common.Static):
     width, groups = common.padded(p.value_dim), p.groups
     sinks = [] if p.sinks is None else [p.sinks]
 
+    def query_and_head(r, k):
+        query, head = _query_and_head(r, groups)
+        return query, k * groups + head
+
     return common.call(
         pallas_flash_decode_join,
         *results,
@@ -179,11 +191,9 @@ def _join(p: Problem, results, tile: Tile, static: common.Static):
         out_specs=[
             pl.BlockSpec(
                 (None, None, None, width),
-                lambda r, k, b: (b, r // groups, k * groups + r % groups, 0),
+                lambda r, k, b: (b, *query_and_head(r, k), 0),
             ),
-            pl.BlockSpec(
-                (None, None, 1), lambda r, k, b: (b, k * groups + r % groups, r // groups)
-            ),
+            pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *query_and_head(r, k)[::-1])),
         ],
         out_shapes=[
             ((*p.query.shape[:3], p.value_dim), p.dtype),
