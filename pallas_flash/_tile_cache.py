@@ -65,7 +65,8 @@ def key(problem: Problem, gpu: str) -> str:
       the bytes of arrays that are read for each pair of a query and a key;
     * both lengths, rounded up to powers of two.
 
-    Batch and number of heads are left out: they repeat the same work.
+    Batch and number of heads are left out: they repeat the same work, or with few queries decide
+    how many parts the keys have, and not what a part does.
     """
     p = problem
     dtype = p.dtype.name

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import Implementation, attention
-from pallas_flash._checks import at_least, is_int, share_to_drop
+from pallas_flash._checks import is_int, share_to_drop
 from pallas_flash._mask_objects import Call, Joinable, fitted
 from pallas_flash._masks import Mask
 
@@ -478,7 +478,7 @@ class SelfAttention(nnx.Module):
 
         o = attention(
             _merge_batch(q, batch),
-            *(_merge_batch(x.astype(q.dtype), batch) for x in cached),
+            *(_merge_batch(y.astype(q.dtype), batch) for y in cached),
             bias=_merge_scores("bias", bias, scores_shape),
             mask=_merge_scores("mask", _as_bool(mask), scores_shape),
             is_causal=self.is_causal,
@@ -518,13 +518,12 @@ class SelfAttention(nnx.Module):
             ValueError: If `input_shape` is none, or its last size is not `features`.
         """
         sizes = input_shape if isinstance(input_shape, (tuple, list)) else ()
-        if len(sizes) < 2 or sizes[-1] != self.features or not all(is_int(n) for n in sizes):
+        right = all(is_int(n) and n >= 0 for n in sizes)
+        if not right or len(sizes) < 2 or sizes[-1] != self.features:
             raise ValueError(
-                f"`input_shape` must be ints (*batch, length, {self.features}); got "
+                f"`input_shape` must be sizes (*batch, length, {self.features}); got "
                 f"{input_shape!r:.80}. Give the shape of the longest input."
             )
-        for n in sizes:
-            at_least(0, "input_shape", n)
         dtype = jnp.dtype(dtype or self.key.dtype or self.key.param_dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(

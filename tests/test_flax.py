@@ -1320,17 +1320,17 @@ ERRORS = {
     "cache of negative length": (
         lambda: self_attention().init_cache((2, -1, 32)),
         ValueError,
-        "`input_shape` must be an int of at least 0; got int -1",
+        r"`input_shape` must be sizes \(\*batch, length, 32\); got \(2, -1, 32\)",
     ),
     "cache of a number": (
         lambda: self_attention().init_cache(9),
         ValueError,
-        r"`input_shape` must be ints \(\*batch, length, 32\); got 9",
+        r"`input_shape` must be sizes \(\*batch, length, 32\); got 9",
     ),
     "cache of other features": (
         lambda: self_attention().init_cache((2, 9, 31)),
         ValueError,
-        r"`input_shape` must be ints \(\*batch, length, 32\); got \(2, 9, 31\)",
+        r"`input_shape` must be sizes \(\*batch, length, 32\); got \(2, 9, 31\)",
     ),
     "module mask shape": (
         lambda: self_attention()(X, mask=jnp.ones((3, Q_LEN), bool)),
