@@ -50,9 +50,13 @@ def measured(case, dtype, implementation, problem=None, **extra):
 
 
 def dense_compiler(case):
-    """How dense programs are run: operation by operation, if most are known from the same shape."""
+    """How dense programs are run: whole, or by operations if most are known from the same shape.
+
+    A GPU takes longer to compile the operations, searching for the fastest product, than all else.
+    """
     shared = case in cases.FEATURES or (case.name in cases.BY_NAME and case not in cases.CASES)
-    return (lambda function: function) if shared else oracle.compiled
+    by_operations = shared and jax.default_backend() == "cpu"
+    return (lambda function: function) if by_operations else oracle.compiled
 
 
 def _expected_of(problem, tf32, compiled=oracle.compiled):

@@ -161,8 +161,19 @@ def test_keys_that_heads_share_are_multiplied_once(case):
     assert attend.kernel.name == "pallas_flash_decode"
 
 
-# (keys, examples, key/value heads, parts): enough programs, and no parts too small.
-PARTS = [(513, 1, 1, 2), (2**17, 1, 8, 64), (2**17, 16, 8, 4), (4096, 64, 8, 1)]
+# (keys, examples, key/value heads, parts): all programs run at once if they can, else they are many;
+# and no part is too small.
+PARTS = [
+    (513, 1, 1, 2),
+    (2**17, 1, 8, 32),
+    (2**17, 16, 8, 2),
+    (2**17, 17, 8, 1),
+    (2**17, 32, 8, 1),
+    (2**17, 33, 8, 8),
+    (4096, 64, 8, 4),
+    (1024, 64, 8, 4),
+    (1024, 512, 8, 1),
+]
 
 
 @pytest.mark.parametrize(("S", "B", "K", "parts"), PARTS)

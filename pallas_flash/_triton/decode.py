@@ -28,9 +28,11 @@ from pallas_flash._tiles import Tile
 from pallas_flash._triton import common
 from pallas_flash._triton.forward import attend
 
-# How many programs are to run: a round number above the 396 that an H200's 132 cores have room for,
-# with three on each (counted, not timed). `jax.vmap` comes later: its axis is not known here.
-PROGRAMS = 512
+# How many programs are to run. Either all at once, which two on each of an H200's 132 cores do, and
+# that is enough to keep its memory busy; or, where the heads alone are more, so many that the last
+# ones to end are few (timed, see docs/performance.md). `jax.vmap` comes later: its axis is not known
+# here.
+AT_ONCE, ONE_BY_ONE = 256, 2048
 # Fewer are not worth a part's results.
 TILES_OF_A_PART = 4
 
@@ -128,7 +130,8 @@ def decode(problem: Problem, tile: Tile, *, interpret: bool):
     block = common.block_for(num_rows, tile.block_q)
     row_tiles = pl.cdiv(num_rows, block)
     programs = row_tiles * p.num_kv_heads * p.batch
-    parts = max(1, min(pl.cdiv(PROGRAMS, programs), static.kv.count // TILES_OF_A_PART))
+    parts = AT_ONCE // programs or pl.cdiv(ONE_BY_ONE, programs)
+    parts = max(1, min(parts, static.kv.count // TILES_OF_A_PART))
     width, value_width = common.padded(p.head_dim), common.padded(p.value_dim)
     tables, table_specs = common.operands(extras, table, lambda r, i, k, b: (b, k, 0))
     # [B, T, N, H] to [B, K, rows, H]: no copy with one query.
