@@ -309,6 +309,8 @@ def table_tiles(problem: Problem, implementation: str, asked: TileSizes | None) 
         itemsize=problem.dtype.itemsize,
         capability=_select.tile_capability(implementation),
         pair_bytes=problem.pair_bytes,
+        kind=problem.kind,
+        rows=problem.batch * problem.num_heads * problem.q_len,
     )
 
 

@@ -370,6 +370,17 @@ class Mask:
         return all(leaf.reflexive for leaf in self.leaves)
 
     @property
+    def kind(self) -> str:
+        """One of "full", "causal" (at any offset) and "other"."""
+        match self.leaves:
+            case ():
+                return "full"
+            case (Band(low=None),):
+                return "causal"
+            case _:
+                return "other"
+
+    @property
     def grows(self) -> bool:
         """Whether later queries see more keys, so that their tiles should start first."""
         return any(isinstance(leaf, Band) and leaf.high is not None for leaf in self.leaves)

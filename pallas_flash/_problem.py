@@ -98,6 +98,11 @@ class Problem:
         )
 
     @property
+    def kind(self) -> str:
+        """That of the mask, or "other" where more than a mask is asked for in the loops."""
+        return "other" if self.scores or self.dropout else self.mask.kind
+
+    @property
     def pair_bytes(self) -> int:
         """Bytes of bias and mask arrays for each pair of a query and a key."""
         arrays = jax.tree.leaves((self.mask, self.scores), is_leaf=is_pairs)

@@ -21,7 +21,7 @@ import jax
 
 from pallas_flash import _compat, _select
 from pallas_flash._mask_objects import BlockMask, Predicate
-from pallas_flash._masks import Band, Mask
+from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import FEW_QUERIES, KERNELS, Tile, TileSizes
 
@@ -105,17 +105,9 @@ def _asks_function(leaf) -> bool:
 
 
 def _kind(mask: Mask) -> str:
-    match mask.leaves:
-        case ():
-            return "full"
-        case (Band(low=None),):
-            return "causal"
-        case leaves if any(map(_asks_function, leaves)):
-            return "predicate"
-        case _ if mask.scattered:
-            return "listed"
-        case _:
-            return "other"
+    if mask.kind == "other" and any(map(_asks_function, mask.leaves)):
+        return "predicate"
+    return "listed" if mask.scattered else mask.kind
 
 
 # What kernels are made of beside their own folder.

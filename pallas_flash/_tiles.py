@@ -24,6 +24,8 @@ class Tile:
         block_kv: keys and values in a tile, a power of two from 16 to 256.
         num_warps: warps of 32 threads in a program: 1, 2, 4, 8 or 16.
         num_stages: depth of the pipeline that loads the tiles flowing past, 1 to 8.
+        num_slices: 1, 2 or 4 parts of at least 16 queries, of which one is multiplied while
+            another is exponentiated; of `forward` and `dq`, 1 elsewhere.
 
     Raises:
         ValueError: if a number is none of those.
@@ -34,6 +36,7 @@ class Tile:
     block_kv: int
     num_warps: int = 4
     num_stages: int = 2
+    num_slices: int = 1
 
     def __post_init__(self):
         allowed = {
@@ -41,6 +44,7 @@ class Tile:
             "block_kv": (16, 32, 64, 128, 256),
             "num_warps": (1, 2, 4, 8, 16),
             "num_stages": tuple(range(1, 9)),
+            "num_slices": (1, 2, 4),
         }
         for name, values in allowed.items():
             value = getattr(self, name)
@@ -53,6 +57,11 @@ class Tile:
                 raise ValueError(
                     f"`{name}` must be one of {values}; got {value}. Choose the nearest of them."
                 )
+        if self.block_q < 16 * self.num_slices:
+            raise ValueError(
+                f"`num_slices` must leave 16 or more of `block_q` queries in each; got "
+                f"{self.num_slices} of {self.block_q}. Take fewer."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +99,11 @@ class TileSizes:
                     f"`{name}` must be a pallas_flash.Tile or None; got {type(value).__name__} "
                     f"{value!r}. "
                     "Write Tile(block_q, block_kv, num_warps, num_stages)."
+                )
+            if value is not None and value.num_slices > 1 and name not in ("forward", "dq"):
+                raise ValueError(
+                    f"`{name}` must have `num_slices` 1; got {value}. Only `forward` and `dq` are "
+                    "computed in slices."
                 )
         split = (self.dk is not None, self.dv is not None)
         if any(split) and (self.dkv is not None or not all(split)):
@@ -168,6 +182,25 @@ _SYNCHRONOUS = _ASYNCHRONOUS | {
     ),
 }
 
+
+@dataclasses.dataclass(frozen=True)
+class _Long:
+    """Tiles for calls from a length on."""
+
+    length: int
+    tiles: dict[str, Tile]
+
+
+# A program that fills a core: 128 rows for each 4 warps, in slices. Timed on an H200, it wins where
+# it runs long without an interruption, by (kind, padded head size, bytes of an element), and has so
+# many programs that a last round which does not fill the GPU counts little.
+_IN_SLICES = Tile(256, 64, 8, 3, num_slices=2)
+_LONG = {
+    ("full", 128, 2): _Long(2048, {"forward": _IN_SLICES, "dq": _IN_SLICES}),
+    ("causal", 128, 2): _Long(4096, {"forward": _IN_SLICES}),
+}
+_MANY_ROWS = 1024 * 256
+
 # With bias or mask arrays the table's tile spills in the loop over full tiles, compiled for an
 # H200.
 _WITH_PAIRS = {(128, 2, "dkv"): Tile(64, 64, 4, 2)}
@@ -203,6 +236,8 @@ def choose(
     itemsize: int,
     capability: tuple[int, int] | None,
     pair_bytes: int = 0,
+    kind: str = "other",
+    rows: int = 0,
 ) -> TileSizes:
     """The tiles for a problem: those asked for, the rest from the table, fitted to the GPU.
 
@@ -218,6 +253,8 @@ def choose(
         pair_bytes: bytes of bias and mask arrays for each pair of a query and a key. They wait in
             shared memory too; the table's tiles then have two stages at most, so that as many
             programs fit on a core as without (by their sizes, not timed).
+        kind: "full" or "causal" if nothing is asked for but that, else "other".
+        rows: queries of all heads and examples.
 
     Raises:
         ValueError: if tiles that were asked for do not fit in the shared memory of the GPU.
@@ -226,6 +263,10 @@ def choose(
     limit = shared_memory_limit(capability)
     asynchronous = capability is None or (9, 0) <= capability < (12, 0)
     default = (_ASYNCHRONOUS if asynchronous else _SYNCHRONOUS)[width, itemsize]
+    if capability in (None, (9, 0)) and rows >= _MANY_ROWS:
+        long = _LONG.get((kind, width, itemsize))
+        if long is not None and min(q_len, kv_len) >= long.length:
+            default = dataclasses.replace(default, **long.tiles)
     if kv_len > MANY_KEYS:
         # With more rows one program would fill a core at 256, and spill in float32.
         rows = 64 if width < 256 else 32

@@ -90,7 +90,8 @@ class Tuning:
 def told(tile: Tile) -> str:
     """A tile as a column of a table."""
     blocks = f"{tile.block_q} x {tile.block_kv}"
-    return f"{blocks:>9}, {tile.num_warps} warps, {tile.num_stages} stages"
+    slices = f", {tile.num_slices} slices" * (tile.num_slices > 1)
+    return f"{blocks:>9}, {tile.num_warps} warps, {tile.num_stages} stages{slices}"
 
 
 def tune(
@@ -210,8 +211,9 @@ def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
     """Tiles around the table's, which comes first; `choose` is a partial `table_tiles`.
 
     64 rows or more stay for each 4 warps, as Hopper's matrix instructions want it, or as many as in
-    the table. The sums and scores of a tile, which are float32, are no more than the 255 registers
-    of each thread. Blocks longer than the sequence, which kernels shorten, come once.
+    the table; 256 rows come in slices, where a kernel has them. The sums and scores of a tile,
+    which are float32, are no more than the 255 registers of each thread. Blocks longer than the
+    sequence, which kernels shorten, come once.
     """
     p, table = problem, choose(None)
     h, v = (max(16, power_of_2(width)) for width in (p.head_dim, p.value_dim))
@@ -220,20 +222,23 @@ def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
     near = table.tile(kernel) or table.tile("dkv") or table.tile("dk")
     turn = -1 if kernel in ("dkv", "dk", "dv") else 1  # There keys stay and queries flow.
     rows, columns = (near.block_q, near.block_kv)[::turn]
-    launches = sorted({(rows, near.num_warps), (64, 4), (128, 4), (128, 8)})
+    launches = {(rows, near.num_warps, near.num_slices), (64, 4, 1), (128, 4, 1), (128, 8, 1)}
+    launches |= {(256, 8, 2)} if kernel in ("forward", "dq") else set()
     flows = [block for block in (columns // 2, columns, 2 * columns) if 16 <= block <= 128]
     tiles = [near] if table.tile(kernel) else []
-    for (stay, warps), flow, stages in itertools.product(launches, flows, (2, 3, 4)):
+    for (stay, warps, slices), flow, stages in itertools.product(
+        sorted(launches), flows, (2, 3, 4)
+    ):
         block_q, block_kv = (stay, flow)[::turn]
-        tile = Tile(block_q, block_kv, warps, stages)
+        tile = Tile(block_q, block_kv, warps, stages, slices)
         if stay * (sums + scores * flow) <= 255 * 32 * warps and _fits(kernel, tile, choose):
             tiles.append(tile)
     q_rows = p.q_len * p.groups if kernel == "decode" else p.q_len
     q_len, kv_len = (max(16, power_of_2(length)) for length in (q_rows, p.kv_len))
     distinct = {}
     for x in tiles:
-        as_run = (min(x.block_q, q_len), min(x.block_kv, kv_len), x.num_warps, x.num_stages)
-        distinct.setdefault(as_run, x)
+        as_run = min(x.block_q, q_len), min(x.block_kv, kv_len)
+        distinct.setdefault((as_run, x.num_warps, x.num_stages, x.num_slices), x)
     return list(distinct.values())
 
 

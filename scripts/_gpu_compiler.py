@@ -269,13 +269,24 @@ def _pallas_calls(jaxpr: Any) -> Iterator[Call]:
                 name=eqn.params["name"] or "kernel",
                 blocks=math.prod(eqn.params["grid_mapping"].grid),
                 stages=getattr(eqn.params["compiler_params"], "num_stages", None),
-                # The first product of an attention kernel is the tile of scores.
-                tile=products[0].outvars[0].aval.shape if products else None,
+                tile=_scores(products) if products else None,
                 flops=sum(map(_flops, _innermost_products(kernel))),
             )
         else:
             for inner in _subjaxprs(eqn):
                 yield from _pallas_calls(inner)
+
+
+def _scores(products: list[Any]) -> tuple[int, int]:
+    """The tile of scores: the first product of an attention kernel, and its other slices."""
+    first = products[0]
+    slices = sum(
+        product.invars[1] is first.invars[1]
+        and product.params["dimension_numbers"] == first.params["dimension_numbers"]
+        for product in products
+    )
+    rows, columns = first.outvars[0].aval.shape
+    return slices * rows, columns
 
 
 def _subjaxprs(eqn: Any) -> Iterator[Any]:

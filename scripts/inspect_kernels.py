@@ -516,9 +516,9 @@ def main() -> None:
     parser.add_argument(
         "--tiles",
         nargs="+",
-        metavar="KERNEL=Q,KV,WARPS,STAGES",
+        metavar="KERNEL=Q,KV,WARPS,STAGES[,SLICES]",
         type=lambda text: text.split("="),
-        help="in place of the package's choice, such as forward=128,64,8,3",
+        help="in place of the package's choice, such as forward=256,64,8,3,2",
     )
     parser.add_argument("--loops", action="store_true", help="show every loop, and its opcodes")
     parser.add_argument("--json", metavar="FILE", help="also write JSON; - is the standard output")

@@ -161,8 +161,8 @@ def test_keys_that_heads_share_are_multiplied_once(case):
     assert attend.kernel.name == "pallas_flash_decode"
 
 
-# (keys, examples, key/value heads, parts): all programs run at once if they can, else they are many;
-# and no part is too small.
+# (keys, examples, key/value heads, parts): all programs run at once if they can, else they are
+# many; and no part is too small.
 PARTS = [
     (513, 1, 1, 2),
     (2**17, 1, 8, 32),

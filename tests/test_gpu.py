@@ -61,6 +61,28 @@ def test_head_sizes(case, head_dim, kernel_case):
     judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
 
 
+SLICED = pallas_flash.Tile(256, 64, 8, 3, num_slices=2)
+
+
+@cases.parametrize(
+    names=[
+        "full",
+        "causal",
+        "causal, whole tiles",
+        "documents",
+        "lengths of zero",
+        "one key/value head",
+        "everything at once",
+        "dropout",
+    ]
+)
+def test_slices(case, kernel_case):
+    """The table has them for long calls alone."""
+    case = dataclasses.replace(case.scaled(5), H=128, V=128)
+    tiles = pallas_flash.TileSizes(forward=SLICED, dq=SLICED)
+    judge(case, "bfloat16", measured(case, "bfloat16", "triton", tile_sizes=tiles))
+
+
 @pytest.mark.parametrize("case", FEW_QUERIES, ids=lambda case: case.name.replace(" ", "-"))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_few_queries(case, dtype, kernel_case):

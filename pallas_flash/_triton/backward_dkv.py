@@ -33,6 +33,7 @@ def _kernel(
     delta_ref,
     *refs,
     static: common.Static,
+    here,
     want_dk: bool,
     want_dv: bool,
 ):
@@ -40,9 +41,9 @@ def _kernel(
     tables, outputs = refs[:-n_out], list(refs[-n_out:])
     tiles, extras = common.load_tables(tables, static, flow=static.q)
     mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
-    b, first_head = pl.program_id(2), pl.program_id(1) * q_ref.shape[1]
+    b, kv_head, kv_tile = here()
     groups = q_ref.shape[1]
-    kv_tile = pl.program_id(0)
+    first_head = kv_head * groups
     k_pos = in_tile(kv_tile, block_kv)
     keys = common.existing(static.kv, k_pos)
     k = common.load(k_ref, keys, static.head_dim)
@@ -103,39 +104,49 @@ def _kernel(
         common.store(outputs.pop(0), rescaled(extras.dropout, dv), keys, static.value_dim)
 
 
-def pallas_flash_dkv(*refs, static):
+def pallas_flash_dkv(*refs, **options):
     """Computes dk and dv of one key/value tile of one key/value head."""
-    _kernel(*refs, static=static, want_dk=True, want_dv=True)
+    _kernel(*refs, **options, want_dk=True, want_dv=True)
 
 
-def pallas_flash_dk(*refs, static):
+def pallas_flash_dk(*refs, **options):
     """Computes dk alone."""
-    _kernel(*refs, static=static, want_dk=True, want_dv=False)
+    _kernel(*refs, **options, want_dk=True, want_dv=False)
 
 
-def pallas_flash_dv(*refs, static):
+def pallas_flash_dv(*refs, **options):
     """Computes dv alone."""
-    _kernel(*refs, static=static, want_dk=False, want_dv=True)
+    _kernel(*refs, **options, want_dk=False, want_dv=True)
 
 
 def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret: bool):
     """Those of dk [B, S, K, H] and dv [B, S, K, V] that `kernel` computes, in a list."""
     p = problem
     static, extras, table = common.make_static(p, tile, flow="q", interpret=interpret)
-    tables, table_specs = common.operands(extras, table, lambda j, k, b: (b, k, j), heads=p.groups)
+    heads = common.side_by_side(p, extras.mask, p.q_len * p.groups)
+
+    def index(k, j, outer, b):
+        """Grid indices to the example, the key/value head and the tile."""
+        return b, outer * heads + k, j
 
     def head_rows(width):
         """All queries of the heads that share one key/value head."""
-        return pl.BlockSpec(
-            (None, p.q_len, p.groups, common.padded(width)), lambda j, k, b: (b, 0, k, 0)
-        )
+
+        def block(*ids):
+            b, k, _ = index(*ids)
+            return b, 0, k, 0
+
+        return pl.BlockSpec((None, p.q_len, p.groups, common.padded(width)), block)
 
     def keys(width):
-        return pl.BlockSpec(
-            (None, static.kv.block, None, common.padded(width)), lambda j, k, b: (b, j, k, 0)
-        )
+        def block(*ids):
+            b, k, j = index(*ids)
+            return b, j, k, 0
 
-    statistic = pl.BlockSpec((None, p.groups, p.q_len), lambda j, k, b: (b, k, 0))
+        return pl.BlockSpec((None, static.kv.block, None, common.padded(width)), block)
+
+    tables, table_specs = common.operands(extras, table, index, heads=p.groups)
+    statistic = pl.BlockSpec((None, p.groups, p.q_len), lambda *ids: (*index(*ids)[:2], 0))
     out = []
     if kernel is not pallas_flash_dv:
         out.append((keys(p.head_dim), (p.key.shape, p.dtype)))
@@ -155,7 +166,7 @@ def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret:
         tile=tile,
         # Key tile 0 comes first: under a causal mask it has the most queries, and heavy tiles
         # should start early.
-        grid=(static.kv.count, p.num_kv_heads, p.batch),
+        grid=(heads, static.kv.count, p.num_kv_heads // heads, p.batch),
         in_specs=[
             head_rows(p.head_dim),
             keys(p.head_dim),
@@ -168,4 +179,5 @@ def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret:
         ],
         out_specs=[spec for spec, _ in out],
         out_shapes=[shape for _, shape in out],
+        here=lambda: index(*map(pl.program_id, range(4))),
     )

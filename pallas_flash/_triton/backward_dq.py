@@ -36,47 +36,51 @@ def pallas_flash_dq(
     """One query tile of one head."""
     *tables, dq_ref = refs[:-1] if want_scale else refs
     tiles, extras = common.load_tables(tables, static, flow=static.kv)
-    mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
-    b, h, q_tile = here()
-    q_pos = in_tile(q_tile, block_q)
-    rows = common.existing(static.q, q_pos)
-    q = common.load(q_ref, rows, static.head_dim)
-    do = common.load(do_ref, rows, static.value_dim)
-    lse_log2, delta = (common.load_row(ref, rows)[:, None] for ref in (lse_ref, delta_ref))
-    delta = shrunk(extras.dropout, delta)
-    scale = scale_ref[0]
-    shift = common.shift(extras, lse_log2)
+    mask, block_kv, scale = extras.mask, static.kv.block, scale_ref[0]
+    slices = static.slices(*here(), q_ref)
+    residuals = []
+    for rows in slices:
+        do = common.load(do_ref.at[rows.span, :], rows.exist, static.value_dim)
+        lse_log2, delta = (
+            common.load_row(ref.at[rows.span], rows.exist)[:, None] for ref in (lse_ref, delta_ref)
+        )
+        delta = shrunk(extras.dropout, delta)
+        residuals.append((do, lse_log2, delta, common.shift(extras, lse_log2)))
 
-    def step(kv_tile, masked, acc):
+    def step(kv_tile, masked, carry):
         k_pos = in_tile(kv_tile, block_kv)
-        some = static.unseen and masked
-        keys = common.seen_keys(mask, b, h, q_pos, k_pos, rows) if some else None
-        at = b, h, q_pos[:, None], k_pos[None, :]
+        keys = common.seen_keys(mask, slices, k_pos) if static.unseen and masked else None
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
-        s, c, pull = static.logits_vjp(extras, static.dot_t(q, k), scale, *at)
-        dp = static.dot_t(do, v)
-        dp = drop(static.kept_in_tile(extras, b, h, q_tile, kv_tile), dp)
-        ds = pull(static.exp2_scaled(s, c, shift) * (dp - delta))
-        if masked:
-            ds = jnp.where(mask.allowed(*at), ds, 0.0)
-        return acc + static.dot(ds.astype(k.dtype), k)
+        results = []
+        for rows, (do, _, delta, shift), acc in zip(slices, residuals, carry, strict=True):
+            at = rows.at(k_pos)
+            s, c, pull = static.logits_vjp(extras, static.dot_t(rows.q, k), scale, *at)
+            dp = static.dot_t(do, v)
+            dp = drop(static.kept_in_tile(extras, rows.b, rows.h, rows.tile, kv_tile), dp)
+            ds = pull(static.exp2_scaled(s, c, shift) * (dp - delta))
+            if masked:
+                ds = jnp.where(mask.allowed(*at), ds, 0.0)
+            results.append(acc + static.dot(ds.astype(k.dtype), k))
+        return results
 
-    acc = visit(tiles(0), step, jnp.zeros(q.shape, jnp.float32), static.edges)
-    acc = rescaled(extras.dropout, acc)
-    common.store(dq_ref, acc * scale, rows, static.head_dim)
-    if want_scale:
-        # A row that sees nothing may hold anything, so its product with the zero sum is not taken.
-        dscale = jnp.where(lse_log2 > -jnp.inf, q.astype(jnp.float32) * acc, 0.0)
-        common.store_row(refs[-1], jnp.sum(dscale, axis=1), rows)
+    carry = [jnp.zeros(rows.q.shape, jnp.float32) for rows in slices]
+    sums = visit(tiles(0), step, carry, static.edges)
+    for rows, (_, lse_log2, _, _), acc in zip(slices, residuals, sums, strict=True):
+        acc = rescaled(extras.dropout, acc)
+        common.store(dq_ref.at[rows.span, :], acc * scale, rows.exist, static.head_dim)
+        if want_scale:
+            # A row that sees nothing may hold anything: its product with the zero sum is not taken.
+            dscale = jnp.where(lse_log2 > -jnp.inf, rows.q.astype(jnp.float32) * acc, 0.0)
+            common.store_row(refs[-1].at[rows.span], jnp.sum(dscale, axis=1), rows.exist)
 
 
 def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, interpret: bool):
     """Dq [B, T, N, H] and float32 [B, N, T], whose sum is the gradient of the scale, or None."""
     p = problem
     static, extras, table = common.make_static(p, tile, flow="kv", interpret=interpret)
-    layout = common.QueryTiles(p, static, latest_first=extras.mask.grows)
+    layout = common.QueryTiles(p, static, extras.mask)
     tables, table_specs = layout.operands(extras, table)
     out = [(layout.rows(p.head_dim), (p.query.shape, p.dtype))]
     if want_scale:

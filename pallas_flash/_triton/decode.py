@@ -30,8 +30,8 @@ from pallas_flash._triton.forward import attend
 
 # How many programs are to run. Either all at once, which two on each of an H200's 132 cores do, and
 # that is enough to keep its memory busy; or, where the heads alone are more, so many that the last
-# ones to end are few (timed, see docs/performance.md). `jax.vmap` comes later: its axis is not known
-# here.
+# ones to end are few (timed, see docs/performance.md). `jax.vmap` comes later: its axis is not
+# known here.
 AT_ONCE, ONE_BY_ONE = 256, 2048
 # Fewer are not worth a part's results.
 TILES_OF_A_PART = 4
@@ -61,13 +61,13 @@ def pallas_flash_decode(
     # Rows beyond the last one see what it sees, so that every index is inside.
     row = lax.min(row, np.int32(num_rows - 1))
     query, head = _query_and_head(row, groups)
-    rows = pl.program_id(3), pl.program_id(2) * groups + head, query, exist
+    rows = common.Rows(q, pl.program_id(3), pl.program_id(2) * groups + head, query, exist)
     mine = share(tiles(0), pl.program_id(1), parts, static.edges)
 
-    def kept_in(kv_tile, at):
+    def kept_in(i, kv_tile, at):
         return static.kept(extras, *at)
 
-    acc, m, l = attend(q, k_ref, v_ref, scale_ref[0], mine, extras, rows, kept_in, static)
+    [(acc, m, l)] = attend([rows], k_ref, v_ref, scale_ref[0], mine, extras, kept_in, static)
     common.store(acc_ref, acc, exist, static.value_dim)
     common.store_row(m_ref, m, exist)
     common.store_row(l_ref, l, exist)

@@ -27,47 +27,50 @@ from pallas_flash._triton import common
 PARTS = 8
 
 
-def attend(
-    q, k_ref, v_ref, scale, tiles, extras: common.Extras, rows, kept_in, static: common.Static
-):
-    """What one program finds in a range of tiles: acc [rows, V], m [rows], and l [rows].
+def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, kept_in, static):
+    """What one program finds in a range of tiles: acc [rows, V], m [rows] and l [rows] by slice.
 
-    `rows` are the example, the query head or int32 [rows] of them, the queries' positions int32
-    [rows], and which of them exist, bool [rows] or None. `kept_in` tells of a key tile and the
-    indices in it which probabilities dropout keeps.
+    `slices` is a list of `common.Rows`. `kept_in` tells of a slice's number, a key tile and the
+    indices in both which probabilities dropout keeps.
     """
     mask, block_kv = extras.mask, static.kv.block
-    b, h, q_pos, exist = rows
 
     def step(kv_tile, masked, carry):
-        acc, m, l = carry
         k_pos = in_tile(kv_tile, block_kv)
-        some = static.unseen and masked
-        keys = common.seen_keys(mask, b, h, q_pos, k_pos, exist) if some else None
-        at = b, h if jnp.ndim(h) == 0 else h[:, None], q_pos[:, None], k_pos[None, :]
+        keys = common.seen_keys(mask, slices, k_pos) if static.unseen and masked else None
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
+        at = [rows.at(k_pos) for rows in slices]
         # Where this stands decides how many registers it takes; see docs/performance.md.
-        kept = kept_in(kv_tile, at)
-        s, c = static.logits(extras, static.dot_t(q, k), scale, *at)
-        s = hidden(masked, lambda s: jnp.where(mask.allowed(*at), s, -jnp.inf), s)
-        m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
-        # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives the weight 0.
-        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-        p = static.exp2_scaled(s, c, m_safe[:, None])
-        alpha = static.exp2(m - m_safe)
-        l = alpha[:, None] * l + jnp.sum(p.reshape(len(q), -1, PARTS), axis=1)
-        p = static.drop(kept, p)
-        v = common.load(v_ref.at[span, :], keys, static.value_dim)
-        return alpha[:, None] * acc + static.dot(p.astype(v.dtype), v), m_new, l
+        kept = [kept_in(i, kv_tile, x) for i, x in enumerate(at)]
+        # All products first: of the second slice's while the first one's softmax runs.
+        products = [static.dot_t(rows.q, k) for rows in slices]
+        v, results = None, []
+        for i, (acc, m, l) in enumerate(carry):
+            s, c = static.logits(extras, products[i], scale, *at[i])
+            s = hidden(masked, lambda s, i=i: jnp.where(mask.allowed(*at[i]), s, -jnp.inf), s)
+            m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
+            # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives weight 0.
+            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+            p = static.exp2_scaled(s, c, m_safe[:, None])
+            alpha = static.exp2(m - m_safe)
+            l = alpha[:, None] * l + jnp.sum(p.reshape(len(p), -1, PARTS), axis=1)
+            p = static.drop(kept[i], p)
+            if v is None:
+                v = common.load(v_ref.at[span, :], keys, static.value_dim)
+            acc = alpha[:, None] * acc + static.dot(p.astype(v.dtype), v)
+            results.append((acc, m_new, l))
+        return results
 
-    carry = (
-        jnp.zeros((len(q), v_ref.shape[-1]), jnp.float32),
-        jnp.full((len(q),), -jnp.inf, jnp.float32),
-        jnp.zeros((len(q), PARTS), jnp.float32),
-    )
-    acc, m, l = visit(tiles, step, carry, static.edges)
-    return acc, m, jnp.sum(l, axis=1)
+    carry = [
+        (
+            jnp.zeros((len(rows.q), v_ref.shape[-1]), jnp.float32),
+            jnp.full((len(rows.q),), -jnp.inf, jnp.float32),
+            jnp.zeros((len(rows.q), PARTS), jnp.float32),
+        )
+        for rows in slices
+    ]
+    return [(acc, m, jnp.sum(l, axis=1)) for acc, m, l in visit(tiles, step, carry, static.edges)]
 
 
 def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.Static, here):
@@ -75,24 +78,23 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
     *tables, o_ref, lse_ref = refs
     tiles, extras = common.load_tables(tables, static, flow=static.kv)
     b, h, q_tile = here()
-    q_pos = in_tile(q_tile, static.q.block)
-    exist = common.existing(static.q, q_pos)
-    q = common.load(q_ref, exist, static.head_dim)
+    slices = static.slices(b, h, q_tile, q_ref)
 
-    def kept_in(kv_tile, at):
-        return static.kept_in_tile(extras, b, h, q_tile, kv_tile)
+    def kept_in(i, kv_tile, at):
+        return static.kept_in_tile(extras, b, h, slices[i].tile, kv_tile)
 
-    rows = b, h, q_pos, exist
-    acc, m, l = attend(q, k_ref, v_ref, scale_ref[0], tiles(0), extras, rows, kept_in, static)
-    alive = l > 0.0
-    l = jnp.where(alive, l, 1.0)
-    weight, lse_log2 = 1.0 / l, jnp.where(alive, m + jnp.log2(l), -jnp.inf)
-    if extras.sinks is not None:
-        lse_log2 = with_sink(lse_log2, extras.sinks[h] * common.LOG2E)
-        weight = jnp.where(alive, jnp.exp2(m - lse_log2), 0.0)
-    weight = rescaled(extras.dropout, weight)
-    common.store(o_ref, acc * weight[:, None], exist, static.value_dim)
-    common.store_row(lse_ref, lse_log2, exist)
+    results = attend(slices, k_ref, v_ref, scale_ref[0], tiles(0), extras, kept_in, static)
+    for rows, (acc, m, l) in zip(slices, results, strict=True):
+        alive = l > 0.0
+        l = jnp.where(alive, l, 1.0)
+        weight, lse_log2 = 1.0 / l, jnp.where(alive, m + jnp.log2(l), -jnp.inf)
+        if extras.sinks is not None:
+            lse_log2 = with_sink(lse_log2, extras.sinks[h] * common.LOG2E)
+            weight = jnp.where(alive, jnp.exp2(m - lse_log2), 0.0)
+        weight = rescaled(extras.dropout, weight)
+        o = acc * weight[:, None]
+        common.store(o_ref.at[rows.span, :], o, rows.exist, static.value_dim)
+        common.store_row(lse_ref.at[rows.span], lse_log2, rows.exist)
 
 
 def forward(problem: Problem, tile: Tile, *, interpret: bool):
@@ -100,11 +102,12 @@ def forward(problem: Problem, tile: Tile, *, interpret: bool):
     p = problem
     # A loop of its own for masked tiles starts the pipeline of loads anew. A branch in one loop
     # avoids that. Timed on an H200, causal: it gains 2 to 11 % with two stages and loses up to 6 %
-    # with three.
+    # with three. With slices it stands between their products, so that none is left in flight.
+    branch = tile.num_stages <= 2 and tile.num_slices == 1
     static, extras, table = common.make_static(
-        p, tile, flow="kv", interpret=interpret, branch=tile.num_stages <= 2
+        p, tile, flow="kv", interpret=interpret, branch=branch
     )
-    layout = common.QueryTiles(p, static, latest_first=extras.mask.grows)
+    layout = common.QueryTiles(p, static, extras.mask)
     tables, table_specs = layout.operands(extras, table)
     return common.call(
         pallas_flash_forward,
