@@ -49,7 +49,7 @@ def pallas_flash_dq(
 
     def step(kv_tile, masked, carry):
         k_pos = in_tile(kv_tile, block_kv)
-        keys = common.seen_keys(mask, slices, k_pos) if static.unseen and masked else None
+        keys = common.seen_by_any(mask, slices, k_pos) if static.unseen and masked else None
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
         v = common.load(v_ref.at[span, :], keys, static.value_dim)

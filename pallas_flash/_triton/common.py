@@ -335,21 +335,23 @@ def existing(tiling: Tiling, positions):
     return positions < tiling.length if tiling.length % tiling.block else None
 
 
-def seen_keys(mask: Mask, slices: Sequence[Rows], k_pos):
-    """Bool [block_kv]: which keys any query of the slices sees.
+def seen_keys(mask: Mask, b, h, q_pos, k_pos, rows):
+    """Bool [block_kv]: which keys any query of the tile sees; `rows` are those that exist, or None.
 
     Where something may be unseen, masked tiles load only what is seen: the rest may hold NaN, and
     0 * NaN is NaN, or may not exist at all. The predicate is evaluated anew and transposed: reusing
     the one for the scores would keep it in registers across the first product, and this way the
-    maximum runs along a row, within a warp.
+    maximum runs along a row, within a warp. `h` is a number, or int32 [block_q] if rows differ.
     """
+    h = h if jnp.ndim(h) == 0 else h[None, :]
+    q_pos, k_pos = q_pos[None, :], k_pos[:, None]
+    return _any(mask.allowed(b, h, q_pos, k_pos), rows, k_pos + q_pos)
 
-    def seen_by(rows: Rows):
-        h = rows.h if jnp.ndim(rows.h) == 0 else rows.h[None, :]
-        q, k = rows.pos[None, :], k_pos[:, None]
-        return _any(mask.allowed(rows.b, h, q, k), rows.exist, k + q)
 
-    return functools.reduce(jnp.logical_or, map(seen_by, slices))
+def seen_by_any(mask: Mask, slices: Sequence[Rows], k_pos):
+    """As `seen_keys`, of several slices."""
+    seen = (seen_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.exist) for rows in slices)
+    return functools.reduce(jnp.logical_or, seen)
 
 
 def seen_queries(mask: Mask, b, h, q_pos, k_pos, keys):

@@ -37,7 +37,7 @@ def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, kept_in, s
 
     def step(kv_tile, masked, carry):
         k_pos = in_tile(kv_tile, block_kv)
-        keys = common.seen_keys(mask, slices, k_pos) if static.unseen and masked else None
+        keys = common.seen_by_any(mask, slices, k_pos) if static.unseen and masked else None
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
         at = [rows.at(k_pos) for rows in slices]
