@@ -60,7 +60,7 @@ class Tile:
         if self.block_q < 16 * self.num_slices:
             raise ValueError(
                 f"`num_slices` must leave 16 or more of `block_q` queries in each; got "
-                f"{self.num_slices} of {self.block_q}. Take fewer."
+                f"{self.num_slices} of {self.block_q}. Use fewer."
             )
 
 
@@ -102,8 +102,8 @@ class TileSizes:
                 )
             if value is not None and value.num_slices > 1 and name not in ("forward", "dq"):
                 raise ValueError(
-                    f"`{name}` must have `num_slices` 1; got {value}. Only `forward` and `dq` are "
-                    "computed in slices."
+                    f"`{name}` must have `num_slices` 1; got {value}. Give slices to `forward` and "
+                    "`dq` alone."
                 )
         split = (self.dk is not None, self.dv is not None)
         if any(split) and (self.dkv is not None or not all(split)):

@@ -237,8 +237,9 @@ def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
     q_len, kv_len = (max(16, power_of_2(length)) for length in (q_rows, p.kv_len))
     distinct = {}
     for x in tiles:
-        as_run = min(x.block_q, q_len), min(x.block_kv, kv_len)
-        distinct.setdefault((as_run, x.num_warps, x.num_stages, x.num_slices), x)
+        stay, slices = min(x.block_q, q_len), min(x.num_slices, min(x.block_q, q_len) // 16)
+        as_run = (stay, min(x.block_kv, kv_len), x.num_warps, x.num_stages, slices)
+        distinct.setdefault(as_run, x)
     return list(distinct.values())
 
 

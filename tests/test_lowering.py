@@ -26,6 +26,9 @@ from pallas_flash._triton import common
 TILES = TileSizes(Tile(64, 32), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))
 # dk and dv in launches of their own.
 APART = TileSizes(Tile(32, 32), dk=Tile(32, 64), dv=Tile(64, 32), dq=Tile(64, 32))
+SLICED = TileSizes(
+    Tile(64, 32, num_slices=2), dkv=Tile(32, 64), dq=Tile(64, 16, 2, 3, num_slices=4)
+)
 
 every_case = cases.parametrize()
 
@@ -87,13 +90,55 @@ def test_dk_and_dv_apart(case, kernel_case):
     _assert_pipelined(case, runs)
 
 
+@cases.parametrize(
+    names=[
+        "full, whole tiles",
+        "T of one tile, S of several",
+        "one query",
+        "one key/value head",
+        "causal, whole tiles",
+        "causal, first queries see nothing",
+        "lengths of zero",
+        "documents, shuffled",
+        "everything at once",
+        "mask with empty tiles",
+        "sinks",
+        "dropout",
+        "all features",
+    ]
+)
+def test_slices(case, kernel_case):
+    """Rows of a tile in several parts: the same numbers, and nothing else is read."""
+    results, runs = _evaluated(case, tiles=SLICED)
+    judge(case, "float32", results)
+    _assert_stored_once(runs)
+    _assert_pipelined(case, runs)
+    qkv, cotangents, options = case.problem()
+    arrays = cases.poison(case, qkv, cotangents, options)
+    poisoned, _ = differentiated((*arrays, cases.poison_bias(case, options)), SLICED)
+    for name, a, b in zip(oracle.names(options), results, poisoned, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("queries", [16, 20, 33])
+def test_a_shortened_tile_has_slices_of_16_queries_or_more(queries):
+    tiles = TileSizes(Tile(256, 32, num_slices=4))
+    q, k = jnp.ones((1, queries, 1, 16)), jnp.ones((1, 40, 1, 16))
+    runs = []
+    o, _ = ttir.evaluate(_attention({}, tiles), q, k, k, runs=runs)
+    np.testing.assert_allclose(o, 1)
+    dots = [op for op in ttir.walk(runs[0].kernel.body) if op.name == "tt.dot"]
+    assert {op.shapes[0][0] for op in dots} == {16}
+
+
+@pytest.mark.parametrize("tiles", [TILES, SLICED], ids=["whole", "sliced"])
 @cases.parametrize(names=["full", "lengths of zero", "everything at once", "dropout"])
-def test_gradient_of_a_traced_scale(case, kernel_case):
+def test_gradient_of_a_traced_scale(case, tiles, kernel_case):
     """The kernel for dq then has one more result."""
     qkv, cotangents, options = case.problem()
 
     def gradient(scale, cotangents):
-        _, vjp = jax.vjp(lambda scale: _attention(options)(*qkv, scale=scale), scale)
+        _, vjp = jax.vjp(lambda scale: _attention(options, tiles)(*qkv, scale=scale), scale)
         return vjp(cotangents)
 
     scale, runs = jnp.float32(0.4), []

@@ -128,6 +128,26 @@ def test_hopper_kernels_are_lean(head_dim, mask, group):
     assert not found, "\n".join(found)
 
 
+@needs_compiler
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(
+    ("mask", "budgets"), [("full", {"forward": 10.0, "dq": 10.4}), ("causal", {"forward": 10.0})]
+)
+def test_slices_run_their_softmax_under_products(mask, budgets, group):
+    """In long calls at 128: nothing spilt in any loop, two thirds of the forward's exp2 hidden."""
+    program = inspect_attention(128, mask=mask, group=group, length=2**14)
+    print(*program.lines(), sep="\n")
+    kernels = {kernel.attention_pass: kernel for kernel in program.kernels}
+    for name, budget in budgets.items():
+        kernel = kernels[name]
+        assert kernel.tile == (256, 64)
+        assert kernel.matrix == {"HGMMA"}
+        assert kernel.work == 1
+        assert kernel.loop_spills == 0
+        assert kernel.per_element <= budget
+    assert kernels["forward"].main.exp2_hidden > 0.6
+
+
 # The same with dropout, at 128, causal. That four elements share a counter is for the compiler to
 # find; where it found only two, these were 24.9, 27.2 and 23.1.
 DROPOUT_BUDGETS = {"forward": 19.4, "dkv": 23.8, "dq": 18.2}

@@ -1,15 +1,23 @@
-"""Tile sizes: what the table chooses fits every GPU, and what a user asks for is kept.
+"""Tile sizes: what the table chooses fits every GPU, and what a user asks for is kept; their order.
 
 That wrong sizes are refused is in the table of test_validate.py.
 """
 
 import dataclasses
+import functools
 import itertools
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
+import ttir
 
-from pallas_flash import Tile, TileSizes
+from pallas_flash import Tile, TileSizes, attention
+from pallas_flash._masks import Band, Mask, Tiling
+from pallas_flash._problem import Problem
 from pallas_flash._tiles import KERNELS, _smaller, choose, shared_memory_limit
+from pallas_flash._triton.common import QueryTiles, side_by_side
 
 KIB = 1024
 # None is a GPU that is not known, and (9, 9) one that is not listed.
@@ -42,6 +50,7 @@ def chosen(
     pair_bytes=0,
     q_len=999,
     kv_len=999,
+    **more,
 ):
     return choose(
         asked,
@@ -52,6 +61,7 @@ def chosen(
         itemsize=itemsize,
         capability=capability,
         pair_bytes=pair_bytes,
+        **more,
     )
 
 
@@ -112,6 +122,48 @@ HALVED = [
 @pytest.mark.parametrize(("kernel", "tile", "smaller"), HALVED)
 def test_a_tile_that_does_not_fit_is_halved(kernel, tile, smaller):
     assert _smaller(kernel, tile) == smaller
+
+
+IN_SLICES = Tile(256, 64, 8, 3, num_slices=2)
+ROWS = 1024 * 256
+
+
+@pytest.mark.parametrize("capability", [(9, 0), None])
+@pytest.mark.parametrize(
+    ("kind", "length", "kernels"),
+    [("full", 2048, {"forward", "dq"}), ("causal", 4096, {"forward"})],
+)
+@pytest.mark.parametrize("head_dim", [65, 128])
+def test_long_calls_have_slices(kind, length, kernels, head_dim, capability):
+    of = dict(q_len=length, kv_len=length, kind=kind, rows=ROWS, capability=capability)
+    table = tiles_of(chosen(None, head_dim, capability=capability))
+    sizes = tiles_of(chosen(None, head_dim, **of))
+    assert {kernel for kernel in sizes if sizes[kernel] != table[kernel]} == kernels
+    assert {sizes[kernel] for kernel in kernels} == {IN_SLICES}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(kind="other"),
+        dict(q_len=4095),
+        dict(kv_len=4095),
+        dict(rows=ROWS - 1),
+        dict(itemsize=4),
+        dict(head_dim=64),
+        dict(head_dim=129),
+        *(dict(capability=capability) for capability in [(8, 0), (8, 9), (10, 0), (12, 0)]),
+    ],
+    ids=str,
+)
+def test_only_calls_that_were_timed_have_slices(other):
+    of = dict(q_len=4096, kv_len=4096, head_dim=128, kind="causal", rows=ROWS) | other
+    assert {tile.num_slices for tile in tiles_of(chosen(None, **of)).values()} == {1}
+
+
+def test_slices_that_are_asked_for_are_used():
+    asked = TileSizes(forward=Tile(64, 64, num_slices=2))
+    assert chosen(asked).forward == asked.forward
 
 
 def test_tiles_shrink_only_where_memory_is_small():
@@ -255,3 +307,63 @@ def test_arrays_over_pairs_count_for_a_tile_that_is_asked_for():
         else:
             with pytest.raises(ValueError, match=r"`tile_sizes\.forward` must fit"):
                 chosen(asked, 128, pair_bytes=pair_bytes)
+
+
+# Bytes that one head streams and whether there is a mask, to how many of 12 heads are side by side:
+# a divisor, so many that all fit in 32 MiB.
+SIDE_BY_SIDE = [
+    (32 * KIB * KIB // 12, True, 12),
+    (32 * KIB * KIB // 12 + 4, True, 6),
+    (32 * KIB * KIB // 5, True, 4),
+    (32 * KIB * KIB, True, 1),
+    (64 * KIB * KIB, True, 1),
+    (4, False, 1),
+]
+
+
+@pytest.mark.parametrize(("streamed", "masked", "heads"), SIDE_BY_SIDE)
+def test_heads_that_share_the_cache_are_side_by_side(streamed, masked, heads):
+    q, k, v = (jax.ShapeDtypeStruct((2, 8, 12, width), jnp.bfloat16) for width in (1, 1, 1))
+    mask = Mask((Band(high=0),)) if masked else Mask(())
+    problem = Problem(q, k, v, *[None] * 5, mask=mask)
+    assert side_by_side(problem, mask, streamed // 4) == heads
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [100, 2**17])
+def test_the_order_of_query_tiles(is_causal, length):
+    """Heads that share keys, then those side by side, then tiles from the heaviest on."""
+    B, N, K = 2, 12, 6
+    mask = Mask((Band(high=0),)) if is_causal else Mask(())
+    q, k = (jax.ShapeDtypeStruct((B, length, heads, 16), jnp.bfloat16) for heads in (N, K))
+    problem = Problem(q, k, k, *[None] * 5, mask=mask)
+    block = length // 4
+    static = types.SimpleNamespace(q=Tiling(length, block))
+    layout = QueryTiles(problem, static, mask)
+    heads = {(True, 100): 6, (True, 2**17): 3}.get((is_causal, length), 1)
+    tiles = [3, 2, 1, 0] if is_causal else [0, 1, 2, 3]
+    wanted = [
+        (b, 2 * kv_head + g, kv_head, tile)
+        for b in range(B)
+        for first in range(0, K, heads)
+        for tile in tiles
+        for kv_head in range(first, first + heads)
+        for g in range(2)
+    ]
+    ids = itertools.product(*map(range, layout.grid[::-1]))
+    assert [layout._index(*x[::-1]) for x in ids] == wanted
+
+
+def test_heads_are_side_by_side_in_every_kernel_that_has_tiles():
+    """Axes of the grid that come before the last two are folded into the first."""
+    x, k = (jax.ShapeDtypeStruct((3, 256, heads, 16), jnp.bfloat16) for heads in (8, 4))
+
+    def gradient(q, k, v, do):
+        call = functools.partial(attention, implementation="triton", is_causal=True)
+        return jax.vjp(call, q, k, v)[1](do)
+
+    grids = {kernel.name: kernel.grid for kernel in ttir.lower(gradient, x, k, k, x)}
+    tiles = chosen(None, 16)
+    assert grids["pallas_flash_forward"] == (2 * 4 * 256 // tiles.forward.block_q, 1, 3)
+    assert grids["pallas_flash_dq"] == (2 * 4 * 256 // tiles.dq.block_q, 1, 3)
+    assert grids["pallas_flash_dkv"] == (4 * 256 // tiles.dkv.block_kv, 1, 3)

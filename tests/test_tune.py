@@ -309,7 +309,8 @@ def test_blocks_longer_than_the_sequence_are_tried_once():
     p = problem(q_len=3, kv_len=33)
     choose = functools.partial(_api.table_tiles, p, "interpret")
     tiles = _tune.candidates("forward", p, choose)
-    assert {tile.block_q for tile in tiles} == {choose(None).forward.block_q, 64, 128, 256}
+    # Three queries cannot be sliced.
+    assert {tile.block_q for tile in tiles} == {choose(None).forward.block_q, 64, 128}
     shortened = [(x.num_warps, x.num_stages, min(x.block_kv, 64)) for x in tiles]
     assert len({*shortened}) == len(shortened)
 
