@@ -269,8 +269,8 @@ def choose(
             default = dataclasses.replace(default, **long.tiles)
     if kv_len > MANY_KEYS:
         # With more rows one program would fill a core at 256, and spill in float32.
-        rows = 64 if width < 256 else 32
-        decode = Tile(rows, _DECODE_STAGE // (2 * width * itemsize), 4, 3)
+        stay = 64 if width < 256 else 32
+        decode = Tile(stay, _DECODE_STAGE // (2 * width * itemsize), 4, 3)
         default = dataclasses.replace(default, decode=decode).used(q_len)
 
     def shared(name, tile):

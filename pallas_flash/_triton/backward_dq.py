@@ -37,7 +37,8 @@ def pallas_flash_dq(
     *tables, dq_ref = refs[:-1] if want_scale else refs
     tiles, extras = common.load_tables(tables, static, flow=static.kv)
     mask, block_kv, scale = extras.mask, static.kv.block, scale_ref[0]
-    slices = static.slices(*here(), q_ref)
+    b, h, q_tile = here()
+    slices = static.slices(b, h, q_tile, q_ref)
     residuals = []
     for rows in slices:
         do = common.load(do_ref.at[rows.span, :], rows.exist, static.value_dim)
@@ -58,7 +59,7 @@ def pallas_flash_dq(
             at = rows.at(k_pos)
             s, c, pull = static.logits_vjp(extras, static.dot_t(rows.q, k), scale, *at)
             dp = static.dot_t(do, v)
-            dp = drop(static.kept_in_tile(extras, rows.b, rows.h, rows.tile, kv_tile), dp)
+            dp = drop(static.kept_in_tile(extras, b, h, rows.tile, kv_tile), dp)
             ds = pull(static.exp2_scaled(s, c, shift) * (dp - delta))
             if masked:
                 ds = jnp.where(mask.allowed(*at), ds, 0.0)

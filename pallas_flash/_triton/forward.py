@@ -8,6 +8,9 @@
 
     at the end    o = acc / l    lse_log2 = m + log2(l)    l with a sink, if there is one
 
+With several slices of the query tile (`Tile.num_slices`) each has its own m, l and acc, and they
+take turns: the matrix units have the products of one while the softmax of another is computed.
+
 m and l are the online softmax of Milakov and Gimelshein (2018), the loop order that of
 FlashAttention-2 (Dao, 2023).
 """
@@ -45,7 +48,8 @@ def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, kept_in, s
         kept = [kept_in(i, kv_tile, x) for i, x in enumerate(at)]
         # All products first: of the second slice's while the first one's softmax runs.
         products = [static.dot_t(rows.q, k) for rows in slices]
-        v, results = None, []
+        v = common.load(v_ref.at[span, :], keys, static.value_dim)
+        results = []
         for i, (acc, m, l) in enumerate(carry):
             s, c = static.logits(extras, products[i], scale, *at[i])
             s = hidden(masked, lambda s, i=i: jnp.where(mask.allowed(*at[i]), s, -jnp.inf), s)
@@ -56,8 +60,6 @@ def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, kept_in, s
             alpha = static.exp2(m - m_safe)
             l = alpha[:, None] * l + jnp.sum(p.reshape(len(p), -1, PARTS), axis=1)
             p = static.drop(kept[i], p)
-            if v is None:
-                v = common.load(v_ref.at[span, :], keys, static.value_dim)
             acc = alpha[:, None] * acc + static.dot(p.astype(v.dtype), v)
             results.append((acc, m_new, l))
         return results
