@@ -148,6 +148,17 @@ def test_slices_run_their_softmax_under_products(mask, budgets, group):
     assert kernels["forward"].main.exp2_hidden > 0.6
 
 
+@needs_compiler
+def test_no_mask_stands_between_the_products_of_slices():
+    """With two stages masks are under a branch, else; each product was then waited for."""
+    tiles = pallas_flash.TileSizes(forward=pallas_flash.Tile(128, 64, 4, 2, num_slices=2))
+    program = inspect_attention(128, mask="causal", passes=["forward"], tile_sizes=tiles)
+    print(*program.lines(), sep="\n")
+    [kernel] = program.kernels
+    for loop in kernel.loops:
+        assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 4
+
+
 # The same with dropout, at 128, causal. That four elements share a counter is for the compiler to
 # find; where it found only two, these were 24.9, 27.2 and 23.1.
 DROPOUT_BUDGETS = {"forward": 19.4, "dkv": 23.8, "dq": 18.2}

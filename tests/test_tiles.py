@@ -6,6 +6,7 @@ That wrong sizes are refused is in the table of test_validate.py.
 import dataclasses
 import functools
 import itertools
+import math
 import types
 
 import jax
@@ -159,6 +160,26 @@ def test_long_calls_have_slices(kind, length, kernels, head_dim, capability):
 def test_only_calls_that_were_timed_have_slices(other):
     of = dict(q_len=4096, kv_len=4096, head_dim=128, kind="causal", rows=ROWS) | other
     assert {tile.num_slices for tile in tiles_of(chosen(None, **of)).values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "block_q"),
+    [
+        ({}, 256),
+        ({"is_causal": True}, 256),
+        ({"is_causal": True, "query_offset": 5}, 256),
+        ({"local_window_size": (None, 3)}, 256),
+        ({"is_causal": True, "local_window_size": (99, 0)}, 64),
+        ({"is_causal": True, "logits_soft_cap": 9.0}, 64),
+        ({"is_causal": True, "dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, 64),
+        ({"is_causal": True, "key_value_seq_lengths": jnp.array([5])}, 64),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_what_a_long_call_asks_for_decides_on_slices(options, block_q):
+    q = jax.ShapeDtypeStruct((1, 4096, 64, 128), jnp.bfloat16)
+    [kernel] = ttir.lower(functools.partial(attention, implementation="triton", **options), q, q, q)
+    assert math.prod(kernel.grid) == 64 * 4096 // block_q
 
 
 def test_slices_that_are_asked_for_are_used():

@@ -894,6 +894,14 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
     assert command(monkeypatch, "--clear") == 0
 
 
+def test_slices_are_stored_and_shown(monkeypatch, capsys, file):
+    sizes = TileSizes(forward=Tile(256, 64, 8, 3, num_slices=2))
+    store(sizes)
+    assert list(_tile_cache.read(file).values()) == [sizes]
+    assert command(monkeypatch, "--show") == 0
+    assert capsys.readouterr().out.endswith(" 256 x 64, 8 warps, 3 stages, 2 slices\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
