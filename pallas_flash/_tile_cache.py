@@ -105,7 +105,7 @@ def _asks_function(leaf) -> bool:
 
 
 def _kind(mask: Mask) -> str:
-    if mask.kind == "other" and any(map(_asks_function, mask.leaves)):
+    if any(map(_asks_function, mask.leaves)):
         return "predicate"
     return "listed" if mask.scattered else mask.kind
 

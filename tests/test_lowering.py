@@ -4,6 +4,7 @@
 so each evaluation here is a test of bounds as well.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -118,6 +119,18 @@ def test_slices(case, kernel_case):
     poisoned, _ = differentiated((*arrays, cases.poison_bias(case, options)), SLICED)
     for name, a, b in zip(oracle.names(options), results, poisoned, strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("tiles", [TILES, SLICED], ids=["whole", "sliced"])
+def test_some_heads_side_by_side(tiles, monkeypatch, kernel_case):
+    """Keys and values of two heads fit in the cache, and queries of one group."""
+    case = dataclasses.replace(cases.BY_NAME["causal, whole tiles"], N=8, K=4)
+    monkeypatch.setattr(common, "L2_SHARE", 2 * case.S * (case.H + case.V) * 4)
+    results, runs = differentiated(case.problem("float32"), tiles)
+    judge(case, "float32", results)
+    _assert_stored_once(runs)
+    outer = {run.kernel.name: run.kernel.grid[1] for run in runs if "delta" not in run.kernel.name}
+    assert outer == {"pallas_flash_forward": 2, "pallas_flash_dkv": 4, "pallas_flash_dq": 2}
 
 
 @pytest.mark.parametrize("queries", [16, 20, 33])

@@ -172,12 +172,12 @@ def test_only_calls_that_were_timed_have_slices(other):
         ({"is_causal": True, "local_window_size": (99, 0)}, 64),
         ({"is_causal": True, "logits_soft_cap": 9.0}, 64),
         ({"is_causal": True, "dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, 64),
-        ({"is_causal": True, "key_value_seq_lengths": jnp.array([5])}, 64),
+        ({"is_causal": True, "key_value_seq_lengths": jnp.array([5, 6, 7, 8])}, 64),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
 )
 def test_what_a_long_call_asks_for_decides_on_slices(options, block_q):
-    q = jax.ShapeDtypeStruct((1, 4096, 64, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
     [kernel] = ttir.lower(functools.partial(attention, implementation="triton", **options), q, q, q)
     assert math.prod(kernel.grid) == 64 * 4096 // block_q
 
@@ -336,6 +336,7 @@ SIDE_BY_SIDE = [
     (32 * KIB * KIB // 12, True, 12),
     (32 * KIB * KIB // 12 + 4, True, 6),
     (32 * KIB * KIB // 5, True, 4),
+    (8 * KIB * KIB, True, 4),
     (32 * KIB * KIB, True, 1),
     (64 * KIB * KIB, True, 1),
     (4, False, 1),

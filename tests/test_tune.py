@@ -301,6 +301,7 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
         fewest = default.block_q if kernel == "decode" else 64
         assert stay >= min(fewest, 16 * tile.num_warps) or (size, capability) == (256, (8, 9))
         assert flow in (16, 32, 64, 128)
+        assert tile.num_slices == (2 if stay == 256 else 1)
         assert stay * (sums + scores * flow) / (32 * tile.num_warps) <= 255
         choose(_tune._sizes(kernel, tile))  # Raises where it does not fit.
 

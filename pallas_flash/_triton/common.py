@@ -462,7 +462,7 @@ def make_static(
         unseen=bool(mask) and unseen,
         q=q,
         kv=kv,
-        num_slices=min(tile.num_slices, q.block // MIN_ROWS) if flow == "kv" else 1,
+        num_slices=min(tile.num_slices, q.block // MIN_ROWS),
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         itemsize=problem.dtype.itemsize,
