@@ -105,7 +105,7 @@ class Static:
         return _tanh if quick and not self.interpret else jnp.tanh
 
     def slices(self, b, h, q_tile, q_ref) -> "list[Rows]":
-        """The rows of a query tile, in `num_slices` lists."""
+        """The rows of a query tile, slice by slice."""
         block = self.q.block // self.num_slices
         slices = []
         for i in range(self.num_slices):
