@@ -10,6 +10,9 @@ import dataclasses
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
 KERNELS = ("forward", "decode", "dkv", "dk", "dv", "dq")
 
+# Matrix units take no fewer rows and columns.
+MIN_ROWS = 16
+
 # "decode" serves calls of up to so many queries, which fit in the smallest tile, with more than so
 # many keys: fewer are not worth a second launch (a round number, not timed).
 FEW_QUERIES, MANY_KEYS = 16, 512
@@ -57,11 +60,15 @@ class Tile:
                 raise ValueError(
                     f"`{name}` must be one of {values}; got {value}. Choose the nearest of them."
                 )
-        if self.block_q < 16 * self.num_slices:
+        if self.slices_of(self.block_q) < self.num_slices:
             raise ValueError(
-                f"`num_slices` must leave 16 or more of `block_q` queries in each; got "
+                f"`num_slices` must leave {MIN_ROWS} or more of `block_q` queries in each; got "
                 f"{self.num_slices} of {self.block_q}. Use fewer."
             )
+
+    def slices_of(self, block_q: int) -> int:
+        """The slices of a tile that is shortened to `block_q` queries."""
+        return min(self.num_slices, block_q // MIN_ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,24 +189,16 @@ _SYNCHRONOUS = _ASYNCHRONOUS | {
     ),
 }
 
-
-@dataclasses.dataclass(frozen=True)
-class _Long:
-    """Tiles for calls from a length on."""
-
-    length: int
-    tiles: dict[str, Tile]
-
-
 # A program that fills a core: 128 rows for each 4 warps, in slices. Timed on an H200, it wins where
-# it runs long without an interruption, by (kind, padded head size, bytes of an element), and has so
-# many programs that a last round which does not fill the GPU counts little.
+# it runs long without an interruption: by (kind, padded head size, bytes of an element) from which
+# length on, and where there are so many programs that a last round which does not fill the GPU
+# counts little.
 _IN_SLICES = Tile(256, 64, 8, 3, num_slices=2)
 _LONG = {
-    ("full", 128, 2): _Long(2048, {"forward": _IN_SLICES, "dq": _IN_SLICES}),
-    ("causal", 128, 2): _Long(4096, {"forward": _IN_SLICES}),
+    ("full", 128, 2): (2048, {"forward": _IN_SLICES, "dq": _IN_SLICES}),
+    ("causal", 128, 2): (4096, {"forward": _IN_SLICES}),
 }
-_MANY_ROWS = 1024 * 256
+_MANY_ROWS = 1024 * _IN_SLICES.block_q
 
 # With bias or mask arrays the table's tile spills in the loop over full tiles, compiled for an
 # H200.
@@ -264,9 +263,9 @@ def choose(
     asynchronous = capability is None or (9, 0) <= capability < (12, 0)
     default = (_ASYNCHRONOUS if asynchronous else _SYNCHRONOUS)[width, itemsize]
     if capability in (None, (9, 0)) and rows >= _MANY_ROWS:
-        long = _LONG.get((kind, width, itemsize))
-        if long is not None and min(q_len, kv_len) >= long.length:
-            default = dataclasses.replace(default, **long.tiles)
+        length, tiles = _LONG.get((kind, width, itemsize), (0, {}))
+        if min(q_len, kv_len) >= length:
+            default = dataclasses.replace(default, **tiles)
     if kv_len > MANY_KEYS:
         # With more rows one program would fill a core at 256, and spill in float32.
         stay = 64 if width < 256 else 32

@@ -237,8 +237,8 @@ def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
     q_len, kv_len = (max(16, power_of_2(length)) for length in (q_rows, p.kv_len))
     distinct = {}
     for x in tiles:
-        stay, slices = min(x.block_q, q_len), min(x.num_slices, min(x.block_q, q_len) // 16)
-        as_run = (stay, min(x.block_kv, kv_len), x.num_warps, x.num_stages, slices)
+        block_q, block_kv = min(x.block_q, q_len), min(x.block_kv, kv_len)
+        as_run = block_q, block_kv, x.num_warps, x.num_stages, x.slices_of(block_q)
         distinct.setdefault(as_run, x)
     return list(distinct.values())
 

@@ -150,7 +150,7 @@ def test_slices_run_their_softmax_under_products(mask, budgets, group):
 
 @needs_compiler
 def test_no_mask_stands_between_the_products_of_slices():
-    """With two stages masks are under a branch, else; each product was then waited for."""
+    """Two stages have masks under a branch, but not with slices: each product was waited for."""
     tiles = pallas_flash.TileSizes(forward=pallas_flash.Tile(128, 64, 4, 2, num_slices=2))
     program = inspect_attention(128, mask="causal", passes=["forward"], tile_sizes=tiles)
     print(*program.lines(), sep="\n")

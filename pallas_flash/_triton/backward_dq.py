@@ -59,7 +59,7 @@ def pallas_flash_dq(
             at = rows.at(k_pos)
             s, c, pull = static.logits_vjp(extras, static.dot_t(rows.q, k), scale, *at)
             dp = static.dot_t(do, v)
-            dp = drop(static.kept_in_tile(extras, b, h, rows.tile, kv_tile), dp)
+            dp = drop(static.kept_of(extras, rows, kv_tile, k_pos), dp)
             ds = pull(static.exp2_scaled(s, c, shift) * (dp - delta))
             if masked:
                 ds = jnp.where(mask.allowed(*at), ds, 0.0)

@@ -29,11 +29,9 @@ from pallas_flash._masks import Edges, Mask, Tiling, in_tile
 from pallas_flash._operands import Operand
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
+from pallas_flash._tiles import MIN_ROWS
 
 LOG2E = math.log2(math.e)
-
-# Matrix units take no fewer rows and columns.
-MIN_ROWS = 16
 
 # Bytes of keys and values (or queries) that programs of different heads stream at the same time: so
 # many stay in the L2 cache of an A100 (40 MB) and later, beside all else.
@@ -55,6 +53,33 @@ class Extras(NamedTuple):
     scores: Scores
     sinks: Any = None
     dropout: Dropout | None = None
+
+
+class Rows(NamedTuple):
+    """Queries that stay in a program.
+
+    Attributes:
+        q: [rows, padded H].
+        b: their example.
+        h: their head, or int32 [rows].
+        pos: their positions, int32 [rows].
+        exist: which of them exist, bool [rows], or None for all.
+        tile: which slice of its sequence they are; None if they are none, but of several heads.
+        span: where they are in the program's query tile.
+    """
+
+    q: Any
+    b: Any
+    h: Any
+    pos: Any
+    exist: Any
+    tile: Any = None
+    span: Any = None
+
+    def at(self, k_pos):
+        """Their indices and those of keys, to broadcast to [rows, keys]."""
+        h = self.h if jnp.ndim(self.h) == 0 else self.h[:, None]
+        return self.b, h, self.pos[:, None], k_pos[None, :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +129,7 @@ class Static:
         quick = self.itemsize == 2 and (scores.soft_cap or 0) <= MAX_QUICK_CAP
         return _tanh if quick and not self.interpret else jnp.tanh
 
-    def slices(self, b, h, q_tile, q_ref) -> "list[Rows]":
+    def slices(self, b, h, q_tile, q_ref) -> list[Rows]:
         """The rows of a query tile, slice by slice."""
         block = self.q.block // self.num_slices
         slices = []
@@ -132,6 +157,12 @@ class Static:
         q, k = (q[None, :], k[:, None]) if transposed else (q[:, None], k[None, :])
         first = q_tile * block_q, kv_tile * block_kv
         return self.kept(extras, b, h, q, k, first=first)
+
+    def kept_of(self, extras: Extras, rows: Rows, kv_tile, k_pos):
+        """As `kept`, for these rows and the keys of a tile, which are at `k_pos`."""
+        if rows.tile is None:
+            return self.kept(extras, *rows.at(k_pos))
+        return self.kept_in_tile(extras, rows.b, rows.h, rows.tile, kv_tile)
 
     def drop(self, kept, x):
         """`x` where it is kept, else zero; for `x` that is then rounded to 16 bits.
@@ -173,33 +204,6 @@ class Static:
     def exp2(self, x):
         """2 to the power of x, elementwise."""
         return jnp.exp2(x) if self.interpret else _ptx("ex2.approx.ftz.f32 $0, $1;", x)
-
-
-class Rows(NamedTuple):
-    """Queries that stay in a program.
-
-    Attributes:
-        q: [rows, padded H].
-        b: their example.
-        h: their head, or int32 [rows].
-        pos: their positions, int32 [rows].
-        exist: which of them exist, bool [rows], or None for all.
-        tile: which slice of its sequence it is.
-        span: where it is in the program's query tile.
-    """
-
-    q: Any
-    b: Any
-    h: Any
-    pos: Any
-    exist: Any
-    tile: Any = None
-    span: Any = None
-
-    def at(self, k_pos):
-        """Their indices and those of keys, to broadcast to [rows, keys]."""
-        h = self.h if jnp.ndim(self.h) == 0 else self.h[:, None]
-        return self.b, h, self.pos[:, None], k_pos[None, :]
 
 
 def _ptx(code: str, *args, register="f", dtype=jnp.float32):
@@ -462,7 +466,7 @@ def make_static(
         unseen=bool(mask) and unseen,
         q=q,
         kv=kv,
-        num_slices=min(tile.num_slices, q.block // MIN_ROWS),
+        num_slices=tile.slices_of(q.block),
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         itemsize=problem.dtype.itemsize,
@@ -551,48 +555,37 @@ class QueryTiles:
         # left over at the end.
         self.tile_of = (lambda i: count - 1 - i) if mask.grows else (lambda i: i)
 
-    def _index(self, g, k, i, outer, b):
-        """Grid indices to the example, the query head, its key/value head and the tile."""
-        k = outer * self.heads + k
-        return b, k * self.problem.groups + g, k, self.tile_of(i)
+    def index(self, g, k, i, outer, b):
+        """Grid indices to the example, the query head and the tile."""
+        return b, self._kv_head(k, outer) * self.problem.groups + g, self.tile_of(i)
+
+    def _kv_head(self, k, outer):
+        return outer * self.heads + k
 
     def here(self):
         """One program's example, query head and number of its tile."""
-        b, h, _, i = self._index(*map(pl.program_id, range(5)))
-        return b, h, i
+        return self.index(*map(pl.program_id, range(5)))
 
     def operands(self, extras: Extras, table):
         """As the function `operands`."""
-
-        def row(*ids):
-            b, h, _, i = self._index(*ids)
-            return b, h, i
-
-        return operands(extras, table, row)
+        return operands(extras, table, self.index)
 
     def rows(self, width: int) -> pl.BlockSpec:
         """A tile of [B, T, N, width]."""
 
         def index(*ids):
-            b, h, _, i = self._index(*ids)
+            b, h, i = self.index(*ids)
             return b, i, h, 0
 
         return pl.BlockSpec((None, self.static.q.block, None, padded(width)), index)
 
     def keys(self, width: int) -> pl.BlockSpec:
         """All of one head of [B, S, K, width]."""
-
-        def index(*ids):
-            b, _, k, _ = self._index(*ids)
-            return b, 0, k, 0
-
-        return pl.BlockSpec((None, self.problem.kv_len, None, padded(width)), index)
+        return pl.BlockSpec(
+            (None, self.problem.kv_len, None, padded(width)),
+            lambda g, k, i, outer, b: (b, 0, self._kv_head(k, outer), 0),
+        )
 
     def row_statistic(self) -> pl.BlockSpec:
         """A tile of [B, N, T]."""
-
-        def index(*ids):
-            b, h, _, i = self._index(*ids)
-            return b, h, i
-
-        return pl.BlockSpec((None, None, self.static.q.block), index)
+        return pl.BlockSpec((None, None, self.static.q.block), self.index)

@@ -32,7 +32,7 @@ from pallas_flash._triton.forward import attend
 # that is enough to keep its memory busy; or, where the heads alone are more, so many that the last
 # ones to end are few (timed, see docs/performance.md). `jax.vmap` comes later: its axis is not
 # known here.
-AT_ONCE, ONE_BY_ONE = 256, 2048
+AT_ONCE, MANY = 256, 2048
 # Fewer are not worth a part's results.
 TILES_OF_A_PART = 4
 
@@ -63,11 +63,7 @@ def pallas_flash_decode(
     query, head = _query_and_head(row, groups)
     rows = common.Rows(q, pl.program_id(3), pl.program_id(2) * groups + head, query, exist)
     mine = share(tiles(0), pl.program_id(1), parts, static.edges)
-
-    def kept_in(i, kv_tile, at):
-        return static.kept(extras, *at)
-
-    [(acc, m, l)] = attend([rows], k_ref, v_ref, scale_ref[0], mine, extras, kept_in, static)
+    [(acc, m, l)] = attend([rows], k_ref, v_ref, scale_ref[0], mine, extras, static)
     common.store(acc_ref, acc, exist, static.value_dim)
     common.store_row(m_ref, m, exist)
     common.store_row(l_ref, l, exist)
@@ -130,7 +126,7 @@ def decode(problem: Problem, tile: Tile, *, interpret: bool):
     block = common.block_for(num_rows, tile.block_q)
     row_tiles = pl.cdiv(num_rows, block)
     programs = row_tiles * p.num_kv_heads * p.batch
-    parts = AT_ONCE // programs or pl.cdiv(ONE_BY_ONE, programs)
+    parts = AT_ONCE // programs or pl.cdiv(MANY, programs)
     parts = max(1, min(parts, static.kv.count // TILES_OF_A_PART))
     width, value_width = common.padded(p.head_dim), common.padded(p.value_dim)
     tables, table_specs = common.operands(extras, table, lambda r, i, k, b: (b, k, 0))

@@ -30,11 +30,10 @@ from pallas_flash._triton import common
 PARTS = 8
 
 
-def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, kept_in, static):
-    """What one program finds in a range of tiles: acc [rows, V], m [rows] and l [rows] by slice.
+def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, static: common.Static):
+    """What one program finds for each of its `common.Rows` in a range of tiles.
 
-    `slices` is a list of `common.Rows`. `kept_in` tells of a slice's number, a key tile and the
-    indices in both which probabilities dropout keeps.
+    Returns acc [rows, V], m [rows] and l [rows] for each.
     """
     mask, block_kv = extras.mask, static.kv.block
 
@@ -43,23 +42,23 @@ def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, kept_in, s
         keys = common.seen_by_any(mask, slices, k_pos) if static.unseen and masked else None
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
-        at = [rows.at(k_pos) for rows in slices]
         # Where this stands decides how many registers it takes; see docs/performance.md.
-        kept = [kept_in(i, kv_tile, x) for i, x in enumerate(at)]
+        kept = [static.kept_of(extras, rows, kv_tile, k_pos) for rows in slices]
         # All products first: of the second slice's while the first one's softmax runs.
         products = [static.dot_t(rows.q, k) for rows in slices]
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
         results = []
-        for i, (acc, m, l) in enumerate(carry):
-            s, c = static.logits(extras, products[i], scale, *at[i])
-            s = hidden(masked, lambda s, i=i: jnp.where(mask.allowed(*at[i]), s, -jnp.inf), s)
+        for rows, s, keep, (acc, m, l) in zip(slices, products, kept, carry, strict=True):
+            at = rows.at(k_pos)
+            s, c = static.logits(extras, s, scale, *at)
+            s = hidden(masked, lambda s, at=at: jnp.where(mask.allowed(*at), s, -jnp.inf), s)
             m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
             # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives weight 0.
             m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
             p = static.exp2_scaled(s, c, m_safe[:, None])
             alpha = static.exp2(m - m_safe)
             l = alpha[:, None] * l + jnp.sum(p.reshape(len(p), -1, PARTS), axis=1)
-            p = static.drop(kept[i], p)
+            p = static.drop(keep, p)
             acc = alpha[:, None] * acc + static.dot(p.astype(v.dtype), v)
             results.append((acc, m_new, l))
         return results
@@ -81,11 +80,7 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
     tiles, extras = common.load_tables(tables, static, flow=static.kv)
     b, h, q_tile = here()
     slices = static.slices(b, h, q_tile, q_ref)
-
-    def kept_in(i, kv_tile, at):
-        return static.kept_in_tile(extras, b, h, slices[i].tile, kv_tile)
-
-    results = attend(slices, k_ref, v_ref, scale_ref[0], tiles(0), extras, kept_in, static)
+    results = attend(slices, k_ref, v_ref, scale_ref[0], tiles(0), extras, static)
     for rows, (acc, m, l) in zip(slices, results, strict=True):
         alive = l > 0.0
         l = jnp.where(alive, l, 1.0)
