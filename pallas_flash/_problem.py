@@ -99,8 +99,8 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """That of the mask, or "other" where more than a mask is asked for in the loops."""
-        return "other" if self.scores or self.dropout else self.mask.kind
+        """What loops have besides products: "scores", "dropout", else the mask's kind."""
+        return "scores" if self.scores else "dropout" if self.dropout else self.mask.kind
 
     @property
     def pair_bytes(self) -> int:

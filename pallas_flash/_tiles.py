@@ -29,6 +29,9 @@ class Tile:
         num_stages: depth of the pipeline that loads the tiles flowing past, 1 to 8.
         num_slices: 1, 2 or 4 parts of at least 16 queries, of which one is multiplied while
             another is exponentiated; of `forward` and `dq`, 1 elsewhere.
+        one_loop: whether tiles at the edge of a mask are masked under a branch in the loop over
+            all tiles; else, and where a query may not see the key at its own position, they have a
+            loop of their own. Of `forward`, False elsewhere.
 
     Raises:
         ValueError: if a number is none of those.
@@ -40,6 +43,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 2
     num_slices: int = 1
+    one_loop: bool = False
 
     def __post_init__(self):
         allowed = {
@@ -60,6 +64,11 @@ class Tile:
                 raise ValueError(
                     f"`{name}` must be one of {values}; got {value}. Choose the nearest of them."
                 )
+        if not isinstance(self.one_loop, bool):
+            raise TypeError(
+                f"`one_loop` must be a bool; got {type(self.one_loop).__name__} {self.one_loop!r}. "
+                "Pass True or False."
+            )
         if self.slices_of(self.block_q) < self.num_slices:
             raise ValueError(
                 f"`num_slices` must leave {MIN_ROWS} or more of `block_q` queries in each; got "
@@ -112,6 +121,10 @@ class TileSizes:
                     f"`{name}` must have `num_slices` 1; got {value}. Give slices to `forward` and "
                     "`dq` alone."
                 )
+            if value is not None and value.one_loop and name != "forward":
+                raise ValueError(
+                    f"`{name}` must have `one_loop` False; got {value}. Give it to `forward` alone."
+                )
         split = (self.dk is not None, self.dv is not None)
         if any(split) and (self.dkv is not None or not all(split)):
             raise ValueError(
@@ -146,10 +159,10 @@ class TileSizes:
 
 # Tiles by (padded head size, bytes of an element).
 #
-# Of Hopper and newer data-centre GPUs, in 16 bits: the fastest of those timed on an H200 at 16384
-# tokens, full and causal (docs/performance.md). With three stages two tiles are on their way while
-# a third is worked on; with two, the products wait for memory.
-_ASYNCHRONOUS = {
+# Of Hopper: the fastest of those timed on an H200, full and causal, at 16384 tokens in 16 bits and
+# at 4096 in float32 (docs/performance.md). With three stages two tiles are on their way while a
+# third is worked on; with two, only what is needed late in a tile does not wait for memory.
+_HOPPER = {
     (64, 2): TileSizes(forward=Tile(64, 64, 4, 3), dkv=Tile(64, 64, 4, 3), dq=Tile(128, 64, 4, 3)),
     (128, 2): TileSizes(
         forward=Tile(64, 64, 4, 3), dkv=Tile(64, 128, 8, 3), dq=Tile(128, 64, 8, 4)
@@ -157,11 +170,11 @@ _ASYNCHRONOUS = {
     (256, 2): TileSizes(
         forward=Tile(128, 64, 8, 2),
         dk=Tile(32, 128, 8, 3),
-        dv=Tile(32, 128, 8, 3),
+        dv=Tile(64, 128, 8, 2),
         dq=Tile(128, 32, 8, 3),
     ),
     (64, 4): TileSizes(
-        forward=Tile(128, 32, 8, 3), dkv=Tile(32, 128, 8, 3), dq=Tile(128, 64, 8, 2)
+        forward=Tile(128, 64, 8, 3), dkv=Tile(64, 128, 8, 2), dq=Tile(128, 32, 4, 3)
     ),
     (128, 4): TileSizes(
         forward=Tile(128, 32, 8, 3),
@@ -178,7 +191,12 @@ _ASYNCHRONOUS = {
         dq=Tile(64, 16, 4, 2),
     ),
 }
-_SYNCHRONOUS = _ASYNCHRONOUS | {
+# By counts, not timed. Probabilities go through shared memory there.
+_BLACKWELL = _HOPPER | {
+    (256, 2): dataclasses.replace(_HOPPER[256, 2], dv=Tile(32, 128, 8, 3)),
+}
+# By counts, too.
+_SYNCHRONOUS = _HOPPER | {
     (64, 2): TileSizes(forward=Tile(128, 64, 4, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
     (128, 2): TileSizes(forward=Tile(128, 64, 8, 2), dkv=Tile(32, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
     (256, 2): TileSizes(
@@ -187,22 +205,45 @@ _SYNCHRONOUS = _ASYNCHRONOUS | {
         dv=Tile(32, 64, 8, 2),
         dq=Tile(64, 32, 8, 2),
     ),
+    (64, 4): TileSizes(forward=Tile(128, 32, 8, 3), dkv=Tile(64, 32, 4, 2), dq=Tile(64, 32, 4, 3)),
 }
 
-# A program that fills a core: 128 rows for each 4 warps, in slices. Timed on an H200, it wins where
-# it runs long without an interruption: by (kind, padded head size, bytes of an element) from which
-# length on, and where there are so many programs that a last round which does not fill the GPU
-# counts little.
+# What was faster on an H200 than the table above, by (kind of call, padded head size, bytes of an
+# element): from how many queries and keys on, from how many queries of all heads and examples on,
+# and the tiles. The first entry that a call has enough for serves.
+#
+# _TALL has 128 rows for 4 warps, and two programs share a core. One of _IN_SLICES fills it, and
+# wins where it runs long without an interruption. Both want many programs: a last round that does
+# not fill the GPU costs more, the larger they are.
+_TALL = Tile(128, 64, 4, 2, one_loop=True)
 _IN_SLICES = Tile(256, 64, 8, 3, num_slices=2)
-_LONG = {
-    ("full", 128, 2): (2048, {"forward": _IN_SLICES, "dq": _IN_SLICES}),
-    ("causal", 128, 2): (4096, {"forward": _IN_SLICES}),
+_BY_KIND = {
+    ("full", 128, 2): [
+        (2048, 2**17, {"forward": _IN_SLICES, "dq": _IN_SLICES}),
+        (0, 2**17, {"forward": _TALL}),
+    ],
+    ("causal", 128, 2): [
+        (8192, 2**18, {"forward": _IN_SLICES}),
+        (0, 2**17, {"forward": _TALL}),
+    ],
+    ("scores", 128, 2): [(0, 0, {"dkv": Tile(64, 64, 4, 2)})],
+    ("dropout", 128, 2): [(0, 0, {"dkv": Tile(32, 64, 4, 3)})],
 }
-_MANY_ROWS = 1024 * _IN_SLICES.block_q
 
-# With bias or mask arrays the table's tile spills in the loop over full tiles, compiled for an
-# H200.
-_WITH_PAIRS = {(128, 2, "dkv"): Tile(64, 64, 4, 2)}
+# The same with bias or mask arrays, by (padded head size, bytes of an element) and then by bytes of
+# those arrays for each pair of a query and a key; timed at 4096 tokens.
+_WITH_PAIRS = {
+    (64, 2): {
+        1: TileSizes(forward=Tile(64, 64, 4, 3), dkv=Tile(32, 64, 4, 3), dq=Tile(128, 64, 4, 2)),
+        2: TileSizes(forward=Tile(64, 64, 4, 3), dkv=Tile(32, 64, 4, 3), dq=Tile(128, 64, 4, 3)),
+        4: TileSizes(forward=Tile(64, 32, 4, 3), dkv=Tile(64, 64, 4, 3), dq=Tile(128, 32, 4, 3)),
+    },
+    (128, 2): {
+        1: TileSizes(forward=Tile(64, 64, 4, 3), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
+        2: TileSizes(forward=Tile(128, 64, 8, 3), dkv=Tile(32, 64, 4, 3), dq=Tile(128, 64, 8, 3)),
+        4: TileSizes(forward=Tile(128, 64, 8, 3), dkv=Tile(32, 64, 4, 3), dq=Tile(64, 64, 4, 2)),
+    },
+}
 
 # Bytes of a key and a value tile of "decode". With three stages one pair is on its way while
 # another is used, and three programs of up to 16 rows share a core of the H200 (counted). Half or
@@ -250,9 +291,9 @@ def choose(
         capability: compute capability of the GPU; None (unknown, or the interpreter) means that of
             the H100 and H200.
         pair_bytes: bytes of bias and mask arrays for each pair of a query and a key. They wait in
-            shared memory too; the table's tiles then have two stages at most, so that as many
-            programs fit on a core as without (by their sizes, not timed).
-        kind: "full" or "causal" if nothing is asked for but that, else "other".
+            shared memory too; tiles that were not timed with them have two stages at most then, so
+            that as many programs fit on a core as without.
+        kind: `Problem.kind`.
         rows: queries of all heads and examples.
 
     Raises:
@@ -260,12 +301,17 @@ def choose(
     """
     width = max(64, 1 << (max(head_dim, value_dim) - 1).bit_length())
     limit = shared_memory_limit(capability)
-    asynchronous = capability is None or (9, 0) <= capability < (12, 0)
-    default = (_ASYNCHRONOUS if asynchronous else _SYNCHRONOUS)[width, itemsize]
-    if capability in (None, (9, 0)) and rows >= _MANY_ROWS:
-        length, tiles = _LONG.get((kind, width, itemsize), (0, {}))
-        if min(q_len, kv_len) >= length:
-            default = dataclasses.replace(default, **tiles)
+    hopper = capability in (None, (9, 0))
+    blackwell = not hopper and (10, 0) <= capability < (12, 0)
+    default = (_HOPPER if hopper else _BLACKWELL if blackwell else _SYNCHRONOUS)[width, itemsize]
+    with_pairs = _WITH_PAIRS.get((width, itemsize)) if hopper and pair_bytes else None
+    if with_pairs:
+        default = with_pairs[max(size for size in with_pairs if size <= pair_bytes)]
+    elif hopper:
+        for length, many, tiles in _BY_KIND.get((kind, width, itemsize), ()):
+            if min(q_len, kv_len) >= length and rows >= many:
+                default = dataclasses.replace(default, **tiles)
+                break
     if kv_len > MANY_KEYS:
         # With more rows one program would fill a core at 256, and spill in float32.
         stay = 64 if width < 256 else 32
@@ -280,8 +326,7 @@ def choose(
         tile = getattr(default, name)
         if tile is None:
             continue
-        if pair_bytes:
-            tile = _WITH_PAIRS.get((width, itemsize, name)) or tile
+        if pair_bytes and (name == "decode" or not with_pairs):
             tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
         if name == "decode" and shared(name, tile) > limit:
             # It needs rows, for keys to be read once, more than it needs another pair on its way.

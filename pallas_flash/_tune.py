@@ -91,7 +91,8 @@ def told(tile: Tile) -> str:
     """A tile as a column of a table."""
     blocks = f"{tile.block_q} x {tile.block_kv}"
     slices = f", {tile.num_slices} slices" * (tile.num_slices > 1)
-    return f"{blocks:>9}, {tile.num_warps} warps, {tile.num_stages} stages{slices}"
+    loop = ", one loop" * tile.one_loop
+    return f"{blocks:>9}, {tile.num_warps} warps, {tile.num_stages} stages{slices}{loop}"
 
 
 def tune(
@@ -226,11 +227,14 @@ def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
     launches |= {(256, 8, 2)} if kernel in ("forward", "dq") else set()
     flows = [block for block in (columns // 2, columns, 2 * columns) if 16 <= block <= 128]
     tiles = [near] if table.tile(kernel) else []
+    edges = kernel == "forward" and p.mask and p.mask.reflexive and p.q_len == p.kv_len
     for (stay, warps, slices), flow, stages in itertools.product(
         sorted(launches), flows, (2, 3, 4)
     ):
         block_q, block_kv = (stay, flow)[::turn]
-        tile = Tile(block_q, block_kv, warps, stages, slices)
+        # With more stages one loop for all tiles was slower (docs/performance.md).
+        one_loop = bool(edges) and stages == 2 and slices == 1
+        tile = Tile(block_q, block_kv, warps, stages, slices, one_loop)
         if stay * (sums + scores * flow) <= 255 * 32 * warps and _fits(kernel, tile, choose):
             tiles.append(tile)
     q_rows = p.q_len * p.groups if kernel == "decode" else p.q_len
@@ -238,7 +242,7 @@ def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
     distinct = {}
     for x in tiles:
         block_q, block_kv = min(x.block_q, q_len), min(x.block_kv, kv_len)
-        as_run = block_q, block_kv, x.num_warps, x.num_stages, x.slices_of(block_q)
+        as_run = block_q, block_kv, x.num_warps, x.num_stages, x.slices_of(block_q), x.one_loop
         distinct.setdefault(as_run, x)
     return list(distinct.values())
 

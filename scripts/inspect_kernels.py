@@ -516,9 +516,9 @@ def main() -> None:
     parser.add_argument(
         "--tiles",
         nargs="+",
-        metavar="KERNEL=Q,KV,WARPS,STAGES[,SLICES]",
+        metavar="KERNEL=Q,KV,WARPS,STAGES[,SLICES[,ONE_LOOP]]",
         type=lambda text: text.split("="),
-        help="in place of the package's choice, such as forward=256,64,8,3,2",
+        help="in place of the package's choice, such as forward=256,64,8,3,2 or dq=64,64,4,3",
     )
     parser.add_argument("--loops", action="store_true", help="show every loop, and its opcodes")
     parser.add_argument("--json", metavar="FILE", help="also write JSON; - is the standard output")
@@ -533,9 +533,11 @@ def main() -> None:
     if options.tiles:
         from pallas_flash import Tile, TileSizes
 
-        tile_sizes = TileSizes(
-            **{name: Tile(*map(int, numbers.split(","))) for name, numbers in options.tiles}
-        )
+        def tile(numbers: str) -> Tile:
+            sizes = [*map(int, numbers.split(","))]
+            return Tile(*sizes[:5], *map(bool, sizes[5:]))
+
+        tile_sizes = TileSizes(**{name: tile(numbers) for name, numbers in options.tiles})
 
     results: dict[str, dict] = {}
     failed = False

@@ -61,7 +61,9 @@ def test_head_sizes(case, head_dim, kernel_case):
     judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
 
 
+TALL = pallas_flash.TileSizes(pallas_flash.Tile(128, 64, 4, 2, one_loop=True))
 SLICED = pallas_flash.Tile(256, 64, 8, 3, num_slices=2)
+SLICED = pallas_flash.TileSizes(SLICED, dq=SLICED)
 
 
 @cases.parametrize(
@@ -76,10 +78,9 @@ SLICED = pallas_flash.Tile(256, 64, 8, 3, num_slices=2)
         "dropout",
     ]
 )
-def test_slices(case, kernel_case):
-    """The table has them for long calls alone."""
+@pytest.mark.parametrize("tiles", [TALL, SLICED], ids=["tall", "slices"])
+def test_tiles_of_calls_with_many_programs(tiles, case, kernel_case):
     case = dataclasses.replace(case.scaled(5), H=128, V=128)
-    tiles = pallas_flash.TileSizes(forward=SLICED, dq=SLICED)
     judge(case, "bfloat16", measured(case, "bfloat16", "triton", tile_sizes=tiles))
 
 

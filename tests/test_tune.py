@@ -302,8 +302,21 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
         assert stay >= min(fewest, 16 * tile.num_warps) or (size, capability) == (256, (8, 9))
         assert flow in (16, 32, 64, 128)
         assert tile.num_slices == (2 if stay == 256 else 1)
+        assert not tile.one_loop
         assert stay * (sums + scores * flow) / (32 * tile.num_warps) <= 255
         choose(_tune._sizes(kernel, tile))  # Raises where it does not fit.
+
+
+def test_one_loop_is_tried_where_it_makes_a_difference():
+    def tried(kernel="forward", **of):
+        p = problem(**of)
+        tiles = _tune.candidates(kernel, p, functools.partial(_api.table_tiles, p, "interpret"))
+        return {(tile.num_stages, tile.num_slices) for tile in tiles if tile.one_loop}
+
+    same, causal = dict(kv_len=300, q_len=300), dict(is_causal=True)
+    assert tried(**same, **causal) == {(2, 1)}
+    assert not tried(**same) | tried("dq", **same, **causal) | tried(**causal)
+    assert not tried(**same, key_value_seq_lengths=jnp.array([50]))
 
 
 def test_blocks_longer_than_the_sequence_are_tried_once():
@@ -895,12 +908,12 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
     assert command(monkeypatch, "--clear") == 0
 
 
-def test_slices_are_stored_and_shown(monkeypatch, capsys, file):
-    sizes = TileSizes(forward=Tile(256, 64, 8, 3, num_slices=2))
+def test_slices_and_one_loop_are_stored_and_shown(monkeypatch, capsys, file):
+    sizes = TileSizes(forward=Tile(256, 64, 8, 3, num_slices=2, one_loop=True))
     store(sizes)
     assert list(_tile_cache.read(file).values()) == [sizes]
     assert command(monkeypatch, "--show") == 0
-    assert capsys.readouterr().out.endswith(" 256 x 64, 8 warps, 3 stages, 2 slices\n")
+    assert capsys.readouterr().out.endswith(" 256 x 64, 8 warps, 3 stages, 2 slices, one loop\n")
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,20 @@ def bad_tiles():
         ValueError,
         "`num_slices` must leave 16 or more of `block_q` queries in each; got 2 of 16. Use fewer.",
     )
+    for x in (1, None, "yes", np.bool_(True)):
+        yield Row(
+            f"one_loop as {type(x).__name__}",
+            lambda x=x: {"tile_sizes": sizes_with("one_loop", x)},
+            TypeError,
+            f"`one_loop` must be a bool; got {type(x).__name__} ",
+        )
+    for name in ("decode", "dkv", "dk", "dv", "dq"):
+        yield Row(
+            f"{name} in one loop",
+            lambda name=name: {"tile_sizes": TileSizes(**{name: Tile(64, 64, one_loop=True)})},
+            ValueError,
+            f"`{name}` must have `one_loop` False; got Tile(",
+        )
     for name in ("decode", "dkv", "dk", "dv"):
         yield Row(
             f"{name} in slices",

@@ -62,17 +62,23 @@ def _kernel(
         def visible(x):
             return jnp.where(mask.allowed(*at), x, 0.0)
 
+        def load_do():
+            return common.load(do_ref.at[span, g, :], rows, static.value_dim)
+
         # The order of loads and products is chosen: lse is there before the products, so that the
         # exponentials can run under the second of them; delta comes late and holds no registers.
         lse_log2 = common.load_row(lse_ref.at[g, span], exist)
         q = common.load(q_ref.at[span, g, :], rows, static.head_dim)
-        do = common.load(do_ref.at[span, g, :], rows, static.value_dim)
+        do = load_do() if want_dk else None
         s_t, c, pull = static.logits_vjp(extras, static.dot_t(k, q), scale, *at)
         dp_t = static.dot_t(v, do) if want_dk else 0.0
         p_t = static.exp2_scaled(s_t, c, common.shift(extras, lse_log2)[None, :])
         kept = static.kept_in_tile(extras, *at[:2], q_tile, kv_tile, transposed=True)
         if masked:
             p_t = visible(p_t)
+        if do is None:
+            p_t = static.fence(p_t, q_tile, static.q)
+            do = load_do()
         if want_dv:
             dv = dv + static.dot(drop(kept, p_t).astype(do.dtype), do)
         if want_dk:
