@@ -191,16 +191,28 @@ _HOPPER = {
         dq=Tile(64, 16, 4, 2),
     ),
 }
-# By counts, not timed. Probabilities go through shared memory there.
+# By counts, not timed. What is multiplied goes through shared and tensor memory there, which must
+# have room for it.
 _BLACKWELL = _HOPPER | {
-    (256, 2): dataclasses.replace(_HOPPER[256, 2], dv=Tile(32, 128, 8, 3)),
+    (256, 2): TileSizes(
+        forward=Tile(128, 64, 8, 2),
+        dk=Tile(32, 128, 8, 2),
+        dv=Tile(32, 128, 8, 3),
+        dq=Tile(128, 32, 8, 2),
+    ),
+    (256, 4): TileSizes(
+        forward=Tile(64, 32, 4, 2),
+        dk=Tile(16, 32, 4, 2),
+        dv=Tile(16, 64, 4, 2),
+        dq=Tile(32, 16, 4, 2),
+    ),
 }
 # By counts, too.
 _SYNCHRONOUS = _HOPPER | {
     (64, 2): TileSizes(forward=Tile(128, 64, 4, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
     (128, 2): TileSizes(forward=Tile(128, 64, 8, 2), dkv=Tile(32, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
     (256, 2): TileSizes(
-        forward=Tile(64, 32, 4, 2),
+        forward=Tile(64, 32, 4, 2, one_loop=True),
         dk=Tile(32, 64, 8, 2),
         dv=Tile(32, 64, 8, 2),
         dq=Tile(64, 32, 8, 2),

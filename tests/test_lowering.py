@@ -139,6 +139,24 @@ def test_some_heads_side_by_side(heads, monkeypatch, kernel_case):
     }
 
 
+@pytest.mark.parametrize(
+    ("one_loop", "options", "loops"),
+    [
+        (True, {"is_causal": True}, 1),
+        (False, {"is_causal": True}, 2),
+        # Where a query may see nothing, or nothing of its own position, loads are masked, too.
+        (True, {"is_causal": True, "query_offset": -8}, 2),
+        (True, {"key_value_seq_lengths": jnp.array([50])}, 2),
+        (True, {}, 1),
+    ],
+)
+def test_masked_tiles_share_a_loop_where_it_is_asked_for(one_loop, options, loops):
+    tiles = TileSizes(Tile(32, 16, one_loop=one_loop))
+    q = jnp.ones((1, 64, 1, 16))
+    [forward] = ttir.lower(_attention(options, tiles), q, q, q)
+    assert len([loop for loop in ttir.loops(forward) if loop.dots]) == loops
+
+
 @pytest.mark.parametrize("queries", [16, 20, 33])
 def test_a_shortened_tile_has_slices_of_16_queries_or_more(queries):
     tiles = TileSizes(Tile(256, 32, num_slices=4))

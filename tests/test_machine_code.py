@@ -225,6 +225,20 @@ def test_elements_share_the_words_of_dropout():
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [*((h, "bfloat16") for h in (64, 128, 256)), (256, "float32")]
+)
+def test_kernels_compile_for_the_b200(head_dim, dtype):
+    """What is multiplied goes through shared and tensor memory, which must have room for it."""
+    program = inspect_attention(head_dim, dtype=dtype, mask="causal", target="b200")
+    print(*program.lines(), sep="\n")
+    kernels = program.kernels
+    assert sum(kernel.loop_spills for kernel in kernels) <= EDGE_SPILLS
+    assert {kernel.attention_pass for kernel in kernels} == {"forward", "delta", "dkv", "dq"}
+    assert "UTCHMMA" in frozenset().union(*(kernel.matrix for kernel in kernels))
+
+
+@needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_compile_for_the_a100(head_dim):
     kernels = compiled(head_dim, "causal", target="a100").kernels

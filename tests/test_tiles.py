@@ -320,7 +320,8 @@ def test_arrays_over_pairs_wait_in_shared_memory_too(head_dim, itemsize, capabil
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_where_nothing_fits_the_least_tile_is_chosen(itemsize):
     sizes = chosen(None, 256, itemsize=itemsize, capability=(8, 9), pair_bytes=1000)
-    assert set(tiles_of(sizes).values()) == {Tile(16, 16, 4, 1)}
+    least = {dataclasses.replace(tile, one_loop=False) for tile in tiles_of(sizes).values()}
+    assert least == {Tile(16, 16, 4, 1)}
 
 
 def test_their_bytes_decide_on_tiles():

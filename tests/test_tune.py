@@ -317,6 +317,13 @@ def test_one_loop_is_tried_where_it_makes_a_difference():
     assert tried(**same, **causal) == {(2, 1)}
     assert not tried(**same) | tried("dq", **same, **causal) | tried(**causal)
     assert not tried(**same, key_value_seq_lengths=jnp.array([50]))
+    # Also with the table's own sizes, where that has a loop for masked tiles.
+    wide = problem(**same, **causal, size=256, value_dim=256, dtype=jnp.bfloat16)
+    choose = functools.partial(_api.table_tiles, wide, "interpret")
+    table = choose(None).forward
+    assert not table.one_loop
+    both = {table, dataclasses.replace(table, one_loop=True)}
+    assert both <= {*_tune.candidates("forward", wide, choose)}
 
 
 def test_blocks_longer_than_the_sequence_are_tried_once():
