@@ -79,8 +79,15 @@ class TiedEmbedding(nnx.Module):
         self.dtype = dtype or param_dtype
 
     def encode(self, tokens: Int[Array, "..."]) -> Float[Array, "... C"]:
-        """The vector of each token."""
-        return self.embedding[...].astype(self.dtype)[tokens]
+        """The vector of each token: the product of a one-hot row with the matrix.
+
+        A lookup gives the same bits, but its gradient adds one row for each token of the text to
+        the matrix, in this dtype and in any order; where most bytes are one of a few letters, a GPU
+        queues up for them. The product sums in float32, and costs as much as the logits do.
+        """
+        matrix = self.embedding[...].astype(self.dtype)
+        one_hot = jax.nn.one_hot(tokens, len(matrix), dtype=self.dtype)
+        return jnp.dot(one_hot, matrix, precision="highest")  # Not rounded to TF32.
 
     def decode(self, x: Float[Array, "... C"]) -> Float[Array, "... vocab"]:
         """The logits of the next token, accumulated and returned in float32.

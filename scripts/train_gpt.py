@@ -95,6 +95,9 @@ class TrainState(NamedTuple):
 def model_functions(model: GPTConfig, seed: int):
     """The model as pure functions: `init() -> params` and `loss_fn(params, tokens) -> loss`.
 
+    `init` is best left uncompiled: op by op, its few shapes compile once each, where XLA for GPUs
+    takes minutes over all the random numbers of a large model as one program.
+
     Flax modules are split once, here; the training loop then carries plain dictionaries of arrays.
     """
 
@@ -155,7 +158,6 @@ def make_steps(config: TrainConfig):
     init, loss_fn, _ = model_functions(config.model, config.seed)
     optimizer, schedule = make_optimizer(config)
 
-    @jax.jit
     def init_state():
         params = init()
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
@@ -198,7 +200,7 @@ def gradient_error(config: TrainConfig, text: Text) -> tuple[float, str]:
     [tokens] = training_batch(text.train, 0, check)
 
     init, _, _ = model_functions(model, config.seed)
-    params = jax.jit(init)()
+    params = init()
 
     # A search for the fastest matrix products of a GPU is not worth its time for one run.
     quick = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None

@@ -13,6 +13,7 @@ from flax import nnx
 import models.gpt
 import pallas_flash.flax
 from models.gpt import GPT, GPTConfig, generate, loss
+from models.layers import TiedEmbedding
 
 # The dense reference compiles fastest; the tests of causality and of the package's part take the
 # implementation that serves by default.
@@ -185,6 +186,25 @@ def test_loss_is_the_mean_surprise_at_the_next_token(model, tokens):
     assert float(nnx.jit(loss)(model, tokens)) == pytest.approx(np.mean(surprise), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embedding_reads_the_rows_of_its_matrix_to_the_bit(dtype):
+    embedding = TiedEmbedding(5, 8, dtype=dtype, param_dtype="float32", rngs=nnx.Rngs(0))
+    tokens = jnp.array([[3, 0, 4], [1, 2, 3]])
+    expected = embedding.embedding[...].astype(dtype)[tokens]
+    got = embedding.encode(tokens)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_a_token_of_a_thousand_places_gets_the_gradient_of_all_in_bfloat16():
+    """Added one by one in bfloat16, ones would stay at 256."""
+    embedding = TiedEmbedding(3, 8, dtype="bfloat16", param_dtype="float32", rngs=nnx.Rngs(0))
+    tokens = jnp.zeros(1024, jnp.int32).at[7].set(2)
+    gradient = nnx.grad(lambda layer: layer.encode(tokens).sum(dtype=jnp.float32))(embedding)
+    expected = jnp.broadcast_to(jnp.array([1023.0, 0.0, 1.0])[:, None], (3, 8))
+    np.testing.assert_allclose(gradient["embedding"][...], expected, rtol=2**-8)
+
+
 def test_mlp_size_is_rounded_up_to_a_multiple_of_64():
     sizes = {dim: GPTConfig(embed_dim=dim).mlp_dim for dim in (16, 128, 768)}
     assert sizes == {16: 64, 128: 384, 768: 2048}
@@ -351,8 +371,8 @@ def test_models_hold_no_attention_of_their_own():
                 called = getattr(node.func, "attr", getattr(node.func, "id", None))
                 products += [file] * (called == "dot")
                 attentions += [file] * (called in ("SelfAttention", "attention_layer"))
-    # The one product written out is that of the logits.
-    assert products == ["layers.py"]
+    # The products written out are the embedding's, of tokens and of logits.
+    assert products == ["layers.py"] * 2
     assert attentions == ["gpt.py"]
 
 

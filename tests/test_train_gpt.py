@@ -214,7 +214,7 @@ def test_another_seed_is_another_run(finished, config):
 def test_accumulation_gives_the_gradient_of_the_whole_batch(config, corpus):
     text = load_text(config)
     init, loss_fn, _ = train_gpt.model_functions(config.model, seed=0)
-    params = jax.jit(init)()
+    params = init()
     batch = training_batch(text.train, 1, dataclasses.replace(config, accumulation=1))
     assert batch.shape == (1, 4, 13)
     whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch[0])
