@@ -294,7 +294,7 @@ def _plan(problem: Problem, implementation: str, tile_sizes, *, explicit: bool) 
         return _vjp.Plan(implementation)
     tiles = table_tiles(problem, implementation, tile_sizes)
     if (tuned := _tuned(problem, implementation)) is not None:
-        tiles = (tile_sizes or TileSizes()).used(problem.q_len).or_else(tuned)
+        tiles = (tile_sizes or TileSizes()).used(problem.few_queries).or_else(tuned)
     return _vjp.Plan(implementation, tiles)
 
 
@@ -310,7 +310,10 @@ def table_tiles(problem: Problem, implementation: str, asked: TileSizes | None) 
         capability=_select.tile_capability(implementation),
         pair_bytes=problem.pair_bytes,
         kind=problem.kind,
-        rows=problem.batch * problem.num_heads * problem.q_len,
+        masked=bool(problem.mask),
+        rows=problem.rows,
+        kv_rows=problem.kv_rows,
+        groups=problem.groups,
     )
 
 

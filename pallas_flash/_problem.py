@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from pallas_flash import _tiles
 from pallas_flash._dropout import Dropout
 from pallas_flash._masks import Mask
 from pallas_flash._operands import Pairs, is_pairs
@@ -101,6 +102,21 @@ class Problem:
     def kind(self) -> str:
         """What loops have besides products: "scores", "dropout", else the mask's kind."""
         return "scores" if self.scores else "dropout" if self.dropout else self.mask.kind
+
+    @property
+    def rows(self) -> int:
+        """Queries of all heads and examples."""
+        return self.batch * self.num_heads * self.q_len
+
+    @property
+    def kv_rows(self) -> int:
+        """Keys of all heads and examples."""
+        return self.batch * self.num_kv_heads * self.kv_len
+
+    @property
+    def few_queries(self) -> bool:
+        """Whether the kernel for few queries may serve."""
+        return _tiles.few_queries(self.q_len, self.kv_len, self.rows)
 
     @property
     def pair_bytes(self) -> int:

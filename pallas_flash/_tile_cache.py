@@ -23,10 +23,13 @@ from pallas_flash import _compat, _select
 from pallas_flash._mask_objects import BlockMask, Predicate
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
-from pallas_flash._tiles import FEW_QUERIES, KERNELS, Tile, TileSizes
+from pallas_flash._tiles import KERNELS, Tile, TileSizes
 
 # The form of the file; one with another number is ignored.
 SCHEMA = 1
+
+# Queries, or keys, of all heads and examples that make programs enough for every GPU.
+MANY = 2**18
 
 
 def file() -> Path | None:
@@ -63,10 +66,8 @@ def key(problem: Problem, gpu: str) -> str:
       "predicate" (with a user's function) or "other";
     * what else is done in the loops: bias, slopes, score function, soft cap, sinks, dropout; and
       the bytes of arrays that are read for each pair of a query and a key;
-    * both lengths, rounded up to powers of two.
-
-    Batch and number of heads are left out: they repeat the same work, or with few queries decide
-    how many parts the keys have, and not what a part does.
+    * both lengths, and the queries and keys of all heads and examples, rounded up to powers of two
+      and the latter alike from MANY on, where programs are plenty.
     """
     p = problem
     dtype = p.dtype.name
@@ -85,12 +86,13 @@ def key(problem: Problem, gpu: str) -> str:
     more = "".join(f" + {name}" for name, part in parts.items() if part is not None)
     more += f" + {p.pair_bytes} bytes a pair" if p.pair_bytes else ""
     sharing = "shared" if p.groups > 1 else "own"
-    if p.q_len <= FEW_QUERIES:
+    if p.few_queries:
         sharing = f"{power_of_2(p.q_len * p.groups)} rows'"
     return (
         f"{gpu}, jax {jax.__version__}, kernels {_fingerprint()}: {dtype}, H {p.head_dim}, "
         f"V {p.value_dim}, {sharing} keys, {_kind(p.mask)} mask{more}, "
-        f"T {power_of_2(p.q_len)}, S {power_of_2(p.kv_len)}"
+        f"T {power_of_2(p.q_len)}, S {power_of_2(p.kv_len)}, "
+        f"in all {min(MANY, power_of_2(p.rows))} and {min(MANY, power_of_2(p.kv_rows))}"
     )
 
 

@@ -9,13 +9,17 @@ import dataclasses
 
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
 KERNELS = ("forward", "decode", "dkv", "dk", "dv", "dq")
+KEYS_STAY = ("dkv", "dk", "dv")
 
 # Matrix units take no fewer rows and columns.
 MIN_ROWS = 16
 
-# "decode" serves calls of up to so many queries, which fit in the smallest tile, with more than so
-# many keys: fewer are not worth a second launch (a round number, not timed).
-FEW_QUERIES, MANY_KEYS = 16, 512
+# With more keys than this few queries have "decode": fewer are not worth a second launch (a round
+# number, not timed).
+MANY_KEYS = 512
+# Few are so many queries, which fit in the smallest tile; or so many of all heads and examples, if
+# there are as many keys. They are 64 programs of "forward", and half of a GPU idle.
+FEW_QUERIES, FEW_ROWS = 16, 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +90,10 @@ class TileSizes:
 
     Attributes:
         forward: the forward kernel; a query tile stays.
-        decode: the forward kernel of calls with at most 16 queries; the rows that stay are the
-            queries of all heads that share keys and values. If neither is given, it serves such
-            calls with more than 512 keys; with `forward` alone that one does.
+        decode: the forward kernel of calls with few queries: at most 16, or at most 4096 in all
+            heads and examples and no more than keys. The rows that stay are the queries of all
+            heads that share keys and values. If neither is given, it serves such calls with more
+            than 512 keys; with `forward` alone that one does.
         dkv: the kernel for dk and dv together; a key/value tile stays.
         dk: the kernel for dk alone. Give `dk` and `dv` in place of `dkv` where both sums do not fit
             in registers.
@@ -137,9 +142,9 @@ class TileSizes:
         """The tile of one of `KERNELS`, where there is one."""
         return getattr(self, kernel)
 
-    def used(self, q_len: int) -> "TileSizes":
-        """These sizes without the forward kernel that does not serve `q_len` queries."""
-        if q_len > FEW_QUERIES:
+    def used(self, few: bool) -> "TileSizes":
+        """These sizes without the forward kernel that does not serve many, or `few`, queries."""
+        if not few:
             return dataclasses.replace(self, decode=None)
         return self if self.decode is None else dataclasses.replace(self, forward=None)
 
@@ -257,6 +262,45 @@ _WITH_PAIRS = {
     },
 }
 
+# What was faster on an H200 where programs are few, by (padded head size, bytes of an element): up
+# to how many queries, or keys, of all heads and examples, and the tiles. With 64 rows in place of
+# 128 more programs run at once; where cores have one or two of them anyway, longer steps do. Full
+# tiles only: half as many, because there is no work left over to even out.
+_FEW = {
+    (64, 2): (2**15, {"forward": Tile(64, 128, 4, 2), "dq": Tile(64, 64, 4, 3)}),
+    (128, 2): (
+        2**14,
+        {
+            "forward": Tile(64, 128, 4, 2),
+            "dkv": Tile(64, 64, 4, 3),
+            "dq": Tile(64, 64, 4, 3),
+        },
+    ),
+    (256, 2): (
+        2**14,
+        {
+            "forward": Tile(64, 64, 4, 2),
+            "dk": Tile(32, 64, 4, 3),
+            "dv": Tile(64, 64, 4, 2),
+            "dq": Tile(64, 64, 4, 2),
+        },
+    ),
+    (64, 4): (2**14, dict.fromkeys(("forward", "dkv", "dq"), Tile(64, 64, 4, 2))),
+    (128, 4): (
+        2**14,
+        {
+            "forward": Tile(64, 64, 4, 2),
+            "dk": Tile(32, 64, 4, 2),
+            "dv": Tile(32, 64, 4, 3),
+            "dq": Tile(64, 32, 4, 3),
+        },
+    ),
+}
+
+# With fewer keys of all heads and examples, the query heads that share them are shared out among
+# programs in the kernels where keys stay; half as many will do without a mask (timed on an H200).
+_ENOUGH_KEYS = 2**15
+
 # Bytes of a key and a value tile of "decode". With three stages one pair is on its way while
 # another is used, and three programs of up to 16 rows share a core of the H200 (counted). Half or
 # twice the bytes, or other stages, were slower, but for two stages in one shape, by 4 % (timed).
@@ -287,9 +331,12 @@ def choose(
     value_dim: int,
     itemsize: int,
     capability: tuple[int, int] | None,
-    pair_bytes: int = 0,
-    kind: str = "other",
-    rows: int = 0,
+    pair_bytes: int,
+    kind: str,
+    masked: bool,
+    rows: int,
+    kv_rows: int,
+    groups: int,
 ) -> TileSizes:
     """The tiles for a problem: those asked for, the rest from the table, fitted to the GPU.
 
@@ -306,13 +353,17 @@ def choose(
             shared memory too; tiles that were not timed with them have two stages at most then, so
             that as many programs fit on a core as without.
         kind: `Problem.kind`.
+        masked: whether there is a mask.
         rows: queries of all heads and examples.
+        kv_rows: keys of all heads and examples.
+        groups: query heads that share a key/value head.
 
     Raises:
         ValueError: if tiles that were asked for do not fit in the shared memory of the GPU.
     """
     width = max(64, 1 << (max(head_dim, value_dim) - 1).bit_length())
     limit = shared_memory_limit(capability)
+    few = few_queries(q_len, kv_len, rows)
     hopper = capability in (None, (9, 0))
     blackwell = not hopper and (10, 0) <= capability < (12, 0)
     default = (_HOPPER if hopper else _BLACKWELL if blackwell else _SYNCHRONOUS)[width, itemsize]
@@ -320,6 +371,11 @@ def choose(
     if with_pairs:
         default = with_pairs[max(size for size in with_pairs if size <= pair_bytes)]
     elif hopper:
+        limit_rows, tiles = _FEW.get((width, itemsize), (0, {}))
+        spread = kv_rows * shares_of_heads(groups, kv_rows, masked)
+        for name, tile in tiles.items():
+            if (spread if name in KEYS_STAY else rows) * (2 - masked) <= limit_rows:
+                default = dataclasses.replace(default, **{name: tile})
         for length, many, tiles in _BY_KIND.get((kind, width, itemsize), ()):
             if min(q_len, kv_len) >= length and rows >= many:
                 default = dataclasses.replace(default, **tiles)
@@ -328,7 +384,7 @@ def choose(
         # With more rows one program would fill a core at 256, and spill in float32.
         stay = 64 if width < 256 else 32
         decode = Tile(stay, _DECODE_STAGE // (2 * width * itemsize), 4, 3)
-        default = dataclasses.replace(default, decode=decode).used(q_len)
+        default = dataclasses.replace(default, decode=decode).used(few)
 
     def shared(name, tile):
         pairs = tile.num_stages * tile.block_q * tile.block_kv * pair_bytes
@@ -348,7 +404,7 @@ def choose(
         default = dataclasses.replace(default, **{name: tile})
     if asked is None:
         return default
-    asked = asked.used(q_len)
+    asked = asked.used(few)
     for name in KERNELS:
         tile = getattr(asked, name)
         if tile is not None and (need := shared(name, tile)) > limit:
@@ -362,6 +418,21 @@ def choose(
     return asked.or_else(default)
 
 
+def few_queries(q_len: int, kv_len: int, rows: int) -> bool:
+    """Whether "decode" may serve, for so many queries and keys, and queries of all heads."""
+    return q_len <= FEW_QUERIES or rows <= min(kv_len, FEW_ROWS)
+
+
+def shares_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
+    """Among how many programs "dkv" shares out the `groups` heads of a key: a divisor of `groups`.
+
+    `kv_rows` are the keys of all heads and examples; `masked` is whether there is a mask, whose
+    tiles differ in work, so that more programs are better.
+    """
+    divisors = (n for n in range(1, groups) if groups % n == 0)
+    return next((n for n in divisors if n * kv_rows * (1 + (not masked)) >= _ENOUGH_KEYS), groups)
+
+
 def shared_memory_limit(capability: tuple[int, int] | None) -> int:
     """Bytes of shared memory one program may have; for an unlisted GPU the smallest listed."""
     if capability is None:
@@ -372,7 +443,7 @@ def shared_memory_limit(capability: tuple[int, int] | None) -> int:
 def _shared_bytes(kernel: str, tile: Tile, width: int, itemsize: int) -> int:
     """What a kernel keeps there at least: tiles that stay, and a pair that flows for each stage."""
     stay, flow = tile.block_q, tile.block_kv
-    if kernel in ("dkv", "dk", "dv"):
+    if kernel in KEYS_STAY:
         stay, flow = flow, stay
     kept = {"forward": 1, "decode": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2}[kernel]
     return (kept * stay + 2 * tile.num_stages * flow) * width * itemsize
@@ -389,5 +460,5 @@ def _smaller(kernel: str, tile: Tile) -> Tile:
         tile = dataclasses.replace(tile, block_q=max(16, tile.block_q // 2))
     else:
         tile = dataclasses.replace(tile, block_kv=max(16, tile.block_kv // 2))
-    stay = tile.block_kv if kernel in ("dkv", "dk", "dv") else tile.block_q
+    stay = tile.block_kv if kernel in KEYS_STAY else tile.block_q
     return dataclasses.replace(tile, num_warps=4) if stay <= 64 else tile

@@ -28,13 +28,13 @@ from jax.core import Tracer
 from pallas_flash import _api, _select, _tile_cache, _validate
 from pallas_flash._problem import Problem
 from pallas_flash._tile_cache import power_of_2
-from pallas_flash._tiles import Tile, TileSizes
+from pallas_flash._tiles import KEYS_STAY, Tile, TileSizes
 from pallas_flash._vjp import Plan, Wanted
 
 # The kernels of each pass. One of those of the forward serves a call; both ways to dk and dv are
 # tried: one kernel, and one for each.
 FORWARD = ("forward", "decode")
-PASSES = {"forward": FORWARD, "backward": ("dkv", "dk", "dv", "dq")}
+PASSES = {"forward": FORWARD, "backward": (*KEYS_STAY, "dq")}
 
 # What the kernels of the backward compute, by the names of `Gradients`.
 GRADIENTS = {"dkv": ("key", "value"), "dk": ("key",), "dv": ("value",), "dq": ("query",)}
@@ -111,7 +111,8 @@ def tune(
     like this one, in this process and others, where they do not give `tile_sizes`; `explain` says
     so, and PALLAS_FLASH_TUNED=0 in the environment prevents it. Alike are calls on one model of GPU
     and one version of JAX, with the same head sizes, dtype and kind of mask (none, causal, other),
-    query heads that share keys or do not, and lengths with the same next power of two.
+    query heads that share keys or do not, and lengths with the same next power of two, both of one
+    head and (up to 2^18) of all heads and examples together.
 
     Args:
         query: [B, T, N, H] or [T, N, H]; an array or a `jax.ShapeDtypeStruct`. Only shapes and
@@ -221,7 +222,7 @@ def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
     sums = {"forward": v, "decode": v, "dkv": h + v, "dk": h, "dv": v, "dq": h}[kernel]
     scores = 1 if kernel in (*FORWARD, "dv") else 2
     near = table.tile(kernel) or table.tile("dkv") or table.tile("dk")
-    turn = -1 if kernel in ("dkv", "dk", "dv") else 1  # There keys stay and queries flow.
+    turn = -1 if kernel in KEYS_STAY else 1  # There keys stay and queries flow.
     rows, columns = (near.block_q, near.block_kv)[::turn]
     launches = {(rows, near.num_warps, near.num_slices), (64, 4, 1), (128, 4, 1), (128, 8, 1)}
     launches |= {(256, 8, 2)} if kernel in ("forward", "dq") else set()

@@ -111,6 +111,24 @@ def test_more_rows_than_a_tile(case, kernel_case):
     assert np.prod(evaluated(case)[1][0].kernel.grid) == row_tiles * parts
 
 
+@cases.parametrize(
+    names=[
+        "full",
+        "causal",
+        "causal, first queries see nothing",
+        "everything at once",
+        "mask with empty tiles",
+        "all features",
+    ]
+)
+@pytest.mark.parametrize(("B", "N", "K"), [(1, 3, 1), (2, 2, 2)])
+def test_more_queries_than_a_tile(case, B, N, K, kernel_case):
+    """Few in all heads; each tile has keys of its own to visit."""
+    case = dataclasses.replace(case, B=B, N=N, K=K, T=42, S=200)
+    assert_right(case)
+    assert evaluated(case)[1][0].kernel.name == "pallas_flash_decode"
+
+
 @cases.parametrize(names=["documents, shuffled", "bias"])
 def test_rows_that_do_not_exist_read_inside(case, kernel_case):
     """48 of 64, with sizes that tiles divide, where no other index is checked."""
@@ -217,8 +235,8 @@ def test_shares_of_a_list(parts):
             assert found == {True: tiles[:full], False: tiles[full:count]}
 
 
-def kernel_of(T, tiles, S=513):
-    q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), jnp.bfloat16) for n in (T, S))
+def kernel_of(T, tiles, S=513, N=64):
+    q, k = (jax.ShapeDtypeStruct((1, n, N, 64), jnp.bfloat16) for n in (T, S))
     attention = functools.partial(pallas_flash.attention, implementation="triton", tile_sizes=tiles)
     return ttir.lower(attention, q, k, k)[0].name.removeprefix("pallas_flash_")
 
@@ -235,6 +253,10 @@ def kernel_of(T, tiles, S=513):
 )
 def test_which_kernel_serves(asked, few, many):
     assert [kernel_of(T, asked) for T in (1, FEW_QUERIES, FEW_QUERIES + 1)] == [few, few, many]
+
+
+def test_few_queries_of_all_heads_are_few():
+    assert [kernel_of(T, None, N=4) for T in (128, 129)] == ["decode", "forward"]
 
 
 def test_few_keys_are_not_worth_two_launches():

@@ -17,6 +17,7 @@ from test_decode import SERVED as FEW_QUERIES
 from test_decode import with_few
 
 import pallas_flash
+from pallas_flash import _tiles
 
 pytestmark = pytest.mark.gpu
 
@@ -34,10 +35,21 @@ def on_a_gpu():
     assert jax.default_backend() == "gpu", "`-m gpu` needs a GPU and a JAX that sees it."
 
 
+def enough_programs(monkeypatch):
+    """From here on, what calls with many programs have, for which these are too small.
+
+    It is no argument: a call of the same shapes and dtype would be traced once.
+    """
+    monkeypatch.setattr(_tiles, "_FEW", {})
+    monkeypatch.setattr(_tiles, "_ENOUGH_KEYS", 1)
+
+
 @cases.parametrize()
 @pytest.mark.parametrize("dtype, precision", NUMBERS, ids=["bf16", "f16", "tf32", "ieee"])
-def test_kernels(case, dtype, precision, kernel_case):
+def test_kernels(case, dtype, precision, kernel_case, monkeypatch):
     """The rule of test_accuracy; the dense computation multiplies the same numbers."""
+    if dtype == "float16" or precision:
+        enough_programs(monkeypatch)
     case = case.scaled(5)
     with jax.default_matmul_precision(precision or "default"):
         results = measured(case, dtype, "triton")
@@ -55,9 +67,12 @@ def test_kernels(case, dtype, precision, kernel_case):
     ]
 )
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-def test_head_sizes(case, head_dim, kernel_case):
+@pytest.mark.parametrize("enough", [False, True], ids=["few-programs", "enough-programs"])
+def test_head_sizes(case, head_dim, enough, kernel_case, monkeypatch):
     """Each has tiles of its own in the table."""
-    case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
+    case = dataclasses.replace(case.scaled(5 + enough), H=head_dim, V=head_dim)
+    if enough:
+        enough_programs(monkeypatch)
     judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
 
 
@@ -91,6 +106,17 @@ def test_few_queries(case, dtype, kernel_case):
     case = dataclasses.replace(with_few(case, 5), S=4401, H=128, V=128)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         judge(case, dtype, measured(case, dtype, "triton"))
+
+
+@cases.parametrize(
+    names=["full", "causal", "lengths", "everything at once", "mask with empty tiles"]
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_queries_of_all_heads(case, head_dim, kernel_case):
+    """200 of four heads and two examples are more than a tile."""
+    case = with_few(case, 200, B=2, N=4, K=2, H=head_dim, V=head_dim)
+    case = dataclasses.replace(case, S=1999)
+    judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
 
 
 @cases.parametrize(names=["full", "causal", "everything at once", "all features"])

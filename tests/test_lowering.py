@@ -21,7 +21,7 @@ from test_accuracy import ROUNDING, judge
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes
-from pallas_flash._triton import common
+from pallas_flash._triton import backward_dkv, common
 
 # Small, and of different shape for each kernel: a tile number taken from the wrong one shows.
 TILES = TileSizes(Tile(64, 32, one_loop=True), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))
@@ -119,6 +119,19 @@ def test_slices(case, kernel_case):
     poisoned, _ = differentiated((*arrays, cases.poison_bias(case, options)), SLICED)
     for name, a, b in zip(oracle.names(options), results, poisoned, strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 4])
+@cases.parametrize(names=["causal, whole tiles", "everything at once", "all features"])
+def test_heads_that_share_keys_in_several_programs(case, shares, monkeypatch, kernel_case):
+    # The number is no argument: a call of the same shapes would be traced once.
+    case = dataclasses.replace(case, B=shares, N=8, K=2)
+    monkeypatch.setattr(backward_dkv, "shares_of_heads", lambda *_: shares)
+    results, runs = differentiated(case.problem("float32"))
+    judge(case, "float32", results)
+    _assert_stored_once(runs)
+    [grid] = [run.kernel.grid for run in runs if run.kernel.name == "pallas_flash_dkv"]
+    assert math.prod(grid) == shares * case.B * case.K * -(-case.S // TILES.dkv.block_kv)
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -298,7 +311,8 @@ def test_kernels_and_their_launch(tiles, backward):
 )
 def test_tiles_leave_room_for_arrays_over_pairs(shape, dtype, over_pairs):
     """In float32 the table's three stages become two; arrays of keys or queries are small."""
-    x, k = (jnp.ones((1, n, 1, 16)) for n in (40, 50))
+    # As many as the table's tiles are for.
+    x, k = (jax.ShapeDtypeStruct((500, n, 1, 16), jnp.float32) for n in (40, 50))
     name = "mask" if dtype == "bool" else "bias"
     call = functools.partial(pallas_flash.attention, implementation="triton")
     [forward] = ttir.lower(lambda x, k, array: call(x, k, k, **{name: array}), x, k,

@@ -72,7 +72,7 @@ MAY_IMPORT = {
         "_dropout",
         "_tiles",
     },
-    "_problem": {"_masks", "_operands", "_scores", "_dropout"},
+    "_problem": {"_masks", "_operands", "_scores", "_dropout", "_tiles"},
     "_mask_objects": {"_checks", "_masks", "_operands"},
     "_checks": {"_operands"},
     "_scores": {"_operands"},

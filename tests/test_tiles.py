@@ -17,7 +17,14 @@ import ttir
 from pallas_flash import Tile, TileSizes, attention
 from pallas_flash._masks import Band, Mask, Tiling
 from pallas_flash._problem import Problem
-from pallas_flash._tiles import KERNELS, _smaller, choose, shared_memory_limit
+from pallas_flash._tiles import (
+    KERNELS,
+    _smaller,
+    choose,
+    few_queries,
+    shared_memory_limit,
+    shares_of_heads,
+)
 from pallas_flash._triton.common import QueryTiles, side_by_side
 
 KIB = 1024
@@ -51,8 +58,13 @@ def chosen(
     pair_bytes=0,
     q_len=999,
     kv_len=999,
-    **more,
+    kind="other",
+    masked=True,
+    rows=2**20,
+    kv_rows=2**20,
+    groups=1,
 ):
+    """The table's tiles for a call with many programs, unless told otherwise."""
     return choose(
         asked,
         q_len=q_len,
@@ -62,7 +74,11 @@ def chosen(
         itemsize=itemsize,
         capability=capability,
         pair_bytes=pair_bytes,
-        **more,
+        kind=kind,
+        masked=masked,
+        rows=rows,
+        kv_rows=kv_rows,
+        groups=groups,
     )
 
 
@@ -193,6 +209,138 @@ def test_what_a_long_call_asks_for_decides_on_slices(options, block_q):
     q = jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)
     [kernel] = ttir.lower(functools.partial(attention, implementation="triton", **options), q, q, q)
     assert math.prod(kernel.grid) == 32 * 8192 // block_q
+
+
+# Tiles of calls with few programs on an H200, by head size and bytes of an element: up to how many
+# queries or keys of all heads, under a mask, and the kernels.
+FEW = [
+    (64, 2, 2**15, dict(forward=Tile(64, 128, 4, 2), dq=Tile(64, 64, 4, 3))),
+    (
+        128,
+        2,
+        2**14,
+        dict(forward=Tile(64, 128, 4, 2), dkv=Tile(64, 64, 4, 3), dq=Tile(64, 64, 4, 3)),
+    ),
+    (
+        256,
+        2,
+        2**14,
+        dict(
+            forward=Tile(64, 64, 4, 2),
+            dk=Tile(32, 64, 4, 3),
+            dv=Tile(64, 64, 4, 2),
+            dq=Tile(64, 64, 4, 2),
+        ),
+    ),
+    (64, 4, 2**14, dict.fromkeys(("forward", "dkv", "dq"), Tile(64, 64, 4, 2))),
+    (
+        128,
+        4,
+        2**14,
+        dict(
+            forward=Tile(64, 64, 4, 2),
+            dk=Tile(32, 64, 4, 2),
+            dv=Tile(32, 64, 4, 3),
+            dq=Tile(64, 32, 4, 3),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("head_dim", "itemsize", "most", "tiles"), FEW)
+def test_calls_with_few_programs_have_smaller_tiles(head_dim, itemsize, most, tiles, masked):
+    of = dict(head_dim=head_dim, itemsize=itemsize, masked=masked)
+    table = tiles_of(chosen(**of))
+    most = most if masked else most // 2
+    of_keys = {"dkv", "dk", "dv"} & set(tiles)
+    for rows, kv_rows, few in [
+        (most, most, set(tiles)),
+        (most, most + 1, set(tiles) - of_keys),
+        (most + 1, most, of_keys),
+    ]:
+        sizes = tiles_of(chosen(**of, rows=rows, kv_rows=kv_rows))
+        assert {name for name, tile in sizes.items() if tile != table[name]} == few
+        assert all(sizes[name] == tiles[name] for name in few)
+
+
+@pytest.mark.parametrize(
+    "other", [dict(capability=(8, 0)), dict(capability=(10, 0)), dict(pair_bytes=2)], ids=str
+)
+def test_only_where_that_was_timed(other):
+    for head_dim, itemsize, *_ in FEW[:2]:
+        of = dict(head_dim=head_dim, itemsize=itemsize, **other)
+        assert chosen(**of, rows=1000, kv_rows=1) == chosen(**of)
+
+
+def test_heads_that_are_shared_out_count_as_many_keys():
+    """16 heads for 1024 keys are as good as 16384 keys."""
+    few = chosen(head_dim=128, kv_rows=1024, groups=16).dkv
+    assert few == chosen(head_dim=128, kv_rows=1024).dkv
+    assert chosen(head_dim=128, kv_rows=1024, groups=17).dkv == chosen(head_dim=128).dkv != few
+
+
+@pytest.mark.parametrize("kind", ["scores", "dropout"])
+def test_what_a_loop_has_besides_products_decides_first(kind):
+    assert chosen(head_dim=128, kind=kind, kv_rows=1).dkv == chosen(head_dim=128, kind=kind).dkv
+
+
+# (query heads of a key head, keys of all heads, masked, shares).
+SHARES = [
+    (1, 1, True, 1),
+    (8, 1, True, 8),
+    (8, 2**12, True, 8),
+    (8, 2**13 - 1, True, 8),
+    (8, 2**13, True, 4),
+    (8, 2**14, True, 2),
+    (8, 2**15 - 1, True, 2),
+    (8, 2**15, True, 1),
+    (8, 2**12, False, 4),
+    (8, 2**14 - 1, False, 2),
+    (8, 2**14, False, 1),
+    (6, 2**14 - 1, True, 3),
+    (7, 2**14, True, 7),
+]
+
+
+@pytest.mark.parametrize(("groups", "kv_rows", "masked", "shares"), SHARES)
+def test_so_many_programs_share_out_the_heads_of_a_key(groups, kv_rows, masked, shares):
+    assert shares_of_heads(groups, kv_rows, masked) == shares
+
+
+@pytest.mark.parametrize(
+    ("sizes", "few"),
+    [
+        ((16, 600, 2**20), True),
+        ((17, 600, 2**20), False),
+        ((17, 600, 600), True),
+        ((17, 600, 601), False),
+        ((17, 9999, 4096), True),
+        ((17, 9999, 4097), False),
+    ],
+)
+def test_few_queries(sizes, few):
+    assert few_queries(*sizes) == few
+
+
+@pytest.mark.parametrize(
+    ("options", "programs"),
+    [({}, 128), ({"is_causal": True}, 256), ({"local_window_size": 9}, 256)],
+    ids=str,
+)
+def test_a_call_says_how_many_programs_it_has(options, programs):
+    """4 heads of 2048 keys, each for 2 query heads, are few under a mask, and not without."""
+    q, k = (
+        jax.ShapeDtypeStruct((1, n, heads, 128), jnp.bfloat16)
+        for n, heads in ((1024, 8), (2048, 4))
+    )
+
+    def gradient(q, k, v, do):
+        call = functools.partial(attention, implementation="triton", **options)
+        return jax.vjp(call, q, k, v)[1](do)
+
+    grids = {kernel.name: kernel.grid for kernel in ttir.lower(gradient, q, k, k, q)}
+    assert math.prod(grids["pallas_flash_dkv"]) == programs
 
 
 def test_slices_that_are_asked_for_are_used():
@@ -406,7 +554,8 @@ def test_heads_are_side_by_side_in_every_kernel_that_has_tiles():
         return jax.vjp(call, q, k, v)[1](do)
 
     grids = {kernel.name: kernel.grid for kernel in ttir.lower(gradient, x, k, k, x)}
-    tiles = chosen(None, 16)
+    tiles = chosen(None, 16, kind="causal", rows=3 * 8 * 256, kv_rows=3 * 4 * 256, groups=2)
     assert grids["pallas_flash_forward"] == (2 * 4 * 256 // tiles.forward.block_q, 1, 3)
     assert grids["pallas_flash_dq"] == (2 * 4 * 256 // tiles.dq.block_q, 1, 3)
-    assert grids["pallas_flash_dkv"] == (4 * 256 // tiles.dkv.block_kv, 1, 3)
+    # Heads that share keys have programs of their own in so small a call.
+    assert grids["pallas_flash_dkv"] == (2 * 4 * 256 // tiles.dkv.block_kv, 1, 3)

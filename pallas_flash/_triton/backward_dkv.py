@@ -6,20 +6,22 @@
     ds_t = p_t * (dropout(dp_t) - delta)    through the derivative of the scores, see _scores
     dk  += ds_t @ q                     times scale once, after the loop [block_kv, H]
 
-Scores are computed transposed, so that no product needs its accumulator transposed. All query heads
+Scores are computed transposed, so that no product needs its accumulator transposed. The query heads
 of the group are summed in the same program: the loop over heads goes around the loop over tiles,
-which keeps the latter's pipeline. Where both sums do not fit in registers the same kernel runs
-twice, once for each.
+which keeps the latter's pipeline. Where that leaves too few programs for a GPU, they are shared out
+among several, whose float32 sums are added in the end. Where both sums do not fit in registers the
+same kernel runs twice, once for each.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import drop, rescaled, shrunk
 from pallas_flash._masks import in_tile, visit
 from pallas_flash._problem import Problem
-from pallas_flash._tiles import Tile
+from pallas_flash._tiles import Tile, shares_of_heads
 from pallas_flash._triton import common
 
 
@@ -41,9 +43,9 @@ def _kernel(
     tables, outputs = refs[:-n_out], list(refs[-n_out:])
     tiles, extras = common.load_tables(tables, static, flow=static.q)
     mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
-    b, kv_head, kv_tile = here()
+    b, share, kv_tile = here()
     groups = q_ref.shape[1]
-    first_head = kv_head * groups
+    first_head = share * groups
     k_pos = in_tile(kv_tile, block_kv)
     keys = common.existing(static.kv, k_pos)
     k = common.load(k_ref, keys, static.head_dim)
@@ -129,36 +131,41 @@ def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret:
     """Those of dk [B, S, K, H] and dv [B, S, K, V] that `kernel` computes, in a list."""
     p = problem
     static, extras, table = common.make_static(p, tile, flow="q", interpret=interpret)
+    shares = shares_of_heads(p.groups, p.kv_rows, bool(p.mask))
+    groups = p.groups // shares
     heads = common.side_by_side(p, extras.mask, p.q_len * p.groups)
 
-    def index(k, j, outer, b):
-        """Grid indices to the example, the key/value head and the tile."""
-        return b, outer * heads + k, j
+    def index(share, j, outer, b):
+        """Grid indices to the example, the share of all query heads and the tile."""
+        return b, outer * heads * shares + share, j
 
     def head_rows(width):
-        """All queries of the heads that share one key/value head."""
+        """All queries of the heads of a share."""
 
         def block(*ids):
-            b, k, _ = index(*ids)
-            return b, 0, k, 0
+            b, share, _ = index(*ids)
+            return b, 0, share, 0
 
-        return pl.BlockSpec((None, p.q_len, p.groups, common.padded(width)), block)
+        return pl.BlockSpec((None, p.q_len, groups, common.padded(width)), block)
 
-    def keys(width):
+    def keys(width, shares_of_a_head=1):
+        """A tile of [B, S, shares, width], or of what `shares_of_a_head` have in common."""
+
         def block(*ids):
-            b, k, j = index(*ids)
-            return b, j, k, 0
+            b, share, j = index(*ids)
+            return b, j, lax.div(share, np.int32(shares_of_a_head)), 0
 
         return pl.BlockSpec((None, static.kv.block, None, common.padded(width)), block)
 
-    tables, table_specs = common.operands(extras, table, index, heads=p.groups)
-    statistic = pl.BlockSpec((None, p.groups, p.q_len), lambda *ids: (*index(*ids)[:2], 0))
-    out = []
+    tables, table_specs = common.operands(extras, table, index, heads=groups)
+    statistic = pl.BlockSpec((None, groups, p.q_len), lambda *ids: (*index(*ids)[:2], 0))
+    widths = []
     if kernel is not pallas_flash_dv:
-        out.append((keys(p.head_dim), (p.key.shape, p.dtype)))
+        widths.append(p.head_dim)
     if kernel is not pallas_flash_dk:
-        out.append((keys(p.value_dim), (p.value.shape, p.dtype)))
-    return common.call(
+        widths.append(p.value_dim)
+    dtype = p.dtype if shares == 1 else jnp.float32
+    sums = common.call(
         kernel,
         p.query,
         p.key,
@@ -172,18 +179,22 @@ def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret:
         tile=tile,
         # Key tile 0 comes first: under a causal mask it has the most queries, and heavy tiles
         # should start early.
-        grid=(heads, static.kv.count, p.num_kv_heads // heads, p.batch),
+        grid=(heads * shares, static.kv.count, p.num_kv_heads // heads, p.batch),
         in_specs=[
             head_rows(p.head_dim),
-            keys(p.head_dim),
-            keys(p.value_dim),
+            keys(p.head_dim, shares),
+            keys(p.value_dim, shares),
             common.whole(p.scale[None]),
             head_rows(p.value_dim),
             statistic,
             statistic,
             *table_specs,
         ],
-        out_specs=[spec for spec, _ in out],
-        out_shapes=[shape for _, shape in out],
+        out_specs=[keys(width) for width in widths],
+        out_shapes=[((*p.key.shape[:2], p.num_kv_heads * shares, w), dtype) for w in widths],
         here=lambda: index(*map(pl.program_id, range(4))),
     )
+    if shares == 1:
+        return sums
+    apart = (*p.key.shape[:3], shares, -1)
+    return [x.reshape(apart).sum(axis=3).astype(p.dtype) for x in sums]

@@ -117,7 +117,7 @@ def _load_maxima(ref, inside):
 
 
 def decode(problem: Problem, tile: Tile, *, interpret: bool):
-    """The output [B, T, N, V] and `lse_log2` float32 [B, N, T]; T is at most FEW_QUERIES."""
+    """The output [B, T, N, V] and `lse_log2` float32 [B, N, T]."""
     p, groups = problem, problem.groups
     static, extras, table = common.make_static(
         p, tile, flow="kv", interpret=interpret, groups=groups
@@ -129,7 +129,10 @@ def decode(problem: Problem, tile: Tile, *, interpret: bool):
     parts = AT_ONCE // programs or pl.cdiv(MANY, programs)
     parts = max(1, min(parts, static.kv.count // TILES_OF_A_PART))
     width, value_width = common.padded(p.head_dim), common.padded(p.value_dim)
-    tables, table_specs = common.operands(extras, table, lambda r, i, k, b: (b, k, 0))
+    # A query tile has the rows of `groups` row tiles, or all rows.
+    tables, table_specs = common.operands(
+        extras, table, lambda r, i, k, b: (b, k, lax.div(r, np.int32(groups)))
+    )
     # [B, T, N, H] to [B, K, rows, H]: no copy with one query.
     rows = p.query.reshape(p.batch, p.q_len, p.num_kv_heads, groups, p.head_dim).swapaxes(1, 2)
     statistic = (p.batch, parts, p.num_kv_heads, num_rows)
