@@ -70,12 +70,12 @@ def _shapes() -> Iterator[Shape]:
         yield _setting("documents 12", T, 128, causal=True, documents=12)
     for D in (128, 64):
         yield from (_setting(f"short {D} causal", T, D, causal=True) for T in (K, 512))
-    # One example; what one of 8 GPUs has of a model with 64 heads; a part of a long prompt there.
+    # Few programs: one example; what one of 8 GPUs has of 64 heads; there a part of a long prompt.
     for T in (2 * K, K):
-        yield Shape("one example gqa 128 causal", 1, T, T, 32, 8, 128, causal=True)
+        yield Shape("gqa one example", 1, T, T, 32, 8, 128, causal=True)
     for T in (8 * K, 2 * K):
-        yield Shape("8 heads 1 key head 128 causal", 1, T, T, 8, 1, 128, causal=True)
-    yield Shape("512 of 32k 8 heads 128", 1, 512, 32 * K, 8, 1, 128, passes=("forward",))
+        yield Shape("gqa 8 of 64 heads", 1, T, T, 8, 1, 128, causal=True)
+    yield Shape("512 queries gqa 8 of 64 heads", 1, 512, 32 * K, 8, 1, 128, passes=("forward",))
     # 2 GB of keys and values.
     for B, S in ((4, 128 * K), (64, 8 * K)):
         yield Shape("decode gqa 128", B, 1, S, 64, 8, 128, passes=("forward",))
