@@ -94,7 +94,7 @@ def test_what_all_are_held_to_is_attention_in_ieee_float32(name):
 
 def test_the_setting():
     for shape in bench_attention.SHAPES.values():
-        if shape.case[0].isdigit():
+        if shape.case.split()[0] in ("64", "128", "256"):
             assert (shape.B * shape.T, shape.N * shape.D) == (16384, 2048), shape.name
         if shape.documents:
             lengths = np.bincount(shape.segment_ids()[0])
