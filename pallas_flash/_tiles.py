@@ -6,6 +6,7 @@ stays for each 4 warps.
 """
 
 import dataclasses
+import math
 
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
 KERNELS = ("forward", "decode", "dkv", "dk", "dv", "dq")
@@ -297,8 +298,8 @@ _FEW = {
     ),
 }
 
-# With fewer keys of all heads and examples, the query heads that share them are shared out among
-# programs in the kernels where keys stay; half as many will do without a mask (timed on an H200).
+# Where keys stay, so many of all heads and examples make programs enough (half as many without a
+# mask). With fewer, the query heads that share them are shared out. Timed on an H200.
 _ENOUGH_KEYS = 2**15
 
 # Bytes of a key and a value tile of "decode". With three stages one pair is on its way while
@@ -429,8 +430,10 @@ def shares_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
     `kv_rows` are the keys of all heads and examples; `masked` is whether there is a mask, whose
     tiles differ in work, so that more programs are better.
     """
-    divisors = (n for n in range(1, groups) if groups % n == 0)
-    return next((n for n in divisors if n * kv_rows * (1 + (not masked)) >= _ENOUGH_KEYS), groups)
+    enough = _ENOUGH_KEYS if masked else _ENOUGH_KEYS / 2
+    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+    # The nearest, for sums of many shares take time and memory.
+    return min(divisors, key=lambda n: abs(math.log2(n * kv_rows / enough)))
 
 
 def shared_memory_limit(capability: tuple[int, int] | None) -> int:
