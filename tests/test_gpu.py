@@ -5,6 +5,7 @@ that no program writes where another does.
 """
 
 import dataclasses
+import functools
 
 import cases
 import jax
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_accuracy import judge, measured, program
 from test_decode import SERVED as FEW_QUERIES
 from test_decode import with_few
@@ -152,6 +155,36 @@ def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
     results = measured(case, "float32", "triton", poisoned)
     for name, a, b in zip(oracle.names(options), clean, results, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["examples", "heads"])
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
+def test_all_gpus_together_compute_what_one_does(spec, axes, dropout_rate):
+    """And exchange nothing; up to the order of float32 sums, which few programs decide."""
+    n = jax.device_count()
+    shapes = [(2 * n, 700, heads * n, 64) for heads in (4, 2, 2, 4)]
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
+
+    @jax.jit
+    def gradients(q, k, v, do):
+        options = {"dropout_rate": dropout_rate, "dropout_key": jax.random.key(1)}
+        call = functools.partial(pallas_flash.attention, is_causal=True, **options)
+        o, pull = jax.vjp(call, q, k, v)
+        return o, *pull(do)
+
+    mesh = jax.make_mesh((n,), ("x",), axis_types=(axes,))
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+        program = gradients.lower(*sharded).compile()
+        together = program(*sharded)
+    text = program.as_text()
+    assert "pallas_flash_dkv" in text
+    assert not [name for name in ("all-gather", "all-reduce", "all-to-all") if name in text]
+    for one, all_of_them in zip(gradients(*arrays), together, strict=True):
+        one, all_of_them = (np.asarray(x, np.float32) for x in (one, all_of_them))
+        assert np.linalg.norm(one - all_of_them) <= 1e-3 * np.linalg.norm(one)
 
 
 def test_the_kernels_are_the_default_here():
