@@ -432,8 +432,8 @@ def shares_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
     """
     enough = _ENOUGH_KEYS if masked else _ENOUGH_KEYS / 2
     divisors = [n for n in range(1, groups + 1) if groups % n == 0]
-    # The nearest, for sums of many shares take time and memory.
-    return min(divisors, key=lambda n: abs(math.log2(n * kv_rows / enough)))
+    # The nearest, for sums of many shares take time and memory. (There may be no keys.)
+    return min(divisors, key=lambda n: abs(math.log2(n * max(1, kv_rows) / enough)))
 
 
 def shared_memory_limit(capability: tuple[int, int] | None) -> int:

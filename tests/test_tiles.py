@@ -288,6 +288,7 @@ def test_what_a_loop_has_besides_products_decides_first(kind):
 # (query heads of a key head, keys of all heads, masked, shares).
 SHARES = [
     (1, 1, True, 1),
+    (8, 0, True, 8),
     (8, 1, True, 8),
     (8, 2**12, True, 8),
     (8, 2**13, True, 4),
