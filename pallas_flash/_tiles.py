@@ -265,8 +265,8 @@ _WITH_PAIRS = {
 
 # What was faster on an H200 where programs are few, by (padded head size, bytes of an element): up
 # to how many queries, or keys, of all heads and examples, and the tiles. With 64 rows in place of
-# 128 more programs run at once; where cores have one or two of them anyway, longer steps do. Full
-# tiles only: half as many, because there is no work left over to even out.
+# 128 more programs run at once; where 64 stay anyway, longer steps win. Without a mask half as many
+# queries and keys: all programs have the same work then, and more of them nothing to even out.
 _FEW = {
     (64, 2): (2**15, {"forward": Tile(64, 128, 4, 2), "dq": Tile(64, 64, 4, 3)}),
     (128, 2): (
