@@ -134,6 +134,15 @@ def test_heads_that_share_keys_in_several_programs(case, shares, monkeypatch, ke
     assert math.prod(grid) == shares * case.B * case.K * -(-case.S // TILES.dkv.block_kv)
 
 
+@pytest.mark.parametrize(("heads", "dtype"), [(2, "bfloat16"), (4, "float32")])
+def test_sums_of_several_programs_are_float32(heads, dtype):
+    """And one program rounds its own."""
+    q, k = (jax.ShapeDtypeStruct((1, 64, n, 32), jnp.bfloat16) for n in (heads, 2))
+    gradient = jax.grad(lambda q, k, v: _attention({})(q, k, v)[0].astype(jnp.float32).sum(), 1)
+    [dkv] = [x for x in ttir.lower(gradient, q, k, k) if x.name == "pallas_flash_dkv"]
+    assert {x.dtype.name for x in dkv.results} == {dtype}
+
+
 @pytest.mark.parametrize("heads", [2, 4])
 def test_some_heads_side_by_side(heads, monkeypatch, kernel_case):
     """Keys and values of so many heads fit in the cache, and queries of half as many groups."""

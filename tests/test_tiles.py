@@ -328,17 +328,16 @@ def test_few_queries(sizes, few):
     assert few_queries(*sizes) == few
 
 
+# (keys, key/value heads): 128 programs without a mask, for 8 query heads in 4 or 2 shares. Under a
+# mask there are twice as many, of half the keys or in twice the shares.
+@pytest.mark.parametrize(("S", "K"), [(4096, 1), (2048, 4)])
 @pytest.mark.parametrize(
     ("options", "programs"),
     [({}, 128), ({"is_causal": True}, 256), ({"local_window_size": 9}, 256)],
     ids=str,
 )
-def test_a_call_says_how_many_programs_it_has(options, programs):
-    """4 heads of 2048 keys, each for 2 query heads, are few under a mask, and not without."""
-    q, k = (
-        jax.ShapeDtypeStruct((1, n, heads, 128), jnp.bfloat16)
-        for n, heads in ((1024, 8), (2048, 4))
-    )
+def test_a_call_says_how_many_programs_it_has(options, programs, S, K):
+    q, k = (jax.ShapeDtypeStruct((1, n, h, 128), jnp.bfloat16) for n, h in ((512, 8), (S, K)))
 
     def gradient(q, k, v, do):
         call = functools.partial(attention, implementation="triton", **options)

@@ -355,6 +355,19 @@ def test_few_queries_are_tuned_by_their_rows():
     assert len(set(keys)) == 5
 
 
+def test_queries_of_all_heads_may_be_few():
+    few, many = (_tile_cache.key(problem(q_len=n, heads=1, kv_heads=1), "") for n in (40, 41))
+    assert "64 rows' keys" in few
+    assert "own keys" in many
+
+
+def test_queries_and_keys_of_all_heads_count():
+    sizes = [{"heads": 4, "kv_heads": 2}, {"heads": 8, "kv_heads": 2}, {"heads": 8, "kv_heads": 4}]
+    keys = [_tile_cache.key(problem(**more), "") for more in sizes]
+    numbers = "128 and 128", "256 and 128", "256 and 256"
+    assert [key.partition(", in all ")[2] for key in keys] == list(numbers)
+
+
 # ------------------------------------------------------------------------------------------------
 # The clocks.
 
