@@ -347,6 +347,28 @@ def test_a_call_says_how_many_programs_it_has(options, programs, S, K):
     assert math.prod(grids["pallas_flash_dkv"]) == programs
 
 
+@pytest.mark.parametrize(
+    ("options", "warps", "stages"),
+    [
+        ({}, 8, 3),
+        ({"logits_soft_cap": 9.0}, 4, 2),
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, 4, 3),
+        (
+            {"logits_soft_cap": 9.0, "dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+            4,
+            2,
+        ),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_a_call_says_what_it_has_besides_products(options, warps, stages):
+    x = jax.ShapeDtypeStruct((4, 4096, 4, 128), jnp.bfloat16)
+    call = functools.partial(attention, implementation="triton", is_causal=True, **options)
+    gradient = jax.grad(lambda q, k, v: call(q, k, v).astype(jnp.float32).sum(), 1)
+    [dkv] = [x for x in ttir.lower(gradient, x, x, x) if x.name == "pallas_flash_dkv"]
+    assert (dkv.num_warps, dkv.num_stages) == (warps, stages)
+
+
 def test_slices_that_are_asked_for_are_used():
     asked = TileSizes(forward=Tile(64, 64, num_slices=2))
     assert chosen(asked).forward == asked.forward
