@@ -194,6 +194,10 @@ def test_embedding_reads_the_rows_of_its_matrix_to_the_bit(dtype):
     got = embedding.encode(tokens)
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, expected)
+    # Else a GPU rounds float32 to TF32.
+    assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in str(
+        jax.make_jaxpr(embedding.encode)(tokens)
+    )
 
 
 def test_a_token_of_a_thousand_places_gets_the_gradient_of_all_in_bfloat16():
