@@ -104,7 +104,7 @@ def test_gradients(case, kernel_case):
 
 @cases.parametrize(names=["full", "mask of keys", "all features"])
 def test_more_rows_than_a_tile(case, kernel_case):
-    """And as many queries as there can be."""
+    """And as many queries as are few however many heads have them."""
     case = with_few(case, FEW_QUERIES, B=1, N=7, K=1)
     assert_right(case)
     row_tiles, parts = 7 * FEW_QUERIES // 16, 3

@@ -18,6 +18,7 @@ from pallas_flash import Tile, TileSizes, attention
 from pallas_flash._masks import Band, Mask, Tiling
 from pallas_flash._problem import Problem
 from pallas_flash._tiles import (
+    _FEW,
     KERNELS,
     _smaller,
     choose,
@@ -211,46 +212,11 @@ def test_what_a_long_call_asks_for_decides_on_slices(options, block_q):
     assert math.prod(kernel.grid) == 32 * 8192 // block_q
 
 
-# Tiles of calls with few programs on an H200, by head size and bytes of an element: up to how many
-# queries or keys of all heads, under a mask, and the kernels.
-FEW = [
-    (64, 2, 2**15, dict(forward=Tile(64, 128, 4, 2), dq=Tile(64, 64, 4, 3))),
-    (
-        128,
-        2,
-        2**14,
-        dict(forward=Tile(64, 128, 4, 2), dkv=Tile(64, 64, 4, 3), dq=Tile(64, 64, 4, 3)),
-    ),
-    (
-        256,
-        2,
-        2**14,
-        dict(
-            forward=Tile(64, 64, 4, 2),
-            dk=Tile(32, 64, 4, 3),
-            dv=Tile(64, 64, 4, 2),
-            dq=Tile(64, 64, 4, 2),
-        ),
-    ),
-    (64, 4, 2**14, dict.fromkeys(("forward", "dkv", "dq"), Tile(64, 64, 4, 2))),
-    (
-        128,
-        4,
-        2**14,
-        dict(
-            forward=Tile(64, 64, 4, 2),
-            dk=Tile(32, 64, 4, 2),
-            dv=Tile(32, 64, 4, 3),
-            dq=Tile(64, 32, 4, 3),
-        ),
-    ),
-]
-
-
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize(("head_dim", "itemsize", "most", "tiles"), FEW)
-def test_calls_with_few_programs_have_smaller_tiles(head_dim, itemsize, most, tiles, masked):
-    of = dict(head_dim=head_dim, itemsize=itemsize, masked=masked)
+@pytest.mark.parametrize("size", _FEW, ids=str)
+def test_calls_with_few_programs_have_tiles_of_their_own(size, masked):
+    most, tiles = _FEW[size]
+    of = dict(zip(("head_dim", "itemsize"), size, strict=True), masked=masked)
     table = tiles_of(chosen(**of))
     most = most if masked else most // 2
     of_keys = {"dkv", "dk", "dv"} & set(tiles)
@@ -268,7 +234,7 @@ def test_calls_with_few_programs_have_smaller_tiles(head_dim, itemsize, most, ti
     "other", [dict(capability=(8, 0)), dict(capability=(10, 0)), dict(pair_bytes=2)], ids=str
 )
 def test_only_where_that_was_timed(other):
-    for head_dim, itemsize, *_ in FEW[:2]:
+    for head_dim, itemsize in ((64, 2), (128, 2)):
         of = dict(head_dim=head_dim, itemsize=itemsize, **other)
         assert chosen(**of, rows=1000, kv_rows=1) == chosen(**of)
 
