@@ -45,7 +45,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scripts._peers import OURS, PEERS, Attend, Shape, TorchAttend, short, trusted
+from scripts.benchmark.peers import OURS, PEERS, Attend, Shape, TorchAttend, short, trusted
 
 DIRECTIONS = ("forward", "backward")
 TOKENS, WIDTH = 16384, 2048  # B * T and N * D.

@@ -52,8 +52,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scripts._gpu_compiler import TARGETS, Compiled, Launch, compile_for, missing, run_tool
-from scripts._machine_code import Instruction, Loop, loops
+from scripts.inspection.gpu_compiler import (
+    TARGETS,
+    Compiled,
+    Launch,
+    compile_for,
+    missing,
+    run_tool,
+)
+from scripts.inspection.machine_code import Instruction, Loop, loops
 
 # Headings of the table, and the entries of `Kernel.record` below them.
 _COLUMNS = {

@@ -31,8 +31,8 @@ of (seed, step). On a GPU, XLA chooses kernels by timing them and may add in any
 bits there need `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which is slower.
 
 This file is the training itself, in reading order: functions of the model, the gradient check, the
-loop, the run. Around it: `_settings.py` (flags and presets), `_text.py` (data), `_attention.py`,
-`_run_folder.py` (files, checkpoints, signals) and `_speed.py` (tokens/s, MFU).
+loop, the run. Around it, in `training/`: `settings.py` (flags and presets), `text.py` (data),
+`attention.py`, `run_folder.py` (files, checkpoints, signals) and `speed.py` (tokens/s, MFU).
 """
 
 import contextlib
@@ -58,11 +58,11 @@ try:
     from tqdm import tqdm
 
     from models.gpt import GPT, GPTConfig, generate, loss
-    from scripts._attention import attention_layer, explain_attention
-    from scripts._run_folder import RunFolder, stop_signals
-    from scripts._settings import TrainConfig, UserError, config_from_flags, make_parser
-    from scripts._speed import Speed, Work, work_of
-    from scripts._text import Text, held_out_batches, load_text, training_batch
+    from scripts.training.attention import attention_layer, explain_attention
+    from scripts.training.run_folder import RunFolder, stop_signals
+    from scripts.training.settings import TrainConfig, UserError, config_from_flags, make_parser
+    from scripts.training.speed import Speed, Work, work_of
+    from scripts.training.text import Text, held_out_batches, load_text, training_batch
 except ModuleNotFoundError as error:
     raise SystemExit(
         "train_gpt.py: error: this script needs a checkout installed with its `train` extra; got "

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from scripts import _peers, bench_attention
-from scripts._peers import Attend, Peer, Shape, Unserved
+from scripts import bench_attention
 from scripts.bench_attention import Bench, Clocks, JaxProgram, Timing, main
+from scripts.benchmark import peers
+from scripts.benchmark.peers import PEERS, Attend, Peer, Shape, Unserved
 
 TINY = Shape("tiny causal", 1, 32, 32, 2, 1, 8, causal=True, dtype="float32")
 SHAPES = {
@@ -77,7 +78,7 @@ def test_bytes_are_those_of_q_k_v_and_o():
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_all_are_held_to_is_attention_in_ieee_float32(name):
     shape = SHAPES[name]
-    attend, (*qkv, _) = _peers.trusted(shape), bench_attention.draw(shape, 0)
+    attend, (*qkv, _) = peers.trusted(shape), bench_attention.draw(shape, 0)
     q, k, v = (np.asarray(x, np.float64).swapaxes(1, 2) for x in qkv)
     k, v = (x.repeat(shape.N // shape.K, axis=1) for x in (k, v))
     weights = np.where(seen(shape)[:, None], np.exp(shape.scale * q @ k.swapaxes(2, 3)), 0)
@@ -120,7 +121,7 @@ def test_own_forms_are_undone():
         odd = JaxProgram(
             TINY, Attend(scaleless, dtype="float16", heads_first=True, has_scale=False), direction
         )
-        right = JaxProgram(TINY, _peers.trusted(TINY), direction)
+        right = JaxProgram(TINY, peers.trusted(TINY), direction)
         for program in (odd, right):
             program.compile()
             program.load([bench_attention.draw(TINY, 0)])
@@ -129,7 +130,7 @@ def test_own_forms_are_undone():
 
 def test_the_backward_does_not_run_the_forward():
     """The residuals are arguments of what is timed."""
-    attend = _peers._ours("interpret", TINY, "backward")
+    attend = peers._ours("interpret", TINY, "backward")
     residuals, pull = bench_attention.differentiate(attend.call)
     q, k, v, do = bench_attention.arguments(TINY)
     leaves = jax.eval_shape(residuals, q, k, v, {})
@@ -185,7 +186,7 @@ def test_without_cupti_times_are_slopes(monkeypatch, capsys):
     monkeypatch.setattr(bench_attention, "cupti_timer", refused)
     clock = iter([0.0, 5.0, 10.0, 18.0, 20.0, 25.0])  # 5 s for 1 turn, 8 s for 6, 5 s for 3
     monkeypatch.setattr(bench_attention.time, "perf_counter", lambda: next(clock))
-    program = JaxProgram(TINY, _peers._ours("xla", TINY, "forward"), "forward")
+    program = JaxProgram(TINY, peers._ours("xla", TINY, "forward"), "forward")
     monkeypatch.setattr(program, "compile_s", 0.0)
     program.function = lambda q: q + 1
     program.sets = [(jnp.zeros((2, 3)),)]
@@ -228,7 +229,7 @@ def run(peers, shapes, monkeypatch, extra=None, deadline=math.inf):
 
     monkeypatch.setattr(bench_attention.time, "monotonic", lambda: now[0])
     for name, build in (extra or {}).items():
-        monkeypatch.setitem(_peers.PEERS, name, Peer("jax", build))
+        monkeypatch.setitem(PEERS, name, Peer("jax", build))
     records = []
     bench = Bench(
         peers, ("forward", "backward"), rounds=2, iterations=2, emit=records.append, timer=timer
@@ -275,7 +276,7 @@ def test_the_gate_lets_four_roundings_pass(dtype):
 
 
 def no_mask(shape, direction):
-    return _peers._ours("xla", dataclasses.replace(shape, causal=False), direction)
+    return peers._ours("xla", dataclasses.replace(shape, causal=False), direction)
 
 
 def not_a_number(shape, direction):
@@ -283,7 +284,7 @@ def not_a_number(shape, direction):
 
 
 def only_its_backward_is_wrong(shape, direction):
-    call = _peers._ours("xla", shape, direction).call
+    call = peers._ours("xla", shape, direction).call
     return Attend(lambda q, k, v: call(q, jax.lax.stop_gradient(k), v))
 
 
@@ -383,7 +384,7 @@ def test_a_commit_with_changes_is_called_dirty(monkeypatch, changes):
 def test_command_line_names(capsys):
     main(["--list"], SHAPES)
     out = capsys.readouterr().out
-    for name in [*SHAPES, *_peers.PEERS]:
+    for name in [*SHAPES, *PEERS]:
         assert name in out
     with pytest.raises(SystemExit):
         main(["--shapes", "huge"], SHAPES)

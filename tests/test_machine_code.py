@@ -14,11 +14,11 @@ import pytest
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes
-from scripts import _gpu_compiler, _machine_code
 from scripts.inspect_kernels import FEATURES, PASSES, array, inspect_attention, peak_memory
+from scripts.inspection import gpu_compiler, machine_code
 
 needs_compiler = pytest.mark.skipif(
-    bool(_gpu_compiler.missing()), reason=_gpu_compiler.missing() or "everything is here"
+    bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "everything is here"
 )
 
 
@@ -311,11 +311,11 @@ def test_gradient_needs_two_rows_beside_inputs_output_and_gradients():
 def parse(text):
     """Instructions from lines of predicate, opcode and operands; `.` stands for none."""
     fields = (line.split() for line in text.strip().splitlines())
-    return [_machine_code.Instruction(*("" if x == "." else x for x in line)) for line in fields]
+    return [machine_code.Instruction(*("" if x == "." else x for x in line)) for line in fields]
 
 
 def test_a_loop_is_measured_on_the_way_of_a_full_tile():
-    [loop] = _machine_code.loops(
+    [loop] = machine_code.loops(
         parse("""
             .   MOV       R0,R1
             .   HGMMA.64x128x16.F32.BF16  R24,gdesc[UR4],R24,gsb0
@@ -336,7 +336,7 @@ def test_a_loop_is_measured_on_the_way_of_a_full_tile():
 
 
 def test_the_cheapest_innermost_loop_comes_first():
-    found = _machine_code.loops(
+    found = machine_code.loops(
         parse("""
             .   HMMA.16816.F32.BF16  R0,R0,R0,R0
             .   FSEL  R0,R0,-INF,P0
@@ -351,7 +351,7 @@ def test_the_cheapest_innermost_loop_comes_first():
 
 
 def test_a_jump_back_from_a_slow_path_is_no_loop():
-    assert not _machine_code.loops(
+    assert not machine_code.loops(
         parse("""
             .    HGMMA.64x128x16.F32.BF16  R24,gdesc[UR4],R24,gsb0
             @!P0 BRA   0x40
@@ -365,7 +365,7 @@ def test_a_jump_back_from_a_slow_path_is_no_loop():
 
 
 def test_snappy_copies_may_overlap():
-    assert _gpu_compiler._unsnap(b"\x0a\x04ab\x11\x02") == b"ababababab"
+    assert gpu_compiler._unsnap(b"\x0a\x04ab\x11\x02") == b"ababababab"
 
 
 @pytest.mark.parametrize(
@@ -373,12 +373,12 @@ def test_snappy_copies_may_overlap():
     [(255, 0, 256, 1), (128, 0, 256, 2), (128, 48 * 1024, 128, 4), (32, 227 * 1024, 128, 1)],
 )
 def test_blocks_per_core(registers, shared, threads, ctas):
-    assert _gpu_compiler.TARGETS["h200"].ctas_per_core(registers, shared, threads) == ctas
+    assert gpu_compiler.TARGETS["h200"].ctas_per_core(registers, shared, threads) == ctas
 
 
 def test_one_sentence_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(_gpu_compiler, "_plugins", list)
-    sentence = _gpu_compiler.missing()
+    monkeypatch.setattr(gpu_compiler, "_plugins", list)
+    sentence = gpu_compiler.missing()
     assert "CUDA plugin" in sentence and "pip install" in sentence
     with pytest.raises(RuntimeError, match="pip install"):
-        _gpu_compiler._mesh.__wrapped__("h200")
+        gpu_compiler._mesh.__wrapped__("h200")

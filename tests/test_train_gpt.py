@@ -19,9 +19,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import pallas_flash.flax
 from models.gpt import GPTConfig
-from scripts import _attention, train_gpt
-from scripts._run_folder import RunFolder
-from scripts._settings import (
+from scripts import train_gpt
+from scripts.train_gpt import main, train
+from scripts.training import attention
+from scripts.training.run_folder import RunFolder
+from scripts.training.settings import (
     PRESETS,
     TrainConfig,
     UserError,
@@ -29,9 +31,14 @@ from scripts._settings import (
     flat_config,
     make_parser,
 )
-from scripts._speed import PEAK_FLOPS, Speed, Work, work_of
-from scripts._text import held_out_batches, load_text, read_files, split_files, training_batch
-from scripts.train_gpt import main, train
+from scripts.training.speed import PEAK_FLOPS, Speed, Work, work_of
+from scripts.training.text import (
+    held_out_batches,
+    load_text,
+    read_files,
+    split_files,
+    training_batch,
+)
 
 STEPS = 12
 
@@ -343,7 +350,7 @@ def test_the_model_through_cudnn_is_the_same_model(finished, config, monkeypatch
         return real(*args, implementation="xla", **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", on_a_cpu)
-    monkeypatch.setattr(_attention, "_check_cudnn", lambda *args: None)
+    monkeypatch.setattr(attention, "_check_cudnn", lambda *args: None)
     train(checked(config, "cudnn"))
     assert set(asked) == {"cudnn"}
     got, expected = ([line["loss"] for line in metrics(c)] for c in (config, finished[0]))
@@ -360,7 +367,7 @@ def test_what_cudnn_does_not_serve_is_one_sentence(monkeypatch):
         TINY.model, embed_dim=24, num_heads=2, attention="cudnn", dtype="bfloat16"
     )
     with pytest.raises(UserError) as caught:
-        _attention.explain_attention(model, 4)
+        attention.explain_attention(model, 4)
     assert "`attention` cudnn must be served by the cuDNN here; got: " in str(caught.value)
     assert "\n" not in str(caught.value)
 

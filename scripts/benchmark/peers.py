@@ -357,14 +357,14 @@ def _tokamax_mosaic(shape: Shape, direction: str) -> Attend:
 def _triton_tutorial(shape: Shape, direction: str) -> Attend:
     import jax_triton
 
-    from scripts import _triton_kernel
+    from scripts.benchmark import triton_kernel
 
     _only_full_and_causal(shape)
     _refuse(direction == "backward", "forward only")
     _refuse(shape.N != shape.K, "has no grouped heads")
     _refuse(bool(shape.T % 128 or shape.S % 128), "is for multiples of 128")
     _refuse(shape.dtype == "float32", "is for 16 bits")
-    _refuse(shape.D not in _triton_kernel.CONFIGS, "has no tiles for this head size")
+    _refuse(shape.D not in triton_kernel.CONFIGS, "has no tiles for this head size")
 
     def call(q, k, v):
         return jax_triton.triton_call(
@@ -374,7 +374,7 @@ def _triton_tutorial(shape: Shape, direction: str) -> Attend:
             shape.T,
             shape.S,
             np.float32(shape.scale * math.log2(math.e)),
-            kernel=_triton_kernel.tuned(shape.D),
+            kernel=triton_kernel.tuned(shape.D),
             out_shape=q,
             grid=lambda meta: (shape.T // meta["BLOCK_Q"], shape.B * shape.N),
             HEAD_DIM=shape.D,

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 
 from models.gpt import GPTConfig
-from scripts._settings import TrainConfig, UserError, flat_config
+from scripts.training.settings import TrainConfig, UserError, flat_config
 
 METRICS, CURVES, CHECKPOINTS, RUN = "metrics.jsonl", "loss.png", "checkpoints", "run.json"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scripts._settings import TrainConfig, UserError
+from scripts.training.settings import TrainConfig, UserError
 
 # Share of the text that is never trained on.
 HELD_OUT = 0.1
