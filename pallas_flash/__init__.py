@@ -10,9 +10,9 @@ from pallas_flash._mask_objects import Segments as Segments
 from pallas_flash._mask_objects import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
 from pallas_flash._plot import plot_mask as plot_mask
 from pallas_flash._select import Explanation as Explanation
-from pallas_flash._tiles import Tile as Tile
-from pallas_flash._tiles import TileSizes as TileSizes
-from pallas_flash._tune import tune as tune
+from pallas_flash._tiling.sizes import Tile as Tile
+from pallas_flash._tiling.sizes import TileSizes as TileSizes
+from pallas_flash._tiling.tune import tune as tune
 from pallas_flash._vjp import save_residuals as save_residuals
 
 __version__ = "0.1.0"

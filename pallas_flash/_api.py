@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_flash import _reference, _select, _tile_cache, _tiles, _validate, _vjp
+from pallas_flash import _reference, _select, _validate, _vjp
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._select import Explanation
-from pallas_flash._tiles import TileSizes
+from pallas_flash._tiling import cache, choose
+from pallas_flash._tiling.sizes import TileSizes
 
 Implementation = Literal["triton", "interpret", "xla", "reference"]
 
@@ -246,8 +247,8 @@ def explain(
     )
     choice = _select.select(problem, implementation)
     _plan(problem, choice.implementation, tile_sizes, explicit=implementation is not None)
-    if tile_sizes is None and _tuned(problem, choice.implementation) is not None:
-        reason = f"{choice.reason} Its tiles are tuned, from {_tile_cache.file()}."
+    if tile_sizes is None and choose.tuned(problem, choice.implementation) is not None:
+        reason = f"{choice.reason} Its tiles are tuned, from {cache.file()}."
         choice = dataclasses.replace(choice, reason=reason)
     return choice
 
@@ -292,36 +293,7 @@ def _plan(problem: Problem, implementation: str, tile_sizes, *, explicit: bool) 
                 f"implementation={implementation!r}. Drop one of the two."
             )
         return _vjp.Plan(implementation)
-    tiles = table_tiles(problem, implementation, tile_sizes)
-    if (tuned := _tuned(problem, implementation)) is not None:
-        tiles = (tile_sizes or TileSizes()).used(problem.few_queries).or_else(tuned)
-    return _vjp.Plan(implementation, tiles)
-
-
-def table_tiles(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
-    """`_tiles.choose` for a problem."""
-    return _tiles.choose(
-        asked,
-        q_len=problem.q_len,
-        kv_len=problem.kv_len,
-        head_dim=problem.head_dim,
-        value_dim=problem.value_dim,
-        itemsize=problem.dtype.itemsize,
-        capability=_select.tile_capability(implementation),
-        pair_bytes=problem.pair_bytes,
-        kind=problem.kind,
-        masked=bool(problem.mask),
-        rows=problem.rows,
-        kv_rows=problem.kv_rows,
-        groups=problem.groups,
-    )
-
-
-def _tuned(problem: Problem, implementation: str) -> TileSizes | None:
-    """What `tune` found for this problem on the GPU that is here, if anything."""
-    if implementation != "triton":
-        return None
-    return _tile_cache.lookup(problem, lambda winner: table_tiles(problem, implementation, winner))
+    return _vjp.Plan(implementation, choose.for_call(problem, implementation, tile_sizes))
 
 
 def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:

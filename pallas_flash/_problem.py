@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_flash import _tiles
 from pallas_flash._dropout import Dropout
 from pallas_flash._masks import Mask
 from pallas_flash._operands import Pairs, is_pairs
 from pallas_flash._scores import Scores
+from pallas_flash._tiling import sizes
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +116,7 @@ class Problem:
     @property
     def few_queries(self) -> bool:
         """Whether the kernel for few queries may serve."""
-        return _tiles.few_queries(self.q_len, self.kv_len, self.rows)
+        return sizes.few_queries(self.q_len, self.kv_len, self.rows)
 
     @property
     def pair_bytes(self) -> int:

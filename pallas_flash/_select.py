@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_flash import _compat
+from pallas_flash import _compat, _hardware
 from pallas_flash._problem import Problem
 
 IMPLEMENTATIONS = ("triton", "interpret", "xla", "reference")
@@ -55,45 +55,13 @@ class Target(NamedTuple):
     capability: tuple[int, int] | None
 
 
-# Compute capability by a part of the device's name, for GPUs that are described but not here.
-# Longer names first, so that "L40" is not taken for "L4" nor "A100" for "A10".
-_CAPABILITIES = {
-    "GB300": (10, 3),
-    "B300": (10, 3),
-    "GB200": (10, 0),
-    "B200": (10, 0),
-    "B100": (10, 0),
-    "GH200": (9, 0),
-    "H200": (9, 0),
-    "H100": (9, 0),
-    "H800": (9, 0),
-    "H20": (9, 0),
-    "A100": (8, 0),
-    "A800": (8, 0),
-    "A30": (8, 0),
-    "GeForce RTX 50": (12, 0),
-    "GeForce RTX 40": (8, 9),
-    "GeForce RTX 30": (8, 6),
-    "L40": (8, 9),
-    "L4": (8, 9),
-    "A40": (8, 6),
-    "A10": (8, 6),
-    "A16": (8, 6),
-    "A2": (8, 6),
-    "GeForce RTX 20": (7, 5),
-    "T4": (7, 5),
-    "V100": (7, 0),
-    "P100": (6, 0),
-}
-
-
 def target() -> Target:
     """The described GPU of the current abstract mesh if there is one, else JAX's default device."""
     described = _compat.abstract_device()
     if described is not None:
         name = described.device_kind
         gpu = described.platform in ("cuda", "gpu")
-        capability = next((c for part, c in _CAPABILITIES.items() if part in name), None)
+        capability = _hardware.capability_of(name)
         return Target(f"{name} (described, not here)", gpu, capability)
     # JAX defines its options at run time.
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]

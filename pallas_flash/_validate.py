@@ -1,6 +1,6 @@
 """Raw arguments of `attention` to one frozen `Problem`.
 
-Every error that a user can meet is raised here, in _checks, _mask_objects, _select or _tiles, and
+Every error that a user can meet is raised here, in _checks, _mask_objects, _select or _tiling, and
 all is decided from shapes, dtypes and Python values, so errors appear while tracing.
 """
 

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_flash import _compat, _partition, _tangents, _xla
 from pallas_flash._problem import Gradients, Problem
-from pallas_flash._tiles import TileSizes
+from pallas_flash._tiling.sizes import TileSizes
 
 LN2 = math.log(2.0)
 

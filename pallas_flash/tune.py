@@ -9,8 +9,8 @@ import sys
 
 import jax
 
-from pallas_flash import _tile_cache, _tune
-from pallas_flash._tiles import KERNELS
+from pallas_flash._tiling import cache, tune
+from pallas_flash._tiling.sizes import KERNELS
 
 
 def main() -> int:
@@ -25,9 +25,9 @@ def main() -> int:
     add("--heads", type=int, default=16, help="query heads (16)")
     add("--kv-heads", type=int, help="key/value heads, if another number")
     add("--batch", type=int, default=1, help="examples (1)")
-    add("--dtype", choices=list(_tune.ALLOWED), default="bfloat16", help="(bfloat16)")
+    add("--dtype", choices=list(tune.ALLOWED), default="bfloat16", help="(bfloat16)")
     add("--causal", action="store_true", help="with a causal mask")
-    add("--passes", nargs="+", choices=list(_tune.PASSES), default=list(_tune.PASSES))
+    add("--passes", nargs="+", choices=list(tune.PASSES), default=list(tune.PASSES))
     add("--dry-run", action="store_true", help="tune, but do not keep the winner")
     add("--show", action="store_true", help="print the winners that are kept, and end")
     add("--clear", action="store_true", help="remove them, and end")
@@ -40,26 +40,26 @@ def main() -> int:
     return 0
 
 
-def _tuned(args: argparse.Namespace) -> _tune.Tuning:
+def _tuned(args: argparse.Namespace) -> tune.Tuning:
     q, kv = (
         jax.ShapeDtypeStruct((args.batch, args.length, heads, args.head_dim), args.dtype)
         for heads in (args.heads, args.kv_heads or args.heads)
     )
     options = dict(passes=args.passes, store=not args.dry_run, is_causal=args.causal)
-    return _tune.tune(q, kv, kv, **options)
+    return tune.tune(q, kv, kv, **options)
 
 
 def _stored(clear: bool) -> str:
-    file = _tile_cache.file()
+    file = cache.file()
     if file is None:
         raise ValueError("PALLAS_FLASH_TUNED=0 switches winners off; unset it.")
     if clear:
         file.unlink(missing_ok=True)
         return f"removed {file}"
     lines = []
-    for name, tiles in _tile_cache.read(file).items():
+    for name, tiles in cache.read(file).items():
         found = [kernel for kernel in KERNELS if tiles.tile(kernel)]
-        lines += [name, *(f"  {kernel:<8}{_tune.told(tiles.tile(kernel))}" for kernel in found)]
+        lines += [name, *(f"  {kernel:<8}{tune.told(tiles.tile(kernel))}" for kernel in found)]
     return "\n".join(lines) or f"no winners in {file}"
 
 
@@ -67,4 +67,4 @@ if __name__ == "__main__":
     sys.exit(main())
 
 # To import this file is to ask for the function: else the module would take its place.
-sys.modules[__name__] = _tune.tune  # pyright: ignore[reportArgumentType]
+sys.modules[__name__] = tune.tune  # pyright: ignore[reportArgumentType]

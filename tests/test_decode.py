@@ -20,7 +20,7 @@ from test_accuracy import judge, measured
 import pallas_flash
 from pallas_flash import Tile, TileSizes
 from pallas_flash._masks import Edges, share
-from pallas_flash._tiles import FEW_QUERIES
+from pallas_flash._tiling.sizes import FEW_QUERIES
 from pallas_flash._triton import decode as module
 
 # 200 keys are 13 tiles, so 3 parts.

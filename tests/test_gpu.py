@@ -20,7 +20,7 @@ from test_decode import SERVED as FEW_QUERIES
 from test_decode import with_few
 
 import pallas_flash
-from pallas_flash import _tiles
+from pallas_flash._triton.tiles import table
 
 pytestmark = pytest.mark.gpu
 
@@ -43,8 +43,8 @@ def enough_programs(monkeypatch):
 
     It is no argument: a call of the same shapes and dtype would be traced once.
     """
-    monkeypatch.setattr(_tiles, "_FEW", {})
-    monkeypatch.setattr(_tiles, "_ENOUGH_KEYS", 1)
+    monkeypatch.setattr(table, "FEW", {})
+    monkeypatch.setattr(table, "ENOUGH_KEYS", 1)
 
 
 @cases.parametrize()

@@ -15,18 +15,15 @@ import pytest
 import ttir
 
 from pallas_flash import Tile, TileSizes, attention
+from pallas_flash._hardware import shared_memory_limit
 from pallas_flash._masks import Band, Mask, Tiling
 from pallas_flash._problem import Problem
-from pallas_flash._tiles import (
-    _FEW,
-    KERNELS,
-    _smaller,
-    choose,
-    few_queries,
-    shared_memory_limit,
-    shares_of_heads,
-)
+from pallas_flash._tiling.choose import backend, completed
+from pallas_flash._tiling.sizes import KERNELS, few_queries
+from pallas_flash._tiling.workload import Workload
 from pallas_flash._triton.common import QueryTiles, side_by_side
+from pallas_flash._triton.tiles import table
+from pallas_flash._triton.tiles.rule import _smaller, shares_of_heads
 
 KIB = 1024
 # None is a GPU that is not known, and (9, 9) one that is not listed.
@@ -66,8 +63,7 @@ def chosen(
     groups=1,
 ):
     """The table's tiles for a call with many programs, unless told otherwise."""
-    return choose(
-        asked,
+    work = Workload(
         q_len=q_len,
         kv_len=kv_len,
         head_dim=head_dim,
@@ -81,6 +77,7 @@ def chosen(
         kv_rows=kv_rows,
         groups=groups,
     )
+    return completed(asked, work, backend("triton"))
 
 
 def tiles_of(sizes: TileSizes) -> dict[str, Tile]:
@@ -158,9 +155,9 @@ REPLACED = [
 
 def replaced(head_dim=128, **of):
     """The tiles that a call has in place of those of one of the same size and no known kind."""
-    table = tiles_of(chosen(None, head_dim, **of | dict(kind="other")))
+    others = tiles_of(chosen(None, head_dim, **of | dict(kind="other")))
     sizes = tiles_of(chosen(None, head_dim, **of))
-    return {kernel: tile for kernel, tile in sizes.items() if tile != table[kernel]}
+    return {kernel: tile for kernel, tile in sizes.items() if tile != others[kernel]}
 
 
 @pytest.mark.parametrize("capability", [(9, 0), None])
@@ -213,11 +210,11 @@ def test_what_a_long_call_asks_for_decides_on_slices(options, block_q):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("size", _FEW, ids=str)
+@pytest.mark.parametrize("size", table.FEW, ids=str)
 def test_calls_with_few_programs_have_tiles_of_their_own(size, masked):
-    most, tiles = _FEW[size]
+    most, tiles = table.FEW[size]
     of = dict(zip(("head_dim", "itemsize"), size, strict=True), masked=masked)
-    table = tiles_of(chosen(**of))
+    usual = tiles_of(chosen(**of))
     most = most if masked else most // 2
     of_keys = {"dkv", "dk", "dv"} & set(tiles)
     for rows, kv_rows, few in [
@@ -226,7 +223,7 @@ def test_calls_with_few_programs_have_tiles_of_their_own(size, masked):
         (most + 1, most, of_keys),
     ]:
         sizes = tiles_of(chosen(**of, rows=rows, kv_rows=kv_rows))
-        assert {name for name, tile in sizes.items() if tile != table[name]} == few
+        assert {name for name, tile in sizes.items() if tile != usual[name]} == few
         assert all(sizes[name] == tiles[name] for name in few)
 
 

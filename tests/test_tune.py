@@ -20,13 +20,16 @@ import pytest
 from described_gpus import described_gpu
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _api, _select, _tile_cache, _tune, _vjp
-from pallas_flash._tune import GRADIENTS, ROUNDS, SLOW, Trial, Tuning
+from pallas_flash import Tile, TileSizes, _select, _vjp
+from pallas_flash._tiling import cache, choose, tune
+from pallas_flash._tiling.sizes import sizes_for
+from pallas_flash._tiling.tune import GRADIENTS, ROUNDS, SLOW, Trial, Tuning
+from pallas_flash._triton import tiles as triton_tiles
 
 KERNELS = ("forward", *GRADIENTS)
 # Of TF32 for float32.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-10}
-PROGRAM = _tune._program
+PROGRAM = tune._program
 # None of them is in the table.
 FAST, FASTER, OTHER = Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 32, 1, 1)
 
@@ -36,10 +39,10 @@ def file(monkeypatch, tmp_path):
     """A file of winners for each test alone, which does not exist yet."""
     path = tmp_path / "folder" / "tiles.json"
     monkeypatch.setenv("PALLAS_FLASH_TUNED", str(path))
-    for cached in (_tile_cache.read, _tile_cache._ignore):
+    for cached in (cache.read, cache._ignore):
         cached.cache_clear()
     yield path
-    _tile_cache.read.cache_clear()
+    cache.read.cache_clear()
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def arguments(q_len=24, kv_len=40, kv_heads=2, value_dim=16, **changed):
 
 def problem(**changed):
     changed = arguments(**changed)
-    return _tune._problem([changed.pop(name) for name in ("query", "key", "value")], changed)
+    return tune._problem([changed.pop(name) for name in ("query", "key", "value")], changed)
 
 
 def tiles_of(monkeypatch, **changed) -> TileSizes:
@@ -85,7 +88,7 @@ def tiles_of(monkeypatch, **changed) -> TileSizes:
 
 
 def table(**changed) -> TileSizes:
-    return _api.table_tiles(problem(**changed), "triton", None)
+    return choose.by_table(problem(**changed), "triton", None)
 
 
 @contextlib.contextmanager
@@ -121,8 +124,8 @@ def interpreted(joint_ms):
     ms = dict(zip(tiles, (2.0, 1.0, 4.0), strict=True))
     clock = Clock(lambda kernel, tile: ms[tile] * (joint_ms if kernel == "dkv" else 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_tune, "candidates", lambda *_: tiles)
-        tuning = _tune.search(
+        patch.setattr(triton_tiles, "candidates", lambda *_: tiles)
+        tuning = tune.search(
             problem(kv_heads=1, is_causal=True, dtype=jnp.bfloat16),
             ("forward", "backward"),
             implementation="interpret",
@@ -142,7 +145,7 @@ def test_the_fastest_tile_of_each_kernel_wins(kernel_case):
             Trial(kernel, tile, ms[tile] * factor, None) for tile in sorted(ms, key=ms.get)
         ]
     p = problem(kv_heads=1, is_causal=True, dtype=jnp.bfloat16)
-    assert tuning.table == _api.table_tiles(p, "interpret", None)
+    assert tuning.table == choose.by_table(p, "interpret", None)
 
 
 def test_candidates_are_timed_in_turns_and_slow_ones_once(kernel_case):
@@ -161,12 +164,12 @@ def fake_programs(monkeypatch, change=lambda tile, results: results):
         tile, exact = plan.tiles.tile(kernel), PROGRAM(kernel, _vjp.Plan("xla"))
         return jax.jit(lambda *args: change(tile, exact(*args)))
 
-    monkeypatch.setattr(_tune, "_program", program)
+    monkeypatch.setattr(tune, "_program", program)
 
 
 def searched(monkeypatch, times, passes=("forward",), **changed):
-    monkeypatch.setattr(_tune, "candidates", lambda *_: list(times))
-    return _tune.search(
+    monkeypatch.setattr(triton_tiles, "candidates", lambda *_: list(times))
+    return tune.search(
         problem(**changed),
         passes,
         implementation="interpret",
@@ -226,7 +229,7 @@ def test_a_candidate_that_fails_is_reported_and_the_others_go_on(monkeypatch, st
         raise RuntimeError("out of shared memory\nand a long trace")
 
     fake_programs(monkeypatch)
-    program = _tune._program
+    program = tune._program
 
     class Failing:
         """A program, then lowered, then compiled."""
@@ -239,13 +242,13 @@ def test_a_candidate_that_fails_is_reported_and_the_others_go_on(monkeypatch, st
         fails = plan.tiles.tile(kernel) == FASTER and step != "measure"
         return Failing() if fails else program(kernel, plan)
 
-    monkeypatch.setattr(_tune, "_program", some_fail)
-    monkeypatch.setattr(_tune, "candidates", lambda *_: [FASTER, FAST])
+    monkeypatch.setattr(tune, "_program", some_fail)
+    monkeypatch.setattr(triton_tiles, "candidates", lambda *_: [FASTER, FAST])
 
     def measure(kernel, tile, call, arguments):
         return fail() if (step, tile) == ("measure", FASTER) else 1.0
 
-    tuning = _tune.search(problem(), ["forward"], implementation="interpret", measure=measure)
+    tuning = tune.search(problem(), ["forward"], implementation="interpret", measure=measure)
     assert tuning.tile_sizes == TileSizes(forward=FAST)
     assert tuning.trials == (
         Trial("forward", FAST, 1.0, None),
@@ -265,7 +268,7 @@ def test_a_candidate_that_fails_is_reported_and_the_others_go_on(monkeypatch, st
     ],
 )
 def test_one_kernel_or_two_for_dk_and_dv_whichever_is_faster(ms, winners):
-    tiles = _tune._winners([Trial(kernel, FAST, time, None) for kernel, time in ms.items()])
+    tiles = tune._winners([Trial(kernel, FAST, time, None) for kernel, time in ms.items()])
     assert tiles == TileSizes(**dict.fromkeys(winners, FAST))
 
 
@@ -283,9 +286,9 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
     q_len, kv_len = (9, 600) if kernel == "decode" else (300, 300)
     p = problem(size=size, value_dim=size, q_len=q_len, kv_len=kv_len, dtype=jnp.dtype(dtype))
     monkeypatch.setattr(_select, "tile_capability", lambda implementation: capability)
-    choose = functools.partial(_api.table_tiles, p, "triton")
-    tiles = _tune.candidates(kernel, p, choose)
-    default = choose(None).tile(kernel)
+    by_table = functools.partial(choose.by_table, p, "triton")
+    tiles = triton_tiles.candidates(kernel, p, by_table)
+    default = by_table(None).tile(kernel)
     assert default in (None, *tiles[:1])
     assert len({*tiles}) == len(tiles) <= 36
     # Of wide heads and small GPUs only few can be tried, and no dkv where the table has dk and dv.
@@ -304,13 +307,15 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
         assert tile.num_slices == (2 if stay == 256 else 1)
         assert not tile.one_loop
         assert stay * (sums + scores * flow) / (32 * tile.num_warps) <= 255
-        choose(_tune._sizes(kernel, tile))  # Raises where it does not fit.
+        by_table(sizes_for(kernel, tile))  # Raises where it does not fit.
 
 
 def test_one_loop_is_tried_where_it_makes_a_difference():
     def tried(kernel="forward", **of):
         p = problem(**of)
-        tiles = _tune.candidates(kernel, p, functools.partial(_api.table_tiles, p, "interpret"))
+        tiles = triton_tiles.candidates(
+            kernel, p, functools.partial(choose.by_table, p, "interpret")
+        )
         return {(tile.num_stages, tile.num_slices) for tile in tiles if tile.one_loop}
 
     same, causal = dict(kv_len=300, q_len=300), dict(is_causal=True)
@@ -319,35 +324,37 @@ def test_one_loop_is_tried_where_it_makes_a_difference():
     assert not tried(**same, key_value_seq_lengths=jnp.array([50]))
     # Also with the table's own sizes, where that has a loop for masked tiles.
     wide = problem(**same, **causal, size=256, value_dim=256, dtype=jnp.bfloat16)
-    choose = functools.partial(_api.table_tiles, wide, "interpret")
-    table = choose(None).forward
+    by_table = functools.partial(choose.by_table, wide, "interpret")
+    table = by_table(None).forward
     assert not table.one_loop
     both = {table, dataclasses.replace(table, one_loop=True)}
-    assert both <= {*_tune.candidates("forward", wide, choose)}
+    assert both <= {*triton_tiles.candidates("forward", wide, by_table)}
 
 
 def test_blocks_longer_than_the_sequence_are_tried_once():
     p = problem(q_len=3, kv_len=33)
-    choose = functools.partial(_api.table_tiles, p, "interpret")
-    tiles = _tune.candidates("forward", p, choose)
+    by_table = functools.partial(choose.by_table, p, "interpret")
+    tiles = triton_tiles.candidates("forward", p, by_table)
     # Three queries cannot be sliced.
-    assert {tile.block_q for tile in tiles} == {choose(None).forward.block_q, 64, 128}
+    assert {tile.block_q for tile in tiles} == {by_table(None).forward.block_q, 64, 128}
     shortened = [(x.num_warps, x.num_stages, min(x.block_kv, 64)) for x in tiles]
     assert len({*shortened}) == len(shortened)
 
 
 def test_rows_of_few_queries_are_those_of_all_heads_that_share_keys():
     p = problem(q_len=1, kv_len=600, heads=128, kv_heads=1)
-    tiles = _tune.candidates("decode", p, functools.partial(_api.table_tiles, p, "interpret"))
+    tiles = triton_tiles.candidates("decode", p, functools.partial(choose.by_table, p, "interpret"))
     assert {64, 128} <= {tile.block_q for tile in tiles if tile.num_warps == 4}
     alone = problem(q_len=1, kv_len=600)
-    fewer = _tune.candidates("decode", alone, functools.partial(_api.table_tiles, p, "interpret"))
+    fewer = triton_tiles.candidates(
+        "decode", alone, functools.partial(choose.by_table, p, "interpret")
+    )
     assert len(fewer) < len(tiles)
 
 
 def test_few_queries_are_tuned_by_their_rows():
     keys = [
-        _tile_cache.key(problem(q_len=q_len, heads=heads, kv_heads=2), "a GPU")
+        cache.key(problem(q_len=q_len, heads=heads, kv_heads=2), "a GPU")
         for q_len, heads in ((1, 4), (2, 2), (1, 64), (17, 4), (17, 64))
     ]
     assert keys[0].replace("T 1,", "T 2,") == keys[1]
@@ -356,14 +363,14 @@ def test_few_queries_are_tuned_by_their_rows():
 
 
 def test_queries_of_all_heads_may_be_few():
-    few, many = (_tile_cache.key(problem(q_len=n, heads=1, kv_heads=1), "") for n in (40, 41))
+    few, many = (cache.key(problem(q_len=n, heads=1, kv_heads=1), "") for n in (40, 41))
     assert "64 rows' keys" in few
     assert "own keys" in many
 
 
 def test_queries_and_keys_of_all_heads_count():
     sizes = [{"heads": 4, "kv_heads": 2}, {"heads": 8, "kv_heads": 2}, {"heads": 8, "kv_heads": 4}]
-    keys = [_tile_cache.key(problem(**more), "") for more in sizes]
+    keys = [cache.key(problem(**more), "") for more in sizes]
     numbers = "128 and 128", "256 and 128", "256 and 256"
     assert [key.partition(", in all ")[2] for key in keys] == list(numbers)
 
@@ -388,20 +395,20 @@ def cupti(monkeypatch):
 
 
 def test_a_kernel_is_timed_by_its_name(cupti):
-    measure, _ = _tune._clock()
+    measure, _ = tune._clock()
     assert measure("dkv", FAST, lambda: None, ()) == 2.0
     with pytest.raises(RuntimeError, match="saw no kernel pallas_flash_dk"):
         measure("dk", FAST, lambda: None, ())
 
 
 def test_without_cupti_the_host_times_the_program(monkeypatch):
-    measure, clock = _tune._clock()
+    measure, clock = tune._clock()
     assert "by the host" in clock
     seconds, calls = itertools.count(), []
-    monkeypatch.setattr(_tune.time, "perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: float(next(seconds)))
     ms = measure("dq", FAST, lambda *args: calls.append(args), (1, 2))
-    assert ms == 1000 / _tune.ITERATIONS
-    assert calls == [(1, 2)] * (1 + _tune.ITERATIONS)
+    assert ms == 1000 / tune.ITERATIONS
+    assert calls == [(1, 2)] * (1 + tune.ITERATIONS)
 
 
 @pytest.mark.gpu
@@ -432,7 +439,7 @@ def search(monkeypatch):
         trials = (Trial("forward", FAST, 1.0, None), Trial("forward", OTHER, None, "it burnt"))
         return Tuning(found, trials, table(), "a clock")
 
-    monkeypatch.setattr(_tune, "search", search)
+    monkeypatch.setattr(tune, "search", search)
     return asked
 
 
@@ -456,7 +463,7 @@ def test_a_dry_run_keeps_nothing(h200, search, file):
 
 def test_nothing_found_keeps_nothing(monkeypatch, h200, file):
     nothing = Tuning(TileSizes(), (), table(), "a clock")
-    monkeypatch.setattr(_tune, "search", lambda *_: nothing)
+    monkeypatch.setattr(tune, "search", lambda *_: nothing)
     assert pallas_flash.tune(**arguments()) == nothing
     assert not file.exists()
 
@@ -541,7 +548,7 @@ WINNER = TileSizes(forward=FAST, dkv=FAST, dq=FAST)
 
 
 def store(tiles=WINNER, gpu="NVIDIA H200", **changed):
-    return _tile_cache.store(problem(**changed), gpu, tiles)
+    return cache.store(problem(**changed), gpu, tiles)
 
 
 ALIKE = {
@@ -585,7 +592,7 @@ def test_and_no_others(monkeypatch, h200, changed):
 
 
 def test_enough_programs_are_alike(monkeypatch, h200):
-    monkeypatch.setattr(_tile_cache, "MANY", 64)
+    monkeypatch.setattr(cache, "MANY", 64)
     store()
     for changed in ({"batch": 4}, {"heads": 5, "kv_heads": 5}):
         assert tiles_of(monkeypatch, **changed) == WINNER.or_else(table(**changed))
@@ -596,7 +603,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
     for change in (
         lambda patch: gpu_here(patch, "NVIDIA H100"),
         lambda patch: patch.setattr(jax, "__version__", "0.0"),
-        lambda patch: patch.setattr(_tile_cache, "_fingerprint", lambda: "0"),
+        lambda patch: patch.setattr(cache, "_fingerprint", lambda: "0"),
     ):
         with monkeypatch.context() as patch:
             change(patch)
@@ -617,9 +624,9 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
     ],
 )
 def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
-    before, read = _tile_cache._fingerprint(), Path.read_bytes
+    before, read = cache._fingerprint(), Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#" * (self.name == name))
-    assert _tile_cache._fingerprint.__wrapped__() != before
+    assert cache._fingerprint.__wrapped__() != before
 
 
 BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
@@ -647,7 +654,7 @@ BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
     ],
 )
 def test_kinds_of_masks(options, kind):
-    assert f" {kind} mask, T 32, S 64" in _tile_cache.key(problem(**options), "a GPU")
+    assert f" {kind} mask, T 32, S 64" in cache.key(problem(**options), "a GPU")
 
 
 def halved(s, *at):
@@ -667,16 +674,16 @@ def halved(s, *at):
     ],
 )
 def test_what_is_done_to_scores_and_probabilities_counts(options, words):
-    assert f" full mask{words}, T 32, S 64" in _tile_cache.key(problem(**options), "a GPU")
+    assert f" full mask{words}, T 32, S 64" in cache.key(problem(**options), "a GPU")
 
 
 def test_precision_counts_for_float32_however_it_is_set():
     with jax.default_matmul_precision("highest"):
-        inherited = _tile_cache.key(problem(), "a GPU")
-        half = _tile_cache.key(problem(dtype=jnp.float16), "a GPU")
-    assert inherited == _tile_cache.key(problem(precision="highest"), "a GPU")
-    assert inherited != _tile_cache.key(problem(), "a GPU")
-    assert half == _tile_cache.key(problem(dtype=jnp.float16), "a GPU")
+        inherited = cache.key(problem(), "a GPU")
+        half = cache.key(problem(dtype=jnp.float16), "a GPU")
+    assert inherited == cache.key(problem(precision="highest"), "a GPU")
+    assert inherited != cache.key(problem(), "a GPU")
+    assert half == cache.key(problem(dtype=jnp.float16), "a GPU")
 
 
 def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
@@ -691,7 +698,7 @@ def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
 def test_tiles_for_calls_of_all_lengths_leave_one_forward_kernel(monkeypatch, h200):
     both = TileSizes(forward=FAST, decode=OTHER)
     for q_len, wanted in ((16, (None, OTHER)), (33, (FAST, None))):
-        _tile_cache.store(problem(q_len=q_len), "NVIDIA H200", TileSizes(dq=FASTER))
+        cache.store(problem(q_len=q_len), "NVIDIA H200", TileSizes(dq=FASTER))
         tiles = tiles_of(monkeypatch, q_len=q_len, tile_sizes=both)
         assert (tiles.forward, tiles.decode, tiles.dq) == (*wanted, FASTER)
 
@@ -708,7 +715,7 @@ def test_a_described_gpu_has_the_tables_and_the_file_is_not_read(monkeypatch):
         raise AssertionError("read")
 
     with monkeypatch.context() as patch, described_gpu("NVIDIA H200"):
-        patch.setattr(_tile_cache, "read", read)
+        patch.setattr(cache, "read", read)
         assert tiles_of(monkeypatch) == table()
         choice = pallas_flash.explain(**arguments())
     assert choice.implementation == "triton"
@@ -748,11 +755,9 @@ def test_passes_are_merged(file):
     store(TileSizes(forward=FAST, dkv=FAST))
     store(TileSizes(dq=FAST), is_causal=True)
     store(TileSizes(dk=OTHER, dv=OTHER, dq=OTHER))
-    assert _tile_cache.read(file) == {
-        _tile_cache.key(problem(), "NVIDIA H200"): TileSizes(
-            forward=FAST, dk=OTHER, dv=OTHER, dq=OTHER
-        ),
-        _tile_cache.key(problem(is_causal=True), "NVIDIA H200"): TileSizes(dq=FAST),
+    assert cache.read(file) == {
+        cache.key(problem(), "NVIDIA H200"): TileSizes(forward=FAST, dk=OTHER, dv=OTHER, dq=OTHER),
+        cache.key(problem(is_causal=True), "NVIDIA H200"): TileSizes(dq=FAST),
     }
 
 
@@ -830,7 +835,7 @@ def test_an_unreadable_file_is_ignored_with_one_warning(monkeypatch, h200, file,
     file.parent.mkdir()
     content = content(file)
     file.write_bytes(content)
-    _tile_cache.read.cache_clear()
+    cache.read.cache_clear()
     with warned(1, f"ignores the tuned tiles in {file} ("):
         for _ in range(3):
             assert tiles_of(monkeypatch) == table()
@@ -881,7 +886,7 @@ def test_the_file_is_in_the_users_cache_folder(monkeypatch, tmp_path, value):
     monkeypatch.delenv("PALLAS_FLASH_TUNED")
     if value is not None:
         monkeypatch.setenv("PALLAS_FLASH_TUNED", value)
-    assert _tile_cache.file() == tmp_path / "pallas_flash" / "tiles.json"
+    assert cache.file() == tmp_path / "pallas_flash" / "tiles.json"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -904,7 +909,7 @@ def test_the_command_tunes_and_prints_a_table(monkeypatch, capsys, h200, search,
     assert p.query.shape == (3, 24, 6, 64)
     assert p.key.shape == p.value.shape == (3, 24, 2, 64)
     assert (p.dtype, passes) == (jnp.float16, ["forward"])
-    assert " causal mask" in _tile_cache.key(p, "")
+    assert " causal mask" in cache.key(p, "")
     out = capsys.readouterr().out.splitlines()
     assert out[0].endswith("1.0000 ms  winner")
     assert out[-1] == f"a clock; stored in {file}"
@@ -926,7 +931,7 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
     store(TileSizes(forward=FAST, dq=OTHER))
     assert command(monkeypatch, "--show") == 0
     assert capsys.readouterr().out.splitlines() == [
-        _tile_cache.key(problem(), "NVIDIA H200"),
+        cache.key(problem(), "NVIDIA H200"),
         "  forward   32 x 32, 1 warps, 1 stages",
         "  dq        16 x 32, 1 warps, 1 stages",
     ]
@@ -939,7 +944,7 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
 def test_slices_and_one_loop_are_stored_and_shown(monkeypatch, capsys, file):
     sizes = TileSizes(forward=Tile(256, 64, 8, 3, num_slices=2, one_loop=True))
     store(sizes)
-    assert list(_tile_cache.read(file).values()) == [sizes]
+    assert list(cache.read(file).values()) == [sizes]
     assert command(monkeypatch, "--show") == 0
     assert capsys.readouterr().out.endswith(" 256 x 64, 8 warps, 3 stages, 2 slices, one loop\n")
 

@@ -1193,17 +1193,14 @@ def test_ids_are_unique():
 
 
 # These have public calls of their own, and tests of their own.
-OTHERS = {"flax.py", "tune.py", "_tune.py", "_tile_cache.py", "_plot.py", "_partition.py"}
-MODULES = [
-    path
-    for path in pathlib.Path(pallas_flash.__file__).parent.rglob("*.py")
-    if path.name not in OTHERS
-]
+OTHERS = {"flax.py", "tune.py", "_tiling/tune.py", "_tiling/cache.py", "_plot.py", "_partition.py"}
+PACKAGE = pathlib.Path(pallas_flash.__file__).parent
+MODULES = [path for path in PACKAGE.rglob("*.py") if str(path.relative_to(PACKAGE)) not in OTHERS]
 
 
 def test_every_raise_has_a_row():
     written = {
-        (path.name, node.lineno): range(node.lineno, node.end_lineno + 1)
+        (path, node.lineno): range(node.lineno, node.end_lineno + 1)
         for path in MODULES
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Raise)
@@ -1215,7 +1212,7 @@ def test_every_raise_has_a_row():
             traceback = error.__traceback__
             while traceback.tb_next:
                 traceback = traceback.tb_next
-            file = pathlib.Path(traceback.tb_frame.f_code.co_filename).name
+            file = pathlib.Path(traceback.tb_frame.f_code.co_filename)
             reached.add((file, traceback.tb_lineno))
             error = error.__cause__
     without = [

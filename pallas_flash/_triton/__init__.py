@@ -2,7 +2,7 @@
 
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import sinks_gradient
-from pallas_flash._tiles import TileSizes
+from pallas_flash._tiling.sizes import TileSizes
 from pallas_flash._triton import backward_dkv, backward_dq, common
 from pallas_flash._triton.backward_dbias import dbias
 from pallas_flash._triton.decode import decode as _decode

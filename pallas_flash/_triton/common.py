@@ -29,7 +29,7 @@ from pallas_flash._masks import Edges, Mask, Tiling, in_tile
 from pallas_flash._operands import Operand
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
-from pallas_flash._tiles import MIN_ROWS
+from pallas_flash._tiling.sizes import MIN_ROWS
 
 LOG2E = math.log2(math.e)
 

@@ -24,7 +24,7 @@ from pallas_flash import _compat
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import in_tile, share
 from pallas_flash._problem import Problem
-from pallas_flash._tiles import Tile
+from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
 from pallas_flash._triton.forward import attend
 

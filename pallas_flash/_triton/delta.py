@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._masks import Tiling, in_tile
 from pallas_flash._problem import Problem
-from pallas_flash._tiles import Tile
+from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
 
 _TILE = Tile(block_q=64, block_kv=16, num_warps=4, num_stages=1)

@@ -22,7 +22,7 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._masks import hidden, in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._scores import with_sink
-from pallas_flash._tiles import Tile
+from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
 
 # Sums that are kept of a row of p, added up after the loop. In the accumulators of the matrix

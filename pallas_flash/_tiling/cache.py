@@ -23,7 +23,7 @@ from pallas_flash import _compat, _select
 from pallas_flash._mask_objects import BlockMask, Predicate
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
-from pallas_flash._tiles import KERNELS, Tile, TileSizes
+from pallas_flash._tiling.sizes import KERNELS, Tile, TileSizes, power_of_2
 
 # The form of the file; one with another number is ignored.
 SCHEMA = 1
@@ -96,11 +96,6 @@ def key(problem: Problem, gpu: str) -> str:
     )
 
 
-def power_of_2(n: int) -> int:
-    """The smallest that is at least `n`."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 def _asks_function(leaf) -> bool:
     inner = leaf.mask.leaves if isinstance(leaf, BlockMask) and leaf.mask is not None else ()
     return isinstance(leaf, Predicate) or any(map(_asks_function, inner))
@@ -112,13 +107,14 @@ def _kind(mask: Mask) -> str:
     return "listed" if mask.scattered else mask.kind
 
 
-# What kernels are made of beside their own folder.
+# What kernels are made of beside their own folder. (Its tiles are none of it: a winner replaces
+# them.)
 _SHAPE = ("_masks", "_mask_objects", "_scores", "_operands", "_dropout")
 
 
 @functools.cache
 def _fingerprint() -> str:
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     sources = [*sorted(folder.glob("_triton/*.py")), *(folder / f"{name}.py" for name in _SHAPE)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 

@@ -3,13 +3,13 @@
     candidates -> compiled, in threads -> checked against plain JAX -> timed in turns -> stored
 
 Each kernel is searched in programs without the others: the space is a sum over kernels, and no
-product. `_tile_cache` keeps the winners and gives them to later calls.
+product. Backends say what to try; `cache` keeps the winners and gives them to later calls.
 """
 
 import concurrent.futures
 import dataclasses
+import functools
 import inspect
-import itertools
 import math
 import re
 import statistics
@@ -25,15 +25,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from pallas_flash import _api, _select, _tile_cache, _validate
+from pallas_flash import _api, _select, _validate
 from pallas_flash._problem import Problem
-from pallas_flash._tile_cache import power_of_2
-from pallas_flash._tiles import KEYS_STAY, Tile, TileSizes
+from pallas_flash._tiling import cache, choose
+from pallas_flash._tiling.sizes import FORWARD, KEYS_STAY, Tile, TileSizes, sizes_for
 from pallas_flash._vjp import Plan, Wanted
 
 # The kernels of each pass. One of those of the forward serves a call; both ways to dk and dv are
 # tried: one kernel, and one for each.
-FORWARD = ("forward", "decode")
 PASSES = {"forward": FORWARD, "backward": (*KEYS_STAY, "dq")}
 
 # What the kernels of the backward compute, by the names of `Gradients`.
@@ -143,7 +142,7 @@ def tune(
             "Leave it out for both."
         )
     problem = _problem((query, key, value), options)
-    gpu = _tile_cache.gpu_here()
+    gpu = cache.gpu_here()
     refused = _select.select(problem, None).refused.get("triton")
     if gpu is None or refused:
         why = refused or f"The device is {_select.target().description}."
@@ -153,7 +152,7 @@ def tune(
     tuning = search(problem, passes)
     try:
         if store and tuning.tile_sizes != TileSizes():
-            file = _tile_cache.store(problem, gpu, tuning.tile_sizes)
+            file = cache.store(problem, gpu, tuning.tile_sizes)
             tuning = dataclasses.replace(tuning, file=file)
     except OSError as error:  # What took minutes to find is not lost for that.
         warnings.warn(f"pallas_flash.tune could not store its winner: {error}.", stacklevel=2)
@@ -193,72 +192,18 @@ def search(
     """
     measure, clock = (measure, "as given") if measure else _clock()
 
-    def choose(asked):
-        return _api.table_tiles(problem, implementation, asked)
-
-    table, trials = choose(None), []
+    tiles = functools.partial(choose.by_table, problem, implementation)
+    table, trials = tiles(None), []
     arguments, wanted = _exact(problem)
     for kernel in [kernel for name in PASSES if name in passes for kernel in PASSES[name]]:
         if kernel in FORWARD and not table.tile(kernel):
             continue
         programs = {
-            tile: _program(kernel, Plan(implementation, choose(_sizes(kernel, tile))))
-            for tile in candidates(kernel, problem, choose)
+            tile: _program(kernel, Plan(implementation, tiles(sizes_for(kernel, tile))))
+            for tile in choose.backend(implementation).candidates(kernel, problem, tiles)
         }
         trials += _try_all(kernel, programs, arguments[kernel], wanted[kernel], measure)
     return Tuning(_winners(trials), tuple(trials), table, clock)
-
-
-def candidates(kernel: str, problem: Problem, choose) -> list[Tile]:
-    """Tiles around the table's, which comes first; `choose` is a partial `table_tiles`.
-
-    64 rows or more stay for each 4 warps, as Hopper's matrix instructions want it, or as many as in
-    the table; 256 rows come in slices, where a kernel has them. The sums and scores of a tile,
-    which are float32, are no more than the 255 registers of each thread. Blocks longer than the
-    sequence, which kernels shorten, come once.
-    """
-    p, table = problem, choose(None)
-    h, v = (max(16, power_of_2(width)) for width in (p.head_dim, p.value_dim))
-    sums = {"forward": v, "decode": v, "dkv": h + v, "dk": h, "dv": v, "dq": h}[kernel]
-    scores = 1 if kernel in (*FORWARD, "dv") else 2
-    near = table.tile(kernel) or table.tile("dkv") or table.tile("dk")
-    turn = -1 if kernel in KEYS_STAY else 1  # There keys stay and queries flow.
-    rows, columns = (near.block_q, near.block_kv)[::turn]
-    launches = {(rows, near.num_warps, near.num_slices), (64, 4, 1), (128, 4, 1), (128, 8, 1)}
-    launches |= {(256, 8, 2)} if kernel in ("forward", "dq") else set()
-    flows = [block for block in (columns // 2, columns, 2 * columns) if 16 <= block <= 128]
-    tiles = [near] if table.tile(kernel) else []
-    edges = kernel == "forward" and p.mask and p.mask.reflexive and p.q_len == p.kv_len
-    for (stay, warps, slices), flow, stages in itertools.product(
-        sorted(launches), flows, (2, 3, 4)
-    ):
-        block_q, block_kv = (stay, flow)[::turn]
-        # With more stages one loop for all tiles was slower (docs/performance.md).
-        one_loop = bool(edges) and stages == 2 and slices == 1
-        tile = Tile(block_q, block_kv, warps, stages, slices, one_loop)
-        if stay * (sums + scores * flow) <= 255 * 32 * warps and _fits(kernel, tile, choose):
-            tiles.append(tile)
-    q_rows = p.q_len * p.groups if kernel == "decode" else p.q_len
-    q_len, kv_len = (max(16, power_of_2(length)) for length in (q_rows, p.kv_len))
-    distinct = {}
-    for x in tiles:
-        block_q, block_kv = min(x.block_q, q_len), min(x.block_kv, kv_len)
-        as_run = block_q, block_kv, x.num_warps, x.num_stages, x.slices_of(block_q), x.one_loop
-        distinct.setdefault(as_run, x)
-    return list(distinct.values())
-
-
-def _sizes(kernel: str, tile: Tile) -> TileSizes:
-    """A tile for one kernel; dk and dv, which go together, get the smallest for the other."""
-    names = ("dk", "dv") if kernel in ("dk", "dv") else (kernel,)
-    return TileSizes(**(dict.fromkeys(names, Tile(16, 16, 4, 1)) | {kernel: tile}))
-
-
-def _fits(kernel: str, tile: Tile, choose) -> bool:
-    try:
-        return bool(choose(_sizes(kernel, tile)))
-    except ValueError:
-        return False
 
 
 def _exact(problem: Problem):

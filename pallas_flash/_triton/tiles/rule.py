@@ -1,0 +1,114 @@
+"""Which tiles of `table` serve a call, and what they take of a GPU."""
+
+import dataclasses
+import math
+
+from pallas_flash import _hardware
+from pallas_flash._tiling.sizes import KERNELS, KEYS_STAY, Tile, TileSizes, power_of_2
+from pallas_flash._tiling.workload import Workload
+from pallas_flash._triton.tiles import table
+
+
+def default(work: Workload) -> TileSizes:
+    """The table's tiles for a call, fitted to the GPU.
+
+    With bias or mask arrays, tiles that were not timed with them have two stages at most, so that
+    as many programs fit on a core as without.
+    """
+    size = _width(work), work.itemsize
+    matrix_units = _hardware.matrix_units(work.capability)
+    tiles = table.BY_MATRIX_UNITS[matrix_units][size]
+    # The rest of the table was timed there alone.
+    hopper = matrix_units == "hopper"
+    with_pairs = table.WITH_PAIRS.get(size) if hopper and work.pair_bytes else None
+    if with_pairs:
+        tiles = with_pairs[max(n for n in with_pairs if n <= work.pair_bytes)]
+    elif hopper:
+        tiles = dataclasses.replace(tiles, **_of_few(work) | _of_kind(work))
+    if work.kv_len > table.MANY_KEYS:
+        block_kv = table.DECODE_STAGE // (2 * math.prod(size))
+        decode = Tile(table.DECODE_ROWS[size[0]], block_kv, 4, 3)
+        tiles = dataclasses.replace(tiles, decode=decode).used(work.few_queries)
+    for kernel in KERNELS:
+        tile = tiles.tile(kernel)
+        if tile is None:
+            continue
+        if work.pair_bytes and (kernel == "decode" or not with_pairs):
+            tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
+        tiles = dataclasses.replace(tiles, **{kernel: _fitted(kernel, tile, work)})
+    return tiles
+
+
+def _of_few(work: Workload) -> dict[str, Tile]:
+    """What differs where programs are few."""
+    limit, tiles = table.FEW.get((_width(work), work.itemsize), (0, {}))
+    spread = work.kv_rows * shares_of_heads(work.groups, work.kv_rows, work.masked)
+
+    def few(kernel: str) -> bool:
+        return (spread if kernel in KEYS_STAY else work.rows) * (2 - work.masked) <= limit
+
+    return {kernel: tile for kernel, tile in tiles.items() if few(kernel)}
+
+
+def _of_kind(work: Workload) -> dict[str, Tile]:
+    """What differs for this kind of call."""
+    for length, many, tiles in table.BY_KIND.get((work.kind, _width(work), work.itemsize), ()):
+        if min(work.q_len, work.kv_len) >= length and work.rows >= many:
+            return tiles
+    return {}
+
+
+def _fitted(kernel: str, tile: Tile, work: Workload) -> Tile:
+    """The tile, or the largest smaller one that fits in the GPU's shared memory."""
+    limit = _hardware.shared_memory_limit(work.capability)
+    if kernel == "decode" and shared_bytes(kernel, tile, work) > limit:
+        # It needs rows, for keys to be read once, more than it needs another pair on its way.
+        tile = dataclasses.replace(tile, num_stages=2)
+    while shared_bytes(kernel, tile, work) > limit and (smaller := _smaller(kernel, tile)) != tile:
+        tile = smaller
+    return tile
+
+
+def _width(work: Workload) -> int:
+    """The head size in the table."""
+    return max(64, power_of_2(max(work.head_dim, work.value_dim)))
+
+
+def _smaller(kernel: str, tile: Tile) -> Tile:
+    """The tile with its larger block halved, and 4 warps once 64 rows or fewer stay.
+
+    With the smallest blocks one stage is left.
+    """
+    if tile.block_q == tile.block_kv == 16:
+        return dataclasses.replace(tile, num_stages=1)
+    if tile.block_q >= tile.block_kv:
+        tile = dataclasses.replace(tile, block_q=max(16, tile.block_q // 2))
+    else:
+        tile = dataclasses.replace(tile, block_kv=max(16, tile.block_kv // 2))
+    stay = tile.block_kv if kernel in KEYS_STAY else tile.block_q
+    return dataclasses.replace(tile, num_warps=4) if stay <= 64 else tile
+
+
+def shared_bytes(kernel: str, tile: Tile, work: Workload) -> int:
+    """What a kernel keeps in shared memory at least.
+
+    Tiles that stay, and for each stage a pair that flows and the arrays over pairs.
+    """
+    stay, flow = tile.block_q, tile.block_kv
+    if kernel in KEYS_STAY:
+        stay, flow = flow, stay
+    kept = {"forward": 1, "decode": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2}[kernel]
+    pairs = tile.num_stages * stay * flow * work.pair_bytes
+    return (kept * stay + 2 * tile.num_stages * flow) * _width(work) * work.itemsize + pairs
+
+
+def shares_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
+    """Among how many programs "dkv" shares out the `groups` heads of a key: a divisor of `groups`.
+
+    `kv_rows` are the keys of all heads and examples; `masked` is whether there is a mask, whose
+    tiles differ in work, so that more programs are better.
+    """
+    enough = table.ENOUGH_KEYS if masked else table.ENOUGH_KEYS / 2
+    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+    # The nearest, for sums of many shares take time and memory. (There may be no keys.)
+    return min(divisors, key=lambda n: abs(math.log2(n * max(1, kv_rows) / enough)))
