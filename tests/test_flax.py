@@ -20,6 +20,7 @@ from jaxprs import trace
 
 import pallas_flash.flax
 from pallas_flash.flax import SelfAttention, apply_rope, attention_fn
+from pallas_flash.flax._arrays import merge_batch
 
 # No two sizes agree, so a swapped axis cannot pass unseen.
 Q_LEN, KV_LEN, NUM_HEADS, HEAD_DIM, V_DIM = 5, 7, 4, 8, 6
@@ -188,7 +189,7 @@ def test_merged_batch_axes_broadcast_as_before(axes, data):
     leading = next((i for i, size in enumerate(shape) if size != 1), len(shape))
     x = x.reshape(shape[data.draw(st.integers(0, leading)) :])
 
-    merged = np.asarray(pallas_flash.flax._merge_batch(x, full[:-3]))
+    merged = np.asarray(merge_batch(x, full[:-3]))
     assert merged.shape[1:] == shape[-3:]
     flat = (math.prod(full[:-3]), *full[-3:])
     np.testing.assert_array_equal(
@@ -316,7 +317,7 @@ def test_what_attention_decides_reaches_it(monkeypatch):
         seen.update(kwargs)
         return query
 
-    monkeypatch.setattr(pallas_flash.flax, "attention", spy)
+    monkeypatch.setattr(pallas_flash.flax._drop_in, "attention", spy)
     wanted = {"is_causal": True, "precision": jax.lax.Precision.HIGH, "implementation": "xla"}
     dropout = {"dropout_rate": 0.25, "broadcast_dropout": False}
     attention_fn(*qkv(), **wanted, **dropout, dropout_rng=5)
@@ -844,7 +845,7 @@ def test_computation_dtype(monkeypatch, dtype, x_dtype, want):
         seen.extend(x.dtype for x in (query, key, value))
         return query
 
-    monkeypatch.setattr(pallas_flash.flax, "attention", spy)
+    monkeypatch.setattr(pallas_flash.flax._layer, "attention", spy)
     layer = self_attention(dtype=dtype)
     out = jax.eval_shape(layer, jax.ShapeDtypeStruct((2, Q_LEN, FEATURES), x_dtype))
     assert [*seen, out.dtype] == [want] * 4
@@ -858,7 +859,7 @@ def test_module_options_reach_attention(monkeypatch):
         seen.update(kwargs, shapes=(query.shape, key.shape, value.shape))
         return query
 
-    monkeypatch.setattr(pallas_flash.flax, "attention", spy)
+    monkeypatch.setattr(pallas_flash.flax._layer, "attention", spy)
     layer = self_attention(
         num_kv_heads=2, head_dim=6, is_causal=False, precision="high", implementation="xla"
     )

@@ -98,7 +98,7 @@ def test_only_the_attention_of_the_package_mixes_positions(model, tokens, monkey
         calls.append(kwargs)
         return jnp.zeros_like(query)
 
-    monkeypatch.setattr(pallas_flash.flax, "attention", no_attention)
+    monkeypatch.setattr(pallas_flash.flax._layer, "attention", no_attention)
     changed = tokens.at[:, 4].set((tokens[:, 4] + 1) % TINY.vocab_size)
     # Not by logits_of, which may have been compiled with the real attention.
     run = nnx.jit(lambda model, tokens: model(tokens))
@@ -113,13 +113,13 @@ def test_only_the_attention_of_the_package_mixes_positions(model, tokens, monkey
 @pytest.mark.parametrize("attention", [None, "xla", "reference"])
 def test_the_implementation_is_handed_down(tokens, monkeypatch, attention):
     calls = []
-    real = pallas_flash.flax.attention
+    real = pallas_flash.flax._layer.attention
 
     def record(*args, implementation, **kwargs):
         calls.append(implementation)
         return real(*args, implementation="reference", **kwargs)
 
-    monkeypatch.setattr(pallas_flash.flax, "attention", record)
+    monkeypatch.setattr(pallas_flash.flax._layer, "attention", record)
     nnx.eval_shape(lambda: make_model(attention=attention)(tokens))
     assert calls == [attention] * TINY.num_layers
 

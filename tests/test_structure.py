@@ -34,7 +34,12 @@ MAY_IMPORT = {
         "_tiling.sizes",
         "_problem",
     },
-    "flax": {"_api", "_checks", "_mask_objects", "_masks"},
+    "flax": {"flax._drop_in", "flax._layer", "flax._rope"},
+    "flax._drop_in": {"_api", "_checks", "_mask_objects", "_masks", "flax._arrays"},
+    "flax._layer": {"_api", "_checks", "_masks", "flax._arrays", "flax._cache", "flax._rope"},
+    "flax._cache": {"_checks"},
+    "flax._rope": {"flax._arrays"},
+    "flax._arrays": {"_mask_objects", "_masks"},
     "_plot": {"_validate", "_checks", "_mask_objects", "_masks"},
     "_api": {
         "_validate",

@@ -187,13 +187,13 @@ def test_the_first_lines_say_what_runs(config, capsys, monkeypatch):
 @pytest.mark.parametrize("attention", ["xla", "interpret"])
 def test_an_attention_asked_for_is_the_one_that_runs(config, monkeypatch, attention):
     asked = []
-    real = pallas_flash.flax.attention
+    real = pallas_flash.flax._layer.attention
 
     def record(*args, implementation, **kwargs):
         asked.append(implementation)
         return real(*args, implementation="reference", **kwargs)
 
-    monkeypatch.setattr(pallas_flash.flax, "attention", record)
+    monkeypatch.setattr(pallas_flash.flax._layer, "attention", record)
     model = dataclasses.replace(config.model, attention=attention)
     config = dataclasses.replace(config, model=model, steps=1, warmup_steps=0, eval_batches=1)
     train(config)
@@ -512,14 +512,14 @@ def not_a_number(attention, query, key, value, **kwargs):
     ids=["dq", "dk", "dv", "mask", "nan"],
 )
 def test_a_broken_attention_stops_the_script(config, monkeypatch, capsys, broken, culprit):
-    real = pallas_flash.flax.attention
+    real = pallas_flash.flax._layer.attention
 
     def attention(*args, implementation, **kwargs):
         if implementation == "reference":
             return real(*args, implementation="reference", **kwargs)
         return broken(real, *args, implementation="reference", **kwargs)
 
-    monkeypatch.setattr(pallas_flash.flax, "attention", attention)
+    monkeypatch.setattr(pallas_flash.flax._layer, "attention", attention)
     assert main(flags(checked(config, "xla"))) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -1,0 +1,10 @@
+"""Flax on top of `pallas_flash.attention`: a drop-in `attention_fn` and a self-attention module.
+
+Letters of shapes: `*batch` any number of batch axes, T query length, S key/value length, N query
+heads, K key/value heads (N is a multiple of K), H head size of query and key, V head size of value,
+F features.
+"""
+
+from pallas_flash.flax._drop_in import attention_fn as attention_fn
+from pallas_flash.flax._layer import SelfAttention as SelfAttention
+from pallas_flash.flax._rope import apply_rope as apply_rope

@@ -1,0 +1,61 @@
+"""Masks, biases and batch axes as Flax has them, made those of `pallas_flash.attention`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from pallas_flash._mask_objects import Joinable
+from pallas_flash._masks import Mask
+
+
+def is_object(mask) -> bool:
+    return isinstance(mask, (Mask, Joinable))
+
+
+def as_bool(mask) -> Any:
+    """A mask that is an array, True where it is not zero."""
+    return mask if mask is None or is_object(mask) else jnp.asarray(mask).astype(bool)
+
+
+def merge_scores(name: str, x, scores_shape: Sequence[int]):
+    """A bias or a mask for scores [*batch, N, T, S] with one batch axis; a mask object stays.
+
+    Checked here and not in `attention`, so that messages show the caller's shapes.
+    """
+    if x is None or is_object(x):
+        return x
+    check_broadcasts(name, x, scores_shape)
+    return merge_batch(x, scores_shape[:-3])
+
+
+def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]):
+    """An array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
+    if x is None:
+        return None
+    check_broadcasts(name, x, (*batch, *rest))
+    return jnp.broadcast_to(x, (*batch, *rest)).reshape(math.prod(batch), *rest)
+
+
+def check_broadcasts(name: str, x: Shaped[Array, "..."], shape: Sequence[int]) -> None:
+    """Raises if `x` does not broadcast to `shape`."""
+    trailing = shape[len(shape) - x.ndim :]
+    if x.ndim > len(shape) or any(a not in (1, b) for a, b in zip(x.shape, trailing, strict=True)):
+        raise ValueError(f"`{name}` must broadcast to {tuple(shape)}; got {name}.shape={x.shape}.")
+
+
+def merge_batch(
+    x: Shaped[Array, "*#batch a b c"], batch: Sequence[int]
+) -> Shaped[Array, "B a b c"]:
+    """Makes one batch axis of many: B is 1 where `x` has no batch axis above 1, else prod(batch).
+
+    The last three axes are never expanded, so a mask [T, S] stays as small as it is.
+    """
+    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+    lead, rest = x.shape[:-3], x.shape[-3:]
+    if any(size != 1 for size in lead):
+        lead = tuple(batch)
+        x = jnp.broadcast_to(x, lead + rest)
+    return x.reshape(math.prod(lead), *rest)

@@ -1,0 +1,223 @@
+"""What stands in the place of Flax's `dot_product_attention`."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
+from flax.typing import Dtype, PromoteDtypeFn
+from jaxtyping import Array, Float, Integer, PRNGKeyArray, Shaped
+
+from pallas_flash._api import Implementation, attention
+from pallas_flash._checks import share_to_drop
+from pallas_flash._mask_objects import Call, fitted
+from pallas_flash._masks import Mask
+from pallas_flash.flax._arrays import as_bool, is_object, merge_batch, merge_scores
+
+
+def attention_fn(
+    query: Shaped[Array, "*batch T N H"],
+    key: Shaped[Array, "*batch S K H"],
+    value: Shaped[Array, "*batch S K V"],
+    bias: Float[Array, "*#batch #N #T #S"] | None = None,
+    mask: Shaped[Array, "*#batch #N #T #S"] | Mask | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: PRNGKeyArray | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    module: nnx.Module | linen.Module | None = None,
+    *,
+    is_causal: bool = False,
+    promote_dtype: PromoteDtypeFn = flax_promote_dtype,
+    rope: Callable[..., Array] | None = None,
+    input_positions: Integer[Array, "*#batch T"] | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*batch T N V"]:
+    """`pallas_flash.attention` in the place of Flax's `dot_product_attention`.
+
+    Give it as `attention_fn` to `nnx.MultiHeadAttention` or `linen.MultiHeadDotProductAttention`;
+    bind with `functools.partial` what those modules do not pass. It takes every keyword of Flax's
+    functions, linen's and nnx's, and honours it or raises. It differs from them in this:
+
+    - a query that may see no key gives zeros and zero gradients, where Flax gives the mean of
+      `value`;
+    - the softmax is always computed in float32;
+    - dropout has Flax's statistics and other random numbers: which probabilities it drops is a
+      function of `dropout_rng` and of the place of each, see `pallas_flash.dropout_mask`;
+    - `key` and `value` may have fewer heads than `query` in linen too, not only in nnx.
+
+    Example:
+        >>> import functools
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from pallas_flash.flax import attention_fn
+        >>> layer = nnx.MultiHeadAttention(
+        ...     num_heads=2,
+        ...     in_features=8,
+        ...     decode=False,
+        ...     attention_fn=functools.partial(attention_fn, implementation="xla"),
+        ...     rngs=nnx.Rngs(0),
+        ... )
+        >>> layer(jnp.ones((3, 5, 8)), is_causal=True).shape
+        (3, 5, 8)
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        bias: Added to the scaled scores.
+        mask: Nonzero where a query may attend to a key: boolean masks serve, and so do the 0/1
+            float masks that Flax's `make_causal_mask` and its kin return. A mask that is to be
+            added to the scores is a `bias`. Or a mask object of `pallas_flash`, in which all batch
+            axes count as one.
+        broadcast_dropout: Whether one dropout mask [T, S] serves all batch axes and heads.
+        dropout_rng: A `jax.random` key, typed or raw; needed where dropout is active.
+        dropout_rate: The share of probabilities that become zero while `deterministic` is false;
+            the others are divided by 1 - rate.
+        deterministic: Whether dropout is switched off.
+        dtype: Computation dtype. None is the one that `query`, `key` and `value` promote to.
+        precision: As in `pallas_flash.attention`.
+        module: Module that sows the weights [*batch, N, T, S] as "attention_weights". They are
+            computed by Flax, before dropout, apart from the output and in memory quadratic in the
+            length, so the output is the same with and without them; for a query that sees no key
+            they are 1 / S.
+        is_causal: Whether query t sees only keys 0..t, also when T != S.
+        promote_dtype: Called as `promote_dtype((query, key, value), dtype=dtype)`.
+        rope: Turns `query` and `key` before all else, as in `nnx.dot_product_attention_with_rope`:
+            an `nnx.RoPE`, or any function of an array [..., T, H] and, optionally, positions [T].
+        input_positions: Positions given to `rope`.
+        force_fp32_for_softmax: Whether sown weights are float32; the softmax is so anyway.
+        einsum_dot_general: Must be None.
+        qk_attn_weights_einsum: Must be None.
+        attn_weights_value_einsum: Must be None.
+        implementation: As in `pallas_flash.attention`.
+
+    Returns:
+        The attention output in the computation dtype.
+
+    Raises:
+        NotImplementedError: If an einsum is replaced.
+        TypeError: If an argument is of the wrong kind or dtype.
+        ValueError: If shapes do not fit, if `dropout_rate` is outside [0, 1), if dropout is active
+            without `dropout_rng`, or if `input_positions` come without `rope`.
+    """
+    for name, einsum in (
+        ("einsum_dot_general", einsum_dot_general),
+        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
+        ("attn_weights_value_einsum", attn_weights_value_einsum),
+    ):
+        if einsum is not None:
+            raise NotImplementedError(
+                f"`{name}` must be None, because the kernels contain no einsum to replace; got "
+                f"{einsum!r}. Use Flax's `dot_product_attention` for this layer."
+            )
+    dropout_rate = share_to_drop("dropout_rate", dropout_rate)
+    if deterministic:
+        dropout_rate = 0.0
+    if dropout_rate > 0.0 and dropout_rng is None:
+        raise ValueError(
+            "`dropout_rng` must be a jax.random key while dropout is active; got None with "
+            f"dropout_rate={dropout_rate}, deterministic={deterministic}. Pass a new key for each "
+            "call, or deterministic=True for no dropout."
+        )
+
+    if rope is not None:
+        query, key = (_apply_module_rope(rope, x, input_positions) for x in (query, key))
+    elif input_positions is not None:
+        raise ValueError(
+            "`input_positions` must be None without `rope`, which alone reads them; got "
+            f"input_positions.shape={input_positions.shape}. Bind `rope` with functools.partial."
+        )
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+
+    batch = query.shape[:-3]
+    one_batch = batch == key.shape[:-3] == value.shape[:-3]
+    if not one_batch or min(query.ndim, key.ndim, value.ndim) < 3:
+        raise ValueError(
+            "`query`, `key` and `value` must be [*batch, length, heads, head_dim] with the same "
+            f"batch axes; got query.shape={query.shape}, key.shape={key.shape}, "
+            f"value.shape={value.shape}."
+        )
+    scores_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
+    out = attention(
+        merge_batch(query, batch),
+        merge_batch(key, batch),
+        merge_batch(value, batch),
+        bias=merge_scores("bias", bias, scores_shape),
+        mask=merge_scores("mask", as_bool(mask), scores_shape),
+        is_causal=is_causal,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        implementation=implementation,
+    )
+    if module is not None:
+        visible = _dense(as_bool(mask), scores_shape)
+        _sow_weights(
+            module, query, key, bias, visible, is_causal, precision, force_fp32_for_softmax
+        )
+    return out.reshape(*batch, *out.shape[1:])
+
+
+def _apply_module_rope(
+    rope: Callable[..., Array],
+    x: Shaped[Array, "*batch T N H"],
+    positions: Integer[Array, "*#batch T"] | None,
+) -> Shaped[Array, "*batch T N H"]:
+    """Calls an `nnx.RoPE`, which wants time next to last and one row of positions at a time."""
+    x = jnp.swapaxes(x, -2, -3)
+    if positions is None:
+        x = rope(x)
+    else:
+        x = jnp.vectorize(rope, signature="(t,h),(t)->(t,h)")(x, positions[..., None, :])
+    return jnp.swapaxes(x, -2, -3)
+
+
+def _sow_weights(
+    module: nnx.Module | linen.Module,
+    query: Shaped[Array, "*batch T N H"],
+    key: Shaped[Array, "*batch S K H"],
+    bias: Float[Array, "*#batch #N #T #S"] | None,
+    mask: Shaped[Array, "*#batch #N #T #S"] | None,
+    is_causal: bool,
+    precision: str | jax.lax.Precision | None,
+    force_fp32_for_softmax: bool,
+) -> None:
+    """Makes `module` sow the attention weights.
+
+    Linen's function serves nnx modules too, which know its collection "intermediates" as
+    `nnx.Intermediate`. It has neither `is_causal` nor grouped heads, so both are spelled out here.
+    """
+    if is_causal:
+        causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
+        mask = causal if mask is None else mask & causal
+    linen.dot_product_attention_weights(
+        query,
+        jnp.repeat(key, query.shape[-2] // key.shape[-2], axis=-2),
+        bias,
+        mask,
+        deterministic=True,
+        precision=precision,
+        module=module,  # pyright: ignore[reportArgumentType]
+        force_fp32_for_softmax=force_fp32_for_softmax,
+    )
+
+
+def _dense(mask, scores_shape: Sequence[int]) -> Any:
+    """A mask object as an array [*batch, N, T, S]; anything else as it is."""
+    if not is_object(mask):
+        return mask
+    shape = (math.prod(scores_shape[:-3]), *scores_shape[-3:])
+    indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
+    whole = Mask(fitted(mask, Call(shape)))  # pyright: ignore[reportArgumentType]
+    return jnp.broadcast_to(whole.allowed(*indices), shape).reshape(scores_shape)

@@ -1,0 +1,353 @@
+"""Self-attention as a layer."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype, Initializer
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
+
+from pallas_flash._api import Implementation, attention
+from pallas_flash._checks import share_to_drop
+from pallas_flash._masks import Mask
+from pallas_flash.flax._arrays import as_bool, merge_batch, merge_full, merge_scores
+from pallas_flash.flax._cache import Cache
+from pallas_flash.flax._rope import apply_rope
+
+_lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+
+
+class SelfAttention(nnx.Module):
+    """Self-attention with grouped key/value heads, rotary positions and packed documents.
+
+    Linear maps of the tokens give q, k and v; if asked for, an RMSNorm over each head normalises q
+    and k; `apply_rope` turns them; a linear map of `pallas_flash.attention(q, k, v)` is the output.
+    Each run of `num_heads // num_kv_heads` query heads shares one key/value head (GQA,
+    https://arxiv.org/abs/2305.13245).
+
+    To generate text, `init_cache` makes room for keys and values, and calls with `decode=True` add
+    the next tokens to it: first all of the prompt, then each new token.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from pallas_flash.flax import SelfAttention
+        >>> layer = SelfAttention(16, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((3, 7, 16))).shape
+        (3, 7, 16)
+        >>> layer.init_cache((3, 8, 16))
+        >>> layer(jnp.ones((3, 7, 16)), decode=True).shape
+        (3, 7, 16)
+        >>> layer(jnp.ones((3, 1, 16)), decode=True).shape
+        (3, 1, 16)
+
+    Args:
+        features: Size of the last axis of input and output.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key/value heads, a divisor of `num_heads`. None is `num_heads`.
+        head_dim: Size of a head. None is `features // num_heads`.
+        is_causal: Whether a token sees only itself and the tokens before it, by their order in the
+            array and whatever their `positions`.
+        rope_theta: Base of the rotary angles. None is no rotary embedding.
+        normalize_qk: Whether queries and keys go through an RMSNorm over the head size, each with a
+            learned scale [H] that all heads share, before rotary positions (as in Qwen 3,
+            https://arxiv.org/abs/2505.09388, and Gemma 3, https://arxiv.org/abs/2503.19786).
+        local_window_size: (left, right): a token sees the `left` tokens before it and, unless it is
+            causal, the `right` tokens after it; an int for both. None is no window.
+        logits_soft_cap: Scores s become cap * tanh(s / cap). None is no cap.
+        use_sinks: Whether each head learns a sink: a logit that takes part in the softmax without a
+            value, so that a head may attend to nothing (https://arxiv.org/abs/2309.17453).
+        dropout_rate: The share of attention probabilities that become zero in training.
+        broadcast_dropout: Whether one dropout mask [T, T] serves all batch axes and heads.
+        deterministic: Whether dropout is switched off. None leaves it to the call, or to
+            `train()`, `eval()` and `nnx.view`, which set it.
+        use_bias: Whether the linear maps add a bias.
+        dtype: Computation dtype. None is the one that the input and the parameters promote to.
+        param_dtype: Dtype of the parameters.
+        precision: Precision of the linear maps and of the attention.
+        kernel_init: Initializer of the linear maps.
+        out_kernel_init: Initializer of the output map. None is `kernel_init`.
+        sinks_init: Initializer of the sinks.
+        implementation: As in `pallas_flash.attention`.
+        rngs: Where the random keys of the parameters come from, and those of dropout.
+        keep_rngs: Whether a layer with dropout keeps a copy of the dropout stream of `rngs`, so
+            that calls need not give one.
+
+    Raises:
+        TypeError: If `dropout_rate` is not a number.
+        ValueError: If the sizes do not fit each other, or `dropout_rate` is outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        is_causal: bool = True,
+        rope_theta: float | None = 10_000.0,
+        normalize_qk: bool = False,
+        local_window_size: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        use_sinks: bool = False,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool | None = None,
+        use_bias: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: str | jax.lax.Precision | None = None,
+        kernel_init: Initializer = _lecun_normal,
+        out_kernel_init: Initializer | None = None,
+        sinks_init: Initializer = _zeros,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+    ):
+        if num_kv_heads is None:
+            num_kv_heads = num_heads
+        if min(features, num_heads, num_kv_heads) < 1:
+            raise ValueError(
+                "`features`, `num_heads` and `num_kv_heads` must be at least 1; got "
+                f"features={features}, num_heads={num_heads}, num_kv_heads={num_kv_heads}."
+            )
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                "`num_heads` must be a multiple of `num_kv_heads`; got "
+                f"num_heads={num_heads}, num_kv_heads={num_kv_heads}."
+            )
+        if head_dim is None:
+            if features % num_heads:
+                raise ValueError(
+                    "`features` must be a multiple of `num_heads` unless `head_dim` is given; got "
+                    f"features={features}, num_heads={num_heads}."
+                )
+            head_dim = features // num_heads
+        if head_dim < 1:
+            raise ValueError(f"`head_dim` must be at least 1; got {head_dim}.")
+        if rope_theta is not None and rope_theta <= 0:
+            raise ValueError(f"`rope_theta` must be positive; got {rope_theta}.")
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(
+                f"`head_dim` must be even, because rotary positions turn pairs; got {head_dim}. "
+                "Give an even `head_dim`, or rope_theta=None for no rotary embedding."
+            )
+
+        self.features = features
+        self.is_causal = is_causal
+        self.rope_theta = rope_theta
+        self.local_window_size = local_window_size
+        self.logits_soft_cap = logits_soft_cap
+        self.dropout_rate = share_to_drop("dropout_rate", dropout_rate)
+        self.broadcast_dropout = broadcast_dropout
+        self.deterministic = deterministic
+        self.precision = precision
+        self.implementation: Implementation | None = implementation
+        linear = functools.partial(
+            nnx.LinearGeneral,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            rngs=rngs,
+        )
+        self.query = linear(features, (num_heads, head_dim), kernel_init=kernel_init)
+        self.key = linear(features, (num_kv_heads, head_dim), kernel_init=kernel_init)
+        self.value = linear(features, (num_kv_heads, head_dim), kernel_init=kernel_init)
+        self.out = linear(
+            (num_heads, head_dim),
+            features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+        )
+        self.query_norm, self.key_norm = (
+            nnx.RMSNorm(head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            if normalize_qk
+            else None
+            for _ in range(2)
+        )
+        self.sinks = (
+            nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype)) if use_sinks else None
+        )
+        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0.0 else None
+        self.cached_key: nnx.Cache[Array] | None = nnx.data(None)
+        self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
+        self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch T F"],
+        *,
+        bias: Float[Array, "*#batch #N #T #T"] | None = None,
+        mask: Shaped[Array, "*#batch #N #T #T"] | Mask | None = None,
+        seq_lengths: Int32[Array, "*#batch"] | None = None,
+        segment_ids: Int32[Array, "*#batch T"] | None = None,
+        positions: Integer[Array, "*#batch T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | PRNGKeyArray | None = None,
+        decode: bool = False,
+    ) -> Float[Array, "*batch T F"]:
+        """Mixes the tokens of each sequence.
+
+        Args:
+            x: Tokens.
+            bias: Added to the scaled scores; it has a gradient.
+            mask: As in `attention_fn`. It holds together with everything else that says who sees
+                whom.
+            seq_lengths: Tokens of each sequence; those after them are neither seen nor do they see:
+                their output is that of zeros.
+            segment_ids: Document of each token; tokens of different documents never see each
+                other. None is one document.
+            positions: Rotary position of each token. None is 0..T-1, which also serves packed
+                documents: only differences of positions matter, and within a document they do not
+                depend on where it starts.
+            deterministic: Whether dropout is switched off. None is what the layer was told.
+            rngs: Where the random key of dropout comes from, or that key. None is what the layer
+                keeps.
+            decode: Whether `x` are the tokens that follow those in the cache. They are added to it
+                and see it, and `positions` of None go on counting.
+
+        Returns:
+            One new token for each token; NaN where a traced call finds no room for `x` behind the
+            tokens in the cache.
+
+        Raises:
+            TypeError: If `positions` are not integers.
+            ValueError: If shapes do not fit, if `positions` come without rotary embedding, or if a
+                layer with dropout is not told whether it is on, or finds no random key. With
+                `decode`: if there is no cache, or no room in it, if the layer is not causal, or if
+                there is a bias, a mask, lengths or segments, which a cache does not keep.
+        """
+        if x.ndim < 2 or x.shape[-1] != self.features:
+            raise ValueError(
+                f"`x` must be [*batch, length, {self.features}]; got x.shape={x.shape}."
+            )
+        *batch, length, _ = x.shape
+        cache, start, full = None, 0, False
+        if decode:
+            cache = self._cache(
+                bias=bias, mask=mask, seq_lengths=seq_lengths, segment_ids=segment_ids
+            )
+            start, full = cache.start(x)
+        # q is [*batch, T, N, H], k and v are [*batch, T, K, H].
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.rope_theta is not None:
+            if positions is None:
+                positions = start + jnp.arange(length, dtype=jnp.int32)
+            q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
+        elif positions is not None:
+            raise ValueError(
+                "`positions` must be None when `rope_theta` is None, because nothing reads them; "
+                f"got positions.shape={positions.shape}."
+            )
+        scores_shape = (*batch, q.shape[-2], length, length)
+        seq_lengths = merge_full("seq_lengths", seq_lengths, batch, ())
+        dropout_key = self._dropout_key(deterministic, rngs)
+        cached = (k, v) if cache is None else cache.extended(k, v)
+
+        o = attention(
+            merge_batch(q, batch),
+            *(merge_batch(y.astype(q.dtype), batch) for y in cached),
+            bias=merge_scores("bias", bias, scores_shape),
+            mask=merge_scores("mask", as_bool(mask), scores_shape),
+            is_causal=self.is_causal,
+            query_seq_lengths=seq_lengths,
+            key_value_seq_lengths=seq_lengths,
+            local_window_size=self.local_window_size,
+            query_offset=start,
+            segment_ids=merge_full("segment_ids", segment_ids, batch, (length,)),
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key,
+            broadcast_dropout=self.broadcast_dropout,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+        if cache is not None:
+            cache.keep(cached, start + length)
+        o = self.out(o).reshape(x.shape)
+        return jnp.where(full, jnp.nan, o) if isinstance(full, Tracer) else o
+
+    def init_cache(self, input_shape: Sequence[int], dtype: Dtype | None = None) -> None:
+        """Makes an empty cache for keys and values, in place of the one there may be.
+
+        It is state of the kind `nnx.Cache`, so `nnx.state(model, nnx.Param)` is what to save of a
+        model that generates. Decode under `nnx.jit`: outside of it each call waits for the number
+        of tokens in the cache. On meshes, axes must be Auto.
+
+        Args:
+            input_shape: [*batch, length, features] of the longest input, as for
+                `nnx.MultiHeadAttention`; the length is that of the prompt and all that follows.
+            dtype: Dtype of the cache. None is that in which the layer computes with inputs in the
+                dtype of its parameters.
+
+        Raises:
+            TypeError: If `dtype` is not floating point.
+            ValueError: If `input_shape` is none, or its last size is not `features`.
+        """
+        self.cached_key, self.cached_value, self.cache_index = Cache.empty(
+            input_shape,
+            self.features,
+            heads=self.key.out_features,
+            dtype=dtype or self.key.dtype or self.key.param_dtype,
+        )
+
+    def _cache(self, **refused) -> Cache:
+        """What `init_cache` made, for a call that the cache can serve."""
+        if self.cached_key is None or self.cached_value is None or self.cache_index is None:
+            raise ValueError(
+                "`decode` must be False without a cache; got True. Call "
+                "`init_cache((*batch, length, features))` first."
+            )
+        if not self.is_causal:
+            raise ValueError(
+                "`decode` must be False in a layer with is_causal=False, whose tokens see later "
+                "ones; got True. Build a causal layer."
+            )
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(
+                    f"`{name}` must be None with decode=True, because the cache does not keep it "
+                    f"for later tokens; got {type(value).__name__}. Leave it out."
+                )
+        return Cache(self.cached_key, self.cached_value, self.cache_index)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Called by `nnx.view`, which makes a copy of a model with dropout on or off.
+
+        Args:
+            deterministic: Whether dropout is switched off. None changes nothing.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def _dropout_key(self, deterministic, rngs):
+        """The random key of this call's dropout; None if it is off."""
+        if self.dropout_rate == 0.0:
+            return None
+        if deterministic is None:
+            deterministic = self.deterministic
+        if deterministic is None:
+            raise ValueError(
+                "`deterministic` must be True or False in a layer with dropout; got None. Pass it "
+                "to the call or to the layer, or call `train()` or `eval()` of the model."
+            )
+        if deterministic:
+            return None
+        if rngs is None:
+            rngs = self.rngs
+        if rngs is None:
+            raise ValueError(
+                "`rngs` must be given to a call with dropout of a layer built with "
+                "keep_rngs=False; got None. Pass nnx.Rngs(dropout=...), or a jax.random key."
+            )
+        if isinstance(rngs, nnx.Rngs):
+            rngs = rngs.dropout
+        return rngs() if isinstance(rngs, nnx.RngStream) else rngs

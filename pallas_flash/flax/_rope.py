@@ -1,0 +1,60 @@
+"""Rotary positions."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer
+
+from pallas_flash.flax._arrays import check_broadcasts
+
+
+def apply_rope(
+    x: Float[Array, "*batch T N H"],
+    positions: Integer[Array, "*#batch T"],
+    theta: float = 10_000.0,
+) -> Float[Array, "*batch T N H"]:
+    """Rotary position embedding: turns pairs of components by angles linear in the position.
+
+    With i < H/2 and the angle a_i = position * theta^(-2i/H),
+
+        y[i]       = x[i] cos(a_i) - x[i + H/2] sin(a_i)
+        y[i + H/2] = x[i + H/2] cos(a_i) + x[i] sin(a_i)
+
+    This is section 3.2.2 of RoFormer (https://arxiv.org/abs/2104.09864), which pairs 2i with
+    2i + 1. Pairing i with i + H/2 instead ("rotate half") comes from GPT-NeoX; `nnx.RoPE` and the
+    Llama weights of Hugging Face do the same. Norms stay, and the product of a turned query with a
+    turned key depends on the difference of their positions only.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_flash.flax import apply_rope
+        >>> x = jnp.ones((2, 5, 3, 8))
+        >>> bool(jnp.allclose(apply_rope(x, jnp.zeros(5, int)), x))
+        True
+
+    Args:
+        x: Queries or keys.
+        positions: Position of each row of `x`.
+        theta: Base of the angles.
+
+    Returns:
+        The turned `x`, in its dtype. Angles are float32, and so is the product for a narrower `x`.
+
+    Raises:
+        TypeError: If `positions` are not integers.
+        ValueError: If H is odd, or if `positions` do not broadcast to [*batch, T].
+    """
+    if x.ndim < 3 or x.shape[-1] % 2:
+        raise ValueError(
+            f"`x` must be [*batch, length, heads, an even head_dim]; got x.shape={x.shape}."
+        )
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"`positions` must be integers; got positions.dtype={positions.dtype}.")
+    check_broadcasts("positions", positions, x.shape[:-2])
+
+    half = x.shape[-1] // 2
+    inverse_period = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[..., None, None].astype(jnp.float32) * inverse_period  # [*batch, T, 1, H/2]
+    dtype = np.promote_types(x.dtype, np.float32)
+    cos, sin = jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
+    low, high = jnp.split(x.astype(dtype), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
