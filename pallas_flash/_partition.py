@@ -54,7 +54,7 @@ AXES = {
     PrefixLM: {"prefix_lengths": "b", "offset": "b"},
     BlockMask: {"some": "bn", "every": "bn"},
 }
-OUTPUT, LSE, LSE_LOG2 = "btnv", "btn", "bnt"
+OUTPUT, LSE, ROW = "btnv", "btn", "bnt"
 
 SHARED = "1"
 # Axes that `jax.vmap` has put in front.

@@ -12,6 +12,10 @@ from pallas_flash._operands import Pairs, is_pairs
 from pallas_flash._scores import Scores
 from pallas_flash._tiling import sizes
 
+# Scores up to this are not large: beside them float32 has room for the logarithm of a sum, to about
+# 1e-5 of a probability. Above the soft caps that models have.
+SMALL_CAP = 100.0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Problem:
         rest_of_scores: the parts of `scores` that have no gradient.
         dropout: which probabilities become zero.
         precision: what `lax.dot_general` takes.
+        any_scale: whether `scale` may be larger than 1, the default of the smallest heads.
     """
 
     query: Any
@@ -45,6 +50,7 @@ class Problem:
     rest_of_scores: Scores = dataclasses.field(default_factory=Scores)
     dropout: Dropout | None = None
     precision: Any = dataclasses.field(default=None, metadata=dict(static=True))
+    any_scale: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @property
     def batch(self) -> int:
@@ -97,6 +103,16 @@ class Problem:
             slopes=self.slopes,
             operands=self.score_operands,
         )
+
+    @property
+    def large(self) -> bool:
+        """Whether scores may be large: what the call asks for can make them so, and no cap bounds.
+
+        Then the maximum is subtracted from rounded scores, so that its weight is exactly 1, and the
+        backward is given it apart from the sum, see `LogSum`.
+        """
+        cap = self.rest_of_scores.soft_cap
+        return (bool(self.scores) or self.any_scale) and (cap is None or cap > SMALL_CAP)
 
     @property
     def kind(self) -> str:

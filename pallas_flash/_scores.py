@@ -11,13 +11,16 @@ Written once, for tiles in kernels and in plain JAX; the backward takes its deri
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_flash._operands import Pairs, for_user
+
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
 
 @jax.tree_util.register_dataclass
@@ -79,20 +82,44 @@ class Scores:
         return x
 
 
-def with_sink(lse_log2, sink_log2):
-    """The base-2 LSE with a sink in the sum; a row that sees nothing keeps -inf.
+class LogSum(NamedTuple):
+    """The LSE of each row as the forward leaves it to the backward: m + log(2) * l_log2.
 
-    log2(2^lse + 2^sink), in the form that cannot overflow.
+    Two numbers where scores may be large: float32 has no room for log(n) beside -1e9, and of n
+    equal weights each would be taken for 1.
+
+    Attributes:
+        m: the row's largest score or sink, [B, N, T]; 0 where it sees nothing. None is 0.
+        l_log2: log2(sum(exp(s - m))), likewise; -inf where the row sees nothing.
     """
-    high = jnp.maximum(lse_log2, sink_log2)
-    total = high + jnp.log2(1 + jnp.exp2(-jnp.abs(lse_log2 - sink_log2)))
-    return jnp.where(lse_log2 == -jnp.inf, -jnp.inf, total)
+
+    m: Any
+    l_log2: Any
+
+    @property
+    def lse(self):
+        """The natural LSE."""
+        lse = self.l_log2 * LN2
+        return lse if self.m is None else self.m + lse
+
+    def in_one(self) -> "LogSum":
+        """Without m."""
+        return self if self.m is None else LogSum(None, self.m * LOG2E + self.l_log2)
 
 
-def sinks_gradient(sink_log2, lse_log2, delta):
+def with_sink(m, l, sink, exp=jnp.exp):
+    """The m and l of a softmax with one more score, and the factor of its weights so far."""
+    high = jnp.maximum(m, sink)
+    factor = exp(m - high)
+    return high, factor * l + exp(sink - high), factor
+
+
+def sinks_gradient(sinks, log_sum: LogSum, delta):
     """[N] from [N], [B, N, T] and [B, N, T]: the sink is a key with the value 0, so dp = 0.
 
     ds = p * (dp - delta) with p = exp(sink - lse), summed over all rows that see something.
     """
-    p = jnp.exp2(sink_log2[:, None] - lse_log2)
-    return -jnp.sum(jnp.where(lse_log2 == -jnp.inf, 0, p * delta), axis=(0, 2))
+    m, l_log2 = log_sum
+    sinks = sinks[:, None] if m is None else sinks[:, None] - m
+    p = jnp.exp2(sinks * LOG2E - l_log2)
+    return -jnp.sum(jnp.where(l_log2 == -jnp.inf, 0, p * delta), axis=(0, 2))

@@ -72,7 +72,7 @@ def validate(
     batch, q_len, num_heads, head_dim = query.shape
     kv_len = key.shape[1]
     scores_shape = (batch, num_heads, q_len, kv_len)
-    query, scale = _scale(scale, query, head_dim)
+    query, scale, any_scale = _scale(scale, query, head_dim)
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
     # Where query 0 stands changes a score through the slopes alone.
     shift, offset = (0, None) if slopes is None else _offset(query_offset, batch)
@@ -103,6 +103,7 @@ def validate(
         ),
         dropout=dropout(dropout_rate, dropout_key, broadcast_dropout),
         precision=_precision(precision),
+        any_scale=any_scale,
     )
 
 
@@ -222,7 +223,7 @@ def _check_inputs(query, key, value) -> None:
 
 
 def _scale(scale: Any, query, head_dim):
-    """A scale that is not negative, and `query` with the sign of the given one.
+    """`query` with the sign of the given scale, one that is not negative, and if it may exceed 1.
 
     The kernels take the maximum of the raw products and scale only that, which needs a scale of one
     sign; the sign is moved to the queries exactly. Outside the custom derivative, so that both keep
@@ -239,14 +240,15 @@ def _scale(scale: Any, query, head_dim):
                 f"`scale` must be finite in {dtype.name}; got {describe(scale)}. Use None for "
                 "1 / sqrt(head size)."
             )
-        return (-query if number < 0 else query), jnp.asarray(abs(float(number)), dtype)
+        size = abs(float(number))
+        return (-query if number < 0 else query), jnp.asarray(size, dtype), size > 1
     if not is_array(scale) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(
             f"`scale` must be a number or a floating-point scalar array; got {describe(scale)}. "
             "Multiply `query` by a scale per head or position and pass `scale=1.0`."
         )
     scale = jnp.asarray(scale, dtype)
-    return jnp.where(scale < 0, -query, query), jnp.where(scale < 0, -scale, scale)
+    return jnp.where(scale < 0, -query, query), jnp.where(scale < 0, -scale, scale), True
 
 
 def _bias(bias, scores_shape, dtype):

@@ -3,14 +3,13 @@
 The first one is a `custom_vjp` of two passes, forward and backward. Each of them is a `custom_jvp`
 with a tangent in plain JAX, from which every higher order comes, in both modes.
 
-Residuals are the operands, the output and one row of LSE a head; delta is the backward's own. The
+Residuals are the operands, the output and the LSE as a `LogSum`; delta is the backward's own. The
 output and the LSE carry checkpoint names, so that a remat policy, `save_residuals`, can keep them
 and never run the forward twice.
 """
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_flash import _compat, _partition, _tangents, _xla
 from pallas_flash._problem import Gradients, Problem
+from pallas_flash._scores import LN2, LogSum
 from pallas_flash._tiling.sizes import TileSizes
-
-LN2 = math.log(2.0)
 
 # The checkpoint names of the output and of the LSE, and the policy that saves both.
 NAMES = "pallas_flash_out", "pallas_flash_lse"
@@ -31,9 +29,9 @@ _save_names = jax.checkpoint_policies.save_only_these_names(*NAMES)
 def save_residuals(*args, **kwargs):
     """A policy of `jax.checkpoint` that saves what `attention`'s backward needs of its forward.
 
-    These are the output, as large as the queries, and one float32 a query and head. With them the
-    forward kernel does not run again in the backward pass; everything else is computed again. Join
-    it with other policies by `jax.checkpoint_policies.save_from_both_policies`.
+    These are the output, as large as the queries, and one float32 a query and head, or two. With
+    them the forward kernel does not run again in the backward pass; everything else is computed
+    again. Join it with other policies by `jax.checkpoint_policies.save_from_both_policies`.
 
     Args:
         *args: what `jax.checkpoint` passes to a policy.
@@ -66,10 +64,10 @@ class Plan:
     # Compiled here, so that calls outside of `jit` do not compile loops and kernels each time.
     @functools.partial(jax.jit, static_argnums=0)
     def forward(self, problem: Problem):
-        """The output and `lse_log2` [B, N, T]."""
-        return _partition.divided(
-            self._forward, problem, axes_out=lambda _: (_partition.OUTPUT, _partition.LSE_LOG2)
-        )
+        """The output and a `LogSum` of [B, N, T]."""
+        m = _partition.ROW if problem.large or self.implementation == "xla" else None
+        axes_out = _partition.OUTPUT, LogSum(m, _partition.ROW)
+        return _partition.divided(self._forward, problem, axes_out=lambda _: axes_out)
 
     def _forward(self, problem: Problem):
         if self.implementation == "xla":
@@ -77,13 +75,14 @@ class Plan:
         return self._kernels().forward(problem, self.tiles, interpret=self._interpret)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def backward(self, problem, o, lse_log2, do, dlse, wanted: "Wanted") -> Gradients:
+    def backward(self, problem, o, log_sum, do, dlse, wanted: "Wanted") -> Gradients:
         """The gradients for cotangents do [B, T, N, V] and dlse ([B, T, N] or None)."""
-        rows = _partition.OUTPUT, _partition.LSE_LOG2, _partition.OUTPUT
+        rows = jax.tree.map(lambda _: _partition.ROW, log_sum)
+        rows = _partition.OUTPUT, rows, _partition.OUTPUT
         return _partition.divided(
             functools.partial(self._backward, wanted=wanted),
             problem,
-            *(o, lse_log2, do, dlse),
+            *(o, log_sum, do, dlse),
             axes_of_rows=(*rows, None if dlse is None else _partition.LSE),
             axes_out=lambda axes: Gradients(
                 *(
@@ -93,8 +92,8 @@ class Plan:
             ),
         )
 
-    def _backward(self, problem, o, lse_log2, do, dlse, *, wanted: "Wanted") -> Gradients:
-        cotangents = (problem, o, lse_log2, do, dlse)
+    def _backward(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted") -> Gradients:
+        cotangents = (problem, o, log_sum, do, dlse)
         if self.implementation == "xla":
             return _xla.backward(*cotangents, **wanted.flags())
         return self._kernels().backward(
@@ -148,12 +147,15 @@ def _(plan: Plan, primals, tangents):
     operands, rest = primals
     moved = _moved(plan, tangents[0])
     o_dot, lse_dot = _tangents.of_forward(tuple(moved), operands, rest, moved)
-    return _forward_pass(plan, operands, rest), (o_dot, jnp.moveaxis(lse_dot, 2, 1) / LN2)
+    o, log_sum = _forward_pass(plan, operands, rest)
+    # Of its two terms the sum alone has a meaning.
+    m_dot = None if log_sum.m is None else jnp.zeros_like(log_sum.m)
+    return (o, log_sum), (o_dot, LogSum(m_dot, jnp.moveaxis(lse_dot, 2, 1) / LN2))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _backward_pass(plan: Plan, wanted: Wanted, operands, rest, o, lse_log2, do, dlse):
-    return plan.backward(rest.join(operands), o, lse_log2, do, dlse, wanted)
+def _backward_pass(plan: Plan, wanted: Wanted, operands, rest, o, log_sum, do, dlse):
+    return plan.backward(rest.join(operands), o, log_sum, do, dlse, wanted)
 
 
 @functools.partial(_backward_pass.defjvp, symbolic_zeros=True)
@@ -185,8 +187,8 @@ def _moved(plan: Plan, tangents: dict) -> dict:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, operands, rest):
-    o, lse_log2 = _forward_pass(plan, operands, rest)
-    return o, _public_lse(lse_log2)
+    o, log_sum = _forward_pass(plan, operands, rest)
+    return o, _public_lse(log_sum)
 
 
 def _forward(plan: Plan, operands, rest):
@@ -198,9 +200,10 @@ def _forward(plan: Plan, operands, rest):
             raise _no_gradient(name, plan)
     wanted = Wanted(*map(perturbed, ("scale", "bias", "sinks")))
     operands, rest = jax.tree.map(lambda x: x.value, (operands, rest), is_leaf=_has_tangent)
-    o, lse_log2 = _forward_pass(plan, operands, rest)
-    o, lse_log2 = map(checkpoint_name, (o, lse_log2), NAMES)
-    return (o, _public_lse(lse_log2)), (operands, rest, o, lse_log2, wanted)
+    o, log_sum = _forward_pass(plan, operands, rest)
+    o = checkpoint_name(o, NAMES[0])
+    log_sum = jax.tree.map(lambda x: checkpoint_name(x, NAMES[1]), log_sum)
+    return (o, _public_lse(log_sum)), (operands, rest, o, log_sum, wanted)
 
 
 def _no_gradient(name: str, plan: Plan) -> NotImplementedError:
@@ -216,13 +219,13 @@ def _has_tangent(x) -> bool:
 
 
 def _backward(plan: Plan, residuals, cotangents):
-    operands, rest, o, lse_log2, wanted = residuals
+    operands, rest, o, log_sum, wanted = residuals
     do, dlse = cotangents
     if isinstance(do, SymbolicZero):
         do = jnp.zeros_like(o)
     if isinstance(dlse, SymbolicZero):
         dlse = None
-    gradients = _backward_pass(plan, wanted, operands, rest, o, lse_log2, do, dlse)
+    gradients = _backward_pass(plan, wanted, operands, rest, o, log_sum, do, dlse)
     # None stands for a zero, as it does for everything in `rest`: masks, lengths and ids have no
     # gradient.
     return gradients._asdict(), None
@@ -231,5 +234,5 @@ def _backward(plan: Plan, residuals, cotangents):
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _public_lse(lse_log2):
-    return jnp.moveaxis(lse_log2 * LN2, 1, 2)
+def _public_lse(log_sum: LogSum):
+    return jnp.moveaxis(log_sum.lse, 1, 2)

@@ -8,7 +8,7 @@ maximum, sum and output:
     l   = alpha * l + rowsum(p)
     acc = alpha * acc + dropout(p) @ v
 
-    at the end    o = acc / l    lse = m + log(l)    l with exp(sink - m) in it
+    at the end    o = acc / l    lse = m + log(l)    with a sink in both, if there is one
 
 The backward recomputes the tiles of p = exp(s - lse), see `backward`. All examples and heads of a
 tile are computed together, each product as one batched `a @ b` or `a @ b.T`: on a CPU, `a.T @ b`
@@ -27,18 +27,16 @@ from pallas_flash._dropout import drop, kept, rescaled
 from pallas_flash._masks import Edges, Mask, TileClasses, Tiling, in_tile, lists, visit
 from pallas_flash._operands import Cut, Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
-from pallas_flash._scores import Scores, sinks_gradient, with_sink
+from pallas_flash._scores import LN2, LogSum, Scores, sinks_gradient, with_sink
 
 # Queries and keys of a tile: big enough for matrix products, small enough for a core's cache, where
 # the scores of all heads meet. Few heads leave room for twice the queries.
 BLOCK_Q, BLOCK_KV = 256, 256
 FEW_HEADS = 4
 
-LOG2E = math.log2(math.e)
-
 
 def forward(problem: Problem):
-    """The output [B, T, N, V] and `lse_log2` = LSE * log2(e), [B, N, T] in float32 or float64."""
+    """The output [B, T, N, V] and a `LogSum` of [B, N, T] in float32 or float64."""
     p, blocks = problem, _Blocks(problem)
     ranges = blocks.kv_ranges()
     # The tiles [.., H, block_kv] are transposed once for all query tiles.
@@ -64,7 +62,7 @@ def forward(problem: Problem):
             s_max = s.max(axis=-1) if masked or p.scores else p.scale * qk.max(axis=-1)
             m_new = jnp.maximum(m, s_max)
             m_safe = jnp.where(m_new == -jnp.inf, 0, m_new)
-            weight = jnp.exp(s - m_safe[..., None])
+            weight = jnp.exp(_below(p, s, m_safe[..., None]))
             alpha = jnp.exp(m - m_safe)
             l = alpha * l + weight.sum(axis=-1)
             weight = drop(kept(p.dropout, tile.at), weight)
@@ -76,24 +74,22 @@ def forward(problem: Problem):
         start = tuple(blocks.full(shape, fill) for fill, shape in fills)
         m, l, acc = visit(blocks.range(ranges, i), step, start, blocks.edges)
         alive = l > 0
-        l = jnp.where(alive, l, 1)
-        lse_log2 = jnp.where(alive, (m + jnp.log(l)) * LOG2E, -jnp.inf)
-        weight = 1 / l
+        m, l, factor = jnp.where(alive, m, 0), jnp.where(alive, l, 1), 1
         if p.sinks is not None:
-            sinks = p.sinks.reshape(p.num_kv_heads, p.groups, 1) * LOG2E
-            lse_log2 = with_sink(lse_log2, sinks)
-            weight = jnp.where(alive, jnp.exp2(m * LOG2E - lse_log2), 0)
-        weight = rescaled(p.dropout, weight)
-        return (acc * weight[..., None]).astype(p.dtype), lse_log2
+            m, l, factor = with_sink(m, l, p.sinks.reshape(p.num_kv_heads, p.groups, 1))
+        weight = rescaled(p.dropout, factor / l)
+        log_sum = LogSum(m, jnp.where(alive, jnp.log2(l), -jnp.inf))
+        return (acc * weight[..., None]).astype(p.dtype), log_sum
 
-    o, lse_log2 = lax.map(q_tile, jnp.arange(blocks.q.count, dtype=jnp.int32))
-    return blocks.join_rows(o), jnp.moveaxis(blocks.join_rows(lse_log2), 1, 2)
+    o, log_sum = lax.map(q_tile, jnp.arange(blocks.q.count, dtype=jnp.int32))
+    rows = jax.tree.map(lambda x: jnp.moveaxis(blocks.join_rows(x), 1, 2), log_sum)
+    return blocks.join_rows(o), rows
 
 
 def backward(
     problem: Problem,
     o,
-    lse_log2,
+    log_sum: LogSum,
     do,
     dlse,
     *,
@@ -121,10 +117,12 @@ def backward(
         delta = delta - dlse
     dsinks = None
     if want_sinks:
-        dsinks = sinks_gradient(p.sinks * LOG2E, lse_log2, jnp.moveaxis(delta, 1, 2))
+        dsinks = sinks_gradient(p.sinks, log_sum, jnp.moveaxis(delta, 1, 2))
     # +inf in place of -inf: a row that sees nothing then has p = 0 without a special case.
-    lse = jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2) / LOG2E
-    do, delta, lse = map(blocks.split_rows, (do, delta, jnp.moveaxis(lse, 1, 2)))
+    log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)
+    m, log_l = (jnp.moveaxis(x, 1, 2) for x in (log_sum.m, log_l))
+    do, delta, m, log_l = map(blocks.split_rows, (do, delta, m, log_l))
+    lse = m + log_l
     ranges = blocks.q_ranges()
 
     def kv_tile(sums, j):
@@ -134,13 +132,17 @@ def backward(
 
         def step(i, masked, carry):
             dk, dv, dq_t, dbias = carry
-            q, do_i, lse_i, delta_i = (_take(x, i) for x in (blocks.queries, do, lse, delta))
+            q, do_i, delta_i = (_take(x, i) for x in (blocks.queries, do, delta))
             qk_t = blocks.einsum("bksh,bkgth->bksgt", k, q)
             tile = blocks.tile(i, j, transposed=True)
             s_t, pull = p.scale * qk_t, None
             if p.scores:
                 s_t, pull = tile.scores.vjp(s_t, *tile.at)
-            p_t = jnp.exp(s_t - lse_i[:, :, None])
+            if p.large:
+                m_i, log_l_i = (_take(x, i)[:, :, None] for x in (m, log_l))
+                p_t = jnp.exp(_below(p, s_t, m_i) - log_l_i)
+            else:
+                p_t = jnp.exp(s_t - _take(lse, i)[:, :, None])
             dp_t = blocks.einsum("bksv,bkgtv->bksgt", v, do_i)
             keep = kept(p.dropout, tile.at)
             dp_t = drop(keep, rescaled(p.dropout, dp_t))
@@ -184,6 +186,15 @@ def backward(
         blocks.crop_bias(dbias).astype(p.bias.dtype) if want_bias else None,
         dsinks,
     )
+
+
+def _below(problem: Problem, s, m):
+    """The scores s less the maximum m of their row.
+
+    Compilers for CPUs fuse s - m with a product before it, and then m alone is rounded. Where that
+    could matter, a minimum keeps them apart: the largest difference is 0 whatever scores are.
+    """
+    return (jnp.minimum(s, m) if problem.large else s) - m
 
 
 class _Tile(NamedTuple):

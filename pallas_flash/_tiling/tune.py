@@ -213,19 +213,25 @@ def _exact(problem: Problem):
         name: getattr(problem, name).astype(jnp.float32) for name in ("query", "key", "value")
     }
     exact = dataclasses.replace(problem, **inputs, precision=lax.Precision.HIGHEST)
-    o, lse_log2 = plain.forward(exact)
+    o, log_sum = plain.forward(exact)
     do = jax.random.normal(jax.random.key(len(inputs)), o.shape, problem.dtype)
-    gradients = plain.backward(exact, o, lse_log2, do.astype(o.dtype), None, no_extras)
-    residuals = (problem, o.astype(problem.dtype), lse_log2, do, None, no_extras)
+    gradients = plain.backward(exact, o, log_sum, do.astype(o.dtype), None, no_extras)
+    for_kernels = log_sum if problem.large else log_sum.in_one()
+    residuals = (problem, o.astype(problem.dtype), for_kernels, do, None, no_extras)
     arguments = dict.fromkeys(FORWARD, (problem,)) | dict.fromkeys(GRADIENTS, residuals)
     wanted = {kernel: [getattr(gradients, x) for x in names] for kernel, names in GRADIENTS.items()}
-    return arguments, wanted | {kernel: [o, lse_log2] for kernel in FORWARD}
+    return arguments, wanted | {kernel: [o, log_sum.lse] for kernel in FORWARD}
 
 
 def _program(kernel: str, plan: Plan):
     """One kernel alone (and delta): XLA drops those whose results nothing uses."""
     if kernel in FORWARD:
-        return jax.jit(lambda problem: list(plan.forward(problem)))
+
+        def forward(problem):
+            o, log_sum = plan.forward(problem)
+            return [o, log_sum.lse]
+
+        return jax.jit(forward)
     names = GRADIENTS[kernel]
     return jax.jit(lambda *residuals: [getattr(plan.backward(*residuals), x) for x in names])
 

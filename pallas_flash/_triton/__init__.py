@@ -1,9 +1,9 @@
 """Attention as Pallas kernels lowered through Triton; the surface is `forward` and `backward`."""
 
 from pallas_flash._problem import Gradients, Problem
-from pallas_flash._scores import sinks_gradient
+from pallas_flash._scores import LogSum, sinks_gradient
 from pallas_flash._tiling.sizes import TileSizes
-from pallas_flash._triton import backward_dkv, backward_dq, common
+from pallas_flash._triton import backward_dkv, backward_dq
 from pallas_flash._triton.backward_dbias import dbias
 from pallas_flash._triton.decode import decode as _decode
 from pallas_flash._triton.delta import delta
@@ -11,7 +11,7 @@ from pallas_flash._triton.forward import forward as _forward
 
 
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
-    """The output [B, T, N, V] and `lse_log2` = LSE * log2(e), float32 [B, N, T]."""
+    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     if tiles.decode is not None:
         return _decode(problem, tiles.decode, interpret=interpret)
     return _forward(problem, tiles.tile("forward"), interpret=interpret)
@@ -20,7 +20,7 @@ def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
 def backward(
     problem: Problem,
     o,
-    lse_log2,
+    log_sum: LogSum,
     do,
     dlse,
     tiles: TileSizes,
@@ -31,7 +31,7 @@ def backward(
     interpret: bool,
 ) -> Gradients:
     """Gradients for the cotangents do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
-    rows = (do, lse_log2, delta(problem, o, do, dlse, interpret=interpret))
+    rows = (do, log_sum, delta(problem, o, do, dlse, interpret=interpret))
     if tiles.dkv is not None:
         dk, dv = backward_dkv.dkv(
             problem, *rows, tiles.tile("dkv"), backward_dkv.pallas_flash_dkv, interpret=interpret
@@ -52,5 +52,5 @@ def backward(
         dv,
         scale=None if dscale is None else dscale.sum(),
         bias=dbias(problem, *rows, tiles.tile("dq"), interpret=interpret) if want_bias else None,
-        sinks=sinks_gradient(problem.sinks * common.LOG2E, *rows[1:]) if want_sinks else None,
+        sinks=sinks_gradient(problem.sinks, *rows[1:]) if want_sinks else None,
     )

@@ -10,6 +10,7 @@ of the sum stays, so that it is stored once, without atomics and without a copy 
 head. One loop goes over all pairs of an example, a head, a query tile and a key tile that share it.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -27,8 +28,6 @@ def pallas_flash_dbias(
     v_ref,
     scale_ref,
     do_ref,
-    lse_ref,
-    delta_ref,
     *refs,
     static: common.Static,
     counts: tuple[int, int, int, int],
@@ -39,6 +38,7 @@ def pallas_flash_dbias(
     `counts` are the examples, heads, query tiles and key tiles; `broadcast` says over which of them
     the bias broadcasts.
     """
+    log_sum_refs, (delta_ref, *refs) = static.log_sum(refs)
     *refs, dbias_ref = refs
     seen_ref = refs.pop(0) if static.masked else None
     extras = static.load_extras(refs)
@@ -65,11 +65,13 @@ def pallas_flash_dbias(
         v = common.load(v_ref.at[b, kv_span, h // groups, :], keys, static.value_dim)
         dp = static.dot_t(do, v)
         dp = drop(static.kept_in_tile(extras, b, h, q_tile, kv_tile), dp)
-        lse_log2, delta = (
-            common.load_row(ref.at[b, h, q_span], exist)[:, None] for ref in (lse_ref, delta_ref)
+        log_sum, delta = jax.tree.map(
+            lambda ref: common.load_row(ref.at[b, h, q_span], exist)[:, None],
+            (log_sum_refs, delta_ref),
         )
         delta = shrunk(extras.dropout, delta)
-        ds = pull(static.exp2_scaled(s, c, common.shift(extras, lse_log2)) * (dp - delta))
+        p = static.probabilities(s, c, common.subtracted(extras, log_sum))
+        ds = pull(p * (dp - delta))
         if static.masked:
             ds = jnp.where(mask.allowed(*at), ds, 0.0)
         for axis in (0, 1):
@@ -117,11 +119,12 @@ def _tile(dq: Tile) -> Tile:
     return Tile(block_q, block_kv, 4, 2 if 2 * (block_q + block_kv) <= room else 1)
 
 
-def dbias(problem: Problem, do, lse_log2, delta, dq: Tile, *, interpret: bool):
+def dbias(problem: Problem, do, log_sum, delta, dq: Tile, *, interpret: bool):
     """The gradient of the bias, in its shape and dtype; `dq` is the tile of the pass for dq."""
     p = problem
     tile = _tile(dq)
     static, extras, seen = common.make_static(p, tile, flow="both", interpret=interpret)
+    rows = (*jax.tree.leaves(log_sum), delta)
     arrays = () if seen is None else (seen,)
     arrays += tuple(common.leaves(extras))
     counts = (p.batch, p.num_heads, static.q.count, static.kv.count)
@@ -143,8 +146,7 @@ def dbias(problem: Problem, do, lse_log2, delta, dq: Tile, *, interpret: bool):
         p.value,
         p.scale[None],
         do,
-        lse_log2,
-        delta,
+        *rows,
         *arrays,
         static=static,
         tile=tile,
@@ -155,9 +157,7 @@ def dbias(problem: Problem, do, lse_log2, delta, dq: Tile, *, interpret: bool):
             wide(p.value),
             common.whole(p.scale[None]),
             wide(do),
-            common.whole(lse_log2),
-            common.whole(delta),
-            *map(common.whole, arrays),
+            *map(common.whole, (*rows, *arrays)),
         ],
         out_specs=[pl.BlockSpec(block, lambda j, i, h, b: (b, h, i, j))],
         out_shapes=[(p.bias.shape, p.bias.dtype)],

@@ -13,6 +13,7 @@ among several, whose float32 sums are added in the end. Where both sums do not f
 same kernel runs twice, once for each.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,8 +33,6 @@ def _kernel(
     v_ref,
     scale_ref,
     do_ref,
-    lse_ref,
-    delta_ref,
     *refs,
     static: common.Static,
     here,
@@ -41,6 +40,7 @@ def _kernel(
     want_dv: bool,
 ):
     n_out = want_dk + want_dv
+    log_sum_refs, (delta_ref, *refs) = static.log_sum(refs)
     tables, outputs = refs[:-n_out], list(refs[-n_out:])
     tiles, extras = common.load_tables(tables, static, flow=static.q)
     mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
@@ -70,12 +70,13 @@ def _kernel(
 
         # The order of loads and products is chosen: lse is there before the products, so that the
         # exponentials can run under the second of them; delta comes late and holds no registers.
-        lse_log2 = common.load_row(lse_ref.at[g, span], exist)
+        log_sum = jax.tree.map(lambda ref: common.load_row(ref.at[g, span], exist), log_sum_refs)
         q = common.load(q_ref.at[span, g, :], rows, static.head_dim)
         do = load_do() if want_dk else None
         s_t, c, pull = static.logits_vjp(extras, static.dot_t(k, q), scale, *at)
         dp_t = static.dot_t(v, do) if want_dk else 0.0
-        p_t = static.exp2_scaled(s_t, c, common.shift(extras, lse_log2)[None, :])
+        log_sum = jax.tree.map(lambda x: x[None, :], common.subtracted(extras, log_sum))
+        p_t = static.probabilities(s_t, c, log_sum)
         kept = static.kept_in_tile(extras, *at[:2], q_tile, kv_tile, transposed=True)
         if masked:
             p_t = visible(p_t)
@@ -128,7 +129,7 @@ def pallas_flash_dv(*refs, **options):
     _kernel(*refs, **options, want_dk=False, want_dv=True)
 
 
-def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret: bool):
+def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: bool):
     """Those of dk [B, S, K, H] and dv [B, S, K, V] that `kernel` computes, in a list."""
     p = problem
     static, extras, table = common.make_static(p, tile, flow="q", interpret=interpret)
@@ -173,7 +174,7 @@ def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret:
         p.value,
         p.scale[None],
         do,
-        lse_log2,
+        *jax.tree.leaves(log_sum),
         delta,
         *tables,
         static=static,
@@ -187,8 +188,7 @@ def dkv(problem: Problem, do, lse_log2, delta, tile: Tile, kernel, *, interpret:
             keys(p.value_dim, shares),
             common.whole(p.scale[None]),
             head_rows(p.value_dim),
-            statistic,
-            statistic,
+            *[statistic] * (static.num_statistics + 1),
             *table_specs,
         ],
         out_specs=[keys(width) for width in widths],

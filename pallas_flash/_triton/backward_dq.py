@@ -10,6 +10,7 @@
 dp is computed before the exponentials, which then run while the matrix units are busy with it.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -26,14 +27,13 @@ def pallas_flash_dq(
     v_ref,
     scale_ref,
     do_ref,
-    lse_ref,
-    delta_ref,
     *refs,
     static: common.Static,
     here,
     want_scale: bool,
 ):
     """One query tile of one head."""
+    log_sum_refs, (delta_ref, *refs) = static.log_sum(refs)
     *tables, dq_ref = refs[:-1] if want_scale else refs
     tiles, extras = common.load_tables(tables, static, flow=static.kv)
     mask, block_kv, scale = extras.mask, static.kv.block, scale_ref[0]
@@ -42,11 +42,12 @@ def pallas_flash_dq(
     residuals = []
     for rows in slices:
         do = common.load(do_ref.at[rows.span, :], rows.exist, static.value_dim)
-        lse_log2, delta = (
-            common.load_row(ref.at[rows.span], rows.exist)[:, None] for ref in (lse_ref, delta_ref)
+        log_sum, delta = jax.tree.map(
+            lambda ref, rows=rows: common.load_row(ref.at[rows.span], rows.exist)[:, None],
+            (log_sum_refs, delta_ref),
         )
         delta = shrunk(extras.dropout, delta)
-        residuals.append((do, lse_log2, delta, common.shift(extras, lse_log2)))
+        residuals.append((do, log_sum.l_log2, delta, common.subtracted(extras, log_sum)))
 
     def step(kv_tile, masked, carry):
         k_pos = in_tile(kv_tile, block_kv)
@@ -55,12 +56,12 @@ def pallas_flash_dq(
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
         results = []
-        for rows, (do, _, delta, shift), acc in zip(slices, residuals, carry, strict=True):
+        for rows, (do, _, delta, log_sum), acc in zip(slices, residuals, carry, strict=True):
             at = rows.at(k_pos)
             s, c, pull = static.logits_vjp(extras, static.dot_t(rows.q, k), scale, *at)
             dp = static.dot_t(do, v)
             dp = drop(static.kept_of(extras, rows, kv_tile, k_pos), dp)
-            ds = pull(static.exp2_scaled(s, c, shift) * (dp - delta))
+            ds = pull(static.probabilities(s, c, log_sum) * (dp - delta))
             if masked:
                 ds = jnp.where(mask.allowed(*at), ds, 0.0)
             results.append(acc + static.dot(ds.astype(k.dtype), k))
@@ -68,16 +69,16 @@ def pallas_flash_dq(
 
     carry = [jnp.zeros(rows.q.shape, jnp.float32) for rows in slices]
     sums = visit(tiles(0), step, carry, static.edges)
-    for rows, (_, lse_log2, _, _), acc in zip(slices, residuals, sums, strict=True):
+    for rows, (_, l_log2, _, _), acc in zip(slices, residuals, sums, strict=True):
         acc = rescaled(extras.dropout, acc)
         common.store(dq_ref.at[rows.span, :], acc * scale, rows.exist, static.head_dim)
         if want_scale:
             # A row that sees nothing may hold anything: its product with the zero sum is not taken.
-            dscale = jnp.where(lse_log2 > -jnp.inf, rows.q.astype(jnp.float32) * acc, 0.0)
+            dscale = jnp.where(l_log2 > -jnp.inf, rows.q.astype(jnp.float32) * acc, 0.0)
             common.store_row(refs[-1].at[rows.span], jnp.sum(dscale, axis=1), rows.exist)
 
 
-def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, interpret: bool):
+def dq(problem: Problem, do, log_sum, delta, tile: Tile, *, want_scale: bool, interpret: bool):
     """Dq [B, T, N, H] and float32 [B, N, T], whose sum is the gradient of the scale, or None."""
     p = problem
     static, extras, table = common.make_static(p, tile, flow="kv", interpret=interpret)
@@ -85,7 +86,7 @@ def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, i
     tables, table_specs = layout.operands(extras, table)
     out = [(layout.rows(p.head_dim), (p.query.shape, p.dtype))]
     if want_scale:
-        out.append((layout.row_statistic(), (lse_log2.shape, jnp.float32)))
+        out.append((layout.row_statistic(), (delta.shape, jnp.float32)))
     results = common.call(
         pallas_flash_dq,
         p.query,
@@ -93,7 +94,7 @@ def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, i
         p.value,
         p.scale[None],
         do,
-        lse_log2,
+        *jax.tree.leaves(log_sum),
         delta,
         *tables,
         static=static,
@@ -105,8 +106,7 @@ def dq(problem: Problem, do, lse_log2, delta, tile: Tile, *, want_scale: bool, i
             layout.keys(p.value_dim),
             common.whole(p.scale[None]),
             layout.rows(p.value_dim),
-            layout.row_statistic(),
-            layout.row_statistic(),
+            *[layout.row_statistic()] * (static.num_statistics + 1),
             *table_specs,
         ],
         out_specs=[spec for spec, _ in out],

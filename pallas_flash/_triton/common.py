@@ -7,6 +7,8 @@ multiplying is:
   multiply-add and one special-function instruction an element;
 * that pair is spelt in PTX, flushing denormals, because XLA neither contracts a product and a
   difference nor drops the denormal fix-up of its own exp2;
+* where a call can make scores large, see `Static.weights`, it is exp2(log2(e) * (s - m)) with the
+  natural maximum m, one instruction more;
 * masks cost nothing on full tiles: `visit` passes them by under a branch or in a loop of its own.
 
 What a call does not ask for, such as a bias or dropout, is not there when its kernel is compiled.
@@ -14,7 +16,6 @@ What a call does not ask for, such as a bias or dropout, is not there when its k
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,10 +29,8 @@ from pallas_flash._dropout import Dropout, drop, kept
 from pallas_flash._masks import Edges, Mask, Tiling, in_tile
 from pallas_flash._operands import Operand
 from pallas_flash._problem import Problem
-from pallas_flash._scores import Scores
+from pallas_flash._scores import LOG2E, LogSum, Scores, with_sink
 from pallas_flash._tiling.sizes import MIN_ROWS
-
-LOG2E = math.log2(math.e)
 
 # Bytes of keys and values (or queries) that programs of different heads stream at the same time: so
 # many stay in the L2 cache of an A100 (40 MB) and later, beside all else.
@@ -90,6 +89,7 @@ class Static:
     dtypes: tuple[Any, ...]  # Of the arrays of `extras`, before `leaves`.
     edges: Edges
     unseen: bool  # Whether there may be a key that no query sees, or a query that sees none.
+    large: bool  # Whether scores may be, see `Problem.large`; then m is natural, else in base 2.
     q: Tiling
     kv: Tiling
     num_slices: int  # Of a query tile that stays.
@@ -114,6 +114,8 @@ class Static:
     def logits(self, extras: Extras, s, scale, *at):
         """Scores and a factor c that takes them to base 2, for products s at indices `at`."""
         if not extras.scores:
+            if self.large:
+                return s * scale, LOG2E
             return s, jnp.maximum(scale, MIN_SCALE) * LOG2E
         return extras.scores.logits(s * scale, *at, tanh=self._tanh(extras.scores)), LOG2E
 
@@ -202,6 +204,71 @@ class Static:
             precision=self.precision,
             preferred_element_type=jnp.float32,
         )
+
+    def top(self, s, c):
+        """The largest score of each row, [rows], in the base of m."""
+        highest = jnp.max(s, axis=1)
+        return highest if self.large else highest * c
+
+    def weights(self, s, c, m):
+        """exp(score - maximum) for scores s that c takes to base 2, and m in its base.
+
+        One rounding of m, one multiply-add and one exponential: the largest weight is then 2 to the
+        power of that rounding's error, about 2^-24 of the score. Sums of weights have it, too, and
+        it cancels while no weight overflows: in float32 for scores to 1e9, in float16 to 1e8. What
+        is not large by `Problem.large` comes there by huge queries and keys alone.
+
+        Large scores are rounded before m is subtracted, so that the largest weight is 1.
+        """
+        if not self.large:
+            return self.exp2_scaled(s, c, m)
+        if self.interpret:
+            # A minimum, so that no compiler fuses the difference with a product in s.
+            return jnp.exp2((jnp.minimum(s, m) - m) * c)
+        # For the same reason roundings are spelt out; 0f3FB8AA3B is log2(e).
+        return _ptx(
+            "{ .reg .f32 t; sub.rn.ftz.f32 t, $1, $2; mul.rn.ftz.f32 t, t, 0f3FB8AA3B; "
+            "ex2.approx.ftz.f32 $0, t; }",
+            *jnp.broadcast_arrays(s, m),
+        )
+
+    def probabilities(self, s, c, log_sum: LogSum):
+        """exp(score - LSE) for scores s that c takes to base 2."""
+        m, l_log2 = log_sum
+        if m is None:
+            return self.exp2_scaled(s, c, l_log2)
+        if self.interpret:
+            return jnp.exp2((jnp.minimum(s, m) - m) * c - l_log2)
+        return _ptx(
+            "{ .reg .f32 t, u; sub.rn.ftz.f32 t, $1, $2; neg.ftz.f32 u, $3; "
+            "fma.rn.ftz.f32 t, t, 0f3FB8AA3B, u; ex2.approx.ftz.f32 $0, t; }",
+            *jnp.broadcast_arrays(s, m, l_log2),
+        )
+
+    def shrink(self, m, to, exp2=jnp.exp2):
+        """What weights relative to m are multiplied with where they are to be relative to `to`."""
+        return exp2((m - to) * LOG2E if self.large else m - to)
+
+    def with_sink(self, m, l, sink):
+        """As `_scores.with_sink`, for a natural sink."""
+        if self.large:
+            return with_sink(m, l, sink)
+        return with_sink(m, l, sink * LOG2E, jnp.exp2)
+
+    def log_sum(self, arrays) -> tuple[LogSum, Any]:
+        """The `LogSum` that the first one or two arrays or references make, and the others."""
+        n = self.num_statistics
+        return LogSum(None if n == 1 else arrays[0], arrays[n - 1]), arrays[n:]
+
+    @property
+    def num_statistics(self) -> int:
+        """Arrays that a `LogSum` has."""
+        return 2 if self.large else 1
+
+    def statistics(self, m, l, alive) -> list:
+        """Those of a `LogSum`, from m in its base and l, for rows that have seen something."""
+        l_log2 = jnp.where(alive, jnp.log2(l) if self.large else m + jnp.log2(l), -jnp.inf)
+        return [m, l_log2] if self.large else [l_log2]
 
     def exp2_scaled(self, s, c, shift):
         """2 to the power of s * c - shift, elementwise."""
@@ -293,12 +360,13 @@ class RefOperand(Operand):
         return _compat.triton().load(ref, mask=jnp.broadcast_to(inside, shape), other=0)
 
 
-def shift(extras: Extras, lse_log2):
-    """What is subtracted from scores in base 2: the LSE, or +inf where no weight is to be left.
+def subtracted(extras: Extras, log_sum: LogSum) -> LogSum:
+    """What is subtracted from scores: the LSE, or +inf where no weight is to be left.
 
     A bias of -inf may leave a row without weight and without a mask; -inf - -inf would be NaN.
     """
-    return jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2) if extras.scores else lse_log2
+    m, l_log2 = log_sum
+    return LogSum(m, jnp.where(l_log2 == -jnp.inf, jnp.inf, l_log2)) if extras.scores else log_sum
 
 
 def load(ref, rows, width: int):
@@ -474,6 +542,7 @@ def make_static(problem: Problem, tile, *, flow: str, interpret: bool, groups: i
         dtypes=tuple(x.dtype for x in jax.tree.leaves(extras)),
         edges=edges,
         unseen=bool(mask) and unseen,
+        large=problem.large,
         q=q,
         kv=kv,
         num_slices=tile.slices_of(q.block),

@@ -8,7 +8,7 @@
 A part gives acc, m and l of its online softmax as they are, see forward.py. They join exactly:
 
     m = max_i m_i         w_i = exp2(m_i - m)
-    l = sum_i w_i l_i     o = sum_i w_i acc_i / l     lse_log2 = m + log2(l)
+    l = sum_i w_i l_i     o = sum_i w_i acc_i / l     lse_log2 = m + log2(l), or both apart
 
 Splitting the keys is Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 """
@@ -80,7 +80,8 @@ def pallas_flash_decode_join(
     parts: int,
 ):
     """One row of the output, `factor` times what the parts join to."""
-    *sinks, o_ref, lse_ref = refs
+    n = static.num_statistics
+    sinks, o_ref, statistic_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
     part = lax.iota(jnp.int32, m_ref.shape[0])
     m = _load_maxima(m_ref, part < parts)
     l = common.load_row(l_ref, part < parts)
@@ -88,14 +89,15 @@ def pallas_flash_decode_join(
     alive = highest > -jnp.inf
     # A sink is one more part: a key with the value 0.
     head = pl.program_id(1) * groups + _query_and_head(pl.program_id(0), groups)[1]
-    sinks = [ref[head] * common.LOG2E for ref in sinks]
+    sinks = [ref[head] if static.large else ref[head] * common.LOG2E for ref in sinks]
     highest = jnp.where(alive, functools.reduce(jnp.maximum, sinks, highest), 0.0)
-    total = jnp.sum(jnp.exp2(m - highest) * l) + sum(jnp.exp2(x - highest) for x in sinks)
+    total = jnp.sum(static.shrink(m, highest) * l)
+    total += sum(static.shrink(x, highest) for x in sinks)
     total = jnp.where(alive, total, 1.0)
 
     def step(i, o):
         span, part = pl.ds(i * PARTS_AT_ONCE, PARTS_AT_ONCE), in_tile(i, PARTS_AT_ONCE)
-        weight = jnp.exp2(_load_maxima(m_ref.at[span], part < parts) - highest)
+        weight = static.shrink(_load_maxima(m_ref.at[span], part < parts), highest)
         acc = common.load(acc_ref.at[span, :], part < parts, static.value_dim)
         return o + jnp.sum(weight[:, None] * acc, axis=0)
 
@@ -103,8 +105,8 @@ def pallas_flash_decode_join(
     o = lax.fori_loop(0, pl.cdiv(parts, PARTS_AT_ONCE), step, o) * (factor / total)
     column = lax.iota(jnp.int32, len(o))
     common.store_row(o_ref, o, None if len(o) == static.value_dim else column < static.value_dim)
-    lse_log2 = jnp.where(alive, highest + jnp.log2(total), -jnp.inf)
-    common.store_row(lse_ref, lse_log2[None], None)
+    for ref, x in zip(statistic_refs, static.statistics(highest, total, alive), strict=True):
+        common.store_row(ref, x[None], None)
 
 
 def _query_and_head(row, groups: int):
@@ -117,7 +119,7 @@ def _load_maxima(ref, inside):
 
 
 def decode(problem: Problem, tile: Tile, *, interpret: bool):
-    """The output [B, T, N, V] and `lse_log2` float32 [B, N, T]."""
+    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     p, groups = problem, problem.groups
     static, extras, table = common.make_static(
         p, tile, flow="kv", interpret=interpret, groups=groups
@@ -178,7 +180,7 @@ def _join(p: Problem, results, tile: Tile, static: common.Static):
         query, head = _query_and_head(r, groups)
         return query, k * groups + head
 
-    return common.call(
+    o, *log_sum = common.call(
         pallas_flash_decode_join,
         *results,
         *sinks,
@@ -195,13 +197,15 @@ def _join(p: Problem, results, tile: Tile, static: common.Static):
                 (None, None, None, width),
                 lambda r, k, b: (b, *query_and_head(r, k), 0),
             ),
-            pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *query_and_head(r, k)[::-1])),
+            *[pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *query_and_head(r, k)[::-1]))]
+            * static.num_statistics,
         ],
         out_shapes=[
             ((*p.query.shape[:3], p.value_dim), p.dtype),
-            ((p.batch, p.num_heads, p.q_len), jnp.float32),
+            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * static.num_statistics,
         ],
         factor=rescaled(p.dropout, 1.0),
         groups=groups,
         parts=parts,
     )
+    return o, static.log_sum(log_sum)[0]

@@ -6,7 +6,10 @@
     l    = alpha * l + rowsum(p)    in parts, see PARTS
     acc  = alpha * acc + dropout(p) @ v                                 [block_q, V]
 
-    at the end    o = acc / l    lse_log2 = m + log2(l)    l with a sink, if there is one
+    at the end    o = acc / l    lse_log2 = m + log2(l)    with a sink in both, if there is one
+
+Where scores may be large, m is the natural maximum of s, and stays apart from log2(l); see
+`LogSum`.
 
 With several slices of the query tile (`Tile.num_slices`) each has its own m, l and acc, and they
 take turns: the matrix units have the products of one while the softmax of another is computed.
@@ -21,7 +24,6 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import hidden, in_tile, visit
 from pallas_flash._problem import Problem
-from pallas_flash._scores import with_sink
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
 
@@ -51,14 +53,14 @@ def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, static: co
             at = rows.at(k_pos)
             s, c = static.logits(extras, s, scale, *at)
             s = hidden(masked, lambda s, at=at: jnp.where(mask.allowed(*at), s, -jnp.inf), s)
-            m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
+            m_new = jnp.maximum(m, static.top(s, c))
             if v is None:
                 m_new = static.fence(m_new, kv_tile, static.kv)
                 v = common.load(v_ref.at[span, :], keys, static.value_dim)
             # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives weight 0.
             m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-            p = static.exp2_scaled(s, c, m_safe[:, None])
-            alpha = static.exp2(m - m_safe)
+            p = static.weights(s, c, m_safe[:, None])
+            alpha = static.shrink(m, m_safe, static.exp2)
             l = alpha[:, None] * l + jnp.sum(p.reshape(len(p), -1, PARTS), axis=1)
             p = static.drop(keep, p)
             acc = alpha[:, None] * acc + static.dot(p.astype(v.dtype), v)
@@ -78,31 +80,33 @@ def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, static: co
 
 def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.Static, here):
     """One query tile of one head."""
-    *tables, o_ref, lse_ref = refs
+    n = static.num_statistics
+    tables, o_ref, statistic_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
     tiles, extras = common.load_tables(tables, static, flow=static.kv)
     b, h, q_tile = here()
     slices = static.slices(b, h, q_tile, q_ref)
     results = attend(slices, k_ref, v_ref, scale_ref[0], tiles(0), extras, static)
     for rows, (acc, m, l) in zip(slices, results, strict=True):
         alive = l > 0.0
-        l = jnp.where(alive, l, 1.0)
-        weight, lse_log2 = 1.0 / l, jnp.where(alive, m + jnp.log2(l), -jnp.inf)
+        l, factor = jnp.where(alive, l, 1.0), 1.0
+        if static.large or extras.sinks is not None:
+            m = jnp.where(alive, m, 0.0)
         if extras.sinks is not None:
-            lse_log2 = with_sink(lse_log2, extras.sinks[h] * common.LOG2E)
-            weight = jnp.where(alive, jnp.exp2(m - lse_log2), 0.0)
-        weight = rescaled(extras.dropout, weight)
+            m, l, factor = static.with_sink(m, l, extras.sinks[h])
+        weight = rescaled(extras.dropout, factor / l)
         o = acc * weight[:, None]
         common.store(o_ref.at[rows.span, :], o, rows.exist, static.value_dim)
-        common.store_row(lse_ref.at[rows.span], lse_log2, rows.exist)
+        for ref, x in zip(statistic_refs, static.statistics(m, l, alive), strict=True):
+            common.store_row(ref.at[rows.span], x, rows.exist)
 
 
 def forward(problem: Problem, tile: Tile, *, interpret: bool):
-    """The output [B, T, N, V] and `lse_log2` float32 [B, N, T]."""
+    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     p = problem
     static, extras, table = common.make_static(p, tile, flow="kv", interpret=interpret)
     layout = common.QueryTiles(p, static, extras.mask)
     tables, table_specs = layout.operands(extras, table)
-    return common.call(
+    o, *log_sum = common.call(
         pallas_flash_forward,
         p.query,
         p.key,
@@ -119,10 +123,11 @@ def forward(problem: Problem, tile: Tile, *, interpret: bool):
             common.whole(p.scale[None]),
             *table_specs,
         ],
-        out_specs=[layout.rows(p.value_dim), layout.row_statistic()],
+        out_specs=[layout.rows(p.value_dim), *[layout.row_statistic()] * static.num_statistics],
         out_shapes=[
             ((*p.query.shape[:3], p.value_dim), p.dtype),
-            ((p.batch, p.num_heads, p.q_len), jnp.float32),
+            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * static.num_statistics,
         ],
         here=layout.here,
     )
+    return o, static.log_sum(log_sum)[0]
