@@ -42,7 +42,9 @@ def attention(problem: Problem, first_query=0):
     if sinks is not None:
         m = jnp.maximum(m, lax.stop_gradient(sinks))
     m = jnp.where(m == -jnp.inf, 0, m)
-    weight = jnp.exp(s - m)
+    # The choice, which is always s, keeps compilers for CPUs from fusing the difference with a
+    # product before it: m alone would be rounded. A minimum would halve the gradient where s = m.
+    weight = jnp.exp(jnp.where(s <= m, s, m) - m)
     total = weight.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - m)

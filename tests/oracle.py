@@ -149,8 +149,12 @@ class Truth:
 
 def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
           score_fn=None, score_operands=(), logits_soft_cap=None, dropout_rate=0.0,
-          dropout_key=None, broadcast_dropout=False, tf32=False, **conditions):  # fmt: skip
-    """The `Truth` for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V] and [B, T, N]."""
+          dropout_key=None, broadcast_dropout=False, tf32=False, rounded=np.float64,
+          **conditions):  # fmt: skip
+    """The `Truth` for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V] and [B, T, N].
+
+    `rounded` is the dtype that has room for a score, after each step to it.
+    """
     dtype = q.dtype
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     scale = H**-0.5 if scale is None else float(scale)
@@ -164,29 +168,36 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     def group(x):
         return heads_last(x.reshape(B, K, N // K, S, x.shape[-1]).sum(2))
 
+    def held(s):
+        with np.errstate(over="ignore"):
+            return s.astype(rounded).astype(np.float64)
+
     q, do, dlse = heads_first(q), heads_first(do), heads_first(dlse)
     k, v = heads_first(k, N // K), heads_first(v, N // K)
     ok = visible((B, N, T, S), **conditions)
     raw = q @ k.mT
     # The score, and its derivative in what the products are scaled to.
-    s, slope = scale * raw, 1.0
+    s, slope = held(scale * raw), 1.0
     if bias is not None:
-        s = s + np.asarray(bias, np.float64)
+        s = held(s + np.asarray(bias, np.float64))
     if alibi_slopes is not None:
         t = _position(B, T, conditions.get("query_offset", 0))[:, None, :, None]
-        s = s - np.asarray(alibi_slopes, np.float64)[:, None, None] * np.abs(t - np.arange(S))
+        distance = np.abs(t - np.arange(S))
+        s = held(s - np.asarray(alibi_slopes, np.float64)[:, None, None] * distance)
     if score_fn is not None:
         at = (*np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
-        s, slope = score_fn.exact(s, *at), score_fn.slope(s, *at)
+        s, slope = held(score_fn.exact(s, *at)), score_fn.slope(s, *at)
     if logits_soft_cap is not None:
         s, inner = logits_soft_cap * np.tanh(s / logits_soft_cap), s
         slope = slope / np.cosh(np.clip(inner / logits_soft_cap, -300, 300)) ** 2
     s = np.where(ok, s, -np.inf)
     m = s.max(-1, keepdims=True)
-    m = np.where(np.isinf(m), 0, m)
+    alive = m > -np.inf
+    if sinks is not None:
+        m = np.maximum(m, np.asarray(sinks, np.float64)[:, None, None])
+    m = np.where(alive, m, 0)
     e = np.exp(s - m)
     total = e.sum(-1, keepdims=True)
-    alive = total > 0
     if sinks is not None:
         of_sink = np.where(alive, np.exp(np.asarray(sinks, np.float64)[:, None, None] - m), 0)
         total = total + of_sink
