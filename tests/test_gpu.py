@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import test_large_scores as large_scores
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_accuracy import judge, measured, program
@@ -185,6 +186,28 @@ def test_all_gpus_together_compute_what_one_does(spec, axes, dropout_rate):
     for one, all_of_them in zip(gradients(*arrays), together, strict=True):
         one, all_of_them = (np.asarray(x, np.float32) for x in (one, all_of_them))
         assert np.linalg.norm(one - all_of_them) <= 1e-3 * np.linalg.norm(one)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together", "dtype", "precision"),
+    [
+        *(pytest.param((200, 200), False, *x, id=f"alone-{x[0]}-{x[1]}") for x in NUMBERS),
+        pytest.param((200, 200), True, "bfloat16", None, id="together"),
+        *(pytest.param((3, 600), True, *x, id=f"few-queries-{x[0]}") for x in NUMBERS[::3]),
+    ],
+)
+def test_additive_masks(sizes, together, dtype, precision, kernel_case):
+    """Of every amount in every pattern."""
+    args = large_scores.arguments(*sizes, together, tuple(large_scores.ALL), dtype)
+    with jax.default_matmul_precision(precision or "default"):
+        results = large_scores.results_of("triton", args)
+    large_scores.check(args, results, tf32=dtype == "float32" and precision is None)
+
+
+@pytest.mark.parametrize("scale", [30.0, 300.0, 1e4, 1e9])
+def test_large_scales(scale, kernel_case):
+    with jax.default_matmul_precision("highest"):
+        large_scores.check_scale("compiled", scale)
 
 
 def test_the_kernels_are_the_default_here():

@@ -4,11 +4,10 @@ Three habits keep the inner loops lean on a GPU, where issuing instructions is t
 multiplying is:
 
 * everything is in base 2: exp(scale * s - m) = exp2(c * s - m_log2) with c = scale * log2(e), one
-  multiply-add and one special-function instruction an element;
+  multiply-add and one special-function instruction an element (one more where a call can make
+  scores large, see `Static.weights`);
 * that pair is spelt in PTX, flushing denormals, because XLA neither contracts a product and a
   difference nor drops the denormal fix-up of its own exp2;
-* where a call can make scores large, see `Static.weights`, it is exp2(log2(e) * (s - m)) with the
-  natural maximum m, one instruction more;
 * masks cost nothing on full tiles: `visit` passes them by under a branch or in a loop of its own.
 
 What a call does not ask for, such as a bias or dropout, is not there when its kernel is compiled.
