@@ -120,7 +120,8 @@ def backward(
         dsinks = sinks_gradient(p.sinks, log_sum, jnp.moveaxis(delta, 1, 2))
     # +inf in place of -inf: a row that sees nothing then has p = 0 without a special case.
     log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)
-    m, log_l = (jnp.moveaxis(x, 1, 2) for x in (log_sum.m, log_l))
+    m = jnp.zeros_like(log_l) if log_sum.m is None else log_sum.m
+    m, log_l = (jnp.moveaxis(x, 1, 2) for x in (m, log_l))
     do, delta, m, log_l = map(blocks.split_rows, (do, delta, m, log_l))
     lse = m + log_l
     ranges = blocks.q_ranges()
