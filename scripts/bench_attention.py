@@ -45,6 +45,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from scripts.benchmark import overview
 from scripts.benchmark.peers import OURS, PEERS, Attend, Shape, TorchAttend, short, trusted
 
 DIRECTIONS = ("forward", "backward")
@@ -709,7 +710,7 @@ def _ratio_cell(ratios: Mapping[int, float]) -> str:
 
 
 def plot(records: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Bars for each pass and case, and how speed goes with T for each pass; returns the files."""
+    """Bars for each pass and case, how speed goes with T, and an overview; returns the files."""
     from matplotlib.figure import Figure
 
     timed = [r for r in records if "ms" in r]
@@ -766,6 +767,8 @@ def plot(records: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> list[pat
         figure.legend(handles.values(), handles, loc="outside right upper", frameon=False)
         figure.suptitle(f"{direction}, {subtitle}")
         save(figure, f"{direction}-scaling")
+    if overview.save(timed, folder / "overview.png"):
+        files.append(folder / "overview.png")
     return files
 
 
