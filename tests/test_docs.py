@@ -10,6 +10,7 @@ import doctest
 import functools
 import importlib
 import io
+import itertools
 import math
 import pkgutil
 import re
@@ -24,7 +25,8 @@ import numpy as np
 import oracle
 import pytest
 import ttir
-from test_structure import ROOT
+from described_gpus import described_gpu
+from test_structure import PUBLIC, ROOT
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes
@@ -73,6 +75,46 @@ def test_code_runs_and_prints_what_is_shown(page):
         if shown is not None or (printed and page != README):
             lines = [line.rstrip() for line in printed.strip().splitlines()]
             assert "\n".join(lines) == (shown or "").strip(), f"It prints\n\n{printed}"
+
+
+def test_explain_prints_what_the_first_page_shows():
+    """On a GPU, which is described here."""
+    page = run(README)[0]
+    (shown,) = re.findall(r"^```text\n(.*?)^```", README.read_text(), re.M | re.S)
+    with described_gpu("NVIDIA H200"):
+        told = pallas_flash.explain(*(page[name] for name in "qkv"), is_causal=True)
+    assert f"{told}\n" == shown
+
+
+def headings(page):
+    """Their anchors, as repositories and the site make them."""
+    text = re.sub(r"^(```+).*?^\1", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page):
+    """That they lead to files is a test of the structure."""
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    reference = ROOT / "docs" / "reference.md"
+    for path, anchor in links:
+        target = (page.parent / path).resolve() if path else page
+        known = headings(target)
+        if target == reference:  # The site has an anchor for each name.
+            known |= set(re.findall(r"^::: (\S+)$", target.read_text(), re.M))
+        assert anchor in known, f"{path}#{anchor}"
+
+
+def test_the_reference_has_all_that_is_public():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    assert sorted(re.findall(r"^::: (\S+)$", text, re.M)) == sorted(PUBLIC)
+
+
+def test_the_site_shows_every_page():
+    shown = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = [path.name for path in PAGES if path != README]
+    assert sorted(shown) == sorted([*pages, "index.md"])  # The README is its first page.
 
 
 EXAMPLES = [
@@ -323,8 +365,8 @@ def test_the_case_has_the_tiles_of_the_table(monkeypatch):
     monkeypatch.setenv("PALLAS_FLASH_TUNED", "0")
     page = run(ALGORITHM)[0]
     T = page["T"]
-    heads = 16  # Programs enough, and not so many that tiles are larger.
-    for D, stay in page["stay"].items():
+    for heads, D in itertools.product(page["stay"], (64, 128)):
+        stay = page["stay"][heads][D]
         kernels = ttir.lower(*call(None, Sizes(T, T, N=heads, K=heads, H=D, V=D)))
         programs = {k.name.removeprefix("pallas_flash_"): math.prod(k.grid) for k in kernels}
         rows = {name: heads * T // n for name, n in programs.items()}
