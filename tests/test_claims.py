@@ -34,7 +34,9 @@ def records():
     return list({(r["shape"], r["pass"], r["peer"]): r for r in bursts}.values())
 
 
+@functools.cache
 def lines(name):
+    """The objects of a file."""
     return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
@@ -309,6 +311,77 @@ def of_shares():
         yield PERFORMANCE, f"| {heads} / {kv_heads}, {tokens} | {row} |"
 
 
+def variant(experiment, label, D, T, causal):
+    """TFLOP/s of the forward with these tiles."""
+    (record,) = (
+        r
+        for day in ("20", "21")
+        for r in lines(f"h200-2026-11-{day}-variants.jsonl")
+        if r.get("experiment", "").startswith(experiment)
+        and (r["label"], r["head_dim"], r["q_len"], r["causal"]) == (label, D, T, causal)
+        and r["pass"] == "forward"
+    )
+    return f"{record['forward_flop'] / record['ms']['pallas_flash_forward'] / 1e9:.0f}"
+
+
+def of_what_pays():
+    def stages(n, causal):
+        return variant("overlap", f"QREG= (128, 128, 8, {n}) ov=False", 128, 16384, causal)
+
+    yield (
+        PERFORMANCE,
+        f"Timed, forward at 128, tiles 128 x 128: {stages(2, False)} to {stages(3, False)} TFLOP/s "
+        f"full, {stages(2, True)} to {stages(3, True)} causal.",
+    )
+
+    def fence(T, causal):
+        ways = ("v beside k", "fence after the maxima")
+        label = "(128, 64, 8, 2), {}, the rule of before"
+        return [variant("where v is", label.format(way), 256, T, causal) for way in ways]
+
+    yield (
+        PERFORMANCE,
+        "Timed, forward at 256: {} to {} TFLOP/s full and {} to {} causal at 16384 tokens, "
+        "{} to {} and {} to {} at 4096.".format(
+            *fence(16384, False), *fence(16384, True), *fence(4096, False), *fence(4096, True)
+        ),
+    )
+    small = "(64, 64, 4, 3), v beside k, masked tiles in a loop of their own"
+    slices = "(256, 64, 8, 3, 2), v beside k, masked tiles in a loop of their own"
+    apart = "(128, 64, 4, 2), fence after the maxima, masked tiles in a loop of their own"
+    one_loop = "(128, 64, 4, 2), fence after the maxima, one loop"
+
+    def rows(label, T, causal):
+        return variant("128 rows", label, 128, T, causal)
+
+    causal = [rows(label, T, True) for T in (512, 1024, 2048, 4096) for label in (small, one_loop)]
+    full = [rows(label, T, False) for T in (1024, 16384) for label in (small, apart)]
+    yield (
+        PERFORMANCE,
+        "Timed at 128, causal, against 64 x 64 tiles: {} to {} TFLOP/s at 512 tokens, {} to {} at "
+        "1024, {} to {} at 2048, {} to {} at 4096".format(*causal),
+    )
+    yield PERFORMANCE, "Full, {} to {} at 1024, but {} to {} at 16384".format(*full)
+    in_slices = [rows(label, T, True) for T in (2048, 4096, 16384) for label in (slices, one_loop)]
+    grouped = [rows(f"gqa {label}", 4096, True) for label in (slices, apart)] + [
+        variant("slices for", f"gqa {label}", 128, T, True)
+        for T in (8192, 16384)
+        for label in (slices, one_loop)
+    ]
+    yield (
+        PERFORMANCE,
+        "Causal, against 128 rows for 4 warps: {} and {} at 2048 tokens, {} and {} at 4096, {} and "
+        "{} at 16384, and with 8 query heads to a key head {} and {} at 4096, {} and {} at 8192, "
+        "{} and {} at 16384.".format(*in_slices, *grouped),
+    )
+    loops = [
+        variant("structures", label, 128, T, False)
+        for T in (4096, 16384)
+        for label in ("default", "(256, 64, 8, 3), 2 slices")
+    ]
+    yield PERFORMANCE, "{} to {} at 4096, {} to {} at 16384. Causal, against".format(*loops)
+
+
 def of_training():
     looks = lines("h200-2026-11-21-train.jsonl")
     command = "python scripts/train_gpt.py --preset gpt2-small"
@@ -337,6 +410,7 @@ CLAIMS = [
     of_the_run,
     of_decoding,
     of_shares,
+    of_what_pays,
     of_training,
 ]
 
