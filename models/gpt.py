@@ -57,8 +57,9 @@ class GPTConfig:
         sizes = ("vocab_size", "context", "num_layers", "num_heads", "num_kv_heads", "embed_dim")
         for name in (*sizes, "mlp_ratio", "rope_theta"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"`{name}` must be positive; got {value}.")
+            # Written such that NaN is refused, too.
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` must be positive and finite; got {value}.")
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"`embed_dim` must be a multiple of `num_heads`; got {self.embed_dim} and "

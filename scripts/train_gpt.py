@@ -25,42 +25,49 @@ comparison and not compared, because it takes no float32.)
     checkpoints/     the last few states, one folder per step
     run.json         the configuration, and a hash of the text
 
-The same command resumes a run that was stopped or killed, at the last checkpoint and to the same
-bits: the only state is (step, parameters, optimizer), because batches and random keys are functions
-of (seed, step). On a GPU, XLA chooses kernels by timing them and may add in any order, so equal
-bits there need `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which is slower.
+The same command resumes a run that was stopped or killed, at the last checkpoint whose bytes are
+still those that were written, and to the same bits: the only state is (step, parameters,
+optimizer), because batches and random keys are functions of (seed, step). On a GPU, XLA chooses
+kernels by timing them and may add in any order, so equal bits there need
+`XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which is slower.
 
 This file is the training itself, in reading order: functions of the model, the gradient check, the
 loop, the run. Around it, in `training/`: `settings.py` (flags and presets), `text.py` (data),
-`attention.py`, `run_folder.py` (files, checkpoints, signals) and `speed.py` (tokens/s, MFU).
+`attention.py`, `run_folder.py` (files and checkpoints), `memory.py` (what can fit), `process.py`
+(signals, pipes) and `speed.py` (tokens/s, MFU).
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
 from typing import Any, NamedTuple
 
-import flax
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
-
-import pallas_flash
+if __name__ == "__main__":
+    # From here on SIGTERM is a Ctrl-C, and what is printed then says what became of the run.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 try:
+    import flax
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
     from tqdm import tqdm
 
+    import pallas_flash
     from models.gpt import GPT, GPTConfig, generate, loss
     from scripts.training.attention import attention_layer, explain_attention
-    from scripts.training.run_folder import RunFolder, stop_signals
-    from scripts.training.settings import TrainConfig, UserError, config_from_flags, make_parser
+    from scripts.training.memory import check_memory, out_of_memory
+    from scripts.training.messages import UserError, say
+    from scripts.training.process import as_a_process, stop_signals
+    from scripts.training.run_folder import RunFolder
+    from scripts.training.settings import TrainConfig, config_from_flags, make_parser
     from scripts.training.speed import Speed, Work, work_of
     from scripts.training.text import Text, held_out_batches, load_text, training_batch
 except ModuleNotFoundError as error:
@@ -68,17 +75,15 @@ except ModuleNotFoundError as error:
         "train_gpt.py: error: this script needs a checkout installed with its `train` extra; got "
         f"no module named {error.name!r}: run pip install -e '.[train]'."
     ) from None
+except KeyboardInterrupt:
+    print("stopped    before anything ran")
+    raise SystemExit(130) from None
 
 # Largest relative error of a parameter's gradient, both sides in float32 with exact products. The
 # two differ by the order of their sums alone, which gives about 1e-6.
 GRADIENT_BOUND = 1e-4
 # Longest text of the gradient check, because the reference needs memory quadratic in it.
 GRADIENT_CONTEXT = 1024
-
-
-def say(label: str, text: str):
-    """Prints a labelled line, at once even into a file."""
-    print(f"{label:<11}{text}", flush=True)
 
 
 # ------------------------------------------------------------------------------- model and updates
@@ -374,6 +379,8 @@ def describe(config: TrainConfig, work: Work, text: Text, params):
         f"{len(text.train):,} bytes of {len(text.train_files)} files to train on, "
         f"{len(text.held_out):,} bytes of {len(text.held_out_files)} files held out",
     )
+    if text.left_out:
+        say("", f"left out, because they are folders of runs: {', '.join(text.left_out)}")
     say("updates", f"{config.steps:,}, {config.warmup_steps} of them warmup")
     say("work", str(work))
 
@@ -399,7 +406,7 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
 
     Args:
         config: The settings. A model `dtype` of None is bfloat16 on a GPU and float32 elsewhere.
-        restart: Deletes a run found in `config.out_dir` instead of resuming it.
+        restart: Replaces a run found in `config.out_dir` instead of resuming it.
 
     Raises:
         UserError: The settings do not fit each other, the text, the machine or the folder; or the
@@ -412,13 +419,14 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
     if config.model.dtype is None:
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    check_memory(config, jax.devices()[0])
     text = load_text(config)
     init_state, train_step, eval_step = make_steps(config)
     params = jax.eval_shape(init_state).params
     work = work_of(config.model, params, config.batch_size, jax.devices()[0])
     describe(config, work, text, params)
 
-    with contextlib.closing(RunFolder(config, text.sha256, restart=restart)) as folder:
+    with RunFolder(config, text.sha256, restart=restart) as folder:
         error = speed = None
         finished = folder.last_step == config.steps
         if config.gradient_check and not finished:
@@ -428,7 +436,7 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
             say(
                 "finished",
                 f"{config.out_dir} holds this run with all its {config.steps} steps: nothing to "
-                "train (--restart deletes it, another --out-dir keeps it)",
+                "train (--restart replaces it, another --out-dir keeps it)",
             )
         else:
             if folder.last_step:
@@ -467,6 +475,11 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"train_gpt.py: error: {error}", file=sys.stderr)
         return 2
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"train_gpt.py: error: {out_of_memory(config)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print()
         say("stopped", f"at once, without a new checkpoint; continue with: {command}")
@@ -486,4 +499,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_a_process(main))

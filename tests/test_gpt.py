@@ -218,8 +218,8 @@ def test_mlp_size_is_rounded_up_to_a_multiple_of_64():
 @pytest.mark.parametrize(
     ("changes", "fragment"),
     [
-        ({"num_layers": 0}, "`num_layers` must be positive; got 0"),
-        ({"context": -1}, "`context` must be positive; got -1"),
+        ({"num_layers": 0}, "`num_layers` must be positive and finite; got 0"),
+        ({"context": -1}, "`context` must be positive and finite; got -1"),
         ({"mlp_ratio": 0.0}, "`mlp_ratio` must be positive"),
         ({"num_kv_heads": 0}, "`num_kv_heads` must be positive"),
         ({"embed_dim": 18}, "`embed_dim` must be a multiple of `num_heads`; got 18 and 4"),

@@ -4,11 +4,13 @@ import dataclasses
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import types
+import typing
 from pathlib import Path
 
 import jax
@@ -22,11 +24,15 @@ from models.gpt import GPTConfig
 from scripts import train_gpt
 from scripts.train_gpt import main, train
 from scripts.training import attention
+from scripts.training.files import MARK
+from scripts.training.memory import check_memory, parameter_count
+from scripts.training.messages import UserError
+from scripts.training.process import as_a_process
 from scripts.training.run_folder import RunFolder
 from scripts.training.settings import (
     PRESETS,
+    RANGES,
     TrainConfig,
-    UserError,
     config_from_flags,
     flat_config,
     make_parser,
@@ -126,7 +132,8 @@ def metrics(config):
 
 
 def checkpoint_steps(config):
-    return sorted(int(p.name) for p in Path(config.out_dir, "checkpoints").iterdir())
+    names = [p.name for p in Path(config.out_dir, "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -456,8 +463,37 @@ def test_a_folder_gives_its_texts_and_not_what_the_run_writes(tmp_path):
         (tmp_path / name).write_text("some text")
     (tmp_path / "empty").touch()
     (tmp_path / "image").write_bytes(b"\x89PNG\0\0")
+    # Without an end.
+    os.mkfifo(tmp_path / "pipe")
     config = dataclasses.replace(TINY, data=str(tmp_path), out_dir=str(tmp_path / "run"))
-    assert [name for name, _ in read_files(config)] == ["a.txt", "b.md", "deep/er/c"]
+    assert [name for name, _ in read_files(config)[0]] == ["a.txt", "b.md", "deep/er/c"]
+
+
+def test_run_folders_among_the_texts_are_left_out_with_a_word(
+    corpus, finished, tmp_path, monkeypatch, capsys
+):
+    """A run that read its own folder, or another's, would read other texts when it is resumed."""
+    texts = shutil.copytree(corpus, tmp_path / "texts")
+    config = dataclasses.replace(TINY, data=str(texts), out_dir=str(texts / "runs" / "two"))
+    before = load_text(config).sha256
+    for name in ("one", "two"):
+        shutil.copytree(finished[0].out_dir, texts / "runs" / name)
+    assert load_text(config).sha256 == before
+    monkeypatch.setattr(train_gpt, "run_steps", lambda *args: (_ for _ in ()).throw(UserError("x")))
+    with pytest.raises(UserError):
+        train(dataclasses.replace(config, out_dir=str(tmp_path / "run")))
+    out = capsys.readouterr().out
+    assert "left out, because they are folders of runs: runs/one, runs/two\n" in out
+
+
+@pytest.mark.parametrize("name", ["runs/1", "."])
+def test_the_folder_of_a_run_is_no_text(corpus, tmp_path, name):
+    texts = shutil.copytree(corpus, tmp_path / "texts")
+    (texts / "runs" / "1").mkdir(parents=True)
+    (texts / "runs" / "1" / "run.json").write_text(json.dumps(MARK))
+    config = dataclasses.replace(TINY, data=str(texts / name), out_dir=str(texts))
+    with pytest.raises(UserError, match="`data` must be text, not the folder of a run; got"):
+        read_files(config)
 
 
 # ----------------------------------------------------------------------------------- gradient check
@@ -608,7 +644,7 @@ def test_a_line_cut_short_is_dropped(finished, config, monkeypatch):
     assert metrics(config) == metrics(finished[0])
 
 
-def test_a_process_killed_while_it_writes_checkpoints_resumes(config, tmp_path):
+def test_a_process_killed_while_it_writes_checkpoints_resumes(config, tmp_path, capsys):
     """By SIGKILL, with a checkpoint after every step: most of the time goes into writing them."""
     long = dataclasses.replace(config, steps=80, checkpoint_every=1, log_every=1)
     command = [sys.executable, train_gpt.__file__, *flags(long)]
@@ -633,9 +669,18 @@ def test_a_process_killed_while_it_writes_checkpoints_resumes(config, tmp_path):
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.002)
+    # A second one in the same folder, while the first holds its breath and its lock.
+    process.send_signal(signal.SIGSTOP)
+    for more in ([], ["--restart"]):
+        assert main([*flags(long), *more]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"where process {process.pid} on " in error
+    assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
+    # Its lock ended with it, and nothing before that touched its files.
     assert 17 <= len(path.read_text().splitlines()) < 80
     train(long)
     whole = dataclasses.replace(long, out_dir=str(tmp_path / "whole"), checkpoint_every=80)
@@ -721,22 +766,43 @@ def test_settings_that_change_no_number_may_change(finished, config, corpus, mon
     assert metrics(config) == metrics(finished[0])
 
 
-def test_restart_trains_again(config, finished, capsys):
+def copy_of(finished, config):
+    """The finished run, in the folder of `config`."""
+    return Path(shutil.copytree(finished[0].out_dir, config.out_dir))
+
+
+def test_a_restart_that_fails_leaves_the_old_run_and_one_that_works_replaces_it(
+    config, finished, capsys
+):
+    folder = copy_of(finished, config)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    del before[folder / "train_gpt.lock"]
+    # Not finite at the second step.
+    assert main([*flags(config, learning_rate=1e30, log_every=1), "--restart"]) == 2
+    captured = capsys.readouterr()
+    assert "`loss` must stay finite; got" in captured.err
+    assert "restored   the run that --restart had moved aside" in captured.out
+    assert {p: p.read_bytes() for p in before} == before
+
     short = dataclasses.replace(config, steps=3)
-    train(short)
-    assert main([*flags(config), "--restart"]) == 0
+    assert main([*flags(short), "--restart"]) == 0
+    assert [line["step"] for line in metrics(short)] == [1, 2, 3]
+    assert checkpoint_steps(short) == [3]
+
+
+def test_a_run_with_a_damaged_checkpoint_and_no_metrics_ends_as_it_did(config, finished, capsys):
+    folder = copy_of(finished, config)
+    for path in (folder / "checkpoints" / "12" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:50])
+    (folder / "metrics.jsonl").unlink()
+    result = train(config)
+    captured = capsys.readouterr()
+    assert "resuming   after step 10," in captured.out
+    assert "the checkpoint of step 12 is damaged" in captured.err
+    assert "metrics.jsonl had 0 of its first 10 lines" in captured.err
     assert metrics(config) == metrics(finished[0])
-    assert checkpoint_steps(config) == [10, 12]
-
-
-def test_a_run_without_its_metrics_is_not_resumed(config, monkeypatch):
-    with monkeypatch.context() as patch:
-        die_at_batch(patch, 7)
-        with pytest.raises(Killed):
-            train(config)
-    Path(config.out_dir, "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="metrics of all 5 steps before its checkpoint; got 0"):
-        train(config)
+    assert (result.val_loss, result.sample) == (finished[1].val_loss, finished[1].sample)
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -794,23 +860,34 @@ def test_a_presets_warmup_is_cut_to_fit_few_steps(arguments, warmup):
             ["--context", "5000"],
             "`context` must be below the length of both sides of the text; got",
         ),
-        (["--context", "1"], "`context` must be at least 2"),
+        (["--context", "1"], "`context` must be between 2 and 2147483647; got 1"),
         (["--embed-dim", "15"], "`embed_dim` must be a multiple of `num_heads`; got 15 and 2"),
         (["--num-kv-heads", "3"], "`num_heads` must be a multiple of `num_kv_heads`; got 2 and 3"),
-        (["--num-layers", "0"], "`num_layers` must be positive; got 0"),
+        (["--num-layers", "0"], "`num_layers` must be positive and finite; got 0"),
         (["--batch-size", "3"], "`batch_size` must be a multiple of `accumulation`; got 3 and 2"),
-        (["--steps", "0"], "`steps` must be positive; got 0"),
+        (["--steps", "0"], "`steps` must be between 1 and 2147483647; got 0"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--warmup-steps", "12"], "`warmup_steps` must be below `steps`; got 12 and 12"),
-        (["--learning-rate", "nan"], "`learning_rate` must be positive; got nan"),
+        (["--learning-rate", "nan"], "`learning_rate` must be between 1e-30 and 1e+30; got nan"),
         (["--learning-rate", "1e30"], "`loss` must stay finite; got"),
-        (["--weight-decay", "-1"], "`weight_decay` must not be negative; got -1.0"),
-        (["--beta2", "1.5"], "`beta2` must be between 0 and 1; got 1.5"),
-        (["--seed", "-1"], "`seed` must not be negative; got -1"),
-        (["--top-k", "0"], "`top_k` must be at least 1, or auto for all bytes; got 0"),
+        (["--weight-decay", "-1"], "`weight_decay` must be between 0 and 1e+30; got -1.0"),
+        (["--beta2", "1.5"], "`beta2` must be between 0 and 0.999999; got 1.5"),
+        (["--seed", "-1"], "`seed` must be between 0 and 4294967295; got -1"),
+        (["--top-k", "0"], "`top_k` must be between 1 and 2147483647; got 0"),
         (["--top-k", "some"], "argument --top-k: invalid int or auto value: 'some'"),
-        (["--temperature", "-1"], "`temperature` must not be negative; got -1.0"),
+        (["--temperature", "-1"], "`temperature` must be between 0 and 1e+30; got -1.0"),
         (["--prompt", ""], "`prompt` must have at least one byte"),
+        (["--prompt", "\udcff"], r"`prompt` must be text in UTF-8; got '\udcff'"),
+        (["--out-dir", ""], "`out_dir` must be a path; got '', as of a shell variable that is not"),
+        (["--data", ""], "`data` must be a path; got '', as of a shell variable that is not set"),
+        (["--data", "x" * 300], "`data` must be readable; got 'File name too long' at "),
+        (["--out-dir", "x" * 300], "`out_dir` must be a folder that can be read and written; got"),
+        (["--out-dir", "FILE/run"], "`out_dir` must be a folder that can be read and written; got"),
+        (["--embed-dim", "200000"], "`embed_dim` and the other sizes must fit the memory of the"),
+        (["--num-layers", "100000000"], "must fit the memory of the cpu; got 387,"),
+        (["--mlp-ratio", "1e20"], "must fit the memory of the cpu; got "),
+        (["--batch-size", "2000000000"], "must fit the memory of the cpu; got "),
+        (["--eval-batches", "2000000000"], "`batch_size` times `eval_batches` must fit this"),
         (["--attention", "flash"], "argument --attention: invalid choice: 'flash'"),
         (["--attention", "triton"], "`attention` must be one that serves here; got: "),
         (
@@ -834,7 +911,12 @@ def test_bad_input_is_one_sentence(config, tmp_path, capsys, arguments, fragment
     (tmp_path / "foreign" / "checkpoints").mkdir(parents=True)
     (tmp_path / "foreign" / "metrics.jsonl").write_text("precious")
     paths = {"EMPTY": "empty", "BINARY": "binary", "FILE": "file", "FOREIGN": "foreign"}
-    arguments = [str(tmp_path / paths[x]) if x in paths else x for x in arguments]
+
+    def under(value):
+        first, *rest = value.split("/")
+        return str(tmp_path.joinpath(paths[first], *rest)) if first in paths else value
+
+    arguments = [x if x.startswith("-") else under(x) for x in arguments]
     try:
         status = main([*flags(config), *arguments])
     except SystemExit as error:  # argparse's own way out
@@ -848,7 +930,110 @@ def test_bad_input_is_one_sentence(config, tmp_path, capsys, arguments, fragment
     assert (tmp_path / "foreign" / "metrics.jsonl").read_text() == "precious"
 
 
-@pytest.mark.parametrize("missing", ["tqdm", "orbax", "matplotlib", "models"])
+NUMBERS = {
+    name: hint
+    for cls in (GPTConfig, TrainConfig)
+    for name, hint in typing.get_type_hints(cls).items()
+    if {int, float} & {hint, *typing.get_args(hint)} and name != "vocab_size"
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_out_of_its_range_is_refused(name, capsys):
+    low, high = RANGES[name]
+    integer = int in (NUMBERS[name], *typing.get_args(NUMBERS[name]))
+    wrong = [low - 1, high * 10]
+    wrong += [-(10**23), 10**23, 10**400] if integer else ["nan", "inf", "-inf", "1e999"]
+    for value in wrong:
+        assert main([f"--{name.replace('_', '-')}={value}", "--data", "/no/such/place"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        # Of how many heads there may be, the embedding says more than the range.
+        assert f"`{name}` must be " in error or f"multiple of `{name}`; got" in error
+
+
+@pytest.mark.parametrize("model", [TINY.model, PRESETS["cpu"].model], ids=["tiny", "cpu"])
+def test_parameters_are_counted_without_a_model(model):
+    expected = sum(x.size for x in jax.tree.leaves(parameters_of(model)))
+    assert parameter_count(model) == expected
+
+
+def test_sizes_are_held_against_the_memory_of_a_gpu():
+    gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 2_000_000_000})
+    check_memory(TINY, gpu)
+    check_memory(PRESETS["cpu"], gpu)
+    with pytest.raises(UserError) as caught:
+        check_memory(PRESETS["gpt2-small"], gpu)
+    assert "got 85,150,464 parameters, which with" in str(caught.value)
+    assert "of 2.0 GB: choose a smaller model, or a smaller batch by --accu" in str(caught.value)
+
+
+def test_a_device_that_runs_out_of_memory_is_one_sentence(config, monkeypatch, capsys):
+    def full(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand\nmore")
+
+    monkeypatch.setattr(train_gpt, "run_steps", full)
+    assert main(flags(config)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "`batch_size` must fit the device's memory; got 2 texts of 12 at once" in error
+
+
+# ------------------------------------------------------------------------------------- as a process
+
+
+def run_script(monkeypatch, argv):
+    """The script from its first line, in this process; returns its exit status."""
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *argv])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(train_gpt.__file__, run_name="__main__")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return caught.value.code
+
+
+def test_sigterm_before_the_loop_says_so(config, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "scripts.training.text.load_text", lambda config: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert run_script(monkeypatch, flags(config)) == 130
+    assert "stopped    at once, without a new checkpoint" in capsys.readouterr().out
+
+
+def test_sigterm_among_the_imports_says_so(config, monkeypatch, capsys):
+    class Slow(types.ModuleType):
+        def __getattr__(self, name):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setitem(sys.modules, "tqdm", Slow("tqdm"))
+    assert run_script(monkeypatch, flags(config)) == 130
+    assert capsys.readouterr().out == "stopped    before anything ran\n"
+
+
+def test_a_reader_that_goes_away_ends_the_script_quietly(config, monkeypatch, capfd):
+    """As `| head` does."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert run_script(monkeypatch, flags(config)) == 141
+        # What Python does at its end.
+        stdout.flush()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminal_that_does_not_know_a_character_is_no_error(monkeypatch, tmp_path):
+    with open(tmp_path / "out", "w", encoding="ascii") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert as_a_process(lambda: print("\ufffd")) is None
+    assert (tmp_path / "out").read_text() == "\\ufffd\n"
+
+
+@pytest.mark.parametrize(
+    "missing", ["jax", "flax", "optax", "numpy", "tqdm", "orbax", "matplotlib", "models"]
+)
 def test_a_missing_package_is_one_sentence(monkeypatch, missing):
     for name in [n for n in sys.modules if n.partition(".")[0] in (missing, "scripts")]:
         monkeypatch.delitem(sys.modules, name)

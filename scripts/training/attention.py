@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pallas_flash
 from models.gpt import GPTConfig
 from pallas_flash.flax import SelfAttention, apply_rope
-from scripts.training.settings import UserError
+from scripts.training.messages import UserError
 
 
 class CudnnSelfAttention(SelfAttention):

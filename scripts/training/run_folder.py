@@ -1,129 +1,208 @@
 """The folder of a run of `train_gpt.py`: settings, metrics, curves and checkpoints.
 
+    run.json         the settings, with the mark by which the folder is one of this script
+    metrics.jsonl    one line a step
+    loss.png         its curves
+    checkpoints/     see checkpoints.py
+    train_gpt.lock   kept; locked while a process works here
+    before-restart/  the run that `--restart` replaces, until the new one has a checkpoint
+
+What is not in this list is not touched, and nothing is in a folder without the mark that has one of
+these names.
+
 The process may be killed at any moment: files are replaced or appended such that what is then on
-the disk is a run to resume. `stop_signals` serves those who ask it to stop.
+the disk is a run to resume.
 """
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
-import shutil
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
-import jax
-import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 
 from models.gpt import GPTConfig
-from scripts.training.settings import TrainConfig, UserError, flat_config
+from scripts.training.checkpoints import Checkpoints
+from scripts.training.files import (
+    CHECKPOINTS,
+    CURVES,
+    MARK,
+    METRICS,
+    RUN,
+    cause,
+    lock,
+    read_marked,
+    replace_file,
+    told,
+)
+from scripts.training.messages import UserError, warn
+from scripts.training.restart import BEFORE_RESTART, Aside
+from scripts.training.settings import TrainConfig, flat_config
 
-METRICS, CURVES, CHECKPOINTS, RUN = "metrics.jsonl", "loss.png", "checkpoints", "run.json"
+LOCK = "train_gpt.lock"
 
 
 class RunFolder:
     """The files of one run: opened fresh, or as a run of the same settings left them.
 
+    A context, in which no other process can open the folder. The lock is `flock`'s: the kernel
+    takes it back when the process ends, however it ends. On NFS, Linux passes it on to the server
+    as a lock of bytes, which other machines see unless one of them has mounted it with `nolock` or
+    `local_lock`; a file system without locks is used with a warning.
+
     Args:
         config: The settings, complete.
         text_hash: What the run reads.
-        restart: Whether to delete a run found there first.
+        restart: Whether to begin anew. A run found there is moved aside; it is deleted when this
+            one has its first checkpoint, and put back if it ends before. (If it is killed before,
+            the next process to open the folder puts it back.)
 
     Raises:
-        UserError: The folder holds another run, or files that this script would overwrite.
+        UserError: The folder holds another run, is in use, is not ours, or cannot be written.
     """
 
     def __init__(self, config: TrainConfig, text_hash: str, *, restart: bool = False):
         self.path = Path(config.out_dir).absolute()
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"`out_dir` must be a folder; got the file {config.out_dir!r}.")
-        found = [n for n in (METRICS, CURVES, CHECKPOINTS) if (self.path / n).exists()]
-        if found and not (self.path / RUN).exists():
+        self._name, self._restart = config.out_dir, restart
+        self._settings = {**MARK, **flat_config(config), "text": text_hash}
+        self._checkpoints = Checkpoints(self.path / CHECKPOINTS, config.keep_checkpoints)
+        self._aside = Aside(self.path)
+        self._lines: list[dict[str, Any]] = []
+        self._exit = contextlib.ExitStack()
+        # That of the newest checkpoint, 0 if there is none.
+        self.last_step = 0
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack, told(self.path):
+            self._refuse_what_is_not_ours()
+            self.path.mkdir(parents=True, exist_ok=True)
+            stack.callback(self._checkpoints.close)
+            stack.enter_context(lock(self.path / LOCK, self._name))
+            self._checkpoints.clean()
+            self._aside.settle()
+            if self._restart:
+                stack.callback(self._aside.settle)
+                self._aside.move()
+            # A run without a checkpoint has nothing to lose, so its settings may be replaced.
+            elif self._checkpoints.named():
+                self._refuse_other_settings()
+                self.last_step = self._checkpoints.newest()
+            replace_file(self.path / RUN, self._run_json())
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(self, *error):
+        with told(self.path, "see before-restart/ there for the run that was to be replaced"):
+            self._exit.close()
+
+    def _run_json(self) -> str:
+        return json.dumps(self._settings, indent=2) + "\n"
+
+    def _refuse_what_is_not_ours(self):
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"`out_dir` must be a folder; got the file {self._name!r}.")
+        aside = self.path / BEFORE_RESTART
+        for path in (self.path / RUN, aside / RUN):
+            if os.path.lexists(path):
+                try:
+                    read_marked(path)
+                except ValueError as error:
+                    raise UserError(
+                        f"`out_dir` must be new, or a folder of this script; got {self._name!r}, "
+                        f"where {path.relative_to(self.path)} {error}: pass another --out-dir"
+                        f"{self._copy_of_settings()}."
+                    ) from error
+        found = [n for n in (METRICS, CURVES, CHECKPOINTS) if os.path.lexists(self.path / n)]
+        # A restart that was killed may not have come to its run.json.
+        if found and not any(os.path.lexists(path / RUN) for path in (self.path, aside)):
             raise UserError(
-                f"`out_dir` must be new, or a folder of this script; got {config.out_dir!r} with "
-                f"{' and '.join(found)} but no {RUN}: pass another --out-dir."
+                f"`out_dir` must be new, or a folder of this script; got {self._name!r} with "
+                f"{' and '.join(found)} but no {RUN}: pass another --out-dir"
+                f"{self._copy_of_settings()}."
             )
-        if restart:
-            for name in (METRICS, CURVES):
-                (self.path / name).unlink(missing_ok=True)
-            shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
-        settings = {**flat_config(config), "text": text_hash}
-        # A run without a checkpoint has nothing to lose, so its settings may be replaced.
-        if any(p.name.isdigit() for p in (self.path / CHECKPOINTS).glob("*")):
-            self._refuse_other_settings(settings, config.out_dir)
-        self.path.mkdir(parents=True, exist_ok=True)
-        replace_file(self.path / RUN, json.dumps(settings, indent=2) + "\n")
+        if CHECKPOINTS in found and not (self.path / CHECKPOINTS).is_dir():
+            raise UserError(
+                f"`out_dir` must have no file {CHECKPOINTS!r}, where a folder belongs; got "
+                f"{self._name!r}: move it away, or pass another --out-dir."
+            )
 
-        # Orbax writes a checkpoint under another name, renames it when it is whole, and only then
-        # deletes the oldest: a kill at any moment leaves the previous one as it was. What the kill
-        # cut short is cleaned up here.
-        self._manager = ocp.CheckpointManager(
-            self.path / CHECKPOINTS,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep_checkpoints,
-                enable_async_checkpointing=False,
-                cleanup_tmp_directories=True,
-            ),
-        )
+    def _copy_of_settings(self) -> str:
+        """How to mend a run.json, where a checkpoint has a copy."""
+        for step in reversed(self._checkpoints.steps()):
+            path = self._checkpoints.path / str(step) / RUN
+            with contextlib.suppress(ValueError, OSError):
+                read_marked(path)
+                return f", or copy {str(path)!r} to that place"
+        return ""
 
-    def _refuse_other_settings(self, settings, out_dir):
-        saved = json.loads((self.path / RUN).read_text())
+    def _refuse_other_settings(self):
+        saved = read_marked(self.path / RUN)
         classes = (GPTConfig, TrainConfig)
         fixed = [f.name for c in classes for f in dataclasses.fields(c) if f.compare]
         changed = [
-            f"{name} (there {saved.get(name)!r}, now {settings[name]!r})"
+            f"{name} (there {saved.get(name)!r}, now {self._settings[name]!r})"
             for name in [*fixed, "text"]
-            if name in settings and saved.get(name) != settings[name]
+            if name in self._settings and saved.get(name) != self._settings[name]
         ]
         if changed:
             raise UserError(
-                f"`out_dir` must hold a run of the same settings to be resumed; got {out_dir!r}, "
-                f"which differs in {', '.join(changed)}: go back to those settings, pass another "
-                "--out-dir, or delete that run by --restart."
+                f"`out_dir` must hold a run of the same settings to be resumed; got "
+                f"{self._name!r}, which differs in {', '.join(changed)}: go back to those "
+                "settings, pass another --out-dir, or replace that run by --restart."
             )
-
-    @property
-    def last_step(self) -> int:
-        """The step of the newest checkpoint, 0 if there is none."""
-        return self._manager.latest_step() or 0
 
     def resume(self, init_state):
-        """Returns the newest checkpoint, or `init_state()`, and drops the metrics after it."""
-        step = self.last_step
-        kept = [line for line in self.metrics() if line["step"] <= step]
-        if len(kept) != step:
-            raise UserError(
-                f"`out_dir` must have the metrics of all {step} steps before its checkpoint; got "
-                f"{len(kept)} lines in {self.path / METRICS}: --restart deletes the run."
-            )
-        replace_file(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
-        if not step:
+        """Returns the newest checkpoint, or `init_state()`; the metrics are those up to it."""
+        content = ""
+        if self.last_step:
+            content = self._checkpoints.read(self.last_step, METRICS)
+        self._lines = [json.loads(line) for line in content.splitlines()]
+        with told(self.path):
+            self._compare_metrics(content)
+            replace_file(self.path / METRICS, content)
+        if not self.last_step:
             return init_state()
-        shapes = jax.eval_shape(init_state)
-        return self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
+        return self._checkpoints.restore(self.last_step, init_state)
+
+    def _compare_metrics(self, content: str):
+        """Says so if metrics.jsonl is not what was written up to the checkpoint."""
+        try:
+            there = (self.path / METRICS).read_bytes()
+        except FileNotFoundError:
+            there = b""
+        expected = content.encode()
+        # Lines after the checkpoint are normal: a kill came before the next one.
+        if not there.startswith(expected):
+            lines = set(there.split(b"\n"))
+            same = sum(line in lines for line in expected.splitlines())
+            warn(
+                f"{METRICS} had {same} of its first {self.last_step} lines as they were written; "
+                f"all of them are there again, from the checkpoint of step {self.last_step}."
+            )
 
     def append(self, lines: list[dict[str, Any]]):
         """Adds lines to metrics.jsonl, on the disk when this returns."""
-        with open(self.path / METRICS, "a") as file:
-            file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        with (
+            told(self.path, f"{self._whole()}; mend this, then run the same again"),
+            open(self.path / METRICS, "a") as file,
+        ):
+            file.writelines(_json_lines(lines))
             file.flush()
             os.fsync(file.fileno())
+        self._lines += lines
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of metrics.jsonl; a kill may have cut the last one."""
-        lines = []
-        if (self.path / METRICS).exists():
-            for line in (self.path / METRICS).read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    lines.append(json.loads(line))
-        return lines
+        """The lines of all steps."""
+        return self._lines
 
     def plot(self):
-        """Draws the loss curves of metrics.jsonl, without a display."""
-        figure, lines = Figure(figsize=(7, 4), layout="constrained"), self.metrics()
+        """Draws the loss curves, without a display."""
+        figure, lines = Figure(figsize=(7, 4), layout="constrained"), self._lines
         axes = figure.subplots()
         steps, losses = [x["step"] for x in lines], [x["loss"] for x in lines]
         looks = [(x["step"], x["val_loss"]) for x in lines if x["val_loss"] is not None]
@@ -133,44 +212,27 @@ class RunFolder:
         axes.set(xlabel="step", ylabel="loss (nats per byte)")
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(self.path / CURVES, dpi=150)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=150, format="png")
+        try:
+            replace_file(self.path / CURVES, picture.getvalue())
+        except OSError as error:
+            # A picture is not worth a run's last lines.
+            warn(f"{CURVES} was not written: {cause(error)}.")
 
     def save(self, step: int, state):
-        """Writes a checkpoint."""
-        self._manager.save(step, args=ocp.args.StandardSave(state))
+        """Writes a checkpoint. The first one after a restart decides that the old run goes."""
+        files = {METRICS: "".join(_json_lines(self._lines)), RUN: self._run_json()}
+        self._checkpoints.save(step, state, files)
+        self.last_step = step
+        with told(self.path, f"{self._whole()}; mend this, then run the same again"):
+            self._aside.settle()
 
-    def close(self):
-        """Releases what orbax holds."""
-        self._manager.close()
-
-
-def replace_file(path: Path, content: str):
-    """Writes a file such that a kill leaves the old content or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(content)
-    os.replace(temporary, path)
+    def _whole(self) -> str:
+        if not self.last_step:
+            return "there is no checkpoint yet"
+        return f"the checkpoint of step {self.last_step} is whole"
 
 
-@contextlib.contextmanager
-def stop_signals():
-    """Turns the first Ctrl-C or SIGTERM into an entry of the list it yields.
-
-    An exception could strike when the old state is already donated and the new one not yet there;
-    a list that is read between two steps cannot. A second Ctrl-C interrupts at once.
-    """
-    received = []
-    # Python hands signals to the main thread alone, and lets no other ask for them.
-    main = threading.current_thread() is threading.main_thread()
-    previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM) if main}
-
-    def receive(number, frame):
-        received.append(number)
-        signal.signal(number, previous[number])
-
-    for number in previous:
-        signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _json_lines(lines: list[dict[str, Any]]) -> list[str]:
+    return [json.dumps(line, allow_nan=False) + "\n" for line in lines]

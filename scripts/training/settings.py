@@ -6,10 +6,42 @@ import typing
 from typing import Any
 
 from models.gpt import GPTConfig
+from scripts.training.messages import UserError
 
+# What is computed in float32 must be a number there, and those that divide must not be zero.
+TINY, HUGE = 1e-30, 1e30
+# Steps, positions and sizes are int32 in JAX.
+INT = 2**31 - 1
 
-class UserError(ValueError):
-    """A mistake in what was asked for: told in one sentence, without a traceback."""
+# The smallest and the largest value of each number that a flag sets.
+RANGES = {
+    "context": (2, INT),  # at one, attention has nothing to choose from
+    "num_layers": (1, INT),
+    "num_heads": (1, INT),
+    "num_kv_heads": (1, INT),
+    "embed_dim": (1, INT),
+    "mlp_ratio": (TINY, HUGE),
+    "rope_theta": (1, HUGE),
+    "seed": (0, 2**32 - 1),  # JAX's keys take no more bits
+    "steps": (1, INT),
+    "batch_size": (1, INT),
+    "accumulation": (1, INT),
+    "learning_rate": (TINY, HUGE),
+    "final_learning_rate": (0, 1),
+    "warmup_steps": (0, INT),
+    "weight_decay": (0, HUGE),
+    "beta1": (0, 0.999999),  # at one, the mean is divided by zero
+    "beta2": (0, 0.999999),
+    "clip_norm": (TINY, HUGE),
+    "eval_every": (1, INT),
+    "eval_batches": (1, INT),
+    "log_every": (1, INT),
+    "checkpoint_every": (1, INT),
+    "keep_checkpoints": (1, INT),
+    "sample_tokens": (1, 10**7),
+    "temperature": (0, HUGE),
+    "top_k": (1, INT),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +105,13 @@ class TrainConfig:
     top_k: int | None = dataclasses.field(default=40, compare=False)
 
     def __post_init__(self):
-        positive = (
-            "steps batch_size accumulation learning_rate clip_norm eval_every eval_batches "
-            "log_every checkpoint_every keep_checkpoints sample_tokens"
-        )
-        # Written such that NaN is refused, too.
-        for name in positive.split():
-            if not getattr(self, name) > 0:
-                raise UserError(f"`{name}` must be positive; got {getattr(self, name)}.")
-        for name in ("seed", "warmup_steps", "weight_decay", "temperature"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"`{name}` must not be negative; got {getattr(self, name)}.")
-        for name in ("beta1", "beta2", "final_learning_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"`{name}` must be between 0 and 1; got {getattr(self, name)}.")
+        for name, value in flat_config(self).items():
+            if name not in RANGES or value is None:
+                continue
+            low, high = RANGES[name]
+            # Written such that NaN is refused, too.
+            if not low <= value <= high:
+                raise UserError(f"`{name}` must be between {low} and {high}; got {value}.")
         if self.batch_size % self.accumulation:
             raise UserError(
                 f"`batch_size` must be a multiple of `accumulation`; got {self.batch_size} and "
@@ -96,20 +121,28 @@ class TrainConfig:
             raise UserError(
                 f"`warmup_steps` must be below `steps`; got {self.warmup_steps} and {self.steps}."
             )
-        if self.model.context < 2:
-            raise UserError(
-                "`context` must be at least 2, or attention has nothing to choose from; got "
-                f"{self.model.context}."
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"`top_k` must be at least 1, or auto for all bytes; got {self.top_k}.")
+        for name in ("out_dir", "data"):
+            if getattr(self, name) == "":
+                raise UserError(
+                    f"`{name}` must be a path; got '', as of a shell variable that is not set."
+                )
         if not self.prompt:
             raise UserError("`prompt` must have at least one byte; got ''.")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"`prompt` must be text in UTF-8; got {self.prompt!r}.") from error
 
     @property
     def microbatch(self) -> int:
         """Sequences computed at once."""
         return self.batch_size // self.accumulation
+
+
+def flat_config(config: TrainConfig) -> dict[str, Any]:
+    """All settings in one dictionary, the model's among them."""
+    settings = dataclasses.asdict(config)
+    return {**settings.pop("model"), **settings}
 
 
 PRESETS = {
@@ -124,12 +157,6 @@ PRESETS = {
         warmup_steps=200,
     ),
 }
-
-
-def flat_config(config: TrainConfig) -> dict[str, Any]:
-    """All settings in one dictionary, the model's among them."""
-    settings = dataclasses.asdict(config)
-    return {**settings.pop("model"), **settings}
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
@@ -163,7 +190,10 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--preset", choices=PRESETS, default="cpu", help="where other flags start")
     parser.add_argument(
-        "--restart", action="store_true", default=False, help="delete a run found in out_dir first"
+        "--restart",
+        action="store_true",
+        default=False,
+        help="begin anew; a run found in out_dir is deleted after this one's first checkpoint",
     )
     # What these mean here, beyond what they mean to the model alone.
     model_docs = {

@@ -1,7 +1,7 @@
 """The text that `train_gpt.py` trains on: which files, which of them are held out, and batches.
 
 Tokens are bytes. About a tenth of the text is held out by whole files, chosen by a hash of their
-names, so that no file is on both sides.
+names, so that no file is on both sides. Run folders are left out, which are no text.
 """
 
 import hashlib
@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scripts.training.settings import TrainConfig, UserError
+from scripts.training.files import cause, is_run_folder
+from scripts.training.messages import UserError
+from scripts.training.settings import TrainConfig
 
 # Share of the text that is never trained on.
 HELD_OUT = 0.1
@@ -24,12 +26,16 @@ NOT_SOURCE |= {"encodings", "pydoc_data"}
 
 
 class Text(NamedTuple):
-    """The bytes to train on and those held out, with the names of the files they came from."""
+    """The bytes to train on and those held out, with the names of the files they came from.
+
+    `left_out` are the run folders that were found among them.
+    """
 
     train: np.ndarray
     held_out: np.ndarray
     train_files: list[str]
     held_out_files: list[str]
+    left_out: list[str]
 
     @property
     def sha256(self) -> str:
@@ -40,43 +46,63 @@ class Text(NamedTuple):
         return digest.hexdigest()
 
 
-def read_files(config: TrainConfig) -> list[tuple[str, bytes]]:
-    """Returns (name, bytes) of every text file, sorted by name.
+def read_files(config: TrainConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """Returns (name, bytes) of every text file, sorted by name, and the run folders left out.
 
-    In a folder, these are all files below it but the hidden ones, this run's own, and those with
-    a zero byte near their start, which are no text.
+    In a folder, the text files are all files below it but the hidden ones, those of runs, and those
+    with a zero byte near their start, which are no text.
     """
     default = config.data is None
     root = Path(sysconfig.get_path("stdlib") if default else config.data)
+    try:
+        paths, left_out = find_files(root, Path(config.out_dir).resolve(), default)
+        files = []
+        for path in paths:
+            content = path.read_bytes()
+            if content and FILE_SEPARATOR not in content[:8192]:
+                name = path.relative_to(root).as_posix() if path != root else path.name
+                files.append((name, content))
+    except OSError as error:
+        raise UserError(
+            f"`data` must be readable; got {cause(error)!r} at {str(error.filename)!r}."
+        ) from error
+    if not files:
+        raise UserError(f"`data` must have text in it; found none in {str(root)!r}: pass --data.")
+    return sorted(files), sorted(left_out)
+
+
+def find_files(root: Path, own: Path, default: bool) -> tuple[list[Path], list[str]]:
+    """The files below `root` that may be text, and the run folders among them; `own` is one."""
     if not root.exists():
-        raise UserError(f"`data` must be a file or a folder; got {config.data!r}: no such file.")
-    left_out, own = NOT_SOURCE if default else set(), Path(config.out_dir).resolve()
-    paths = [root] if root.is_file() else []
-    for folder, subfolders, names in os.walk(root):
-        # Assigned in place, which is how os.walk learns where not to go.
+        raise UserError(f"`data` must be a file or a folder; got {str(root)!r}: no such file.")
+    if root.resolve() == own or is_run_folder(root):
+        raise UserError(
+            f"`data` must be text, not the folder of a run; got {str(root)!r}: pass another --data "
+            "or --out-dir."
+        )
+    if root.is_file():
+        return [root], []
+    skipped, paths, left_out = NOT_SOURCE if default else set(), [], []
+
+    def fail(error):
+        raise error
+
+    for folder, subfolders, names in os.walk(root, onerror=fail):
+        inside = [name for name in subfolders if not (name.startswith(".") or name in skipped)]
+        runs = [name for name in inside if is_run_folder(Path(folder, name))]
+        left_out += [Path(folder, name).relative_to(root).as_posix() for name in runs]
+        # Assigned in place, which is how os.walk learns where not to go. A new run's folder may be
+        # there before its mark is.
         subfolders[:] = [
-            name
-            for name in subfolders
-            if not (name.startswith(".") or name in left_out or Path(folder, name).resolve() == own)
+            name for name in inside if name not in runs and Path(folder, name).resolve() != own
         ]
         paths += [
             Path(folder, name)
             for name in names
             if not name.startswith(".") and (name.endswith(".py") or not default)
         ]
-    files = []
-    for path in paths:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"`data` must be readable; got {error}.") from error
-        if content and FILE_SEPARATOR not in content[:8192]:
-            files.append(
-                (path.relative_to(root).as_posix() if path != root else path.name, content)
-            )
-    if not files:
-        raise UserError(f"`data` must have text in it; found none in {str(root)!r}: pass --data.")
-    return sorted(files)
+    # Pipes and sockets have no end.
+    return [path for path in paths if path.is_file()], left_out
 
 
 def split_files(files: list[tuple[str, bytes]]) -> tuple[list, list]:
@@ -103,7 +129,8 @@ def split_files(files: list[tuple[str, bytes]]) -> tuple[list, list]:
 
 def load_text(config: TrainConfig) -> Text:
     """Reads and splits the text, and checks that both sides are longer than the context."""
-    sides = split_files(read_files(config))
+    files, left_out = read_files(config)
+    sides = split_files(files)
     train, held_out = (
         np.frombuffer(FILE_SEPARATOR.join(content for _, content in side), np.uint8)
         for side in sides
@@ -114,7 +141,8 @@ def load_text(config: TrainConfig) -> Text:
             f"{config.model.context}, {len(train)} bytes to train on and {len(held_out)} held out: "
             "give more text or a smaller --context."
         )
-    return Text(train, held_out, *([name for name, _ in side] for side in sides))
+    names = ([name for name, _ in side] for side in sides)
+    return Text(train, held_out, *names, left_out)
 
 
 def windows(text: np.ndarray, starts: np.ndarray, config: TrainConfig) -> np.ndarray:
