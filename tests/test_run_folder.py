@@ -485,16 +485,18 @@ def test_a_disk_without_room_for_a_checkpoint_is_one_sentence(config, whole_run,
         folder.resume(lambda: state_at(0))
         for step in (4, 5, 6):
             folder.append([line_at(step)])
-        with room_for(1000), pytest.raises(UserError) as caught:
-            folder.save(6, state_at(6) | {"weights": jnp.asarray(np.random.rand(40, 50))})
+        state = state_at(6) | {"weights": jnp.asarray(np.random.rand(40, 50))}
+        for size in (1, 50, 500, 2000, 5000):
+            with room_for(size), pytest.raises(UserError) as caught:
+                folder.save(6, state)
     assert str(caught.value).startswith("`out_dir` must take the run's checkpoints; got 'File too")
     assert "that of step 3 is whole; mend this, then run the same again." in str(caught.value)
     assert "\n" not in str(caught.value)
     out, err = capfd.readouterr()
     assert not out + err
     assert steps_in(run) == [3]
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["3"]
     with RunFolder(config, "text") as folder:
+        assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["3"]
         go(folder)
     assert (run / "metrics.jsonl").read_bytes() == (whole_run / "metrics.jsonl").read_bytes()
 

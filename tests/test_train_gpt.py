@@ -646,7 +646,7 @@ def test_a_line_cut_short_is_dropped(finished, config, monkeypatch):
 
 def test_a_process_killed_while_it_writes_checkpoints_resumes(config, tmp_path, capsys):
     """By SIGKILL, with a checkpoint after every step: most of the time goes into writing them."""
-    long = dataclasses.replace(config, steps=80, checkpoint_every=1, log_every=1)
+    long = dataclasses.replace(config, steps=40, checkpoint_every=1, log_every=1)
     command = [sys.executable, train_gpt.__file__, *flags(long)]
     environment = {
         **os.environ,
@@ -681,12 +681,12 @@ def test_a_process_killed_while_it_writes_checkpoints_resumes(config, tmp_path, 
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     # Its lock ended with it, and nothing before that touched its files.
-    assert 17 <= len(path.read_text().splitlines()) < 80
+    assert 17 <= len(path.read_text().splitlines()) < 40
     train(long)
-    whole = dataclasses.replace(long, out_dir=str(tmp_path / "whole"), checkpoint_every=80)
+    whole = dataclasses.replace(long, out_dir=str(tmp_path / "whole"), checkpoint_every=40)
     train(whole)
     assert metrics(long) == metrics(whole)
-    assert checkpoint_steps(long) == [79, 80]
+    assert checkpoint_steps(long) == [39, 40]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -1022,6 +1022,16 @@ def test_a_reader_that_goes_away_ends_the_script_quietly(config, monkeypatch, ca
         # What Python does at its end.
         stdout.flush()
     assert capfd.readouterr().err == ""
+
+
+def test_an_output_that_cannot_be_written_is_one_sentence(config, monkeypatch, capfd):
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert run_script(monkeypatch, flags(config)) == 2
+        stdout.flush()
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert "error: the output could not be written: [Errno 28] No space left on device" in error
 
 
 def test_a_terminal_that_does_not_know_a_character_is_no_error(monkeypatch, tmp_path):

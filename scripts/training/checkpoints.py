@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -204,9 +205,21 @@ def _sha256(path: Path, *, sync: bool = False) -> str:
 
 @contextlib.contextmanager
 def _quiet_orbax():
-    """Without orbax's tracebacks from each of its threads, when what is inside fails."""
-    logger = logging.getLogger("absl")
-    before, logger.disabled = logger.disabled, True
+    """Without what the threads of orbax and TensorStore print when a write fails.
+
+    The error is raised as well. After it they go on to print for a while, so they stay quiet.
+    """
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before, hook = [logger.disabled for logger in loggers], sys.unraisablehook
+
+    def quiet_hook(unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = quiet_hook
+    for logger in loggers:
+        logger.disabled = True
     yield
-    # After an error its threads go on to report for a while, so this is not in a `finally`.
-    logger.disabled = before
+    sys.unraisablehook = hook
+    for logger, disabled in zip(loggers, before, strict=True):
+        logger.disabled = disabled

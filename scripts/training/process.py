@@ -42,7 +42,11 @@ def as_a_process(main: Callable[[], int]) -> int:
         status = main()
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        # As behind `| head`. Python flushes once more at the end, and must not fail there.
+    except OSError as error:
+        # Python flushes once more at the end, and must not fail there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # what a shell gives for SIGPIPE
+        # Nobody reads on, as behind `| head`: what a shell gives for SIGPIPE.
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"train_gpt.py: error: the output could not be written: {error}.", file=sys.stderr)
+        return 2
