@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -128,6 +129,13 @@ def test_damage_to_any_file_of_a_checkpoint_is_seen(run, damage):
         assert path.name in reason or path.name == HASHES
         path.write_bytes(before)
     assert checkpoints._damage(newest) is None
+
+
+def test_a_checkpoint_by_the_name_of_another_step_is_damaged(run, config, capsys):
+    (run / "checkpoints" / "8").rename(run / "checkpoints" / "9")
+    with RunFolder(config, "text") as folder:
+        assert folder.last_step == 6
+    assert "step 9 is damaged (hashes.json is that of another step)" in capsys.readouterr().err
 
 
 def emptied(path):
@@ -376,6 +384,20 @@ def test_a_restart_that_fails_before_its_first_checkpoint_gives_the_old_run_back
         raise ZeroDivisionError
     assert tree(run) == before
     assert "restored   the run that --restart had moved aside" in capsys.readouterr().out
+
+
+def test_the_old_run_comes_back_where_nobody_reads_that_it_does(run, config, monkeypatch):
+    before = tree(run)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        with pytest.raises(BrokenPipeError), RunFolder(config, "text", restart=True):
+            raise ZeroDivisionError
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+    with RunFolder(config, "text") as folder:
+        assert folder.last_step == STEPS
+    assert {**tree(run), "run.json": None} == {**before, "run.json": None}
 
 
 def test_a_restart_deletes_the_old_run_after_its_first_checkpoint(run, config):

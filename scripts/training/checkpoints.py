@@ -81,8 +81,8 @@ class Checkpoints:
                 reasons = ", ".join(f"{step} ({damage})" for step, damage in damaged.items())
                 raise UserError(
                     f"`out_dir` must have a whole checkpoint to be resumed; got {str(self.path)!r} "
-                    f"where every one is damaged: {reasons}: pass another --out-dir, or leave that "
-                    "run by --restart."
+                    f"where every one is damaged: {reasons}: pass another --out-dir, or replace "
+                    "that run by --restart."
                 )
             return 0
         for other, damage in damaged.items():
@@ -197,7 +197,7 @@ def _files(folder: Path) -> list[str]:
 
 def _sha256(path: Path, *, sync: bool = False) -> str:
     """The hash of a file, which with `sync` is on the disk when this returns."""
-    with open(path, "rb") as file:
+    with open(path, "rb+" if sync else "rb") as file:
         if sync:
             os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()

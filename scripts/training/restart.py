@@ -45,7 +45,7 @@ class Aside:
             self._delete_files(self._place)
             os.replace(self._aside / RUN, self._place / RUN)
             self._move_files(self._aside, self._place)
-            say("restored", f"the run that --restart had moved aside in {self._place}")
+            say("restored", "the run that --restart had moved aside; --restart again replaces it")
         # What somebody else has put there stays.
         with contextlib.suppress(OSError):
             self._aside.rmdir()

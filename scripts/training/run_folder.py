@@ -7,8 +7,8 @@
     train_gpt.lock   kept; locked while a process works here
     before-restart/  the run that `--restart` replaces, until the new one has a checkpoint
 
-What is not in this list is not touched, and nothing is in a folder without the mark that has one of
-these names.
+What is not in this list is not touched, and a folder that has one of these without the mark is
+refused.
 
 The process may be killed at any moment: files are replaced or appended such that what is then on
 the disk is a run to resume.

@@ -71,7 +71,7 @@ class TrainConfig:
         eval_batches: Size of such a look, in batches spread evenly over the held-out text.
         log_every: Updates between two writes to metrics.jsonl (each update has its line).
         checkpoint_every: Updates between two checkpoints.
-        keep_checkpoints: Number of checkpoints kept.
+        keep_checkpoints: Number of checkpoints kept; from two on, a disk for as many is enough.
         gradient_check: Whether to compare gradients with the reference before training.
         sample_tokens: Length of the sample that ends the run, in bytes.
         prompt: What the sample continues.
