@@ -187,6 +187,12 @@ def test_what_orbax_cannot_read_is_one_sentence(run, config):
     assert "`out_dir` must have checkpoints that this version of orbax reads" in str(caught.value)
 
 
+def test_what_a_kill_left_unfinished_is_removed(run, config):
+    (run / "checkpoints" / "unfinished" / "7" / "state").mkdir(parents=True)
+    with RunFolder(config, "text"):
+        assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["6", "8"]
+
+
 # ------------------------------------------------------------------------------------------ metrics
 
 
@@ -373,6 +379,8 @@ def test_without_locks_there_is_a_warning(config, monkeypatch, capsys, missing):
 def test_a_restart_that_fails_before_its_first_checkpoint_gives_the_old_run_back(
     run, config, capsys
 ):
+    # As of a run that was killed before its end, so that the new one's is nothing to replace.
+    (run / "loss.png").unlink()
     before = tree(run)
     with (
         pytest.raises(ZeroDivisionError),
@@ -381,6 +389,7 @@ def test_a_restart_that_fails_before_its_first_checkpoint_gives_the_old_run_back
         assert folder.last_step == 0
         assert steps_in(run / "before-restart") == [6, 8]
         go(folder, until=2, run=2.0)
+        folder.plot()
         raise ZeroDivisionError
     assert tree(run) == before
     assert "restored   the run that --restart had moved aside" in capsys.readouterr().out
@@ -501,7 +510,7 @@ def room_for(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_one_sentence(config, whole_run, capfd):
+def test_a_disk_without_room_for_a_checkpoint_is_one_sentence(config, whole_run, capfd, caplog):
     run = a_run(config, until=5)
     with RunFolder(config, "text") as folder:
         folder.resume(lambda: state_at(0))
@@ -516,6 +525,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_one_sentence(config, whole_run,
     assert "\n" not in str(caught.value)
     out, err = capfd.readouterr()
     assert not out + err
+    assert not caplog.records
     assert steps_in(run) == [3]
     with RunFolder(config, "text") as folder:
         assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["3"]
