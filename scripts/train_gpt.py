@@ -24,6 +24,7 @@ comparison and not compared, because it takes no float32.)
     loss.png         the curves of that file
     checkpoints/     the last few states, one folder per step
     run.json         the configuration, and a hash of the text
+    train_gpt.lock   held while a process trains there
 
 The same command resumes a run that was stopped or killed, at the last checkpoint whose bytes are
 still those that were written, and to the same bits: the only state is (step, parameters,

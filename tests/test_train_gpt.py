@@ -1031,7 +1031,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(config, monkeypatch, c
         stdout.flush()
     error = capfd.readouterr().err
     assert error.count("\n") == 1
-    assert "error: the output could not be written: [Errno 28] No space left on device" in error
+    assert "error: reading or writing failed: [Errno 28] No space left on device" in error
 
 
 def test_a_terminal_that_does_not_know_a_character_is_no_error(monkeypatch, tmp_path):

@@ -48,5 +48,5 @@ def as_a_process(main: Callable[[], int]) -> int:
         # Nobody reads on, as behind `| head`: what a shell gives for SIGPIPE.
         if isinstance(error, BrokenPipeError):
             return 141
-        print(f"train_gpt.py: error: the output could not be written: {error}.", file=sys.stderr)
+        print(f"train_gpt.py: error: reading or writing failed: {error}.", file=sys.stderr)
         return 2
