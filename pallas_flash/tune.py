@@ -5,6 +5,7 @@ python -m pallas_flash.tune --show
 """
 
 import argparse
+import os
 import sys
 
 import jax
@@ -20,11 +21,11 @@ def main() -> int:
         description="Finds the fastest tiles on this GPU and keeps them for later calls.",
     )
     add = parser.add_argument
-    add("--head-dim", type=int, default=128, help="head size (128)")
-    add("--length", type=int, default=4096, help="of queries and of keys (4096)")
-    add("--heads", type=int, default=16, help="query heads (16)")
-    add("--kv-heads", type=int, help="key/value heads, if another number")
-    add("--batch", type=int, default=1, help="examples (1)")
+    add("--head-dim", type=_size, default=128, help="head size (128)")
+    add("--length", type=_size, default=4096, help="of queries and of keys (4096)")
+    add("--heads", type=_size, default=16, help="query heads (16)")
+    add("--kv-heads", type=_size, help="key/value heads, if another number")
+    add("--batch", type=_size, default=1, help="examples (1)")
     add("--dtype", choices=list(tune.ALLOWED), default="bfloat16", help="(bfloat16)")
     add("--causal", action="store_true", help="with a causal mask")
     add("--passes", nargs="+", choices=list(tune.PASSES), default=list(tune.PASSES))
@@ -34,13 +35,29 @@ def main() -> int:
     args = parser.parse_args()
     try:
         print(_stored(args.clear) if args.show or args.clear else _tuned(args))
-    except (NotImplementedError, OSError, TypeError, ValueError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; nor is there anybody to tell at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (RuntimeError, OSError, TypeError, ValueError, MemoryError, OverflowError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        print(f"{parser.prog}: error: {reason[0]}", file=sys.stderr)
         return 2
     return 0
 
 
+def _size(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"must be an int from 1 to 2**31 - 1; got {text!r}.")
+    return int(text)
+
+
 def _tuned(args: argparse.Namespace) -> tune.Tuning:
+    try:
+        jax.devices()
+    except Exception as error:  # An AssertionError, if JAX_PLATFORMS=cuda finds none.
+        raise RuntimeError(
+            f"JAX must find a device; got {error!r:.200}. Look at JAX_PLATFORMS in the environment."
+        ) from error
     q, kv = (
         jax.ShapeDtypeStruct((args.batch, args.length, heads, args.head_dim), args.dtype)
         for heads in (args.heads, args.kv_heads or args.heads)
@@ -53,11 +70,15 @@ def _stored(clear: bool) -> str:
     file = cache.file()
     if file is None:
         raise ValueError("PALLAS_FLASH_TUNED=0 switches winners off; unset it.")
-    if clear:
-        file.unlink(missing_ok=True)
-        return f"removed {file}"
+    try:
+        if clear:
+            cache.remove(file)
+            return f"removed {file}"
+        winners = cache.parse(file)
+    except FileNotFoundError:
+        winners = {}
     lines = []
-    for name, tiles in cache.read(file).items():
+    for name, tiles in winners.items():
         found = [kernel for kernel in KERNELS if tiles.tile(kernel)]
         lines += [name, *(f"  {kernel:<8}{tune.told(tiles.tile(kernel))}" for kernel in found)]
     return "\n".join(lines) or f"no winners in {file}"

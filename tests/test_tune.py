@@ -468,11 +468,28 @@ def test_nothing_found_keeps_nothing(monkeypatch, h200, file):
     assert not file.exists()
 
 
-def test_a_file_that_cannot_be_written_loses_no_result(h200, search, file):
-    file.parent.write_text("a file where the folder should be")
-    with warned(1, "could not store its winner"):
+def test_a_file_that_cannot_be_written_loses_no_result(monkeypatch, h200, search, file):
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with warned(1, "could not store its winner: disk full"):
         tuning = pallas_flash.tune(**arguments())
     assert (tuning.tile_sizes.forward, tuning.file) == (FAST, None)
+
+
+def test_a_file_that_is_not_replaced_is_told_before_anything_is_timed(h200, search, file):
+    file.parent.mkdir()
+    file.write_text("mine")
+    with pytest.raises(ValueError, match="must be a file that pallas_flash"):
+        pallas_flash.tune(**arguments())
+    assert not search
+    assert pallas_flash.tune(**arguments(), store=False).file is None
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.write_text("a file where the folder should be")
+    with pytest.raises(NotADirectoryError):
+        pallas_flash.tune(**arguments())
 
 
 def test_random_numbers_stand_in_for_arrays_and_shapes(h200, search):
@@ -808,58 +825,87 @@ def of_the_winner(change):
     return edited(lambda content: change(*content["winners"].values()))
 
 
-UNREADABLE = {
+FOREIGN = {
     "empty": lambda file: b"",
     "cut short": lambda file: edited(lambda content: None)(file)[:-5],
     "not text": lambda file: b"\xff\xfe\x00",
     "nested too deep": lambda file: b"[" * 100_000,
-    "another program's": lambda file: b'{"tiles": 3}',
+    "a bare number": lambda file: b"1",
     "a list": lambda file: b"[]",
+    "another program's": lambda file: b'{"schema": 1, "winners": {}}',
+    "signed by another": edited(lambda content: content.update(made_by="tune")),
+}
+OTHER_FORM = {
     "an older schema": edited(lambda content: content.update(schema=0)),
     "a newer schema": edited(lambda content: content.update(schema=2)),
+    "no schema": edited(lambda content: content.pop("schema")),
     "no winners": edited(lambda content: content.pop("winners")),
     "a size that is none": of_the_winner(lambda winner: winner["dq"].update(block_q=7)),
     "a size of another type": of_the_winner(lambda winner: winner["dq"].update(block_q="64")),
     "an unknown size": of_the_winner(lambda winner: winner["dq"].update(cluster=2)),
     "an unknown kernel": of_the_winner(lambda winner: winner.update(dbias=winner["dq"])),
     "dk alone": of_the_winner(lambda winner: winner.update(dk=winner.pop("dkv"))),
-    # Not of the form, but beyond the shared memory: told when it is looked up.
-    "too large": of_the_winner(
-        lambda winner: winner["dq"].update(block_q=256, block_kv=256, num_stages=8)
-    ),
 }
+# Of the form, but beyond the shared memory: told when it is looked up.
+TOO_LARGE = of_the_winner(
+    lambda winner: winner["dq"].update(block_q=256, block_kv=256, num_stages=8)
+)
+UNREADABLE = FOREIGN | OTHER_FORM | {"too large": TOO_LARGE}
+
+
+def put(file, content):
+    """Writes what one of these tables makes; returns it."""
+    file.parent.mkdir(exist_ok=True)
+    content = content(file)
+    file.write_bytes(content)
+    cache.read.cache_clear()
+    return content
 
 
 @pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
 def test_an_unreadable_file_is_ignored_with_one_warning(monkeypatch, h200, file, content):
-    file.parent.mkdir()
-    content = content(file)
-    file.write_bytes(content)
-    cache.read.cache_clear()
-    with warned(1, f"ignores the tuned tiles in {file} ("):
+    content = put(file, content)
+    with warned(1, f"ignores the tuned tiles in {file}: "):
         for _ in range(3):
             assert tiles_of(monkeypatch) == table()
             assert "tuned" not in str(pallas_flash.explain(**arguments()))
     assert file.read_bytes() == content
 
 
-@pytest.mark.parametrize("name", ["cut short", "a newer schema", "another program's"])
-def test_what_is_no_file_of_winners_is_kept_aside(monkeypatch, h200, file, name):
-    file.parent.mkdir()
-    content = UNREADABLE[name](file)
-    file.write_bytes(content)
-    store()
-    assert tiles_of(monkeypatch) == WINNER.or_else(table())
-    assert Path(f"{file}.bak").read_bytes() == content
-
-
-def test_a_folder_in_place_of_the_file_stays(monkeypatch, h200, file):
-    file.mkdir(parents=True)
-    with warned(1, "IsADirectoryError"):
-        assert tiles_of(monkeypatch) == table()
-    with pytest.raises(IsADirectoryError):
+@pytest.mark.parametrize("name", FOREIGN | OTHER_FORM)
+def test_a_file_of_something_else_is_neither_overwritten_nor_shown(monkeypatch, capsys, file, name):
+    content = put(file, (FOREIGN | OTHER_FORM)[name])
+    sentence = "wrote, or none; got another" if name in FOREIGN else "this version's form"
+    with pytest.raises(ValueError, match=sentence):
         store()
-    assert file.is_dir()
+    assert command(monkeypatch, "--show") == 2
+    assert sentence in mistake(capsys)
+    assert [path.read_bytes() for path in file.parent.iterdir()] == [content]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_only_what_we_wrote_is_removed(monkeypatch, capsys, file, name):
+    content = put(file, UNREADABLE[name])
+    ours = name not in FOREIGN
+    assert command(monkeypatch, "--clear") == (0 if ours else 2)
+    if ours:
+        assert capsys.readouterr().out == f"removed {file}\n"
+        assert not file.exists()
+    else:
+        assert "Move it away, or name another file in PALLAS_FLASH_TUNED." in mistake(capsys)
+        assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_regular_file_stays(monkeypatch, capsys, h200, file, make):
+    file.parent.mkdir()
+    make(file)
+    with warned(1, "wrote, or none; got another"):
+        assert tiles_of(monkeypatch) == table()
+    with pytest.raises(ValueError, match="wrote, or none; got another"):
+        store()
+    assert command(monkeypatch, "--clear") == 2
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_missing_file_is_nothing_to_tell(monkeypatch, h200):
@@ -902,6 +948,14 @@ def command(monkeypatch, *words):
     return end.value.code
 
 
+def mistake(capsys):
+    """The last line on stderr, which is all but for argparse's usage."""
+    *usage, line = capsys.readouterr().err.splitlines()
+    assert not usage or usage[0].startswith("usage: ")
+    assert line.startswith("python -m pallas_flash.tune: error: ")
+    return line
+
+
 def test_the_command_tunes_and_prints_a_table(monkeypatch, capsys, h200, search, file):
     words = "--head-dim 64 --length 24 --heads 6 --kv-heads 2 --batch 3 --causal --dtype float16"
     assert command(monkeypatch, *words.split(), "--passes", "forward") == 0
@@ -938,7 +992,9 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
     assert command(monkeypatch, "--clear") == 0
     assert capsys.readouterr().out == f"removed {file}\n"
     assert not file.exists()
-    assert command(monkeypatch, "--clear") == 0
+    for words in ("--clear", "--show"):
+        assert command(monkeypatch, words) == 0
+        assert capsys.readouterr().out == f"no winners in {file}\n"
 
 
 def test_slices_and_one_loop_are_stored_and_shown(monkeypatch, capsys, file):
@@ -957,12 +1013,43 @@ def test_slices_and_one_loop_are_stored_and_shown(monkeypatch, capsys, file):
         ("--clear", "PALLAS_FLASH_TUNED=0 switches winners off"),
         ("--passes sideways", "invalid choice: 'sideways'"),
         ("--dtype float64", "invalid choice: 'float64'"),
+        ("--head-dim -1", "argument --head-dim: must be an int from 1 to 2**31 - 1; got '-1'."),
+        ("--length 0", "argument --length: must be an int"),
+        ("--heads 1e3", "argument --heads: must be an int"),
+        ("--kv-heads nan", "argument --kv-heads: must be an int"),
+        ("--batch 2147483648", "argument --batch: must be an int"),
+        ("--length 2147483647 --batch 2147483647", "size"),
     ],
 )
 def test_mistakes_are_told_in_a_line(monkeypatch, capsys, words, message):
     monkeypatch.setenv("PALLAS_FLASH_TUNED", "0")
     assert command(monkeypatch, "--length", "8", *words.split()) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert message in mistake(capsys)
+
+
+def test_a_machine_without_devices_is_told_in_a_line(monkeypatch, capsys):
+    def devices():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert command(monkeypatch, "--length", "8") == 2
+    assert "JAX must find a device; got AssertionError()." in mistake(capsys)
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake(file):
+    """As under `| head`: standard output is a pipe that nobody reads."""
+    store()
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run(
+        [sys.executable, "-m", "pallas_flash.tune", "--show"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        timeout=300,
+    )
+    os.close(write)
+    assert (run.returncode, run.stderr) == (0, b"")
 
 
 def test_without_a_gpu_the_command_says_so():

@@ -8,6 +8,7 @@ wrote to it; what was compiled before keeps its tiles. PALLAS_FLASH_TUNED in the
 another file, or is 0 for none.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,6 +17,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,8 +27,9 @@ from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import KERNELS, Tile, TileSizes, power_of_2
 
-# The form of the file; one with another number is ignored.
-SCHEMA = 1
+# How a file says that it is ours, and its form: one with another number is ignored.
+MADE_BY, SCHEMA = "pallas_flash.tune", 1
+REMOVE = "Remove them with `python -m pallas_flash.tune --clear`."
 
 # Queries, or keys, of all heads and examples that make programs enough for every GPU.
 MANY = 2**18
@@ -133,62 +136,98 @@ def lookup(problem: Problem, complete: Callable[[TileSizes], TileSizes]) -> Tile
     try:
         return None if winner is None else complete(winner)
     except ValueError as error:
-        return _ignore(path, str(error))
+        return _ignore(path, f"{error} {REMOVE}")
 
 
 @functools.cache
 def read(path: Path) -> dict[str, TileSizes]:
-    """All winners of a file by their keys; none, with a warning, if it is not of `store`'s form."""
+    """All winners of a file by their keys; none, with a warning, if `parse` refuses it."""
     try:
-        return _parse(path)
+        return parse(path)
     except FileNotFoundError:
         return {}
-    except Exception as error:  # Whatever is in the file, attention goes on.
-        _ignore(path, f"{type(error).__name__}: {error}")
+    except (OSError, ValueError) as error:  # Whatever is in the file, attention goes on.
+        _ignore(path, str(error))
         return {}
 
 
-def _parse(path: Path) -> dict[str, TileSizes]:
-    content = json.loads(path.read_text())
-    if content["schema"] != SCHEMA:
-        raise ValueError(f"schema {content['schema']}, and this version has {SCHEMA}")
-    return {
-        name: TileSizes(**{kernel: Tile(**tile) for kernel, tile in winner.items()})
-        for name, winner in content["winners"].items()
-    }
+def parse(path: Path) -> dict[str, TileSizes]:
+    """All winners of a file by their keys.
+
+    Raises:
+        OSError: it cannot be read, or is not there.
+        ValueError: `store` did not write it, or that of another version did.
+    """
+    content = _ours(path)
+    try:
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']}")
+        return {
+            name: TileSizes(**{kernel: Tile(**tile) for kernel, tile in winner.items()})
+            for name, winner in content["winners"].items()
+        }
+    except Exception as error:
+        raise ValueError(
+            f"winners in {path} must be in this version's form, schema {SCHEMA}; got "
+            f"{type(error).__name__}: {error!s:.100} {REMOVE}"
+        ) from error
+
+
+def _ours(path: Path) -> dict[str, Any]:
+    """The content of a file that says that `store` wrote it; no other is replaced or removed."""
+    try:
+        # Others, such as pipes, may not even end.
+        if path.is_file() or not path.exists():
+            content = json.loads(path.read_text())
+            if content["made_by"] == MADE_BY:
+                return content
+    except OSError:
+        raise
+    except Exception:  # Whatever it holds, it does not say so.
+        pass
+    raise ValueError(
+        f"{path} must be a file that {MADE_BY} wrote, or none; got another. Move it away, or name "
+        "another file in PALLAS_FLASH_TUNED."
+    )
 
 
 @functools.cache
 def _ignore(path: Path, why: str) -> None:
     """Says, once for each reason, that the table serves in place of the file."""
-    warnings.warn(
-        f"pallas_flash ignores the tuned tiles in {path} ({why:.200}). Tune again, or remove them "
-        "with `python -m pallas_flash.tune --clear`.",
-        stacklevel=2,
-    )
+    warnings.warn(f"pallas_flash ignores the tuned tiles in {path}: {why}", stacklevel=2)
+
+
+def check() -> None:
+    """Raises what `store` would, if what is there now is not to be replaced."""
+    path = file()
+    with contextlib.suppress(FileNotFoundError):
+        if path is not None:
+            parse(path)
+
+
+def remove(path: Path) -> None:
+    """Removes a file that `store` wrote, of this version or another; raises as `parse` does."""
+    _ours(path)
+    path.unlink()
 
 
 def store(problem: Problem, gpu: str, tiles: TileSizes) -> Path | None:
     """Adds a winner to the file, in place of one with its key, and returns the file.
 
-    Readers see the file before or after, never a part. What is there and is no file of this kind is
-    kept, with ".bak" after its name.
+    Readers see the file before or after, never a part.
 
     Raises:
         OSError: if the file cannot be written.
+        ValueError: if another one is there; it stays as it is.
     """
     path = file()
     if path is None:
         return None
-    winners = {}
     try:
-        winners = _parse(path)
+        winners = parse(path)
     except FileNotFoundError:
+        winners = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        raise
-    except Exception:  # Whatever is in the file, it is not of this kind.
-        os.replace(path, f"{path}.bak")
     name = key(problem, gpu)
     # One pass may have been tuned before, and the other now.
     winners[name] = tiles.or_else(winners.get(name, TileSizes()))
@@ -196,9 +235,10 @@ def store(problem: Problem, gpu: str, tiles: TileSizes) -> Path | None:
         name: {k: dataclasses.asdict(tile) for k in KERNELS if (tile := sizes.tile(k))}
         for name, sizes in winners.items()
     }
+    content = {"made_by": MADE_BY, "schema": SCHEMA, "winners": content}
     part = Path(f"{path}.{os.getpid()}")
     try:
-        part.write_text(json.dumps({"schema": SCHEMA, "winners": content}, indent=1) + "\n")
+        part.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -127,8 +127,10 @@ def tune(
 
     Raises:
         NotImplementedError: no GPU is here that the kernels serve, or they do not serve the call.
+        OSError: the file of winners cannot be read.
         TypeError: an argument is of the wrong kind.
-        ValueError: the arguments do not fit together.
+        ValueError: the arguments do not fit together, or a file of something else is where winners
+            would be stored.
 
     Example:
         On the GPU that is tuned for:
@@ -149,13 +151,15 @@ def tune(
         raise NotImplementedError(
             f"tuning needs a GPU on which the kernels serve the call: {why[0].lower()}{why[1:]}"
         )
+    if store:
+        cache.check()  # Before minutes are spent.
     tuning = search(problem, passes)
     try:
         if store and tuning.tile_sizes != TileSizes():
             file = cache.store(problem, gpu, tuning.tile_sizes)
             tuning = dataclasses.replace(tuning, file=file)
-    except OSError as error:  # What took minutes to find is not lost for that.
-        warnings.warn(f"pallas_flash.tune could not store its winner: {error}.", stacklevel=2)
+    except (OSError, ValueError) as error:  # What took minutes to find is not lost for that.
+        warnings.warn(f"pallas_flash.tune could not store its winner: {error}", stacklevel=2)
     return tuning
 
 
