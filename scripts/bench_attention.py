@@ -482,6 +482,9 @@ def build(shape: Shape, name: str, direction: str) -> Program | str:
     """The program of a peer, not compiled, or why there is none."""
     try:
         attend = PEERS[name].build(shape, direction)
+    except ImportError as error:
+        install = PEERS[name].install
+        return _sentence(error) + (f": {install}" if install else "")
     except Exception as error:  # Whatever a peer raises is its reason.
         return _sentence(error)
     return (JaxProgram if isinstance(attend, Attend) else TorchProgram)(shape, attend, direction)

@@ -1,10 +1,14 @@
 """The benchmark: what it counts, refuses to time, and reports. Times themselves need a card."""
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
+import pathlib
+import re
 import sys
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -339,6 +343,42 @@ def test_what_is_missing_is_listed_with_its_reason(monkeypatch):
     assert not [r for r in records if "unserved" in r and "ms" in r]
 
 
+# What a peer imports first, and what brings it.
+BROUGHT = {
+    "jax_triton": ("triton_tutorial", "pip install -e '.[bench]', on Python 3.12 or newer"),
+    "tokamax": ("tokamax_triton", "pip install -e '.[bench]', on Python 3.12 or newer"),
+    "torch": ("torch_flex", "pip install torch"),
+}
+
+
+@pytest.mark.parametrize("module", BROUGHT)
+def test_a_peer_that_is_not_installed_says_how_to_get_it(monkeypatch, module):
+    for name in [x for x in sys.modules if x.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "xprof", None)
+    peer, install = BROUGHT[module]
+    reason = bench_attention.build(TINY, peer, "forward")
+    assert reason.startswith("ModuleNotFoundError: ")
+    assert reason.endswith(f": {install}")
+    for other, entry in PEERS.items():
+        mine = entry.package not in ("pallas-flash", "jax")
+        assert (entry.install is not None) == mine, other
+
+
+def test_the_extra_brings_what_peers_import():
+    with open(pathlib.Path(__file__).parents[1] / "pyproject.toml", "rb") as file:
+        extra = tomllib.load(file)["project"]["optional-dependencies"]["bench"]
+    brought = {re.match(r"[\w-]+", requirement)[0] for requirement in extra}
+    assert brought == {"jax-triton", "tokamax", "matplotlib"}
+    shape = Shape("any", 1, 256, 256, 2, 2, 64)
+    # Where it is installed, as in the repository's own checks, everything of it imports.
+    for peer, entry in PEERS.items():
+        if entry.install == BROUGHT["tokamax"][1] and importlib.util.find_spec("tokamax"):
+            entry.build(shape, "forward")
+            assert entry.version, peer
+
+
 def test_a_budget_leaves_out_the_end(monkeypatch):
     shapes = list(SHAPES.values())
     # Two rounds of two passes take longer: time is up after the first shape, which is finished.
@@ -360,7 +400,7 @@ def test_command_line(tmp_path, capsys):
         own = {"jax_xla": jax.__version__, "ours_xla": pallas_flash.__version__}
         assert record["peer_version"] == own.get(record["peer"], record["peer_version"])
         if record["peer"] == "torch_flex" and "torch" not in sys.modules:
-            assert record["unserved"] == "ModuleNotFoundError: No module named 'torch'"
+            assert record["unserved"].endswith("No module named 'torch': pip install torch")
         elif "unserved" not in record:
             assert record["ms"]["min"] <= record["ms"]["median"] <= record["ms"]["max"]
             assert record["timer"] == "host"

@@ -452,10 +452,12 @@ class Peer:
     Attributes:
         package: The distribution whose version is written down.
         build: (shape, direction) -> `Attend` or `TorchAttend`.
+        install: What brings it, where this package does not.
     """
 
     package: str
     build: Callable[[Shape, str], Attend | TorchAttend]
+    install: str | None = None
 
     @property
     def version(self) -> str | None:
@@ -469,6 +471,8 @@ class Peer:
 
 
 OURS = "ours"
+_EXTRA = "pip install -e '.[bench]', on Python 3.12 or newer"
+_TORCH = "pip install torch"
 PEERS = {
     OURS: Peer("pallas-flash", functools.partial(_ours, "triton")),
     "ours_xla": Peer("pallas-flash", functools.partial(_ours, "xla")),
@@ -477,10 +481,10 @@ PEERS = {
     "jax_cudnn": Peer("jax", functools.partial(_jax_nn, "cudnn")),
     "jax_mha": Peer("jax", _jax_mha),
     "jax_mosaic": Peer("jax", _jax_mosaic),
-    "tokamax_triton": Peer("tokamax", _tokamax_triton),
-    "tokamax_mosaic": Peer("tokamax", _tokamax_mosaic),
-    "triton_tutorial": Peer("triton", _triton_tutorial),
-    "torch_cudnn": Peer("torch", functools.partial(_torch_sdpa, "CUDNN_ATTENTION")),
-    "torch_flash": Peer("torch", functools.partial(_torch_sdpa, "FLASH_ATTENTION")),
-    "torch_flex": Peer("torch", _torch_flex),
+    "tokamax_triton": Peer("tokamax", _tokamax_triton, _EXTRA),
+    "tokamax_mosaic": Peer("tokamax", _tokamax_mosaic, _EXTRA),
+    "triton_tutorial": Peer("triton", _triton_tutorial, _EXTRA),
+    "torch_cudnn": Peer("torch", functools.partial(_torch_sdpa, "CUDNN_ATTENTION"), _TORCH),
+    "torch_flash": Peer("torch", functools.partial(_torch_sdpa, "FLASH_ATTENTION"), _TORCH),
+    "torch_flex": Peer("torch", _torch_flex, _TORCH),
 }
