@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 import tomllib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,14 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from scripts import bench_attention
-from scripts.bench_attention import Bench, Clocks, JaxProgram, Timing, main
-from scripts.benchmark import peers
-from scripts.benchmark.peers import PEERS, Attend, Peer, Shape, Unserved
+from scripts.bench_attention import main
+from scripts.benchmark import peers, programs, report, shapes, timers
+from scripts.benchmark import run as runs
+from scripts.benchmark.peers import PEERS, Attend, Peer, Unserved
+from scripts.benchmark.programs import JaxProgram
+from scripts.benchmark.run import Bench
+from scripts.benchmark.shapes import OPTIONS, Shape
+from scripts.benchmark.timers import Clocks, Timing
 
 TINY = Shape("tiny causal", 1, 32, 32, 2, 1, 8, causal=True, dtype="float32")
 SHAPES = {
@@ -30,9 +35,15 @@ SHAPES = {
         dataclasses.replace(TINY, T=48, S=48),
         Shape("tiny window", 1, 40, 40, 4, 2, 8, causal=True, window=9, dtype="float32"),
         Shape("tiny documents", 2, 40, 40, 2, 2, 8, causal=True, documents=4, dtype="float32"),
+        Shape("tiny lengths", 3, 40, 40, 2, 2, 8, causal=True, lengths=True, dtype="float32"),
         Shape("tiny decode", 2, 1, 40, 4, 2, 8, dtype="float32", passes=("forward",)),
     ]
 }
+# The same with each option, values of another head size, and no mask to hide it.
+OPTIONAL = [
+    Shape(f"tiny with {option}", 2, 24, 24, 4, 2, 8, V=12, option=option, dtype="float32")
+    for option in OPTIONS
+]
 HERE = ["ours_xla", "ours_reference", "jax_xla"]  # What a CPU can run.
 
 
@@ -49,20 +60,30 @@ def seen(shape):
     if shape.documents is not None:
         ids = shape.segment_ids()
         visible = visible & (ids[:, :, None] == ids[:, None, :])
+    if shape.lengths:
+        filled = np.arange(shape.T) < shape.each_length()[:, None]
+        visible = visible & filled[:, :, None] & filled[:, None, :]
+    if shape.option == "mask array":
+        visible = visible & np.asarray(shape.arrays()["mask"])[0]
     return visible
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_pairs_are_those_that_see_each_other(name):
-    shape = SHAPES[name]
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *OPTIONAL], ids=lambda shape: shape.name)
+def test_pairs_are_those_that_see_each_other(shape):
     counted = seen(shape).sum()
     # The convention halves a merely causal problem, which leaves out half of the diagonal.
-    diagonal = (
-        shape.B * shape.T / 2 if shape.causal and not (shape.window or shape.documents) else 0
-    )
+    rows = shape.each_length().sum() if shape.lengths else shape.B * shape.T
+    diagonal = rows / 2 if shape.causal and not (shape.window or shape.documents) else 0
     assert shape.pairs() == counted - diagonal
-    assert shape.flops("forward") == 4 * shape.D * shape.N * shape.pairs()
+    assert shape.flops("forward") == 2 * (shape.D + shape.value_dim) * shape.N * shape.pairs()
     assert shape.flops("backward") == 2.5 * shape.flops("forward")
+
+
+def test_examples_have_lengths_of_their_own():
+    [shape] = [shape for shape in SHAPES.values() if shape.lengths]
+    lengths = shape.each_length()
+    assert shape.T / 4 <= lengths.min() < lengths.max() <= shape.T
+    assert (lengths == shape.each_length()).all()
 
 
 @pytest.mark.parametrize("name", ["tiny-window-40", "tiny-documents-40"])
@@ -73,22 +94,43 @@ def test_first_keys_say_the_same_as_ids_and_windows(name):
 
 
 def test_bytes_are_those_of_q_k_v_and_o():
-    for shape in SHAPES.values():
+    for shape in [*SHAPES.values(), *OPTIONAL]:
         # do is as large as o.
-        arrays = bench_attention.arguments(shape)
+        arrays = programs.arguments(shape)
         assert shape.bytes() == sum(x.size * x.dtype.itemsize for x in arrays)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_what_all_are_held_to_is_attention_in_ieee_float32(name):
-    shape = SHAPES[name]
-    attend, (*qkv, _) = peers.trusted(shape), bench_attention.draw(shape, 0)
-    q, k, v = (np.asarray(x, np.float64).swapaxes(1, 2) for x in qkv)
+def dense(shape, q, k, v):
+    """The output in float64, from the words of `Shape` and `OPTIONS`."""
+    q, k, v = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k, v))
     k, v = (x.repeat(shape.N // shape.K, axis=1) for x in (k, v))
-    weights = np.where(seen(shape)[:, None], np.exp(shape.scale * q @ k.swapaxes(2, 3)), 0)
-    want = weights / weights.sum(-1, keepdims=True) @ v
+    extra = {name: np.asarray(x, np.float64) for name, x in shape.arrays().items()}
+    s = shape.scale * q @ k.swapaxes(2, 3)
+    i, j = np.mgrid[: shape.T, : shape.S]
+    denominator = 0
+    match shape.option:
+        case "soft cap":
+            s = 50 * np.tanh(s / 50)
+        case "ALiBi":
+            s -= extra["alibi_slopes"][:, None, None] * abs(i - j)
+        case "bias" | "trained bias":
+            s += extra["bias"]
+        case "sinks":
+            denominator = np.exp(extra["sinks"])[:, None, None]
+    weights = np.where(seen(shape)[:, None], np.exp(s), 0)
+    denominator = denominator + weights.sum(-1, keepdims=True)
+    p = weights / np.where(denominator, denominator, 1)
+    if shape.option == "dropout":
+        pairs = (shape.B, shape.N, shape.T, shape.S)
+        p *= np.asarray(pallas_flash.dropout_mask(shape.arrays()["dropout_key"], pairs, 0.1)) / 0.9
+    return (p @ v).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *OPTIONAL], ids=lambda shape: shape.name)
+def test_what_all_are_held_to_is_attention_in_ieee_float32(shape):
+    attend, (*qkv, _) = peers.trusted(shape), programs.draw(shape, 0)
     got = attend.call(*qkv, **attend.arrays)
-    np.testing.assert_allclose(got, want.swapaxes(1, 2), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, dense(shape, *qkv), rtol=1e-4, atol=1e-5)
     products = [
         eqn.params["precision"]
         for eqn in jaxprs.trace(lambda *x: attend.call(*x, **attend.arrays), *qkv)
@@ -98,7 +140,7 @@ def test_what_all_are_held_to_is_attention_in_ieee_float32(name):
 
 
 def test_the_setting():
-    for shape in bench_attention.SHAPES.values():
+    for shape in shapes.SHAPES.values():
         if shape.case.split()[0] in ("64", "128", "256"):
             assert (shape.B * shape.T, shape.N * shape.D) == (16384, 2048), shape.name
         if shape.documents:
@@ -128,15 +170,15 @@ def test_own_forms_are_undone():
         right = JaxProgram(TINY, peers.trusted(TINY), direction)
         for program in (odd, right):
             program.compile()
-            program.load([bench_attention.draw(TINY, 0)])
-        assert max(bench_attention.errors(odd.results(), right.results()).values()) < 2e-3
+            program.load([programs.draw(TINY, 0)])
+        assert max(programs.errors(odd.results(), right.results()).values()) < 2e-3
 
 
 def test_the_backward_does_not_run_the_forward():
     """The residuals are arguments of what is timed."""
     attend = peers._ours("interpret", TINY, "backward")
-    residuals, pull = bench_attention.differentiate(attend.call)
-    q, k, v, do = bench_attention.arguments(TINY)
+    residuals, pull = programs.differentiate(attend.call)
+    q, k, v, do = programs.arguments(TINY)
     leaves = jax.eval_shape(residuals, q, k, v, {})
     assert jaxprs.kernels(jaxprs.trace(pull, do, leaves)) == [
         "pallas_flash_delta",
@@ -148,7 +190,7 @@ def test_the_backward_does_not_run_the_forward():
 def test_programs_go_round_their_sets():
     program = JaxProgram(TINY, Attend(lambda q, k, v: q), "forward")
     program.compile()
-    sets = [bench_attention.draw(TINY, seed) for seed in range(3)]
+    sets = [programs.draw(TINY, seed) for seed in range(3)]
     program.load(sets)
     for q, *_ in [*sets, sets[0]]:
         np.testing.assert_array_equal(program(), q)
@@ -179,23 +221,23 @@ def test_cupti_times_are_sums_over_the_kernels_of_a_call(monkeypatch):
         _mosaic_gpu_ext = Cupti()
 
     monkeypatch.setattr(profiler, "mosaic_gpu_lib", Library)
-    assert bench_attention.cupti_timer(Program(), 3) == Timing(6.0, {"a": 4.0, "b": 2.0})
+    assert timers.cupti_timer(Program(), 3) == Timing(6.0, {"a": 4.0, "b": 2.0})
 
 
 def test_without_cupti_times_are_slopes(monkeypatch, capsys):
     def refused(program, iterations):
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
 
-    timers = bench_attention.Timers("gpu")
-    monkeypatch.setattr(bench_attention, "cupti_timer", refused)
+    timer = timers.Timers("gpu")
+    monkeypatch.setattr(timers, "cupti_timer", refused)
     clock = iter([0.0, 5.0, 10.0, 18.0, 20.0, 25.0])  # 5 s for 1 turn, 8 s for 6, 5 s for 3
-    monkeypatch.setattr(bench_attention.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: next(clock))
     program = JaxProgram(TINY, peers._ours("xla", TINY, "forward"), "forward")
     monkeypatch.setattr(program, "compile_s", 0.0)
     program.function = lambda q: q + 1
     program.sets = [(jnp.zeros((2, 3)),)]
-    assert timers(program, 3) == Timing(1000.0)
-    assert timers.name(program) == "slope"
+    assert timer(program, 3) == Timing(1000.0)
+    assert timer.name(program) == "slope"
     assert "INSUFFICIENT_PRIVILEGES" in capsys.readouterr().err
     # Each turn depends on the one before.
     assert float(program.loop(4, jnp.zeros((2, 3)))[0, 0]) == 4
@@ -203,16 +245,14 @@ def test_without_cupti_times_are_slopes(monkeypatch, capsys):
 
 def test_peers_take_turns():
     now = itertools.count()
-    times = bench_attention.take_turns(
-        3, {name: lambda: Timing(next(now)) for name in ("a", "b", "c")}
-    )
+    times = timers.take_turns(3, {name: lambda: Timing(next(now)) for name in ("a", "b", "c")})
     assert [t.ms for t in times["a"]] == [0, 3, 6]
     assert [t.ms for t in times["c"]] == [2, 5, 8]
 
 
 def test_ratios_are_of_the_same_round():
     ours, peer = ([Timing(ms) for ms in x] for x in ([1.0, 2.0, 4.0], [2.0, 3.0, 12.0]))
-    numbers = bench_attention.summary(peer, ours, TINY, "forward")
+    numbers = runs.summary(peer, ours, TINY, "forward")
     assert numbers["ratio"] == {"median": 2.0, "min": 1.5, "max": 3.0}
     assert numbers["ms"] == {"median": 3.0, "min": 2.0, "max": 12.0}
     assert numbers["tflops"] == pytest.approx(TINY.flops("forward") / 3e-3 / 1e12)
@@ -223,7 +263,7 @@ def test_ratios_are_of_the_same_round():
 # Runs.
 
 
-def run(peers, shapes, monkeypatch, extra=None, deadline=math.inf):
+def run(peers, shapes, monkeypatch, extra=None, deadline=math.inf, **options):
     """Records of a run in which time stands still but for a second in each measurement."""
     now = [0.0]
 
@@ -231,13 +271,12 @@ def run(peers, shapes, monkeypatch, extra=None, deadline=math.inf):
         now[0] += 1
         return Timing(1000.0, {"kernel": 1000.0})
 
-    monkeypatch.setattr(bench_attention.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(timers.time, "monotonic", lambda: now[0])
     for name, build in (extra or {}).items():
         monkeypatch.setitem(PEERS, name, Peer("jax", build))
     records = []
-    bench = Bench(
-        peers, ("forward", "backward"), rounds=2, iterations=2, emit=records.append, timer=timer
-    )
+    options = {"rounds": 2, "iterations": 2, "timer": timer} | options
+    bench = Bench(peers, ("forward", "backward"), emit=records.append, **options)
     clocks = Clocks()
     left_out = bench.run(shapes, deadline, clocks)
     clocks.close()
@@ -253,11 +292,11 @@ def test_a_measurement_takes_about_30_ms(monkeypatch, ms, calls):
         asked.append(iterations)
         return Timing(ms)
 
-    def draw(shape, seed, draw=bench_attention.draw):
+    def draw(shape, seed, draw=programs.draw):
         seeds.append(seed)
         return draw(shape, seed)
 
-    monkeypatch.setattr(bench_attention, "draw", draw)
+    monkeypatch.setattr(runs, "draw", draw)
     bench = Bench(["jax_xla"], ["forward"], rounds=3, iterations=8, emit=id, timer=timer)
     clocks = Clocks()
     bench.run([TINY], math.inf, clocks)
@@ -274,9 +313,9 @@ ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-10}
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_the_gate_lets_four_roundings_pass(dtype):
     allowed = 4 * ROUNDING[dtype]
-    assert not bench_attention.is_red({"dq": 0.0, "dk": allowed}, dtype)
-    assert bench_attention.is_red({"dq": 0.0, "dk": 1.01 * allowed}, dtype)
-    assert bench_attention.is_red({"dq": math.nan, "dk": 0.0}, dtype)
+    assert not programs.is_red({"dq": 0.0, "dk": allowed}, dtype)
+    assert programs.is_red({"dq": 0.0, "dk": 1.01 * allowed}, dtype)
+    assert programs.is_red({"dq": math.nan, "dk": 0.0}, dtype)
 
 
 def no_mask(shape, direction):
@@ -301,7 +340,7 @@ def test_a_wrong_peer_gets_no_time(monkeypatch, capsys):
         red = peer in ("no_mask", "nan") or (peer == "no_dk" and direction == "backward")
         assert ("ms" in record) == (not red), (peer, direction)
         assert ("red" in record) == red
-        text = bench_attention.line(record)
+        text = report.line(record)
         assert (" ms " in text) == (not red)
         assert ("WRONG" in text) == red
     assert found["no_dk", "backward"]["red"]["dk"] > 0.9
@@ -358,7 +397,7 @@ def test_a_peer_that_is_not_installed_says_how_to_get_it(monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "xprof", None)
     peer, install = BROUGHT[module]
-    reason = bench_attention.build(TINY, peer, "forward")
+    reason = runs.build(TINY, peer, "forward")
     assert reason.startswith("ModuleNotFoundError: ")
     assert reason.endswith(f": {install}")
     for other, entry in PEERS.items():
@@ -379,6 +418,111 @@ def test_the_extra_brings_what_peers_import():
             assert entry.version, peer
 
 
+# Who computes what, of those that a CPU has and the shape alone decides.
+SERVED = {
+    "jax_xla": {"window", "lengths", "grouped heads", "bias", "trained bias", "mask array"},
+    "jax_mha": {"segment ids", "lengths"},
+    "triton_tutorial": set(),
+}
+
+
+@pytest.mark.parametrize("peer", SERVED)
+def test_a_peer_refuses_what_it_does_not_compute(monkeypatch, peer):
+    monkeypatch.setitem(sys.modules, "jax_triton", types.ModuleType("jax_triton"))
+    monkeypatch.setitem(sys.modules, "scripts.benchmark.triton_kernel", types.ModuleType("kernel"))
+    for shape in shapes.SHAPES.values():
+        program = runs.build(shape, peer, "forward")
+        lacking = [name for name in shape.features if name not in SERVED[peer]]
+        if lacking:
+            assert program == f"has no {lacking[0]}", shape.name
+
+
+def test_what_else_is_trained_is_checked_too(monkeypatch):
+    [bias] = [shape for shape in OPTIONAL if shape.option == "trained bias"]
+    lengths = dataclasses.replace(TINY, lengths=True)
+    alike = [dataclasses.replace(bias, V=None, passes=("backward",)), lengths]
+    records, _ = run(["jax_xla"], alike, monkeypatch, rounds=1)
+    assert [len(r["errors"]) for r in records] == [4, 1, 3]
+    assert records[0]["errors"].keys() == {"dq", "dk", "dv", "dbias"}
+    assert max(error for r in records for error in r["errors"].values()) < 2e-6
+
+
+def sustained_run(monkeypatch, seconds=6.0):
+    """Records, and (name, calls) of each measurement; a call of "a" takes 10 s, one of "b" 20."""
+    now, order = [0.0], []
+
+    class Clocked:
+        QUERY = Clocks.QUERY
+
+        def take(self):
+            return {name: now[0] for name in self.QUERY}
+
+    def timer(program, calls):
+        name = program.attend.call.__name__
+        order.append((name, calls))
+        now[0] += 2
+        return Timing({"a": 10.0, "b": 20.0}[name] + now[0] / 1000)
+
+    def build(name):
+        def call(q, k, v):
+            return peers._ours("xla", TINY, "forward").call(q, k, v)
+
+        call.__name__ = name
+        return lambda shape, direction: Attend(call)
+
+    monkeypatch.setattr(timers.time, "monotonic", lambda: now[0])
+    monkeypatch.setitem(PEERS, "ours", Peer("jax", build("a")))
+    monkeypatch.setitem(PEERS, "b", Peer("jax", build("b")))
+    records = []
+    bench = Bench(
+        ["ours", "b"],
+        ["forward"],
+        rounds=3,
+        iterations=8,
+        sustained=seconds,
+        emit=records.append,
+        timer=timer,
+    )
+    bench.run([TINY], math.inf, Clocked())
+    return records, order
+
+
+def test_sustained_each_runs_alone_and_then_by_turns(monkeypatch):
+    records, order = sustained_run(monkeypatch)
+    # A first look; 6 s alone; then 2 s in each round, there and back.
+    calls = {"a": 250 // 10, "b": 250 // 20}
+    assert order[:2] == [("a", 2), ("b", 2)]
+    assert order[2:] == [(name, calls[name] - (name == "a")) for name in "aaabbbabbaab"]
+    for record, ms in zip(records, (10, 20), strict=True):
+        assert record["sustained"]["seconds"] == 6
+        assert record["sustained"]["alone"]["ms"] == pytest.approx(ms, rel=1e-2)
+        assert len(record["sustained"]["rounds"]) == len(record["ratios"]) == 3
+        # Each turn has its own clocks, and the record their median.
+        seen = [turn["clocks"]["clocks.sm"] for turn in record["sustained"]["rounds"]]
+        assert len(set(seen)) == 3
+        assert record["clocks"].keys() == set(Clocks.QUERY)
+        assert record["clocks"]["clocks.sm"] == sorted(seen)[1]
+        assert " MHz " in report.line(record)
+        assert " W" in report.line(record)
+    ours, b = records
+    turns = [[turn["ms"] for turn in r["sustained"]["rounds"]] for r in (ours, b)]
+    assert b["ratios"] == [y / x for x, y in zip(*turns, strict=True)]
+    assert b["ratio"]["median"] == sorted(b["ratios"])[1]
+
+
+def test_a_sustained_turn_is_one_measurement_if_it_is_short(monkeypatch):
+    _, order = sustained_run(monkeypatch, seconds=0.3)
+    assert [calls for _, calls in order[2:]] == [9, 4, 9, 4, 4, 9, 9, 4]
+
+
+def test_without_a_card_there_are_no_clocks(monkeypatch):
+    records, _ = run(["ours_xla"], [TINY], monkeypatch, sustained=2.0)
+    for record in records:
+        assert record["clocks"] is None
+        assert record["sustained"]["alone"] == {"ms": 1000.0, "clocks": None}
+        assert report.line(record)
+
+
 def test_a_budget_leaves_out_the_end(monkeypatch):
     shapes = list(SHAPES.values())
     # Two rounds of two passes take longer: time is up after the first shape, which is finished.
@@ -389,13 +533,15 @@ def test_a_budget_leaves_out_the_end(monkeypatch):
 
 def test_command_line(tmp_path, capsys):
     file = tmp_path / "results.jsonl"
+    some = {name: SHAPES[name] for name in ("tiny-documents-40", "tiny-decode-40")}
     command = ["--shapes", "all", "--peers", *HERE, "torch_flex", "--rounds", "2"]
-    main([*command, "--iterations", "2", "--json", str(file)], SHAPES)
+    main([*command, "--iterations", "2", "--json", str(file)], some)
     out = capsys.readouterr().out
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(records) == 4 * (2 * len(SHAPES) - 1)
+    assert len(records) == 4 * (2 * len(some) - 1)
     for record in records:
-        assert bench_attention.line(record) in out
+        assert report.is_record(record)
+        assert report.line(record) in out
         assert {"device", "driver", "versions", "commit", "date", "B", "S", "N"} <= record.keys()
         own = {"jax_xla": jax.__version__, "ours_xla": pallas_flash.__version__}
         assert record["peer_version"] == own.get(record["peer"], record["peer_version"])
@@ -407,18 +553,19 @@ def test_command_line(tmp_path, capsys):
             assert record["compile_s"] > 0
             assert record["memory"]["argument"] > 0
             assert 0 <= max(record["errors"].values()) < 2e-6
-    # A second run adds to the file; reports take the later lines.
-    main(["--shapes", TINY.name, "--peers", "jax_xla", "--json", str(file)], SHAPES)
-    assert len(file.read_text().splitlines()) == len(records) + 2
-    assert len(bench_attention.load(file)) == len(records)
+    # Further runs add to the file; reports take the later line of each way of timing.
+    for more in ([], ["--sustained", "0.01"]):
+        main(["--shapes", "all", "--peers", "jax_xla", "--json", str(file), *more], some)
+    assert len(file.read_text().splitlines()) == len(records) + 6
+    assert len(report.load(file)) == len(records) + 1  # What is not served has no way of timing.
 
 
 @pytest.mark.parametrize("changes", ["", " M README.md"])
 def test_a_commit_with_changes_is_called_dirty(monkeypatch, changes):
     said = {"rev-parse": "0123abc", "status": changes}
-    monkeypatch.setattr(bench_attention, "_output", lambda *words: said.get(words[1]))
-    assert bench_attention.surroundings(None)["commit"] == "0123abc" + "-dirty" * bool(changes)
-    assert bench_attention.surroundings("told")["commit"] == "told"
+    monkeypatch.setattr(runs, "_output", lambda *words: said.get(words[1]))
+    assert runs.surroundings(None)["commit"] == "0123abc" + "-dirty" * bool(changes)
+    assert runs.surroundings("told")["commit"] == "told"
 
 
 def test_command_line_names(capsys):
@@ -426,9 +573,6 @@ def test_command_line_names(capsys):
     out = capsys.readouterr().out
     for name in [*SHAPES, *PEERS]:
         assert name in out
-    with pytest.raises(SystemExit):
-        main(["--shapes", "huge"], SHAPES)
-    assert "must be names that --list prints; got 'huge'" in capsys.readouterr().err
 
 
 def test_quick_takes_one_length_of_each_case(capsys):
@@ -443,7 +587,7 @@ def test_quick_takes_one_length_of_each_case(capsys):
 # Reports.
 
 
-def a_record(case, S, peer, tflops, ratio=None, direction="forward", T=None):
+def a_record(case, S, peer, tflops=None, ratio=None, direction="forward", T=None, ms=1.0, **more):
     record = {
         "shape": f"{case}-{S}",
         "case": case,
@@ -451,11 +595,13 @@ def a_record(case, S, peer, tflops, ratio=None, direction="forward", T=None):
         "T": T or S,
         "pass": direction,
         "peer": peer,
-        "ms": {"median": 1.0, "min": 1.0, "max": 1.0},
-        "tflops": tflops,
         "device": "a card",
         "date": "2001-02-03T04:05:06",
+        **more,
     }
+    if tflops is None:
+        return {**record, "red": {}}
+    record |= {"ms": {"median": ms, "min": ms, "max": ms}, "tflops": tflops}
     if direction == "forward":
         record["tb_per_s"] = tflops / 100
     if ratio is not None:
@@ -469,10 +615,12 @@ RECORDS = [
     a_record("128 full", 2048, "jax_cudnn", 200.0, 0.5),
     a_record("128 full", 16384, "jax_cudnn", 200.0, 2.0),
     a_record("128 full", 16384, "jax_mha", 100.0, 4.0),
+    a_record("128 full", 2048, "jax_mha", 100.0),  # In a run without ours.
+    a_record("128 full with bias", 2048, "ours", 80.0, 1.0, ms=1.25),
     a_record("decode", 8192, "ours", 250.0, 1.0, T=1),
     a_record("128 full", 2048, "ours", 300.0, 1.0, "backward"),
-    {"shape": "128 full-2048", "case": "128 full", "pass": "forward", "peer": "jax_mha", "red": {}},
-    {"shape": "decode-8192", "case": "decode", "pass": "forward", "peer": "jax_xla", "red": {}},
+    a_record("128 full", 4096, "jax_mha"),
+    a_record("decode", 8192, "jax_xla", T=1),
 ]
 
 
@@ -483,22 +631,47 @@ def results(tmp_path):
     return file
 
 
+TABLE = [
+    "| | T | ours, TFLOP/s at the longest | / jax_cudnn | / jax_mha |",
+    "|---|---|---|---|---|",
+    "| forward 128 full | 2k, 16k | 400 | 1.00 (0.50 at 2k) | 4.00 |",
+    "| forward 128 full with bias | 2k | 80, 1.25x the time without | | |",
+    "| forward decode | 8k | 2.50 TB/s | | |",
+    "| backward 128 full | 2k | 300 | | |",
+]
+SUSTAINED = a_record("128 full", 2048, "ours", 90.0, 1.0, sustained={})
+
+
 def test_table(results, capsys):
     main(["--table", str(results)])
+    assert capsys.readouterr().out.splitlines() == TABLE
+
+
+def test_each_way_of_timing_has_its_table(results, capsys):
+    with results.open("a") as file:
+        file.write(json.dumps(SUSTAINED) + "\n")
+    main(["--table", str(results)])
     assert capsys.readouterr().out.splitlines() == [
-        "| | T | ours, TFLOP/s at the longest | / jax_cudnn | / jax_mha |",
-        "|---|---|---|---|---|",
-        "| forward 128 full | 2k, 16k | 400 | 1.00 (0.50 at 2k) | 4.00 |",
-        "| forward decode | 8k | 2.50 TB/s | | |",
-        "| backward 128 full | 2k | 300 | | |",
+        *("in bursts", "", *TABLE),
+        *("", "sustained", ""),
+        "| | T | ours, TFLOP/s at the longest |",
+        "|---|---|---|",
+        "| forward 128 full | 2k | 90 |",
     ]
+    results.write_text(json.dumps(SUSTAINED))
+    main(["--table", str(results)])
+    assert capsys.readouterr().out.splitlines()[-1] == "| forward 128 full | 2k | 90 |"
 
 
 def test_plots(results, tmp_path, capsys):
+    with results.open("a") as file:
+        file.write(json.dumps(SUSTAINED) + "\n")
     main(["--plot", str(results), "--out-dir", str(tmp_path / "plots")])
     names = {path.name for path in (tmp_path / "plots").iterdir()}
     assert names == {
         "forward-128-full.png",
+        "sustained-forward-128-full.png",
+        "forward-128-full-with-bias.png",
         "forward-decode.png",
         "backward-128-full.png",
         "forward-scaling.png",

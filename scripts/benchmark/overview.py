@@ -87,7 +87,8 @@ def draw(records: Sequence[Mapping[str, Any]]):
             axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[-1]:
         axes.set_xlabel("TFLOP/s")
-    timed = [r for r in records if r["peer"] == "ours" and r["case"] == f"{HEAD_SIZES[0]} causal"]
+    cases = [f"{D} causal" for D in HEAD_SIZES]
+    timed = [r for r in records if r["peer"] == "ours" and r["case"] in cases and "ms" in r]
     longest = max(timed, key=lambda r: r["T"])
     figure.suptitle(
         f"Causal attention of {longest['T']} tokens, {longest.get('dtype')}, {longest['device']}, "

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_flash
+from scripts.benchmark.shapes import DROPOUT, SOFT_CAP, Shape
 
 # Scores that dense peers, which hold several such arrays at once, and our implementations for other
 # devices, slow on a GPU, are still asked for.
@@ -34,92 +35,6 @@ MAX_PORTABLE_SCORES = 2e8
 
 class Unserved(Exception):
     """Why a peer does not compute a shape."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """One problem: letters as in the README.
-
-    Attributes:
-        case: Which row of the table it belongs to; the rows are over T.
-        causal: Whether a query sees only keys up to itself.
-        window: How many keys a query sees, itself the last of them; needs `causal`.
-        documents: How many documents of random lengths are packed into each example.
-    """
-
-    case: str
-    B: int
-    T: int
-    S: int
-    N: int
-    K: int
-    D: int
-    causal: bool = False
-    window: int | None = None
-    documents: int | None = None
-    dtype: str = "bfloat16"
-    passes: tuple[str, ...] = ("forward", "backward")
-
-    @property
-    def name(self) -> str:
-        """The case and the length: of the keys, if they differ from the queries."""
-        return f"{self.case.replace(' ', '-')}-{short(self.S)}"
-
-    @property
-    def scale(self) -> float:
-        """1 / sqrt(D)."""
-        return 1 / math.sqrt(self.D)
-
-    @property
-    def scores(self) -> int:
-        """How many scores there are, seen or not."""
-        return self.B * self.N * self.T * self.S
-
-    def segment_ids(self) -> np.ndarray | None:
-        """int32 [B, T]; the same random cuts in every run."""
-        if self.documents is None:
-            return None
-        random = np.random.default_rng(0)
-        cuts = [
-            np.sort(random.choice(np.arange(1, self.T), self.documents - 1, replace=False))
-            for _ in range(self.B)
-        ]
-        rows = [np.searchsorted(c, np.arange(self.T), side="right") for c in cuts]
-        return np.stack(rows).astype(np.int32)
-
-    def first_keys(self) -> np.ndarray | None:
-        """int32 [B, T]: the first key that each query sees, where that is not key 0."""
-        first = np.zeros((self.B, self.T), np.int32)
-        if self.window is not None:
-            first = np.maximum(first, np.arange(self.T, dtype=np.int32) - (self.window - 1))
-        if self.documents is not None:
-            starts = [np.searchsorted(row, row) for row in self.segment_ids()]
-            first = np.maximum(first, np.stack(starts).astype(np.int32))
-        return first if first.any() else None
-
-    def pairs(self) -> float:
-        """Pairs of a query and a key that it sees, over all examples: half if merely causal."""
-        if self.window is None and self.documents is None:
-            return self.B * self.T * self.S / (2 if self.causal else 1)
-        last = np.arange(self.T)
-        first = self.first_keys() if self.causal else None
-        if first is None:
-            raise NotImplementedError(f"{self.name}: windows and documents are causal here.")
-        return float((last - first + 1).sum())
-
-    def flops(self, direction: str) -> float:
-        """Floating-point operations that a pass is credited with."""
-        return self.pairs() * self.N * 4 * self.D * {"forward": 1, "backward": 2.5}[direction]
-
-    def bytes(self) -> int:
-        """The fewest bytes that a forward moves: inputs read once, the output written once."""
-        rows = 2 * self.T * self.N + 2 * self.S * self.K
-        return self.B * rows * self.D * jnp.dtype(self.dtype).itemsize
-
-
-def short(n: int) -> str:
-    """A length as people say it: 16384 is 16k."""
-    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +82,10 @@ def _refuse(condition: bool, reason: str) -> None:
         raise Unserved(reason)
 
 
-def _only_full_and_causal(shape: Shape) -> None:
-    _refuse(shape.window is not None, "has no window")
-    _refuse(shape.documents is not None, "has no segment ids")
+def _only(shape: Shape, *served: str) -> None:
+    """Refuses what else the shape asks for, by the names of `Shape.features` and `OPTIONS`."""
+    for feature in shape.features:
+        _refuse(feature not in served, f"has no {feature}")
 
 
 def _not_too_dense(shape: Shape) -> None:
@@ -190,15 +106,19 @@ def _window(shape: Shape) -> tuple[int, int] | None:
 def _ours(implementation: str, shape: Shape, direction: str, **options: Any) -> Attend:
     if implementation != "triton" and not options:
         _refuse(shape.scores > MAX_PORTABLE_SCORES, "is timed on small shapes only")
-    ids = shape.segment_ids()
+    asked = {
+        "soft cap": {"logits_soft_cap": SOFT_CAP},
+        "dropout": {"dropout_rate": DROPOUT},
+    }.get(shape.option or "", {})
     call = functools.partial(
         pallas_flash.attention,
         is_causal=shape.causal,
         local_window_size=_window(shape),
         implementation=implementation,
+        **asked,
         **options,
     )
-    return Attend(call, {} if ids is None else {"segment_ids": ids})
+    return Attend(call, shape.arrays())
 
 
 def trusted(shape: Shape) -> Attend:
@@ -208,7 +128,7 @@ def trusted(shape: Shape) -> Attend:
 
 
 def _jax_nn(implementation: str, shape: Shape, direction: str) -> Attend:
-    _refuse(shape.documents is not None, "jax.nn has no segment ids")
+    _only(shape, "grouped heads", "window", "lengths", "bias", "trained bias", "mask array")
     if implementation == "xla":
         _not_too_dense(shape)
     call = functools.partial(
@@ -217,19 +137,20 @@ def _jax_nn(implementation: str, shape: Shape, direction: str) -> Attend:
         local_window_size=_window(shape),
         implementation=implementation,
     )
-    return Attend(call)
+    return Attend(call, shape.arrays())
 
 
 def _jax_mha(shape: Shape, direction: str) -> Attend:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention
-    _refuse(shape.window is not None, "has no window")
-    _refuse(shape.N != shape.K, "has no grouped heads")
+    _only(shape, "segment ids", "lengths")
     _refuse(shape.T != shape.S, "is for T = S")
     # Its default for the backward is 32; larger tiles of the forward do not fit at D = 256.
     blocks = attention.BlockSizes(128, 64 if shape.D > 128 else 128, 64, 64, 64, 64)
     ids = shape.segment_ids()
+    if shape.lengths:  # What is past the length is a document of its own.
+        ids = (np.arange(shape.T) >= shape.each_length()[:, None]).astype(np.int32)
 
     def call(q, k, v, segment_ids=None):
         return attention.mha(
@@ -242,7 +163,7 @@ def _jax_mha(shape: Shape, direction: str) -> Attend:
 def _jax_mosaic(shape: Shape, direction: str) -> Attend:
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    _only_full_and_causal(shape)
+    _only(shape, "grouped heads")
     _refuse(shape.dtype == "float32", "is for 16 bits")
     _refuse(shape.causal and direction == "backward", "has no causal backward")
     _refuse(bool(shape.T % 128 or shape.S % 128), "is for multiples of 128")
@@ -277,12 +198,22 @@ def _import_tokamax():
 
 
 def _tokamax(op: Any, mask_class: Any, shape: Shape) -> Attend:
-    first = shape.first_keys()
+    _refuse(shape.option == "sinks", "has no sinks")
+    _refuse(shape.option == "ALiBi", "has ALiBi as a bias alone")
+    _refuse(shape.option == "dropout", "takes a mask of what is dropped")
+    arrays = {name: x for name, x in shape.arrays().items() if name in ("bias", "mask")}
+    if (first := shape.first_keys()) is not None:
+        arrays["k_start"] = first[:, None]
+    if shape.lengths:
+        rows = (shape.B, 1, shape.T)
+        arrays["k_end"] = np.broadcast_to(shape.each_length()[:, None, None], rows)
+    soft_cap = SOFT_CAP if shape.option == "soft cap" else None
 
-    def call(q, k, v, k_start=None):
-        return op(q, k, v, mask=mask_class(k_start=k_start, is_causal=shape.causal))
+    def call(q, k, v, bias=None, mask=None, k_start=None, k_end=None):
+        mask = mask_class(mask, k_start=k_start, k_end=k_end, is_causal=shape.causal)
+        return op(q, k, v, bias=bias, logits_soft_cap=soft_cap, mask=mask)
 
-    return Attend(call, {} if first is None else {"k_start": first[:, None]})
+    return Attend(call, arrays)
 
 
 def _tokamax_triton(shape: Shape, direction: str) -> Attend:
@@ -329,17 +260,19 @@ def _tokamax_mosaic(shape: Shape, direction: str) -> Attend:
     from tokamax._src.ops.attention import base, pallas_mosaic_gpu, pallas_mosaic_gpu_vjp
     from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_common as common
 
-    block_q, block_kv, stages = {64: (128, 128, 3), 128: (64, 128, 2), 256: (64, 64, 2)}[shape.D]
-    if shape.D == 64 and shape.causal and shape.T >= 4096:
+    # Timed for these head sizes; others get the configuration of the next.
+    size = next(size for size in (64, 128, 256) if size >= shape.D)
+    block_q, block_kv, stages = {64: (128, 128, 3), 128: (64, 128, 2), 256: (64, 64, 2)}[size]
+    if size == 64 and shape.causal and shape.T >= 4096:
         block_q, block_kv = 64, 256
-    rows = 128 if shape.D == 64 and not (shape.causal and shape.T < 8192) else 64
+    rows = 128 if size == 64 and not (shape.causal and shape.T < 8192) else 64
     backward = common.Config(
         block_q_dkv=rows,
         block_kv_dkv=64,
         block_q_dq=rows,
         block_kv_dq=64,
-        num_stages=3 if shape.D == 128 and not shape.causal else 2,
-        compute_wgs=1 if shape.D == 256 else 2,
+        num_stages=3 if size == 128 and not shape.causal else 2,
+        compute_wgs=1 if size == 256 else 2,
     )
     op = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention(
         config=pallas_mosaic_gpu.ConfigSM90(
@@ -359,9 +292,8 @@ def _triton_tutorial(shape: Shape, direction: str) -> Attend:
 
     from scripts.benchmark import triton_kernel
 
-    _only_full_and_causal(shape)
-    _refuse(direction == "backward", "forward only")
-    _refuse(shape.N != shape.K, "has no grouped heads")
+    _only(shape)
+    _refuse(direction == "backward", "is a forward alone")
     _refuse(bool(shape.T % 128 or shape.S % 128), "is for multiples of 128")
     _refuse(shape.dtype == "float32", "is for 16 bits")
     _refuse(shape.D not in triton_kernel.CONFIGS, "has no tiles for this head size")
@@ -399,7 +331,7 @@ def _torch_sdpa(backend: str, shape: Shape, direction: str) -> TorchAttend:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     _give_triton_a_cache()
-    _only_full_and_causal(shape)
+    _only(shape, "grouped heads", "head size of its own for values")
     _refuse(shape.dtype == "float32", "is for 16 bits")
 
     def call(q, k, v):
@@ -413,34 +345,50 @@ def _torch_sdpa(backend: str, shape: Shape, direction: str) -> TorchAttend:
 
 def _torch_flex(shape: Shape, direction: str) -> TorchAttend:
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
+    _only(
+        shape,
+        *("grouped heads", "head size of its own for values", "window", "segment ids", "lengths"),
+        *("soft cap", "ALiBi", "bias", "mask array"),
+    )
     _give_triton_a_cache()
     torch._dynamo.config.recompile_limit = 1000  # One compilation for each shape is meant.
     # The gradient is asked for again and again from one forward.
     torch._functorch.config.donated_buffer = False
     torch.set_float32_matmul_precision("high")  # TF32, as JAX has it.
     compiled = torch.compile(flex_attention, dynamic=False)
-    first = shape.first_keys()
-    if not shape.causal:
-        block_mask = None
-    elif first is None:
+    arrays = {
+        name: torch.from_dlpack(jnp.asarray(x)).to("cuda") for name, x in shape.arrays().items()
+    }
+    sees = []
+    if shape.causal:
+        sees.append(lambda b, h, i, j: i >= j)
+    if shape.first_keys() is not None:
+        first = torch.from_numpy(shape.first_keys()).to("cuda")
+        sees.append(lambda b, h, i, j: j >= first[b, i])
+    if shape.lengths:
+        lengths = arrays["key_value_seq_lengths"]
+        sees.append(lambda b, h, i, j: j < lengths[b])
+    if shape.option == "mask array":
+        mask = arrays["mask"].bool()
+        sees.append(lambda b, h, i, j: mask[0, 0, i, j])
+    block_mask = None
+    if sees:
+        examples = shape.B if len(sees) > shape.causal else None
         block_mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, shape.T, shape.S, device="cuda"
+            and_masks(*sees), examples, None, shape.T, shape.S, device="cuda"
         )
-    else:
-        first = torch.from_numpy(first).to("cuda")
-        block_mask = create_block_mask(
-            lambda b, h, i, j: (i >= j) & (j >= first[b, i]),
-            shape.B,
-            None,
-            shape.T,
-            shape.S,
-            device="cuda",
-        )
+    score = {
+        "soft cap": lambda s, b, h, i, j: SOFT_CAP * torch.tanh(s / SOFT_CAP),
+        "ALiBi": lambda s, b, h, i, j: s - arrays["alibi_slopes"][h] * (i - j).abs(),
+        "bias": lambda s, b, h, i, j: s + arrays["bias"][0, h, i, j],
+    }.get(shape.option)
 
     def call(q, k, v):
-        return compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.N != shape.K)
+        return compiled(
+            q, k, v, score_mod=score, block_mask=block_mask, enable_gqa=shape.N != shape.K
+        )
 
     return TorchAttend(call)
 

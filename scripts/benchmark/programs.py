@@ -1,0 +1,218 @@
+"""What is compiled, checked and timed: a peer's answer to a shape, in one pass."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scripts.benchmark.peers import Attend, TorchAttend
+from scripts.benchmark.shapes import Shape
+
+# Relative L2 error that is allowed: four units in the last place of what is multiplied.
+ALLOWED = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-8}  # float32: TF32
+
+
+class JaxProgram:
+    """An `Attend`, compiled for one pass over arguments that are loaded later.
+
+    Attributes:
+        compile_s: Seconds for tracing, lowering and compiling, the forward that makes the
+            residuals of a backward included.
+        memory: Bytes of the arguments, results and temporaries of the pass.
+    """
+
+    def __init__(self, shape: Shape, attend: Attend, direction: str):
+        self.shape, self.attend, self.direction = shape, attend, direction
+        self.compile_s: float = math.nan
+        self.memory: dict[str, int] = {}
+
+    def compile(self) -> None:
+        """May run in any thread."""
+        start = time.perf_counter()
+        call, arrays = self.attend.call, dict(self.attend.arrays)
+        q, k, v, do = jax.eval_shape(self._to_peer, *arguments(self.shape))
+        if self.direction == "forward":
+            self.function = lambda q, k, v, arrays: call(q, k, v, **arrays)
+            inputs = q, k, v, arrays
+        else:
+            residuals, self.function = differentiate(call, self.shape.trained)
+            lowered = jax.jit(residuals).lower(q, k, v, arrays)
+            self.residuals = lowered.compile()
+            inputs = do, lowered.out_info
+        self.run = jax.jit(self.function).lower(*inputs).compile()
+        self.compile_s = time.perf_counter() - start
+        memory = self.run.memory_analysis()
+        if memory is not None:
+            self.memory = {
+                kind: getattr(memory, f"{kind}_size_in_bytes")
+                for kind in ("argument", "output", "temp")
+            }
+
+    def load(self, sets: Iterable[tuple[jax.Array, ...]]) -> None:
+        """Makes the arguments of the pass from sets of q, k, v and do."""
+        # Where one set is far larger than the cache, there is no need to rotate.
+        several = self.memory.get("argument", 0) < 2e9
+        self.sets = [self._arguments(*x) for x in itertools.islice(sets, None if several else 1)]
+        self.turns = itertools.cycle(self.sets)
+
+    def __call__(self) -> Any:
+        """One call, on the next set."""
+        return self.run(*next(self.turns))
+
+    @functools.cached_property
+    def loop(self) -> Callable:
+        """(n, *arguments): n calls, each with an element of the results of the one before."""
+
+        def loop(n, first, *rest):
+            def body(_, first):
+                out = jax.tree.leaves(self.function(first, *rest))
+                element = sum(x.ravel()[0].astype(jnp.float32) for x in out)
+                return first.at[(0,) * first.ndim].set(element.astype(first.dtype))
+
+            return jax.lax.fori_loop(0, n, body, first)
+
+        return jax.jit(loop)
+
+    def results(self) -> dict[str, jax.Array]:
+        """What the first set gives, in the common form."""
+        named = by_name(self.shape, self.direction, self.run(*self.sets[0]))
+        return {
+            name: where_filled(self.shape, name, self.attend.from_peer(self.shape, name, x))
+            for name, x in named.items()
+        }
+
+    def _to_peer(self, *arrays):
+        names = ("q", "k", "v", "do")
+        return [
+            self.attend.to_peer(self.shape, name, x) for name, x in zip(names, arrays, strict=True)
+        ]
+
+    def _arguments(self, *arrays):
+        q, k, v, do = self._to_peer(*arrays)
+        rest = jax.tree.map(jnp.asarray, dict(self.attend.arrays))
+        if self.direction == "forward":
+            return q, k, v, rest
+        return do, self.residuals(q, k, v, rest)
+
+
+def by_name(shape: Shape, direction: str, results: Any) -> dict[str, Any]:
+    """o; or dq, dk, dv and the gradients of what else is trained."""
+    if direction == "forward":
+        return {"o": results}
+    gradients = dict(zip(("dq", "dk", "dv"), results[:3], strict=True))
+    return gradients | {f"d{name}": x for more in results[3:] for name, x in more.items()}
+
+
+def where_filled(shape: Shape, name: str, x: jax.Array) -> jax.Array:
+    """Zeros in the rows of queries past their example's length: what stands there is up to each."""
+    if not shape.lengths or name not in ("o", "dq", "do"):
+        return x
+    filled = jnp.arange(shape.T) < jnp.asarray(shape.each_length())[:, None]
+    return jnp.where(filled[:, :, None, None], x, 0)
+
+
+def differentiate(call: Callable, trained: Iterable[str] = ()) -> tuple[Callable, Callable]:
+    """(q, k, v, arrays) -> residuals, and (do, residuals) -> (dq, dk, dv, dict), after the former.
+
+    The dict has the gradients of those arrays that are `trained`.
+    """
+    tree = None
+
+    def residuals(q, k, v, arrays):
+        nonlocal tree
+        learnt = {name: arrays[name] for name in trained}
+        _, pull = jax.vjp(lambda q, k, v, learnt: call(q, k, v, **arrays | learnt), q, k, v, learnt)
+        leaves, tree = jax.tree.flatten(pull)
+        return leaves
+
+    def pull(do, leaves):
+        return jax.tree.unflatten(tree, leaves)(do)
+
+    return residuals, pull
+
+
+class TorchProgram:
+    """The same for a `TorchAttend`, which PyTorch compiles when it is first called."""
+
+    def __init__(self, shape: Shape, attend: TorchAttend, direction: str):
+        self.shape, self.attend, self.direction = shape, attend, direction
+        self.compile_s: float = math.nan
+        self.memory: dict[str, int] = {}
+
+    def compile(self) -> None:
+        """Waits for the arguments."""
+
+    def load(self, sets: Iterable[tuple[jax.Array, ...]]) -> None:
+        """Takes the first set, without a copy: the timer clears the cache between calls."""
+        import torch
+
+        start = time.perf_counter()
+        arrays = jax.block_until_ready(next(iter(sets)))
+        q, k, v, do = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)
+        if self.direction == "forward":
+            self.run = torch.no_grad()(lambda: self.attend.call(q, k, v))
+        else:
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            o = self.attend.call(*inputs)
+            self.run = lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
+        self.run()
+        torch.cuda.synchronize()
+        self.compile_s = time.perf_counter() - start
+
+    def __call__(self) -> Any:
+        """One call."""
+        return self.run()
+
+    def results(self) -> dict[str, jax.Array]:
+        """As those of `JaxProgram`."""
+        import torch
+
+        out = self.run()
+        torch.cuda.synchronize()
+        common = {
+            name: jnp.from_dlpack(x.detach().transpose(1, 2).contiguous()).astype(jnp.float32)
+            for name, x in by_name(self.shape, self.direction, out).items()
+        }
+        return {name: where_filled(self.shape, name, x) for name, x in common.items()}
+
+
+Program = JaxProgram | TorchProgram
+
+
+def arguments(shape: Shape) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of q, k, v and do in the common form."""
+    s, v = shape, shape.value_dim
+    shapes = (s.B, s.T, s.N, s.D), (s.B, s.S, s.K, s.D), (s.B, s.S, s.K, v), (s.B, s.T, s.N, v)
+    return tuple(jax.ShapeDtypeStruct(x, jnp.dtype(s.dtype)) for x in shapes)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draw(shape: Shape, seed) -> list[jax.Array]:
+    """Random normal q, k, v and do; do is zero where nobody looks at the output."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return [
+        where_filled(shape, name, jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype))
+        for name, key, x in zip(("q", "k", "v", "do"), keys, arguments(shape), strict=True)
+    ]
+
+
+def errors(results: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> dict[str, float]:
+    """Relative L2 error of each result."""
+    return {name: float(_relative_l2(results[name], right[name])) for name in right}
+
+
+@jax.jit
+def _relative_l2(a, b):
+    return jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())
+
+
+def is_red(found: Mapping[str, float], dtype: str) -> bool:
+    """Whether an error is too large, or not a number."""
+    return not all(error <= ALLOWED[dtype] for error in found.values())

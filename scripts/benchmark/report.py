@@ -1,0 +1,231 @@
+"""What the records of a run say: a line for people, a table in Markdown, and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scripts.benchmark import overview
+from scripts.benchmark.peers import OURS, PEERS
+from scripts.benchmark.shapes import DIRECTIONS, WITH, short
+from scripts.command import UserError, reason
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """A record for people."""
+    start = f"{record['shape']:36} {record['pass']:8} {record['peer']:16}"
+    if "unserved" in record:
+        return f"{start} not served: {record['unserved']}"
+    if "red" in record:
+        wrong = ", ".join(f"{name} {error:.1e}" for name, error in record["red"].items())
+        return f"{start} WRONG, not timed: {wrong} (allowed {record['allowed']:.1e})"
+    text = f"{start} {record['ms']['median']:9.3f} ms {record['tflops']:7.1f} TFLOP/s"
+    if record["T"] == 1:
+        text += f" {record['tb_per_s']:5.2f} TB/s"
+    text += f"  error {max(record['errors'].values()):.1e}"
+    if "ratio" in record and record["peer"] != OURS:
+        text += "  ours {median:5.2f}x ({min:.2f}..{max:.2f})".format(**record["ratio"])
+    if "sustained" in record and record["clocks"]:
+        clocks = record["clocks"]
+        text += f"  {clocks['clocks.sm']:.0f} MHz {clocks['power.draw.instant']:.0f} W"
+    return text
+
+
+def load(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The records of a file; a later one replaces an earlier one of the same measurement.
+
+    Raises:
+        UserError: It cannot be read, or holds something else.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{path} must be a file that --json wrote; got {reason(error)}.") from error
+    records = {}
+    for number, text in enumerate(lines, 1):
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            record = None
+        if not is_record(record):
+            raise UserError(
+                f"{path} must have a record that --json wrote in each line; got {text[:60]!r} in "
+                f"line {number}. Remove the line, if it is one cut short, or name another file."
+            )
+        records[record["shape"], record["pass"], record["peer"], mode(record)] = record
+    return list(records.values())
+
+
+def is_record(x: Any) -> bool:
+    """Whether it has what is told and drawn of records."""
+    if not isinstance(x, dict):
+        return False
+    words, sizes = ("shape", "case", "peer", "device", "date"), ("T", "S")
+    if not all(isinstance(x.get(name), str) for name in words) or x.get("pass") not in DIRECTIONS:
+        return False
+    if not all(isinstance(x.get(name), int) and x[name] > 0 for name in sizes):
+        return False
+    if "ms" not in x:
+        return "unserved" in x or "red" in x
+    spreads = [x["ms"], *([x["ratio"]] if "ratio" in x else [])]
+    if not all(isinstance(spread, dict) for spread in spreads):
+        return False
+    numbers = [x.get("tflops"), *(spread.get("median") for spread in spreads)]
+    numbers += [x.get("tb_per_s")] if x["pass"] == "forward" else []
+    return all(isinstance(n, (int, float)) and 0 < n < math.inf for n in numbers)
+
+
+def mode(record: Mapping[str, Any]) -> str:
+    """How it was timed."""
+    return "sustained" if "sustained" in record else "in bursts"
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: for each way of timing a row for each pass and case.
+
+    Ours at the longest T; a ratio is the geometric mean over T of how many times as fast ours is,
+    with the worst T in brackets. With an option also our time over that without it.
+    """
+    timed = [r for r in records if "ms" in r]
+    modes = {name: [r for r in timed if mode(r) == name] for name in map(mode, timed)}
+    return "\n\n".join(f"{name}\n\n" * (len(modes) > 1) + _table(modes[name]) for name in modes)
+
+
+def _table(timed: Sequence[Mapping[str, Any]]) -> str:
+    peers = [name for name in PEERS if any(r["peer"] == name for r in timed) and name != OURS]
+    lines = [
+        "| | T | ours, TFLOP/s at the longest |" + "".join(f" / {name} |" for name in peers),
+        "|---" * (3 + len(peers)) + "|",
+    ]
+    ms = {(r["pass"], r["case"], r["S"]): r["ms"]["median"] for r in timed if r["peer"] == OURS}
+    for direction in DIRECTIONS:
+        for case in dict.fromkeys(r["case"] for r in timed):
+            row = [r for r in timed if r["pass"] == direction and r["case"] == case]
+            ours = sorted((r for r in row if r["peer"] == OURS), key=lambda r: r["S"])
+            if not ours:
+                continue
+            lengths = ", ".join(short(r["S"]) for r in ours)
+            speed = f"{ours[-1]['tflops']:.0f}"
+            if ours[-1]["T"] == 1:
+                speed = f"{ours[-1]['tb_per_s']:.2f} TB/s"
+            without = ms.get((direction, case.partition(WITH)[0], ours[-1]["S"]))
+            if WITH in case and without:
+                speed += f", {ours[-1]['ms']['median'] / without:.2f}x the time without"
+            cells = [
+                _ratio_cell(
+                    {
+                        r["S"]: r["ratio"]["median"]
+                        for r in row
+                        if r["peer"] == name and "ratio" in r
+                    }
+                )
+                for name in peers
+            ]
+            lines.append(f"| {direction} {case} | {lengths} | {speed} |" + "".join(cells))
+    return "\n".join(lines)
+
+
+def _ratio_cell(ratios: Mapping[int, float]) -> str:
+    if not ratios:
+        return " |"
+    mean = statistics.geometric_mean(ratios.values())
+    worst = min(ratios, key=lambda length: ratios[length])
+    if len(ratios) == 1:
+        return f" {mean:.2f} |"
+    return f" {mean:.2f} ({ratios[worst]:.2f} at {short(worst)}) |"
+
+
+def plot(records: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> list[pathlib.Path]:
+    """Bars for each pass and case, how speed goes with T, and an overview; returns the files."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UserError("--plot needs matplotlib: pip install -e '.[bench]'.") from error
+    timed = [r for r in records if "ms" in r]
+    if not timed:
+        raise UserError("--plot must have measurements to draw; got none of these peers.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--out-dir must be a folder, or a new one; got {folder}: {reason(error)}."
+        ) from error
+    bursts, sustained = ([r for r in timed if ("sustained" in r) == is_so] for is_so in (0, 1))
+    files = _plot(bursts, folder, "", "") if bursts else []
+    return files + (_plot(sustained, folder, "sustained-", ", sustained") if sustained else [])
+
+
+def _plot(timed, folder, start, how):
+    from matplotlib.figure import Figure
+
+    peers = [name for name in PEERS if any(r["peer"] == name for r in timed)]
+    colours = {name: f"C{n}" if n < 10 else f"C{n - 10}" for n, name in enumerate(peers)}
+    colours[OURS] = "black"
+    subtitle = f"{timed[0]['device']}, {timed[0]['date'][:10]}{how}"
+    files = []
+
+    def save(figure, name):
+        files.append(folder / f"{start}{name}.png")
+        figure.savefig(files[-1], dpi=150, bbox_inches="tight")
+
+    for direction in DIRECTIONS:
+        here = [r for r in timed if r["pass"] == direction]
+        cases = list(dict.fromkeys(r["case"] for r in here))
+        for case in cases:
+            speed = {(r["peer"], r["S"]): r["tflops"] for r in here if r["case"] == case}
+            lengths = sorted({length for _, length in speed})
+            present = [name for name in peers if any(peer == name for peer, _ in speed)]
+            figure = Figure(figsize=(2 + 1.6 * len(lengths), 3.2))
+            axes = figure.add_subplot()
+            width = 0.8 / len(present)
+            for n, name in enumerate(present):
+                places = [i - 0.4 + (n + 0.5) * width for i in range(len(lengths))]
+                heights = [speed.get((name, length), 0) for length in lengths]
+                axes.bar(places, heights, width * 0.9, label=name, color=colours[name])
+            axes.set_xticks(range(len(lengths)), [short(length) for length in lengths])
+            queries = {r["T"] for r in here if r["case"] == case}
+            below = "S" if queries == {1} else "T"
+            _finish(axes, f"{direction} {case}\n{subtitle}", below)
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+            save(figure, f"{direction}-{case.replace(' ', '-')}")
+        scaled = [case for case in cases if len({r["S"] for r in here if r["case"] == case}) > 1]
+        if not scaled:
+            continue
+        columns = min(3, len(scaled))
+        rows = -(-len(scaled) // columns)
+        figure = Figure(figsize=(3.6 * columns, 2.8 * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axes in grid[len(scaled) :]:
+            axes.remove()
+        for axes, case in zip(grid, scaled, strict=False):
+            for name in peers:
+                points = sorted(
+                    (r["S"], r["tflops"]) for r in here if (r["case"], r["peer"]) == (case, name)
+                )
+                if points:
+                    axes.plot(*zip(*points, strict=True), ".-", label=name, color=colours[name])
+            axes.set_xscale("log", base=2)
+            ticks = sorted({r["S"] for r in here if r["case"] == case})
+            axes.set_xticks(ticks, [short(length) for length in ticks])
+            _finish(axes, case, "length")
+        handles = {h.get_label(): h for axes in grid[: len(scaled)] for h in axes.lines}
+        figure.legend(handles.values(), handles, loc="outside right upper", frameon=False)
+        figure.suptitle(f"{direction}, {subtitle}")
+        save(figure, f"{direction}-scaling")
+    if overview.save(timed, folder / f"{start}overview.png"):
+        files.append(folder / f"{start}overview.png")
+    return files
+
+
+def _finish(axes, title, below):
+    axes.set_title(title, fontsize="medium", loc="left")
+    axes.set_xlabel(below)
+    axes.set_ylabel("TFLOP/s")
+    axes.set_ylim(0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)

@@ -1,0 +1,296 @@
+"""The order of a run: compile, check, take turns, write down; and what it writes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import itertools
+import os
+import pathlib
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from scripts.benchmark.peers import OURS, PEERS, Attend, Unserved, trusted
+from scripts.benchmark.programs import (
+    ALLOWED,
+    JaxProgram,
+    Program,
+    TorchProgram,
+    draw,
+    errors,
+    is_red,
+)
+from scripts.benchmark.shapes import Shape
+from scripts.benchmark.timers import (
+    Clocks,
+    Timers,
+    Timing,
+    first_line,
+    sustain,
+    take_turns,
+)
+from scripts.command import UserError
+
+# Milliseconds of a burst, and of a measurement in a sustained turn, in which the card should not
+# wait for the clock to be read. The calls of one, if they take no time to speak of.
+BURST, MEASUREMENT, MANY = 30, 250, 10_000
+
+
+def surroundings(commit: str | None) -> dict[str, Any]:
+    """Device, versions, commit and date, the same for all lines of a run."""
+    try:
+        device = jax.devices()[0]
+    except Exception as error:  # An AssertionError, if JAX_PLATFORMS=cuda finds none.
+        raise UserError(
+            f"JAX must find a device; got {error!r:.200}. Look at JAX_PLATFORMS in the environment."
+        ) from error
+    driver = _output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
+    packages = ("jax", "jaxlib", "torch", "triton", "tokamax", "jax-triton")
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    if commit is None and (commit := _output("git", "rev-parse", "--short", "HEAD")):
+        commit += "-dirty" if _output("git", "status", "--porcelain") else ""
+    return {
+        "device": device.device_kind,
+        "driver": driver,
+        "versions": versions,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _output(*command: str) -> str | None:
+    try:
+        root = pathlib.Path(__file__).parents[2]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, Unserved) else first_line(error)
+
+
+def build(shape: Shape, name: str, direction: str) -> Program | str:
+    """The program of a peer, not compiled, or why there is none."""
+    try:
+        attend = PEERS[name].build(shape, direction)
+    except ImportError as error:
+        install = PEERS[name].install
+        return _sentence(error) + (f": {install}" if install else "")
+    except Exception as error:  # Whatever a peer raises is its reason.
+        return _sentence(error)
+    return (JaxProgram if isinstance(attend, Attend) else TorchProgram)(shape, attend, direction)
+
+
+def compile_all(programs: Mapping[Any, Program | str]) -> dict[Any, Program | str]:
+    """Compiles in threads, for XLA releases the lock; what fails becomes its reason."""
+
+    def compiled(program):
+        if isinstance(program, str):
+            return program
+        try:
+            program.compile()
+        except Exception as error:  # Compilers raise what they like, and the others go on.
+            return _sentence(error)
+        return program
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(programs, pool.map(compiled, programs.values()), strict=True))
+
+
+class Bench:
+    """Runs shapes and emits a record for each shape, pass and peer.
+
+    Args:
+        rounds: Measurements of each peer.
+        iterations: Calls in a burst, at most.
+        emit: Receives each record at once.
+        sustained: Seconds that each peer runs alone, and as long again in turns; None for bursts.
+        timer: (program, calls) -> its time; None chooses.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[str],
+        directions: Sequence[str],
+        *,
+        rounds: int,
+        iterations: int,
+        emit: Callable[[dict[str, Any]], None],
+        sustained: float | None = None,
+        timer: Callable[[Program, int], Timing] | None = None,
+    ):
+        self.peers, self.directions = list(peers), directions
+        self.rounds, self.iterations, self.sustained = rounds, iterations, sustained
+        self.emit = emit
+        self.timer = timer or Timers(jax.devices()[0].platform)
+
+    def run(self, shapes: Iterable[Shape], deadline: float, clocks: Clocks) -> list[str]:
+        """Measures shapes until the deadline; returns the names of those left out."""
+        left_out = []
+        for _, group in itertools.groupby(shapes, key=lambda shape: shape.case):
+            group = list(group)
+            compiled = {}
+            if time.monotonic() < deadline:
+                compiled = compile_all(
+                    {
+                        (shape, direction, name): JaxProgram(shape, trusted(shape), direction)
+                        if name is None
+                        else build(shape, name, direction)
+                        for shape in group
+                        for direction in self.directions
+                        if direction in shape.passes
+                        for name in (None, *self.peers)
+                    }
+                )
+            for shape in group:
+                if time.monotonic() >= deadline:
+                    left_out.append(shape.name)
+                    continue
+                for direction in self.directions:
+                    if direction in shape.passes:
+                        programs = {
+                            name: compiled.pop((shape, direction, name))
+                            for name in (None, *self.peers)
+                        }
+                        self._measure(shape, direction, programs, clocks)
+        return left_out
+
+    def _measure(self, shape, direction, programs, clocks):
+        sets = [draw(shape, seed) for seed in range(4)]
+        reference = programs.pop(None)
+        try:
+            if isinstance(reference, str):
+                raise RuntimeError(reference)
+            reference.load(sets[:1])
+            right = reference.results()
+        except Exception as error:
+            programs = dict.fromkeys(programs, f"nothing to compare with: {_sentence(error)}")
+        del reference
+
+        ready, found = {}, {}
+        for name, program in programs.items():
+            record = self._record(shape, direction, name)
+            if isinstance(program, str):
+                self.emit({**record, "unserved": program})
+                continue
+            try:
+                program.load(sets)
+                found[name] = errors(program.results(), right)
+                once = self.timer(program, 2).ms
+            except Exception as error:  # However a peer fails on the device, the others go on.
+                self.emit({**record, "unserved": _sentence(error)})
+                continue
+            if is_red(found[name], shape.dtype):
+                self.emit({**record, "red": found[name], "allowed": ALLOWED[shape.dtype]})
+            else:
+                ready[name] = functools.partial(self.timer, program, self._calls(once))
+        right = None
+        measured = self._in_turns(ready, clocks)
+        ours = measured[OURS][0] if OURS in measured else None
+        for name, (times, seen) in measured.items():
+            program = programs[name]
+            record = self._record(shape, direction, name)
+            record |= summary(times, ours, shape, direction)
+            record |= {"errors": found[name], "compile_s": program.compile_s}
+            record |= {"memory": program.memory, **seen}
+            if isinstance(self.timer, Timers):
+                record["timer"] = self.timer.name(program)
+            self.emit(record)
+
+    def _calls(self, ms: float) -> int:
+        """Of a program that takes so long, in one measurement: two at least."""
+        if self.sustained is None:
+            return max(2, min(self.iterations, int(BURST / ms)))
+        return max(2, min(MANY, int(min(MEASUREMENT, 1e3 * self.sustained / self.rounds) / ms)))
+
+    def _in_turns(self, ready, clocks):
+        """For each name the times of its rounds, and what else was seen in them."""
+        if self.sustained is None:
+            clocks.take()
+            times = take_turns(self.rounds, ready)
+            seen = {"clocks": clocks.take()}
+            return {name: (times[name], seen) for name in ready}
+
+        def stretches(seconds):
+            return {
+                name: functools.partial(sustain, measure, seconds, clocks)
+                for name, measure in ready.items()
+            }
+
+        alone = take_turns(1, stretches(self.sustained))
+        seconds = self.sustained / self.rounds
+        turns = take_turns(self.rounds, stretches(seconds), back_and_forth=True)
+        return {
+            name: (
+                [turn.timing for turn in turns[name]],
+                {
+                    "clocks": middle([turn.clocks for turn in turns[name]]),
+                    "sustained": {
+                        "seconds": self.sustained,
+                        "alone": alone[name][0].record(),
+                        "rounds": [turn.record() for turn in turns[name]],
+                    },
+                },
+            )
+            for name in ready
+        }
+
+    @staticmethod
+    def _record(shape, direction, name):
+        problem = dataclasses.asdict(shape)
+        del problem["passes"]
+        return {
+            "shape": shape.name,
+            **problem,
+            "pass": direction,
+            "peer": name,
+            "peer_version": PEERS[name].version,
+        }
+
+
+def summary(
+    times: Sequence[Timing], ours: Sequence[Timing] | None, shape: Shape, direction: str
+) -> dict[str, Any]:
+    """The numbers of one peer, and how many times as fast ours is, round by round."""
+    median = statistics.median(x.ms for x in times)
+    numbers = {
+        "ms": spread([x.ms for x in times]),
+        "tflops": shape.flops(direction) / median / 1e9,
+        "kernels": {
+            name: statistics.median(x.kernels.get(name, 0.0) for x in times)
+            for name in times[0].kernels
+        },
+    }
+    if direction == "forward":
+        numbers["tb_per_s"] = shape.bytes() / median / 1e9
+    if ours is not None:
+        numbers["ratios"] = [a.ms / b.ms for a, b in zip(times, ours, strict=True)]
+        numbers["ratio"] = spread(numbers["ratios"])
+    return numbers
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def middle(clocks: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
+    """Medians of what was seen in several turns; None if nothing was."""
+    seen = [x for x in clocks if x is not None]
+    if not seen:
+        return None
+    return {name: statistics.median(x[name] for x in seen) for name in seen[0]}

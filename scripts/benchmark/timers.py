@@ -1,0 +1,215 @@
+"""How long a program takes: by which clock, in which order, and in what state the GPU was."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import jax
+
+from scripts.benchmark.programs import JaxProgram, Program, TorchProgram
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call, and of each of its kernels by name."""
+
+    ms: float
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def host_timer(program: Program, iterations: int) -> Timing:
+    """By the host's clock, the median of a few calls: for devices that do not queue."""
+    jax.block_until_ready(program())
+    seconds = []
+    for _ in range(iterations):
+        start = time.perf_counter()
+        jax.block_until_ready(program())
+        seconds.append(time.perf_counter() - start)
+    return Timing(statistics.median(seconds) * 1e3)
+
+
+class _Calls:
+    """What `profiler.measure` takes for a jitted function: a call of a program on its next set.
+
+    The profiler keeps all results until it has waited for them. It gets this object in their place,
+    which holds the last, so that thousands of calls fit in memory.
+    """
+
+    def __init__(self, program: JaxProgram):
+        self.program = program
+
+    def __call__(self):
+        self.last = self.program()
+        return self
+
+    def block_until_ready(self):
+        jax.block_until_ready(self.last)
+        return self
+
+    lower = trace = eval_shape = __call__
+
+
+def cupti_timer(program: JaxProgram, iterations: int) -> Timing:
+    """By CUPTI: all kernels of a call, summed; the median over calls."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    iterations = max(2, iterations)
+    measured = profiler.Cupti(finalize=False).measure(
+        _Calls(program), aggregate=False, iterations=iterations
+    )
+    _, calls = measured()
+    if calls is None:
+        raise RuntimeError("CUPTI reports no kernel.")
+    kernels: dict[str, float] = collections.defaultdict(float)
+    for launches in zip(*calls, strict=True):
+        kernels[launches[0][0]] += statistics.median(ms for _, ms in launches)
+    total = statistics.median(sum(ms for _, ms in launches) for launches in calls)
+    return Timing(total, dict(kernels))
+
+
+def slope_timer(program: JaxProgram, iterations: int) -> Timing:
+    """From two lengths of the program's loop."""
+
+    def seconds(n):
+        start = time.perf_counter()
+        jax.block_until_ready(program.loop(n, *program.sets[0]))
+        return time.perf_counter() - start
+
+    seconds(1)
+    return Timing((seconds(2 * iterations) - seconds(iterations)) / iterations * 1e3)
+
+
+def event_timer(program: TorchProgram, iterations: int) -> Timing:
+    """By CUDA events, with the cache cleared before each call; the median over calls."""
+    import triton.testing
+
+    return Timing(triton.testing.do_bench(program, warmup=5, rep=40, return_mode="median"))
+
+
+class Timers:
+    """Which timer is for which program, and what to do for a program that CUPTI refuses."""
+
+    def __init__(self, platform: str):
+        self.on_gpu = platform == "gpu"
+        self.refused: dict[Program, str] = {}
+
+    def name(self, program: Program) -> str:
+        """What is written down."""
+        if isinstance(program, TorchProgram):
+            return "events"
+        if not self.on_gpu:
+            return "host"
+        return "slope" if program in self.refused else "cupti"
+
+    def __call__(self, program: Program, iterations: int) -> Timing:
+        """Times one program."""
+        if self.name(program) == "cupti":
+            try:
+                return cupti_timer(program, iterations)
+            except jax.errors.JaxRuntimeError:
+                raise
+            except (RuntimeError, ImportError) as error:
+                self.refused[program] = first_line(error)
+                print(f"CUPTI: {self.refused[program]}; taking slopes", file=sys.stderr)
+        timers = {"events": event_timer, "host": host_timer, "slope": slope_timer}
+        return timers[self.name(program)](program, iterations)
+
+
+def first_line(error: BaseException) -> str:
+    """Of an error, with its type."""
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {text}"
+
+
+def take_turns(
+    rounds: int, measurements: Mapping[str, Callable[[], T]], *, back_and_forth: bool = False
+) -> dict[str, list[T]]:
+    """One measurement of each in each round, in the same order, or there and back."""
+    found: dict[str, list[T]] = {name: [] for name in measurements}
+    for n in range(rounds):
+        names = list(measurements)
+        for name in reversed(names) if back_and_forth and n % 2 else names:
+            found[name].append(measurements[name]())
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A stretch of time that belonged to one program: its median, and the GPU's clocks then."""
+
+    timing: Timing
+    clocks: Mapping[str, float] | None
+
+    def record(self) -> dict[str, object]:
+        """For JSON."""
+        return {"ms": self.timing.ms, "clocks": self.clocks}
+
+
+def sustain(measure: Callable[[], Timing], seconds: float, clocks: Clocks) -> Turn:
+    """Measures again and again for so long."""
+    clocks.take()
+    end = time.monotonic() + seconds
+    found = [measure()]
+    while time.monotonic() < end:
+        found.append(measure())
+    found.sort(key=lambda timing: timing.ms)
+    return Turn(found[(len(found) - 1) // 2], clocks.take())
+
+
+class Clocks:
+    """What nvidia-smi says of the GPU while peers take turns; it only asks.
+
+    The power is that of the moment: what nvidia-smi calls "power.draw" is the mean of a second.
+    """
+
+    QUERY = ("clocks.sm", "clocks.mem", "power.draw.instant", "temperature.gpu")
+
+    def __init__(self):
+        self.samples: list[list[float]] = []
+        try:
+            self.process = subprocess.Popen(
+                [
+                    "nvidia-smi",
+                    "--id=0",
+                    f"--query-gpu={','.join(self.QUERY)}",
+                    "--format=csv,noheader,nounits",
+                    "--loop-ms=50",
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except OSError:
+            self.process = None
+        else:
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):
+                self.samples.append([float(x) for x in line.split(",")])
+
+    def take(self) -> dict[str, float] | None:
+        """Medians since the last call."""
+        samples, self.samples = self.samples, []
+        if not samples:
+            return None
+        columns = zip(*samples, strict=True)
+        return dict(zip(self.QUERY, map(statistics.median, columns), strict=True))
+
+    def close(self):
+        """Ends nvidia-smi."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()

@@ -1,0 +1,66 @@
+"""How the commands of this folder end where something is wrong: in one sentence."""
+
+import argparse
+import functools
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class UserError(ValueError):
+    """A mistake in what was asked for: told in one sentence, without a traceback."""
+
+
+def command(main: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `main` end with a sentence where it is wrongly used, and quietly under `| head`."""
+
+    @functools.wraps(main)
+    def ending(*arguments, **options):
+        try:
+            code = main(*arguments, **options)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            # Whoever read has seen enough. Python would write again at its exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except KeyboardInterrupt:
+            sys.exit("interrupted")
+        except (UserError, OSError) as error:
+            sys.exit(f"error: {error}")
+
+    return ending
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Why a file cannot be used, in a few words without its name."""
+    if isinstance(error, OSError):
+        return (error.strerror or str(error)).lower()
+    return "no text" if isinstance(error, UnicodeError) else "no JSON"
+
+
+def size(text: str) -> int:
+    """A flag's positive int."""
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"must be an int from 1 to 2**31 - 1; got {text!r}.")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A flag's time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds; got {text!r}.")
+    return value
+
+
+def path(text: str) -> pathlib.Path:
+    """A flag's file or folder; an unset variable of a shell is none."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path; got ''.")
+    return pathlib.Path(text)
