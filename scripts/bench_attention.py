@@ -37,13 +37,14 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
-from scripts import command
 from scripts.benchmark.peers import OURS, PEERS
 from scripts.benchmark.report import line, load, plot, table
 from scripts.benchmark.run import Bench, surroundings
 from scripts.benchmark.shapes import DIRECTIONS, SHAPES, Shape
 from scripts.benchmark.timers import Clocks
+from scripts.command import UserError, command, parse_path, parse_seconds, parse_size, why
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,22 +55,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--shapes", nargs="+", metavar="NAME", default=["all"], help="see --list; a case or all")
     add("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help="see --list")
     add("--passes", choices=(*DIRECTIONS, "both"), default="both")
-    add("--rounds", type=command.size, default=5, help="measurements of each peer")
-    add("--iterations", type=command.size, default=8, help="calls in a burst, at most")
-    add("--sustained", type=command.seconds, metavar="SECONDS", help="see above")
+    add("--rounds", type=parse_size, default=5, help="measurements of each peer")
+    add("--iterations", type=parse_size, default=8, help="calls in a burst, at most")
+    add("--sustained", type=parse_seconds, metavar="SECONDS", help="see above")
     add("--quick", action="store_true", help="two rounds, and one length of each case")
-    add("--budget", type=command.seconds, metavar="SECONDS", help="then start no shape")
-    add("--json", type=command.path, metavar="FILE", help="append a line for each measurement")
+    add("--budget", type=parse_seconds, metavar="SECONDS", help="then start no shape")
+    add("--json", type=parse_path, metavar="FILE", help="append a line for each measurement")
     add("--commit", help="what to write down as the commit, if git cannot tell")
-    add("--out-dir", type=command.path, default=pathlib.Path("docs/results"), help="of --plot")
+    add("--out-dir", type=parse_path, default=pathlib.Path("docs/results"), help="of --plot")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--list", action="store_true", help="print shapes and peers")
-    add("--table", type=command.path, metavar="FILE", help="print Markdown from --json's file")
-    add("--plot", type=command.path, metavar="FILE", help="plot --json's file")
+    add("--table", type=parse_path, metavar="FILE", help="print Markdown from --json's file")
+    add("--plot", type=parse_path, metavar="FILE", help="plot --json's file")
     return parser
 
 
-@command.command
+@command
 def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES) -> None:
     """The command line; `shapes` are those that can be named."""
     start = time.monotonic()
@@ -95,9 +96,9 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
 
     # PyTorch, in the same process, wants memory too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    about = surroundings(options.commit)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_appended(options.json)) if options.json else None
-        about = surroundings(options.commit)
         print(json.dumps(about), flush=True)
         clocks = Clocks()
         seconds: dict[str, float] = collections.Counter()
@@ -132,21 +133,27 @@ def _chosen(names: Sequence[str], shapes: Mapping[str, Shape]) -> list[Shape]:
         slug = name.replace(" ", "-")
         named = [s for s in shapes.values() if slug in ("all", s.name, s.case.replace(" ", "-"))]
         if not named:
-            raise command.UserError(f"--shapes must be names that --list prints; got {name!r}.")
+            raise UserError(f"--shapes must be names that --list prints; got {name!r}.")
         chosen += named
     return list(dict.fromkeys(chosen))
 
 
-def _appended(path: pathlib.Path):
+def _appended(path: pathlib.Path) -> TextIO:
     """The file, open at its end, if it is new or one of ours."""
-    if path.exists():
-        load(path)
     try:
-        return path.open("a")
+        if path.exists() and not path.is_file():
+            raise OSError("no regular file")
+        if path.exists():
+            load(path)
+        file = path.open("a+")
+        # The last line may have been written by hand.
+        file.seek(0)
+        if (text := file.read()) and not text.endswith("\n"):
+            file.write("\n")
+        return file
     except OSError as error:
-        reason = command.reason(error)
-        raise command.UserError(
-            f"--json must be a file that can be written; got {path}: {reason}."
+        raise UserError(
+            f"--json must be a file that can be written; got {path}: {why(error)}."
         ) from error
 
 

@@ -34,21 +34,21 @@ def command(main: Callable[..., Any]) -> Callable[..., Any]:
     return ending
 
 
-def reason(error: OSError | ValueError) -> str:
+def why(error: OSError | UnicodeError) -> str:
     """Why a file cannot be used, in a few words without its name."""
     if isinstance(error, OSError):
         return (error.strerror or str(error)).lower()
-    return "no text" if isinstance(error, UnicodeError) else "no JSON"
+    return "no text"
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """A flag's positive int."""
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"must be an int from 1 to 2**31 - 1; got {text!r}.")
     return int(text)
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """A flag's time."""
     try:
         value = float(text)
@@ -59,7 +59,7 @@ def seconds(text: str) -> float:
     return value
 
 
-def path(text: str) -> pathlib.Path:
+def parse_path(text: str) -> pathlib.Path:
     """A flag's file or folder; an unset variable of a shell is none."""
     if not text:
         raise argparse.ArgumentTypeError("must be a path; got ''.")

@@ -42,16 +42,18 @@ import importlib.metadata
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from scripts.command import UserError, command, parse_path, parse_size, why
 from scripts.inspection.gpu_compiler import (
     TARGETS,
     Compiled,
@@ -83,6 +85,11 @@ PASSES = ("forward", "decode", "delta", "dkv", "dq", "dbias")
 FORWARD = {"forward", "decode"}
 MASKS = ("full", "causal", "segments", "window", "lengths", "ragged", "array")
 FEATURES = ("bias", "alibi", "softcap", "sinks", "dropout")
+DTYPES = ("bfloat16", "float16", "float32")
+# Query heads for each key head; there are 8 in all.
+GROUPS = (1, 2, 4, 8)
+# What makes a length of many tiles one that no tile divides.
+RAGGED = 33
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +385,7 @@ def attention_call(
     import pallas_flash
 
     if mask == "ragged":
-        length -= 33
+        length -= RAGGED
     queries = queries or length
     q = array((batch, queries, num_heads, head_dim), dtype)
     k = array((batch, length, num_heads // group, head_dim), dtype)
@@ -504,47 +511,122 @@ def _changes(before: dict[str, dict], after: dict[str, dict]) -> Iterator[str]:
             yield f"{key}: " + ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
 
 
-def main() -> None:
-    """The command line."""
+def _tile(text: str) -> tuple[str, Any]:
+    """KERNEL=Q,KV,WARPS,STAGES[,SLICES[,ONE_LOOP]]."""
+    from pallas_flash import Tile
+
+    match = re.fullmatch(r"(\w+)=(\d{1,9}(?:,\d{1,9}){3,4})(?:,([01]))?", text, re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"must look like forward=256,64,8,3 with one more number for slices, and then 0 or 1 "
+            f"for one loop; got {text!r}."
+        )
+    name, sizes, one_loop = match.groups()
+    try:
+        return name, Tile(
+            *map(int, sizes.split(",")), **{"one_loop": True} if one_loop == "1" else {}
+        )
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} In {text!r}.") from error
+
+
+def _tile_sizes(tiles: Iterable[tuple[str, Any]]) -> Any:
+    from pallas_flash import TileSizes
+
+    kernels = [field.name for field in dataclasses.fields(TileSizes)]
+    names = [name for name, _ in tiles]
+    for name in names:
+        if name not in kernels or names.count(name) > 1:
+            raise UserError(
+                f"--tiles must be for kernels among {', '.join(kernels)}, once each; got {name!r}."
+            )
+    try:
+        return TileSizes(**dict(tiles))
+    except ValueError as error:
+        raise UserError(f"--tiles: {error}") from error
+
+
+def _kernels_in(path: pathlib.Path) -> dict[str, dict]:
+    """What --json wrote to a file."""
+    try:
+        content = json.loads(path.read_text())
+        kernels = content["kernels"] if isinstance(content["jax"], str) else None
+        if not all(isinstance(record, dict) for record in kernels.values()):
+            raise ValueError
+        return kernels
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"A file that --json wrote must be named; got {path}: {why(error)}."
+        ) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} must be a file that --json wrote; got another.") from error
+
+
+def _writable(path: pathlib.Path) -> None:
+    """Refuses what cannot be written to, and files of something else, before anything compiles."""
+    if path.is_file():
+        _kernels_in(path)
+    folder = path.absolute().parent
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f"--json must be a file that can be written; got {path}.")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", nargs="+", choices=TARGETS, default=["h200"])
-    parser.add_argument("--head-sizes", nargs="+", type=int, default=[64, 128, 256])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    parser.add_argument("--masks", nargs="+", choices=MASKS, default=["full", "causal", "segments"])
-    parser.add_argument("--features", nargs="+", choices=FEATURES, default=[], help="all at once")
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
-    parser.add_argument(
-        "--groups", nargs="+", type=int, default=[1], help="query heads per key head"
+    add = parser.add_argument
+    add("--target", nargs="+", choices=TARGETS, default=["h200"])
+    add("--head-sizes", nargs="+", type=parse_size, default=[64, 128, 256])
+    add("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
+    add("--masks", nargs="+", choices=MASKS, default=["full", "causal", "segments"])
+    add("--features", nargs="+", choices=FEATURES, default=[], help="all at once")
+    add("--passes", nargs="+", choices=PASSES, default=PASSES)
+    add(
+        "--groups",
+        nargs="+",
+        type=int,
+        choices=GROUPS,
+        default=[1],
+        help="query heads per key head",
     )
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--queries", type=int, help="if there are fewer than keys")
-    parser.add_argument(
+    add("--length", type=parse_size, default=4096)
+    add("--queries", type=parse_size, help="if there are fewer than keys")
+    add(
         "--tiles",
         nargs="+",
         metavar="KERNEL=Q,KV,WARPS,STAGES[,SLICES[,ONE_LOOP]]",
-        type=lambda text: text.split("="),
+        type=_tile,
+        default=[],
         help="in place of the package's choice, such as forward=256,64,8,3,2 or dq=64,64,4,3",
     )
-    parser.add_argument("--loops", action="store_true", help="show every loop, and its opcodes")
-    parser.add_argument("--json", metavar="FILE", help="also write JSON; - is the standard output")
-    parser.add_argument("--against", metavar="FILE", help="print what changed since this --json")
-    parser.add_argument("--dump", metavar="DIR", type=pathlib.Path, help="keep the machine code")
-    options = parser.parse_args()
+    add("--loops", action="store_true", help="show every loop, and its opcodes")
+    add("--json", metavar="FILE", type=parse_path, help="also write JSON; - is the standard output")
+    add("--against", metavar="FILE", type=parse_path, help="print what changed since this --json")
+    add("--dump", metavar="DIR", type=parse_path, help="keep the machine code")
+    return parser
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns 1 if something does not compile."""
+    options = _parser().parse_args(argv)
+    tile_sizes = _tile_sizes(options.tiles) if options.tiles else None
+    length = options.length - (RAGGED if "ragged" in options.masks else 0)
+    if (options.queries or 1) > length:
+        raise UserError(
+            f"--length must be at least --queries, and {RAGGED} more for the mask ragged; got "
+            f"{options.length}."
+        )
+    before = _kernels_in(options.against) if options.against else {}
+    to_stdout = str(options.json) == "-"
+    if options.json and not to_stdout:
+        _writable(options.json)
+    if options.dump and options.dump.exists() and not options.dump.is_dir():
+        raise UserError(f"--dump must be a folder, or a new one; got the file {options.dump}.")
     if sentence := missing():
-        parser.exit(1, sentence + "\n")
-    report = sys.stderr if options.json == "-" else sys.stdout
-
-    tile_sizes = None
-    if options.tiles:
-        from pallas_flash import Tile, TileSizes
-
-        def tile(numbers: str) -> Tile:
-            sizes = [*map(int, numbers.split(","))]
-            return Tile(*sizes[:5], *map(bool, sizes[5:]))
-
-        tile_sizes = TileSizes(**{name: tile(numbers) for name, numbers in options.tiles})
+        raise UserError(sentence)
+    report = sys.stderr if to_stdout else sys.stdout
 
     results: dict[str, dict] = {}
     failed = False
@@ -568,7 +650,10 @@ def main() -> None:
                 queries=options.queries,
                 tile_sizes=tile_sizes,
             )
-        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        except (
+            *(ValueError, NotImplementedError, MemoryError, OverflowError),
+            jax.errors.JaxRuntimeError,
+        ) as error:
             # Tiles that ask for too much memory, and what the kernels do not serve.
             failed = True
             print(f"does not compile: {error}", file=report)
@@ -579,17 +664,16 @@ def main() -> None:
 
     if options.json:
         about = {"jax": importlib.metadata.version("jax"), "kernels": results}
-        text = json.dumps(about, indent=1)
-        if options.json == "-":
-            print(text)
+        text = json.dumps(about, indent=1) + "\n"
+        if to_stdout:
+            print(text, end="")
         else:
-            pathlib.Path(options.json).write_text(text + "\n")
+            options.json.write_text(text)
     if options.against:
-        before = json.loads(pathlib.Path(options.against).read_text())["kernels"]
         changes = list(_changes(before, results)) or ["nothing changed"]
         print(f"\nSince {options.against}:", *changes, sep="\n", file=report)
-    sys.exit(failed)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

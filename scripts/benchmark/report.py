@@ -12,7 +12,7 @@ from typing import Any
 from scripts.benchmark import overview
 from scripts.benchmark.peers import OURS, PEERS
 from scripts.benchmark.shapes import DIRECTIONS, WITH, short
-from scripts.command import UserError, reason
+from scripts.command import UserError, why
 
 
 def line(record: Mapping[str, Any]) -> str:
@@ -44,7 +44,9 @@ def load(path: pathlib.Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeError) as error:
-        raise UserError(f"{path} must be a file that --json wrote; got {reason(error)}.") from error
+        raise UserError(
+            f"A file that --json wrote must be named; got {path}: {why(error)}."
+        ) from error
     records = {}
     for number, text in enumerate(lines, 1):
         try:
@@ -84,13 +86,20 @@ def mode(record: Mapping[str, Any]) -> str:
     return "sustained" if "sustained" in record else "in bursts"
 
 
+def _timed(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    timed = [r for r in records if "ms" in r]
+    if not timed:
+        raise UserError("The file must have measurements of these --peers; got none.")
+    return timed
+
+
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: for each way of timing a row for each pass and case.
 
     Ours at the longest T; a ratio is the geometric mean over T of how many times as fast ours is,
     with the worst T in brackets. With an option also our time over that without it.
     """
-    timed = [r for r in records if "ms" in r]
+    timed = _timed(records)
     modes = {name: [r for r in timed if mode(r) == name] for name in map(mode, timed)}
     return "\n\n".join(f"{name}\n\n" * (len(modes) > 1) + _table(modes[name]) for name in modes)
 
@@ -145,14 +154,12 @@ def plot(records: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> list[pat
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise UserError("--plot needs matplotlib: pip install -e '.[bench]'.") from error
-    timed = [r for r in records if "ms" in r]
-    if not timed:
-        raise UserError("--plot must have measurements to draw; got none of these peers.")
+    timed = _timed(records)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--out-dir must be a folder, or a new one; got {folder}: {reason(error)}."
+            f"--out-dir must be a folder, or a new one; got {folder}: {why(error)}."
         ) from error
     bursts, sustained = ([r for r in timed if ("sustained" in r) == is_so] for is_so in (0, 1))
     files = _plot(bursts, folder, "", "") if bursts else []

@@ -249,16 +249,17 @@ class Bench:
             for name in ready
         }
 
-    @staticmethod
-    def _record(shape, direction, name):
+    def _record(self, shape, direction, name):
         problem = dataclasses.asdict(shape)
         del problem["passes"]
+        mode = {} if self.sustained is None else {"sustained": {"seconds": self.sustained}}
         return {
             "shape": shape.name,
             **problem,
             "pass": direction,
             "peer": name,
             "peer_version": PEERS[name].version,
+            **mode,
         }
 
 

@@ -1,0 +1,235 @@
+"""Every mistake that the commands of scripts/ can meet: one table, one sentence each.
+
+Those of `python -m pallas_flash.tune` are in test_tune.py, of train_gpt.py in test_train_gpt.py.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from scripts import bench_attention, inspect_kernels
+from scripts.benchmark import run
+
+ROOT = pathlib.Path(__file__).parents[1]
+MEASURED = json.dumps(
+    {
+        "shape": "a-1k",
+        "case": "a",
+        "T": 1024,
+        "S": 1024,
+        "pass": "backward",
+        "peer": "ours",
+        "device": "a card",
+        "date": "2001-02-03T04:05:06",
+        "ms": {"median": 1.0, "min": 1.0, "max": 1.0},
+        "tflops": 1.0,
+    }
+)
+REFUSED = MEASURED.replace('"ms"', '"red"').replace("a-1k", "b-1k")
+
+
+def changed(**changes):
+    return json.dumps(json.loads(MEASURED) | changes)
+
+
+# What lies in the folder that the commands are called in. The name says whose it is.
+FILES = {
+    "measured": f"{MEASURED}\n{REFUSED}\n",
+    "refused": f"{REFUSED}\n",
+    "inspected": '{"jax": "1.2.3", "kernels": {}}\n',
+    "empty": "",
+    "half": f"{MEASURED}\n{MEASURED[:100]}",
+    "bytes": b"\xff\xfe\x00",
+    "number": "5\n",
+    "deep": "[" * 100_000,
+    "null": "null\n",
+    "metrics": '{"step": 1, "loss": 2.0}\n',
+    "no-peer": changed(peer=None),
+    "no-date": changed(date=3),
+    "no-length": changed(T=0),
+    "no-pass": changed(**{"pass": "sideways"}),
+    "no-spread": changed(ms=1.0),
+    "nan": changed(tflops=float("nan")),
+    "negative": changed(ratio={"median": -1.0}),
+    "no-bandwidth": changed(**{"pass": "forward"}),
+    "no-kernels": '{"jax": "1.2.3"}',
+    "no-record": '{"jax": "1.2.3", "kernels": {"a": 3}}',
+}
+INT = "must be an int from 1 to 2**31 - 1; got"
+SECONDS = "must be a positive number of seconds; got"
+NOT_READ = "A file that --json wrote must be named; got {}: {}."
+RUN = "--shapes small-256 --peers ours_reference --passes forward"
+TILES = "must look like forward=256,64,8,3"
+
+# (words, a fragment of the sentence), by command.
+BENCH = {
+    **{
+        f"{flag} {name}": NOT_READ.format(name, why)
+        for flag in ("--table", "--plot")
+        for name, why in (
+            ("missing", "no such file or directory"),
+            ("folder", "is a directory"),
+            ("bytes", "no text"),
+        )
+    },
+    **{
+        f"--table {name}": f"{name} must have a record that --json wrote in each line"
+        for name in FILES
+        if name not in ("measured", "refused", "empty", "bytes")
+    },
+    "--plot half": "in line 2. Remove the line, if it is one cut short",
+    "--plot metrics": "metrics must have a record",
+    "--table empty": "must have measurements of these --peers; got none",
+    "--plot empty": "must have measurements of these --peers; got none",
+    "--plot refused": "must have measurements of these --peers; got none",
+    "--plot measured --out-dir empty": "--out-dir must be a folder, or a new one; got empty",
+    "--plot measured --out-dir=": "--out-dir: must be a path; got ''",
+    "--table=": "--table: must be a path; got ''",
+    "--table measured --plot measured": "not allowed with argument --table",
+    **{f"--rounds {x}": f"--rounds: {INT} '{x}'" for x in ("0", "-1", "1.5", "nan", "2147483648")},
+    "--iterations 0": f"--iterations: {INT} '0'",
+    **{f"--budget {x}": f"--budget: {SECONDS} '{x}'" for x in ("nan", "0", "-1", "soon")},
+    **{f"--sustained {x}": f"--sustained: {SECONDS} '{x}'" for x in ("nan", "0", "inf")},
+    "--shapes huge": "--shapes must be names that --list prints; got 'huge'",
+    "--peers nobody": "invalid choice: 'nobody'",
+    "--passes sideways": "invalid choice: 'sideways'",
+    f"{RUN} --json folder": "--json must be a file that can be written; got folder",
+    f"{RUN} --json missing/new": "--json must be a file that can be written; got missing/new",
+    f"{RUN} --json /dev/full": "--json must be a file that can be written; got /dev/full",
+    f"{RUN} --json half": "half must have a record that --json wrote in each line",
+    f"{RUN} --json metrics": "metrics must have a record that --json wrote in each line",
+    f"{RUN} --json=": "--json: must be a path; got ''",
+}
+INSPECT = {
+    **{
+        f"--tiles {x}": TILES
+        for x in (
+            *("forward", "forward=1", "forward=64,64,4,-3", "=64,64,4,3", "forward=64;64;4;3"),
+            *("forward=64,64,4,3,2,2", "forward=64,64,4,3,2,1,1", "forward=a,b,c,d"),
+        )
+    },
+    "--tiles forward=17,64,4,3": "`block_q` must be one of (16, 32, 64, 128, 256); got 17",
+    "--tiles forward=64,64,4,99": "`num_stages` must be one of",
+    "--tiles forward=16,64,4,3,4": "`num_slices` must leave 16 or more",
+    "--tiles sideways=64,64,4,3": "--tiles must be for kernels among forward, decode, dkv",
+    "--tiles dq=64,64,4,3 dq=64,64,4,2": "once each; got 'dq'",
+    "--tiles dk=64,64,4,3": "`dk` and `dv` must be given together",
+    "--dtypes int7": "invalid choice: 'int7'",
+    **{f"--groups {x}": f"invalid choice: {x}" for x in (0, -1, 3, 16)},
+    **{f"--{name} {x}": INT for name in ("length", "queries", "head-sizes") for x in (0, -5, "x")},
+    "--length 33 --masks ragged": "--length must be at least --queries, and 33 more",
+    "--length 64 --queries 65": "--length must be at least --queries",
+    "--target h300": "invalid choice: 'h300'",
+    "--masks huge": "invalid choice: 'huge'",
+    "--features hair": "invalid choice: 'hair'",
+    "--against missing": NOT_READ.format("missing", "no such file or directory"),
+    "--against folder": NOT_READ.format("folder", "is a directory"),
+    "--against bytes": NOT_READ.format("bytes", "no text"),
+    **{
+        f"--against {name}": f"{name} must be a file that --json wrote; got another."
+        for name in ("empty", "half", "number", "deep", "null", "measured", "no-kernels")
+    },
+    "--against no-record": "no-record must be a file that --json wrote; got another.",
+    "--json measured": "measured must be a file that --json wrote; got another.",
+    "--json folder": "--json must be a file that can be written; got folder.",
+    "--json missing/new": "--json must be a file that can be written; got missing/new.",
+    "--json=": "--json: must be a path; got ''",
+    "--dump empty": "--dump must be a folder, or a new one; got the file empty.",
+}
+TABLE = [
+    pytest.param(module.main, words, fragment, id=f"{module.__name__[8:13]} {words}")
+    for module, rows in ((bench_attention, BENCH), (inspect_kernels, INSPECT))
+    for words, fragment in rows.items()
+]
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize(("main", "words", "fragment"), TABLE)
+def test_a_mistake_ends_in_one_sentence(capsys, folder, main, words, fragment):
+    before = contents(folder)
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    out, err = capsys.readouterr()
+    if isinstance(end.value.code, str):  # What Python then prints.
+        assert not err
+        err = end.value.code
+        assert err.startswith("error: ")
+    else:
+        assert end.value.code == 2
+        assert err.startswith("usage: ")
+    sentence = err.splitlines()[-1]
+    assert fragment in sentence
+    assert "\n" not in err or err.startswith("usage: ")
+    assert not out
+    # Nothing is begun, and nobody's file touched.
+    assert contents(folder) == before
+
+
+def test_a_machine_without_devices(monkeypatch, folder):
+    def devices():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(SystemExit, match=r"JAX must find a device; got AssertionError\(\)"):
+        bench_attention.main([*RUN.split(), "--json", "new"])
+    assert not (folder / "new").exists()
+
+
+def test_a_last_line_without_an_end_gets_one(monkeypatch, folder):
+    (folder / "measured").write_text(MEASURED)
+    monkeypatch.setattr(run.Bench, "run", lambda self, *_: self.emit(json.loads(REFUSED)))
+    monkeypatch.setattr(bench_attention, "line", str)
+    bench_attention.main([*RUN.split(), "--json", "measured"])
+    first, second = (folder / "measured").read_text().splitlines()
+    assert first == MEASURED
+    assert json.loads(second)["red"]
+
+
+def test_a_full_disk_ends_in_one_sentence(monkeypatch, folder):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run.Bench, "run", full)
+    with pytest.raises(SystemExit, match=r"error: .*No space left on device"):
+        bench_attention.main([*RUN.split(), "--json", "new"])
+
+
+def test_a_stop_is_quiet(monkeypatch, folder):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.Bench, "run", stopped)
+    with pytest.raises(SystemExit, match="interrupted"):
+        bench_attention.main(RUN.split())
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake():
+    """As under `| head`: standard output is a pipe that nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "bench_attention.py", "--list"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        timeout=300,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
