@@ -174,7 +174,7 @@ class Bench:
         reference = programs.pop(None)
         try:
             if isinstance(reference, str):
-                raise RuntimeError(reference)
+                raise Unserved(reference)
             reference.load(sets[:1])
             right = reference.results()
         except Exception as error:
