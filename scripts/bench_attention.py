@@ -19,7 +19,7 @@ reports them, the median over calls that go round several sets of random normal 
 refused, it is the slope between two lengths of a loop inside one program; PyTorch is timed by
 events; a CPU by the host's clock. The backward is the pullback alone, its residuals arguments.
 
-FLOPs: 4 B N T S D forward, half of it if causal, the pairs that see each other for windows,
+FLOPs: 2 B N T S (D + V) forward, half of it if causal, the pairs that see each other for windows,
 documents, lengths and mask arrays; 2.5 times as much backward.
 
 This file is the command line. Around it, in `benchmark/`: `shapes.py`, `peers.py`, `programs.py`
