@@ -439,12 +439,12 @@ class BlockMask(Scattered):
             some, every = mask.leaves[0].tile_classes(q, kv)
         else:
             b = jnp.arange(examples, dtype=jnp.int32)[:, None, None, None]
-            h = jnp.arange(heads, dtype=jnp.int32)[:, None, None]
-            k = jnp.arange(kv_len, dtype=jnp.int32)
+            h = jnp.arange(heads, dtype=jnp.int32)[None, :, None, None]
+            k = jnp.arange(kv_len, dtype=jnp.int32)[None, None, None, :]
 
             def row(i):
                 q_pos = jnp.minimum(i * block_q + jnp.arange(block_q, dtype=jnp.int32), q_len - 1)
-                ok = mask.allowed(b, h, q_pos[:, None], k)
+                ok = mask.allowed(b, h, q_pos[None, None, :, None], k)
                 ok = jnp.broadcast_to(ok, (examples, heads, block_q, kv_len))
                 return _classes(ok, Tiling(block_q, block_q), kv)
 
@@ -519,7 +519,7 @@ class BlockMask(Scattered):
     def tile_classes(self, q, kv):
         # The blocks that each tile meets: the first, and the one after the last.
         rows, columns = (
-            (tiling.first // block, tiling.last // block + 1)
+            (tiling.first[0] // block, tiling.last[0] // block + 1)
             for tiling, block in ((q, self.block_q), (kv, self.block_kv))
         )
 
@@ -532,7 +532,7 @@ class BlockMask(Scattered):
             return total
 
         every = self.some if self.every is None else self.every
-        area = (rows[1] - rows[0])[:, None] * (columns[1] - columns[0])
+        area = np.outer(rows[1] - rows[0], columns[1] - columns[0])[None, None]
         return TileClasses(count(self.some) > 0, count(every) == area)
 
 

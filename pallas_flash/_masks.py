@@ -48,12 +48,12 @@ class Tiling:
 
     @property
     def first(self) -> np.ndarray:
-        """The first position of each tile."""
-        return np.arange(self.count, dtype=np.int32) * self.block
+        """The first position of each tile, [1, tiles]: next to numbers of each example, [B, 1]."""
+        return np.arange(self.count, dtype=np.int32)[None] * self.block
 
     @property
     def last(self) -> np.ndarray:
-        """The last position of each tile that exists."""
+        """The last position of each tile that exists, [1, tiles]."""
         return np.minimum(self.first + self.block, self.length) - 1
 
 
@@ -270,7 +270,7 @@ def _segment_range_impl(stay_ids, flow_ids, stay: Tiling, flow: Tiling) -> TileR
     flow_low, flow_high = flow_low[:, None, :], flow_high[:, None, :]
     some = (stay_low <= flow_high) & (flow_low <= stay_high)
     full = (stay_low == stay_high) & (flow_low == flow_high) & (stay_low == flow_low)
-    j, n = jnp.arange(flow.count, dtype=jnp.int32), flow.count
+    j, n = jnp.arange(flow.count, dtype=jnp.int32)[None, None], flow.count
 
     def first(where):
         return jnp.min(jnp.where(where, j, n), axis=-1, initial=n)
@@ -348,7 +348,7 @@ class Mask:
         """The class of every pair of tiles, by all leaves together; no axis of tiles is 1."""
 
         def inside(ranges, flow: Tiling):
-            tile = np.arange(flow.count, dtype=np.int32)
+            tile = np.arange(flow.count, dtype=np.int32)[None, None, None]
             start, full_start, full_stop, stop = (ranges[:, None, :, i, None] for i in range(4))
             return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
 

@@ -105,7 +105,7 @@ def plot_mask(
         query_offset=query_offset,
     )
     q_pos, k_pos = (jnp.arange(length, dtype=jnp.int32) for length in (q_len, kv_len))
-    at = jnp.int32(b), jnp.int32(h), q_pos[:, None], k_pos
+    at = jnp.int32(b), jnp.int32(h), q_pos[:, None], k_pos[None, :]
     seen = np.broadcast_to(whole.allowed(*at) if whole else True, (q_len, kv_len))
 
     if ax is None:

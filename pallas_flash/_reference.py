@@ -38,7 +38,7 @@ def attention(problem: Problem, first_query=0):
     s = jnp.where(visible, s, -jnp.inf)
     m = lax.stop_gradient(s.max(axis=-1, keepdims=True, initial=-jnp.inf))
     alive = m > -jnp.inf
-    sinks = None if p.sinks is None else p.sinks.reshape(p.num_kv_heads, p.groups, 1, 1)
+    sinks = None if p.sinks is None else p.sinks.reshape(1, p.num_kv_heads, p.groups, 1, 1)
     if sinks is not None:
         m = jnp.maximum(m, lax.stop_gradient(sinks))
     m = jnp.where(m == -jnp.inf, 0, m)
@@ -70,8 +70,12 @@ def _visible(p: Problem, first_query):
 def _indices(p: Problem, first_query):
     """The indices b, h, q and k of all scores [B, K, G, T, S]."""
     b, h, q, k = (jnp.arange(n, dtype=jnp.int32) for n in (p.batch, p.num_heads, p.q_len, p.kv_len))
-    heads = h.reshape(p.num_kv_heads, p.groups, 1, 1)
-    return b[:, None, None, None, None], heads, first_query + q[:, None], k
+    return (
+        b.reshape(-1, 1, 1, 1, 1),
+        h.reshape(1, p.num_kv_heads, p.groups, 1, 1),
+        (first_query + q).reshape(1, 1, 1, -1, 1),
+        k.reshape(1, 1, 1, 1, -1),
+    )
 
 
 def _whole(p: Problem, tree, visible=None):

@@ -120,6 +120,7 @@ def sinks_gradient(sinks, log_sum: LogSum, delta):
     ds = p * (dp - delta) with p = exp(sink - lse), summed over all rows that see something.
     """
     m, l_log2 = log_sum
-    sinks = sinks[:, None] if m is None else sinks[:, None] - m
+    sinks = sinks[None, :, None]
+    sinks = sinks if m is None else sinks - m
     p = jnp.exp2(sinks * LOG2E - l_log2)
     return -jnp.sum(jnp.where(l_log2 == -jnp.inf, 0, p * delta), axis=(0, 2))

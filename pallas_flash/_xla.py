@@ -76,7 +76,7 @@ def forward(problem: Problem):
         alive = l > 0
         m, l, factor = jnp.where(alive, m, 0), jnp.where(alive, l, 1), 1
         if p.sinks is not None:
-            m, l, factor = with_sink(m, l, p.sinks.reshape(p.num_kv_heads, p.groups, 1))
+            m, l, factor = with_sink(m, l, p.sinks.reshape(1, p.num_kv_heads, p.groups, 1))
         weight = rescaled(p.dropout, factor / l)
         log_sum = LogSum(m, jnp.where(alive, jnp.log2(l), -jnp.inf))
         return (acc * weight[..., None]).astype(p.dtype), log_sum
@@ -213,8 +213,7 @@ class _Tile(NamedTuple):
         """
         _, _, q, k = self.at
         ok = self.mask.allowed(*self.at)
-        ok = jnp.broadcast_to(ok, jnp.broadcast_shapes(ok.shape, q.shape, k.shape))
-        return ok.reshape((1,) * (5 - ok.ndim) + ok.shape)
+        return jnp.broadcast_to(ok, jnp.broadcast_shapes(ok.shape, q.shape, k.shape))
 
 
 class _Blocks:
@@ -255,14 +254,15 @@ class _Blocks:
         Transposed: [B, K, block_kv, G, block_q].
         """
         p = self.problem
-        b, h, q, k = (
-            jnp.arange(p.batch, dtype=jnp.int32)[:, None, None, None, None],
-            jnp.arange(p.num_heads, dtype=jnp.int32).reshape(p.num_kv_heads, p.groups, 1, 1),
-            in_tile(i, self.q.block)[:, None],
-            in_tile(j, self.kv.block),
+        b, h = (jnp.arange(n, dtype=jnp.int32) for n in (p.batch, p.num_heads))
+        at = (
+            b.reshape(-1, 1, 1, 1, 1),
+            h.reshape(1, p.num_kv_heads, p.groups, 1, 1),
+            in_tile(i, self.q.block).reshape(1, 1, 1, -1, 1),
+            in_tile(j, self.kv.block).reshape(1, 1, 1, 1, -1),
         )
         if transposed:
-            h, q, k = h.reshape(p.num_kv_heads, 1, p.groups, 1), q[:, 0], k[:, None, None]
+            at = tuple(jnp.moveaxis(x, -1, 2) for x in at)
 
         def cut(x):
             if not is_pairs(x):
@@ -271,7 +271,7 @@ class _Blocks:
             return Pairs(Cut(jnp.moveaxis(tile, -1, 2) if transposed else tile, x.shape))
 
         mask, scores = jax.tree.map(cut, (self._mask, self._scores), is_leaf=is_pairs)
-        return _Tile((b, h, q, k), mask, scores, transposed)
+        return _Tile(at, mask, scores, transposed)
 
     def kv_ranges(self):
         """What `visit` takes, for each query tile."""

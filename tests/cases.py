@@ -165,7 +165,9 @@ def _slopes(random, c):
 
 # An index outside, as that of the key before the first, is moved to the edge.
 _WAVES = ScoreFn(
-    lambda s, b, h, q, k, gate, mark: gate[h] * s + 0.5 * jnp.sin(s) + mark[b, k - 1] * (q % 2),
+    lambda s, b, h, q, k, gate, mark: (
+        gate[h] * s + 0.5 * jnp.sin(s) + mark[b, k - 1] * (q % 2).astype(s.dtype)
+    ),
     lambda s, b, h, q, k, gate, mark: gate[h] * s + 0.5 * np.sin(s) + mark[b, k - 1] * (q % 2),
     lambda s, b, h, q, k, gate, mark: gate[h] + 0.5 * np.cos(s),
 )

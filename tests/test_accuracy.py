@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from strict import strictly
 
 import pallas_flash
 from pallas_flash import _xla
@@ -43,10 +44,13 @@ def program(implementation, options, **extra):
 
 
 def measured(case, dtype, implementation, problem=None, **extra):
-    """The results of a case."""
+    """The results of a case, computed under all of JAX's strict switches."""
     qkv, cotangents, options = problem or case.problem(dtype)
     operands, options = oracle.split(options)
-    return program(implementation, options, **extra)(*qkv, *cotangents, **operands)
+    run = program(implementation, options, **extra)
+    # The search for leaks forgets what it has compiled, which "reference" may do by operations.
+    with strictly(x64=dtype == "float64", leaks=implementation != "reference"):
+        return run(*qkv, *cotangents, **operands)
 
 
 def dense_compiler(case):
@@ -206,6 +210,20 @@ def test_optimized_by_xla(case, dtype, implementation, monkeypatch):
 def test_reference(case, monkeypatch):
     monkeypatch.setattr(oracle, "compiled", dense_compiler(case))
     judge(case, "float32", measured(case, "float32", "reference"))
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
+@cases.parametrize()
+def test_strict_switches(case, implementation):
+    """Traced with x64 on, and with x64 off what `measured` above has not run under all of them."""
+    qkv, cotangents, options = case.problem()
+    operands, options = oracle.split(options)
+    extra = {"tile_sizes": SMALL} if implementation == "interpret" else {}
+    for x64 in [True] if implementation == "xla" else [True, False]:
+        run = program(implementation, options, **extra)
+        with strictly(x64=x64):
+            results = jax.eval_shape(run, *qkv, *cotangents, **operands)
+        assert {x.dtype.name for x in results[:5]} == {"float32"}
 
 
 @cases.parametrize(names=["full", "everything at once"])

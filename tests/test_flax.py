@@ -17,6 +17,7 @@ from flax import linen, nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxprs import trace
+from strict import strictly
 
 import pallas_flash.flax
 from pallas_flash.flax import SelfAttention, apply_rope, attention_fn
@@ -1376,3 +1377,37 @@ def test_error(case):
 def test_flax_is_imported_on_demand():
     code = "import sys, pallas_flash; assert 'flax' not in sys.modules, 'pallas_flash imports flax'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_strict_switches(x64):
+    x = jax.ShapeDtypeStruct((2, 3, Q_LEN, FEATURES), jnp.float32)
+    numbers = {
+        "bias": jax.ShapeDtypeStruct((Q_LEN, Q_LEN), jnp.float32),
+        "segment_ids": jax.ShapeDtypeStruct((Q_LEN,), jnp.int32),
+        "positions": jax.ShapeDtypeStruct((Q_LEN,), jnp.int32),
+        "seq_lengths": jax.ShapeDtypeStruct((3,), jnp.int32),
+    }
+
+    def run(x, numbers):
+        layer = SelfAttention(
+            FEATURES,
+            NUM_HEADS,
+            num_kv_heads=2,
+            use_bias=True,
+            normalize_qk=True,
+            use_sinks=True,
+            logits_soft_cap=5.0,
+            local_window_size=3,
+            dropout_rate=0.5,
+            deterministic=False,
+            implementation="xla",
+            rngs=nnx.Rngs(0),
+        )
+        gradients = nnx.grad(lambda layer: layer(x, **numbers).sum())(layer)
+        layer.init_cache(x.shape)
+        return gradients, layer(x[..., :2, :], decode=True), layer(x[..., 2:3, :], decode=True)
+
+    with strictly(x64=x64):
+        shapes = jax.eval_shape(run, x, numbers)
+    assert {x.dtype.name for x in jax.tree.leaves(shapes)} == {"float32"}

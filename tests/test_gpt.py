@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from strict import strictly
 
 import models.gpt
 import pallas_flash.flax
@@ -395,3 +396,19 @@ def test_models_import_the_public_package_only():
     assert roots <= {"dataclasses", "functools", "math", "jax", "jaxtyping", "flax", "models"} | {
         "pallas_flash"
     }
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_strict_switches(x64):
+    tokens = jax.ShapeDtypeStruct((2, TINY.context + 1), jnp.int32)
+
+    def run(tokens):
+        model = GPT(TINY, rngs=nnx.Rngs(0))
+        gradients = nnx.grad(loss)(model, tokens)
+        drawn = generate(model, jax.random.key(0), tokens[:, :3], TINY.context, top_k=4)
+        return gradients, drawn
+
+    with strictly(x64=x64):
+        gradients, drawn = jax.eval_shape(run, tokens)
+    assert {x.dtype.name for x in jax.tree.leaves(gradients)} == {"float32"}
+    assert drawn.dtype == jnp.int32

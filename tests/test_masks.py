@@ -383,8 +383,8 @@ def test_only_a_band_with_an_upper_side_grows():
 def test_a_tiling_knows_the_positions_of_its_tiles(length, block, first, last):
     tiling = Tiling(length, block)
     assert tiling.count == len(first)
-    assert tiling.first.tolist() == first
-    assert tiling.last.tolist() == last
+    assert tiling.first.tolist() == [first]
+    assert tiling.last.tolist() == [last]
 
 
 def test_in_tile_gives_all_positions_of_a_tile():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pytest
+from strict import strictly
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM
@@ -20,7 +21,8 @@ T, S, B, N = 10, 14, 2, 3
 
 @pytest.fixture(autouse=True)
 def closed_figures():
-    yield
+    with strictly(leaks=False):
+        yield
     plt.close("all")
 
 
@@ -248,4 +250,4 @@ def test_a_joined_array_tells_its_lengths_and_heads():
 def test_segments_tell_their_lengths_and_examples():
     ids = jnp.asarray([[0, 0, 1, 1], [0, 1, 1, 1]], jnp.int32)
     [image] = pallas_flash.plot_mask(pallas_flash.Segments(ids), b=1).images
-    np.testing.assert_array_equal(image.get_array(), ids[1][:, None] == ids[1])
+    np.testing.assert_array_equal(image.get_array(), ids[1][:, None] == ids[1][None])

@@ -53,7 +53,9 @@ def apply_rope(
 
     half = x.shape[-1] // 2
     inverse_period = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None, None].astype(jnp.float32) * inverse_period  # [*batch, T, 1, H/2]
+    positions = jnp.expand_dims(positions, (*range(x.ndim - 2 - positions.ndim), -2, -1))
+    # [*#batch, T, 1, H/2]
+    angle = positions.astype(jnp.float32) * jnp.expand_dims(inverse_period, range(x.ndim - 1))
     dtype = np.promote_types(x.dtype, np.float32)
     cos, sin = jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
     low, high = jnp.split(x.astype(dtype), 2, axis=-1)
