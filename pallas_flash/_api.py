@@ -112,9 +112,9 @@ def attention(
             own these are the indices of the shard: fold the shard's number into the key.
         broadcast_dropout: whether all examples and heads share one dropout mask.
         precision: of the matrix products for float32 inputs, a `jax.lax.Precision`, its name, or a
-            `jax.lax.DotAlgorithmPreset` that the device supports. None follows
-            `jax.default_matmul_precision`, which on GPUs means TF32 (10 bits of mantissa);
-            "highest" is IEEE float32.
+            `jax.lax.DotAlgorithmPreset` that the device supports. None is what
+            `jax.default_matmul_precision` is around this call, for its gradients too; by default
+            that is TF32 on GPUs (10 bits of mantissa). "highest" is IEEE float32.
         return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a
             gradient.
         return_lse: also return the LSE, log sum_j exp(s_ij), in float32 (float64 for float64

@@ -438,10 +438,15 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
 
 
 def _precision(precision):
+    if precision is None:
+        # Read here for all passes: a gradient may be taken where another default holds. (JAX
+        # defines its options at run time.)
+        default = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore
+        return lax.DotAlgorithmPreset.__members__.get(default) or lax.Precision(default)
     names = [p.name.lower() for p in lax.Precision]
     if isinstance(precision, str) and precision.lower() in names:
         return lax.Precision[precision.upper()]
-    if precision is None or isinstance(precision, (lax.Precision, lax.DotAlgorithmPreset)):
+    if isinstance(precision, (lax.Precision, lax.DotAlgorithmPreset)):
         return precision
     raise TypeError(
         f"`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of "

@@ -337,7 +337,7 @@ def test_products_have_flaxs_precision(precision):
         return {e.params["precision"] for e in eqns if e.primitive.name == "dot_general"}
 
     # Not the suite's: it would be the default of what has none.
-    with jax.default_matmul_precision(None):
+    with jax.default_matmul_precision("default"):
         ours = precisions(OURS)
         assert ours == precisions(linen.dot_product_attention)
     assert len(ours) == 1

@@ -538,6 +538,44 @@ def test_no_implicit_promotion(implementation, dtype):
     }
 
 
+@pytest.mark.parametrize(
+    ("around_call", "around_gradient", "precision", "instruction"),
+    [("highest", None, "HIGHEST", "ieee"), (None, "highest", "DEFAULT", "tf32"),
+     ("tensorfloat32", "highest", "HIGH", "tf32")],
+)  # fmt: skip
+def test_precision_is_that_around_the_call(around_call, around_gradient, precision, instruction):
+    """For all products of all passes, and of derivatives of gradients."""
+    arguments = draw_all("scale")
+
+    def run(implementation, *, tangents=False):
+        def call(arguments):
+            with jax.default_matmul_precision(around_call):
+                return masked(implementation)(arguments)
+
+        function = output_and_gradients(call)
+        if tangents:
+            return lambda x: jax.jvp(function, (x,), (x,))
+        return function
+
+    def products(*args, **kwargs):
+        eqns = jaxprs.trace(run(*args, **kwargs), arguments)
+        return [e.params["precision"] for e in eqns if e.primitive.name == "dot_general"]
+
+    with jax.default_matmul_precision(around_gradient):
+        by_xla = products("xla")
+        kernels = ttir.lower(run("triton"), arguments)
+        # Always at full precision, as are tangents of the others' gradients.
+        dense = [*products("reference"), *products("reference", tangents=True)]
+        of_second_order = products("xla", tangents=True)
+    assert len(by_xla) >= 7
+    assert set(by_xla) == {(jax.lax.Precision[precision],) * 2}
+    used = [ttir.dot_precisions(k) for k in kernels if k.name != "pallas_flash_delta"]
+    assert used == [{instruction}] * 3
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert set(dense) == {highest}
+    assert set(of_second_order) == {*by_xla, highest}
+
+
 @pytest.mark.parametrize("mode", [jax.debug_nans, jax.debug_infs])
 @pytest.mark.parametrize("implementation", BLOCKED)
 def test_debug_modes(implementation, mode):

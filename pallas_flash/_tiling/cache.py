@@ -75,9 +75,7 @@ def key(problem: Problem, gpu: str) -> str:
     p = problem
     dtype = p.dtype.name
     if dtype == "float32":
-        # JAX defines its options at run time.
-        default = jax.config.jax_default_matmul_precision  # pyright: ignore
-        dtype += f" ({p.precision or default or 'default'})".lower()
+        dtype += f" ({p.precision})".lower()
     parts = {
         "bias": p.bias,
         "slopes": p.slopes,
