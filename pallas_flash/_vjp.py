@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from pallas_flash import _compat, _partition, _tangents, _xla
 from pallas_flash._problem import Gradients, Problem
@@ -130,11 +132,54 @@ def attend(plan: Plan, operands: dict, rest: Problem):
     """The output [B, T, N, V] and the natural LSE [B, T, N] of what `Problem.split` gave."""
 
     def attend(problem):
-        return _attend(plan, *_compat.vary_alike(problem.split()))
+        operands, rest = _compat.vary_alike(problem.split())
+        return _attend(plan, _in_reverse_mode(plan, operands), rest)
 
     # Pallas's interpreter does not pass shard_map's check.
     check_vma = plan.implementation != "interpret"
     return _partition.explicitly(attend, rest.join(operands), check_vma=check_vma)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _in_reverse_mode(plan: Plan, operands):
+    """The operands, whose tangents can be transposed and not computed."""
+    return operands
+
+
+@functools.partial(_in_reverse_mode.defjvp, symbolic_zeros=True)
+def _(plan: Plan, primals, tangents):
+    tangents, structure = jax.tree.flatten(tangents[0])
+    moved = iter(_to_transpose.bind(*filter(_is_moved, tangents), by=plan.implementation))
+    tangents = [next(moved) if _is_moved(t) else t for t in tangents]
+    return primals[0], jax.tree.unflatten(structure, tangents)
+
+
+def _is_moved(tangent) -> bool:
+    return not isinstance(tangent, SymbolicZero)
+
+
+# The identity on tangents. All together, because those that are known to be zero may come along.
+_to_transpose = Primitive("pallas_flash_reverse_mode")
+_to_transpose.multiple_results = True
+_to_transpose.def_abstract_eval(lambda *tangents, by: tangents)
+
+
+@_to_transpose.def_impl
+def _forward_mode(*tangents, by: str):
+    raise NotImplementedError(
+        f"`attention` must be differentiated in reverse mode by {by!r}; got a tangent of its "
+        "operands, from `jax.jvp`, `jax.jacfwd` or `jax.linearize`. Use `jax.grad` or `jax.vjp`, "
+        'of which forward mode works, or implementation="reference".'
+    )
+
+
+def _batched(tangents, dims, *, by: str):
+    return _to_transpose.bind(*tangents, by=by), dims
+
+
+mlir.register_lowering(_to_transpose, lambda _, *tangents, by: _forward_mode(by=by))
+batching.primitive_batchers[_to_transpose] = _batched
+ad.deflinear2(_to_transpose, lambda cotangents, *tangents, by: cotangents)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -282,11 +282,34 @@ def test_gradients_of_gradients_are_those_of_finite_differences():
 def test_forward_mode_of_the_call_itself_is_that_of_the_definition():
     floats = draw(np.float32)
     dx = directions(floats)
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(loss("xla"), (floats,), (dx,))
     _, tangent = jax.jvp(loss("reference"), (floats,), (dx,))
     products = jax.tree.map(lambda g, d: (g * d).sum(), jax.grad(loss("xla"))(floats), dx)
     np.testing.assert_allclose(tangent, sum(jax.tree.leaves(products)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f, x, dx: jax.jvp(f, (x,), (dx,)),
+        lambda f, x, dx: jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,))).lower(x, dx),
+        lambda f, x, dx: jax.jvp(jax.jit(jax.checkpoint(f)), (x,), (dx,)),
+        lambda f, x, dx: jax.linearize(f, x)[1](dx),
+        lambda f, x, dx: jax.jacfwd(f)(x),
+        lambda f, x, dx: jax.jvp(jax.vmap(f), (x[None],), (dx[None],)),
+    ],
+    ids=["jvp", "jit", "of jit and remat", "linearize", "jacfwd", "of vmap"],
+)
+def test_forward_mode_of_the_call_itself_names_who_has_it(transformed, implementation):
+    floats = draw(np.float32)
+    query = floats.pop("query")
+
+    def fn(query):
+        return attention(query, **floats, implementation=implementation)
+
+    sentence = r'reverse mode by .*; got a tangent .* implementation="reference"'
+    with pytest.raises(NotImplementedError, match=sentence):
+        transformed(fn, query, query)
 
 
 # ------------------------------------------------------------------------------------------------
