@@ -1,8 +1,9 @@
 """The public call: checks, the choice of an implementation, and the shape of what comes back."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from pallas_flash._tiling import cache, choose
 from pallas_flash._tiling.sizes import TileSizes
 
 Implementation = Literal["triton", "interpret", "xla", "reference"]
+
+F = TypeVar("F", bound=Callable)
 
 
 def attention(
@@ -180,6 +183,27 @@ def attention(
     return o
 
 
+def _of_shapes(call: F) -> F:
+    """`call`, of arrays or `jax.ShapeDtypeStruct`s in their place."""
+
+    @functools.wraps(call)
+    def of_shapes(*args, **kwargs):
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+        results = []
+
+        def traced(arrays):
+            filled = [arrays.get(i, x) for i, x in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            results.append(call(*args, **kwargs))
+
+        jax.eval_shape(traced, shapes)
+        return results[0]
+
+    return of_shapes  # pyright: ignore[reportReturnType]
+
+
+@_of_shapes
 def explain(
     query,
     key,
@@ -210,14 +234,15 @@ def explain(
 ) -> Explanation:
     """Tells which implementation would serve this call of `attention`, and why not the others.
 
-    Takes the arguments of `attention` and raises what it would raise; computes nothing.
+    Takes the arguments of `attention`, with `jax.ShapeDtypeStruct`s for arrays that are not there
+    yet, and raises what it would raise; computes nothing.
 
     Returns:
         An `Explanation`, which prints as a few lines.
 
     Example:
-        >>> import jax.numpy as jnp, pallas_flash
-        >>> x = jnp.zeros((1, 8, 2, 16))
+        >>> import jax, jax.numpy as jnp, pallas_flash
+        >>> x = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)
         >>> pallas_flash.explain(x, x, x, implementation="xla").implementation
         'xla'
     """

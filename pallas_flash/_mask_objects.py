@@ -7,6 +7,7 @@ of `attention` that say who sees whom are further leaves. Each checks itself aga
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from pallas_flash._checks import (
     integers,
     operands,
 )
-from pallas_flash._masks import Leaf, Mask, Runs, TileClasses, TileRange, Tiling, leaf
+from pallas_flash._masks import STATIC, Leaf, Mask, Runs, TileClasses, TileRange, Tiling, leaf
 from pallas_flash._operands import Pairs, for_user
 
 
@@ -126,6 +127,7 @@ class MaskArray(Scattered):
 
 def _classes_impl(array, q: Tiling, kv: Tiling) -> TileClasses:
     """Broadcast axes stay as they are: a mask is classified once, not once a copy."""
+    array = _not_folded(array)
 
     def reduce(fill, reduction):
         x = array
@@ -145,6 +147,14 @@ def _classes_impl(array, q: Tiling, kv: Tiling) -> TileClasses:
 
 
 _classes = jax.jit(_classes_impl, static_argnums=(1, 2))
+
+
+def _not_folded(array):
+    """The array, of which XLA computes nothing while it compiles, where it is a constant.
+
+    That takes seconds for an array of 1024 x 1024.
+    """
+    return lax.optimization_barrier(array)
 
 
 @leaf
@@ -245,11 +255,13 @@ class PrefixLM(Runs, Joinable):
 
     Attributes:
         prefix_lengths: int32 [B], the keys of each example's prefix.
-        offset: set by `attention`.
+        offset: set by `attention`: the positions of query 0, int32 [B]; None if it is `shift`.
+        shift: set by `attention`: the position of query 0, where it is known.
     """
 
     prefix_lengths: Any
-    offset: Any = 0
+    offset: Any = None
+    shift: int = dataclasses.field(default=0, metadata=STATIC)
 
     def fit(self, call):
         if call.is_causal:
@@ -260,13 +272,13 @@ class PrefixLM(Runs, Joinable):
         lengths = integers(
             "PrefixLM.prefix_lengths", self.prefix_lengths, (call.scores_shape[0],), "[B]"
         )
-        return PrefixLM(lengths, call.shift if call.offset is None else call.offset)
+        return PrefixLM(lengths, call.offset, call.shift)
 
     def sizes(self):
         return _first_axis(self.prefix_lengths), 1
 
     def allowed(self, b, h, q, k):
-        offset = self.offset if isinstance(self.offset, int) else self.offset[b]
+        offset = self.shift if self.offset is None else self.offset[b]
         return (k <= q + offset) | (k < self.prefix_lengths[b])
 
     def kv_range(self, q, kv):
@@ -290,10 +302,10 @@ class PrefixLM(Runs, Joinable):
 
     @property
     def reflexive(self):
-        return isinstance(self.offset, int) and self.offset >= 0
+        return self.offset is None and self.shift >= 0
 
     def _columns(self):
-        offset = self.offset if isinstance(self.offset, int) else self.offset[:, None]
+        offset = self.shift if self.offset is None else self.offset[:, None]
         return offset, self.prefix_lengths[:, None]
 
 
@@ -323,7 +335,7 @@ class Predicate(Runs, Joinable):
         (1, 4, 1, 16)
     """
 
-    fn: Callable
+    fn: Callable = dataclasses.field(metadata=STATIC)
     operands: tuple[Any, ...] = ()
     origin: Any = None
 
@@ -384,12 +396,12 @@ class BlockMask(Scattered):
     """
 
     some: Any
-    block_q: int = 64
-    block_kv: int = 64
+    block_q: int = dataclasses.field(default=64, metadata=STATIC)
+    block_kv: int = dataclasses.field(default=64, metadata=STATIC)
     every: Any = None
     mask: Any = None
-    q_len: int | None = None
-    kv_len: int | None = None
+    q_len: int | None = dataclasses.field(default=None, metadata=STATIC)
+    kv_len: int | None = dataclasses.field(default=None, metadata=STATIC)
 
     @classmethod
     def from_mask(cls, mask, q_len: int, kv_len: int, *, batch: int | None = None,
@@ -438,20 +450,7 @@ class BlockMask(Scattered):
         if isinstance(mask.leaves[0], MaskArray) and len(parts) == 1:
             some, every = mask.leaves[0].tile_classes(q, kv)
         else:
-            b = jnp.arange(examples, dtype=jnp.int32)[:, None, None, None]
-            h = jnp.arange(heads, dtype=jnp.int32)[None, :, None, None]
-            k = jnp.arange(kv_len, dtype=jnp.int32)[None, None, None, :]
-
-            def row(i):
-                q_pos = jnp.minimum(i * block_q + jnp.arange(block_q, dtype=jnp.int32), q_len - 1)
-                ok = mask.allowed(b, h, q_pos[None, None, :, None], k)
-                ok = jnp.broadcast_to(ok, (examples, heads, block_q, kv_len))
-                return _classes(ok, Tiling(block_q, block_q), kv)
-
-            some, every = (
-                jnp.moveaxis(x[:, :, :, 0], 0, 2)
-                for x in lax.map(row, jnp.arange(q.count, dtype=jnp.int32))
-            )
+            some, every = _classes_by_rows(mask, examples, heads, q, kv)
         shape = (*some.shape[:2], q.count, kv.count)
         some, every = (jnp.broadcast_to(x, shape) for x in (some, every))
         return cls(some, block_q, block_kv, every, mask, q_len, kv_len)
@@ -525,7 +524,8 @@ class BlockMask(Scattered):
 
         def count(table):
             """True blocks within each tile, from the sums up to its corners."""
-            total = jnp.cumsum(jnp.cumsum(table.astype(jnp.int32), axis=2), axis=3)
+            table = _not_folded(table).astype(jnp.int32)
+            total = jnp.cumsum(jnp.cumsum(table, axis=2), axis=3)
             total = jnp.pad(total, ((0, 0), (0, 0), (1, 0), (1, 0)))
             for axis, (start, stop) in ((2, rows), (3, columns)):
                 total = jnp.take(total, stop, axis) - jnp.take(total, start, axis)
@@ -534,6 +534,24 @@ class BlockMask(Scattered):
         every = self.some if self.every is None else self.every
         area = np.outer(rows[1] - rows[0], columns[1] - columns[0])[None, None]
         return TileClasses(count(self.some) > 0, count(every) == area)
+
+
+# Compiled once for all calls outside of `jit`.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _classes_by_rows(mask: Mask, batch: int, num_heads: int, q: Tiling, kv: Tiling) -> TileClasses:
+    """The class of every block of a mask, from the pairs of one row of blocks after the other."""
+    b = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
+    h = jnp.arange(num_heads, dtype=jnp.int32)[None, :, None, None]
+    k = jnp.arange(kv.length, dtype=jnp.int32)[None, None, None, :]
+
+    def row(i):
+        q_pos = jnp.minimum(i * q.block + jnp.arange(q.block, dtype=jnp.int32), q.length - 1)
+        ok = mask.allowed(b, h, q_pos[None, None, :, None], k)
+        ok = jnp.broadcast_to(ok, (batch, num_heads, q.block, kv.length))
+        return _classes(ok, Tiling(q.block, q.block), kv)
+
+    rows = lax.map(row, jnp.arange(q.count, dtype=jnp.int32))
+    return TileClasses(*(jnp.moveaxis(x[:, :, :, 0], 0, 2) for x in rows))
 
 
 def _broadcasts(shape, to) -> bool:

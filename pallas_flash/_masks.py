@@ -108,26 +108,14 @@ class TileClasses(NamedTuple):
     every: Any
 
 
-@dataclass_transform(frozen_default=True)
+# Metadata of a field that is compiled in.
+STATIC = dict(static=True)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def leaf(cls):
-    """Makes a frozen dataclass a pytree; None, ints and functions are structure, not leaves."""
-    cls = dataclasses.dataclass(frozen=True)(cls)
-
-    def is_static(x):
-        return x is None or isinstance(x, int) or callable(x)
-
-    def flatten(self):
-        fields = vars(self).items()
-        static = tuple((name, x) for name, x in fields if is_static(x))
-        arrays = {name: x for name, x in fields if not is_static(x)}
-        return tuple(arrays.values()), (tuple(arrays), static)
-
-    def unflatten(structure, arrays):
-        names, static = structure
-        return cls(**dict(static), **dict(zip(names, arrays, strict=True)))
-
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-    return cls
+    """Makes a frozen dataclass a pytree of what is not declared `STATIC`, whatever it holds."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
 @leaf
@@ -139,9 +127,9 @@ class Band(Runs):
     into `low` and `high`.
     """
 
-    low: int | None = None
-    high: int | None = None
-    offset: Bound | None = None
+    low: int | None = dataclasses.field(default=None, metadata=STATIC)
+    high: int | None = dataclasses.field(default=None, metadata=STATIC)
+    offset: Any = None
 
     def allowed(self, b, h, q, k):
         distance = k - q if self.offset is None else k - (q + self.offset[b])
@@ -179,10 +167,10 @@ class Band(Runs):
 
 @leaf
 class Lengths(Runs):
-    """Query q sees key k when q < query and k < key_value; ints or int32 [B], None is no limit."""
+    """Query q sees key k when q < query and k < key_value, each int32 [B], or None for no limit."""
 
-    query: Bound | None = None
-    key_value: Bound | None = None
+    query: Any = None
+    key_value: Any = None
 
     def allowed(self, b, h, q, k):
         inside = [
@@ -217,6 +205,14 @@ class Lengths(Runs):
             some, every = ((x < length).astype(np.int32) for x in (stay.first, stay.last))
             stop, full_stop = some * stop, every * full_stop
         return TileRange(start, start, full_stop, stop)
+
+
+@leaf
+class Ends(Lengths):
+    """The same with ints, which are known when the mask is built."""
+
+    query: int | None = dataclasses.field(default=None, metadata=STATIC)
+    key_value: int | None = dataclasses.field(default=None, metadata=STATIC)
 
 
 @leaf
@@ -310,8 +306,8 @@ class Mask:
 
     def within(self, *, q: Tiling | None = None, kv: Tiling | None = None) -> "Mask":
         """This mask for ragged tiles: positions that do not exist are masked like any other."""
-        ragged = Lengths(*(t.length if t and t.length % t.block else None for t in (q, kv)))
-        return self if ragged == Lengths() else self & ragged
+        ragged = Ends(*(t.length if t and t.length % t.block else None for t in (q, kv)))
+        return self if ragged == Ends() else self & ragged
 
     def kv_ranges(self, q: Tiling, kv: Tiling) -> jax.Array | np.ndarray:
         """int32 [1 or B, query tiles, 4]: the range of key tiles for each query tile."""

@@ -393,7 +393,7 @@ def _offset(offset, batch):
     if offset.ndim == 0:
         # One traced number for the batch, such as the fill of a cache.
         offset = jnp.broadcast_to(offset, (batch,))
-    return 0, integers("query_offset", offset, (batch,), "[B]")
+    return 0, jnp.clip(integers("query_offset", offset, (batch,), "[B]"), -_FAR, _FAR)
 
 
 def _window(window) -> tuple[int | None, int | None]:

@@ -1,6 +1,7 @@
 """Calls outside of `jit` are compiled once, not each time."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import pallas_flash
@@ -29,4 +30,22 @@ def test_second_call_compiles_nothing(implementation, caplog):
         assert "Compiling" in caplog.text
         caplog.clear()
         gradients(length=20)
+        assert "Compiling" not in caplog.text
+
+
+def apart(b, h, q_pos, k_pos):
+    return abs(q_pos - k_pos) > 3
+
+
+def test_a_second_table_of_blocks_compiles_nothing(caplog):
+    def table(length):
+        mask = pallas_flash.Predicate(apart) & jnp.ones((length, length), bool)
+        return pallas_flash.BlockMask.from_mask(mask, length, length, block_q=16, block_kv=16)
+
+    table(40)
+    with jax.log_compiles():
+        table(41)
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        table(41)
         assert "Compiling" not in caplog.text

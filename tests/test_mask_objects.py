@@ -566,3 +566,54 @@ def test_with_a_table_that_is_ready_ids_are_read_by_kernels_alone(implementation
 
     assert compares(Segments(ids))
     assert not compares(ready)
+
+
+# ------------------------------------------------------------------------------------------------
+# As pytrees
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Segments(int32([[0, 1]])),
+        lambda: Segments(int32([[0, 1]]), int32([[0, 1, 1]])),
+        lambda: PrefixLM(int32([3])),
+        lambda: Predicate(max, (int32([1]), int32([2]))),
+        lambda: BlockMask(jnp.ones((1, 1, 2, 2), bool), 8, 8),
+        lambda: BlockMask.from_mask(PrefixLM(int32([3])), 9, 9),
+        lambda: PrefixLM(int32([3])) & jnp.ones((9, 9), bool),
+    ],
+)
+def test_what_is_a_leaf_does_not_depend_on_its_value(make):
+    mask = make()
+    structure = jax.tree.structure(mask)
+    numbers = jax.tree.map(lambda x: 0, mask)
+    assert jax.tree.structure(numbers) == structure
+    assert jax.tree.leaves(numbers) == [0] * structure.num_leaves
+    assert jax.tree.structure(jax.tree.map(lambda x: max, mask)) == structure
+
+
+def test_axes_to_map_are_given_by_field():
+    q, k, v = (jnp.asarray(random(i).standard_normal((2, 9, 1, 8)), jnp.float32) for i in range(3))
+    ids = jnp.asarray(random(3).integers(0, 2, (3, 2, 9)), jnp.int32)
+
+    def call(mask):
+        return pallas_flash.attention(q, k, v, mask=mask, implementation="xla")
+
+    mapped = jax.vmap(call, in_axes=(Segments(0, None),))(Segments(ids, ids[0]))
+    looped = jnp.stack([call(Segments(x, ids[0])) for x in ids])
+    np.testing.assert_allclose(mapped, looped, rtol=1e-5, atol=1e-6)
+
+
+def test_xla_does_not_look_for_tiles_of_a_constant_while_it_compiles(capfd):
+    """It says so itself, where that takes more than a second."""
+    x = jax.ShapeDtypeStruct((1, 1024, 1, 8), jnp.float32)
+    mask = random(0).random((1024, 1024)) < 0.5
+
+    def call(x, mask):
+        return pallas_flash.attention(x, x, x, mask=mask, implementation="xla")
+
+    masks = mask, BlockMask(jnp.asarray(mask[None, None]), 1, 1)
+    for mask in masks:
+        jax.jit(lambda x, mask=mask: call(x, mask)).lower(x).compile()
+    assert "folding" not in capfd.readouterr().err

@@ -328,6 +328,26 @@ def test_explain_gives_a_reason_for_the_chosen_and_for_each_refused(gpu, asked):
     ]
 
 
+def test_explain_takes_shapes_in_place_of_arrays():
+    arguments = inputs(
+        query_seq_lengths=jnp.ones(1, jnp.int32),
+        query_offset=jnp.zeros(1, jnp.int32),
+        mask=pallas_flash.PrefixLM(jnp.ones(1, jnp.int32)),
+        bias=jnp.zeros((8, 1)),
+        sinks=jnp.zeros(2),
+        dropout_key=jax.random.key(0),
+    )
+    shapes = jax.eval_shape(lambda: arguments)
+    for implementation in (None, "interpret"):
+        given = dict(implementation=implementation, dropout_rate=0.5)
+        want = pallas_flash.explain(**arguments | given)
+        assert pallas_flash.explain(**shapes | given) == want
+        assert pallas_flash.explain(**arguments | {"query": shapes["query"]} | given) == want
+    wrong = shapes | {"key": jax.ShapeDtypeStruct((1, 8, 3, 16), jnp.float32)}
+    with pytest.raises(ValueError, match="heads"):
+        pallas_flash.explain(**wrong)
+
+
 def test_explain_computes_nothing(plans):
     explain(implementation="interpret")
     explain()
