@@ -15,6 +15,7 @@ place of a dense error that is smaller by luck, as where one key makes every pro
 * results are rounded to that dtype.
 """
 
+import dataclasses
 import functools
 
 import cases
@@ -27,6 +28,7 @@ from strict import strictly
 
 import pallas_flash
 from pallas_flash import _xla
+from pallas_flash._triton import backward_dkv
 
 # Results of so few elements have no average, such as the gradient of a bias that all scores share.
 FEW = 64
@@ -307,6 +309,16 @@ def test_every_tile_gives_the_same_answer(case, tile, split, kernel_case):
     backward = dict(dk=tile, dv=tile) if split else dict(dkv=tile)
     sizes = pallas_flash.TileSizes(forward=tile, dq=tile, **backward)
     judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=sizes))
+
+
+@cases.parametrize(names=["mask, causal, lengths"])
+def test_shares_of_heads_that_are_not_equal(case, monkeypatch, kernel_case):
+    """Three programs for 7 query heads of a key head, with tiles listed for each head."""
+    monkeypatch.setattr(backward_dkv, "shares_of_heads", lambda *_: 3)
+    case = dataclasses.replace(case, name="7 heads", N=14, K=2)
+    problem = case.problem()
+    judge(case, "float32", measured(case, "float32", "interpret", problem, tile_sizes=SMALL),
+          problem)  # fmt: skip
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])

@@ -121,7 +121,7 @@ def test_slices(case, kernel_case):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@pytest.mark.parametrize("shares", [1, 2, 4])
+@pytest.mark.parametrize("shares", [1, 2, 3, 4])
 @cases.parametrize(names=["causal, whole tiles", "everything at once", "all features"])
 def test_heads_that_share_keys_in_several_programs(case, shares, monkeypatch, kernel_case):
     # The number is no argument: a call of the same shapes would be traced once.

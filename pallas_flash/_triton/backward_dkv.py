@@ -9,8 +9,9 @@
 Scores are computed transposed, so that no product needs its accumulator transposed. The query heads
 of the group are summed in the same program: the loop over heads goes around the loop over tiles,
 which keeps the latter's pipeline. Where that leaves too few programs for a GPU, they are shared out
-among several, whose float32 sums are added in the end. Where both sums do not fit in registers the
-same kernel runs twice, once for each.
+among several, whose float32 sums are added in the end; shares differ by a head where no number
+divides the group. Where both sums do not fit in registers the same kernel runs twice, once for
+each.
 """
 
 import jax
@@ -36,6 +37,7 @@ def _kernel(
     *refs,
     static: common.Static,
     here,
+    parts: int,
     want_dk: bool,
     want_dv: bool,
 ):
@@ -46,6 +48,12 @@ def _kernel(
     mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
     b, share, kv_tile = here()
     groups = q_ref.shape[1]
+    start, stop = 0, groups
+    if parts > 1:
+        # Heads start .. stop - 1 of the group; the first shares have one more.
+        part, share = lax.rem(share, np.int32(parts)), lax.div(share, np.int32(parts))
+        small, rest = divmod(groups, parts)
+        start, stop = (i * small + lax.min(i, np.int32(rest)) for i in (part, part + 1))
     first_head = share * groups
     k_pos = in_tile(kv_tile, block_kv)
     keys = common.existing(static.kv, k_pos)
@@ -99,14 +107,14 @@ def _kernel(
 
         return visit(tiles(g), tile, carry, static.edges)
 
-    start = tuple(
+    zeros = tuple(
         jnp.zeros(ref.shape, jnp.float32) if wanted else ()
         for ref, wanted in ((k_ref, want_dk), (v_ref, want_dv))
     )
     # Pallas's interpreter fails on a head number that is a constant, so there even one head gets a
     # loop.
     loop = groups > 1 or static.interpret
-    dk, dv = lax.fori_loop(0, groups, each_head, start) if loop else each_head(0, start)
+    dk, dv = lax.fori_loop(start, stop, each_head, zeros) if loop else each_head(0, zeros)
     if want_dk:
         dk = rescaled(extras.dropout, dk * scale)
         common.store(outputs.pop(0), dk, keys, static.head_dim)
@@ -134,19 +142,26 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
     p = problem
     static, extras, table = common.make_static(p, tile, flow="q", interpret=interpret)
     shares = shares_of_heads(p.groups, p.kv_rows, bool(p.mask))
-    groups = p.groups // shares
+    # Programs that have their heads in one block: all of a group where shares are not equal.
+    parts = shares if p.groups % shares else 1
+    groups = p.groups * parts // shares
     heads = common.side_by_side(p, extras.mask, p.q_len * p.groups)
 
     def index(share, j, outer, b):
         """Grid indices to the example, the share of all query heads and the tile."""
         return b, outer * heads * shares + share, j
 
+    def index_of_heads(*ids):
+        """The same with the number of the block of heads."""
+        b, share, j = index(*ids)
+        return b, share if parts == 1 else lax.div(share, np.int32(parts)), j
+
     def head_rows(width):
-        """All queries of the heads of a share."""
+        """All queries of a block of heads."""
 
         def block(*ids):
-            b, share, _ = index(*ids)
-            return b, 0, share, 0
+            b, heads, _ = index_of_heads(*ids)
+            return b, 0, heads, 0
 
         return pl.BlockSpec((None, p.q_len, groups, common.padded(width)), block)
 
@@ -159,8 +174,8 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
 
         return pl.BlockSpec((None, static.kv.block, None, common.padded(width)), block)
 
-    tables, table_specs = common.operands(extras, table, index, heads=groups)
-    statistic = pl.BlockSpec((None, groups, p.q_len), lambda *ids: (*index(*ids)[:2], 0))
+    tables, table_specs = common.operands(extras, table, index_of_heads, heads=groups)
+    statistic = pl.BlockSpec((None, groups, p.q_len), lambda *ids: (*index_of_heads(*ids)[:2], 0))
     widths = []
     if kernel is not pallas_flash_dv:
         widths.append(p.head_dim)
@@ -194,6 +209,7 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
         out_specs=[keys(width) for width in widths],
         out_shapes=[((*p.key.shape[:2], p.num_kv_heads * shares, w), dtype) for w in widths],
         here=lambda: index(*map(pl.program_id, range(4))),
+        parts=parts,
     )
     if shares == 1:
         return sums

@@ -103,12 +103,19 @@ def shared_bytes(kernel: str, tile: Tile, work: Workload) -> int:
 
 
 def shares_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
-    """Among how many programs "dkv" shares out the `groups` heads of a key: a divisor of `groups`.
+    """Among how many programs "dkv" shares out the `groups` heads of a key.
 
     `kv_rows` are the keys of all heads and examples; `masked` is whether there is a mask, whose
     tiles differ in work, so that more programs are better.
     """
     enough = table.ENOUGH_KEYS if masked else table.ENOUGH_KEYS / 2
-    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
-    # The nearest, for sums of many shares take time and memory. (There may be no keys.)
-    return min(divisors, key=lambda n: abs(math.log2(n * max(1, kv_rows) / enough)))
+
+    def off(n: int) -> float:
+        # The largest share takes as long as all. (There may be no keys.)
+        equal_shares = groups / math.ceil(groups / n)
+        return abs(math.log2(equal_shares * max(1, kv_rows) / enough))
+
+    # The nearest, for sums of many shares take time and memory: equal shares where these are near.
+    counts = range(1, groups + 1)
+    equal = min((n for n in counts if groups % n == 0), key=off)
+    return equal if off(equal) <= 0.5 else min(counts, key=off)
