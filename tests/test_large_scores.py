@@ -62,8 +62,8 @@ def options_of(amounts, T, S, together):
     """What else the call has: nothing, or all that meets the scores."""
     if not together:
         return {}
-    # Every third sink beats all that is hidden, others are as small, after `HALVED`.
-    sinks = [n - 9 if n % 3 == 0 or np.isinf(x) else 0.5 * x for n, x in enumerate(amounts)]
+    # Every third sink beats all that is hidden, the others are what `HALVED` makes of the amounts.
+    sinks = [n % 9 - 4 if n % 3 == 0 or np.isinf(x) else 0.5 * x for n, x in enumerate(amounts)]
     return dict(
         sinks=jnp.asarray(sinks, jnp.float32),
         alibi_slopes=jnp.full(len(amounts), SLOPE, jnp.float32),
