@@ -1,8 +1,23 @@
-"""Markers, cheap compilation, and a count of kernel cases: skipping all kernels shows a zero."""
+"""What runs when, cheap compilation, and a count of kernel cases: skipping all kernels shows a zero.
 
+`pytest` runs each test with every value of every parameter once: of three implementations and ten
+cases, ten pairs in which all thirteen occur. `pytest -m extended` runs the other combinations, and
+what is marked `extended` by hand: further values of a parameter, as `cases.parametrize(names=...)`
+marks the cases that it does not name. So a new test needs no thought of this, and what must always
+run together is one parameter, `parametrize(("case", "dtype"), [...])`. `pytest -m gpu` runs, on a
+GPU, all combinations of the tests marked `gpu`.
+"""
+
+import collections
+import itertools
 import os
 import sys
 from pathlib import Path
+
+# pytest-xdist runs one process a core; threads would fight over them. NumPy, which JAX imports,
+# reads this once.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest
@@ -11,10 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 # What somebody tuned on this machine must not change what is tested.
 os.environ["PALLAS_FLASH_TUNED"] = "0"
-
-# pytest-xdist runs one process a core; JAX's own threads would fight over them.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Here programs compile for seconds and run once, for milliseconds. Up to 0.10 XLA can emit a CPU's
 # fusions without MLIR, which takes a third of the time; later versions refuse the flag.
@@ -35,11 +46,38 @@ _KERNEL_CASES = "kernel_cases"
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; select with -m gpu")
     config.addinivalue_line(
-        "markers", "extended: many more random problems; select with -m extended"
+        "markers", "extended: more combinations and random problems; select with -m extended"
     )
 
 
+def values(item):
+    """What an item takes from each `parametrize`: the names, and which objects they are."""
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        yield tuple((name.strip(), id(item.callspec.params[name.strip()])) for name in names)
+
+
+def needless(items):
+    """Of one test's items, those without which every value of every parameter still occurs.
+
+    Kept is in turn the one with the most values that are new, of equals that whose values were kept
+    the least, of equals the first.
+    """
+    left, kept = {item: list(values(item)) for item in items}, collections.Counter()
+
+    def gain(item):
+        return sum(not kept[x] for x in left[item]), -sum(kept[x] for x in left[item])
+
+    while left and gain(best := max(left, key=gain))[0]:
+        kept.update(left.pop(best))
+    return [item for item in left if left[item]]
+
+
 def pytest_collection_modifyitems(config, items):
+    for _, group in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
+        group = [x for x in group if not any(map(x.get_closest_marker, ("gpu", "extended")))]
+        for item in needless(group):
+            item.add_marker("extended")
     expression = config.option.markexpr
     chosen = {name for name in ("gpu", "extended") if name in expression}
     kept, dropped = [], []
