@@ -23,6 +23,11 @@ def _none(random: Random, case: "Case") -> dict[str, Any]:
     return {}
 
 
+def _array(x, dtype=None):
+    """Rounded by NumPy: `jnp.asarray` compiles a program for each shape, long on a GPU."""
+    return jax.device_put(np.asarray(x, dtype and jnp.dtype(dtype)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A problem without its numbers; `options` draws the keyword arguments of `attention`."""
@@ -42,10 +47,10 @@ class Case:
         c, random = self, np.random.default_rng([seed, *self.name.encode()])
 
         def normal(*shape):
-            return jnp.asarray(random.standard_normal(shape), dtype)
+            return _array(random.standard_normal(shape), dtype)
 
         qkv = normal(c.B, c.T, c.N, c.H), normal(c.B, c.S, c.K, c.H), normal(c.B, c.S, c.K, c.V)
-        dlse = jnp.asarray(random.standard_normal((c.B, c.T, c.N)), jnp.float32)
+        dlse = _array(random.standard_normal((c.B, c.T, c.N)), "float32")
         return qkv, (normal(c.B, c.T, c.N, c.V), dlse), c.options(random, c)
 
     def scaled(self, factor: int) -> "Case":
@@ -67,13 +72,13 @@ def _lengths(random, c):
 
 def _zero_lengths(random, c):
     return dict(
-        query_seq_lengths=jnp.array([c.T // 2, c.T], jnp.int32),
-        key_value_seq_lengths=jnp.array([c.S // 3, 0], jnp.int32),
+        query_seq_lengths=_array([c.T // 2, c.T], "int32"),
+        key_value_seq_lengths=_array([c.S // 3, 0], "int32"),
     )
 
 
 def _sorted_ids(random, c, length):
-    return jnp.asarray(np.sort(random.integers(0, 4, (c.B, length)), axis=1), jnp.int32)
+    return _array(np.sort(random.integers(0, 4, (c.B, length)), axis=1), "int32")
 
 
 def _documents(random, c):
@@ -89,7 +94,9 @@ def _shuffled_ids(random, c):
 
 
 def _foreign_ids(random, c):
-    return dict(segment_ids=(jnp.zeros((c.B, c.T), jnp.int32), jnp.ones((c.B, c.S), jnp.int32)))
+    return dict(
+        segment_ids=(_array(np.zeros((c.B, c.T)), "int32"), _array(np.ones((c.B, c.S)), "int32"))
+    )
 
 
 def _offsets(random, c):
@@ -107,7 +114,7 @@ def _everything(random, c):
 
 
 def _ints(random, low, high, shape):
-    return jnp.asarray(random.integers(low, high + 1, shape), jnp.int32)
+    return _array(random.integers(low, high + 1, shape), "int32")
 
 
 def _shape(c, axes):
@@ -118,7 +125,7 @@ def _shape(c, axes):
 
 def _mask(axes, share=0.5, **options):
     def draw(random, c):
-        return dict(mask=jnp.asarray(random.random(_shape(c, axes)) < share), **options)
+        return dict(mask=_array(random.random(_shape(c, axes)) < share), **options)
 
     return draw
 
@@ -129,7 +136,7 @@ def _mask_with_empty_tiles(random, c):
     mask[:, 0, c.T // 3 :] = False
     mask[:, 1, c.T // 3 :] = True
     mask[:, 2:, :, : c.S // 2] = False
-    return dict(mask=jnp.asarray(mask))
+    return dict(mask=_array(mask))
 
 
 def _bias(axes, dtype="float32", **options):
@@ -140,7 +147,7 @@ def _bias(axes, dtype="float32", **options):
 
 
 def _normal(random, shape, dtype="float32"):
-    return jnp.asarray(random.standard_normal(shape), dtype)
+    return _array(random.standard_normal(shape), dtype)
 
 
 def _infinite_bias(random, c):
@@ -148,17 +155,17 @@ def _infinite_bias(random, c):
     bias = random.standard_normal((c.B, 1, c.T, c.S))
     bias[random.random(bias.shape) < 0.3] = -np.inf
     bias[0, :, :5] = -np.inf
-    return dict(bias=jnp.asarray(bias, jnp.float32))
+    return dict(bias=_array(bias, "float32"))
 
 
 def _sinks(random, c):
     # One so large that it takes nearly all, one so small that it takes nothing.
-    return dict(sinks=_normal(random, c.N).at[0].set(9.0).at[1].set(-99.0))
+    return dict(sinks=_array([9.0, -99.0, *random.standard_normal(c.N)[2:]][: c.N], "float32"))
 
 
 def _slopes(random, c):
     return dict(
-        alibi_slopes=jnp.asarray(random.uniform(0.02, 0.3, c.N), jnp.float32),
+        alibi_slopes=_array(random.uniform(0.02, 0.3, c.N), "float32"),
         query_offset=_ints(random, -c.T // 2, c.S, c.B),
     )
 
@@ -190,7 +197,7 @@ def _dropout(rate, **options):
 
 def _prefix(random, c):
     return dict(
-        mask=PrefixLM(jnp.array([0, 3 * c.S // 4], jnp.int32)),
+        mask=PrefixLM(_array([0, 3 * c.S // 4], "int32")),
         query_offset=_ints(random, -9, 9, c.B),
     )
 
@@ -207,7 +214,7 @@ def _blocks(axes, block_q, block_kv):
     def draw(random, c):
         heads = _shape(c, axes)[:2]
         blocks = (-(-c.T // block_q), -(-c.S // block_kv))
-        return dict(mask=BlockMask(jnp.asarray(random.random((*heads, *blocks)) < 0.4), block_q,
+        return dict(mask=BlockMask(_array(random.random((*heads, *blocks)) < 0.4), block_q,
                                    block_kv))  # fmt: skip
 
     return draw

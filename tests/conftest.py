@@ -1,4 +1,4 @@
-"""What runs when, cheap compilation, and a count of kernel cases: skipping all kernels shows a zero.
+"""What runs when, cheap compilation, and a count of kernel cases: skipping all shows a zero.
 
 `pytest` runs each test with every value of every parameter once: of three implementations and ten
 cases, ten pairs in which all thirteen occur. `pytest -m extended` runs the other combinations, and
@@ -48,6 +48,12 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "extended: more combinations and random problems; select with -m extended"
     )
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With `-m gpu`, files without such tests: importing them takes each worker a while."""
+    python = collection_path.suffix == ".py" and config.option.markexpr == "gpu"
+    return True if python and "mark.gpu" not in collection_path.read_text() else None
 
 
 def values(item):

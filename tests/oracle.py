@@ -371,9 +371,14 @@ def differentiate(function, q, k, v, do, dlse, **operands):
 def compiled(function):
     """jit for tests that run each program once: compiling must be quick on a GPU, too.
 
-    So its fastest product is not searched for, and constants such as masks are not folded.
+    So dense products are cuBLAS's and not compiled, the fastest is not searched for, and constants
+    such as masks are not folded.
     """
-    options = {"xla_gpu_autotune_level": 0, "xla_disable_hlo_passes": "constant_folding"}
+    options = {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_autotune_level": 0,
+        "xla_disable_hlo_passes": "constant_folding",
+    }
     return jax.jit(function, compiler_options=options if jax.default_backend() == "gpu" else None)
 
 
