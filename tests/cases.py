@@ -330,21 +330,32 @@ CASES += FEATURES
 BY_NAME = {case.name: case for case in CASES}
 
 
-def parametrize(*, names=None, others_extended=False):
+def default(chosen, values):
+    """The values of a `parametrize`; those that are not `chosen` run with `-m extended`."""
+    import pytest
+
+    assert all(x in values for x in chosen)
+    return [
+        pytest.param(
+            *(x if isinstance(x, tuple) else (x,)),
+            marks=() if x in chosen else pytest.mark.extended,
+        )
+        for x in values
+    ]
+
+
+def parametrize(*, names=None, more=(), others_extended=False, table=CASES):
     """Marks a test to run for each case, with the case's name as its id.
 
-    With `others_extended`, cases that `names` leaves out run with `-m extended`.
+    Cases in `more`, or with `others_extended` all that `names` leaves out, run with `-m extended`.
     """
     import pytest
 
-    def param(case):
-        chosen = names is None or case.name in names
-        marks = () if chosen else pytest.mark.extended
-        return pytest.param(case, marks=marks, id=case.name.replace(" ", "-"))
-
-    assert names is None or set(names) <= BY_NAME.keys()
-    cases = [c for c in CASES if names is None or c.name in names or others_extended]
-    return pytest.mark.parametrize("case", [param(case) for case in cases])
+    assert {*(names or ()), *more} <= BY_NAME.keys()
+    chosen = [c for c in table if names is None or c.name in names]
+    values = [c for c in table if c in chosen or c.name in more or others_extended]
+    ids = [c.name.replace(" ", "-") for c in values]
+    return pytest.mark.parametrize("case", default(chosen, values), ids=ids)
 
 
 def poison(case: Case, qkv, cotangents, options):

@@ -1,11 +1,11 @@
 """What runs when, cheap compilation, and a count of kernel cases: skipping all shows a zero.
 
 `pytest` runs each test with every value of every parameter once: of three implementations and ten
-cases, ten pairs in which all thirteen occur. `pytest -m extended` runs the other combinations, and
-what is marked `extended` by hand: further values of a parameter, as `cases.parametrize(names=...)`
-marks the cases that it does not name. So a new test needs no thought of this, and what must always
-run together is one parameter, `parametrize(("case", "dtype"), [...])`. `pytest -m gpu` runs, on a
-GPU, all combinations of the tests marked `gpu`.
+cases, ten pairs in which all thirteen occur. `pytest -m extended` runs the other combinations. So a
+new test needs no mark; what must always run together is one parameter,
+`parametrize(("case", "dtype"), [...])`. Where values are many and each takes seconds,
+`cases.default(chosen, values)` and `cases.parametrize(names=..., more=...)` leave the others to
+`-m extended`, too. `pytest -m gpu` runs all combinations of the tests marked `gpu`, on a GPU.
 """
 
 import collections
@@ -46,7 +46,7 @@ _KERNEL_CASES = "kernel_cases"
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; select with -m gpu")
     config.addinivalue_line(
-        "markers", "extended: more combinations and random problems; select with -m extended"
+        "markers", "extended: further values and combinations; select with -m extended"
     )
 
 

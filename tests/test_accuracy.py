@@ -134,48 +134,30 @@ SMALL = pallas_flash.TileSizes(
 )
 
 
-# What a dtype could break: one tile and several, ragged and whole ones, rows that see nothing, all
+# What a dtype could break: several tiles, ragged and whole ones, rows that see nothing, all
 # conditions. Each mask by itself does not depend on it.
 in_bfloat16 = cases.parametrize(
     names=[
-        "full",
         "full, whole tiles",
-        "T of one tile, S of several",
         "T of several tiles, S of one",
         "one of everything",
         "one key/value head",
-        "large heads",
         "large scores",
-        "causal, whole tiles",
         "causal, no query sees a key",
         "lengths of zero",
         "everything at once",
-        "all features",
     ],
     others_extended=True,
 )
 
 
-# The features' cases take the kernels' way in test_lowering; the interpreter runs a few.
-in_interpreter = cases.parametrize(
-    names=[
-        *(case.name for case in cases.CASES if case not in cases.FEATURES),
-        "bias of keys",
-        "blocks and predicate",
-    ],
-    others_extended=True,
-)
-
-
-@in_interpreter
-def test_kernels_in_the_interpreter(case, kernel_case):
-    judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=SMALL))
-
-
-@in_bfloat16
-def test_kernels_in_the_interpreter_in_bfloat16(case, kernel_case):
-    """In tiles so small that a sum over them, were it rounded in each, would be too far off."""
-    judge(case, "bfloat16", measured(case, "bfloat16", "interpret", tile_sizes=SMALL))
+@pytest.fixture
+def tiles_of_kernels(implementation, request):
+    """The options of a call, which counts as one of the kernels if it is."""
+    if implementation != "interpret":
+        return {}
+    request.getfixturevalue("kernel_case")
+    return {"tile_sizes": SMALL}
 
 
 @pytest.fixture
@@ -187,16 +169,20 @@ def small_blocks(case, monkeypatch):
 
 
 @cases.parametrize()
-def test_xla(case, small_blocks):
-    judge(case, "float32", measured(case, "float32", "xla"))
+@pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
+def test_float32(case, implementation, small_blocks, tiles_of_kernels, monkeypatch):
+    if implementation == "reference":
+        monkeypatch.setattr(oracle, "compiled", dense_compiler(case))
+    judge(case, "float32", measured(case, "float32", implementation, **tiles_of_kernels))
 
 
 @in_bfloat16
-def test_xla_in_bfloat16(case, monkeypatch):
-    """In small tiles, too."""
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_bfloat16(case, implementation, tiles_of_kernels, monkeypatch):
+    """In tiles so small that a sum over them, were it rounded in each, would be too far off."""
     monkeypatch.setattr(_xla, "BLOCK_Q", 16)
     monkeypatch.setattr(_xla, "BLOCK_KV", 16)
-    judge(case, "bfloat16", measured(case, "bfloat16", "xla"))
+    judge(case, "bfloat16", measured(case, "bfloat16", implementation, **tiles_of_kernels))
 
 
 @cases.parametrize(names=["full", "everything at once"])
@@ -206,12 +192,6 @@ def test_optimized_by_xla(case, dtype, implementation, monkeypatch):
     """As users compile it; the other tests let XLA optimize less."""
     monkeypatch.setattr(oracle, "compiled", oracle.optimized)
     judge(case, dtype, measured(case, dtype, implementation))
-
-
-@cases.parametrize()
-def test_reference(case, monkeypatch):
-    monkeypatch.setattr(oracle, "compiled", dense_compiler(case))
-    judge(case, "float32", measured(case, "float32", "reference"))
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
@@ -273,8 +253,8 @@ def test_slopes_move_with_an_offset_that_is_known(implementation):
         "lengths of zero",
         "documents, nothing in common",
         "everything at once",
-        "all features",
-    ]
+    ],
+    more=["all features"],
 )
 @pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
 def test_nothing_shows_of_what_no_query_sees(case, implementation, small_blocks):

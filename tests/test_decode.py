@@ -34,7 +34,25 @@ def with_few(case, T, **sizes):
 
 # Those with one array of ids for queries and keys need as many of both.
 SERVED = [c for c in cases.CASES if c.name not in ("documents", "documents, causal, long")]
-every_case = pytest.mark.parametrize("case", SERVED, ids=lambda c: c.name.replace(" ", "-"))
+every_case = cases.parametrize(
+    names=[
+        "full",
+        "one key/value head",
+        "causal, offset for each example",
+        "window, moved",
+        "lengths of zero",
+        "documents in pairs",
+        "everything at once",
+        "mask with empty tiles",
+        "bias",
+        "sinks",
+        "score function",
+        "dropout",
+        "blocks and predicate",
+    ],
+    others_extended=True,
+    table=SERVED,
+)
 
 
 def run(problem, tiles=TILES):

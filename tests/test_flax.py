@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import cases
 import flax.linen.attention
 import flax.nnx.nn.attention
 import jax
@@ -1050,15 +1051,18 @@ def with_cache(batch=2, length=9, **kwargs) -> SelfAttention:
     return layer
 
 
+WITH_CACHE = [
+    {"num_kv_heads": 2, "normalize_qk": True, "use_bias": True},
+    {"local_window_size": (2, 0), "logits_soft_cap": 1.5},
+    {},
+    {"use_sinks": True, "sinks_init": nnx.initializers.normal(1.0), "rope_theta": None},
+    {"num_kv_heads": 1, "implementation": "interpret"},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"num_kv_heads": 2, "normalize_qk": True, "use_bias": True},
-        {"local_window_size": (2, 0), "logits_soft_cap": 1.5},
-        {"use_sinks": True, "sinks_init": nnx.initializers.normal(1.0), "rope_theta": None},
-        {"num_kv_heads": 1, "implementation": "interpret"},
-    ],
+    cases.default(WITH_CACHE[:2], WITH_CACHE),
     ids=lambda options: "-".join(options) or "plain",
 )
 def test_tokens_by_a_cache_are_those_of_the_whole_text(options):

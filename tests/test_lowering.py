@@ -31,7 +31,29 @@ SLICED = TileSizes(
     Tile(64, 32, num_slices=2), dkv=Tile(32, 64), dq=Tile(64, 16, 2, 3, num_slices=4)
 )
 
-every_case = cases.parametrize()
+# Test_accuracy runs each case; here the default run has those that lower to something new.
+every_case = cases.parametrize(
+    names=[
+        "full, whole tiles",
+        "T of several tiles, S of one",
+        "one of everything",
+        "one key/value head",
+        "large heads",
+        "causal, more queries",
+        "window, moved",
+        "lengths of zero",
+        "documents, shuffled",
+        "everything at once",
+        "mask with empty tiles",
+        "bias of heads",
+        "sinks",
+        "score function",
+        "dropout",
+        "prefix",
+        "blocks and predicate",
+    ],
+    others_extended=True,
+)
 
 
 def _attention(options, tiles=TILES):
@@ -75,14 +97,8 @@ def test_numbers_in_16_bits(case, dtype, kernel_case):
 
 
 @cases.parametrize(
-    names=[
-        "full",
-        "full, whole tiles",
-        "causal, more queries",
-        "window narrower than a tile gap",
-        "everything at once",
-        "dropout",
-    ]
+    names=["full, whole tiles", "dropout"],
+    more=["full", "causal, more queries", "window narrower than a tile gap", "everything at once"],
 )
 def test_dk_and_dv_apart(case, kernel_case):
     results, runs = _evaluated(case, tiles=APART)
@@ -92,21 +108,19 @@ def test_dk_and_dv_apart(case, kernel_case):
 
 
 @cases.parametrize(
-    names=[
+    names=["one query", "one key/value head", "everything at once"],
+    more=[
         "full, whole tiles",
         "T of one tile, S of several",
-        "one query",
-        "one key/value head",
         "causal, whole tiles",
         "causal, first queries see nothing",
         "lengths of zero",
         "documents, shuffled",
-        "everything at once",
         "mask with empty tiles",
         "sinks",
         "dropout",
         "all features",
-    ]
+    ],
 )
 def test_slices(case, kernel_case):
     """Rows of a tile in several parts: the same numbers, and nothing else is read."""

@@ -135,9 +135,6 @@ def call_of(row):
     return case, case.problem(chosen["dtype"])
 
 
-each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: "".join(map(str, row.values())))
-
-
 def check(row, run):
     """`run` takes a problem, as `Case.problem` gives it."""
     _, problem = call_of(row)
@@ -150,23 +147,23 @@ def check(row, run):
         assert error <= oracle.natural(roundings, truth, name), name
 
 
-@each_row
-def test_kernels(row, kernel_case):
-    """Their lowered code, which is executed faster than the interpreter is compiled."""
-    check(row, lambda problem: test_lowering.differentiated(problem)[0])
+WAYS = {
+    "lowered": lambda problem: test_lowering.differentiated(problem)[0],
+    "interpret": lambda problem: measured(None, None, "interpret", problem, tile_sizes=SMALL),
+    "xla": lambda problem: measured(None, None, "xla", problem),
+}
 
 
-@pytest.mark.extended
-@each_row
-def test_kernels_in_the_interpreter(row, kernel_case):
-    check(row, lambda problem: measured(None, None, "interpret", problem, tile_sizes=SMALL))
-
-
-@each_row
-def test_xla(row, monkeypatch):
+@pytest.mark.parametrize(
+    "row", cases.default(ROWS[:9], ROWS), ids=lambda row: "".join(map(str, row.values()))
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers(row, way, monkeypatch, request):
+    if way != "xla":
+        request.getfixturevalue("kernel_case")
     monkeypatch.setattr(_xla, "BLOCK_Q", 16)
     monkeypatch.setattr(_xla, "BLOCK_KV", 32)
-    check(row, lambda problem: measured(None, None, "xla", problem))
+    check(row, WAYS[way])
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=str)

@@ -1,8 +1,8 @@
 """Whole problems drawn at random obey the rule of test_accuracy, by the kernels and by the blocked
 XLA path.
 
-The default suite runs the first problems of the list, `-m extended` the others. NumPy draws them
-from their numbers, so they are the same everywhere.
+The default run has a few problems of the list. NumPy draws them from their numbers, so they are
+the same everywhere.
 """
 
 import cases
@@ -101,12 +101,6 @@ def check(number):
         judge(case, dtype, measured(case, dtype, implementation, tile_sizes=sizes), worst=WORST)
 
 
-@pytest.mark.parametrize("number", NUMBERS[:20])
+@pytest.mark.parametrize("number", cases.default(NUMBERS[2:5], NUMBERS))
 def test_random_problem(number, kernel_case):
-    check(number)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("number", NUMBERS[20:])
-def test_more_random_problems(number, kernel_case):
     check(number)

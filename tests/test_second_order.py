@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Callable
 
+import cases
 import jax
 import jax.numpy as jnp
 import jax.test_util
@@ -64,13 +65,6 @@ SCORES = {
         dropout_key=jax.random.key(5),
     )
 }
-
-
-def cases(names, *default):
-    """The names as parameters, those that are not default for the extended suite."""
-    return [
-        pytest.param(name, marks=[] if name in default else pytest.mark.extended) for name in names
-    ]
 
 
 def draw(dtype=np.float64, **shapes) -> dict:
@@ -146,7 +140,9 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize(
     "mask",
-    cases([*MASKS, *ARRAYS, *SCORES], "causal, lengths", "bias of queries, mask", "scores"),
+    cases.default(
+        ["causal, lengths", "bias of queries, mask", "scores"], [*MASKS, *ARRAYS, *SCORES]
+    ),
 )
 @pytest.mark.parametrize("derivative", [forward_over_reverse, reverse_over_reverse])
 def test_hessian_vector_products_in_float64(derivative, mask):
@@ -160,7 +156,7 @@ def test_hessian_vector_products_in_float64(derivative, mask):
         assert_close(got, want)
 
 
-@pytest.mark.parametrize("mask", cases(MASKS, "causal, lengths"))
+@pytest.mark.parametrize("mask", cases.default(["causal, lengths"], MASKS))
 @pytest.mark.parametrize("derivative", [forward_over_reverse, reverse_over_reverse])
 def test_hessian_vector_products_of_the_kernels(derivative, mask, kernel_case):
     got = oracle.compiled(derivative(loss("interpret", **MASKS[mask])))(draw(np.float32))

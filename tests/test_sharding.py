@@ -13,6 +13,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import cases
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -380,20 +381,12 @@ def main(name, kind):
     print("checked")
 
 
-# Each takes a process and its programs many seconds to compile, so the others are extended.
-FIRST = [("nothing_is_gathered", kind) for kind in KINDS] + [
-    ("indices_are_those_of_the_whole_call", "auto"),
-    ("what_is_not_served_raises", "auto"),
-]
+# Each takes a process and its programs many seconds to compile.
+FIRST = [("nothing_is_gathered", "auto"), ("what_is_not_served_raises", "auto")]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        pytest.param(name, kind, marks=[] if (name, kind) in FIRST else pytest.mark.extended)
-        for name in CHECKS
-        for kind in KINDS
-    ],
+    ("name", "kind"), cases.default(FIRST, [(name, kind) for name in CHECKS for kind in KINDS])
 )
 def test_on_eight_devices(name, kind):
     here = Path(__file__)

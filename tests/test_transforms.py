@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cases
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -330,8 +331,21 @@ def loop(fn: Callable, axes: dict[str, int]) -> Callable:
 
 @pytest.mark.parametrize(
     ("implementation", "name"),
-    [(implementation, name) for implementation in BLOCKED for name in EVERYWHERE]
-    + [("xla", name) for name in WITHOUT_KERNELS],
+    cases.default(
+        [
+            ("interpret", "nested"),
+            ("interpret", "lengths"),
+            ("xla", "all three"),
+            ("xla", "queries"),
+            ("xla", "keys and values"),
+            ("xla", "segment ids"),
+            ("xla", "offset and keys"),
+            ("xla", "scale"),
+            ("xla", "nested bias"),
+        ],
+        [(implementation, name) for implementation in BLOCKED for name in EVERYWHERE]
+        + [("xla", name) for name in WITHOUT_KERNELS],
+    ),
 )
 def test_vmap(implementation, name):
     """Gradients by what is shared are summed over the copies."""
@@ -689,6 +703,7 @@ def check_sharding_on_four_devices():
         print("agrees:", implementation, axis_type, check_vma)
 
 
+@pytest.mark.extended
 def test_sharding_by_batch_and_heads():
     here = Path(__file__)
     paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
