@@ -1,0 +1,47 @@
+"""What the default run has: every value of every parameter, and no more items than that takes."""
+
+import itertools
+import types
+
+import conftest
+import pytest
+
+
+class Item:
+    """A test called with `values`, by one `parametrize` for each of `names`."""
+
+    def __init__(self, names, values):
+        self._names = names
+        self.callspec = types.SimpleNamespace(params=dict(values))
+
+    def iter_markers(self, _):
+        return iter([pytest.mark.parametrize(names, []).mark for names in self._names])
+
+
+def kept(names, rows):
+    items = [Item(names, row) for row in rows]
+    needless = conftest.needless(items)
+    return [tuple(item.callspec.params.values()) for item in items if item not in needless]
+
+
+def test_of_three_by_four_combinations_four_remain_with_all_seven_values():
+    rows = [dict(a=a, b=b) for a, b in itertools.product("xyz", range(4))]
+    found = kept(["a", "b"], rows)
+    assert sorted(b for _, b in found) == [0, 1, 2, 3]
+    # None of the three is there three times.
+    assert sorted("".join(a for a, _ in found)) == ["x", "x", "y", "z"]
+
+
+@pytest.mark.parametrize("names", ["a, b", ("a", "b")])
+def test_a_row_of_a_table_is_one_value(names):
+    rows = [dict(a=a, b=b) for a, b in [(1, 1), (1, 2), (2, 2), (2, 1)]]
+    assert len(kept([names], rows)) == 4
+
+
+def test_what_has_no_parameters_is_needed():
+    assert kept([], [{}]) == [()]
+
+
+def test_a_value_that_is_there_twice_is_one():
+    x = object()
+    assert len(kept(["a"], [dict(a=x), dict(a=x)])) == 1
