@@ -24,12 +24,11 @@ def kept(names, rows):
     return [tuple(item.callspec.params.values()) for item in items if item not in needless]
 
 
-def test_of_three_by_four_combinations_four_remain_with_all_seven_values():
-    rows = [dict(a=a, b=b) for a, b in itertools.product("xyz", range(4))]
+def test_of_two_by_four_combinations_four_remain_with_all_six_values():
+    rows = [dict(a=a, b=b) for a, b in itertools.product("xy", range(4))]
     found = kept(["a", "b"], rows)
     assert sorted(b for _, b in found) == [0, 1, 2, 3]
-    # None of the three is there three times.
-    assert sorted("".join(a for a, _ in found)) == ["x", "x", "y", "z"]
+    assert sorted(a for a, _ in found) == ["x", "x", "y", "y"]
 
 
 @pytest.mark.parametrize("names", ["a, b", ("a", "b")])
