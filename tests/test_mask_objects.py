@@ -4,6 +4,7 @@ import functools
 import itertools
 from typing import NamedTuple
 
+import cases
 import jax
 import jax.numpy as jnp
 import jaxprs
@@ -402,7 +403,10 @@ CALLS = {
 PLAIN_JAX_ALONE = {"object and array", "array and object", "NumPy array and object"}
 
 
-@pytest.mark.parametrize("name", CALLS)
+CHOSEN = ["object and array", "two objects and an array", "blocks", "blocks of a predicate"]
+
+
+@pytest.mark.parametrize("name", cases.default(CHOSEN, CALLS))
 def test_a_call_with_an_object_is_one_with_the_array_it_stands_for(name):
     mask = CALLS[name](parts())
     want = results("reference", jnp.asarray(seen_by_blocks(mask)))
