@@ -42,9 +42,7 @@ def attention(problem: Problem, first_query=0):
     if sinks is not None:
         m = jnp.maximum(m, lax.stop_gradient(sinks))
     m = jnp.where(m == -jnp.inf, 0, m)
-    # The choice, which is always s, keeps compilers for CPUs from fusing the difference with a
-    # product before it: m alone would be rounded. A minimum would halve the gradient where s = m.
-    weight = jnp.exp(jnp.where(s <= m, s, m) - m)
+    weight = jnp.exp(_at_most(s, m) - m)
     total = weight.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - m)
@@ -59,6 +57,21 @@ def attention(problem: Problem, first_query=0):
         o.reshape(*p.query.shape[:3], p.value_dim).astype(p.dtype),
         jnp.moveaxis(lse, -1, 1).reshape(p.query.shape[:3]),
     )
+
+
+@jax.custom_jvp
+def _at_most(s, m):
+    """`s`, which is at most its maximum `m`, and keeps its derivative.
+
+    A compiler for CPUs may fuse the difference with a product before it, and then m alone is
+    rounded: s computed again is larger than m.
+    """
+    return jnp.minimum(s, m)
+
+
+@_at_most.defjvp
+def _(primals, tangents):
+    return _at_most(*primals), tangents[0]
 
 
 def _visible(p: Problem, first_query):
