@@ -17,7 +17,7 @@ from pallas_flash._select import Explanation
 from pallas_flash._tiling import cache, choose
 from pallas_flash._tiling.sizes import TileSizes
 
-Implementation = Literal["triton", "interpret", "xla", "reference"]
+Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
 
 F = TypeVar("F", bound=Callable)
 
@@ -51,6 +51,7 @@ def attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
     tile_sizes: TileSizes | None = None,
+    reproducible: bool | None = None,
 ) -> Any:
     r"""Exact softmax attention with memory linear in the lengths, forward and backward.
 
@@ -122,12 +123,16 @@ def attention(
             gradient.
         return_lse: also return the LSE, log sum_j exp(s_ij), in float32 (float64 for float64
             inputs) and differentiable; -inf where a query sees nothing.
-        implementation: None chooses; "triton" are the GPU kernels, "interpret" the same kernels in
-            Pallas's interpreter (any device, slow), "xla" the same algorithm in plain JAX,
-            "reference" the dense definition. What is asked for explicitly is used or raises. See
-            `explain`.
+        implementation: None chooses; "mosaic" are kernels for Hopper GPUs, "triton" those for all
+            newer NVIDIA GPUs, "interpret" the latter in Pallas's interpreter (any device, slow),
+            "xla" the same algorithm in plain JAX, "reference" the dense definition. What is asked
+            for explicitly is used or raises. See `explain`.
         tile_sizes: sizes of the kernels' tiles; what is None is what `tune` found on this GPU, or
             else from a table.
+        reproducible: whether gradients must be the same in every run, bit by bit. None follows
+            XLA's flags for it, `--xla_gpu_deterministic_ops` and
+            `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
+            of `query` in the order in which they are ready; all else is reproducible anyway.
 
     Returns:
         The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or
@@ -147,6 +152,7 @@ def attention(
     The algorithm is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
     _validate.check_results(return_residual, return_lse)
+    _validate.check_reproducible(reproducible)
     problem = _validate.validate(
         query,
         key,
@@ -170,9 +176,9 @@ def attention(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
     )
-    choice = _select.select(problem, implementation)
+    choice = _select.select(problem, implementation, tiles=tile_sizes is not None)
     _select.warn_of_fallback(choice, implementation)
-    plan = _plan(problem, choice.implementation, tile_sizes, explicit=implementation is not None)
+    plan = _plan(problem, choice.implementation, tile_sizes, reproducible, implementation)
     o, lse = _run(problem, plan)
     if query.ndim == 3:
         o, lse = o[0], lse[0]
@@ -213,6 +219,7 @@ def explain(
     *,
     implementation: Implementation | None = None,
     tile_sizes: TileSizes | None = None,
+    reproducible: bool | None = None,
     return_residual: bool = False,
     return_lse: bool = False,
     scale=None,
@@ -247,6 +254,7 @@ def explain(
         'xla'
     """
     _validate.check_results(return_residual, return_lse)
+    _validate.check_reproducible(reproducible)
     problem = _validate.validate(
         query,
         key,
@@ -270,12 +278,13 @@ def explain(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
     )
-    choice = _select.select(problem, implementation)
-    _plan(problem, choice.implementation, tile_sizes, explicit=implementation is not None)
-    if tile_sizes is None and choose.tuned(problem, choice.implementation) is not None:
-        reason = f"{choice.reason} Its tiles are tuned, from {cache.file()}."
-        choice = dataclasses.replace(choice, reason=reason)
-    return choice
+    choice = _select.select(problem, implementation, tiles=tile_sizes is not None)
+    plan = _plan(problem, choice.implementation, tile_sizes, reproducible, implementation)
+    _, why = _select.backward_of(problem, choice.implementation, implementation, reproducible)
+    reasons = [choice.reason, why] if why else [choice.reason]
+    if tile_sizes is None and choose.tuned(problem, plan.backward_by) is not None:
+        reasons.append(f"Its tiles are tuned, from {cache.file()}.")
+    return dataclasses.replace(choice, reason=" ".join(reasons))
 
 
 def dropout_mask(
@@ -304,21 +313,24 @@ def dropout_mask(
     return dropout.kept(*indices)
 
 
-def _plan(problem: Problem, implementation: str, tile_sizes, *, explicit: bool) -> _vjp.Plan:
+def _plan(problem: Problem, chosen: str, tile_sizes, reproducible, asked: str | None) -> _vjp.Plan:
     if tile_sizes is not None and not isinstance(tile_sizes, TileSizes):
         raise TypeError(
             f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(tile_sizes).__name__} "
             f"{tile_sizes!r}. "
             "Write TileSizes(forward=Tile(128, 128, 8, 2))."
         )
-    if implementation not in ("triton", "interpret"):
-        if tile_sizes is not None and explicit:
+    backward_by, _ = _select.backward_of(problem, chosen, asked, reproducible)
+    if chosen not in ("triton", "interpret"):
+        if tile_sizes is not None and asked is not None:
             raise ValueError(
-                f"`tile_sizes` must be None where no kernel runs; got {tile_sizes} with "
-                f"implementation={implementation!r}. Drop one of the two."
+                f"`tile_sizes` must be None where no kernel takes them; got {tile_sizes} with "
+                f"implementation={asked!r}. Drop one of the two."
             )
-        return _vjp.Plan(implementation)
-    return _vjp.Plan(implementation, choose.for_call(problem, implementation, tile_sizes))
+        tile_sizes = None
+    if backward_by not in ("triton", "interpret"):
+        return _vjp.Plan(chosen, backward_by=backward_by)
+    return _vjp.Plan(chosen, choose.for_call(problem, backward_by, tile_sizes), backward_by)
 
 
 def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,10 @@
 """Every name of JAX that moves between versions, and the reason why each is here."""
 
 import functools
+import os
+import re
 import warnings
+from typing import Any
 
 import jax
 
@@ -71,6 +74,50 @@ def _compiler_params():
 def compiler_params(num_warps: int, num_stages: int):
     """Triton's launch parameters, without which JAX 0.9 to 0.11.1 may choose another backend."""
     return _compiler_params()(num_warps=num_warps, num_stages=num_stages)
+
+
+@functools.cache
+def mosaic_gpu() -> Any:
+    """`jax.experimental.pallas.mosaic_gpu`, imported late: it costs time.
+
+    Raises:
+        ImportError: if this JAX has none that the kernels are written for.
+    """
+    if jax.__version_info__ < MOSAIC_SINCE:
+        raise ImportError("The kernels in Pallas's Mosaic GPU need a newer JAX.")
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
+
+
+# Before, the operations that the kernels use had other names and arguments.
+MOSAIC_SINCE = (0, 11, 2)
+
+
+def has_mosaic_gpu() -> bool:
+    """Whether kernels can be lowered through Mosaic GPU by this JAX."""
+    try:
+        mosaic_gpu()
+    except ImportError:
+        return False
+    return True
+
+
+def xla_is_deterministic() -> bool:
+    """Whether XLA was told by its flags that GPU programs must give the same bits each time."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    names = "deterministic_ops", "exclude_nondeterministic_ops"
+    values = re.findall(rf"--xla_gpu_(?:{'|'.join(names)})(?:=(\S+))?(?:\s|$)", flags)
+    return any(value.lower() in ("", "1", "true") for value in values)
+
+
+def accumulator_layout() -> Any:
+    """The layout of float32 accumulators of Hopper's matrix instructions, one number a register.
+
+    JAX has announced that it will merge it with `WGMMA`, of two numbers a register.
+    """
+    layout = mosaic_gpu().Layout
+    return getattr(layout, "_WGMMA_ACC_32BIT", layout.WGMMA)
 
 
 def varying_like(shape: tuple[int, ...], dtype, *operands) -> jax.ShapeDtypeStruct:

@@ -493,6 +493,22 @@ def visit(ranges, step, carry, edges: Edges):
     return lax.fori_loop(0, before + stop - full_stop, edge, carry)
 
 
+def edges_first(start, full_start, full_stop, stop):
+    """The tiles of a range as a list: the number of edge tiles, that of all, and what is where.
+
+    For kernels that run ahead of themselves, and want to know the next tile early. The third is a
+    function from a place in the list to the number of the tile there.
+    """
+    before = full_start - start
+    edges = before + stop - full_stop
+
+    def tile_at(i):
+        edge = jnp.where(i < before, start + i, full_stop - before + i)
+        return jnp.where(i < edges, edge, full_start - edges + i)
+
+    return edges, stop - start, tile_at
+
+
 def share(ranges, part, parts: int, edges: Edges):
     """What `visit` is given for one of `parts` nearly equal shares of the tiles of `ranges`."""
 

@@ -1,8 +1,10 @@
 """Which implementation serves a call, and why not the others.
 
-None         "triton" on an NVIDIA GPU of compute capability 8.0 or more, elsewhere "xla"
-"triton"     the kernels, compiled
-"interpret"  the kernels, in Pallas's interpreter: any device, slow
+None         "triton" on an NVIDIA GPU of compute capability 8.0 or more, elsewhere "xla"; on Hopper
+             "mosaic" where it was measured to be faster (`FASTER_BY_MOSAIC`), pass by pass
+"mosaic"     kernels for Hopper alone
+"triton"     kernels for all these GPUs
+"interpret"  those of "triton", in Pallas's interpreter: any device, slow
 "xla"        the same algorithm in plain JAX
 "reference"  the dense definition; memory grows with T * S
 """
@@ -17,9 +19,34 @@ import jax
 from pallas_flash import _compat, _hardware
 from pallas_flash._problem import Problem
 
-IMPLEMENTATIONS = ("triton", "interpret", "xla", "reference")
+IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
 
 MAX_HEAD_DIM = 256
+
+# What "mosaic" serves: head sizes, of queries and values alike, and kinds of masks. Its backward
+# has not the registers for the largest, where another takes its place.
+MOSAIC_HEAD_DIMS = 64, 128, 256
+MOSAIC_BACKWARD_HEAD_DIMS = 64, 128
+MOSAIC_MASKS = "full", "causal"
+
+# From which lengths on the passes of "mosaic" were measured to be faster than those of "triton", by
+# head size and kind of mask. What is not in the table is slower, or was not measured.
+FASTER_BY_MOSAIC = {
+    "forward": {
+        (64, "full"): 2048,
+        (64, "causal"): 2048,
+        (128, "full"): 2048,
+        (128, "causal"): 2048,
+        (256, "full"): 2048,
+        (256, "causal"): 2048,
+    },
+    "backward": {
+        (128, "full"): 8192,
+        (128, "causal"): 2048,
+    },
+}
+# All these calls had 2^17 queries of all heads and examples, or more.
+ROWS_MEASURED = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +102,13 @@ def target() -> Target:
     return Target(device.device_kind, nvidia, capability)
 
 
-def select(problem: Problem, asked: str | None) -> Explanation:
+def select(problem: Problem, asked: str | None, *, tiles: bool = False) -> Explanation:
     """Chooses, or raises for an explicit choice that cannot serve the problem.
+
+    Args:
+        problem: the call.
+        asked: for which implementation, if any.
+        tiles: whether it gives the sizes of tiles, which "triton" alone takes on a GPU.
 
     Raises:
         ValueError: if `asked` is no implementation.
@@ -91,25 +123,36 @@ def select(problem: Problem, asked: str | None) -> Explanation:
     refused = {}
     if on_gpu := [*(_device_limits() or _jax_limits()), *limits]:
         refused["triton"] = " ".join(on_gpu)
+    if on_hopper := [*_mosaic_device_limits(), *limits, *_mosaic_limits(problem)]:
+        refused["mosaic"] = " ".join(on_hopper)
     # Where no kernel is going to run, its language is not even looked for: importing it takes time.
     anywhere = [*_jax_limits(), *limits] if asked == "interpret" else limits
     refused["interpret"] = " ".join(anywhere) or "Only on request: it is for tests, and slow."
     refused["reference"] = "Only on request: its memory grows with T * S."
     if asked is None:
-        if "triton" in refused:
+        if "mosaic" not in refused and tiles:
+            refused["mosaic"] = 'The call gives tile sizes, which are those of "triton".'
+        if "mosaic" not in refused and _faster_by_mosaic("forward", problem):
+            chosen, reason = "mosaic", "the kernels for Hopper serve this call, and faster."
+            refused.setdefault("triton", "Slower than the kernels for Hopper.")
+        elif "triton" in refused:
             chosen, reason = "xla", "the fastest that serves this call on this device."
         else:
             chosen, reason = "triton", "the kernels serve this call on this GPU."
-            refused["xla"] = "Slower than the kernels, which serve this call."
+        refused.setdefault("mosaic", "Only on request: not known to be faster for this call.")
+        refused["xla"] = "Slower than the kernels, which serve this call."
     else:
         chosen, reason = asked, "asked for."
-        why = {"triton": refused.get("triton"), "interpret": " ".join(anywhere)}.get(asked)
+        why = {"interpret": " ".join(anywhere)}.get(asked)
+        if asked in ("mosaic", "triton"):
+            why = refused.get(asked)
         if why:
+            other = "triton" if asked == "mosaic" and "triton" not in refused else "xla"
             raise NotImplementedError(
                 f"`implementation` must be one that serves the call; got {asked!r}. "
-                f'{why} Use "xla".'
+                f'{why} Use "{other}".'
             )
-        for name in ("triton", "xla"):
+        for name in ("mosaic", "triton", "xla"):
             refused.setdefault(name, f"{asked!r} was asked for.")
     refused.pop(chosen, None)
     return Explanation(chosen, reason, refused)
@@ -149,6 +192,83 @@ def _device_limits() -> list[str]:
     return []
 
 
+def _mosaic_device_limits() -> list[str]:
+    """Why kernels for Hopper cannot be compiled for the current device; whole sentences."""
+    device = target()
+    if not device.nvidia or device.capability != (9, 0):
+        known = f" with {'.'.join(map(str, device.capability))}" if device.capability else ""
+        return [
+            "The kernels in Mosaic GPU need a GPU of compute capability 9.0 (H100, H200, GH200), "
+            f"and the device is {device.description}{known}."
+        ]
+    if not _compat.has_mosaic_gpu():
+        return [
+            "The kernels in Mosaic GPU need JAX "
+            f"{'.'.join(map(str, _compat.MOSAIC_SINCE))} or newer, and this is {jax.__version__}."
+        ]
+    return []
+
+
+def _mosaic_limits(p: Problem) -> list[str]:
+    """Why kernels for Hopper do not serve a problem that others may; whole sentences."""
+    limits = []
+    if p.dtype.itemsize != 2:
+        limits.append(f"Got {p.dtype.name}, and they serve float16 and bfloat16.")
+    if p.head_dim not in MOSAIC_HEAD_DIMS or p.value_dim != p.head_dim:
+        limits.append(
+            f"Got head sizes of {p.head_dim} and {p.value_dim} (of values), and they serve "
+            f"{_listed(MOSAIC_HEAD_DIMS)} for both."
+        )
+    static = p.mask.kind in MOSAIC_MASKS and not jax.tree.leaves(p.mask)
+    if not static or p.scores or p.sinks is not None or p.dropout is not None:
+        limits.append(
+            "They serve full and causal attention with offsets known at trace time, and no bias, "
+            "soft cap, sinks, slopes, score function or dropout."
+        )
+    if p.any_scale:
+        limits.append(
+            "Got a scale that is traced or larger than 1, and they serve one that is known at "
+            "trace time and no larger."
+        )
+    return limits
+
+
+def _faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
+    """Whether this pass was measured to be faster than that of "triton" for calls like this."""
+    since = FASTER_BY_MOSAIC[attention_pass].get((p.head_dim, p.mask.kind))
+    return since is not None and min(p.q_len, p.kv_len) >= since and p.rows >= ROWS_MEASURED
+
+
+def backward_of(
+    problem: Problem, implementation: str, asked: str | None, reproducible: bool | None
+) -> tuple[str, str]:
+    """The implementation of the backward, and why, if it is not that of the forward.
+
+    Args:
+        problem: the call.
+        implementation: of the forward.
+        asked: the one that the call asks for.
+        reproducible: whether gradients must be the same in every run; None follows XLA's flags.
+    """
+    if implementation != "mosaic":
+        return implementation, ""
+    reproducible = _compat.xla_is_deterministic() if reproducible is None else reproducible
+    if problem.head_dim not in MOSAIC_BACKWARD_HEAD_DIMS:
+        why = f"the one for Hopper serves head sizes of {_listed(MOSAIC_BACKWARD_HEAD_DIMS)}"
+    elif reproducible:
+        why = "the one for Hopper adds in no order, and gradients must be reproducible"
+    elif asked is None and not _faster_by_mosaic("backward", problem):
+        why = "the one for Hopper is not known to be faster for this call"
+    else:
+        return implementation, ""
+    other = "xla" if _jax_limits() else "triton"
+    return other, f'The backward is that of "{other}": {why}.'
+
+
+def _listed(numbers) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def _jax_limits() -> list[str]:
     """Why this JAX cannot run the kernels, on any device; whole sentences."""
     if _compat.has_triton():
@@ -164,7 +284,7 @@ def warn_of_fallback(choice: Explanation, asked: str | None) -> None:
 
     To be called by what the user calls: the warning points to the line of the user.
     """
-    if asked is not None or choice.implementation == "triton" or not target().nvidia:
+    if asked is not None or choice.implementation in ("mosaic", "triton") or not target().nvidia:
         return
     reason = choice.refused["triton"]
     if reason not in _warned:
@@ -177,4 +297,4 @@ def warn_of_fallback(choice: Explanation, asked: str | None) -> None:
 
 def tile_capability(implementation: str) -> Any:
     """The compute capability to choose tiles for: the interpreter uses those of the newest GPUs."""
-    return target().capability if implementation == "triton" else None
+    return None if implementation == "interpret" else target().capability

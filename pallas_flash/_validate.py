@@ -153,6 +153,12 @@ def check_results(return_residual, return_lse) -> None:
         )
 
 
+def check_reproducible(reproducible) -> None:
+    """None or a bool."""
+    if reproducible is not None:
+        flag("reproducible", reproducible)
+
+
 def _check_inputs(query, key, value) -> None:
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():

@@ -58,10 +58,20 @@ _NO_TILES = TileSizes()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who computes: "xla", or the kernels ("triton", "interpret") with their tiles."""
+    """Who computes: "xla", or the kernels ("mosaic", "triton", "interpret").
+
+    Attributes:
+        implementation: of the forward.
+        tiles: of the kernels of "triton" and "interpret".
+        backward_by: the implementation of the backward.
+    """
 
     implementation: str
     tiles: TileSizes = _NO_TILES
+    backward_by: str = ""
+
+    def __post_init__(self):
+        object.__setattr__(self, "backward_by", self.backward_by or self.implementation)
 
     # Compiled here, so that calls outside of `jit` do not compile loops and kernels each time.
     @functools.partial(jax.jit, static_argnums=0)
@@ -74,7 +84,9 @@ class Plan:
     def _forward(self, problem: Problem):
         if self.implementation == "xla":
             return _xla.forward(problem)
-        return self._kernels().forward(problem, self.tiles, interpret=self._interpret)
+        if self.implementation == "mosaic":
+            return _mosaic().forward(problem)
+        return _triton().forward(problem, self.tiles, interpret=self._interpret)
 
     @functools.partial(jax.jit, static_argnums=0)
     def backward(self, problem, o, log_sum, do, dlse, wanted: "Wanted") -> Gradients:
@@ -96,9 +108,11 @@ class Plan:
 
     def _backward(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted") -> Gradients:
         cotangents = (problem, o, log_sum, do, dlse)
-        if self.implementation == "xla":
+        if self.backward_by == "xla":
             return _xla.backward(*cotangents, **wanted.flags())
-        return self._kernels().backward(
+        if self.backward_by == "mosaic":
+            return _mosaic().backward(*cotangents, **wanted.flags())
+        return _triton().backward(
             *cotangents, self.tiles, **wanted.flags(), interpret=self._interpret
         )
 
@@ -106,12 +120,18 @@ class Plan:
     def _interpret(self) -> bool:
         return self.implementation == "interpret"
 
-    @staticmethod
-    def _kernels():
-        # Imported when needed: the package works without Pallas's Triton lowering.
-        from pallas_flash import _triton
 
-        return _triton
+# Imported when needed: the package works without either of Pallas's ways to a GPU.
+def _mosaic():
+    from pallas_flash import _mosaic
+
+    return _mosaic
+
+
+def _triton():
+    from pallas_flash import _triton
+
+    return _triton
 
 
 @jax.tree_util.register_static

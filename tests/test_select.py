@@ -384,7 +384,7 @@ def test_the_reference_runs_no_plan(plans):
 def test_tile_sizes_are_ignored_only_where_the_choice_is_automatic():
     sizes = TileSizes(forward=Tile(16, 16))
     trace(tile_sizes=sizes)
-    with pytest.raises(ValueError, match="`tile_sizes` must be None where no kernel runs"):
+    with pytest.raises(ValueError, match="`tile_sizes` must be None where no kernel takes them"):
         trace(tile_sizes=sizes, implementation="xla")
 
 

@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # What each module of the package may import of the package. A new module needs a line here.
 KERNEL = {"_masks", "_problem", "_tiling.sizes", "_dropout", "_triton.common"}
+MOSAIC = {"_masks", "_problem", "_mosaic.common", "_mosaic.ptx", "_mosaic.tiles"}
 MAY_IMPORT = {
     "": {"_api", "_mask_objects", "_plot", "_select", "_tiling.sizes", "_tiling.tune", "_vjp"},
     "tune": {"_tiling.tune", "_tiling.cache", "_tiling.sizes"},
@@ -68,6 +69,7 @@ MAY_IMPORT = {
         "_partition",
         "_tangents",
         "_xla",
+        "_mosaic",
         "_triton",
         "_tiling.sizes",
         "_problem",
@@ -115,6 +117,19 @@ MAY_IMPORT = {
         "_hardware",
     },
     "_triton.tiles.table": {"_tiling.sizes"},
+    "_mosaic": {
+        "_mosaic.forward",
+        "_mosaic.backward",
+        "_mosaic.tiles",
+        "_masks",
+        "_problem",
+        "_scores",
+    },
+    "_mosaic.forward": MOSAIC,
+    "_mosaic.backward": MOSAIC,
+    "_mosaic.common": {"_compat", "_masks", "_problem", "_scores"},
+    "_mosaic.ptx": {"_compat"},
+    "_mosaic.tiles": set(),
     "_tiling.workload": {"_tiling.sizes", "_problem"},
     "_problem": {"_masks", "_operands", "_scores", "_dropout", "_tiling.sizes"},
     "_mask_objects": {"_checks", "_masks", "_operands"},
@@ -220,6 +235,7 @@ OWN = {
     "precision",
     "return_lse",
     "tile_sizes",
+    "reproducible",
 }
 
 

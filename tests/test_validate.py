@@ -315,7 +315,7 @@ def bad_tiles():
                 "implementation": implementation,
             },
             ValueError,
-            "`tile_sizes` must be None where no kernel runs; got TileSizes(",
+            "`tile_sizes` must be None where no kernel takes them; got TileSizes(",
         )
     # 8 stages of 64 keys and values at head size 128 in two bytes: 264 KiB and more.
     deep = Tile(64, 64, num_stages=8)

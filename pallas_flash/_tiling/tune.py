@@ -145,7 +145,8 @@ def tune(
         )
     problem = _problem((query, key, value), options)
     gpu = cache.gpu_here()
-    refused = _select.select(problem, None).refused.get("triton")
+    # With tiles, because they are to be tuned: those of "triton".
+    refused = _select.select(problem, None, tiles=True).refused.get("triton")
     if gpu is None or refused:
         why = refused or f"The device is {_select.target().description}."
         raise NotImplementedError(

@@ -1,0 +1,79 @@
+"""Attention as Pallas kernels for Hopper's own instructions; the surface is `forward`, `backward`.
+
+Copies and products run beside the threads there (TMA, wgmma), and warpgroups of a program share the
+work by kind: one loads, the others compute. Pallas calls this way of writing kernels Mosaic GPU.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash._masks import Tiling
+from pallas_flash._mosaic import tiles
+from pallas_flash._mosaic.backward import backward as _backward
+from pallas_flash._mosaic.forward import forward as _forward
+from pallas_flash._problem import Gradients, Problem
+from pallas_flash._scores import LogSum
+
+
+def forward(problem: Problem):
+    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T], without m."""
+    problem, _ = _clean(problem)
+    tile = tiles.forward_tile(problem.head_dim, bool(problem.mask))
+    o, lse_log2 = _forward(problem, tile)
+    return o, LogSum(None, lse_log2)
+
+
+def backward(
+    problem: Problem,
+    o,
+    log_sum: LogSum,
+    do,
+    dlse,
+    *,
+    want_scale: bool,
+    want_bias: bool,
+    want_sinks: bool,
+) -> Gradients:
+    """Gradients for the cotangents do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
+    del want_scale, want_bias, want_sinks  # Calls that have them to differentiate go elsewhere.
+    delta = jnp.einsum("btnv,btnv->bnt", o, do, preferred_element_type=jnp.float32)
+    if dlse is not None:
+        delta = delta - jnp.moveaxis(dlse, 2, 1)
+    tile = tiles.backward_tile(problem.head_dim)
+    problem, do = _clean(problem, do)
+    dq, dk, dv = _backward(problem, do, log_sum.l_log2, delta, tile)
+    return Gradients(
+        (dq * problem.scale).astype(problem.dtype),
+        dk,
+        dv,
+        scale=None,
+        bias=None,
+    )
+
+
+def _clean(problem: Problem, do=None):
+    """The problem, and do, with zeros for keys that no query sees and queries that see no key.
+
+    They may hold NaN, and 0 * NaN is NaN. Here, because copies to shared memory take whole tiles.
+    """
+    p = problem
+    whole_q, each_q = Tiling(p.q_len, p.q_len), Tiling(p.q_len, 1)
+    whole_kv, each_kv = Tiling(p.kv_len, p.kv_len), Tiling(p.kv_len, 1)
+    [[keys]], [[queries]] = (
+        p.mask.kv_ranges(whole_q, each_kv),
+        p.mask.q_ranges(each_q, whole_kv),
+    )
+
+    def clean(x, seen):
+        start, _, _, stop = seen
+        if x is None or (start == 0 and stop == x.shape[1]):
+            return x
+        position = np.arange(x.shape[1])[:, None, None]
+        return jnp.where((start <= position) & (position < stop), x, 0)
+
+    p = dataclasses.replace(
+        p, query=clean(p.query, queries), key=clean(p.key, keys), value=clean(p.value, keys)
+    )
+    return p, clean(do, queries)

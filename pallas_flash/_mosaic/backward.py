@@ -1,0 +1,305 @@
+"""dq, dk and dv in one pass: a key/value tile stays, queries are streamed past it.
+
+    s_t  = k @ q.T                      dp_t = v @ do.T                 [64, block_q] a warpgroup
+    p_t  = exp2(c * s_t - lse_log2)     c = scale * log2(e)
+    dv  += p_t @ do                                                     [64, V]
+    ds_t = p_t * (dp_t - delta)
+    dk  += ds_t @ q                     times scale once, after the loop [64, H]
+    dq  += ds_t.T @ k                   times scale once, in the end     [block_q, H]
+
+Five products for each pair of tiles, where two passes take seven. dk and dv stay in registers. dq
+is added to float32 numbers in device memory, tile by tile and in no order: two runs differ by the
+rounding of sums.
+
+A program has 128 keys: two computing warpgroups with 64 each, and one that loads. For dq they need
+each other's ds_t, which they exchange through shared memory: each then computes half of the tile of
+dq, 64 x 64 numbers, over all 128 keys. With grouped heads a program runs over all query heads that
+share its key/value head.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash._masks import Mask, Tiling, hidden
+from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic.tiles import BackwardTile
+from pallas_flash._problem import Problem
+
+plgpu = common.plgpu
+
+WARPGROUPS, ROWS = 2, 64
+BLOCK_KV = WARPGROUPS * ROWS
+# Registers of a thread that computes, and of one that loads.
+REGISTERS = 240, 24
+# Slots for ds_t: one is written while the other is read.
+EXCHANGE = 2
+# The barriers at which the computing warpgroups meet: for ds_t, and when the loop is over.
+AT_DS, AT_END = 5, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What the kernel knows when it is compiled."""
+
+    mask: Mask
+    q: Tiling
+    kv: Tiling
+    groups: int
+    heads: int  # Key/value heads that have their programs side by side.
+    num_kv_heads: int
+    tile: BackwardTile
+
+    @property
+    def heads_blocks(self) -> int:
+        """How many such blocks of heads there are."""
+        return self.num_kv_heads // self.heads
+
+
+class Steps:
+    """The query tiles of a program: those of its range, for one query head after another."""
+
+    def __init__(self, ranges_ref, kv_tile, kv_head, static: Static):
+        self._first_head, self._static = kv_head * static.groups, static
+        if static.mask:
+            self._range = [ranges_ref.at[kv_tile, i] for i in range(4)]
+            start, stop = (plgpu.load(self._range[i]) for i in (0, 3))
+            self._start = jnp.minimum(start, static.q.count - 1)
+            self._each = stop - self._start
+        else:
+            self._start, self._each = 0, jnp.int32(static.q.count)
+        # At least one, which is masked if there is none to do: for a loop that may be empty, the
+        # compiler keeps sums twice, and has not the registers.
+        self.count = jnp.maximum(self._each * static.groups, 1)
+
+    def _split(self, j):
+        if self._static.groups == 1:
+            return 0, self._start + j
+        each = jnp.maximum(self._each, 1)
+        return lax.div(j, each), self._start + lax.rem(j, each)
+
+    def at(self, j):
+        """The head and the first query of step j."""
+        head, tile = self._split(j)
+        return self._first_head + head, tile * self._static.q.block
+
+    def masked(self, j):
+        """Whether its tile needs the mask."""
+        if not self._static.mask:
+            return False
+        # Loaded in each step anew, because registers are short.
+        _, tile = self._split(j)
+        _, full_start, full_stop, _ = self._range
+        return (tile < plgpu.load(full_start)) | (tile >= plgpu.load(full_stop))
+
+
+def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
+    """One computing warpgroup."""
+    plgpu.set_max_registers(REGISTERS[0], action="increase")
+    m, block_q = memory, static.q.block
+    k_sm, v_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "v_sm", "q_sm", "do_sm"))
+    dtype, head_dim, value_dim = k_sm.dtype, k_sm.shape[-1], v_sm.shape[-1]
+    ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
+    steps = Steps(refs["ranges"], kv_tile, kv_head, static)
+    c = plgpu.load(refs["c"].at[b])
+
+    mine = pl.ds(warpgroup * ROWS, ROWS)
+    first_key = kv_tile * BLOCK_KV + warpgroup * ROWS
+    here = b, pl.ds(first_key, ROWS), kv_head
+    plgpu.copy_gmem_to_smem(refs["k"].at[here], k_sm.at[mine], m["kv_full"])
+    plgpu.copy_gmem_to_smem(refs["v"].at[here], v_sm.at[mine], m["kv_full"])
+    plgpu.barrier_wait(m["kv_full"])
+
+    def column(ref, shape):
+        return common.along_columns(plgpu.load(ref, layout=ptx.COLUMN), shape)
+
+    def gradients_of_scores(j, dv, s_acc, dp_acc):
+        """ds_t in the dtype of the operands; dv's product is left running."""
+        slot, (h, first_query) = ring(j), steps.at(j)
+        plgpu.barrier_wait(m["q_full"].at[slot])
+        plgpu.wgmma(s_acc, k_sm.at[mine], q_sm.at[slot].T)
+        plgpu.barrier_wait(m["do_full"].at[slot])
+        plgpu.wgmma(dp_acc, v_sm.at[mine], do_sm.at[slot].T)
+        # A barrier of its own: the wait ends a basic block here, and without it registers spill.
+        plgpu.barrier_wait(m["delta_full"].at[slot])
+        s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+        def hide(s_t):
+            k_pos, q_pos = common.positions(s_t.shape, first_key, first_query)
+            return common.hide(static.mask, b, h, q_pos, k_pos, s_t)
+
+        s_t = hidden(steps.masked(j), hide, s_t)
+        p_t = jnp.exp2(s_t * c - column(m["lse_sm"].at[slot], s_t.shape))
+        dp_t = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        ds_t = (p_t * (dp_t - column(m["delta_sm"].at[slot], s_t.shape))).astype(dtype)
+        plgpu.wgmma(dv, p_t.astype(dtype), do_sm.at[slot])
+        return ds_t
+
+    def half_of_dq(j, ds_t, dk, dq_acc):
+        """Its half of the tile of dq; dk's product is left running."""
+        slot, ds_sm = ring(j), m["ds_sm"].at[exchange(j)]
+        if block_q == ROWS:
+            # All queries, half of the columns.
+            plgpu.wgmma(dq_acc, ds_sm.T, k_sm.at[:, mine])
+        else:
+            # Half of the queries, all columns.
+            plgpu.wgmma(dq_acc, ds_sm.T.at[mine], k_sm)
+        plgpu.wgmma(dk, ds_t, q_sm.at[slot])
+        plgpu.wgmma_wait(2)  # For dv's product, which is the oldest.
+        plgpu.barrier_arrive(m["do_free"].at[slot])
+        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+
+    def loop(dk, dv):
+        def step(j):
+            scores = plgpu.ACC((ROWS, block_q), jnp.float32)
+            ds_t = pl.run_scoped(lambda *x: gradients_of_scores(j, dv, *x), scores, scores)
+            m["ds_sm"].at[exchange(j)].at[mine][...] = ds_t
+            ptx.publish()
+            ptx.meet(AT_DS, 128 * WARPGROUPS)
+            part = plgpu.ACC((64, 64), jnp.float32)
+            dq = pl.run_scoped(lambda x: half_of_dq(j, ds_t, dk, x), part)
+            h, first_query = steps.at(j)
+            row, column = common.quotient(first_query, 64), warpgroup
+            if block_q != ROWS:
+                row, column = row + warpgroup, 0
+            ptx.add_fragments(dq, refs["dq"].at[b, h, row, column])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(m["q_free"].at[ring(j)])
+
+        pl.loop(jnp.int32(0), steps.count)(step)
+        return dk[...], dv[...]
+
+    dk, dv = pl.run_scoped(
+        loop, plgpu.ACC((ROWS, head_dim), jnp.float32), plgpu.ACC((ROWS, value_dim), jnp.float32)
+    )
+    # Both are done with k.
+    ptx.meet(AT_END, 128 * WARPGROUPS)
+    k_sm[mine] = (dk * plgpu.load(refs["scale"].at[b])).astype(dtype)
+    v_sm[mine] = dv.astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k_sm.at[mine], refs["dk"].at[here])
+    plgpu.copy_smem_to_gmem(v_sm.at[mine], refs["dv"].at[here])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def load(refs, memory, b, kv_head, kv_tile, static: Static):
+    """The loading warpgroup."""
+    plgpu.set_max_registers(REGISTERS[1], action="decrease")
+    ring = common.Ring(static.tile.stages)
+    steps = Steps(refs["ranges"], kv_tile, kv_head, static)
+
+    def step(j):
+        slot, (h, first_query) = ring(j), steps.at(j)
+        rows = pl.ds(first_query, static.q.block)
+
+        def copy(name, index, full):
+            plgpu.copy_gmem_to_smem(
+                refs[name].at[index], memory[f"{name}_sm"].at[slot], memory[full].at[slot]
+            )
+
+        ring.refill(j, memory["q_free"])
+        copy("q", (b, rows, h), "q_full")
+        copy("lse", (b, h, rows), "q_full")
+        ring.refill(j, memory["do_free"])
+        copy("do", (b, rows, h), "do_full")
+        copy("delta", (b, h, rows), "delta_full")
+
+    pl.loop(jnp.int32(0), steps.count)(step)
+
+
+def pallas_flash_backward(*refs, static: Static, **memory):
+    """One tile of one key/value head."""
+    names = ["ranges", "c", "scale", "q", "k", "v", "do", "lse", "delta", "dq", "dk", "dv"]
+    refs = dict(zip(names, refs, strict=True))
+    head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
+    blocks = static.heads_blocks
+    b = common.quotient(outer, blocks)
+    kv_head = common.remainder(outer, blocks) * static.heads + head
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _():
+        compute(refs, memory, b, kv_head, kv_tile, warpgroup, static)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _():
+        load(refs, memory, b, kv_head, kv_tile, static)
+
+
+def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile):
+    """dq, float32 [B, T, N, H] before it is scaled, and dk and dv.
+
+    Args:
+        problem: the call.
+        do: [B, T, N, V].
+        lse_log2: float32 [B, N, T].
+        delta: likewise.
+        tile: block sizes.
+    """
+    p = problem
+    q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
+    # Queries past the end need no mask: by their LSE of inf they have no weights.
+    mask = p.mask.within(kv=kv)
+    rows = -(-q.count * q.block // 128) * 128
+    padding = (0, 0), (0, 0), (0, rows - p.q_len)
+    # A row that sees nothing must have no weights either.
+    lse_log2 = jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2)
+    lse_log2 = jnp.pad(lse_log2, padding, constant_values=jnp.inf)
+    delta = jnp.pad(delta, padding)
+    ranges = np.asarray(mask.q_ranges(q, kv))[0]
+    static = Static(mask, q, kv, p.groups, _side_by_side(p), p.num_kv_heads, tile)
+
+    def tiles(*shape):
+        return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
+
+    def barriers(arrivals):
+        return plgpu.Barrier(num_barriers=tile.stages, num_arrivals=arrivals)
+
+    statistic = plgpu.SMEM((tile.stages, q.block), jnp.float32)
+
+    def run(*arrays):
+        _, _, query, key, value, *_ = arrays
+        return common.launch(
+            pallas_flash_backward,
+            (jnp.asarray(ranges), *arrays),
+            sums=[(len(query), p.num_heads, rows // 64, p.head_dim // 64, 32, 128)],
+            outputs=[(key.shape, key.dtype), (value.shape, value.dtype)],
+            memory=dict(
+                k_sm=tiles(BLOCK_KV, p.head_dim),
+                v_sm=tiles(BLOCK_KV, p.value_dim),
+                q_sm=tiles(tile.stages, q.block, p.head_dim),
+                do_sm=tiles(tile.stages, q.block, p.value_dim),
+                lse_sm=statistic,
+                delta_sm=statistic,
+                ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block),
+                kv_full=plgpu.Barrier(num_arrivals=2 * WARPGROUPS),
+                q_full=barriers(2),
+                do_full=barriers(1),
+                delta_full=barriers(1),
+                q_free=barriers(WARPGROUPS),
+                do_free=barriers(WARPGROUPS),
+            ),
+            grid=dict(head=static.heads, kv_tile=kv.count, outer=static.heads_blocks * len(query)),
+            warpgroups=WARPGROUPS + 1,
+            static=static,
+            # Where threads must wait for each other says this file: `ptx.meet`, `ptx.publish`.
+            unsafe_no_auto_barriers=True,
+        )
+
+    scale = jnp.broadcast_to(p.scale.astype(jnp.float32), (p.batch,))
+    operands = map(common.copyable, (p.query, p.key, p.value, do.astype(p.dtype)))
+    dq, dk, dv = common.by_example(run)(common.factor(p), scale, *operands, lse_log2, delta)
+    return ptx.unfold(dq)[:, : p.q_len], dk[:, : p.kv_len], dv[:, : p.kv_len]
+
+
+def _side_by_side(problem: Problem) -> int:
+    """How many key/value heads have their programs side by side, a divisor of their number.
+
+    Under a mask tiles differ in work: those of all heads that share the cache start together.
+    """
+    p = problem
+    streamed = p.q_len * p.groups * (p.head_dim + p.value_dim) * p.dtype.itemsize
+    return math.gcd(p.num_kv_heads, max(1, common.L2_SHARE // streamed))

@@ -1,0 +1,322 @@
+"""What Pallas has no operation for, in PTX; every piece with what it gains.
+
+A warpgroup is 128 threads. Tiles of scores and of the output are 64 rows of one warpgroup, spread
+over its registers as the matrix instruction `wgmma` leaves them: layout `ACC` while a product may
+still be running, `WGMMA` otherwise. A thread holds two rows, and of each 8 columns two.
+
+Gains were measured with prototypes on an H200, as the time of a whole pass.
+
+    product_t, accumulate   a first instruction that overwrites in place of zeroed accumulators, and
+                            key tiles that are no multiple of 64: 80 and 176 keys, the latter 6 to
+                            12 % at head size 128
+    wait, waited            products in flight under a softmax that the compiler leaves there: 5 %
+                            at head size 64
+    uniform_zero            likewise: without it the waits move up
+    rescale                 5 to 9 % at head sizes 128 and 256, with THRESHOLD of `forward`
+    add_fragments           4 % of the backward, against adding through shared memory
+    meet, publish           two barriers fewer for each tile of the backward
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+
+from pallas_flash import _compat
+
+plgpu = _compat.mosaic_gpu()
+
+WGMMA = plgpu.Layout.WGMMA
+ROW = WGMMA.reduce(1)  # One number a row.
+COLUMN = WGMMA.reduce(0)  # One number a column.
+ACC = _compat.accumulator_layout()
+SPLAT = plgpu.Layout.WG_SPLAT
+
+# How operands of matrix instructions lie in shared memory: rows of 64 numbers of 16 bits, in groups
+# of 8 rows, permuted so that reading a column meets no bank twice.
+COLUMNS = 64
+TILED = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS))
+_TILE = plgpu.RefType(TILED)
+
+
+def product_t(a_ref, b_ref):
+    """Starts a @ b.T, [64, n], for a [64, k] and b [n, k] in shared memory; `wait` for it."""
+    shape = a_ref.shape[0], b_ref.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=_float32(shape, ACC))
+    def emit(_, a, b):
+        b = utils.memref_transpose(b, (1, 0, 3, 2))
+        return _array(_multiply(a, b, None), shape, ACC)
+
+    return emit(a_ref, b_ref)
+
+
+def accumulate(acc, a, b_ref):
+    """Starts acc + a @ b, [64, n], for a [64, k] in registers and b [k, n] in shared memory.
+
+    Both `acc` and `a` are in use until the product was waited for.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(ACC, WGMMA, _TILE), return_type=_float32(acc.shape, ACC))
+    def emit(_, acc, a, b):
+        return _array(_multiply(a, b, _scalars(acc)), acc.shape, ACC)
+
+    return emit(acc, a, b_ref)
+
+
+def wait(products: int, x):
+    """Waits until no more than `products` are running; `x`, in layout WGMMA, can be used then."""
+
+    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=_float32(x.shape, ACC))
+    def emit(_, x):
+        return _array(_wait(products, _scalars(x)), x.shape, ACC)
+
+    return plgpu.layout_cast(emit(x), WGMMA)
+
+
+def waited(products: int, acc, a):
+    """`wait`, for an accumulator and for the operand in registers that its product reads."""
+
+    @plgpu.inline_mgpu(arg_types=(ACC, WGMMA), return_type=_float32(acc.shape, ACC))
+    def emit(_, acc, a):
+        registers = _wait(products, [*_scalars(acc), *_words(a)])
+        return _array(registers[: acc.shape[1] // 2], acc.shape, ACC)
+
+    return emit(acc, a)
+
+
+def uniform_zero(x):
+    """An int32 0 that the compiler takes for unknown until `x`, one number a row, is there.
+
+    `x` must not be negative. ptxas moves arithmetic across the waits for products; it does not
+    move it across the wait at a barrier whose number is computed from it.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+    )
+    def emit(_, x):
+        total = arith.addf(*_scalars(x))
+        negative = arith.cmpf(arith.CmpFPredicate.OLT, total, utils.c(0.0, _f32()))
+        any_lane = nvvm.vote_sync(utils.c(-1, _i32()), negative, nvvm.VoteSyncKind.any)
+        return fragmented_array.FragmentedArray.splat(
+            arith.extui(_i32(), any_lane), (), is_signed=True
+        )
+
+    return emit(x)
+
+
+def rescale(acc, alpha):
+    """The product of acc, [64, n], and alpha, [64], where a warp has an alpha other than one."""
+
+    @plgpu.inline_mgpu(arg_types=(ACC, ROW), return_type=_float32(acc.shape, ACC))
+    def emit(_, acc, alpha):
+        values, factors = _scalars(acc), _scalars(alpha)
+        one = utils.c(1.0, _f32())
+        changed = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors]
+        any_lane = nvvm.vote_sync(utils.c(-1, _i32()), arith.ori(*changed), nvvm.VoteSyncKind.any)
+        branch = scf.IfOp(any_lane, [_f32()] * len(values), has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            # Two columns of the thread's first row, two of its second, and so on.
+            scf.yield_([arith.mulf(x, factors[i // 2 % 2]) for i, x in enumerate(values)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(values)
+        return _array(list(branch.results), acc.shape, ACC)
+
+    return emit(acc, alpha)
+
+
+def add_fragments(x, ref):
+    """Adds x, float32 [64, 64], to `ref` in device memory, [32, 128] in the order of `unfold`."""
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
+    def emit(_, x, ref):
+        pointer = utils.memref_ptr(ref)
+        if pointer.type.address_space == 0:
+            pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), pointer)
+        thread = arith.remui(utils.thread_idx(), utils.c(128, _i32()))
+        mine = utils.getelementptr(pointer, [arith.muli(thread, utils.c(4, _i32()))], _f32())
+        registers = _scalars(x)
+        for group in range(len(registers) // 4):
+            place = utils.getelementptr(mine, [512 * group], _f32())
+            utils.inline_ptx(
+                "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+                place,
+                *registers[4 * group : 4 * group + 4],
+                has_side_effects=True,
+            )
+
+    emit(x, ref)
+
+
+def unfold(x):
+    """[B, N, rows, columns, 32, 128], tiles that `add_fragments` filled, as [B, T, N, H]."""
+    b, n, rows, columns, *_ = x.shape
+    # In a tile: 8 columns, warps of 16 rows, rows, pairs of columns, a row or that 8 further, two.
+    x = x.reshape(b, n, rows, columns, 8, 4, 8, 4, 2, 2)
+    batch, head, row_tile, column_tile, group, warp, row, pair, half, two = range(10)
+    x = x.transpose(
+        *(batch, row_tile, warp, half, row),
+        *(head, column_tile, group, pair, two),
+    )
+    return x.reshape(b, 64 * rows, n, 64 * columns)
+
+
+def meet(barrier: int, threads: int):
+    """Waits until so many threads are here; Pallas itself has the barriers 0 to 4."""
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        utils.inline_ptx(f"bar.sync {barrier}, {threads};", has_side_effects=True)
+
+    emit()
+
+
+def publish():
+    """Lets matrix instructions see what this thread has written to shared memory."""
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    emit()
+
+
+# ------------------------------------------------------------------------------------------------
+# The registers of one thread
+# ------------------------------------------------------------------------------------------------
+
+
+def _f32():
+    return ir.F32Type.get()
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _float32(shape, layout):
+    return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+
+
+def _scalars(x) -> list:
+    """The float32 registers of a thread, in the order in which `wgmma` takes them."""
+    return (
+        [
+            vector.extract(register, dynamic_position=[], static_position=[i])
+            for register in x.registers.flat
+            for i in range(ir.VectorType(register.type).shape[0])
+        ]
+        if isinstance(x.registers.flat[0].type, ir.VectorType)
+        else list(x.registers.flat)
+    )
+
+
+def _words(x) -> list:
+    """The registers of a tile of 16 bits, two numbers in each."""
+    one = ir.VectorType.get((1,), _i32())
+    return [
+        vector.extract(vector.bitcast(one, r), dynamic_position=[], static_position=[0])
+        for r in x.registers.flat
+    ]
+
+
+def _array(scalars, shape, layout):
+    layout = layout.to_mgpu()
+    width = layout.vector_length
+    kind = ir.VectorType.get((width,), _f32())
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    for i in range(registers.size):
+        registers.flat[i] = vector.from_elements(kind, scalars[i * width : (i + 1) * width])
+    return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _assembly(text: str, constraints: list[str], arguments: list, results: list) -> list:
+    """Assembly that stays where it is, and its results."""
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal(results),
+        arguments,
+        text,
+        ",".join(constraints),
+        has_side_effects=True,
+        asm_dialect=0,
+    )
+    return [llvm.extractvalue(kind, struct, [i]) for i, kind in enumerate(results)]
+
+
+def _wait(products: int, registers: list) -> list:
+    """`registers` after a wait: nothing that uses them can move before it."""
+    kinds = [x.type for x in registers]
+    outputs = ["=f" if kind == _f32() else "=r" for kind in kinds]
+    inputs = [str(i) for i in range(len(registers))]
+    text = f"wgmma.wait_group.sync.aligned {products};"
+    return _assembly(text, outputs + inputs, registers, kinds)
+
+
+def _multiply(a, b, acc: list | None) -> list:
+    """Starts acc + a @ b as one group of instructions, each of which takes 16 of the inner size.
+
+    Args:
+        a: shared memory, or an array in registers.
+        b: shared memory.
+        acc: registers, or None for zeros.
+    """
+    (inner, n), element = mma_utils.tiled_memref_shape(b)
+    kind = {ir.BF16Type: "bf16", ir.F16Type: "f16"}[type(element)]
+    swizzle = 2 * COLUMNS
+
+    def descriptor(x, rows, right):
+        """One of the first step, and the distance of any step from it."""
+        (base, (_, [step])), (_, group), fastest = mma_utils.create_descriptor(
+            x,
+            swizzle=swizzle,
+            large_tile=(COLUMNS, COLUMNS),
+            group_size=(COLUMNS, rows) if right else (rows, COLUMNS),
+            logical_k_major=right,
+        )
+        per_group = COLUMNS // 16
+
+        def offset(i):
+            return mma_utils.encode_addr(i // per_group * group + i % per_group * step)
+
+        return base, offset, int(fastest != mma_utils.Dim.K)
+
+    results = n // 2
+    tied = acc or []
+    first_a = results + len(tied)
+    in_registers = isinstance(a, fragmented_array.FragmentedArray)
+    if in_registers:
+        operands_a, offset_a, transposed_a = _words(a), None, ""
+    else:
+        base, offset_a, transposed = descriptor(a, 64, False)
+        operands_a, transposed_a = [base], f", {transposed}"
+    first_b = first_a + len(operands_a)
+    base_b, offset_b, transposed_b = descriptor(b, n, True)
+    accumulator = "{" + ", ".join(f"${i}" for i in range(results)) + "}"
+    lines = [
+        ".reg .pred no, yes; .reg .b64 da, db;",
+        "setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0;",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for i in range(inner // 16):
+        lines.append(f"add.s64 db, ${first_b}, {offset_b(i)};")
+        if in_registers:
+            operand = "{" + ", ".join(f"${first_a + 4 * i + j}" for j in range(4)) + "}"
+        else:
+            lines.append(f"add.s64 da, ${first_a}, {offset_a(i)};")
+            operand = "da"
+        adds = "no" if acc is None and i == 0 else "yes"
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {accumulator}, {operand}, "
+            f"db, {adds}, 1, 1{transposed_a}, {transposed_b};"
+        )
+    lines.append("wgmma.commit_group.sync.aligned;")
+    constraints = [
+        *["=f"] * results,
+        *(str(i) for i in range(len(tied))),
+        *["r" if in_registers else "l"] * len(operands_a),
+        "l",
+    ]
+    text = "{\n" + "\n".join(lines) + "\n}\n"
+    return _assembly(text, constraints, [*tied, *operands_a, base_b], [_f32()] * results)

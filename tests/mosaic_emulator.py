@@ -1,0 +1,455 @@
+"""Runs the kernels of `_mosaic` on a CPU: their Python, with threads for warpgroups and warps.
+
+What runs beside the threads on a GPU runs as late as it may, or early by chance, and what must not
+be touched meanwhile holds NaN, so that a wait too few shows as a NaN, and one too many as a
+deadlock, which raises:
+
+* a copy to shared memory poisons its destination at once, and delivers some time later;
+* a product of matrix units reads shared memory when it is waited for, a copy from shared memory
+  likewise;
+* a barrier counts arrivals, and a wait that lags two phases behind raises: a GPU sees only parity.
+
+It knows neither memory fences nor how arrays lie in memory and registers.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import itertools
+import random
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+TIMEOUT = 20.0  # Seconds after which a wait counts as a deadlock.
+
+
+class EmulationError(Exception):
+    """What on a GPU would hang, or read what is not there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """`plgpu.SMEM` and `plgpu.ACC`."""
+
+    shape: tuple
+    dtype: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Barrier:
+    """`plgpu.Barrier`."""
+
+    num_barriers: int = 1
+    num_arrivals: int = 1
+
+
+class At:
+    """What `ref.at` is: an index gives another reference."""
+
+    def __init__(self, make):
+        self._make = make
+
+    def __getitem__(self, index):
+        return self._make(index if isinstance(index, tuple) else (index,))
+
+
+def number(x):
+    return int(np.asarray(x))
+
+
+def static(index):
+    """An index with numbers of Python's."""
+
+    def one(i):
+        if isinstance(i, pl.Slice):
+            return slice(number(i.start), number(i.start) + i.size)
+        return i if isinstance(i, slice) or i is Ellipsis else number(i)
+
+    return tuple(map(one, index))
+
+
+class Shared:
+    """A reference to shared memory, a view of it."""
+
+    def __init__(self, array):
+        self.array = array
+
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
+    T = property(lambda self: Shared(self.array.T))
+    at = property(lambda self: At(lambda index: Shared(self.array[self._inside(index)])))
+
+    def _inside(self, index):
+        index = static(index)
+        for i, n in zip(index, self.shape, strict=False):
+            if isinstance(i, int) and not 0 <= i < n:
+                raise EmulationError(f"index {i} of {n} in shared memory")
+            if isinstance(i, slice) and i.stop is not None and not 0 <= i.start <= i.stop <= n:
+                raise EmulationError(f"{i} of {n} in shared memory")
+        return index
+
+    def __setitem__(self, index, value):
+        index = index if isinstance(index, tuple) else (index,)
+        self.array[self._inside(index)] = np.asarray(value)
+
+    def read(self):
+        return self.array.copy()
+
+
+class Device:
+    """A reference to device memory: copies of tiles may reach beyond its end."""
+
+    def __init__(self, array, index=()):
+        self.array, self.index = array, index
+
+    shape = property(lambda self: self.array.shape)
+    at = property(lambda self: At(lambda index: Device(self.array, static(index))))
+
+    def _clipped(self):
+        """The part of the index that exists, where that is in the tile, and the tile's shape."""
+        inside, place, shape = [], [], []
+        index = (*self.index, *(slice(0, n) for n in self.array.shape[len(self.index) :]))
+        for i, n in zip(index, self.array.shape, strict=True):
+            if isinstance(i, int):
+                if not 0 <= i < n:
+                    raise EmulationError(f"index {i} of {n} in device memory")
+                inside.append(i)
+                continue
+            if i.start < 0:
+                raise EmulationError(f"index {i.start} in device memory")
+            stop = max(i.start, min(i.stop, n))
+            inside.append(slice(i.start, stop))
+            place.append(slice(0, stop - i.start))
+            shape.append(i.stop - i.start)
+        return tuple(inside), tuple(place), tuple(shape)
+
+    def read(self):
+        inside, place, shape = self._clipped()
+        tile = np.zeros(shape, self.array.dtype)
+        tile[place] = self.array[inside]
+        return tile
+
+    def write(self, tile):
+        inside, place, _ = self._clipped()
+        self.array[inside] = tile[place]
+
+
+class Accumulator:
+    """`plgpu.ACC`."""
+
+    def __init__(self, shape):
+        self.value, self.shape = np.zeros(shape, np.float32), shape
+
+    def __getitem__(self, index):
+        complete(0)
+        return self.value
+
+
+class Phases:
+    """One barrier in shared memory."""
+
+    def __init__(self, arrivals):
+        self.arrivals = self.pending = arrivals
+        self.phase, self.waits = 0, {}
+        self.changed = threading.Condition()
+
+    def arrive(self):
+        with self.changed:
+            self.pending -= 1
+            if not self.pending:
+                self.pending, self.phase = self.arrivals, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, who):
+        with self.changed:
+            number = self.waits.get(who, 0)
+            self.waits[who] = number + 1
+            if not self.changed.wait_for(lambda: self.phase > number, TIMEOUT):
+                raise EmulationError(f"deadlock: {who} waits for phase {number}")
+            if self.phase > number + 1:
+                raise EmulationError(f"{who} waits for phase {number}, and it is {self.phase}")
+
+
+class Barriers:
+    def __init__(self, spec: Barrier):
+        self.all = [Phases(spec.num_arrivals) for _ in range(spec.num_barriers)]
+        self.at = At(lambda index: self.all[number(index[0])])
+
+
+here = threading.local()
+
+
+def one_barrier(barrier):
+    return barrier.all[0] if isinstance(barrier, Barriers) else barrier
+
+
+def complete(running: int):
+    """Computes all products of this warpgroup but the last ones."""
+    while len(here.products) > running:
+        here.products.pop(0)()
+
+
+def multiply(a, b):
+    a, b = (np.asarray(x.array if isinstance(x, Shared) else x, np.float32) for x in (a, b))
+    return a @ b
+
+
+class Running:
+    """The result of a product that may not have been computed yet."""
+
+    def __init__(self, shape):
+        self.shape, self.value = shape, None
+
+
+class Program:
+    """What the threads of one program share."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.lock = threading.Lock()
+        self.meetings = {}
+        self.failed = []
+
+    def run(self, functions):
+        threads = [threading.Thread(target=self._guarded, args=(f,)) for f in functions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _guarded(self, function):
+        try:
+            function()
+        except Exception as error:
+            self.failed.append(error)
+
+
+# ------------------------------------------------------------------------------------------------
+# The operations
+# ------------------------------------------------------------------------------------------------
+
+
+def copy_gmem_to_smem(source, destination, barrier):
+    barrier, program = one_barrier(barrier), here.program
+    if source._clipped()[2] != destination.shape:
+        raise EmulationError(f"copies {source._clipped()[2]} to {destination.shape}")
+    destination.array[...] = np.nan
+
+    def deliver():
+        destination.array[...] = source.read()
+        barrier.arrive()
+
+    with program.lock:
+        delay = program.random.choice((0, 0, 1e-3, 5e-3))
+    threading.Timer(delay, deliver).start()
+
+
+def copy_smem_to_gmem(source, destination):
+    here.stores.append(lambda: destination.write(source.read()))
+
+
+def wait_smem_to_gmem(n, wait_read_only=False):
+    while len(here.stores) > n:
+        here.stores.pop(0)()
+
+
+def load(ref, layout=None):
+    value = ref.read()
+    return jnp.asarray(value)[()] if value.ndim else value[()]
+
+
+def wgmma(acc, a, b):
+    def product():
+        acc.value = acc.value + multiply(a, b)
+
+    here.products.append(product)
+
+
+def wgmma_accumulator_load(acc, wait_n=0):
+    complete(wait_n)
+    return acc.value
+
+
+def warp_map(function):
+    program, context = here.program, vars(here).copy()
+
+    def warp(i):
+        vars(here).update(context, warp=i, stores=[], products=[])
+        function(i)
+
+    program.run([lambda i=i: warp(i) for i in range(4)])
+
+
+plgpu = types.SimpleNamespace(
+    SMEM=lambda shape, dtype, transforms=(): Memory(shape, dtype),
+    ACC=Memory,
+    Barrier=Barrier,
+    set_max_registers=lambda *_, **__: None,
+    layout_cast=lambda x, layout: x,
+    broadcasted_iota=lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(
+        dtype, shape, axis
+    ),
+    load=load,
+    barrier_wait=lambda barrier: one_barrier(barrier).wait((here.warpgroup, here.warp)),
+    barrier_arrive=lambda barrier: one_barrier(barrier).arrive(),
+    commit_smem=lambda: None,
+    copy_gmem_to_smem=copy_gmem_to_smem,
+    copy_smem_to_gmem=copy_smem_to_gmem,
+    wait_smem_to_gmem=wait_smem_to_gmem,
+    wgmma=wgmma,
+    wgmma_wait=complete,
+    wgmma_accumulator_load=wgmma_accumulator_load,
+    warp_map=warp_map,
+    Layout=types.SimpleNamespace(WGMMA=None),
+)
+
+
+def when(condition):
+    return lambda function: function() if bool(condition) else None
+
+
+def loop(start, stop):
+    def run(step):
+        for i in range(number(start), number(stop)):
+            step(jnp.int32(i))
+
+    return run
+
+
+def fori_loop(start, stop, step, carry):
+    for i in range(number(start), number(stop)):
+        carry = step(jnp.int32(i), carry)
+    return carry
+
+
+def cond(condition, yes, no, *operands):
+    return (yes if bool(condition) else no)(*operands)
+
+
+fake_pl = types.SimpleNamespace(
+    ds=pl.ds,
+    when=when,
+    loop=loop,
+    run_scoped=lambda function, *specs: function(*(Accumulator(x.shape) for x in specs)),
+)
+fake_lax = types.SimpleNamespace(
+    **{name: getattr(jax.lax, name) for name in ("rem", "div", "broadcast_in_dim")},
+    axis_index=lambda name: jnp.int32(here.axes[name]),
+    fori_loop=fori_loop,
+    cond=cond,
+)
+
+
+def product_t(a_ref, b_ref):
+    result = Running((a_ref.shape[0], b_ref.shape[0]))
+
+    def product():
+        result.value = multiply(a_ref, b_ref.T)
+
+    here.products.append(product)
+    return result
+
+
+def accumulate(acc, a, b_ref):
+    result = Running(acc.shape)
+
+    def product():
+        result.value = np.asarray(acc) + multiply(a, b_ref)
+
+    here.products.append(product)
+    return result
+
+
+def wait(products, x, a=None):
+    complete(products)
+    if x.value is None:
+        raise EmulationError("uses a product that may still be running")
+    return x.value
+
+
+def meet(barrier, threads):
+    with here.program.lock:
+        meeting = here.program.meetings.setdefault(barrier, threading.Barrier(threads // 128))
+    meeting.wait(TIMEOUT)
+
+
+def add_fragments(x, ref):
+    thread = np.arange(128)
+    warp, row, pair = thread // 32, thread % 32 // 4, thread % 4
+    x, flat = np.asarray(x), np.zeros(4096, np.float32)
+    for group, half, two in itertools.product(range(8), range(2), range(2)):
+        # Four numbers of a thread side by side.
+        place = 512 * group + 4 * thread + 2 * half + two
+        flat[place] = x[16 * warp + 8 * half + row, 8 * group + 2 * pair + two]
+    with here.program.lock:
+        ref.array[ref.index] += flat.reshape(32, 128)
+
+
+fake_ptx = dict(
+    product_t=product_t,
+    accumulate=accumulate,
+    wait=wait,
+    waited=wait,
+    uniform_zero=lambda x: 0,
+    rescale=lambda acc, alpha: np.asarray(acc) * np.asarray(alpha)[:, None],
+    add_fragments=add_fragments,
+    meet=meet,
+    publish=lambda: None,
+)
+
+
+def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=(), **_):
+    """As `common.launch`: one program after the other, in any order."""
+    results = [np.zeros(shape, np.float32) for shape in sums]
+    results += [np.full(shape, np.nan, jnp.dtype(dtype)) for shape, dtype in outputs]
+    refs = [Device(np.asarray(x)) for x in operands] + [Device(x) for x in results]
+    places = list(itertools.product(*map(range, grid.values())))
+    random.Random(0).shuffle(places)
+    for place in places:
+        program = Program(len(places))
+        mine = {name: allocate(x) for name, x in memory.items()}
+
+        def thread(warpgroup, place=place, program=program, mine=mine):
+            axes = dict(zip(grid, place, strict=True), warpgroup=warpgroup)
+            vars(here).update(
+                program=program, axes=axes, warpgroup=warpgroup, warp=None, stores=[], products=[]
+            )
+            kernel(*refs, static=static, **mine)
+            if here.stores or here.products:
+                raise EmulationError("ends while something is running")
+
+        program.run([lambda w=w: thread(w) for w in range(warpgroups)])
+        if program.failed:
+            raise program.failed[0]
+    return [jnp.asarray(x) for x in results]
+
+
+def allocate(spec):
+    if spec is None:
+        return None
+    if isinstance(spec, Barrier):
+        return Barriers(spec)
+    return Shared(np.full(spec.shape, np.nan, jnp.dtype(spec.dtype)))
+
+
+@contextlib.contextmanager
+def emulated(monkeypatch):
+    """Within it, the functions of `_mosaic` run here; not under `jit`."""
+    names = "common", "forward", "backward", "ptx"
+    *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
+    common = modules[0]
+    with monkeypatch.context() as patch:
+        for module in modules:
+            for name, fake in dict(plgpu=plgpu, pl=fake_pl, lax=fake_lax).items():
+                if hasattr(module, name):
+                    patch.setattr(module, name, fake)
+        for name, fake in fake_ptx.items():
+            patch.setattr(ptx, name, fake)
+        patch.setattr(common, "launch", launch)
+        patch.setattr(common, "by_example", lambda function: function)
+        yield
