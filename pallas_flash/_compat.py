@@ -145,5 +145,10 @@ def vary_alike(tree):
     return jax.tree.map(vary, tree)
 
 
+def varies(tree) -> bool:
+    """Whether an array of `tree` has, by shard_map's checks, another value on each device."""
+    return any(map(_varying_axes, jax.tree.leaves(tree)))
+
+
 def _varying_axes(x) -> frozenset:
     return getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset())

@@ -230,6 +230,11 @@ def _mosaic_limits(p: Problem) -> list[str]:
             "Got a scale that is traced or larger than 1, and they serve one that is known at "
             "trace time and no larger."
         )
+    if _compat.varies((p.query, p.key, p.value)):
+        limits.append(
+            "The call is in a `jax.shard_map` that checks which values differ between devices, and "
+            "Pallas refuses them there; check_vma=False turns that off."
+        )
     return limits
 
 

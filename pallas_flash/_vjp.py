@@ -155,8 +155,8 @@ def attend(plan: Plan, operands: dict, rest: Problem):
         operands, rest = _compat.vary_alike(problem.split())
         return _attend(plan, _in_reverse_mode(plan, operands), rest)
 
-    # Pallas's interpreter does not pass shard_map's check.
-    check_vma = plan.implementation != "interpret"
+    # Pallas's interpreter and Mosaic GPU do not pass shard_map's check.
+    check_vma = plan.implementation not in ("interpret", "mosaic")
     return _partition.explicitly(attend, rest.join(operands), check_vma=check_vma)
 
 

@@ -230,7 +230,11 @@ def launch(
         *(jnp.zeros(shape, jnp.float32) for shape in sums),
         *(pl.empty(shape, dtype) for shape, dtype in outputs),
     ]
-    return pl.run_state(lambda refs: run(*operands, *refs))(results)
+
+    def fill(refs):
+        run(*operands, *refs)
+
+    return pl.run_state(fill)(results)
 
 
 def by_example(function):
