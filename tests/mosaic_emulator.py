@@ -1,10 +1,9 @@
 """Runs the kernels of `_mosaic` on a CPU: their Python, with threads for warpgroups and warps.
 
-What runs beside the threads on a GPU runs as late as it may, or early by chance, and what must not
-be touched meanwhile holds NaN, so that a wait too few shows as a NaN, and one too many as a
-deadlock, which raises:
+What runs beside the threads on a GPU runs as late as it may, and what must not be touched meanwhile
+holds NaN, so that a wait too few shows as a NaN, and one too many as a deadlock, which raises:
 
-* a copy to shared memory poisons its destination at once, and delivers some time later;
+* a copy to shared memory poisons its destination at once, and delivers when somebody waits for it;
 * a product of matrix units reads shared memory when it is waited for, a copy from shared memory
   likewise;
 * a barrier counts arrivals, and a wait that lags two phases behind raises: a GPU sees only parity.
@@ -156,6 +155,7 @@ class Phases:
     def __init__(self, arrivals):
         self.arrivals = self.pending = arrivals
         self.phase, self.waits = 0, {}
+        self.copies, self.waiting = [], 0
         self.changed = threading.Condition()
 
     def arrive(self):
@@ -165,11 +165,27 @@ class Phases:
                 self.pending, self.phase = self.arrivals, self.phase + 1
                 self.changed.notify_all()
 
+    def after(self, copy):
+        """Copies, and arrives, when somebody waits."""
+        with self.changed:
+            self.copies.append(copy)
+            if self.waiting:
+                self._deliver()
+
+    def _deliver(self):
+        while self.copies:
+            self.copies.pop(0)()
+            self.arrive()
+
     def wait(self, who):
         with self.changed:
             number = self.waits.get(who, 0)
             self.waits[who] = number + 1
-            if not self.changed.wait_for(lambda: self.phase > number, TIMEOUT):
+            self._deliver()
+            self.waiting += 1
+            arrived = self.changed.wait_for(lambda: self.phase > number, TIMEOUT)
+            self.waiting -= 1
+            if not arrived:
                 raise EmulationError(f"deadlock: {who} waits for phase {number}")
             if self.phase > number + 1:
                 raise EmulationError(f"{who} waits for phase {number}, and it is {self.phase}")
@@ -209,8 +225,7 @@ class Running:
 class Program:
     """What the threads of one program share."""
 
-    def __init__(self, seed):
-        self.random = random.Random(seed)
+    def __init__(self):
         self.lock = threading.Lock()
         self.meetings = {}
         self.failed = []
@@ -235,18 +250,14 @@ class Program:
 
 
 def copy_gmem_to_smem(source, destination, barrier):
-    barrier, program = one_barrier(barrier), here.program
     if source._clipped()[2] != destination.shape:
         raise EmulationError(f"copies {source._clipped()[2]} to {destination.shape}")
     destination.array[...] = np.nan
 
-    def deliver():
+    def copy():
         destination.array[...] = source.read()
-        barrier.arrive()
 
-    with program.lock:
-        delay = program.random.choice((0, 0, 1e-3, 5e-3))
-    threading.Timer(delay, deliver).start()
+    one_barrier(barrier).after(copy)
 
 
 def copy_smem_to_gmem(source, destination):
@@ -411,7 +422,7 @@ def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=
     places = list(itertools.product(*map(range, grid.values())))
     random.Random(0).shuffle(places)
     for place in places:
-        program = Program(len(places))
+        program = Program()
         mine = {name: allocate(x) for name, x in memory.items()}
 
         def thread(warpgroup, place=place, program=program, mine=mine):

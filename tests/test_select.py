@@ -309,7 +309,9 @@ def test_explain_does_not_warn_and_leaves_the_warning_to_the_call():
 @pytest.mark.parametrize(
     ("gpu", "asked"),
     [
-        *itertools.product(["NVIDIA H200"], [None, *(x for x in _select.IMPLEMENTATIONS if x != "mosaic")]),
+        *itertools.product(
+            ["NVIDIA H200"], [None, *(x for x in _select.IMPLEMENTATIONS if x != "mosaic")]
+        ),
         *itertools.product(["Tesla V100", None], [None, "interpret", "xla", "reference"]),
     ],
 )

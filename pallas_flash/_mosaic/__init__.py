@@ -41,6 +41,8 @@ def backward(
     delta = jnp.einsum("btnv,btnv->bnt", o, do, preferred_element_type=jnp.float32)
     if dlse is not None:
         delta = delta - jnp.moveaxis(dlse, 2, 1)
+    # Cotangents of a row that sees nothing may hold NaN.
+    delta = jnp.where(log_sum.l_log2 == -jnp.inf, 0, delta)
     tile = tiles.backward_tile(problem.head_dim)
     problem, do = _clean(problem, do)
     dq, dk, dv = _backward(problem, do, log_sum.l_log2, delta, tile)

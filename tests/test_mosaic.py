@@ -1,0 +1,406 @@
+"""The kernels for Hopper on a CPU: their Python, emulated, and what the compilers make of it.
+
+The emulator runs copies and products as late as it may, so that a wait too few shows; that it does
+is tested here as well, by kernels that are broken on purpose.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import json
+import pathlib
+import re
+import tempfile
+
+import cases
+import jax
+import jax.export
+import jax.numpy as jnp
+import jaxprs
+import mosaic_emulator as emulator
+import numpy as np
+import oracle
+import pytest
+from described_gpus import described_gpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_accuracy import judge
+
+import pallas_flash
+from pallas_flash import _compat, _validate
+from pallas_flash._vjp import _public_lse
+from scripts.inspection import gpu_compiler, machine_code
+
+if not _compat.has_mosaic_gpu():
+    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
+
+from pallas_flash import _mosaic
+from pallas_flash._mosaic import common, tiles
+
+NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
+
+
+def checked(qkv, options):
+    """The call as the implementations get it."""
+    names = list(inspect.signature(_validate.validate).parameters)[3:]
+    defaults = inspect.signature(pallas_flash.attention).parameters
+    return _validate.validate(
+        *qkv, **{name: options.get(name, defaults[name].default) for name in names}
+    )
+
+
+def emulated(problem):
+    """The results that `oracle.names` names."""
+    qkv, (do, dlse), options = problem
+    call = checked(qkv, options)
+    with emulator.emulated(pytest.MonkeyPatch()):
+        o, log_sum = _mosaic.forward(call)
+        gradients = _mosaic.backward(call, o, log_sum, do, dlse, **NO_FLAGS)
+    return o, _public_lse(log_sum), gradients.query, gradients.key, gradients.value
+
+
+def with_heads(case, size, **sizes):
+    return dataclasses.replace(case, H=size, V=size, **sizes)
+
+
+# ------------------------------------------------------------------------------------------------
+# Numbers.
+
+SERVED = {
+    "full",
+    "T of one tile, S of several",
+    "T of several tiles, S of one",
+    "one query",
+    "one key",
+    "no key/value groups",
+    "one key/value head",
+    "scale",
+    "negative scale",
+    "zero scale",
+    "causal",
+    "causal, whole tiles",
+    "causal, more queries",
+    "causal, aligned at the end",
+    "causal, first queries see nothing",
+    "causal, no query sees a key",
+}
+# More than one tile of keys and of queries, so that slots are used again.
+LONG = cases.Case("long", B=1, T=300, S=400, N=2, K=1, H=64, V=64)
+LONG_CAUSAL = dataclasses.replace(
+    LONG, options=lambda random, case: dict(is_causal=True, query_offset=-20)
+)
+
+
+def served(*sizes):
+    """Every case that is served, at these head sizes; each takes seconds."""
+    params = [
+        pytest.param(
+            with_heads(cases.BY_NAME[name], size, B=1 if size > 64 else 2),
+            id=f"{name.replace(' ', '-')}-{size}",
+            marks=pytest.mark.extended,
+        )
+        for name in sorted(SERVED)
+        for size in sizes
+    ]
+    return pytest.mark.parametrize("case", params)
+
+
+@pytest.mark.parametrize("case", [LONG, LONG_CAUSAL], ids=["full", "causal"])
+def test_slots_are_used_again(case, kernel_case):
+    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+
+
+@served(64, 128)
+def test_numbers(case, kernel_case):
+    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+
+
+@served(256)
+def test_numbers_of_the_forward_alone(case, kernel_case):
+    """At the largest heads it has no backward."""
+    qkv, _, options = case.problem("float16")
+    with emulator.emulated(pytest.MonkeyPatch()):
+        o, log_sum = _mosaic.forward(checked(qkv, options))
+    judge(case, "float16", (o, _public_lse(log_sum)))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(40))
+def test_random_problems(seed, kernel_case):
+    random = np.random.default_rng(seed)
+    T, S = (int(x) for x in random.integers(1, 400, 2))
+    kv_heads = int(random.integers(1, 3))
+    options = dict(is_causal=True, query_offset=int(random.integers(-T, S)))
+    case = cases.Case(
+        f"random {seed}",
+        *(1, T, S, kv_heads * int(random.integers(1, 4)), kv_heads),
+        *[int(random.choice([64, 128]))] * 2,
+        options=lambda random, case: options if seed % 2 else {},
+    )
+    dtype = ["bfloat16", "float16"][seed // 2 % 2]
+    judge(case, dtype, emulated(case.problem(dtype)))
+
+
+def test_nothing_shows_of_what_no_query_sees(kernel_case):
+    case = dataclasses.replace(LONG_CAUSAL, T=100)
+    qkv, cotangents, options = case.problem("bfloat16")
+    poisoned = cases.poison(case, qkv, cotangents, options)
+    # Keys that no query sees, too: those past the last query.
+    assert all(np.isnan(np.asarray(x, np.float32)).any() for x in poisoned[0])
+    want, got = emulated((qkv, cotangents, options)), emulated((*poisoned, options))
+    for name, a, b in zip(oracle.NAMES, want, got, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        # dq is a sum in any order.
+        np.testing.assert_allclose(a, b, rtol=1e-2 if name == "dq" else 0, err_msg=name)
+
+
+# ------------------------------------------------------------------------------------------------
+# The emulator sees what is wrong.
+
+
+def without_waiting_at(names):
+    """`barrier_wait` that passes by barriers of these names."""
+
+    def broken(patch):
+        allocate, wait = emulator.launch, emulator.plgpu.barrier_wait
+        skipped = set()
+
+        def launch(kernel, operands, *, memory, **others):
+            def spied(*refs, static, **mine):
+                for name in names & mine.keys():
+                    skipped.update(map(id, mine[name].all))
+                kernel(*refs, static=static, **mine)
+
+            return allocate(spied, operands, memory=memory, **others)
+
+        def barrier_wait(barrier):
+            if id(emulator.one_barrier(barrier)) not in skipped:
+                wait(barrier)
+
+        patch.setattr(emulator, "launch", launch)
+        patch.setattr(emulator.plgpu, "barrier_wait", barrier_wait)
+
+    return broken
+
+
+def with_arrivals(name, change):
+    """Another number of arrivals at the barriers of a name."""
+
+    def broken(patch):
+        start = emulator.launch
+
+        def launch(kernel, operands, *, memory, **others):
+            if name in memory:
+                spec = memory[name]
+                changed = dataclasses.replace(spec, num_arrivals=spec.num_arrivals + change)
+                memory = memory | {name: changed}
+            return start(kernel, operands, memory=memory, **others)
+
+        patch.setattr(emulator, "launch", launch)
+
+    return broken
+
+
+def with_mask_moved(patch):
+    hide = common.hide
+    patch.setattr(
+        common, "hide", lambda mask, b, h, q, k, s: hide(mask, b, h, q, k + jnp.int32(1), s)
+    )
+
+
+def without_waiting_for_products(patch):
+    patch.setattr(emulator, "complete", lambda running: None)
+    patch.setitem(vars(emulator.plgpu), "wgmma_wait", lambda running: None)
+
+
+def without_rescaling(patch):
+    patch.setattr(importlib.import_module("pallas_flash._mosaic.forward"), "THRESHOLD", 0.0)
+    patch.setitem(emulator.fake_ptx, "rescale", lambda acc, alpha: np.asarray(acc))
+
+
+BROKEN = {
+    "no wait for keys": (without_waiting_at({"k_full"}), LONG),
+    "no wait for values": (without_waiting_at({"v_full"}), LONG),
+    "no wait for a free slot of keys": (without_waiting_at({"k_free"}), LONG),
+    "no wait for queries": (without_waiting_at({"q_full"}), LONG),
+    "no wait for cotangents": (without_waiting_at({"do_full"}), LONG),
+    "no wait for delta": (without_waiting_at({"delta_full"}), LONG),
+    "no wait for products": (without_waiting_for_products, LONG),
+    "an arrival too many": (with_arrivals("k_free", 1), LONG),
+    "an arrival too few": (with_arrivals("v_free", -1), LONG),
+    "an arrival too many, backward": (with_arrivals("q_free", 1), LONG),
+    "a mask moved by one": (with_mask_moved, LONG_CAUSAL),
+    "old sums keep their scale": (without_rescaling, LONG),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_the_emulator_sees_a_kernel_that_is_broken(broken, monkeypatch):
+    change, case = BROKEN[broken]
+    monkeypatch.setattr(emulator, "TIMEOUT", 1.0)
+    change(monkeypatch)
+    with pytest.raises((AssertionError, emulator.EmulationError)):
+        judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+
+
+# ------------------------------------------------------------------------------------------------
+# What JAX makes of them. Calls in the emulator are not `jit`ted; these are, and only lowered.
+
+SHAPE = (4, 300, 4, 64)
+ROWS = P("batch", None, "heads")
+attention = functools.partial(
+    pallas_flash.attention, is_causal=True, return_lse=True, implementation="mosaic"
+)
+
+
+def gradients(q, k, v, call=attention):
+    out, pull = jax.vjp(call, q, k, v)
+    return pull(out)
+
+
+def lowered(function, shape=SHAPE, **options):
+    """The lowering for an H200 that is not here."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with described_gpu("NVIDIA H200"):
+        return jax.jit(function).trace(x, x, x, **options).lower(lowering_platforms=("cuda",))
+
+
+def launches(text):
+    return len(re.findall(r"@mosaic_gpu\w*\(", text))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "count"),
+    [
+        (attention, SHAPE, 1),
+        (gradients, SHAPE, 2),
+        (jax.checkpoint(gradients), SHAPE, 2),
+        (jax.vmap(gradients), (2, *SHAPE), 2),
+        (jax.vmap(jax.vmap(gradients)), (2, 3, *SHAPE), 2),
+    ],
+    ids=["forward", "gradients", "remat", "vmap", "vmap-twice"],
+)
+def test_lowers(function, shape, count):
+    assert launches(lowered(function, shape).as_text()) == count
+
+
+def test_lowers_in_x64_mode():
+    with jax.enable_x64(True):
+        assert launches(lowered(gradients).as_text()) == 2
+
+
+def test_reproducible_gradients_are_those_of_triton():
+    def reproducible(*x):
+        return gradients(*x, functools.partial(attention, reproducible=True))
+
+    text = lowered(reproducible).as_text()
+    assert launches(text) == 1
+    assert text.count("@__gpu$xla.gpu.triton") == 3
+
+
+def test_export_for_a_gpu_that_is_not_here():
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    with described_gpu("NVIDIA H200"):
+        export = jax.export.export(jax.jit(gradients), platforms=["cuda"], disabled_checks=[check])
+        exported = export(x, x, x)
+    assert exported.platforms == ("cuda",)
+    assert launches(exported.mlir_module()) == 2
+
+
+def gpus(kind):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    return AbstractMesh((2, 2), ("batch", "heads"), axis_types=(kind,) * 2, abstract_device=device)
+
+
+def traced_on(mesh, function):
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=NamedSharding(mesh, ROWS))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(x, x, x)
+
+
+def within_shard_map(mesh, call, check_vma):
+    def run(q, k, v):
+        specs = dict(in_specs=(ROWS, ROWS, ROWS), out_specs=(ROWS, ROWS))
+        return gradients(q, k, v, jax.shard_map(call, mesh=mesh, check_vma=check_vma, **specs))
+
+    return run
+
+
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+@KINDS
+def test_lowers_inside_shard_map(kind):
+    mesh = gpus(kind)
+    traced = traced_on(mesh, within_shard_map(mesh, attention, check_vma=False))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert launches(traced.lower(lowering_platforms=("cuda",)).as_text()) == 2
+
+
+@KINDS
+def test_shard_maps_check_takes_the_call_elsewhere(kind):
+    mesh = gpus(kind)
+    with pytest.raises(NotImplementedError, match="check_vma=False"):
+        traced_on(mesh, within_shard_map(mesh, attention, check_vma=True))
+    chosen = functools.partial(attention, implementation=None)
+    traced_on(mesh, within_shard_map(mesh, chosen, check_vma=True))
+
+
+def test_lowers_for_an_explicit_mesh():
+    mesh = gpus(AxisType.Explicit)
+    traced = traced_on(mesh, gradients)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert launches(text) == 2
+
+
+def test_auto_axes_are_left_to_the_partitioner():
+    eqns = jaxprs.equations(traced_on(gpus(AxisType.Auto), gradients).jaxpr.jaxpr)
+    assert len([e for e in eqns if e.primitive.name == "custom_partitioning"]) == 2
+
+
+# ------------------------------------------------------------------------------------------------
+# What the compiler makes of them.
+
+
+def machine_code_of(function, *shapes):
+    """Name, registers, stack and loops of each kernel, compiled for an H200."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "kernel.cubin"
+        compiled = gpu_compiler.compile_for("h200", function, shapes, pathlib.Path(folder))
+        for cubin in compiled.cubins:
+            if b".text.pallas_flash" not in cubin or b"mosaic_gpu" not in cubin:
+                continue
+            path.write_bytes(cubin)
+            _, [code] = json.loads(gpu_compiler.run_tool("nvdisasm", "--emit-json", path))
+            usage = gpu_compiler.run_tool("cuobjdump", "-res-usage", path)
+            [numbers] = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+            instructions = [
+                machine_code.Instruction(i.get("predicate", ""), i["opcode"], i.get("operands", ""))
+                for i in code["sass-instructions"]
+            ]
+            yield code["function-name"], *map(int, numbers), machine_code.loops(instructions)
+
+
+@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_machine_code(head_dim, is_causal):
+    """Nothing spilt, and products that run side by side, not one by one."""
+    q = jax.ShapeDtypeStruct((2, 4096, 8, head_dim), jnp.bfloat16)
+    call = functools.partial(attention, is_causal=is_causal)
+    kernels = list(machine_code_of(functools.partial(gradients, call=call), q, q, q))
+    print(*kernels, sep="\n")
+    assert len(kernels) == (1 if head_dim == 256 else 2)
+    for name, registers, stack, loops in kernels:
+        warpgroups = tiles.forward_tile(head_dim, is_causal).warpgroups if "forward" in name else 2
+        # Those of one that loads are the same until `set_max_registers`.
+        assert registers * 128 * (warpgroups + 1) <= 65536, name
+        assert stack == 0, name
+        assert loops, name
+        for loop in loops:
+            assert loop.spills == 0, name
+            # The compiler waits after each of them, if it can not see that none needs another.
+            assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
