@@ -76,31 +76,20 @@ def compiler_params(num_warps: int, num_stages: int):
     return _compiler_params()(num_warps=num_warps, num_stages=num_stages)
 
 
-@functools.cache
-def mosaic_gpu() -> Any:
-    """`jax.experimental.pallas.mosaic_gpu`, imported late: it costs time.
-
-    Raises:
-        ImportError: if this JAX has none that the kernels are written for.
-    """
-    if jax.__version_info__ < MOSAIC_SINCE:
-        raise ImportError("The kernels in Pallas's Mosaic GPU need a newer JAX.")
-    from jax.experimental.pallas import mosaic_gpu
-
-    return mosaic_gpu
-
-
-# Before, the operations that the kernels use had other names and arguments.
+# Before, the operations of Mosaic GPU that the kernels use had other names and arguments.
 MOSAIC_SINCE = (0, 11, 2)
 
 
 def has_mosaic_gpu() -> bool:
     """Whether kernels can be lowered through Mosaic GPU by this JAX."""
-    try:
-        mosaic_gpu()
-    except ImportError:
-        return False
-    return True
+    return jax.__version_info__ >= MOSAIC_SINCE
+
+
+def mosaic_gpu() -> Any:
+    """`jax.experimental.pallas.mosaic_gpu`, imported late: it costs time."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
 
 
 def xla_is_deterministic() -> bool:

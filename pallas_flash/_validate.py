@@ -154,9 +154,12 @@ def check_results(return_residual, return_lse) -> None:
 
 
 def check_reproducible(reproducible) -> None:
-    """None or a bool."""
-    if reproducible is not None:
-        flag("reproducible", reproducible)
+    """None or a bool: like a flag it decides what is compiled."""
+    if reproducible is not None and not isinstance(reproducible, (bool, np.bool_)):
+        raise TypeError(
+            f"`reproducible` must be None, True or False; got {describe(reproducible)}. Use None "
+            "to follow XLA's flags."
+        )
 
 
 def _check_inputs(query, key, value) -> None:

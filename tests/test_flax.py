@@ -302,7 +302,7 @@ def test_keyword_of_flax_is_honoured_or_refused(name):
 
 def test_keywords_lists_only_what_exists():
     assert set(KEYWORDS) <= keywords(attention_fn)
-    assert keywords(attention_fn) - set(KEYWORDS) == {"implementation"}
+    assert keywords(attention_fn) - set(KEYWORDS) == {"implementation", "reproducible"}
 
 
 def test_linen_and_nnx_give_positional_arguments_the_same_meaning():
@@ -321,6 +321,7 @@ def test_what_attention_decides_reaches_it(monkeypatch):
 
     monkeypatch.setattr(pallas_flash.flax._drop_in, "attention", spy)
     wanted = {"is_causal": True, "precision": jax.lax.Precision.HIGH, "implementation": "xla"}
+    wanted["reproducible"] = True
     dropout = {"dropout_rate": 0.25, "broadcast_dropout": False}
     attention_fn(*qkv(), **wanted, **dropout, dropout_rng=5)
     assert seen == {**wanted, **dropout, "dropout_key": 5}
@@ -863,7 +864,12 @@ def test_module_options_reach_attention(monkeypatch):
 
     monkeypatch.setattr(pallas_flash.flax._layer, "attention", spy)
     layer = self_attention(
-        num_kv_heads=2, head_dim=6, is_causal=False, precision="high", implementation="xla"
+        num_kv_heads=2,
+        head_dim=6,
+        is_causal=False,
+        precision="high",
+        implementation="xla",
+        reproducible=True,
     )
     layer(normal(1, (2, 3, Q_LEN, FEATURES)))
     nothing = dict.fromkeys(
@@ -885,6 +891,7 @@ def test_module_options_reach_attention(monkeypatch):
         "broadcast_dropout": True,
         "precision": "high",
         "implementation": "xla",
+        "reproducible": True,
         "shapes": ((6, Q_LEN, NUM_HEADS, 6), (6, Q_LEN, 2, 6), (6, Q_LEN, 2, 6)),
     }
 

@@ -209,6 +209,119 @@ def test_a_device_that_is_here_tells_its_own_capability(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
+# The kernels for Hopper.
+
+
+@pytest.fixture
+def newer_jax(monkeypatch):
+    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
+
+
+def on_hopper(length=8192, head_dim=128, tokens=16384, gpu="NVIDIA H100 80GB HBM3", **options):
+    """`explain` for a call of width 2048."""
+    options = {"is_causal": True} | options
+    found = []
+
+    def call(x):
+        found.append(pallas_flash.explain(x, x, x, **options))
+        return x
+
+    shape = tokens // length, length, 2048 // head_dim, head_dim
+    with described_gpu(gpu):
+        jax.eval_shape(call, jax.ShapeDtypeStruct(shape, options.pop("dtype", jnp.bfloat16)))
+    return found[0]
+
+
+SLOWER = 'The backward is that of "triton": the one for Hopper is not known to be faster'
+IN_NO_ORDER = 'The backward is that of "triton": the one for Hopper adds in no order'
+
+
+@pytest.mark.parametrize(
+    ("options", "backward"),
+    [
+        (dict(), ""),
+        (dict(gpu="NVIDIA H200"), ""),
+        (dict(length=2048), ""),
+        (dict(is_causal=False), ""),
+        (dict(is_causal=False, length=2048), SLOWER),
+        (dict(head_dim=64), SLOWER),
+        (dict(head_dim=256), "the one for Hopper serves head sizes of 64, 128."),
+        (dict(reproducible=True), IN_NO_ORDER),
+        (dict(reproducible=False), ""),
+        (dict(dtype=jnp.float16), ""),
+        (dict(scale=0.1), ""),
+        # What is asked for is used where it can be.
+        (dict(head_dim=64, implementation="mosaic"), ""),
+        (dict(length=128, tokens=128, implementation="mosaic"), ""),
+        (dict(reproducible=True, implementation="mosaic"), IN_NO_ORDER),
+    ],
+    ids=str,
+)
+def test_the_kernels_for_hopper_serve_what_they_are_faster_at(newer_jax, options, backward):
+    choice = on_hopper(**options)
+    assert choice.implementation == "mosaic"
+    assert backward in choice.reason
+    assert ("backward" in choice.reason) == bool(backward)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(length=1024), "not known to be faster"),
+        (dict(tokens=4096, length=2048), "not known to be faster"),
+        (dict(gpu="NVIDIA A100-SXM4-80GB"), "compute capability 9.0"),
+        (dict(gpu="NVIDIA B200"), "compute capability 9.0"),
+        (dict(gpu="NVIDIA Z900"), "compute capability 9.0"),
+        (dict(dtype=jnp.float32), "Got float32"),
+        (dict(head_dim=32), "Got head sizes of 32 and 32"),
+        (dict(scale=2.0), "a scale that is traced or larger than 1"),
+        (dict(scale=jnp.float32(0.1)), "a scale that is traced or larger than 1"),
+        (dict(sinks=jnp.zeros(16)), "They serve full and causal attention"),
+        (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), "They serve full and causal"),
+        (dict(local_window_size=9), "They serve full and causal attention"),
+        (dict(query_offset=jnp.int32(3)), "They serve full and causal attention"),
+        (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
+    ],
+    ids=str,
+)
+def test_other_calls_go_on_as_before(newer_jax, options, reason):
+    choice = on_hopper(**options)
+    assert choice.implementation == "triton"
+    assert reason in choice.refused["mosaic"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reproducible"),
+    [
+        ("", False),
+        ("--xla_gpu_deterministic_ops=true", True),
+        ("--a=b --xla_gpu_exclude_nondeterministic_ops", True),
+        ("--xla_gpu_deterministic_ops=false --a", False),
+        ("--xla_gpu_deterministic_ops_of_another_kind=true", False),
+    ],
+)
+def test_gradients_are_reproducible_where_xlas_are(newer_jax, monkeypatch, flags, reproducible):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert (IN_NO_ORDER in on_hopper().reason) == reproducible
+    assert IN_NO_ORDER not in on_hopper(reproducible=False).reason
+    assert IN_NO_ORDER in on_hopper(reproducible=True).reason
+
+
+def test_an_older_jax_has_no_kernels_for_hopper(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    choice = on_hopper()
+    assert choice.implementation == "triton"
+    assert "in Mosaic GPU need JAX 0.11.2 or newer" in choice.refused["mosaic"]
+
+
+def test_without_triton_hopper_has_its_kernels_still(no_triton, newer_jax):
+    choice = on_hopper(reproducible=True)
+    assert choice.implementation == "mosaic"
+    assert 'The backward is that of "xla"' in choice.reason
+    assert "has no Triton" in choice.refused["triton"]
+
+
+# ------------------------------------------------------------------------------------------------
 # A JAX without Triton.
 
 

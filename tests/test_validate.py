@@ -18,7 +18,7 @@ import pytest
 from described_gpus import described_gpu
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes
+from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes, _compat
 from pallas_flash._masks import Band
 from pallas_flash._validate import _band, _offset
 
@@ -139,6 +139,14 @@ def bad_flags():
             TypeError,
             f"`{name}` must be True or False; got an array of bool with shape ().",
             traced=name,
+        )
+
+    for x in (1, "yes", np.array(True)):
+        yield Row(
+            f"reproducible as {type(x).__name__}",
+            lambda x=x: {"reproducible": x},
+            TypeError,
+            "`reproducible` must be None, True or False; got ",
         )
 
 
@@ -333,19 +341,25 @@ def bad_tiles():
             )
 
 
+ONE_OF = (
+    "`implementation` must be None or one of ('mosaic', 'triton', 'interpret', 'xla', "
+    "'reference'); "
+)
+
+
 def not_served():
     for x in ("cudnn", "XLA", "", 1, ["xla"], np.ones(3), jnp.ones(3)):
         yield Row(
             f"implementation {x!r}",
             lambda x=x: {"implementation": x},
             ValueError,
-            "`implementation` must be None or one of ('triton', 'interpret', 'xla', 'reference'); ",
+            ONE_OF,
         )
     yield Row(
         "implementation traced",
         lambda: {"implementation": 1},
         ValueError,
-        "`implementation` must be None or one of ('triton', 'interpret', 'xla', 'reference'); ",
+        ONE_OF,
         traced="implementation",
     )
     yield Row(
@@ -381,6 +395,35 @@ def not_served():
                 gpu=gpu,
                 x64=x64,
             )
+
+
+NEWER = jax.__version_info__ >= _compat.MOSAIC_SINCE
+
+
+def not_served_on_hopper():
+    """What "mosaic" says of calls that others serve."""
+
+    def half(head_dim=64, dtype=jnp.bfloat16, **options):
+        x = jnp.zeros((2, 5, 4, head_dim), dtype)
+        return dict(query=x, key=x, value=x, implementation="mosaic", **options)
+
+    newer = [
+        ("float32", lambda: half(dtype=jnp.float32), "Got float32, and they serve float16 and "),
+        ("a head size", lambda: half(80), "Got head sizes of 80 and 80 (of values), and they "),
+        ("a soft cap", lambda: half(logits_soft_cap=3.0), "They serve full and causal attention "),
+        ("a window", lambda: half(local_window_size=3), "They serve full and causal attention "),
+        ("a large scale", lambda: half(scale=1.5), "Got a scale that is traced or larger than 1,"),
+    ]
+    older = [("this JAX", half, "in Mosaic GPU need JAX 0.11.2 or newer, and this is 0.10.2.")]
+    for name, arguments, fragment in newer if NEWER else older:
+        yield Row(f"mosaic for {name}", arguments, NotImplementedError, fragment, gpu="NVIDIA H200")
+    for gpu, told in (
+        ("NVIDIA A100", 'NVIDIA A100 (described, not here) with 8.0. Use "triton".'),
+        ("NVIDIA B200", 'NVIDIA B200 (described, not here) with 10.0. Use "triton".'),
+        ("NVIDIA Z900", 'NVIDIA Z900 (described, not here). Use "triton".'),
+        (None, 'the device is cpu. Use "xla".'),
+    ):
+        yield Row(f"mosaic on {gpu or 'a CPU'}", half, NotImplementedError, told, gpu=gpu)
 
 
 def bad_per_head():
@@ -1121,6 +1164,7 @@ ROWS = [
     ),
     *bad_tiles(),
     *not_served(),
+    *not_served_on_hopper(),
     # What happens to scores and probabilities.
     *bad_per_head(),
     *bad_caps(),

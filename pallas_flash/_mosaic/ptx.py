@@ -17,6 +17,10 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     meet, publish           two barriers fewer for each tile of the backward
 """
 
+# The types of MLIR's Python bindings do not say what these functions take and return.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOptionalCall=false
+
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, utils

@@ -41,6 +41,7 @@ def attention_fn(
     qk_attn_weights_einsum: Callable[..., Array] | None = None,
     attn_weights_value_einsum: Callable[..., Array] | None = None,
     implementation: Implementation | None = None,
+    reproducible: bool | None = None,
 ) -> Float[Array, "*batch T N V"]:
     """`pallas_flash.attention` in the place of Flax's `dot_product_attention`.
 
@@ -100,6 +101,7 @@ def attention_fn(
         qk_attn_weights_einsum: Must be None.
         attn_weights_value_einsum: Must be None.
         implementation: As in `pallas_flash.attention`.
+        reproducible: As in `pallas_flash.attention`; `deterministic` is about dropout.
 
     Returns:
         The attention output in the computation dtype.
@@ -160,6 +162,7 @@ def attention_fn(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
         implementation=implementation,
+        reproducible=reproducible,
     )
     if module is not None:
         visible = _dense(as_bool(mask), scores_shape)

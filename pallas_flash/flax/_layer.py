@@ -72,6 +72,7 @@ class SelfAttention(nnx.Module):
         out_kernel_init: Initializer of the output map. None is `kernel_init`.
         sinks_init: Initializer of the sinks.
         implementation: As in `pallas_flash.attention`.
+        reproducible: As in `pallas_flash.attention`; `deterministic` is about dropout.
         rngs: Where the random keys of the parameters come from, and those of dropout.
         keep_rngs: Whether a layer with dropout keeps a copy of the dropout stream of `rngs`, so
             that calls need not give one.
@@ -105,6 +106,7 @@ class SelfAttention(nnx.Module):
         out_kernel_init: Initializer | None = None,
         sinks_init: Initializer = _zeros,
         implementation: Implementation | None = None,
+        reproducible: bool | None = None,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ):
@@ -147,6 +149,7 @@ class SelfAttention(nnx.Module):
         self.deterministic = deterministic
         self.precision = precision
         self.implementation: Implementation | None = implementation
+        self.reproducible = reproducible
         linear = functools.partial(
             nnx.LinearGeneral,
             use_bias=use_bias,
@@ -269,6 +272,7 @@ class SelfAttention(nnx.Module):
             broadcast_dropout=self.broadcast_dropout,
             precision=self.precision,
             implementation=self.implementation,
+            reproducible=self.reproducible,
         )
         if cache is not None:
             cache.keep(cached, start + length)
