@@ -344,6 +344,27 @@ def default(chosen, values):
     ]
 
 
+# What "mosaic" serves at head sizes of 64, 128 and 256.
+SERVED_ON_HOPPER = (
+    "full",
+    "T of one tile, S of several",
+    "T of several tiles, S of one",
+    "one query",
+    "one key",
+    "no key/value groups",
+    "one key/value head",
+    "scale",
+    "negative scale",
+    "zero scale",
+    "causal",
+    "causal, whole tiles",
+    "causal, more queries",
+    "causal, aligned at the end",
+    "causal, first queries see nothing",
+    "causal, no query sees a key",
+)
+
+
 def parametrize(*, names=None, more=(), others_extended=False, table=CASES):
     """Marks a test to run for each case, with the case's name as its id.
 

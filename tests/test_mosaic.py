@@ -25,6 +25,7 @@ import pytest
 from described_gpus import described_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from strict import strictly
 from test_accuracy import judge
 
 import pallas_flash
@@ -67,24 +68,6 @@ def with_heads(case, size, **sizes):
 # ------------------------------------------------------------------------------------------------
 # Numbers.
 
-SERVED = {
-    "full",
-    "T of one tile, S of several",
-    "T of several tiles, S of one",
-    "one query",
-    "one key",
-    "no key/value groups",
-    "one key/value head",
-    "scale",
-    "negative scale",
-    "zero scale",
-    "causal",
-    "causal, whole tiles",
-    "causal, more queries",
-    "causal, aligned at the end",
-    "causal, first queries see nothing",
-    "causal, no query sees a key",
-}
 # Some of them, for the other tiles that larger heads have.
 LARGE = ["full", "causal, first queries see nothing", "one key/value head"]
 # More than one tile of keys and of queries, so that slots are used again.
@@ -111,7 +94,7 @@ def test_slots_are_used_again(case, kernel_case):
     judge(case, "bfloat16", emulated(case.problem("bfloat16")))
 
 
-@pytest.mark.parametrize("case", [*served(64, sorted(SERVED)), *served(128, LARGE)])
+@pytest.mark.parametrize("case", [*served(64, cases.SERVED_ON_HOPPER), *served(128, LARGE)])
 def test_numbers(case, kernel_case):
     judge(case, "bfloat16", emulated(case.problem("bfloat16")))
 
@@ -259,11 +242,11 @@ def gradients(q, k, v, call=attention):
     return pull(out)
 
 
-def lowered(function, shape=SHAPE, **options):
+def lowered(function, shape=SHAPE):
     """The lowering for an H200 that is not here."""
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     with described_gpu("NVIDIA H200"):
-        return jax.jit(function).trace(x, x, x, **options).lower(lowering_platforms=("cuda",))
+        return jax.jit(function).trace(x, x, x).lower(lowering_platforms=("cuda",))
 
 
 def launches(text):
@@ -285,8 +268,10 @@ def test_lowers(function, shape, count):
     assert launches(lowered(function, shape).as_text()) == count
 
 
-def test_lowers_in_x64_mode():
-    with jax.enable_x64(True):
+@pytest.mark.parametrize("x64", [False, True])
+def test_lowers_under_all_of_jaxs_strict_switches(x64):
+    # Pallas keeps references to tracers in the kernels' own.
+    with strictly(x64=x64, leaks=False):
         assert launches(lowered(gradients).as_text()) == 2
 
 
