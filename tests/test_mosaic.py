@@ -270,6 +270,26 @@ def test_lowers(function, shape, count):
     assert launches(lowered(function, shape).as_text()) == count
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "options", "launched"),
+    [
+        (128, {}, (2, 0)),
+        (64, {}, (1, 3)),
+        # dk and dv are launches of their own.
+        (256, {}, (1, 4)),
+        (64, {"implementation": "mosaic"}, (2, 0)),
+        (128, {"implementation": "triton"}, (0, 4)),
+    ],
+    ids=str,
+)
+def test_each_pass_is_launched_by_who_was_chosen(head_dim, options, launched):
+    """Of "mosaic" and "triton", in a long call with many programs."""
+    call = functools.partial(attention, **{"implementation": None} | options)
+    shape = 2, 8192, 2048 // head_dim, head_dim
+    text = lowered(functools.partial(gradients, call=call), shape).as_text()
+    assert (launches(text), text.count("@__gpu$xla.gpu.triton")) == launched
+
+
 @pytest.mark.parametrize("x64", [False, True])
 def test_lowers_under_all_of_jaxs_strict_switches(x64):
     # Pallas keeps references to tracers in the kernels' own.
