@@ -46,13 +46,7 @@ def backward(
     tile = tiles.backward_tile(problem.head_dim)
     problem, do = _clean(problem, do)
     dq, dk, dv = _backward(problem, do, log_sum.l_log2, delta, tile)
-    return Gradients(
-        (dq * problem.scale).astype(problem.dtype),
-        dk,
-        dv,
-        scale=None,
-        bias=None,
-    )
+    return Gradients(dq, dk, dv, scale=None, bias=None)
 
 
 def _clean(problem: Problem, do=None):
