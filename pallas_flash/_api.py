@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -151,31 +152,7 @@ def attention(
 
     The algorithm is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
-    _validate.check_results(return_residual, return_lse)
-    _validate.check_reproducible(reproducible)
-    problem = _validate.validate(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        segment_ids=segment_ids,
-        query_offset=query_offset,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        score_fn=score_fn,
-        score_operands=score_operands,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-    )
+    problem = _problem(locals())
     choice = _select.select(problem, implementation, tiles=tile_sizes is not None)
     _select.warn_of_fallback(choice, implementation)
     plan = _plan(problem, choice.implementation, tile_sizes, reproducible, implementation)
@@ -187,6 +164,17 @@ def attention(
     if return_residual:
         return o, lax.stop_gradient(lse).astype(problem.dtype)
     return o
+
+
+# What a problem is made of, by name.
+_OF_PROBLEM = tuple(inspect.signature(_validate.validate).parameters)
+
+
+def _problem(call: Mapping[str, Any]) -> Problem:
+    """The problem of a call, of its arguments by name; raises what is wrong with them."""
+    _validate.check_results(call["return_residual"], call["return_lse"])
+    _validate.check_reproducible(call["reproducible"])
+    return _validate.validate(**{name: call[name] for name in _OF_PROBLEM})
 
 
 def _of_shapes(call: F) -> F:
@@ -253,31 +241,7 @@ def explain(
         >>> pallas_flash.explain(x, x, x, implementation="xla").implementation
         'xla'
     """
-    _validate.check_results(return_residual, return_lse)
-    _validate.check_reproducible(reproducible)
-    problem = _validate.validate(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        segment_ids=segment_ids,
-        query_offset=query_offset,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        score_fn=score_fn,
-        score_operands=score_operands,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-    )
+    problem = _problem(locals())
     choice = _select.select(problem, implementation, tiles=tile_sizes is not None)
     plan = _plan(problem, choice.implementation, tile_sizes, reproducible, implementation)
     _, why = _select.backward_of(problem, choice.implementation, implementation, reproducible)
@@ -329,7 +293,8 @@ def _plan(problem: Problem, chosen: str, tile_sizes, reproducible, asked: str | 
             )
         tile_sizes = None
     if backward_by not in ("triton", "interpret"):
-        return _vjp.Plan(chosen, backward_by=backward_by)
+        on_gpu = backward_by == "xla" and _select.target().nvidia
+        return _vjp.Plan(chosen, backward_by=backward_by, on_gpu=on_gpu)
     return _vjp.Plan(chosen, choose.for_call(problem, backward_by, tile_sizes), backward_by)
 
 

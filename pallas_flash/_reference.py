@@ -63,10 +63,11 @@ def attention(problem: Problem, first_query=0):
 def _at_most(s, m):
     """`s`, which is at most its maximum `m`, and keeps its derivative.
 
-    A compiler for CPUs may fuse the difference with a product before it, and then m alone is
-    rounded: s computed again is larger than m.
+    A compiler for CPUs may compute s again where m is subtracted, fused with the product before it.
+    Then m alone is rounded, and s is larger.
     """
-    return jnp.minimum(s, m)
+    # No minimum: JAX before 0.12 may lose the rule below in a scan, and that one halves ties.
+    return jnp.where(s <= m, s, m)
 
 
 @_at_most.defjvp

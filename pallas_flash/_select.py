@@ -41,7 +41,9 @@ FASTER_BY_MOSAIC = {
         (256, "causal"): 2048,
     },
     "backward": {
-        (128, "full"): 8192,
+        (64, "full"): 2048,
+        (64, "causal"): 2048,
+        (128, "full"): 2048,
         (128, "causal"): 2048,
     },
 }

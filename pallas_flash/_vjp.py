@@ -64,11 +64,13 @@ class Plan:
         implementation: of the forward.
         tiles: of the kernels of "triton" and "interpret".
         backward_by: the implementation of the backward.
+        on_gpu: whether "xla" computes on a GPU.
     """
 
     implementation: str
     tiles: TileSizes = _NO_TILES
     backward_by: str = ""
+    on_gpu: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "backward_by", self.backward_by or self.implementation)
@@ -83,7 +85,7 @@ class Plan:
 
     def _forward(self, problem: Problem):
         if self.implementation == "xla":
-            return _xla.forward(problem)
+            return _xla.forward(problem, on_gpu=self.on_gpu)
         if self.implementation == "mosaic":
             return _mosaic().forward(problem)
         return _triton().forward(problem, self.tiles, interpret=self._interpret)
@@ -109,7 +111,7 @@ class Plan:
     def _backward(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted") -> Gradients:
         cotangents = (problem, o, log_sum, do, dlse)
         if self.backward_by == "xla":
-            return _xla.backward(*cotangents, **wanted.flags())
+            return _xla.backward(*cotangents, **wanted.flags(), on_gpu=self.on_gpu)
         if self.backward_by == "mosaic":
             return _mosaic().backward(*cotangents, **wanted.flags())
         return _triton().backward(

@@ -34,10 +34,15 @@ from pallas_flash._scores import LN2, LogSum, Scores, sinks_gradient, with_sink
 BLOCK_Q, BLOCK_KV = 256, 256
 FEW_HEADS = 4
 
+# On a GPU scores go through device memory, and what counts is that tiles are few: so many queries
+# and keys, if no more than so many scores of all examples and heads are in a tile. Timed on an
+# H100, see docs/performance.md.
+GPU_BLOCK, GPU_SCORES = 2048, 2**28
 
-def forward(problem: Problem):
+
+def forward(problem: Problem, *, on_gpu: bool = False):
     """The output [B, T, N, V] and a `LogSum` of [B, N, T] in float32 or float64."""
-    p, blocks = problem, _Blocks(problem)
+    p, blocks = problem, _Blocks(problem, on_gpu)
     ranges = blocks.kv_ranges()
     # The tiles [.., H, block_kv] are transposed once for all query tiles.
     keys_t = jnp.swapaxes(blocks.keys, -1, -2)
@@ -96,6 +101,7 @@ def backward(
     want_scale: bool,
     want_bias: bool,
     want_sinks: bool,
+    on_gpu: bool = False,
 ) -> Gradients:
     """Gradients for the cotangents do [B, T, N, V] and dlse ([B, T, N] or None), in one pass.
 
@@ -110,7 +116,7 @@ def backward(
     time, need a second pass for it. Tiles of scores are transposed, so that their rows are keys,
     and so is dq: then no product has to transpose one of them.
     """
-    p, blocks = problem, _Blocks(problem)
+    p, blocks = problem, _Blocks(problem, on_gpu)
     dtype = p.accumulator_dtype
     delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
     if dlse is not None:
@@ -198,6 +204,14 @@ def _below(problem: Problem, s, m):
     return (jnp.minimum(s, m) if problem.large else s) - m
 
 
+def _block_sizes(heads: int, kv_len: int, on_gpu: bool) -> tuple[int, int]:
+    """Queries and keys of a tile, for the heads of all examples."""
+    if not on_gpu:
+        return (2 * BLOCK_Q if heads <= FEW_HEADS else BLOCK_Q), BLOCK_KV
+    rows = GPU_SCORES // (heads * min(GPU_BLOCK, kv_len))
+    return max(BLOCK_Q, min(GPU_BLOCK, rows - rows % BLOCK_Q)), GPU_BLOCK
+
+
 class _Tile(NamedTuple):
     """One tile of scores: indices b, h, q, k that broadcast to it, and what is read at them."""
 
@@ -225,11 +239,11 @@ class _Blocks:
         values: [tiles, B, K, block_kv, V].
     """
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, on_gpu: bool):
         p = self.problem = problem
-        block_q = 2 * BLOCK_Q if p.batch * p.num_heads <= FEW_HEADS else BLOCK_Q
+        block_q, block_kv = _block_sizes(p.batch * p.num_heads, p.kv_len, on_gpu)
         self.q = Tiling(p.q_len, min(block_q, p.q_len))
-        self.kv = Tiling(p.kv_len, min(BLOCK_KV, p.kv_len))
+        self.kv = Tiling(p.kv_len, min(block_kv, p.kv_len))
         self.mask: Mask = p.mask.within(q=self.q, kv=self.kv)
         self.edges = Edges.APART if self.mask else Edges.NONE
         if self.mask.scattered:

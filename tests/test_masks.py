@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash._masks import Band, Edges, Lengths, Mask, Segments, Tiling, hidden, in_tile, visit
+from pallas_flash._masks import (
+    Band,
+    Edges,
+    Ends,
+    Lengths,
+    Mask,
+    Segments,
+    Tiling,
+    hidden,
+    in_tile,
+    visit,
+)
 
 BATCH = 3
 
@@ -303,7 +314,7 @@ def test_within_adds_nothing_to_whole_tiles():
     mask = Mask((Band(None, 0),))
     assert mask.within(q=Tiling(32, 8), kv=Tiling(48, 16)) is mask
     assert mask.within() is mask
-    assert mask.within(kv=Tiling(33, 8)) == mask & Lengths(None, 33)
+    assert mask.within(kv=Tiling(33, 8)) == mask & Ends(None, 33)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -317,7 +328,8 @@ def a_mask(array):
         (
             Band(-9, 4, array(np.array([-3, 0, 20], np.int32))),
             Band(-12, None),
-            Lengths(array(np.array([20, 0, 7], np.int32)), 27),
+            Lengths(array(np.array([20, 0, 7], np.int32))),
+            Ends(None, 27),
             Segments(array(ids[:, :20]), array(ids)),
         )
     )
@@ -329,15 +341,15 @@ def test_a_mask_is_a_pytree_with_arrays_as_leaves_and_numbers_in_its_structure()
     assert [x.shape for x in leaves] == [(3,), (3,), (3, 20), (3, 30)]
     assert jax.tree.structure(jax.tree.unflatten(structure, leaves)) == structure
     assert hash(structure) == hash(jax.tree.structure(a_mask(jnp.asarray)))
-    assert jax.tree.leaves(Mask((Band(-1, 2), Lengths(5, None)))) == []
+    assert jax.tree.leaves(Mask((Band(-1, 2), Ends(5, None)))) == []
 
     def differ(a, b):
         return jax.tree.structure(a) != jax.tree.structure(b)
 
     assert differ(Band(None, 0), Band(None, 1))
     assert differ(Band(None, 0), Band(0, None))
-    assert differ(Lengths(5, None), Lengths(None, 5))
-    assert differ(Lengths(5, None), Lengths(jnp.zeros(3, jnp.int32), None))
+    assert differ(Ends(5, None), Ends(None, 5))
+    assert differ(Ends(5, None), Lengths(jnp.zeros(3, jnp.int32), None))
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -357,7 +369,7 @@ def test_jit_of_a_mask_gives_what_numpy_gives(x64):
 
 def test_static_ranges_are_constants():
     q, kv = Tiling(20, 4), Tiling(30, 8)
-    mask = Mask((Band(-9, 4), Lengths(17, 27)))
+    mask = Mask((Band(-9, 4), Ends(17, 27)))
     assert isinstance(mask.kv_ranges(q, kv), np.ndarray)
     assert isinstance(mask.q_ranges(q, kv), np.ndarray)
 

@@ -823,6 +823,18 @@ def other_functions():
     def row(id, function, error, fragment, **arguments):
         return Row(id, lambda: arguments, error, fragment, function=function)
 
+    def tangent_of_the_call(x):
+        call = functools.partial(pallas_flash.attention, implementation="xla")
+        return jax.jvp(lambda q: call(q, q, q), (x,), (x,))
+
+    yield row(
+        "forward mode",
+        tangent_of_the_call,
+        NotImplementedError,
+        "`attention` must be differentiated in reverse mode by 'xla'",
+        x=jnp.ones((1, 4, 2, 8)),
+    )
+
     for x in ([0, 2], 3, None):
         yield row(
             f"cu_seqlens {x!r}",

@@ -1,5 +1,6 @@
 """What is particular to "xla": its speed on a CPU, and what its backward has to itself."""
 
+import contextlib
 import functools
 import time
 
@@ -9,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from described_gpus import described_gpu
+from jaxprs import trace
 
 import pallas_flash
+from pallas_flash import _xla
 
 # The shortest of several times, taken in turns: what else runs on the machine only lengthens a
 # time. Measured ratios are below a half, which leaves room for a guard at 1.
@@ -61,3 +65,28 @@ def test_queries_that_see_nothing_do_not_show_in_the_gradient_of_the_scale(case)
     qkv, cotangents, options = case.problem()
     poisoned = cases.poison(case, qkv, cotangents, options)
     np.testing.assert_array_equal(gradient(*poisoned, options), gradient(qkv, cotangents, options))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 128, 4096])
+@pytest.mark.parametrize("length", [100, 2048, 16384])
+def test_tiles_on_a_gpu_are_few_and_their_scores_bounded(heads, length):
+    block_q, block_kv = _xla._block_sizes(heads, length, on_gpu=True)
+    assert block_q % _xla.BLOCK_Q == 0 and block_kv == _xla.GPU_BLOCK
+    fits = heads * block_q * min(block_kv, length) <= _xla.GPU_SCORES
+    assert fits or block_q == _xla.BLOCK_Q
+    more = heads * (block_q + _xla.BLOCK_Q) * min(block_kv, length) <= _xla.GPU_SCORES
+    assert block_q == _xla.GPU_BLOCK or not more
+
+
+@pytest.mark.parametrize("kind", [None, "NVIDIA H200"])
+def test_the_device_decides_on_the_tiles_of_both_passes(kind):
+    x = jax.ShapeDtypeStruct((1, 4096, 8, 320), jnp.bfloat16)
+
+    def gradients(q):
+        return jax.grad(lambda q: pallas_flash.attention(q, q, q, implementation="xla").sum())(q)
+
+    with described_gpu(kind) if kind else contextlib.nullcontext():
+        products = [e for e in trace(gradients, x) if e.primitive.name == "dot_general"]
+    keys = {shape[-1] for e in products for shape in [e.outvars[0].aval.shape]}
+    assert len(products) == 7
+    assert (_xla.GPU_BLOCK in keys) == bool(kind) and (_xla.BLOCK_KV in keys) != bool(kind)
