@@ -104,7 +104,7 @@ def _window(shape: Shape) -> tuple[int, int] | None:
 
 
 def _ours(implementation: str, shape: Shape, direction: str, **options: Any) -> Attend:
-    if implementation != "triton" and not options:
+    if implementation not in ("mosaic", "triton") and not options:
         _refuse(shape.scores > MAX_PORTABLE_SCORES, "is timed on small shapes only")
     asked = {
         "soft cap": {"logits_soft_cap": SOFT_CAP},
@@ -423,6 +423,7 @@ _EXTRA = "pip install -e '.[bench]', on Python 3.12 or newer"
 _TORCH = "pip install torch"
 PEERS = {
     OURS: Peer("pallas-flash", functools.partial(_ours, "triton")),
+    "ours_mosaic": Peer("pallas-flash", functools.partial(_ours, "mosaic")),
     "ours_xla": Peer("pallas-flash", functools.partial(_ours, "xla")),
     "ours_reference": Peer("pallas-flash", functools.partial(_ours, "reference")),
     "jax_xla": Peer("jax", functools.partial(_jax_nn, "xla")),
