@@ -21,6 +21,7 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 PERFORMANCE, EVIDENCE = DOCS / "performance.md", DOCS / "evidence.md"
 RESULTS = DOCS / "results"
 SPEED = RESULTS / "h200-2026-11-21.jsonl"
+HOPPER = "h100-2026-11-22.jsonl"
 
 DENSE = [f"{D} {mask}" for D in (64, 128, 256) for mask in ("causal", "full")]
 SHORT = ["short 128 causal", "short 64 causal"]
@@ -116,6 +117,24 @@ def of_cudnn():
         f"Ours is ahead by {100 * window - 100:.0f} % forward with a window, and {queries:.1f} "
         "times as fast with 512 queries on 32768 keys.",
     )
+
+
+def of_hopper():
+    speed = {(r["pass"], r["case"], r["peer"]): r["tflops"] for r in lines(HOPPER)}
+    for direction in ("forward", "backward"):
+        for case in ("64 full", "64 causal", "128 full", "128 causal"):
+            triton, mosaic, cudnn = (
+                speed[direction, case, peer] for peer in ("ours", "ours_mosaic", "jax_cudnn")
+            )
+            assert mosaic > triton
+            numbers = f"{triton:.0f} | {mosaic:.0f} | {cudnn:.0f} | {mosaic / cudnn:.2f}"
+            yield PERFORMANCE, f"| {direction} {case} | {numbers} |"
+    ratios = [
+        speed[direction, case, "ours_mosaic"] / cudnn
+        for (direction, case, peer), cudnn in speed.items()
+        if peer == "jax_cudnn"
+    ]
+    yield README, f"{min(ratios):.2f} to {max(ratios):.2f} of cuDNN's speed"
 
 
 def of_mosaic():
@@ -404,6 +423,7 @@ def of_training():
 
 CLAIMS = [
     of_cudnn,
+    of_hopper,
     of_mosaic,
     of_triton,
     of_the_overview,
