@@ -274,9 +274,10 @@ def test_lowers(function, shape, count):
     ("head_dim", "options", "launched"),
     [
         (128, {}, (2, 0)),
-        (64, {}, (1, 3)),
+        (64, {}, (2, 0)),
         # dk and dv are launches of their own.
         (256, {}, (1, 4)),
+        (64, {"reproducible": True}, (1, 3)),
         (64, {"implementation": "mosaic"}, (2, 0)),
         (128, {"implementation": "triton"}, (0, 4)),
     ],
@@ -405,10 +406,13 @@ def test_machine_code(head_dim, is_causal):
         warpgroups = tiles.forward_tile(head_dim, is_causal).warpgroups if "forward" in name else 2
         # Those of one that loads are the same until `set_max_registers`.
         assert registers * 128 * (warpgroups + 1) <= 65536, name
+        # Tiles of 176 keys leave too few registers for a mask: the loop over tiles at an edge spills.
+        # Without a mask only the last tile is one, and the loop over such tiles takes no turn.
+        wide = "forward" in name and head_dim == 128 and not is_causal
         # Outside of loops it may have spilt some.
-        assert stack <= 64, name
+        assert stack <= (256 if wide else 64), name
         assert loops, name
         for loop in loops:
-            assert loop.spills == 0, name
+            assert loop.spills == 0 or (wide and loop.opcodes["FSEL"] > 64), name
             # The compiler waits after each of them, if it can not see that none needs another.
             assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
