@@ -406,8 +406,8 @@ def test_machine_code(head_dim, is_causal):
         warpgroups = tiles.forward_tile(head_dim, is_causal).warpgroups if "forward" in name else 2
         # Those of one that loads are the same until `set_max_registers`.
         assert registers * 128 * (warpgroups + 1) <= 65536, name
-        # Tiles of 176 keys leave too few registers for a mask: the loop over tiles at an edge spills.
-        # Without a mask only the last tile is one, and the loop over such tiles takes no turn.
+        # Tiles of 176 keys leave too few registers for a mask: the loop over tiles at an edge
+        # spills. Where only the last tile is at one, that loop takes no turn.
         wide = "forward" in name and head_dim == 128 and not is_causal
         # Outside of loops it may have spilt some.
         assert stack <= (256 if wide else 64), name
