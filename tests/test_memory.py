@@ -146,6 +146,12 @@ def test_this_measurement_sees_what_is_quadratic():
 Q_LEN, KV_LEN = 2007, 3001
 
 
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """One of "xla" on a GPU would hold all scores here."""
+    monkeypatch.setattr(_xla, "GPU_BLOCK", 256)
+
+
 def largest_result(implementation: str, arguments, **options) -> int:
     """Elements of the largest array outside of kernels."""
     with described_gpu("NVIDIA H200"):
@@ -158,9 +164,7 @@ def largest_result(implementation: str, arguments, **options) -> int:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("implementation", ["triton", "interpret", "xla"])
-def test_scores_never_exist(implementation, name, monkeypatch):
-    # Such a tile of "xla" on a GPU would hold all of these.
-    monkeypatch.setattr(_xla, "GPU_BLOCK", 256)
+def test_scores_never_exist(implementation, name):
     options, others = OPTIONS[name]
     arguments = shapes(Q_LEN, KV_LEN, **others(Q_LEN, KV_LEN))
     assert largest_result(implementation, arguments, **options) < Q_LEN * KV_LEN
