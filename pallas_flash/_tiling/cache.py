@@ -164,6 +164,7 @@ def parse(path: Path) -> dict[str, TileSizes]:
             name: TileSizes(**{kernel: Tile(**tile) for kernel, tile in winner.items()})
             for name, winner in content["winners"].items()
         }
+    # Whatever a file holds that is not of this form.
     except Exception as error:
         raise ValueError(
             f"winners in {path} must be in this version's form, schema {SCHEMA}; got "

@@ -139,6 +139,7 @@ class Checkpoints:
                 return self._orbax.restore(
                     self.path / str(step) / STATE, args=ocp.args.StandardRestore(shapes)
                 )
+        # Orbax raises what it likes here, too.
         except Exception as error:
             raise UserError(
                 f"`out_dir` must have checkpoints that this version of orbax reads; got "
