@@ -376,10 +376,10 @@ def test_what_is_missing_is_listed_with_its_reason(monkeypatch):
         "compile": fails_to_compile,
         "runs": fails_to_run,
     }
-    records, _ = run(["ours", *bad, "ours_xla"], [TINY], monkeypatch, bad)
+    records, _ = run(["ours_triton", *bad, "ours_xla"], [TINY], monkeypatch, bad)
     why = {r["peer"]: r.get("unserved") for r in records if r["pass"] == "forward"}
-    assert list(why) == ["ours", "absent", "refuses", "compile", "runs", "ours_xla"]
-    assert "NVIDIA GPU" in why["ours"]
+    assert list(why) == ["ours_triton", "absent", "refuses", "compile", "runs", "ours_xla"]
+    assert "NVIDIA GPU" in why["ours_triton"]
     assert why["absent"] == "ModuleNotFoundError: No module named 'no_such_package'"
     assert why["refuses"] == "has no sense of humour"
     assert why["compile"].startswith("TypeError: dot_general")

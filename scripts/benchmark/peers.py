@@ -103,8 +103,9 @@ def _window(shape: Shape) -> tuple[int, int] | None:
 # JAX.
 
 
-def _ours(implementation: str, shape: Shape, direction: str, **options: Any) -> Attend:
-    if implementation not in ("mosaic", "triton") and not options:
+def _ours(implementation: str | None, shape: Shape, direction: str, **options: Any) -> Attend:
+    kernels = ("mosaic", "triton", *([None] if jax.default_backend() == "gpu" else []))
+    if implementation not in kernels and not options:
         _refuse(shape.scores > MAX_PORTABLE_SCORES, "is timed on small shapes only")
     asked = {
         "soft cap": {"logits_soft_cap": SOFT_CAP},
@@ -422,7 +423,8 @@ OURS = "ours"
 _EXTRA = "pip install -e '.[bench]', on Python 3.12 or newer"
 _TORCH = "pip install torch"
 PEERS = {
-    OURS: Peer("pallas-flash", functools.partial(_ours, "triton")),
+    OURS: Peer("pallas-flash", functools.partial(_ours, None)),
+    "ours_triton": Peer("pallas-flash", functools.partial(_ours, "triton")),
     "ours_mosaic": Peer("pallas-flash", functools.partial(_ours, "mosaic")),
     "ours_xla": Peer("pallas-flash", functools.partial(_ours, "xla")),
     "ours_reference": Peer("pallas-flash", functools.partial(_ours, "reference")),
