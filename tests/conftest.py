@@ -14,10 +14,10 @@ import os
 import sys
 from pathlib import Path
 
-# pytest-xdist runs one process a core; threads would fight over them. NumPy, which JAX imports,
-# reads this once.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# pytest-xdist runs one process a core; NumPy's threads would fight over them. NumPy reads this once,
+# when it is imported: in a worker jaxtyping's pytest plugin has done that by now. So workers have it
+# from the process that starts them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest
