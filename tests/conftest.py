@@ -14,8 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-# pytest-xdist runs one process a core; NumPy's threads would fight over them. NumPy reads this once,
-# when it is imported: in a worker jaxtyping's pytest plugin has done that by now. So workers have it
+# pytest-xdist runs one process a core; NumPy's threads would fight over them. NumPy reads this when
+# it is imported, in a worker by jaxtyping's pytest plugin and before this file. So workers have it
 # from the process that starts them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
