@@ -8,6 +8,7 @@ from pallas_flash._mask_objects import Predicate as Predicate
 from pallas_flash._mask_objects import PrefixLM as PrefixLM
 from pallas_flash._mask_objects import Segments as Segments
 from pallas_flash._mask_objects import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
+from pallas_flash._order import balanced_order as balanced_order
 from pallas_flash._plot import plot_mask as plot_mask
 from pallas_flash._select import Explanation as Explanation
 from pallas_flash._tiling.sizes import Tile as Tile

@@ -39,6 +39,8 @@ def attention(
     | tuple[Int32[Array, "B T"], Int32[Array, "B S"]]
     | None = None,
     query_offset: int | Int32[Array, ""] | Int32[Array, " B"] = 0,
+    query_positions: Int32[Array, "#B T"] | None = None,
+    key_value_positions: Int32[Array, "#B S"] | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
@@ -96,6 +98,12 @@ def attention(
             own id. Tiles without a common id are skipped.
         query_offset: position of query 0 among the keys, an int, an int32 scalar or int32 [B]; it
             moves `is_causal`, `local_window_size`, `alibi_slopes` and `PrefixLM`.
+        query_positions: int32 [B, T] or [1, T], the position of each query, -2^30 .. 2^30 - 1,
+            where tokens are not in the order of their positions. What `query_offset` moves goes by
+            them; all else goes by places in the arrays: `bias`, boolean masks, lengths, dropout,
+            and the indices that functions are given. See `balanced_order`.
+        key_value_positions: int32 [B, S] or [1, S], likewise of each key; None is 0, 1, 2, ...
+            Pass the same array for both where queries and keys are the same tokens.
         logits_soft_cap: scores s become cap * tanh(s / cap), after the bias and `score_fn`.
         sinks: [N], a logit for each head that takes part in the softmax and has no value: it adds
             exp(sink) to the denominator and to the LSE of every query that sees something. -inf is
@@ -217,6 +225,8 @@ def explain(
     local_window_size=None,
     segment_ids=None,
     query_offset=0,
+    query_positions=None,
+    key_value_positions=None,
     logits_soft_cap=None,
     sinks=None,
     alibi_slopes=None,

@@ -29,16 +29,19 @@ def array(name: str, x) -> jax.Array:
         ) from error
 
 
-def integers(name: str, x, shape: tuple[int, ...], letters: str) -> jax.Array:
-    """An int32 array of this shape."""
+def integers(
+    name: str, x, shape: tuple[int, ...], letters: str, *, shared: bool = False
+) -> jax.Array:
+    """An int32 array of this shape; if `shared`, the first axis may be 1."""
     x = array(name, x)
     if x.dtype != jnp.int32:
         raise TypeError(
             f"`{name}` must be int32; got {x.dtype}. Cast it with `.astype(jnp.int32)`."
         )
-    if x.shape != shape:
+    if x.shape != shape and not (shared and x.shape == (1, *shape[1:])):
         raise ValueError(
-            f"`{name}` must have shape {letters} = {shape}; got {x.shape}. Give one number for "
+            f"`{name}` must have shape {letters} = {shape}"
+            f"{', its first axis possibly 1' * shared}; got {x.shape}. Give one number for "
             "each " + ("example of the batch." if len(shape) == 1 else "token.")
         )
     return x

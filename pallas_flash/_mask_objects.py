@@ -27,8 +27,18 @@ from pallas_flash._checks import (
     integers,
     operands,
 )
-from pallas_flash._masks import STATIC, Leaf, Mask, Runs, TileClasses, TileRange, Tiling, leaf
-from pallas_flash._operands import Pairs, for_user
+from pallas_flash._masks import (
+    STATIC,
+    ByNumber,
+    Leaf,
+    Mask,
+    Runs,
+    TileClasses,
+    TileRange,
+    Tiling,
+    leaf,
+)
+from pallas_flash._operands import Pairs, Positions, for_user
 
 
 class Call(NamedTuple):
@@ -39,12 +49,19 @@ class Call(NamedTuple):
         is_causal: whether the call has another condition of that name.
         shift: the position of query 0, where it is known.
         offset: int32 [B], the positions of query 0; None if it is `shift`.
+        positions: of all tokens, if arrays tell them; then there is no offset.
     """
 
     scores_shape: tuple[int, int, int, int]
     is_causal: bool = False
     shift: int = 0
     offset: Any = None
+    positions: Positions | None = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether positions may not be indices."""
+        return bool(self.shift) or self.offset is not None or self.positions is not None
 
 
 class Joinable(Leaf):
@@ -239,7 +256,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
 
 
 @leaf
-class PrefixLM(Runs, Joinable):
+class PrefixLM(ByNumber, Joinable):
     """A query sees all keys of the prefix, and after it those up to its own position.
 
     For S = T = 5 and a prefix of 3:
@@ -251,16 +268,18 @@ class PrefixLM(Runs, Joinable):
         1 1 1 1 1
 
     Not to be combined with `is_causal`, which would undo the prefix; `query_offset` moves the
-    queries.
+    queries. Where the call gives positions, the prefix are the keys at positions below its length.
 
     Attributes:
         prefix_lengths: int32 [B], the keys of each example's prefix.
         offset: set by `attention`: the positions of query 0, int32 [B]; None if it is `shift`.
+        positions: set by `attention`: those of all tokens, if arrays tell them.
         shift: set by `attention`: the position of query 0, where it is known.
     """
 
     prefix_lengths: Any
     offset: Any = None
+    positions: Positions | None = None
     shift: int = dataclasses.field(default=0, metadata=STATIC)
 
     def fit(self, call):
@@ -272,16 +291,29 @@ class PrefixLM(Runs, Joinable):
         lengths = integers(
             "PrefixLM.prefix_lengths", self.prefix_lengths, (call.scores_shape[0],), "[B]"
         )
-        return PrefixLM(lengths, call.offset, call.shift)
+        return PrefixLM(lengths, call.offset, call.positions, call.shift)
 
     def sizes(self):
         return _first_axis(self.prefix_lengths), 1
 
     def allowed(self, b, h, q, k):
+        if self.positions is not None:
+            q, k = self.positions.of_query(b, q), self.positions.of_key(b, k)
         offset = self.shift if self.offset is None else self.offset[b]
         return (k <= q + offset) | (k < self.prefix_lengths[b])
 
+    @property
+    def _numbers(self):
+        assert self.positions is not None
+        return self.positions.query, self.positions.keys
+
+    def _compare(self, q, k):
+        prefix = self.prefix_lengths[:, None, None]
+        return (k.low <= q.high) | (k.low < prefix), (k.high <= q.low) | (k.high < prefix)
+
     def kv_range(self, q, kv):
+        if self.positions is not None:
+            return super().kv_range(q, kv)
         # Query i sees the keys below max(i + offset + 1, prefix).
         offset, prefix = self._columns()
         some = jnp.clip(jnp.maximum(q.last + offset + 1, prefix), 0, kv.length)
@@ -292,6 +324,8 @@ class PrefixLM(Runs, Joinable):
         return TileRange(zero, zero, full, -(-some // kv.block))
 
     def q_range(self, q, kv):
+        if self.positions is not None:
+            return super().q_range(q, kv)
         # Key j is seen by all queries if it is in the prefix, else by those from j - offset on.
         offset, prefix = self._columns()
         some = jnp.where(kv.first < prefix, 0, kv.first - offset)
@@ -302,6 +336,8 @@ class PrefixLM(Runs, Joinable):
 
     @property
     def reflexive(self):
+        if self.positions is not None:
+            return self.positions.key_value is None
         return self.offset is None and self.shift >= 0
 
     def _columns(self):
@@ -478,13 +514,13 @@ class BlockMask(Scattered):
             return dataclasses.replace(self, **tables, **sizes)
         tables["every"] = self._table("every", call)
         mask = Mask(fitted(self.mask, call))
-        if any(isinstance(x, PrefixLM) for x in mask.leaves) and (
-            call.shift or call.offset is not None
-        ):
+        if call.moved and any(isinstance(x, PrefixLM) for x in mask.leaves):
             offset = call.shift if call.offset is None else call.offset
+            got = describe(offset) if call.positions is None else "positions"
             raise ValueError(
-                "`query_offset` must be 0 with a BlockMask made from a PrefixLM, whose blocks were "
-                f"found without it; got {describe(offset)}. Pass the PrefixLM itself as `mask`."
+                "`query_offset` must be 0, and `query_positions` and `key_value_positions` None, "
+                "with a BlockMask made from a PrefixLM, whose blocks were found without them; got "
+                f"{got}. Pass the PrefixLM itself as `mask`."
             )
         return dataclasses.replace(self, **tables, **sizes, mask=mask)
 

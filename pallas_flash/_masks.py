@@ -21,6 +21,7 @@ Where a leaf's tiles form no such run, as those of a boolean array, the tiles th
 listed in place of the range, the full ones first.
 """
 
+import abc
 import dataclasses
 import enum
 from typing import Any, NamedTuple, Protocol, dataclass_transform
@@ -29,6 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from pallas_flash._operands import Positions
 
 # An int where a bound is known at trace time, else int32 [B] (or, inside a kernel, a reference to
 # it).
@@ -215,8 +218,69 @@ class Ends(Lengths):
     key_value: int | None = dataclasses.field(default=None, metadata=STATIC)
 
 
+class Span(NamedTuple):
+    """The least and the greatest number of the tokens of each tile."""
+
+    low: Any
+    high: Any
+
+
+class ByNumber(Runs):
+    """A leaf that compares a number of each query with one of each key, read from arrays.
+
+    Of a tile it knows the least and the greatest number. Its ranges are exact where numbers are
+    sorted and both sides have the same ones, and safe where not.
+    """
+
+    @property
+    @abc.abstractmethod
+    def _numbers(self) -> tuple[Any, Any]:
+        """Those of queries, int32 [1 or B, T], and of keys, int32 [1 or B, S]."""
+
+    @abc.abstractmethod
+    def _compare(self, q: Span, k: Span) -> tuple[Any, Any]:
+        """Whether some and whether every pair of two tiles may be allowed; spans broadcast."""
+
+    def kv_range(self, q, kv):
+        return _range_by_number(self, q, kv, 2)
+
+    def q_range(self, q, kv):
+        return _range_by_number(self, q, kv, 1)
+
+
+def _range_by_number_impl(leaf: ByNumber, q: Tiling, kv: Tiling, flow: int) -> TileRange:
+    """The range along axis `flow` of [B, query tiles, key tiles]."""
+
+    def span(x, tiling, axis):
+        def tiles(fill):
+            padding = ((0, 0), (0, tiling.count * tiling.block - tiling.length))
+            x_tiled = jnp.pad(x, padding, constant_values=fill)
+            return x_tiled.reshape(x.shape[0], tiling.count, tiling.block)
+
+        limits = jnp.iinfo(x.dtype)
+        ends = tiles(limits.max).min(-1), tiles(limits.min).max(-1)
+        return Span(*(jnp.expand_dims(end, axis) for end in ends))
+
+    query, key_value = leaf._numbers
+    some, every = leaf._compare(span(query, q, 2), span(key_value, kv, 1))
+    n = (q, kv)[flow - 1].count
+    tile = jnp.expand_dims(jnp.arange(n, dtype=jnp.int32), (0, 3 - flow))
+
+    def first(where):
+        return jnp.min(jnp.where(where, tile, n), axis=flow, initial=n)
+
+    start, full_start = first(some), first(every)
+    stop = jnp.max(jnp.where(some, tile + 1, 0), axis=flow, initial=0)
+    full_stop = first(~every & (tile >= jnp.expand_dims(full_start, flow)))
+    return TileRange(start, full_start, full_stop, stop)
+
+
+# Compiled, so that the [tiles, tiles] comparisons fuse into their reductions and are never stored.
+_range_by_number = jax.jit(_range_by_number_impl, static_argnums=(1, 2, 3))
+
+
 @leaf
-class Segments(Runs):
+class Segments(ByNumber):
     """Query q sees key k when their ids are equal: query int32 [B, T], key_value int32 [B, S].
 
     None for `key_value` means the ids of the queries: they are the same tokens.
@@ -226,60 +290,55 @@ class Segments(Runs):
     key_value: Any = None
 
     @property
-    def _keys(self):
-        return self.query if self.key_value is None else self.key_value
+    def _numbers(self):
+        return self.query, self.query if self.key_value is None else self.key_value
 
     def allowed(self, b, h, q, k):
         # Ragged tiles ask beyond the ends, where any id may stand in: `Lengths` masks those
         # positions.
-        return self.query[b, q] == self._keys[b, k]
+        query, key_value = self._numbers
+        return query[b, q] == key_value[b, k]
 
-    def kv_range(self, q, kv):
-        return _segment_range(self.query, self._keys, q, kv)
-
-    def q_range(self, q, kv):
-        return _segment_range(self._keys, self.query, kv, q)
+    def _compare(self, q, k):
+        some = (q.low <= k.high) & (k.low <= q.high)
+        return some, (q.low == q.high) & (k.low == k.high) & (q.low == k.low)
 
     @property
     def reflexive(self):
         return self.key_value is None
 
 
-def _segment_range_impl(stay_ids, flow_ids, stay: Tiling, flow: Tiling) -> TileRange:
-    """Compares the smallest and largest id of each pair of tiles.
+@leaf
+class PositionBand(ByNumber):
+    """`Band` between positions that arrays tell: low <= position of k - position of q <= high.
 
-    Exact where ids are sorted and both sides have the same ones, safe where not.
+    Without keys' positions of their own, queries and keys are the same tokens.
     """
 
-    def ends(ids, tiling):
-        def tiles(fill):
-            padding = ((0, 0), (0, tiling.count * tiling.block - tiling.length))
-            return jnp.pad(ids, padding, constant_values=fill).reshape(
-                ids.shape[0], tiling.count, tiling.block
-            )
+    positions: Positions
+    low: int | None = dataclasses.field(default=None, metadata=STATIC)
+    high: int | None = dataclasses.field(default=None, metadata=STATIC)
 
-        limits = jnp.iinfo(ids.dtype)
-        return tiles(limits.max).min(-1), tiles(limits.min).max(-1)
+    @property
+    def _numbers(self):
+        return self.positions.query, self.positions.keys
 
-    (stay_low, stay_high), (flow_low, flow_high) = ends(stay_ids, stay), ends(flow_ids, flow)
-    stay_low, stay_high = stay_low[:, :, None], stay_high[:, :, None]
-    flow_low, flow_high = flow_low[:, None, :], flow_high[:, None, :]
-    some = (stay_low <= flow_high) & (flow_low <= stay_high)
-    full = (stay_low == stay_high) & (flow_low == flow_high) & (stay_low == flow_low)
-    j, n = jnp.arange(flow.count, dtype=jnp.int32)[None, None], flow.count
+    def allowed(self, b, h, q, k):
+        distance = self.positions.of_key(b, k) - self.positions.of_query(b, q)
+        return self._within(distance, distance)
 
-    def first(where):
-        return jnp.min(jnp.where(where, j, n), axis=-1, initial=n)
+    def _compare(self, q, k):
+        least, greatest = k.low - q.high, k.high - q.low
+        return self._within(greatest, least), self._within(least, greatest)
 
-    start = first(some)
-    stop = jnp.max(jnp.where(some, j + 1, 0), axis=-1, initial=0)
-    full_start = first(full)
-    full_stop = first(~full & (j >= full_start[..., None]))
-    return TileRange(start, full_start, full_stop, stop)
+    def _within(self, for_low, for_high):
+        above = None if self.low is None else for_low >= self.low
+        below = None if self.high is None else for_high <= self.high
+        return _both(above, below)
 
-
-# Compiled, so that the [tiles, tiles] comparisons fuse into their reductions and are never stored.
-_segment_range = jax.jit(_segment_range_impl, static_argnums=(2, 3))
+    @property
+    def reflexive(self):
+        return self.positions.key_value is None and (self.low or 0) <= 0 <= (self.high or 0)
 
 
 @jax.tree_util.register_dataclass
@@ -379,7 +438,8 @@ class Mask:
     @property
     def grows(self) -> bool:
         """Whether later queries see more keys, so that their tiles should start first."""
-        return any(isinstance(leaf, Band) and leaf.high is not None for leaf in self.leaves)
+        bands = (leaf for leaf in self.leaves if isinstance(leaf, (Band, PositionBand)))
+        return any(band.high is not None for band in bands)
 
 
 @jax.jit

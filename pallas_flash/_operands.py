@@ -108,6 +108,32 @@ class Pairs:
         return self.array[tuple(0 if n == 1 else i for n, i in zip(self.shape, index, strict=True))]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """Where tokens stand in their sequence, if not where they are in the arrays.
+
+    Attributes:
+        query: int32 [B | 1, T].
+        key_value: int32 [B | 1, S]; None if queries and keys are the same tokens.
+    """
+
+    query: Any
+    key_value: Any = None
+
+    @property
+    def keys(self) -> Any:
+        return self.query if self.key_value is None else self.key_value
+
+    def of_query(self, b, q) -> jax.Array:
+        """The positions of queries, at indices that broadcast."""
+        return self.query[0 if self.query.shape[0] == 1 else b, q]
+
+    def of_key(self, b, k) -> jax.Array:
+        """The positions of keys."""
+        return self.keys[0 if self.keys.shape[0] == 1 else b, k]
+
+
 def is_pairs(x) -> bool:
     """Whether `x` is `Pairs`, for `jax.tree.map`."""
     return isinstance(x, Pairs)

@@ -30,7 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pallas_flash._dropout import Dropout
 from pallas_flash._mask_objects import BlockMask, Predicate, PrefixLM
 from pallas_flash._masks import Band, Lengths, Segments
-from pallas_flash._operands import Pairs
+from pallas_flash._operands import Pairs, Positions
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
 
@@ -48,6 +48,7 @@ AXES = {
     },
     Scores: {"offset": "b"},
     Pairs: {"array": "bnts"},
+    Positions: {"query": "bt", "key_value": "bs"},
     Band: {"offset": "b"},
     Lengths: {"query": "b", "key_value": "b"},
     Segments: {"query": "bt", "key_value": "bs"},

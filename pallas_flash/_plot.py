@@ -32,6 +32,8 @@ def plot_mask(
     | tuple[Int32[Array, "B T"], Int32[Array, "B S"]]
     | None = None,
     query_offset: int | Int32[Array, ""] | Int32[Array, " B"] = 0,
+    query_positions: Int32[Array, "#B T"] | None = None,
+    key_value_positions: Int32[Array, "#B S"] | None = None,
     b: int = 0,
     h: int = 0,
     block_q: int | None = None,
@@ -47,7 +49,7 @@ def plot_mask(
 
     Args:
         mask: as in `attention`.
-        q_len: T. May be left out where `mask` or `segment_ids` tell it.
+        q_len: T. May be left out where `mask`, `segment_ids` or positions tell it.
         kv_len: S, likewise.
         is_causal: as in `attention`.
         query_seq_lengths: as in `attention`.
@@ -55,6 +57,8 @@ def plot_mask(
         local_window_size: as in `attention`.
         segment_ids: as in `attention`.
         query_offset: as in `attention`.
+        query_positions: as in `attention`.
+        key_value_positions: as in `attention`.
         b: the example whose mask is drawn.
         h: the query head whose mask is drawn.
         block_q: queries in a tile. None draws no tiles.
@@ -90,10 +94,12 @@ def plot_mask(
     if isinstance(segment_ids, (tuple, list)) and len(segment_ids) == 2:
         ids = segment_ids
     lengths: Any = (query_seq_lengths, key_value_seq_lengths)
-    sizes = [np.shape(x)[0] for x in (*lengths, *ids, query_offset) if np.ndim(x)]
+    positions: Any = (query_positions, key_value_positions)
+    sizes = [np.shape(x)[0] for x in (*lengths, *ids, *positions, query_offset) if np.ndim(x)]
     batch, num_heads, T, S = _known_sizes(mask)
     batch, num_heads = _axis_size("b", b, max(batch, *sizes, 1)), _axis_size("h", h, num_heads)
-    q_len, kv_len = _length("q_len", q_len, T, ids[0]), _length("kv_len", kv_len, S, ids[1])
+    q_len = _length("q_len", q_len, T, ids[0], positions[0])
+    kv_len = _length("kv_len", kv_len, S, ids[1], positions[1])
     whole = _validate.mask_of(
         (batch, num_heads, q_len, kv_len),
         mask,
@@ -103,6 +109,8 @@ def plot_mask(
         local_window_size=local_window_size,
         segment_ids=segment_ids,
         query_offset=query_offset,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
     )
     q_pos, k_pos = (jnp.arange(length, dtype=jnp.int32) for length in (q_len, kv_len))
     at = jnp.int32(b), jnp.int32(h), q_pos[:, None], k_pos[None, :]
@@ -167,12 +175,13 @@ def _axis_size(name: str, index: int, known: int) -> int:
     return max(known, index + 1)
 
 
-def _length(name: str, given: int | None, known: int, ids) -> int:
+def _length(name: str, given: int | None, known: int, *of_tokens) -> int:
+    """A length that is `given`, or that a mask or an array [B, length] tells."""
     if given is None:
-        given = np.shape(ids)[-1] if known == 1 and np.ndim(ids) else known
+        given = max(known, *(np.shape(x)[-1] if np.ndim(x) else 1 for x in of_tokens))
         if given == 1:
             raise ValueError(
-                f"`{name}` must be given where neither `mask` nor `segment_ids` tell it; got None. "
-                "Give the length to draw."
+                f"`{name}` must be given where neither `mask`, `segment_ids` nor positions tell "
+                "it; got None. Give the length to draw."
             )
     return at_least(1, name, given)

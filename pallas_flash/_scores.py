@@ -2,7 +2,7 @@
 
     x = scale * q . k                 what `logits` is given
     x = x + bias[b, h, q, k]
-    x = x - slope[h] * |q + query_offset - k|
+    x = x - slope[h] * |q + query_offset - k|     or between positions that arrays tell
     x = score_fn(x, b, h, q, k, *operands)
     x = soft_cap * tanh(x / soft_cap)
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash._operands import Pairs, for_user
+from pallas_flash._operands import Pairs, Positions, for_user
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
@@ -32,6 +32,7 @@ class Scores:
         bias: a number for each pair.
         slopes: [N], ALiBi's.
         offset: int32 [B], the position of query 0 for the slopes; None if it is `shift`.
+        positions: those of all tokens for the slopes, if arrays tell them.
         operands: arrays for `score_fn`.
         origin: as `Dropout.origin`.
         shift: the position of query 0 for the slopes, where it is known.
@@ -42,6 +43,7 @@ class Scores:
     bias: Pairs | None = None
     slopes: Any = None
     offset: Any = None
+    positions: Positions | None = None
     operands: tuple[Any, ...] = ()
     origin: Any = None
     shift: int = dataclasses.field(default=0, metadata=dict(static=True))
@@ -68,8 +70,11 @@ class Scores:
         if self.bias is not None:
             x = x + self.bias.read(b, h, q, k).astype(x.dtype)
         if self.slopes is not None:
-            position = q + (self.shift if self.offset is None else self.offset[b])
-            x = x - self.slopes[h] * jnp.abs(position - k).astype(x.dtype)
+            if self.positions is not None:
+                distance = self.positions.of_query(b, q) - self.positions.of_key(b, k)
+            else:
+                distance = q + (self.shift if self.offset is None else self.offset[b]) - k
+            x = x - self.slopes[h] * jnp.abs(distance).astype(x.dtype)
         return x
 
     def _mapped(self, x, b, h, q, k, tanh):

@@ -5,7 +5,7 @@ all is decided from shapes, dtypes and Python values, so errors appear while tra
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ from pallas_flash._checks import (
 )
 from pallas_flash._dropout import Dropout, seed_of
 from pallas_flash._mask_objects import Call, fitted
-from pallas_flash._masks import Band, Lengths, Mask, Segments
+from pallas_flash._masks import Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._operands import Positions
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
 
@@ -52,6 +53,8 @@ def validate(
     local_window_size,
     segment_ids,
     query_offset,
+    query_positions,
+    key_value_positions,
     logits_soft_cap,
     sinks,
     alibi_slopes,
@@ -74,8 +77,10 @@ def validate(
     scores_shape = (batch, num_heads, q_len, kv_len)
     query, scale, any_scale = _scale(scale, query, head_dim)
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
-    # Where query 0 stands changes a score through the slopes alone.
-    shift, offset = (0, None) if slopes is None else _offset(query_offset, batch)
+    # Where tokens stand changes a score through the slopes alone.
+    at = _At()
+    if slopes is not None:
+        at = _where(query_offset, query_positions, key_value_positions, batch, q_len, kv_len)
     return Problem(
         query=query,
         key=key,
@@ -94,10 +99,13 @@ def validate(
             local_window_size=local_window_size,
             segment_ids=segment_ids,
             query_offset=query_offset,
+            query_positions=query_positions,
+            key_value_positions=key_value_positions,
         ),
         rest_of_scores=Scores(
-            offset=offset,
-            shift=shift,
+            offset=at.offset,
+            positions=at.positions,
+            shift=at.shift,
             score_fn=score_fn,
             soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
         ),
@@ -117,14 +125,16 @@ def mask_of(
     local_window_size,
     segment_ids,
     query_offset,
+    query_positions,
+    key_value_positions,
 ) -> Mask:
     """Everything that says who sees whom, for scores [B, N, T, S]."""
     batch, _, q_len, kv_len = scores_shape
-    shift, offset = _offset(query_offset, batch)
+    at = _where(query_offset, query_positions, key_value_positions, batch, q_len, kv_len)
     leaves = []
     causal = flag("is_causal", is_causal)
-    band = _band(q_len, kv_len, causal=causal, window=local_window_size, shift=shift, offset=offset)
-    if band != Band():
+    band = _band(q_len, kv_len, causal=causal, window=local_window_size, at=at)
+    if band is not None:
         leaves.append(band)
     lengths = [
         None if x is None else integers(name, x, (batch,), "[B]")
@@ -138,7 +148,7 @@ def mask_of(
     if segment_ids is not None:
         leaves.append(_segments(segment_ids, batch, q_len, kv_len))
     if mask is not None:
-        leaves += fitted(mask, Call(scores_shape, causal, shift, offset))
+        leaves += fitted(mask, Call(scores_shape, causal, *at))
     return Mask(tuple(leaves))
 
 
@@ -375,18 +385,56 @@ def _seed(name, key):
         ) from error
 
 
-def _band(q_len, kv_len, *, causal, window, shift, offset) -> Band:
+class _At(NamedTuple):
+    """Where tokens stand; the fields that `Call` has, too."""
+
+    shift: int = 0
+    offset: Any = None
+    positions: Positions | None = None
+
+
+def _where(query_offset, query_positions, key_value_positions, batch, q_len, kv_len) -> _At:
+    shift, offset = _offset(query_offset, batch)
+    if query_positions is None and key_value_positions is None:
+        return _At(shift, offset)
+    if query_positions is not None and (shift or offset is not None):
+        raise ValueError(
+            "`query_offset` must be 0 with `query_positions`, which tell the same of each query; "
+            f"got {describe(query_offset)}. Add it to the positions."
+        )
+
+    def positions(name, x, length, letters, first):
+        if x is None:
+            x = lax.iota(jnp.int32, length)[None] + first
+        else:
+            x = integers(name, x, (batch, length), letters, shared=True)
+        # So that no difference wraps.
+        return jnp.clip(x, -_FAR, _FAR - 1)
+
+    first = shift if offset is None else offset[:, None]
+    query = positions("query_positions", query_positions, q_len, "[B, T]", first)
+    if key_value_positions is query_positions and q_len == kv_len:
+        # Known to be the same tokens, so that each sees itself.
+        return _At(positions=Positions(query))
+    key_value = positions("key_value_positions", key_value_positions, kv_len, "[B, S]", 0)
+    return _At(positions=Positions(query, key_value))
+
+
+def _band(q_len, kv_len, *, causal, window, at: _At) -> Band | PositionBand | None:
     left, right = _window(window)
     if causal:
         right = 0 if right is None else min(right, 0)
     low, high = (None if left is None else -left), right
-    if offset is None:
+    if at.offset is None and at.positions is None:
         # Known now: folded into the band, and a side that excludes nothing is dropped.
-        low, high = (None if side is None else side + shift for side in (low, high))
+        low, high = (None if side is None else side + at.shift for side in (low, high))
         low = None if low is None or low <= 1 - q_len else min(low, _FAR)
         high = None if high is None or high >= kv_len - 1 else max(high, -_FAR)
-        return Band(low, high)
-    return Band() if low is None and high is None else Band(low, high, offset)
+    if low is None and high is None:
+        return None
+    if at.positions is not None:
+        return PositionBand(at.positions, low, high)
+    return Band(low, high, at.offset)
 
 
 def _offset(offset, batch):

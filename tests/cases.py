@@ -103,6 +103,14 @@ def _offsets(random, c):
     return dict(query_offset=_ints(random, -c.T, c.S, c.B), is_causal=True)
 
 
+def _positions(random, c):
+    """In no order, of keys for all examples alike; some positions have no token, some several."""
+    return dict(
+        query_positions=_ints(random, -5, c.S, (c.B, c.T)),
+        key_value_positions=_array(random.permutation(2 * c.S)[None, : c.S] - c.S // 2, "int32"),
+    )
+
+
 def _everything(random, c):
     return dict(
         is_causal=True,
@@ -306,6 +314,13 @@ FEATURES = (
     Case("sinks, causal, first queries see nothing",
          options=_together(_sinks, _fixed(is_causal=True, query_offset=-20))),
     Case("slopes, offset for each example", options=_slopes),
+    Case("positions", options=_together(_positions, _fixed(is_causal=True))),
+    Case("positions, window, slopes, lengths",
+         options=lambda r, c: dict(
+             **_positions(r, c), **_lengths(r, c), alibi_slopes=_slopes(r, c)["alibi_slopes"],
+             local_window_size=(30, 20))),
+    Case("positions, prefix",
+         options=lambda r, c: dict(**_positions(r, c), mask=_prefix(r, c)["mask"])),
     Case("score function", options=_score_fn),
     Case("dropout", options=_dropout(0.3)),
     Case("dropout for all alike, causal",

@@ -28,20 +28,20 @@ def split(options) -> tuple[dict, dict]:
     return operands, {name: x for name, x in options.items() if name not in OPERANDS}
 
 
-def visible(shape, *, is_causal=False, local_window_size=None, query_offset=0, segment_ids=None,
-            query_seq_lengths=None, key_value_seq_lengths=None, mask=None, **_):  # fmt: skip
+def visible(shape, *, is_causal=False, local_window_size=None, segment_ids=None,
+            query_seq_lengths=None, key_value_seq_lengths=None, mask=None, **others):  # fmt: skip
     """bool [B, N, T, S]: who sees whom, one comparison a condition."""
     B, _, T, S = shape
     ok = np.ones(shape, bool)
-    t = _position(B, T, query_offset)[:, None, :, None]
+    t, s = positions(B, T, S, **others)
     row, col = np.arange(T)[:, None], np.arange(S)
     if is_causal:
-        ok &= col <= t
+        ok &= s <= t
     if local_window_size is not None:
         window = local_window_size
         left, right = window if isinstance(window, tuple) else (window, window)
-        ok &= (left is None) | (col >= t - (left or 0))
-        ok &= (right is None) | (col <= t + (right or 0))
+        ok &= (left is None) | (s >= t - (left or 0))
+        ok &= (right is None) | (s <= t + (right or 0))
     if segment_ids is not None:
         ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
         ok &= np.asarray(ids[0])[:, None, :, None] == np.asarray(ids[1])[:, None, None, :]
@@ -50,27 +50,31 @@ def visible(shape, *, is_causal=False, local_window_size=None, query_offset=0, s
     if key_value_seq_lengths is not None:
         ok &= col < np.asarray(key_value_seq_lengths)[:, None, None, None]
     if mask is not None:
-        ok &= _seen_by(mask, shape, t)
+        ok &= _seen_by(mask, shape, t, s)
     return ok
 
 
-def _position(B, T, query_offset):
-    """[B, T]"""
-    return np.arange(T) + np.broadcast_to(np.asarray(query_offset), (B,))[:, None]
+def positions(B, T, S, *, query_offset=0, query_positions=None, key_value_positions=None, **_):
+    """Of queries [B, 1, T, 1] and of keys [B, 1, 1, S]."""
+    t = np.arange(T) + np.broadcast_to(np.asarray(query_offset), (B,))[:, None]
+    t = t if query_positions is None else query_positions
+    s = np.arange(S) if key_value_positions is None else key_value_positions
+    t, s = np.broadcast_to(t, (B, T)), np.broadcast_to(s, (B, S))
+    return t[:, None, :, None], s[:, None, None, :]
 
 
-def _seen_by(mask, shape, t):
-    """What a mask array or a mask object lets be seen; `t` are the positions of the queries."""
+def _seen_by(mask, shape, t, s):
+    """What a mask array or a mask object lets be seen, at positions `t` and `s`."""
     b, h, q, k = np.ogrid[tuple(map(slice, shape))]
     match type(mask).__name__:
         case "Mask":
-            return functools.reduce(np.logical_and, (_seen_by(x, shape, t) for x in mask.leaves))
+            return functools.reduce(np.logical_and, (_seen_by(x, shape, t, s) for x in mask.leaves))
         case "PrefixLM":
-            return (k <= t) | (k < np.asarray(mask.prefix_lengths)[:, None, None, None])
+            return (s <= t) | (s < np.asarray(mask.prefix_lengths)[:, None, None, None])
         case "Predicate":
             return mask.fn(b, h, q, k, *map(Clamped, mask.operands))
         case "BlockMask" if mask.mask is not None:
-            return _seen_by(mask.mask, shape, t)
+            return _seen_by(mask.mask, shape, t, s)
         case "BlockMask":
             rows, columns = q[0, 0, :, 0] // mask.block_q, k[0, 0, 0] // mask.block_kv
             return np.asarray(mask.some)[:, :, rows][..., columns]
@@ -181,8 +185,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     if bias is not None:
         s = held(s + np.asarray(bias, np.float64))
     if alibi_slopes is not None:
-        t = _position(B, T, conditions.get("query_offset", 0))[:, None, :, None]
-        distance = np.abs(t - np.arange(S))
+        distance = np.abs(np.subtract(*positions(B, T, S, **conditions)))
         s = held(s - np.asarray(alibi_slopes, np.float64)[:, None, None] * distance)
     if score_fn is not None:
         at = (*np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
@@ -331,8 +334,8 @@ def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, scor
     if bias is not None:
         s = s + bias.astype(wide)
     if alibi_slopes is not None:
-        t = _position(B, T, conditions.get("query_offset", 0))[:, None, :, None]
-        s = s - alibi_slopes[:, None, None] * np.abs(t - np.arange(S)).astype(wide)
+        distance = np.abs(np.subtract(*positions(B, T, S, **conditions)))
+        s = s - alibi_slopes[:, None, None] * distance.astype(wide)
     if score_fn is not None:
         s = score_fn(s, *np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
     if logits_soft_cap is not None:

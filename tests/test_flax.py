@@ -806,6 +806,21 @@ def test_only_differences_of_positions_matter():
     assert_close(layer(x[:, order], positions=positions[order]), want[:, order])
 
 
+@pytest.mark.parametrize("rope_theta", [10_000.0, None])
+def test_a_balanced_order_of_tokens_is_one_of_results(rope_theta):
+    layer = self_attention(local_window_size=5, rope_theta=rope_theta)
+    x = normal(1, (2, 3, 16, FEATURES))
+    segment_ids = jnp.asarray([7] * 5 + [3] * 11)
+    want = layer(x, segment_ids=segment_ids)
+    order = pallas_flash.balanced_order(16, 2)
+    # One for each sequence of a batch axis, and one for all.
+    for positions in (order, jnp.broadcast_to(order.astype(jnp.int16), (2, 1, 16))):
+        got = layer(
+            x[..., order, :], positions=positions, segment_ids=segment_ids[order], reordered=True
+        )
+        assert_close(got, want[..., order, :])
+
+
 def test_causal_module_sees_no_later_token():
     layer = self_attention()
     x = normal(1, (2, Q_LEN, FEATURES))
@@ -878,6 +893,8 @@ def test_module_options_reach_attention(monkeypatch):
             "key_value_seq_lengths",
             "local_window_size",
             "segment_ids",
+            "query_positions",
+            "key_value_positions",
             "logits_soft_cap",
             "sinks",
             "dropout_key",
@@ -1259,6 +1276,28 @@ ERRORS = {
         lambda: self_attention(rope_theta=None)(X, positions=jnp.arange(Q_LEN)),
         ValueError,
         "`positions` must be None when `rope_theta` is None",
+    ),
+    "reordered without positions": (
+        lambda: self_attention()(X, reordered=True),
+        ValueError,
+        "`positions` must be given with reordered=True; got None",
+    ),
+    "reordered as an int": (
+        lambda: self_attention()(X, positions=jnp.arange(Q_LEN), reordered=1),
+        TypeError,
+        "`reordered` must be True or False; got int 1",
+    ),
+    "reordered, wrong positions": (
+        lambda: self_attention(rope_theta=None)(X, positions=jnp.arange(3), reordered=True),
+        ValueError,
+        r"`positions` must broadcast to \(2, 5\); got positions.shape=\(3,\)",
+    ),
+    "reordered, decoding": (
+        lambda: with_cache()(
+            normal(1, (2, 3, FEATURES)), positions=jnp.arange(3), reordered=True, decode=True
+        ),
+        ValueError,
+        "`reordered` must be False with decode=True",
     ),
     "positions dtype": (
         lambda: self_attention()(X, positions=jnp.arange(5.0)),

@@ -48,6 +48,7 @@ every_case = cases.parametrize(
         "mask with empty tiles",
         "bias of heads",
         "sinks",
+        "positions, window, slopes, lengths",
         "score function",
         "dropout",
         "prefix",

@@ -16,7 +16,7 @@ import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes
 from pallas_flash._mask_objects import Call, fitted
 from pallas_flash._masks import Band, Lengths, Mask, Tiling
-from pallas_flash._operands import for_user
+from pallas_flash._operands import Positions, for_user
 
 BATCH, HEADS = 2, 3
 
@@ -195,11 +195,39 @@ def test_ranges_of_a_prefix(offset, q, kv):
                 np.testing.assert_array_equal(full, want[1])
 
 
+@over_tilings
+def test_ranges_of_a_prefix_of_positions_are_safe(q, kv):
+    """In any order, and exact where tokens are in order and there are no others."""
+    rng = random()
+    for ordered in (True, False):
+        tokens = np.arange(kv.length), np.arange(q.length) + 3
+        key_value, query = (int32(x if ordered else rng.permutation(x))[None] for x in tokens)
+        mask = prefix(rng, q, kv)
+        leaf = fit(mask, q, kv, positions=Positions(query, key_value))
+        plain = np.asarray(allowed(fit(mask, q, kv, shift=3), q, kv))
+        seen = plain[:, :, query[0] - 3][..., key_value[0]]
+        np.testing.assert_array_equal(allowed(leaf, q, kv), seen)
+        some, every = of_tiles(seen[:, :1], q, kv)
+        for got, flow, want in (
+            (leaf.kv_ranges(q, kv), kv, (some, every)),
+            (leaf.q_ranges(q, kv), q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
+        ):
+            visited, full = ranges_as_classes(got, flow.count)
+            assert not (want[0] & ~visited).any()
+            assert not (full & ~want[1]).any()
+            if ordered:
+                np.testing.assert_array_equal(visited, want[0])
+                np.testing.assert_array_equal(full, want[1])
+
+
 def test_queries_of_a_prefix_see_themselves_unless_they_are_moved_back():
     q = kv = Tiling(8, 4)
     mask = PrefixLM(int32([3, 0]))
     assert [fit(mask, q, kv, shift=shift).reflexive for shift in (-1, 0, 2)] == [False, True, True]
     assert not fit(mask, q, kv, offset=int32([0, 1])).reflexive
+    tokens = int32(np.arange(8)[::-1].copy())[None]
+    assert fit(mask, q, kv, positions=Positions(tokens)).reflexive
+    assert not fit(mask, q, kv, positions=Positions(tokens, tokens + 1)).reflexive
 
 
 @over_tilings

@@ -15,12 +15,14 @@ from pallas_flash._masks import (
     Ends,
     Lengths,
     Mask,
+    PositionBand,
     Segments,
     Tiling,
     hidden,
     in_tile,
     visit,
 )
+from pallas_flash._operands import Positions
 
 BATCH = 3
 
@@ -46,6 +48,13 @@ def seen_by(leaf, shape):
                 case Segments(query, key_value):
                     for k in range(keys):
                         seen[b, q, k] = query[b, q] == key_value[b, k]
+                case PositionBand(positions, low, high):
+                    for k in range(keys):
+                        of_keys = positions.keys[b % len(positions.keys)]
+                        distance = of_keys[k] - positions.query[b % len(positions.query), q]
+                        seen[b, q, k] = (low is None or distance >= low) and (
+                            high is None or distance <= high
+                        )
     return seen
 
 
@@ -226,7 +235,7 @@ def test_no_leaf_lets_every_query_see_every_key():
 
 
 # ------------------------------------------------------------------------------------------------
-# Segments, whose ranges are computed by JAX: a few shapes, each compiled once.
+# Segments and positions, whose ranges are computed by JAX: a few shapes, each compiled once.
 
 SEGMENT_TILINGS = [
     (Tiling(40, 8), Tiling(40, 8)),
@@ -238,13 +247,18 @@ SEGMENT_TILINGS = [
 over_segment_tilings = pytest.mark.parametrize(("q", "kv"), SEGMENT_TILINGS)
 
 
-def segments_seen(leaf, q, kv):
-    """As in whole tiles, with ids that are there filled in for those that are not."""
-    pairs = ((leaf.query, q), (leaf.key_value, kv))
-    query, key_value = (
-        np.pad(ids, ((0, 0), (0, t.count * t.block - t.length)), mode="edge") for ids, t in pairs
-    )
-    return seen_by(Segments(query, key_value), whole_tiles(q, kv))
+def seen_in_whole_tiles(leaf, q, kv):
+    """With numbers that are there filled in for those that are not."""
+
+    def fill(numbers, tiling):
+        missing = tiling.count * tiling.block - tiling.length
+        return np.pad(numbers, ((0, 0), (0, missing)), mode="edge")
+
+    query, key_value = leaf._numbers
+    whole = fill(query, q), fill(key_value, kv)
+    if isinstance(leaf, PositionBand):
+        return seen_by(dataclasses.replace(leaf, positions=Positions(*whole)), whole_tiles(q, kv))
+    return seen_by(Segments(*whole), whole_tiles(q, kv))
 
 
 def any_segments(rng, q, kv):
@@ -261,31 +275,74 @@ def packed_segments(rng, q, kv):
     return Segments(*(np.sort(np.hstack([every, x])).astype(np.int32) for x in more))
 
 
+def any_positions(rng, q, kv):
+    """Of one side sometimes the same in all examples; at the ends of what is not clipped."""
+    far = int(rng.choice([40, 2**30]))
+    query, key_value = (
+        rng.integers(-far, far, (int(rng.choice([1, BATCH])), t.length)).astype(np.int32)
+        for t in (q, kv)
+    )
+    sides = band(rng, q, kv)
+    return PositionBand(Positions(query, key_value), sides.low, sides.high)
+
+
+def sorted_positions(rng, q, kv):
+    """A causal mask of positions with gaps, or a window of those without."""
+    query, key_value = (
+        np.sort(rng.integers(-40, 60, (BATCH, t.length)), axis=1).astype(np.int32) for t in (q, kv)
+    )
+    if rng.random() < 0.5:
+        return PositionBand(Positions(query, key_value), None, int(rng.integers(-9, 9)))
+    query, key_value = (
+        x[:, :1] + np.arange(x.shape[1], dtype=np.int32) for x in (query, key_value)
+    )
+    sides = band(rng, q, kv)
+    return PositionBand(Positions(query, key_value), sides.low, sides.high)
+
+
+def shards_in_balanced_order(rng, q, kv):
+    """Chunks of two devices, the queries of one and the keys of the other, when causal."""
+    devices = 4
+
+    def shard(length):
+        first, last = length // 2, length - length // 2
+        i = int(rng.integers(devices))
+        late = (2 * devices - 1 - i) * last
+        return np.concatenate([i * last + np.arange(first), late + np.arange(last)])
+
+    numbers = (shard(t.length)[None].astype(np.int32) for t in (q, kv))
+    return PositionBand(Positions(*numbers), None, 0)
+
+
 @over_segment_tilings
-def test_ranges_of_any_segments_are_safe(q, kv):
+@pytest.mark.parametrize("make", [any_segments, any_positions])
+def test_ranges_of_any_numbers_are_safe(make, q, kv):
     rng = np.random.default_rng(3)
-    for leaf in [any_segments(rng, q, kv) for _ in range(40)]:
-        seen = segments_seen(leaf, q, kv)
+    for leaf in [make(rng, q, kv) for _ in range(20)]:
+        seen = seen_in_whole_tiles(leaf, q, kv)
         for visited, full, some, every in both_sides(Mask((leaf,)), seen, q, kv):
             assert not (some & ~visited).any()
             assert not (full & ~every).any()
 
 
 @over_segment_tilings
-def test_ranges_of_packed_segments_are_exact(q, kv):
+@pytest.mark.parametrize("make", [packed_segments, sorted_positions, shards_in_balanced_order])
+def test_ranges_of_sorted_numbers_are_exact(make, q, kv):
     rng = np.random.default_rng(4)
-    for leaf in [packed_segments(rng, q, kv) for _ in range(40)]:
-        seen = segments_seen(leaf, q, kv)
+    for leaf in [make(rng, q, kv) for _ in range(20)]:
+        seen = seen_in_whole_tiles(leaf, q, kv)
         for visited, full, some, every in both_sides(Mask((leaf,)), seen, q, kv):
             np.testing.assert_array_equal(visited, some)
             np.testing.assert_array_equal(full, every)
 
 
 @over_segment_tilings
-def test_segments_allow_equal_ids(q, kv):
-    leaf = any_segments(np.random.default_rng(5), q, kv)
+@pytest.mark.parametrize("make", [any_segments, any_positions])
+def test_numbers_allow_what_they_say(make, q, kv):
+    leaf = make(np.random.default_rng(5), q, kv)
     shape = BATCH, q.length, kv.length
-    np.testing.assert_array_equal(leaf.allowed(*pairs(*shape)), seen_by(leaf, shape))
+    allowed = np.broadcast_to(leaf.allowed(*pairs(*shape)), shape)
+    np.testing.assert_array_equal(allowed, seen_by(leaf, shape))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -331,6 +388,7 @@ def a_mask(array):
             Lengths(array(np.array([20, 0, 7], np.int32))),
             Ends(None, 27),
             Segments(array(ids[:, :20]), array(ids)),
+            PositionBand(Positions(array(ids[:1, :20]), array(3 * ids)), -5, 6),
         )
     )
 
@@ -338,7 +396,7 @@ def a_mask(array):
 def test_a_mask_is_a_pytree_with_arrays_as_leaves_and_numbers_in_its_structure():
     mask = a_mask(jnp.asarray)
     leaves, structure = jax.tree.flatten(mask)
-    assert [x.shape for x in leaves] == [(3,), (3,), (3, 20), (3, 30)]
+    assert [x.shape for x in leaves] == [(3,), (3,), *[(3, 20), (3, 30)], *[(1, 20), (3, 30)]]
     assert jax.tree.structure(jax.tree.unflatten(structure, leaves)) == structure
     assert hash(structure) == hash(jax.tree.structure(a_mask(jnp.asarray)))
     assert jax.tree.leaves(Mask((Band(-1, 2), Ends(5, None)))) == []
@@ -377,6 +435,9 @@ def test_static_ranges_are_constants():
 def test_only_a_band_with_an_upper_side_grows():
     assert Mask((Lengths(3), Band(None, 0))).grows
     assert not Mask((Band(-3, None), Lengths(3, 4))).grows
+    tokens = Positions(np.zeros((1, 20), np.int32))
+    assert Mask((PositionBand(tokens, None, 0),)).grows
+    assert not Mask((PositionBand(tokens, -3, None),)).grows
 
 
 # ------------------------------------------------------------------------------------------------
@@ -449,6 +510,8 @@ def test_what_is_hidden_on_a_masked_tile_is_the_same_with_a_bool_and_a_traced_on
     np.testing.assert_array_equal(traced, want)
 
 
+TOKENS = np.random.default_rng(7).integers(0, 99, (1, 20)).astype(np.int32)
+
 REFLEXIVE = [
     (Band(high=0), True),
     (Band(low=0, high=0), True),
@@ -461,6 +524,9 @@ REFLEXIVE = [
     (Lengths(key_value=np.full(BATCH, 7, np.int32)), False),
     (Segments(np.zeros((BATCH, 20), np.int32)), True),
     (Segments(np.zeros((BATCH, 20), np.int32), np.zeros((BATCH, 20), np.int32)), False),
+    (PositionBand(Positions(TOKENS), None, 0), True),
+    (PositionBand(Positions(TOKENS), -3, -1), False),
+    (PositionBand(Positions(TOKENS, TOKENS), None, 0), False),
 ]
 
 

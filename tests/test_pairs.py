@@ -33,7 +33,7 @@ nothing = option()
 SETTINGS = {
     "is_causal": [nothing, option(is_causal=True)],
     "local_window_size": [nothing, option(local_window_size=(20, 30))],
-    "query_offset": [nothing, drawn("causal, offset for each example")],
+    "query_offset": [nothing, drawn("causal, offset for each example"), drawn("positions")],
     "lengths": [nothing, drawn("lengths")],
     "segment_ids": [nothing, drawn("documents in pairs")],
     "mask": [
@@ -56,7 +56,7 @@ SETTINGS = {
 
 # Of a case's options, those of the argument itself.
 OWN = {
-    "query_offset": {"query_offset"},
+    "query_offset": {"query_offset", "query_positions", "key_value_positions"},
     "mask": {"mask"},
     "bias": {"bias"},
     "alibi_slopes": {"alibi_slopes"},

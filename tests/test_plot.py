@@ -45,6 +45,11 @@ CASES = {
         "query_offset": jnp.asarray([0, 3], jnp.int32),
         **LENGTHS,
     },
+    "positions": {
+        "is_causal": True,
+        "query_positions": jnp.asarray([[*range(5, 10), *range(5)]] * B, jnp.int32),
+        "key_value_positions": jnp.arange(S, dtype=jnp.int32)[None] + 1,
+    },
     "window": {"local_window_size": (2, 1), **LENGTHS},
     "lengths": {
         "query_seq_lengths": jnp.asarray([10, 7], jnp.int32),
@@ -171,7 +176,11 @@ def plot(*args, **kwargs):
 
 
 ERRORS = {
-    "no length": (plot(is_causal=True), ValueError, "`q_len` must be given where neither"),
+    "no length": (
+        plot(is_causal=True),
+        ValueError,
+        "`q_len` must be given where neither `mask`, `segment_ids` nor positions tell it",
+    ),
     "no key length": (plot(q_len=3), ValueError, "`kv_len` must be given where neither"),
     "length": (
         plot(q_len=0, kv_len=3),

@@ -51,6 +51,7 @@ MASKS = {
     "causal, lengths": dict(is_causal=True, **LENGTHS),
     "window, offset": dict(local_window_size=(4, 2), query_offset=ints(-6, 5)),
     "segments": dict(segment_ids=(ids(T), ids(S))),
+    "positions": dict(is_causal=True, query_positions=2 * ids(T), key_value_positions=3 * ids(S)),
 }
 ARRAYS = {
     "bias": dict(bias=(1, N, 1, S)),

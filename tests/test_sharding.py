@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_flash import Tile, TileSizes, _mask_objects, _partition, _tangents, _xla, attention
 from pallas_flash._dropout import Dropout
 from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
-from pallas_flash._masks import Band, Lengths, Mask, Segments
-from pallas_flash._operands import Pairs
+from pallas_flash._masks import Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._operands import Pairs, Positions
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
 
@@ -53,6 +53,8 @@ SPECS = {
     "key_value_seq_lengths": P("batch"),
     "query_offset": P("batch"),
     "segment_ids": P("batch"),
+    "query_positions": P("batch"),
+    "key_value_positions": P(),
 }
 FLOATS = ("query", "key", "value", "scale", "bias")
 
@@ -84,6 +86,9 @@ def draw(num_kv_heads: int, *names: str, queries=(B, T, N, H)) -> dict:
         elif name == "segment_ids":
             ids = (np.sort(random.integers(0, 3, (B, length))) for length in (T, S))
             drawn[name] = tuple(jnp.asarray(x, jnp.int32) for x in ids)
+        elif name.endswith("positions"):
+            shape = (B, T) if name == "query_positions" else (1, S)
+            drawn[name] = jnp.asarray(random.integers(0, S, shape), jnp.int32)
         else:
             drawn[name] = (
                 jnp.float32(0.4) if name == "scale" else jnp.asarray(ints[name], jnp.int32)
@@ -152,8 +157,9 @@ KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 def check_nothing_is_gathered(kind):
     mesh = make_mesh(KINDS[kind])
     masks = "query_seq_lengths", "key_value_seq_lengths", "query_offset", "segment_ids"
+    positions = "query_positions", "key_value_positions"
     for implementation in ("xla", "interpret"):
-        for num_kv_heads, names in ((N, ()), (12, masks), (4, ())):
+        for num_kv_heads, names in ((N, ()), (12, masks), (4, positions)):
             arguments = draw(num_kv_heads, *names)
             placed = place(
                 {name: x for name, x in arguments.items() if name != "segment_ids"}, mesh
@@ -486,7 +492,8 @@ def test_every_array_of_a_problem_has_its_letters():
         (Segments(ids, ids), ["bt", "bs"]),
         (_mask_objects.Segments(ids, ids), ["bt", "bs"]),
         (MaskArray(pairs), ["bnts"]),
-        (PrefixLM(length, length), ["b", "b"]),
+        (PositionBand(Positions(ids, ids[:1]), None, 0), ["bt", "1s"]),
+        (PrefixLM(length, length, Positions(ids)), ["b", "b", "bt"]),
         (Predicate(max, (ids,)), ["11"]),
         (BlockMask(table, 8, 8, table, Segments(ids)), ["bn11", "bn11", "bt"]),
     ]
@@ -495,14 +502,15 @@ def test_every_array_of_a_problem_has_its_letters():
     problem = Problem(
         *(*qkv, jnp.zeros(()), jnp.zeros((1, N, T, S)), heads, heads, (ids,)),
         mask=Mask(tuple(leaf for leaf, _ in leaves)),
-        rest_of_scores=Scores(offset=length),
+        rest_of_scores=Scores(offset=length, positions=Positions(ids, ids)),
         dropout=Dropout(jnp.zeros(2, jnp.uint32), rate=0.5),
     )
     letters = _partition.letters(problem)
     assert [letters.query, letters.key, letters.value] == ["btnh", "bskh", "bskv"]
     assert [letters.scale, letters.bias] == ["", "1nts"]
     assert [letters.sinks, letters.slopes, letters.score_operands] == ["n", "n", ("11",)]
-    assert [letters.rest_of_scores.offset, letters.dropout.seed] == ["b", "1"]
+    assert jax.tree.leaves(letters.rest_of_scores) == ["b", "bt", "bs"]
+    assert letters.dropout.seed == "1"
     assert jax.tree.leaves(letters.mask) == [axes for _, named in leaves for axes in named]
 
 

@@ -23,7 +23,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 KERNEL = {"_masks", "_problem", "_tiling.sizes", "_dropout", "_triton.common"}
 MOSAIC = {"_masks", "_problem", "_mosaic.common", "_mosaic.ptx", "_mosaic.tiles"}
 MAY_IMPORT = {
-    "": {"_api", "_mask_objects", "_plot", "_select", "_tiling.sizes", "_tiling.tune", "_vjp"},
+    "": {
+        "_api",
+        "_mask_objects",
+        "_order",
+        "_plot",
+        "_select",
+        "_tiling.sizes",
+        "_tiling.tune",
+        "_vjp",
+    },
     "tune": {"_tiling.tune", "_tiling.cache", "_tiling.sizes"},
     "_tiling.tune": {
         "_api",
@@ -63,7 +72,15 @@ MAY_IMPORT = {
         "_problem",
     },
     "_tiling.cache": {"_select", "_tiling.sizes", "_mask_objects", "_masks", "_problem", "_compat"},
-    "_validate": {"_checks", "_mask_objects", "_masks", "_scores", "_dropout", "_problem"},
+    "_validate": {
+        "_checks",
+        "_mask_objects",
+        "_masks",
+        "_operands",
+        "_scores",
+        "_dropout",
+        "_problem",
+    },
     "_select": {"_compat", "_hardware", "_problem"},
     "_vjp": {
         "_partition",
@@ -133,6 +150,7 @@ MAY_IMPORT = {
     "_tiling.workload": {"_tiling.sizes", "_problem"},
     "_problem": {"_masks", "_operands", "_scores", "_dropout", "_tiling.sizes"},
     "_mask_objects": {"_checks", "_masks", "_operands"},
+    "_order": {"_checks"},
     "_checks": {"_operands"},
     "_scores": {"_operands"},
     "_operands": set(),
@@ -140,7 +158,7 @@ MAY_IMPORT = {
     "_tiling": set(),
     "_tiling.sizes": set(),
     "_hardware": set(),
-    "_masks": set(),
+    "_masks": {"_operands"},
     "_compat": set(),
 }
 
@@ -224,6 +242,8 @@ def test_models_and_scripts_use_what_is_public(module):
 OWN = {
     "segment_ids",
     "query_offset",
+    "query_positions",
+    "key_value_positions",
     "logits_soft_cap",
     "sinks",
     "alibi_slopes",

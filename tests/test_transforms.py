@@ -79,6 +79,9 @@ def draw(name: str, rng: np.random.Generator) -> Any:
     if name == "segment_ids":
         ids = (rng.integers(0, 3, size=(BATCH, length)) for length in (Q_LEN, KV_LEN))
         return tuple(jnp.asarray(np.sort(x), jnp.int32) for x in ids)
+    if name in ("query_positions", "key_value_positions"):
+        shape = (BATCH, Q_LEN) if name == "query_positions" else (1, KV_LEN)
+        return jnp.asarray(rng.integers(-5, KV_LEN, shape), jnp.int32)
     # Lengths, among them one that is zero, and offsets.
     limit = Q_LEN if name == "query_seq_lengths" else KV_LEN
     numbers = rng.permutation([0, limit, *rng.integers(1, limit, size=BATCH - 2)])
@@ -296,6 +299,7 @@ EVERYWHERE = {
     "lengths": [{"query_seq_lengths": 0, "key_value_seq_lengths": 1}],
     "segment ids": [{"segment_ids": 0}],
     "offset and keys": [{"query_offset": 0, "key": 0}],
+    "positions": [{"query_positions": 0, "key_value_positions": 2}],
     "scale": [{"scale": 0}],
 }
 WITHOUT_KERNELS = {
@@ -340,6 +344,7 @@ def loop(fn: Callable, axes: dict[str, int]) -> Callable:
             ("xla", "keys and values"),
             ("xla", "segment ids"),
             ("xla", "offset and keys"),
+            ("xla", "positions"),
             ("xla", "scale"),
             ("xla", "nested bias"),
         ],

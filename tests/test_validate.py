@@ -19,8 +19,7 @@ from described_gpus import described_gpu
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes, _compat
-from pallas_flash._masks import Band
-from pallas_flash._validate import _band, _offset
+from pallas_flash._validate import _At, _band, _offset
 
 
 def f32(*shape):
@@ -64,7 +63,8 @@ class Row(NamedTuple):
 INPUTS = ("query", "key", "value")
 LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 PER_HEAD = ("sinks", "alibi_slopes")
-ARRAYS = (*INPUTS, "bias", "mask", *LENGTHS, "segment_ids", *PER_HEAD)
+POSITIONS = ("query_positions", "key_value_positions")
+ARRAYS = (*INPUTS, "bias", "mask", *LENGTHS, "segment_ids", *POSITIONS, *PER_HEAD)
 FLAGS = ("is_causal", "broadcast_dropout", "return_residual", "return_lse")
 
 
@@ -205,6 +205,33 @@ def bad_lengths():
         ValueError,
         "`key_value_seq_lengths` must have shape [B] = (1,); got ().",
     )
+
+
+def bad_positions():
+    for name, letters, length in zip(POSITIONS, ("[B, T]", "[B, S]"), (5, 7), strict=True):
+        for dtype in ("float32", "int16", "uint32", "bool"):
+            yield Row(
+                f"{name} in {dtype}",
+                lambda name=name, length=length, dtype=dtype: {name: jnp.zeros((2, length), dtype)},
+                TypeError,
+                f"`{name}` must be int32; got {dtype}. Cast it",
+            )
+        for shape in ((length,), (2, length + 1), (3, length), (1, 1, length)):
+            yield Row(
+                f"{name} of shape {shape}",
+                lambda name=name, shape=shape: {name: i32(*shape)},
+                ValueError,
+                f"`{name}` must have shape {letters} = {(2, length)}, its first axis possibly 1; "
+                f"got {shape}. Give one number for each token.",
+            )
+    for offset in (3, np.int32(-1), jnp.int32(0), np.array([2, -1], np.int32)):
+        yield Row(
+            f"positions of queries and an offset of {offset}",
+            lambda offset=offset: {"query_positions": i32(1, 5), "query_offset": offset},
+            ValueError,
+            "`query_offset` must be 0 with `query_positions`, which tell the same of each query; "
+            "got ",
+        )
 
 
 def bad_windows():
@@ -684,9 +711,14 @@ def bad_mask_objects():
              ValueError, "`is_causal` must be False with a PrefixLM", is_causal=True),
         *(mask(lambda: BlockMask.from_mask(PrefixLM(i32(2)), 5, 7),
                f"BlockMask of a prefix, moved by {type(offset).__name__}", ValueError,
-               "`query_offset` must be 0 with a BlockMask made from a PrefixLM",
+               "`query_offset` must be 0, and `query_positions` and `key_value_positions` None, "
+               "with a BlockMask made from a PrefixLM",
                query_offset=offset)
           for offset in (3, i32(2))),
+        mask(lambda: BlockMask.from_mask(PrefixLM(i32(2)), 5, 7),
+             "BlockMask of a prefix, of positions", ValueError,
+             "whose blocks were found without them; got positions. Pass the PrefixLM itself",
+             key_value_positions=i32(1, 7)),
         # What `from_mask` itself refuses.
         *(mask(lambda name=name, x=x: BlockMask.from_mask(**dict(mask=allowed, q_len=5, kv_len=7)
                                                           | {name: x}),
@@ -834,6 +866,21 @@ def other_functions():
         "`attention` must be differentiated in reverse mode by 'xla'",
         x=jnp.ones((1, 4, 2, 8)),
     )
+
+    for length, devices, fragment in (
+        (20, 4, "`length` must be a multiple of 2 * devices = 8; got 20. Add padding"),
+        (0, 4, "`length` must be an int of at least 1; got int 0"),
+        (16.0, 4, "`length` must be an int of at least 1; got float 16.0"),
+        (16, None, "`devices` must be an int of at least 1; got NoneType None"),
+    ):
+        yield row(
+            f"balanced order of {length} for {devices}",
+            pallas_flash.balanced_order,
+            ValueError,
+            fragment,
+            length=length,
+            devices=devices,
+        )
 
     for x in ([0, 2], 3, None):
         yield row(
@@ -1051,6 +1098,7 @@ ROWS = [
     # What positions may see each other.
     *bad_flags(),
     *bad_lengths(),
+    *bad_positions(),
     *bad_windows(),
     Row(
         "window traced",
@@ -1347,6 +1395,26 @@ SERVED = {
     "negative offset past int32": lambda: {"query_offset": -(2**40), "is_causal": True},
     "offsets": lambda: {"query_offset": np.array([2, -3], np.int32), "is_causal": True},
     "one offset": lambda: {"query_offset": jnp.int32(-1), "is_causal": True},
+    "positions of queries": lambda: {
+        "query_positions": np.array([[4, 0, 3, 1, 2]], np.int32),
+        "is_causal": True,
+    },
+    "positions of keys, and an offset": lambda: {
+        "key_value_positions": np.array([[6, 3, 4, 0, 1, 2, 5]] * 2, np.int32),
+        "query_offset": 1,
+        "is_causal": True,
+    },
+    "positions of keys, and offsets": lambda: {
+        "key_value_positions": np.array([[6, 3, 4, 0, 1, 2, 5]], np.int32),
+        "query_offset": np.array([2, -1], np.int32),
+        "local_window_size": 2,
+    },
+    "positions at the ends of int32": lambda: {
+        "query_positions": np.array([[-(2**31), 2**31 - 1, 0, 1, 2]], np.int32),
+        "key_value_positions": np.array([[2**31 - 1, -(2**31), 0, 1, 2, 3, 4]], np.int32),
+        "is_causal": True,
+    },
+    "positions that nothing asks for": lambda: {"query_positions": i32(1, 5)},
     "ids as a list of two arrays": lambda: {
         "segment_ids": [np.arange(n, dtype=np.int32).reshape(2, n // 2) // 3 for n in (10, 14)]
     },
@@ -1407,7 +1475,8 @@ def spelt_out(mask, q_len, kv_len):
 def dense(
     query, key, value, bias=0, mask=True, *, scale=None, is_causal=False, query_seq_lengths=None,
     key_value_seq_lengths=None, local_window_size=None, segment_ids=None, query_offset=0,
-    precision=None, logits_soft_cap=None, sinks=None, dropout_key=None, score_operands=(),
+    query_positions=None, key_value_positions=None, precision=None, logits_soft_cap=None,
+    sinks=None, dropout_key=None, score_operands=(),
 ):  # fmt: skip
     """The output and the LSE by the docstring of `attention`, in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
@@ -1422,13 +1491,16 @@ def dense(
         "causal": is_causal,
         "window": window if isinstance(window, (tuple, list)) else (window, window),
     }
-    offsets = np.broadcast_to(query_offset, batch).tolist()
+    where = [np.arange(q_len) + np.reshape(query_offset, (-1, 1)), np.arange(kv_len)[None]]
+    for side, x in enumerate((query_positions, key_value_positions)):
+        where[side] = where[side] if x is None else np.asarray(x, np.int64)
+    q_pos, k_pos = (np.broadcast_to(x, (batch, x.shape[1])).tolist() for x in where)
     query_seq_lengths = [q_len] * batch if query_seq_lengths is None else query_seq_lengths
     key_lengths = [kv_len] * batch if key_value_seq_lengths is None else key_value_seq_lengths
     ids = segment_ids if isinstance(segment_ids, list) else [segment_ids] * 2
     for b, i, j in np.ndindex(batch, q_len, kv_len):
         visible[b, :, i, j] &= (
-            sees(i, j, **case, offset=offsets[b])
+            sees(q_pos[b][i], k_pos[b][j], **case, offset=0)
             and i < query_seq_lengths[b]
             and j < key_lengths[b]
             and (segment_ids is None or bool(ids[0][b, i] == ids[1][b, j]))
@@ -1477,14 +1549,14 @@ def test_positions_become_the_band_they_mean(q_len, kv_len, causal):
 
         for offset in (*range(-6, 7), -(2**40), 2**40):
             shift, _ = _offset(offset, 1)
-            band = _band(q_len, kv_len, **case, shift=shift, offset=None)
+            band = _band(q_len, kv_len, **case, at=_At(shift))
             # What excludes nothing is no mask at all.
-            assert (band == Band()) == seen(offset).all()
-            if band != Band():
+            assert (band is None) == seen(offset).all()
+            if band is not None:
                 allowed = np.broadcast_to(band.allowed(0, 0, q[0], k[0]), (q_len, kv_len))
                 np.testing.assert_array_equal(allowed, seen(offset))
-        band = _band(q_len, kv_len, **case, shift=0, offset=offsets)
-        if band != Band():
+        band = _band(q_len, kv_len, **case, at=_At(0, offsets))
+        if band is not None:
             wanted = np.stack([seen(offset) for offset in offsets.tolist()])
             band = dataclasses.replace(band, offset=np.asarray(band.offset))
             np.testing.assert_array_equal(band.allowed(b, 0, q, k), wanted)

@@ -39,6 +39,20 @@ def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]):
     return jnp.broadcast_to(x, (*batch, *rest)).reshape(math.prod(batch), *rest)
 
 
+def merge_positions(x, batch: Sequence[int], length: int):
+    """Positions [*#batch, T] as int32 [B, T]: B is 1 where all sequences have the same."""
+    check_positions(x, (*batch, length))
+    x = jnp.broadcast_to(x.astype(jnp.int32), (*x.shape[:-1], length))
+    return merge_batch(x[..., None, None], batch)[..., 0, 0]
+
+
+def check_positions(x: Shaped[Array, "..."], shape: Sequence[int]) -> None:
+    """Raises if positions are no integers that broadcast to `shape`."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"`positions` must be integers; got positions.dtype={x.dtype}.")
+    check_broadcasts("positions", x, shape)
+
+
 def check_broadcasts(name: str, x: Shaped[Array, "..."], shape: Sequence[int]) -> None:
     """Raises if `x` does not broadcast to `shape`."""
     trailing = shape[len(shape) - x.ndim :]

@@ -11,9 +11,15 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import Implementation, attention
-from pallas_flash._checks import share_to_drop
+from pallas_flash._checks import flag, share_to_drop
 from pallas_flash._masks import Mask
-from pallas_flash.flax._arrays import as_bool, merge_batch, merge_full, merge_scores
+from pallas_flash.flax._arrays import (
+    as_bool,
+    merge_batch,
+    merge_full,
+    merge_positions,
+    merge_scores,
+)
 from pallas_flash.flax._cache import Cache
 from pallas_flash.flax._rope import apply_rope
 
@@ -50,7 +56,7 @@ class SelfAttention(nnx.Module):
         num_kv_heads: Number of key/value heads, a divisor of `num_heads`. None is `num_heads`.
         head_dim: Size of a head. None is `features // num_heads`.
         is_causal: Whether a token sees only itself and the tokens before it, by their order in the
-            array and whatever their `positions`.
+            array and whatever their `positions`, unless a call says `reordered`.
         rope_theta: Base of the rotary angles. None is no rotary embedding.
         normalize_qk: Whether queries and keys go through an RMSNorm over the head size, each with a
             learned scale [H] that all heads share, before rotary positions (as in Qwen 3,
@@ -190,6 +196,7 @@ class SelfAttention(nnx.Module):
         seq_lengths: Int32[Array, "*#batch"] | None = None,
         segment_ids: Int32[Array, "*#batch T"] | None = None,
         positions: Integer[Array, "*#batch T"] | None = None,
+        reordered: bool = False,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | PRNGKeyArray | None = None,
         decode: bool = False,
@@ -208,6 +215,9 @@ class SelfAttention(nnx.Module):
             positions: Rotary position of each token. None is 0..T-1, which also serves packed
                 documents: only differences of positions matter, and within a document they do not
                 depend on where it starts.
+            reordered: Whether tokens lie in another order than that of their `positions`, as after
+                `pallas_flash.balanced_order`. Then `positions` are for the mask, too: `is_causal`,
+                `local_window_size` and a `PrefixLM` go by them, and not by the order in the array.
             deterministic: Whether dropout is switched off. None is what the layer was told.
             rngs: Where the random key of dropout comes from, or that key. None is what the layer
                 keeps.
@@ -220,16 +230,30 @@ class SelfAttention(nnx.Module):
 
         Raises:
             TypeError: If `positions` are not integers.
-            ValueError: If shapes do not fit, if `positions` come without rotary embedding, or if a
-                layer with dropout is not told whether it is on, or finds no random key. With
-                `decode`: if there is no cache, or no room in it, if the layer is not causal, or if
-                there is a bias, a mask, lengths or segments, which a cache does not keep.
+            ValueError: If shapes do not fit, if `positions` come without rotary embedding and not
+                `reordered`, if `reordered` comes without them, or if a layer with dropout is not
+                told whether it is on, or finds no random key. With `decode`: if there is no cache,
+                or no room in it, if the layer is not causal, or if there is a bias, a mask,
+                lengths, segments or another order, which a cache does not keep.
         """
         if x.ndim < 2 or x.shape[-1] != self.features:
             raise ValueError(
                 f"`x` must be [*batch, length, {self.features}]; got x.shape={x.shape}."
             )
         *batch, length, _ = x.shape
+        where = None
+        if flag("reordered", reordered):
+            if positions is None:
+                raise ValueError(
+                    "`positions` must be given with reordered=True; got None. Pass the position of "
+                    "each token, which `pallas_flash.balanced_order` returns."
+                )
+            if decode:
+                raise ValueError(
+                    "`reordered` must be False with decode=True, because the cache keeps tokens in "
+                    "their order; got True. Take the tokens back to it by `jnp.argsort(order)`."
+                )
+            where = merge_positions(positions, batch, length)
         cache, start, full = None, 0, False
         if decode:
             cache = self._cache(
@@ -244,10 +268,11 @@ class SelfAttention(nnx.Module):
             if positions is None:
                 positions = start + jnp.arange(length, dtype=jnp.int32)
             q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
-        elif positions is not None:
+        elif positions is not None and where is None:
             raise ValueError(
                 "`positions` must be None when `rope_theta` is None, because nothing reads them; "
-                f"got positions.shape={positions.shape}."
+                f"got positions.shape={positions.shape}. Leave them out, or pass reordered=True "
+                "for a mask that goes by them."
             )
         scores_shape = (*batch, q.shape[-2], length, length)
         seq_lengths = merge_full("seq_lengths", seq_lengths, batch, ())
@@ -264,6 +289,8 @@ class SelfAttention(nnx.Module):
             key_value_seq_lengths=seq_lengths,
             local_window_size=self.local_window_size,
             query_offset=start,
+            query_positions=where,
+            key_value_positions=where,
             segment_ids=merge_full("segment_ids", segment_ids, batch, (length,)),
             logits_soft_cap=self.logits_soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from pallas_flash.flax._arrays import check_broadcasts
+from pallas_flash.flax._arrays import check_positions
 
 
 def apply_rope(
@@ -47,9 +47,7 @@ def apply_rope(
         raise ValueError(
             f"`x` must be [*batch, length, heads, an even head_dim]; got x.shape={x.shape}."
         )
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"`positions` must be integers; got positions.dtype={positions.dtype}.")
-    check_broadcasts("positions", positions, x.shape[:-2])
+    check_positions(positions, x.shape[:-2])
 
     half = x.shape[-1] // 2
     inverse_period = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
