@@ -106,6 +106,8 @@ def _all_tiles(stay: Tiling, flow: Tiling, *, full: bool) -> TileRange:
 class Scattered(Joinable):
     """A leaf whose allowed tiles form no runs: `tile_classes` knows them."""
 
+    intervals = False
+
     @property
     def reflexive(self):
         return False
@@ -281,6 +283,7 @@ class PrefixLM(ByNumber, Joinable):
     offset: Any = None
     positions: Positions | None = None
     shift: int = dataclasses.field(default=0, metadata=STATIC)
+    intervals = True
 
     def fit(self, call):
         if call.is_causal:

@@ -93,9 +93,15 @@ class Leaf(Protocol):
         """Whether every query is known to see the key at its own position."""
         ...
 
+    # Whether what a query sees is an interval, and what sees a key, which the ranges of tiles of
+    # one position then are.
+    intervals: bool
+
 
 class Runs:
     """A leaf whose allowed tiles form one run for each tile that stays."""
+
+    intervals = False
 
     def tile_classes(self, q, kv):
         return None
@@ -133,6 +139,7 @@ class Band(Runs):
     low: int | None = dataclasses.field(default=None, metadata=STATIC)
     high: int | None = dataclasses.field(default=None, metadata=STATIC)
     offset: Any = None
+    intervals = True
 
     def allowed(self, b, h, q, k):
         distance = k - q if self.offset is None else k - (q + self.offset[b])
@@ -174,6 +181,7 @@ class Lengths(Runs):
 
     query: Any = None
     key_value: Any = None
+    intervals = True
 
     def allowed(self, b, h, q, k):
         inside = [
@@ -416,6 +424,27 @@ class Mask:
                 some, every = some & classes.some, every & classes.every
         return TileClasses(some, every)
 
+    def seen_keys(self, batch: int, num_heads: int, q_len: int, kv_len: int):
+        """Which keys any query sees, bool [1 or B, 1 or N, S]; None where it is all of them."""
+        if self.reflexive and q_len == kv_len:
+            return None
+        if all(leaf.intervals for leaf in self.leaves):
+            return _not_empty(self.q_ranges(Tiling(q_len, 1), Tiling(kv_len, 1)))
+        return self._pairs(batch, num_heads, q_len, kv_len).any(axis=2)
+
+    def seeing_queries(self, batch: int, num_heads: int, q_len: int, kv_len: int):
+        """Which queries see any key, bool [1 or B, 1 or N, T]; None where all of them do."""
+        if self.reflexive and q_len == kv_len:
+            return None
+        if all(leaf.intervals for leaf in self.leaves):
+            return _not_empty(self.kv_ranges(Tiling(q_len, 1), Tiling(kv_len, 1)))
+        return self._pairs(batch, num_heads, q_len, kv_len).any(axis=3)
+
+    def _pairs(self, *shape: int):
+        """Bool [B, N, T, S], for XLA to compute in the loop of what uses it."""
+        index = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
+        return self.allowed(*index)
+
     @property
     def reflexive(self) -> bool:
         """Whether every query is known to see the key at its own position, if there is one.
@@ -465,6 +494,12 @@ def _intersect(ranges: list[TileRange], n_stay: int, n_flow: int):
     full_start, full_stop = (xp.where(none_full, start, x) for x in (full_start, full_stop))
     columns = xp.broadcast_arrays(start, full_start, full_stop, stop)
     return xp.stack(columns, axis=-1).astype(np.int32)
+
+
+def _not_empty(ranges):
+    """Bool [1 or B, 1, tiles] for ranges [1 or B, tiles, 4], or None if all of them are known."""
+    some = (ranges[..., 0] < ranges[..., 3])[:, None]
+    return None if isinstance(some, np.ndarray) and some.all() else some
 
 
 def _both(*conditions):
@@ -567,6 +602,12 @@ def edges_first(start, full_start, full_stop, stop):
         return jnp.where(i < edges, edge, full_start - edges + i)
 
     return edges, stop - start, tile_at
+
+
+def listed_edges_first(full, count, tile_at):
+    """The same for listed tiles, of which the full ones are first in the list."""
+    edges = count - full
+    return edges, count, lambda i: tile_at(jnp.where(i < edges, full + i, i - edges))
 
 
 def share(ranges, part, parts: int, edges: Edges):

@@ -150,6 +150,15 @@ class Problem:
         return dataclasses.replace(self, **operands)
 
 
+class Extras(NamedTuple):
+    """What a call may ask for beyond products and a softmax; arrays, or references to them."""
+
+    mask: Mask
+    scores: Scores
+    sinks: Any = None
+    dropout: Dropout | None = None
+
+
 class Gradients(NamedTuple):
     """One for each floating-point operand, None where there is none or it was not asked for."""
 

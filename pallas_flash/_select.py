@@ -23,11 +23,12 @@ IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
 
 MAX_HEAD_DIM = 256
 
-# What "mosaic" serves: head sizes, of queries and values alike, and kinds of masks. Its backward
-# has not the registers for the largest, where another takes its place.
-MOSAIC_HEAD_DIMS = 64, 128, 256
+# Copies of "mosaic" take rows of 16 bytes, and so head sizes that are multiples of this.
+MOSAIC_HEAD_DIM_UNIT = 8
+# What its backward serves: head sizes, of queries and values alike, and kinds of masks. Elsewhere
+# another takes its place.
 MOSAIC_BACKWARD_HEAD_DIMS = 64, 128
-MOSAIC_MASKS = "full", "causal"
+MOSAIC_BACKWARD_MASKS = "full", "causal"
 
 # From which lengths on the passes of "mosaic" were measured to be faster than those of "triton", by
 # head size and kind of mask. What is not in the table is slower, or was not measured.
@@ -216,22 +217,13 @@ def _mosaic_limits(p: Problem) -> list[str]:
     limits = []
     if p.dtype.itemsize != 2:
         limits.append(f"Got {p.dtype.name}, and they serve float16 and bfloat16.")
-    if p.head_dim not in MOSAIC_HEAD_DIMS or p.value_dim != p.head_dim:
+    if p.head_dim % MOSAIC_HEAD_DIM_UNIT or p.value_dim % MOSAIC_HEAD_DIM_UNIT:
         limits.append(
             f"Got head sizes of {p.head_dim} and {p.value_dim} (of values), and they serve "
-            f"{_listed(MOSAIC_HEAD_DIMS)} for both."
+            f"multiples of {MOSAIC_HEAD_DIM_UNIT}."
         )
-    static = p.mask.kind in MOSAIC_MASKS and not jax.tree.leaves(p.mask)
-    if not static or p.scores or p.sinks is not None or p.dropout is not None:
-        limits.append(
-            "They serve full and causal attention with offsets known at trace time, and no bias, "
-            "soft cap, sinks, slopes, score function or dropout."
-        )
-    if p.any_scale:
-        limits.append(
-            "Got a scale that is traced or larger than 1, and they serve one that is known at "
-            "trace time and no larger."
-        )
+    if any(x.size > 2**31 for x in jax.tree.leaves((p.mask, p.scores))):
+        limits.append("Got an array of more than 2^31 elements, and their indices end there.")
     if _compat.varies((p.query, p.key, p.value)):
         limits.append(
             "The call is in a `jax.shard_map` that checks which values differ between devices, and "
@@ -240,8 +232,28 @@ def _mosaic_limits(p: Problem) -> list[str]:
     return limits
 
 
+def _mosaic_backward_limit(p: Problem) -> str:
+    """Why the backward for Hopper does not serve a problem that its forward may, or ""."""
+    if p.head_dim not in MOSAIC_BACKWARD_HEAD_DIMS or p.value_dim != p.head_dim:
+        return f"the one for Hopper serves head sizes of {_listed(MOSAIC_BACKWARD_HEAD_DIMS)}"
+    static = p.mask.kind in MOSAIC_BACKWARD_MASKS and not jax.tree.leaves(p.mask)
+    if not static or not _products_alone(p):
+        return (
+            "the one for Hopper serves full and causal attention with offsets and a scale known at "
+            "trace time, and nothing that is done to scores"
+        )
+    return ""
+
+
+def _products_alone(p: Problem) -> bool:
+    """Whether nothing is done to scores, and no scale can make them large."""
+    return not p.scores and p.sinks is None and p.dropout is None and not p.any_scale
+
+
 def _faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     """Whether this pass was measured to be faster than that of "triton" for calls like this."""
+    if p.head_dim != p.value_dim or jax.tree.leaves(p.mask) or not _products_alone(p):
+        return False
     since = FASTER_BY_MOSAIC[attention_pass].get((p.head_dim, p.mask.kind))
     return since is not None and min(p.q_len, p.kv_len) >= since and p.rows >= ROWS_MEASURED
 
@@ -260,8 +272,8 @@ def backward_of(
     if implementation != "mosaic":
         return implementation, ""
     reproducible = _compat.xla_is_deterministic() if reproducible is None else reproducible
-    if problem.head_dim not in MOSAIC_BACKWARD_HEAD_DIMS:
-        why = f"the one for Hopper serves head sizes of {_listed(MOSAIC_BACKWARD_HEAD_DIMS)}"
+    if limit := _mosaic_backward_limit(problem):
+        why = limit
     elif reproducible:
         why = "the one for Hopper adds in no order, and gradients must be reproducible"
     elif asked is None and not _faster_by_mosaic("backward", problem):

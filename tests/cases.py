@@ -359,8 +359,11 @@ def default(chosen, values):
     ]
 
 
-# What "mosaic" serves at head sizes of 64, 128 and 256.
-SERVED_ON_HOPPER = (
+# What "mosaic" serves: its copies take rows of 16 bytes.
+SERVED_ON_HOPPER = tuple(case.name for case in CASES if case.H % 8 == case.V % 8 == 0)
+
+# What its backward serves at head sizes of 64 and 128.
+BACKWARD_ON_HOPPER = (
     "full",
     "T of one tile, S of several",
     "T of several tiles, S of one",

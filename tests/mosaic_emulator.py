@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from pallas_flash import _dropout
+
 TIMEOUT = 20.0  # Seconds after which a wait counts as a deadlock.
 
 
@@ -107,6 +109,7 @@ class Device:
         self.array, self.index = array, index
 
     shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
     at = property(lambda self: At(lambda index: Device(self.array, static(index))))
 
     def _clipped(self):
@@ -212,7 +215,9 @@ def complete(running: int):
 
 def multiply(a, b):
     a, b = (np.asarray(x.array if isinstance(x, Shared) else x, np.float32) for x in (a, b))
-    return a @ b
+    # Rows past the end may see what holds NaN.
+    with np.errstate(invalid="ignore"):
+        return a @ b
 
 
 class Running:
@@ -271,7 +276,8 @@ def wait_smem_to_gmem(n, wait_read_only=False):
 
 def load(ref, layout=None):
     value = ref.read()
-    return jnp.asarray(value)[()] if value.ndim else value[()]
+    # Numbers without a sign wrap around in JAX, and NumPy warns of it.
+    return jnp.asarray(value)[()] if value.ndim or value.dtype.kind == "u" else value[()]
 
 
 def wgmma(acc, a, b):
@@ -302,9 +308,6 @@ plgpu = types.SimpleNamespace(
     Barrier=Barrier,
     set_max_registers=lambda *_, **__: None,
     layout_cast=lambda x, layout: x,
-    broadcasted_iota=lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(
-        dtype, shape, axis
-    ),
     load=load,
     barrier_wait=lambda barrier: one_barrier(barrier).wait((here.warpgroup, here.warp)),
     barrier_arrive=lambda barrier: one_barrier(barrier).arrive(),
@@ -356,11 +359,17 @@ fake_lax = types.SimpleNamespace(
 )
 
 
-def product_t(a_ref, b_ref):
-    result = Running((a_ref.shape[0], b_ref.shape[0]))
+def unblocked(ref):
+    """[rows, columns] for shared memory in blocks of 64 columns."""
+    return np.concatenate(list(ref.array), axis=1)
+
+
+def product_t(a_ref, b_ref, inner):
+    result = Running((a_ref.shape[1], b_ref.shape[1]))
 
     def product():
-        result.value = multiply(a_ref, b_ref.T)
+        taken = slice(-(-inner // 16) * 16)
+        result.value = multiply(unblocked(a_ref)[:, taken], unblocked(b_ref)[:, taken].T)
 
     here.products.append(product)
     return result
@@ -370,7 +379,7 @@ def accumulate(acc, a, b_ref):
     result = Running(acc.shape)
 
     def product():
-        result.value = np.asarray(acc) + multiply(a, b_ref)
+        result.value = np.asarray(acc) + multiply(a, unblocked(b_ref)[:, : acc.shape[1]])
 
     here.products.append(product)
     return result
@@ -401,7 +410,27 @@ def add_fragments(x, ref):
         ref.array[ref.index] += flat.reshape(32, 128)
 
 
+def columns(x, first):
+    x = np.asarray(x)[:, first : first + 64]
+    return np.pad(x, ((0, 0), (0, 64 - x.shape[1])))
+
+
+def gather(ref, at):
+    at = np.asarray(at)
+    if at.min() < 0 or at.max() >= len(ref.array):
+        raise EmulationError(f"index {at.min()} to {at.max()} of {len(ref.array)}")
+    value = ref.array[at]
+    wide = {"f": np.float32, "V": np.float32, "i": np.int32, "u": np.uint32}[value.dtype.kind]
+    return jnp.asarray(value.astype(wide))
+
+
 fake_ptx = dict(
+    positions=lambda shape, axis, start: start + jax.lax.broadcasted_iota(jnp.int32, shape, axis),
+    gather=gather,
+    columns=columns,
+    difference=lambda x, y: jnp.asarray(np.asarray(x) - np.asarray(y)),
+    tanh=jnp.tanh,
+    multiply_wide=_dropout.multiply_wide,
     product_t=product_t,
     accumulate=accumulate,
     wait=wait,
@@ -462,5 +491,5 @@ def emulated(monkeypatch):
         for name, fake in fake_ptx.items():
             patch.setattr(ptx, name, fake)
         patch.setattr(common, "launch", launch)
-        patch.setattr(common, "by_example", lambda function: function)
+        patch.setattr(common, "by_instance", lambda function, batch: function)
         yield

@@ -100,10 +100,17 @@ needs_hopper = pytest.mark.skipif(
 
 @needs_hopper
 @cases.parametrize(names=cases.SERVED_ON_HOPPER)
+def test_kernels_for_hopper(case, kernel_case):
+    case = case.scaled(5)
+    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
+
+
+@needs_hopper
+@cases.parametrize(names=cases.BACKWARD_ON_HOPPER)
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [*((size, "bfloat16") for size in (64, 128, 256)), (128, "float16")]
 )
-def test_kernels_for_hopper(case, head_dim, dtype, kernel_case):
+def test_head_sizes_for_hopper(case, head_dim, dtype, kernel_case):
     case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
     judge(case, dtype, measured(case, dtype, "mosaic"))
 

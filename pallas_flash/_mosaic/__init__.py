@@ -18,11 +18,9 @@ from pallas_flash._scores import LogSum
 
 
 def forward(problem: Problem):
-    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T], without m."""
-    problem, _ = _clean(problem)
-    tile = tiles.forward_tile(problem.head_dim, bool(problem.mask))
-    o, lse_log2 = _forward(problem, tile)
-    return o, LogSum(None, lse_log2)
+    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
+    p = dataclasses.replace(problem, value=_clean_values(problem))
+    return _forward(p, tiles.forward_tile(p))
 
 
 def backward(
@@ -47,6 +45,19 @@ def backward(
     problem, do = _clean(problem, do)
     dq, dk, dv = _backward(problem, do, log_sum.l_log2, delta, tile)
     return Gradients(dq, dk, dv, scale=None, bias=None)
+
+
+def _clean_values(p: Problem):
+    """The values, with zeros where no query sees them: they may hold NaN, and 0 * NaN is NaN.
+
+    Here, because copies to shared memory take whole tiles.
+    """
+    seen = p.mask.seen_keys(p.batch, p.num_heads, p.q_len, p.kv_len)
+    if seen is None:
+        return p.value
+    if seen.shape[1] > 1:
+        seen = seen.reshape(len(seen), p.num_kv_heads, p.groups, -1).any(axis=2)
+    return jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], p.value, 0)
 
 
 def _clean(problem: Problem, do=None):

@@ -271,7 +271,7 @@ def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile):
 
     statistic = plgpu.SMEM((tile.stages, q.block), jnp.float32)
 
-    def run(*arrays):
+    def run(_, *arrays):
         _, scale, query, key, value, *_ = arrays
         tiles_of_dq = len(query), p.num_heads, static.dq_tiles, p.head_dim // 64
         sums, dk, dv = common.launch(
@@ -305,7 +305,8 @@ def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile):
 
     scale = jnp.broadcast_to(p.scale.astype(jnp.float32), (p.batch,))
     operands = map(common.copyable, (p.query, p.key, p.value, do.astype(p.dtype)))
-    dq, dk, dv = common.by_example(run)(common.factor(p), scale, *operands, lse_log2, delta)
+    run = common.by_instance(run, p.batch)
+    dq, dk, dv = run((), common.factor(p), scale, *operands, lse_log2, delta)
     return dq[:, : p.q_len], dk[:, : p.kv_len], dv[:, : p.kv_len]
 
 

@@ -9,7 +9,7 @@ used a slot reports to another barrier that it is free.
 import dataclasses
 import functools
 import heapq
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import _compat
-from pallas_flash._masks import Mask, Tiling
-from pallas_flash._problem import Problem
-from pallas_flash._scores import LOG2E
+from pallas_flash._dropout import kept
+from pallas_flash._masks import Mask, Tiling, edges_first, listed_edges_first
+from pallas_flash._mosaic import ptx
+from pallas_flash._operands import Operand
+from pallas_flash._problem import Extras, Problem
+from pallas_flash._scores import LOG2E, Scores
 
 plgpu = _compat.mosaic_gpu()
 
@@ -43,6 +46,11 @@ PARAMETERS = plgpu.CompilerParams(
 )
 
 
+# The largest soft cap at which the error of `ptx.tanh`, 2^-22 times the cap, does not show in the
+# LSE, which is float32.
+MAX_QUICK_CAP = 64.0
+
+
 def factor(problem: Problem):
     """float32 [B]: what takes products of queries and keys to scores in base 2."""
     c = jnp.maximum(problem.scale, MIN_SCALE) * LOG2E
@@ -52,10 +60,7 @@ def factor(problem: Problem):
 
 def positions(shape, row, column):
     """int32 indices of a tile's rows and columns, each of its whole shape."""
-    rows, columns = (
-        plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
-    )
-    return rows + row, columns + column
+    return ptx.positions(shape, 0, row), ptx.positions(shape, 1, column)
 
 
 def hide(mask: Mask, b, h, q_pos, k_pos, s):
@@ -77,6 +82,14 @@ def copyable(x):
     """[B, T, N, H] with zeros behind, where T is no multiple of 8: copies of tiles want that."""
     missing = -x.shape[1] % 8
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def block_of_columns(n: int, x):
+    """The n-th 64 columns, which may reach beyond the last one; x is any int32.
+
+    Pallas refuses that where it knows the first, so it is not to know. Copies take what exists.
+    """
+    return pl.ds(0 * x + n * ptx.COLUMNS, ptx.COLUMNS)
 
 
 def remainder(x, n: int):
@@ -105,34 +118,273 @@ class Ring:
 
 
 # ------------------------------------------------------------------------------------------------
+# What a call asks for beyond products and a softmax
+# ------------------------------------------------------------------------------------------------
+
+
+class DeviceOperand(Operand):
+    """An operand in device memory, read at positions of a tile.
+
+    Args:
+        ref: the reference, to an array of one axis.
+        shape: that of the operand.
+        dtype: what its numbers mean.
+        first: where it begins.
+        bounded: whether positions may be outside, and are to be moved to the edge.
+    """
+
+    def __init__(self, ref, shape, dtype, first, bounded: bool):
+        super().__init__(ref, dtype)
+        self._shape, self._first, self._bounded = shape, first, bounded
+
+    @property
+    def shape(self):
+        return self._shape
+
+    def for_user(self):
+        return DeviceOperand(self._array, self._shape, self._dtype, self._first, True)
+
+    def _read(self, index):
+        index = self._inside(index) if self._bounded else index
+        at = self._first
+        for i, n in zip(index, self._shape, strict=True):
+            at = at * n + i
+        # What is read at one position is a scalar of the whole warpgroup.
+        read = ptx.gather(self._array, at) if jnp.ndim(at) else plgpu.load(self._array.at[at])
+        return read.astype(jnp.int32) != 0 if self._dtype == jnp.bool_ else read
+
+
+def shared_arrays(problem: Problem, mask: Mask):
+    """The scale and the `Extras` of a problem, with an axis of instances before all others.
+
+    An instance is what `jax.vmap` has many of. It has all examples of the call.
+    """
+    extras = Extras(mask, problem.scores, problem.sinks, problem.dropout)
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], (problem.scale, extras))
+
+
+class Leaf(NamedTuple):
+    """What is known of an array that all programs share."""
+
+    shape: tuple[int, ...]  # Without the axis of instances.
+    dtype: Any
+    each: bool  # Whether instances have their own.
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a kernel knows of a call's options when it is compiled.
+
+    Attributes:
+        structure: of what `shared_arrays` returned.
+        leaves: its arrays.
+        batch: the examples of an instance.
+        large: whether scores may be, see `Problem.large`.
+        ragged: whether tiles reach beyond the positions that exist.
+    """
+
+    structure: Any
+    leaves: tuple[Leaf, ...]
+    batch: int
+    large: bool
+    ragged: bool
+
+    @classmethod
+    def of(cls, problem: Problem, shared, *tilings: Tiling) -> "Options":
+        """Those of a problem, cut into tiles."""
+        arrays, structure = jax.tree.flatten(shared)
+        leaves = tuple(Leaf(x.shape[1:], _meant(x.dtype), len(x) > 1) for x in arrays)
+        ragged = any(t.length % t.block for t in tilings)
+        return cls(structure, leaves, problem.batch, problem.large, ragged)
+
+    @staticmethod
+    def operands(shared) -> list:
+        """Its arrays as kernels take them: of one axis, and no bools."""
+        return [x.astype(_held(x.dtype)).reshape(-1) for x in jax.tree.leaves(shared)]
+
+    @property
+    def approximate(self) -> bool:
+        """Whether functions may be the GPU's instructions, which are not exact to the last place.
+
+        Those of a kernel are chosen for that; those of a user, and of a wide soft cap, are not.
+        """
+        return self._scores.score_fn is None and self.quick_cap
+
+    @property
+    def quick_cap(self) -> bool:
+        """Whether `ptx.tanh` serves for the soft cap."""
+        return (self._scores.soft_cap or 0) <= MAX_QUICK_CAP
+
+    @property
+    def _scores(self) -> Scores:
+        _, extras = jax.tree.unflatten(self.structure, self.leaves)
+        return extras.scores
+
+    def of_example(self, refs, b) -> "ExampleOptions":
+        """With references to its arrays, for one example, counted over all instances."""
+        instance, b = quotient(b, self.batch), remainder(b, self.batch)
+
+        def operand(ref, leaf: Leaf):
+            first = instance if leaf.each else 0
+            return DeviceOperand(ref, leaf.shape, leaf.dtype, first, self.ragged)
+
+        operands = [operand(*x) for x in zip(refs, self.leaves, strict=True)]
+        scale, extras = jax.tree.unflatten(self.structure, operands)
+        return ExampleOptions(self, b, scale[()], extras)
+
+
+def _meant(dtype):
+    """The dtype that numbers have in a kernel, where none has 64 bits."""
+    with jax.enable_x64(False):
+        return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _held(dtype):
+    """The dtype in which device memory holds them."""
+    return jnp.int8 if dtype == jnp.bool_ else _meant(dtype)
+
+
+class ExampleOptions(NamedTuple):
+    """The options of a call inside a kernel.
+
+    Attributes:
+        options: what is known at compile time.
+        b: the example, within its instance.
+        scale: the scale of scores.
+        extras: with `DeviceOperand` in place of arrays.
+    """
+
+    options: Options
+    b: Any
+    scale: Any
+    extras: Extras
+
+    def logits(self, s, h, q_pos, k_pos):
+        """Scores and a factor c that takes them to base 2, for products s at positions."""
+        scores = self.extras.scores
+        if scores:
+            at = self.b, h, q_pos, k_pos
+            tanh = ptx.tanh if self.options.quick_cap else jnp.tanh
+            return scores.logits(s * self.scale, *at, tanh=tanh), LOG2E
+        if self.options.large:
+            return s * self.scale, LOG2E
+        return s, jnp.maximum(self.scale, MIN_SCALE) * LOG2E
+
+    def hide(self, s, h, q_pos, k_pos):
+        """Scores, -inf where the mask does not allow them."""
+        return hide(self.extras.mask, self.b, h, q_pos, k_pos, s)
+
+    def kept(self, shape, h, first_q, first_k, *, transposed: bool = False):
+        """Which probabilities of a tile dropout keeps; None for all."""
+        if self.extras.dropout is None:
+            return None
+        # Within the tile, where the compiler knows which elements of a thread share a counter.
+        q, k = (ptx.positions(shape, x, jnp.int32(0)) for x in ((1, 0) if transposed else (0, 1)))
+        at, first = (self.b, h, q, k), (first_q, first_k)
+        return kept(self.extras.dropout, at, first=first, multiply=ptx.multiply_wide)
+
+
+# ------------------------------------------------------------------------------------------------
+# Tiles that a mask leaves
+# ------------------------------------------------------------------------------------------------
+
+
+def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int):
+    """The tiles that stream past each one that stays: ranges, or lists if `mask.scattered`.
+
+    Args:
+        mask: with an axis of instances before all others of its arrays.
+        q: the tiles of queries.
+        kv: the tiles of keys.
+        flow: the side that streams past, "q" or "kv".
+        instances: how many there are.
+
+    Returns:
+        int32 [1 or examples, 1 or heads, tiles that stay, 4 or 2 + tiles that stream], examples
+        counted over all instances; NumPy where it depends on no array.
+    """
+
+    def of_one(mask: Mask):
+        if mask.scattered:
+            return mask.kv_lists(q, kv) if flow == "kv" else mask.q_lists(q, kv)
+        ranges = mask.kv_ranges(q, kv) if flow == "kv" else mask.q_ranges(q, kv)
+        return ranges[:, None]
+
+    arrays = jax.tree.leaves(mask)
+    if all(len(x) == 1 for x in arrays):
+        rows = of_one(jax.tree.map(lambda x: x[0], mask))
+        return rows if len(rows) == 1 or instances == 1 else jnp.tile(rows, (instances, 1, 1, 1))
+    mask = jax.tree.map(lambda x: jnp.broadcast_to(x, (instances, *x.shape[1:])), mask)
+    rows = jax.vmap(of_one)(mask)
+    return rows.reshape(-1, *rows.shape[2:])
+
+
+class Tiles(NamedTuple):
+    """The tiles that stream past one, those that need the mask first.
+
+    Attributes:
+        edges: how many need it.
+        count: how many there are.
+        at: takes a place in the list to the number of the tile there.
+    """
+
+    edges: Any
+    count: Any
+    at: Any
+
+
+def tiles_of(entry, table_ref) -> Tiles:
+    """Those of a row of `table`.
+
+    Args:
+        entry: four numbers: the row, or of a list the number of the row, that of full tiles and
+            that of all.
+        table_ref: `table` with all its rows on one axis if it holds lists, else None.
+    """
+    if table_ref is None:
+        return Tiles(*edges_first(*entry))
+    row, full, count, _ = entry
+    return Tiles(
+        *listed_edges_first(full, count, lambda i: plgpu.load(table_ref.at[row, 2 + i])),
+    )
+
+
+# ------------------------------------------------------------------------------------------------
 # Who does what
 # ------------------------------------------------------------------------------------------------
 
-# Columns of a program's list: where an item's query tile is, and its range of key tiles.
+# Columns of a program's list: where an item's query tile is, and what `tiles_of` takes.
 ITEM = ("b", "h", "q_tile", "start", "full_start", "full_stop", "stop")
 
 
-def worklists(problem: Problem, batch: int, mask: Mask, q: Tiling, kv: Tiling) -> np.ndarray:
+def worklists(problem: Problem, batch: int, mask: Mask, rows):
     """int32 [programs, 1 + items, len(ITEM)]: the items of each program, behind their number.
 
     Programs stay on their core, as a dynamic scheduler would have it: who is free takes the next
     item. Long ones come first, of as many heads at a time as share the L2 cache. An order that
     does not look at the lengths can resonate with them: measured with a prototype on an H200,
     causal, one lost 40 %, and this one gains 6 to 18 % against a program for each tile.
+
+    Args:
+        problem: the call.
+        batch: examples, of all instances.
+        mask: that of the call.
+        rows: what `table` returned for it.
     """
     p = problem
-    ranges = np.asarray(mask.kv_ranges(q, kv))
     streamed = p.kv_len * (p.head_dim + p.value_dim) * p.dtype.itemsize
     heads = max(1, int(L2_SHARE // streamed)) * p.groups if mask else 1
-    return _worklists(batch, p.num_heads, heads, ranges.tobytes(), ranges.shape)
+    heads = min(heads, batch * p.num_heads)
+    if isinstance(rows, np.ndarray):
+        return _worklists(batch, p.num_heads, heads, rows.tobytes(), rows.shape)
+    return _worklists_of_arrays(batch, p.num_heads, heads, rows, mask.scattered)
 
 
 @functools.lru_cache(maxsize=64)
 def _worklists(batch: int, num_heads: int, heads: int, ranges: bytes, shape) -> np.ndarray:
-    table: Any = np.frombuffer(ranges, np.int32).reshape(shape)
+    table: Any = np.frombuffer(ranges, np.int32).reshape(shape[2:])
     rows = batch * num_heads
-    heads = min(heads, rows)
-    lengths = table[0, :, 3] - table[0, :, 0]
+    lengths = table[:, 3] - table[:, 0]
     order = np.argsort(-lengths, kind="stable")
     programs = min(CORES, rows * len(order))
     items: list[list[tuple]] = [[] for _ in range(programs)]
@@ -142,7 +394,7 @@ def _worklists(batch: int, num_heads: int, heads: int, ranges: bytes, shape) -> 
         for tile in order:
             for row in range(first, min(first + heads, rows)):
                 time, program = heapq.heappop(free)
-                items[program].append((*divmod(row, num_heads), tile, *table[0, tile]))
+                items[program].append((*divmod(row, num_heads), tile, *table[tile]))
                 # Starting an item and storing its output take as long as about 1.5 key tiles.
                 heapq.heappush(free, (time + lengths[tile] + 1.5, program))
     lists = np.zeros((programs, 1 + max(map(len, items)), len(ITEM)), np.int32)
@@ -150,6 +402,38 @@ def _worklists(batch: int, num_heads: int, heads: int, ranges: bytes, shape) -> 
         lists[program, 0, 0] = len(mine)
         lists[program, 1 : 1 + len(mine)] = mine
     return lists
+
+
+def _worklists_of_arrays(batch: int, num_heads: int, heads: int, table, listed: bool):
+    """The same for lengths that only the GPU knows.
+
+    Of each block of heads the longest items come first, dealt out to and fro.
+    """
+    lengths = table[..., 1] if listed else table[..., 3] - table[..., 0]
+    order = jnp.argsort(-lengths, axis=-1, stable=True).astype(jnp.int32)
+    tiles, rows = table.shape[2], batch * num_heads
+    blocks = [np.arange(first, min(first + heads, rows)) for first in range(0, rows, heads)]
+    row = np.concatenate([np.tile(block, tiles) for block in blocks])
+    rank = np.concatenate([np.repeat(np.arange(tiles), len(block)) for block in blocks])
+    b, h = row // num_heads, row % num_heads
+    mine = tuple(x if n > 1 else 0 * x for x, n in zip((b, h), table.shape, strict=False))
+    tile = order[(*mine, rank)]
+    entry = table[(*mine, tile)]
+    if listed:
+        first = (mine[0] * table.shape[1] + mine[1]) * tiles
+        entry = [first + tile, entry[:, 0], entry[:, 1], jnp.zeros_like(tile)]
+        entry = jnp.stack(entry, axis=-1)
+    where = np.stack([b, h], axis=-1).astype(np.int32)
+    items = jnp.concatenate([where, tile[:, None], entry], axis=-1).astype(jnp.int32)
+    programs = min(CORES, len(row))
+    rounds = -(-len(row) // programs)
+    dealt = np.arange(rounds * programs).reshape(rounds, programs)
+    dealt[1::2] = dealt[1::2, ::-1]
+    counts = (dealt < len(row)).sum(axis=0)
+    heading = np.zeros((programs, 1, len(ITEM)), np.int32)
+    heading[:, 0, 0] = counts
+    # The last round may have fewer items than there are programs.
+    return jnp.concatenate([heading, items[np.minimum(dealt.T, len(row) - 1)]], axis=1)
 
 
 def for_each_item(list_ref, program, body, carry):
@@ -237,23 +521,38 @@ def launch(
     return pl.run_state(fill)(results)
 
 
-def by_example(function):
-    """`function(*arrays)` for arrays that all begin with an axis of examples, as its results do.
+def by_instance(function, batch: int):
+    """`function(shared, *arrays)`, for which an axis of `jax.vmap` becomes one of examples.
 
-    An axis of `jax.vmap` becomes one of examples: JAX has no rule of its own for such kernels.
+    JAX has no rule of its own for such kernels.
+
+    Args:
+        function: takes a tree of arrays that begin with an axis of instances, of one if all share
+            it, and arrays that begin with the examples of all instances, as its results do.
+        batch: the examples of an instance.
     """
 
     @jax.custom_batching.custom_vmap
-    def call(*arrays):
-        return function(*arrays)
+    def call(shared, *arrays):
+        return function(shared, *arrays)
 
     @call.def_vmap
-    def _(size, mapped, *arrays):
-        arrays = [
-            x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-            for x, is_mapped in zip(arrays, mapped, strict=True)
-        ]
-        results = call(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+    def _(size, mapped, shared, *arrays):
+        mapped_shared, *mapped = mapped
+        instances = arrays[0].shape[mapped[0]] // batch
+
+        def example(x, is_mapped):
+            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        def instance(x, is_mapped):
+            if not is_mapped and len(x) == 1:
+                return x
+            x = x if is_mapped else x[None]
+            return jnp.broadcast_to(x, (size, instances, *x.shape[2:])).reshape(-1, *x.shape[2:])
+
+        shared = jax.tree.map(instance, shared, mapped_shared)
+        results = call(shared, *(example(*x) for x in zip(arrays, mapped, strict=True)))
         results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 

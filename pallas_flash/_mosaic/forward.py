@@ -1,12 +1,15 @@
 """o and lse, query tile by query tile, keys and values streamed past it.
 
-    s    = q @ k.T                                                      [64, block_kv]
+    s    = q @ k.T    where there is more than a scale, see _scores     [64, block_kv]
     m'   = max(m, c * rowmax(s))    c = scale * log2(e), so base 2      [64]
     p    = exp2(c * s - m')         alpha = exp2(m - m')
     l    = alpha * l + rowsum(p)
-    acc  = alpha * acc + p @ v                                          [64, V]
+    acc  = alpha * acc + dropout(p) @ v                                 [64, V]
 
-    at the end    o = acc / l    lse_log2 = m + log2(l)
+    at the end    o = acc / l    lse_log2 = m + log2(l)    with a sink in both, if there is one
+
+Where scores may be large, m is the natural maximum of s, and stays apart from log2(l); see
+`LogSum`.
 
 A program has two or three computing warpgroups, with 64 rows of the query tile each, and one that
 loads. It stays on its core and takes query tiles from a list (`common.worklists`).
@@ -23,15 +26,18 @@ shift, whatever it is, and p stays below 2^THRESHOLD.
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._masks import Mask, Tiling, edges_first
+from pallas_flash._dropout import drop, rescaled
+from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.tiles import ForwardTile
 from pallas_flash._problem import Problem
+from pallas_flash._scores import LOG2E, LogSum, with_sink
 
 plgpu = common.plgpu
 
@@ -49,81 +55,118 @@ REGISTERS = {2: (232, 40), 3: (160, 32)}
 class Static:
     """What the kernel knows when it is compiled."""
 
-    mask: Mask
+    options: common.Options
+    masked: bool  # Whether there is a mask.
+    listed: bool  # Whether its tiles are listed.
     q: Tiling
     kv: Tiling
     groups: int
+    head_dim: int
+    value_dim: int
     tile: ForwardTile
 
+    @property
+    def large(self) -> bool:
+        """Whether m is natural, and apart from l in the end."""
+        return self.options.large
 
-def softmax(s, m, l, c, hide):
-    """p, float32, and the new m and l, and alpha; `hide` masks scores, or is None."""
-    s = s if hide is None else hide(s)
-    grown = jnp.maximum(m, jnp.max(s, axis=1) * c)
-    m_new = jnp.where(grown - m > THRESHOLD, grown, m)
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(s * c - common.along_rows(m_new, s.shape))
-    return p, m_new, alpha * l + jnp.sum(p, axis=1), alpha
+    def softmax(self, s, c, m, l):
+        """p, float32, and the new m and l, and alpha, for scores s that c takes to base 2."""
+        if self.large:
+            grown = jnp.maximum(m, jnp.max(s, axis=1))
+            m_new = jnp.where(grown - m > THRESHOLD / LOG2E, grown, m)
+            # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives weight 0.
+            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+            alpha = jnp.exp2((m - m_safe) * LOG2E)
+            # Scores are rounded before m is subtracted, so that the largest weight is exact.
+            p = jnp.exp2(ptx.difference(s, common.along_rows(m_safe, s.shape)) * LOG2E)
+        else:
+            grown = jnp.maximum(m, jnp.max(s, axis=1) * c)
+            m_new = jnp.where(grown - m > THRESHOLD, grown, m)
+            alpha = jnp.exp2(m - m_new)
+            p = jnp.exp2(s * c - common.along_rows(m_new, s.shape))
+        return p, m_new, alpha * l + jnp.sum(p, axis=1), alpha
+
+    def finish(self, m, l, sink):
+        """The statistics of `LogSum`, and what the sums of weighted values are multiplied with."""
+        alive = l > 0.0
+        l, factor = jnp.where(alive, l, 1.0), 1.0
+        if self.large or sink is not None:
+            m = jnp.where(alive, m, 0.0)
+        if sink is not None and self.large:
+            m, l, factor = with_sink(m, l, sink)
+        elif sink is not None:
+            m, l, factor = with_sink(m, l, sink * LOG2E, jnp.exp2)
+        l_log2 = jnp.log2(l) if self.large else m + jnp.log2(l)
+        l_log2 = jnp.where(alive, l_log2, -jnp.inf)
+        return ([m, l_log2] if self.large else [l_log2]), factor / l
 
 
-def compute(list_ref, c_ref, o_ref, lse_ref, memory, program, warpgroup, static: Static):
+def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Static):
     """One computing warpgroup."""
     tile, block_kv = static.tile, static.kv.block
     registers, _ = REGISTERS[tile.warpgroups]
     plgpu.set_max_registers(registers, action="increase")
     q_sm, k_sm, v_sm, o_sm = (memory[x] for x in ("q_sm", "k_sm", "v_sm", "o_sm"))
-    lse_sm = memory["lse_sm"]
+    statistics_sm = memory["statistics_sm"]
     ring = common.Ring(tile.stages)
-    dtype, value_dim = k_sm.dtype, v_sm.shape[-1]
-    my_q = q_sm.at[warpgroup]
+    dtype, my_q = k_sm.dtype, q_sm.at[warpgroup]
 
     def item(i, item, used):
-        b, h, q_tile, *tiles = item
-        edges, count, tile_at = edges_first(*tiles)
+        b, h, q_tile, *entry = item
+        tiles = common.tiles_of(entry, refs.table)
+        count = tiles.count
         first_row = q_tile * static.q.block + warpgroup * ROWS
-        c = plgpu.load(c_ref.at[b])
-        m = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ptx.ROW)
+        options = static.options.of_example(refs.shared, b)
+        lowest = -jnp.inf if static.large else LOWEST
+        m = plgpu.layout_cast(jnp.full((ROWS,), lowest, jnp.float32), ptx.ROW)
         l = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ptx.ROW)
-        acc = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), ptx.ACC)
-
-        def hide(j):
-            def hide(s):
-                q_pos, k_pos = common.positions(s.shape, first_row, tile_at(j) * block_kv)
-                return common.hide(static.mask, b, h, q_pos, k_pos, s)
-
-            return hide
+        acc = jnp.zeros((ROWS, static.value_dim), jnp.float32)
+        acc = plgpu.layout_cast(acc, ptx.ACC)
 
         def scores(j):
             """Starts the product of the queries and the j-th keys."""
             slot = ring(used + j)
             plgpu.barrier_wait(memory["k_full"].at[slot])
-            return ptx.product_t(my_q, k_sm.at[slot])
+            return ptx.product_t(my_q, k_sm.at[slot], static.head_dim)
 
         def weighted(acc, p, slot):
             """Starts the product of p and the values in `slot`."""
             return ptx.accumulate(acc, p, v_sm.at[slot])
 
+        def softmax(kv_tile, s, m, l, masked):
+            """As `Static.softmax`; p after dropout, in the dtype of the operands."""
+            first_k = kv_tile * block_kv
+            positions = common.positions(s.shape, first_row, first_k)
+            s, c = options.logits(s, h, *positions)
+            s = options.hide(s, h, *positions) if masked else s
+            p, m, l, alpha = static.softmax(s, c, m, l)
+            p = drop(options.kept(s.shape, h, first_row, first_k), p)
+            return p.astype(dtype), m, l, alpha
+
         def step(j, carry, *, masked):
             acc, p, m, l = carry
             slot, before = ring(used + j), ring(used + j - 1)
+            kv_tile = tiles.at(j)
             s = scores(j)
             acc = weighted(acc, p, before)
             s = ptx.wait(1, s)
             plgpu.barrier_arrive(memory["k_free"].at[slot])
-            p_new, m, l, alpha = softmax(s, m, l, c, hide(j) if masked else None)
+            p_new, m, l, alpha = softmax(kv_tile, s, m, l, masked)
             plgpu.barrier_wait(memory["v_full"].at[slot + ptx.uniform_zero(l)])
             acc = ptx.waited(0, acc, p)
             plgpu.barrier_arrive(memory["v_free"].at[before])
-            return ptx.rescale(acc, alpha), p_new.astype(dtype), m, l
+            return ptx.rescale(acc, alpha), p_new, m, l
 
         def some(acc, m, l):
+            kv_tile = tiles.at(0)
             s = ptx.wait(0, scores(0))
             plgpu.barrier_arrive(memory["k_free"].at[ring(used)])
-            p, m, l, _ = softmax(s, m, l, c, hide(0) if static.mask else None)
+            p, m, l, _ = softmax(kv_tile, s, m, l, static.masked)
             plgpu.barrier_wait(memory["v_full"].at[ring(used)])
-            carry, start = (acc, p.astype(dtype), m, l), jnp.int32(1)
-            if static.mask:
-                start = jnp.maximum(edges, 1)
+            carry, start = (acc, p, m, l), jnp.int32(1)
+            if static.masked:
+                start = jnp.maximum(tiles.edges, 1)
                 on_edge = functools.partial(step, masked=True)
                 carry = lax.fori_loop(jnp.int32(1), start, on_edge, carry)
             inside = functools.partial(step, masked=False)
@@ -138,147 +181,176 @@ def compute(list_ref, c_ref, o_ref, lse_ref, memory, program, warpgroup, static:
         acc, m, l = lax.cond(count > 0, some, lambda *carry: carry, acc, m, l)
         if o_sm is not None:
             plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
-        alive = l > 0.0
-        l = jnp.where(alive, l, 1.0)
-        lse_log2 = jnp.where(alive, m + jnp.log2(l), -jnp.inf)
+        sinks, dropout = options.extras.sinks, options.extras.dropout
+        statistics, weight = static.finish(m, l, None if sinks is None else sinks[h])
         acc = plgpu.layout_cast(acc, ptx.WGMMA)
-        o = (acc * common.along_rows(1.0 / l, acc.shape)).astype(dtype)
+        o = (acc * common.along_rows(rescaled(dropout, weight), acc.shape)).astype(dtype)
         rows = pl.ds(first_row, ROWS)
         # What was stored last must have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        lse_sm[warpgroup] = lse_log2
-        if o_sm is None:
-            my_q[...] = o
+        for n, x in enumerate(statistics):
+            statistics_sm[warpgroup, n] = x
+        staging, slots = (my_q, None) if o_sm is None else (o_sm.at[warpgroup], tile.output_slots)
+        for n, column in enumerate(range(0, static.value_dim, ptx.COLUMNS)):
+            if slots and n >= slots:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staged = staging.at[n % slots if slots else n]
+            staged[...] = ptx.columns(o, column)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(my_q, o_ref.at[b, rows, h])
-        else:
-            for column in range(0, value_dim, ptx.COLUMNS):
-                slot = column // ptx.COLUMNS % tile.output_slots
-                if column // ptx.COLUMNS >= tile.output_slots:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                staged = o_sm.at[warpgroup, slot]
-                staged[...] = o[:, column : column + ptx.COLUMNS]
-                plgpu.commit_smem()
-                columns = pl.ds(column, ptx.COLUMNS)
-                plgpu.copy_smem_to_gmem(staged, o_ref.at[b, rows, h, columns])
-        plgpu.copy_smem_to_gmem(lse_sm.at[warpgroup], lse_ref.at[b, h, rows])
+            plgpu.copy_smem_to_gmem(staged, o_ref.at[b, rows, h, common.block_of_columns(n, b)])
+        for n, ref in enumerate(statistic_refs):
+            plgpu.copy_smem_to_gmem(statistics_sm.at[warpgroup, n], ref.at[b, h, rows])
         if o_sm is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
         return used + count
 
-    common.for_each_item(list_ref, program, item, jnp.int32(0))
+    common.for_each_item(refs.list, program, item, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def load(list_ref, q_ref, k_ref, v_ref, memory, program, static: Static):
+def load(refs, memory, program, static: Static):
     """The loading warpgroup: one warp for keys and values, one for queries."""
     tile = static.tile
     _, registers = REGISTERS[tile.warpgroups]
     plgpu.set_max_registers(registers, action="decrease")
     ring = common.Ring(tile.stages)
 
+    def copy(ref, index, destination, barrier):
+        """A tile, 64 columns at a time."""
+        for n in range(destination.shape[0]):
+            columns = common.block_of_columns(n, index[0])
+            plgpu.copy_gmem_to_smem(ref.at[(*index, columns)], destination.at[n], barrier)
+
     def keys_and_values(i, item, used):
         del i
-        b, h, _, *tiles = item
-        _, count, tile_at = edges_first(*tiles)
+        b, h, _, *entry = item
+        tiles = common.tiles_of(entry, refs.table)
         kv_head = common.quotient(h, static.groups)
 
         def one(j, _):
             slot = ring(used + j)
-            at = b, pl.ds(tile_at(j) * static.kv.block, static.kv.block), kv_head
-            for x in "kv":
+            at = b, pl.ds(tiles.at(j) * static.kv.block, static.kv.block), kv_head
+            for x, ref in (("k", refs.k), ("v", refs.v)):
                 ring.refill(used + j, memory[f"{x}_free"])
-                plgpu.copy_gmem_to_smem(
-                    {"k": k_ref, "v": v_ref}[x].at[at],
-                    memory[f"{x}_sm"].at[slot],
-                    memory[f"{x}_full"].at[slot],
-                )
+                copy(ref, at, memory[f"{x}_sm"].at[slot], memory[f"{x}_full"].at[slot])
 
-        lax.fori_loop(jnp.int32(0), count, one, None)
-        return used + count
+        lax.fori_loop(jnp.int32(0), tiles.count, one, None)
+        return used + tiles.count
 
     def queries(i, item, _):
         b, h, q_tile, *_ = item
         for w in range(tile.warpgroups):
             pl.when(i > 0)(lambda w=w: plgpu.barrier_wait(memory["q_free"].at[w]))
-            rows = pl.ds(q_tile * static.q.block + w * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(
-                q_ref.at[b, rows, h], memory["q_sm"].at[w], memory["q_full"].at[w]
-            )
+            at = b, pl.ds(q_tile * static.q.block + w * ROWS, ROWS), h
+            copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])
 
     @plgpu.warp_map
     def _(warp):
         @pl.when(warp == 0)
         def _():
-            common.for_each_item(list_ref, program, keys_and_values, jnp.int32(0))
+            common.for_each_item(refs.list, program, keys_and_values, jnp.int32(0))
 
         @pl.when(warp == 1)
         def _():
-            common.for_each_item(list_ref, program, queries, None)
+            common.for_each_item(refs.list, program, queries, None)
 
 
-def pallas_flash_forward(
-    list_ref, c_ref, q_ref, k_ref, v_ref, o_ref, lse_ref, *, static: Static, **memory
-):
+class Refs(NamedTuple):
+    """What the kernel reads."""
+
+    list: Any
+    q: Any
+    k: Any
+    v: Any
+    table: Any  # None if tiles are not listed.
+    shared: Any
+
+
+def pallas_flash_forward(*refs, static: Static, **memory):
     """The query tiles of one program."""
+    list_ref, q_ref, k_ref, v_ref, *rest = refs
+    table_ref = rest.pop(0) if static.listed else None
+    shared = [rest.pop(0) for _ in static.options.leaves]
+    o_ref, *statistic_refs = rest
+    refs = Refs(list_ref, q_ref, k_ref, v_ref, table_ref, shared)
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups
 
     @pl.when(computes)
     def _():
-        compute(list_ref, c_ref, o_ref, lse_ref, memory, program, warpgroup, static)
+        compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static)
 
     @pl.when(jnp.logical_not(computes))
     def _():
-        load(list_ref, q_ref, k_ref, v_ref, memory, program, static)
+        load(refs, memory, program, static)
 
 
 def forward(problem: Problem, tile: ForwardTile):
-    """The output [B, T, N, V] and `lse_log2` float32 [B, N, T]."""
+    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     p = problem
     q = Tiling(p.q_len, tile.warpgroups * ROWS)
     kv = Tiling(p.kv_len, tile.block_kv)
     mask = p.mask.within(kv=kv)
-    static = Static(mask, q, kv, p.groups, tile)
+    w, stages, slots = tile.warpgroups, tile.stages, tile.output_slots
+    statistics = 2 if p.large else 1
 
-    def tiles(*shape):
-        return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
+    def blocks(*outer, rows, columns):
+        shape = (*outer, -(-columns // ptx.COLUMNS), rows, ptx.COLUMNS)
+        return plgpu.SMEM(shape, p.dtype, transforms=ptx.BLOCKS)
 
     def barriers(count, arrivals=1):
         return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
 
-    w, stages = tile.warpgroups, tile.stages
-
-    def run(c, query, key, value):
+    def run(shared, query, key, value):
         batch = len(query)
-        lists = jnp.asarray(common.worklists(p, batch, mask, q, kv))
+        _, extras = shared
+        table = common.table(extras.mask, q, kv, "kv", batch // p.batch)
+        lists = jnp.asarray(common.worklists(p, batch, mask, table))
+        listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
+        options = common.Options.of(p, shared, q, kv)
+        q_sm = blocks(w, rows=ROWS, columns=p.head_dim)
+        v_sm = blocks(stages, rows=kv.block, columns=p.value_dim)
+        # Each block of columns is a copy, and arrives.
+        copies_of_k, copies_of_v = q_sm.shape[1], v_sm.shape[1]
         return common.launch(
             pallas_flash_forward,
-            (lists, c, query, key, value),
+            (lists, query, key, value, *listed, *options.operands(shared)),
             outputs=[
                 ((*query.shape[:3], p.value_dim), p.dtype),
-                # Copies want rows of 16 bytes, so the LSE is padded to whole tiles.
-                ((batch, p.num_heads, q.count * q.block), jnp.float32),
+                # Copies want rows of 16 bytes, so these are padded to whole tiles.
+                *[((batch, p.num_heads, q.count * q.block), jnp.float32)] * statistics,
             ],
             memory=dict(
-                q_sm=tiles(w, ROWS, p.head_dim),
-                k_sm=tiles(stages, kv.block, p.head_dim),
-                v_sm=tiles(stages, kv.block, p.value_dim),
-                o_sm=tiles(w, tile.output_slots, ROWS, ptx.COLUMNS) if tile.output_slots else None,
-                lse_sm=plgpu.SMEM((w, ROWS), jnp.float32),
-                q_full=barriers(w),
+                q_sm=q_sm,
+                k_sm=blocks(stages, rows=kv.block, columns=p.head_dim),
+                v_sm=v_sm,
+                o_sm=blocks(w, rows=ROWS, columns=slots * ptx.COLUMNS) if slots else None,
+                statistics_sm=plgpu.SMEM((w, statistics, ROWS), jnp.float32),
+                q_full=barriers(w, copies_of_k),
                 q_free=barriers(w),
-                k_full=barriers(stages),
+                k_full=barriers(stages, copies_of_k),
                 k_free=barriers(stages, w),
-                v_full=barriers(stages),
+                v_full=barriers(stages, copies_of_v),
                 v_free=barriers(stages, w),
             ),
             grid=dict(program=lists.shape[0]),
             warpgroups=w + 1,
-            static=static,
+            static=Static(
+                options=options,
+                masked=bool(mask),
+                listed=mask.scattered,
+                q=q,
+                kv=kv,
+                groups=p.groups,
+                head_dim=p.head_dim,
+                value_dim=p.value_dim,
+                tile=tile,
+            ),
+            approx_math=options.approximate,
         )
 
-    operands = map(common.copyable, (p.query, p.key, p.value))
-    o, lse_log2 = common.by_example(run)(common.factor(p), *operands)
-    return o[:, : p.q_len], lse_log2[:, :, : p.q_len]
+    run = common.by_instance(run, p.batch)
+    o, *log_sum = run(common.shared_arrays(p, mask), p.query, p.key, p.value)
+    log_sum = [x[:, :, : p.q_len] for x in log_sum]
+    return o, LogSum(log_sum[0] if p.large else None, log_sum[-1])

@@ -15,12 +15,17 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     rescale                 5 to 9 % at head sizes 128 and 256, with THRESHOLD of `forward`
     add_fragments           4 % of the backward, against adding through shared memory
     meet, publish           two barriers fewer for each tile of the backward
+    positions               no division for each element, where a tile's width is no power of two
+    gather                  Pallas reads no element of device memory for each one of a tile
+    difference, tanh, multiply_wide
+                            roundings, accuracy and instructions that the compiler does not choose
 """
 
 # The types of MLIR's Python bindings do not say what these functions take and return.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOptionalCall=false
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, utils
@@ -41,17 +46,26 @@ SPLAT = plgpu.Layout.WG_SPLAT
 # of 8 rows, permuted so that reading a column meets no bank twice.
 COLUMNS = 64
 TILED = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS))
-_TILE = plgpu.RefType(TILED)
+# The same for tiles of 64 columns one after the other, [columns / 64, rows, 64]: copies then take
+# arrays of any length and width, and fill with zeros what is beyond.
+BLOCKS = (plgpu.SwizzleTransform(2 * COLUMNS),)
+_BLOCKS = plgpu.RefType(BLOCKS)
 
 
-def product_t(a_ref, b_ref):
-    """Starts a @ b.T, [64, n], for a [64, k] and b [n, k] in shared memory; `wait` for it."""
-    shape = a_ref.shape[0], b_ref.shape[0]
+def product_t(a_ref, b_ref, inner: int):
+    """Starts a @ b.T, [64, n], for a and b in shared memory; `wait` for it.
 
-    @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=_float32(shape, ACC))
+    Args:
+        a_ref: `BLOCKS` of [64, k].
+        b_ref: `BLOCKS` of [n, k].
+        inner: how many of the k columns count; the rest up to a multiple of 16 must be zeros.
+    """
+    shape = a_ref.shape[1], b_ref.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(_BLOCKS, _BLOCKS), return_type=_float32(shape, ACC))
     def emit(_, a, b):
-        b = utils.memref_transpose(b, (1, 0, 3, 2))
-        return _array(_multiply(a, b, None), shape, ACC)
+        b = utils.memref_transpose(_tiles(b), (1, 0, 3, 2))
+        return _array(_multiply(_tiles(a), b, None, shape[1], inner), shape, ACC)
 
     return emit(a_ref, b_ref)
 
@@ -59,12 +73,14 @@ def product_t(a_ref, b_ref):
 def accumulate(acc, a, b_ref):
     """Starts acc + a @ b, [64, n], for a [64, k] in registers and b [k, n] in shared memory.
 
-    Both `acc` and `a` are in use until the product was waited for.
+    Both `acc` and `a` are in use until the product was waited for. `b_ref` are `BLOCKS` of k rows
+    and n columns or more.
     """
 
-    @plgpu.inline_mgpu(arg_types=(ACC, WGMMA, _TILE), return_type=_float32(acc.shape, ACC))
+    @plgpu.inline_mgpu(arg_types=(ACC, WGMMA, _BLOCKS), return_type=_float32(acc.shape, ACC))
     def emit(_, acc, a, b):
-        return _array(_multiply(a, b, _scalars(acc)), acc.shape, ACC)
+        registers = _multiply(a, _tiles(b), _scalars(acc), acc.shape[1], a.shape[1])
+        return _array(registers, acc.shape, ACC)
 
     return emit(acc, a, b_ref)
 
@@ -136,9 +152,7 @@ def add_fragments(x, ref):
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def emit(_, x, ref):
-        pointer = utils.memref_ptr(ref)
-        if pointer.type.address_space == 0:
-            pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), pointer)
+        pointer = _global(ref)
         thread = arith.remui(utils.thread_idx(), utils.c(128, _i32()))
         mine = utils.getelementptr(pointer, [arith.muli(thread, utils.c(4, _i32()))], _f32())
         registers = _scalars(x)
@@ -187,6 +201,118 @@ def publish():
     emit()
 
 
+def positions(shape, axis: int, start):
+    """int32 [64, n] in layout WGMMA: where each element is along an axis, counted from `start`.
+
+    Added here and first of all: positions within a tile would be kept in registers over a loop.
+    """
+    result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)
+    def emit(_, start):
+        thread = arith.remui(utils.thread_idx(), utils.c(128, _i32()))
+        lane = arith.remui(thread, utils.c(32, _i32()))
+        warp = arith.divui(thread, utils.c(32, _i32()))
+        if axis == 0:
+            row = arith.divui(lane, utils.c(4, _i32()))
+            first, apart = arith.addi(arith.muli(warp, utils.c(16, _i32())), row), (0, 8, 0)
+        else:
+            pair = arith.remui(lane, utils.c(4, _i32()))
+            first, apart = arith.muli(pair, utils.c(2, _i32())), (8, 0, 1)
+        first = arith.addi(first, start.registers.flat[0])
+        places = np.ndindex(shape[1] // 8, 2, 2)
+        values = [arith.addi(first, utils.c(int(np.dot(x, apart)), _i32())) for x in places]
+        return _array(values, shape, WGMMA, _i32())
+
+    return emit(start)
+
+
+def gather(ref, at):
+    """`ref[at]` for [n] in device memory and int32 [64, n] in layout WGMMA, in 32 bits."""
+    floating = jnp.issubdtype(ref.dtype, jnp.floating)
+    signed = jnp.issubdtype(ref.dtype, jnp.signedinteger)
+    dtype = jnp.float32 if floating else jnp.int32 if signed else jnp.uint32
+    result = plgpu.ShapeDtypeStruct(at.shape, dtype, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=result)
+    def emit(_, ref, at):
+        kind, wide = ref.type.element_type, _f32() if floating else _i32()
+        widen = arith.extf if floating else arith.extsi if signed else arith.extui
+        pointer = _global(ref)
+
+        def read(i):
+            x = llvm.load(kind, utils.getelementptr(pointer, [i], kind), invariant=True)
+            return x if kind == wide else widen(wide, x)
+
+        return _array([read(i) for i in _scalars(at)], at.shape, WGMMA, wide, signed)
+
+    return emit(ref, plgpu.layout_cast(at, WGMMA))
+
+
+def columns(x, first: int):
+    """x[:, first : first + 64] for [64, n] of 16 bits, with zeros where it ends before."""
+    result = plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result)
+    def emit(_, x):
+        # For 8 columns a thread has two registers.
+        mine = list(x.registers.flat)[first // 4 : (first + COLUMNS) // 4]
+        kind = mine[0].type
+        zero = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, 0.0))
+        mine += [arith.constant(kind, zero)] * (COLUMNS // 4 - len(mine))
+        registers = np.empty(len(mine), dtype=object)
+        registers[:] = mine
+        return fragmented_array.FragmentedArray(
+            _registers=registers.reshape(x.layout.registers_shape((64, COLUMNS))),
+            _layout=x.layout,
+            _is_signed=None,
+        )
+
+    return emit(x)
+
+
+def difference(x, y):
+    """The difference x - y of float32 [64, n], rounded: a product in x is not fused with it."""
+    return _elementwise("sub.rn.ftz.f32 $0, $1, $2;", x, y)
+
+
+def tanh(x):
+    """Hyperbolic tangent: 1 - 2 / (1 + exp2(2 log2(e) x)), with an absolute error of about 2^-22.
+
+    A soft cap multiplies that error. The instruction of this name is off by 2^-11. For derivatives
+    there is `tanh_jvp`, which Pallas takes nowhere else.
+    """
+    return _elementwise(
+        "{ .reg .f32 t; mul.ftz.f32 t, $1, 0f4038AA3B; ex2.approx.ftz.f32 t, t; "
+        "add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; "
+        "fma.rn.ftz.f32 $0, t, 0fC0000000, 0f3F800000; }",
+        x,
+    )
+
+
+tanh_jvp = jax.custom_jvp(tanh)
+
+
+@tanh_jvp.defjvp
+def _(primals, tangents):
+    y = tanh(*primals)
+    return y, (1 - y * y) * tangents[0]
+
+
+def multiply_wide(x, m: int):
+    """The upper and the lower 32 bits of the products x * m, for uint32 [64, n]."""
+    half = plgpu.ShapeDtypeStruct(x.shape, jnp.uint32, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=(half, half))
+    def emit(_, x):
+        factor = arith.constant(_i32(), ir.IntegerAttr.get(_i32(), m - 2**32))
+        pairs = [arith.mului_extended(i, factor) for i in _scalars(x)]
+        low, high = zip(*pairs, strict=True)
+        return tuple(_array(half, x.shape, WGMMA, _i32(), False) for half in (high, low))
+
+    return emit(plgpu.layout_cast(x, WGMMA))
+
+
 # ------------------------------------------------------------------------------------------------
 # The registers of one thread
 # ------------------------------------------------------------------------------------------------
@@ -226,14 +352,46 @@ def _words(x) -> list:
     ]
 
 
-def _array(scalars, shape, layout):
-    layout = layout.to_mgpu()
+def _array(scalars, shape, layout, kind=None, signed=True):
+    kind, layout = kind or _f32(), layout.to_mgpu()
     width = layout.vector_length
-    kind = ir.VectorType.get((width,), _f32())
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     for i in range(registers.size):
-        registers.flat[i] = vector.from_elements(kind, scalars[i * width : (i + 1) * width])
-    return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        mine = scalars[i * width : (i + 1) * width]
+        registers.flat[i] = vector.from_elements(ir.VectorType.get((width,), kind), mine)
+    return fragmented_array.FragmentedArray(
+        _registers=registers, _layout=layout, _is_signed=None if kind == _f32() else signed
+    )
+
+
+def _global(ref):
+    """A pointer to what is in device memory."""
+    pointer = utils.memref_ptr(ref)
+    if pointer.type.address_space == 0:
+        pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), pointer)
+    return pointer
+
+
+def _tiles(ref):
+    """`BLOCKS` as the tiles of 8 x 64 that they consist of, [rows / 8, columns / 64, 8, 64]."""
+    return utils.memref_transpose(utils.memref_unfold(ref, 1, (None, 8)), (1, 0, 2, 3))
+
+
+def _elementwise(text: str, *arrays):
+    """Assembly with a float32 result for float32 [64, n], which compilers may move and drop."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,) * len(arrays), return_type=_float32(arrays[0].shape, WGMMA)
+    )
+    def emit(_, *arrays):
+        constraints = ",".join(["=f"] + ["f"] * len(arrays))
+        results = [
+            llvm.inline_asm(_f32(), list(x), text, constraints, asm_dialect=0)
+            for x in zip(*map(_scalars, arrays), strict=True)
+        ]
+        return _array(results, arrays[0].shape, WGMMA)
+
+    return emit(*(plgpu.layout_cast(x, WGMMA) for x in arrays))
 
 
 def _assembly(text: str, constraints: list[str], arguments: list, results: list) -> list:
@@ -258,15 +416,17 @@ def _wait(products: int, registers: list) -> list:
     return _assembly(text, outputs + inputs, registers, kinds)
 
 
-def _multiply(a, b, acc: list | None) -> list:
+def _multiply(a, b, acc: list | None, n: int, inner: int) -> list:
     """Starts acc + a @ b as one group of instructions, each of which takes 16 of the inner size.
 
     Args:
         a: shared memory, or an array in registers.
         b: shared memory.
         acc: registers, or None for zeros.
+        n: columns of b that are taken.
+        inner: the inner size; operands have zeros from there to a multiple of 16.
     """
-    (inner, n), element = mma_utils.tiled_memref_shape(b)
+    (_, columns), element = mma_utils.tiled_memref_shape(b)
     kind = {ir.BF16Type: "bf16", ir.F16Type: "f16"}[type(element)]
     swizzle = 2 * COLUMNS
 
@@ -275,7 +435,6 @@ def _multiply(a, b, acc: list | None) -> list:
         (base, (_, [step])), (_, group), fastest = mma_utils.create_descriptor(
             x,
             swizzle=swizzle,
-            large_tile=(COLUMNS, COLUMNS),
             group_size=(COLUMNS, rows) if right else (rows, COLUMNS),
             logical_k_major=right,
         )
@@ -296,14 +455,14 @@ def _multiply(a, b, acc: list | None) -> list:
         base, offset_a, transposed = descriptor(a, 64, False)
         operands_a, transposed_a = [base], f", {transposed}"
     first_b = first_a + len(operands_a)
-    base_b, offset_b, transposed_b = descriptor(b, n, True)
+    base_b, offset_b, transposed_b = descriptor(b, columns, True)
     accumulator = "{" + ", ".join(f"${i}" for i in range(results)) + "}"
     lines = [
         ".reg .pred no, yes; .reg .b64 da, db;",
         "setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0;",
         "wgmma.fence.sync.aligned;",
     ]
-    for i in range(inner // 16):
+    for i in range(-(-inner // 16)):
         lines.append(f"add.s64 db, ${first_b}, {offset_b(i)};")
         if in_registers:
             operand = "{" + ", ".join(f"${first_a + 4 * i + j}" for j in range(4)) + "}"

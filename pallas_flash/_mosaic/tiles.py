@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_flash._problem import Problem
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:
@@ -34,13 +36,24 @@ class BackwardTile:
     stages: int = 2
 
 
-def forward_tile(head_dim: int, masked: bool) -> ForwardTile:
-    """By the larger head size, and whether there is a mask."""
+def forward_tile(p: Problem) -> ForwardTile:
+    """By the head sizes, and what there is beside products."""
+    head_dim = max(p.head_dim, p.value_dim)
+    # What is computed or read for each pair takes registers, of which wide tiles leave few.
+    plain = not (p.mask or p.scores or p.dropout or p.any_scale)
+    busy = p.scores or not all(leaf.intervals for leaf in p.mask.leaves)
     if head_dim <= 64:
-        return ForwardTile(3, 128, 1)
+        if p.dropout or p.bias is not None:
+            return ForwardTile(2, 128, 1)
+        return ForwardTile(3, 96 if busy else 128, 1)
     if head_dim <= 128:
-        return ForwardTile(2, 128, 2) if masked else ForwardTile(2, 176, 1)
-    return ForwardTile(2, 64, 1) if masked else ForwardTile(2, 80, 0)
+        if p.dropout:
+            return ForwardTile(2, 64, 2)
+        return ForwardTile(2, 176, 1) if plain else ForwardTile(2, 128, 2)
+    if p.dropout:
+        return ForwardTile(2, 48, 1)
+    # Only values that are no wider leave in place of the queries.
+    return ForwardTile(2, 80, 0) if plain and p.value_dim <= p.head_dim else ForwardTile(2, 64, 1)
 
 
 def backward_tile(head_dim: int) -> BackwardTile:

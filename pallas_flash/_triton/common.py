@@ -24,10 +24,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import _compat
-from pallas_flash._dropout import Dropout, drop, kept
+from pallas_flash._dropout import drop, kept
 from pallas_flash._masks import Edges, Mask, Tiling, in_tile
 from pallas_flash._operands import Operand
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Extras, Problem
 from pallas_flash._scores import LOG2E, LogSum, Scores, with_sink
 from pallas_flash._tiling.sizes import MIN_ROWS
 
@@ -42,15 +42,6 @@ MIN_SCALE = 1e-30
 # The largest soft cap at which the error by `_tanh`, 2^-22 times the cap, does not show in the LSE,
 # which is float32 in 16 bits, too. (At 2^10 the LSE was 10 times as far off as dense attention's.)
 MAX_QUICK_CAP = 64.0
-
-
-class Extras(NamedTuple):
-    """What a call may ask for beyond products and a softmax; arrays, or references to them."""
-
-    mask: Mask
-    scores: Scores
-    sinks: Any = None
-    dropout: Dropout | None = None
 
 
 class Rows(NamedTuple):
