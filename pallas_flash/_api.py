@@ -141,7 +141,8 @@ def attention(
         reproducible: whether gradients must be the same in every run, bit by bit. None follows
             XLA's flags for it, `--xla_gpu_deterministic_ops` and
             `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
-            of `query` in the order in which they are ready; all else is reproducible anyway.
+            of `query` in the order in which they are ready, in one pass; all else is reproducible
+            anyway.
 
     Returns:
         The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or
@@ -304,7 +305,8 @@ def _plan(problem: Problem, chosen: str, tile_sizes, reproducible, asked: str | 
         tile_sizes = None
     if backward_by not in ("triton", "interpret"):
         on_gpu = backward_by == "xla" and _select.target().nvidia
-        return _vjp.Plan(chosen, backward_by=backward_by, on_gpu=on_gpu)
+        in_order = backward_by == "mosaic" and _select.in_order(reproducible)
+        return _vjp.Plan(chosen, backward_by=backward_by, on_gpu=on_gpu, in_order=in_order)
     return _vjp.Plan(chosen, choose.for_call(problem, backward_by, tile_sizes), backward_by)
 
 

@@ -47,6 +47,8 @@ FASTER_BY_MOSAIC = {
         (128, "full"): 2048,
         (128, "causal"): 2048,
     },
+    # The backward whose sums have an order, so that all runs give the same bits.
+    "backward in order": {},
 }
 # All these calls had 2^17 queries of all heads and examples, or more.
 ROWS_MEASURED = 2**17
@@ -258,6 +260,11 @@ def _faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     return since is not None and min(p.q_len, p.kv_len) >= since and p.rows >= ROWS_MEASURED
 
 
+def in_order(reproducible: bool | None) -> bool:
+    """Whether gradients must be the same in every run; None follows XLA's flags."""
+    return _compat.xla_is_deterministic() if reproducible is None else bool(reproducible)
+
+
 def backward_of(
     problem: Problem, implementation: str, asked: str | None, reproducible: bool | None
 ) -> tuple[str, str]:
@@ -267,17 +274,16 @@ def backward_of(
         problem: the call.
         implementation: of the forward.
         asked: the one that the call asks for.
-        reproducible: whether gradients must be the same in every run; None follows XLA's flags.
+        reproducible: as in `in_order`.
     """
     if implementation != "mosaic":
         return implementation, ""
-    reproducible = _compat.xla_is_deterministic() if reproducible is None else reproducible
+    which = "backward in order" if in_order(reproducible) else "backward"
     if limit := _mosaic_backward_limit(problem):
         why = limit
-    elif reproducible:
-        why = "the one for Hopper adds in no order, and gradients must be reproducible"
-    elif asked is None and not _faster_by_mosaic("backward", problem):
-        why = "the one for Hopper is not known to be faster for this call"
+    elif asked is None and not _faster_by_mosaic(which, problem):
+        how = "one for Hopper" if which == "backward" else "reproducible one for Hopper"
+        why = f"the {how} is not known to be faster for this call"
     else:
         return implementation, ""
     other = "xla" if _jax_limits() else "triton"

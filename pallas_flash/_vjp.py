@@ -65,12 +65,14 @@ class Plan:
         tiles: of the kernels of "triton" and "interpret".
         backward_by: the implementation of the backward.
         on_gpu: whether "xla" computes on a GPU.
+        in_order: whether the sums of a backward by "mosaic" must have an order.
     """
 
     implementation: str
     tiles: TileSizes = _NO_TILES
     backward_by: str = ""
     on_gpu: bool = False
+    in_order: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "backward_by", self.backward_by or self.implementation)
@@ -113,7 +115,7 @@ class Plan:
         if self.backward_by == "xla":
             return _xla.backward(*cotangents, **wanted.flags(), on_gpu=self.on_gpu)
         if self.backward_by == "mosaic":
-            return _mosaic().backward(*cotangents, **wanted.flags())
+            return _mosaic().backward(*cotangents, **wanted.flags(), in_order=self.in_order)
         return _triton().backward(
             *cotangents, self.tiles, **wanted.flags(), interpret=self._interpret
         )

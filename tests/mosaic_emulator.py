@@ -480,7 +480,7 @@ def allocate(spec):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    names = "common", "forward", "backward", "ptx"
+    names = "common", "forward", "backward", "backward_common", "backward_dq", "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]
     with monkeypatch.context() as patch:

@@ -51,13 +51,13 @@ def checked(qkv, options):
     )
 
 
-def emulated(problem):
+def emulated(problem, in_order=False):
     """The results that `oracle.names` names."""
     qkv, (do, dlse), options = problem
     call = checked(qkv, options)
     with emulator.emulated(pytest.MonkeyPatch()):
         o, log_sum = _mosaic.forward(call)
-        gradients = _mosaic.backward(call, o, log_sum, do, dlse, **NO_FLAGS)
+        gradients = _mosaic.backward(call, o, log_sum, do, dlse, **NO_FLAGS, in_order=in_order)
     return o, _public_lse(log_sum), gradients.query, gradients.key, gradients.value
 
 
@@ -91,14 +91,19 @@ def served(size, names):
     ]
 
 
+in_order = pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])
+
+
+@in_order
 @pytest.mark.parametrize("case", [LONG, LONG_CAUSAL], ids=["full", "causal"])
-def test_slots_are_used_again(case, kernel_case):
-    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+def test_slots_are_used_again(case, in_order, kernel_case):
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
+@in_order
 @pytest.mark.parametrize("case", [*served(64, IN_KERNELS), *served(128, LARGE)])
-def test_numbers(case, kernel_case):
-    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+def test_numbers(case, in_order, kernel_case):
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
 def judge_forward(case, dtype):
@@ -185,8 +190,8 @@ def test_nothing_shows_of_values_that_no_query_sees(kernel_case):
 # The emulator sees what is wrong.
 
 
-def without_waiting_at(names):
-    """`barrier_wait` that passes by barriers of these names."""
+def without_waiting_at(names, of=""):
+    """`barrier_wait` that passes by barriers of these names, of kernels with this in their name."""
 
     def broken(patch):
         allocate, wait = emulator.launch, emulator.plgpu.barrier_wait
@@ -194,7 +199,7 @@ def without_waiting_at(names):
 
         def launch(kernel, operands, *, memory, **others):
             def spied(*refs, static, **mine):
-                for name in names & mine.keys():
+                for name in names & mine.keys() if of in kernel.__name__ else ():
                     skipped.update(map(id, mine[name].all))
                 kernel(*refs, static=static, **mine)
 
@@ -210,14 +215,14 @@ def without_waiting_at(names):
     return broken
 
 
-def with_arrivals(name, change):
-    """Another number of arrivals at the barriers of a name."""
+def with_arrivals(name, change, of=""):
+    """Another number of arrivals at the barriers of a name, likewise."""
 
     def broken(patch):
         start = emulator.launch
 
         def launch(kernel, operands, *, memory, **others):
-            if name in memory:
+            if name in memory and of in kernel.__name__:
                 spec = memory[name]
                 changed = dataclasses.replace(spec, num_arrivals=spec.num_arrivals + change)
                 memory = memory | {name: changed}
@@ -259,15 +264,25 @@ BROKEN = {
     "a mask moved by one": (with_mask_moved, LONG_CAUSAL),
     "old sums keep their scale": (without_rescaling, LONG),
 }
+DQ = "_dq"
+BROKEN_IN_ORDER = {
+    "no wait for keys, dq": (without_waiting_at({"k_full"}, DQ), LONG),
+    "no wait for values, dq": (without_waiting_at({"v_full"}, DQ), LONG),
+    "no wait for rows, dq": (without_waiting_at({"rows_full"}, DQ), LONG),
+    "an arrival too many, dq": (with_arrivals("k_free", 1, DQ), LONG),
+    "an arrival too few, dq": (with_arrivals("v_free", -1, DQ), LONG),
+    "an arrival too many, dkv": (with_arrivals("do_free", 1, "_dkv"), LONG),
+}
 
 
-@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_IN_ORDER])
 def test_the_emulator_sees_a_kernel_that_is_broken(broken, monkeypatch):
-    change, case = BROKEN[broken]
+    in_order = broken in BROKEN_IN_ORDER
+    change, case = (BROKEN | BROKEN_IN_ORDER)[broken]
     monkeypatch.setattr(emulator, "TIMEOUT", 1.0)
     change(monkeypatch)
     with pytest.raises((AssertionError, emulator.EmulationError)):
-        judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+        judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -320,6 +335,7 @@ def test_lowers(function, shape, count):
         (256, {}, (1, 4)),
         (64, {"reproducible": True}, (1, 3)),
         (64, {"implementation": "mosaic"}, (2, 0)),
+        (64, {"implementation": "mosaic", "reproducible": True}, (3, 0)),
         (128, {"implementation": "triton"}, (0, 4)),
     ],
     ids=str,
@@ -337,15 +353,6 @@ def test_lowers_under_all_of_jaxs_strict_switches(x64):
     # Pallas keeps references to tracers in the kernels' own.
     with strictly(x64=x64, leaks=False):
         assert launches(lowered(gradients).as_text()) == 2
-
-
-def test_reproducible_gradients_are_those_of_triton():
-    def reproducible(*x):
-        return gradients(*x, functools.partial(attention, reproducible=True))
-
-    text = lowered(reproducible).as_text()
-    assert launches(text) == 1
-    assert text.count("@__gpu$xla.gpu.triton") == 3
 
 
 def test_export_for_a_gpu_that_is_not_here():
@@ -435,14 +442,17 @@ def machine_code_of(function, *shapes):
 
 @pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_machine_code(head_dim, is_causal):
+@pytest.mark.parametrize(
+    ("head_dim", "reproducible", "count"),
+    [(64, False, 2), (64, True, 3), (128, False, 2), (128, True, 3), (256, False, 1)],
+)
+def test_machine_code(head_dim, reproducible, count, is_causal):
     """Nothing spilt, and products that run side by side, not one by one."""
     q = jax.ShapeDtypeStruct((2, 4096, 8, head_dim), jnp.bfloat16)
-    call = functools.partial(attention, is_causal=is_causal)
+    call = functools.partial(attention, is_causal=is_causal, reproducible=reproducible)
     kernels = list(machine_code_of(functools.partial(gradients, call=call), q, q, q))
     print(*kernels, sep="\n")
-    assert len(kernels) == (1 if head_dim == 256 else 2)
+    assert len(kernels) == count
     for name, registers, stack, loops in kernels:
         warpgroups = 3 if "forward" in name and head_dim == 64 else 2
         # Those of one that loads are the same until `set_max_registers`.

@@ -137,13 +137,16 @@ MAY_IMPORT = {
     "_mosaic": {
         "_mosaic.forward",
         "_mosaic.backward",
+        "_mosaic.backward_dq",
         "_mosaic.tiles",
         "_masks",
         "_problem",
         "_scores",
     },
     "_mosaic.forward": MOSAIC | {"_dropout", "_scores"},
-    "_mosaic.backward": MOSAIC,
+    "_mosaic.backward": MOSAIC | {"_mosaic.backward_common"},
+    "_mosaic.backward_dq": MOSAIC | {"_mosaic.backward_common"},
+    "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"},
     "_mosaic.common": {
         "_compat",
         "_dropout",

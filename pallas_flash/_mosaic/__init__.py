@@ -12,6 +12,7 @@ import numpy as np
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import tiles
 from pallas_flash._mosaic.backward import backward as _backward
+from pallas_flash._mosaic.backward_dq import dq as _dq
 from pallas_flash._mosaic.forward import forward as _forward
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LogSum
@@ -33,8 +34,12 @@ def backward(
     want_scale: bool,
     want_bias: bool,
     want_sinks: bool,
+    in_order: bool,
 ) -> Gradients:
-    """Gradients for the cotangents do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
+    """Gradients for the cotangents do [B, T, N, V] and dlse (float32 [B, T, N] or None).
+
+    `in_order`: whether every sum must have an order, so that all runs give the same bits.
+    """
     del want_scale, want_bias, want_sinks  # Calls that have them to differentiate go elsewhere.
     delta = jnp.einsum("btnv,btnv->bnt", o, do, preferred_element_type=jnp.float32)
     if dlse is not None:
@@ -43,7 +48,12 @@ def backward(
     delta = jnp.where(log_sum.l_log2 == -jnp.inf, 0, delta)
     tile = tiles.backward_tile(problem.head_dim)
     problem, do = _clean(problem, do)
-    dq, dk, dv = _backward(problem, do, log_sum.l_log2, delta, tile)
+    rows = problem, do, log_sum.l_log2, delta
+    if in_order:
+        dk, dv = _backward(*rows, tile, with_dq=False)
+        dq = _dq(*rows, tiles.dq_tile(problem.head_dim, bool(problem.mask)))
+    else:
+        dq, dk, dv = _backward(*rows, tile, with_dq=True)
     return Gradients(dq, dk, dv, scale=None, bias=None)
 
 

@@ -1,4 +1,4 @@
-"""dq, dk and dv in one pass: a key/value tile stays, queries are streamed past it.
+"""dk, dv, and in the same pass dq: a key/value tile stays, queries are streamed past it.
 
     s_t  = k @ q.T                      dp_t = v @ do.T                 [64, block_q] a warpgroup
     p_t  = exp2(c * s_t - lse_log2)     c = scale * log2(e)
@@ -15,6 +15,8 @@ A program has 128 keys: two computing warpgroups with 64 each, and one that load
 each other's ds_t, which they exchange through shared memory: each then computes half of the tile of
 dq, 64 x 64 numbers, over all 128 keys. With grouped heads a program runs over all query heads that
 share its key/value head.
+
+The same kernel without dq is one of two passes whose sums have an order; see `backward_dq`.
 """
 
 import dataclasses
@@ -26,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._masks import Mask, Tiling, hidden
+from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.tiles import BackwardTile
 from pallas_flash._problem import Problem
@@ -38,8 +41,6 @@ BLOCK_KV = WARPGROUPS * ROWS
 REGISTERS = 240, 24
 # Slots for ds_t: one is written while the other is read.
 EXCHANGE = 2
-# The most key/value heads that have their programs side by side: as many as were measured.
-SIDE_BY_SIDE = 32
 # The barriers at which the computing warpgroups meet: for ds_t, and when the loop is over.
 AT_DS, AT_END = 5, 6
 
@@ -55,6 +56,7 @@ class Static:
     heads: int  # Key/value heads that have their programs side by side.
     num_kv_heads: int
     tile: BackwardTile
+    with_dq: bool
 
     @property
     def num_heads(self) -> int:
@@ -71,41 +73,9 @@ class Static:
         """How many such blocks of heads there are."""
         return self.num_kv_heads // self.heads
 
-
-class Steps:
-    """The query tiles of a program: those of its range, for one query head after another."""
-
-    def __init__(self, ranges_ref, kv_tile, kv_head, static: Static):
-        self._first_head, self._static = kv_head * static.groups, static
-        if static.mask:
-            start, self._full_start, self._full_stop, stop = (
-                plgpu.load(ranges_ref.at[kv_tile, i]) for i in range(4)
-            )
-            self._start = jnp.minimum(start, static.q.count - 1)
-            self._each = stop - self._start
-        else:
-            self._start, self._each = 0, jnp.int32(static.q.count)
-        # At least one, which is masked if there is none to do: for a loop that may be empty, the
-        # compiler keeps sums twice, and has not the registers.
-        self.count = jnp.maximum(self._each * static.groups, 1)
-
-    def _split(self, j):
-        if self._static.groups == 1:
-            return 0, self._start + j
-        each = jnp.maximum(self._each, 1)
-        return lax.div(j, each), self._start + lax.rem(j, each)
-
-    def at(self, j):
-        """The head and the first query of step j."""
-        head, tile = self._split(j)
-        return self._first_head + head, tile * self._static.q.block
-
-    def masked(self, j):
-        """Whether its tile needs the mask."""
-        if not self._static.mask:
-            return False
-        _, tile = self._split(j)
-        return (tile < self._full_start) | (tile >= self._full_stop)
+    def steps(self, ranges_ref, kv_tile) -> shared.Steps:
+        """Those of a program."""
+        return shared.Steps(ranges_ref, kv_tile, self.q, masked=bool(self.mask), heads=self.groups)
 
 
 def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
@@ -115,7 +85,8 @@ def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
     k_sm, v_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "v_sm", "q_sm", "do_sm"))
     dtype, head_dim, value_dim = k_sm.dtype, k_sm.shape[-1], v_sm.shape[-1]
     ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
-    steps = Steps(refs["ranges"], kv_tile, kv_head, static)
+    steps = static.steps(refs["ranges"], kv_tile)
+    first_head = kv_head * static.groups
     c = plgpu.load(refs["c"].at[b])
 
     mine = pl.ds(warpgroup * ROWS, ROWS)
@@ -125,12 +96,9 @@ def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
     plgpu.copy_gmem_to_smem(refs["v"].at[here], v_sm.at[mine], m["kv_full"])
     plgpu.barrier_wait(m["kv_full"])
 
-    def column(ref, shape):
-        return common.along_columns(plgpu.load(ref, layout=ptx.COLUMN), shape)
-
     def gradients_of_scores(j, dv, s_acc, dp_acc):
         """ds_t in the dtype of the operands; dv's product is left running."""
-        slot, (h, first_query) = ring(j), steps.at(j)
+        slot, (head, first_query) = ring(j), steps.at(j)
         plgpu.barrier_wait(m["q_full"].at[slot])
         plgpu.wgmma(s_acc, k_sm.at[mine], q_sm.at[slot].T)
         plgpu.barrier_wait(m["do_full"].at[slot])
@@ -141,12 +109,12 @@ def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
 
         def hide(s_t):
             k_pos, q_pos = common.positions(s_t.shape, first_key, first_query)
-            return common.hide(static.mask, b, h, q_pos, k_pos, s_t)
+            return common.hide(static.mask, b, first_head + head, q_pos, k_pos, s_t)
 
         s_t = hidden(steps.masked(j), hide, s_t)
-        p_t = jnp.exp2(s_t * c - column(m["lse_sm"].at[slot], s_t.shape))
+        p_t = jnp.exp2(s_t * c - shared.column(m["lse_sm"].at[slot], s_t.shape))
         dp_t = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-        ds_t = (p_t * (dp_t - column(m["delta_sm"].at[slot], s_t.shape))).astype(dtype)
+        ds_t = (p_t * (dp_t - shared.column(m["delta_sm"].at[slot], s_t.shape))).astype(dtype)
         plgpu.wgmma(dv, p_t.astype(dtype), do_sm.at[slot])
         return ds_t
 
@@ -164,21 +132,30 @@ def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
         plgpu.barrier_arrive(m["do_free"].at[slot])
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
+    def add_dq(j, ds_t, dk):
+        """Adds its half of the tile of dq; dk's product is left running."""
+        m["ds_sm"].at[exchange(j)].at[mine][...] = ds_t
+        ptx.publish()
+        ptx.meet(AT_DS, 128 * WARPGROUPS)
+        part = plgpu.ACC((64, 64), jnp.float32)
+        dq = pl.run_scoped(lambda x: half_of_dq(j, ds_t, dk, x), part)
+        head, first_query = steps.at(j)
+        row = b * static.num_heads + first_head + head
+        row = row * static.dq_tiles + common.quotient(first_query, 64)
+        # The next tile beside it, or, of one column of tiles, the next below. One index needs fewer
+        # registers than four.
+        ptx.add_fragments(dq, refs["dq"].at[row * (head_dim // 64) + warpgroup])
+
     def loop(dk, dv):
         def step(j):
             scores = plgpu.ACC((ROWS, block_q), jnp.float32)
             ds_t = pl.run_scoped(lambda *x: gradients_of_scores(j, dv, *x), scores, scores)
-            m["ds_sm"].at[exchange(j)].at[mine][...] = ds_t
-            ptx.publish()
-            ptx.meet(AT_DS, 128 * WARPGROUPS)
-            part = plgpu.ACC((64, 64), jnp.float32)
-            dq = pl.run_scoped(lambda x: half_of_dq(j, ds_t, dk, x), part)
-            h, first_query = steps.at(j)
-            row = (b * static.num_heads + h) * static.dq_tiles + common.quotient(first_query, 64)
-            # The next tile beside it, or, of one column of tiles, the next below. One index needs
-            # fewer registers than four.
-            place = row * (head_dim // 64) + warpgroup
-            ptx.add_fragments(dq, refs["dq"].at[place])
+            if static.with_dq:
+                add_dq(j, ds_t, dk)
+            else:
+                plgpu.wgmma(dk, ds_t, q_sm.at[ring(j)])
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(m["do_free"].at[ring(j)])
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m["q_free"].at[ring(j)])
 
@@ -188,8 +165,9 @@ def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
     dk, dv = pl.run_scoped(
         loop, plgpu.ACC((ROWS, head_dim), jnp.float32), plgpu.ACC((ROWS, value_dim), jnp.float32)
     )
-    # Both are done with k.
-    ptx.meet(AT_END, 128 * WARPGROUPS)
+    if static.with_dq:
+        # Both are done with k.
+        ptx.meet(AT_END, 128 * WARPGROUPS)
     k_sm[mine] = (dk * plgpu.load(refs["scale"].at[b])).astype(dtype)
     v_sm[mine] = dv.astype(dtype)
     plgpu.commit_smem()
@@ -202,10 +180,11 @@ def load(refs, memory, b, kv_head, kv_tile, static: Static):
     """The loading warpgroup."""
     plgpu.set_max_registers(REGISTERS[1], action="decrease")
     ring = common.Ring(static.tile.stages)
-    steps = Steps(refs["ranges"], kv_tile, kv_head, static)
+    steps = static.steps(refs["ranges"], kv_tile)
 
     def step(j):
-        slot, (h, first_query) = ring(j), steps.at(j)
+        slot, (head, first_query) = ring(j), steps.at(j)
+        h = kv_head * static.groups + head
         rows = pl.ds(first_query, static.q.block)
 
         def copy(name, index, full):
@@ -226,6 +205,8 @@ def load(refs, memory, b, kv_head, kv_tile, static: Static):
 def pallas_flash_backward(*refs, static: Static, **memory):
     """One tile of one key/value head."""
     names = ["ranges", "c", "scale", "q", "k", "v", "do", "lse", "delta", "dq", "dk", "dv"]
+    if not static.with_dq:
+        names.remove("dq")
     refs = dict(zip(names, refs, strict=True))
     head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
     blocks = static.heads_blocks
@@ -241,8 +222,13 @@ def pallas_flash_backward(*refs, static: Static, **memory):
         load(refs, memory, b, kv_head, kv_tile, static)
 
 
-def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile):
-    """dq, dk and dv.
+def pallas_flash_dkv(*refs, **options):
+    """The same without dq."""
+    pallas_flash_backward(*refs, **options)
+
+
+def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile, *, with_dq: bool):
+    """dq, dk and dv, or dk and dv.
 
     Args:
         problem: the call.
@@ -250,18 +236,15 @@ def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile):
         lse_log2: float32 [B, N, T].
         delta: likewise.
         tile: block sizes.
+        with_dq: whether dq is wanted, a sum in no order.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
-    # Queries past the end need no mask: by their LSE of inf they have no weights.
+    # Queries past the end need no mask: by their LSE they have no weights.
     mask = p.mask.within(kv=kv)
     ranges = np.asarray(mask.q_ranges(q, kv))[0]
-    static = Static(mask, q, kv, p.groups, _side_by_side(p.num_kv_heads), p.num_kv_heads, tile)
-    padding = (0, 0), (0, 0), (0, 64 * static.dq_tiles - p.q_len)
-    # A row that sees nothing must have no weights either.
-    lse_log2 = jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2)
-    lse_log2 = jnp.pad(lse_log2, padding, constant_values=jnp.inf)
-    delta = jnp.pad(delta, padding)
+    heads = shared.side_by_side(p.num_kv_heads)
+    static = Static(mask, q, kv, p.groups, heads, p.num_kv_heads, tile, with_dq)
 
     def tiles(*shape):
         return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
@@ -274,10 +257,10 @@ def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile):
     def run(_, *arrays):
         _, scale, query, key, value, *_ = arrays
         tiles_of_dq = len(query), p.num_heads, static.dq_tiles, p.head_dim // 64
-        sums, dk, dv = common.launch(
-            pallas_flash_backward,
+        *sums, dk, dv = common.launch(
+            pallas_flash_backward if with_dq else pallas_flash_dkv,
             (jnp.asarray(ranges), *arrays),
-            sums=[(math.prod(tiles_of_dq), 32, 128)],
+            sums=[(math.prod(tiles_of_dq), 32, 128)] if with_dq else [],
             outputs=[(key.shape, key.dtype), (value.shape, value.dtype)],
             memory=dict(
                 k_sm=tiles(BLOCK_KV, p.head_dim),
@@ -286,7 +269,7 @@ def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile):
                 do_sm=tiles(tile.stages, q.block, p.value_dim),
                 lse_sm=statistic,
                 delta_sm=statistic,
-                ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block),
+                ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block) if with_dq else None,
                 kv_full=plgpu.Barrier(num_arrivals=2 * WARPGROUPS),
                 q_full=barriers(2),
                 do_full=barriers(1),
@@ -300,21 +283,11 @@ def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile):
             # Where threads must wait for each other says this file: `ptx.meet`, `ptx.publish`.
             unsafe_no_auto_barriers=True,
         )
-        sums = sums.reshape(*tiles_of_dq, 32, 128) * scale[:, None, None, None, None, None]
+        if not with_dq:
+            return dk, dv
+        sums = sums[0].reshape(*tiles_of_dq, 32, 128) * scale[:, None, None, None, None, None]
         return ptx.unfold(sums.astype(query.dtype)), dk, dv
 
-    scale = jnp.broadcast_to(p.scale.astype(jnp.float32), (p.batch,))
-    operands = map(common.copyable, (p.query, p.key, p.value, do.astype(p.dtype)))
-    run = common.by_instance(run, p.batch)
-    dq, dk, dv = run((), common.factor(p), scale, *operands, lse_log2, delta)
-    return dq[:, : p.q_len], dk[:, : p.kv_len], dv[:, : p.kv_len]
-
-
-def _side_by_side(num_kv_heads: int) -> int:
-    """How many key/value heads have their programs side by side, a divisor of their number.
-
-    Programs of one head start at the same queries: many at a time would read from one place of
-    memory, and add to one place. Timed on an H100: with one head at a time twice as long at 2048
-    tokens, and at 8192 1.8 times at head size 64; 8 take as long as 32.
-    """
-    return max(n for n in range(1, SIDE_BY_SIDE + 1) if num_kv_heads % n == 0)
+    arrays = shared.operands(p, do, lse_log2, delta, 64 * static.dq_tiles)
+    *dq, dk, dv = common.by_instance(run, p.batch)((), *arrays)
+    return *(x[:, : p.q_len] for x in dq), dk[:, : p.kv_len], dv[:, : p.kv_len]

@@ -36,6 +36,21 @@ class BackwardTile:
     stages: int = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class DqTile:
+    """How a program of the pass for dq alone is made.
+
+    Attributes:
+        warpgroups: those that compute, 2 or 3, with 64 queries each.
+        block_kv: keys and values of a tile, a multiple of 64.
+        stages: slots of keys, and of values.
+    """
+
+    warpgroups: int = 2
+    block_kv: int = 128
+    stages: int = 2
+
+
 def forward_tile(p: Problem) -> ForwardTile:
     """By the head sizes, and what there is beside products."""
     head_dim = max(p.head_dim, p.value_dim)
@@ -59,3 +74,13 @@ def forward_tile(p: Problem) -> ForwardTile:
 def backward_tile(head_dim: int) -> BackwardTile:
     """By the larger head size."""
     return BackwardTile(128 if head_dim <= 64 else 64)
+
+
+def dq_tile(head_dim: int, masked: bool) -> DqTile:
+    """By the larger head size, and whether there is a mask.
+
+    Not measured yet: the largest tiles of which the compiler keeps everything in registers.
+    """
+    if head_dim <= 64 or not masked:
+        return DqTile(2, 128, 2)
+    return DqTile(2, 64, 3)
