@@ -9,6 +9,8 @@ new test needs no mark; what must always run together is one parameter,
 """
 
 import collections
+import functools
+import gc
 import itertools
 import os
 import sys
@@ -21,17 +23,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest
+from jax._src.interpreters import mlir
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 # What somebody tuned on this machine must not change what is tested.
 os.environ["PALLAS_FLASH_TUNED"] = "0"
 
-# Here programs compile for seconds and run once, for milliseconds. Up to 0.10 XLA can emit a CPU's
-# fusions without MLIR, which takes a third of the time; later versions refuse the flag.
+# Here programs compile for seconds and run once, for milliseconds. So they are not cut into parts
+# that are compiled side by side. Up to 0.10 XLA can emit a CPU's fusions without MLIR, which takes
+# a third of the time; later versions refuse the flag, and load MLIR's dialects once for several
+# programs by themselves.
+cheap = "--xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {flags}"
+    cheap += " --xla_cpu_use_fusion_emitters=false"
+    mlir.make_ir_context = functools.lru_cache(mlir.make_ir_context)
+os.environ["XLA_FLAGS"] = f"{cheap} {os.environ.get('XLA_FLAGS', '')}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,6 +86,17 @@ def needless(items):
     return [item for item in left if left[item]]
 
 
+def by_case(items):
+    """A file's tests of one case in a row: mostly one worker gets them, and what they share."""
+    places = {}
+
+    def place(item):
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        return [places.setdefault(x, len(places)) for x in (item.path, (item.path, id(case)))]
+
+    return sorted(items, key=place)
+
+
 def pytest_collection_modifyitems(config, items):
     for _, group in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
         group = [x for x in group if not any(map(x.get_closest_marker, ("gpu", "extended")))]
@@ -92,8 +110,21 @@ def pytest_collection_modifyitems(config, items):
             item.get_closest_marker(name) is None or name in chosen for name in ("gpu", "extended")
         )
         (kept if wanted else dropped).append(item)
-    items[:] = kept
+    items[:] = by_case(kept)
     config.hook.pytest_deselected(items=dropped)
+
+
+def pytest_collection_finish():
+    """What is imported stays: looking through it for garbage takes a twelfth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_runtest_teardown():
+    """A context of MLIR's keeps every constant of its programs."""
+    if jax.__version_info__ < (0, 11):
+        mlir.make_ir_context.cache_clear()
 
 
 @pytest.fixture
