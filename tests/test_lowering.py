@@ -141,10 +141,11 @@ def test_slices(case, kernel_case):
 @cases.parametrize(names=["causal, whole tiles", "everything at once", "all features"])
 def test_heads_that_share_keys_in_several_programs(case, shares, monkeypatch, kernel_case):
     # The number is no argument: a call of the same shapes would be traced once.
-    case = dataclasses.replace(case, B=shares, N=8, K=2)
+    case = dataclasses.replace(case, B=shares, T=min(case.T, 128), S=min(case.S, 128), N=8, K=2)
     monkeypatch.setattr(backward_dkv, "shares_of_heads", lambda *_: shares)
-    results, runs = differentiated(case.problem("float32"))
-    judge(case, "float32", results)
+    problem = case.problem("float32")
+    results, runs = differentiated(problem)
+    judge(case, "float32", results, problem)
     _assert_stored_once(runs)
     [grid] = [run.kernel.grid for run in runs if run.kernel.name == "pallas_flash_dkv"]
     assert math.prod(grid) == shares * case.B * case.K * -(-case.S // TILES.dkv.block_kv)
@@ -163,10 +164,13 @@ def test_sums_of_several_programs_are_float32(heads, dtype):
 def test_some_heads_side_by_side(heads, monkeypatch, kernel_case):
     """Keys and values of so many heads fit in the cache, and queries of half as many groups."""
     # The share is no argument: a call of the same shapes would be traced once.
-    case = dataclasses.replace(cases.BY_NAME["causal, whole tiles"], B=heads // 2, N=8, K=4)
+    case = dataclasses.replace(
+        cases.BY_NAME["causal, whole tiles"], B=heads // 2, T=128, S=128, N=8, K=4
+    )
     monkeypatch.setattr(common, "L2_SHARE", heads * case.S * (case.H + case.V) * 4)
-    results, runs = differentiated(case.problem("float32"))
-    judge(case, "float32", results)
+    problem = case.problem("float32")
+    results, runs = differentiated(problem)
+    judge(case, "float32", results, problem)
     _assert_stored_once(runs)
     outer = {run.kernel.name: run.kernel.grid[1] for run in runs if "delta" not in run.kernel.name}
     of_keys, of_queries = 4 // heads, 8 // heads
