@@ -26,7 +26,7 @@ def test_second_call_compiles_nothing(implementation, caplog):
     with jax.log_compiles():
         gradients()
         assert "Compiling" in caplog.text
-        # What the first call of a process imports adds to JAX's settings, on which its cache depends.
+        # What the first call of a process imports adds to JAX's settings, which the cache heeds.
         gradients()
         caplog.clear()
         gradients()
