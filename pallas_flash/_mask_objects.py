@@ -106,7 +106,9 @@ def _all_tiles(stay: Tiling, flow: Tiling, *, full: bool) -> TileRange:
 class Scattered(Joinable):
     """A leaf whose allowed tiles form no runs: `tile_classes` knows them."""
 
-    intervals = False
+    @property
+    def intervals(self) -> bool:
+        return False
 
     @property
     def reflexive(self):
@@ -283,7 +285,6 @@ class PrefixLM(ByNumber, Joinable):
     offset: Any = None
     positions: Positions | None = None
     shift: int = dataclasses.field(default=0, metadata=STATIC)
-    intervals = True
 
     def fit(self, call):
         if call.is_causal:
@@ -336,6 +337,10 @@ class PrefixLM(ByNumber, Joinable):
         start, full_start = (jnp.maximum(x, 0) for x in (some, every))
         stop = jnp.full_like(start, q.count)
         return TileRange(start // q.block, -(-full_start // q.block), stop, stop)
+
+    @property
+    def intervals(self) -> bool:
+        return self.positions is None
 
     @property
     def reflexive(self):

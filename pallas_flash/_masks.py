@@ -93,15 +93,18 @@ class Leaf(Protocol):
         """Whether every query is known to see the key at its own position."""
         ...
 
-    # Whether what a query sees is an interval, and what sees a key, which the ranges of tiles of
-    # one position then are.
-    intervals: bool
+    @property
+    def intervals(self) -> bool:
+        """Whether ranges of tiles of one position tell exactly who sees whom."""
+        ...
 
 
 class Runs:
     """A leaf whose allowed tiles form one run for each tile that stays."""
 
-    intervals = False
+    @property
+    def intervals(self) -> bool:
+        return False
 
     def tile_classes(self, q, kv):
         return None
@@ -139,7 +142,6 @@ class Band(Runs):
     low: int | None = dataclasses.field(default=None, metadata=STATIC)
     high: int | None = dataclasses.field(default=None, metadata=STATIC)
     offset: Any = None
-    intervals = True
 
     def allowed(self, b, h, q, k):
         distance = k - q if self.offset is None else k - (q + self.offset[b])
@@ -155,6 +157,10 @@ class Band(Runs):
         # k - q in [low, high] read from the other side: q - k in [-high, -low].
         low, high = (_shift(side, self.offset) for side in (self.low, self.high))
         return self._range(kv, q, _negate(high), _negate(low))
+
+    @property
+    def intervals(self) -> bool:
+        return True
 
     @property
     def reflexive(self):
@@ -181,7 +187,6 @@ class Lengths(Runs):
 
     query: Any = None
     key_value: Any = None
-    intervals = True
 
     def allowed(self, b, h, q, k):
         inside = [
@@ -196,6 +201,10 @@ class Lengths(Runs):
 
     def q_range(self, q, kv):
         return self._range(kv, q, self.key_value, self.query)
+
+    @property
+    def intervals(self) -> bool:
+        return True
 
     @property
     def reflexive(self):
