@@ -1,17 +1,16 @@
 """The public call: checks, the choice of an implementation, and the shape of what comes back."""
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_flash import _reference, _select, _validate, _vjp
+from pallas_flash import _context, _partition, _reference, _select, _validate, _vjp
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._select import Explanation
@@ -19,8 +18,7 @@ from pallas_flash._tiling import cache, choose
 from pallas_flash._tiling.sizes import TileSizes
 
 Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
-
-F = TypeVar("F", bound=Callable)
+ContextParallelism = Literal["ring", "gather", "heads"]
 
 
 def attention(
@@ -55,6 +53,8 @@ def attention(
     implementation: Implementation | None = None,
     tile_sizes: TileSizes | None = None,
     reproducible: bool | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    context_parallelism: ContextParallelism | None = None,
 ) -> Any:
     r"""Exact softmax attention with memory linear in the lengths, forward and backward.
 
@@ -143,6 +143,15 @@ def attention(
             `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
             of `query` in the order in which they are ready, in one pass; all else is reproducible
             anyway.
+        sequence_axis: inside a `jax.shard_map`, the mesh axis (or axes, the slowest first) that
+            divides the sequence: `query`, `key`, `value` and `segment_ids` are this device's shard
+            of it; `bias` and `mask` arrays have rows for its queries and columns for all keys;
+            lengths, offsets and positions are those of the whole sequence. Elsewhere how arrays are
+            sharded is seen.
+        context_parallelism: how devices that divide a sequence work together; None chooses, see
+            `explain`. "ring" sends keys and values around while kernels run, "gather" gathers them
+            first, "heads" exchanges the sequence for heads and back. Without effect where no
+            sequence is divided.
 
     Returns:
         The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or
@@ -164,7 +173,12 @@ def attention(
     problem = _problem(locals())
     choice = _select.select(problem, implementation, tiles=tile_sizes is not None)
     _select.warn_of_fallback(choice, implementation)
-    plan = _plan(problem, choice.implementation, tile_sizes, reproducible, implementation)
+    plan = dataclasses.replace(
+        _plan(problem, choice.implementation, tile_sizes, reproducible, implementation),
+        along=_validate.along(sequence_axis),
+        method=context_parallelism,
+        of_part=_PartPlan(implementation, tile_sizes, reproducible),
+    )
     o, lse = _run(problem, plan)
     if query.ndim == 3:
         o, lse = o[0], lse[0]
@@ -183,30 +197,10 @@ def _problem(call: Mapping[str, Any]) -> Problem:
     """The problem of a call, of its arguments by name; raises what is wrong with them."""
     _validate.check_results(call["return_residual"], call["return_lse"])
     _validate.check_reproducible(call["reproducible"])
+    _validate.check_method(call["context_parallelism"])
     return _validate.validate(**{name: call[name] for name in _OF_PROBLEM})
 
 
-def _of_shapes(call: F) -> F:
-    """`call`, of arrays or `jax.ShapeDtypeStruct`s in their place."""
-
-    @functools.wraps(call)
-    def of_shapes(*args, **kwargs):
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
-        results = []
-
-        def traced(arrays):
-            filled = [arrays.get(i, x) for i, x in enumerate(leaves)]
-            args, kwargs = jax.tree.unflatten(structure, filled)
-            results.append(call(*args, **kwargs))
-
-        jax.eval_shape(traced, shapes)
-        return results[0]
-
-    return of_shapes  # pyright: ignore[reportReturnType]
-
-
-@_of_shapes
 def explain(
     query,
     key,
@@ -237,11 +231,17 @@ def explain(
     dropout_key=None,
     broadcast_dropout=False,
     precision=None,
+    sequence_axis=None,
+    context_parallelism: ContextParallelism | None = None,
 ) -> Explanation:
     """Tells which implementation would serve this call of `attention`, and why not the others.
 
     Takes the arguments of `attention`, with `jax.ShapeDtypeStruct`s for arrays that are not there
     yet, and raises what it would raise; computes nothing.
+
+    Where devices divide the sequence, it tells the method of context parallelism, too. Arrays that
+    are being traced by `jax.jit` do not know it: give arrays as they are, or shapes with a
+    `sharding`.
 
     Returns:
         An `Explanation`, which prints as a few lines.
@@ -252,14 +252,39 @@ def explain(
         >>> pallas_flash.explain(x, x, x, implementation="xla").implementation
         'xla'
     """
-    problem = _problem(locals())
-    choice = _select.select(problem, implementation, tiles=tile_sizes is not None)
-    plan = _plan(problem, choice.implementation, tile_sizes, reproducible, implementation)
-    _, why = _select.backward_of(problem, choice.implementation, implementation, reproducible)
+    call = locals()
+    arrays, structure = jax.tree.flatten(call)
+    shapes = {i: x for i, x in enumerate(arrays) if isinstance(x, jax.ShapeDtypeStruct)}
+    results = []
+
+    def traced(traced):
+        filled = [traced.get(i, x) for i, x in enumerate(arrays)]
+        results.append(_explain(jax.tree.unflatten(structure, filled), query, key))
+
+    jax.eval_shape(traced, shapes)
+    return results[0]
+
+
+def _explain(call: dict[str, Any], query, key) -> Explanation:
+    """As `explain`, of arrays; those of queries and keys as they were given."""
+    asked, tile_sizes, reproducible = (
+        call[name] for name in ("implementation", "tile_sizes", "reproducible")
+    )
+    problem = _problem(call)
+    choice = _select.select(problem, asked, tiles=tile_sizes is not None)
+    plan = _plan(problem, choice.implementation, tile_sizes, reproducible, asked)
+    _, why = _select.backward_of(problem, choice.implementation, asked, reproducible)
     reasons = [choice.reason, why] if why else [choice.reason]
     if tile_sizes is None and choose.tuned(problem, plan.backward_by) is not None:
         reasons.append(f"Its tiles are tuned, from {cache.file()}.")
-    return dataclasses.replace(choice, reason=" ".join(reasons))
+    method, along = None, _validate.along(call["sequence_axis"])
+    if along is None:
+        part, along, devices = _partition.part_of_device(problem, query, key)
+    else:
+        part, devices = problem, lax.axis_size(along.names)
+    if along is not None:
+        method = _context.choose(part, devices, call["context_parallelism"], keys=along.keys)
+    return dataclasses.replace(choice, reason=" ".join(reasons), context_parallelism=method)
 
 
 def dropout_mask(
@@ -310,6 +335,26 @@ def _plan(problem: Problem, chosen: str, tile_sizes, reproducible, asked: str | 
     return _vjp.Plan(chosen, choose.for_call(problem, backward_by, tile_sizes), backward_by)
 
 
+@dataclasses.dataclass(frozen=True)
+class _PartPlan:
+    """Chooses for a part of a problem, which may be served by another implementation.
+
+    Attributes:
+        implementation: the one that is asked for, if any.
+        tile_sizes: likewise.
+        reproducible: likewise.
+    """
+
+    implementation: str | None
+    tile_sizes: TileSizes | None
+    reproducible: bool | None
+
+    def __call__(self, part: Problem) -> _vjp.Plan:
+        asked, tiles = self.implementation, self.tile_sizes
+        choice = _select.select(part, asked, tiles=tiles is not None)
+        return _plan(part, choice.implementation, tiles, self.reproducible, asked)
+
+
 def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:
     """The output [B, T, N, V] and the LSE [B, T, N]."""
     p = problem
@@ -320,6 +365,6 @@ def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:
             rows, -jnp.inf, p.accumulator_dtype
         )
     if plan.implementation == "reference":
-        return _reference.attention(p)
+        return _reference.attention(p if plan.along is None else _context.whole_keys(p, plan.along))
     operands, rest = p.split()
     return _vjp.attend(plan, operands, rest)

@@ -38,16 +38,18 @@ class Dropout:
 
     Attributes:
         seed: uint32 [2].
-        origin: int32 [2]: the first example and the first query head, where this is a shard of a
-            larger call; None if both are 0.
+        origin: int32 [4]: the first example, query head, query and key, where this is a part of a
+            larger call; None if all are 0.
         rate: the share of probabilities that become zero, in (0, 1).
         broadcast: whether all examples and heads share one mask.
+        aligned: whether the first query and the first key are multiples of 16.
     """
 
     seed: Any
     origin: Any = None
     rate: float = dataclasses.field(default=0.0, metadata=dict(static=True))
     broadcast: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    aligned: bool = dataclasses.field(default=True, metadata=dict(static=True))
 
     @property
     def factor(self) -> float:
@@ -57,6 +59,10 @@ class Dropout:
     @property
     def _threshold(self) -> int:
         return min(round(self.rate * 2**32), 2**32 - 1)
+
+    def moved(self, part) -> "Dropout":
+        """See `_context.parts`."""
+        return dataclasses.replace(self, aligned=part.q.length % 16 == part.kv.length % 16 == 0)
 
     def kept(self, b, h, q, k, *, first=(0, 0), multiply=None) -> jax.Array:
         """Whether the probability at an index is kept; indices are int32 and broadcast.
@@ -69,10 +75,14 @@ class Dropout:
             first: multiples of 16.
             multiply: as `multiply_wide`.
         """
+        if self.origin is not None:
+            b, h = b + self.origin[0], h + self.origin[1]
+            if self.aligned:
+                first = first[0] + self.origin[2], first[1] + self.origin[3]
+            else:
+                q, k = q + self.origin[2], k + self.origin[3]
         if self.broadcast:
             b, h = jnp.int32(0), jnp.int32(0)
-        elif self.origin is not None:
-            b, h = b + self.origin[0], h + self.origin[1]
         # Not q & ~8: LLVM takes (x | 8) - 8 for x, but leaves (x | 8) & ~8 where x | 8 is in use.
         q8, k8 = q & 8, k & 8
         counter = jnp.broadcast_arrays(h, first[0] + (q - q8), b, first[1] + (k - k8))

@@ -45,11 +45,12 @@ class Call(NamedTuple):
     """What a mask has to fit.
 
     Attributes:
-        scores_shape: B, N, T and S.
+        scores_shape: B, N, T and S of the arrays.
         is_causal: whether the call has another condition of that name.
         shift: the position of query 0, where it is known.
         offset: int32 [B], the positions of query 0; None if it is `shift`.
         positions: of all tokens, if arrays tell them; then there is no offset.
+        shards: into how many the sequence is divided, of which the arrays are one.
     """
 
     scores_shape: tuple[int, int, int, int]
@@ -57,6 +58,20 @@ class Call(NamedTuple):
     shift: int = 0
     offset: Any = None
     positions: Positions | None = None
+
+    shards: int = 1
+
+    @property
+    def pairs_shape(self) -> tuple[int, int, int, int]:
+        """B, N, T and S of an array over pairs: its own queries, and all keys."""
+        batch, num_heads, q_len, kv_len = self.scores_shape
+        return batch, num_heads, q_len, kv_len * self.shards
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """T and S of the whole sequence."""
+        _, _, q_len, kv_len = self.scores_shape
+        return q_len * self.shards, kv_len * self.shards
 
     @property
     def moved(self) -> bool:
@@ -134,7 +149,7 @@ class MaskArray(Scattered):
                 f"`mask` must be boolean, True where a query may attend; got {x.dtype}. Pass "
                 "`mask.astype(bool)`, or numbers to add to the scores as `bias`."
             )
-        return MaskArray(Pairs(broadcastable("mask", x, call.scores_shape)))
+        return MaskArray(Pairs(broadcastable("mask", x, call.pairs_shape)))
 
     def sizes(self):
         return _examples_and_heads(self.pairs.array)
@@ -315,6 +330,14 @@ class PrefixLM(ByNumber, Joinable):
         prefix = self.prefix_lengths[:, None, None]
         return (k.low <= q.high) | (k.low < prefix), (k.high <= q.low) | (k.high < prefix)
 
+    def moved(self, part):
+        """See `_context.parts`."""
+        if self.positions is not None:
+            # Of these every part has its own.
+            return self
+        shift, offset = part.offset(self.shift, self.offset)
+        return PrefixLM(part.kv.inside(self.prefix_lengths), offset, shift=shift)
+
     def kv_range(self, q, kv):
         if self.positions is not None:
             return super().kv_range(q, kv)
@@ -367,7 +390,7 @@ class Predicate(Runs, Joinable):
             moved to the edge. Define it once: another function object is another program to
             compile.
         operands: arrays.
-        origin: set by `attention`: the first example and head of a shard.
+        origin: set by `attention`, as `Dropout.origin`.
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
@@ -405,7 +428,7 @@ class Predicate(Runs, Joinable):
 
     def allowed(self, b, h, q, k):
         if self.origin is not None:
-            b, h = b + self.origin[0], h + self.origin[1]
+            b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
         return self.fn(b, h, q, k, *map(for_user, self.operands))
 
     def kv_range(self, q, kv):
@@ -437,6 +460,8 @@ class BlockMask(Scattered):
             given: it allows nothing outside of `some`, and everything in `every`.
         q_len: T, if known.
         kv_len: S, if known.
+        first: set by `attention`: which query and which key of the first block are the first,
+            int32 [2]; None if both are 0.
     """
 
     some: Any
@@ -446,6 +471,7 @@ class BlockMask(Scattered):
     mask: Any = None
     q_len: int | None = dataclasses.field(default=None, metadata=STATIC)
     kv_len: int | None = dataclasses.field(default=None, metadata=STATIC)
+    first: Any = None
 
     @classmethod
     def from_mask(cls, mask, q_len: int, kv_len: int, *, batch: int | None = None,
@@ -504,7 +530,7 @@ class BlockMask(Scattered):
             name: at_least(1, f"BlockMask.{name}", getattr(self, name))
             for name in ("block_q", "block_kv")
         }
-        _, _, q_len, kv_len = call.scores_shape
+        q_len, kv_len = call.lengths
         for name, have, want in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
             if have not in (None, want):
                 raise ValueError(
@@ -539,7 +565,7 @@ class BlockMask(Scattered):
                 f"`BlockMask.{name}` must be boolean; got {table.dtype}. Cast it with "
                 "`.astype(bool)`."
             )
-        batch, num_heads, q_len, kv_len = call.scores_shape
+        (batch, num_heads, *_), (q_len, kv_len) = call.scores_shape, call.lengths
         q, kv = Tiling(q_len, self.block_q), Tiling(kv_len, self.block_kv)
         want = batch, num_heads, q.count, kv.count
         if table.ndim != 4 or table.shape[2:] != want[2:] or not _broadcasts(table.shape, want):
@@ -557,13 +583,41 @@ class BlockMask(Scattered):
         if self.mask is not None:
             return self.mask.allowed(b, h, q, k)
         b, h = (0 if n == 1 else i for n, i in zip(self.some.shape, (b, h), strict=False))
+        if self.first is not None:
+            q, k = q + self.first[0], k + self.first[1]
         return self.some[b, h, q // self.block_q, k // self.block_kv]
+
+    def moved(self, part):
+        """See `_context.parts`."""
+        sides = (part.q, self.block_q, 2), (part.kv, self.block_kv, 3)
+        first, tables = [], {"some": self.some, "every": self.every}
+        for side, block, axis in sides:
+            count = self.some.shape[axis]
+            if side.length % block:
+                # Wherever the part begins in a block, it meets no more than these.
+                count = min(count, (side.length + block - 2) // block + 1)
+            else:
+                count = min(count, side.length // block)
+            start = jnp.minimum(side.first // block, self.some.shape[axis] - count)
+            first.append(side.first - start * block)
+            for name, table in tables.items():
+                if table is not None:
+                    tables[name] = lax.dynamic_slice_in_dim(table, start, count, axis)
+        whole = all(side.length % block == 0 for side, block, _ in sides)
+        return dataclasses.replace(
+            self,
+            **tables,
+            q_len=part.q.length,
+            kv_len=part.kv.length,
+            first=None if whole else jnp.stack(first).astype(jnp.int32),
+        )
 
     def tile_classes(self, q, kv):
         # The blocks that each tile meets: the first, and the one after the last.
+        first_q, first_k = (0, 0) if self.first is None else self.first
         rows, columns = (
-            (tiling.first[0] // block, tiling.last[0] // block + 1)
-            for tiling, block in ((q, self.block_q), (kv, self.block_kv))
+            ((tiling.first[0] + first) // block, (tiling.last[0] + first) // block + 1)
+            for tiling, block, first in ((q, self.block_q, first_q), (kv, self.block_kv, first_k))
         )
 
         def count(table):
@@ -576,7 +630,7 @@ class BlockMask(Scattered):
             return total
 
         every = self.some if self.every is None else self.every
-        area = np.outer(rows[1] - rows[0], columns[1] - columns[0])[None, None]
+        area = ((rows[1] - rows[0])[:, None] * (columns[1] - columns[0]))[None, None]
         return TileClasses(count(self.some) > 0, count(every) == area)
 
 

@@ -120,6 +120,10 @@ class TileClasses(NamedTuple):
     every: Any
 
 
+# Far beyond any sequence, and far enough from the ends of int32 that sums of positions cannot wrap.
+FAR = 2**30
+
+
 # Metadata of a field that is compiled in.
 STATIC = dict(static=True)
 
@@ -149,6 +153,21 @@ class Band(Runs):
         below = None if self.high is None else distance <= self.high
         return _both(above, below)
 
+    def moved(self, part):
+        """See `_context.parts`."""
+        shift, offset = part.offset(0, self.offset)
+        if offset is not None:
+            return Band(self.low, self.high, offset)
+        low, high = (None if side is None else side + shift for side in (self.low, self.high))
+        return Band(low, high).trimmed(part.q.length, part.kv.length)
+
+    def trimmed(self, q_len: int, kv_len: int) -> "Band":
+        """Without a side that excludes nothing, of so many queries and keys and no offset."""
+        low, high = self.low, self.high
+        low = None if low is None or low <= 1 - q_len else min(low, FAR)
+        high = None if high is None or high >= kv_len - 1 else max(high, -FAR)
+        return Band(low, high)
+
     def kv_range(self, q, kv):
         low, high = (_shift(side, self.offset) for side in (self.low, self.high))
         return self._range(q, kv, low, high)
@@ -165,6 +184,11 @@ class Band(Runs):
     @property
     def reflexive(self):
         return self.offset is None and (self.low or 0) <= 0 <= (self.high or 0)
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether every query sees every key."""
+        return self.low is None and self.high is None
 
     @staticmethod
     def _range(stay: Tiling, flow: Tiling, low, high) -> TileRange:
@@ -195,6 +219,11 @@ class Lengths(Runs):
             if length is not None
         ]
         return _both(*inside) if len(inside) == 2 else inside[0]
+
+    def moved(self, part):
+        """See `_context.parts`."""
+        sides = (self.query, part.q), (self.key_value, part.kv)
+        return Lengths(*(None if x is None else side.inside(x) for x, side in sides))
 
     def kv_range(self, q, kv):
         return self._range(q, kv, self.query, self.key_value)
@@ -379,6 +408,16 @@ class Mask:
     def allowed(self, b, h, q, k) -> Any:
         """The only comparison of positions in the package; see `Leaf.allowed`."""
         return _both(*(leaf.allowed(b, h, q, k) for leaf in self.leaves))
+
+    def moved(self, part) -> "Mask":
+        """See `_context.parts`."""
+        del part
+        return Mask(tuple(x for x in self.leaves if not (type(x) is Band and x.unbounded)))
+
+    def sees(self, q_len: int, kv_len: int) -> Any:
+        """Whether any query may see any key: a bool where that is known, else a traced one."""
+        some = self.tile_classes(Tiling(q_len, q_len), Tiling(kv_len, kv_len)).some.any()
+        return bool(some) if isinstance(some, np.bool_) else some
 
     def within(self, *, q: Tiling | None = None, kv: Tiling | None = None) -> "Mask":
         """This mask for ragged tiles: positions that do not exist are masked like any other."""

@@ -1,10 +1,12 @@
-"""How a call is divided over the devices of a mesh: by examples and by heads, never otherwise.
+"""How a call is divided over the devices of a mesh: by examples, by heads and along the sequence.
 
 Examples and key/value heads know nothing of each other, so a device that holds some of both
-computes its part alone. Only gradients of what devices share are summed over them. There are three
-ways in which JAX may be told how arrays lie:
+computes its part alone. Only gradients of what devices share are summed over them. Along the
+sequence devices need each other's keys: that is `_context`'s. There are three ways in which JAX may
+be told how arrays lie:
 
-* Manual axes, inside `jax.shard_map`: the arrays are parts already, and nothing is left to do;
+* Manual axes, inside `jax.shard_map`: the arrays are parts already, and nothing is left to do but
+  along a sequence, whose axis the call names;
 * Explicit axes: types tell, and `explicitly` puts a `shard_map` around the op;
 * Auto axes: only XLA's partitioner knows, while it compiles. It would gather the operands of a
   kernel on every device; `divided` tells it with `custom_partitioning` what each one can do alone.
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -34,20 +37,22 @@ from pallas_flash._operands import Pairs, Positions
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
 
-# The axes of every array of a problem: b examples, t queries, s keys, n query heads, k key/value
-# heads, h and v sizes of heads. An axis of length 1 is shared, whatever its letter, and so is every
-# axis that is not named here: those of operands of the user's functions, and of tables of blocks.
+# The axes of every array of a problem: b examples, t queries, s keys, a keys where every device has
+# all of them, n query heads, k key/value heads, h and v sizes of heads. An axis of length 1 is
+# shared, whatever its letter, and so is every axis that is not named here: those of operands of the
+# user's functions, and of tables of blocks.
+ALL_KEYS = "a"
 AXES = {
     Problem: {
         "query": "btnh",
         "key": "bskh",
         "value": "bskv",
-        "bias": "bnts",
+        "bias": "bnta",
         "sinks": "n",
         "slopes": "n",
     },
     Scores: {"offset": "b"},
-    Pairs: {"array": "bnts"},
+    Pairs: {"array": "bnta"},
     Positions: {"query": "bt", "key_value": "bs"},
     Band: {"offset": "b"},
     Lengths: {"query": "b", "key_value": "b"},
@@ -60,7 +65,7 @@ OUTPUT, LSE, ROW = "btnv", "btn", "bnt"
 SHARED = "1"
 # Axes that `jax.vmap` has put in front.
 MAPPED = "23456789"
-AXES_OF_ONE_DEVICE = {"t": "queries", "s": "keys", "h": "features", "v": "features"}
+FEATURES = "hv"
 
 
 def letters(problem: Problem) -> Problem:
@@ -70,10 +75,7 @@ def letters(problem: Problem) -> Problem:
         if isinstance(x, tuple):
             return tuple(map(name, x))
         if dataclasses.is_dataclass(x):
-            # A class made from a leaf has that leaf's letters.
-            table = next((AXES[kind] for kind in type(x).__mro__ if kind in AXES), {})
-            fields = {field: name(y, table.get(field, "")) for field, y in vars(x).items()}
-            return _replace(x, fields)
+            return replace_fields(x, name)
         if not isinstance(x, jax.Array):
             return x
         known = zip(axes.ljust(x.ndim, SHARED), x.shape, strict=True)
@@ -82,8 +84,32 @@ def letters(problem: Problem) -> Problem:
     return name(problem)
 
 
-def _replace(x: Any, fields: dict[str, Any]) -> Any:
+def axes_of(x: Any) -> Mapping[str, str]:
+    """The letters of the fields of a dataclass. A class made from a leaf has that leaf's."""
+    return next((AXES[kind] for kind in type(x).__mro__ if kind in AXES), {})
+
+
+def replace_fields(x: Any, fn: Callable) -> Any:
+    """A dataclass with `fn(field, its letters)` in place of each field."""
+    axes = axes_of(x)
+    return replaced(x, {name: fn(y, axes.get(name, "")) for name, y in vars(x).items()})
+
+
+def replaced(x: Any, fields: dict[str, Any]) -> Any:
+    """A dataclass of whatever kind with other fields."""
     return dataclasses.replace(x, **fields)
+
+
+class Along(NamedTuple):
+    """That a sequence is divided.
+
+    Attributes:
+        names: of the mesh axes that divide the queries, the slowest first.
+        keys: whether they divide keys and values, too. If not, every device holds all.
+    """
+
+    names: tuple[str, ...]
+    keys: bool = True
 
 
 class Shards(NamedTuple):
@@ -94,12 +120,14 @@ class Shards(NamedTuple):
         heads: names of the mesh axes that divide the heads.
         key_heads: whether they divide the key/value heads, too. If not, because there are too few
             of them, every device holds all.
+        along: how the sequence is divided, if it is.
         mapped: names of the mesh axes that divide an axis of `jax.vmap`, by its letter.
     """
 
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     key_heads: bool = True
+    along: Along | None = None
     mapped: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def names(self, letter: str) -> tuple[str, ...]:
@@ -107,6 +135,8 @@ class Shards(NamedTuple):
         if letter == "k" and not self.key_heads:
             return ()
         by_letter = {"b": self.batch, "n": self.heads, "k": self.heads, **self.mapped}
+        if self.along is not None:
+            by_letter |= {"t": self.along.names, "s": self.along.names if self.along.keys else ()}
         return by_letter.get(letter, ())
 
     def spec(self, axes: str) -> PartitionSpec:
@@ -116,18 +146,67 @@ class Shards(NamedTuple):
     def summed(self, axes: str) -> tuple[str, ...]:
         """Over which mesh axes the parts of an array's gradient are to be added up."""
         divided = {name for letter in axes for name in self.names(letter)}
-        return tuple(name for name in (*self.batch, *self.heads) if name not in divided)
+        every = *self.batch, *self.heads, *(self.along.names if self.along else ())
+        return tuple(name for name in every if name not in divided)
 
 
-def _shards(mesh, batch: tuple, heads: tuple, problem: Problem) -> Shards:
-    """What the query's mesh axes mean for all, where they divide without a remainder."""
+def _shards(mesh, found: Mapping[str, tuple[str, ...]], problem: Problem) -> Shards:
+    """What the query's mesh axes mean for all, where they divide without a remainder.
+
+    Args:
+        mesh: the mesh.
+        found: the names of its axes by the letters b, n, t and s.
+        problem: the whole call.
+    """
+    batch, heads, rows, keys = (found.get(letter, ()) for letter in "bnts")
 
     def dividing(names, length):
         return names if length % _count(mesh, names) == 0 else ()
 
     heads = dividing(heads, problem.num_heads)
     key_heads = problem.num_kv_heads % _count(mesh, heads) == 0
-    return Shards(dividing(batch, problem.batch), heads, key_heads)
+    along = _along(mesh, rows, keys, problem)
+    return Shards(dividing(batch, problem.batch), heads, key_heads, along)
+
+
+def _along(mesh, rows, keys, problem: Problem) -> Along | None:
+    """How the sequence is divided, by the mesh axes of queries and of keys."""
+    if not rows and not keys:
+        return None
+    if keys not in ((), rows):
+        names = ["nothing" if not x else ", ".join(map(repr, x)) for x in (rows, keys)]
+        raise NotImplementedError(
+            "`key` must be sharded along its sequence as `query` is, or not at all; got queries "
+            f"(T={problem.q_len}) over {names[0]} and keys (S={problem.kv_len}) over {names[1]}. "
+            "Shard both alike, or gather the keys (of a cache, say) before the call."
+        )
+    check_lengths(problem.q_len, problem.kv_len if keys else None, _count(mesh, rows), rows)
+    return Along(rows, bool(keys))
+
+
+def check_lengths(q_len: int, kv_len: int | None, devices: int, names) -> None:
+    """Refuses sequences that devices do not divide, or that leave them less than two tokens.
+
+    Args:
+        q_len: T.
+        kv_len: S; None if keys are not divided.
+        devices: how many there are.
+        names: of their mesh axes.
+    """
+    for name, letter, length in (("query", "T", q_len), ("key", "S", kv_len)):
+        over = f"the {devices} devices of {', '.join(map(repr, names))}"
+        if length is not None and length % devices:
+            raise NotImplementedError(
+                f"`{name}` must have a length that {over} divide, which its sequence is sharded "
+                f"over; got {letter}={length}. Pad it to {-(-length // devices) * devices}, and "
+                "hide what was added by `query_seq_lengths` and `key_value_seq_lengths`."
+            )
+        if length is not None and length < 2 * devices:
+            raise NotImplementedError(
+                f"`{name}` must have two tokens or more for each of {over}, which its sequence is "
+                f"sharded over; got {letter}={length}. Decode with a cache whose sequence is "
+                "gathered, or sharded by heads."
+            )
 
 
 def _count(mesh, names) -> int:
@@ -141,7 +220,7 @@ def _names(spec, rank: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _check(problem: Problem, axes, names) -> None:
-    """Refuses arrays that are divided along anything but examples and heads.
+    """Refuses arrays that are divided along their features.
 
     Args:
         problem: the arrays.
@@ -151,13 +230,12 @@ def _check(problem: Problem, axes, names) -> None:
     paths = [path for path, _ in jax.tree.leaves_with_path(problem)]
     for path, letters, by_axis in zip(paths, axes, names, strict=True):
         for letter, mesh_axes in zip(letters, by_axis, strict=True):
-            if mesh_axes and letter in AXES_OF_ONE_DEVICE:
+            if mesh_axes and letter in FEATURES:
                 name = path[0].name
                 raise NotImplementedError(
-                    f"`{name}` must be sharded by examples and heads alone; got its axis of "
-                    f"{AXES_OF_ONE_DEVICE[letter]} sharded over {', '.join(map(repr, mesh_axes))}. "
-                    "Sharding a sequence needs context parallelism, which is not there yet; gather "
-                    "that axis before the call."
+                    f"`{name}` must be sharded by examples, by heads or along its sequence; got "
+                    f"its features sharded over {', '.join(map(repr, mesh_axes))}. Gather that "
+                    "axis before the call, or shard by heads."
                 )
 
 
@@ -170,7 +248,7 @@ def _part(fn: Callable, shards: Shards, axes_in, axes_out, args):
     """`fn(problem, *rows)` where every device computes its part.
 
     Args:
-        fn: the function.
+        fn: the function; its keyword `along` says how the sequence is divided, if it is.
         shards: how its arguments are divided.
         axes_in: letters of the arguments.
         axes_out: letters of the results.
@@ -178,6 +256,7 @@ def _part(fn: Callable, shards: Shards, axes_in, axes_out, args):
     """
     problem, *rows = args
     problem = _with_origin(problem, shards)
+    fn = functools.partial(fn, along=shards.along)
     heads = None
     if shards.heads and not shards.key_heads and "k" in axes_in[0].key:
         heads = _key_heads(problem, shards)
@@ -195,7 +274,11 @@ def _part(fn: Callable, shards: Shards, axes_in, axes_out, args):
 
     def add(axes, x):
         over = shards.summed(axes)
-        return lax.psum(whole(axes, x), over).astype(x.dtype) if over else x
+        if not over:
+            return x
+        x_whole = whole(axes, x)
+        wide = x_whole.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return lax.psum(wide, over).astype(x.dtype)
 
     return jax.tree.map(add, axes_out, results)
 
@@ -208,9 +291,20 @@ def _with_origin(part: Problem, shards: Shards) -> Problem:
     def first(names, count):
         return lax.axis_index(names) * count if names else jnp.int32(0)
 
-    origin = jnp.stack(
-        [first(shards.batch, part.batch), first(shards.heads, part.num_heads)]
-    ).astype(jnp.int32)
+    return with_origin(
+        part, b=first(shards.batch, part.batch), h=first(shards.heads, part.num_heads)
+    )
+
+
+def with_origin(part: Problem, *, b: Any = 0, h: Any = 0, q: Any = 0, k: Any = 0) -> Problem:
+    """A part that knows its first example, query head, query and key, where it is asked for them.
+
+    The first ones of what it is a part of, which may have an origin, too.
+    """
+    if any(isinstance(x, Tracer) for x in (b, h, q, k)) or any((b, h, q, k)):
+        first = jnp.stack([jnp.asarray(x, jnp.int32) for x in (b, h, q, k)])
+    else:
+        return part
 
     def put(x: Any) -> Any:
         if isinstance(x, tuple):
@@ -219,8 +313,9 @@ def _with_origin(part: Problem, shards: Shards) -> Problem:
             return x
         fields = {name: put(y) for name, y in vars(x).items() if name != "origin"}
         if isinstance(x, (Dropout, Predicate)) or (isinstance(x, Scores) and x.score_fn):
-            fields["origin"] = origin
-        return _replace(x, fields)
+            whole: Any = x.origin
+            fields["origin"] = first if whole is None else whole + first
+        return replaced(x, fields)
 
     return put(part)
 
@@ -239,15 +334,22 @@ def _key_heads(part: Problem, shards: Shards):
 
 
 def explicitly(attend: Callable, problem: Problem, *, check_vma: bool):
-    """`attend(problem)`, the output and the LSE, inside a `shard_map` where types ask for one."""
+    """`attend(problem)`, the output and the LSE, inside a `shard_map` where types ask for one.
+
+    Args:
+        attend: the function; its keyword `along` says how the sequence is divided, if it is.
+        problem: the call.
+        check_vma: as of `jax.shard_map`.
+    """
     mesh = jax.typeof(problem.query).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
-        return attend(problem)
+        return attend(problem, along=None)
     axes = letters(problem)
     names = [_names(jax.typeof(x).sharding.spec, x.ndim) for x in jax.tree.leaves(problem)]
     _check(problem, jax.tree.leaves(axes), names)
-    batch, _, heads, _ = names[0]
-    shards = _shards(mesh, batch, heads, problem)
+    (batch, rows, heads, _), (_, keys, *_) = names[:2]
+    found = {"b": batch, "t": rows, "n": heads, "s": keys}
+    shards = _shards(mesh, found, problem)
     specs = jax.tree.map(shards.spec, axes)
     problem = jax.tree.map(
         lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), problem, specs
@@ -261,6 +363,43 @@ def explicitly(attend: Callable, problem: Problem, *, check_vma: bool):
         axis_names=_explicit_axes(mesh),
         check_vma=check_vma,
     )(problem)
+
+
+def part_of_device(problem: Problem, query, key):
+    """What a device has of a call, by how the given arrays of queries and keys lie.
+
+    Returns:
+        The shapes of its part, how the sequence is divided (None if it is not, or not known), and
+        over how many devices.
+    """
+    of_query, of_key = _sharding(query), _sharding(key)
+    if not (isinstance(of_query, NamedSharding) and isinstance(of_key, NamedSharding)):
+        return problem, None, 1
+    mesh = of_query.mesh
+    (batch, rows, heads, _), (_, keys, *_) = (
+        ((),) * (4 - x.ndim) + _names(sharding.spec, x.ndim)
+        for x, sharding in ((query, of_query), (key, of_key))
+    )
+    shards = _shards(mesh, {"b": batch, "t": rows, "n": heads, "s": keys}, problem)
+    if shards.along is None:
+        return problem, None, 1
+
+    def part(x, axes):
+        sizes = (_count(mesh, shards.names(letter)) for letter in axes)
+        shape = tuple(n // m for n, m in zip(x.shape, sizes, strict=True))
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    axes = letters(problem)
+    names = "query", "key", "value"
+    shapes = {name: part(getattr(problem, name), getattr(axes, name)) for name in names}
+    return replaced(problem, shapes), shards.along, _count(mesh, shards.along.names)
+
+
+def _sharding(x):
+    """As far as it is known: of what is being traced, by its type."""
+    if isinstance(x, Tracer):
+        return jax.typeof(x).sharding
+    return getattr(x, "sharding", None)
 
 
 def _explicit_axes(mesh) -> set[str]:
@@ -280,14 +419,14 @@ def divided(fn: Callable, problem: Problem, *rows, axes_of_rows=(), axes_out: Ca
     """`fn(problem, *rows)`, of which XLA's partitioner gives each device its part.
 
     Args:
-        fn: the function.
+        fn: the function; its keyword `along` says how the sequence is divided, if it is.
         problem: its first argument.
         *rows: its other arguments.
         axes_of_rows: their letters.
         axes_out: from the letters of the problem to those of the results.
     """
     if not _several_devices():
-        return fn(problem, *rows)
+        return fn(problem, *rows, along=None)
     axes = letters(problem)
     axes_in, results = (axes, *axes_of_rows), axes_out(axes)
     arrays, structure = jax.tree.flatten((problem, *rows))
@@ -328,14 +467,15 @@ def _partitioned(part: Callable, problem: Problem, axes_in, axes_out, num_mapped
         operands = len(jax.tree.leaves(problem))
         _check(problem, axes_in[:operands], names[:operands])
         found: dict[str, tuple[str, ...]] = {}
-        # The first array to name a mesh axis has it; the query is the very first.
+        # The first array to name a mesh axis has it; the query is the very first, then the key.
         for axes, by_axis in zip(axes_in, names, strict=True):
             for letter, mesh_axes in zip(axes, by_axis, strict=True):
-                if letter in "bn" or letter in MAPPED:
+                if letter in "bnt" or letter in MAPPED:
                     taken = set().union(*found.values())
                     found.setdefault(letter, tuple(x for x in mesh_axes if x not in taken))
-        shards = _shards(mesh, found.pop("b", ()), found.pop("n", ()), problem)
-        shards = shards._replace(mapped=found)
+        keys = dict(zip(axes_in[1], names[1], strict=True)).get("s", ())
+        mapped = {letter: names for letter, names in found.items() if letter in MAPPED}
+        shards = _shards(mesh, found | {"s": keys}, problem)._replace(mapped=mapped)
 
         def shardings(axes):
             return tuple(NamedSharding(mesh, shards.spec(x)) for x in axes)
@@ -346,7 +486,12 @@ def _partitioned(part: Callable, problem: Problem, axes_in, axes_out, num_mapped
     def run(*arrays):
         # Under `jit`, because what is partitioned must not close over constants (ranges of tiles).
         call = custom_partitioning(jax.jit(functools.partial(part, Shards())))
-        rule = _rule(axes_in, axes_out, one=problem.num_heads == problem.num_kv_heads)
+        rule = _rule(
+            axes_in,
+            axes_out,
+            one=problem.num_heads == problem.num_kv_heads,
+            same_length=problem.q_len == problem.kv_len,
+        )
         call.def_partition(partition, sharding_rule=rule)
         return call(*arrays)
 
@@ -373,20 +518,23 @@ def _partitioned(part: Callable, problem: Problem, axes_in, axes_out, num_mapped
     return run
 
 
-def _rule(axes_in, axes_out, *, one: bool) -> str:
+def _rule(axes_in, axes_out, *, one: bool, same_length: bool) -> str:
     """The letters as XLA's partitioner reads them: what has one name is divided alike.
 
     Args:
         axes_in: the letters of each array.
         axes_out: those of each result.
         one: whether query and key/value heads are the same.
+        same_length: whether there are as many queries as keys.
     """
     unnamed = itertools.count()
 
     def factor(letter):
         if letter == "k" and one:
             return "n"
-        if letter in "bnk":
+        if letter == "s" and same_length:
+            return "t"
+        if letter in "bnkts":
             return letter
         return f"m{letter}" if letter in MAPPED else f"x{next(unnamed)}"
 

@@ -140,6 +140,14 @@ class Problem:
         arrays = jax.tree.leaves((self.mask, self.scores), is_leaf=is_pairs)
         return sum(x.array.dtype.itemsize for x in arrays if is_pairs(x) and 1 not in x.shape[2:])
 
+    def moved(self, part) -> "Problem":
+        """See `_context.parts`."""
+        if self.slopes is None or self.rest_of_scores.positions is not None:
+            return self
+        shift, offset = part.offset(self.rest_of_scores.shift, self.rest_of_scores.offset)
+        scores = dataclasses.replace(self.rest_of_scores, shift=shift, offset=offset)
+        return dataclasses.replace(self, rest_of_scores=scores)
+
     def split(self) -> tuple[dict[str, Any], "Problem"]:
         """The operands that may be differentiated, and the problem without them."""
         operands = {name: getattr(self, name) for name in Gradients._fields}

@@ -80,7 +80,7 @@ class Scores:
     def _mapped(self, x, b, h, q, k, tanh):
         if self.score_fn is not None:
             if self.origin is not None:
-                b, h = b + self.origin[0], h + self.origin[1]
+                b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
             x = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
         if self.soft_cap is not None:
             x = self.soft_cap * tanh(x * (1 / self.soft_cap))
@@ -106,6 +106,23 @@ class LogSum(NamedTuple):
         """The natural LSE."""
         lse = self.l_log2 * LN2
         return lse if self.m is None else self.m + lse
+
+    def joined(self, other: "LogSum") -> tuple["LogSum", Any, Any]:
+        """That of the scores of both, and the shares of the two in their sum of weights."""
+        m, mine, others = None, self.l_log2, other.l_log2
+        if self.m is not None:
+            seen = (jnp.where(x.l_log2 == -jnp.inf, -jnp.inf, x.m) for x in (self, other))
+            m = jnp.maximum(*seen)
+            m = jnp.where(m == -jnp.inf, 0, m)
+            mine, others = (x.l_log2 + (x.m - m) * LOG2E for x in (self, other))
+        top = jnp.maximum(mine, others)
+        top = jnp.where(top == -jnp.inf, 0, top)
+        weights = jnp.exp2(mine - top), jnp.exp2(others - top)
+        total = weights[0] + weights[1]
+        alive = total > 0
+        total = jnp.where(alive, total, 1)
+        l_log2 = jnp.where(alive, top + jnp.log2(total), -jnp.inf)
+        return LogSum(m, l_log2), weights[0] / total, weights[1] / total
 
     def in_one(self) -> "LogSum":
         """Without m."""

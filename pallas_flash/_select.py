@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_flash import _compat, _hardware
+from pallas_flash._context import Choice
 from pallas_flash._problem import Problem
 
 IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
@@ -62,15 +63,24 @@ class Explanation:
         implementation: the one that serves the call.
         reason: why it was chosen.
         refused: why each of the others was not, by name.
+        context_parallelism: the method, its `reason` and the others `refused`, where devices divide
+            the sequence; else None.
     """
 
     implementation: str
     reason: str
     refused: Mapping[str, str]
+    context_parallelism: Choice | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.implementation}: {self.reason}"]
-        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.refused.items()])
+        lines = _lines(self.implementation, self.reason, self.refused)
+        if self.context_parallelism is not None:
+            lines += _lines(*self.context_parallelism)
+        return "\n".join(lines)
+
+
+def _lines(chosen: str, reason: str, refused: Mapping[str, str]) -> list[str]:
+    return [f"{chosen}: {reason}", *(f"  not {name}: {why}" for name, why in refused.items())]
 
 
 class Target(NamedTuple):

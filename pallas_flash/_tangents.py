@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import _reference
+from pallas_flash import _context, _reference
 from pallas_flash._masks import Tiling
 from pallas_flash._operands import Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
@@ -30,29 +30,31 @@ from pallas_flash._problem import Gradients, Problem
 ROWS = 4096
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def of_forward(wanted: tuple[str, ...], operands, rest: Problem, tangents):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def of_forward(wanted: tuple[str, ...], along, operands, rest: Problem, tangents):
     """The tangents of o [B, T, N, V] and of the natural LSE [B, T, N].
 
     Args:
         wanted: the names of the operands that have a tangent.
+        along: how the sequence is divided over Manual mesh axes, if it is.
         operands: what `Problem.split` gave.
         rest: the other half of it.
         tangents: by name.
     """
-    fn, primals = _function_of(wanted, operands, rest)
+    fn, primals = _function_of(wanted, along, operands, rest)
     return jax.jvp(fn, (primals,), (tangents,))[1]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def of_backward(
-    wanted: tuple[str, ...], names: tuple[str, ...], operands, rest, cotangents, tangents
+    wanted: tuple[str, ...], names: tuple[str, ...], along, operands, rest, cotangents, tangents
 ) -> Gradients:
     """The tangents of the gradients.
 
     Args:
         wanted: the names of the operands that have a tangent.
         names: the operands whose gradients have been computed.
+        along: how the sequence is divided over Manual mesh axes, if it is.
         operands: what `Problem.split` gave.
         rest: the other half of it.
         cotangents: do and dlse, or None for the latter.
@@ -60,7 +62,7 @@ def of_backward(
     """
 
     def gradients(primals, cotangents):
-        fn, primals = _function_of(names, operands | primals, rest)
+        fn, primals = _function_of(names, along, operands | primals, rest)
         (_, lse), pull = jax.vjp(fn, primals)
         do, dlse = cotangents
         [grads] = pull((do, jnp.zeros_like(lse) if dlse is None else dlse))
@@ -71,11 +73,12 @@ def of_backward(
     return Gradients(**dict.fromkeys(Gradients._fields) | grads)
 
 
-def _function_of(names, operands, rest: Problem):
+def _function_of(names, along, operands, rest: Problem):
     """The op as a function of some operands, and these operands."""
 
     def fn(some):
-        return _attention(rest.join(operands | some))
+        problem = rest.join(operands | some)
+        return _attention(problem if along is None else _context.whole_keys(problem, along))
 
     return fn, {name: operands[name] for name in names}
 

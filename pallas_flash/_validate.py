@@ -26,17 +26,16 @@ from pallas_flash._checks import (
     operands,
     share_to_drop,
 )
+from pallas_flash._context import METHODS
 from pallas_flash._dropout import Dropout, seed_of
 from pallas_flash._mask_objects import Call, fitted
-from pallas_flash._masks import Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._masks import FAR, Band, Lengths, Mask, PositionBand, Segments
 from pallas_flash._operands import Positions
+from pallas_flash._partition import Along, check_lengths
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-# Far beyond any sequence, and far enough from the ends of int32 that sums of positions cannot wrap.
-_FAR = 2**30
 
 
 def validate(
@@ -64,6 +63,7 @@ def validate(
     dropout_key,
     broadcast_dropout,
     precision,
+    sequence_axis,
 ) -> Problem:
     """Checks the arguments of `attention` and brings them into one form."""
     query, key, value = (
@@ -75,18 +75,23 @@ def validate(
     batch, q_len, num_heads, head_dim = query.shape
     kv_len = key.shape[1]
     scores_shape = (batch, num_heads, q_len, kv_len)
+    divided = along(sequence_axis)
+    shards = _count(divided)
+    if divided is not None:
+        check_lengths(q_len * shards, kv_len * shards, shards, divided.names)
     query, scale, any_scale = _scale(scale, query, head_dim)
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
     # Where tokens stand changes a score through the slopes alone.
     at = _At()
     if slopes is not None:
-        at = _where(query_offset, query_positions, key_value_positions, batch, q_len, kv_len)
+        positions = query_offset, query_positions, key_value_positions
+        at = _where(*positions, batch, q_len, kv_len, divided)
     return Problem(
         query=query,
         key=key,
         value=value,
         scale=scale,
-        bias=_bias(bias, scores_shape, scale.dtype),
+        bias=_bias(bias, Call(scores_shape, shards=shards).pairs_shape, scale.dtype),
         sinks=_per_head("sinks", sinks, num_heads, scale.dtype),
         slopes=slopes,
         score_operands=_score_operands(score_fn, score_operands, scale.dtype),
@@ -101,6 +106,7 @@ def validate(
             query_offset=query_offset,
             query_positions=query_positions,
             key_value_positions=key_value_positions,
+            divided=divided,
         ),
         rest_of_scores=Scores(
             offset=at.offset,
@@ -127,13 +133,15 @@ def mask_of(
     query_offset,
     query_positions,
     key_value_positions,
+    divided: Along | None = None,
 ) -> Mask:
-    """Everything that says who sees whom, for scores [B, N, T, S]."""
+    """Everything that says who sees whom, for scores [B, N, T, S] of all, or of one shard."""
     batch, _, q_len, kv_len = scores_shape
-    at = _where(query_offset, query_positions, key_value_positions, batch, q_len, kv_len)
+    positions = query_offset, query_positions, key_value_positions
+    at, shards = _where(*positions, batch, q_len, kv_len, divided), _count(divided)
     leaves = []
     causal = flag("is_causal", is_causal)
-    band = _band(q_len, kv_len, causal=causal, window=local_window_size, at=at)
+    band = _band(q_len * shards, kv_len * shards, causal=causal, window=local_window_size, at=at)
     if band is not None:
         leaves.append(band)
     lengths = [
@@ -148,8 +156,39 @@ def mask_of(
     if segment_ids is not None:
         leaves.append(_segments(segment_ids, batch, q_len, kv_len))
     if mask is not None:
-        leaves += fitted(mask, Call(scores_shape, causal, *at))
+        leaves += fitted(mask, Call(scores_shape, causal, *at, shards=shards))
     return Mask(tuple(leaves))
+
+
+def along(sequence_axis) -> Along | None:
+    """How the sequence is divided over Manual mesh axes, if the call says so."""
+    if sequence_axis is None:
+        return None
+    names = sequence_axis if isinstance(sequence_axis, (tuple, list)) else (sequence_axis,)
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = () if mesh.empty else mesh.manual_axes
+    if not names or not set(names) <= set(manual):
+        there = f"there are {tuple(manual)}" if manual else "the call is in none"
+        raise ValueError(
+            "`sequence_axis` must name mesh axes that a `jax.shard_map` around the call has made "
+            f"manual; got {sequence_axis!r}, and {there}. Drop it outside of a `shard_map`: how "
+            "arrays are sharded is seen there."
+        )
+    return Along(tuple(names))
+
+
+def _count(divided: Along | None) -> int:
+    """Into how many shards the sequence is divided."""
+    return 1 if divided is None else lax.axis_size(divided.names)
+
+
+def check_method(method) -> None:
+    """None or the name of a method."""
+    if method is not None and not (isinstance(method, str) and method in METHODS):
+        raise ValueError(
+            f"`context_parallelism` must be None or one of {METHODS}; got {describe(method)}. Use "
+            "None for the one that is estimated to be the fastest."
+        )
 
 
 def check_results(return_residual, return_lse) -> None:
@@ -393,7 +432,9 @@ class _At(NamedTuple):
     positions: Positions | None = None
 
 
-def _where(query_offset, query_positions, key_value_positions, batch, q_len, kv_len) -> _At:
+def _where(
+    query_offset, query_positions, key_value_positions, batch, q_len, kv_len, divided: Along | None
+) -> _At:
     shift, offset = _offset(query_offset, batch)
     if query_positions is None and key_value_positions is None:
         return _At(shift, offset)
@@ -405,11 +446,12 @@ def _where(query_offset, query_positions, key_value_positions, batch, q_len, kv_
 
     def positions(name, x, length, letters, first):
         if x is None:
-            x = lax.iota(jnp.int32, length)[None] + first
+            shard = 0 if divided is None else lax.axis_index(divided.names)
+            x = lax.iota(jnp.int32, length)[None] + (first + length * shard)
         else:
             x = integers(name, x, (batch, length), letters, shared=True)
         # So that no difference wraps.
-        return jnp.clip(x, -_FAR, _FAR - 1)
+        return jnp.clip(x, -FAR, FAR - 1)
 
     first = shift if offset is None else offset[:, None]
     query = positions("query_positions", query_positions, q_len, "[B, T]", first)
@@ -428,8 +470,8 @@ def _band(q_len, kv_len, *, causal, window, at: _At) -> Band | PositionBand | No
     if at.offset is None and at.positions is None:
         # Known now: folded into the band, and a side that excludes nothing is dropped.
         low, high = (None if side is None else side + at.shift for side in (low, high))
-        low = None if low is None or low <= 1 - q_len else min(low, _FAR)
-        high = None if high is None or high >= kv_len - 1 else max(high, -_FAR)
+        band = Band(low, high).trimmed(q_len, kv_len)
+        low, high = band.low, band.high
     if low is None and high is None:
         return None
     if at.positions is not None:
@@ -440,7 +482,7 @@ def _band(q_len, kv_len, *, causal, window, at: _At) -> Band | PositionBand | No
 def _offset(offset, batch):
     """`query_offset` as an int and None, or as 0 and int32 [B]."""
     if is_int(offset):
-        return max(-_FAR, min(_FAR, int(offset))), None
+        return max(-FAR, min(FAR, int(offset))), None
     if not is_array(offset):
         raise TypeError(
             f"`query_offset` must be an int, an int32 scalar or int32 [B]; got "
@@ -450,7 +492,7 @@ def _offset(offset, batch):
     if offset.ndim == 0:
         # One traced number for the batch, such as the fill of a cache.
         offset = jnp.broadcast_to(offset, (batch,))
-    return 0, jnp.clip(integers("query_offset", offset, (batch,), "[B]"), -_FAR, _FAR)
+    return 0, jnp.clip(integers("query_offset", offset, (batch,), "[B]"), -FAR, FAR)
 
 
 def _window(window) -> tuple[int | None, int | None]:
@@ -461,7 +503,7 @@ def _window(window) -> tuple[int | None, int | None]:
             "`local_window_size` must be None, an int or a pair (left, right) of these; got "
             f"{describe(window)}. Pass a size that is traced or differs by example as `mask`."
         )
-    left, right = (None if side is None else min(int(side), _FAR) for side in sides)
+    left, right = (None if side is None else min(int(side), FAR) for side in sides)
     if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(
             f"`local_window_size` must not be negative; got {window}. Use None for no limit; "

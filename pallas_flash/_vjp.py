@@ -10,6 +10,7 @@ and never run the forward twice.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pallas_flash import _compat, _partition, _tangents, _xla
+from pallas_flash import _compat, _context, _partition, _tangents, _xla
+from pallas_flash._partition import Along
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LN2, LogSum
 from pallas_flash._tiling.sizes import TileSizes
@@ -66,6 +68,9 @@ class Plan:
         backward_by: the implementation of the backward.
         on_gpu: whether "xla" computes on a GPU.
         in_order: whether the sums of a backward by "mosaic" must have an order.
+        along: how the sequence is divided over Manual mesh axes, if it is.
+        method: by which a sequence that is divided is computed, if the call says so.
+        of_part: the plan for a part of the problem; None if it is this one.
     """
 
     implementation: str
@@ -73,6 +78,9 @@ class Plan:
     backward_by: str = ""
     on_gpu: bool = False
     in_order: bool = False
+    along: Along | None = None
+    method: str | None = None
+    of_part: Callable[[Problem], "Plan"] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "backward_by", self.backward_by or self.implementation)
@@ -85,7 +93,25 @@ class Plan:
         axes_out = _partition.OUTPUT, LogSum(m, _partition.ROW)
         return _partition.divided(self._forward, problem, axes_out=lambda _: axes_out)
 
-    def _forward(self, problem: Problem):
+    def _forward(self, problem: Problem, *, along: Along | None):
+        along = along or self.along
+        if along is None:
+            return self._forward_alone(problem)
+
+        def run(part):
+            o, log_sum = self._for(part)._forward_alone(part)
+            return o, log_sum if problem.large else log_sum.in_one()
+
+        method = _method(problem, along, self.method)
+        o, log_sum = _context.forward(run, problem, along, method)
+        if self.implementation == "xla" and log_sum.m is None:
+            log_sum = log_sum._replace(m=jnp.zeros_like(log_sum.l_log2))
+        return o, log_sum
+
+    def _for(self, part: Problem) -> "Plan":
+        return self if self.of_part is None else self.of_part(part)
+
+    def _forward_alone(self, problem: Problem):
         if self.implementation == "xla":
             return _xla.forward(problem, on_gpu=self.on_gpu)
         if self.implementation == "mosaic":
@@ -110,7 +136,21 @@ class Plan:
             ),
         )
 
-    def _backward(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted") -> Gradients:
+    def _backward(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted", along) -> Gradients:
+        along = along or self.along
+        if along is None:
+            return self._backward_alone(problem, o, log_sum, do, dlse, wanted=wanted)
+
+        def run(part, *rows, sinks: bool):
+            only = dataclasses.replace(wanted, sinks=sinks)
+            return self._for(part)._backward_alone(part, *rows, wanted=only)
+
+        log_sum = log_sum if problem.large else log_sum.in_one()
+        method = _method(problem, along, self.method)
+        rows = o, log_sum, do, dlse
+        return _context.backward(run, problem, *rows, along, wanted, method)
+
+    def _backward_alone(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted") -> Gradients:
         cotangents = (problem, o, log_sum, do, dlse)
         if self.backward_by == "xla":
             return _xla.backward(*cotangents, **wanted.flags(), on_gpu=self.on_gpu)
@@ -123,6 +163,11 @@ class Plan:
     @property
     def _interpret(self) -> bool:
         return self.implementation == "interpret"
+
+
+def _method(problem: Problem, along: Along, asked: str | None) -> str:
+    """By which a device's part is computed."""
+    return _context.choose(problem, jax.lax.axis_size(along.names), asked, keys=along.keys).method
 
 
 # Imported when needed: the package works without either of Pallas's ways to a GPU.
@@ -155,9 +200,10 @@ class Wanted:
 def attend(plan: Plan, operands: dict, rest: Problem):
     """The output [B, T, N, V] and the natural LSE [B, T, N] of what `Problem.split` gave."""
 
-    def attend(problem):
+    def attend(problem, along):
+        here = plan if along is None else dataclasses.replace(plan, along=along)
         operands, rest = _compat.vary_alike(problem.split())
-        return _attend(plan, _in_reverse_mode(plan, operands), rest)
+        return _attend(here, _in_reverse_mode(here, operands), rest)
 
     # Pallas's interpreter and Mosaic GPU do not pass shard_map's check.
     check_vma = plan.implementation not in ("interpret", "mosaic")
@@ -215,7 +261,7 @@ def _forward_pass(plan: Plan, operands, rest):
 def _(plan: Plan, primals, tangents):
     operands, rest = primals
     moved = _moved(plan, tangents[0])
-    o_dot, lse_dot = _tangents.of_forward(tuple(moved), operands, rest, moved)
+    o_dot, lse_dot = _tangents.of_forward(tuple(moved), plan.along, operands, rest, moved)
     o, log_sum = _forward_pass(plan, operands, rest)
     # Of its two terms the sum alone has a meaning.
     m_dot = None if log_sum.m is None else jnp.zeros_like(log_sum.m)
@@ -238,7 +284,7 @@ def _(plan: Plan, wanted: Wanted, primals, tangents):
         for x, t in zip(cotangents, tangents[4:], strict=True)
     ]
     return gradients, _tangents.of_backward(
-        tuple(moved), names, operands, rest, cotangents, (moved, cotangents_dot)
+        tuple(moved), names, plan.along, operands, rest, cotangents, (moved, cotangents_dot)
     )
 
 

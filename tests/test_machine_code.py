@@ -381,4 +381,4 @@ def test_one_sentence_says_what_is_missing(monkeypatch):
     sentence = gpu_compiler.missing()
     assert "CUDA plugin" in sentence and "pip install" in sentence
     with pytest.raises(RuntimeError, match="pip install"):
-        gpu_compiler._mesh.__wrapped__("h200")
+        gpu_compiler.mesh_of.__wrapped__("h200")

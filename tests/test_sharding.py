@@ -1,5 +1,7 @@
 """Meshes of devices: each computes its examples and heads alone, and nothing is gathered.
 
+Sequences that devices divide are in test_context.py.
+
 Eight CPUs are simulated. Their number is fixed when JAX starts, so checks run in processes of their
 own, each called by the test of its name.
 """
@@ -301,22 +303,6 @@ def check_indices_are_those_of_the_whole_call(kind):
         compare(run, want, place(arguments, mesh), arguments, [])
 
 
-def check_what_is_not_served_raises(kind):
-    mesh = make_mesh(KINDS[kind])
-    arguments = {name: x[:, :12] for name, x in draw(12).items()}
-    error = NotImplementedError if kind == "explicit" else jax.errors.JaxRuntimeError
-    divided = {"query": P(None, "heads"), "key": P("batch", "heads")}
-    sentences = {
-        "query": "`query` must be sharded by examples and heads alone; got its axis of queries "
-        "sharded over 'heads'. Sharding a sequence needs context parallelism",
-        "key": "`key` must be sharded .* got its axis of keys sharded over 'heads'",
-    }
-    for name, sentence in sentences.items():
-        placed = place(arguments, mesh, SPECS | {name: divided[name]})
-        with pytest.raises(error, match=sentence):
-            jax.jit(gradients("xla"))(placed)
-
-
 def check_second_derivatives(kind):
     mesh, arguments = make_mesh(KINDS[kind]), draw(12)
     arguments.pop("do")
@@ -388,7 +374,7 @@ def main(name, kind):
 
 
 # Each takes a process and its programs many seconds to compile.
-FIRST = [("nothing_is_gathered", "auto"), ("what_is_not_served_raises", "auto")]
+FIRST = [("nothing_is_gathered", "auto")]
 
 
 @pytest.mark.parametrize(
@@ -493,7 +479,7 @@ def test_every_array_of_a_problem_has_its_letters():
         (Lengths(length, length), ["b", "b"]),
         (Segments(ids, ids), ["bt", "bs"]),
         (_mask_objects.Segments(ids, ids), ["bt", "bs"]),
-        (MaskArray(pairs), ["bnts"]),
+        (MaskArray(pairs), ["bnta"]),
         (PositionBand(Positions(ids, ids[:1]), None, 0), ["bt", "1s"]),
         (PrefixLM(length, length, Positions(ids)), ["b", "b", "bt"]),
         (Predicate(max, (ids,)), ["11"]),
@@ -509,7 +495,7 @@ def test_every_array_of_a_problem_has_its_letters():
     )
     letters = _partition.letters(problem)
     assert [letters.query, letters.key, letters.value] == ["btnh", "bskh", "bskv"]
-    assert [letters.scale, letters.bias] == ["", "1nts"]
+    assert [letters.scale, letters.bias] == ["", "1nta"]
     assert [letters.sinks, letters.slopes, letters.score_operands] == ["n", "n", ("11",)]
     assert jax.tree.leaves(letters.rest_of_scores) == ["b", "bt", "bs"]
     assert letters.dropout.seed == "1"
@@ -519,6 +505,6 @@ def test_every_array_of_a_problem_has_its_letters():
 @pytest.mark.parametrize(("batch", "heads"), [(1, 2), (2, 1)])
 def test_axes_of_length_one_are_shared(batch, heads):
     mask = Mask((MaskArray(Pairs(jnp.zeros((batch, heads, 3, 4), bool))),))
-    want = "1nts" if batch == 1 else "b1ts"
+    want = "1nta" if batch == 1 else "b1ta"
     problem = Problem(*(jnp.zeros((2,) * 4),) * 3, *(None,) * 5, mask)
     assert jax.tree.leaves(_partition.letters(problem).mask) == [want]

@@ -52,6 +52,8 @@ MAY_IMPORT = {
     "flax._arrays": {"_mask_objects", "_masks"},
     "_plot": {"_validate", "_checks", "_mask_objects", "_masks"},
     "_api": {
+        "_context",
+        "_partition",
         "_validate",
         "_select",
         "_tiling.cache",
@@ -74,6 +76,8 @@ MAY_IMPORT = {
     "_tiling.cache": {"_select", "_tiling.sizes", "_mask_objects", "_masks", "_problem", "_compat"},
     "_validate": {
         "_checks",
+        "_context",
+        "_partition",
         "_mask_objects",
         "_masks",
         "_operands",
@@ -81,8 +85,24 @@ MAY_IMPORT = {
         "_dropout",
         "_problem",
     },
-    "_select": {"_compat", "_hardware", "_problem"},
+    "_select": {"_compat", "_context", "_hardware", "_problem"},
+    "_context": {
+        "_context.ring",
+        "_context.gather",
+        "_context.heads",
+        "_context.choice",
+        "_context.parts",
+        "_partition",
+        "_problem",
+        "_scores",
+    },
+    "_context.ring": {"_context.parts", "_partition", "_problem", "_scores"},
+    "_context.gather": {"_context.parts", "_partition", "_problem"},
+    "_context.heads": {"_context.parts", "_partition", "_problem", "_scores"},
+    "_context.choice": {"_masks", "_problem"},
+    "_context.parts": {"_partition", "_problem"},
     "_vjp": {
+        "_context",
         "_partition",
         "_tangents",
         "_xla",
@@ -94,7 +114,7 @@ MAY_IMPORT = {
         "_compat",
     },
     "_partition": {"_mask_objects", "_masks", "_problem", "_operands", "_scores", "_dropout"},
-    "_tangents": {"_reference", "_masks", "_problem", "_operands"},
+    "_tangents": {"_context", "_partition", "_reference", "_masks", "_problem", "_operands"},
     "_reference": {"_problem", "_operands", "_dropout"},
     "_xla": {"_masks", "_problem", "_operands", "_scores", "_dropout"},
     "_triton": {
@@ -267,6 +287,8 @@ OWN = {
     "return_lse",
     "tile_sizes",
     "reproducible",
+    "sequence_axis",
+    "context_parallelism",
 }
 
 

@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from described_gpus import described_gpu
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes, _compat
@@ -148,6 +150,48 @@ def bad_flags():
             TypeError,
             "`reproducible` must be None, True or False; got ",
         )
+
+
+def bad_context():
+    for axis in ("sequence", ("data", "sequence"), ()):
+        yield Row(
+            f"sequence axis {axis}",
+            lambda axis=axis: {"sequence_axis": axis},
+            ValueError,
+            "`sequence_axis` must name mesh axes that a `jax.shard_map` around the call has made "
+            f"manual; got {axis!r}, and the call is in none.",
+        )
+    for x in ("ulysses", 3):
+        yield Row(
+            f"context parallelism {x!r}",
+            lambda x=x: {"context_parallelism": x},
+            ValueError,
+            "`context_parallelism` must be None or one of ('ring', 'gather', 'heads'); got ",
+        )
+
+    def divided(heads: int, keys: P):
+        mesh = AbstractMesh((4,), ("sequence",))
+        query, key = (
+            jax.ShapeDtypeStruct((1, 64, heads, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
+            for spec in (P(None, "sequence"), keys)
+        )
+        return {"query": query, "key": key, "value": key}
+
+    yield Row(
+        "heads that devices do not divide",
+        lambda: divided(6, P(None, "sequence")) | {"context_parallelism": "heads"},
+        NotImplementedError,
+        "`context_parallelism` must be a method that serves the call; got 'heads'. Got 6 query "
+        "heads, which 4 devices do not divide. Use None, or one of ['ring', 'gather'].",
+        function=pallas_flash.explain,
+    )
+    yield Row(
+        "a ring of keys that are not divided",
+        lambda: divided(4, P()) | {"context_parallelism": "ring"},
+        NotImplementedError,
+        "got 'ring'. Every device has all keys and values, and nothing is sent.",
+        function=pallas_flash.explain,
+    )
 
 
 def not_broadcastable():
@@ -1234,6 +1278,8 @@ ROWS = [
     *bad_dropout(),
     *without_gradient(),
     *other_functions(),
+    # Sequences that devices divide; those errors that need a mesh are in test_context.py.
+    *bad_context(),
 ]
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])

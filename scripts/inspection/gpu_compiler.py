@@ -142,14 +142,14 @@ def _folders(package: str) -> list[pathlib.Path]:
 
 
 @functools.cache
-def _mesh(target: str) -> jax.sharding.Mesh:
-    """One device of the target, which can only be compiled for."""
+def mesh_of(target: str, devices: int = 1, axis: str = "x") -> jax.sharding.Mesh:
+    """Devices of the target, which can only be compiled for."""
     if sentence := missing():
         raise RuntimeError(sentence)
     describe = functools.partial(
         topologies.get_topology_desc,
         platform="cuda",
-        topology="1x1x1",
+        topology=f"1x1x{devices}",
         target_config=TARGETS[target].description(),
     )
     try:
@@ -159,7 +159,7 @@ def _mesh(target: str) -> jax.sharding.Mesh:
         for plugin in _plugins():
             importlib.import_module(plugin).initialize()
         topology = describe()
-    return topologies.make_mesh(topology, (1,), ("x",))
+    return topologies.make_mesh(topology, (devices,), (axis,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +221,7 @@ def compile_for(
     `scratch` is an empty folder: XLA writes there what it launches, and because its name is part of
     the compiler's options, no cache answers in the compiler's place.
     """
-    mesh = _mesh(target)
+    mesh = mesh_of(target)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments

@@ -1,0 +1,653 @@
+"""A sequence that devices divide: every method gives what one device gives.
+
+Eight CPUs are simulated, in processes of their own: see test_sharding.py.
+"""
+
+import collections
+import dataclasses
+import functools
+import inspect
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash import Tile, TileSizes, _api, _reference, _xla, attention, explain
+from pallas_flash._context import choice, parts
+from pallas_flash._problem import Problem
+from scripts.inspection import gpu_compiler
+
+DEVICES = 8
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto}
+MESHES = {
+    "1 x 8": {"sequence": 8},
+    "2 x 4": {"batch": 2, "sequence": 4},
+    "2 x 2 x 2": {"batch": 2, "sequence": 2, "heads": 2},
+}
+TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
+
+# Shards of 12 tokens are no multiples of anything.
+LENGTH = 96
+CROSS = dataclasses.replace(cases.BY_NAME["causal"], name="cross", T=96, S=48)
+NAMES = tuple(case.name for case in cases.CASES if case.T > 1 < case.S and "long" not in case.name)
+
+
+def sized(name: str) -> cases.Case:
+    """A named case in a size that the meshes divide."""
+    if name == CROSS.name:
+        return dataclasses.replace(CROSS, N=8, K=4, H=16, V=24)
+    case = cases.BY_NAME[name]
+    return dataclasses.replace(case, T=LENGTH, S=LENGTH, N=8, K=min(case.K, 4), H=16, V=24)
+
+
+# ------------------------------------------------------------------------------------------------
+# Parts of a problem
+# ------------------------------------------------------------------------------------------------
+
+
+def problem_of(case: cases.Case, **more) -> Problem:
+    qkv, _, options = case.problem()
+    call = inspect.signature(attention).bind(*qkv, **options, **more)
+    call.apply_defaults()
+    return _api._problem(call.arguments)
+
+
+@cases.parametrize(names=("causal", "everything at once", "all features", "blocks and predicate"),
+                   others_extended=True)  # fmt: skip
+@pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
+def test_a_part_is_what_its_rectangle_of_the_whole_is(case, known):
+    """Masks, scores and dropout, at positions that count from the part's first ones."""
+    case = dataclasses.replace(case, T=84, S=90)
+    if "documents" in case.name and case.options is cases._documents:
+        case = dataclasses.replace(case, S=84)
+    whole = problem_of(case)
+    at = _reference._indices(whole, 0)
+
+    def pairs(p: Problem, at):
+        seen = jnp.ones((1, 1, 1, 1, 1), bool)
+        seen = seen & _reference._whole(p, p.mask).allowed(*at) if p.mask else seen
+        scores = _reference._whole(p, p.scores).logits(jnp.float32(0.3), *at)
+        kept = True if p.dropout is None else p.dropout.kept(*at)
+        shape = (p.batch, p.num_kv_heads, p.groups, p.q_len, p.kv_len)
+        return [np.broadcast_to(x, shape) for x in (seen, np.where(seen, scores, 0), kept)]
+
+    want = pairs(whole, at)
+    q_len, kv_len = whole.q_len // 3, whole.kv_len // 3
+    for i, j in ((0, 0), (1, 0), (0, 2), (2, 1)):
+        first_q, first_k = i * q_len, j * kv_len
+        distance = first_q - first_k
+        part = parts.Part(
+            parts.Side(jnp.int32(first_q), q_len, first_q),
+            parts.Side(jnp.int32(first_k), kv_len, first_k),
+            distance if known else jnp.full((case.B,), distance, jnp.int32),
+        )
+        piece = parts.part_of(whole, part)
+        assert (piece.q_len, piece.kv_len) == (q_len, kv_len)
+        got = pairs(piece, _reference._indices(piece, 0))
+        for x, y in zip(got, want, strict=True):
+            rows, columns = slice(first_q, first_q + q_len), slice(first_k, first_k + kv_len)
+            np.testing.assert_array_equal(x, y[..., rows, columns])
+        # What decides whether a step is computed misses nothing.
+        assert piece.mask.sees(q_len, kv_len) or not got[0].any()
+
+
+# ------------------------------------------------------------------------------------------------
+# The choice
+# ------------------------------------------------------------------------------------------------
+
+
+def shapes(length, heads=32, kv_heads=8, **options) -> Problem:
+    """What one of 4 devices has of a call."""
+    x = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
+    y = jax.ShapeDtypeStruct((1, length, kv_heads, 128), jnp.bfloat16)
+    call = inspect.signature(attention).bind(x, y, y, **options)
+    call.apply_defaults()
+    problems = []
+    jax.eval_shape(lambda x, y: problems.append(
+        _api._problem(call.arguments | {"query": x, "key": y, "value": y})), x, y)  # fmt: skip
+    p = problems[0]
+    x, y = (jax.ShapeDtypeStruct((1, length // 4, *x.shape[2:]), x.dtype) for x in (x, y))
+    return dataclasses.replace(p, query=x, key=y, value=y)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "method"),
+    [
+        # Every device has the same work.
+        (2**16, {"is_causal": True}, "heads"),
+        # Transfers hide behind kernels.
+        (2**16, {}, "ring"),
+        # Neighbours alone send anything.
+        (2**16, {"is_causal": True, "local_window_size": (1024, 0)}, "ring"),
+        (2**16, {"is_causal": True, "heads": 30, "kv_heads": 6}, "ring"),
+        # Little to send, and little to hide it behind.
+        (2**11, {"kv_heads": 1}, "gather"),
+    ],
+)
+def test_the_method_is_chosen_by_shapes(length, options, method):
+    chosen = choice.choose(shapes(length, **options), 4, None)
+    assert chosen.method == method
+    assert {chosen.method, *chosen.refused} == set(choice.METHODS)
+
+
+def test_the_share_of_pairs_that_are_seen():
+    causal = choice.seen(shapes(4096, is_causal=True), 4)
+    np.testing.assert_allclose(causal, np.tril(np.ones((4, 4)), -1) + np.eye(4) * 0.5, atol=0.04)
+    window = choice.seen(shapes(64, is_causal=True, local_window_size=(16, 0)), 4)
+    assert (window > 0).tolist() == [[d in (e, e + 1) for e in range(4)] for d in range(4)]
+
+
+def test_a_method_that_does_not_serve_raises():
+    sentence = (
+        r"`context_parallelism` must be a method that serves the call; got 'heads'\. Got 6 query "
+        "heads, which 4 devices do not divide"
+    )
+    with pytest.raises(NotImplementedError, match=sentence):
+        choice.choose(shapes(64, heads=6, kv_heads=2), 4, "heads")
+    with pytest.raises(NotImplementedError, match=r"got 'ring'\. Every device has all keys"):
+        choice.choose(shapes(64), 4, "ring", keys=False)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_explain_tells_the_method(kind):
+    mesh = AbstractMesh((4,), ("sequence",), axis_types=(KINDS[kind],))
+    rows = NamedSharding(mesh, P(None, "sequence"))
+    x, y = (jax.ShapeDtypeStruct((1, 2**14, n, 64), jnp.bfloat16, sharding=rows) for n in (6, 3))
+    told = explain(x, y, y, is_causal=True, implementation="xla")
+    assert told.context_parallelism.method == "ring"
+    assert "not heads: Got 6 query heads, which 4 devices do not divide." in str(told)
+    asked = explain(x, y, y, implementation="xla", context_parallelism="gather")
+    assert "gather: asked for." in str(asked)
+    with pytest.raises(NotImplementedError, match="Got 6 query heads"):
+        explain(x, y, y, implementation="xla", context_parallelism="heads")
+    whole = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    assert explain(whole, whole, whole, implementation="xla").context_parallelism is None
+
+
+# ------------------------------------------------------------------------------------------------
+# Eight devices
+# ------------------------------------------------------------------------------------------------
+
+
+def make_mesh(axes, kind):
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(KINDS[kind],) * len(axes), devices=devices
+    )
+
+
+def rows_spec(axes):
+    """Of arrays [B, T, N, H]."""
+    return P(*(name if name in axes else None for name in ("batch", "sequence", "heads")))
+
+
+def call_of(kind, axes, mesh, operands, rest, **options):
+    """The op and its gradients by all floats, as `oracle.differentiate` gives them."""
+    call = functools.partial(attention, return_lse=True, **options)
+    if kind != "manual":
+        return functools.partial(oracle.differentiate, functools.partial(call, **rest))
+    tree = operands | rest
+
+    def spec(name, x):
+        rank = getattr(x, "ndim", 0)
+        if name in ("segment_ids", "query_positions", "key_value_positions"):
+            return P(None, "sequence")
+        if name in ("bias", "mask") and rank == 4 and x.shape[2] > 1:
+            return P(None, None, "sequence")
+        return P()
+
+    arrays = {name: x for name, x in tree.items() if not isinstance(x, (bool, int, float))}
+    static = {name: x for name, x in tree.items() if name not in arrays}
+    functions = {name: x for name, x in arrays.items() if callable(x)}
+    arrays = {name: x for name, x in arrays.items() if name not in functions}
+    static |= {
+        name: arrays.pop(name)
+        for name in list(arrays)
+        if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(arrays[name]))
+    }
+    specs = {name: jax.tree.map(functools.partial(spec, name), x) for name, x in arrays.items()}
+    rows = rows_spec(axes)
+    check_vma = options["implementation"] != "interpret"
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows),
+        check_vma=check_vma,
+    )  # fmt: skip
+    def inside(q, k, v, arrays):
+        return call(q, k, v, sequence_axis="sequence", **arrays, **static, **functions)
+
+    def outside(q, k, v, **operands):
+        return inside(q, k, v, arrays | operands)
+
+    return functools.partial(oracle.differentiate, outside)
+
+
+def check_case(name, method, axes, kind, implementation):
+    """Output, LSE and gradients, by the rule of test_accuracy.py; twice the same bits."""
+    from test_accuracy import _expected_of, judge
+
+    case = sized(name)
+    problem = case.problem()
+    qkv, cotangents, options = problem
+    mesh, rows = make_mesh(axes, kind), rows_spec(axes)
+    options = jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh, P())) if isinstance(x, jax.Array) else x,
+        options,
+    )
+    operands, rest = oracle.split(options)
+    tiles = {"tile_sizes": TILE_SIZES} if implementation == "interpret" else {}
+    with jax.set_mesh(mesh):
+        run = call_of(
+            kind, axes, mesh, operands, rest,
+            implementation=implementation, context_parallelism=method, **tiles,
+        )  # fmt: skip
+        placed = [jax.device_put(x, NamedSharding(mesh, rows)) for x in (*qkv, *cotangents)]
+        compiled = jax.jit(run).lower(*placed, **operands).compile()
+        results, again = ([np.asarray(x) for x in compiled(*placed, **operands)] for _ in "12")
+    for x, y in zip(results, again, strict=True):
+        np.testing.assert_array_equal(x, y)
+    judge(case, "float32", results, problem, expected=_expected_of(problem, False))
+
+
+def check_named(names, method, mesh, kind, implementation):
+    for name in names.split(";"):
+        check_case(name, method, MESHES[mesh], kind, implementation)
+
+
+def collectives(text: str) -> collections.Counter:
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return collections.Counter(re.findall(rf" = .*? ({names})(?:-start)?\(", text))
+
+
+def program(mesh, axes, **options):
+    """Compiled forward and backward of [2, 96, 8, 16] on 4 key/value heads."""
+    rows = NamedSharding(mesh, rows_spec(axes))
+    q, k = (jax.ShapeDtypeStruct((2, LENGTH, n, 16), jnp.float32, sharding=rows) for n in (8, 4))
+    call = functools.partial(attention, implementation="xla", **options)
+
+    def run(q, k, v, do):
+        o, pull = jax.vjp(call, q, k, v)
+        return o, *pull(do)
+
+    return jax.jit(run).lower(q, k, k, q).compile()
+
+
+def check_collectives(kind):
+    """Those of the method, and no others; under a window to the neighbour alone."""
+    axes = MESHES["2 x 4"]
+    mesh = make_mesh(axes, kind)
+    three, permute = 4 - 1, "collective-permute"
+    # k and v in both passes, and dk and dv in the backward. With Explicit axes XLA for CPUs takes
+    # those of the backward for those of the forward, and keeps them.
+    hops = 6 if kind == "auto" else 4
+    expected = {
+        "ring": {permute: hops * three},
+        "gather": {"all-gather": hops - 2, "all-to-all": 2},
+        # q, k, v and back o and LSE; q, k, v, o, LSE, do and back dq, dk, dv.
+        "heads": {"all-to-all": 3 + 2 + 6 + 3 if kind == "auto" else 3 + 2 + 3 + 3},
+    }
+    for method, want in expected.items():
+        text = program(mesh, axes, context_parallelism=method).as_text()
+        assert collectives(text) == want, (method, collectives(text))
+    shard = LENGTH // 4
+    window = dict(is_causal=True, local_window_size=(shard + 1, 0), context_parallelism="ring")
+    # From two devices back the first query of a shard sees one key.
+    text = program(mesh, axes, **window).as_text()
+    assert collectives(text) == {permute: hops * 2}
+    window["local_window_size"] = shard, 0
+    text = program(mesh, axes, **window).as_text()
+    assert collectives(text) == {permute: hops}
+    for sent in re.findall(r"source_target_pairs=({{.*?}})", text):
+        pairs = re.findall(r"{(\d+),(\d+)}", sent)
+        assert {int(b) - int(a) for a, b in pairs} in ({1}, {-1})
+        # The ring does not close: the first device sees nothing of the last one's.
+        assert len(pairs) == 2 * three
+
+
+def check_memory(kind):
+    """What a device takes is its share of what one device takes."""
+    peaks = []
+    for n in (1, 2, 4, 8):
+        axes = {"sequence": n}
+        mesh = make_mesh(axes, kind)
+        rows = NamedSharding(mesh, rows_spec(axes))
+        x = jax.ShapeDtypeStruct((1, 2**20, 4, 16), jnp.bfloat16, sharding=rows)
+        call = functools.partial(
+            attention, is_causal=True, implementation="xla", context_parallelism="ring"
+        )
+
+        def loss(q, k, v, call=call):
+            return call(q, k, v).astype(jnp.float32).sum()
+
+        compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
+        m = compiled.memory_analysis()
+        peaks.append(m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes)
+    for more, less in itertools.pairwise(peaks[1:]):
+        assert less < 0.6 * more, peaks
+    assert peaks[3] < peaks[0] / 4, peaks
+
+
+def check_layers(kind):
+    """As peers call it: `nnx.MultiHeadAttention`, and our own layer."""
+    from flax import nnx
+
+    from pallas_flash.flax import SelfAttention, attention_fn
+
+    axes = MESHES["2 x 4"]
+    mesh = make_mesh(axes, kind)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, 32)), jnp.float32)
+    placed = jax.device_put(x, NamedSharding(mesh, P("batch", "sequence")))
+    theirs = nnx.MultiHeadAttention(
+        4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn
+    )
+    ours = SelfAttention(32, 4, is_causal=True, rngs=nnx.Rngs(0))
+    for layer in (theirs, ours):
+        graph, state = nnx.split(layer)
+
+        def loss(state, x, graph=graph):
+            return (nnx.merge(graph, state)(x) ** 2).sum()
+
+        want = jax.jit(jax.value_and_grad(loss))(state, x)
+        with jax.set_mesh(mesh):
+            state = jax.device_put(state, NamedSharding(mesh, P()))
+            compiled = jax.jit(jax.value_and_grad(loss)).lower(state, placed).compile()
+            got = compiled(state, placed)
+        for x_, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x_, y, rtol=2e-4, atol=2e-4)
+        found = collectives(compiled.as_text())
+        assert found["collective-permute"] or found["all-to-all"] or found["all-gather"]
+
+
+def check_second_derivatives(kind):
+    axes = {"sequence": 4}
+    mesh, rows = make_mesh(axes, kind), rows_spec(axes)
+    random = np.random.default_rng(0)
+    qkv = [jnp.asarray(random.normal(size=(1, 16, n, 8)), jnp.float32) for n in (2, 1, 1)]
+    ids = jnp.asarray(np.sort(random.integers(0, 2, (1, 16))), jnp.int32)
+
+    def call(implementation, **options):
+        return functools.partial(
+            attention, implementation=implementation, is_causal=True, **options
+        )
+
+    def product(call, ids):
+        def loss(*qkv):
+            return (call(*qkv, segment_ids=ids) ** 2).sum()
+
+        def run(*qkv):
+            grad = jax.grad(loss, argnums=(0, 1, 2))
+            return jax.jvp(grad, qkv, qkv)[1]
+
+        return run
+
+    want = product(call("reference"), ids)(*qkv)
+    placed = [jax.device_put(x, NamedSharding(mesh, rows)) for x in qkv]
+    ids = jax.device_put(ids, NamedSharding(mesh, P(None, "sequence")))
+    ours = call("xla", context_parallelism="ring")
+    if kind == "manual":
+        inside = jax.shard_map(
+            lambda q, k, v, ids, ours=ours: ours(
+                q, k, v, segment_ids=ids, sequence_axis="sequence"
+            ),
+            mesh=mesh,
+            in_specs=(rows, rows, rows, P(None, "sequence")),
+            out_specs=rows,
+        )
+
+        def ours(q, k, v, segment_ids):
+            return inside(q, k, v, segment_ids)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(product(ours, ids))(*placed)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+
+
+def check_vmap(kind):
+    axes = {"sequence": 4}
+    mesh = make_mesh(axes, kind)
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(3, 1, 16, n, 8)), jnp.float32) for n in (4, 2, 2))
+    rows = NamedSharding(mesh, P(None, None, "sequence"))
+    for method in choice.METHODS:
+
+        def mapped(implementation, method=method):
+            def loss(q, k, v):
+                o = attention(
+                    q,
+                    k,
+                    v,
+                    implementation=implementation,
+                    context_parallelism=method,
+                    is_causal=True,
+                )
+                return (o**2).sum()
+
+            return jax.vmap(jax.grad(loss, (0, 1, 2)))
+
+        want = mapped("reference")(q, k, v)
+        got = jax.jit(mapped("xla"))(*(jax.device_put(x, rows) for x in (q, k, v)))
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+
+
+def check_queries_alone(kind):
+    """Keys that every device has: nothing is sent but sums of their gradients."""
+    axes = {"sequence": 4}
+    mesh = make_mesh(axes, kind)
+    random = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(random.normal(size=(1, t, n, 8)), jnp.float32)
+        for t, n in ((16, 4), (10, 2), (10, 2))
+    )
+
+    def run(implementation):
+        call = functools.partial(attention, implementation=implementation, is_causal=True)
+        return jax.value_and_grad(lambda *x: (call(*x) ** 2).sum(), (0, 1, 2))
+
+    q_placed = jax.device_put(q, NamedSharding(mesh, P(None, "sequence")))
+    others = [jax.device_put(x, NamedSharding(mesh, P())) for x in (k, v)]
+    compiled = jax.jit(run("xla")).lower(q_placed, *others).compile()
+    got, want = compiled(q_placed, *others), run("reference")(q, k, v)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+    assert collectives(compiled.as_text()).keys() == {"all-reduce"}
+
+
+BAD = {
+    "a length that does not divide": (
+        dict(T=18, S=18), P(None, "sequence"), P(None, "sequence"),
+        r"`query` must have a length that the 4 devices of 'sequence' divide.*got T=18. Pad it to "
+        "20, and hide what was added by `query_seq_lengths`",
+    ),
+    "one query": (
+        dict(T=1, S=16), P(), P(None, "sequence"),
+        r"`key` must be sharded along its sequence as `query` is, or not at all; got queries "
+        r"\(T=1\) over nothing and keys \(S=16\) over 'sequence'.*gather the keys",
+    ),
+    "few queries": (
+        dict(T=4, S=16), P(None, "sequence"), P(None, "sequence"),
+        "`query` must have two tokens or more for each of the 4 devices.*got T=4. Decode with",
+    ),
+    "other axes": (
+        dict(T=16, S=16), P(None, "sequence"), P(None, "other"),
+        "`key` must be sharded along its sequence as .* over 'sequence' and keys .* over 'other'",
+    ),
+    "features": (
+        dict(T=16, S=16), P(None, None, None, "sequence"), P(),
+        "`query` must be sharded by examples, by heads or along its sequence; got its "
+        "features sharded over 'sequence'",
+    ),
+    "heads": (
+        dict(T=16, S=16, context_parallelism="heads"), P(None, "sequence"), P(None, "sequence"),
+        "`context_parallelism` must be a method that serves the call; got 'heads'. Got 3 query",
+    ),
+}  # fmt: skip
+
+
+def check_bad_input(kind):
+    mesh = make_mesh({"sequence": 4, "other": 2}, kind)
+    error = NotImplementedError if kind == "explicit" else Exception
+    for name, (options, rows, keys, sentence) in BAD.items():
+        options = dict(options)
+        lengths = options.pop("T"), options.pop("S")
+
+        def constrained(x, spec):
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+        def run(q, k, rows=rows, keys=keys, options=options):
+            q, k = constrained(q, rows), constrained(k, keys)
+            return attention(q, k, k, implementation="xla", **options)
+
+        q, k = (jnp.ones((2, length, 3, 8)) for length in lengths)
+        if kind == "explicit":
+            if name == "a length that does not divide":
+                continue
+            q, k = (jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((q, rows), (k, keys)))
+            run = functools.partial(
+                lambda q, k, options: attention(q, k, k, implementation="xla", **options),
+                options=options,
+            )
+        with pytest.raises(error, match=f"(?s){sentence}"):
+            jax.jit(run)(q, k)
+
+
+CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.startswith("check_")}
+
+
+def main(name, *arguments):
+    _xla.BLOCK_Q, _xla.BLOCK_KV = 16, 16
+    if name in ("named", "layers", "second_derivatives", "vmap", "queries_alone"):
+        jax.config.update("jax_disable_most_optimizations", True)
+    if name == "memory":
+        _xla.BLOCK_Q, _xla.BLOCK_KV = 256, 256
+    assert len(jax.devices()) == DEVICES
+    CHECKS[name](*arguments)
+    print("checked")
+
+
+def run_on_eight_devices(*arguments):
+    here = Path(__file__)
+    paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
+    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    child = subprocess.run(
+        [sys.executable, "-c", f"import {here.stem}; {here.stem}.main(*{arguments!r})"],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr[-5000:]
+    assert child.stdout == "checked\n"
+
+
+EVERYTHING = "all features"
+# Cases by several in a process, method, mesh, kind of axes, implementation.
+FIRST = [
+    ("window, causal", "ring", "1 x 8", "manual", "xla"),
+    (EVERYTHING, "ring", "2 x 2 x 2", "auto", "xla"),
+    (EVERYTHING, "heads", "2 x 2 x 2", "explicit", "xla"),
+    (EVERYTHING, "gather", "1 x 8", "manual", "xla"),
+]
+SOME = ";".join(["causal", EVERYTHING, "everything at once", "bias of keys", CROSS.name])
+TABLE = [
+    *FIRST,
+    *(
+        (";".join(NAMES[i : i + 8]), method, "2 x 4", "auto", "xla")
+        for method in choice.METHODS
+        for i in range(0, len(NAMES), 8)
+    ),
+    *(
+        (SOME, method, mesh, kind, "xla")
+        for method in choice.METHODS
+        for mesh in MESHES
+        for kind in KINDS
+        if kind != "manual" or mesh == "1 x 8"
+    ),
+    *(
+        (
+            f"causal;{EVERYTHING}",
+            method,
+            "2 x 4" if kind != "manual" else "1 x 8",
+            kind,
+            "interpret",
+        )
+        for method in choice.METHODS
+        for kind in KINDS
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "method", "mesh", "kind", "implementation"), cases.default(FIRST, TABLE)
+)
+def test_every_method_gives_what_one_device_gives(names, method, mesh, kind, implementation):
+    run_on_eight_devices("named", names, method, mesh, kind, implementation)
+
+
+OTHERS = [
+    (name, kind)
+    for name in CHECKS
+    if name not in ("named", "case")
+    for kind in (KINDS if name == "second_derivatives" else ("auto", "explicit"))
+]
+FIRST_OTHERS = [("collectives", "auto"), ("bad_input", "auto")]
+
+
+@pytest.mark.parametrize(("name", "kind"), cases.default(FIRST_OTHERS, OTHERS))
+def test_on_eight_devices(name, kind):
+    run_on_eight_devices(name, kind)
+
+
+@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing())
+def test_blocks_travel_while_kernels_run():
+    """In the program for GPUs: the next block is on its way before a step's kernels start."""
+    mesh = gpu_compiler.mesh_of("h200", 2, "sequence")
+    rows = NamedSharding(mesh, P(None, "sequence"))
+    x = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16, sharding=rows)
+    call = functools.partial(
+        attention, is_causal=True, implementation="triton", context_parallelism="ring"
+    )
+
+    def run(q, k, v, do):
+        o, pull = jax.vjp(call, q, k, v)
+        return o, *pull(do)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(run).trace(x, x, x, x).lower(lowering_platforms=("cuda",))
+        text = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+    assert "is_scheduled=true" in text
+    wanted = {
+        "collective-permute-start": "send",
+        "collective-permute-done": "arrived",
+        "conditional": "step",
+        "__gpu$xla.gpu.triton": "kernel",
+    }
+    lines = text[text.index("\nENTRY") :].splitlines()
+    found = [short for line in lines for name, short in wanted.items() if f"{name}(" in line
+             or f'custom_call_target="{name}"' in line]  # fmt: skip
+    forward = ["send", "kernel", "arrived", "step"]
+    # delta, dq and dkv of the first step; the gradients of the second one's keys then go home.
+    assert found[:4] == forward, found
+    assert sorted(found[4:]) == sorted(
+        ["send", *["kernel"] * 3, "arrived", "step", "send", "arrived"]
+    )
+    assert found[4] == "send"
+    assert found[5] == "kernel"
+
+
+def test_a_method_has_no_effect_on_one_device():
+    x = jnp.ones((1, 8, 1, 8))
+    np.testing.assert_array_equal(
+        attention(x, x, x, context_parallelism="ring"), attention(x, x, x)
+    )
