@@ -19,6 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from models.layers import SwiGLU, TiedEmbedding, fan_in_init
+from models.sharding import Layout
+from pallas_flash import save_residuals
 from pallas_flash.flax import SelfAttention
 
 
@@ -39,6 +41,8 @@ class GPTConfig:
         dtype: Type of the activations; None is param_dtype.
         param_dtype: Type of the parameters.
         attention: The `implementation` of `pallas_flash.attention`; None lets it choose.
+        remat: Whether a layer's activations are computed again in the backward, to save memory; all
+            but what attention's kernel needs of its forward.
     """
 
     vocab_size: int = 256
@@ -52,6 +56,7 @@ class GPTConfig:
     dtype: str | None = None
     param_dtype: str = "float32"
     attention: str | None = None
+    remat: bool = False
 
     def __post_init__(self):
         sizes = ("vocab_size", "context", "num_layers", "num_heads", "num_kv_heads", "embed_dim")
@@ -129,6 +134,11 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+@functools.partial(nnx.remat, policy=save_residuals)
+def _computed_again(block, x):
+    return block(x)
+
+
 class GPT(nnx.Module):
     """Logits of the next token at every position of a text.
 
@@ -136,6 +146,8 @@ class GPT(nnx.Module):
         config: The model's shape.
         rngs: Source of the initial values.
         attention_layer: The class of the attention layers; a subclass may compute them otherwise.
+        layout: How parameters and activations lie on several devices; None is for one. A layer's
+            parameters move there as soon as they are made, so no device ever holds the whole model.
     """
 
     def __init__(
@@ -144,16 +156,23 @@ class GPT(nnx.Module):
         *,
         rngs: nnx.Rngs,
         attention_layer: type[SelfAttention] = SelfAttention,
+        layout: Layout | None = None,
     ):
         kwargs = {**config.dtypes, "rngs": rngs}
-        self.config = config
-        self.embedding = TiedEmbedding(config.vocab_size, config.embed_dim, **kwargs)
+        self.config, self.layout = config, layout
+
+        def placed(part):
+            if layout is not None:
+                layout.place(part)
+            return part
+
+        self.embedding = placed(TiedEmbedding(config.vocab_size, config.embed_dim, **kwargs))
         blocks = [
-            Block(config, rngs=rngs, attention_layer=attention_layer)
+            placed(Block(config, rngs=rngs, attention_layer=attention_layer))
             for _ in range(config.num_layers)
         ]
         self.blocks = nnx.List(blocks)
-        self.norm = nnx.RMSNorm(config.embed_dim, **kwargs)
+        self.norm = placed(nnx.RMSNorm(config.embed_dim, **kwargs))
 
     def __call__(
         self, tokens: Int[Array, "B T"], *, decode: bool = False
@@ -172,10 +191,16 @@ class GPT(nnx.Module):
                 f"`tokens` must be no longer than the context; got {tokens.shape[-1]} tokens and "
                 f"a context of {self.config.context}."
             )
-        x = self.embedding.encode(tokens)
+        layer = functools.partial(Block.__call__, decode=decode)
+        if self.config.remat and not decode:
+            layer = _computed_again
+        x = self._lay(self.embedding.encode(tokens))
         for block in self.blocks:
-            x = block(x, decode=decode)
+            x = self._lay(layer(block, x))
         return self.embedding.decode(self.norm(x))
+
+    def _lay(self, x):
+        return x if self.layout is None else self.layout.stream(x)
 
     def init_cache(self, batch: int, length: int) -> None:
         """Makes room in every layer for the keys and values of `batch` texts of `length` tokens.

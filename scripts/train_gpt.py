@@ -5,6 +5,11 @@
     python scripts/train_gpt.py --data my_texts/ --steps 3000 --num-kv-heads 2
     python scripts/train_gpt.py --preset gpt2-small      # 85 M parameters, for a GPU
 
+On several devices, each of which takes a share of the batch, of the parameters, of the tokens and
+of the heads; by default all devices share the batch alone:
+
+    python scripts/train_gpt.py --mesh data=2,fsdp=2,sequence=2,tensor=2
+
 Its speed, beside that of the same model through cuDNN's attention:
 
     python scripts/train_gpt.py --preset gpt2-small --steps 50 --out-dir runs/1
@@ -34,8 +39,9 @@ kernels by timing them and may add in any order, so equal bits there need
 
 This file is the training itself, in reading order: functions of the model, the gradient check, the
 loop, the run. Around it, in `training/`: `settings.py` (flags and presets), `text.py` (data),
-`attention.py`, `run_folder.py` (files and checkpoints), `memory.py` (what can fit), `process.py`
-(signals, pipes) and `speed.py` (tokens/s, MFU).
+`attention.py`, `mesh.py` (several devices; where parameters lie is `models/sharding.py`),
+`distributed.py` (several processes), `run_folder.py` (files and checkpoints), `memory.py` (what can
+fit), `process.py` (signals, pipes) and `speed.py` (tokens/s, MFU).
 """
 
 import dataclasses
@@ -46,6 +52,7 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
@@ -63,12 +70,20 @@ try:
 
     import pallas_flash
     from models.gpt import GPT, GPTConfig, generate, loss
+    from models.sharding import Layout
+    from scripts.training import distributed
     from scripts.training.attention import attention_layer, explain_attention
     from scripts.training.memory import check_memory, out_of_memory
-    from scripts.training.messages import UserError, say
+    from scripts.training.mesh import describe_mesh, make_layout
+    from scripts.training.messages import UserError, fail, say
     from scripts.training.process import as_a_process, stop_signals
     from scripts.training.run_folder import RunFolder
-    from scripts.training.settings import TrainConfig, config_from_flags, make_parser
+    from scripts.training.settings import (
+        TrainConfig,
+        config_from_flags,
+        flat_config,
+        make_parser,
+    )
     from scripts.training.speed import Speed, Work, work_of
     from scripts.training.text import Text, held_out_batches, load_text, training_batch
 except ModuleNotFoundError as error:
@@ -98,7 +113,7 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-def model_functions(model: GPTConfig, seed: int):
+def model_functions(model: GPTConfig, seed: int, layout: Layout | None = None):
     """The model as pure functions: `init() -> params` and `loss_fn(params, tokens) -> loss`.
 
     `init` is best left uncompiled: op by op, its few shapes compile once each, where XLA for GPUs
@@ -108,7 +123,9 @@ def model_functions(model: GPTConfig, seed: int):
     """
 
     def make():
-        return GPT(model, rngs=nnx.Rngs(seed), attention_layer=attention_layer(model))
+        return GPT(
+            model, rngs=nnx.Rngs(seed), attention_layer=attention_layer(model), layout=layout
+        )
 
     def init():
         return nnx.to_pure_dict(nnx.state(make()))
@@ -159,17 +176,33 @@ def mean_gradient(loss_fn, params, batch):
     return jax.tree.map(lambda x: x / len(batch), total)
 
 
-def make_steps(config: TrainConfig):
+def compiler_options(layout: Layout) -> dict[str, bool] | None:
+    """What XLA needs to be told of a mesh: on GPUs, to send while it computes."""
+    if layout.mesh.size == 1 or jax.default_backend() != "gpu":
+        return None
+    return {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+def make_steps(config: TrainConfig, layout: Layout):
     """Builds `init_state()`, `train_step(state, batch)` and `eval_step(params, batches)`."""
-    init, loss_fn, _ = model_functions(config.model, config.seed)
+    init, loss_fn, _ = model_functions(config.model, config.seed, layout)
     optimizer, schedule = make_optimizer(config)
 
-    def init_state():
-        params = init()
+    def begin(params):
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
+    places = layout.of(jax.eval_shape(lambda: begin(init())))
+
+    def init_state():
+        return jax.jit(begin, out_shardings=places)(init())
+
     # Donation lets the new state take the place of the old one in memory.
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(
+        jax.jit,
+        donate_argnums=0,
+        out_shardings=(places, layout.sharding()),
+        compiler_options=compiler_options(layout),
+    )
     def train_step(state, batch):
         value, gradient = mean_gradient(loss_fn, state.params, batch)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
@@ -177,7 +210,7 @@ def make_steps(config: TrainConfig):
         metrics = {"loss": value, "lr": schedule(state.step)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=layout.sharding())
     def eval_step(params, batches):
         return jnp.mean(jax.lax.map(functools.partial(loss_fn, params), batches))
 
@@ -187,25 +220,28 @@ def make_steps(config: TrainConfig):
 # ---------------------------------------------------------------------------------- gradient check
 
 
-def gradient_error(config: TrainConfig, text: Text) -> tuple[float, str]:
+def gradient_error(config: TrainConfig, text: Text, layout: Layout) -> tuple[float, str]:
     """Compares the gradient of the whole model with the one through the dense reference.
 
-    Both are taken at the initial parameters on two texts, in float32 with full-precision products:
-    the defaults of a GPU (TF32) and of a run (bfloat16) would hide an error of the attention
-    behind their own.
+    Both are taken at the initial parameters on a few texts, in float32 with full-precision
+    products: the defaults of a GPU (TF32) and of a run (bfloat16) would hide an error of the
+    attention behind their own.
 
     Returns:
         The largest error of a parameter, `|ours - reference| / |reference|` in the L2 norm, and
         the name of that parameter.
     """
-    context = min(config.model.context, GRADIENT_CONTEXT)
+    sizes = layout.mesh.shape
+    whole = sizes["sequence"]
+    context = max(min(config.model.context, GRADIENT_CONTEXT) // whole, 1) * whole
     model = dataclasses.replace(
         config.model, context=context, dtype="float32", param_dtype="float32"
     )
-    check = dataclasses.replace(config, model=model, batch_size=2, accumulation=1)
-    [tokens] = training_batch(text.train, 0, check)
+    shares = sizes["data"] * sizes["fsdp"]
+    check = dataclasses.replace(config, model=model, batch_size=max(2, shares), accumulation=1)
+    batch = training_batch(text.train, 0, check, layout)
 
-    init, _, _ = model_functions(model, config.seed)
+    init, _, _ = model_functions(model, config.seed, layout)
     params = init()
 
     # A search for the fastest matrix products of a GPU is not worth its time for one run.
@@ -213,29 +249,37 @@ def gradient_error(config: TrainConfig, text: Text) -> tuple[float, str]:
 
     def gradient(attention):
         implementation = dataclasses.replace(model, attention=attention)
-        _, loss_fn, _ = model_functions(implementation, config.seed)
-        compiled = jax.jit(jax.grad(loss_fn), compiler_options=quick)
-        return jax.device_get(compiled(params, tokens))
+        _, loss_fn, _ = model_functions(implementation, config.seed, layout)
+        compiled = jax.jit(
+            lambda params, batch: jax.grad(loss_fn)(params, batch[0]),
+            out_shardings=layout.of(params),
+            compiler_options=quick,
+        )
+        return compiled(params, batch)
 
     with jax.default_matmul_precision("highest"):
         ours, reference = gradient(model.attention), gradient("reference")
 
-    def relative(path, a, b):
-        error = float(np.linalg.norm(a - b) / np.linalg.norm(b))
-        # A gradient that is not a number must win the comparison below.
-        return (np.inf if np.isnan(error) else error), jax.tree_util.keystr(path)
+    @functools.partial(jax.jit, out_shardings=layout.sharding())
+    def relative(ours, reference):
+        return jax.tree.map(
+            lambda a, b: jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2)), ours, reference
+        )
 
-    pairs = jax.tree_util.tree_map_with_path(relative, ours, reference)
-    return max(jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x, tuple)))
+    return max(
+        # A gradient that is not a number must win.
+        (np.inf if np.isnan(error) else float(error), jax.tree_util.keystr(path))
+        for path, error in jax.tree.leaves_with_path(jax.device_get(relative(ours, reference)))
+    )
 
 
-def check_gradients(config: TrainConfig, text: Text) -> float | None:
+def check_gradients(config: TrainConfig, text: Text, layout: Layout) -> float | None:
     """Prints the end-to-end gradient error, and stops the script if it is too large."""
     if config.model.attention == "cudnn":
         say("gradients", "not compared: cuDNN takes no float32")
         return None
     start = time.perf_counter()
-    error, name = gradient_error(config, text)
+    error, name = gradient_error(config, text, layout)
     say(
         "gradients",
         f"relative error {error:.1e} against the reference (worst parameter: {name}; bound "
@@ -253,30 +297,37 @@ def check_gradients(config: TrainConfig, text: Text) -> float | None:
 # ---------------------------------------------------------------------------------------- the loop
 
 
-def run_steps(config, work, text, folder, state, train_step, eval_step, stopped):
+def run_steps(config, layout, work, text, folder, state, train_step, eval_step, stopped):
     """Updates the state until the last step, or until `stopped` is no longer empty.
 
     Returns:
         The state, and the mean speed.
     """
     first, start = int(state.step), time.perf_counter()
-    batch = training_batch(text.train, first + 1, config)
-    held_out = jax.device_put(held_out_batches(text.held_out, config))
+    batch = training_batch(text.train, first + 1, config, layout)
+    held_out = held_out_batches(text.held_out, config, layout)
     # Compiled ahead, so that no step's time has compilation in it.
     train_step = train_step.lower(state, batch).compile()
     eval_step = eval_step.lower(state.params, held_out).compile()
     say("compiled", f"in {time.perf_counter() - start:.1f} s")
 
     # The bar is for a terminal (disable=None); the lines of the evaluations are for a log, too.
-    progress = tqdm(total=config.steps, initial=first, unit="step", disable=None)
+    progress = tqdm(
+        total=config.steps,
+        initial=first,
+        unit="step",
+        disable=None if distributed.is_writer() else True,
+    )
+    vote = distributed.Vote(layout, stopped)
     pending, seconds = [], 0.0
     start = time.perf_counter()
     with progress:
         for step in range(first + 1, config.steps + 1):
-            state, metrics = train_step(state, training_batch(text.train, step, config))
+            batch = training_batch(text.train, step, config, layout)
+            state, metrics = train_step(state, batch)
             pending.append(metrics)
             progress.update()
-            stop = bool(stopped)
+            stop = vote()
             look = step % config.eval_every == 0 or step == config.steps
             save = step % config.checkpoint_every == 0 or step == config.steps or stop
             if not (look or save or step % config.log_every == 0):
@@ -289,7 +340,7 @@ def run_steps(config, work, text, folder, state, train_step, eval_step, stopped)
             speed = work.speed(1e3 * elapsed / len(pending))
             val_loss = float(eval_step(state.params, held_out)) if look else None
             lines = metric_lines(step, values, speed, val_loss)
-            if look:
+            if look and distributed.is_writer():
                 progress.write(
                     f"step {step:6d}   loss {lines[-1]['loss']:.4f}   held out {val_loss:.4f}   "
                     f"{speed}"
@@ -354,13 +405,18 @@ class TrainResult:
     interrupted: bool
 
 
-def describe(config: TrainConfig, work: Work, text: Text, params):
+def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params):
     """Prints what runs, on what, and through which attention."""
-    model, device = config.model, jax.devices()[0]
-    attention, reasons = explain_attention(model, config.microbatch)
+    model, device = config.model, jax.local_devices()[0]
+    attention, reasons = explain_attention(model, config.microbatch, layout.mesh.shape)
     count = sum(x.size for x in jax.tree.leaves(params))
-    unused = f", {jax.device_count() - 1} more not used" if jax.device_count() > 1 else ""
-    say("device", f"{device.platform} ({device.device_kind}{unused}), {os.cpu_count()} CPU cores")
+    devices = "" if layout.mesh.size == 1 else f"{layout.mesh.size} x "
+    hosts = f" of {jax.process_count()} processes" if distributed.several() else ""
+    say(
+        "device",
+        f"{devices}{device.platform} ({device.device_kind}){hosts}, {os.cpu_count()} CPU cores",
+    )
+    describe_mesh(config, layout)
     say(
         "versions",
         f"python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}, "
@@ -386,20 +442,24 @@ def describe(config: TrainConfig, work: Work, text: Text, params):
     say("work", str(work))
 
 
-def sample_text(config: TrainConfig, params) -> str:
+def sample_text(config: TrainConfig, layout: Layout, params) -> str:
     """Continues the prompt by a text of the model's own."""
-    _, _, graphdef = model_functions(config.model, config.seed)
-    key = jax.random.fold_in(jax.random.key(config.seed), config.steps)
-    prompt = jnp.frombuffer(config.prompt.encode(), jnp.uint8)[None].astype(jnp.int32)
-    tokens = generate(
-        nnx.merge(graphdef, params),
-        key,
-        prompt,
-        config.sample_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-    )
-    return bytes(np.asarray(tokens[0], np.uint8)).decode(errors="replace")
+    _, _, graphdef = model_functions(config.model, config.seed, layout)
+
+    @functools.partial(jax.jit, out_shardings=layout.sharding())
+    def sample(params):
+        key = jax.random.fold_in(jax.random.key(config.seed), config.steps)
+        prompt = np.frombuffer(config.prompt.encode(), np.uint8)[None].astype(np.int32)
+        return generate(
+            nnx.merge(graphdef, params),
+            key,
+            prompt,
+            config.sample_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+        )
+
+    return bytes(np.asarray(sample(params)[0], np.uint8)).decode(errors="replace")
 
 
 def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
@@ -420,19 +480,23 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
     if config.model.dtype is None:
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
-    check_memory(config, jax.devices()[0])
+    layout, device = make_layout(config), jax.local_devices()[0]
+    check_memory(config, device, layout.mesh.shape)
     text = load_text(config)
-    init_state, train_step, eval_step = make_steps(config)
+    # Where it is, and where it goes, may have another name on another machine.
+    paths = {"data": None, "out_dir": None}
+    distributed.check_same({**flat_config(config), **paths, "text": text.sha256})
+    init_state, train_step, eval_step = make_steps(config, layout)
     params = jax.eval_shape(init_state).params
-    work = work_of(config.model, params, config.batch_size, jax.devices()[0])
-    describe(config, work, text, params)
+    work = work_of(config.model, params, config.batch_size, device, layout.mesh.size)
+    describe(config, layout, work, text, params)
 
     with RunFolder(config, text.sha256, restart=restart) as folder:
         error = speed = None
         finished = folder.last_step == config.steps
         if config.gradient_check and not finished:
-            error = check_gradients(config, text)
-        state = folder.resume(init_state)
+            error = check_gradients(config, text, layout)
+        state = folder.resume(init_state, layout.of)
         if finished:
             say(
                 "finished",
@@ -444,7 +508,7 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
                 say("resuming", f"after step {folder.last_step}, from {config.out_dir}")
             with stop_signals() as stopped:
                 state, speed = run_steps(
-                    config, work, text, folder, state, train_step, eval_step, stopped
+                    config, layout, work, text, folder, state, train_step, eval_step, stopped
                 )
 
         folder.plot()
@@ -457,7 +521,7 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
             val_loss=looks[-1] if looks else None,
             gradient_error=error,
             speed=speed,
-            sample=None if interrupted else sample_text(config, state.params),
+            sample=None if interrupted else sample_text(config, layout, state.params),
             interrupted=interrupted,
         )
 
@@ -466,30 +530,40 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     start = time.perf_counter()
-    flags = vars(make_parser((__doc__ or "").partition("\n")[0]).parse_args(argv))
+    parser = make_parser((__doc__ or "").partition("\n")[0])
+    distributed.add_process_flags(parser)
+    flags = vars(parser.parse_args(argv))
     restart = flags.pop("restart")
+    processes = {name: flags.pop(name) for name in distributed.FLAGS if name in flags}
     # To resume is to run the same again, but for what would delete the run.
     command = shlex.join(["python", sys.argv[0], *(a for a in argv if a != "--restart")])
     try:
         config = config_from_flags(flags)
+        distributed.join(processes)
         result = train(config, restart=restart)
+        distributed.finish()
     except UserError as error:
-        print(f"train_gpt.py: error: {error}", file=sys.stderr)
+        fail(error)
         return 2
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print(f"train_gpt.py: error: {out_of_memory(config)}", file=sys.stderr)
-        return 2
+    # What JAX raises where a message of another process does not come is of several types.
+    except Exception as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            fail(out_of_memory(config))
+            return 2
+        if distributed.lost(error):
+            return 3
+        raise
     except KeyboardInterrupt:
-        print()
+        if distributed.is_writer():
+            print()
         say("stopped", f"at once, without a new checkpoint; continue with: {command}")
         return 130
 
     if result.interrupted:
         say("stopped", f"after step {result.step}, checkpoint saved; resume with: {command}")
         return 130
-    print(f"\n{result.sample.strip()}\n")
+    if distributed.is_writer():
+        print(f"\n{result.sample.strip()}\n")
     speed = "" if result.speed is None else f", {result.speed}"
     say(
         "done",
@@ -500,4 +574,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(as_a_process(main))
+    try:
+        status = as_a_process(main)
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.exit(distributed.leave(status))

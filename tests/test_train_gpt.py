@@ -1,6 +1,7 @@
 """The training script: what it learns, checks and refuses, and how exactly it resumes."""
 
 import dataclasses
+import functools
 import json
 import os
 import runpy
@@ -27,6 +28,7 @@ from scripts.train_gpt import main, train
 from scripts.training import attention
 from scripts.training.files import MARK
 from scripts.training.memory import check_memory, parameter_count
+from scripts.training.mesh import make_layout
 from scripts.training.messages import UserError
 from scripts.training.process import as_a_process
 from scripts.training.run_folder import RunFolder
@@ -124,6 +126,11 @@ def flags(config, **changes):
         else:
             argv += [flag, "auto" if value is None else str(value)]
     return argv
+
+
+@functools.cache
+def one_device():
+    return make_layout(TINY)
 
 
 def metrics(config):
@@ -230,10 +237,10 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(config, corpus):
     text = load_text(config)
     init, loss_fn, _ = train_gpt.model_functions(config.model, seed=0)
     params = init()
-    batch = training_batch(text.train, 1, dataclasses.replace(config, accumulation=1))
+    batch = training_batch(text.train, 1, dataclasses.replace(config, accumulation=1), one_device())
     assert batch.shape == (1, 4, 13)
     whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch[0])
-    cut = training_batch(text.train, 1, dataclasses.replace(config, accumulation=4))
+    cut = training_batch(text.train, 1, dataclasses.replace(config, accumulation=4), one_device())
     assert cut.shape == (4, 1, 13)
     got = jax.jit(lambda p, b: train_gpt.mean_gradient(loss_fn, p, b))(params, cut)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), got, whole)
@@ -261,9 +268,11 @@ def test_a_gradient_is_clipped_by_its_global_norm(config):
 
 def test_half_precision_keeps_float32_parameters(config):
     model = dataclasses.replace(config.model, dtype="bfloat16")
-    init_state, train_step, _ = train_gpt.make_steps(dataclasses.replace(config, model=model))
+    init_state, train_step, _ = train_gpt.make_steps(
+        dataclasses.replace(config, model=model), one_device()
+    )
     text = load_text(config)
-    batch = training_batch(text.train, 1, config)
+    batch = training_batch(text.train, 1, config, one_device())
     shapes, _ = jax.eval_shape(train_step, jax.eval_shape(init_state), batch)
     dtypes = {x.dtype.name for x in jax.tree.leaves(shapes)}
     assert dtypes == {"float32", "int32"}
@@ -385,11 +394,11 @@ def test_what_cudnn_does_not_serve_is_one_sentence(monkeypatch):
 
 def test_batches_are_a_function_of_seed_and_step(config):
     text = load_text(config).train
-    first = training_batch(text, 3, config)
-    np.testing.assert_array_equal(first, training_batch(text, 3, config))
+    first = training_batch(text, 3, config, one_device())
+    np.testing.assert_array_equal(first, training_batch(text, 3, config, one_device()))
     for other in (
-        training_batch(text, 4, config),
-        training_batch(text, 3, dataclasses.replace(config, seed=1)),
+        training_batch(text, 4, config, one_device()),
+        training_batch(text, 3, dataclasses.replace(config, seed=1), one_device()),
     ):
         assert (first != other).any()
 
@@ -399,11 +408,11 @@ def test_windows_reach_both_ends_of_the_text(config):
     text = np.arange(14, dtype=np.uint8)
     starts = set()
     for step in range(20):
-        batch = training_batch(text, step, config)
-        np.testing.assert_array_equal(np.diff(batch.astype(int)), 1)
+        batch = np.asarray(training_batch(text, step, config, one_device()), int)
+        np.testing.assert_array_equal(np.diff(batch), 1)
         starts |= set(batch[..., 0].ravel().tolist())
     assert starts == {0, 1}
-    held_out = held_out_batches(text, config)
+    held_out = held_out_batches(text, config, one_device())
     assert held_out.shape == (4, 2, 13)
     assert (held_out[0, 0, 0], held_out[-1, -1, -1]) == (0, 13)
 
@@ -510,7 +519,7 @@ def test_gradients_of_the_whole_model_agree_with_the_reference(config, attention
     if attention == "interpret":
         request.getfixturevalue("kernel_case")
     config = checked(config, attention, context=40)
-    error, name = train_gpt.gradient_error(config, load_text(config))
+    error, name = train_gpt.gradient_error(config, load_text(config), one_device())
     # Not the reference compared with itself, and far inside the bound.
     assert 0 < error < train_gpt.GRADIENT_BOUND / 10, name
 
@@ -575,11 +584,11 @@ class Killed(BaseException):
 def die_at_batch(monkeypatch, step):
     real = train_gpt.training_batch
 
-    def training_batch(text, at, config):
+    def training_batch(text, at, *args):
         # The first batch of a session is also made for compiling.
         if at == step and dies.pop("waits", None) is None:
             raise Killed
-        return real(text, at, config)
+        return real(text, at, *args)
 
     dies = {"waits": True} if step == 1 else {}
     monkeypatch.setattr(train_gpt, "training_batch", training_batch)
@@ -682,10 +691,10 @@ def test_a_process_killed_while_it_writes_checkpoints_resumes(config, tmp_path, 
 def test_an_interrupt_saves_and_says_how_to_resume(finished, config, monkeypatch, capsys, number):
     real = train_gpt.training_batch
 
-    def training_batch(text, step, config):
+    def training_batch(text, step, *args):
         if step == 7:
             os.kill(os.getpid(), number)
-        return real(text, step, config)
+        return real(text, step, *args)
 
     before = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
     monkeypatch.setattr(sys, "argv", ["scripts/train_gpt.py"])
@@ -954,7 +963,7 @@ def test_sizes_are_held_against_the_memory_of_a_gpu():
     with pytest.raises(UserError) as caught:
         check_memory(PRESETS["gpt2-small"], gpu)
     assert "got 85,150,464 parameters, which with" in str(caught.value)
-    assert "of 2.0 GB: choose a smaller model, or a smaller batch by --accu" in str(caught.value)
+    assert "of 2.0 GB: choose a smaller model, a smaller batch by --accumula" in str(caught.value)
 
 
 def test_a_device_that_runs_out_of_memory_is_one_sentence(config, monkeypatch, capsys):

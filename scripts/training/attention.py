@@ -1,5 +1,8 @@
 """Which attention layer the GPT of `train_gpt.py` is built with, and what serves it here."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import jax
 import jax.numpy as jnp
 
@@ -36,15 +39,28 @@ def attention_layer(model: GPTConfig) -> type[SelfAttention]:
     return CudnnSelfAttention if model.attention == "cudnn" else SelfAttention
 
 
-def explain_attention(model: GPTConfig, sequences: int) -> tuple[str, str]:
+def explain_attention(
+    model: GPTConfig, sequences: int, sizes: Mapping[str, int] = MappingProxyType({})
+) -> tuple[str, str]:
     """Which attention serves a training step on `sequences` full contexts, and the reasons.
+
+    Args:
+        model: The shape of the model.
+        sequences: How many contexts are computed at once.
+        sizes: Of the axes of a mesh. Told is what serves the part of one device.
 
     Raises:
         UserError: The one asked for does not serve it here.
     """
     query, key = (
         jax.ShapeDtypeStruct(
-            (sequences, model.context, heads, model.head_dim), jnp.dtype(model.dtype)
+            (
+                sequences // (sizes.get("data", 1) * sizes.get("fsdp", 1)),
+                model.context,
+                heads // sizes.get("tensor", 1),
+                model.head_dim,
+            ),
+            jnp.dtype(model.dtype),
         )
         for heads in (model.num_heads, model.kv_heads)
     )

@@ -26,6 +26,7 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+from scripts.training.distributed import barrier, is_writer
 from scripts.training.files import MARK, cause, read_marked, sync_folder
 from scripts.training.messages import UserError, warn
 
@@ -96,16 +97,22 @@ class Checkpoints:
     def save(self, step: int, state, files: dict[str, str]):
         """Writes a checkpoint, with further files beside the state.
 
+        Called by all processes: each writes its parts of the state, one of them all the rest.
+
         Raises:
             UserError: It could not be written; the one before is whole.
         """
         unfinished = self.path / UNFINISHED
         folder = unfinished / str(step)
         try:
-            self.remove(self.steps()[: -max(self._keep - 1, 1)])
-            folder.mkdir(parents=True)
+            if is_writer():
+                self.remove(self.steps()[: -max(self._keep - 1, 1)])
+                folder.mkdir(parents=True)
+            barrier("folder of a checkpoint")
             with _quiet_orbax():
                 self._orbax.save(folder / STATE, args=ocp.args.StandardSave(state))
+            if not is_writer():
+                return
             for name, content in files.items():
                 (folder / name).write_text(content)
             hashes = {name: _sha256(folder / name, sync=True) for name in _files(folder)}
@@ -131,9 +138,22 @@ class Checkpoints:
                 f"step {step} in {str(self.path)!r}: {kept}; mend this, then run the same again."
             ) from error
 
-    def restore(self, step: int, init_state):
-        """The state of a checkpoint; `init_state` says what it is made of."""
+    def restore(self, step: int, init_state, lie=None):
+        """The state of a checkpoint, read by all processes.
+
+        Args:
+            step: That of the checkpoint.
+            init_state: Says what the state is made of.
+            lie: From that to the sharding of each array, which need not be the one that was
+                written; None is one device.
+        """
         shapes = jax.eval_shape(init_state)
+        if lie is not None:
+            shapes = jax.tree.map(
+                lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+                shapes,
+                lie(shapes),
+            )
         try:
             with _quiet_orbax():
                 return self._orbax.restore(

@@ -2,6 +2,9 @@
 
 import sys
 
+# Of several processes the first one speaks; errors and warnings of the others have their number.
+process = 0
+
 
 class UserError(ValueError):
     """A mistake in what was asked for, or a machine that cannot do it: told in one sentence."""
@@ -9,9 +12,20 @@ class UserError(ValueError):
 
 def say(label: str, text: str):
     """Prints a labelled line, at once even into a file."""
-    print(f"{label:<11}{text}", flush=True)
+    if process == 0:
+        print(f"{label:<11}{text}", flush=True)
 
 
 def warn(text: str):
     """Prints what went wrong and was mended, beside the output."""
-    print(f"train_gpt.py: warning: {text}", file=sys.stderr, flush=True)
+    _complain("warning", text)
+
+
+def fail(text: object):
+    """Prints why the script ends."""
+    _complain("error", text)
+
+
+def _complain(kind: str, text: object):
+    who = f"process {process}: " if process else ""
+    print(f"train_gpt.py: {who}{kind}: {text}", file=sys.stderr, flush=True)

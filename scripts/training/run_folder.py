@@ -10,8 +10,9 @@
 What is not in this list is not touched, and a folder that has one of these without the mark is
 refused.
 
-The process may be killed at any moment: files are replaced or appended such that what is then on
-the disk is a run to resume.
+Of several processes one opens the folder and writes to it; only the arrays of a checkpoint are
+written by all. Any may be killed at any moment: files are replaced or appended such that what is
+then on the disk is a run to resume.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ import dataclasses
 import io
 import json
 import os
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from matplotlib.figure import Figure
 
 from models.gpt import GPTConfig
 from scripts.training.checkpoints import Checkpoints
+from scripts.training.distributed import from_writer, is_writer
 from scripts.training.files import (
     CHECKPOINTS,
     CURVES,
@@ -43,6 +47,8 @@ from scripts.training.restart import BEFORE_RESTART, Aside
 from scripts.training.settings import TrainConfig, flat_config
 
 LOCK = "train_gpt.lock"
+# Seconds until every process sees what one has written.
+SEEN_WITHIN = 60
 
 
 class RunFolder:
@@ -76,6 +82,13 @@ class RunFolder:
         self.last_step = 0
 
     def __enter__(self):
+        self.last_step = from_writer(self._open)
+        self._refuse_a_folder_of_our_own()
+        return self
+
+    def _open(self) -> int:
+        """Locks and mends the folder; returns the step of the checkpoint to resume, 0 for none."""
+        last_step = 0
         with contextlib.ExitStack() as stack, told(self.path):
             self._refuse_what_is_not_ours()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -89,14 +102,28 @@ class RunFolder:
             # A run without a checkpoint has nothing to lose, so its settings may be replaced.
             elif self._checkpoints.named():
                 self._refuse_other_settings()
-                self.last_step = self._checkpoints.newest()
+                last_step = self._checkpoints.newest()
             replace_file(self.path / RUN, self._run_json())
             self._exit = stack.pop_all()
-        return self
+        return last_step
 
     def __exit__(self, *error):
         with told(self.path, "see before-restart/ there for the run that was to be replaced"):
             self._exit.close()
+
+    def _refuse_a_folder_of_our_own(self):
+        """Raises where this process does not see what the writer has written."""
+        written = from_writer(lambda: zlib.crc32((self.path / RUN).read_bytes()) >> 1)
+        # File systems of networks may take a while to show what others write.
+        for _ in range(SEEN_WITHIN):
+            with contextlib.suppress(OSError):
+                if zlib.crc32((self.path / RUN).read_bytes()) >> 1 == written:
+                    return
+            time.sleep(1)
+        raise UserError(
+            f"`out_dir` must be one folder for all processes; got {self._name!r}, where this one "
+            f"does not see the {RUN} that process 0 has written: put it on a shared file system."
+        )
 
     def _run_json(self) -> str:
         return json.dumps(self._settings, indent=2) + "\n"
@@ -156,18 +183,22 @@ class RunFolder:
                 "settings, pass another --out-dir, or replace that run by --restart."
             )
 
-    def resume(self, init_state):
-        """Returns the newest checkpoint, or `init_state()`; the metrics are those up to it."""
+    def resume(self, init_state, lie=None):
+        """Returns the newest checkpoint, or `init_state()`; the metrics are those up to it.
+
+        `lie` says where the state's arrays belong; see `Checkpoints.restore`.
+        """
         content = ""
         if self.last_step:
             content = self._checkpoints.read(self.last_step, METRICS)
         self._lines = [json.loads(line) for line in content.splitlines()]
-        with told(self.path):
-            self._compare_metrics(content)
-            replace_file(self.path / METRICS, content)
+        if is_writer():
+            with told(self.path):
+                self._compare_metrics(content)
+                replace_file(self.path / METRICS, content)
         if not self.last_step:
             return init_state()
-        return self._checkpoints.restore(self.last_step, init_state)
+        return self._checkpoints.restore(self.last_step, init_state, lie)
 
     def _compare_metrics(self, content: str):
         """Says so if metrics.jsonl is not what was written up to the checkpoint."""
@@ -187,13 +218,14 @@ class RunFolder:
 
     def append(self, lines: list[dict[str, Any]]):
         """Adds lines to metrics.jsonl, on the disk when this returns."""
-        with (
-            told(self.path, f"{self._whole()}; mend this, then run the same again"),
-            open(self.path / METRICS, "a") as file,
-        ):
-            file.writelines(_json_lines(lines))
-            file.flush()
-            os.fsync(file.fileno())
+        if is_writer():
+            with (
+                told(self.path, f"{self._whole()}; mend this, then run the same again"),
+                open(self.path / METRICS, "a") as file,
+            ):
+                file.writelines(_json_lines(lines))
+                file.flush()
+                os.fsync(file.fileno())
         self._lines += lines
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -202,6 +234,8 @@ class RunFolder:
 
     def plot(self):
         """Draws the loss curves, without a display."""
+        if not is_writer():
+            return
         figure, lines = Figure(figsize=(7, 4), layout="constrained"), self._lines
         axes = figure.subplots()
         steps, losses = [x["step"] for x in lines], [x["loss"] for x in lines]
@@ -225,8 +259,9 @@ class RunFolder:
         files = {METRICS: "".join(_json_lines(self._lines)), RUN: self._run_json()}
         self._checkpoints.save(step, state, files)
         self.last_step = step
-        with told(self.path, f"{self._whole()}; mend this, then run the same again"):
-            self._aside.settle()
+        if is_writer():
+            with told(self.path, f"{self._whole()}; mend this, then run the same again"):
+                self._aside.settle()
 
     def _whole(self) -> str:
         if not self.last_step:

@@ -6,6 +6,7 @@ import typing
 from typing import Any
 
 from models.gpt import GPTConfig
+from models.sharding import AXES
 from scripts.training.messages import UserError
 
 # What is computed in float32 must be a number there, and those that divide must not be zero.
@@ -55,6 +56,8 @@ class TrainConfig:
         model: The shape of the model; its fields are flags of their own.
         data: Text file, or folder of text files, to train on; auto is Python's standard library.
         out_dir: Folder of the run's results; a run found there is resumed.
+        mesh: Devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; auto is all of them on
+            data. A run may go on with another mesh, which only adds in another order.
         seed: Decides the initial parameters, the order of the data and the sample.
         steps: Number of optimizer updates.
         batch_size: Sequences per update.
@@ -82,6 +85,7 @@ class TrainConfig:
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     data: str | None = dataclasses.field(default=None, compare=False)
     out_dir: str = dataclasses.field(default="runs/gpt", compare=False)
+    mesh: str | None = dataclasses.field(default=None, compare=False)
     seed: int = 0
     steps: int = 800
     batch_size: int = 16
@@ -126,6 +130,8 @@ class TrainConfig:
                 raise UserError(
                     f"`{name}` must be a path; got '', as of a shell variable that is not set."
                 )
+        if self.mesh is not None:
+            mesh_sizes(self.mesh)
         if not self.prompt:
             raise UserError("`prompt` must have at least one byte; got ''.")
         try:
@@ -137,6 +143,30 @@ class TrainConfig:
     def microbatch(self) -> int:
         """Sequences computed at once."""
         return self.batch_size // self.accumulation
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """The size of each axis of a mesh as `TrainConfig.mesh` has it; what is left out is 1.
+
+    Raises:
+        UserError: It is written in another way.
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    seen = set()
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in sizes:
+            raise UserError(
+                f"`mesh` must have axes of {', '.join(AXES)}; got {name!r} in {text!r}."
+            )
+        if name in seen or not (size.isascii() and size.isdecimal() and 0 < int(size) <= INT):
+            raise UserError(
+                f"`mesh` must give each axis once, with a positive size, as in data=2,fsdp=4; got "
+                f"{text!r}."
+            )
+        seen.add(name)
+        sizes[name] = int(size)
+    return sizes
 
 
 def flat_config(config: TrainConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How fast training is: tokens a second, and the model FLOP utilisation (MFU) of the device.
 
-    MFU = FLOPs of a token * tokens per second / peak FLOPs per second
+    MFU = FLOPs of a token * tokens per second / peak FLOPs per second of all devices
 
 After PaLM (https://arxiv.org/abs/2204.02311, appendix B) a token costs
 
@@ -52,12 +52,12 @@ class Speed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What an update asks of a device.
+    """What an update asks of the devices.
 
     Attributes:
         tokens: Tokens of an update.
         flops_per_token: See the module.
-        peak: FLOP/s of the device; None if its kind is not in the table.
+        peak: FLOP/s of all devices; None if their kind is not in the table.
     """
 
     tokens: int
@@ -80,14 +80,19 @@ class Work:
         )
 
 
-def work_of(model: GPTConfig, params: Any, sequences: int, device: jax.Device) -> Work:
-    """The work of an update on `sequences` full contexts; `params` may be shapes."""
+def work_of(
+    model: GPTConfig, params: Any, sequences: int, device: jax.Device, count: int = 1
+) -> Work:
+    """The work of an update on `sequences` full contexts by `count` such devices.
+
+    `params` may be shapes.
+    """
     parameters = _size(params) - _size(params["embedding"])
     attention = 12 * model.num_layers * model.embed_dim * model.context // 2
     return Work(
         tokens=sequences * model.context,
         flops_per_token=6 * parameters + attention,
-        peak=PEAK_FLOPS.get(device.device_kind),
+        peak=PEAK_FLOPS[kind] * count if (kind := device.device_kind) in PEAK_FLOPS else None,
     )
 
 

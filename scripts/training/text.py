@@ -10,8 +10,10 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
+from models.sharding import EXAMPLES, Layout
 from scripts.training.files import cause, is_run_folder
 from scripts.training.messages import UserError
 from scripts.training.settings import TrainConfig
@@ -145,21 +147,31 @@ def load_text(config: TrainConfig) -> Text:
     return Text(train, held_out, *names, left_out)
 
 
-def windows(text: np.ndarray, starts: np.ndarray, config: TrainConfig) -> np.ndarray:
-    """Cuts windows one longer than the context, `[parts, microbatch, context + 1]`."""
-    length = config.model.context + 1
-    return text[starts[:, None] + np.arange(length)].reshape(-1, config.microbatch, length)
+def windows(text: np.ndarray, starts: np.ndarray, config: TrainConfig, layout: Layout) -> jax.Array:
+    """Cuts windows one longer than the context, `[parts, microbatch, context + 1]`.
+
+    Each process cuts those that its devices compute, and no others.
+    """
+    starts = starts.reshape(-1, config.microbatch)
+    positions = np.arange(config.model.context + 1)
+
+    def cut(index):
+        return text[starts[index[:2]][..., None] + positions]
+
+    return jax.make_array_from_callback(
+        (*starts.shape, len(positions)), layout.sharding(None, EXAMPLES), cut
+    )
 
 
-def training_batch(text: np.ndarray, step: int, config: TrainConfig) -> np.ndarray:
+def training_batch(text: np.ndarray, step: int, config: TrainConfig, layout: Layout) -> jax.Array:
     """The batch of one update: random windows, a function of (seed, step) and nothing else."""
     rng = np.random.default_rng([config.seed, step])
     starts = rng.integers(0, len(text) - config.model.context, config.batch_size)
-    return windows(text, starts, config)
+    return windows(text, starts, config, layout)
 
 
-def held_out_batches(text: np.ndarray, config: TrainConfig) -> np.ndarray:
+def held_out_batches(text: np.ndarray, config: TrainConfig, layout: Layout) -> jax.Array:
     """Windows spread evenly over the held-out text, the same at every look."""
     last = len(text) - config.model.context - 1
     starts = np.linspace(0, last, config.eval_batches * config.batch_size).astype(int)
-    return windows(text, starts, config)
+    return windows(text, starts, config, layout)

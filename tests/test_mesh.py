@@ -1,0 +1,503 @@
+"""Training on several devices and in several processes: the same run, whatever it is divided by.
+
+Eight CPUs are simulated for the meshes, whose number is fixed when JAX starts, so that these checks
+run in a process of their own. Several processes are real ones, on this machine.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import models.sharding
+from models.gpt import GPT, GPTConfig
+from models.sharding import AXES, Layout
+from scripts import train_gpt
+from scripts.train_gpt import main, train
+from scripts.training import distributed, last_words, messages
+from scripts.training.checkpoints import Checkpoints
+from scripts.training.mesh import make_layout
+from scripts.training.settings import TrainConfig, mesh_sizes
+from scripts.training.text import load_text, training_batch
+
+DEVICES, STEPS = 8, 12
+
+TINY = TrainConfig(
+    model=GPTConfig(
+        context=12, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=16, attention="reference"
+    ),
+    steps=STEPS,
+    batch_size=8,
+    accumulation=2,
+    learning_rate=1e-2,
+    warmup_steps=2,
+    eval_every=4,
+    eval_batches=2,
+    log_every=3,
+    checkpoint_every=5,
+    keep_checkpoints=2,
+    gradient_check=False,
+    sample_tokens=8,
+)
+# Of the losses of two meshes, which add in other orders, over the updates of a run.
+CLOSE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for word in ("apple", "banana", "cherry", "damson", "elder", "fig", "grape"):
+        (folder / f"{word}.txt").write_text(f"a {word} a day, " * 40)
+    return folder
+
+
+def metrics(config):
+    """The lines of metrics.jsonl without what a clock has measured."""
+    lines = [json.loads(x) for x in Path(config.out_dir, "metrics.jsonl").read_text().splitlines()]
+    return [{k: line[k] for k in ("step", "loss", "val_loss", "lr")} for line in lines]
+
+
+def assert_close(got, want):
+    assert [line["step"] for line in got] == [line["step"] for line in want]
+    for name in ("loss", "val_loss", "lr"):
+        x, y = ([line[name] or 0.0 for line in lines] for lines in (got, want))
+        np.testing.assert_allclose(x, y, rtol=CLOSE, err_msg=name)
+
+
+# ------------------------------------------------------------------------------------ eight devices
+
+
+def mesh_of(count):
+    """All on the axis `data`."""
+    devices = jax.devices()[:count]
+    types = (AxisType.Auto,) * len(AXES)
+    return Layout(jax.make_mesh((count, 1, 1, 1), AXES, axis_types=types, devices=devices))
+
+
+class Killed(BaseException):
+    """Stands for a process that ends here."""
+
+
+@contextlib.contextmanager
+def replaced(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def check_meshes_train_alike(config):
+    """Parameters, batch, tokens and heads divided in turn; gradients checked; remat."""
+    one = dataclasses.replace(config, out_dir=f"{config.out_dir}-1")
+    with replaced(train_gpt, "make_layout", lambda config: mesh_of(1)):
+        sample = train(one).sample
+    for mesh, changes in (
+        ("data=2,fsdp=2,tensor=2", {"remat": True, "attention": "xla"}),
+        ("fsdp=2,sequence=2,tensor=2", {}),
+    ):
+        run = dataclasses.replace(
+            config,
+            mesh=mesh,
+            out_dir=f"{config.out_dir}-{mesh}",
+            model=dataclasses.replace(config.model, **changes),
+            gradient_check="remat" in changes,
+        )
+        # Killed, and resumed where all is divided otherwise.
+        die = replaced(train_gpt, "training_batch", dying_at(7))
+        if not changes:
+            with contextlib.suppress(Killed), die:
+                train(run)
+            run = dataclasses.replace(run, mesh="data=4,tensor=2")
+        result = train(run)
+        assert_close(metrics(run), metrics(one))
+        assert result.sample == sample
+        assert changes == {} or 0 < result.gradient_error < train_gpt.GRADIENT_BOUND / 10
+
+
+def dying_at(step):
+    def training_batch(text, at, *args, real=train_gpt.training_batch):
+        if at == step:
+            raise Killed
+        return real(text, at, *args)
+
+    return training_batch
+
+
+def check_each_device_holds_its_part(config):
+    """Of parameters and moments, when they are made and when they are read again."""
+    config = dataclasses.replace(config, mesh="data=2,fsdp=2,tensor=2")
+    layout = make_layout(config)
+    init_state, train_step, _ = train_gpt.make_steps(config, layout)
+    state = init_state()
+    checkpoints = Checkpoints(Path(config.out_dir, "checkpoints"))
+    checkpoints.save(1, state, {})
+    assert int(state.step) == 0
+    read = checkpoints.restore(1, init_state, layout.of)
+    other = make_layout(dataclasses.replace(config, mesh="fsdp=4,tensor=2"))
+    moved = checkpoints.restore(1, init_state, other.of)
+    for some, parts in ((state, 4), (read, 4), (moved, 8)):
+        leaves = jax.tree.leaves_with_path(some)
+        matrices = [x for path, x in leaves if x.ndim > 1]
+        # Parameters, and two moments of each.
+        assert len(matrices) == 3 * (1 + 2 * 7)
+        for x in matrices:
+            (size,) = {shard.data.size for shard in x.addressable_shards}
+            # That of the bytes has no tensor axis.
+            assert size == x.size / (parts // 2 if 256 in x.shape else parts)
+        for (_, x), y in zip(leaves, jax.tree.leaves(state), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+    # Weights are gathered, and never what is computed from the text.
+    batch = training_batch(load_text(config).train, 1, config, layout)
+    text = train_step.lower(state, batch).compile().as_text()
+    gathered = re.findall(r" = \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
+    weights = {"16,2,4", "16,1,4", "2,4,16", "16,32", "32,16", "16,256", "256,16"}
+    assert set(gathered) <= weights, gathered
+    assert "all-to-all" not in text
+
+
+def test_eight_devices_train_as_one_does(corpus, tmp_path):
+    environment = os.environ | {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} "
+        f"--xla_force_host_platform_device_count={DEVICES}",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, __file__, str(corpus), str(tmp_path / "run")]
+    done = subprocess.run(
+        command, env=environment | CHEAP, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = done.stdout
+    assert "device     8 x cpu (cpu), " in out
+    assert "mesh       data=2, fsdp=2, tensor=2\n" in out
+    assert "at once, a device computes 1 of 4 examples\n" in out
+    assert "with 2 of 4 heads and 32 of 64 hidden units\n" in out
+    assert "it holds 1/4 of every matrix of parameters, and their optimizer state\n" in out
+    assert "and 6 of their 12 tokens (attention sees all)\n" in out
+
+
+# -------------------------------------------------------------------------------- several processes
+
+# The same programs in all processes, of which nobody waits for the optimiser.
+CHEAP = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+GONE = f"{distributed.LOST}\n"
+
+
+def flags(config):
+    """The command line of a configuration of this file."""
+    model = {f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)}
+    values = model | {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
+    argv = []
+    for name in values.keys() - {"model", "vocab_size"}:
+        flag, value = "--" + name.replace("_", "-"), values[name]
+        if isinstance(value, bool):
+            argv.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            argv += [flag, "auto" if value is None else str(value)]
+    return argv
+
+
+class Processes:
+    """Some processes of one run, each with some devices.
+
+    Args:
+        config: Their settings.
+        count: How many there are; a single one is no `jax.distributed`'s.
+        cache: A folder for compiled programs.
+        devices: How many devices each has.
+    """
+
+    def __init__(self, config, count, cache, devices=1):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = os.environ | CHEAP | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+        environment["XLA_FLAGS"] = (
+            f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+        )
+        several = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count)]
+        self.config = config
+        self.outputs = [Path(f"{config.out_dir}.{i}") for i in range(count)]
+        self.all = []
+        for i, output in enumerate(self.outputs):
+            which = [*several, "--process-id", str(i)] if count > 1 else []
+            with open(output, "a") as out, open(f"{output}.err", "a") as err:
+                self.all.append(
+                    subprocess.Popen(
+                        [sys.executable, train_gpt.__file__, *flags(config), *which],
+                        env=environment,
+                        stdout=out,
+                        stderr=err,
+                    )
+                )
+
+    def wait_for(self, steps, limit=240):
+        """Until metrics.jsonl has so many lines, or the run has ended."""
+        path = Path(self.config.out_dir, "metrics.jsonl")
+        deadline = time.monotonic() + limit
+        while not path.exists() or path.read_text().count("\n") < steps:
+            if any(process.poll() is not None for process in self.all):
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def ended(self, within=240):
+        """The exit status of each."""
+        deadline = time.monotonic() + within
+        try:
+            return [p.wait(max(deadline - time.monotonic(), 0.1)) for p in self.all]
+        finally:
+            for process in self.all:
+                process.kill()
+
+    def errors(self):
+        """What each wrote to its standard error since the start of the first."""
+        # The program behind it may write a moment after the end.
+        time.sleep(0.5)
+        return [Path(f"{output}.err").read_text() for output in self.outputs]
+
+
+def long_run(config, corpus, **changes):
+    """Many short steps with a checkpoint after every other: a kill falls anywhere among them."""
+    settings = {"steps": 40, "log_every": 1, "checkpoint_every": 2} | changes
+    return dataclasses.replace(config, data=str(corpus), **settings)
+
+
+def test_a_killed_process_ends_the_others_and_the_run_resumes_to_the_same_bits(corpus, tmp_path):
+    config = long_run(TINY, corpus, out_dir=str(tmp_path / "run"))
+    processes = Processes(config, 2, tmp_path)
+    processes.wait_for(random.randrange(1, 30))
+    which = random.randrange(2)
+    processes.all[which].send_signal(signal.SIGKILL)
+    assert processes.ended(within=60)[1 - which] not in (0, 2)
+    errors = processes.errors()
+    assert errors[1 - which] == GONE
+    assert errors[which] == ""
+    assert len(metrics(config)) < config.steps
+
+    processes = Processes(config, 2, tmp_path)
+    whole = dataclasses.replace(config, out_dir=str(tmp_path / "whole"))
+    one = Processes(whole, 1, tmp_path, devices=2)
+    assert processes.ended() == [0, 0], processes.errors()
+    assert one.ended() == [0], one.errors()
+    assert metrics(config) == metrics(whole)
+    out = processes.outputs[0].read_text()
+    assert "device     2 x cpu (cpu) of 2 processes" in out
+    sample = re.search(r"\n\n.*\n\ndone ", one.outputs[0].read_text(), re.DOTALL)[0]
+    assert sample in out
+    # One speaks; the other's runtime may greet.
+    assert "device" not in processes.outputs[1].read_text()
+
+
+@pytest.mark.extended
+def test_ten_kills_at_random_moments_lose_and_double_no_step(corpus, tmp_path):
+    config = long_run(TINY, corpus, out_dir=str(tmp_path / "run"), steps=300)
+    for kill in range(10):
+        processes = Processes(config, 2, tmp_path)
+        moment = random.uniform(0, 25)
+        time.sleep(moment)
+        which = random.randrange(2)
+        processes.all[which].send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        processes.ended(within=90)
+        print(
+            f"kill {kill}: process {which} after {moment:.1f} s; {time.monotonic() - started:.1f}"
+        )
+    processes = Processes(config, 2, tmp_path)
+    whole = dataclasses.replace(config, out_dir=str(tmp_path / "whole"))
+    one = Processes(whole, 1, tmp_path, devices=2)
+    assert processes.ended() == [0, 0], processes.errors()
+    assert one.ended() == [0], one.errors()
+    assert metrics(config) == metrics(whole)
+
+
+@pytest.mark.extended
+def test_sigterm_on_one_of_four_processes_saves_on_all(corpus, tmp_path):
+    config = long_run(
+        TINY, corpus, out_dir=str(tmp_path / "run"), checkpoint_every=1000, mesh="fsdp=2,tensor=2"
+    )
+    processes = Processes(config, 4, tmp_path)
+    processes.wait_for(7)
+    processes.all[2].send_signal(signal.SIGTERM)
+    assert processes.ended() == [130] * 4, processes.errors()
+    out = processes.outputs[0].read_text()
+    stopped = int(re.search(r"stopped    after step (\d+), checkpoint saved", out)[1])
+    assert 7 <= stopped < 40
+    assert [x["step"] for x in metrics(config)] == list(range(1, stopped + 1))
+    # With other processes, and another mesh.
+    config = dataclasses.replace(config, mesh="data=2,fsdp=2")
+    processes = Processes(config, 2, tmp_path, devices=2)
+    assert processes.ended() == [0, 0], processes.errors()
+    assert f"resuming   after step {stopped}," in processes.outputs[0].read_text()
+    whole = dataclasses.replace(config, out_dir=str(tmp_path / "whole"), mesh=None)
+    one = Processes(whole, 1, tmp_path)
+    assert one.ended() == [0], one.errors()
+    assert_close(metrics(config), metrics(whole))
+
+
+@pytest.mark.extended
+def test_a_process_that_gives_no_sign_ends_the_others(corpus, tmp_path):
+    """As where a machine is cut off: no connection is closed, and heartbeats stay away."""
+    config = long_run(TINY, corpus, out_dir=str(tmp_path / "run"), steps=100_000)
+    processes = Processes(config, 2, tmp_path)
+    processes.wait_for(7)
+    processes.all[1].send_signal(signal.SIGSTOP)
+    processes.all[0].wait(60)
+    processes.all[1].kill()
+    processes.ended()
+    assert processes.errors()[0] == GONE
+
+
+@pytest.mark.extended
+def test_processes_of_different_settings_are_refused(corpus, tmp_path):
+    config = long_run(TINY, corpus, out_dir=str(tmp_path / "run"))
+    real, made = flags, iter(range(2))
+    with replaced(sys.modules[__name__], "flags", lambda x: [*real(x), "--seed", str(next(made))]):
+        processes = Processes(config, 2, tmp_path)
+    assert set(processes.ended(within=90)) <= {2, 3, -signal.SIGABRT}
+    assert "`seed` must be the same in all processes; got other values in process 1" in "".join(
+        processes.errors()
+    )
+
+
+# ---------------------------------------------------------------------------------------- the parts
+
+
+def test_every_parameter_has_one_rule():
+    model = nnx.eval_shape(lambda: GPT(TINY.model, rngs=nnx.Rngs(0)))
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
+    ]
+    specs = {path: models.sharding.rule(path) for path in paths}
+    assert len(paths) == 1 + 2 * 9 + 1
+    assert specs["blocks/1/attention/out/kernel"] == P("tensor", None, "fsdp")
+    with pytest.raises(ValueError, match="one line for each parameter; got \\[\\] for a/kernel"):
+        models.sharding.rule("a/kernel")
+
+
+def test_axes_that_are_left_out_have_one_device():
+    sizes = {"data": 1, "fsdp": 2, "sequence": 1, "tensor": 4}
+    assert mesh_sizes("tensor=4,fsdp=2") == sizes
+
+
+MESHES = [
+    ("model=8", "`mesh` must have axes of data, fsdp, sequence, tensor; got 'model' in 'model=8'"),
+    ("data=4,,fsdp=2", "`mesh` must have axes of data, fsdp, sequence, tensor; got '' in"),
+    ("data", "`mesh` must give each axis once, with a positive size, as in data=2,fsdp=4; got"),
+    ("data=0", "`mesh` must give each axis once, with a positive size"),
+    ("data=-8", "`mesh` must give each axis once, with a positive size"),
+    ("data=4,data=2", "`mesh` must give each axis once, with a positive size"),
+    ("data=4", "`mesh` must multiply to the number of devices; got data=4, which is 4, and 8 of"),
+    ("data=3,fsdp=3", "`mesh` must multiply to the number of devices; got data=3,fsdp=3, which is"),
+    ("auto", "batch_size / accumulation, 4, by data times fsdp; got data=8 (every device there"),
+    ("data=4,fsdp=2", "divide the run's batch_size / accumulation, 4, by data times fsdp; got"),
+    ("sequence=8", "`mesh` must divide the run's context, 12, by sequence; got sequence=8, which"),
+    ("tensor=8", "`mesh` must divide the run's num_heads, 4, by tensor; got tensor=8, which is 8"),
+    ("data=2,tensor=4", "`mesh` must divide the run's num_kv_heads, 2, by tensor; got"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "fragment"), MESHES)
+def test_a_mesh_that_does_not_fit_is_one_sentence(mesh, fragment, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: DEVICES)
+    assert main([*flags(TINY), "--mesh", mesh]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("train_gpt.py: error: `mesh` must ")
+    assert fragment in error
+
+
+ALL = "--coordinator a:1 --num-processes 2 --process-id"
+PROCESSES = [
+    (
+        "--process-id 0",
+        "`coordinator`, `num_processes` and `process_id` must be given together",
+    ),
+    ("--coordinator a:1 --num-processes 2", "got --coordinator a:1, --num-processes 2 alone: add"),
+    (
+        "--cluster --process-id 1",
+        "`cluster` must stand alone, because it finds the rest itself",
+    ),
+    (
+        "--coordinator a --num-processes 2 --process-id 0",
+        "`coordinator` must be HOST:PORT; got",
+    ),
+    ("--coordinator a:x --num-processes 2 --process-id 0", "`coordinator` must be HOST:PORT; got"),
+    ("--coordinator :9 --num-processes 2 --process-id 0", "`coordinator` must be HOST:PORT; got"),
+    ("--coordinator a:70000 --num-processes 2 --process-id 0", "`coordinator` must be HOST:PORT"),
+    (
+        f"{ALL} 2",
+        "`num_processes` - 1; got 2 of 2",
+    ),
+    (f"{ALL} -1", "`num_processes` - 1; got -1 of 2"),
+    ("--coordinator a:1 --num-processes 0 --process-id 0", "`num_processes` - 1; got 0 of 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "fragment"), PROCESSES)
+def test_flags_of_processes_that_contradict_are_one_sentence(arguments, fragment, capsys):
+    assert main([*flags(TINY), *shlex.split(arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("train_gpt.py: error: `")
+    assert fragment in error
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"a warning\nand another", b"a warning\nand another"),
+        (b"E1 an error\nF2 " + last_words.ABORT + b". Stack:\n@ 0x1\n", b"what became of it\n"),
+        (b"E1 an error\n" + last_words.SPOKEN, b"what became of it\n"),
+        (b"", b""),
+    ],
+)
+def test_pages_about_a_death_become_a_sentence(written, shown):
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", last_words.__file__, "what became of it"],
+        input=written,
+        stderr=subprocess.PIPE,
+        check=True,
+    )
+    assert done.stderr == shown
+
+
+def test_the_first_process_speaks_and_the_others_say_who_they_are(capsys, monkeypatch):
+    messages.say("label", "text")
+    messages.fail("why")
+    monkeypatch.setattr(messages, "process", 3)
+    messages.say("label", "more")
+    messages.fail("why")
+    out, err = capsys.readouterr()
+    assert out == "label      text\n"
+    assert err == "train_gpt.py: error: why\ntrain_gpt.py: process 3: error: why\n"
+
+
+if __name__ == "__main__":
+    config = dataclasses.replace(TINY, data=sys.argv[1], out_dir=sys.argv[2])
+    check_meshes_train_alike(config)
+    check_each_device_holds_its_part(config)
