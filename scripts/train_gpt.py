@@ -71,7 +71,7 @@ try:
     import pallas_flash
     from models.gpt import GPT, GPTConfig, generate, loss
     from models.sharding import Layout
-    from scripts.training import distributed
+    from scripts.training import distributed, last_words
     from scripts.training.attention import attention_layer, explain_attention
     from scripts.training.memory import check_memory, out_of_memory
     from scripts.training.mesh import describe_mesh, make_layout
@@ -550,7 +550,8 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             fail(out_of_memory(config))
             return 2
-        if distributed.lost(error):
+        if distributed.is_of_a_death(error):
+            last_words.speak()
             return 3
         raise
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from scripts.training.distributed import barrier, is_writer
+from scripts.training.distributed import barrier, is_of_a_death, is_writer
 from scripts.training.files import MARK, cause, read_marked, sync_folder
 from scripts.training.messages import UserError, warn
 
@@ -129,6 +129,8 @@ class Checkpoints:
             self.remove(self.steps()[: -self._keep])
         # Orbax and TensorStore raise what they like when a write fails.
         except Exception as error:
+            if is_of_a_death(error):
+                raise
             with contextlib.suppress(OSError):
                 self.clean()
             last = max(self.steps(), default=None)
@@ -161,6 +163,8 @@ class Checkpoints:
                 )
         # Orbax raises what it likes here, too.
         except Exception as error:
+            if is_of_a_death(error):
+                raise
             raise UserError(
                 f"`out_dir` must have checkpoints that this version of orbax reads; got "
                 f"{cause(error)!r} at step {step} in {str(self.path)!r}, though its bytes are as "

@@ -183,15 +183,11 @@ class Vote:
         return before is not None and bool(before)
 
 
-def lost(error: Exception) -> bool:
-    """Whether an error is what remains of a process that died; then it is told."""
-    if not (jax.distributed.is_initialized() and several()):
-        return False
+def is_of_a_death(error: Exception) -> bool:
+    """Whether an error is what this process sees of another one's end."""
     signs = "gloo|nccl|coordination|connection|unavailable|aborted|deadline_exceeded|barrier"
-    if not re.search(signs, str(error), re.IGNORECASE):
-        return False
-    last_words.speak()
-    return True
+    several_then = jax.distributed.is_initialized() and several()
+    return several_then and bool(re.search(signs, str(error), re.IGNORECASE))
 
 
 def finish():
