@@ -10,7 +10,6 @@ them what is sent. An optimizer's moments lie as their parameters do.
 """
 
 import dataclasses
-import math
 import re
 from typing import Any
 
@@ -76,12 +75,8 @@ class Layout:
         nnx.update(module, jax.tree.map(_spread, state, self.of(state)))
 
     def stream(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        """Divides the examples and the tokens, where they are a multiple of the devices."""
-        axes = (
-            names if size % math.prod(self.mesh.shape[name] for name in names) == 0 else None
-            for names, size in zip((EXAMPLES, ("sequence",)), x.shape, strict=False)
-        )
-        return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
+        """Divides the examples and the tokens of what is between two layers."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(EXAMPLES, "sequence"))
 
 
 def _spread(x, sharding: NamedSharding):

@@ -408,7 +408,7 @@ class TrainResult:
 def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params):
     """Prints what runs, on what, and through which attention."""
     model, device = config.model, jax.local_devices()[0]
-    attention, reasons = explain_attention(model, config.microbatch, layout.mesh.shape)
+    attention, reasons = explain_attention(model, config.microbatch, layout)
     count = sum(x.size for x in jax.tree.leaves(params))
     devices = "" if layout.mesh.size == 1 else f"{layout.mesh.size} x "
     hosts = f" of {jax.process_count()} processes" if distributed.several() else ""
@@ -444,7 +444,8 @@ def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params
 
 def sample_text(config: TrainConfig, layout: Layout, params) -> str:
     """Continues the prompt by a text of the model's own."""
-    _, _, graphdef = model_functions(config.model, config.seed, layout)
+    # A single text is not divided; XLA has the layers computed where their parameters are.
+    _, _, graphdef = model_functions(config.model, config.seed)
 
     @functools.partial(jax.jit, out_shardings=layout.sharding())
     def sample(params):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import pytest
 from flax import nnx
@@ -210,6 +211,25 @@ def test_a_token_of_a_thousand_places_gets_the_gradient_of_all_in_bfloat16():
     np.testing.assert_allclose(gradient["embedding"][...], expected, rtol=2**-8)
 
 
+def test_layers_are_computed_again_but_for_their_kernels(tokens):
+    """With the same loss and gradients, and the forward kernel once for each layer."""
+    programs, results = [], []
+    for remat in (False, True):
+        graphdef, state = nnx.split(make_model(remat=remat, attention="interpret"))
+        fn = jax.value_and_grad(
+            lambda state, graphdef=graphdef: loss(nnx.merge(graphdef, state), tokens)
+        )
+        programs.append(jaxprs.trace(fn, state))
+        graphdef, state = nnx.split(make_model(remat=remat))
+        results.append(jax.jit(fn)(state))
+    plain, again = map(jaxprs.kernels, programs)
+    assert sorted(plain) == sorted(again)
+    products = [sum(e.primitive.name == "dot_general" for e in eqns) for eqns in programs]
+    # Of q, k, v, out, gate and up; what comes after the last product has no use.
+    assert products[1] - products[0] == TINY.num_layers * 6
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results)
+
+
 def test_mlp_size_is_rounded_up_to_a_multiple_of_64():
     sizes = {dim: GPTConfig(embed_dim=dim).mlp_dim for dim in (16, 128, 768)}
     assert sizes == {16: 64, 128: 384, 768: 2048}
@@ -393,9 +413,8 @@ def test_models_import_the_public_package_only():
     ours = {name for name in imported if name.startswith("pallas_flash")}
     assert ours == {"pallas_flash.flax.SelfAttention", "pallas_flash.save_residuals"}
     roots = {name.partition(".")[0] for name in imported}
-    assert roots <= {"dataclasses", "functools", "math", "jax", "jaxtyping", "flax", "models"} | {
-        "pallas_flash"
-    }
+    standard = {"dataclasses", "functools", "math", "re", "typing"}
+    assert roots <= standard | {"jax", "jaxtyping", "flax", "models", "pallas_flash"}
 
 
 @pytest.mark.parametrize("x64", [False, True])

@@ -203,7 +203,7 @@ CHEAP = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-GONE = f"{distributed.LOST}\n"
+GONE = f"{distributed.GONE}\n"
 
 
 def flags(config):
@@ -316,16 +316,21 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_to_the_same_bits(c
 def test_ten_kills_at_random_moments_lose_and_double_no_step(corpus, tmp_path):
     config = long_run(TINY, corpus, out_dir=str(tmp_path / "run"), steps=300)
     for kill in range(10):
+        path = Path(config.out_dir, "metrics.jsonl")
+        before = path.read_text().count("\n") if path.exists() else 0
         processes = Processes(config, 2, tmp_path)
-        moment = random.uniform(0, 25)
-        time.sleep(moment)
+        # While it starts, or among the steps.
+        if kill % 3:
+            processes.wait_for(before + random.randrange(1, 25))
+        time.sleep(random.uniform(0, 0.3 if kill % 3 else 8))
         which = random.randrange(2)
         processes.all[which].send_signal(signal.SIGKILL)
         started = time.monotonic()
-        processes.ended(within=90)
-        print(
-            f"kill {kill}: process {which} after {moment:.1f} s; {time.monotonic() - started:.1f}"
-        )
+        statuses = processes.ended(within=60)
+        print(f"kill {kill}: process {which}, after it {time.monotonic() - started:.1f} s")
+        assert statuses[which] == -signal.SIGKILL
+        assert statuses[1 - which] in (3, -signal.SIGABRT)
+        assert processes.errors()[1 - which].endswith(GONE)
     processes = Processes(config, 2, tmp_path)
     whole = dataclasses.replace(config, out_dir=str(tmp_path / "whole"))
     one = Processes(whole, 1, tmp_path, devices=2)

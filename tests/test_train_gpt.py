@@ -384,7 +384,7 @@ def test_what_cudnn_does_not_serve_is_one_sentence(monkeypatch):
         TINY.model, embed_dim=24, num_heads=2, attention="cudnn", dtype="bfloat16"
     )
     with pytest.raises(UserError) as caught:
-        attention.explain_attention(model, 4)
+        attention.explain_attention(model, 4, one_device())
     assert "`attention` cudnn must be served by the cuDNN here; got: " in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -1,13 +1,11 @@
 """Which attention layer the GPT of `train_gpt.py` is built with, and what serves it here."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import jax
 import jax.numpy as jnp
 
 import pallas_flash
 from models.gpt import GPTConfig
+from models.sharding import AXES, Layout
 from pallas_flash.flax import SelfAttention, apply_rope
 from scripts.training.messages import UserError
 
@@ -39,47 +37,31 @@ def attention_layer(model: GPTConfig) -> type[SelfAttention]:
     return CudnnSelfAttention if model.attention == "cudnn" else SelfAttention
 
 
-def explain_attention(
-    model: GPTConfig, sequences: int, sizes: Mapping[str, int] = MappingProxyType({})
-) -> tuple[str, str]:
-    """Which attention serves a training step on `sequences` full contexts, and the reasons.
-
-    Args:
-        model: The shape of the model.
-        sequences: How many contexts are computed at once.
-        sizes: Of the axes of a mesh. Told is what serves the part of one device.
+def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple[str, str]:
+    """Which attention serves a device in a step on `sequences` full contexts, and the reasons.
 
     Raises:
         UserError: The one asked for does not serve it here.
     """
+    data, fsdp, sequence, tensor = (layout.mesh.shape[name] for name in AXES)
+    # Attention itself is told how a sequence is divided; of the rest a device has its share.
+    places = layout.sharding(None, "sequence") if sequence > 1 else None
     query, key = (
         jax.ShapeDtypeStruct(
-            (
-                sequences // (sizes.get("data", 1) * sizes.get("fsdp", 1)),
-                model.context,
-                heads // sizes.get("tensor", 1),
-                model.head_dim,
-            ),
+            (sequences // (data * fsdp), model.context, heads // tensor, model.head_dim),
             jnp.dtype(model.dtype),
+            sharding=places,
         )
         for heads in (model.num_heads, model.kv_heads)
     )
     if model.attention == "cudnn":
         _check_cudnn(query, key)
         return "cudnn", "cudnn: asked for."
-    explanations = []
-
-    def explain(query, key):
-        explanations.append(
-            pallas_flash.explain(query, key, key, is_causal=True, implementation=model.attention)
-        )
-
     try:
-        # Traced, because shapes and types are all it takes.
-        jax.eval_shape(explain, query, key)
+        told = pallas_flash.explain(query, key, key, is_causal=True, implementation=model.attention)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"`attention` must be one that serves here; got: {error}") from error
-    return explanations[0].implementation, str(explanations[0])
+    return told.implementation, str(told)
 
 
 def _check_cudnn(query, key):

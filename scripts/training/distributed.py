@@ -25,12 +25,12 @@ from scripts.training import last_words, messages
 from scripts.training.files import cause
 from scripts.training.messages import UserError
 
-# Seconds after which a process that gives no sign is dead, and those to wait for all at the start.
-HEARTBEAT, START = 30, 300
-FLAGS = ("cluster", "coordinator", "num_processes", "process_id")
-LOST = (
-    "train_gpt.py: error: stopped, because another process of this run has died or stopped; its "
-    "last words say why; run the same again in all processes to resume."
+# Seconds without a sign after which a process is dead, and to wait for all at the start.
+HEARTBEAT, WAIT = 30, 40
+FLAGS = ("cluster", "coordinator", "num_processes", "process_id", "wait")
+GONE = (
+    "train_gpt.py: error: stopped, because another process of this run has ended, or did not come "
+    "in time (--wait); its own last words say why; run the same again in all to resume."
 )
 
 
@@ -50,12 +50,20 @@ def add_process_flags(parser):
     )
     group.add_argument("--num-processes", type=int, metavar="INT", help="how many there are")
     group.add_argument("--process-id", type=int, metavar="INT", help="which one this is, from 0")
+    group.add_argument(
+        "--wait",
+        type=int,
+        metavar="SECONDS",
+        help=f"how long to wait for the others at the start, {WAIT} if not given",
+    )
 
 
 def _check(flags: dict[str, Any]):
     """Refuses flags that contradict each other, or that are not enough."""
-    given = {name: flags[name] for name in FLAGS[1:] if name in flags}
+    given = {name: flags[name] for name in FLAGS[1:4] if name in flags}
     written = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    if not 0 < flags.get("wait", WAIT) < 2**31:
+        raise UserError(f"`wait` must be a positive number of seconds; got {flags['wait']}.")
     if flags.get("cluster"):
         if given:
             raise UserError(
@@ -66,7 +74,7 @@ def _check(flags: dict[str, Any]):
     if len(given) < 3:
         raise UserError(
             "`coordinator`, `num_processes` and `process_id` must be given together; got "
-            f"{written} alone: add the others, or pass --cluster alone."
+            f"{written or 'none'} alone: add the others, or pass --cluster."
         )
     host, _, port = given["coordinator"].rpartition(":")
     if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
@@ -92,13 +100,13 @@ def join(flags: dict[str, Any]):
     _check(flags)
     # SIGTERM is put to the vote here; JAX's own handler would take it away.
     jax.config.update("jax_enable_preemption_service", False)
-    last_words.keep(LOST)
+    last_words.keep(GONE)
     try:
         jax.distributed.initialize(
             flags.get("coordinator"),
             flags.get("num_processes"),
             flags.get("process_id"),
-            initialization_timeout=START,
+            initialization_timeout=flags.get("wait", WAIT),
             heartbeat_timeout_seconds=HEARTBEAT,
         )
     # JAX raises what it likes here.
@@ -110,8 +118,8 @@ def join(flags: dict[str, Any]):
             ) from error
         raise UserError(
             f"`coordinator` must be where process 0 runs and all the others come to; got "
-            f"{cause(error)!r} at {flags['coordinator']}: see that all "
-            f"{flags['num_processes']} run."
+            f"{cause(error)!r} at {flags['coordinator']}: see that all {flags['num_processes']} "
+            "run, or let each --wait longer."
         ) from error
     messages.process = jax.process_index()
 

@@ -83,6 +83,8 @@ class RunFolder:
 
     def __enter__(self):
         self.last_step = from_writer(self._open)
+        if not is_writer():
+            self._exit.callback(self._checkpoints.close)
         self._refuse_a_folder_of_our_own()
         return self
 
