@@ -141,6 +141,7 @@ class _Decoder:
 
 
 _EFFECTS = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.assert", "tt.print", "gpu.barrier"}
+_OF_A_PROGRAM = ("tt.load", "tt.get_program_id")
 _TERMINATORS = {"tt.return", "tt.reduce.return", "scf.yield", "scf.condition"}
 
 
@@ -382,10 +383,10 @@ def run(
         if (x.shape, x.dtype) != (operand.shape, operand.dtype):
             raise TypeError(f"{kernel.name} takes {operand}; got {x.dtype}{x.shape}.")
     outputs = [np.full(r.shape, _poison(r.dtype), r.dtype) for r in kernel.results]
-    machine = _Machine(kernel, inputs, outputs)
     everything = itertools.product(*(range(n) for n in kernel.grid))
     # Infinities are the normal case here: exp2(-inf) is how a masked score becomes zero.
     with np.errstate(all="ignore"):
+        machine = _Machine(kernel, inputs, outputs)
         for program in everything if programs is None else programs:
             machine.run_program(program)
     n = len(inputs)
@@ -406,28 +407,46 @@ class _Machine:
         self.stores = [np.zeros(x.shape, np.int32) for x in self.memory]
         self.dots = 0
         self.program = (0, 0, 0)
+        # What is constant is computed once; the rest of each block, by the block, for each program.
         self.values: dict[int, Any] = {}
+        self.varying: dict[int, list[tuple[Callable, Op]]] = {}
+        self.compute_what_is_constant(kernel.body)
         # Address arithmetic is read once per kernel: it is the same in every program.
         self.index_values = functools.cache(self._index_values)
 
     def run_program(self, program: tuple[int, int, int]) -> None:
         self.program = program
-        self.values.clear()
         self.block(self.kernel.body, [_Pointer(n) for n in range(len(self.memory))])
+
+    def compute_what_is_constant(self, block: Block) -> None:
+        varying = self.varying[id(block)] = []
+        for op in block.ops:
+            rule = None if op.name in _TERMINATORS else _rule(op)
+            constant = op.results and not op.blocks and self.values.keys() >= set(op.operands)
+            if constant and not op.name.startswith(_OF_A_PROGRAM):
+                self.keep(op, rule(self, op, *(self.values[x] for x in op.operands)))
+            else:
+                varying.append((rule, op))
+            for inner in op.blocks:
+                self.compute_what_is_constant(inner)
+
+    def keep(self, op: Op, results: Any) -> None:
+        if len(op.results) == 1:
+            self.values[op.results[0]] = results
+        else:
+            self.values.update(zip(op.results, results, strict=True))
 
     def block(self, block: Block, arguments: Sequence[Any]) -> list[Any]:
         """Runs a block and returns the operands of its terminator."""
         values = self.values
         values.update(zip(block.arguments, arguments, strict=True))
-        for op in block.ops:
+        for rule, op in self.varying[id(block)]:
             operands = [values[operand] for operand in op.operands]
-            if op.name in _TERMINATORS:
+            if rule is None:
                 return operands
-            results = _rule(op)(self, op, *operands)
-            if len(op.results) == 1:
-                values[op.results[0]] = results
-            elif op.results:
-                values.update(zip(op.results, results, strict=True))
+            results = rule(self, op, *operands)
+            if op.results:
+                self.keep(op, results)
         raise AssertionError("A block of the IR has no terminator.")
 
     def _index_values(self, offset: int, array: int) -> tuple[int, ...]:
