@@ -328,11 +328,19 @@ def _plan(problem: Problem, chosen: str, tile_sizes, reproducible, asked: str | 
                 f"implementation={asked!r}. Drop one of the two."
             )
         tile_sizes = None
-    if backward_by not in ("triton", "interpret"):
-        on_gpu = backward_by == "xla" and _select.target().nvidia
-        in_order = backward_by == "mosaic" and _select.in_order(reproducible)
-        return _vjp.Plan(chosen, backward_by=backward_by, on_gpu=on_gpu, in_order=in_order)
-    return _vjp.Plan(chosen, choose.for_call(problem, backward_by, tile_sizes), backward_by)
+    with_bias_by = _select.backward_with_bias(problem, backward_by)
+    tiles = _vjp.NO_TILES
+    for name in (backward_by, with_bias_by):
+        if name in ("triton", "interpret"):
+            tiles = choose.for_call(problem, name, tile_sizes)
+    return _vjp.Plan(
+        chosen,
+        tiles,
+        backward_by,
+        with_bias_by,
+        on_gpu="xla" in (backward_by, with_bias_by) and _select.target().nvidia,
+        in_order=backward_by == "mosaic" and _select.in_order(reproducible),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -444,16 +444,19 @@ class Mask:
         the full ones first; what follows is not to be read. `groups` heads after each other share a
         list: N / groups of them, of what any head needs.
         """
+        return lists(self._classes_of_groups(q, kv, groups))
+
+    def q_lists(self, q: Tiling, kv: Tiling, groups: int = 1) -> jax.Array:
+        """int32 [1 or B, 1 or N, key tiles, 2 + query tiles]: the query tiles of each key tile."""
+        classes = self._classes_of_groups(q, kv, groups)
+        return lists(TileClasses(*(jnp.swapaxes(x, 2, 3) for x in classes)))
+
+    def _classes_of_groups(self, q: Tiling, kv: Tiling, groups: int) -> TileClasses:
         classes = self.tile_classes(q, kv)
         if groups > 1 and classes.some.shape[1] > 1:
             some, every = (x.reshape(x.shape[0], -1, groups, *x.shape[2:]) for x in classes)
             classes = TileClasses(some.any(axis=2), every.all(axis=2))
-        return lists(classes)
-
-    def q_lists(self, q: Tiling, kv: Tiling) -> jax.Array:
-        """int32 [1 or B, 1 or N, key tiles, 2 + query tiles]: the query tiles of each key tile."""
-        classes = self.tile_classes(q, kv)
-        return lists(TileClasses(*(jnp.swapaxes(x, 2, 3) for x in classes)))
+        return classes
 
     def tile_classes(self, q: Tiling, kv: Tiling) -> TileClasses:
         """The class of every pair of tiles, by all leaves together; no axis of tiles is 1."""

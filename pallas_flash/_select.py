@@ -26,10 +26,8 @@ MAX_HEAD_DIM = 256
 
 # Copies of "mosaic" take rows of 16 bytes, and so head sizes that are multiples of this.
 MOSAIC_HEAD_DIM_UNIT = 8
-# What its backward serves: head sizes, of queries and values alike, and kinds of masks. Elsewhere
-# another takes its place.
-MOSAIC_BACKWARD_HEAD_DIMS = 64, 128
-MOSAIC_BACKWARD_MASKS = "full", "causal"
+# What its backward serves; it has not the registers for larger ones, where another takes its place.
+MOSAIC_BACKWARD_HEAD_DIM = 128
 
 # From which lengths on the passes of "mosaic" were measured to be faster than those of "triton", by
 # head size and kind of mask. What is not in the table is slower, or was not measured.
@@ -246,14 +244,8 @@ def _mosaic_limits(p: Problem) -> list[str]:
 
 def _mosaic_backward_limit(p: Problem) -> str:
     """Why the backward for Hopper does not serve a problem that its forward may, or ""."""
-    if p.head_dim not in MOSAIC_BACKWARD_HEAD_DIMS or p.value_dim != p.head_dim:
-        return f"the one for Hopper serves head sizes of {_listed(MOSAIC_BACKWARD_HEAD_DIMS)}"
-    static = p.mask.kind in MOSAIC_BACKWARD_MASKS and not jax.tree.leaves(p.mask)
-    if not static or not _products_alone(p):
-        return (
-            "the one for Hopper serves full and causal attention with offsets and a scale known at "
-            "trace time, and nothing that is done to scores"
-        )
+    if max(p.head_dim, p.value_dim) > MOSAIC_BACKWARD_HEAD_DIM:
+        return f"the one for Hopper serves head sizes up to {MOSAIC_BACKWARD_HEAD_DIM}"
     return ""
 
 
@@ -294,14 +286,26 @@ def backward_of(
     elif asked is None and not _faster_by_mosaic(which, problem):
         how = "one for Hopper" if which == "backward" else "reproducible one for Hopper"
         why = f"the {how} is not known to be faster for this call"
+    elif other := backward_with_bias(problem, implementation):
+        return implementation, f'A gradient of the bias comes with the backward of "{other}".'
     else:
         return implementation, ""
-    other = "xla" if _jax_limits() else "triton"
+    other = _instead_of_mosaic()
     return other, f'The backward is that of "{other}": {why}.'
 
 
-def _listed(numbers) -> str:
-    return ", ".join(map(str, numbers))
+def backward_with_bias(problem: Problem, backward_by: str) -> str:
+    """The implementation of a backward that is to give the gradient of the bias; "" for the same.
+
+    Args:
+        problem: the call.
+        backward_by: that of a backward without.
+    """
+    return _instead_of_mosaic() if backward_by == "mosaic" and problem.bias is not None else ""
+
+
+def _instead_of_mosaic() -> str:
+    return "xla" if _jax_limits() else "triton"
 
 
 def _jax_limits() -> list[str]:

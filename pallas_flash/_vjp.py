@@ -55,7 +55,7 @@ def save_residuals(*args, **kwargs):
 # The operands that have no gradient, and what `attention` calls them.
 NO_GRADIENT = {"slopes": "alibi_slopes", "score_operands": "score_operands"}
 
-_NO_TILES = TileSizes()
+NO_TILES = TileSizes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Plan:
         implementation: of the forward.
         tiles: of the kernels of "triton" and "interpret".
         backward_by: the implementation of the backward.
+        with_bias_by: that of one that gives the gradient of the bias; "" is the same.
         on_gpu: whether "xla" computes on a GPU.
         in_order: whether the sums of a backward by "mosaic" must have an order.
         along: how the sequence is divided over Manual mesh axes, if it is.
@@ -74,8 +75,9 @@ class Plan:
     """
 
     implementation: str
-    tiles: TileSizes = _NO_TILES
+    tiles: TileSizes = NO_TILES
     backward_by: str = ""
+    with_bias_by: str = ""
     on_gpu: bool = False
     in_order: bool = False
     along: Along | None = None
@@ -152,9 +154,10 @@ class Plan:
 
     def _backward_alone(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted") -> Gradients:
         cotangents = (problem, o, log_sum, do, dlse)
-        if self.backward_by == "xla":
+        by = (wanted.bias and self.with_bias_by) or self.backward_by
+        if by == "xla":
             return _xla.backward(*cotangents, **wanted.flags(), on_gpu=self.on_gpu)
-        if self.backward_by == "mosaic":
+        if by == "mosaic":
             return _mosaic().backward(*cotangents, **wanted.flags(), in_order=self.in_order)
         return _triton().backward(
             *cotangents, self.tiles, **wanted.flags(), interpret=self._interpret

@@ -362,8 +362,8 @@ def default(chosen, values):
 # What "mosaic" serves: its copies take rows of 16 bytes.
 SERVED_ON_HOPPER = tuple(case.name for case in CASES if case.H % 8 == case.V % 8 == 0)
 
-# What its backward serves at head sizes of 64 and 128.
-BACKWARD_ON_HOPPER = (
+# Those that are run at each head size that has tiles of its own.
+HEADS_ON_HOPPER = (
     "full",
     "T of one tile, S of several",
     "T of several tiles, S of one",
@@ -380,6 +380,14 @@ BACKWARD_ON_HOPPER = (
     "causal, aligned at the end",
     "causal, first queries see nothing",
     "causal, no query sees a key",
+    "window, moved",
+    "documents, causal, long",
+    "mask with empty tiles",
+    "large scores",
+    "soft cap",
+    "slopes, offset for each example",
+    "dropout",
+    "all features",
 )
 
 

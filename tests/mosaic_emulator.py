@@ -430,6 +430,7 @@ fake_ptx = dict(
     columns=columns,
     difference=lambda x, y: jnp.asarray(np.asarray(x) - np.asarray(y)),
     tanh=jnp.tanh,
+    tanh_jvp=jnp.tanh,
     multiply_wide=_dropout.multiply_wide,
     product_t=product_t,
     accumulate=accumulate,

@@ -83,7 +83,8 @@ def _expected(case, dtype, tf32):
 
 
 def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=None, apart=False):
-    """Asserts the rule for each result: all that `oracle.names` names, or the output and the LSE.
+    """Asserts the rule for each result: all that `oracle.names` names, or those of `oracle.NAMES`,
+    or the output and the LSE.
 
     `worst` is its factor at the worst element, and for less than `FEW` of them. `tf32`: the
     products were of float32 cut to TF32. `expected`: what `_expected_of` returns, where it is
@@ -95,8 +96,8 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=N
         names, truth, baseline = _expected(case, dtype, tf32)
     else:
         names, truth, baseline = _expected_of(problem, tf32)
-    if len(results) == 2:
-        names, baseline = names[:2], baseline[:2]
+    if len(results) in (2, len(oracle.NAMES)):
+        names, baseline = names[: len(results)], baseline[: len(results)]
     shapes = [x.shape for x in baseline]
     assert [x.shape for x in results] == shapes
     assert [x.dtype for x in results] == [x.dtype for x in baseline]

@@ -106,7 +106,15 @@ def test_kernels_for_hopper(case, kernel_case):
 
 
 @needs_hopper
-@cases.parametrize(names=cases.BACKWARD_ON_HOPPER)
+@cases.parametrize(names=cases.HEADS_ON_HOPPER)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_for_hopper_in_order(case, head_dim, kernel_case):
+    case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
+    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", reproducible=True))
+
+
+@needs_hopper
+@cases.parametrize(names=cases.HEADS_ON_HOPPER)
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [*((size, "bfloat16") for size in (64, 128, 256)), (128, "float16")]
 )

@@ -52,13 +52,16 @@ def checked(qkv, options):
 
 
 def emulated(problem, in_order=False):
-    """The results that `oracle.names` names."""
+    """The results that `oracle.names` names, or with a bias those of `oracle.NAMES`."""
     qkv, (do, dlse), options = problem
     call = checked(qkv, options)
+    flags = NO_FLAGS | dict(want_sinks=call.sinks is not None, in_order=in_order)
     with emulator.emulated(pytest.MonkeyPatch()):
         o, log_sum = _mosaic.forward(call)
-        gradients = _mosaic.backward(call, o, log_sum, do, dlse, **NO_FLAGS, in_order=in_order)
-    return o, _public_lse(log_sum), gradients.query, gradients.key, gradients.value
+        gradients = _mosaic.backward(call, o, log_sum, do, dlse, **flags)
+    results = [o, _public_lse(log_sum), *(getattr(gradients, x) for x in ("query", "key", "value"))]
+    # It has no gradient of a bias.
+    return results if call.sinks is None or call.bias is not None else [*results, gradients.sinks]
 
 
 def with_heads(case, size, **sizes):
@@ -69,7 +72,7 @@ def with_heads(case, size, **sizes):
 # Numbers.
 
 # A negative sign goes to the queries before the kernels.
-IN_KERNELS = [name for name in cases.BACKWARD_ON_HOPPER if name != "negative scale"]
+IN_KERNELS = [name for name in cases.HEADS_ON_HOPPER if name != "negative scale"]
 # Some of them, for the other tiles that larger heads have.
 LARGE = ["full", "causal, first queries see nothing", "one key/value head"]
 # More than one tile of keys and of queries, so that slots are used again.
@@ -119,29 +122,58 @@ def test_numbers_of_the_largest_heads(case, kernel_case):
     judge_forward(case, "float16")
 
 
-# Each stands for a way in which the kernel learns of something.
-FORWARD = [
+# Each stands for a way in which the kernels learn of something.
+FEATURES = [
     "lengths of zero",
     "documents, causal, long",
     "mask with empty tiles",
     "blocks and predicate",
     "bias of minus infinity",
+    "sinks",
     "all features",
 ]
-
-
 SERVED = [cases.BY_NAME[name] for name in cases.SERVED_ON_HOPPER]
 
 
-@cases.parametrize(names=FORWARD, others_extended=True, table=SERVED)
-def test_numbers_of_the_forward(case, kernel_case):
-    judge_forward(case, "bfloat16")
+def judge_both(case, in_order):
+    problem = case.problem("bfloat16")
+    large = checked(problem[0], problem[2]).large
+    judge(case, "bfloat16", emulated(problem, in_order), apart=large)
+
+
+@in_order
+@cases.parametrize(names=FEATURES, others_extended=True, table=SERVED)
+def test_numbers_of_features(case, in_order, kernel_case):
+    judge_both(case, in_order)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(40, 72), (192, 128), (8, 256)])
 def test_numbers_of_other_head_sizes(head_dim, value_dim, kernel_case):
     case = dataclasses.replace(cases.BY_NAME["lengths"], H=head_dim, V=value_dim)
-    judge_forward(case, "float16")
+    if max(head_dim, value_dim) <= 128:
+        judge_both(case, False)
+    else:
+        # These have no backward.
+        judge_forward(case, "float16")
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])
+def test_the_gradient_of_the_scale(in_order):
+    problem = cases.BY_NAME["scale"].problem("bfloat16")
+    qkv, (do, dlse), options = problem
+    call = checked(qkv, options | dict(scale=jnp.float32(0.7)))
+    flags = NO_FLAGS | dict(want_scale=True, in_order=in_order)
+    with emulator.emulated(pytest.MonkeyPatch()):
+        o, log_sum = _mosaic.forward(call)
+        got = _mosaic.backward(call, o, log_sum, do, dlse, **flags).scale
+
+    def blocked(scale):
+        """What rounds as the kernels do: the sum is small beside its terms."""
+        return pallas_flash.attention(*qkv, scale=scale, return_lse=True, implementation="xla")
+
+    _, pull = jax.vjp(blocked, jnp.float32(0.7))
+    [want] = pull((do, dlse))
+    np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
 @pytest.mark.extended
@@ -454,7 +486,8 @@ def test_machine_code(head_dim, reproducible, count, is_causal):
     print(*kernels, sep="\n")
     assert len(kernels) == count
     for name, registers, stack, loops in kernels:
-        warpgroups = 3 if "forward" in name and head_dim == 64 else 2
+        three = head_dim == 64 and ("forward" in name or "dq" in name)
+        warpgroups = 3 if three else 2
         # Those of one that loads are the same until `set_max_registers`.
         assert registers * 128 * (warpgroups + 1) <= 65536, name
         # Outside of loops it may have spilt some.

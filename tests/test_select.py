@@ -232,6 +232,7 @@ def on_hopper(length=8192, head_dim=128, tokens=16384, gpu="NVIDIA H100 80GB HBM
     return found[0]
 
 
+WITH_BIAS = 'A gradient of the bias comes with the backward of "triton".'
 IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is not known'
 
 
@@ -245,7 +246,7 @@ IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is
         (dict(is_causal=False, length=2048), ""),
         (dict(head_dim=64), ""),
         (dict(head_dim=64, is_causal=False, length=2048), ""),
-        (dict(head_dim=256), "the one for Hopper serves head sizes of 64, 128."),
+        (dict(head_dim=256), "the one for Hopper serves head sizes up to 128."),
         (dict(reproducible=True), IN_ORDER),
         (dict(reproducible=False), ""),
         (dict(dtype=jnp.float16), ""),
@@ -254,10 +255,10 @@ IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is
         (dict(head_dim=64, implementation="mosaic"), ""),
         (dict(length=128, tokens=128, implementation="mosaic"), ""),
         (dict(reproducible=True, implementation="mosaic"), ""),
-        (dict(head_dim=32, implementation="mosaic"), "serves head sizes of 64, 128."),
-        (dict(sinks=jnp.zeros(16), implementation="mosaic"), "serves full and causal attention"),
-        (dict(local_window_size=9, implementation="mosaic"), "serves full and causal attention"),
-        (dict(scale=2.0, implementation="mosaic"), "serves full and causal attention"),
+        (dict(head_dim=32, implementation="mosaic"), ""),
+        (dict(head_dim=136, implementation="mosaic"), "serves head sizes up to 128."),
+        (dict(sinks=jnp.zeros(16), implementation="mosaic"), ""),
+        (dict(bias=jnp.zeros((1, 1, 1, 1)), implementation="mosaic"), WITH_BIAS),
     ],
     ids=str,
 )

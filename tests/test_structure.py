@@ -155,6 +155,7 @@ MAY_IMPORT = {
     },
     "_triton.tiles.table": {"_tiling.sizes"},
     "_mosaic": {
+        "_dropout",
         "_mosaic.forward",
         "_mosaic.backward",
         "_mosaic.backward_dq",
@@ -164,9 +165,9 @@ MAY_IMPORT = {
         "_scores",
     },
     "_mosaic.forward": MOSAIC | {"_dropout", "_scores"},
-    "_mosaic.backward": MOSAIC | {"_mosaic.backward_common"},
-    "_mosaic.backward_dq": MOSAIC | {"_mosaic.backward_common"},
-    "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"},
+    "_mosaic.backward": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
+    "_mosaic.backward_dq": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
+    "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"} | {"_dropout", "_scores"},
     "_mosaic.common": {
         "_compat",
         "_dropout",

@@ -7,15 +7,14 @@ work by kind: one loads, the others compute. Pallas calls this way of writing ke
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_flash._masks import Tiling
+from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import tiles
 from pallas_flash._mosaic.backward import backward as _backward
 from pallas_flash._mosaic.backward_dq import dq as _dq
 from pallas_flash._mosaic.forward import forward as _forward
 from pallas_flash._problem import Gradients, Problem
-from pallas_flash._scores import LogSum
+from pallas_flash._scores import LogSum, sinks_gradient
 
 
 def forward(problem: Problem):
@@ -40,57 +39,65 @@ def backward(
 
     `in_order`: whether every sum must have an order, so that all runs give the same bits.
     """
-    del want_scale, want_bias, want_sinks  # Calls that have them to differentiate go elsewhere.
+    del want_bias  # A call that has it to differentiate goes elsewhere.
+    p = problem
     delta = jnp.einsum("btnv,btnv->bnt", o, do, preferred_element_type=jnp.float32)
     if dlse is not None:
         delta = delta - jnp.moveaxis(dlse, 2, 1)
     # Cotangents of a row that sees nothing may hold NaN.
     delta = jnp.where(log_sum.l_log2 == -jnp.inf, 0, delta)
-    tile = tiles.backward_tile(problem.head_dim)
-    problem, do = _clean(problem, do)
-    rows = problem, do, log_sum.l_log2, delta
+    sinks = sinks_gradient(p.sinks, log_sum, delta) if want_sinks else None
+    head_dim = tiles.padded(max(p.head_dim, p.value_dim))
+
+    def wide(x):
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, head_dim - x.shape[3])))
+
+    q, k, v, do = map(wide, _clean(p, do))
+    rows = dataclasses.replace(p, query=q, key=k, value=v), do, log_sum, delta
+    tile, dscale = tiles.backward_tile(head_dim), None
     if in_order:
         dk, dv = _backward(*rows, tile, with_dq=False)
-        dq = _dq(*rows, tiles.dq_tile(problem.head_dim, bool(problem.mask)))
+        tile = tiles.dq_tile(head_dim, bool(p.mask))
+        dq, dscale = _dq(*rows, tile, want_scale=want_scale)
     else:
-        dq, dk, dv = _backward(*rows, tile, with_dq=True)
-    return Gradients(dq, dk, dv, scale=None, bias=None)
+        dk, dv, dq = _backward(*rows, tile, with_dq=True)
+        dq = rescaled(p.dropout, dq)
+        if want_scale:
+            dscale = q.astype(jnp.float32) * dq
+        dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
+    return Gradients(
+        dq[..., : p.head_dim],
+        dk[..., : p.head_dim],
+        dv[..., : p.value_dim],
+        scale=None if dscale is None else dscale.sum(),
+        bias=None,
+        sinks=sinks,
+    )
 
 
-def _clean_values(p: Problem):
-    """The values, with zeros where no query sees them: they may hold NaN, and 0 * NaN is NaN.
-
-    Here, because copies to shared memory take whole tiles.
-    """
-    seen = p.mask.seen_keys(p.batch, p.num_heads, p.q_len, p.kv_len)
-    if seen is None:
-        return p.value
-    if seen.shape[1] > 1:
-        seen = seen.reshape(len(seen), p.num_kv_heads, p.groups, -1).any(axis=2)
-    return jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], p.value, 0)
-
-
-def _clean(problem: Problem, do=None):
-    """The problem, and do, with zeros for keys that no query sees and queries that see no key.
+def _clean(p: Problem, do):
+    """q, k, v and do, with zeros for keys that no query sees and queries that see no key.
 
     They may hold NaN, and 0 * NaN is NaN. Here, because copies to shared memory take whole tiles.
     """
-    p = problem
-    whole_q, each_q = Tiling(p.q_len, p.q_len), Tiling(p.q_len, 1)
-    whole_kv, each_kv = Tiling(p.kv_len, p.kv_len), Tiling(p.kv_len, 1)
-    [[keys]], [[queries]] = (
-        p.mask.kv_ranges(whole_q, each_kv),
-        p.mask.q_ranges(each_q, whole_kv),
-    )
+    sizes = p.batch, p.num_heads, p.q_len, p.kv_len
 
     def clean(x, seen):
-        start, _, _, stop = seen
-        if x is None or (start == 0 and stop == x.shape[1]):
-            return x
-        position = np.arange(x.shape[1])[:, None, None]
-        return jnp.where((start <= position) & (position < stop), x, 0)
+        return x if seen is None else jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], x, 0)
 
-    p = dataclasses.replace(
-        p, query=clean(p.query, queries), key=clean(p.key, keys), value=clean(p.value, keys)
-    )
-    return p, clean(do, queries)
+    keys, queries = _of_groups(p, p.mask.seen_keys(*sizes)), p.mask.seeing_queries(*sizes)
+    seen = queries, keys, keys, queries
+    return map(clean, (p.query, p.key, p.value, do), seen)
+
+
+def _clean_values(p: Problem):
+    """The values alone, as the forward needs them."""
+    seen = _of_groups(p, p.mask.seen_keys(p.batch, p.num_heads, p.q_len, p.kv_len))
+    return p.value if seen is None else jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], p.value, 0)
+
+
+def _of_groups(p: Problem, seen):
+    """Of keys that heads see those that any of a group does."""
+    if seen is None or seen.shape[1] == 1:
+        return seen
+    return seen.reshape(len(seen), p.num_kv_heads, p.groups, -1).any(axis=2)

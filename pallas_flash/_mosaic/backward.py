@@ -1,9 +1,9 @@
 """dk, dv, and in the same pass dq: a key/value tile stays, queries are streamed past it.
 
     s_t  = k @ q.T                      dp_t = v @ do.T                 [64, block_q] a warpgroup
-    p_t  = exp2(c * s_t - lse_log2)     c = scale * log2(e)
-    dv  += p_t @ do                                                     [64, V]
-    ds_t = p_t * (dp_t - delta)
+    p_t  = exp2(c * s_t - lse_log2)     see `backward_common`
+    dv  += dropout(p_t) @ do                                            [64, V]
+    ds_t = p_t * (dropout(dp_t) - delta)
     dk  += ds_t @ q                     times scale once, after the loop [64, H]
     dq  += ds_t.T @ k                   times scale once, in the end     [block_q, H]
 
@@ -23,15 +23,16 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._masks import Mask, Tiling, hidden
+from pallas_flash._dropout import rescaled
+from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.tiles import BackwardTile
 from pallas_flash._problem import Problem
+from pallas_flash._scores import LogSum
 
 plgpu = common.plgpu
 
@@ -46,48 +47,53 @@ AT_DS, AT_END = 5, 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
-    """What the kernel knows when it is compiled."""
+class Static(shared.Static):
+    """What the kernel knows when it is compiled; its programs are those of key/value heads.
 
-    mask: Mask
-    q: Tiling
-    kv: Tiling
-    groups: int
-    heads: int  # Key/value heads that have their programs side by side.
-    num_kv_heads: int
-    tile: BackwardTile
+    Attributes:
+        shares: into how many the query heads of a key/value head are shared out.
+        with_dq: whether it computes dq, too.
+    """
+
+    shares: int
     with_dq: bool
 
     @property
-    def num_heads(self) -> int:
+    def num_q_heads(self) -> int:
         """Query heads."""
-        return self.num_kv_heads * self.groups
+        return self.num_heads // self.shares * self.groups
 
     @property
     def dq_tiles(self) -> int:
         """Tiles of 64 queries that the sums of dq have for a head: of 128 whole ones."""
         return -(-self.q.count * self.q.block // 128) * 2
 
-    @property
-    def heads_blocks(self) -> int:
-        """How many such blocks of heads there are."""
-        return self.num_kv_heads // self.heads
+    def heads(self, share):
+        """The key/value head of a share, its first query head, and how many it has."""
+        if self.shares == 1:
+            return share, share * self.groups, self.groups
+        kv_head = common.quotient(share, self.shares)
+        small, rest = divmod(self.groups, self.shares)
+        part = common.remainder(share, self.shares)
+        first, stop = (i * small + jnp.minimum(i, rest) for i in (part, part + 1))
+        return kv_head, kv_head * self.groups + first, stop - first
 
-    def steps(self, ranges_ref, kv_tile) -> shared.Steps:
+    def steps(self, refs, b, share, kv_tile) -> shared.Steps:
         """Those of a program."""
-        return shared.Steps(ranges_ref, kv_tile, self.q, masked=bool(self.mask), heads=self.groups)
+        kv_head, _, heads = self.heads(share)
+        return shared.Steps(self, refs["table"], (b, kv_head, kv_tile), self.q, heads)
 
 
-def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
+def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
     """One computing warpgroup."""
     plgpu.set_max_registers(REGISTERS[0], action="increase")
     m, block_q = memory, static.q.block
     k_sm, v_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "v_sm", "q_sm", "do_sm"))
     dtype, head_dim, value_dim = k_sm.dtype, k_sm.shape[-1], v_sm.shape[-1]
     ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
-    steps = static.steps(refs["ranges"], kv_tile)
-    first_head = kv_head * static.groups
-    c = plgpu.load(refs["c"].at[b])
+    steps = static.steps(refs, b, share, kv_tile)
+    kv_head, first_head, _ = static.heads(share)
+    options = static.options.of_example(refs["shared"], b)
 
     mine = pl.ds(warpgroup * ROWS, ROWS)
     first_key = kv_tile * BLOCK_KV + warpgroup * ROWS
@@ -99,6 +105,10 @@ def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
     def gradients_of_scores(j, dv, s_acc, dp_acc):
         """ds_t in the dtype of the operands; dv's product is left running."""
         slot, (head, first_query) = ring(j), steps.at(j)
+
+        def column(name):
+            return plgpu.load(m[f"{name}_sm"].at[slot], layout=ptx.COLUMN)
+
         plgpu.barrier_wait(m["q_full"].at[slot])
         plgpu.wgmma(s_acc, k_sm.at[mine], q_sm.at[slot].T)
         plgpu.barrier_wait(m["do_full"].at[slot])
@@ -106,16 +116,19 @@ def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
         # A barrier of its own: the wait ends a basic block here, and without it registers spill.
         plgpu.barrier_wait(m["delta_full"].at[slot])
         s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-
-        def hide(s_t):
-            k_pos, q_pos = common.positions(s_t.shape, first_key, first_query)
-            return common.hide(static.mask, b, first_head + head, q_pos, k_pos, s_t)
-
-        s_t = hidden(steps.masked(j), hide, s_t)
-        p_t = jnp.exp2(s_t * c - shared.column(m["lse_sm"].at[slot], s_t.shape))
+        tile = shared.Tile(
+            options,
+            static,
+            first_head + head,
+            first_query,
+            first_key,
+            steps.masked(j),
+            transposed=True,
+        )
+        p_t = tile.weights(s_t, column)
         dp_t = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-        ds_t = (p_t * (dp_t - shared.column(m["delta_sm"].at[slot], s_t.shape))).astype(dtype)
-        plgpu.wgmma(dv, p_t.astype(dtype), do_sm.at[slot])
+        ds_t = tile.gradient(p_t, dp_t, column("delta")).astype(dtype)
+        plgpu.wgmma(dv, tile.dropped(p_t).astype(dtype), do_sm.at[slot])
         return ds_t
 
     def half_of_dq(j, ds_t, dk, dq_acc):
@@ -140,7 +153,7 @@ def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
         part = plgpu.ACC((64, 64), jnp.float32)
         dq = pl.run_scoped(lambda x: half_of_dq(j, ds_t, dk, x), part)
         head, first_query = steps.at(j)
-        row = b * static.num_heads + first_head + head
+        row = b * static.num_q_heads + first_head + head
         row = row * static.dq_tiles + common.quotient(first_query, 64)
         # The next tile beside it, or, of one column of tiles, the next below. One index needs fewer
         # registers than four.
@@ -168,23 +181,36 @@ def compute(refs, memory, b, kv_head, kv_tile, warpgroup, static: Static):
     if static.with_dq:
         # Both are done with k.
         ptx.meet(AT_END, 128 * WARPGROUPS)
-    k_sm[mine] = (dk * plgpu.load(refs["scale"].at[b])).astype(dtype)
-    v_sm[mine] = dv.astype(dtype)
+    options = static.options.of_example(refs["shared"], b)
+    dropout = options.extras.dropout
+    dk, dv = dk * rescaled(dropout, options.scale), rescaled(dropout, dv)
+    if static.shares > 1:
+        row = (b * static.num_heads + share) * static.kv.count + kv_tile
+        for x, ref in ((dk, refs["dk"]), (dv, refs["dv"])):
+            columns = x.shape[1] // 64
+            for column in range(columns):
+                part = x[:, 64 * column : 64 * column + 64]
+                # Nothing else is added there.
+                place = (row * WARPGROUPS + warpgroup) * columns + column
+                ptx.add_fragments(part, ref.at[place])
+        return
+    k_sm[mine], v_sm[mine] = dk.astype(dtype), dv.astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(k_sm.at[mine], refs["dk"].at[here])
     plgpu.copy_smem_to_gmem(v_sm.at[mine], refs["dv"].at[here])
     plgpu.wait_smem_to_gmem(0)
 
 
-def load(refs, memory, b, kv_head, kv_tile, static: Static):
+def load(refs, memory, b, share, kv_tile, static: Static):
     """The loading warpgroup."""
     plgpu.set_max_registers(REGISTERS[1], action="decrease")
     ring = common.Ring(static.tile.stages)
-    steps = static.steps(refs["ranges"], kv_tile)
+    steps = static.steps(refs, b, share, kv_tile)
+    _, first_head, _ = static.heads(share)
 
     def step(j):
         slot, (head, first_query) = ring(j), steps.at(j)
-        h = kv_head * static.groups + head
+        h = first_head + head
         rows = pl.ds(first_query, static.q.block)
 
         def copy(name, index, full):
@@ -194,7 +220,8 @@ def load(refs, memory, b, kv_head, kv_tile, static: Static):
 
         ring.refill(j, memory["q_free"])
         copy("q", (b, rows, h), "q_full")
-        copy("lse", (b, h, rows), "q_full")
+        for name in static.statistics:
+            copy(name, (b, h, rows), "q_full")
         ring.refill(j, memory["do_free"])
         copy("do", (b, rows, h), "do_full")
         copy("delta", (b, h, rows), "delta_full")
@@ -204,22 +231,19 @@ def load(refs, memory, b, kv_head, kv_tile, static: Static):
 
 def pallas_flash_backward(*refs, static: Static, **memory):
     """One tile of one key/value head."""
-    names = ["ranges", "c", "scale", "q", "k", "v", "do", "lse", "delta", "dq", "dk", "dv"]
-    if not static.with_dq:
-        names.remove("dq")
-    refs = dict(zip(names, refs, strict=True))
+    results = ["dq", "dk", "dv"] if static.with_dq else ["dk", "dv"]
+    names = ["q", "k", "v", "do", "delta", *static.statistics, *results]
+    refs = static.refs(names, refs)
     head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
-    blocks = static.heads_blocks
-    b = common.quotient(outer, blocks)
-    kv_head = common.remainder(outer, blocks) * static.heads + head
+    b, share = static.program(head, outer)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _():
-        compute(refs, memory, b, kv_head, kv_tile, warpgroup, static)
+        compute(refs, memory, b, share, kv_tile, warpgroup, static)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _():
-        load(refs, memory, b, kv_head, kv_tile, static)
+        load(refs, memory, b, share, kv_tile, static)
 
 
 def pallas_flash_dkv(*refs, **options):
@@ -227,13 +251,13 @@ def pallas_flash_dkv(*refs, **options):
     pallas_flash_backward(*refs, **options)
 
 
-def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile, *, with_dq: bool):
-    """dq, dk and dv, or dk and dv.
+def backward(problem: Problem, do, log_sum: LogSum, delta, tile: BackwardTile, *, with_dq: bool):
+    """dk, dv, and where it is wanted dq without its factor, the scale, in float32.
 
     Args:
         problem: the call.
         do: [B, T, N, V].
-        lse_log2: float32 [B, N, T].
+        log_sum: of float32 [B, N, T].
         delta: likewise.
         tile: block sizes.
         with_dq: whether dq is wanted, a sum in no order.
@@ -242,9 +266,8 @@ def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile, *, with_
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
     # Queries past the end need no mask: by their LSE they have no weights.
     mask = p.mask.within(kv=kv)
-    ranges = np.asarray(mask.q_ranges(q, kv))[0]
-    heads = shared.side_by_side(p.num_kv_heads)
-    static = Static(mask, q, kv, p.groups, heads, p.num_kv_heads, tile, with_dq)
+    shares = _shares(p, kv.count)
+    heads = shared.side_by_side(p.num_kv_heads * shares)
 
     def tiles(*shape):
         return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
@@ -252,42 +275,74 @@ def backward(problem: Problem, do, lse_log2, delta, tile: BackwardTile, *, with_
     def barriers(arrivals):
         return plgpu.Barrier(num_barriers=tile.stages, num_arrivals=arrivals)
 
-    statistic = plgpu.SMEM((tile.stages, q.block), jnp.float32)
-
-    def run(_, *arrays):
-        _, scale, query, key, value, *_ = arrays
-        tiles_of_dq = len(query), p.num_heads, static.dq_tiles, p.head_dim // 64
-        *sums, dk, dv = common.launch(
+    def run(arrays, *rows):
+        query, key, value, *_ = rows
+        _, extras = arrays
+        table = common.table(extras.mask, q, kv, "q", len(query) // p.batch, p.groups)
+        static = shared.call_static(
+            *(Static, p, mask, arrays, table, q, kv),
+            num_heads=p.num_kv_heads * shares,
+            side_by_side=heads,
+            tile=tile,
+            shares=shares,
+            with_dq=with_dq,
+        )
+        # Sums of 64 x 64 numbers.
+        sums = [(len(query), p.num_heads, static.dq_tiles, p.head_dim // 64)] if with_dq else []
+        if shares > 1:
+            of_keys = len(query), static.num_heads, kv.count * WARPGROUPS
+            sums += [(*of_keys, p.head_dim // 64), (*of_keys, p.value_dim // 64)]
+        whole = [] if shares > 1 else [(key.shape, key.dtype), (value.shape, value.dtype)]
+        statistic = plgpu.SMEM((tile.stages, q.block), jnp.float32)
+        results = common.launch(
             pallas_flash_backward if with_dq else pallas_flash_dkv,
-            (jnp.asarray(ranges), *arrays),
-            sums=[(math.prod(tiles_of_dq), 32, 128)] if with_dq else [],
-            outputs=[(key.shape, key.dtype), (value.shape, value.dtype)],
+            (*shared.first_operands(static, arrays, table), *rows),
+            sums=[(math.prod(tiles), 32, 128) for tiles in sums],
+            outputs=whole,
             memory=dict(
                 k_sm=tiles(BLOCK_KV, p.head_dim),
                 v_sm=tiles(BLOCK_KV, p.value_dim),
                 q_sm=tiles(tile.stages, q.block, p.head_dim),
                 do_sm=tiles(tile.stages, q.block, p.value_dim),
-                lse_sm=statistic,
-                delta_sm=statistic,
+                **{f"{name}_sm": statistic for name in ("delta", *static.statistics)},
                 ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block) if with_dq else None,
                 kv_full=plgpu.Barrier(num_arrivals=2 * WARPGROUPS),
-                q_full=barriers(2),
+                q_full=barriers(1 + len(static.statistics)),
                 do_full=barriers(1),
                 delta_full=barriers(1),
                 q_free=barriers(WARPGROUPS),
                 do_free=barriers(WARPGROUPS),
             ),
-            grid=dict(head=static.heads, kv_tile=kv.count, outer=static.heads_blocks * len(query)),
+            grid=dict(head=heads, kv_tile=kv.count, outer=static.num_heads // heads * len(query)),
             warpgroups=WARPGROUPS + 1,
             static=static,
+            approx_math=static.options.approximate,
             # Where threads must wait for each other says this file: `ptx.meet`, `ptx.publish`.
             unsafe_no_auto_barriers=True,
         )
-        if not with_dq:
-            return dk, dv
-        sums = sums[0].reshape(*tiles_of_dq, 32, 128) * scale[:, None, None, None, None, None]
-        return ptx.unfold(sums.astype(query.dtype)), dk, dv
+        unfolded = [
+            ptx.unfold(x.reshape(*tiles, 32, 128)) for x, tiles in zip(results, sums, strict=False)
+        ]
+        return *unfolded, *results[len(sums) :]
 
-    arrays = shared.operands(p, do, lse_log2, delta, 64 * static.dq_tiles)
-    *dq, dk, dv = common.by_instance(run, p.batch)((), *arrays)
-    return *(x[:, : p.q_len] for x in dq), dk[:, : p.kv_len], dv[:, : p.kv_len]
+    # Two whole tiles of 64 queries, for dq.
+    rows = shared.rows(p, do, log_sum, delta, -(-p.q_len // 128) * 128)
+    arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
+    *dq, dk, dv = common.by_instance(run, p.batch)(arrays, *rows)
+    if shares > 1:
+        dk, dv = (
+            x.reshape(*x.shape[:2], p.num_kv_heads, shares, -1).sum(axis=3).astype(p.dtype)
+            for x in (dk, dv)
+        )
+    return dk[:, : p.kv_len], dv[:, : p.kv_len], *(x[:, : p.q_len] for x in dq)
+
+
+def _shares(p: Problem, tiles: int) -> int:
+    """Into how many the query heads of a key/value head are shared out.
+
+    As many as give each core two programs, where there are fewer programs than cores. Timed on an
+    H100, 71 heads on one of 64, causal, two examples of 2048 tokens: not shared out, 5.2 times as
+    long as "triton".
+    """
+    programs = p.batch * p.num_kv_heads * tiles
+    return 1 if programs >= common.CORES else min(p.groups, -(-2 * common.CORES // programs))

