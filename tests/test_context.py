@@ -528,7 +528,7 @@ CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.s
 
 def main(name, *arguments):
     _xla.BLOCK_Q, _xla.BLOCK_KV = 16, 16
-    if name in ("named", "layers", "second_derivatives", "vmap", "queries_alone"):
+    if name in ("named", "layers", "second_derivatives", "vmap", "queries_alone", "collectives"):
         jax.config.update("jax_disable_most_optimizations", True)
     if name == "memory":
         _xla.BLOCK_Q, _xla.BLOCK_KV = 256, 256
@@ -540,7 +540,7 @@ def main(name, *arguments):
 def run_on_eight_devices(*arguments):
     here = Path(__file__)
     paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
-    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
     child = subprocess.run(
         [sys.executable, "-c", f"import {here.stem}; {here.stem}.main(*{arguments!r})"],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
