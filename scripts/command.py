@@ -11,7 +11,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake in what was asked for: told in one sentence, without a traceback."""
+    """A mistake in what was asked for, or a machine that cannot do it: told in one sentence."""
 
 
 def command(main: Callable[..., Any]) -> Callable[..., Any]:

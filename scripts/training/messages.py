@@ -1,13 +1,11 @@
-"""What `train_gpt.py` says, and the error that is one sentence."""
+"""What `train_gpt.py` says."""
 
 import sys
 
+from scripts.command import UserError as UserError
+
 # Of several processes the first one speaks; errors and warnings of the others have their number.
 process = 0
-
-
-class UserError(ValueError):
-    """A mistake in what was asked for, or a machine that cannot do it: told in one sentence."""
 
 
 def say(label: str, text: str):
