@@ -44,3 +44,15 @@ def test_what_has_no_parameters_is_needed():
 def test_a_value_that_is_there_twice_is_one():
     x = object()
     assert len(kept(["a"], [dict(a=x), dict(a=x)])) == 1
+
+
+def test_the_tests_of_a_case_stand_together():
+    """In the order of the first of each, file by file."""
+
+    def item(path, **params):
+        return types.SimpleNamespace(path=path, callspec=types.SimpleNamespace(params=params))
+
+    one, two, plain = object(), object(), types.SimpleNamespace(path="a")
+    items = [item("a", case=one), plain, item("a", case=two), item("a", case=one, x=1)]
+    other = item("b", case=one)
+    assert conftest.by_case([*items, other]) == [items[0], items[3], plain, items[2], other]
