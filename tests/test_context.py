@@ -23,8 +23,17 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import Tile, TileSizes, _api, _reference, _xla, attention, explain
-from pallas_flash._context import choice, parts
+from pallas_flash import (
+    Tile,
+    TileSizes,
+    _api,
+    _reference,
+    _xla,
+    attention,
+    balanced_order,
+    explain,
+)
+from pallas_flash._context import choice, cost, parts
 from pallas_flash._problem import Problem
 from scripts.inspection import gpu_compiler
 
@@ -126,8 +135,12 @@ def shapes(length, heads=32, kv_heads=8, **options) -> Problem:
     [
         # Every device has the same work.
         (2**16, {"is_causal": True}, "heads"),
-        # Transfers hide behind kernels.
-        (2**16, {}, "ring"),
+        # In an order in which every device has the same work, transfers hide behind kernels.
+        (
+            2**16,
+            {"is_causal": True, "key_value_positions": jnp.zeros((1, 2**16), jnp.int32)},
+            "ring",
+        ),
         # Neighbours alone send anything.
         (2**16, {"is_causal": True, "local_window_size": (1024, 0)}, "ring"),
         (2**16, {"is_causal": True, "heads": 30, "kv_heads": 6}, "ring"),
@@ -142,10 +155,34 @@ def test_the_method_is_chosen_by_shapes(length, options, method):
 
 
 def test_the_share_of_pairs_that_are_seen():
-    causal = choice.seen(shapes(4096, is_causal=True), 4)
-    np.testing.assert_allclose(causal, np.tril(np.ones((4, 4)), -1) + np.eye(4) * 0.5, atol=0.04)
-    window = choice.seen(shapes(64, is_causal=True, local_window_size=(16, 0)), 4)
-    assert (window > 0).tolist() == [[d in (e, e + 1) for e in range(4)] for d in range(4)]
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        n, q_len, kv_len = (int(x) for x in random.integers(1, 7, 3))
+        low, high = (None if random.random() < 0.3 else int(x) for x in random.integers(-20, 20, 2))
+        if None not in (low, high):
+            low, high = min(low, high), max(low, high)
+        distance = np.arange(n * kv_len) - np.arange(n * q_len)[:, None]
+        ok = distance >= (-99 if low is None else low)
+        ok &= distance <= (99 if high is None else high)
+        want = ok.reshape(n, q_len, n, kv_len).mean((1, 3))
+        np.testing.assert_allclose(choice.seen(low, high, n, q_len, kv_len), want, atol=1e-12)
+
+
+def test_the_work_of_masks_is_what_the_model_has_for_them():
+    in_order = choice.work_of(shapes(2**16, is_causal=True), 4)
+    tokens = jnp.zeros((1, 2**16), jnp.int32)
+    moved = choice.work_of(shapes(2**16, is_causal=True, query_positions=tokens), 4)
+    everything = choice.work_of(shapes(2**16), 4)
+    for work, want in (
+        (in_order, cost.causal(4, balanced=False)),
+        (moved, cost.causal(4, balanced=True)),
+        (everything, cost.whole(4)),
+    ):
+        for x, y in zip(work, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-3)
+    # A window that ends within the shard before.
+    window = choice.work_of(shapes(2**16, is_causal=True, local_window_size=(1024, 0)), 4)
+    assert len(window.steps) == 2
 
 
 def test_a_method_that_does_not_serve_raises():
@@ -463,6 +500,39 @@ def check_queries_alone(kind):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
     assert collectives(compiled.as_text()).keys() == {"all-reduce"}
+
+
+def check_balanced_order(kind):
+    """Tokens, ids and positions in another order; results are those in order, in that order."""
+    axes = MESHES["2 x 4"]
+    mesh = make_mesh(axes, kind)
+    rows, one_row = (NamedSharding(mesh, P(batch, "sequence")) for batch in ("batch", None))
+    qkv, (do, _), options = sized("documents").problem()
+    ids, order = options["segment_ids"], balanced_order(LENGTH, 4)
+    slopes = jnp.linspace(0.1, 0.4, do.shape[2])
+
+    def gradients(q, k, v, do, **options):
+        def call(*x):
+            return attention(*x, is_causal=True, alibi_slopes=slopes, **options)
+
+        o, pull = jax.vjp(call, q, k, v)
+        return o, *pull(do)
+
+    want = gradients(*qkv, do, segment_ids=ids, implementation="reference")
+    arrays = [jax.device_put(x[:, order], rows) for x in (*qkv, do, ids)]
+    positions = jax.device_put(order[None], one_row)
+    for method in choice.METHODS:
+
+        @jax.jit
+        def run(q, k, v, do, ids, positions, method=method):
+            return gradients(
+                q, k, v, do, segment_ids=ids, query_positions=positions,
+                key_value_positions=positions, implementation="xla", context_parallelism=method,
+            )  # fmt: skip
+
+        got = run(*arrays, positions)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y[:, order], rtol=2e-4, atol=2e-4)
 
 
 BAD = {

@@ -142,22 +142,31 @@ def test_public_functions_have_an_example():
 
 
 # ------------------------------------------------------------------------------------------------
-# docs/masks-and-scores.md
+# Pages that draw
 # ------------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_those_that_the_page_draws():
-    drawn = run(MASKS)[0]["pictures"]
-    paths = {path.name: path for path in (MASKS.parent / "images").iterdir()}
-    linked = re.findall(r"\]\(images/(.*?)\)", MASKS.read_text())
-    assert sorted(linked) == sorted(drawn) == sorted(paths)
-    for name, path in paths.items():
-        assert path.stat().st_size < 30_000
+DRAWING = [MASKS, ROOT / "docs" / "scaling.md"]
+
+
+@pytest.mark.parametrize("page", DRAWING, ids=lambda page: page.name)
+def test_pictures_are_those_that_the_page_draws(page):
+    drawn = run(page)[0]["pictures"]
+    linked = re.findall(r"\]\(images/(.*?)\)", page.read_text())
+    assert sorted(linked) == sorted(drawn)
+    for name in linked:
+        path = page.parent / "images" / name
+        assert path.stat().st_size < 40_000
         here, shown = drawn[name], plt.imread(path)
         assert here.shape == shown.shape
         # Within the axes, where no font is: its colours differ by more than 0.2.
         inside = tuple(slice(n // 5, n - n // 5) for n in here.shape[:2])
         assert np.abs(here[inside] - shown[inside]).max() < 0.1
+
+
+def test_every_picture_is_drawn_by_a_page():
+    drawn = [name for page in DRAWING for name in run(page)[0]["pictures"]]
+    assert sorted(drawn) == sorted(path.name for path in (ROOT / "docs" / "images").iterdir())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ MAY_IMPORT = {
     "_context.ring": {"_context.parts", "_partition", "_problem", "_scores"},
     "_context.gather": {"_context.parts", "_partition", "_problem"},
     "_context.heads": {"_context.parts", "_partition", "_problem", "_scores"},
-    "_context.choice": {"_masks", "_problem"},
+    "_context.choice": {"_context.cost", "_masks", "_problem"},
+    "_context.cost": set(),
     "_context.parts": {"_partition", "_problem"},
     "_vjp": {
         "_context",

@@ -1,24 +1,19 @@
 """Which method computes attention on a sequence that is divided over devices.
 
 Decided from shapes, the mask as far as it is known at trace time, and the number of devices: by an
-estimate of the time that forward and backward take together on GPUs like the H200.
-
-    work        pairs of queries and keys, on the device that has the most of them to compute
-    sent        bytes that a device receives: while kernels run (ring), or before they may
+estimate of the time that forward and backward take together, see `cost`.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from pallas_flash._masks import Band
+from pallas_flash._context import cost
+from pallas_flash._masks import Band, PositionBand
 from pallas_flash._problem import Problem
 
 METHODS = "ring", "gather", "heads"
-
-# Of the kernels, and of NVLink in one direction; seconds for each message, and for each step of the
-# ring, whose kernels and branch start anew. Not measured: the last two are rough.
-FLOPS, BYTES, LATENCY, STEP = 550e12, 450e9, 15e-6, 40e-6
 
 
 class Choice(NamedTuple):
@@ -47,14 +42,13 @@ def choose(problem: Problem, devices: int, asked: str | None, *, keys: bool = Tr
     Raises:
         NotImplementedError: if what is asked for does not serve the call.
     """
-    refused: dict[str, str] = {}
+    load = load_of(problem, devices)
+    refused = cost.refused(load, problem.num_heads)
+    if asked == "gather":
+        refused.pop(asked, None)
     if not keys:
         why = "Every device has all keys and values, and nothing is sent."
-        refused |= dict.fromkeys(("ring", "heads"), why)
-    elif problem.num_heads % devices:
-        refused["heads"] = (
-            f"Got {problem.num_heads} query heads, which {devices} devices do not divide."
-        )
+        refused = {"ring": why, "heads": why}
     if asked is not None:
         if asked in refused:
             raise NotImplementedError(
@@ -66,15 +60,10 @@ def choose(problem: Problem, devices: int, asked: str | None, *, keys: bool = Tr
         return Choice(asked, "asked for.", refused)
     if not keys:
         return Choice("gather", refused["ring"], refused)
-    seconds = times(problem, devices)
-    rows, all_keys = _bytes(problem).rows, devices * _bytes(problem).keys
-    if all_keys > rows:
-        refused["gather"] = (
-            f"All keys and values would take {all_keys} bytes on every device, and its queries and "
-            f"outputs take {rows}."
-        )
+    work = work_of(problem, devices)
     served = [x for x in METHODS if x not in refused]
-    method = min(served, key=seconds.__getitem__)
+    seconds = {x: cost.seconds(load, work, x) for x in served}
+    method = cost.fastest(seconds)
     for name in served:
         refused.setdefault(name, f"Estimated to take {seconds[name] * 1e3:.3g} ms.")
     del refused[method]
@@ -82,58 +71,50 @@ def choose(problem: Problem, devices: int, asked: str | None, *, keys: bool = Tr
     return Choice(method, reason, refused)
 
 
-class _Bytes(NamedTuple):
-    """What a device holds: queries and outputs, and keys and values."""
-
-    rows: int
-    keys: int
-
-
-def _bytes(p: Problem) -> _Bytes:
-    width = (p.head_dim + p.value_dim) * p.dtype.itemsize
-    return _Bytes(p.rows * width, p.kv_rows * width)
+def load_of(problem: Problem, devices: int) -> cost.Load:
+    """What one of the devices holds."""
+    p = problem
+    width = p.head_dim + p.value_dim
+    return cost.Load(devices, p.rows, p.kv_rows, p.kv_len, width, p.dtype.itemsize, p.num_kv_heads)
 
 
-def times(problem: Problem, devices: int) -> dict[str, float]:
-    """Estimated seconds of forward and backward by each method."""
-    p, n = problem, devices
-    rows, keys = _bytes(p)
-    # Two products in the forward and five in the backward, of two operations a number.
-    block = 7 * p.rows * p.kv_len * (p.head_dim + p.value_dim) / FLOPS
-    work = block * seen(p, n)
-    busiest = work.sum(axis=1).max()
-    # Of each block k and v twice, and dk and dv once.
-    of_block = 3 * keys / BYTES + 3 * LATENCY
-    steps = [
-        max(work[d, (d - back) % n] for d in range(n))
-        for back in range(n)
-        if any(work[d, (d - back) % n] for d in range(n))
-    ]
-    waiting = sum(max(0.0, of_block - step) for step in steps[:-1]) + keys / BYTES
-    # q, o and do to the heads, o and dq back; k and v twice, dk and dv once.
-    exchanged = (n - 1) / n * (3.5 * rows + 3 * keys * max(1, n // p.num_kv_heads))
-    return {
-        "ring": busiest + waiting + STEP * (len(steps) - 1),
-        "gather": busiest + (n - 1) * 3 * keys / BYTES + 3 * LATENCY,
-        "heads": work.sum() / n + exchanged / BYTES + 12 * LATENCY,
-    }
+def work_of(problem: Problem, devices: int) -> cost.Work:
+    """What the devices have to compute, by the part of the mask that is known.
 
-
-def seen(problem: Problem, devices: int) -> np.ndarray:
-    """The share of pairs that each device sees of each block of keys, by the known part of a mask.
-
-    [devices, devices], from some queries of each device.
+    Where arrays tell positions under a causal mask, they are taken to be in `balanced_order`.
     """
-    p, n = problem, devices
-    samples = min(p.q_len, max(2, 512 // n))
-    inside = np.floor((np.arange(samples) + 0.5) * p.q_len / samples)
-    queries = (np.arange(n)[:, None] * p.q_len + inside)[..., None]
-    first = np.arange(n) * p.kv_len
-    start, stop = first + 0.0 * queries, first + p.kv_len + 0.0 * queries
-    for band in p.mask.leaves:
-        if isinstance(band, Band) and band.offset is None:
-            if band.low is not None:
-                start = np.maximum(start, queries + band.low)
-            if band.high is not None:
-                stop = np.minimum(stop, queries + band.high + 1)
-    return (np.maximum(stop - start, 0) / p.kv_len).mean(axis=1)
+    low = high = None
+    for leaf in problem.mask.leaves:
+        if isinstance(leaf, PositionBand) and leaf.high is not None:
+            return cost.causal(devices, balanced=True)
+        if isinstance(leaf, Band) and leaf.offset is None:
+            low, high = leaf.low, leaf.high
+    return _work(low, high, devices, problem.q_len, problem.kv_len)
+
+
+@functools.lru_cache
+def _work(low, high, devices: int, q_len: int, kv_len: int) -> cost.Work:
+    share = seen(low, high, devices, q_len, kv_len)
+    device = np.arange(devices)
+    steps = share[device[:, None], (device[:, None] - device) % devices].max(axis=0)
+    return cost.Work(steps[steps > 0], share.sum(axis=1).max(), share.sum() / devices)
+
+
+def seen(low, high, devices: int, q_len: int, kv_len: int) -> np.ndarray:
+    """The share of pairs that each device sees of each block of keys, [devices, devices].
+
+    Those with low <= k - q <= high; None is unbounded.
+    """
+    first = np.arange(devices)
+    ahead = (first[:, None] * q_len - first * kv_len).astype(float)
+
+    def up_to(x):
+        """How many pairs have k - q <= x: those of a triangle without what is outside."""
+        inside = (x + q_len, 1), (x, -1), (x + q_len - kv_len, -1), (x - kv_len, 1)
+        corners = ((np.maximum(y, 0), sign) for y, sign in inside)
+        return sum(sign * y * (y + 1) / 2 for y, sign in corners)
+
+    pairs = float(q_len * kv_len) if high is None else up_to(high + ahead)
+    if low is not None:
+        pairs = pairs - up_to(low - 1 + ahead)
+    return np.broadcast_to(np.maximum(pairs, 0) / (q_len * kv_len), ahead.shape)
