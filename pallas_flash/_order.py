@@ -7,7 +7,7 @@ from pallas_flash._checks import at_least
 
 
 def balanced_order(length: int, devices: int) -> jax.Array:
-    """The order of tokens in which devices that share a sequence have equal work when causal.
+    """The order of tokens in which the devices of a ring have equal work under a causal mask.
 
     In order of position, the first of n devices has queries that see few keys, and it waits for the
     last. Here the sequence is cut into 2 n chunks, and device i has chunks i and 2 n - 1 - i. Of 4
@@ -20,6 +20,9 @@ def balanced_order(length: int, devices: int) -> jax.Array:
     labels, segment ids. `order` itself are the positions, for `query_positions` and
     `key_value_positions` of `attention`, and for rotary embeddings. What is computed for each token
     alone needs no change. `jnp.argsort(order)` is the inverse, which takes results back.
+
+    For `context_parallelism="heads"` leave tokens in order: all devices have the same work anyway,
+    and in order more tiles are skipped.
 
     Args:
         length: tokens of the sequence, a multiple of 2 * devices.
