@@ -6,7 +6,8 @@ A model of H100s and H200s in hosts of 8, with one message after the other:
     gather    messages, then kernels
     heads     messages, then kernels; the same work on every device
 
-It is there to choose a method: its numbers are close enough for that, and not measured.
+It is there to choose a method. On two H200s it was right within 7 % where the kernels of "mosaic"
+ran (docs/scaling.md); more have not been measured.
 """
 
 from typing import NamedTuple
@@ -26,8 +27,9 @@ GATHER_SAVES = 1.05
 SMALL = 2**28
 
 # Operations a second in blocks of many tokens, forward and backward, and the tokens of a block at
-# which it is half of that. They fit the shapes 128-full-* of docs/results/h200-2026-11-21.jsonl.
-SPEED, HALF = (565e12, 437e12), 275
+# which it is half of that: of "mosaic" on one H200 with 32768 tokens or more
+# (docs/results/h200-x2-2026-11-22.jsonl), and on an H100 with 2048 (h100-2026-11-22.jsonl).
+SPEED, HALF = (640e12, 600e12), 350
 
 
 class Load(NamedTuple):
