@@ -180,7 +180,10 @@ def _along(mesh, rows, keys, problem: Problem) -> Along | None:
             f"(T={problem.q_len}) over {names[0]} and keys (S={problem.kv_len}) over {names[1]}. "
             "Shard both alike, or gather the keys (of a cache, say) before the call."
         )
-    check_lengths(problem.q_len, problem.kv_len if keys else None, _count(mesh, rows), rows)
+    devices = _count(mesh, rows)
+    if devices == 1:
+        return None
+    check_lengths(problem.q_len, problem.kv_len if keys else None, devices, rows)
     return Along(rows, bool(keys))
 
 

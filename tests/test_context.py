@@ -271,11 +271,16 @@ def call_of(kind, axes, mesh, operands, rest, **options):
 
 
 def check_case(name, method, axes, kind, implementation):
-    """Output, LSE and gradients, by the rule of test_accuracy.py; twice the same bits."""
+    """Output, LSE and gradients, by the rule of test_accuracy.py; twice the same bits.
+
+    A name may end in "@bfloat16".
+    """
     from test_accuracy import _expected_of, judge
 
+    name, _, dtype = name.partition("@")
+    dtype = dtype or "float32"
     case = sized(name)
-    problem = case.problem()
+    problem = case.problem(dtype)
     qkv, cotangents, options = problem
     mesh, rows = make_mesh(axes, kind), rows_spec(axes)
     options = jax.tree.map(
@@ -294,7 +299,7 @@ def check_case(name, method, axes, kind, implementation):
         results, again = ([np.asarray(x) for x in compiled(*placed, **operands)] for _ in "12")
     for x, y in zip(results, again, strict=True):
         np.testing.assert_array_equal(x, y)
-    judge(case, "float32", results, problem, expected=_expected_of(problem, False))
+    judge(case, dtype, results, problem, expected=_expected_of(problem, False))
 
 
 def check_named(names, method, mesh, kind, implementation):
@@ -630,8 +635,10 @@ FIRST = [
     (EVERYTHING, "gather", "1 x 8", "manual", "xla"),
 ]
 SOME = ";".join(["causal", EVERYTHING, "everything at once", "bias of keys", CROSS.name])
+ROUNDED = ";".join(f"{name}@bfloat16" for name in ("full", "bias of queries, in 16 bits"))
 TABLE = [
     *FIRST,
+    *((ROUNDED, method, "1 x 8", "auto", "xla") for method in choice.METHODS),
     *(
         (";".join(NAMES[i : i + 8]), method, "2 x 4", "auto", "xla")
         for method in choice.METHODS

@@ -1,5 +1,6 @@
 """Dropout: the generator against published words, the mask's statistics, what attention drops."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -184,12 +185,15 @@ def test_the_mask_depends_on_the_index_alone():
     whole = np.asarray(dropout_mask(key, SHAPE, 0.3))
     np.testing.assert_array_equal(dropout_mask(key, (2, 3, 7, 70), 0.3), whole[:2, :3, :7])
     np.testing.assert_array_equal(dropout_mask(key, (2, 3, 60, 9), 0.3), whole[:2, :3, :, :9])
-    shard = Dropout(seed_of(key), jnp.array([1, 2]), 0.3)
-    got = shard.kept(*(jnp.asarray(x, jnp.int32) for x in np.ogrid[:2, :2, :60, :70]))
-    np.testing.assert_array_equal(got, whole[1:, 2:])
-    shared = Dropout(seed_of(key), jnp.array([1, 2]), 0.3, broadcast=True)
-    got = shared.kept(*(jnp.asarray(x, jnp.int32) for x in np.ogrid[:2, :2, :60, :70]))
-    np.testing.assert_array_equal(got[0, 0], whole[0, 0])
+    for first in ((1, 2, 0, 0), (1, 2, 16, 32), (0, 1, 13, 7)):
+        aligned = first[2] % 16 == first[3] % 16 == 0
+        sizes = [n - i for n, i in zip(SHAPE, first, strict=True)]
+        at = [jnp.asarray(x, jnp.int32) for x in np.ogrid[tuple(map(slice, sizes))]]
+        shard = Dropout(seed_of(key), jnp.array(first), 0.3, aligned=aligned)
+        rectangle = tuple(slice(i, None) for i in first)
+        np.testing.assert_array_equal(shard.kept(*at), whole[rectangle])
+        shared = dataclasses.replace(shard, broadcast=True)
+        np.testing.assert_array_equal(shared.kept(*at)[0, 0], whole[0, 0][rectangle[2:]])
 
 
 # ------------------------------------------------------------------------------------------------
