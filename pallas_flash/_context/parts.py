@@ -69,6 +69,8 @@ def part_of(problem: Problem, part: Part) -> Problem:
         if isinstance(x, tuple):
             return tuple(map(cut, x))
         if dataclasses.is_dataclass(x):
+            keys = _of_same_tokens(x)
+            x = x if keys is None else _partition.replaced(x, {"key_value": keys})
             x = _partition.replace_fields(x, cut)
             return x.moved(part) if hasattr(x, "moved") else x
         for axis, letter in enumerate(axes):
@@ -92,16 +94,20 @@ def with_all_keys(problem: Problem, along: Along) -> Problem:
         if not dataclasses.is_dataclass(x):
             divided = along.keys and "s" in axes and x is not None
             return gather(along, x, axes.index("s")) if divided else x
-        names = _partition.axes_of(x)
-        if "s" in names.get("key_value", "") and x.key_value is None:  # pyright: ignore
-            # Queries and keys are the same tokens; of the queries a device has its own alone.
-            own: Any = x
-            return _partition.replaced(own, {"key_value": gather(along, own.query, 1)})
+        if (keys := _of_same_tokens(x)) is not None:
+            # Of the queries a device has its own alone.
+            return _partition.replaced(x, {"key_value": gather(along, keys, 1)})
         return _partition.replace_fields(x, gathered)
 
     kept = {name: getattr(problem, name) for name in ("key", "value")}
     rest = dataclasses.replace(problem, **dict.fromkeys(kept))
     return dataclasses.replace(gathered(rest), **kept)
+
+
+def _of_same_tokens(x: Any):
+    """An array of queries that stands for one of keys as well; None if there is none."""
+    keys = "s" in _partition.axes_of(x).get("key_value", "")
+    return x.query if keys and x.key_value is None else None
 
 
 def gather(along: Along, x, axis: int):
