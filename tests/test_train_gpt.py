@@ -297,8 +297,9 @@ def parameters_of(model):
     return jax.eval_shape(init)
 
 
-def work_on(kind, model=TINY.model):
-    return work_of(model, parameters_of(model), 4, types.SimpleNamespace(device_kind=kind))
+def work_on(kind, model=TINY.model, count=1):
+    device = types.SimpleNamespace(device_kind=kind)
+    return work_of(model, parameters_of(model), 4, device, count)
 
 
 def test_the_work_of_a_token_is_that_of_palm_with_half_of_the_scores():
@@ -327,6 +328,7 @@ def test_a_peak_is_that_of_exactly_this_device():
     for kind in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 NVL", "cpu", "TPU v4"):
         assert work_on(kind).peak is None
     assert "peak 989 TFLOP/s" in str(work_on("NVIDIA H200"))
+    assert work_on("NVIDIA H200", count=4).peak == 4 * 989e12
     assert "MFU is n/a" in str(work_on("cpu"))
 
 
@@ -960,6 +962,8 @@ def test_sizes_are_held_against_the_memory_of_a_gpu():
     gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 2_000_000_000})
     check_memory(TINY, gpu)
     check_memory(PRESETS["cpu"], gpu)
+    # Half of the parameters and of the batch.
+    check_memory(PRESETS["gpt2-small"], gpu, {"fsdp": 2})
     with pytest.raises(UserError) as caught:
         check_memory(PRESETS["gpt2-small"], gpu)
     assert "got 85,150,464 parameters, which with" in str(caught.value)
