@@ -127,16 +127,21 @@ class Block(nnx.Module):
         self.mlp = SwiGLU(config.embed_dim, config.mlp_dim, residual_branches=branches, **kwargs)
 
     def __call__(
-        self, x: Float[Array, "... T C"], *, decode: bool = False
+        self,
+        x: Float[Array, "... T C"],
+        positions: Int[Array, " T"] | None = None,
+        *,
+        decode: bool = False,
     ) -> Float[Array, "... T C"]:
         """Returns the residual stream after this block."""
-        x = x + self.attention(self.attention_norm(x), decode=decode)
+        where = {} if positions is None else {"positions": positions, "reordered": True}
+        x = x + self.attention(self.attention_norm(x), decode=decode, **where)
         return x + self.mlp(self.mlp_norm(x))
 
 
 @functools.partial(nnx.remat, policy=save_residuals)
-def _computed_again(block, x):
-    return block(x)
+def _computed_again(block, x, positions):
+    return block(x, positions)
 
 
 class GPT(nnx.Module):
@@ -175,12 +180,17 @@ class GPT(nnx.Module):
         self.norm = placed(nnx.RMSNorm(config.embed_dim, **kwargs))
 
     def __call__(
-        self, tokens: Int[Array, "B T"], *, decode: bool = False
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, " T"] | None = None,
+        *,
+        decode: bool = False,
     ) -> Float[Array, "B T vocab"]:
         """Returns float32 logits; those at position t depend on tokens 0..t alone.
 
         Args:
             tokens: A text, or with `decode` the part of it that follows what was decoded before.
+            positions: Where each token stands in the text; None is one after the other.
             decode: Whether keys and values are kept for later parts; `init_cache` comes first.
 
         Raises:
@@ -196,7 +206,7 @@ class GPT(nnx.Module):
             layer = _computed_again
         x = self._lay(self.embedding.encode(tokens))
         for block in self.blocks:
-            x = self._lay(layer(block, x))
+            x = self._lay(layer(block, x, positions))
         return self.embedding.decode(self.norm(x))
 
     def _lay(self, x):
@@ -224,8 +234,12 @@ def loss(model: GPT, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
         model: The model.
         tokens: Texts one longer than the model's input: the last token is only predicted.
     """
-    log_probs = jax.nn.log_softmax(model(tokens[:, :-1]).astype(jnp.float32))
-    return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
+    given, next_ = tokens[:, :-1], tokens[:, 1:]
+    order = None if model.layout is None else model.layout.order(given.shape[1])
+    if order is not None:
+        given, next_ = given[:, order], next_[:, order]
+    log_probs = jax.nn.log_softmax(model(given, order).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(log_probs, next_[..., None], axis=-1))
 
 
 def generate(

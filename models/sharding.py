@@ -16,7 +16,9 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
+
+from pallas_flash import balanced_order
 
 # From the outside to the inside: the devices of a host are neighbours on the last axes, whose
 # messages a layer waits for.
@@ -73,6 +75,17 @@ class Layout:
         """Moves the parameters of a module, or of a part of one, to where they belong."""
         state = nnx.to_pure_dict(nnx.state(module))
         nnx.update(module, jax.tree.map(_spread, state, self.of(state)))
+
+    def order(self, length: int) -> Int32[Array, " T"] | None:
+        """The positions of the tokens of a text as they lie here; None if one after the other.
+
+        Where devices share a text they have equal work under the causal mask, if its length is a
+        multiple of twice their number.
+        """
+        devices = self.mesh.shape["sequence"]
+        if devices == 1 or length % (2 * devices):
+            return None
+        return balanced_order(length, devices)
 
     def stream(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """Divides the examples and the tokens of what is between two layers."""

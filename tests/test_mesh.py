@@ -188,7 +188,8 @@ def test_eight_devices_train_as_one_does(corpus, tmp_path):
     assert "at once, a device computes 1 of 4 examples\n" in out
     assert "with 2 of 4 heads and 32 of 64 hidden units\n" in out
     assert "it holds 1/4 of every matrix of parameters, and their optimizer state\n" in out
-    assert "and 6 of their 12 tokens (attention sees all)\n" in out
+    assert "and 6 of their 12 tokens, in an order by which all have equal work\n" in out
+    assert "and 3 of their 12 tokens, in their order; in a context that 8 divides all had" in out
     assert "resuming   after step 5," in out
     [error] = re.findall(r"gradients  relative error (\S+) against the reference", out)
     assert 0 < float(error) < train_gpt.GRADIENT_BOUND / 10

@@ -46,6 +46,8 @@ def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple
     data, fsdp, sequence, tensor = (layout.mesh.shape[name] for name in AXES)
     # Attention itself is told how a sequence is divided; of the rest a device has its share.
     places = layout.sharding(None, "sequence") if sequence > 1 else None
+    order = layout.order(model.context)
+    positions = None if order is None else order[None]
     query, key = (
         jax.ShapeDtypeStruct(
             (sequences // (data * fsdp), model.context, heads // tensor, model.head_dim),
@@ -58,7 +60,15 @@ def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple
         _check_cudnn(query, key)
         return "cudnn", "cudnn: asked for."
     try:
-        told = pallas_flash.explain(query, key, key, is_causal=True, implementation=model.attention)
+        told = pallas_flash.explain(
+            query,
+            key,
+            key,
+            is_causal=True,
+            implementation=model.attention,
+            query_positions=positions,
+            key_value_positions=positions,
+        )
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"`attention` must be one that serves here; got: {error}") from error
     return told.implementation, str(told)

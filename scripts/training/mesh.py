@@ -64,7 +64,11 @@ def describe_mesh(config: TrainConfig, layout: Layout):
     say("", f"at once, a device computes {examples} of {config.microbatch} examples")
     if sizes["sequence"] > 1:
         tokens = model.context // sizes["sequence"]
-        say("", f"and {tokens:,} of their {model.context:,} tokens (attention sees all)")
+        order = "in an order by which all have equal work"
+        if layout.order(model.context) is None:
+            equal = 2 * sizes["sequence"]
+            order = f"in their order; in a context that {equal} divides all had equal work"
+        say("", f"and {tokens:,} of their {model.context:,} tokens, {order}")
     if sizes["tensor"] > 1:
         say(
             "",
