@@ -176,11 +176,18 @@ def mean_gradient(loss_fn, params, batch):
     return jax.tree.map(lambda x: x / len(batch), total)
 
 
-def compiler_options(layout: Layout) -> dict[str, bool] | None:
-    """What XLA needs to be told of a mesh: on GPUs, to send while it computes."""
+def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
+    """What XLA needs to be told of a mesh: on GPUs, to send while it computes.
+
+    Of messages under way it counts one at a time, unless told otherwise: then the first to be
+    ready, however small, has all the products of the backward beside it, and the others none.
+    """
     if layout.mesh.size == 1 or jax.default_backend() != "gpu":
         return None
-    return {"xla_gpu_enable_latency_hiding_scheduler": True}
+    return {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
+    }
 
 
 def make_steps(config: TrainConfig, layout: Layout):
