@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_flash import _compat, _hardware
 from pallas_flash._context import Choice
+from pallas_flash._operands import Unread
 from pallas_flash._problem import Problem
 
 IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
@@ -28,6 +30,14 @@ MAX_HEAD_DIM = 256
 MOSAIC_HEAD_DIM_UNIT = 8
 # What its backward serves; it has not the registers for larger ones, where another takes its place.
 MOSAIC_BACKWARD_HEAD_DIM = 128
+
+# The operations that Pallas has in Mosaic GPU for what masks and scores compute.
+MOSAIC_OPERATIONS = (
+    "abs, add, and, atan2, broadcast_in_dim, clamp, convert_element_type, copysign, cos, div, eq, "
+    "erf, exp, exp2, ge, gt, integer_pow, le, log, log2, logistic, lt, max, min, mul, ne, neg, "
+    "not, or, rem, round, rsqrt, select_n, shift_left, shift_right_arithmetic, "
+    "shift_right_logical, sign, sin, sqrt, square, sub, tanh, xor"
+)
 
 # From which lengths on the passes of "mosaic" were measured to be faster than those of "triton", by
 # head size and kind of mask. What is not in the table is slower, or was not measured.
@@ -136,7 +146,7 @@ def select(problem: Problem, asked: str | None, *, tiles: bool = False) -> Expla
     refused = {}
     if on_gpu := [*(_device_limits() or _jax_limits()), *limits]:
         refused["triton"] = " ".join(on_gpu)
-    if on_hopper := [*_mosaic_device_limits(), *limits, *_mosaic_limits(problem)]:
+    if on_hopper := _mosaic_device_limits() or [*limits, *_mosaic_limits(problem)]:
         refused["mosaic"] = " ".join(on_hopper)
     # Where no kernel is going to run, its language is not even looked for: importing it takes time.
     anywhere = [*_jax_limits(), *limits] if asked == "interpret" else limits
@@ -234,12 +244,49 @@ def _mosaic_limits(p: Problem) -> list[str]:
         )
     if any(x.size > 2**31 for x in jax.tree.leaves((p.mask, p.scores))):
         limits.append("Got an array of more than 2^31 elements, and their indices end there.")
+    if missing := _not_in_mosaic(p):
+        limits.append(
+            f"The mask or the score function uses {_listed(missing)}, which Pallas has not in "
+            "Mosaic GPU."
+        )
     if _compat.varies((p.query, p.key, p.value)):
         limits.append(
             "The call is in a `jax.shard_map` that checks which values differ between devices, and "
             "Pallas refuses them there; check_vma=False turns that off."
         )
     return limits
+
+
+def _not_in_mosaic(p: Problem) -> list[str]:
+    """The operations of a problem's mask and scores that Mosaic GPU has not."""
+    if not (p.mask or p.scores):
+        return []
+
+    def compute(x, *at):
+        mask, scores = jax.tree.map(Unread, (p.mask, p.scores))
+        return mask.allowed(*at), scores.logits(x, *at)
+
+    number, tile = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (8, 8)))
+    x = jax.ShapeDtypeStruct(tile.shape, jnp.float32)
+    with jax.enable_x64(False):
+        program = jax.make_jaxpr(compute)(x, number, number, tile, tile)
+    return sorted(set(_missing(program.jaxpr)))
+
+
+def _missing(program):
+    """Their names, in a program that JAX has traced."""
+    for eqn in program.eqns:
+        name, out = eqn.primitive.name, eqn.outvars[0].aval.dtype
+        bytes_alone = any(v.aval.dtype.name in ("int8", "uint8") for v in eqn.invars)
+        if name in ("jit", "pjit"):
+            yield from _missing(eqn.params["jaxpr"].jaxpr)
+        elif name not in MOSAIC_OPERATIONS.split(", "):
+            yield name
+        elif name == "convert_element_type":
+            if out == jnp.bool_:
+                yield "astype(bool)"
+        elif bytes_alone and name not in ("eq", "ne"):
+            yield f"{name} in 8 bits"
 
 
 def _mosaic_backward_limit(p: Problem) -> str:

@@ -415,8 +415,12 @@ def columns(x, first):
     return np.pad(x, ((0, 0), (0, 64 - x.shape[1])))
 
 
-def gather(ref, at):
+def gather(ref, at, pairs):
     at = np.asarray(at)
+    if pairs:
+        if (at[:, ::2] % 2).any():
+            raise EmulationError("reads pairs at an odd place")
+        at = np.repeat(at[:, ::2], 2, axis=1) + np.arange(at.shape[1]) % 2
     if at.min() < 0 or at.max() >= len(ref.array):
         raise EmulationError(f"index {at.min()} to {at.max()} of {len(ref.array)}")
     value = ref.array[at]
@@ -428,6 +432,7 @@ fake_ptx = dict(
     positions=lambda shape, axis, start: start + jax.lax.broadcasted_iota(jnp.int32, shape, axis),
     gather=gather,
     columns=columns,
+    where=jnp.where,
     difference=lambda x, y: jnp.asarray(np.asarray(x) - np.asarray(y)),
     tanh=jnp.tanh,
     tanh_jvp=jnp.tanh,

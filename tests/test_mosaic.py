@@ -193,6 +193,41 @@ def test_random_problems(seed, kernel_case):
     judge(case, dtype, emulated(case.problem(dtype)))
 
 
+def documents(random, tiles):
+    """The first and the last key tile of each query tile, causal, of documents of any length."""
+    ends = np.cumsum(random.exponential(tiles / 8, tiles).astype(int) + 1)
+    first = np.searchsorted(ends, np.arange(tiles), side="right")
+    return np.concatenate([[0], ends])[first], np.arange(tiles) + 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "tiles", "own_heads", "listed"),
+    [(2, 3, 5, False, False), (1, 16, 128, False, False), (3, 30, 9, True, True)],
+)
+def test_each_item_is_dealt_out_once(batch, heads, tiles, own_heads, listed):
+    random = np.random.default_rng(0)
+    start, stop = documents(random, tiles)
+    if listed:
+        rows = np.stack([0 * start, stop - start, start], axis=-1)
+    else:
+        rows = np.stack([start, start, stop, stop], axis=-1)
+    shape = batch, heads if own_heads else 1, *rows.shape
+    table = jnp.asarray(np.broadcast_to(rows, shape), jnp.int32)
+    lists = np.asarray(common._worklists_of_arrays(batch, heads, table, listed))
+    mine = [row[1 : 1 + row[0, 0]] for row in lists]
+    items = {tuple(item[:3]): item[3:] for item in np.concatenate(mine)}
+    assert sum(map(len, mine)) == len(items) == batch * heads * tiles
+    for (b, h, tile), entry in items.items():
+        if listed:
+            row = (b * shape[1] + h) * tiles + tile
+            assert tuple(entry) == (row, 0, stop[tile] - start[tile], 0)
+        else:
+            assert tuple(entry) == tuple(rows[tile])
+    if tiles > 100:
+        loads = [(stop - start)[x[:, 2]].sum() for x in mine]
+        assert max(loads) < 1.1 * np.mean(loads)
+
+
 def test_nothing_shows_of_what_no_query_sees(kernel_case):
     case = dataclasses.replace(LONG_CAUSAL, T=100)
     qkv, cotangents, options = case.problem("bfloat16")

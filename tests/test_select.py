@@ -17,7 +17,7 @@ import pytest
 from described_gpus import described_gpu
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _compat, _select, _vjp
+from pallas_flash import Predicate, Tile, TileSizes, _compat, _select, _vjp
 
 # The oldest GPU that is served, the newest, and one that nobody has heard of.
 SERVED = {
@@ -295,6 +295,27 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         (dict(local_window_size=9), "not known to be faster"),
         (dict(query_offset=jnp.int32(3)), "not known to be faster"),
         (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
+        (
+            dict(score_fn=lambda s, b, h, q, k: jnp.floor(jax.nn.relu(s))),
+            "score function uses custom_jvp_call, floor, which Pallas has not in Mosaic GPU.",
+        ),
+        (
+            dict(mask=Predicate(lambda b, h, q, k, x: x[q].astype(bool), (jnp.ones(8192),))),
+            "uses astype(bool), which",
+        ),
+        (
+            dict(mask=Predicate(lambda b, h, q, k, x: x[q] > x[k], (jnp.ones(8192, jnp.int8),))),
+            "gt in 8 bits, which",
+        ),
+        (
+            dict(
+                mask=Predicate(
+                    lambda b, h, q, k, x: x[h] & (x[q] == x[k]) | (q // 3 > k),
+                    (jnp.ones(8192, bool),),
+                )
+            ),
+            "not known to be faster",
+        ),
     ],
     ids=str,
 )

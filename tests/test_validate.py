@@ -480,10 +480,12 @@ def not_served_on_hopper():
 
     newer = [
         ("float32", lambda: half(dtype=jnp.float32), "Got float32, and they serve float16 and "),
-        ("a head size", lambda: half(80), "Got head sizes of 80 and 80 (of values), and they "),
-        ("a soft cap", lambda: half(logits_soft_cap=3.0), "They serve full and causal attention "),
-        ("a window", lambda: half(local_window_size=3), "They serve full and causal attention "),
-        ("a large scale", lambda: half(scale=1.5), "Got a scale that is traced or larger than 1,"),
+        ("a head size", lambda: half(36), "Got head sizes of 36 and 36 (of values), and they "),
+        (
+            "a score function",
+            lambda: half(score_fn=lambda s, *at: jnp.floor(s)),
+            "The mask or the score function uses floor, which ",
+        ),
     ]
     older = [("this JAX", half, "in Mosaic GPU need JAX 0.11.2 or newer, and this is 0.10.2.")]
     for name, arguments, fragment in newer if NEWER else older:

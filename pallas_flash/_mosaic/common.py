@@ -65,7 +65,7 @@ def positions(shape, row, column):
 
 def hide(mask: Mask, b, h, q_pos, k_pos, s):
     """Scores, -inf where the mask does not allow them."""
-    return jnp.where(mask.allowed(b, h, q_pos, k_pos), s, -jnp.inf)
+    return ptx.where(mask.allowed(b, h, q_pos, k_pos), s, -jnp.inf)
 
 
 def along_rows(x, shape):
@@ -122,35 +122,89 @@ class Ring:
 # ------------------------------------------------------------------------------------------------
 
 
+# Positions of a tile may reach so far beyond the last one. Arrays of a number for each token are
+# short: they are padded by that, and what is read beyond one example's is that of the next.
+OVERHANG = 256
+OF_TOKENS = 2  # Their rank.
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an operand lies, and what may be asked of it.
+
+    Attributes:
+        shape: that of the operand.
+        first: where it begins, in units of its size.
+        ragged: whether positions may be beyond its last one; they are moved to the edge.
+        anywhere: whether any position may be asked for, likewise.
+        columns: positions of a tile's columns, of which two neighbours are a thread's.
+        known: what has been read, by the indices; None remembers nothing.
+    """
+
+    shape: tuple[int, ...]
+    first: Any
+    ragged: bool
+    anywhere: bool = False
+    columns: Any = None
+    known: dict | None = None
+
+
 class DeviceOperand(Operand):
     """An operand in device memory, read at positions of a tile.
 
     Args:
         ref: the reference, to an array of one axis.
-        shape: that of the operand.
         dtype: what its numbers mean.
-        first: where it begins.
-        bounded: whether positions may be outside, and are to be moved to the edge.
+        place: where they are.
     """
 
-    def __init__(self, ref, shape, dtype, first, bounded: bool):
+    def __init__(self, ref, dtype, place: Place):
         super().__init__(ref, dtype)
-        self._shape, self._first, self._bounded = shape, first, bounded
+        self._place = place
 
     @property
     def shape(self):
-        return self._shape
+        return self._place.shape
+
+    def placed(self, **changes) -> "DeviceOperand":
+        """This operand, of which other things may be asked."""
+        place = dataclasses.replace(self._place, **changes)
+        return DeviceOperand(self._array, self._dtype, place)
 
     def for_user(self):
-        return DeviceOperand(self._array, self._shape, self._dtype, self._first, True)
+        return self.placed(anywhere=True)
 
     def _read(self, index):
-        index = self._inside(index) if self._bounded else index
-        at = self._first
-        for i, n in zip(index, self._shape, strict=True):
+        known = self._place.known
+        if known is None:
+            return self._load(index)
+        # Two indices are the same if they are one object, which is kept with what was read there.
+        key = tuple(map(id, index)), self._place.anywhere
+        if key not in known:
+            known[key] = index, self._load(index)
+        return known[key][1]
+
+    def _load(self, index):
+        place, shape = self._place, self._place.shape
+        # Of two neighbours both exist or none does, if their number is even.
+        pairs = bool(index) and index[-1] is place.columns and shape[-1] % 2 == 0
+        if place.anywhere:
+            index, pairs = self._inside(index), False
+        elif place.ragged:
+            last = [n - 1 for n in shape]
+            if pairs:
+                last[-1] -= 1
+            index = [
+                jnp.minimum(i, n) if jnp.ndim(i) else i for i, n in zip(index, last, strict=True)
+            ]
+        at = place.first
+        for i, n in zip(index, shape, strict=True):
             at = at * n + i
-        # What is read at one position is a scalar of the whole warpgroup.
-        read = ptx.gather(self._array, at) if jnp.ndim(at) else plgpu.load(self._array.at[at])
+        if jnp.ndim(at):
+            read = ptx.gather(self._array, at, pairs=pairs)
+        else:
+            # A scalar of the whole warpgroup.
+            read = plgpu.load(self._array.at[at])
         return read.astype(jnp.int32) != 0 if self._dtype == jnp.bool_ else read
 
 
@@ -200,7 +254,12 @@ class Options:
     @staticmethod
     def operands(shared) -> list:
         """Its arrays as kernels take them: of one axis, and no bools."""
-        return [x.astype(_held(x.dtype)).reshape(-1) for x in jax.tree.leaves(shared)]
+
+        def operand(x):
+            x, rank = x.astype(_held(x.dtype)), x.ndim - 1
+            return jnp.pad(x.reshape(-1), (0, OVERHANG if rank == OF_TOKENS else 0))
+
+        return [operand(x) for x in jax.tree.leaves(shared)]
 
     @property
     def approximate(self) -> bool:
@@ -225,8 +284,9 @@ class Options:
         instance, b = quotient(b, self.batch), remainder(b, self.batch)
 
         def operand(ref, leaf: Leaf):
-            first = instance if leaf.each else 0
-            return DeviceOperand(ref, leaf.shape, leaf.dtype, first, self.ragged)
+            ragged = self.ragged and len(leaf.shape) != OF_TOKENS
+            place = Place(leaf.shape, instance if leaf.each else 0, ragged)
+            return DeviceOperand(ref, leaf.dtype, place)
 
         operands = [operand(*x) for x in zip(refs, self.leaves, strict=True)]
         scale, extras = jax.tree.unflatten(self.structure, operands)
@@ -281,6 +341,22 @@ class ExampleOptions(NamedTuple):
         tanh = ptx.tanh_jvp if self.options.quick_cap else jnp.tanh
         logits, pull = scores.vjp(s * self.scale, self.b, h, *positions(), tanh=tanh)
         return logits, LOG2E, pull
+
+    def read_ahead(self, h, q_pos, k_pos, *, masked: bool) -> "ExampleOptions":
+        """For a tile at these positions, of which k_pos are columns, with what is read of it.
+
+        Loads begin here, before the product that their use has to wait for.
+        """
+
+        def placed(x):
+            return x.placed(columns=k_pos, known={}) if isinstance(x, DeviceOperand) else x
+
+        extras = jax.tree.map(placed, self.extras)
+        if extras.scores.bias is not None:
+            extras.scores.bias.read(self.b, h, q_pos, k_pos)
+        if masked:
+            extras.mask.allowed(self.b, h, q_pos, k_pos)
+        return self._replace(extras=extras)
 
     def hide(self, s, h, q_pos, k_pos):
         """Scores, -inf where the mask does not allow them."""
@@ -390,7 +466,7 @@ def worklists(problem: Problem, batch: int, mask: Mask, rows):
     heads = min(heads, batch * p.num_heads)
     if isinstance(rows, np.ndarray):
         return _worklists(batch, p.num_heads, heads, rows.tobytes(), rows.shape)
-    return _worklists_of_arrays(batch, p.num_heads, heads, rows, mask.scattered)
+    return _worklists_of_arrays(batch, p.num_heads, rows, mask.scattered)
 
 
 @functools.lru_cache(maxsize=64)
@@ -417,36 +493,48 @@ def _worklists(batch: int, num_heads: int, heads: int, ranges: bytes, shape) -> 
     return lists
 
 
-def _worklists_of_arrays(batch: int, num_heads: int, heads: int, table, listed: bool):
-    """The same for lengths that only the GPU knows.
+def _worklists_of_arrays(batch: int, num_heads: int, table, listed: bool):
+    """The same for lengths that only the GPU knows, which deals the items out without counting.
 
-    Of each block of heads the longest items come first, dealt out to and fro.
+    Two for each program at a time, of neighbouring heads: the longest to the first one, and so on,
+    then to the last one, and so back. Each time another program is first, and every other time the
+    order is reversed, for lengths of one head are much like those of the next, and who is first has
+    more than others. Simulated for documents, the last program is done 2 to 7 % after the mean.
     """
-    lengths = table[..., 1] if listed else table[..., 3] - table[..., 0]
-    order = jnp.argsort(-lengths, axis=-1, stable=True).astype(jnp.int32)
     tiles, rows = table.shape[2], batch * num_heads
-    blocks = [np.arange(first, min(first + heads, rows)) for first in range(0, rows, heads)]
-    row = np.concatenate([np.tile(block, tiles) for block in blocks])
-    rank = np.concatenate([np.repeat(np.arange(tiles), len(block)) for block in blocks])
-    b, h = row // num_heads, row % num_heads
-    mine = tuple(x if n > 1 else 0 * x for x, n in zip((b, h), table.shape, strict=False))
-    tile = order[(*mine, rank)]
-    entry = table[(*mine, tile)]
+    number = np.arange(rows * tiles)
+    row, tile = number // tiles, number % tiles
+    mine = [
+        x if n > 1 else 0 * x for x, n in zip(divmod(row, num_heads), table.shape, strict=False)
+    ]
+    entry = jnp.asarray(table)[(*mine, tile)]
     if listed:
-        first = (mine[0] * table.shape[1] + mine[1]) * tiles
-        entry = [first + tile, entry[:, 0], entry[:, 1], jnp.zeros_like(tile)]
-        entry = jnp.stack(entry, axis=-1)
-    where = np.stack([b, h], axis=-1).astype(np.int32)
-    items = jnp.concatenate([where, tile[:, None], entry], axis=-1).astype(jnp.int32)
-    programs = min(CORES, len(row))
-    rounds = -(-len(row) // programs)
-    dealt = np.arange(rounds * programs).reshape(rounds, programs)
-    dealt[1::2] = dealt[1::2, ::-1]
-    counts = (dealt < len(row)).sum(axis=0)
+        full, count = entry[:, 0], entry[:, 1]
+        edges = count - full
+        first = (mine[0] * table.shape[1] + mine[1]) * tiles + tile
+        entry = jnp.stack([jnp.asarray(first, jnp.int32), full, count, 0 * count], axis=-1)
+    else:
+        start, full_start, full_stop, stop = (entry[:, i] for i in range(4))
+        count, edges = stop - start, full_start - start + stop - full_stop
+    where = np.stack([*divmod(row, num_heads), tile], axis=-1).astype(np.int32)
+    items = jnp.concatenate([where, entry], axis=-1).astype(jnp.int32)
+
+    programs = min(CORES, len(number))
+    deals = -(-len(number) // (2 * programs))
+    deal = np.arange(deals)[:, None]
+    # What is missing in the last deal comes last in it. A tile at an edge takes twice as long.
+    missing = deals * 2 * programs - len(number)
+    length = jnp.pad(count + edges, (0, missing), constant_values=-1).reshape(deals, 2 * programs)
+    order = jnp.argsort(-length, axis=1, stable=True)
+    place = (np.arange(programs) + deal // 2 * programs // -(-deals // 2)) % programs
+    place = np.where(deal % 2, programs - 1 - place, place)
+    place = np.concatenate([place, 2 * programs - 1 - place], axis=1)
+    chosen = jnp.take_along_axis(order, place, axis=1) + 2 * programs * deal
+    chosen = jnp.minimum(chosen, len(number) - 1).reshape(2 * deals, programs)
+    exists = place + 2 * programs * deal < len(number)
     heading = np.zeros((programs, 1, len(ITEM)), np.int32)
-    heading[:, 0, 0] = counts
-    # The last round may have fewer items than there are programs.
-    return jnp.concatenate([heading, items[np.minimum(dealt.T, len(row) - 1)]], axis=1)
+    heading[:, 0, 0] = exists.reshape(2 * deals, programs).sum(axis=0)
+    return jnp.concatenate([heading, items[chosen.T]], axis=1)
 
 
 def for_each_item(list_ref, program, body, carry):

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._dropout import drop, rescaled
+from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.tiles import ForwardTile
@@ -134,25 +134,30 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
             """Starts the product of p and the values in `slot`."""
             return ptx.accumulate(acc, p, v_sm.at[slot])
 
-        def softmax(kv_tile, s, m, l, masked):
+        def read_ahead(kv_tile, masked):
+            """The positions of a tile, and the options with what is read there."""
+            here = common.positions((ROWS, block_kv), first_row, kv_tile * block_kv)
+            return here, options.read_ahead(h, *here, masked=masked)
+
+        def softmax(here, options, kv_tile, s, m, l, masked):
             """As `Static.softmax`; p after dropout, in the dtype of the operands."""
-            first_k = kv_tile * block_kv
-            positions = common.positions(s.shape, first_row, first_k)
-            s, c = options.logits(s, h, *positions)
-            s = options.hide(s, h, *positions) if masked else s
+            s, c = options.logits(s, h, *here)
+            s = options.hide(s, h, *here) if masked else s
             p, m, l, alpha = static.softmax(s, c, m, l)
-            p = drop(options.kept(s.shape, h, first_row, first_k), p)
+            if options.extras.dropout is not None:
+                kept = options.kept(s.shape, h, first_row, kv_tile * block_kv)
+                p = ptx.where(kept, p, 0.0)
             return p.astype(dtype), m, l, alpha
 
         def step(j, carry, *, masked):
             acc, p, m, l = carry
             slot, before = ring(used + j), ring(used + j - 1)
             kv_tile = tiles.at(j)
-            s = scores(j)
+            ahead, s = read_ahead(kv_tile, masked), scores(j)
             acc = weighted(acc, p, before)
             s = ptx.wait(1, s)
             plgpu.barrier_arrive(memory["k_free"].at[slot])
-            p_new, m, l, alpha = softmax(kv_tile, s, m, l, masked)
+            p_new, m, l, alpha = softmax(*ahead, kv_tile, s, m, l, masked)
             plgpu.barrier_wait(memory["v_full"].at[slot + ptx.uniform_zero(l)])
             acc = ptx.waited(0, acc, p)
             plgpu.barrier_arrive(memory["v_free"].at[before])
@@ -160,9 +165,9 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
 
         def some(acc, m, l):
             kv_tile = tiles.at(0)
-            s = ptx.wait(0, scores(0))
+            ahead, s = read_ahead(kv_tile, static.masked), ptx.wait(0, scores(0))
             plgpu.barrier_arrive(memory["k_free"].at[ring(used)])
-            p, m, l, _ = softmax(kv_tile, s, m, l, static.masked)
+            p, m, l, _ = softmax(*ahead, kv_tile, s, m, l, static.masked)
             plgpu.barrier_wait(memory["v_full"].at[ring(used)])
             carry, start = (acc, p, m, l), jnp.int32(1)
             if static.masked:

@@ -17,7 +17,7 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     meet, publish           two barriers fewer for each tile of the backward
     positions               no division for each element, where a tile's width is no power of two
     gather                  Pallas reads no element of device memory for each one of a tile
-    difference, tanh, multiply_wide
+    where, difference, tanh, multiply_wide
                             roundings, accuracy and instructions that the compiler does not choose
 """
 
@@ -227,24 +227,36 @@ def positions(shape, axis: int, start):
     return emit(start)
 
 
-def gather(ref, at):
-    """`ref[at]` for [n] in device memory and int32 [64, n] in layout WGMMA, in 32 bits."""
+def gather(ref, at, *, pairs: bool):
+    """`ref[at]` for [n] in device memory and int32 [64, n] in layout WGMMA; integers in 32 bits.
+
+    `pairs`: whether columns 2 i and 2 i + 1 are next to each other there, the first one at an even
+    place.
+    """
     floating = jnp.issubdtype(ref.dtype, jnp.floating)
     signed = jnp.issubdtype(ref.dtype, jnp.signedinteger)
-    dtype = jnp.float32 if floating else jnp.int32 if signed else jnp.uint32
+    dtype = ref.dtype if floating else jnp.int32 if signed else jnp.uint32
     result = plgpu.ShapeDtypeStruct(at.shape, dtype, layout=WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=result)
     def emit(_, ref, at):
-        kind, wide = ref.type.element_type, _f32() if floating else _i32()
-        widen = arith.extf if floating else arith.extsi if signed else arith.extui
+        kind = ref.type.element_type
+        wide, widen = kind if floating else _i32(), arith.extsi if signed else arith.extui
         pointer = _global(ref)
 
         def read(i):
-            x = llvm.load(kind, utils.getelementptr(pointer, [i], kind), invariant=True)
-            return x if kind == wide else widen(wide, x)
+            place = utils.getelementptr(pointer, [i], kind)
+            if not pairs:
+                return [llvm.load(kind, place, invariant=True)]
+            pair, size = ir.VectorType.get((2,), kind), 2 * utils.bytewidth(kind)
+            pair = llvm.load(pair, place, alignment=size, invariant=True)
+            return [
+                vector.extract(pair, dynamic_position=[], static_position=[n]) for n in range(2)
+            ]
 
-        return _array([read(i) for i in _scalars(at)], at.shape, WGMMA, wide, signed)
+        found = [x for i in _scalars(at)[:: 2 if pairs else 1] for x in read(i)]
+        found = found if kind == wide else [widen(wide, x) for x in found]
+        return _array(found, at.shape, WGMMA, wide, signed)
 
     return emit(ref, plgpu.layout_cast(at, WGMMA))
 
@@ -269,6 +281,25 @@ def columns(x, first: int):
         )
 
     return emit(x)
+
+
+def where(condition, x, otherwise: float):
+    """`jnp.where` for float32 [64, n], one instruction for an element, whatever comes after.
+
+    Of a conjunction LLVM would make several choices, and where numbers are then rounded to 16 bits,
+    it would round first, and choose and pair them.
+    """
+    otherwise = {0.0: "0f00000000", -np.inf: "0fFF800000"}[otherwise]
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=_float32(x.shape, WGMMA))
+    def emit(_, condition, x):
+        text = f"selp.f32 $0, $1, {otherwise}, $2;"
+        pairs = zip(_scalars(x), _scalars(condition), strict=True)
+        results = [llvm.inline_asm(_f32(), pair, text, "=f,f,b", asm_dialect=0) for pair in pairs]
+        return _array(results, x.shape, WGMMA)
+
+    condition = jnp.broadcast_to(condition, x.shape)
+    return emit(*(plgpu.layout_cast(x, WGMMA) for x in (condition, x)))
 
 
 def difference(x, y):
@@ -360,7 +391,9 @@ def _array(scalars, shape, layout, kind=None, signed=True):
         mine = scalars[i * width : (i + 1) * width]
         registers.flat[i] = vector.from_elements(ir.VectorType.get((width,), kind), mine)
     return fragmented_array.FragmentedArray(
-        _registers=registers, _layout=layout, _is_signed=None if kind == _f32() else signed
+        _registers=registers,
+        _layout=layout,
+        _is_signed=signed if isinstance(kind, ir.IntegerType) else None,
     )
 
 

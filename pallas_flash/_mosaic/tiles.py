@@ -56,17 +56,16 @@ def forward_tile(p: Problem) -> ForwardTile:
     head_dim = max(p.head_dim, p.value_dim)
     # What is computed or read for each pair takes registers, of which wide tiles leave few.
     plain = not (p.mask or p.scores or p.dropout or p.any_scale)
-    busy = p.scores or not all(leaf.intervals for leaf in p.mask.leaves)
+    scores = dataclasses.replace(p.scores, soft_cap=None)
+    busy = scores or not all(leaf.intervals for leaf in p.mask.leaves)
     if head_dim <= 64:
         if p.dropout or p.bias is not None:
             return ForwardTile(2, 128, 1)
         return ForwardTile(3, 96 if busy else 128, 1)
     if head_dim <= 128:
-        if p.dropout:
-            return ForwardTile(2, 64, 2)
+        if p.bias is not None and p.bias.dtype.itemsize > 2:
+            return ForwardTile(2, 96, 2)
         return ForwardTile(2, 176, 1) if plain else ForwardTile(2, 128, 2)
-    if p.dropout:
-        return ForwardTile(2, 48, 1)
     # Only values that are no wider leave in place of the queries.
     return ForwardTile(2, 80, 0) if plain and p.value_dim <= p.head_dim else ForwardTile(2, 64, 1)
 
