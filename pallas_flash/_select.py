@@ -246,7 +246,7 @@ def _mosaic_limits(p: Problem) -> list[str]:
         limits.append("Got an array of more than 2^31 elements, and their indices end there.")
     if missing := _not_in_mosaic(p):
         limits.append(
-            f"The mask or the score function uses {_listed(missing)}, which Pallas has not in "
+            f"The mask or the score function uses {', '.join(missing)}, which Pallas has not in "
             "Mosaic GPU."
         )
     if _compat.varies((p.query, p.key, p.value)):
@@ -293,6 +293,9 @@ def _mosaic_backward_limit(p: Problem) -> str:
     """Why the backward for Hopper does not serve a problem that its forward may, or ""."""
     if max(p.head_dim, p.value_dim) > MOSAIC_BACKWARD_HEAD_DIM:
         return f"the one for Hopper serves head sizes up to {MOSAIC_BACKWARD_HEAD_DIM}"
+    if p.scores.score_fn is not None:
+        # Of a derivative, Pallas has neither sums (`add_any`) nor reads of operands.
+        return "the one for Hopper serves no score function"
     return ""
 
 

@@ -138,7 +138,7 @@ class Place:
         ragged: whether positions may be beyond its last one; they are moved to the edge.
         anywhere: whether any position may be asked for, likewise.
         columns: positions of a tile's columns, of which two neighbours are a thread's.
-        known: what has been read, by the indices; None remembers nothing.
+        known: what has been read, if it is to be remembered.
     """
 
     shape: tuple[int, ...]
@@ -146,7 +146,19 @@ class Place:
     ragged: bool
     anywhere: bool = False
     columns: Any = None
-    known: dict | None = None
+    known: "ByIndex | None" = None
+
+
+class ByIndex(dict):
+    """What has been read of an operand, for who asks by the same objects again."""
+
+    def read(self, index, read):
+        """What `read(index)` has been or is."""
+        key = tuple(map(id, index))
+        if key not in self:
+            # The indices as well: others could get their places in memory.
+            self[key] = index, read(index)
+        return self[key][1]
 
 
 class DeviceOperand(Operand):
@@ -172,17 +184,11 @@ class DeviceOperand(Operand):
         return DeviceOperand(self._array, self._dtype, place)
 
     def for_user(self):
-        return self.placed(anywhere=True)
+        return self.placed(anywhere=True, known=None)
 
     def _read(self, index):
         known = self._place.known
-        if known is None:
-            return self._load(index)
-        # Two indices are the same if they are one object, which is kept with what was read there.
-        key = tuple(map(id, index)), self._place.anywhere
-        if key not in known:
-            known[key] = index, self._load(index)
-        return known[key][1]
+        return self._load(index) if known is None else known.read(index, self._load)
 
     def _load(self, index):
         place, shape = self._place, self._place.shape
@@ -347,11 +353,7 @@ class ExampleOptions(NamedTuple):
 
         Loads begin here, before the product that their use has to wait for.
         """
-
-        def placed(x):
-            return x.placed(columns=k_pos, known={}) if isinstance(x, DeviceOperand) else x
-
-        extras = jax.tree.map(placed, self.extras)
+        extras = jax.tree.map(lambda x: x.placed(columns=k_pos, known=ByIndex()), self.extras)
         if extras.scores.bias is not None:
             extras.scores.bias.read(self.b, h, q_pos, k_pos)
         if masked:
