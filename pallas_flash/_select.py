@@ -10,6 +10,7 @@ None         "triton" on an NVIDIA GPU of compute capability 8.0 or more, elsewh
 """
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 
 from pallas_flash import _compat, _hardware
 from pallas_flash._context import Choice
+from pallas_flash._mask_objects import MaskArray
 from pallas_flash._operands import Unread
 from pallas_flash._problem import Problem
 
@@ -40,15 +42,24 @@ MOSAIC_OPERATIONS = (
 )
 
 # From which lengths on the passes of "mosaic" were measured to be faster than those of "triton", by
-# head size and kind of mask. What is not in the table is slower, or was not measured.
+# head size, see `_size`, and kind of call; if it is of several kinds, the largest counts. What is
+# not in the table is slower, or was not measured.
 FASTER_BY_MOSAIC = {
+    # docs/results/h200-2026-11-22-forward.jsonl
     "forward": {
-        (64, "full"): 2048,
+        (64, "full"): 1024,
         (64, "causal"): 2048,
-        (128, "full"): 2048,
-        (128, "causal"): 2048,
+        (64, "sinks"): 4096,
+        (128, "full"): 1000,
+        (128, "causal"): 512,
+        (128, "ranges"): 2048,
+        (128, "mask array"): 2048,
+        (128, "soft cap"): 4096,
+        (128, "slopes"): 4096,
+        (128, "sinks"): 4096,
+        (128, "scale"): 4096,
         (256, "full"): 2048,
-        (256, "causal"): 2048,
+        (256, "causal"): 1024,
     },
     "backward": {
         (64, "full"): 2048,
@@ -299,17 +310,42 @@ def _mosaic_backward_limit(p: Problem) -> str:
     return ""
 
 
-def _products_alone(p: Problem) -> bool:
-    """Whether nothing is done to scores, and no scale can make them large."""
-    return not p.scores and p.sinks is None and p.dropout is None and not p.any_scale
+def _kinds(p: Problem) -> set[str]:
+    """What a call is by its mask, and what else it asks for; keys of `FASTER_BY_MOSAIC`."""
+    if p.mask.kind in ("full", "causal") and not jax.tree.leaves(p.mask):
+        kinds = {p.mask.kind}
+    elif all(leaf.intervals for leaf in p.mask.leaves):
+        kinds = {"ranges"}
+    elif all(leaf.intervals or isinstance(leaf, MaskArray) for leaf in p.mask.leaves):
+        kinds = {"mask array"}
+    else:
+        kinds = {"another mask"}
+    asked = {
+        "bias": p.bias,
+        "slopes": p.slopes,
+        "score function": p.scores.score_fn,
+        "soft cap": p.scores.soft_cap,
+        "sinks": p.sinks,
+        "dropout": p.dropout,
+        "scale": p.any_scale or None,
+    }
+    return kinds | {name for name, x in asked.items() if x is not None}
+
+
+def _size(attention_pass: str, p: Problem) -> int:
+    """A head size that was measured and that takes as long; 0 if there is none."""
+    if attention_pass != "forward":
+        return p.head_dim if p.head_dim == p.value_dim else 0
+    # Sizes from 40 to 128 were, and 192 with values of 128.
+    sizes = (n for n in (64, 128, 256) if 32 < p.head_dim <= n and p.value_dim <= p.head_dim)
+    return next(sizes, 0)
 
 
 def _faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     """Whether this pass was measured to be faster than that of "triton" for calls like this."""
-    if p.head_dim != p.value_dim or jax.tree.leaves(p.mask) or not _products_alone(p):
-        return False
-    since = FASTER_BY_MOSAIC[attention_pass].get((p.head_dim, p.mask.kind))
-    return since is not None and min(p.q_len, p.kv_len) >= since and p.rows >= ROWS_MEASURED
+    size, table = _size(attention_pass, p), FASTER_BY_MOSAIC[attention_pass]
+    since = [table.get((size, kind), math.inf) for kind in _kinds(p)]
+    return min(p.q_len, p.kv_len) >= max(since) and p.rows >= ROWS_MEASURED
 
 
 def in_order(reproducible: bool | None) -> bool:

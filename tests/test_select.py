@@ -236,6 +236,9 @@ WITH_BIAS = 'A gradient of the bias comes with the backward of "triton".'
 IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is not known'
 
 
+SLOWER = 'The backward is that of "triton": the one for Hopper is not known to be faster'
+
+
 @pytest.mark.parametrize(
     ("options", "backward"),
     [
@@ -251,6 +254,17 @@ IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is
         (dict(reproducible=False), ""),
         (dict(dtype=jnp.float16), ""),
         (dict(scale=0.1), ""),
+        # The forward alone is known to be faster.
+        (dict(length=512), SLOWER),
+        (dict(head_dim=80), SLOWER),
+        (dict(scale=2.0), SLOWER),
+        (dict(scale=jnp.float32(0.1)), SLOWER),
+        (dict(sinks=jnp.zeros(16)), SLOWER),
+        (dict(logits_soft_cap=3.0, sinks=jnp.zeros(16)), SLOWER),
+        (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), SLOWER),
+        (dict(local_window_size=9), SLOWER),
+        (dict(query_offset=jnp.int32(3)), SLOWER),
+        (dict(mask=jnp.ones((8192, 8192), bool)), SLOWER),
         # What is asked for is used where it can be.
         (dict(head_dim=64, implementation="mosaic"), ""),
         (dict(length=128, tokens=128, implementation="mosaic"), ""),
@@ -259,6 +273,7 @@ IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is
         (dict(head_dim=136, implementation="mosaic"), "serves head sizes up to 128."),
         (dict(sinks=jnp.zeros(16), implementation="mosaic"), ""),
         (dict(bias=jnp.zeros((1, 1, 1, 1)), implementation="mosaic"), WITH_BIAS),
+        (dict(score_fn=lambda s, *at: 2 * s, implementation="mosaic"), "serves no score function"),
     ],
     ids=str,
 )
@@ -273,14 +288,14 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
     monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward", {})
     choice = on_hopper()
     assert choice.implementation == "mosaic"
-    slower = 'The backward is that of "triton": the one for Hopper is not known to be faster'
-    assert slower in choice.reason
+    assert SLOWER in choice.reason
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(length=1024), "not known to be faster"),
+        (dict(length=256), "not known to be faster"),
+        (dict(length=1024, head_dim=64), "not known to be faster"),
         (dict(tokens=4096, length=2048), "not known to be faster"),
         (dict(gpu="NVIDIA A100-SXM4-80GB"), "compute capability 9.0"),
         (dict(gpu="NVIDIA B200"), "compute capability 9.0"),
@@ -288,12 +303,11 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         (dict(dtype=jnp.float32), "Got float32"),
         (dict(head_dim=4), "Got head sizes of 4 and 4 (of values), and they serve multiples of 8"),
         (dict(head_dim=32), "not known to be faster"),
-        (dict(scale=2.0), "not known to be faster"),
-        (dict(scale=jnp.float32(0.1)), "not known to be faster"),
-        (dict(sinks=jnp.zeros(16)), "not known to be faster"),
-        (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), "not known to be faster"),
-        (dict(local_window_size=9), "not known to be faster"),
-        (dict(query_offset=jnp.int32(3)), "not known to be faster"),
+        (dict(local_window_size=9, head_dim=64), "not known to be faster"),
+        (dict(local_window_size=9, logits_soft_cap=3.0, head_dim=256), "not known to be faster"),
+        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32)), "not known to be faster"),
+        (dict(bias=jnp.zeros((1, 1, 1, 8192))), "not known to be faster"),
+        (dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "not known to be faster"),
         (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
         (
             dict(score_fn=lambda s, b, h, q, k: jnp.floor(jax.nn.relu(s))),
