@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from pallas_flash import _compat, _hardware
 from pallas_flash._context import Choice
-from pallas_flash._mask_objects import MaskArray
 from pallas_flash._operands import Unread
 from pallas_flash._problem import Problem
 
@@ -53,7 +52,6 @@ FASTER_BY_MOSAIC = {
         (128, "full"): 1000,
         (128, "causal"): 512,
         (128, "ranges"): 2048,
-        (128, "mask array"): 2048,
         (128, "soft cap"): 4096,
         (128, "slopes"): 4096,
         (128, "sinks"): 4096,
@@ -316,8 +314,6 @@ def _kinds(p: Problem) -> set[str]:
         kinds = {p.mask.kind}
     elif all(leaf.intervals for leaf in p.mask.leaves):
         kinds = {"ranges"}
-    elif all(leaf.intervals or isinstance(leaf, MaskArray) for leaf in p.mask.leaves):
-        kinds = {"mask array"}
     else:
         kinds = {"another mask"}
     asked = {
