@@ -532,3 +532,40 @@ def test_machine_code(head_dim, reproducible, count, is_causal):
             assert loop.spills == 0, name
             # The compiler waits after each of them, if it can not see that none needs another.
             assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
+
+
+def shaped(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# The arrays of an option, and the others; 1000 tokens, of which no tile is a divisor.
+OPTIONS = {
+    "lengths": (dict(key_value_seq_lengths=shaped(2)), {}),
+    "documents": (dict(segment_ids=shaped(2, 1000)), dict(is_causal=True)),
+    "mask array": (dict(mask=shaped(2, 1, 1000, 1000, dtype=jnp.bool_)), {}),
+    "bias": (dict(bias=shaped(1, 8, 1000, 1000, dtype=jnp.bfloat16)), {}),
+    "bias in 32 bits": (dict(bias=shaped(1, 8, 1000, 1000, dtype=jnp.float32)), {}),
+    "soft cap": ({}, dict(logits_soft_cap=30.0)),
+    "slopes": (dict(alibi_slopes=shaped(8, dtype=jnp.float32)), dict(is_causal=True)),
+    "sinks": (dict(sinks=shaped(8, dtype=jnp.float32)), dict(is_causal=True)),
+    "dropout": ({}, dict(dropout_rate=0.1, dropout_key=jax.random.key(0))),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_machine_code_of_the_forward_with(option, head_dim):
+    """Nothing spilt in loops, whatever is computed and read for each pair."""
+    arrays, others = OPTIONS[option]
+    q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
+
+    def call(q, k, v, *values):
+        given = dict(zip(arrays, values, strict=True))
+        return _mosaic.forward(checked((q, k, v), given | others))
+
+    [(name, _, _, loops)] = machine_code_of(call, q, q, q, *arrays.values())
+    for loop in loops:
+        assert loop.spills == 0, (name, loop.order)
+        assert loop.opcodes["WARPGROUP.DEPBAR"] <= max(loop.matrix["HGMMA"] // 2, 1), loop.order
