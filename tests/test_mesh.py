@@ -287,6 +287,7 @@ def long_run(config, corpus, **changes):
     return dataclasses.replace(config, data=str(corpus), **settings)
 
 
+@pytest.mark.extended
 def test_a_killed_process_ends_the_others_and_the_run_resumes_to_the_same_bits(corpus, tmp_path):
     config = long_run(TINY, corpus, out_dir=str(tmp_path / "run"))
     processes = Processes(config, 2, tmp_path)
