@@ -66,9 +66,15 @@ FASTER_BY_MOSAIC = {
         (128, "causal"): 2048,
     },
     # The backward whose sums have an order, so that all runs give the same bits.
-    "backward in order": {},
+    "backward in order": {
+        (64, "full"): 2048,
+        (64, "causal"): 2048,
+        (128, "full"): 2048,
+        (128, "causal"): 2048,
+    },
 }
-# All these calls had 2^17 queries of all heads and examples, or more.
+# All these calls had 2^17 queries of all heads and examples, or more, and the backwards as many
+# keys, whose tiles are their programs: 71 heads on one of 2 x 2048 keys took 5 times as long.
 ROWS_MEASURED = 2**17
 
 
@@ -164,9 +170,11 @@ def select(problem: Problem, asked: str | None, *, tiles: bool = False) -> Expla
     if asked is None:
         if "mosaic" not in refused and tiles:
             refused["mosaic"] = 'The call gives tile sizes, which are those of "triton".'
-        if "mosaic" not in refused and _faster_by_mosaic("forward", problem):
+        if "mosaic" not in refused and "triton" in refused:
+            chosen, reason = "mosaic", "the kernels for Hopper serve this call."
+        elif "mosaic" not in refused and _faster_by_mosaic("forward", problem):
             chosen, reason = "mosaic", "the kernels for Hopper serve this call, and faster."
-            refused.setdefault("triton", "Slower than the kernels for Hopper.")
+            refused["triton"] = "Slower than the kernels for Hopper."
         elif "triton" in refused:
             chosen, reason = "xla", "the fastest that serves this call on this device."
         else:
@@ -341,7 +349,8 @@ def _faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     """Whether this pass was measured to be faster than that of "triton" for calls like this."""
     size, table = _size(attention_pass, p), FASTER_BY_MOSAIC[attention_pass]
     since = [table.get((size, kind), math.inf) for kind in _kinds(p)]
-    return min(p.q_len, p.kv_len) >= max(since) and p.rows >= ROWS_MEASURED
+    rows = p.rows if attention_pass == "forward" else min(p.rows, p.kv_rows)
+    return min(p.q_len, p.kv_len) >= max(since) and rows >= ROWS_MEASURED
 
 
 def in_order(reproducible: bool | None) -> bool:
@@ -365,7 +374,7 @@ def backward_of(
     which = "backward in order" if in_order(reproducible) else "backward"
     if limit := _mosaic_backward_limit(problem):
         why = limit
-    elif asked is None and not _faster_by_mosaic(which, problem):
+    elif asked is None and not _jax_limits() and not _faster_by_mosaic(which, problem):
         how = "one for Hopper" if which == "backward" else "reproducible one for Hopper"
         why = f"the {how} is not known to be faster for this call"
     elif other := backward_with_bias(problem, implementation):

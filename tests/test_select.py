@@ -217,19 +217,23 @@ def newer_jax(monkeypatch):
     monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
 
 
-def on_hopper(length=8192, head_dim=128, tokens=16384, gpu="NVIDIA H100 80GB HBM3", **options):
+def on_hopper(
+    length=8192,
+    head_dim=128,
+    tokens=16384,
+    kv_heads=None,
+    dtype=jnp.bfloat16,
+    gpu="NVIDIA H100 80GB HBM3",
+    **options,
+):
     """`explain` for a call of width 2048."""
-    options = {"is_causal": True} | options
-    found = []
-
-    def call(x):
-        found.append(pallas_flash.explain(x, x, x, **options))
-        return x
-
-    shape = tokens // length, length, 2048 // head_dim, head_dim
+    heads = 2048 // head_dim
+    q, k = (
+        jax.ShapeDtypeStruct((tokens // length, length, n, head_dim), dtype)
+        for n in (heads, kv_heads or heads)
+    )
     with described_gpu(gpu):
-        jax.eval_shape(call, jax.ShapeDtypeStruct(shape, options.pop("dtype", jnp.bfloat16)))
-    return found[0]
+        return pallas_flash.explain(q, k, k, **{"is_causal": True} | options)
 
 
 def told(x) -> str:
@@ -246,8 +250,6 @@ def told(x) -> str:
 
 WITH_BIAS = 'A gradient of the bias comes with the backward of "triton".'
 IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is not known'
-
-
 SLOWER = 'The backward is that of "triton": the one for Hopper is not known to be faster'
 
 
@@ -262,8 +264,11 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(head_dim=64), ""),
         (dict(head_dim=64, is_causal=False, length=2048), ""),
         (dict(head_dim=256), "the one for Hopper serves head sizes up to 128."),
-        (dict(reproducible=True), IN_ORDER),
+        (dict(reproducible=True), ""),
+        (dict(reproducible=True, length=1024), IN_ORDER),
         (dict(reproducible=False), ""),
+        (dict(kv_heads=8), ""),
+        (dict(kv_heads=4), SLOWER),
         (dict(dtype=jnp.float16), ""),
         (dict(scale=0.1), ""),
         # The forward alone is known to be faster.
@@ -363,6 +368,7 @@ def test_other_calls_go_on_as_before(newer_jax, options, reason):
 )
 def test_gradients_are_reproducible_where_xlas_are(newer_jax, monkeypatch, flags, reproducible):
     monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward in order", {})
     assert (IN_ORDER in on_hopper().reason) == reproducible
     assert IN_ORDER not in on_hopper(reproducible=False).reason
     assert IN_ORDER in on_hopper(reproducible=True).reason
@@ -375,11 +381,22 @@ def test_an_older_jax_has_no_kernels_for_hopper(monkeypatch):
     assert "in Mosaic GPU need JAX 0.11.2 or newer" in choice.refused["mosaic"]
 
 
-def test_without_triton_hopper_has_its_kernels_still(no_triton, newer_jax):
-    choice = on_hopper(reproducible=True)
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(reproducible=True), dict(length=128, tokens=128), dict(sinks=jnp.zeros(16))],
+    ids=told,
+)
+def test_without_triton_hopper_has_its_kernels_still(no_triton, newer_jax, options):
+    choice = on_hopper(**options)
+    assert choice.implementation == "mosaic"
+    assert "backward" not in choice.reason
+    assert "has no Triton" in choice.refused["triton"]
+
+
+def test_without_triton_xla_has_the_backwards_that_hopper_has_not(no_triton, newer_jax):
+    choice = on_hopper(head_dim=256)
     assert choice.implementation == "mosaic"
     assert 'The backward is that of "xla"' in choice.reason
-    assert "has no Triton" in choice.refused["triton"]
 
 
 # ------------------------------------------------------------------------------------------------
