@@ -132,7 +132,12 @@ FEATURES = [
     "sinks",
     "all features",
 ]
-SERVED = [cases.BY_NAME[name] for name in cases.SERVED_ON_HOPPER]
+# What has a backward; a negative scale is one of the queries before the kernels are called.
+SERVED = [
+    case
+    for case in map(cases.BY_NAME.get, cases.SERVED_ON_HOPPER)
+    if max(case.H, case.V) <= 128 and case.name != "negative scale"
+]
 
 
 def judge_both(case, in_order):
@@ -400,7 +405,8 @@ def test_lowers(function, shape, count):
         (64, {}, (2, 0)),
         # dk and dv are launches of their own.
         (256, {}, (1, 4)),
-        (64, {"reproducible": True}, (1, 3)),
+        (64, {"reproducible": True}, (3, 0)),
+        (256, {"reproducible": True}, (1, 4)),
         (64, {"implementation": "mosaic"}, (2, 0)),
         (64, {"implementation": "mosaic", "reproducible": True}, (3, 0)),
         (128, {"implementation": "triton"}, (0, 4)),

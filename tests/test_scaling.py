@@ -20,6 +20,7 @@ import pallas_flash
 from pallas_flash._context import cost
 from pallas_flash._masks import Mask, PositionBand, Tiling
 from pallas_flash._operands import Positions
+from scripts import bench_scaling
 
 PAGE = ROOT / "docs" / "scaling.md"
 
@@ -266,3 +267,48 @@ def test_gather_must_be_faster_by_more_than_what_is_unsure():
     assert cost.fastest({"ring": 1.0, "gather": 0.9, "heads": 1.1}) == "gather"
     assert cost.fastest({"ring": 1.0, "gather": 0.9, "heads": 0.91}) == "heads"
     assert cost.fastest({"gather": 2.0, "ring": 3.0}) == "gather"
+
+
+# ------------------------------------------------------------------------------------------------
+# scripts/bench_scaling.py
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_wants_devices_that_divide_the_tokens(monkeypatch):
+    wanted = "error: --tokens must be a multiple of twice the number of devices"
+    with pytest.raises(SystemExit, match=f"{wanted}.*got 64 tokens and 1 devices"):
+        bench_scaling.main(["--tokens", "64"])
+    monkeypatch.setattr(jax, "devices", lambda: [None] * 8)
+    monkeypatch.setattr(bench_scaling, "surroundings", lambda commit: {})
+    with pytest.raises(SystemExit, match=f"{wanted}.*got 24 tokens and 8 devices"):
+        bench_scaling.main(["--tokens", "24"])
+
+
+def test_the_benchmark_refuses_what_is_wrong(monkeypatch, capsys):
+    """On one device, where all methods are the same; the second result is another one."""
+    results = iter([{"o": jnp.ones(4)}, {"o": 1.1 * jnp.ones(4)}])
+    monkeypatch.setattr(bench_scaling, "_results", lambda *_: next(results))
+    monkeypatch.setattr(bench_scaling, "_times", lambda *_: {})
+    options = bench_scaling._parser().parse_args(["--methods", "ring", "--dtype", "float32"])
+    records = []
+    bench_scaling._measure(options, "full", jax.devices()[:1], records.append)
+    assert [list(set(r) & {"ms", "red"}) for r in records] == [["ms"], ["red"]]
+
+
+@pytest.mark.extended
+def test_the_benchmark_times_every_method(tmp_path):
+    flags = "--tokens 32 --heads 2 --kv-heads 2 --head-dim 16 --dtype float32 --masks causal"
+    command = [sys.executable, "scripts/bench_scaling.py", *flags.split(), "--json", "lines"]
+    command[1] = str(ROOT / command[1])
+    xla = "--xla_force_host_platform_device_count=2"
+    environment = os.environ | {"XLA_FLAGS": xla, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    one, *shared = map(json.loads, (tmp_path / "lines").read_text().splitlines())
+    assert one["on"] == "one device" and one["devices"] == 2
+    rows = [("ring", False), ("ring", True), ("gather", False), ("heads", False)]
+    assert [(r["method"], r["balanced"]) for r in shared] == rows
+    for record in shared:
+        assert all(ms > 0 for ms in record["ms"].values())
+        for name, share in record["share"].items():
+            assert share == pytest.approx(record["ms"][name] / one["ms"][name])
+        assert max(record["errors"].values()) < 1e-5

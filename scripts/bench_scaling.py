@@ -1,0 +1,192 @@
+"""Times attention on a sequence that several devices share, beside one device with all of it.
+
+    python scripts/bench_scaling.py --json results.jsonl
+    python scripts/bench_scaling.py --tokens 1048576 --masks causal --only-shared
+
+For each mask and method of context parallelism: the forward, and forward and backward together, by
+the host's clock, each the median of several calls after two. Causal rings are timed with tokens in
+their order and in `balanced_order`. A method is first compared with one device, on a short
+sequence of the same heads; one that is wrong gets no time. Devices are all that JAX finds here.
+
+`share` is the time as a part of one device's: 1 / devices would be perfect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import pallas_flash
+from scripts.benchmark.programs import ALLOWED, errors, is_red
+from scripts.benchmark.run import surroundings
+from scripts.command import UserError, command, parse_path, parse_size
+
+METHODS = ("ring", "gather", "heads")
+MASKS = ("full", "causal")
+# Tokens of a device in the comparison with one device.
+FEW = 256
+# A call is timed so often, or fewer times if they would take longer than so many seconds.
+CALLS, PATIENCE = 7, 10.0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--tokens", type=parse_size, default=2**16, help="of the sequence, one example (65536)")
+    add("--heads", type=parse_size, default=32, help="query heads (32)")
+    add("--kv-heads", type=parse_size, default=8, help="key/value heads (8)")
+    add("--head-dim", type=parse_size, default=128, help="head size (128)")
+    add("--dtype", choices=ALLOWED, default="bfloat16", help="(bfloat16)")
+    add("--masks", nargs="+", choices=MASKS, default=MASKS)
+    add("--methods", nargs="+", choices=METHODS, default=METHODS)
+    add("--only-shared", action="store_true", help="do not time one device alone")
+    add("--json", type=parse_path, metavar="FILE", help="append a line for each measurement")
+    add("--commit", help="what to write down as the commit, if git cannot tell")
+    return parser
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    options = _parser().parse_args(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    about = surroundings(options.commit)
+    devices = jax.devices()
+    if len(devices) < 2 or options.tokens % (2 * len(devices)):
+        raise UserError(
+            "--tokens must be a multiple of twice the number of devices, of which there must be "
+            f"two or more; got {options.tokens} tokens and {len(devices)} devices."
+        )
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(options.json.open("a")) if options.json else None
+
+        def emit(record: dict[str, Any]) -> None:
+            text = json.dumps({**record, **about, "devices": len(devices)})
+            if file is not None:
+                file.write(text + "\n")
+                file.flush()
+            print(text, flush=True)
+
+        for mask in options.masks:
+            _measure(options, mask, devices, emit)
+
+
+def _measure(options, mask: str, devices, emit: Callable) -> None:
+    """One device alone, then all by each method."""
+    mesh = jax.make_mesh((len(devices),), ("sequence",), axis_types=(AxisType.Auto,))
+    one = jax.make_mesh((1,), ("sequence",), devices=devices[:1], axis_types=(AxisType.Auto,))
+    few, causal = FEW * len(devices), mask == "causal"
+    problem = {name: getattr(options, name) for name in ("heads", "kv_heads", "head_dim", "dtype")}
+    record = {"program": "bench_scaling", "mask": mask, "tokens": options.tokens, **problem}
+    alone: dict[str, float] = {}
+    if not options.only_shared:
+        alone = _times(one, options.tokens, causal, problem, {})
+        emit({**record, "on": "one device", "ms": alone})
+    right = _results(one, few, causal, problem, {})
+    for method in options.methods:
+        for balanced in (False, True) if causal and method == "ring" else (False,):
+            how = {"context_parallelism": method, "balanced": balanced}
+            line = {**record, "on": "all devices", "method": method, "balanced": balanced}
+            try:
+                found = errors(_results(mesh, few, causal, problem, how), right)
+                if is_red(found, options.dtype):
+                    emit({**line, "red": found})
+                    continue
+                times = _times(mesh, options.tokens, causal, problem, how)
+            except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+                emit({**line, "unserved": str(error).splitlines()[0][:300]})
+                continue
+            share = {name: times[name] / ms for name, ms in alone.items()}
+            emit({**line, "ms": times, "share": share, "errors": found})
+
+
+def _draw(mesh: Mesh, tokens: int, problem, *, balanced: bool):
+    """q, k, v, do and the positions of tokens, divided along the sequence.
+
+    Balanced are the same tokens in another order.
+    """
+    rows = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+
+    @functools.partial(jax.jit, out_shardings=rows)
+    def draw():
+        order = jnp.arange(tokens, dtype=jnp.int32)
+        if balanced:
+            order = pallas_flash.balanced_order(tokens, mesh.size)
+        heads, few = problem["heads"], problem["kv_heads"]
+
+        def normal(seed, heads):
+            keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(order)
+            shape = heads, problem["head_dim"]
+            return jax.vmap(lambda key: jax.random.normal(key, shape, problem["dtype"]))(keys)[None]
+
+        return *map(normal, range(4), (heads, few, few, heads)), order[None]
+
+    return draw()
+
+
+def _program(causal: bool, how: dict[str, Any], *, backward: bool):
+    """The output, and the gradients if asked for, of what `_draw` gives."""
+    how = dict(how)
+    balanced = how.pop("balanced", False)
+
+    def run(q, k, v, do, positions):
+        where = dict(query_positions=positions, key_value_positions=positions) if balanced else {}
+        call = functools.partial(pallas_flash.attention, is_causal=causal, **how, **where)
+        if not backward:
+            return call(q, k, v)
+        o, pull = jax.vjp(call, q, k, v)
+        return o, *pull(do)
+
+    return jax.jit(run)
+
+
+def _results(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, Any]:
+    """o, dq, dk and dv in float32 with tokens in their order, on one device."""
+    balanced = how.get("balanced", False)
+    arrays = _draw(mesh, tokens, problem, balanced=balanced)
+    with jax.set_mesh(mesh):
+        found = _program(causal, how, backward=True)(*arrays)
+    home = jnp.argsort(jax.device_get(arrays[-1])[0])
+    names = ("o", "dq", "dk", "dv")
+    return {
+        name: jnp.asarray(jax.device_get(x), jnp.float32)[:, home]
+        for name, x in zip(names, found, strict=True)
+    }
+
+
+def _times(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, float]:
+    """Milliseconds."""
+    arrays = _draw(mesh, tokens, problem, balanced=how.get("balanced", False))
+
+    def measured(program) -> float:
+        seconds: list[float] = []
+        for _ in range(2 + CALLS):
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arrays))
+            seconds.append(time.perf_counter() - start)
+            if len(seconds) > 3 and sum(seconds[1:]) > PATIENCE:
+                break
+        return 1e3 * statistics.median(seconds[2:])
+
+    with jax.set_mesh(mesh):
+        return {
+            name: measured(_program(causal, how, backward=backward))
+            for name, backward in (("forward", False), ("forward and backward", True))
+        }
+
+
+if __name__ == "__main__":
+    main()
