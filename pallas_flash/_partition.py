@@ -34,7 +34,7 @@ from pallas_flash._dropout import Dropout
 from pallas_flash._mask_objects import BlockMask, Predicate, PrefixLM
 from pallas_flash._masks import Band, Lengths, Segments
 from pallas_flash._operands import Pairs, Positions
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import Scores
 
 # The axes of every array of a problem: b examples, t queries, s keys, a keys where every device has
@@ -258,6 +258,12 @@ def _part(fn: Callable, shards: Shards, axes_in, axes_out, args):
         args: a device's part of the arguments; all key/value heads where they are not divided.
     """
     problem, *rows = args
+    bias = problem.bias
+    has_shares = isinstance(axes_out, Gradients) and axes_out.bias is not None
+    has_shares = has_shares and bool(shards.batch or shards.heads or shards.along)
+    if has_shares:
+        # So that its gradient is rounded once, when the shares of all devices have been added.
+        problem = dataclasses.replace(problem, bias=bias.astype(problem.accumulator_dtype))
     problem = _with_origin(problem, shards)
     fn = functools.partial(fn, along=shards.along)
     heads = None
@@ -283,7 +289,10 @@ def _part(fn: Callable, shards: Shards, axes_in, axes_out, args):
         wide = x_whole.astype(jnp.promote_types(x.dtype, jnp.float32))
         return lax.psum(wide, over).astype(x.dtype)
 
-    return jax.tree.map(add, axes_out, results)
+    results = jax.tree.map(add, axes_out, results)
+    if has_shares:
+        results = results._replace(bias=results.bias.astype(bias.dtype))
+    return results
 
 
 def _with_origin(part: Problem, shards: Shards) -> Problem:

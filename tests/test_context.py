@@ -57,7 +57,10 @@ def sized(name: str) -> cases.Case:
     if name == CROSS.name:
         return dataclasses.replace(CROSS, N=8, K=4, H=16, V=24)
     case = cases.BY_NAME[name]
-    return dataclasses.replace(case, T=LENGTH, S=LENGTH, N=8, K=min(case.K, 4), H=16, V=24)
+    few = case.K if case.K in (1, 2) else 4
+    return dataclasses.replace(
+        case, B=2 * -(-case.B // 2), T=LENGTH, S=LENGTH, N=8, K=few, H=16, V=24
+    )
 
 
 # ------------------------------------------------------------------------------------------------
