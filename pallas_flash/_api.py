@@ -144,9 +144,9 @@ def attention(
             of `query` in the order in which they are ready, in one pass; all else is reproducible
             anyway.
         sequence_axis: inside a `jax.shard_map`, the mesh axis (or axes, the slowest first) that
-            divides the sequence: `query`, `key`, `value` and `segment_ids` are this device's shard
-            of it; `bias` and `mask` arrays have rows for its queries and columns for all keys;
-            lengths, offsets and positions are those of the whole sequence. Elsewhere how arrays are
+            divides the sequence: `query`, `key`, `value`, `segment_ids` and positions are this
+            device's shard of it; `bias` and `mask` arrays have rows for its queries and columns for
+            all keys; lengths and offsets are those of the whole sequence. Elsewhere how arrays are
             sharded is seen.
         context_parallelism: how devices that divide a sequence work together; None chooses, see
             `explain`. "ring" sends keys and values around while kernels run, "gather" gathers them

@@ -475,26 +475,26 @@ class Mask:
                 some, every = some & classes.some, every & classes.every
         return TileClasses(some, every)
 
-    def seen_keys(self, batch: int, num_heads: int, q_len: int, kv_len: int):
-        """Which keys any query sees, bool [1 or B, 1 or N, S]; None where it is all of them."""
+    def seen_keys(self, shape: tuple[int, int, int, int]):
+        """Of B, N, T and S, which keys any query sees.
+
+        Bool [1 or B, 1 or N, S]; None where it is all of them.
+        """
+        return self._not_alone(shape, self.q_ranges, 2)
+
+    def seeing_queries(self, shape: tuple[int, int, int, int]):
+        """The same of queries that see any key, bool [1 or B, 1 or N, T]."""
+        return self._not_alone(shape, self.kv_ranges, 3)
+
+    def _not_alone(self, shape, ranges, others: int):
+        *_, q_len, kv_len = shape
         if self.reflexive and q_len == kv_len:
             return None
         if all(leaf.intervals for leaf in self.leaves):
-            return _not_empty(self.q_ranges(Tiling(q_len, 1), Tiling(kv_len, 1)))
-        return self._pairs(batch, num_heads, q_len, kv_len).any(axis=2)
-
-    def seeing_queries(self, batch: int, num_heads: int, q_len: int, kv_len: int):
-        """Which queries see any key, bool [1 or B, 1 or N, T]; None where all of them do."""
-        if self.reflexive and q_len == kv_len:
-            return None
-        if all(leaf.intervals for leaf in self.leaves):
-            return _not_empty(self.kv_ranges(Tiling(q_len, 1), Tiling(kv_len, 1)))
-        return self._pairs(batch, num_heads, q_len, kv_len).any(axis=3)
-
-    def _pairs(self, *shape: int):
-        """Bool [B, N, T, S], for XLA to compute in the loop of what uses it."""
+            return _not_empty(ranges(Tiling(q_len, 1), Tiling(kv_len, 1)))
+        # Of all pairs, which XLA computes in the loop that joins them.
         index = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
-        return self.allowed(*index)
+        return self.allowed(*index).any(axis=others)
 
     @property
     def reflexive(self) -> bool:

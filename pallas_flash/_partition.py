@@ -259,9 +259,9 @@ def _part(fn: Callable, shards: Shards, axes_in, axes_out, args):
     """
     problem, *rows = args
     bias = problem.bias
-    has_shares = isinstance(axes_out, Gradients) and axes_out.bias is not None
-    has_shares = has_shares and bool(shards.batch or shards.heads or shards.along)
-    if has_shares:
+    of_bias = axes_out.bias if isinstance(axes_out, Gradients) else None
+    adds_bias = of_bias is not None and bool(shards.along or shards.summed(of_bias))
+    if adds_bias:
         # So that its gradient is rounded once, when the shares of all devices have been added.
         problem = dataclasses.replace(problem, bias=bias.astype(problem.accumulator_dtype))
     problem = _with_origin(problem, shards)
@@ -290,7 +290,7 @@ def _part(fn: Callable, shards: Shards, axes_in, axes_out, args):
         return lax.psum(wide, over).astype(x.dtype)
 
     results = jax.tree.map(add, axes_out, results)
-    if has_shares:
+    if adds_bias:
         results = results._replace(bias=results.bias.astype(bias.dtype))
     return results
 

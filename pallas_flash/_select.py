@@ -74,7 +74,8 @@ FASTER_BY_MOSAIC = {
     },
 }
 # All these calls had 2^17 queries of all heads and examples, or more, and the backwards as many
-# keys, whose tiles are their programs: 71 heads on one of 2 x 2048 keys took 5 times as long.
+# keys, whose tiles are their programs: 71 heads on one of 2 x 2048 keys took 5 times as long. Since
+# then query heads are shared out among programs there, which was not timed.
 ROWS_MEASURED = 2**17
 
 

@@ -32,7 +32,7 @@ from scripts.benchmark.programs import ALLOWED, errors, is_red
 from scripts.benchmark.run import surroundings
 from scripts.command import UserError, command, parse_path, parse_size
 
-METHODS = ("ring", "gather", "heads")
+METHODS = ("ring", "gather", "heads")  # What `context_parallelism` takes.
 MASKS = ("full", "causal")
 # Tokens of a device in the comparison with one device.
 FEW = 256
@@ -69,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             "--tokens must be a multiple of twice the number of devices, of which there must be "
             f"two or more; got {options.tokens} tokens and {len(devices)} devices."
+        )
+    if options.heads % options.kv_heads:
+        raise UserError(
+            f"--heads must be a multiple of --kv-heads; got {options.heads} and {options.kv_heads}."
         )
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(options.json.open("a")) if options.json else None
@@ -139,12 +143,15 @@ def _draw(mesh: Mesh, tokens: int, problem, *, balanced: bool):
 
 def _program(causal: bool, how: dict[str, Any], *, backward: bool):
     """The output, and the gradients if asked for, of what `_draw` gives."""
-    how = dict(how)
-    balanced = how.pop("balanced", False)
 
     def run(q, k, v, do, positions):
-        where = dict(query_positions=positions, key_value_positions=positions) if balanced else {}
-        call = functools.partial(pallas_flash.attention, is_causal=causal, **how, **where)
+        where = {}
+        if how.get("balanced"):
+            where = dict(query_positions=positions, key_value_positions=positions)
+        method = how.get("context_parallelism")
+        call = functools.partial(
+            pallas_flash.attention, is_causal=causal, context_parallelism=method, **where
+        )
         if not backward:
             return call(q, k, v)
         o, pull = jax.vjp(call, q, k, v)

@@ -585,7 +585,7 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         status = as_a_process(main)
-    except Exception:
+    except Exception:  # Python would print it, too, and then wait for the other processes.
         traceback.print_exc()
         status = 1
     sys.exit(distributed.leave(status))

@@ -24,6 +24,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from test_train_gpt import TINY as FOR_ONE_DEVICE
 
 import models.sharding
 from models.gpt import GPT, GPTConfig
@@ -36,24 +37,12 @@ from scripts.training.mesh import make_layout
 from scripts.training.settings import TrainConfig, mesh_sizes
 from scripts.training.text import load_text, training_batch
 
-DEVICES, STEPS = 8, 12
+DEVICES = 8
 
-TINY = TrainConfig(
-    model=GPTConfig(
-        context=12, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=16, attention="reference"
-    ),
-    steps=STEPS,
+TINY = dataclasses.replace(
+    FOR_ONE_DEVICE,
+    model=dataclasses.replace(FOR_ONE_DEVICE.model, num_layers=2, num_heads=4, num_kv_heads=2),
     batch_size=8,
-    accumulation=2,
-    learning_rate=1e-2,
-    warmup_steps=2,
-    eval_every=4,
-    eval_batches=2,
-    log_every=3,
-    checkpoint_every=5,
-    keep_checkpoints=2,
-    gradient_check=False,
-    sample_tokens=8,
 )
 # Of the losses of two meshes, which add in other orders, over the updates of a run.
 CLOSE = 1e-6
@@ -287,6 +276,17 @@ def long_run(config, corpus, **changes):
     return dataclasses.replace(config, data=str(corpus), **settings)
 
 
+def ends_like_one_process(config, tmp_path):
+    """Two processes that take a run to its end, with the results of one with two devices."""
+    processes = Processes(config, 2, tmp_path)
+    whole = dataclasses.replace(config, out_dir=str(tmp_path / "whole"))
+    one = Processes(whole, 1, tmp_path, devices=2)
+    assert processes.ended() == [0, 0], processes.errors()
+    assert one.ended() == [0], one.errors()
+    assert metrics(config) == metrics(whole)
+    return processes, one
+
+
 @pytest.mark.extended
 def test_a_killed_process_ends_the_others_and_the_run_resumes_to_the_same_bits(corpus, tmp_path):
     config = long_run(TINY, corpus, out_dir=str(tmp_path / "run"))
@@ -300,12 +300,7 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_to_the_same_bits(c
     assert errors[which] == ""
     assert len(metrics(config)) < config.steps
 
-    processes = Processes(config, 2, tmp_path)
-    whole = dataclasses.replace(config, out_dir=str(tmp_path / "whole"))
-    one = Processes(whole, 1, tmp_path, devices=2)
-    assert processes.ended() == [0, 0], processes.errors()
-    assert one.ended() == [0], one.errors()
-    assert metrics(config) == metrics(whole)
+    processes, one = ends_like_one_process(config, tmp_path)
     out = processes.outputs[0].read_text()
     assert "device     2 x cpu (cpu) of 2 processes" in out
     sample = re.search(r"\n\n.*\n\ndone ", one.outputs[0].read_text(), re.DOTALL)[0]
@@ -333,12 +328,7 @@ def test_ten_kills_at_random_moments_lose_and_double_no_step(corpus, tmp_path):
         assert statuses[which] == -signal.SIGKILL
         assert statuses[1 - which] in (3, -signal.SIGABRT)
         assert processes.errors()[1 - which].endswith(GONE)
-    processes = Processes(config, 2, tmp_path)
-    whole = dataclasses.replace(config, out_dir=str(tmp_path / "whole"))
-    one = Processes(whole, 1, tmp_path, devices=2)
-    assert processes.ended() == [0, 0], processes.errors()
-    assert one.ended() == [0], one.errors()
-    assert metrics(config) == metrics(whole)
+    ends_like_one_process(config, tmp_path)
 
 
 @pytest.mark.extended

@@ -282,6 +282,8 @@ def test_the_benchmark_wants_devices_that_divide_the_tokens(monkeypatch):
     monkeypatch.setattr(bench_scaling, "surroundings", lambda commit: {})
     with pytest.raises(SystemExit, match=f"{wanted}.*got 24 tokens and 8 devices"):
         bench_scaling.main(["--tokens", "24"])
+    with pytest.raises(SystemExit, match="--heads must be a multiple of --kv-heads; got 6 and 4"):
+        bench_scaling.main(["--tokens", "32", "--heads", "6", "--kv-heads", "4"])
 
 
 def test_the_benchmark_refuses_what_is_wrong(monkeypatch, capsys):

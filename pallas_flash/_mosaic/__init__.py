@@ -19,7 +19,7 @@ from pallas_flash._scores import LogSum, sinks_gradient
 
 def forward(problem: Problem):
     """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
-    p = dataclasses.replace(problem, value=_clean_values(problem))
+    p = dataclasses.replace(problem, value=_cleaned(problem.value, _seen_keys(problem)))
     return _forward(p, tiles.forward_tile(p))
 
 
@@ -80,24 +80,23 @@ def _clean(p: Problem, do):
 
     They may hold NaN, and 0 * NaN is NaN. Here, because copies to shared memory take whole tiles.
     """
-    sizes = p.batch, p.num_heads, p.q_len, p.kv_len
-
-    def clean(x, seen):
-        return x if seen is None else jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], x, 0)
-
-    keys, queries = _of_groups(p, p.mask.seen_keys(*sizes)), p.mask.seeing_queries(*sizes)
+    keys, queries = _seen_keys(p), p.mask.seeing_queries(_shape(p))
     seen = queries, keys, keys, queries
-    return map(clean, (p.query, p.key, p.value, do), seen)
+    return map(_cleaned, (p.query, p.key, p.value, do), seen)
 
 
-def _clean_values(p: Problem):
-    """The values alone, as the forward needs them."""
-    seen = _of_groups(p, p.mask.seen_keys(p.batch, p.num_heads, p.q_len, p.kv_len))
-    return p.value if seen is None else jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], p.value, 0)
+def _cleaned(x, seen):
+    """[B, T, N, H] with zeros where nothing is `seen`, [1 or B, 1 or N, T]; None is everything."""
+    return x if seen is None else jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], x, 0)
 
 
-def _of_groups(p: Problem, seen):
-    """Of keys that heads see those that any of a group does."""
+def _seen_keys(p: Problem):
+    """`Mask.seen_keys` of key/value heads: those that any query head of a group sees."""
+    seen = p.mask.seen_keys(_shape(p))
     if seen is None or seen.shape[1] == 1:
         return seen
     return seen.reshape(len(seen), p.num_kv_heads, p.groups, -1).any(axis=2)
+
+
+def _shape(p: Problem) -> tuple[int, int, int, int]:
+    return p.batch, p.num_heads, p.q_len, p.kv_len
