@@ -20,6 +20,8 @@ import jax.numpy as jnp
 
 from pallas_flash import _compat, _hardware
 from pallas_flash._context import Choice
+from pallas_flash._mask_objects import MaskArray
+from pallas_flash._masks import Segments
 from pallas_flash._operands import Unread
 from pallas_flash._problem import Problem
 
@@ -49,9 +51,13 @@ FASTER_BY_MOSAIC = {
         (64, "full"): 1024,
         (64, "causal"): 2048,
         (64, "sinks"): 4096,
+        (64, "mask array"): 2048,
         (128, "full"): 1000,
         (128, "causal"): 512,
         (128, "ranges"): 2048,
+        (128, "documents"): 8192,
+        (128, "mask array"): 2048,
+        (128, "bias in 16 bits"): 2048,
         (128, "soft cap"): 4096,
         (128, "slopes"): 4096,
         (128, "sinks"): 4096,
@@ -321,12 +327,11 @@ def _kinds(p: Problem) -> set[str]:
     """What a call is by its mask, and what else it asks for; keys of `FASTER_BY_MOSAIC`."""
     if p.mask.kind in ("full", "causal") and not jax.tree.leaves(p.mask):
         kinds = {p.mask.kind}
-    elif all(leaf.intervals for leaf in p.mask.leaves):
-        kinds = {"ranges"}
     else:
-        kinds = {"another mask"}
+        kinds = {_kind_of_leaf(x) for x in p.mask.leaves if not x.intervals} or {"ranges"}
+    in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2
     asked = {
-        "bias": p.bias,
+        "bias in 16 bits" if in_16_bits else "bias": p.bias,
         "slopes": p.slopes,
         "score function": p.scores.score_fn,
         "soft cap": p.scores.soft_cap,
@@ -335,6 +340,12 @@ def _kinds(p: Problem) -> set[str]:
         "scale": p.any_scale or None,
     }
     return kinds | {name for name, x in asked.items() if x is not None}
+
+
+def _kind_of_leaf(leaf) -> str:
+    if isinstance(leaf, Segments):
+        return "documents"
+    return "mask array" if isinstance(leaf, MaskArray) else "another mask"
 
 
 def _size(attention_pass: str, p: Problem) -> int:

@@ -17,7 +17,7 @@ import pytest
 from described_gpus import described_gpu
 
 import pallas_flash
-from pallas_flash import Predicate, Tile, TileSizes, _compat, _select, _vjp
+from pallas_flash import BlockMask, Predicate, Tile, TileSizes, _compat, _select, _vjp
 
 # The oldest GPU that is served, the newest, and one that nobody has heard of.
 SERVED = {
@@ -281,6 +281,9 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), SLOWER),
         (dict(local_window_size=9), SLOWER),
         (dict(query_offset=jnp.int32(3)), SLOWER),
+        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32)), SLOWER),
+        (dict(mask=jnp.ones((2048, 2048), bool), length=2048, head_dim=64), SLOWER),
+        (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16)), SLOWER),
         # What is asked for is used where it can be.
         (dict(head_dim=64, implementation="mosaic"), ""),
         (dict(length=128, tokens=128, implementation="mosaic"), ""),
@@ -321,8 +324,10 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         (dict(head_dim=32), "not known to be faster"),
         (dict(local_window_size=9, head_dim=64), "not known to be faster"),
         (dict(local_window_size=9, logits_soft_cap=3.0, head_dim=256), "not known to be faster"),
-        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32)), "not known to be faster"),
-        (dict(mask=jnp.ones((8192, 8192), bool)), "not known to be faster"),
+        (dict(segment_ids=jnp.zeros((4, 4096), jnp.int32), length=4096), "not known to be faster"),
+        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32), head_dim=64), "not known to be faster"),
+        (dict(mask=jnp.ones((1024, 1024), bool), length=1024), "not known to be faster"),
+        (dict(mask=BlockMask(jnp.ones((1, 1, 64, 64), bool), 128, 128)), "not known to be faster"),
         (dict(bias=jnp.zeros((1, 1, 1, 8192))), "not known to be faster"),
         (dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "not known to be faster"),
         (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),

@@ -85,7 +85,15 @@ MAY_IMPORT = {
         "_dropout",
         "_problem",
     },
-    "_select": {"_compat", "_context", "_hardware", "_mask_objects", "_operands", "_problem"},
+    "_select": {
+        "_compat",
+        "_context",
+        "_hardware",
+        "_mask_objects",
+        "_masks",
+        "_operands",
+        "_problem",
+    },
     "_context": {
         "_context.ring",
         "_context.gather",
