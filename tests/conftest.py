@@ -9,6 +9,7 @@ new test needs no mark; what must always run together is one parameter,
 """
 
 import collections
+import dataclasses
 import functools
 import gc
 import itertools
@@ -45,6 +46,60 @@ os.environ["XLA_FLAGS"] = f"{cheap} {os.environ.get('XLA_FLAGS', '')}"
 def compile_cheaply():
     """Without LLVM's optimizations, which GPUs need; `oracle.optimized` asks for them."""
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+
+
+@pytest.fixture
+def ieee_products():
+    """TF32 on a GPU would hide in its own error what some tests look for."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+# Of tiny_run.py, which takes a while to import: a run of the training script.
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of a few texts that repeat themselves, which even a tiny model can learn."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "sub").mkdir()
+    for i, word in enumerate(["apple", "banana", "cherry", "damson", "elder", "fig", "grape"]):
+        (folder / ("sub" if i % 2 else ".") / f"{word}.txt").write_text(f"a {word} a day, " * 40)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """A folder for compiled programs."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def compile_once(compiled):
+    from tiny_run import compiling_into
+
+    with compiling_into(compiled):
+        yield
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    from tiny_run import TINY
+
+    return dataclasses.replace(TINY, data=str(corpus), out_dir=str(tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def finished(corpus, compiled, tmp_path_factory):
+    """An uninterrupted run: its settings and its result."""
+    from tiny_run import TINY, compiling_into
+
+    from scripts.train_gpt import train
+
+    out_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    config = dataclasses.replace(TINY, data=str(corpus), out_dir=str(out_dir))
+    with compiling_into(compiled):
+        return config, train(config)
 
 
 _KERNEL_CASES = "kernel_cases"

@@ -47,11 +47,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(_xla, "BLOCK_KV", 4)
 
 
-@pytest.fixture(autouse=True)
-def ieee_products():
-    # TF32 on a GPU would hide in its own error what these tests look for.
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("ieee_products")
 
 
 @dataclasses.dataclass(frozen=True)

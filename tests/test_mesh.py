@@ -24,7 +24,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_train_gpt import TINY as FOR_ONE_DEVICE
+from tiny_run import TINY as FOR_ONE_DEVICE
 
 import models.sharding
 from models.gpt import GPT, GPTConfig

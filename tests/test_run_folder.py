@@ -349,7 +349,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(config, monkeypatch):
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_folder_in_use_is_refused(run, config, restart):
-    """`test_train_gpt.py` has the same with processes."""
+    """`test_train_resume.py` has the same with processes."""
     with RunFolder(config, "text"):
         before = tree(run)
         message = refused(config, restart=restart)

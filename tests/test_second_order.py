@@ -30,10 +30,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(_xla, "BLOCK_KV", 16)
 
 
-@pytest.fixture(autouse=True)
-def ieee_products():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("ieee_products")
 
 
 def ints(*numbers):

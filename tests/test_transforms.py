@@ -47,12 +47,7 @@ def _make_tiles_small(set_attribute):
     set_attribute(_xla, "BLOCK_KV", 16)
 
 
-@pytest.fixture(autouse=True)
-def ieee_products():
-    # TF32 on a GPU would hide errors as large as its own.
-    with jax.default_matmul_precision("highest"):
-        yield
-
+pytestmark = pytest.mark.usefixtures("ieee_products")
 
 BLOCKED = ("xla", "interpret")
 

@@ -1,0 +1,89 @@
+"""`SelfAttention` with a cache: token by token what the whole text gives."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax_cases import FEATURES, assert_close, distance, normal, self_attention, with_cache
+
+pytestmark = pytest.mark.usefixtures("ieee_products")
+
+
+WITH_CACHE = [
+    {"num_kv_heads": 2, "normalize_qk": True, "use_bias": True},
+    {"local_window_size": (2, 0), "logits_soft_cap": 1.5},
+    {},
+    {"use_sinks": True, "sinks_init": nnx.initializers.normal(1.0), "rope_theta": None},
+    {"num_kv_heads": 1, "implementation": "interpret"},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    cases.default(WITH_CACHE[:2], WITH_CACHE),
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_tokens_by_a_cache_are_those_of_the_whole_text(options):
+    """A prompt, then single tokens, then a few: that is how text is generated and checked."""
+    layer, x = with_cache(2, 11, **options), normal(1, (2, 11, FEATURES))
+    whole = layer(x)
+    step = nnx.jit(lambda layer, part: layer(part, decode=True))
+    start = 0
+    for part in jnp.split(x, [5, 6, 7, 10], axis=1):
+        end = start + part.shape[1]
+        assert_close(step(layer, part), whole[:, start:end])
+        assert layer.cache_index[...] == end
+        start = end
+    # A new one starts anew.
+    layer.init_cache((2, 4, FEATURES))
+    assert_close(layer(x[:, :4], decode=True), whole[:, :4])
+
+
+def test_a_cache_has_all_batch_axes_and_a_dtype_of_its_own():
+    layer, x = self_attention(num_kv_heads=2), normal(1, (2, 1, 3, FEATURES))
+    layer.init_cache(x.shape, jnp.bfloat16)
+    assert layer.cached_key.shape == layer.cached_value.shape == (2, 1, 3, 2, 8)
+    assert layer.cached_key.dtype == layer.cached_value.dtype == jnp.bfloat16
+    got = layer(x, decode=True)
+    assert got.dtype == x.dtype
+    assert 0 < distance(got, layer(x)) < 0.02
+    layer.init_cache(x.shape)
+    assert layer.cached_key.dtype == jnp.float32
+    layer = with_cache(dtype=jnp.bfloat16)
+    assert layer.cached_key.dtype == layer.cached_value.dtype == jnp.bfloat16
+
+
+def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
+    layer, x = with_cache(implementation="nothing"), normal(1, (2, 3, FEATURES))
+    with pytest.raises(ValueError, match="`implementation` must be"):
+        layer(x, decode=True)
+    assert layer.cache_index[...] == 0
+    assert not layer.cached_key[...].any()
+
+
+def test_positions_go_on_counting_unless_they_are_given():
+    layer, x = with_cache(), normal(1, (2, 6, FEATURES))
+    layer(x[:, :5], decode=True)
+    other = layer(x[:, 5:], positions=jnp.array([0]), decode=True)
+    want = layer(x, positions=jnp.array([0, 1, 2, 3, 4, 0]))
+    assert_close(other, want[:, 5:])
+    assert distance(other, layer(x)[:, 5:]) > 0.01
+
+
+def test_a_cache_that_overflows_under_jit_gives_nan():
+    """Nothing can be raised there, and what was overwritten must not go unseen."""
+    layer, x = with_cache(length=9), normal(1, (2, 5, FEATURES))
+    step = nnx.jit(lambda layer, part: layer(part, decode=True))
+    assert jnp.isfinite(step(layer, x)).all()
+    assert jnp.isfinite(step(layer, x[:, :4])).all()
+    assert jnp.isnan(step(layer, x[:, :1])).all()
+    with pytest.raises(ValueError, match="got 1 tokens with 9 of 9 taken"):
+        layer(x[:, :1], decode=True)
+
+
+def test_a_layer_without_a_cache_has_only_parameters():
+    layer = self_attention()
+    assert not jax.tree.leaves(nnx.state(layer, nnx.Cache))
+    layer.init_cache((1, 3, FEATURES))
+    assert len(jax.tree.leaves(nnx.state(layer, nnx.Cache))) == 3

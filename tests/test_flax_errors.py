@@ -1,0 +1,303 @@
+"""What `pallas_flash.flax` refuses by a sentence; imports on demand; strict switches."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax_cases import (
+    FEATURES,
+    KV_LEN,
+    NUM_HEADS,
+    POSITIONS,
+    Q_LEN,
+    normal,
+    qkv,
+    self_attention,
+    with_cache,
+)
+from strict import strictly
+
+from pallas_flash.flax import SelfAttention, apply_rope, attention_fn
+
+pytestmark = pytest.mark.usefixtures("ieee_products")
+
+
+Q, K, V = qkv()
+X = jnp.ones((2, Q_LEN, FEATURES))
+ERRORS = {
+    "rank": (lambda: attention_fn(Q[0, 0], K, V), ValueError, r"\[\*batch, length, heads"),
+    "batch axes": (lambda: attention_fn(Q, K[:1], V), ValueError, "same batch axes"),
+    "batch axes of equal product": (
+        lambda: attention_fn(Q.reshape(2, 1, *Q.shape[1:]), K[None], V[None]),
+        ValueError,
+        "same batch axes",
+    ),
+    "mask rank": (
+        lambda: attention_fn(Q, K, V, mask=jnp.ones((1, 1, 1, Q_LEN, KV_LEN))),
+        ValueError,
+        r"`mask` must broadcast to \(2, 4, 5, 7\); got mask.shape=\(1, 1, 1, 5, 7\)",
+    ),
+    "mask shape": (
+        lambda: attention_fn(Q, K, V, mask=jnp.ones((KV_LEN, Q_LEN))),
+        ValueError,
+        "`mask` must broadcast",
+    ),
+    "bias shape": (
+        lambda: attention_fn(Q, K, V, bias=jnp.ones((3, 1, Q_LEN, KV_LEN))),
+        ValueError,
+        "`bias` must broadcast",
+    ),
+    "dropout_rate": (
+        lambda: attention_fn(Q, K, V, dropout_rate=1.5),
+        ValueError,
+        "`dropout_rate` must be at least 0 and less than 1; got float 1.5",
+    ),
+    "dropout_rate as an array, and off": (
+        lambda: attention_fn(Q, K, V, dropout_rate=jnp.float32(0.5), deterministic=True),
+        TypeError,
+        "`dropout_rate` must be a number; got an array",
+    ),
+    "dropout_rng": (
+        lambda: attention_fn(Q, K, V, dropout_rate=0.5),
+        ValueError,
+        "`dropout_rng` must be a jax.random key .*; got None with dropout_rate=0.5",
+    ),
+    "dropout_rng of another kind": (
+        lambda: attention_fn(Q, K, V, dropout_rate=0.5, dropout_rng=7),
+        TypeError,
+        "must be a jax.random key; got int 7",
+    ),
+    "precision": (
+        lambda: attention_fn(Q, K, V, precision=("high", "high")),
+        TypeError,
+        "`precision` must be None",
+    ),
+    "integer bias": (
+        lambda: attention_fn(Q, K, V, bias=jnp.ones((Q_LEN, KV_LEN), int)),
+        TypeError,
+        "`bias` must be floating point",
+    ),
+    "negative dropout_rate": (
+        lambda: attention_fn(Q, K, V, dropout_rate=-0.5),
+        ValueError,
+        "`dropout_rate` must be at least 0",
+    ),
+    "input_positions": (
+        lambda: attention_fn(Q, K, V, input_positions=POSITIONS),
+        ValueError,
+        "`input_positions` must be None without `rope`",
+    ),
+    "features": (lambda: self_attention(features=0), ValueError, "at least 1; got features=0"),
+    "num_kv_heads": (
+        lambda: self_attention(num_kv_heads=3),
+        ValueError,
+        "multiple of `num_kv_heads`; got num_heads=4, num_kv_heads=3",
+    ),
+    "no num_kv_heads": (lambda: self_attention(num_kv_heads=0), ValueError, "num_kv_heads=0"),
+    "features per head": (
+        lambda: self_attention(features=30),
+        ValueError,
+        "`features` must be a multiple of `num_heads`",
+    ),
+    "head_dim": (lambda: self_attention(head_dim=0), ValueError, "`head_dim` must be at least 1"),
+    "odd head_dim": (lambda: self_attention(head_dim=7), ValueError, "`head_dim` must be even"),
+    "rope_theta": (lambda: self_attention(rope_theta=0.0), ValueError, "`rope_theta` must be pos"),
+    "x features": (lambda: self_attention()(X[..., 1:]), ValueError, r"`x` must be .*length, 32\]"),
+    "x rank": (lambda: self_attention()(X[0, 0]), ValueError, "`x` must be"),
+    "positions shape": (
+        lambda: self_attention()(X, positions=jnp.arange(3)),
+        ValueError,
+        r"`positions` must broadcast to \(2, 5\); got positions.shape=\(3,\)",
+    ),
+    "positions without rope": (
+        lambda: self_attention(rope_theta=None)(X, positions=jnp.arange(Q_LEN)),
+        ValueError,
+        "`positions` must be None when `rope_theta` is None",
+    ),
+    "reordered without positions": (
+        lambda: self_attention()(X, reordered=True),
+        ValueError,
+        "`positions` must be given with reordered=True; got None",
+    ),
+    "reordered as an int": (
+        lambda: self_attention()(X, positions=jnp.arange(Q_LEN), reordered=1),
+        TypeError,
+        "`reordered` must be True or False; got int 1",
+    ),
+    "reordered, wrong positions": (
+        lambda: self_attention(rope_theta=None)(X, positions=jnp.arange(3), reordered=True),
+        ValueError,
+        r"`positions` must broadcast to \(2, 5\); got positions.shape=\(3,\)",
+    ),
+    "reordered, decoding": (
+        lambda: with_cache()(
+            normal(1, (2, 3, FEATURES)), positions=jnp.arange(3), reordered=True, decode=True
+        ),
+        ValueError,
+        "`reordered` must be False with decode=True",
+    ),
+    "positions dtype": (
+        lambda: self_attention()(X, positions=jnp.arange(5.0)),
+        TypeError,
+        "`positions` must be integers; got positions.dtype=float32",
+    ),
+    "segment_ids shape": (
+        lambda: self_attention()(X, segment_ids=jnp.zeros((3, Q_LEN), int)),
+        ValueError,
+        "`segment_ids` must broadcast",
+    ),
+    "module dropout_rate": (
+        lambda: self_attention(dropout_rate=1.0),
+        ValueError,
+        "`dropout_rate` must be at least 0 and less than 1; got float 1.0",
+    ),
+    "module dropout_rate as text": (
+        lambda: self_attention(dropout_rate="0.1"),
+        TypeError,
+        "`dropout_rate` must be a number; got str '0.1'",
+    ),
+    "undecided dropout": (
+        lambda: self_attention(dropout_rate=0.5)(X),
+        ValueError,
+        "`deterministic` must be True or False",
+    ),
+    "dropout without random numbers": (
+        lambda: self_attention(dropout_rate=0.5, keep_rngs=False)(X, deterministic=False),
+        ValueError,
+        "`rngs` must be given",
+    ),
+    "decode without a cache": (
+        lambda: self_attention()(X, decode=True),
+        ValueError,
+        "`decode` must be False without a cache; got True. Call `init_cache",
+    ),
+    "decode in a layer that is not causal": (
+        lambda: with_cache(is_causal=False)(X, decode=True),
+        ValueError,
+        "`decode` must be False in a layer with is_causal=False",
+    ),
+    "decode with a mask": (
+        lambda: with_cache()(X, mask=jnp.ones((Q_LEN, Q_LEN), bool), decode=True),
+        ValueError,
+        "`mask` must be None with decode=True",
+    ),
+    "decode with segment_ids": (
+        lambda: with_cache()(X, segment_ids=jnp.zeros((2, Q_LEN), jnp.int32), decode=True),
+        ValueError,
+        "`segment_ids` must be None with decode=True",
+    ),
+    "decode of another batch": (
+        lambda: with_cache(batch=3)(X, decode=True),
+        ValueError,
+        r"`x` must have the batch axes \(3,\) of the cache; got x.shape=\(2, 5, 32\)",
+    ),
+    "decode of more than there is room for": (
+        lambda: [layer := with_cache(), layer(X, decode=True), layer(X, decode=True)],
+        ValueError,
+        "`x` must fit in what is left of the cache; got 5 tokens with 5 of 9 taken",
+    ),
+    "decode of more than the cache": (
+        lambda: nnx.jit(lambda layer: layer(X, decode=True))(with_cache(length=4)),
+        ValueError,
+        "got 5 tokens with some of 4 taken",
+    ),
+    "cache of integers": (
+        lambda: self_attention().init_cache((2, 9, 32), jnp.int8),
+        TypeError,
+        "`dtype` must be floating point; got int8",
+    ),
+    "cache of negative length": (
+        lambda: self_attention().init_cache((2, -1, 32)),
+        ValueError,
+        r"`input_shape` must be sizes \(\*batch, length, 32\); got \(2, -1, 32\)",
+    ),
+    "cache of a number": (
+        lambda: self_attention().init_cache(9),
+        ValueError,
+        r"`input_shape` must be sizes \(\*batch, length, 32\); got 9",
+    ),
+    "cache of other features": (
+        lambda: self_attention().init_cache((2, 9, 31)),
+        ValueError,
+        r"`input_shape` must be sizes \(\*batch, length, 32\); got \(2, 9, 31\)",
+    ),
+    "module mask shape": (
+        lambda: self_attention()(X, mask=jnp.ones((3, Q_LEN), bool)),
+        ValueError,
+        r"`mask` must broadcast to \(2, 4, 5, 5\); got mask.shape=\(3, 5\)",
+    ),
+    "module bias shape": (
+        lambda: self_attention()(X, bias=jnp.ones((NUM_HEADS, Q_LEN + 1, Q_LEN))),
+        ValueError,
+        "`bias` must broadcast to",
+    ),
+    "seq_lengths shape": (
+        lambda: self_attention()(X, seq_lengths=jnp.ones(3, jnp.int32)),
+        ValueError,
+        r"`seq_lengths` must broadcast to \(2,\)",
+    ),
+    "window of a module": (
+        lambda: self_attention(local_window_size=-1)(X),
+        ValueError,
+        "`local_window_size` must not be negative",
+    ),
+    "soft cap of a module": (
+        lambda: self_attention(logits_soft_cap=0.0)(X),
+        ValueError,
+        "`logits_soft_cap` must be positive",
+    ),
+    "rope of an odd size": (
+        lambda: apply_rope(Q[..., 1:], jnp.arange(Q_LEN)),
+        ValueError,
+        "`x` must be .*even",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error(case):
+    call, exception, message = ERRORS[case]
+    with pytest.raises(exception, match=message):
+        call()
+
+
+def test_flax_is_imported_on_demand():
+    code = "import sys, pallas_flash; assert 'flax' not in sys.modules, 'pallas_flash imports flax'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_strict_switches(x64):
+    x = jax.ShapeDtypeStruct((2, 3, Q_LEN, FEATURES), jnp.float32)
+    numbers = {
+        "bias": jax.ShapeDtypeStruct((Q_LEN, Q_LEN), jnp.float32),
+        "segment_ids": jax.ShapeDtypeStruct((Q_LEN,), jnp.int32),
+        "positions": jax.ShapeDtypeStruct((Q_LEN,), jnp.int32),
+        "seq_lengths": jax.ShapeDtypeStruct((3,), jnp.int32),
+    }
+
+    def run(x, numbers):
+        layer = SelfAttention(
+            FEATURES,
+            NUM_HEADS,
+            num_kv_heads=2,
+            use_bias=True,
+            normalize_qk=True,
+            use_sinks=True,
+            logits_soft_cap=5.0,
+            local_window_size=3,
+            dropout_rate=0.5,
+            deterministic=False,
+            implementation="xla",
+            rngs=nnx.Rngs(0),
+        )
+        gradients = nnx.grad(lambda layer: layer(x, **numbers).sum())(layer)
+        layer.init_cache(x.shape)
+        return gradients, layer(x[..., :2, :], decode=True), layer(x[..., 2:3, :], decode=True)
+
+    with strictly(x64=x64):
+        shapes = jax.eval_shape(run, x, numbers)
+    assert {x.dtype.name for x in jax.tree.leaves(shapes)} == {"float32"}

@@ -1,0 +1,207 @@
+"""`attention_fn` inside the attention layers of nnx and linen."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from flax_cases import (
+    DROPOUT,
+    FEATURES,
+    NUM_HEADS,
+    OURS,
+    Q_LEN,
+    Sower,
+    assert_close,
+    causal_mask,
+    distance,
+    linen_layers,
+    nnx_layers,
+    normal,
+    output_and_gradients,
+    qkv,
+)
+
+import pallas_flash.flax
+
+pytestmark = pytest.mark.usefixtures("ieee_products")
+
+
+@pytest.mark.parametrize(("batch", "num_kv_heads"), [((), 2), ((2, 3), NUM_HEADS)])
+def test_nnx_module(batch, num_kv_heads):
+    x = normal(1, (*batch, Q_LEN, FEATURES))
+    mask = nnx.make_causal_mask(x[..., 0])
+    assert mask.dtype == jnp.float32
+    # Without biases, because that of the keys has no gradient but rounding errors.
+    layers = nnx_layers(
+        num_kv_heads=num_kv_heads, dropout_rate=0.5, deterministic=True, use_bias=False
+    )
+
+    @nnx.jit
+    def run(layer, x):
+        def loss(layer, x):
+            out = layer(x, mask=mask)
+            return (out * normal(2, out.shape)).sum(), out
+
+        (_, out), grads = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+        return out, grads
+
+    ours, flaxs = (run(layer, x) for layer in layers)
+    assert_close(ours[0], flaxs[0])
+    assert_close(jax.tree.leaves(ours[1]), jax.tree.leaves(flaxs[1]))
+
+
+def test_nnx_module_is_causal():
+    x = normal(1, (2, Q_LEN, FEATURES))
+    ours, flaxs = nnx_layers()
+    assert_close(ours(x, is_causal=True), flaxs(x, mask=causal_mask(Q_LEN, Q_LEN)[None, None]))
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_linen_module(batch):
+    x = normal(1, (*batch, Q_LEN, FEATURES))
+    mask = linen.make_causal_mask(x[..., 0])
+    assert mask.dtype == jnp.float32
+    ours, flaxs, variables = linen_layers(x, dropout_rate=0.5, deterministic=True, use_bias=False)
+
+    def run(layer):
+        def out(variables, x):
+            return layer.apply(variables, x, mask=mask)
+
+        return output_and_gradients(out, (variables, x), normal(2, x.shape))
+
+    assert_close(run(ours), run(flaxs))
+
+
+def test_linens_filter_hides_nothing_from_a_partial():
+    x = normal(1, (2, Q_LEN, FEATURES))
+    einsums = dict.fromkeys(
+        ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"), lambda: jnp.einsum
+    )
+    ours, _, variables = linen_layers(x, **einsums)
+    with pytest.raises(NotImplementedError, match="`qk_attn_weights_einsum` must be None"):
+        ours.apply(variables, x)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("make", [nnx_layers, linen_layers])
+def test_modules_drop_out(make, broadcast):
+    # Two examples that are alike stay alike where they share a dropout mask.
+    x = jnp.broadcast_to(normal(1, (1, Q_LEN, FEATURES)), (2, Q_LEN, FEATURES))
+    options = {"dropout_rate": 0.5, "broadcast_dropout": broadcast}
+    if make is nnx_layers:
+        layers = make(**options)
+        layers[0].train()
+
+        def call(seed=None, **kwargs):
+            # As in training, or with random numbers from the outside.
+            return layers[0](x, rngs=seed and nnx.Rngs(dropout=seed), **kwargs)
+
+        plain = layers[1](x, deterministic=True)
+        assert distance(call(), call()) > 0.1
+    else:
+        ours, flaxs, variables = make(x, **options, deterministic=False)
+
+        def call(seed, deterministic=False):
+            layer = ours.clone(deterministic=deterministic)
+            return layer.apply(variables, x, rngs={"dropout": jax.random.key(seed)})
+
+        plain = flaxs.clone(deterministic=True).apply(variables, x)
+    out = call(1)
+    assert bool((out[0] == out[1]).all()) == broadcast
+    assert distance(out, plain) > 0.1
+    np.testing.assert_array_equal(call(1), out)
+    assert distance(call(2), out) > 0.1
+    assert_close(call(1, deterministic=True), plain)
+
+
+def test_sown_weights_are_those_before_dropout():
+    dropped, plain = Sower(), Sower()
+    OURS(*qkv(), **DROPOUT, module=dropped)
+    OURS(*qkv(), module=plain)
+    assert_close(dropped.sown, plain.sown)
+
+
+def even_keys(b, h, q_pos, k_pos):
+    return (k_pos % 2 == 0) | (h == 1) | (b == q_pos)
+
+
+@pytest.mark.parametrize("batch", [(2, 3)], ids=str)
+def test_nnx_module_takes_mask_objects(batch):
+    x = normal(1, (*batch, Q_LEN, FEATURES))
+    prefix = jnp.arange(math.prod(batch), dtype=jnp.int32) % 4
+    mask = pallas_flash.PrefixLM(prefix) & pallas_flash.Predicate(even_keys)
+    t = jnp.arange(Q_LEN)
+    dense = causal_mask(Q_LEN, Q_LEN) | (t < prefix[:, None, None, None])
+    b, h = jnp.arange(prefix.size)[:, None, None, None], jnp.arange(NUM_HEADS)[:, None, None]
+    dense = (dense & even_keys(b, h, t[:, None], t)).reshape(*batch, NUM_HEADS, Q_LEN, Q_LEN)
+    ours, flaxs = nnx_layers()
+
+    def forward(layer, mask):
+        return layer(x, mask=mask, sow_weights=True)
+
+    got, want = (
+        nnx.capture(forward, nnx.Intermediate)(layer, m)
+        for layer, m in ((ours, mask), (flaxs, dense))
+    )
+    assert_close(got[0], want[0])
+    assert_close(got[1], want[1])
+
+
+def test_nnx_sows_and_keeps_its_output():
+    x = normal(1, (2, Q_LEN, FEATURES))
+
+    def forward(layer):
+        return layer(x, sow_weights=True)
+
+    ours, flaxs = nnx_layers()
+    got, got_sown = nnx.capture(forward, nnx.Intermediate)(ours)
+    want, want_sown = nnx.capture(forward, nnx.Intermediate)(flaxs)
+    assert_close(got, want)
+    assert jax.tree.leaves(want_sown)
+    assert_close(got_sown, want_sown)
+    np.testing.assert_array_equal(got, ours(x))
+
+
+def test_linen_sows_and_keeps_its_output():
+    x = normal(1, (2, Q_LEN, FEATURES))
+    ours, flaxs, variables = linen_layers(x)
+    got, want = (
+        layer.apply(variables, x, sow_weights=True, mutable=["intermediates"])
+        for layer in (ours, flaxs)
+    )
+    assert want[1]["intermediates"]
+    assert_close(got, want)
+    np.testing.assert_array_equal(got[0], ours.apply(variables, x))
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, NUM_HEADS])
+def test_nnx_decoding_step_by_step(num_kv_heads):
+    x = normal(1, (2, Q_LEN, FEATURES))
+    ours, flaxs = nnx_layers(num_kv_heads=num_kv_heads)
+    want = flaxs(x, mask=causal_mask(Q_LEN, Q_LEN)[None, None])
+    ours.init_cache(x.shape)
+    step = nnx.jit(lambda layer, token: layer(token, decode=True))
+    got = jnp.concatenate([step(ours, x[:, t : t + 1]) for t in range(Q_LEN)], axis=1)
+    assert_close(got, want)
+
+
+def test_linen_decoding_step_by_step():
+    x = normal(1, (2, Q_LEN, FEATURES))
+    _, flaxs, params = linen_layers(x)
+    want = flaxs.apply(params, x, mask=causal_mask(Q_LEN, Q_LEN))
+    ours, _, variables = linen_layers(x, decode=True)
+    cache = variables["cache"]
+
+    @jax.jit
+    def step(cache, token):
+        return ours.apply({**params, "cache": cache}, token, mutable=["cache"])
+
+    got = []
+    for t in range(Q_LEN):
+        out, changed = step(cache, x[:, t : t + 1])
+        cache = changed["cache"]
+        got.append(out)
+    assert_close(jnp.concatenate(got, axis=1), want)

@@ -1,0 +1,247 @@
+"""How exactly the training script resumes, and what it refuses to resume."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cases
+import jax
+import pytest
+from tiny_run import STEPS, checkpoint_steps, flags, metrics
+
+from scripts import train_gpt
+from scripts.train_gpt import main, train
+from scripts.training.run_folder import RunFolder
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+class Killed(BaseException):
+    """Stands for a process that ends here: nothing in the script may catch it."""
+
+
+def die_at_batch(monkeypatch, step):
+    real = train_gpt.training_batch
+
+    def training_batch(text, at, *args):
+        # The first batch of a session is also made for compiling.
+        if at == step and dies.pop("waits", None) is None:
+            raise Killed
+        return real(text, at, *args)
+
+    dies = {"waits": True} if step == 1 else {}
+    monkeypatch.setattr(train_gpt, "training_batch", training_batch)
+
+
+def die_in(name):
+    """Kills right after the folder has appended the lines of a step, or saved it."""
+
+    def arrange(monkeypatch, step):
+        real = getattr(RunFolder, name)
+
+        def work(self, *args):
+            result = real(self, *args)
+            last = args[0][-1]["step"] if name == "append" else args[0]
+            if last >= step:
+                raise Killed
+            return result
+
+        monkeypatch.setattr(RunFolder, name, work)
+
+    return arrange
+
+
+DEATHS = [
+    (die_at_batch, 6, 5),
+    # The lines of a checkpoint are there, the checkpoint is not.
+    (die_in("append"), 12, 10),
+    (die_in("save"), 10, 10),
+    (die_at_batch, 1, 0),
+    (die_in("append"), 5, 0),
+    (die_in("save"), 12, 12),
+]
+
+
+@pytest.mark.parametrize(("arrange", "step", "resumed_from"), cases.default(DEATHS[:3], DEATHS))
+def test_a_killed_run_resumes_to_the_same_bits(
+    finished, config, monkeypatch, capsys, arrange, step, resumed_from
+):
+    with monkeypatch.context() as patch:
+        arrange(patch, step)
+        with pytest.raises(Killed):
+            train(config)
+    capsys.readouterr()
+    result = train(config)
+    out = capsys.readouterr().out
+    assert (f"resuming   after step {resumed_from}," in out) == (0 < resumed_from < STEPS)
+    assert metrics(config) == metrics(finished[0])
+    assert result.val_loss == finished[1].val_loss
+    assert result.sample == finished[1].sample
+    assert checkpoint_steps(config) == [10, 12]
+
+
+@pytest.mark.extended
+def test_a_process_killed_while_it_writes_checkpoints_resumes(config, tmp_path, capsys):
+    """By SIGKILL, with a checkpoint after every step: most of the time goes into writing them."""
+    long = dataclasses.replace(config, steps=40, checkpoint_every=1, log_every=1)
+    command = [sys.executable, train_gpt.__file__, *flags(long)]
+    environment = {
+        **os.environ,
+        # The same programs, or the bits may differ.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    path = Path(long.out_dir, "metrics.jsonl")
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=tmp_path,  # As any folder that is not the checkout's.
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not path.exists() or path.read_text().count("\n") < 17:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    # A second one in the same folder, while the first holds its breath and its lock.
+    process.send_signal(signal.SIGSTOP)
+    for more in ([], ["--restart"]):
+        assert main([*flags(long), *more]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"where process {process.pid} on " in error
+    assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    # Its lock ended with it, and nothing before that touched its files.
+    assert 17 <= len(path.read_text().splitlines()) < 40
+    train(long)
+    whole = dataclasses.replace(long, out_dir=str(tmp_path / "whole"), checkpoint_every=40)
+    train(whole)
+    assert metrics(long) == metrics(whole)
+    assert checkpoint_steps(long) == [39, 40]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_says_how_to_resume(finished, config, monkeypatch, capsys, number):
+    real = train_gpt.training_batch
+
+    def training_batch(text, step, *args):
+        if step == 7:
+            os.kill(os.getpid(), number)
+        return real(text, step, *args)
+
+    before = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(sys, "argv", ["scripts/train_gpt.py"])
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "training_batch", training_batch)
+        assert main(flags(config)) == 130
+    assert [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)] == before
+    out = capsys.readouterr().out
+    assert "stopped    after step 7, checkpoint saved; resume with: python scripts/train_gpt" in out
+    assert f"--out-dir {config.out_dir}" in out
+    assert checkpoint_steps(config) == [5, 7]
+    assert Path(config.out_dir, "loss.png").exists()
+    assert main(flags(config)) == 0
+    assert metrics(config) == metrics(finished[0])
+
+
+def test_an_interrupt_before_training_is_no_traceback(config, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_gpt, "load_text", interrupt)
+    assert main(flags(config)) == 130
+    assert "stopped    at once, without a new checkpoint" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_reported_and_left_alone(finished, capsys):
+    config, first = finished
+    before = Path(config.out_dir, "metrics.jsonl").read_text()
+    assert main(flags(config)) == 0
+    out = capsys.readouterr().out
+    assert f"holds this run with all its {STEPS} steps: nothing to train" in out
+    assert first.sample.strip() in out
+    assert Path(config.out_dir, "metrics.jsonl").read_text() == before
+    again = train(config)
+    assert (again.val_loss, again.sample, again.speed) == (first.val_loss, first.sample, None)
+
+
+def test_other_settings_are_refused_by_name(finished, capsys):
+    config, _ = finished
+    before = Path(config.out_dir, "run.json").read_text()
+    assert main(flags(config, steps=13, num_kv_heads=2, learning_rate=1e-3)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    for part in ("num_kv_heads (there 1, now 2)", "steps (there 12, now 13)", "learning_rate"):
+        assert part in error
+    assert "batch_size" not in error
+    assert Path(config.out_dir, "run.json").read_text() == before
+
+
+def test_another_text_is_refused(finished, tmp_path, capsys):
+    (tmp_path / "book").write_text("another text " * 100)
+    assert main(flags(finished[0], data=tmp_path / "book")) == 2
+    assert "which differs in text (there '" in capsys.readouterr().err
+
+
+def test_settings_that_change_no_number_may_change(finished, config, corpus, monkeypatch):
+    with monkeypatch.context() as patch:
+        die_at_batch(patch, 7)
+        with pytest.raises(Killed):
+            train(config)
+    moved = Path(config.out_dir).with_name("moved")
+    Path(config.out_dir).rename(moved)
+    config = dataclasses.replace(
+        config, out_dir=str(moved), data=f"{corpus}/.", log_every=1, checkpoint_every=1, prompt="a"
+    )
+    assert train(config).sample.startswith("a")
+    assert metrics(config) == metrics(finished[0])
+
+
+def copy_of(finished, config):
+    """The finished run, in the folder of `config`."""
+    return Path(shutil.copytree(finished[0].out_dir, config.out_dir))
+
+
+def test_a_restart_that_fails_leaves_the_old_run_and_one_that_works_replaces_it(
+    config, finished, capsys
+):
+    folder = copy_of(finished, config)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    del before[folder / "train_gpt.lock"]
+    # Not finite at the second step.
+    assert main([*flags(config, learning_rate=1e30, log_every=1), "--restart"]) == 2
+    captured = capsys.readouterr()
+    assert "`loss` must stay finite; got" in captured.err
+    assert "restored   the run that --restart had moved aside" in captured.out
+    assert {p: p.read_bytes() for p in before} == before
+
+    short = dataclasses.replace(config, steps=3)
+    assert main([*flags(short), "--restart"]) == 0
+    assert [line["step"] for line in metrics(short)] == [1, 2, 3]
+    assert checkpoint_steps(short) == [3]
+
+
+def test_a_run_with_a_damaged_checkpoint_and_no_metrics_ends_as_it_did(config, finished, capsys):
+    folder = copy_of(finished, config)
+    for path in (folder / "checkpoints" / "12" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:50])
+    (folder / "metrics.jsonl").unlink()
+    result = train(config)
+    captured = capsys.readouterr()
+    assert "resuming   after step 10," in captured.out
+    assert "the checkpoint of step 12 is damaged" in captured.err
+    assert "metrics.jsonl had 0 of its first 10 lines" in captured.err
+    assert metrics(config) == metrics(finished[0])
+    assert (result.val_loss, result.sample) == (finished[1].val_loss, finished[1].sample)

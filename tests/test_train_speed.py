@@ -1,0 +1,76 @@
+"""The training script's work, speed and share of the peak."""
+
+import dataclasses
+import json
+import types
+from pathlib import Path
+
+import jax
+import pytest
+from tiny_run import TINY, flags, parameters_of
+
+from scripts.train_gpt import main
+from scripts.training.settings import PRESETS
+from scripts.training.speed import PEAK_FLOPS, Work, work_of
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+def work_on(kind, model=TINY.model, count=1):
+    device = types.SimpleNamespace(device_kind=kind)
+    return work_of(model, parameters_of(model), 4, device, count)
+
+
+def test_the_work_of_a_token_is_that_of_palm_with_half_of_the_scores():
+    work = work_on("cpu")
+    # q, k, v and out; gate, up and down; three norms.
+    parameters = 16 * (16 + 8 + 8 + 16) + 3 * 16 * 64 + 3 * 16
+    scores = 12 * 1 * 16 * 12 / 2
+    assert work == Work(tokens=4 * 12, flops_per_token=6 * parameters + scores, peak=None)
+    # Twice the layers and twice the context.
+    deep = dataclasses.replace(TINY.model, num_layers=2, context=24)
+    parameters += parameters - 16
+    assert work_on("cpu", deep).flops_per_token == 6 * parameters + 4 * scores
+
+
+def test_the_preset_has_the_parameters_it_says():
+    model = PRESETS["gpt2-small"].model
+    work = work_on("cpu", model)
+    parameters = (work.flops_per_token - 6 * 12 * 768 * 1024) / 6
+    assert round(parameters / 1e6) == 85
+
+
+def test_a_peak_is_that_of_exactly_this_device():
+    assert work_on("NVIDIA H200").peak == 989e12
+    assert work_on("NVIDIA A100-SXM4-80GB").peak == 312e12
+    # A slice of a GPU and a slower one of a similar name.
+    for kind in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 NVL", "cpu", "TPU v4"):
+        assert work_on(kind).peak is None
+    assert "peak 989 TFLOP/s" in str(work_on("NVIDIA H200"))
+    assert work_on("NVIDIA H200", count=4).peak == 4 * 989e12
+    assert "MFU is n/a" in str(work_on("cpu"))
+
+
+def test_mfu_is_the_share_of_the_peak():
+    speed = Work(tokens=1000, flops_per_token=3_000_000, peak=1e12).speed(ms=20.0)
+    assert speed == (20.0, 50_000.0, pytest.approx(0.15))
+    assert str(speed) == "20.0 ms/step, 50,000 tokens/s, MFU 15.0%"
+    unknown = Work(tokens=1000, flops_per_token=3_000_000, peak=None).speed(ms=20.0)
+    assert str(unknown) == "20.0 ms/step, 50,000 tokens/s, MFU n/a"
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["no peak", "a peak"])
+def test_mfu_is_shown_and_written(config, monkeypatch, capsys, known):
+    if known:
+        monkeypatch.setitem(PEAK_FLOPS, jax.devices()[0].device_kind, 1e9)
+    assert main(flags(config)) == 0
+    out = capsys.readouterr().out.splitlines()
+    shown = [line for line in out if line.startswith(("step ", "done "))]
+    # A line for each look at the held-out text, and the last.
+    assert len(shown) == 4
+    assert all(("MFU n/a" in line) != known for line in shown)
+    flops = work_on("cpu").flops_per_token
+    for line in Path(config.out_dir, "metrics.jsonl").read_text().splitlines():
+        line = json.loads(line)
+        expected = pytest.approx(line["tokens_per_second"] * flops / 1e9) if known else None
+        assert line["mfu"] == expected

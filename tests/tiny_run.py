@@ -1,0 +1,101 @@
+"""A training run of seconds, and what the tests of `scripts/train_gpt.py` share about it.
+
+`corpus`, `config`, `finished` and `compile_once` are fixtures of conftest.py.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from models.gpt import GPTConfig
+from scripts import train_gpt
+from scripts.training.mesh import make_layout
+from scripts.training.settings import TrainConfig, flat_config
+
+STEPS = 12
+
+# Checkpoints at 5, 10 and the end, so that kills fall before the first and between two.
+TINY = TrainConfig(
+    model=GPTConfig(
+        context=12, num_layers=1, num_heads=2, num_kv_heads=1, embed_dim=16, attention="reference"
+    ),
+    steps=STEPS,
+    batch_size=4,
+    accumulation=2,
+    learning_rate=1e-2,
+    warmup_steps=2,
+    eval_every=4,
+    eval_batches=2,
+    log_every=3,
+    checkpoint_every=5,
+    keep_checkpoints=2,
+    gradient_check=False,
+    sample_tokens=8,
+)
+
+
+@contextlib.contextmanager
+def compiling_into(folder):
+    """Nearly all the time would go into compiling one tiny model again and again."""
+    options = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    # JAX looks at the folder once; it may have looked before these tests.
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def flags(config, **changes):
+    """The command line of a configuration."""
+    values = {**flat_config(config), **changes}
+    argv = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if name == "vocab_size":
+            continue
+        if isinstance(value, bool):
+            argv.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            argv += [flag, "auto" if value is None else str(value)]
+    return argv
+
+
+@functools.cache
+def one_device():
+    return make_layout(TINY)
+
+
+def metrics(config):
+    """The lines of metrics.jsonl without what a clock has measured."""
+    lines = [json.loads(x) for x in Path(config.out_dir, "metrics.jsonl").read_text().splitlines()]
+    return [{k: line[k] for k in ("step", "loss", "val_loss", "lr")} for line in lines]
+
+
+def checkpoint_steps(config):
+    names = [p.name for p in Path(config.out_dir, "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def checked(config, attention, **changes):
+    model = dataclasses.replace(config.model, attention=attention, **changes)
+    return dataclasses.replace(config, model=model, gradient_check=True)
+
+
+def parameters_of(model):
+    init, _, _ = train_gpt.model_functions(model, seed=0)
+    return jax.eval_shape(init)
