@@ -363,6 +363,16 @@ class _PartPlan:
         return _plan(part, choice.implementation, tiles, self.reproducible, asked)
 
 
+def _reference_of(plan: _vjp.Plan) -> Callable:
+    def attend(problem: Problem, along):
+        along = along or plan.along
+        return _reference.attention(
+            problem if along is None else _context.whole_keys(problem, along)
+        )
+
+    return attend
+
+
 def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:
     """The output [B, T, N, V] and the LSE [B, T, N]."""
     p = problem
@@ -373,6 +383,6 @@ def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:
             rows, -jnp.inf, p.accumulator_dtype
         )
     if plan.implementation == "reference":
-        return _reference.attention(p if plan.along is None else _context.whole_keys(p, plan.along))
+        return _partition.explicitly(_reference_of(plan), p, check_vma=True)
     operands, rest = p.split()
     return _vjp.attend(plan, operands, rest)

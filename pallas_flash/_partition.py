@@ -171,6 +171,8 @@ def _shards(mesh, found: Mapping[str, tuple[str, ...]], problem: Problem) -> Sha
 
 def _along(mesh, rows, keys, problem: Problem) -> Along | None:
     """How the sequence is divided, by the mesh axes of queries and of keys."""
+    # Mesh axes of one device divide nothing.
+    rows, keys = (names if _count(mesh, names) > 1 else () for names in (rows, keys))
     if not rows and not keys:
         return None
     if keys not in ((), rows):
@@ -181,8 +183,6 @@ def _along(mesh, rows, keys, problem: Problem) -> Along | None:
             "Shard both alike, or gather the keys (of a cache, say) before the call."
         )
     devices = _count(mesh, rows)
-    if devices == 1:
-        return None
     check_lengths(problem.q_len, problem.kv_len if keys else None, devices, rows)
     return Along(rows, bool(keys))
 
@@ -367,7 +367,7 @@ def explicitly(attend: Callable, problem: Problem, *, check_vma: bool):
         lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), problem, specs
     )
     outs = OUTPUT, LSE
-    return jax.shard_map(
+    results = jax.shard_map(
         lambda problem: _part(attend, shards, (axes,), outs, (problem,)),
         mesh=mesh,
         in_specs=(specs,),
@@ -375,6 +375,11 @@ def explicitly(attend: Callable, problem: Problem, *, check_vma: bool):
         axis_names=_explicit_axes(mesh),
         check_vma=check_vma,
     )(problem)
+    if shards.along is not None or not rows:
+        return results
+    # Along an axis of one device, whose name belongs into the types nevertheless.
+    lie = PartitionSpec(shards.batch or None, rows, shards.heads or None)
+    return tuple(jax.sharding.reshard(x, NamedSharding(mesh, lie)) for x in results)
 
 
 def part_of_device(problem: Problem, query, key):

@@ -120,25 +120,31 @@ class Target(NamedTuple):
         description: for messages.
         nvidia: whether it is an NVIDIA GPU.
         capability: its compute capability, or None if it cannot be told.
+        here: whether this machine has one.
     """
 
     description: str
     nvidia: bool
     capability: tuple[int, int] | None
+    here: bool = True
 
 
 def target() -> Target:
     """The described GPU of the current abstract mesh if there is one, else JAX's default device."""
     described = _compat.abstract_device()
-    if described is not None:
+    if described is None:
+        # JAX defines its options at run time.
+        device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(device, jax.Device):
+            device = jax.local_devices(backend=device)[0]
+    else:
+        # The mesh of a sharded program describes its devices too, and those are here.
         name = described.device_kind
-        gpu = described.platform in ("cuda", "gpu")
-        capability = _hardware.capability_of(name)
-        return Target(f"{name} (described, not here)", gpu, capability)
-    # JAX defines its options at run time.
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if not isinstance(device, jax.Device):
-        device = jax.local_devices(backend=device)[0]
+        device = next((x for x in jax.local_devices() if x.device_kind == name), None)
+        if device is None:
+            gpu = described.platform in ("cuda", "gpu")
+            capability = _hardware.capability_of(name)
+            return Target(f"{name} (described, not here)", gpu, capability, here=False)
     nvidia = device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
     capability = None
     if nvidia:

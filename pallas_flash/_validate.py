@@ -167,14 +167,17 @@ def along(sequence_axis) -> Along | None:
     names = sequence_axis if isinstance(sequence_axis, (tuple, list)) else (sequence_axis,)
     mesh = jax.sharding.get_abstract_mesh()
     manual = () if mesh.empty else mesh.manual_axes
-    if not names or not set(names) <= set(manual):
+    # Each once. Names may be of any type, hashable or not.
+    if not names or not all(name in manual and names.count(name) == 1 for name in names):
         there = f"there are {tuple(manual)}" if manual else "the call is in none"
         raise ValueError(
-            "`sequence_axis` must name mesh axes that a `jax.shard_map` around the call has made "
-            f"manual; got {sequence_axis!r}, and {there}. Drop it outside of a `shard_map`: how "
-            "arrays are sharded is seen there."
+            "`sequence_axis` must name mesh axes, each once, that a `jax.shard_map` around the "
+            f"call has made manual; got {sequence_axis!r}, and {there}. Drop it outside of a "
+            "`shard_map`: how arrays are sharded is seen there."
         )
-    return Along(tuple(names))
+    # Mesh axes of one device divide nothing.
+    names = tuple(name for name in names if lax.axis_size(name) > 1)
+    return Along(names) if names else None
 
 
 def _count(divided: Along | None) -> int:

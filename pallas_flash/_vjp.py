@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 from pallas_flash import _compat, _context, _partition, _tangents, _xla
 from pallas_flash._partition import Along
@@ -202,7 +203,14 @@ class Wanted:
 
 def attend(plan: Plan, operands: dict, rest: Problem):
     """The output [B, T, N, V] and the natural LSE [B, T, N] of what `Problem.split` gave."""
+    kinds = jax.typeof(operands["query"]).sharding.mesh.axis_types
+    if all(kind == AxisType.Auto for kind in kinds):
+        return _attend_on_mesh(plan, operands, rest)
+    # Outside of `jit` JAX has no rule for what is differentiated here inside a `shard_map`.
+    return _attend_compiled(plan, operands, rest)
 
+
+def _attend_on_mesh(plan: Plan, operands: dict, rest: Problem):
     def attend(problem, along):
         here = plan if along is None else dataclasses.replace(plan, along=along)
         operands, rest = _compat.vary_alike(problem.split())
@@ -211,6 +219,9 @@ def attend(plan: Plan, operands: dict, rest: Problem):
     # Pallas's interpreter and Mosaic GPU do not pass shard_map's check.
     check_vma = plan.implementation not in ("interpret", "mosaic")
     return _partition.explicitly(attend, rest.join(operands), check_vma=check_vma)
+
+
+_attend_compiled = jax.jit(_attend_on_mesh, static_argnums=0)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

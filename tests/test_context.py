@@ -665,6 +665,7 @@ TABLE = [
         for method in choice.METHODS
         for kind in KINDS
     ),
+    ("causal;everything at once", "ring", "2 x 4", "explicit", "reference"),
 ]
 
 
@@ -758,3 +759,29 @@ def test_a_method_has_no_effect_on_one_device():
     np.testing.assert_array_equal(
         attention(x, x, x, context_parallelism="ring"), attention(x, x, x)
     )
+
+
+def test_outside_of_jit_and_on_an_axis_of_one_device():
+    """Types stay what they are; one device of a sequence may have one token."""
+    call = functools.partial(attention, is_causal=True)
+    x, rows = jnp.linspace(-1, 1, 24).reshape(1, 3, 2, 4), P(None, "sequence")
+    manual, explicit = (make_mesh({"sequence": 1}, kind) for kind in ("manual", "explicit"))
+
+    def inside(q, **options):
+        mapped = jax.shard_map(
+            functools.partial(call, **options), mesh=manual, in_specs=rows, out_specs=rows
+        )
+        return mapped(q, x, x)
+
+    for q in (x, x[:, :1]):
+        want = call(q, x, x)
+        got = inside(q, sequence_axis="sequence", context_parallelism="ring")
+        np.testing.assert_array_equal(got, want)
+        placed = [jax.device_put(y, NamedSharding(explicit, rows)) for y in (q, x, x)]
+        np.testing.assert_array_equal(got := call(*placed), want)
+        assert jax.typeof(got) == jax.typeof(placed[0])
+    got = jax.jit(functools.partial(call, implementation="reference"))(*placed)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert jax.typeof(got) == jax.typeof(placed[0])
+    with pytest.raises(ValueError, match=r"each once.*got \('sequence', 'sequence'\), and there"):
+        inside(x, sequence_axis=("sequence", "sequence"))

@@ -186,7 +186,7 @@ def test_all_reasons_are_given_at_once():
 )
 def test_the_default_device_decides(default, monkeypatch):
     with jax.default_device(default()):
-        assert _select.target() == ("cpu", False, None)
+        assert _select.target() == ("cpu", False, None, True)
         assert explain().implementation == "xla"
 
 
@@ -201,11 +201,23 @@ class FakeGpu:
 
 def test_a_device_that_is_here_tells_its_own_capability(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [FakeGpu()])
-    assert _select.target() == ("NVIDIA H100", True, (9, 0))
+    assert _select.target() == ("NVIDIA H100", True, (9, 0), True)
     monkeypatch.setattr(FakeGpu, "compute_capability", "12.1")
     assert _select.target().capability == (12, 1)
     monkeypatch.setattr(FakeGpu.client, "platform_version", "rocm 60300")
-    assert _select.target() == ("NVIDIA H100", False, None)
+    assert _select.target() == ("NVIDIA H100", False, None, True)
+
+
+def test_so_does_one_that_a_mesh_describes(monkeypatch):
+    """As inside of `jax.set_mesh`; the table of names lacks many a GPU."""
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [FakeGpu()])
+    monkeypatch.setattr(FakeGpu, "device_kind", "NVIDIA RTX A6000")
+    monkeypatch.setattr(FakeGpu, "compute_capability", "8.6")
+    with described_gpu("NVIDIA RTX A6000"):
+        assert _select.target() == ("NVIDIA RTX A6000", True, (8, 6), True)
+        assert explain().implementation == "triton"
+    with described_gpu("NVIDIA H100"):
+        assert _select.target() == ("NVIDIA H100 (described, not here)", True, (9, 0), False)
 
 
 # ------------------------------------------------------------------------------------------------

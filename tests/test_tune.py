@@ -743,7 +743,10 @@ def test_a_mesh_describes_gpus_that_are_here(monkeypatch):
     """As inside of shard_map."""
 
     class Gpu:
-        device_kind = "NVIDIA H200"
+        platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+
+        class client:
+            platform_version = "cuda 13000"
 
     store(gpu="NVIDIA H200")
     store(gpu="NVIDIA H100")

@@ -153,13 +153,13 @@ def bad_flags():
 
 
 def bad_context():
-    for axis in ("sequence", ("data", "sequence"), ()):
+    for axis in ("sequence", ("data", "sequence"), (), {"sequence"}, [["sequence"]], 3):
         yield Row(
             f"sequence axis {axis}",
             lambda axis=axis: {"sequence_axis": axis},
             ValueError,
-            "`sequence_axis` must name mesh axes that a `jax.shard_map` around the call has made "
-            f"manual; got {axis!r}, and the call is in none.",
+            "`sequence_axis` must name mesh axes, each once, that a `jax.shard_map` around the "
+            f"call has made manual; got {axis!r}, and the call is in none.",
         )
     for x in ("ulysses", 3):
         yield Row(

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from pallas_flash import _compat, _select
+from pallas_flash import _select
 from pallas_flash._mask_objects import BlockMask, Predicate
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
@@ -49,12 +49,8 @@ def file() -> Path | None:
 
 def gpu_here() -> str | None:
     """The name of the GPU to compile for, None if it is described and not here."""
-    described = _compat.abstract_device()
-    if described is None:
-        return _select.target().description
-    # The mesh of a sharded program describes its GPUs too, and those are here.
-    kinds = {device.device_kind for device in jax.local_devices()}
-    return described.device_kind if described.device_kind in kinds else None
+    target = _select.target()
+    return target.description if target.here else None
 
 
 def key(problem: Problem, gpu: str) -> str:
