@@ -28,12 +28,14 @@ from pallas_flash import (
     TileSizes,
     _api,
     _reference,
+    _vjp,
     _xla,
     attention,
     balanced_order,
     explain,
 )
 from pallas_flash._context import choice, cost, parts
+from pallas_flash._masks import PositionBand
 from pallas_flash._problem import Problem
 from scripts.inspection import gpu_compiler
 
@@ -49,11 +51,27 @@ TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 # Shards of 12 tokens are no multiples of anything.
 LENGTH = 96
 CROSS = dataclasses.replace(cases.BY_NAME["causal"], name="cross", T=96, S=48)
+BALANCED = "balanced"
 NAMES = tuple(case.name for case in cases.CASES if case.T > 1 < case.S and "long" not in case.name)
 
 
-def sized(name: str) -> cases.Case:
+def balanced(devices: int, what: cases.Case) -> cases.Case:
+    """Causal in `balanced_order`, with whatever else a case asks for but windows and offsets."""
+
+    def options(random, case):
+        order = balanced_order(LENGTH, devices)[None]
+        where = dict.fromkeys(("query_positions", "key_value_positions"), order)
+        asked = what.options(random, case)
+        others = {x: asked[x] for x in asked if x not in ("local_window_size", "query_offset")}
+        return others | where | {"is_causal": True}
+
+    return dataclasses.replace(what, name=f"{BALANCED}, {what.name}", options=options)
+
+
+def sized(name: str, devices: int = 1) -> cases.Case:
     """A named case in a size that the meshes divide."""
+    if name.startswith(BALANCED):
+        return balanced(devices, sized(name.removeprefix(f"{BALANCED}, ")))
     if name == CROSS.name:
         return dataclasses.replace(CROSS, N=8, K=4, H=16, V=24)
     case = cases.BY_NAME[name]
@@ -215,6 +233,46 @@ def test_explain_tells_the_method(kind):
 
 
 # ------------------------------------------------------------------------------------------------
+# Steps of a ring
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_in_balanced_order_asks_for_no_positions(monkeypatch):
+    """It is causal or whole, with the same work for all; the other calls are for other orders."""
+    found, right = [], _vjp.Plan._forward_alone
+
+    def recorded(plan, p):
+        found.append((p.q_len, p.kv_len, p.mask.kind))
+        return right(plan, p)
+
+    monkeypatch.setattr(_vjp.Plan, "_forward_alone", recorded)
+
+    def steps(x, where, **options):
+        found.clear()
+        spec, devices = P(None, "sequence"), 4
+        call = functools.partial(
+            attention, is_causal=True, context_parallelism="ring", implementation="xla",
+            sequence_axis="sequence", **options,
+        )  # fmt: skip
+        run = jax.shard_map(
+            lambda x, y: call(x, x, x, query_positions=y, key_value_positions=y),
+            mesh=AbstractMesh((devices,), ("sequence",)),
+            in_specs=(spec, spec),
+            out_specs=spec,
+        )
+        jax.eval_shape(run, x, where)
+        return sorted(set(found)), len(found)
+
+    x, where = jnp.zeros((1, 64, 2, 8)), jnp.zeros((1, 64), jnp.int32)
+    kinds, count = steps(x, where)
+    assert kinds == [(8, 16, "full"), (16, 8, "full"), (16, 16, "causal"), (16, 16, "other")]
+    assert count == 2 + 3 * 3
+    # A window compares positions, and so does every mask where a shard has no halves.
+    assert steps(x, where, local_window_size=(9, 0)) == ([(16, 16, "other")], 4)
+    assert steps(x[:, :60], where[:, :60]) == ([(15, 15, "other")], 4)
+
+
+# ------------------------------------------------------------------------------------------------
 # Eight devices
 # ------------------------------------------------------------------------------------------------
 
@@ -281,7 +339,9 @@ def check_case(name, method, axes, kind, implementation):
 
     name, _, dtype = name.partition("@")
     dtype = dtype or "float32"
-    case = sized(name)
+    case = sized(name, axes["sequence"])
+    if name.startswith(BALANCED) and method == "ring":
+        poison_positions()
     problem = case.problem(dtype)
     qkv, cotangents, options = problem
     mesh, rows = make_mesh(axes, kind), rows_spec(axes)
@@ -302,6 +362,20 @@ def check_case(name, method, axes, kind, implementation):
     for x, y in zip(results, again, strict=True):
         np.testing.assert_array_equal(x, y)
     judge(case, dtype, results, problem, expected=_expected_of(problem, False))
+
+
+def poison_positions():
+    """Steps that compare positions give NaN from now on."""
+    for pass_ in ("_forward_alone", "_backward_alone"):
+        right = getattr(_vjp.Plan, pass_)
+
+        def either(plan, problem, *rows, right=right, **wanted):
+            results = right(plan, problem, *rows, **wanted)
+            if not any(isinstance(x, PositionBand) for x in problem.mask.leaves):
+                return results
+            return jax.tree.map(lambda x: x * jnp.nan, results)
+
+        setattr(_vjp.Plan, pass_, either)
 
 
 def check_named(names, method, mesh, kind, implementation):
@@ -632,6 +706,7 @@ def run_on_eight_devices(*arguments):
 EVERYTHING = "all features"
 # Cases by several in a process, method, mesh, kind of axes, implementation.
 FIRST = [
+    (f"balanced, {EVERYTHING}", "ring", "2 x 4", "auto", "xla"),
     ("window, causal", "ring", "1 x 8", "manual", "xla"),
     (EVERYTHING, "ring", "2 x 2 x 2", "auto", "xla"),
     (EVERYTHING, "heads", "2 x 2 x 2", "explicit", "xla"),
@@ -639,8 +714,12 @@ FIRST = [
 ]
 SOME = ";".join(["causal", EVERYTHING, "everything at once", "bias of keys", CROSS.name])
 ROUNDED = ";".join(f"{name}@bfloat16" for name in ("full", "bias of queries, in 16 bits"))
+IN_ORDER = ";".join(f"balanced, {name}" for name in ("causal", "bias of keys", EVERYTHING))
 TABLE = [
     *FIRST,
+    (IN_ORDER, "ring", "1 x 8", "manual", "xla"),
+    (IN_ORDER, "ring", "2 x 2 x 2", "explicit", "xla"),
+    ("balanced, causal", "ring", "2 x 4", "explicit", "interpret"),
     *((ROUNDED, method, "1 x 8", "auto", "xla") for method in choice.METHODS),
     *(
         (";".join(NAMES[i : i + 8]), method, "2 x 4", "auto", "xla")

@@ -32,6 +32,7 @@ from pallas_flash._context.parts import (
     visit,
     with_all_keys,
 )
+from pallas_flash._masks import Band, Mask, PositionBand
 from pallas_flash._partition import Along
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LOG2E, LogSum, sinks_gradient
@@ -40,48 +41,75 @@ from pallas_flash._scores import LOG2E, LogSum, sinks_gradient
 Use = tuple[int, tuple[bool, ...]]
 
 
+class Piece(NamedTuple):
+    """Some of a device's queries in a row, and some of a block's keys in a row.
+
+    Attributes:
+        problem: the part.
+        row: the place of the first query among the device's.
+        key: the place of the first key in the block.
+    """
+
+    problem: Problem
+    row: int = 0
+    key: int = 0
+
+    def with_blocks(self, blocks) -> Problem:
+        """The part, with keys and values from the blocks that have arrived."""
+        stop = self.key + self.problem.kv_len
+        key, value = (lax.slice_in_dim(x, self.key, stop, axis=1) for x in blocks)
+        return dataclasses.replace(self.problem, key=key, value=value)
+
+    def rows(self, x, axis: int = 1):
+        """What an array of the device's queries has of those of the piece."""
+        return lax.slice_in_dim(x, self.row, self.row + self.problem.q_len, axis=axis)
+
+
 class Step(NamedTuple):
     """One block of keys, for every device another one.
 
     Attributes:
         back: how many devices back the keys' home is.
         used: for each device, whether it may see any of them.
-        behind: the part, where the keys come before the queries or are their own.
-        ahead: the part where they come after, on devices with a number below `back`.
+        pieces: what devices compute, one of these each.
+        which: the number of this device's piece, traced.
         first_key: the position of the first key.
     """
 
     back: int
     used: tuple[bool, ...]
-    behind: Problem
-    ahead: Problem
+    pieces: tuple[Piece, ...]
+    which: Any
     first_key: Any
 
-    def run(self, here: Device, fn, carry):
-        """`fn(part, carry)` on a device that sees anything, elsewhere `carry`."""
+    def run(self, fn, carry):
+        """`fn(piece, carry)` on a device that sees anything, elsewhere `carry`."""
 
-        def by(part):
-            return lambda carry: visit(part, lambda carry: fn(part, carry), carry)
+        def of(piece):
+            return lambda carry: visit(piece.problem, lambda carry: fn(piece, carry), carry)
 
-        if self.behind is self.ahead:
-            return by(self.behind)(carry)
-        return lax.cond(here.index < self.back, by(self.ahead), by(self.behind), carry)
+        if len(self.pieces) == 1:
+            return of(self.pieces[0])(carry)
+        return lax.switch(self.which, [of(piece) for piece in self.pieces], carry)
 
 
 def forward(run, problem: Problem, along: Along):
     """The output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries."""
     sinks, dtype = problem.sinks, problem.dtype
-    here, problem = device(along), _without_sinks(problem, along)
-    ring = Ring(problem, along, here)
+    problem = _without_sinks(problem, along)
+    ring = Ring(problem, along)
     total = _nothing(problem)
     for step, blocks, following in ring:
 
-        def add(part, total, blocks=blocks):
-            o, log_sum = run(_with_blocks(part, blocks))
-            log_sum, mine, others = total[1].joined(log_sum)
-            return _by_row(mine) * total[0] + _by_row(others) * o, log_sum
+        def add(piece, total, blocks=blocks):
+            o, log_sum = piece.rows(total[0]), _rows_of(total[1], piece)
+            o_part, part = run(piece.with_blocks(blocks))
+            log_sum, mine, others = log_sum.joined(part)
+            o = _by_row(mine) * o + _by_row(others) * o_part
+            statistics = jax.tree.map(lambda x, y: _put(x, y, 2, piece.row), total[1], log_sum)
+            return _put(total[0], o, 1, piece.row), statistics
 
-        total = step.run(here, add, total)
+        total = step.run(add, total)
         total = ring.after(total, following)
     o, log_sum = total
     if sinks is not None:
@@ -93,8 +121,8 @@ def forward(run, problem: Problem, along: Along):
 def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, wanted):
     """A device's share of the gradients."""
     sinks, dtype = problem.sinks, problem.accumulator_dtype
-    here, problem = device(along), _without_sinks(problem, along)
-    ring = Ring(problem, along, here)
+    problem = _without_sinks(problem, along)
+    ring = Ring(problem, along)
     query, bias = problem.query, problem.bias
 
     def zeros(like):
@@ -109,20 +137,24 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
     )
     for step, blocks, following in ring:
 
-        def add(part, carry, blocks=blocks, step=step):
-            dq, dscale, dbias, _, _ = carry
+        def add(piece, carry, blocks=blocks, step=step):
+            dq, dscale, dbias, dk, dv = carry
+            part = piece.with_blocks(blocks)
             if wanted.bias:
                 # So that its gradient is rounded once.
                 part = dataclasses.replace(part, bias=part.bias.astype(dtype))
-            grads = run(_with_blocks(part, blocks), o, log_sum, do, dlse, sinks=False)
+            rows = piece.rows(o), _rows_of(log_sum, piece), piece.rows(do)
+            grads = run(part, *rows, None if dlse is None else piece.rows(dlse), sinks=False)
             if wanted.bias:
-                dbias = _add_keys(dbias, grads.bias, step.first_key)
+                at = (piece.row, 2), (step.first_key + piece.key, 3)
+                dbias = _add(dbias, grads.bias, *at)
             dscale = dscale + grads.scale if wanted.scale else None
-            return dq + grads.query, dscale, dbias, grads.key, grads.value
+            dk, dv = (_put(x, y, 1, piece.key) for x, y in ((dk, grads.key), (dv, grads.value)))
+            return _add(dq, grads.query, (piece.row, 1)), dscale, dbias, dk, dv
 
         nothing = (lax.full_like(query, 0, x.dtype, x.shape) for x in blocks)
         carry = sums.query, sums.scale, sums.bias, *nothing
-        dq, dscale, dbias, dk, dv = step.run(here, add, carry)
+        dq, dscale, dbias, dk, dv = step.run(add, carry)
         dq, dscale, dbias, home = ring.after((dq, dscale, dbias, (sums.key, sums.value)), following)
         arrived = ring.home(step, (dk, dv))
         dk, dv = (x + y.astype(dtype) for x, y in zip(home, arrived, strict=True))
@@ -149,7 +181,8 @@ class Ring:
     its way; None after the last one. `after` has to be called before the next step.
     """
 
-    def __init__(self, problem: Problem, along: Along, here: Device):
+    def __init__(self, problem: Problem, along: Along):
+        here = device(along)
         self.names, self.count = along.names, here.number
         steps = (_step(problem, here, back) for back in range(here.number))
         self.steps = [step for step in steps if any(step.used)]
@@ -201,32 +234,74 @@ def _step(problem: Problem, here: Device, back: int) -> Step:
     kv = Side(owner * kv_len, kv_len, owner * kv_len)
 
     def at(distance):
-        return part_of(problem, Part(q, kv, distance))
+        return Piece(part_of(problem, Part(q, kv, distance)))
 
-    def alike():
-        return at(for_each_example(problem, q.first - kv.first))
-
-    if q_len != kv_len:
-        behind = ahead = alike()
-    elif back == 0:
-        behind = ahead = at(0)
+    ahead = here.index < back
+    if q_len == kv_len and back == 0:
+        pieces = (at(0),)
     else:
-        behind, ahead = at(back * q_len), at((back - here.number) * q_len)
-        if jax.tree.structure(behind) == jax.tree.structure(ahead):
-            behind = ahead = alike()
-    sees = [part.mask.sees(q_len, kv_len) is not False for part in (ahead, behind)]
-    used = tuple(sees[d >= back] for d in range(here.number))
-    return Step(back, used, behind, ahead, kv.first)
+        pieces = at(back * q_len), at((back - here.number) * q_len)
+        if q_len != kv_len or len({jax.tree.structure(x.problem) for x in pieces}) == 1:
+            pieces = (at(for_each_example(problem, q.first - kv.first)),)
+    sees = [piece.problem.mask.sees(q_len, kv_len) is not False for piece in pieces]
+    used = tuple(sees[-1] if d < back else sees[0] for d in range(here.number))
+    which = ahead.astype(jnp.int32) if len(pieces) == 2 else 0
+    if (band := in_order_of_positions(problem)) is not None:
+        ordered, number = _in_order(problem, band, q, kv, own=back == 0)
+        pieces, which = (*ordered, *pieces), jnp.where(number < 0, len(ordered) + which, number)
+    return Step(back, used, pieces, which, kv.first)
+
+
+def in_order_of_positions(problem: Problem) -> PositionBand | None:
+    """The causal leaf of a mask, if it goes by positions, and there are halves to be told apart."""
+    bands = [x for x in problem.mask.leaves if isinstance(x, PositionBand)]
+    halves = problem.q_len == problem.kv_len and problem.q_len % 2 == 0
+    causal = len(bands) == 1 and bands[0].low is None and bands[0].high == 0
+    return bands[0] if halves and causal else None
+
+
+def _in_order(problem: Problem, band: PositionBand, q: Side, kv: Side, *, own: bool):
+    """What a step is in `balanced_order`, without the positions: calls that are as fast as any.
+
+        own keys               causal in the order in which they lie
+        of a device before     all queries see the first half, and none the second
+        of one after           the second half of the queries sees all keys, the first none
+
+    Returns:
+        The pieces, and the number of the one that this device has; -1 if its positions are others.
+    """
+    half, rest = q.length // 2, tuple(x for x in problem.mask.leaves if x is not band)
+
+    def piece(*leaves, row=0, key=0, rows=q.length, keys=kv.length):
+        block = {name: getattr(problem, name)[:, :keys] for name in ("key", "value")}
+        part = dataclasses.replace(problem, mask=Mask((*leaves, *rest)), **block)
+        sides = Side(q.first + row, rows, row), Side(kv.first + key, keys, kv.at + key)
+        distance = for_each_example(problem, sides[0].first - sides[1].first)
+        if own:
+            distance = 0
+        return Piece(part_of(part, Part(*sides, distance)), row, key)
+
+    at_q = band.positions.query
+    at_k = lax.dynamic_slice_in_dim(band.positions.keys, kv.at, kv.length, 1)
+    if own:
+        ordered = (at_k <= at_q).all() & (at_q[:, :-1] < at_k[:, 1:]).all()
+        return (piece(Band(None, 0)),), jnp.where(ordered, 0, -1)
+
+    def seen(q, k):
+        return (k.max(axis=1) <= q.min(axis=1)).all()
+
+    def hidden(q, k):
+        return (k.min(axis=1) > q.max(axis=1)).all()
+
+    before = seen(at_q, at_k[:, :half]) & hidden(at_q, at_k[:, half:])
+    after = seen(at_q[:, half:], at_k) & hidden(at_q[:, :half], at_k)
+    pieces = piece(keys=half), piece(row=half, rows=half)
+    return pieces, jnp.where(before, 0, jnp.where(after, 1, -1))
 
 
 def _without_sinks(problem: Problem, along: Along) -> Problem:
     """They are in the sum of a row once, after all steps."""
     return with_all_keys(dataclasses.replace(problem, sinks=None), along)
-
-
-def _with_blocks(part: Problem, blocks) -> Problem:
-    key, value = blocks
-    return dataclasses.replace(part, key=key, value=value)
 
 
 def _nothing(p: Problem):
@@ -254,10 +329,22 @@ def _by_row(x):
     return jnp.moveaxis(x, 1, 2)[..., None]
 
 
-def _add_keys(dbias, part, first_key):
-    """The sum with a part added, which has keys from `first_key` on."""
-    if dbias.shape[3] == 1:
-        return dbias + part
-    length = part.shape[3]
-    old = lax.dynamic_slice_in_dim(dbias, first_key, length, 3)
-    return lax.dynamic_update_slice_in_dim(dbias, old + part, first_key, 3)
+def _rows_of(log_sum: LogSum, piece: Piece) -> LogSum:
+    return jax.tree.map(lambda x: piece.rows(x, axis=2), log_sum)
+
+
+def _put(x, part, axis: int, first: int):
+    """`x` with a part of it along an axis replaced."""
+    return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, first, axis)
+
+
+def _add(x, part, *starts):
+    """`x` with a part added that begins there: pairs of an index and an axis."""
+    if x.shape == part.shape:
+        return x + part
+    at = [jnp.int32(0)] * x.ndim
+    for first, axis in starts:
+        if x.shape[axis] != part.shape[axis]:
+            at[axis] = jnp.asarray(first, jnp.int32)
+    old = lax.dynamic_slice(x, at, part.shape)
+    return lax.dynamic_update_slice(x, old + part, at)
