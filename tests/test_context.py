@@ -34,7 +34,7 @@ from pallas_flash import (
     balanced_order,
     explain,
 )
-from pallas_flash._context import choice, cost, parts
+from pallas_flash._context import choice, cost, gather, parts
 from pallas_flash._masks import PositionBand
 from pallas_flash._problem import Problem
 from scripts.inspection import gpu_compiler
@@ -237,39 +237,56 @@ def test_explain_tells_the_method(kind):
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_in_balanced_order_asks_for_no_positions(monkeypatch):
-    """It is causal or whole, with the same work for all; the other calls are for other orders."""
+@pytest.fixture
+def parts_of(monkeypatch):
+    """Queries, keys and kinds of mask of what is computed for a causal call of 4 devices."""
     found, right = [], _vjp.Plan._forward_alone
 
     def recorded(plan, p):
-        found.append((p.q_len, p.kv_len, p.mask.kind))
+        found.append((p.q_len, p.kv_len, p.mask.kind, bool(jax.tree.leaves(p.mask))))
         return right(plan, p)
 
-    monkeypatch.setattr(_vjp.Plan, "_forward_alone", recorded)
+    def parts(x, method, where=None, **options):
+        def call(x, where):
+            places = {} if where is None else dict.fromkeys(_POSITIONS, where)
+            return attention(
+                x, x, x, is_causal=True, context_parallelism=method, implementation="xla",
+                sequence_axis="sequence", **options, **places,
+            )  # fmt: skip
 
-    def steps(x, where, **options):
         found.clear()
-        spec, devices = P(None, "sequence"), 4
-        call = functools.partial(
-            attention, is_causal=True, context_parallelism="ring", implementation="xla",
-            sequence_axis="sequence", **options,
-        )  # fmt: skip
-        run = jax.shard_map(
-            lambda x, y: call(x, x, x, query_positions=y, key_value_positions=y),
-            mesh=AbstractMesh((devices,), ("sequence",)),
-            in_specs=(spec, spec),
-            out_specs=spec,
-        )
+        mesh, spec = AbstractMesh((4,), ("sequence",)), P(None, "sequence")
+        run = jax.shard_map(call, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
         jax.eval_shape(run, x, where)
-        return sorted(set(found)), len(found)
+        return found
 
+    monkeypatch.setattr(_vjp.Plan, "_forward_alone", recorded)
+    return parts
+
+
+_POSITIONS = "query_positions", "key_value_positions"
+
+
+def test_a_step_in_balanced_order_asks_for_no_positions(parts_of):
+    """It is causal or whole, with the same work for all; the other calls are for other orders."""
     x, where = jnp.zeros((1, 64, 2, 8)), jnp.zeros((1, 64), jnp.int32)
-    kinds, count = steps(x, where)
-    assert kinds == [(8, 16, "full"), (16, 8, "full"), (16, 16, "causal"), (16, 16, "other")]
-    assert count == 2 + 3 * 3
+    by_positions = 16, 16, "other", True
+    step = [(16, 8, "full", False), (8, 16, "full", False), by_positions]
+    assert parts_of(x, "ring", where) == [(16, 16, "causal", False), by_positions, *step * 3]
     # A window compares positions, and so does every mask where a shard has no halves.
-    assert steps(x, where, local_window_size=(9, 0)) == ([(16, 16, "other")], 4)
-    assert steps(x[:, :60], where[:, :60]) == ([(15, 15, "other")], 4)
+    assert parts_of(x, "ring", where, local_window_size=(9, 0)) == [by_positions] * 4
+    assert parts_of(x[:, :60], "ring", where[:, :60]) == [(15, 15, "other", True)] * 4
+
+
+def test_gathered_keys_are_those_that_are_seen(parts_of, monkeypatch):
+    """For each device, by a mask that asks for no array."""
+    x = jnp.zeros((1, 1024, 2, 8))
+    lengths = 256, 512, 768, 1024
+    assert parts_of(x, "gather") == [(256, n, "causal", False) for n in lengths]
+    window = parts_of(x, "gather", local_window_size=(300, 0))
+    assert window == [(256, n, "causal" if n < 512 else "other", False) for n in lengths]
+    monkeypatch.setattr(gather, "HOST", 2)
+    assert parts_of(x[:, :512], "gather") == [(128, 512, "causal", True)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -679,7 +696,7 @@ CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.s
 
 
 def main(name, *arguments):
-    _xla.BLOCK_Q, _xla.BLOCK_KV = 16, 16
+    _xla.BLOCK_Q, _xla.BLOCK_KV, gather.TILE = 16, 16, 8
     if name in ("named", "layers", "second_derivatives", "vmap", "queries_alone", "collectives"):
         jax.config.update("jax_disable_most_optimizations", True)
     if name == "memory":

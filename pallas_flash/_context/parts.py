@@ -137,14 +137,19 @@ def for_each_example(problem: Problem, distance):
     return jnp.full((problem.batch,), distance, jnp.int32)
 
 
-def whole_keys(problem: Problem, along: Along) -> Problem:
-    """The part of a device's queries and all keys, by operations that JAX differentiates."""
-    here = device(along)
+def gathered_keys(problem: Problem, along: Along) -> Problem:
+    """A device's problem with all keys and values, by operations that JAX differentiates."""
     problem = with_all_keys(problem, along)
     if along.keys:
         key, value = (gather(along, x, 1) for x in (problem.key, problem.value))
         problem = dataclasses.replace(problem, key=key, value=value)
-    first = here.index * problem.q_len
+    return problem
+
+
+def whole_keys(problem: Problem, along: Along) -> Problem:
+    """The part of a device's queries and all keys, likewise."""
+    problem = gathered_keys(problem, along)
+    first = device(along).index * problem.q_len
     part = Part(
         Side(first, problem.q_len, 0), Side(0, problem.kv_len, 0), for_each_example(problem, first)
     )
