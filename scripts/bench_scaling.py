@@ -1,12 +1,13 @@
 """Times attention on a sequence that several devices share, beside one device with all of it.
 
     python scripts/bench_scaling.py --json results.jsonl
-    python scripts/bench_scaling.py --tokens 1048576 --masks causal --only-shared
+    python scripts/bench_scaling.py --tokens 1048576 --masks causal --only-shared --patience 3
 
 For each mask and method of context parallelism: the forward, and forward and backward together, by
-the host's clock, each the median of several calls after two. Causal rings are timed with tokens in
-their order and in `balanced_order`. A method is first compared with one device, on a short
-sequence of the same heads; one that is wrong gets no time. Devices are all that JAX finds here.
+the host's clock, each the median of several calls after two (after one, where calls take longer
+than `--patience`). `-balanced` is with tokens in `balanced_order`, under the causal mask. A method
+is first compared with one device, on a short sequence of the same heads; one that is wrong gets no
+time. Devices are all that JAX finds here.
 
 `share` is the time as a part of one device's: 1 / devices would be perfect.
 """
@@ -32,12 +33,14 @@ from scripts.benchmark.programs import ALLOWED, errors, is_red
 from scripts.benchmark.run import surroundings
 from scripts.command import UserError, command, parse_path, parse_size
 
-METHODS = ("ring", "gather", "heads")  # What `context_parallelism` takes.
+# What `context_parallelism` takes, with tokens in order or in `balanced_order`.
+BALANCED = "-balanced"
+METHODS = [x + order for x in ("ring", "gather", "heads") for order in ("", BALANCED)]
 MASKS = ("full", "causal")
 # Tokens of a device in the comparison with one device.
 FEW = 256
-# A call is timed so often, or fewer times if they would take longer than so many seconds.
-CALLS, PATIENCE = 7, 10.0
+# Calls that are timed, if they take no longer than --patience.
+CALLS = 7
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,8 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-dim", type=parse_size, default=128, help="head size (128)")
     add("--dtype", choices=ALLOWED, default="bfloat16", help="(bfloat16)")
     add("--masks", nargs="+", choices=MASKS, default=MASKS)
-    add("--methods", nargs="+", choices=METHODS, default=METHODS)
+    add("--methods", nargs="+", choices=METHODS, default=METHODS, help="all, if not given")
     add("--only-shared", action="store_true", help="do not time one device alone")
+    add(
+        "--patience",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="after which a program is not called again (10)",
+    )
     add("--json", type=parse_path, metavar="FILE", help="append a line for each measurement")
     add("--commit", help="what to write down as the commit, if git cannot tell")
     return parser
@@ -97,24 +107,28 @@ def _measure(options, mask: str, devices, emit: Callable) -> None:
     record = {"program": "bench_scaling", "mask": mask, "tokens": options.tokens, **problem}
     alone: dict[str, float] = {}
     if not options.only_shared:
-        alone = _times(one, options.tokens, causal, problem, {})
-        emit({**record, "on": "one device", "ms": alone})
+        alone = _times(one, options, causal, problem, {})
+        served = _served(one, options.tokens, causal, problem, {})
+        emit({**record, "on": "one device", "implementation": served, "ms": alone})
     right = _results(one, few, causal, problem, {})
-    for method in options.methods:
-        for balanced in (False, True) if causal and method == "ring" else (False,):
-            how = {"context_parallelism": method, "balanced": balanced}
-            line = {**record, "on": "all devices", "method": method, "balanced": balanced}
-            try:
-                found = errors(_results(mesh, few, causal, problem, how), right)
-                if is_red(found, options.dtype):
-                    emit({**line, "red": found})
-                    continue
-                times = _times(mesh, options.tokens, causal, problem, how)
-            except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-                emit({**line, "unserved": str(error).splitlines()[0][:300]})
+    for name in options.methods:
+        method, balanced = name.removesuffix(BALANCED), name.endswith(BALANCED)
+        if balanced and not causal:
+            continue
+        how = {"context_parallelism": method, "balanced": balanced}
+        line = {**record, "on": "all devices", "method": method, "balanced": balanced}
+        try:
+            line["implementation"] = _served(mesh, options.tokens, causal, problem, how)
+            found = errors(_results(mesh, few, causal, problem, how), right)
+            if is_red(found, options.dtype):
+                emit({**line, "red": found})
                 continue
-            share = {name: times[name] / ms for name, ms in alone.items()}
-            emit({**line, "ms": times, "share": share, "errors": found})
+            times = _times(mesh, options, causal, problem, how)
+        except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            emit({**line, "unserved": str(error).splitlines()[0][:300]})
+            continue
+        share = {name: times[name] / ms for name, ms in alone.items()}
+        emit({**line, "ms": times, "share": share, "errors": found})
 
 
 def _draw(mesh: Mesh, tokens: int, problem, *, balanced: bool):
@@ -141,17 +155,32 @@ def _draw(mesh: Mesh, tokens: int, problem, *, balanced: bool):
     return draw()
 
 
+def _arguments(causal: bool, how: dict[str, Any], positions) -> dict[str, Any]:
+    """Those of `attention` beside q, k and v."""
+    where = {}
+    if how.get("balanced"):
+        where = dict(query_positions=positions, key_value_positions=positions)
+    method = how.get("context_parallelism")
+    return dict(is_causal=causal, context_parallelism=method, **where)
+
+
+def _served(mesh: Mesh, tokens: int, causal: bool, problem, how) -> str:
+    """The implementation that a call gets."""
+    rows = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+
+    def shape(*last, dtype=problem["dtype"]):
+        return jax.ShapeDtypeStruct((1, tokens, *last), dtype, sharding=rows)
+
+    q, k = (shape(problem[name], problem["head_dim"]) for name in ("heads", "kv_heads"))
+    arguments = _arguments(causal, how, shape(dtype=jnp.int32))
+    return pallas_flash.explain(q, k, k, **arguments).implementation
+
+
 def _program(causal: bool, how: dict[str, Any], *, backward: bool):
     """The output, and the gradients if asked for, of what `_draw` gives."""
 
     def run(q, k, v, do, positions):
-        where = {}
-        if how.get("balanced"):
-            where = dict(query_positions=positions, key_value_positions=positions)
-        method = how.get("context_parallelism")
-        call = functools.partial(
-            pallas_flash.attention, is_causal=causal, context_parallelism=method, **where
-        )
+        call = functools.partial(pallas_flash.attention, **_arguments(causal, how, positions))
         if not backward:
             return call(q, k, v)
         o, pull = jax.vjp(call, q, k, v)
@@ -174,9 +203,9 @@ def _results(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, A
     }
 
 
-def _times(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, float]:
+def _times(mesh: Mesh, options, causal: bool, problem, how) -> dict[str, float]:
     """Milliseconds."""
-    arrays = _draw(mesh, tokens, problem, balanced=how.get("balanced", False))
+    arrays = _draw(mesh, options.tokens, problem, balanced=how.get("balanced", False))
 
     def measured(program) -> float:
         seconds: list[float] = []
@@ -184,9 +213,9 @@ def _times(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, flo
             start = time.perf_counter()
             jax.block_until_ready(program(*arrays))
             seconds.append(time.perf_counter() - start)
-            if len(seconds) > 3 and sum(seconds[1:]) > PATIENCE:
+            if sum(seconds[1:]) > options.patience:
                 break
-        return 1e3 * statistics.median(seconds[2:])
+        return 1e3 * statistics.median(seconds[2:] or seconds[1:])
 
     with jax.set_mesh(mesh):
         return {

@@ -4,6 +4,7 @@
     python scripts/train_gpt.py                          # a few minutes on two CPU cores
     python scripts/train_gpt.py --data my_texts/ --steps 3000 --num-kv-heads 2
     python scripts/train_gpt.py --preset gpt2-small      # 85 M parameters, for a GPU
+    python scripts/train_gpt.py --preset gpt3-xl         # 1.2 B, for several
 
 On several devices, each of which takes a share of the batch, of the parameters, of the tokens and
 of the heads; by default all devices share the batch alone:
@@ -25,7 +26,8 @@ comparison and not compared, because it takes no float32.)
 
 `--out-dir` receives:
 
-    metrics.jsonl    one object a step: step, loss, val_loss, lr, ms, tokens_per_second, mfu
+    metrics.jsonl    one object a step: step, loss, val_loss, lr, ms, tokens_per_second, mfu,
+                     peak_bytes (the most memory that a device has had in use)
     loss.png         the curves of that file
     checkpoints/     the last few states, one folder per step
     run.json         the configuration, and a hash of the text
@@ -73,7 +75,7 @@ try:
     from models.sharding import Layout
     from scripts.training import distributed, last_words
     from scripts.training.attention import attention_layer, explain_attention
-    from scripts.training.memory import check_memory, out_of_memory
+    from scripts.training.memory import check_memory, out_of_memory, peak_bytes, program_bytes
     from scripts.training.mesh import describe_mesh, make_layout
     from scripts.training.messages import UserError, fail, say
     from scripts.training.process import as_a_process, stop_signals
@@ -316,7 +318,10 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
     # Compiled ahead, so that no step's time has compilation in it.
     train_step = train_step.lower(state, batch).compile()
     eval_step = eval_step.lower(state.params, held_out).compile()
-    say("compiled", f"in {time.perf_counter() - start:.1f} s")
+    needed = program_bytes(train_step) / 1e9
+    say(
+        "compiled", f"in {time.perf_counter() - start:.1f} s; a step takes {needed:.2f} GB a device"
+    )
 
     # The bar is for a terminal (disable=None); the lines of the evaluations are for a log, too.
     progress = tqdm(
@@ -365,7 +370,7 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
 
 def metric_lines(last_step, values, speed, val_loss) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl for consecutive steps; `val_loss` belongs to the last one."""
-    first = last_step - len(values) + 1
+    first, peak = last_step - len(values) + 1, peak_bytes()
     lines = [
         {
             "step": step,
@@ -373,6 +378,7 @@ def metric_lines(last_step, values, speed, val_loss) -> list[dict[str, Any]]:
             "val_loss": val_loss if step == last_step else None,
             "lr": float(value["lr"]),
             **speed._asdict(),
+            "peak_bytes": peak,
         }
         for step, value in enumerate(values, first)
     ]

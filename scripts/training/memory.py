@@ -83,6 +83,21 @@ def check_memory(
         )
 
 
+def program_bytes(program: jax.stages.Compiled) -> int:
+    """What a compiled program holds on each device while it runs, its arguments among it."""
+    plan = program.memory_analysis()
+    given = plan.argument_size_in_bytes - plan.alias_size_in_bytes
+    return given + plan.output_size_in_bytes + plan.temp_size_in_bytes
+
+
+def peak_bytes() -> int | None:
+    """The most that a device of this process has had in use; None where JAX does not count."""
+    counts = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
+    ]
+    return max((x for x in counts if x is not None), default=None)
+
+
 def out_of_memory(config: TrainConfig) -> UserError:
     """The sentence for a device that turned out to have too little memory."""
     return UserError(

@@ -186,6 +186,16 @@ PRESETS = {
         learning_rate=6e-4,
         warmup_steps=200,
     ),
+    # GPT-3 XL's size but for its vocabulary: 1.2 B parameters.
+    "gpt3-xl": TrainConfig(
+        model=GPTConfig(context=2048, num_layers=24, num_heads=16, embed_dim=2048, remat=True),
+        out_dir="runs/gpt3-xl",
+        steps=2000,
+        batch_size=128,
+        accumulation=4,
+        learning_rate=2e-4,
+        warmup_steps=200,
+    ),
 }
 
 
