@@ -142,8 +142,14 @@ ERRORS = {
     "positions dtype": (
         lambda: self_attention()(X, positions=jnp.arange(5.0)),
         TypeError,
-        "`positions` must be integers; got positions.dtype=float32",
+        "`positions` must be integers; got float32. Cast them",
     ),
+    "positions as a list": (
+        lambda: self_attention()(X, positions=[*range(Q_LEN)]),
+        TypeError,
+        "`positions` must be an array; got list",
+    ),
+    "x as a list": (lambda: self_attention()([[0.0]]), TypeError, "`x` must be an array; got list"),
     "segment_ids shape": (
         lambda: self_attention()(X, segment_ids=jnp.zeros((3, Q_LEN), int)),
         ValueError,
@@ -238,6 +244,21 @@ ERRORS = {
         lambda: self_attention()(X, seq_lengths=jnp.ones(3, jnp.int32)),
         ValueError,
         r"`seq_lengths` must broadcast to \(2,\)",
+    ),
+    "seq_lengths as a list": (
+        lambda: self_attention()(X, seq_lengths=[5, 3]),
+        TypeError,
+        "`seq_lengths` must be an array; got list",
+    ),
+    "seq_lengths dtype": (
+        lambda: self_attention()(X, seq_lengths=jnp.ones(2)),
+        TypeError,
+        "`seq_lengths` must be int32; got float32. Cast it",
+    ),
+    "bias as a list": (
+        lambda: self_attention()(X, bias=[[0.0] * Q_LEN] * Q_LEN),
+        TypeError,
+        "`bias` must be an array; got list",
     ),
     "window of a module": (
         lambda: self_attention(local_window_size=-1)(X),

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from pallas_flash._checks import array
 from pallas_flash._mask_objects import Joinable
 from pallas_flash._masks import Mask
 
@@ -27,37 +28,50 @@ def merge_scores(name: str, x, scores_shape: Sequence[int]):
     """
     if x is None or is_object(x):
         return x
+    x = array(name, x)
     check_broadcasts(name, x, scores_shape)
     return merge_batch(x, scores_shape[:-3])
 
 
 def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]):
-    """An array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
+    """An int32 array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
     if x is None:
         return None
+    x = array(name, x)
+    if x.dtype != jnp.int32:
+        raise TypeError(
+            f"`{name}` must be int32; got {x.dtype}. Cast it with `.astype(jnp.int32)`."
+        )
     check_broadcasts(name, x, (*batch, *rest))
     return jnp.broadcast_to(x, (*batch, *rest)).reshape(math.prod(batch), *rest)
 
 
 def merge_positions(x, batch: Sequence[int], length: int):
     """Positions [*#batch, T] as int32 [B, T]: B is 1 where all sequences have the same."""
-    check_positions(x, (*batch, length))
+    x = check_positions(x, (*batch, length))
     x = jnp.broadcast_to(x.astype(jnp.int32), (*x.shape[:-1], length))
     return merge_batch(x[..., None, None], batch)[..., 0, 0]
 
 
-def check_positions(x: Shaped[Array, "..."], shape: Sequence[int]) -> None:
-    """Raises if positions are no integers that broadcast to `shape`."""
+def check_positions(x, shape: Sequence[int]) -> Array:
+    """Positions as an array; raises if they are no integers that broadcast to `shape`."""
+    x = array("positions", x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"`positions` must be integers; got positions.dtype={x.dtype}.")
+        raise TypeError(
+            f"`positions` must be integers; got {x.dtype}. Cast them with `.astype(jnp.int32)`."
+        )
     check_broadcasts("positions", x, shape)
+    return x
 
 
 def check_broadcasts(name: str, x: Shaped[Array, "..."], shape: Sequence[int]) -> None:
     """Raises if `x` does not broadcast to `shape`."""
     trailing = shape[len(shape) - x.ndim :]
     if x.ndim > len(shape) or any(a not in (1, b) for a, b in zip(x.shape, trailing, strict=True)):
-        raise ValueError(f"`{name}` must broadcast to {tuple(shape)}; got {name}.shape={x.shape}.")
+        raise ValueError(
+            f"`{name}` must broadcast to {tuple(shape)}; got {name}.shape={x.shape}. Give each "
+            "axis that size or 1; missing ones are added in front."
+        )
 
 
 def merge_batch(

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import Implementation, attention
-from pallas_flash._checks import flag, share_to_drop
+from pallas_flash._checks import array, flag, share_to_drop
 from pallas_flash._masks import Mask
 from pallas_flash.flax._arrays import (
     as_bool,
@@ -236,6 +236,7 @@ class SelfAttention(nnx.Module):
                 or no room in it, if the layer is not causal, or if there is a bias, a mask,
                 lengths, segments or another order, which a cache does not keep.
         """
+        x = array("x", x)
         if x.ndim < 2 or x.shape[-1] != self.features:
             raise ValueError(
                 f"`x` must be [*batch, length, {self.features}]; got x.shape={x.shape}."

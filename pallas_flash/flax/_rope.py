@@ -47,7 +47,7 @@ def apply_rope(
         raise ValueError(
             f"`x` must be [*batch, length, heads, an even head_dim]; got x.shape={x.shape}."
         )
-    check_positions(positions, x.shape[:-2])
+    positions = check_positions(positions, x.shape[:-2])
 
     half = x.shape[-1] // 2
     inverse_period = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
