@@ -392,14 +392,17 @@ def _take(tiles, i):
 def _split(x, tiling: Tiling, *heads: int):
     """[B, length, all heads, ...] to [tiles, B, *heads, block, ...]."""
     x = _pad(x, 1, tiling)
-    x = x.reshape(x.shape[0], tiling.count, tiling.block, *heads, *x.shape[3:])
+    # One axis at a time: with Explicit axes JAX 0.10 reshapes no more at once.
+    x = x.reshape(x.shape[0], tiling.count, tiling.block, *x.shape[2:])
+    x = x.reshape(*x.shape[:3], *heads, *x.shape[4:])
     return jnp.moveaxis(x, (1, 2), (0, 2 + len(heads)))
 
 
 def _join(x, tiling: Tiling, *heads: int):
     """The inverse of `_split`."""
     x = jnp.moveaxis(x, (0, 2 + len(heads)), (1, 2))
-    x = x.reshape(x.shape[0], -1, math.prod(heads), *x.shape[3 + len(heads) :])
+    x = x.reshape(*x.shape[:3], math.prod(heads), *x.shape[3 + len(heads) :])
+    x = x.reshape(x.shape[0], -1, *x.shape[3:])
     return x[:, : tiling.length]
 
 

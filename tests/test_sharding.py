@@ -470,6 +470,15 @@ def test_kernels_lower_where_an_explicit_axis_is_mapped(forward):
         assert x.sharding.is_equivalent_to(rows, 5)
 
 
+def test_grouped_heads_where_an_explicit_axis_is_mapped():
+    """By "xla", which splits lengths and heads; types ask for more than one device does."""
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(AxisType.Explicit,))
+    q, k = jnp.ones((2, 1, 12, 4, 8)), jnp.ones((2, 1, 12, 2, 8))
+    mapped = (jax.device_put(x, NamedSharding(mesh, P("batch"))) for x in (q, k, k))
+    run = jax.jit(jax.vmap(jax.grad(lambda *x: attention(*x, implementation="xla").sum())))
+    assert jax.typeof(run(*mapped)).sharding.spec[0] == "batch"
+
+
 def test_every_array_of_a_problem_has_its_letters():
     """A new field or leaf needs a line in the tables, or sharded calls fail."""
     length, ids = jnp.zeros(B, jnp.int32), jnp.zeros((B, T), jnp.int32)
