@@ -410,6 +410,14 @@ def add_fragments(x, ref):
         ref.array[ref.index] += flat.reshape(32, 128)
 
 
+def store_rows(x, ref, first):
+    rows = ref.array[ref.index]
+    if not 0 <= number(first) < len(rows):
+        raise EmulationError(f"stores from row {number(first)} of {len(rows)}")
+    rows = rows[number(first) :][:64]
+    rows[...] = np.asarray(x)[: len(rows)]
+
+
 def columns(x, first):
     x = np.asarray(x)[:, first : first + 64]
     return np.pad(x, ((0, 0), (0, 64 - x.shape[1])))
@@ -432,6 +440,7 @@ fake_ptx = dict(
     positions=lambda shape, axis, start: start + jax.lax.broadcasted_iota(jnp.int32, shape, axis),
     gather=gather,
     columns=columns,
+    store_rows=store_rows,
     where=jnp.where,
     difference=lambda x, y: jnp.asarray(np.asarray(x) - np.asarray(y)),
     tanh=jnp.tanh,
@@ -486,7 +495,7 @@ def allocate(spec):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    names = "common", "forward", "backward", "backward_common", "backward_dq", "ptx"
+    names = "common", "forward", "decode", "backward", "backward_common", "backward_dq", "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]
     with monkeypatch.context() as patch:

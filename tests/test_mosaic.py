@@ -218,7 +218,8 @@ def test_each_item_is_dealt_out_once(batch, heads, tiles, own_heads, listed):
         rows = np.stack([start, start, stop, stop], axis=-1)
     shape = batch, heads if own_heads else 1, *rows.shape
     table = jnp.asarray(np.broadcast_to(rows, shape), jnp.int32)
-    lists = np.asarray(common._worklists_of_arrays(batch, heads, table, listed))
+    entries = common.entries(table, listed)
+    lists = np.asarray(common._worklists_of_arrays(batch, heads, entries, listed))
     mine = [row[1 : 1 + row[0, 0]] for row in lists]
     items = {tuple(item[:3]): item[3:] for item in np.concatenate(mine)}
     assert sum(map(len, mine)) == len(items) == batch * heads * tiles
@@ -372,11 +373,11 @@ def gradients(q, k, v, call=attention):
     return pull(out)
 
 
-def lowered(function, shape=SHAPE):
+def lowered(function, shape=SHAPE, shapes=None):
     """The lowering for an H200 that is not here."""
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    shapes = shapes or [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3
     with described_gpu("NVIDIA H200"):
-        return jax.jit(function).trace(x, x, x).lower(lowering_platforms=("cuda",))
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 def launches(text):

@@ -410,6 +410,14 @@ def test_without_triton_hopper_has_its_kernels_still(no_triton, newer_jax, optio
     assert "has no Triton" in choice.refused["triton"]
 
 
+def test_without_triton_hopper_decodes(no_triton, newer_jax):
+    q, k = (jax.ShapeDtypeStruct((8, n, h, 128), jnp.bfloat16) for n, h in ((1, 32), (4096, 8)))
+    lengths = jnp.ones(8, jnp.int32)
+    with described_gpu("NVIDIA H200"):
+        choice = pallas_flash.explain(q, k, k, key_value_seq_lengths=lengths)
+    assert choice.implementation == "mosaic"
+
+
 def test_without_triton_xla_has_the_backwards_that_hopper_has_not(no_triton, newer_jax):
     choice = on_hopper(head_dim=256)
     assert choice.implementation == "mosaic"

@@ -166,6 +166,7 @@ MAY_IMPORT = {
     "_mosaic": {
         "_dropout",
         "_mosaic.forward",
+        "_mosaic.decode",
         "_mosaic.backward",
         "_mosaic.backward_dq",
         "_mosaic.tiles",
@@ -174,6 +175,7 @@ MAY_IMPORT = {
         "_scores",
     },
     "_mosaic.forward": MOSAIC | {"_dropout", "_scores"},
+    "_mosaic.decode": MOSAIC | {"_dropout", "_mosaic.forward", "_scores"},
     "_mosaic.backward": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
     "_mosaic.backward_dq": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
     "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"} | {"_dropout", "_scores"},

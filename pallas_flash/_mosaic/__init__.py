@@ -12,13 +12,19 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import tiles
 from pallas_flash._mosaic.backward import backward as _backward
 from pallas_flash._mosaic.backward_dq import dq as _dq
+from pallas_flash._mosaic.decode import decode as _decode
 from pallas_flash._mosaic.forward import forward as _forward
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LogSum, sinks_gradient
 
+# So many are worth what joins the parts of few queries' keys; as for "triton".
+MANY_KEYS = 512
+
 
 def forward(problem: Problem):
     """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
+    if problem.few_queries and problem.kv_len > MANY_KEYS:
+        return _decode(problem, tiles.decode_tile(problem), _seen_keys(problem))
     p = dataclasses.replace(problem, value=_cleaned(problem.value, _seen_keys(problem)))
     return _forward(p, tiles.forward_tile(p))
 

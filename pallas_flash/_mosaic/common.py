@@ -388,7 +388,7 @@ def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int, groups: 
         kv: the tiles of keys.
         flow: the side that streams past, "q" or "kv".
         instances: how many there are.
-        groups: heads after each other that share a list of tiles of queries.
+        groups: heads after each other that share a list.
 
     Returns:
         int32 [1 or examples, 1 or heads, tiles that stay, 4 or 2 + tiles that stream], examples
@@ -397,7 +397,7 @@ def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int, groups: 
 
     def of_one(mask: Mask):
         if mask.scattered:
-            return mask.kv_lists(q, kv) if flow == "kv" else mask.q_lists(q, kv, groups)
+            return (mask.kv_lists if flow == "kv" else mask.q_lists)(q, kv, groups)
         ranges = mask.kv_ranges(q, kv) if flow == "kv" else mask.q_ranges(q, kv)
         return ranges[:, None]
 
@@ -424,19 +424,32 @@ class Tiles(NamedTuple):
     at: Any
 
 
+def entries(rows, listed: bool):
+    """What `tiles_of` takes for each row of `table`: int32 [..., 4].
+
+    The row itself; or of a list the number of the row, that of full tiles, that of all, and where
+    in the list they begin.
+    """
+    if not listed:
+        return rows
+    full, count = rows[..., 0], rows[..., 1]
+    number = np.arange(full.size, dtype=np.int32).reshape(full.shape)
+    return jnp.stack([number, full, count, 0 * count], axis=-1)
+
+
 def tiles_of(entry, table_ref) -> Tiles:
-    """Those of a row of `table`.
+    """Those of an entry.
 
     Args:
-        entry: four numbers: the row, or of a list the number of the row, that of full tiles and
-            that of all.
+        entry: four numbers, see `entries`.
         table_ref: `table` with all its rows on one axis if it holds lists, else None.
     """
     if table_ref is None:
         return Tiles(*edges_first(*entry))
-    row, full, count, _ = entry
+    row, full, count, first = entry
+    first = first + 2
     return Tiles(
-        *listed_edges_first(full, count, lambda i: plgpu.load(table_ref.at[row, 2 + i])),
+        *listed_edges_first(full, count, lambda i: plgpu.load(table_ref.at[row, first + i])),
     )
 
 
@@ -448,7 +461,7 @@ def tiles_of(entry, table_ref) -> Tiles:
 ITEM = ("b", "h", "q_tile", "start", "full_start", "full_stop", "stop")
 
 
-def worklists(problem: Problem, batch: int, mask: Mask, rows):
+def worklists(problem: Problem, batch: int, mask: Mask, entries):
     """int32 [programs, 1 + items, len(ITEM)]: the items of each program, behind their number.
 
     Programs stay on their core, as a dynamic scheduler would have it: who is free takes the next
@@ -460,15 +473,15 @@ def worklists(problem: Problem, batch: int, mask: Mask, rows):
         problem: the call.
         batch: examples, of all instances.
         mask: that of the call.
-        rows: what `table` returned for it.
+        entries: what the function of this name returned for it.
     """
     p = problem
     streamed = p.kv_len * (p.head_dim + p.value_dim) * p.dtype.itemsize
     heads = max(1, int(L2_SHARE // streamed)) * p.groups if mask else 1
     heads = min(heads, batch * p.num_heads)
-    if isinstance(rows, np.ndarray):
-        return _worklists(batch, p.num_heads, heads, rows.tobytes(), rows.shape)
-    return _worklists_of_arrays(batch, p.num_heads, rows, mask.scattered)
+    if isinstance(entries, np.ndarray):
+        return _worklists(batch, p.num_heads, heads, entries.tobytes(), entries.shape)
+    return _worklists_of_arrays(batch, p.num_heads, entries, mask.scattered)
 
 
 @functools.lru_cache(maxsize=64)
@@ -495,7 +508,7 @@ def _worklists(batch: int, num_heads: int, heads: int, ranges: bytes, shape) -> 
     return lists
 
 
-def _worklists_of_arrays(batch: int, num_heads: int, table, listed: bool):
+def _worklists_of_arrays(batch: int, num_heads: int, entries, listed: bool):
     """The same for lengths that only the GPU knows, which deals the items out without counting.
 
     Two for each program at a time, of neighbouring heads: the longest to the first one, and so on,
@@ -503,18 +516,16 @@ def _worklists_of_arrays(batch: int, num_heads: int, table, listed: bool):
     order is reversed, for lengths of one head are much like those of the next, and who is first has
     more than others. Simulated for documents, the last program is done 2 to 7 % after the mean.
     """
-    tiles, rows = table.shape[2], batch * num_heads
+    tiles, rows = entries.shape[2], batch * num_heads
     number = np.arange(rows * tiles)
     row, tile = number // tiles, number % tiles
     mine = [
-        x if n > 1 else 0 * x for x, n in zip(divmod(row, num_heads), table.shape, strict=False)
+        x if n > 1 else 0 * x for x, n in zip(divmod(row, num_heads), entries.shape, strict=False)
     ]
-    entry = jnp.asarray(table)[(*mine, tile)]
+    entry = jnp.asarray(entries)[(*mine, tile)]
     if listed:
-        full, count = entry[:, 0], entry[:, 1]
+        _, full, count, _ = (entry[:, i] for i in range(4))
         edges = count - full
-        first = (mine[0] * table.shape[1] + mine[1]) * tiles + tile
-        entry = jnp.stack([jnp.asarray(first, jnp.int32), full, count, 0 * count], axis=-1)
     else:
         start, full_start, full_stop, stop = (entry[:, i] for i in range(4))
         count, edges = stop - start, full_start - start + stop - full_stop

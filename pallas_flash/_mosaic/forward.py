@@ -70,36 +70,46 @@ class Static:
         """Whether m is natural, and apart from l in the end."""
         return self.options.large
 
-    def softmax(self, s, c, m, l):
-        """p, float32, and the new m and l, and alpha, for scores s that c takes to base 2."""
-        if self.large:
-            grown = jnp.maximum(m, jnp.max(s, axis=1))
-            m_new = jnp.where(grown - m > THRESHOLD / LOG2E, grown, m)
-            # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives weight 0.
-            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-            alpha = jnp.exp2((m - m_safe) * LOG2E)
-            # Scores are rounded before m is subtracted, so that the largest weight is exact.
-            p = jnp.exp2(ptx.difference(s, common.along_rows(m_safe, s.shape)) * LOG2E)
-        else:
-            grown = jnp.maximum(m, jnp.max(s, axis=1) * c)
-            m_new = jnp.where(grown - m > THRESHOLD, grown, m)
-            alpha = jnp.exp2(m - m_new)
-            p = jnp.exp2(s * c - common.along_rows(m_new, s.shape))
-        return p, m_new, alpha * l + jnp.sum(p, axis=1), alpha
 
-    def finish(self, m, l, sink):
-        """The statistics of `LogSum`, and what the sums of weighted values are multiplied with."""
-        alive = l > 0.0
-        l, factor = jnp.where(alive, l, 1.0), 1.0
-        if self.large or sink is not None:
-            m = jnp.where(alive, m, 0.0)
-        if sink is not None and self.large:
-            m, l, factor = with_sink(m, l, sink)
-        elif sink is not None:
-            m, l, factor = with_sink(m, l, sink * LOG2E, jnp.exp2)
-        l_log2 = jnp.log2(l) if self.large else m + jnp.log2(l)
-        l_log2 = jnp.where(alive, l_log2, -jnp.inf)
-        return ([m, l_log2] if self.large else [l_log2]), factor / l
+def nothing(value_dim: int, *, large: bool):
+    """Where acc, m and l begin."""
+    m = jnp.full((ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
+    l = jnp.zeros((ROWS,), jnp.float32)
+    acc = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), ptx.ACC)
+    return acc, plgpu.layout_cast(m, ptx.ROW), plgpu.layout_cast(l, ptx.ROW)
+
+
+def softmax(s, c, m, l, *, large: bool):
+    """p, float32, and the new m and l, and alpha, for scores s that c takes to base 2."""
+    if large:
+        grown = jnp.maximum(m, jnp.max(s, axis=1))
+        m_new = jnp.where(grown - m > THRESHOLD / LOG2E, grown, m)
+        # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives weight 0.
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        alpha = jnp.exp2((m - m_safe) * LOG2E)
+        # Scores are rounded before m is subtracted, so that the largest weight is exact.
+        p = jnp.exp2(ptx.difference(s, common.along_rows(m_safe, s.shape)) * LOG2E)
+    else:
+        grown = jnp.maximum(m, jnp.max(s, axis=1) * c)
+        m_new = jnp.where(grown - m > THRESHOLD, grown, m)
+        alpha = jnp.exp2(m - m_new)
+        p = jnp.exp2(s * c - common.along_rows(m_new, s.shape))
+    return p, m_new, alpha * l + jnp.sum(p, axis=1), alpha
+
+
+def finish(m, l, sink, *, large: bool):
+    """The statistics of `LogSum`, and what the sums of weighted values are multiplied with."""
+    alive = l > 0.0
+    l, factor = jnp.where(alive, l, 1.0), 1.0
+    if large or sink is not None:
+        m = jnp.where(alive, m, 0.0)
+    if sink is not None and large:
+        m, l, factor = with_sink(m, l, sink)
+    elif sink is not None:
+        m, l, factor = with_sink(m, l, sink * LOG2E, jnp.exp2)
+    l_log2 = jnp.log2(l) if large else m + jnp.log2(l)
+    l_log2 = jnp.where(alive, l_log2, -jnp.inf)
+    return ([m, l_log2] if large else [l_log2]), factor / l
 
 
 def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Static):
@@ -118,11 +128,7 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
         count = tiles.count
         first_row = q_tile * static.q.block + warpgroup * ROWS
         options = static.options.of_example(refs.shared, b)
-        lowest = -jnp.inf if static.large else LOWEST
-        m = plgpu.layout_cast(jnp.full((ROWS,), lowest, jnp.float32), ptx.ROW)
-        l = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ptx.ROW)
-        acc = jnp.zeros((ROWS, static.value_dim), jnp.float32)
-        acc = plgpu.layout_cast(acc, ptx.ACC)
+        acc, m, l = nothing(static.value_dim, large=static.large)
 
         def scores(j):
             """Starts the product of the queries and the j-th keys."""
@@ -139,11 +145,11 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
             here = common.positions((ROWS, block_kv), first_row, kv_tile * block_kv)
             return here, options.read_ahead(h, *here, masked=masked)
 
-        def softmax(here, options, kv_tile, s, m, l, masked):
-            """As `Static.softmax`; p after dropout, in the dtype of the operands."""
+        def weights(here, options, kv_tile, s, m, l, masked):
+            """As `softmax`; p after dropout, in the dtype of the operands."""
             s, c = options.logits(s, h, *here)
             s = options.hide(s, h, *here) if masked else s
-            p, m, l, alpha = static.softmax(s, c, m, l)
+            p, m, l, alpha = softmax(s, c, m, l, large=static.large)
             if options.extras.dropout is not None:
                 kept = options.kept(s.shape, h, first_row, kv_tile * block_kv)
                 p = ptx.where(kept, p, 0.0)
@@ -157,7 +163,7 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
             acc = weighted(acc, p, before)
             s = ptx.wait(1, s)
             plgpu.barrier_arrive(memory["k_free"].at[slot])
-            p_new, m, l, alpha = softmax(*ahead, kv_tile, s, m, l, masked)
+            p_new, m, l, alpha = weights(*ahead, kv_tile, s, m, l, masked)
             plgpu.barrier_wait(memory["v_full"].at[slot + ptx.uniform_zero(l)])
             acc = ptx.waited(0, acc, p)
             plgpu.barrier_arrive(memory["v_free"].at[before])
@@ -167,7 +173,7 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
             kv_tile = tiles.at(0)
             ahead, s = read_ahead(kv_tile, static.masked), ptx.wait(0, scores(0))
             plgpu.barrier_arrive(memory["k_free"].at[ring(used)])
-            p, m, l, _ = softmax(*ahead, kv_tile, s, m, l, static.masked)
+            p, m, l, _ = weights(*ahead, kv_tile, s, m, l, static.masked)
             plgpu.barrier_wait(memory["v_full"].at[ring(used)])
             carry, start = (acc, p, m, l), jnp.int32(1)
             if static.masked:
@@ -187,7 +193,8 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
         if o_sm is not None:
             plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
         sinks, dropout = options.extras.sinks, options.extras.dropout
-        statistics, weight = static.finish(m, l, None if sinks is None else sinks[h])
+        sink = None if sinks is None else sinks[h]
+        statistics, weight = finish(m, l, sink, large=static.large)
         acc = plgpu.layout_cast(acc, ptx.WGMMA)
         o = (acc * common.along_rows(rescaled(dropout, weight), acc.shape)).astype(dtype)
         rows = pl.ds(first_row, ROWS)
@@ -214,41 +221,39 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
     plgpu.wait_smem_to_gmem(0)
 
 
-def load(refs, memory, program, static: Static):
-    """The loading warpgroup: one warp for keys and values, one for queries."""
-    tile = static.tile
-    _, registers = REGISTERS[tile.warpgroups]
-    plgpu.set_max_registers(registers, action="decrease")
-    ring = common.Ring(tile.stages)
+def copy(ref, index, destination, barrier):
+    """A tile to shared memory, 64 columns at a time."""
+    for n in range(destination.shape[0]):
+        columns = common.block_of_columns(n, index[0])
+        plgpu.copy_gmem_to_smem(ref.at[(*index, columns)], destination.at[n], barrier)
 
-    def copy(ref, index, destination, barrier):
-        """A tile, 64 columns at a time."""
-        for n in range(destination.shape[0]):
-            columns = common.block_of_columns(n, index[0])
-            plgpu.copy_gmem_to_smem(ref.at[(*index, columns)], destination.at[n], barrier)
 
-    def keys_and_values(i, item, used):
-        del i
-        b, h, _, *entry = item
-        tiles = common.tiles_of(entry, refs.table)
-        kv_head = common.quotient(h, static.groups)
+def copy_keys_and_values(refs, memory, tiles: common.Tiles, at, used):
+    """The tiles of an item, each to its slot as soon as that is free.
 
-        def one(j, _):
-            slot = ring(used + j)
-            at = b, pl.ds(tiles.at(j) * static.kv.block, static.kv.block), kv_head
-            for x, ref in (("k", refs.k), ("v", refs.v)):
-                ring.refill(used + j, memory[f"{x}_free"])
-                copy(ref, at, memory[f"{x}_sm"].at[slot], memory[f"{x}_full"].at[slot])
+    Args:
+        refs: with `k` and `v`.
+        memory: with k_sm, k_full and k_free, and those of v.
+        tiles: which.
+        at: the example and the key/value head.
+        used: tiles that this program had before.
+    """
+    b, h = at
+    stages, block = memory["k_sm"].shape[0], memory["k_sm"].shape[2]
+    ring = common.Ring(stages)
 
-        lax.fori_loop(jnp.int32(0), tiles.count, one, None)
-        return used + tiles.count
+    def one(j, _):
+        slot = ring(used + j)
+        at = b, pl.ds(tiles.at(j) * block, block), h
+        for x, ref in (("k", refs.k), ("v", refs.v)):
+            ring.refill(used + j, memory[f"{x}_free"])
+            copy(ref, at, memory[f"{x}_sm"].at[slot], memory[f"{x}_full"].at[slot])
 
-    def queries(i, item, _):
-        b, h, q_tile, *_ = item
-        for w in range(tile.warpgroups):
-            pl.when(i > 0)(lambda w=w: plgpu.barrier_wait(memory["q_free"].at[w]))
-            at = b, pl.ds(q_tile * static.q.block + w * ROWS, ROWS), h
-            copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])
+    lax.fori_loop(jnp.int32(0), tiles.count, one, None)
+
+
+def beside_one_another(refs, program, keys_and_values, queries):
+    """Runs both loops over a program's list, each in a warp of its own."""
 
     @plgpu.warp_map
     def _(warp):
@@ -259,6 +264,29 @@ def load(refs, memory, program, static: Static):
         @pl.when(warp == 1)
         def _():
             common.for_each_item(refs.list, program, queries, None)
+
+
+def load(refs, memory, program, static: Static):
+    """The loading warpgroup: one warp for keys and values, one for queries."""
+    tile = static.tile
+    _, registers = REGISTERS[tile.warpgroups]
+    plgpu.set_max_registers(registers, action="decrease")
+
+    def keys_and_values(i, item, used):
+        del i
+        b, h, _, *entry = item
+        tiles = common.tiles_of(entry, refs.table)
+        copy_keys_and_values(refs, memory, tiles, (b, common.quotient(h, static.groups)), used)
+        return used + tiles.count
+
+    def queries(i, item, _):
+        b, h, q_tile, *_ = item
+        for w in range(tile.warpgroups):
+            pl.when(i > 0)(lambda w=w: plgpu.barrier_wait(memory["q_free"].at[w]))
+            at = b, pl.ds(q_tile * static.q.block + w * ROWS, ROWS), h
+            copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])
+
+    beside_one_another(refs, program, keys_and_values, queries)
 
 
 class Refs(NamedTuple):
@@ -311,7 +339,8 @@ def forward(problem: Problem, tile: ForwardTile):
         batch = len(query)
         _, extras = shared
         table = common.table(extras.mask, q, kv, "kv", batch // p.batch)
-        lists = jnp.asarray(common.worklists(p, batch, mask, table))
+        entries = common.entries(table, mask.scattered)
+        lists = jnp.asarray(common.worklists(p, batch, mask, entries))
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
         options = common.Options.of(p, shared, q, kv)
         q_sm = blocks(w, rows=ROWS, columns=p.head_dim)

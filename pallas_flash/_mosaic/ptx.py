@@ -17,6 +17,7 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     meet, publish           two barriers fewer for each tile of the backward
     positions               no division for each element, where a tile's width is no power of two
     gather                  Pallas reads no element of device memory for each one of a tile
+    store_rows              nor does it store a part of one
     where, difference, tanh, multiply_wide
                             roundings, accuracy and instructions that the compiler does not choose
 """
@@ -259,6 +260,45 @@ def gather(ref, at, *, pairs: bool):
         return _array(found, at.shape, WGMMA, wide, signed)
 
     return emit(ref, plgpu.layout_cast(at, WGMMA))
+
+
+def store_rows(x, ref, first):
+    """Stores those rows of x, float32 [64] or [64, n], that exist in `ref`, from `first` on.
+
+    Args:
+        x: one number a row in layout ROW, or a tile in layout WGMMA.
+        ref: device memory, [rows] or [rows, n].
+        first: the row there of the first one.
+    """
+    rows, width = ref.shape[0], x.shape[1] if x.ndim == 2 else 1
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA if x.ndim == 2 else ROW, plgpu.RefType(), SPLAT))
+    def emit(_, x, ref, first):
+        def number(i):
+            return utils.c(i, _i32())
+
+        thread = arith.remui(utils.thread_idx(), number(128))
+        row = arith.addi(first.registers.flat[0], arith.divui(thread, number(4)))
+        # Four threads have the same rows, of warps 16 of which a thread has two, 8 apart.
+        warp = arith.divui(thread, number(32))
+        row, pair = arith.addi(row, arith.muli(warp, number(8))), arith.remui(thread, number(4))
+        pointer, values = _global(ref), list(x.registers.flat)
+        for half in range(2):
+            mine = arith.addi(row, number(8 * half))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, mine, number(rows))
+            if width == 1:
+                exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, pair, number(0)))
+            branch = scf.IfOp(exists)
+            with ir.InsertionPoint(branch.then_block):
+                at = arith.muli(mine, number(width))
+                if width > 1:
+                    at = arith.addi(at, arith.muli(pair, number(2)))
+                place = utils.getelementptr(pointer, [at], _f32())
+                for group, value in enumerate(values[half::2]):
+                    llvm.store(value, utils.getelementptr(place, [8 * group], _f32()))
+                scf.yield_([])
+
+    emit(x, ref, first)
 
 
 def columns(x, first: int):
