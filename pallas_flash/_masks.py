@@ -24,6 +24,7 @@ listed in place of the range, the full ones first.
 import abc
 import dataclasses
 import enum
+import math
 from typing import Any, NamedTuple, Protocol, dataclass_transform
 
 import jax
@@ -122,6 +123,10 @@ class TileClasses(NamedTuple):
 
 # Far beyond any sequence, and far enough from the ends of int32 that sums of positions cannot wrap.
 FAR = 2**30
+
+
+# Of so many pairs a mask is evaluated at a time, where nothing but all pairs tells: 32 MB.
+PAIRS_AT_ONCE = 2**25
 
 
 # Metadata of a field that is compiled in.
@@ -492,9 +497,35 @@ class Mask:
             return None
         if all(leaf.intervals for leaf in self.leaves):
             return _not_empty(ranges(Tiling(q_len, 1), Tiling(kv_len, 1)))
-        # Of all pairs, which XLA computes in the loop that joins them.
-        index = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
-        return self.allowed(*index).any(axis=others)
+        return self._by_pairs(shape, others)
+
+    def _by_pairs(self, shape, others: int):
+        """As `_not_alone`, by all pairs: some positions at a time, against all others.
+
+        Examples and heads that do not differ are not told apart.
+        """
+        kept, length = 5 - others, shape[5 - others]
+
+        def along(axis, positions):
+            return lax.expand_dims(positions, [i for i in range(4) if i != axis])
+
+        def allowed(positions):
+            at = [along(axis, lax.iota(jnp.int32, n)) for axis, n in enumerate(shape)]
+            at[kept] = along(kept, positions)
+            return self.allowed(*at)
+
+        def of(first):
+            # In the last step again the last ones, in place of some that do not exist.
+            positions = jnp.minimum(first + lax.iota(jnp.int32, block), length - 1)
+            some = allowed(positions).any(axis=others)
+            return jnp.broadcast_to(some, (*some.shape[:2], block))
+
+        pairs = math.prod(jax.eval_shape(allowed, lax.iota(jnp.int32, length)).shape)
+        block = max(1, min(length, length * PAIRS_AT_ONCE // max(1, pairs)))
+        # XLA is not to compute it while it compiles.
+        first = lax.optimization_barrier(jnp.arange(0, length, block, dtype=jnp.int32))
+        some = jnp.moveaxis(lax.map(of, first), 0, 2)
+        return some.reshape(*some.shape[:2], -1)[:, :, :length]
 
     @property
     def reflexive(self) -> bool:

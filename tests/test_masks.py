@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_flash import Predicate, _masks
+from pallas_flash._mask_objects import MaskArray
 from pallas_flash._masks import (
     Band,
     Edges,
@@ -22,7 +24,7 @@ from pallas_flash._masks import (
     in_tile,
     visit,
 )
-from pallas_flash._operands import Positions
+from pallas_flash._operands import Pairs, Positions
 
 BATCH = 3
 
@@ -553,3 +555,62 @@ def test_segments_of_the_same_tokens_need_one_array():
         np.testing.assert_array_equal(a, b)
     for a, b in zip(one.q_range(tiling, tiling), two.q_range(tiling, tiling), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------------
+# Keys that no query sees, and queries that see no key.
+
+
+SHAPE = B, N, T, S = BATCH, 2, 23, 31
+
+
+def some(random, *shape):
+    return jnp.asarray(random.random(shape) < 0.1)
+
+
+# What is told without evaluating all pairs, and what by them: of how many examples and heads.
+UNSEEN = {
+    "band": (lambda random: [Band(12, 14)], (1, 1)),
+    "lengths": (lambda random: [Lengths(jnp.array([0, 5, 40]), jnp.array([31, 7, 2]))], (B, 1)),
+    "documents": (lambda random: [segments(random), Lengths(None, jnp.array([31, 7, 0]))], (B, 1)),
+    "array": (lambda random: [MaskArray(Pairs(some(random, 1, N, T, S)))], (1, N)),
+    "array of keys": (lambda random: [MaskArray(Pairs(some(random, B, 1, 1, S)))], (B, 1)),
+    "array of queries, band": (
+        lambda random: [MaskArray(Pairs(some(random, 1, 1, T, 1))), Band(None, -4)],
+        (1, 1),
+    ),
+    "predicate": (lambda random: [Predicate(lambda b, h, q, k: (q * 7 + k * h) % 29 == 3)], (1, N)),
+}
+
+
+def segments(random):
+    query, key = (jnp.asarray(random.integers(0, 40, (B, n)), jnp.int32) for n in (T, S))
+    return Segments(query, key)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize("at_once", [1, 700, 2**25])
+def test_what_is_not_seen(name, at_once, monkeypatch):
+    monkeypatch.setattr(_masks, "PAIRS_AT_ONCE", at_once)
+    leaves, differ = UNSEEN[name]
+    mask = Mask(tuple(leaves(np.random.default_rng(0))))
+    ok = np.broadcast_to(mask.allowed(*np.ogrid[:B, :N, :T, :S]), SHAPE)
+    assert not ok.any(2).all()
+    for find, axis in ((mask.seen_keys, 2), (mask.seeing_queries, 3)):
+        found, want = find(SHAPE), ok.any(axis)
+        assert found.shape == (*differ, want.shape[2])
+        np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want)
+
+
+def test_what_is_not_seen_takes_memory_for_some_pairs_alone():
+    """A program that reads arrays, and one that has no operand but the queries' length."""
+
+    def find(query, key):
+        predicate = Predicate(lambda b, h, q, k: (q * 7 + k) % 5 < 2)
+        masks = Mask((Segments(query, key),)), Mask((predicate,))
+        shape = (1, 4, query.shape[1], key.shape[1])
+        return [(x.seen_keys(shape), x.seeing_queries(shape)) for x in masks]
+
+    query, key = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (2**16, 2**16 + 1))
+    memory = jax.jit(find).lower(query, key).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 5 * _masks.PAIRS_AT_ONCE
