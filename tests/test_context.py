@@ -228,6 +228,12 @@ def test_explain_tells_the_method(kind):
     assert "gather: asked for." in str(asked)
     with pytest.raises(NotImplementedError, match="Got 6 query heads"):
         explain(x, y, y, implementation="xla", context_parallelism="heads")
+    where = jax.ShapeDtypeStruct((1, 2**14), jnp.int32, sharding=rows)
+    moved = dict(query_positions=where, key_value_positions=where, is_causal=True)
+    sentence = "In `balanced_order`, which is seen when it runs, steps are causal or whole, and by"
+    assert f"{sentence} 'xla'." in str(explain(x, y, y, implementation="xla", **moved))
+    window = explain(x, y, y, implementation="xla", local_window_size=9, **moved)
+    assert sentence not in str(window) + str(told)
     whole = jax.ShapeDtypeStruct(x.shape, x.dtype)
     assert explain(whole, whole, whole, implementation="xla").context_parallelism is None
 
@@ -285,7 +291,7 @@ def test_gathered_keys_are_those_that_are_seen(parts_of, monkeypatch):
     assert parts_of(x, "gather") == [(256, n, "causal", False) for n in lengths]
     window = parts_of(x, "gather", local_window_size=(300, 0))
     assert window == [(256, n, "causal" if n < 512 else "other", False) for n in lengths]
-    monkeypatch.setattr(gather, "HOST", 2)
+    monkeypatch.setattr(gather, "CALLS", 2)
     assert parts_of(x[:, :512], "gather") == [(128, 512, "causal", True)]
 
 

@@ -105,7 +105,7 @@ MAY_IMPORT = {
         "_scores",
     },
     "_context.ring": {"_context.parts", "_masks", "_partition", "_problem", "_scores"},
-    "_context.gather": {"_context.cost", "_context.parts", "_masks", "_partition", "_problem"},
+    "_context.gather": {"_context.parts", "_masks", "_partition", "_problem"},
     "_context.heads": {"_context.parts", "_partition", "_problem", "_scores"},
     "_context.choice": {"_context.cost", "_masks", "_problem"},
     "_context.cost": set(),

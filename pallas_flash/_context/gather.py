@@ -6,20 +6,21 @@
 
 For few key/value heads: every device holds those of the whole sequence for a while.
 
-Under a causal mask or a window a program has a call for each device of a host, one of which runs:
-where its queries stand is then known to the kernels, and keys after all of them are left out. For
-more devices there is one call, which is told by an array.
+Under a causal mask or a window a program of a few devices has a call for each, of which a device
+runs its own: where its queries stand is then known to the kernels, and keys after all of them are
+left out. For more devices there is one call, which is told by an array.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash._context.cost import HOST
 from pallas_flash._context.parts import Part, Side, device, gathered_keys, part_of, whole_keys
 from pallas_flash._masks import Band
 from pallas_flash._partition import Along
 from pallas_flash._problem import Gradients, Problem
 
+# Up to so many devices have a call each.
+CALLS = 8
 # Keys are left out by so many, a tile of the largest kernels.
 TILE = 128
 
@@ -63,7 +64,7 @@ def _for_device(fn, problem: Problem, along: Along):
     """`fn(part)` of a device's queries and the keys that they may see, the first ones of all."""
     here, q_len = device(along), problem.q_len
     bands = [x for x in problem.mask.leaves if isinstance(x, Band) and x.offset is None]
-    if not bands or here.number > HOST:
+    if not bands or here.number > CALLS:
         return fn(whole_keys(problem, along))
     problem = gathered_keys(problem, along)
 

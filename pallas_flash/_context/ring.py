@@ -11,6 +11,9 @@ What a step's keys are to a device's queries is known when the program is compil
 whether they are ahead of them (d < s), where the ring closes. Where nothing can be seen, by a
 window or causally, nothing is computed, and blocks that no device needs are not sent.
 
+Where arrays tell positions, a causal step looks when the program runs whether they are those of
+`balanced_order`. Then it is one of a few calls that need no positions, see `_in_order`.
+
 A program has all steps written out. A barrier after each keeps the compiler from sending more than
 one block ahead, so that a device holds two of them at a time.
 """
@@ -246,13 +249,13 @@ def _step(problem: Problem, here: Device, back: int) -> Step:
     sees = [piece.problem.mask.sees(q_len, kv_len) is not False for piece in pieces]
     used = tuple(sees[-1] if d < back else sees[0] for d in range(here.number))
     which = ahead.astype(jnp.int32) if len(pieces) == 2 else 0
-    if (band := in_order_of_positions(problem)) is not None:
+    if (band := _causal_by_positions(problem)) is not None:
         ordered, number = _in_order(problem, band, q, kv, own=back == 0)
         pieces, which = (*ordered, *pieces), jnp.where(number < 0, len(ordered) + which, number)
     return Step(back, used, pieces, which, kv.first)
 
 
-def in_order_of_positions(problem: Problem) -> PositionBand | None:
+def _causal_by_positions(problem: Problem) -> PositionBand | None:
     """The causal leaf of a mask, if it goes by positions, and there are halves to be told apart."""
     bands = [x for x in problem.mask.leaves if isinstance(x, PositionBand)]
     halves = problem.q_len == problem.kv_len and problem.q_len % 2 == 0
@@ -270,11 +273,11 @@ def _in_order(problem: Problem, band: PositionBand, q: Side, kv: Side, *, own: b
     Returns:
         The pieces, and the number of the one that this device has; -1 if its positions are others.
     """
-    half, rest = q.length // 2, tuple(x for x in problem.mask.leaves if x is not band)
+    half = q.length // 2
 
     def piece(*leaves, row=0, key=0, rows=q.length, keys=kv.length):
         block = {name: getattr(problem, name)[:, :keys] for name in ("key", "value")}
-        part = dataclasses.replace(problem, mask=Mask((*leaves, *rest)), **block)
+        part = dataclasses.replace(problem, mask=_instead(problem, band, *leaves), **block)
         sides = Side(q.first + row, rows, row), Side(kv.first + key, keys, kv.at + key)
         distance = for_each_example(problem, sides[0].first - sides[1].first)
         if own:
@@ -297,6 +300,31 @@ def _in_order(problem: Problem, band: PositionBand, q: Side, kv: Side, *, own: b
     after = seen(at_q[:, half:], at_k) & hidden(at_q[:, :half], at_k)
     pieces = piece(keys=half), piece(row=half, rows=half)
     return pieces, jnp.where(before, 0, jnp.where(after, 1, -1))
+
+
+def calls_in_order(problem: Problem) -> list[Problem]:
+    """Shapes and masks of what `_in_order` computes of a device's part; none for other masks."""
+    band = _causal_by_positions(problem)
+    if band is None:
+        return []
+
+    def of(x, *leaves):
+        return dataclasses.replace(x, mask=_instead(problem, band, *leaves))
+
+    half = problem.kv_len // 2
+    q, k, v = (
+        jax.ShapeDtypeStruct((x.shape[0], half, *x.shape[2:]), x.dtype)
+        for x in (problem.query, problem.key, problem.value)
+    )
+    few_keys, few_queries = (
+        dataclasses.replace(problem, **x) for x in (dict(key=k, value=v), dict(query=q))
+    )
+    return [of(problem, Band(None, 0)), of(few_keys), of(few_queries)]
+
+
+def _instead(problem: Problem, band: PositionBand, *leaves) -> Mask:
+    """The mask with leaves in place of one."""
+    return Mask((*leaves, *(x for x in problem.mask.leaves if x is not band)))
 
 
 def _without_sinks(problem: Problem, along: Along) -> Problem:
