@@ -428,27 +428,28 @@ def check_collectives(kind):
     """Those of the method, and no others; under a window to the neighbour alone."""
     axes = MESHES["2 x 4"]
     mesh = make_mesh(axes, kind)
-    three, permute = 4 - 1, "collective-permute"
-    # k and v in both passes, and dk and dv in the backward. With Explicit axes XLA for CPUs takes
-    # those of the backward for those of the forward, and keeps them.
-    hops = 6 if kind == "auto" else 4
-    expected = {
-        "ring": {permute: hops * three},
-        "gather": {"all-gather": hops - 2, "all-to-all": 2},
-        # q, k, v and back o and LSE; q, k, v, o, LSE, do and back dq, dk, dv.
-        "heads": {"all-to-all": 3 + 2 + 6 + 3 if kind == "auto" else 3 + 2 + 3 + 3},
-    }
-    for method, want in expected.items():
-        text = program(mesh, axes, context_parallelism=method).as_text()
-        assert collectives(text) == want, (method, collectives(text))
+    three = 4 - 1
+
+    def check(name, forward, backward, kept=None, **options):
+        """With Explicit axes XLA for CPUs may keep `kept` of the forward for the backward."""
+        text = program(mesh, axes, **options).as_text()
+        counts, number = collectives(text), forward + backward
+        kept = forward if kept is None else kept
+        assert counts[name] in (number, number - kept if kind == "explicit" else number), options
+        return text, counts.keys() - {name}
+
+    # k and v in a message, dk and dv in another.
+    assert not check("collective-permute", three, 2 * three, context_parallelism="ring")[1]
+    assert check("all-gather", 2, 2, context_parallelism="gather")[1] == {"all-to-all"}
+    # q, k, v and back o and LSE; q, k, v, o, LSE, do and back dq, dk, dv.
+    assert not check("all-to-all", 3 + 2, 6 + 3, kept=3, context_parallelism="heads")[1]
     shard = LENGTH // 4
     window = dict(is_causal=True, local_window_size=(shard + 1, 0), context_parallelism="ring")
     # From two devices back the first query of a shard sees one key.
-    text = program(mesh, axes, **window).as_text()
-    assert collectives(text) == {permute: hops * 2}
+    assert not check("collective-permute", 2, 4, **window)[1]
     window["local_window_size"] = shard, 0
-    text = program(mesh, axes, **window).as_text()
-    assert collectives(text) == {permute: hops}
+    text, rest = check("collective-permute", 1, 2, **window)
+    assert not rest
     for sent in re.findall(r"source_target_pairs=({{.*?}})", text):
         pairs = re.findall(r"{(\d+),(\d+)}", sent)
         assert {int(b) - int(a) for a, b in pairs} in ({1}, {-1})
@@ -835,25 +836,24 @@ def test_memory_of_a_gpu_falls_with_their_number():
 @needs_compiler
 def test_blocks_travel_while_kernels_run():
     """In the program for GPUs: the next block is on its way before a step's kernels start."""
-    text = compiled_for_gpus(2, 1024, 4, 4).as_text()
+    text = compiled_for_gpus(4, 1024, 4, 4).as_text()
     assert "is_scheduled=true" in text
-    wanted = {
-        "collective-permute-start": "send",
-        "collective-permute-done": "arrived",
-        "conditional": "step",
-        "__gpu$xla.gpu.triton": "kernel",
-    }
-    lines = text[text.index("\nENTRY") :].splitlines()
-    found = [short for line in lines for name, short in wanted.items() if f"{name}(" in line
-             or f'custom_call_target="{name}"' in line]  # fmt: skip
-    forward = ["send", "kernel", "arrived", "step"]
-    # delta, dq and dkv of the first step; the gradients of the second one's keys then go home.
-    assert found[:4] == forward, found
-    assert sorted(found[4:]) == sorted(
-        ["send", *["kernel"] * 3, "arrived", "step", "send", "arrived"]
-    )
-    assert found[4] == "send"
-    assert found[5] == "kernel"
+    # For each message how far it goes, and what runs meanwhile: a step or a kernel of one.
+    sent, beside = {}, {}
+    for line in text[text.index("\nENTRY") :].splitlines():
+        permute = r"(\S+) = .* collective-permute(-start)?\(.*_pairs={{(\d),(\d)}"
+        if found := re.search(permute, line):
+            name, begins, *pair = found.groups()
+            sent[name], beside[name] = int(pair[1]) - int(pair[0]), [] if begins else None
+        for name, lines in beside.items():
+            if f"collective-permute-done({name})" in line:
+                beside[name] = tuple(lines)
+            elif isinstance(lines, list) and re.search(r" conditional\(|gpu\.triton", line):
+                lines.append(line)
+    assert collections.Counter(sent.values()) == {1: 6, -1: 1, -2: 1, -3: 1}
+    assert all(beside[name] for name, hop in sent.items() if hop == 1)
+    # Gradients go home beside the next step, but for the last ones.
+    assert sum(bool(beside[name]) for name, hop in sent.items() if hop < 0) == 2
 
 
 def test_a_method_has_no_effect_on_one_device():

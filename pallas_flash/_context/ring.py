@@ -57,10 +57,10 @@ class Piece(NamedTuple):
     row: int = 0
     key: int = 0
 
-    def with_blocks(self, blocks) -> Problem:
-        """The part, with keys and values from the blocks that have arrived."""
+    def with_keys(self, message) -> Problem:
+        """The part, with keys and values of the block that has arrived."""
         stop = self.key + self.problem.kv_len
-        key, value = (lax.slice_in_dim(x, self.key, stop, axis=1) for x in blocks)
+        key, value = (lax.slice_in_dim(x, self.key, stop, axis=1) for x in _opened(message))
         return dataclasses.replace(self.problem, key=key, value=value)
 
     def rows(self, x, axis: int = 1):
@@ -102,11 +102,11 @@ def forward(run, problem: Problem, along: Along):
     problem = _without_sinks(problem, along)
     ring = Ring(problem, along)
     total = _nothing(problem)
-    for step, blocks, following in ring:
+    for step, message, following in ring:
 
-        def add(piece, total, blocks=blocks):
+        def add(piece, total, message=message):
             o, log_sum = piece.rows(total[0]), _rows_of(total[1], piece)
-            o_part, part = run(piece.with_blocks(blocks))
+            o_part, part = run(piece.with_keys(message))
             log_sum, mine, others = log_sum.joined(part)
             o = _by_row(mine) * o + _by_row(others) * o_part
             statistics = jax.tree.map(lambda x, y: _put(x, y, 2, piece.row), total[1], log_sum)
@@ -138,11 +138,11 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
         zeros(problem.scale) if wanted.scale else None,
         zeros(bias) if wanted.bias else None,
     )
-    for step, blocks, following in ring:
+    for step, message, following in ring:
 
-        def add(piece, carry, blocks=blocks, step=step):
+        def add(piece, carry, message=message, step=step):
             dq, dscale, dbias, dk, dv = carry
-            part = piece.with_blocks(blocks)
+            part = piece.with_keys(message)
             if wanted.bias:
                 # So that its gradient is rounded once.
                 part = dataclasses.replace(part, bias=part.bias.astype(dtype))
@@ -155,7 +155,7 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
             dk, dv = (_put(x, y, 1, piece.key) for x, y in ((dk, grads.key), (dv, grads.value)))
             return _add(dq, grads.query, (piece.row, 1)), dscale, dbias, dk, dv
 
-        nothing = (lax.full_like(query, 0, x.dtype, x.shape) for x in blocks)
+        nothing = (lax.full_like(query, 0, x.dtype, x.shape) for x in (problem.key, problem.value))
         carry = sums.query, sums.scale, sums.bias, *nothing
         dq, dscale, dbias, dk, dv = step.run(add, carry)
         dq, dscale, dbias, home = ring.after((dq, dscale, dbias, (sums.key, sums.value)), following)
@@ -180,8 +180,8 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
 class Ring:
     """The steps, and the blocks that devices hold in each.
 
-    Iterating gives a step, this device's block of keys and values, and that of the next step, on
-    its way; None after the last one. `after` has to be called before the next step.
+    Iterating gives a step, the message with this device's block of keys and values, and that of the
+    next step, on its way; None after the last one. `after` has to be called before the next step.
     """
 
     def __init__(self, problem: Problem, along: Along):
@@ -189,7 +189,7 @@ class Ring:
         self.names, self.count = along.names, here.number
         steps = (_step(problem, here, back) for back in range(here.number))
         self.steps = [step for step in steps if any(step.used)]
-        self._held = problem.key, problem.value
+        self._held = _message(problem.key, problem.value)
 
     def __iter__(self):
         if self.steps and self.steps[0].back:
@@ -207,19 +207,19 @@ class Ring:
         return results
 
     def home(self, step: Step, x):
-        """What devices found for the keys of a step, where these are at home."""
+        """The two gradients that devices found for a step's block, where it is at home."""
         if not step.back:
             return x
         n = self.count
         pairs = [(d, (d - step.back) % n) for d in range(n) if step.used[d]]
-        return lax.ppermute(x, self.names, pairs)
+        return _opened(lax.ppermute(_message(*x), self.names, pairs))
 
-    def _sent(self, blocks, back: int, number: int):
+    def _sent(self, message, back: int, number: int):
         """The blocks of a step, from where they were, so many devices from home."""
         n, hop = self.count, self.steps[number].back - back
         needed = self._needed(number)
         pairs = [(d, (d + hop) % n) for d in range(n) if needed[(d + hop) % n]]
-        return lax.ppermute(blocks, self.names, pairs)
+        return lax.ppermute(message, self.names, pairs)
 
     def _needed(self, number: int) -> list[bool]:
         """For each device, whether it needs the blocks of a step, or has to pass them on."""
@@ -228,6 +228,18 @@ class Ring:
             return list(step.used)
         later, hop = self._needed(number + 1), self.steps[number + 1].back - step.back
         return [used or later[(d + hop) % n] for d, used in enumerate(step.used)]
+
+
+def _message(key, value):
+    """Both in one array if they are alike: XLA lets kernels run beside one message at a time."""
+    return jnp.stack([key, value]) if key.shape == value.shape else (key, value)
+
+
+def _opened(message):
+    """The two of a message; its halves are contiguous, and need no copies."""
+    if isinstance(message, tuple):
+        return message
+    return tuple(lax.index_in_dim(message, i, keepdims=False) for i in range(2))
 
 
 def _step(problem: Problem, here: Device, back: int) -> Step:
