@@ -39,7 +39,7 @@ def test_metrics_have_one_complete_line_a_step(finished):
     lines = [json.loads(x) for x in Path(config.out_dir, "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
-        assert set(line) == {"step", "loss", "val_loss", "lr", *Speed._fields}
+        assert set(line) == {"step", "loss", "val_loss", "lr", *Speed._fields, "peak_bytes"}
         assert (line["val_loss"] is not None) == (line["step"] % 4 == 0)
         assert line["ms"] > 0
         assert line["tokens_per_second"] == pytest.approx(4 * 12 * 1e3 / line["ms"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tiny_run import TINY, flags, parameters_of
 
 from scripts.train_gpt import main
+from scripts.training.memory import peak_bytes, program_bytes
 from scripts.training.settings import PRESETS
 from scripts.training.speed import PEAK_FLOPS, Work, work_of
 
@@ -33,11 +35,12 @@ def test_the_work_of_a_token_is_that_of_palm_with_half_of_the_scores():
     assert work_on("cpu", deep).flops_per_token == 6 * parameters + 4 * scores
 
 
-def test_the_preset_has_the_parameters_it_says():
-    model = PRESETS["gpt2-small"].model
-    work = work_on("cpu", model)
-    parameters = (work.flops_per_token - 6 * 12 * 768 * 1024) / 6
-    assert round(parameters / 1e6) == 85
+@pytest.mark.parametrize(("name", "millions"), [("gpt2-small", 85), ("gpt3-xl", 1214)])
+def test_a_preset_has_the_parameters_it_says(name, millions):
+    model = PRESETS[name].model
+    scores = 6 * model.num_layers * model.embed_dim * model.context
+    parameters = (work_on("cpu", model).flops_per_token - scores) / 6
+    assert round(parameters / 1e6) == millions
 
 
 def test_a_peak_is_that_of_exactly_this_device():
@@ -59,6 +62,22 @@ def test_mfu_is_the_share_of_the_peak():
     assert str(unknown) == "20.0 ms/step, 50,000 tokens/s, MFU n/a"
 
 
+def test_a_program_takes_its_arguments_results_and_what_is_between():
+    numbers = jax.ShapeDtypeStruct((1000,), jax.numpy.float32)
+    add = jax.jit(lambda x, y: x + y, donate_argnums=0)
+    assert program_bytes(add.lower(numbers, numbers).compile()) == 8000
+    sort = jax.jit(lambda x: jax.numpy.sort(x)[::2])
+    assert program_bytes(sort.lower(numbers).compile()) >= 4000 + 2000 + 4000
+
+
+def test_the_peak_is_that_of_the_fullest_device(monkeypatch):
+    assert peak_bytes() is None  # CPUs do not count.
+    stats = {"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}, None
+    devices = [types.SimpleNamespace(memory_stats=lambda x=x: x) for x in stats]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert peak_bytes() == 7
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["no peak", "a peak"])
 def test_mfu_is_shown_and_written(config, monkeypatch, capsys, known):
     if known:
@@ -69,6 +88,7 @@ def test_mfu_is_shown_and_written(config, monkeypatch, capsys, known):
     # A line for each look at the held-out text, and the last.
     assert len(shown) == 4
     assert all(("MFU n/a" in line) != known for line in shown)
+    assert any(re.fullmatch(r"compiled   in .* s; a step takes 0.00 GB a device", x) for x in out)
     flops = work_on("cpu").flops_per_token
     for line in Path(config.out_dir, "metrics.jsonl").read_text().splitlines():
         line = json.loads(line)
