@@ -98,14 +98,14 @@ def check_meshes_train_alike(config):
     one = dataclasses.replace(config, out_dir=f"{config.out_dir}-1")
     with replaced(train_gpt, "make_layout", lambda config: mesh_of(1)):
         sample = train(one).sample
-    changed = dataclasses.replace(config.model, attention="xla", remat=True)
+    changed = dataclasses.replace(config.model, attention="xla")
     run = dataclasses.replace(config, model=changed, mesh="data=2,fsdp=2,tensor=2")
     result = train(run)
     assert_close(metrics(run), metrics(one))
     assert result.sample == sample
 
     # Killed, and resumed where all is divided otherwise.
-    changed = dataclasses.replace(config.model, attention="xla")
+    changed = dataclasses.replace(changed, remat=True)
     run = dataclasses.replace(
         run, model=changed, mesh="fsdp=2,sequence=2,tensor=2", out_dir=f"{config.out_dir}-2"
     )
@@ -160,18 +160,42 @@ def check_each_device_holds_its_part(config):
     assert "all-to-all" not in text
 
 
-def test_eight_devices_train_as_one_does(corpus, tmp_path):
+def check_attention_is_sent_once_with_remat(config):
+    """Where its results are kept, the backward has nothing of the forward to send again."""
+    counts = []
+    for remat in (False, True):
+        model = dataclasses.replace(config.model, attention="xla", remat=remat)
+        config = dataclasses.replace(config, model=model, mesh="data=4,sequence=2", accumulation=1)
+        layout = make_layout(config)
+        init_state, train_step, _ = train_gpt.make_steps(config, layout)
+        batch = training_batch(load_text(config).train, 1, config, layout)
+        text = train_step.lower(init_state(), batch).compile().as_text()
+        counts.append(len(re.findall(r" (?:all-gather|all-to-all|collective-permute)\(", text)))
+    assert counts[0] == counts[1] > 0, counts
+
+
+def on_eight_devices(corpus, tmp_path, what):
+    """What a process prints in which functions of this file are called."""
     environment = os.environ | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={DEVICES}",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, __file__, str(corpus), str(tmp_path / "run")]
+    command = [sys.executable, __file__, what, str(corpus), str(tmp_path / "run")]
     done = subprocess.run(
         command, env=environment | CHEAP, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    out = done.stdout
+    return done.stdout
+
+
+@pytest.mark.extended
+def test_attention_is_sent_once_with_remat(corpus, tmp_path):
+    on_eight_devices(corpus, tmp_path, "remat")
+
+
+def test_eight_devices_train_as_one_does(corpus, tmp_path):
+    out = on_eight_devices(corpus, tmp_path, "meshes")
     assert "device     8 x cpu (cpu), " in out
     assert "mesh       data=2, fsdp=2, tensor=2\n" in out
     assert "at once, a device computes 1 of 4 examples\n" in out
@@ -218,9 +242,10 @@ class Processes:
         count: How many there are; a single one is no `jax.distributed`'s.
         cache: A folder for compiled programs.
         devices: How many devices each has.
+        cluster: Whether they are to find each other as tasks of Slurm do.
     """
 
-    def __init__(self, config, count, cache, devices=1):
+    def __init__(self, config, count, cache, devices=1, *, cluster=False):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -234,6 +259,12 @@ class Processes:
         self.all = []
         for i, output in enumerate(self.outputs):
             which = [*several, "--process-id", str(i)] if count > 1 else []
+            if cluster:
+                which = ["--cluster"]
+                task = {"JOB_ID": 1, "STEP_NODELIST": "localhost", "NTASKS": count}
+                task |= {"PROCID": i, "LOCALID": i}
+                environment |= {f"SLURM_{name}": str(value) for name, value in task.items()}
+                environment["JAX_COORDINATOR_PORT"] = str(port)
             with open(output, "a") as out, open(f"{output}.err", "a") as err:
                 self.all.append(
                     subprocess.Popen(
@@ -353,6 +384,17 @@ def test_sigterm_on_one_of_four_processes_saves_on_all(corpus, tmp_path):
     one = Processes(whole, 1, tmp_path)
     assert one.ended() == [0], one.errors()
     assert_close(metrics(config), metrics(whole))
+
+
+@pytest.mark.extended
+def test_tasks_of_slurm_find_each_other(corpus, tmp_path):
+    config = long_run(TINY, corpus, out_dir=str(tmp_path / "run"), steps=8, mesh="fsdp=2")
+    processes = Processes(config, 2, tmp_path, cluster=True)
+    assert processes.ended() == [0, 0], processes.errors()
+    out = processes.outputs[0].read_text()
+    assert "device     2 x cpu (cpu) of 2 processes" in out
+    assert len(metrics(config)) == 8
+    assert "device" not in processes.outputs[1].read_text()
 
 
 @pytest.mark.extended
@@ -495,6 +537,10 @@ def test_the_first_process_speaks_and_the_others_say_who_they_are(capsys, monkey
 
 
 if __name__ == "__main__":
-    config = dataclasses.replace(TINY, data=sys.argv[1], out_dir=sys.argv[2])
-    check_meshes_train_alike(config)
-    check_each_device_holds_its_part(config)
+    what, data, out_dir = sys.argv[1:]
+    config = dataclasses.replace(TINY, data=data, out_dir=out_dir)
+    if what == "remat":
+        check_attention_is_sent_once_with_remat(config)
+    else:
+        check_meshes_train_alike(config)
+        check_each_device_holds_its_part(config)
