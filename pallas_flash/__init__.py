@@ -1,5 +1,6 @@
 """Exact softmax attention for JAX on GPUs: blocked Pallas kernels, forward and backward."""
 
+from pallas_flash import mosaic as mosaic
 from pallas_flash._api import attention as attention
 from pallas_flash._api import dropout_mask as dropout_mask
 from pallas_flash._api import explain as explain

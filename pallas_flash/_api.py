@@ -15,7 +15,7 @@ from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._select import Explanation
 from pallas_flash._tiling import cache, choose
-from pallas_flash._tiling.sizes import TileSizes
+from pallas_flash._tiling.sizes import FORWARD, KERNELS, OfCall, TileSizes
 
 Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
 ContextParallelism = Literal["ring", "gather", "heads"]
@@ -137,7 +137,7 @@ def attention(
             "xla" the same algorithm in plain JAX, "reference" the dense definition. What is asked
             for explicitly is used or raises. See `explain`.
         tile_sizes: sizes of the kernels' tiles; what is None is what `tune` found on this GPU, or
-            else from a table.
+            else from a table. Where `implementation` is None, they say whose kernels compute.
         reproducible: whether gradients must be the same in every run, bit by bit. None follows
             XLA's flags for it, `--xla_gpu_deterministic_ops` and
             `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
@@ -171,13 +171,14 @@ def attention(
     The algorithm is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
     problem = _problem(locals())
-    choice = _select.select(problem, implementation, tiles=tile_sizes is not None)
+    wishes = _Wishes(implementation, tile_sizes, reproducible)
+    choice, tiles = wishes.choose(problem)
     _select.warn_of_fallback(choice, implementation)
     plan = dataclasses.replace(
-        _plan(problem, choice.implementation, tile_sizes, reproducible, implementation),
+        wishes.plan(problem, choice, tiles),
         along=_validate.along(sequence_axis),
         method=context_parallelism,
-        of_part=_PartPlan(implementation, tile_sizes, reproducible),
+        of_part=wishes,
     )
     o, lse = _run(problem, plan)
     if query.ndim == 3:
@@ -271,11 +272,13 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
         call[name] for name in ("implementation", "tile_sizes", "reproducible")
     )
     problem = _problem(call)
-    choice = _select.select(problem, asked, tiles=tile_sizes is not None)
-    plan = _plan(problem, choice.implementation, tile_sizes, reproducible, asked)
-    _, why = _select.backward_of(problem, choice.implementation, asked, reproducible)
+    wishes = _Wishes(asked, tile_sizes, reproducible)
+    choice, tiles = wishes.choose(problem)
+    chosen, plan = choice.implementation, wishes.plan(problem, choice, tiles)
+    _, why = _select.backward_of(problem, chosen, asked, reproducible, tiles)
     reasons = [choice.reason, why] if why else [choice.reason]
-    if tile_sizes is None and choose.tuned(problem, plan.backward_by) is not None:
+    used = [tiles.tuned.of(name) for name in {chosen, plan.backward_by} & {"mosaic", "triton"}]
+    if tile_sizes is None and any(sizes != TileSizes() for sizes in used):
         reasons.append(f"Its tiles are tuned, from {cache.file()}.")
     method, along = None, _validate.along(call["sequence_axis"])
     if along is None:
@@ -321,39 +324,9 @@ def dropout_mask(
     return dropout.kept(*indices)
 
 
-def _plan(problem: Problem, chosen: str, tile_sizes, reproducible, asked: str | None) -> _vjp.Plan:
-    if tile_sizes is not None and not isinstance(tile_sizes, TileSizes):
-        raise TypeError(
-            f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(tile_sizes).__name__} "
-            f"{tile_sizes!r}. "
-            "Write TileSizes(forward=Tile(128, 128, 8, 2))."
-        )
-    backward_by, _ = _select.backward_of(problem, chosen, asked, reproducible)
-    if chosen not in ("triton", "interpret"):
-        if tile_sizes is not None and asked is not None:
-            raise ValueError(
-                f"`tile_sizes` must be None where no kernel takes them; got {tile_sizes} with "
-                f"implementation={asked!r}. Drop one of the two."
-            )
-        tile_sizes = None
-    with_bias_by = _select.backward_with_bias(problem, backward_by)
-    tiles = _vjp.NO_TILES
-    for name in (backward_by, with_bias_by):
-        if name in ("triton", "interpret"):
-            tiles = choose.for_call(problem, name, tile_sizes)
-    return _vjp.Plan(
-        chosen,
-        tiles,
-        backward_by,
-        with_bias_by,
-        on_gpu="xla" in (backward_by, with_bias_by) and _select.target().nvidia,
-        in_order=backward_by == "mosaic" and _select.in_order(reproducible),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
-class _PartPlan:
-    """Chooses for a part of a problem, which may be served by another implementation.
+class _Wishes:
+    """Of a call, by which its plan is made; those of parts of a problem have their own.
 
     Attributes:
         implementation: the one that is asked for, if any.
@@ -366,9 +339,62 @@ class _PartPlan:
     reproducible: bool | None
 
     def __call__(self, part: Problem) -> _vjp.Plan:
-        asked, tiles = self.implementation, self.tile_sizes
-        choice = _select.select(part, asked, tiles=tiles is not None)
-        return _plan(part, choice.implementation, tiles, self.reproducible, asked)
+        return self.plan(part, *self.choose(part))
+
+    def choose(self, problem: Problem) -> tuple[Explanation, OfCall]:
+        """Who computes the forward, and the tiles that there are before those of tables."""
+        sizes = self.tile_sizes
+        if sizes is not None and not isinstance(sizes, TileSizes):
+            raise TypeError(
+                f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(sizes).__name__} "
+                f"{sizes!r}. "
+                "Write TileSizes(forward=Tile(128, 128, 8, 2))."
+            )
+        tiles = choose.before_tables(problem, sizes)
+        return _select.select(problem, self.implementation, tiles), tiles
+
+    def plan(self, problem: Problem, choice: Explanation, tiles: OfCall) -> _vjp.Plan:
+        """Who computes what, and with which tiles."""
+        asked, chosen = self.implementation, choice.implementation
+        backward_by, _ = _select.backward_of(problem, chosen, asked, self.reproducible, tiles)
+        with_bias_by = _select.backward_with_bias(problem, backward_by)
+        if asked is not None and self.tile_sizes is not None:
+            self._check_tiles(chosen, {backward_by, with_bias_by} - {""})
+        sizes = {
+            name: choose.for_call(problem, name, tiles)
+            for name in {chosen, backward_by, with_bias_by} & {"mosaic", "triton", "interpret"}
+        }
+        # Two passes serve every call, and where tiles are for these alone, they are wanted.
+        deciding = tiles.deciding("backward")
+        two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
+        return _vjp.Plan(
+            chosen,
+            sizes.get("triton") or sizes.get("interpret") or _vjp.NO_TILES,
+            sizes.get("mosaic", _vjp.NO_TILES),
+            backward_by,
+            with_bias_by,
+            on_gpu="xla" in (backward_by, with_bias_by) and _select.target().nvidia,
+            in_order=backward_by == "mosaic"
+            and (two_passes or _select.in_order(self.reproducible)),
+        )
+
+    def _check_tiles(self, chosen: str, backward_by: set[str]) -> None:
+        """Raises if tiles are given to who does not compute that pass."""
+        sizes, asked = self.tile_sizes or TileSizes(), self.implementation
+        if not {chosen, *backward_by} & {"mosaic", "triton", "interpret"}:
+            raise ValueError(
+                f"`tile_sizes` must be None where no kernel takes them; got {sizes} with "
+                f"implementation={asked!r}. Drop one of the two."
+            )
+        for kernel in KERNELS:
+            tile, by = sizes.tile(kernel), {chosen} if kernel in FORWARD else backward_by
+            if tile is not None and not any(sizes.of(name).tile(kernel) for name in by):
+                raise ValueError(
+                    f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
+                    f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
+                    f'implementation={asked!r}. Give "mosaic" those of pallas_flash.mosaic, and '
+                    "others a pallas_flash.Tile."
+                )
 
 
 def _reference_of(plan: _vjp.Plan) -> Callable:

@@ -1,7 +1,8 @@
 """Which implementation serves a call, and why not the others.
 
 None         "triton" on an NVIDIA GPU of compute capability 8.0 or more, elsewhere "xla"; on Hopper
-             "mosaic" where it was measured to be faster (`FASTER_BY_MOSAIC`), pass by pass
+             "mosaic" pass by pass where `tune` found that it is faster, or else where it was
+             measured to be (`FASTER_BY_MOSAIC`)
 "mosaic"     kernels for Hopper alone
 "triton"     kernels for all these GPUs
 "interpret"  those of "triton", in Pallas's interpreter: any device, slow
@@ -24,6 +25,7 @@ from pallas_flash._mask_objects import MaskArray
 from pallas_flash._masks import Segments
 from pallas_flash._operands import Unread
 from pallas_flash._problem import Problem
+from pallas_flash._tiling.sizes import OfCall
 
 IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
 
@@ -153,13 +155,17 @@ def target() -> Target:
     return Target(device.device_kind, nvidia, capability)
 
 
-def select(problem: Problem, asked: str | None, *, tiles: bool = False) -> Explanation:
+# Of no tiles, given or tuned.
+NO_TILES = OfCall()
+
+
+def select(problem: Problem, asked: str | None, tiles: OfCall = NO_TILES) -> Explanation:
     """Chooses, or raises for an explicit choice that cannot serve the problem.
 
     Args:
         problem: the call.
         asked: for which implementation, if any.
-        tiles: whether it gives the sizes of tiles, which "triton" alone takes on a GPU.
+        tiles: its own, and what was tuned: their kind says who computes a pass.
 
     Raises:
         ValueError: if `asked` is no implementation.
@@ -170,28 +176,27 @@ def select(problem: Problem, asked: str | None, *, tiles: bool = False) -> Expla
             f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r:.60}. "
             "Use None for the fastest."
         )
-    limits = _problem_limits(problem)
-    refused = {}
-    if on_gpu := [*(_device_limits() or _jax_limits()), *limits]:
-        refused["triton"] = " ".join(on_gpu)
-    if on_hopper := _mosaic_device_limits() or [*limits, *_mosaic_limits(problem)]:
-        refused["mosaic"] = " ".join(on_hopper)
+    limits, refused = _problem_limits(problem), not_on_gpu(problem)
+    by, why_not = _by_tiles("forward", tiles)
     # Where no kernel is going to run, its language is not even looked for: importing it takes time.
     anywhere = [*_jax_limits(), *limits] if asked == "interpret" else limits
     refused["interpret"] = " ".join(anywhere) or "Only on request: it is for tests, and slow."
     refused["reference"] = "Only on request: its memory grows with T * S."
     if asked is None:
-        if "mosaic" not in refused and tiles:
-            refused["mosaic"] = 'The call gives tile sizes, which are those of "triton".'
         if "mosaic" not in refused and "triton" in refused:
             chosen, reason = "mosaic", "the kernels for Hopper serve this call."
-        elif "mosaic" not in refused and _faster_by_mosaic("forward", problem):
+        elif "mosaic" not in refused and by == "mosaic":
+            chosen, reason = "mosaic", "the kernels for Hopper serve this call."
+            refused["triton"] = why_not
+        elif "mosaic" not in refused and not by and _faster_by_mosaic("forward", problem):
             chosen, reason = "mosaic", "the kernels for Hopper serve this call, and faster."
             refused["triton"] = "Slower than the kernels for Hopper."
         elif "triton" in refused:
             chosen, reason = "xla", "the fastest that serves this call on this device."
         else:
             chosen, reason = "triton", "the kernels serve this call on this GPU."
+            if by == "triton":
+                refused.setdefault("mosaic", why_not)
         refused.setdefault("mosaic", "Only on request: not known to be faster for this call.")
         refused["xla"] = "Slower than the kernels, which serve this call."
     else:
@@ -209,6 +214,24 @@ def select(problem: Problem, asked: str | None, *, tiles: bool = False) -> Expla
             refused.setdefault(name, f"{asked!r} was asked for.")
     refused.pop(chosen, None)
     return Explanation(chosen, reason, refused)
+
+
+def _by_tiles(attention_pass: str, tiles: OfCall) -> tuple[str, str]:
+    """Who computes a pass by its tiles, and why nobody else does; "" if they do not say."""
+    by = tiles.deciding(attention_pass).computed_by(attention_pass)
+    if tiles.given.computed_by(attention_pass):
+        return by, f'The call gives tile sizes, which are those of "{by}".'
+    return by, f'"{by}" was faster when such calls were tuned on this GPU.'
+
+
+def not_on_gpu(problem: Problem) -> dict[str, str]:
+    """Why "triton" and "mosaic" cannot serve a problem on the current device, where they cannot."""
+    limits = _problem_limits(problem)
+    why = {
+        "triton": [*(_device_limits() or _jax_limits()), *limits],
+        "mosaic": _mosaic_device_limits() or [*limits, *_mosaic_limits(problem)],
+    }
+    return {name: " ".join(sentences) for name, sentences in why.items() if sentences}
 
 
 def _problem_limits(p: Problem) -> list[str]:
@@ -319,7 +342,7 @@ def _missing(program):
             yield f"{name} in 8 bits"
 
 
-def _mosaic_backward_limit(p: Problem) -> str:
+def mosaic_backward_limit(p: Problem) -> str:
     """Why the backward for Hopper does not serve a problem that its forward may, or ""."""
     if max(p.head_dim, p.value_dim) > MOSAIC_BACKWARD_HEAD_DIM:
         return f"the one for Hopper serves head sizes up to {MOSAIC_BACKWARD_HEAD_DIM}"
@@ -377,7 +400,11 @@ def in_order(reproducible: bool | None) -> bool:
 
 
 def backward_of(
-    problem: Problem, implementation: str, asked: str | None, reproducible: bool | None
+    problem: Problem,
+    implementation: str,
+    asked: str | None,
+    reproducible: bool | None,
+    tiles: OfCall = NO_TILES,
 ) -> tuple[str, str]:
     """The implementation of the backward, and why, if it is not that of the forward.
 
@@ -386,13 +413,23 @@ def backward_of(
         implementation: of the forward.
         asked: the one that the call asks for.
         reproducible: as in `in_order`.
+        tiles: as in `select`.
     """
+    which = "backward in order" if in_order(reproducible) else "backward"
+    by, why_not = _by_tiles(which, tiles)
+    if (
+        (implementation, asked, by) == ("triton", None, "mosaic")
+        and "mosaic" not in not_on_gpu(problem)
+        and not mosaic_backward_limit(problem)
+    ):
+        return by, f'The backward is that of "mosaic": {_continued(why_not)}'
     if implementation != "mosaic":
         return implementation, ""
-    which = "backward in order" if in_order(reproducible) else "backward"
-    if limit := _mosaic_backward_limit(problem):
+    if limit := mosaic_backward_limit(problem):
         why = limit
-    elif asked is None and not _jax_limits() and not _faster_by_mosaic(which, problem):
+    elif asked is None and not _jax_limits() and by == "triton":
+        return by, f'The backward is that of "triton": {_continued(why_not)}'
+    elif asked is None and not _jax_limits() and not by and not _faster_by_mosaic(which, problem):
         how = "one for Hopper" if which == "backward" else "reproducible one for Hopper"
         why = f"the {how} is not known to be faster for this call"
     elif other := backward_with_bias(problem, implementation):
@@ -401,6 +438,10 @@ def backward_of(
         return implementation, ""
     other = _instead_of_mosaic()
     return other, f'The backward is that of "{other}": {why}.'
+
+
+def _continued(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:]
 
 
 def backward_with_bias(problem: Problem, backward_by: str) -> str:

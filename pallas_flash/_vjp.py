@@ -66,6 +66,7 @@ class Plan:
     Attributes:
         implementation: of the forward.
         tiles: of the kernels of "triton" and "interpret".
+        mosaic_tiles: of those of "mosaic".
         backward_by: the implementation of the backward.
         with_bias_by: that of one that gives the gradient of the bias; "" is the same.
         on_gpu: whether "xla" computes on a GPU.
@@ -77,6 +78,7 @@ class Plan:
 
     implementation: str
     tiles: TileSizes = NO_TILES
+    mosaic_tiles: TileSizes = NO_TILES
     backward_by: str = ""
     with_bias_by: str = ""
     on_gpu: bool = False
@@ -118,7 +120,7 @@ class Plan:
         if self.implementation == "xla":
             return _xla.forward(problem, on_gpu=self.on_gpu)
         if self.implementation == "mosaic":
-            return _mosaic().forward(problem)
+            return _mosaic().forward(problem, self.mosaic_tiles)
         return _triton().forward(problem, self.tiles, interpret=self._interpret)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -159,7 +161,9 @@ class Plan:
         if by == "xla":
             return _xla.backward(*cotangents, **wanted.flags(), on_gpu=self.on_gpu)
         if by == "mosaic":
-            return _mosaic().backward(*cotangents, **wanted.flags(), in_order=self.in_order)
+            return _mosaic().backward(
+                *cotangents, self.mosaic_tiles, **wanted.flags(), in_order=self.in_order
+            )
         return _triton().backward(
             *cotangents, self.tiles, **wanted.flags(), interpret=self._interpret
         )
@@ -217,7 +221,7 @@ def _attend_on_mesh(plan: Plan, operands: dict, rest: Problem):
         return _attend(here, _in_reverse_mode(here, operands), rest)
 
     # Pallas's interpreter and Mosaic GPU do not pass shard_map's check.
-    check_vma = plan.implementation not in ("interpret", "mosaic")
+    check_vma = not {plan.implementation, plan.backward_by} & {"interpret", "mosaic"}
     return _partition.explicitly(attend, rest.join(operands), check_vma=check_vma)
 
 

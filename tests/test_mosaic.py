@@ -29,8 +29,9 @@ from strict import strictly
 from test_accuracy import judge
 
 import pallas_flash
-from pallas_flash import _compat, _validate
+from pallas_flash import TileSizes, _compat, _validate
 from pallas_flash._vjp import _public_lse
+from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
 from scripts.inspection import gpu_compiler, machine_code
 
 if not _compat.has_mosaic_gpu():
@@ -51,14 +52,14 @@ def checked(qkv, options):
     )
 
 
-def emulated(problem, in_order=False):
+def emulated(problem, in_order=False, sizes=_mosaic.TABLE):
     """The results that `oracle.names` names, or with a bias those of `oracle.NAMES`."""
     qkv, (do, dlse), options = problem
     call = checked(qkv, options)
     flags = NO_FLAGS | dict(want_sinks=call.sinks is not None, in_order=in_order)
     with emulator.emulated(pytest.MonkeyPatch()):
-        o, log_sum = _mosaic.forward(call)
-        gradients = _mosaic.backward(call, o, log_sum, do, dlse, **flags)
+        o, log_sum = _mosaic.forward(call, sizes)
+        gradients = _mosaic.backward(call, o, log_sum, do, dlse, sizes, **flags)
     results = [o, _public_lse(log_sum), *(getattr(gradients, x) for x in ("query", "key", "value"))]
     # It has no gradient of a bias.
     return results if call.sinks is None or call.bias is not None else [*results, gradients.sinks]
@@ -101,6 +102,26 @@ in_order = pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "
 @pytest.mark.parametrize("case", [LONG, LONG_CAUSAL], ids=["full", "causal"])
 def test_slots_are_used_again(case, in_order, kernel_case):
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
+
+
+# None of them is the table's.
+SIZES = [
+    TileSizes(ForwardTile(2, 80, 0, 3), dkv=BackwardTile(64, 3), dq=DqTile(2, 128, 3)),
+    TileSizes(ForwardTile(3, 112, 2, 2), backward=BackwardTile(128, 3)),
+]
+
+
+@pytest.mark.parametrize("sizes", cases.default(SIZES[:1], SIZES), ids=["two-passes", "one-pass"])
+def test_tiles_that_are_asked_for_give_the_same(monkeypatch, sizes, kernel_case):
+    start, used = emulator.launch, []
+
+    def launch(kernel, operands, *, static, **others):
+        used.append(static.tile)
+        return start(kernel, operands, static=static, **others)
+
+    monkeypatch.setattr(emulator, "launch", launch)
+    judge(LONG, "bfloat16", emulated(LONG.problem("bfloat16"), sizes.backward is None, sizes))
+    assert {*used} == {*vars(sizes).values()} - {None}
 
 
 @in_order

@@ -24,6 +24,7 @@ KERNEL = {"_masks", "_problem", "_tiling.sizes", "_dropout", "_triton.common"}
 MOSAIC = {"_masks", "_problem", "_mosaic.common", "_mosaic.ptx", "_mosaic.tiles"}
 MAY_IMPORT = {
     "": {
+        "mosaic",
         "_api",
         "_mask_objects",
         "_order",
@@ -33,6 +34,7 @@ MAY_IMPORT = {
         "_tiling.tune",
         "_vjp",
     },
+    "mosaic": {"_tiling.sizes"},
     "tune": {"_tiling.tune", "_tiling.cache", "_tiling.sizes"},
     "_tiling.tune": {
         "_api",
@@ -67,10 +69,9 @@ MAY_IMPORT = {
     "_tiling.choose": {
         "_select",
         "_tiling.cache",
-        "_tiling.workload",
         "_tiling.sizes",
         "_triton.tiles",
-        "_hardware",
+        "_mosaic.candidates",
         "_problem",
     },
     "_tiling.cache": {"_select", "_tiling.sizes", "_mask_objects", "_masks", "_problem", "_compat"},
@@ -93,6 +94,7 @@ MAY_IMPORT = {
         "_masks",
         "_operands",
         "_problem",
+        "_tiling.sizes",
     },
     "_context": {
         "_context.ring",
@@ -154,7 +156,7 @@ MAY_IMPORT = {
         "_tiling.sizes",
     },
     # Of tiles a backend has three modules, and no kernel.
-    "_triton.tiles": {"_triton.tiles.rule", "_triton.tiles.candidates"},
+    "_triton.tiles": {"_triton.tiles.rule", "_triton.tiles.candidates", "_tiling.workload"},
     "_triton.tiles.candidates": {"_problem", "_tiling.sizes"},
     "_triton.tiles.rule": {
         "_triton.tiles.table",
@@ -173,6 +175,7 @@ MAY_IMPORT = {
         "_masks",
         "_problem",
         "_scores",
+        "_tiling.sizes",
     },
     "_mosaic.forward": MOSAIC | {"_dropout", "_scores"},
     "_mosaic.decode": MOSAIC | {"_dropout", "_mosaic.forward", "_scores"},
@@ -189,7 +192,16 @@ MAY_IMPORT = {
         "_scores",
     },
     "_mosaic.ptx": {"_compat"},
-    "_mosaic.tiles": {"_problem"},
+    "_mosaic.tiles": {"_problem", "_tiling.sizes"},
+    "_mosaic.candidates": {
+        "_mosaic.tiles",
+        "_mosaic.forward",
+        "_mosaic.backward",
+        "_mosaic.backward_dq",
+        "_problem",
+        "_tiling.sizes",
+        "_hardware",
+    },
     "_tiling.workload": {"_tiling.sizes", "_problem"},
     "_problem": {"_masks", "_operands", "_scores", "_dropout", "_tiling.sizes"},
     "_mask_objects": {"_checks", "_masks", "_operands"},
@@ -324,7 +336,7 @@ def test_explain_takes_what_attention_takes():
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (pallas_flash, pallas_flash.flax)
+    for module in (pallas_flash, pallas_flash.flax, pallas_flash.mosaic)
     for name in getattr(module, "__all__", dir(module))
     if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
 }

@@ -20,13 +20,14 @@ import pytest
 from described_gpus import described_gpu
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _select, _vjp
+from pallas_flash import Tile, TileSizes, _compat, _select, _vjp
 from pallas_flash._tiling import cache, choose, tune
 from pallas_flash._tiling.sizes import sizes_for
-from pallas_flash._tiling.tune import GRADIENTS, ROUNDS, SLOW, Trial, Tuning
+from pallas_flash._tiling.tune import ROUNDS, SLOW, Trial, Tuning
 from pallas_flash._triton import tiles as triton_tiles
+from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
 
-KERNELS = ("forward", *GRADIENTS)
+KERNELS = ("forward", "dkv", "dk", "dv", "dq")
 # Of TF32 for float32.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-10}
 PROGRAM = tune._program
@@ -128,7 +129,7 @@ def interpreted(joint_ms):
         tuning = tune.search(
             problem(kv_heads=1, is_causal=True, dtype=jnp.bfloat16),
             ("forward", "backward"),
-            implementation="interpret",
+            ["interpret"],
             measure=clock,
         )
     return tuning, clock, ms
@@ -145,7 +146,7 @@ def test_the_fastest_tile_of_each_kernel_wins(kernel_case):
             Trial(kernel, tile, ms[tile] * factor, None) for tile in sorted(ms, key=ms.get)
         ]
     p = problem(kv_heads=1, is_causal=True, dtype=jnp.bfloat16)
-    assert tuning.table == choose.by_table(p, "interpret", None)
+    assert tuning.tables == {"interpret": choose.by_table(p, "interpret", None)}
 
 
 def test_candidates_are_timed_in_turns_and_slow_ones_once(kernel_case):
@@ -161,7 +162,8 @@ def fake_programs(monkeypatch, change=lambda tile, results: results):
     """Exact results for every tile, then changed; nothing of the kernels is compiled."""
 
     def program(kernel, plan):
-        tile, exact = plan.tiles.tile(kernel), PROGRAM(kernel, _vjp.Plan("xla"))
+        tiles = plan.mosaic_tiles if plan.implementation == "mosaic" else plan.tiles
+        tile, exact = tiles.tile(kernel), PROGRAM(kernel, _vjp.Plan("xla"))
         return jax.jit(lambda *args: change(tile, exact(*args)))
 
     monkeypatch.setattr(tune, "_program", program)
@@ -172,7 +174,7 @@ def searched(monkeypatch, times, passes=("forward",), **changed):
     return tune.search(
         problem(**changed),
         passes,
-        implementation="interpret",
+        ["interpret"],
         measure=lambda kernel, tile, call, arguments: times[tile],
     )
 
@@ -197,13 +199,200 @@ def test_a_wrong_candidate_never_wins(monkeypatch, dtype, passes, fault):
 
     fake_programs(monkeypatch, change)
     tuning = searched(monkeypatch, {FASTER: 1.0, FAST: 2.0}, [passes], dtype=jnp.dtype(dtype))
-    for kernel in ("forward",) if passes == "forward" else GRADIENTS:
+    for kernel in ("forward",) if passes == "forward" else KERNELS[1:]:
         right, wrong = [trial for trial in tuning.trials if trial.kernel == kernel]
         assert right == Trial(kernel, FAST, 2.0, None)
         assert (wrong.tile, wrong.ms) == (FASTER, None)
         assert wrong.failure.startswith("wrong: a relative error of ")
         assert tuning.tile_sizes.tile(kernel) in (FAST, None)
     assert "winner" in str(tuning)
+
+
+# ------------------------------------------------------------------------------------------------
+# Of two implementations.
+
+newer = pytest.mark.skipif(
+    not _compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic": test_select has what is said'
+)
+MOSAIC = TileSizes(
+    forward=ForwardTile(3, 96), backward=BackwardTile(128), dkv=BackwardTile(64), dq=DqTile(2, 64)
+)
+TRITON = TileSizes(forward=FAST, dkv=FAST, dq=FAST)
+# Times of whole passes by who computes them, and what then wins.
+RACES = {
+    "mosaic, in one pass": ((1, 2), (1, 2, 3), MOSAIC),
+    "one pass, else triton": (
+        (1, 2),
+        (1, 3, 2),
+        dataclasses.replace(TRITON, forward=MOSAIC.forward, backward=MOSAIC.backward),
+    ),
+    "two passes": ((3, 2), (2, 1, 3), TileSizes(FAST, dkv=MOSAIC.dkv, dq=MOSAIC.dq)),
+    "triton": ((3, 2), (2, 3, 1), TRITON),
+    "what is right": ((None, 2), (None, 3, 1), TRITON),
+}
+
+
+@newer
+@pytest.mark.parametrize("race", RACES)
+def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
+    forward, backward, wanted = RACES[race]
+    times = dict(zip([MOSAIC.only(["forward"]), TRITON.only(["forward"])], forward, strict=True))
+    ways = MOSAIC.only(["backward"]), MOSAIC.only(["dkv", "dq"]), TRITON.only(["dkv", "dq"])
+    times |= dict(zip(ways, backward, strict=True))
+
+    def measure(kernel, tile, call, arguments):
+        if times.get(tile, 1) is None:
+            raise RuntimeError("it burnt")
+        return times.get(tile, 1)
+
+    of_triton = {"forward": FAST, "dkv": FAST, "dq": FAST}
+    fake_programs(monkeypatch)
+    monkeypatch.setattr(
+        triton_tiles, "candidates", lambda kernel, *_: [x for x in [of_triton.get(kernel)] if x]
+    )
+    monkeypatch.setattr(
+        choose.backend("mosaic"), "candidates", lambda kernel, *_: [MOSAIC.tile(kernel)]
+    )
+    both = ["triton", "mosaic"]
+    p = problem(size=64, value_dim=64, dtype=jnp.bfloat16)
+    tuning = tune.search(p, ["forward", "backward"], both, measure=measure)
+    assert tuning.tile_sizes == wanted
+    told = str(tuning)
+    assert "backward  mosaic, block_q 128, stages 2  1.0000 ms" in told
+    whole = [line for line in told.splitlines() if "  all of " in line]
+    # A pass by each, and that for gradients in two ways.
+    assert len(whole) == 5
+    assert sum(line.endswith("  winner") for line in whole) == 2 + bool(wanted.backward)
+
+
+@newer
+def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
+    fake_programs(monkeypatch)
+    p = problem(size=136, value_dim=136, dtype=jnp.bfloat16)
+    tile = ForwardTile(2, 64, 0)
+    monkeypatch.setattr(choose.backend("mosaic"), "candidates", lambda kernel, *_: [tile])
+    tuning = tune.search(p, ["forward", "backward"], ["mosaic"], measure=lambda *_: 1.0)
+    assert tuning.tile_sizes == TileSizes(forward=tile)
+
+
+@newer
+@pytest.mark.parametrize("size", [40, 64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "backward", "dkv", "dq"])
+def test_candidates_of_mosaic_fit_and_the_tables_is_the_first(kernel, size):
+    p = problem(size=size, value_dim=size, dtype=jnp.bfloat16)
+    by_table = functools.partial(choose.by_table, p, "mosaic")
+    tiles = choose.backend("mosaic").candidates(kernel, p, by_table)
+    assert tiles[0] == by_table(None).tile(kernel)
+    assert len({*tiles}) == len(tiles) <= 36
+    assert len(tiles) >= {"forward": 8, "dq": 2}.get(kernel, 2)
+    for tile in tiles:
+        by_table(sizes_for(kernel, tile))  # Raises where it does not fit.
+
+
+LONG = dict(q_len=2048, kv_len=2048, heads=32, kv_heads=32, size=128, value_dim=128)
+LONG |= dict(dtype=jnp.bfloat16, batch=2)
+
+
+def explained(**options):
+    shapes = {
+        name: jax.ShapeDtypeStruct((2, 2048, 32, 128), jnp.bfloat16)
+        for name in ("query", "key", "value")
+    }
+    return pallas_flash.explain(**shapes, **options)
+
+
+@pytest.fixture
+def hopper(monkeypatch, h200):
+    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "forward", "why_not", "backward"),
+    [
+        (None, "mosaic", "Slower than the kernels for Hopper.", ""),
+        (TileSizes(forward=FAST), "triton", '"triton" was faster when such calls were tuned', ""),
+        (TRITON, "triton", '"triton" was faster when such calls were tuned on this GPU.', ""),
+        (
+            TileSizes(FAST, backward=BackwardTile()),
+            "triton",
+            '"triton" was faster',
+            'The backward is that of "mosaic": "mosaic" was faster when such calls were tuned',
+        ),
+        (
+            TileSizes(ForwardTile(), dkv=FAST, dq=FAST),
+            "mosaic",
+            '"mosaic" was faster when such calls were tuned on this GPU.',
+            'The backward is that of "triton": "triton" was faster when such calls were tuned',
+        ),
+    ],
+    ids=["nothing", "forward", "triton", "backward by mosaic", "forward by mosaic"],
+)
+def test_a_winner_chooses_who_computes_each_pass(
+    monkeypatch, hopper, file, tiles, forward, why_not, backward
+):
+    # By the table "mosaic" is faster in both.
+    if tiles is not None:
+        cache.store(problem(**LONG), "NVIDIA H200", tiles)
+    monkeypatch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
+    choice = explained()
+    assert choice.implementation == forward
+    assert why_not in choice.refused["triton" if forward == "mosaic" else "mosaic"]
+    assert backward in choice.reason
+    assert (f"Its tiles are tuned, from {file}." in choice.reason) == (tiles is not None)
+    # What is asked for comes first.
+    other = "mosaic" if forward == "triton" else "triton"
+    assert explained(implementation=other).implementation == other
+    given = {"mosaic": TileSizes(forward=ForwardTile()), "triton": TileSizes(forward=OTHER)}[other]
+    choice = explained(tile_sizes=given)
+    assert choice.implementation == other
+    assert f'are those of "{other}"' in choice.refused[forward]
+
+
+def plan_of(monkeypatch, **options):
+    """Who computes a call of `attention`, and how."""
+    used = []
+    with monkeypatch.context() as patch:
+        patch.setattr(_vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
+        patch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
+        x = jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
+        pallas_flash.attention(x, x, x, **options)
+    [plan] = used
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("given", "reproducible", "by", "in_order"),
+    [
+        (MOSAIC, False, "mosaic", False),
+        (MOSAIC, True, "mosaic", True),
+        (MOSAIC.only(["dkv", "dq"]), False, "mosaic", True),
+        (MOSAIC.only(["dq"]), False, "mosaic", True),
+        (MOSAIC.only(["backward"]), False, "mosaic", False),
+        (MOSAIC.only(["backward"]), True, "triton", False),
+        (dataclasses.replace(TRITON, backward=BackwardTile(128)), False, "mosaic", False),
+        (dataclasses.replace(TRITON, backward=BackwardTile(128)), True, "triton", False),
+        (TRITON, False, "triton", False),
+    ],
+)
+def test_tiles_say_how_gradients_are_computed(
+    monkeypatch, hopper, given, reproducible, by, in_order
+):
+    """In one pass or in two, or by "triton", to which so short a call goes without tiles."""
+    plan = plan_of(monkeypatch, tile_sizes=given, reproducible=reproducible)
+    assert (plan.backward_by, plan.in_order) == (by, in_order)
+    assert plan.implementation == (given.computed_by("forward") or "triton")
+    assert (plan.tiles, plan.mosaic_tiles) == tuple(
+        given.of(name) if name in (by, plan.implementation) else TileSizes()
+        for name in ("triton", "mosaic")
+    )
+
+
+def test_tiles_of_mosaic_do_not_matter_where_it_does_not_serve(monkeypatch):
+    gpu_here(monkeypatch, "NVIDIA A100")
+    monkeypatch.setattr(_select, "target", lambda: _select.Target("NVIDIA A100", True, (8, 0)))
+    plan = plan_of(monkeypatch, tile_sizes=MOSAIC)
+    assert (plan.implementation, plan.backward_by) == ("triton", "triton")
+    assert plan.tiles == plan.mosaic_tiles == TileSizes()
 
 
 def test_an_infinite_lse_is_right_where_nothing_is_seen(monkeypatch):
@@ -248,7 +437,7 @@ def test_a_candidate_that_fails_is_reported_and_the_others_go_on(monkeypatch, st
     def measure(kernel, tile, call, arguments):
         return fail() if (step, tile) == ("measure", FASTER) else 1.0
 
-    tuning = tune.search(problem(), ["forward"], implementation="interpret", measure=measure)
+    tuning = tune.search(problem(), ["forward"], ["interpret"], measure=measure)
     assert tuning.tile_sizes == TileSizes(forward=FAST)
     assert tuning.trials == (
         Trial("forward", FAST, 1.0, None),
@@ -434,10 +623,10 @@ def search(monkeypatch):
     """`tune` finds these tiles at once."""
     asked, found = [], TileSizes(forward=FAST)
 
-    def search(problem, passes):
+    def search(problem, passes, implementations):
         asked.append((problem, passes))
         trials = (Trial("forward", FAST, 1.0, None), Trial("forward", OTHER, None, "it burnt"))
-        return Tuning(found, trials, table(), "a clock")
+        return Tuning(found, trials, {"triton": table()}, "a clock")
 
     monkeypatch.setattr(tune, "search", search)
     return asked
@@ -462,7 +651,7 @@ def test_a_dry_run_keeps_nothing(h200, search, file):
 
 
 def test_nothing_found_keeps_nothing(monkeypatch, h200, file):
-    nothing = Tuning(TileSizes(), (), table(), "a clock")
+    nothing = Tuning(TileSizes(), (), {}, "a clock")
     monkeypatch.setattr(tune, "search", lambda *_: nothing)
     assert pallas_flash.tune(**arguments()) == nothing
     assert not file.exists()
@@ -638,6 +827,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
         "_scores.py",
         "_operands.py",
         "_dropout.py",
+        "ptx.py",
     ],
 )
 def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
@@ -781,6 +971,48 @@ def test_passes_are_merged(file):
     }
 
 
+def test_tiles_of_both_implementations_are_stored(monkeypatch, capsys, file):
+    sizes = dataclasses.replace(TRITON, forward=ForwardTile(3, 96), backward=BackwardTile(128))
+    store(sizes)
+    assert list(cache.read(file).values()) == [sizes]
+    # A pass that is tuned again is forgotten whole, and the other one kept.
+    store(TileSizes(dkv=BackwardTile(), dq=DqTile()))
+    [merged] = cache.read(file).values()
+    assert merged == TileSizes(ForwardTile(3, 96), dkv=BackwardTile(), dq=DqTile())
+    assert command(monkeypatch, "--show") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2",
+        "  dkv       mosaic, block_q 64, stages 2",
+        "  dq        mosaic, warpgroups 2, block_kv 128, stages 2",
+    ]
+
+
+def test_a_file_of_before_is_read_and_kept(monkeypatch, h200, file):
+    """Without tiles of "mosaic"; what an older version may not read says so by its number."""
+    old = {
+        "made_by": "pallas_flash.tune",
+        "schema": 1,
+        "winners": {
+            "another call": {"forward": {"block_q": 64, "block_kv": 64, "num_warps": 4,
+                                         "num_stages": 3}},
+            cache.key(problem(), "NVIDIA H200"): {
+                kernel: {**dataclasses.asdict(FAST)} for kernel in ("forward", "dkv", "dq")
+            },
+        },
+    }  # fmt: skip
+    file.parent.mkdir()
+    file.write_text(json.dumps(old))
+    with warned(0):
+        assert tiles_of(monkeypatch) == WINNER.or_else(table())
+        store(TileSizes(forward=OTHER))
+    content = json.loads(file.read_text())
+    assert content["schema"] == 2
+    assert cache.read(file)["another call"] == TileSizes(Tile(64, 64, 4, 3))
+    assert cache.read(file)[cache.key(problem(), "NVIDIA H200")] == dataclasses.replace(
+        WINNER, forward=OTHER
+    )
+
+
 def test_the_file_is_read_once_and_again_after_a_store(monkeypatch, h200, file):
     assert tiles_of(monkeypatch) == table()
     store()
@@ -840,7 +1072,7 @@ FOREIGN = {
 }
 OTHER_FORM = {
     "an older schema": edited(lambda content: content.update(schema=0)),
-    "a newer schema": edited(lambda content: content.update(schema=2)),
+    "a newer schema": edited(lambda content: content.update(schema=3)),
     "no schema": edited(lambda content: content.pop("schema")),
     "no winners": edited(lambda content: content.pop("winners")),
     "a size that is none": of_the_winner(lambda winner: winner["dq"].update(block_q=7)),

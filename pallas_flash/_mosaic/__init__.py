@@ -16,17 +16,19 @@ from pallas_flash._mosaic.decode import decode as _decode
 from pallas_flash._mosaic.forward import forward as _forward
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LogSum, sinks_gradient
+from pallas_flash._tiling.sizes import TileSizes
 
-# So many are worth what joins the parts of few queries' keys; as for "triton".
-MANY_KEYS = 512
+# What is None is the table's.
+TABLE = TileSizes()
 
 
-def forward(problem: Problem):
+def forward(problem: Problem, sizes: TileSizes = TABLE):
     """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
-    if problem.few_queries and problem.kv_len > MANY_KEYS:
-        return _decode(problem, tiles.decode_tile(problem), _seen_keys(problem))
+    sizes = sizes.used(problem.few_queries).or_else(tiles.default(problem))
+    if sizes.decode is not None:
+        return _decode(problem, sizes.tile("decode"), _seen_keys(problem))
     p = dataclasses.replace(problem, value=_cleaned(problem.value, _seen_keys(problem)))
-    return _forward(p, tiles.forward_tile(p))
+    return _forward(p, sizes.tile("forward"))
 
 
 def backward(
@@ -35,6 +37,7 @@ def backward(
     log_sum: LogSum,
     do,
     dlse,
+    sizes: TileSizes = TABLE,
     *,
     want_scale: bool,
     want_bias: bool,
@@ -60,13 +63,12 @@ def backward(
 
     q, k, v, do = map(wide, _clean(p, do))
     rows = dataclasses.replace(p, query=q, key=k, value=v), do, log_sum, delta
-    tile, dscale = tiles.backward_tile(head_dim), None
+    sizes, dscale = sizes.or_else(tiles.default(p)), None
     if in_order:
-        dk, dv = _backward(*rows, tile, with_dq=False)
-        tile = tiles.dq_tile(head_dim, bool(p.mask))
-        dq, dscale = _dq(*rows, tile, want_scale=want_scale)
+        dk, dv = _backward(*rows, sizes.tile("dkv"), with_dq=False)
+        dq, dscale = _dq(*rows, sizes.tile("dq"), want_scale=want_scale)
     else:
-        dk, dv, dq = _backward(*rows, tile, with_dq=True)
+        dk, dv, dq = _backward(*rows, sizes.tile("backward"), with_dq=True)
         dq = rescaled(p.dropout, dq)
         if want_scale:
             dscale = q.astype(jnp.float32) * dq

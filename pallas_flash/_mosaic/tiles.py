@@ -3,67 +3,29 @@
 import dataclasses
 
 from pallas_flash._problem import Problem
+from pallas_flash._tiling.sizes import (
+    BackwardTile,
+    DecodeTile,
+    DqTile,
+    ForwardTile,
+    TileSizes,
+)
+
+# So many are worth what joins the parts of few queries' keys; as for "triton".
+MANY_KEYS = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardTile:
-    """How a program of the forward is made.
-
-    Attributes:
-        warpgroups: those that compute, 2 or 3, with 64 queries each.
-        block_kv: keys and values of a tile, a multiple of 16 (of 8 for the matrix units).
-        output_slots: places of 64 columns in shared memory through which the output leaves; 0
-            takes the place of the queries, for want of memory.
-        stages: slots of keys, and of values.
-    """
-
-    warpgroups: int = 2
-    block_kv: int = 128
-    output_slots: int = 1
-    stages: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeTile:
-    """How a program of the forward for few queries is made; it has 64 rows.
-
-    Attributes:
-        warpgroups: those that compute, with keys of their own.
-        block_kv: keys and values of a tile, a multiple of 64.
-        stages: slots of keys, and of values, a multiple of the warpgroups.
-    """
-
-    warpgroups: int = 2
-    block_kv: int = 64
-    stages: int = 6
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardTile:
-    """How a program of the backward is made; it has 128 keys.
-
-    Attributes:
-        block_q: queries of a tile, 64 or 128.
-        stages: slots of queries, and of cotangents.
-    """
-
-    block_q: int = 64
-    stages: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class DqTile:
-    """How a program of the pass for dq alone is made.
-
-    Attributes:
-        warpgroups: those that compute, 2 or 3, with 64 queries each.
-        block_kv: keys and values of a tile, a multiple of 64.
-        stages: slots of keys, and of values.
-    """
-
-    warpgroups: int = 2
-    block_kv: int = 128
-    stages: int = 2
+def default(p: Problem) -> TileSizes:
+    """Those of a call."""
+    head_dim = padded(max(p.head_dim, p.value_dim))
+    tile, few = backward_tile(head_dim), p.few_queries and p.kv_len > MANY_KEYS
+    return TileSizes(
+        forward=None if few else forward_tile(p),
+        decode=decode_tile(p) if few else None,
+        backward=tile,
+        dkv=tile,
+        dq=dq_tile(head_dim, bool(p.mask)),
+    )
 
 
 def forward_tile(p: Problem) -> ForwardTile:

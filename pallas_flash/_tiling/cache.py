@@ -25,10 +25,11 @@ from pallas_flash import _select
 from pallas_flash._mask_objects import BlockMask, Predicate
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
-from pallas_flash._tiling.sizes import KERNELS, Tile, TileSizes, power_of_2
+from pallas_flash._tiling.sizes import KERNELS, MOSAIC, OF_PASS, Tile, TileSizes, power_of_2
 
-# How a file says that it is ours, and its form: one with another number is ignored.
-MADE_BY, SCHEMA = "pallas_flash.tune", 1
+# How a file says that it is ours, and its form: one with another number than these is ignored. That
+# of 1 has no tiles of "mosaic".
+MADE_BY, SCHEMA, READABLE = "pallas_flash.tune", 2, (1, 2)
 REMOVE = "Remove them with `python -m pallas_flash.tune --clear`."
 
 # Queries, or keys, of all heads and examples that make programs enough for every GPU.
@@ -104,31 +105,36 @@ def _kind(mask: Mask) -> str:
     return "listed" if mask.scattered else mask.kind
 
 
-# What kernels are made of beside their own folder. (Its tiles are none of it: a winner replaces
+# What kernels are made of beside their own folders. (Their tiles are none of it: a winner replaces
 # them.)
 _SHAPE = ("_masks", "_mask_objects", "_scores", "_operands", "_dropout")
+_TILES = ("tiles.py", "candidates.py")
 
 
 @functools.cache
 def _fingerprint() -> str:
     folder = Path(__file__).parents[1]
-    sources = [*sorted(folder.glob("_triton/*.py")), *(folder / f"{name}.py" for name in _SHAPE)]
+    kernels = [*sorted(folder.glob("_triton/*.py")), *sorted(folder.glob("_mosaic/*.py"))]
+    sources = [path for path in kernels if path.name not in _TILES]
+    sources += [folder / f"{name}.py" for name in _SHAPE]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
-def lookup(problem: Problem, complete: Callable[[TileSizes], TileSizes]) -> TileSizes | None:
+def lookup(problem: Problem, check: Callable[[TileSizes], Any]) -> TileSizes | None:
     """The tiles of a winner for this problem and the GPU that is here, None without one.
 
     Args:
         problem: the call.
-        complete: adds what the winner lacks; raises ValueError if a tile does not fit on the GPU.
+        check: raises ValueError if a tile of the winner does not fit on the GPU.
     """
     gpu, path = gpu_here(), file()
     if gpu is None or path is None or not (winners := read(path)):
         return None
     winner = winners.get(key(problem, gpu))
     try:
-        return None if winner is None else complete(winner)
+        if winner is not None:
+            check(winner)
+        return winner
     except ValueError as error:
         return _ignore(path, f"{error} {REMOVE}")
 
@@ -154,10 +160,10 @@ def parse(path: Path) -> dict[str, TileSizes]:
     """
     content = _ours(path)
     try:
-        if content["schema"] != SCHEMA:
+        if content["schema"] not in READABLE:
             raise ValueError(f"schema {content['schema']}")
         return {
-            name: TileSizes(**{kernel: Tile(**tile) for kernel, tile in winner.items()})
+            name: TileSizes(**{kernel: _tile(kernel, tile) for kernel, tile in winner.items()})
             for name, winner in content["winners"].items()
         }
     # Whatever a file holds that is not of this form.
@@ -166,6 +172,11 @@ def parse(path: Path) -> dict[str, TileSizes]:
             f"winners in {path} must be in this version's form, schema {SCHEMA}; got "
             f"{type(error).__name__}: {error!s:.100} {REMOVE}"
         ) from error
+
+
+def _tile(kernel: str, numbers: dict[str, Any]) -> Any:
+    """A tile, whose kind its numbers tell."""
+    return (Tile if "num_warps" in numbers else MOSAIC[kernel])(**numbers)
 
 
 def _ours(path: Path) -> dict[str, Any]:
@@ -225,7 +236,9 @@ def store(problem: Problem, gpu: str, tiles: TileSizes) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
     name = key(problem, gpu)
     # One pass may have been tuned before, and the other now.
-    winners[name] = tiles.or_else(winners.get(name, TileSizes()))
+    of_pass = ({*OF_PASS[x]} for x in ("forward", "backward"))
+    new = {kernel for kernels in of_pass if any(map(tiles.tile, kernels)) for kernel in kernels}
+    winners[name] = tiles.or_else(winners.get(name, TileSizes()).only({*KERNELS} - new))
     content = {
         name: {k: dataclasses.asdict(tile) for k in KERNELS if (tile := sizes.tile(k))}
         for name, sizes in winners.items()

@@ -2,67 +2,79 @@
 
 from types import ModuleType
 
-from pallas_flash import _hardware, _select
+from pallas_flash import _select
 from pallas_flash._problem import Problem
-from pallas_flash._tiling import cache, workload
-from pallas_flash._tiling.sizes import KERNELS, TileSizes
-from pallas_flash._tiling.workload import Workload
+from pallas_flash._tiling import cache
+from pallas_flash._tiling.sizes import KERNELS, OfCall, TileSizes, whose
 
 
-def for_call(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
-    """The tiles that a call runs with.
+def before_tables(problem: Problem, asked: TileSizes | None) -> OfCall:
+    """The tiles that a call asks for, and what `tune` found for such calls."""
+    given = (asked or TileSizes()).used(problem.few_queries)
+    return OfCall(given, tuned(problem) or TileSizes())
+
+
+def tuned(problem: Problem) -> TileSizes | None:
+    """What `tune` found for this problem on the GPU that is here, if anything."""
+
+    def check(winner: TileSizes) -> None:
+        for implementation in {whose(tile) for k in KERNELS if (tile := winner.tile(k))}:
+            by_table(problem, implementation, winner.of(implementation))
+
+    return cache.lookup(problem, check) if _select.target().nvidia else None
+
+
+def for_call(problem: Problem, implementation: str, tiles: OfCall) -> TileSizes:
+    """The tiles that the kernels of one implementation run with; None is the table of "mosaic".
 
     Raises:
-        ValueError: if tiles that were asked for do not fit in the shared memory of the GPU.
+        ValueError: if tiles that were asked for do not fit on the GPU.
     """
-    tiles = by_table(problem, implementation, asked)
-    if (winner := tuned(problem, implementation)) is not None:
-        tiles = (asked or TileSizes()).used(problem.few_queries).or_else(winner)
-    return tiles
-
-
-def tuned(problem: Problem, implementation: str) -> TileSizes | None:
-    """What `tune` found for this problem on the GPU that is here, if anything."""
-    if implementation != "triton":
-        return None
-    return cache.lookup(problem, lambda winner: by_table(problem, implementation, winner))
+    given, tuned = (x.of(implementation) for x in tiles)
+    if implementation == "mosaic" and given == tuned == TileSizes():
+        return given  # Its kernels, which are not looked for here, ask their table themselves.
+    sizes = by_table(problem, implementation, given)
+    if implementation == "interpret" or tuned == TileSizes():
+        return sizes
+    return given.or_else(by_table(problem, implementation, tuned))
 
 
 def by_table(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
     """The tiles asked for, and the rest by the backend's table, whatever `tune` found."""
-    work = workload.of_problem(problem, _select.tile_capability(implementation))
-    return completed(asked, work, backend(implementation))
+    of = backend(implementation)
+    work = of.work_of(problem, _select.tile_capability(implementation))
+    return completed(asked, work, of)
 
 
 def backend(implementation: str) -> ModuleType:
-    """What the backend of "triton" and "interpret" knows of tiles.
+    """What the backend of an implementation knows of tiles.
 
-    * `default(work)`, its tiles for a `Workload`, which fit on the GPU;
-    * `shared_bytes(kernel, tile, work)`, what a tile takes of the GPU's shared memory;
+    * `work_of(problem, capability)`, what it chooses them by;
+    * `default(work)`, its tiles for that, which fit on the GPU;
+    * `check(kernel, tile, work)`, which raises ValueError if a tile does not;
     * `candidates(kernel, problem, choose)`, what `tune` is to try.
     """
     # Imported when needed, like the kernels.
+    if implementation == "mosaic":
+        from pallas_flash._mosaic import candidates
+
+        return candidates
     from pallas_flash._triton import tiles
 
     return tiles
 
 
-def completed(asked: TileSizes | None, work: Workload, backend: ModuleType) -> TileSizes:
+def completed(asked: TileSizes | None, work, backend: ModuleType) -> TileSizes:
     """The tiles asked for, as they are, and the rest from a backend.
 
     Raises:
-        ValueError: if tiles that were asked for do not fit in the shared memory of the GPU.
+        ValueError: if tiles that were asked for do not fit on the GPU.
     """
     default = backend.default(work)
     if asked is None:
         return default
-    asked, limit = asked.used(work.few_queries), _hardware.shared_memory_limit(work.capability)
+    asked = asked.used(work.few_queries)
     for kernel in KERNELS:
-        tile = asked.tile(kernel)
-        if tile is not None and (need := backend.shared_bytes(kernel, tile, work)) > limit:
-            raise ValueError(
-                f"`tile_sizes.{kernel}` must fit in the GPU's {limit // 1024} KiB of shared "
-                f"memory; got {tile}, which needs about {need // 1024} KiB at head size "
-                f"{max(work.head_dim, work.value_dim)}. Use smaller blocks or fewer stages."
-            )
+        if (tile := asked.tile(kernel)) is not None:
+            backend.check(kernel, tile, work)
     return asked.or_else(default)

@@ -5,9 +5,11 @@ memory in a pipeline of `num_stages`.
 """
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
-KERNELS = ("forward", "decode", "dkv", "dk", "dv", "dq")
+KERNELS = ("forward", "decode", "dkv", "dk", "dv", "dq", "backward")
 FORWARD = ("forward", "decode")
 KEYS_STAY = ("dkv", "dk", "dv")
 
@@ -54,17 +56,7 @@ class Tile:
             "num_stages": tuple(range(1, 9)),
             "num_slices": (1, 2, 4),
         }
-        for name, values in allowed.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(
-                    f"`{name}` must be an int; got {type(value).__name__} {value!r}. Pass one of "
-                    f"{values}."
-                )
-            if value not in values:
-                raise ValueError(
-                    f"`{name}` must be one of {values}; got {value}. Choose the nearest of them."
-                )
+        _check(self, **allowed)
         if not isinstance(self.one_loop, bool):
             raise TypeError(
                 f"`one_loop` must be a bool; got {type(self.one_loop).__name__} {self.one_loop!r}. "
@@ -81,9 +73,147 @@ class Tile:
         return min(self.num_slices, block_q // MIN_ROWS)
 
 
+# Of "mosaic": a tile's loads need a slot while the one before is in use.
+_STAGES = (2, 3, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTile:
+    """How a program of the forward of "mosaic" is made.
+
+    Attributes:
+        warpgroups: those that compute, 2 or 3, with 64 queries each.
+        block_kv: keys and values of a tile, a multiple of 16 up to 256.
+        output_slots: places of 64 columns in shared memory through which the output leaves, up to
+            4; 0 takes the place of the queries, for want of memory.
+        stages: slots of keys, and of values, 2 to 4.
+
+    Raises:
+        ValueError: if a number is none of those.
+        TypeError: if it is no int.
+    """
+
+    warpgroups: int = 2
+    block_kv: int = 128
+    output_slots: int = 1
+    stages: int = 2
+
+    def __post_init__(self):
+        slots = tuple(range(5))
+        kv = tuple(range(16, 257, 16))
+        _check(self, warpgroups=(2, 3), block_kv=kv, output_slots=slots, stages=_STAGES)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTile:
+    """How a program of the forward of "mosaic" for few queries is made; it has 64 rows.
+
+    Attributes:
+        warpgroups: those that compute, 2 or 3, with keys of their own.
+        block_kv: keys and values of a tile, a multiple of 64 up to 256.
+        stages: slots of keys, and of values, a multiple of the warpgroups up to 12.
+
+    Raises:
+        ValueError: if a number is none of those.
+        TypeError: if it is no int.
+    """
+
+    warpgroups: int = 2
+    block_kv: int = 64
+    stages: int = 6
+
+    def __post_init__(self):
+        _check(self, warpgroups=(2, 3), block_kv=(64, 128, 192, 256))
+        # Each slot is always the same one's.
+        _check(self, stages=tuple(range(self.warpgroups, 13, self.warpgroups)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTile:
+    """How a program of the backward of "mosaic" is made; it has 128 keys.
+
+    Attributes:
+        block_q: queries of a tile, 64 or 128.
+        stages: slots of queries, and of cotangents, 2 to 4.
+
+    Raises:
+        ValueError: if a number is none of those.
+        TypeError: if it is no int.
+    """
+
+    block_q: int = 64
+    stages: int = 2
+
+    def __post_init__(self):
+        _check(self, block_q=(64, 128), stages=_STAGES)
+
+
+@dataclasses.dataclass(frozen=True)
+class DqTile:
+    """How a program of the pass of "mosaic" for dq alone is made.
+
+    Attributes:
+        warpgroups: those that compute, 2 or 3, with 64 queries each.
+        block_kv: keys and values of a tile, a multiple of 64 up to 256.
+        stages: slots of keys, and of values, 2 to 4.
+
+    Raises:
+        ValueError: if a number is none of those.
+        TypeError: if it is no int.
+    """
+
+    warpgroups: int = 2
+    block_kv: int = 128
+    stages: int = 2
+
+    def __post_init__(self):
+        _check(self, warpgroups=(2, 3), block_kv=(64, 128, 192, 256), stages=_STAGES)
+
+
+def _check(tile, **allowed: tuple[int, ...]) -> None:
+    """Raises if a tile's number, by name, is none of those that it may be."""
+    for name, values in allowed.items():
+        value = getattr(tile, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(
+                f"`{name}` must be an int; got {type(value).__name__} {value!r}. Pass one of "
+                f"{values}."
+            )
+        if value not in values:
+            raise ValueError(
+                f"`{name}` must be one of {values}; got {value}. Choose the nearest of them."
+            )
+
+
+# The tiles of "mosaic", by kernel; all others are `Tile`s.
+MOSAIC = {
+    "forward": ForwardTile,
+    "decode": DecodeTile,
+    "dkv": BackwardTile,
+    "dq": DqTile,
+    "backward": BackwardTile,
+}
+
+# The kernels whose tiles say who is to compute a pass, those that come first before others.
+OF_PASS = {
+    "forward": ("decode", "forward"),
+    "backward": ("backward", "dkv", "dk", "dv", "dq"),
+    "backward in order": ("dkv", "dk", "dv", "dq"),
+}
+
+
+def whose(tile) -> str:
+    """Whose a tile is: "mosaic", or "triton" (and "interpret")."""
+    return "triton" if isinstance(tile, Tile) else "mosaic"
+
+
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
     """Tiles for each kernel of `attention`; None takes the table's.
+
+    A `Tile` is for "triton" and "interpret", those of `pallas_flash.mosaic` are for "mosaic". Where
+    `implementation` is None, the kind of tile says which of the two computes a pass, if both serve
+    the call.
 
     Attributes:
         forward: the forward kernel; a query tile stays.
@@ -96,37 +226,27 @@ class TileSizes:
             in registers.
         dv: the kernel for dv alone.
         dq: the kernel for dq; a query tile stays.
+        backward: the kernel of "mosaic" for dk, dv and dq in one pass, which serves where gradients
+            need not be the same in every run. If `dkv` or `dq` are given for "mosaic" and it is
+            not, they serve there, too.
 
     Raises:
-        ValueError: if `dkv` is mixed with `dk` or `dv`, or one of these two is missing.
-        TypeError: if one is no `Tile`.
+        ValueError: if `dkv` is mixed with `dk` or `dv`, or one of these two is missing, or if
+            passes of two implementations are mixed.
+        TypeError: if one is no tile of this kernel.
     """
 
-    forward: Tile | None = None
-    decode: Tile | None = None
-    dkv: Tile | None = None
+    forward: Tile | ForwardTile | None = None
+    decode: Tile | DecodeTile | None = None
+    dkv: Tile | BackwardTile | None = None
     dk: Tile | None = None
     dv: Tile | None = None
-    dq: Tile | None = None
+    dq: Tile | DqTile | None = None
+    backward: BackwardTile | None = None
 
     def __post_init__(self):
         for name in KERNELS:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Tile):
-                raise TypeError(
-                    f"`{name}` must be a pallas_flash.Tile or None; got {type(value).__name__} "
-                    f"{value!r}. "
-                    "Write Tile(block_q, block_kv, num_warps, num_stages)."
-                )
-            if value is not None and value.num_slices > 1 and name not in ("forward", "dq"):
-                raise ValueError(
-                    f"`{name}` must have `num_slices` 1; got {value}. Give slices to `forward` and "
-                    "`dq` alone."
-                )
-            if value is not None and value.one_loop and name != "forward":
-                raise ValueError(
-                    f"`{name}` must have `one_loop` False; got {value}. Give it to `forward` alone."
-                )
+            self._check_kind(name)
         split = (self.dk is not None, self.dv is not None)
         if any(split) and (self.dkv is not None or not all(split)):
             raise ValueError(
@@ -134,10 +254,57 @@ class TileSizes:
                 f"dk={self.dk}, "
                 f"dv={self.dv}. Give either `dkv` or both others."
             )
+        with_dq = self.dkv or self.dk
+        if with_dq and self.dq and whose(with_dq) != whose(self.dq):
+            raise ValueError(
+                f"`dq` must be for the implementation of `{'dkv' if self.dkv else 'dk'}`; got "
+                f"{self.dq} and {with_dq}. Give two tiles of one."
+            )
 
-    def tile(self, kernel: str) -> Tile:
+    def _check_kind(self, name: str) -> None:
+        value, mosaic = getattr(self, name), MOSAIC.get(name)
+        if value is None or (mosaic and isinstance(value, mosaic)):
+            return
+        if name == "backward":
+            raise TypeError(
+                f"`backward` must be a pallas_flash.mosaic.BackwardTile or None; got "
+                f"{type(value).__name__} {value!r}. Give tiles of other implementations to `dkv` "
+                "and `dq`."
+            )
+        if not isinstance(value, Tile):
+            also = f", a pallas_flash.mosaic.{mosaic.__name__}" if mosaic else ""
+            raise TypeError(
+                f"`{name}` must be a pallas_flash.Tile{also} or None; got {type(value).__name__} "
+                f"{value!r}. "
+                "Write Tile(block_q, block_kv, num_warps, num_stages)."
+            )
+        if value.num_slices > 1 and name not in ("forward", "dq"):
+            raise ValueError(
+                f"`{name}` must have `num_slices` 1; got {value}. Give slices to `forward` and "
+                "`dq` alone."
+            )
+        if value.one_loop and name != "forward":
+            raise ValueError(
+                f"`{name}` must have `one_loop` False; got {value}. Give it to `forward` alone."
+            )
+
+    def tile(self, kernel: str) -> Any:
         """The tile of one of `KERNELS`, where there is one."""
         return getattr(self, kernel)
+
+    def only(self, kernels: Iterable[str]) -> "TileSizes":
+        """Those of some kernels."""
+        return TileSizes(**{kernel: self.tile(kernel) for kernel in kernels})
+
+    def of(self, implementation: str) -> "TileSizes":
+        """Those of one implementation; "interpret" has those of "triton"."""
+        name = "triton" if implementation == "interpret" else implementation
+        return self.only(k for k in KERNELS if self.tile(k) and whose(self.tile(k)) == name)
+
+    def computed_by(self, attention_pass: str) -> str:
+        """Who computes one of `OF_PASS` with these: "mosaic", "triton" or "", which is anybody."""
+        tiles = map(self.tile, OF_PASS[attention_pass])
+        return next((whose(tile) for tile in tiles if tile), "")
 
     def used(self, few: bool) -> "TileSizes":
         """These sizes without the forward kernel that does not serve many, or `few`, queries."""
@@ -156,13 +323,42 @@ class TileSizes:
             dk=backward.dk,
             dv=backward.dv,
             dq=self.dq or default.dq,
+            backward=self.backward or default.backward,
         )
 
 
-def sizes_for(kernel: str, tile: Tile) -> TileSizes:
+class OfCall(NamedTuple):
+    """What there is for a call before the tables.
+
+    Attributes:
+        given: the sizes that it gives.
+        tuned: those that `tune` found for such calls on the GPU that is here.
+    """
+
+    given: TileSizes = TileSizes()
+    tuned: TileSizes = TileSizes()
+
+    def deciding(self, attention_pass: str) -> TileSizes:
+        """Those that say who computes a pass."""
+        return self.given if self.given.computed_by(attention_pass) else self.tuned
+
+
+def sizes_for(kernel: str, tile: Any) -> TileSizes:
     """A tile for one kernel; dk and dv, which go together, get the smallest for the other."""
-    names = ("dk", "dv") if kernel in ("dk", "dv") else (kernel,)
-    return TileSizes(**(dict.fromkeys(names, Tile(16, 16, 4, 1)) | {kernel: tile}))
+    sizes: dict[str, Any] = {}
+    if kernel in ("dk", "dv"):
+        sizes = dict.fromkeys(("dk", "dv"), Tile(16, 16, 4, 1))
+    return TileSizes(**sizes | {kernel: tile})
+
+
+def check_shared_memory(kernel: str, tile, need: int, limit: int, head_dim: int) -> None:
+    """Raises ValueError if a tile that was asked for needs more bytes than a program may have."""
+    if need > limit:
+        raise ValueError(
+            f"`tile_sizes.{kernel}` must fit in the GPU's {limit // 1024} KiB of shared "
+            f"memory; got {tile}, which needs about {need // 1024} KiB at head size {head_dim}. "
+            "Use smaller blocks or fewer stages."
+        )
 
 
 def few_queries(q_len: int, kv_len: int, rows: int) -> bool:

@@ -3,7 +3,8 @@
     candidates -> compiled, in threads -> checked against plain JAX -> timed in turns -> stored
 
 Each kernel is searched in programs without the others: the space is a sum over kernels, and no
-product. Backends say what to try; `cache` keeps the winners and gives them to later calls.
+product. Backends say what to try. Where two serve the call, whole passes with the winners of each
+are tried in the same way. `cache` keeps what won and gives it to later calls.
 """
 
 import concurrent.futures
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,16 @@ from jax.core import Tracer
 from pallas_flash import _api, _select, _validate
 from pallas_flash._problem import Problem
 from pallas_flash._tiling import cache, choose
-from pallas_flash._tiling.sizes import FORWARD, KEYS_STAY, Tile, TileSizes, sizes_for
+from pallas_flash._tiling.sizes import FORWARD, KERNELS, KEYS_STAY, Tile, TileSizes, sizes_for
 from pallas_flash._vjp import Plan, Wanted
 
-# The kernels of each pass. One of those of the forward serves a call; both ways to dk and dv are
-# tried: one kernel, and one for each.
-PASSES = {"forward": FORWARD, "backward": (*KEYS_STAY, "dq")}
+# The kernels of each pass. One of those of the forward serves a call; all ways to the gradients are
+# tried: one kernel for dk and dv, one for each, and one for all three.
+PASSES = {"forward": FORWARD, "backward": (*KEYS_STAY, "dq", "backward")}
 
 # What the kernels of the backward compute, by the names of `Gradients`.
 GRADIENTS = {"dkv": ("key", "value"), "dk": ("key",), "dv": ("value",), "dq": ("query",)}
+GRADIENTS |= {"backward": ("query", "key", "value")}
 
 # The relative L2 error above which a candidate is wrong: 4 roundings to the dtype; what the kernels
 # have by right is below 1. float32 counts as TF32, to which GPUs cut it unless told otherwise.
@@ -48,10 +50,13 @@ ROUNDS, ITERATIONS, SLOW = 5, 5, 1.3
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One candidate: its time in ms, or why it has none."""
+    """One candidate: its time in ms, or why it has none.
+
+    A whole pass, "forward" or "backward", has `TileSizes` for a tile.
+    """
 
     kernel: str
-    tile: Tile
+    tile: Any
     ms: float | None
     failure: str | None
 
@@ -61,16 +66,17 @@ class Tuning:
     """What `tune` returns; it prints as a table.
 
     Attributes:
-        tile_sizes: the fastest tiles; None for kernels of which no candidate was right.
+        tile_sizes: the fastest tiles, of the fastest implementation for each pass; None for kernels
+            of which no candidate was right.
         trials: every candidate, kernel by kernel, the fastest first.
-        table: the package's own tiles for this call.
+        tables: the package's own tiles for this call, by implementation.
         clock: what was timed, and how.
         file: where the winner is kept, None if it is not.
     """
 
     tile_sizes: TileSizes
     trials: tuple[Trial, ...]
-    table: TileSizes
+    tables: Mapping[str, TileSizes]
     clock: str
     file: Path | None = None
 
@@ -79,15 +85,28 @@ class Tuning:
         for trial in self.trials:
             tile, kernel = trial.tile, trial.kernel
             result = trial.failure if trial.ms is None else f"{trial.ms:.4f} ms"
-            marks = "  table" * (self.table.tile(kernel) == tile)
-            marks += "  winner" * (self.tile_sizes.tile(kernel) == tile)
+            found, tables = self.tile_sizes, self.tables.values()
+            marks = "  table" * any(table.tile(kernel) == tile for table in tables)
+            marks += "  winner" * (tile in (found.tile(kernel), found.only(_given(tile))))
             lines.append(f"{kernel:<8}{told(tile)}  {result}{marks}")
         where = f"stored in {self.file}" if self.file else "not stored"
         return "\n".join([*lines, f"{self.clock}; {where}"])
 
 
-def told(tile: Tile) -> str:
+def _given(tile) -> list[str]:
+    """The kernels that `TileSizes` give a tile."""
+    sizes = tile if isinstance(tile, TileSizes) else TileSizes()
+    return [kernel for kernel in KERNELS if sizes.tile(kernel)]
+
+
+def told(tile) -> str:
     """A tile as a column of a table."""
+    if isinstance(tile, TileSizes):
+        by = "mosaic" if tile.of("mosaic") == tile else "triton"
+        return f"  all of {by}: {', '.join(_given(tile))}"
+    if not isinstance(tile, Tile):
+        numbers = dataclasses.asdict(tile).items()
+        return "  mosaic, " + ", ".join(f"{name} {x}" for name, x in numbers)
     blocks = f"{tile.block_q} x {tile.block_kv}"
     slices = f", {tile.num_slices} slices" * (tile.num_slices > 1)
     loop = ", one loop" * tile.one_loop
@@ -106,12 +125,13 @@ def tune(
     """Finds the fastest tiles for a call of `attention` on this GPU, and keeps them for later ones.
 
     Candidates around the table's tiles are compiled, compared with plain JAX on the same inputs,
-    and timed; one that is wrong is reported and never chosen. From then on the winner serves calls
-    like this one, in this process and others, where they do not give `tile_sizes`; `explain` says
-    so, and PALLAS_FLASH_TUNED=0 in the environment prevents it. Alike are calls on one model of GPU
-    and one version of JAX, with the same head sizes, dtype and kind of mask (none, causal, other),
-    query heads that share keys or do not, and lengths with the same next power of two, both of one
-    head and (up to 2^18) of all heads and examples together.
+    and timed; one that is wrong is reported and never chosen. Where "triton" and "mosaic" both
+    serve the call, whole passes by each are timed, and the faster one wins. From then on the winner
+    serves calls like this one, in this process and others, where they do not give `tile_sizes`;
+    `explain` says so, and PALLAS_FLASH_TUNED=0 in the environment prevents it. Alike are calls on
+    one model of GPU and one version of JAX, with the same head sizes, dtype and kind of mask (none,
+    causal, other), query heads that share keys or do not, and lengths with the same next power of
+    two, both of one head and (up to 2^18) of all heads and examples together.
 
     Args:
         query: [B, T, N, H] or [T, N, H]; an array or a `jax.ShapeDtypeStruct`. Only shapes and
@@ -145,16 +165,16 @@ def tune(
         )
     problem = _problem((query, key, value), options)
     gpu = cache.gpu_here()
-    # With tiles, because they are to be tuned: those of "triton".
-    refused = _select.select(problem, None, tiles=True).refused.get("triton")
-    if gpu is None or refused:
-        why = refused or f"The device is {_select.target().description}."
+    refused = _select.not_on_gpu(problem)
+    implementations = [name for name in ("triton", "mosaic") if name not in refused]
+    if gpu is None or not implementations:
+        why = refused.get("triton") or f"The device is {_select.target().description}."
         raise NotImplementedError(
             f"tuning needs a GPU on which the kernels serve the call: {why[0].lower()}{why[1:]}"
         )
     if store:
         cache.check()  # Before minutes are spent.
-    tuning = search(problem, passes)
+    tuning = search(problem, passes, implementations)
     try:
         if store and tuning.tile_sizes != TileSizes():
             file = cache.store(problem, gpu, tuning.tile_sizes)
@@ -187,28 +207,68 @@ def _problem(inputs, options) -> Problem:
 def search(
     problem: Problem,
     passes: Iterable[str],
+    implementations: Sequence[str] = ("triton",),
     *,
-    implementation: str = "triton",
     measure: Callable[..., float] | None = None,
 ) -> Tuning:
     """Tries all candidates; `measure(kernel, tile, call, arguments)` gives ms, by a clock if None.
 
-    `implementation` is "triton" or "interpret".
+    `implementations` are "triton" and "mosaic", or "interpret".
     """
     measure, clock = (measure, "as given") if measure else _clock()
-
-    tiles = functools.partial(choose.by_table, problem, implementation)
-    table, trials = tiles(None), []
     arguments, wanted = _exact(problem)
-    for kernel in [kernel for name in PASSES if name in passes for kernel in PASSES[name]]:
-        if kernel in FORWARD and not table.tile(kernel):
-            continue
-        programs = {
-            tile: _program(kernel, Plan(implementation, tiles(sizes_for(kernel, tile))))
-            for tile in choose.backend(implementation).candidates(kernel, problem, tiles)
-        }
-        trials += _try_all(kernel, programs, arguments[kernel], wanted[kernel], measure)
-    return Tuning(_winners(trials), tuple(trials), table, clock)
+    tables, trials, found = {}, [], TileSizes()
+    for name in [name for name in PASSES if name in passes]:
+        ways = {}
+        for by in implementations:
+            tiles = functools.partial(choose.by_table, problem, by)
+            tables[by], mine = tiles(None), []
+            for kernel in _kernels(name, by, problem, tables[by]):
+                programs = {
+                    tile: _program(kernel, _plan(by, tiles(sizes_for(kernel, tile)), kernel))
+                    for tile in choose.backend(by).candidates(kernel, problem, tiles)
+                }
+                mine += _try_all(kernel, programs, arguments[kernel], wanted[kernel], measure)
+            trials += mine
+            ways |= {way: _plan(by, tiles(way), *_given(way)) for way in _ways(_winners(mine))}
+        if len(ways) > 1:
+            programs = {way: _program(name, plan) for way, plan in ways.items()}
+            whole = _try_all(name, programs, arguments[name], wanted[name], measure)
+            trials += whole
+            ways = [trial.tile for trial in whole if trial.ms is not None]
+        found = found.or_else(_fastest(list(ways)))
+    return Tuning(found, tuple(trials), tables, clock)
+
+
+def _kernels(attention_pass: str, by: str, problem: Problem, table: TileSizes) -> list[str]:
+    """Those of a pass that an implementation has for a problem."""
+    kernels = PASSES[attention_pass]
+    if by == "mosaic":
+        serves = attention_pass == "forward" or not _select.mosaic_backward_limit(problem)
+        return [kernel for kernel in kernels if serves and table.tile(kernel)]
+    # One of those of the forward serves, but all ways to dk and dv do.
+    return [k for k in kernels if table.tile(k) or k in KEYS_STAY]
+
+
+def _plan(by: str, sizes: TileSizes, *kernels: str) -> Plan:
+    """For programs of these kernels, with tiles of `by`."""
+    if by == "mosaic":
+        return Plan(by, mosaic_tiles=sizes, in_order="backward" not in kernels)
+    return Plan(by, sizes)
+
+
+def _ways(winners: TileSizes) -> list[TileSizes]:
+    """Those to a pass, of the winners of an implementation: of "mosaic" two to the gradients."""
+    kernels = _given(winners)
+    ways = [[k for k in kernels if k != "backward"], [k for k in kernels if k == "backward"]]
+    return [winners.only(way) for way in ways if way]
+
+
+def _fastest(ways: list[TileSizes]) -> TileSizes:
+    """The first of those that are sorted by time; one pass, which has no order, beside another."""
+    if ways and ways[0].backward and ways[1:]:
+        return ways[0].or_else(ways[1])
+    return ways[0] if ways else TileSizes()
 
 
 def _exact(problem: Problem):
@@ -243,15 +303,15 @@ def _program(kernel: str, plan: Plan):
 
 def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Trial]:
     """Compiles, checks and times programs by their tiles; the fastest come first."""
-    failures: dict[Tile, str] = {}
+    failures: dict[Any, str] = {}
 
-    def attempt(tile: Tile, function: Callable, *args) -> Any:
+    def attempt(tile, function: Callable, *args) -> Any:
         try:
             return function(*args)
         except Exception as error:  # However one fails, the others go on.
             failures[tile] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
-    def each(tiles: Iterable[Tile], doing: str) -> Iterable[Tile]:
+    def each(tiles: Iterable, doing: str) -> Iterable:
         tiles = list(tiles)
         for tile in _progress(tiles, f"{kernel}: {doing}"):
             if tile not in failures:
@@ -274,14 +334,14 @@ def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Tr
             failures[tile] = (
                 f"wrong: a relative error of {error:.1e}, where {allowed:.1e} is allowed"
             )
-    times: dict[Tile, list[float]] = {tile: [] for tile in compiled if tile not in failures}
+    times: dict[Any, list[float]] = {tile: [] for tile in compiled if tile not in failures}
     for tile in each(list(times) * ROUNDS, "timing"):
         fastest = min((ms[0] for ms in times.values() if ms), default=math.inf)
         if not times[tile] or times[tile][0] <= SLOW * fastest:
             ms = attempt(tile, measure, kernel, tile, compiled[tile], arguments)
             times[tile] += [] if ms is None else [ms]
 
-    def trial(tile: Tile) -> Trial:
+    def trial(tile) -> Trial:
         failure = failures.get(tile)
         return Trial(kernel, tile, None if failure else statistics.median(times[tile]), failure)
 
@@ -327,18 +387,20 @@ def _clock() -> tuple[Callable[..., float], str]:
     return _kernel_ms, "kernel alone, by CUPTI"
 
 
-def _kernel_ms(kernel: str, tile: Tile, call, arguments) -> float:
+def _kernel_ms(kernel: str, tile, call, arguments) -> float:
     from jax.experimental.mosaic.gpu import profiler
 
     _, calls = profiler.measure(call, aggregate=False, iterations=ITERATIONS)(*arguments)
-    name = re.compile(rf"pallas_flash_{kernel}(?![a-z])")  # XLA may add a number.
+    # XLA may add a number. Of a whole pass all kernels count.
+    whole = isinstance(tile, TileSizes)
+    name = re.compile("" if whole else rf"pallas_flash_{kernel}(?![a-z])")
     times = [sum(ms for symbol, ms in call if name.search(symbol)) for call in calls or [[]]]
     if not all(times):
         raise RuntimeError(f"CUPTI saw no kernel {name.pattern}")
     return statistics.median(times)
 
 
-def _program_ms(kernel: str, tile: Tile, call, arguments) -> float:
+def _program_ms(kernel: str, tile, call, arguments) -> float:
     results = jax.block_until_ready(call(*arguments))
     start = time.perf_counter()
     for _ in range(ITERATIONS):

@@ -1,5 +1,7 @@
 """Tiles for these kernels: what was measured, the rule that picks from it, and what to try."""
 
-from pallas_flash._triton.tiles.candidates import candidates as candidates
-from pallas_flash._triton.tiles.rule import default as default
-from pallas_flash._triton.tiles.rule import shared_bytes as shared_bytes
+from pallas_flash._tiling.workload import of_problem as work_of
+from pallas_flash._triton.tiles.candidates import candidates
+from pallas_flash._triton.tiles.rule import check, default
+
+__all__ = ["candidates", "check", "default", "work_of"]

@@ -4,7 +4,14 @@ import dataclasses
 import math
 
 from pallas_flash import _hardware
-from pallas_flash._tiling.sizes import KERNELS, KEYS_STAY, Tile, TileSizes, power_of_2
+from pallas_flash._tiling.sizes import (
+    KERNELS,
+    KEYS_STAY,
+    Tile,
+    TileSizes,
+    check_shared_memory,
+    power_of_2,
+)
 from pallas_flash._tiling.workload import Workload
 from pallas_flash._triton.tiles import table
 
@@ -87,6 +94,13 @@ def _smaller(kernel: str, tile: Tile) -> Tile:
         tile = dataclasses.replace(tile, block_kv=max(16, tile.block_kv // 2))
     stay = tile.block_kv if kernel in KEYS_STAY else tile.block_q
     return dataclasses.replace(tile, num_warps=4) if stay <= 64 else tile
+
+
+def check(kernel: str, tile: Tile, work: Workload) -> None:
+    """Raises ValueError if a tile does not fit in the GPU's shared memory."""
+    limit = _hardware.shared_memory_limit(work.capability)
+    need, head_dim = shared_bytes(kernel, tile, work), max(work.head_dim, work.value_dim)
+    check_shared_memory(kernel, tile, need, limit, head_dim)
 
 
 def shared_bytes(kernel: str, tile: Tile, work: Workload) -> int:

@@ -1,0 +1,136 @@
+"""What tiles take of a GPU, which of them fit, and what `tune` tries for each kernel."""
+
+import itertools
+from collections.abc import Callable
+
+from pallas_flash import _hardware
+from pallas_flash._mosaic import backward_dq, tiles
+from pallas_flash._mosaic.backward import BLOCK_KV, EXCHANGE, REGISTERS
+from pallas_flash._mosaic.forward import REGISTERS as FORWARD_REGISTERS
+from pallas_flash._problem import Problem
+from pallas_flash._tiling.sizes import (
+    FORWARD,
+    BackwardTile,
+    DecodeTile,
+    DqTile,
+    ForwardTile,
+    TileSizes,
+    check_shared_memory,
+    sizes_for,
+)
+
+ROWS = 64  # Queries, or keys, of a warpgroup.
+HOPPER = (9, 0)
+# Bytes for them at most, of 8 each.
+BARRIERS = 1024
+
+
+default = tiles.default
+
+
+def work_of(problem: Problem, capability: tuple[int, int] | None) -> Problem:
+    """What tiles are chosen by."""
+    del capability  # There is one.
+    return problem
+
+
+def check(kernel: str, tile, p: Problem) -> None:
+    """Raises ValueError if a tile does not fit on the GPU."""
+    limit = _hardware.shared_memory_limit(HOPPER)
+    check_shared_memory(kernel, tile, shared_bytes(kernel, tile, p), limit, _width(p))
+    taken, registers = _registers(kernel, tile, p)
+    if taken >= registers:
+        raise ValueError(
+            f"`tile_sizes.{kernel}` must fit in a thread's {registers} registers; got {tile}, "
+            f"whose sums and scores take {taken} at head size {_width(p)}. Use smaller blocks or "
+            "fewer warpgroups."
+        )
+    if kernel == "forward" and not tile.output_slots and p.value_dim > p.head_dim:
+        raise ValueError(
+            "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
+            f"got {tile} and head sizes of {p.head_dim} and {p.value_dim} (of values). Use 1."
+        )
+    # Two warpgroups share out a tile of dq, 64 x 64 for each.
+    rows = 2 * ROWS * ROWS // _padded(p)
+    if kernel == "backward" and tile.block_q != rows:
+        raise ValueError(
+            f"`tile_sizes.backward` must have {rows} queries at head size {_width(p)}; got {tile}. "
+            f"Use block_q={rows}."
+        )
+
+
+def shared_bytes(kernel: str, tile, p: Problem) -> int:
+    """What a kernel keeps in shared memory."""
+    statistics = 4 * (2 if p.large else 1)
+    if kernel == "forward":
+        head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
+        rows = tile.warpgroups * ROWS
+        stay = rows * (2 * (head_dim + 64 * tile.output_slots) + statistics)
+        return BARRIERS + stay + 2 * tile.stages * tile.block_kv * (head_dim + value_dim)
+    if kernel == "decode":
+        head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
+        flow = tile.stages * tile.block_kv * (head_dim + value_dim)
+        return BARRIERS + 2 * (ROWS * head_dim + flow)
+    both, numbers = 2 * 2 * _padded(p), 4 + statistics
+    if kernel == "dq":
+        rows = tile.warpgroups * ROWS
+        return BARRIERS + rows * (both + numbers) + tile.stages * tile.block_kv * both
+    flow = tile.stages * tile.block_q * (both + numbers)
+    exchanged = EXCHANGE * 2 * BLOCK_KV * tile.block_q if kernel == "backward" else 0
+    return BARRIERS + BLOCK_KV * both + flow + exchanged
+
+
+def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:
+    """How many a thread's numbers take at once, and how many it has; 64 rows have 128 threads."""
+    if kernel in FORWARD:
+        # Sums, scores, and in 16 bits the weights of the tile before.
+        numbers = p.value_dim // 2 + tile.block_kv // 2 + tile.block_kv // 4
+        return numbers, FORWARD_REGISTERS[tile.warpgroups][0]
+    if kernel == "dq":
+        return _padded(p) // 2 + tile.block_kv, backward_dq.REGISTERS[tile.warpgroups][0]
+    return _padded(p) + tile.block_q, REGISTERS[0]
+
+
+def _padded(p: Problem) -> int:
+    return tiles.padded(_width(p))
+
+
+def _width(p: Problem) -> int:
+    return max(p.head_dim, p.value_dim)
+
+
+def candidates(kernel: str, problem: Problem, choose: Callable[[TileSizes | None], TileSizes]):
+    """Tiles that fit, the table's first; `choose` is a partial `by_table`."""
+    tried = {
+        # The output leaves through one slot, or where that has no room in place of the queries.
+        "forward": [
+            ForwardTile(*sizes)
+            for sizes in itertools.product(
+                (2, 3), (64, 80, 96, 112, 128, 144, 160, 176, 192), (1, 0), (2, 3)
+            )
+        ],
+        "decode": [
+            DecodeTile(w, kv, stages)
+            for w, kv in itertools.product((2, 3), (64, 128))
+            for stages in range(w, 13, w)
+        ],
+        "backward": [BackwardTile(*sizes) for sizes in itertools.product((64, 128), (2, 3))],
+        "dkv": [BackwardTile(*sizes) for sizes in itertools.product((64, 128), (2, 3))],
+        "dq": [DqTile(*sizes) for sizes in itertools.product((2, 3), (64, 128), (2, 3, 4))],
+    }[kernel]
+    fitting = [tile for tile in tried if _fits(kernel, tile, choose)]
+    if kernel == "forward":
+        slots = {(x.warpgroups, x.block_kv, x.stages) for x in fitting if x.output_slots}
+        fitting = [
+            x
+            for x in fitting
+            if x.output_slots or (x.warpgroups, x.block_kv, x.stages) not in slots
+        ]
+    return list(dict.fromkeys([choose(None).tile(kernel), *fitting]))
+
+
+def _fits(kernel: str, tile, choose) -> bool:
+    try:
+        return bool(choose(sizes_for(kernel, tile)))
+    except ValueError:
+        return False
