@@ -608,7 +608,9 @@ def test_on_a_gpu(file):
     print(tuning)
     failed = [trial.failure for trial in tuning.trials if trial.ms is None]
     assert all("RESOURCE_EXHAUSTED" in failure for failure in failed)
-    assert {trial.kernel for trial in tuning.trials if trial.ms} == {*KERNELS}
+    on_hopper = "mosaic" not in _select.not_on_gpu(problem(dtype=jnp.bfloat16))
+    wanted = {*KERNELS, "backward"} if on_hopper else {*KERNELS}
+    assert {trial.kernel for trial in tuning.trials if trial.ms} == wanted
     assert tuning.clock == "kernel alone, by CUPTI"
     x = jnp.zeros(x.shape, x.dtype)
     assert str(file) in pallas_flash.explain(x, x, x, is_causal=True).reason
