@@ -1,0 +1,58 @@
+"""Everything that "mosaic" serves lowers for a Hopper GPU that is not here, in both modes of the backward.
+
+Lowering knows what Pallas has for Mosaic GPU, which the emulator does not: layouts, operations and
+sizes that it refuses.
+"""
+
+import functools
+import re
+
+import cases
+import jax
+import pytest
+from described_gpus import described_gpu
+
+import pallas_flash
+from pallas_flash import _compat, _select
+from pallas_flash._tiling.tune import _problem
+
+if not _compat.has_mosaic_gpu():
+    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
+
+# Ranges and lists of tiles. All take as long.
+IN_DEFAULT = ("documents, causal, long", "blocks and predicate")
+SERVED = [cases.BY_NAME[name] for name in cases.SERVED_ON_HOPPER]
+
+
+def launches(case, reproducible: bool) -> int:
+    """Those of "mosaic" in forward and backward."""
+    qkv, cotangents, options = case.problem("bfloat16")
+    arrays, constant = {}, {}
+    for name, x in options.items():
+        (arrays if isinstance(x, jax.Array) else constant)[name] = x
+
+    def gradients(qkv, cotangents, arrays):
+        call = functools.partial(
+            pallas_flash.attention,
+            **arrays,
+            **constant,
+            return_lse=True,
+            implementation="mosaic",
+            reproducible=reproducible,
+        )
+        return jax.vjp(call, *qkv)[1](cotangents)
+
+    with described_gpu("NVIDIA H200"):
+        traced = jax.jit(gradients).trace(qkv, cotangents, arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return len(re.findall(r"@mosaic_gpu\w*\(", text))
+
+
+@pytest.mark.parametrize("reproducible", [False, True], ids=["one-pass", "in-order"])
+@cases.parametrize(names=IN_DEFAULT, others_extended=True, table=SERVED)
+def test_lowers(case, reproducible):
+    qkv, _, options = case.problem("bfloat16")
+    if _select.mosaic_backward_limit(_problem(qkv, options)):
+        assert launches(case, reproducible) == 1
+    else:
+        assert launches(case, reproducible) >= (3 if reproducible else 2)
