@@ -121,6 +121,8 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
     statistics_sm = memory["statistics_sm"]
     ring = common.Ring(tile.stages)
     dtype, my_q = k_sm.dtype, q_sm.at[warpgroup]
+    # Whether the last query tile ends before the last warpgroup's rows.
+    some_idle = -(-static.q.length // ROWS) % tile.warpgroups > 0
 
     def item(i, item, used):
         b, h, q_tile, *entry = item
@@ -182,16 +184,33 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
                 carry = lax.fori_loop(jnp.int32(1), start, on_edge, carry)
             inside = functools.partial(step, masked=False)
             acc, p, m, l = lax.fori_loop(start, count, inside, carry)
+            if o_sm is not None:
+                plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
             last = ring(used + count - 1)
             acc = ptx.waited(0, weighted(acc, p, last), p)
             plgpu.barrier_arrive(memory["v_free"].at[last])
             return acc, m, l
 
+        def none(*carry):
+            """Leaves the tiles to the other warpgroups."""
+
+            def passed(j, _):
+                for x in ("k", "v"):
+                    plgpu.barrier_wait(memory[f"{x}_full"].at[ring(used + j)])
+                    plgpu.barrier_arrive(memory[f"{x}_free"].at[ring(used + j)])
+
+            if some_idle:
+                lax.fori_loop(jnp.int32(0), count, passed, None)
+            if o_sm is not None:
+                plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
+            return carry
+
         plgpu.barrier_wait(memory["q_full"].at[warpgroup])
         # A query tile that sees nothing has no tiles.
-        acc, m, l = lax.cond(count > 0, some, lambda *carry: carry, acc, m, l)
-        if o_sm is not None:
-            plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
+        sees = count > 0
+        if some_idle:
+            sees = jnp.logical_and(sees, first_row < static.q.length)
+        acc, m, l = lax.cond(sees, some, none, acc, m, l)
         sinks, dropout = options.extras.sinks, options.extras.dropout
         sink = None if sinks is None else sinks[h]
         statistics, weight = finish(m, l, sink, large=static.large)
