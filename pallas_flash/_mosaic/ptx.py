@@ -271,6 +271,9 @@ def store_rows(x, ref, first):
         first: the row there of the first one.
     """
     rows, width = ref.shape[0], x.shape[1] if x.ndim == 2 else 1
+    each, store = 1, "st.global.f32 [$0], $1;"
+    if width > 1:
+        each, store = 2, "st.global.v2.f32 [$0], {$1, $2};"
 
     @plgpu.inline_mgpu(arg_types=(WGMMA if x.ndim == 2 else ROW, plgpu.RefType(), SPLAT))
     def emit(_, x, ref, first):
@@ -282,21 +285,24 @@ def store_rows(x, ref, first):
         # Four threads have the same rows, of warps 16 of which a thread has two, 8 apart.
         warp = arith.divui(thread, number(32))
         row, pair = arith.addi(row, arith.muli(warp, number(8))), arith.remui(thread, number(4))
-        pointer, values = _global(ref), list(x.registers.flat)
+        pointer, values = _global(ref), _scalars(x)
         for half in range(2):
             mine = arith.addi(row, number(8 * half))
             exists = arith.cmpi(arith.CmpIPredicate.slt, mine, number(rows))
             if width == 1:
                 exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, pair, number(0)))
-            branch = scf.IfOp(exists)
-            with ir.InsertionPoint(branch.then_block):
-                at = arith.muli(mine, number(width))
-                if width > 1:
-                    at = arith.addi(at, arith.muli(pair, number(2)))
-                place = utils.getelementptr(pointer, [at], _f32())
-                for group, value in enumerate(values[half::2]):
-                    llvm.store(value, utils.getelementptr(place, [8 * group], _f32()))
-                scf.yield_([])
+            at = arith.muli(mine, number(width))
+            if width > 1:
+                at = arith.addi(at, arith.muli(pair, number(2)))
+            place = utils.getelementptr(pointer, [at], _f32())
+            for group in range(len(values) // (2 * each)):
+                utils.inline_ptx(
+                    store,
+                    utils.getelementptr(place, [8 * group], _f32()),
+                    *values[(2 * group + half) * each :][:each],
+                    predicate=exists,
+                    has_side_effects=True,
+                )
 
     emit(x, ref, first)
 
