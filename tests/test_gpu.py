@@ -6,6 +6,7 @@ that no program writes where another does.
 
 import dataclasses
 import functools
+import itertools
 
 import cases
 import jax
@@ -49,6 +50,24 @@ def enough_programs(monkeypatch):
     monkeypatch.setattr(table, "ENOUGH_KEYS", 1)
 
 
+# Only where there is a GPU is the difference known: others have no kernels for Hopper.
+needs_hopper = pytest.mark.skipif(
+    jax.default_backend() == "gpu"
+    and (not _compat.has_mosaic_gpu() or _select.target().capability != (9, 0)),
+    reason="The kernels in Mosaic GPU need a Hopper GPU and JAX 0.11.2.",
+)
+
+# What both kinds of kernels are asked for.
+by_kernels = pytest.mark.parametrize(
+    "implementation", ["triton", pytest.param("mosaic", marks=needs_hopper)]
+)
+
+
+def in_16_bits(implementation):
+    """The dtype of a test of float32: the kernels for Hopper serve 16 bits."""
+    return "bfloat16" if implementation == "mosaic" else "float32"
+
+
 # IEEE products are unrolled into single multiplications: in the table's tiles a call takes the
 # compiler 9 to 18 s of a core, in these 2 to 4. So few cases have the table's there.
 UNROLLED = pallas_flash.TileSizes(dkv=pallas_flash.Tile(16, 32), dq=pallas_flash.Tile(32, 16))
@@ -80,22 +99,22 @@ def test_kernels(case, dtype, precision, kernel_case, monkeypatch):
         "all features",
     ]
 )
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-@pytest.mark.parametrize("enough", [False, True], ids=["few-programs", "enough-programs"])
+@pytest.mark.parametrize(
+    ("head_dim", "enough"),
+    cases.default(
+        [(40, True), (64, False), (128, True), (256, False)],
+        list(itertools.product([40, 64, 128, 256], [False, True])),
+    ),
+)
 def test_head_sizes(case, head_dim, enough, kernel_case, monkeypatch):
-    """Each has tiles of its own in the table."""
+    """Each has tiles of its own in the table, of which calls with enough programs have others.
+
+    `-m 'gpu and extended'` runs the others of these pairs.
+    """
     case = dataclasses.replace(case.scaled(5 + enough), H=head_dim, V=head_dim)
     if enough:
         enough_programs(monkeypatch)
     judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
-
-
-# Only where there is a GPU is the difference known: others have no kernels for Hopper.
-needs_hopper = pytest.mark.skipif(
-    jax.default_backend() == "gpu"
-    and (not _compat.has_mosaic_gpu() or _select.target().capability != (9, 0)),
-    reason="The kernels in Mosaic GPU need a Hopper GPU and JAX 0.11.2.",
-)
 
 
 @needs_hopper
@@ -190,13 +209,14 @@ def test_few_queries_of_all_heads(case, head_dim, kernel_case):
     judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
 
 
+@by_kernels
 @cases.parametrize(names=["full", "causal", "everything at once", "all features"])
-def test_twenty_runs_give_the_same_bits(case, kernel_case):
+def test_twenty_runs_give_the_same_bits(case, implementation, kernel_case):
     """A race or an asynchronous product read too early would show here."""
     case = dataclasses.replace(case.scaled(12), H=64, V=64)
     qkv, cotangents, options = case.problem("bfloat16")
     operands, rest = oracle.split(options)
-    run = program("triton", rest)
+    run = program(implementation, rest, reproducible=True)
     first = jax.tree.map(np.asarray, run(*qkv, *cotangents, **operands))
     for _ in range(20):
         again = run(*qkv, *cotangents, **operands)
@@ -214,13 +234,14 @@ def test_twenty_runs_give_the_same_bits(case, kernel_case):
         "all features",
     ]
 )
-def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
-    case = case.scaled(4)
-    qkv, cotangents, options = case.problem()
-    clean = measured(case, "float32", "triton")
+@by_kernels
+def test_nothing_shows_of_what_no_query_sees(case, implementation, kernel_case):
+    case, dtype = case.scaled(4), in_16_bits(implementation)
+    run = functools.partial(measured, case, dtype, implementation, reproducible=True)
+    qkv, cotangents, options = case.problem(dtype)
     arrays = cases.poison(case, qkv, cotangents, options)
     poisoned = (*arrays, cases.poison_bias(case, options))
-    results = measured(case, "float32", "triton", poisoned)
+    clean, results = run(), run(poisoned)
     for name, a, b in zip(oracle.names(options), clean, results, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
@@ -271,10 +292,24 @@ def test_additive_masks(sizes, together, dtype, precision, kernel_case):
     large_scores.check(args, results, tf32=dtype == "float32" and precision is None)
 
 
+@needs_hopper
+@pytest.mark.parametrize(
+    ("sizes", "together"), [((200, 200), False), ((200, 200), True), ((3, 600), True)]
+)
+def test_additive_masks_for_hopper(sizes, together, kernel_case):
+    """Without a gradient of the bias, which would be for other kernels."""
+    args = large_scores.arguments(*sizes, together, tuple(large_scores.ALL), "bfloat16")
+    qkv, cotangents, options = large_scores.problem(*args)
+    call = large_scores.attention("mosaic", options, None)
+    run = oracle.compiled(functools.partial(oracle.differentiate, call))
+    large_scores.check(args, run(*qkv, *cotangents))
+
+
+@by_kernels
 @pytest.mark.parametrize("scale", [30.0, 300.0, 1e4, 1e9])
-def test_large_scales(scale, kernel_case):
+def test_large_scales(scale, implementation, kernel_case):
     with jax.default_matmul_precision("highest"):
-        large_scores.check_scale("compiled", scale)
+        large_scores.check_scale(implementation, scale, in_16_bits(implementation))
 
 
 # (B, T, N, K, H), options, and parts that can be computed by themselves, with the queries and keys
@@ -322,8 +357,9 @@ def noise(seed, shape):
     return ((x >> 8).astype(jnp.float32) * (2 * 3**0.5 / 2**24) - 3**0.5).astype(jnp.bfloat16)
 
 
+@by_kernels
 @pytest.mark.parametrize(("sizes", "options", "parts"), LARGE.values(), ids=LARGE)
-def test_sizes_beyond_16_and_32_bits(sizes, options, parts, kernel_case):
+def test_sizes_beyond_16_and_32_bits(sizes, options, parts, implementation, kernel_case):
     B, T, N, K, H = sizes
     arrays = [noise(i, (B, T, heads, H)) for i, heads in enumerate((N, K, K, N))]
 
@@ -335,7 +371,7 @@ def test_sizes_beyond_16_and_32_bits(sizes, options, parts, kernel_case):
 
         return oracle.compiled(run)
 
-    results, dense = gradients("triton")(*arrays), gradients("reference")
+    results, dense = gradients(implementation)(*arrays), gradients("reference")
     for part, judged in parts:
         with jax.default_matmul_precision("highest"):
             exact = dense(*(np.asarray(part(x), np.float32) for x in arrays))
