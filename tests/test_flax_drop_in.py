@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import cases
 import flax.linen.attention
 import flax.nnx.nn.attention
 import jax
@@ -45,15 +46,18 @@ from pallas_flash.flax._arrays import merge_batch
 pytestmark = pytest.mark.usefixtures("ieee_products")
 
 
+SHAPES = [
+    ((), "bnts", jnp.bool_, None, False),
+    ((2,), "b11s", jnp.float32, "1n1s", True),
+    ((2, 3), "ts", jnp.int32, "bnts", False),
+    ((2,), None, None, None, False),
+    ((3, 1, 2), "b1t1", jnp.float32, "n1s", True),
+]
+
+
 @pytest.mark.parametrize(
     ("batch", "mask_axes", "mask_dtype", "bias_axes", "is_causal"),
-    [
-        ((), "bnts", jnp.bool_, None, False),
-        ((2,), None, None, None, False),
-        ((2,), "b11s", jnp.float32, "1n1s", True),
-        ((2, 3), "ts", jnp.int32, "bnts", False),
-        ((3, 1, 2), "b1t1", jnp.float32, "n1s", True),
-    ],
+    cases.default(SHAPES[:3], SHAPES),
 )
 def test_output_and_gradients_are_flaxs(batch, mask_axes, mask_dtype, bias_axes, is_causal):
     sizes = {"n": (NUM_HEADS,), "t": (Q_LEN,), "s": (KV_LEN,), "1": (1,)}
@@ -307,7 +311,7 @@ def test_dropout_has_flaxs_statistics(fn, broadcast, batch):
         assert 0 < jnp.diff(kept.astype(int), axis=axis).astype(bool).mean() < 1
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("broadcast", cases.default([False], [False, True]))
 def test_dropout_mask_tells_what_is_dropped(broadcast):
     """All batch axes count as one, and the gradients drop the same."""
     batch, key, rate = (2, 3), jax.random.key(7), 0.4
@@ -354,7 +358,7 @@ def test_rope_hook_turns_queries_and_keys(rope, positions):
     assert_close(OURS(q, k, v, rope=rope, input_positions=positions), want)
 
 
-@pytest.mark.parametrize("num_kv_heads", [2, NUM_HEADS])
+@pytest.mark.parametrize("num_kv_heads", cases.default([2], [2, NUM_HEADS]))
 def test_sown_weights_belong_to_the_output(num_kv_heads):
     q, k, v = qkv((2, 3), num_kv_heads=num_kv_heads)
     sower = Sower()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import cases
 import jax
 import jax.numpy as jnp
 import pytest
@@ -290,7 +291,7 @@ def test_flax_is_imported_on_demand():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("x64", cases.default([True], [False, True]))
 def test_strict_switches(x64):
     x = jax.ShapeDtypeStruct((2, 3, Q_LEN, FEATURES), jnp.float32)
     numbers = {

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +54,7 @@ def test_grouped_heads_are_repeated_heads():
     assert_close(grouped(x), full(x))
 
 
-@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+@pytest.mark.parametrize("batch", [pytest.param((), marks=pytest.mark.extended), (2, 3)], ids=str)
 def test_batch_axes_are_examples(batch):
     layer = self_attention(num_kv_heads=2)
     x = normal(1, (*batch, Q_LEN, FEATURES))
@@ -68,7 +69,7 @@ def test_batch_axes_are_examples(batch):
     assert_close(got, want.reshape(x.shape))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", cases.default([False], [False, True]))
 def test_packed_documents_are_separate_documents(is_causal):
     layer = self_attention(is_causal=is_causal)
     x = normal(1, (2, 9, FEATURES))
@@ -93,7 +94,7 @@ def test_only_differences_of_positions_matter():
     assert_close(layer(x[:, order], positions=positions[order]), want[:, order])
 
 
-@pytest.mark.parametrize("rope_theta", [10_000.0, None])
+@pytest.mark.parametrize("rope_theta", cases.default([10_000.0], [10_000.0, None]))
 def test_a_balanced_order_of_tokens_is_one_of_results(rope_theta):
     layer = self_attention(local_window_size=5, rope_theta=rope_theta)
     x = normal(1, (2, 3, 16, FEATURES))
@@ -290,7 +291,11 @@ def by_equations(layer, x, visible, bias=None):
     return layer.out(jnp.einsum("...nts,...snv->...tnv", p, v))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# The last one has what the others leave out.
+CHOSEN = ["QK norm", "window", "sinks", "bias of an example", "mask object", "everything"]
+
+
+@pytest.mark.parametrize("name", cases.default(CHOSEN, VARIANTS))
 def test_variant_is_its_equations(name):
     variant = VARIANTS[name]
     x = normal(1, (2, 3, TOKENS, FEATURES))
@@ -332,7 +337,7 @@ def test_sinks_initializer():
     assert not self_attention(use_sinks=True).sinks[...].any()
 
 
-@pytest.mark.parametrize("broadcast", [None, False])
+@pytest.mark.parametrize("broadcast", cases.default([None], [None, False]))
 def test_module_drops_out_in_training(broadcast):
     x = jnp.broadcast_to(normal(1, (1, Q_LEN, FEATURES)), (2, Q_LEN, FEATURES))
     options = {} if broadcast is None else {"broadcast_dropout": broadcast}

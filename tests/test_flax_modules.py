@@ -2,6 +2,7 @@
 
 import math
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +60,7 @@ def test_nnx_module_is_causal():
     assert_close(ours(x, is_causal=True), flaxs(x, mask=causal_mask(Q_LEN, Q_LEN)[None, None]))
 
 
-@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+@pytest.mark.parametrize("batch", [pytest.param((), marks=pytest.mark.extended), (2, 3)], ids=str)
 def test_linen_module(batch):
     x = normal(1, (*batch, Q_LEN, FEATURES))
     mask = linen.make_causal_mask(x[..., 0])
@@ -177,7 +178,7 @@ def test_linen_sows_and_keeps_its_output():
     np.testing.assert_array_equal(got[0], ours.apply(variables, x))
 
 
-@pytest.mark.parametrize("num_kv_heads", [2, NUM_HEADS])
+@pytest.mark.parametrize("num_kv_heads", cases.default([2], [2, NUM_HEADS]))
 def test_nnx_decoding_step_by_step(num_kv_heads):
     x = normal(1, (2, Q_LEN, FEATURES))
     ours, flaxs = nnx_layers(num_kv_heads=num_kv_heads)

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 from pathlib import Path
 
+import cases
 import jax
 import jax.numpy as jnp
 import jaxprs
@@ -301,15 +302,15 @@ def test_the_most_likely_text_is_that_of_a_plain_loop(model, tokens, given, coun
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("given", "count", "inputs"),
-    [
-        (4, 3, [(3, 3), (3, 1)]),
-        (1, 8, [(3, 1)]),
-        (4, 9, [(3, 3), (3, 1), (3, 9)]),
-        (9, 1, [(3, 9)]),
-    ],
-)
+WORK = [
+    (4, 9, [(3, 3), (3, 1), (3, 9)]),
+    (9, 1, [(3, 9)]),
+    (4, 3, [(3, 3), (3, 1)]),
+    (1, 8, [(3, 1)]),
+]
+
+
+@pytest.mark.parametrize(("given", "count", "inputs"), cases.default(WORK[:2], WORK))
 def test_a_token_costs_one_tokens_work_within_the_context(monkeypatch, given, count, inputs):
     """The model's inputs, as traced: the prompt, the step by the cache, the step by the window."""
     shapes, call = [], GPT.__call__
@@ -418,7 +419,7 @@ def test_models_import_the_public_package_only():
     assert roots <= standard | {"jax", "jaxtyping", "flax", "models", "pallas_flash"}
 
 
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("x64", cases.default([True], [False, True]))
 def test_strict_switches(x64):
     tokens = jax.ShapeDtypeStruct((2, TINY.context + 1), jnp.int32)
 

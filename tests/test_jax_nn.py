@@ -258,27 +258,27 @@ CASES |= {
 }
 
 
-# One for each argument and dtype.
+# One for each argument and dtype; then those that have one more of what the first ones have.
 CHOSEN = [
     "T < S",
     "traced scale",
     "causal window, T > S",
-    "lengths of both, causal",
     "no batch axis, lengths",
-    "bfloat16",
     "mask with rows that see nothing",
-    "no batch axis, bias and mask of one head",
     "bfloat16 with float32 bias",
     "everything in float32",
+    "lengths of both, causal",
+    "bfloat16",
+    "no batch axis, bias and mask of one head",
 ]
 
 
-@pytest.mark.parametrize("name", cases.default(CHOSEN, CASES))
+@pytest.mark.parametrize("name", cases.default(CHOSEN[:7], CASES))
 def test_output_and_gradients(name):
     assert_drop_in(CASES[name])
 
 
-@pytest.mark.parametrize("name", cases.default(CHOSEN[:2], CHOSEN))
+@pytest.mark.parametrize("name", cases.default(CHOSEN[:1], CHOSEN))
 def test_output_and_gradients_of_the_kernels(name):
     assert_drop_in(CASES[name], ["interpret"])
 
@@ -293,7 +293,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize(
     "i",
-    cases.default(range(0, len(PATTERNS), 4), range(len(PATTERNS))),
+    cases.default(range(0, len(PATTERNS), 9), range(len(PATTERNS))),
     ids=lambda i: "x".join(map(str, PATTERNS[i])),
 )
 def test_bias_and_mask_broadcast(i):

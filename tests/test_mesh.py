@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+import cases
 import jax
 import numpy as np
 import pytest
@@ -93,27 +94,28 @@ def replaced(owner, name, value):
         setattr(owner, name, before)
 
 
-def check_meshes_train_alike(config):
-    """Parameters, batch, tokens and heads divided in turn; with remat; gradients checked."""
+def as_on_one_device(config, result, run):
     one = dataclasses.replace(config, out_dir=f"{config.out_dir}-1")
     with replaced(train_gpt, "make_layout", lambda config: mesh_of(1)):
         sample = train(one).sample
-    changed = dataclasses.replace(config.model, attention="xla")
-    run = dataclasses.replace(config, model=changed, mesh="data=2,fsdp=2,tensor=2")
-    result = train(run)
     assert_close(metrics(run), metrics(one))
     assert result.sample == sample
 
-    # Killed, and resumed where all is divided otherwise.
-    changed = dataclasses.replace(changed, remat=True)
-    run = dataclasses.replace(
-        run, model=changed, mesh="fsdp=2,sequence=2,tensor=2", out_dir=f"{config.out_dir}-2"
-    )
+
+def check_a_mesh_trains_as_one_device(config):
+    """Parameters, batch and heads divided."""
+    changed = dataclasses.replace(config.model, attention="xla")
+    run = dataclasses.replace(config, model=changed, mesh="data=2,fsdp=2,tensor=2")
+    as_on_one_device(config, train(run), run)
+
+
+def check_a_run_goes_on_where_all_is_divided_otherwise(config):
+    """Tokens, too; with remat; gradients checked."""
+    changed = dataclasses.replace(config.model, attention="xla", remat=True)
+    run = dataclasses.replace(config, model=changed, mesh="fsdp=2,sequence=2,tensor=2")
     with contextlib.suppress(Killed), replaced(train_gpt, "training_batch", dying_at(7)):
         train(dataclasses.replace(run, gradient_check=True))
-    result = train(dataclasses.replace(run, mesh="data=2,sequence=4"))
-    assert_close(metrics(run), metrics(one))
-    assert result.sample == sample
+    as_on_one_device(config, train(dataclasses.replace(run, mesh="data=2,sequence=4")), run)
 
 
 def dying_at(step):
@@ -127,9 +129,7 @@ def dying_at(step):
 
 def check_each_device_holds_its_part(config):
     """Of parameters and moments, when they are made and when they are read again."""
-    config = dataclasses.replace(
-        config, mesh="data=2,fsdp=2,tensor=2", out_dir=f"{config.out_dir}-3"
-    )
+    config = dataclasses.replace(config, mesh="data=2,fsdp=2,tensor=2")
     layout = make_layout(config)
     init_state, train_step, _ = train_gpt.make_steps(config, layout)
     state = init_state()
@@ -174,38 +174,41 @@ def check_attention_is_sent_once_with_remat(config):
     assert counts[0] == counts[1] > 0, counts
 
 
-def on_eight_devices(corpus, tmp_path, what):
-    """What a process prints in which functions of this file are called."""
+# What each says.
+CHECKS = {
+    check_a_mesh_trains_as_one_device: [
+        "device     8 x cpu (cpu), ",
+        "mesh       data=2, fsdp=2, tensor=2\n",
+        "at once, a device computes 1 of 4 examples\n",
+        "with 2 of 4 heads and 32 of 64 hidden units\n",
+        "it holds 1/4 of every matrix of parameters, and their optimizer state\n",
+    ],
+    check_a_run_goes_on_where_all_is_divided_otherwise: [
+        "and 6 of their 12 tokens, in an order by which all have equal work\n",
+        "and 3 of their 12 tokens, in their order; in a context that 8 divides all had",
+        "resuming   after step 5,",
+    ],
+    check_each_device_holds_its_part: [],
+    check_attention_is_sent_once_with_remat: [],
+}
+
+
+@pytest.mark.parametrize("check", cases.default([check_a_mesh_trains_as_one_device], CHECKS))
+def test_eight_devices_train_as_one_does(corpus, tmp_path, check):
     environment = os.environ | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={DEVICES}",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, __file__, what, str(corpus), str(tmp_path / "run")]
+    command = [sys.executable, __file__, check.__name__, str(corpus), str(tmp_path / "run")]
     done = subprocess.run(
         command, env=environment | CHEAP, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.extended
-def test_attention_is_sent_once_with_remat(corpus, tmp_path):
-    on_eight_devices(corpus, tmp_path, "remat")
-
-
-def test_eight_devices_train_as_one_does(corpus, tmp_path):
-    out = on_eight_devices(corpus, tmp_path, "meshes")
-    assert "device     8 x cpu (cpu), " in out
-    assert "mesh       data=2, fsdp=2, tensor=2\n" in out
-    assert "at once, a device computes 1 of 4 examples\n" in out
-    assert "with 2 of 4 heads and 32 of 64 hidden units\n" in out
-    assert "it holds 1/4 of every matrix of parameters, and their optimizer state\n" in out
-    assert "and 6 of their 12 tokens, in an order by which all have equal work\n" in out
-    assert "and 3 of their 12 tokens, in their order; in a context that 8 divides all had" in out
-    assert "resuming   after step 5," in out
-    [error] = re.findall(r"gradients  relative error (\S+) against the reference", out)
-    assert 0 < float(error) < train_gpt.GRADIENT_BOUND / 10
+    assert [line for line in CHECKS[check] if line not in done.stdout] == []
+    errors = re.findall(r"gradients  relative error (\S+) against the reference", done.stdout)
+    assert len(errors) == (check is check_a_run_goes_on_where_all_is_divided_otherwise)
+    assert all(0 < float(error) < train_gpt.GRADIENT_BOUND / 10 for error in errors)
 
 
 # -------------------------------------------------------------------------------- several processes
@@ -537,10 +540,5 @@ def test_the_first_process_speaks_and_the_others_say_who_they_are(capsys, monkey
 
 
 if __name__ == "__main__":
-    what, data, out_dir = sys.argv[1:]
-    config = dataclasses.replace(TINY, data=data, out_dir=out_dir)
-    if what == "remat":
-        check_attention_is_sent_once_with_remat(config)
-    else:
-        check_meshes_train_alike(config)
-        check_each_device_holds_its_part(config)
+    name, data, out_dir = sys.argv[1:]
+    globals()[name](dataclasses.replace(TINY, data=data, out_dir=out_dir))

@@ -50,6 +50,9 @@ def _make_tiles_small(set_attribute):
 pytestmark = pytest.mark.usefixtures("ieee_products")
 
 BLOCKED = ("xla", "interpret")
+# Both take the same way through a transformation: by default one of them goes it.
+by_xla = pytest.mark.parametrize("implementation", cases.default(["xla"], BLOCKED))
+by_kernels = pytest.mark.parametrize("implementation", cases.default(["interpret"], BLOCKED))
 
 
 def by(implementation: str) -> Callable:
@@ -139,7 +142,7 @@ def masked(implementation: str, **options) -> Callable:
     return lambda arguments: by(implementation)(**arguments, is_causal=True, **options)
 
 
-@pytest.mark.parametrize("implementation", BLOCKED)
+@by_xla
 def test_eager_is_jit(implementation):
     arguments = draw_all(*MASKED)
     eager = output_and_gradients(masked(implementation))
@@ -149,7 +152,7 @@ def test_eager_is_jit(implementation):
     assert_close(got, oracle.compiled(dense)(arguments))
 
 
-@pytest.mark.parametrize("implementation", BLOCKED)
+@by_kernels
 def test_every_way_to_a_gradient(implementation):
     arguments = draw_all(*MASKED)
     rest = {name: arguments.pop(name) for name in MASKED}
@@ -173,7 +176,10 @@ def test_every_way_to_a_gradient(implementation):
 
 @pytest.mark.parametrize(
     ("implementation", "name"),
-    [("xla", name) for name in FLOATS] + [("interpret", name) for name in ("value", "scale")],
+    cases.default(
+        [("xla", name) for name in FLOATS] + [("interpret", "scale")],
+        [("xla", name) for name in FLOATS] + [("interpret", name) for name in ("value", "scale")],
+    ),
 )
 def test_gradient_by_one_input(implementation, name):
     arguments = draw_all("scale", *MASKED, *(["bias"] if implementation == "xla" else []))
@@ -203,7 +209,7 @@ def test_gradients_that_cost_extra_are_computed_on_request():
     assert updates(trace("xla", "bias")) == 4
 
 
-@pytest.mark.parametrize("implementation", BLOCKED)
+@by_kernels
 def test_gradient_of_lse(implementation):
     """Cotangents of output and LSE together; both arrive at rows that see nothing, too."""
     arguments = draw_all("scale", *MASKED)
@@ -216,7 +222,7 @@ def test_gradient_of_lse(implementation):
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("implementation", BLOCKED)
+@by_xla
 def test_gradient_of_lse_alone(implementation):
     arguments = draw_all(*MASKED)
 
@@ -244,7 +250,7 @@ def test_unused_lse_costs_nothing():
     assert inputs_of_delta(used=True) == inputs_of_delta(used=False) + 1
 
 
-@pytest.mark.parametrize("implementation", BLOCKED)
+@by_xla
 def test_traced_scale_of_any_sign(implementation):
     arguments = draw_all("scale", *MASKED)
     plain = masked("reference", return_lse=True)
@@ -332,11 +338,8 @@ def loop(fn: Callable, axes: dict[str, int]) -> Callable:
     ("implementation", "name"),
     cases.default(
         [
-            ("interpret", "nested"),
             ("interpret", "lengths"),
             ("xla", "all three"),
-            ("xla", "queries"),
-            ("xla", "keys and values"),
             ("xla", "segment ids"),
             ("xla", "offset and keys"),
             ("xla", "positions"),
@@ -363,7 +366,7 @@ def test_vmap(implementation, name):
     assert_close(got(arguments), want(arguments))
 
 
-@pytest.mark.parametrize("implementation", BLOCKED)
+@by_xla
 def test_jacrev(implementation):
     """The backward pass mapped over cotangents, residuals shared."""
     arguments = draw_all(*MASKED)
@@ -408,7 +411,7 @@ def layer(implementation: str, lengths) -> Callable:
     return apply
 
 
-@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("remat", cases.default(["default", "results saved"], REMAT))
 @pytest.mark.parametrize("implementation", BLOCKED)
 def test_scan_over_layers(implementation, remat):
     rng = np.random.default_rng(0)
@@ -482,7 +485,7 @@ def test_x64(implementation, dtype):
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("implementation", BLOCKED)
+@by_xla
 def test_a_bias_in_float64_among_float32(implementation):
     """The scores are float32; the gradient comes back in the bias's own dtype."""
     with jax.enable_x64(True):
@@ -747,7 +750,7 @@ def test_kernels_lower_inside_shard_map(axis_type, check_vma):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", BLOCKED)
+@by_xla
 def test_bits_do_not_depend_on_the_run(implementation):
     arguments = draw_all("scale", *MASKED, *(["bias"] if implementation == "xla" else []))
 

@@ -1432,24 +1432,14 @@ FORM = re.compile(rf"`[\w.\[\]]+`.* must .+; got .+\. ({ADVICE}) .+\.")
 
 @every_row
 def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
+    """And so does `explain`."""
     error = refusal(row)
     assert type(error) is row.error
     assert row.fragment in str(error)
     assert FORM.fullmatch(str(error))
-
-
-# Explaining computes nothing, differentiates nothing, and takes shapes for arrays.
-@pytest.mark.parametrize(
-    "row",
-    [
-        row
-        for row in ROWS
-        if not row.differentiated and not row.function and "ShapeDtypeStruct" not in row.id
-    ],
-    ids=lambda row: row.id,
-)
-def test_explain_raises_the_same(row):
-    assert str(refusal(row, pallas_flash.explain)) == str(refusal(row))
+    # Explaining computes nothing, differentiates nothing, and takes shapes for arrays.
+    if not row.differentiated and not row.function and "ShapeDtypeStruct" not in row.id:
+        assert str(refusal(row, pallas_flash.explain)) == str(error)
 
 
 def test_ids_are_unique():
