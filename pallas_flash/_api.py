@@ -287,9 +287,8 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
         part, devices = problem, lax.axis_size(along.names)
     if along is not None:
         method = _context.choose(part, devices, call["context_parallelism"], keys=along.keys)
-        plan_of = _PartPlan(asked, tile_sizes, reproducible)
         calls = _context.calls_in_order(part) if method.method == "ring" else []
-        if by := {plan_of(x).implementation for x in calls}:
+        if by := {wishes(x).implementation for x in calls}:
             reason = (
                 f"{method.reason} In `balanced_order`, which is seen when it runs, steps are "
                 f"causal or whole, and by {', '.join(map(repr, sorted(by)))}."

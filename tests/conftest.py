@@ -113,7 +113,7 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With `-m gpu` or `-m "gpu and ..."`, files without such tests: importing them takes each worker a while."""
+    """With `-m gpu ...`, files without such tests: importing them takes each worker a while."""
     python = collection_path.suffix == ".py" and config.option.markexpr.startswith("gpu")
     return True if python and "mark.gpu" not in collection_path.read_text() else None
 

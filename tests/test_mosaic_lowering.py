@@ -1,4 +1,4 @@
-"""Everything that "mosaic" serves lowers for a Hopper GPU that is not here, in both modes of the backward.
+"""What "mosaic" serves lowers for a Hopper GPU that is not here, in both modes of its backward.
 
 Lowering knows what Pallas has for Mosaic GPU, which the emulator does not: layouts, operations and
 sizes that it refuses.
