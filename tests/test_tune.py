@@ -25,7 +25,7 @@ from pallas_flash._tiling import cache, choose, tune
 from pallas_flash._tiling.sizes import sizes_for
 from pallas_flash._tiling.tune import ROUNDS, SLOW, Trial, Tuning
 from pallas_flash._triton import tiles as triton_tiles
-from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
+from pallas_flash.mosaic import BackwardTile, DecodeTile, DqTile, ForwardTile
 
 KERNELS = ("forward", "dkv", "dk", "dv", "dq")
 # Of TF32 for float32.
@@ -277,9 +277,10 @@ def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
 
 @newer
 @pytest.mark.parametrize("size", [40, 64, 128])
-@pytest.mark.parametrize("kernel", ["forward", "backward", "dkv", "dq"])
+@pytest.mark.parametrize("kernel", ["forward", "decode", "backward", "dkv", "dq"])
 def test_candidates_of_mosaic_fit_and_the_tables_is_the_first(kernel, size):
-    p = problem(size=size, value_dim=size, dtype=jnp.bfloat16)
+    q_len, kv_len = (9, 600) if kernel == "decode" else (300, 300)
+    p = problem(size=size, value_dim=size, q_len=q_len, kv_len=kv_len, dtype=jnp.bfloat16)
     by_table = functools.partial(choose.by_table, p, "mosaic")
     tiles = choose.backend("mosaic").candidates(kernel, p, by_table)
     assert tiles[0] == by_table(None).tile(kernel)
@@ -975,15 +976,18 @@ def test_passes_are_merged(file):
 
 def test_tiles_of_both_implementations_are_stored(monkeypatch, capsys, file):
     sizes = dataclasses.replace(TRITON, forward=ForwardTile(3, 96), backward=BackwardTile(128))
+    sizes = dataclasses.replace(sizes, decode=DecodeTile(stages=4))
     store(sizes)
     assert list(cache.read(file).values()) == [sizes]
     # A pass that is tuned again is forgotten whole, and the other one kept.
     store(TileSizes(dkv=BackwardTile(), dq=DqTile()))
     [merged] = cache.read(file).values()
-    assert merged == TileSizes(ForwardTile(3, 96), dkv=BackwardTile(), dq=DqTile())
+    two_passes = dict(dkv=BackwardTile(), dq=DqTile())
+    assert merged == TileSizes(ForwardTile(3, 96), DecodeTile(stages=4), **two_passes)
     assert command(monkeypatch, "--show") == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "  forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2",
+        "  decode    mosaic, warpgroups 2, block_kv 64, stages 4",
         "  dkv       mosaic, block_q 64, stages 2",
         "  dq        mosaic, warpgroups 2, block_kv 128, stages 2",
     ]

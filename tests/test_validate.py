@@ -338,7 +338,7 @@ NUMBERS = [
 # Tiles of "mosaic" that no Hopper GPU has room for, and why.
 TOO_LARGE = [
     ("forward", mosaic.ForwardTile(2, 192), 128, "`tile_sizes.forward` must fit in the GPU's 227"),
-    ("backward", mosaic.BackwardTile(64, 4), 128, "`tile_sizes.backward` must fit in the GPU's"),
+    ("backward", mosaic.BackwardTile(128, 4), 64, "`tile_sizes.backward` must fit in the GPU's"),
     ("dq", mosaic.DqTile(3, 128, 3), 128, "`tile_sizes.dq` must fit in the GPU's 227 KiB"),
     ("forward", mosaic.ForwardTile(3, 224), 8, "`tile_sizes.forward` must fit in a thread's 160"),
     ("dkv", mosaic.BackwardTile(128), 128, "`tile_sizes.dkv` must fit in a thread's 240"),

@@ -13,7 +13,7 @@ from pallas_flash._triton.forward import forward as _forward
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
     """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     if tiles.decode is not None:
-        return _decode(problem, tiles.decode, interpret=interpret)
+        return _decode(problem, tiles.tile("decode"), interpret=interpret)
     return _forward(problem, tiles.tile("forward"), interpret=interpret)
 
 
