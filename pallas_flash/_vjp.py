@@ -116,6 +116,8 @@ class Plan:
     def _for(self, part: Problem) -> "Plan":
         return self if self.of_part is None else self.of_part(part)
 
+    # Compiled here, so that a ring's equal calls are traced and lowered once.
+    @functools.partial(jax.jit, static_argnums=0)
     def _forward_alone(self, problem: Problem):
         if self.implementation == "xla":
             return _xla.forward(problem, on_gpu=self.on_gpu)
@@ -155,6 +157,7 @@ class Plan:
         rows = o, log_sum, do, dlse
         return _context.backward(run, problem, *rows, along, wanted, method)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def _backward_alone(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted") -> Gradients:
         cotangents = (problem, o, log_sum, do, dlse)
         by = (wanted.bias and self.with_bias_by) or self.backward_by
