@@ -22,6 +22,7 @@ import mosaic_emulator as emulator
 import numpy as np
 import oracle
 import pytest
+import test_large_scores as large_scores
 from described_gpus import described_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -181,6 +182,13 @@ def test_numbers_of_other_head_sizes(head_dim, value_dim, kernel_case):
     else:
         # These have no backward.
         judge_forward(case, "float16")
+
+
+def test_the_largest_additive_mask(kernel_case):
+    """It is read for queries that do not exist, too, of which the tile has some."""
+    pair = "left padding", "max of float32"
+    args = large_scores.arguments(70, 70, False, (pair,), "bfloat16")
+    large_scores.check(args, emulated(large_scores.problem(*args)))
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])

@@ -229,7 +229,7 @@ def rows(problem: Problem, do, log_sum: LogSum, delta, length: int) -> tuple:
     """q, k, v and do as copies take them, and delta and the statistics with `length` queries.
 
     Where a query does not exist, and where one sees nothing, it has no weights by an LSE of inf,
-    and needs no mask.
+    and needs no mask. Its maximum is inf, too: of the largest bias nothing less would be finite.
     """
     p, (m, l_log2) = problem, log_sum
     padding = (0, 0), (0, 0), (0, length - p.q_len)
@@ -237,7 +237,7 @@ def rows(problem: Problem, do, log_sum: LogSum, delta, length: int) -> tuple:
     return (
         *map(common.copyable, (p.query, p.key, p.value, do.astype(p.dtype))),
         jnp.pad(shrunk(p.dropout, delta), padding),
-        *([] if m is None else [jnp.pad(m, padding)]),
+        *([] if m is None else [jnp.pad(m, padding, constant_values=jnp.inf)]),
         jnp.pad(l_log2, padding, constant_values=jnp.inf),
     )
 
