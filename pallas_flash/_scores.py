@@ -11,6 +11,7 @@ Written once, for tiles in kernels and in plain JAX; the backward takes its deri
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -65,6 +66,12 @@ class Scores:
             return x, lambda ds: ds
         logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, tanh), x)
         return logits, lambda ds: pull(ds)[0]
+
+    def derivative(self, x, b, h, q, k, *, tanh=jnp.tanh):
+        """`logits`, and their derivative in x: each depends on one x alone."""
+        x = self._added(x, b, h, q, k)
+        mapped = functools.partial(self._mapped, b=b, h=h, q=q, k=k, tanh=tanh)
+        return jax.jvp(mapped, (x,), (jnp.ones_like(x),))
 
     def _added(self, x, b, h, q, k):
         if self.bias is not None:

@@ -33,14 +33,12 @@ MAX_HEAD_DIM = 256
 
 # Copies of "mosaic" take rows of 16 bytes, and so head sizes that are multiples of this.
 MOSAIC_HEAD_DIM_UNIT = 8
-# What its backward serves; it has not the registers for larger ones, where another takes its place.
-MOSAIC_BACKWARD_HEAD_DIM = 128
 
 # The operations that Pallas has in Mosaic GPU for what masks and scores compute.
 MOSAIC_OPERATIONS = (
     "abs, add, and, atan2, broadcast_in_dim, clamp, convert_element_type, copysign, cos, div, eq, "
     "erf, exp, exp2, ge, gt, integer_pow, le, log, log2, logistic, lt, max, min, mul, ne, neg, "
-    "not, or, rem, round, rsqrt, select_n, shift_left, shift_right_arithmetic, "
+    "not, one_minus_square, or, rem, round, rsqrt, select_n, shift_left, shift_right_arithmetic, "
     "shift_right_logical, sign, sin, sqrt, square, sub, tanh, xor"
 )
 
@@ -67,23 +65,43 @@ FASTER_BY_MOSAIC = {
         (256, "full"): 2048,
         (256, "causal"): 1024,
     },
+    # docs/results/h200-2026-11-22-backward.jsonl
     "backward": {
-        (64, "full"): 2048,
-        (64, "causal"): 2048,
-        (128, "full"): 2048,
-        (128, "causal"): 2048,
+        (64, "full"): 1024,
+        (64, "causal"): 1024,
+        (64, "ranges"): 2048,
+        (64, "soft cap"): 4096,
+        (64, "slopes"): 4096,
+        (64, "sinks"): 4096,
+        (64, "scale"): 4096,
+        (64, "dropout"): 4096,
+        (128, "full"): 512,
+        (128, "causal"): 512,
+        (128, "ranges"): 2048,
+        (128, "soft cap"): 4096,
+        (128, "slopes"): 4096,
+        (128, "sinks"): 4096,
+        (128, "scale"): 4096,
+        (128, "dropout"): 4096,
     },
     # The backward whose sums have an order, so that all runs give the same bits.
     "backward in order": {
         (64, "full"): 2048,
         (64, "causal"): 2048,
-        (128, "full"): 2048,
-        (128, "causal"): 2048,
+        (64, "sinks"): 4096,
+        (64, "scale"): 4096,
+        (128, "full"): 512,
+        (128, "causal"): 512,
+        (128, "ranges"): 2048,
+        (128, "soft cap"): 4096,
+        (128, "slopes"): 4096,
+        (128, "sinks"): 4096,
+        (128, "scale"): 4096,
+        (128, "bias"): 2048,
     },
 }
 # All these calls had 2^17 queries of all heads and examples, or more, and the backwards as many
-# keys, whose tiles are their programs: 71 heads on one of 2 x 2048 keys took 5 times as long. Since
-# then query heads are shared out among programs there, which was not timed.
+# keys, whose tiles are their programs: 71 heads on one of 2 x 2048 keys took 1.5 times as long.
 ROWS_MEASURED = 2**17
 
 
@@ -310,20 +328,22 @@ def _mosaic_limits(p: Problem) -> list[str]:
     return limits
 
 
-def _not_in_mosaic(p: Problem) -> list[str]:
+def _not_in_mosaic(p: Problem, *, derivative: bool = False) -> list[str]:
     """The operations of a problem's mask and scores that Mosaic GPU has not."""
     if not (p.mask or p.scores):
         return []
 
     def compute(x, *at):
         mask, scores = jax.tree.map(Unread, (p.mask, p.scores))
-        return mask.allowed(*at), scores.logits(x, *at)
+        of_x = scores.derivative if derivative else scores.logits
+        return mask.allowed(*at), of_x(x, *at)
 
     number, tile = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (8, 8)))
     x = jax.ShapeDtypeStruct(tile.shape, jnp.float32)
     with jax.enable_x64(False):
         program = jax.make_jaxpr(compute)(x, number, number, tile, tile)
-    return sorted(set(_missing(program.jaxpr)))
+    # The kernels add instead.
+    return sorted(set(_missing(program.jaxpr)) - {"add_any"})
 
 
 def _missing(program):
@@ -344,12 +364,11 @@ def _missing(program):
 
 def mosaic_backward_limit(p: Problem) -> str:
     """Why the backward for Hopper does not serve a problem that its forward may, or ""."""
-    if max(p.head_dim, p.value_dim) > MOSAIC_BACKWARD_HEAD_DIM:
-        return f"the one for Hopper serves head sizes up to {MOSAIC_BACKWARD_HEAD_DIM}"
-    if p.scores.score_fn is not None:
-        # Of a derivative, Pallas has neither sums (`add_any`) nor reads of operands.
-        return "the one for Hopper serves no score function"
-    return ""
+    missing = [] if p.scores.score_fn is None else _not_in_mosaic(p, derivative=True)
+    if not missing:
+        return ""
+    names = ", ".join(missing)
+    return f"the derivative of the score function uses {names}, which Pallas has not in Mosaic GPU"
 
 
 def _kinds(p: Problem) -> set[str]:
@@ -379,10 +398,12 @@ def _kind_of_leaf(leaf) -> str:
 
 def _size(attention_pass: str, p: Problem) -> int:
     """A head size that was measured and that takes as long; 0 if there is none."""
-    if attention_pass != "forward":
-        return p.head_dim if p.head_dim == p.value_dim else 0
-    # Sizes from 40 to 128 were, and 192 with values of 128.
-    sizes = (n for n in (64, 128, 256) if 32 < p.head_dim <= n and p.value_dim <= p.head_dim)
+    # Sizes from 40 to 128 were, and in the forward 192 with values of 128. The backward in order
+    # was slower at 40.
+    least = 64 if attention_pass == "backward in order" else 40
+    if attention_pass != "forward" and p.head_dim != p.value_dim:
+        return 0
+    sizes = (n for n in (64, 128, 256) if least <= p.head_dim <= n and p.value_dim <= p.head_dim)
     return next(sizes, 0)
 
 

@@ -349,7 +349,10 @@ fake_pl = types.SimpleNamespace(
     ds=pl.ds,
     when=when,
     loop=loop,
-    run_scoped=lambda function, *specs: function(*(Accumulator(x.shape) for x in specs)),
+    run_scoped=lambda function, *specs, **named: function(
+        *(Accumulator(x.shape) for x in specs),
+        **{name: Accumulator(x.shape) for name, x in named.items()},
+    ),
 )
 fake_lax = types.SimpleNamespace(
     **{name: getattr(jax.lax, name) for name in ("rem", "div", "broadcast_in_dim")},
@@ -453,6 +456,7 @@ fake_ptx = dict(
     uniform_zero=lambda x: 0,
     rescale=lambda acc, alpha: np.asarray(acc) * np.asarray(alpha)[:, None],
     add_fragments=add_fragments,
+    anew=lambda x: x,
     meet=meet,
     publish=lambda: None,
 )

@@ -260,6 +260,11 @@ def told(x) -> str:
     return ", ".join(f"{name} {short(value)}" for name, value in x.items())
 
 
+def remainder(s, *at):
+    """Its derivative takes an operation that it does not take itself."""
+    return jax.lax.rem(0 * s + 1, s)
+
+
 WITH_BIAS = 'A gradient of the bias comes with the backward of "triton".'
 IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is not known'
 SLOWER = 'The backward is that of "triton": the one for Hopper is not known to be faster'
@@ -273,26 +278,27 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(length=2048), ""),
         (dict(is_causal=False), ""),
         (dict(is_causal=False, length=2048), ""),
+        (dict(length=512), ""),
+        (dict(head_dim=80), ""),
+        (dict(scale=2.0), ""),
+        (dict(scale=jnp.float32(0.1)), ""),
+        (dict(sinks=jnp.zeros(16)), ""),
+        (dict(logits_soft_cap=3.0, sinks=jnp.zeros(16)), ""),
+        (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), ""),
+        (dict(local_window_size=9), ""),
+        (dict(query_offset=jnp.int32(3)), ""),
         (dict(head_dim=64), ""),
         (dict(head_dim=64, is_causal=False, length=2048), ""),
-        (dict(head_dim=256), "the one for Hopper serves head sizes up to 128."),
+        (dict(head_dim=256), SLOWER),
         (dict(reproducible=True), ""),
-        (dict(reproducible=True, length=1024), IN_ORDER),
+        (dict(reproducible=True, length=1024), ""),
+        (dict(reproducible=True, head_dim=256), IN_ORDER),
         (dict(reproducible=False), ""),
         (dict(kv_heads=8), ""),
         (dict(kv_heads=4), SLOWER),
         (dict(dtype=jnp.float16), ""),
         (dict(scale=0.1), ""),
         # The forward alone is known to be faster.
-        (dict(length=512), SLOWER),
-        (dict(head_dim=80), SLOWER),
-        (dict(scale=2.0), SLOWER),
-        (dict(scale=jnp.float32(0.1)), SLOWER),
-        (dict(sinks=jnp.zeros(16)), SLOWER),
-        (dict(logits_soft_cap=3.0, sinks=jnp.zeros(16)), SLOWER),
-        (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), SLOWER),
-        (dict(local_window_size=9), SLOWER),
-        (dict(query_offset=jnp.int32(3)), SLOWER),
         (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32)), SLOWER),
         (dict(mask=jnp.ones((2048, 2048), bool), length=2048, head_dim=64), SLOWER),
         (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16)), SLOWER),
@@ -301,10 +307,11 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(length=128, tokens=128, implementation="mosaic"), ""),
         (dict(reproducible=True, implementation="mosaic"), ""),
         (dict(head_dim=32, implementation="mosaic"), ""),
-        (dict(head_dim=136, implementation="mosaic"), "serves head sizes up to 128."),
+        (dict(head_dim=136, implementation="mosaic"), ""),
         (dict(sinks=jnp.zeros(16), implementation="mosaic"), ""),
         (dict(bias=jnp.zeros((1, 1, 1, 1)), implementation="mosaic"), WITH_BIAS),
-        (dict(score_fn=lambda s, *at: 2 * s, implementation="mosaic"), "serves no score function"),
+        (dict(score_fn=lambda s, *at: s * jnp.tanh(s), implementation="mosaic"), ""),
+        (dict(score_fn=remainder, implementation="mosaic"), "uses floor, which Pallas has not"),
     ],
     ids=told,
 )
@@ -419,7 +426,7 @@ def test_without_triton_hopper_decodes(no_triton, newer_jax):
 
 
 def test_without_triton_xla_has_the_backwards_that_hopper_has_not(no_triton, newer_jax):
-    choice = on_hopper(head_dim=256)
+    choice = on_hopper(score_fn=remainder)
     assert choice.implementation == "mosaic"
     assert 'The backward is that of "xla"' in choice.reason
 

@@ -330,7 +330,7 @@ NUMBERS = [
     (mosaic.DecodeTile, "warpgroups", (1,)),
     (mosaic.DecodeTile, "stages", (0, 1, 5, 14)),
     (mosaic.BackwardTile, "block_q", (32, 96)),
-    (mosaic.BackwardTile, "stages", (1,)),
+    (mosaic.BackwardTile, "stages", (0,)),
     (mosaic.DqTile, "warpgroups", (1,)),
     (mosaic.DqTile, "block_kv", (32, 80)),
     (mosaic.DqTile, "stages", (0,)),

@@ -56,27 +56,28 @@ def backward(
     # Cotangents of a row that sees nothing may hold NaN.
     delta = jnp.where(log_sum.l_log2 == -jnp.inf, 0, delta)
     sinks = sinks_gradient(p.sinks, log_sum, delta) if want_sinks else None
-    head_dim = tiles.padded(max(p.head_dim, p.value_dim))
+    head_dim, value_dim = tiles.padded(p.head_dim, p.value_dim)
 
-    def wide(x):
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, head_dim - x.shape[3])))
+    def wide(x, size):
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[3])))
 
-    q, k, v, do = map(wide, _clean(p, do))
+    q, k, v, do = map(wide, _clean(p, do), (head_dim, head_dim, value_dim, value_dim))
     rows = dataclasses.replace(p, query=q, key=k, value=v), do, log_sum, delta
     sizes, dscale = sizes.or_else(tiles.default(p)), None
+    tile, found = sizes.tile("dkv" if in_order else "backward"), {}
+    for sums in tiles.launches(head_dim, value_dim, in_order):
+        found |= _backward(*rows, tiles.of_launch(tile, sums), sums)
     if in_order:
-        dk, dv = _backward(*rows, sizes.tile("dkv"), with_dq=False)
         dq, dscale = _dq(*rows, sizes.tile("dq"), want_scale=want_scale)
     else:
-        dk, dv, dq = _backward(*rows, sizes.tile("backward"), with_dq=True)
-        dq = rescaled(p.dropout, dq)
+        dq = rescaled(p.dropout, found["dq"])
         if want_scale:
             dscale = q.astype(jnp.float32) * dq
         dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
     return Gradients(
         dq[..., : p.head_dim],
-        dk[..., : p.head_dim],
-        dv[..., : p.value_dim],
+        found["dk"][..., : p.head_dim],
+        found["dv"][..., : p.value_dim],
         scale=None if dscale is None else dscale.sum(),
         bias=None,
         sinks=sinks,

@@ -13,13 +13,16 @@ rounding of sums.
 
 A program has 128 keys: two computing warpgroups with 64 each, and one that loads. For dq they need
 each other's ds_t, which they exchange through shared memory: each then computes half of the tile of
-dq, 64 x 64 numbers, over all 128 keys. With grouped heads a program runs over all query heads that
-share its key/value head.
+dq, over all 128 keys. With grouped heads a program runs over all query heads that share its
+key/value head.
 
-The same kernel without dq is one of two passes whose sums have an order; see `backward_dq`.
+The registers of a program hold 128 x 256 sums and what a step needs. So where H + V is larger there
+are two launches of this kernel, one for dv and one for dk with dq, with six products. The same
+kernel without dq is one of the passes whose sums have an order; see `backward_dq`.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -30,9 +33,9 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx
-from pallas_flash._mosaic.tiles import BackwardTile
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
+from pallas_flash._tiling.sizes import BackwardTile
 
 plgpu = common.plgpu
 
@@ -52,11 +55,11 @@ class Static(shared.Static):
 
     Attributes:
         shares: into how many the query heads of a key/value head are shared out.
-        with_dq: whether it computes dq, too.
+        sums: what it computes of "dq", "dk" and "dv"; dq with dk alone.
     """
 
     shares: int
-    with_dq: bool
+    sums: tuple[str, ...]
 
     @property
     def num_q_heads(self) -> int:
@@ -67,6 +70,10 @@ class Static(shared.Static):
     def dq_tiles(self) -> int:
         """Tiles of 64 queries that the sums of dq have for a head: of 128 whole ones."""
         return -(-self.q.count * self.q.block // 128) * 2
+
+    def in_turn(self, queries, cotangents) -> tuple:
+        """What is done first, and then: of one slot, cotangents are out of use earlier."""
+        return (queries, cotangents) if self.tile.stages > 1 else (cotangents, queries)
 
     def heads(self, share):
         """The key/value head of a share, its first query head, and how many it has."""
@@ -87,10 +94,12 @@ class Static(shared.Static):
 def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
     """One computing warpgroup."""
     plgpu.set_max_registers(REGISTERS[0], action="increase")
-    m, block_q = memory, static.q.block
+    m, block_q, sums = memory, static.q.block, static.sums
     k_sm, v_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "v_sm", "q_sm", "do_sm"))
-    dtype, head_dim, value_dim = k_sm.dtype, k_sm.shape[-1], v_sm.shape[-1]
+    dtype, head_dim, value_dim = k_sm.dtype, q_sm.shape[-1], do_sm.shape[-1]
     ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
+    # A half of the columns of dq, or more: operands lie in blocks of 64.
+    dq_columns = 64 if head_dim <= 128 else 128
     steps = static.steps(refs, b, share, kv_tile)
     kv_head, first_head, _ = static.heads(share)
     options = static.options.of_example(refs["shared"], b)
@@ -99,24 +108,13 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
     first_key = kv_tile * BLOCK_KV + warpgroup * ROWS
     here = b, pl.ds(first_key, ROWS), kv_head
     plgpu.copy_gmem_to_smem(refs["k"].at[here], k_sm.at[mine], m["kv_full"])
-    plgpu.copy_gmem_to_smem(refs["v"].at[here], v_sm.at[mine], m["kv_full"])
+    if "dk" in sums:
+        plgpu.copy_gmem_to_smem(refs["v"].at[here], v_sm.at[mine], m["kv_full"])
     plgpu.barrier_wait(m["kv_full"])
 
-    def gradients_of_scores(j, dv, s_acc, dp_acc):
-        """ds_t in the dtype of the operands; dv's product is left running."""
-        slot, (head, first_query) = ring(j), steps.at(j)
-
-        def column(name):
-            return plgpu.load(m[f"{name}_sm"].at[slot], layout=ptx.COLUMN)
-
-        plgpu.barrier_wait(m["q_full"].at[slot])
-        plgpu.wgmma(s_acc, k_sm.at[mine], q_sm.at[slot].T)
-        plgpu.barrier_wait(m["do_full"].at[slot])
-        plgpu.wgmma(dp_acc, v_sm.at[mine], do_sm.at[slot].T)
-        # A barrier of its own: the wait ends a basic block here, and without it registers spill.
-        plgpu.barrier_wait(m["delta_full"].at[slot])
-        s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        tile = shared.Tile(
+    def tile_of(j):
+        head, first_query = steps.at(j)
+        return shared.Tile(
             options,
             static,
             first_head + head,
@@ -125,79 +123,129 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
             steps.masked(j),
             transposed=True,
         )
-        p_t = tile.weights(s_t, column)
+
+    def of_queries(name, j):
+        return plgpu.load(m[f"{name}_sm"].at[ring(j)], layout=ptx.COLUMN)
+
+    def start_s(j, s_acc):
+        plgpu.barrier_wait(m["q_full"].at[ring(j)])
+        plgpu.wgmma(s_acc, k_sm.at[mine], q_sm.at[ring(j)].T)
+
+    def start_dp(j, dp_acc):
+        plgpu.barrier_wait(m["do_full"].at[ring(j)])
+        plgpu.wgmma(dp_acc, v_sm.at[mine], do_sm.at[ring(j)].T)
+
+    def gradients_of_scores(j, dv, s_acc, dp_acc):
+        """ds_t in the dtype of the operands; dv's product, if any, is left running."""
+        starts = functools.partial(start_s, j, s_acc), functools.partial(start_dp, j, dp_acc)
+        for start in static.in_turn(*starts):
+            start()
+        # A barrier of its own: the wait ends a basic block here, and without it registers spill.
+        plgpu.barrier_wait(m["delta_full"].at[ring(j)])
+        s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 if static.tile.stages > 1 else 0)
+        tile = tile_of(j)
+        p_t = tile.weights(s_t, lambda name: of_queries(name, j))
         dp_t = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-        ds_t = tile.gradient(p_t, dp_t, column("delta")).astype(dtype)
-        plgpu.wgmma(dv, tile.dropped(p_t).astype(dtype), do_sm.at[slot])
+        ds_t = tile.gradient(p_t, dp_t, of_queries("delta", j)).astype(dtype)
+        if "dv" in sums:
+            plgpu.wgmma(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
+        else:
+            plgpu.barrier_arrive(m["do_free"].at[ring(j)])
         return ds_t
 
-    def half_of_dq(j, ds_t, dk, dq_acc):
-        """Its half of the tile of dq; dk's product is left running."""
-        slot, ds_sm = ring(j), m["ds_sm"].at[exchange(j)]
+    def dq_part(j, ds_t, dk, dq_acc):
+        """Its part of the tile of dq; dk's product is left running."""
+        ds_sm = m["ds_sm"].at[exchange(j)]
         if block_q == ROWS:
             # All queries, half of the columns.
-            plgpu.wgmma(dq_acc, ds_sm.T, k_sm.at[:, mine])
+            columns = pl.ds(warpgroup * (head_dim - dq_columns), dq_columns)
+            plgpu.wgmma(dq_acc, ds_sm.T, k_sm.at[:, columns])
         else:
             # Half of the queries, all columns.
             plgpu.wgmma(dq_acc, ds_sm.T.at[mine], k_sm)
-        plgpu.wgmma(dk, ds_t, q_sm.at[slot])
-        plgpu.wgmma_wait(2)  # For dv's product, which is the oldest.
-        plgpu.barrier_arrive(m["do_free"].at[slot])
+        # The registers of a thread have no room for 256 columns and for ds_t.
+        plgpu.wgmma(dk, ds_sm.at[mine] if head_dim > 192 else ds_t, q_sm.at[ring(j)])
+        if "dv" in sums:
+            plgpu.wgmma_wait(2)  # For dv's product, which is the oldest.
+            plgpu.barrier_arrive(m["do_free"].at[ring(j)])
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
     def add_dq(j, ds_t, dk):
-        """Adds its half of the tile of dq; dk's product is left running."""
+        """Adds its part of the tile of dq; dk's product is left running."""
         m["ds_sm"].at[exchange(j)].at[mine][...] = ds_t
         ptx.publish()
         ptx.meet(AT_DS, 128 * WARPGROUPS)
-        part = plgpu.ACC((64, 64), jnp.float32)
-        dq = pl.run_scoped(lambda x: half_of_dq(j, ds_t, dk, x), part)
+        part = plgpu.ACC((ROWS, dq_columns), jnp.float32)
+        dq = pl.run_scoped(lambda x: dq_part(j, ds_t, dk, x), part)
         head, first_query = steps.at(j)
         row = b * static.num_q_heads + first_head + head
         row = row * static.dq_tiles + common.quotient(first_query, 64)
         # The next tile beside it, or, of one column of tiles, the next below. One index needs fewer
         # registers than four.
-        ptx.add_fragments(dq, refs["dq"].at[row * (head_dim // 64) + warpgroup])
+        first = row * (head_dim // 64) + warpgroup * max(1, (head_dim - dq_columns) // 64)
+        for i in range(dq_columns // 64):
+            part, place = dq[:, 64 * i : 64 * i + 64], refs["dq"].at[first + i]
+            if i == 0 and dq_columns < head_dim < 2 * dq_columns:
+                # Of 192 columns both have those in the middle.
+                pl.when(warpgroup == 0)(functools.partial(ptx.add_fragments, part, place))
+            else:
+                ptx.add_fragments(part, place)
 
-    def loop(dk, dv):
+    def step_of_dv(j, dv, s_acc):
+        start_s(j, s_acc)
+        s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+        tile = tile_of(j)
+        p_t = tile.weights(s_t, lambda name: of_queries(name, j))
+        plgpu.barrier_arrive(m["q_free"].at[ring(j)])
+        plgpu.barrier_wait(m["do_full"].at[ring(j)])
+        plgpu.wgmma(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(m["do_free"].at[ring(j)])
+
+    def loop(dk=None, dv=None):
         def step(j):
             scores = plgpu.ACC((ROWS, block_q), jnp.float32)
+            if dk is None:
+                pl.run_scoped(lambda s_acc: step_of_dv(j, dv, s_acc), scores)
+                return
             ds_t = pl.run_scoped(lambda *x: gradients_of_scores(j, dv, *x), scores, scores)
-            if static.with_dq:
+            if "dq" in sums:
                 add_dq(j, ds_t, dk)
             else:
                 plgpu.wgmma(dk, ds_t, q_sm.at[ring(j)])
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(m["do_free"].at[ring(j)])
+                if "dv" in sums:
+                    plgpu.wgmma_wait(1)
+                    plgpu.barrier_arrive(m["do_free"].at[ring(j)])
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m["q_free"].at[ring(j)])
 
         pl.loop(jnp.int32(0), steps.count)(step)
-        return dk[...], dv[...]
+        return {name: acc[...] for name, acc in (("dk", dk), ("dv", dv)) if acc is not None}
 
-    dk, dv = pl.run_scoped(
-        loop, plgpu.ACC((ROWS, head_dim), jnp.float32), plgpu.ACC((ROWS, value_dim), jnp.float32)
-    )
-    if static.with_dq:
-        # Both are done with k.
+    sizes = dict(dk=head_dim, dv=value_dim)
+    kept = {name: plgpu.ACC((ROWS, n), jnp.float32) for name, n in sizes.items() if name in sums}
+    results = pl.run_scoped(loop, **kept)
+    if "dq" in sums or "dk" not in sums:
+        # Both are done with k, or with do.
         ptx.meet(AT_END, 128 * WARPGROUPS)
+    # Through which the results leave.
+    places = dict(dk=k_sm.at[mine], dv=v_sm.at[mine] if "dk" in sums else do_sm.at[warpgroup])
     options = static.options.of_example(refs["shared"], b)
     dropout = options.extras.dropout
-    dk, dv = dk * rescaled(dropout, options.scale), rescaled(dropout, dv)
-    if static.shares > 1:
+    for name, x in results.items():
+        x = x * rescaled(dropout, options.scale) if name == "dk" else rescaled(dropout, x)
+        if static.shares == 1:
+            places[name][...] = x.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(places[name], refs[name].at[here])
+            continue
         row = (b * static.num_heads + share) * static.kv.count + kv_tile
-        for x, ref in ((dk, refs["dk"]), (dv, refs["dv"])):
-            columns = x.shape[1] // 64
-            for column in range(columns):
-                part = x[:, 64 * column : 64 * column + 64]
-                # Nothing else is added there.
-                place = (row * WARPGROUPS + warpgroup) * columns + column
-                ptx.add_fragments(part, ref.at[place])
-        return
-    k_sm[mine], v_sm[mine] = dk.astype(dtype), dv.astype(dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k_sm.at[mine], refs["dk"].at[here])
-    plgpu.copy_smem_to_gmem(v_sm.at[mine], refs["dv"].at[here])
+        columns = x.shape[1] // 64
+        for column in range(columns):
+            part = x[:, 64 * column : 64 * column + 64]
+            # Nothing else is added there.
+            place = (row * WARPGROUPS + warpgroup) * columns + column
+            ptx.add_fragments(part, refs[name].at[place])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -218,21 +266,27 @@ def load(refs, memory, b, share, kv_tile, static: Static):
                 refs[name].at[index], memory[f"{name}_sm"].at[slot], memory[full].at[slot]
             )
 
-        ring.refill(j, memory["q_free"])
-        copy("q", (b, rows, h), "q_full")
-        for name in static.statistics:
-            copy(name, (b, h, rows), "q_full")
-        ring.refill(j, memory["do_free"])
-        copy("do", (b, rows, h), "do_full")
-        copy("delta", (b, h, rows), "delta_full")
+        def queries():
+            ring.refill(j, memory["q_free"])
+            copy("q", (b, rows, h), "q_full")
+            for name in static.statistics:
+                copy(name, (b, h, rows), "q_full")
+
+        def cotangents():
+            ring.refill(j, memory["do_free"])
+            copy("do", (b, rows, h), "do_full")
+            if "dk" in static.sums:
+                copy("delta", (b, h, rows), "delta_full")
+
+        for fill in static.in_turn(queries, cotangents):
+            fill()
 
     pl.loop(jnp.int32(0), steps.count)(step)
 
 
 def pallas_flash_backward(*refs, static: Static, **memory):
     """One tile of one key/value head."""
-    results = ["dq", "dk", "dv"] if static.with_dq else ["dk", "dv"]
-    names = ["q", "k", "v", "do", "delta", *static.statistics, *results]
+    names = ["q", "k", "v", "do", "delta", *static.statistics, *static.sums]
     refs = static.refs(names, refs)
     head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
     b, share = static.program(head, outer)
@@ -246,13 +300,30 @@ def pallas_flash_backward(*refs, static: Static, **memory):
         load(refs, memory, b, share, kv_tile, static)
 
 
-def pallas_flash_dkv(*refs, **options):
-    """The same without dq."""
-    pallas_flash_backward(*refs, **options)
+def _named(name: str):
+    """The same kernel with another name, for what it computes."""
+
+    def kernel(*refs, **options):
+        pallas_flash_backward(*refs, **options)
+
+    kernel.__name__ = f"pallas_flash_{name}"
+    return kernel
 
 
-def backward(problem: Problem, do, log_sum: LogSum, delta, tile: BackwardTile, *, with_dq: bool):
-    """dk, dv, and where it is wanted dq without its factor, the scale, in float32.
+# By what they compute.
+KERNELS = {
+    ("dq", "dk", "dv"): pallas_flash_backward,
+    ("dq", "dk"): _named("dkq"),
+    ("dk", "dv"): _named("dkv"),
+    ("dk",): _named("dk"),
+    ("dv",): _named("dv"),
+}
+
+
+def backward(
+    problem: Problem, do, log_sum: LogSum, delta, tile: BackwardTile, sums: tuple[str, ...]
+) -> dict:
+    """Of "dq", "dk" and "dv" those in `sums`; dq without its factor, the scale, in float32.
 
     Args:
         problem: the call.
@@ -260,7 +331,7 @@ def backward(problem: Problem, do, log_sum: LogSum, delta, tile: BackwardTile, *
         log_sum: of float32 [B, N, T].
         delta: likewise.
         tile: block sizes.
-        with_dq: whether dq is wanted, a sum in no order.
+        sums: names in this order; dq, whose sum has no order, with dk alone.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
@@ -268,6 +339,7 @@ def backward(problem: Problem, do, log_sum: LogSum, delta, tile: BackwardTile, *
     mask = p.mask.within(kv=kv)
     shares = _shares(p, kv.count)
     heads = shared.side_by_side(p.num_kv_heads * shares)
+    with_dk = "dk" in sums
 
     def tiles(*shape):
         return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
@@ -285,31 +357,35 @@ def backward(problem: Problem, do, log_sum: LogSum, delta, tile: BackwardTile, *
             side_by_side=heads,
             tile=tile,
             shares=shares,
-            with_dq=with_dq,
+            sums=sums,
         )
-        # Sums of 64 x 64 numbers.
-        sums = [(len(query), p.num_heads, static.dq_tiles, p.head_dim // 64)] if with_dq else []
-        if shares > 1:
-            of_keys = len(query), static.num_heads, kv.count * WARPGROUPS
-            sums += [(*of_keys, p.head_dim // 64), (*of_keys, p.value_dim // 64)]
-        whole = [] if shares > 1 else [(key.shape, key.dtype), (value.shape, value.dtype)]
+        # Sums of 64 x 64 numbers, and how many of them.
+        of_keys = len(query), static.num_heads, kv.count * WARPGROUPS
+        fragments = dict(
+            dq=(len(query), p.num_heads, static.dq_tiles, p.head_dim // 64),
+            dk=(*of_keys, p.head_dim // 64),
+            dv=(*of_keys, p.value_dim // 64),
+        )
+        whole = {} if shares > 1 else dict(dk=key, dv=value)
+        added = [fragments[name] for name in sums if name not in whole]
         statistic = plgpu.SMEM((tile.stages, q.block), jnp.float32)
+        statistics = ("delta", *static.statistics) if with_dk else static.statistics
         results = common.launch(
-            pallas_flash_backward if with_dq else pallas_flash_dkv,
+            KERNELS[sums],
             (*shared.first_operands(static, arrays, table), *rows),
-            sums=[(math.prod(tiles), 32, 128) for tiles in sums],
-            outputs=whole,
+            sums=[(math.prod(tiles), 32, 128) for tiles in added],
+            outputs=[(whole[x].shape, whole[x].dtype) for x in sums if x in whole],
             memory=dict(
                 k_sm=tiles(BLOCK_KV, p.head_dim),
-                v_sm=tiles(BLOCK_KV, p.value_dim),
+                v_sm=tiles(BLOCK_KV, p.value_dim) if with_dk else None,
                 q_sm=tiles(tile.stages, q.block, p.head_dim),
                 do_sm=tiles(tile.stages, q.block, p.value_dim),
-                **{f"{name}_sm": statistic for name in ("delta", *static.statistics)},
-                ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block) if with_dq else None,
-                kv_full=plgpu.Barrier(num_arrivals=2 * WARPGROUPS),
+                **{f"{name}_sm": statistic for name in statistics},
+                ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block) if "dq" in sums else None,
+                kv_full=plgpu.Barrier(num_arrivals=WARPGROUPS * (1 + with_dk)),
                 q_full=barriers(1 + len(static.statistics)),
                 do_full=barriers(1),
-                delta_full=barriers(1),
+                delta_full=barriers(1) if with_dk else None,
                 q_free=barriers(WARPGROUPS),
                 do_free=barriers(WARPGROUPS),
             ),
@@ -321,20 +397,21 @@ def backward(problem: Problem, do, log_sum: LogSum, delta, tile: BackwardTile, *
             unsafe_no_auto_barriers=True,
         )
         unfolded = [
-            ptx.unfold(x.reshape(*tiles, 32, 128)) for x, tiles in zip(results, sums, strict=False)
+            ptx.unfold(x.reshape(*tiles, 32, 128)) for x, tiles in zip(results, added, strict=False)
         ]
-        return *unfolded, *results[len(sums) :]
+        return *unfolded, *results[len(added) :]
 
     # Two whole tiles of 64 queries, for dq.
     rows = shared.rows(p, do, log_sum, delta, -(-p.q_len // 128) * 128)
     arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    *dq, dk, dv = common.by_instance(run, p.batch)(arrays, *rows)
+    results = dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
     if shares > 1:
-        dk, dv = (
-            x.reshape(*x.shape[:2], p.num_kv_heads, shares, -1).sum(axis=3).astype(p.dtype)
-            for x in (dk, dv)
-        )
-    return dk[:, : p.kv_len], dv[:, : p.kv_len], *(x[:, : p.q_len] for x in dq)
+        for name in results.keys() - {"dq"}:
+            x = results[name]
+            x = x.reshape(*x.shape[:2], p.num_kv_heads, shares, -1).sum(axis=3)
+            results[name] = x.astype(p.dtype)
+    lengths = dict(dq=p.q_len, dk=p.kv_len, dv=p.kv_len)
+    return {name: x[:, : lengths[name]] for name, x in results.items()}
 
 
 def _shares(p: Problem, tiles: int) -> int:

@@ -22,9 +22,10 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx
-from pallas_flash._mosaic.tiles import DqTile
+from pallas_flash._mosaic.tiles import value_slots as value_slots_of
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
+from pallas_flash._tiling.sizes import DqTile
 
 plgpu = common.plgpu
 
@@ -40,10 +41,12 @@ class Static(shared.Static):
     Attributes:
         grows: whether the last queries have the most work.
         want_scale: whether the gradient of the scale is wanted.
+        value_slots: slots of values.
     """
 
     grows: bool
     want_scale: bool
+    value_slots: int
 
     def steps(self, refs, b, h, q_tile) -> shared.Steps:
         """Those of a program."""
@@ -54,7 +57,7 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
     """One computing warpgroup."""
     tile, block_kv, m = static.tile, static.kv.block, memory
     plgpu.set_max_registers(REGISTERS[tile.warpgroups][0], action="increase")
-    ring = common.Ring(tile.stages)
+    ring, value_ring = common.Ring(tile.stages), common.Ring(static.value_slots)
     steps = static.steps(refs, b, h, q_tile)
     options = static.options.of_example(refs["shared"], b)
     q_sm, do_sm, k_sm, v_sm = (m[x] for x in ("q_sm", "do_sm", "k_sm", "v_sm"))
@@ -67,25 +70,25 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
     for name in ("delta", *statistics):
         plgpu.copy_gmem_to_smem(refs[name].at[b, h, rows], m[f"{name}_sm"].at[warpgroup], full)
     plgpu.barrier_wait(full)
-    my_q, my_do = q_sm.at[warpgroup], do_sm.at[warpgroup]
     numbers = {
         name: plgpu.load(m[f"{name}_sm"].at[warpgroup], layout=ptx.ROW)
         for name in ("delta", *statistics)
     }
 
     def gradients_of_scores(j, s_acc, dp_acc):
-        slot, (_, first_key) = ring(j), steps.at(j)
+        slot, value_slot, (_, first_key) = ring(j), value_ring(j), steps.at(j)
+        mine = ptx.anew(warpgroup)
         plgpu.barrier_wait(m["k_full"].at[slot])
-        plgpu.wgmma(s_acc, my_q, k_sm.at[slot].T)
-        plgpu.barrier_wait(m["v_full"].at[slot])
-        plgpu.wgmma(dp_acc, my_do, v_sm.at[slot].T)
+        plgpu.wgmma(s_acc, q_sm.at[mine], k_sm.at[slot].T)
+        plgpu.barrier_wait(m["v_full"].at[value_slot])
+        plgpu.wgmma(dp_acc, do_sm.at[mine], v_sm.at[value_slot].T)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         pairs = shared.Tile(
             options, static, h, first_query, first_key, steps.masked(j), transposed=False
         )
         p = pairs.weights(s, numbers.get)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-        plgpu.barrier_arrive(m["v_free"].at[slot])
+        plgpu.barrier_arrive(m["v_free"].at[value_slot])
         return pairs.gradient(p, dp, numbers["delta"]).astype(dtype)
 
     def loop(acc):
@@ -100,6 +103,7 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
         return acc[...]
 
     dq = pl.run_scoped(loop, plgpu.ACC((ROWS, head_dim), jnp.float32))
+    my_q = q_sm.at[warpgroup]
     dq = rescaled(options.extras.dropout, dq)
     if static.want_scale:
         terms = plgpu.load(my_q, layout=ptx.WGMMA).astype(jnp.float32) * dq
@@ -115,14 +119,14 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
 def load(refs, memory, b, h, q_tile, static: Static):
     """The loading warpgroup."""
     plgpu.set_max_registers(REGISTERS[static.tile.warpgroups][1], action="decrease")
-    ring = common.Ring(static.tile.stages)
+    rings = dict(k=common.Ring(static.tile.stages), v=common.Ring(static.value_slots))
     steps = static.steps(refs, b, h, q_tile)
     kv_head = common.quotient(h, static.groups)
 
     def step(j):
         _, first_key = steps.at(j)
         at = b, pl.ds(first_key, static.kv.block), kv_head
-        for x in "kv":
+        for x, ring in rings.items():
             ring.refill(j, memory[f"{x}_free"])
             slot = ring(j)
             plgpu.copy_gmem_to_smem(
@@ -162,6 +166,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale
     mask = p.mask.within(kv=kv)
     heads = shared.side_by_side(p.num_kv_heads) * p.groups
     w, stages = tile.warpgroups, tile.stages
+    value_slots = value_slots_of(tile, p.head_dim, p.value_dim)
 
     def tiles(*shape):
         return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
@@ -180,6 +185,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale
             tile=tile,
             grows=mask.grows,
             want_scale=want_scale,
+            value_slots=value_slots,
         )
         statistics = ("delta", *static.statistics)
         return common.launch(
@@ -194,12 +200,12 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale
                 do_sm=tiles(w, ROWS, p.value_dim),
                 **{f"{name}_sm": plgpu.SMEM((w, ROWS), jnp.float32) for name in statistics},
                 k_sm=tiles(stages, kv.block, p.head_dim),
-                v_sm=tiles(stages, kv.block, p.value_dim),
+                v_sm=tiles(value_slots, kv.block, p.value_dim),
                 rows_full=barriers(w, 2 + len(statistics)),
                 k_full=barriers(stages),
                 k_free=barriers(stages, w),
-                v_full=barriers(stages),
-                v_free=barriers(stages, w),
+                v_full=barriers(value_slots),
+                v_free=barriers(value_slots, w),
             ),
             grid=dict(head=heads, q_tile=q.count, outer=p.num_heads // heads * len(query)),
             warpgroups=w + 1,

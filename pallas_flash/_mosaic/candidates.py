@@ -50,8 +50,8 @@ def check(kernel: str, tile, p: Problem) -> None:
             "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
             f"got {tile} and head sizes of {p.head_dim} and {p.value_dim} (of values). Use 1."
         )
-    # Two warpgroups share out a tile of dq, 64 x 64 for each.
-    rows = 2 * ROWS * ROWS // _padded(p)
+    # Two warpgroups share out a tile of dq, 64 x 64 or more for each.
+    rows = 2 * ROWS if _padded(p)[0] == ROWS else ROWS
     if kernel == "backward" and tile.block_q != rows:
         raise ValueError(
             f"`tile_sizes.backward` must have {rows} queries at head size {_width(p)}; got {tile}. "
@@ -71,13 +71,21 @@ def shared_bytes(kernel: str, tile, p: Problem) -> int:
         head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
         flow = tile.stages * tile.block_kv * (head_dim + value_dim)
         return BARRIERS + 2 * (ROWS * head_dim + flow)
-    both, numbers = 2 * 2 * _padded(p), 4 + statistics
+    head_dim, value_dim = _padded(p)
+    both, numbers = 2 * (head_dim + value_dim), 4 + statistics
     if kernel == "dq":
         rows = tile.warpgroups * ROWS
-        return BARRIERS + rows * (both + numbers) + tile.stages * tile.block_kv * both
-    flow = tile.stages * tile.block_q * (both + numbers)
-    exchanged = EXCHANGE * 2 * BLOCK_KV * tile.block_q if kernel == "backward" else 0
-    return BARRIERS + BLOCK_KV * both + flow + exchanged
+        values = tiles.value_slots(tile, head_dim, value_dim) * value_dim
+        flow = 2 * tile.block_kv * (tile.stages * head_dim + values)
+        return BARRIERS + rows * (both + numbers) + flow
+
+    def of_launch(sums):
+        stay = 2 * BLOCK_KV * (head_dim + (value_dim if "dk" in sums else 0))
+        flow = tiles.of_launch(tile, sums).stages * tile.block_q * (both + numbers)
+        exchanged = EXCHANGE * 2 * BLOCK_KV * tile.block_q if "dq" in sums else 0
+        return BARRIERS + stay + flow + exchanged
+
+    return max(map(of_launch, tiles.launches(head_dim, value_dim, kernel != "backward")))
 
 
 def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:
@@ -86,13 +94,16 @@ def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:
         # Sums, scores, and in 16 bits the weights of the tile before.
         numbers = p.value_dim // 2 + tile.block_kv // 2 + tile.block_kv // 4
         return numbers, FORWARD_REGISTERS[tile.warpgroups][0]
+    head_dim, value_dim = _padded(p)
     if kernel == "dq":
-        return _padded(p) // 2 + tile.block_kv, backward_dq.REGISTERS[tile.warpgroups][0]
-    return _padded(p) + tile.block_q, REGISTERS[0]
+        return head_dim // 2 + tile.block_kv, backward_dq.REGISTERS[tile.warpgroups][0]
+    apart = head_dim + value_dim > 256
+    columns = max(head_dim, value_dim) if apart else head_dim + value_dim
+    return columns // 2 + tile.block_q, REGISTERS[0]
 
 
-def _padded(p: Problem) -> int:
-    return tiles.padded(_width(p))
+def _padded(p: Problem) -> tuple[int, int]:
+    return tiles.padded(p.head_dim, p.value_dim)
 
 
 def _width(p: Problem) -> int:
@@ -114,8 +125,8 @@ def candidates(kernel: str, problem: Problem, choose: Callable[[TileSizes | None
             for w, kv in itertools.product((2, 3), (64, 128))
             for stages in range(w, 13, w)
         ],
-        "backward": [BackwardTile(*sizes) for sizes in itertools.product((64, 128), (2, 3))],
-        "dkv": [BackwardTile(*sizes) for sizes in itertools.product((64, 128), (2, 3))],
+        "backward": [BackwardTile(*sizes) for sizes in itertools.product((64, 128), (1, 2, 3))],
+        "dkv": [BackwardTile(*sizes) for sizes in itertools.product((64, 128), (1, 2, 3))],
         "dq": [DqTile(*sizes) for sizes in itertools.product((2, 3), (64, 128), (2, 3, 4))],
     }[kernel]
     fitting = [tile for tile in tried if _fits(kernel, tile, choose)]

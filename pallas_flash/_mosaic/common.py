@@ -214,6 +214,59 @@ class DeviceOperand(Operand):
         return read.astype(jnp.int32) != 0 if self._dtype == jnp.bool_ else read
 
 
+class Remembered(Operand):
+    """An operand for a function that is called twice; the second time nothing is read again."""
+
+    def __init__(self, operand: Operand):
+        super().__init__(None, operand.dtype)
+        self._operand, self._found, self._again = operand.for_user(), [], None
+
+    @property
+    def shape(self):
+        return self._operand.shape
+
+    def again(self):
+        """To be called before the second call."""
+        self._again = iter(self._found)
+
+    def for_user(self):
+        return self
+
+    def _read(self, index):
+        if self._again is not None:
+            return next(self._again)
+        self._found.append(self._operand[index])
+        return self._found[-1]
+
+
+def _without_add_any(function, x):
+    """`function(x)`, with sums in place of an operation of derivatives that Pallas has not."""
+
+    def run(program, consts, arguments):
+        values = dict(zip(program.constvars, consts, strict=True))
+        values |= zip(program.invars, arguments, strict=True)
+
+        def value(x):
+            # A literal holds its number.
+            return x.val if hasattr(x, "val") else values[x]
+
+        for eqn in program.eqns:
+            inputs = list(map(value, eqn.invars))
+            if eqn.primitive.name == "add_any":
+                found = [jnp.add(*inputs)]
+            elif eqn.primitive.name in ("jit", "pjit"):
+                inner = eqn.params["jaxpr"]
+                found = run(inner.jaxpr, inner.consts, inputs)
+            else:
+                found = eqn.primitive.bind(*inputs, **eqn.params)
+                found = found if eqn.primitive.multiple_results else [found]
+            values |= zip(eqn.outvars, found, strict=True)
+        return list(map(value, program.outvars))
+
+    program = jax.make_jaxpr(function)(x)
+    return run(program.jaxpr, program.consts, [x])
+
+
 def shared_arrays(problem: Problem, mask: Mask):
     """The scale and the `Extras` of a problem, with an axis of instances before all others.
 
@@ -345,6 +398,17 @@ class ExampleOptions(NamedTuple):
         if not scores:
             return *self.logits(s, h, None, None), None
         tanh = ptx.tanh_jvp if self.options.quick_cap else jnp.tanh
+        if scores.score_fn is not None:
+            q_pos, k_pos = positions()
+            # Pallas has no derivative of reads.
+            operands = tuple(map(Remembered, scores.operands))
+            scores, at = dataclasses.replace(scores, operands=operands), (self.b, h, q_pos, k_pos)
+            scores.logits(s, *at, tanh=tanh)
+            for operand in operands:
+                operand.again()
+            derivative = functools.partial(scores.derivative, tanh=tanh)
+            logits, slope = _without_add_any(lambda x: derivative(x, *at), s * self.scale)
+            return logits, LOG2E, lambda ds: ds * slope
         logits, pull = scores.vjp(s * self.scale, self.b, h, *positions(), tanh=tanh)
         return logits, LOG2E, pull
 

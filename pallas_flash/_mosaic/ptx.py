@@ -14,6 +14,7 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     uniform_zero            likewise: without it the waits move up
     rescale                 5 to 9 % at head sizes 128 and 256, with THRESHOLD of `forward`
     add_fragments           4 % of the backward, against adding through shared memory
+    anew                    no spills in dq at head size 256
     meet, publish           two barriers fewer for each tile of the backward
     positions               no division for each element, where a tile's width is no power of two
     gather                  Pallas reads no element of device memory for each one of a tile
@@ -200,6 +201,25 @@ def publish():
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
     emit()
+
+
+def anew(x):
+    """An int32 x that the compiler takes for unknown each time.
+
+    What follows from a place in shared memory, two registers for each instruction of a product, it
+    would otherwise compute before a loop, and spill.
+    """
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)
+    def emit(_, x):
+        text = "mov.b32 $0, $1;"
+        found = llvm.inline_asm(
+            _i32(), list(x.registers.flat), text, "=r,r", has_side_effects=True, asm_dialect=0
+        )
+        return fragmented_array.FragmentedArray.splat(found, (), is_signed=True)
+
+    return emit(x)
 
 
 def positions(shape, axis: int, start):

@@ -14,17 +14,19 @@ from pallas_flash._tiling.sizes import (
 # So many are worth what joins the parts of few queries' keys; as for "triton".
 MANY_KEYS = 512
 
+# Numbers of 16 bits in the shared memory of a program, less 3 KB for barriers and numbers a query.
+ROOM = 224 * 1024 // 2
+
 
 def default(p: Problem) -> TileSizes:
     """Those of a call."""
-    head_dim = padded(max(p.head_dim, p.value_dim))
-    tile, few = backward_tile(head_dim), p.few_queries and p.kv_len > MANY_KEYS
+    sizes, few = padded(p.head_dim, p.value_dim), p.few_queries and p.kv_len > MANY_KEYS
     return TileSizes(
         forward=None if few else forward_tile(p),
         decode=decode_tile(p) if few else None,
-        backward=tile,
-        dkv=tile,
-        dq=dq_tile(head_dim, bool(p.mask)),
+        backward=backward_tile(*sizes, in_order=False),
+        dkv=backward_tile(*sizes, in_order=True),
+        dq=dq_tile(*sizes, bool(p.mask)),
     )
 
 
@@ -59,22 +61,56 @@ def decode_tile(p: Problem) -> DecodeTile:
     return DecodeTile(stages=6 if head_dim <= 128 else 4 if head_dim <= 192 else 2)
 
 
-def padded(head_dim: int) -> int:
-    """The head size that the kernels of the backward have for one that is not theirs."""
-    return 64 if head_dim <= 64 else 128
+def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """The head sizes that the kernels of the backward have for those of a call."""
+    if max(head_dim, value_dim) <= 64:
+        return 64, 64
+    head_dim, value_dim = (-(-n // 64) * 64 for n in (head_dim, value_dim))
+    # Half of the columns of dq are no less than 64.
+    return max(128, head_dim), value_dim
 
 
-def backward_tile(head_dim: int) -> BackwardTile:
-    """By the larger head size."""
-    return BackwardTile(128 if head_dim <= 64 else 64)
+def launches(head_dim: int, value_dim: int, in_order: bool) -> list[tuple[str, ...]]:
+    """What each launch of the kernel with keys that stay computes, by the padded head sizes.
+
+    In registers there is room for 256 columns of sums.
+    """
+    apart = head_dim + value_dim > 256
+    if in_order:
+        return [("dk",), ("dv",)] if apart else [("dk", "dv")]
+    return [("dq", "dk"), ("dv",)] if apart else [("dq", "dk", "dv")]
 
 
-def dq_tile(head_dim: int, masked: bool) -> DqTile:
-    """By the padded head size, and whether there is a mask.
+def of_launch(tile: BackwardTile, sums: tuple[str, ...]) -> BackwardTile:
+    """The tile of a launch: where dv is alone, no values stay, and there is room for two slots."""
+    return dataclasses.replace(tile, stages=max(2, tile.stages)) if sums == ("dv",) else tile
+
+
+def backward_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:
+    """By the padded head sizes."""
+    if head_dim == 64:
+        return BackwardTile(128)
+    block_q, width = 64, head_dim + value_dim
+    exchanged = 0 if in_order else 2 * 128 * block_q
+    return BackwardTile(block_q, min(2, (ROOM - 128 * width - exchanged) // (block_q * width)))
+
+
+def dq_tile(head_dim: int, value_dim: int, masked: bool) -> DqTile:
+    """By the padded head sizes, and whether there is a mask.
 
     At 128 the largest tiles of which the compiler keeps everything in registers. At 64, timed on an
     H100 without a mask, both passes: 2 warpgroups and 128 keys take 4 % longer, 64 keys 7 %.
     """
     if head_dim <= 64:
         return DqTile(3, 64, 2)
+    width = head_dim + value_dim
+    if width > 256:
+        return DqTile(2, 64, min(3, max(2, (ROOM - 128 * width) // (64 * width))))
     return DqTile(2, 64, 3) if masked else DqTile(2, 128, 2)
+
+
+def value_slots(tile: DqTile, head_dim: int, value_dim: int) -> int:
+    """Slots of values: as many as of keys, which are in use longer, where there is room."""
+    stays = 64 * tile.warpgroups * (head_dim + value_dim)
+    room = ROOM - stays - tile.stages * tile.block_kv * head_dim
+    return max(1, min(tile.stages, room // (tile.block_kv * value_dim)))

@@ -134,7 +134,8 @@ class BackwardTile:
 
     Attributes:
         block_q: queries of a tile, 64 or 128.
-        stages: slots of queries, and of cotangents, 2 to 4.
+        stages: slots of queries, and of cotangents, 1 to 4; a launch for dv alone has two or
+            more.
 
     Raises:
         ValueError: if a number is none of those.
@@ -145,7 +146,7 @@ class BackwardTile:
     stages: int = 2
 
     def __post_init__(self):
-        _check(self, block_q=(64, 128), stages=_STAGES)
+        _check(self, block_q=(64, 128), stages=(1, *_STAGES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ class DqTile:
     Attributes:
         warpgroups: those that compute, 2 or 3, with 64 queries each.
         block_kv: keys and values of a tile, a multiple of 64 up to 256.
-        stages: slots of keys, and of values, 2 to 4.
+        stages: slots of keys, and of values if there is room, 2 to 4.
 
     Raises:
         ValueError: if a number is none of those.
