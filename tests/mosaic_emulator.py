@@ -216,7 +216,7 @@ def complete(running: int):
 def multiply(a, b):
     a, b = (np.asarray(x.array if isinstance(x, Shared) else x, np.float32) for x in (a, b))
     # Rows past the end may see what holds NaN.
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         return a @ b
 
 

@@ -275,6 +275,16 @@ def test_nothing_shows_of_values_that_no_query_sees(kernel_case):
         np.testing.assert_array_equal(want, got, err_msg=name)
 
 
+@in_order
+def test_what_no_query_of_a_pair_sees_may_overflow(in_order):
+    """The product of a cotangent and a value that its query does not see."""
+    case = dataclasses.replace(LONG, T=100, S=100, N=1, options=lambda r, c: dict(is_causal=True))
+    (q, k, v), (do, dlse), options = case.problem("bfloat16")
+    v, do = v.at[:, 60:].multiply(1e20), do.at[:, :40].multiply(1e20)
+    for name, x in zip(oracle.NAMES, emulated(((q, k, v), (do, dlse), options), in_order)):
+        assert jnp.isfinite(x).all(), name
+
+
 # ------------------------------------------------------------------------------------------------
 # The emulator sees what is wrong.
 

@@ -127,13 +127,18 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
     def of_queries(name, j):
         return plgpu.load(m[f"{name}_sm"].at[ring(j)], layout=ptx.COLUMN)
 
+    def my_rows():
+        # Masks need the registers of what would be computed before the loop, where tiles are wide.
+        busy = static.masked and block_q > ROWS
+        return pl.ds((ptx.anew(warpgroup) if busy else warpgroup) * ROWS, ROWS)
+
     def start_s(j, s_acc):
         plgpu.barrier_wait(m["q_full"].at[ring(j)])
-        plgpu.wgmma(s_acc, k_sm.at[mine], q_sm.at[ring(j)].T)
+        plgpu.wgmma(s_acc, k_sm.at[my_rows()], q_sm.at[ring(j)].T)
 
     def start_dp(j, dp_acc):
         plgpu.barrier_wait(m["do_full"].at[ring(j)])
-        plgpu.wgmma(dp_acc, v_sm.at[mine], do_sm.at[ring(j)].T)
+        plgpu.wgmma(dp_acc, v_sm.at[my_rows()], do_sm.at[ring(j)].T)
 
     def gradients_of_scores(j, dv, s_acc, dp_acc):
         """ds_t in the dtype of the operands; dv's product, if any, is left running."""

@@ -198,11 +198,16 @@ class Tile:
         """The gradients ds, for `weights` and dp before dropout; delta is `shrunk`."""
         size, dp = (jnp.maximum(p, -p), drop(p > 0.0, dp)) if self._drops else (p, dp)
         ds = size * (dp - self.along(delta, p.shape))
-        if self._pull is None:
+        if self._pull is not None:
+            ds = self._pull(ds)
+        # With dropout there are no registers for that at head size 64: there an infinite dp shows.
+        if not self._static.masked or (self._drops and self._pull is None and p.shape[1] > 64):
             return ds
-        ds = self._pull(ds)
-        # Where a pair is not seen, its score may be anything.
-        return jnp.where(size == 0.0, 0.0, ds) if self._static.masked else ds
+        # Where a pair is not seen, dp may be infinite, and its score anything. A branch needs
+        # registers for both its ways.
+        if self._drops or self._pull is not None:
+            return jnp.where(p == 0.0, 0.0, ds)
+        return lax.cond(self._masked, lambda ds: ptx.where(p != 0.0, ds, 0.0), lambda ds: ds, ds)
 
 
 def call_static(kind, problem: Problem, mask: Mask, shared, table, q: Tiling, kv: Tiling, **others):
