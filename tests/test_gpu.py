@@ -143,6 +143,25 @@ def test_head_sizes_for_hopper(case, head_dim, dtype, kernel_case):
 
 
 @needs_hopper
+@cases.parametrize(
+    names=[
+        "full",
+        "causal, offset for each example",
+        "lengths of zero",
+        "documents in pairs",
+        "mask with empty tiles",
+        "bias",
+        "sinks",
+        "all features",
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_queries_for_hopper(case, head_dim, kernel_case):
+    case = with_few(case, 3, S=1500, H=head_dim, V=head_dim)
+    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
+
+
+@needs_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_for_hopper_are_reproducible_on_request(head_dim, kernel_case):
     """And without that within rounding of float32 sums; what is no sum has the same bits anyway."""
