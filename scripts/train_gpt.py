@@ -125,9 +125,8 @@ def model_functions(model: GPTConfig, seed: int, layout: Layout | None = None):
     """
 
     def make():
-        return GPT(
-            model, rngs=nnx.Rngs(seed), attention_layer=attention_layer(model), layout=layout
-        )
+        layer = attention_layer(model, layout)
+        return GPT(model, rngs=nnx.Rngs(seed), attention_layer=layer, layout=layout)
 
     def init():
         return nnx.to_pure_dict(nnx.state(make()))

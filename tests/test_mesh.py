@@ -169,8 +169,13 @@ def check_attention_is_sent_once_with_remat(config):
         layout = make_layout(config)
         init_state, train_step, _ = train_gpt.make_steps(config, layout)
         batch = training_batch(load_text(config).train, 1, config, layout)
-        text = train_step.lower(init_state(), batch).compile().as_text()
-        counts.append(len(re.findall(r" (?:all-gather|all-to-all|collective-permute)\(", text)))
+        lowered = train_step.lower(init_state(), batch)
+        # XLA's partitioner has no part to lower anew for every layer.
+        assert "CustomSPMDPartitioning" not in lowered.as_text()
+        text = lowered.compile().as_text()
+        # Positions, which are not kept, are a few bytes.
+        sent = r" = f32\S* (?:all-gather|all-to-all|collective-permute)\("
+        counts.append(len(re.findall(sent, text)))
     assert counts[0] == counts[1] > 0, counts
 
 

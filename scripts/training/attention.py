@@ -1,40 +1,95 @@
 """Which attention layer the GPT of `train_gpt.py` is built with, and what serves it here."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 import pallas_flash
 from models.gpt import GPTConfig
-from models.sharding import AXES, Layout
+from models.sharding import AXES, EXAMPLES, Layout
 from pallas_flash.flax import SelfAttention, apply_rope
 from scripts.training.messages import UserError
 
 
-class CudnnSelfAttention(SelfAttention):
-    """The same layer and parameters through cuDNN's attention, for comparison in training."""
+class _By(SelfAttention):
+    """The same layer and parameters, whose attention is `call(q, k, v, order)`.
 
-    def __init__(self, *args, **kwargs):
-        # What serves calls with a cache; "cudnn" is none of the package's.
-        super().__init__(*args, **(kwargs | {"implementation": None}))
+    `order` has the positions of tokens that do not lie one after the other, and else is None.
+    """
 
-    def __call__(self, x, *, decode=False):
+    def __init__(self, *args, call: Callable, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.call = call
+
+    def __call__(self, x, *, positions=None, reordered=False, decode=False):
         """Mixes the tokens of each sequence; with a cache as the package does."""
         if decode:
             return super().__call__(x, decode=True)
         q, k, v = self.query(x), self.key(x), self.value(x)
         if self.rope_theta is not None:
-            positions = jnp.arange(x.shape[-2], dtype=jnp.int32)
-            q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
-        return self.out(_cudnn(q, k, v))
+            where = positions
+            if where is None:
+                where = jnp.arange(x.shape[-2], dtype=jnp.int32)
+            q, k = (apply_rope(y, where, self.rope_theta) for y in (q, k))
+        return self.out(self.call(q, k, v, positions))
 
 
-def _cudnn(query, key, value):
+def _cudnn(query, key, value, order=None):
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
-def attention_layer(model: GPTConfig) -> type[SelfAttention]:
-    """The class of the model's attention layers."""
-    return CudnnSelfAttention if model.attention == "cudnn" else SelfAttention
+def _by_shares(query, key, value, order, *, layout: Layout, implementation: str | None):
+    """Each device calls attention on what it has of the examples, the tokens and the heads.
+
+    XLA's partitioner would divide the ordinary call alike, but lower its kernels anew for every
+    layer, which takes seconds each.
+    """
+    along = "sequence" if layout.mesh.shape["sequence"] > 1 else None
+
+    def call(query, key, value, order):
+        return pallas_flash.attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            query_positions=order,
+            key_value_positions=order,
+            implementation=implementation,
+            sequence_axis=along,
+        )
+
+    rows, tokens = PartitionSpec(EXAMPLES, "sequence", "tensor"), PartitionSpec(None, "sequence")
+    order = None if order is None else order[None]
+    # Unchecked, because Pallas refuses the kernels for Hopper where it is checked. All axes divide
+    # the arrays, so that no gradient is a sum over devices.
+    shared = jax.shard_map(
+        call,
+        mesh=layout.mesh,
+        in_specs=(rows, rows, rows, tokens),
+        out_specs=rows,
+        check_vma=False,
+    )
+    return shared(query, key, value, order)
+
+
+_by_shares = jax.jit(_by_shares, static_argnames=("layout", "implementation"))
+
+
+def attention_layer(model: GPTConfig, layout: Layout | None = None) -> Callable[..., SelfAttention]:
+    """What makes the model's attention layers.
+
+    The reference stays an ordinary call on every mesh: what others are compared with should not
+    depend on how they are divided.
+    """
+    if model.attention == "cudnn":
+        return lambda *args, **kwargs: _By(*args, call=_cudnn, **kwargs | {"implementation": None})
+    if layout is None or layout.mesh.size == 1 or model.attention == "reference":
+        return SelfAttention
+    call = functools.partial(_by_shares, layout=layout, implementation=model.attention)
+    return functools.partial(_By, call=call)
 
 
 def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple[str, str]:
