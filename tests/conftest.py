@@ -136,6 +136,10 @@ def needless(items):
     def gain(item):
         return sum(not kept[x] for x in left[item]), -sum(kept[x] for x in left[item])
 
+    # Of one parameter all values are needed, and there may be hundreds.
+    if {len(taken) for taken in left.values()} == {1}:
+        firsts = {taken[0]: item for item, taken in reversed(left.items())}
+        return [item for item, taken in left.items() if firsts[taken[0]] is not item]
     while left and gain(best := max(left, key=gain))[0]:
         kept.update(left.pop(best))
     return [item for item in left if left[item]]
