@@ -151,7 +151,7 @@ def attention(
         context_parallelism: how devices that divide a sequence work together; None chooses, see
             `explain`. "ring" sends keys and values around while kernels run, "gather" gathers them
             first, "heads" exchanges the sequence for heads and back. Without effect where no
-            sequence is divided.
+            sequence is divided, and on "reference", which gathers.
 
     Returns:
         The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or

@@ -9,11 +9,13 @@ import pytest
 from tiny_run import TINY, flags, parameters_of
 
 from models.gpt import GPTConfig
+from pallas_flash import _select
 from scripts import train_gpt
 from scripts.train_gpt import main
 from scripts.training.memory import check_memory, parameter_count
 from scripts.training.messages import UserError
 from scripts.training.settings import (
+    CHOICES,
     PRESETS,
     RANGES,
     TrainConfig,
@@ -33,6 +35,7 @@ def test_every_field_is_a_flag_with_a_help():
         named[action.dest] = action.help
     expected = set(flat_config(TINY)) - {"vocab_size"}
     assert set(named) == expected | {"preset", "restart", "help"}
+    assert set(CHOICES["attention"]) == {"auto", "cudnn", *_select.IMPLEMENTATIONS}
     for name, text in named.items():
         assert text, f"{name} has no help"
         assert "None" not in text

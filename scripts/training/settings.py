@@ -213,7 +213,7 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 
 CHOICES = {
-    "attention": ("auto", "triton", "interpret", "xla", "reference", "cudnn"),
+    "attention": ("auto", "mosaic", "triton", "interpret", "xla", "reference", "cudnn"),
     "dtype": ("auto", "float32", "bfloat16"),
     "param_dtype": ("float32", "bfloat16"),
 }
