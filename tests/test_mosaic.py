@@ -281,7 +281,9 @@ def test_what_no_query_of_a_pair_sees_may_overflow(in_order):
     case = dataclasses.replace(LONG, T=100, S=100, N=1, options=lambda r, c: dict(is_causal=True))
     (q, k, v), (do, dlse), options = case.problem("bfloat16")
     v, do = v.at[:, 60:].multiply(1e20), do.at[:, :40].multiply(1e20)
-    for name, x in zip(oracle.NAMES, emulated(((q, k, v), (do, dlse), options), in_order)):
+    for name, x in zip(
+        oracle.NAMES, emulated(((q, k, v), (do, dlse), options), in_order), strict=False
+    ):
         assert jnp.isfinite(x).all(), name
 
 
