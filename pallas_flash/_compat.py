@@ -1,5 +1,6 @@
 """Every name of JAX that moves between versions, and the reason why each is here."""
 
+import contextlib
 import functools
 import importlib
 import os
@@ -15,6 +16,18 @@ import jax
 def abstract_device():
     """The device that the current abstract mesh describes, which need not exist here; or None."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+
+
+@contextlib.contextmanager
+def not_for_older_jax():
+    """What is exported here is for this process: as new as JAX can make it."""
+    name = "jax_export_ignore_forward_compatibility"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @functools.cache

@@ -122,6 +122,7 @@ class Shards(NamedTuple):
             of them, every device holds all.
         along: how the sequence is divided, if it is.
         mapped: names of the mesh axes that divide an axis of `jax.vmap`, by its letter.
+        again: whether parts like it may follow, each in a program of its own.
     """
 
     batch: tuple[str, ...] = ()
@@ -129,6 +130,7 @@ class Shards(NamedTuple):
     key_heads: bool = True
     along: Along | None = None
     mapped: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    again: bool = False
 
     def names(self, letter: str) -> tuple[str, ...]:
         """Of the mesh axes that divide the axis of an array."""
@@ -436,7 +438,8 @@ def divided(fn: Callable, problem: Problem, *rows, axes_of_rows=(), axes_out: Ca
     """`fn(problem, *rows)`, of which XLA's partitioner gives each device its part.
 
     Args:
-        fn: the function; its keyword `along` says how the sequence is divided, if it is.
+        fn: the function; its keyword `along` says how the sequence is divided, if it is, and
+            `again` what `Shards.again` is.
         problem: its first argument.
         *rows: its other arguments.
         axes_of_rows: their letters.
@@ -450,7 +453,8 @@ def divided(fn: Callable, problem: Problem, *rows, axes_of_rows=(), axes_out: Ca
 
     def part(shards: Shards, *arrays):
         args = jax.tree.unflatten(structure, arrays)
-        return tuple(jax.tree.leaves(_part(fn, shards, axes_in, results, args)))
+        run = functools.partial(fn, again=shards.again)
+        return tuple(jax.tree.leaves(_part(run, shards, axes_in, results, args)))
 
     # Shapes only: the partitioner keeps them.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem)
@@ -492,7 +496,9 @@ def _partitioned(part: Callable, problem: Problem, axes_in, axes_out, num_mapped
                     found.setdefault(letter, tuple(x for x in mesh_axes if x not in taken))
         keys = dict(zip(axes_in[1], names[1], strict=True)).get("s", ())
         mapped = {letter: names for letter, names in found.items() if letter in MAPPED}
-        shards = _shards(mesh, found | {"s": keys}, problem)._replace(mapped=mapped)
+        shards = _shards(mesh, found | {"s": keys}, problem)
+        # What is lowered already is not to be mapped.
+        shards = shards._replace(mapped=mapped, again=not num_mapped)
 
         def shardings(axes):
             return tuple(NamedSharding(mesh, shards.spec(x)) for x in axes)

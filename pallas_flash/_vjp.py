@@ -11,6 +11,7 @@ and never run the forward twice.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,12 @@ NO_GRADIENT = {"slopes": "alibi_slopes", "score_operands": "score_operands"}
 
 NO_TILES = TileSizes()
 
+# With Auto axes JAX lowers every call of a program anew while XLA compiles it. For kernels that
+# takes long, and names that count make them different, so that each is compiled, too: those of
+# these implementations are lowered once, for a platform, and calls get the result.
+EXPORTED = {"mosaic": "cuda"}
+KERNELS = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -98,13 +105,13 @@ class Plan:
         axes_out = _partition.OUTPUT, LogSum(m, _partition.ROW)
         return _partition.divided(self._forward, problem, axes_out=lambda _: axes_out)
 
-    def _forward(self, problem: Problem, *, along: Along | None):
+    def _forward(self, problem: Problem, *, along: Along | None, again: bool = False):
         along = along or self.along
         if along is None:
-            return self._forward_alone(problem)
+            return self._alone("_forward_alone", problem, again=again)
 
         def run(part):
-            o, log_sum = self._for(part)._forward_alone(part)
+            o, log_sum = self._for(part)._alone("_forward_alone", part, again=again)
             return o, log_sum if problem.large else log_sum.in_one()
 
         method = _method(problem, along, self.method)
@@ -115,6 +122,17 @@ class Plan:
 
     def _for(self, part: Problem) -> "Plan":
         return self if self.of_part is None else self.of_part(part)
+
+    def _alone(self, name: str, *args, again: bool, **wanted) -> Any:
+        """`_forward_alone` or `_backward_alone`; `again` if programs of their own call it alike."""
+        by = self.implementation if name == "_forward_alone" else self.backward_by
+        if not (again and by in EXPORTED):
+            return getattr(self, name)(*args, **wanted)
+        leaves, tree = jax.tree.flatten(args)
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        exported = _exported(self, name, EXPORTED[by], tuple(wanted.items()), tree, shapes)
+        call = functools.partial(getattr(self, name), **wanted) if exported is None else exported
+        return call(*args)
 
     # Compiled here, so that a ring's equal calls are traced and lowered once.
     @functools.partial(jax.jit, static_argnums=0)
@@ -143,14 +161,16 @@ class Plan:
             ),
         )
 
-    def _backward(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted", along) -> Gradients:
-        along = along or self.along
+    def _backward(
+        self, problem, o, log_sum, do, dlse, *, wanted: "Wanted", along, again: bool = False
+    ) -> Gradients:
+        along, name = along or self.along, "_backward_alone"
         if along is None:
-            return self._backward_alone(problem, o, log_sum, do, dlse, wanted=wanted)
+            return self._alone(name, problem, o, log_sum, do, dlse, wanted=wanted, again=again)
 
         def run(part, *rows, sinks: bool):
             only = dataclasses.replace(wanted, sinks=sinks)
-            return self._for(part)._backward_alone(part, *rows, wanted=only)
+            return self._for(part)._alone(name, part, *rows, wanted=only, again=again)
 
         log_sum = log_sum if problem.large else log_sum.in_one()
         method = _method(problem, along, self.method)
@@ -174,6 +194,18 @@ class Plan:
     @property
     def _interpret(self) -> bool:
         return self.implementation == "interpret"
+
+
+@functools.lru_cache(64)
+def _exported(plan: Plan, name: str, platform: str, wanted, tree, shapes):
+    """A function that is a pass on one device, lowered; None where JAX does not let it be."""
+    checks = map(jax.export.DisabledSafetyCheck.custom_call, KERNELS)
+    run = functools.partial(getattr(plan, name), **dict(wanted))
+    export = jax.export.export(jax.jit(run), platforms=(platform,), disabled_checks=tuple(checks))
+    with _compat.not_for_older_jax():
+        exported = export(*jax.tree.unflatten(tree, shapes))
+    # It may say how scalars lie, which XLA does not take in a part.
+    return None if "sdy." in exported.mlir_module() else exported.call
 
 
 def _method(problem: Problem, along: Along, asked: str | None) -> str:

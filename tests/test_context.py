@@ -52,6 +52,8 @@ TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 LENGTH = 96
 CROSS = dataclasses.replace(cases.BY_NAME["causal"], name="cross", T=96, S=48)
 BALANCED = "balanced"
+# As "mosaic" is on GPUs, see `_vjp.EXPORTED`.
+LOWERED_ONCE = "xla, lowered once"
 NAMES = tuple(case.name for case in cases.CASES if case.T > 1 < case.S and "long" not in case.name)
 
 
@@ -402,8 +404,12 @@ def poison_positions():
 
 
 def check_named(names, method, mesh, kind, implementation):
+    if implementation == LOWERED_ONCE:
+        _vjp.EXPORTED, implementation = {"xla": "cpu"}, "xla"
     for name in names.split(";"):
         check_case(name, method, MESHES[mesh], kind, implementation)
+    if "xla" in _vjp.EXPORTED:
+        assert _vjp._exported.cache_info().hits
 
 
 def collectives(text: str) -> collections.Counter:
@@ -742,6 +748,7 @@ IN_ORDER = ";".join(f"balanced, {name}" for name in ("causal", "bias of keys", E
 TABLE = [
     *FIRST,
     (IN_ORDER, "ring", "1 x 8", "manual", "xla"),
+    (f"causal;{EVERYTHING}", "ring", "2 x 4", "auto", LOWERED_ONCE),
     (IN_ORDER, "ring", "2 x 2 x 2", "explicit", "xla"),
     ("balanced, causal", "ring", "2 x 4", "explicit", "interpret"),
     *((ROUNDED, method, "1 x 8", "auto", "xla") for method in choice.METHODS),
@@ -854,6 +861,25 @@ def test_blocks_travel_while_kernels_run():
     assert all(beside[name] for name, hop in sent.items() if hop == 1)
     # Gradients go home beside the next step, but for the last ones.
     assert sum(bool(beside[name]) for name, hop in sent.items() if hop < 0) == 2
+
+
+@needs_compiler
+@pytest.mark.extended
+def test_layers_on_a_mesh_have_the_same_kernels():
+    """With Auto axes JAX lowers every call anew; two layers, and a forward and a backward."""
+    mesh = gpu_compiler.mesh_of("h200", 2, "data")
+    x = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+    call = functools.partial(attention, is_causal=True, implementation="mosaic")
+
+    def loss(x):
+        x = call(x, x, x)
+        return call(x, x, x).astype(jnp.float32).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
+        text = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+    kernels = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)
+    assert sorted(collections.Counter(kernels).values()) == [2, 2]
 
 
 def test_a_method_has_no_effect_on_one_device():
