@@ -149,19 +149,35 @@ def test_kernels_have_the_speed_that_was_measured():
         assert abs(model / speed - 1) < 0.06, (number, length, model / speed)
 
 
-def test_the_page_has_what_two_gpus_were_measured_with():
-    rows = rows_of("h200-x2-2026-11-22.jsonl")
-    table = re.findall(r'^    \("(\w+)", (\d+), "(.*?)", ([\d.]+)\),$', PAGE.read_text(), re.M)
-    assert len(table) == 6
-    for what, tokens, method, ms in table:
-        [found] = [
-            row["ms"]
-            for row in rows
-            if (row.get("what"), row.get("T"), row.get("method")) == (what, int(tokens), method)
-            and row.get("axes") == "auto"
-            and "ms" in row
-        ]
-        assert round(found, 1) == float(ms)
+def test_the_page_has_what_was_measured_with_two_and_four_gpus():
+    found = {}
+    for row in rows_of("h200-x2-2026-11-22.jsonl"):
+        if row.get("axes") == "auto" and "ms" in row:
+            found["2", row["what"], str(row["T"]), row["method"]] = row["ms"]
+    for row in rows_of("h200-x4-2026-11-22.jsonl"):
+        if "method" in row:
+            method = row["method"] + " in balanced order" * row["balanced"]
+            ms = row["ms"]["forward and backward"]
+            found["4", row["mask"], str(row["tokens"]), method] = ms
+            share = f"{1 / row['share']['forward and backward']:.2f} times"
+            assert share in PAGE.read_text()
+    line = r'^    \((\d), "(\w+)", (\d+), "(.*?)", ([\d.]+)\),$'
+    table = re.findall(line, PAGE.read_text(), re.M)
+    assert len(table) == 8
+    for *what, ms in table:
+        assert round(found[tuple(what)], 1) == float(ms)
+
+
+def test_the_page_about_training_has_what_was_measured():
+    page = (ROOT / "docs" / "training.md").read_text()
+    rows = [row for row in rows_of("h200-x4-2026-11-22.jsonl") if row["program"] == "train_gpt"]
+    one = rows[0]["tokens_per_second"]
+    for row in rows:
+        memory = re.search(r"a step takes (\S+) GB", row["compiled"])[1]
+        share = f"{row['tokens_per_second'] / one:.2f}" if row["devices"] == 4 else ""
+        speed = f"{row['ms']:.1f} | {row['tokens_per_second']:,.0f} | {100 * row['mfu']:.1f} %"
+        assert f"| {speed} | {memory} | {share}".rstrip() in page
+    assert page.count(" % | ") == len(rows)
 
 
 def of_tokens(each, devices, heads=32, kv_heads=8):
