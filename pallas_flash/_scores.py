@@ -67,11 +67,14 @@ class Scores:
         logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, tanh), x)
         return logits, lambda ds: pull(ds)[0]
 
-    def derivative(self, x, b, h, q, k, *, tanh=jnp.tanh):
-        """`logits`, and their derivative in x: each depends on one x alone."""
+    def derivative(self, x, b, h, q, k, *, tanh=jnp.tanh, call=lambda function, x: function(x)):
+        """`logits`, and their derivative in x: each depends on one x alone.
+
+        `call` is for who must call the function of x that is differentiated in a way of its own.
+        """
         x = self._added(x, b, h, q, k)
         mapped = functools.partial(self._mapped, b=b, h=h, q=q, k=k, tanh=tanh)
-        return jax.jvp(mapped, (x,), (jnp.ones_like(x),))
+        return call(lambda x: jax.jvp(mapped, (x,), (jnp.ones_like(x),)), x)
 
     def _added(self, x, b, h, q, k):
         if self.bias is not None:

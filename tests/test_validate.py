@@ -339,7 +339,7 @@ NUMBERS = [
 TOO_LARGE = [
     ("forward", mosaic.ForwardTile(2, 192), 128, "`tile_sizes.forward` must fit in the GPU's 227"),
     ("backward", mosaic.BackwardTile(128, 4), 64, "`tile_sizes.backward` must fit in the GPU's"),
-    ("dq", mosaic.DqTile(3, 128, 3), 128, "`tile_sizes.dq` must fit in the GPU's 227 KiB"),
+    ("dq", mosaic.DqTile(3, 128, 4), 128, "`tile_sizes.dq` must fit in the GPU's 227 KiB"),
     ("forward", mosaic.ForwardTile(3, 224), 8, "`tile_sizes.forward` must fit in a thread's 160"),
     ("dkv", mosaic.BackwardTile(128), 128, "`tile_sizes.dkv` must fit in a thread's 240"),
     ("dq", mosaic.DqTile(3, 128), 64, "`tile_sizes.dq` must fit in a thread's 160 registers"),

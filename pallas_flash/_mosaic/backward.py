@@ -128,8 +128,9 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
         return plgpu.load(m[f"{name}_sm"].at[ring(j)], layout=ptx.COLUMN)
 
     def my_rows():
-        # Masks need the registers of what would be computed before the loop, where tiles are wide.
-        busy = static.masked and block_q > ROWS
+        # Who needs the registers of what would be computed before the loop.
+        others = options.extras.scores or options.extras.dropout is not None or static.listed
+        busy = others or (static.masked and block_q > ROWS)
         return pl.ds((ptx.anew(warpgroup) if busy else warpgroup) * ROWS, ROWS)
 
     def start_s(j, s_acc):

@@ -402,12 +402,14 @@ class ExampleOptions(NamedTuple):
             q_pos, k_pos = positions()
             # Pallas has no derivative of reads.
             operands = tuple(map(Remembered, scores.operands))
-            scores, at = dataclasses.replace(scores, operands=operands), (self.b, h, q_pos, k_pos)
+            origin = scores.origin and [scores.origin[i] for i in range(4)]
+            scores = dataclasses.replace(scores, operands=operands, origin=origin)
+            at = self.b, h, q_pos, k_pos
             scores.logits(s, *at, tanh=tanh)
             for operand in operands:
                 operand.again()
-            derivative = functools.partial(scores.derivative, tanh=tanh)
-            logits, slope = _without_add_any(lambda x: derivative(x, *at), s * self.scale)
+            x = s * self.scale
+            logits, slope = scores.derivative(x, *at, tanh=tanh, call=_without_add_any)
             return logits, LOG2E, lambda ds: ds * slope
         logits, pull = scores.vjp(s * self.scale, self.b, h, *positions(), tanh=tanh)
         return logits, LOG2E, pull

@@ -104,7 +104,7 @@ def dq_tile(head_dim: int, value_dim: int, masked: bool) -> DqTile:
     if head_dim <= 64:
         return DqTile(3, 64, 2)
     width = head_dim + value_dim
-    if width > 256:
+    if head_dim > 128 or width > 256:
         return DqTile(2, 64, min(3, max(2, (ROOM - 128 * width) // (64 * width))))
     return DqTile(2, 64, 3) if masked else DqTile(2, 128, 2)
 
