@@ -8,14 +8,16 @@ more instructions per element is slower, and each of these has happened after ha
 import functools
 import re
 
+import cases
 import jax
 import jax.numpy as jnp
 import pytest
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes
-from scripts.inspect_kernels import FEATURES, PASSES, array, inspect_attention, peak_memory
+from pallas_flash import Tile, TileSizes, _compat
 from scripts.inspection import gpu_compiler, machine_code
+from scripts.inspection.calls import FEATURES, PASSES, inspect_attention
+from scripts.inspection.kernels import array, peak_memory
 
 needs_compiler = pytest.mark.skipif(
     bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "everything is here"
@@ -266,7 +268,7 @@ def test_all_features_at_once_compile(head_dim, dtype, target):
     kernels = inspect_attention(
         head_dim, dtype=dtype, mask="array", features=FEATURES, target=target
     ).kernels
-    assert {kernel.attention_pass for kernel in kernels} == set(PASSES) - {"decode"}
+    assert {kernel.attention_pass for kernel in kernels} == set(PASSES) - {"decode", "backward"}
     assert all(kernel.matrix or kernel.attention_pass == "delta" for kernel in kernels)
 
 
@@ -306,6 +308,39 @@ def test_gradient_needs_two_rows_beside_inputs_output_and_gradients():
     print(found)
     # q, k, v, do, o, dq, dk and dv in bfloat16, LSE and delta in float32: 538.97 MB.
     assert found <= 539e6
+
+
+TWO_PASSES = True, "forward dkv dq"
+
+
+@needs_compiler
+@pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic"')
+@pytest.mark.parametrize(
+    ("reproducible", "names"),
+    cases.default(
+        [(True, "forward dkv dq")], [(True, "forward dkv dq"), (False, "forward backward")]
+    ),
+)
+def test_kernels_in_mosaic_gpu_are_read_as_others_are(reproducible, names):
+    program = inspect_attention(
+        128, mask="causal", implementation="mosaic", reproducible=reproducible
+    )
+    print(*program.lines(), sep="\n")
+    assert [kernel.attention_pass for kernel in program.kernels] == names.split()
+    launched = {launch.name for launch in program.launches}
+    for kernel in program.kernels:
+        assert kernel.is_mosaic
+        assert kernel.symbol in launched
+        assert kernel.matrix == {"HGMMA"}
+        # Two warpgroups with 64 rows each, and one that loads.
+        assert (kernel.warps, kernel.tile[0], kernel.ctas_per_core) == (12, 64, 1)
+        assert kernel.loop_spills == 0
+        assert kernel.per_element < 15
+    forward = program.kernels[0]
+    q, o, k, v = 2 * 64 * 128 * 2, 2 * 2 * 64 * 64 * 2, *[2 * 128 * 128 * 2] * 2
+    assert 0 <= forward.shared_bytes - (q + o + k + v) < 2048
+    assert forward.tile == (64, 128)
+    assert forward.main.exp2_hidden > 0.9
 
 
 def parse(text):

@@ -8,10 +8,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import json
-import pathlib
 import re
-import tempfile
 
 import cases
 import jax
@@ -34,7 +31,8 @@ from pallas_flash import TileSizes, _compat, _validate
 from pallas_flash._scores import LogSum
 from pallas_flash._vjp import _public_lse
 from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
-from scripts.inspection import gpu_compiler, machine_code
+from scripts.inspection import gpu_compiler
+from scripts.inspection.kernels import compile_kernels
 
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
@@ -537,21 +535,9 @@ def test_auto_axes_are_left_to_the_partitioner():
 
 def machine_code_of(function, *shapes):
     """Name, registers, stack and loops of each kernel, compiled for an H200."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "kernel.cubin"
-        compiled = gpu_compiler.compile_for("h200", function, shapes, pathlib.Path(folder))
-        for cubin in compiled.cubins:
-            if b".text.pallas_flash" not in cubin or b"mosaic_gpu" not in cubin:
-                continue
-            path.write_bytes(cubin)
-            _, [code] = json.loads(gpu_compiler.run_tool("nvdisasm", "--emit-json", path))
-            usage = gpu_compiler.run_tool("cuobjdump", "-res-usage", path)
-            [numbers] = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-            instructions = [
-                machine_code.Instruction(i.get("predicate", ""), i["opcode"], i.get("operands", ""))
-                for i in code["sass-instructions"]
-            ]
-            yield code["function-name"], *map(int, numbers), machine_code.loops(instructions)
+    for kernel in compile_kernels(function, *shapes):
+        if kernel.is_mosaic:
+            yield kernel.symbol, kernel.registers, kernel.stack_bytes, kernel.loops
 
 
 @pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")

@@ -181,7 +181,8 @@ class Call:
         blocks: Of the grid.
         stages: `num_stages`.
         tile: Rows and columns of the tile of scores; None without a matrix product.
-        flops: Matrix operations in one turn of the innermost loop.
+        flops: Matrix operations in one turn of the innermost loop, 0 where that cannot be told.
+        launch: Of a kernel in Mosaic GPU, which XLA does not list.
     """
 
     name: str
@@ -189,6 +190,7 @@ class Call:
     stages: int | None
     tile: tuple[int, int] | None
     flops: int
+    launch: Launch | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +264,9 @@ def _launches(folder: pathlib.Path) -> Iterator[Launch]:
 
 def _pallas_calls(jaxpr: Any) -> Iterator[Call]:
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "mpmd_map":
+            yield from _mosaic_calls(eqn)
+            continue
         if eqn.primitive.name == "pallas_call":
             kernel = eqn.params["jaxpr"]
             products = list(_products(kernel))
@@ -275,6 +280,27 @@ def _pallas_calls(jaxpr: Any) -> Iterator[Call]:
         else:
             for inner in _subjaxprs(eqn):
                 yield from _pallas_calls(inner)
+
+
+def _mosaic_calls(eqn: Any) -> Iterator[Call]:
+    """Of `pl.kernel` in Mosaic GPU."""
+    for mesh, body in zip(eqn.params["meshes"], eqn.params["jaxprs"], strict=True):
+        name, blocks = eqn.params["name"], math.prod(mesh.grid)
+        shared = sum(map(_bytes, _shared_memory(body)))
+        launch = Launch(f"{name}_mosaic_gpu_kernel", blocks, 128 * mesh.num_threads, shared)
+        yield Call(name, blocks, None, None, 0, launch)
+
+
+def _shared_memory(jaxpr: Any) -> Iterator[Any]:
+    """What a kernel's warpgroups allocate together."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "run_scoped" and eqn.params["collective_axes"]:
+            yield from (v.aval for v in eqn.params["jaxpr"].invars)
+
+
+def _bytes(ref: Any) -> int:
+    # A barrier has 8.
+    return math.prod(ref.shape) * getattr(ref.dtype, "itemsize", 8)
 
 
 def _scores(products: list[Any]) -> tuple[int, int]:

@@ -50,6 +50,12 @@ class Instruction:
         return f"{name}.{modifiers[0]}" if name in ("MUFU", "WARPGROUP") else name
 
     @property
+    def product(self) -> tuple[int, int] | None:
+        """Rows and columns of what a matrix instruction of Hopper computes."""
+        match = re.match(r"HGMMA\.(\d+)x(\d+)x", self.opcode)
+        return (int(match[1]), int(match[2])) if match else None
+
+    @property
     def flops(self) -> float:
         """Matrix operations for one warp; NaN where the opcode does not tell."""
         if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", self.opcode):
@@ -89,6 +95,7 @@ class Loop:
         exp2_hidden: The part of the exponentials that are issued while an asynchronous Hopper
             matrix instruction is in flight; None without such instructions.
         flops: Matrix operations of one warp on the path; NaN where the opcodes do not tell.
+        first_product: Rows and columns of the first matrix instruction of Hopper on the path.
     """
 
     instructions: int
@@ -98,6 +105,7 @@ class Loop:
     order: str
     exp2_hidden: float | None
     flops: float
+    first_product: tuple[int, int] | None = None
 
     @property
     def matrix(self) -> dict[str, int]:
@@ -125,6 +133,7 @@ def loops(code: list[Instruction]) -> list[Loop]:
                 order=_order(path),
                 exp2_hidden=_exp2_hidden(path),
                 flops=sum(i.flops for i in path),
+                first_product=next((i.product for i in path if i.product), None),
             )
         )
     return sorted(found, key=lambda loop: loop.instructions)

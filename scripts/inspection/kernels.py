@@ -1,0 +1,354 @@
+"""Compiles functions for a GPU that need not be there, and reads the machine code of kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scripts.inspection.gpu_compiler import (
+    TARGETS,
+    Compiled,
+    Launch,
+    compile_for,
+    run_tool,
+)
+from scripts.inspection.machine_code import Instruction, Loop, loops
+
+# Headings of the table, and the entries of `Kernel.record` below them.
+_COLUMNS = {
+    "tile": "tile",
+    "warps": "warps",
+    "stages": "stages",
+    "regs": "registers",
+    "stack": "stack_bytes",
+    "shared": "shared_bytes",
+    "CTAs": "ctas_per_core",
+    "insn": "instructions",
+    "/elem": "per_element",
+    "matrix": "matrix",
+    "work": "work",
+    "spills": "spills",
+    "hidden": "exp2_hidden",
+}
+
+
+# How Mosaic GPU ends the names of kernels.
+MOSAIC = "_mosaic_gpu_kernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One compiled Pallas kernel; `scripts/inspect_kernels.py` says more about the numbers.
+
+    Attributes:
+        symbol: Its name in the executable.
+        tile: Rows and columns of the tile of scores; None without a matrix product. In Mosaic GPU
+            that of one warpgroup.
+        warps: Warps of a block.
+        stages: What the kernel asked for as `num_stages`.
+        registers: Registers of a thread.
+        stack_bytes: A thread's frame.
+        shared_bytes: Shared memory of a block.
+        ctas_per_core: How many blocks fit on one core (SM).
+        matrix: The kinds of matrix instructions in the whole kernel, see `Loop.matrix`.
+        loops: The innermost loops with matrix instructions, the cheapest first.
+        work: Matrix operations issued over those needed, where both are known.
+        compiler: The version of ptxas.
+    """
+
+    symbol: str
+    tile: tuple[int, int] | None
+    warps: int
+    stages: int | None
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    ctas_per_core: int
+    matrix: frozenset[str]
+    loops: tuple[Loop, ...]
+    work: float | None
+    compiler: str
+
+    @property
+    def name(self) -> str:
+        """The name given to `pallas_call`."""
+        return _unnumbered(self.symbol)
+
+    @property
+    def is_mosaic(self) -> bool:
+        """Whether it was lowered through Mosaic GPU."""
+        return self.symbol.endswith(MOSAIC)
+
+    @property
+    def main(self) -> Loop | None:
+        """The loop over full tiles: any other has a mask on top."""
+        return self.loops[0] if self.loops else None
+
+    @property
+    def per_element(self) -> float | None:
+        """Instructions of all threads for one element of a full tile."""
+        if self.main is None or self.tile is None:
+            return None
+        # Warpgroups in Mosaic GPU have tiles of their own, of four warps.
+        warps = 4 if self.is_mosaic else self.warps
+        return self.main.instructions * warps * 32 / math.prod(self.tile)
+
+    @property
+    def loop_spills(self) -> int:
+        """Local memory instructions in all loops."""
+        return sum(loop.spills for loop in self.loops)
+
+    @property
+    def attention_pass(self) -> str:
+        """Which of `PASSES` one of the package's kernels belongs to."""
+        last = self.name.rpartition("_")[2]
+        return "dkv" if last in ("dk", "dv") else last
+
+    def record(self) -> dict[str, Any]:
+        """The numbers of the table, for JSON."""
+        main = self.main
+        return {
+            "tile": self.tile and "x".join(map(str, self.tile)),
+            "warps": self.warps,
+            "stages": self.stages,
+            "registers": self.registers,
+            "stack_bytes": self.stack_bytes,
+            "shared_bytes": self.shared_bytes,
+            "ctas_per_core": self.ctas_per_core,
+            "instructions": main and main.instructions,
+            "per_element": self.per_element and round(self.per_element, 2),
+            "matrix": main and " ".join(f"{kind}x{n}" for kind, n in main.matrix.items()),
+            "work": self.work,
+            "spills": [loop.spills for loop in self.loops],
+            "exp2_hidden": main and main.exp2_hidden and round(main.exp2_hidden, 2),
+            "order": main and main.order,
+            "compiler": self.compiler,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(_table([self], every_loop=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled function.
+
+    Attributes:
+        kernels: Its Pallas kernels.
+        launches: Every kernel that one call launches, XLA's own included, in order; those in Mosaic
+            GPU, which XLA does not list, come last.
+        seconds: Tracing, lowering and compiling, by the clock.
+        cpu_seconds: The same as processor time of all threads and of ptxas.
+        peak_bytes: Arguments, results and temporaries.
+    """
+
+    kernels: tuple[Kernel, ...]
+    launches: tuple[Launch, ...]
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(every_loop=True))
+
+    def lines(self, *, every_loop: bool = False) -> list[str]:
+        """The table, with a summary below it."""
+        return [
+            *_table(self.kernels, every_loop=every_loop),
+            f"  {len(self.launches)} launches, compiled in {self.seconds:.1f} s "
+            f"({self.cpu_seconds:.1f} s of processor time), "
+            f"peak memory {self.peak_bytes / 1e6:.1f} MB",
+        ]
+
+
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+_DTYPES |= {"i32": "int32", "u32": "uint32", "i64": "int64"}
+
+
+def array(shape: str | Iterable[int], dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
+    """An argument's shape and dtype, also from a string as jaxprs print it: bf16[2,4096,8,128]."""
+    if isinstance(shape, str):
+        match = re.fullmatch(r"(\w+)\[([\d,\s]*)\]", shape)
+        if match is None:
+            raise ValueError(f"`shape` must look like 'bf16[2,4096,8,128]'; got {shape!r}.")
+        dtype = _DTYPES.get(match[1], match[1])
+        shape = map(int, filter(None, match[2].split(",")))
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
+
+def compile_program(
+    function: Callable, *shapes: Any, target: str = "h200", dump: pathlib.Path | None = None
+) -> Program:
+    """Compiles `function` for a GPU and reads the machine code of its Pallas kernels.
+
+    Args:
+        function: Whatever `jax.jit` takes.
+        *shapes: Its arguments: pytrees of things with a shape and a dtype, or of strings for
+            `array`.
+        target: A key of `TARGETS`.
+        dump: A folder that receives each kernel's cubin and disassembly.
+
+    Returns:
+        The kernels, the launches of one call, the compile time and the peak memory.
+
+    Raises:
+        RuntimeError: The `inspect` extra is not installed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = pathlib.Path(folder)
+        compiled = _compile(function, shapes, target, scratch)
+        names = {call.name for call in compiled.calls}
+        launched = {
+            launch.name for launch in compiled.launches if _unnumbered(launch.name) in names
+        } | {call.launch.name for call in compiled.calls if call.launch}
+        kernels = []
+        for cubin in compiled.cubins:
+            if any(b".text.%s" % name.encode() in cubin for name in names):
+                path = scratch / "kernel.cubin"
+                path.write_bytes(cubin)
+                kernels += _read(path, compiled, target, dump)
+    # Without this check, a change in what XLA writes would look like kernels without fault.
+    if names and (not launched or launched != {kernel.symbol for kernel in kernels}):
+        raise RuntimeError(
+            f"XLA must launch kernels of {sorted(names)} and write their machine code; read "
+            f"{sorted(launched)} from its launches and {[k.symbol for k in kernels]} from its "
+            f"executable. JAX {jax.__version__} may write either in a new way."
+        )
+    return Program(
+        kernels=tuple(kernels),
+        launches=(*compiled.launches, *(call.launch for call in compiled.calls if call.launch)),
+        seconds=compiled.seconds,
+        cpu_seconds=compiled.cpu_seconds,
+        peak_bytes=compiled.peak_bytes,
+    )
+
+
+def compile_kernels(function: Callable, *shapes: Any, target: str = "h200") -> list[Kernel]:
+    """The Pallas kernels of `function`; see `compile_program` for the arguments."""
+    return list(compile_program(function, *shapes, target=target).kernels)
+
+
+def peak_memory(function: Callable, *shapes: Any, target: str = "h200") -> int:
+    """Bytes of arguments, results and temporaries of the compiled `function`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _compile(function, shapes, target, pathlib.Path(folder)).peak_bytes
+
+
+def show(function: Callable, *shapes: Any, target: str = "h200", dump: str | None = None) -> None:
+    """Prints what `compile_program` finds."""
+    folder = None if dump is None else pathlib.Path(dump)
+    print(compile_program(function, *shapes, target=target, dump=folder))
+
+
+def _compile(function, shapes, target: str, scratch: pathlib.Path) -> Compiled:
+    arguments = jax.tree.map(lambda x: array(x) if isinstance(x, str) else x, shapes)
+    return compile_for(target, function, arguments, scratch)
+
+
+def _unnumbered(symbol: str) -> str:
+    """XLA numbers different kernels of one name, and Mosaic GPU says that it made one."""
+    return re.sub(r"__\d+$", "", symbol.removesuffix(MOSAIC))
+
+
+def _tile_of_warpgroup(found: list[Loop]) -> tuple[int, int] | None:
+    """That of the first product in the loop over full tiles, which is one of scores."""
+    return found[0].first_product if found else None
+
+
+def _read(
+    path: pathlib.Path, compiled: Compiled, target: str, dump: pathlib.Path | None
+) -> Iterator[Kernel]:
+    """The kernels of one cubin."""
+    about, functions = json.loads(run_tool("nvdisasm", "--emit-json", path))
+    lines = {f["function-name"]: f["sass-instructions"] for f in functions}
+    usage = run_tool("cuobjdump", "-res-usage", path)
+    for name, *numbers in re.findall(
+        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage
+    ):
+        same = [call for call in compiled.calls if call.name == _unnumbered(name)]
+        own = (call.launch for call in same if call.launch)
+        launch = next((x for x in (*own, *compiled.launches) if x.name == name), None)
+        if launch is None:
+            continue
+        registers, stack, static_shared = map(int, numbers)
+        shared = launch.dynamic_shared
+        if not name.endswith(MOSAIC):  # Its static part is a name for the other.
+            shared += static_shared - TARGETS[target].reserved_shared
+        code = [
+            Instruction(i.get("predicate", ""), i["opcode"], i.get("operands", ""))
+            for i in lines[name]
+        ]
+        found = loops(code)
+        call = next((call for call in same if call.blocks == launch.blocks), None)
+        warps = launch.threads // 32
+        work = found[0].flops * warps / call.flops if found and call and call.flops else math.nan
+        yield Kernel(
+            symbol=name,
+            tile=call.tile or _tile_of_warpgroup(found) if call else None,
+            warps=warps,
+            stages=call.stages if call else None,
+            registers=registers,
+            stack_bytes=stack,
+            shared_bytes=shared,
+            ctas_per_core=TARGETS[target].ctas_per_core(registers, shared, launch.threads),
+            matrix=frozenset(i.kind for i in code if i.is_matrix),
+            loops=tuple(found),
+            work=None if math.isnan(work) else work,
+            compiler=about.get(".note.nv.tkinfo", {}).get("tki_toolVersion", ""),
+        )
+        if dump is not None:
+            dump.mkdir(parents=True, exist_ok=True)
+            file = dump / name
+            file.with_suffix(".cubin").write_bytes(path.read_bytes())
+            file.with_suffix(".sass").write_text(
+                "".join(
+                    f"{16 * n:05x} {i.predicate:>6} {i.opcode} {i.operands}\n"
+                    for n, i in enumerate(code)
+                )
+            )
+
+
+def _table(kernels: Iterable[Kernel], every_loop: bool) -> Iterator[str]:
+    kernels = list(kernels)
+    if not kernels:
+        yield "no Pallas kernel"
+        return
+    rows = [["kernel", *_COLUMNS]]
+    for kernel in kernels:
+        record = kernel.record()
+        rows.append([kernel.name, *(_cell(record[key]) for key in _COLUMNS.values())])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        " ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+    yield lines[0]
+    for kernel, line in zip(kernels, lines[1:], strict=True):
+        yield line
+        for loop in kernel.loops if every_loop else kernel.loops[:1]:
+            if every_loop:
+                yield (
+                    f"  loop of {loop.instructions}, {loop.body} in all branches, "
+                    f"{loop.spills} spills"
+                )
+                top = itertools.islice(loop.opcodes.items(), 16)
+                yield "    " + " ".join(f"{kind}={n}" for kind, n in top)
+            order = loop.order
+            yield "    " + (order if every_loop or len(order) <= 160 else order[:157] + "...")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):  # One number for each loop.
+        return ",".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return "" if value is None else str(value)
