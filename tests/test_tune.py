@@ -268,7 +268,8 @@ def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
 @newer
 def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
     fake_programs(monkeypatch)
-    p = problem(size=136, value_dim=136, dtype=jnp.bfloat16)
+    monkeypatch.setattr(_select, "mosaic_backward_limit", lambda problem: "it has none")
+    p = problem(size=64, value_dim=64, dtype=jnp.bfloat16)
     tile = ForwardTile(2, 64, 0)
     monkeypatch.setattr(choose.backend("mosaic"), "candidates", lambda kernel, *_: [tile])
     tuning = tune.search(p, ["forward", "backward"], ["mosaic"], measure=lambda *_: 1.0)
@@ -276,7 +277,7 @@ def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
 
 
 @newer
-@pytest.mark.parametrize("size", [40, 64, 128])
+@pytest.mark.parametrize("size", [40, 64, 128, 256])
 @pytest.mark.parametrize("kernel", ["forward", "decode", "backward", "dkv", "dq"])
 def test_candidates_of_mosaic_fit_and_the_tables_is_the_first(kernel, size):
     q_len, kv_len = (9, 600) if kernel == "decode" else (300, 300)
@@ -285,7 +286,7 @@ def test_candidates_of_mosaic_fit_and_the_tables_is_the_first(kernel, size):
     tiles = choose.backend("mosaic").candidates(kernel, p, by_table)
     assert tiles[0] == by_table(None).tile(kernel)
     assert len({*tiles}) == len(tiles) <= 36
-    assert len(tiles) >= {"forward": 8, "dq": 2}.get(kernel, 2)
+    assert len(tiles) >= (1 if size > 128 else 8 if kernel == "forward" else 2)
     for tile in tiles:
         by_table(sizes_for(kernel, tile))  # Raises where it does not fit.
 
@@ -587,8 +588,17 @@ def cupti(monkeypatch):
 def test_a_kernel_is_timed_by_its_name(cupti):
     measure, _ = tune._clock()
     assert measure("dkv", FAST, lambda: None, ()) == 2.0
-    with pytest.raises(RuntimeError, match="saw no kernel pallas_flash_dk"):
+    with pytest.raises(RuntimeError, match=r"saw no kernel pallas_flash_\(dk\)"):
         measure("dk", FAST, lambda: None, ())
+    # A whole pass is all that is launched.
+    assert measure("backward", TRITON, lambda: None, ()) == 8.0
+
+
+def test_a_kernel_in_parts_is_timed_whole(cupti):
+    measure, _ = tune._clock()
+    mosaic = "mosaic_gpu_kernel"
+    cupti += [(f"pallas_flash_dkq_{mosaic}", 7.0), (f"pallas_flash_dv_{mosaic}", 10.0)]
+    assert measure("backward", BackwardTile(), lambda: None, ()) == 17.0
 
 
 def test_without_cupti_the_host_times_the_program(monkeypatch):

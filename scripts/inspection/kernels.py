@@ -112,7 +112,7 @@ class Kernel:
     def attention_pass(self) -> str:
         """Which of `PASSES` one of the package's kernels belongs to."""
         last = self.name.rpartition("_")[2]
-        return "dkv" if last in ("dk", "dv") else last
+        return {"dk": "dkv", "dv": "dkv", "dkq": "backward"}.get(last, last)
 
     def record(self) -> dict[str, Any]:
         """The numbers of the table, for JSON."""
