@@ -122,6 +122,31 @@ def mosaic_gpu() -> Any:
     return mosaic_gpu
 
 
+@functools.cache
+def mosaic_gpu_internals() -> Any:
+    """What modules of `jax.experimental.mosaic.gpu` have and it does not export.
+
+    * getelementptr, memref_ptr, inline_ptx: addresses, and assembly at them;
+    * tiled_memref_shape, create_descriptor, encode_addr, Dim: how a matrix instruction is told
+      where in shared memory an operand lies.
+    """
+    from jax.experimental.mosaic.gpu import mma_utils, utils
+
+    names = {
+        utils: ("getelementptr", "memref_ptr", "inline_ptx"),
+        mma_utils: ("tiled_memref_shape", "create_descriptor", "encode_addr", "Dim"),
+    }
+    found = {name: getattr(module, name) for module in names for name in names[module]}
+    return types.SimpleNamespace(**found)
+
+
+def fragmented_array(registers, layout, is_signed) -> Any:
+    """A warpgroup's array of a thread's registers; JAX has no public way to make one of them."""
+    from jax.experimental.mosaic.gpu import FragmentedArray
+
+    return FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+
 def xla_is_deterministic() -> bool:
     """Whether XLA was told by its flags that GPU programs must give the same bits each time."""
     flags = os.environ.get("XLA_FLAGS", "")

@@ -30,13 +30,13 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, utils
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 from pallas_flash import _compat
 
-plgpu = _compat.mosaic_gpu()
+plgpu, internals = _compat.mosaic_gpu(), _compat.mosaic_gpu_internals()
 
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)  # One number a row.
@@ -66,7 +66,7 @@ def product_t(a_ref, b_ref, inner: int):
 
     @plgpu.inline_mgpu(arg_types=(_BLOCKS, _BLOCKS), return_type=_float32(shape, ACC))
     def emit(_, a, b):
-        b = utils.memref_transpose(_tiles(b), (1, 0, 3, 2))
+        b = mgpu.memref_transpose(_tiles(b), (1, 0, 3, 2))
         return _array(_multiply(_tiles(a), b, None, shape[1], inner), shape, ACC)
 
     return emit(a_ref, b_ref)
@@ -120,11 +120,9 @@ def uniform_zero(x):
     )
     def emit(_, x):
         total = arith.addf(*_scalars(x))
-        negative = arith.cmpf(arith.CmpFPredicate.OLT, total, utils.c(0.0, _f32()))
-        any_lane = nvvm.vote_sync(utils.c(-1, _i32()), negative, nvvm.VoteSyncKind.any)
-        return fragmented_array.FragmentedArray.splat(
-            arith.extui(_i32(), any_lane), (), is_signed=True
-        )
+        negative = arith.cmpf(arith.CmpFPredicate.OLT, total, mgpu.c(0.0, _f32()))
+        any_lane = nvvm.vote_sync(mgpu.c(-1, _i32()), negative, nvvm.VoteSyncKind.any)
+        return mgpu.FragmentedArray.splat(arith.extui(_i32(), any_lane), (), is_signed=True)
 
     return emit(x)
 
@@ -135,9 +133,9 @@ def rescale(acc, alpha):
     @plgpu.inline_mgpu(arg_types=(ACC, ROW), return_type=_float32(acc.shape, ACC))
     def emit(_, acc, alpha):
         values, factors = _scalars(acc), _scalars(alpha)
-        one = utils.c(1.0, _f32())
+        one = mgpu.c(1.0, _f32())
         changed = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors]
-        any_lane = nvvm.vote_sync(utils.c(-1, _i32()), arith.ori(*changed), nvvm.VoteSyncKind.any)
+        any_lane = nvvm.vote_sync(mgpu.c(-1, _i32()), arith.ori(*changed), nvvm.VoteSyncKind.any)
         branch = scf.IfOp(any_lane, [_f32()] * len(values), has_else=True)
         with ir.InsertionPoint(branch.then_block):
             # Two columns of the thread's first row, two of its second, and so on.
@@ -155,12 +153,12 @@ def add_fragments(x, ref):
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def emit(_, x, ref):
         pointer = _global(ref)
-        thread = arith.remui(utils.thread_idx(), utils.c(128, _i32()))
-        mine = utils.getelementptr(pointer, [arith.muli(thread, utils.c(4, _i32()))], _f32())
+        thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, _i32()))
+        mine = internals.getelementptr(pointer, [arith.muli(thread, mgpu.c(4, _i32()))], _f32())
         registers = _scalars(x)
         for group in range(len(registers) // 4):
-            place = utils.getelementptr(mine, [512 * group], _f32())
-            utils.inline_ptx(
+            place = internals.getelementptr(mine, [512 * group], _f32())
+            internals.inline_ptx(
                 "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
                 place,
                 *registers[4 * group : 4 * group + 4],
@@ -188,7 +186,7 @@ def meet(barrier: int, threads: int):
 
     @plgpu.inline_mgpu()
     def emit(_):
-        utils.inline_ptx(f"bar.sync {barrier}, {threads};", has_side_effects=True)
+        internals.inline_ptx(f"bar.sync {barrier}, {threads};", has_side_effects=True)
 
     emit()
 
@@ -217,7 +215,7 @@ def anew(x):
         found = llvm.inline_asm(
             _i32(), list(x.registers.flat), text, "=r,r", has_side_effects=True, asm_dialect=0
         )
-        return fragmented_array.FragmentedArray.splat(found, (), is_signed=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     return emit(x)
 
@@ -231,18 +229,18 @@ def positions(shape, axis: int, start):
 
     @plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)
     def emit(_, start):
-        thread = arith.remui(utils.thread_idx(), utils.c(128, _i32()))
-        lane = arith.remui(thread, utils.c(32, _i32()))
-        warp = arith.divui(thread, utils.c(32, _i32()))
+        thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, _i32()))
+        lane = arith.remui(thread, mgpu.c(32, _i32()))
+        warp = arith.divui(thread, mgpu.c(32, _i32()))
         if axis == 0:
-            row = arith.divui(lane, utils.c(4, _i32()))
-            first, apart = arith.addi(arith.muli(warp, utils.c(16, _i32())), row), (0, 8, 0)
+            row = arith.divui(lane, mgpu.c(4, _i32()))
+            first, apart = arith.addi(arith.muli(warp, mgpu.c(16, _i32())), row), (0, 8, 0)
         else:
-            pair = arith.remui(lane, utils.c(4, _i32()))
-            first, apart = arith.muli(pair, utils.c(2, _i32())), (8, 0, 1)
+            pair = arith.remui(lane, mgpu.c(4, _i32()))
+            first, apart = arith.muli(pair, mgpu.c(2, _i32())), (8, 0, 1)
         first = arith.addi(first, start.registers.flat[0])
         places = np.ndindex(shape[1] // 8, 2, 2)
-        values = [arith.addi(first, utils.c(int(np.dot(x, apart)), _i32())) for x in places]
+        values = [arith.addi(first, mgpu.c(int(np.dot(x, apart)), _i32())) for x in places]
         return _array(values, shape, WGMMA, _i32())
 
     return emit(start)
@@ -266,10 +264,10 @@ def gather(ref, at, *, pairs: bool):
         pointer = _global(ref)
 
         def read(i):
-            place = utils.getelementptr(pointer, [i], kind)
+            place = internals.getelementptr(pointer, [i], kind)
             if not pairs:
                 return [llvm.load(kind, place, invariant=True)]
-            pair, size = ir.VectorType.get((2,), kind), 2 * utils.bytewidth(kind)
+            pair, size = ir.VectorType.get((2,), kind), 2 * mgpu.bytewidth(kind)
             pair = llvm.load(pair, place, alignment=size, invariant=True)
             return [
                 vector.extract(pair, dynamic_position=[], static_position=[n]) for n in range(2)
@@ -298,9 +296,9 @@ def store_rows(x, ref, first):
     @plgpu.inline_mgpu(arg_types=(WGMMA if x.ndim == 2 else ROW, plgpu.RefType(), SPLAT))
     def emit(_, x, ref, first):
         def number(i):
-            return utils.c(i, _i32())
+            return mgpu.c(i, _i32())
 
-        thread = arith.remui(utils.thread_idx(), number(128))
+        thread = arith.remui(mgpu.thread_idx(), number(128))
         row = arith.addi(first.registers.flat[0], arith.divui(thread, number(4)))
         # Four threads have the same rows, of warps 16 of which a thread has two, 8 apart.
         warp = arith.divui(thread, number(32))
@@ -314,11 +312,11 @@ def store_rows(x, ref, first):
             at = arith.muli(mine, number(width))
             if width > 1:
                 at = arith.addi(at, arith.muli(pair, number(2)))
-            place = utils.getelementptr(pointer, [at], _f32())
+            place = internals.getelementptr(pointer, [at], _f32())
             for group in range(len(values) // (2 * each)):
-                utils.inline_ptx(
+                internals.inline_ptx(
                     store,
-                    utils.getelementptr(place, [8 * group], _f32()),
+                    internals.getelementptr(place, [8 * group], _f32()),
                     *values[(2 * group + half) * each :][:each],
                     predicate=exists,
                     has_side_effects=True,
@@ -340,10 +338,8 @@ def columns(x, first: int):
         mine += [arith.constant(kind, zero)] * (COLUMNS // 4 - len(mine))
         registers = np.empty(len(mine), dtype=object)
         registers[:] = mine
-        return fragmented_array.FragmentedArray(
-            _registers=registers.reshape(x.layout.registers_shape((64, COLUMNS))),
-            _layout=x.layout,
-            _is_signed=None,
+        return _compat.fragmented_array(
+            registers.reshape(x.layout.registers_shape((64, COLUMNS))), x.layout, None
         )
 
     return emit(x)
@@ -456,16 +452,14 @@ def _array(scalars, shape, layout, kind=None, signed=True):
     for i in range(registers.size):
         mine = scalars[i * width : (i + 1) * width]
         registers.flat[i] = vector.from_elements(ir.VectorType.get((width,), kind), mine)
-    return fragmented_array.FragmentedArray(
-        _registers=registers,
-        _layout=layout,
-        _is_signed=signed if isinstance(kind, ir.IntegerType) else None,
+    return _compat.fragmented_array(
+        registers, layout, signed if isinstance(kind, ir.IntegerType) else None
     )
 
 
 def _global(ref):
     """A pointer to what is in device memory."""
-    pointer = utils.memref_ptr(ref)
+    pointer = internals.memref_ptr(ref)
     if pointer.type.address_space == 0:
         pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), pointer)
     return pointer
@@ -473,7 +467,7 @@ def _global(ref):
 
 def _tiles(ref):
     """`BLOCKS` as the tiles of 8 x 64 that they consist of, [rows / 8, columns / 64, 8, 64]."""
-    return utils.memref_transpose(utils.memref_unfold(ref, 1, (None, 8)), (1, 0, 2, 3))
+    return mgpu.memref_transpose(mgpu.memref_unfold(ref, 1, (None, 8)), (1, 0, 2, 3))
 
 
 def _elementwise(text: str, *arrays):
@@ -525,13 +519,13 @@ def _multiply(a, b, acc: list | None, n: int, inner: int) -> list:
         n: columns of b that are taken.
         inner: the inner size; operands have zeros from there to a multiple of 16.
     """
-    (_, columns), element = mma_utils.tiled_memref_shape(b)
+    (_, columns), element = internals.tiled_memref_shape(b)
     kind = {ir.BF16Type: "bf16", ir.F16Type: "f16"}[type(element)]
     swizzle = 2 * COLUMNS
 
     def descriptor(x, rows, right):
         """One of the first step, and the distance of any step from it."""
-        (base, (_, [step])), (_, group), fastest = mma_utils.create_descriptor(
+        (base, (_, [step])), (_, group), fastest = internals.create_descriptor(
             x,
             swizzle=swizzle,
             group_size=(COLUMNS, rows) if right else (rows, COLUMNS),
@@ -540,14 +534,14 @@ def _multiply(a, b, acc: list | None, n: int, inner: int) -> list:
         per_group = COLUMNS // 16
 
         def offset(i):
-            return mma_utils.encode_addr(i // per_group * group + i % per_group * step)
+            return internals.encode_addr(i // per_group * group + i % per_group * step)
 
-        return base, offset, int(fastest != mma_utils.Dim.K)
+        return base, offset, int(fastest != internals.Dim.K)
 
     results = n // 2
     tied = acc or []
     first_a = results + len(tied)
-    in_registers = isinstance(a, fragmented_array.FragmentedArray)
+    in_registers = isinstance(a, mgpu.FragmentedArray)
     if in_registers:
         operands_a, offset_a, transposed_a = _words(a), None, ""
     else:
