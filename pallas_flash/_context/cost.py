@@ -6,8 +6,8 @@ A model of H100s and H200s in hosts of 8, with one message after the other:
     gather    messages, then kernels
     heads     messages, then kernels; the same work on every device
 
-It is there to choose a method. On two H200s it was right within 7 % where the kernels of "mosaic"
-ran (docs/scaling.md); more have not been measured.
+It is there to choose a method. On two and four H200s it was right within 9 % where the kernels of
+"mosaic" ran (docs/scaling.md); more have not been measured.
 """
 
 from typing import NamedTuple
