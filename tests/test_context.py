@@ -263,7 +263,8 @@ def parts_of(monkeypatch):
             )  # fmt: skip
 
         found.clear()
-        mesh, spec = AbstractMesh((4,), ("sequence",)), P(None, "sequence")
+        mesh = AbstractMesh((4,), ("sequence",), axis_types=(AxisType.Auto,))
+        spec = P(None, "sequence")
         run = jax.shard_map(call, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
         jax.eval_shape(run, x, where)
         return found
