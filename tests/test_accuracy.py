@@ -185,8 +185,8 @@ def test_bfloat16(case, implementation, tiles_of_kernels, monkeypatch):
 
 
 @cases.parametrize(names=["full"], more=["everything at once"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("dtype", cases.default(["bfloat16"], ["float32", "bfloat16"]))
+@pytest.mark.parametrize("implementation", cases.default(["xla"], ["interpret", "xla"]))
 def test_optimized_by_xla(case, dtype, implementation, monkeypatch):
     """As users compile it; the other tests let XLA optimize less."""
     monkeypatch.setattr(oracle, "compiled", oracle.optimized)

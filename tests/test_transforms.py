@@ -341,7 +341,6 @@ def loop(fn: Callable, axes: dict[str, int]) -> Callable:
             ("interpret", "lengths"),
             ("xla", "all three"),
             ("xla", "segment ids"),
-            ("xla", "offset and keys"),
             ("xla", "positions"),
             ("xla", "scale"),
             ("xla", "nested bias"),
