@@ -314,6 +314,7 @@ def test_forward_mode_of_the_call_itself_names_who_has_it(transformed, implement
 # ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended  # It forgets what is compiled; the next test asks for less.
 def test_first_derivatives_compile_to_the_program_they_would_be_without_further_ones(monkeypatch):
     floats = draw(np.float32)
 
