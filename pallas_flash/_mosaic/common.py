@@ -405,7 +405,7 @@ class ExampleOptions(NamedTuple):
             origin = scores.origin and [scores.origin[i] for i in range(4)]
             scores = dataclasses.replace(scores, operands=operands, origin=origin)
             at = self.b, h, q_pos, k_pos
-            scores.logits(s, *at, tanh=tanh)
+            dataclasses.replace(scores, soft_cap=None).logits(s, *at)
             for operand in operands:
                 operand.again()
             x = s * self.scale
