@@ -4,6 +4,7 @@ Lowering knows what Pallas has for Mosaic GPU, which the emulator does not: layo
 sizes that it refuses.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -19,8 +20,8 @@ from pallas_flash._tiling.tune import _problem
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
-# Ranges and lists of tiles. All take as long.
-IN_DEFAULT = ("documents, causal, long", "blocks and predicate")
+# Ranges and lists of tiles, and all options. All take as long.
+IN_DEFAULT = ("documents, causal, long", "blocks and predicate", "all features")
 SERVED = [cases.BY_NAME[name] for name in cases.SERVED_ON_HOPPER]
 
 
@@ -56,3 +57,11 @@ def test_lowers(case, reproducible):
         assert launches(case, reproducible) == 1
     else:
         assert launches(case, reproducible) >= (3 if reproducible else 2)
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_the_largest_heads_leave_room_for_all_statistics(head_dim):
+    """Of scores that may be large a row has two, in shared memory that is nearly full."""
+    case = dataclasses.replace(cases.BY_NAME["large scores"].scaled(5), H=head_dim, V=head_dim)
+    for reproducible in (False, True):
+        assert launches(case, reproducible) >= 3

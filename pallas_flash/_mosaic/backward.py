@@ -125,7 +125,7 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
         )
 
     def of_queries(name, j):
-        return plgpu.load(m[f"{name}_sm"].at[ring(j)], layout=ptx.COLUMN)
+        return plgpu.load(static.numbers(m, name, ring(j)), layout=ptx.COLUMN)
 
     def my_rows():
         # Who needs the registers of what would be computed before the loop.
@@ -267,22 +267,25 @@ def load(refs, memory, b, share, kv_tile, static: Static):
         h = first_head + head
         rows = pl.ds(first_query, static.q.block)
 
-        def copy(name, index, full):
-            plgpu.copy_gmem_to_smem(
-                refs[name].at[index], memory[f"{name}_sm"].at[slot], memory[full].at[slot]
-            )
+        def copy(name, full):
+            place, full = memory[f"{name}_sm"].at[slot], memory[full].at[slot]
+            plgpu.copy_gmem_to_smem(refs[name].at[b, rows, h], place, full)
+
+        def copy_numbers(name, full):
+            place, full = static.numbers(memory, name, slot), memory[full].at[slot]
+            plgpu.copy_gmem_to_smem(refs[name].at[b, h, rows], place, full)
 
         def queries():
             ring.refill(j, memory["q_free"])
-            copy("q", (b, rows, h), "q_full")
+            copy("q", "q_full")
             for name in static.statistics:
-                copy(name, (b, h, rows), "q_full")
+                copy_numbers(name, "q_full")
 
         def cotangents():
             ring.refill(j, memory["do_free"])
-            copy("do", (b, rows, h), "do_full")
+            copy("do", "do_full")
             if "dk" in static.sums:
-                copy("delta", (b, h, rows), "delta_full")
+                copy_numbers("delta", "delta_full")
 
         for fill in static.in_turn(queries, cotangents):
             fill()
@@ -374,8 +377,6 @@ def backward(
         )
         whole = {} if shares > 1 else dict(dk=key, dv=value)
         added = [fragments[name] for name in sums if name not in whole]
-        statistic = plgpu.SMEM((tile.stages, q.block), jnp.float32)
-        statistics = ("delta", *static.statistics) if with_dk else static.statistics
         results = common.launch(
             KERNELS[sums],
             (*shared.first_operands(static, arrays, table), *rows),
@@ -386,7 +387,7 @@ def backward(
                 v_sm=tiles(BLOCK_KV, p.value_dim) if with_dk else None,
                 q_sm=tiles(tile.stages, q.block, p.head_dim),
                 do_sm=tiles(tile.stages, q.block, p.value_dim),
-                **{f"{name}_sm": statistic for name in statistics},
+                **static.numbers_memory(tile.stages, q.block),
                 ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block) if "dq" in sums else None,
                 kv_full=plgpu.Barrier(num_arrivals=WARPGROUPS * (1 + with_dk)),
                 q_full=barriers(1 + len(static.statistics)),

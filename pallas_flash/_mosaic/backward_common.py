@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import drop, shrunk
 from pallas_flash._masks import Mask, Tiling
@@ -56,6 +57,22 @@ class Static:
     def statistics(self) -> tuple[str, ...]:
         """The names of those of `LogSum`."""
         return ("m", "lse") if self.options.large else ("lse",)
+
+    def numbers_memory(self, slots: int, rows: int) -> dict[str, Any]:
+        """For delta and the statistics of rows, in slots.
+
+        The statistics share an array, because each array begins at a multiple of 1 KiB.
+        """
+        shapes = dict(delta_sm=(slots, rows), statistics_sm=(slots, len(self.statistics) * rows))
+        return {name: plgpu.SMEM(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def numbers(self, memory, name: str, slot):
+        """A slot of `numbers_memory`, for those of that name."""
+        delta, statistics = (memory[x] for x in ("delta_sm", "statistics_sm"))
+        if name == "delta":
+            return delta.at[slot]
+        rows = delta.shape[1]
+        return statistics.at[slot, pl.ds(self.statistics.index(name) * rows, rows)]
 
     def program(self, head, outer):
         """The example and the head of a program, from its indices in the grid."""

@@ -64,16 +64,14 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
     dtype, head_dim = q_sm.dtype, q_sm.shape[-1]
     first_query = q_tile * static.q.block + warpgroup * ROWS
     rows = pl.ds(first_query, ROWS)
-    full, statistics = m["rows_full"].at[warpgroup], static.statistics
+    full = m["rows_full"].at[warpgroup]
+    mine = {name: static.numbers(m, name, warpgroup) for name in ("delta", *static.statistics)}
     for name in ("q", "do"):
         plgpu.copy_gmem_to_smem(refs[name].at[b, rows, h], m[f"{name}_sm"].at[warpgroup], full)
-    for name in ("delta", *statistics):
-        plgpu.copy_gmem_to_smem(refs[name].at[b, h, rows], m[f"{name}_sm"].at[warpgroup], full)
+    for name, place in mine.items():
+        plgpu.copy_gmem_to_smem(refs[name].at[b, h, rows], place, full)
     plgpu.barrier_wait(full)
-    numbers = {
-        name: plgpu.load(m[f"{name}_sm"].at[warpgroup], layout=ptx.ROW)
-        for name in ("delta", *statistics)
-    }
+    numbers = {name: plgpu.load(place, layout=ptx.ROW) for name, place in mine.items()}
 
     def gradients_of_scores(j, s_acc, dp_acc):
         slot, value_slot, (_, first_key) = ring(j), value_ring(j), steps.at(j)
@@ -107,12 +105,12 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
     dq = rescaled(options.extras.dropout, dq)
     if static.want_scale:
         terms = plgpu.load(my_q, layout=ptx.WGMMA).astype(jnp.float32) * dq
-        m["delta_sm"].at[warpgroup][...] = jnp.sum(terms, axis=1)
+        mine["delta"][...] = jnp.sum(terms, axis=1)
     my_q[...] = (dq * options.scale).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(my_q, refs["dq"].at[b, rows, h])
     if static.want_scale:
-        plgpu.copy_smem_to_gmem(m["delta_sm"].at[warpgroup], refs["dscale"].at[b, h, rows])
+        plgpu.copy_smem_to_gmem(mine["delta"], refs["dscale"].at[b, h, rows])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -187,7 +185,6 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale
             want_scale=want_scale,
             value_slots=value_slots,
         )
-        statistics = ("delta", *static.statistics)
         return common.launch(
             pallas_flash_dq,
             (*shared.first_operands(static, arrays, table), *rows),
@@ -198,10 +195,10 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale
             memory=dict(
                 q_sm=tiles(w, ROWS, p.head_dim),
                 do_sm=tiles(w, ROWS, p.value_dim),
-                **{f"{name}_sm": plgpu.SMEM((w, ROWS), jnp.float32) for name in statistics},
+                **static.numbers_memory(w, ROWS),
                 k_sm=tiles(stages, kv.block, p.head_dim),
                 v_sm=tiles(value_slots, kv.block, p.value_dim),
-                rows_full=barriers(w, 2 + len(statistics)),
+                rows_full=barriers(w, 3 + len(static.statistics)),
                 k_full=barriers(stages),
                 k_free=barriers(stages, w),
                 v_full=barriers(value_slots),
