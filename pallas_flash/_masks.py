@@ -673,14 +673,16 @@ def visit(ranges, step, carry, edges: Edges):
 def edges_first(start, full_start, full_stop, stop):
     """The tiles of a range as a list: the number of edge tiles, that of all, and what is where.
 
-    For kernels that run ahead of themselves, and want to know the next tile early. The third is a
-    function from a place in the list to the number of the tile there.
+    The last one comes first, and so back to the full ones: under a causal mask the first queries of
+    a tile then see nothing until they see all that is left. For kernels that run ahead of
+    themselves, and want to know the next tile early. The third is a function from a place in the
+    list to the number of the tile there.
     """
-    before = full_start - start
-    edges = before + stop - full_stop
+    after = stop - full_stop
+    edges = after + full_start - start
 
     def tile_at(i):
-        edge = jnp.where(i < before, start + i, full_stop - before + i)
+        edge = jnp.where(i < after, stop - 1 - i, start + i - after)
         return jnp.where(i < edges, edge, full_start - edges + i)
 
     return edges, stop - start, tile_at

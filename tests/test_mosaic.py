@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import re
 
 import cases
@@ -247,6 +248,30 @@ def test_each_item_is_dealt_out_once(batch, heads, tiles, own_heads, listed):
     if tiles > 100:
         loads = [(stop - start)[x[:, 2]].sum() for x in mine]
         assert max(loads) < 1.1 * np.mean(loads)
+
+
+@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
+def test_warpgroups_pass_by_what_they_do_not_see(warpgroups, xp):
+    """All pairs or triples of ranges, the last one of which lacks a tile of queries."""
+    ranges = [x for x in itertools.product(range(4), repeat=4) if list(x) == sorted(x)]
+    together = list(itertools.product(ranges[:: warpgroups**2], repeat=warpgroups))
+    rows = xp.asarray(np.concatenate(together)[None, None, :-1], np.int32)
+    entries = common.for_warpgroups(rows, warpgroups)
+    assert type(entries) is type(rows)
+    rows = [*np.asarray(rows)[0, 0].tolist(), (0, 0, 0, 0)]
+    for n, entry in enumerate(np.asarray(entries)[0, 0].tolist()):
+        each = common.tiles_of(entry, None)
+        order = [int(each.at(i)) for i in range(each.count)]
+        assert len(set(order)) == each.count
+        mine = rows[n * warpgroups :][:warpgroups]
+        for (start, full_start, full_stop, stop), passed in zip(mine, entry[4:], strict=True):
+            assert set(range(start, stop)) <= set(order[passed:])
+            if start < stop:
+                assert set(order[each.edges :]) <= set(range(full_start, full_stop))
+                assert passed == len([t for t in order if t >= stop])
+            else:
+                assert passed == each.count
 
 
 def test_nothing_shows_of_what_no_query_sees(kernel_case):

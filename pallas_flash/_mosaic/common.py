@@ -503,16 +503,39 @@ def entries(rows, listed: bool):
     return jnp.stack([number, full, count, 0 * count], axis=-1)
 
 
+def for_warpgroups(rows, warpgroups: int):
+    """Ranges of so many neighbouring query tiles, [..., tiles, 4], in one, [..., 4 + warpgroups].
+
+    Behind the range of all is how many tiles come first in it that each of them does not see.
+    """
+    xp: Any = np if isinstance(rows, np.ndarray) else jnp
+    rows = xp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % warpgroups), (0, 0)))
+    rows = rows.reshape(*rows.shape[:2], -1, warpgroups, 4)
+    start, full_start, full_stop, stop = (rows[..., i] for i in range(4))
+    some, far = start < stop, np.int32(2**30)
+    first, last = xp.where(some, start, far).min(axis=-1), stop.max(axis=-1)
+    first = xp.minimum(first, last)
+    # What is full for all that see something.
+    full_start = xp.where(some, full_start, 0).max(axis=-1)
+    full_stop = xp.where(some, full_stop, far).min(axis=-1)
+    none_full = full_stop <= full_start
+    full_start, full_stop = (xp.where(none_full, first, x) for x in (full_start, full_stop))
+    nothing = xp.where(some, last[..., None] - stop, (last - first)[..., None])
+    full_stop = xp.minimum(full_stop, last)
+    columns = xp.stack([first, full_start, full_stop, last], axis=-1)
+    return xp.concatenate([columns, nothing], axis=-1).astype(np.int32)
+
+
 def tiles_of(entry, table_ref) -> Tiles:
     """Those of an entry.
 
     Args:
-        entry: four numbers, see `entries`.
+        entry: four numbers, see `entries`, and possibly more.
         table_ref: `table` with all its rows on one axis if it holds lists, else None.
     """
     if table_ref is None:
-        return Tiles(*edges_first(*entry))
-    row, full, count, first = entry
+        return Tiles(*edges_first(*entry[:4]))
+    row, full, count, first, *_ = entry
     first = first + 2
     return Tiles(
         *listed_edges_first(full, count, lambda i: plgpu.load(table_ref.at[row, first + i])),
@@ -523,12 +546,12 @@ def tiles_of(entry, table_ref) -> Tiles:
 # Who does what
 # ------------------------------------------------------------------------------------------------
 
-# Columns of a program's list: where an item's query tile is, and what `tiles_of` takes.
-ITEM = ("b", "h", "q_tile", "start", "full_start", "full_stop", "stop")
+# Columns of a program's list: where an item's query tile is. What follows is its entry.
+WHERE = ("b", "h", "q_tile")
 
 
 def worklists(problem: Problem, batch: int, mask: Mask, entries):
-    """int32 [programs, 1 + items, len(ITEM)]: the items of each program, behind their number.
+    """int32 [programs, 1 + items, columns]: the items of each program, behind their number.
 
     Programs stay on their core, as a dynamic scheduler would have it: who is free takes the next
     item. Long ones come first, of as many heads at a time as share the L2 cache. An order that
@@ -539,7 +562,7 @@ def worklists(problem: Problem, batch: int, mask: Mask, entries):
         problem: the call.
         batch: examples, of all instances.
         mask: that of the call.
-        entries: what the function of this name returned for it.
+        entries: [1 or B, 1 or N, query tiles, columns], begins with what `tiles_of` takes.
     """
     p = problem
     streamed = p.kv_len * (p.head_dim + p.value_dim) * p.dtype.itemsize
@@ -567,7 +590,7 @@ def _worklists(batch: int, num_heads: int, heads: int, ranges: bytes, shape) -> 
                 items[program].append((*divmod(row, num_heads), tile, *table[tile]))
                 # Starting an item and storing its output take as long as about 1.5 key tiles.
                 heapq.heappush(free, (time + lengths[tile] + 1.5, program))
-    lists = np.zeros((programs, 1 + max(map(len, items)), len(ITEM)), np.int32)
+    lists = np.zeros((programs, 1 + max(map(len, items)), len(WHERE) + shape[-1]), np.int32)
     for program, mine in enumerate(items):
         lists[program, 0, 0] = len(mine)
         lists[program, 1 : 1 + len(mine)] = mine
@@ -590,7 +613,7 @@ def _worklists_of_arrays(batch: int, num_heads: int, entries, listed: bool):
     ]
     entry = jnp.asarray(entries)[(*mine, tile)]
     if listed:
-        _, full, count, _ = (entry[:, i] for i in range(4))
+        _, full, count = (entry[:, i] for i in range(3))
         edges = count - full
     else:
         start, full_start, full_stop, stop = (entry[:, i] for i in range(4))
@@ -611,7 +634,7 @@ def _worklists_of_arrays(batch: int, num_heads: int, entries, listed: bool):
     chosen = jnp.take_along_axis(order, place, axis=1) + 2 * programs * deal
     chosen = jnp.minimum(chosen, len(number) - 1).reshape(2 * deals, programs)
     exists = place + 2 * programs * deal < len(number)
-    heading = np.zeros((programs, 1, len(ITEM)), np.int32)
+    heading = np.zeros((programs, 1, items.shape[1]), np.int32)
     heading[:, 0, 0] = exists.reshape(2 * deals, programs).sum(axis=0)
     return jnp.concatenate([heading, items[chosen.T]], axis=1)
 
@@ -620,7 +643,7 @@ def for_each_item(list_ref, program, body, carry):
     """Runs `carry = body(i, item, carry)` over a program's list; an item is loaded one ahead."""
 
     def load(i):
-        return [plgpu.load(list_ref.at[program, i, column]) for column in range(len(ITEM))]
+        return [plgpu.load(list_ref.at[program, i, column]) for column in range(list_ref.shape[2])]
 
     count = plgpu.load(list_ref.at[program, 0, 0])
 

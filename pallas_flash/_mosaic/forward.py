@@ -12,7 +12,8 @@ Where scores may be large, m is the natural maximum of s, and stays apart from l
 `LogSum`.
 
 A program has two or three computing warpgroups, with 64 rows of the query tile each, and one that
-loads. It stays on its core and takes query tiles from a list (`common.worklists`).
+loads. It stays on its core and takes query tiles from a list (`common.worklists`). The key tiles at
+the end of its range come first, and a warpgroup whose own rows do not see them passes them by.
 
 A computing warpgroup keeps the matrix units busy while it computes a softmax: p of one key tile is
 multiplied by v only after the product of q and the next keys has been started.
@@ -29,6 +30,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -121,13 +123,13 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
     statistics_sm = memory["statistics_sm"]
     ring = common.Ring(tile.stages)
     dtype, my_q = k_sm.dtype, q_sm.at[warpgroup]
-    # Whether the last query tile ends before the last warpgroup's rows.
-    some_idle = -(-static.q.length // ROWS) % tile.warpgroups > 0
 
     def item(i, item, used):
         b, h, q_tile, *entry = item
         tiles = common.tiles_of(entry, refs.table)
-        count = tiles.count
+        count, passed = tiles.count, entry[4]
+        for n, x in enumerate(entry[5:], 1):
+            passed = jnp.where(warpgroup == n, x, passed)
         first_row = q_tile * static.q.block + warpgroup * ROWS
         options = static.options.of_example(refs.shared, b)
         acc, m, l = nothing(static.value_dim, large=static.large)
@@ -172,16 +174,16 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
             return ptx.rescale(acc, alpha), p_new, m, l
 
         def some(acc, m, l):
-            kv_tile = tiles.at(0)
-            ahead, s = read_ahead(kv_tile, static.masked), ptx.wait(0, scores(0))
-            plgpu.barrier_arrive(memory["k_free"].at[ring(used)])
+            kv_tile, first = tiles.at(passed), ring(used + passed)
+            ahead, s = read_ahead(kv_tile, static.masked), ptx.wait(0, scores(passed))
+            plgpu.barrier_arrive(memory["k_free"].at[first])
             p, m, l, _ = weights(*ahead, kv_tile, s, m, l, static.masked)
-            plgpu.barrier_wait(memory["v_full"].at[ring(used)])
-            carry, start = (acc, p, m, l), jnp.int32(1)
+            plgpu.barrier_wait(memory["v_full"].at[first])
+            carry, start = (acc, p, m, l), passed + 1
             if static.masked:
-                start = jnp.maximum(tiles.edges, 1)
+                start = jnp.maximum(tiles.edges, start)
                 on_edge = functools.partial(step, masked=True)
-                carry = lax.fori_loop(jnp.int32(1), start, on_edge, carry)
+                carry = lax.fori_loop(passed + 1, start, on_edge, carry)
             inside = functools.partial(step, masked=False)
             acc, p, m, l = lax.fori_loop(start, count, inside, carry)
             if o_sm is not None:
@@ -192,25 +194,20 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
             return acc, m, l
 
         def none(*carry):
-            """Leaves the tiles to the other warpgroups."""
-
-            def passed(j, _):
-                for x in ("k", "v"):
-                    plgpu.barrier_wait(memory[f"{x}_full"].at[ring(used + j)])
-                    plgpu.barrier_arrive(memory[f"{x}_free"].at[ring(used + j)])
-
-            if some_idle:
-                lax.fori_loop(jnp.int32(0), count, passed, None)
             if o_sm is not None:
                 plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
             return carry
 
+        def pass_by(j, _):
+            """Leaves a tile that these rows do not see to the other warpgroups."""
+            for x in ("k", "v"):
+                plgpu.barrier_wait(memory[f"{x}_full"].at[ring(used + j)])
+                plgpu.barrier_arrive(memory[f"{x}_free"].at[ring(used + j)])
+
         plgpu.barrier_wait(memory["q_full"].at[warpgroup])
+        lax.fori_loop(jnp.int32(0), passed, pass_by, None)
         # A query tile that sees nothing has no tiles.
-        sees = count > 0
-        if some_idle:
-            sees = jnp.logical_and(sees, first_row < static.q.length)
-        acc, m, l = lax.cond(sees, some, none, acc, m, l)
+        acc, m, l = lax.cond(count > passed, some, none, acc, m, l)
         sinks, dropout = options.extras.sinks, options.extras.dropout
         sink = None if sinks is None else sinks[h]
         statistics, weight = finish(m, l, sink, large=static.large)
@@ -357,8 +354,17 @@ def forward(problem: Problem, tile: ForwardTile):
     def run(shared, query, key, value):
         batch = len(query)
         _, extras = shared
-        table = common.table(extras.mask, q, kv, "kv", batch // p.batch)
-        entries = common.entries(table, mask.scattered)
+        rows = Tiling(p.q_len, ROWS)
+        if mask.scattered:
+            table = common.table(extras.mask, q, kv, "kv", batch // p.batch)
+            entries = common.entries(table, True)
+            # Those without rows pass by all tiles.
+            exist = (np.arange(q.count)[:, None] * w + np.arange(w)) < rows.count
+            passed = jnp.where(exist, 0, entries[..., 2:3])
+            entries = jnp.concatenate([entries, passed], axis=-1)
+        else:
+            table = common.table(extras.mask, rows, kv, "kv", batch // p.batch)
+            entries = common.for_warpgroups(table, w)
         lists = jnp.asarray(common.worklists(p, batch, mask, entries))
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
         options = common.Options.of(p, shared, q, kv)
