@@ -49,7 +49,7 @@ FASTER_BY_MOSAIC = {
     # docs/results/h200-2026-11-22-forward.jsonl
     "forward": {
         (64, "full"): 1024,
-        (64, "causal"): 2048,
+        (64, "causal"): 512,
         (64, "sinks"): 4096,
         (64, "mask array"): 2048,
         (128, "full"): 1000,
