@@ -1,7 +1,7 @@
 """What "mosaic" serves lowers for a Hopper GPU that is not here, in both modes of its backward.
 
 Lowering knows what Pallas has for Mosaic GPU, which the emulator does not: layouts, operations and
-sizes that it refuses.
+sizes that it refuses. All of it happens under JAX's strict switches.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ import cases
 import jax
 import pytest
 from described_gpus import described_gpu
+from strict import strictly
+from test_decode import with_few
 
 import pallas_flash
 from pallas_flash import _compat, _select
@@ -43,7 +45,7 @@ def launches(case, reproducible: bool) -> int:
         )
         return jax.vjp(call, *qkv)[1](cotangents)
 
-    with described_gpu("NVIDIA H200"):
+    with strictly(leaks=False), described_gpu("NVIDIA H200"):
         traced = jax.jit(gradients).trace(qkv, cotangents, arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return len(re.findall(r"@mosaic_gpu\w*\(", text))
@@ -65,3 +67,9 @@ def test_the_largest_heads_leave_room_for_all_statistics(head_dim):
     case = dataclasses.replace(cases.BY_NAME["large scores"].scaled(5), H=head_dim, V=head_dim)
     for reproducible in (False, True):
         assert launches(case, reproducible) >= 3
+
+
+@cases.parametrize(names=["lengths of zero", "documents in pairs", "sinks", "all features"])
+def test_few_queries_lower(case):
+    case = dataclasses.replace(with_few(case, 3), S=1500)
+    assert launches(case, False) >= 1

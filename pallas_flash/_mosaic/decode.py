@@ -273,7 +273,7 @@ def in_parts(entries, parts: int, listed: bool):
     """Each of `common.entries` cut into nearly equal shares, [..., entries * parts, 4]."""
     xp: Any = np if isinstance(entries, np.ndarray) else jnp
     a, b, c, d = (entries[..., None, i] for i in range(4))
-    count, part = c if listed else d - a, np.arange(parts, dtype=np.int32)
+    count, part = c if listed else d - a, np.arange(parts, dtype=np.int32).reshape(1, 1, 1, -1)
     first, last = (
         i * (count // parts) + xp.minimum(i, count % parts) for i in (part, part + np.int32(1))
     )
@@ -402,7 +402,7 @@ def join(p: Problem, acc, m, l):
     weights = jnp.exp2((m - top[:, None]) * (LOG2E if p.large else 1.0))
     sinks = p.sinks
     if sinks is not None:
-        sinks = jnp.tile(sinks.reshape(p.num_kv_heads, p.groups), (1, p.q_len))
+        sinks = jnp.tile(sinks.reshape(p.num_kv_heads, p.groups), (1, p.q_len))[None]
     statistics, factor = finish(top, (weights * l).sum(axis=1), sinks, large=p.large)
     o = (weights[..., None] * acc).sum(axis=1) * rescaled(p.dropout, factor)[..., None]
     apart = p.batch, p.num_kv_heads, p.q_len, p.groups
