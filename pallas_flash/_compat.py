@@ -130,14 +130,18 @@ def mosaic_gpu_internals() -> Any:
     * tiled_memref_shape, create_descriptor, encode_addr, Dim: how a matrix instruction is told
       where in shared memory an operand lies.
     """
-    from jax.experimental.mosaic.gpu import mma_utils, utils
+    from jax.experimental.mosaic.gpu import mma_utils
+    from jax.experimental.mosaic.gpu.utils import getelementptr, inline_ptx, memref_ptr
 
-    names = {
-        utils: ("getelementptr", "memref_ptr", "inline_ptx"),
-        mma_utils: ("tiled_memref_shape", "create_descriptor", "encode_addr", "Dim"),
-    }
-    found = {name: getattr(module, name) for module in names for name in names[module]}
-    return types.SimpleNamespace(**found)
+    return types.SimpleNamespace(
+        getelementptr=getelementptr,
+        inline_ptx=inline_ptx,
+        memref_ptr=memref_ptr,
+        tiled_memref_shape=mma_utils.tiled_memref_shape,
+        create_descriptor=mma_utils.create_descriptor,
+        encode_addr=mma_utils.encode_addr,
+        Dim=mma_utils.Dim,
+    )
 
 
 def fragmented_array(registers, layout, is_signed) -> Any:
