@@ -601,6 +601,20 @@ def test_a_kernel_in_parts_is_timed_whole(cupti):
     assert measure("backward", BackwardTile(), lambda: None, ()) == 17.0
 
 
+@pytest.mark.parametrize("kernel", tune.GRADIENTS)
+def test_a_program_has_its_kernel_once(kernel):
+    """Whatever XLA takes for the same."""
+    calls = []
+
+    class Plan:
+        def backward(self, x):
+            calls.append(x)
+            return _vjp.Gradients(x, x, x, None, None, None)
+
+    results = tune._program(kernel, Plan())(jnp.ones(1))
+    assert len(calls) == 1 and len(results) == len(tune.GRADIENTS[kernel])
+
+
 def test_without_cupti_the_host_times_the_program(monkeypatch):
     measure, clock = tune._clock()
     assert "by the host" in clock

@@ -300,8 +300,13 @@ def _program(kernel: str, plan: Plan):
             return [o, log_sum.lse]
 
         return jax.jit(forward)
-    names = GRADIENTS[kernel]
-    return jax.jit(lambda *residuals: [getattr(plan.backward(*residuals), x) for x in names])
+
+    # Called once: XLA sees that kernels of "triton" are the same, and not those of "mosaic".
+    def backward(*residuals):
+        gradients = plan.backward(*residuals)
+        return [getattr(gradients, name) for name in GRADIENTS[kernel]]
+
+    return jax.jit(backward)
 
 
 def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Trial]:
