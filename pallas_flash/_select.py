@@ -49,7 +49,7 @@ FASTER_BY_MOSAIC = {
     # docs/results/h200-2026-11-22-forward.jsonl
     "forward": {
         (64, "full"): 1024,
-        (64, "causal"): 512,
+        (64, "causal"): 1024,
         (64, "sinks"): 4096,
         (64, "mask array"): 2048,
         (128, "full"): 1000,
@@ -70,6 +70,7 @@ FASTER_BY_MOSAIC = {
         (64, "full"): 1024,
         (64, "causal"): 1024,
         (64, "ranges"): 2048,
+        (64, "documents"): 8192,
         (64, "soft cap"): 4096,
         (64, "slopes"): 4096,
         (64, "sinks"): 4096,
@@ -78,6 +79,7 @@ FASTER_BY_MOSAIC = {
         (128, "full"): 512,
         (128, "causal"): 512,
         (128, "ranges"): 2048,
+        (128, "documents"): 8192,
         (128, "soft cap"): 4096,
         (128, "slopes"): 4096,
         (128, "sinks"): 4096,
@@ -88,16 +90,18 @@ FASTER_BY_MOSAIC = {
     "backward in order": {
         (64, "full"): 2048,
         (64, "causal"): 2048,
+        (64, "ranges"): 8192,
         (64, "sinks"): 4096,
         (64, "scale"): 4096,
         (128, "full"): 512,
         (128, "causal"): 512,
         (128, "ranges"): 2048,
+        (128, "documents"): 8192,
         (128, "soft cap"): 4096,
         (128, "slopes"): 4096,
         (128, "sinks"): 4096,
         (128, "scale"): 4096,
-        (128, "bias"): 2048,
+        (128, "bias in 16 bits"): 2048,
     },
 }
 # All these calls had 2^17 queries of all heads and examples, or more, and the backwards as many
@@ -438,19 +442,22 @@ def backward_of(
     """
     which = "backward in order" if in_order(reproducible) else "backward"
     by, why_not = _by_tiles(which, tiles)
+    faster = not by and _faster_by_mosaic(which, problem)
     if (
-        (implementation, asked, by) == ("triton", None, "mosaic")
+        (implementation, asked) == ("triton", None)
+        and (by == "mosaic" or faster)
         and "mosaic" not in not_on_gpu(problem)
         and not mosaic_backward_limit(problem)
     ):
-        return by, f'The backward is that of "mosaic": {_continued(why_not)}'
+        why = "it is faster." if faster else _continued(why_not)
+        return "mosaic", f'The backward is that of "mosaic": {why}'
     if implementation != "mosaic":
         return implementation, ""
     if limit := mosaic_backward_limit(problem):
         why = limit
     elif asked is None and not _jax_limits() and by == "triton":
         return by, f'The backward is that of "triton": {_continued(why_not)}'
-    elif asked is None and not _jax_limits() and not by and not _faster_by_mosaic(which, problem):
+    elif asked is None and not _jax_limits() and not by and not faster:
         how = "one for Hopper" if which == "backward" else "reproducible one for Hopper"
         why = f"the {how} is not known to be faster for this call"
     elif other := backward_with_bias(problem, implementation):

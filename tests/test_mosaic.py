@@ -28,9 +28,9 @@ from strict import strictly
 from test_accuracy import judge
 
 import pallas_flash
-from pallas_flash import TileSizes, _compat, _validate
+from pallas_flash import Tile, TileSizes, _compat, _validate
 from pallas_flash._scores import LogSum
-from pallas_flash._vjp import _public_lse
+from pallas_flash._vjp import Plan, _public_lse
 from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
 from scripts.inspection import gpu_compiler
 from scripts.inspection.kernels import compile_kernels
@@ -169,6 +169,15 @@ def test_numbers_of_other_head_sizes(head_dim, value_dim, in_order, kernel_case)
     """Slots are used again, and query heads share their sums."""
     case = dataclasses.replace(LONG, T=100, S=150, H=head_dim, V=value_dim)
     judge_both(case, in_order)
+
+
+@in_order
+@cases.parametrize(names=["everything at once"], more=["dropout", "large scores"])
+def test_another_forward_may_come_before(case, in_order, monkeypatch, kernel_case):
+    """That of "triton", as where None takes "mosaic" for the backward alone."""
+    triton = Plan("interpret", TileSizes(forward=Tile(32, 32)))
+    monkeypatch.setattr(_mosaic, "forward", lambda p, _: triton.forward(p))
+    judge_both(dataclasses.replace(case, H=64, V=64), in_order)
 
 
 def test_the_largest_additive_mask(kernel_case):

@@ -287,6 +287,7 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), ""),
         (dict(local_window_size=9), ""),
         (dict(query_offset=jnp.int32(3)), ""),
+        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32)), ""),
         (dict(head_dim=64), ""),
         (dict(head_dim=64, is_causal=False, length=2048), ""),
         (dict(head_dim=256), SLOWER),
@@ -299,7 +300,6 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(dtype=jnp.float16), ""),
         (dict(scale=0.1), ""),
         # The forward alone is known to be faster.
-        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32)), SLOWER),
         (dict(mask=jnp.ones((2048, 2048), bool), length=2048, head_dim=64), SLOWER),
         (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16)), SLOWER),
         # What is asked for is used where it can be.
@@ -323,7 +323,14 @@ def test_the_kernels_for_hopper_serve_what_they_are_faster_at(newer_jax, options
 
 
 def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
+    dropout = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
+    choice = on_hopper(**dropout)
+    assert choice.implementation == "triton"
+    assert 'The backward is that of "mosaic": it is faster.' in choice.reason
+    assert "mosaic" not in on_hopper(implementation="triton", **dropout).reason
+    assert "mosaic" not in on_hopper(gpu="NVIDIA A100-SXM4-80GB", **dropout).reason
     monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward", {})
+    assert "mosaic" not in on_hopper(**dropout).reason
     choice = on_hopper()
     assert choice.implementation == "mosaic"
     assert SLOWER in choice.reason
