@@ -131,7 +131,11 @@ def mosaic_gpu_internals() -> Any:
       where in shared memory an operand lies.
     """
     from jax.experimental.mosaic.gpu import mma_utils
-    from jax.experimental.mosaic.gpu.utils import getelementptr, inline_ptx, memref_ptr
+    from jax.experimental.mosaic.gpu.utils import (
+        getelementptr,
+        inline_ptx,  # pyright: ignore[reportAttributeAccessIssue]  # Not before `MOSAIC_SINCE`.
+        memref_ptr,
+    )
 
     return types.SimpleNamespace(
         getelementptr=getelementptr,

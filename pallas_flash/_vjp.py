@@ -130,7 +130,8 @@ class Plan:
             return getattr(self, name)(*args, **wanted)
         leaves, tree = jax.tree.flatten(args)
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        asked = tuple(wanted.items()), jax.config.jax_enable_x64
+        # Which floats there are says whether JAX is in x64 mode.
+        asked = tuple(wanted.items()), jnp.result_type(float)
         exported = _exported(self, name, EXPORTED[by], *asked, tree, shapes)
         call = functools.partial(getattr(self, name), **wanted) if exported is None else exported
         return call(*args)
@@ -198,9 +199,9 @@ class Plan:
 
 
 @functools.lru_cache(64)
-def _exported(plan: Plan, name: str, platform: str, wanted, x64: bool, tree, shapes):
+def _exported(plan: Plan, name: str, platform: str, wanted, floats, tree, shapes):
     """A function that is a pass on one device, lowered; None where JAX does not let it be."""
-    del x64  # Traces differ by it.
+    del floats  # Traces differ by it.
     checks = map(jax.export.DisabledSafetyCheck.custom_call, KERNELS)
     run = functools.partial(getattr(plan, name), **dict(wanted))
     export = jax.export.export(jax.jit(run), platforms=(platform,), disabled_checks=tuple(checks))

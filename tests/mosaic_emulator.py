@@ -499,7 +499,8 @@ def allocate(spec):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    names = "common", "forward", "decode", "backward", "backward_common", "backward_dq", "ptx"
+    backward = "backward", "backward_common", "backward_dq"
+    names = "common", "work", "forward", "decode", *backward, "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]
     with monkeypatch.context() as patch:

@@ -39,7 +39,7 @@ if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import common
+from pallas_flash._mosaic import common, work
 
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
 
@@ -243,8 +243,8 @@ def test_each_item_is_dealt_out_once(batch, heads, tiles, own_heads, listed):
         rows = np.stack([start, start, stop, stop], axis=-1)
     shape = batch, heads if own_heads else 1, *rows.shape
     table = jnp.asarray(np.broadcast_to(rows, shape), jnp.int32)
-    entries = common.entries(table, listed)
-    lists = np.asarray(common._worklists_of_arrays(batch, heads, entries, listed))
+    entries = work.entries(table, listed)
+    lists = np.asarray(work._worklists_of_arrays(batch, heads, entries, listed))
     mine = [row[1 : 1 + row[0, 0]] for row in lists]
     items = {tuple(item[:3]): item[3:] for item in np.concatenate(mine)}
     assert sum(map(len, mine)) == len(items) == batch * heads * tiles
@@ -266,11 +266,11 @@ def test_warpgroups_pass_by_what_they_do_not_see(warpgroups, xp):
     ranges = [x for x in itertools.product(range(4), repeat=4) if list(x) == sorted(x)]
     together = list(itertools.product(ranges[:: warpgroups**2], repeat=warpgroups))
     rows = xp.asarray(np.concatenate(together)[None, None, :-1], np.int32)
-    entries = common.for_warpgroups(rows, warpgroups)
+    entries = work.for_warpgroups(rows, warpgroups)
     assert type(entries) is type(rows)
     rows = [*np.asarray(rows)[0, 0].tolist(), (0, 0, 0, 0)]
     for n, entry in enumerate(np.asarray(entries)[0, 0].tolist()):
-        each = common.tiles_of(entry, None)
+        each = work.tiles_of(entry, None)
         order = [int(each.at(i)) for i in range(each.count)]
         assert len(set(order)) == each.count
         mine = rows[n * warpgroups :][:warpgroups]

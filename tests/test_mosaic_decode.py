@@ -27,7 +27,7 @@ import test_mosaic
 from test_mosaic import checked, gpu_compiler, lowered, machine_code_of, shaped
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import common, decode
+from pallas_flash._mosaic import decode, work
 from pallas_flash._mosaic.tiles import decode_tile
 from pallas_flash._vjp import _public_lse
 
@@ -61,7 +61,7 @@ SERVED = [
 @pytest.fixture
 def one_program(monkeypatch):
     """All items in one program, so that its slots are used again and parts follow each other."""
-    monkeypatch.setattr(common, "CORES", 1)
+    monkeypatch.setattr(work, "CORES", 1)
 
 
 @cases.parametrize(
@@ -186,13 +186,13 @@ def test_parts_of_a_list(parts):
     lists = [(full, count) for count in range(6) for full in range(count + 1)]
     tiles = np.array([7, 3, 9, 0, 4], np.int32)
     table = jnp.asarray([[*x, *tiles] for x in lists], jnp.int32)[None, None]
-    cut = np.asarray(decode.in_parts(common.entries(table, True), parts, True))
+    cut = np.asarray(decode.in_parts(work.entries(table, True), parts, True))
     cut = cut.reshape(len(lists), parts, 4)
     with emulator.emulated(pytest.MonkeyPatch()):
         for (full, count), mine in zip(lists, cut, strict=True):
             found = []
             for entry in mine:
-                each = common.tiles_of(entry, emulator.Device(np.asarray(table[0, 0])))
+                each = work.tiles_of(entry, emulator.Device(np.asarray(table[0, 0])))
                 found += [(int(each.at(i)), i < each.edges) for i in range(int(each.count))]
             want = [(t, i >= full) for i, t in enumerate(tiles.tolist()[:count])]
             assert sorted(found) == sorted(want)
@@ -241,7 +241,7 @@ def test_parts(S, B, K, T, parts):
             lambda *qkv, known=known: found.update({known: number(*qkv, known)}), q, k, k
         )
     assert found[True] == parts
-    assert found[False] * K >= min(common.CORES, S // 64 // decode.TILES_OF_A_PART * K)
+    assert found[False] * K >= min(work.CORES, S // 64 // decode.TILES_OF_A_PART * K)
 
 
 @pytest.mark.parametrize("T", [1, FEW_QUERIES, FEW_QUERIES + 1])

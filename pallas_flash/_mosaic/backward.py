@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
-from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import BackwardTile
@@ -354,12 +354,12 @@ def backward(
         return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
 
     def barriers(arrivals):
-        return plgpu.Barrier(num_barriers=tile.stages, num_arrivals=arrivals)
+        return common.barriers(tile.stages, arrivals)
 
     def run(arrays, *rows):
         query, key, value, *_ = rows
         _, extras = arrays
-        table = common.table(extras.mask, q, kv, "q", len(query) // p.batch, p.groups)
+        table = work.table(extras.mask, q, kv, "q", len(query) // p.batch, p.groups)
         static = shared.call_static(
             *(Static, p, mask, arrays, table, q, kv),
             num_heads=p.num_kv_heads * shares,
@@ -429,4 +429,4 @@ def _shares(p: Problem, tiles: int) -> int:
     long as "triton".
     """
     programs = p.batch * p.num_kv_heads * tiles
-    return 1 if programs >= common.CORES else min(p.groups, -(-2 * common.CORES // programs))
+    return 1 if programs >= work.CORES else min(p.groups, -(-2 * work.CORES // programs))

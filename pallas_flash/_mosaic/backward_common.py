@@ -26,32 +26,20 @@ SIDE_BY_SIDE = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class Static(common.Static):
     """What a kernel knows when it is compiled.
 
     Attributes:
-        options: the call's.
-        masked: whether there is a mask.
-        listed: whether its tiles are listed.
-        table_shape: of `common.table`, if there is a mask.
+        table_shape: of `work.table`, if there is a mask.
         q: the tiles of queries.
-        kv: the tiles of keys.
-        groups: query heads that share a key/value head.
         num_heads: heads that have programs, or shares of them.
         side_by_side: how many of them have their programs side by side.
-        tile: the backend's.
     """
 
-    options: common.Options
-    masked: bool
-    listed: bool
     table_shape: tuple[int, ...]
     q: Tiling
-    kv: Tiling
-    groups: int
     num_heads: int
     side_by_side: int
-    tile: Any
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -98,7 +86,7 @@ class Steps:
 
     Args:
         static: the kernel's.
-        table_ref: `common.table` with all its rows on one axis, if there is a mask.
+        table_ref: `work.table` with all its rows on one axis, if there is a mask.
         program: the program's example, its head and the tile that stays.
         flow: the side that streams.
         heads: how many heads stream.
@@ -228,7 +216,7 @@ class Tile:
 
 
 def call_static(kind, problem: Problem, mask: Mask, shared, table, q: Tiling, kv: Tiling, **others):
-    """The `Static` of a call, for what `common.shared_arrays` and `common.table` returned."""
+    """The `Static` of a call, for what `common.shared_arrays` and `work.table` returned."""
     return kind(
         options=common.Options.of(problem, shared, q, kv),
         masked=bool(mask),

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
-from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.tiles import value_slots as value_slots_of
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
@@ -169,13 +169,12 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale
     def tiles(*shape):
         return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
 
-    def barriers(count, arrivals=1):
-        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+    barriers = common.barriers
 
     def run(arrays, *rows):
         query, *_, l_log2 = rows
         _, extras = arrays
-        table = common.table(extras.mask, q, kv, "kv", len(query) // p.batch)
+        table = work.table(extras.mask, q, kv, "kv", len(query) // p.batch)
         static = shared.call_static(
             *(Static, p, mask, arrays, table, q, kv),
             num_heads=p.num_heads,

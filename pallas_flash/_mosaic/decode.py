@@ -23,7 +23,7 @@ longer than all else, are made in shared memory, of tiles that need the mask.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,11 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import kept, rescaled
 from pallas_flash._masks import Tiling
-from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.forward import (
     REGISTERS,
     ROWS,
+    Refs,
     beside_one_another,
     copy,
     copy_keys_and_values,
@@ -55,34 +56,22 @@ TILES_OF_A_PART = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class Static(common.Static):
     """What the kernel knows when it is compiled.
 
     Attributes:
-        options: the call's.
-        masked: whether there is a mask.
-        listed: whether its tiles are listed.
         seen: the shape of an array that tells which keys any query sees; None if all are seen.
-        kv: the tiles of keys.
-        groups: query heads that share a key/value head.
         num_rows: queries of such heads.
         parts: of the keys.
         head_dim: of queries and keys.
         value_dim: of values.
-        tile: how a program is made.
     """
 
-    options: common.Options
-    masked: bool
-    listed: bool
     seen: tuple[int, int, int] | None
-    kv: Tiling
-    groups: int
     num_rows: int
     parts: int
     head_dim: int
     value_dim: int
-    tile: DecodeTile
 
     @property
     def results(self) -> int:
@@ -92,18 +81,6 @@ class Static:
     def row_tile_and_part(self, place):
         """What the place of an item among those of its head stands for."""
         return common.quotient(place, self.parts), common.remainder(place, self.parts)
-
-
-class Refs(NamedTuple):
-    """What the kernel reads."""
-
-    list: Any
-    q: Any
-    k: Any
-    v: Any
-    table: Any  # None if tiles are not listed.
-    seen: Any  # None if all keys are.
-    shared: Any
 
 
 def compute(refs, result_refs, memory, program, warpgroup, static: Static):
@@ -120,7 +97,7 @@ def compute(refs, result_refs, memory, program, warpgroup, static: Static):
 
     def item(i, item, used):
         b, h, place, *entry = item
-        tiles = common.tiles_of(entry, refs.table)
+        tiles = work.tiles_of(entry, refs.table)
         row_tile, part = static.row_tile_and_part(place)
         options = static.options.of_example(refs.shared, b)
         first_row = row_tile * ROWS
@@ -169,7 +146,7 @@ def compute(refs, result_refs, memory, program, warpgroup, static: Static):
             ptx.store_rows(x, ref.at[b, result, h], first_row)
         return used + tiles.count
 
-    common.for_each_item(refs.list, program, item, jnp.int32(0))
+    work.for_each_item(refs.list, program, item, jnp.int32(0))
 
 
 def heads_and_positions(kv_head, first_row, first_key, shape, static: Static):
@@ -207,7 +184,7 @@ def load(refs, memory, program, static: Static):
     def keys_and_values(i, item, used):
         del i
         b, h, _, *entry = item
-        tiles = common.tiles_of(entry, refs.table)
+        tiles = work.tiles_of(entry, refs.table)
         copy_keys_and_values(refs, memory, tiles, (b, h), used)
         return used + tiles.count
 
@@ -226,7 +203,7 @@ def pallas_flash_decode(*refs, static: Static, **memory):
     table_ref = rest.pop(0) if static.listed else None
     seen_ref = rest.pop(0) if static.seen else None
     shared = [rest.pop(0) for _ in static.options.leaves]
-    refs = Refs(list_ref, q_ref, k_ref, v_ref, table_ref, seen_ref, shared)
+    refs = Refs(list_ref, q_ref, k_ref, v_ref, table_ref, shared, seen_ref)
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups
 
@@ -261,16 +238,16 @@ def number_of_parts(p: Problem, batch: int, kv: Tiling, tile: DecodeTile, *, kno
 
     def time(parts: int) -> float:
         """In tiles, of the program that has the most."""
-        return -(-items * parts // common.CORES) * (kv.count / parts + extra)
+        return -(-items * parts // work.CORES) * (kv.count / parts + extra)
 
-    most = max(1, min(kv.count // TILES_OF_A_PART, 4 * common.CORES))
+    most = max(1, min(kv.count // TILES_OF_A_PART, 4 * work.CORES))
     # Then every core has parts of every example, whatever its length.
-    least = 1 if known else min(most, -(-common.CORES * batch // items))
+    least = 1 if known else min(most, -(-work.CORES * batch // items))
     return min(range(least, most + 1), key=time)
 
 
 def in_parts(entries, parts: int, listed: bool):
-    """Each of `common.entries` cut into nearly equal shares, [..., entries * parts, 4]."""
+    """Each of `work.entries` cut into nearly equal shares, [..., entries * parts, 4]."""
     xp: Any = np if isinstance(entries, np.ndarray) else jnp
     a, b, c, d = (entries[..., None, i] for i in range(4))
     count, part = c if listed else d - a, np.arange(parts, dtype=np.int32).reshape(1, 1, 1, -1)
@@ -287,7 +264,7 @@ def in_parts(entries, parts: int, listed: bool):
 
 
 def dealt(entries, batch: int, heads: int):
-    """`common.worklists` of parts, [1 or batch, 1 or heads, parts, 4]: each core takes the next.
+    """`work.worklists` of parts, [1 or batch, 1 or heads, parts, 4]: each core takes the next.
 
     Parts of a head are equal, and those of all its example's heads, if they are many enough, fall
     to all cores alike. To sort them by their length would take XLA longer than it can gain.
@@ -297,7 +274,7 @@ def dealt(entries, batch: int, heads: int):
     count = math.prod(shape)
     where = np.stack(np.unravel_index(np.arange(count), shape), axis=-1).astype(np.int32)
     entries = xp.broadcast_to(entries, (*shape, 4)).reshape(count, 4)
-    programs = min(common.CORES, count)
+    programs = min(work.CORES, count)
     most = -(-count // programs)
     items = xp.concatenate([where, entries], axis=1)
     items = xp.pad(items, ((0, programs * most - count), (0, 0)))
@@ -324,19 +301,14 @@ def decode(problem: Problem, tile: DecodeTile, seen):
     w, stages = tile.warpgroups, tile.stages
     known = not jax.tree.leaves(mask)
 
-    def blocks(*outer, rows, columns):
-        shape = (*outer, -(-columns // ptx.COLUMNS), rows, ptx.COLUMNS)
-        return plgpu.SMEM(shape, p.dtype, transforms=ptx.BLOCKS)
-
-    def barriers(count, arrivals=1):
-        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+    blocks, barriers = functools.partial(common.blocks, p.dtype), common.barriers
 
     def run(shared, rows, key, value, *seen):
         batch = len(rows)
         _, extras = shared
         parts = number_of_parts(p, batch, kv, tile, known=known)
-        table = common.table(extras.mask, q, kv, "kv", batch // p.batch, p.groups)
-        entries = common.entries(table, mask.scattered)[:, :, row_tiles // p.groups]
+        table = work.table(extras.mask, q, kv, "kv", batch // p.batch, p.groups)
+        entries = work.entries(table, mask.scattered)[:, :, row_tiles // p.groups]
         entries = in_parts(entries, parts, mask.scattered)
         lists = jnp.asarray(dealt(entries, batch, p.num_kv_heads))
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []

@@ -12,7 +12,7 @@ Where scores may be large, m is the natural maximum of s, and stays apart from l
 `LogSum`.
 
 A program has two or three computing warpgroups, with 64 rows of the query tile each, and one that
-loads. It stays on its core and takes query tiles from a list (`common.worklists`). The key tiles at
+loads. It stays on its core and takes query tiles from a list (`work.worklists`). The key tiles at
 the end of its range come first, and a warpgroup whose own rows do not see them passes them by.
 
 A computing warpgroup keeps the matrix units busy while it computes a softmax: p of one key tile is
@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
-from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.tiles import ForwardTile
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum, with_sink
@@ -54,18 +54,18 @@ REGISTERS = {2: (232, 40), 3: (160, 32)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
-    """What the kernel knows when it is compiled."""
+class Static(common.Static):
+    """What the kernel knows when it is compiled.
 
-    options: common.Options
-    masked: bool  # Whether there is a mask.
-    listed: bool  # Whether its tiles are listed.
+    Attributes:
+        q: the tiles of queries.
+        head_dim: of queries and keys.
+        value_dim: of values.
+    """
+
     q: Tiling
-    kv: Tiling
-    groups: int
     head_dim: int
     value_dim: int
-    tile: ForwardTile
 
     @property
     def large(self) -> bool:
@@ -126,7 +126,7 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
 
     def item(i, item, used):
         b, h, q_tile, *entry = item
-        tiles = common.tiles_of(entry, refs.table)
+        tiles = work.tiles_of(entry, refs.table)
         count, passed = tiles.count, entry[4]
         for n, x in enumerate(entry[5:], 1):
             passed = jnp.where(warpgroup == n, x, passed)
@@ -233,7 +233,7 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
             plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
         return used + count
 
-    common.for_each_item(refs.list, program, item, jnp.int32(0))
+    work.for_each_item(refs.list, program, item, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -244,7 +244,7 @@ def copy(ref, index, destination, barrier):
         plgpu.copy_gmem_to_smem(ref.at[(*index, columns)], destination.at[n], barrier)
 
 
-def copy_keys_and_values(refs, memory, tiles: common.Tiles, at, used):
+def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
     """The tiles of an item, each to its slot as soon as that is free.
 
     Args:
@@ -275,11 +275,11 @@ def beside_one_another(refs, program, keys_and_values, queries):
     def _(warp):
         @pl.when(warp == 0)
         def _():
-            common.for_each_item(refs.list, program, keys_and_values, jnp.int32(0))
+            work.for_each_item(refs.list, program, keys_and_values, jnp.int32(0))
 
         @pl.when(warp == 1)
         def _():
-            common.for_each_item(refs.list, program, queries, None)
+            work.for_each_item(refs.list, program, queries, None)
 
 
 def load(refs, memory, program, static: Static):
@@ -291,7 +291,7 @@ def load(refs, memory, program, static: Static):
     def keys_and_values(i, item, used):
         del i
         b, h, _, *entry = item
-        tiles = common.tiles_of(entry, refs.table)
+        tiles = work.tiles_of(entry, refs.table)
         copy_keys_and_values(refs, memory, tiles, (b, common.quotient(h, static.groups)), used)
         return used + tiles.count
 
@@ -306,7 +306,7 @@ def load(refs, memory, program, static: Static):
 
 
 class Refs(NamedTuple):
-    """What the kernel reads."""
+    """What a kernel of the forward reads."""
 
     list: Any
     q: Any
@@ -314,6 +314,7 @@ class Refs(NamedTuple):
     v: Any
     table: Any  # None if tiles are not listed.
     shared: Any
+    seen: Any = None  # For few queries; None if all keys are.
 
 
 def pallas_flash_forward(*refs, static: Static, **memory):
@@ -344,28 +345,23 @@ def forward(problem: Problem, tile: ForwardTile):
     w, stages, slots = tile.warpgroups, tile.stages, tile.output_slots
     statistics = 2 if p.large else 1
 
-    def blocks(*outer, rows, columns):
-        shape = (*outer, -(-columns // ptx.COLUMNS), rows, ptx.COLUMNS)
-        return plgpu.SMEM(shape, p.dtype, transforms=ptx.BLOCKS)
-
-    def barriers(count, arrivals=1):
-        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+    blocks, barriers = functools.partial(common.blocks, p.dtype), common.barriers
 
     def run(shared, query, key, value):
         batch = len(query)
         _, extras = shared
         rows = Tiling(p.q_len, ROWS)
         if mask.scattered:
-            table = common.table(extras.mask, q, kv, "kv", batch // p.batch)
-            entries = common.entries(table, True)
+            table = work.table(extras.mask, q, kv, "kv", batch // p.batch)
+            entries = work.entries(table, True)
             # Those without rows pass by all tiles.
             exist = (np.arange(q.count)[:, None] * w + np.arange(w)) < rows.count
             passed = jnp.where(exist, 0, entries[..., 2:3])
             entries = jnp.concatenate([entries, passed], axis=-1)
         else:
-            table = common.table(extras.mask, rows, kv, "kv", batch // p.batch)
-            entries = common.for_warpgroups(table, w)
-        lists = jnp.asarray(common.worklists(p, batch, mask, entries))
+            table = work.table(extras.mask, rows, kv, "kv", batch // p.batch)
+            entries = work.for_warpgroups(table, w)
+        lists = jnp.asarray(work.worklists(p, batch, mask, entries))
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
         options = common.Options.of(p, shared, q, kv)
         q_sm = blocks(w, rows=ROWS, columns=p.head_dim)

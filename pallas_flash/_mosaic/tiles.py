@@ -54,7 +54,7 @@ def decode_tile(p: Problem) -> DecodeTile:
     """By the larger head size: as much on its way as there is memory for.
 
     To keep the memory of an H200 busy takes about 40 KB for each core: 4.8 TB/s, of which a core
-    has its share, for a microsecond. Not timed.
+    has its share, for a microsecond. Others were not timed.
     """
     head_dim = max(p.head_dim, p.value_dim)
     if head_dim <= 64:
