@@ -125,7 +125,7 @@ class Plan:
 
     def _alone(self, name: str, *args, again: bool, **wanted) -> Any:
         """`_forward_alone` or `_backward_alone`; `again` if programs of their own call it alike."""
-        by = self.implementation if name == "_forward_alone" else self.backward_by
+        by = self.implementation if name == "_forward_alone" else self._gradients_by(**wanted)
         if not (again and by in EXPORTED):
             return getattr(self, name)(*args, **wanted)
         leaves, tree = jax.tree.flatten(args)
@@ -135,6 +135,10 @@ class Plan:
         exported = _exported(self, name, EXPORTED[by], *asked, tree, shapes)
         call = functools.partial(getattr(self, name), **wanted) if exported is None else exported
         return call(*args)
+
+    def _gradients_by(self, wanted: "Wanted") -> str:
+        """The implementation that gives these."""
+        return (wanted.bias and self.with_bias_by) or self.backward_by
 
     # Compiled here, so that a ring's equal calls are traced and lowered once.
     @functools.partial(jax.jit, static_argnums=0)
@@ -182,7 +186,7 @@ class Plan:
     @functools.partial(jax.jit, static_argnums=0)
     def _backward_alone(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted") -> Gradients:
         cotangents = (problem, o, log_sum, do, dlse)
-        by = (wanted.bias and self.with_bias_by) or self.backward_by
+        by = self._gradients_by(wanted)
         if by == "xla":
             return _xla.backward(*cotangents, **wanted.flags(), on_gpu=self.on_gpu)
         if by == "mosaic":

@@ -23,6 +23,8 @@ ROWS = 64  # Queries, or keys, of a warpgroup.
 HOPPER = (9, 0)
 # Bytes for them at most, of 8 each.
 BARRIERS = 1024
+# An array begins at a multiple of this.
+ALIGNED = 1024
 
 
 default = tiles.default
@@ -61,27 +63,33 @@ def check(kernel: str, tile, p: Problem) -> None:
 
 def shared_bytes(kernel: str, tile, p: Problem) -> int:
     """What a kernel keeps in shared memory."""
-    statistics = 4 * (2 if p.large else 1)
+
+    def numbers(rows: int) -> int:
+        """Of rows, float32: the statistics, and in the backward delta, in an array of their own."""
+        arrays = [2 if p.large else 1] + [1] * (kernel != "forward")
+        return sum(-(-4 * n * rows // ALIGNED) * ALIGNED for n in arrays)
+
     if kernel == "forward":
         head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
         rows = tile.warpgroups * ROWS
-        stay = rows * (2 * (head_dim + 64 * tile.output_slots) + statistics)
+        stay = 2 * rows * (head_dim + 64 * tile.output_slots) + numbers(rows)
         return BARRIERS + stay + 2 * tile.stages * tile.block_kv * (head_dim + value_dim)
     if kernel == "decode":
         head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
         flow = tile.stages * tile.block_kv * (head_dim + value_dim)
         return BARRIERS + 2 * (ROWS * head_dim + flow)
     head_dim, value_dim = _padded(p)
-    both, numbers = 2 * (head_dim + value_dim), 4 + statistics
+    both = 2 * (head_dim + value_dim)
     if kernel == "dq":
         rows = tile.warpgroups * ROWS
         values = tiles.value_slots(tile, head_dim, value_dim) * value_dim
         flow = 2 * tile.block_kv * (tile.stages * head_dim + values)
-        return BARRIERS + rows * (both + numbers) + flow
+        return BARRIERS + rows * both + numbers(rows) + flow
 
     def of_launch(sums):
         stay = 2 * BLOCK_KV * (head_dim + (value_dim if "dk" in sums else 0))
-        flow = tiles.of_launch(tile, sums).stages * tile.block_q * (both + numbers)
+        rows = tiles.of_launch(tile, sums).stages * tile.block_q
+        flow = rows * both + numbers(rows)
         exchanged = EXCHANGE * 2 * BLOCK_KV * tile.block_q if "dq" in sums else 0
         return BARRIERS + stay + flow + exchanged
 
