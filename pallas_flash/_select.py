@@ -104,9 +104,11 @@ FASTER_BY_MOSAIC = {
         (128, "bias in 16 bits"): 2048,
     },
 }
-# All these calls had 2^17 queries of all heads and examples, or more, and the backwards as many
-# keys, whose tiles are their programs: 71 heads on one of 2 x 2048 keys took 1.5 times as long.
+# All these calls had so many queries of all heads and examples, or more, and the backwards so many
+# keys, whose tiles are their programs: by head size. At 64, 71 heads on one of 2 x 2048 keys took
+# 1.5 times as long; at 128, 64 on 8 of 4096 were faster.
 ROWS_MEASURED = 2**17
+KEYS_MEASURED = {64: 2**17, 128: 2**15}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,8 +417,10 @@ def _faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     """Whether this pass was measured to be faster than that of "triton" for calls like this."""
     size, table = _size(attention_pass, p), FASTER_BY_MOSAIC[attention_pass]
     since = [table.get((size, kind), math.inf) for kind in _kinds(p)]
-    rows = p.rows if attention_pass == "forward" else min(p.rows, p.kv_rows)
-    return min(p.q_len, p.kv_len) >= max(since) and rows >= ROWS_MEASURED
+    enough = p.rows >= ROWS_MEASURED
+    if attention_pass != "forward":
+        enough = enough and p.kv_rows >= KEYS_MEASURED.get(size, math.inf)
+    return enough and min(p.q_len, p.kv_len) >= max(since)
 
 
 def in_order(reproducible: bool | None) -> bool:

@@ -296,7 +296,9 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(reproducible=True, head_dim=256), IN_ORDER),
         (dict(reproducible=False), ""),
         (dict(kv_heads=8), ""),
-        (dict(kv_heads=4), SLOWER),
+        (dict(kv_heads=4), ""),
+        (dict(kv_heads=1), SLOWER),
+        (dict(kv_heads=4, head_dim=64), SLOWER),
         (dict(dtype=jnp.float16), ""),
         (dict(scale=0.1), ""),
         # The forward alone is known to be faster.
