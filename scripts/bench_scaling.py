@@ -109,7 +109,7 @@ def _measure(options, mask: str, devices, emit: Callable) -> None:
     if not options.only_shared:
         alone = _times(one, options, causal, problem, {})
         served = _served(one, options.tokens, causal, problem, {})
-        emit({**record, "on": "one device", "implementation": served, "ms": alone})
+        emit({**record, "on": "one device", **served, "ms": alone})
     right = _results(one, few, causal, problem, {})
     for name in options.methods:
         method, balanced = name.removesuffix(BALANCED), name.endswith(BALANCED)
@@ -118,7 +118,7 @@ def _measure(options, mask: str, devices, emit: Callable) -> None:
         how = {"context_parallelism": method, "balanced": balanced}
         line = {**record, "on": "all devices", "method": method, "balanced": balanced}
         try:
-            line["implementation"] = _served(mesh, options.tokens, causal, problem, how)
+            line |= _served(mesh, options.tokens, causal, problem, how)
             found = errors(_results(mesh, few, causal, problem, how), right)
             if is_red(found, options.dtype):
                 emit({**line, "red": found})
@@ -164,8 +164,8 @@ def _arguments(causal: bool, how: dict[str, Any], positions) -> dict[str, Any]:
     return dict(is_causal=causal, context_parallelism=method, **where)
 
 
-def _served(mesh: Mesh, tokens: int, causal: bool, problem, how) -> str:
-    """The implementation that a call gets."""
+def _served(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, str]:
+    """The implementation that a call gets, and what `explain` says of how devices work together."""
     rows = NamedSharding(mesh, PartitionSpec(None, "sequence"))
 
     def shape(*last, dtype=problem["dtype"]):
@@ -173,7 +173,9 @@ def _served(mesh: Mesh, tokens: int, causal: bool, problem, how) -> str:
 
     q, k = (shape(problem[name], problem["head_dim"]) for name in ("heads", "kv_heads"))
     arguments = _arguments(causal, how, shape(dtype=jnp.int32))
-    return pallas_flash.explain(q, k, k, **arguments).implementation
+    told = pallas_flash.explain(q, k, k, **arguments)
+    method = told.context_parallelism
+    return {"implementation": told.implementation} | ({"why": method.reason} if method else {})
 
 
 def _program(causal: bool, how: dict[str, Any], *, backward: bool):
