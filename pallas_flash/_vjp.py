@@ -262,8 +262,9 @@ def _attend_on_mesh(plan: Plan, operands: dict, rest: Problem):
         operands, rest = _compat.vary_alike(problem.split())
         return _attend(here, _in_reverse_mode(here, operands), rest)
 
-    # Pallas's interpreter and Mosaic GPU do not pass shard_map's check.
-    check_vma = not {plan.implementation, plan.backward_by} & {"interpret", "mosaic"}
+    # Pallas's interpreter and Mosaic GPU do not pass shard_map's check, and where kernels serve the
+    # whole those of a part may be of Mosaic GPU.
+    check_vma = plan.implementation == "xla"
     return _partition.explicitly(attend, rest.join(operands), check_vma=check_vma)
 
 

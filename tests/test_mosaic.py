@@ -560,6 +560,26 @@ def test_lowers_for_an_explicit_mesh():
     assert launches(text) == 2
 
 
+def test_parts_have_these_kernels_where_the_whole_has_others():
+    """Steps of a ring in `balanced_order`, of which the call as a whole compares positions."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    kind = (AxisType.Explicit,)
+    mesh = AbstractMesh((2,), ("sequence",), axis_types=kind, abstract_device=device)
+    rows = NamedSharding(mesh, P(None, "sequence"))
+    x = jax.ShapeDtypeStruct((4, 16384, 16, 128), jnp.bfloat16, sharding=rows)
+    where = jax.ShapeDtypeStruct((1, 16384), jnp.int32, sharding=rows)
+
+    def run(x, where):
+        places = dict(query_positions=where, key_value_positions=where)
+        how = dict(is_causal=True, context_parallelism="ring", **places)
+        assert pallas_flash.explain(x, x, x, **how).implementation == "triton"
+        return pallas_flash.attention(x, x, x, **how)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(run).trace(x, where).lower(lowering_platforms=("cuda",)).as_text()
+    assert launches(text) == 3
+
+
 def test_auto_axes_are_left_to_the_partitioner():
     eqns = jaxprs.equations(traced_on(gpus(AxisType.Auto), gradients).jaxpr.jaxpr)
     assert len([e for e in eqns if e.primitive.name == "custom_partitioning"]) == 2

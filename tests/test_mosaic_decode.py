@@ -121,6 +121,8 @@ def with_parts_overlapping(patch):
         return cut_entries
 
     patch.setattr(decode, "in_parts", overlapping)
+    # One program alone would not cut anything.
+    patch.setattr(decode, "number_of_parts", lambda *_, **__: 2)
 
 
 def with_heads_in_another_order(patch):
