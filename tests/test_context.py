@@ -518,6 +518,48 @@ def check_layers(kind):
         assert found["collective-permute"] or found["all-to-all"] or found["all-gather"]
 
 
+def check_layers_in_a_shard_map(kind):
+    """Positions go on from one device to the next, and masks have columns for all keys."""
+    from flax import nnx
+
+    from pallas_flash.flax import SelfAttention, attention_fn
+
+    axes = {"sequence": 4}
+    mesh, tokens, rows = make_mesh(axes, kind), P(None, "sequence"), P("sequence", None)
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(2, LENGTH, 32)), jnp.float32)
+    mask = jnp.asarray(random.random((LENGTH, LENGTH)) < 0.7)
+
+    def layers(**options):
+        call = functools.partial(attention_fn, is_causal=True, **options)
+        yield nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=call)
+        yield SelfAttention(32, 4, rngs=nnx.Rngs(0), **options)
+
+    inside = dict(sequence_axis="sequence", context_parallelism="gather")
+    for whole, shared in zip(layers(), layers(**inside), strict=True):
+        state = nnx.state(whole)
+
+        def loss(state, x, mask, layer=whole):
+            return (nnx.merge(nnx.graphdef(layer), state)(x, mask=mask) ** 2).sum()
+
+        def share(state, x, mask, layer=shared, loss=loss):
+            return jax.lax.psum(loss(state, x, mask, layer), "sequence")
+
+        together = jax.shard_map(share, mesh=mesh, in_specs=(P(), tokens, rows), out_specs=P())
+        want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(state, x, mask)
+        lowered = jax.jit(jax.value_and_grad(together, argnums=(0, 1))).lower(state, x, mask)
+        got = (compiled := lowered.compile())(state, x, mask)
+        for x_, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x_, y, rtol=2e-4, atol=2e-4)
+        found = collectives(compiled.as_text())
+        assert found["all-gather"] and not found["collective-permute"]
+
+    shared.init_cache(x.shape)
+    decode = functools.partial(shared, decode=True)
+    with pytest.raises(ValueError, match="`decode` must be False where devices divide the sequ"):
+        jax.shard_map(decode, mesh=mesh, in_specs=tokens, out_specs=tokens)(x)
+
+
 def check_second_derivatives(kind):
     axes = {"sequence": 4}
     mesh, rows = make_mesh(axes, kind), rows_spec(axes)
@@ -788,7 +830,11 @@ def test_every_method_gives_what_one_device_gives(names, method, mesh, kind, imp
 
 
 # XLA for CPUs drops barriers, and with Explicit axes a ring's blocks then stay for the backward.
-KINDS_OF = {"second_derivatives": tuple(KINDS), "memory": ("auto",)}
+KINDS_OF = {
+    "second_derivatives": tuple(KINDS),
+    "memory": ("auto",),
+    "layers_in_a_shard_map": ("manual",),
+}
 OTHERS = [
     (name, kind)
     for name in CHECKS

@@ -237,7 +237,8 @@ def test_keyword_of_flax_is_honoured_or_refused(name):
 
 def test_keywords_lists_only_what_exists():
     assert set(KEYWORDS) <= keywords(attention_fn)
-    assert keywords(attention_fn) - set(KEYWORDS) == {"implementation", "reproducible"}
+    own = {"implementation", "reproducible", "sequence_axis", "context_parallelism"}
+    assert keywords(attention_fn) - set(KEYWORDS) == own
 
 
 def test_linen_and_nnx_give_positional_arguments_the_same_meaning():
@@ -256,7 +257,7 @@ def test_what_attention_decides_reaches_it(monkeypatch):
 
     monkeypatch.setattr(pallas_flash.flax._drop_in, "attention", spy)
     wanted = {"is_causal": True, "precision": jax.lax.Precision.HIGH, "implementation": "xla"}
-    wanted["reproducible"] = True
+    wanted |= {"reproducible": True, "sequence_axis": None, "context_parallelism": "heads"}
     dropout = {"dropout_rate": 0.25, "broadcast_dropout": False}
     attention_fn(*qkv(), **wanted, **dropout, dropout_rng=5)
     assert seen == {**wanted, **dropout, "dropout_key": 5}

@@ -91,6 +91,26 @@ ERRORS = {
         ValueError,
         "`input_positions` must be None without `rope`",
     ),
+    "sequence_axis": (
+        lambda: attention_fn(Q, K, V, sequence_axis="sequence"),
+        ValueError,
+        "`sequence_axis` must name mesh axes.*got 'sequence', and the call is in none",
+    ),
+    "sequence_axis of a layer": (
+        lambda: self_attention(sequence_axis="sequence")(X),
+        ValueError,
+        "`sequence_axis` must name mesh axes.*got 'sequence', and the call is in none",
+    ),
+    "context_parallelism": (
+        lambda: self_attention(context_parallelism="zigzag")(X),
+        ValueError,
+        "`context_parallelism` must be",
+    ),
+    "weights of a part": (
+        lambda: attention_fn(Q, K, V, module=nnx.Module(), sequence_axis="sequence"),
+        NotImplementedError,
+        "`module` must be None with `sequence_axis`.*; got Module",
+    ),
     "features": (lambda: self_attention(features=0), ValueError, "at least 1; got features=0"),
     "num_kv_heads": (
         lambda: self_attention(num_kv_heads=3),

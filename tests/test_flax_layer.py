@@ -173,6 +173,7 @@ def test_module_options_reach_attention(monkeypatch):
         precision="high",
         implementation="xla",
         reproducible=True,
+        context_parallelism="heads",
     )
     layer(normal(1, (2, 3, Q_LEN, FEATURES)))
     nothing = dict.fromkeys(
@@ -186,6 +187,7 @@ def test_module_options_reach_attention(monkeypatch):
             "logits_soft_cap",
             "sinks",
             "dropout_key",
+            "sequence_axis",
         )
     )
     assert seen == {
@@ -197,6 +199,7 @@ def test_module_options_reach_attention(monkeypatch):
         "precision": "high",
         "implementation": "xla",
         "reproducible": True,
+        "context_parallelism": "heads",
         "shapes": ((6, Q_LEN, NUM_HEADS, 6), (6, Q_LEN, 2, 6), (6, Q_LEN, 2, 6)),
     }
 

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Shaped
 
+from pallas_flash import _validate
 from pallas_flash._checks import array
 from pallas_flash._mask_objects import Joinable
 from pallas_flash._masks import Mask
@@ -19,6 +21,14 @@ def is_object(mask) -> bool:
 def as_bool(mask) -> Any:
     """A mask that is an array, True where it is not zero."""
     return mask if mask is None or is_object(mask) else jnp.asarray(mask).astype(bool)
+
+
+def place_in_sequence(sequence_axis, length: int) -> tuple[Array | int, int]:
+    """The place of this device's first token in the whole sequence, and the length of that."""
+    along = _validate.along(sequence_axis)
+    if along is None:
+        return 0, length
+    return lax.axis_index(along.names) * length, lax.axis_size(along.names) * length
 
 
 def merge_scores(name: str, x, scores_shape: Sequence[int]):

@@ -11,11 +11,17 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from flax.typing import Dtype, PromoteDtypeFn
 from jaxtyping import Array, Float, Integer, PRNGKeyArray, Shaped
 
-from pallas_flash._api import Implementation, attention
+from pallas_flash._api import ContextParallelism, Implementation, attention
 from pallas_flash._checks import share_to_drop
 from pallas_flash._mask_objects import Call, fitted
 from pallas_flash._masks import Mask
-from pallas_flash.flax._arrays import as_bool, is_object, merge_batch, merge_scores
+from pallas_flash.flax._arrays import (
+    as_bool,
+    is_object,
+    merge_batch,
+    merge_scores,
+    place_in_sequence,
+)
 
 
 def attention_fn(
@@ -42,6 +48,8 @@ def attention_fn(
     attn_weights_value_einsum: Callable[..., Array] | None = None,
     implementation: Implementation | None = None,
     reproducible: bool | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    context_parallelism: ContextParallelism | None = None,
 ) -> Float[Array, "*batch T N V"]:
     """`pallas_flash.attention` in the place of Flax's `dot_product_attention`.
 
@@ -102,12 +110,16 @@ def attention_fn(
         attn_weights_value_einsum: Must be None.
         implementation: As in `pallas_flash.attention`.
         reproducible: As in `pallas_flash.attention`; `deterministic` is about dropout.
+        sequence_axis: As in `pallas_flash.attention`, for a module that is called inside a
+            `jax.shard_map` with this device's share of the tokens. Then a `bias` or `mask` has
+            columns for the keys of all devices.
+        context_parallelism: As in `pallas_flash.attention`.
 
     Returns:
         The attention output in the computation dtype.
 
     Raises:
-        NotImplementedError: If an einsum is replaced.
+        NotImplementedError: If an einsum is replaced, or weights are sown with `sequence_axis`.
         TypeError: If an argument is of the wrong kind or dtype.
         ValueError: If shapes do not fit, if `dropout_rate` is outside [0, 1), if dropout is active
             without `dropout_rng`, or if `input_positions` come without `rope`.
@@ -122,6 +134,11 @@ def attention_fn(
                 f"`{name}` must be None, because the kernels contain no einsum to replace; got "
                 f"{einsum!r}. Use Flax's `dot_product_attention` for this layer."
             )
+    if module is not None and sequence_axis is not None:
+        raise NotImplementedError(
+            "`module` must be None with `sequence_axis`, because a device has not all keys for the "
+            f"weights; got {type(module).__name__}. Sow weights outside of a `shard_map`."
+        )
     dropout_rate = share_to_drop("dropout_rate", dropout_rate)
     if deterministic:
         dropout_rate = 0.0
@@ -149,7 +166,8 @@ def attention_fn(
             f"batch axes; got query.shape={query.shape}, key.shape={key.shape}, "
             f"value.shape={value.shape}."
         )
-    scores_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
+    _, kv_len = place_in_sequence(sequence_axis, key.shape[-3])
+    scores_shape = (*batch, query.shape[-2], query.shape[-3], kv_len)
     out = attention(
         merge_batch(query, batch),
         merge_batch(key, batch),
@@ -163,6 +181,8 @@ def attention_fn(
         precision=precision,
         implementation=implementation,
         reproducible=reproducible,
+        sequence_axis=sequence_axis,
+        context_parallelism=context_parallelism,
     )
     if module is not None:
         visible = _dense(as_bool(mask), scores_shape)

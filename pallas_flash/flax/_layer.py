@@ -10,7 +10,7 @@ from flax.typing import Dtype, Initializer
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
-from pallas_flash._api import Implementation, attention
+from pallas_flash._api import ContextParallelism, Implementation, attention
 from pallas_flash._checks import array, flag, share_to_drop
 from pallas_flash._masks import Mask
 from pallas_flash.flax._arrays import (
@@ -19,6 +19,7 @@ from pallas_flash.flax._arrays import (
     merge_full,
     merge_positions,
     merge_scores,
+    place_in_sequence,
 )
 from pallas_flash.flax._cache import Cache
 from pallas_flash.flax._rope import apply_rope
@@ -79,6 +80,11 @@ class SelfAttention(nnx.Module):
         sinks_init: Initializer of the sinks.
         implementation: As in `pallas_flash.attention`.
         reproducible: As in `pallas_flash.attention`; `deterministic` is about dropout.
+        sequence_axis: As in `pallas_flash.attention`, for a layer that is called inside a
+            `jax.shard_map` with this device's share of the tokens, segments and positions. Then a
+            `bias` or `mask` has columns for the tokens of all devices, `seq_lengths` count those,
+            and `positions` of None go on from one device to the next.
+        context_parallelism: As in `pallas_flash.attention`.
         rngs: Where the random keys of the parameters come from, and those of dropout.
         keep_rngs: Whether a layer with dropout keeps a copy of the dropout stream of `rngs`, so
             that calls need not give one.
@@ -113,6 +119,8 @@ class SelfAttention(nnx.Module):
         sinks_init: Initializer = _zeros,
         implementation: Implementation | None = None,
         reproducible: bool | None = None,
+        sequence_axis: str | tuple[str, ...] | None = None,
+        context_parallelism: ContextParallelism | None = None,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ):
@@ -156,6 +164,8 @@ class SelfAttention(nnx.Module):
         self.precision = precision
         self.implementation: Implementation | None = implementation
         self.reproducible = reproducible
+        self.sequence_axis = sequence_axis
+        self.context_parallelism: ContextParallelism | None = context_parallelism
         linear = functools.partial(
             nnx.LinearGeneral,
             use_bias=use_bias,
@@ -234,7 +244,8 @@ class SelfAttention(nnx.Module):
                 `reordered`, if `reordered` comes without them, or if a layer with dropout is not
                 told whether it is on, or finds no random key. With `decode`: if there is no cache,
                 or no room in it, if the layer is not causal, or if there is a bias, a mask,
-                lengths, segments or another order, which a cache does not keep.
+                lengths, segments or another order, which a cache does not keep, or if devices
+                divide the sequence by `sequence_axis`.
         """
         x = array("x", x)
         if x.ndim < 2 or x.shape[-1] != self.features:
@@ -255,8 +266,15 @@ class SelfAttention(nnx.Module):
                     "their order; got True. Take the tokens back to it by `jnp.argsort(order)`."
                 )
             where = merge_positions(positions, batch, length)
+        first, whole = place_in_sequence(self.sequence_axis, length)
         cache, start, full = None, 0, False
         if decode:
+            if whole != length:
+                raise ValueError(
+                    "`decode` must be False where devices divide the sequence, because each would "
+                    "keep a cache of its own tokens; got True with sequence_axis="
+                    f"{self.sequence_axis!r}. Decode with a layer that has none."
+                )
             cache = self._cache(
                 bias=bias, mask=mask, seq_lengths=seq_lengths, segment_ids=segment_ids
             )
@@ -267,7 +285,7 @@ class SelfAttention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rope_theta is not None:
             if positions is None:
-                positions = start + jnp.arange(length, dtype=jnp.int32)
+                positions = first + start + jnp.arange(length, dtype=jnp.int32)
             q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
         elif positions is not None and where is None:
             raise ValueError(
@@ -275,7 +293,7 @@ class SelfAttention(nnx.Module):
                 f"got positions.shape={positions.shape}. Leave them out, or pass reordered=True "
                 "for a mask that goes by them."
             )
-        scores_shape = (*batch, q.shape[-2], length, length)
+        scores_shape = (*batch, q.shape[-2], length, whole)
         seq_lengths = merge_full("seq_lengths", seq_lengths, batch, ())
         dropout_key = self._dropout_key(deterministic, rngs)
         cached = (k, v) if cache is None else cache.extended(k, v)
@@ -301,6 +319,8 @@ class SelfAttention(nnx.Module):
             precision=self.precision,
             implementation=self.implementation,
             reproducible=self.reproducible,
+            sequence_axis=self.sequence_axis,
+            context_parallelism=self.context_parallelism,
         )
         if cache is not None:
             cache.keep(cached, start + length)
