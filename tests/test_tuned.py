@@ -1,0 +1,557 @@
+"""Winners of a tuning: which calls they serve, and the file that keeps them."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from described_gpus import described_gpu
+from tune_cases import (  # noqa: F401  Fixtures.
+    FAST,
+    FASTER,
+    MOSAIC,
+    OTHER,
+    TRITON,
+    arguments,
+    command,
+    gpu_here,
+    h200_here,
+    hopper_here,
+    mistake,
+    own_file,
+    problem,
+    store,
+    table,
+    tiles_of,
+    warned,
+)
+
+import pallas_flash
+from pallas_flash import Tile, TileSizes, _select, _vjp
+from pallas_flash._tiling import cache, choose
+from pallas_flash.mosaic import BackwardTile, DecodeTile, DqTile, ForwardTile
+
+# ------------------------------------------------------------------------------------------------
+# Which calls a winner serves.
+
+ALIKE = {
+    "itself": {},
+    "another length": {"q_len": 17, "kv_len": 33},
+    "examples for heads": {"batch": 2, "heads": 1, "kv_heads": 1},
+}
+DIFFERENT = {
+    "longer queries": {"q_len": 33},
+    "shorter queries": {"q_len": 16},
+    "longer keys": {"kv_len": 65},
+    "more examples": {"batch": 4},
+    "more heads": {"heads": 5, "kv_heads": 5},
+    "head size": {"size": 24},
+    "head size of values": {"value_dim": 24},
+    "dtype": {"dtype": jnp.bfloat16},
+    "precision": {"precision": "highest"},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": 3},
+    "lengths": {"key_value_seq_lengths": jnp.asarray([7], jnp.int32)},
+    "shared keys": {"kv_heads": 1},
+    "bias": {"bias": jnp.zeros((1, 40))},
+    "sinks": {"sinks": jnp.zeros(2)},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "dropout": {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)},
+}
+
+
+@pytest.mark.parametrize("changed", ALIKE.values(), ids=ALIKE)
+def test_a_winner_serves_calls_that_are_alike(monkeypatch, h200, changed):
+    store()
+    assert tiles_of(monkeypatch, **changed) == TRITON.or_else(table(**changed))
+
+
+@pytest.mark.parametrize("changed", DIFFERENT.values(), ids=DIFFERENT)
+def test_and_no_others(monkeypatch, h200, changed):
+    store()
+    assert tiles_of(monkeypatch, **changed) == table(**changed)
+    store(**changed)
+    assert tiles_of(monkeypatch, **changed) == TRITON.or_else(table(**changed))
+
+
+def test_enough_programs_are_alike(monkeypatch, h200):
+    monkeypatch.setattr(cache, "MANY", 64)
+    store()
+    for changed in ({"batch": 4}, {"heads": 5, "kv_heads": 5}):
+        assert tiles_of(monkeypatch, **changed) == TRITON.or_else(table(**changed))
+
+
+def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
+    store()
+    for change in (
+        lambda patch: gpu_here(patch, "NVIDIA H100"),
+        lambda patch: patch.setattr(jax, "__version__", "0.0"),
+        lambda patch: patch.setattr(cache, "_fingerprint", lambda: "0"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert tiles_of(monkeypatch) == table()
+    assert tiles_of(monkeypatch) == TRITON.or_else(table())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "backward_dq.py",
+        "common.py",
+        "_masks.py",
+        "_mask_objects.py",
+        "_scores.py",
+        "_operands.py",
+        "_dropout.py",
+        "ptx.py",
+    ],
+)
+def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
+    before, read = cache._fingerprint(), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#" * (self.name == name))
+    assert cache._fingerprint.__wrapped__() != before
+
+
+BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
+    pallas_flash.Predicate(lambda b, h, q, k: q > k), 24, 40
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "full"),
+        ({"is_causal": True}, "causal"),
+        ({"is_causal": True, "query_offset": 3}, "causal"),
+        ({"is_causal": True, "query_offset": jnp.asarray([3], jnp.int32)}, "causal"),
+        ({"is_causal": True, "local_window_size": (4, None)}, "other"),
+        ({"is_causal": True, "key_value_seq_lengths": jnp.asarray([7], jnp.int32)}, "other"),
+        ({"local_window_size": (4, None)}, "other"),
+        ({"segment_ids": (jnp.zeros((1, 24), jnp.int32), jnp.zeros((1, 40), jnp.int32))}, "other"),
+        ({"mask": pallas_flash.PrefixLM(jnp.asarray([7], jnp.int32))}, "other"),
+        ({"mask": jnp.ones((1, 40), bool)}, "listed"),
+        ({"mask": jnp.ones((1, 40), bool), "is_causal": True}, "listed"),
+        ({"mask": pallas_flash.BlockMask(jnp.ones((1, 1, 1, 1), bool))}, "listed"),
+        ({"mask": pallas_flash.Predicate(lambda b, h, q, k: q > k)}, "predicate"),
+        ({"mask": BLOCKS_OF_A_PREDICATE}, "predicate"),
+    ],
+)
+def test_kinds_of_masks(options, kind):
+    assert f" {kind} mask, T 32, S 64" in cache.key(problem(**options), "a GPU")
+
+
+def halved(s, *at):
+    return s / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dropout_key": jax.random.key(0)}, ""),
+        ({"bias": jnp.zeros(40)}, " + bias"),
+        ({"bias": jnp.zeros((24, 40), jnp.float16)}, " + bias + 2 bytes a pair"),
+        ({"alibi_slopes": jnp.zeros(2)}, " + slopes"),
+        ({"score_fn": halved}, " + score_fn"),
+        ({"logits_soft_cap": 3, "sinks": jnp.zeros(2)}, " + soft cap + sinks"),
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, " + dropout"),
+    ],
+)
+def test_what_is_done_to_scores_and_probabilities_counts(options, words):
+    assert f" full mask{words}, T 32, S 64" in cache.key(problem(**options), "a GPU")
+
+
+def test_precision_counts_for_float32_however_it_is_set():
+    with jax.default_matmul_precision("highest"):
+        inherited = cache.key(problem(), "a GPU")
+        half = cache.key(problem(dtype=jnp.float16), "a GPU")
+    assert inherited == cache.key(problem(precision="highest"), "a GPU")
+    assert inherited != cache.key(problem(), "a GPU")
+    assert half == cache.key(problem(dtype=jnp.float16), "a GPU")
+
+
+def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
+    store()
+    asked = TileSizes(dq=OTHER)
+    expected = dataclasses.replace(TRITON.or_else(table()), dq=OTHER)
+    assert tiles_of(monkeypatch, tile_sizes=asked) == expected
+    split = TileSizes(forward=OTHER, dk=OTHER, dv=OTHER, dq=OTHER)
+    assert tiles_of(monkeypatch, tile_sizes=split) == split.or_else(table())
+
+
+def test_tiles_for_calls_of_all_lengths_leave_one_forward_kernel(monkeypatch, h200):
+    both = TileSizes(forward=FAST, decode=OTHER)
+    for q_len, wanted in ((16, (None, OTHER)), (33, (FAST, None))):
+        cache.store(problem(q_len=q_len), "NVIDIA H200", TileSizes(dq=FASTER))
+        tiles = tiles_of(monkeypatch, q_len=q_len, tile_sizes=both)
+        assert (tiles.forward, tiles.decode, tiles.dq) == (*wanted, FASTER)
+
+
+def test_the_interpreter_has_the_tables(monkeypatch, h200):
+    store()
+    assert tiles_of(monkeypatch, implementation="interpret") == table()
+
+
+def test_a_described_gpu_has_the_tables_and_the_file_is_not_read(monkeypatch):
+    store()
+
+    def read(path):
+        raise AssertionError("read")
+
+    with monkeypatch.context() as patch, described_gpu("NVIDIA H200"):
+        patch.setattr(cache, "read", read)
+        assert tiles_of(monkeypatch) == table()
+        choice = pallas_flash.explain(**arguments())
+    assert choice.implementation == "triton"
+    assert "tuned" not in str(choice)
+
+
+def test_a_mesh_describes_gpus_that_are_here(monkeypatch):
+    """As inside of shard_map."""
+
+    class Gpu:
+        platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+
+        class client:
+            platform_version = "cuda 13000"
+
+    store(gpu="NVIDIA H200")
+    store(gpu="NVIDIA H100")
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu])
+    with described_gpu("NVIDIA H200"):
+        assert tiles_of(monkeypatch) == TRITON.or_else(table())
+    with described_gpu("NVIDIA H100"):
+        assert tiles_of(monkeypatch) == table()
+
+
+def test_explain_tells_where_tiles_come_from(h200, file):
+    assert "tuned" not in str(pallas_flash.explain(**arguments()))
+    store()
+    reason = pallas_flash.explain(**arguments()).reason
+    assert reason == f"the kernels serve this call on this GPU. Its tiles are tuned, from {file}."
+    asked = arguments(tile_sizes=TileSizes())
+    assert pallas_flash.explain(**arguments(is_causal=True)).reason in reason
+    assert "tuned" not in pallas_flash.explain(**asked, implementation="interpret").reason
+
+
+# ------------------------------------------------------------------------------------------------
+# Who computes, by a winner.
+
+LONG = dict(q_len=2048, kv_len=2048, heads=32, kv_heads=32, size=128, value_dim=128)
+LONG |= dict(dtype=jnp.bfloat16, batch=2)
+
+
+def explained(**options):
+    shapes = {
+        name: jax.ShapeDtypeStruct((2, 2048, 32, 128), jnp.bfloat16)
+        for name in ("query", "key", "value")
+    }
+    return pallas_flash.explain(**shapes, **options)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "forward", "why_not", "backward"),
+    [
+        (None, "mosaic", "Slower than the kernels for Hopper.", ""),
+        (TileSizes(forward=FAST), "triton", '"triton" was faster when such calls were tuned', ""),
+        (TRITON, "triton", '"triton" was faster when such calls were tuned on this GPU.', ""),
+        (
+            TileSizes(FAST, backward=BackwardTile()),
+            "triton",
+            '"triton" was faster',
+            'The backward is that of "mosaic": "mosaic" was faster when such calls were tuned',
+        ),
+        (
+            TileSizes(ForwardTile(), dkv=FAST, dq=FAST),
+            "mosaic",
+            '"mosaic" was faster when such calls were tuned on this GPU.',
+            'The backward is that of "triton": "triton" was faster when such calls were tuned',
+        ),
+    ],
+    ids=["nothing", "forward", "triton", "backward by mosaic", "forward by mosaic"],
+)
+def test_a_winner_chooses_who_computes_each_pass(
+    monkeypatch, hopper, file, tiles, forward, why_not, backward
+):
+    # By the table "mosaic" is faster in both.
+    if tiles is not None:
+        cache.store(problem(**LONG), "NVIDIA H200", tiles)
+    monkeypatch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
+    choice = explained()
+    assert choice.implementation == forward
+    assert why_not in choice.refused["triton" if forward == "mosaic" else "mosaic"]
+    assert backward in choice.reason
+    assert (f"Its tiles are tuned, from {file}." in choice.reason) == (tiles is not None)
+    # What is asked for comes first.
+    other = "mosaic" if forward == "triton" else "triton"
+    assert explained(implementation=other).implementation == other
+    given = {"mosaic": TileSizes(forward=ForwardTile()), "triton": TileSizes(forward=OTHER)}[other]
+    choice = explained(tile_sizes=given)
+    assert choice.implementation == other
+    assert f'are those of "{other}"' in choice.refused[forward]
+
+
+def plan_of(monkeypatch, **options):
+    """Who computes a call of `attention`, and how."""
+    used = []
+    with monkeypatch.context() as patch:
+        patch.setattr(_vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
+        patch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
+        x = jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
+        pallas_flash.attention(x, x, x, **options)
+    [plan] = used
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("given", "reproducible", "by", "in_order"),
+    [
+        (MOSAIC, False, "mosaic", False),
+        (MOSAIC, True, "mosaic", True),
+        (MOSAIC.only(["dkv", "dq"]), False, "mosaic", True),
+        (MOSAIC.only(["dq"]), False, "mosaic", True),
+        (MOSAIC.only(["backward"]), False, "mosaic", False),
+        (MOSAIC.only(["backward"]), True, "triton", False),
+        (dataclasses.replace(TRITON, backward=BackwardTile(128)), False, "mosaic", False),
+        (dataclasses.replace(TRITON, backward=BackwardTile(128)), True, "triton", False),
+        (TRITON, False, "triton", False),
+    ],
+)
+def test_tiles_say_how_gradients_are_computed(
+    monkeypatch, hopper, given, reproducible, by, in_order
+):
+    """In one pass or in two, or by "triton", to which so short a call goes without tiles."""
+    plan = plan_of(monkeypatch, tile_sizes=given, reproducible=reproducible)
+    assert (plan.backward_by, plan.in_order) == (by, in_order)
+    assert plan.implementation == (given.computed_by("forward") or "triton")
+    assert (plan.tiles, plan.mosaic_tiles) == tuple(
+        given.of(name) if name in (by, plan.implementation) else TileSizes()
+        for name in ("triton", "mosaic")
+    )
+
+
+def test_tiles_of_mosaic_do_not_matter_where_it_does_not_serve(monkeypatch):
+    gpu_here(monkeypatch, "NVIDIA A100")
+    monkeypatch.setattr(_select, "target", lambda: _select.Target("NVIDIA A100", True, (8, 0)))
+    plan = plan_of(monkeypatch, tile_sizes=MOSAIC)
+    assert (plan.implementation, plan.backward_by) == ("triton", "triton")
+    assert plan.tiles == plan.mosaic_tiles == TileSizes()
+
+
+# ------------------------------------------------------------------------------------------------
+# The file.
+
+
+def test_passes_are_merged(file):
+    store(TileSizes(forward=FAST, dkv=FAST))
+    store(TileSizes(dq=FAST), is_causal=True)
+    store(TileSizes(dk=OTHER, dv=OTHER, dq=OTHER))
+    assert cache.read(file) == {
+        cache.key(problem(), "NVIDIA H200"): TileSizes(forward=FAST, dk=OTHER, dv=OTHER, dq=OTHER),
+        cache.key(problem(is_causal=True), "NVIDIA H200"): TileSizes(dq=FAST),
+    }
+
+
+def test_tiles_of_both_implementations_are_stored(monkeypatch, capsys, file):
+    sizes = dataclasses.replace(TRITON, forward=ForwardTile(3, 96), backward=BackwardTile(128))
+    sizes = dataclasses.replace(sizes, decode=DecodeTile(stages=4))
+    store(sizes)
+    assert list(cache.read(file).values()) == [sizes]
+    # A pass that is tuned again is forgotten whole, and the other one kept.
+    store(TileSizes(dkv=BackwardTile(), dq=DqTile()))
+    [merged] = cache.read(file).values()
+    two_passes = dict(dkv=BackwardTile(), dq=DqTile())
+    assert merged == TileSizes(ForwardTile(3, 96), DecodeTile(stages=4), **two_passes)
+    assert command(monkeypatch, "--show") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2",
+        "  decode    mosaic, warpgroups 2, block_kv 64, stages 4",
+        "  dkv       mosaic, block_q 64, stages 2",
+        "  dq        mosaic, warpgroups 2, block_kv 128, stages 2",
+    ]
+
+
+def test_a_file_of_before_is_read_and_kept(monkeypatch, h200, file):
+    """Without tiles of "mosaic"; what an older version may not read says so by its number."""
+    old = {
+        "made_by": "pallas_flash.tune",
+        "schema": 1,
+        "winners": {
+            "another call": {"forward": {"block_q": 64, "block_kv": 64, "num_warps": 4,
+                                         "num_stages": 3}},
+            cache.key(problem(), "NVIDIA H200"): {
+                kernel: {**dataclasses.asdict(FAST)} for kernel in ("forward", "dkv", "dq")
+            },
+        },
+    }  # fmt: skip
+    file.parent.mkdir()
+    file.write_text(json.dumps(old))
+    with warned(0):
+        assert tiles_of(monkeypatch) == TRITON.or_else(table())
+        store(TileSizes(forward=OTHER))
+    content = json.loads(file.read_text())
+    assert content["schema"] == 2
+    assert cache.read(file)["another call"] == TileSizes(Tile(64, 64, 4, 3))
+    assert cache.read(file)[cache.key(problem(), "NVIDIA H200")] == dataclasses.replace(
+        TRITON, forward=OTHER
+    )
+
+
+def test_the_file_is_read_once_and_again_after_a_store(monkeypatch, h200, file):
+    assert tiles_of(monkeypatch) == table()
+    store()
+    first = file.read_text()
+    assert tiles_of(monkeypatch) == TRITON.or_else(table())
+    file.unlink()
+    assert tiles_of(monkeypatch) == TRITON.or_else(table())
+    store(TileSizes(forward=OTHER))
+    assert tiles_of(monkeypatch).forward == OTHER
+    file.write_text(first)
+    assert tiles_of(monkeypatch).forward == OTHER
+
+
+@pytest.mark.parametrize("failing", ["write_text", "replace"])
+def test_a_write_that_fails_leaves_the_file_as_it_was(monkeypatch, file, failing):
+    store()
+    before = file.read_text()
+
+    def fail(self, *args):
+        if failing == "write_text":
+            with open(self, "w") as part:
+                part.write("{")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path if failing == "write_text" else os, failing, fail)
+    with pytest.raises(OSError, match="disk full"):
+        store(TileSizes(forward=OTHER))
+    assert file.read_text() == before
+    assert list(file.parent.iterdir()) == [file]
+
+
+def edited(change):
+    """The content of a file with one winner, changed."""
+
+    def content(file):
+        store()
+        content = json.loads(file.read_text())
+        change(content)
+        return json.dumps(content).encode()
+
+    return content
+
+
+def of_the_winner(change):
+    return edited(lambda content: change(*content["winners"].values()))
+
+
+FOREIGN = {
+    "empty": lambda file: b"",
+    "cut short": lambda file: edited(lambda content: None)(file)[:-5],
+    "not text": lambda file: b"\xff\xfe\x00",
+    "nested too deep": lambda file: b"[" * 100_000,
+    "a bare number": lambda file: b"1",
+    "a list": lambda file: b"[]",
+    "another program's": lambda file: b'{"schema": 1, "winners": {}}',
+    "signed by another": edited(lambda content: content.update(made_by="tune")),
+}
+OTHER_FORM = {
+    "an older schema": edited(lambda content: content.update(schema=0)),
+    "a newer schema": edited(lambda content: content.update(schema=3)),
+    "no schema": edited(lambda content: content.pop("schema")),
+    "no winners": edited(lambda content: content.pop("winners")),
+    "a size that is none": of_the_winner(lambda winner: winner["dq"].update(block_q=7)),
+    "a size of another type": of_the_winner(lambda winner: winner["dq"].update(block_q="64")),
+    "an unknown size": of_the_winner(lambda winner: winner["dq"].update(cluster=2)),
+    "an unknown kernel": of_the_winner(lambda winner: winner.update(dbias=winner["dq"])),
+    "dk alone": of_the_winner(lambda winner: winner.update(dk=winner.pop("dkv"))),
+}
+# Of the form, but beyond the shared memory: told when it is looked up.
+TOO_LARGE = of_the_winner(
+    lambda winner: winner["dq"].update(block_q=256, block_kv=256, num_stages=8)
+)
+UNREADABLE = FOREIGN | OTHER_FORM | {"too large": TOO_LARGE}
+
+
+def put(file, content):
+    """Writes what one of these tables makes; returns it."""
+    file.parent.mkdir(exist_ok=True)
+    content = content(file)
+    file.write_bytes(content)
+    cache.read.cache_clear()
+    return content
+
+
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
+def test_an_unreadable_file_is_ignored_with_one_warning(monkeypatch, h200, file, content):
+    content = put(file, content)
+    with warned(1, f"ignores the tuned tiles in {file}: "):
+        for _ in range(3):
+            assert tiles_of(monkeypatch) == table()
+            assert "tuned" not in str(pallas_flash.explain(**arguments()))
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", FOREIGN | OTHER_FORM)
+def test_a_file_of_something_else_is_neither_overwritten_nor_shown(monkeypatch, capsys, file, name):
+    content = put(file, (FOREIGN | OTHER_FORM)[name])
+    sentence = "wrote, or none; got another" if name in FOREIGN else "this version's form"
+    with pytest.raises(ValueError, match=sentence):
+        store()
+    assert command(monkeypatch, "--show") == 2
+    assert sentence in mistake(capsys)
+    assert [path.read_bytes() for path in file.parent.iterdir()] == [content]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_only_what_we_wrote_is_removed(monkeypatch, capsys, file, name):
+    content = put(file, UNREADABLE[name])
+    ours = name not in FOREIGN
+    assert command(monkeypatch, "--clear") == (0 if ours else 2)
+    if ours:
+        assert capsys.readouterr().out == f"removed {file}\n"
+        assert not file.exists()
+    else:
+        assert "Move it away, or name another file in PALLAS_FLASH_TUNED." in mistake(capsys)
+        assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_regular_file_stays(monkeypatch, capsys, h200, file, make):
+    file.parent.mkdir()
+    make(file)
+    with warned(1, "wrote, or none; got another"):
+        assert tiles_of(monkeypatch) == table()
+    with pytest.raises(ValueError, match="wrote, or none; got another"):
+        store()
+    assert command(monkeypatch, "--clear") == 2
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_missing_file_is_nothing_to_tell(monkeypatch, h200):
+    with warned(0):
+        assert tiles_of(monkeypatch) == table()
+
+
+def test_winners_can_be_switched_off(monkeypatch, h200, file):
+    store()
+    monkeypatch.setenv("PALLAS_FLASH_TUNED", "0")
+    assert tiles_of(monkeypatch) == table()
+    before = file.read_text()
+    assert store(TileSizes(forward=OTHER)) is None
+    assert file.read_text() == before
+    monkeypatch.setenv("PALLAS_FLASH_TUNED", str(file))
+    assert tiles_of(monkeypatch) == TRITON.or_else(table())
+
+
+@pytest.mark.parametrize("value", [None, "", "1"])
+def test_the_file_is_in_the_users_cache_folder(monkeypatch, tmp_path, value):
+    import platformdirs
+
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.delenv("PALLAS_FLASH_TUNED")
+    if value is not None:
+        monkeypatch.setenv("PALLAS_FLASH_TUNED", value)
+    assert cache.file() == tmp_path / "pallas_flash" / "tiles.json"

@@ -1,0 +1,133 @@
+"""What the tests of tuning share: calls, tiles, a file of winners, and a GPU that seems here."""
+
+import contextlib
+import runpy
+import sys
+import warnings
+
+import jax.numpy as jnp
+import pytest
+
+import pallas_flash
+from pallas_flash import Tile, TileSizes, _compat, _select, _vjp
+from pallas_flash._tiling import cache, choose, tune
+from pallas_flash._tiling.tune import Trial, Tuning
+from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
+
+# None of them is in the table.
+FAST, FASTER, OTHER = Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 32, 1, 1)
+MOSAIC = TileSizes(
+    forward=ForwardTile(3, 96), backward=BackwardTile(128), dkv=BackwardTile(64), dq=DqTile(2, 64)
+)
+TRITON = TileSizes(forward=FAST, dkv=FAST, dq=FAST)
+
+newer = pytest.mark.skipif(
+    not _compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic": test_select has what is said'
+)
+
+
+@pytest.fixture(name="file", autouse=True)
+def own_file(monkeypatch, tmp_path):
+    """A file of winners for each test alone, which does not exist yet."""
+    path = tmp_path / "folder" / "tiles.json"
+    monkeypatch.setenv("PALLAS_FLASH_TUNED", str(path))
+    for cached in (cache.read, cache._ignore):
+        cached.cache_clear()
+    yield path
+    cache.read.cache_clear()
+
+
+@pytest.fixture(name="h200")
+def h200_here(monkeypatch):
+    """A GPU that is here, as far as one can tell before a program is compiled."""
+    gpu_here(monkeypatch, "NVIDIA H200")
+
+
+@pytest.fixture(name="hopper")
+def hopper_here(monkeypatch, h200):
+    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
+
+
+@pytest.fixture(name="search")
+def instant_search(monkeypatch):
+    """`tune` finds these tiles at once."""
+    asked, found = [], TileSizes(forward=FAST)
+
+    def search(problem, passes, implementations):
+        asked.append((problem, passes))
+        trials = (Trial("forward", FAST, 1.0, None), Trial("forward", OTHER, None, "it burnt"))
+        return Tuning(found, trials, {"triton": table()}, "a clock")
+
+    monkeypatch.setattr(tune, "search", search)
+    return asked
+
+
+def gpu_here(monkeypatch, kind):
+    monkeypatch.setattr(_select, "target", lambda: _select.Target(kind, True, (9, 0)))
+
+
+def array(length=24, heads=2, size=16, dtype=jnp.float32, batch=1):
+    return jnp.ones((batch, length, heads, size), dtype)
+
+
+def arguments(q_len=24, kv_len=40, kv_heads=2, value_dim=16, **changed):
+    """Of `attention`: the sizes are those of `array`, or the arguments themselves."""
+    sizes = {
+        name: changed.pop(name) for name in ("heads", "size", "dtype", "batch") & changed.keys()
+    }
+    shared = {name: x for name, x in sizes.items() if name != "heads"}
+    key = array(kv_len, kv_heads, **shared)
+    value = array(kv_len, kv_heads, **(shared | {"size": value_dim}))
+    return dict(query=array(q_len, **sizes), key=key, value=value) | changed
+
+
+def problem(**changed):
+    changed = arguments(**changed)
+    return tune._problem([changed.pop(name) for name in ("query", "key", "value")], changed)
+
+
+def tiles_of(monkeypatch, **changed) -> TileSizes:
+    """What a call of `attention` computes with."""
+    used = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            _vjp, "attend", lambda plan, *_: used.append(plan.tiles) or (jnp.zeros(()), None)
+        )
+        pallas_flash.attention(**arguments(**changed))
+    [tiles] = used
+    return tiles
+
+
+def table(**changed) -> TileSizes:
+    return choose.by_table(problem(**changed), "triton", None)
+
+
+@contextlib.contextmanager
+def warned(count, text=""):
+    """Everything inside gives this many warnings in all."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert len(caught) == count, [str(warning.message) for warning in caught]
+    assert all(text in str(warning.message) for warning in caught)
+
+
+def store(tiles=TRITON, gpu="NVIDIA H200", **changed):
+    return cache.store(problem(**changed), gpu, tiles)
+
+
+def command(monkeypatch, *words):
+    """The exit code of `python -m pallas_flash.tune`, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["tune", *words])
+    monkeypatch.delitem(sys.modules, "pallas_flash.tune", raising=False)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("pallas_flash.tune", run_name="__main__")
+    return end.value.code
+
+
+def mistake(capsys):
+    """The last line on stderr, which is all but for argparse's usage."""
+    *usage, line = capsys.readouterr().err.splitlines()
+    assert not usage or usage[0].startswith("usage: ")
+    assert line.startswith("python -m pallas_flash.tune: error: ")
+    return line
