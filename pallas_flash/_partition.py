@@ -224,10 +224,11 @@ def _names(spec, rank: int) -> tuple[tuple[str, ...], ...]:
     return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in entries)
 
 
-def _check(problem: Problem, axes, names) -> None:
+def _check(mesh, problem: Problem, axes, names) -> None:
     """Refuses arrays that are divided along their features.
 
     Args:
+        mesh: the mesh.
         problem: the arrays.
         axes: the letters of each.
         names: for each axis of each, those of the mesh axes that divide it.
@@ -235,7 +236,7 @@ def _check(problem: Problem, axes, names) -> None:
     paths = [path for path, _ in jax.tree.leaves_with_path(problem)]
     for path, letters, by_axis in zip(paths, axes, names, strict=True):
         for letter, mesh_axes in zip(letters, by_axis, strict=True):
-            if mesh_axes and letter in FEATURES:
+            if letter in FEATURES and _count(mesh, mesh_axes) > 1:
                 name = path[0].name
                 raise NotImplementedError(
                     f"`{name}` must be sharded by examples, by heads or along its sequence; got "
@@ -360,7 +361,7 @@ def explicitly(attend: Callable, problem: Problem, *, check_vma: bool):
         return attend(problem, along=None)
     axes = letters(problem)
     names = [_names(jax.typeof(x).sharding.spec, x.ndim) for x in jax.tree.leaves(problem)]
-    _check(problem, jax.tree.leaves(axes), names)
+    _check(mesh, problem, jax.tree.leaves(axes), names)
     (batch, rows, heads, _), (_, keys, *_) = names[:2]
     found = {"b": batch, "t": rows, "n": heads, "s": keys}
     shards = _shards(mesh, found, problem)
@@ -486,7 +487,7 @@ def _partitioned(part: Callable, problem: Problem, axes_in, axes_out, num_mapped
         del results
         names = [_names(x.sharding.spec, len(x.shape)) for x in args]
         operands = len(jax.tree.leaves(problem))
-        _check(problem, axes_in[:operands], names[:operands])
+        _check(mesh, problem, axes_in[:operands], names[:operands])
         found: dict[str, tuple[str, ...]] = {}
         # The first array to name a mesh axis has it; the query is the very first, then the key.
         for axes, by_axis in zip(axes_in, names, strict=True):

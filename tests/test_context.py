@@ -746,6 +746,13 @@ def check_bad_input(kind):
         with pytest.raises(error, match=f"(?s){sentence}"):
             jax.jit(run)(q, k)
 
+    # An axis of one device divides nothing.
+    mesh = make_mesh({"sequence": 4, "one": 1}, kind)
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 4, 8)), jnp.float32)
+    placed = jax.device_put(q, NamedSharding(mesh, P(None, "sequence", None, "one")))
+    got = jax.jit(lambda q: attention(q, q, q, implementation="xla"))(placed)
+    np.testing.assert_allclose(got, attention(q, q, q, implementation="reference"), rtol=1e-5)
+
 
 CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.startswith("check_")}
 
