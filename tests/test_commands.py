@@ -1,6 +1,7 @@
 """Every mistake that the commands of scripts/ can meet: one table, one sentence each.
 
-Those of `python -m pallas_flash.tune` are in test_tune_command.py, of train_gpt.py in test_train_*.py.
+Those of `python -m pallas_flash.tune` are in test_tune_command.py, of train_gpt.py in
+test_train_*.py.
 """
 
 import json
