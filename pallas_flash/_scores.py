@@ -121,10 +121,13 @@ class LogSum(NamedTuple):
         """That of the scores of both, and the shares of the two in their sum of weights."""
         m, mine, others = None, self.l_log2, other.l_log2
         if self.m is not None:
-            seen = (jnp.where(x.l_log2 == -jnp.inf, -jnp.inf, x.m) for x in (self, other))
-            m = jnp.maximum(*seen)
+            highest = [jnp.where(x.l_log2 == -jnp.inf, -jnp.inf, x.m) for x in (self, other)]
+            m = jnp.maximum(*highest)
             m = jnp.where(m == -jnp.inf, 0, m)
-            mine, others = (x.l_log2 + (x.m - m) * LOG2E for x in (self, other))
+            mine, others = (
+                x.l_log2 + (high - m) * LOG2E
+                for x, high in zip((self, other), highest, strict=True)
+            )
         top = jnp.maximum(mine, others)
         top = jnp.where(top == -jnp.inf, 0, top)
         weights = jnp.exp2(mine - top), jnp.exp2(others - top)

@@ -45,6 +45,11 @@ MESHES = {
     "2 x 4": {"batch": 2, "sequence": 4},
     "2 x 2 x 2": {"batch": 2, "sequence": 2, "heads": 2},
 }
+# The functions that are called inside a `shard_map` are written for one axis.
+MESHES_OF_KINDS = [
+    *itertools.product(MESHES, ("auto", "explicit")),
+    ("1 x 8", "manual"),
+]
 TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 
 # Shards of 12 tokens are no multiples of anything.
@@ -356,17 +361,17 @@ def call_of(kind, axes, mesh, operands, rest, **options):
 
 
 def check_case(name, method, axes, kind, implementation):
-    """Output, LSE and gradients, by the rule of test_accuracy.py; twice the same bits.
-
-    A name may end in "@bfloat16".
-    """
-    from test_accuracy import _expected_of, judge
-
+    """As `check`, of a named case; the name may end in "@bfloat16"."""
     name, _, dtype = name.partition("@")
-    dtype = dtype or "float32"
-    case = sized(name, axes["sequence"])
     if name.startswith(BALANCED) and method == "ring":
         poison_positions()
+    check(sized(name, axes["sequence"]), dtype or "float32", method, axes, kind, implementation)
+
+
+def check(case, dtype, method, axes, kind, implementation, **rule):
+    """Output, LSE and gradients, by the rule of test_accuracy.py; twice the same bits."""
+    from test_accuracy import _expected_of, judge
+
     problem = case.problem(dtype)
     qkv, cotangents, options = problem
     mesh, rows = make_mesh(axes, kind), rows_spec(axes)
@@ -386,7 +391,21 @@ def check_case(name, method, axes, kind, implementation):
         results, again = ([np.asarray(x) for x in compiled(*placed, **operands)] for _ in "12")
     for x, y in zip(results, again, strict=True):
         np.testing.assert_array_equal(x, y)
-    judge(case, dtype, results, problem, expected=_expected_of(problem, False))
+    judge(case, dtype, results, problem, expected=_expected_of(problem, False), **rule)
+
+
+def check_random(first, count, mesh, kind):
+    """Problems of test_properties.py, by the methods in turn; by another where one serves not."""
+    import test_properties
+
+    axes = MESHES[mesh]
+    sizes = dict(batch=axes.get("batch", 1), heads=axes.get("heads", 1))
+    for number in range(first, first + count):
+        case, dtype, _ = test_properties.draw(number, devices=axes["sequence"], **sizes)
+        method = choice.METHODS[number % 3]
+        if method == "heads" and case.N // sizes["heads"] % axes["sequence"]:
+            method = "ring"
+        check(case, dtype, method, axes, kind, "xla", worst=test_properties.WORST)
 
 
 def poison_positions():
@@ -757,9 +776,13 @@ def check_bad_input(kind):
 CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.startswith("check_")}
 
 
+COMPILED_CHEAPLY = ("named", "random", "layers", "second_derivatives", "vmap", "queries_alone")
+COMPILED_CHEAPLY += ("layers_in_a_shard_map", "collectives")
+
+
 def main(name, *arguments):
     _xla.BLOCK_Q, _xla.BLOCK_KV, gather.TILE = 16, 16, 8
-    if name in ("named", "layers", "second_derivatives", "vmap", "queries_alone", "collectives"):
+    if name in COMPILED_CHEAPLY:
         jax.config.update("jax_disable_most_optimizations", True)
     if name == "memory":
         _xla.BLOCK_Q, _xla.BLOCK_KV = 256, 256
@@ -810,9 +833,7 @@ TABLE = [
     *(
         (SOME, method, mesh, kind, "xla")
         for method in choice.METHODS
-        for mesh in MESHES
-        for kind in KINDS
-        if kind != "manual" or mesh == "1 x 8"
+        for mesh, kind in MESHES_OF_KINDS
     ),
     *(
         (
@@ -845,10 +866,18 @@ KINDS_OF = {
 OTHERS = [
     (name, kind)
     for name in CHECKS
-    if name not in ("named", "case")
+    if name not in ("named", "case", "random")
     for kind in KINDS_OF.get(name, ("auto", "explicit"))
 ]
 FIRST_OTHERS = [("collectives", "auto"), ("bad_input", "auto")]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("mesh", "kind"), MESHES_OF_KINDS)
+def test_random_problems(mesh, kind):
+    # Number 102 has the least score of all on every key.
+    first = 10 * MESHES_OF_KINDS.index((mesh, kind)) or 102
+    run_on_eight_devices("random", first, 6, mesh, kind)
 
 
 @pytest.mark.parametrize(("name", "kind"), cases.default(FIRST_OTHERS, OTHERS))

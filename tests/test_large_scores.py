@@ -19,6 +19,7 @@ from test_accuracy import ROUNDING, judge
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _xla
+from pallas_flash._scores import LogSum
 
 AMOUNTS = {
     "-1e4": -1e4,
@@ -303,3 +304,34 @@ SMALL = {
 )
 def test_what_can_make_scores_large(options, numbers):
     assert residuals(**options) == numbers
+
+
+def test_parts_of_a_row_join_to_the_whole():
+    """Each of another device of a ring, in any order; of one nothing is seen, one is hidden."""
+    random = np.random.default_rng(0)
+    orders, parts, keys = 9, 4, 8
+    # [orders, amounts, parts, keys]: in every order the same.
+    scores = random.normal(size=(len(AMOUNTS), parts, keys)).astype(np.float32)
+    for row, amount in zip(scores, AMOUNTS.values(), strict=True):
+        row[random.random(row.shape) < 0.6] = amount
+        row[1], row[2] = amount, -np.inf
+    scores = np.stack([scores[:, random.permutation(parts)] for _ in range(orders)])
+
+    def softmax(s):
+        """The output, where every second key has the value 1 and the others 0, and the `LogSum`."""
+        m = s.max(-1)
+        m = np.where(m == -np.inf, 0, m)
+        weights = np.exp(s - m[..., None])
+        l = weights.sum(-1)
+        with np.errstate(divide="ignore"):
+            return weights[..., ::2].sum(-1) / np.where(l > 0, l, 1), LogSum(m, np.log2(l))
+
+    o, total = jax.tree.map(jnp.asarray, softmax(np.full_like(scores[:, :, 0], -np.inf)))
+    for i in range(parts):
+        o_part, part = softmax(scores[:, :, i])
+        total, mine, others = total.joined(part)
+        o = mine * o + others * o_part
+    want, whole = softmax(scores.reshape(orders, len(AMOUNTS), -1).astype(np.float64))
+    np.testing.assert_array_equal(total.m, whole.m)
+    np.testing.assert_allclose(total.l_log2, whole.l_log2, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(o, want, rtol=1e-5, atol=1e-6)

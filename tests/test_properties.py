@@ -30,8 +30,11 @@ def hiding(bias, number):
     return np.where(random.random(bias.shape) < 0.4, amount, bias)
 
 
-def draw(number):
-    """A case with any sizes and conditions, its dtype, and the kernels' tiles."""
+def draw(number, *, devices=1, batch=1, heads=1):
+    """A case with any sizes and conditions, its dtype, and the kernels' tiles.
+
+    On a mesh its sequences, its examples and its heads divide by so many.
+    """
     random = np.random.default_rng(number)
 
     def one_in(n):
@@ -46,6 +49,9 @@ def draw(number):
 
     T, S, H, V = size(300), size(300), size(160), size(160)
     B, K, groups = (int(random.integers(1, n + 1)) for n in (3, 2, 4))
+    if devices > 1:
+        T, S = (devices * max(2, length // 16) for length in (T, S))
+        B, K, H, V = batch * B, heads * K, min(H, 24), min(V, 24)
 
     def integers(low, high, shape):
         return jnp.asarray(random.integers(low, high + 1, shape), jnp.int32)
@@ -69,11 +75,11 @@ def draw(number):
     if one_in(3):
         ordered = one_in(2)
         options["segment_ids"] = (ids(T, ordered), ids(S, ordered))
-    heads = K * groups
+    N = K * groups
 
     def pairs():
         """Numbers of a random shape that broadcasts to [B, N, T, S]."""
-        return random.standard_normal([choice(1, n) for n in (B, heads, T, S)])
+        return random.standard_normal([choice(1, n) for n in (B, N, T, S)])
 
     if one_in(4):
         options["mask"] = jnp.asarray(pairs() < choice(-1, 0, 1))
@@ -82,15 +88,15 @@ def draw(number):
     if one_in(5):
         options["logits_soft_cap"] = choice(0.5, 3.0, 50.0)
     if one_in(5):
-        options["sinks"] = jnp.asarray(3 * random.standard_normal(heads), jnp.float32)
+        options["sinks"] = jnp.asarray(3 * random.standard_normal(N), jnp.float32)
     if one_in(5):
-        options["alibi_slopes"] = jnp.asarray(random.uniform(0, 0.5, heads), jnp.float32)
+        options["alibi_slopes"] = jnp.asarray(random.uniform(0, 0.5, N), jnp.float32)
     if one_in(5):
         options["dropout_rate"] = random.uniform(0.05, 0.95)
         options["dropout_key"] = jax.random.key(random.integers(2**31))
         options["broadcast_dropout"] = one_in(2)
     case = cases.Case(
-        f"drawn {number}", B=B, T=T, S=S, N=heads, K=K, H=H, V=V, options=lambda *_: options
+        f"drawn {number}", B=B, T=T, S=S, N=N, K=K, H=H, V=V, options=lambda *_: options
     )
     return case, choice("float32", "bfloat16", "float16"), choice(None, SMALL)
 
