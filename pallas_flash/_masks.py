@@ -433,9 +433,18 @@ class Mask:
         """int32 [1 or B, query tiles, 4]: the range of key tiles for each query tile."""
         return _intersect([leaf.kv_range(q, kv) for leaf in self.leaves], q.count, kv.count)
 
-    def q_ranges(self, q: Tiling, kv: Tiling) -> jax.Array | np.ndarray:
-        """int32 [1 or B, key tiles, 4]: the range of query tiles for each key tile."""
-        return _intersect([leaf.q_range(q, kv) for leaf in self.leaves], kv.count, q.count)
+    def q_ranges(self, q: Tiling, kv: Tiling, *, sums_keys: bool = False) -> jax.Array | np.ndarray:
+        """int32 [1 or B, key tiles, 4]: the range of query tiles for each key tile.
+
+        A ragged key tile counts as any other where its keys past the end are left out in the end.
+        Not with `sums_keys`, for a dq that is summed over the keys of a tile: no LSE bounds the
+        weights of keys that do not exist, and they may be infinite.
+        """
+        ranges = [leaf.q_range(q, kv) for leaf in self.leaves]
+        if sums_keys:
+            whole = np.int32(q.count) * (kv.first + kv.block <= kv.length)
+            ranges.append(TileRange(0 * whole, 0 * whole, whole, np.full_like(whole, q.count)))
+        return _intersect(ranges, kv.count, q.count)
 
     @property
     def scattered(self) -> bool:
@@ -512,7 +521,9 @@ class Mask:
         def allowed(positions):
             at = [along(axis, lax.iota(jnp.int32, n)) for axis, n in enumerate(shape)]
             at[kept] = along(kept, positions)
-            return self.allowed(*at)
+            ok = self.allowed(*at)
+            # No axis at all, of an array that broadcasts them all.
+            return ok.reshape(*(1,) * (4 - ok.ndim), *ok.shape)
 
         def of(first):
             # In the last step again the last ones, in place of some that do not exist.

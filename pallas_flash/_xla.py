@@ -297,7 +297,7 @@ class _Blocks:
         """What `visit` takes, for each key tile."""
         if self.edges is Edges.LISTED:
             return self._lists(self.mask.tile_classes(self.q, self.kv), 3)
-        return self._ranges(self.mask.q_ranges(self.q, self.kv), self.q)
+        return self._ranges(self.mask.q_ranges(self.q, self.kv, sums_keys=True), self.q)
 
     def range(self, ranges, i):
         """Row `i` of `kv_ranges` or `q_ranges`, as `visit` takes it."""
@@ -365,9 +365,6 @@ class _Blocks:
         """The sum `dbias` with one tile of ds added, summed over the axes that bias broadcasts."""
         ds = jnp.moveaxis(ds_t, 2, -1)
         ds = ds.reshape(ds.shape[0], -1, *ds.shape[3:])
-        if dbias.shape[3] == 1 and self.kv.length % self.kv.block:
-            # Ranges take a ragged tile that stays for a full one: its rows are cropped elsewhere.
-            ds = jnp.where(in_tile(j, self.kv.block) < self.kv.length, ds, 0)
         broadcast = tuple(axis for axis in range(4) if dbias.shape[axis] == 1)
         ds = ds.sum(axis=broadcast, keepdims=True)
         # Of one dtype with the tile numbers, in x64 mode too.

@@ -41,6 +41,8 @@ class Case:
     H: int = 24
     V: int = 40
     options: Callable[[Random, "Case"], dict[str, Any]] = _none
+    # What all scores have beside what is drawn, by a feature that all queries and all keys share.
+    level: float = 0.0
 
     def problem(self, dtype="float32", seed: int = 0):
         """(q, k, v), (do, dlse) and the keyword arguments."""
@@ -49,9 +51,12 @@ class Case:
         def normal(*shape):
             return _array(random.standard_normal(shape), dtype)
 
-        qkv = normal(c.B, c.T, c.N, c.H), normal(c.B, c.S, c.K, c.H), normal(c.B, c.S, c.K, c.V)
+        q, k, v = normal(c.B, c.T, c.N, c.H), normal(c.B, c.S, c.K, c.H), normal(c.B, c.S, c.K, c.V)
+        if c.level:
+            shared = _array(c.level * c.H**0.5 / 4, "bfloat16").astype(dtype)
+            q, k = q.at[..., 0].set(4), k.at[..., 0].set(shared)
         dlse = _array(random.standard_normal((c.B, c.T, c.N)), "float32")
-        return qkv, (normal(c.B, c.T, c.N, c.V), dlse), c.options(random, c)
+        return (q, k, v), (normal(c.B, c.T, c.N, c.V), dlse), c.options(random, c)
 
     def scaled(self, factor: int) -> "Case":
         """The same case with longer sequences, for a real card: one stays one, tiles whole."""
@@ -261,6 +266,8 @@ CASES: tuple[Case, ...] = (
     Case("negative scale", options=_fixed(scale=-0.3)),
     Case("zero scale", options=_fixed(scale=0.0)),
     Case("large scores", options=_fixed(scale=8.0)),
+    # Keys past the end have 0, beside which these have no weight.
+    Case("scores far below zero", level=-100.0),
     Case("causal", options=_fixed(is_causal=True)),
     Case("causal, whole tiles", T=256, S=256, H=64, V=64, options=_fixed(is_causal=True)),
     Case("causal, more queries", T=190, S=70, options=_fixed(is_causal=True)),
@@ -384,6 +391,7 @@ HEADS_ON_HOPPER = (
     "documents, causal, long",
     "mask with empty tiles",
     "large scores",
+    "scores far below zero",
     "soft cap",
     "slopes, offset for each example",
     "dropout",

@@ -330,8 +330,9 @@ def call_of(kind, axes, mesh, operands, rest, **options):
         rank = getattr(x, "ndim", 0)
         if name in ("segment_ids", "query_positions", "key_value_positions"):
             return P(None, "sequence")
-        if name in ("bias", "mask") and rank == 4 and x.shape[2] > 1:
+        if name in ("bias", "mask") and x is tree[name] and rank == 4 and x.shape[2] > 1:
             return P(None, None, "sequence")
+        # Mask objects are those of the whole sequence.
         return P()
 
     arrays = {name: x for name, x in tree.items() if not isinstance(x, (bool, int, float))}
@@ -406,6 +407,17 @@ def check_random(first, count, mesh, kind):
         if method == "heads" and case.N // sizes["heads"] % axes["sequence"]:
             method = "ring"
         check(case, dtype, method, axes, kind, "xla", worst=test_properties.WORST)
+
+
+def check_pairs(method):
+    """Every argument together with every other, as test_pairs.py has them."""
+    import test_pairs
+
+    axes = MESHES["2 x 4"]
+    for row in test_pairs.ROWS:
+        case, _ = test_pairs.call_of(row)
+        case = dataclasses.replace(case, B=2, T=48, S=48, N=4 * case.N, K=4 * case.K)
+        check(case, test_pairs.SETTINGS["dtype"][row["dtype"]], method, axes, "auto", "xla")
 
 
 def poison_positions():
@@ -776,7 +788,15 @@ def check_bad_input(kind):
 CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.startswith("check_")}
 
 
-COMPILED_CHEAPLY = ("named", "random", "layers", "second_derivatives", "vmap", "queries_alone")
+COMPILED_CHEAPLY = (
+    "named",
+    "random",
+    "pairs",
+    "layers",
+    "second_derivatives",
+    "vmap",
+    "queries_alone",
+)
 COMPILED_CHEAPLY += ("layers_in_a_shard_map", "collectives")
 
 
@@ -866,7 +886,7 @@ KINDS_OF = {
 OTHERS = [
     (name, kind)
     for name in CHECKS
-    if name not in ("named", "case", "random")
+    if name not in ("named", "case", "random", "pairs")
     for kind in KINDS_OF.get(name, ("auto", "explicit"))
 ]
 FIRST_OTHERS = [("collectives", "auto"), ("bad_input", "auto")]
@@ -878,6 +898,12 @@ def test_random_problems(mesh, kind):
     # Number 102 has the least score of all on every key.
     first = 10 * MESHES_OF_KINDS.index((mesh, kind)) or 102
     run_on_eight_devices("random", first, 6, mesh, kind)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("method", choice.METHODS)
+def test_pairs_of_settings(method):
+    run_on_eight_devices("pairs", method)
 
 
 @pytest.mark.parametrize(("name", "kind"), cases.default(FIRST_OTHERS, OTHERS))

@@ -578,6 +578,8 @@ UNSEEN = {
     "documents": (lambda random: [segments(random), Lengths(None, jnp.array([31, 7, 0]))], (B, 1)),
     "array": (lambda random: [MaskArray(Pairs(some(random, 1, N, T, S)))], (1, N)),
     "array of keys": (lambda random: [MaskArray(Pairs(some(random, B, 1, 1, S)))], (B, 1)),
+    "array of examples": (lambda random: [MaskArray(Pairs(some(random, B, 1, 1, 1)))], (B, 1)),
+    "one for all": (lambda random: [MaskArray(Pairs(jnp.zeros((1, 1, 1, 1), bool)))], (1, 1)),
     "array of queries, band": (
         lambda random: [MaskArray(Pairs(some(random, 1, 1, T, 1))), Band(None, -4)],
         (1, 1),

@@ -359,7 +359,9 @@ def backward(
     def run(arrays, *rows):
         query, key, value, *_ = rows
         _, extras = arrays
-        table = work.table(extras.mask, q, kv, "q", len(query) // p.batch, p.groups)
+        table = work.table(
+            *(extras.mask, q, kv, "q", len(query) // p.batch, p.groups), sums_keys="dq" in sums
+        )
         static = shared.call_static(
             *(Static, p, mask, arrays, table, q, kv),
             num_heads=p.num_kv_heads * shares,

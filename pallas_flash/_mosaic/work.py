@@ -28,7 +28,16 @@ CORES = 132
 # ------------------------------------------------------------------------------------------------
 
 
-def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int, groups: int = 1):
+def table(
+    mask: Mask,
+    q: Tiling,
+    kv: Tiling,
+    flow: str,
+    instances: int,
+    groups: int = 1,
+    *,
+    sums_keys: bool = False,
+):
     """The tiles that stream past each one that stays: ranges, or lists if `mask.scattered`.
 
     Args:
@@ -38,6 +47,7 @@ def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int, groups: 
         flow: the side that streams past, "q" or "kv".
         instances: how many there are.
         groups: heads after each other that share a list.
+        sums_keys: as of `Mask.q_ranges`, where queries stream past.
 
     Returns:
         int32 [1 or examples, 1 or heads, tiles that stay, 4 or 2 + tiles that stream], examples
@@ -47,8 +57,9 @@ def table(mask: Mask, q: Tiling, kv: Tiling, flow: str, instances: int, groups: 
     def of_one(mask: Mask):
         if mask.scattered:
             return (mask.kv_lists if flow == "kv" else mask.q_lists)(q, kv, groups)
-        ranges = mask.kv_ranges(q, kv) if flow == "kv" else mask.q_ranges(q, kv)
-        return ranges[:, None]
+        if flow == "kv":
+            return mask.kv_ranges(q, kv)[:, None]
+        return mask.q_ranges(q, kv, sums_keys=sums_keys)[:, None]
 
     arrays = jax.tree.leaves(mask)
     if all(len(x) == 1 for x in arrays):
