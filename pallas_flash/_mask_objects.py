@@ -429,7 +429,8 @@ class Predicate(Runs, Joinable):
     def allowed(self, b, h, q, k):
         if self.origin is not None:
             b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
-        return self.fn(b, h, q, k, *map(for_user, self.operands))
+        # It may be a Python bool.
+        return jnp.asarray(self.fn(b, h, q, k, *map(for_user, self.operands)))
 
     def kv_range(self, q, kv):
         return _all_tiles(q, kv, full=False)

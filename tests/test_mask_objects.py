@@ -454,6 +454,17 @@ def seen_by_blocks(mask):
     return np.logical_and.reduce([seen_by(getattr(x, "array", x), shape) for x in parts])
 
 
+@pytest.mark.parametrize("implementation", cases.default(["xla"], ["xla", "interpret"]))
+def test_a_predicate_may_be_a_constant(implementation):
+    everything, nothing = (Predicate(lambda *_, x=x: x) for x in (True, False))
+    want = results("reference", None)
+    for mask in (everything, build(everything)):
+        close(results(implementation, mask), want)
+    want = results("reference", parts().by_example)
+    close(results(implementation, everything & parts().by_example), want)
+    assert all((x == 0).all() for x in jax.tree.leaves(results(implementation, nothing)))
+
+
 def test_joined_masks_do_not_depend_on_the_order():
     p = parts()
     close(
