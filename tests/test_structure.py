@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "flax._layer": {"_api", "_checks", "_masks", "flax._arrays", "flax._cache", "flax._rope"},
     "flax._cache": {"_checks"},
     "flax._rope": {"flax._arrays"},
-    "flax._arrays": {"_checks", "_mask_objects", "_masks", "_validate"},
+    "flax._arrays": {"_checks", "_context.parts", "_mask_objects", "_masks", "_validate"},
     "_plot": {"_validate", "_checks", "_mask_objects", "_masks"},
     "_api": {
         "_context",

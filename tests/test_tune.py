@@ -11,23 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from described_gpus import described_gpu
-from tune_cases import (  # noqa: F401  Fixtures.
+from tune_cases import (
     FAST,
     FASTER,
     MOSAIC,
     TRITON,
     arguments,
     array,
-    h200_here,
-    instant_search,
     newer,
-    own_file,
     problem,
-    store,
     table,
     tiles_of,
     warned,
 )
+from tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _select, _vjp

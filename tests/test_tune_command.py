@@ -8,17 +8,15 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from tune_cases import (  # noqa: F401  Fixtures.
+from tune_cases import (
     FAST,
     OTHER,
     command,
-    h200_here,
-    instant_search,
     mistake,
-    own_file,
     problem,
     store,
 )
+from tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes

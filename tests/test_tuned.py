@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from described_gpus import described_gpu
-from tune_cases import (  # noqa: F401  Fixtures.
+from tune_cases import (
     FAST,
     FASTER,
     MOSAIC,
@@ -18,16 +18,14 @@ from tune_cases import (  # noqa: F401  Fixtures.
     arguments,
     command,
     gpu_here,
-    h200_here,
-    hopper_here,
     mistake,
-    own_file,
     problem,
     store,
     table,
     tiles_of,
     warned,
 )
+from tune_fixtures import h200_here, hopper_here, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _select, _vjp

@@ -1,4 +1,4 @@
-"""What the tests of tuning share: calls, tiles, a file of winners, and a GPU that seems here."""
+"""What the tests of tuning share: calls, tiles, winners. Fixtures are in tune_fixtures.py."""
 
 import contextlib
 import runpy
@@ -11,7 +11,6 @@ import pytest
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _compat, _select, _vjp
 from pallas_flash._tiling import cache, choose, tune
-from pallas_flash._tiling.tune import Trial, Tuning
 from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
 
 # None of them is in the table.
@@ -24,42 +23,6 @@ TRITON = TileSizes(forward=FAST, dkv=FAST, dq=FAST)
 newer = pytest.mark.skipif(
     not _compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic": test_select has what is said'
 )
-
-
-@pytest.fixture(name="file", autouse=True)
-def own_file(monkeypatch, tmp_path):
-    """A file of winners for each test alone, which does not exist yet."""
-    path = tmp_path / "folder" / "tiles.json"
-    monkeypatch.setenv("PALLAS_FLASH_TUNED", str(path))
-    for cached in (cache.read, cache._ignore):
-        cached.cache_clear()
-    yield path
-    cache.read.cache_clear()
-
-
-@pytest.fixture(name="h200")
-def h200_here(monkeypatch):
-    """A GPU that is here, as far as one can tell before a program is compiled."""
-    gpu_here(monkeypatch, "NVIDIA H200")
-
-
-@pytest.fixture(name="hopper")
-def hopper_here(monkeypatch, h200):
-    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
-
-
-@pytest.fixture(name="search")
-def instant_search(monkeypatch):
-    """`tune` finds these tiles at once."""
-    asked, found = [], TileSizes(forward=FAST)
-
-    def search(problem, passes, implementations):
-        asked.append((problem, passes))
-        trials = (Trial("forward", FAST, 1.0, None), Trial("forward", OTHER, None, "it burnt"))
-        return Tuning(found, trials, {"triton": table()}, "a clock")
-
-    monkeypatch.setattr(tune, "search", search)
-    return asked
 
 
 def gpu_here(monkeypatch, kind):
