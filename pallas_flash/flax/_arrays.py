@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Shaped
 
 from pallas_flash import _validate
 from pallas_flash._checks import array
+from pallas_flash._context.parts import device
 from pallas_flash._mask_objects import Joinable
 from pallas_flash._masks import Mask
 
@@ -28,7 +28,8 @@ def place_in_sequence(sequence_axis, length: int) -> tuple[Array | int, int]:
     along = _validate.along(sequence_axis)
     if along is None:
         return 0, length
-    return lax.axis_index(along.names) * length, lax.axis_size(along.names) * length
+    here = device(along)
+    return here.index * length, here.number * length
 
 
 def merge_scores(name: str, x, scores_shape: Sequence[int]):
