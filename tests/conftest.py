@@ -28,6 +28,9 @@ from jax._src.interpreters import mlir
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# Processes share a GPU: memory that a test has had is the others' again.
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+
 # What somebody tuned on this machine must not change what is tested.
 os.environ["PALLAS_FLASH_TUNED"] = "0"
 
@@ -156,6 +159,22 @@ def by_case(items):
     return sorted(items, key=place)
 
 
+def with_long_ones_between(items):
+    """For a GPU: "all features" takes the longest by far, and must not come at once, nor last."""
+
+    def is_long(item):
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        return getattr(case, "name", None) == "all features"
+
+    long, others = ([item for item in items if is_long(item) == wanted] for wanted in (True, False))
+    every = len(others) * 3 // 4 // (len(long) or 1) + 1
+    for n, item in enumerate(others):
+        if n % every == 0 and long:
+            yield long.pop(0)
+        yield item
+    yield from long
+
+
 def pytest_collection_modifyitems(config, items):
     for _, group in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
         group = [x for x in group if not any(map(x.get_closest_marker, ("gpu", "extended")))]
@@ -170,6 +189,8 @@ def pytest_collection_modifyitems(config, items):
         )
         (kept if wanted else dropped).append(item)
     items[:] = by_case(kept)
+    if "gpu" in chosen:
+        items[:] = with_long_ones_between(items)
     config.hook.pytest_deselected(items=dropped)
 
 

@@ -42,6 +42,7 @@ if not _compat.has_mosaic_gpu():
 
 from pallas_flash import _mosaic
 from pallas_flash._mosaic import common, work
+from pallas_flash._mosaic.tiles import forward_tile
 
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
 
@@ -261,6 +262,30 @@ def test_each_item_is_dealt_out_once(batch, heads, tiles, own_heads, listed):
         assert max(loads) < 1.1 * np.mean(loads)
 
 
+@cases.parametrize(
+    names=["causal", "everything at once", "lengths of zero", "documents", "mask with empty tiles"]
+)
+def test_each_query_tile_is_an_item_once(case, monkeypatch):
+    """Those that see nothing, too: of calls with many tiles, whose lists may depend on arrays."""
+
+    class Launched(Exception):
+        pass
+
+    def launch(kernel, operands, **_):
+        raise Launched(operands[0])
+
+    qkv, _, options = with_heads(case.scaled(6), 64).problem("bfloat16")
+    call = checked(qkv, options)
+    with emulator.emulated(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(common, "launch", launch)
+        with pytest.raises(Launched) as launched:
+            _mosaic.forward(call)
+    [lists] = map(np.asarray, launched.value.args)
+    items = sorted(tuple(x) for row in lists for x in row[1 : 1 + row[0, 0], :3].tolist())
+    tiles = -(-call.q_len // (64 * forward_tile(call).warpgroups))
+    assert items == list(itertools.product(*map(range, (call.batch, call.num_heads, tiles))))
+
+
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
 def test_warpgroups_pass_by_what_they_do_not_see(warpgroups, xp):
@@ -283,6 +308,7 @@ def test_warpgroups_pass_by_what_they_do_not_see(warpgroups, xp):
                 assert passed == len([t for t in order if t >= stop])
             else:
                 assert passed == each.count
+        assert 0 <= each.edges <= each.count
 
 
 def test_nothing_shows_of_what_no_query_sees(kernel_case):

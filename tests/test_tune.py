@@ -401,11 +401,15 @@ def cupti(monkeypatch):
 
     launches = [("pallas_flash_delta", 5.0), ("pallas_flash_dkv__1", 2.0), ("fusion", 1.0)]
 
-    def measure(call, *, aggregate, iterations):
-        assert not aggregate
-        return lambda *args: (call(*args), [launches] * iterations)
+    class Cupti:
+        def __init__(self, finalize):
+            assert not finalize
 
-    monkeypatch.setattr(profiler, "measure", measure)
+        def measure(self, call, *, aggregate, iterations):
+            assert not aggregate
+            return lambda *args: (call(*args), [launches] * iterations)
+
+    monkeypatch.setattr(profiler, "Cupti", Cupti)
     return launches
 
 

@@ -112,7 +112,8 @@ def for_warpgroups(rows, warpgroups: int):
     # What is full for all that see something.
     full_start = xp.where(some, full_start, 0).max(axis=-1)
     full_stop = xp.where(some, full_stop, far).min(axis=-1)
-    none_full = full_stop <= full_start
+    # Where none sees anything, neither bound has been met.
+    none_full = (full_stop <= full_start) | ~some.any(axis=-1)
     full_start, full_stop = (xp.where(none_full, first, x) for x in (full_start, full_stop))
     nothing = xp.where(some, last[..., None] - stop, (last - first)[..., None])
     full_stop = xp.minimum(full_stop, last)

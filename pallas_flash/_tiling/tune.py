@@ -385,20 +385,25 @@ def _winners(trials: Iterable[Trial]) -> TileSizes:
 def _clock() -> tuple[Callable[..., float], str]:
     """CUPTI's time of a kernel where it is to be had, else the host's of the whole program."""
     try:
-        from jax.experimental.mosaic.gpu import profiler
-
-        trial = profiler.measure(jax.jit(lambda x: x + 1), aggregate=False, iterations=2)
-        if trial(jnp.zeros(8))[1] is None:
+        if _launches(jax.jit(lambda x: x + 1), (jnp.zeros(8),)) is None:
             raise RuntimeError("it saw no kernel")
     except Exception as error:  # No library, no permission, another profiler ...
         return _program_ms, f"program with delta, by the host, because of CUPTI: {error!s:.80}"
     return _kernel_ms, "kernel alone, by CUPTI"
 
 
-def _kernel_ms(kernel: str, tile, call, arguments) -> float:
+def _launches(call, arguments):
+    """Name and milliseconds of what each of some calls launches; None if CUPTI sees nothing."""
     from jax.experimental.mosaic.gpu import profiler
 
-    _, calls = profiler.measure(call, aggregate=False, iterations=ITERATIONS)(*arguments)
+    # CUPTI stays in the process: taken out and put back for each of hundreds of tiles, it crashed.
+    cupti = profiler.Cupti(finalize=False)
+    _, calls = cupti.measure(call, aggregate=False, iterations=ITERATIONS)(*arguments)
+    return calls
+
+
+def _kernel_ms(kernel: str, tile, call, arguments) -> float:
+    calls = _launches(call, arguments)
     # XLA may add a number. Of a whole pass all kernels count.
     whole = isinstance(tile, TileSizes)
     parts = PARTS.get(kernel, kernel)

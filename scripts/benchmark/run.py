@@ -35,6 +35,7 @@ from scripts.benchmark.timers import (
     Timers,
     Timing,
     first_line,
+    gpu_id,
     sustain,
     take_turns,
 )
@@ -53,7 +54,8 @@ def surroundings(commit: str | None) -> dict[str, Any]:
         raise UserError(
             f"JAX must find a device; got {error!r:.200}. Look at JAX_PLATFORMS in the environment."
         ) from error
-    driver = _output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    driver = _output("nvidia-smi", f"--id={gpu_id()}", *query)
     packages = ("jax", "jaxlib", "torch", "triton", "tokamax", "jax-triton")
     versions = {}
     for package in packages:

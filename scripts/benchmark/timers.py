@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import os
 import statistics
 import subprocess
 import sys
@@ -167,6 +168,11 @@ def sustain(measure: Callable[[], Timing], seconds: float, clocks: Clocks) -> Tu
     return Turn(found[(len(found) - 1) // 2], clocks.take())
 
 
+def gpu_id() -> str:
+    """What nvidia-smi calls the GPU that is timed: the first that CUDA shows."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+
+
 class Clocks:
     """What nvidia-smi says of the GPU while peers take turns; it only asks.
 
@@ -181,7 +187,7 @@ class Clocks:
             self.process = subprocess.Popen(
                 [
                     "nvidia-smi",
-                    "--id=0",
+                    f"--id={gpu_id()}",
                     f"--query-gpu={','.join(self.QUERY)}",
                     "--format=csv,noheader,nounits",
                     "--loop-ms=50",
