@@ -15,6 +15,7 @@ import gc
 import itertools
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 # pytest-xdist runs one process a core; NumPy's threads would fight over them. NumPy reads this when
@@ -28,8 +29,8 @@ from jax._src.interpreters import mlir
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Processes share a GPU: memory that a test has had is the others' again.
-os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+# Processes share a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # What somebody tuned on this machine must not change what is tested.
 os.environ["PALLAS_FLASH_TUNED"] = "0"
@@ -108,7 +109,15 @@ def finished(corpus, compiled, tmp_path_factory):
 _KERNEL_CASES = "kernel_cases"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    # A GPU's programs are compiled once for all processes, which get that from this one.
+    if config.option.markexpr.startswith("gpu") and not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; select with -m gpu")
     config.addinivalue_line(
         "markers", "extended: further values and combinations; select with -m extended"
@@ -160,12 +169,16 @@ def by_case(items):
 
 
 def with_long_ones_between(items):
-    """For a GPU: "all features" takes the longest by far, and must not come at once, nor last."""
+    """For a GPU: "all features" takes the longest by far, and must not come at once, nor last.
+
+    And one process gets the first tests, so these are those that need much of its memory.
+    """
 
     def is_long(item):
         case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
         return getattr(case, "name", None) == "all features"
 
+    items = sorted(items, key=lambda item: "sizes_beyond" not in item.name)
     long, others = ([item for item in items if is_long(item) == wanted] for wanted in (True, False))
     every = len(others) * 3 // 4 // (len(long) or 1) + 1
     for n, item in enumerate(others):

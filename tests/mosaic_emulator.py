@@ -401,7 +401,7 @@ def meet(barrier, threads):
     meeting.wait(TIMEOUT)
 
 
-def add_fragments(x, ref):
+def fragments(x):
     thread = np.arange(128)
     warp, row, pair = thread // 32, thread % 32 // 4, thread % 4
     x, flat = np.asarray(x), np.zeros(4096, np.float32)
@@ -409,8 +409,16 @@ def add_fragments(x, ref):
         # Four numbers of a thread side by side.
         place = 512 * group + 4 * thread + 2 * half + two
         flat[place] = x[16 * warp + 8 * half + row, 8 * group + 2 * pair + two]
+    return flat.reshape(32, 128)
+
+
+def add_fragments(x, ref):
     with here.program.lock:
-        ref.array[ref.index] += flat.reshape(32, 128)
+        ref.array[ref.index] += fragments(x)
+
+
+def store_fragments(x, ref):
+    ref.array[ref.index] = fragments(x)
 
 
 def store_rows(x, ref, first):
@@ -456,6 +464,7 @@ fake_ptx = dict(
     uniform_zero=lambda x: 0,
     rescale=lambda acc, alpha: np.asarray(acc) * np.asarray(alpha)[:, None],
     add_fragments=add_fragments,
+    store_fragments=store_fragments,
     anew=lambda x: x,
     meet=meet,
     publish=lambda: None,

@@ -108,6 +108,33 @@ def test_slots_are_used_again(case, in_order, kernel_case):
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
+@in_order
+def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
+    """As where there are many programs: these have a head each."""
+    module = importlib.import_module("pallas_flash._mosaic.backward")
+    monkeypatch.setattr(module, "_shares", lambda *_: 1)
+    judge(LONG_CAUSAL, "bfloat16", emulated(LONG_CAUSAL.problem("bfloat16"), in_order))
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "size", "causal", "shares"),
+    [
+        (4, 4096, 16, 16, 128, True, 1),  # Nothing to share.
+        (1, 4096, 64, 8, 128, True, 8),  # A head a program, of 64 steps at most.
+        (16, 1024, 64, 8, 128, True, 4),
+        (2, 2048, 71, 1, 64, True, 35),
+        (1, 4096, 64, 8, 128, False, 1),
+        (1, 1024, 64, 8, 128, False, 5),  # Two programs for each of 132 cores.
+    ],
+)
+def test_shares_of_heads(batch, length, heads, kv_heads, size, causal, shares):
+    q, k = (jnp.zeros((batch, length, n, size), jnp.bfloat16) for n in (heads, kv_heads))
+    p = checked((q, k, k), dict(is_causal=causal))
+    block_q = _mosaic.tiles.backward_tile(size, size, in_order=False).block_q
+    shared = importlib.import_module("pallas_flash._mosaic.backward")._shares
+    assert shared(p, length // block_q, length // 128) == shares
+
+
 # None of them is the table's.
 SIZES = [
     TileSizes(ForwardTile(2, 80, 0, 3), dkv=BackwardTile(64, 3), dq=DqTile(2, 128, 3)),

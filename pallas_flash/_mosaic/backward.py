@@ -249,9 +249,8 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
         columns = x.shape[1] // 64
         for column in range(columns):
             part = x[:, 64 * column : 64 * column + 64]
-            # Nothing else is added there.
             place = (row * WARPGROUPS + warpgroup) * columns + column
-            ptx.add_fragments(part, refs[name].at[place])
+            ptx.store_fragments(part, refs[name].at[place])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -346,7 +345,7 @@ def backward(
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
     # Queries past the end need no mask: by their LSE they have no weights.
     mask = p.mask.within(kv=kv)
-    shares = _shares(p, kv.count)
+    shares = _shares(p, q.count, kv.count)
     heads = shared.side_by_side(p.num_kv_heads * shares)
     with_dk = "dk" in sums
 
@@ -377,13 +376,18 @@ def backward(
             dk=(*of_keys, p.head_dim // 64),
             dv=(*of_keys, p.value_dim // 64),
         )
-        whole = {} if shares > 1 else dict(dk=key, dv=value)
-        added = [fragments[name] for name in sums if name not in whole]
+        fragments = {name: fragments[name] for name in sums if name == "dq" or shares > 1}
+        shape = {name: (math.prod(count), 32, 128) for name, count in fragments.items()}
+        outputs = [
+            (shape[name], jnp.float32) if name in shape else (like.shape, like.dtype)
+            for name, like in (("dk", key), ("dv", value))
+            if name in sums
+        ]
         results = common.launch(
             KERNELS[sums],
             (*shared.first_operands(static, arrays, table), *rows),
-            sums=[(math.prod(tiles), 32, 128) for tiles in added],
-            outputs=[(whole[x].shape, whole[x].dtype) for x in sums if x in whole],
+            sums=[shape["dq"]] if "dq" in sums else [],
+            outputs=outputs,
             memory=dict(
                 k_sm=tiles(BLOCK_KV, p.head_dim),
                 v_sm=tiles(BLOCK_KV, p.value_dim) if with_dk else None,
@@ -405,30 +409,39 @@ def backward(
             # Where threads must wait for each other says this file: `ptx.meet`, `ptx.publish`.
             unsafe_no_auto_barriers=True,
         )
-        unfolded = [
-            ptx.unfold(x.reshape(*tiles, 32, 128)) for x, tiles in zip(results, added, strict=False)
-        ]
-        return *unfolded, *results[len(added) :]
+        results = dict(zip(sums, results, strict=True))
+        for name, count in fragments.items():
+            x = results[name].reshape(*count, 32, 128)
+            if name != "dq":
+                x = x.reshape(len(x), p.num_kv_heads, shares, *x.shape[2:]).sum(axis=2)
+            results[name] = ptx.unfold(x)
+        return tuple(results.values())
 
     # Two whole tiles of 64 queries, for dq.
     rows = shared.rows(p, do, log_sum, delta, -(-p.q_len // 128) * 128)
     arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
     results = dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
-    if shares > 1:
-        for name in results.keys() - {"dq"}:
-            x = results[name]
-            x = x.reshape(*x.shape[:2], p.num_kv_heads, shares, -1).sum(axis=3)
-            results[name] = x.astype(p.dtype)
-    lengths = dict(dq=p.q_len, dk=p.kv_len, dv=p.kv_len)
-    return {name: x[:, : lengths[name]] for name, x in results.items()}
+    of = dict(dq=(p.q_len, jnp.float32), dk=(p.kv_len, p.dtype), dv=(p.kv_len, p.dtype))
+    return {name: x[:, : of[name][0]].astype(of[name][1]) for name, x in results.items()}
 
 
-def _shares(p: Problem, tiles: int) -> int:
+# Steps of a program are no fewer, where they are so many.
+STEPS = 32
+
+
+def _shares(p: Problem, q_tiles: int, kv_tiles: int) -> int:
     """Into how many the query heads of a key/value head are shared out.
 
-    As many as give each core two programs, where there are fewer programs than cores. Timed on an
-    H100, 71 heads on one of 64, causal, two examples of 2048 tokens: not shared out, 5.2 times as
-    long as "triton".
+    As many as give each core two programs, where there are fewer programs than cores. Under a
+    causal mask programs of other keys are done with a head at other times, and soon each reads and
+    adds somewhere else, in more memory than the L2 cache has; so there each has one head, or as
+    many as make `STEPS`. Timed on an H200, causal, milliseconds of one pass, with so many shares:
+
+        64 heads on 8 of 128, 4096 tokens               1: 1.93    2: 1.82    4: 1.63    8: 1.55
+        71 on one of 64, two examples of 2048 tokens    9: 0.72   18: 0.64   36: 0.64   71: 0.82
     """
-    programs = p.batch * p.num_kv_heads * tiles
-    return 1 if programs >= work.CORES else min(p.groups, -(-2 * work.CORES // programs))
+    programs = p.batch * p.num_kv_heads * kv_tiles
+    shares = 1 if programs >= work.CORES else -(-2 * work.CORES // programs)
+    if p.mask.kind == "causal":
+        shares = max(shares, p.groups // -(-STEPS // q_tiles))
+    return min(p.groups, shares)

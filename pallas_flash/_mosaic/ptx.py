@@ -149,7 +149,15 @@ def rescale(acc, alpha):
 
 def add_fragments(x, ref):
     """Adds x, float32 [64, 64], to `ref` in device memory, [32, 128] in the order of `unfold`."""
+    _fragments(x, ref, "red.relaxed.gpu.global.add.v4.f32")
 
+
+def store_fragments(x, ref):
+    """Stores x there."""
+    _fragments(x, ref, "st.global.v4.f32")
+
+
+def _fragments(x, ref, instruction: str):
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def emit(_, x, ref):
         pointer = _global(ref)
@@ -159,7 +167,7 @@ def add_fragments(x, ref):
         for group in range(len(registers) // 4):
             place = internals.getelementptr(mine, [512 * group], _f32())
             internals.inline_ptx(
-                "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+                f"{instruction} [$0], {{$1, $2, $3, $4}};",
                 place,
                 *registers[4 * group : 4 * group + 4],
                 has_side_effects=True,
@@ -169,7 +177,7 @@ def add_fragments(x, ref):
 
 
 def unfold(x):
-    """[B, N, rows, columns, 32, 128], tiles that `add_fragments` filled, as [B, T, N, H]."""
+    """[B, N, rows, columns, 32, 128], tiles of fragments, as [B, T, N, H]."""
     b, n, rows, columns, *_ = x.shape
     # In a tile: 8 columns, warps of 16 rows, rows, pairs of columns, a row or that 8 further, two.
     x = x.reshape(b, n, rows, columns, 8, 4, 8, 4, 2, 2)

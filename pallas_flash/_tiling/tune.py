@@ -49,6 +49,7 @@ ALLOWED = {"float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8, "float32": 4 * 2.0*
 
 # Each candidate is timed once; those within SLOW of the fastest ROUNDS times, taken in turns.
 ROUNDS, ITERATIONS, SLOW = 5, 5, 1.3
+ATTEMPTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,8 +399,10 @@ def _launches(call, arguments):
 
     # CUPTI stays in the process: taken out and put back for each of hundreds of tiles, it crashed.
     cupti = profiler.Cupti(finalize=False)
-    _, calls = cupti.measure(call, aggregate=False, iterations=ITERATIONS)(*arguments)
-    return calls
+    measured = cupti.measure(call, aggregate=False, iterations=ITERATIONS)
+    # Of a hundred times it sees nothing once or twice.
+    seen = (measured(*arguments)[1] for _ in range(ATTEMPTS))
+    return next(filter(None, seen), None)
 
 
 def _kernel_ms(kernel: str, tile, call, arguments) -> float:
