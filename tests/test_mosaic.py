@@ -121,8 +121,8 @@ def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
     [
         (4, 4096, 16, 16, 128, True, 1),  # Nothing to share.
         (1, 4096, 64, 8, 128, True, 8),  # A head a program, of 64 steps at most.
-        (16, 1024, 64, 8, 128, True, 4),
-        (2, 2048, 71, 1, 64, True, 35),
+        (8, 2048, 64, 8, 128, True, 4),
+        (2, 2048, 71, 1, 64, True, 17),
         (1, 4096, 64, 8, 128, False, 1),
         (1, 1024, 64, 8, 128, False, 5),  # Two programs for each of 132 cores.
     ],

@@ -426,7 +426,7 @@ def backward(
 
 
 # Steps of a program are no fewer, where they are so many.
-STEPS = 32
+STEPS = 64
 
 
 def _shares(p: Problem, q_tiles: int, kv_tiles: int) -> int:
@@ -435,10 +435,10 @@ def _shares(p: Problem, q_tiles: int, kv_tiles: int) -> int:
     As many as give each core two programs, where there are fewer programs than cores. Under a
     causal mask programs of other keys are done with a head at other times, and soon each reads and
     adds somewhere else, in more memory than the L2 cache has; so there each has one head, or as
-    many as make `STEPS`. Timed on an H200, causal, milliseconds of one pass, with so many shares:
+    many as make `STEPS`. Timed on an H200, causal, milliseconds of one pass, by shares:
 
-        64 heads on 8 of 128, 4096 tokens               1: 1.93    2: 1.82    4: 1.63    8: 1.55
-        71 on one of 64, two examples of 2048 tokens    9: 0.72   18: 0.64   36: 0.64   71: 0.82
+        64 heads on 8 of 128, 4096 tokens                1: 1.93    4: 1.48    8: 1.47
+        71 on one of 64, two examples of 2048 tokens    18: 0.63   36: 0.62   71: 0.74
     """
     programs = p.batch * p.num_kv_heads * kv_tiles
     shares = 1 if programs >= work.CORES else -(-2 * work.CORES // programs)
