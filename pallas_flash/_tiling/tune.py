@@ -393,7 +393,7 @@ def _clock() -> tuple[Callable[..., float], str]:
     return _kernel_ms, "kernel alone, by CUPTI"
 
 
-def _launches(call, arguments):
+def _launches(call, arguments) -> Any:
     """Name and milliseconds of what each of some calls launches; None if CUPTI sees nothing."""
     from jax.experimental.mosaic.gpu import profiler
 

@@ -1,4 +1,4 @@
-"""One figure of all: six panels, forward and backward by head size, causal, at the longest text."""
+"""One figure: six panels, forward and backward by head size, causal, each at its longest text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from scripts.benchmark.shapes import short
 
 HEAD_SIZES = (64, 128, 256)
 # Who is behind a bar, each by the fastest of its ways; all others are the rest.
@@ -23,6 +25,12 @@ GROUPS = {
 }
 
 
+def longest(records: Sequence[Mapping[str, Any]], **wanted: Any) -> int:
+    """The longest text of records with these values; 0 if there are none."""
+    here = (r for r in records if all(r[name] == x for name, x in wanted.items()))
+    return max((r["T"] for r in here), default=0)
+
+
 def bars(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], dict[str, tuple]]:
     """(TFLOP/s, which way) of each group that was timed, for each panel: (pass, head size)."""
     panels = {}
@@ -33,8 +41,8 @@ def bars(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], dict[str
                 for r in records
                 if (r["case"], r["pass"]) == (f"{D} causal", direction) and "ms" in r
             ]
-            longest = max((r["T"] for r in here), default=None)
-            speed = {r["peer"]: r["tflops"] for r in here if r["T"] == longest}
+            T = longest(here)
+            speed = {r["peer"]: r["tflops"] for r in here if r["T"] == T}
             fastest = {
                 group: max((speed[peer], way) for peer, way in ways.items() if peer in speed)
                 for group, ways in GROUPS.items()
@@ -66,7 +74,8 @@ def draw(records: Sequence[Mapping[str, Any]]):
     """The figure."""
     from matplotlib.figure import Figure
 
-    panels = bars(records)
+    panels, cases = bars(records), [f"{D} causal" for D in HEAD_SIZES]
+    timed = [r for r in records if r["peer"] == "ours" and r["case"] in cases and "ms" in r]
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     grid = figure.subplots(2, len(HEAD_SIZES), sharex=True, squeeze=False)
     for row, direction in zip(grid, ("forward", "backward"), strict=True):
@@ -74,6 +83,7 @@ def draw(records: Sequence[Mapping[str, Any]]):
             fastest = panels.get((direction, D), {})
             for place, group in enumerate(GROUPS):
                 if group not in fastest:
+                    axes.text(10, place, "not timed", va="center", size=8, color="0.5")
                     continue
                 speed, way = fastest[group]
                 axes.barh(place, speed, color="black" if place == 0 else "0.75")
@@ -82,17 +92,18 @@ def draw(records: Sequence[Mapping[str, Any]]):
                     10, place, text, va="center", size=8, color="white" if place == 0 else "black"
                 )
             axes.set_yticks(range(len(GROUPS)), GROUPS if HEAD_SIZES[0] == D else [])
-            axes.invert_yaxis()
-            axes.set_title(f"{direction}, head size {D}", fontsize="medium", loc="left")
+            axes.set_ylim(len(GROUPS) - 0.5, -0.5)
+            title = f"{direction}, head size {D}"
+            if T := longest(timed, **{"case": f"{D} causal", "pass": direction}):
+                title += f", T = {short(T)}"
+            axes.set_title(title, fontsize="medium", loc="left")
             axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[-1]:
         axes.set_xlabel("TFLOP/s")
-    cases = [f"{D} causal" for D in HEAD_SIZES]
-    timed = [r for r in records if r["peer"] == "ours" and r["case"] in cases and "ms" in r]
-    longest = max(timed, key=lambda r: r["T"])
+    about = timed[0]
     figure.suptitle(
-        f"Causal attention of {longest['T']} tokens, {longest.get('dtype')}, {longest['device']}, "
-        f"{longest['date'][:10]}; longer is faster",
+        f"Causal attention, {about.get('dtype')}, {about['device']}, {about['date'][:10]}; longer "
+        "is faster",
         fontsize="medium",
     )
     return figure
