@@ -264,12 +264,14 @@ def test_twenty_runs_give_the_same_bits(case, implementation, kernel_case):
 @by_kernels
 def test_nothing_shows_of_what_no_query_sees(case, implementation, kernel_case):
     case, dtype = case.scaled(4), in_16_bits(implementation)
-    run = functools.partial(measured, case, dtype, implementation, reproducible=True)
     qkv, cotangents, options = case.problem(dtype)
-    arrays = cases.poison(case, qkv, cotangents, options)
-    poisoned = (*arrays, cases.poison_bias(case, options))
-    clean, results = run(), run(poisoned)
-    for name, a, b in zip(oracle.names(options), clean, results, strict=True):
+    operands, rest = oracle.split(options)
+    run = program(implementation, rest, reproducible=True)
+    clean = run(*qkv, *cotangents, **operands)
+    qkv, cotangents = cases.poison(case, qkv, cotangents, options)
+    operands, _ = oracle.split(cases.poison_bias(case, options))
+    poisoned = run(*qkv, *cotangents, **operands)
+    for name, a, b in zip(oracle.names(options), clean, poisoned, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
 
