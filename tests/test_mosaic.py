@@ -123,16 +123,22 @@ def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
         (1, 4096, 64, 8, 128, True, 8),  # A head a program, of 64 steps at most.
         (8, 2048, 64, 8, 128, True, 4),
         (2, 2048, 71, 1, 64, True, 17),
+        (1, 2**17, 64, 8, 128, True, 2),  # Whose sums take 2 GiB.
         (1, 4096, 64, 8, 128, False, 1),
         (1, 1024, 64, 8, 128, False, 5),  # Two programs for each of 132 cores.
     ],
 )
 def test_shares_of_heads(batch, length, heads, kv_heads, size, causal, shares):
-    q, k = (jnp.zeros((batch, length, n, size), jnp.bfloat16) for n in (heads, kv_heads))
-    p = checked((q, k, k), dict(is_causal=causal))
     block_q = _mosaic.tiles.backward_tile(size, size, in_order=False).block_q
-    shared = importlib.import_module("pallas_flash._mosaic.backward")._shares
-    assert shared(p, length // block_q, length // 128) == shares
+    module, found = importlib.import_module("pallas_flash._mosaic.backward"), []
+
+    def call(q, k):
+        p = checked((q, k, k), dict(is_causal=causal))
+        found.append(module._shares(p, length // block_q, length // 128))
+
+    shapes = ((batch, length, n, size) for n in (heads, kv_heads))
+    jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    assert found == [shares]
 
 
 # None of them is the table's.

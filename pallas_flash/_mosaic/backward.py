@@ -425,8 +425,9 @@ def backward(
     return {name: x[:, : of[name][0]].astype(of[name][1]) for name, x in results.items()}
 
 
-# Steps of a program are no fewer, where they are so many.
-STEPS = 64
+# Steps of a program are no fewer, where they are so many; and bytes of what its heads' sums take,
+# which are added up afterwards, no more.
+STEPS, BYTES = 64, 2**31
 
 
 def _shares(p: Problem, q_tiles: int, kv_tiles: int) -> int:
@@ -443,5 +444,7 @@ def _shares(p: Problem, q_tiles: int, kv_tiles: int) -> int:
     programs = p.batch * p.num_kv_heads * kv_tiles
     shares = 1 if programs >= work.CORES else -(-2 * work.CORES // programs)
     if p.mask.kind == "causal":
-        shares = max(shares, p.groups // -(-STEPS // q_tiles))
+        of_one = 4 * p.batch * p.kv_len * p.num_kv_heads * (p.head_dim + p.value_dim)
+        most = min(p.groups // -(-STEPS // q_tiles), BYTES // of_one)
+        shares = max(shares, most)
     return min(p.groups, shares)
