@@ -15,6 +15,7 @@ from tune_cases import (
     mistake,
     problem,
     store,
+    zeros_for_random_numbers,
 )
 from tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
@@ -37,6 +38,7 @@ def test_the_command_tunes_and_prints_a_table(monkeypatch, capsys, h200, search,
 
 
 def test_defaults_of_the_command(monkeypatch, capsys, h200, search, file):
+    zeros_for_random_numbers(monkeypatch)
     assert command(monkeypatch, "--dry-run") == 0
     [(p, passes)] = search
     assert p.query.shape == p.key.shape == p.value.shape == (1, 4096, 16, 128)

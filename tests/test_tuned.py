@@ -24,6 +24,7 @@ from tune_cases import (
     table,
     tiles_of,
     warned,
+    zeros_for_random_numbers,
 )
 from tune_fixtures import h200_here, hopper_here, own_file  # noqa: F401  Tests name them by their arguments.
 
@@ -276,6 +277,7 @@ def test_a_winner_chooses_who_computes_each_pass(
 ):
     # By the table "mosaic" is faster in both.
     if tiles is not None:
+        zeros_for_random_numbers(monkeypatch)
         cache.store(problem(**LONG), "NVIDIA H200", tiles)
     monkeypatch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
     choice = explained()
