@@ -1,6 +1,6 @@
 """Meshes of devices: each computes its examples and heads alone, and nothing is gathered.
 
-Sequences that devices divide are in test_context.py.
+Sequences that devices divide are in test_context_devices.py.
 
 Eight CPUs are simulated. Their number is fixed when JAX starts, so checks run in processes of their
 own, each called by the test of its name.

@@ -1390,7 +1390,8 @@ ROWS = [
     *bad_dropout(),
     *without_gradient(),
     *other_functions(),
-    # Sequences that devices divide; those errors that need a mesh are in test_context.py.
+    # Sequences that devices divide; those errors that need a mesh are in
+    # test_context_devices.py.
     *bad_context(),
 ]
 
