@@ -294,6 +294,22 @@ def run(peers, shapes, monkeypatch, extra=None, deadline=math.inf, **options):
     return records, left_out
 
 
+@pytest.mark.parametrize(("visible", "found"), [(None, "0"), ("", "0"), ("1", "1"), ("3,2", "3")])
+def test_clocks_are_those_of_the_gpu_that_is_timed(monkeypatch, visible, found):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    asked = []
+
+    def popen(command, **_):
+        asked.append(command)
+        raise OSError
+
+    monkeypatch.setattr(timers.subprocess, "Popen", popen)
+    assert Clocks().take() is None
+    assert f"--id={found}" in asked[0]
+
+
 @pytest.mark.parametrize(("ms", "calls"), [(100.0, 2), (7.0, 4), (1e-3, 8)])
 def test_a_measurement_takes_about_30_ms(monkeypatch, ms, calls):
     """But never less than two calls, nor more than were asked for."""

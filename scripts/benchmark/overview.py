@@ -25,10 +25,11 @@ GROUPS = {
 }
 
 
-def longest(records: Sequence[Mapping[str, Any]], **wanted: Any) -> int:
-    """The longest text of records with these values; 0 if there are none."""
-    here = (r for r in records if all(r[name] == x for name, x in wanted.items()))
-    return max((r["T"] for r in here), default=0)
+def of_panel(records: Sequence[Mapping[str, Any]], direction: str, D: int) -> list:
+    """The times of a pass and a head size at the longest text."""
+    wanted = f"{D} causal", direction
+    here = [r for r in records if (r["case"], r["pass"]) == wanted and "ms" in r]
+    return [r for r in here if r["T"] == max(x["T"] for x in here)]
 
 
 def bars(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], dict[str, tuple]]:
@@ -36,13 +37,7 @@ def bars(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], dict[str
     panels = {}
     for direction in ("forward", "backward"):
         for D in HEAD_SIZES:
-            here = [
-                r
-                for r in records
-                if (r["case"], r["pass"]) == (f"{D} causal", direction) and "ms" in r
-            ]
-            T = longest(here)
-            speed = {r["peer"]: r["tflops"] for r in here if r["T"] == T}
+            speed = {r["peer"]: r["tflops"] for r in of_panel(records, direction, D)}
             fastest = {
                 group: max((speed[peer], way) for peer, way in ways.items() if peer in speed)
                 for group, ways in GROUPS.items()
@@ -74,8 +69,7 @@ def draw(records: Sequence[Mapping[str, Any]]):
     """The figure."""
     from matplotlib.figure import Figure
 
-    panels, cases = bars(records), [f"{D} causal" for D in HEAD_SIZES]
-    timed = [r for r in records if r["peer"] == "ours" and r["case"] in cases and "ms" in r]
+    panels = bars(records)
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     grid = figure.subplots(2, len(HEAD_SIZES), sharex=True, squeeze=False)
     for row, direction in zip(grid, ("forward", "backward"), strict=True):
@@ -94,13 +88,13 @@ def draw(records: Sequence[Mapping[str, Any]]):
             axes.set_yticks(range(len(GROUPS)), GROUPS if HEAD_SIZES[0] == D else [])
             axes.set_ylim(len(GROUPS) - 0.5, -0.5)
             title = f"{direction}, head size {D}"
-            if T := longest(timed, **{"case": f"{D} causal", "pass": direction}):
-                title += f", T = {short(T)}"
+            if here := of_panel(records, direction, D):
+                title += f", T = {short(here[0]['T'])}"
             axes.set_title(title, fontsize="medium", loc="left")
             axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[-1]:
         axes.set_xlabel("TFLOP/s")
-    about = timed[0]
+    about, *_ = of_panel(records, *next(iter(panels)))
     figure.suptitle(
         f"Causal attention, {about.get('dtype')}, {about['device']}, {about['date'][:10]}; longer "
         "is faster",
