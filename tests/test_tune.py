@@ -271,6 +271,23 @@ def test_a_candidate_that_fails_is_reported_and_the_others_go_on(monkeypatch, st
     )
 
 
+def test_what_has_no_time_is_timed_again(monkeypatch):
+    """CUPTI sees most kernels most of the time."""
+    fake_programs(monkeypatch)
+    monkeypatch.setattr(triton_tiles, "candidates", lambda *_: [FASTER, FAST])
+    asked = []
+
+    def measure(kernel, tile, call, arguments):
+        asked.append(tile)
+        return 1.0 if tile == FASTER and asked.count(tile) == 3 else None
+
+    seen, unseen = tune.search(problem(), ["forward"], ["interpret"], measure=measure).trials
+    assert (seen.tile, seen.ms) == (FASTER, 1.0)
+    assert (unseen.tile, unseen.ms) == (FAST, None)
+    assert "saw no kernel" in unseen.failure
+    assert asked.count(FAST) == tune.ROUNDS
+
+
 @pytest.mark.parametrize(
     ("ms", "winners"),
     [
@@ -416,10 +433,7 @@ def cupti(monkeypatch):
 def test_a_kernel_is_timed_by_its_name(cupti):
     measure, _ = tune._clock()
     assert measure("dkv", FAST, lambda: None, ()) == 2.0
-    asked = []
-    with pytest.raises(RuntimeError, match=r"saw no kernel pallas_flash_\(dk\)"):
-        measure("dk", FAST, lambda: asked.append(1), ())
-    assert len(asked) == tune.ATTEMPTS
+    assert measure("dk", FAST, lambda: None, ()) is None
     # A whole pass is all that is launched.
     assert measure("backward", TRITON, lambda: None, ()) == 8.0
 
