@@ -539,6 +539,22 @@ class Mask:
         return some.reshape(*some.shape[:2], -1)[:, :, :length]
 
     @property
+    def ends_by_lengths(self) -> bool:
+        """Whether what any query sees are an example's first keys, and who sees any its first ones.
+
+        That is so under `Lengths`, alone or with bands around each query's own position.
+        """
+        rest = [leaf for leaf in self.leaves if not isinstance(leaf, Lengths)]
+        around = all(isinstance(leaf, Band) and leaf.reflexive for leaf in rest)
+        return around and any(type(leaf) is Lengths for leaf in self.leaves)
+
+    def with_lengths(self, query, key_value) -> "Mask":
+        """With other `Lengths`, int32 [B]."""
+        rest: list[Any] = [leaf for leaf in self.leaves if type(leaf) is not Lengths]
+        rest.append(Lengths(query, key_value))
+        return Mask(tuple(rest))
+
+    @property
     def reflexive(self) -> bool:
         """Whether every query is known to see the key at its own position, if there is one.
 

@@ -357,6 +357,28 @@ def test_nothing_shows_of_what_no_query_sees(kernel_case):
         np.testing.assert_allclose(a, b, rtol=1e-2 if name == "dq" else 0, err_msg=name)
 
 
+# Within a tile, at the end of one, none and all.
+ENDS = dict(query_seq_lengths=[200, 128, 300, 70], key_value_seq_lengths=[150, 256, 400, 0])
+
+
+@in_order
+@pytest.mark.parametrize(
+    "options",
+    cases.default(
+        [dict(is_causal=True)], [{}, dict(is_causal=True), dict(local_window_size=(150, 20))]
+    ),
+    ids=lambda options: next(iter(options), "full"),
+)
+def test_what_is_behind_lengths_may_hold_anything(options, in_order, kernel_case):
+    """Of the tiles in which lengths end, there are copies that end with zeros."""
+    ends = {name: jnp.asarray(x, jnp.int32) for name, x in ENDS.items()}
+    case = dataclasses.replace(LONG, B=4, N=1, options=lambda random, case: options | ends)
+    qkv, cotangents, options = case.problem("bfloat16")
+    poisoned = cases.poison(case, qkv, cotangents, options)
+    assert all(np.isnan(np.asarray(x, np.float32)).any() for x in poisoned[0])
+    judge(case, "bfloat16", emulated((*poisoned, options), in_order))
+
+
 def test_nothing_shows_of_values_that_no_query_sees(kernel_case):
     """Whether these keys are known by lengths, or by evaluating the mask."""
     for name in ("lengths of zero", "everything at once", "mask with empty tiles"):

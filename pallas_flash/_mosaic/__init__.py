@@ -61,18 +61,21 @@ def backward(
     def wide(x, size):
         return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[3])))
 
-    q, k, v, do = map(wide, _clean(p, do), (head_dim, head_dim, value_dim, value_dim))
+    seen, clean = _seen(p), (p.query, p.key, p.value, do)
+    if seen is None:
+        clean = _clean(p, do)
+    q, k, v, do = map(wide, clean, (head_dim, head_dim, value_dim, value_dim))
     rows = dataclasses.replace(p, query=q, key=k, value=v), do, log_sum, delta
     sizes, dscale = sizes.or_else(tiles.default(p)), None
     tile, found = sizes.tile("dkv" if in_order else "backward"), {}
     for sums in tiles.launches(head_dim, value_dim, in_order):
-        found |= _backward(*rows, tiles.of_launch(tile, sums), sums)
+        found |= _backward(*rows, tiles.of_launch(tile, sums), sums, seen)
     if in_order:
-        dq, dscale = _dq(*rows, sizes.tile("dq"), want_scale=want_scale)
+        dq, dscale = _dq(*rows, sizes.tile("dq"), seen, want_scale=want_scale)
     else:
         dq = rescaled(p.dropout, found["dq"])
         if want_scale:
-            dscale = q.astype(jnp.float32) * dq
+            dscale = _cleaned(q, p.mask.seeing_queries(_shape(p))).astype(jnp.float32) * dq
         dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
     return Gradients(
         dq[..., : p.head_dim],
@@ -82,6 +85,22 @@ def backward(
         bias=None,
         sinks=sinks,
     )
+
+
+def _seen(p: Problem):
+    """int32 [B, 2]: how many queries of each example see a key, and how many keys are seen.
+
+    None where these are not the first ones, or where no arrays tell.
+    """
+    if not p.mask.ends_by_lengths:
+        return None
+
+    def count(seen, length: int):
+        seen = jnp.ones((1, length), bool) if seen is None else seen[:, 0]
+        return jnp.broadcast_to(seen.sum(axis=1, dtype=jnp.int32), (p.batch,))
+
+    keys, queries = p.mask.seen_keys(_shape(p)), p.mask.seeing_queries(_shape(p))
+    return jnp.stack([count(queries, p.q_len), count(keys, p.kv_len)], axis=1)
 
 
 def _clean(p: Problem, do):

@@ -94,22 +94,28 @@ class Static(shared.Static):
 def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
     """One computing warpgroup."""
     plgpu.set_max_registers(REGISTERS[0], action="increase")
+    steps = static.steps(refs, b, share, kv_tile)
+    where = b, share, kv_tile, warpgroup
+    steps.if_any(
+        lambda: sums_of(refs, memory, *where, steps, static),
+        lambda: store(refs, memory, *where, zeros(memory, static), static),
+    )
+    plgpu.wait_smem_to_gmem(0)
+
+
+def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, static: Static):
+    """The sums of a warpgroup's keys over all steps, from the first copy to the last."""
     m, block_q, sums = memory, static.q.block, static.sums
     k_sm, v_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "v_sm", "q_sm", "do_sm"))
     dtype, head_dim, value_dim = k_sm.dtype, q_sm.shape[-1], do_sm.shape[-1]
     ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
     # A half of the columns of dq, or more: operands lie in blocks of 64.
     dq_columns = 64 if head_dim <= 128 else 128
-    steps = static.steps(refs, b, share, kv_tile)
-    kv_head, first_head, _ = static.heads(share)
+    _, first_head, _ = static.heads(share)
     options = static.options.of_example(refs["shared"], b)
 
     mine = pl.ds(warpgroup * ROWS, ROWS)
     first_key = kv_tile * BLOCK_KV + warpgroup * ROWS
-    here = b, pl.ds(first_key, ROWS), kv_head
-    plgpu.copy_gmem_to_smem(refs["k"].at[here], k_sm.at[mine], m["kv_full"])
-    if "dk" in sums:
-        plgpu.copy_gmem_to_smem(refs["v"].at[here], v_sm.at[mine], m["kv_full"])
     plgpu.barrier_wait(m["kv_full"])
 
     def tile_of(j):
@@ -234,16 +240,38 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
     if "dq" in sums or "dk" not in sums:
         # Both are done with k, or with do.
         ptx.meet(AT_END, 128 * WARPGROUPS)
-    # Through which the results leave.
-    places = dict(dk=k_sm.at[mine], dv=v_sm.at[mine] if "dk" in sums else do_sm.at[warpgroup])
     options = static.options.of_example(refs["shared"], b)
     dropout = options.extras.dropout
     for name, x in results.items():
-        x = x * rescaled(dropout, options.scale) if name == "dk" else rescaled(dropout, x)
+        dk = name == "dk"
+        results[name] = x * rescaled(dropout, options.scale) if dk else rescaled(dropout, x)
+    store(refs, memory, b, share, kv_tile, warpgroup, results, static)
+
+
+def zeros(memory, static: Static) -> dict:
+    """The sums of keys that no query sees."""
+    sizes = dict(dk=memory["q_sm"].shape[-1], dv=memory["do_sm"].shape[-1])
+    return {
+        name: plgpu.layout_cast(jnp.zeros((ROWS, n), jnp.float32), ptx.WGMMA)
+        for name, n in sizes.items()
+        if name in static.sums
+    }
+
+
+def store(refs, memory, b, share, kv_tile, warpgroup, results, static: Static):
+    """Starts the copies of a warpgroup's results to device memory, through where keys were."""
+    mine = pl.ds(warpgroup * ROWS, ROWS)
+    rows = pl.ds(kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
+    k_sm, v_sm, do_sm = (memory[x] for x in ("k_sm", "v_sm", "do_sm"))
+    places = dict(
+        dk=k_sm.at[mine], dv=v_sm.at[mine] if "dk" in static.sums else do_sm.at[warpgroup]
+    )
+    kv_head, *_ = static.heads(share)
+    for name, x in results.items():
         if static.shares == 1:
-            places[name][...] = x.astype(dtype)
+            places[name][...] = x.astype(k_sm.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(places[name], refs[name].at[here])
+            plgpu.copy_smem_to_gmem(places[name], refs[name].at[b, rows, kv_head])
             continue
         row = (b * static.num_heads + share) * static.kv.count + kv_tile
         columns = x.shape[1] // 64
@@ -251,7 +279,6 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
             part = x[:, 64 * column : 64 * column + 64]
             place = (row * WARPGROUPS + warpgroup) * columns + column
             ptx.store_fragments(part, refs[name].at[place])
-    plgpu.wait_smem_to_gmem(0)
 
 
 def load(refs, memory, b, share, kv_tile, static: Static):
@@ -259,7 +286,8 @@ def load(refs, memory, b, share, kv_tile, static: Static):
     plgpu.set_max_registers(REGISTERS[1], action="decrease")
     ring = common.Ring(static.tile.stages)
     steps = static.steps(refs, b, share, kv_tile)
-    _, first_head, _ = static.heads(share)
+    kv_head, first_head, _ = static.heads(share)
+    copy_keys, copy_queries = (static.copies(refs, b, side) for side in ("kv", "q"))
 
     def step(j):
         slot, (head, first_query) = ring(j), steps.at(j)
@@ -268,7 +296,7 @@ def load(refs, memory, b, share, kv_tile, static: Static):
 
         def copy(name, full):
             place, full = memory[f"{name}_sm"].at[slot], memory[full].at[slot]
-            plgpu.copy_gmem_to_smem(refs[name].at[b, rows, h], place, full)
+            copy_queries(name, h, first_query, place, full)
 
         def copy_numbers(name, full):
             place, full = static.numbers(memory, name, slot), memory[full].at[slot]
@@ -289,13 +317,18 @@ def load(refs, memory, b, share, kv_tile, static: Static):
         for fill in static.in_turn(queries, cotangents):
             fill()
 
-    pl.loop(jnp.int32(0), steps.count)(step)
+    def work():
+        for name in ("k", "v") if "dk" in static.sums else ("k",):
+            place = memory[f"{name}_sm"]
+            copy_keys(name, kv_head, kv_tile * BLOCK_KV, place, memory["kv_full"])
+        pl.loop(jnp.int32(0), steps.count)(step)
+
+    steps.if_any(work)
 
 
 def pallas_flash_backward(*refs, static: Static, **memory):
     """One tile of one key/value head."""
-    names = ["q", "k", "v", "do", "delta", *static.statistics, *static.sums]
-    refs = static.refs(names, refs)
+    refs = static.refs(static.sums, refs)
     head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
     b, share = static.program(head, outer)
 
@@ -329,7 +362,13 @@ KERNELS = {
 
 
 def backward(
-    problem: Problem, do, log_sum: LogSum, delta, tile: BackwardTile, sums: tuple[str, ...]
+    problem: Problem,
+    do,
+    log_sum: LogSum,
+    delta,
+    tile: BackwardTile,
+    sums: tuple[str, ...],
+    seen=None,
 ) -> dict:
     """Of "dq", "dk" and "dv" those in `sums`; dq without its factor, the scale, in float32.
 
@@ -340,11 +379,11 @@ def backward(
         delta: likewise.
         tile: block sizes.
         sums: names in this order; dq, whose sum has no order, with dk alone.
+        seen: see `shared.rows`.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
-    # Queries past the end need no mask: by their LSE they have no weights.
-    mask = p.mask.within(kv=kv)
+    mask = shared.mask_for(p, q, kv, seen)
     shares = _shares(p, q.count, kv.count)
     heads = shared.side_by_side(p.num_kv_heads * shares)
     with_dk = "dk" in sums
@@ -368,6 +407,7 @@ def backward(
             tile=tile,
             shares=shares,
             sums=sums,
+            ends=seen is not None,
         )
         # Sums of 64 x 64 numbers, and how many of them.
         of_keys = len(query), static.num_heads, kv.count * WARPGROUPS
@@ -385,7 +425,7 @@ def backward(
         ]
         results = common.launch(
             KERNELS[sums],
-            (*shared.first_operands(static, arrays, table), *rows),
+            shared.operands(static, arrays, table, rows),
             sums=[shape["dq"]] if "dq" in sums else [],
             outputs=outputs,
             memory=dict(
@@ -395,7 +435,7 @@ def backward(
                 do_sm=tiles(tile.stages, q.block, p.value_dim),
                 **static.numbers_memory(tile.stages, q.block),
                 ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block) if "dq" in sums else None,
-                kv_full=plgpu.Barrier(num_arrivals=WARPGROUPS * (1 + with_dk)),
+                kv_full=plgpu.Barrier(num_arrivals=1 + with_dk),
                 q_full=barriers(1 + len(static.statistics)),
                 do_full=barriers(1),
                 delta_full=barriers(1) if with_dk else None,
@@ -418,7 +458,7 @@ def backward(
         return tuple(results.values())
 
     # Two whole tiles of 64 queries, for dq.
-    rows = shared.rows(p, do, log_sum, delta, -(-p.q_len // 128) * 128)
+    rows = shared.rows(p, do, log_sum, delta, seen, -(-p.q_len // 128) * 128)
     arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
     results = dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
     of = dict(dq=(p.q_len, jnp.float32), dk=(p.kv_len, p.dtype), dv=(p.kv_len, p.dtype))

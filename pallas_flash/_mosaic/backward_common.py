@@ -9,7 +9,9 @@ Queries are the rows of a tile, or its columns.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -31,15 +33,19 @@ class Static(common.Static):
 
     Attributes:
         table_shape: of `work.table`, if there is a mask.
+        may_be_idle: whether there may be programs whose tile meets no other.
         q: the tiles of queries.
         num_heads: heads that have programs, or shares of them.
         side_by_side: how many of them have their programs side by side.
+        ends: whether it is told how many queries and keys of each example there are, see `rows`.
     """
 
     table_shape: tuple[int, ...]
+    may_be_idle: bool
     q: Tiling
     num_heads: int
     side_by_side: int
+    ends: bool
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -69,11 +75,37 @@ class Static(common.Static):
         return common.quotient(outer, blocks), head
 
     def refs(self, names, refs) -> dict[str, Any]:
-        """References by name: a table and the call's options come first."""
+        """References by name, of which these are the last."""
         refs = list(refs)
         table = refs.pop(0) if self.masked else None
         shared = [refs.pop(0) for _ in self.options.leaves]
-        return dict(zip(names, refs, strict=True), table=table, shared=shared)
+        inputs = ["q", "k", "v", "do", "delta", *self.statistics]
+        if self.ends:
+            inputs += ["seen", *(f"last_{name}" for name in ("q", "k", "v", "do"))]
+        return dict(zip([*inputs, *names], refs, strict=True), table=table, shared=shared)
+
+    def copies(self, refs, b, side: str):
+        """A function that starts copies of an example's rows, of `side` "q" those of q and do.
+
+        Its arguments are a name, the head, the first row, where they go, and the barrier.
+        """
+        block = self.q.block if side == "q" else self.kv.block
+        seen = plgpu.load(refs["seen"].at[b, 0 if side == "q" else 1]) if self.ends else 0
+        end = seen - common.remainder(seen, block) if self.ends else 0
+
+        def copy(name, h, first, place, full):
+            def start(ref, first):
+                at = b, pl.ds(first, place.shape[0]), h
+                plgpu.copy_gmem_to_smem(ref.at[at], place, full)
+
+            if not self.ends:
+                start(refs[name], first)
+                return
+            last = (first >= end) & (first < end + block)
+            pl.when(last)(lambda: start(refs[f"last_{name}"], first - end))
+            pl.when(jnp.logical_not(last))(lambda: start(refs[name], first))
+
+        return copy
 
     def row(self, b, h, tile):
         """That of the table for a tile that stays."""
@@ -106,10 +138,20 @@ class Steps:
             else:
                 start, self._full_start, self._full_stop, stop = entry
                 self._start, each = jnp.minimum(start, flow.count - 1), stop - start
-            # At least one, which is hidden whole if there is none to do: for a loop that may be
-            # empty, the compiler keeps sums twice, and has not the registers.
+            self._some = each > 0
+            # At least one: for a loop that may be empty, the compiler keeps sums twice, and has not
+            # the registers.
             self._each = jnp.maximum(each, 1)
         self.count = self._each * heads
+
+    def if_any(self, work, otherwise=lambda: None):
+        """Runs `work()` if there are any, else `otherwise()`."""
+        if not self._static.may_be_idle:
+            work()
+            return
+        # In this order: the other one costs registers in `work`.
+        pl.when(jnp.logical_not(self._some))(otherwise)
+        pl.when(self._some)(work)
 
     @property
     def _listed(self) -> bool:
@@ -217,11 +259,13 @@ class Tile:
 
 def call_static(kind, problem: Problem, mask: Mask, shared, table, q: Tiling, kv: Tiling, **others):
     """The `Static` of a call, for what `common.shared_arrays` and `work.table` returned."""
+    known = isinstance(table, np.ndarray)
     return kind(
         options=common.Options.of(problem, shared, q, kv),
         masked=bool(mask),
         listed=mask.scattered,
         table_shape=table.shape,
+        may_be_idle=not (known and not mask.scattered and (table[..., 0] < table[..., 3]).all()),
         q=q,
         kv=kv,
         groups=problem.groups,
@@ -229,14 +273,30 @@ def call_static(kind, problem: Problem, mask: Mask, shared, table, q: Tiling, kv
     )
 
 
-def first_operands(static: Static, shared, table) -> list:
-    """What `Static.refs` takes away."""
+def mask_for(problem: Problem, q: Tiling, kv: Tiling, seen) -> Mask:
+    """The mask of a problem in the backward.
+
+    Queries past the end need none: by their LSE they have no weights. Nor do those behind the ones
+    that see something, see `rows`; so their number ends with a tile here.
+    """
+    mask = problem.mask
+    if seen is not None:
+        queries, keys = seen[:, 0], seen[:, 1]
+        mask = mask.with_lengths(-(-queries // q.block) * q.block, keys)
+    return mask.within(kv=kv)
+
+
+def operands(static: Static, shared, table, rows) -> list:
+    """Those of a kernel, as `Static.refs` names them."""
     tables = [jnp.asarray(table).reshape(-1, table.shape[-1])] if static.masked else []
-    return [*tables, *static.options.operands(shared)]
+    return [*tables, *static.options.operands(shared), *rows, *last_tiles(static, *rows)]
 
 
-def rows(problem: Problem, do, log_sum: LogSum, delta, length: int) -> tuple:
+def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tuple:
     """q, k, v and do as copies take them, and delta and the statistics with `length` queries.
+
+    Last comes `seen`, if it is there: int32 [B, 2], how many queries see something and how many
+    keys are seen, where these are the first ones; what is behind them may hold anything.
 
     Where a query does not exist, and where one sees nothing, it has no weights by an LSE of inf,
     and needs no mask. Its maximum is inf, too: of the largest bias nothing less would be finite.
@@ -249,7 +309,26 @@ def rows(problem: Problem, do, log_sum: LogSum, delta, length: int) -> tuple:
         jnp.pad(shrunk(p.dropout, delta), padding),
         *([] if m is None else [jnp.pad(m, padding, constant_values=jnp.inf)]),
         jnp.pad(l_log2, padding, constant_values=jnp.inf),
+        *([] if seen is None else [seen]),
     )
+
+
+def last_tiles(static: Static, *rows) -> list:
+    """Tiles [B, block, N, H] of q, k, v and do, in which what is seen ends, for those of `rows`.
+
+    There are zeros behind it. What stands there may be NaN, and 0 * NaN is NaN.
+    """
+    if not static.ends:
+        return []
+    q, k, v, do, *_, seen = rows
+
+    def of(x, seen, block: int):
+        at = (seen // block * block)[:, None] + np.arange(block, dtype=np.int32)
+        inside = (at < seen[:, None])[..., None, None]
+        return jnp.where(inside, jax.vmap(lambda x, at: jnp.take(x, at, 0, mode="clip"))(x, at), 0)
+
+    queries, keys = (seen[:, 0], static.q.block), (seen[:, 1], static.kv.block)
+    return [of(q, *queries), of(k, *keys), of(v, *keys), of(do, *queries)]
 
 
 def side_by_side(num_kv_heads: int) -> int:

@@ -55,10 +55,20 @@ class Static(shared.Static):
 
 def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
     """One computing warpgroup."""
-    tile, block_kv, m = static.tile, static.kv.block, memory
-    plgpu.set_max_registers(REGISTERS[tile.warpgroups][0], action="increase")
-    ring, value_ring = common.Ring(tile.stages), common.Ring(static.value_slots)
+    plgpu.set_max_registers(REGISTERS[static.tile.warpgroups][0], action="increase")
     steps = static.steps(refs, b, h, q_tile)
+    where = b, h, q_tile, warpgroup
+    steps.if_any(
+        lambda: sum_of(refs, memory, *where, steps, static),
+        lambda: store(refs, memory, *where, *zeros(memory, static), static),
+    )
+    plgpu.wait_smem_to_gmem(0)
+
+
+def sum_of(refs, memory, b, h, q_tile, warpgroup, steps: shared.Steps, static: Static):
+    """The sum of a warpgroup's queries over all steps, from the first copy to the last."""
+    block_kv, m = static.kv.block, memory
+    ring, value_ring = common.Ring(static.tile.stages), common.Ring(static.value_slots)
     options = static.options.of_example(refs["shared"], b)
     q_sm, do_sm, k_sm, v_sm = (m[x] for x in ("q_sm", "do_sm", "k_sm", "v_sm"))
     dtype, head_dim = q_sm.dtype, q_sm.shape[-1]
@@ -66,8 +76,9 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
     rows = pl.ds(first_query, ROWS)
     full = m["rows_full"].at[warpgroup]
     mine = {name: static.numbers(m, name, warpgroup) for name in ("delta", *static.statistics)}
+    copy_rows = static.copies(refs, b, "q")
     for name in ("q", "do"):
-        plgpu.copy_gmem_to_smem(refs[name].at[b, rows, h], m[f"{name}_sm"].at[warpgroup], full)
+        copy_rows(name, h, first_query, m[f"{name}_sm"].at[warpgroup], full)
     for name, place in mine.items():
         plgpu.copy_gmem_to_smem(refs[name].at[b, h, rows], place, full)
     plgpu.barrier_wait(full)
@@ -101,17 +112,32 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
         return acc[...]
 
     dq = pl.run_scoped(loop, plgpu.ACC((ROWS, head_dim), jnp.float32))
-    my_q = q_sm.at[warpgroup]
-    dq = rescaled(options.extras.dropout, dq)
+    dq, dscale = rescaled(options.extras.dropout, dq), None
     if static.want_scale:
-        terms = plgpu.load(my_q, layout=ptx.WGMMA).astype(jnp.float32) * dq
-        mine["delta"][...] = jnp.sum(terms, axis=1)
-    my_q[...] = (dq * options.scale).astype(dtype)
+        terms = plgpu.load(q_sm.at[warpgroup], layout=ptx.WGMMA).astype(jnp.float32) * dq
+        dscale = jnp.sum(terms, axis=1)
+    store(refs, memory, b, h, q_tile, warpgroup, dq * options.scale, dscale, static)
+
+
+def zeros(memory, static: Static):
+    """The results of queries that see no key."""
+    dq = jnp.zeros((ROWS, memory["q_sm"].shape[-1]), jnp.float32)
+    dscale = jnp.zeros((ROWS,), jnp.float32)
+    return plgpu.layout_cast(dq, ptx.WGMMA), plgpu.layout_cast(dscale, ptx.ROW)
+
+
+def store(refs, memory, b, h, q_tile, warpgroup, dq, dscale, static: Static):
+    """Starts the copies of a warpgroup's results to device memory, through where queries were."""
+    rows = pl.ds(q_tile * static.q.block + warpgroup * ROWS, ROWS)
+    my_q = memory["q_sm"].at[warpgroup]
+    my_q[...] = dq.astype(my_q.dtype)
+    my_delta = static.numbers(memory, "delta", warpgroup)
+    if static.want_scale:
+        my_delta[...] = dscale
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(my_q, refs["dq"].at[b, rows, h])
     if static.want_scale:
-        plgpu.copy_smem_to_gmem(mine["delta"], refs["dscale"].at[b, h, rows])
-    plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(my_delta, refs["dscale"].at[b, h, rows])
 
 
 def load(refs, memory, b, h, q_tile, static: Static):
@@ -120,24 +146,22 @@ def load(refs, memory, b, h, q_tile, static: Static):
     rings = dict(k=common.Ring(static.tile.stages), v=common.Ring(static.value_slots))
     steps = static.steps(refs, b, h, q_tile)
     kv_head = common.quotient(h, static.groups)
+    copy = static.copies(refs, b, "kv")
 
     def step(j):
         _, first_key = steps.at(j)
-        at = b, pl.ds(first_key, static.kv.block), kv_head
         for x, ring in rings.items():
             ring.refill(j, memory[f"{x}_free"])
             slot = ring(j)
-            plgpu.copy_gmem_to_smem(
-                refs[x].at[at], memory[f"{x}_sm"].at[slot], memory[f"{x}_full"].at[slot]
-            )
+            place, full = (memory[f"{x}_{what}"].at[slot] for what in ("sm", "full"))
+            copy(x, kv_head, first_key, place, full)
 
-    pl.loop(jnp.int32(0), steps.count)(step)
+    steps.if_any(lambda: pl.loop(jnp.int32(0), steps.count)(step))
 
 
 def pallas_flash_dq(*refs, static: Static, **memory):
     """One query tile of one head."""
-    names = ["q", "k", "v", "do", "delta", *static.statistics, "dq"]
-    refs = static.refs([*names, "dscale"] if static.want_scale else names, refs)
+    refs = static.refs(["dq", "dscale"] if static.want_scale else ["dq"], refs)
     head, q_tile, outer, warpgroup = map(lax.axis_index, ("head", "q_tile", "outer", "warpgroup"))
     if static.grows:
         # Tiles with much work start first.
@@ -154,14 +178,14 @@ def pallas_flash_dq(*refs, static: Static, **memory):
         load(refs, memory, b, h, q_tile, static)
 
 
-def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale: bool):
+def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *, want_scale: bool):
     """Dq, and float32 [B, N, T], whose sum is the gradient of the scale, or None.
 
     The arguments are those of `backward`.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.warpgroups * ROWS), Tiling(p.kv_len, tile.block_kv)
-    mask = p.mask.within(kv=kv)
+    mask = shared.mask_for(p, q, kv, seen)
     heads = shared.side_by_side(p.num_kv_heads) * p.groups
     w, stages = tile.warpgroups, tile.stages
     value_slots = value_slots_of(tile, p.head_dim, p.value_dim)
@@ -172,7 +196,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale
     barriers = common.barriers
 
     def run(arrays, *rows):
-        query, *_, l_log2 = rows
+        query, _, _, _, delta, *_ = rows
         _, extras = arrays
         table = work.table(extras.mask, q, kv, "kv", len(query) // p.batch)
         static = shared.call_static(
@@ -183,13 +207,14 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale
             grows=mask.grows,
             want_scale=want_scale,
             value_slots=value_slots,
+            ends=seen is not None,
         )
         return common.launch(
             pallas_flash_dq,
-            (*shared.first_operands(static, arrays, table), *rows),
+            shared.operands(static, arrays, table, rows),
             outputs=[
                 (query.shape, query.dtype),
-                *([(l_log2.shape, jnp.float32)] if want_scale else []),
+                *([(delta.shape, jnp.float32)] if want_scale else []),
             ],
             memory=dict(
                 q_sm=tiles(w, ROWS, p.head_dim),
@@ -209,7 +234,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, *, want_scale
             approx_math=static.options.approximate,
         )
 
-    rows = shared.rows(p, do, log_sum, delta, q.count * q.block)
+    rows = shared.rows(p, do, log_sum, delta, seen, q.count * q.block)
     arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
     dq, *dscale = common.by_instance(run, p.batch)(arrays, *rows)
     return dq[:, : p.q_len], *(dscale or [None])
