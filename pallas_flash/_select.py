@@ -85,6 +85,9 @@ FASTER_BY_MOSAIC = {
         (128, "sinks"): 4096,
         (128, "scale"): 4096,
         (128, "dropout"): 4096,
+        # docs/results/h200-2026-11-22-sustained.jsonl
+        (256, "full"): 8192,
+        (256, "causal"): 2048,
     },
     # The backward whose sums have an order, so that all runs give the same bits.
     "backward in order": {
@@ -108,7 +111,7 @@ FASTER_BY_MOSAIC = {
 # keys, whose tiles are their programs: by head size. At 64, 71 heads on one of 2 x 2048 keys took
 # as long; at 128, 64 on 8 of 4096 were faster.
 ROWS_MEASURED = 2**17
-KEYS_MEASURED = {64: 2**17, 128: 2**15}
+KEYS_MEASURED = {64: 2**17, 128: 2**15, 256: 2**17}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,10 +407,12 @@ def _kind_of_leaf(leaf) -> str:
 
 def _size(attention_pass: str, p: Problem) -> int:
     """A head size that was measured and that takes as long; 0 if there is none."""
-    # Sizes from 40 to 128 were, and in the forward 192 with values of 128. The backward in order
-    # was slower at 40.
+    # Sizes from 40 to 128 were, and 256; in the forward 192 with values of 128. The backward in
+    # order was slower at 40.
     least = 64 if attention_pass == "backward in order" else 40
-    if attention_pass != "forward" and p.head_dim != p.value_dim:
+    if attention_pass != "forward" and (
+        p.head_dim != p.value_dim or 128 < p.head_dim < MAX_HEAD_DIM
+    ):
         return 0
     sizes = (n for n in (64, 128, 256) if least <= p.head_dim <= n and p.value_dim <= p.head_dim)
     return next(sizes, 0)

@@ -61,7 +61,7 @@ def emulated(problem, in_order=False, sizes=_mosaic.TABLE):
     qkv, (do, dlse), options = problem
     call = checked(qkv, options)
     flags = NO_FLAGS | dict(want_sinks=call.sinks is not None, in_order=in_order)
-    with emulator.emulated(pytest.MonkeyPatch()):
+    with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
         o, log_sum = _mosaic.forward(call, sizes)
         gradients = _mosaic.backward(call, o, log_sum, do, dlse, sizes, **flags)
     results = [o, _public_lse(log_sum), *(getattr(gradients, x) for x in ("query", "key", "value"))]

@@ -323,8 +323,9 @@ def last_tiles(static: Static, *rows) -> list:
     q, k, v, do, *_, seen = rows
 
     def of(x, seen, block: int):
-        at = (seen // block * block)[:, None] + np.arange(block, dtype=np.int32)
-        inside = (at < seen[:, None])[..., None, None]
+        seen = seen[:, None]
+        at = seen // block * block + np.arange(block, dtype=np.int32)[None]
+        inside = (at < seen)[..., None, None]
         return jnp.where(inside, jax.vmap(lambda x, at: jnp.take(x, at, 0, mode="clip"))(x, at), 0)
 
     queries, keys = (seen[:, 0], static.q.block), (seen[:, 1], static.kv.block)
