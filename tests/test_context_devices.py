@@ -1,19 +1,16 @@
 """A sequence that devices divide: every method gives what one device gives.
 
-Eight CPUs are simulated, in processes of their own: see test_sharding.py.
+Eight CPUs are simulated, in a process of their own: see eight_devices.py.
 """
 
 import collections
 import dataclasses
 import functools
 import itertools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import cases
+import eight_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +23,6 @@ from pallas_flash import Tile, TileSizes, _vjp, _xla, attention, balanced_order
 from pallas_flash._context import choice, gather
 from pallas_flash._masks import PositionBand
 
-DEVICES = 8
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto}
 MESHES = {
     "1 x 8": {"sequence": 8},
@@ -139,7 +135,7 @@ def check_case(name, method, axes, kind, implementation):
 
 def check(case, dtype, method, axes, kind, implementation, **rule):
     """Output, LSE and gradients, by the rule of test_accuracy.py; twice the same bits."""
-    from test_accuracy import _expected_of, judge
+    from test_accuracy import judge
 
     problem = case.problem(dtype)
     qkv, cotangents, options = problem
@@ -160,7 +156,7 @@ def check(case, dtype, method, axes, kind, implementation, **rule):
         results, again = ([np.asarray(x) for x in compiled(*placed, **operands)] for _ in "12")
     for x, y in zip(results, again, strict=True):
         np.testing.assert_array_equal(x, y)
-    judge(case, dtype, results, problem, expected=_expected_of(problem, False), **rule)
+    judge(case, dtype, results, **rule)
 
 
 def check_random(first, count, mesh, kind):
@@ -178,14 +174,16 @@ def check_random(first, count, mesh, kind):
 
 
 def check_pairs(method):
-    """Every argument together with every other, as test_pairs.py has them."""
+    """Every argument together with every other and with every method: the rows of this one."""
     import test_pairs
 
     axes = MESHES["2 x 4"]
-    for row in test_pairs.ROWS:
-        case, _ = test_pairs.call_of(row)
-        case = dataclasses.replace(case, B=2, T=48, S=48, N=4 * case.N, K=4 * case.K)
-        check(case, test_pairs.SETTINGS["dtype"][row["dtype"]], method, axes, "auto", "xla")
+    settings = test_pairs.SETTINGS | {"method": choice.METHODS}
+    for row in test_pairs.covering(settings):
+        if choice.METHODS[row.pop("method")] == method:
+            case, _ = test_pairs.call_of(row)
+            case = dataclasses.replace(case, B=2, T=48, S=48, N=4 * case.N, K=4 * case.K)
+            check(case, test_pairs.SETTINGS["dtype"][row["dtype"]], method, axes, "auto", "xla")
 
 
 def poison_positions():
@@ -559,26 +557,14 @@ CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.s
 def main(name, *arguments):
     if name == "memory":
         gather.TILE = 8
+        jax.config.update("jax_disable_most_optimizations", False)
     else:
         _xla.BLOCK_Q, _xla.BLOCK_KV, gather.TILE = 16, 16, 8
-        jax.config.update("jax_disable_most_optimizations", True)
-    assert len(jax.devices()) == DEVICES
     CHECKS[name](*arguments)
-    print("checked")
 
 
-def run_on_eight_devices(*arguments):
-    here = Path(__file__)
-    paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
-    child = subprocess.run(
-        [sys.executable, "-c", f"import {here.stem}; {here.stem}.main(*{arguments!r})"],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr[-5000:]
-    assert child.stdout == "checked\n"
+def run_on_eight_devices(*arguments, alone=False):
+    eight_devices.run(__name__, "main", *arguments, alone=alone)
 
 
 EVERYTHING = "all features"
@@ -590,7 +576,15 @@ FIRST = [
     ("everything at once", "heads", "2 x 2 x 2", "explicit", "xla"),
     ("bias of keys", "gather", "1 x 8", "manual", "xla"),
 ]
-SOME = ";".join(["causal", EVERYTHING, "everything at once", "bias of keys", CROSS.name])
+SOME = ["causal", EVERYTHING, "everything at once", "bias of keys", CROSS.name]
+
+
+def not_elsewhere(*how):
+    """Those of `SOME` that no other row has."""
+    here = () if how[1:] == ("2 x 4", "auto", "xla") else NAMES
+    return ";".join(x for x in SOME if x not in here and (x, *how) not in FIRST)
+
+
 ROUNDED = ";".join(f"{name}@bfloat16" for name in ("full", "bias of queries, in 16 bits"))
 IN_ORDER = ";".join(f"balanced, {name}" for name in ("causal", "bias of keys", EVERYTHING))
 TABLE = [
@@ -607,7 +601,7 @@ TABLE = [
         for i in range(0, len(NAMES), 8)
     ),
     *(
-        (SOME, method, mesh, kind, "xla")
+        (not_elsewhere(method, mesh, kind, "xla"), method, mesh, kind, "xla")
         for method in choice.METHODS
         for mesh, kind in MESHES_OF_KINDS
     ),
@@ -630,7 +624,9 @@ TABLE = [
     ("names", "method", "mesh", "kind", "implementation"), cases.default(FIRST, TABLE)
 )
 def test_every_method_gives_what_one_device_gives(names, method, mesh, kind, implementation):
-    run_on_eight_devices("named", names, method, mesh, kind, implementation)
+    # Which passes give NaN, and which are exported, is changed for good.
+    alone = implementation == LOWERED_ONCE or (method == "ring" and BALANCED in names)
+    run_on_eight_devices("named", names, method, mesh, kind, implementation, alone=alone)
 
 
 # XLA for CPUs drops barriers, and with Explicit axes a ring's blocks then stay for the backward.
@@ -664,7 +660,7 @@ def test_pairs_of_settings(method):
 
 @pytest.mark.parametrize(("name", "kind"), cases.default(FIRST_OTHERS, OTHERS))
 def test_on_eight_devices(name, kind):
-    run_on_eight_devices(name, kind)
+    run_on_eight_devices(name, kind, alone=name == "memory")
 
 
 def test_a_method_has_no_effect_on_one_device():

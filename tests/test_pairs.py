@@ -74,30 +74,30 @@ def pairs(row):
     return set(itertools.combinations(sorted(row.items()), 2))
 
 
-def all_pairs():
+def all_pairs(settings):
     every = (
         itertools.product(
-            [(a, i) for i in range(len(SETTINGS[a]))], [(b, j) for j in range(len(SETTINGS[b]))]
+            [(a, i) for i in range(len(settings[a]))], [(b, j) for j in range(len(settings[b]))]
         )
-        for a, b in itertools.combinations(sorted(SETTINGS), 2)
+        for a, b in itertools.combinations(sorted(settings), 2)
     )
     return set(itertools.chain(*every)) - REFUSED.keys()
 
 
-def covering():
+def covering(settings):
     """Rows in which every pair occurs: each is the best of a few that take up one that is left."""
-    random, left, rows = np.random.default_rng(1), all_pairs(), []
+    random, left, rows = np.random.default_rng(1), all_pairs(settings), []
 
     def candidate():
         row = dict(min(left))
-        for name in random.permutation([name for name in SETTINGS if name not in row]):
+        for name in random.permutation([name for name in settings if name not in row]):
 
             def gain(i, name=str(name)):
                 found = pairs(row | {name: i})
                 return -1 if found & REFUSED.keys() else len(found & left) + random.random()
 
-            row[str(name)] = max(range(len(SETTINGS[name])), key=gain)
-        return {name: row[name] for name in SETTINGS}
+            row[str(name)] = max(range(len(settings[name])), key=gain)
+        return {name: row[name] for name in settings}
 
     while left:
         rows.append(max((candidate() for _ in range(30)), key=lambda row: len(pairs(row) & left)))
@@ -105,7 +105,7 @@ def covering():
     return rows
 
 
-ROWS = covering()
+ROWS = covering(SETTINGS)
 
 
 def test_every_pair_of_settings_occurs():

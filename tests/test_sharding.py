@@ -2,20 +2,16 @@
 
 Sequences that devices divide are in test_context_devices.py.
 
-Eight CPUs are simulated. Their number is fixed when JAX starts, so checks run in processes of their
-own, each called by the test of its name.
+Eight CPUs are simulated, in a process of their own: see eight_devices.py.
 """
 
 import dataclasses
 import functools
-import os
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import cases
+import eight_devices
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -35,7 +31,6 @@ from pallas_flash._operands import Pairs, Positions
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
 
-DEVICES = 8
 AXES = {"batch": 2, "heads": 4}
 
 # Divided by the mesh are B and N only.
@@ -369,12 +364,10 @@ CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.s
 
 def main(name, kind):
     _xla.BLOCK_Q, _xla.BLOCK_KV, _tangents.ROWS = 8, 16, 5 * B * N
-    assert len(jax.devices()) == DEVICES
     CHECKS[name](kind)
-    print("checked")
 
 
-# Each takes a process and its programs many seconds to compile.
+# Each takes its programs seconds to compile.
 FIRST = [("nothing_is_gathered", "auto")]
 
 
@@ -382,19 +375,7 @@ FIRST = [("nothing_is_gathered", "auto")]
     ("name", "kind"), cases.default(FIRST, [(name, kind) for name in CHECKS for kind in KINDS])
 )
 def test_on_eight_devices(name, kind):
-    here = Path(__file__)
-    paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
-    child = subprocess.run(
-        [sys.executable, "-c", f"import {here.stem}; {here.stem}.main({name!r}, {kind!r})"],
-        env=os.environ
-        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-        | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr[-5000:]
-    assert child.stdout == "checked\n"
+    eight_devices.run(__name__, "main", name, kind)
 
 
 # ------------------------------------------------------------------------------------------------
