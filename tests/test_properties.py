@@ -1,8 +1,8 @@
-"""Whole problems drawn at random obey the rule of test_accuracy, by the kernels and by the blocked
-XLA path.
+"""Whole problems drawn at random obey the rule of test_accuracy, by the kernels or by the blocked
+XLA path in turns.
 
-The default run has a few problems of the list. NumPy draws them from their numbers, so they are
-the same everywhere.
+The default run has one problem of the list, by both. NumPy draws them from their numbers, so they
+are the same everywhere.
 """
 
 import cases
@@ -101,12 +101,18 @@ def draw(number, *, devices=1, batch=1, heads=1):
     return case, choice("float32", "bfloat16", "float16"), choice(None, SMALL)
 
 
-def check(number):
+BY = "interpret", "xla"
+FIRST = [(3, BY)]
+TABLE = [*FIRST, *((n, (BY[n % 2],)) for n in NUMBERS if n != FIRST[0][0])]
+
+
+@pytest.mark.parametrize(
+    ("number", "implementations"),
+    cases.default(FIRST, TABLE),
+    ids=lambda x: "-".join(x) if isinstance(x, tuple) else None,
+)
+def test_random_problem(number, implementations, kernel_case):
     case, dtype, tiles = draw(number)
-    for implementation, sizes in (("interpret", tiles), ("xla", None)):
+    for implementation in implementations:
+        sizes = tiles if implementation == "interpret" else None
         judge(case, dtype, measured(case, dtype, implementation, tile_sizes=sizes), worst=WORST)
-
-
-@pytest.mark.parametrize("number", cases.default(NUMBERS[3:4], NUMBERS))
-def test_random_problem(number, kernel_case):
-    check(number)
