@@ -142,6 +142,15 @@ class LogSum(NamedTuple):
         return self if self.m is None else LogSum(None, self.m * LOG2E + self.l_log2)
 
 
+def below(s, m, *, large: bool):
+    """The scores s less the maximum m of their row.
+
+    Compilers for CPUs fuse s - m with a product before it, and then m alone is rounded. Where that
+    could matter, a minimum keeps them apart: the largest difference is 0 whatever scores are.
+    """
+    return (jnp.minimum(s, m) if large else s) - m
+
+
 def with_sink(m, l, sink, exp=jnp.exp):
     """The m and l of a softmax with one more score, and the factor of its weights so far."""
     high = jnp.maximum(m, sink)

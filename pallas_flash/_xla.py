@@ -14,6 +14,8 @@ The backward recomputes the tiles of p = exp(s - lse), see `backward`. All examp
 tile are computed together, each product as one batched `a @ b` or `a @ b.T`: on a CPU, `a.T @ b`
 takes several times as long. Letters of the einsums: b batch, k key/value head, g query head of its
 group, t query, s key, h head size of q and k, v head size of v.
+
+On a GPU most calls are computed in another way, see `_xla_rows`.
 """
 
 import math
@@ -23,25 +25,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_flash import _xla_rows
 from pallas_flash._dropout import drop, kept, rescaled
 from pallas_flash._masks import Edges, Mask, TileClasses, Tiling, in_tile, lists, visit
 from pallas_flash._operands import Cut, Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
-from pallas_flash._scores import LN2, LogSum, Scores, sinks_gradient, with_sink
+from pallas_flash._scores import LN2, LogSum, Scores, below, sinks_gradient, with_sink
 
 # Queries and keys of a tile: big enough for matrix products, small enough for a core's cache, where
 # the scores of all heads meet. Few heads leave room for twice the queries.
 BLOCK_Q, BLOCK_KV = 256, 256
 FEW_HEADS = 4
 
-# On a GPU scores go through device memory, and what counts is that tiles are few: so many queries
-# and keys, if no more than so many scores of all examples and heads are in a tile. Timed on an
-# H100, see docs/performance.md.
+# On a GPU, for what is left to this way: scores go through device memory, and what counts is that
+# tiles are few. So many queries and keys, if no more than so many scores of all examples and heads
+# are in a tile. Timed on an H100, see docs/performance.md.
 GPU_BLOCK, GPU_SCORES = 2048, 2**28
 
 
 def forward(problem: Problem, *, on_gpu: bool = False):
     """The output [B, T, N, V] and a `LogSum` of [B, N, T] in float32 or float64."""
+    if on_gpu and (cuts := _xla_rows.cuts(problem)):
+        return _xla_rows.forward(problem, cuts)
     p, blocks = problem, _Blocks(problem, on_gpu)
     ranges = blocks.kv_ranges()
     # The tiles [.., H, block_kv] are transposed once for all query tiles.
@@ -67,7 +72,7 @@ def forward(problem: Problem, *, on_gpu: bool = False):
             s_max = s.max(axis=-1) if masked or p.scores else p.scale * qk.max(axis=-1)
             m_new = jnp.maximum(m, s_max)
             m_safe = jnp.where(m_new == -jnp.inf, 0, m_new)
-            weight = jnp.exp(_below(p, s, m_safe[..., None]))
+            weight = jnp.exp(below(s, m_safe[..., None], large=p.large))
             alpha = jnp.exp(m - m_safe)
             l = alpha * l + weight.sum(axis=-1)
             weight = drop(kept(p.dropout, tile.at), weight)
@@ -116,6 +121,9 @@ def backward(
     time, need a second pass for it. Tiles of scores are transposed, so that their rows are keys,
     and so is dq: then no product has to transpose one of them.
     """
+    if on_gpu and (cuts := _xla_rows.cuts(problem)):
+        wanted = dict(want_scale=want_scale, want_bias=want_bias, want_sinks=want_sinks)
+        return _xla_rows.backward(problem, cuts, o, log_sum, do, dlse, **wanted)
     p, blocks = problem, _Blocks(problem, on_gpu)
     dtype = p.accumulator_dtype
     delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
@@ -147,7 +155,7 @@ def backward(
                 s_t, pull = tile.scores.vjp(s_t, *tile.at)
             if p.large:
                 m_i, log_l_i = (_take(x, i)[:, :, None] for x in (m, log_l))
-                p_t = jnp.exp(_below(p, s_t, m_i) - log_l_i)
+                p_t = jnp.exp(below(s_t, m_i, large=True) - log_l_i)
             else:
                 p_t = jnp.exp(s_t - _take(lse, i)[:, :, None])
             dp_t = blocks.einsum("bksv,bkgtv->bksgt", v, do_i)
@@ -193,15 +201,6 @@ def backward(
         blocks.crop_bias(dbias).astype(p.bias.dtype) if want_bias else None,
         dsinks,
     )
-
-
-def _below(problem: Problem, s, m):
-    """The scores s less the maximum m of their row.
-
-    Compilers for CPUs fuse s - m with a product before it, and then m alone is rounded. Where that
-    could matter, a minimum keeps them apart: the largest difference is 0 whatever scores are.
-    """
-    return (jnp.minimum(s, m) if problem.large else s) - m
 
 
 def _block_sizes(heads: int, kv_len: int, on_gpu: bool) -> tuple[int, int]:

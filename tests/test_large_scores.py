@@ -218,6 +218,11 @@ def test_additive_masks(run, call, kernel_case):
     check(CALLS[call], results_of(implementation, CALLS[call], tiles, how))
 
 
+@pytest.mark.parametrize("call", cases.default(["together"], ["alone", "together"]))
+def test_additive_masks_in_whole_rows(call, whole_rows):
+    check(CALLS[call], results_of("xla", CALLS[call]))
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("run", ["emulated", "xla"])

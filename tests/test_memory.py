@@ -13,7 +13,7 @@ import jaxprs
 import pytest
 from described_gpus import described_gpu
 
-from pallas_flash import _xla, attention
+from pallas_flash import _xla, _xla_rows, attention
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
 
@@ -150,8 +150,9 @@ Q_LEN, KV_LEN = 2007, 3001
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """One of "xla" on a GPU would hold all scores here."""
+    """Those of "xla" on a GPU would hold all scores here."""
     monkeypatch.setattr(_xla, "GPU_BLOCK", 256)
+    monkeypatch.setattr(_xla_rows, "BYTES", 2**23)
 
 
 def largest_result(implementation: str, arguments, **options) -> int:

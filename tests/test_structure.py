@@ -128,7 +128,8 @@ MAY_IMPORT = {
     "_partition": {"_mask_objects", "_masks", "_problem", "_operands", "_scores", "_dropout"},
     "_tangents": {"_context", "_partition", "_reference", "_masks", "_problem", "_operands"},
     "_reference": {"_problem", "_operands", "_dropout"},
-    "_xla": {"_masks", "_problem", "_operands", "_scores", "_dropout"},
+    "_xla": {"_xla_rows", "_masks", "_problem", "_operands", "_scores", "_dropout"},
+    "_xla_rows": {"_masks", "_problem", "_operands", "_scores", "_dropout"},
     "_triton": {
         "_triton.forward",
         "_triton.decode",
