@@ -150,7 +150,7 @@ def test_whole_rows_are_right_in_bfloat16(case, whole_rows):
     judge(case, "bfloat16", measured(case, "bfloat16", "xla"))
 
 
-@cases.parametrize(names=["everything at once"], more=["large scores", "all features"])
+@cases.parametrize(names=["everything at once"], more=["large scores", "full"])
 def test_whole_rows_are_right_in_float64(case, whole_rows):
     with jax.enable_x64(True):
         qkv, (do, dlse), options = case.problem("float64")
