@@ -178,17 +178,30 @@ def mean_gradient(loss_fn, params, batch):
 
 
 def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
-    """What XLA needs to be told of a mesh: on GPUs, to send while it computes.
+    """What XLA needs to be told on GPUs.
 
-    Of messages under way it counts one at a time, unless told otherwise: then the first to be
-    ready, however small, has all the products of the backward beside it, and the others none.
+    The first two keep matrix products in cuBLAS, as they are written. XLA would otherwise change
+    the program for products of its own before it compares them with cuBLAS's, and leave it so where
+    those win: sums over tokens in parts that something has to add, half of a gated MLP's backward
+    apart from the other half, additions to the residual stream apart from the product. And it would
+    join q's product with k's, for which it has to lay both gradients side by side.
+
+    The others are for a mesh: to send while it computes. Of messages under way XLA counts one at a
+    time, unless told otherwise: then the first to be ready, however small, has all the products of
+    the backward beside it, and the others none.
     """
-    if layout.mesh.size == 1 or jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu":
         return None
-    return {
-        "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
+    options: dict[str, bool | int] = {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
     }
+    if layout.mesh.size > 1:
+        options |= {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
+        }
+    return options
 
 
 def make_steps(config: TrainConfig, layout: Layout):
