@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from models.layers import SwiGLU, TiedEmbedding, fan_in_init
+from models.layers import RMSNorm, SwiGLU, TiedEmbedding, fan_in_init
 from models.sharding import Layout
 from pallas_flash import save_residuals
 from pallas_flash.flax import SelfAttention
@@ -111,7 +111,7 @@ class Block(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs, attention_layer: type[SelfAttention]):
         kwargs = {**config.dtypes, "rngs": rngs}
         branches = 2 * config.num_layers
-        self.attention_norm = nnx.RMSNorm(config.embed_dim, **kwargs)
+        self.attention_norm = RMSNorm(config.embed_dim, **kwargs)
         self.attention = attention_layer(
             config.embed_dim,
             config.num_heads,
@@ -123,7 +123,7 @@ class Block(nnx.Module):
             implementation=config.attention,
             **kwargs,
         )
-        self.mlp_norm = nnx.RMSNorm(config.embed_dim, **kwargs)
+        self.mlp_norm = RMSNorm(config.embed_dim, **kwargs)
         self.mlp = SwiGLU(config.embed_dim, config.mlp_dim, residual_branches=branches, **kwargs)
 
     def __call__(
@@ -177,7 +177,7 @@ class GPT(nnx.Module):
             for _ in range(config.num_layers)
         ]
         self.blocks = nnx.List(blocks)
-        self.norm = placed(nnx.RMSNorm(config.embed_dim, **kwargs))
+        self.norm = placed(RMSNorm(config.embed_dim, **kwargs))
 
     def __call__(
         self,

@@ -1,4 +1,6 @@
-"""The small parts of the GPT: initialisation, the MLP and the token embedding."""
+"""The small parts of the GPT: initialisation, the norm, the MLP and the token embedding."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,46 @@ def fan_in_init(fan_in: int, *, residual_branches: int = 1) -> jax.nn.initialize
         residual_branches: How many branches the residual stream sums; 1 for inner layers.
     """
     return nnx.initializers.normal((fan_in * residual_branches) ** -0.5)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """`x / rms(x) * scale` over the last axis (Zhang and Sennrich, arXiv:1910.07467).
+
+    Parameters and arguments are those of `nnx.RMSNorm`. Written in this order, and with a forward
+    that keeps nothing but `x`, XLA makes the forward one kernel, which reads `x` once; a row's rms
+    is computed again in the backward, by the kernel that reads `x` for the row's other sum.
+    """
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+        """Normalises each position on its own, with float32 sums."""
+        x = x.astype(self.dtype or self.param_dtype)
+        return _normalize(x, self.scale[...], self.epsilon)
+
+
+def _normalized(x, scale, epsilon):
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    scale = jnp.expand_dims(scale, range(x.ndim - 1))
+    return (wide * jax.lax.rsqrt(square + epsilon) * scale).astype(x.dtype)
+
+
+_normalize = jax.custom_vjp(_normalized, nondiff_argnums=(2,))
+
+
+def _normalize_forward(x, scale, epsilon):
+    return _normalized(x, scale, epsilon), (x, scale)
+
+
+def _normalize_backward(epsilon, residuals, cotangent):
+    x, scale = residuals
+    # Without the barrier XLA finds that the forward has summed the same squares, and keeps those.
+    # Of an array with `x`'s own shape it would be copied where the residual stream adds to it.
+    x = jax.lax.optimization_barrier(x[None])[0]
+    _, transpose = jax.vjp(functools.partial(_normalized, epsilon=epsilon), x, scale)
+    return transpose(cotangent)
+
+
+_normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 class SwiGLU(nnx.Module):

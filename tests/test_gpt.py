@@ -16,7 +16,7 @@ from strict import strictly
 import models.gpt
 import pallas_flash.flax
 from models.gpt import GPT, GPTConfig, generate, loss
-from models.layers import TiedEmbedding
+from models.layers import RMSNorm, TiedEmbedding
 
 # The dense reference compiles fastest; the tests of causality and of the package's part take the
 # implementation that serves by default.
@@ -187,6 +187,30 @@ def test_loss_is_the_mean_surprise_at_the_next_token(model, tokens):
         for t in range(tokens.shape[1] - 1)
     ]
     assert float(nnx.jit(loss)(model, tokens)) == pytest.approx(np.mean(surprise), rel=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-6), ("bfloat16", 2**-7)])
+def test_the_norm_and_its_gradients_are_those_of_flax(dtype, error):
+    rng = np.random.default_rng(0)
+    x, cotangent = rng.normal(0.3, [1.0, 2.0, 5.0], (2, 4, 7, 3)).transpose(0, 1, 3, 2)
+    norms = [
+        cls(7, dtype=dtype, param_dtype="float32", rngs=nnx.Rngs(0))
+        for cls in (RMSNorm, nnx.RMSNorm)
+    ]
+    scale = jnp.asarray(rng.normal(1, 0.5, 7), jnp.float32)
+
+    def results(norm):
+        graphdef, state = nnx.split(norm)
+        state = jax.tree.map(lambda _: scale, state)
+        y, transpose = jax.vjp(
+            lambda state, x: nnx.merge(graphdef, state)(x), state, jnp.asarray(x, dtype)
+        )
+        return [y, *jax.tree.leaves(transpose(jnp.asarray(cotangent, dtype)))]
+
+    for got, expected in zip(*map(results, norms), strict=True):
+        assert got.dtype == expected.dtype and got.shape == expected.shape
+        got, expected = np.float64(got), np.float64(expected)
+        assert np.linalg.norm(got - expected) < error * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
