@@ -131,14 +131,15 @@ def test_weight_decay_shrinks_matrices_alone(config):
     assert (updates["kernel"] < 0).all()
 
 
-def test_a_gradient_is_clipped_by_its_global_norm(config):
+@pytest.mark.parametrize(("given", "left"), [(100.0, 1 / np.sqrt(10)), (0.01, 0.01)])
+def test_a_gradient_is_clipped_by_its_global_norm(config, given, left):
     """Adam forgets a gradient's scale, so its memory is what shows the clip."""
-    params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
+    params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros(2), "c": jnp.zeros((2, 2))}
     optimizer, _ = train_gpt.make_optimizer(config)
-    gradient = jax.tree.map(lambda x: jnp.full(x.shape, 100.0), params)
+    gradient = jax.tree.map(lambda x: jnp.full(x.shape, given), params)
     _, state = optimizer.update(gradient, optimizer.init(params), params)
-    means = [x for x in jax.tree.leaves(state) if x.shape == (2, 2)][:1]
-    np.testing.assert_allclose(means[0], 0.1 / np.sqrt(6), rtol=1e-5)
+    means = [x for x in jax.tree.leaves(state) if x.shape == (2, 2)][:2]
+    np.testing.assert_allclose(means, np.full((2, 2, 2), 0.1 * left), rtol=1e-5)
 
 
 def test_half_precision_keeps_float32_parameters(config):
