@@ -276,7 +276,8 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
     choice, tiles = wishes.choose(problem)
     chosen, plan = choice.implementation, wishes.plan(problem, choice, tiles)
     _, why = _select.backward_of(problem, chosen, asked, reproducible, tiles)
-    reasons = [choice.reason, why] if why else [choice.reason]
+    _, of_bias = _select.backward_with_bias(problem, plan.backward_by, asked, reproducible, tiles)
+    reasons = [reason for reason in (choice.reason, why, of_bias) if reason]
     used = [tiles.tuned.of(name) for name in {chosen, plan.backward_by} & {"mosaic", "triton"}]
     if tile_sizes is None and any(sizes != TileSizes() for sizes in used):
         reasons.append(f"Its tiles are tuned, from {cache.file()}.")
@@ -356,7 +357,9 @@ class _Wishes:
         """Who computes what, and with which tiles."""
         asked, chosen = self.implementation, choice.implementation
         backward_by, _ = _select.backward_of(problem, chosen, asked, self.reproducible, tiles)
-        with_bias_by = _select.backward_with_bias(problem, backward_by)
+        with_bias_by, _ = _select.backward_with_bias(
+            problem, backward_by, asked, self.reproducible, tiles
+        )
         if asked is not None and self.tile_sizes is not None:
             self._check_tiles(chosen, {backward_by, with_bias_by} - {""})
         sizes = {
@@ -373,7 +376,7 @@ class _Wishes:
             backward_by,
             with_bias_by,
             on_gpu="xla" in (backward_by, with_bias_by) and _select.target().nvidia,
-            in_order=backward_by == "mosaic"
+            in_order="mosaic" in (backward_by, with_bias_by)
             and (two_passes or _select.in_order(self.reproducible)),
         )
 

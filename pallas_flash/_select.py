@@ -76,6 +76,7 @@ FASTER_BY_MOSAIC = {
         (64, "sinks"): 4096,
         (64, "scale"): 4096,
         (64, "dropout"): 4096,
+        (64, "bias in 16 bits"): 2048,
         (128, "full"): 512,
         (128, "causal"): 512,
         (128, "ranges"): 2048,
@@ -85,6 +86,7 @@ FASTER_BY_MOSAIC = {
         (128, "sinks"): 4096,
         (128, "scale"): 4096,
         (128, "dropout"): 4096,
+        (128, "bias in 16 bits"): 512,
         # docs/results/h200-2026-11-22-sustained.jsonl
         (256, "full"): 8192,
         (256, "causal"): 2048,
@@ -104,7 +106,24 @@ FASTER_BY_MOSAIC = {
         (128, "slopes"): 4096,
         (128, "sinks"): 4096,
         (128, "scale"): 4096,
-        (128, "bias in 16 bits"): 2048,
+        (128, "bias in 16 bits"): 512,
+    },
+    # Those with the gradient of a bias that examples, heads, queries or keys share:
+    # docs/results/h200-2026-11-22-dbias.jsonl
+    "backward with dbias": {
+        (64, "full"): 2048,
+        (64, "causal"): 2048,
+        (64, "bias in 16 bits"): 2048,
+        (128, "full"): 512,
+        (128, "causal"): 2048,
+        (128, "bias in 16 bits"): 512,
+    },
+    "backward in order with dbias": {
+        (64, "causal"): 2048,
+        (64, "bias in 16 bits"): 2048,
+        (128, "full"): 512,
+        (128, "causal"): 2048,
+        (128, "bias in 16 bits"): 512,
     },
 }
 # All these calls had so many queries of all heads and examples, or more, and the backwards so many
@@ -409,7 +428,7 @@ def _size(attention_pass: str, p: Problem) -> int:
     """A head size that was measured and that takes as long; 0 if there is none."""
     # Sizes from 40 to 128 were, and 256; in the forward 192 with values of 128. The backward in
     # order was slower at 40.
-    least = 64 if attention_pass == "backward in order" else 40
+    least = 64 if attention_pass.startswith("backward in order") else 40
     if attention_pass != "forward" and (
         p.head_dim != p.value_dim or 128 < p.head_dim < MAX_HEAD_DIM
     ):
@@ -469,8 +488,6 @@ def backward_of(
     elif asked is None and not _jax_limits() and not by and not faster:
         how = "one for Hopper" if which == "backward" else "reproducible one for Hopper"
         why = f"the {how} is not known to be faster for this call"
-    elif other := backward_with_bias(problem, implementation):
-        return implementation, f'A gradient of the bias comes with the backward of "{other}".'
     else:
         return implementation, ""
     other = _instead_of_mosaic()
@@ -481,14 +498,38 @@ def _continued(sentence: str) -> str:
     return sentence[0].lower() + sentence[1:]
 
 
-def backward_with_bias(problem: Problem, backward_by: str) -> str:
-    """The implementation of a backward that is to give the gradient of the bias; "" for the same.
+def backward_with_bias(
+    problem: Problem,
+    backward_by: str,
+    asked: str | None,
+    reproducible: bool | None,
+    tiles: OfCall = NO_TILES,
+) -> tuple[str, str]:
+    """The implementation of a backward that gives the gradient of the bias, if it is another.
 
     Args:
         problem: the call.
         backward_by: that of a backward without.
+        asked: the one that the call asks for.
+        reproducible: as in `in_order`.
+        tiles: as in `select`.
+
+    Returns:
+        Its name, and why; "" and "" for the same.
     """
-    return _instead_of_mosaic() if backward_by == "mosaic" and problem.bias is not None else ""
+    p, how = problem, 'A gradient of the bias comes with the backward of "{}": {}'
+    given = tiles.given.computed_by("backward")
+    if p.bias is None or asked is not None or given or _jax_limits():
+        return "", ""
+    which = "backward in order" if in_order(reproducible) else "backward"
+    shared = p.bias.size < p.rows * p.kv_len
+    faster = shared and _faster_by_mosaic(f"{which} with dbias", p)
+    if backward_by == "mosaic" and not faster:
+        return "triton", how.format("triton", "that for Hopper is not known to be faster with it.")
+    serves = "mosaic" not in not_on_gpu(p) and not mosaic_backward_limit(p)
+    if backward_by == "triton" and faster and serves:
+        return "mosaic", how.format("mosaic", "it is faster.")
+    return "", ""
 
 
 def _instead_of_mosaic() -> str:

@@ -140,6 +140,12 @@ class Device:
         inside, place, _ = self._clipped()
         self.array[inside] = tile[place]
 
+    def __setitem__(self, index, value):
+        inside = Device(self.array, static(index))
+        if inside._clipped()[2] != np.shape(value):
+            raise EmulationError(f"stores {np.shape(value)} in {inside._clipped()[2]}")
+        inside.write(np.asarray(value))
+
 
 class Accumulator:
     """`plgpu.ACC`."""
@@ -505,10 +511,15 @@ def allocate(spec):
     return Shared(np.full(spec.shape, np.nan, jnp.dtype(spec.dtype)))
 
 
+def by_instance(function, batch):
+    """As `common.by_instance`, without `jax.vmap`."""
+    return function
+
+
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    backward = "backward", "backward_common", "backward_dq"
+    backward = "backward", "backward_common", "backward_dbias", "backward_dq"
     names = "common", "work", "forward", "decode", *backward, "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]
@@ -520,5 +531,5 @@ def emulated(monkeypatch):
         for name, fake in fake_ptx.items():
             patch.setattr(ptx, name, fake)
         patch.setattr(common, "launch", launch)
-        patch.setattr(common, "by_instance", lambda function, batch: function)
+        patch.setattr(common, "by_instance", by_instance)
         yield

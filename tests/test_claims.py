@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import re
 import shlex
 import statistics
@@ -26,6 +27,7 @@ SUSTAINED = "h200-2026-11-22-sustained.jsonl"
 HOPPER = "h100-2026-11-22.jsonl"
 HOPPER_FORWARD = "h200-2026-11-22-forward.jsonl"
 HOPPER_BACKWARD = "h200-2026-11-22-backward.jsonl"
+HOPPER_DBIAS = "h200-2026-11-22-dbias.jsonl"
 
 DENSE = [f"{D} {mask}" for D in (64, 128, 256) for mask in ("causal", "full")]
 SHORT = ["short 128 causal", "short 64 causal"]
@@ -592,4 +594,30 @@ def test_none_takes_what_was_measured_to_be_faster(attention_pass, file, name):
         slower = [length for length, x in gain.items() if x < FASTER]
         if lengths := [length for length in gain if length > max(slower, default=0)]:
             wanted[key] = min(lengths)
+    assert _select.FASTER_BY_MOSAIC[attention_pass] == wanted
+
+
+@pytest.mark.parametrize(
+    ("attention_pass", "name"),
+    [
+        ("backward with dbias", "mosaic"),
+        ("backward in order with dbias", "mosaic, reproducible"),
+    ],
+)
+def test_none_takes_the_gradient_of_a_bias_likewise(attention_pass, name):
+    gain, wanted = {}, {}
+    for row in lines(HOPPER_DBIAS):
+        axes, mask, size, length = re.fullmatch(
+            r"bias \[(.*)\] (full|causal) (64|128) T(\d+)", row["call"]
+        ).groups()
+        # Who shares it with nobody is not chosen.
+        if axes != "B, N, T, S":
+            times = gain.setdefault((int(size), mask), {}).setdefault(int(length), [])
+            times.append(row["ms"]["triton"] / row["ms"][name])
+    for (size, mask), by_length in gain.items():
+        slower = [length for length, x in by_length.items() if min(x) < FASTER]
+        if lengths := [length for length in by_length if length > max(slower, default=0)]:
+            wanted[size, mask] = min(lengths)
+            of_bias = size, "bias in 16 bits"
+            wanted[of_bias] = min(min(lengths), wanted.get(of_bias, math.inf))
     assert _select.FASTER_BY_MOSAIC[attention_pass] == wanted

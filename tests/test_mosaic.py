@@ -41,7 +41,7 @@ if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import common, work
+from pallas_flash._mosaic import backward_dbias, common, work
 from pallas_flash._mosaic.tiles import forward_tile
 
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
@@ -57,16 +57,16 @@ def checked(qkv, options):
 
 
 def emulated(problem, in_order=False, sizes=_mosaic.TABLE):
-    """The results that `oracle.names` names, or with a bias those of `oracle.NAMES`."""
+    """The results that `oracle.names` names."""
     qkv, (do, dlse), options = problem
     call = checked(qkv, options)
-    flags = NO_FLAGS | dict(want_sinks=call.sinks is not None, in_order=in_order)
+    wanted = {name: getattr(call, name) is not None for name in oracle.OPERANDS}
+    flags = NO_FLAGS | {f"want_{name}": x for name, x in wanted.items()} | dict(in_order=in_order)
     with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
         o, log_sum = _mosaic.forward(call, sizes)
         gradients = _mosaic.backward(call, o, log_sum, do, dlse, sizes, **flags)
-    results = [o, _public_lse(log_sum), *(getattr(gradients, x) for x in ("query", "key", "value"))]
-    # It has no gradient of a bias.
-    return results if call.sinks is None or call.bias is not None else [*results, gradients.sinks]
+    names = "query", "key", "value", *(name for name, x in wanted.items() if x)
+    return [o, _public_lse(log_sum), *(getattr(gradients, name) for name in names)]
 
 
 def with_heads(case, size, **sizes):
@@ -80,6 +80,8 @@ def with_heads(case, size, **sizes):
 IN_KERNELS = [name for name in cases.HEADS_ON_HOPPER if name != "negative scale"]
 # Some of them, for the other tiles that larger heads have.
 LARGE = ["full", "causal, first queries see nothing", "one key/value head"]
+# Over all that a bias may be broadcast.
+AXES_OF_BIAS = ["BNTS", "NTS", "BTS", "TS", "NS", "S", "T", "BT", ""]
 # More than one tile of keys and of queries, so that slots are used again.
 LONG = cases.Case("long", B=1, T=300, S=400, N=2, K=1, H=64, V=64)
 LONG_CAUSAL = dataclasses.replace(
@@ -114,6 +116,55 @@ def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
     module = importlib.import_module("pallas_flash._mosaic.backward")
     monkeypatch.setattr(module, "_shares", lambda *_: 1)
     judge(LONG_CAUSAL, "bfloat16", emulated(LONG_CAUSAL.problem("bfloat16"), in_order))
+
+
+def with_bias(axes, B=2, **options):
+    """A bias that has these axes, of several tiles along queries and keys; some see nothing."""
+
+    def draw(random, case):
+        causal = dict(is_causal=True, query_offset=-20)
+        return cases._bias(axes, "bfloat16")(random, case) | causal | options
+
+    return dataclasses.replace(LONG, name=f"bias {axes}", B=B, T=150, N=4, K=2, options=draw)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shares"),
+    cases.default([("NTS", 1), ("S", 3)], [*itertools.product(AXES_OF_BIAS, (1, 3))]),
+)
+def test_steps_of_a_bias(axes, shares, monkeypatch, kernel_case):
+    """As where there are many programs, with all steps of a tile; and with a share of them."""
+    monkeypatch.setattr(backward_dbias, "_shares", lambda programs, steps: min(steps, shares))
+    case = with_bias(axes)
+    judge_both(case, in_order=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    cases.default(
+        ["lengths of zero", "bias of all examples"],
+        ["lengths of zero", "bias of all examples", "mask of all examples and heads", "bias",
+         "bias of keys", "mask with empty tiles", "slopes, offset for each example",
+         "all features"],
+    ),
+)  # fmt: skip
+@in_order
+def test_instances_have_their_own(case, in_order, monkeypatch, kernel_case):
+    """What an axis of `jax.vmap` becomes: the second of two, of which the first is different."""
+
+    def by_instance(function, batch):
+        def of_two(x, first):
+            return jnp.concatenate([first(x), x])
+
+        def call(shared, *arrays):
+            shared = jax.tree.map(lambda x: of_two(x, jnp.zeros_like), shared)
+            results = function(shared, *(of_two(x, lambda x: x[::-1]) for x in arrays))
+            return jax.tree.map(lambda x: x[len(x) // 2 :], results)
+
+        return call
+
+    monkeypatch.setattr(emulator, "by_instance", by_instance)
+    judge_both(with_heads(cases.BY_NAME[case], 64), in_order)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +430,17 @@ def test_what_is_behind_lengths_may_hold_anything(options, in_order, kernel_case
     judge(case, "bfloat16", emulated((*poisoned, options), in_order))
 
 
+@pytest.mark.parametrize("axes", ["TS", "S"])
+def test_nothing_shows_of_a_bias_of_pairs_that_are_not_seen(axes, kernel_case):
+    case = with_bias(axes, B=1)
+    qkv, cotangents, options = case.problem("bfloat16")
+    poisoned = *cases.poison(case, qkv, cotangents, options), cases.poison_bias(case, options)
+    assert np.isnan(np.asarray(poisoned[2]["bias"], np.float32)).any()
+    want, got = (emulated(problem, True) for problem in ((qkv, cotangents, options), poisoned))
+    for name, a, b in zip(oracle.names(options), want, got, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
 def test_nothing_shows_of_values_that_no_query_sees(kernel_case):
     """Whether these keys are known by lengths, or by evaluating the mask."""
     for name in ("lengths of zero", "everything at once", "mask with empty tiles"):
@@ -467,6 +529,40 @@ def without_rescaling(patch):
     patch.setitem(emulator.fake_ptx, "rescale", lambda acc, alpha: np.asarray(acc))
 
 
+# Of which a tile has eight steps.
+BIAS = with_bias("S", B=1)
+
+
+def of_all_steps(broken):
+    """Where a program has them all."""
+
+    def in_one(patch):
+        patch.setattr(backward_dbias, "_shares", lambda *_: 1)
+        broken(patch)
+
+    return in_one
+
+
+def without_the_last_step(patch):
+    start = backward_dbias.Steps.__init__
+
+    def init(self, *args):
+        start(self, *args)
+        self.count -= 1
+
+    patch.setattr(backward_dbias.Steps, "__init__", init)
+
+
+def with_tiles_moved(patch):
+    at = backward_dbias.Steps.at
+
+    def moved(self, j):
+        *others, kv_tile = at(self, j)
+        return *others, 1 - kv_tile
+
+    patch.setattr(backward_dbias.Steps, "at", moved)
+
+
 BROKEN = {
     "no wait for keys": (without_waiting_at({"k_full"}), LONG),
     "no wait for values": (without_waiting_at({"v_full"}), LONG),
@@ -481,7 +577,7 @@ BROKEN = {
     "a mask moved by one": (with_mask_moved, LONG_CAUSAL),
     "old sums keep their scale": (without_rescaling, LONG),
 }
-DQ = "_dq"
+DQ, DBIAS = "_dq", "_dbias"
 BROKEN_IN_ORDER = {
     "no wait for keys, dq": (without_waiting_at({"k_full"}, DQ), LONG),
     "no wait for values, dq": (without_waiting_at({"v_full"}, DQ), LONG),
@@ -489,6 +585,15 @@ BROKEN_IN_ORDER = {
     "an arrival too many, dq": (with_arrivals("k_free", 1, DQ), LONG),
     "an arrival too few, dq": (with_arrivals("v_free", -1, DQ), LONG),
     "an arrival too many, dkv": (with_arrivals("do_free", 1, "_dkv"), LONG),
+    "no wait for queries, dbias": (of_all_steps(without_waiting_at({"s_full"}, DBIAS)), BIAS),
+    "no wait for cotangents, dbias": (of_all_steps(without_waiting_at({"dp_full"}, DBIAS)), BIAS),
+    "no wait for a free slot, dbias": (
+        of_all_steps(without_waiting_at({"s_free", "dp_free"}, DBIAS)),
+        BIAS,
+    ),
+    "an arrival too many, dbias": (of_all_steps(with_arrivals("s_free", 1, DBIAS)), BIAS),
+    "a head is forgotten, dbias": (of_all_steps(without_the_last_step), BIAS),
+    "a tile is moved, dbias": (of_all_steps(with_tiles_moved), BIAS),
 }
 
 
@@ -768,3 +873,38 @@ def test_machine_code_of_the_backward_with(option, head_dim):
     for loop in loops:
         assert loop.spills <= SPILLS.get((head_dim, option), FEW_SPILLS), (name, loop.order)
         assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
+
+
+# A bias in 16 bits with each option, and others alone; local memory instructions in the loop, as
+# above: with a mask, because of the length.
+BIASES = {
+    name: (dict(bias=shaped(1, 8, 1000, 1000, dtype=jnp.bfloat16)) | arrays, others)
+    for name, (arrays, others) in OPTIONS.items()
+} | {
+    "bias in 32 bits": OPTIONS["bias in 32 bits"],
+    "bias of keys": (dict(bias=shaped(1, 8, 1, 1000, dtype=jnp.bfloat16)), {}),
+    "bias of heads": (dict(bias=shaped(1, 8, 1, 1, dtype=jnp.bfloat16)), {}),
+}
+SPILLS_OF_BIAS = {"dropout": 100, "soft cap": 70, "mask array": 1}
+
+
+@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
+@pytest.mark.parametrize(
+    ("head_dim", "option"),
+    cases.default([(128, "bias")], list(itertools.product([64, 128, 192], BIASES))),
+)
+def test_machine_code_of_the_gradient_of_a_bias(head_dim, option):
+    arrays, others = BIASES[option]
+    q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
+    row = shaped(2, 8, 1000, dtype=jnp.float32)
+
+    def call(q, k, v, do, m, l_log2, *values):
+        problem = checked((q, k, v), dict(zip(arrays, values, strict=True)) | others)
+        log_sum = LogSum(m if problem.large else None, l_log2)
+        return backward_dbias.dbias(problem, do, log_sum, m, _mosaic.tiles.dbias_tile(problem))
+
+    [(name, _, _, loops)] = machine_code_of(call, *[q] * 4, row, row, *arrays.values())
+    [loop] = loops
+    assert loop.spills <= SPILLS_OF_BIAS.get(option, 0), (name, loop.order)
+    # One wait for each of the two products.
+    assert loop.opcodes["WARPGROUP.DEPBAR"] == 2, loop.order

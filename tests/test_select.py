@@ -17,7 +17,8 @@ import pytest
 from described_gpus import described_gpu
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, Tile, TileSizes, _compat, _select, _vjp
+from pallas_flash import BlockMask, Predicate, Tile, TileSizes, _api, _compat, _select, _vjp
+from pallas_flash.mosaic import BackwardTile
 
 # The oldest GPU that is served, the newest, and one that nobody has heard of.
 SERVED = {
@@ -265,7 +266,7 @@ def remainder(s, *at):
     return jax.lax.rem(0 * s + 1, s)
 
 
-WITH_BIAS = 'A gradient of the bias comes with the backward of "triton".'
+WITH_BIAS = 'A gradient of the bias comes with the backward of "triton": that for Hopper is not'
 IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is not known'
 SLOWER = 'The backward is that of "triton": the one for Hopper is not known to be faster'
 
@@ -306,7 +307,9 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(scale=0.1), ""),
         # The forward alone is known to be faster.
         (dict(mask=jnp.ones((2048, 2048), bool), length=2048, head_dim=64), SLOWER),
-        (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16)), SLOWER),
+        (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16)), ""),
+        (dict(bias=jax.ShapeDtypeStruct((2, 16, 8192, 8192), jnp.bfloat16)), WITH_BIAS),
+        (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16), logits_soft_cap=3.0), WITH_BIAS),
         # What is asked for is used where it can be.
         (dict(head_dim=64, implementation="mosaic"), ""),
         (dict(length=128, tokens=128, implementation="mosaic"), ""),
@@ -314,7 +317,7 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(head_dim=32, implementation="mosaic"), ""),
         (dict(head_dim=136, implementation="mosaic"), ""),
         (dict(sinks=jnp.zeros(16), implementation="mosaic"), ""),
-        (dict(bias=jnp.zeros((1, 1, 1, 1)), implementation="mosaic"), WITH_BIAS),
+        (dict(bias=jnp.zeros((1, 1, 1, 1)), implementation="mosaic"), ""),
         (dict(score_fn=lambda s, *at: s * jnp.tanh(s), implementation="mosaic"), ""),
         (dict(score_fn=remainder, implementation="mosaic"), "uses floor, which Pallas has not"),
     ],
@@ -417,9 +420,72 @@ def test_an_older_jax_has_no_kernels_for_hopper(monkeypatch):
     assert "in Mosaic GPU need JAX 0.11.2 or newer" in choice.refused["mosaic"]
 
 
+# Tiles are checked by the kernels' own modules, which an older JAX cannot import.
+needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason="JAX is too old")
+
+
+def plan_of(**options):
+    """Who computes the backward without and with a gradient of the bias."""
+    plans = []
+
+    def spied(self, problem, choice, tiles, plan=_api._Wishes.plan):
+        plans.append(plan(self, problem, choice, tiles))
+        return plans[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_api._Wishes, "plan", spied)
+        on_hopper(**options)
+    [plan] = plans
+    return plan.backward_by, plan.with_bias_by or plan.backward_by
+
+
+BIAS = dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16))
+FASTER = {(128, "causal"): 0, (128, "bias in 16 bits"): 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "table", "by"),
+    [
+        (BIAS, {}, ("mosaic", "triton")),
+        (BIAS, FASTER, ("mosaic", "mosaic")),
+        (BIAS, {(128, "causal"): 0}, ("mosaic", "triton")),
+        (BIAS | dict(reproducible=True), FASTER, ("mosaic", "triton")),
+        (BIAS | dict(implementation="mosaic"), {}, ("mosaic", "mosaic")),
+        (BIAS | dict(implementation="triton"), FASTER, ("triton", "triton")),
+        (BIAS | dict(dtype=jnp.float32), FASTER, ("triton", "triton")),
+        pytest.param(BIAS | dict(tile_sizes=TileSizes(dkv=BackwardTile(64, 2))), {},
+                     ("mosaic", "mosaic"), marks=needs_mosaic),
+        (BIAS | dict(tile_sizes=TileSizes(dq=Tile(64, 64))), FASTER, ("triton", "triton")),
+        ({}, {(128, "causal"): 0}, ("mosaic", "mosaic")),
+    ],
+    ids=told,
+)  # fmt: skip
+def test_the_gradient_of_a_bias_is_chosen_by_its_own_times(
+    newer_jax, monkeypatch, options, table, by
+):
+    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward with dbias", table)
+    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward in order with dbias", {})
+    assert plan_of(**options) == by
+    sentence = "A gradient of the bias" in on_hopper(**options).reason
+    assert sentence == (by[0] != by[1])
+
+
+def test_a_gradient_of_the_bias_may_take_another_backward(newer_jax, monkeypatch):
+    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward", {})
+    assert plan_of(**BIAS) == ("triton", "mosaic")
+    reason = on_hopper(**BIAS).reason
+    assert 'A gradient of the bias comes with the backward of "mosaic": it is faster.' in reason
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(reproducible=True), dict(length=128, tokens=128), dict(sinks=jnp.zeros(16))],
+    [
+        {},
+        dict(reproducible=True),
+        dict(length=128, tokens=128),
+        dict(sinks=jnp.zeros(16)),
+        dict(bias=jnp.zeros((1, 1, 1, 1))),
+    ],
     ids=told,
 )
 def test_without_triton_hopper_has_its_kernels_still(no_triton, newer_jax, options):

@@ -172,6 +172,7 @@ MAY_IMPORT = {
         "_mosaic.forward",
         "_mosaic.decode",
         "_mosaic.backward",
+        "_mosaic.backward_dbias",
         "_mosaic.backward_dq",
         "_mosaic.tiles",
         "_masks",
@@ -182,6 +183,8 @@ MAY_IMPORT = {
     "_mosaic.forward": MOSAIC | {"_dropout", "_scores"},
     "_mosaic.decode": MOSAIC | {"_dropout", "_mosaic.forward", "_scores"},
     "_mosaic.backward": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
+    "_mosaic.backward_dbias": MOSAIC
+    | {"_dropout", "_mosaic.backward_common", "_operands", "_scores"},
     "_mosaic.backward_dq": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
     "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"} | {"_dropout", "_scores"},
     "_mosaic.common": {

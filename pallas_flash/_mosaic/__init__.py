@@ -12,6 +12,7 @@ from jax import lax
 from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import tiles
 from pallas_flash._mosaic.backward import backward as _backward
+from pallas_flash._mosaic.backward_dbias import dbias as _dbias
 from pallas_flash._mosaic.backward_dq import dq as _dq
 from pallas_flash._mosaic.decode import decode as _decode
 from pallas_flash._mosaic.forward import forward as _forward
@@ -49,7 +50,6 @@ def backward(
 
     `in_order`: whether every sum must have an order, so that all runs give the same bits.
     """
-    del want_bias  # A call that has it to differentiate goes elsewhere.
     p = problem
     delta = jnp.einsum("btnv,btnv->bnt", o, do, preferred_element_type=jnp.float32)
     if dlse is not None:
@@ -59,12 +59,14 @@ def backward(
     sinks = sinks_gradient(p.sinks, log_sum, delta) if want_sinks else None
     head_dim, value_dim = tiles.padded(p.head_dim, p.value_dim)
 
-    seen, clean = _seen(p), (p.query, p.key, p.value, do)
+    # The pass for the bias streams examples, and takes no ends of theirs.
+    seen, clean = None if want_bias else _seen(p), (p.query, p.key, p.value, do)
     if seen is None:
         clean = _clean(p, do)
     q, k, v, do = map(_wide, clean, (head_dim, head_dim, value_dim, value_dim))
     rows = dataclasses.replace(p, query=q, key=k, value=v), do, log_sum, delta
     sizes, dscale = sizes.or_else(tiles.default(p)), None
+    in_order = in_order or sizes.backward is None
     tile, found = sizes.tile("dkv" if in_order else "backward"), {}
     for sums in tiles.launches(head_dim, value_dim, in_order):
         found |= _backward(*rows, tiles.of_launch(tile, sums), sums, seen)
@@ -80,7 +82,7 @@ def backward(
         found["dk"][..., : p.head_dim],
         found["dv"][..., : p.value_dim],
         scale=None if dscale is None else dscale.sum(),
-        bias=None,
+        bias=_dbias(*rows, tiles.dbias_tile(rows[0])) if want_bias else None,
         sinks=sinks,
     )
 

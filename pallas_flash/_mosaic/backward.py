@@ -398,7 +398,7 @@ def backward(
         query, key, value, *_ = rows
         _, extras = arrays
         table = work.table(
-            *(extras.mask, q, kv, "q", len(query) // p.batch, p.groups), sums_keys="dq" in sums
+            *(extras.mask, q, kv, "q", len(query), p.batch, p.groups), sums_keys="dq" in sums
         )
         static = shared.call_static(
             *(Static, p, mask, arrays, table, q, kv),

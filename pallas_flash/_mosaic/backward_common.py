@@ -277,13 +277,15 @@ def mask_for(problem: Problem, q: Tiling, kv: Tiling, seen) -> Mask:
     """The mask of a problem in the backward.
 
     Queries past the end need none: by their LSE they have no weights. Nor do those behind the ones
-    that see something, see `rows`; so their number ends with a tile here.
+    that see something, see `rows`; so their number ends with a tile here. But they read a bias,
+    which may be NaN where the last query sees nothing.
     """
-    mask = problem.mask
+    mask, exact = problem.mask, bool(problem.mask) and problem.bias is not None
     if seen is not None:
         queries, keys = seen[:, 0], seen[:, 1]
-        mask = mask.with_lengths(-(-queries // q.block) * q.block, keys)
-    return mask.within(kv=kv)
+        queries = queries if exact else -(-queries // q.block) * q.block
+        mask = mask.with_lengths(queries, keys)
+    return mask.within(q=q if exact else None, kv=kv)
 
 
 def operands(static: Static, shared, table, rows) -> list:

@@ -198,7 +198,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
     def run(arrays, *rows):
         query, _, _, _, delta, *_ = rows
         _, extras = arrays
-        table = work.table(extras.mask, q, kv, "kv", len(query) // p.batch)
+        table = work.table(extras.mask, q, kv, "kv", len(query), p.batch)
         static = shared.call_static(
             *(Static, p, mask, arrays, table, q, kv),
             num_heads=p.num_heads,

@@ -145,7 +145,8 @@ def candidates(kernel: str, problem: Problem, choose: Callable[[TileSizes | None
             for x in fitting
             if x.output_slots or (x.warpgroups, x.block_kv, x.stages) not in slots
         ]
-    return list(dict.fromkeys([choose(None).tile(kernel), *fitting]))
+    table = choose(None).tile(kernel)
+    return list(dict.fromkeys([*([] if table is None else [table]), *fitting]))
 
 
 def _fits(kernel: str, tile, choose) -> bool:

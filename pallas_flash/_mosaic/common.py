@@ -335,6 +335,12 @@ class Options:
         return (self._scores.soft_cap or 0) <= MAX_QUICK_CAP
 
     @property
+    def drops(self) -> bool:
+        """Whether there is dropout."""
+        _, extras = jax.tree.unflatten(self.structure, self.leaves)
+        return extras.dropout is not None
+
+    @property
     def _scores(self) -> Scores:
         _, extras = jax.tree.unflatten(self.structure, self.leaves)
         return extras.scores

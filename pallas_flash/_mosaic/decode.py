@@ -307,7 +307,7 @@ def decode(problem: Problem, tile: DecodeTile, seen):
         batch = len(rows)
         _, extras = shared
         parts = number_of_parts(p, batch, kv, tile, known=known)
-        table = work.table(extras.mask, q, kv, "kv", batch // p.batch, p.groups)
+        table = work.table(extras.mask, q, kv, "kv", batch, p.batch, p.groups)
         entries = work.entries(table, mask.scattered)[:, :, row_tiles // p.groups]
         entries = in_parts(entries, parts, mask.scattered)
         lists = jnp.asarray(dealt(entries, batch, p.num_kv_heads))

@@ -352,14 +352,14 @@ def forward(problem: Problem, tile: ForwardTile):
         _, extras = shared
         rows = Tiling(p.q_len, ROWS)
         if mask.scattered:
-            table = work.table(extras.mask, q, kv, "kv", batch // p.batch)
+            table = work.table(extras.mask, q, kv, "kv", batch, p.batch)
             entries = work.entries(table, True)
             # Those without rows pass by all tiles.
             exist = (np.arange(q.count)[:, None] * w + np.arange(w)) < rows.count
             passed = jnp.where(exist, 0, entries[..., 2:3])
             entries = jnp.concatenate([entries, passed], axis=-1)
         else:
-            table = work.table(extras.mask, rows, kv, "kv", batch // p.batch)
+            table = work.table(extras.mask, rows, kv, "kv", batch, p.batch)
             entries = work.for_warpgroups(table, w)
         lists = jnp.asarray(work.worklists(p, batch, mask, entries))
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []

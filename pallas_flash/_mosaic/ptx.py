@@ -48,6 +48,8 @@ SPLAT = plgpu.Layout.WG_SPLAT
 # of 8 rows, permuted so that reading a column meets no bank twice.
 COLUMNS = 64
 TILED = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS))
+# The same for numbers of 32 bits.
+TILED_32 = (plgpu.TilingTransform((8, COLUMNS // 2)), plgpu.SwizzleTransform(2 * COLUMNS))
 # The same for tiles of 64 columns one after the other, [columns / 64, rows, 64]: copies then take
 # arrays of any length and width, and fill with zeros what is beyond.
 BLOCKS = (plgpu.SwizzleTransform(2 * COLUMNS),)

@@ -33,7 +33,8 @@ def table(
     q: Tiling,
     kv: Tiling,
     flow: str,
-    instances: int,
+    examples: int,
+    batch: int,
     groups: int = 1,
     *,
     sums_keys: bool = False,
@@ -45,7 +46,8 @@ def table(
         q: the tiles of queries.
         kv: the tiles of keys.
         flow: the side that streams past, "q" or "kv".
-        instances: how many there are.
+        examples: those of all instances.
+        batch: those of one.
         groups: heads after each other that share a list.
         sums_keys: as of `Mask.q_ranges`, where queries stream past.
 
@@ -61,13 +63,21 @@ def table(
             return mask.kv_ranges(q, kv)[:, None]
         return mask.q_ranges(q, kv, sums_keys=sums_keys)[:, None]
 
-    arrays = jax.tree.leaves(mask)
-    if all(len(x) == 1 for x in arrays):
-        rows = of_one(jax.tree.map(lambda x: x[0], mask))
-        return rows if len(rows) == 1 or instances == 1 else jnp.tile(rows, (instances, 1, 1, 1))
-    mask = jax.tree.map(lambda x: jnp.broadcast_to(x, (instances, *x.shape[1:])), mask)
-    rows = jax.vmap(of_one)(mask)
+    rows = of_instances(of_one, mask, examples // batch)
+    if rows.shape[:2] not in ((1, 1), (examples // batch, batch)):
+        rows = jnp.broadcast_to(rows, (examples // batch, batch, *rows.shape[2:]))
     return rows.reshape(-1, *rows.shape[2:])
+
+
+def of_instances(function, mask: Mask, instances: int):
+    """`function(mask)` of each instance, [1 or instances, ...].
+
+    The mask has an axis of instances before all others of its arrays.
+    """
+    if all(len(x) == 1 for x in jax.tree.leaves(mask)):
+        return function(jax.tree.map(lambda x: x[0], mask))[None]
+    mask = jax.tree.map(lambda x: jnp.broadcast_to(x, (instances, *x.shape[1:])), mask)
+    return jax.vmap(function)(mask)
 
 
 class Tiles(NamedTuple):
