@@ -51,9 +51,6 @@ UNKNOWN = 2048
 # Different widths of blocks, and what they and their first keys are multiples of.
 WIDTHS, ALIGNED = 4, 128
 
-# So many blocks of all shares are no loop: of what a loop takes a part of XLA makes a copy more.
-UNROLLED = 4
-
 # Bytes that pass through memory for a score, and for a number of dk and dv in every block.
 PER_SCORE, PER_SUM = 24, 12
 
@@ -439,7 +436,7 @@ class _Rows:
         each = (p.batch, cuts.batch), (p.num_kv_heads, cuts.kv_heads)
         starts = np.meshgrid(*(np.arange(0, *x, dtype=np.int32) for x in each), indexing="ij")
 
-        def one(carry, first, of_rows=of_rows, of_keys=of_keys):
+        def one(carry, first):
             rows = [self._split_rows(x, first) for x in of_rows]
             keys = [jnp.moveaxis(self._part(x, first, 1), 1, 2) for x in of_keys]
             carry, rows, keys = step(carry, first, rows, keys)
@@ -454,14 +451,6 @@ class _Rows:
         if starts[0].size == 1:
             carry, outs = one(carry, (0, 0))
             return carry, *outs
-        if starts[0].size * len(cuts.groups) <= UNROLLED:
-            outs, arrays = [], (of_rows, of_keys)
-            for first in zip(*(x.reshape(-1).tolist() for x in starts), strict=True):
-                carry, out = one(carry, first, *arrays)
-                # One after the other: together they would take more memory.
-                carry, out, arrays = lax.optimization_barrier((carry, out, arrays))
-                outs.append(out)
-            return carry, *jax.tree.map(lambda *x: whole(jnp.stack(x)), *outs)
         carry, outs = lax.scan(one, carry, tuple(jnp.asarray(x.reshape(-1)) for x in starts))
         return carry, *jax.tree.map(whole, outs)
 
