@@ -87,7 +87,6 @@ FASTER_BY_MOSAIC = {
         (128, "scale"): 4096,
         (128, "dropout"): 4096,
         (128, "bias in 16 bits"): 512,
-        # docs/results/h200-2026-11-22-sustained.jsonl
         (256, "full"): 8192,
         (256, "causal"): 2048,
     },
