@@ -604,7 +604,9 @@ def test_the_emulator_sees_a_kernel_that_is_broken(broken, monkeypatch):
     monkeypatch.setattr(emulator, "TIMEOUT", 1.0)
     change(monkeypatch)
     with pytest.raises((AssertionError, emulator.EmulationError)):
-        judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
+        # Threads run as fast as they may, and a slot may happen to be free.
+        for _ in range(5):
+            judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -653,8 +655,9 @@ def test_lowers(function, shape, count):
     [
         (128, {}, (2, 0)),
         (64, {}, (2, 0)),
-        # dk and dv are launches of their own.
-        (256, {}, (1, 4)),
+        # dk and dv are launches of their own, or dv is.
+        (192, {}, (1, 4)),
+        (256, {}, (3, 0)),
         (64, {"reproducible": True}, (3, 0)),
         (256, {"reproducible": True}, (1, 4)),
         (64, {"implementation": "mosaic"}, (2, 0)),
@@ -869,10 +872,13 @@ def test_machine_code_of_the_backward_with(option, head_dim):
         log_sum = LogSum(m if problem.large else None, l_log2)
         return _mosaic.backward(problem, o, log_sum, do, None, **NO_FLAGS, in_order=False)
 
-    [(name, _, _, loops)] = machine_code_of(call, *[q] * 5, row, row, *arrays.values())
-    for loop in loops:
-        assert loop.spills <= SPILLS.get((head_dim, option), FEW_SPILLS), (name, loop.order)
-        assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
+    kernels = list(machine_code_of(call, *[q] * 5, row, row, *arrays.values()))
+    # Two passes with a bias, where heads are large.
+    assert len(kernels) == (2 if "bias" in option and head_dim > 64 else 1)
+    for name, _, _, loops in kernels:
+        for loop in loops:
+            assert loop.spills <= SPILLS.get((head_dim, option), FEW_SPILLS), (name, loop.order)
+            assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
 
 
 # A bias in 16 bits with each option, and others alone; local memory instructions in the loop, as

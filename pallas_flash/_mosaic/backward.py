@@ -71,6 +71,11 @@ class Static(shared.Static):
         """Tiles of 64 queries that the sums of dq have for a head: of 128 whole ones."""
         return -(-self.q.count * self.q.block // 128) * 2
 
+    @property
+    def stay(self) -> tuple[str, ...]:
+        """What stays of "k" and "v"."""
+        return ("k", "v") if "dk" in self.sums else ("k",)
+
     def in_turn(self, queries, cotangents) -> tuple:
         """What is done first, and then: of one slot, cotangents are out of use earlier."""
         return (queries, cotangents) if self.tile.stages > 1 else (cotangents, queries)
@@ -111,11 +116,16 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
     ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
     # A half of the columns of dq, or more: operands lie in blocks of 64.
     dq_columns = 64 if head_dim <= 128 else 128
-    _, first_head, _ = static.heads(share)
+    kv_head, first_head, _ = static.heads(share)
     options = static.options.of_example(refs["shared"], b)
 
     mine = pl.ds(warpgroup * ROWS, ROWS)
     first_key = kv_tile * BLOCK_KV + warpgroup * ROWS
+    if not static.ends:
+        # The branches that ends take would cost registers here, and what `load` copies does, too.
+        copy = static.copies(refs, b, "kv")
+        for name in static.stay:
+            copy(name, kv_head, first_key, m[f"{name}_sm"].at[mine], m["kv_full"])
     plgpu.barrier_wait(m["kv_full"])
 
     def tile_of(j):
@@ -318,7 +328,7 @@ def load(refs, memory, b, share, kv_tile, static: Static):
             fill()
 
     def work():
-        for name in ("k", "v") if "dk" in static.sums else ("k",):
+        for name in static.stay if static.ends else ():
             place = memory[f"{name}_sm"]
             copy_keys(name, kv_head, kv_tile * BLOCK_KV, place, memory["kv_full"])
         pl.loop(jnp.int32(0), steps.count)(step)
@@ -435,7 +445,9 @@ def backward(
                 do_sm=tiles(tile.stages, q.block, p.value_dim),
                 **static.numbers_memory(tile.stages, q.block),
                 ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block) if "dq" in sums else None,
-                kv_full=plgpu.Barrier(num_arrivals=1 + with_dk),
+                kv_full=plgpu.Barrier(
+                    num_arrivals=(1 if static.ends else WARPGROUPS) * len(static.stay)
+                ),
                 q_full=barriers(1 + len(static.statistics)),
                 do_full=barriers(1),
                 delta_full=barriers(1) if with_dk else None,
