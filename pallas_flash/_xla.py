@@ -121,11 +121,7 @@ def backward(
     time, need a second pass for it. Tiles of scores are transposed, so that their rows are keys,
     and so is dq: then no product has to transpose one of them.
     """
-    if on_gpu and (cuts := _xla_rows.cuts(problem)):
-        wanted = dict(want_scale=want_scale, want_bias=want_bias, want_sinks=want_sinks)
-        return _xla_rows.backward(problem, cuts, o, log_sum, do, dlse, **wanted)
-    p, blocks = problem, _Blocks(problem, on_gpu)
-    dtype = p.accumulator_dtype
+    p, dtype = problem, problem.accumulator_dtype
     delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
     if dlse is not None:
         delta = delta - dlse
@@ -136,6 +132,12 @@ def backward(
     log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)
     m = jnp.zeros_like(log_l) if log_sum.m is None else log_sum.m
     m, log_l = (jnp.moveaxis(x, 1, 2) for x in (m, log_l))
+    if on_gpu and (cuts := _xla_rows.cuts(p)):
+        # Where some keys of the rows are elsewhere, m of this part is None.
+        whole, wanted = log_sum.m is not None, dict(want_scale=want_scale, want_bias=want_bias)
+        gradients = _xla_rows.backward(p, cuts, do, delta, m, log_l, whole=whole, **wanted)
+        return gradients._replace(sinks=dsinks)
+    blocks = _Blocks(p, on_gpu)
     do, delta, m, log_l = map(blocks.split_rows, (do, delta, m, log_l))
     lse = m + log_l
     ranges = blocks.q_ranges()

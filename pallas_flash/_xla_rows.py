@@ -35,7 +35,7 @@ from pallas_flash._dropout import drop, kept, rescaled
 from pallas_flash._masks import Mask, Tiling
 from pallas_flash._operands import Cut, Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
-from pallas_flash._scores import LN2, LogSum, below, sinks_gradient, with_sink
+from pallas_flash._scores import LogSum, below, with_sink
 
 # The scores of all examples, heads and queries that exist at the same time.
 BYTES = 2**30
@@ -177,30 +177,34 @@ def forward(problem: Problem, cuts: Cuts):
 def backward(
     problem: Problem,
     cuts: Cuts,
-    o,
-    log_sum: LogSum,
     do,
-    dlse,
+    delta,
+    m,
+    log_l,
     *,
+    whole: bool,
     want_scale: bool,
     want_bias: bool,
-    want_sinks: bool,
 ) -> Gradients:
-    """See `_xla.backward`."""
+    """See `_xla.backward`; without the gradient of the sinks.
+
+    Args:
+        problem: the call.
+        cuts: how it is divided.
+        do: [B, T, N, V].
+        delta: [B, T, N].
+        m: likewise, and with `log_l` the LSE, in natural units.
+        log_l: likewise, +inf where a row sees nothing.
+        whole: whether the rows have all their keys here.
+        want_scale: whether its gradient is wanted.
+        want_bias: likewise.
+    """
     p, rows = problem, _Rows(problem, cuts)
     dtype = p.accumulator_dtype
-    delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
-    if dlse is not None:
-        delta = delta - dlse
-    dsinks = None
-    if want_sinks:
-        dsinks = sinks_gradient(p.sinks, log_sum, jnp.moveaxis(delta, 1, 2))
-    # +inf in place of -inf: a row that sees nothing then has p = 0 without a special case.
-    log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)
-    m = jnp.zeros_like(log_l) if log_sum.m is None else log_sum.m
-    again = _again(p, log_sum)
+    # The softmax again, and not exp(s - lse): it costs the same, and where nobody else asks for the
+    # LSE, a pass in the forward is saved. With a sink, and where m is needed apart, the LSE is.
+    again = whole and not p.large and p.sinks is None
     lse = (m, log_l) if p.large else (m + log_l,)
-    lse = [jnp.moveaxis(x, 1, 2) for x in lse]
     do, delta = map(rows.seeing, (do, delta))
     # What rounds to 16 bits in the end can do with a dp of bfloat16, whose range is float32's.
     dp_dtype = p.dtype if p.dtype == jnp.bfloat16 else dtype
@@ -246,17 +250,7 @@ def backward(
     (dscale, dbias), dq, (dk, dv) = rows.shares(share, sums, of_rows, of_keys)
     if want_bias:
         dbias = dbias[:, :, : p.bias.shape[2]].astype(p.bias.dtype)  # pyright: ignore[reportOptionalSubscript]
-    return Gradients(dq, dk, dv, dscale, dbias, dsinks)
-
-
-def _again(problem: Problem, log_sum: LogSum) -> bool:
-    """Whether the backward computes the softmax again, and not p = exp(s - lse).
-
-    It costs the same, and where nobody else asks for the LSE, a pass in the forward is saved. Not
-    possible where some keys of the rows are elsewhere: m of a part is None. With a sink, and where
-    m is needed beside the logarithm, the LSE is.
-    """
-    return log_sum.m is not None and not problem.large and problem.sinks is None
+    return Gradients(dq, dk, dv, dscale, dbias)
 
 
 def _narrow(x, dtype):
