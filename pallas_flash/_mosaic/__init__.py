@@ -60,10 +60,9 @@ def backward(
     head_dim, value_dim = tiles.padded(p.head_dim, p.value_dim)
 
     # The pass for the bias streams examples, and takes no ends of theirs.
-    seen, clean = None if want_bias else _seen(p), (p.query, p.key, p.value, do)
-    if seen is None:
-        clean = _clean(p, do)
-    q, k, v, do = map(_wide, clean, (head_dim, head_dim, value_dim, value_dim))
+    seen = None if want_bias else _seen(p)
+    operands = _clean(p, do) if seen is None else (p.query, p.key, p.value, do)
+    q, k, v, do = map(_wide, operands, (head_dim, head_dim, value_dim, value_dim))
     rows = dataclasses.replace(p, query=q, key=k, value=v), do, log_sum, delta
     sizes, dscale = sizes.or_else(tiles.default(p)), None
     in_order = in_order or sizes.backward is None

@@ -121,8 +121,8 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
 
     mine = pl.ds(warpgroup * ROWS, ROWS)
     first_key = kv_tile * BLOCK_KV + warpgroup * ROWS
+    # With ends `load` copies them: their branches would cost registers here. Without, that would.
     if not static.ends:
-        # The branches that ends take would cost registers here, and what `load` copies does, too.
         copy = static.copies(refs, b, "kv")
         for name in static.stay:
             copy(name, kv_head, first_key, m[f"{name}_sm"].at[mine], m["kv_full"])

@@ -348,7 +348,7 @@ def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Tr
         if not times[tile] or times[tile][0] <= SLOW * fastest:
             ms = attempt(tile, measure, kernel, tile, compiled[tile], arguments)
             times[tile] += [] if ms is None else [ms]
-    # Of a hundred times CUPTI has none for a kernel once or twice; there are other rounds.
+    # CUPTI overlooks one or two programs of fifty, some of them in every round.
     for tile in times:
         if not times[tile]:
             failures.setdefault(tile, "RuntimeError: CUPTI saw no kernel of that name")
