@@ -1,4 +1,4 @@
-"""The kernels for Hopper on a CPU: their Python, emulated, and what the compilers make of it.
+"""The kernels for Hopper on a CPU: their Python, emulated, and what JAX makes of it.
 
 The emulator runs copies and products as late as it may, so that a wait too few shows; that it does
 is tested here as well, by kernels that are broken on purpose.
@@ -29,11 +29,8 @@ from test_accuracy import judge
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _compat, _validate
-from pallas_flash._scores import LogSum
 from pallas_flash._vjp import Plan, _public_lse
 from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
-from scripts.inspection import gpu_compiler
-from scripts.inspection.kernels import compile_kernels
 
 # JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this
 # file too, have.
@@ -772,145 +769,3 @@ def test_parts_have_these_kernels_where_the_whole_has_others():
 def test_auto_axes_are_left_to_the_partitioner():
     eqns = jaxprs.equations(traced_on(gpus(AxisType.Auto), gradients).jaxpr.jaxpr)
     assert len([e for e in eqns if e.primitive.name == "custom_partitioning"]) == 2
-
-
-# ------------------------------------------------------------------------------------------------
-# What the compiler makes of them.
-
-
-def machine_code_of(function, *shapes):
-    """Name, registers, stack and loops of each kernel, compiled for an H200."""
-    for kernel in compile_kernels(function, *shapes):
-        if kernel.is_mosaic:
-            yield kernel.symbol, kernel.registers, kernel.stack_bytes, kernel.loops
-
-
-@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    ("head_dim", "value_dim", "reproducible", "count"),
-    [
-        *((64, 64, False, 2), (64, 64, True, 3), (128, 128, False, 2), (128, 128, True, 3)),
-        *((192, 128, False, 3), (192, 128, True, 4), (256, 256, False, 3), (256, 256, True, 4)),
-    ],
-)
-def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
-    """Nothing spilt, and products that run side by side, not one by one."""
-    q, v = (jax.ShapeDtypeStruct((2, 4096, 8, n), jnp.bfloat16) for n in (head_dim, value_dim))
-    call = functools.partial(attention, is_causal=is_causal, reproducible=reproducible)
-    kernels = list(machine_code_of(functools.partial(gradients, call=call), q, q, v))
-    print(*kernels, sep="\n")
-    assert len(kernels) == count
-    for name, registers, stack, loops in kernels:
-        three = head_dim == 64 and ("forward" in name or "dq" in name)
-        warpgroups = 3 if three else 2
-        # Those of one that loads are the same until `set_max_registers`.
-        assert registers * 128 * (warpgroups + 1) <= 65536, name
-        # Outside of loops it may have spilt some.
-        assert stack <= 64, name
-        assert loops, name
-        for loop in loops:
-            assert loop.spills == 0, name
-            # The compiler waits after each of them, if it can not see that none needs another.
-            assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
-
-
-def shaped(*shape, dtype=jnp.int32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-# The arrays of an option, and the others; 1000 tokens, of which no tile is a divisor.
-OPTIONS = {
-    "lengths": (dict(key_value_seq_lengths=shaped(2)), {}),
-    "documents": (dict(segment_ids=shaped(2, 1000)), dict(is_causal=True)),
-    "mask array": (dict(mask=shaped(2, 1, 1000, 1000, dtype=jnp.bool_)), {}),
-    "bias": (dict(bias=shaped(1, 8, 1000, 1000, dtype=jnp.bfloat16)), {}),
-    "bias in 32 bits": (dict(bias=shaped(1, 8, 1000, 1000, dtype=jnp.float32)), {}),
-    "soft cap": ({}, dict(logits_soft_cap=30.0)),
-    "slopes": (dict(alibi_slopes=shaped(8, dtype=jnp.float32)), dict(is_causal=True)),
-    "sinks": (dict(sinks=shaped(8, dtype=jnp.float32)), dict(is_causal=True)),
-    "dropout": ({}, dict(dropout_rate=0.1, dropout_key=jax.random.key(0))),
-}
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 192])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_machine_code_of_the_forward_with(option, head_dim):
-    """Nothing spilt in loops, whatever is computed and read for each pair."""
-    arrays, others = OPTIONS[option]
-    q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
-
-    def call(q, k, v, *values):
-        given = dict(zip(arrays, values, strict=True))
-        return _mosaic.forward(checked((q, k, v), given | others))
-
-    [(name, _, _, loops)] = machine_code_of(call, q, q, q, *arrays.values())
-    for loop in loops:
-        assert loop.spills == 0, (name, loop.order)
-        assert loop.opcodes["WARPGROUP.DEPBAR"] <= max(loop.matrix["HGMMA"] // 2, 1), loop.order
-
-
-# Local memory instructions in the loop of the backward: more where an option needs many registers.
-# Not what is wanted; none of them is to grow.
-SPILLS = {(64, "soft cap"): 110, (64, "dropout"): 20, (64, "mask array"): 12, (128, "dropout"): 12}
-FEW_SPILLS = 8
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_machine_code_of_the_backward_with(option, head_dim):
-    arrays, others = OPTIONS[option]
-    q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
-    row = shaped(2, 8, 1000, dtype=jnp.float32)
-
-    def call(q, k, v, o, do, m, l_log2, *values):
-        problem = checked((q, k, v), dict(zip(arrays, values, strict=True)) | others)
-        log_sum = LogSum(m if problem.large else None, l_log2)
-        return _mosaic.backward(problem, o, log_sum, do, None, **NO_FLAGS, in_order=False)
-
-    kernels = list(machine_code_of(call, *[q] * 5, row, row, *arrays.values()))
-    # Two passes with a bias, where heads are large.
-    assert len(kernels) == (2 if "bias" in option and head_dim > 64 else 1)
-    for name, _, _, loops in kernels:
-        for loop in loops:
-            assert loop.spills <= SPILLS.get((head_dim, option), FEW_SPILLS), (name, loop.order)
-            assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
-
-
-# A bias in 16 bits with each option, and others alone; local memory instructions in the loop, as
-# above: with a mask, because of the length.
-BIASES = {
-    name: (dict(bias=shaped(1, 8, 1000, 1000, dtype=jnp.bfloat16)) | arrays, others)
-    for name, (arrays, others) in OPTIONS.items()
-} | {
-    "bias in 32 bits": OPTIONS["bias in 32 bits"],
-    "bias of keys": (dict(bias=shaped(1, 8, 1, 1000, dtype=jnp.bfloat16)), {}),
-    "bias of heads": (dict(bias=shaped(1, 8, 1, 1, dtype=jnp.bfloat16)), {}),
-}
-SPILLS_OF_BIAS = {"dropout": 100, "soft cap": 70, "mask array": 1}
-
-
-@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
-@pytest.mark.parametrize(
-    ("head_dim", "option"),
-    cases.default([(128, "bias")], list(itertools.product([64, 128, 192], BIASES))),
-)
-def test_machine_code_of_the_gradient_of_a_bias(head_dim, option):
-    arrays, others = BIASES[option]
-    q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
-    row = shaped(2, 8, 1000, dtype=jnp.float32)
-
-    def call(q, k, v, do, m, l_log2, *values):
-        problem = checked((q, k, v), dict(zip(arrays, values, strict=True)) | others)
-        log_sum = LogSum(m if problem.large else None, l_log2)
-        return backward_dbias.dbias(problem, do, log_sum, m, _mosaic.tiles.dbias_tile(problem))
-
-    [(name, _, _, loops)] = machine_code_of(call, *[q] * 4, row, row, *arrays.values())
-    [loop] = loops
-    assert loop.spills <= SPILLS_OF_BIAS.get(option, 0), (name, loop.order)
-    # One wait for each of the two products.
-    assert loop.opcodes["WARPGROUP.DEPBAR"] == 2, loop.order
