@@ -19,6 +19,7 @@ from test_decode import RANGES
 from pallas_flash import _compat
 from pallas_flash._masks import Tiling, edges_first
 from pallas_flash._tiling.sizes import FEW_QUERIES
+from scripts.inspection import gpu_compiler
 
 # JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this
 # file too, have.
@@ -26,7 +27,8 @@ if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
 import test_mosaic
-from test_mosaic import checked, gpu_compiler, lowered, machine_code_of, shaped
+from test_mosaic import checked, lowered
+from test_mosaic_machine_code import machine_code_of, shaped
 
 from pallas_flash import _mosaic
 from pallas_flash._mosaic import decode, work
