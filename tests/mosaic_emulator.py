@@ -407,24 +407,50 @@ def meet(barrier, threads):
     meeting.wait(TIMEOUT)
 
 
-def fragments(x):
+def fragment_places(group):
+    """Where the numbers of 8 columns lie, and their rows and columns."""
     thread = np.arange(128)
     warp, row, pair = thread // 32, thread % 32 // 4, thread % 4
-    x, flat = np.asarray(x), np.zeros(4096, np.float32)
-    for group, half, two in itertools.product(range(8), range(2), range(2)):
+    for half, two in itertools.product(range(2), range(2)):
         # Four numbers of a thread side by side.
-        place = 512 * group + 4 * thread + 2 * half + two
-        flat[place] = x[16 * warp + 8 * half + row, 8 * group + 2 * pair + two]
-    return flat.reshape(32, 128)
+        place = 4 * thread + 2 * half + two
+        yield place, 16 * warp + 8 * half + row, 8 * group + 2 * pair + two
 
 
-def add_fragments(x, ref):
+def fragments(x):
+    """[groups, 4, 128]."""
+    x = np.asarray(x)
+    flat = np.zeros((x.shape[1] // 8, 512), np.float32)
+    for group, numbers in enumerate(flat):
+        for place, rows, columns in fragment_places(group):
+            numbers[place] = x[rows, columns]
+    return flat.reshape(-1, 4, 128)
+
+
+def load_fragments(ref, count):
+    x = np.zeros((64, 8 * count), np.float32)
+    for group, numbers in enumerate(groups_at(ref, range(count)).reshape(-1, 512)):
+        for place, rows, columns in fragment_places(group):
+            x[rows, columns] = numbers[place]
+    return x
+
+
+def groups_at(ref, numbers):
+    """Groups counted from where a reference is."""
+    [first] = ref.index
+    return ref.array[first + numbers.start : first + numbers.stop]
+
+
+def add_fragments(x, ref, taken=slice(None)):
+    x = fragments(x)
     with here.program.lock:
-        ref.array[ref.index] += fragments(x)
+        place = groups_at(ref, range(len(x))[taken])
+        place += x[taken]
 
 
 def store_fragments(x, ref):
-    ref.array[ref.index] = fragments(x)
+    x = fragments(x)
+    groups_at(ref, range(len(x)))[...] = x
 
 
 def store_rows(x, ref, first):
@@ -471,6 +497,7 @@ fake_ptx = dict(
     rescale=lambda acc, alpha: np.asarray(acc) * np.asarray(alpha)[:, None],
     add_fragments=add_fragments,
     store_fragments=store_fragments,
+    load_fragments=load_fragments,
     anew=lambda x: x,
     meet=meet,
     publish=lambda: None,
@@ -519,7 +546,7 @@ def by_instance(function, batch):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    backward = "backward", "backward_common", "backward_dbias", "backward_dq"
+    backward = [f"backward{x}" for x in ("", "_common", "_dbias", "_dq", "_rows")]
     names = "common", "work", "forward", "decode", *backward, "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]

@@ -141,6 +141,21 @@ def test_head_sizes_for_hopper(case, head_dim, kernel_case):
 
 
 @needs_hopper
+@cases.parametrize(names=["full", "one key/value head", "lengths of zero", "all features"])
+@pytest.mark.parametrize(
+    ("head_dim", "reproducible"),
+    cases.default(
+        chosen := [(40, True), (72, False), (80, False), (96, True), (112, False)],
+        [*chosen, (80, True), (96, False), (112, True)],
+    ),
+)
+def test_narrow_tiles_for_hopper(case, head_dim, reproducible, kernel_case):
+    """Rows of operands that are no multiple of 64 numbers lie in tiles of 32 or 16 columns."""
+    case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
+    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", reproducible=reproducible))
+
+
+@needs_hopper
 @cases.parametrize(
     names=["full", "large scores", "scores far below zero", "soft cap", "dropout", "all features"]
 )

@@ -201,7 +201,8 @@ def test_tiles_that_are_asked_for_give_the_same(monkeypatch, sizes, kernel_case)
     start, used = emulator.launch, []
 
     def launch(kernel, operands, *, static, **others):
-        used.append(static.tile)
+        if hasattr(static, "tile"):
+            used.append(static.tile)
         return start(kernel, operands, static=static, **others)
 
     monkeypatch.setattr(emulator, "launch", launch)
@@ -247,7 +248,11 @@ def test_numbers_of_features(case, in_order, kernel_case):
 
 @in_order
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim"), [(40, 72), (128, 64), (192, 128), (8, 256), (256, 256)]
+    ("head_dim", "value_dim"),
+    cases.default(
+        chosen := [(40, 72), (128, 64), (192, 128), (8, 256), (256, 256)],
+        [*chosen, (40, 40), (80, 80), (96, 96), (112, 48), (64, 128), (16, 112)],
+    ),
 )
 def test_numbers_of_other_head_sizes(head_dim, value_dim, in_order, kernel_case):
     """Slots are used again, and query heads share their sums."""
@@ -628,6 +633,10 @@ def lowered(function, shape=SHAPE, shapes=None):
         return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
+# Launches of a call with its gradients: forward, backward, and what makes rows of dq's sums.
+ONE_PASS = 3
+
+
 def launches(text):
     return len(re.findall(r"@mosaic_gpu\w*\(", text))
 
@@ -636,10 +645,10 @@ def launches(text):
     ("function", "shape", "count"),
     [
         (attention, SHAPE, 1),
-        (gradients, SHAPE, 2),
-        (jax.checkpoint(gradients), SHAPE, 2),
-        (jax.vmap(gradients), (2, *SHAPE), 2),
-        (jax.vmap(jax.vmap(gradients)), (2, 3, *SHAPE), 2),
+        (gradients, SHAPE, ONE_PASS),
+        (jax.checkpoint(gradients), SHAPE, ONE_PASS),
+        (jax.vmap(gradients), (2, *SHAPE), ONE_PASS),
+        (jax.vmap(jax.vmap(gradients)), (2, 3, *SHAPE), ONE_PASS),
     ],
     ids=["forward", "gradients", "remat", "vmap", "vmap-twice"],
 )
@@ -650,14 +659,14 @@ def test_lowers(function, shape, count):
 @pytest.mark.parametrize(
     ("head_dim", "options", "launched"),
     [
-        (128, {}, (2, 0)),
-        (64, {}, (2, 0)),
+        (128, {}, (ONE_PASS, 0)),
+        (64, {}, (ONE_PASS, 0)),
         # dk and dv are launches of their own, or dv is.
         (192, {}, (1, 4)),
-        (256, {}, (3, 0)),
+        (256, {}, (ONE_PASS + 1, 0)),
         (64, {"reproducible": True}, (3, 0)),
         (256, {"reproducible": True}, (1, 4)),
-        (64, {"implementation": "mosaic"}, (2, 0)),
+        (64, {"implementation": "mosaic"}, (ONE_PASS, 0)),
         (64, {"implementation": "mosaic", "reproducible": True}, (3, 0)),
         (128, {"implementation": "triton"}, (0, 4)),
     ],
@@ -679,14 +688,14 @@ def test_reads_of_score_functions_have_no_derivative():
         return s * jnp.tanh(s) * slopes[h] + slopes[(q + k) % 4]
 
     call = functools.partial(attention, score_fn=wave, score_operands=(slopes,))
-    assert launches(lowered(functools.partial(gradients, call=call)).as_text()) == 2
+    assert launches(lowered(functools.partial(gradients, call=call)).as_text()) == ONE_PASS
 
 
 @pytest.mark.parametrize("x64", [False, True])
 def test_lowers_under_all_of_jaxs_strict_switches(x64):
     # Pallas keeps references to tracers in the kernels' own.
     with strictly(x64=x64, leaks=False):
-        assert launches(lowered(gradients).as_text()) == 2
+        assert launches(lowered(gradients).as_text()) == ONE_PASS
 
 
 def test_export_for_a_gpu_that_is_not_here():
@@ -696,7 +705,7 @@ def test_export_for_a_gpu_that_is_not_here():
         export = jax.export.export(jax.jit(gradients), platforms=["cuda"], disabled_checks=[check])
         exported = export(x, x, x)
     assert exported.platforms == ("cuda",)
-    assert launches(exported.mlir_module()) == 2
+    assert launches(exported.mlir_module()) == ONE_PASS
 
 
 def gpus(kind):
@@ -726,7 +735,7 @@ def test_lowers_inside_shard_map(kind):
     mesh = gpus(kind)
     traced = traced_on(mesh, within_shard_map(mesh, attention, check_vma=False))
     with jax.sharding.use_abstract_mesh(mesh):
-        assert launches(traced.lower(lowering_platforms=("cuda",)).as_text()) == 2
+        assert launches(traced.lower(lowering_platforms=("cuda",)).as_text()) == ONE_PASS
 
 
 @KINDS
@@ -743,7 +752,7 @@ def test_lowers_for_an_explicit_mesh():
     traced = traced_on(mesh, gradients)
     with jax.sharding.use_abstract_mesh(mesh):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert launches(text) == 2
+    assert launches(text) == ONE_PASS
 
 
 def test_parts_have_these_kernels_where_the_whole_has_others():

@@ -37,8 +37,8 @@ def machine_code_of(function, *shapes):
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "reproducible", "count"),
     [
-        *((64, 64, False, 2), (64, 64, True, 3), (128, 128, False, 2), (128, 128, True, 3)),
-        *((192, 128, False, 3), (192, 128, True, 4), (256, 256, False, 3), (256, 256, True, 4)),
+        *((64, 64, False, 3), (64, 64, True, 3), (128, 128, False, 3), (128, 128, True, 3)),
+        *((192, 128, False, 4), (192, 128, True, 4), (256, 256, False, 4), (256, 256, True, 4)),
     ],
 )
 def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
@@ -55,6 +55,10 @@ def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
         assert registers * 128 * (warpgroups + 1) <= 65536, name
         # Outside of loops it may have spilt some.
         assert stack <= 64, name
+        if name.startswith("pallas_flash_rows"):
+            # Enough fit on a core to keep its memory busy.
+            assert registers <= 64 and not loops, name
+            continue
         assert loops, name
         for loop in loops:
             assert loop.spills == 0, name
@@ -118,8 +122,8 @@ def test_machine_code_of_the_backward_with(option, head_dim):
         return _mosaic.backward(problem, o, log_sum, do, None, **NO_FLAGS, in_order=False)
 
     kernels = list(machine_code_of(call, *[q] * 5, row, row, *arrays.values()))
-    # Two passes with a bias, where heads are large.
-    assert len(kernels) == (2 if "bias" in option and head_dim > 64 else 1)
+    # Two passes with a bias, where heads are large, or one and what makes rows of dq's sums.
+    assert len(kernels) == 2
     for name, _, _, loops in kernels:
         for loop in loops:
             assert loop.spills <= SPILLS.get((head_dim, option), FEW_SPILLS), (name, loop.order)

@@ -68,14 +68,15 @@ def backward(
     in_order = in_order or sizes.backward is None
     tile, found = sizes.tile("dkv" if in_order else "backward"), {}
     for sums in tiles.launches(head_dim, value_dim, in_order):
-        found |= _backward(*rows, tiles.of_launch(tile, sums), sums, seen)
+        found |= _backward(*(*rows, tiles.of_launch(tile, sums), sums, seen), want_scale=want_scale)
     if in_order:
         dq, dscale = _dq(*rows, sizes.tile("dq"), seen, want_scale=want_scale)
     else:
-        dq = rescaled(p.dropout, found["dq"])
+        dq = found["dq"]
         if want_scale:
+            dq = rescaled(p.dropout, dq)
             dscale = _cleaned(q, p.mask.seeing_queries(_shape(p))).astype(jnp.float32) * dq
-        dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
+            dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
     return Gradients(
         dq[..., : p.head_dim],
         found["dk"][..., : p.head_dim],

@@ -26,13 +26,14 @@ import functools
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
-from pallas_flash._mosaic import common, ptx, work
+from pallas_flash._mosaic import backward_rows, common, ptx, work
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import BackwardTile
@@ -70,6 +71,16 @@ class Static(shared.Static):
     def dq_tiles(self) -> int:
         """Tiles of 64 queries that the sums of dq have for a head: of 128 whole ones."""
         return -(-self.q.count * self.q.block // 128) * 2
+
+    def dq_columns(self, head_dim: int) -> int:
+        """The columns of dq that a warpgroup computes: all of its queries, or half of all or more.
+
+        More where the halves are no tiles, and then both have those in the middle.
+        """
+        if self.q.block > ROWS:
+            return head_dim
+        tile = ptx.tile_columns(head_dim)
+        return -(-head_dim // (2 * tile)) * tile
 
     @property
     def stay(self) -> tuple[str, ...]:
@@ -114,8 +125,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
     k_sm, v_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "v_sm", "q_sm", "do_sm"))
     dtype, head_dim, value_dim = k_sm.dtype, q_sm.shape[-1], do_sm.shape[-1]
     ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
-    # A half of the columns of dq, or more: operands lie in blocks of 64.
-    dq_columns = 64 if head_dim <= 128 else 128
+    dq_columns = static.dq_columns(head_dim)
     kv_head, first_head, _ = static.heads(share)
     options = static.options.of_example(refs["shared"], b)
 
@@ -200,18 +210,18 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         part = plgpu.ACC((ROWS, dq_columns), jnp.float32)
         dq = pl.run_scoped(lambda x: dq_part(j, ds_t, dk, x), part)
         head, first_query = steps.at(j)
-        row = b * static.num_q_heads + first_head + head
-        row = row * static.dq_tiles + common.quotient(first_query, 64)
-        # The next tile beside it, or, of one column of tiles, the next below. One index needs fewer
-        # registers than four.
-        first = row * (head_dim // 64) + warpgroup * max(1, (head_dim - dq_columns) // 64)
-        for i in range(dq_columns // 64):
-            part, place = dq[:, 64 * i : 64 * i + 64], refs["dq"].at[first + i]
-            if i == 0 and dq_columns < head_dim < 2 * dq_columns:
-                # Of 192 columns both have those in the middle.
-                pl.when(warpgroup == 0)(functools.partial(ptx.add_fragments, part, place))
-            else:
-                ptx.add_fragments(part, place)
+        tile = b * static.num_q_heads + first_head + head
+        tile = tile * static.dq_tiles + common.quotient(first_query, 64)
+        # Its part of the columns, or the next tile. One index needs fewer registers than several.
+        apart = head_dim if block_q > ROWS else head_dim - dq_columns
+        place = refs["dq"].at[tile * ptx.groups(head_dim) + warpgroup * ptx.groups(apart)]
+        # What both have computed one adds.
+        twice = ptx.groups(dq_columns - apart) if block_q == ROWS else 0
+        if twice:
+            first = functools.partial(ptx.add_fragments, dq, place, slice(twice))
+            pl.when(warpgroup == 0)(first)
+        if apart:
+            ptx.add_fragments(dq, place, slice(twice, None))
 
     def step_of_dv(j, dv, s_acc):
         start_s(j, s_acc)
@@ -284,11 +294,8 @@ def store(refs, memory, b, share, kv_tile, warpgroup, results, static: Static):
             plgpu.copy_smem_to_gmem(places[name], refs[name].at[b, rows, kv_head])
             continue
         row = (b * static.num_heads + share) * static.kv.count + kv_tile
-        columns = x.shape[1] // 64
-        for column in range(columns):
-            part = x[:, 64 * column : 64 * column + 64]
-            place = (row * WARPGROUPS + warpgroup) * columns + column
-            ptx.store_fragments(part, refs[name].at[place])
+        place = (row * WARPGROUPS + warpgroup) * ptx.groups(x.shape[1])
+        ptx.store_fragments(x, refs[name].at[place])
 
 
 def load(refs, memory, b, share, kv_tile, static: Static):
@@ -379,8 +386,10 @@ def backward(
     tile: BackwardTile,
     sums: tuple[str, ...],
     seen=None,
+    *,
+    want_scale: bool,
 ) -> dict:
-    """Of "dq", "dk" and "dv" those in `sums`; dq without its factor, the scale, in float32.
+    """Of "dq", "dk" and "dv" those in `sums`.
 
     Args:
         problem: the call.
@@ -390,6 +399,7 @@ def backward(
         tile: block sizes.
         sums: names in this order; dq, whose sum has no order, with dk alone.
         seen: see `shared.rows`.
+        want_scale: whether dq is to be in float32 and without its factor.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
@@ -397,16 +407,18 @@ def backward(
     shares = _shares(p, q.count, kv.count)
     heads = shared.side_by_side(p.num_kv_heads * shares)
     with_dk = "dk" in sums
+    lengths = dict(dq=p.q_len, dk=p.kv_len, dv=p.kv_len)
+    widths = dict(dq=p.head_dim, dk=p.head_dim, dv=p.value_dim)
 
     def tiles(*shape):
-        return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
+        return plgpu.SMEM(shape, p.dtype, transforms=ptx.tiled(shape[-1]))
 
     def barriers(arrivals):
         return common.barriers(tile.stages, arrivals)
 
     def run(arrays, *rows):
         query, key, value, *_ = rows
-        _, extras = arrays
+        scale, extras = arrays
         table = work.table(
             *(extras.mask, q, kv, "q", len(query), p.batch, p.groups), sums_keys="dq" in sums
         )
@@ -419,20 +431,24 @@ def backward(
             sums=sums,
             ends=seen is not None,
         )
-        # Sums of 64 x 64 numbers, and how many of them.
+        # How many groups of 64 rows and 8 columns.
         of_keys = len(query), static.num_heads, kv.count * WARPGROUPS
-        fragments = dict(
-            dq=(len(query), p.num_heads, static.dq_tiles, p.head_dim // 64),
-            dk=(*of_keys, p.head_dim // 64),
-            dv=(*of_keys, p.value_dim // 64),
-        )
-        fragments = {name: fragments[name] for name in sums if name == "dq" or shares > 1}
-        shape = {name: (math.prod(count), 32, 128) for name, count in fragments.items()}
+        of_rows = dict(dq=(len(query), p.num_heads, static.dq_tiles), dk=of_keys, dv=of_keys)
+        fragments = {
+            name: (*of_rows[name], ptx.groups(widths[name]))
+            for name in sums
+            if name == "dq" or shares > 1
+        }
+        shape = {name: (math.prod(count), *ptx.OF_GROUP) for name, count in fragments.items()}
         outputs = [
             (shape[name], jnp.float32) if name in shape else (like.shape, like.dtype)
             for name, like in (("dk", key), ("dv", value))
             if name in sums
         ]
+        # With k it is an operand of dq's product, whose operands are to lie alike.
+        exchange = plgpu.SMEM(
+            (EXCHANGE, BLOCK_KV, q.block), p.dtype, transforms=ptx.tiled(p.head_dim)
+        )
         results = common.launch(
             KERNELS[sums],
             shared.operands(static, arrays, table, rows),
@@ -444,7 +460,7 @@ def backward(
                 q_sm=tiles(tile.stages, q.block, p.head_dim),
                 do_sm=tiles(tile.stages, q.block, p.value_dim),
                 **static.numbers_memory(tile.stages, q.block),
-                ds_sm=tiles(EXCHANGE, BLOCK_KV, q.block) if "dq" in sums else None,
+                ds_sm=exchange if "dq" in sums else None,
                 kv_full=plgpu.Barrier(
                     num_arrivals=(1 if static.ends else WARPGROUPS) * len(static.stay)
                 ),
@@ -463,18 +479,26 @@ def backward(
         )
         results = dict(zip(sums, results, strict=True))
         for name, count in fragments.items():
-            x = results[name].reshape(*count, 32, 128)
-            if name != "dq":
-                x = x.reshape(len(x), p.num_kv_heads, shares, *x.shape[2:]).sum(axis=2)
-            results[name] = ptx.unfold(x)
+            groups = (p.num_heads, 1) if name == "dq" else (p.num_kv_heads, shares)
+            x = results[name].reshape(len(query), *groups, *count[2:], *ptx.OF_GROUP)
+            if name == "dq" and want_scale:
+                results[name] = ptx.unfold(x[:, :, 0])
+                continue
+            results[name] = backward_rows.rows(
+                x,
+                rescaled(extras.dropout, scale) if name == "dq" else np.ones(1, np.float32),
+                (len(query), lengths[name], groups[0], widths[name]),
+                p.dtype,
+                batch=p.batch,
+                seen=None if seen is None else rows[-1][:, 0 if name == "dq" else 1],
+            )
         return tuple(results.values())
 
     # Two whole tiles of 64 queries, for dq.
     rows = shared.rows(p, do, log_sum, delta, seen, -(-p.q_len // 128) * 128)
     arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
     results = dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
-    of = dict(dq=(p.q_len, jnp.float32), dk=(p.kv_len, p.dtype), dv=(p.kv_len, p.dtype))
-    return {name: x[:, : of[name][0]].astype(of[name][1]) for name, x in results.items()}
+    return {name: x[:, : lengths[name]] for name, x in results.items()}
 
 
 # Steps of a program are no fewer, where they are so many; and bytes of what its heads' sums take,

@@ -283,7 +283,8 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
     dtype = jnp.float32 if summed or shares > 1 else bias_dtype
 
     def tiles(rows, columns):
-        return plgpu.SMEM((tile.stages, rows, columns), p.dtype, transforms=ptx.TILED)
+        shape = tile.stages, rows, columns
+        return plgpu.SMEM(shape, p.dtype, transforms=ptx.tiled(columns))
 
     def run(arrays, *rows):
         query, *_ = rows

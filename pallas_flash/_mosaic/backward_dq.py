@@ -191,7 +191,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
     value_slots = value_slots_of(tile, p.head_dim, p.value_dim)
 
     def tiles(*shape):
-        return plgpu.SMEM(shape, p.dtype, transforms=ptx.TILED)
+        return plgpu.SMEM(shape, p.dtype, transforms=ptx.tiled(shape[-1]))
 
     barriers = common.barriers
 

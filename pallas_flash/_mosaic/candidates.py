@@ -52,8 +52,8 @@ def check(kernel: str, tile, p: Problem) -> None:
             "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
             f"got {tile} and head sizes of {p.head_dim} and {p.value_dim} (of values). Use 1."
         )
-    # Two warpgroups share out a tile of dq, 64 x 64 or more for each.
-    rows = 2 * ROWS if _padded(p)[0] == ROWS else ROWS
+    # Two warpgroups share out a tile of dq, by its queries or by its columns.
+    rows = 2 * ROWS if tiles.all_columns(*_padded(p)) else ROWS
     if kernel == "backward" and tile.block_q != rows:
         raise ValueError(
             f"`tile_sizes.backward` must have {rows} queries at head size {_width(p)}; got {tile}. "

@@ -14,6 +14,7 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     uniform_zero            likewise: without it the waits move up
     rescale                 5 to 9 % at head sizes 128 and 256, with THRESHOLD of `forward`
     add_fragments           4 % of the backward, against adding through shared memory
+    load_fragments          sums that lie so are rows again as fast as memory can be read
     anew                    no spills in dq at head size 256, nor by masks at 64
     meet, publish           two barriers fewer for each tile of the backward
     positions               no division for each element, where a tile's width is no power of two
@@ -26,6 +27,8 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
 # The types of MLIR's Python bindings do not say what these functions take and return.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOptionalCall=false
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +47,25 @@ COLUMN = WGMMA.reduce(0)  # One number a column.
 ACC = _compat.accumulator_layout()
 SPLAT = plgpu.Layout.WG_SPLAT
 
-# How operands of matrix instructions lie in shared memory: rows of 64 numbers of 16 bits, in groups
-# of 8 rows, permuted so that reading a column meets no bank twice.
 COLUMNS = 64
-TILED = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS))
+
+
+def tile_columns(width: int) -> int:
+    """The columns of the tiles in which rows of so many numbers lie, see `tiled`."""
+    return math.gcd(width, COLUMNS)
+
+
+def tiled(width: int):
+    """How operands of matrix instructions lie in shared memory, [rows, width] of 16 bits.
+
+    In tiles of 8 rows and of 64, 32 or 16 columns, the most of which the width has a multiple. They
+    are permuted so that reading a column meets no bank twice.
+    """
+    columns = tile_columns(width)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+TILED = tiled(COLUMNS)
 # The same for numbers of 32 bits.
 TILED_32 = (plgpu.TilingTransform((8, COLUMNS // 2)), plgpu.SwizzleTransform(2 * COLUMNS))
 # The same for tiles of 64 columns one after the other, [columns / 64, rows, 64]: copies then take
@@ -149,29 +167,65 @@ def rescale(acc, alpha):
     return emit(acc, alpha)
 
 
-def add_fragments(x, ref):
-    """Adds x, float32 [64, 64], to `ref` in device memory, [32, 128] in the order of `unfold`."""
-    _fragments(x, ref, "red.relaxed.gpu.global.add.v4.f32")
+# What a warpgroup's registers hold of 8 columns, 64 rows of float32, lies in device memory as a
+# thread's four numbers side by side, and threads in their order.
+GROUP, OF_GROUP = 8, (4, 128)
+
+
+def groups(width: int) -> int:
+    """Of so many columns."""
+    return width // GROUP
+
+
+def add_fragments(x, ref, taken: slice = slice(None)):
+    """Adds groups of x, float32 [64, n], those that are `taken`, to device memory.
+
+    `ref` is where the first group of x is, one of `OF_GROUP`; the others follow it there.
+    """
+    _fragments(x, ref, taken, "red.relaxed.gpu.global.add.v4.f32")
 
 
 def store_fragments(x, ref):
-    """Stores x there."""
-    _fragments(x, ref, "st.global.v4.f32")
+    """Stores all of them there."""
+    _fragments(x, ref, slice(None), "st.global.v4.f32")
 
 
-def _fragments(x, ref, instruction: str):
+def load_fragments(ref, count: int):
+    """float32 [64, 8 * count] that lie there."""
+    shape = 64, GROUP * count
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_float32(shape, WGMMA))
+    def emit(_, ref):
+        four = ir.VectorType.get((4,), _f32())
+        found = [llvm.load(four, place, alignment=16) for place in _of_thread(ref, range(count))]
+        numbers = [
+            vector.extract(x, dynamic_position=[], static_position=[i])
+            for x in found
+            for i in range(4)
+        ]
+        return _array(numbers, shape, WGMMA)
+
+    return emit(ref)
+
+
+def _of_thread(ref, numbers):
+    """Pointers to what this thread has of groups, whose numbers are counted from that at `ref`."""
+    thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, _i32()))
+    mine = arith.muli(thread, mgpu.c(4, _i32()))
+    first = internals.getelementptr(_global(ref), [mine], _f32())
+    return [internals.getelementptr(first, [math.prod(OF_GROUP) * n], _f32()) for n in numbers]
+
+
+def _fragments(x, ref, taken: slice, instruction: str):
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def emit(_, x, ref):
-        pointer = _global(ref)
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, _i32()))
-        mine = internals.getelementptr(pointer, [arith.muli(thread, mgpu.c(4, _i32()))], _f32())
         registers = _scalars(x)
-        for group in range(len(registers) // 4):
-            place = internals.getelementptr(mine, [512 * group], _f32())
+        numbers = range(len(registers) // 4)[taken]
+        for n, place in zip(numbers, _of_thread(ref, numbers), strict=True):
             internals.inline_ptx(
                 f"{instruction} [$0], {{$1, $2, $3, $4}};",
                 place,
-                *registers[4 * group : 4 * group + 4],
+                *registers[4 * n : 4 * n + 4],
                 has_side_effects=True,
             )
 
@@ -179,16 +233,13 @@ def _fragments(x, ref, instruction: str):
 
 
 def unfold(x):
-    """[B, N, rows, columns, 32, 128], tiles of fragments, as [B, T, N, H]."""
-    b, n, rows, columns, *_ = x.shape
-    # In a tile: 8 columns, warps of 16 rows, rows, pairs of columns, a row or that 8 further, two.
-    x = x.reshape(b, n, rows, columns, 8, 4, 8, 4, 2, 2)
-    batch, head, row_tile, column_tile, group, warp, row, pair, half, two = range(10)
-    x = x.transpose(
-        *(batch, row_tile, warp, half, row),
-        *(head, column_tile, group, pair, two),
-    )
-    return x.reshape(b, 64 * rows, n, 64 * columns)
+    """[B, N, tiles of 64 rows, groups, `OF_GROUP`], as [B, T, N, H]."""
+    b, n, tiles, count, *_ = x.shape
+    # In a group: warps of 16 rows, rows, pairs of columns, a row or that 8 further, two columns.
+    x = x.reshape(b, n, tiles, count, 4, 8, 4, 2, 2)
+    batch, head, tile, group, warp, row, pair, half, two = range(9)
+    x = x.transpose(batch, tile, warp, half, row, head, group, pair, two)
+    return x.reshape(b, 64 * tiles, n, GROUP * count)
 
 
 def meet(barrier: int, threads: int):
