@@ -78,6 +78,12 @@ def test_the_largest_heads_leave_room_for_all_statistics(head_dim):
         assert launches(case, reproducible) >= 3
 
 
+def test_two_slots_of_the_gradient_of_a_bias_leave_room_for_all_statistics():
+    """The case has a bias in 32 bits, and scores that may be large."""
+    case = dataclasses.replace(cases.BY_NAME["bias"].scaled(5), H=80, V=80)
+    assert launches(case, False) >= 3
+
+
 @cases.parametrize(names=["lengths of zero", "documents in pairs", "sinks", "all features"])
 def test_few_queries_lower(case):
     case = dataclasses.replace(with_few(case, 3), S=1500)
