@@ -633,8 +633,9 @@ def lowered(function, shape=SHAPE, shapes=None):
         return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
-# Launches of a call with its gradients: forward, backward, and what makes rows of dq's sums.
-ONE_PASS = 3
+# Launches of a call with its gradients: forward, delta, backward, and what makes rows of dq's sums;
+# or in order dk with dv, and dq.
+ONE_PASS = IN_ORDER = 4
 
 
 def launches(text):
@@ -664,10 +665,10 @@ def test_lowers(function, shape, count):
         # dk and dv are launches of their own, or dv is.
         (192, {}, (1, 4)),
         (256, {}, (ONE_PASS + 1, 0)),
-        (64, {"reproducible": True}, (3, 0)),
+        (64, {"reproducible": True}, (IN_ORDER, 0)),
         (256, {"reproducible": True}, (1, 4)),
         (64, {"implementation": "mosaic"}, (ONE_PASS, 0)),
-        (64, {"implementation": "mosaic", "reproducible": True}, (3, 0)),
+        (64, {"implementation": "mosaic", "reproducible": True}, (IN_ORDER, 0)),
         (128, {"implementation": "triton"}, (0, 4)),
     ],
     ids=str,
