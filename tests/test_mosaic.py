@@ -53,12 +53,13 @@ def checked(qkv, options):
     )
 
 
-def emulated(problem, in_order=False, sizes=_mosaic.TABLE):
+def emulated(problem, in_order=False, sizes=_mosaic.TABLE, **others):
     """The results that `oracle.names` names."""
     qkv, (do, dlse), options = problem
     call = checked(qkv, options)
     wanted = {name: getattr(call, name) is not None for name in oracle.OPERANDS}
     flags = NO_FLAGS | {f"want_{name}": x for name, x in wanted.items()} | dict(in_order=in_order)
+    flags |= others
     with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
         o, log_sum = _mosaic.forward(call, sizes)
         gradients = _mosaic.backward(call, o, log_sum, do, dlse, sizes, **flags)
@@ -424,12 +425,21 @@ ENDS = dict(query_seq_lengths=[200, 128, 300, 70], key_value_seq_lengths=[150, 2
 )
 def test_what_is_behind_lengths_may_hold_anything(options, in_order, kernel_case):
     """Of the tiles in which lengths end, there are copies that end with zeros."""
+    judge_poisoned(options, in_order)
+
+
+def test_what_is_behind_lengths_may_hold_anything_beside_the_gradient_of_the_scale(kernel_case):
+    """All sums of dq are read then."""
+    judge_poisoned({}, want_scale=True)
+
+
+def judge_poisoned(options, in_order=False, **others):
     ends = {name: jnp.asarray(x, jnp.int32) for name, x in ENDS.items()}
     case = dataclasses.replace(LONG, B=4, N=1, options=lambda random, case: options | ends)
     qkv, cotangents, options = case.problem("bfloat16")
     poisoned = cases.poison(case, qkv, cotangents, options)
     assert all(np.isnan(np.asarray(x, np.float32)).any() for x in poisoned[0])
-    judge(case, "bfloat16", emulated((*poisoned, options), in_order))
+    judge(case, "bfloat16", emulated((*poisoned, options), in_order, **others))
 
 
 @pytest.mark.parametrize("axes", ["TS", "S"])

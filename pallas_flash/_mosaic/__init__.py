@@ -60,7 +60,8 @@ def backward(
     delta, *zeros = _delta(
         *(o, do),
         head_dim=0 if in_order else head_dim,
-        seen=None if seen is None else seen[:, 0],
+        # For the gradient of the scale all sums of dq are read.
+        seen=None if seen is None or want_scale else seen[:, 0],
     )
     if dlse is not None:
         delta = delta - jnp.moveaxis(dlse, 2, 1)

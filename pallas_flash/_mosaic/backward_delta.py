@@ -38,7 +38,9 @@ class Static:
 
 def pallas_flash_delta(*refs, static: Static, o_sm, do_sm, delta_sm, full):
     """64 queries of one head."""
-    *seen_ref, o_ref, do_ref, delta_ref, sums_ref = refs if static.groups else (*refs, None)
+    refs = list(refs)
+    sums_ref = refs.pop() if static.groups else None
+    *seen_ref, o_ref, do_ref, delta_ref = refs
     rest, h = common.digits(lax.axis_index("program"), static.heads)
     b, tile = common.digits(rest, static.tiles)
     rows = pl.ds(tile * ROWS, ROWS)
@@ -50,7 +52,7 @@ def pallas_flash_delta(*refs, static: Static, o_sm, do_sm, delta_sm, full):
             at = b, rows, h, common.block_of_columns(n, b)
             plgpu.copy_gmem_to_smem(o_ref.at[at], o_sm.at[n], full)
             plgpu.copy_gmem_to_smem(do_ref.at[at], do_sm.at[n], full)
-        if static.groups:
+        if sums_ref is not None:
             zeros = jnp.zeros((ROWS, ptx.GROUP * static.groups), jnp.float32)
             first = ((b * static.heads + h) * static.tiles + tile) * static.groups
             ptx.store_fragments(plgpu.layout_cast(zeros, ptx.WGMMA), sums_ref.at[first])
