@@ -36,13 +36,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["PALLAS_FLASH_TUNED"] = "0"
 
 # Here programs compile for seconds and run once, for milliseconds. So they are not cut into parts
-# that are compiled side by side. Up to 0.10 XLA can emit a CPU's fusions without MLIR, which takes
-# a third of the time; later versions refuse the flag, and load MLIR's dialects once for several
-# programs by themselves.
+# that are compiled side by side. Up to 0.11 XLA can emit a CPU's fusions without MLIR, which takes
+# a third to a half of the time: a flag up to 0.10, and then an option of the backend. Since 0.11
+# it loads MLIR's dialects once for several programs by itself.
 cheap = "--xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     cheap += " --xla_cpu_use_fusion_emitters=false"
     mlir.make_ir_context = functools.lru_cache(mlir.make_ir_context)
+elif jax.__version_info__ < (0, 12):
+    cheap += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 os.environ["XLA_FLAGS"] = f"{cheap} {os.environ.get('XLA_FLAGS', '')}"
 
 

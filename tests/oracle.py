@@ -390,6 +390,8 @@ def optimized(function):
     options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
     if jax.__version_info__ < (0, 11):
         options["xla_cpu_use_fusion_emitters"] = True
+    elif jax.__version_info__ < (0, 12):
+        options["xla_backend_extra_options"] = ""
     return jax.jit(function, compiler_options=options)
 
 
