@@ -136,6 +136,19 @@ def pytest_configure(config):
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A worker gets its share of the tests in a row, one that is idle half of what another has.
+
+    So most files run in one worker, which compiles what their tests share once, and all workers end
+    together: chunks, which are pytest-xdist's default, are tests by number, of unlike length.
+    """
+    if config.option.dist == "load" and not config.option.markexpr.startswith("gpu"):
+        from xdist.scheduler import WorkStealingScheduling
+
+        return WorkStealingScheduling(config, log)
+
+
 def pytest_ignore_collect(collection_path, config):
     """With `-m gpu ...`, files without such tests: importing them takes each worker a while."""
     python = collection_path.suffix == ".py" and config.option.markexpr.startswith("gpu")
