@@ -300,8 +300,7 @@ CASES: tuple[Case, ...] = (
     Case("everything at once", T=140, S=170, options=_everything),
 )
 
-# What a call may ask for beyond the above. All have one shape: operation by operation, dense
-# attention is then compiled once for all of them.
+# What a call may ask for beyond the above. All have one shape.
 FEATURES = (
     Case("mask", options=_mask("BNTS")),
     Case("mask of all examples and heads", options=_mask("TS")),

@@ -53,36 +53,26 @@ def measured(case, dtype, implementation, problem=None, **extra):
     qkv, cotangents, options = problem or case.problem(dtype)
     operands, options = oracle.split(options)
     run = program(implementation, options, **extra)
-    # The search for leaks forgets what is compiled: "reference" does that by operations, and a GPU
-    # takes long. Traces are the same for "triton" and "interpret".
+    # The search for leaks forgets what is compiled, for which a GPU takes long; "reference" is
+    # searched in `test_strict_switches`. Traces are the same for "triton" and "interpret".
     with strictly(x64=dtype == "float64", leaks=implementation in ("interpret", "xla")):
         return run(*qkv, *cotangents, **operands)
 
 
-def dense_compiler(case):
-    """How dense programs are run: whole, or by operations if most are known from the same shape.
-
-    A GPU takes longer to compile the operations, searching for the fastest product, than all else.
-    """
-    shared = case in cases.FEATURES or (case.name in cases.BY_NAME and case not in cases.CASES)
-    by_operations = shared and jax.default_backend() == "cpu"
-    return (lambda function: function) if by_operations else oracle.compiled
-
-
-def _expected_of(problem, tf32, compiled=oracle.compiled):
+def _expected_of(problem, tf32):
     """The names of results, the exact ones, and those of the dense computation."""
     qkv, cotangents, options = problem
     truth = oracle.solve(*qkv, *cotangents, tf32=tf32, **options)
     operands, options = oracle.split(options)
     dense = functools.partial(oracle.dense, tf32=tf32, **options)
-    run = compiled(functools.partial(oracle.differentiate, dense))
+    run = oracle.compiled(functools.partial(oracle.differentiate, dense))
     return oracle.names(operands), truth, run(*qkv, *cotangents, **operands)
 
 
 @functools.lru_cache(maxsize=len(cases.CASES))
 def _expected(case, dtype, tf32):
     """The same of a case, which several tests judge."""
-    return _expected_of(case.problem(dtype), tf32, dense_compiler(case))
+    return _expected_of(case.problem(dtype), tf32)
 
 
 def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=None, apart=False):
@@ -173,9 +163,7 @@ def small_blocks(case, monkeypatch):
 
 @cases.parametrize()
 @pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
-def test_float32(case, implementation, small_blocks, tiles_of_kernels, monkeypatch):
-    if implementation == "reference":
-        monkeypatch.setattr(oracle, "compiled", dense_compiler(case))
+def test_float32(case, implementation, small_blocks, tiles_of_kernels):
     judge(case, "float32", measured(case, "float32", implementation, **tiles_of_kernels))
 
 
