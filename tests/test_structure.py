@@ -182,11 +182,13 @@ MAY_IMPORT = {
     },
     "_mosaic.forward": MOSAIC | {"_dropout", "_scores"},
     "_mosaic.decode": MOSAIC | {"_dropout", "_mosaic.forward", "_scores"},
-    "_mosaic.backward": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
+    "_mosaic.backward": MOSAIC
+    | {"_dropout", "_mosaic.backward_common", "_mosaic.backward_rows", "_scores"},
     "_mosaic.backward_dbias": MOSAIC
     | {"_dropout", "_mosaic.backward_common", "_operands", "_scores"},
     "_mosaic.backward_dq": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
     "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"} | {"_dropout", "_scores"},
+    "_mosaic.backward_rows": {"_mosaic.common", "_mosaic.ptx"},
     "_mosaic.common": {
         "_compat",
         "_dropout",

@@ -47,8 +47,8 @@ class Static:
 def pallas_flash_rows(*refs, static: Static, staged):
     """64 rows of one head."""
     factor_ref, *seen_ref, fragments_ref, rows_ref = refs
-    rest, head = common.digits(lax.axis_index("program"), static.heads)
-    b, row_tile = common.digits(rest, static.row_tiles)
+    rest, head = _digits(lax.axis_index("program"), static.heads)
+    b, row_tile = _digits(rest, static.row_tiles)
     first_row = row_tile * ROWS
     instance = common.quotient(b, static.batch) if static.own_factor else 0
     factor = plgpu.load(factor_ref.at[instance])
@@ -76,6 +76,10 @@ def pallas_flash_rows(*refs, static: Static, staged):
         at = b, pl.ds(first_row, ROWS), head, common.block_of_columns(n, b)
         plgpu.copy_smem_to_gmem(staged.at[n], rows_ref.at[at])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _digits(x, n: int):
+    return common.quotient(x, n), common.remainder(x, n)
 
 
 def rows(fragments, factor, shape, dtype, *, batch: int, seen=None):

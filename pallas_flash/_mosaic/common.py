@@ -92,11 +92,6 @@ def quotient(x, n: int):
     return lax.div(x, jnp.int32(n))
 
 
-def digits(x, n: int):
-    """How often n is in x, and the rest, likewise."""
-    return quotient(x, n), remainder(x, n)
-
-
 def blocks(dtype, *outer: int, rows: int, columns: int):
     """Shared memory for tiles, in blocks of 64 columns."""
     shape = (*outer, -(-columns // ptx.COLUMNS), rows, ptx.COLUMNS)
@@ -501,7 +496,7 @@ def launch(
         grid: names and lengths of its axes, the first varies fastest.
         warpgroups: of a program.
         static: what the kernel knows at compile time.
-        sums: float32 arrays in device memory to which all programs add.
+        sums: shapes of float32 arrays in device memory to which all programs add.
         **parameters: of the compiler, beside `PARAMETERS`.
 
     Returns:
@@ -531,7 +526,7 @@ def launch(
         name=kernel.__name__,
     )
     results = [
-        *sums,
+        *(jnp.zeros(shape, jnp.float32) for shape in sums),
         *(pl.empty(shape, dtype) for shape, dtype in outputs),
     ]
 
