@@ -49,7 +49,7 @@ FASTER_BY_MOSAIC = {
     # docs/results/h200-2026-11-22-forward.jsonl
     "forward": {
         (64, "full"): 1024,
-        (64, "causal"): 1024,
+        (64, "causal"): 512,
         (64, "sinks"): 4096,
         (64, "mask array"): 2048,
         (128, "full"): 1000,
@@ -87,7 +87,7 @@ FASTER_BY_MOSAIC = {
         (128, "scale"): 4096,
         (128, "dropout"): 4096,
         (128, "bias in 16 bits"): 512,
-        (256, "full"): 8192,
+        (256, "full"): 2048,
         (256, "causal"): 2048,
     },
     # The backward whose sums have an order, so that all runs give the same bits.
