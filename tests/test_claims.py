@@ -192,9 +192,9 @@ def of_sustained():
         f"full and causal ones at head sizes 64 and 128 have {between('forward', *dense)} of "
         f"cuDNN's speed forward and {between('backward', *dense)} backward, grouped heads "
         f"{between('forward', *groups)} and {between('backward', *groups)}, head size 256 "
-        f"{between('forward', *at_256)} and {between('backward', *at_256)}, 80 {forward_80:.2f} and "
-        f"{between('backward', *at_80)}; but lengths of each example have {back[1]:.2f} to "
-        f"{back[0]:.2f} backward at 2048 tokens.",
+        f"{between('forward', *at_256)} and {between('backward', *at_256)}, "
+        f"80 {forward_80:.2f} and {between('backward', *at_80)}; but lengths of each example have "
+        f"{back[1]:.2f} to {back[0]:.2f} backward at 2048 tokens.",
     )
 
 
