@@ -82,6 +82,8 @@ LARGE = ["full", "causal, first queries see nothing", "one key/value head"]
 AXES_OF_BIAS = ["BNTS", "NTS", "BTS", "TS", "NS", "S", "T", "BT", ""]
 # More than one tile of keys and of queries, so that slots are used again.
 LONG = cases.Case("long", B=1, T=300, S=400, N=2, K=1, H=64, V=64)
+# More tiles of keys than the forward has slots; of fewer queries than keys it would be another one.
+MANY_KEYS = dataclasses.replace(LONG, T=601, S=600, N=1)
 LONG_CAUSAL = dataclasses.replace(
     LONG, options=lambda random, case: dict(is_causal=True, query_offset=-20)
 )
@@ -103,7 +105,9 @@ in_order = pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "
 
 
 @in_order
-@pytest.mark.parametrize("case", [LONG, LONG_CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "case", [LONG, LONG_CAUSAL, MANY_KEYS], ids=["full", "causal", "many-keys"]
+)
 def test_slots_are_used_again(case, in_order, kernel_case):
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
@@ -578,13 +582,13 @@ def with_tiles_moved(patch):
 BROKEN = {
     "no wait for keys": (without_waiting_at({"k_full"}), LONG),
     "no wait for values": (without_waiting_at({"v_full"}), LONG),
-    "no wait for a free slot of keys": (without_waiting_at({"k_free"}), LONG),
+    "no wait for a free slot of keys": (without_waiting_at({"k_free"}), MANY_KEYS),
     "no wait for queries": (without_waiting_at({"q_full"}), LONG),
     "no wait for cotangents": (without_waiting_at({"do_full"}), LONG),
     "no wait for delta": (without_waiting_at({"delta_full"}), LONG),
     "no wait for products": (without_waiting_for_products, LONG),
-    "an arrival too many": (with_arrivals("k_free", 1), LONG),
-    "an arrival too few": (with_arrivals("v_free", -1), LONG),
+    "an arrival too many": (with_arrivals("k_free", 1), MANY_KEYS),
+    "an arrival too few": (with_arrivals("v_free", -1), MANY_KEYS),
     "an arrival too many, backward": (with_arrivals("q_free", 1), LONG),
     "a mask moved by one": (with_mask_moved, LONG_CAUSAL),
     "old sums keep their scale": (without_rescaling, LONG),
