@@ -318,7 +318,7 @@ TWO_PASSES = True, "forward dkv dq"
 @pytest.mark.parametrize(
     ("reproducible", "names"),
     cases.default(
-        [(True, "forward dkv dq")], [(True, "forward dkv dq"), (False, "forward backward")]
+        [(True, "forward dkv dq")], [(True, "forward dkv dq"), (False, "forward backward rows")]
     ),
 )
 def test_kernels_in_mosaic_gpu_are_read_as_others_are(reproducible, names):
@@ -331,6 +331,9 @@ def test_kernels_in_mosaic_gpu_are_read_as_others_are(reproducible, names):
     for kernel in program.kernels:
         assert kernel.is_mosaic
         assert kernel.symbol in launched
+        if kernel.attention_pass == "rows":
+            assert kernel.main is None
+            continue
         assert kernel.matrix == {"HGMMA"}
         # Two warpgroups with 64 rows each, and one that loads.
         assert (kernel.warps, kernel.tile[0], kernel.ctas_per_core) == (12, 64, 1)
