@@ -56,15 +56,6 @@ class Static(shared.Static):
     shares: int
 
 
-def _digits(number, counts):
-    """What is before, and the index of each axis: the last one varies fastest."""
-    found = []
-    for count in reversed(counts):
-        found.append(jnp.int32(0) if count == 1 else common.remainder(number, count))
-        number = number if count == 1 else common.quotient(number, count)
-    return number, found[::-1]
-
-
 class Steps:
     """What streams past a program.
 
@@ -76,8 +67,8 @@ class Steps:
 
     def __init__(self, static: Static, table_ref, number):
         self._static, self._table_ref = static, table_ref
-        self.outer, self.place = _digits(number, static.own)
-        self._instance, share = _digits(self.outer, (static.shares,))
+        self.outer, self.place = common.digits(number, static.own)
+        self._instance, share = common.digits(self.outer, (static.shares,))
         if static.masked:
             at = jnp.int32(0)
             for i, n in zip((self._instance, *self.place), static.table_shape, strict=False):
@@ -96,7 +87,7 @@ class Steps:
         j = self._first + j
         if self._static.masked:
             j = plgpu.load(self._table_ref.at[self._row, 2 + j])
-        _, flow = _digits(j, self._static.streamed)
+        _, flow = common.digits(j, self._static.streamed)
         b, *others = (
             i if n > 1 else x
             for i, x, n in zip(flow, self.place, self._static.streamed, strict=True)

@@ -47,8 +47,8 @@ class Static:
 def pallas_flash_rows(*refs, static: Static, staged):
     """64 rows of one head."""
     factor_ref, *seen_ref, fragments_ref, rows_ref = refs
-    rest, head = _digits(lax.axis_index("program"), static.heads)
-    b, row_tile = _digits(rest, static.row_tiles)
+    program = lax.axis_index("program")
+    b, (row_tile, head) = common.digits(program, (static.row_tiles, static.heads))
     first_row = row_tile * ROWS
     instance = common.quotient(b, static.batch) if static.own_factor else 0
     factor = plgpu.load(factor_ref.at[instance])
@@ -78,10 +78,6 @@ def pallas_flash_rows(*refs, static: Static, staged):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _digits(x, n: int):
-    return common.quotient(x, n), common.remainder(x, n)
-
-
 def rows(fragments, factor, shape, dtype, *, batch: int, seen=None):
     """[B, T, N, H] of fragments.
 
@@ -96,11 +92,7 @@ def rows(fragments, factor, shape, dtype, *, batch: int, seen=None):
     _, heads, shares, row_tiles, groups, *group = fragments.shape
     [result] = common.launch(
         pallas_flash_rows,
-        (
-            factor,
-            *([] if seen is None else [seen]),
-            fragments.reshape(-1, *group),
-        ),
+        (factor, *([] if seen is None else [seen]), fragments.reshape(-1, *group)),
         outputs=[(shape, dtype)],
         memory=dict(staged=common.blocks(dtype, rows=ROWS, columns=ptx.GROUP * groups)),
         grid=dict(program=math.prod(fragments.shape[:2]) * row_tiles),

@@ -92,6 +92,15 @@ def quotient(x, n: int):
     return lax.div(x, jnp.int32(n))
 
 
+def digits(number, counts):
+    """What is before, and the index of each axis: the last one varies fastest."""
+    found = []
+    for count in reversed(counts):
+        found.append(jnp.int32(0) if count == 1 else remainder(number, count))
+        number = number if count == 1 else quotient(number, count)
+    return number, found[::-1]
+
+
 def blocks(dtype, *outer: int, rows: int, columns: int):
     """Shared memory for tiles, in blocks of 64 columns."""
     shape = (*outer, -(-columns // ptx.COLUMNS), rows, ptx.COLUMNS)
