@@ -1,0 +1,164 @@
+"""The emulator sees kernels for Hopper that are broken on purpose.
+
+It runs copies and products as late as it may, so that a wait too few shows.
+"""
+
+import dataclasses
+import importlib
+
+import jax.numpy as jnp
+import mosaic_emulator as emulator
+import numpy as np
+import pytest
+from test_accuracy import judge
+
+from pallas_flash import _compat
+
+# JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this
+# file too, have.
+if not _compat.has_mosaic_gpu():
+    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
+
+from test_mosaic import LONG, LONG_CAUSAL, MANY_KEYS, emulated, with_bias
+
+from pallas_flash._mosaic import backward_dbias, common
+
+
+def without_waiting_at(names, of=""):
+    """`barrier_wait` that passes by barriers of these names, of kernels with this in their name."""
+
+    def broken(patch):
+        allocate, wait = emulator.launch, emulator.plgpu.barrier_wait
+        skipped = set()
+
+        def launch(kernel, operands, *, memory, **others):
+            def spied(*refs, static, **mine):
+                for name in names & mine.keys() if of in kernel.__name__ else ():
+                    skipped.update(map(id, mine[name].all))
+                kernel(*refs, static=static, **mine)
+
+            return allocate(spied, operands, memory=memory, **others)
+
+        def barrier_wait(barrier):
+            if id(emulator.one_barrier(barrier)) not in skipped:
+                wait(barrier)
+
+        patch.setattr(emulator, "launch", launch)
+        patch.setattr(emulator.plgpu, "barrier_wait", barrier_wait)
+
+    return broken
+
+
+def with_arrivals(name, change, of=""):
+    """Another number of arrivals at the barriers of a name, likewise."""
+
+    def broken(patch):
+        start = emulator.launch
+
+        def launch(kernel, operands, *, memory, **others):
+            if name in memory and of in kernel.__name__:
+                spec = memory[name]
+                changed = dataclasses.replace(spec, num_arrivals=spec.num_arrivals + change)
+                memory = memory | {name: changed}
+            return start(kernel, operands, memory=memory, **others)
+
+        patch.setattr(emulator, "launch", launch)
+
+    return broken
+
+
+def with_mask_moved(patch):
+    hide = common.hide
+    patch.setattr(
+        common, "hide", lambda mask, b, h, q, k, s: hide(mask, b, h, q, k + jnp.int32(1), s)
+    )
+
+
+def without_waiting_for_products(patch):
+    patch.setattr(emulator, "complete", lambda running: None)
+    patch.setitem(vars(emulator.plgpu), "wgmma_wait", lambda running: None)
+
+
+def without_rescaling(patch):
+    patch.setattr(importlib.import_module("pallas_flash._mosaic.forward"), "THRESHOLD", 0.0)
+    patch.setitem(emulator.fake_ptx, "rescale", lambda acc, alpha: np.asarray(acc))
+
+
+# Of which a tile has eight steps.
+BIAS = with_bias("S", B=1)
+
+
+def of_all_steps(broken):
+    """Where a program has them all."""
+
+    def in_one(patch):
+        patch.setattr(backward_dbias, "_shares", lambda *_: 1)
+        broken(patch)
+
+    return in_one
+
+
+def without_the_last_step(patch):
+    start = backward_dbias.Steps.__init__
+
+    def init(self, *args):
+        start(self, *args)
+        self.count -= 1
+
+    patch.setattr(backward_dbias.Steps, "__init__", init)
+
+
+def with_tiles_moved(patch):
+    at = backward_dbias.Steps.at
+
+    def moved(self, j):
+        *others, kv_tile = at(self, j)
+        return *others, 1 - kv_tile
+
+    patch.setattr(backward_dbias.Steps, "at", moved)
+
+
+BROKEN = {
+    "no wait for keys": (without_waiting_at({"k_full"}), LONG),
+    "no wait for values": (without_waiting_at({"v_full"}), LONG),
+    "no wait for a free slot of keys": (without_waiting_at({"k_free"}), MANY_KEYS),
+    "no wait for queries": (without_waiting_at({"q_full"}), LONG),
+    "no wait for cotangents": (without_waiting_at({"do_full"}), LONG),
+    "no wait for delta": (without_waiting_at({"delta_full"}), LONG),
+    "no wait for products": (without_waiting_for_products, LONG),
+    "an arrival too many": (with_arrivals("k_free", 1), MANY_KEYS),
+    "an arrival too few": (with_arrivals("v_free", -1), MANY_KEYS),
+    "an arrival too many, backward": (with_arrivals("q_free", 1), LONG),
+    "a mask moved by one": (with_mask_moved, LONG_CAUSAL),
+    "old sums keep their scale": (without_rescaling, LONG),
+}
+DQ, DBIAS = "_dq", "_dbias"
+BROKEN_IN_ORDER = {
+    "no wait for keys, dq": (without_waiting_at({"k_full"}, DQ), LONG),
+    "no wait for values, dq": (without_waiting_at({"v_full"}, DQ), LONG),
+    "no wait for rows, dq": (without_waiting_at({"rows_full"}, DQ), LONG),
+    "an arrival too many, dq": (with_arrivals("k_free", 1, DQ), LONG),
+    "an arrival too few, dq": (with_arrivals("v_free", -1, DQ), LONG),
+    "an arrival too many, dkv": (with_arrivals("do_free", 1, "_dkv"), LONG),
+    "no wait for queries, dbias": (of_all_steps(without_waiting_at({"s_full"}, DBIAS)), BIAS),
+    "no wait for cotangents, dbias": (of_all_steps(without_waiting_at({"dp_full"}, DBIAS)), BIAS),
+    "no wait for a free slot, dbias": (
+        of_all_steps(without_waiting_at({"s_free", "dp_free"}, DBIAS)),
+        BIAS,
+    ),
+    "an arrival too many, dbias": (of_all_steps(with_arrivals("s_free", 1, DBIAS)), BIAS),
+    "a head is forgotten, dbias": (of_all_steps(without_the_last_step), BIAS),
+    "a tile is moved, dbias": (of_all_steps(with_tiles_moved), BIAS),
+}
+
+
+@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_IN_ORDER])
+def test_the_emulator_sees_a_kernel_that_is_broken(broken, monkeypatch):
+    in_order = broken in BROKEN_IN_ORDER
+    change, case = (BROKEN | BROKEN_IN_ORDER)[broken]
+    monkeypatch.setattr(emulator, "TIMEOUT", 1.0)
+    change(monkeypatch)
+    with pytest.raises((AssertionError, emulator.EmulationError)):
+        # Threads run as fast as they may, and a slot may happen to be free.
+        for _ in range(5):
+            judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
