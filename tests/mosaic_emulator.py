@@ -506,7 +506,7 @@ fake_ptx = dict(
 
 def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=(), **_):
     """As `common.launch`: one program after the other, in any order."""
-    results = [np.zeros(shape, np.float32) for shape in sums]
+    results = [np.array(x) for x in sums]
     results += [np.full(shape, np.nan, jnp.dtype(dtype)) for shape, dtype in outputs]
     refs = [Device(np.asarray(x)) for x in operands] + [Device(x) for x in results]
     places = list(itertools.product(*map(range, grid.values())))
@@ -546,7 +546,7 @@ def by_instance(function, batch):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    backward = [f"backward{x}" for x in ("", "_common", "_dbias", "_dq", "_rows")]
+    backward = [f"backward{x}" for x in ("", "_common", "_dbias", "_delta", "_dq", "_rows")]
     names = "common", "work", "forward", "decode", *backward, "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]

@@ -433,7 +433,7 @@ def test_what_is_behind_lengths_may_hold_anything(options, in_order, kernel_case
 
 
 def test_what_is_behind_lengths_may_hold_anything_beside_the_gradient_of_the_scale(kernel_case):
-    """Then dq leaves the kernel in float32."""
+    """All sums of dq are read then."""
     judge_poisoned({}, want_scale=True)
 
 
@@ -503,8 +503,9 @@ def lowered(function, shape=SHAPE, shapes=None):
         return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
-# Launches of a call with its gradients: forward, backward, and what makes rows of dq's sums.
-ONE_PASS = 3
+# Launches of a call with its gradients: forward, delta, backward, and what makes rows of dq's sums;
+# or in order dk with dv, and dq.
+ONE_PASS = IN_ORDER = 4
 
 
 def launches(text):
@@ -534,10 +535,10 @@ def test_lowers(function, shape, count):
         # dk and dv are launches of their own, or dv is.
         (192, {}, (1, 4)),
         (256, {}, (ONE_PASS + 1, 0)),
-        (64, {"reproducible": True}, (3, 0)),
+        (64, {"reproducible": True}, (IN_ORDER, 0)),
         (256, {"reproducible": True}, (1, 4)),
         (64, {"implementation": "mosaic"}, (ONE_PASS, 0)),
-        (64, {"implementation": "mosaic", "reproducible": True}, (3, 0)),
+        (64, {"implementation": "mosaic", "reproducible": True}, (IN_ORDER, 0)),
         (128, {"implementation": "triton"}, (0, 4)),
     ],
     ids=str,

@@ -33,13 +33,21 @@ def machine_code_of(function, *shapes):
             yield kernel.symbol, kernel.registers, kernel.stack_bytes, kernel.loops
 
 
+# What comes before and after a backward computes hardly anything. By the beginning of its name, the
+# most registers with which enough programs fit on a core to keep its memory busy.
+ABOUT_MEMORY = {
+    "pallas_flash_delta": lambda size: 8 + 64 * -(-size // 64),
+    "pallas_flash_rows": lambda size: 64,
+}
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "reproducible", "count"),
     [
-        *((64, 64, False, 3), (64, 64, True, 3), (128, 128, False, 3), (128, 128, True, 3)),
-        *((192, 128, False, 4), (192, 128, True, 4), (256, 256, False, 4), (256, 256, True, 4)),
-        *((80, 80, False, 3), (80, 80, True, 3), (96, 96, False, 3), (112, 112, True, 3)),
+        *((64, 64, False, 4), (64, 64, True, 4), (128, 128, False, 4), (128, 128, True, 4)),
+        *((192, 128, False, 5), (192, 128, True, 5), (256, 256, False, 5), (256, 256, True, 5)),
+        *((80, 80, False, 4), (80, 80, True, 4), (96, 96, False, 4), (112, 112, True, 4)),
     ],
 )
 def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
@@ -50,16 +58,16 @@ def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
     print(*kernels, sep="\n")
     assert len(kernels) == count
     for name, registers, stack, loops in kernels:
+        if name.startswith(tuple(ABOUT_MEMORY)):
+            most = ABOUT_MEMORY[name.removesuffix("_mosaic_gpu_kernel")](value_dim)
+            assert registers <= most and not stack and not loops, name
+            continue
         three = head_dim == 64 and ("forward" in name or "dq" in name)
         warpgroups = 3 if three else 2
         # Those of one that loads are the same until `set_max_registers`.
         assert registers * 128 * (warpgroups + 1) <= 65536, name
         # Outside of loops it may have spilt some.
         assert stack <= 64, name
-        if name.startswith("pallas_flash_rows"):
-            # Enough fit on a core to keep its memory busy.
-            assert registers <= 64 and not loops, name
-            continue
         assert loops, name
         for loop in loops:
             assert loop.spills == 0, name
@@ -123,8 +131,9 @@ def test_machine_code_of_the_backward_with(option, head_dim):
         return _mosaic.backward(problem, o, log_sum, do, None, **NO_FLAGS, in_order=False)
 
     kernels = list(machine_code_of(call, *[q] * 5, row, row, *arrays.values()))
-    # Two passes with a bias, where heads are large, or one and what makes rows of dq's sums.
-    assert len(kernels) == 2
+    # Beside delta two passes with a bias, where heads are large, or one and what makes rows of
+    # sums.
+    assert len(kernels) == 3
     for name, _, _, loops in kernels:
         for loop in loops:
             assert loop.spills <= SPILLS.get((head_dim, option), FEW_SPILLS), (name, loop.order)

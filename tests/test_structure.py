@@ -173,6 +173,7 @@ MAY_IMPORT = {
         "_mosaic.decode",
         "_mosaic.backward",
         "_mosaic.backward_dbias",
+        "_mosaic.backward_delta",
         "_mosaic.backward_dq",
         "_mosaic.tiles",
         "_masks",
@@ -188,6 +189,7 @@ MAY_IMPORT = {
     | {"_dropout", "_mosaic.backward_common", "_operands", "_scores"},
     "_mosaic.backward_dq": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
     "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"} | {"_dropout", "_scores"},
+    "_mosaic.backward_delta": {"_mosaic.common", "_mosaic.ptx"},
     "_mosaic.backward_rows": {"_mosaic.common", "_mosaic.ptx"},
     "_mosaic.common": {
         "_compat",

@@ -13,6 +13,7 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import tiles
 from pallas_flash._mosaic.backward import backward as _backward
 from pallas_flash._mosaic.backward_dbias import dbias as _dbias
+from pallas_flash._mosaic.backward_delta import delta as _delta
 from pallas_flash._mosaic.backward_dq import dq as _dq
 from pallas_flash._mosaic.decode import decode as _decode
 from pallas_flash._mosaic.forward import forward as _forward
@@ -51,24 +52,33 @@ def backward(
     `in_order`: whether every sum must have an order, so that all runs give the same bits.
     """
     p = problem
-    delta = jnp.einsum("btnv,btnv->bnt", o, do, preferred_element_type=jnp.float32)
+    head_dim, value_dim = tiles.padded(p.head_dim, p.value_dim)
+    sizes, dscale = sizes.or_else(tiles.default(p)), None
+    in_order = in_order or sizes.backward is None
+    # The pass for the bias streams examples, and takes no ends of theirs.
+    seen = None if want_bias else _seen(p)
+    delta, *zeros = _delta(
+        *(o, do),
+        head_dim=0 if in_order else head_dim,
+        # For the gradient of the scale all sums of dq are read.
+        seen=None if seen is None or want_scale else seen[:, 0],
+    )
     if dlse is not None:
         delta = delta - jnp.moveaxis(dlse, 2, 1)
     # Cotangents of a row that sees nothing may hold NaN.
     delta = jnp.where(log_sum.l_log2 == -jnp.inf, 0, delta)
     sinks = sinks_gradient(p.sinks, log_sum, delta) if want_sinks else None
-    head_dim, value_dim = tiles.padded(p.head_dim, p.value_dim)
 
-    # The pass for the bias streams examples, and takes no ends of theirs.
-    seen = None if want_bias else _seen(p)
     operands = _clean(p, do) if seen is None else (p.query, p.key, p.value, do)
     q, k, v, do = map(_wide, operands, (head_dim, head_dim, value_dim, value_dim))
     rows = dataclasses.replace(p, query=q, key=k, value=v), do, log_sum, delta
-    sizes, dscale = sizes.or_else(tiles.default(p)), None
-    in_order = in_order or sizes.backward is None
     tile, found = sizes.tile("dkv" if in_order else "backward"), {}
     for sums in tiles.launches(head_dim, value_dim, in_order):
-        found |= _backward(*(*rows, tiles.of_launch(tile, sums), sums, seen), want_scale=want_scale)
+        found |= _backward(
+            *(*rows, tiles.of_launch(tile, sums), sums, seen),
+            zeros=zeros[0] if "dq" in sums else None,
+            want_scale=want_scale,
+        )
     if in_order:
         dq, dscale = _dq(*rows, sizes.tile("dq"), seen, want_scale=want_scale)
     else:

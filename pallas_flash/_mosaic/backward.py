@@ -387,6 +387,7 @@ def backward(
     sums: tuple[str, ...],
     seen=None,
     *,
+    zeros=None,
     want_scale: bool,
 ) -> dict:
     """Of "dq", "dk" and "dv" those in `sums`.
@@ -399,6 +400,7 @@ def backward(
         tile: block sizes.
         sums: names in this order; dq, whose sum has no order, with dk alone.
         seen: see `shared.rows`.
+        zeros: for the sums of dq, see `backward_delta`; where nothing is seen, anything.
         want_scale: whether dq is to be in float32 and without its factor.
     """
     p = problem
@@ -417,6 +419,7 @@ def backward(
         return common.barriers(tile.stages, arrivals)
 
     def run(arrays, *rows):
+        dq_sums, rows = (rows[:1], rows[1:]) if "dq" in sums else ((), rows)
         query, key, value, *_ = rows
         scale, extras = arrays
         table = work.table(
@@ -452,7 +455,7 @@ def backward(
         results = common.launch(
             KERNELS[sums],
             shared.operands(static, arrays, table, rows),
-            sums=[shape["dq"]] if "dq" in sums else [],
+            sums=[x.reshape(-1, *ptx.OF_GROUP) for x in dq_sums],
             outputs=outputs,
             memory=dict(
                 k_sm=tiles(BLOCK_KV, p.head_dim),
@@ -496,6 +499,7 @@ def backward(
 
     # Two whole tiles of 64 queries, for dq.
     rows = shared.rows(p, do, log_sum, delta, seen, -(-p.q_len // 128) * 128)
+    rows = (zeros, *rows) if "dq" in sums else rows
     arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
     results = dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
     return {name: x[:, : lengths[name]] for name, x in results.items()}

@@ -505,7 +505,7 @@ def launch(
         grid: names and lengths of its axes, the first varies fastest.
         warpgroups: of a program.
         static: what the kernel knows at compile time.
-        sums: shapes of float32 arrays in device memory to which all programs add.
+        sums: float32 arrays in device memory to which all programs add.
         **parameters: of the compiler, beside `PARAMETERS`.
 
     Returns:
@@ -535,7 +535,7 @@ def launch(
         name=kernel.__name__,
     )
     results = [
-        *(jnp.zeros(shape, jnp.float32) for shape in sums),
+        *sums,
         *(pl.empty(shape, dtype) for shape, dtype in outputs),
     ]
 
