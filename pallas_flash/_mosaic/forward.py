@@ -114,6 +114,15 @@ def finish(m, l, sink, *, large: bool):
     return ([m, l_log2] if large else [l_log2]), factor / l
 
 
+def part_of(warpgroup, i, warpgroups: int):
+    """Which part of the i-th query tile is a warpgroup's.
+
+    All have each in turn: under a causal mask the last part sees most, and of a last tile it may
+    not exist.
+    """
+    return common.remainder(i + warpgroup, warpgroups)
+
+
 def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Static):
     """One computing warpgroup."""
     tile, block_kv = static.tile, static.kv.block
@@ -127,10 +136,11 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
     def item(i, item, used):
         b, h, q_tile, *entry = item
         tiles = work.tiles_of(entry, refs.table)
+        part = part_of(warpgroup, i, tile.warpgroups)
         count, passed = tiles.count, entry[4]
         for n, x in enumerate(entry[5:], 1):
-            passed = jnp.where(warpgroup == n, x, passed)
-        first_row = q_tile * static.q.block + warpgroup * ROWS
+            passed = jnp.where(part == n, x, passed)
+        first_row = q_tile * static.q.block + part * ROWS
         options = static.options.of_example(refs.shared, b)
         acc, m, l = nothing(static.value_dim, large=static.large)
 
@@ -268,8 +278,8 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
     lax.fori_loop(jnp.int32(0), tiles.count, one, None)
 
 
-def beside_one_another(refs, program, keys_and_values, queries):
-    """Runs both loops over a program's list, each in a warp of its own."""
+def beside_one_another(refs, program, keys_and_values, *queries):
+    """Runs each over a program's list, in a warp of its own."""
 
     @plgpu.warp_map
     def _(warp):
@@ -277,13 +287,15 @@ def beside_one_another(refs, program, keys_and_values, queries):
         def _():
             work.for_each_item(refs.list, program, keys_and_values, jnp.int32(0))
 
-        @pl.when(warp == 1)
-        def _():
-            work.for_each_item(refs.list, program, queries, None)
+        for n, body in enumerate(queries, 1):
+
+            @pl.when(warp == n)
+            def _(body=body):
+                work.for_each_item(refs.list, program, body, None)
 
 
 def load(refs, memory, program, static: Static):
-    """The loading warpgroup: one warp for keys and values, one for queries."""
+    """The loading warpgroup: one warp for keys and values, one for each warpgroup's queries."""
     tile = static.tile
     _, registers = REGISTERS[tile.warpgroups]
     plgpu.set_max_registers(registers, action="decrease")
@@ -295,14 +307,15 @@ def load(refs, memory, program, static: Static):
         copy_keys_and_values(refs, memory, tiles, (b, common.quotient(h, static.groups)), used)
         return used + tiles.count
 
-    def queries(i, item, _):
+    def queries(w, i, item, _):
         b, h, q_tile, *_ = item
-        for w in range(tile.warpgroups):
-            pl.when(i > 0)(lambda w=w: plgpu.barrier_wait(memory["q_free"].at[w]))
-            at = b, pl.ds(q_tile * static.q.block + w * ROWS, ROWS), h
-            copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(memory["q_free"].at[w]))
+        first_row = q_tile * static.q.block + part_of(w, i, tile.warpgroups) * ROWS
+        at = b, pl.ds(first_row, ROWS), h
+        copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])
 
-    beside_one_another(refs, program, keys_and_values, queries)
+    of_warpgroups = [functools.partial(queries, w) for w in range(tile.warpgroups)]
+    beside_one_another(refs, program, keys_and_values, *of_warpgroups)
 
 
 class Refs(NamedTuple):
