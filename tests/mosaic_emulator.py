@@ -260,9 +260,18 @@ class Program:
 # ------------------------------------------------------------------------------------------------
 
 
+def check_end(ref):
+    """Copies of tiles end where the array does; those of numbers go on in what is behind it."""
+    inside, _, shape = ref._clipped()
+    found = [i.stop - i.start for i in inside if isinstance(i, slice)]
+    if len(shape) == 1 and tuple(found) != shape:
+        raise EmulationError(f"copies {shape} numbers of which {found} exist")
+
+
 def copy_gmem_to_smem(source, destination, barrier):
     if source._clipped()[2] != destination.shape:
         raise EmulationError(f"copies {source._clipped()[2]} to {destination.shape}")
+    check_end(source)
     destination.array[...] = np.nan
 
     def copy():
@@ -272,6 +281,7 @@ def copy_gmem_to_smem(source, destination, barrier):
 
 
 def copy_smem_to_gmem(source, destination):
+    check_end(destination)
     here.stores.append(lambda: destination.write(source.read()))
 
 
@@ -361,7 +371,10 @@ fake_pl = types.SimpleNamespace(
     ),
 )
 fake_lax = types.SimpleNamespace(
-    **{name: getattr(jax.lax, name) for name in ("rem", "div", "broadcast_in_dim")},
+    **{
+        name: getattr(jax.lax, name)
+        for name in ("rem", "div", "broadcast_in_dim", "broadcasted_iota")
+    },
     axis_index=lambda name: jnp.int32(here.axes[name]),
     fori_loop=fori_loop,
     cond=cond,

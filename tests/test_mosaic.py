@@ -265,6 +265,15 @@ def test_numbers_of_other_head_sizes(head_dim, value_dim, in_order, kernel_case)
     judge_both(case, in_order)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_numbers_of_programs_with_many_query_tiles(head_dim, monkeypatch, kernel_case):
+    """On a GPU with two cores: a warpgroup has every part of a tile in turn."""
+    monkeypatch.setattr(work, "CORES", 2)
+    # It remembers lists for all cores.
+    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    judge_both(with_heads(LONG_CAUSAL, head_dim, T=601), in_order=False)
+
+
 @in_order
 @cases.parametrize(names=["everything at once"], more=["dropout", "large scores"])
 def test_another_forward_may_come_before(case, in_order, monkeypatch, kernel_case):
@@ -281,15 +290,20 @@ def test_the_largest_additive_mask(kernel_case):
     large_scores.check(args, emulated(large_scores.problem(*args)))
 
 
-@pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])
-def test_the_gradient_of_the_scale(in_order):
-    problem = cases.BY_NAME["scale"].problem("bfloat16")
+def gradient_of_the_scale(problem, in_order):
     qkv, (do, dlse), options = problem
     call = checked(qkv, options | dict(scale=jnp.float32(0.7)))
     flags = NO_FLAGS | dict(want_scale=True, in_order=in_order)
     with emulator.emulated(pytest.MonkeyPatch()):
         o, log_sum = _mosaic.forward(call)
-        got = _mosaic.backward(call, o, log_sum, do, dlse, **flags).scale
+        return _mosaic.backward(call, o, log_sum, do, dlse, **flags).scale
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])
+def test_the_gradient_of_the_scale(in_order):
+    problem = cases.BY_NAME["scale"].problem("bfloat16")
+    got = gradient_of_the_scale(problem, in_order)
+    qkv, (do, dlse), _ = problem
 
     def blocked(scale):
         """What rounds as the kernels do: the sum is small beside its terms."""
@@ -298,6 +312,13 @@ def test_the_gradient_of_the_scale(in_order):
     _, pull = jax.vjp(blocked, jnp.float32(0.7))
     [want] = pull((do, dlse))
     np.testing.assert_allclose(got, want, rtol=1e-3)
+
+
+def test_the_gradient_of_the_scale_is_the_same_in_order():
+    """Of 520 queries, whose tiles of 192 end before those of 128 that delta has."""
+    problem = dataclasses.replace(LONG, T=520).problem("bfloat16")
+    one_pass, in_order = (gradient_of_the_scale(problem, x) for x in (False, True))
+    np.testing.assert_allclose(in_order, one_pass, rtol=1e-5)
 
 
 @pytest.mark.extended
@@ -444,6 +465,19 @@ def judge_poisoned(options, in_order=False, **others):
     poisoned = cases.poison(case, qkv, cotangents, options)
     assert all(np.isnan(np.asarray(x, np.float32)).any() for x in poisoned[0])
     judge(case, "bfloat16", emulated((*poisoned, options), in_order, **others))
+
+
+def test_what_is_behind_lengths_may_hold_anything_without_a_cotangent_of_the_lse(kernel_case):
+    """Then delta leaves its kernel as it is used."""
+    ends = {name: jnp.asarray(x, jnp.int32) for name, x in ENDS.items()}
+    case = dataclasses.replace(LONG, B=4, N=1, options=lambda random, case: ends)
+    qkv, cotangents, options = case.problem("bfloat16")
+    poisoned, (poisoned_do, _) = cases.poison(case, qkv, cotangents, options)
+    assert np.isnan(np.asarray(poisoned_do, np.float32)).any()
+    problems = (qkv, cotangents[0]), (poisoned, poisoned_do)
+    want, got = (emulated((qkv, (do, None), options), in_order=True) for qkv, do in problems)
+    for name, a, b in zip(oracle.names(options), want, got, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
 
 
 @pytest.mark.parametrize("axes", ["TS", "S"])

@@ -30,8 +30,11 @@ def forward(problem: Problem, sizes: TileSizes = TABLE):
     sizes = sizes.used(problem.few_queries).or_else(tiles.default(problem))
     if sizes.decode is not None:
         return _decode(problem, sizes.tile("decode"), _seen_keys(problem))
+    tile, seen = sizes.tile("forward"), _seen(problem)
+    if seen is not None:
+        return _forward(problem, tile, seen[1])
     p = dataclasses.replace(problem, value=_cleaned(problem.value, _seen_keys(problem)))
-    return _forward(p, sizes.tile("forward"))
+    return _forward(p, tile)
 
 
 def backward(
@@ -57,17 +60,19 @@ def backward(
     in_order = in_order or sizes.backward is None
     # The pass for the bias streams examples, and takes no ends of theirs.
     seen = None if want_bias else _seen(p)
-    delta, *zeros = _delta(
-        *(o, do),
+    delta, l_log2, *zeros = _delta(
+        *(o, do, log_sum.l_log2),
         head_dim=0 if in_order else head_dim,
         # For the gradient of the scale all sums of dq are read.
-        seen=None if seen is None or want_scale else seen[:, 0],
+        seen=None if seen is None or want_scale else seen[0],
     )
     if dlse is not None:
-        delta = delta - jnp.moveaxis(dlse, 2, 1)
-    # Cotangents of a row that sees nothing may hold NaN.
-    delta = jnp.where(log_sum.l_log2 == -jnp.inf, 0, delta)
-    sinks = sinks_gradient(p.sinks, log_sum, delta) if want_sinks else None
+        dlse = jnp.moveaxis(dlse, 2, 1)
+        dlse = jnp.pad(dlse, ((0, 0), (0, 0), (0, delta.shape[2] - p.q_len)))
+        # That of a query that sees nothing may be NaN.
+        delta = jnp.where(l_log2 == jnp.inf, 0, delta - dlse)
+    sinks = sinks_gradient(p.sinks, log_sum, delta[:, :, : p.q_len]) if want_sinks else None
+    log_sum = log_sum._replace(l_log2=l_log2)
 
     operands = _clean(p, do) if seen is None else (p.query, p.key, p.value, do)
     q, k, v, do = map(_wide, operands, (head_dim, head_dim, value_dim, value_dim))
@@ -111,7 +116,7 @@ def _wide(x, size: int):
 
 
 def _seen(p: Problem):
-    """int32 [B, 2]: how many queries of each example see a key, and how many keys are seen.
+    """Int32 [B] twice: how many queries of each example see a key, and how many keys are seen.
 
     None where these are not the first ones, or where no arrays tell.
     """
@@ -123,7 +128,7 @@ def _seen(p: Problem):
         return jnp.broadcast_to(seen.sum(axis=1, dtype=jnp.int32), (p.batch,))
 
     keys, queries = p.mask.seen_keys(_shape(p)), p.mask.seeing_queries(_shape(p))
-    return jnp.stack([count(queries, p.q_len), count(keys, p.kv_len)], axis=1)
+    return count(queries, p.q_len), count(keys, p.kv_len)
 
 
 def _clean(p: Problem, do):

@@ -116,7 +116,7 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
         lambda: sums_of(refs, memory, *where, steps, static),
         lambda: store(refs, memory, *where, zeros(memory, static), static),
     )
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, static: Static):
@@ -493,7 +493,7 @@ def backward(
                 (len(query), lengths[name], groups[0], widths[name]),
                 p.dtype,
                 batch=p.batch,
-                seen=None if seen is None else rows[-1][:, 0 if name == "dq" else 1],
+                seen=None if seen is None else rows[-2 if name == "dq" else -1],
             )
         return tuple(results.values())
 

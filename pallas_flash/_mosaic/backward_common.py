@@ -9,7 +9,6 @@ Queries are the rows of a tile, or its columns.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -81,7 +80,7 @@ class Static(common.Static):
         shared = [refs.pop(0) for _ in self.options.leaves]
         inputs = ["q", "k", "v", "do", "delta", *self.statistics]
         if self.ends:
-            inputs += ["seen", *(f"last_{name}" for name in ("q", "k", "v", "do"))]
+            inputs += ["seen_q", "seen_kv", *(f"last_{name}" for name in ("q", "k", "v", "do"))]
         return dict(zip([*inputs, *names], refs, strict=True), table=table, shared=shared)
 
     def copies(self, refs, b, side: str):
@@ -90,8 +89,7 @@ class Static(common.Static):
         Its arguments are a name, the head, the first row, where they go, and the barrier.
         """
         block = self.q.block if side == "q" else self.kv.block
-        seen = plgpu.load(refs["seen"].at[b, 0 if side == "q" else 1]) if self.ends else 0
-        end = seen - common.remainder(seen, block) if self.ends else 0
+        seen = plgpu.load(refs[f"seen_{side}"].at[b]) if self.ends else 0
 
         def copy(name, h, first, place, full):
             def start(ref, first):
@@ -101,7 +99,7 @@ class Static(common.Static):
             if not self.ends:
                 start(refs[name], first)
                 return
-            last = (first >= end) & (first < end + block)
+            last, end = common.is_last_tile(first, seen, block)
             pl.when(last)(lambda: start(refs[f"last_{name}"], first - end))
             pl.when(jnp.logical_not(last))(lambda: start(refs[name], first))
 
@@ -282,7 +280,7 @@ def mask_for(problem: Problem, q: Tiling, kv: Tiling, seen) -> Mask:
     """
     mask, exact = problem.mask, bool(problem.mask) and problem.bias is not None
     if seen is not None:
-        queries, keys = seen[:, 0], seen[:, 1]
+        queries, keys = seen
         queries = queries if exact else -(-queries // q.block) * q.block
         mask = mask.with_lengths(queries, keys)
     return mask.within(q=q if exact else None, kv=kv)
@@ -295,43 +293,37 @@ def operands(static: Static, shared, table, rows) -> list:
 
 
 def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tuple:
-    """q, k, v and do as copies take them, and delta and the statistics with `length` queries.
+    """q, k, v and do as copies take them, and delta and the statistics of `length` queries or more.
 
-    Last comes `seen`, if it is there: int32 [B, 2], how many queries see something and how many
+    Last comes `seen`, if it is there: int32 [B] each, how many queries see something and how many
     keys are seen, where these are the first ones; what is behind them may hold anything.
 
-    Where a query does not exist, and where one sees nothing, it has no weights by an LSE of inf,
-    and needs no mask. Its maximum is inf, too: of the largest bias nothing less would be finite.
+    A query that does not exist has no weights, by an LSE of inf; see `backward_delta`. Its maximum
+    is inf, too: of the largest bias nothing less would be finite.
     """
     p, (m, l_log2) = problem, log_sum
-    padding = (0, 0), (0, 0), (0, length - p.q_len)
-    l_log2 = jnp.where(l_log2 == -jnp.inf, jnp.inf, l_log2)
+
+    def padded(x, value):
+        missing = max(0, length - x.shape[2])
+        return jnp.pad(x, ((0, 0), (0, 0), (0, missing)), constant_values=value)
+
     return (
         *map(common.copyable, (p.query, p.key, p.value, do.astype(p.dtype))),
-        jnp.pad(shrunk(p.dropout, delta), padding),
-        *([] if m is None else [jnp.pad(m, padding, constant_values=jnp.inf)]),
-        jnp.pad(l_log2, padding, constant_values=jnp.inf),
-        *([] if seen is None else [seen]),
+        padded(shrunk(p.dropout, delta), 0),
+        *([] if m is None else [padded(m, jnp.inf)]),
+        padded(l_log2, jnp.inf),
+        *(seen or []),
     )
 
 
 def last_tiles(static: Static, *rows) -> list:
-    """Tiles [B, block, N, H] of q, k, v and do, in which what is seen ends, for those of `rows`.
-
-    There are zeros behind it. What stands there may be NaN, and 0 * NaN is NaN.
-    """
+    """`common.last_tile` of q, k, v and do, for those of `rows`."""
     if not static.ends:
         return []
-    q, k, v, do, *_, seen = rows
-
-    def of(x, seen, block: int):
-        seen = seen[:, None]
-        at = seen // block * block + np.arange(block, dtype=np.int32)[None]
-        inside = (at < seen)[..., None, None]
-        return jnp.where(inside, jax.vmap(lambda x, at: jnp.take(x, at, 0, mode="clip"))(x, at), 0)
-
-    queries, keys = (seen[:, 0], static.q.block), (seen[:, 1], static.kv.block)
-    return [of(q, *queries), of(k, *keys), of(v, *keys), of(do, *queries)]
+    q, k, v, do, *_, seen_q, seen_kv = rows
+    queries, keys = (seen_q, static.q.block), (seen_kv, static.kv.block)
+    sides = (q, queries), (k, keys), (v, keys), (do, queries)
+    return [common.last_tile(x, *side) for x, side in sides]
 
 
 def side_by_side(num_kv_heads: int) -> int:

@@ -62,7 +62,7 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
         lambda: sum_of(refs, memory, *where, steps, static),
         lambda: store(refs, memory, *where, *zeros(memory, static), static),
     )
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def sum_of(refs, memory, b, h, q_tile, warpgroup, steps: shared.Steps, static: Static):
@@ -196,7 +196,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
     barriers = common.barriers
 
     def run(arrays, *rows):
-        query, _, _, _, delta, *_ = rows
+        query, *_ = rows
         _, extras = arrays
         table = work.table(extras.mask, q, kv, "kv", len(query), p.batch)
         static = shared.call_static(
@@ -214,7 +214,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
             shared.operands(static, arrays, table, rows),
             outputs=[
                 (query.shape, query.dtype),
-                *([(delta.shape, jnp.float32)] if want_scale else []),
+                *[((len(query), p.num_heads, q.count * q.block), jnp.float32)] * want_scale,
             ],
             memory=dict(
                 q_sm=tiles(w, ROWS, p.head_dim),
@@ -237,4 +237,4 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
     rows = shared.rows(p, do, log_sum, delta, seen, q.count * q.block)
     arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
     dq, *dscale = common.by_instance(run, p.batch)(arrays, *rows)
-    return dq[:, : p.q_len], *(dscale or [None])
+    return dq[:, : p.q_len], dscale[0][:, :, : p.q_len] if want_scale else None

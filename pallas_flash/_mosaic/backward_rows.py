@@ -75,7 +75,7 @@ def pallas_flash_rows(*refs, static: Static, staged):
     for n in range(staged.shape[0]):
         at = b, pl.ds(first_row, ROWS), head, common.block_of_columns(n, b)
         plgpu.copy_smem_to_gmem(staged.at[n], rows_ref.at[at])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def rows(fragments, factor, shape, dtype, *, batch: int, seen=None):

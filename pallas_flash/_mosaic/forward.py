@@ -61,11 +61,13 @@ class Static(common.Static):
         q: the tiles of queries.
         head_dim: of queries and keys.
         value_dim: of values.
+        ends: whether it is told how many keys of each example are seen.
     """
 
     q: Tiling
     head_dim: int
     value_dim: int
+    ends: bool
 
     @property
     def large(self) -> bool:
@@ -236,15 +238,19 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
             staged[...] = ptx.columns(o, column)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staged, o_ref.at[b, rows, h, common.block_of_columns(n, b)])
+        # Copies of numbers do not end with the array, as those of tiles do.
         for n, ref in enumerate(statistic_refs):
-            plgpu.copy_smem_to_gmem(statistics_sm.at[warpgroup, n], ref.at[b, h, rows])
+            start = functools.partial(
+                plgpu.copy_smem_to_gmem, statistics_sm.at[warpgroup, n], ref.at[b, h, rows]
+            )
+            pl.when(first_row < ref.shape[2])(start)
         if o_sm is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
         return used + count
 
     work.for_each_item(refs.list, program, item, jnp.int32(0))
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def copy(ref, index, destination, barrier):
@@ -267,13 +273,24 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
     b, h = at
     stages, block = memory["k_sm"].shape[0], memory["k_sm"].shape[2]
     ring = common.Ring(stages)
+    seen = None if refs.last_v is None else plgpu.load(refs.seen.at[b])
 
     def one(j, _):
-        slot = ring(used + j)
-        at = b, pl.ds(tiles.at(j) * block, block), h
-        for x, ref in (("k", refs.k), ("v", refs.v)):
-            ring.refill(used + j, memory[f"{x}_free"])
+        slot, first = ring(used + j), tiles.at(j) * block
+
+        def start(x, ref, first):
+            at = b, pl.ds(first, block), h
             copy(ref, at, memory[f"{x}_sm"].at[slot], memory[f"{x}_full"].at[slot])
+
+        ring.refill(used + j, memory["k_free"])
+        start("k", refs.k, first)
+        ring.refill(used + j, memory["v_free"])
+        if seen is None:
+            start("v", refs.v, first)
+            return
+        last, end = common.is_last_tile(first, seen, block)
+        pl.when(last)(lambda: start("v", refs.last_v, first - end))
+        pl.when(jnp.logical_not(last))(lambda: start("v", refs.v, first))
 
     lax.fori_loop(jnp.int32(0), tiles.count, one, None)
 
@@ -327,7 +344,8 @@ class Refs(NamedTuple):
     v: Any
     table: Any  # None if tiles are not listed.
     shared: Any
-    seen: Any = None  # For few queries; None if all keys are.
+    seen: Any = None  # For few queries, which keys are, or with `last_v` how many; None if all are.
+    last_v: Any = None  # See `common.last_tile`.
 
 
 def pallas_flash_forward(*refs, static: Static, **memory):
@@ -335,8 +353,9 @@ def pallas_flash_forward(*refs, static: Static, **memory):
     list_ref, q_ref, k_ref, v_ref, *rest = refs
     table_ref = rest.pop(0) if static.listed else None
     shared = [rest.pop(0) for _ in static.options.leaves]
+    ends = [rest.pop(0) for _ in range(2 if static.ends else 0)]
     o_ref, *statistic_refs = rest
-    refs = Refs(list_ref, q_ref, k_ref, v_ref, table_ref, shared)
+    refs = Refs(list_ref, q_ref, k_ref, v_ref, table_ref, shared, *ends)
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups
 
@@ -349,8 +368,14 @@ def pallas_flash_forward(*refs, static: Static, **memory):
         load(refs, memory, program, static)
 
 
-def forward(problem: Problem, tile: ForwardTile):
-    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
+def forward(problem: Problem, tile: ForwardTile, seen=None):
+    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T].
+
+    Args:
+        problem: the call; values that no query sees are finite, if `seen` is None.
+        tile: block sizes.
+        seen: int32 [B], how many keys of each example are seen, where these are the first ones.
+    """
     p = problem
     q = Tiling(p.q_len, tile.warpgroups * ROWS)
     kv = Tiling(p.kv_len, tile.block_kv)
@@ -360,7 +385,7 @@ def forward(problem: Problem, tile: ForwardTile):
 
     blocks, barriers = functools.partial(common.blocks, p.dtype), common.barriers
 
-    def run(shared, query, key, value):
+    def run(shared, query, key, value, *seen):
         batch = len(query)
         _, extras = shared
         rows = Tiling(p.q_len, ROWS)
@@ -377,17 +402,18 @@ def forward(problem: Problem, tile: ForwardTile):
         lists = jnp.asarray(work.worklists(p, batch, mask, entries))
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
         options = common.Options.of(p, shared, q, kv)
+        ends = [x for seen in seen for x in (seen, common.last_tile(value, seen, kv.block))]
         q_sm = blocks(w, rows=ROWS, columns=p.head_dim)
         v_sm = blocks(stages, rows=kv.block, columns=p.value_dim)
         # Each block of columns is a copy, and arrives.
         copies_of_k, copies_of_v = q_sm.shape[1], v_sm.shape[1]
         return common.launch(
             pallas_flash_forward,
-            (lists, query, key, value, *listed, *options.operands(shared)),
+            (lists, query, key, value, *listed, *options.operands(shared), *ends),
             outputs=[
                 ((*query.shape[:3], p.value_dim), p.dtype),
-                # Copies want rows of 16 bytes, so these are padded to whole tiles.
-                *[((batch, p.num_heads, q.count * q.block), jnp.float32)] * statistics,
+                # What the warpgroups copy, in whole.
+                *[((batch, p.num_heads, p.q_len + -p.q_len % ROWS), jnp.float32)] * statistics,
             ],
             memory=dict(
                 q_sm=q_sm,
@@ -413,12 +439,14 @@ def forward(problem: Problem, tile: ForwardTile):
                 groups=p.groups,
                 head_dim=p.head_dim,
                 value_dim=p.value_dim,
+                ends=bool(seen),
                 tile=tile,
             ),
             approx_math=options.approximate,
         )
 
     run = common.by_instance(run, p.batch)
-    o, *log_sum = run(common.shared_arrays(p, mask), p.query, p.key, p.value)
+    arrays = p.query, p.key, p.value, *([] if seen is None else [seen])
+    o, *log_sum = run(common.shared_arrays(p, mask), *arrays)
     log_sum = [x[:, :, : p.q_len] for x in log_sum]
     return o, LogSum(log_sum[0] if p.large else None, log_sum[-1])
