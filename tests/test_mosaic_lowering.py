@@ -6,6 +6,8 @@ sizes that it refuses. All of it happens under JAX's strict switches.
 
 import dataclasses
 import functools
+import itertools
+import math
 import re
 
 import cases
@@ -24,6 +26,13 @@ from pallas_flash._tiling.tune import _problem
 # file too, have.
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
+
+from test_mosaic import checked
+
+from pallas_flash._mosaic import backward_dbias, common, tiles
+from pallas_flash._scores import LogSum
+
+plgpu = common.plgpu
 
 # Ranges and lists of tiles, and all options. All take as long.
 IN_DEFAULT = ("documents, causal, long", "blocks and predicate", "all features")
@@ -82,6 +91,45 @@ def test_two_slots_of_the_gradient_of_a_bias_leave_room_for_all_statistics():
     """The case has a bias in 32 bits, and scores that may be large."""
     case = dataclasses.replace(cases.BY_NAME["bias"].scaled(5), H=80, V=80)
     assert launches(case, False) >= 3
+
+
+class Launched(Exception):
+    """In place of a launch, with what it allocates."""
+
+
+def allocated(memory) -> int:
+    """Bytes of shared memory: arrays, each of which begins at a multiple of 1 KiB, and barriers."""
+    barriers = [x for x in memory if isinstance(x, plgpu.Barrier)]
+    arrays = [x.inner_aval for x in memory if not isinstance(x, plgpu.Barrier)]
+    sizes = [-(-x.size * x.dtype.itemsize // 1024) * 1024 for x in arrays]
+    return sum(sizes) + 8 * sum(math.prod(x.num_barriers) for x in barriers)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_gradient_of_a_bias_fits_at_all_head_sizes(dtype, monkeypatch):
+    """With a slot or more, by what its kernel asks for where scores may be large."""
+
+    def launch(*args, memory, **others):
+        raise Launched(allocated(memory.values()))
+
+    def run(q, k, v, do, row, bias):
+        problem = checked((q, k, v), dict(bias=bias))
+        assert problem.large
+        tile = tiles.dbias_tile(problem)
+        assert tile.stages >= 1, (q.shape, v.shape)
+        backward_dbias.dbias(problem, do, LogSum(row, row), row, tile)
+
+    monkeypatch.setattr(common, "launch", launch)
+    row, bias = (
+        jax.ShapeDtypeStruct(*x) for x in (((1, 2, 300), "float32"), ((1, 2, 300, 400), dtype))
+    )
+    sizes = range(8, 257, 8)
+    for head_dim, value_dim in {tiles.padded(*x) for x in itertools.product(sizes, sizes)}:
+        shapes = (300, head_dim), (400, head_dim), (400, value_dim), (300, value_dim)
+        rows = [jax.ShapeDtypeStruct((1, n, 2, size), "bfloat16") for n, size in shapes]
+        with described_gpu("NVIDIA H200"), pytest.raises(Launched) as launched:
+            jax.eval_shape(run, *rows, row, bias)
+        assert launched.value.args[0] <= 227 * 1024, (head_dim, value_dim)
 
 
 @cases.parametrize(names=["lengths of zero", "documents in pairs", "sinks", "all features"])

@@ -154,11 +154,11 @@ class DbiasTile(NamedTuple):
 def dbias_tile(p: Problem) -> DbiasTile:
     """Of a problem with padded head sizes: 128 keys, if they fit."""
     itemsize, width = min(4, p.bias.dtype.itemsize), p.head_dim + p.value_dim
-    # Two slots of 128 queries' numbers may take all of the 3 KB.
-    room = ROOM - 1024 // 2
 
     def stages(block_kv: int) -> int:
-        return (room - 64 * block_kv * itemsize) // ((128 + block_kv) * width)
+        room, each = ROOM - 64 * block_kv * itemsize, (128 + block_kv) * width
+        # 128 queries' numbers may take 2 KB, in two slots 3 KB. Then barriers want another.
+        return 2 if room - 1024 // 2 >= 2 * each else min(1, room // each)
 
     block_kv = 128 if stages(128) else 64
-    return DbiasTile(block_kv, min(2, stages(block_kv)))
+    return DbiasTile(block_kv, stages(block_kv))
