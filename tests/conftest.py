@@ -130,6 +130,10 @@ def pytest_configure(config):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        # Freed memory stays with a process: arrays of the oracle and the compiler's would be mapped
+        # anew each time, a tenth of all time. glibc reads this when a worker is started.
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**32))
+        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; select with -m gpu")
     config.addinivalue_line(
         "markers", "extended: further values and combinations; select with -m extended"
@@ -194,16 +198,30 @@ def by_case(items):
 
 
 def with_long_ones_between(items):
-    """For a GPU: "all features" takes the longest by far, and must not come at once, nor last.
+    """For a GPU: those that take the longest by far must not come at once, nor last.
 
-    And one process gets the first tests, so these are those that need much of its memory.
+    And one process gets the first tests, so these are those that need much of its memory. Those of
+    no case take longer than the others, and come before them.
     """
 
-    def is_long(item):
+    def case_of(item):
         case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-        return getattr(case, "name", None) == "all features"
+        return getattr(case, "name", None)
 
-    items = sorted(items, key=lambda item: "sizes_beyond" not in item.name)
+    def is_tuning(item):
+        return item.name == "test_on_a_gpu"
+
+    def is_long(item):
+        return is_tuning(item) or case_of(item) == "all features"
+
+    def place(item):
+        chosen = item.get_closest_marker("gpu") is not None
+        return (
+            *(not chosen, not is_tuning(item)),
+            *("sizes_beyond" not in item.name, case_of(item) is not None),
+        )
+
+    items = sorted(items, key=place)
     long, others = ([item for item in items if is_long(item) == wanted] for wanted in (True, False))
     every = len(others) * 3 // 4 // (len(long) or 1) + 1
     for n, item in enumerate(others):

@@ -340,7 +340,9 @@ def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, scor
         s = score_fn(s, *np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
     if logits_soft_cap is not None:
         s = logits_soft_cap * jnp.tanh(s / logits_soft_cap)
-    ok = jnp.asarray(visible((B, N, T, S), **conditions))
+    ok = visible((B, N, T, S), **conditions)
+    # No array where it is one value, see `compiled_alike`: of that XLA makes another program.
+    ok = jnp.full(ok.shape, ok.all()) if ok.all() == ok.any() else jnp.asarray(ok)
     s = jnp.where(ok, s, -jnp.inf)
     m = jax.lax.stop_gradient(jnp.max(s, -1, keepdims=True))
     alive = m > -jnp.inf
@@ -383,6 +385,28 @@ def compiled(function):
         "xla_disable_hlo_passes": "constant_folding",
     }
     return jax.jit(function, compiler_options=options if jax.default_backend() == "gpu" else None)
+
+
+def compiled_alike(function):
+    """`compiled`, once for all functions that differ only in the arrays they know, such as masks.
+
+    They become arguments, so that programs are the same: in a process, and on a GPU in all
+    processes, for which conftest.py keeps them.
+    """
+
+    def run(*args, **operands):
+        jaxpr = jax.make_jaxpr(function)(*args, **operands)
+        given = jaxpr.consts, *jax.tree.leaves((args, operands))
+        program = compiled(functools.partial(jax.core.eval_jaxpr, jaxpr.jaxpr)).lower(*given)
+        text = program.as_text()
+        if text not in _programs:
+            _programs[text] = program.compile()
+        return _programs[text](*given)
+
+    return run
+
+
+_programs = {}
 
 
 def optimized(function):

@@ -65,7 +65,7 @@ def _expected_of(problem, tf32):
     truth = oracle.solve(*qkv, *cotangents, tf32=tf32, **options)
     operands, options = oracle.split(options)
     dense = functools.partial(oracle.dense, tf32=tf32, **options)
-    run = oracle.compiled(functools.partial(oracle.differentiate, dense))
+    run = oracle.compiled_alike(functools.partial(oracle.differentiate, dense))
     return oracle.names(operands), truth, run(*qkv, *cotangents, **operands)
 
 
