@@ -51,10 +51,12 @@ FASTER_BY_MOSAIC = {
         (64, "full"): 1024,
         (64, "causal"): 512,
         (64, "sinks"): 4096,
+        (64, "lengths"): 2048,
         (64, "mask array"): 2048,
         (128, "full"): 1000,
         (128, "causal"): 512,
         (128, "ranges"): 2048,
+        (128, "lengths"): 2048,
         (128, "documents"): 8192,
         (128, "mask array"): 2048,
         (128, "bias in 16 bits"): 2048,
@@ -70,6 +72,7 @@ FASTER_BY_MOSAIC = {
         (64, "full"): 1024,
         (64, "causal"): 1024,
         (64, "ranges"): 2048,
+        (64, "lengths"): 2048,
         (64, "documents"): 8192,
         (64, "soft cap"): 4096,
         (64, "slopes"): 4096,
@@ -80,6 +83,7 @@ FASTER_BY_MOSAIC = {
         (128, "full"): 512,
         (128, "causal"): 512,
         (128, "ranges"): 2048,
+        (128, "lengths"): 2048,
         (128, "documents"): 8192,
         (128, "soft cap"): 4096,
         (128, "slopes"): 4096,
@@ -100,6 +104,7 @@ FASTER_BY_MOSAIC = {
         (128, "full"): 512,
         (128, "causal"): 512,
         (128, "ranges"): 2048,
+        (128, "lengths"): 2048,
         (128, "documents"): 8192,
         (128, "soft cap"): 4096,
         (128, "slopes"): 4096,
@@ -402,6 +407,8 @@ def _kinds(p: Problem) -> set[str]:
     """What a call is by its mask, and what else it asks for; keys of `FASTER_BY_MOSAIC`."""
     if p.mask.kind in ("full", "causal") and not jax.tree.leaves(p.mask):
         kinds = {p.mask.kind}
+    elif p.mask.ends_by_lengths:
+        kinds = {"lengths"}
     else:
         kinds = {_kind_of_leaf(x) for x in p.mask.leaves if not x.intervals} or {"ranges"}
     in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2
