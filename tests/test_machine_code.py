@@ -310,15 +310,13 @@ def test_gradient_needs_two_rows_beside_inputs_output_and_gradients():
     assert found <= 539e6
 
 
-TWO_PASSES = True, "forward dkv dq"
-
-
 @needs_compiler
 @pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic"')
 @pytest.mark.parametrize(
     ("reproducible", "names"),
     cases.default(
-        [(True, "forward dkv dq")], [(True, "forward dkv dq"), (False, "forward backward rows")]
+        [two_passes := (True, "forward delta dkv dq")],
+        [two_passes, (False, "forward delta backward rows")],
     ),
 )
 def test_kernels_in_mosaic_gpu_are_read_as_others_are(reproducible, names):
@@ -331,7 +329,7 @@ def test_kernels_in_mosaic_gpu_are_read_as_others_are(reproducible, names):
     for kernel in program.kernels:
         assert kernel.is_mosaic
         assert kernel.symbol in launched
-        if kernel.attention_pass == "rows":
+        if kernel.attention_pass in ("delta", "rows"):
             assert kernel.main is None
             continue
         assert kernel.matrix == {"HGMMA"}
