@@ -130,8 +130,8 @@ def pytest_configure(config):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-        # Freed memory stays with a process: arrays of the oracle and the compiler's would be mapped
-        # anew each time, a tenth of all time. glibc reads this when a worker is started.
+        # Freed memory stays with a process. To map that of the oracle and the compiler anew each
+        # time took a tenth of the time of ten programs. glibc reads this when a worker is started.
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**32))
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; select with -m gpu")
@@ -215,11 +215,9 @@ def with_long_ones_between(items):
         return is_tuning(item) or case_of(item) == "all features"
 
     def place(item):
-        chosen = item.get_closest_marker("gpu") is not None
-        return (
-            *(not chosen, not is_tuning(item)),
-            *("sizes_beyond" not in item.name, case_of(item) is not None),
-        )
+        needs_memory = "sizes_beyond" in item.name
+        on_a_gpu = item.get_closest_marker("gpu") is not None
+        return not on_a_gpu, not is_tuning(item), not needs_memory, case_of(item) is not None
 
     items = sorted(items, key=place)
     long, others = ([item for item in items if is_long(item) == wanted] for wanted in (True, False))

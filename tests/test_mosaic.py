@@ -1,30 +1,23 @@
-"""The kernels for Hopper on a CPU: their Python, emulated, and what JAX makes of it.
+"""The kernels for Hopper on a CPU: their Python, emulated.
 
 The emulator runs copies and products as late as it may, so that a wait too few shows: see
 test_mosaic_emulator.py.
 """
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import itertools
-import re
 
 import cases
 import jax
 import jax.export
 import jax.numpy as jnp
-import jaxprs
 import mosaic_emulator as emulator
 import numpy as np
 import oracle
 import pytest
 import test_large_scores as large_scores
-from described_gpus import described_gpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from strict import strictly
 from test_accuracy import judge
 
 import pallas_flash
@@ -513,173 +506,3 @@ def test_what_no_query_of_a_pair_sees_may_overflow(in_order):
         oracle.NAMES, emulated(((q, k, v), (do, dlse), options), in_order), strict=False
     ):
         assert jnp.isfinite(x).all(), name
-
-
-# ------------------------------------------------------------------------------------------------
-# What JAX makes of them. Calls in the emulator are not `jit`ted; these are, and only lowered.
-
-SHAPE = (4, 300, 4, 64)
-ROWS = P("batch", None, "heads")
-attention = functools.partial(
-    pallas_flash.attention, is_causal=True, return_lse=True, implementation="mosaic"
-)
-
-
-def gradients(q, k, v, call=attention):
-    out, pull = jax.vjp(call, q, k, v)
-    return pull(out)
-
-
-def lowered(function, shape=SHAPE, shapes=None):
-    """The lowering for an H200 that is not here."""
-    shapes = shapes or [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3
-    with described_gpu("NVIDIA H200"):
-        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
-
-
-# Launches of a call with its gradients: forward, delta, backward, and what makes rows of dq's sums;
-# or in order dk with dv, and dq.
-ONE_PASS = IN_ORDER = 4
-
-
-def launches(text):
-    return len(re.findall(r"@mosaic_gpu\w*\(", text))
-
-
-@pytest.mark.parametrize(
-    ("function", "shape", "count"),
-    [
-        (attention, SHAPE, 1),
-        (gradients, SHAPE, ONE_PASS),
-        (jax.checkpoint(gradients), SHAPE, ONE_PASS),
-        (jax.vmap(gradients), (2, *SHAPE), ONE_PASS),
-        (jax.vmap(jax.vmap(gradients)), (2, 3, *SHAPE), ONE_PASS),
-    ],
-    ids=["forward", "gradients", "remat", "vmap", "vmap-twice"],
-)
-def test_lowers(function, shape, count):
-    assert launches(lowered(function, shape).as_text()) == count
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "options", "launched"),
-    [
-        (128, {}, (ONE_PASS, 0)),
-        (64, {}, (ONE_PASS, 0)),
-        # dk and dv are launches of their own, or dv is.
-        (192, {}, (1, 4)),
-        (256, {}, (ONE_PASS + 1, 0)),
-        (64, {"reproducible": True}, (IN_ORDER, 0)),
-        (256, {"reproducible": True}, (1, 4)),
-        (64, {"implementation": "mosaic"}, (ONE_PASS, 0)),
-        (64, {"implementation": "mosaic", "reproducible": True}, (IN_ORDER, 0)),
-        (128, {"implementation": "triton"}, (0, 4)),
-    ],
-    ids=str,
-)
-def test_each_pass_is_launched_by_who_was_chosen(head_dim, options, launched):
-    """Of "mosaic" and "triton", in a long call with many programs."""
-    call = functools.partial(attention, **{"implementation": None} | options)
-    shape = 2, 8192, 2048 // head_dim, head_dim
-    text = lowered(functools.partial(gradients, call=call), shape).as_text()
-    assert (launches(text), text.count("@__gpu$xla.gpu.triton")) == launched
-
-
-def test_reads_of_score_functions_have_no_derivative():
-    """Which Pallas could not compute, and which the emulator does not see."""
-    slopes = jnp.ones(4, jnp.float32)
-
-    def wave(s, b, h, q, k, slopes):
-        return s * jnp.tanh(s) * slopes[h] + slopes[(q + k) % 4]
-
-    call = functools.partial(attention, score_fn=wave, score_operands=(slopes,))
-    assert launches(lowered(functools.partial(gradients, call=call)).as_text()) == ONE_PASS
-
-
-@pytest.mark.parametrize("x64", [False, True])
-def test_lowers_under_all_of_jaxs_strict_switches(x64):
-    # Pallas keeps references to tracers in the kernels' own.
-    with strictly(x64=x64, leaks=False):
-        assert launches(lowered(gradients).as_text()) == ONE_PASS
-
-
-def test_export_for_a_gpu_that_is_not_here():
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
-    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
-    with described_gpu("NVIDIA H200"):
-        export = jax.export.export(jax.jit(gradients), platforms=["cuda"], disabled_checks=[check])
-        exported = export(x, x, x)
-    assert exported.platforms == ("cuda",)
-    assert launches(exported.mlir_module()) == ONE_PASS
-
-
-def gpus(kind):
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    return AbstractMesh((2, 2), ("batch", "heads"), axis_types=(kind,) * 2, abstract_device=device)
-
-
-def traced_on(mesh, function):
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=NamedSharding(mesh, ROWS))
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(function).trace(x, x, x)
-
-
-def within_shard_map(mesh, call, check_vma):
-    def run(q, k, v):
-        specs = dict(in_specs=(ROWS, ROWS, ROWS), out_specs=(ROWS, ROWS))
-        return gradients(q, k, v, jax.shard_map(call, mesh=mesh, check_vma=check_vma, **specs))
-
-    return run
-
-
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-
-
-@KINDS
-def test_lowers_inside_shard_map(kind):
-    mesh = gpus(kind)
-    traced = traced_on(mesh, within_shard_map(mesh, attention, check_vma=False))
-    with jax.sharding.use_abstract_mesh(mesh):
-        assert launches(traced.lower(lowering_platforms=("cuda",)).as_text()) == ONE_PASS
-
-
-@KINDS
-def test_shard_maps_check_takes_the_call_elsewhere(kind):
-    mesh = gpus(kind)
-    with pytest.raises(NotImplementedError, match="check_vma=False"):
-        traced_on(mesh, within_shard_map(mesh, attention, check_vma=True))
-    chosen = functools.partial(attention, implementation=None)
-    traced_on(mesh, within_shard_map(mesh, chosen, check_vma=True))
-
-
-def test_lowers_for_an_explicit_mesh():
-    mesh = gpus(AxisType.Explicit)
-    traced = traced_on(mesh, gradients)
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert launches(text) == ONE_PASS
-
-
-def test_parts_have_these_kernels_where_the_whole_has_others():
-    """Steps of a ring in `balanced_order`, of which the call as a whole compares positions."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    kind = (AxisType.Explicit,)
-    mesh = AbstractMesh((2,), ("sequence",), axis_types=kind, abstract_device=device)
-    rows = NamedSharding(mesh, P(None, "sequence"))
-    x = jax.ShapeDtypeStruct((4, 16384, 16, 128), jnp.bfloat16, sharding=rows)
-    where = jax.ShapeDtypeStruct((1, 16384), jnp.int32, sharding=rows)
-
-    def run(x, where):
-        places = dict(query_positions=where, key_value_positions=where)
-        how = dict(is_causal=True, context_parallelism="ring", **places)
-        assert pallas_flash.explain(x, x, x, **how).implementation == "triton"
-        return pallas_flash.attention(x, x, x, **how)
-
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(run).trace(x, where).lower(lowering_platforms=("cuda",)).as_text()
-    assert launches(text) == 3
-
-
-def test_auto_axes_are_left_to_the_partitioner():
-    eqns = jaxprs.equations(traced_on(gpus(AxisType.Auto), gradients).jaxpr.jaxpr)
-    assert len([e for e in eqns if e.primitive.name == "custom_partitioning"]) == 2

@@ -26,9 +26,9 @@ from scripts.inspection import gpu_compiler
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
-import test_mosaic
 import test_mosaic_emulator as broken_kernels
-from test_mosaic import checked, lowered
+from test_mosaic import checked
+from test_mosaic_lowering import attention, launches, lowered
 from test_mosaic_machine_code import machine_code_of, shaped
 
 from pallas_flash import _mosaic
@@ -257,7 +257,7 @@ def test_which_kernel_serves(T):
     name = "pallas_flash_decode" if T <= FEW_QUERIES else "pallas_flash_forward"
 
     def forward(q, k, v):
-        return test_mosaic.attention(q, k, v)
+        return attention(q, k, v)
 
     assert name in lowered(forward, shapes=(q, k, k)).as_text()
 
@@ -268,10 +268,10 @@ def test_vmap_computes_what_a_loop_does():
     lengths = jax.ShapeDtypeStruct((3, 2), jnp.int32)
 
     def forward(q, k, v, lengths):
-        return test_mosaic.attention(q, k, v, is_causal=False, key_value_seq_lengths=lengths)
+        return attention(q, k, v, is_causal=False, key_value_seq_lengths=lengths)
 
     text = lowered(jax.vmap(forward), shapes=(q, k, k, lengths)).as_text()
-    assert test_mosaic.launches(text) == 1
+    assert launches(text) == 1
 
 
 @pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import mosaic_emulator as emulator
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from test_accuracy import judge
 
 from pallas_flash import _compat
@@ -125,6 +126,7 @@ BROKEN = {
     "no wait for queries": (without_waiting_at({"q_full"}), LONG),
     "no wait for cotangents": (without_waiting_at({"do_full"}), LONG),
     "no wait for delta": (without_waiting_at({"delta_full"}), LONG),
+    "no wait for outputs, delta": (without_waiting_at({"full"}, "_delta"), LONG),
     "no wait for products": (without_waiting_for_products, LONG),
     "an arrival too many": (with_arrivals("k_free", 1), MANY_KEYS),
     "an arrival too few": (with_arrivals("v_free", -1), MANY_KEYS),
@@ -162,3 +164,13 @@ def test_the_emulator_sees_a_kernel_that_is_broken(broken, monkeypatch):
         # Threads run as fast as they may, and a slot may happen to be free.
         for _ in range(5):
             judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
+
+
+def test_the_emulator_refuses_copies_of_numbers_beyond_the_end():
+    """On a GPU they go on in the next row; those of tiles end."""
+    numbers = emulator.Device(np.zeros((2, 100), np.float32)).at[0, pl.ds(64, 64)]
+    numbers_sm = emulator.Shared(np.zeros(64, np.float32))
+    with pytest.raises(emulator.EmulationError, match="of which"):
+        emulator.copy_gmem_to_smem(numbers, numbers_sm, emulator.Phases(1))
+    with pytest.raises(emulator.EmulationError, match="of which"):
+        emulator.copy_smem_to_gmem(numbers_sm, numbers)

@@ -230,6 +230,11 @@ def newer_jax(monkeypatch):
     monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
 
 
+LENGTHS = dict.fromkeys(
+    ("query_seq_lengths", "key_value_seq_lengths"), jax.ShapeDtypeStruct((8,), jnp.int32)
+)
+
+
 def on_hopper(
     length=8192,
     head_dim=128,
@@ -305,6 +310,9 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(kv_heads=4, head_dim=64), SLOWER),
         (dict(dtype=jnp.float16), ""),
         (dict(scale=0.1), ""),
+        # Lengths are known to be faster at 64, windows not.
+        (LENGTHS | dict(length=2048, head_dim=64), ""),
+        (LENGTHS | dict(length=2048, head_dim=64, is_causal=False), ""),
         # The forward alone is known to be faster.
         (dict(mask=jnp.ones((2048, 2048), bool), length=2048, head_dim=64), SLOWER),
         (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16)), ""),

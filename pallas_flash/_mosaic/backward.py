@@ -497,8 +497,8 @@ def backward(
             )
         return tuple(results.values())
 
-    # Two whole tiles of 64 queries, for dq.
-    rows = shared.rows(p, do, log_sum, delta, seen, -(-p.q_len // 128) * 128)
+    # As many queries as delta has: whole tiles of 128, for dq.
+    rows = shared.rows(p, do, log_sum, delta, seen, delta.shape[2])
     rows = (zeros, *rows) if "dq" in sums else rows
     arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
     results = dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))

@@ -99,9 +99,8 @@ class Static(common.Static):
             if not self.ends:
                 start(refs[name], first)
                 return
-            last, end = common.is_last_tile(first, seen, block)
-            pl.when(last)(lambda: start(refs[f"last_{name}"], first - end))
-            pl.when(jnp.logical_not(last))(lambda: start(refs[name], first))
+            rows = refs[name], refs[f"last_{name}"]
+            common.from_last_tile_or(*rows, start, first, seen, block)
 
         return copy
 

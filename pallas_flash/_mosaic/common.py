@@ -92,10 +92,21 @@ def last_tile(x, seen, block: int):
     return jnp.where(place < (seen - first)[:, None, None, None], tile, 0)
 
 
-def is_last_tile(first, seen, block: int):
-    """Whether row `first` is in that tile, and the row with which that begins."""
+def from_last_tile_or(ref, last_ref, start, first, seen, block: int):
+    """Runs `start(ref, first)`; in that tile, of which `last_ref` is, `start` from there.
+
+    Args:
+        ref: all rows.
+        last_ref: see `last_tile`.
+        start: takes a reference and a row of it.
+        first: the row to begin with.
+        seen: how many of the example's first rows are seen.
+        block: rows of a tile.
+    """
     end = seen - remainder(seen, block)
-    return (first >= end) & (first < end + block), end
+    inside = (first >= end) & (first < end + block)
+    pl.when(inside)(lambda: start(last_ref, first - end))
+    pl.when(jnp.logical_not(inside))(lambda: start(ref, first))
 
 
 def block_of_columns(n: int, x):

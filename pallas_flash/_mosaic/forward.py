@@ -273,7 +273,8 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
     b, h = at
     stages, block = memory["k_sm"].shape[0], memory["k_sm"].shape[2]
     ring = common.Ring(stages)
-    seen = None if refs.last_v is None else plgpu.load(refs.seen.at[b])
+    seen_ref, last_v_ref = refs.ends or (None, None)
+    seen = None if seen_ref is None else plgpu.load(seen_ref.at[b])
 
     def one(j, _):
         slot, first = ring(used + j), tiles.at(j) * block
@@ -285,12 +286,11 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
         ring.refill(used + j, memory["k_free"])
         start("k", refs.k, first)
         ring.refill(used + j, memory["v_free"])
+        start_v = functools.partial(start, "v")
         if seen is None:
-            start("v", refs.v, first)
-            return
-        last, end = common.is_last_tile(first, seen, block)
-        pl.when(last)(lambda: start("v", refs.last_v, first - end))
-        pl.when(jnp.logical_not(last))(lambda: start("v", refs.v, first))
+            start_v(refs.v, first)
+        else:
+            common.from_last_tile_or(refs.v, last_v_ref, start_v, first, seen, block)
 
     lax.fori_loop(jnp.int32(0), tiles.count, one, None)
 
@@ -344,8 +344,8 @@ class Refs(NamedTuple):
     v: Any
     table: Any  # None if tiles are not listed.
     shared: Any
-    seen: Any = None  # For few queries, which keys are, or with `last_v` how many; None if all are.
-    last_v: Any = None  # See `common.last_tile`.
+    seen: Any = None  # For few queries; None if all keys are.
+    ends: Any = ()  # How many keys of each example are seen, and `common.last_tile` of the values.
 
 
 def pallas_flash_forward(*refs, static: Static, **memory):
@@ -355,7 +355,7 @@ def pallas_flash_forward(*refs, static: Static, **memory):
     shared = [rest.pop(0) for _ in static.options.leaves]
     ends = [rest.pop(0) for _ in range(2 if static.ends else 0)]
     o_ref, *statistic_refs = rest
-    refs = Refs(list_ref, q_ref, k_ref, v_ref, table_ref, shared, *ends)
+    refs = Refs(list_ref, q_ref, k_ref, v_ref, table_ref, shared, ends=ends)
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups
 
