@@ -548,6 +548,27 @@ class Mask:
         around = all(isinstance(leaf, Band) and leaf.reflexive for leaf in rest)
         return around and any(type(leaf) is Lengths for leaf in self.leaves)
 
+    def ends(self, q_len: int, kv_len: int):
+        """How many queries see a key, and how many keys are seen, where `ends_by_lengths`.
+
+        Numbers, or int32 [B].
+        """
+        queries, keys, before, after = q_len, kv_len, FAR, FAR
+        for leaf in self.leaves:
+            if isinstance(leaf, Lengths):
+                queries, keys = (
+                    n if x is None else jnp.clip(x, 0, n)
+                    for n, x in ((queries, leaf.query), (keys, leaf.key_value))
+                )
+            else:
+                before = min(before, FAR if leaf.low is None else -leaf.low)
+                after = min(after, FAR if leaf.high is None else leaf.high)
+        # The last query that sees the last key is so far behind it, and the other way round.
+        return (
+            jnp.where(keys > 0, jnp.minimum(queries, keys + before), 0),
+            jnp.where(queries > 0, jnp.minimum(keys, queries + after), 0),
+        )
+
     def with_lengths(self, query, key_value) -> "Mask":
         """With other `Lengths`, int32 [B]."""
         rest: list[Any] = [leaf for leaf in self.leaves if type(leaf) is not Lengths]

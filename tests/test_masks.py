@@ -607,6 +607,22 @@ def test_what_is_not_seen(name, at_once, monkeypatch):
         np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want)
 
 
+@pytest.mark.parametrize("bands", [[], [(None, 0)], [(-3, None)], [(-9, 2), (-2, 7)], [(0, 0)]])
+@pytest.mark.parametrize("of", ["query", "key_value", "both"])
+def test_ends_by_lengths(bands, of):
+    """Who sees something, and what is seen, are the first ones; `Mask.ends` counts them."""
+    q_len, kv_len = 9, 12
+    for n, m in itertools.product(range(q_len + 2), range(kv_len + 2)):
+        lengths = dict(query=jnp.array([n]), key_value=jnp.array([m]))
+        lengths = {name: x for name, x in lengths.items() if of in (name, "both")}
+        mask = Mask((Lengths(**lengths), *(Band(*band) for band in bands)))
+        assert mask.ends_by_lengths
+        ok = mask.allowed(*np.ogrid[:1, :1, :q_len, :kv_len])
+        ok = np.broadcast_to(ok, (1, 1, q_len, kv_len))[0, 0]
+        for end, some in zip(mask.ends(q_len, kv_len), (ok.any(1), ok.any(0)), strict=True):
+            np.testing.assert_array_equal(some, np.arange(len(some)) < np.ravel(end))
+
+
 def test_what_is_not_seen_takes_memory_for_some_pairs_alone():
     """A program that reads arrays, and one that has no operand but the queries' length."""
 

@@ -123,12 +123,8 @@ def _seen(p: Problem):
     if not p.mask.ends_by_lengths:
         return None
 
-    def count(seen, length: int):
-        seen = jnp.ones((1, length), bool) if seen is None else seen[:, 0]
-        return jnp.broadcast_to(seen.sum(axis=1, dtype=jnp.int32), (p.batch,))
-
-    keys, queries = p.mask.seen_keys(_shape(p)), p.mask.seeing_queries(_shape(p))
-    return count(queries, p.q_len), count(keys, p.kv_len)
+    ends = p.mask.ends(p.q_len, p.kv_len)
+    return tuple(jnp.broadcast_to(x, (p.batch,)).astype(jnp.int32) for x in ends)
 
 
 def _clean(p: Problem, do):
