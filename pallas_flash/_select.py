@@ -50,6 +50,7 @@ FASTER_BY_MOSAIC = {
     "forward": {
         (64, "full"): 1024,
         (64, "causal"): 512,
+        (64, "ranges"): 16384,
         (64, "sinks"): 4096,
         (64, "lengths"): 2048,
         (64, "mask array"): 2048,
@@ -70,7 +71,7 @@ FASTER_BY_MOSAIC = {
     # docs/results/h200-2026-11-22-backward.jsonl
     "backward": {
         (64, "full"): 1024,
-        (64, "causal"): 1024,
+        (64, "causal"): 512,
         (64, "ranges"): 2048,
         (64, "lengths"): 2048,
         (64, "documents"): 8192,
