@@ -560,7 +560,7 @@ class Mask:
                     n if x is None else jnp.clip(x, 0, n)
                     for n, x in ((queries, leaf.query), (keys, leaf.key_value))
                 )
-            else:
+            elif isinstance(leaf, Band):
                 before = min(before, FAR if leaf.low is None else -leaf.low)
                 after = min(after, FAR if leaf.high is None else leaf.high)
         # The last query that sees the last key is so far behind it, and the other way round.
