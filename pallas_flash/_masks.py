@@ -551,7 +551,7 @@ class Mask:
     def ends(self, q_len: int, kv_len: int):
         """How many queries see a key, and how many keys are seen, where `ends_by_lengths`.
 
-        Numbers, or int32 [B].
+        Each int32 [B], or [] where no array tells.
         """
         queries, keys, before, after = q_len, kv_len, FAR, FAR
         for leaf in self.leaves:

@@ -44,9 +44,10 @@ MOSAIC_OPERATIONS = (
 
 # From which lengths on the passes of "mosaic" were measured to be faster than those of "triton", by
 # head size, see `_size`, and kind of call; if it is of several kinds, the largest counts. What is
-# not in the table is slower, or was not measured.
+# not in the table is slower, or was not measured. In docs/results; where both have sustained times
+# in h200-2026-11-22-sustained.jsonl, by these, else by the file that is named.
 FASTER_BY_MOSAIC = {
-    # docs/results/h200-2026-11-22-forward.jsonl
+    # h200-2026-11-22-forward.jsonl
     "forward": {
         (64, "full"): 1024,
         (64, "causal"): 512,
@@ -68,7 +69,7 @@ FASTER_BY_MOSAIC = {
         (256, "full"): 2048,
         (256, "causal"): 1024,
     },
-    # docs/results/h200-2026-11-22-backward.jsonl
+    # h200-2026-11-22-backward.jsonl
     "backward": {
         (64, "full"): 1024,
         (64, "causal"): 512,

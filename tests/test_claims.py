@@ -574,22 +574,15 @@ def gains(file, name):
     return found
 
 
-# Of sustained times what calls are to the choice; these are later than the others.
-KIND_OF_CASE = {
-    "window 1024 gqa 64": (64, "ranges"),
-    "short 64 causal": (64, "causal"),
-    "lengths 64 full": (64, "lengths"),
-    "lengths 64 causal": (64, "lengths"),
-    "lengths 128 causal": (128, "lengths"),
-}
-
-
 def sustained_gains(direction):
-    """As `gains`, where both were timed."""
+    """As `gains`, where the sustained times are of both; they are later than the others."""
     found = {}
     for r in lines(SUSTAINED):
         if (r["pass"], r["peer"]) == (direction, "ours_triton"):
-            entry, gain = found.setdefault(KIND_OF_CASE[r["case"]], {}), r["ratio"]["median"]
+            assert not (r["documents"] or r["option"])
+            alone = "causal" if r["causal"] else "full"
+            kind = "lengths" if r["lengths"] else "ranges" if r["window"] else alone
+            entry, gain = found.setdefault((r["D"], kind), {}), r["ratio"]["median"]
             entry[r["T"]] = min(gain, entry.get(r["T"], gain))
     return found
 

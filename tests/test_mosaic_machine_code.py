@@ -35,7 +35,8 @@ def machine_code_of(function, *shapes):
 
 
 # What comes before and after a backward computes hardly anything: the bytes that a program reads at
-# a time. About 40 KB for each core keep the memory of an H200 busy; these are half as many again.
+# a time. In a microsecond an H200's memory, by its datasheet, has 36 KB for each core; so many have
+# to be under way if it takes that long to answer, and here are more.
 READ_AT_A_TIME = {
     "pallas_flash_delta": lambda size: 2 * 2 * 64 * size,
     "pallas_flash_rows": lambda size: 4 * 64 * 64,
