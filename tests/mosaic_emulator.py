@@ -474,6 +474,14 @@ def store_rows(x, ref, first):
     rows[...] = np.asarray(x)[: len(rows)]
 
 
+def store_zeros(ref, first, head, rows):
+    ref.array[ref.index][number(first) : number(first) + rows, number(head)] = 0
+
+
+def zero_rows(ref, first):
+    ref.array[max(0, number(first)) :] = 0
+
+
 def columns(x, first):
     x = np.asarray(x)[:, first : first + 64]
     return np.pad(x, ((0, 0), (0, 64 - x.shape[1])))
@@ -497,6 +505,8 @@ fake_ptx = dict(
     gather=gather,
     columns=columns,
     store_rows=store_rows,
+    store_zeros=store_zeros,
+    zero_rows=zero_rows,
     where=jnp.where,
     difference=lambda x, y: jnp.asarray(np.asarray(x) - np.asarray(y)),
     tanh=jnp.tanh,

@@ -113,6 +113,16 @@ def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
     judge(LONG_CAUSAL, "bfloat16", emulated(LONG_CAUSAL.problem("bfloat16"), in_order))
 
 
+@in_order
+def test_keys_behind_the_ends_have_gradients_of_zero(in_order, kernel_case):
+    """Of five tiles none is seen, or one or two, whose programs store several others, or more."""
+    lengths = jnp.array([0, 1, 256, 300, 520], jnp.int32)
+    sizes = dict(B=len(lengths), T=150, S=600, N=1)
+    options = dict(key_value_seq_lengths=lengths)
+    case = dataclasses.replace(LONG, **sizes, options=lambda *_: options)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
+
+
 def with_bias(axes, B=2, **options):
     """A bias that has these axes, of several tiles along queries and keys; some see nothing."""
 

@@ -112,10 +112,13 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
     plgpu.set_max_registers(REGISTERS[0], action="increase")
     steps = static.steps(refs, b, share, kv_tile)
     where = b, share, kv_tile, warpgroup
-    steps.if_any(
-        lambda: sums_of(refs, memory, *where, steps, static),
-        lambda: store(refs, memory, *where, zeros(memory, static), static),
-    )
+
+    def nothing():
+        # With ends, `load` does that.
+        if not static.ends:
+            store(refs, memory, *where, zeros(memory, static), static)
+
+    steps.if_any(lambda: sums_of(refs, memory, *where, steps, static), nothing)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -133,7 +136,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
     first_key = kv_tile * BLOCK_KV + warpgroup * ROWS
     # With ends `load` copies them: their branches would cost registers here. Without, that would.
     if not static.ends:
-        copy = static.copies(refs, b, "kv")
+        copy = static.copies(refs, memory, b, "kv")
         for name in static.stay:
             copy(name, kv_head, first_key, m[f"{name}_sm"].at[mine], m["kv_full"])
     plgpu.barrier_wait(m["kv_full"])
@@ -304,7 +307,7 @@ def load(refs, memory, b, share, kv_tile, static: Static):
     ring = common.Ring(static.tile.stages)
     steps = static.steps(refs, b, share, kv_tile)
     kv_head, first_head, _ = static.heads(share)
-    copy_keys, copy_queries = (static.copies(refs, b, side) for side in ("kv", "q"))
+    copy_keys, copy_queries = (static.copies(refs, memory, b, side) for side in ("kv", "q"))
 
     def step(j):
         slot, (head, first_query) = ring(j), steps.at(j)
@@ -338,9 +341,35 @@ def load(refs, memory, b, share, kv_tile, static: Static):
         for name in static.stay if static.ends else ():
             place = memory[f"{name}_sm"]
             copy_keys(name, kv_head, kv_tile * BLOCK_KV, place, memory["kv_full"])
-        pl.loop(jnp.int32(0), steps.count)(step)
+        # Those that wait for no slot come apart. LLVM does that to short loops by itself, and where
+        # it does not, ptxas spills registers in the other loop, of those that compute.
+        for n in range(static.tile.stages):
+            pl.when(n < steps.count)(functools.partial(step, jnp.int32(n)))
+        pl.loop(jnp.int32(static.tile.stages), steps.count)(step)
 
     steps.if_any(work)
+    if static.ends and static.shares == 1:
+        store_zeros(refs, b, share, kv_tile, static)
+
+
+def store_zeros(refs, b, kv_head, kv_tile, static: Static):
+    """Stores zeros for keys behind the ones that are seen, while others compute.
+
+    The programs of tiles in which keys are seen share out the other tiles of their head. (Those
+    programs would all write at a time, and write as long as memory needs.) Without such programs
+    each is left with its own tile. Of sums in shares nobody reads those of these keys.
+    """
+    count = jnp.int32(static.kv.count)
+    some = common.quotient(plgpu.load(refs["seen_kv"].at[b]) + BLOCK_KV - 1, BLOCK_KV)
+    step = jnp.where(some > 0, some, count)
+    mine = jnp.where(kv_tile < step, lax.div(count - kv_tile - some + step - 1, step), 0)
+
+    @pl.loop(jnp.int32(0), mine)
+    def _(i):
+        first = (kv_tile + some + i * step) * BLOCK_KV
+        for name in static.sums:
+            if name != "dq":
+                ptx.store_zeros(refs[name].at[b], first, kv_head, BLOCK_KV)
 
 
 def pallas_flash_backward(*refs, static: Static, **memory):
@@ -467,6 +496,7 @@ def backward(
                 kv_full=plgpu.Barrier(
                     num_arrivals=(1 if static.ends else WARPGROUPS) * len(static.stay)
                 ),
+                landed=common.barriers(1) if static.ends else None,
                 q_full=barriers(1 + len(static.statistics)),
                 do_full=barriers(1),
                 delta_full=barriers(1) if with_dk else None,

@@ -80,27 +80,40 @@ class Static(common.Static):
         shared = [refs.pop(0) for _ in self.options.leaves]
         inputs = ["q", "k", "v", "do", "delta", *self.statistics]
         if self.ends:
-            inputs += ["seen_q", "seen_kv", *(f"last_{name}" for name in ("q", "k", "v", "do"))]
+            inputs += ["seen_q", "seen_kv"]
         return dict(zip([*inputs, *names], refs, strict=True), table=table, shared=shared)
 
-    def copies(self, refs, b, side: str):
-        """A function that starts copies of an example's rows, of `side` "q" those of q and do.
+    def copies(self, refs, memory, b, side: str, warpgroup=0):
+        """A function that copies an example's rows, of `side` "q" those of q and do.
 
-        Its arguments are a name, the head, the first row, where they go, and the barrier.
+        Its arguments are a name, the head, the first row, where they go, and the barrier for who
+        reads them. With `ends`, rows behind them become zeros, for NaN may stand there and 0 * NaN
+        is NaN: there this warpgroup waits for the copy, at its own one of the barriers `landed`,
+        and then arrives in place of the copy.
         """
-        block = self.q.block if side == "q" else self.kv.block
         seen = plgpu.load(refs[f"seen_{side}"].at[b]) if self.ends else 0
 
         def copy(name, h, first, place, full):
-            def start(ref, first):
-                at = b, pl.ds(first, place.shape[0]), h
-                plgpu.copy_gmem_to_smem(ref.at[at], place, full)
+            rows = place.shape[0]
+
+            def start(barrier):
+                at = b, pl.ds(first, rows), h
+                plgpu.copy_gmem_to_smem(refs[name].at[at], place, barrier)
+
+            def cleaned():
+                landed = memory["landed"].at[warpgroup]
+                start(landed)
+                plgpu.barrier_wait(landed)
+                ptx.zero_rows(place, seen - first)
+                ptx.publish()
+                plgpu.barrier_arrive(full)
 
             if not self.ends:
-                start(refs[name], first)
+                start(full)
                 return
-            rows = refs[name], refs[f"last_{name}"]
-            common.from_last_tile_or(*rows, start, first, seen, block)
+            whole = first + rows <= seen
+            pl.when(whole)(lambda: start(full))
+            pl.when(jnp.logical_not(whole))(cleaned)
 
         return copy
 
@@ -288,7 +301,7 @@ def mask_for(problem: Problem, q: Tiling, kv: Tiling, seen) -> Mask:
 def operands(static: Static, shared, table, rows) -> list:
     """Those of a kernel, as `Static.refs` names them."""
     tables = [jnp.asarray(table).reshape(-1, table.shape[-1])] if static.masked else []
-    return [*tables, *static.options.operands(shared), *rows, *last_tiles(static, *rows)]
+    return [*tables, *static.options.operands(shared), *rows]
 
 
 def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tuple:
@@ -313,16 +326,6 @@ def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tup
         padded(l_log2, jnp.inf),
         *(seen or []),
     )
-
-
-def last_tiles(static: Static, *rows) -> list:
-    """`common.last_tile` of q, k, v and do, for those of `rows`."""
-    if not static.ends:
-        return []
-    q, k, v, do, *_, seen_q, seen_kv = rows
-    queries, keys = (seen_q, static.q.block), (seen_kv, static.kv.block)
-    sides = (q, queries), (k, keys), (v, keys), (do, queries)
-    return [common.last_tile(x, *side) for x, side in sides]
 
 
 def side_by_side(num_kv_heads: int) -> int:

@@ -76,7 +76,7 @@ def sum_of(refs, memory, b, h, q_tile, warpgroup, steps: shared.Steps, static: S
     rows = pl.ds(first_query, ROWS)
     full = m["rows_full"].at[warpgroup]
     mine = {name: static.numbers(m, name, warpgroup) for name in ("delta", *static.statistics)}
-    copy_rows = static.copies(refs, b, "q")
+    copy_rows = static.copies(refs, memory, b, "q", warpgroup)
     for name in ("q", "do"):
         copy_rows(name, h, first_query, m[f"{name}_sm"].at[warpgroup], full)
     for name, place in mine.items():
@@ -146,7 +146,7 @@ def load(refs, memory, b, h, q_tile, static: Static):
     rings = dict(k=common.Ring(static.tile.stages), v=common.Ring(static.value_slots))
     steps = static.steps(refs, b, h, q_tile)
     kv_head = common.quotient(h, static.groups)
-    copy = static.copies(refs, b, "kv")
+    copy = static.copies(refs, memory, b, "kv", static.tile.warpgroups)
 
     def step(j):
         _, first_key = steps.at(j)
@@ -222,6 +222,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
                 **static.numbers_memory(w, ROWS),
                 k_sm=tiles(stages, kv.block, p.head_dim),
                 v_sm=tiles(value_slots, kv.block, p.value_dim),
+                landed=barriers(w + 1) if static.ends else None,
                 rows_full=barriers(w, 3 + len(static.statistics)),
                 k_full=barriers(stages),
                 k_free=barriers(stages, w),

@@ -19,7 +19,8 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     meet, publish           two barriers fewer for each tile of the backward
     positions               no division for each element, where a tile's width is no power of two
     gather                  Pallas reads no element of device memory for each one of a tile
-    store_rows              nor does it store a part of one
+    store_rows, store_zeros, zero_rows
+                            nor does it store a part of one, or 16 bytes at a time
     where, difference, tanh, multiply_wide
                             roundings, accuracy and instructions that the compiler does not choose
 """
@@ -386,6 +387,67 @@ def store_rows(x, ref, first):
     emit(x, ref, first)
 
 
+def store_zeros(ref, first, head, rows: int):
+    """Stores zeros in so many rows of a head from `first` on, those that exist.
+
+    Args:
+        ref: device memory, [T, N, H] of 16 bits, H a multiple of 8.
+        first: the first row.
+        head: of N.
+        rows: a multiple of 128.
+    """
+    length, heads, width = ref.shape
+    stores = width // AT_A_TIME
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT))
+    def emit(_, ref, first, head):
+        def wide(i):
+            return arith.extsi(ir.IntegerType.get_signless(64), i)
+
+        first, head = (x.registers.flat[0] for x in (first, head))
+
+        @_for_each_of_threads(rows * stores)
+        def _(i):
+            row = arith.addi(first, arith.divui(i, _number(stores)))
+            column = arith.muli(arith.remui(i, _number(stores)), _number(AT_A_TIME))
+            at = arith.muli(wide(row), wide(_number(heads * width)))
+            at = arith.addi(at, wide(arith.addi(arith.muli(head, _number(width)), column)))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, row, _number(length))
+            place = internals.getelementptr(_global(ref), [at], ir.IntegerType.get_signless(16))
+            _store_zeros("global", place, exists)
+
+    emit(ref, first, head)
+
+
+def zero_rows(ref, first):
+    """Zeroes the rows of a tile in shared memory from `first` on; `publish` is to follow.
+
+    Args:
+        ref: [rows, width] of 16 bits, `tiled`: these permutations leave a row where it is.
+        first: the first row, an int32 that may be negative.
+    """
+    rows, width = ref.shape
+    columns = tile_columns(width)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled(width)), SPLAT))
+    def emit(_, ref, first):
+        pointer = internals.memref_ptr(ref)
+        first = arith.maxsi(first.registers.flat[0], _number(0))
+        # In tiles of 8 rows and `columns` columns.
+        groups_before = arith.divui(first, _number(8))
+
+        @_for_each_of_threads(rows * width // AT_A_TIME, arith.muli(groups_before, _number(width)))
+        def _(i):
+            row = arith.remui(arith.divui(i, _number(columns // AT_A_TIME)), _number(8))
+            row = arith.addi(arith.muli(arith.divui(i, _number(width)), _number(8)), row)
+            at = arith.muli(i, _number(AT_A_TIME))
+            place = internals.getelementptr(pointer, [at], ir.IntegerType.get_signless(16))
+            behind = arith.cmpi(arith.CmpIPredicate.uge, row, first)
+            _store_zeros("shared", place, behind)
+
+    emit(ref, first)
+
+
 def columns(x, first: int):
     """x[:, first : first + 64] for [64, n] of 16 bits, with zeros where it ends before."""
     result = plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, layout=WGMMA)
@@ -529,6 +591,44 @@ def _global(ref):
 def _tiles(ref):
     """`BLOCKS` as the tiles of 8 x 64 that they consist of, [rows / 8, columns / 64, 8, 64]."""
     return mgpu.memref_transpose(mgpu.memref_unfold(ref, 1, (None, 8)), (1, 0, 2, 3))
+
+
+# Numbers of 16 bits that a thread stores at a time.
+AT_A_TIME = 8
+
+
+def _number(i: int):
+    return mgpu.c(i, _i32())
+
+
+def _for_each_of_threads(count: int, first=None):
+    """Runs `body(i)` for all i below `count`, a multiple of 128; each is one thread's.
+
+    From `first` on, or up to 127 before. In a loop: unrolled, it takes registers from those that
+    compute.
+    """
+
+    def run(body):
+        turns, thread = _number(128), arith.remui(mgpu.thread_idx(), _number(128))
+        before = _number(0) if first is None else arith.divui(first, turns)
+
+        @mgpu.fori(arith.subi(_number(count // 128), before), [])
+        def _(i, _):
+            body(arith.addi(thread, arith.muli(arith.addi(i, before), turns)))
+            return []
+
+    return run
+
+
+def _store_zeros(space: str, place, condition):
+    """16 bytes of them."""
+    internals.inline_ptx(
+        f"st.{space}.v4.b32 [$0], {{$1, $1, $1, $1}};",
+        place,
+        _number(0),
+        predicate=condition,
+        has_side_effects=True,
+    )
 
 
 def _elementwise(text: str, *arrays):
