@@ -1,7 +1,8 @@
 """Runs the kernels of `_mosaic` on a CPU: their Python, with threads for warpgroups and warps.
 
 What runs beside the threads on a GPU runs as late as it may, and what must not be touched meanwhile
-holds NaN, so that a wait too few shows as a NaN, and one too many as a deadlock, which raises:
+holds NaN, or as an index is outside of all arrays, so that a wait too few shows, and one too many
+is a deadlock, which raises:
 
 * a copy to shared memory poisons its destination at once, and delivers when somebody waits for it;
 * a product of matrix units reads shared memory when it is waited for, a copy from shared memory
@@ -11,6 +12,7 @@ holds NaN, so that a wait too few shows as a NaN, and one too many as a deadlock
 It knows neither memory fences nor how arrays lie in memory and registers.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -26,6 +28,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import _dropout
 
+AT_A_TIME = 2  # Programs.
+OUTSIDE = 2**20  # No array has so many elements along an axis.
 TIMEOUT = 20.0  # Seconds after which a wait counts as a deadlock.
 
 
@@ -207,6 +211,7 @@ class Barriers:
 
 
 here = threading.local()
+device_memory = threading.Lock()
 
 
 def one_barrier(barrier):
@@ -272,7 +277,7 @@ def copy_gmem_to_smem(source, destination, barrier):
     if source._clipped()[2] != destination.shape:
         raise EmulationError(f"copies {source._clipped()[2]} to {destination.shape}")
     check_end(source)
-    destination.array[...] = np.nan
+    destination.array[...] = nothing(destination.dtype)
 
     def copy():
         destination.array[...] = source.read()
@@ -351,6 +356,12 @@ def loop(start, stop):
     return run
 
 
+def while_loop(condition, step, carry):
+    while bool(condition(carry)):
+        carry = step(carry)
+    return carry
+
+
 def fori_loop(start, stop, step, carry):
     for i in range(number(start), number(stop)):
         carry = step(jnp.int32(i), carry)
@@ -377,6 +388,7 @@ fake_lax = types.SimpleNamespace(
     },
     axis_index=lambda name: jnp.int32(here.axes[name]),
     fori_loop=fori_loop,
+    while_loop=while_loop,
     cond=cond,
 )
 
@@ -456,9 +468,16 @@ def groups_at(ref, numbers):
 
 def add_fragments(x, ref, taken=slice(None)):
     x = fragments(x)
-    with here.program.lock:
+    with device_memory:
         place = groups_at(ref, range(len(x))[taken])
         place += x[taken]
+
+
+def count_up(ref):
+    with device_memory:
+        before = ref.array[ref.index].copy()
+        ref.array[ref.index] += 1
+    return before
 
 
 def store_fragments(x, ref):
@@ -521,6 +540,7 @@ fake_ptx = dict(
     add_fragments=add_fragments,
     store_fragments=store_fragments,
     load_fragments=load_fragments,
+    count_up=count_up,
     anew=lambda x: x,
     meet=meet,
     publish=lambda: None,
@@ -528,17 +548,18 @@ fake_ptx = dict(
 
 
 def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=(), **_):
-    """As `common.launch`: one program after the other, in any order."""
+    """As `common.launch`: programs in any order, `AT_A_TIME`."""
     results = [np.array(x) for x in sums]
     results += [np.full(shape, np.nan, jnp.dtype(dtype)) for shape, dtype in outputs]
     refs = [Device(np.asarray(x)) for x in operands] + [Device(x) for x in results]
     places = list(itertools.product(*map(range, grid.values())))
     random.Random(0).shuffle(places)
-    for place in places:
+
+    def run(place):
         program = Program()
         mine = {name: allocate(x) for name, x in memory.items()}
 
-        def thread(warpgroup, place=place, program=program, mine=mine):
+        def thread(warpgroup):
             axes = dict(zip(grid, place, strict=True), warpgroup=warpgroup)
             vars(here).update(
                 program=program, axes=axes, warpgroup=warpgroup, warp=None, stores=[], products=[]
@@ -550,7 +571,15 @@ def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=
         program.run([lambda w=w: thread(w) for w in range(warpgroups)])
         if program.failed:
             raise program.failed[0]
+
+    with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as cores:
+        list(cores.map(run, places))
     return [jnp.asarray(x) for x in results]
+
+
+def nothing(dtype):
+    """What memory of a dtype holds that must not be read."""
+    return OUTSIDE if jnp.issubdtype(dtype, jnp.integer) else np.nan
 
 
 def allocate(spec):
@@ -558,7 +587,7 @@ def allocate(spec):
         return None
     if isinstance(spec, Barrier):
         return Barriers(spec)
-    return Shared(np.full(spec.shape, np.nan, jnp.dtype(spec.dtype)))
+    return Shared(np.full(spec.shape, nothing(spec.dtype), jnp.dtype(spec.dtype)))
 
 
 def by_instance(function, batch):

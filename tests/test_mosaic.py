@@ -5,6 +5,7 @@ test_mosaic_emulator.py.
 """
 
 import dataclasses
+import heapq
 import importlib
 import inspect
 import itertools
@@ -348,11 +349,23 @@ def documents(random, tiles):
     return np.concatenate([[0], ends])[first], np.arange(tiles) + 1
 
 
+def end_of_the_last(lengths, programs):
+    """When the last program is done, if who is free takes the next item."""
+    free = [0.0] * programs
+    for length in lengths:
+        heapq.heappush(free, heapq.heappop(free) + length + 1.5)
+    return max(free)
+
+
 @pytest.mark.parametrize(
-    ("batch", "heads", "tiles", "own_heads", "listed"),
-    [(2, 3, 5, False, False), (1, 16, 128, False, False), (3, 30, 9, True, True)],
+    ("batch", "heads", "tiles", "own_heads", "listed", "late"),
+    [
+        *((2, 3, 5, False, False, 1.3), (1, 1, 1, False, False, 1.1)),
+        *((1, 16, 128, False, False, 1.02), (1, 16, 512, False, False, 1.01)),
+        *((3, 30, 9, True, True, 1.15), (2, 6, 700, False, True, 1.01)),
+    ],
 )
-def test_each_item_is_dealt_out_once(batch, heads, tiles, own_heads, listed):
+def test_items_of_arrays_come_longest_first(batch, heads, tiles, own_heads, listed, late):
     random = np.random.default_rng(0)
     start, stop = documents(random, tiles)
     if listed:
@@ -362,19 +375,24 @@ def test_each_item_is_dealt_out_once(batch, heads, tiles, own_heads, listed):
     shape = batch, heads if own_heads else 1, *rows.shape
     table = jnp.asarray(np.broadcast_to(rows, shape), jnp.int32)
     entries = work.entries(table, listed)
-    lists = np.asarray(work._worklists_of_arrays(batch, heads, entries, listed))
-    mine = [row[1 : 1 + row[0, 0]] for row in lists]
-    items = {tuple(item[:3]): item[3:] for item in np.concatenate(mine)}
-    assert sum(map(len, mine)) == len(items) == batch * heads * tiles
-    for (b, h, tile), entry in items.items():
+    lists = np.asarray(work.longest_first(batch, heads, entries, listed))
+    assert lists.dtype == np.int32 and lists.shape[1] == work.NUMBERS
+    items, programs = lists[1:-1], work.programs_of(lists)
+    assert programs == min(work.CORES, len(items))
+    assert lists[0, 0] == 1 + programs and lists[-1, 0] < 0
+    places = [tuple(x) for x in items[:, :3].tolist()]
+    assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
+    for (b, h, tile), entry in zip(places, items[:, 3:7], strict=True):
         if listed:
-            row = (b * shape[1] + h) * tiles + tile
+            row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
             assert tuple(entry) == (row, 0, stop[tile] - start[tile], 0)
         else:
             assert tuple(entry) == tuple(rows[tile])
-    if tiles > 100:
-        loads = [(stop - start)[x[:, 2]].sum() for x in mine]
-        assert max(loads) < 1.1 * np.mean(loads)
+    lengths = (stop - start)[items[:, 2]]
+    rises = np.flatnonzero(np.diff(lengths) > 0)
+    assert len(rises) <= len(items) // work.SORTED
+    mean = (lengths + 1.5).sum() / programs
+    assert end_of_the_last(lengths, programs) <= late * max(mean, lengths.max() + 1.5)
 
 
 @cases.parametrize(
@@ -386,8 +404,9 @@ def test_each_query_tile_is_an_item_once(case, monkeypatch):
     class Launched(Exception):
         pass
 
-    def launch(kernel, operands, **_):
-        raise Launched(operands[0])
+    def launch(kernel, operands, *, sums, **_):
+        [lists] = sums or operands[-1:]
+        raise Launched(lists)
 
     qkv, _, options = with_heads(case.scaled(6), 64).problem("bfloat16")
     call = checked(qkv, options)
@@ -396,9 +415,61 @@ def test_each_query_tile_is_an_item_once(case, monkeypatch):
         with pytest.raises(Launched) as launched:
             _mosaic.forward(call)
     [lists] = map(np.asarray, launched.value.args)
-    items = sorted(tuple(x) for row in lists for x in row[1 : 1 + row[0, 0], :3].tolist())
+    known = [row[1 : 1 + row[0, 0]] for row in lists] if lists.ndim == 3 else [lists[1:-1]]
+    items = sorted(tuple(x) for x in np.concatenate(known)[:, :3].tolist())
     tiles = -(-call.q_len // (64 * forward_tile(call).warpgroups))
     assert items == list(itertools.product(*map(range, (call.batch, call.num_heads, tiles))))
+
+
+# Short documents and a long one; what no query sees; few items; and one.
+TAKEN = {
+    "documents": (601, dict(segment_ids=np.repeat(range(5), (9, 30, 2, 500, 60))), True),
+    "lengths": (601, dict(query_seq_lengths=[300], key_value_seq_lengths=[200]), False),
+    "few": (150, dict(key_value_seq_lengths=[140]), False),
+    "one": (60, dict(key_value_seq_lengths=[60]), False),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", TAKEN)
+def test_programs_take_each_item_once(name, head_dim, monkeypatch, kernel_case):
+    """On a GPU with three cores, of which two are at work at a time: the third may come late."""
+    length, arrays, is_causal = TAKEN[name]
+    heads = 1 if name == "one" else 2
+    arrays = {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
+    if "segment_ids" in arrays:
+        arrays = dict(segment_ids=arrays["segment_ids"][None])
+    options = arrays | dict(is_causal=is_causal)
+    case = cases.Case(
+        f"taken {name}",
+        *(1, length, length, heads, heads, head_dim, head_dim),
+        options=lambda random, case: options,
+    )
+    start, count_up = emulator.launch, emulator.fake_ptx["count_up"]
+    taken, counts = [], []
+
+    def counted(ref):
+        row = count_up(ref)
+        taken.append((int(row), int(emulator.here.axes["program"])))
+        return row
+
+    def launch(kernel, operands, **others):
+        results = start(kernel, operands, **others)
+        if kernel.__name__ == "pallas_flash_forward":
+            counts.append((others["grid"]["program"], len(results[0]) - 2, int(results[0][0, 0])))
+        return results
+
+    monkeypatch.setattr(work, "CORES", 3)
+    monkeypatch.setattr(emulator, "launch", launch)
+    monkeypatch.setitem(emulator.fake_ptx, "count_up", counted)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+    [(programs, items, count)] = counts
+    assert programs == min(3, items)
+    # Each program counts on, after the first row that is no item, once.
+    end = 1 + items + 2 * programs
+    assert count == end and sorted(row for row, _ in taken) == list(range(1 + programs, end))
+    behind = [program for row, program in taken if row > items]
+    assert sorted(behind) == sorted(2 * list(range(programs)))
 
 
 @pytest.mark.parametrize("warpgroups", [2, 3])

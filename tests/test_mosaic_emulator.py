@@ -4,6 +4,7 @@ It runs copies and products as late as it may, so that a wait too few shows.
 """
 
 import dataclasses
+import functools
 import importlib
 
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ if not _compat.has_mosaic_gpu():
 
 from test_mosaic import LONG, LONG_CAUSAL, MANY_KEYS, emulated, with_bias
 
-from pallas_flash._mosaic import backward_dbias, common
+from pallas_flash._mosaic import backward_dbias, common, work
 
 
 def without_waiting_at(names, of=""):
@@ -119,6 +120,26 @@ def with_tiles_moved(patch):
     patch.setattr(backward_dbias.Steps, "at", moved)
 
 
+def on_one_core(broken):
+    """Where a program takes many items."""
+
+    def alone(patch):
+        patch.setattr(work, "CORES", 1)
+        broken(patch)
+
+    return alone
+
+
+# Many items, half of which see no key and are soon done with.
+LENGTHS = dict(key_value_seq_lengths=jnp.asarray([100, 0], jnp.int32))
+ITEMS = dataclasses.replace(LONG, B=2, T=80, S=150, N=16, options=lambda random, case: LENGTHS)
+
+
+def with_rows_moved(patch):
+    count_up = emulator.fake_ptx["count_up"]
+    patch.setitem(emulator.fake_ptx, "count_up", lambda ref: count_up(ref) + 1)
+
+
 BROKEN = {
     "no wait for keys": (without_waiting_at({"k_full"}), LONG),
     "no wait for values": (without_waiting_at({"v_full"}), LONG),
@@ -128,6 +149,11 @@ BROKEN = {
     "no wait for delta": (without_waiting_at({"delta_full"}), LONG),
     "no wait for outputs, delta": (without_waiting_at({"full"}, "_delta"), LONG),
     "no wait for products": (without_waiting_for_products, LONG),
+    "no wait for items": (on_one_core(without_waiting_at({"work_full"})), ITEMS),
+    "no wait for a free slot of items": (on_one_core(without_waiting_at({"work_free"})), ITEMS),
+    "a reader of items too many": (on_one_core(with_arrivals("work_free", 1)), ITEMS),
+    "a reader of items too few": (on_one_core(with_arrivals("work_free", -1)), ITEMS),
+    "items are passed over": (on_one_core(with_rows_moved), ITEMS),
     "an arrival too many": (with_arrivals("k_free", 1), MANY_KEYS),
     "an arrival too few": (with_arrivals("v_free", -1), MANY_KEYS),
     "an arrival too many, backward": (with_arrivals("q_free", 1), LONG),
@@ -154,10 +180,17 @@ BROKEN_IN_ORDER = {
 }
 
 
+@functools.cache
+def check_whole(case, in_order):
+    """That it passes as it is; nobody waits for JAX to compile its operations after that."""
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
+
+
 @pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_IN_ORDER])
 def test_the_emulator_sees_a_kernel_that_is_broken(broken, monkeypatch):
     in_order = broken in BROKEN_IN_ORDER
     change, case = (BROKEN | BROKEN_IN_ORDER)[broken]
+    check_whole(case, in_order)
     monkeypatch.setattr(emulator, "TIMEOUT", 1.0)
     change(monkeypatch)
     with pytest.raises((AssertionError, emulator.EmulationError)):

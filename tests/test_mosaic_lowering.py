@@ -158,6 +158,15 @@ attention = functools.partial(
 )
 
 
+def documents(q, k, v):
+    """Attention whose mask only the GPU knows, so that programs take items from one list."""
+    begins = jnp.max(q, axis=(2, 3)) > 0
+    return attention(q, k, v, segment_ids=jnp.cumsum(begins, axis=1, dtype=jnp.int32))
+
+
+CALLS = pytest.mark.parametrize("call", [attention, documents], ids=["causal", "documents"])
+
+
 def gradients(q, k, v, call=attention):
     out, pull = jax.vjp(call, q, k, v)
     return pull(out)
@@ -175,19 +184,21 @@ def lowered(function, shape=SHAPE, shapes=None):
 ONE_PASS = IN_ORDER = 4
 
 
+@CALLS
 @pytest.mark.parametrize(
-    ("function", "shape", "count"),
+    ("transform", "shape"),
     [
-        (attention, SHAPE, 1),
-        (gradients, SHAPE, ONE_PASS),
-        (jax.checkpoint(gradients), SHAPE, ONE_PASS),
-        (jax.vmap(gradients), (2, *SHAPE), ONE_PASS),
-        (jax.vmap(jax.vmap(gradients)), (2, 3, *SHAPE), ONE_PASS),
+        (lambda function: function, SHAPE),
+        (jax.checkpoint, SHAPE),
+        (jax.vmap, (2, *SHAPE)),
+        (lambda function: jax.vmap(jax.vmap(function)), (2, 3, *SHAPE)),
     ],
-    ids=["forward", "gradients", "remat", "vmap", "vmap-twice"],
+    ids=["alone", "remat", "vmap", "vmap-twice"],
 )
-def test_transformations_lower(function, shape, count):
-    assert launches(lowered(function, shape).as_text()) == count
+def test_transformations_lower(transform, shape, call):
+    assert launches(lowered(transform(call), shape).as_text()) == 1
+    passes = functools.partial(gradients, call=call)
+    assert launches(lowered(transform(passes), shape).as_text()) == ONE_PASS
 
 
 @pytest.mark.parametrize(
@@ -225,11 +236,13 @@ def test_reads_of_score_functions_have_no_derivative():
     assert launches(lowered(functools.partial(gradients, call=call)).as_text()) == ONE_PASS
 
 
+@CALLS
 @pytest.mark.parametrize("x64", [False, True])
-def test_lowers_under_all_of_jaxs_strict_switches(x64):
+def test_lowers_under_all_of_jaxs_strict_switches(x64, call):
     # Pallas keeps references to tracers in the kernels' own.
     with strictly(x64=x64, leaks=False):
-        assert launches(lowered(gradients).as_text()) == ONE_PASS
+        function = functools.partial(gradients, call=call)
+        assert launches(lowered(function).as_text()) == ONE_PASS
 
 
 def test_export_for_a_gpu_that_is_not_here():
@@ -264,10 +277,11 @@ def within_shard_map(mesh, call, check_vma):
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
+@CALLS
 @KINDS
-def test_lowers_inside_shard_map(kind):
+def test_lowers_inside_shard_map(kind, call):
     mesh = gpus(kind)
-    traced = traced_on(mesh, within_shard_map(mesh, attention, check_vma=False))
+    traced = traced_on(mesh, within_shard_map(mesh, call, check_vma=False))
     with jax.sharding.use_abstract_mesh(mesh):
         assert launches(traced.lower(lowering_platforms=("cuda",)).as_text()) == ONE_PASS
 
@@ -281,9 +295,10 @@ def test_shard_maps_check_takes_the_call_elsewhere(kind):
     traced_on(mesh, within_shard_map(mesh, chosen, check_vma=True))
 
 
-def test_lowers_for_an_explicit_mesh():
+@CALLS
+def test_lowers_for_an_explicit_mesh(call):
     mesh = gpus(AxisType.Explicit)
-    traced = traced_on(mesh, gradients)
+    traced = traced_on(mesh, functools.partial(gradients, call=call))
     with jax.sharding.use_abstract_mesh(mesh):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert launches(text) == ONE_PASS

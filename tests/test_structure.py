@@ -200,7 +200,7 @@ MAY_IMPORT = {
         "_problem",
         "_scores",
     },
-    "_mosaic.work": {"_compat", "_masks", "_problem"},
+    "_mosaic.work": {"_masks", "_mosaic.common", "_mosaic.ptx", "_problem"},
     "_mosaic.ptx": {"_compat"},
     "_mosaic.tiles": {"_problem", "_tiling.sizes"},
     "_mosaic.candidates": {

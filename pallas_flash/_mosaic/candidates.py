@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Callable
 
+import jax
+
 from pallas_flash import _hardware
 from pallas_flash._mosaic import backward_dq, tiles
 from pallas_flash._mosaic.backward import BLOCK_KV, EXCHANGE, REGISTERS
@@ -73,6 +75,8 @@ def shared_bytes(kernel: str, tile, p: Problem) -> int:
         head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
         rows = tile.warpgroups * ROWS
         stay = 2 * rows * (head_dim + 64 * tile.output_slots) + numbers(rows)
+        # Items, which programs take where the mask has arrays.
+        stay += ALIGNED if jax.tree.leaves(p.mask) else 0
         return BARRIERS + stay + 2 * tile.stages * tile.block_kv * (head_dim + value_dim)
     if kernel == "decode":
         head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))

@@ -540,7 +540,7 @@ def launch(
         grid: names and lengths of its axes, the first varies fastest.
         warpgroups: of a program.
         static: what the kernel knows at compile time.
-        sums: float32 arrays in device memory to which all programs add.
+        sums: arrays in device memory in which all programs add.
         **parameters: of the compiler, beside `PARAMETERS`.
 
     Returns:

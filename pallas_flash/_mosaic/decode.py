@@ -83,7 +83,7 @@ class Static(common.Static):
         return common.quotient(place, self.parts), common.remainder(place, self.parts)
 
 
-def compute(refs, result_refs, memory, program, warpgroup, static: Static):
+def compute(refs, result_refs, memory, warpgroup, static: Static):
     """One computing warpgroup."""
     w, large = static.tile.warpgroups, static.options.large
     registers, _ = REGISTERS[w]
@@ -146,7 +146,7 @@ def compute(refs, result_refs, memory, program, warpgroup, static: Static):
             ptx.store_rows(x, ref.at[b, result, h], first_row)
         return used + tiles.count
 
-    work.for_each_item(refs.list, program, item, jnp.int32(0))
+    work.for_each_item(refs.items, item, jnp.int32(0))
 
 
 def heads_and_positions(kv_head, first_row, first_key, shape, static: Static):
@@ -176,7 +176,7 @@ def clean(v_sm, seen, at):
     plgpu.commit_smem()
 
 
-def load(refs, memory, program, static: Static):
+def load(refs, memory, static: Static):
     """The loading warpgroup: one warp for keys and values, one for queries."""
     _, registers = REGISTERS[static.tile.warpgroups]
     plgpu.set_max_registers(registers, action="decrease")
@@ -194,7 +194,7 @@ def load(refs, memory, program, static: Static):
         pl.when(i > 0)(lambda: plgpu.barrier_wait(memory["q_free"]))
         copy(refs.q, (b, h, pl.ds(row_tile * ROWS, ROWS)), memory["q_sm"], memory["q_full"])
 
-    beside_one_another(refs, program, keys_and_values, queries)
+    beside_one_another(refs.items, keys_and_values, queries)
 
 
 def pallas_flash_decode(*refs, static: Static, **memory):
@@ -203,17 +203,18 @@ def pallas_flash_decode(*refs, static: Static, **memory):
     table_ref = rest.pop(0) if static.listed else None
     seen_ref = rest.pop(0) if static.seen else None
     shared = [rest.pop(0) for _ in static.options.leaves]
-    refs = Refs(list_ref, q_ref, k_ref, v_ref, table_ref, shared, seen_ref)
-    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    items = work.Items(list_ref, lax.axis_index("program"), list_ref.shape[2], memory)
+    refs = Refs(items, q_ref, k_ref, v_ref, table_ref, shared, seen_ref)
+    warpgroup = lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups
 
     @pl.when(computes)
     def _():
-        compute(refs, rest, memory, program, warpgroup, static)
+        compute(refs, rest, memory, warpgroup, static)
 
     @pl.when(jnp.logical_not(computes))
     def _():
-        load(refs, memory, program, static)
+        load(refs, memory, static)
 
 
 def number_of_parts(p: Problem, batch: int, kv: Tiling, tile: DecodeTile, *, known: bool) -> int:

@@ -12,8 +12,9 @@ Where scores may be large, m is the natural maximum of s, and stays apart from l
 `LogSum`.
 
 A program has two or three computing warpgroups, with 64 rows of the query tile each, and one that
-loads. It stays on its core and takes query tiles from a list (`work.worklists`). The key tiles at
-the end of its range come first, and a warpgroup whose own rows do not see them passes them by.
+loads. It stays on its core and takes query tiles from a list, its own one or, where only the GPU
+knows how much each has to do, that of all programs (`work.worklists`). The key tiles at the end of
+its range come first, and a warpgroup whose own rows do not see them passes them by.
 
 A computing warpgroup keeps the matrix units busy while it computes a softmax: p of one key tile is
 multiplied by v only after the product of q and the next keys has been started.
@@ -125,7 +126,7 @@ def part_of(warpgroup, i, warpgroups: int):
     return common.remainder(i + warpgroup, warpgroups)
 
 
-def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Static):
+def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
     """One computing warpgroup."""
     tile, block_kv = static.tile, static.kv.block
     registers, _ = REGISTERS[tile.warpgroups]
@@ -249,7 +250,7 @@ def compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static: Sta
             plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
         return used + count
 
-    work.for_each_item(refs.list, program, item, jnp.int32(0))
+    work.for_each_item(refs.items, item, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -295,23 +296,23 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
     lax.fori_loop(jnp.int32(0), tiles.count, one, None)
 
 
-def beside_one_another(refs, program, keys_and_values, *queries):
-    """Runs each over a program's list, in a warp of its own."""
+def beside_one_another(items: work.Items, keys_and_values, *queries):
+    """Runs each over a program's items, in a warp of its own; the first one takes them."""
 
     @plgpu.warp_map
     def _(warp):
         @pl.when(warp == 0)
         def _():
-            work.for_each_item(refs.list, program, keys_and_values, jnp.int32(0))
+            work.for_each_item(items, keys_and_values, jnp.int32(0), takes=True)
 
         for n, body in enumerate(queries, 1):
 
             @pl.when(warp == n)
             def _(body=body):
-                work.for_each_item(refs.list, program, body, None)
+                work.for_each_item(items, body, None)
 
 
-def load(refs, memory, program, static: Static):
+def load(refs, memory, static: Static):
     """The loading warpgroup: one warp for keys and values, one for each warpgroup's queries."""
     tile = static.tile
     _, registers = REGISTERS[tile.warpgroups]
@@ -332,13 +333,13 @@ def load(refs, memory, program, static: Static):
         copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])
 
     of_warpgroups = [functools.partial(queries, w) for w in range(tile.warpgroups)]
-    beside_one_another(refs, program, keys_and_values, *of_warpgroups)
+    beside_one_another(refs.items, keys_and_values, *of_warpgroups)
 
 
 class Refs(NamedTuple):
     """What a kernel of the forward reads."""
 
-    list: Any
+    items: work.Items
     q: Any
     k: Any
     v: Any
@@ -350,22 +351,24 @@ class Refs(NamedTuple):
 
 def pallas_flash_forward(*refs, static: Static, **memory):
     """The query tiles of one program."""
-    list_ref, q_ref, k_ref, v_ref, *rest = refs
+    q_ref, k_ref, v_ref, *rest = refs
     table_ref = rest.pop(0) if static.listed else None
     shared = [rest.pop(0) for _ in static.options.leaves]
     ends = [rest.pop(0) for _ in range(2 if static.ends else 0)]
-    o_ref, *statistic_refs = rest
-    refs = Refs(list_ref, q_ref, k_ref, v_ref, table_ref, shared, ends=ends)
-    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    list_ref, o_ref, *statistic_refs = rest
+    columns = len(work.WHERE) + 4 + static.tile.warpgroups
+    items = work.Items(list_ref, lax.axis_index("program"), columns, memory)
+    refs = Refs(items, q_ref, k_ref, v_ref, table_ref, shared, ends=ends)
+    warpgroup = lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups
 
     @pl.when(computes)
     def _():
-        compute(refs, o_ref, statistic_refs, memory, program, warpgroup, static)
+        compute(refs, o_ref, statistic_refs, memory, warpgroup, static)
 
     @pl.when(jnp.logical_not(computes))
     def _():
-        load(refs, memory, program, static)
+        load(refs, memory, static)
 
 
 def forward(problem: Problem, tile: ForwardTile, seen=None):
@@ -399,7 +402,9 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         else:
             table = work.table(extras.mask, rows, kv, "kv", batch, p.batch)
             entries = work.for_warpgroups(table, w)
-        lists = jnp.asarray(work.worklists(p, batch, mask, entries))
+        lists = work.worklists(p, batch, mask, entries)
+        # In a list of all programs they count what has been taken.
+        known, counted = ([lists], []) if isinstance(lists, np.ndarray) else ([], [lists])
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
         options = common.Options.of(p, shared, q, kv)
         ends = [x for seen in seen for x in (seen, common.last_tile(value, seen, kv.block))]
@@ -407,9 +412,10 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         v_sm = blocks(stages, rows=kv.block, columns=p.value_dim)
         # Each block of columns is a copy, and arrives.
         copies_of_k, copies_of_v = q_sm.shape[1], v_sm.shape[1]
-        return common.launch(
+        results = common.launch(
             pallas_flash_forward,
-            (lists, query, key, value, *listed, *options.operands(shared), *ends),
+            (query, key, value, *listed, *options.operands(shared), *ends, *known),
+            sums=counted,
             outputs=[
                 ((*query.shape[:3], p.value_dim), p.dtype),
                 # What the warpgroups copy, in whole.
@@ -427,8 +433,10 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 k_free=barriers(stages, w),
                 v_full=barriers(stages, copies_of_v),
                 v_free=barriers(stages, w),
+                # Computing warpgroups, the warps for their queries, and that for keys and values.
+                **work.memory(lists, 2 * w + 1),
             ),
-            grid=dict(program=lists.shape[0]),
+            grid=dict(program=work.programs_of(lists)),
             warpgroups=w + 1,
             static=Static(
                 options=options,
@@ -444,6 +452,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
             ),
             approx_math=options.approximate,
         )
+        return results[len(counted) :]
 
     run = common.by_instance(run, p.batch)
     arrays = p.query, p.key, p.value, *([] if seen is None else [seen])

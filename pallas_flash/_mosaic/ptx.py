@@ -15,6 +15,7 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     rescale                 5 to 9 % at head sizes 128 and 256, with THRESHOLD of `forward`
     add_fragments           4 % of the backward, against adding through shared memory
     load_fragments          what was added is rows again at 4 TB/s, by XLA's transposition at 3.4
+    count_up                Pallas has no atomic addition that says what was there before
     anew                    no spills in dq at head size 256, nor by masks at 64
     meet, publish           two barriers fewer for each tile of the backward
     positions               no division for each element, where a tile's width is no power of two
@@ -261,6 +262,23 @@ def publish():
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
     emit()
+
+
+def count_up(ref):
+    """Adds one to an int32 in device memory, for the warp that runs this; what was there before."""
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def emit(_, ref):
+        text = (
+            "{ .reg .pred first; .reg .b32 lane, before; mov.u32 lane, %laneid; mov.b32 before, 0; "
+            "setp.eq.u32 first, lane, 0; @first atom.relaxed.gpu.global.add.u32 before, [$1], 1; "
+            "shfl.sync.idx.b32 $0, before, 0, 31, -1; }"
+        )
+        [before] = _assembly(text, ["=r", "l"], [_global(ref)], [_i32()])
+        return mgpu.FragmentedArray.splat(before, (), is_signed=True)
+
+    return emit(ref)
 
 
 def anew(x):
