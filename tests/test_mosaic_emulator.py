@@ -154,6 +154,7 @@ BROKEN = {
     "a reader of items too many": (on_one_core(with_arrivals("work_free", 1)), ITEMS),
     "a reader of items too few": (on_one_core(with_arrivals("work_free", -1)), ITEMS),
     "items are passed over": (on_one_core(with_rows_moved), ITEMS),
+    "no wait before rows are zeroed": (without_waiting_at({"landed"}), ITEMS),
     "an arrival too many": (with_arrivals("k_free", 1), MANY_KEYS),
     "an arrival too few": (with_arrivals("v_free", -1), MANY_KEYS),
     "an arrival too many, backward": (with_arrivals("q_free", 1), LONG),
