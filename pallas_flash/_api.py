@@ -320,8 +320,7 @@ def dropout_mask(
     sizes, dropout = _validate.dropout_mask(key, shape, rate)
     if dropout is None:
         return jnp.ones(sizes, bool)
-    indices = (lax.broadcasted_iota(jnp.int32, sizes, axis) for axis in range(4))
-    return dropout.kept(*indices)
+    return dropout.kept_of(sizes)
 
 
 @dataclasses.dataclass(frozen=True)
