@@ -89,6 +89,11 @@ SHAPE = (3, 4, 60, 70)
 SIGMAS = 5
 
 
+def kept(dropout, *at, **options):
+    """Compiled: operation by operation takes many times as long."""
+    return jax.jit(lambda dropout, *at: dropout.kept(*at, **options))(dropout, *at)
+
+
 def masks(rate=0.3):
     return {name: np.asarray(dropout_mask(make(), SHAPE, rate)) for name, make in KEYS.items()}
 
@@ -107,10 +112,11 @@ def test_the_mask_is_its_definition():
 def test_positions_may_count_from_a_multiple_of_16():
     dropout = Dropout(seed_of(KEYS["typed"]()), None, 0.3)
     b, h, q, k = (jnp.asarray(x, jnp.int32) for x in np.ogrid[:2, :2, :40, :24])
-    want = dropout.kept(b, h, q + 48, k + 16)
-    np.testing.assert_array_equal(dropout.kept(b, h, q, k, first=(48, 16)), want)
+    want = np.asarray(kept(dropout, b, h, q + 48, k + 16))
+    np.testing.assert_array_equal(kept(dropout, b, h, q, k, first=(48, 16)), want)
     # Any arrays that broadcast are indices: here rows are heads of one query.
-    got = dropout.kept(1, jnp.array([[0], [1], [1]]), jnp.array([[50], [50], [61]]), k[0, 0] + 16)
+    rows = jnp.array([[0], [1], [1]]), jnp.array([[50], [50], [61]])
+    got = kept(dropout, 1, *rows, k[0, 0] + 16)
     np.testing.assert_array_equal(got, want[1, [0, 1, 1], [2, 2, 13]])
 
 
@@ -192,9 +198,9 @@ def test_the_mask_depends_on_the_index_alone():
         at = [jnp.asarray(x, jnp.int32) for x in np.ogrid[tuple(map(slice, sizes))]]
         shard = Dropout(seed_of(key), jnp.array(first), 0.3, aligned=aligned)
         rectangle = tuple(slice(i, None) for i in first)
-        np.testing.assert_array_equal(shard.kept(*at), whole[rectangle])
+        np.testing.assert_array_equal(kept(shard, *at), whole[rectangle])
         shared = dataclasses.replace(shard, broadcast=True)
-        np.testing.assert_array_equal(shared.kept(*at)[0, 0], whole[0, 0][rectangle[2:]])
+        np.testing.assert_array_equal(kept(shared, *at)[0, 0], whole[0, 0][rectangle[2:]])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -276,8 +282,13 @@ def test_at_a_rate_next_to_one_a_single_word_keeps():
     *qkv, do = inputs(value_dim=5)
     options = dict(dropout_rate=rate, dropout_key=KEYS["typed"]())
     for way in (WAYS["reference"], WAYS["xla"]):
-        out, pull = jax.vjp(lambda *x, way=way: pallas_flash.attention(*x, **options, **way), *qkv)
-        for x in (out, *pull(do)):
+
+        def both(q, k, v, do, way=way):
+            call = functools.partial(pallas_flash.attention, **options, **way)
+            out, pull = jax.vjp(call, q, k, v)
+            return out, *pull(do)
+
+        for x in jax.jit(both)(*qkv, do):
             np.testing.assert_array_equal(x, 0)
 
 

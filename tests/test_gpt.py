@@ -202,10 +202,13 @@ def test_the_norm_and_its_gradients_are_those_of_flax(dtype, error):
     def results(norm):
         graphdef, state = nnx.split(norm)
         state = jax.tree.map(lambda _: scale, state)
-        y, transpose = jax.vjp(
-            lambda state, x: nnx.merge(graphdef, state)(x), state, jnp.asarray(x, dtype)
-        )
-        return [y, *jax.tree.leaves(transpose(jnp.asarray(cotangent, dtype)))]
+
+        @jax.jit
+        def both(state, x, cotangent):
+            y, transpose = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+            return y, transpose(cotangent)
+
+        return jax.tree.leaves(both(state, jnp.asarray(x, dtype), jnp.asarray(cotangent, dtype)))
 
     for got, expected in zip(*map(results, norms), strict=True):
         assert got.dtype == expected.dtype and got.shape == expected.shape

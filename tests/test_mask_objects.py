@@ -147,10 +147,15 @@ def fit(mask, q, kv, **call) -> Mask:
     return Mask(fitted(mask, Call((BATCH, HEADS, q.length, kv.length), **call)))
 
 
+def in_one_program(method, *arguments):
+    """What it finds; operation by operation takes many times as long to compile."""
+    return jax.jit(lambda: method(*arguments))()
+
+
 def allowed(mask, q, kv):
     shape = BATCH, HEADS, q.length, kv.length
     b, h, i, j = (int32(x) for x in np.ogrid[tuple(map(slice, shape))])
-    return np.broadcast_to(mask.allowed(b, h, i, j), shape)
+    return np.broadcast_to(in_one_program(mask.allowed, b, h, i, j), shape)
 
 
 @over_tilings
@@ -187,8 +192,8 @@ def test_ranges_of_a_prefix(offset, q, kv):
         leaf = fit(mask, q, kv, **call)
         some, every = of_tiles(seen_by(mask, (BATCH, 1, q.length, kv.length), offsets), q, kv)
         for got, flow, want in (
-            (leaf.kv_ranges(q, kv), kv, (some, every)),
-            (leaf.q_ranges(q, kv), q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
+            (in_one_program(leaf.kv_ranges, q, kv), kv, (some, every)),
+            (in_one_program(leaf.q_ranges, q, kv), q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
         ):
             visited, full = ranges_as_classes(got, flow.count)
             assert not (want[0] & ~visited).any()
@@ -212,8 +217,8 @@ def test_ranges_of_a_prefix_of_positions_are_safe(q, kv):
         np.testing.assert_array_equal(allowed(leaf, q, kv), seen)
         some, every = of_tiles(seen[:, :1], q, kv)
         for got, flow, want in (
-            (leaf.kv_ranges(q, kv), kv, (some, every)),
-            (leaf.q_ranges(q, kv), q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
+            (in_one_program(leaf.kv_ranges, q, kv), kv, (some, every)),
+            (in_one_program(leaf.q_ranges, q, kv), q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
         ):
             visited, full = ranges_as_classes(got, flow.count)
             assert not (want[0] & ~visited).any()
@@ -239,7 +244,7 @@ def test_classes_of_arrays_and_blocks_are_exact(make, q, kv):
     for seed in range(3):
         mask = make(random(seed), q, kv)
         want = of_tiles(seen_by(mask, (BATCH, HEADS, q.length, kv.length)), q, kv)
-        got = fit(mask, q, kv).leaves[0].tile_classes(q, kv)
+        got = in_one_program(fit(mask, q, kv).leaves[0].tile_classes, q, kv)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(np.broadcast_to(x, y.shape), y)
 
@@ -284,8 +289,8 @@ def test_lists_of_a_conjunction(ragged, q, kv):
                             for j in range(kv.count)] for i in range(q.count)])  # fmt: skip
         assert mask.scattered
         for lists, count, swap in (
-            (mask.kv_lists(q, kv), kv.count, False),
-            (mask.q_lists(q, kv), q.count, True),
+            (in_one_program(mask.kv_lists, q, kv), kv.count, False),
+            (in_one_program(mask.q_lists, q, kv), q.count, True),
         ):
             visited, full = (
                 np.broadcast_to(x.swapaxes(2, 3) if swap else x, alone[0][0].shape)
