@@ -1,5 +1,8 @@
 """Rotary positions."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
@@ -47,8 +50,12 @@ def apply_rope(
         raise ValueError(
             f"`x` must be [*batch, length, heads, an even head_dim]; got x.shape={x.shape}."
         )
-    positions = check_positions(positions, x.shape[:-2])
+    return _turned(x, check_positions(positions, x.shape[:-2]), theta)
 
+
+# One program also outside of jit: each operation would be compiled for a shape.
+@functools.partial(jax.jit, inline=True)
+def _turned(x, positions, theta):
     half = x.shape[-1] // 2
     inverse_period = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     positions = jnp.expand_dims(positions, (*range(x.ndim - 2 - positions.ndim), -2, -1))
