@@ -93,16 +93,12 @@ class Dropout:
         bits = jnp.where(q8 > 0, jnp.where(k8 > 0, w3, w2), jnp.where(k8 > 0, w1, w0))
         return bits >= np.uint32(self._threshold)
 
+    # One program: dozens of operations would each be compiled for a shape, and store a result.
+    @functools.partial(jax.jit, static_argnums=1)
     def kept_of(self, shape: tuple[int, ...]) -> jax.Array:
         """`kept` of all indices of [B, N, T, S]."""
-        return _kept_of(self, shape)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _kept_of(dropout: Dropout, shape: tuple[int, ...]) -> jax.Array:
-    """One program: dozens of operations would each be compiled for a shape, and store a result."""
-    indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
-    return dropout.kept(*indices)
+        indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
+        return self.kept(*indices)
 
 
 def kept(dropout: Dropout | None, at, **options):

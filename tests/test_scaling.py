@@ -105,15 +105,19 @@ def main(call):
     print("checked")
 
 
+def environment(devices: int, *paths):
+    """Of a process that has so many devices, and compiles as cheaply as the tests do."""
+    xla = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    cheap = {"XLA_FLAGS": xla, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
+    return os.environ | cheap | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
 @pytest.mark.parametrize("call", cases.default([0], range(len(SENT))))
 def test_devices_receive_what_the_page_says(call):
     here = Path(__file__)
-    paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
-    cheap = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     child = subprocess.run(
         [sys.executable, "-c", f"import {here.stem}; {here.stem}.main({call})"],
-        env=os.environ | cheap | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
+        env=environment(DEVICES, here.parent, ROOT),
         capture_output=True,
         text=True,
     )
@@ -322,10 +326,8 @@ def test_the_benchmark_times_every_method(tmp_path):
     flags += " --patience 0"
     command = [sys.executable, "scripts/bench_scaling.py", *flags.split(), "--json", "lines"]
     command[1] = str(ROOT / command[1])
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
-    cheap = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    environment = os.environ | cheap | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    env = environment(2, ROOT)
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True)
     one, *shared = map(json.loads, (tmp_path / "lines").read_text().splitlines())
     assert one["on"] == "one device" and one["devices"] == 2
     rows = [(name, balanced) for name in ("ring", "gather", "heads") for balanced in (False, True)]

@@ -74,41 +74,6 @@ def copyable(x):
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
-def last_tile(x, seen, block: int):
-    """The tile [B, block, N, H] of x in which what is seen ends, with zeros behind that.
-
-    What stands there may be NaN, and 0 * NaN is NaN.
-
-    Args:
-        x: [B, T, N, H].
-        seen: int32 [B], how many of the first rows are seen.
-        block: rows of a tile.
-    """
-    first = seen // block * block
-    rows = first[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
-    tile = jax.vmap(lambda x, rows: jnp.take(x, rows, 0, mode="clip"))(x, rows)
-    # Places in the whole tile: with those of its rows XLA has a kernel more.
-    place = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
-    return jnp.where(place < (seen - first)[:, None, None, None], tile, 0)
-
-
-def from_last_tile_or(ref, last_ref, start, first, seen, block: int):
-    """Runs `start(ref, first)`; in that tile, of which `last_ref` is, `start` from there.
-
-    Args:
-        ref: all rows.
-        last_ref: see `last_tile`.
-        start: takes a reference and a row of it.
-        first: the row to begin with.
-        seen: how many of the example's first rows are seen.
-        block: rows of a tile.
-    """
-    end = seen - remainder(seen, block)
-    inside = (first >= end) & (first < end + block)
-    pl.when(inside)(lambda: start(last_ref, first - end))
-    pl.when(jnp.logical_not(inside))(lambda: start(ref, first))
-
-
 def block_of_columns(n: int, x):
     """The n-th 64 columns, which may reach beyond the last one; x is any int32.
 

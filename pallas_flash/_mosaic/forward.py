@@ -30,6 +30,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -254,6 +255,41 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def last_tile(x, seen, block: int):
+    """The tile [B, block, N, H] of x in which what is seen ends, with zeros behind that.
+
+    What stands there may be NaN, and 0 * NaN is NaN.
+
+    Args:
+        x: [B, T, N, H].
+        seen: int32 [B], how many of the first rows are seen.
+        block: rows of a tile.
+    """
+    first = seen // block * block
+    rows = first[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
+    tile = jax.vmap(lambda x, rows: jnp.take(x, rows, 0, mode="clip"))(x, rows)
+    # Places in the whole tile: with those of its rows XLA has a kernel more.
+    place = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+    return jnp.where(place < (seen - first)[:, None, None, None], tile, 0)
+
+
+def from_last_tile_or(ref, last_ref, start, first, seen, block: int):
+    """Runs `start(ref, first)`; in that tile, of which `last_ref` is, `start` from there.
+
+    Args:
+        ref: all rows.
+        last_ref: see `last_tile`.
+        start: takes a reference and a row of it.
+        first: the row to begin with.
+        seen: how many of the example's first rows are seen.
+        block: rows of a tile.
+    """
+    end = seen - common.remainder(seen, block)
+    inside = (first >= end) & (first < end + block)
+    pl.when(inside)(lambda: start(last_ref, first - end))
+    pl.when(jnp.logical_not(inside))(lambda: start(ref, first))
+
+
 def copy(ref, index, destination, barrier):
     """A tile to shared memory, 64 columns at a time."""
     for n in range(destination.shape[0]):
@@ -291,7 +327,7 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
         if seen is None:
             start_v(refs.v, first)
         else:
-            common.from_last_tile_or(refs.v, last_v_ref, start_v, first, seen, block)
+            from_last_tile_or(refs.v, last_v_ref, start_v, first, seen, block)
 
     lax.fori_loop(jnp.int32(0), tiles.count, one, None)
 
@@ -346,7 +382,7 @@ class Refs(NamedTuple):
     table: Any  # None if tiles are not listed.
     shared: Any
     seen: Any = None  # For few queries; None if all keys are.
-    ends: Any = ()  # How many keys of each example are seen, and `common.last_tile` of the values.
+    ends: Any = ()  # How many keys of each example are seen, and `last_tile` of the values.
 
 
 def pallas_flash_forward(*refs, static: Static, **memory):
@@ -407,7 +443,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         known, counted = ([lists], []) if isinstance(lists, np.ndarray) else ([], [lists])
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
         options = common.Options.of(p, shared, q, kv)
-        ends = [x for seen in seen for x in (seen, common.last_tile(value, seen, kv.block))]
+        ends = [x for seen in seen for x in (seen, last_tile(value, seen, kv.block))]
         q_sm = blocks(w, rows=ROWS, columns=p.head_dim)
         v_sm = blocks(stages, rows=kv.block, columns=p.value_dim)
         # Each block of columns is a copy, and arrives.

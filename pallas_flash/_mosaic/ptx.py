@@ -50,6 +50,8 @@ ACC = _compat.accumulator_layout()
 SPLAT = plgpu.Layout.WG_SPLAT
 
 COLUMNS = 64
+# Numbers of 16 bits that a thread stores at a time.
+AT_A_TIME = 8
 
 
 def tile_columns(width: int) -> int:
@@ -143,7 +145,7 @@ def uniform_zero(x):
     def emit(_, x):
         total = arith.addf(*_scalars(x))
         negative = arith.cmpf(arith.CmpFPredicate.OLT, total, mgpu.c(0.0, _f32()))
-        any_lane = nvvm.vote_sync(mgpu.c(-1, _i32()), negative, nvvm.VoteSyncKind.any)
+        any_lane = nvvm.vote_sync(_number(-1), negative, nvvm.VoteSyncKind.any)
         return mgpu.FragmentedArray.splat(arith.extui(_i32(), any_lane), (), is_signed=True)
 
     return emit(x)
@@ -157,7 +159,7 @@ def rescale(acc, alpha):
         values, factors = _scalars(acc), _scalars(alpha)
         one = mgpu.c(1.0, _f32())
         changed = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors]
-        any_lane = nvvm.vote_sync(mgpu.c(-1, _i32()), arith.ori(*changed), nvvm.VoteSyncKind.any)
+        any_lane = nvvm.vote_sync(_number(-1), arith.ori(*changed), nvvm.VoteSyncKind.any)
         branch = scf.IfOp(any_lane, [_f32()] * len(values), has_else=True)
         with ir.InsertionPoint(branch.then_block):
             # Two columns of the thread's first row, two of its second, and so on.
@@ -212,8 +214,8 @@ def load_fragments(ref, count: int):
 
 def _of_thread(ref, numbers):
     """Pointers to what this thread has of groups, whose numbers are counted from that at `ref`."""
-    thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, _i32()))
-    mine = arith.muli(thread, mgpu.c(4, _i32()))
+    thread = _thread()
+    mine = arith.muli(thread, _number(4))
     first = internals.getelementptr(_global(ref), [mine], _f32())
     return [internals.getelementptr(first, [math.prod(OF_GROUP) * n], _f32()) for n in numbers]
 
@@ -309,18 +311,18 @@ def positions(shape, axis: int, start):
 
     @plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)
     def emit(_, start):
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, _i32()))
-        lane = arith.remui(thread, mgpu.c(32, _i32()))
-        warp = arith.divui(thread, mgpu.c(32, _i32()))
+        thread = _thread()
+        lane = arith.remui(thread, _number(32))
+        warp = arith.divui(thread, _number(32))
         if axis == 0:
-            row = arith.divui(lane, mgpu.c(4, _i32()))
-            first, apart = arith.addi(arith.muli(warp, mgpu.c(16, _i32())), row), (0, 8, 0)
+            row = arith.divui(lane, _number(4))
+            first, apart = arith.addi(arith.muli(warp, _number(16)), row), (0, 8, 0)
         else:
-            pair = arith.remui(lane, mgpu.c(4, _i32()))
-            first, apart = arith.muli(pair, mgpu.c(2, _i32())), (8, 0, 1)
+            pair = arith.remui(lane, _number(4))
+            first, apart = arith.muli(pair, _number(2)), (8, 0, 1)
         first = arith.addi(first, start.registers.flat[0])
         places = np.ndindex(shape[1] // 8, 2, 2)
-        values = [arith.addi(first, mgpu.c(int(np.dot(x, apart)), _i32())) for x in places]
+        values = [arith.addi(first, _number(int(np.dot(x, apart)))) for x in places]
         return _array(values, shape, WGMMA, _i32())
 
     return emit(start)
@@ -375,23 +377,20 @@ def store_rows(x, ref, first):
 
     @plgpu.inline_mgpu(arg_types=(WGMMA if x.ndim == 2 else ROW, plgpu.RefType(), SPLAT))
     def emit(_, x, ref, first):
-        def number(i):
-            return mgpu.c(i, _i32())
-
-        thread = arith.remui(mgpu.thread_idx(), number(128))
-        row = arith.addi(first.registers.flat[0], arith.divui(thread, number(4)))
+        thread = _thread()
+        row = arith.addi(first.registers.flat[0], arith.divui(thread, _number(4)))
         # Four threads have the same rows, of warps 16 of which a thread has two, 8 apart.
-        warp = arith.divui(thread, number(32))
-        row, pair = arith.addi(row, arith.muli(warp, number(8))), arith.remui(thread, number(4))
+        warp = arith.divui(thread, _number(32))
+        row, pair = arith.addi(row, arith.muli(warp, _number(8))), arith.remui(thread, _number(4))
         pointer, values = _global(ref), _scalars(x)
         for half in range(2):
-            mine = arith.addi(row, number(8 * half))
-            exists = arith.cmpi(arith.CmpIPredicate.slt, mine, number(rows))
+            mine = arith.addi(row, _number(8 * half))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, mine, _number(rows))
             if width == 1:
-                exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, pair, number(0)))
-            at = arith.muli(mine, number(width))
+                exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, pair, _number(0)))
+            at = arith.muli(mine, _number(width))
             if width > 1:
-                at = arith.addi(at, arith.muli(pair, number(2)))
+                at = arith.addi(at, arith.muli(pair, _number(2)))
             place = internals.getelementptr(pointer, [at], _f32())
             for group in range(len(values) // (2 * each)):
                 internals.inline_ptx(
@@ -611,12 +610,13 @@ def _tiles(ref):
     return mgpu.memref_transpose(mgpu.memref_unfold(ref, 1, (None, 8)), (1, 0, 2, 3))
 
 
-# Numbers of 16 bits that a thread stores at a time.
-AT_A_TIME = 8
-
-
 def _number(i: int):
     return mgpu.c(i, _i32())
+
+
+def _thread():
+    """Its number in the warpgroup."""
+    return arith.remui(mgpu.thread_idx(), _number(128))
 
 
 def _for_each_of_threads(count: int, first=None):
@@ -627,7 +627,7 @@ def _for_each_of_threads(count: int, first=None):
     """
 
     def run(body):
-        turns, thread = _number(128), arith.remui(mgpu.thread_idx(), _number(128))
+        turns, thread = _number(128), _thread()
         before = _number(0) if first is None else arith.divui(first, turns)
 
         @mgpu.fori(arith.subi(_number(count // 128), before), [])

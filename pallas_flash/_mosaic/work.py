@@ -184,7 +184,12 @@ def worklists(problem: Problem, batch: int, mask: Mask, entries):
 
 def programs_of(lists) -> int:
     """How many programs `worklists` are for."""
-    return len(lists) if lists.ndim == 3 else min(CORES, len(lists) - 2)
+    return len(lists) if lists.ndim == 3 else _programs(len(lists) - 2)
+
+
+def _programs(items: int) -> int:
+    """Those of so many items."""
+    return min(CORES, items)
 
 
 @functools.lru_cache(maxsize=64)
@@ -193,7 +198,7 @@ def _worklists(batch: int, num_heads: int, heads: int, ranges: bytes, shape) -> 
     rows = batch * num_heads
     lengths = table[:, 3] - table[:, 0]
     order = np.argsort(-lengths, kind="stable")
-    programs = min(CORES, rows * len(order))
+    programs = _programs(rows * len(order))
     items: list[list[tuple]] = [[] for _ in range(programs)]
     # When each program is free, counted in key tiles.
     free = [(0.0, i) for i in range(programs)]
@@ -262,7 +267,7 @@ def longest_first(batch: int, num_heads: int, entries, listed: bool):
     items = items.reshape(-1, items.shape[-1])
     items = jnp.pad(items, ((0, 0), (0, NUMBERS - items.shape[1])))
     before, behind = np.zeros((2, 1, NUMBERS), np.int32)
-    before[0, 0], behind[0, 0] = 1 + min(CORES, len(items)), -1
+    before[0, 0], behind[0, 0] = 1 + _programs(len(items)), -1
     return jnp.concatenate([before, items, behind])
 
 
