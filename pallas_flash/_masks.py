@@ -153,7 +153,12 @@ class Band(Runs):
     offset: Any = None
 
     def allowed(self, b, h, q, k):
-        distance = k - q if self.offset is None else k - (q + self.offset[b])
+        if self.offset is None:
+            # With sums for each query, and none for each pair.
+            above = None if self.low is None else k >= q + self.low
+            below = None if self.high is None else k <= q + self.high
+            return _both(above, below)
+        distance = k - (q + self.offset[b])
         above = None if self.low is None else distance >= self.low
         below = None if self.high is None else distance <= self.high
         return _both(above, below)

@@ -121,6 +121,7 @@ SPILLS = {
     (128, "lengths"): 2,
     (64, "soft cap"): 110,
     (64, "dropout"): 20,
+    (64, "documents"): 11,
     (64, "mask array"): 12,
     (128, "dropout"): 12,
 }

@@ -52,7 +52,7 @@ LOWEST = -3e38
 
 # Registers of a thread that computes, and of one that loads, by the number of computing warpgroups:
 # together they must be no more than 64 Ki.
-REGISTERS = {2: (232, 40), 3: (160, 32)}
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 @dataclasses.dataclass(frozen=True)
