@@ -365,7 +365,7 @@ def end_of_the_last(lengths, programs):
         *((3, 30, 9, True, True, 1.15), (2, 6, 700, False, True, 1.01)),
     ],
 )
-def test_items_of_arrays_come_longest_first(batch, heads, tiles, own_heads, listed, late):
+def test_items_of_arrays_come_head_by_head(batch, heads, tiles, own_heads, listed, late):
     random = np.random.default_rng(0)
     start, stop = documents(random, tiles)
     if listed:
@@ -374,23 +374,30 @@ def test_items_of_arrays_come_longest_first(batch, heads, tiles, own_heads, list
         rows = np.stack([start, start, stop, stop], axis=-1)
     shape = batch, heads if own_heads else 1, *rows.shape
     table = jnp.asarray(np.broadcast_to(rows, shape), jnp.int32)
-    entries = work.entries(table, listed)
-    lists = np.asarray(work.longest_first(batch, heads, entries, listed))
+    if listed:
+        entries = work.lists_for_warpgroups(table, tiles, 1)
+    else:
+        entries = work.for_warpgroups(table, 1)
+    lists = np.asarray(work.longest_first(batch, heads, 1, entries))
     assert lists.dtype == np.int32 and lists.shape[1] == work.NUMBERS
     items, programs = lists[1:-1], work.programs_of(lists)
     assert programs == min(work.CORES, len(items))
     assert lists[0, 0] == 1 + programs and lists[-1, 0] < 0
     places = [tuple(x) for x in items[:, :3].tolist()]
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
-    for (b, h, tile), entry in zip(places, items[:, 3:7], strict=True):
-        if listed:
-            row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
-            assert tuple(entry) == (row, 0, stop[tile] - start[tile], 0)
-        else:
-            assert tuple(entry) == tuple(rows[tile])
+    for (b, h, tile), (at, _, _, _, *entry) in zip(places, items[:, 3:12], strict=True):
+        row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
+        count = stop[tile] - start[tile]
+        assert at == (row if listed else stop[tile])
+        assert entry[:2] == [count, 0] and entry[-1] == count
     lengths = (stop - start)[items[:, 2]]
-    rises = np.flatnonzero(np.diff(lengths) > 0)
-    assert len(rises) <= len(items) // work.SORTED
+    last = len(items) - -(-work.TOGETHER // tiles) * tiles
+    assert (np.diff(lengths[max(0, last) :]) <= 0).all()
+    of_heads = items[: max(0, last), :2] @ [heads, 1]
+    rises = np.flatnonzero(np.diff(lengths[: max(0, last)]) > 0)
+    assert len(rises) < max(1, len(set(of_heads)))
+    if tiles >= work.TOGETHER // heads:
+        assert (np.diff(of_heads) >= 0).all()
     mean = (lengths + 1.5).sum() / programs
     assert end_of_the_last(lengths, programs) <= late * max(mean, lengths.max() + 1.5)
 
@@ -474,7 +481,7 @@ def test_programs_take_each_item_once(name, head_dim, monkeypatch, kernel_case):
 
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
-def test_warpgroups_pass_by_what_they_do_not_see(warpgroups, xp):
+def test_warpgroups_compute_what_they_see(warpgroups, xp):
     """All pairs or triples of ranges, the last one of which lacks a tile of queries."""
     ranges = [x for x in itertools.product(range(4), repeat=4) if list(x) == sorted(x)]
     together = list(itertools.product(ranges[:: warpgroups**2], repeat=warpgroups))
@@ -483,18 +490,24 @@ def test_warpgroups_pass_by_what_they_do_not_see(warpgroups, xp):
     assert type(entries) is type(rows)
     rows = [*np.asarray(rows)[0, 0].tolist(), (0, 0, 0, 0)]
     for n, entry in enumerate(np.asarray(entries)[0, 0].tolist()):
-        each = work.tiles_of(entry, None)
-        order = [int(each.at(i)) for i in range(each.count)]
-        assert len(set(order)) == each.count
+        stream = work.stream(entry[: work.COMMON], None)
+        order = [int(stream.at(i)) for i in range(stream.count)]
         mine = rows[n * warpgroups :][:warpgroups]
-        for (start, full_start, full_stop, stop), passed in zip(mine, entry[4:], strict=True):
-            assert set(range(start, stop)) <= set(order[passed:])
-            if start < stop:
-                assert set(order[each.edges :]) <= set(range(full_start, full_stop))
-                assert passed == len([t for t in order if t >= stop])
-            else:
-                assert passed == each.count
-        assert 0 <= each.edges <= each.count
+        some = [x for x in mine if x[0] < x[3]]
+        first, last = (f((x[i] for x in some), default=0) for f, i in ((min, 0), (max, 3)))
+        assert sorted(order) == list(range(first, last))
+        each = [entry[i : i + work.OWN] for i in range(work.COMMON, len(entry), work.OWN)]
+        for (start, full_start, full_stop, stop), seen in zip(mine, each, strict=True):
+            seen = work.Seen(*seen)
+            assert sorted(seen) == list(seen)
+            assert sorted(order[seen.first : seen.end]) == list(range(start, stop))
+            full = range(full_start, full_stop)
+            masked = order[seen.first : seen.full] + order[seen.edges : seen.end]
+            whole = order[seen.full : seen.edges]
+            assert set(whole) <= set(full)
+            # What is at the first edge of another one may count as an edge here.
+            early = max((x[1] for x in some), default=0)
+            assert set(masked) & set(full) <= set(range(early))
 
 
 def test_nothing_shows_of_what_no_query_sees(kernel_case):

@@ -203,7 +203,8 @@ def pallas_flash_decode(*refs, static: Static, **memory):
     table_ref = rest.pop(0) if static.listed else None
     seen_ref = rest.pop(0) if static.seen else None
     shared = [rest.pop(0) for _ in static.options.leaves]
-    items = work.Items(list_ref, lax.axis_index("program"), list_ref.shape[2], memory)
+    columns = range(list_ref.shape[2])
+    items = work.Items(list_ref, lax.axis_index("program"), lambda _: columns, memory)
     refs = Refs(items, q_ref, k_ref, v_ref, table_ref, shared, seen_ref)
     warpgroup = lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups

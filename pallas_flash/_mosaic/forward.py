@@ -13,8 +13,9 @@ Where scores may be large, m is the natural maximum of s, and stays apart from l
 
 A program has two or three computing warpgroups, with 64 rows of the query tile each, and one that
 loads. It stays on its core and takes query tiles from a list, its own one or, where only the GPU
-knows how much each has to do, that of all programs (`work.worklists`). The key tiles at the end of
-its range come first, and a warpgroup whose own rows do not see them passes them by.
+knows how much each has to do, that of all programs (`work.worklists`). The key tiles that any row
+sees come one by one, the last one first. Each warpgroup passes by those that its own rows do not
+see, and applies the mask to those of which they do not see all (`work.Seen`).
 
 A computing warpgroup keeps the matrix units busy while it computes a softmax: p of one key tile is
 multiplied by v only after the product of q and the next keys has been started.
@@ -64,12 +65,14 @@ class Static(common.Static):
         head_dim: of queries and keys.
         value_dim: of values.
         ends: whether it is told how many keys of each example are seen.
+        two_edges: whether tiles may need the mask before and behind those that do not.
     """
 
     q: Tiling
     head_dim: int
     value_dim: int
     ends: bool
+    two_edges: bool
 
     @property
     def large(self) -> bool:
@@ -139,11 +142,9 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
 
     def item(i, item, used):
         b, h, q_tile, *entry = item
-        tiles = work.tiles_of(entry, refs.table)
+        tiles = work.stream(entry[: work.COMMON], refs.table)
+        seen = work.Seen(*entry[work.COMMON :])
         part = part_of(warpgroup, i, tile.warpgroups)
-        count, passed = tiles.count, entry[4]
-        for n, x in enumerate(entry[5:], 1):
-            passed = jnp.where(part == n, x, passed)
         first_row = q_tile * static.q.block + part * ROWS
         options = static.options.of_example(refs.shared, b)
         acc, m, l = nothing(static.value_dim, large=static.large)
@@ -188,21 +189,34 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             return ptx.rescale(acc, alpha), p_new, m, l
 
         def some(acc, m, l):
-            kv_tile, first = tiles.at(passed), ring(used + passed)
-            ahead, s = read_ahead(kv_tile, static.masked), ptx.wait(0, scores(passed))
+            kv_tile, first = tiles.at(seen.first), ring(used + seen.first)
+            ahead, s = read_ahead(kv_tile, static.masked), ptx.wait(0, scores(seen.first))
             plgpu.barrier_arrive(memory["k_free"].at[first])
             p, m, l, _ = weights(*ahead, kv_tile, s, m, l, static.masked)
             plgpu.barrier_wait(memory["v_full"].at[first])
-            carry, start = (acc, p, m, l), passed + 1
-            if static.masked:
-                start = jnp.maximum(tiles.edges, start)
-                on_edge = functools.partial(step, masked=True)
-                carry = lax.fori_loop(passed + 1, start, on_edge, carry)
             inside = functools.partial(step, masked=False)
-            acc, p, m, l = lax.fori_loop(start, count, inside, carry)
+            on_edge = functools.partial(step, masked=True)
+
+            def edges_and_full(turn, carry):
+                """Those at the edge behind the full ones are another turn, without full ones."""
+                again = turn > 0
+                start = jnp.maximum(jnp.where(again, seen.edges, seen.first), seen.first + 1)
+                full = jnp.maximum(jnp.where(again, seen.end, seen.full), start)
+                carry = lax.fori_loop(start, full, on_edge, carry)
+                return lax.fori_loop(full, jnp.where(again, full, seen.edges), inside, carry)
+
+            carry, zero = (acc, p, m, l), jnp.int32(0)
+            if static.two_edges:
+                turns = 1 + (seen.edges < seen.end).astype(jnp.int32)
+                carry = lax.fori_loop(zero, turns, edges_and_full, carry)
+            elif static.masked:
+                carry = edges_and_full(zero, carry)
+            else:
+                carry = lax.fori_loop(seen.first + 1, seen.end, inside, carry)
+            acc, p, m, l = carry
             if o_sm is not None:
                 plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
-            last = ring(used + count - 1)
+            last = ring(used + seen.end - 1)
             acc = ptx.waited(0, weighted(acc, p, last), p)
             plgpu.barrier_arrive(memory["v_free"].at[last])
             return acc, m, l
@@ -219,9 +233,10 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
                 plgpu.barrier_arrive(memory[f"{x}_free"].at[ring(used + j)])
 
         plgpu.barrier_wait(memory["q_full"].at[warpgroup])
-        lax.fori_loop(jnp.int32(0), passed, pass_by, None)
+        lax.fori_loop(jnp.int32(0), seen.first, pass_by, None)
         # A query tile that sees nothing has no tiles.
-        acc, m, l = lax.cond(count > passed, some, none, acc, m, l)
+        acc, m, l = lax.cond(seen.first < seen.end, some, none, acc, m, l)
+        lax.fori_loop(seen.end, tiles.count, pass_by, None)
         sinks, dropout = options.extras.sinks, options.extras.dropout
         sink = None if sinks is None else sinks[h]
         statistics, weight = finish(m, l, sink, large=static.large)
@@ -249,9 +264,15 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
         if o_sm is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
-        return used + count
+        return used + tiles.count
 
-    work.for_each_item(refs.items, item, jnp.int32(0))
+    def columns(i):
+        """Of an item, those of this warpgroup's part."""
+        common = len(work.WHERE) + work.COMMON
+        own = common + work.OWN * part_of(warpgroup, i, tile.warpgroups)
+        return [*range(common), *(own + n for n in range(work.OWN))]
+
+    work.for_each_item(refs.items._replace(columns=columns), item, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -297,7 +318,7 @@ def copy(ref, index, destination, barrier):
         plgpu.copy_gmem_to_smem(ref.at[(*index, columns)], destination.at[n], barrier)
 
 
-def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
+def copy_keys_and_values(refs, memory, tiles: work.Stream | work.Tiles, at, used):
     """The tiles of an item, each to its slot as soon as that is free.
 
     Args:
@@ -357,7 +378,7 @@ def load(refs, memory, static: Static):
     def keys_and_values(i, item, used):
         del i
         b, h, _, *entry = item
-        tiles = work.tiles_of(entry, refs.table)
+        tiles = work.stream(entry, refs.table)
         copy_keys_and_values(refs, memory, tiles, (b, common.quotient(h, static.groups)), used)
         return used + tiles.count
 
@@ -392,8 +413,8 @@ def pallas_flash_forward(*refs, static: Static, **memory):
     shared = [rest.pop(0) for _ in static.options.leaves]
     ends = [rest.pop(0) for _ in range(2 if static.ends else 0)]
     list_ref, o_ref, *statistic_refs = rest
-    columns = len(work.WHERE) + 4 + static.tile.warpgroups
-    items = work.Items(list_ref, lax.axis_index("program"), columns, memory)
+    columns = range(len(work.WHERE) + work.COMMON)
+    items = work.Items(list_ref, lax.axis_index("program"), lambda _: columns, memory)
     refs = Refs(items, q_ref, k_ref, v_ref, table_ref, shared, ends=ends)
     warpgroup = lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups
@@ -430,11 +451,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         rows = Tiling(p.q_len, ROWS)
         if mask.scattered:
             table = work.table(extras.mask, q, kv, "kv", batch, p.batch)
-            entries = work.entries(table, True)
-            # Those without rows pass by all tiles.
-            exist = (np.arange(q.count)[:, None] * w + np.arange(w)) < rows.count
-            passed = jnp.where(exist, 0, entries[..., 2:3])
-            entries = jnp.concatenate([entries, passed], axis=-1)
+            entries = work.lists_for_warpgroups(table, rows.count, w)
         else:
             table = work.table(extras.mask, rows, kv, "kv", batch, p.batch)
             entries = work.for_warpgroups(table, w)
@@ -484,6 +501,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 head_dim=p.head_dim,
                 value_dim=p.value_dim,
                 ends=bool(seen),
+                two_edges=not mask.scattered and work.have_two_edges(entries),
                 tile=tile,
             ),
             approx_math=options.approximate,
