@@ -385,10 +385,10 @@ def test_items_of_arrays_come_head_by_head(batch, heads, tiles, own_heads, liste
     assert lists[0, 0] == 1 + programs and lists[-1, 0] < 0
     places = [tuple(x) for x in items[:, :3].tolist()]
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
-    for (b, h, tile), (at, _, _, _, *entry) in zip(places, items[:, 3:12], strict=True):
+    for (b, h, tile), (at, _, _, *entry) in zip(places, items[:, 3:11], strict=True):
         row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
         count = stop[tile] - start[tile]
-        assert at == (row if listed else stop[tile])
+        assert at == (row if listed else stop[tile] - 1)
         assert entry[:2] == [count, 0] and entry[-1] == count
     lengths = (stop - start)[items[:, 2]]
     last = len(items) - -(-work.TOGETHER // tiles) * tiles

@@ -197,22 +197,26 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             inside = functools.partial(step, masked=False)
             on_edge = functools.partial(step, masked=True)
 
-            def edges_and_full(turn, carry):
-                """Those at the edge behind the full ones are another turn, without full ones."""
-                again = turn > 0
-                start = jnp.maximum(jnp.where(again, seen.edges, seen.first), seen.first + 1)
-                full = jnp.maximum(jnp.where(again, seen.end, seen.full), start)
-                carry = lax.fori_loop(start, full, on_edge, carry)
-                return lax.fori_loop(full, jnp.where(again, full, seen.edges), inside, carry)
+            def edges_and_full(carry, first, full, end):
+                full = jnp.maximum(full, first)
+                carry = lax.fori_loop(first, full, on_edge, carry)
+                return lax.fori_loop(full, end, inside, carry)
 
-            carry, zero = (acc, p, m, l), jnp.int32(0)
+            def turn(n, carry):
+                """Those at the edge behind the full ones are another turn, without full ones."""
+                again = n > 0
+                first = jnp.maximum(jnp.where(again, seen.edges, start), start)
+                full, end = (jnp.where(again, seen.end, x) for x in (seen.full, seen.edges))
+                return edges_and_full(carry, first, full, end)
+
+            carry, start = (acc, p, m, l), seen.first + 1
             if static.two_edges:
                 turns = 1 + (seen.edges < seen.end).astype(jnp.int32)
-                carry = lax.fori_loop(zero, turns, edges_and_full, carry)
+                carry = lax.fori_loop(jnp.int32(0), turns, turn, carry)
             elif static.masked:
-                carry = edges_and_full(zero, carry)
+                carry = edges_and_full(carry, start, seen.full, seen.end)
             else:
-                carry = lax.fori_loop(seen.first + 1, seen.end, inside, carry)
+                carry = lax.fori_loop(start, seen.end, inside, carry)
             acc, p, m, l = carry
             if o_sm is not None:
                 plgpu.barrier_arrive(memory["q_free"].at[warpgroup])

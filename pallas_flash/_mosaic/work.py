@@ -108,7 +108,7 @@ def entries(rows, listed: bool):
 
 
 # Numbers of an entry of the forward that are all warpgroups', and those that each has of its own.
-COMMON, OWN = 5, 4
+COMMON, OWN = 4, 4
 
 
 class Seen(NamedTuple):
@@ -149,19 +149,19 @@ def for_warpgroups(rows, warpgroups: int):
     last = most(stop)
     first = xp.minimum(least(start), last)
     count = last - first
-    # What is full for all rises, for other query tiles read it at the same time and in that order.
-    # The tiles behind it come before it, the last one first, and those before it come behind it.
+    # The tiles come from the last one down. But where all begin with the same one, those from there
+    # to the end of what is full for all rise, as those of other query tiles at the same time do.
     low, high = most(full_start), least(full_stop)
-    low, high = (xp.where(low < high, x, last) for x in (low, high))
-    behind = last - high
     seen = [last - x for x in (stop, full_stop, full_start, start)]
-    # Where both edges are the same for all they come together: it is better to end with full ones.
-    same = (low < high) & (most(start) == first) & (most(full_stop) == high)
-    edges = behind + low - first
-    seen = [xp.where(same, x, y) for x, y in zip((seen[0], edges, count, count), seen, strict=True)]
-    low = xp.where(same, first, low)
+    rises = (low < high) & (most(start) == first) & ((low == first) | (most(full_stop) == high))
+    behind = xp.where(rises, last - high, count)
+    up = first - behind
+    # There the full ones come behind both edges.
+    full = xp.where(low == first, seen[1], behind + low - first)
+    risen = seen[0], full, count, count
+    seen = [xp.where(rises, x, y) for x, y in zip(risen, seen, strict=True)]
     seen = xp.where(some[..., None], xp.stack(seen, axis=-1), count[..., None])
-    common = xp.concatenate([last, behind, low, high - low, count], axis=-1)
+    common = xp.concatenate([last - 1, behind, up, count], axis=-1)
     seen = seen.reshape(*common.shape[:-1], -1)
     return xp.concatenate([common, seen], axis=-1).astype(np.int32)
 
@@ -185,7 +185,7 @@ def lists_for_warpgroups(lists, query_tiles: int, warpgroups: int):
     first = jnp.where(tile < query_tiles, 0, count)
     seen = jnp.broadcast_arrays(first, jnp.maximum(first, count - full), count, count)
     seen = jnp.stack(seen, axis=-1).reshape(*lists.shape[:3], -1)
-    return jnp.concatenate([row, full, 0 * full, 0 * full, count, seen], axis=-1)
+    return jnp.concatenate([row, full, 0 * full, count, seen], axis=-1)
 
 
 class Stream(NamedTuple):
@@ -208,14 +208,9 @@ def stream(entry, table_ref) -> Stream:
         table_ref: as for `tiles_of`.
     """
     if table_ref is None:
-        last, behind, low, rising, count = entry
-
-        def at(i):
-            rises = (i >= behind) & (i < behind + rising)
-            return jnp.where(rises, low + i - behind, last - 1 - i)
-
-        return Stream(count, at)
-    row, full, _, _, count = entry
+        last, behind, up, count = entry
+        return Stream(count, lambda i: jnp.where(i < behind, last - i, up + i))
+    row, full, _, count = entry
     _, *listed = listed_edges_first(full, count, lambda i: plgpu.load(table_ref.at[row, 2 + i]))
     return Stream(*listed)
 
