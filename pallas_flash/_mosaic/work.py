@@ -418,7 +418,6 @@ def for_each_item(items: Items, body, carry, *, takes: bool = False):
 def _for_each_listed(items: Items, body, carry, takes: bool):
     """Over the program's own list."""
     del takes
-
     last = items.list.shape[1] - 1
 
     def load(i):
