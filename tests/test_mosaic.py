@@ -510,6 +510,24 @@ def test_warpgroups_compute_what_they_see(warpgroups, xp):
             assert set(masked) & set(full) <= set(range(early))
 
 
+# Of three warpgroups some see neither the first nor the last key tile of their query tile.
+APART = {
+    "window": dict(local_window_size=(70, 0)),
+    "documents": dict(segment_ids=jnp.searchsorted(jnp.array([250, 420]), jnp.arange(500))[None]),
+}
+
+
+@pytest.mark.parametrize("options", APART.values(), ids=APART)
+def test_warpgroups_pass_by_what_others_see(options, kernel_case, monkeypatch):
+    """On one core, where slots are used again."""
+    monkeypatch.setattr(work, "CORES", 1)
+    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    options = options | dict(is_causal=True)
+    sizes = dict(B=1, T=500, S=500, N=1, K=1)
+    case = dataclasses.replace(with_heads(LONG, 64, **sizes), options=lambda *_: options)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+
+
 def test_nothing_shows_of_what_no_query_sees(kernel_case):
     case = dataclasses.replace(LONG_CAUSAL, T=100)
     qkv, cotangents, options = case.problem("bfloat16")
