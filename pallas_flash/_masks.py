@@ -154,7 +154,7 @@ class Band(Runs):
 
     def allowed(self, b, h, q, k):
         if self.offset is None:
-            # With sums for each query, and none for each pair.
+            # A sum for each query, and nothing for each pair. It does not wrap: see `trimmed`.
             above = None if self.low is None else k >= q + self.low
             below = None if self.high is None else k <= q + self.high
             return _both(above, below)

@@ -163,7 +163,7 @@ def test_no_mask_stands_between_the_products_of_slices():
         assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 4
 
 
-# Two registers and 4 % fewer instructions take as long as none: 0.342 ms, 2048 tokens on an H200.
+# Two registers, of 643 instructions, take as long as none of 649: 0.342 ms, 2048 tokens on an H200.
 FEW_SPILLS = {Tile(128, 64, 4, 2, one_loop=True): 2}
 
 

@@ -358,14 +358,17 @@ def end_of_the_last(lengths, programs):
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "tiles", "own_heads", "listed", "late"),
+    ("batch", "heads", "side", "tiles", "own_heads", "listed", "late"),
     [
-        *((2, 3, 5, False, False, 1.3), (1, 1, 1, False, False, 1.1)),
-        *((1, 16, 128, False, False, 1.02), (1, 16, 512, False, False, 1.01)),
-        *((3, 30, 9, True, True, 1.15), (2, 6, 700, False, True, 1.01)),
+        *((2, 3, 1, 5, False, False, 1.3), (1, 1, 1, 1, False, False, 1.1)),
+        *((1, 16, 1, 128, False, False, 1.02), (1, 16, 3, 512, False, False, 1.01)),
+        *((3, 30, 4, 9, True, True, 1.15), (2, 6, 2, 700, False, True, 1.01)),
     ],
 )
-def test_items_of_arrays_come_head_by_head(batch, heads, tiles, own_heads, listed, late):
+def test_items_of_arrays_come_by_heads_that_share_the_cache(
+    batch, heads, side, tiles, own_heads, listed, late
+):
+    """Longest first, and at the end those of more heads together."""
     random = np.random.default_rng(0)
     start, stop = documents(random, tiles)
     if listed:
@@ -378,26 +381,31 @@ def test_items_of_arrays_come_head_by_head(batch, heads, tiles, own_heads, liste
         entries = work.lists_for_warpgroups(table, tiles, 1)
     else:
         entries = work.for_warpgroups(table, 1)
-    lists = np.asarray(work.longest_first(batch, heads, 1, entries))
+    lists = np.asarray(work.longest_first(batch, heads, side, entries))
     assert lists.dtype == np.int32 and lists.shape[1] == work.NUMBERS
     items, programs = lists[1:-1], work.programs_of(lists)
     assert programs == min(work.CORES, len(items))
     assert lists[0, 0] == 1 + programs and lists[-1, 0] < 0
     places = [tuple(x) for x in items[:, :3].tolist()]
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
-    for (b, h, tile), (at, _, _, *entry) in zip(places, items[:, 3:11], strict=True):
+    for (b, h, tile), entry in zip(places, items[:, 3:11].tolist(), strict=True):
         row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
         count = stop[tile] - start[tile]
-        assert at == (row if listed else stop[tile] - 1)
-        assert entry[:2] == [count, 0] and entry[-1] == count
+        assert entry[0] == (row if listed else stop[tile] - 1)
+        seen = work.Seen(*entry[work.COMMON :])
+        assert entry[work.COUNT] == count and (seen.first, seen.end) == (0, count)
     lengths = (stop - start)[items[:, 2]]
-    last = len(items) - -(-work.TOGETHER // tiles) * tiles
-    assert (np.diff(lengths[max(0, last) :]) <= 0).all()
-    of_heads = items[: max(0, last), :2] @ [heads, 1]
-    rises = np.flatnonzero(np.diff(lengths[: max(0, last)]) > 0)
-    assert len(rises) < max(1, len(set(of_heads)))
-    if tiles >= work.TOGETHER // heads:
+    # As many of `side` as divide the heads; with rows that are sorted together all of a row.
+    apart = tiles * heads >= work.TOGETHER and not own_heads
+    side = max(n for n in range(1, side + 1) if heads % n == 0)
+    last = max(0, len(items) - -(-work.TOGETHER // (tiles * side)) * tiles * side)
+    assert (np.diff(lengths[last:]) <= 0).all()
+    if apart:
+        of_heads = (items[:last, :2] @ [heads, 1]) // side
         assert (np.diff(of_heads) >= 0).all()
+        assert ((np.diff(lengths[:last]) <= 0) | (np.diff(of_heads) > 0)).all()
+        if last:
+            assert len(set(items[: side * 2, 1])) == side
     mean = (lengths + 1.5).sum() / programs
     assert end_of_the_last(lengths, programs) <= late * max(mean, lengths.max() + 1.5)
 
@@ -508,6 +516,21 @@ def test_warpgroups_compute_what_they_see(warpgroups, xp):
             # What is at the first edge of another one may count as an edge here.
             early = max((x[1] for x in some), default=0)
             assert set(masked) & set(full) <= set(range(early))
+
+
+def test_full_tiles_rise_where_all_begin_with_the_same_one():
+    """As those of other query tiles do; those at the end come before, the last one first."""
+    causal = [(0, 0, n, n + 1) for n in range(8, 11)]
+    window = [(3, 4, 9, 10)] * 3
+    apart = [(n, n + 1, n + 8, n + 9) for n in range(3)]
+    rows = np.array([*causal, *window, *apart], np.int32)[None, None]
+    orders = []
+    for entry in work.for_warpgroups(rows, 3)[0, 0]:
+        stream = work.stream(entry[: work.COMMON], None)
+        orders.append([int(stream.at(i)) for i in range(stream.count)])
+    assert orders[0] == [10, 9, 8, *range(8)]
+    assert orders[1] == [9, *range(3, 9)]
+    assert orders[2] == list(range(11))[::-1]
 
 
 # Of three warpgroups some see neither the first nor the last key tile of their query tile.

@@ -203,7 +203,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
                 return lax.fori_loop(full, end, inside, carry)
 
             def turn(n, carry):
-                """Those at the edge behind the full ones are another turn, without full ones."""
+                """Edges and what is full behind them; then the edges behind that."""
                 again = n > 0
                 first = jnp.maximum(jnp.where(again, seen.edges, start), start)
                 full, end = (jnp.where(again, seen.end, x) for x in (seen.full, seen.edges))
@@ -322,7 +322,7 @@ def copy(ref, index, destination, barrier):
         plgpu.copy_gmem_to_smem(ref.at[(*index, columns)], destination.at[n], barrier)
 
 
-def copy_keys_and_values(refs, memory, tiles: work.Stream | work.Tiles, at, used):
+def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
     """The tiles of an item, each to its slot as soon as that is free.
 
     Args:
