@@ -207,6 +207,12 @@ def _shapes() -> Iterator[Shape]:
         yield _setting("window 1024 gqa 64", T, 64, K=4, causal=True, window=1024)
     for T in (32 * K, 64 * K):
         yield _setting("documents 12", T, 128, causal=True, documents=12)
+    # Short ones: documents have 1000 tokens on average.
+    for T in lengths:
+        yield _setting("documents of 1000 64", T, 64, causal=True, documents=T // 1000)
+    for window in (1024, 256):
+        for T in lengths[1:]:
+            yield _setting(f"window {window} 64", T, 64, causal=True, window=window)
     for D in (128, 64):
         yield from (_setting(f"short {D} causal", T, D, causal=True) for T in (K, 512))
     # Few programs: one example; what one of 8 GPUs has of 64 heads; there a part of a long prompt.
