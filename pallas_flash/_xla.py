@@ -27,10 +27,11 @@ from jax import lax
 
 from pallas_flash import _xla_rows
 from pallas_flash._dropout import drop, kept, rescaled
-from pallas_flash._masks import Edges, Mask, TileClasses, Tiling, in_tile, lists, visit
+from pallas_flash._masks import Mask, TileClasses, Tiling, lists
 from pallas_flash._operands import Cut, Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LN2, LogSum, Scores, below, sinks_gradient, with_sink
+from pallas_flash._visits import Edges, in_tile, visit
 
 # Queries and keys of a tile: big enough for matrix products, small enough for a core's cache, where
 # the scores of all heads meet. Few heads leave room for twice the queries.

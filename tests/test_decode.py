@@ -19,9 +19,9 @@ from test_accuracy import judge, measured
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes
-from pallas_flash._masks import Edges, share
 from pallas_flash._tiling.sizes import FEW_QUERIES
 from pallas_flash._triton import decode as module
+from pallas_flash._visits import Edges, share
 
 # 200 keys are 13 tiles, so 3 parts.
 TILES = TileSizes(decode=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))

@@ -12,20 +12,9 @@ import pytest
 
 from pallas_flash import Predicate, _masks
 from pallas_flash._mask_objects import MaskArray
-from pallas_flash._masks import (
-    Band,
-    Edges,
-    Ends,
-    Lengths,
-    Mask,
-    PositionBand,
-    Segments,
-    Tiling,
-    hidden,
-    in_tile,
-    visit,
-)
+from pallas_flash._masks import Band, Ends, Lengths, Mask, PositionBand, Segments, Tiling
 from pallas_flash._operands import Pairs, Positions
+from pallas_flash._visits import Edges, hidden, in_tile, visit
 
 BATCH = 3
 

@@ -17,8 +17,9 @@ from test_accuracy import judge
 from test_decode import RANGES
 
 from pallas_flash import _compat
-from pallas_flash._masks import Tiling, edges_first
+from pallas_flash._masks import Tiling
 from pallas_flash._tiling.sizes import FEW_QUERIES
+from pallas_flash._visits import edges_first
 from scripts.inspection import gpu_compiler
 
 # JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this

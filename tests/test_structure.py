@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Imports.
 
 # What each module of the package may import of the package. A new module needs a line here.
-KERNEL = {"_masks", "_problem", "_tiling.sizes", "_dropout", "_triton.common"}
+KERNEL = {"_masks", "_visits", "_problem", "_tiling.sizes", "_dropout", "_triton.common"}
 MOSAIC = {"_masks", "_problem", "_mosaic.common", "_mosaic.ptx", "_mosaic.tiles", "_mosaic.work"}
 MOSAIC |= {"_tiling.sizes"}
 MAY_IMPORT = {
@@ -128,7 +128,7 @@ MAY_IMPORT = {
     "_partition": {"_mask_objects", "_masks", "_problem", "_operands", "_scores", "_dropout"},
     "_tangents": {"_context", "_partition", "_reference", "_masks", "_problem", "_operands"},
     "_reference": {"_problem", "_operands", "_dropout"},
-    "_xla": {"_xla_rows", "_masks", "_problem", "_operands", "_scores", "_dropout"},
+    "_xla": {"_xla_rows", "_masks", "_visits", "_problem", "_operands", "_scores", "_dropout"},
     "_xla_rows": {"_masks", "_problem", "_operands", "_scores", "_dropout"},
     "_triton": {
         "_triton.forward",
@@ -151,6 +151,7 @@ MAY_IMPORT = {
     "_triton.common": {
         "_compat",
         "_masks",
+        "_visits",
         "_problem",
         "_operands",
         "_scores",
@@ -200,7 +201,7 @@ MAY_IMPORT = {
         "_problem",
         "_scores",
     },
-    "_mosaic.work": {"_masks", "_mosaic.common", "_mosaic.ptx", "_problem"},
+    "_mosaic.work": {"_masks", "_visits", "_mosaic.common", "_mosaic.ptx", "_problem"},
     "_mosaic.ptx": {"_compat"},
     "_mosaic.tiles": {"_problem", "_tiling.sizes"},
     "_mosaic.candidates": {
@@ -224,6 +225,7 @@ MAY_IMPORT = {
     "_tiling.sizes": set(),
     "_hardware": set(),
     "_masks": {"_operands"},
+    "_visits": set(),
     "_compat": set(),
 }
 

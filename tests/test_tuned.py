@@ -103,6 +103,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
         "common.py",
         "_masks.py",
         "_mask_objects.py",
+        "_visits.py",
         "_scores.py",
         "_operands.py",
         "_dropout.py",

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash._masks import FAR, Mask, Tiling, edges_first, listed_edges_first
+from pallas_flash._masks import FAR, Mask, Tiling
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._problem import Problem
+from pallas_flash._visits import edges_first, listed_edges_first
 
 plgpu = common.plgpu
 

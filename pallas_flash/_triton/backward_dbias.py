@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import drop, rescaled, shrunk
-from pallas_flash._masks import in_tile
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
+from pallas_flash._visits import in_tile
 
 
 def pallas_flash_dbias(

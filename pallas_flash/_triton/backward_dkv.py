@@ -21,11 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import drop, rescaled, shrunk
-from pallas_flash._masks import in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
 from pallas_flash._triton.tiles.rule import shares_of_heads
+from pallas_flash._visits import in_tile, visit
 
 
 def _kernel(

@@ -25,11 +25,12 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import _compat
 from pallas_flash._dropout import drop, kept
-from pallas_flash._masks import Edges, Mask, Tiling, in_tile
+from pallas_flash._masks import Mask, Tiling
 from pallas_flash._operands import Operand
 from pallas_flash._problem import Extras, Problem
 from pallas_flash._scores import LOG2E, LogSum, Scores, with_sink
 from pallas_flash._tiling.sizes import MIN_ROWS
+from pallas_flash._visits import Edges, in_tile
 
 # Bytes of keys and values (or queries) that programs of different heads stream at the same time: so
 # many stay in the L2 cache of an A100 (40 MB) and later, beside all else.

@@ -22,11 +22,11 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import _compat
 from pallas_flash._dropout import rescaled
-from pallas_flash._masks import in_tile, share
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
 from pallas_flash._triton.forward import attend
+from pallas_flash._visits import in_tile, share
 
 # How many programs are to run. Either all at once, which two on each of an H200's 132 cores do, and
 # that is enough to keep its memory busy; or, where the heads alone are more, so many that the last

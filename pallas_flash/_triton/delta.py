@@ -9,10 +9,11 @@ adds p * dlse to ds.
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash._masks import Tiling, in_tile
+from pallas_flash._masks import Tiling
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
+from pallas_flash._visits import in_tile
 
 _TILE = Tile(block_q=64, block_kv=16, num_warps=4, num_stages=1)
 

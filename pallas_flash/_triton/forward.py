@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import rescaled
-from pallas_flash._masks import hidden, in_tile, visit
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
+from pallas_flash._visits import hidden, in_tile, visit
 
 # Sums that are kept of a row of p, added up after the loop. In the accumulators of the matrix
 # units a thread holds two of every 8 numbers of a row: so many sums need no exchange of threads.
