@@ -7,7 +7,8 @@ is a deadlock, which raises:
 * a copy to shared memory poisons its destination at once, and delivers when somebody waits for it;
 * a product of matrix units reads shared memory when it is waited for, a copy from shared memory
   likewise;
-* a barrier counts arrivals, and a wait that lags two phases behind raises: a GPU sees only parity.
+* a barrier counts arrivals, and a wait that lags two phases behind raises: a GPU sees only parity;
+* of a copy to several programs each makes a part, which may arrive before the others have asked.
 
 It knows neither memory fences nor how arrays lie in memory and registers.
 """
@@ -15,6 +16,7 @@ It knows neither memory fences nor how arrays lie in memory and registers.
 import concurrent.futures
 import contextlib
 import dataclasses
+import fractions
 import importlib
 import itertools
 import random
@@ -53,6 +55,13 @@ class Barrier:
     num_arrivals: int = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class ClusterBarrier(Barrier):
+    """`plgpu.ClusterBarrier`, of all programs of a cluster."""
+
+    collective_axes: tuple = ()
+
+
 class At:
     """What `ref.at` is: an index gives another reference."""
 
@@ -79,15 +88,19 @@ def static(index):
 
 
 class Shared:
-    """A reference to shared memory, a view of it."""
+    """A reference to shared memory, a view of it; `all` are those of the cluster's programs."""
 
-    def __init__(self, array):
-        self.array = array
+    def __init__(self, array, everyone=()):
+        self.array, self.all = array, everyone
 
     shape = property(lambda self: self.array.shape)
     dtype = property(lambda self: self.array.dtype)
     T = property(lambda self: Shared(self.array.T))
-    at = property(lambda self: At(lambda index: Shared(self.array[self._inside(index)])))
+    at = property(lambda self: At(self._part))
+
+    def _part(self, index):
+        index = self._inside(index)
+        return Shared(self.array[index], [x[index] for x in self.all])
 
     def _inside(self, index):
         index = static(index)
@@ -166,29 +179,35 @@ class Phases:
     """One barrier in shared memory."""
 
     def __init__(self, arrivals):
-        self.arrivals = self.pending = arrivals
+        self.arrivals = self.pending = fractions.Fraction(arrivals)
         self.phase, self.waits = 0, {}
         self.copies, self.waiting = [], 0
         self.changed = threading.Condition()
+        # Those of the cluster's programs at this place; `of_all`: who arrives does so at them all.
+        self.all, self.of_all = [self], False
+        self.exists = True  # Until its program ends.
 
-    def arrive(self):
+    def arrive(self, part=1):
         with self.changed:
-            self.pending -= 1
+            if not self.exists:
+                raise EmulationError("reports to a program that has ended")
+            self.pending -= part
             if not self.pending:
                 self.pending, self.phase = self.arrivals, self.phase + 1
                 self.changed.notify_all()
 
-    def after(self, copy):
+    def after(self, copy, part=1):
         """Copies, and arrives, when somebody waits."""
         with self.changed:
-            self.copies.append(copy)
+            self.copies.append((copy, part))
             if self.waiting:
                 self._deliver()
 
     def _deliver(self):
         while self.copies:
-            self.copies.pop(0)()
-            self.arrive()
+            copy, part = self.copies.pop(0)
+            copy()
+            self.arrive(part)
 
     def wait(self, who):
         with self.changed:
@@ -205,8 +224,10 @@ class Phases:
 
 
 class Barriers:
-    def __init__(self, spec: Barrier):
-        self.all = [Phases(spec.num_arrivals) for _ in range(spec.num_barriers)]
+    def __init__(self, spec: Barrier, members: int):
+        self.of_all = isinstance(spec, ClusterBarrier)
+        arrivals = spec.num_arrivals * (members if self.of_all else 1)
+        self.all = [Phases(arrivals) for _ in range(spec.num_barriers)]
         self.at = At(lambda index: self.all[number(index[0])])
 
 
@@ -216,6 +237,12 @@ device_memory = threading.Lock()
 
 def one_barrier(barrier):
     return barrier.all[0] if isinstance(barrier, Barriers) else barrier
+
+
+def arrive(barrier):
+    barrier = one_barrier(barrier)
+    for x in barrier.all if barrier.of_all else [barrier]:
+        x.arrive()
 
 
 def complete(running: int):
@@ -273,16 +300,23 @@ def check_end(ref):
         raise EmulationError(f"copies {shape} numbers of which {found} exist")
 
 
-def copy_gmem_to_smem(source, destination, barrier):
+def copy_gmem_to_smem(source, destination, barrier, collective_axes=None):
     if source._clipped()[2] != destination.shape:
         raise EmulationError(f"copies {source._clipped()[2]} to {destination.shape}")
     check_end(source)
-    destination.array[...] = nothing(destination.dtype)
+    barrier, rows = one_barrier(barrier), slice(None)
+    places, barriers, member = [destination.array], [barrier], 0
+    if collective_axes is not None:
+        places, barriers, member = destination.all, barrier.all, here.axes[collective_axes]
+        share = len(places[0]) // len(places)
+        rows = slice(member * share, (member + 1) * share)
+    for place, of_place in zip(places, barriers, strict=True):
+        place[rows] = nothing(destination.dtype)
 
-    def copy():
-        destination.array[...] = source.read()
+        def copy(place=place):
+            place[rows] = source.read()[rows]
 
-    one_barrier(barrier).after(copy)
+        of_place.after(copy, fractions.Fraction(1, len(places)))
 
 
 def copy_smem_to_gmem(source, destination):
@@ -327,11 +361,12 @@ plgpu = types.SimpleNamespace(
     SMEM=lambda shape, dtype, transforms=(): Memory(shape, dtype),
     ACC=Memory,
     Barrier=Barrier,
+    ClusterBarrier=ClusterBarrier,
     set_max_registers=lambda *_, **__: None,
     layout_cast=lambda x, layout: x,
     load=load,
     barrier_wait=lambda barrier: one_barrier(barrier).wait((here.warpgroup, here.warp)),
-    barrier_arrive=lambda barrier: one_barrier(barrier).arrive(),
+    barrier_arrive=arrive,
     commit_smem=lambda: None,
     copy_gmem_to_smem=copy_gmem_to_smem,
     copy_smem_to_gmem=copy_smem_to_gmem,
@@ -547,30 +582,47 @@ fake_ptx = dict(
 )
 
 
-def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=(), **_):
-    """As `common.launch`: programs in any order, `AT_A_TIME`."""
+def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=(), members=1, **_):
+    """As `common.launch`: programs, or clusters of so many members, in any order, `AT_A_TIME`."""
     results = [np.array(x) for x in sums]
     results += [np.full(shape, np.nan, jnp.dtype(dtype)) for shape, dtype in outputs]
     refs = [Device(np.asarray(x)) for x in operands] + [Device(x) for x in results]
     places = list(itertools.product(*map(range, grid.values())))
     random.Random(0).shuffle(places)
 
-    def run(place):
+    def run_program(place, member, memory):
         program = Program()
-        mine = {name: allocate(x) for name, x in memory.items()}
+        axes = dict(zip(grid, place, strict=True), member=member)
 
         def thread(warpgroup):
-            axes = dict(zip(grid, place, strict=True), warpgroup=warpgroup)
             vars(here).update(
-                program=program, axes=axes, warpgroup=warpgroup, warp=None, stores=[], products=[]
+                program=program,
+                axes=axes | {"warpgroup": warpgroup},
+                warpgroup=warpgroup,
+                warp=None,
+                stores=[],
+                products=[],
             )
-            kernel(*refs, static=static, **mine)
+            kernel(*refs, static=static, **memory)
             if here.stores or here.products:
                 raise EmulationError("ends while something is running")
 
         program.run([lambda w=w: thread(w) for w in range(warpgroups)])
+        for x in memory.values():
+            for barrier in x.all if isinstance(x, Barriers) else []:
+                barrier.exists = False
         if program.failed:
             raise program.failed[0]
+
+    def run(place):
+        memories = [
+            {name: allocate(x, members) for name, x in memory.items()} for _ in range(members)
+        ]
+        connect(memories)
+        cluster = Program()
+        cluster.run([lambda x=x: run_program(place, *x) for x in enumerate(memories)])
+        if cluster.failed:
+            raise cluster.failed[0]
 
     with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as cores:
         list(cores.map(run, places))
@@ -582,11 +634,22 @@ def nothing(dtype):
     return OUTSIDE if jnp.issubdtype(dtype, jnp.integer) else np.nan
 
 
-def allocate(spec):
+def connect(memories):
+    """Makes known to each program's memory that of all programs of its cluster."""
+    for of_all in zip(*(x.values() for x in memories), strict=True):
+        for x in of_all:
+            if isinstance(x, Shared):
+                x.all = [y.array for y in of_all]
+            elif isinstance(x, Barriers):
+                for i, barrier in enumerate(x.all):
+                    barrier.all, barrier.of_all = [y.all[i] for y in of_all], x.of_all
+
+
+def allocate(spec, members):
     if spec is None:
         return None
     if isinstance(spec, Barrier):
-        return Barriers(spec)
+        return Barriers(spec, members)
     return Shared(np.full(spec.shape, nothing(spec.dtype), jnp.dtype(spec.dtype)))
 
 

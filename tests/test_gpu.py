@@ -156,6 +156,22 @@ def test_narrow_tiles_for_hopper(case, head_dim, reproducible, kernel_case):
 
 
 @needs_hopper
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [
+        *itertools.product(["full", "causal"], [64, 80, 128, 256]),
+        *itertools.product(["one key/value head", "large scores"], [128]),
+    ],
+)
+def test_programs_that_share_keys_for_hopper(name, head_dim, kernel_case):
+    """In every head and example pairs, of the last of which one program has nothing to do."""
+    sizes = dict(T=1900, S=2100, H=head_dim, V=head_dim)
+    case = dataclasses.replace(cases.BY_NAME[name], **sizes)
+    tiles = pallas_flash.TileSizes(pallas_flash.mosaic.ForwardTile(block_kv=64, programs=2))
+    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", tile_sizes=tiles))
+
+
+@needs_hopper
 @cases.parametrize(
     names=["full", "large scores", "scores far below zero", "soft cap", "dropout", "all features"]
 )

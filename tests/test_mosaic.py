@@ -278,6 +278,52 @@ def test_numbers_of_programs_with_many_query_tiles(head_dim, monkeypatch, kernel
     judge_both(with_heads(LONG_CAUSAL, head_dim, T=601), in_order=False)
 
 
+@pytest.mark.parametrize(
+    ("T", "causal", "head_dim", "cores"),
+    cases.default(
+        chosen := [(601, False, 128, 2), (600, True, 80, 4)],
+        [*chosen, (512, False, 64, 132), (700, True, 128, 2), (129, False, 256, 132)],
+    ),
+)
+def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeypatch, kernel_case):
+    """Of the last pair, one may have nothing to do; of a causal one, the first sees fewer keys."""
+    monkeypatch.setattr(work, "CORES", cores)
+    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    copy, copies = emulator.copy_gmem_to_smem, set()
+
+    def spied(source, destination, barrier, collective_axes=None):
+        copies.add((len(destination.array), collective_axes))
+        copy(source, destination, barrier, collective_axes)
+
+    monkeypatch.setattr(emulator.plgpu, "copy_gmem_to_smem", spied)
+    case = with_heads(LONG_CAUSAL if causal else MANY_KEYS, head_dim, T=T, S=600)
+    sizes = TileSizes(ForwardTile(block_kv=96, programs=2))
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), False, sizes))
+    assert {axes for rows, axes in copies if rows == 96} == {"member"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "programs"),
+    [
+        ((4096, 4096, 128), {}, 2),
+        ((4096, 4096, 128), dict(is_causal=True), 2),
+        ((4096, 4096, 128), dict(is_causal=True, logits_soft_cap=30.0), 1),
+        ((4096, 4096, 128), dict(local_window_size=(100, 0)), 1),
+        ((4096, 4096, 128), dict(is_causal=True, query_offset=jnp.int32(3)), 1),
+        ((4096, 4096, 64), {}, 1),  # Three warpgroups.
+        ((2048, 2048, 256), {}, 2),
+        ((2048, 2048, 128), dict(is_causal=True), 1),
+        ((2048 + 256, 4096, 128), {}, 2),
+        ((2048 + 128, 4096, 128), {}, 1),  # Whose last pair would be half empty.
+        ((8192, 512, 128), {}, 1),
+    ],
+)
+def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, programs):
+    T, S, H = sizes
+    q, k = (jnp.zeros((1, n, 1, H), jnp.bfloat16) for n in (T, S))
+    assert _mosaic.tiles.forward_tile(checked((q, k, k), options)).programs == programs
+
+
 @in_order
 @cases.parametrize(names=["everything at once"], more=["dropout", "large scores"])
 def test_another_forward_may_come_before(case, in_order, monkeypatch, kernel_case):
@@ -408,6 +454,15 @@ def test_items_of_arrays_come_by_heads_that_share_the_cache(
             assert len(set(items[: side * 2, 1])) == side
     mean = (lengths + 1.5).sum() / programs
     assert end_of_the_last(lengths, programs) <= late * max(mean, lengths.max() + 1.5)
+
+
+@pytest.mark.parametrize(("members", "lists"), [(1, 132), (2, 66)])
+def test_all_cores_have_a_program(members, lists):
+    q = jnp.zeros((2, 4096, 16, 64), jnp.bfloat16)
+    p = checked((q, q, q), dict(is_causal=True))
+    table = work.table(p.mask, work.Tiling(4096, 64), work.Tiling(4096, 128), "kv", 2, 2)
+    entries = work.for_warpgroups(table, 2 * members)
+    assert len(work.worklists(p, 2, p.mask, entries, members)) == lists
 
 
 @cases.parametrize(

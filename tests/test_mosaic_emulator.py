@@ -21,9 +21,9 @@ from pallas_flash import _compat
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
-from test_mosaic import LONG, LONG_CAUSAL, MANY_KEYS, emulated, with_bias
+from test_mosaic import LONG, LONG_CAUSAL, MANY_KEYS, emulated, with_bias, with_heads
 
-from pallas_flash._mosaic import backward_dbias, common, work
+from pallas_flash._mosaic import backward_dbias, common, tiles, work
 
 
 def without_waiting_at(names, of=""):
@@ -51,22 +51,42 @@ def without_waiting_at(names, of=""):
     return broken
 
 
-def with_arrivals(name, change, of=""):
-    """Another number of arrivals at the barriers of a name, likewise."""
+def with_memory(name, change, of=""):
+    """Another specification of the shared memory of a name, likewise."""
 
     def broken(patch):
         start = emulator.launch
 
         def launch(kernel, operands, *, memory, **others):
             if name in memory and of in kernel.__name__:
-                spec = memory[name]
-                changed = dataclasses.replace(spec, num_arrivals=spec.num_arrivals + change)
-                memory = memory | {name: changed}
+                memory = memory | {name: change(memory[name])}
             return start(kernel, operands, memory=memory, **others)
 
         patch.setattr(emulator, "launch", launch)
 
     return broken
+
+
+def with_arrivals(name, more, of=""):
+    """Another number of arrivals at these barriers."""
+    return with_memory(
+        name, lambda spec: dataclasses.replace(spec, num_arrivals=spec.num_arrivals + more), of
+    )
+
+
+def in_pairs(broken):
+    """Where two programs share what they load."""
+
+    def shared(patch):
+        patch.setattr(tiles, "_in_pairs", lambda p: True)
+        broken(patch)
+
+    return shared
+
+
+def of_one_program(spec):
+    """A barrier that only its own program reports to."""
+    return emulator.Barrier(spec.num_barriers, spec.num_arrivals)
 
 
 def with_mask_moved(patch):
@@ -158,6 +178,18 @@ BROKEN = {
     "an arrival too many": (with_arrivals("k_free", 1), MANY_KEYS),
     "an arrival too few": (with_arrivals("v_free", -1), MANY_KEYS),
     "an arrival too many, backward": (with_arrivals("q_free", 1), LONG),
+    "slots are refilled when one of two has used them": (
+        in_pairs(with_memory("k_free", of_one_program)),
+        with_heads(MANY_KEYS, 128),
+    ),
+    "no wait for the end of the other program": (
+        in_pairs(with_memory("ended", lambda spec: None)),
+        with_heads(MANY_KEYS, 128),
+    ),
+    "no wait for keys, in pairs": (
+        in_pairs(without_waiting_at({"k_full"})),
+        with_heads(LONG_CAUSAL, 128),
+    ),
     "a mask moved by one": (with_mask_moved, LONG_CAUSAL),
     "old sums keep their scale": (without_rescaling, LONG),
 }

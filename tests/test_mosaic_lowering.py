@@ -89,6 +89,14 @@ def test_lowers(case, reproducible):
         assert launches_of(case, reproducible) >= 4 + ("bias" in options)
 
 
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_programs_that_share_keys_lower(name):
+    sizes = dict(B=1, T=4096, S=4096, N=2, K=1, H=128, V=128)
+    case = dataclasses.replace(cases.BY_NAME[name], **sizes)
+    assert tiles.forward_tile(_problem(*case.problem("bfloat16")[::2])).programs == 2
+    assert launches_of(case, reproducible=False) >= 4
+
+
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_the_largest_heads_leave_room_for_all_statistics(head_dim):
     """Of scores that may be large a row has two, in shared memory that is nearly full."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from described_gpus import described_gpu
+from test_structure import MAY_IMPORT
 from tune_cases import (
     FAST,
     FASTER,
@@ -116,6 +117,19 @@ def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
     assert cache._fingerprint.__wrapped__() != before
 
 
+def test_the_fingerprint_is_of_all_that_kernels_import():
+    """But for the problem, which is the key, and for what a version of JAX decides."""
+    of_kernels = ("_triton", "_mosaic")
+    files = [
+        name
+        for name in MAY_IMPORT
+        if name.startswith(of_kernels) and not {"tiles", "candidates"} & {*name.split(".")}
+    ]
+    below = set().union(*(MAY_IMPORT[name] for name in files))
+    others = {name for name in below if not name.startswith((*of_kernels, "_tiling"))}
+    assert others <= {*cache._SHAPE, "_problem", "_compat"}
+
+
 BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
     pallas_flash.Predicate(lambda b, h, q, k: q > k), 24, 40
 )
@@ -127,12 +141,18 @@ BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
         ({}, "full"),
         ({"is_causal": True}, "causal"),
         ({"is_causal": True, "query_offset": 3}, "causal"),
-        ({"is_causal": True, "query_offset": jnp.asarray([3], jnp.int32)}, "causal"),
+        ({"is_causal": True, "query_offset": jnp.asarray([3], jnp.int32)}, "causal by arrays"),
         ({"is_causal": True, "local_window_size": (4, None)}, "other"),
-        ({"is_causal": True, "key_value_seq_lengths": jnp.asarray([7], jnp.int32)}, "other"),
+        (
+            {"is_causal": True, "key_value_seq_lengths": jnp.asarray([7], jnp.int32)},
+            "other by arrays",
+        ),
         ({"local_window_size": (4, None)}, "other"),
-        ({"segment_ids": (jnp.zeros((1, 24), jnp.int32), jnp.zeros((1, 40), jnp.int32))}, "other"),
-        ({"mask": pallas_flash.PrefixLM(jnp.asarray([7], jnp.int32))}, "other"),
+        (
+            {"segment_ids": (jnp.zeros((1, 24), jnp.int32), jnp.zeros((1, 40), jnp.int32))},
+            "other by arrays",
+        ),
+        ({"mask": pallas_flash.PrefixLM(jnp.asarray([7], jnp.int32))}, "other by arrays"),
         ({"mask": jnp.ones((1, 40), bool)}, "listed"),
         ({"mask": jnp.ones((1, 40), bool), "is_causal": True}, "listed"),
         ({"mask": pallas_flash.BlockMask(jnp.ones((1, 1, 1, 1), bool))}, "listed"),
@@ -368,7 +388,7 @@ def test_tiles_of_both_implementations_are_stored(monkeypatch, capsys, file):
     assert merged == TileSizes(ForwardTile(3, 96), DecodeTile(stages=4), **two_passes)
     assert command(monkeypatch, "--show") == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "  forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2",
+        "  forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2, programs 1",
         "  decode    mosaic, warpgroups 2, block_kv 64, stages 4",
         "  dkv       mosaic, block_q 64, stages 2",
         "  dq        mosaic, warpgroups 2, block_kv 128, stages 2",

@@ -24,18 +24,23 @@ from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSiz
 from pallas_flash._validate import _At, _band, _offset
 
 
+def zeros(shape, dtype):
+    """Made by NumPy: `jnp.zeros` compiles a program for each shape."""
+    return jax.device_put(np.zeros(shape, dtype))
+
+
 def f32(*shape):
-    return jnp.zeros(shape, jnp.float32)
+    return zeros(shape, np.float32)
 
 
 def i32(*shape):
-    return jnp.zeros(shape, jnp.int32)
+    return zeros(shape, np.int32)
 
 
 def inputs(dtype=jnp.float32, head_dim=8):
     """A valid call; its sizes are all different, so that no two axes can be confused."""
     shapes = {"query": (2, 5, 6, head_dim), "key": (2, 7, 3, head_dim), "value": (2, 7, 3, 4)}
-    return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+    return {name: zeros(shape, dtype) for name, shape in shapes.items()}
 
 
 def unbatched(**changed):
@@ -327,6 +332,7 @@ NUMBERS = [
     (mosaic.ForwardTile, "block_kv", (0, 100, 272)),
     (mosaic.ForwardTile, "output_slots", (-1, 5)),
     (mosaic.ForwardTile, "stages", (1, 5)),
+    (mosaic.ForwardTile, "programs", (0, 3)),
     (mosaic.DecodeTile, "warpgroups", (1,)),
     (mosaic.DecodeTile, "stages", (0, 1, 5, 14)),
     (mosaic.BackwardTile, "block_q", (32, 96)),
@@ -417,6 +423,23 @@ def bad_tiles_of_mosaic():
             fragment,
             gpu="NVIDIA H200",
         )
+    yield Row(
+        "programs that share keys, with more warpgroups",
+        lambda: {"tile_sizes": mosaic.ForwardTile(warpgroups=3, programs=2)},
+        ValueError,
+        "`programs` must be one of (1,); got 2.",
+    )
+    yield Row(
+        "programs that share keys that arrays tell",
+        lambda: {
+            **for_hopper(128),
+            "key_value_seq_lengths": jnp.array([3, 4]),
+            "tile_sizes": TileSizes(forward=mosaic.ForwardTile(programs=2)),
+        },
+        ValueError,
+        "`tile_sizes.forward` must have `programs=1` where arrays or a predicate say which ",
+        gpu="NVIDIA H200",
+    )
     yield Row(
         "wider values in place of queries",
         lambda: {
@@ -1730,8 +1753,11 @@ def test_offsets_at_the_ends_of_int32(implementation):
 
     for offset in (2**31 - 1, -(2**31)):
         o, lse = call(jnp.full(2, offset, jnp.int32))
-        want = pallas_flash.attention(**arrays, query_offset=offset, is_causal=True,
-                                      return_lse=True, implementation="reference")  # fmt: skip
+        definition = functools.partial(
+            pallas_flash.attention, query_offset=offset, is_causal=True, return_lse=True,
+            implementation="reference",
+        )  # fmt: skip
+        want = jax.jit(definition)(**arrays)
         assert np.isneginf(lse).all() == (offset < 0)
         for x, y in zip((o, lse), want, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -1834,6 +1860,7 @@ def test_the_reference_differentiates_everything(function):
         x = {name: jnp.asarray(x, jnp.float64) for name, x in numbers().items()}
         weight = jnp.asarray(normal(9, 2, 5, 6, 4), jnp.float64)
 
+        @jax.jit
         def loss(slopes):
             options = dict(alibi_slopes=slopes)
             if function is with_operand:

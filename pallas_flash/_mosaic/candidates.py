@@ -1,5 +1,6 @@
 """What tiles take of a GPU, which of them fit, and what `tune` tries for each kernel."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -53,6 +54,12 @@ def check(kernel: str, tile, p: Problem) -> None:
         raise ValueError(
             "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
             f"got {tile} and head sizes of {p.head_dim} and {p.value_dim} (of values). Use 1."
+        )
+    told = p.mask.scattered or jax.tree.leaves(p.mask)
+    if kernel == "forward" and tile.programs > 1 and told:
+        raise ValueError(
+            "`tile_sizes.forward` must have `programs=1` where arrays or a predicate say which "
+            f"keys are seen; got {tile}. Use 1."
         )
     # Two warpgroups share out a tile of dq, by its queries or by its columns.
     rows = 2 * ROWS if tiles.all_columns(*_padded(p)) else ROWS
@@ -124,14 +131,13 @@ def _width(p: Problem) -> int:
 
 def candidates(kernel: str, problem: Problem, choose: Callable[[TileSizes | None], TileSizes]):
     """Tiles that fit, the table's first; `choose` is a partial `by_table`."""
+    # The output leaves through one slot, or where that has no room in place of the queries.
+    keys_and_slots = (64, 80, 96, 112, 128, 144, 160, 176, 192), (1, 0)
+    forward = [ForwardTile(*x) for x in itertools.product((2, 3), *keys_and_slots, (2, 3))]
+    if _width(problem) > 64:  # Smaller heads did not gain by two programs.
+        forward += [ForwardTile(2, *x, programs=2) for x in itertools.product(*keys_and_slots)]
     tried = {
-        # The output leaves through one slot, or where that has no room in place of the queries.
-        "forward": [
-            ForwardTile(*sizes)
-            for sizes in itertools.product(
-                (2, 3), (64, 80, 96, 112, 128, 144, 160, 176, 192), (1, 0), (2, 3)
-            )
-        ],
+        "forward": forward,
         "decode": [
             DecodeTile(w, kv, stages)
             for w, kv in itertools.product((2, 3), (64, 128))
@@ -143,12 +149,8 @@ def candidates(kernel: str, problem: Problem, choose: Callable[[TileSizes | None
     }[kernel]
     fitting = [tile for tile in tried if _fits(kernel, tile, choose)]
     if kernel == "forward":
-        slots = {(x.warpgroups, x.block_kv, x.stages) for x in fitting if x.output_slots}
-        fitting = [
-            x
-            for x in fitting
-            if x.output_slots or (x.warpgroups, x.block_kv, x.stages) not in slots
-        ]
+        with_slots = {dataclasses.replace(x, output_slots=0) for x in fitting if x.output_slots}
+        fitting = [x for x in fitting if x not in with_slots]
     table = choose(None).tile(kernel)
     return list(dict.fromkeys([*([] if table is None else [table]), *fitting]))
 

@@ -107,9 +107,16 @@ def blocks(dtype, *outer: int, rows: int, columns: int):
     return plgpu.SMEM(shape, dtype, transforms=ptx.BLOCKS)
 
 
-def barriers(count: int, arrivals: int = 1):
-    """So many, each of which so many report to."""
-    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+# The axis of programs that share copies: a cluster, in CUDA's terms.
+MEMBER = "member"
+
+
+def barriers(count: int, arrivals: int = 1, members: int = 1):
+    """So many, for so many arrivals of each member: who arrives does so at those of all members."""
+    if members == 1:
+        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+    axes = (MEMBER,)
+    return plgpu.ClusterBarrier(collective_axes=axes, num_barriers=count, num_arrivals=arrivals)
 
 
 class Ring:
@@ -492,6 +499,7 @@ def launch(
     warpgroups: int,
     static,
     sums=(),
+    members: int = 1,
     **parameters,
 ):
     """`pl.kernel` for this package's kernels.
@@ -506,6 +514,7 @@ def launch(
         warpgroups: of a program.
         static: what the kernel knows at compile time.
         sums: arrays in device memory in which all programs add.
+        members: programs in each place of the grid, which may share copies.
         **parameters: of the compiler, beside `PARAMETERS`.
 
     Returns:
@@ -527,6 +536,8 @@ def launch(
         mesh=plgpu.Mesh(
             grid=tuple(grid.values()),
             grid_names=tuple(grid),
+            cluster=() if members == 1 else (members,),
+            cluster_names=() if members == 1 else (MEMBER,),
             num_threads=warpgroups,
             thread_name="warpgroup",
             kernel_name=kernel.__name__,

@@ -23,6 +23,10 @@ multiplied by v only after the product of q and the next keys has been started.
     matrix units   | q k1      | q k2   p1 v1      | q k3   p2 v2      |
     softmax                    | ...    of q k1    | ...    of q k2    |
 
+Two programs may share what they load (`ForwardTile.programs`), for neighbouring query tiles that
+are one item: each copies one half of a tile of keys or values to the shared memory of both, and a
+slot is free when both have used it. So keys and values leave the L2 cache half as often.
+
 m moves only when it would grow by more than THRESHOLD. That is exact: acc, l and the LSE share the
 shift, whatever it is, and p stays below 2^THRESHOLD.
 """
@@ -54,6 +58,9 @@ LOWEST = -3e38
 # Registers of a thread that computes, and of one that loads, by the number of computing warpgroups:
 # together they must be no more than 64 Ki.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
+
+# Where the warps of each computing warpgroup meet, see `ptx.meet`.
+AT_TILE = (5, 6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +128,16 @@ def finish(m, l, sink, *, large: bool):
     return ([m, l_log2] if large else [l_log2]), factor / l
 
 
-def part_of(warpgroup, i, warpgroups: int):
-    """Which part of the i-th query tile is a warpgroup's.
+def part_of(warpgroup, i, tile: ForwardTile):
+    """Which part of the i-th item's queries is a warpgroup's.
 
-    All have each in turn: under a causal mask the last part sees most, and of a last tile it may
-    not exist.
+    All of a program have each of its parts in turn: under a causal mask the last one sees most, and
+    of a last tile it may not exist.
     """
-    return common.remainder(i + warpgroup, warpgroups)
+    part = common.remainder(i + warpgroup, tile.warpgroups)
+    if tile.programs == 1:
+        return part
+    return part + tile.warpgroups * lax.axis_index(common.MEMBER)
 
 
 def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
@@ -144,7 +154,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
         b, h, q_tile, *entry = item
         tiles = work.stream(entry[: work.COMMON], refs.table)
         seen = work.Seen(*entry[work.COMMON :])
-        part = part_of(warpgroup, i, tile.warpgroups)
+        part = part_of(warpgroup, i, tile)
         first_row = q_tile * static.q.block + part * ROWS
         options = static.options.of_example(refs.shared, b)
         acc, m, l = nothing(static.value_dim, large=static.large)
@@ -234,6 +244,10 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             """Leaves a tile that these rows do not see to the other warpgroups."""
             for x in ("k", "v"):
                 plgpu.barrier_wait(memory[f"{x}_full"].at[ring(used + j)])
+                if tile.programs > 1:
+                    # To other programs one thread reports: no warp may still have to wait.
+                    for n, barrier in enumerate(AT_TILE):
+                        pl.when(warpgroup == n)(functools.partial(ptx.meet, barrier, 128))
                 plgpu.barrier_arrive(memory[f"{x}_free"].at[ring(used + j)])
 
         plgpu.barrier_wait(memory["q_full"].at[warpgroup])
@@ -273,11 +287,15 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
     def columns(i):
         """Of an item, those of this warpgroup's part."""
         common = len(work.WHERE) + work.COMMON
-        own = common + work.OWN * part_of(warpgroup, i, tile.warpgroups)
+        own = common + work.OWN * part_of(warpgroup, i, tile)
         return [*range(common), *(own + n for n in range(work.OWN))]
 
     work.for_each_item(refs.items._replace(columns=columns), item, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if memory["ended"] is not None:
+        # Who has ended has no barriers to which others could report.
+        plgpu.barrier_arrive(memory["ended"].at[0])
+        plgpu.barrier_wait(memory["ended"].at[0])
 
 
 def last_tile(x, seen, block: int):
@@ -315,14 +333,16 @@ def from_last_tile_or(ref, last_ref, start, first, seen, block: int):
     pl.when(jnp.logical_not(inside))(lambda: start(ref, first))
 
 
-def copy(ref, index, destination, barrier):
-    """A tile to shared memory, 64 columns at a time."""
+def copy(ref, index, destination, barrier, members: int = 1):
+    """A tile to shared memory, 64 columns at a time; to that of all members, each a part."""
+    axes = None if members == 1 else common.MEMBER
     for n in range(destination.shape[0]):
         columns = common.block_of_columns(n, index[0])
-        plgpu.copy_gmem_to_smem(ref.at[(*index, columns)], destination.at[n], barrier)
+        tile = ref.at[(*index, columns)]
+        plgpu.copy_gmem_to_smem(tile, destination.at[n], barrier, collective_axes=axes)
 
 
-def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
+def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used, members: int = 1):
     """The tiles of an item, each to its slot as soon as that is free.
 
     Args:
@@ -331,6 +351,7 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
         tiles: which.
         at: the example and the key/value head.
         used: tiles that this program had before.
+        members: programs that share them.
     """
     b, h = at
     stages, block = memory["k_sm"].shape[0], memory["k_sm"].shape[2]
@@ -343,7 +364,7 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used):
 
         def start(x, ref, first):
             at = b, pl.ds(first, block), h
-            copy(ref, at, memory[f"{x}_sm"].at[slot], memory[f"{x}_full"].at[slot])
+            copy(ref, at, memory[f"{x}_sm"].at[slot], memory[f"{x}_full"].at[slot], members)
 
         ring.refill(used + j, memory["k_free"])
         start("k", refs.k, first)
@@ -382,14 +403,14 @@ def load(refs, memory, static: Static):
     def keys_and_values(i, item, used):
         del i
         b, h, _, *entry = item
-        tiles = work.stream(entry, refs.table)
-        copy_keys_and_values(refs, memory, tiles, (b, common.quotient(h, static.groups)), used)
+        tiles, at = work.stream(entry, refs.table), (b, common.quotient(h, static.groups))
+        copy_keys_and_values(refs, memory, tiles, at, used, tile.programs)
         return used + tiles.count
 
     def queries(w, i, item, _):
         b, h, q_tile, *_ = item
         pl.when(i > 0)(lambda: plgpu.barrier_wait(memory["q_free"].at[w]))
-        first_row = q_tile * static.q.block + part_of(w, i, tile.warpgroups) * ROWS
+        first_row = q_tile * static.q.block + part_of(w, i, tile) * ROWS
         at = b, pl.ds(first_row, ROWS), h
         copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])
 
@@ -441,10 +462,11 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         seen: int32 [B], how many keys of each example are seen, where these are the first ones.
     """
     p = problem
-    q = Tiling(p.q_len, tile.warpgroups * ROWS)
-    kv = Tiling(p.kv_len, tile.block_kv)
-    mask = p.mask.within(kv=kv)
     w, stages, slots = tile.warpgroups, tile.stages, tile.output_slots
+    members = tile.programs
+    parts = w * members
+    q, kv = Tiling(p.q_len, parts * ROWS), Tiling(p.kv_len, tile.block_kv)
+    mask = p.mask.within(kv=kv)
     statistics = 2 if p.large else 1
 
     blocks, barriers = functools.partial(common.blocks, p.dtype), common.barriers
@@ -455,11 +477,11 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         rows = Tiling(p.q_len, ROWS)
         if mask.scattered:
             table = work.table(extras.mask, q, kv, "kv", batch, p.batch)
-            entries = work.lists_for_warpgroups(table, rows.count, w)
+            entries = work.lists_for_warpgroups(table, rows.count, parts)
         else:
             table = work.table(extras.mask, rows, kv, "kv", batch, p.batch)
-            entries = work.for_warpgroups(table, w)
-        lists = work.worklists(p, batch, mask, entries)
+            entries = work.for_warpgroups(table, parts)
+        lists = work.worklists(p, batch, mask, entries, members)
         # In a list of all programs they count what has been taken.
         known, counted = ([lists], []) if isinstance(lists, np.ndarray) else ([], [lists])
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
@@ -487,13 +509,15 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 q_full=barriers(w, copies_of_k),
                 q_free=barriers(w),
                 k_full=barriers(stages, copies_of_k),
-                k_free=barriers(stages, w),
+                k_free=barriers(stages, w, members),
                 v_full=barriers(stages, copies_of_v),
-                v_free=barriers(stages, w),
+                v_free=barriers(stages, w, members),
+                ended=barriers(1, w, members) if members > 1 else None,
                 # Computing warpgroups, the warps for their queries, and that for keys and values.
                 **work.memory(lists, 2 * w + 1),
             ),
             grid=dict(program=work.programs_of(lists)),
+            members=members,
             warpgroups=w + 1,
             static=Static(
                 options=options,

@@ -225,7 +225,7 @@ def tiles_of(entry, table_ref) -> Tiles:
 WHERE = ("b", "h", "q_tile")
 
 
-def worklists(problem: Problem, batch: int, mask: Mask, entries):
+def worklists(problem: Problem, batch: int, mask: Mask, entries, members: int = 1):
     """The query tiles of a launch as items, whose programs stay on their core; long ones first.
 
     Where lengths are known, NumPy int32 [programs, 1 + items, columns]: the items of each program,
@@ -242,33 +242,34 @@ def worklists(problem: Problem, batch: int, mask: Mask, entries):
         batch: examples, of all instances.
         mask: that of the call.
         entries: [1 or B, 1 or N, query tiles, columns], see `for_warpgroups`.
+        members: programs that have a list together; where lengths are known.
     """
     p = problem
     streamed = p.kv_len * (p.head_dim + p.value_dim) * p.dtype.itemsize
     heads = max(1, int(L2_SHARE // streamed)) * p.groups if mask else 1
     heads = min(heads, batch * p.num_heads)
     if not isinstance(entries, np.ndarray):
+        # Each takes items for itself: members would have different ones, and wait for ever.
+        assert members == 1, members
         return longest_first(batch, p.num_heads, heads, entries)
-    return _worklists(batch, p.num_heads, heads, entries.tobytes(), entries.shape)
+    known = entries.tobytes(), entries.shape
+    return _worklists(batch, p.num_heads, heads, CORES // members, *known)
 
 
 def programs_of(lists) -> int:
     """How many programs `worklists` are for."""
-    return len(lists) if lists.ndim == 3 else _programs(len(lists) - 2)
-
-
-def _programs(items: int) -> int:
-    """Those of so many items."""
-    return min(CORES, items)
+    return len(lists) if lists.ndim == 3 else min(CORES, len(lists) - 2)
 
 
 @functools.lru_cache(maxsize=64)
-def _worklists(batch: int, num_heads: int, heads: int, ranges: bytes, shape) -> np.ndarray:
+def _worklists(
+    batch: int, num_heads: int, heads: int, most: int, ranges: bytes, shape
+) -> np.ndarray:
     table: Any = np.frombuffer(ranges, np.int32).reshape(shape[2:])
     rows = batch * num_heads
     lengths = table[:, COUNT]
     order = np.argsort(-lengths, kind="stable")
-    programs = _programs(rows * len(order))
+    programs = min(most, rows * len(order))
     items: list[list[tuple]] = [[] for _ in range(programs)]
     # When each program is free, counted in key tiles.
     free = [(0.0, i) for i in range(programs)]
@@ -342,7 +343,7 @@ def longest_first(batch: int, num_heads: int, heads: int, entries):
     items = side_by_side(items, heads)
     items = jnp.concatenate([items[: len(items) - len(last)], last])
     before, behind = np.zeros((2, 1, NUMBERS), np.int32)
-    before[0, 0], behind[0, 0] = 1 + _programs(len(items)), -1
+    before[0, 0], behind[0, 0] = 1 + min(CORES, len(items)), -1
     return jnp.concatenate([before, items, behind])
 
 

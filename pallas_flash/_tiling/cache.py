@@ -63,7 +63,8 @@ def key(problem: Problem, gpu: str) -> str:
     * the dtype (of float32 also the precision of products), both head sizes, whether query heads
       share keys, and with few queries how many rows share them;
     * the mask: "full", "causal" (at any offset), "listed" (with tiles that form no runs),
-      "predicate" (with a user's function) or "other";
+      "predicate" (with a user's function) or "other"; and whether arrays tell where runs are, for
+      then programs cannot be planned before the launch;
     * what else is done in the loops: bias, slopes, score function, soft cap, sinks, dropout; and
       the bytes of arrays that are read for each pair of a query and a key;
     * both lengths, and the queries and keys of all heads and examples, rounded up to powers of two
@@ -102,7 +103,9 @@ def _asks_function(leaf) -> bool:
 def _kind(mask: Mask) -> str:
     if any(map(_asks_function, mask.leaves)):
         return "predicate"
-    return "listed" if mask.scattered else mask.kind
+    if mask.scattered:
+        return "listed"
+    return f"{mask.kind} by arrays" if jax.tree.leaves(mask) else mask.kind
 
 
 # What kernels are made of beside their own folders. (Their tiles are none of it: a winner replaces

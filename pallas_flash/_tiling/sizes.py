@@ -87,6 +87,8 @@ class ForwardTile:
         output_slots: places of 64 columns in shared memory through which the output leaves, up to
             4; 0 takes the place of the queries, for want of memory.
         stages: slots of keys, and of values, 2 to 4.
+        programs: 2 with neighbouring queries share what they load of keys and values; with 2
+            warpgroups, where no array says which keys are seen. Or 1.
 
     Raises:
         ValueError: if a number is none of those.
@@ -97,11 +99,13 @@ class ForwardTile:
     block_kv: int = 128
     output_slots: int = 1
     stages: int = 2
+    programs: int = 1
 
     def __post_init__(self):
         slots = tuple(range(5))
         kv = tuple(range(16, 257, 16))
         _check(self, warpgroups=(2, 3), block_kv=kv, output_slots=slots, stages=_STAGES)
+        _check(self, programs=(1, 2) if self.warpgroups == 2 else (1,))
 
 
 @dataclasses.dataclass(frozen=True)
