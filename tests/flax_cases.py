@@ -22,7 +22,7 @@ OURS = functools.partial(attention_fn, implementation="xla")
 def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
     """Rounded by NumPy: `jnp.asarray` compiles a program for each shape."""
     x = np.random.default_rng(seed).standard_normal(shape)
-    return jnp.asarray(x.astype(jnp.dtype(dtype)))
+    return jax.device_put(x.astype(jnp.dtype(dtype)))
 
 
 def qkv(batch=(2,), dtype=jnp.float32, num_kv_heads=NUM_HEADS, v_dim=HEAD_DIM):
@@ -37,7 +37,7 @@ def random_mask(shape: tuple[int, ...], dtype=jnp.bool_) -> jax.Array:
     mask = np.random.default_rng(4).random(shape) < 0.5
     # Every query sees key 0, because a query that sees nothing is where Flax differs.
     mask[..., 0] = True
-    return jnp.asarray(mask.astype(jnp.dtype(dtype)))
+    return jax.device_put(mask.astype(jnp.dtype(dtype)))
 
 
 def causal_mask(q_len: int = Q_LEN, kv_len: int = KV_LEN) -> jax.Array:

@@ -18,6 +18,7 @@ place of a dense error that is smaller by luck, as where one key makes every pro
 
 import dataclasses
 import functools
+import itertools
 
 import cases
 import jax
@@ -161,8 +162,30 @@ def small_blocks(case, monkeypatch):
         monkeypatch.setattr(_xla, "BLOCK_KV", 32)
 
 
-@cases.parametrize()
-@pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
+# Of each case the default run has one: by the kernels, which are the slowest to compile, where they
+# meet something that no case of test_lowering has there; the others by the other two in turns.
+BY_KERNELS = (
+    "one of everything",
+    "causal, first queries see nothing",
+    "documents in pairs",
+    "mask, causal, lengths",
+    "soft cap, bias",
+    "sinks, causal, first queries see nothing",
+    "prefix",
+)
+IMPLEMENTATIONS = ("interpret", "xla", "reference")
+BY_DEFAULT = [
+    ("interpret" if case.name in BY_KERNELS else IMPLEMENTATIONS[1 + n % 2], case)
+    for n, case in enumerate(cases.CASES)
+]
+by_one_implementation = pytest.mark.parametrize(
+    ("implementation", "case"),
+    cases.default(BY_DEFAULT, list(itertools.product(IMPLEMENTATIONS, cases.CASES))),
+    ids=lambda x: getattr(x, "name", x).replace(" ", "-"),
+)
+
+
+@by_one_implementation
 def test_float32(case, implementation, small_blocks, tiles_of_kernels):
     judge(case, "float32", measured(case, "float32", implementation, **tiles_of_kernels))
 
@@ -185,8 +208,24 @@ def test_optimized_by_xla(case, dtype, implementation, monkeypatch):
     judge(case, dtype, measured(case, dtype, implementation))
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
-@cases.parametrize()
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@cases.parametrize(
+    names=[
+        "full, whole tiles",
+        "one of everything",
+        "lengths of zero",
+        "everything at once",
+        "mask with empty tiles",
+        "bias of queries, in 16 bits",
+        "positions, window, slopes, lengths",
+        "score function",
+        "dropout",
+        "prefix",
+        "blocks and predicate",
+        "all features",
+    ],
+    others_extended=True,
+)
 def test_strict_switches(case, implementation):
     """Traced with x64 on, and with x64 off what `measured` above has not run under all of them."""
     qkv, cotangents, options = case.problem()
@@ -216,7 +255,7 @@ def test_float64(case, implementation):
         judge(case, "float64", measured(case, "float64", implementation, problem), problem)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
+@pytest.mark.parametrize("implementation", cases.default(["xla", "reference"], IMPLEMENTATIONS))
 def test_slopes_move_with_an_offset_that_is_known(implementation):
     """As with one for each example, which the cases have."""
     qkv, cotangents, _ = cases.BY_NAME["full"].problem()
@@ -249,7 +288,8 @@ def test_slopes_move_with_an_offset_that_is_known(implementation):
         "all features",
     ],
 )
-@pytest.mark.parametrize("implementation", ["interpret", "xla", "reference"])
+# Of the kernels test_lowering has the same.
+@pytest.mark.parametrize("implementation", cases.default(["xla", "reference"], IMPLEMENTATIONS))
 def test_nothing_shows_of_what_no_query_sees(case, implementation, small_blocks):
     check_that_nothing_shows(case, implementation)
 
@@ -315,11 +355,13 @@ def check_gradient_of_the_scale(case, implementation, scale):
     qkv, (do, dlse), options = case.problem()
     truth = oracle.solve(*qkv, do, dlse, scale=scale, **options)
 
-    def call(s):
-        return pallas_flash.attention(
-            *qkv, scale=s, return_lse=True, implementation=implementation, **options
-        )
+    def gradient(s, qkv, cotangents):
+        def call(s):
+            return pallas_flash.attention(
+                *qkv, scale=s, return_lse=True, implementation=implementation, **options
+            )
 
-    gradient = oracle.compiled(lambda s: jax.vjp(call, s)[1]((do, dlse)))
-    (dscale,) = gradient(jnp.float32(scale))
+        return jax.vjp(call, s)[1](cotangents)
+
+    (dscale,) = oracle.compiled(gradient)(jnp.float32(scale), qkv, (do, dlse))
     assert abs(dscale - truth.values["dscale"]) <= 8 * ROUNDING["float32"] * truth.terms["dscale"]

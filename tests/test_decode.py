@@ -27,8 +27,11 @@ from pallas_flash._visits import Edges, share
 TILES = TileSizes(decode=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 
 
-def with_few(case, T, **sizes):
-    """The case with few queries, many keys, and three heads that share each of two."""
+def with_few(case, T=5, **sizes):
+    """The case with few queries, many keys, and three heads that share each of two.
+
+    Mostly five queries: what is between kernels is compiled for each shape.
+    """
     return dataclasses.replace(case, T=T, S=200, **{"N": 6, "K": 2} | sizes)
 
 
@@ -77,7 +80,7 @@ def assert_right(case, dtype="float32"):
 
 @every_case
 def test_numbers(case, kernel_case):
-    assert_right(with_few(case, 5))
+    assert_right(with_few(case))
 
 
 @cases.parametrize(
@@ -90,7 +93,7 @@ def test_one_query(case, kernel_case):
 
 def test_a_sink_far_above_all_scores(kernel_case):
     """exp2 of the difference would overflow."""
-    case = with_few(cases.BY_NAME["full"], 2)
+    case = with_few(cases.BY_NAME["full"])
     problem = (*case.problem()[:2], {"sinks": jnp.full(case.N, 200.0)})
     judge(case, "float32", run(problem)[0], problem)
 
@@ -98,7 +101,7 @@ def test_a_sink_far_above_all_scores(kernel_case):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @cases.parametrize(names=["full", "all features"], more=["everything at once"])
 def test_numbers_in_16_bits(case, dtype, kernel_case):
-    assert_right(with_few(case, 3), dtype)
+    assert_right(with_few(case), dtype)
 
 
 @cases.parametrize(names=["sinks"], more=["lengths of zero", "dropout", "all features"])
@@ -144,7 +147,7 @@ def test_rows_that_do_not_exist_read_inside(case, kernel_case):
 
 @every_case
 def test_every_element_is_stored_once(case):
-    for one in evaluated(with_few(case, 5))[1]:
+    for one in evaluated(with_few(case))[1]:
         for stores in one.stores:
             np.testing.assert_array_equal(stores, 1, err_msg=one.kernel.name)
 
@@ -159,7 +162,7 @@ def test_every_element_is_stored_once(case):
     ],
 )
 def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
-    case = with_few(case, 5)
+    case = with_few(case)
     qkv, cotangents, options = case.problem()
     arrays = cases.poison(case, qkv, cotangents, options)
     poisoned, _ = run((*arrays, cases.poison_bias(case, options)))
@@ -172,7 +175,7 @@ def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
 )
 def test_keys_that_heads_share_are_multiplied_once(case):
     """Two products for each tile that any query of any of these heads sees."""
-    case = with_few(case, 5)
+    case = with_few(case)
     _, _, options = case.problem()
     ok = oracle.visible((case.B, case.N, case.T, case.S), **options)
     ok = ok.reshape(case.B, case.K, -1, case.S).any(2)
@@ -268,7 +271,7 @@ def test_few_keys_are_not_worth_two_launches():
 
 
 def test_vmap_computes_what_a_loop_does():
-    (q, k, v), _, options = with_few(cases.BY_NAME["lengths"], 2).problem()
+    (q, k, v), _, options = with_few(cases.BY_NAME["lengths"]).problem()
     attention = functools.partial(
         pallas_flash.attention, implementation="triton", tile_sizes=TILES, **options
     )
@@ -279,7 +282,7 @@ def test_vmap_computes_what_a_loop_does():
 
 
 def test_in_x64_mode():
-    case = with_few(cases.BY_NAME["everything at once"], 3)
+    case = with_few(cases.BY_NAME["everything at once"])
     (expected, _), _ = evaluated(case)
     with jax.enable_x64(True):
         (result, lse), _ = run(case.problem())

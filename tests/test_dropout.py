@@ -266,9 +266,9 @@ def test_what_is_kept_is_divided_by_the_share_of_words_that_keep(implementation,
     with jax.enable_x64(True):
         q, k = (jnp.asarray(np.asarray(x), jnp.float64) for x in inputs()[:2])
         v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
-        call = functools.partial(pallas_flash.attention, q, k, v, implementation=implementation)
-        plain = np.asarray(call())
-        dropped = np.asarray(call(dropout_rate=rate, dropout_key=KEYS["typed"]()))
+        call = functools.partial(pallas_flash.attention, implementation=implementation)
+        dropping = functools.partial(call, dropout_rate=rate, dropout_key=KEYS["typed"]())
+        plain, dropped = (np.asarray(oracle.compiled(f)(q, k, v)) for f in (call, dropping))
     kept = dropped != 0
     assert kept.any()
     error = np.abs(dropped[kept] / plain[kept] / factor - 1).max()
@@ -346,7 +346,7 @@ def results(name):
     return run(*qkv)
 
 
-@pytest.mark.parametrize("name", cases.default(["xla", "interpret"], list(WAYS)[1:]))
+@pytest.mark.parametrize("name", cases.default(["xla"], list(WAYS)[1:]))
 def test_gradients_are_those_of_the_definition(name):
     for got, want in zip(results(name), results("reference"), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

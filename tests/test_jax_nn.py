@@ -293,7 +293,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize(
     "i",
-    cases.default(range(0, len(PATTERNS), 9), range(len(PATTERNS))),
+    cases.default(range(0, len(PATTERNS), 14), range(len(PATTERNS))),
     ids=lambda i: "x".join(map(str, PATTERNS[i])),
 )
 def test_bias_and_mask_broadcast(i):

@@ -192,9 +192,8 @@ CALLS = {
 # What "emulated" is for, the others do alike.
 DEFAULT = [
     *(("emulated", call) for call in ("together", "few queries")),
-    ("interpret", "alone"),
+    ("reference", "alone"),
     ("xla", "together"),
-    ("reference", "together"),
 ]
 
 

@@ -147,15 +147,21 @@ def fit(mask, q, kv, **call) -> Mask:
     return Mask(fitted(mask, Call((BATCH, HEADS, q.length, kv.length), **call)))
 
 
-def in_one_program(method, *arguments):
+@functools.partial(jax.jit, static_argnames=("method", "q", "kv"))
+def in_one_program(method, mask, q, kv):
     """What it finds; operation by operation takes many times as long to compile."""
-    return jax.jit(lambda: method(*arguments))()
+    return getattr(mask, method)(q, kv)
+
+
+@jax.jit
+def allowed_at(mask, b, h, i, j):
+    return mask.allowed(b, h, i, j)
 
 
 def allowed(mask, q, kv):
     shape = BATCH, HEADS, q.length, kv.length
-    b, h, i, j = (int32(x) for x in np.ogrid[tuple(map(slice, shape))])
-    return np.broadcast_to(in_one_program(mask.allowed, b, h, i, j), shape)
+    indices = (np.asarray(x, np.int32) for x in np.ogrid[tuple(map(slice, shape))])
+    return np.broadcast_to(allowed_at(mask, *indices), shape)
 
 
 @over_tilings
@@ -191,10 +197,11 @@ def test_ranges_of_a_prefix(offset, q, kv):
         call = dict(offset=int32(offsets)) if offset == "by example" else dict(shift=offset)
         leaf = fit(mask, q, kv, **call)
         some, every = of_tiles(seen_by(mask, (BATCH, 1, q.length, kv.length), offsets), q, kv)
-        for got, flow, want in (
-            (in_one_program(leaf.kv_ranges, q, kv), kv, (some, every)),
-            (in_one_program(leaf.q_ranges, q, kv), q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
+        for side, flow, want in (
+            ("kv_ranges", kv, (some, every)),
+            ("q_ranges", q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
         ):
+            got = in_one_program(side, leaf, q, kv)
             visited, full = ranges_as_classes(got, flow.count)
             assert not (want[0] & ~visited).any()
             assert not (full & ~want[1]).any()
@@ -216,10 +223,11 @@ def test_ranges_of_a_prefix_of_positions_are_safe(q, kv):
         seen = plain[:, :, query[0] - 3][..., key_value[0]]
         np.testing.assert_array_equal(allowed(leaf, q, kv), seen)
         some, every = of_tiles(seen[:, :1], q, kv)
-        for got, flow, want in (
-            (in_one_program(leaf.kv_ranges, q, kv), kv, (some, every)),
-            (in_one_program(leaf.q_ranges, q, kv), q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
+        for side, flow, want in (
+            ("kv_ranges", kv, (some, every)),
+            ("q_ranges", q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
         ):
+            got = in_one_program(side, leaf, q, kv)
             visited, full = ranges_as_classes(got, flow.count)
             assert not (want[0] & ~visited).any()
             assert not (full & ~want[1]).any()
@@ -244,7 +252,7 @@ def test_classes_of_arrays_and_blocks_are_exact(make, q, kv):
     for seed in range(3):
         mask = make(random(seed), q, kv)
         want = of_tiles(seen_by(mask, (BATCH, HEADS, q.length, kv.length)), q, kv)
-        got = in_one_program(fit(mask, q, kv).leaves[0].tile_classes, q, kv)
+        got = in_one_program("tile_classes", fit(mask, q, kv).leaves[0], q, kv)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(np.broadcast_to(x, y.shape), y)
 
@@ -289,8 +297,8 @@ def test_lists_of_a_conjunction(ragged, q, kv):
                             for j in range(kv.count)] for i in range(q.count)])  # fmt: skip
         assert mask.scattered
         for lists, count, swap in (
-            (in_one_program(mask.kv_lists, q, kv), kv.count, False),
-            (in_one_program(mask.q_lists, q, kv), q.count, True),
+            (in_one_program("kv_lists", mask, q, kv), kv.count, False),
+            (in_one_program("q_lists", mask, q, kv), q.count, True),
         ):
             visited, full = (
                 np.broadcast_to(x.swapaxes(2, 3) if swap else x, alone[0][0].shape)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,28 +56,35 @@ class Clock:
         return self.times(kernel, tile) * noise
 
 
+# A pass alone, whose programs take seconds to compile; what the other one adds is its kernels.
+KERNELS_OF = {"forward": KERNELS[:1], "backward": KERNELS[1:]}
+over_passes = pytest.mark.parametrize("name", cases.default(["forward"], KERNELS_OF))
+
+
 @functools.cache
-def interpreted(joint_ms):
-    """A whole search with the kernels in the interpreter, three candidates for each."""
+def interpreted(name):
+    """The search of a pass with the kernels in the interpreter, three candidates for each."""
     tiles = [Tile(16, 16), Tile(16, 32), Tile(32, 16)]
     ms = dict(zip(tiles, (2.0, 1.0, 4.0), strict=True))
-    clock = Clock(lambda kernel, tile: ms[tile] * (joint_ms if kernel == "dkv" else 1))
+    clock = Clock(lambda kernel, tile: ms[tile] * (1.5 if kernel == "dkv" else 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_tiles, "candidates", lambda *_: tiles)
         tuning = tune.search(
             problem(kv_heads=1, is_causal=True, dtype=jnp.bfloat16),
-            ("forward", "backward"),
+            [name],
             ["interpret"],
             measure=clock,
         )
     return tuning, clock, ms
 
 
-def test_the_fastest_tile_of_each_kernel_wins(kernel_case):
-    tuning, _, ms = interpreted(1.5)
+@over_passes
+def test_the_fastest_tile_of_each_kernel_wins(name, kernel_case):
+    tuning, _, ms = interpreted(name)
     best = Tile(16, 32)
-    assert tuning.tile_sizes == TileSizes(forward=best, dkv=best, dq=best)
-    for kernel in KERNELS:
+    winners = ["forward"] if name == "forward" else ["dkv", "dq"]
+    assert tuning.tile_sizes == TileSizes(**dict.fromkeys(winners, best))
+    for kernel in KERNELS_OF[name]:
         trials = [trial for trial in tuning.trials if trial.kernel == kernel]
         factor = 1.5 if kernel == "dkv" else 1
         assert trials == [
@@ -86,12 +94,13 @@ def test_the_fastest_tile_of_each_kernel_wins(kernel_case):
     assert tuning.tables == {"interpret": choose.by_table(p, "interpret", None)}
 
 
-def test_candidates_are_timed_in_turns_and_slow_ones_once(kernel_case):
-    _, clock, ms = interpreted(1.5)
+@over_passes
+def test_candidates_are_timed_in_turns_and_slow_ones_once(name, kernel_case):
+    _, clock, ms = interpreted(name)
     first, best, _ = ms
     assert ms[first] > SLOW * ms[best]
     assert clock.asked == [
-        (kernel, tile) for kernel in KERNELS for tile in (*ms, *[best] * (ROUNDS - 1))
+        (kernel, tile) for kernel in KERNELS_OF[name] for tile in (*ms, *[best] * (ROUNDS - 1))
     ]
 
 

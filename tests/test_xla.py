@@ -68,17 +68,19 @@ def test_on_a_cpu_value_and_gradients_take_no_longer_than_those_of_jax(dtype, is
 
 @cases.parametrize(names=["lengths of zero", "causal, first queries see nothing"])
 def test_queries_that_see_nothing_do_not_show_in_the_gradient_of_the_scale(case):
-    def gradient(qkv, cotangents, options):
+    qkv, cotangents, options = case.problem()
+
+    @oracle.compiled
+    def gradient(qkv, cotangents):
         def call(scale):
             return pallas_flash.attention(
                 *qkv, scale=scale, return_lse=True, implementation="xla", **options
             )
 
-        return oracle.compiled(lambda s: jax.vjp(call, s)[1](cotangents))(jnp.float32(0.4))
+        return jax.vjp(call, jnp.float32(0.4))[1](cotangents)
 
-    qkv, cotangents, options = case.problem()
     poisoned = cases.poison(case, qkv, cotangents, options)
-    np.testing.assert_array_equal(gradient(*poisoned, options), gradient(qkv, cotangents, options))
+    np.testing.assert_array_equal(gradient(*poisoned), gradient(qkv, cotangents))
 
 
 @pytest.mark.parametrize("heads", [1, 16, 128, 4096])
@@ -120,23 +122,17 @@ def test_the_device_decides_on_the_tiles_of_both_passes(kind, known):
 # Whole rows of scores, as on a GPU
 
 
-# Each kind of mask, score and statistic once; several blocks, the last one ragged, and shares.
+# Each kind of mask, score and statistic; several blocks, the last one ragged, and shares. The
+# default run has each kind in one case.
 @cases.parametrize(
     names=[
         "T of one tile, S of several",
         "one of everything",
-        "no key/value groups",
-        "causal, more queries",
-        "causal, first queries see nothing",
-        "window, moved",
-        "lengths of zero",
         "mask, causal, lengths",
-        "bias of heads",
         "bias of minus infinity",
         "sinks, causal, first queries see nothing",
         "positions, window, slopes, lengths",
         "dropout",
-        "everything at once",
         "all features",
     ],
     others_extended=True,
