@@ -581,6 +581,24 @@ def test_a_budget_leaves_out_the_end(monkeypatch):
     assert left_out == [shape.name for shape in shapes[1:]]
 
 
+def test_shapes_are_compiled_side_by_side(monkeypatch):
+    """As many as keep the cores busy, before any of them is timed; the rest later."""
+    monkeypatch.setattr(runs.os, "cpu_count", lambda: 2)
+    portions = []
+    compile_all = runs.compile_all
+
+    def counted(programs):
+        portions.append(len(programs))
+        return compile_all(programs)
+
+    monkeypatch.setattr(runs, "compile_all", counted)
+    shapes = [dataclasses.replace(TINY, case=name) for name in "abc"]
+    records, _ = run(["ours_xla"], shapes, monkeypatch)
+    # Two passes of a peer and of what it is compared with, of each shape.
+    assert portions == [8, 4]
+    assert [record["case"] for record in records] == ["a", "a", "b", "b", "c", "c"]
+
+
 def test_command_line(tmp_path, capsys):
     file = tmp_path / "results.jsonl"
     some = {name: SHAPES[name] for name in ("tiny-documents-40", "tiny-decode-40")}

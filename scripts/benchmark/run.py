@@ -8,7 +8,6 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
-import itertools
 import os
 import pathlib
 import statistics
@@ -44,6 +43,9 @@ from scripts.command import UserError
 # Milliseconds of a burst, and of a measurement in a sustained turn, in which the card should not
 # wait for the clock to be read. The calls of one, if they take no time to speak of.
 BURST, MEASUREMENT, MANY = 30, 250, 10_000
+
+# Programs that are compiled before the first is timed: some take ten times as long as others.
+PROGRAMS_OF_A_CORE = 4
 
 
 def surroundings(commit: str | None) -> dict[str, Any]:
@@ -142,34 +144,32 @@ class Bench:
 
     def run(self, shapes: Iterable[Shape], deadline: float, clocks: Clocks) -> list[str]:
         """Measures shapes until the deadline; returns the names of those left out."""
-        left_out = []
-        for _, group in itertools.groupby(shapes, key=lambda shape: shape.case):
-            group = list(group)
-            compiled = {}
-            if time.monotonic() < deadline:
-                compiled = compile_all(
-                    {
-                        (shape, direction, name): JaxProgram(shape, trusted(shape), direction)
-                        if name is None
-                        else build(shape, name, direction)
-                        for shape in group
-                        for direction in self.directions
-                        if direction in shape.passes
-                        for name in (None, *self.peers)
-                    }
-                )
-            for shape in group:
-                if time.monotonic() >= deadline:
-                    left_out.append(shape.name)
-                    continue
-                for direction in self.directions:
-                    if direction in shape.passes:
-                        programs = {
-                            name: compiled.pop((shape, direction, name))
-                            for name in (None, *self.peers)
-                        }
-                        self._measure(shape, direction, programs, clocks)
-        return left_out
+        shapes, compiled = list(shapes), {}
+        for n, shape in enumerate(shapes):
+            if time.monotonic() >= deadline:
+                return [shape.name for shape in shapes[n:]]
+            for direction in self._passes(shape):
+                if (shape, direction, None) not in compiled:
+                    compiled = compile_all(self._next_programs(shapes[n:]))
+                names = (None, *self.peers)
+                programs = {name: compiled.pop((shape, direction, name)) for name in names}
+                self._measure(shape, direction, programs, clocks)
+        return []
+
+    def _passes(self, shape):
+        return [direction for direction in self.directions if direction in shape.passes]
+
+    def _next_programs(self, shapes):
+        """Those of the first shapes, as many as keep all cores compiling."""
+        programs, enough = {}, PROGRAMS_OF_A_CORE * (os.cpu_count() or 1)
+        for shape in shapes:
+            if len(programs) >= enough:
+                break
+            for direction in self._passes(shape):
+                programs[shape, direction, None] = JaxProgram(shape, trusted(shape), direction)
+                for name in self.peers:
+                    programs[shape, direction, name] = build(shape, name, direction)
+        return programs
 
     def _measure(self, shape, direction, programs, clocks):
         sets = [draw(shape, seed) for seed in range(4)]
