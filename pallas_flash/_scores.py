@@ -24,6 +24,25 @@ from pallas_flash._operands import Pairs, Positions, for_user
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
 
+def _to_float(x, dtype):
+    return x.astype(dtype)
+
+
+class Functions(NamedTuple):
+    """What tiles of scores are computed with, which a GPU may have in ways of its own.
+
+    Attributes:
+        tanh: hyperbolic tangent.
+        to_float: numbers for differences of positions.
+    """
+
+    tanh: Callable = jnp.tanh
+    to_float: Callable = _to_float
+
+
+FUNCTIONS = Functions()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores:
@@ -55,28 +74,30 @@ class Scores:
         parts = self.bias, self.slopes, self.score_fn, self.soft_cap
         return any(part is not None for part in parts)
 
-    def logits(self, x, b, h, q, k, *, tanh=jnp.tanh):
+    def logits(self, x, b, h, q, k, *, functions=FUNCTIONS):
         """The scores for x = scale * q . k at indices that broadcast to the shape of x."""
-        return self._mapped(self._added(x, b, h, q, k), b, h, q, k, tanh)
+        return self._mapped(self._added(x, b, h, q, k, functions), b, h, q, k, functions)
 
-    def vjp(self, x, b, h, q, k, *, tanh=jnp.tanh):
+    def vjp(self, x, b, h, q, k, *, functions=FUNCTIONS):
         """`logits`, and the function that takes a cotangent of them to one of x."""
-        x = self._added(x, b, h, q, k)
+        x = self._added(x, b, h, q, k, functions)
         if self.score_fn is None and self.soft_cap is None:
             return x, lambda ds: ds
-        logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, tanh), x)
+        logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, functions), x)
         return logits, lambda ds: pull(ds)[0]
 
-    def derivative(self, x, b, h, q, k, *, tanh=jnp.tanh, call=lambda function, x: function(x)):
+    def derivative(
+        self, x, b, h, q, k, *, functions=FUNCTIONS, call=lambda function, x: function(x)
+    ):
         """`logits`, and their derivative in x: each depends on one x alone.
 
         `call` is for who must call the function of x that is differentiated in a way of its own.
         """
-        x = self._added(x, b, h, q, k)
-        mapped = functools.partial(self._mapped, b=b, h=h, q=q, k=k, tanh=tanh)
+        x = self._added(x, b, h, q, k, functions)
+        mapped = functools.partial(self._mapped, b=b, h=h, q=q, k=k, functions=functions)
         return call(lambda x: jax.jvp(mapped, (x,), (jnp.ones_like(x),)), x)
 
-    def _added(self, x, b, h, q, k):
+    def _added(self, x, b, h, q, k, functions):
         if self.bias is not None:
             x = x + self.bias.read(b, h, q, k).astype(x.dtype)
         if self.slopes is not None:
@@ -84,16 +105,16 @@ class Scores:
                 distance = self.positions.of_query(b, q) - self.positions.of_key(b, k)
             else:
                 distance = q + (self.shift if self.offset is None else self.offset[b]) - k
-            x = x - self.slopes[h] * jnp.abs(distance).astype(x.dtype)
+            x = x - self.slopes[h] * jnp.abs(functions.to_float(distance, x.dtype))
         return x
 
-    def _mapped(self, x, b, h, q, k, tanh):
+    def _mapped(self, x, b, h, q, k, functions):
         if self.score_fn is not None:
             if self.origin is not None:
                 b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
             x = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
         if self.soft_cap is not None:
-            x = self.soft_cap * tanh(x * (1 / self.soft_cap))
+            x = self.soft_cap * functions.tanh(x * (1 / self.soft_cap))
         return x
 
 

@@ -419,7 +419,7 @@ fake_pl = types.SimpleNamespace(
 fake_lax = types.SimpleNamespace(
     **{
         name: getattr(jax.lax, name)
-        for name in ("rem", "div", "broadcast_in_dim", "broadcasted_iota")
+        for name in ("rem", "div", "broadcast_in_dim", "broadcasted_iota", "optimization_barrier")
     },
     axis_index=lambda name: jnp.int32(here.axes[name]),
     fori_loop=fori_loop,
@@ -554,15 +554,31 @@ def gather(ref, at, pairs):
     return jnp.asarray(value.astype(wide))
 
 
+def bits(ref, at, columns, apart):
+    at, columns = np.asarray(at), np.asarray(columns)
+    n = at.shape[1]
+    first = columns[:, :1]
+    if (first % n).any() or (columns != first + np.arange(n)).any():
+        raise EmulationError("reads bits of other columns than a tile's")
+    bit = first % 32 + np.arange(n)
+    place = at[:, :1] + bit // 32 * apart
+    if place.min() < 0 or place.max() >= len(ref.array):
+        raise EmulationError(f"words {place.min()} to {place.max()} of {len(ref.array)}")
+    return jnp.asarray((ref.array[place] >> (bit % 32).astype(np.uint32) & 1).astype(np.int32))
+
+
 fake_ptx = dict(
     positions=lambda shape, axis, start: start + jax.lax.broadcasted_iota(jnp.int32, shape, axis),
     gather=gather,
+    bits=bits,
     columns=columns,
     store_rows=store_rows,
     store_zeros=store_zeros,
     zero_rows=zero_rows,
     where=jnp.where,
     difference=lambda x, y: jnp.asarray(np.asarray(x) - np.asarray(y)),
+    logistic=lambda x: 1 / (1 + jnp.exp2(jnp.minimum(x, 30))),
+    to_float=lambda x, dtype: x.astype(dtype),
     tanh=jnp.tanh,
     tanh_jvp=jnp.tanh,
     multiply_wide=_dropout.multiply_wide,

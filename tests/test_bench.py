@@ -583,7 +583,7 @@ def test_a_budget_leaves_out_the_end(monkeypatch):
 
 def test_shapes_are_compiled_side_by_side(monkeypatch):
     """As many as keep the cores busy, before any of them is timed; the rest later."""
-    monkeypatch.setattr(runs.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(runs.os, "cpu_count", lambda: 3)
     portions = []
     compile_all = runs.compile_all
 

@@ -156,6 +156,16 @@ def test_narrow_tiles_for_hopper(case, head_dim, reproducible, kernel_case):
 
 
 @needs_hopper
+@pytest.mark.parametrize("axes", ["BNTS", "TS", "S"])
+@pytest.mark.parametrize("block_kv", [80, 96, 128])
+def test_bits_of_masks_for_hopper(axes, block_kv, kernel_case):
+    """Tiles of keys are whole words of a mask's bits, or begin within one."""
+    case = dataclasses.replace(cases.BY_NAME["full"], T=700, S=900, options=cases._mask(axes))
+    tiles = pallas_flash.TileSizes(pallas_flash.mosaic.ForwardTile(block_kv=block_kv))
+    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", tile_sizes=tiles))
+
+
+@needs_hopper
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [

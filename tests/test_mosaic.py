@@ -32,7 +32,7 @@ if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import backward_dbias, common, work
+from pallas_flash._mosaic import backward_dbias, common, ptx, work
 from pallas_flash._mosaic.tiles import forward_tile
 
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
@@ -217,6 +217,56 @@ def test_tiles_that_are_asked_for_give_the_same(monkeypatch, sizes, kernel_case)
     monkeypatch.setattr(emulator, "launch", launch)
     judge(LONG, "bfloat16", emulated(LONG.problem("bfloat16"), sizes.backward is None, sizes))
     assert {*used} == {*vars(sizes).values()} - {None}
+
+
+def of_pairs(axes, share=0.5):
+    """A mask array that has these axes, of several tiles along queries and keys."""
+    return dataclasses.replace(
+        LONG, name=f"mask {axes}", B=2, T=300, S=250, options=cases._mask(axes, share)
+    )
+
+
+@pytest.mark.parametrize("block_kv", cases.default([80, 96], [64, 80, 96, 112, 128, 176]))
+@pytest.mark.parametrize("axes", cases.default(["BNTS"], ["BNTS", "NTS", "BTS", "TS", "S", "T"]))
+def test_bits_of_masks(axes, block_kv, kernel_case):
+    """Of keys in tiles that are whole words or begin within one, of queries, and of neither."""
+    sizes, case = TileSizes(ForwardTile(2, block_kv, 1)), of_pairs(axes)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), block_kv == 96, sizes))
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+@pytest.mark.parametrize(("length", "block"), [(300, 80), (256, 128), (31, 176)])
+def test_bools_are_packed(axis, length, block):
+    """32 in a word, the first one lowest, with zeros behind up to the end of the last tile."""
+    shape = [1, 3, 2, 5, 7]
+    shape[axis + 1] = length
+    x = np.random.default_rng(0).random(shape) < 0.5
+    packed = common.Bits.along(axis, work.Tiling(length, block)).of(jnp.asarray(x))
+    words = np.moveaxis(np.asarray(packed), axis + 1, -1)
+    found = words[..., None] >> np.arange(32, dtype=np.uint32) & 1
+    found = found.reshape(*words.shape[:-1], -1)
+    assert words.shape[-1] % 4 == 0 and found.shape[-1] >= -(-length // block) * block
+    np.testing.assert_array_equal(found[..., :length], np.moveaxis(x, axis + 1, -1))
+    assert not found[..., length:].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        (dict(alibi_slopes=jnp.ones(4)), True),
+        (dict(alibi_slopes=jnp.ones(4), query_offset=2**21), False),
+        (dict(alibi_slopes=jnp.ones(4), query_offset=jnp.zeros(2, jnp.int32)), False),
+        (dict(alibi_slopes=jnp.ones(4), query_positions=jnp.zeros((2, 9), jnp.int32)), False),
+    ],
+)
+def test_distances_are_quick_floats_where_all_are_small(options, near):
+    """Those that arrays tell may be anything."""
+    q = jnp.zeros((2, 9, 4, 64), jnp.bfloat16)
+    problem = checked((q, q, q), options)
+    shared = common.shared_arrays(problem, problem.mask)
+    tiling = work.Tiling(9, 64)
+    functions = common.Options.of(problem, shared, tiling, tiling).functions(jnp.tanh)
+    assert (functions.to_float is ptx.to_float) == near
 
 
 @in_order

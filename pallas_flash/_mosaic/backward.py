@@ -456,6 +456,7 @@ def backward(
         )
         static = shared.call_static(
             *(Static, p, mask, arrays, table, q, kv),
+            transposed=True,
             num_heads=p.num_kv_heads * shares,
             side_by_side=heads,
             tile=tile,

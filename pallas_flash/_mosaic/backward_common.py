@@ -231,13 +231,12 @@ class Tile:
         """
         at, shape = self._options, s.shape
         s, c, self._pull = at.logits_vjp(s, self._h, lambda: self._positions(shape))
+
+        def hidden(s):
+            return at.hide(s, self._h, *self._positions(shape), transposed=self._transposed)
+
         if self._static.masked:
-            s = lax.cond(
-                self._masked,
-                lambda s: at.hide(s, self._h, *self._positions(shape)),
-                lambda s: s,
-                s,
-            )
+            s = lax.cond(self._masked, hidden, lambda s: s, s)
         *m, l_log2 = (self.along(statistic(x), shape) for x in self._static.statistics)
         p = jnp.exp2((ptx.difference(s, m[0]) * LOG2E if m else s * c) - l_log2)
         kept = at.kept(shape, self._h, *self._first, transposed=self._transposed)
@@ -267,11 +266,22 @@ class Tile:
         return lax.cond(self._masked, lambda ds: ptx.where(p != 0.0, ds, 0.0), lambda ds: ds, ds)
 
 
-def call_static(kind, problem: Problem, mask: Mask, shared, table, q: Tiling, kv: Tiling, **others):
+def call_static(
+    kind,
+    problem: Problem,
+    mask: Mask,
+    shared,
+    table,
+    q: Tiling,
+    kv: Tiling,
+    *,
+    transposed: bool = False,
+    **others,
+):
     """The `Static` of a call, for what `common.shared_arrays` and `work.table` returned."""
     known = isinstance(table, np.ndarray)
     return kind(
-        options=common.Options.of(problem, shared, q, kv),
+        options=common.Options.of(problem, shared, q, kv, transposed=transposed),
         masked=bool(mask),
         listed=mask.scattered,
         table_shape=table.shape,

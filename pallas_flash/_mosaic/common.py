@@ -7,6 +7,7 @@ used a slot reports to another barrier that it is free.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,9 @@ from pallas_flash import _compat
 from pallas_flash._dropout import kept
 from pallas_flash._masks import Mask, Tiling
 from pallas_flash._mosaic import ptx
-from pallas_flash._operands import Operand
+from pallas_flash._operands import Operand, is_pairs
 from pallas_flash._problem import Extras, Problem
-from pallas_flash._scores import LOG2E, Scores
+from pallas_flash._scores import LOG2E, Functions, Scores
 
 plgpu = _compat.mosaic_gpu()
 
@@ -39,6 +40,8 @@ PARAMETERS = plgpu.CompilerParams(
 # The largest soft cap at which the error of `ptx.tanh`, 2^-22 times the cap, does not show in the
 # LSE, which is float32.
 MAX_QUICK_CAP = 64.0
+# Positions that differ by less are floating-point numbers by `ptx.to_float`.
+NEAR = 2**21
 
 
 def factor(problem: Problem):
@@ -145,6 +148,34 @@ OVERHANG = 256
 OF_TOKENS = 2  # Their rank.
 
 
+class Bits(NamedTuple):
+    """How the bools of pairs lie: 32 in a word, the first one lowest, along the tiles' columns.
+
+    Attributes:
+        axis: that of columns.
+        words: how many there are in whole tiles.
+    """
+
+    axis: int
+    words: int
+
+    @classmethod
+    def along(cls, axis: int, columns: Tiling) -> "Bits":
+        """With a multiple of four words, for loads of so many."""
+        return cls(axis, -(-columns.count * columns.block // (4 * ptx.BITS)) * 4)
+
+    def of(self, x):
+        """Of bools with an axis of instances before all others; uint32, with zeros behind."""
+        # XLA would pack constants while it compiles, which takes seconds.
+        x, axis = lax.optimization_barrier(x), self.axis + 1
+        missing = self.words * ptx.BITS - x.shape[axis]
+        x = jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)])
+        x = x.reshape(*x.shape[:axis], self.words, ptx.BITS, *x.shape[axis + 1 :])
+        bits = jnp.arange(ptx.BITS, dtype=jnp.uint32)
+        bits = jnp.uint32(1) << jnp.expand_dims(bits, tuple(range(1, x.ndim - axis - 1)))
+        return jnp.sum(jnp.where(x, bits, jnp.uint32(0)), axis=axis + 1, dtype=jnp.uint32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where an operand lies, and what may be asked of it.
@@ -156,6 +187,7 @@ class Place:
         anywhere: whether any position may be asked for, likewise.
         columns: positions of a tile's columns, of which two neighbours are a thread's.
         known: what has been read, if it is to be remembered.
+        bits: for bools that lie so.
     """
 
     shape: tuple[int, ...]
@@ -164,6 +196,7 @@ class Place:
     anywhere: bool = False
     columns: Any = None
     known: "ByIndex | None" = None
+    bits: Bits | None = None
 
 
 class ByIndex(dict):
@@ -209,6 +242,8 @@ class DeviceOperand(Operand):
 
     def _load(self, index):
         place, shape = self._place, self._place.shape
+        if place.bits is not None:
+            return self._load_bits(index, place.bits) != 0
         # Of two neighbours both exist or none does, if their number is even.
         pairs = bool(index) and index[-1] is place.columns and shape[-1] % 2 == 0
         if place.anywhere:
@@ -220,15 +255,35 @@ class DeviceOperand(Operand):
             index = [
                 jnp.minimum(i, n) if jnp.ndim(i) else i for i, n in zip(index, last, strict=True)
             ]
-        at = place.first
-        for i, n in zip(index, shape, strict=True):
-            at = at * n + i
+        at = self._at(index, shape)
         if jnp.ndim(at):
             read = ptx.gather(self._array, at, pairs=pairs)
         else:
             # A scalar of the whole warpgroup.
             read = plgpu.load(self._array.at[at])
         return read.astype(jnp.int32) != 0 if self._dtype == jnp.bool_ else read
+
+    def _load_bits(self, index, bits: Bits):
+        """int32, not zero where a pair's bit is set."""
+        place, axis = self._place, bits.axis
+        columns = index[axis]
+        assert columns is place.columns, "Bits are read along a tile's columns."
+        shape = [bits.words if a == axis else n for a, n in enumerate(place.shape)]
+        index = [columns >> 5 if a == axis else i for a, i in enumerate(index)]
+        if place.ragged:
+            index = [
+                jnp.minimum(i, n - 1) if jnp.ndim(i) else i
+                for i, n in zip(index, shape, strict=True)
+            ]
+        apart = math.prod(shape[axis + 1 :])
+        return ptx.bits(self._array, self._at(index, shape), columns, apart)
+
+    def _at(self, index, shape):
+        """Where an index is in memory."""
+        at = self._place.first
+        for i, n in zip(index, shape, strict=True):
+            at = at * n + i
+        return at
 
 
 class Remembered(Operand):
@@ -299,6 +354,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]  # Without the axis of instances.
     dtype: Any
     each: bool  # Whether instances have their own.
+    bits: Bits | None  # For bools that lie so.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,6 +367,7 @@ class Options:
         batch: the examples of an instance.
         large: whether scores may be, see `Problem.large`.
         ragged: whether tiles reach beyond the positions that exist.
+        near: whether all positions differ by less than `NEAR`.
     """
 
     structure: Any
@@ -318,24 +375,39 @@ class Options:
     batch: int
     large: bool
     ragged: bool
+    near: bool
 
     @classmethod
-    def of(cls, problem: Problem, shared, *tilings: Tiling) -> "Options":
-        """Those of a problem, cut into tiles."""
+    def of(
+        cls, problem: Problem, shared, q: Tiling, kv: Tiling, *, transposed: bool = False
+    ) -> "Options":
+        """Those of a problem, cut into tiles; `transposed` if queries are their columns."""
         arrays, structure = jax.tree.flatten(shared)
-        leaves = tuple(Leaf(x.shape[1:], _meant(x.dtype), len(x) > 1) for x in arrays)
-        ragged = any(t.length % t.block for t in tilings)
-        return cls(structure, leaves, problem.batch, problem.large, ragged)
+        of_pairs = jax.tree.map(
+            lambda x: jax.tree.map(lambda _: is_pairs(x), x), shared, is_leaf=is_pairs
+        )
+        axis, columns = (2, q) if transposed else (3, kv)
 
-    @staticmethod
-    def operands(shared) -> list:
+        def leaf(x, of_pairs):
+            shape, packed = x.shape[1:], of_pairs and x.dtype == jnp.bool_
+            bits = Bits.along(axis, columns) if packed and shape[axis] > 1 else None
+            return Leaf(shape, _meant(x.dtype), len(x) > 1, bits)
+
+        leaves = tuple(map(leaf, arrays, jax.tree.leaves(of_pairs)))
+        ragged, scores = any(t.length % t.block for t in (q, kv)), problem.scores
+        told = scores.offset is not None or scores.positions is not None
+        near = not told and problem.q_len + problem.kv_len + abs(scores.shift) < NEAR
+        return cls(structure, leaves, problem.batch, problem.large, ragged, near)
+
+    def operands(self, shared) -> list:
         """Its arrays as kernels take them: of one axis, and no bools."""
 
-        def operand(x):
-            x, rank = x.astype(_held(x.dtype)), x.ndim - 1
-            return jnp.pad(x.reshape(-1), (0, OVERHANG if rank == OF_TOKENS else 0))
+        def operand(x, leaf: Leaf):
+            x, rank = x if leaf.bits is None else leaf.bits.of(x), x.ndim - 1
+            x = x.astype(_held(x.dtype)).reshape(-1)
+            return jnp.pad(x, (0, OVERHANG if rank == OF_TOKENS else 0))
 
-        return [operand(x) for x in jax.tree.leaves(shared)]
+        return list(map(operand, jax.tree.leaves(shared), self.leaves))
 
     @property
     def approximate(self) -> bool:
@@ -349,6 +421,11 @@ class Options:
     def quick_cap(self) -> bool:
         """Whether `ptx.tanh` serves for the soft cap."""
         return (self._scores.soft_cap or 0) <= MAX_QUICK_CAP
+
+    def functions(self, tanh) -> Functions:
+        """Those of scores; `tanh` is that of a quick cap."""
+        functions = Functions(tanh) if self.quick_cap else Functions()
+        return functions._replace(to_float=ptx.to_float) if self.near else functions
 
     @property
     def drops(self) -> bool:
@@ -367,7 +444,7 @@ class Options:
 
         def operand(ref, leaf: Leaf):
             ragged = self.ragged and len(leaf.shape) != OF_TOKENS
-            place = Place(leaf.shape, instance if leaf.each else 0, ragged)
+            place = Place(leaf.shape, instance if leaf.each else 0, ragged, bits=leaf.bits)
             return DeviceOperand(ref, leaf.dtype, place)
 
         operands = [operand(*x) for x in zip(refs, self.leaves, strict=True)]
@@ -386,6 +463,12 @@ def _held(dtype):
     return jnp.int8 if dtype == jnp.bool_ else _meant(dtype)
 
 
+def left_out(scores: Scores) -> float:
+    """What `ExampleOptions.logits` leaves out of all scores, in base 2; no weight changes by it."""
+    cap = scores.soft_cap
+    return 0.0 if cap is None or cap > MAX_QUICK_CAP else -cap * LOG2E
+
+
 class ExampleOptions(NamedTuple):
     """The options of a call inside a kernel.
 
@@ -402,12 +485,25 @@ class ExampleOptions(NamedTuple):
     extras: Extras
 
     def logits(self, s, h, q_pos, k_pos):
-        """Scores and a factor c that takes them to base 2, for products s at positions."""
-        scores = self.extras.scores
+        """Scores and a factor c that takes them to base 2, for products s at positions.
+
+        But for what is `left_out` with a soft cap:
+
+            cap * tanh(x / cap) = 2 cap / (1 + exp(-2 x / cap)) - cap
+        """
+        scores, functions = self.extras.scores, self.options.functions(ptx.tanh)
+        at = self.b, h, q_pos, k_pos
+        cap = scores.soft_cap
+        if cap is not None and left_out(scores):
+            rest = dataclasses.replace(scores, soft_cap=None)
+            factor = -2 * LOG2E / cap
+            if rest:
+                x = rest.logits(s * self.scale, *at, functions=functions) * factor
+            else:
+                x = s * (self.scale * factor)
+            return ptx.logistic(x), 2 * LOG2E * cap
         if scores:
-            at = self.b, h, q_pos, k_pos
-            tanh = ptx.tanh if self.options.quick_cap else jnp.tanh
-            return scores.logits(s * self.scale, *at, tanh=tanh), LOG2E
+            return scores.logits(s * self.scale, *at, functions=functions), LOG2E
         if self.options.large:
             return s * self.scale, LOG2E
         return s, jnp.maximum(self.scale, MIN_SCALE) * LOG2E
@@ -420,7 +516,7 @@ class ExampleOptions(NamedTuple):
         scores = self.extras.scores
         if not scores:
             return *self.logits(s, h, None, None), None
-        tanh = ptx.tanh_jvp if self.options.quick_cap else jnp.tanh
+        functions = self.options.functions(ptx.tanh_jvp)
         if scores.score_fn is not None:
             q_pos, k_pos = positions()
             # Pallas has no derivative of reads.
@@ -432,9 +528,10 @@ class ExampleOptions(NamedTuple):
             for operand in operands:
                 operand.again()
             x = s * self.scale
-            logits, slope = scores.derivative(x, *at, tanh=tanh, call=_without_add_any)
+            logits, slope = scores.derivative(x, *at, functions=functions, call=_without_add_any)
             return logits, LOG2E, lambda ds: ds * slope
-        logits, pull = scores.vjp(s * self.scale, self.b, h, *positions(), tanh=tanh)
+        at = self.b, h, *positions()
+        logits, pull = scores.vjp(s * self.scale, *at, functions=functions)
         return logits, LOG2E, pull
 
     def read_ahead(self, h, q_pos, k_pos, *, masked: bool) -> "ExampleOptions":
@@ -449,9 +546,11 @@ class ExampleOptions(NamedTuple):
             extras.mask.allowed(self.b, h, q_pos, k_pos)
         return self._replace(extras=extras)
 
-    def hide(self, s, h, q_pos, k_pos):
-        """Scores, -inf where the mask does not allow them."""
-        return hide(self.extras.mask, self.b, h, q_pos, k_pos, s)
+    def hide(self, s, h, q_pos, k_pos, *, transposed: bool = False):
+        """Scores, -inf where the mask does not allow them; `transposed` if queries are columns."""
+        columns = q_pos if transposed else k_pos
+        mask = jax.tree.map(lambda x: x.placed(columns=columns), self.extras.mask)
+        return hide(mask, self.b, h, q_pos, k_pos, s)
 
     def kept(self, shape, h, first_q, first_k, *, transposed: bool = False):
         """Which probabilities of a tile dropout keeps; None for all."""

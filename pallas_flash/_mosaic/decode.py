@@ -379,6 +379,7 @@ def join(p: Problem, acc, m, l):
     sinks = p.sinks
     if sinks is not None:
         sinks = jnp.tile(sinks.reshape(p.num_kv_heads, p.groups), (1, p.q_len))[None]
+    top = top + common.left_out(p.scores)
     statistics, factor = finish(top, (weights * l).sum(axis=1), sinks, large=p.large)
     o = (weights[..., None] * acc).sum(axis=1) * rescaled(p.dropout, factor)[..., None]
     apart = p.batch, p.num_kv_heads, p.q_len, p.groups

@@ -257,7 +257,8 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
         lax.fori_loop(seen.end, tiles.count, pass_by, None)
         sinks, dropout = options.extras.sinks, options.extras.dropout
         sink = None if sinks is None else sinks[h]
-        statistics, weight = finish(m, l, sink, large=static.large)
+        shift = common.left_out(options.extras.scores)
+        statistics, weight = finish(m + shift if shift else m, l, sink, large=static.large)
         acc = plgpu.layout_cast(acc, ptx.WGMMA)
         o = (acc * common.along_rows(rescaled(dropout, weight), acc.shape)).astype(dtype)
         rows = pl.ds(first_row, ROWS)

@@ -28,7 +28,7 @@ from pallas_flash._dropout import drop, kept
 from pallas_flash._masks import Mask, Tiling
 from pallas_flash._operands import Operand
 from pallas_flash._problem import Extras, Problem
-from pallas_flash._scores import LOG2E, LogSum, Scores, with_sink
+from pallas_flash._scores import LOG2E, Functions, LogSum, Scores, with_sink
 from pallas_flash._tiling.sizes import MIN_ROWS
 from pallas_flash._visits import Edges, in_tile
 
@@ -108,20 +108,21 @@ class Static:
             if self.large:
                 return s * scale, LOG2E
             return s, jnp.maximum(scale, MIN_SCALE) * LOG2E
-        return extras.scores.logits(s * scale, *at, tanh=self._tanh(extras.scores)), LOG2E
+        functions = self._functions(extras.scores)
+        return extras.scores.logits(s * scale, *at, functions=functions), LOG2E
 
     def logits_vjp(self, extras: Extras, s, scale, *at):
         """As `logits`, and a function that takes a cotangent of the scores to one of scale * s."""
         if not extras.scores:
             return *self.logits(extras, s, scale), lambda ds: ds
-        logits, pull = extras.scores.vjp(s * scale, *at, tanh=self._tanh(extras.scores))
+        logits, pull = extras.scores.vjp(s * scale, *at, functions=self._functions(extras.scores))
         return logits, LOG2E, pull
 
-    def _tanh(self, scores: Scores):
+    def _functions(self, scores: Scores) -> Functions:
         # Else the library's function, which is exact to the last place (counted: 18 instructions
         # an element, where the quick one has 8).
         quick = self.itemsize == 2 and (scores.soft_cap or 0) <= MAX_QUICK_CAP
-        return _tanh if quick and not self.interpret else jnp.tanh
+        return Functions(_tanh) if quick and not self.interpret else Functions()
 
     def slices(self, b, h, q_tile, q_ref) -> list[Rows]:
         """The rows of a query tile, slice by slice."""

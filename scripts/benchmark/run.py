@@ -45,7 +45,7 @@ from scripts.command import UserError
 BURST, MEASUREMENT, MANY = 30, 250, 10_000
 
 # Programs that are compiled before the first is timed: some take ten times as long as others.
-PROGRAMS_OF_A_CORE = 4
+PROGRAMS_OF_A_CORE = 2
 
 
 def surroundings(commit: str | None) -> dict[str, Any]:
