@@ -429,7 +429,7 @@ fake_lax = types.SimpleNamespace(
 
 
 def unblocked(ref):
-    """[rows, columns] for shared memory in blocks of 64 columns."""
+    """[rows, columns] for shared memory in blocks of columns."""
     return np.concatenate(list(ref.array), axis=1)
 
 
@@ -571,6 +571,7 @@ fake_ptx = dict(
     positions=lambda shape, axis, start: start + jax.lax.broadcasted_iota(jnp.int32, shape, axis),
     gather=gather,
     bits=bits,
+    load_strips=lambda ref: jnp.asarray(unblocked(ref)),
     columns=columns,
     store_rows=store_rows,
     store_zeros=store_zeros,

@@ -33,6 +33,7 @@ if not _compat.has_mosaic_gpu():
 
 from pallas_flash import _mosaic
 from pallas_flash._mosaic import backward_dbias, common, ptx, work
+from pallas_flash._mosaic.forward import BiasTiles
 from pallas_flash._mosaic.tiles import forward_tile
 
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
@@ -145,13 +146,90 @@ def test_steps_of_a_bias(axes, shares, monkeypatch, kernel_case):
     judge_both(case, in_order=True)
 
 
+def biased(axes="NTS", dtype="bfloat16", options=None, **sizes):
+    """A case with this bias, and of each side more than one tile."""
+
+    def draw(random, case):
+        drawn = {} if options is None else options(random, case)
+        return cases._bias(axes, dtype)(random, case) | drawn
+
+    sizes = dict(B=2, T=300, S=400, N=4, K=2) | sizes
+    return dataclasses.replace(LONG, name=f"bias {axes}", options=draw, **sizes)
+
+
+def fixed(**options):
+    return lambda random, case: options
+
+
+CAUSAL = fixed(is_causal=True, query_offset=-20)
+# Of three warpgroups some see neither the first nor the last key tile of their query tile.
+WINDOW = fixed(is_causal=True, local_window_size=(70, 0))
+OF_LENGTHS = fixed(key_value_seq_lengths=jnp.asarray([390, 130], jnp.int32), is_causal=True)
+IN_PAIRS = TileSizes(ForwardTile(2, 96, 1, programs=2))
+THREE = TileSizes(ForwardTile(3, 80, 1, 3))
+# The case, tiles, and whether there are tiles of the bias; of some one slot for each warpgroup.
+BIASED = {
+    "heads, causal": (biased(options=CAUSAL), _mosaic.TABLE, True),
+    "examples": (biased("BTS", T=120), _mosaic.TABLE, True),
+    "examples and heads": (biased("BNTS", T=120, H=128, V=128), _mosaic.TABLE, True),
+    "neither": (biased("TS", B=1, S=104), _mosaic.TABLE, True),
+    "32 bits": (biased("NTS", "float32", S=396, B=1), _mosaic.TABLE, True),
+    "rows of no 16 bytes": (biased(S=404, B=1), _mosaic.TABLE, False),
+    "queries": (biased("NT", B=1), _mosaic.TABLE, False),
+    "keys": (biased("NS", B=1), _mosaic.TABLE, False),
+    "window": (biased(options=WINDOW, B=1), THREE, True),
+    "lengths": (biased(options=OF_LENGTHS), _mosaic.TABLE, True),
+    "lists": (biased(options=cases._mask("NTS", 0.7), B=1), THREE, True),
+    "pairs of programs": (biased(options=CAUSAL, B=1), IN_PAIRS, True),
+    "wide heads": (biased(B=1, H=256, V=256, N=2, K=1), _mosaic.TABLE, True),
+    "no room": (biased("NTS", "float32", B=1, H=256, V=256, N=2, K=1), _mosaic.TABLE, False),
+}
+SOME_BIASED = ["heads, causal", "examples and heads", "32 bits", "rows of no 16 bytes", "window",
+               "lists", "pairs of programs"]  # fmt: skip
+
+
+def forward_of(case, sizes=_mosaic.TABLE):
+    """The output and the LSE, emulated."""
+    qkv, _, options = case.problem("bfloat16")
+    with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
+        o, log_sum = _mosaic.forward(checked(qkv, options), sizes)
+    return [o, _public_lse(log_sum)]
+
+
+@pytest.mark.parametrize("name", cases.default(SOME_BIASED, list(BIASED)))
+def test_tiles_of_a_bias(name, monkeypatch, kernel_case):
+    """On one core, where slots are used again; or where a bias has none, what reads it."""
+    case, sizes, in_tiles = BIASED[name]
+    monkeypatch.setattr(work, "CORES", 2 if sizes is IN_PAIRS else 1)
+    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    start, found = emulator.launch, []
+
+    def launch(kernel, operands, *, memory, **others):
+        found.append(memory["bias_sm"] is not None)
+        return start(kernel, operands, memory=memory, **others)
+
+    monkeypatch.setattr(emulator, "launch", launch)
+    judge(case, "bfloat16", forward_of(case, sizes), apart=True)
+    assert found == [in_tiles]
+
+
+@pytest.mark.parametrize("own", [*itertools.product([False, True], repeat=3)])
+def test_a_bias_is_found_by_instance_example_and_head(own):
+    counts = I, B, N = 3, 2, 4
+    array = np.arange(I * B * N).reshape(counts)[*(slice(None if x else 1) for x in own)]
+    whole, flat = np.broadcast_to(array, counts), array.reshape(-1, array.shape[2])
+    bias = BiasTiles(1, B, *own)
+    for i, b, h in np.ndindex(counts):
+        assert flat[bias.at(jnp.int32(i * B + b), h)] == whole[i, b, h]
+
+
 @pytest.mark.parametrize(
     "case",
     cases.default(
-        ["lengths of zero", "bias of all examples"],
+        ["lengths of zero", "bias of all examples", "tiles of a bias"],
         ["lengths of zero", "bias of all examples", "mask of all examples and heads", "bias",
-         "bias of keys", "mask with empty tiles", "slopes, offset for each example",
-         "all features"],
+         "bias of keys", "tiles of a bias", "mask with empty tiles",
+         "slopes, offset for each example", "all features"],
     ),
 )  # fmt: skip
 @in_order
@@ -170,7 +248,9 @@ def test_instances_have_their_own(case, in_order, monkeypatch, kernel_case):
         return call
 
     monkeypatch.setattr(emulator, "by_instance", by_instance)
-    judge_both(with_heads(cases.BY_NAME[case], 64), in_order)
+    in_tiles = biased(B=2, T=100, S=104, N=2, K=1)
+    case = in_tiles if case == "tiles of a bias" else cases.BY_NAME[case]
+    judge_both(with_heads(case, 64), in_order)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ It runs copies and products as late as it may, so that a wait too few shows.
 import dataclasses
 import functools
 import importlib
+import time
 
 import jax.numpy as jnp
 import mosaic_emulator as emulator
@@ -21,7 +22,7 @@ from pallas_flash import _compat
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
-from test_mosaic import LONG, LONG_CAUSAL, MANY_KEYS, emulated, with_bias, with_heads
+from test_mosaic import LONG, LONG_CAUSAL, MANY_KEYS, biased, emulated, with_bias, with_heads
 
 from pallas_flash._mosaic import backward_dbias, common, tiles, work
 
@@ -102,12 +103,70 @@ def without_waiting_for_products(patch):
 
 
 def without_rescaling(patch):
-    patch.setattr(importlib.import_module("pallas_flash._mosaic.forward"), "THRESHOLD", 0.0)
+    patch.setattr(forward, "THRESHOLD", 0.0)
     patch.setitem(emulator.fake_ptx, "rescale", lambda acc, alpha: np.asarray(acc))
 
 
 # Of which a tile has eight steps.
 BIAS = with_bias("S", B=1)
+
+
+# Of which tiles are copied, more than there are slots.
+BIAS_IN_TILES = biased(B=1, N=2, K=1, T=601, S=600)
+forward = importlib.import_module("pallas_flash._mosaic.forward")
+
+
+def with_rows_of_the_bias_moved(patch):
+    copy_bias = forward.copy_bias
+
+    def moved(refs, memory, bias, w, first_row, *others):
+        return copy_bias(refs, memory, bias, w, first_row + 1, *others)
+
+    patch.setattr(forward, "copy_bias", moved)
+
+
+def with_keys_of_the_bias_moved(patch):
+    copy_bias = forward.copy_bias
+
+    def moved(refs, memory, bias, w, first_row, item, read):
+        at = len(work.WHERE)
+        item = [*item[:at], item[at] - 1, *item[at + 1 :]]
+        return copy_bias(refs, memory, bias, w, first_row, item, read)
+
+    patch.setattr(forward, "copy_bias", moved)
+
+
+def with_the_bias_of_another_head(patch):
+    patch.setattr(forward.BiasTiles, "at", lambda self, b, h: (0, 1 - h))
+
+
+def with_a_slot_freed_before_it_is_read(patch):
+    wait = emulator.plgpu.barrier_wait
+    start, pairs = emulator.launch, {}
+
+    def launch(kernel, operands, *, memory, **others):
+        def spied(*refs, static, **mine):
+            if "bias_full" in mine:
+                both = zip(*(mine[f"bias_{x}"].all for x in ("full", "free")), strict=True)
+                pairs.update((id(full), free) for full, free in both)
+            kernel(*refs, static=static, **mine)
+
+        return start(spied, operands, memory=memory, **others)
+
+    def barrier_wait(barrier):
+        wait(barrier)
+        free = pairs.get(id(barrier))
+        if free is not None:
+            emulator.arrive(free)
+            time.sleep(0.02)
+
+    def barrier_arrive(barrier):
+        if all(barrier is not free for free in pairs.values()):
+            emulator.arrive(barrier)
+
+    patch.setattr(emulator, "launch", launch)
+    patch.setattr(emulator.plgpu, "barrier_wait", barrier_wait)
+    patch.setattr(emulator.plgpu, "barrier_arrive", barrier_arrive)
 
 
 def of_all_steps(broken):
@@ -190,6 +249,16 @@ BROKEN = {
         in_pairs(without_waiting_at({"k_full"})),
         with_heads(LONG_CAUSAL, 128),
     ),
+    "no wait for the bias": (without_waiting_at({"bias_full"}), BIAS_IN_TILES),
+    "no wait for a free slot of the bias": (without_waiting_at({"bias_free"}), BIAS_IN_TILES),
+    "a slot of the bias is free before it is read": (
+        with_a_slot_freed_before_it_is_read,
+        BIAS_IN_TILES,
+    ),
+    "an arrival too many, bias": (with_arrivals("bias_free", 1), BIAS_IN_TILES),
+    "rows of the bias are moved": (with_rows_of_the_bias_moved, BIAS_IN_TILES),
+    "keys of the bias are moved": (with_keys_of_the_bias_moved, BIAS_IN_TILES),
+    "the bias of another head": (with_the_bias_of_another_head, BIAS_IN_TILES),
     "a mask moved by one": (with_mask_moved, LONG_CAUSAL),
     "old sums keep their scale": (without_rescaling, LONG),
 }

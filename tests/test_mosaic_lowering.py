@@ -26,8 +26,9 @@ from strict import strictly
 from test_decode import with_few
 
 import pallas_flash
-from pallas_flash import _compat, _select
+from pallas_flash import TileSizes, _compat, _select
 from pallas_flash._tiling.tune import _problem
+from pallas_flash.mosaic import ForwardTile
 
 # JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this
 # file too, have.
@@ -36,7 +37,8 @@ if not _compat.has_mosaic_gpu():
 
 from test_mosaic import checked
 
-from pallas_flash._mosaic import backward_dbias, common, tiles
+from pallas_flash import _mosaic
+from pallas_flash._mosaic import backward_dbias, candidates, common, tiles
 from pallas_flash._scores import LogSum
 
 plgpu = common.plgpu
@@ -148,6 +150,63 @@ def test_the_gradient_of_a_bias_fits_at_all_head_sizes(dtype, monkeypatch):
         with described_gpu("NVIDIA H200"), pytest.raises(Launched) as launched:
             jax.eval_shape(run, *rows, row, bias)
         assert launched.value.args[0] <= 227 * 1024, (head_dim, value_dim)
+
+
+BIASED = [
+    *itertools.product((64, 80, 128, 256), ("bfloat16", "float32"), (1,)),
+    (128, "bfloat16", 2),
+]
+
+
+def forward_with_bias(q, bias, tile=None, **options):
+    """The output of a call with this bias."""
+    problem = checked((q, q, q), dict(bias=bias) | options)
+    return _mosaic.forward(problem, TileSizes(forward=tile))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "programs"), cases.default([BIASED[2], BIASED[-1]], BIASED)
+)
+def test_tiles_of_a_bias_lower(size, dtype, programs):
+    """For arrays that end within a tile, of instances that have their own."""
+    tile = None if programs == 1 else ForwardTile(block_kv=96, programs=programs)
+    call = functools.partial(forward_with_bias, tile=tile, is_causal=True)
+    shapes = [jax.ShapeDtypeStruct((3, 2, 104, 2, size), "bfloat16")]
+    shapes += [jax.ShapeDtypeStruct((3, 1, 2, 104, 104), dtype)]
+    assert launches(lowered(jax.vmap(call), shapes=shapes).as_text()) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("options", [{}, dict(lengths=True)], ids=["", "lengths"])
+def test_tiles_of_a_bias_fit_at_all_head_sizes(dtype, options, monkeypatch):
+    """By what the kernel asks for; and no slot less than there is room for."""
+
+    def launch(*args, memory, **others):
+        raise Launched(allocated([x for x in memory.values() if x is not None]))
+
+    found = []
+
+    def run(q, v, bias, lengths):
+        arrays = dict(key_value_seq_lengths=lengths) if options else {}
+        problem = checked((q, q, v), dict(bias=bias) | arrays)
+        assert problem.large
+        tile = tiles.forward_tile(problem)
+        slots = tiles.bias_slots(problem, tile)
+        found.append((tiles.bias_slot(problem, tile), slots, tile.stages))
+        found.append(candidates.shared_bytes("forward", tile, problem))
+        _mosaic.forward(problem)
+
+    monkeypatch.setattr(common, "launch", launch)
+    bias = jax.ShapeDtypeStruct((1, 2, 400, 400), dtype)
+    lengths = jax.ShapeDtypeStruct((1,), "int32")
+    for head_dim, value_dim in itertools.product(range(64, 257, 64), repeat=2):
+        q, v = (jax.ShapeDtypeStruct((1, 400, 2, x), "bfloat16") for x in (head_dim, value_dim))
+        with described_gpu("NVIDIA H200"), pytest.raises(Launched) as launched:
+            jax.eval_shape(run, q, v, bias, lengths)
+        [used], (each, slots, stages), counted = launched.value.args, *found[-2:]
+        assert used <= counted <= 227 * 1024, (head_dim, value_dim)
+        assert slots == stages or counted + each > 227 * 1024, (head_dim, value_dim)
+        assert slots or (dtype == "float32" and max(head_dim, value_dim) > 192)
 
 
 @cases.parametrize(names=["lengths of zero", "documents in pairs", "sinks", "all features"])

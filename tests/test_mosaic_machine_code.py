@@ -96,7 +96,13 @@ OPTIONS = {
 }
 
 
-OF_FORWARD = OPTIONS | {"nothing": ({}, {}), "causal": ({}, dict(is_causal=True))}
+# A bias of keys is read where it lies in device memory, one of pairs by tiles.
+OF_FORWARD = OPTIONS | {
+    "nothing": ({}, {}),
+    "causal": ({}, dict(is_causal=True)),
+    "bias, causal": (OPTIONS["bias"][0], dict(is_causal=True)),
+    "bias of keys": (dict(bias=shaped(1, 8, 1, 1000, dtype=jnp.bfloat16)), {}),
+}
 
 
 @pytest.mark.extended

@@ -203,7 +203,7 @@ MAY_IMPORT = {
     },
     "_mosaic.work": {"_masks", "_visits", "_mosaic.common", "_mosaic.ptx", "_problem"},
     "_mosaic.ptx": {"_compat"},
-    "_mosaic.tiles": {"_mask_objects", "_problem", "_tiling.sizes"},
+    "_mosaic.tiles": {"_hardware", "_mask_objects", "_problem", "_tiling.sizes"},
     "_mosaic.candidates": {
         "_mosaic.tiles",
         "_mosaic.forward",

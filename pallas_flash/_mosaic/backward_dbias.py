@@ -29,7 +29,7 @@ from pallas_flash._masks import Mask, TileClasses, Tiling, lists
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.tiles import DbiasTile
-from pallas_flash._operands import Cut, Pairs
+from pallas_flash._operands import Pairs
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 
@@ -132,9 +132,7 @@ def compute(refs, memory, number, warpgroup, static: Static):
         """With the tile of the bias as it was read, if the bias has one."""
         if bias_sm is None:
             return options
-        bias = Pairs(Cut(plgpu.load(bias_sm, layout=ptx.WGMMA), (1, 1, *shape)))
-        scores = dataclasses.replace(options.extras.scores, bias=bias)
-        return options._replace(extras=options.extras._replace(scores=scores))
+        return options.with_bias(plgpu.load(bias_sm, layout=ptx.WGMMA))
 
     def gradients_of_scores(j, s_acc, dp_acc):
         # Places that are the same in all steps would be computed before the loop, and spilt.

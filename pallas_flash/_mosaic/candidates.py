@@ -23,12 +23,6 @@ from pallas_flash._tiling.sizes import (
 )
 
 ROWS = 64  # Queries, or keys, of a warpgroup.
-HOPPER = (9, 0)
-# Bytes for them at most, of 8 each.
-BARRIERS = 1024
-# An array begins at a multiple of this.
-ALIGNED = 1024
-
 
 default = tiles.default
 
@@ -41,7 +35,7 @@ def work_of(problem: Problem, capability: tuple[int, int] | None) -> Problem:
 
 def check(kernel: str, tile, p: Problem) -> None:
     """Raises ValueError if a tile does not fit on the GPU."""
-    limit = _hardware.shared_memory_limit(HOPPER)
+    limit = _hardware.shared_memory_limit(tiles.HOPPER)
     check_shared_memory(kernel, tile, shared_bytes(kernel, tile, p), limit, _width(p))
     taken, registers = _registers(kernel, tile, p)
     if taken >= registers:
@@ -74,35 +68,30 @@ def shared_bytes(kernel: str, tile, p: Problem) -> int:
     """What a kernel keeps in shared memory."""
 
     def numbers(rows: int) -> int:
-        """Of rows, float32: the statistics, and in the backward delta, in an array of their own."""
-        arrays = [2 if p.large else 1] + [1] * (kernel != "forward")
-        return sum(-(-4 * n * rows // ALIGNED) * ALIGNED for n in arrays)
+        """Of rows, float32: the statistics, and delta in an array of their own."""
+        return sum(tiles.aligned(4 * n * rows) for n in (2 if p.large else 1, 1))
 
     if kernel == "forward":
-        head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
-        rows = tile.warpgroups * ROWS
-        stay = 2 * rows * (head_dim + 64 * tile.output_slots) + numbers(rows)
-        # Items, which programs take where the mask has arrays.
-        stay += ALIGNED if jax.tree.leaves(p.mask) else 0
-        return BARRIERS + stay + 2 * tile.stages * tile.block_kv * (head_dim + value_dim)
+        slots, found = tiles.bias_slots(p, tile), tiles.forward_bytes(p, tile)
+        return found + (slots * tiles.bias_slot(p, tile) if slots else 0)
     if kernel == "decode":
         head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
         flow = tile.stages * tile.block_kv * (head_dim + value_dim)
-        return BARRIERS + 2 * (ROWS * head_dim + flow)
+        return tiles.BARRIERS + 2 * (ROWS * head_dim + flow)
     head_dim, value_dim = _padded(p)
     both = 2 * (head_dim + value_dim)
     if kernel == "dq":
         rows = tile.warpgroups * ROWS
         values = tiles.value_slots(tile, head_dim, value_dim) * value_dim
         flow = 2 * tile.block_kv * (tile.stages * head_dim + values)
-        return BARRIERS + rows * both + numbers(rows) + flow
+        return tiles.BARRIERS + rows * both + numbers(rows) + flow
 
     def of_launch(sums):
         stay = 2 * BLOCK_KV * (head_dim + (value_dim if "dk" in sums else 0))
         rows = tiles.of_launch(tile, sums).stages * tile.block_q
         flow = rows * both + numbers(rows)
         exchanged = EXCHANGE * 2 * BLOCK_KV * tile.block_q if "dq" in sums else 0
-        return BARRIERS + stay + flow + exchanged
+        return tiles.BARRIERS + stay + flow + exchanged
 
     return max(map(of_launch, tiles.launches(head_dim, value_dim, kernel != "backward")))
 

@@ -19,7 +19,7 @@ from pallas_flash import _compat
 from pallas_flash._dropout import kept
 from pallas_flash._masks import Mask, Tiling
 from pallas_flash._mosaic import ptx
-from pallas_flash._operands import Operand, is_pairs
+from pallas_flash._operands import Cut, Operand, Pairs, is_pairs
 from pallas_flash._problem import Extras, Problem
 from pallas_flash._scores import LOG2E, Functions, Scores
 
@@ -108,6 +108,13 @@ def blocks(dtype, *outer: int, rows: int, columns: int):
     """Shared memory for tiles, in blocks of 64 columns."""
     shape = (*outer, -(-columns // ptx.COLUMNS), rows, ptx.COLUMNS)
     return plgpu.SMEM(shape, dtype, transforms=ptx.BLOCKS)
+
+
+def strips(dtype, *outer: int, rows: int, columns: int):
+    """Shared memory for tiles to be read by `ptx.load_strips`."""
+    width = ptx.strip_width(columns, dtype)
+    shape = (*outer, columns // width, rows, width)
+    return plgpu.SMEM(shape, dtype, transforms=ptx.strips(width, dtype))
 
 
 # The axis of programs that share copies: a cluster, in CUDA's terms.
@@ -348,6 +355,14 @@ def shared_arrays(problem: Problem, mask: Mask):
     return jax.tree.map(lambda x: jnp.asarray(x)[None], (problem.scale, extras))
 
 
+def without_bias(shared):
+    """What `shared_arrays` returned without the bias, and that, as a kernel takes it."""
+    scale, extras = shared
+    bias = extras.scores.bias.array
+    scores = dataclasses.replace(extras.scores, bias=None)
+    return (scale, extras._replace(scores=scores)), bias.astype(_held(bias.dtype))
+
+
 class Leaf(NamedTuple):
     """What is known of an array that all programs share."""
 
@@ -545,6 +560,11 @@ class ExampleOptions(NamedTuple):
         if masked:
             extras.mask.allowed(self.b, h, q_pos, k_pos)
         return self._replace(extras=extras)
+
+    def with_bias(self, tile) -> "ExampleOptions":
+        """For one tile of pairs, whose bias was read already."""
+        scores = dataclasses.replace(self.extras.scores, bias=Pairs(Cut(tile, (1, 1, *tile.shape))))
+        return self._replace(extras=self.extras._replace(scores=scores))
 
     def hide(self, s, h, q_pos, k_pos, *, transposed: bool = False):
         """Scores, -inf where the mask does not allow them; `transposed` if queries are columns."""

@@ -190,13 +190,14 @@ def load(refs, memory, static: Static):
         copy_keys_and_values(refs, memory, tiles, (b, h), used)
         return used + tiles.count
 
-    def queries(i, item, _):
+    def queries(i, item, none):
         b, h, place, *_ = item
         row_tile, _ = static.row_tile_and_part(place)
         pl.when(i > 0)(lambda: plgpu.barrier_wait(memory["q_free"]))
         copy(refs.q, (b, h, pl.ds(row_tile * ROWS, ROWS)), memory["q_sm"], memory["q_full"])
+        return none
 
-    beside_one_another(refs.items, keys_and_values, queries)
+    beside_one_another(refs.items, keys_and_values, (refs.items, queries))
 
 
 def pallas_flash_decode(*refs, static: Static, **memory):

@@ -27,6 +27,11 @@ Two programs may share what they load (`ForwardTile.programs`), for neighbouring
 are one item: each copies one half of a tile of keys or values to the shared memory of both, and a
 slot is free when both have used it. So keys and values leave the L2 cache half as often.
 
+A bias that has queries and keys for its axes is copied to shared memory, where there is room: by
+the warp that loads a warpgroup's queries, those tiles that its rows see. The warpgroup reads one
+while the product of that tile runs, and the slot is free before the softmax begins. Read where it
+is in device memory, a tile takes eight cache lines for each 128 bytes of a warp.
+
 m moves only when it would grow by more than THRESHOLD. That is exact: acc, l and the LSE share the
 shift, whatever it is, and p stays below 2^THRESHOLD.
 """
@@ -44,7 +49,7 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, ptx, work
-from pallas_flash._mosaic.tiles import ForwardTile
+from pallas_flash._mosaic.tiles import ForwardTile, bias_slots
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum, with_sink
 
@@ -73,6 +78,8 @@ class Static(common.Static):
         value_dim: of values.
         ends: whether it is told how many keys of each example are seen.
         two_edges: whether tiles may need the mask before and behind those that do not.
+        bias: how tiles of the bias are found; None if it is read in device memory, or there is
+            none.
     """
 
     q: Tiling
@@ -80,11 +87,43 @@ class Static(common.Static):
     value_dim: int
     ends: bool
     two_edges: bool
+    bias: "BiasTiles | None"
 
     @property
     def large(self) -> bool:
         """Whether m is natural, and apart from l in the end."""
         return self.options.large
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasTiles:
+    """How tiles of a bias are found, in an array of 4 axes and in shared memory.
+
+    Attributes:
+        slots: of each warpgroup, in which it has tiles one after the other.
+        batch: the examples of an instance.
+        instances: whether instances have their own numbers.
+        examples: whether examples have.
+        heads: whether heads have.
+    """
+
+    slots: int
+    batch: int
+    instances: bool
+    examples: bool
+    heads: bool
+
+    def at(self, b, h):
+        """Where example b, counted over all instances, and a head are in the array."""
+        if not self.examples:
+            b = common.quotient(b, self.batch) if self.instances else 0
+        elif not self.instances:
+            b = common.remainder(b, self.batch)
+        return b, h if self.heads else 0
+
+    def slot(self, warpgroup, i):
+        """That of the i-th tile that a warpgroup has had."""
+        return warpgroup * self.slots + common.remainder(i, self.slots)
 
 
 def nothing(value_dim: int, *, large: bool):
@@ -140,6 +179,17 @@ def part_of(warpgroup, i, tile: ForwardTile):
     return part + tile.warpgroups * lax.axis_index(common.MEMBER)
 
 
+def items_of(warpgroup, items: work.Items, tile: ForwardTile):
+    """The items with what all parts have of them, and this warpgroup's."""
+
+    def columns(i):
+        common = len(work.WHERE) + work.COMMON
+        own = common + work.OWN * part_of(warpgroup, i, tile)
+        return [*range(common), *(own + n for n in range(work.OWN))]
+
+    return items._replace(columns=columns)
+
+
 def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
     """One computing warpgroup."""
     tile, block_kv = static.tile, static.kv.block
@@ -150,7 +200,9 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
     ring = common.Ring(tile.stages)
     dtype, my_q = k_sm.dtype, q_sm.at[warpgroup]
 
-    def item(i, item, used):
+    def item(i, item, had):
+        # Tiles of keys that this program, and of the bias that this warpgroup, had before.
+        used, read = had
         b, h, q_tile, *entry = item
         tiles = work.stream(entry[: work.COMMON], refs.table)
         seen = work.Seen(*entry[work.COMMON :])
@@ -174,6 +226,25 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             here = common.positions((ROWS, block_kv), first_row, kv_tile * block_kv)
             return here, options.read_ahead(h, *here, masked=masked)
 
+        def with_bias(j, here, options):
+            """With the bias of the j-th keys, if there are tiles of it."""
+            if static.bias is None:
+                return here, options
+            slot = static.bias.slot(warpgroup, read - seen.first + j)
+            plgpu.barrier_wait(memory["bias_full"].at[slot])
+            bias = ptx.load_strips(memory["bias_sm"].at[slot])
+            plgpu.barrier_arrive(memory["bias_free"].at[slot])
+            return here, options.with_bias(bias)
+
+        def ready(j, s, products, ahead, masked):
+            """With its bias what was read ahead, and s when no more than so many products run."""
+            if not masked:
+                ahead = with_bias(j, *ahead)
+            s = ptx.wait(products, s)
+            plgpu.barrier_arrive(memory["k_free"].at[ring(used + j)])
+            # Before, there are no registers for it beside what the mask reads.
+            return with_bias(j, *ahead) if masked else ahead, s
+
         def weights(here, options, kv_tile, s, m, l, masked):
             """As `softmax`; p after dropout, in the dtype of the operands."""
             s, c = options.logits(s, h, *here)
@@ -190,8 +261,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             kv_tile = tiles.at(j)
             ahead, s = read_ahead(kv_tile, masked), scores(j)
             acc = weighted(acc, p, before)
-            s = ptx.wait(1, s)
-            plgpu.barrier_arrive(memory["k_free"].at[slot])
+            ahead, s = ready(j, s, 1, ahead, masked)
             p_new, m, l, alpha = weights(*ahead, kv_tile, s, m, l, masked)
             plgpu.barrier_wait(memory["v_full"].at[slot + ptx.uniform_zero(l)])
             acc = ptx.waited(0, acc, p)
@@ -200,8 +270,8 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
 
         def some(acc, m, l):
             kv_tile, first = tiles.at(seen.first), ring(used + seen.first)
-            ahead, s = read_ahead(kv_tile, static.masked), ptx.wait(0, scores(seen.first))
-            plgpu.barrier_arrive(memory["k_free"].at[first])
+            ahead, s = read_ahead(kv_tile, static.masked), scores(seen.first)
+            ahead, s = ready(seen.first, s, 0, ahead, static.masked)
             p, m, l, _ = weights(*ahead, kv_tile, s, m, l, static.masked)
             plgpu.barrier_wait(memory["v_full"].at[first])
             inside = functools.partial(step, masked=False)
@@ -283,15 +353,9 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
         if o_sm is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
-        return used + tiles.count
+        return used + tiles.count, read + seen.end - seen.first
 
-    def columns(i):
-        """Of an item, those of this warpgroup's part."""
-        common = len(work.WHERE) + work.COMMON
-        own = common + work.OWN * part_of(warpgroup, i, tile)
-        return [*range(common), *(own + n for n in range(work.OWN))]
-
-    work.for_each_item(refs.items._replace(columns=columns), item, jnp.int32(0))
+    work.for_each_item(items_of(warpgroup, refs.items, tile), item, (jnp.int32(0), jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if memory["ended"] is not None:
         # Who has ended has no barriers to which others could report.
@@ -379,8 +443,46 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used, members: int
     lax.fori_loop(jnp.int32(0), tiles.count, one, None)
 
 
+def copy_bias(refs, memory, bias: BiasTiles, w: int, first_row, item, read):
+    """The tiles of the bias that the part of warpgroup w sees of an item, each to its slot.
+
+    Args:
+        refs: with `bias`.
+        memory: with bias_sm, bias_full and bias_free.
+        bias: how they are found.
+        w: the warpgroup.
+        first_row: of its part.
+        item: with the numbers of that.
+        read: tiles that it had before.
+
+    Returns:
+        Tiles that it has had then.
+    """
+    b, h, _, *entry = item
+    tiles, seen = work.stream(entry[: work.COMMON], refs.table), work.Seen(*entry[work.COMMON :])
+    sm, full, free = (memory[f"bias_{x}"] for x in ("sm", "full", "free"))
+    _, strips, rows, width = sm.shape
+
+    def one(j, read):
+        slot, first = bias.slot(w, read), tiles.at(j) * (strips * width)
+        # At first all slots are free.
+        pl.when(read >= bias.slots)(lambda: plgpu.barrier_wait(free.at[slot]))
+        for n in range(strips):
+            at = *bias.at(b, h), pl.ds(first_row, rows), pl.ds(first + n * width, width)
+            plgpu.copy_gmem_to_smem(refs.bias.at[at], sm.at[slot, n], full.at[slot])
+        return read + 1
+
+    return lax.fori_loop(seen.first, seen.end, one, read)
+
+
 def beside_one_another(items: work.Items, keys_and_values, *queries):
-    """Runs each over a program's items, in a warp of its own; the first one takes them."""
+    """Runs each over a program's items, in a warp of its own; the first one takes them.
+
+    Args:
+        items: those of the first one.
+        keys_and_values: its body for `work.for_each_item`, which counts from 0, as the others do.
+        *queries: for each of the others its items, and its body.
+    """
 
     @plgpu.warp_map
     def _(warp):
@@ -388,15 +490,15 @@ def beside_one_another(items: work.Items, keys_and_values, *queries):
         def _():
             work.for_each_item(items, keys_and_values, jnp.int32(0), takes=True)
 
-        for n, body in enumerate(queries, 1):
+        for n, (items_of_warp, body) in enumerate(queries, 1):
 
             @pl.when(warp == n)
-            def _(body=body):
-                work.for_each_item(items, body, None)
+            def _(items=items_of_warp, body=body):
+                work.for_each_item(items, body, jnp.int32(0))
 
 
 def load(refs, memory, static: Static):
-    """The loading warpgroup: one warp for keys and values, one for each warpgroup's queries."""
+    """The loading warpgroup: one warp for keys and values, one for each warpgroup's rows."""
     tile = static.tile
     _, registers = REGISTERS[tile.warpgroups]
     plgpu.set_max_registers(registers, action="decrease")
@@ -408,15 +510,21 @@ def load(refs, memory, static: Static):
         copy_keys_and_values(refs, memory, tiles, at, used, tile.programs)
         return used + tiles.count
 
-    def queries(w, i, item, _):
+    def queries(w, i, item, read):
         b, h, q_tile, *_ = item
         pl.when(i > 0)(lambda: plgpu.barrier_wait(memory["q_free"].at[w]))
         first_row = q_tile * static.q.block + part_of(w, i, tile) * ROWS
         at = b, pl.ds(first_row, ROWS), h
         copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])
+        if static.bias is None:
+            return read
+        return copy_bias(refs, memory, static.bias, w, first_row, item, read)
 
-    of_warpgroups = [functools.partial(queries, w) for w in range(tile.warpgroups)]
-    beside_one_another(refs.items, keys_and_values, *of_warpgroups)
+    def of_warpgroup(w):
+        items = refs.items if static.bias is None else items_of(w, refs.items, tile)
+        return items, functools.partial(queries, w)
+
+    beside_one_another(refs.items, keys_and_values, *map(of_warpgroup, range(tile.warpgroups)))
 
 
 class Refs(NamedTuple):
@@ -430,6 +538,7 @@ class Refs(NamedTuple):
     shared: Any
     seen: Any = None  # For few queries; None if all keys are.
     ends: Any = ()  # How many keys of each example are seen, and `last_tile` of the values.
+    bias: Any = None  # If tiles of it are copied.
 
 
 def pallas_flash_forward(*refs, static: Static, **memory):
@@ -437,11 +546,12 @@ def pallas_flash_forward(*refs, static: Static, **memory):
     q_ref, k_ref, v_ref, *rest = refs
     table_ref = rest.pop(0) if static.listed else None
     shared = [rest.pop(0) for _ in static.options.leaves]
+    bias_ref = None if static.bias is None else rest.pop(0)
     ends = [rest.pop(0) for _ in range(2 if static.ends else 0)]
     list_ref, o_ref, *statistic_refs = rest
     columns = range(len(work.WHERE) + work.COMMON)
     items = work.Items(list_ref, lax.axis_index("program"), lambda _: columns, memory)
-    refs = Refs(items, q_ref, k_ref, v_ref, table_ref, shared, ends=ends)
+    refs = Refs(items, q_ref, k_ref, v_ref, table_ref, shared, ends=ends, bias=bias_ref)
     warpgroup = lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups
 
@@ -469,6 +579,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
     q, kv = Tiling(p.q_len, parts * ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = p.mask.within(kv=kv)
     statistics = 2 if p.large else 1
+    of_bias = bias_slots(p, tile)
 
     blocks, barriers = functools.partial(common.blocks, p.dtype), common.barriers
 
@@ -486,6 +597,13 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         # In a list of all programs they count what has been taken.
         known, counted = ([lists], []) if isinstance(lists, np.ndarray) else ([], [lists])
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
+        bias, bias_tiles, bias_sm = [], None, None
+        if of_bias:
+            shared, x = common.without_bias(shared)
+            own = (n > 1 for n in x.shape[:3])
+            bias_tiles = BiasTiles(of_bias, p.batch, *own)
+            bias = [x.reshape(-1, *x.shape[2:])]
+            bias_sm = common.strips(x.dtype, w * of_bias, rows=ROWS, columns=kv.block)
         options = common.Options.of(p, shared, q, kv)
         ends = [x for seen in seen for x in (seen, last_tile(value, seen, kv.block))]
         q_sm = blocks(w, rows=ROWS, columns=p.head_dim)
@@ -494,7 +612,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         copies_of_k, copies_of_v = q_sm.shape[1], v_sm.shape[1]
         results = common.launch(
             pallas_flash_forward,
-            (query, key, value, *listed, *options.operands(shared), *ends, *known),
+            (query, key, value, *listed, *options.operands(shared), *bias, *ends, *known),
             sums=counted,
             outputs=[
                 ((*query.shape[:3], p.value_dim), p.dtype),
@@ -507,6 +625,9 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 v_sm=v_sm,
                 o_sm=blocks(w, rows=ROWS, columns=slots * ptx.COLUMNS) if slots else None,
                 statistics_sm=plgpu.SMEM((w, statistics, ROWS), jnp.float32),
+                bias_sm=bias_sm,
+                bias_full=barriers(w * of_bias, bias_sm.shape[1]) if bias_sm else None,
+                bias_free=barriers(w * of_bias) if bias_sm else None,
                 q_full=barriers(w, copies_of_k),
                 q_free=barriers(w),
                 k_full=barriers(stages, copies_of_k),
@@ -514,7 +635,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 v_full=barriers(stages, copies_of_v),
                 v_free=barriers(stages, w, members),
                 ended=barriers(1, w, members) if members > 1 else None,
-                # Computing warpgroups, the warps for their queries, and that for keys and values.
+                # Computing warpgroups, the warps for their rows, and that for keys and values.
                 **work.memory(lists, 2 * w + 1),
             ),
             grid=dict(program=work.programs_of(lists)),
@@ -531,6 +652,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 value_dim=p.value_dim,
                 ends=bool(seen),
                 two_edges=not mask.scattered and work.have_two_edges(entries),
+                bias=bias_tiles,
                 tile=tile,
             ),
             approx_math=options.approximate,

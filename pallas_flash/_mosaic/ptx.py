@@ -20,6 +20,7 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     meet, publish           two barriers fewer for each tile of the backward
     positions               no division for each element, where a tile's width is no power of two
     gather, bits            Pallas reads no element of device memory for each one of a tile
+    load_strips             nor a tile to which copies may come that reach beyond an array's end
     store_rows, store_zeros, zero_rows
                             nor does it store a part of one, or 16 bytes at a time
     logistic, to_float      fewer instructions of the units for exponentials: with a soft cap 21 %
@@ -78,6 +79,31 @@ TILED_32 = (plgpu.TilingTransform((8, COLUMNS // 2)), plgpu.SwizzleTransform(2 *
 # arrays of any length and width, and fill with zeros what is beyond.
 BLOCKS = (plgpu.SwizzleTransform(2 * COLUMNS),)
 _BLOCKS = plgpu.RefType(BLOCKS)
+
+
+def strip_width(columns: int, dtype) -> int:
+    """The columns of each of the `strips` in which a tile of so many lies: 128 bytes at most."""
+    return math.gcd(columns, 2 * COLUMNS // jnp.dtype(dtype).itemsize)
+
+
+def strips(width: int, dtype):
+    """As `BLOCKS`, for tiles whose columns are no multiple of 64, and for numbers of 32 bits."""
+    return (plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize),)
+
+
+def load_strips(ref):
+    """[64, n] from shared memory, `strips` of [n / width, 64, width]; it meets no bank twice."""
+    count, rows, width = ref.shape
+    transforms, shape = strips(width, ref.dtype), (rows, count * width)
+    result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms),), return_type=result)
+    def emit(_, ref):
+        [swizzle] = transforms
+        tiles, layout = _tiles(ref), WGMMA.to_mgpu()
+        return mgpu.FragmentedArray.load_tiled(tiles, swizzle.swizzle, layout=layout)
+
+    return emit(ref)
 
 
 def product_t(a_ref, b_ref, inner: int):
@@ -710,7 +736,10 @@ def _global(ref):
 
 
 def _tiles(ref):
-    """`BLOCKS` as the tiles of 8 x 64 that they consist of, [rows / 8, columns / 64, 8, 64]."""
+    """`BLOCKS` as the tiles of 8 x 64 that they consist of, [rows / 8, columns / 64, 8, 64].
+
+    Of `strips` those of 8 rows and their columns.
+    """
     return mgpu.memref_transpose(mgpu.memref_unfold(ref, 1, (None, 8)), (1, 0, 2, 3))
 
 

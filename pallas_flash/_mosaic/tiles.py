@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_flash import _hardware
 from pallas_flash._mask_objects import MaskArray
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
@@ -17,6 +18,10 @@ from pallas_flash._tiling.sizes import (
 
 # So many are worth what joins the parts of few queries' keys; as for "triton".
 MANY_KEYS = 512
+
+HOPPER = (9, 0)
+# Bytes for barriers at most, of 8 each; and an array begins at a multiple of so many.
+BARRIERS = ALIGNED = 1024
 
 # Numbers of 16 bits in the shared memory of a program, less 3 KB for barriers and numbers a query.
 ROOM = 224 * 1024 // 2
@@ -65,6 +70,41 @@ def forward_tile(p: Problem) -> ForwardTile:
         narrow = (plain or capped) and p.value_dim <= p.head_dim
         tile = ForwardTile(2, 80, 0) if narrow else ForwardTile(2, 64, 1)
     return dataclasses.replace(tile, programs=2) if bare and _in_pairs(p) else tile
+
+
+def aligned(size: int) -> int:
+    """Bytes that an array takes of shared memory."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def forward_bytes(p: Problem, tile: ForwardTile) -> int:
+    """Bytes of shared memory of a program, without those for tiles of a bias."""
+    head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
+    rows = tile.warpgroups * 64
+    stay = 2 * rows * (head_dim + 64 * tile.output_slots)
+    stay += aligned(4 * (2 if p.large else 1) * rows)
+    # Items, which programs take where the mask has arrays.
+    stay += ALIGNED if jax.tree.leaves(p.mask) else 0
+    return BARRIERS + stay + 2 * tile.stages * tile.block_kv * (head_dim + value_dim)
+
+
+def bias_slot(p: Problem, tile: ForwardTile) -> int:
+    """Bytes of a tile of the bias for each warpgroup; numbers of 64 bits are read as float32."""
+    return tile.warpgroups * 64 * tile.block_kv * min(4, p.bias.dtype.itemsize)
+
+
+def bias_slots(p: Problem, tile: ForwardTile) -> int:
+    """Slots of each warpgroup for tiles of the bias: as many as of keys, where there is room.
+
+    0 if the bias is read in device memory: copies take rows of a multiple of 16 bytes.
+    """
+    if p.bias is None or 1 in p.bias.shape[2:]:
+        return 0
+    itemsize = min(4, p.bias.dtype.itemsize)
+    if itemsize == 1 or p.kv_len * itemsize % 16:
+        return 0
+    room = _hardware.shared_memory_limit(HOPPER) - forward_bytes(p, tile)
+    return max(0, min(tile.stages, room // bias_slot(p, tile)))
 
 
 def _in_pairs(p: Problem) -> bool:
