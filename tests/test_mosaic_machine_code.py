@@ -121,6 +121,8 @@ def test_machine_code_of_the_forward_with(option, head_dim):
     for loop in loops:
         assert loop.spills == 0, (name, loop.order)
         assert loop.opcodes["WARPGROUP.DEPBAR"] <= max(loop.matrix["HGMMA"] // 2, 1), loop.order
+        # See `ptx.fence`; emulated kernels do not show that it lacks.
+        assert "FENCE" in loop.opcodes or "LDSM" not in loop.opcodes, name
 
 
 # Local memory instructions in the loop of the backward: more where an option needs many registers.
@@ -131,7 +133,6 @@ SPILLS = {
     (64, "soft cap"): 110,
     (64, "dropout"): 20,
     (64, "documents"): 11,
-    (64, "mask array"): 12,
     (128, "dropout"): 12,
 }
 FEW_SPILLS = 8

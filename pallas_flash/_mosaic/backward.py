@@ -185,6 +185,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         if "dv" in sums:
             plgpu.wgmma(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
         else:
+            ptx.fence()
             plgpu.barrier_arrive(m["do_free"].at[ring(j)])
         return ds_t
 
@@ -208,7 +209,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
     def add_dq(j, ds_t, dk):
         """Adds its part of the tile of dq; dk's product is left running."""
         m["ds_sm"].at[exchange(j)].at[mine][...] = ds_t
-        ptx.publish()
+        ptx.fence()
         ptx.meet(AT_DS, 128 * WARPGROUPS)
         part = plgpu.ACC((ROWS, dq_columns), jnp.float32)
         dq = pl.run_scoped(lambda x: dq_part(j, ds_t, dk, x), part)
@@ -231,6 +232,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         tile = tile_of(j)
         p_t = tile.weights(s_t, lambda name: of_queries(name, j))
+        ptx.fence()
         plgpu.barrier_arrive(m["q_free"].at[ring(j)])
         plgpu.barrier_wait(m["do_full"].at[ring(j)])
         plgpu.wgmma(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
@@ -508,7 +510,7 @@ def backward(
             warpgroups=WARPGROUPS + 1,
             static=static,
             approx_math=static.options.approximate,
-            # Where threads must wait for each other says this file: `ptx.meet`, `ptx.publish`.
+            # Where threads must wait for each other says this file: `ptx.meet`, `ptx.fence`.
             unsafe_no_auto_barriers=True,
         )
         results = dict(zip(sums, results, strict=True))

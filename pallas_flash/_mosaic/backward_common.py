@@ -105,7 +105,7 @@ class Static(common.Static):
                 start(landed)
                 plgpu.barrier_wait(landed)
                 ptx.zero_rows(place, seen - first)
-                ptx.publish()
+                ptx.fence()
                 plgpu.barrier_arrive(full)
 
             if not self.ends:

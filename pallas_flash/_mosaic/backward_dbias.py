@@ -156,11 +156,13 @@ def compute(refs, memory, number, warpgroup, static: Static):
             transposed=False,
         )
         p = pairs.weights(s, of_queries)
+        ptx.fence()
         plgpu.barrier_arrive(m["s_free"].at[slot])
         if busy:
             start_dp()
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         ds = pairs.gradient(p, dp, of_queries("delta"))
+        ptx.fence()
         plgpu.barrier_arrive(m["dp_free"].at[slot])
         return ds
 

@@ -233,6 +233,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             slot = static.bias.slot(warpgroup, read - seen.first + j)
             plgpu.barrier_wait(memory["bias_full"].at[slot])
             bias = ptx.load_strips(memory["bias_sm"].at[slot])
+            ptx.fence()
             plgpu.barrier_arrive(memory["bias_free"].at[slot])
             return here, options.with_bias(bias)
 

@@ -17,7 +17,7 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     load_fragments          what was added is rows again at 4 TB/s, by XLA's transposition at 3.4
     count_up                Pallas has no atomic addition that says what was there before
     anew                    no spills in dq at head size 256, nor by masks at 64
-    meet, publish           two barriers fewer for each tile of the backward
+    meet, fence             two barriers fewer for each tile of the backward
     positions               no division for each element, where a tile's width is no power of two
     gather, bits            Pallas reads no element of device memory for each one of a tile
     load_strips             nor a tile to which copies may come that reach beyond an array's end
@@ -284,8 +284,13 @@ def meet(barrier: int, threads: int):
     emit()
 
 
-def publish():
-    """Lets matrix instructions see what this thread has written to shared memory."""
+def fence():
+    """Matrix instructions see what this thread wrote to shared memory; copies wait for its reads.
+
+    To arrive at a barrier is not enough for the latter, though a copy takes hundreds of clocks to
+    come: reads queue behind those of matrix instructions. Without it a bias was read after the next
+    one had come, in every run of some tiles.
+    """
 
     @plgpu.inline_mgpu()
     def emit(_):
@@ -524,7 +529,7 @@ def store_zeros(ref, first, head, rows: int):
 
 
 def zero_rows(ref, first):
-    """Zeroes the rows of a tile in shared memory from `first` on; `publish` is to follow.
+    """Zeroes the rows of a tile in shared memory from `first` on; `fence` is to follow.
 
     Args:
         ref: [rows, width] of 16 bits, `tiled`: these permutations leave a row where it is.

@@ -437,6 +437,7 @@ def _for_each_taken(items: Items, body, carry, takes: bool):
         slot = ring(i)
         plgpu.barrier_wait(full.at[slot])
         item = [plgpu.load(sm.at[slot, column]) for column in items.columns(i)]
+        ptx.fence()
         plgpu.barrier_arrive(free.at[slot])
         return item
 
