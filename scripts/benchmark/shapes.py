@@ -240,8 +240,12 @@ def _shapes() -> Iterator[Shape]:
         for D in (40, 72, 80, 96, 112):
             yield _setting(f"{D} {mask}", 4 * K, D, causal=causal)
         yield _setting(f"192 and 128 {mask}", 4 * K, 192, V=128, causal=causal)
-    for option in OPTIONS:
-        yield _setting(f"128 full{WITH}{option}", 4 * K, 128, option=option)
+    for D in (128, 64):
+        for option in OPTIONS:
+            yield _setting(f"{D} full{WITH}{option}", 4 * K, D, option=option)
+    for option in ("soft cap", "ALiBi", "mask array", "bias"):
+        yield _setting(f"256 full{WITH}{option}", 4 * K, 256, option=option)
+    yield _setting(f"256 causal{WITH}soft cap", 4 * K, 256, causal=True, option="soft cap")
     yield _setting("float32 64 causal", 4 * K, 64, causal=True, dtype="float32")
     yield _setting("float32 64 full", 4 * K, 64, dtype="float32")
     # For machines without a GPU.
