@@ -69,6 +69,7 @@ FASTER_BY_MOSAIC = {
         (128, "scale"): 4096,
         (256, "full"): 2048,
         (256, "causal"): 1024,
+        (256, "mask array"): 4096,
     },
     # h200-2026-11-22-backward.jsonl
     "backward": {
@@ -77,6 +78,7 @@ FASTER_BY_MOSAIC = {
         (64, "ranges"): 2048,
         (64, "lengths"): 2048,
         (64, "documents"): 2048,
+        (64, "mask array"): 4096,
         (64, "soft cap"): 4096,
         (64, "slopes"): 4096,
         (64, "sinks"): 4096,
@@ -88,6 +90,7 @@ FASTER_BY_MOSAIC = {
         (128, "ranges"): 2048,
         (128, "lengths"): 2048,
         (128, "documents"): 8192,
+        (128, "mask array"): 4096,
         (128, "soft cap"): 4096,
         (128, "slopes"): 4096,
         (128, "sinks"): 4096,
@@ -96,6 +99,7 @@ FASTER_BY_MOSAIC = {
         (128, "bias in 16 bits"): 512,
         (256, "full"): 2048,
         (256, "causal"): 2048,
+        (256, "mask array"): 4096,
     },
     # The backward whose sums have an order, so that all runs give the same bits.
     "backward in order": {
