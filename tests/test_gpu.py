@@ -297,7 +297,7 @@ def test_twenty_runs_give_the_same_bits(case, implementation, kernel_case):
     ("head_dim", "tile"), [(64, (3, 96, 1)), (64, (3, 112, 1)), (128, (3, 64, 1)), (128, (2, 128))]
 )
 def test_copies_of_a_bias_wait_for_who_reads_the_one_before(head_dim, tile, kernel_case):
-    """Many tiles, whose reads queue behind those of matrix units; one run in two showed it."""
+    """Without a fence between read and report each run of the first three was another."""
     tiles = pallas_flash.TileSizes(pallas_flash.mosaic.ForwardTile(*tile))
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v = (jax.random.normal(x, (2, 4096, 16, head_dim), jnp.bfloat16) for x in keys[:3])
