@@ -180,6 +180,20 @@ def test_own_forms_are_undone():
         assert max(programs.errors(odd.results(), right.results()).values()) < 2e-3
 
 
+@pytest.mark.parametrize("timed", [True, False])
+def test_xla_searches_for_the_fastest_products_of_what_is_timed(monkeypatch, timed):
+    attend = peers._ours("xla", TINY, "backward") if timed else peers.trusted(TINY)
+    compile_it, given = jax.stages.Lowered.compile, []
+
+    def spied(self, options=None):
+        given.append(options)
+        return compile_it(self, options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", spied)
+    JaxProgram(TINY, attend, "backward").compile()
+    assert given == [None if timed else {"xla_gpu_autotune_level": 0}] * 2
+
+
 def test_the_backward_does_not_run_the_forward():
     """The residuals are arguments of what is timed."""
     attend = peers._ours("interpret", TINY, "backward")

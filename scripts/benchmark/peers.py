@@ -47,6 +47,7 @@ class Attend:
         dtype: What it computes in, if not in the dtype of the shape.
         heads_first: Whether its arrays are [B, N, T, D] in place of [B, T, N, D].
         has_scale: Whether it multiplies the scores by 1 / sqrt(D); if not, q arrives multiplied.
+        search: Whether XLA is to search for its fastest products on a GPU.
     """
 
     call: Callable[..., jax.Array]
@@ -54,6 +55,7 @@ class Attend:
     dtype: str | None = None
     heads_first: bool = False
     has_scale: bool = True
+    search: bool = True
 
     def to_peer(self, shape: Shape, name: str, x: jax.Array) -> jax.Array:
         """One of q, k, v and do as the peer wants it."""
@@ -125,7 +127,8 @@ def _ours(implementation: str | None, shape: Shape, direction: str, **options: A
 def trusted(shape: Shape) -> Attend:
     """What every peer is held to: our "xla" in IEEE float32, whose memory is linear in T."""
     attend = _ours("xla", shape, "backward", precision="highest")
-    return dataclasses.replace(attend, dtype="float32")
+    # It is not timed, and the search takes minutes.
+    return dataclasses.replace(attend, dtype="float32", search=False)
 
 
 def _jax_nn(implementation: str, shape: Shape, direction: str) -> Attend:

@@ -38,15 +38,16 @@ class JaxProgram:
         start = time.perf_counter()
         call, arrays = self.attend.call, dict(self.attend.arrays)
         q, k, v, do = jax.eval_shape(self._to_peer, *arguments(self.shape))
+        options = None if self.attend.search else {"xla_gpu_autotune_level": 0}
         if self.direction == "forward":
             self.function = lambda q, k, v, arrays: call(q, k, v, **arrays)
             inputs = q, k, v, arrays
         else:
             residuals, self.function = differentiate(call, self.shape.trained)
             lowered = jax.jit(residuals).lower(q, k, v, arrays)
-            self.residuals = lowered.compile()
+            self.residuals = lowered.compile(options)
             inputs = do, lowered.out_info
-        self.run = jax.jit(self.function).lower(*inputs).compile()
+        self.run = jax.jit(self.function).lower(*inputs).compile(options)
         self.compile_s = time.perf_counter() - start
         memory = self.run.memory_analysis()
         if memory is not None:
