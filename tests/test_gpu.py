@@ -335,6 +335,21 @@ def test_nothing_shows_of_what_no_query_sees(case, implementation, kernel_case):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
 
+@by_kernels
+def test_nan_shows_where_it_is_seen_and_nowhere_else(implementation, kernel_case):
+    """With a soft cap, for which neighbours share a reciprocal: key 101, of which 100 is one."""
+    q, k, v = (
+        jax.random.normal(x, (1, 200, 2, 64), jnp.bfloat16) for x in map(jax.random.key, range(3))
+    )
+    call = functools.partial(
+        pallas_flash.attention, is_causal=True, logits_soft_cap=5.0, implementation=implementation
+    )
+    run = jax.jit(call)
+    clean, o = (np.asarray(run(q, x, v), np.float32) for x in (k, k.at[:, 101].set(jnp.nan)))
+    assert np.isnan(o[:, 101:]).all()
+    np.testing.assert_array_equal(o[:, :101], clean[:, :101])
+
+
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["examples", "heads"])
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.2])

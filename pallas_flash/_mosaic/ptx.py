@@ -619,14 +619,17 @@ def logistic(x):
     """1 / (1 + exp2(x)), with a relative error of about 2^-21; beyond x = 30 it is 2^-30.
 
     Two neighbours share a reciprocal, because the units for exponentials and reciprocals are what a
-    forward with a soft cap waits for: 1 / a = b / (a b).
+    forward with a soft cap waits for: 1 / a = b / (a b). In the product NaN is 2^30, so that it
+    stays with its own: minima pass over NaN, but for those of that name.
     """
     shape = x.shape
     text = (
-        "{ .reg .f32 a, b, r; min.ftz.f32 a, $2, 0f41F00000; min.ftz.f32 b, $3, 0f41F00000; "
-        "ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b; "
-        "add.ftz.f32 a, a, 0f3F800000; add.ftz.f32 b, b, 0f3F800000; mul.ftz.f32 r, a, b; "
-        "rcp.approx.ftz.f32 r, r; mul.ftz.f32 $0, r, b; mul.ftz.f32 $1, r, a; }"
+        "{ .reg .f32 a, b, c, d, r; ex2.approx.ftz.f32 a, $2; ex2.approx.ftz.f32 b, $3; "
+        "add.ftz.f32 a, a, 0f3F800000; add.ftz.f32 b, b, 0f3F800000; "
+        "min.ftz.f32 c, a, 0f4E800000; min.ftz.f32 d, b, 0f4E800000; mul.ftz.f32 r, c, d; "
+        "rcp.approx.ftz.f32 r, r; mul.ftz.f32 d, r, d; mul.ftz.f32 c, r, c; "
+        # Neither is above 1, nor are a and b below.
+        "min.ftz.NaN.f32 $0, d, a; min.ftz.NaN.f32 $1, c, b; }"
     )
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=_float32(shape, WGMMA))
