@@ -581,7 +581,6 @@ fake_ptx = dict(
     logistic=lambda x: 1 / (1 + jnp.exp2(jnp.minimum(x, 30))),
     to_float=lambda x, dtype: x.astype(dtype),
     tanh=jnp.tanh,
-    tanh_jvp=jnp.tanh,
     multiply_wide=_dropout.multiply_wide,
     product_t=product_t,
     accumulate=accumulate,

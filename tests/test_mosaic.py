@@ -345,7 +345,7 @@ def test_distances_are_quick_floats_where_all_are_small(options, near):
     problem = checked((q, q, q), options)
     shared = common.shared_arrays(problem, problem.mask)
     tiling = work.Tiling(9, 64)
-    functions = common.Options.of(problem, shared, tiling, tiling).functions(jnp.tanh)
+    functions = common.Options.of(problem, shared, tiling, tiling).functions
     assert (functions.to_float is ptx.to_float) == near
 
 

@@ -37,8 +37,8 @@ PARAMETERS = plgpu.CompilerParams(
 )
 
 
-# The largest soft cap at which the error of `ptx.tanh`, 2^-22 times the cap, does not show in the
-# LSE, which is float32.
+# The largest soft cap at which the errors of `ptx.logistic` and `ptx.tanh`, 2^-20 and 2^-22 times
+# the cap, hardly show in the LSE, which is float32.
 MAX_QUICK_CAP = 64.0
 # Positions that differ by less are floating-point numbers by `ptx.to_float`.
 NEAR = 2**21
@@ -276,7 +276,7 @@ class DeviceOperand(Operand):
         columns = index[axis]
         assert columns is place.columns, "Bits are read along a tile's columns."
         shape = [bits.words if a == axis else n for a, n in enumerate(place.shape)]
-        index = [columns >> 5 if a == axis else i for a, i in enumerate(index)]
+        index = [columns >> ptx.LOG_BITS if a == axis else i for a, i in enumerate(index)]
         if place.ragged:
             index = [
                 jnp.minimum(i, n - 1) if jnp.ndim(i) else i
@@ -434,12 +434,13 @@ class Options:
 
     @property
     def quick_cap(self) -> bool:
-        """Whether `ptx.tanh` serves for the soft cap."""
-        return (self._scores.soft_cap or 0) <= MAX_QUICK_CAP
+        """Whether functions of `ptx` serve for the soft cap, if there is one."""
+        return has_quick_cap(self._scores)
 
-    def functions(self, tanh) -> Functions:
-        """Those of scores; `tanh` is that of a quick cap."""
-        functions = Functions(tanh) if self.quick_cap else Functions()
+    @property
+    def functions(self) -> Functions:
+        """Those of scores."""
+        functions = Functions(ptx.tanh) if self.quick_cap else Functions()
         return functions._replace(to_float=ptx.to_float) if self.near else functions
 
     @property
@@ -478,10 +479,15 @@ def _held(dtype):
     return jnp.int8 if dtype == jnp.bool_ else _meant(dtype)
 
 
+def has_quick_cap(scores: Scores) -> bool:
+    """Whether a soft cap, if there is one, is low enough for quick functions."""
+    return (scores.soft_cap or 0) <= MAX_QUICK_CAP
+
+
 def left_out(scores: Scores) -> float:
     """What `ExampleOptions.logits` leaves out of all scores, in base 2; no weight changes by it."""
     cap = scores.soft_cap
-    return 0.0 if cap is None or cap > MAX_QUICK_CAP else -cap * LOG2E
+    return -cap * LOG2E if cap is not None and has_quick_cap(scores) else 0.0
 
 
 class ExampleOptions(NamedTuple):
@@ -506,10 +512,9 @@ class ExampleOptions(NamedTuple):
 
             cap * tanh(x / cap) = 2 cap / (1 + exp(-2 x / cap)) - cap
         """
-        scores, functions = self.extras.scores, self.options.functions(ptx.tanh)
-        at = self.b, h, q_pos, k_pos
-        cap = scores.soft_cap
-        if cap is not None and left_out(scores):
+        scores, functions = self.extras.scores, self.options.functions
+        at, cap = (self.b, h, q_pos, k_pos), scores.soft_cap
+        if cap is not None and self.options.quick_cap:
             rest = dataclasses.replace(scores, soft_cap=None)
             factor = -2 * LOG2E / cap
             if rest:
@@ -531,7 +536,7 @@ class ExampleOptions(NamedTuple):
         scores = self.extras.scores
         if not scores:
             return *self.logits(s, h, None, None), None
-        functions = self.options.functions(ptx.tanh_jvp)
+        functions = self.options.functions
         if scores.score_fn is not None:
             q_pos, k_pos = positions()
             # Pallas has no derivative of reads.

@@ -23,7 +23,7 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     load_strips             nor a tile to which copies may come that reach beyond an array's end
     store_rows, store_zeros, zero_rows
                             nor does it store a part of one, or 16 bytes at a time
-    logistic, to_float      fewer instructions of the units for exponentials: with a soft cap 21 %
+    logistic, to_float      fewer instructions of the units for exponentials: with a soft cap 15 %
                             of the forward at head size 128
     where, difference, tanh, multiply_wide
                             roundings, accuracy and instructions that the compiler does not choose
@@ -395,7 +395,8 @@ def gather(ref, at, *, pairs: bool):
     return emit(ref, plgpu.layout_cast(at, WGMMA))
 
 
-BITS = 32  # Of a word.
+LOG_BITS = 5
+BITS = 2**LOG_BITS  # Of a word.
 
 
 def bits(ref, at, columns, apart: int):
@@ -430,8 +431,8 @@ def bits(ref, at, columns, apart: int):
                 place = internals.getelementptr(place, [i * apart], _i32())
                 found = llvm.load(kind, place, alignment=4 * wide, invariant=True)
                 words += [
-                    vector.extract(found, dynamic_position=[], static_position=[n])
-                    for n in range(wide)
+                    vector.extract(found, dynamic_position=[], static_position=[j])
+                    for j in range(wide)
                 ]
             if whole:
                 return [arith.shrui(word, shift) for word in words]
@@ -447,8 +448,7 @@ def bits(ref, at, columns, apart: int):
         values = []
         for group, half, two in np.ndindex(n // 8, 2, 2):
             word, bit = divmod(8 * group + two, BITS)
-            mask = _number(int(np.int32(np.uint32(1 << bit).view(np.int32))))
-            values.append(arith.andi(rows[half][word], mask))
+            values.append(arith.andi(rows[half][word], _number(1 << bit)))
         return _array(values, (64, n), WGMMA, _i32())
 
     return emit(ref, *(plgpu.layout_cast(x, WGMMA) for x in (at, columns)))
@@ -596,48 +596,60 @@ def where(condition, x, otherwise: float):
     return emit(*(plgpu.layout_cast(x, WGMMA) for x in (condition, x)))
 
 
+# Arithmetic of numbers, results first; NumPy executes it in tests/test_mosaic_ptx.py.
+TANH = (
+    "{ .reg .f32 t; mul.ftz.f32 t, $1, 0f4038AA3B; ex2.approx.ftz.f32 t, t; "
+    "add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; "
+    "fma.rn.ftz.f32 $0, t, 0fC0000000, 0f3F800000; }"
+)
+LOGISTIC = (
+    "{ .reg .f32 a, b, c, d, r; ex2.approx.ftz.f32 a, $2; ex2.approx.ftz.f32 b, $3; "
+    "add.ftz.f32 a, a, 0f3F800000; add.ftz.f32 b, b, 0f3F800000; "
+    "min.ftz.f32 c, a, 0f4E800000; min.ftz.f32 d, b, 0f4E800000; mul.ftz.f32 r, c, d; "
+    "rcp.approx.ftz.f32 r, r; mul.ftz.f32 d, r, d; mul.ftz.f32 c, r, c; "
+    # Neither is above 1, nor are a and b below.
+    "min.ftz.NaN.f32 $0, d, a; min.ftz.NaN.f32 $1, c, b; }"
+)
+# The lowest bits of 1.5 * 2^23 count ones.
+TO_FLOAT = "{ .reg .b32 t; add.s32 t, $1, 0x4B400000; add.rn.ftz.f32 $0, t, 0fCB400000; }"
+
+
 def difference(x, y):
     """The difference x - y of float32 [64, n], rounded: a product in x is not fused with it."""
     return _elementwise("sub.rn.ftz.f32 $0, $1, $2;", x, y)
 
 
+@jax.custom_jvp
 def tanh(x):
     """Hyperbolic tangent: 1 - 2 / (1 + exp2(2 log2(e) x)), with an absolute error of about 2^-22.
 
-    A soft cap multiplies that error. The instruction of this name is off by 2^-11. For derivatives
-    there is `tanh_jvp`, which Pallas takes nowhere else.
+    A soft cap multiplies that error. The instruction of this name is off by 2^-11. Only for those
+    who differentiate it: as it is Pallas refuses it.
     """
-    return _elementwise(
-        "{ .reg .f32 t; mul.ftz.f32 t, $1, 0f4038AA3B; ex2.approx.ftz.f32 t, t; "
-        "add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; "
-        "fma.rn.ftz.f32 $0, t, 0fC0000000, 0f3F800000; }",
-        x,
-    )
+    return _elementwise(TANH, x)
+
+
+@tanh.defjvp
+def _(primals, tangents):
+    y = _elementwise(TANH, *primals)
+    return y, (1 - y * y) * tangents[0]
 
 
 def logistic(x):
-    """1 / (1 + exp2(x)), with a relative error of about 2^-21; beyond x = 30 it is 2^-30.
+    """1 / (1 + exp2(x)), to about 2^-21 by the errors of its instructions; 2^-30 beyond x = 30.
 
     Two neighbours share a reciprocal, because the units for exponentials and reciprocals are what a
     forward with a soft cap waits for: 1 / a = b / (a b). In the product NaN is 2^30, so that it
     stays with its own: minima pass over NaN, but for those of that name.
     """
     shape = x.shape
-    text = (
-        "{ .reg .f32 a, b, c, d, r; ex2.approx.ftz.f32 a, $2; ex2.approx.ftz.f32 b, $3; "
-        "add.ftz.f32 a, a, 0f3F800000; add.ftz.f32 b, b, 0f3F800000; "
-        "min.ftz.f32 c, a, 0f4E800000; min.ftz.f32 d, b, 0f4E800000; mul.ftz.f32 r, c, d; "
-        "rcp.approx.ftz.f32 r, r; mul.ftz.f32 d, r, d; mul.ftz.f32 c, r, c; "
-        # Neither is above 1, nor are a and b below.
-        "min.ftz.NaN.f32 $0, d, a; min.ftz.NaN.f32 $1, c, b; }"
-    )
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=_float32(shape, WGMMA))
     def emit(_, x):
         x, results = _scalars(x), []
         both = llvm.StructType.get_literal([_f32(), _f32()])
         for pair in zip(x[::2], x[1::2], strict=True):
-            found = llvm.inline_asm(both, list(pair), text, "=f,=f,f,f", asm_dialect=0)
+            found = llvm.inline_asm(both, list(pair), LOGISTIC, "=f,=f,f,f", asm_dialect=0)
             results += [llvm.extractvalue(_f32(), found, [i]) for i in range(2)]
         return _array(results, shape, WGMMA)
 
@@ -650,24 +662,14 @@ def to_float(x, dtype):
     In two additions: conversions have the units that a softmax needs for its exponentials.
     """
     assert dtype == jnp.float32
-    # The lowest bits of 1.5 * 2^23 count ones.
-    text = "{ .reg .b32 t; add.s32 t, $1, 0x4B400000; add.rn.ftz.f32 $0, t, 0fCB400000; }"
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=_float32(x.shape, WGMMA))
     def emit(_, x):
-        results = [llvm.inline_asm(_f32(), [i], text, "=f,r", asm_dialect=0) for i in _scalars(x)]
+        numbers = _scalars(x)
+        results = [llvm.inline_asm(_f32(), [i], TO_FLOAT, "=f,r", asm_dialect=0) for i in numbers]
         return _array(results, x.shape, WGMMA)
 
     return emit(plgpu.layout_cast(x, WGMMA))
-
-
-tanh_jvp = jax.custom_jvp(tanh)
-
-
-@tanh_jvp.defjvp
-def _(primals, tangents):
-    y = tanh(*primals)
-    return y, (1 - y * y) * tangents[0]
 
 
 def multiply_wide(x, m: int):

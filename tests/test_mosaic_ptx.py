@@ -1,0 +1,72 @@
+"""Arithmetic in PTX, executed in NumPy: for kernels that are emulated it has stand-ins."""
+
+import re
+
+import numpy as np
+import pytest
+
+from pallas_flash import _compat
+
+if not _compat.has_mosaic_gpu():
+    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
+
+from pallas_flash._mosaic import ptx
+
+# By the start of an instruction: the results are rounded, not approximate.
+INSTRUCTIONS = {
+    "ex2": np.exp2,
+    "rcp": np.reciprocal,
+    "add": np.add,
+    "mul": np.multiply,
+    "fma": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
+    # A minimum is of the other one where one is NaN, but for that of this name.
+    "min": np.fmin,
+    "min.ftz.NaN": np.minimum,
+}
+
+
+def execute(text, *arguments, results=1):
+    """The results of straight-line PTX for arguments, arrays of 32 bits."""
+    registers = {f"${i}": x for i, x in enumerate(arguments, results)}
+
+    def value(name, integers):
+        kind = np.uint32 if integers else np.float32
+        if name.startswith("0f"):
+            return np.uint32(int(name[2:], 16)).view(kind)
+        return np.uint32(int(name, 16)) if name.startswith("0x") else registers[name].view(kind)
+
+    for line in text.strip("{} ").split(";"):
+        if not line.strip() or ".reg" in line:
+            continue
+        instruction, *names = re.findall(r"[^\s,]+", line)
+        integers, parts = instruction.endswith("s32"), instruction.split(".")
+        function = INSTRUCTIONS.get(".".join(parts[:3])) or INSTRUCTIONS[parts[0]]
+        with np.errstate(all="ignore"):
+            found = function(*(value(name, integers) for name in names[1:]))
+        registers[names[0]] = np.asarray(found, np.uint32 if integers else np.float32)
+    return [registers[f"${i}"] for i in range(results)]
+
+
+# Neighbours in all pairs.
+X = np.array([-np.inf, -1e30, -200, -31, -5, -0.3, 0, 1e-6, 2, 29, 31, 127, 1e30, np.inf, np.nan])
+PAIRS = [x.ravel().astype(np.float32) for x in np.meshgrid(X, X)]
+
+
+def test_neighbours_that_share_a_reciprocal_have_their_own_results():
+    """1 / (1 + exp2(x)), NaN where x is, whatever the other one is."""
+    for x, found in zip(PAIRS, execute(ptx.LOGISTIC, *PAIRS, results=2), strict=True):
+        with np.errstate(over="ignore", invalid="ignore"):
+            exact = 1 / (1 + np.exp2(x.astype(np.float64)))
+        np.testing.assert_allclose(found, np.maximum(exact, 2**-30), rtol=4e-7)
+
+
+def test_tanh():
+    x = np.concatenate([np.linspace(-20, 20, 999), X]).astype(np.float32)
+    [found] = execute(ptx.TANH, x)
+    np.testing.assert_allclose(found, np.tanh(x.astype(np.float64)), rtol=0, atol=2e-7)
+
+
+def test_integers_become_floats_exactly():
+    x = np.array([0, 1, -1, 12345, 2**21, -(2**21), 2**22 - 1, 1 - 2**22], np.int32)
+    [found] = execute(ptx.TO_FLOAT, x)
+    np.testing.assert_array_equal(found, x.astype(np.float32))
