@@ -34,6 +34,7 @@ if not _compat.has_mosaic_gpu():
 from pallas_flash import _mosaic
 from pallas_flash._mosaic import backward_dbias, common, ptx, work
 from pallas_flash._mosaic.forward import BiasTiles
+from pallas_flash._mosaic.options import Bits, Options, shared_arrays
 from pallas_flash._mosaic.tiles import forward_tile
 
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
@@ -321,7 +322,7 @@ def test_bools_are_packed(axis, length, block):
     shape = [1, 3, 2, 5, 7]
     shape[axis + 1] = length
     x = np.random.default_rng(0).random(shape) < 0.5
-    packed = common.Bits.along(axis, work.Tiling(length, block)).of(jnp.asarray(x))
+    packed = Bits.along(axis, work.Tiling(length, block)).of(jnp.asarray(x))
     words = np.moveaxis(np.asarray(packed), axis + 1, -1)
     found = words[..., None] >> np.arange(32, dtype=np.uint32) & 1
     found = found.reshape(*words.shape[:-1], -1)
@@ -343,9 +344,9 @@ def test_distances_are_quick_floats_where_all_are_small(options, near):
     """Those that arrays tell may be anything."""
     q = jnp.zeros((2, 9, 4, 64), jnp.bfloat16)
     problem = checked((q, q, q), options)
-    shared = common.shared_arrays(problem, problem.mask)
+    shared = shared_arrays(problem, problem.mask)
     tiling = work.Tiling(9, 64)
-    functions = common.Options.of(problem, shared, tiling, tiling).functions
+    functions = Options.of(problem, shared, tiling, tiling).functions
     assert (functions.to_float is ptx.to_float) == near
 
 

@@ -24,7 +24,7 @@ if not _compat.has_mosaic_gpu():
 
 from test_mosaic import LONG, LONG_CAUSAL, MANY_KEYS, biased, emulated, with_bias, with_heads
 
-from pallas_flash._mosaic import backward_dbias, common, tiles, work
+from pallas_flash._mosaic import backward_dbias, options, tiles, work
 
 
 def without_waiting_at(names, of=""):
@@ -91,9 +91,9 @@ def of_one_program(spec):
 
 
 def with_mask_moved(patch):
-    hide = common.hide
+    hide = options.hide
     patch.setattr(
-        common, "hide", lambda mask, b, h, q, k, s: hide(mask, b, h, q, k + jnp.int32(1), s)
+        options, "hide", lambda mask, b, h, q, k, s: hide(mask, b, h, q, k + jnp.int32(1), s)
     )
 
 

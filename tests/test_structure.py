@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # What each module of the package may import of the package. A new module needs a line here.
 KERNEL = {"_masks", "_visits", "_problem", "_tiling.sizes", "_dropout", "_triton.common"}
 MOSAIC = {"_masks", "_problem", "_mosaic.common", "_mosaic.ptx", "_mosaic.tiles", "_mosaic.work"}
-MOSAIC |= {"_tiling.sizes"}
+MOSAIC |= {"_mosaic.options", "_tiling.sizes"}
 MAY_IMPORT = {
     "": {
         "mosaic",
@@ -192,7 +192,8 @@ MAY_IMPORT = {
     "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"} | {"_dropout", "_scores"},
     "_mosaic.backward_delta": {"_mosaic.common", "_mosaic.ptx"},
     "_mosaic.backward_rows": {"_mosaic.common", "_mosaic.ptx"},
-    "_mosaic.common": {
+    "_mosaic.common": {"_compat", "_masks", "_mosaic.options", "_mosaic.ptx"},
+    "_mosaic.options": {
         "_compat",
         "_dropout",
         "_masks",

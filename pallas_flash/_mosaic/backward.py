@@ -34,6 +34,7 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import backward_rows, common, ptx, work
+from pallas_flash._mosaic.options import shared_arrays
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import BackwardTile
@@ -533,7 +534,7 @@ def backward(
     # As many queries as delta has: whole tiles of 128, for dq.
     rows = shared.rows(p, do, log_sum, delta, seen, delta.shape[2])
     rows = (zeros, *rows) if "dq" in sums else rows
-    arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
+    arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     results = dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
     return {name: x[:, : lengths[name]] for name, x in results.items()}
 

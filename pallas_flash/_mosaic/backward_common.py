@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import drop, shrunk
 from pallas_flash._masks import Mask, Tiling
 from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic.options import Options
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum
 
@@ -278,10 +279,10 @@ def call_static(
     transposed: bool = False,
     **others,
 ):
-    """The `Static` of a call, for what `common.shared_arrays` and `work.table` returned."""
+    """The `Static` of a call, for what `shared_arrays` and `work.table` returned."""
     known = isinstance(table, np.ndarray)
     return kind(
-        options=common.Options.of(problem, shared, q, kv, transposed=transposed),
+        options=Options.of(problem, shared, q, kv, transposed=transposed),
         masked=bool(mask),
         listed=mask.scattered,
         table_shape=table.shape,

@@ -28,6 +28,7 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Mask, TileClasses, Tiling, lists
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx, work
+from pallas_flash._mosaic.options import shared_arrays
 from pallas_flash._mosaic.tiles import DbiasTile
 from pallas_flash._operands import Pairs
 from pallas_flash._problem import Problem
@@ -322,7 +323,7 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
         return found.sum(axis=summed, keepdims=True) if summed else found
 
     rows = shared.rows(p, do, log_sum, delta, None, q.count * q.block)
-    arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
+    arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     found = common.by_instance(run, p.batch)(arrays, *rows)
     _, _, q_len, kv_len = p.bias.shape
     return found[:, :, :q_len, :kv_len].astype(p.bias.dtype)

@@ -22,6 +22,7 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx, work
+from pallas_flash._mosaic.options import shared_arrays
 from pallas_flash._mosaic.tiles import value_slots as value_slots_of
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
@@ -236,6 +237,6 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
         )
 
     rows = shared.rows(p, do, log_sum, delta, seen, q.count * q.block)
-    arrays = common.shared_arrays(dataclasses.replace(p, sinks=None), mask)
+    arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     dq, *dscale = common.by_instance(run, p.batch)(arrays, *rows)
     return dq[:, : p.q_len], dscale[0][:, :, : p.q_len] if want_scale else None

@@ -44,6 +44,7 @@ from pallas_flash._mosaic.forward import (
     nothing,
     softmax,
 )
+from pallas_flash._mosaic.options import DeviceOperand, Options, Place, left_out, shared_arrays
 from pallas_flash._mosaic.tiles import DecodeTile
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum
@@ -94,8 +95,8 @@ def compute(refs, result_refs, memory, warpgroup, static: Static):
     ring, shape = common.Ring(static.tile.stages), (ROWS, static.kv.block)
     seen = None
     if static.seen is not None:
-        place = common.Place(static.seen, 0, ragged=True)
-        seen = common.DeviceOperand(refs.seen, jnp.bool_, place)
+        place = Place(static.seen, 0, ragged=True)
+        seen = DeviceOperand(refs.seen, jnp.bool_, place)
 
     def item(i, item, used):
         b, h, place, *entry = item
@@ -317,7 +318,7 @@ def decode(problem: Problem, tile: DecodeTile, seen):
         entries = in_parts(entries, parts, mask.scattered)
         lists = jnp.asarray(dealt(entries, batch, p.num_kv_heads))
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
-        options = common.Options.of(p, shared, q, kv)
+        options = Options.of(p, shared, q, kv)
         q_sm = blocks(rows=ROWS, columns=p.head_dim)
         v_sm = blocks(stages, rows=kv.block, columns=p.value_dim)
         # Each block of columns is a copy, and arrives.
@@ -368,7 +369,7 @@ def decode(problem: Problem, tile: DecodeTile, seen):
     rows = p.query.reshape(p.batch, p.q_len, p.num_kv_heads, p.groups, p.head_dim).swapaxes(1, 2)
     rows = rows.reshape(p.batch, p.num_kv_heads, num_rows, p.head_dim)
     seen = [] if seen is None else [jnp.broadcast_to(seen, (p.batch, *seen.shape[1:]))]
-    results = run(common.shared_arrays(p, mask), rows, p.key, p.value, *seen)
+    results = run(shared_arrays(p, mask), rows, p.key, p.value, *seen)
     return join(p, *results)
 
 
@@ -380,7 +381,7 @@ def join(p: Problem, acc, m, l):
     sinks = p.sinks
     if sinks is not None:
         sinks = jnp.tile(sinks.reshape(p.num_kv_heads, p.groups), (1, p.q_len))[None]
-    top = top + common.left_out(p.scores)
+    top = top + left_out(p.scores)
     statistics, factor = finish(top, (weights * l).sum(axis=1), sinks, large=p.large)
     o = (weights[..., None] * acc).sum(axis=1) * rescaled(p.dropout, factor)[..., None]
     apart = p.batch, p.num_kv_heads, p.q_len, p.groups

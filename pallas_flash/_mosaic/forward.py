@@ -49,6 +49,7 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, ptx, work
+from pallas_flash._mosaic.options import Options, left_out, shared_arrays, without_bias
 from pallas_flash._mosaic.tiles import ForwardTile, bias_slots
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum, with_sink
@@ -328,7 +329,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
         lax.fori_loop(seen.end, tiles.count, pass_by, None)
         sinks, dropout = options.extras.sinks, options.extras.dropout
         sink = None if sinks is None else sinks[h]
-        shift = common.left_out(options.extras.scores)
+        shift = left_out(options.extras.scores)
         statistics, weight = finish(m + shift if shift else m, l, sink, large=static.large)
         acc = plgpu.layout_cast(acc, ptx.WGMMA)
         o = (acc * common.along_rows(rescaled(dropout, weight), acc.shape)).astype(dtype)
@@ -600,12 +601,12 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
         bias, bias_tiles, bias_sm = [], None, None
         if of_bias:
-            shared, x = common.without_bias(shared)
+            shared, x = without_bias(shared)
             own = (n > 1 for n in x.shape[:3])
             bias_tiles = BiasTiles(of_bias, p.batch, *own)
             bias = [x.reshape(-1, *x.shape[2:])]
             bias_sm = common.strips(x.dtype, w * of_bias, rows=ROWS, columns=kv.block)
-        options = common.Options.of(p, shared, q, kv)
+        options = Options.of(p, shared, q, kv)
         ends = [x for seen in seen for x in (seen, last_tile(value, seen, kv.block))]
         q_sm = blocks(w, rows=ROWS, columns=p.head_dim)
         v_sm = blocks(stages, rows=kv.block, columns=p.value_dim)
@@ -662,6 +663,6 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
 
     run = common.by_instance(run, p.batch)
     arrays = p.query, p.key, p.value, *([] if seen is None else [seen])
-    o, *log_sum = run(common.shared_arrays(p, mask), *arrays)
+    o, *log_sum = run(shared_arrays(p, mask), *arrays)
     log_sum = [x[:, :, : p.q_len] for x in log_sum]
     return o, LogSum(log_sum[0] if p.large else None, log_sum[-1])

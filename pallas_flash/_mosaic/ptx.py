@@ -288,8 +288,7 @@ def fence():
     """Matrix instructions see what this thread wrote to shared memory; copies wait for its reads.
 
     To arrive at a barrier is not enough for the latter, though a copy takes hundreds of clocks to
-    come: reads queue behind those of matrix instructions. Without it a bias was read after the next
-    one had come, in every run of some tiles.
+    come. Without it a bias was read after the next one had come, in every run of some tiles.
     """
 
     @plgpu.inline_mgpu()
