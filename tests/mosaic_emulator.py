@@ -564,13 +564,35 @@ def bits(ref, at, columns, apart):
     place = at[:, :1] + bit // 32 * apart
     if place.min() < 0 or place.max() >= len(ref.array):
         raise EmulationError(f"words {place.min()} to {place.max()} of {len(ref.array)}")
-    return jnp.asarray((ref.array[place] >> (bit % 32).astype(np.uint32) & 1).astype(np.int32))
+    return jnp.asarray((ref.array[place] >> (bit % 32).astype(np.uint32) & 1) != 0)
+
+
+def columns_to_float(x, dtype, per_column):
+    if (np.diff(np.asarray(x), axis=1) != per_column).any():
+        raise EmulationError(f"columns do not change by {per_column}")
+    return x.astype(dtype)
+
+
+def bits_of_tile(ref, first):
+    words = ref.array[:, number(first) : number(first) + 64].T
+    if words.shape[0] != 64:
+        raise EmulationError(f"bits of {words.shape[0]} rows")
+    bit = np.arange(32 * words.shape[1])
+    return jnp.asarray((words[:, bit // 32] >> (bit % 32).astype(np.uint32) & 1) != 0)
+
+
+def load_transposed(ref):
+    if ref.shape[1] != 64:
+        raise EmulationError(f"rows of {ref.shape[1]} numbers")
+    return jnp.asarray(ref.read()).T
 
 
 fake_ptx = dict(
     positions=lambda shape, axis, start: start + jax.lax.broadcasted_iota(jnp.int32, shape, axis),
     gather=gather,
     bits=bits,
+    bits_of_tile=bits_of_tile,
+    load_transposed=load_transposed,
     load_strips=lambda ref: jnp.asarray(unblocked(ref)),
     columns=columns,
     store_rows=store_rows,
@@ -578,8 +600,8 @@ fake_ptx = dict(
     zero_rows=zero_rows,
     where=jnp.where,
     difference=lambda x, y: jnp.asarray(np.asarray(x) - np.asarray(y)),
-    logistic=lambda x: 1 / (1 + jnp.exp2(jnp.minimum(x, 30))),
-    to_float=lambda x, dtype: x.astype(dtype),
+    logistic=lambda x, apart: 1 / (1 + jnp.exp2(jnp.minimum(x, 30))),
+    columns_to_float=columns_to_float,
     tanh=jnp.tanh,
     multiply_wide=_dropout.multiply_wide,
     product_t=product_t,
@@ -678,7 +700,7 @@ def by_instance(function, batch):
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
     backward = [f"backward{x}" for x in ("", "_common", "_dbias", "_delta", "_dq", "_rows")]
-    names = "common", "options", "work", "forward", "decode", *backward, "ptx"
+    names = "common", "options", "pairs", "work", "forward", "decode", *backward, "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]
     with monkeypatch.context() as patch:

@@ -23,6 +23,7 @@ from test_accuracy import judge
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _compat, _validate
+from pallas_flash._scores import FUNCTIONS
 from pallas_flash._vjp import Plan, _public_lse
 from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
 
@@ -32,9 +33,9 @@ if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import backward_dbias, common, ptx, work
-from pallas_flash._mosaic.forward import BiasTiles
+from pallas_flash._mosaic import backward_dbias, common, work
 from pallas_flash._mosaic.options import Bits, Options, shared_arrays
+from pallas_flash._mosaic.pairs import Owners
 from pallas_flash._mosaic.tiles import forward_tile
 
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
@@ -219,7 +220,7 @@ def test_a_bias_is_found_by_instance_example_and_head(own):
     counts = I, B, N = 3, 2, 4
     array = np.arange(I * B * N).reshape(counts)[*(slice(None if x else 1) for x in own)]
     whole, flat = np.broadcast_to(array, counts), array.reshape(-1, array.shape[2])
-    bias = BiasTiles(1, B, *own)
+    bias = Owners(B, *own)
     for i, b, h in np.ndindex(counts):
         assert flat[bias.at(jnp.int32(i * B + b), h)] == whole[i, b, h]
 
@@ -335,7 +336,8 @@ def test_bools_are_packed(axis, length, block):
     ("options", "near"),
     [
         (dict(alibi_slopes=jnp.ones(4)), True),
-        (dict(alibi_slopes=jnp.ones(4), query_offset=2**21), False),
+        (dict(alibi_slopes=jnp.ones(4), query_offset=2**24 - 19), True),
+        (dict(alibi_slopes=jnp.ones(4), query_offset=2**24), False),
         (dict(alibi_slopes=jnp.ones(4), query_offset=jnp.zeros(2, jnp.int32)), False),
         (dict(alibi_slopes=jnp.ones(4), query_positions=jnp.zeros((2, 9), jnp.int32)), False),
     ],
@@ -347,7 +349,7 @@ def test_distances_are_quick_floats_where_all_are_small(options, near):
     shared = shared_arrays(problem, problem.mask)
     tiling = work.Tiling(9, 64)
     functions = Options.of(problem, shared, tiling, tiling).functions
-    assert (functions.to_float is ptx.to_float) == near
+    assert (functions.to_float is not FUNCTIONS.to_float) == near
 
 
 @in_order

@@ -8,6 +8,7 @@ import functools
 import importlib
 import time
 
+import cases
 import jax.numpy as jnp
 import mosaic_emulator as emulator
 import numpy as np
@@ -24,7 +25,7 @@ if not _compat.has_mosaic_gpu():
 
 from test_mosaic import LONG, LONG_CAUSAL, MANY_KEYS, biased, emulated, with_bias, with_heads
 
-from pallas_flash._mosaic import backward_dbias, options, tiles, work
+from pallas_flash._mosaic import backward_dbias, options, pairs, tiles, work
 
 
 def without_waiting_at(names, of=""):
@@ -137,7 +138,31 @@ def with_keys_of_the_bias_moved(patch):
 
 
 def with_the_bias_of_another_head(patch):
-    patch.setattr(forward.BiasTiles, "at", lambda self, b, h: (0, 1 - h))
+    patch.setattr(pairs.Owners, "at", lambda self, b, h: (0, 1 - h))
+
+
+# Masks of which tiles are copied, more than there are slots.
+MASKS_IN_TILES = dataclasses.replace(LONG, N=2, T=601, S=600, options=cases._mask("NTS"))
+
+
+def with_tiles_at(owner, place, change):
+    """Copies of tiles from another place than this argument, an int32."""
+
+    def broken(patch):
+        copy = owner.copy
+
+        def moved(self, *args):
+            args = list(args)
+            args[place] = change(args[place])
+            return copy(self, *args)
+
+        patch.setattr(owner, "copy", moved)
+
+    return broken
+
+
+# The last arguments of both: where a tile begins.
+QUERY, KEY = -2, -1
 
 
 def with_a_slot_freed_before_it_is_read(patch):
@@ -259,6 +284,35 @@ BROKEN = {
     "rows of the bias are moved": (with_rows_of_the_bias_moved, BIAS_IN_TILES),
     "keys of the bias are moved": (with_keys_of_the_bias_moved, BIAS_IN_TILES),
     "the bias of another head": (with_the_bias_of_another_head, BIAS_IN_TILES),
+    "no wait for a mask": (without_waiting_at({"bits_full"}), MASKS_IN_TILES),
+    "no wait for a free slot of a mask": (without_waiting_at({"bits_free"}), MASKS_IN_TILES),
+    "an arrival too many, masks": (with_arrivals("bits_free", 1), MASKS_IN_TILES),
+    "an arrival too few, masks": (with_arrivals("bits_free", -1), MASKS_IN_TILES),
+    "queries of a mask are moved": (
+        with_tiles_at(pairs.MaskTiles, QUERY, lambda i: i + 4),
+        MASKS_IN_TILES,
+    ),
+    "keys of a mask are moved": (
+        with_tiles_at(pairs.MaskTiles, KEY, lambda i: i + 32),
+        MASKS_IN_TILES,
+    ),
+    "the mask of another head": (with_the_bias_of_another_head, MASKS_IN_TILES),
+    **{
+        f"{what}, backward": (broken, case)
+        for case, kind in ((BIAS_IN_TILES, "bias"), (MASKS_IN_TILES, "mask"))
+        for what, broken in {
+            f"no wait for a {kind}": without_waiting_at({"pairs_full"}),
+            f"no wait for a free slot of a {kind}": without_waiting_at({"pairs_free"}),
+            f"an arrival of a {kind} too many": with_arrivals("pairs_free", 1),
+            f"an arrival of a {kind} too few": with_arrivals("pairs_free", -1),
+            f"queries of a {kind} are moved": with_tiles_at(
+                pairs.Streams, QUERY, lambda i: i + jnp.int32(64)
+            ),
+            f"keys of a {kind} are moved": with_tiles_at(
+                pairs.Streams, KEY, lambda i: i + jnp.int32(8)
+            ),
+        }.items()
+    },
     "a mask moved by one": (with_mask_moved, LONG_CAUSAL),
     "old sums keep their scale": (without_rescaling, LONG),
 }

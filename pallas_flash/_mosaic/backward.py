@@ -13,8 +13,9 @@ rounding of sums.
 
 A program has 128 keys: two computing warpgroups with 64 each, and one that loads. For dq they need
 each other's ds_t, which they exchange through shared memory: each then computes half of the tile of
-dq, over all 128 keys. With grouped heads a program runs over all query heads that share its
-key/value head.
+dq, over all 128 keys. They meet for that in each step, and what one waits for both wait for: so a
+bias and mask arrays come by tiles, as queries do, where there is room (`pairs`). With grouped heads
+a program runs over all query heads that share its key/value head.
 
 The registers of a program hold 128 x 256 sums and what a step needs. So where H + V is larger there
 are two launches of this kernel, one for dv and one for dk with dq, with six products. The same
@@ -33,8 +34,9 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
-from pallas_flash._mosaic import backward_rows, common, ptx, work
+from pallas_flash._mosaic import backward_rows, common, pairs, ptx, work
 from pallas_flash._mosaic.options import shared_arrays
+from pallas_flash._mosaic.tiles import stream_room
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import BackwardTile
@@ -142,8 +144,8 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
             copy(name, kv_head, first_key, m[f"{name}_sm"].at[mine], m["kv_full"])
     plgpu.barrier_wait(m["kv_full"])
 
-    def tile_of(j):
-        head, first_query = steps.at(j)
+    def tile_of(j, where):
+        head, first_query = where
         return shared.Tile(
             options,
             static,
@@ -152,6 +154,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
             first_key,
             steps.masked(j),
             transposed=True,
+            in_slot=pairs.InSlot(static.streams, m, j, warpgroup),
         )
 
     def of_queries(name, j):
@@ -171,7 +174,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         plgpu.barrier_wait(m["do_full"].at[ring(j)])
         plgpu.wgmma(dp_acc, v_sm.at[my_rows()], do_sm.at[ring(j)].T)
 
-    def gradients_of_scores(j, dv, s_acc, dp_acc):
+    def gradients_of_scores(j, where, dv, s_acc, dp_acc):
         """ds_t in the dtype of the operands; dv's product, if any, is left running."""
         starts = functools.partial(start_s, j, s_acc), functools.partial(start_dp, j, dp_acc)
         for start in static.in_turn(*starts):
@@ -179,7 +182,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         # A barrier of its own: the wait ends a basic block here, and without it registers spill.
         plgpu.barrier_wait(m["delta_full"].at[ring(j)])
         s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 if static.tile.stages > 1 else 0)
-        tile = tile_of(j)
+        tile = tile_of(j, where)
         p_t = tile.weights(s_t, lambda name: of_queries(name, j))
         dp_t = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         ds_t = tile.gradient(p_t, dp_t, of_queries("delta", j)).astype(dtype)
@@ -207,14 +210,14 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
             plgpu.barrier_arrive(m["do_free"].at[ring(j)])
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
-    def add_dq(j, ds_t, dk):
+    def add_dq(j, where, ds_t, dk):
         """Adds its part of the tile of dq; dk's product is left running."""
         m["ds_sm"].at[exchange(j)].at[mine][...] = ds_t
         ptx.fence()
         ptx.meet(AT_DS, 128 * WARPGROUPS)
         part = plgpu.ACC((ROWS, dq_columns), jnp.float32)
         dq = pl.run_scoped(lambda x: dq_part(j, ds_t, dk, x), part)
-        head, first_query = steps.at(j)
+        head, first_query = where
         tile = b * static.num_q_heads + first_head + head
         tile = tile * static.dq_tiles + common.quotient(first_query, 64)
         # Its part of the columns, or the next tile. One index needs fewer registers than several.
@@ -228,10 +231,10 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         if apart:
             ptx.add_fragments(dq, place, slice(twice, None))
 
-    def step_of_dv(j, dv, s_acc):
+    def step_of_dv(j, where, dv, s_acc):
         start_s(j, s_acc)
         s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-        tile = tile_of(j)
+        tile = tile_of(j, where)
         p_t = tile.weights(s_t, lambda name: of_queries(name, j))
         ptx.fence()
         plgpu.barrier_arrive(m["q_free"].at[ring(j)])
@@ -242,13 +245,14 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
 
     def loop(dk=None, dv=None):
         def step(j):
-            scores = plgpu.ACC((ROWS, block_q), jnp.float32)
+            # Read here, where tiles are listed: later all would wait for it.
+            where, scores = steps.at(j), plgpu.ACC((ROWS, block_q), jnp.float32)
             if dk is None:
-                pl.run_scoped(lambda s_acc: step_of_dv(j, dv, s_acc), scores)
+                pl.run_scoped(lambda s_acc: step_of_dv(j, where, dv, s_acc), scores)
                 return
-            ds_t = pl.run_scoped(lambda *x: gradients_of_scores(j, dv, *x), scores, scores)
+            ds_t = pl.run_scoped(lambda *x: gradients_of_scores(j, where, dv, *x), scores, scores)
             if "dq" in sums:
-                add_dq(j, ds_t, dk)
+                add_dq(j, where, ds_t, dk)
             else:
                 plgpu.wgmma(dk, ds_t, q_sm.at[ring(j)])
                 if "dv" in sums:
@@ -339,6 +343,7 @@ def load(refs, memory, b, share, kv_tile, static: Static):
 
         for fill in static.in_turn(queries, cotangents):
             fill()
+        static.streams.copy(refs["streams"], memory, j, b, h, first_query, kv_tile * BLOCK_KV)
 
     def work():
         for name in static.stay if static.ends else ():
@@ -457,6 +462,8 @@ def backward(
         table = work.table(
             *(extras.mask, q, kv, "q", len(query), p.batch, p.groups), sums_keys="dq" in sums
         )
+        room = stream_room(p, (p.head_dim, p.value_dim), tile, sums)
+        streams, arrays, streamed = pairs.Streams.of(p, arrays, room, q)
         static = shared.call_static(
             *(Static, p, mask, arrays, table, q, kv),
             transposed=True,
@@ -466,6 +473,7 @@ def backward(
             shares=shares,
             sums=sums,
             ends=seen is not None,
+            streams=streams,
         )
         # How many groups of 64 rows and 8 columns.
         of_keys = len(query), static.num_heads, kv.count * WARPGROUPS
@@ -487,7 +495,7 @@ def backward(
         )
         results = common.launch(
             KERNELS[sums],
-            shared.operands(static, arrays, table, rows),
+            shared.operands(static, arrays, table, rows, streamed),
             sums=[x.reshape(-1, *ptx.OF_GROUP) for x in dq_sums],
             outputs=outputs,
             memory=dict(
@@ -497,6 +505,7 @@ def backward(
                 do_sm=tiles(tile.stages, q.block, p.value_dim),
                 **static.numbers_memory(tile.stages, q.block),
                 ds_sm=exchange if "dq" in sums else None,
+                **streams.memory(None if p.bias is None else p.bias.dtype, q, WARPGROUPS),
                 kv_full=plgpu.Barrier(
                     num_arrivals=(1 if static.ends else WARPGROUPS) * len(static.stay)
                 ),

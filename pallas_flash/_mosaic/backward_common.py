@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import drop, shrunk
 from pallas_flash._masks import Mask, Tiling
-from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic import common, pairs, ptx
 from pallas_flash._mosaic.options import Options
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum
@@ -38,6 +38,7 @@ class Static(common.Static):
         num_heads: heads that have programs, or shares of them.
         side_by_side: how many of them have their programs side by side.
         ends: whether it is told how many queries and keys of each example there are, see `rows`.
+        streams: what is copied of pairs.
     """
 
     table_shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Static(common.Static):
     num_heads: int
     side_by_side: int
     ends: bool
+    streams: pairs.Streams
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -79,10 +81,12 @@ class Static(common.Static):
         refs = list(refs)
         table = refs.pop(0) if self.masked else None
         shared = [refs.pop(0) for _ in self.options.leaves]
+        streams = [refs.pop(0) for _ in range(self.streams.count)]
         inputs = ["q", "k", "v", "do", "delta", *self.statistics]
         if self.ends:
             inputs += ["seen_q", "seen_kv"]
-        return dict(zip([*inputs, *names], refs, strict=True), table=table, shared=shared)
+        named = dict(zip([*inputs, *names], refs, strict=True))
+        return named | dict(table=table, shared=shared, streams=streams)
 
     def copies(self, refs, memory, b, side: str, warpgroup=0):
         """A function that copies an example's rows, of `side` "q" those of q and do.
@@ -204,12 +208,23 @@ class Tile:
         first_key: its first key.
         masked: whether it needs the mask.
         transposed: whether its rows are keys.
+        in_slot: what streams, where rows are keys.
     """
 
     def __init__(
-        self, options, static: Static, h, first_query, first_key, masked, *, transposed: bool
+        self,
+        options,
+        static: Static,
+        h,
+        first_query,
+        first_key,
+        masked,
+        *,
+        transposed: bool,
+        in_slot: pairs.InSlot | None = None,
     ):
         self._options, self._static, self._h, self._masked = options, static, h, masked
+        self._in_slot = in_slot
         self._first = first_query, first_key
         self._transposed = transposed
 
@@ -230,14 +245,21 @@ class Tile:
         Signs, because the compiler would keep a register for each answer. `statistic` takes a name
         to numbers of the queries; it is called late, for the registers that these take.
         """
-        at, shape = self._options, s.shape
-        s, c, self._pull = at.logits_vjp(s, self._h, lambda: self._positions(shape))
+        at, shape, in_slot = self._options, s.shape, self._in_slot
+        if in_slot is not None:
+            in_slot.wait()
+        with_bias = at if in_slot is None else in_slot.with_bias(at)
+        s, c, self._pull = with_bias.logits_vjp(s, self._h, lambda: self._positions(shape))
 
         def hidden(s):
-            return at.hide(s, self._h, *self._positions(shape), transposed=self._transposed)
+            with_masks = at if in_slot is None else in_slot.with_masks(at)
+            positions = self._positions(shape)
+            return with_masks.hide(s, self._h, *positions, transposed=self._transposed)
 
         if self._static.masked:
             s = lax.cond(self._masked, hidden, lambda s: s, s)
+        if in_slot is not None:
+            in_slot.free()
         *m, l_log2 = (self.along(statistic(x), shape) for x in self._static.statistics)
         p = jnp.exp2((ptx.difference(s, m[0]) * LOG2E if m else s * c) - l_log2)
         kept = at.kept(shape, self._h, *self._first, transposed=self._transposed)
@@ -267,6 +289,9 @@ class Tile:
         return lax.cond(self._masked, lambda ds: ptx.where(p != 0.0, ds, 0.0), lambda ds: ds, ds)
 
 
+NO_STREAMS = pairs.Streams()
+
+
 def call_static(
     kind,
     problem: Problem,
@@ -277,6 +302,7 @@ def call_static(
     kv: Tiling,
     *,
     transposed: bool = False,
+    streams: pairs.Streams = NO_STREAMS,
     **others,
 ):
     """The `Static` of a call, for what `shared_arrays` and `work.table` returned."""
@@ -290,6 +316,7 @@ def call_static(
         q=q,
         kv=kv,
         groups=problem.groups,
+        streams=streams,
         **others,
     )
 
@@ -309,10 +336,10 @@ def mask_for(problem: Problem, q: Tiling, kv: Tiling, seen) -> Mask:
     return mask.within(q=q if exact else None, kv=kv)
 
 
-def operands(static: Static, shared, table, rows) -> list:
+def operands(static: Static, shared, table, rows, streams=()) -> list:
     """Those of a kernel, as `Static.refs` names them."""
     tables = [jnp.asarray(table).reshape(-1, table.shape[-1])] if static.masked else []
-    return [*tables, *static.options.operands(shared), *rows]
+    return [*tables, *static.options.operands(shared), *streams, *rows]
 
 
 def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tuple:

@@ -117,7 +117,7 @@ def compute(refs, result_refs, memory, warpgroup, static: Static):
             plgpu.barrier_wait(memory["k_full"].at[slot])
             s = ptx.wait(0, ptx.product_t(q_sm, k_sm.at[slot], static.head_dim))
             plgpu.barrier_arrive(memory["k_free"].at[slot])
-            s, c = ahead.logits(s, *at)
+            s, c = ahead.logits(s, *at, masked=masked)
             s = ahead.hide(s, *at) if masked else s
             p, m, l, alpha = softmax(s, c, m, l, large=large)
             if (dropout := ahead.extras.dropout) is not None:

@@ -29,8 +29,8 @@ slot is free when both have used it. So keys and values leave the L2 cache half 
 
 A bias that has queries and keys for its axes is copied to shared memory, where there is room: by
 the warp that loads a warpgroup's queries, those tiles that its rows see. The warpgroup reads one
-while the product of that tile runs, and the slot is free before the softmax begins. Read where it
-is in device memory, a tile takes eight cache lines for each 128 bytes of a warp.
+while the product of that tile runs, and the slot is free before the softmax begins. Mask arrays
+come likewise, as bits, beside the keys that they are of (`pairs`).
 
 m moves only when it would grow by more than THRESHOLD. That is exact: acc, l and the LSE share the
 shift, whatever it is, and p stays below 2^THRESHOLD.
@@ -49,8 +49,16 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, ptx, work
-from pallas_flash._mosaic.options import Options, left_out, shared_arrays, without_bias
-from pallas_flash._mosaic.tiles import ForwardTile, bias_slots
+from pallas_flash._mosaic.options import Options, left_out, shared_arrays
+from pallas_flash._mosaic.pairs import (
+    MaskTiles,
+    Owners,
+    rows_of_one_axis,
+    without_bias,
+    without_masks,
+    words_of,
+)
+from pallas_flash._mosaic.tiles import ForwardTile, bias_slots, mask_slots
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum, with_sink
 
@@ -81,6 +89,7 @@ class Static(common.Static):
         two_edges: whether tiles may need the mask before and behind those that do not.
         bias: how tiles of the bias are found; None if it is read in device memory, or there is
             none.
+        bits: how those of masks are, likewise.
     """
 
     q: Tiling
@@ -89,6 +98,7 @@ class Static(common.Static):
     ends: bool
     two_edges: bool
     bias: "BiasTiles | None"
+    bits: MaskTiles | None
 
     @property
     def large(self) -> bool:
@@ -96,31 +106,16 @@ class Static(common.Static):
         return self.options.large
 
 
-@dataclasses.dataclass(frozen=True)
-class BiasTiles:
-    """How tiles of a bias are found, in an array of 4 axes and in shared memory.
+class BiasTiles(NamedTuple):
+    """How tiles of a bias are found, in device memory and in shared memory.
 
     Attributes:
         slots: of each warpgroup, in which it has tiles one after the other.
-        batch: the examples of an instance.
-        instances: whether instances have their own numbers.
-        examples: whether examples have.
-        heads: whether heads have.
+        owners: of the array.
     """
 
     slots: int
-    batch: int
-    instances: bool
-    examples: bool
-    heads: bool
-
-    def at(self, b, h):
-        """Where example b, counted over all instances, and a head are in the array."""
-        if not self.examples:
-            b = common.quotient(b, self.batch) if self.instances else 0
-        elif not self.instances:
-            b = common.remainder(b, self.batch)
-        return b, h if self.heads else 0
+    owners: Owners
 
     def slot(self, warpgroup, i):
         """That of the i-th tile that a warpgroup has had."""
@@ -207,8 +202,8 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
         b, h, q_tile, *entry = item
         tiles = work.stream(entry[: work.COMMON], refs.table)
         seen = work.Seen(*entry[work.COMMON :])
-        part = part_of(warpgroup, i, tile)
-        first_row = q_tile * static.q.block + part * ROWS
+        part_row = part_of(warpgroup, i, tile) * ROWS
+        first_row = q_tile * static.q.block + part_row
         options = static.options.of_example(refs.shared, b)
         acc, m, l = nothing(static.value_dim, large=static.large)
 
@@ -245,11 +240,26 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             s = ptx.wait(products, s)
             plgpu.barrier_arrive(memory["k_free"].at[ring(used + j)])
             # Before, there are no registers for it beside what the mask reads.
-            return with_bias(j, *ahead) if masked else ahead, s
+            here, options = with_bias(j, *ahead) if masked else ahead
+            if static.bits is not None:
+                plgpu.barrier_wait(memory["bits_full"].at[bits_slot(j)])
+                if masked:
+                    bits = static.bits.read(memory, used + j, part_row)
+                    options = options.with_masks(bits)
+            return (here, options), s
+
+        def bits_slot(j):
+            return common.remainder(used + j, static.bits.slots)
+
+        def leave_bits(j, l):
+            """Reports that they were read, to a barrier whose number waits for the new l."""
+            if static.bits is not None:
+                slot = bits_slot(j) + ptx.uniform_zero(l)
+                plgpu.barrier_arrive(memory["bits_free"].at[slot])
 
         def weights(here, options, kv_tile, s, m, l, masked):
             """As `softmax`; p after dropout, in the dtype of the operands."""
-            s, c = options.logits(s, h, *here)
+            s, c = options.logits(s, h, *here, masked=masked)
             s = options.hide(s, h, *here) if masked else s
             p, m, l, alpha = softmax(s, c, m, l, large=static.large)
             if options.extras.dropout is not None:
@@ -266,6 +276,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             ahead, s = ready(j, s, 1, ahead, masked)
             p_new, m, l, alpha = weights(*ahead, kv_tile, s, m, l, masked)
             plgpu.barrier_wait(memory["v_full"].at[slot + ptx.uniform_zero(l)])
+            leave_bits(j, l)
             acc = ptx.waited(0, acc, p)
             plgpu.barrier_arrive(memory["v_free"].at[before])
             return ptx.rescale(acc, alpha), p_new, m, l
@@ -276,6 +287,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             ahead, s = ready(seen.first, s, 0, ahead, static.masked)
             p, m, l, _ = weights(*ahead, kv_tile, s, m, l, static.masked)
             plgpu.barrier_wait(memory["v_full"].at[first])
+            leave_bits(seen.first, l)
             inside = functools.partial(step, masked=False)
             on_edge = functools.partial(step, masked=True)
 
@@ -321,6 +333,9 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
                     for n, barrier in enumerate(AT_TILE):
                         pl.when(warpgroup == n)(functools.partial(ptx.meet, barrier, 128))
                 plgpu.barrier_arrive(memory[f"{x}_free"].at[ring(used + j)])
+            if static.bits is not None:
+                plgpu.barrier_wait(memory["bits_full"].at[bits_slot(j)])
+                plgpu.barrier_arrive(memory["bits_free"].at[bits_slot(j)])
 
         plgpu.barrier_wait(memory["q_full"].at[warpgroup])
         lax.fori_loop(jnp.int32(0), seen.first, pass_by, None)
@@ -409,7 +424,9 @@ def copy(ref, index, destination, barrier, members: int = 1):
         plgpu.copy_gmem_to_smem(tile, destination.at[n], barrier, collective_axes=axes)
 
 
-def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used, members: int = 1):
+def copy_keys_and_values(
+    refs, memory, tiles: work.Tiles, at, used, members: int = 1, beside=lambda i, first_key: None
+):
     """The tiles of an item, each to its slot as soon as that is free.
 
     Args:
@@ -419,6 +436,7 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used, members: int
         at: the example and the key/value head.
         used: tiles that this program had before.
         members: programs that share them.
+        beside: starts what else is copied for a tile, the i-th one of this program.
     """
     b, h = at
     stages, block = memory["k_sm"].shape[0], memory["k_sm"].shape[2]
@@ -433,6 +451,7 @@ def copy_keys_and_values(refs, memory, tiles: work.Tiles, at, used, members: int
             at = b, pl.ds(first, block), h
             copy(ref, at, memory[f"{x}_sm"].at[slot], memory[f"{x}_full"].at[slot], members)
 
+        beside(used + j, first)
         ring.refill(used + j, memory["k_free"])
         start("k", refs.k, first)
         ring.refill(used + j, memory["v_free"])
@@ -470,7 +489,7 @@ def copy_bias(refs, memory, bias: BiasTiles, w: int, first_row, item, read):
         # At first all slots are free.
         pl.when(read >= bias.slots)(lambda: plgpu.barrier_wait(free.at[slot]))
         for n in range(strips):
-            at = *bias.at(b, h), pl.ds(first_row, rows), pl.ds(first + n * width, width)
+            at = *bias.owners.at(b, h), pl.ds(first_row, rows), pl.ds(first + n * width, width)
             plgpu.copy_gmem_to_smem(refs.bias.at[at], sm.at[slot, n], full.at[slot])
         return read + 1
 
@@ -507,9 +526,15 @@ def load(refs, memory, static: Static):
 
     def keys_and_values(i, item, used):
         del i
-        b, h, _, *entry = item
+        b, h, q_tile, *entry = item
         tiles, at = work.stream(entry, refs.table), (b, common.quotient(h, static.groups))
-        copy_keys_and_values(refs, memory, tiles, at, used, tile.programs)
+
+        def bits(i, first_key):
+            if static.bits is not None:
+                first_row = q_tile * static.q.block
+                static.bits.copy(refs.bits, memory, i, b, h, first_row, first_key)
+
+        copy_keys_and_values(refs, memory, tiles, at, used, tile.programs, bits)
         return used + tiles.count
 
     def queries(w, i, item, read):
@@ -541,6 +566,7 @@ class Refs(NamedTuple):
     seen: Any = None  # For few queries; None if all keys are.
     ends: Any = ()  # How many keys of each example are seen, and `last_tile` of the values.
     bias: Any = None  # If tiles of it are copied.
+    bits: Any = ()  # Likewise of masks.
 
 
 def pallas_flash_forward(*refs, static: Static, **memory):
@@ -549,11 +575,12 @@ def pallas_flash_forward(*refs, static: Static, **memory):
     table_ref = rest.pop(0) if static.listed else None
     shared = [rest.pop(0) for _ in static.options.leaves]
     bias_ref = None if static.bias is None else rest.pop(0)
+    bits = [rest.pop(0) for _ in (static.bits.owners if static.bits else ())]
     ends = [rest.pop(0) for _ in range(2 if static.ends else 0)]
     list_ref, o_ref, *statistic_refs = rest
     columns = range(len(work.WHERE) + work.COMMON)
     items = work.Items(list_ref, lax.axis_index("program"), lambda _: columns, memory)
-    refs = Refs(items, q_ref, k_ref, v_ref, table_ref, shared, ends=ends, bias=bias_ref)
+    refs = Refs(items, q_ref, k_ref, v_ref, table_ref, shared, ends=ends, bias=bias_ref, bits=bits)
     warpgroup = lax.axis_index("warpgroup")
     computes = warpgroup < static.tile.warpgroups
 
@@ -581,7 +608,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
     q, kv = Tiling(p.q_len, parts * ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = p.mask.within(kv=kv)
     statistics = 2 if p.large else 1
-    of_bias = bias_slots(p, tile)
+    of_bias, of_masks = bias_slots(p, tile), mask_slots(p, tile)
 
     blocks, barriers = functools.partial(common.blocks, p.dtype), common.barriers
 
@@ -602,10 +629,15 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         bias, bias_tiles, bias_sm = [], None, None
         if of_bias:
             shared, x = without_bias(shared)
-            own = (n > 1 for n in x.shape[:3])
-            bias_tiles = BiasTiles(of_bias, p.batch, *own)
-            bias = [x.reshape(-1, *x.shape[2:])]
+            bias_tiles = BiasTiles(of_bias, Owners.of(x, p.batch))
+            bias = [rows_of_one_axis(x)]
             bias_sm = common.strips(x.dtype, w * of_bias, rows=ROWS, columns=kv.block)
+        bits, mask_tiles, bits_sm = [], None, None
+        if of_masks:
+            shared, bools = without_masks(shared)
+            bits = [words_of(x, 3, kv) for x in bools]
+            mask_tiles = MaskTiles(of_masks, tuple(Owners.of(x, p.batch) for x in bools))
+            bits_sm = mask_tiles.memory(kv.block // ptx.BITS, q.block)
         options = Options.of(p, shared, q, kv)
         ends = [x for seen in seen for x in (seen, last_tile(value, seen, kv.block))]
         q_sm = blocks(w, rows=ROWS, columns=p.head_dim)
@@ -614,7 +646,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         copies_of_k, copies_of_v = q_sm.shape[1], v_sm.shape[1]
         results = common.launch(
             pallas_flash_forward,
-            (query, key, value, *listed, *options.operands(shared), *bias, *ends, *known),
+            (query, key, value, *listed, *options.operands(shared), *bias, *bits, *ends, *known),
             sums=counted,
             outputs=[
                 ((*query.shape[:3], p.value_dim), p.dtype),
@@ -630,6 +662,9 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 bias_sm=bias_sm,
                 bias_full=barriers(w * of_bias, bias_sm.shape[1]) if bias_sm else None,
                 bias_free=barriers(w * of_bias) if bias_sm else None,
+                bits_sm=bits_sm,
+                bits_full=barriers(of_masks, len(bits)) if bits else None,
+                bits_free=barriers(of_masks, w) if bits else None,
                 q_full=barriers(w, copies_of_k),
                 q_free=barriers(w),
                 k_full=barriers(stages, copies_of_k),
@@ -655,6 +690,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 ends=bool(seen),
                 two_edges=not mask.scattered and work.have_two_edges(entries),
                 bias=bias_tiles,
+                bits=mask_tiles,
                 tile=tile,
             ),
             approx_math=options.approximate,

@@ -5,6 +5,8 @@ tile's positions from device memory; bools of pairs lie there as bits.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -28,8 +30,8 @@ MIN_SCALE = 1e-30
 # The largest soft cap at which the errors of `ptx.logistic` and `ptx.tanh`, 2^-20 and 2^-22 times
 # the cap, hardly show in the LSE, which is float32.
 MAX_QUICK_CAP = 64.0
-# Positions that differ by less are floating-point numbers by `ptx.to_float`.
-NEAR = 2**21
+# Whole numbers below are float32, and so are their sums.
+NEAR = 2**24
 
 
 def hide(mask: Mask, b, h, q_pos, k_pos, s):
@@ -138,7 +140,7 @@ class DeviceOperand(Operand):
     def _load(self, index):
         place, shape = self._place, self._place.shape
         if place.bits is not None:
-            return self._load_bits(index, place.bits) != 0
+            return self._load_bits(index, place.bits)
         # Of two neighbours both exist or none does, if their number is even.
         pairs = bool(index) and index[-1] is place.columns and shape[-1] % 2 == 0
         if place.anywhere:
@@ -159,7 +161,7 @@ class DeviceOperand(Operand):
         return read.astype(jnp.int32) != 0 if self._dtype == jnp.bool_ else read
 
     def _load_bits(self, index, bits: Bits):
-        """int32, not zero where a pair's bit is set."""
+        """Whether a pair's bit is set."""
         place, axis = self._place, bits.axis
         columns = index[axis]
         assert columns is place.columns, "Bits are read along a tile's columns."
@@ -243,14 +245,6 @@ def shared_arrays(problem: Problem, mask: Mask):
     return jax.tree.map(lambda x: jnp.asarray(x)[None], (problem.scale, extras))
 
 
-def without_bias(shared):
-    """What `shared_arrays` returned without the bias, and that, as a kernel takes it."""
-    scale, extras = shared
-    bias = extras.scores.bias.array
-    scores = dataclasses.replace(extras.scores, bias=None)
-    return (scale, extras._replace(scores=scores)), bias.astype(_held(bias.dtype))
-
-
 class Leaf(NamedTuple):
     """What is known of an array that all programs share."""
 
@@ -270,7 +264,8 @@ class Options:
         batch: the examples of an instance.
         large: whether scores may be, see `Problem.large`.
         ragged: whether tiles reach beyond the positions that exist.
-        near: whether all positions differ by less than `NEAR`.
+        near: whether all positions differ by less than `NEAR`, and are those of the tile.
+        transposed: whether queries are the columns of tiles.
     """
 
     structure: Any
@@ -279,12 +274,13 @@ class Options:
     large: bool
     ragged: bool
     near: bool
+    transposed: bool
 
     @classmethod
     def of(
         cls, problem: Problem, shared, q: Tiling, kv: Tiling, *, transposed: bool = False
     ) -> "Options":
-        """Those of a problem, cut into tiles; `transposed` if queries are their columns."""
+        """Those of a problem, cut into tiles."""
         arrays, structure = jax.tree.flatten(shared)
         of_pairs = jax.tree.map(
             lambda x: jax.tree.map(lambda _: is_pairs(x), x), shared, is_leaf=is_pairs
@@ -300,14 +296,14 @@ class Options:
         ragged, scores = any(t.length % t.block for t in (q, kv)), problem.scores
         told = scores.offset is not None or scores.positions is not None
         near = not told and problem.q_len + problem.kv_len + abs(scores.shift) < NEAR
-        return cls(structure, leaves, problem.batch, problem.large, ragged, near)
+        return cls(structure, leaves, problem.batch, problem.large, ragged, near, transposed)
 
     def operands(self, shared) -> list:
         """Its arrays as kernels take them: of one axis, and no bools."""
 
         def operand(x, leaf: Leaf):
             x, rank = x if leaf.bits is None else leaf.bits.of(x), x.ndim - 1
-            x = x.astype(_held(x.dtype)).reshape(-1)
+            x = x.astype(held(x.dtype)).reshape(-1)
             return jnp.pad(x, (0, OVERHANG if rank == OF_TOKENS else 0))
 
         return list(map(operand, jax.tree.leaves(shared), self.leaves))
@@ -329,7 +325,13 @@ class Options:
     def functions(self) -> Functions:
         """Those of scores."""
         functions = Functions(ptx.tanh) if self.quick_cap else Functions()
-        return functions._replace(to_float=ptx.to_float) if self.near else functions
+        if not self.near:
+            return functions
+        # Of a difference of queries and keys.
+        per_column = 1 if self.transposed else -1
+        return functions._replace(
+            to_float=functools.partial(ptx.columns_to_float, per_column=per_column)
+        )
 
     @property
     def drops(self) -> bool:
@@ -363,7 +365,7 @@ def _meant(dtype):
         return jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _held(dtype):
+def held(dtype):
     """The dtype in which device memory holds them."""
     return jnp.int8 if dtype == jnp.bool_ else _meant(dtype)
 
@@ -394,8 +396,10 @@ class ExampleOptions(NamedTuple):
     scale: Any
     extras: Extras
 
-    def logits(self, s, h, q_pos, k_pos):
+    def logits(self, s, h, q_pos, k_pos, *, masked: bool = True):
         """Scores and a factor c that takes them to base 2, for products s at positions.
+
+        Of a tile that is not `masked` NaN may spread along its rows.
 
         But for what is `left_out` with a soft cap:
 
@@ -410,7 +414,7 @@ class ExampleOptions(NamedTuple):
                 x = rest.logits(s * self.scale, *at, functions=functions) * factor
             else:
                 x = s * (self.scale * factor)
-            return ptx.logistic(x), 2 * LOG2E * cap
+            return ptx.logistic(x, apart=masked), 2 * LOG2E * cap
         if scores:
             return scores.logits(s * self.scale, *at, functions=functions), LOG2E
         if self.options.large:
@@ -451,20 +455,36 @@ class ExampleOptions(NamedTuple):
         extras = jax.tree.map(lambda x: x.placed(columns=k_pos, known=ByIndex()), self.extras)
         if extras.scores.bias is not None:
             extras.scores.bias.read(self.b, h, q_pos, k_pos)
+        options = self._replace(extras=extras)
         if masked:
-            extras.mask.allowed(self.b, h, q_pos, k_pos)
-        return self._replace(extras=extras)
+            others = options.with_masks(itertools.repeat(True)).extras.mask
+            others.allowed(self.b, h, q_pos, k_pos)
+        return options
 
     def with_bias(self, tile) -> "ExampleOptions":
         """For one tile of pairs, whose bias was read already."""
-        scores = dataclasses.replace(self.extras.scores, bias=Pairs(Cut(tile, (1, 1, *tile.shape))))
+        scores = dataclasses.replace(self.extras.scores, bias=Pairs(Cut(tile, (1, 1, 1, 1))))
         return self._replace(extras=self.extras._replace(scores=scores))
+
+    def with_masks(self, tiles) -> "ExampleOptions":
+        """For one tile of pairs, with its bools for each array of the mask that was left out."""
+        tiles = iter(tiles)
+
+        def read(x):
+            left_out = is_pairs(x) and x.array is None
+            return Pairs(Cut(next(tiles), (1, 1, 1, 1))) if left_out else x
+
+        mask = jax.tree.map(read, self.extras.mask, is_leaf=is_pairs)
+        return self._replace(extras=self.extras._replace(mask=mask))
 
     def hide(self, s, h, q_pos, k_pos, *, transposed: bool = False):
         """Scores, -inf where the mask does not allow them; `transposed` if queries are columns."""
         columns = q_pos if transposed else k_pos
-        mask = jax.tree.map(lambda x: x.placed(columns=columns), self.extras.mask)
-        return hide(mask, self.b, h, q_pos, k_pos, s)
+
+        def placed(x):
+            return x.placed(columns=columns) if isinstance(x, DeviceOperand) else x
+
+        return hide(jax.tree.map(placed, self.extras.mask), self.b, h, q_pos, k_pos, s)
 
     def kept(self, shape, h, first_q, first_k, *, transposed: bool = False):
         """Which probabilities of a tile dropout keeps; None for all."""

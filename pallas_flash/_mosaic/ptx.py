@@ -23,7 +23,8 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     load_strips             nor a tile to which copies may come that reach beyond an array's end
     store_rows, store_zeros, zero_rows
                             nor does it store a part of one, or 16 bytes at a time
-    logistic, to_float      fewer instructions of the units for exponentials: with a soft cap 15 %
+    logistic, columns_to_float
+                            fewer instructions of the units for exponentials: with a soft cap 15 %
                             of the forward at head size 128
     where, difference, tanh, multiply_wide
                             roundings, accuracy and instructions that the compiler does not choose
@@ -102,6 +103,39 @@ def load_strips(ref):
         [swizzle] = transforms
         tiles, layout = _tiles(ref), WGMMA.to_mgpu()
         return mgpu.FragmentedArray.load_tiled(tiles, swizzle.swizzle, layout=layout)
+
+    return emit(ref)
+
+
+def load_transposed(ref):
+    """[64, n] of 16 bits from shared memory, where it lies as [n, 64], `strips` of that width."""
+    n, width = ref.shape
+    assert width == COLUMNS and jnp.dtype(ref.dtype).itemsize == 2
+    result = plgpu.ShapeDtypeStruct((COLUMNS, n), ref.dtype, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_BLOCKS,), return_type=result)
+    def emit(_, ref):
+        thread = _thread()
+        warp, lane = arith.divui(thread, _number(32)), arith.remui(thread, _number(32))
+        # A lane says where 8 numbers of a row are: 8 lanes for each of four squares, those of a
+        # warp's 16 columns and of 16 rows. 16 bytes are permuted by the lowest bits of the row.
+        row, square = arith.remui(lane, _number(8)), arith.divui(lane, _number(8))
+        below = arith.muli(arith.divui(square, _number(2)), _number(8))
+        right = arith.addi(arith.muli(warp, _number(2)), arith.remui(square, _number(2)))
+        at = arith.muli(arith.addi(row, below), _number(COLUMNS))
+        at = arith.addi(at, arith.muli(arith.xori(right, row), _number(AT_A_TIME)))
+        pointer, kind = internals.memref_ptr(ref), ref.type.element_type
+        first = internals.getelementptr(pointer, [at], kind)
+        found = []
+        for i in range(0, n, 16):
+            place = internals.getelementptr(first, [i * COLUMNS], kind)
+            text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+            found += _assembly(text, ["=r"] * 4 + ["r"], [place], [_i32()] * 4)
+        registers = np.empty(len(found), dtype=object)
+        registers[:] = [llvm.bitcast(ir.VectorType.get((2,), kind), x) for x in found]
+        layout = WGMMA.to_mgpu()
+        registers = registers.reshape(layout.registers_shape((COLUMNS, n)))
+        return _compat.fragmented_array(registers, layout, None)
 
     return emit(ref)
 
@@ -399,7 +433,7 @@ BITS = 2**LOG_BITS  # Of a word.
 
 
 def bits(ref, at, columns, apart: int):
-    """int32 [64, n], not zero where the bit of an element is set in words of device memory.
+    """Bools [64, n], whether the bit of an element is set in words of device memory.
 
     Args:
         ref: uint32 [m].
@@ -414,7 +448,7 @@ def bits(ref, at, columns, apart: int):
     whole = n % BITS == 0
     count = n // BITS if whole else n // BITS + 1
     wide = math.gcd(count, 4) if whole and apart == 1 else 1
-    result = plgpu.ShapeDtypeStruct(at.shape, jnp.int32, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct(at.shape, jnp.bool_, layout=WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA), return_type=result)
     def emit(_, ref, at, columns):
@@ -442,15 +476,35 @@ def bits(ref, at, columns, apart: int):
                 for pair in pairs
             ]
 
-        # Of 8 columns a thread has two, in its first row and in its second.
-        rows = [of_row(_scalars(at)[i]) for i in (0, 2)]
-        values = []
-        for group, half, two in np.ndindex(n // 8, 2, 2):
-            word, bit = divmod(8 * group + two, BITS)
-            values.append(arith.andi(rows[half][word], _number(1 << bit)))
-        return _array(values, (64, n), WGMMA, _i32())
+        return _bits([of_row(_scalars(at)[i]) for i in (0, 2)], (64, n))
 
     return emit(ref, *(plgpu.layout_cast(x, WGMMA) for x in (at, columns)))
+
+
+def bits_of_tile(ref, first):
+    """As `bits`, [64, 32 m] whose words are in shared memory, uint32 [m, rows], from a row on."""
+    count, rows = ref.shape
+    shape = 64, BITS * count
+    result = plgpu.ShapeDtypeStruct(shape, jnp.bool_, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT), return_type=result)
+    def emit(_, ref, first):
+        thread = _thread()
+        warp, lane = arith.divui(thread, _number(32)), arith.remui(thread, _number(32))
+        row = arith.addi(arith.muli(warp, _number(16)), arith.divui(lane, _number(4)))
+        row = arith.addi(first.registers.flat[0], row)
+        first = internals.getelementptr(internals.memref_ptr(ref), [row], _i32())
+        shift = arith.muli(arith.remui(lane, _number(4)), _number(2))
+
+        def of_row(half):
+            places = (
+                internals.getelementptr(first, [i * rows + 8 * half], _i32()) for i in range(count)
+            )
+            return [arith.shrui(llvm.load(_i32(), place), shift) for place in places]
+
+        return _bits([of_row(half) for half in range(2)], shape)
+
+    return emit(ref, first)
 
 
 def store_rows(x, ref, first):
@@ -602,6 +656,12 @@ TANH = (
     "fma.rn.ftz.f32 $0, t, 0fC0000000, 0f3F800000; }"
 )
 LOGISTIC = (
+    "{ .reg .f32 a, b, r; ex2.approx.ftz.f32 a, $2; ex2.approx.ftz.f32 b, $3; "
+    "add.ftz.f32 a, a, 0f3F800000; add.ftz.f32 b, b, 0f3F800000; "
+    "min.ftz.NaN.f32 a, a, 0f4E800000; min.ftz.NaN.f32 b, b, 0f4E800000; mul.ftz.f32 r, a, b; "
+    "rcp.approx.ftz.f32 r, r; mul.ftz.f32 $0, r, b; mul.ftz.f32 $1, r, a; }"
+)
+LOGISTIC_APART = (
     "{ .reg .f32 a, b, c, d, r; ex2.approx.ftz.f32 a, $2; ex2.approx.ftz.f32 b, $3; "
     "add.ftz.f32 a, a, 0f3F800000; add.ftz.f32 b, b, 0f3F800000; "
     "min.ftz.f32 c, a, 0f4E800000; min.ftz.f32 d, b, 0f4E800000; mul.ftz.f32 r, c, d; "
@@ -609,8 +669,6 @@ LOGISTIC = (
     # Neither is above 1, nor are a and b below.
     "min.ftz.NaN.f32 $0, d, a; min.ftz.NaN.f32 $1, c, b; }"
 )
-# The lowest bits of 1.5 * 2^23 count ones.
-TO_FLOAT = "{ .reg .b32 t; add.s32 t, $1, 0x4B400000; add.rn.ftz.f32 $0, t, 0fCB400000; }"
 
 
 def difference(x, y):
@@ -634,38 +692,44 @@ def _(primals, tangents):
     return y, (1 - y * y) * tangents[0]
 
 
-def logistic(x):
+def logistic(x, *, apart: bool):
     """1 / (1 + exp2(x)), to about 2^-21 by the errors of its instructions; 2^-30 beyond x = 30.
 
     Two neighbours share a reciprocal, because the units for exponentials and reciprocals are what a
-    forward with a soft cap waits for: 1 / a = b / (a b). In the product NaN is 2^30, so that it
-    stays with its own: minima pass over NaN, but for those of that name.
+    forward with a soft cap waits for: 1 / a = b / (a b). So they share NaN, too, which is right
+    where both are of a row that sees them: its results are NaN in any case. `apart`: each has its
+    own, by a minimum more; minima pass over NaN, but for those of that name.
     """
-    shape = x.shape
+    shape, text = x.shape, LOGISTIC_APART if apart else LOGISTIC
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=_float32(shape, WGMMA))
     def emit(_, x):
         x, results = _scalars(x), []
         both = llvm.StructType.get_literal([_f32(), _f32()])
         for pair in zip(x[::2], x[1::2], strict=True):
-            found = llvm.inline_asm(both, list(pair), LOGISTIC, "=f,=f,f,f", asm_dialect=0)
+            found = llvm.inline_asm(both, list(pair), text, "=f,=f,f,f", asm_dialect=0)
             results += [llvm.extractvalue(_f32(), found, [i]) for i in range(2)]
         return _array(results, shape, WGMMA)
 
     return emit(plgpu.layout_cast(x, WGMMA))
 
 
-def to_float(x, dtype):
-    """float32 for int32 [64, n] between -2^22 and 2^22, exactly.
+def columns_to_float(x, dtype, *, per_column: int):
+    """float32 for int32 [64, n] that change by so much from column to column, exactly below 2^24.
 
-    In two additions: conversions have the units that a softmax needs for its exponentials.
+    Of a thread's columns one becomes a float: conversions have the units that a softmax needs for
+    its exponentials. The others are sums.
     """
     assert dtype == jnp.float32
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=_float32(x.shape, WGMMA))
     def emit(_, x):
-        numbers = _scalars(x)
-        results = [llvm.inline_asm(_f32(), [i], TO_FLOAT, "=f,r", asm_dialect=0) for i in numbers]
+        # Two columns of the thread's first row, two of its second, and so on.
+        first = [arith.sitofp(_f32(), _scalars(x)[i]) for i in (0, 2)]
+        results = [
+            arith.addf(first[half], mgpu.c(float(per_column * (8 * group + two)), _f32()))
+            for group, half, two in np.ndindex(x.shape[1] // 8, 2, 2)
+        ]
         return _array(results, x.shape, WGMMA)
 
     return emit(plgpu.layout_cast(x, WGMMA))
@@ -734,6 +798,19 @@ def _array(scalars, shape, layout, kind=None, signed=True):
     return _compat.fragmented_array(
         registers, layout, signed if isinstance(kind, ir.IntegerType) else None
     )
+
+
+def _bits(rows, shape):
+    """Whether a bit is set, for words of a thread's first row and of its second.
+
+    Their lowest bits are those of its first column. Assembly: LLVM would shift once for each bit.
+    """
+    values, i1 = [], ir.IntegerType.get_signless(1)
+    for group, half, two in np.ndindex(shape[1] // 8, 2, 2):
+        word, bit = divmod(8 * group + two, BITS)
+        text = f"{{ .reg .b32 t; and.b32 t, $1, {1 << bit}; setp.ne.b32 $0, t, 0; }}"
+        values.append(llvm.inline_asm(i1, [rows[half][word]], text, "=b,r", asm_dialect=0))
+    return _array(values, shape, WGMMA, i1, False)
 
 
 def _global(ref):

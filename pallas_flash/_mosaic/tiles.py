@@ -1,12 +1,15 @@
 """The tiles of the Mosaic kernels, by what was measured on an H200 (with prototypes)."""
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_flash import _hardware
 from pallas_flash._mask_objects import MaskArray
+from pallas_flash._operands import is_pairs
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
     BackwardTile,
@@ -47,11 +50,12 @@ def forward_tile(p: Problem) -> ForwardTile:
     plain = bare and not p.mask
     scores = dataclasses.replace(p.scores, soft_cap=None)
     quick = (leaf.intervals or isinstance(leaf, MaskArray) for leaf in p.mask.leaves)
-    busy = scores or not all(quick)
-    # Soft caps and slopes are waited for, less so by three warpgroups, or in tiles of 80 keys. With
-    # 4096 tokens, timed: 1.22 in place of 1.31 ms with a cap and 1.11 in place of 1.22 with slopes
-    # at 128 (causal level), 0.96 in place of 0.99 and 0.96 in place of 1.02 at 256.
+    # Soft caps are waited for, less so by three warpgroups, or in tiles of 80 keys. With 4096
+    # tokens, timed: 1.22 in place of 1.31 ms at 128 (causal level), 0.96 in place of 0.99 at 256,
+    # where slopes take 0.96 in place of 1.02.
     others = dataclasses.replace(scores, slopes=None)
+    # Slopes beside a mask spill registers in tiles of 128 keys.
+    busy = others or not all(quick) or (scores and p.mask)
     waits = bool(p.scores) and not (others or p.dropout or jax.tree.leaves(p.mask))
     if head_dim <= 64:
         if p.dropout or (p.bias is not None and p.bias.dtype.itemsize > 2):
@@ -63,7 +67,7 @@ def forward_tile(p: Problem) -> ForwardTile:
     if head_dim <= 128:
         if p.bias is not None and p.bias.dtype.itemsize > 2:
             return ForwardTile(2, 96, 2)
-        if waits and not p.mask:
+        if waits and not p.mask and p.scores.soft_cap is not None:
             return ForwardTile(3, 80, 1)
         # Of few keys the last tile of 176 is not used well: 1024 took 10 % longer, 2048 5 %.
         tile = ForwardTile(2, 176, 1) if plain and p.kv_len > 2048 else ForwardTile(2, 128, 2)
@@ -90,6 +94,26 @@ def forward_bytes(p: Problem, tile: ForwardTile) -> int:
     return BARRIERS + stay + 2 * tile.stages * tile.block_kv * (head_dim + value_dim)
 
 
+# Slots for tiles of masks as bits.
+MASK_SLOTS = 4
+
+
+def mask_slots(p: Problem, tile: ForwardTile) -> int:
+    """Slots for tiles of masks as bits; 0 if they are read in device memory, or there are none."""
+    return MASK_SLOTS if mask_bytes(p, tile) else 0
+
+
+def mask_bytes(p: Problem, tile: ForwardTile) -> int:
+    """Bytes of shared memory for them."""
+    # A tile is whole words, and copied for one program.
+    if tile.block_kv % 32 or tile.programs > 1:
+        return 0
+    masks = sum(map(are_bools, jax.tree.leaves(p.mask, is_leaf=is_pairs)))
+    size = aligned(masks * MASK_SLOTS * tile.warpgroups * 64 * tile.block_kv // 8)
+    room = _hardware.shared_memory_limit(HOPPER) - forward_bytes(p, tile)
+    return size if size <= room else 0
+
+
 def bias_slot(p: Problem, tile: ForwardTile) -> int:
     """Bytes of a tile of the bias for each warpgroup; numbers of 64 bits are read as float32."""
     return tile.warpgroups * 64 * tile.block_kv * min(4, p.bias.dtype.itemsize)
@@ -105,8 +129,50 @@ def bias_slots(p: Problem, tile: ForwardTile) -> int:
     itemsize = min(4, p.bias.dtype.itemsize)
     if itemsize == 1 or p.kv_len * itemsize % 16:
         return 0
-    room = _hardware.shared_memory_limit(HOPPER) - forward_bytes(p, tile)
+    room = _hardware.shared_memory_limit(HOPPER) - forward_bytes(p, tile) - mask_bytes(p, tile)
     return max(0, min(tile.stages, room // bias_slot(p, tile)))
+
+
+class StreamRoom(NamedTuple):
+    """What of pairs the backward copies to shared memory, where keys stay.
+
+    Attributes:
+        slots: in which tiles lie one after the other; 0 if nothing is copied.
+        bias: whether the bias is.
+        masks: whether bools are, as bits.
+    """
+
+    slots: int = 0
+    bias: bool = False
+    masks: bool = False
+
+
+def are_bools(x) -> bool:
+    """Whether x is `Pairs` of bools that have queries and keys for axes."""
+    return is_pairs(x) and x.array.dtype == jnp.bool_ and 1 not in x.array.shape[-2:]
+
+
+def stream_room(
+    p: Problem, sizes: tuple[int, int], tile: BackwardTile, sums: tuple[str, ...]
+) -> StreamRoom:
+    """For a launch, by the padded head sizes: as many slots as of queries, where there is room."""
+    head_dim, value_dim = sizes
+    of_bias = p.bias is not None and 1 not in p.bias.shape[2:]
+    # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
+    of_bias = of_bias and p.bias.dtype.itemsize == 2 and p.kv_len % 8 == 0
+    masks = sum(map(are_bools, jax.tree.leaves(p.mask, is_leaf=is_pairs)))
+    stay = 2 * 128 * (head_dim + value_dim * ("dk" in sums))
+    stream = 2 * tile.stages * tile.block_q * (head_dim + value_dim)
+    exchanged = 2 * 2 * 128 * tile.block_q * ("dq" in sums)
+    numbers = 4 * tile.stages * tile.block_q
+    numbers = aligned(numbers) + aligned((2 if p.large else 1) * numbers)
+    room = _hardware.shared_memory_limit(HOPPER) - BARRIERS - stay - stream - exchanged - numbers
+    bits = masks * aligned(128 * tile.block_q // 8)
+    for bias, slots in itertools.product([of_bias, False], range(tile.stages, 0, -1)):
+        size = bits + 2 * 128 * tile.block_q * bias
+        if size and slots * size <= room:
+            return StreamRoom(slots, bias, masks > 0)
+    return StreamRoom()
 
 
 def _in_pairs(p: Problem) -> bool:
@@ -167,10 +233,14 @@ def launches(head_dim: int, value_dim: int, in_order: bool) -> list[tuple[str, .
 def two_passes(p: Problem) -> bool:
     """Whether the backward whose sums have an order is the faster one.
 
-    Timed on an H200 with a bias in bfloat16, 2048 tokens, milliseconds of it and of one pass: 2.35
-    and 4.73 at head size 128, 3.52 and 2.95 at 64.
+    It is where threads read a bias in device memory, and heads are wide. Timed on an H200, 2048
+    tokens at head size 128, milliseconds of it and of one pass: 2.35 and 4.73.
     """
-    return p.bias is not None and max(p.head_dim, p.value_dim) > 64
+    sizes = padded(p.head_dim, p.value_dim)
+    if p.bias is None or max(sizes) <= 64:
+        return False
+    tile, launched = backward_tile(*sizes, in_order=False), launches(*sizes, in_order=False)
+    return not all(stream_room(p, sizes, of_launch(tile, x), x).bias for x in launched)
 
 
 def of_launch(tile: BackwardTile, sums: tuple[str, ...]) -> BackwardTile:
