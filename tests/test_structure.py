@@ -191,7 +191,7 @@ MAY_IMPORT = {
     "_mosaic.backward_dq": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
     "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"}
     | {"_dropout", "_mosaic.pairs", "_scores"},
-    "_mosaic.pairs": MOSAIC | {"_operands"},
+    "_mosaic.pairs": MOSAIC,
     "_mosaic.backward_delta": {"_mosaic.common", "_mosaic.ptx"},
     "_mosaic.backward_rows": {"_mosaic.common", "_mosaic.ptx"},
     "_mosaic.common": {"_compat", "_masks", "_mosaic.options", "_mosaic.ptx"},
@@ -206,7 +206,7 @@ MAY_IMPORT = {
     },
     "_mosaic.work": {"_masks", "_visits", "_mosaic.common", "_mosaic.ptx", "_problem"},
     "_mosaic.ptx": {"_compat"},
-    "_mosaic.tiles": {"_hardware", "_mask_objects", "_operands", "_problem", "_tiling.sizes"},
+    "_mosaic.tiles": {"_hardware", "_mask_objects", "_problem", "_tiling.sizes"},
     "_mosaic.candidates": {
         "_mosaic.tiles",
         "_mosaic.forward",

@@ -252,9 +252,9 @@ class Tile:
         s, c, self._pull = with_bias.logits_vjp(s, self._h, lambda: self._positions(shape))
 
         def hidden(s):
-            with_masks = at if in_slot is None else in_slot.with_masks(at)
+            bits = () if in_slot is None else in_slot.masks()
             positions = self._positions(shape)
-            return with_masks.hide(s, self._h, *positions, transposed=self._transposed)
+            return at.hide(s, self._h, *positions, bits=bits, transposed=self._transposed)
 
         if self._static.masked:
             s = lax.cond(self._masked, hidden, lambda s: s, s)

@@ -217,6 +217,9 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             """Starts the product of p and the values in `slot`."""
             return ptx.accumulate(acc, p, v_sm.at[slot])
 
+        def bits_slot(j):
+            return common.remainder(used + j, static.bits.slots)
+
         def read_ahead(kv_tile, masked):
             """The positions of a tile, and the options with what is read there."""
             here = common.positions((ROWS, block_kv), first_row, kv_tile * block_kv)
@@ -237,19 +240,16 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             """With its bias what was read ahead, and s when no more than so many products run."""
             if not masked:
                 ahead = with_bias(j, *ahead)
+            if static.bits is not None:
+                plgpu.barrier_wait(memory["bits_full"].at[bits_slot(j)])
             s = ptx.wait(products, s)
             plgpu.barrier_arrive(memory["k_free"].at[ring(used + j)])
             # Before, there are no registers for it beside what the mask reads.
-            here, options = with_bias(j, *ahead) if masked else ahead
-            if static.bits is not None:
-                plgpu.barrier_wait(memory["bits_full"].at[bits_slot(j)])
-                if masked:
-                    bits = static.bits.read(memory, used + j, part_row)
-                    options = options.with_masks(bits)
-            return (here, options), s
+            return with_bias(j, *ahead) if masked else ahead, s
 
-        def bits_slot(j):
-            return common.remainder(used + j, static.bits.slots)
+        def read_bits(j):
+            """Those of the j-th keys, for each array of the mask that is copied."""
+            return () if static.bits is None else static.bits.read(memory, used + j, part_row)
 
         def leave_bits(j, l):
             """Reports that they were read, to a barrier whose number waits for the new l."""
@@ -257,10 +257,11 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
                 slot = bits_slot(j) + ptx.uniform_zero(l)
                 plgpu.barrier_arrive(memory["bits_free"].at[slot])
 
-        def weights(here, options, kv_tile, s, m, l, masked):
+        def weights(here, options, j, kv_tile, s, m, l, masked):
             """As `softmax`; p after dropout, in the dtype of the operands."""
             s, c = options.logits(s, h, *here, masked=masked)
-            s = options.hide(s, h, *here) if masked else s
+            if masked:
+                s = options.hide(s, h, *here, bits=read_bits(j))
             p, m, l, alpha = softmax(s, c, m, l, large=static.large)
             if options.extras.dropout is not None:
                 kept = options.kept(s.shape, h, first_row, kv_tile * block_kv)
@@ -274,7 +275,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             ahead, s = read_ahead(kv_tile, masked), scores(j)
             acc = weighted(acc, p, before)
             ahead, s = ready(j, s, 1, ahead, masked)
-            p_new, m, l, alpha = weights(*ahead, kv_tile, s, m, l, masked)
+            p_new, m, l, alpha = weights(*ahead, j, kv_tile, s, m, l, masked)
             plgpu.barrier_wait(memory["v_full"].at[slot + ptx.uniform_zero(l)])
             leave_bits(j, l)
             acc = ptx.waited(0, acc, p)
@@ -285,7 +286,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             kv_tile, first = tiles.at(seen.first), ring(used + seen.first)
             ahead, s = read_ahead(kv_tile, static.masked), scores(seen.first)
             ahead, s = ready(seen.first, s, 0, ahead, static.masked)
-            p, m, l, _ = weights(*ahead, kv_tile, s, m, l, static.masked)
+            p, m, l, _ = weights(*ahead, seen.first, kv_tile, s, m, l, static.masked)
             plgpu.barrier_wait(memory["v_full"].at[first])
             leave_bits(seen.first, l)
             inside = functools.partial(step, masked=False)

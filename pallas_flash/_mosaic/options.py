@@ -6,7 +6,6 @@ tile's positions from device memory; bools of pairs lie there as bits.
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -455,36 +454,32 @@ class ExampleOptions(NamedTuple):
         extras = jax.tree.map(lambda x: x.placed(columns=k_pos, known=ByIndex()), self.extras)
         if extras.scores.bias is not None:
             extras.scores.bias.read(self.b, h, q_pos, k_pos)
-        options = self._replace(extras=extras)
         if masked:
-            others = options.with_masks(itertools.repeat(True)).extras.mask
-            others.allowed(self.b, h, q_pos, k_pos)
-        return options
+            extras.mask.allowed(self.b, h, q_pos, k_pos)
+        return self._replace(extras=extras)
 
     def with_bias(self, tile) -> "ExampleOptions":
         """For one tile of pairs, whose bias was read already."""
         scores = dataclasses.replace(self.extras.scores, bias=Pairs(Cut(tile, (1, 1, 1, 1))))
         return self._replace(extras=self.extras._replace(scores=scores))
 
-    def with_masks(self, tiles) -> "ExampleOptions":
-        """For one tile of pairs, with its bools for each array of the mask that was left out."""
-        tiles = iter(tiles)
+    def hide(self, s, h, q_pos, k_pos, *, bits=(), transposed: bool = False):
+        """Scores, -inf where the mask does not allow them.
 
-        def read(x):
-            left_out = is_pairs(x) and x.array is None
-            return Pairs(Cut(next(tiles), (1, 1, 1, 1))) if left_out else x
-
-        mask = jax.tree.map(read, self.extras.mask, is_leaf=is_pairs)
-        return self._replace(extras=self.extras._replace(mask=mask))
-
-    def hide(self, s, h, q_pos, k_pos, *, transposed: bool = False):
-        """Scores, -inf where the mask does not allow them; `transposed` if queries are columns."""
+        Args:
+            s: the scores.
+            h: the head.
+            q_pos: queries.
+            k_pos: keys.
+            bits: bools of the tile for arrays that the mask is without.
+            transposed: whether queries are columns.
+        """
         columns = q_pos if transposed else k_pos
-
-        def placed(x):
-            return x.placed(columns=columns) if isinstance(x, DeviceOperand) else x
-
-        return hide(jax.tree.map(placed, self.extras.mask), self.b, h, q_pos, k_pos, s)
+        mask = jax.tree.map(lambda x: x.placed(columns=columns), self.extras.mask)
+        s = hide(mask, self.b, h, q_pos, k_pos, s) if mask else s
+        for allowed in bits:
+            s = ptx.where(allowed, s, -jnp.inf)
+        return s
 
     def kept(self, shape, h, first_q, first_k, *, transposed: bool = False):
         """Which probabilities of a tile dropout keeps; None for all."""

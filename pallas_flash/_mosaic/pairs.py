@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._masks import Tiling
+from pallas_flash._masks import Mask, Tiling
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.options import Bits, held
-from pallas_flash._mosaic.tiles import StreamRoom, are_bools
-from pallas_flash._operands import Pairs, is_pairs
+from pallas_flash._mosaic.tiles import StreamRoom, has_pairs
 from pallas_flash._problem import Problem
 
 plgpu = common.plgpu
@@ -59,18 +59,23 @@ def without_bias(shared):
 
 
 def without_masks(shared):
-    """What `shared_arrays` returned without bools that have queries and keys, and these."""
+    """What `shared_arrays` returned without mask arrays that have queries and keys, and these.
+
+    What else of the mask has no arrays the first of them has in it then.
+    """
     scale, extras = shared
-    taken = []
-
-    def take(x):
-        if not are_bools(x):
-            return x
-        taken.append(x.array)
-        return Pairs(None)
-
-    mask = jax.tree.map(take, extras.mask, is_leaf=is_pairs)
-    return (scale, extras._replace(mask=mask)), taken
+    leaves = extras.mask.leaves
+    taken = [leaf.pairs.array for leaf in leaves if has_pairs(leaf)]
+    rest = tuple(leaf for leaf in leaves if not has_pairs(leaf))
+    if taken:
+        known = Mask(tuple(leaf for leaf in rest if not jax.tree.leaves(leaf)))
+        shape = 1, 1, 1, *taken[0].shape[3:]
+        q, k = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (3, 4))
+        allowed = known.allowed(jnp.int32(0), jnp.int32(0), q, k)
+        # None where all are.
+        taken[0] = taken[0] if allowed is None else taken[0] & allowed
+        rest = tuple(leaf for leaf in rest if jax.tree.leaves(leaf))
+    return (scale, extras._replace(mask=Mask(rest))), taken
 
 
 def rows_of_one_axis(x):
@@ -224,8 +229,8 @@ class InSlot(NamedTuple):
         place = self.memory["bias_sm"].at[self._slot, self.warpgroup]
         return options.with_bias(ptx.load_transposed(place))
 
-    def with_masks(self, options):
-        """`ExampleOptions` with the tile's bits."""
+    def masks(self) -> list:
+        """Bools of the tile for each mask array."""
         first = self.warpgroup * ptx.COLUMNS
         places = (self.memory["bits_sm"].at[n, self._slot] for n in range(len(self.streams.masks)))
-        return options.with_masks([ptx.bits_of_tile(place, first) for place in places])
+        return [ptx.bits_of_tile(place, first) for place in places]

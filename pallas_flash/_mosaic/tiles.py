@@ -5,11 +5,9 @@ import itertools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_flash import _hardware
 from pallas_flash._mask_objects import MaskArray
-from pallas_flash._operands import is_pairs
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
     BackwardTile,
@@ -108,7 +106,7 @@ def mask_bytes(p: Problem, tile: ForwardTile) -> int:
     # A tile is whole words, and copied for one program.
     if tile.block_kv % 32 or tile.programs > 1:
         return 0
-    masks = sum(map(are_bools, jax.tree.leaves(p.mask, is_leaf=is_pairs)))
+    masks = sum(map(has_pairs, p.mask.leaves))
     size = aligned(masks * MASK_SLOTS * tile.warpgroups * 64 * tile.block_kv // 8)
     room = _hardware.shared_memory_limit(HOPPER) - forward_bytes(p, tile)
     return size if size <= room else 0
@@ -147,9 +145,9 @@ class StreamRoom(NamedTuple):
     masks: bool = False
 
 
-def are_bools(x) -> bool:
-    """Whether x is `Pairs` of bools that have queries and keys for axes."""
-    return is_pairs(x) and x.array.dtype == jnp.bool_ and 1 not in x.array.shape[-2:]
+def has_pairs(leaf) -> bool:
+    """Whether a leaf of a mask is an array that has queries and keys for axes."""
+    return isinstance(leaf, MaskArray) and 1 not in leaf.pairs.shape[-2:]
 
 
 def stream_room(
@@ -160,7 +158,7 @@ def stream_room(
     of_bias = p.bias is not None and 1 not in p.bias.shape[2:]
     # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
     of_bias = of_bias and p.bias.dtype.itemsize == 2 and p.kv_len % 8 == 0
-    masks = sum(map(are_bools, jax.tree.leaves(p.mask, is_leaf=is_pairs)))
+    masks = sum(map(has_pairs, p.mask.leaves))
     stay = 2 * 128 * (head_dim + value_dim * ("dk" in sums))
     stream = 2 * tile.stages * tile.block_q * (head_dim + value_dim)
     exchanged = 2 * 2 * 128 * tile.block_q * ("dq" in sums)
