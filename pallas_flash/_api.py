@@ -119,7 +119,7 @@ def attention(
             `slope[h]` or `table[q_pos, k_pos]`; an index outside is moved to the edge. Without a
             gradient, except by "reference".
         dropout_rate: the share of probabilities that become zero, in [0, 1); the others are divided
-            by 1 - rate.
+            by 1 - rate. For both it is rounded to a multiple of 2^-16, but not to 0 or to 1.
         dropout_key: a `jax.random` key, typed or raw. The mask depends on it and on the indices of
             example, head, query and key alone, see `dropout_mask`. Inside a `jax.shard_map` of your
             own these are the indices of the shard: fold the shard's number into the key.
@@ -306,10 +306,12 @@ def dropout_mask(
     Args:
         key: a `jax.random` key.
         shape: [B, N, T, S].
-        rate: the share that is dropped, in [0, 1).
+        rate: the share that is dropped, in [0, 1), rounded to a multiple of 2^-16 as in
+            `attention`.
 
     Returns:
-        True where a probability is kept: dropout(p) = where(mask, p / (1 - rate), 0).
+        True where a probability is kept: dropout(p) = where(mask, p / (1 - rate), 0), with the
+        rounded rate.
 
     Example:
         >>> import jax, pallas_flash

@@ -1,15 +1,19 @@
 """Dropout whose mask depends on the key and the position alone, not on who computes it.
 
-Element (b, h, q, k) is kept when its word of a counter-based generator is at least rate * 2^32.
-Four elements share the four words of a counter; q8 = q & 8 and k8 = k & 8 tell them apart:
+Element (b, h, q, k) is kept when its 16 bits of a counter-based generator are at least t, the rate
+in units of 2^-16: rounded, but at least 1 and at most 2^16 - 1. What is kept is divided by
+1 - t / 2^16. Eight elements share the four words of a counter; q8 = q & 8, k8 = k & 8 and
+k1 = k & 1 tell them apart:
 
-    counter       h, q - q8, b, k - k8
+    counter       h, q - q8, b, k - k8 - k1
     word          0 to 3 for (q8, k8) = (0, 0), (0, 8), (8, 0), (8, 8)
+    bits          the lower 16 of the word for k1 = 0, the upper 16 for k1 = 1
 
-A thread of Ampere's and Hopper's matrix units holds the results at a row and a column and at those
-8 further on, whether queries are the rows or the columns: it computes all four words at once. The
-generator is Philox-4x32 with 7 rounds, the fewest that pass the BigCrush tests in Salmon, Moraes,
-Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011):
+A thread of Ampere's and Hopper's matrix units holds the results at a row and at the one 8 further
+on, and there at two neighbouring columns and those 8 further on. Where keys are the columns it
+computes a counter for eight elements; where queries are, for four. The generator is Philox-4x32
+with 7 rounds, the fewest that pass the BigCrush tests in Salmon, Moraes, Dror and Shaw, "Parallel
+random numbers: as easy as 1, 2, 3" (2011):
 
     each round    c0, c2 <- hi(M1 c2) ^ c1 ^ k0, hi(M0 c0) ^ c3 ^ k1
                   c1, c3 <- lo(M1 c2), lo(M0 c0)
@@ -41,7 +45,7 @@ class Dropout:
         seed: uint32 [2].
         origin: int32 [4]: the first example, query head, query and key, where this is a part of a
             larger call; None if all are 0.
-        rate: the share of probabilities that become zero, in (0, 1).
+        rate: the share of probabilities that become zero, in (0, 1), before it is rounded.
         broadcast: whether all examples and heads share one mask.
         aligned: whether the first query and the first key are multiples of 16.
     """
@@ -55,11 +59,12 @@ class Dropout:
     @property
     def factor(self) -> float:
         """What probabilities that are kept are multiplied with."""
-        return 1 / (1 - self._threshold / 2**32)
+        return 1 / (1 - self._threshold / 2**16)
 
     @property
     def _threshold(self) -> int:
-        return min(round(self.rate * 2**32), 2**32 - 1)
+        """The t of the definition: a positive rate drops some, and one below 1 keeps some."""
+        return min(max(round(self.rate * 2**16), 1), 2**16 - 1)
 
     def moved(self, part) -> "Dropout":
         """See `_context.parts`."""
@@ -84,14 +89,17 @@ class Dropout:
                 q, k = q + self.origin[2], k + self.origin[3]
         if self.broadcast:
             b, h = jnp.int32(0), jnp.int32(0)
-        # Not q & ~8: LLVM takes (x | 8) - 8 for x, but leaves (x | 8) & ~8 where x | 8 is in use.
-        q8, k8 = q & 8, k & 8
-        counter = jnp.broadcast_arrays(h, first[0] + (q - q8), b, first[1] + (k - k8))
+        q8, k8, k1 = q & 8, k & 8, k & 1
+        # (q | 8) - 8 is q - q8. LLVM takes it for x where q is x | 8; written with & ~8, or as
+        # differences, it does not always see that two elements have the same counter.
+        counter = jnp.broadcast_arrays(h, first[0] + ((q | 8) - 8), b, first[1] + ((k | 9) - 9))
         key = self.seed[0], self.seed[1]
         words = philox([x.astype(jnp.uint32) for x in counter], key, multiply or multiply_wide)
         w0, w1, w2, w3 = words
-        bits = jnp.where(q8 > 0, jnp.where(k8 > 0, w3, w2), jnp.where(k8 > 0, w1, w0))
-        return bits >= np.uint32(self._threshold)
+        word = jnp.where(q8 > 0, jnp.where(k8 > 0, w3, w2), jnp.where(k8 > 0, w1, w0))
+        # To the upper half; what is then below does not change the comparison.
+        bits = word << (16 - 16 * k1).astype(jnp.uint32)
+        return bits >= np.uint32(self._threshold << 16)
 
     # One program: dozens of operations would each be compiled for a shape, and store a result.
     @functools.partial(jax.jit, static_argnums=1)

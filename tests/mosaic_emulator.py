@@ -604,6 +604,7 @@ fake_ptx = dict(
     columns_to_float=columns_to_float,
     tanh=jnp.tanh,
     multiply_wide=_dropout.multiply_wide,
+    joined=lambda parts: jnp.concatenate(parts, axis=1),
     product_t=product_t,
     accumulate=accumulate,
     wait=wait,

@@ -110,17 +110,33 @@ class ScoreFn:
 
 def kept(key, shape, rate, broadcast=False):
     """bool [B, N, T, S]: the probabilities that dropout keeps."""
+    return random_bits(key, shape, broadcast) >= dropped_of_65536(rate)
+
+
+def dropped_of_65536(rate):
+    """How many of the numbers of 16 bits drop: some, and not all."""
+    return min(max(round(rate * 65536), 1), 65535)
+
+
+def share_kept(rate):
+    """What kept probabilities are divided by."""
+    return 1 - dropped_of_65536(rate) / 65536
+
+
+def random_bits(key, shape, broadcast=False):
+    """Of dropout, 16 for each of [B, N, T, S]."""
     with jax.ensure_compile_time_eval():
         seed = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
     b, h, q, k = np.ogrid[tuple(map(slice, shape))]
     if broadcast:
         b, h = 0 * b, 0 * h
-    # Of every 16 queries and 16 keys, the halves share counters.
-    counter = h, q // 16 * 16 + q % 8, b, k // 16 * 16 + k % 8
+    # Of every 16 queries and 16 keys, the halves share counters; of these, an even key and the next
+    # share a word.
+    counter = h, q // 16 * 16 + q % 8, b, k // 16 * 16 + k % 8 // 2 * 2
     words = np.stack(np.broadcast_arrays(*philox_4x32_7(counter, seed)))
     word = 2 * (q // 8 % 2) + k // 8 % 2
-    bits = np.take_along_axis(words, np.broadcast_to(word, words.shape[1:])[None], axis=0)[0]
-    return np.broadcast_to(bits >= round(rate * 2**32), shape)
+    word = np.take_along_axis(words, np.broadcast_to(word, words.shape[1:])[None], axis=0)[0]
+    return np.broadcast_to(np.where(k % 2 == 0, word % 65536, word // 65536), shape)
 
 
 def philox_4x32_7(counter, key):
@@ -210,7 +226,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     dropped = 1.0
     if dropout_rate:
         ones = kept(dropout_key, (B, N, T, S), dropout_rate, broadcast_dropout)
-        dropped = ones / (1 - dropout_rate)
+        dropped = ones / share_kept(dropout_rate)
     weight = p * dropped
     o = weight @ v
 
@@ -359,7 +375,7 @@ def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, scor
     p = e / total
     if dropout_rate:
         ones = kept(dropout_key, (B, N, T, S), dropout_rate, broadcast_dropout)
-        p = jnp.where(ones, p / (1 - dropout_rate), 0)
+        p = jnp.where(ones, p / share_kept(dropout_rate), 0)
     return product("bnts,bsnv->btnv", p, vv).astype(q.dtype), lse
 
 

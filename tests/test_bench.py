@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import jaxprs
 import numpy as np
+import oracle
 import pytest
 
 import pallas_flash
@@ -124,7 +125,8 @@ def dense(shape, q, k, v):
     p = weights / np.where(denominator, denominator, 1)
     if shape.option == "dropout":
         pairs = (shape.B, shape.N, shape.T, shape.S)
-        p *= np.asarray(pallas_flash.dropout_mask(shape.arrays()["dropout_key"], pairs, 0.1)) / 0.9
+        mask = pallas_flash.dropout_mask(shape.arrays()["dropout_key"], pairs, 0.1)
+        p *= np.asarray(mask) / oracle.share_kept(0.1)
     return (p @ v).swapaxes(1, 2)
 
 

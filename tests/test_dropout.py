@@ -18,7 +18,7 @@ from pallas_flash._dropout import Dropout, multiply_wide, philox, seed_of
 # ------------------------------------------------------------------------------------------------
 # The generator.
 
-WORD = 2**32
+WORD, HALF = 2**32, 2**16
 
 
 def philox_of_ints(counter, key, rounds):
@@ -103,10 +103,11 @@ def test_the_mask_is_its_definition():
     mask, seed = np.asarray(dropout_mask(key, SHAPE, rate)), seed_of(key).tolist()
     np.testing.assert_array_equal(mask, oracle.kept(key, SHAPE, rate))
     # In Python's integers: the elements that share the counter (h, 33, b, 18).
-    for b, h, lower, right in np.ndindex(3, 4, 2, 2):
+    for b, h, lower, right, odd in np.ndindex(3, 4, 2, 2, 2):
         words = philox_of_ints((h, 33, b, 18), seed, 7)
-        element = mask[b, h, 33 + 8 * lower, 18 + 8 * right]
-        assert element == (words[2 * lower + right] >= rate * WORD)
+        bits = words[2 * lower + right] >> 16 * odd & HALF - 1
+        element = mask[b, h, 33 + 8 * lower, 18 + 8 * right + odd]
+        assert element == (bits >= round(rate * HALF))
 
 
 def test_positions_may_count_from_a_multiple_of_16():
@@ -150,10 +151,25 @@ def test_ends_of_the_rate():
     key = KEYS["typed"]()
     assert dropout_mask(key, SHAPE, 0.0).all()
     assert dropout_mask(key, SHAPE, 0).dtype == bool
-    assert dropout_mask(key, SHAPE, 1e-12).all()
-    # Rounds to 2^32, which is no word.
-    assert not dropout_mask(key, SHAPE, np.nextafter(1.0, 0.0)).any()
     assert dropout_mask(key, (0, 1, 2, 3), 0.5).shape == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("rate", [1e-12, 1e-7, 0.4 / HALF])
+def test_a_rate_above_zero_drops_one_in_65536_at_least(rate):
+    key, shape = KEYS["typed"](), (2, 3, 300, 301)
+    dropped = ~np.asarray(dropout_mask(key, shape, rate))
+    assert dropped.any()
+    np.testing.assert_array_equal(dropped, oracle.random_bits(key, shape) == 0)
+    assert Dropout(seed_of(key), rate=rate).factor == HALF / (HALF - 1)
+
+
+@pytest.mark.parametrize("rate", [np.nextafter(1.0, 0.0), 1 - 1e-7, 1 - 0.4 / HALF])
+def test_a_rate_below_one_keeps_one_in_65536_at_least(rate):
+    key, shape = KEYS["typed"](), (2, 3, 300, 301)
+    mask = np.asarray(dropout_mask(key, shape, rate))
+    assert mask.any()
+    np.testing.assert_array_equal(mask, oracle.random_bits(key, shape) == HALF - 1)
+    assert Dropout(seed_of(key), rate=rate).factor == HALF
 
 
 def correlation(x, y):
@@ -177,6 +193,22 @@ def test_neighbours_are_independent(key, axis):
     correlation(mask[:, :, 8:, 8:], mask[:, :, :-8, :-8])
     correlation(mask[:, :, 8:, :-8], mask[:, :, :-8, 8:])
     correlation(mask[:, :, :60, :60], mask[:, :, :60, :60].swapaxes(2, 3).copy()[:, :, ::-1])
+
+
+@pytest.mark.parametrize("rate", [0.03, 0.5, 0.9])
+@pytest.mark.parametrize("key", ["typed", "rbg"])
+def test_elements_that_share_a_counter_are_independent(key, rate):
+    shape = 2, 3, 160, 320
+    mask, bits = dropout_mask(KEYS[key](), shape, rate), oracle.random_bits(KEYS[key](), shape)
+    for x in (np.asarray(mask), bits):
+        # The 8 elements of each counter, and of each word its halves.
+        x = x.reshape(2, 3, 10, 2, 8, 20, 2, 4, 2)
+        x = np.moveaxis(x, (3, 6, 8), (0, 1, 2)).reshape(8, -1)
+        for one, other in itertools.combinations(x, 2):
+            correlation(one, other)
+        for lower, upper in x.reshape(4, 2, -1):
+            # Nor do the neighbours that have two words.
+            correlation(upper[:-1], lower[1:])
 
 
 def test_keys_that_follow_each_other_are_independent():
@@ -254,15 +286,15 @@ def test_attention_drops_what_the_mask_says(way, shared):
     plain = probabilities(WAYS["reference"], None)
     got = probabilities(way, key, dropout_rate=RATE, broadcast_dropout=shared)
     np.testing.assert_array_equal(got != 0, jnp.broadcast_to(want, got.shape))
-    np.testing.assert_allclose(got, np.where(want, plain / (1 - RATE), 0), rtol=1e-4, atol=1e-6)
+    dropped = np.where(want, plain / oracle.share_kept(RATE), 0)
+    np.testing.assert_allclose(got, dropped, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rate", [1e-9, 0.999])
+@pytest.mark.parametrize(("rate", "numbers"), [(1e-9, 1), (0.1, 6554), (0.999, 65470)])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_what_is_kept_is_divided_by_the_share_of_words_that_keep(implementation, rate):
-    """Of 2^32 words a whole number drops, so that share is not 1 - rate, which would be biased."""
-    words = round(rate * WORD)
-    factor, as_given = WORD / (WORD - words), 1 / (1 - rate)
+def test_what_is_kept_is_divided_by_the_share_that_is_kept(implementation, rate, numbers):
+    """Of 2^16 numbers some drop, so that share is not 1 - rate, which would be biased."""
+    factor, as_given = HALF / (HALF - numbers), 1 / (1 - rate)
     with jax.enable_x64(True):
         q, k = (jnp.asarray(np.asarray(x), jnp.float64) for x in inputs()[:2])
         v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
@@ -275,10 +307,9 @@ def test_what_is_kept_is_divided_by_the_share_of_words_that_keep(implementation,
     assert error < 100 * np.finfo(np.float64).eps < abs(as_given / factor - 1) / 100
 
 
-def test_at_a_rate_next_to_one_a_single_word_keeps():
-    """None of these: the output and the gradients are zeros, and no factor is infinite."""
+def test_at_a_rate_next_to_one_no_factor_is_infinite():
+    """None of these is kept: the output and the gradients are zeros."""
     rate = float(np.nextafter(1.0, 0.0))
-    assert Dropout(seed_of(KEYS["typed"]()), rate=rate).factor == WORD
     *qkv, do = inputs(value_dim=5)
     options = dict(dropout_rate=rate, dropout_key=KEYS["typed"]())
     for way in (WAYS["reference"], WAYS["xla"]):

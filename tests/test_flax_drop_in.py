@@ -13,6 +13,7 @@ import flax.nnx.nn.attention
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from flax import linen, nnx
 from flax_cases import (
@@ -324,7 +325,7 @@ def test_dropout_mask_tells_what_is_dropped(broadcast):
 
     def dense(q, k, v):
         weights = linen.dot_product_attention_weights(q, k)
-        weights = jnp.where(keep, weights / (1 - rate), 0)
+        weights = jnp.where(keep, weights / oracle.share_kept(rate), 0)
         return jnp.einsum("...nts,...snv->...tnv", weights, v)
 
     ours = functools.partial(OURS, dropout_rate=rate, dropout_rng=key, broadcast_dropout=broadcast)

@@ -216,9 +216,9 @@ def test_three_stages_wait_once(head_dim):
             assert kernel.main.order.count("copied") == 1
 
 
-# The same with dropout, at 128, causal. That four elements share a counter is for the compiler to
-# find; where it found only two, these were 24.9, 27.2 and 23.1.
-DROPOUT_BUDGETS = {"forward": 19.4, "dkv": 23.8, "dq": 18.2}
+# The same with dropout, at 128, causal. That eight elements share a counter is for the compiler to
+# find, or four in dk and dv; where no two keys share a word, these were 19.1, 23.3 and 17.6.
+DROPOUT_BUDGETS = {"forward": 16.9, "dkv": 24.6, "dq": 15.4}
 
 
 @needs_compiler

@@ -11,6 +11,7 @@ import pytest
 from pallas_flash import _compat
 from pallas_flash._scores import LogSum
 from scripts.inspection import gpu_compiler
+from scripts.inspection.calls import inspect_attention
 from scripts.inspection.kernels import compile_kernels
 
 if not _compat.has_mosaic_gpu():
@@ -131,9 +132,8 @@ SPILLS = {
     (64, "lengths"): 2,
     (128, "lengths"): 2,
     (64, "soft cap"): 110,
-    (64, "dropout"): 20,
+    (64, "dropout"): 12,
     (64, "documents"): 11,
-    (128, "dropout"): 12,
 }
 FEW_SPILLS = 8
 
@@ -161,6 +161,33 @@ def test_machine_code_of_the_backward_with(option, head_dim):
             assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
 
 
+# Instructions for an element with dropout and no mask. Which elements share a counter is for the
+# compiler to find: where no two keys share a word, and products take several instructions, these
+# were 17.2, 25.7, 25.1 and 24.2 at 64.
+DROPOUT_BUDGETS = {
+    64: {"forward": 12.5, "backward": 24.4, "dq": 19.0, "dkv": 22.9},
+    128: {"forward": 13.0, "backward": 27.6, "dq": 17.6, "dkv": 25.7},
+}
+
+
+@pytest.mark.parametrize("head_dim", DROPOUT_BUDGETS)
+def test_elements_share_the_words_of_dropout(head_dim):
+    costs = {}
+    for reproducible in (False, True):
+        program = inspect_attention(
+            head_dim,
+            implementation="mosaic",
+            mask="full",
+            features=("dropout",),
+            length=4096,
+            reproducible=reproducible,
+        )
+        print(*program.lines(), sep="\n")
+        costs |= {k.attention_pass: k.per_element for k in program.kernels if k.main}
+    budgets = DROPOUT_BUDGETS[head_dim]
+    assert {name for name, budget in budgets.items() if costs[name] > budget} == set()
+
+
 # A bias in 16 bits with each option, and others alone; local memory instructions in the loop, as
 # above: with a mask, because of the length.
 BIASES = {
@@ -171,7 +198,7 @@ BIASES = {
     "bias of keys": (dict(bias=shaped(1, 8, 1, 1000, dtype=jnp.bfloat16)), {}),
     "bias of heads": (dict(bias=shaped(1, 8, 1, 1, dtype=jnp.bfloat16)), {}),
 }
-SPILLS_OF_BIAS = {"dropout": 100, "soft cap": 70, "mask array": 1}
+SPILLS_OF_BIAS = {"dropout": 75, "soft cap": 70, "mask array": 1}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ INSTRUCTIONS = {
     "rcp": np.reciprocal,
     "add": np.add,
     "mul": np.multiply,
+    "mul.wide.u32": lambda a, b: np.multiply(a, b, dtype=np.uint64),
     "fma": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
     # A minimum is of the other one where one is NaN, but for that of this name.
     "min": np.fmin,
@@ -26,22 +27,29 @@ INSTRUCTIONS = {
 
 
 def execute(text, *arguments, results=1):
-    """The results of straight-line PTX for arguments, arrays of float32."""
+    """The results of straight-line PTX for arguments, arrays of 32 bits."""
     registers = {f"${i}": x for i, x in enumerate(arguments, results)}
 
-    def value(name):
+    def value(name, integers):
+        kind = np.uint32 if integers else np.float32
         if name.startswith("0f"):
-            return np.uint32(int(name[2:], 16)).view(np.float32)
-        return registers[name]
+            return np.uint32(int(name[2:], 16)).view(kind)
+        return np.uint32(int(name, 16)) if name.startswith("0x") else registers[name].view(kind)
 
     for line in text.strip("{} ").split(";"):
         if not line.strip() or ".reg" in line:
             continue
-        instruction, *names = re.findall(r"[^\s,]+", line)
-        parts = instruction.split(".")
+        instruction, *names = re.findall(r"[^\s,{}]+", line)
+        if instruction == "mov.b64":
+            *halves, whole = names
+            for i, name in enumerate(halves):
+                registers[name] = (registers[whole] >> np.uint64(32 * i)).astype(np.uint32)
+            continue
+        integers, parts = instruction.endswith(("s32", "u32")), instruction.split(".")
         function = INSTRUCTIONS.get(".".join(parts[:3])) or INSTRUCTIONS[parts[0]]
         with np.errstate(all="ignore"):
-            registers[names[0]] = np.float32(function(*map(value, names[1:])))
+            found = function(*(value(name, integers) for name in names[1:]))
+        registers[names[0]] = found if integers else np.asarray(found, np.float32)
     return [registers[f"${i}"] for i in range(results)]
 
 
@@ -65,3 +73,11 @@ def test_tanh():
     x = np.concatenate([np.linspace(-20, 20, 999), X]).astype(np.float32)
     [found] = execute(ptx.TANH, x)
     np.testing.assert_allclose(found, np.tanh(x.astype(np.float64)), rtol=0, atol=2e-7)
+
+
+def test_both_halves_of_a_product():
+    x = np.array([0, 1, 0xFFFF, 0x10000, 2**31, 2**32 - 1, 0xD2511F53, 12345678], np.uint32)
+    for m in (0xD2511F53, 0xCD9E8D57):
+        low, high = execute(ptx.PRODUCT, x, np.full_like(x, m), results=2)
+        assert low.tolist() == [n * m % 2**32 for n in x.tolist()]
+        assert high.tolist() == [n * m // 2**32 for n in x.tolist()]

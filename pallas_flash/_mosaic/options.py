@@ -38,6 +38,10 @@ def hide(mask: Mask, b, h, q_pos, k_pos, s):
     return ptx.where(mask.allowed(b, h, q_pos, k_pos), s, -jnp.inf)
 
 
+# Columns of a tile of which random numbers are computed at a time. More take more registers, see
+# docs/performance.md.
+DRAWN_AT_A_TIME = 32
+
 # Positions of a tile may reach so far beyond the last one. Arrays of a number for each token are
 # short: they are padded by that, and what is read beyond one example's is that of the next.
 OVERHANG = 256
@@ -485,7 +489,12 @@ class ExampleOptions(NamedTuple):
         """Which probabilities of a tile dropout keeps; None for all."""
         if self.extras.dropout is None:
             return None
-        # Within the tile, where the compiler knows which elements of a thread share a counter.
-        q, k = (ptx.positions(shape, x, jnp.int32(0)) for x in ((1, 0) if transposed else (0, 1)))
-        at, first = (self.b, h, q, k), (first_q, first_k)
-        return kept(self.extras.dropout, at, first=first, multiply=ptx.multiply_wide)
+        parts, (rows, columns), axes = [], shape, (1, 0) if transposed else (0, 1)
+        for start in range(0, columns, DRAWN_AT_A_TIME):
+            part = rows, min(columns - start, DRAWN_AT_A_TIME)
+            # Within it, where the compiler knows which elements of a thread share a counter.
+            q, k = (ptx.positions(part, axis, jnp.int32(0)) for axis in axes)
+            first = (first_q + start, first_k) if transposed else (first_q, first_k + start)
+            at = self.b, h, q, k
+            parts.append(kept(self.extras.dropout, at, first=first, multiply=ptx.multiply_wide))
+        return ptx.joined(parts)

@@ -18,6 +18,7 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     count_up                Pallas has no atomic addition that says what was there before
     anew                    no spills in dq at head size 256, nor by masks at 64
     meet, fence             two barriers fewer for each tile of the backward
+    joined                  a tile of parts, which the compiler computes one after the other
     positions               no division for each element, where a tile's width is no power of two
     gather, bits            Pallas reads no element of device memory for each one of a tile
     load_strips             nor a tile to which copies may come that reach beyond an array's end
@@ -669,6 +670,7 @@ LOGISTIC_APART = (
     # Neither is above 1, nor are a and b below.
     "min.ftz.NaN.f32 $0, d, a; min.ftz.NaN.f32 $1, c, b; }"
 )
+PRODUCT = "{ .reg .b64 t; mul.wide.u32 t, $2, $3; mov.b64 {$0, $1}, t; }"  # Low half first.
 
 
 def difference(x, y):
@@ -736,17 +738,36 @@ def columns_to_float(x, dtype, *, per_column: int):
 
 
 def multiply_wide(x, m: int):
-    """The upper and the lower 32 bits of the products x * m, for uint32 [64, n]."""
+    """The upper and the lower 32 bits of the products x * m, for uint32 [64, n].
+
+    From one instruction: LLVM would make it several for the same product.
+    """
     half = plgpu.ShapeDtypeStruct(x.shape, jnp.uint32, layout=WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=(half, half))
     def emit(_, x):
-        factor = arith.constant(_i32(), ir.IntegerAttr.get(_i32(), m - 2**32))
-        pairs = [arith.mului_extended(i, factor) for i in _scalars(x)]
+        both = llvm.StructType.get_literal([_i32(), _i32()])
+        factor, pairs = _number(m - 2**32), []
+        for i in _scalars(x):
+            found = llvm.inline_asm(both, [i, factor], PRODUCT, "=r,=r,r,r", asm_dialect=0)
+            pairs.append([llvm.extractvalue(_i32(), found, [n]) for n in range(2)])
         low, high = zip(*pairs, strict=True)
         return tuple(_array(half, x.shape, WGMMA, _i32(), False) for half in (high, low))
 
     return emit(plgpu.layout_cast(x, WGMMA))
+
+
+def joined(parts: list):
+    """Bools [64, n] of parts beside each other, whose columns are multiples of 8."""
+    shape = parts[0].shape[0], sum(x.shape[1] for x in parts)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.bool_, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,) * len(parts), return_type=result)
+    def emit(_, *parts):
+        bools = [x for part in parts for x in _scalars(part)]
+        return _array(bools, shape, WGMMA, ir.IntegerType.get_signless(1), False)
+
+    return emit(*(plgpu.layout_cast(x, WGMMA) for x in parts))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def attention_fn(
         broadcast_dropout: Whether one dropout mask [T, S] serves all batch axes and heads.
         dropout_rng: A `jax.random` key, typed or raw; needed where dropout is active.
         dropout_rate: The share of probabilities that become zero while `deterministic` is false;
-            the others are divided by 1 - rate.
+            the others are divided by 1 - rate. Rounded as in `pallas_flash.attention`.
         deterministic: Whether dropout is switched off.
         dtype: Computation dtype. None is the one that `query`, `key` and `value` promote to.
         precision: As in `pallas_flash.attention`.
