@@ -663,12 +663,8 @@ LOGISTIC = (
     "rcp.approx.ftz.f32 r, r; mul.ftz.f32 $0, r, b; mul.ftz.f32 $1, r, a; }"
 )
 LOGISTIC_APART = (
-    "{ .reg .f32 a, b, c, d, r; ex2.approx.ftz.f32 a, $2; ex2.approx.ftz.f32 b, $3; "
-    "add.ftz.f32 a, a, 0f3F800000; add.ftz.f32 b, b, 0f3F800000; "
-    "min.ftz.f32 c, a, 0f4E800000; min.ftz.f32 d, b, 0f4E800000; mul.ftz.f32 r, c, d; "
-    "rcp.approx.ftz.f32 r, r; mul.ftz.f32 d, r, d; mul.ftz.f32 c, r, c; "
-    # Neither is above 1, nor are a and b below.
-    "min.ftz.NaN.f32 $0, d, a; min.ftz.NaN.f32 $1, c, b; }"
+    "{ .reg .f32 a; ex2.approx.ftz.f32 a, $1; add.ftz.f32 a, a, 0f3F800000; "
+    "rcp.approx.ftz.f32 $0, a; }"
 )
 PRODUCT = "{ .reg .b64 t; mul.wide.u32 t, $2, $3; mov.b64 {$0, $1}, t; }"  # Low half first.
 
@@ -695,21 +691,23 @@ def _(primals, tangents):
 
 
 def logistic(x, *, apart: bool):
-    """1 / (1 + exp2(x)), to about 2^-21 by the errors of its instructions; 2^-30 beyond x = 30.
+    """1 / (1 + exp2(x)), to about 2^-21 by the errors of its instructions.
 
     Two neighbours share a reciprocal, because the units for exponentials and reciprocals are what a
-    forward with a soft cap waits for: 1 / a = b / (a b). So they share NaN, too, which is right
-    where both are of a row that sees them: its results are NaN in any case. `apart`: each has its
-    own, by a minimum more; minima pass over NaN, but for those of that name.
+    forward with a soft cap waits for: 1 / a = b / (a b). Neither is less than 2^-30 then. They also
+    share NaN, which is right where both are of a row that sees them: its results are NaN in any
+    case. `apart`: each has its own.
     """
-    shape, text = x.shape, LOGISTIC_APART if apart else LOGISTIC
+    if apart:
+        return _elementwise(LOGISTIC_APART, x)
+    shape = x.shape
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=_float32(shape, WGMMA))
     def emit(_, x):
         x, results = _scalars(x), []
         both = llvm.StructType.get_literal([_f32(), _f32()])
         for pair in zip(x[::2], x[1::2], strict=True):
-            found = llvm.inline_asm(both, list(pair), text, "=f,=f,f,f", asm_dialect=0)
+            found = llvm.inline_asm(both, list(pair), LOGISTIC, "=f,=f,f,f", asm_dialect=0)
             results += [llvm.extractvalue(_f32(), found, [i]) for i in range(2)]
         return _array(results, shape, WGMMA)
 
