@@ -45,7 +45,8 @@ MOSAIC_OPERATIONS = (
 # From which lengths on the passes of "mosaic" were measured to be faster than those of "triton", by
 # head size, see `_size`, and kind of call; if it is of several kinds, the largest counts. What is
 # not in the table is slower, or was not measured. In docs/results; where both have sustained times
-# in h200-2026-11-22-sustained.jsonl, by these, else by the file that is named.
+# in h200-2026-11-22-sustained.jsonl or h200-2026-11-24-options-sustained.jsonl, by these, else by
+# the file that is named.
 FASTER_BY_MOSAIC = {
     # h200-2026-11-22-forward.jsonl
     "forward": {
@@ -56,6 +57,9 @@ FASTER_BY_MOSAIC = {
         (64, "lengths"): 2048,
         (64, "documents"): 2048,
         (64, "mask array"): 2048,
+        (64, "bias in 16 bits"): 4096,
+        (64, "soft cap"): 4096,
+        (64, "slopes"): 4096,
         (128, "full"): 1000,
         (128, "causal"): 512,
         (128, "ranges"): 2048,
@@ -67,9 +71,13 @@ FASTER_BY_MOSAIC = {
         (128, "slopes"): 4096,
         (128, "sinks"): 4096,
         (128, "scale"): 4096,
+        (128, "dropout"): 4096,
         (256, "full"): 2048,
         (256, "causal"): 1024,
         (256, "mask array"): 4096,
+        (256, "bias in 16 bits"): 4096,
+        (256, "soft cap"): 4096,
+        (256, "slopes"): 4096,
     },
     # h200-2026-11-22-backward.jsonl
     "backward": {
@@ -100,6 +108,9 @@ FASTER_BY_MOSAIC = {
         (256, "full"): 2048,
         (256, "causal"): 2048,
         (256, "mask array"): 4096,
+        (256, "bias in 16 bits"): 4096,
+        (256, "soft cap"): 4096,
+        (256, "slopes"): 4096,
     },
     # The backward whose sums have an order, so that all runs give the same bits.
     "backward in order": {

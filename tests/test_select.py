@@ -290,6 +290,9 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(scale=jnp.float32(0.1)), ""),
         (dict(sinks=jnp.zeros(16)), ""),
         (dict(logits_soft_cap=3.0, sinks=jnp.zeros(16)), ""),
+        (dict(logits_soft_cap=3.0, head_dim=64), ""),
+        (dict(alibi_slopes=jnp.ones(8), head_dim=256), ""),
+        (dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), ""),
         (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), ""),
         (dict(local_window_size=9), ""),
         (dict(query_offset=jnp.int32(3)), ""),
@@ -340,7 +343,7 @@ def test_the_kernels_for_hopper_serve_what_they_are_faster_at(newer_jax, options
 
 
 def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
-    dropout = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
+    dropout = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), head_dim=64)
     choice = on_hopper(**dropout)
     assert choice.implementation == "triton"
     assert 'The backward is that of "mosaic": it is faster.' in choice.reason
@@ -372,7 +375,10 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         (dict(mask=jnp.ones((1024, 1024), bool), length=1024), "not known to be faster"),
         (dict(mask=BlockMask(jnp.ones((1, 1, 64, 64), bool), 128, 128)), "not known to be faster"),
         (dict(bias=jnp.zeros((1, 1, 1, 8192))), "not known to be faster"),
-        (dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "not known to be faster"),
+        (
+            dict(dropout_rate=0.1, dropout_key=jax.random.key(0), head_dim=64),
+            "not known to be faster",
+        ),
         (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
         (
             dict(score_fn=lambda s, b, h, q, k: jnp.floor(jax.nn.relu(s))),
