@@ -287,7 +287,6 @@ BROKEN = {
     "no wait for a mask": (without_waiting_at({"bits_full"}), MASKS_IN_TILES),
     "no wait for a free slot of a mask": (without_waiting_at({"bits_free"}), MASKS_IN_TILES),
     "an arrival too many, masks": (with_arrivals("bits_free", 1), MASKS_IN_TILES),
-    "an arrival too few, masks": (with_arrivals("bits_free", -1), MASKS_IN_TILES),
     "queries of a mask are moved": (
         with_tiles_at(pairs.MaskTiles, QUERY, lambda i: i + 4),
         MASKS_IN_TILES,

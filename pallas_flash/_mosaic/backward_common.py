@@ -81,7 +81,7 @@ class Static(common.Static):
         refs = list(refs)
         table = refs.pop(0) if self.masked else None
         shared = [refs.pop(0) for _ in self.options.leaves]
-        streams = [refs.pop(0) for _ in range(self.streams.count)]
+        streams = [refs.pop(0) for _ in range(self.streams.arrays)]
         inputs = ["q", "k", "v", "do", "delta", *self.statistics]
         if self.ends:
             inputs += ["seen_q", "seen_kv"]

@@ -217,9 +217,6 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             """Starts the product of p and the values in `slot`."""
             return ptx.accumulate(acc, p, v_sm.at[slot])
 
-        def bits_slot(j):
-            return common.remainder(used + j, static.bits.slots)
-
         def read_ahead(kv_tile, masked):
             """The positions of a tile, and the options with what is read there."""
             here = common.positions((ROWS, block_kv), first_row, kv_tile * block_kv)
@@ -240,21 +237,25 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             """With its bias what was read ahead, and s when no more than so many products run."""
             if not masked:
                 ahead = with_bias(j, *ahead)
-            if static.bits is not None:
-                plgpu.barrier_wait(memory["bits_full"].at[bits_slot(j)])
+            wait_for_bits(j)
             s = ptx.wait(products, s)
             plgpu.barrier_arrive(memory["k_free"].at[ring(used + j)])
             # Before, there are no registers for it beside what the mask reads.
             return with_bias(j, *ahead) if masked else ahead, s
 
+        def wait_for_bits(j):
+            if static.bits is not None:
+                plgpu.barrier_wait(memory["bits_full"].at[static.bits.slot(used + j)])
+
         def read_bits(j):
             """Those of the j-th keys, for each array of the mask that is copied."""
             return () if static.bits is None else static.bits.read(memory, used + j, part_row)
 
-        def leave_bits(j, l):
+        def leave_bits(j, l=None):
             """Reports that they were read, to a barrier whose number waits for the new l."""
             if static.bits is not None:
-                slot = bits_slot(j) + ptx.uniform_zero(l)
+                slot = static.bits.slot(used + j)
+                slot = slot if l is None else slot + ptx.uniform_zero(l)
                 plgpu.barrier_arrive(memory["bits_free"].at[slot])
 
         def weights(here, options, j, kv_tile, s, m, l, masked):
@@ -334,9 +335,8 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
                     for n, barrier in enumerate(AT_TILE):
                         pl.when(warpgroup == n)(functools.partial(ptx.meet, barrier, 128))
                 plgpu.barrier_arrive(memory[f"{x}_free"].at[ring(used + j)])
-            if static.bits is not None:
-                plgpu.barrier_wait(memory["bits_full"].at[bits_slot(j)])
-                plgpu.barrier_arrive(memory["bits_free"].at[bits_slot(j)])
+            wait_for_bits(j)
+            leave_bits(j)
 
         plgpu.barrier_wait(memory["q_full"].at[warpgroup])
         lax.fori_loop(jnp.int32(0), seen.first, pass_by, None)

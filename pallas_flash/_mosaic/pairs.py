@@ -108,11 +108,14 @@ class MaskTiles(NamedTuple):
         """Shared memory for tiles of so many words of each row."""
         return plgpu.SMEM((len(self.owners), self.slots, words, rows), jnp.uint32)
 
+    def slot(self, i):
+        """That of the i-th tile that a program has."""
+        return common.remainder(i, self.slots)
+
     def copy(self, refs, memory, i, b, h, first_row, first_key):
         """Copies the i-th tile that a program has to its slot, as soon as that is free."""
-        ring = common.Ring(self.slots)
-        ring.refill(i, memory["bits_free"])
-        slot, sm = ring(i), memory["bits_sm"]
+        common.Ring(self.slots).refill(i, memory["bits_free"])
+        slot, sm = self.slot(i), memory["bits_sm"]
         *_, words, rows = sm.shape
         place = pl.ds(common.quotient(first_key, ptx.BITS), words), pl.ds(first_row, rows)
         for n, (owners, ref) in enumerate(zip(self.owners, refs, strict=True)):
@@ -121,7 +124,7 @@ class MaskTiles(NamedTuple):
 
     def read(self, memory, i, first_row):
         """Bools [64, n] for each array, of a warpgroup whose rows begin there in the program."""
-        slot = common.Ring(self.slots)(i)
+        slot = self.slot(i)
         places = (memory["bits_sm"].at[n, slot] for n in range(len(self.owners)))
         return [ptx.bits_of_tile(place, first_row) for place in places]
 
@@ -155,8 +158,8 @@ class Streams(NamedTuple):
         return cls(room.slots, bias, owners), shared, arrays
 
     @property
-    def count(self) -> int:
-        """Arrays."""
+    def arrays(self) -> int:
+        """How many there are."""
         return (self.bias is not None) + len(self.masks)
 
     def memory(self, dtype, q: Tiling, warpgroups: int) -> dict[str, Any]:
@@ -172,13 +175,13 @@ class Streams(NamedTuple):
         return dict(
             bias_sm=bias,
             bits_sm=bits,
-            pairs_full=common.barriers(self.slots, copies) if self.count else None,
-            pairs_free=common.barriers(self.slots, warpgroups) if self.count else None,
+            pairs_full=common.barriers(self.slots, copies) if self.arrays else None,
+            pairs_free=common.barriers(self.slots, warpgroups) if self.arrays else None,
         )
 
     def copy(self, refs, memory, j, b, h, first_query, first_key):
         """Copies the tile of step j to its slot, as soon as that is free."""
-        if not self.count:
+        if not self.arrays:
             return
         ring, refs = common.Ring(self.slots), list(refs)
         ring.refill(j, memory["pairs_free"])
@@ -213,12 +216,12 @@ class InSlot(NamedTuple):
 
     def wait(self):
         """Until it is there."""
-        if self.streams.count:
+        if self.streams.arrays:
             plgpu.barrier_wait(self.memory["pairs_full"].at[self._slot])
 
     def free(self):
         """Reports that it was read."""
-        if self.streams.count:
+        if self.streams.arrays:
             ptx.fence()
             plgpu.barrier_arrive(self.memory["pairs_free"].at[self._slot])
 

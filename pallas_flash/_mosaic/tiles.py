@@ -158,9 +158,9 @@ def stream_room(
 ) -> StreamRoom:
     """For a launch, by the padded head sizes: as many slots as of queries, where there is room."""
     head_dim, value_dim = sizes
-    of_bias = p.bias is not None and 1 not in p.bias.shape[2:]
     # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
-    of_bias = of_bias and p.bias.dtype.itemsize == 2 and p.kv_len % 8 == 0
+    in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2 and 1 not in p.bias.shape[2:]
+    of_bias = in_16_bits and p.kv_len % 8 == 0
     masks = sum(map(has_pairs, p.mask.leaves))
     stay = 2 * 128 * (head_dim + value_dim * ("dk" in sums))
     stream = 2 * tile.stages * tile.block_q * (head_dim + value_dim)
