@@ -137,7 +137,7 @@ def with_keys_of_the_bias_moved(patch):
     patch.setattr(forward, "copy_bias", moved)
 
 
-def with_the_bias_of_another_head(patch):
+def with_numbers_of_another_head(patch):
     patch.setattr(pairs.Owners, "at", lambda self, b, h: (0, 1 - h))
 
 
@@ -161,8 +161,9 @@ def with_tiles_at(owner, place, change):
     return broken
 
 
-# The last arguments of both: where a tile begins.
+# Where a tile begins, among the arguments; those of masks end with their barrier.
 QUERY, KEY = -2, -1
+COLUMN, ROW = -3, -2
 
 
 def with_a_slot_freed_before_it_is_read(patch):
@@ -283,19 +284,19 @@ BROKEN = {
     "an arrival too many, bias": (with_arrivals("bias_free", 1), BIAS_IN_TILES),
     "rows of the bias are moved": (with_rows_of_the_bias_moved, BIAS_IN_TILES),
     "keys of the bias are moved": (with_keys_of_the_bias_moved, BIAS_IN_TILES),
-    "the bias of another head": (with_the_bias_of_another_head, BIAS_IN_TILES),
+    "the bias of another head": (with_numbers_of_another_head, BIAS_IN_TILES),
     "no wait for a mask": (without_waiting_at({"bits_full"}), MASKS_IN_TILES),
     "no wait for a free slot of a mask": (without_waiting_at({"bits_free"}), MASKS_IN_TILES),
     "an arrival too many, masks": (with_arrivals("bits_free", 1), MASKS_IN_TILES),
     "queries of a mask are moved": (
-        with_tiles_at(pairs.MaskTiles, QUERY, lambda i: i + 4),
+        with_tiles_at(pairs.Masks, ROW, lambda i: i + 4),
         MASKS_IN_TILES,
     ),
     "keys of a mask are moved": (
-        with_tiles_at(pairs.MaskTiles, KEY, lambda i: i + 32),
+        with_tiles_at(pairs.Masks, COLUMN, lambda i: i + 32),
         MASKS_IN_TILES,
     ),
-    "the mask of another head": (with_the_bias_of_another_head, MASKS_IN_TILES),
+    "the mask of another head": (with_numbers_of_another_head, MASKS_IN_TILES),
     **{
         f"{what}, backward": (broken, case)
         for case, kind in ((BIAS_IN_TILES, "bias"), (MASKS_IN_TILES, "mask"))

@@ -152,8 +152,8 @@ def test_machine_code_of_the_backward_with(option, head_dim):
         return _mosaic.backward(problem, o, log_sum, do, None, **NO_FLAGS, in_order=False)
 
     kernels = list(machine_code_of(call, *[q] * 5, row, row, *arrays.values()))
-    # Beside delta two passes with a bias, where heads are large, or one and what makes rows of
-    # sums.
+    # Beside delta two passes with a bias that threads read, where heads are large, or one and what
+    # makes rows of sums.
     assert len(kernels) == 3
     for name, _, _, loops in kernels:
         for loop in loops:

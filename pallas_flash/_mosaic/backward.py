@@ -36,7 +36,7 @@ from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import backward_rows, common, pairs, ptx, work
 from pallas_flash._mosaic.options import shared_arrays
-from pallas_flash._mosaic.tiles import stream_room
+from pallas_flash._mosaic.tiles import BLOCK_KV, EXCHANGE, stream_room
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import BackwardTile
@@ -44,11 +44,8 @@ from pallas_flash._tiling.sizes import BackwardTile
 plgpu = common.plgpu
 
 WARPGROUPS, ROWS = 2, 64
-BLOCK_KV = WARPGROUPS * ROWS
 # Registers of a thread that computes, and of one that loads.
 REGISTERS = 240, 24
-# Slots for ds_t: one is written while the other is read.
-EXCHANGE = 2
 # The barriers at which the computing warpgroups meet: for ds_t, and when the loop is over.
 AT_DS, AT_END = 5, 6
 

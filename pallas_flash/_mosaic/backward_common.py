@@ -25,6 +25,7 @@ plgpu = common.plgpu
 
 # The most key/value heads that have their programs side by side: as many as were measured.
 SIDE_BY_SIDE = 32
+NOTHING_STREAMS = pairs.InSlot()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +222,7 @@ class Tile:
         masked,
         *,
         transposed: bool,
-        in_slot: pairs.InSlot | None = None,
+        in_slot: pairs.InSlot = NOTHING_STREAMS,
     ):
         self._options, self._static, self._h, self._masked = options, static, h, masked
         self._in_slot = in_slot
@@ -246,20 +247,17 @@ class Tile:
         to numbers of the queries; it is called late, for the registers that these take.
         """
         at, shape, in_slot = self._options, s.shape, self._in_slot
-        if in_slot is not None:
-            in_slot.wait()
-        with_bias = at if in_slot is None else in_slot.with_bias(at)
+        in_slot.wait()
+        with_bias = in_slot.with_bias(at)
         s, c, self._pull = with_bias.logits_vjp(s, self._h, lambda: self._positions(shape))
 
         def hidden(s):
-            bits = () if in_slot is None else in_slot.masks()
-            positions = self._positions(shape)
+            bits, positions = in_slot.masks(), self._positions(shape)
             return at.hide(s, self._h, *positions, bits=bits, transposed=self._transposed)
 
         if self._static.masked:
             s = lax.cond(self._masked, hidden, lambda s: s, s)
-        if in_slot is not None:
-            in_slot.free()
+        in_slot.free()
         *m, l_log2 = (self.along(statistic(x), shape) for x in self._static.statistics)
         p = jnp.exp2((ptx.difference(s, m[0]) * LOG2E if m else s * c) - l_log2)
         kept = at.kept(shape, self._h, *self._first, transposed=self._transposed)
@@ -289,9 +287,6 @@ class Tile:
         return lax.cond(self._masked, lambda ds: ptx.where(p != 0.0, ds, 0.0), lambda ds: ds, ds)
 
 
-NO_STREAMS = pairs.Streams()
-
-
 def call_static(
     kind,
     problem: Problem,
@@ -302,7 +297,7 @@ def call_static(
     kv: Tiling,
     *,
     transposed: bool = False,
-    streams: pairs.Streams = NO_STREAMS,
+    streams: pairs.Streams = NOTHING_STREAMS.streams,
     **others,
 ):
     """The `Static` of a call, for what `shared_arrays` and `work.table` returned."""

@@ -8,7 +8,7 @@ import jax
 
 from pallas_flash import _hardware
 from pallas_flash._mosaic import backward_dq, tiles
-from pallas_flash._mosaic.backward import BLOCK_KV, EXCHANGE, REGISTERS
+from pallas_flash._mosaic.backward import REGISTERS
 from pallas_flash._mosaic.forward import REGISTERS as FORWARD_REGISTERS
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
@@ -66,34 +66,23 @@ def check(kernel: str, tile, p: Problem) -> None:
 
 def shared_bytes(kernel: str, tile, p: Problem) -> int:
     """What a kernel keeps in shared memory."""
-
-    def numbers(rows: int) -> int:
-        """Of rows, float32: the statistics, and delta in an array of their own."""
-        return sum(tiles.aligned(4 * n * rows) for n in (2 if p.large else 1, 1))
-
     if kernel == "forward":
         slots, found = tiles.bias_slots(p, tile), tiles.forward_bytes(p, tile)
+        found += tiles.mask_bytes(p, tile)
         return found + (slots * tiles.bias_slot(p, tile) if slots else 0)
     if kernel == "decode":
         head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
         flow = tile.stages * tile.block_kv * (head_dim + value_dim)
         return tiles.BARRIERS + 2 * (ROWS * head_dim + flow)
     head_dim, value_dim = _padded(p)
-    both = 2 * (head_dim + value_dim)
     if kernel == "dq":
         rows = tile.warpgroups * ROWS
         values = tiles.value_slots(tile, head_dim, value_dim) * value_dim
         flow = 2 * tile.block_kv * (tile.stages * head_dim + values)
-        return tiles.BARRIERS + rows * both + numbers(rows) + flow
-
-    def of_launch(sums):
-        stay = 2 * BLOCK_KV * (head_dim + (value_dim if "dk" in sums else 0))
-        rows = tiles.of_launch(tile, sums).stages * tile.block_q
-        flow = rows * both + numbers(rows)
-        exchanged = EXCHANGE * 2 * BLOCK_KV * tile.block_q if "dq" in sums else 0
-        return tiles.BARRIERS + stay + flow + exchanged
-
-    return max(map(of_launch, tiles.launches(head_dim, value_dim, kernel != "backward")))
+        stay = 2 * rows * (head_dim + value_dim) + tiles.numbers_bytes(p, rows)
+        return tiles.BARRIERS + stay + flow
+    launches = tiles.launches(head_dim, value_dim, kernel != "backward")
+    return max(tiles.backward_bytes(p, (head_dim, value_dim), tile, sums) for sums in launches)
 
 
 def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:

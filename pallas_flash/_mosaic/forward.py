@@ -30,7 +30,7 @@ slot is free when both have used it. So keys and values leave the L2 cache half 
 A bias that has queries and keys for its axes is copied to shared memory, where there is room: by
 the warp that loads a warpgroup's queries, those tiles that its rows see. The warpgroup reads one
 while the product of that tile runs, and the slot is free before the softmax begins. Mask arrays
-come likewise, as bits, beside the keys that they are of (`pairs`).
+come by tiles, too: as bits, beside the keys that they are of, and read where they are applied.
 
 m moves only when it would grow by more than THRESHOLD. That is exact: acc, l and the LSE share the
 shift, whatever it is, and p stays below 2^THRESHOLD.
@@ -51,7 +51,7 @@ from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.options import Options, left_out, shared_arrays
 from pallas_flash._mosaic.pairs import (
-    MaskTiles,
+    Masks,
     Owners,
     rows_of_one_axis,
     without_bias,
@@ -89,7 +89,8 @@ class Static(common.Static):
         two_edges: whether tiles may need the mask before and behind those that do not.
         bias: how tiles of the bias are found; None if it is read in device memory, or there is
             none.
-        bits: how those of masks are, likewise.
+        masks: those of which tiles are copied.
+        mask_slots: for these tiles.
     """
 
     q: Tiling
@@ -98,7 +99,8 @@ class Static(common.Static):
     ends: bool
     two_edges: bool
     bias: "BiasTiles | None"
-    bits: MaskTiles | None
+    masks: Masks
+    mask_slots: int
 
     @property
     def large(self) -> bool:
@@ -243,20 +245,24 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             # Before, there are no registers for it beside what the mask reads.
             return with_bias(j, *ahead) if masked else ahead, s
 
+        def bits_slot(j):
+            return common.remainder(used + j, static.mask_slots)
+
         def wait_for_bits(j):
-            if static.bits is not None:
-                plgpu.barrier_wait(memory["bits_full"].at[static.bits.slot(used + j)])
+            if static.mask_slots:
+                plgpu.barrier_wait(memory["bits_full"].at[bits_slot(j)])
 
         def read_bits(j):
             """Those of the j-th keys, for each array of the mask that is copied."""
-            return () if static.bits is None else static.bits.read(memory, used + j, part_row)
+            if not static.mask_slots:
+                return ()
+            return static.masks.read(memory["bits_sm"], bits_slot(j), part_row)
 
         def leave_bits(j, l=None):
             """Reports that they were read, to a barrier whose number waits for the new l."""
-            if static.bits is not None:
-                slot = static.bits.slot(used + j)
-                slot = slot if l is None else slot + ptx.uniform_zero(l)
-                plgpu.barrier_arrive(memory["bits_free"].at[slot])
+            if static.mask_slots:
+                after = 0 if l is None else ptx.uniform_zero(l)
+                plgpu.barrier_arrive(memory["bits_free"].at[bits_slot(j) + after])
 
         def weights(here, options, j, kv_tile, s, m, l, masked):
             """As `softmax`; p after dropout, in the dtype of the operands."""
@@ -530,12 +536,14 @@ def load(refs, memory, static: Static):
         b, h, q_tile, *entry = item
         tiles, at = work.stream(entry, refs.table), (b, common.quotient(h, static.groups))
 
-        def bits(i, first_key):
-            if static.bits is not None:
-                first_row = q_tile * static.q.block
-                static.bits.copy(refs.bits, memory, i, b, h, first_row, first_key)
+        def masks(i, first_key):
+            if static.mask_slots:
+                ring, place = common.Ring(static.mask_slots), (first_key, q_tile * static.q.block)
+                ring.refill(i, memory["bits_free"])
+                sm, full = memory["bits_sm"], memory["bits_full"].at[ring(i)]
+                static.masks.copy(refs.bits, sm, ring(i), b, h, *place, full)
 
-        copy_keys_and_values(refs, memory, tiles, at, used, tile.programs, bits)
+        copy_keys_and_values(refs, memory, tiles, at, used, tile.programs, masks)
         return used + tiles.count
 
     def queries(w, i, item, read):
@@ -576,7 +584,7 @@ def pallas_flash_forward(*refs, static: Static, **memory):
     table_ref = rest.pop(0) if static.listed else None
     shared = [rest.pop(0) for _ in static.options.leaves]
     bias_ref = None if static.bias is None else rest.pop(0)
-    bits = [rest.pop(0) for _ in (static.bits.owners if static.bits else ())]
+    bits = [rest.pop(0) for _ in static.masks.owners]
     ends = [rest.pop(0) for _ in range(2 if static.ends else 0)]
     list_ref, o_ref, *statistic_refs = rest
     columns = range(len(work.WHERE) + work.COMMON)
@@ -633,12 +641,8 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
             bias_tiles = BiasTiles(of_bias, Owners.of(x, p.batch))
             bias = [rows_of_one_axis(x)]
             bias_sm = common.strips(x.dtype, w * of_bias, rows=ROWS, columns=kv.block)
-        bits, mask_tiles, bits_sm = [], None, None
-        if of_masks:
-            shared, bools = without_masks(shared)
-            bits = [words_of(x, 3, kv) for x in bools]
-            mask_tiles = MaskTiles(of_masks, tuple(Owners.of(x, p.batch) for x in bools))
-            bits_sm = mask_tiles.memory(kv.block // ptx.BITS, q.block)
+        shared, bools = without_masks(shared) if of_masks else (shared, [])
+        bits, masks = [words_of(x, 3, kv) for x in bools], Masks.of(bools, p.batch)
         options = Options.of(p, shared, q, kv)
         ends = [x for seen in seen for x in (seen, last_tile(value, seen, kv.block))]
         q_sm = blocks(w, rows=ROWS, columns=p.head_dim)
@@ -663,7 +667,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 bias_sm=bias_sm,
                 bias_full=barriers(w * of_bias, bias_sm.shape[1]) if bias_sm else None,
                 bias_free=barriers(w * of_bias) if bias_sm else None,
-                bits_sm=bits_sm,
+                bits_sm=masks.memory(of_masks, kv.block, q.block),
                 bits_full=barriers(of_masks, len(bits)) if bits else None,
                 bits_free=barriers(of_masks, w) if bits else None,
                 q_full=barriers(w, copies_of_k),
@@ -691,7 +695,8 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 ends=bool(seen),
                 two_edges=not mask.scattered and work.have_two_edges(entries),
                 bias=bias_tiles,
-                bits=mask_tiles,
+                masks=masks,
+                mask_slots=of_masks,
                 tile=tile,
             ),
             approx_math=options.approximate,

@@ -93,40 +93,35 @@ def words_of(x, axis: int, columns: Tiling):
     return jnp.pad(words, [(0, 0)] * 3 + [(0, -words.shape[3] % 4)])
 
 
-class MaskTiles(NamedTuple):
-    """How tiles of masks as bits are found, for who streams keys past queries.
+class Masks(NamedTuple):
+    """Mask arrays as bits: who owns each, and its tiles, [words, 64 n] of so many rows.
 
-    Attributes:
-        slots: in which a program has tiles one after the other.
-        owners: of each array.
+    A tile has its columns along the bits of words, and its rows lie beside each other.
     """
 
-    slots: int
-    owners: tuple[Owners, ...]
+    owners: tuple[Owners, ...] = ()
 
-    def memory(self, words: int, rows: int):
-        """Shared memory for tiles of so many words of each row."""
-        return plgpu.SMEM((len(self.owners), self.slots, words, rows), jnp.uint32)
+    @classmethod
+    def of(cls, arrays, batch: int) -> "Masks":
+        """Of arrays that `without_masks` returned."""
+        return cls(tuple(Owners.of(x, batch) for x in arrays))
 
-    def slot(self, i):
-        """That of the i-th tile that a program has."""
-        return common.remainder(i, self.slots)
+    def memory(self, slots: int, columns: int, rows: int):
+        """Shared memory; None if there are no masks."""
+        shape = len(self.owners), slots, columns // ptx.BITS, rows
+        return plgpu.SMEM(shape, jnp.uint32) if self.owners else None
 
-    def copy(self, refs, memory, i, b, h, first_row, first_key):
-        """Copies the i-th tile that a program has to its slot, as soon as that is free."""
-        common.Ring(self.slots).refill(i, memory["bits_free"])
-        slot, sm = self.slot(i), memory["bits_sm"]
-        *_, words, rows = sm.shape
-        place = pl.ds(common.quotient(first_key, ptx.BITS), words), pl.ds(first_row, rows)
+    def copy(self, refs, sm, slot, b, h, first_column, first_row, full):
+        """Starts the copies of a tile, which report to `full`."""
         for n, (owners, ref) in enumerate(zip(self.owners, refs, strict=True)):
-            tile = ref.at[(*owners.at(b, h), *place)]
-            plgpu.copy_gmem_to_smem(tile, sm.at[n, slot], memory["bits_full"].at[slot])
+            words, rows = sm.shape[2:]
+            place = pl.ds(common.quotient(first_column, ptx.BITS), words), pl.ds(first_row, rows)
+            plgpu.copy_gmem_to_smem(ref.at[(*owners.at(b, h), *place)], sm.at[n, slot], full)
 
-    def read(self, memory, i, first_row):
-        """Bools [64, n] for each array, of a warpgroup whose rows begin there in the program."""
-        slot = self.slot(i)
-        places = (memory["bits_sm"].at[n, slot] for n in range(len(self.owners)))
-        return [ptx.bits_of_tile(place, first_row) for place in places]
+    def read(self, sm, slot, first_row) -> list:
+        """Bools [64, columns] of each, of rows that begin there in the tile."""
+        tiles = (sm.at[n, slot] for n in range(len(self.owners)))
+        return [ptx.bits_of_tile(tile, first_row) for tile in tiles]
 
 
 class Streams(NamedTuple):
@@ -136,12 +131,12 @@ class Streams(NamedTuple):
         slots: in which tiles lie one after the other; 0 if nothing streams.
         bias: the owners of a bias in 16 bits; None if it is read in device memory, or there is
             none.
-        masks: those of masks as bits.
+        masks: those that are copied.
     """
 
     slots: int = 0
     bias: Owners | None = None
-    masks: tuple[Owners, ...] = ()
+    masks: Masks = Masks()
 
     @classmethod
     def of(cls, problem: Problem, shared, room: StreamRoom, q: Tiling):
@@ -151,37 +146,31 @@ class Streams(NamedTuple):
             shared, x = without_bias(shared)
             bias = Owners.of(x, problem.batch)
             arrays.append(rows_of_one_axis(x))
-        if room.masks:
+        if room.slots:
             shared, masks = without_masks(shared)
             arrays += [words_of(x, 2, q) for x in masks]
-        owners = tuple(Owners.of(x, problem.batch) for x in masks)
-        return cls(room.slots, bias, owners), shared, arrays
+        return cls(room.slots, bias, Masks.of(masks, problem.batch)), shared, arrays
 
     @property
     def arrays(self) -> int:
         """How many there are."""
-        return (self.bias is not None) + len(self.masks)
+        return (self.bias is not None) + len(self.masks.owners)
 
     def memory(self, dtype, q: Tiling, warpgroups: int) -> dict[str, Any]:
         """Shared memory and barriers."""
-        bias, bits, width = None, None, ptx.COLUMNS
-        if self.bias is not None:
-            shape = self.slots, warpgroups, q.block, width
-            bias = plgpu.SMEM(shape, dtype, transforms=ptx.BLOCKS)
-        if self.masks:
-            shape = len(self.masks), self.slots, q.block // ptx.BITS, warpgroups * width
-            bits = plgpu.SMEM(shape, jnp.uint32)
-        copies = warpgroups * (self.bias is not None) + len(self.masks)
+        shape = self.slots, warpgroups, q.block, ptx.COLUMNS
+        bias = None if self.bias is None else plgpu.SMEM(shape, dtype, transforms=ptx.BLOCKS)
+        copies = warpgroups * (self.bias is not None) + len(self.masks.owners)
         return dict(
             bias_sm=bias,
-            bits_sm=bits,
-            pairs_full=common.barriers(self.slots, copies) if self.arrays else None,
-            pairs_free=common.barriers(self.slots, warpgroups) if self.arrays else None,
+            bits_sm=self.masks.memory(self.slots, q.block, warpgroups * ptx.COLUMNS),
+            pairs_full=common.barriers(self.slots, copies) if self.slots else None,
+            pairs_free=common.barriers(self.slots, warpgroups) if self.slots else None,
         )
 
     def copy(self, refs, memory, j, b, h, first_query, first_key):
         """Copies the tile of step j to its slot, as soon as that is free."""
-        if not self.arrays:
+        if not self.slots:
             return
         ring, refs = common.Ring(self.slots), list(refs)
         ring.refill(j, memory["pairs_free"])
@@ -194,46 +183,44 @@ class Streams(NamedTuple):
                 at = *self.bias.at(b, h), pl.ds(first_query, rows)
                 keys = pl.ds(first_key + n * width, width)
                 plgpu.copy_gmem_to_smem(ref.at[(*at, keys)], place.at[n], full)
-        for n, (owners, ref) in enumerate(zip(self.masks, refs, strict=True)):
-            place = memory["bits_sm"].at[n, slot]
-            words, keys = place.shape
-            first = common.quotient(first_query, ptx.BITS)
-            at = *owners.at(b, h), pl.ds(first, words), pl.ds(first_key, keys)
-            plgpu.copy_gmem_to_smem(ref.at[at], place, full)
+        self.masks.copy(refs, memory["bits_sm"], slot, b, h, first_query, first_key, full)
 
 
 class InSlot(NamedTuple):
-    """What a warpgroup reads of the tile of step j, whose rows are its 64 keys."""
+    """What a warpgroup reads of the tile of step j, whose rows are its 64 keys.
 
-    streams: Streams
-    memory: dict[str, Any]
-    j: Any
-    warpgroup: Any
+    By default nothing streams.
+    """
 
-    @property
-    def _slot(self):
-        return common.Ring(self.streams.slots)(self.j)
+    streams: Streams = Streams()
+    memory: dict[str, Any] | None = None
+    j: Any = 0
+    warpgroup: Any = 0
+
+    def _at(self, name: str):
+        assert self.memory is not None
+        return self.memory[name].at[common.Ring(self.streams.slots)(self.j)]
 
     def wait(self):
         """Until it is there."""
-        if self.streams.arrays:
-            plgpu.barrier_wait(self.memory["pairs_full"].at[self._slot])
+        if self.streams.slots:
+            plgpu.barrier_wait(self._at("pairs_full"))
 
     def free(self):
         """Reports that it was read."""
-        if self.streams.arrays:
+        if self.streams.slots:
             ptx.fence()
-            plgpu.barrier_arrive(self.memory["pairs_free"].at[self._slot])
+            plgpu.barrier_arrive(self._at("pairs_free"))
 
     def with_bias(self, options):
         """`ExampleOptions` with the tile's bias."""
         if self.streams.bias is None:
             return options
-        place = self.memory["bias_sm"].at[self._slot, self.warpgroup]
-        return options.with_bias(ptx.load_transposed(place))
+        return options.with_bias(ptx.load_transposed(self._at("bias_sm").at[self.warpgroup]))
 
     def masks(self) -> list:
         """Bools of the tile for each mask array."""
-        first = self.warpgroup * ptx.COLUMNS
-        places = (self.memory["bits_sm"].at[n, self._slot] for n in range(len(self.streams.masks)))
-        return [ptx.bits_of_tile(place, first) for place in places]
+        if not self.streams.slots or self.memory is None:
+            return []
+        slot, first = common.Ring(self.streams.slots)(self.j), self.warpgroup * ptx.COLUMNS
+        return self.streams.masks.read(self.memory["bits_sm"], slot, first)

@@ -20,7 +20,9 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     meet, fence             two barriers fewer for each tile of the backward
     joined                  a tile of parts, which the compiler computes one after the other
     positions               no division for each element, where a tile's width is no power of two
-    gather, bits            Pallas reads no element of device memory for each one of a tile
+    gather, bits, bits_of_tile
+                            Pallas reads no element of device memory for each one of a tile
+    load_transposed         nor a tile whose rows become columns
     load_strips             nor a tile to which copies may come that reach beyond an array's end
     store_rows, store_zeros, zero_rows
                             nor does it store a part of one, or 16 bytes at a time

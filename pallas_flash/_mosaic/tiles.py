@@ -24,6 +24,10 @@ HOPPER = (9, 0)
 # Bytes for barriers at most, of 8 each; and an array begins at a multiple of so many.
 BARRIERS = ALIGNED = 1024
 
+# Keys that stay with a program of the backward, and slots for the ds_t that its warpgroups
+# exchange: one is written while the other is read.
+BLOCK_KV, EXCHANGE = 128, 2
+
 # Numbers of 16 bits in the shared memory of a program, less 3 KB for barriers and numbers a query.
 ROOM = 224 * 1024 // 2
 
@@ -139,13 +143,11 @@ class StreamRoom(NamedTuple):
 
     Attributes:
         slots: in which tiles lie one after the other; 0 if nothing is copied.
-        bias: whether the bias is.
-        masks: whether bools are, as bits.
+        bias: whether the bias is, and not mask arrays alone.
     """
 
     slots: int = 0
     bias: bool = False
-    masks: bool = False
 
 
 def has_pairs(leaf) -> bool:
@@ -157,23 +159,34 @@ def stream_room(
     p: Problem, sizes: tuple[int, int], tile: BackwardTile, sums: tuple[str, ...]
 ) -> StreamRoom:
     """For a launch, by the padded head sizes: as many slots as of queries, where there is room."""
-    head_dim, value_dim = sizes
     # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
     in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2 and 1 not in p.bias.shape[2:]
     of_bias = in_16_bits and p.kv_len % 8 == 0
     masks = sum(map(has_pairs, p.mask.leaves))
-    stay = 2 * 128 * (head_dim + value_dim * ("dk" in sums))
-    stream = 2 * tile.stages * tile.block_q * (head_dim + value_dim)
-    exchanged = 2 * 2 * 128 * tile.block_q * ("dq" in sums)
-    numbers = 4 * tile.stages * tile.block_q
-    numbers = aligned(numbers) + aligned((2 if p.large else 1) * numbers)
-    room = _hardware.shared_memory_limit(HOPPER) - BARRIERS - stay - stream - exchanged - numbers
-    bits = masks * aligned(128 * tile.block_q // 8)
+    room = _hardware.shared_memory_limit(HOPPER) - backward_bytes(p, sizes, tile, sums)
+    bits = masks * aligned(BLOCK_KV * tile.block_q // 8)
     for bias, slots in itertools.product([of_bias, False], range(tile.stages, 0, -1)):
-        size = bits + 2 * 128 * tile.block_q * bias
+        size = bits + 2 * BLOCK_KV * tile.block_q * bias
         if size and slots * size <= room:
-            return StreamRoom(slots, bias, masks > 0)
+            return StreamRoom(slots, bias)
     return StreamRoom()
+
+
+def backward_bytes(
+    p: Problem, sizes: tuple[int, int], tile: BackwardTile, sums: tuple[str, ...]
+) -> int:
+    """Bytes of shared memory of a launch's program, without those for what is of pairs."""
+    head_dim, value_dim = sizes
+    rows = of_launch(tile, sums).stages * tile.block_q
+    stay = 2 * BLOCK_KV * (head_dim + (value_dim if "dk" in sums else 0))
+    flow = 2 * rows * (head_dim + value_dim) + numbers_bytes(p, rows)
+    exchanged = EXCHANGE * 2 * BLOCK_KV * tile.block_q if "dq" in sums else 0
+    return BARRIERS + stay + flow + exchanged
+
+
+def numbers_bytes(p: Problem, rows: int) -> int:
+    """Of rows in the backward, float32: the statistics, and delta in an array of their own."""
+    return sum(aligned(4 * n * rows) for n in (2 if p.large else 1, 1))
 
 
 def _in_pairs(p: Problem) -> bool:
