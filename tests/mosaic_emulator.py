@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fractions
+import functools
 import importlib
 import itertools
 import random
@@ -444,6 +445,20 @@ def product_t(a_ref, b_ref, inner):
     return result
 
 
+def product_of_tiles(a_ref, b_ref, columns, *, transposed=False):
+    for ref in (a_ref, b_ref):
+        if columns % 16 or ref.shape[1] % columns:
+            raise EmulationError(f"tiles of {columns} columns in rows of {ref.shape[1]}")
+    a, b = (a_ref.T, b_ref) if transposed else (a_ref, b_ref.T)
+    result = Running((a.shape[0], b.shape[1]))
+
+    def product():
+        result.value = multiply(a, b)
+
+    here.products.append(product)
+    return result
+
+
 def accumulate(acc, a, b_ref):
     result = Running(acc.shape)
 
@@ -606,6 +621,8 @@ fake_ptx = dict(
     multiply_wide=_dropout.multiply_wide,
     joined=lambda parts: jnp.concatenate(parts, axis=1),
     product_t=product_t,
+    product_of_tiles=product_of_tiles,
+    product_of_transposed=functools.partial(product_of_tiles, transposed=True),
     accumulate=accumulate,
     wait=wait,
     waited=wait,

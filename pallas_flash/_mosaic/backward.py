@@ -125,7 +125,7 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
 def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, static: Static):
     """The sums of a warpgroup's keys over all steps, from the first copy to the last."""
     m, block_q, sums = memory, static.q.block, static.sums
-    k_sm, v_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "v_sm", "q_sm", "do_sm"))
+    k_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "q_sm", "do_sm"))
     dtype, head_dim, value_dim = k_sm.dtype, q_sm.shape[-1], do_sm.shape[-1]
     ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
     dq_columns = static.dq_columns(head_dim)
@@ -163,25 +163,22 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         busy = others or (static.masked and block_q > ROWS)
         return pl.ds((ptx.anew(warpgroup) if busy else warpgroup) * ROWS, ROWS)
 
-    def start_s(j, s_acc):
-        plgpu.barrier_wait(m["q_full"].at[ring(j)])
-        plgpu.wgmma(s_acc, k_sm.at[my_rows()], q_sm.at[ring(j)].T)
+    def start(j, stays, x):
+        """Starts the product of what stays of "k" or "v" and of the j-th queries' x."""
+        plgpu.barrier_wait(m[f"{x}_full"].at[ring(j)])
+        a, b = m[f"{stays}_sm"].at[my_rows()], m[f"{x}_sm"].at[ring(j)]
+        return ptx.product_of_tiles(a, b, ptx.tile_columns(b.shape[-1]))
 
-    def start_dp(j, dp_acc):
-        plgpu.barrier_wait(m["do_full"].at[ring(j)])
-        plgpu.wgmma(dp_acc, v_sm.at[my_rows()], do_sm.at[ring(j)].T)
-
-    def gradients_of_scores(j, where, dv, s_acc, dp_acc):
+    def gradients_of_scores(j, where, dv):
         """ds_t in the dtype of the operands; dv's product, if any, is left running."""
-        starts = functools.partial(start_s, j, s_acc), functools.partial(start_dp, j, dp_acc)
-        for start in static.in_turn(*starts):
-            start()
+        operands = static.in_turn(("k", "q"), ("v", "do"))
+        started = {x: start(j, stays, x) for stays, x in operands}
         # A barrier of its own: the wait ends a basic block here, and without it registers spill.
         plgpu.barrier_wait(m["delta_full"].at[ring(j)])
-        s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 if static.tile.stages > 1 else 0)
+        s_t = ptx.wait(1 if static.tile.stages > 1 else 0, started["q"])
         tile = tile_of(j, where)
         p_t = tile.weights(s_t, lambda name: of_queries(name, j))
-        dp_t = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        dp_t = ptx.wait(0, started["do"])
         ds_t = tile.gradient(p_t, dp_t, of_queries("delta", j)).astype(dtype)
         if "dv" in sums:
             plgpu.wgmma(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
@@ -190,30 +187,29 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
             plgpu.barrier_arrive(m["do_free"].at[ring(j)])
         return ds_t
 
-    def dq_part(j, ds_t, dk, dq_acc):
+    def dq_part(j, ds_t, dk):
         """Its part of the tile of dq; dk's product is left running."""
-        ds_sm = m["ds_sm"].at[exchange(j)]
+        ds_sm, columns = m["ds_sm"].at[exchange(j)], ptx.tile_columns(head_dim)
         if block_q == ROWS:
             # All queries, half of the columns.
-            columns = pl.ds(warpgroup * (head_dim - dq_columns), dq_columns)
-            plgpu.wgmma(dq_acc, ds_sm.T, k_sm.at[:, columns])
+            part = pl.ds(warpgroup * (head_dim - dq_columns), dq_columns)
+            dq = ptx.product_of_transposed(ds_sm, k_sm.at[:, part], columns)
         else:
             # Half of the queries, all columns.
-            plgpu.wgmma(dq_acc, ds_sm.T.at[mine], k_sm)
+            dq = ptx.product_of_transposed(ds_sm.at[:, mine], k_sm, columns)
         # The registers of a thread have no room for 256 columns and for ds_t.
         plgpu.wgmma(dk, ds_sm.at[mine] if head_dim > 192 else ds_t, q_sm.at[ring(j)])
         if "dv" in sums:
             plgpu.wgmma_wait(2)  # For dv's product, which is the oldest.
             plgpu.barrier_arrive(m["do_free"].at[ring(j)])
-        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+        return ptx.wait(1, dq)
 
     def add_dq(j, where, ds_t, dk):
         """Adds its part of the tile of dq; dk's product is left running."""
         m["ds_sm"].at[exchange(j)].at[mine][...] = ds_t
         ptx.fence()
         ptx.meet(AT_DS, 128 * WARPGROUPS)
-        part = plgpu.ACC((ROWS, dq_columns), jnp.float32)
-        dq = pl.run_scoped(lambda x: dq_part(j, ds_t, dk, x), part)
+        dq = dq_part(j, ds_t, dk)
         head, first_query = where
         tile = b * static.num_q_heads + first_head + head
         tile = tile * static.dq_tiles + common.quotient(first_query, 64)
@@ -228,9 +224,8 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         if apart:
             ptx.add_fragments(dq, place, slice(twice, None))
 
-    def step_of_dv(j, where, dv, s_acc):
-        start_s(j, s_acc)
-        s_t = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+    def step_of_dv(j, where, dv):
+        s_t = ptx.wait(0, start(j, "k", "q"))
         tile = tile_of(j, where)
         p_t = tile.weights(s_t, lambda name: of_queries(name, j))
         ptx.fence()
@@ -243,11 +238,11 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
     def loop(dk=None, dv=None):
         def step(j):
             # Read here, where tiles are listed: later all would wait for it.
-            where, scores = steps.at(j), plgpu.ACC((ROWS, block_q), jnp.float32)
+            where = steps.at(j)
             if dk is None:
-                pl.run_scoped(lambda s_acc: step_of_dv(j, where, dv, s_acc), scores)
+                step_of_dv(j, where, dv)
                 return
-            ds_t = pl.run_scoped(lambda *x: gradients_of_scores(j, where, dv, *x), scores, scores)
+            ds_t = gradients_of_scores(j, where, dv)
             if "dq" in sums:
                 add_dq(j, where, ds_t, dk)
             else:

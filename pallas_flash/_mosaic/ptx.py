@@ -9,6 +9,8 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
     product_t, accumulate   a first instruction that overwrites in place of zeroed accumulators, and
                             key tiles that are no multiple of 64: 80 and 176 keys, the latter 6 to
                             12 % at head size 128
+    product_of_tiles, product_of_transposed
+                            likewise in the backward: 6 % at head size 64, 1 at 128, 3 at 256
     wait, waited            products in flight under a softmax that the compiler leaves there: 5 %
                             at head size 64
     uniform_zero            likewise: without it the waits move up
@@ -157,6 +159,31 @@ def product_t(a_ref, b_ref, inner: int):
     def emit(_, a, b):
         b = mgpu.memref_transpose(_tiles(b), (1, 0, 3, 2))
         return _array(_multiply(_tiles(a), b, None, shape[1], inner), shape, ACC)
+
+    return emit(a_ref, b_ref)
+
+
+def product_of_tiles(a_ref, b_ref, columns: int):
+    """Starts a @ b.T, [64, n], for a [64, k] and b [n, k] in tiles of so many columns."""
+    return _product_of_tiles(a_ref, b_ref, columns, (a_ref.shape[0], b_ref.shape[0]), inner=1)
+
+
+def product_of_transposed(a_ref, b_ref, columns: int):
+    """Starts a.T @ b, [64, n], likewise, for a [k, 64] and b [k, n]."""
+    return _product_of_tiles(a_ref, b_ref, columns, (a_ref.shape[1], b_ref.shape[1]), inner=0)
+
+
+def _product_of_tiles(a_ref, b_ref, columns: int, shape, *, inner: int):
+    kinds = (plgpu.RefType(tiled(columns)),) * 2
+
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=_float32(shape, ACC))
+    def emit(_, a, b):
+        # The operand that is to be read the other way round.
+        if inner == 1:
+            b = mgpu.memref_transpose(b, (1, 0, 3, 2))
+        else:
+            a = mgpu.memref_transpose(a, (1, 0, 3, 2))
+        return _array(_multiply(a, b, None, shape[1], a_ref.shape[inner]), shape, ACC)
 
     return emit(a_ref, b_ref)
 
@@ -932,25 +959,26 @@ def _multiply(a, b, acc: list | None, n: int, inner: int) -> list:
     """Starts acc + a @ b as one group of instructions, each of which takes 16 of the inner size.
 
     Args:
-        a: shared memory, or an array in registers.
-        b: shared memory.
+        a: tiles in shared memory, or an array in registers.
+        b: tiles of as many columns.
         acc: registers, or None for zeros.
         n: columns of b that are taken.
         inner: the inner size; operands have zeros from there to a multiple of 16.
     """
     (_, columns), element = internals.tiled_memref_shape(b)
     kind = {ir.BF16Type: "bf16", ir.F16Type: "f16"}[type(element)]
-    swizzle = 2 * COLUMNS
+    # Of a tile one side has 8 numbers, whichever way it is read, and the other one more.
+    width = max(ir.MemRefType(b.type).shape[2:])
 
     def descriptor(x, rows, right):
         """One of the first step, and the distance of any step from it."""
         (base, (_, [step])), (_, group), fastest = internals.create_descriptor(
             x,
-            swizzle=swizzle,
-            group_size=(COLUMNS, rows) if right else (rows, COLUMNS),
+            swizzle=2 * width,
+            group_size=(width, rows) if right else (rows, width),
             logical_k_major=right,
         )
-        per_group = COLUMNS // 16
+        per_group = width // 16
 
         def offset(i):
             return internals.encode_addr(i // per_group * group + i % per_group * step)
