@@ -10,7 +10,8 @@ Gains were measured with prototypes on an H200, as the time of a whole pass.
                             key tiles that are no multiple of 64: 80 and 176 keys, the latter 6 to
                             12 % at head size 128
     product_of_tiles, product_of_transposed
-                            likewise in the backward: 6 % at head size 64, 1 at 128, 3 at 256
+                            likewise in the backward: 5 to 7 % at head size 64, 0 to 2 at 128,
+                            3 at 256
     wait, waited            products in flight under a softmax that the compiler leaves there: 5 %
                             at head size 64
     uniform_zero            likewise: without it the waits move up
