@@ -68,7 +68,7 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
 
 def sum_of(refs, memory, b, h, q_tile, warpgroup, steps: shared.Steps, static: Static):
     """The sum of a warpgroup's queries over all steps, from the first copy to the last."""
-    m = memory
+    block_kv, m = static.kv.block, memory
     ring, value_ring = common.Ring(static.tile.stages), common.Ring(static.value_slots)
     options = static.options.of_example(refs["shared"], b)
     q_sm, do_sm, k_sm, v_sm = (m[x] for x in ("q_sm", "do_sm", "k_sm", "v_sm"))
@@ -85,28 +85,27 @@ def sum_of(refs, memory, b, h, q_tile, warpgroup, steps: shared.Steps, static: S
     plgpu.barrier_wait(full)
     numbers = {name: plgpu.load(place, layout=ptx.ROW) for name, place in mine.items()}
 
-    def start(x_ref, y_ref):
-        return ptx.product_of_tiles(x_ref, y_ref, ptx.tile_columns(x_ref.shape[1]))
-
-    def gradients_of_scores(j):
+    def gradients_of_scores(j, s_acc, dp_acc):
         slot, value_slot, (_, first_key) = ring(j), value_ring(j), steps.at(j)
         mine = ptx.anew(warpgroup)
         plgpu.barrier_wait(m["k_full"].at[slot])
-        s = start(q_sm.at[mine], k_sm.at[slot])
+        plgpu.wgmma(s_acc, q_sm.at[mine], k_sm.at[slot].T)
         plgpu.barrier_wait(m["v_full"].at[value_slot])
-        dp = start(do_sm.at[mine], v_sm.at[value_slot])
-        s = ptx.wait(1, s)
+        plgpu.wgmma(dp_acc, do_sm.at[mine], v_sm.at[value_slot].T)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         pairs = shared.Tile(
             options, static, h, first_query, first_key, steps.masked(j), transposed=False
         )
         p = pairs.weights(s, numbers.get)
-        dp = ptx.wait(0, dp)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         plgpu.barrier_arrive(m["v_free"].at[value_slot])
         return pairs.gradient(p, dp, numbers["delta"]).astype(dtype)
 
     def loop(acc):
         def step(j):
-            plgpu.wgmma(acc, gradients_of_scores(j), k_sm.at[ring(j)])
+            scores = plgpu.ACC((ROWS, block_kv), jnp.float32)
+            ds = pl.run_scoped(lambda *x: gradients_of_scores(j, *x), scores, scores)
+            plgpu.wgmma(acc, ds, k_sm.at[ring(j)])
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m["k_free"].at[ring(j)])
 
