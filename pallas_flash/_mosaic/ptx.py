@@ -4,7 +4,7 @@ A warpgroup is 128 threads. Tiles of scores and of the output are 64 rows of one
 over its registers as the matrix instruction `wgmma` leaves them: layout `ACC` while a product may
 still be running, `WGMMA` otherwise. A thread holds two rows, and of each 8 columns two.
 
-Gains were measured with prototypes on an H200, as the time of a whole pass.
+Gains were measured on an H200, most of them with prototypes, as the time of a whole pass.
 
     product_t, accumulate   a first instruction that overwrites in place of zeroed accumulators, and
                             key tiles that are no multiple of 64: 80 and 176 keys, the latter 6 to
