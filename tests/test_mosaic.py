@@ -118,6 +118,19 @@ def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
 
 
 @in_order
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_heads_that_do_not_fill_the_last_place_in_the_grid(
+    kv_heads, monkeypatch, in_order, kernel_case
+):
+    """Three key/value heads, or shares of one, of which two have their programs side by side."""
+    monkeypatch.setattr(
+        importlib.import_module("pallas_flash._mosaic.backward_common"), "SIDE_BY_SIDE", 2
+    )
+    case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=3, K=kv_heads)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
+
+
+@in_order
 def test_keys_behind_the_ends_have_gradients_of_zero(in_order, kernel_case):
     """Of five tiles none is seen, or one or two, whose programs store several others, or more."""
     lengths = jnp.array([0, 1, 256, 300, 520], jnp.int32)
@@ -256,24 +269,25 @@ def test_instances_have_their_own(case, in_order, monkeypatch, kernel_case):
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "kv_heads", "size", "causal", "shares"),
+    ("batch", "length", "heads", "kv_heads", "size", "causal", "in_order", "shares"),
     [
-        (4, 4096, 16, 16, 128, True, 1),  # Nothing to share.
-        (1, 4096, 64, 8, 128, True, 8),  # A head a program, of 64 steps at most.
-        (8, 2048, 64, 8, 128, True, 4),
-        (2, 2048, 71, 1, 64, True, 17),
-        (1, 2**17, 64, 8, 128, True, 2),  # Whose sums take 2 GiB.
-        (1, 4096, 64, 8, 128, False, 1),
-        (1, 1024, 64, 8, 128, False, 5),  # Two programs for each of 132 cores.
+        (4, 4096, 16, 16, 128, True, False, 1),  # Nothing to share.
+        (1, 2**13, 64, 8, 128, True, False, 8),  # A head a program, or so many that
+        (1, 4096, 64, 8, 128, True, False, 4),  # they have 8192 queries.
+        (8, 2048, 64, 8, 128, True, False, 2),
+        (2, 2048, 71, 1, 64, True, False, 17),
+        (1, 2**17, 64, 8, 128, True, False, 8),
+        (1, 2**17, 64, 8, 128, True, True, 2),  # Whose sums take 2 GiB.
+        (1, 4096, 64, 8, 128, False, False, 1),
+        (1, 1024, 64, 8, 128, False, False, 5),  # Two programs for each of 132 cores.
     ],
 )
-def test_shares_of_heads(batch, length, heads, kv_heads, size, causal, shares):
-    block_q = _mosaic.tiles.backward_tile(size, size, in_order=False).block_q
+def test_shares_of_heads(batch, length, heads, kv_heads, size, causal, in_order, shares):
     module, found = importlib.import_module("pallas_flash._mosaic.backward"), []
 
     def call(q, k):
         p = checked((q, k, k), dict(is_causal=causal))
-        found.append(module._shares(p, length // block_q, length // 128))
+        found.append(module._shares(p, length // 128, in_order))
 
     shapes = ((batch, length, n, size) for n in (heads, kv_heads))
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))

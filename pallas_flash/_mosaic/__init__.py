@@ -83,6 +83,7 @@ def backward(
             *(*rows, tiles.of_launch(tile, sums), sums, seen),
             zeros=zeros[0] if "dq" in sums else None,
             want_scale=want_scale,
+            in_order=in_order,
         )
     if in_order:
         dq, dscale = _dq(*rows, sizes.tile("dq"), seen, want_scale=want_scale)

@@ -56,10 +56,12 @@ class Static(shared.Static):
 
     Attributes:
         shares: into how many the query heads of a key/value head are shared out.
+        adds: whether the shares of dk and dv are added in device memory, in no order.
         sums: what it computes of "dq", "dk" and "dv"; dq with dk alone.
     """
 
     shares: int
+    adds: bool
     sums: tuple[str, ...]
 
     @property
@@ -114,8 +116,8 @@ def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
     where = b, share, kv_tile, warpgroup
 
     def nothing():
-        # With ends, `load` does that.
-        if not static.ends:
+        # With ends, `load` does that; to sums there is nothing to add.
+        if not (static.ends or static.adds):
             store(refs, memory, *where, zeros(memory, static), static)
 
     steps.if_any(lambda: sums_of(refs, memory, *where, steps, static), nothing)
@@ -295,9 +297,13 @@ def store(refs, memory, b, share, kv_tile, warpgroup, results, static: Static):
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(places[name], refs[name].at[b, rows, kv_head])
             continue
-        row = (b * static.num_heads + share) * static.kv.count + kv_tile
+        heads, h = static.num_heads, share
+        if static.adds:
+            heads, h = heads // static.shares, kv_head
+        row = (b * heads + h) * static.kv.count + kv_tile
         place = (row * WARPGROUPS + warpgroup) * ptx.groups(x.shape[1])
-        ptx.store_fragments(x, refs[name].at[place])
+        put = ptx.add_fragments if static.adds else ptx.store_fragments
+        put(x, refs[name].at[place])
 
 
 def load(refs, memory, b, share, kv_tile, static: Static):
@@ -378,11 +384,11 @@ def pallas_flash_backward(*refs, static: Static, **memory):
     head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
     b, share = static.program(head, outer)
 
-    @pl.when(warpgroup < WARPGROUPS)
+    @pl.when(static.exists(share, warpgroup < WARPGROUPS))
     def _():
         compute(refs, memory, b, share, kv_tile, warpgroup, static)
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(static.exists(share, warpgroup == WARPGROUPS))
     def _():
         load(refs, memory, b, share, kv_tile, static)
 
@@ -418,6 +424,7 @@ def backward(
     *,
     zeros=None,
     want_scale: bool,
+    in_order: bool,
 ) -> dict:
     """Of "dq", "dk" and "dv" those in `sums`.
 
@@ -431,12 +438,14 @@ def backward(
         seen: see `shared.rows`.
         zeros: for the sums of dq, see `backward_delta`; where nothing is seen, anything.
         want_scale: whether dq is to be in float32 and without its factor.
+        in_order: whether dk and dv are to be sums that have an order.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
     mask = shared.mask_for(p, q, kv, seen)
-    shares = _shares(p, q.count, kv.count)
-    heads = shared.side_by_side(p.num_kv_heads * shares)
+    shares = _shares(p, kv.count, in_order)
+    adds = shares > 1 and not in_order
+    shares_apart = 1 if adds else shares
     with_dk = "dk" in sums
     lengths = dict(dq=p.q_len, dk=p.kv_len, dv=p.kv_len)
     widths = dict(dq=p.head_dim, dk=p.head_dim, dv=p.value_dim)
@@ -460,15 +469,16 @@ def backward(
             *(Static, p, mask, arrays, table, q, kv),
             transposed=True,
             num_heads=p.num_kv_heads * shares,
-            side_by_side=heads,
+            side_by_side=shared.side_by_side(p.num_kv_heads * shares),
             tile=tile,
             shares=shares,
+            adds=adds,
             sums=sums,
             ends=seen is not None,
             streams=streams,
         )
         # How many groups of 64 rows and 8 columns.
-        of_keys = len(query), static.num_heads, kv.count * WARPGROUPS
+        of_keys = len(query), p.num_kv_heads * shares_apart, kv.count * WARPGROUPS
         of_rows = dict(dq=(len(query), p.num_heads, static.dq_tiles), dk=of_keys, dv=of_keys)
         fragments = {
             name: (*of_rows[name], ptx.groups(widths[name]))
@@ -481,6 +491,9 @@ def backward(
             for name, like in (("dk", key), ("dv", value))
             if name in sums
         ]
+        added_to = [x.reshape(-1, *ptx.OF_GROUP) for x in dq_sums]
+        if adds:
+            added_to, outputs = [*added_to, *(jnp.zeros(*x) for x in outputs)], []
         # With k it is an operand of dq's product, whose operands are to lie alike.
         exchange = plgpu.SMEM(
             (EXCHANGE, BLOCK_KV, q.block), p.dtype, transforms=ptx.tiled(p.head_dim)
@@ -488,7 +501,7 @@ def backward(
         results = common.launch(
             KERNELS[sums],
             shared.operands(static, arrays, table, rows, streamed),
-            sums=[x.reshape(-1, *ptx.OF_GROUP) for x in dq_sums],
+            sums=added_to,
             outputs=outputs,
             memory=dict(
                 k_sm=tiles(BLOCK_KV, p.head_dim),
@@ -508,7 +521,7 @@ def backward(
                 q_free=barriers(WARPGROUPS),
                 do_free=barriers(WARPGROUPS),
             ),
-            grid=dict(head=heads, kv_tile=kv.count, outer=static.num_heads // heads * len(query)),
+            grid=static.grid(len(query), kv_tile=kv.count),
             warpgroups=WARPGROUPS + 1,
             static=static,
             approx_math=static.options.approximate,
@@ -517,7 +530,7 @@ def backward(
         )
         results = dict(zip(sums, results, strict=True))
         for name, count in fragments.items():
-            groups = (p.num_heads, 1) if name == "dq" else (p.num_kv_heads, shares)
+            groups = (p.num_heads, 1) if name == "dq" else (p.num_kv_heads, shares_apart)
             x = results[name].reshape(len(query), *groups, *count[2:], *ptx.OF_GROUP)
             if name == "dq" and want_scale:
                 results[name] = ptx.unfold(x[:, :, 0])
@@ -540,26 +553,34 @@ def backward(
     return {name: x[:, : lengths[name]] for name, x in results.items()}
 
 
-# Steps of a program are no fewer, where they are so many; and bytes of what its heads' sums take,
-# which are added up afterwards, no more.
-STEPS, BYTES = 64, 2**31
+# Queries of a program are no fewer, where there are so many; and bytes of what its heads' sums
+# take, where they are added up afterwards, no more.
+QUERIES, BYTES = 8192, 2**31
 
 
-def _shares(p: Problem, q_tiles: int, kv_tiles: int) -> int:
+def _shares(p: Problem, kv_tiles: int, in_order: bool) -> int:
     """Into how many the query heads of a key/value head are shared out.
 
     As many as give each core two programs, where there are fewer programs than cores. Under a
     causal mask programs of other keys are done with a head at other times, and soon each reads and
     adds somewhere else, in more memory than the L2 cache has; so there each has one head, or as
-    many as make `STEPS`. Timed on an H200, causal, milliseconds of one pass, by shares:
+    many as make `QUERIES`. Timed on an H200, causal, 16384 tokens, milliseconds of the backward, by
+    shares:
 
-        64 heads on 8 of 128, 4096 tokens                1: 1.93    4: 1.48    8: 1.47
-        71 on one of 64, two examples of 2048 tokens    18: 0.63   36: 0.62   71: 0.74
+        64 heads on 8 of 128, examples of 2048 tokens           2: 3.20    4: 3.25    8: 3.61
+                                          4096                             4: 5.54    8: 5.72
+                                          8192                  2: 10.6    4: 10.0    8: 10.3
+        71 on one of 64,                  2048     17: 2.03    36: 2.01   71: 2.08
+                                          8192     24: 6.73    36: 6.42   71: 6.58
+
+    Of one share, an example of 4096 tokens and 64 heads on 8 took 1.3 times as long as of 4.
     """
     programs = p.batch * p.num_kv_heads * kv_tiles
     shares = 1 if programs >= work.CORES else -(-2 * work.CORES // programs)
     if p.mask.kind == "causal":
-        of_one = 4 * p.batch * p.kv_len * p.num_kv_heads * (p.head_dim + p.value_dim)
-        most = min(p.groups // -(-STEPS // q_tiles), BYTES // of_one)
+        most = p.groups // -(-QUERIES // p.q_len)
+        if in_order:
+            of_one = 4 * p.batch * p.kv_len * p.num_kv_heads * (p.head_dim + p.value_dim)
+            most = min(most, BYTES // of_one)
         shares = max(shares, most)
     return min(p.groups, shares)

@@ -37,7 +37,8 @@ class Static(common.Static):
         may_be_idle: whether there may be programs whose tile meets no other.
         q: the tiles of queries.
         num_heads: heads that have programs, or shares of them.
-        side_by_side: how many of them have their programs side by side.
+        side_by_side: how many of them have their programs side by side; of the last ones there may
+            be fewer.
         ends: whether it is told how many queries and keys of each example there are, see `rows`.
         streams: what is copied of pairs.
     """
@@ -71,11 +72,24 @@ class Static(common.Static):
         rows = delta.shape[1]
         return statistics.at[slot, pl.ds(self.statistics.index(name) * rows, rows)]
 
+    @property
+    def _blocks(self) -> int:
+        return -(-self.num_heads // self.side_by_side)
+
+    def grid(self, examples: int, **tiles: int) -> dict[str, int]:
+        """That of the kernel, for its tiles by name."""
+        return dict(head=self.side_by_side, **tiles, outer=self._blocks * examples)
+
     def program(self, head, outer):
         """The example and the head of a program, from its indices in the grid."""
-        blocks = self.num_heads // self.side_by_side
-        head = common.remainder(outer, blocks) * self.side_by_side + head
-        return common.quotient(outer, blocks), head
+        head = common.remainder(outer, self._blocks) * self.side_by_side + head
+        return common.quotient(outer, self._blocks), head
+
+    def exists(self, head, condition):
+        """The condition, of a program that has such a head."""
+        if self.num_heads % self.side_by_side == 0:
+            return condition
+        return condition & (head < self.num_heads)
 
     def refs(self, names, refs) -> dict[str, Any]:
         """References by name, of which these are the last."""
@@ -362,11 +376,12 @@ def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tup
 
 
 def side_by_side(num_kv_heads: int) -> int:
-    """How many key/value heads have their programs side by side, a divisor of their number.
+    """How many key/value heads have their programs side by side, nearly as many each time.
 
     Programs of one head start at the same tiles: many at a time would read from one place of
     memory, and those of one pass add to one place. Timed on an H100, in one pass: with one head at
     a time twice as long at 2048 tokens, and at 8192 1.8 times at head size 64; 8 take as long as
     32.
     """
-    return max(n for n in range(1, SIDE_BY_SIDE + 1) if num_kv_heads % n == 0)
+    times = -(-num_kv_heads // SIDE_BY_SIDE)
+    return -(-num_kv_heads // times)

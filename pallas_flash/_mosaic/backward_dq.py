@@ -168,13 +168,12 @@ def pallas_flash_dq(*refs, static: Static, **memory):
         # Tiles with much work start first.
         q_tile = static.q.count - 1 - q_tile
     b, h = static.program(head, outer)
-    computes = warpgroup < static.tile.warpgroups
 
-    @pl.when(computes)
+    @pl.when(static.exists(h, warpgroup < static.tile.warpgroups))
     def _():
         compute(refs, memory, b, h, q_tile, warpgroup, static)
 
-    @pl.when(jnp.logical_not(computes))
+    @pl.when(static.exists(h, warpgroup == static.tile.warpgroups))
     def _():
         load(refs, memory, b, h, q_tile, static)
 
@@ -187,7 +186,6 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
     p = problem
     q, kv = Tiling(p.q_len, tile.warpgroups * ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = shared.mask_for(p, q, kv, seen)
-    heads = shared.side_by_side(p.num_kv_heads) * p.groups
     w, stages = tile.warpgroups, tile.stages
     value_slots = value_slots_of(tile, p.head_dim, p.value_dim)
 
@@ -203,7 +201,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
         static = shared.call_static(
             *(Static, p, mask, arrays, table, q, kv),
             num_heads=p.num_heads,
-            side_by_side=heads,
+            side_by_side=shared.side_by_side(p.num_kv_heads) * p.groups,
             tile=tile,
             grows=mask.grows,
             want_scale=want_scale,
@@ -230,7 +228,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
                 v_full=barriers(value_slots),
                 v_free=barriers(value_slots, w),
             ),
-            grid=dict(head=heads, q_tile=q.count, outer=p.num_heads // heads * len(query)),
+            grid=static.grid(len(query), q_tile=q.count),
             warpgroups=w + 1,
             static=static,
             approx_math=static.options.approximate,
