@@ -17,7 +17,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fractions
-import functools
 import importlib
 import itertools
 import random
@@ -364,7 +363,7 @@ plgpu = types.SimpleNamespace(
     Barrier=Barrier,
     ClusterBarrier=ClusterBarrier,
     set_max_registers=lambda *_, **__: None,
-    layout_cast=lambda x, layout: x,
+    layout_cast=lambda x, layout: layout_cast(x, layout),
     load=load,
     barrier_wait=lambda barrier: one_barrier(barrier).wait((here.warpgroup, here.warp)),
     barrier_arrive=arrive,
@@ -430,30 +429,33 @@ fake_lax = types.SimpleNamespace(
 
 
 def unblocked(ref):
-    """[rows, columns] for shared memory in blocks of columns."""
+    """[rows, columns] for shared memory in blocks or strips of columns."""
     return np.concatenate(list(ref.array), axis=1)
 
 
-def product_t(a_ref, b_ref, inner):
+def check_widths(*widths):
+    """Operands of a product lie alike."""
+    if len(set(widths)) > 1 or widths[0] not in (16, 32, 64):
+        raise EmulationError(f"a product of tiles whose widths are {widths}")
+
+
+def product_t(a_ref, b_ref, inner=None):
+    check_widths(a_ref.shape[-1], b_ref.shape[-1])
     result = Running((a_ref.shape[1], b_ref.shape[1]))
 
     def product():
-        taken = slice(-(-inner // 16) * 16)
+        taken = slice(-(-inner // 16) * 16 if inner else None)
         result.value = multiply(unblocked(a_ref)[:, taken], unblocked(b_ref)[:, taken].T)
 
     here.products.append(product)
     return result
 
 
-def product_of_tiles(a_ref, b_ref, columns, *, transposed=False):
-    for ref in (a_ref, b_ref):
-        if columns % 16 or ref.shape[1] % columns:
-            raise EmulationError(f"tiles of {columns} columns in rows of {ref.shape[1]}")
-    a, b = (a_ref.T, b_ref) if transposed else (a_ref, b_ref.T)
-    result = Running((a.shape[0], b.shape[1]))
+def product_of_transposed(a_ref, b_ref):
+    result = Running((a_ref.shape[1], b_ref.shape[0] * b_ref.shape[2]))
 
     def product():
-        result.value = multiply(a, b)
+        result.value = multiply(a_ref.T, unblocked(b_ref))
 
     here.products.append(product)
     return result
@@ -463,17 +465,27 @@ def accumulate(acc, a, b_ref):
     result = Running(acc.shape)
 
     def product():
-        result.value = np.asarray(acc) + multiply(a, unblocked(b_ref)[:, : acc.shape[1]])
+        before = acc.value if isinstance(acc, Running) else np.asarray(acc)
+        result.value = before + multiply(a, unblocked(b_ref)[:, : acc.shape[1]])
 
     here.products.append(product)
     return result
 
 
-def wait(products, x, a=None):
-    complete(products)
+def layout_cast(x, layout):
+    return done(x) if isinstance(x, Running) else x
+
+
+def done(x):
+    """The result of a product that was waited for."""
     if x.value is None:
         raise EmulationError("uses a product that may still be running")
     return x.value
+
+
+def wait(products, x, a=None):
+    complete(products)
+    return done(x)
 
 
 def meet(barrier, threads):
@@ -547,7 +559,13 @@ def store_zeros(ref, first, head, rows):
     ref.array[ref.index][number(first) : number(first) + rows, number(head)] = 0
 
 
-def zero_rows(ref, first):
+def put_strips(x, ref):
+    width = ref.shape[-1]
+    for i, place in enumerate(ref.array):
+        place[...] = np.asarray(x)[:, i * width : (i + 1) * width]
+
+
+def zero_rows(ref, first, *, strip=False):
     ref.array[max(0, number(first)) :] = 0
 
 
@@ -612,6 +630,7 @@ fake_ptx = dict(
     columns=columns,
     store_rows=store_rows,
     store_zeros=store_zeros,
+    put_strips=put_strips,
     zero_rows=zero_rows,
     where=jnp.where,
     difference=lambda x, y: jnp.asarray(np.asarray(x) - np.asarray(y)),
@@ -621,8 +640,7 @@ fake_ptx = dict(
     multiply_wide=_dropout.multiply_wide,
     joined=lambda parts: jnp.concatenate(parts, axis=1),
     product_t=product_t,
-    product_of_tiles=product_of_tiles,
-    product_of_transposed=functools.partial(product_of_tiles, transposed=True),
+    product_of_transposed=product_of_transposed,
     accumulate=accumulate,
     wait=wait,
     waited=wait,

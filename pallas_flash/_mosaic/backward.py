@@ -128,7 +128,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
     """The sums of a warpgroup's keys over all steps, from the first copy to the last."""
     m, block_q, sums = memory, static.q.block, static.sums
     k_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "q_sm", "do_sm"))
-    dtype, head_dim, value_dim = k_sm.dtype, q_sm.shape[-1], do_sm.shape[-1]
+    dtype, head_dim = k_sm.dtype, ptx.columns_of(q_sm)
     ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
     dq_columns = static.dq_columns(head_dim)
     kv_head, first_head, _ = static.heads(share)
@@ -140,7 +140,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
     if not static.ends:
         copy = static.copies(refs, memory, b, "kv")
         for name in static.stay:
-            copy(name, kv_head, first_key, m[f"{name}_sm"].at[mine], m["kv_full"])
+            copy(name, kv_head, first_key, m[f"{name}_sm"].at[:, mine], m["kv_full"])
     plgpu.barrier_wait(m["kv_full"])
 
     def tile_of(j, where):
@@ -168,11 +168,10 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
     def start(j, stays, x):
         """Starts the product of what stays of "k" or "v" and of the j-th queries' x."""
         plgpu.barrier_wait(m[f"{x}_full"].at[ring(j)])
-        a, b = m[f"{stays}_sm"].at[my_rows()], m[f"{x}_sm"].at[ring(j)]
-        return ptx.product_of_tiles(a, b, ptx.tile_columns(b.shape[-1]))
+        return ptx.product_t(m[f"{stays}_sm"].at[:, my_rows()], m[f"{x}_sm"].at[ring(j)])
 
     def gradients_of_scores(j, where, dv):
-        """ds_t in the dtype of the operands; dv's product, if any, is left running."""
+        """ds_t in the dtype of the operands, and dv, if any, whose product is left running."""
         operands = static.in_turn(("k", "q"), ("v", "do"))
         started = {x: start(j, stays, x) for stays, x in operands}
         # A barrier of its own: the wait ends a basic block here, and without it registers spill.
@@ -183,35 +182,36 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         dp_t = ptx.wait(0, started["do"])
         ds_t = tile.gradient(p_t, dp_t, of_queries("delta", j)).astype(dtype)
         if "dv" in sums:
-            plgpu.wgmma(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
+            dv = ptx.accumulate(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
         else:
             ptx.fence()
             plgpu.barrier_arrive(m["do_free"].at[ring(j)])
-        return ds_t
+        return ds_t, dv
 
     def dq_part(j, ds_t, dk):
-        """Its part of the tile of dq; dk's product is left running."""
-        ds_sm, columns = m["ds_sm"].at[exchange(j)], ptx.tile_columns(head_dim)
+        """Its part of the tile of dq, and dk, whose product is left running."""
+        ds_sm = m["ds_sm"].at[exchange(j)]
         if block_q == ROWS:
             # All queries, half of the columns.
-            part = pl.ds(warpgroup * (head_dim - dq_columns), dq_columns)
-            dq = ptx.product_of_transposed(ds_sm, k_sm.at[:, part], columns)
+            width = k_sm.shape[-1]
+            part = pl.ds(warpgroup * ((head_dim - dq_columns) // width), dq_columns // width)
+            dq = ptx.product_of_transposed(ds_sm, k_sm.at[part])
         else:
             # Half of the queries, all columns.
-            dq = ptx.product_of_transposed(ds_sm.at[:, mine], k_sm, columns)
+            dq = ptx.product_of_transposed(ds_sm.at[:, mine], k_sm)
         # The registers of a thread have no room for 256 columns and for ds_t.
-        plgpu.wgmma(dk, ds_sm.at[mine] if head_dim > 192 else ds_t, q_sm.at[ring(j)])
+        dk = ptx.accumulate(dk, ds_sm.at[mine] if head_dim > 192 else ds_t, q_sm.at[ring(j)])
         if "dv" in sums:
             plgpu.wgmma_wait(2)  # For dv's product, which is the oldest.
             plgpu.barrier_arrive(m["do_free"].at[ring(j)])
-        return ptx.wait(1, dq)
+        return ptx.wait(1, dq), dk
 
     def add_dq(j, where, ds_t, dk):
-        """Adds its part of the tile of dq; dk's product is left running."""
+        """Adds its part of the tile of dq; returns dk, whose product is left running."""
         m["ds_sm"].at[exchange(j)].at[mine][...] = ds_t
         ptx.fence()
         ptx.meet(AT_DS, 128 * WARPGROUPS)
-        dq = dq_part(j, ds_t, dk)
+        dq, dk = dq_part(j, ds_t, dk)
         head, first_query = where
         tile = b * static.num_q_heads + first_head + head
         tile = tile * static.dq_tiles + common.quotient(first_query, 64)
@@ -225,6 +225,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
             pl.when(warpgroup == 0)(first)
         if apart:
             ptx.add_fragments(dq, place, slice(twice, None))
+        return dk
 
     def step_of_dv(j, where, dv):
         s_t = ptx.wait(0, start(j, "k", "q"))
@@ -233,34 +234,31 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         ptx.fence()
         plgpu.barrier_arrive(m["q_free"].at[ring(j)])
         plgpu.barrier_wait(m["do_full"].at[ring(j)])
-        plgpu.wgmma(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
+        dv = ptx.accumulate(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m["do_free"].at[ring(j)])
+        return dv
 
-    def loop(dk=None, dv=None):
-        def step(j):
-            # Read here, where tiles are listed: later all would wait for it.
-            where = steps.at(j)
-            if dk is None:
-                step_of_dv(j, where, dv)
-                return
-            ds_t = gradients_of_scores(j, where, dv)
-            if "dq" in sums:
-                add_dq(j, where, ds_t, dk)
-            else:
-                plgpu.wgmma(dk, ds_t, q_sm.at[ring(j)])
-                if "dv" in sums:
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(m["do_free"].at[ring(j)])
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(m["q_free"].at[ring(j)])
+    def step(j, results):
+        # Read here, where tiles are listed: later all would wait for it.
+        where, dk, dv = steps.at(j), results.get("dk"), results.get("dv")
+        if dk is None:
+            return dict(dv=step_of_dv(j, where, dv))
+        ds_t, dv = gradients_of_scores(j, where, dv)
+        if "dq" in sums:
+            dk = add_dq(j, where, ds_t, dk)
+        else:
+            dk = ptx.accumulate(dk, ds_t, q_sm.at[ring(j)])
+            if "dv" in sums:
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(m["do_free"].at[ring(j)])
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(m["q_free"].at[ring(j)])
+        return {name: x for name, x in (("dk", dk), ("dv", dv)) if name in sums}
 
-        pl.loop(jnp.int32(0), steps.count)(step)
-        return {name: acc[...] for name, acc in (("dk", dk), ("dv", dv)) if acc is not None}
-
-    sizes = dict(dk=head_dim, dv=value_dim)
-    kept = {name: plgpu.ACC((ROWS, n), jnp.float32) for name, n in sizes.items() if name in sums}
-    results = pl.run_scoped(loop, **kept)
+    nothing = {name: plgpu.layout_cast(x, ptx.ACC) for name, x in zeros(memory, static).items()}
+    results = lax.fori_loop(jnp.int32(0), steps.count, step, nothing)
+    results = {name: plgpu.layout_cast(x, ptx.WGMMA) for name, x in results.items()}
     if "dq" in sums or "dk" not in sums:
         # Both are done with k, or with do.
         ptx.meet(AT_END, 128 * WARPGROUPS)
@@ -274,7 +272,7 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
 
 def zeros(memory, static: Static) -> dict:
     """The sums of keys that no query sees."""
-    sizes = dict(dk=memory["q_sm"].shape[-1], dv=memory["do_sm"].shape[-1])
+    sizes = {x: ptx.columns_of(memory[y]) for x, y in (("dk", "q_sm"), ("dv", "do_sm"))}
     return {
         name: plgpu.layout_cast(jnp.zeros((ROWS, n), jnp.float32), ptx.WGMMA)
         for name, n in sizes.items()
@@ -288,14 +286,18 @@ def store(refs, memory, b, share, kv_tile, warpgroup, results, static: Static):
     rows = pl.ds(kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
     k_sm, v_sm, do_sm = (memory[x] for x in ("k_sm", "v_sm", "do_sm"))
     places = dict(
-        dk=k_sm.at[mine], dv=v_sm.at[mine] if "dk" in static.sums else do_sm.at[warpgroup]
+        dk=k_sm.at[:, mine], dv=v_sm.at[:, mine] if "dk" in static.sums else do_sm.at[warpgroup]
     )
     kv_head, *_ = static.heads(share)
     for name, x in results.items():
         if static.shares == 1:
-            places[name][...] = x.astype(k_sm.dtype)
+            place = places[name]
+            ptx.put_strips(x.astype(k_sm.dtype), place)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(places[name], refs[name].at[b, rows, kv_head])
+            strips, _, width = place.shape
+            for i in range(strips):
+                at = b, rows, kv_head, pl.ds(i * width, width)
+                plgpu.copy_smem_to_gmem(place.at[i], refs[name].at[at])
             continue
         heads, h = static.num_heads, share
         if static.adds:
@@ -450,8 +452,17 @@ def backward(
     lengths = dict(dq=p.q_len, dk=p.kv_len, dv=p.kv_len)
     widths = dict(dq=p.head_dim, dk=p.head_dim, dv=p.value_dim)
 
-    def tiles(*shape):
-        return plgpu.SMEM(shape, p.dtype, transforms=ptx.tiled(shape[-1]))
+    def tiles(columns, *outer_and_rows):
+        *outer, rows = outer_and_rows
+        return common.strips(p.dtype, *outer, rows=rows, columns=columns)
+
+    tiles_of_rows = dict(
+        k_sm=tiles(p.head_dim, BLOCK_KV),
+        v_sm=tiles(p.value_dim, BLOCK_KV) if with_dk else None,
+        q_sm=tiles(p.head_dim, tile.stages, q.block),
+        do_sm=tiles(p.value_dim, tile.stages, q.block),
+    )
+    strips = {name: x.shape[-3] for name, x in tiles_of_rows.items() if x is not None}
 
     def barriers(arrivals):
         return common.barriers(tile.stages, arrivals)
@@ -504,19 +515,18 @@ def backward(
             sums=added_to,
             outputs=outputs,
             memory=dict(
-                k_sm=tiles(BLOCK_KV, p.head_dim),
-                v_sm=tiles(BLOCK_KV, p.value_dim) if with_dk else None,
-                q_sm=tiles(tile.stages, q.block, p.head_dim),
-                do_sm=tiles(tile.stages, q.block, p.value_dim),
+                **tiles_of_rows,
                 **static.numbers_memory(tile.stages, q.block),
                 ds_sm=exchange if "dq" in sums else None,
                 **streams.memory(None if p.bias is None else p.bias.dtype, q, WARPGROUPS),
-                kv_full=plgpu.Barrier(
-                    num_arrivals=(1 if static.ends else WARPGROUPS) * len(static.stay)
+                kv_full=common.barriers(
+                    1,
+                    sum(strips[f"{x}_sm"] for x in static.stay)
+                    * (1 if static.ends else WARPGROUPS),
                 ),
                 landed=common.barriers(1) if static.ends else None,
-                q_full=barriers(1 + len(static.statistics)),
-                do_full=barriers(1),
+                q_full=barriers(strips["q_sm"] + len(static.statistics)),
+                do_full=barriers(strips["do_sm"]),
                 delta_full=barriers(1) if with_dk else None,
                 q_free=barriers(WARPGROUPS),
                 do_free=barriers(WARPGROUPS),
@@ -546,7 +556,7 @@ def backward(
         return tuple(results.values())
 
     # As many queries as delta has: whole tiles of 128, for dq.
-    rows = shared.rows(p, do, log_sum, delta, seen, delta.shape[2])
+    rows = shared.rows(p, do, log_sum, delta, seen, delta.shape[2], copyable=lambda x: x)
     rows = (zeros, *rows) if "dq" in sums else rows
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     results = dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))

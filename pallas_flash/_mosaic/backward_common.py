@@ -107,33 +107,43 @@ class Static(common.Static):
         """A function that copies an example's rows, of `side` "q" those of q and do.
 
         Its arguments are a name, the head, the first row, where they go, and the barrier for who
-        reads them. With `ends`, rows behind them become zeros, for NaN may stand there and 0 * NaN
-        is NaN: there this warpgroup waits for the copy, at its own one of the barriers `landed`,
-        and then arrives in place of the copy.
+        reads them, at which it arrives once, or for each strip. With `ends`, rows behind them
+        become zeros, for NaN may stand there and 0 * NaN is NaN: there this warpgroup waits for the
+        copy, at its own one of the barriers `landed`, and then arrives in place of the copy.
         """
         seen = plgpu.load(refs[f"seen_{side}"].at[b]) if self.ends else 0
 
         def copy(name, h, first, place, full):
-            rows = place.shape[0]
+            strips = len(place.shape) == 3
+            rows, width = place.shape[-2:]
 
-            def start(barrier):
-                at = b, pl.ds(first, rows), h
-                plgpu.copy_gmem_to_smem(refs[name].at[at], place, barrier)
+            def parts():
+                for i in range(place.shape[0]) if strips else [...]:
+                    yield (place.at[i], (pl.ds(i * width, width),)) if strips else (place, ())
+
+            def start(part, columns, barrier):
+                at = b, pl.ds(first, rows), h, *columns
+                plgpu.copy_gmem_to_smem(refs[name].at[at], part, barrier)
+
+            def whole():
+                for part, columns in parts():
+                    start(part, columns, full)
 
             def cleaned():
                 landed = memory["landed"].at[warpgroup]
-                start(landed)
-                plgpu.barrier_wait(landed)
-                ptx.zero_rows(place, seen - first)
-                ptx.fence()
-                plgpu.barrier_arrive(full)
+                for part, columns in parts():
+                    start(part, columns, landed)
+                    plgpu.barrier_wait(landed)
+                    ptx.zero_rows(part, seen - first, strip=strips)
+                    ptx.fence()
+                    plgpu.barrier_arrive(full)
 
             if not self.ends:
-                start(full)
+                whole()
                 return
-            whole = first + rows <= seen
-            pl.when(whole)(lambda: start(full))
-            pl.when(jnp.logical_not(whole))(cleaned)
+            all_seen = first + rows <= seen
+            pl.when(all_seen)(whole)
+            pl.when(jnp.logical_not(all_seen))(cleaned)
 
         return copy
 
@@ -351,8 +361,12 @@ def operands(static: Static, shared, table, rows, streams=()) -> list:
     return [*tables, *static.options.operands(shared), *streams, *rows]
 
 
-def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tuple:
-    """q, k, v and do as copies take them, and delta and the statistics of `length` queries or more.
+def rows(
+    problem: Problem, do, log_sum: LogSum, delta, seen, length: int, *, copyable=common.copyable
+) -> tuple:
+    """q, k, v and do, and delta and the statistics of `length` queries or more.
+
+    `copyable` makes of the former what copies take.
 
     Last comes `seen`, if it is there: int32 [B] each, how many queries see something and how many
     keys are seen, where these are the first ones; what is behind them may hold anything.
@@ -367,7 +381,7 @@ def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tup
         return jnp.pad(x, ((0, 0), (0, 0), (0, missing)), constant_values=value)
 
     return (
-        *map(common.copyable, (p.query, p.key, p.value, do.astype(p.dtype))),
+        *map(copyable, (p.query, p.key, p.value, do.astype(p.dtype))),
         padded(shrunk(p.dropout, delta), 0),
         *([] if m is None else [padded(m, jnp.inf)]),
         padded(l_log2, jnp.inf),

@@ -84,7 +84,7 @@ def blocks(dtype, *outer: int, rows: int, columns: int):
 
 
 def strips(dtype, *outer: int, rows: int, columns: int):
-    """Shared memory for tiles to be read by `ptx.load_strips`."""
+    """Shared memory for tiles, as `ptx.load_strips` reads them."""
     width = ptx.strip_width(columns, dtype)
     shape = (*outer, columns // width, rows, width)
     return plgpu.SMEM(shape, dtype, transforms=ptx.strips(width, dtype))

@@ -9,7 +9,7 @@ Gains were measured on an H200, most of them with prototypes, as the time of a w
     product_t, accumulate   a first instruction that overwrites in place of zeroed accumulators, and
                             key tiles that are no multiple of 64: 80 and 176 keys, the latter 6 to
                             12 % at head size 128
-    product_of_tiles, product_of_transposed
+    product_t, product_of_transposed
                             likewise in the backward: 5 to 7 % at head size 64, 0 to 2 at 128,
                             3 at 256
     wait, waited            products in flight under a softmax that the compiler leaves there: 5 %
@@ -26,7 +26,7 @@ Gains were measured on an H200, most of them with prototypes, as the time of a w
     gather, bits, bits_of_tile
                             Pallas reads no element of device memory for each one of a tile
     load_transposed         nor a tile whose rows become columns
-    load_strips             nor a tile to which copies may come that reach beyond an array's end
+    load_strips, put_strips nor a tile to which copies may come that reach beyond an array's end
     store_rows, store_zeros, zero_rows
                             nor does it store a part of one, or 16 bytes at a time
     logistic, columns_to_float
@@ -94,23 +94,40 @@ def strip_width(columns: int, dtype) -> int:
 
 
 def strips(width: int, dtype):
-    """As `BLOCKS`, for tiles whose columns are no multiple of 64, and for numbers of 32 bits."""
+    """As `BLOCKS`, [columns / width, rows, width], for other widths and for numbers of 32 bits."""
     return (plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize),)
+
+
+def columns_of(ref) -> int:
+    """How many `strips` have, or `BLOCKS`."""
+    return ref.shape[-3] * ref.shape[-1]
+
+
+def _strips(ref):
+    return plgpu.RefType(strips(ref.shape[-1], ref.dtype))
 
 
 def load_strips(ref):
     """[64, n] from shared memory, `strips` of [n / width, 64, width]; it meets no bank twice."""
-    count, rows, width = ref.shape
-    transforms, shape = strips(width, ref.dtype), (rows, count * width)
-    result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct((ref.shape[1], columns_of(ref)), ref.dtype, layout=WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms),), return_type=result)
-    def emit(_, ref):
-        [swizzle] = transforms
-        tiles, layout = _tiles(ref), WGMMA.to_mgpu()
-        return mgpu.FragmentedArray.load_tiled(tiles, swizzle.swizzle, layout=layout)
+    @plgpu.inline_mgpu(arg_types=(_strips(ref),), return_type=result)
+    def emit(_, tiles):
+        [swizzle], layout = strips(ref.shape[-1], ref.dtype), WGMMA.to_mgpu()
+        return mgpu.FragmentedArray.load_tiled(_tiles(tiles), swizzle.swizzle, layout=layout)
 
     return emit(ref)
+
+
+def put_strips(x, ref):
+    """Puts x, [64, n], where `load_strips` would find it."""
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, _strips(ref)))
+    def emit(_, x, tiles):
+        [swizzle] = strips(ref.shape[-1], ref.dtype)
+        x.store_tiled(_tiles(tiles), swizzle.swizzle)
+
+    emit(x, ref)
 
 
 def load_transposed(ref):
@@ -146,17 +163,18 @@ def load_transposed(ref):
     return emit(ref)
 
 
-def product_t(a_ref, b_ref, inner: int):
+def product_t(a_ref, b_ref, inner: int | None = None):
     """Starts a @ b.T, [64, n], for a and b in shared memory; `wait` for it.
 
     Args:
-        a_ref: `BLOCKS` of [64, k].
-        b_ref: `BLOCKS` of [n, k].
-        inner: how many of the k columns count; the rest up to a multiple of 16 must be zeros.
+        a_ref: `strips` of [64, k].
+        b_ref: `strips` of [n, k], as wide.
+        inner: how many of the k columns count, if not all; the rest up to a multiple of 16 must be
+            zeros.
     """
-    shape = a_ref.shape[1], b_ref.shape[1]
+    shape, inner = (a_ref.shape[1], b_ref.shape[1]), inner or columns_of(a_ref)
 
-    @plgpu.inline_mgpu(arg_types=(_BLOCKS, _BLOCKS), return_type=_float32(shape, ACC))
+    @plgpu.inline_mgpu(arg_types=(_strips(a_ref), _strips(b_ref)), return_type=_float32(shape, ACC))
     def emit(_, a, b):
         b = mgpu.memref_transpose(_tiles(b), (1, 0, 3, 2))
         return _array(_multiply(_tiles(a), b, None, shape[1], inner), shape, ACC)
@@ -164,41 +182,34 @@ def product_t(a_ref, b_ref, inner: int):
     return emit(a_ref, b_ref)
 
 
-def product_of_tiles(a_ref, b_ref, columns: int):
-    """Starts a @ b.T, [64, n], for a [64, k] and b [n, k] in tiles of so many columns."""
-    return _product_of_tiles(a_ref, b_ref, columns, (a_ref.shape[0], b_ref.shape[0]), inner=1)
+def product_of_transposed(a_ref, b_ref):
+    """Starts a.T @ b, [64, n], for a [k, 64], `tiled` as wide as the `strips` of [k, n] are."""
+    inner, width = a_ref.shape
+    shape = width, columns_of(b_ref)
 
-
-def product_of_transposed(a_ref, b_ref, columns: int):
-    """Starts a.T @ b, [64, n], likewise, for a [k, 64] and b [k, n]."""
-    return _product_of_tiles(a_ref, b_ref, columns, (a_ref.shape[1], b_ref.shape[1]), inner=0)
-
-
-def _product_of_tiles(a_ref, b_ref, columns: int, shape, *, inner: int):
-    kinds = (plgpu.RefType(tiled(columns)),) * 2
-
-    @plgpu.inline_mgpu(arg_types=kinds, return_type=_float32(shape, ACC))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(tiled(b_ref.shape[-1])), _strips(b_ref)),
+        return_type=_float32(shape, ACC),
+    )
     def emit(_, a, b):
-        # The operand that is to be read the other way round.
-        if inner == 1:
-            b = mgpu.memref_transpose(b, (1, 0, 3, 2))
-        else:
-            a = mgpu.memref_transpose(a, (1, 0, 3, 2))
-        return _array(_multiply(a, b, None, shape[1], a_ref.shape[inner]), shape, ACC)
+        a = mgpu.memref_transpose(a, (1, 0, 3, 2))
+        return _array(_multiply(a, _tiles(b), None, shape[1], inner), shape, ACC)
 
     return emit(a_ref, b_ref)
 
 
 def accumulate(acc, a, b_ref):
-    """Starts acc + a @ b, [64, n], for a [64, k] in registers and b [k, n] in shared memory.
+    """Starts acc + a @ b, [64, n], for b in shared memory, `strips` of [k, n or more].
 
-    Both `acc` and `a` are in use until the product was waited for. `b_ref` are `BLOCKS` of k rows
-    and n columns or more.
+    `a` is [64, k]: in registers, or in shared memory, `tiled` as wide as the strips. What is in
+    registers is in use until the product was waited for.
     """
+    in_registers = isinstance(a, jax.Array)
+    kind = WGMMA if in_registers else plgpu.RefType(tiled(b_ref.shape[-1]))
 
-    @plgpu.inline_mgpu(arg_types=(ACC, WGMMA, _BLOCKS), return_type=_float32(acc.shape, ACC))
-    def emit(_, acc, a, b):
-        registers = _multiply(a, _tiles(b), _scalars(acc), acc.shape[1], a.shape[1])
+    @plgpu.inline_mgpu(arg_types=(ACC, kind, _strips(b_ref)), return_type=_float32(acc.shape, ACC))
+    def emit(_, acc, given, b):
+        registers = _multiply(given, _tiles(b), _scalars(acc), acc.shape[1], a.shape[1])
         return _array(registers, acc.shape, ACC)
 
     return emit(acc, a, b_ref)
@@ -612,17 +623,19 @@ def store_zeros(ref, first, head, rows: int):
     emit(ref, first, head)
 
 
-def zero_rows(ref, first):
+def zero_rows(ref, first, *, strip: bool = False):
     """Zeroes the rows of a tile in shared memory from `first` on; `fence` is to follow.
 
     Args:
         ref: [rows, width] of 16 bits, `tiled`: these permutations leave a row where it is.
         first: the first row, an int32 that may be negative.
+        strip: whether it is one of `strips` instead.
     """
     rows, width = ref.shape
     columns = tile_columns(width)
+    kind = strips(width, ref.dtype) if strip else tiled(width)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled(width)), SPLAT))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(kind), SPLAT))
     def emit(_, ref, first):
         pointer = internals.memref_ptr(ref)
         first = arith.maxsi(first.registers.flat[0], _number(0))
