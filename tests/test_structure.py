@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 KERNEL = {"_masks", "_visits", "_problem", "_tiling.sizes", "_dropout", "_triton.common"}
 MOSAIC = {"_masks", "_problem", "_mosaic.common", "_mosaic.ptx", "_mosaic.tiles", "_mosaic.work"}
 MOSAIC |= {"_mosaic.options", "_tiling.sizes"}
+PTX = {"_compat", "_mosaic.ptx.layouts", "_mosaic.ptx.registers"}
 MAY_IMPORT = {
     "": {
         "mosaic",
@@ -205,7 +206,12 @@ MAY_IMPORT = {
         "_scores",
     },
     "_mosaic.work": {"_masks", "_visits", "_mosaic.common", "_mosaic.ptx", "_problem"},
-    "_mosaic.ptx": {"_compat"},
+    "_mosaic.ptx": {f"_mosaic.ptx.{x}" for x in ("layouts", "products", "memory", "arithmetic")},
+    "_mosaic.ptx.layouts": {"_compat"},
+    "_mosaic.ptx.registers": {"_compat", "_mosaic.ptx.layouts"},
+    "_mosaic.ptx.products": PTX,
+    "_mosaic.ptx.memory": PTX,
+    "_mosaic.ptx.arithmetic": PTX,
     "_mosaic.tiles": {"_hardware", "_mask_objects", "_problem", "_tiling.sizes"},
     "_mosaic.candidates": {
         "_mosaic.tiles",

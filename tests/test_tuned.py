@@ -108,7 +108,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
         "_scores.py",
         "_operands.py",
         "_dropout.py",
-        "ptx.py",
+        "products.py",
     ],
 )
 def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):

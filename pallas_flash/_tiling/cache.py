@@ -117,7 +117,7 @@ _TILES = ("tiles.py", "candidates.py")
 @functools.cache
 def _fingerprint() -> str:
     folder = Path(__file__).parents[1]
-    kernels = [*sorted(folder.glob("_triton/*.py")), *sorted(folder.glob("_mosaic/*.py"))]
+    kernels = [*sorted(folder.glob("_triton/*.py")), *sorted(folder.glob("_mosaic/**/*.py"))]
     sources = [path for path in kernels if path.name not in _TILES]
     sources += [folder / f"{name}.py" for name in _SHAPE]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
