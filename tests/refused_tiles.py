@@ -1,0 +1,321 @@
+"""Rows of tiles, and of what an implementation does not serve; see `refusals`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from calls import f32, inputs
+from refusals import Row
+
+from pallas_flash import Tile, TileSizes, _compat, mosaic
+
+
+def sizes_with(name, x):
+    return TileSizes(forward=Tile(**{"block_q": 16, "block_kv": 16} | {name: x}))
+
+
+# A tile of "mosaic", a number of it, and what that may not be.
+NUMBERS = [
+    (mosaic.ForwardTile, "warpgroups", (1, 4)),
+    (mosaic.ForwardTile, "block_kv", (0, 100, 272)),
+    (mosaic.ForwardTile, "output_slots", (-1, 5)),
+    (mosaic.ForwardTile, "stages", (1, 5)),
+    (mosaic.ForwardTile, "programs", (0, 3)),
+    (mosaic.DecodeTile, "warpgroups", (1,)),
+    (mosaic.DecodeTile, "stages", (0, 1, 5, 14)),
+    (mosaic.BackwardTile, "block_q", (32, 96)),
+    (mosaic.BackwardTile, "stages", (0,)),
+    (mosaic.DqTile, "warpgroups", (1,)),
+    (mosaic.DqTile, "block_kv", (32, 80)),
+    (mosaic.DqTile, "stages", (0,)),
+]
+
+
+# Tiles of "mosaic" that no Hopper GPU has room for, and why.
+TOO_LARGE = [
+    ("forward", mosaic.ForwardTile(2, 192), 128, "`tile_sizes.forward` must fit in the GPU's 227"),
+    ("backward", mosaic.BackwardTile(128, 4), 64, "`tile_sizes.backward` must fit in the GPU's"),
+    ("dq", mosaic.DqTile(3, 128, 4), 128, "`tile_sizes.dq` must fit in the GPU's 227 KiB"),
+    ("forward", mosaic.ForwardTile(3, 224), 8, "`tile_sizes.forward` must fit in a thread's 160"),
+    ("dkv", mosaic.BackwardTile(128), 128, "`tile_sizes.dkv` must fit in a thread's 240"),
+    ("dq", mosaic.DqTile(3, 128), 64, "`tile_sizes.dq` must fit in a thread's 160 registers"),
+    ("backward", mosaic.BackwardTile(64), 64, "`tile_sizes.backward` must have 128 queries at"),
+]
+
+
+def for_hopper(head_dim):
+    x = jnp.zeros((2, 5, 4, head_dim), jnp.bfloat16)
+    return dict(query=x, key=x, value=x, implementation="mosaic")
+
+
+def bad_tiles_of_mosaic():
+    tile = Tile(64, 64)
+    for kind, name, values in NUMBERS:
+        for x in values:
+            yield Row(
+                f"{name} of {x}, {kind.__name__}",
+                lambda kind=kind, name=name, x=x: {"tile_sizes": kind(**{name: x})},
+                ValueError,
+                f"`{name}` must be one of (",
+            )
+        yield Row(
+            f"{name} as a float, {kind.__name__}",
+            lambda kind=kind, name=name: {"tile_sizes": kind(**{name: 64.0})},
+            TypeError,
+            f"`{name}` must be an int; got float 64.0.",
+        )
+    for name, x in (("decode", mosaic.ForwardTile()), ("dq", mosaic.ForwardTile())):
+        yield Row(
+            f"{name} with a tile of another kernel",
+            lambda name=name, x=x: {"tile_sizes": TileSizes(**{name: x})},
+            TypeError,
+            f"`{name}` must be a pallas_flash.Tile",
+        )
+    yield Row(
+        "a pass for all gradients with a tile that has none",
+        lambda: {"tile_sizes": TileSizes(backward=tile)},
+        TypeError,
+        "`backward` must be a pallas_flash.mosaic.BackwardTile or None; got Tile Tile(",
+    )
+    for dkv in ({"dkv": tile}, {"dk": tile, "dv": tile}):
+        yield Row(
+            f"{' and '.join(dkv)} and dq of two implementations",
+            lambda dkv=dkv: {"tile_sizes": TileSizes(**dkv, dq=mosaic.DqTile())},
+            ValueError,
+            f"`dq` must be for the implementation of `{next(iter(dkv))}`; got DqTile(",
+        )
+    for kernel, x in (("forward", mosaic.ForwardTile()), ("backward", mosaic.BackwardTile())):
+        yield Row(
+            f"{kernel} tile of mosaic for others",
+            lambda kernel=kernel, x=x: {
+                "tile_sizes": TileSizes(**{kernel: x}),
+                "implementation": "interpret",
+            },
+            ValueError,
+            f"`tile_sizes.{kernel}` must be a tile of who computes that pass, 'interpret'; got ",
+        )
+    if not NEWER:
+        return
+    yield Row(
+        "a tile of others for mosaic",
+        lambda: for_hopper(128) | {"tile_sizes": TileSizes(dkv=tile)},
+        ValueError,
+        "`tile_sizes.dkv` must be a tile of who computes that pass, 'mosaic'; got Tile(",
+        gpu="NVIDIA H200",
+    )
+    for kernel, x, head_dim, fragment in TOO_LARGE:
+        yield Row(
+            f"{x} for {kernel} at {head_dim}",
+            lambda kernel=kernel, x=x, head_dim=head_dim: (
+                for_hopper(head_dim) | {"tile_sizes": TileSizes(**{kernel: x})}
+            ),
+            ValueError,
+            fragment,
+            gpu="NVIDIA H200",
+        )
+    yield Row(
+        "programs that share keys, with more warpgroups",
+        lambda: {"tile_sizes": mosaic.ForwardTile(warpgroups=3, programs=2)},
+        ValueError,
+        "`programs` must be one of (1,); got 2.",
+    )
+    yield Row(
+        "programs that share keys that arrays tell",
+        lambda: {
+            **for_hopper(128),
+            "key_value_seq_lengths": jnp.array([3, 4]),
+            "tile_sizes": TileSizes(forward=mosaic.ForwardTile(programs=2)),
+        },
+        ValueError,
+        "`tile_sizes.forward` must have `programs=1` where arrays or a predicate say which ",
+        gpu="NVIDIA H200",
+    )
+    yield Row(
+        "wider values in place of queries",
+        lambda: {
+            **for_hopper(8),
+            "value": jnp.zeros((2, 5, 4, 72), jnp.bfloat16),
+            "tile_sizes": TileSizes(forward=mosaic.ForwardTile(output_slots=0)),
+        },
+        ValueError,
+        "`tile_sizes.forward` must have `output_slots` where values are wider than queries; got ",
+        gpu="NVIDIA H200",
+    )
+
+
+def bad_tiles():
+    for name in ("block_q", "block_kv", "num_warps", "num_stages", "num_slices"):
+        for x in (16.0, True, "16", None, np.int64(16)):
+            yield Row(
+                f"{name} as {type(x).__name__}",
+                lambda name=name, x=x: {"tile_sizes": sizes_with(name, x)},
+                TypeError,
+                f"`{name}` must be an int; got {type(x).__name__} ",
+            )
+        for x in (0, -16, 12, 512) if name != "num_slices" else (0, 3, 8):
+            yield Row(
+                f"{name} of {x}",
+                lambda name=name, x=x: {"tile_sizes": sizes_with(name, x)},
+                ValueError,
+                f"`{name}` must be one of (",
+            )
+    yield Row(
+        "slices of 8 queries",
+        lambda: {"tile_sizes": sizes_with("num_slices", 2)},
+        ValueError,
+        "`num_slices` must leave 16 or more of `block_q` queries in each; got 2 of 16. Use fewer.",
+    )
+    for x in (1, None, "yes", np.bool_(True)):
+        yield Row(
+            f"one_loop as {type(x).__name__}",
+            lambda x=x: {"tile_sizes": sizes_with("one_loop", x)},
+            TypeError,
+            f"`one_loop` must be a bool; got {type(x).__name__} ",
+        )
+    for name in ("decode", "dkv", "dk", "dv", "dq"):
+        yield Row(
+            f"{name} in one loop",
+            lambda name=name: {"tile_sizes": TileSizes(**{name: Tile(64, 64, one_loop=True)})},
+            ValueError,
+            f"`{name}` must have `one_loop` False; got Tile(",
+        )
+    for name in ("decode", "dkv", "dk", "dv"):
+        yield Row(
+            f"{name} in slices",
+            lambda name=name: {"tile_sizes": TileSizes(**{name: Tile(64, 64, num_slices=2)})},
+            ValueError,
+            f"`{name}` must have `num_slices` 1; got Tile(",
+        )
+    for name in ("forward", "dkv", "dk", "dv", "dq"):
+        yield Row(
+            f"{name} tile that is none",
+            lambda name=name: {"tile_sizes": TileSizes(**{name: (64, 64)})},
+            TypeError,
+            f"`{name}` must be a pallas_flash.Tile",
+        )
+    tile = Tile(64, 64)
+    for mixed in ("dkv dk", "dkv dv", "dkv dk dv", "dk", "dv"):
+        yield Row(
+            f"tiles for {mixed}",
+            lambda mixed=mixed: {"tile_sizes": TileSizes(**dict.fromkeys(mixed.split(), tile))},
+            ValueError,
+            "`dk` and `dv` must be given together and without `dkv`; got ",
+        )
+    yield from bad_tiles_of_mosaic()
+    for x in (tile, (64, 64), {"forward": tile}, "large"):
+        yield Row(
+            f"tile sizes as {type(x).__name__}",
+            lambda x=x: {"tile_sizes": x},
+            TypeError,
+            f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(x).__name__} ",
+        )
+    for implementation in ("xla", "reference"):
+        yield Row(
+            f"tile sizes for {implementation}",
+            lambda implementation=implementation: {
+                "tile_sizes": TileSizes(forward=tile),
+                "implementation": implementation,
+            },
+            ValueError,
+            "`tile_sizes` must be None where no kernel takes them; got TileSizes(",
+        )
+    # 8 stages of 64 keys and values at head size 128 in two bytes: 264 KiB and more.
+    deep = Tile(64, 64, num_stages=8)
+    for kernel in ("forward", "dkv", "dq"):
+        for gpu, limit in (("NVIDIA H200", 227), ("NVIDIA A100", 163), ("NVIDIA L4", 99)):
+            yield Row(
+                f"{kernel} tile too large for {gpu}",
+                lambda kernel=kernel: {
+                    **inputs(jnp.bfloat16, head_dim=128),
+                    "tile_sizes": TileSizes(**{kernel: deep}),
+                },
+                ValueError,
+                f"`tile_sizes.{kernel}` must fit in the GPU's {limit} KiB of shared memory; got ",
+                gpu=gpu,
+            )
+
+
+ONE_OF = (
+    "`implementation` must be None or one of ('mosaic', 'triton', 'interpret', 'xla', "
+    "'reference'); "
+)
+
+
+def not_served():
+    for x in ("cudnn", "XLA", "", 1, ["xla"], np.ones(3), jnp.ones(3)):
+        yield Row(
+            f"implementation {x!r}",
+            lambda x=x: {"implementation": x},
+            ValueError,
+            ONE_OF,
+        )
+    yield Row(
+        "implementation traced",
+        lambda: {"implementation": 1},
+        ValueError,
+        ONE_OF,
+        traced="implementation",
+    )
+    yield Row(
+        "triton on a CPU",
+        lambda: {"implementation": "triton"},
+        NotImplementedError,
+        "got 'triton'. The kernels need an NVIDIA GPU, and the device is cpu. Use \"xla\".",
+    )
+    for gpu, capability in {"Tesla V100": "7.0", "Tesla T4": "7.5", "Tesla P100": "6.0"}.items():
+        yield Row(
+            f"triton on a {gpu}",
+            lambda: {"implementation": "triton"},
+            NotImplementedError,
+            f"compute capability 8.0 or more (A100 or newer), and the device is {gpu} (described, "
+            f'not here) with {capability}. Use "xla".',
+            gpu=gpu,
+        )
+    for implementation, gpu in (("triton", "NVIDIA H200"), ("interpret", None)):
+        for id, arguments, fragment, x64 in (
+            ("float64", lambda: inputs(jnp.float64), "Got float64, and the kernels", True),
+            ("head size", lambda: inputs(head_dim=257), "Got a head size of 257, and", False),
+            ("value size", lambda: {"value": f32(2, 7, 3, 300)}, "Got a head size of 300,", False),
+        ):
+            yield Row(
+                f"{implementation} for {id}",
+                lambda arguments=arguments, implementation=implementation: {
+                    **arguments(),
+                    "implementation": implementation,
+                },
+                NotImplementedError,
+                f"`implementation` must be one that serves the call; got '{implementation}'. "
+                + fragment,
+                gpu=gpu,
+                x64=x64,
+            )
+
+
+NEWER = jax.__version_info__ >= _compat.MOSAIC_SINCE
+
+
+def not_served_on_hopper():
+    """What "mosaic" says of calls that others serve."""
+
+    def half(head_dim=64, dtype=jnp.bfloat16, **options):
+        x = jnp.zeros((2, 5, 4, head_dim), dtype)
+        return dict(query=x, key=x, value=x, implementation="mosaic", **options)
+
+    newer = [
+        ("float32", lambda: half(dtype=jnp.float32), "Got float32, and they serve float16 and "),
+        ("a head size", lambda: half(36), "Got head sizes of 36 and 36 (of values), and they "),
+        (
+            "a score function",
+            lambda: half(score_fn=lambda s, *at: jnp.floor(s)),
+            "The mask or the score function uses floor, which ",
+        ),
+    ]
+    older = [("this JAX", half, "in Mosaic GPU need JAX 0.11.2 or newer, and this is 0.10.2.")]
+    for name, arguments, fragment in newer if NEWER else older:
+        yield Row(f"mosaic for {name}", arguments, NotImplementedError, fragment, gpu="NVIDIA H200")
+    for gpu, told in (
+        ("NVIDIA A100", 'NVIDIA A100 (described, not here) with 8.0. Use "triton".'),
+        ("NVIDIA B200", 'NVIDIA B200 (described, not here) with 10.0. Use "triton".'),
+        ("NVIDIA Z900", 'NVIDIA Z900 (described, not here). Use "triton".'),
+        (None, 'the device is cpu. Use "xla".'),
+    ):
+        yield Row(f"mosaic on {gpu or 'a CPU'}", half, NotImplementedError, told, gpu=gpu)

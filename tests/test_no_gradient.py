@@ -1,0 +1,115 @@
+"""What has no gradient is refused where it is differentiated, and nowhere else."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from calls import f32, i32, inputs, normal, numbers, scaled_by_head
+
+import pallas_flash
+from pallas_flash import Predicate
+
+
+def with_slopes(query, slopes, **options):
+    x = inputs() | {"query": query}
+    return pallas_flash.attention(**x, alibi_slopes=slopes, **options).sum()
+
+
+def with_operand(query, slopes, **options):
+    operands = dict(score_fn=scaled_by_head, score_operands=(i32(2), slopes))
+    return pallas_flash.attention(**inputs() | {"query": query}, **operands, **options).sum()
+
+
+def scanned(function):
+    """The sum over two steps of a loop, the operand one of its constants."""
+    return lambda q, x: jax.lax.scan(lambda c, _: (c + function(q, x), None), 0.0, None, 2)[0]
+
+
+def carried(function):
+    """As `scanned`, the operand in the carry."""
+
+    def step(carry, _):
+        total, x = carry
+        return (total + function(total * inputs()["query"], x), x), None
+
+    return lambda q, x: jax.lax.scan(step, (q.sum(), x), None, 2)[0][0]
+
+
+def over_several(function):
+    return lambda q, x: jax.vmap(function, (0, None))(jnp.stack([q, q]), x).sum()
+
+
+TRANSFORMS = {
+    "none": lambda f: f,
+    "jit": jax.jit,
+    "vmap": over_several,
+    "remat": jax.checkpoint,
+    "scan": scanned,
+    "carry of scan": carried,
+    "remat in scan in jit": lambda f: jax.jit(scanned(jax.checkpoint(f))),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("function", [with_slopes, with_operand])
+def test_operands_without_a_gradient_are_refused_only_where_one_is_asked_for(
+    function, transform, implementation
+):
+    q, x = inputs()["query"], f32(6)
+    loss = transform(functools.partial(function, implementation=implementation))
+
+    def gradient(function, *argnums):
+        return jax.eval_shape(jax.grad(function, argnums), q, x)
+
+    with pytest.raises(NotImplementedError, match=r'no gradient .* implementation="reference"'):
+        gradient(loss, 1)
+    with pytest.raises(NotImplementedError, match=r'no gradient .* implementation="reference"'):
+        gradient(loss, 0, 1)
+    [got] = gradient(loss, 0)
+    assert got.shape == q.shape
+    gradient(lambda q, x: loss(q, jax.lax.stop_gradient(x)), 0, 1)
+    gradient(lambda q, _: loss(q, x), 0)
+
+
+def test_integers_and_masks_are_no_operands_with_a_gradient():
+    colours, bound = i32(9), f32(3)
+
+    def near(b, h, q, k, colours, bound):
+        return (colours[q] == colours[k]) | (abs(q - k) < bound[b])
+
+    def loss(query, colours, bound):
+        mask = Predicate(near, (colours, bound))
+        return pallas_flash.attention(**inputs() | {"query": query}, mask=mask).sum()
+
+    gradients = jax.grad(loss, (0, 1, 2), allow_int=True)(inputs()["query"], colours, bound)
+    assert gradients[1].dtype == jax.dtypes.float0
+    assert not gradients[2].any()
+
+    def with_ids(query, ids):
+        return with_operand(query, f32(6)) + ids.sum()
+
+    jax.eval_shape(jax.grad(with_ids, (0, 1), allow_int=True), inputs()["query"], colours)
+
+
+@pytest.mark.parametrize("function", [with_slopes, with_operand])
+def test_the_reference_differentiates_everything(function):
+    with jax.enable_x64(True):
+        x = {name: jnp.asarray(x, jnp.float64) for name, x in numbers().items()}
+        weight = jnp.asarray(normal(9, 2, 5, 6, 4), jnp.float64)
+
+        @jax.jit
+        def loss(slopes):
+            options = dict(alibi_slopes=slopes)
+            if function is with_operand:
+                options = dict(score_fn=scaled_by_head, score_operands=(i32(2), slopes))
+            out = pallas_flash.attention(**x, **options, implementation="reference")
+            return (out * weight).sum()
+
+        slopes, step = jnp.asarray(normal(7, 2, 6), jnp.float64)
+        slope, tangent = jax.jvp(loss, (slopes,), (step,))[1], 1e-6 * step
+        moved = (loss(slopes + tangent) - loss(slopes - tangent)) / 2e-6
+        np.testing.assert_allclose(slope, moved, rtol=1e-6)
+        assert abs(slope) > 1e-3
