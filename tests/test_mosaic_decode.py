@@ -1,6 +1,6 @@
 """Few queries by the kernels for Hopper: the emulated kernel, and how its work is divided.
 
-See test_mosaic for the emulator.
+See mosaic_cases for the emulator.
 """
 
 import collections
@@ -28,7 +28,7 @@ if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
 import test_mosaic_emulator as broken_kernels
-from test_mosaic import checked
+from mosaic_cases import checked
 from test_mosaic_lowering import attention, launches, lowered
 from test_mosaic_machine_code import machine_code_of, shaped
 

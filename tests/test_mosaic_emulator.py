@@ -23,7 +23,7 @@ from pallas_flash import _compat
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
-from test_mosaic import LONG, LONG_CAUSAL, MANY_KEYS, biased, emulated, with_bias, with_heads
+from mosaic_cases import LONG, LONG_CAUSAL, MANY_KEYS, biased, emulated, with_bias, with_heads
 
 from pallas_flash._mosaic import backward_dbias, options, pairs, tiles, work
 

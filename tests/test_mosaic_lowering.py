@@ -35,7 +35,7 @@ from pallas_flash.mosaic import ForwardTile
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
-from test_mosaic import checked
+from mosaic_cases import checked
 
 from pallas_flash import _mosaic
 from pallas_flash._mosaic import backward_dbias, candidates, common, tiles

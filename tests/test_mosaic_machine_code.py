@@ -17,7 +17,7 @@ from scripts.inspection.kernels import compile_kernels
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 
-from test_mosaic import NO_FLAGS, checked
+from mosaic_cases import NO_FLAGS, checked
 from test_mosaic_lowering import attention, gradients
 
 from pallas_flash import _mosaic

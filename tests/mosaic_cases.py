@@ -1,0 +1,117 @@
+"""Problems for the kernels for Hopper, and their results on a CPU: their Python, emulated.
+
+The emulator runs copies and products as late as it may, so that a wait too few shows: see
+test_mosaic_emulator.py.
+"""
+
+import dataclasses
+import inspect
+
+import cases
+import jax
+import mosaic_emulator as emulator
+import numpy as np
+import oracle
+import pytest
+from test_accuracy import judge
+
+import pallas_flash
+from pallas_flash import _compat, _validate
+from pallas_flash._vjp import _public_lse
+
+# JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this
+# file too, have.
+if not _compat.has_mosaic_gpu():
+    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
+
+from pallas_flash import _mosaic
+
+NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
+
+
+def checked(qkv, options):
+    """The call as the implementations get it."""
+    names = list(inspect.signature(_validate.validate).parameters)[3:]
+    defaults = inspect.signature(pallas_flash.attention).parameters
+    return _validate.validate(
+        *qkv, **{name: options.get(name, defaults[name].default) for name in names}
+    )
+
+
+def emulated(problem, in_order=False, sizes=_mosaic.TABLE, **others):
+    """The results that `oracle.names` names."""
+    qkv, (do, dlse), options = problem
+    call = checked(qkv, options)
+    wanted = {name: getattr(call, name) is not None for name in oracle.OPERANDS}
+    flags = NO_FLAGS | {f"want_{name}": x for name, x in wanted.items()} | dict(in_order=in_order)
+    flags |= others
+    with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
+        o, log_sum = _mosaic.forward(call, sizes)
+        gradients = _mosaic.backward(call, o, log_sum, do, dlse, sizes, **flags)
+    names = "query", "key", "value", *(name for name, x in wanted.items() if x)
+    return [o, _public_lse(log_sum), *(getattr(gradients, name) for name in names)]
+
+
+def with_heads(case, size, **sizes):
+    return dataclasses.replace(case, H=size, V=size, **sizes)
+
+
+# More than one tile of keys and of queries, so that slots are used again.
+LONG = cases.Case("long", B=1, T=300, S=400, N=2, K=1, H=64, V=64)
+# More tiles of keys than the forward has slots; of fewer queries than keys it would be another one.
+MANY_KEYS = dataclasses.replace(LONG, T=601, S=600, N=1)
+LONG_CAUSAL = dataclasses.replace(
+    LONG, options=lambda random, case: dict(is_causal=True, query_offset=-20)
+)
+in_order = pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])
+
+
+def with_bias(axes, B=2, **options):
+    """A bias that has these axes, of several tiles along queries and keys; some see nothing."""
+
+    def draw(random, case):
+        causal = dict(is_causal=True, query_offset=-20)
+        return cases._bias(axes, "bfloat16")(random, case) | causal | options
+
+    return dataclasses.replace(LONG, name=f"bias {axes}", B=B, T=150, N=4, K=2, options=draw)
+
+
+def biased(axes="NTS", dtype="bfloat16", options=None, **sizes):
+    """A case with this bias, and of each side more than one tile."""
+
+    def draw(random, case):
+        drawn = {} if options is None else options(random, case)
+        return cases._bias(axes, dtype)(random, case) | drawn
+
+    sizes = dict(B=2, T=300, S=400, N=4, K=2) | sizes
+    return dataclasses.replace(LONG, name=f"bias {axes}", options=draw, **sizes)
+
+
+def fixed(**options):
+    return lambda random, case: options
+
+
+CAUSAL = fixed(is_causal=True, query_offset=-20)
+# Of three warpgroups some see neither the first nor the last key tile of their query tile.
+WINDOW = fixed(is_causal=True, local_window_size=(70, 0))
+
+
+def forward_of(case, sizes=_mosaic.TABLE):
+    """The output and the LSE, emulated."""
+    qkv, _, options = case.problem("bfloat16")
+    with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
+        o, log_sum = _mosaic.forward(checked(qkv, options), sizes)
+    return [o, _public_lse(log_sum)]
+
+
+def judge_both(case, in_order):
+    problem = case.problem("bfloat16")
+    large = checked(problem[0], problem[2]).large
+    judge(case, "bfloat16", emulated(problem, in_order), apart=large)
+
+
+def documents(random, tiles):
+    """The first and the last key tile of each query tile, causal, of documents of any length."""
+    ends = np.cumsum(random.exponential(tiles / 8, tiles).astype(int) + 1)
+    first = np.searchsorted(ends, np.arange(tiles), side="right")
+    return np.concatenate([[0], ends])[first], np.arange(tiles) + 1

@@ -1,0 +1,343 @@
+"""The kernels for Hopper, emulated: what each program, and each warpgroup of it, computes."""
+
+import dataclasses
+import heapq
+import importlib
+import itertools
+
+import cases
+import jax
+import jax.numpy as jnp
+import mosaic_emulator as emulator
+import numpy as np
+import pytest
+from mosaic_cases import (
+    LONG,
+    LONG_CAUSAL,
+    MANY_KEYS,
+    checked,
+    documents,
+    emulated,
+    in_order,
+    judge_both,
+    with_heads,
+)
+from test_accuracy import judge
+
+from pallas_flash import TileSizes, _mosaic
+from pallas_flash._mosaic import common, work
+from pallas_flash._mosaic.tiles import forward_tile
+from pallas_flash.mosaic import ForwardTile
+
+
+@in_order
+def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
+    """As where there are many programs: these have a head each."""
+    module = importlib.import_module("pallas_flash._mosaic.backward")
+    monkeypatch.setattr(module, "_shares", lambda *_: 1)
+    judge(LONG_CAUSAL, "bfloat16", emulated(LONG_CAUSAL.problem("bfloat16"), in_order))
+
+
+@in_order
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_heads_that_do_not_fill_the_last_place_in_the_grid(
+    kv_heads, monkeypatch, in_order, kernel_case
+):
+    """Three key/value heads, or shares of one, of which two have their programs side by side."""
+    monkeypatch.setattr(
+        importlib.import_module("pallas_flash._mosaic.backward_common"), "SIDE_BY_SIDE", 2
+    )
+    case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=3, K=kv_heads)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "size", "causal", "in_order", "shares"),
+    [
+        (4, 4096, 16, 16, 128, True, False, 1),  # Nothing to share.
+        (1, 2**13, 64, 8, 128, True, False, 8),  # A head a program, or so many that
+        (1, 4096, 64, 8, 128, True, False, 4),  # they have 8192 queries.
+        (8, 2048, 64, 8, 128, True, False, 2),
+        (2, 2048, 71, 1, 64, True, False, 17),
+        (1, 2**17, 64, 8, 128, True, False, 8),
+        (1, 2**17, 64, 8, 128, True, True, 2),  # Whose sums take 2 GiB.
+        (1, 4096, 64, 8, 128, False, False, 1),
+        (1, 1024, 64, 8, 128, False, False, 5),  # Two programs for each of 132 cores.
+    ],
+)
+def test_shares_of_heads(batch, length, heads, kv_heads, size, causal, in_order, shares):
+    module, found = importlib.import_module("pallas_flash._mosaic.backward"), []
+
+    def call(q, k):
+        p = checked((q, k, k), dict(is_causal=causal))
+        found.append(module._shares(p, length // 128, in_order))
+
+    shapes = ((batch, length, n, size) for n in (heads, kv_heads))
+    jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    assert found == [shares]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_numbers_of_programs_with_many_query_tiles(head_dim, monkeypatch, kernel_case):
+    """On a GPU with two cores: a warpgroup has every part of a tile in turn."""
+    monkeypatch.setattr(work, "CORES", 2)
+    # It remembers lists for all cores.
+    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    judge_both(with_heads(LONG_CAUSAL, head_dim, T=601), in_order=False)
+
+
+@pytest.mark.parametrize(
+    ("T", "causal", "head_dim", "cores"),
+    cases.default(
+        chosen := [(601, False, 128, 2), (600, True, 80, 4)],
+        [*chosen, (512, False, 64, 132), (700, True, 128, 2), (129, False, 256, 132)],
+    ),
+)
+def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeypatch, kernel_case):
+    """Of the last pair, one may have nothing to do; of a causal one, the first sees fewer keys."""
+    monkeypatch.setattr(work, "CORES", cores)
+    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    copy, copies = emulator.copy_gmem_to_smem, set()
+
+    def spied(source, destination, barrier, collective_axes=None):
+        copies.add((len(destination.array), collective_axes))
+        copy(source, destination, barrier, collective_axes)
+
+    monkeypatch.setattr(emulator.plgpu, "copy_gmem_to_smem", spied)
+    case = with_heads(LONG_CAUSAL if causal else MANY_KEYS, head_dim, T=T, S=600)
+    sizes = TileSizes(ForwardTile(block_kv=96, programs=2))
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), False, sizes))
+    assert {axes for rows, axes in copies if rows == 96} == {"member"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "programs"),
+    [
+        ((4096, 4096, 128), {}, 2),
+        ((4096, 4096, 128), dict(is_causal=True), 2),
+        ((4096, 4096, 128), dict(is_causal=True, logits_soft_cap=30.0), 1),
+        ((4096, 4096, 128), dict(local_window_size=(100, 0)), 1),
+        ((4096, 4096, 128), dict(is_causal=True, query_offset=jnp.int32(3)), 1),
+        ((4096, 4096, 64), {}, 1),  # Three warpgroups.
+        ((2048, 2048, 256), {}, 2),
+        ((2048, 2048, 128), dict(is_causal=True), 1),
+        ((2048 + 256, 4096, 128), {}, 2),
+        ((2048 + 128, 4096, 128), {}, 1),  # Whose last pair would be half empty.
+        ((8192, 512, 128), {}, 1),
+    ],
+)
+def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, programs):
+    T, S, H = sizes
+    q, k = (jnp.zeros((1, n, 1, H), jnp.bfloat16) for n in (T, S))
+    assert _mosaic.tiles.forward_tile(checked((q, k, k), options)).programs == programs
+
+
+def end_of_the_last(lengths, programs):
+    """When the last program is done, if who is free takes the next item."""
+    free = [0.0] * programs
+    for length in lengths:
+        heapq.heappush(free, heapq.heappop(free) + length + 1.5)
+    return max(free)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "side", "tiles", "own_heads", "listed", "late"),
+    [
+        *((2, 3, 1, 5, False, False, 1.3), (1, 1, 1, 1, False, False, 1.1)),
+        *((1, 16, 1, 128, False, False, 1.02), (1, 16, 3, 512, False, False, 1.01)),
+        *((3, 30, 4, 9, True, True, 1.15), (2, 6, 2, 700, False, True, 1.01)),
+    ],
+)
+def test_items_of_arrays_come_by_heads_that_share_the_cache(
+    batch, heads, side, tiles, own_heads, listed, late
+):
+    """Longest first, and at the end those of more heads together."""
+    random = np.random.default_rng(0)
+    start, stop = documents(random, tiles)
+    if listed:
+        rows = np.stack([0 * start, stop - start, start], axis=-1)
+    else:
+        rows = np.stack([start, start, stop, stop], axis=-1)
+    shape = batch, heads if own_heads else 1, *rows.shape
+    table = jnp.asarray(np.broadcast_to(rows, shape), jnp.int32)
+    if listed:
+        entries = work.lists_for_warpgroups(table, tiles, 1)
+    else:
+        entries = work.for_warpgroups(table, 1)
+    lists = np.asarray(work.longest_first(batch, heads, side, entries))
+    assert lists.dtype == np.int32 and lists.shape[1] == work.NUMBERS
+    items, programs = lists[1:-1], work.programs_of(lists)
+    assert programs == min(work.CORES, len(items))
+    assert lists[0, 0] == 1 + programs and lists[-1, 0] < 0
+    places = [tuple(x) for x in items[:, :3].tolist()]
+    assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
+    for (b, h, tile), entry in zip(places, items[:, 3:11].tolist(), strict=True):
+        row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
+        count = stop[tile] - start[tile]
+        assert entry[0] == (row if listed else stop[tile] - 1)
+        seen = work.Seen(*entry[work.COMMON :])
+        assert entry[work.COUNT] == count and (seen.first, seen.end) == (0, count)
+    lengths = (stop - start)[items[:, 2]]
+    # As many of `side` as divide the heads; with rows that are sorted together all of a row.
+    apart = tiles * heads >= work.TOGETHER and not own_heads
+    side = max(n for n in range(1, side + 1) if heads % n == 0)
+    last = max(0, len(items) - -(-work.TOGETHER // (tiles * side)) * tiles * side)
+    assert (np.diff(lengths[last:]) <= 0).all()
+    if apart:
+        of_heads = (items[:last, :2] @ [heads, 1]) // side
+        assert (np.diff(of_heads) >= 0).all()
+        assert ((np.diff(lengths[:last]) <= 0) | (np.diff(of_heads) > 0)).all()
+        if last:
+            assert len(set(items[: side * 2, 1])) == side
+    mean = (lengths + 1.5).sum() / programs
+    assert end_of_the_last(lengths, programs) <= late * max(mean, lengths.max() + 1.5)
+
+
+@pytest.mark.parametrize(("members", "lists"), [(1, 132), (2, 66)])
+def test_all_cores_have_a_program(members, lists):
+    q = jnp.zeros((2, 4096, 16, 64), jnp.bfloat16)
+    p = checked((q, q, q), dict(is_causal=True))
+    table = work.table(p.mask, work.Tiling(4096, 64), work.Tiling(4096, 128), "kv", 2, 2)
+    entries = work.for_warpgroups(table, 2 * members)
+    assert len(work.worklists(p, 2, p.mask, entries, members)) == lists
+
+
+@cases.parametrize(
+    names=["causal", "everything at once", "lengths of zero", "documents", "mask with empty tiles"]
+)
+def test_each_query_tile_is_an_item_once(case, monkeypatch):
+    """Those that see nothing, too: of calls with many tiles, whose lists may depend on arrays."""
+
+    class Launched(Exception):
+        pass
+
+    def launch(kernel, operands, *, sums, **_):
+        [lists] = sums or operands[-1:]
+        raise Launched(lists)
+
+    qkv, _, options = with_heads(case.scaled(6), 64).problem("bfloat16")
+    call = checked(qkv, options)
+    with emulator.emulated(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(common, "launch", launch)
+        with pytest.raises(Launched) as launched:
+            _mosaic.forward(call)
+    [lists] = map(np.asarray, launched.value.args)
+    known = [row[1 : 1 + row[0, 0]] for row in lists] if lists.ndim == 3 else [lists[1:-1]]
+    items = sorted(tuple(x) for x in np.concatenate(known)[:, :3].tolist())
+    tiles = -(-call.q_len // (64 * forward_tile(call).warpgroups))
+    assert items == list(itertools.product(*map(range, (call.batch, call.num_heads, tiles))))
+
+
+# Short documents and a long one; what no query sees; few items; and one.
+TAKEN = {
+    "documents": (601, dict(segment_ids=np.repeat(range(5), (9, 30, 2, 500, 60))), True),
+    "lengths": (601, dict(query_seq_lengths=[300], key_value_seq_lengths=[200]), False),
+    "few": (150, dict(key_value_seq_lengths=[140]), False),
+    "one": (60, dict(key_value_seq_lengths=[60]), False),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", TAKEN)
+def test_programs_take_each_item_once(name, head_dim, monkeypatch, kernel_case):
+    """On a GPU with three cores, of which two are at work at a time: the third may come late."""
+    length, arrays, is_causal = TAKEN[name]
+    heads = 1 if name == "one" else 2
+    arrays = {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
+    if "segment_ids" in arrays:
+        arrays = dict(segment_ids=arrays["segment_ids"][None])
+    options = arrays | dict(is_causal=is_causal)
+    case = cases.Case(
+        f"taken {name}",
+        *(1, length, length, heads, heads, head_dim, head_dim),
+        options=lambda random, case: options,
+    )
+    start, count_up = emulator.launch, emulator.fake_ptx["count_up"]
+    taken, counts = [], []
+
+    def counted(ref):
+        row = count_up(ref)
+        taken.append((int(row), int(emulator.here.axes["program"])))
+        return row
+
+    def launch(kernel, operands, **others):
+        results = start(kernel, operands, **others)
+        if kernel.__name__ == "pallas_flash_forward":
+            counts.append((others["grid"]["program"], len(results[0]) - 2, int(results[0][0, 0])))
+        return results
+
+    monkeypatch.setattr(work, "CORES", 3)
+    monkeypatch.setattr(emulator, "launch", launch)
+    monkeypatch.setitem(emulator.fake_ptx, "count_up", counted)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+    [(programs, items, count)] = counts
+    assert programs == min(3, items)
+    # Each program counts on, after the first row that is no item, once.
+    end = 1 + items + 2 * programs
+    assert count == end and sorted(row for row, _ in taken) == list(range(1 + programs, end))
+    behind = [program for row, program in taken if row > items]
+    assert sorted(behind) == sorted(2 * list(range(programs)))
+
+
+@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
+def test_warpgroups_compute_what_they_see(warpgroups, xp):
+    """All pairs or triples of ranges, the last one of which lacks a tile of queries."""
+    ranges = [x for x in itertools.product(range(4), repeat=4) if list(x) == sorted(x)]
+    together = list(itertools.product(ranges[:: warpgroups**2], repeat=warpgroups))
+    rows = xp.asarray(np.concatenate(together)[None, None, :-1], np.int32)
+    entries = work.for_warpgroups(rows, warpgroups)
+    assert type(entries) is type(rows)
+    rows = [*np.asarray(rows)[0, 0].tolist(), (0, 0, 0, 0)]
+    for n, entry in enumerate(np.asarray(entries)[0, 0].tolist()):
+        stream = work.stream(entry[: work.COMMON], None)
+        order = [int(stream.at(i)) for i in range(stream.count)]
+        mine = rows[n * warpgroups :][:warpgroups]
+        some = [x for x in mine if x[0] < x[3]]
+        first, last = (f((x[i] for x in some), default=0) for f, i in ((min, 0), (max, 3)))
+        assert sorted(order) == list(range(first, last))
+        each = [entry[i : i + work.OWN] for i in range(work.COMMON, len(entry), work.OWN)]
+        for (start, full_start, full_stop, stop), seen in zip(mine, each, strict=True):
+            seen = work.Seen(*seen)
+            assert sorted(seen) == list(seen)
+            assert sorted(order[seen.first : seen.end]) == list(range(start, stop))
+            full = range(full_start, full_stop)
+            masked = order[seen.first : seen.full] + order[seen.edges : seen.end]
+            whole = order[seen.full : seen.edges]
+            assert set(whole) <= set(full)
+            # What is at the first edge of another one may count as an edge here.
+            early = max((x[1] for x in some), default=0)
+            assert set(masked) & set(full) <= set(range(early))
+
+
+def test_full_tiles_rise_where_all_begin_with_the_same_one():
+    """As those of other query tiles do; those at the end come before, the last one first."""
+    causal = [(0, 0, n, n + 1) for n in range(8, 11)]
+    window = [(3, 4, 9, 10)] * 3
+    apart = [(n, n + 1, n + 8, n + 9) for n in range(3)]
+    rows = np.array([*causal, *window, *apart], np.int32)[None, None]
+    orders = []
+    for entry in work.for_warpgroups(rows, 3)[0, 0]:
+        stream = work.stream(entry[: work.COMMON], None)
+        orders.append([int(stream.at(i)) for i in range(stream.count)])
+    assert orders[0] == [10, 9, 8, *range(8)]
+    assert orders[1] == [9, *range(3, 9)]
+    assert orders[2] == list(range(11))[::-1]
+
+
+# Of three warpgroups some see neither the first nor the last key tile of their query tile.
+APART = {
+    "window": dict(local_window_size=(70, 0)),
+    "documents": dict(segment_ids=jnp.searchsorted(jnp.array([250, 420]), jnp.arange(500))[None]),
+}
+
+
+@pytest.mark.parametrize("options", APART.values(), ids=APART)
+def test_warpgroups_pass_by_what_others_see(options, kernel_case, monkeypatch):
+    """On one core, where slots are used again."""
+    monkeypatch.setattr(work, "CORES", 1)
+    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    options = options | dict(is_causal=True)
+    sizes = dict(B=1, T=500, S=500, N=1, K=1)
+    case = dataclasses.replace(with_heads(LONG, 64, **sizes), options=lambda *_: options)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16")))

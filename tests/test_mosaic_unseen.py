@@ -1,0 +1,105 @@
+"""The kernels for Hopper, emulated: nothing shows of what no query sees."""
+
+import dataclasses
+
+import cases
+import jax.numpy as jnp
+import mosaic_emulator as emulator
+import numpy as np
+import oracle
+import pytest
+from mosaic_cases import LONG, LONG_CAUSAL, checked, emulated, in_order
+from test_accuracy import judge
+
+from pallas_flash import _mosaic
+
+
+@in_order
+def test_keys_behind_the_ends_have_gradients_of_zero(in_order, kernel_case):
+    """Of five tiles none is seen, or one or two, whose programs store several others, or more."""
+    lengths = jnp.array([0, 1, 256, 300, 520], jnp.int32)
+    sizes = dict(B=len(lengths), T=150, S=600, N=1)
+    options = dict(key_value_seq_lengths=lengths)
+    case = dataclasses.replace(LONG, **sizes, options=lambda *_: options)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
+
+
+def test_nothing_shows_of_what_no_query_sees(kernel_case):
+    case = dataclasses.replace(LONG_CAUSAL, T=100)
+    qkv, cotangents, options = case.problem("bfloat16")
+    poisoned = cases.poison(case, qkv, cotangents, options)
+    # Keys that no query sees, too: those past the last query.
+    assert all(np.isnan(np.asarray(x, np.float32)).any() for x in poisoned[0])
+    want, got = emulated((qkv, cotangents, options)), emulated((*poisoned, options))
+    for name, a, b in zip(oracle.NAMES, want, got, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        # dq is a sum in any order.
+        np.testing.assert_allclose(a, b, rtol=1e-2 if name == "dq" else 0, err_msg=name)
+
+
+# Within a tile, at the end of one, none and all.
+ENDS = dict(query_seq_lengths=[200, 128, 300, 70], key_value_seq_lengths=[150, 256, 400, 0])
+
+
+@in_order
+@pytest.mark.parametrize(
+    "options",
+    cases.default(
+        [dict(is_causal=True)], [{}, dict(is_causal=True), dict(local_window_size=(150, 20))]
+    ),
+    ids=lambda options: next(iter(options), "full"),
+)
+def test_what_is_behind_lengths_may_hold_anything(options, in_order, kernel_case):
+    """Of the tiles in which lengths end, there are copies that end with zeros."""
+    judge_poisoned(options, in_order)
+
+
+def test_what_is_behind_lengths_may_hold_anything_beside_the_gradient_of_the_scale(kernel_case):
+    """All sums of dq are read then."""
+    judge_poisoned({}, want_scale=True)
+
+
+def judge_poisoned(options, in_order=False, **others):
+    ends = {name: jnp.asarray(x, jnp.int32) for name, x in ENDS.items()}
+    case = dataclasses.replace(LONG, B=4, N=1, options=lambda random, case: options | ends)
+    qkv, cotangents, options = case.problem("bfloat16")
+    poisoned = cases.poison(case, qkv, cotangents, options)
+    assert all(np.isnan(np.asarray(x, np.float32)).any() for x in poisoned[0])
+    judge(case, "bfloat16", emulated((*poisoned, options), in_order, **others))
+
+
+def test_what_is_behind_lengths_may_hold_anything_without_a_cotangent_of_the_lse(kernel_case):
+    """Then delta leaves its kernel as it is used."""
+    ends = {name: jnp.asarray(x, jnp.int32) for name, x in ENDS.items()}
+    case = dataclasses.replace(LONG, B=4, N=1, options=lambda random, case: ends)
+    qkv, cotangents, options = case.problem("bfloat16")
+    poisoned, (poisoned_do, _) = cases.poison(case, qkv, cotangents, options)
+    assert np.isnan(np.asarray(poisoned_do, np.float32)).any()
+    problems = (qkv, cotangents[0]), (poisoned, poisoned_do)
+    want, got = (emulated((qkv, (do, None), options), in_order=True) for qkv, do in problems)
+    for name, a, b in zip(oracle.names(options), want, got, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_nothing_shows_of_values_that_no_query_sees(kernel_case):
+    """Whether these keys are known by lengths, or by evaluating the mask."""
+    for name in ("lengths of zero", "everything at once", "mask with empty tiles"):
+        case = cases.BY_NAME[name]
+        qkv, cotangents, options = case.problem("bfloat16")
+        poisoned, _ = cases.poison(case, qkv, cotangents, options)
+        assert np.isnan(np.asarray(poisoned[2], np.float32)).any(), name
+        with emulator.emulated(pytest.MonkeyPatch()):
+            (want, _), (got, _) = (_mosaic.forward(checked(x, options)) for x in (qkv, poisoned))
+        np.testing.assert_array_equal(want, got, err_msg=name)
+
+
+@in_order
+def test_what_no_query_of_a_pair_sees_may_overflow(in_order):
+    """The product of a cotangent and a value that its query does not see."""
+    case = dataclasses.replace(LONG, T=100, S=100, N=1, options=lambda r, c: dict(is_causal=True))
+    (q, k, v), (do, dlse), options = case.problem("bfloat16")
+    v, do = v.at[:, 60:].multiply(1e20), do.at[:, :40].multiply(1e20)
+    for name, x in zip(
+        oracle.NAMES, emulated(((q, k, v), (do, dlse), options), in_order), strict=False
+    ):
+        assert jnp.isfinite(x).all(), name
