@@ -6,6 +6,7 @@ After a new measurement this says which sentences are no longer true, and what w
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import re
@@ -394,6 +395,34 @@ def of_shares():
         yield PERFORMANCE, f"| {heads} / {kv_heads}, {tokens} | {row} |"
 
 
+OF_OPTIONS = "bias", "trained bias", "mask array", "soft cap", "ALiBi", "dropout"
+
+
+def of_options():
+    """The rows of a table: milliseconds, of the time without the option, and other times of it."""
+    timed = {}
+    for r in lines(OPTIONS):
+        if not r["causal"] and "ms" in r:
+            call = r["pass"], r["D"], r["option"]
+            timed.setdefault(call, {})[r["peer"]] = r["ms"]["median"]
+
+    def row(name, ms, without):
+        mosaic = ms["ours_mosaic"]
+        cells = [f"{mosaic:.3f}", f"{mosaic / without:.2f}" if without else ""]
+        cells += [f"{ms[x] / mosaic:.2f}" if x in ms else "" for x in ("ours_triton", "jax_cudnn")]
+        return PERFORMANCE, "| " + " | ".join([name, *cells]) + " |"
+
+    for direction, D in itertools.product(("forward", "backward"), (64, 128, 256)):
+        alone = timed[direction, D, None]
+        yield row(f"{direction} {D}", alone, None)
+        for option in OF_OPTIONS:
+            if option == "trained bias" and direction == "forward":
+                continue
+            if ms := timed.get((direction, D, option)):
+                name = {"trained bias": "bias, with its gradient"}.get(option, option)
+                yield row(name, ms, alone["ours_mosaic"])
+
+
 def variant(experiment, label, D, T, causal):
     """TFLOP/s of the forward with these tiles."""
     (record,) = (
@@ -495,6 +524,7 @@ CLAIMS = [
     of_the_run,
     of_decoding,
     of_shares,
+    of_options,
     of_what_pays,
     of_training,
 ]
