@@ -114,27 +114,27 @@ class Static(common.Static):
         seen = plgpu.load(refs[f"seen_{side}"].at[b]) if self.ends else 0
 
         def copy(name, h, first, place, full):
-            strips = len(place.shape) == 3
+            in_strips = len(place.shape) == 3
             rows, width = place.shape[-2:]
-
-            def parts():
-                for i in range(place.shape[0]) if strips else [...]:
-                    yield (place.at[i], (pl.ds(i * width, width),)) if strips else (place, ())
+            parts = [(place, ())]
+            if in_strips:
+                columns = (pl.ds(i * width, width) for i in range(place.shape[0]))
+                parts = [(place.at[i], (x,)) for i, x in enumerate(columns)]
 
             def start(part, columns, barrier):
                 at = b, pl.ds(first, rows), h, *columns
                 plgpu.copy_gmem_to_smem(refs[name].at[at], part, barrier)
 
             def whole():
-                for part, columns in parts():
+                for part, columns in parts:
                     start(part, columns, full)
 
             def cleaned():
                 landed = memory["landed"].at[warpgroup]
-                for part, columns in parts():
+                for part, columns in parts:
                     start(part, columns, landed)
                     plgpu.barrier_wait(landed)
-                    ptx.zero_rows(part, seen - first, strip=strips)
+                    ptx.zero_rows(part, seen - first, strip=in_strips)
                     ptx.fence()
                     plgpu.barrier_arrive(full)
 
