@@ -124,20 +124,16 @@ def test_machine_code_of_the_forward_with(option, head_dim):
     for loop in loops:
         assert loop.spills == 0, (name, loop.order)
         assert loop.opcodes["WARPGROUP.DEPBAR"] <= max(loop.matrix["HGMMA"] // 2, 1), loop.order
-        # See `ptx.fence`; emulated kernels do not show that it lacks.
+        # As `STREAMED` below.
         assert "FENCE" in loop.opcodes or "LDSM" not in loop.opcodes, name
 
 
-# Local memory instructions in the loop of the backward: more where an option needs many registers.
-# Not what is wanted; none of them is to grow.
-SPILLS = {
-    (64, "lengths"): 2,
-    (128, "lengths"): 2,
-    (64, "soft cap"): 110,
-    (64, "dropout"): 12,
-    (64, "documents"): 11,
-}
-FEW_SPILLS = 8
+# Local memory instructions in the loop of the backward, where an option needs many registers. Not
+# what is wanted; none of them is to grow.
+SPILLS = {(64, "soft cap"): 100, (64, "dropout"): 3}
+# What comes by tiles: who reads it must be done before the next copy, see `ptx.fence`. Emulated
+# kernels do not show that it lacks.
+STREAMED = "mask array", "bias"
 
 
 @pytest.mark.extended
@@ -159,8 +155,9 @@ def test_machine_code_of_the_backward_with(option, head_dim):
     assert len(kernels) == 3
     for name, _, _, loops in kernels:
         for loop in loops:
-            assert loop.spills <= SPILLS.get((head_dim, option), FEW_SPILLS), (name, loop.order)
+            assert loop.spills <= SPILLS.get((head_dim, option), 0), (name, loop.order)
             assert loop.opcodes["WARPGROUP.DEPBAR"] <= loop.matrix["HGMMA"] // 2, loop.order
+            assert option not in STREAMED or loop.opcodes["FENCE"] == 2, name
 
 
 # Instructions for an element with dropout and no mask. Which elements share a counter is for the
