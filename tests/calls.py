@@ -1,8 +1,27 @@
-"""Small calls of `attention`, whose sizes are all different."""
+"""Small calls of `attention`: valid ones, and rows of refused ones, whose errors have one form.
+
+The tables are in test_validate_*.py.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from described_gpus import described_gpu
+
+import pallas_flash
+from pallas_flash import _compat
+
+NEWER = jax.__version_info__ >= _compat.MOSAIC_SINCE
+
+LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+PER_HEAD = ("sinks", "alibi_slopes")
+POSITIONS = ("query_positions", "key_value_positions")
 
 
 def zeros(shape, dtype):
@@ -28,10 +47,6 @@ def unbatched(**changed):
     return {"query": f32(5, 6, 8), "key": f32(7, 3, 8), "value": f32(7, 3, 4)} | changed
 
 
-def scaled_by_head(s, b, h, q, k, offset, slope):
-    return s * slope[h]
-
-
 def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
@@ -39,3 +54,79 @@ def normal(seed, *shape):
 def numbers(**changed):
     shapes = {"query": (2, 5, 6, 8), "key": (2, 7, 3, 8), "value": (2, 7, 3, 4)}
     return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())} | changed
+
+
+class Row(NamedTuple):
+    """A call that is refused.
+
+    `arguments` makes what differs from a valid call. `gpu` is the kind of the GPU to compile for,
+    the CPU if None; `traced` is an argument that arrives as a tracer; `differentiated` is one with
+    respect to which the call is differentiated; `function` is called in place of `attention`, with
+    `arguments` alone.
+    """
+
+    id: str
+    arguments: Callable[[], dict]
+    error: type[Exception]
+    fragment: str
+    gpu: str | None = None
+    x64: bool = False
+    traced: str | None = None
+    differentiated: str | None = None
+    function: Callable | None = None
+
+
+def row_of(id, function, error, fragment, **arguments):
+    """A call of another function than `attention`."""
+    return Row(id, lambda: arguments, error, fragment, function=function)
+
+
+def each(rows):
+    """A test of each row."""
+    return pytest.mark.parametrize("row", rows, ids=[row.id for row in rows])
+
+
+def refusal(row: Row, function=pallas_flash.attention) -> Exception:
+    """The error of a call of `function` with the row's arguments."""
+    with contextlib.ExitStack() as stack:
+        if row.gpu:
+            stack.enter_context(described_gpu(row.gpu))
+        if row.x64:
+            stack.enter_context(jax.enable_x64(True))
+        caught = stack.enter_context(pytest.raises(row.error))
+        arguments = row.arguments() if row.function else inputs() | row.arguments()
+        function = row.function or function
+        if changed := row.traced or row.differentiated:
+            x = arguments.pop(changed)
+
+            def call(x):
+                return function(**arguments, **{changed: x})
+
+            if row.traced:
+                jax.eval_shape(call, x)
+            else:
+                jax.vjp(call, x)
+        else:
+            function(**arguments)
+    return caught.value
+
+
+# `argument` must requirement; got values. What to do, as an imperative sentence.
+ADVICE = (
+    "Add|Broadcast|Cast|Check|Choose|Convert|Drop|Give|Keep|Multiply|Pass|Repeat|Reshape|Use|Wrap|"
+    "Write"
+)
+FORM = re.compile(rf"`[\w.\[\]]+`.* must .+; got .+\. ({ADVICE}) .+\.")
+
+
+def check(row):
+    """The row's call raises its error, in the form of all errors, and so does `explain`."""
+    error = refusal(row)
+    said = str(error)
+    assert type(error) is row.error, type(error)
+    assert row.fragment in said, said
+    assert FORM.fullmatch(said), said
+    # Explaining computes nothing, differentiates nothing, and takes shapes for arrays.
+    if not row.differentiated and not row.function and "ShapeDtypeStruct" not in row.id:
+        explained = str(refusal(row, pallas_flash.explain))
+        assert explained == said, explained

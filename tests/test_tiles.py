@@ -1,6 +1,6 @@
 """Tile sizes: what the table chooses fits every GPU, and what a user asks for is kept; their order.
 
-That wrong sizes are refused is in the table of test_validate.py.
+That wrong sizes are refused is in the table of test_validate_tiles.py.
 """
 
 import dataclasses

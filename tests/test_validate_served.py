@@ -1,4 +1,4 @@
-"""Calls that are unusual but valid agree with the definition."""
+"""Unusual calls that are served, and agree with the definition in float64 NumPy."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What has no gradient is refused where it is differentiated, and nowhere else."""
+"""What has no gradient: refused where it is differentiated, and nowhere else."""
 
 import functools
 
@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import f32, i32, inputs, normal, numbers, scaled_by_head
+from calls import Row, check, each, f32, i32, inputs, normal, numbers, row_of
 
 import pallas_flash
 from pallas_flash import Predicate
+
+
+def scaled_by_head(s, b, h, q, k, offset, slope):
+    return s * slope[h]
 
 
 def with_slopes(query, slopes, **options):
@@ -20,6 +24,60 @@ def with_slopes(query, slopes, **options):
 def with_operand(query, slopes, **options):
     operands = dict(score_fn=scaled_by_head, score_operands=(i32(2), slopes))
     return pallas_flash.attention(**inputs() | {"query": query}, **operands, **options).sum()
+
+
+def without_gradient():
+    for implementation in ("xla", "interpret"):
+        for argument, arguments in (
+            ("alibi_slopes", lambda: {"alibi_slopes": f32(6)}),
+            (
+                "score_operands",
+                lambda: {"score_fn": scaled_by_head, "score_operands": (i32(2), f32(6))},
+            ),
+        ):
+            yield Row(
+                f"{argument} differentiated by {implementation}",
+                lambda arguments=arguments, implementation=implementation: {
+                    **arguments(),
+                    "implementation": implementation,
+                },
+                NotImplementedError,
+                f"`{argument}` must not be differentiated by '{implementation}', which has no "
+                "gradient for it; got a derivative with respect to it. Wrap it in ",
+                differentiated=argument,
+            )
+
+
+def bad_derivatives():
+    def tangent_of_the_call(x):
+        call = functools.partial(pallas_flash.attention, implementation="xla")
+        return jax.jvp(lambda q: call(q, q, q), (x,), (x,))
+
+    yield row_of(
+        "forward mode",
+        tangent_of_the_call,
+        NotImplementedError,
+        "`attention` must be differentiated in reverse mode by 'xla'",
+        x=jnp.ones((1, 4, 2, 8)),
+    )
+    yield row_of(
+        "slopes differentiated after the queries",
+        lambda query, slopes: jax.jvp(
+            lambda slopes: jax.grad(with_slopes)(query, slopes), (slopes,), (slopes,)
+        ),
+        NotImplementedError,
+        "`alibi_slopes` must not be differentiated by 'xla', which has no gradient for it",
+        query=inputs()["query"],
+        slopes=f32(6),
+    )
+
+
+ROWS = [*without_gradient(), *bad_derivatives()]
+
+
+@each(ROWS)
+def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
+    check(row)
 
 
 def scanned(function):

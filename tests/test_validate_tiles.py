@@ -1,12 +1,10 @@
-"""Rows of tiles, and of what an implementation does not serve; see `refusals`."""
+"""Tile sizes that are refused: of the wrong type, of another kernel, too large for the GPU."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from calls import f32, inputs
-from refusals import Row
+from calls import NEWER, Row, check, each, inputs
 
-from pallas_flash import Tile, TileSizes, _compat, mosaic
+from pallas_flash import Tile, TileSizes, mosaic
 
 
 def sizes_with(name, x):
@@ -28,8 +26,6 @@ NUMBERS = [
     (mosaic.DqTile, "block_kv", (32, 80)),
     (mosaic.DqTile, "stages", (0,)),
 ]
-
-
 # Tiles of "mosaic" that no Hopper GPU has room for, and why.
 TOO_LARGE = [
     ("forward", mosaic.ForwardTile(2, 192), 128, "`tile_sizes.forward` must fit in the GPU's 227"),
@@ -234,88 +230,9 @@ def bad_tiles():
             )
 
 
-ONE_OF = (
-    "`implementation` must be None or one of ('mosaic', 'triton', 'interpret', 'xla', "
-    "'reference'); "
-)
+ROWS = list(bad_tiles())
 
 
-def not_served():
-    for x in ("cudnn", "XLA", "", 1, ["xla"], np.ones(3), jnp.ones(3)):
-        yield Row(
-            f"implementation {x!r}",
-            lambda x=x: {"implementation": x},
-            ValueError,
-            ONE_OF,
-        )
-    yield Row(
-        "implementation traced",
-        lambda: {"implementation": 1},
-        ValueError,
-        ONE_OF,
-        traced="implementation",
-    )
-    yield Row(
-        "triton on a CPU",
-        lambda: {"implementation": "triton"},
-        NotImplementedError,
-        "got 'triton'. The kernels need an NVIDIA GPU, and the device is cpu. Use \"xla\".",
-    )
-    for gpu, capability in {"Tesla V100": "7.0", "Tesla T4": "7.5", "Tesla P100": "6.0"}.items():
-        yield Row(
-            f"triton on a {gpu}",
-            lambda: {"implementation": "triton"},
-            NotImplementedError,
-            f"compute capability 8.0 or more (A100 or newer), and the device is {gpu} (described, "
-            f'not here) with {capability}. Use "xla".',
-            gpu=gpu,
-        )
-    for implementation, gpu in (("triton", "NVIDIA H200"), ("interpret", None)):
-        for id, arguments, fragment, x64 in (
-            ("float64", lambda: inputs(jnp.float64), "Got float64, and the kernels", True),
-            ("head size", lambda: inputs(head_dim=257), "Got a head size of 257, and", False),
-            ("value size", lambda: {"value": f32(2, 7, 3, 300)}, "Got a head size of 300,", False),
-        ):
-            yield Row(
-                f"{implementation} for {id}",
-                lambda arguments=arguments, implementation=implementation: {
-                    **arguments(),
-                    "implementation": implementation,
-                },
-                NotImplementedError,
-                f"`implementation` must be one that serves the call; got '{implementation}'. "
-                + fragment,
-                gpu=gpu,
-                x64=x64,
-            )
-
-
-NEWER = jax.__version_info__ >= _compat.MOSAIC_SINCE
-
-
-def not_served_on_hopper():
-    """What "mosaic" says of calls that others serve."""
-
-    def half(head_dim=64, dtype=jnp.bfloat16, **options):
-        x = jnp.zeros((2, 5, 4, head_dim), dtype)
-        return dict(query=x, key=x, value=x, implementation="mosaic", **options)
-
-    newer = [
-        ("float32", lambda: half(dtype=jnp.float32), "Got float32, and they serve float16 and "),
-        ("a head size", lambda: half(36), "Got head sizes of 36 and 36 (of values), and they "),
-        (
-            "a score function",
-            lambda: half(score_fn=lambda s, *at: jnp.floor(s)),
-            "The mask or the score function uses floor, which ",
-        ),
-    ]
-    older = [("this JAX", half, "in Mosaic GPU need JAX 0.11.2 or newer, and this is 0.10.2.")]
-    for name, arguments, fragment in newer if NEWER else older:
-        yield Row(f"mosaic for {name}", arguments, NotImplementedError, fragment, gpu="NVIDIA H200")
-    for gpu, told in (
-        ("NVIDIA A100", 'NVIDIA A100 (described, not here) with 8.0. Use "triton".'),
-        ("NVIDIA B200", 'NVIDIA B200 (described, not here) with 10.0. Use "triton".'),
-        ("NVIDIA Z900", 'NVIDIA Z900 (described, not here). Use "triton".'),
-        (None, 'the device is cpu. Use "xla".'),
-    ):
-        yield Row(f"mosaic on {gpu or 'a CPU'}", half, NotImplementedError, told, gpu=gpu)
+@each(ROWS)
+def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
+    check(row)

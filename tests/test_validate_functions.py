@@ -1,0 +1,170 @@
+"""Functions of users that are refused, of scores and of a `Predicate`, and their operands."""
+
+import jax
+import jax.numpy as jnp
+from calls import Row, check, each, f32
+
+from pallas_flash import Predicate
+
+
+class Unhashable:
+    """A function that could be compiled in only once for each of its values."""
+
+    __hash__ = None
+
+    def __call__(self, *at):
+        return at[-1] >= at[-2]
+
+
+TABLE = jnp.arange(12.0).reshape(3, 4)
+
+# What is wrong with a function: itself, its operands, the error. The functions take scores and
+# indices; a Predicate's is given zeros for scores.
+FUNCTIONS = {
+    "no function": (3, (), "must be a function of the indices b, h, q_pos and k_pos; got int 3."),
+    "unhashable": (Unhashable(), (), "must be hashable, because it is compiled in; got Unhashable"),
+    "raises": (
+        lambda s, *at: {}["name"],
+        (),
+        "followed by 0 operands; got KeyError: 'name'. Use elementwise jax.numpy",
+    ),
+    "of too few arguments": (lambda s, b, h, q: s, (), "got TypeError: "),
+    "without a parameter for its operand": (
+        lambda s, b, h, q, k: s,
+        (f32(3),),
+        "followed by 1 operands; got TypeError: ",
+    ),
+    "decides by a value": (
+        lambda s, b, h, q, k: s if b > h else -s,
+        (),
+        "got TracerBoolConversionError: ",
+    ),
+    "of too few indices": (
+        lambda s, b, h, q, k, table: s + table[q],
+        (TABLE,),
+        "got IndexError: an operand of shape (3, 4) must be indexed by 2 integers",
+    ),
+    "of a slice": (
+        lambda s, b, h, q, k, table: s + table[h, :2],
+        (TABLE,),
+        "got IndexError: an operand of shape (3, 4) must be indexed by 2 integers",
+    ),
+    "of floating-point indices": (
+        lambda s, b, h, q, k, table: s + table[h, q * 1.0],
+        (TABLE,),
+        "got IndexError: an operand of shape (3, 4) must be indexed by 2 integers",
+    ),
+    "with an array of its own": (
+        lambda s, b, h, q, k: s + TABLE[0, 0],
+        (),
+        "must read arrays from its operands; got one that it made or closes over, an array of "
+        "float32 with shape (3, 4). Pass it as an operand",
+    ),
+    "returns nothing": (lambda s, *at: None, (), "must return one array; got NoneType None."),
+    "returns two arrays": (lambda s, *at: (s, s), (), "must return one array; got tuple ("),
+}
+
+
+def bad_score_functions():
+    for id, (fn, operands, fragment) in FUNCTIONS.items():
+        yield Row(
+            f"score function: {id}",
+            lambda fn=fn, operands=operands: {"score_fn": fn, "score_operands": operands},
+            TypeError,
+            fragment,
+        )
+    for id, fn, got in (
+        ("another dtype", lambda s, *at: s.astype(jnp.bfloat16), "bfloat16 of shape (2, 3)"),
+        ("ints", lambda s, b, h, q, k: q - k, "int32 of shape (2, 3)"),
+        ("another shape", lambda s, *at: s[:, :2], "float32 of shape (2, 2)"),
+        ("one more axis", lambda s, *at: s[None], "float32 of shape (1, 2, 3)"),
+        ("a sum", lambda s, *at: s.sum(), "float32 of shape ()"),
+        ("a number", lambda s, *at: 1.0, "float32 of shape ()"),
+    ):
+        yield Row(
+            f"score function that returns {id}",
+            lambda fn=fn: {"score_fn": fn},
+            TypeError,
+            "`score_fn` must return scores of the shape and dtype that it is given; got "
+            f"{got} for float32 of shape (2, 3).",
+        )
+    yield Row(
+        "operands without a function",
+        lambda: {"score_operands": (f32(3),)},
+        ValueError,
+        "`score_operands` must be empty without a `score_fn`; got 1 arrays.",
+    )
+
+
+def of_indices(fn):
+    return lambda b, h, q, k, *operands: fn(jnp.float32(0), b, h, q, k, *operands)
+
+
+def bad_predicates():
+    for id, (fn, operands, fragment) in FUNCTIONS.items():
+        wrapped = fn if not callable(fn) or id == "unhashable" else of_indices(fn)
+        yield Row(
+            f"Predicate: {id}",
+            lambda fn=wrapped, operands=operands: {"mask": Predicate(fn, operands)},
+            TypeError,
+            fragment,
+        )
+    for id, fn, got in (
+        ("floats", lambda b, h, q, k: (q - k) * 1.0, "float32 of shape (2, 3)"),
+        ("ints", lambda b, h, q, k: q - k, "int32 of shape (2, 3)"),
+        ("another shape", lambda b, h, q, k: (q >= k)[:, :2], "bool of shape (2, 2)"),
+        ("one more axis", lambda b, h, q, k: (q >= k)[None], "bool of shape (1, 2, 3)"),
+    ):
+        yield Row(
+            f"Predicate that returns {id}",
+            lambda fn=fn: {"mask": Predicate(fn)},
+            TypeError,
+            f"`Predicate.fn` must return a bool for each pair of its indices; got {got} for ",
+        )
+
+
+def bad_operands():
+    def of_score(operands):
+        return {"score_fn": lambda s, b, h, q, k, *xs: s, "score_operands": operands}
+
+    def of_predicate(operands):
+        return {"mask": Predicate(lambda b, h, q, k, *xs: q >= k, operands)}
+
+    for name, call in (("score_operands", of_score), ("Predicate.operands", of_predicate)):
+        for id, operands, fragment in (
+            ("an array", f32(3), "` must be a tuple of arrays; got an array of float32"),
+            ("None", None, "` must be a tuple of arrays; got NoneType None."),
+            ("dict", {"x": f32(3)}, "` must be a tuple of arrays; got dict "),
+            ("list inside", (f32(2), [1.0]), "[1]` must be an array; got list [1.0]."),
+            ("number inside", (1.0,), "[0]` must be an array; got float 1.0."),
+            ("key inside", (jax.random.key(0),), "[0]` must be real numbers or bools of at most"),
+            ("complex", (f32(3) * 1j,), "[0]` must be real numbers or bools of at most 32 bits;"),
+        ):
+            yield Row(
+                f"{name}: {id}",
+                lambda call=call, operands=operands: call(operands),
+                TypeError,
+                f"`{name}{fragment}",
+            )
+        yield Row(
+            f"{name}: empty",
+            lambda call=call: call((f32(0),)),
+            ValueError,
+            f"`{name}[0]` must have at least one element; got shape (0,).",
+        )
+        for dtype in ("int64", "float64"):
+            yield Row(
+                f"{name} in {dtype}",
+                lambda call=call, dtype=dtype: call((jnp.zeros(3, dtype),)),
+                TypeError,
+                f"`{name}[0]` must be real numbers or bools of at most 32 bits; got {dtype}.",
+                x64=True,
+            )
+
+
+ROWS = [*bad_score_functions(), *bad_predicates(), *bad_operands()]
+
+
+@each(ROWS)
+def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
+    check(row)

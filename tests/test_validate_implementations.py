@@ -1,0 +1,146 @@
+"""Implementations, and methods for a sequence that devices divide, which do not serve a call.
+
+Errors that need a mesh are in test_context_devices.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from calls import NEWER, Row, check, each, f32, inputs
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_flash
+
+ONE_OF = (
+    "`implementation` must be None or one of ('mosaic', 'triton', 'interpret', 'xla', "
+    "'reference'); "
+)
+
+
+def not_served():
+    for x in ("cudnn", "XLA", "", 1, ["xla"], np.ones(3), jnp.ones(3)):
+        yield Row(
+            f"implementation {x!r}",
+            lambda x=x: {"implementation": x},
+            ValueError,
+            ONE_OF,
+        )
+    yield Row(
+        "implementation traced",
+        lambda: {"implementation": 1},
+        ValueError,
+        ONE_OF,
+        traced="implementation",
+    )
+    yield Row(
+        "triton on a CPU",
+        lambda: {"implementation": "triton"},
+        NotImplementedError,
+        "got 'triton'. The kernels need an NVIDIA GPU, and the device is cpu. Use \"xla\".",
+    )
+    for gpu, capability in {"Tesla V100": "7.0", "Tesla T4": "7.5", "Tesla P100": "6.0"}.items():
+        yield Row(
+            f"triton on a {gpu}",
+            lambda: {"implementation": "triton"},
+            NotImplementedError,
+            f"compute capability 8.0 or more (A100 or newer), and the device is {gpu} (described, "
+            f'not here) with {capability}. Use "xla".',
+            gpu=gpu,
+        )
+    for implementation, gpu in (("triton", "NVIDIA H200"), ("interpret", None)):
+        for id, arguments, fragment, x64 in (
+            ("float64", lambda: inputs(jnp.float64), "Got float64, and the kernels", True),
+            ("head size", lambda: inputs(head_dim=257), "Got a head size of 257, and", False),
+            ("value size", lambda: {"value": f32(2, 7, 3, 300)}, "Got a head size of 300,", False),
+        ):
+            yield Row(
+                f"{implementation} for {id}",
+                lambda arguments=arguments, implementation=implementation: {
+                    **arguments(),
+                    "implementation": implementation,
+                },
+                NotImplementedError,
+                f"`implementation` must be one that serves the call; got '{implementation}'. "
+                + fragment,
+                gpu=gpu,
+                x64=x64,
+            )
+
+
+def not_served_on_hopper():
+    """What "mosaic" says of calls that others serve."""
+
+    def half(head_dim=64, dtype=jnp.bfloat16, **options):
+        x = jnp.zeros((2, 5, 4, head_dim), dtype)
+        return dict(query=x, key=x, value=x, implementation="mosaic", **options)
+
+    newer = [
+        ("float32", lambda: half(dtype=jnp.float32), "Got float32, and they serve float16 and "),
+        ("a head size", lambda: half(36), "Got head sizes of 36 and 36 (of values), and they "),
+        (
+            "a score function",
+            lambda: half(score_fn=lambda s, *at: jnp.floor(s)),
+            "The mask or the score function uses floor, which ",
+        ),
+    ]
+    older = [("this JAX", half, "in Mosaic GPU need JAX 0.11.2 or newer, and this is 0.10.2.")]
+    for name, arguments, fragment in newer if NEWER else older:
+        yield Row(f"mosaic for {name}", arguments, NotImplementedError, fragment, gpu="NVIDIA H200")
+    for gpu, told in (
+        ("NVIDIA A100", 'NVIDIA A100 (described, not here) with 8.0. Use "triton".'),
+        ("NVIDIA B200", 'NVIDIA B200 (described, not here) with 10.0. Use "triton".'),
+        ("NVIDIA Z900", 'NVIDIA Z900 (described, not here). Use "triton".'),
+        (None, 'the device is cpu. Use "xla".'),
+    ):
+        yield Row(f"mosaic on {gpu or 'a CPU'}", half, NotImplementedError, told, gpu=gpu)
+
+
+def bad_context():
+    for axis in ("sequence", ("data", "sequence"), (), {"sequence"}, [["sequence"]], 3):
+        yield Row(
+            f"sequence axis {axis}",
+            lambda axis=axis: {"sequence_axis": axis},
+            ValueError,
+            "`sequence_axis` must name mesh axes, each once, that a `jax.shard_map` around the "
+            f"call has made manual; got {axis!r}, and the call is in none.",
+        )
+    for x in ("ulysses", 3):
+        yield Row(
+            f"context parallelism {x!r}",
+            lambda x=x: {"context_parallelism": x},
+            ValueError,
+            "`context_parallelism` must be None or one of ('ring', 'gather', 'heads'); got ",
+        )
+
+    def divided(heads: int, keys: P):
+        mesh = AbstractMesh((4,), ("sequence",))
+        query, key = (
+            jax.ShapeDtypeStruct((1, 64, heads, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
+            for spec in (P(None, "sequence"), keys)
+        )
+        return {"query": query, "key": key, "value": key}
+
+    yield Row(
+        "heads that devices do not divide",
+        lambda: divided(6, P(None, "sequence")) | {"context_parallelism": "heads"},
+        NotImplementedError,
+        "`context_parallelism` must be a method that serves the call; got 'heads'. Got 6 query "
+        "heads, which 4 devices do not divide. Use None, or one of ['ring', 'gather'].",
+        function=pallas_flash.explain,
+    )
+    yield Row(
+        "a ring of keys that are not divided",
+        lambda: divided(4, P()) | {"context_parallelism": "ring"},
+        NotImplementedError,
+        "got 'ring'. Every device has all keys and values, and nothing is sent.",
+        function=pallas_flash.explain,
+    )
+
+
+ROWS = [*not_served(), *not_served_on_hopper(), *bad_context()]
+
+
+@each(ROWS)
+def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
+    check(row)

@@ -1,0 +1,141 @@
+"""Mask objects that are refused, alone and joined: `PrefixLM`, `Segments`, `BlockMask`."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from calls import Row, check, each, f32, i32
+
+from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
+
+
+def block_mask(q_len=5, kv_len=7, block_q=2):
+    made = BlockMask.from_mask(
+        jnp.ones((q_len, kv_len), bool), q_len, kv_len, block_q=2, block_kv=4
+    )
+    return dataclasses.replace(made, block_q=block_q)
+
+
+def bad_mask_objects():
+    def mask(make, id, error, fragment, **other):
+        return Row(id, lambda: {"mask": make(), **other}, error, fragment)
+
+    allowed = jnp.ones((5, 7), bool)
+    yield from (
+        mask(lambda: PrefixLM(i32(2)), "PrefixLM and causal", ValueError,
+             "`is_causal` must be False with a PrefixLM `mask`; got True.", is_causal=True),
+        mask(lambda: allowed & PrefixLM(i32(2)), "PrefixLM joined and causal", ValueError,
+             "`is_causal` must be False with a PrefixLM `mask`; got True.", is_causal=True),
+        mask(lambda: PrefixLM(3), "prefix as int", TypeError,
+             "`PrefixLM.prefix_lengths` must be an array; got int 3."),
+        mask(lambda: PrefixLM([3, 4]), "prefix as list", TypeError,
+             "`PrefixLM.prefix_lengths` must be an array; got list [3, 4]."),
+        mask(lambda: PrefixLM(f32(2)), "prefix of floats", TypeError,
+             "`PrefixLM.prefix_lengths` must be int32; got float32."),
+        mask(lambda: PrefixLM(i32(3)), "prefixes of another batch", ValueError,
+             "`PrefixLM.prefix_lengths` must have shape [B] = (2,); got (3,)."),
+        mask(lambda: Segments(i32(2, 5)), "Segments of queries for T != S", ValueError,
+             "`Segments.key_value` must be given where T and S differ; got None with T=5 and S=7."),
+        mask(lambda: Segments(i32(5), i32(7)), "Segments without a batch axis", ValueError,
+             "`Segments.query` must have shape [B, T] = (2, 5); got (5,)."),
+        mask(lambda: Segments(i32(2, 5), f32(2, 7)), "Segments of floats", TypeError,
+             "`Segments.key_value` must be int32; got float32."),
+        mask(lambda: Segments([[0] * 5], i32(2, 7)), "Segments of lists", TypeError,
+             "`Segments.query` must be an array; got list "),
+        mask(lambda: PrefixLM(i32(2)) & f32(5, 7), "joined with floats", TypeError,
+             "`mask` must be boolean, True where a query may attend; got float32."),
+        mask(lambda: np.ones((7, 5), bool) & PrefixLM(i32(2)), "joined with an array", ValueError,
+             "`mask` must be broadcastable to [B, N, T, S] = (2, 6, 5, 7); got mask.shape=(7, 5)."),
+        mask(lambda: PrefixLM(i32(2)) & True, "joined with a bool", TypeError,
+             "`mask` must be an array; got bool True."),
+        mask(lambda: "text" & PrefixLM(i32(2)), "joined with a string", TypeError,
+             "`mask` must be an array; got str 'text'."),
+        mask(lambda: block_mask(q_len=6), "BlockMask for other queries", ValueError,
+             "`BlockMask.q_len` must be that of the call; got 6 and 5."),
+        mask(lambda: block_mask(kv_len=9), "BlockMask for other keys", ValueError,
+             "`BlockMask.kv_len` must be that of the call; got 9 and 7."),
+        mask(lambda: BlockMask(f32(1, 1, 1, 1)), "BlockMask of floats", TypeError,
+             "`BlockMask.some` must be boolean; got float32."),
+        mask(lambda: BlockMask([[True]]), "BlockMask of lists", TypeError,
+             "`BlockMask.some` must be an array; got list [[True]]."),
+        mask(lambda: BlockMask(jnp.ones((3, 2), bool), 2, 4), "BlockMask of rank 2", ValueError,
+             "`BlockMask.some` must have shape [B, N, ceil(T / block_q), ceil(S / block_kv)] = "
+             "(2, 6, 3, 2), its first two axes possibly 1; got (3, 2)."),
+        mask(lambda: BlockMask(jnp.ones((1, 3, 3, 2), bool), 2, 4), "BlockMask by head of keys",
+             ValueError, "its first two axes possibly 1; got (1, 3, 3, 2)."),
+        mask(lambda: BlockMask(jnp.ones((1, 1, 1, 2), bool), 2, 4), "BlockMask, broadcast",
+             ValueError, "its first two axes possibly 1; got (1, 1, 1, 2)."),
+        mask(lambda: dataclasses.replace(block_mask(), every=f32(1, 1, 3, 2)),
+             "BlockMask with floats for every", TypeError,
+             "`BlockMask.every` must be boolean; got float32."),
+        mask(lambda: dataclasses.replace(block_mask(), mask=None), "BlockMask without a mask",
+             ValueError, "must be given together; got `every` alone. Use `BlockMask.from_mask`"),
+        mask(lambda: dataclasses.replace(block_mask(), every=None), "BlockMask without every",
+             ValueError, "must be given together; got `mask` alone. Use `BlockMask.from_mask`"),
+        mask(lambda: dataclasses.replace(block_mask(), mask="text"), "BlockMask of text", TypeError,
+             "`mask` must be an array; got str 'text'."),
+        *(mask(lambda name=name, x=x: dataclasses.replace(block_mask(), **{name: x}),
+               f"BlockMask with {name} = {x!r}", ValueError,
+               f"`BlockMask.{name}` must be an int of at least 1; got ")
+          for name in ("block_q", "block_kv") for x in (0, -1, 2.0, True, "2")),
+        mask(lambda: BlockMask.from_mask(PrefixLM(i32(2)), 5, 7), "BlockMask of a prefix, causal",
+             ValueError, "`is_causal` must be False with a PrefixLM", is_causal=True),
+        *(mask(lambda: BlockMask.from_mask(PrefixLM(i32(2)), 5, 7),
+               f"BlockMask of a prefix, moved by {type(offset).__name__}", ValueError,
+               "`query_offset` must be 0, and `query_positions` and `key_value_positions` None, "
+               "with a BlockMask made from a PrefixLM",
+               query_offset=offset)
+          for offset in (3, i32(2))),
+        mask(lambda: BlockMask.from_mask(PrefixLM(i32(2)), 5, 7),
+             "BlockMask of a prefix, of positions", ValueError,
+             "whose blocks were found without them; got positions. Pass the PrefixLM itself",
+             key_value_positions=i32(1, 7)),
+        # What `from_mask` itself refuses.
+        *(mask(lambda name=name, x=x: BlockMask.from_mask(**dict(mask=allowed, q_len=5, kv_len=7)
+                                                          | {name: x}),
+               f"from_mask with {name} = {x!r}", ValueError,
+               f"`{name}` must be an int of at least 1; got ")
+          for name in ("q_len", "kv_len", "batch", "num_heads", "block_q", "block_kv")
+          for x in (0, 2.0, True)),
+        *(mask(lambda fn=fn: BlockMask.from_mask(Predicate(fn), 5, 7),
+               f"from_mask of a Predicate that asks for {name}", ValueError,
+               f"`{name}` must be given for a Predicate that asks for its index; got None.")
+          for name, fn in (("batch", lambda b, h, q, k: (k <= q) | (b == 1)),
+                           ("num_heads", lambda b, h, q, k: (k <= q) | (h == 1)))),
+        mask(lambda: BlockMask.from_mask("text", 5, 7), "from_mask of text", TypeError,
+             "`mask` must be an array; got str 'text'."),
+        mask(lambda: BlockMask.from_mask(f32(5, 7), 5, 7), "from_mask of floats", TypeError,
+             "`mask` must be boolean, True where a query may attend; got float32."),
+        mask(lambda: BlockMask.from_mask(allowed, 7, 5), "from_mask of other lengths", ValueError,
+             "`mask` must be broadcastable to [B, N, T, S] = (1, 1, 7, 5); got mask.shape=(5, 7)."),
+        mask(lambda: BlockMask.from_mask(jnp.ones((3, 1, 5, 7), bool), 5, 7, batch=2),
+             "from_mask for another batch", ValueError,
+             "`mask` must be broadcastable to [B, N, T, S] = (2, 1, 5, 7)"),
+        mask(lambda: BlockMask.from_mask(jnp.ones((3, 5, 7), bool), 5, 7, num_heads=6),
+             "from_mask for other heads", ValueError,
+             "`mask` must be broadcastable to [B, N, T, S] = (1, 6, 5, 7)"),
+        mask(lambda: BlockMask.from_mask(Segments(i32(3, 5), i32(3, 7)), 5, 7, batch=2),
+             "from_mask of Segments of another batch", ValueError,
+             "`Segments.query` must have shape [B, T] = (2, 5); got (3, 5)."),
+        mask(lambda: BlockMask.from_mask(PrefixLM(i32(3)) & Segments(i32(2, 5), i32(2, 7)), 5, 7),
+             "from_mask of two batches", ValueError,
+             "`Segments.query` must have shape [B, T] = (3, 5); got (2, 5)."),
+        mask(lambda: BlockMask.from_mask(jnp.ones((3, 1, 5, 7), bool), 5, 7),
+             "BlockMask of another batch", ValueError,
+             "`BlockMask.some` must have shape [B, N, ceil(T / block_q), ceil(S / block_kv)] = "
+             "(2, 6, 1, 1), its first two axes possibly 1; got (3, 1, 1, 1)."),
+    )  # fmt: skip
+    yield Row(
+        "size of blocks as an array",
+        lambda: {"mask": block_mask(block_q=jnp.int32(2))},
+        ValueError,
+        "`BlockMask.block_q` must be an int of at least 1; got an array of int32 with shape ().",
+    )
+
+
+ROWS = list(bad_mask_objects())
+
+
+@each(ROWS)
+def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
+    check(row)
