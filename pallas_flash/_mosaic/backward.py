@@ -9,13 +9,13 @@
 
 Five products for each pair of tiles, where two passes take seven. dk and dv stay in registers. dq
 is added to float32 numbers in device memory, tile by tile and in no order: two runs differ by the
-rounding of sums.
+rounding of sums. So are dk and dv, where the query heads of a group are shared out among programs.
 
 A program has 128 keys: two computing warpgroups with 64 each, and one that loads. For dq they need
 each other's ds_t, which they exchange through shared memory: each then computes half of the tile of
 dq, over all 128 keys. They meet for that in each step, and what one waits for both wait for: so a
 bias and mask arrays come by tiles, as queries do, where there is room (`pairs`). With grouped heads
-a program runs over all query heads that share its key/value head.
+a program runs over the query heads that share its key/value head, or a share of them.
 
 The registers of a program hold 128 x 256 sums and what a step needs. So where H + V is larger there
 are two launches of this kernel, one for dv and one for dk with dq, with six products. The same
