@@ -62,6 +62,14 @@ def ieee_products():
 
 
 @pytest.fixture
+def small_tiles(monkeypatch):
+    """See `transform_cases.make_tiles_small`."""
+    from transform_cases import make_tiles_small
+
+    make_tiles_small(monkeypatch.setattr)
+
+
+@pytest.fixture
 def whole_rows(monkeypatch):
     """As "xla" computes on a GPU, with several shares, blocks and widths in short sequences."""
     from pallas_flash import _select, _xla_rows

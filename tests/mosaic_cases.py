@@ -19,8 +19,8 @@ import pallas_flash
 from pallas_flash import _compat, _validate
 from pallas_flash._vjp import _public_lse
 
-# JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this
-# file too, have.
+# JAX 0.10.2 has not the operations that the kernels use, and who imports this is skipped there: on
+# the others, which have them, .ci/run tests these files, too.
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
 

@@ -265,6 +265,17 @@ class Running:
         self.shape, self.value = shape, None
 
 
+def done(x):
+    """The result of a product that was waited for."""
+    if x.value is None:
+        raise EmulationError("uses a product that may still be running")
+    return x.value
+
+
+def layout_cast(x, layout):
+    return done(x) if isinstance(x, Running) else x
+
+
 class Program:
     """What the threads of one program share."""
 
@@ -363,7 +374,7 @@ plgpu = types.SimpleNamespace(
     Barrier=Barrier,
     ClusterBarrier=ClusterBarrier,
     set_max_registers=lambda *_, **__: None,
-    layout_cast=lambda x, layout: layout_cast(x, layout),
+    layout_cast=layout_cast,
     load=load,
     barrier_wait=lambda barrier: one_barrier(barrier).wait((here.warpgroup, here.warp)),
     barrier_arrive=arrive,
@@ -470,17 +481,6 @@ def accumulate(acc, a, b_ref):
 
     here.products.append(product)
     return result
-
-
-def layout_cast(x, layout):
-    return done(x) if isinstance(x, Running) else x
-
-
-def done(x):
-    """The result of a product that was waited for."""
-    if x.value is None:
-        raise EmulationError("uses a product that may still be running")
-    return x.value
 
 
 def wait(products, x, a=None):

@@ -13,29 +13,21 @@ import jax.numpy as jnp
 import mosaic_emulator as emulator
 import numpy as np
 import pytest
-from test_accuracy import judge
-from test_decode import RANGES
-
-from pallas_flash import _compat
-from pallas_flash._masks import Tiling
-from pallas_flash._tiling.sizes import FEW_QUERIES
-from pallas_flash._visits import edges_first
-from scripts.inspection import gpu_compiler
-
-# JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this
-# file too, have.
-if not _compat.has_mosaic_gpu():
-    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
-
 import test_mosaic_emulator as broken_kernels
 from mosaic_cases import checked
+from test_accuracy import judge
+from test_decode import RANGES
 from test_mosaic_lowering import attention, launches, lowered
 from test_mosaic_machine_code import machine_code_of, shaped
 
 from pallas_flash import _mosaic
+from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import decode, work
 from pallas_flash._mosaic.tiles import decode_tile
+from pallas_flash._tiling.sizes import FEW_QUERIES
+from pallas_flash._visits import edges_first
 from pallas_flash._vjp import _public_lse
+from scripts.inspection import gpu_compiler
 
 
 def with_few(case, T=3, **sizes):

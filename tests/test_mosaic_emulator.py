@@ -14,16 +14,8 @@ import mosaic_emulator as emulator
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from test_accuracy import judge
-
-from pallas_flash import _compat
-
-# JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this
-# file too, have.
-if not _compat.has_mosaic_gpu():
-    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
-
 from mosaic_cases import LONG, LONG_CAUSAL, MANY_KEYS, biased, emulated, with_bias, with_heads
+from test_accuracy import judge
 
 from pallas_flash._mosaic import backward_dbias, options, pairs, tiles, work
 

@@ -22,24 +22,16 @@ import pytest
 from described_gpus import described_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mosaic_cases import checked
 from strict import strictly
 from test_decode import with_few
 
 import pallas_flash
-from pallas_flash import TileSizes, _compat, _select
-from pallas_flash._tiling.tune import _problem
-from pallas_flash.mosaic import ForwardTile
-
-# JAX 0.10.2 has not the operations that the kernels use: the others, on which .ci/run tests this
-# file too, have.
-if not _compat.has_mosaic_gpu():
-    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
-
-from mosaic_cases import checked
-
-from pallas_flash import _mosaic
+from pallas_flash import TileSizes, _mosaic, _select
 from pallas_flash._mosaic import backward_dbias, candidates, common, tiles
 from pallas_flash._scores import LogSum
+from pallas_flash._tiling.tune import _problem
+from pallas_flash.mosaic import ForwardTile
 
 plgpu = common.plgpu
 

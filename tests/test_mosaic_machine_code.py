@@ -7,21 +7,15 @@ import cases
 import jax
 import jax.numpy as jnp
 import pytest
-
-from pallas_flash import _compat
-from pallas_flash._scores import LogSum
-from scripts.inspection import gpu_compiler
-from scripts.inspection.calls import inspect_attention
-from scripts.inspection.kernels import compile_kernels
-
-if not _compat.has_mosaic_gpu():
-    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
-
 from mosaic_cases import NO_FLAGS, checked
 from test_mosaic_lowering import attention, gradients
 
 from pallas_flash import _mosaic
 from pallas_flash._mosaic import backward_dbias
+from pallas_flash._scores import LogSum
+from scripts.inspection import gpu_compiler
+from scripts.inspection.calls import inspect_attention
+from scripts.inspection.kernels import compile_kernels
 
 pytestmark = pytest.mark.skipif(
     bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here"

@@ -34,10 +34,9 @@ from transform_cases import (
     draw_all,
     masked,
     output_and_gradients,
-    small_tiles,  # noqa: F401  Every test uses it.
 )
 
-pytestmark = pytest.mark.usefixtures("ieee_products")
+pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
 
 # ------------------------------------------------------------------------------------------------
 # jit and differentiation

@@ -26,10 +26,9 @@ from transform_cases import (
     make_tiles_small,
     masked,
     output_and_gradients,
-    small_tiles,  # noqa: F401  Every test uses it.
 )
 
-pytestmark = pytest.mark.usefixtures("ieee_products")
+pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
 
 # ------------------------------------------------------------------------------------------------
 # Lowering and export

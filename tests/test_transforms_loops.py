@@ -26,12 +26,11 @@ from transform_cases import (
     draw_all,
     masked,
     output_and_gradients,
-    small_tiles,  # noqa: F401  Every test uses it.
 )
 
 from pallas_flash import save_residuals
 
-pytestmark = pytest.mark.usefixtures("ieee_products")
+pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -20,10 +20,9 @@ from transform_cases import (
     draw_all,
     masked,
     output_and_gradients,
-    small_tiles,  # noqa: F401  Every test uses it.
 )
 
-pytestmark = pytest.mark.usefixtures("ieee_products")
+pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

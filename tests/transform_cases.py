@@ -18,13 +18,8 @@ BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 4, 21, 35, 6, 2, 8,
 TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Several tiles along both axes, the last ones ragged."""
-    make_tiles_small(monkeypatch.setattr)
-
-
 def make_tiles_small(set_attribute):
+    """Several tiles along both axes, the last ones ragged."""
     set_attribute(_xla, "BLOCK_Q", 8)
     set_attribute(_xla, "BLOCK_KV", 16)
 

@@ -452,15 +452,12 @@ def backward(
     lengths = dict(dq=p.q_len, dk=p.kv_len, dv=p.kv_len)
     widths = dict(dq=p.head_dim, dk=p.head_dim, dv=p.value_dim)
 
-    def tiles(columns, *outer_and_rows):
-        *outer, rows = outer_and_rows
-        return common.strips(p.dtype, *outer, rows=rows, columns=columns)
-
+    tiles = functools.partial(common.strips, p.dtype)
     tiles_of_rows = dict(
-        k_sm=tiles(p.head_dim, BLOCK_KV),
-        v_sm=tiles(p.value_dim, BLOCK_KV) if with_dk else None,
-        q_sm=tiles(p.head_dim, tile.stages, q.block),
-        do_sm=tiles(p.value_dim, tile.stages, q.block),
+        k_sm=tiles(rows=BLOCK_KV, columns=p.head_dim),
+        v_sm=tiles(rows=BLOCK_KV, columns=p.value_dim) if with_dk else None,
+        q_sm=tiles(tile.stages, rows=q.block, columns=p.head_dim),
+        do_sm=tiles(tile.stages, rows=q.block, columns=p.value_dim),
     )
     strips = {name: x.shape[-3] for name, x in tiles_of_rows.items() if x is not None}
 
@@ -543,7 +540,7 @@ def backward(
             groups = (p.num_heads, 1) if name == "dq" else (p.num_kv_heads, shares_apart)
             x = results[name].reshape(len(query), *groups, *count[2:], *ptx.OF_GROUP)
             if name == "dq" and want_scale:
-                results[name] = ptx.unfold(x[:, :, 0])
+                results[name] = ptx.unfold(x[:, :, 0])[:, : p.q_len]
                 continue
             results[name] = backward_rows.rows(
                 x,
@@ -556,11 +553,10 @@ def backward(
         return tuple(results.values())
 
     # As many queries as delta has: whole tiles of 128, for dq.
-    rows = shared.rows(p, do, log_sum, delta, seen, delta.shape[2], copyable=lambda x: x)
+    rows = shared.rows(p, do, log_sum, delta, seen, delta.shape[2])
     rows = (zeros, *rows) if "dq" in sums else rows
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    results = dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
-    return {name: x[:, : lengths[name]] for name, x in results.items()}
+    return dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
 
 
 # Queries of a program are no fewer, where there are so many; and bytes of what its heads' sums

@@ -361,12 +361,8 @@ def operands(static: Static, shared, table, rows, streams=()) -> list:
     return [*tables, *static.options.operands(shared), *streams, *rows]
 
 
-def rows(
-    problem: Problem, do, log_sum: LogSum, delta, seen, length: int, *, copyable=common.copyable
-) -> tuple:
+def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tuple:
     """q, k, v and do, and delta and the statistics of `length` queries or more.
-
-    `copyable` makes of the former what copies take.
 
     Last comes `seen`, if it is there: int32 [B] each, how many queries see something and how many
     keys are seen, where these are the first ones; what is behind them may hold anything.
@@ -381,12 +377,17 @@ def rows(
         return jnp.pad(x, ((0, 0), (0, 0), (0, missing)), constant_values=value)
 
     return (
-        *map(copyable, (p.query, p.key, p.value, do.astype(p.dtype))),
+        *(p.query, p.key, p.value, do.astype(p.dtype)),
         padded(shrunk(p.dropout, delta), 0),
         *([] if m is None else [padded(m, jnp.inf)]),
         padded(l_log2, jnp.inf),
         *(seen or []),
     )
+
+
+def in_whole_tiles(rows) -> tuple:
+    """`rows` for kernels that copy tiles of 8 rows."""
+    return (*map(common.copyable, rows[:4]), *rows[4:])
 
 
 def side_by_side(num_kv_heads: int) -> int:

@@ -324,6 +324,6 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
 
     rows = shared.rows(p, do, log_sum, delta, None, q.count * q.block)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    found = common.by_instance(run, p.batch)(arrays, *rows)
+    found = common.by_instance(run, p.batch)(arrays, *shared.in_whole_tiles(rows))
     _, _, q_len, kv_len = p.bias.shape
     return found[:, :, :q_len, :kv_len].astype(p.bias.dtype)

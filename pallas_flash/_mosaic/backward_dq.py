@@ -236,5 +236,5 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
 
     rows = shared.rows(p, do, log_sum, delta, seen, q.count * q.block)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    dq, *dscale = common.by_instance(run, p.batch)(arrays, *rows)
+    dq, *dscale = common.by_instance(run, p.batch)(arrays, *shared.in_whole_tiles(rows))
     return dq[:, : p.q_len], dscale[0][:, :, : p.q_len] if want_scale else None
