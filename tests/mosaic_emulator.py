@@ -96,6 +96,7 @@ class Shared:
     shape = property(lambda self: self.array.shape)
     dtype = property(lambda self: self.array.dtype)
     T = property(lambda self: Shared(self.array.T))
+    transpose = lambda self, axes: Shared(self.array.transpose(axes))  # noqa: E731
     at = property(lambda self: At(self._part))
 
     def _part(self, index):
@@ -565,7 +566,7 @@ def put_strips(x, ref):
         place[...] = np.asarray(x)[:, i * width : (i + 1) * width]
 
 
-def zero_rows(ref, first, *, strip=False):
+def zero_rows(ref, first):
     ref.array[max(0, number(first)) :] = 0
 
 

@@ -522,8 +522,8 @@ def backward(
                     * (1 if static.ends else WARPGROUPS),
                 ),
                 landed=common.barriers(1) if static.ends else None,
-                q_full=barriers(strips["q_sm"] + len(static.statistics)),
-                do_full=barriers(strips["do_sm"]),
+                q_full=barriers(1 + len(static.statistics)),
+                do_full=barriers(1),
                 delta_full=barriers(1) if with_dk else None,
                 q_free=barriers(WARPGROUPS),
                 do_free=barriers(WARPGROUPS),
@@ -554,6 +554,8 @@ def backward(
 
     # As many queries as delta has: whole tiles of 128, for dq.
     rows = shared.rows(p, do, log_sum, delta, seen, delta.shape[2])
+    # A warpgroup's half of the keys is no one piece of memory.
+    rows = shared.in_strips(rows, keys=False)
     rows = (zeros, *rows) if "dq" in sums else rows
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     return dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))

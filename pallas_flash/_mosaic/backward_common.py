@@ -107,34 +107,37 @@ class Static(common.Static):
         """A function that copies an example's rows, of `side` "q" those of q and do.
 
         Its arguments are a name, the head, the first row, where they go, and the barrier for who
-        reads them, at which it arrives once, or for each strip. With `ends`, rows behind them
-        become zeros, for NaN may stand there and 0 * NaN is NaN: there this warpgroup waits for the
-        copy, at its own one of the barriers `landed`, and then arrives in place of the copy.
+        reads them, at which it arrives once, or for each strip, if rows do not lie in `in_strips`.
+        With `ends`, rows behind them become zeros, for NaN may stand there and 0 * NaN is NaN:
+        there this warpgroup waits for the copy, at its own one of the barriers `landed`, and then
+        arrives in place of the copy.
         """
         seen = plgpu.load(refs[f"seen_{side}"].at[b]) if self.ends else 0
 
         def copy(name, h, first, place, full):
-            in_strips = len(place.shape) == 3
-            rows, width = place.shape[-2:]
-            parts = [(place, ())]
-            if in_strips:
-                columns = (pl.ds(i * width, width) for i in range(place.shape[0]))
-                parts = [(place.at[i], (x,)) for i, x in enumerate(columns)]
-
-            def start(part, columns, barrier):
-                at = b, pl.ds(first, rows), h, *columns
-                plgpu.copy_gmem_to_smem(refs[name].at[at], part, barrier)
+            strips, rows, width = place.shape
+            source, at = refs[name], (b, pl.ds(first, rows), h)
+            # From where, to where, and the strips of that.
+            if len(source.shape) == 5:
+                each = [place.at[i] for i in range(strips)]
+                parts = [(source.at[at], place.transpose((1, 0, 2)), each)]
+            else:
+                columns = (pl.ds(i * width, width) for i in range(strips))
+                parts = [
+                    (source.at[(*at, x)], place.at[i], [place.at[i]]) for i, x in enumerate(columns)
+                ]
 
             def whole():
-                for part, columns in parts:
-                    start(part, columns, full)
+                for start, to, _ in parts:
+                    plgpu.copy_gmem_to_smem(start, to, full)
 
             def cleaned():
                 landed = memory["landed"].at[warpgroup]
-                for part, columns in parts:
-                    start(part, columns, landed)
+                for start, to, each in parts:
+                    plgpu.copy_gmem_to_smem(start, to, landed)
                     plgpu.barrier_wait(landed)
-                    ptx.zero_rows(part, seen - first, strip=in_strips)
+                    for strip in each:
+                        ptx.zero_rows(strip, seen - first)
                     ptx.fence()
                     plgpu.barrier_arrive(full)
 
@@ -385,9 +388,17 @@ def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tup
     )
 
 
-def in_whole_tiles(rows) -> tuple:
-    """`rows` for kernels that copy tiles of 8 rows."""
-    return (*map(common.copyable, rows[:4]), *rows[4:])
+def in_strips(rows, *, keys: bool = True) -> tuple:
+    """`rows` as [B, T, N, strips, width], so that one copy takes all strips of a tile.
+
+    Without `keys` those of q and do alone.
+    """
+
+    def part(x):
+        return x.reshape(*x.shape[:3], -1, ptx.strip_width(x.shape[3], x.dtype))
+
+    q, k, v, do, *others = rows
+    return (part(q), *(map(part, (k, v)) if keys else (k, v)), part(do), *others)
 
 
 def side_by_side(num_kv_heads: int) -> int:

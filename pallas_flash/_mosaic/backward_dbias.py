@@ -322,8 +322,10 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
             found = found.reshape(-1, *shape[1:])
         return found.sum(axis=summed, keepdims=True) if summed else found
 
+    # Of whole tiles of 8 rows.
     rows = shared.rows(p, do, log_sum, delta, None, q.count * q.block)
+    rows = (*map(common.copyable, rows[:4]), *rows[4:])
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    found = common.by_instance(run, p.batch)(arrays, *shared.in_whole_tiles(rows))
+    found = common.by_instance(run, p.batch)(arrays, *rows)
     _, _, q_len, kv_len = p.bias.shape
     return found[:, :, :q_len, :kv_len].astype(p.bias.dtype)

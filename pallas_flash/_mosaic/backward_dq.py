@@ -68,11 +68,11 @@ def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
 
 def sum_of(refs, memory, b, h, q_tile, warpgroup, steps: shared.Steps, static: Static):
     """The sum of a warpgroup's queries over all steps, from the first copy to the last."""
-    block_kv, m = static.kv.block, memory
+    m = memory
     ring, value_ring = common.Ring(static.tile.stages), common.Ring(static.value_slots)
     options = static.options.of_example(refs["shared"], b)
     q_sm, do_sm, k_sm, v_sm = (m[x] for x in ("q_sm", "do_sm", "k_sm", "v_sm"))
-    dtype, head_dim = q_sm.dtype, q_sm.shape[-1]
+    dtype = q_sm.dtype
     first_query = q_tile * static.q.block + warpgroup * ROWS
     rows = pl.ds(first_query, ROWS)
     full = m["rows_full"].at[warpgroup]
@@ -85,44 +85,42 @@ def sum_of(refs, memory, b, h, q_tile, warpgroup, steps: shared.Steps, static: S
     plgpu.barrier_wait(full)
     numbers = {name: plgpu.load(place, layout=ptx.ROW) for name, place in mine.items()}
 
-    def gradients_of_scores(j, s_acc, dp_acc):
+    def gradients_of_scores(j):
         slot, value_slot, (_, first_key) = ring(j), value_ring(j), steps.at(j)
         mine = ptx.anew(warpgroup)
         plgpu.barrier_wait(m["k_full"].at[slot])
-        plgpu.wgmma(s_acc, q_sm.at[mine], k_sm.at[slot].T)
+        s = ptx.product_t(q_sm.at[mine], k_sm.at[slot])
         plgpu.barrier_wait(m["v_full"].at[value_slot])
-        plgpu.wgmma(dp_acc, do_sm.at[mine], v_sm.at[value_slot].T)
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        dp = ptx.product_t(do_sm.at[mine], v_sm.at[value_slot])
+        s = ptx.wait(1, s)
         pairs = shared.Tile(
             options, static, h, first_query, first_key, steps.masked(j), transposed=False
         )
         p = pairs.weights(s, numbers.get)
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        dp = ptx.wait(0, dp)
         plgpu.barrier_arrive(m["v_free"].at[value_slot])
         return pairs.gradient(p, dp, numbers["delta"]).astype(dtype)
 
-    def loop(acc):
-        def step(j):
-            scores = plgpu.ACC((ROWS, block_kv), jnp.float32)
-            ds = pl.run_scoped(lambda *x: gradients_of_scores(j, *x), scores, scores)
-            plgpu.wgmma(acc, ds, k_sm.at[ring(j)])
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(m["k_free"].at[ring(j)])
+    def step(j, dq):
+        ds = gradients_of_scores(j)
+        dq = ptx.accumulate(dq, ds, k_sm.at[ring(j)])
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(m["k_free"].at[ring(j)])
+        return dq
 
-        pl.loop(jnp.int32(0), steps.count)(step)
-        return acc[...]
-
-    dq = pl.run_scoped(loop, plgpu.ACC((ROWS, head_dim), jnp.float32))
+    nothing, _ = zeros(memory, static)
+    dq = lax.fori_loop(jnp.int32(0), steps.count, step, plgpu.layout_cast(nothing, ptx.ACC))
+    dq = plgpu.layout_cast(dq, ptx.WGMMA)
     dq, dscale = rescaled(options.extras.dropout, dq), None
     if static.want_scale:
-        terms = plgpu.load(q_sm.at[warpgroup], layout=ptx.WGMMA).astype(jnp.float32) * dq
+        terms = ptx.load_strips(q_sm.at[warpgroup]).astype(jnp.float32) * dq
         dscale = jnp.sum(terms, axis=1)
     store(refs, memory, b, h, q_tile, warpgroup, dq * options.scale, dscale, static)
 
 
 def zeros(memory, static: Static):
     """The results of queries that see no key."""
-    dq = jnp.zeros((ROWS, memory["q_sm"].shape[-1]), jnp.float32)
+    dq = jnp.zeros((ROWS, ptx.columns_of(memory["q_sm"])), jnp.float32)
     dscale = jnp.zeros((ROWS,), jnp.float32)
     return plgpu.layout_cast(dq, ptx.WGMMA), plgpu.layout_cast(dscale, ptx.ROW)
 
@@ -131,12 +129,12 @@ def store(refs, memory, b, h, q_tile, warpgroup, dq, dscale, static: Static):
     """Starts the copies of a warpgroup's results to device memory, through where queries were."""
     rows = pl.ds(q_tile * static.q.block + warpgroup * ROWS, ROWS)
     my_q = memory["q_sm"].at[warpgroup]
-    my_q[...] = dq.astype(my_q.dtype)
+    ptx.put_strips(dq.astype(my_q.dtype), my_q)
     my_delta = static.numbers(memory, "delta", warpgroup)
     if static.want_scale:
         my_delta[...] = dscale
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(my_q, refs["dq"].at[b, rows, h])
+    plgpu.copy_smem_to_gmem(my_q.transpose((1, 0, 2)), refs["dq"].at[b, rows, h])
     if static.want_scale:
         plgpu.copy_smem_to_gmem(my_delta, refs["dscale"].at[b, h, rows])
 
@@ -189,9 +187,15 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
     w, stages = tile.warpgroups, tile.stages
     value_slots = value_slots_of(tile, p.head_dim, p.value_dim)
 
-    def tiles(*shape):
-        return plgpu.SMEM(shape, p.dtype, transforms=ptx.tiled(shape[-1]))
+    def tiles(columns, slots, rows):
+        return common.strips(p.dtype, slots, rows=rows, columns=columns)
 
+    tiles_of_rows = dict(
+        q_sm=tiles(p.head_dim, w, ROWS),
+        do_sm=tiles(p.value_dim, w, ROWS),
+        k_sm=tiles(p.head_dim, stages, kv.block),
+        v_sm=tiles(p.value_dim, value_slots, kv.block),
+    )
     barriers = common.barriers
 
     def run(arrays, *rows):
@@ -216,11 +220,8 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
                 *[((len(query), p.num_heads, q.count * q.block), jnp.float32)] * want_scale,
             ],
             memory=dict(
-                q_sm=tiles(w, ROWS, p.head_dim),
-                do_sm=tiles(w, ROWS, p.value_dim),
+                **tiles_of_rows,
                 **static.numbers_memory(w, ROWS),
-                k_sm=tiles(stages, kv.block, p.head_dim),
-                v_sm=tiles(value_slots, kv.block, p.value_dim),
                 landed=barriers(w + 1) if static.ends else None,
                 rows_full=barriers(w, 3 + len(static.statistics)),
                 k_full=barriers(stages),
@@ -236,5 +237,5 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
 
     rows = shared.rows(p, do, log_sum, delta, seen, q.count * q.block)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    dq, *dscale = common.by_instance(run, p.batch)(arrays, *shared.in_whole_tiles(rows))
-    return dq[:, : p.q_len], dscale[0][:, :, : p.q_len] if want_scale else None
+    dq, *dscale = common.by_instance(run, p.batch)(arrays, *shared.in_strips(rows))
+    return dq.reshape(p.query.shape), dscale[0][:, :, : p.q_len] if want_scale else None

@@ -23,8 +23,6 @@ from pallas_flash._mosaic.ptx.layouts import (
     columns_of,
     strips,
     strips_type,
-    tile_columns,
-    tiled,
     tiles_of,
 )
 from pallas_flash._mosaic.ptx.registers import (
@@ -395,33 +393,26 @@ def store_zeros(ref, first, head, rows: int):
     emit(ref, first, head)
 
 
-def zero_rows(ref, first, *, strip: bool = False):
+def zero_rows(ref, first):
     """Zeroes the rows of a tile in shared memory from `first` on; `fence` is to follow.
 
     Args:
-        ref: [rows, width] of 16 bits, `tiled`: these permutations leave a row where it is.
+        ref: one of `strips`, [rows, width] of 16 bits: their permutation leaves a row where it is.
         first: the first row, an int32 that may be negative.
-        strip: whether it is one of `strips` instead.
     """
     rows, width = ref.shape
-    columns = tile_columns(width)
-    kind = strips(width, ref.dtype) if strip else tiled(width)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(kind), SPLAT))
+    @plgpu.inline_mgpu(arg_types=(strips_type(ref), SPLAT))
     def emit(_, ref, first):
         pointer = internals.memref_ptr(ref)
         first = arith.maxsi(first.registers.flat[0], number(0))
-        # In tiles of 8 rows and `columns` columns.
-        groups_before = arith.divui(first, number(8))
+        stores = arith.muli(first, number(width // AT_A_TIME))
 
-        @_for_each_of_threads(rows * width // AT_A_TIME, arith.muli(groups_before, number(width)))
+        @_for_each_of_threads(rows * width // AT_A_TIME, stores)
         def _(i):
-            row = arith.remui(arith.divui(i, number(columns // AT_A_TIME)), number(8))
-            row = arith.addi(arith.muli(arith.divui(i, number(width)), number(8)), row)
             at = arith.muli(i, number(AT_A_TIME))
             place = internals.getelementptr(pointer, [at], ir.IntegerType.get_signless(16))
-            behind = arith.cmpi(arith.CmpIPredicate.uge, row, first)
-            _store_zeros("shared", place, behind)
+            _store_zeros("shared", place, arith.cmpi(arith.CmpIPredicate.uge, i, stores))
 
     emit(ref, first)
 
