@@ -55,14 +55,19 @@ def test_heads_that_do_not_fill_the_last_place_in_the_grid(
     ("batch", "length", "heads", "kv_heads", "size", "causal", "in_order", "shares"),
     [
         (4, 4096, 16, 16, 128, True, False, 1),  # Nothing to share.
-        (1, 2**13, 64, 8, 128, True, False, 8),  # A head a program, or so many that
-        (1, 4096, 64, 8, 128, True, False, 4),  # they have 8192 queries.
+        (2, 2**13, 64, 8, 128, True, False, 8),  # A head a program, or so many that
+        (4, 4096, 64, 8, 128, True, False, 4),  # they have 8192 queries,
         (8, 2048, 64, 8, 128, True, False, 2),
-        (2, 2048, 71, 1, 64, True, False, 17),
+        (8, 2048, 71, 1, 64, True, False, 18),
+        (1, 4096, 64, 8, 128, True, False, 8),  # or fewer, so that no core is long the last.
         (1, 2**17, 64, 8, 128, True, False, 8),
         (1, 2**17, 64, 8, 128, True, True, 2),  # Whose sums take 2 GiB.
         (1, 4096, 64, 8, 128, False, False, 1),
-        (1, 1024, 64, 8, 128, False, False, 5),  # Two programs for each of 132 cores.
+        (1, 1024, 64, 8, 128, False, False, 2),  # Of 64 programs for 132 cores,
+        (1, 2048, 64, 8, 128, False, False, 1),  # 128,
+        (1, 2112, 64, 8, 128, False, False, 8),  # 136,
+        (4, 4352, 64, 8, 128, False, False, 4),  # and 1088, which do not fill their last wave.
+        (1, 64, 32, 8, 128, False, False, 1),  # Not worth sums.
     ],
 )
 def test_shares_of_heads(batch, length, heads, kv_heads, size, causal, in_order, shares):
@@ -70,7 +75,7 @@ def test_shares_of_heads(batch, length, heads, kv_heads, size, causal, in_order,
 
     def call(q, k):
         p = checked((q, k, k), dict(is_causal=causal))
-        found.append(module._shares(p, length // 128, in_order))
+        found.append(module._shares(p, -(-length // 128), in_order))
 
     shapes = ((batch, length, n, size) for n in (heads, kv_heads))
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
