@@ -25,6 +25,7 @@ from mosaic_cases import (
 from test_accuracy import judge
 
 from pallas_flash import TileSizes, _mosaic
+from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, work
 from pallas_flash._mosaic.tiles import forward_tile
 from pallas_flash.mosaic import ForwardTile
@@ -51,33 +52,37 @@ def test_heads_that_do_not_fill_the_last_place_in_the_grid(
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
+CAUSAL, WINDOW = dict(is_causal=True), dict(is_causal=True, local_window_size=(1023, 0))
+
+
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "kv_heads", "size", "causal", "in_order", "shares"),
+    ("batch", "length", "heads", "kv_heads", "options", "in_order", "shares"),
     [
-        (4, 4096, 16, 16, 128, True, False, 1),  # Nothing to share.
-        (2, 2**13, 64, 8, 128, True, False, 8),  # A head a program, or so many that
-        (4, 4096, 64, 8, 128, True, False, 4),  # they have 8192 queries,
-        (8, 2048, 64, 8, 128, True, False, 2),
-        (8, 2048, 71, 1, 64, True, False, 18),
-        (1, 4096, 64, 8, 128, True, False, 8),  # or fewer, so that no core is long the last.
-        (1, 2**17, 64, 8, 128, True, False, 8),
-        (1, 2**17, 64, 8, 128, True, True, 2),  # Whose sums take 2 GiB.
-        (1, 4096, 64, 8, 128, False, False, 1),
-        (1, 1024, 64, 8, 128, False, False, 2),  # Of 64 programs for 132 cores,
-        (1, 2048, 64, 8, 128, False, False, 1),  # 128,
-        (1, 2112, 64, 8, 128, False, False, 8),  # 136,
-        (4, 4352, 64, 8, 128, False, False, 4),  # and 1088, which do not fill their last wave.
-        (1, 64, 32, 8, 128, False, False, 1),  # Not worth sums.
+        (4, 4096, 16, 16, CAUSAL, False, 1),  # Nothing to share.
+        (2, 2**13, 64, 8, CAUSAL, False, 8),  # A head a program, or so many that
+        (4, 4096, 64, 8, CAUSAL, False, 4),  # they have 8192 queries,
+        (8, 2048, 64, 8, CAUSAL, False, 2),
+        (8, 2048, 71, 1, CAUSAL, False, 18),
+        (1, 4096, 64, 8, CAUSAL, False, 8),  # or fewer, so that none is long the last.
+        (1, 2**17, 64, 8, CAUSAL, False, 8),
+        (1, 2**17, 64, 8, CAUSAL, True, 2),  # Whose sums take 2 GiB.
+        (1, 2048, 32, 8, WINDOW, False, 4),  # Programs of a window have few steps.
+        (1, 4096, 32, 8, WINDOW, False, 1),
+        (1, 1024, 64, 8, {}, False, 2),  # Of 64 programs for 132 cores,
+        (1, 2048, 64, 8, {}, False, 1),  # 128,
+        (1, 2112, 64, 8, {}, False, 8),  # 136,
+        (4, 4352, 64, 8, {}, False, 4),  # and 1088, which do not fill their last wave.
+        (1, 64, 32, 8, {}, False, 1),  # Not worth sums.
     ],
 )
-def test_shares_of_heads(batch, length, heads, kv_heads, size, causal, in_order, shares):
+def test_shares_of_heads(batch, length, heads, kv_heads, options, in_order, shares):
     module, found = importlib.import_module("pallas_flash._mosaic.backward"), []
 
     def call(q, k):
-        p = checked((q, k, k), dict(is_causal=causal))
-        found.append(module._shares(p, -(-length // 128), in_order))
+        tiles = Tiling(length, 128)
+        found.append(module._shares(checked((q, k, k), options), tiles, tiles, in_order))
 
-    shapes = ((batch, length, n, size) for n in (heads, kv_heads))
+    shapes = ((batch, length, n, 128) for n in (heads, kv_heads))
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     assert found == [shares]
 
