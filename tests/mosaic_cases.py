@@ -22,7 +22,7 @@ from pallas_flash._vjp import _public_lse
 # JAX 0.10.2 has not the operations that the kernels use, and who imports this is skipped there: on
 # the others, which have them, .ci/run tests these files, too.
 if not _compat.has_mosaic_gpu():
-    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
+    pytest.skip("JAX is too old; test_select_hopper has what is said then", allow_module_level=True)
 
 from pallas_flash import _mosaic
 

@@ -8,7 +8,7 @@ import pytest
 from pallas_flash import _compat
 
 if not _compat.has_mosaic_gpu():
-    pytest.skip("JAX is too old; test_select has what is said then", allow_module_level=True)
+    pytest.skip("JAX is too old; test_select_hopper has what is said then", allow_module_level=True)
 
 from pallas_flash._mosaic import ptx
 

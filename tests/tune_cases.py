@@ -23,7 +23,7 @@ MOSAIC = TileSizes(
 TRITON = TileSizes(forward=FAST, dkv=FAST, dq=FAST)
 
 newer = pytest.mark.skipif(
-    not _compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic": test_select has what is said'
+    not _compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic"; see test_select_hopper'
 )
 
 

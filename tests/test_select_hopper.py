@@ -1,0 +1,311 @@
+"""What the kernels for Hopper are chosen for, each pass by its own times, and what is said then."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from described_gpus import described_gpu
+from select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
+
+import pallas_flash
+from pallas_flash import BlockMask, Predicate, Tile, TileSizes, _api, _compat, _select
+from pallas_flash.mosaic import BackwardTile
+
+
+@pytest.fixture
+def newer_jax(monkeypatch):
+    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
+
+
+LENGTHS = dict.fromkeys(
+    ("query_seq_lengths", "key_value_seq_lengths"), jax.ShapeDtypeStruct((8,), jnp.int32)
+)
+
+
+def on_hopper(
+    length=8192,
+    head_dim=128,
+    tokens=16384,
+    kv_heads=None,
+    dtype=jnp.bfloat16,
+    gpu="NVIDIA H100 80GB HBM3",
+    **options,
+):
+    """`explain` for a call of width 2048."""
+    heads = 2048 // head_dim
+    q, k = (
+        jax.ShapeDtypeStruct((tokens // length, length, n, head_dim), dtype)
+        for n in (heads, kv_heads or heads)
+    )
+    with described_gpu(gpu):
+        return pallas_flash.explain(q, k, k, **{"is_causal": True} | options)
+
+
+def told(x) -> str:
+    """The name of a test: the same in every process, without addresses and arrays."""
+    if not isinstance(x, dict):
+        return str(x)
+
+    def short(value):
+        known = isinstance(value, (bool, int, float, str))
+        return value if known else getattr(value, "__name__", type(value).__name__)
+
+    return ", ".join(f"{name} {short(value)}" for name, value in x.items())
+
+
+def remainder(s, *at):
+    """Its derivative takes an operation that it does not take itself."""
+    return jax.lax.rem(0 * s + 1, s)
+
+
+WITH_BIAS = 'A gradient of the bias comes with the backward of "triton": that for Hopper is not'
+IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is not known'
+SLOWER = 'The backward is that of "triton": the one for Hopper is not known to be faster'
+
+
+@pytest.mark.parametrize(
+    ("options", "backward"),
+    [
+        (dict(), ""),
+        (dict(gpu="NVIDIA H200"), ""),
+        (dict(length=2048), ""),
+        (dict(is_causal=False), ""),
+        (dict(is_causal=False, length=2048), ""),
+        (dict(length=512), ""),
+        (dict(head_dim=80), ""),
+        (dict(scale=2.0), ""),
+        (dict(scale=jnp.float32(0.1)), ""),
+        (dict(sinks=jnp.zeros(16)), ""),
+        (dict(logits_soft_cap=3.0, sinks=jnp.zeros(16)), ""),
+        (dict(logits_soft_cap=3.0, head_dim=64), ""),
+        (dict(alibi_slopes=jnp.ones(8), head_dim=256), ""),
+        (dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), ""),
+        (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), ""),
+        (dict(local_window_size=9), ""),
+        (dict(query_offset=jnp.int32(3)), ""),
+        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32)), ""),
+        (dict(head_dim=64), ""),
+        (dict(head_dim=64, is_causal=False, length=2048), ""),
+        (dict(head_dim=256), ""),
+        (dict(head_dim=256, length=1024), SLOWER),
+        (dict(head_dim=256, length=2048, is_causal=False), ""),
+        (dict(head_dim=192), SLOWER),
+        (dict(reproducible=True), ""),
+        (dict(reproducible=True, length=1024), ""),
+        (dict(reproducible=True, head_dim=256), IN_ORDER),
+        (dict(reproducible=False), ""),
+        (dict(kv_heads=8), ""),
+        (dict(kv_heads=4), ""),
+        (dict(kv_heads=1), SLOWER),
+        (dict(kv_heads=1, head_dim=64), ""),
+        (dict(kv_heads=1, head_dim=64, tokens=8192), SLOWER),
+        (dict(dtype=jnp.float16), ""),
+        (dict(scale=0.1), ""),
+        (LENGTHS | dict(length=2048, head_dim=64), ""),
+        (LENGTHS | dict(length=2048, head_dim=64, is_causal=False), ""),
+        (dict(local_window_size=9, length=2048, head_dim=64), ""),
+        (dict(segment_ids=jnp.zeros((8, 2048), jnp.int32), length=2048, head_dim=64), ""),
+        # The forward alone is known to be faster.
+        (dict(mask=jnp.ones((2048, 2048), bool), length=2048, head_dim=64), SLOWER),
+        (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16)), ""),
+        (dict(bias=jax.ShapeDtypeStruct((2, 16, 8192, 8192), jnp.bfloat16)), WITH_BIAS),
+        (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16), logits_soft_cap=3.0), WITH_BIAS),
+        # What is asked for is used where it can be.
+        (dict(head_dim=64, implementation="mosaic"), ""),
+        (dict(length=128, tokens=128, implementation="mosaic"), ""),
+        (dict(reproducible=True, implementation="mosaic"), ""),
+        (dict(head_dim=32, implementation="mosaic"), ""),
+        (dict(head_dim=136, implementation="mosaic"), ""),
+        (dict(sinks=jnp.zeros(16), implementation="mosaic"), ""),
+        (dict(bias=jnp.zeros((1, 1, 1, 1)), implementation="mosaic"), ""),
+        (dict(score_fn=lambda s, *at: s * jnp.tanh(s), implementation="mosaic"), ""),
+        (dict(score_fn=remainder, implementation="mosaic"), "uses floor, which Pallas has not"),
+    ],
+    ids=told,
+)
+def test_the_kernels_for_hopper_serve_what_they_are_faster_at(newer_jax, options, backward):
+    choice = on_hopper(**options)
+    assert choice.implementation == "mosaic"
+    assert backward in choice.reason
+    assert ("backward" in choice.reason) == bool(backward)
+
+
+def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
+    dropout = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), head_dim=64)
+    choice = on_hopper(**dropout)
+    assert choice.implementation == "triton"
+    assert 'The backward is that of "mosaic": it is faster.' in choice.reason
+    assert "mosaic" not in on_hopper(implementation="triton", **dropout).reason
+    assert "mosaic" not in on_hopper(gpu="NVIDIA A100-SXM4-80GB", **dropout).reason
+    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward", {})
+    assert "mosaic" not in on_hopper(**dropout).reason
+    choice = on_hopper()
+    assert choice.implementation == "mosaic"
+    assert SLOWER in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(length=256), "not known to be faster"),
+        (dict(length=256, head_dim=64), "not known to be faster"),
+        (dict(tokens=4096, length=2048), "not known to be faster"),
+        (dict(gpu="NVIDIA A100-SXM4-80GB"), "compute capability 9.0"),
+        (dict(gpu="NVIDIA B200"), "compute capability 9.0"),
+        (dict(gpu="NVIDIA Z900"), "compute capability 9.0"),
+        (dict(dtype=jnp.float32), "Got float32"),
+        (dict(head_dim=4), "Got head sizes of 4 and 4 (of values), and they serve multiples of 8"),
+        (dict(head_dim=32), "not known to be faster"),
+        (dict(local_window_size=9, head_dim=256), "not known to be faster"),
+        (dict(local_window_size=9, logits_soft_cap=3.0, head_dim=256), "not known to be faster"),
+        (dict(segment_ids=jnp.zeros((4, 4096), jnp.int32), length=4096), "not known to be faster"),
+        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32), head_dim=256), "not known to be faster"),
+        (dict(mask=jnp.ones((1024, 1024), bool), length=1024), "not known to be faster"),
+        (dict(mask=BlockMask(jnp.ones((1, 1, 64, 64), bool), 128, 128)), "not known to be faster"),
+        (dict(bias=jnp.zeros((1, 1, 1, 8192))), "not known to be faster"),
+        (
+            dict(dropout_rate=0.1, dropout_key=jax.random.key(0), head_dim=64),
+            "not known to be faster",
+        ),
+        (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
+        (
+            dict(score_fn=lambda s, b, h, q, k: jnp.floor(jax.nn.relu(s))),
+            "score function uses custom_jvp_call, floor, which Pallas has not in Mosaic GPU.",
+        ),
+        (
+            dict(mask=Predicate(lambda b, h, q, k, x: x[q].astype(bool), (jnp.ones(8192),))),
+            "uses astype(bool), which",
+        ),
+        (
+            dict(mask=Predicate(lambda b, h, q, k, x: x[q] > x[k], (jnp.ones(8192, jnp.int8),))),
+            "gt in 8 bits, which",
+        ),
+        (
+            dict(
+                mask=Predicate(
+                    lambda b, h, q, k, x: x[h] & (x[q] == x[k]) | (q // 3 > k),
+                    (jnp.ones(8192, bool),),
+                )
+            ),
+            "not known to be faster",
+        ),
+    ],
+    ids=told,
+)
+def test_other_calls_go_on_as_before(newer_jax, options, reason):
+    choice = on_hopper(**options)
+    assert choice.implementation == "triton"
+    assert reason in choice.refused["mosaic"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reproducible"),
+    [
+        ("", False),
+        ("--xla_gpu_deterministic_ops=true", True),
+        ("--a=b --xla_gpu_exclude_nondeterministic_ops", True),
+        ("--xla_gpu_deterministic_ops=false --a", False),
+        ("--xla_gpu_deterministic_ops_of_another_kind=true", False),
+    ],
+)
+def test_gradients_are_reproducible_where_xlas_are(newer_jax, monkeypatch, flags, reproducible):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward in order", {})
+    assert (IN_ORDER in on_hopper().reason) == reproducible
+    assert IN_ORDER not in on_hopper(reproducible=False).reason
+    assert IN_ORDER in on_hopper(reproducible=True).reason
+
+
+def test_an_older_jax_has_no_kernels_for_hopper(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    choice = on_hopper()
+    assert choice.implementation == "triton"
+    assert "in Mosaic GPU need JAX 0.11.2 or newer" in choice.refused["mosaic"]
+
+
+# Tiles are checked by the kernels' own modules, which an older JAX cannot import.
+needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason="JAX is too old")
+
+
+def plan_of(**options):
+    """Who computes the backward without and with a gradient of the bias."""
+    plans = []
+
+    def spied(self, problem, choice, tiles, plan=_api._Wishes.plan):
+        plans.append(plan(self, problem, choice, tiles))
+        return plans[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_api._Wishes, "plan", spied)
+        on_hopper(**options)
+    [plan] = plans
+    return plan.backward_by, plan.with_bias_by or plan.backward_by
+
+
+BIAS = dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16))
+FASTER = {(128, "causal"): 0, (128, "bias in 16 bits"): 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "table", "by"),
+    [
+        (BIAS, {}, ("mosaic", "triton")),
+        (BIAS, FASTER, ("mosaic", "mosaic")),
+        (BIAS, {(128, "causal"): 0}, ("mosaic", "triton")),
+        (BIAS | dict(reproducible=True), FASTER, ("mosaic", "triton")),
+        (BIAS | dict(implementation="mosaic"), {}, ("mosaic", "mosaic")),
+        (BIAS | dict(implementation="triton"), FASTER, ("triton", "triton")),
+        (BIAS | dict(dtype=jnp.float32), FASTER, ("triton", "triton")),
+        pytest.param(BIAS | dict(tile_sizes=TileSizes(dkv=BackwardTile(64, 2))), {},
+                     ("mosaic", "mosaic"), marks=needs_mosaic),
+        (BIAS | dict(tile_sizes=TileSizes(dq=Tile(64, 64))), FASTER, ("triton", "triton")),
+        ({}, {(128, "causal"): 0}, ("mosaic", "mosaic")),
+    ],
+    ids=told,
+)  # fmt: skip
+def test_the_gradient_of_a_bias_is_chosen_by_its_own_times(
+    newer_jax, monkeypatch, options, table, by
+):
+    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward with dbias", table)
+    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward in order with dbias", {})
+    assert plan_of(**options) == by
+    sentence = "A gradient of the bias" in on_hopper(**options).reason
+    assert sentence == (by[0] != by[1])
+
+
+def test_a_gradient_of_the_bias_may_take_another_backward(newer_jax, monkeypatch):
+    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward", {})
+    assert plan_of(**BIAS) == ("triton", "mosaic")
+    reason = on_hopper(**BIAS).reason
+    assert 'A gradient of the bias comes with the backward of "mosaic": it is faster.' in reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(reproducible=True),
+        dict(length=128, tokens=128),
+        dict(sinks=jnp.zeros(16)),
+        dict(bias=jnp.zeros((1, 1, 1, 1))),
+    ],
+    ids=told,
+)
+def test_without_triton_hopper_has_its_kernels_still(no_triton, newer_jax, options):
+    choice = on_hopper(**options)
+    assert choice.implementation == "mosaic"
+    assert "backward" not in choice.reason
+    assert "has no Triton" in choice.refused["triton"]
+
+
+def test_without_triton_hopper_decodes(no_triton, newer_jax):
+    q, k = (jax.ShapeDtypeStruct((8, n, h, 128), jnp.bfloat16) for n, h in ((1, 32), (4096, 8)))
+    lengths = jnp.ones(8, jnp.int32)
+    with described_gpu("NVIDIA H200"):
+        choice = pallas_flash.explain(q, k, k, key_value_seq_lengths=lengths)
+    assert choice.implementation == "mosaic"
+
+
+def test_without_triton_xla_has_the_backwards_that_hopper_has_not(no_triton, newer_jax):
+    choice = on_hopper(score_fn=remainder)
+    assert choice.implementation == "mosaic"
+    assert 'The backward is that of "xla"' in choice.reason
