@@ -148,10 +148,19 @@ FASTER_BY_MOSAIC = {
         (128, "bias in 16 bits"): 512,
     },
 }
-# All these calls had so many queries of all heads and examples, or more, and the backwards so many
-# keys, whose tiles are their programs: by head size. Those at 64 were 71 heads on one.
+# All these calls had so many queries of all heads and examples, or more; those named, by pass, head
+# size and kind, had fewer (h200-2026-11-25-few-programs.jsonl). And the backwards had so many keys,
+# whose tiles are their programs: by head size. Those at 64 were 71 heads on one.
 ROWS_MEASURED = 2**17
-KEYS_MEASURED = {64: 2**14, 128: 2**15, 256: 2**17}
+FEWER_ROWS_MEASURED = {
+    ("forward", 64, "causal"): 2**15,
+    ("forward", 128, "full"): 2**14,
+    ("forward", 128, "causal"): 2**15,
+    ("backward", 64, "full"): 2**15,
+    ("backward", 128, "full"): 2**14,
+    ("backward", 128, "causal"): 2**16,
+}
+KEYS_MEASURED = {64: 2**14, 128: 2**14, 256: 2**17}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,9 +471,10 @@ def _size(attention_pass: str, p: Problem) -> int:
 
 def _faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     """Whether this pass was measured to be faster than that of "triton" for calls like this."""
-    size, table = _size(attention_pass, p), FASTER_BY_MOSAIC[attention_pass]
-    since = [table.get((size, kind), math.inf) for kind in _kinds(p)]
-    enough = p.rows >= ROWS_MEASURED
+    size, kinds, table = _size(attention_pass, p), _kinds(p), FASTER_BY_MOSAIC[attention_pass]
+    since = [table.get((size, kind), math.inf) for kind in kinds]
+    fewer = [FEWER_ROWS_MEASURED.get((attention_pass, size, x), ROWS_MEASURED) for x in kinds]
+    enough = p.rows >= max(fewer)
     if attention_pass != "forward":
         enough = enough and p.kv_rows >= KEYS_MEASURED.get(size, math.inf)
     return enough and min(p.q_len, p.kv_len) >= max(since)

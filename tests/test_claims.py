@@ -446,6 +446,36 @@ def of_shares():
         yield PERFORMANCE, f"| {heads} / {kv_heads}, {tokens} | {row} |"
 
 
+@functools.cache
+def times_of_few_programs():
+    """Milliseconds by the call, (pass, head size, kind, queries of all heads), and the peer."""
+    return {
+        (
+            (r["case"], r["T"]),
+            (r["pass"], r["D"], "causal" if r["causal"] else "full", r["B"] * r["T"] * r["N"]),
+            r["peer"],
+        ): r["ms"]["median"]
+        for r in lines("h200-2026-11-25-few-programs.jsonl")
+    }
+
+
+def of_few_programs():
+    """The rows of a table: microseconds of "mosaic", and how many times as long others take."""
+    times = times_of_few_programs()
+    for call in dict.fromkeys(call for call, _, _ in times):
+        cells = []
+        for direction in ("forward", "backward"):
+            ms = {
+                peer: x
+                for (name, of, peer), x in times.items()
+                if (name, of[0]) == (call, direction)
+            }
+            ours = ms["ours_mosaic"]
+            cells.append(f"{1e3 * ours:.0f} | {ms['ours_triton'] / ours:.2f}")
+            cells.append(f"{ms['jax_cudnn'] / ours:.2f}" if "jax_cudnn" in ms else "")
+        yield PERFORMANCE, f"| {call[0]}, T = {call[1]} | " + " | ".join(cells) + " |"
+
+
 def variant(experiment, label, D, T, causal):
     """TFLOP/s of the forward with these tiles."""
     (record,) = (
@@ -548,6 +578,7 @@ CLAIMS = [
     of_the_run,
     of_decoding,
     of_shares,
+    of_few_programs,
     of_what_pays,
     of_training,
 ]
@@ -686,6 +717,22 @@ def test_none_takes_what_was_measured_to_be_faster(attention_pass, file, name):
         if lengths := [length for length in gain if length > max(slower, default=0)]:
             wanted[key] = min(lengths)
     assert _select.FASTER_BY_MOSAIC[attention_pass] == wanted
+
+
+def test_none_takes_calls_with_few_queries_of_all_heads_likewise():
+    gain = {}
+    times = times_of_few_programs()
+    for call, (*kind, rows), peer in times:
+        if peer == "ours_mosaic":
+            x = times[call, (*kind, rows), "ours_triton"] / times[call, (*kind, rows), peer]
+            of_kind = gain.setdefault(tuple(kind), {})
+            of_kind[rows] = min(x, of_kind.get(rows, x))
+    wanted = {}
+    for kind, by_rows in gain.items():
+        slower = [rows for rows, x in by_rows.items() if x < FASTER]
+        if enough := [rows for rows in by_rows if rows > max(slower, default=0)]:
+            wanted[kind] = min(enough)
+    assert wanted == _select.FEWER_ROWS_MEASURED
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -218,6 +219,9 @@ def _shapes() -> Iterator[Shape]:
     # Few programs: one example; what one of 8 GPUs has of 64 heads; there a part of a long prompt.
     for T in (2 * K, K):
         yield Shape("gqa one example", 1, T, T, 32, 8, 128, causal=True)
+        for D, causal in itertools.product((64, 128), (False, True)):
+            case = f"one example {D} {'causal' if causal else 'full'}"
+            yield Shape(case, 1, T, T, 2048 // D, 2048 // D, D, causal=causal)
     for T in (8 * K, 2 * K):
         yield Shape("gqa 8 of 64 heads", 1, T, T, 8, 1, 128, causal=True)
     yield Shape("512 queries gqa 8 of 64 heads", 1, 512, 32 * K, 8, 1, 128, passes=("forward",))
