@@ -24,6 +24,7 @@ LENGTHS = dict.fromkeys(
 def on_hopper(
     length=8192,
     head_dim=128,
+    value_dim=None,
     tokens=16384,
     kv_heads=None,
     dtype=jnp.bfloat16,
@@ -32,12 +33,16 @@ def on_hopper(
 ):
     """`explain` for a call of width 2048."""
     heads = 2048 // head_dim
-    q, k = (
-        jax.ShapeDtypeStruct((tokens // length, length, n, head_dim), dtype)
-        for n in (heads, kv_heads or heads)
+    q, k, v = (
+        jax.ShapeDtypeStruct((tokens // length, length, n, size), dtype)
+        for n, size in (
+            (heads, head_dim),
+            (kv_heads or heads, head_dim),
+            (kv_heads or heads, value_dim or head_dim),
+        )
     )
     with described_gpu(gpu):
-        return pallas_flash.explain(q, k, k, **{"is_causal": True} | options)
+        return pallas_flash.explain(q, k, v, **{"is_causal": True} | options)
 
 
 def told(x) -> str:
@@ -88,7 +93,10 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(head_dim=256), ""),
         (dict(head_dim=256, length=1024), SLOWER),
         (dict(head_dim=256, length=2048, is_causal=False), ""),
-        (dict(head_dim=192), SLOWER),
+        (dict(head_dim=192), ""),
+        (dict(head_dim=224, length=2048), ""),
+        (dict(head_dim=192, value_dim=128), ""),
+        (dict(head_dim=128, value_dim=64, reproducible=True), IN_ORDER),
         (dict(reproducible=True), ""),
         (dict(reproducible=True, length=1024), ""),
         (dict(reproducible=True, head_dim=256), IN_ORDER),

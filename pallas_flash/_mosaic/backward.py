@@ -36,7 +36,7 @@ from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import backward_rows, common, pairs, ptx, work
 from pallas_flash._mosaic.options import shared_arrays
-from pallas_flash._mosaic.tiles import BLOCK_KV, EXCHANGE, stream_room
+from pallas_flash._mosaic.tiles import BLOCK_KV, EXCHANGE, padded, stream_room
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import BackwardTile
@@ -294,10 +294,7 @@ def store(refs, memory, b, share, kv_tile, warpgroup, results, static: Static):
             place = places[name]
             ptx.put_strips(x.astype(k_sm.dtype), place)
             plgpu.commit_smem()
-            strips, _, width = place.shape
-            for i in range(strips):
-                at = b, rows, kv_head, pl.ds(i * width, width)
-                plgpu.copy_smem_to_gmem(place.at[i], refs[name].at[at])
+            shared.store(place, refs[name], (b, rows, kv_head))
             continue
         heads, h = static.num_heads, share
         if static.adds:
@@ -451,27 +448,32 @@ def backward(
     with_dk = "dk" in sums
     lengths = dict(dq=p.q_len, dk=p.kv_len, dv=p.kv_len)
     widths = dict(dq=p.head_dim, dk=p.head_dim, dv=p.value_dim)
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
 
     tiles = functools.partial(common.strips, p.dtype)
     tiles_of_rows = dict(
-        k_sm=tiles(rows=BLOCK_KV, columns=p.head_dim),
-        v_sm=tiles(rows=BLOCK_KV, columns=p.value_dim) if with_dk else None,
-        q_sm=tiles(tile.stages, rows=q.block, columns=p.head_dim),
-        do_sm=tiles(tile.stages, rows=q.block, columns=p.value_dim),
+        k_sm=tiles(rows=BLOCK_KV, columns=head_dim),
+        v_sm=tiles(rows=BLOCK_KV, columns=value_dim) if with_dk else None,
+        q_sm=tiles(tile.stages, rows=q.block, columns=head_dim),
+        do_sm=tiles(tile.stages, rows=q.block, columns=value_dim),
     )
-    strips = {name: x.shape[-3] for name, x in tiles_of_rows.items() if x is not None}
 
     def barriers(arrivals):
         return common.barriers(tile.stages, arrivals)
 
     def run(arrays, *rows):
         dq_sums, rows = (rows[:1], rows[1:]) if "dq" in sums else ((), rows)
-        query, key, value, *_ = rows
+        query, key, value, cotangent, *_ = rows
+        copies = {
+            name: shared.count_copies(x, tiles_of_rows[f"{name}_sm"])
+            for name, x in dict(q=query, k=key, v=value, do=cotangent).items()
+            if name != "v" or with_dk
+        }
         scale, extras = arrays
         table = work.table(
             *(extras.mask, q, kv, "q", len(query), p.batch, p.groups), sums_keys="dq" in sums
         )
-        room = stream_room(p, (p.head_dim, p.value_dim), tile, sums)
+        room = stream_room(p, (head_dim, value_dim), tile, sums)
         streams, arrays, streamed = pairs.Streams.of(p, arrays, room, q)
         static = shared.call_static(
             *(Static, p, mask, arrays, table, q, kv),
@@ -489,7 +491,7 @@ def backward(
         of_keys = len(query), p.num_kv_heads * shares_apart, kv.count * WARPGROUPS
         of_rows = dict(dq=(len(query), p.num_heads, static.dq_tiles), dk=of_keys, dv=of_keys)
         fragments = {
-            name: (*of_rows[name], ptx.groups(widths[name]))
+            name: (*of_rows[name], ptx.groups(value_dim if name == "dv" else head_dim))
             for name in sums
             if name == "dq" or shares > 1
         }
@@ -504,7 +506,7 @@ def backward(
             added_to, outputs = [*added_to, *(jnp.zeros(*x) for x in outputs)], []
         # With k it is an operand of dq's product, whose operands are to lie alike.
         exchange = plgpu.SMEM(
-            (EXCHANGE, BLOCK_KV, q.block), p.dtype, transforms=ptx.tiled(p.head_dim)
+            (EXCHANGE, BLOCK_KV, q.block), p.dtype, transforms=ptx.tiled(head_dim)
         )
         results = common.launch(
             KERNELS[sums],
@@ -517,13 +519,11 @@ def backward(
                 ds_sm=exchange if "dq" in sums else None,
                 **streams.memory(None if p.bias is None else p.bias.dtype, q, WARPGROUPS),
                 kv_full=common.barriers(
-                    1,
-                    sum(strips[f"{x}_sm"] for x in static.stay)
-                    * (1 if static.ends else WARPGROUPS),
+                    1, sum(copies[x] for x in static.stay) * (1 if static.ends else WARPGROUPS)
                 ),
                 landed=common.barriers(1) if static.ends else None,
-                q_full=barriers(1 + len(static.statistics)),
-                do_full=barriers(1),
+                q_full=barriers(copies["q"] + len(static.statistics)),
+                do_full=barriers(copies["do"]),
                 delta_full=barriers(1) if with_dk else None,
                 q_free=barriers(WARPGROUPS),
                 do_free=barriers(WARPGROUPS),
@@ -540,7 +540,7 @@ def backward(
             groups = (p.num_heads, 1) if name == "dq" else (p.num_kv_heads, shares_apart)
             x = results[name].reshape(len(query), *groups, *count[2:], *ptx.OF_GROUP)
             if name == "dq" and want_scale:
-                results[name] = ptx.unfold(x[:, :, 0])[:, : p.q_len]
+                results[name] = ptx.unfold(x[:, :, 0])[:, : p.q_len, :, : p.head_dim]
                 continue
             results[name] = backward_rows.rows(
                 x,
@@ -554,9 +554,10 @@ def backward(
 
     # As many queries as delta has: whole tiles of 128, for dq.
     rows = shared.rows(p, do, log_sum, delta, seen, delta.shape[2])
-    # A warpgroup's half of the keys is no one piece of memory.
-    rows = shared.in_strips(rows, keys=False)
-    rows = (zeros, *rows) if "dq" in sums else rows
+    # Of q and do: a warpgroup's half of the keys is no one piece of memory.
+    query, key, value, do, *others = rows
+    query, do = shared.in_strips(query, head_dim), shared.in_strips(do, value_dim)
+    rows = (*([zeros] if "dq" in sums else []), query, key, value, do, *others)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     return dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
 

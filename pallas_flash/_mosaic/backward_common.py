@@ -107,7 +107,7 @@ class Static(common.Static):
         """A function that copies an example's rows, of `side` "q" those of q and do.
 
         Its arguments are a name, the head, the first row, where they go, and the barrier for who
-        reads them, at which it arrives once, or for each strip, if rows do not lie in `in_strips`.
+        reads them, at which it arrives as often as `count_copies` says.
         With `ends`, rows behind them become zeros, for NaN may stand there and 0 * NaN is NaN:
         there this warpgroup waits for the copy, at its own one of the barriers `landed`, and then
         arrives in place of the copy.
@@ -122,7 +122,7 @@ class Static(common.Static):
                 each = [place.at[i] for i in range(strips)]
                 parts = [(source.at[at], place.transpose((1, 0, 2)), each)]
             else:
-                columns = (pl.ds(i * width, width) for i in range(strips))
+                columns = (common.block_of_columns(i, b, width) for i in range(strips))
                 parts = [
                     (source.at[(*at, x)], place.at[i], [place.at[i]]) for i, x in enumerate(columns)
                 ]
@@ -154,6 +154,17 @@ class Static(common.Static):
         """That of the table for a tile that stays."""
         batch, heads, count, _ = self.table_shape
         return ((b if batch > 1 else 0) * heads + (h if heads > 1 else 0)) * count + tile
+
+
+def store(place, ref, at):
+    """Starts the copies of a tile to device memory, to `at` but for the columns."""
+    strips, _, width = place.shape
+    if len(ref.shape) == 5:
+        plgpu.copy_smem_to_gmem(place.transpose((1, 0, 2)), ref.at[at])
+        return
+    for i in range(strips):
+        columns = common.block_of_columns(i, at[0], width)
+        plgpu.copy_smem_to_gmem(place.at[i], ref.at[(*at, columns)])
 
 
 class Steps:
@@ -388,17 +399,19 @@ def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tup
     )
 
 
-def in_strips(rows, *, keys: bool = True) -> tuple:
-    """`rows` as [B, T, N, strips, width], so that one copy takes all strips of a tile.
+def in_strips(x, columns: int):
+    """[B, T, N, H] as [B, T, N, strips, width], so that one copy takes all strips of a tile.
 
-    Without `keys` those of q and do alone.
+    As it is, if H is not the columns of a tile, but less.
     """
+    if x.shape[3] != columns:
+        return x
+    return x.reshape(*x.shape[:3], -1, ptx.strip_width(columns, x.dtype))
 
-    def part(x):
-        return x.reshape(*x.shape[:3], -1, ptx.strip_width(x.shape[3], x.dtype))
 
-    q, k, v, do, *others = rows
-    return (part(q), *(map(part, (k, v)) if keys else (k, v)), part(do), *others)
+def count_copies(x, place) -> int:
+    """How many take a tile of such an array to or from such a place: one, or one for each strip."""
+    return 1 if len(x.shape) == 5 else place.shape[-3]
 
 
 def side_by_side(num_kv_heads: int) -> int:

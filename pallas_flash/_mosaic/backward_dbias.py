@@ -29,7 +29,7 @@ from pallas_flash._masks import Mask, TileClasses, Tiling, lists
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.options import shared_arrays
-from pallas_flash._mosaic.tiles import DbiasTile
+from pallas_flash._mosaic.tiles import DbiasTile, padded
 from pallas_flash._operands import Pairs
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
@@ -248,6 +248,12 @@ def _table(mask: Mask, q: Tiling, kv: Tiling, streamed: tuple[int, ...], instanc
     return work.of_instances(classes_of, mask, instances)
 
 
+def _copyable(x, columns: int):
+    """[B, T, N, H] with zeros behind: whole tiles of 8 rows and so many columns."""
+    missing = -x.shape[1] % 8, columns - x.shape[3]
+    return jnp.pad(x, ((0, 0), (0, missing[0]), (0, 0), (0, missing[1]))) if any(missing) else x
+
+
 def _shares(programs: int, steps: int) -> int:
     """Into how many the steps of a tile are shared out: for two programs or more on each core."""
     return 1 if programs >= work.CORES else min(steps, -(-2 * work.CORES // programs))
@@ -261,6 +267,7 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
     p = problem
     q, kv = Tiling(p.q_len, BLOCK_Q), Tiling(p.kv_len, tile.block_kv)
     mask = shared.mask_for(p, q, kv, None)
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
     counts = p.batch, p.num_heads, q.count, kv.count
     broadcast = [n == 1 for n in p.bias.shape]
     own, streamed = (
@@ -299,10 +306,10 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
             shared.operands(static, arrays, table, rows),
             outputs=[(shape, dtype)],
             memory=dict(
-                q_sm=tiles(q.block, p.head_dim),
-                k_sm=tiles(kv.block, p.head_dim),
-                do_sm=tiles(q.block, p.value_dim),
-                v_sm=tiles(kv.block, p.value_dim),
+                q_sm=tiles(q.block, head_dim),
+                k_sm=tiles(kv.block, head_dim),
+                do_sm=tiles(q.block, value_dim),
+                v_sm=tiles(kv.block, value_dim),
                 **static.numbers_memory(tile.stages, q.block),
                 bias_sm=None
                 if len(summed) == 2
@@ -322,9 +329,8 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
             found = found.reshape(-1, *shape[1:])
         return found.sum(axis=summed, keepdims=True) if summed else found
 
-    # Of whole tiles of 8 rows.
     rows = shared.rows(p, do, log_sum, delta, None, q.count * q.block)
-    rows = (*map(common.copyable, rows[:4]), *rows[4:])
+    rows = (*map(_copyable, rows[:4], (head_dim, head_dim, value_dim, value_dim)), *rows[4:])
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     found = common.by_instance(run, p.batch)(arrays, *rows)
     _, _, q_len, kv_len = p.bias.shape

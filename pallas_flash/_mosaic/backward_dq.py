@@ -23,6 +23,7 @@ from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.options import shared_arrays
+from pallas_flash._mosaic.tiles import padded
 from pallas_flash._mosaic.tiles import value_slots as value_slots_of
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
@@ -134,7 +135,7 @@ def store(refs, memory, b, h, q_tile, warpgroup, dq, dscale, static: Static):
     if static.want_scale:
         my_delta[...] = dscale
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(my_q.transpose((1, 0, 2)), refs["dq"].at[b, rows, h])
+    shared.store(my_q, refs["dq"], (b, rows, h))
     if static.want_scale:
         plgpu.copy_smem_to_gmem(my_delta, refs["dscale"].at[b, h, rows])
 
@@ -185,21 +186,26 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
     q, kv = Tiling(p.q_len, tile.warpgroups * ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = shared.mask_for(p, q, kv, seen)
     w, stages = tile.warpgroups, tile.stages
-    value_slots = value_slots_of(tile, p.head_dim, p.value_dim)
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    value_slots = value_slots_of(tile, head_dim, value_dim)
 
     def tiles(columns, slots, rows):
         return common.strips(p.dtype, slots, rows=rows, columns=columns)
 
     tiles_of_rows = dict(
-        q_sm=tiles(p.head_dim, w, ROWS),
-        do_sm=tiles(p.value_dim, w, ROWS),
-        k_sm=tiles(p.head_dim, stages, kv.block),
-        v_sm=tiles(p.value_dim, value_slots, kv.block),
+        q_sm=tiles(head_dim, w, ROWS),
+        do_sm=tiles(value_dim, w, ROWS),
+        k_sm=tiles(head_dim, stages, kv.block),
+        v_sm=tiles(value_dim, value_slots, kv.block),
     )
     barriers = common.barriers
 
     def run(arrays, *rows):
-        query, *_ = rows
+        query, key, value, cotangent, *_ = rows
+        q_copies, k_copies, v_copies, do_copies = (
+            shared.count_copies(x, tiles_of_rows[f"{name}_sm"])
+            for name, x in dict(q=query, k=key, v=value, do=cotangent).items()
+        )
         _, extras = arrays
         table = work.table(extras.mask, q, kv, "kv", len(query), p.batch)
         static = shared.call_static(
@@ -223,10 +229,10 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
                 **tiles_of_rows,
                 **static.numbers_memory(w, ROWS),
                 landed=barriers(w + 1) if static.ends else None,
-                rows_full=barriers(w, 3 + len(static.statistics)),
-                k_full=barriers(stages),
+                rows_full=barriers(w, q_copies + do_copies + 1 + len(static.statistics)),
+                k_full=barriers(stages, k_copies),
                 k_free=barriers(stages, w),
-                v_full=barriers(value_slots),
+                v_full=barriers(value_slots, v_copies),
                 v_free=barriers(value_slots, w),
             ),
             grid=static.grid(len(query), q_tile=q.count),
@@ -237,5 +243,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
 
     rows = shared.rows(p, do, log_sum, delta, seen, q.count * q.block)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    dq, *dscale = common.by_instance(run, p.batch)(arrays, *shared.in_strips(rows))
+    columns = head_dim, head_dim, value_dim, value_dim
+    rows = (*map(shared.in_strips, rows[:4], columns), *rows[4:])
+    dq, *dscale = common.by_instance(run, p.batch)(arrays, *rows)
     return dq.reshape(p.query.shape), dscale[0][:, :, : p.q_len] if want_scale else None

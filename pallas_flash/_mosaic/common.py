@@ -44,18 +44,13 @@ def along_columns(x, shape):
     return lax.broadcast_in_dim(x, shape, (1,))
 
 
-def copyable(x):
-    """[B, T, N, H] with zeros behind, where T is no multiple of 8: copies of tiles want that."""
-    missing = -x.shape[1] % 8
-    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+def block_of_columns(n: int, x, width: int = ptx.COLUMNS):
+    """The n-th so many columns, which may reach beyond the last one; x is any int32.
 
-
-def block_of_columns(n: int, x):
-    """The n-th 64 columns, which may reach beyond the last one; x is any int32.
-
-    Pallas refuses that where it knows the first, so it is not to know. Copies take what exists.
+    Pallas refuses that where it knows the first, so it is not to know. Copies take what exists, and
+    leave zeros for the others.
     """
-    return pl.ds(0 * x + n * ptx.COLUMNS, ptx.COLUMNS)
+    return pl.ds(0 * x + n * width, width)
 
 
 def remainder(x, n: int):

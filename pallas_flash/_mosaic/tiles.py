@@ -216,11 +216,11 @@ def decode_tile(p: Problem) -> DecodeTile:
 
 
 def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """The head sizes that the kernels of the backward have for those of a call.
+    """The columns that tiles have in the backward, for the head sizes of a call.
 
-    Matrix instructions take 16 columns. Above 128, where sums fill the registers, 64 were measured.
+    Matrix instructions take 16. Above 128, where tiles of 16 columns would be many, 32.
     """
-    columns = 16 if max(head_dim, value_dim) <= 128 else 64
+    columns = 16 if max(head_dim, value_dim) <= 128 else 32
     head_dim, value_dim = (-(-n // columns) * columns for n in (head_dim, value_dim))
     return head_dim, value_dim
 
@@ -305,8 +305,8 @@ class DbiasTile(NamedTuple):
 
 
 def dbias_tile(p: Problem) -> DbiasTile:
-    """Of a problem with padded head sizes: 128 keys, if they fit."""
-    itemsize, width = min(4, p.bias.dtype.itemsize), p.head_dim + p.value_dim
+    """128 keys, if they fit."""
+    itemsize, width = min(4, p.bias.dtype.itemsize), sum(padded(p.head_dim, p.value_dim))
 
     def stages(block_kv: int) -> int:
         room, each = ROOM - 64 * block_kv * itemsize, (128 + block_kv) * width

@@ -243,7 +243,8 @@ def _shapes() -> Iterator[Shape]:
     for mask, causal in masks.items():
         for D in (40, 72, 80, 96, 112):
             yield _setting(f"{D} {mask}", 4 * K, D, causal=causal)
-        yield _setting(f"192 and 128 {mask}", 4 * K, 192, V=128, causal=causal)
+        for T in lengths[1:]:
+            yield _setting(f"192 and 128 {mask}", T, 192, V=128, causal=causal)
     for D in (128, 64):
         for option in OPTIONS:
             yield _setting(f"{D} full{WITH}{option}", 4 * K, D, option=option)
