@@ -2,7 +2,7 @@
 
 None         "triton" on an NVIDIA GPU of compute capability 8.0 or more, elsewhere "xla"; on Hopper
              "mosaic" pass by pass where `tune` found that it is faster, or else where it was
-             measured to be (`FASTER_BY_MOSAIC`)
+             measured to be (`_faster.py`)
 "mosaic"     kernels for Hopper alone
 "triton"     kernels for all these GPUs
 "interpret"  those of "triton", in Pallas's interpreter: any device, slow
@@ -11,7 +11,6 @@ None         "triton" on an NVIDIA GPU of compute capability 8.0 or more, elsewh
 """
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,8 +20,7 @@ import jax.numpy as jnp
 
 from pallas_flash import _compat, _hardware
 from pallas_flash._context import Choice
-from pallas_flash._mask_objects import MaskArray
-from pallas_flash._masks import Segments
+from pallas_flash._faster import faster_by_mosaic
 from pallas_flash._operands import Unread
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import OfCall
@@ -41,126 +39,6 @@ MOSAIC_OPERATIONS = (
     "not, one_minus_square, or, rem, round, rsqrt, select_n, shift_left, shift_right_arithmetic, "
     "shift_right_logical, sign, sin, sqrt, square, sub, tanh, xor"
 )
-
-# From which lengths on the passes of "mosaic" were measured to be faster than those of "triton", by
-# head size, see `_size`, and kind of call; if it is of several kinds, the largest counts. What is
-# not in the table is slower, or was not measured. In docs/results; where both have sustained times
-# in h200-2026-11-22-sustained.jsonl or h200-2026-11-24-options-sustained.jsonl, by these, else by
-# the file that is named.
-FASTER_BY_MOSAIC = {
-    # h200-2026-11-22-forward.jsonl
-    "forward": {
-        (64, "full"): 1024,
-        (64, "causal"): 512,
-        (64, "ranges"): 2048,
-        (64, "sinks"): 4096,
-        (64, "lengths"): 2048,
-        (64, "documents"): 2048,
-        (64, "mask array"): 2048,
-        (64, "bias in 16 bits"): 4096,
-        (64, "soft cap"): 4096,
-        (64, "slopes"): 4096,
-        (128, "full"): 1000,
-        (128, "causal"): 512,
-        (128, "ranges"): 2048,
-        (128, "lengths"): 2048,
-        (128, "documents"): 8192,
-        (128, "mask array"): 2048,
-        (128, "bias in 16 bits"): 2048,
-        (128, "soft cap"): 4096,
-        (128, "slopes"): 4096,
-        (128, "sinks"): 4096,
-        (128, "scale"): 4096,
-        (128, "dropout"): 4096,
-        (256, "full"): 2048,
-        (256, "causal"): 1024,
-        (256, "mask array"): 4096,
-        (256, "bias in 16 bits"): 4096,
-        (256, "soft cap"): 4096,
-        (256, "slopes"): 4096,
-    },
-    # h200-2026-11-22-backward.jsonl
-    "backward": {
-        (64, "full"): 1024,
-        (64, "causal"): 512,
-        (64, "ranges"): 2048,
-        (64, "lengths"): 2048,
-        (64, "documents"): 2048,
-        (64, "mask array"): 4096,
-        (64, "soft cap"): 4096,
-        (64, "slopes"): 4096,
-        (64, "sinks"): 4096,
-        (64, "scale"): 4096,
-        (64, "dropout"): 4096,
-        (64, "bias in 16 bits"): 2048,
-        (128, "full"): 512,
-        (128, "causal"): 512,
-        (128, "ranges"): 2048,
-        (128, "lengths"): 2048,
-        (128, "documents"): 8192,
-        (128, "mask array"): 4096,
-        (128, "soft cap"): 4096,
-        (128, "slopes"): 4096,
-        (128, "sinks"): 4096,
-        (128, "scale"): 4096,
-        (128, "dropout"): 4096,
-        (128, "bias in 16 bits"): 512,
-        (256, "full"): 2048,
-        (256, "causal"): 2048,
-        (256, "mask array"): 4096,
-        (256, "bias in 16 bits"): 4096,
-        (256, "soft cap"): 4096,
-        (256, "slopes"): 4096,
-    },
-    # The backward whose sums have an order, so that all runs give the same bits.
-    "backward in order": {
-        (64, "full"): 2048,
-        (64, "causal"): 2048,
-        (64, "ranges"): 8192,
-        (64, "sinks"): 4096,
-        (64, "scale"): 4096,
-        (128, "full"): 512,
-        (128, "causal"): 512,
-        (128, "ranges"): 2048,
-        (128, "lengths"): 2048,
-        (128, "documents"): 8192,
-        (128, "soft cap"): 4096,
-        (128, "slopes"): 4096,
-        (128, "sinks"): 4096,
-        (128, "scale"): 4096,
-        (128, "bias in 16 bits"): 512,
-    },
-    # Those with the gradient of a bias that examples, heads, queries or keys share:
-    # docs/results/h200-2026-11-22-dbias.jsonl
-    "backward with dbias": {
-        (64, "full"): 2048,
-        (64, "causal"): 2048,
-        (64, "bias in 16 bits"): 2048,
-        (128, "full"): 512,
-        (128, "causal"): 2048,
-        (128, "bias in 16 bits"): 512,
-    },
-    "backward in order with dbias": {
-        (64, "causal"): 2048,
-        (64, "bias in 16 bits"): 2048,
-        (128, "full"): 512,
-        (128, "causal"): 2048,
-        (128, "bias in 16 bits"): 512,
-    },
-}
-# All these calls had so many queries of all heads and examples, or more; those named, by pass, head
-# size and kind, had fewer (h200-2026-11-25-few-programs.jsonl). And the backwards had so many keys,
-# whose tiles are their programs: by head size. Those at 64 were 71 heads on one.
-ROWS_MEASURED = 2**17
-FEWER_ROWS_MEASURED = {
-    ("forward", 64, "causal"): 2**15,
-    ("forward", 128, "full"): 2**14,
-    ("forward", 128, "causal"): 2**15,
-    ("backward", 64, "full"): 2**15,
-    ("backward", 128, "full"): 2**14,
-    ("backward", 128, "causal"): 2**16,
-}
-KEYS_MEASURED = {64: 2**14, 128: 2**14, 256: 2**17}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +142,7 @@ def select(problem: Problem, asked: str | None, tiles: OfCall = NO_TILES) -> Exp
         elif "mosaic" not in refused and by == "mosaic":
             chosen, reason = "mosaic", "the kernels for Hopper serve this call."
             refused["triton"] = why_not
-        elif "mosaic" not in refused and not by and _faster_by_mosaic("forward", problem):
+        elif "mosaic" not in refused and not by and faster_by_mosaic("forward", problem):
             chosen, reason = "mosaic", "the kernels for Hopper serve this call, and faster."
             refused["triton"] = "Slower than the kernels for Hopper."
         elif "triton" in refused:
@@ -400,8 +278,8 @@ def _not_in_mosaic(p: Problem, *, derivative: bool = False) -> list[str]:
     x = jax.ShapeDtypeStruct(tile.shape, jnp.float32)
     with jax.enable_x64(False):
         program = jax.make_jaxpr(compute)(x, number, number, tile, tile)
-    # The kernels add instead.
-    return sorted(set(_missing(program.jaxpr)) - {"add_any"})
+    # The kernels add instead, and are traced without a mesh.
+    return sorted(set(_missing(program.jaxpr)) - {"add_any", "reshard"})
 
 
 def _missing(program):
@@ -429,56 +307,6 @@ def mosaic_backward_limit(p: Problem) -> str:
     return f"the derivative of the score function uses {names}, which Pallas has not in Mosaic GPU"
 
 
-def _kinds(p: Problem) -> set[str]:
-    """What a call is by its mask, and what else it asks for; keys of `FASTER_BY_MOSAIC`."""
-    if p.mask.kind in ("full", "causal") and not jax.tree.leaves(p.mask):
-        kinds = {p.mask.kind}
-    elif p.mask.ends_by_lengths:
-        kinds = {"lengths"}
-    else:
-        kinds = {_kind_of_leaf(x) for x in p.mask.leaves if not x.intervals} or {"ranges"}
-    in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2
-    asked = {
-        "bias in 16 bits" if in_16_bits else "bias": p.bias,
-        "slopes": p.slopes,
-        "score function": p.scores.score_fn,
-        "soft cap": p.scores.soft_cap,
-        "sinks": p.sinks,
-        "dropout": p.dropout,
-        "scale": p.any_scale or None,
-    }
-    return kinds | {name for name, x in asked.items() if x is not None}
-
-
-def _kind_of_leaf(leaf) -> str:
-    if isinstance(leaf, Segments):
-        return "documents"
-    return "mask array" if isinstance(leaf, MaskArray) else "another mask"
-
-
-def _size(attention_pass: str, p: Problem) -> int:
-    """A head size that was measured and that takes as long; 0 if there is none."""
-    # Sizes from 40 to 256 were, and 192 with values of 128. The backward in order was slower at 40,
-    # and with narrower values it was not measured.
-    in_order = attention_pass.startswith("backward in order")
-    if in_order and p.head_dim != p.value_dim:
-        return 0
-    least = 64 if in_order else 40
-    sizes = (n for n in (64, 128, 256) if least <= p.head_dim <= n and p.value_dim <= p.head_dim)
-    return next(sizes, 0)
-
-
-def _faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
-    """Whether this pass was measured to be faster than that of "triton" for calls like this."""
-    size, kinds, table = _size(attention_pass, p), _kinds(p), FASTER_BY_MOSAIC[attention_pass]
-    since = [table.get((size, kind), math.inf) for kind in kinds]
-    fewer = [FEWER_ROWS_MEASURED.get((attention_pass, size, x), ROWS_MEASURED) for x in kinds]
-    enough = p.rows >= max(fewer)
-    if attention_pass != "forward":
-        enough = enough and p.kv_rows >= KEYS_MEASURED.get(size, math.inf)
-    return enough and min(p.q_len, p.kv_len) >= max(since)
-
-
 def in_order(reproducible: bool | None) -> bool:
     """Whether gradients must be the same in every run; None follows XLA's flags."""
     return _compat.xla_is_deterministic() if reproducible is None else bool(reproducible)
@@ -502,7 +330,7 @@ def backward_of(
     """
     which = "backward in order" if in_order(reproducible) else "backward"
     by, why_not = _by_tiles(which, tiles)
-    faster = not by and _faster_by_mosaic(which, problem)
+    faster = not by and faster_by_mosaic(which, problem)
     if (
         (implementation, asked) == ("triton", None)
         and (by == "mosaic" or faster)
@@ -555,7 +383,7 @@ def backward_with_bias(
         return "", ""
     which = "backward in order" if in_order(reproducible) else "backward"
     shared = p.bias.size < p.rows * p.kv_len
-    faster = shared and _faster_by_mosaic(f"{which} with dbias", p)
+    faster = shared and faster_by_mosaic(f"{which} with dbias", p)
     if backward_by == "mosaic" and not faster:
         return "triton", how.format("triton", "that for Hopper is not known to be faster with it.")
     serves = "mosaic" not in not_on_gpu(p) and not mosaic_backward_limit(p)

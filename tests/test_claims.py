@@ -12,10 +12,14 @@ import re
 import shlex
 import statistics
 
+import jax
+import jax.numpy as jnp
 import pytest
+from described_gpus import described_gpu
 from test_structure import ROOT
 
-from pallas_flash import _select
+import pallas_flash
+from pallas_flash import _compat, _faster
 from scripts import bench_attention
 from scripts.benchmark import overview
 
@@ -29,6 +33,7 @@ HOPPER = "h100-2026-11-22.jsonl"
 HOPPER_FORWARD = "h200-2026-11-22-forward.jsonl"
 HOPPER_BACKWARD = "h200-2026-11-22-backward.jsonl"
 HOPPER_DBIAS = "h200-2026-11-22-dbias.jsonl"
+HOPPER_CHOICE = "h200-2026-11-26-choice.jsonl"
 
 DENSE = [f"{D} {mask}" for D in (64, 128, 256) for mask in ("causal", "full")]
 SHORT = ["short 128 causal", "short 64 causal"]
@@ -645,6 +650,8 @@ KIND_OF_CALL = {
     r"alibi,? causal": "slopes",
     r"(traced scale,|scale8) causal": "scale",
     r"bias (16 bits|full)": "bias in 16 bits",
+    r"bias 32 bits": "bias",
+    r"(score function|predicate|blocks)(?: causal)?": r"\1",
 }
 # "triton"'s time over that of "mosaic" from which on None takes the latter.
 FASTER = 1.03
@@ -652,11 +659,15 @@ FASTER = 1.03
 NOT_THERE = {"forward": {(256, "full"): 2048}}
 
 
-def gains(file, name):
+def times_of_calls(file, direction):
+    """Milliseconds of each who was timed, by the call."""
+    return {row["call"]: row["ms"] for row in lines(file) if row["pass"] == direction}
+
+
+def gains(file, name, direction):
     """For head sizes and kinds of calls the lengths, and how much faster "mosaic" was."""
     found = {}
-    times = {row["call"]: row["ms"] for row in lines(file)}
-    for call, ms in times.items():
+    for call, ms in times_of_calls(file, direction).items():
         # T3000 stands before, T=2048 and T2048 behind.
         shape = re.fullmatch(r"(.+?) (64|128|256)(?: T=?(\d+))?", call)
         if shape is None or name not in ms:
@@ -699,6 +710,16 @@ def gains_of_options(direction):
     return found
 
 
+def table_of(attention_pass):
+    """The lengths in the package's table, by head size and kind."""
+    return {
+        (size, kind): length
+        for size, by_length in _faster.FASTER_BY_MOSAIC[attention_pass].items()
+        for length, kinds in by_length.items()
+        for kind in kinds.split(", ")
+    }
+
+
 @pytest.mark.parametrize(
     ("attention_pass", "file", "name"),
     [
@@ -708,15 +729,40 @@ def gains_of_options(direction):
     ],
 )
 def test_none_takes_what_was_measured_to_be_faster(attention_pass, file, name):
-    wanted, found = dict(NOT_THERE.get(attention_pass, {})), gains(file, name)
-    for sustained_ones in (sustained_gains(attention_pass), gains_of_options(attention_pass)):
-        for key, gain in sustained_ones.items():
+    wanted, direction = dict(NOT_THERE.get(attention_pass, {})), attention_pass.split()[0]
+    found = gains(file, name, direction)
+    for later in (
+        gains(HOPPER_CHOICE, name, direction),
+        sustained_gains(attention_pass),
+        gains_of_options(attention_pass),
+    ):
+        for key, gain in later.items():
             found[key] = found.get(key, {}) | gain
     for key, gain in found.items():
         slower = [length for length, x in gain.items() if x < FASTER]
         if lengths := [length for length in gain if length > max(slower, default=0)]:
             wanted[key] = min(lengths)
-    assert _select.FASTER_BY_MOSAIC[attention_pass] == wanted
+    assert table_of(attention_pass) == wanted
+
+
+def test_none_takes_head_sizes_between_those_of_the_table_likewise(monkeypatch):
+    """At all of these "mosaic" was faster, and narrower values do not matter."""
+    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
+    tried = set()
+    for row in lines(HOPPER_CHOICE):
+        shape = re.fullmatch(r"(full|causal) (\d+)(?:/(\d+))? T(\d+)", row["call"])
+        size, value_size = (int(shape[i] or shape[2]) for i in (2, 3)) if shape else (128, 128)
+        if (size, value_size) in ((64, 64), (128, 128), (256, 256)):
+            continue
+        tried.add((size, value_size))
+        ours = [ms for name, ms in row["ms"].items() if name.startswith("mosaic")]
+        assert row["ms"]["triton"] >= FASTER * max(ours), row
+        x = (jax.ShapeDtypeStruct((4, 4096, 16, n), jnp.bfloat16) for n in (size, size, value_size))
+        with described_gpu("NVIDIA H200"):
+            choice = pallas_flash.explain(*x, is_causal=shape[1] == "causal")
+        assert choice.implementation == "mosaic" and "backward" not in choice.reason
+    assert {40, 72, 104, 136, 160, 192, 208, 224} <= {size for size, _ in tried}
+    assert {(128, 64), (192, 128)} <= tried
 
 
 def test_none_takes_calls_with_few_queries_of_all_heads_likewise():
@@ -732,7 +778,7 @@ def test_none_takes_calls_with_few_queries_of_all_heads_likewise():
         slower = [rows for rows, x in by_rows.items() if x < FASTER]
         if enough := [rows for rows in by_rows if rows > max(slower, default=0)]:
             wanted[kind] = min(enough)
-    assert wanted == _select.FEWER_ROWS_MEASURED
+    assert wanted == _faster.FEWER_ROWS_MEASURED
 
 
 @pytest.mark.parametrize(
@@ -758,4 +804,4 @@ def test_none_takes_the_gradient_of_a_bias_likewise(attention_pass, name):
             wanted[size, mask] = min(lengths)
             of_bias = size, "bias in 16 bits"
             wanted[of_bias] = min(min(lengths), wanted.get(of_bias, math.inf))
-    assert _select.FASTER_BY_MOSAIC[attention_pass] == wanted
+    assert table_of(attention_pass) == wanted

@@ -7,7 +7,7 @@ from described_gpus import described_gpu
 from select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, Tile, TileSizes, _api, _compat, _select
+from pallas_flash import BlockMask, Predicate, Tile, TileSizes, _api, _compat, _faster
 from pallas_flash.mosaic import BackwardTile
 
 
@@ -62,6 +62,16 @@ def remainder(s, *at):
     return jax.lax.rem(0 * s + 1, s)
 
 
+OF_COLOURS = Predicate(
+    lambda b, h, q, k, x: x[h] & (x[q] == x[k]) | (q // 3 > k), (jnp.ones(8192, bool),)
+)
+
+
+def blocks(length):
+    """Of 128 x 128 pairs."""
+    return BlockMask(jnp.ones((1, 1, length // 128, length // 128), bool), 128, 128)
+
+
 WITH_BIAS = 'A gradient of the bias comes with the backward of "triton": that for Hopper is not'
 IN_ORDER = 'The backward is that of "triton": the reproducible one for Hopper is not known'
 SLOWER = 'The backward is that of "triton": the one for Hopper is not known to be faster'
@@ -91,15 +101,16 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(head_dim=64), ""),
         (dict(head_dim=64, is_causal=False, length=2048), ""),
         (dict(head_dim=256), ""),
-        (dict(head_dim=256, length=1024), SLOWER),
+        (dict(head_dim=256, length=512), ""),
         (dict(head_dim=256, length=2048, is_causal=False), ""),
         (dict(head_dim=192), ""),
         (dict(head_dim=224, length=2048), ""),
         (dict(head_dim=192, value_dim=128), ""),
-        (dict(head_dim=128, value_dim=64, reproducible=True), IN_ORDER),
+        (dict(head_dim=128, value_dim=64, reproducible=True), ""),
         (dict(reproducible=True), ""),
         (dict(reproducible=True, length=1024), ""),
-        (dict(reproducible=True, head_dim=256), IN_ORDER),
+        (dict(reproducible=True, head_dim=256), ""),
+        (dict(reproducible=True, head_dim=64, logits_soft_cap=3.0), IN_ORDER),
         (dict(reproducible=False), ""),
         (dict(kv_heads=8), ""),
         (dict(kv_heads=4), ""),
@@ -118,6 +129,12 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (LENGTHS | dict(length=2048, head_dim=64), ""),
         (LENGTHS | dict(length=2048, head_dim=64, is_causal=False), ""),
         (dict(local_window_size=9, length=2048, head_dim=64), ""),
+        (dict(local_window_size=9, logits_soft_cap=3.0, head_dim=256), ""),
+        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32), head_dim=256), ""),
+        (dict(mask=blocks(8192), head_dim=64), ""),
+        (dict(bias=jnp.zeros((1, 1, 1, 8192))), WITH_BIAS),
+        (dict(mask=OF_COLOURS), ""),
+        (dict(score_fn=lambda s, b, h, q, k: s + (q - k), head_dim=256), ""),
         (dict(segment_ids=jnp.zeros((8, 2048), jnp.int32), length=2048, head_dim=64), ""),
         # The forward alone is known to be faster.
         (dict(mask=jnp.ones((2048, 2048), bool), length=2048, head_dim=64), SLOWER),
@@ -151,7 +168,7 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
     assert 'The backward is that of "mosaic": it is faster.' in choice.reason
     assert "mosaic" not in on_hopper(implementation="triton", **dropout).reason
     assert "mosaic" not in on_hopper(gpu="NVIDIA A100-SXM4-80GB", **dropout).reason
-    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward", {})
+    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward", {})
     assert "mosaic" not in on_hopper(**dropout).reason
     choice = on_hopper()
     assert choice.implementation == "mosaic"
@@ -172,13 +189,20 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         (dict(dtype=jnp.float32), "Got float32"),
         (dict(head_dim=4), "Got head sizes of 4 and 4 (of values), and they serve multiples of 8"),
         (dict(head_dim=32), "not known to be faster"),
-        (dict(local_window_size=9, head_dim=256), "not known to be faster"),
-        (dict(local_window_size=9, logits_soft_cap=3.0, head_dim=256), "not known to be faster"),
+        (dict(local_window_size=9, head_dim=256, length=512), "not known to be faster"),
         (dict(segment_ids=jnp.zeros((4, 4096), jnp.int32), length=4096), "not known to be faster"),
-        (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32), head_dim=256), "not known to be faster"),
         (dict(mask=jnp.ones((1024, 1024), bool), length=1024), "not known to be faster"),
-        (dict(mask=BlockMask(jnp.ones((1, 1, 64, 64), bool), 128, 128)), "not known to be faster"),
-        (dict(bias=jnp.zeros((1, 1, 1, 8192))), "not known to be faster"),
+        (dict(mask=blocks(2048), length=2048, head_dim=64), "not known to be faster"),
+        (dict(bias=jnp.zeros((1, 1, 1, 2048)), length=2048), "not known to be faster"),
+        (
+            dict(score_fn=lambda s, b, h, q, k: s + (q - k), head_dim=64),
+            "not known to be faster",
+        ),
+        # Positions that arrays tell.
+        (
+            dict(query_positions=jnp.zeros((1, 8192), jnp.int32)),
+            "not known to be faster",
+        ),
         (
             dict(dropout_rate=0.1, dropout_key=jax.random.key(0), head_dim=64),
             "not known to be faster",
@@ -196,15 +220,7 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
             dict(mask=Predicate(lambda b, h, q, k, x: x[q] > x[k], (jnp.ones(8192, jnp.int8),))),
             "gt in 8 bits, which",
         ),
-        (
-            dict(
-                mask=Predicate(
-                    lambda b, h, q, k, x: x[h] & (x[q] == x[k]) | (q // 3 > k),
-                    (jnp.ones(8192, bool),),
-                )
-            ),
-            "not known to be faster",
-        ),
+        (dict(mask=OF_COLOURS, head_dim=64, length=1024), "not known to be faster"),
     ],
     ids=told,
 )
@@ -226,7 +242,7 @@ def test_other_calls_go_on_as_before(newer_jax, options, reason):
 )
 def test_gradients_are_reproducible_where_xlas_are(newer_jax, monkeypatch, flags, reproducible):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward in order", {})
+    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward in order", {})
     assert (IN_ORDER in on_hopper().reason) == reproducible
     assert IN_ORDER not in on_hopper(reproducible=False).reason
     assert IN_ORDER in on_hopper(reproducible=True).reason
@@ -259,7 +275,7 @@ def plan_of(**options):
 
 
 BIAS = dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16))
-FASTER = {(128, "causal"): 0, (128, "bias in 16 bits"): 0}
+FASTER = {128: {1: "causal, bias in 16 bits"}}
 
 
 @pytest.mark.parametrize(
@@ -267,7 +283,7 @@ FASTER = {(128, "causal"): 0, (128, "bias in 16 bits"): 0}
     [
         (BIAS, {}, ("mosaic", "triton")),
         (BIAS, FASTER, ("mosaic", "mosaic")),
-        (BIAS, {(128, "causal"): 0}, ("mosaic", "triton")),
+        (BIAS, {128: {1: "causal"}}, ("mosaic", "triton")),
         (BIAS | dict(reproducible=True), FASTER, ("mosaic", "triton")),
         (BIAS | dict(implementation="mosaic"), {}, ("mosaic", "mosaic")),
         (BIAS | dict(implementation="triton"), FASTER, ("triton", "triton")),
@@ -275,22 +291,22 @@ FASTER = {(128, "causal"): 0, (128, "bias in 16 bits"): 0}
         pytest.param(BIAS | dict(tile_sizes=TileSizes(dkv=BackwardTile(64, 2))), {},
                      ("mosaic", "mosaic"), marks=needs_mosaic),
         (BIAS | dict(tile_sizes=TileSizes(dq=Tile(64, 64))), FASTER, ("triton", "triton")),
-        ({}, {(128, "causal"): 0}, ("mosaic", "mosaic")),
+        ({}, {128: {1: "causal"}}, ("mosaic", "mosaic")),
     ],
     ids=told,
 )  # fmt: skip
 def test_the_gradient_of_a_bias_is_chosen_by_its_own_times(
     newer_jax, monkeypatch, options, table, by
 ):
-    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward with dbias", table)
-    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward in order with dbias", {})
+    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward with dbias", table)
+    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward in order with dbias", {})
     assert plan_of(**options) == by
     sentence = "A gradient of the bias" in on_hopper(**options).reason
     assert sentence == (by[0] != by[1])
 
 
 def test_a_gradient_of_the_bias_may_take_another_backward(newer_jax, monkeypatch):
-    monkeypatch.setitem(_select.FASTER_BY_MOSAIC, "backward", {})
+    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward", {})
     assert plan_of(**BIAS) == ("triton", "mosaic")
     reason = on_hopper(**BIAS).reason
     assert 'A gradient of the bias comes with the backward of "mosaic": it is faster.' in reason

@@ -1,0 +1,164 @@
+"""Which passes of "mosaic" were measured to be faster than those of "triton", on an H200.
+
+What is not here is slower, or was not measured. `tests/test_claims.py` makes these tables again
+from the times in docs/results.
+"""
+
+import math
+
+import jax
+
+from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate
+from pallas_flash._masks import Segments
+from pallas_flash._problem import Problem
+
+# The kinds of calls for which a pass is faster, by head size, see `_size`, and the length from
+# which on it is; of a call of several kinds all must be there.
+FASTER_BY_MOSAIC = {
+    "forward": {
+        64: {
+            512: "causal",
+            1024: "full",
+            2048: "ranges, lengths, documents, mask array, predicate",
+            4096: "blocks, bias in 16 bits, bias, soft cap, slopes, sinks",
+        },
+        128: {
+            512: "full, causal",
+            1024: "predicate, soft cap, slopes, sinks, score function, scale",
+            2048: "ranges, lengths, mask array, blocks, bias in 16 bits",
+            4096: "bias, dropout",
+            8192: "documents",
+        },
+        256: {
+            512: "full, causal",
+            1024: "predicate, soft cap, slopes, sinks, score function, scale",
+            2048: "ranges, lengths, documents, blocks, bias, dropout",
+            4096: "mask array, bias in 16 bits",
+        },
+    },
+    "backward": {
+        64: {
+            512: "full, causal",
+            2048: "ranges, lengths, documents, predicate, bias in 16 bits, bias, score function",
+            4096: "mask array, blocks, soft cap, slopes, sinks, scale, dropout",
+        },
+        128: {
+            512: "full, causal, bias in 16 bits",
+            1024: "predicate, soft cap, slopes, sinks, score function, scale",
+            2048: "ranges, lengths, documents, blocks, bias",
+            4096: "mask array, dropout",
+        },
+        256: {
+            512: "full, causal",
+            1024: "predicate, soft cap, slopes, sinks, score function, scale",
+            2048: "ranges, lengths, documents, blocks, bias, dropout",
+            4096: "mask array, bias in 16 bits",
+        },
+    },
+    "backward in order": {
+        64: {
+            512: "full",
+            1024: "causal",
+            2048: "ranges, lengths, mask array, predicate",
+            4096: "sinks, scale",
+        },
+        128: {
+            512: "full, causal, bias in 16 bits",
+            1024: "predicate, soft cap, slopes, sinks, score function, scale",
+            2048: "ranges, lengths, documents, mask array, blocks, dropout",
+        },
+        256: {
+            512: "full, causal",
+            1024: "predicate, soft cap, slopes, sinks, score function, scale",
+            2048: "ranges, lengths, documents, mask array, blocks, bias in 16 bits, dropout",
+        },
+    },
+    "backward with dbias": {
+        64: {
+            2048: "full, causal, bias in 16 bits",
+        },
+        128: {
+            512: "full, bias in 16 bits",
+            2048: "causal",
+        },
+    },
+    "backward in order with dbias": {
+        64: {
+            2048: "causal, bias in 16 bits",
+        },
+        128: {
+            512: "full, bias in 16 bits",
+            2048: "causal",
+        },
+    },
+}
+
+# All these calls had so many queries of all heads and examples, or more; those named, by pass, head
+# size and kind, had fewer. And the backwards had so many keys, whose tiles are their programs: by
+# head size. Those at 64 were 71 heads on one.
+ROWS_MEASURED = 2**17
+FEWER_ROWS_MEASURED = {
+    ("forward", 64, "causal"): 2**15,
+    ("forward", 128, "full"): 2**14,
+    ("forward", 128, "causal"): 2**15,
+    ("backward", 64, "full"): 2**15,
+    ("backward", 128, "full"): 2**14,
+    ("backward", 128, "causal"): 2**16,
+}
+KEYS_MEASURED = {64: 2**14, 128: 2**14, 256: 2**17}
+
+KIND_OF_LEAF = {
+    Segments: "documents",
+    MaskArray: "mask array",
+    BlockMask: "blocks",
+    Predicate: "predicate",
+}
+
+
+def faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
+    """Whether this pass was measured to be faster than that of "triton" for calls like this."""
+    size, kinds = _size(p), _kinds(p)
+    lengths = {
+        kind: length
+        for length, of_length in FASTER_BY_MOSAIC[attention_pass].get(size, {}).items()
+        for kind in of_length.split(", ")
+    }
+    since = max(lengths.get(kind, math.inf) for kind in kinds)
+    fewer = [FEWER_ROWS_MEASURED.get((attention_pass, size, x), ROWS_MEASURED) for x in kinds]
+    enough = p.rows >= max(fewer)
+    if attention_pass != "forward":
+        enough = enough and p.kv_rows >= KEYS_MEASURED.get(size, math.inf)
+    return enough and min(p.q_len, p.kv_len) >= since
+
+
+def _size(p: Problem) -> int:
+    """A head size that was measured and that takes as long; 0 if there is none."""
+    # Sizes from 40 to 256 were, and narrower values: 128 of 192 and 64 of 128.
+    sizes = (n for n in (64, 128, 256) if 40 <= p.head_dim <= n and p.value_dim <= p.head_dim)
+    return next(sizes, 0)
+
+
+def _kinds(p: Problem) -> set[str]:
+    """What a call is by its mask, and what else it asks for; as in `FASTER_BY_MOSAIC`."""
+    if p.mask.kind in ("full", "causal") and not jax.tree.leaves(p.mask):
+        kinds = {p.mask.kind}
+    elif p.mask.ends_by_lengths:
+        kinds = {"lengths"}
+    else:
+        kinds = {_kind_of_leaf(x) for x in p.mask.leaves if not x.intervals} or {"ranges"}
+    in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2
+    asked = {
+        "bias in 16 bits" if in_16_bits else "bias": p.bias,
+        "slopes": p.slopes,
+        "score function": p.scores.score_fn,
+        "soft cap": p.scores.soft_cap,
+        "sinks": p.sinks,
+        "dropout": p.dropout,
+        "scale": p.any_scale or None,
+    }
+    return kinds | {name for name, x in asked.items() if x is not None}
+
+
+def _kind_of_leaf(leaf) -> str:
+    kinds = (kind for cls, kind in KIND_OF_LEAF.items() if isinstance(leaf, cls))
+    return next(kinds, "another mask")
