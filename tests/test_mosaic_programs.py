@@ -24,7 +24,7 @@ from mosaic_cases import (
 )
 from test_accuracy import judge
 
-from pallas_flash import TileSizes, _mosaic
+from pallas_flash import BlockMask, TileSizes, _mosaic
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, work
 from pallas_flash._mosaic.tiles import forward_tile
@@ -140,6 +140,15 @@ def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, 
     T, S, H = sizes
     q, k = (jnp.zeros((1, n, 1, H), jnp.bfloat16) for n in (T, S))
     assert _mosaic.tiles.forward_tile(checked((q, k, k), options)).programs == programs
+
+
+@pytest.mark.parametrize("head_dim", [48, 64, 128, 256])
+def test_tiles_are_no_larger_than_blocks(head_dim):
+    """Of a block mask's usual size: tiles of what is seen whole need no mask."""
+    q = jnp.zeros((1, 512, 1, head_dim), jnp.bfloat16)
+    mask = BlockMask(jnp.ones((1, 1, 4, 4), bool), 128, 128)
+    tile = forward_tile(checked((q, q, q), dict(mask=mask)))
+    assert 128 % (64 * tile.warpgroups) == 128 % tile.block_kv == 0
 
 
 def end_of_the_last(lengths, programs):
