@@ -266,10 +266,11 @@ def test_transformations_lower(transform, shape, call):
         (128, {}, (ONE_PASS, 0)),
         (64, {}, (ONE_PASS, 0)),
         # dk and dv are launches of their own, or dv is.
-        (192, {}, (1, 4)),
+        (192, {}, (ONE_PASS + 1, 0)),
         (256, {}, (ONE_PASS + 1, 0)),
         (64, {"reproducible": True}, (IN_ORDER, 0)),
-        (256, {"reproducible": True}, (1, 4)),
+        (256, {"reproducible": True}, (IN_ORDER + 1, 0)),
+        (64, {"reproducible": True, "logits_soft_cap": 3.0}, (1, 3)),
         (64, {"implementation": "mosaic"}, (ONE_PASS, 0)),
         (64, {"implementation": "mosaic", "reproducible": True}, (IN_ORDER, 0)),
         (128, {"implementation": "triton"}, (0, 4)),
