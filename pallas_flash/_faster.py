@@ -12,6 +12,10 @@ from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate
 from pallas_flash._masks import Segments
 from pallas_flash._problem import Problem
 
+# What is often faster from the same length on.
+MASKS = "ranges, lengths, mask array, predicate"
+OPTIONS = "soft cap, slopes, sinks, score function, scale, dropout"
+
 # The kinds of calls for which a pass is faster, by head size, see `_size`, and the length from
 # which on it is; of a call of several kinds all must be there.
 FASTER_BY_MOSAIC = {
@@ -19,52 +23,37 @@ FASTER_BY_MOSAIC = {
         64: {
             512: "causal",
             1000: "full",
-            1024: "ranges, lengths, mask array, predicate, soft cap, slopes, sinks",
+            1024: f"{MASKS}, soft cap, slopes, sinks",
             2048: "documents",
             4096: "blocks, bias in 16 bits, bias",
         },
         128: {
             512: "full, causal",
-            1024: (
-                "ranges, lengths, mask array, blocks, predicate, soft cap, slopes, sinks, score "
-                "function, scale, dropout"
-            ),
+            1024: f"{MASKS}, blocks, {OPTIONS}",
             2048: "documents, bias in 16 bits",
             4096: "bias",
         },
         256: {
             512: "full, causal",
-            1024: (
-                "ranges, lengths, mask array, blocks, predicate, soft cap, slopes, sinks, score "
-                "function, scale, dropout"
-            ),
+            1024: f"{MASKS}, blocks, {OPTIONS}",
             2048: "documents, bias in 16 bits, bias",
         },
     },
     "backward": {
         64: {
             512: "full, causal",
-            1024: (
-                "ranges, lengths, mask array, predicate, soft cap, slopes, sinks, score function, "
-                "scale, dropout"
-            ),
+            1024: f"{MASKS}, {OPTIONS}",
             2048: "documents, bias in 16 bits, bias",
             4096: "blocks",
         },
         128: {
             512: "full, causal, bias in 16 bits",
-            1024: (
-                "ranges, lengths, mask array, predicate, soft cap, slopes, sinks, score function, "
-                "scale, dropout"
-            ),
+            1024: f"{MASKS}, {OPTIONS}",
             2048: "documents, blocks, bias",
         },
         256: {
             512: "full, causal",
-            1024: (
-                "ranges, lengths, mask array, blocks, predicate, soft cap, slopes, sinks, score "
-                "function, scale, dropout"
-            ),
+            1024: f"{MASKS}, blocks, {OPTIONS}",
             2048: "documents, bias in 16 bits, bias",
         },
     },
@@ -77,19 +66,13 @@ FASTER_BY_MOSAIC = {
         },
         128: {
             512: "full, causal",
-            1024: (
-                "ranges, lengths, mask array, blocks, predicate, soft cap, slopes, sinks, score "
-                "function, scale, dropout"
-            ),
+            1024: f"{MASKS}, blocks, {OPTIONS}",
             2048: "documents",
             4096: "bias in 16 bits",
         },
         256: {
             512: "full, causal",
-            1024: (
-                "ranges, lengths, mask array, blocks, predicate, soft cap, slopes, sinks, score "
-                "function, scale, dropout"
-            ),
+            1024: f"{MASKS}, blocks, {OPTIONS}",
             2048: "documents, bias in 16 bits",
         },
     },
