@@ -1,6 +1,6 @@
 """Which passes of "mosaic" were measured to be faster than those of "triton", on an H200.
 
-What is not here is slower, or was not measured. `tests/test_claims.py` makes these tables again
+What is not here is slower, or was not measured. `tests/test_choice.py` makes these tables again
 from the times in docs/results.
 """
 

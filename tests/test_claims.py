@@ -12,28 +12,25 @@ import re
 import shlex
 import statistics
 
-import jax
-import jax.numpy as jnp
 import pytest
-from described_gpus import described_gpu
+from results import (
+    HOPPER_VARIANTS,
+    PASSES,
+    RESULTS,
+    SUSTAINED,
+    all_gains,
+    lines,
+    times_of_few_programs,
+    times_of_options,
+)
 from test_structure import ROOT
 
-import pallas_flash
-from pallas_flash import _compat, _faster
 from scripts import bench_attention
 from scripts.benchmark import overview
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PERFORMANCE, EVIDENCE = DOCS / "performance.md", DOCS / "evidence.md"
-RESULTS = DOCS / "results"
-SPEED = RESULTS / "h200-2026-11-21.jsonl"
-SUSTAINED = "h200-2026-11-26-sustained.jsonl"
-OPTIONS = "h200-2026-11-24-options-sustained.jsonl"
-HOPPER_FORWARD = "h200-2026-11-22-forward.jsonl"
-HOPPER_BACKWARD = "h200-2026-11-22-backward.jsonl"
-HOPPER_DBIAS = "h200-2026-11-22-dbias.jsonl"
-HOPPER_CHOICE = "h200-2026-11-26-choice.jsonl"
-HOPPER_VARIANTS = "h200-2026-11-26-variants.jsonl"
+SPEED = "h200-2026-11-21.jsonl"
 
 DENSE = [f"{D} {mask}" for D in (64, 128, 256) for mask in ("causal", "full")]
 SHORT = ["short 128 causal", "short 64 causal"]
@@ -43,14 +40,8 @@ FEW_PROGRAMS = ["gqa one example", "gqa 8 of 64 heads"]
 @functools.cache
 def records():
     """The measurements that count: a later one replaces an earlier one of the same."""
-    bursts = [r for r in lines(SPEED.name) if "sustained" not in r]
+    bursts = [r for r in lines(SPEED) if "sustained" not in r]
     return list({(r["shape"], r["pass"], r["peer"]): r for r in bursts}.values())
-
-
-@functools.cache
-def lines(name):
-    """The objects of a file."""
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
 def found(**wanted):
@@ -215,16 +206,6 @@ def of_sustained():
     )
 
 
-def times_of_options(direction):
-    """Milliseconds of each who was timed, by size, option, length and whether it is causal."""
-    times = {}
-    for r in lines(OPTIONS):
-        if r["pass"] == direction and "ms" in r:
-            call = r["D"], r["option"], r["T"], r["causal"]
-            times.setdefault(call, {})[r["peer"]] = r["ms"]["median"]
-    return times
-
-
 # As in the table.
 FORWARD_OPTIONS = ("bias", "mask array", "soft cap", "ALiBi", "dropout")
 BACKWARD_OPTIONS = ("bias", "trained bias", *FORWARD_OPTIONS[1:])
@@ -382,7 +363,7 @@ def of_the_run():
     runs = {
         shape: [
             f"{r['tflops']:.0f}"
-            for r in lines(SPEED.name)
+            for r in lines(SPEED)
             if (r["shape"], r["pass"], r["peer"]) == (shape, "forward", "ours")
         ]
         for shape in ("128-full-16k", "64-causal-16k")
@@ -441,19 +422,6 @@ def of_shares():
             cells += [timed[call, shared, small, shares] for small in (False, True)]
         row = " | ".join(f"{x:.0f}" for x in cells)
         yield PERFORMANCE, f"| {heads} / {kv_heads}, {tokens} | {row} |"
-
-
-@functools.cache
-def times_of_few_programs():
-    """Milliseconds by the call, (pass, head size, kind, queries of all heads), and the peer."""
-    return {
-        (
-            (r["case"], r["T"]),
-            (r["pass"], r["D"], "causal" if r["causal"] else "full", r["B"] * r["T"] * r["N"]),
-            r["peer"],
-        ): r["ms"]["median"]
-        for r in lines("h200-2026-11-26-few-programs.jsonl")
-    }
 
 
 def of_few_programs():
@@ -677,159 +645,3 @@ def test_the_figure_shows_the_results(tmp_path):
 
 def test_the_first_page_is_short():
     assert len(README.read_text().splitlines()) < 150
-
-
-# ------------------------------------------------------------------------------------------------
-# Who serves a call
-# ------------------------------------------------------------------------------------------------
-
-# Of the names of calls in the results, what they are to the choice; other names have other shapes.
-# Lengths are ranges of keys, too.
-KIND_OF_CALL = {
-    r"(full|causal)": r"\1",
-    r"T3000 (causal)": r"\1",
-    r"window ?\d+(, grouped)?|lengths( from half)?(, causal)?": "ranges",
-    r"(lengths)( from half)?(, causal)?": r"\1",
-    r"documents.*": "documents",
-    r"(mask array|soft cap|sinks|dropout)(,? causal)?": r"\1",
-    r"alibi,? causal": "slopes",
-    r"(traced scale,|scale8) causal": "scale",
-    r"bias (16 bits|full)": "bias in 16 bits",
-    r"bias 32 bits": "bias",
-    r"(score function|predicate|blocks)(?: causal)?": r"\1",
-}
-# "triton"'s time over that of "mosaic" from which on None takes the latter.
-FASTER = 1.03
-# Timed in a run that is not among the results, see docs/performance.md.
-NOT_THERE = {"forward": {(256, "full"): 2048}}
-
-
-def gains(file, name, direction):
-    """For head sizes and kinds of calls the lengths, and how much faster `name` was."""
-    found, rows = {}, (row for row in lines(file) if row["pass"] == direction)
-    for call, ms in {row["call"]: row["ms"] for row in rows if name in row["ms"]}.items():
-        # T3000 stands before, T=2048 and T2048 behind.
-        shape = re.fullmatch(r"(.+?) (64|128|256)(?: T=?(\d+))?", call)
-        if shape is None:
-            continue
-        length = int(shape[3] or re.match(r"T(\d+)", call)[1])
-        for pattern, kind in KIND_OF_CALL.items():
-            if match := re.fullmatch(pattern, shape[1]):
-                entry = found.setdefault((int(shape[2]), match.expand(kind)), {})
-                gain = ms["triton"] / ms[name]
-                entry[length] = min(gain, entry.get(length, gain))
-    return found
-
-
-# Names of options in its results; what a bias takes with its gradient has a table of its own.
-KIND_OF_OPTION = {"bias": "bias in 16 bits", "ALiBi": "slopes", "trained bias": None}
-
-
-def gains_of_options(direction):
-    """As `gains`, of sustained times."""
-    found = {}
-    for (size, option, length, _), ms in times_of_options(direction).items():
-        kind = KIND_OF_OPTION.get(option, option)
-        if kind is not None:
-            entry, gain = found.setdefault((size, kind), {}), ms["ours_triton"] / ms["ours_mosaic"]
-            entry[length] = min(gain, entry.get(length, gain))
-    return found
-
-
-def table_of(attention_pass):
-    """The lengths in the package's table, by head size and kind."""
-    return {
-        (size, kind): length
-        for size, by_length in _faster.FASTER_BY_MOSAIC[attention_pass].items()
-        for length, kinds in by_length.items()
-        for kind in kinds.split(", ")
-    }
-
-
-PASSES = {
-    "forward": (HOPPER_FORWARD, "mosaic"),
-    "backward": (HOPPER_BACKWARD, "mosaic"),
-    "backward in order": (HOPPER_BACKWARD, "mosaic, reproducible"),
-}
-
-
-def all_gains(attention_pass):
-    """As `gains`, of all files: where there are several times, the later ones count."""
-    (file, name), direction = PASSES[attention_pass], attention_pass.split()[0]
-    found = gains(file, name, direction)
-    for later in (gains(HOPPER_CHOICE, name, direction), gains_of_options(attention_pass)):
-        for key, gain in later.items():
-            found[key] = found.get(key, {}) | gain
-    return found
-
-
-@pytest.mark.parametrize("attention_pass", PASSES)
-def test_none_takes_what_was_measured_to_be_faster(attention_pass):
-    wanted = dict(NOT_THERE.get(attention_pass, {}))
-    for key, gain in all_gains(attention_pass).items():
-        slower = [length for length, x in gain.items() if x < FASTER]
-        if lengths := [length for length in gain if length > max(slower, default=0)]:
-            wanted[key] = min(lengths)
-    assert table_of(attention_pass) == wanted
-
-
-def test_none_takes_head_sizes_between_those_of_the_table_likewise(monkeypatch):
-    """At all of these "mosaic" was faster, and narrower values do not matter."""
-    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
-    tried = set()
-    for row in lines(HOPPER_CHOICE):
-        shape = re.fullmatch(r"(full|causal) (\d+)(?:/(\d+))? T(\d+)", row["call"])
-        size, value_size = (int(shape[i] or shape[2]) for i in (2, 3)) if shape else (128, 128)
-        if (size, value_size) in ((64, 64), (128, 128), (256, 256)):
-            continue
-        tried.add((size, value_size))
-        ours = [ms for name, ms in row["ms"].items() if name.startswith("mosaic")]
-        assert row["ms"]["triton"] >= FASTER * max(ours), row
-        x = (jax.ShapeDtypeStruct((4, 4096, 16, n), jnp.bfloat16) for n in (size, size, value_size))
-        with described_gpu("NVIDIA H200"):
-            choice = pallas_flash.explain(*x, is_causal=shape[1] == "causal")
-        assert choice.implementation == "mosaic" and "backward" not in choice.reason
-    assert {40, 72, 104, 136, 160, 192, 208, 224} <= {size for size, _ in tried}
-    assert {(128, 64), (192, 128)} <= tried
-
-
-def test_none_takes_calls_with_few_queries_of_all_heads_likewise():
-    gain = {}
-    times = times_of_few_programs()
-    for call, (*kind, rows), peer in times:
-        if peer == "ours_mosaic":
-            x = times[call, (*kind, rows), "ours_triton"] / times[call, (*kind, rows), peer]
-            gain.setdefault(tuple(kind), {}).setdefault(rows, []).append(x)
-    wanted = {}
-    for kind, calls in gain.items():
-        by_rows = {rows: statistics.geometric_mean(x) for rows, x in calls.items()}
-        slower = [rows for rows, x in by_rows.items() if x < FASTER]
-        if enough := [rows for rows in by_rows if rows > max(slower, default=0)]:
-            wanted[kind] = min(enough)
-    assert wanted == _faster.FEWER_ROWS_MEASURED
-
-
-@pytest.mark.parametrize(
-    ("attention_pass", "name"),
-    [
-        ("backward with dbias", "mosaic"),
-        ("backward in order with dbias", "mosaic, reproducible"),
-    ],
-)
-def test_none_takes_the_gradient_of_a_bias_likewise(attention_pass, name):
-    gain, wanted = {}, {}
-    for row in lines(HOPPER_DBIAS):
-        axes, mask, size, length = re.fullmatch(
-            r"bias \[(.*)\] (full|causal) (64|128) T(\d+)", row["call"]
-        ).groups()
-        # Who shares it with nobody is not chosen.
-        if axes != "B, N, T, S":
-            times = gain.setdefault((int(size), mask), {}).setdefault(int(length), [])
-            times.append(row["ms"]["triton"] / row["ms"][name])
-    for (size, mask), by_length in gain.items():
-        slower = [length for length, x in by_length.items() if min(x) < FASTER]
-        if lengths := [length for length in by_length if length > max(slower, default=0)]:
-            wanted[size, mask] = min(lengths)
-            of_bias = size, "bias in 16 bits"
-            wanted[of_bias] = min(min(lengths), wanted.get(of_bias, math.inf))
-    assert table_of(attention_pass) == wanted

@@ -463,12 +463,8 @@ def backward(
 
     def run(arrays, *rows):
         dq_sums, rows = (rows[:1], rows[1:]) if "dq" in sums else ((), rows)
-        query, key, value, cotangent, *_ = rows
-        copies = {
-            name: shared.count_copies(x, tiles_of_rows[f"{name}_sm"])
-            for name, x in dict(q=query, k=key, v=value, do=cotangent).items()
-            if name != "v" or with_dk
-        }
+        query, key, value, *_ = rows
+        copies = shared.count_copies(rows, tiles_of_rows)
         scale, extras = arrays
         table = work.table(
             *(extras.mask, q, kv, "q", len(query), p.batch, p.groups), sums_keys="dq" in sums

@@ -409,9 +409,19 @@ def in_strips(x, columns: int):
     return x.reshape(*x.shape[:3], -1, ptx.strip_width(columns, x.dtype))
 
 
-def count_copies(x, place) -> int:
-    """How many take a tile of such an array to or from such a place: one, or one for each strip."""
-    return 1 if len(x.shape) == 5 else place.shape[-3]
+def count_copies(rows, tiles) -> dict[str, int]:
+    """How many take a tile of q, k, v or do to its place: one, or one for each strip.
+
+    Args:
+        rows: these arrays, and others.
+        tiles: shared memory, by the names of references; None where no tile is.
+    """
+    places = zip(("q", "k", "v", "do"), rows, strict=False)
+    return {
+        name: 1 if len(x.shape) == 5 else tiles[f"{name}_sm"].shape[-3]
+        for name, x in places
+        if tiles[f"{name}_sm"] is not None
+    }
 
 
 def side_by_side(num_kv_heads: int) -> int:

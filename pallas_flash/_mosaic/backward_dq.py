@@ -201,11 +201,8 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
     barriers = common.barriers
 
     def run(arrays, *rows):
-        query, key, value, cotangent, *_ = rows
-        q_copies, k_copies, v_copies, do_copies = (
-            shared.count_copies(x, tiles_of_rows[f"{name}_sm"])
-            for name, x in dict(q=query, k=key, v=value, do=cotangent).items()
-        )
+        query, *_ = rows
+        copies = shared.count_copies(rows, tiles_of_rows)
         _, extras = arrays
         table = work.table(extras.mask, q, kv, "kv", len(query), p.batch)
         static = shared.call_static(
@@ -229,10 +226,10 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
                 **tiles_of_rows,
                 **static.numbers_memory(w, ROWS),
                 landed=barriers(w + 1) if static.ends else None,
-                rows_full=barriers(w, q_copies + do_copies + 1 + len(static.statistics)),
-                k_full=barriers(stages, k_copies),
+                rows_full=barriers(w, copies["q"] + copies["do"] + 1 + len(static.statistics)),
+                k_full=barriers(stages, copies["k"]),
                 k_free=barriers(stages, w),
-                v_full=barriers(value_slots, v_copies),
+                v_full=barriers(value_slots, copies["v"]),
                 v_free=barriers(value_slots, w),
             ),
             grid=static.grid(len(query), q_tile=q.count),
