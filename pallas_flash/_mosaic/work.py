@@ -16,8 +16,8 @@ from pallas_flash._visits import edges_first, listed_edges_first
 
 plgpu = common.plgpu
 
-# Bytes of keys and values that programs of different heads stream at the same time: so many stay in
-# the L2 cache of an H100 (50 MB) beside all else.
+# Bytes of keys and values that programs of different heads stream at the same time, where only the
+# GPU knows how many each does: so many stay in the L2 cache of an H100 (50 MB) beside all else.
 L2_SHARE = 24 * 10**6
 
 # The cores (SMs) of an H100 and of an H200. On a GPU with fewer, some programs start late.
@@ -229,10 +229,13 @@ def worklists(problem: Problem, batch: int, mask: Mask, entries, members: int = 
     """The query tiles of a launch as items, whose programs stay on their core; long ones first.
 
     Where lengths are known, NumPy int32 [programs, 1 + items, columns]: the items of each program,
-    behind their number, as a dynamic scheduler would have it: who is free takes the next item. They
-    are sorted for as many heads at a time as share the L2 cache. An order that does not look at the
-    lengths can resonate with them: measured with a prototype on an H200, causal, one lost 40 %, and
-    this one gains 6 to 18 % against a program for each tile.
+    behind their number, as a dynamic scheduler would have it: who is free takes the next item. An
+    order that does not look at the lengths can resonate with them: measured with a prototype on an
+    H200, causal, one lost 40 %. Heads come one after the other, those that share keys together, so
+    that what all programs read is little at a time; but for the last ones, which are sorted together
+    so that no program is late. Timed on an H200 against as many heads together as share the L2
+    cache, causal: 102 in place of 105 microseconds for 512 tokens at 128, 429 in place of 455 for
+    4096 at 256, 2.17 in place of 2.20 ms for 16384 at 64; others level.
 
     Where only the GPU knows lengths, it is what `longest_first` returns, and programs take the next
     item indeed.
@@ -245,15 +248,14 @@ def worklists(problem: Problem, batch: int, mask: Mask, entries, members: int = 
         members: programs that have a list together; where lengths are known.
     """
     p = problem
-    streamed = p.kv_len * (p.head_dim + p.value_dim) * p.dtype.itemsize
-    heads = max(1, int(L2_SHARE // streamed)) * p.groups if mask else 1
-    heads = min(heads, batch * p.num_heads)
     if not isinstance(entries, np.ndarray):
         # Each takes items for itself: members would have different ones, and wait for ever.
         assert members == 1, members
-        return longest_first(batch, p.num_heads, heads, entries)
+        streamed = p.kv_len * (p.head_dim + p.value_dim) * p.dtype.itemsize
+        heads = max(1, int(L2_SHARE // streamed)) * p.groups if mask else 1
+        return longest_first(batch, p.num_heads, min(heads, batch * p.num_heads), entries)
     known = entries.tobytes(), entries.shape
-    return _worklists(batch, p.num_heads, heads, CORES // members, *known)
+    return _worklists(batch, p.num_heads, p.groups, CORES // members, *known)
 
 
 def programs_of(lists) -> int:
@@ -261,21 +263,30 @@ def programs_of(lists) -> int:
     return len(lists) if lists.ndim == 3 else min(CORES, len(lists) - 2)
 
 
+# Items for each program that are sorted together at the end, about. In a simulation of causal calls
+# the last one is done 0.2 to 2.7 % after the mean, and with twice as many 0.3 to 2.3 %.
+AT_END = 2
+
+
 @functools.lru_cache(maxsize=64)
 def _worklists(
-    batch: int, num_heads: int, heads: int, most: int, ranges: bytes, shape
+    batch: int, num_heads: int, groups: int, most: int, ranges: bytes, shape
 ) -> np.ndarray:
     table: Any = np.frombuffer(ranges, np.int32).reshape(shape[2:])
     rows = batch * num_heads
     lengths = table[:, COUNT]
     order = np.argsort(-lengths, kind="stable")
     programs = min(most, rows * len(order))
+    # Where the heads begin that are sorted together.
+    at_end = -(-AT_END * programs // len(order)) if lengths.min() < lengths.max() else 0
+    last = max(0, rows - at_end) // groups * groups
+    firsts = [*range(0, last, groups), last]
     items: list[list[tuple]] = [[] for _ in range(programs)]
     # When each program is free, counted in key tiles.
     free = [(0.0, i) for i in range(programs)]
-    for first in range(0, rows, heads):
+    for first, behind in zip(firsts, [*firsts[1:], rows], strict=True):
         for tile in order:
-            for row in range(first, min(first + heads, rows)):
+            for row in range(first, behind):
                 time, program = heapq.heappop(free)
                 items[program].append((*divmod(row, num_heads), tile, *table[tile]))
                 # Starting an item and storing its output take as long as about 1.5 key tiles.
