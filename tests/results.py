@@ -8,6 +8,7 @@ from test_structure import ROOT
 
 RESULTS = ROOT / "docs" / "results"
 SUSTAINED = "h200-2026-11-26-sustained.jsonl"
+SUSTAINED_H100 = "h100-2026-11-26-sustained.jsonl"
 OPTIONS = "h200-2026-11-24-options-sustained.jsonl"
 HOPPER_FORWARD = "h200-2026-11-22-forward.jsonl"
 HOPPER_BACKWARD = "h200-2026-11-22-backward.jsonl"

@@ -6,6 +6,7 @@ After a new measurement this says which sentences are no longer true, and what w
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from results import (
     PASSES,
     RESULTS,
     SUSTAINED,
+    SUSTAINED_H100,
     all_gains,
     lines,
     times_of_few_programs,
@@ -123,11 +125,11 @@ def of_cudnn():
     )
 
 
-def sustained(direction, *cases, peer="jax_cudnn", T=None):
+def sustained(direction, *cases, peer="jax_cudnn", T=None, file=SUSTAINED):
     """How many times as fast ours is, at each length of the cases, or at this one."""
     return [
         r["ratio"]["median"]
-        for r in lines(SUSTAINED)
+        for r in lines(file)
         if (r["pass"], r["peer"]) == (direction, peer) and r["case"] in cases and "ratio" in r
         if T in (None, r["T"])
     ]
@@ -165,6 +167,24 @@ def of_goals():
                 PERFORMANCE,
                 f"| {direction} | {name} | {len(values)} | {min(values):.2f} | {mean:.2f} |",
             )
+
+
+def of_the_h100():
+    def found(direction, *cases):
+        values = sustained(direction, *cases, file=SUSTAINED_H100)
+        return statistics.geometric_mean(values), min(values)
+
+    forward, backward = found("forward", *DENSE), found("backward", *DENSE[:4])
+    wide = found("backward", *DENSE[4:])
+    short = min(sustained("forward", SHORT[0], file=SUSTAINED_H100))
+    assert {r["commit"] for r in lines(SUSTAINED_H100)} == {"899291a"}
+    yield (
+        PERFORMANCE,
+        f"have {forward[0]:.2f} of cuDNN's speed forward in the geometric mean and "
+        f"{forward[1]:.2f} at the worst; backward {backward[0]:.2f} and {backward[1]:.2f} at 64 "
+        f"and 128, {wide[0]:.2f} and {wide[1]:.2f} at 256.",
+    )
+    yield PERFORMANCE, f"On an H100 512 causal tokens at 128 then had {short:.2f} of cuDNN's speed."
 
 
 def of_sustained():
@@ -465,6 +485,63 @@ def of_columns():
         yield PERFORMANCE, f"| {size} | {of['full']} | {of.get('causal', '')} |"
 
 
+def by_turns(experiment, call, device="H200"):
+    """Microseconds by the variant, the median of turns; of the run with most of these."""
+    runs = [
+        r["ms"]
+        for r in lines(HOPPER_VARIANTS)
+        if (r["experiment"], r["call"]) == (experiment, call) and device in r["device"]
+    ]
+    run = max(runs, key=lambda ms: len(ms["cuDNN"]))
+    return {name: 1e3 * statistics.median_low(x) for name, x in run.items()}
+
+
+def of_the_order():
+    """The rows of a table, and what other variants took."""
+    order, tiles = "heads at a time", "tiles of short calls"
+    rows = [("H100", 128, 512), ("H100", 128, 1024), ("H200", 128, 512), ("H200", 128, 1024)]
+    rows += [("H200", 64, 512), ("H200", 256, 4096), ("H200", 256, 8192), ("H200", 64, 16384)]
+    columns = ("24 MB", "12 MB", "6 MB", "3 MB", "one, 2 items at the end", "cuDNN")
+    for device, size, length in rows:
+        ms = by_turns(order, f"causal {size} T{length}", device)
+        cells = " | ".join(f"{ms[x]:.1f}" if x in ms else "" for x in columns)
+        name = f"{'H100, ' if device == 'H100' else ''}{size}, T = {length}"
+        yield PERFORMANCE, f"| {name} | {cells} |"
+    found = {
+        (device, T): by_turns(tiles, f"causal 128 T{T}", device)
+        for device, T in itertools.product(("H200", "H100"), (512, 1024))
+    }
+    before = {key: f"{ms['2 128 2 2']:.1f}" for key, ms in found.items()}
+    now = {key: f"{ms['3 64 1 3']:.1f}" for key, ms in found.items()}
+    yield (
+        PERFORMANCE,
+        f"they took {now['H200', 512]} in place of {before['H200', 512]} (128, H200; one head at a "
+        f"time), {now['H100', 512]} in place of {before['H100', 512]} (H100; 24 MB), but "
+        f"{now['H200', 1024]} in place of {before['H200', 1024]} and {now['H100', 1024]} in place "
+        f"of {before['H100', 1024]} at 1024.",
+    )
+
+
+def of_items():
+    def both(size, length, name="an item begins before the last has ended"):
+        ms = by_turns(name, f"causal {size} T{length}")
+        return f"{ms['no']:.1f} to {ms['yes']:.1f}"
+
+    yield (
+        PERFORMANCE,
+        f"By turns: {both(128, 512)} at 128 causal and 512 tokens, {both(128, 1024)} at 1024, and "
+        "level from 2048 on, also without a mask and at 80; at 64 "
+        f"{both(64, 512)} (512), {both(64, 2048)} (2048) and {both(64, 4096)} (4096).",
+    )
+    short, longer = (by_turns("no list", f"one example 128 full {n}k") for n in (1, 2))
+    yield (
+        PERFORMANCE,
+        f"1024 tokens at 128 take {short['none']:.1f} in place of {short['list']:.1f} "
+        f"microseconds, cuDNN {short['cuDNN']:.1f}; but 2048, where two programs share keys, took "
+        f"{longer['none']:.1f} in place of {longer['list']:.1f} and have lists still.",
+    )
+
+
 def of_blocks():
     ms = {
         (r["tile"]["warpgroups"], r["tile"]["block_kv"], r["tile"]["stages"]): r["ms"]
@@ -585,6 +662,7 @@ def of_training():
 CLAIMS = [
     of_cudnn,
     of_goals,
+    of_the_h100,
     of_sustained,
     of_options,
     of_mosaic,
@@ -596,6 +674,8 @@ CLAIMS = [
     of_few_programs,
     of_the_choice,
     of_columns,
+    of_the_order,
+    of_items,
     of_blocks,
     of_what_pays,
     of_training,

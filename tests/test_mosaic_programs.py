@@ -87,13 +87,18 @@ def test_shares_of_heads(batch, length, heads, kv_heads, options, in_order, shar
     assert found == [shares]
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_numbers_of_programs_with_many_query_tiles(head_dim, monkeypatch, kernel_case):
+def test_numbers_of_programs_with_many_query_tiles(head_dim, causal, monkeypatch, kernel_case):
     """On a GPU with two cores: a warpgroup has every part of a tile in turn."""
     monkeypatch.setattr(work, "CORES", 2)
     # It remembers lists for all cores.
     monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
-    judge_both(with_heads(LONG_CAUSAL, head_dim, T=601), in_order=False)
+    case = with_heads(LONG_CAUSAL if causal else MANY_KEYS, head_dim, T=601)
+    if causal:
+        judge_both(case, in_order=False)
+    else:
+        judge(case, "bfloat16", emulated(case.problem("bfloat16")))
 
 
 @pytest.mark.parametrize(
@@ -212,13 +217,83 @@ def test_items_of_arrays_come_by_heads_that_share_the_cache(
     assert end_of_the_last(lengths, programs) <= late * max(mean, lengths.max() + 1.5)
 
 
+def worklists_of(shape, options, members=1, kv_heads=None):
+    """`work.worklists` for queries of a shape; programs have 128 of them, and tiles of 128 keys."""
+    batch, length, heads, head_dim = shape
+    q = jnp.zeros(shape, jnp.bfloat16)
+    k = jnp.zeros((batch, length, kv_heads or heads, head_dim), jnp.bfloat16)
+    p = checked((q, k, k), options)
+    table = work.table(p.mask, Tiling(length, 64), Tiling(length, 128), "kv", batch, batch)
+    entries = work.for_warpgroups(table, 2 * members)
+    return work.worklists(p, batch, p.mask, entries, members)
+
+
 @pytest.mark.parametrize(("members", "lists"), [(1, 132), (2, 66)])
 def test_all_cores_have_a_program(members, lists):
-    q = jnp.zeros((2, 4096, 16, 64), jnp.bfloat16)
-    p = checked((q, q, q), dict(is_causal=True))
-    table = work.table(p.mask, work.Tiling(4096, 64), work.Tiling(4096, 128), "kv", 2, 2)
-    entries = work.for_warpgroups(table, 2 * members)
-    assert len(work.worklists(p, 2, p.mask, entries, members)) == lists
+    assert len(worklists_of((2, 4096, 16, 64), CAUSAL, members)) == lists
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "options", "members", "together"),
+    [
+        ((32, 512, 16, 128), 16, CAUSAL, 1, 15),
+        ((16, 1024, 16, 64), 16, CAUSAL, 1, 15),
+        ((4, 2048, 28, 128), 4, CAUSAL, 1, 3 * 7),
+        ((8, 4096, 8, 256), 8, CAUSAL, 2, 1),
+        ((2, 8192, 32, 64), 32, WINDOW, 1, 1),
+        ((3, 2048, 44, 128), 44, {}, 2, 1),
+    ],
+)
+def test_known_items_come_by_few_heads(shape, kv_heads, options, members, together):
+    """At the same time; and no program is late."""
+    lists = worklists_of(shape, options, members, kv_heads)
+    items = [mine[1 : 1 + mine[0, 0]] for mine in lists]
+    places = [tuple(x) for x in np.concatenate(items)[:, :3].tolist()]
+    batch, length, heads, _ = shape
+    tiles = length // (128 * members)
+    assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
+    count = len(work.WHERE) + work.COUNT
+    ends = [(mine[:, count] + 1.5).cumsum() for mine in items]
+    assert max(x[-1] for x in ends) <= 1.03 * np.mean([x[-1] for x in ends])
+    at_work, found = {}, []
+    starts = [(x - mine[:, count] - 1.5, mine) for x, mine in zip(ends, items, strict=True)]
+    events = [
+        (start, program, *where)
+        for program, (begin, mine) in enumerate(starts)
+        for start, where in zip(begin, mine[:, :2].tolist(), strict=True)
+    ]
+    for _, program, b, h in sorted(events):
+        at_work[program] = b, h
+        found.append(len(set(at_work.values())))
+    assert np.median(found) <= 2 * len(lists) / tiles + together
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "members", "alike"),
+    [
+        ((2, 640, 3, 128), {}, 1, True),
+        ((2, 600, 3, 64), {}, 1, True),
+        ((2, 560, 3, 64), {}, 1, False),  # The last tile has queries for one.
+        ((2, 640, 3, 128), CAUSAL, 1, False),
+        ((2, 640, 3, 128), {}, 2, False),  # It was slower.
+    ],
+)
+def test_items_that_are_alike_need_no_list(shape, options, members, alike, monkeypatch):
+    """They are those of the list that there would be."""
+    monkeypatch.setattr(work, "CORES", 4)
+    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    found = worklists_of(shape, options, members)
+    assert isinstance(found, work.Alike) == alike
+    if not alike:
+        return
+    monkeypatch.setattr(work, "are_alike", lambda _: False)
+    lists = worklists_of(shape, options, members)
+    assert work.programs_of(found) == len(lists)
+    for program, mine in enumerate(lists):
+        assert found.of_program(program) == mine[0, 0]
+        for i, item in enumerate(mine[1 : 1 + mine[0, 0]]):
+            own = item[: len(work.WHERE) + work.COMMON + work.OWN]
+            assert [int(x) for x in found.item(program, i, own)] == own.tolist()
 
 
 @cases.parametrize(

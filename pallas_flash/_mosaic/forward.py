@@ -91,6 +91,7 @@ class Static(common.Static):
             none.
         masks: those of which tiles are copied.
         mask_slots: for these tiles.
+        alike: the items, if no list of them is needed.
     """
 
     q: Tiling
@@ -101,6 +102,7 @@ class Static(common.Static):
     bias: "BiasTiles | None"
     masks: Masks
     mask_slots: int
+    alike: work.Alike | None
 
     @property
     def large(self) -> bool:
@@ -586,7 +588,8 @@ def pallas_flash_forward(*refs, static: Static, **memory):
     bias_ref = None if static.bias is None else rest.pop(0)
     bits = [rest.pop(0) for _ in static.masks.owners]
     ends = [rest.pop(0) for _ in range(2 if static.ends else 0)]
-    list_ref, o_ref, *statistic_refs = rest
+    list_ref = rest.pop(0) if static.alike is None else static.alike
+    o_ref, *statistic_refs = rest
     columns = range(len(work.WHERE) + work.COMMON)
     items = work.Items(list_ref, lax.axis_index("program"), lambda _: columns, memory)
     refs = Refs(items, q_ref, k_ref, v_ref, table_ref, shared, ends=ends, bias=bias_ref, bits=bits)
@@ -633,7 +636,9 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
             entries = work.for_warpgroups(table, parts)
         lists = work.worklists(p, batch, mask, entries, members)
         # In a list of all programs they count what has been taken.
-        known, counted = ([lists], []) if isinstance(lists, np.ndarray) else ([], [lists])
+        alike = lists if isinstance(lists, work.Alike) else None
+        known = [lists] if isinstance(lists, np.ndarray) else []
+        counted = [] if known or alike else [lists]
         listed = [table.reshape(-1, table.shape[-1])] if mask.scattered else []
         bias, bias_tiles, bias_sm = [], None, None
         if of_bias:
@@ -697,6 +702,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 bias=bias_tiles,
                 masks=masks,
                 mask_slots=of_masks,
+                alike=alike,
                 tile=tile,
             ),
             approx_math=options.approximate,
