@@ -147,6 +147,23 @@ def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, 
     assert _mosaic.tiles.forward_tile(checked((q, k, k), options)).programs == programs
 
 
+@pytest.mark.parametrize(
+    ("length", "options", "tile"),
+    [
+        (512, dict(is_causal=True), (3, 64)),
+        (513, dict(is_causal=True), (2, 128)),
+        (512, {}, (2, 128)),
+        (512, dict(is_causal=True, logits_soft_cap=30.0), (2, 128)),
+        (512, dict(is_causal=True, query_offset=jnp.int32(3)), (2, 128)),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_short_causal_calls_have_narrow_tiles(length, options, tile, head_dim):
+    q = jnp.zeros((1, length, 1, head_dim), jnp.bfloat16)
+    found = forward_tile(checked((q, q, q), options))
+    assert (found.warpgroups, found.block_kv) == tile
+
+
 @pytest.mark.parametrize("head_dim", [48, 64, 128, 256])
 def test_tiles_are_no_larger_than_blocks(head_dim):
     """Of a block mask's usual size: tiles of what is seen whole need no mask."""
@@ -293,7 +310,7 @@ def test_items_that_are_alike_need_no_list(shape, options, members, alike, monke
         assert found.of_program(program) == mine[0, 0]
         for i, item in enumerate(mine[1 : 1 + mine[0, 0]]):
             own = item[: len(work.WHERE) + work.COMMON + work.OWN]
-            assert [int(x) for x in found.item(program, i, own)] == own.tolist()
+            assert [int(x) for x in found.item(program, i, len(own))] == own.tolist()
 
 
 @cases.parametrize(

@@ -21,8 +21,7 @@ plgpu = common.plgpu
 # GPU knows how many each does: so many stay in the L2 cache of an H100 (50 MB) beside all else.
 L2_SHARE = 24 * 10**6
 
-# Where it is known before, fewer are faster. But 512 causal tokens of 64 took 129 microseconds with
-# heads one by one, 124 with 6 MB of them, and 126 with 24.
+# Where it is known before, fewer are faster, but at head size 64 not one by one.
 KNOWN_SHARE = 4 * 10**6
 
 # The cores (SMs) of an H100 and of an H200. On a GPU with fewer, some programs start late.
@@ -237,12 +236,8 @@ def worklists(problem: Problem, batch: int, mask: Mask, entries, members: int = 
     behind their number, as a dynamic scheduler would have it: who is free takes the next item. An
     order that does not look at the lengths can resonate with them: measured with a prototype on an
     H200, causal, one lost 40 %. They are sorted for few heads at a time, so that all programs read
-    little at the same time, and in the end for more of them, so that no program is late. Causal,
-    microseconds with as many heads as share the L2 cache and with few: on an H100 116 and 109 (512
-    tokens of 128), 159 and 151 (1024); on an H200 105 and 102, 454 and 429 (4096 of 256), 783 and
-    798 (8192), others level.
-
-    If one is like another, how many they are, as `Alike`.
+    little at the same time, and in the end for more of them, so that no program is late: times are
+    in docs/performance.md. If each is like another, `Alike` says how many they are.
 
     Where only the GPU knows lengths, it is what `longest_first` returns, and programs take the next
     item indeed.
@@ -273,11 +268,9 @@ def worklists(problem: Problem, batch: int, mask: Mask, entries, members: int = 
 
 @dataclasses.dataclass(frozen=True)
 class Alike:
-    """Items that are alike, for which no program has to read a list.
+    """Items that are alike, for which no program has to read a list, which takes short calls time.
 
-    Timed on an H200, without a mask: 16.8 in place of 17.3 microseconds for one example of 1024
-    tokens of 128, others level; but 62.8 in place of 56.6 for one of 2048 where two programs share
-    keys, for a reason that was not found.
+    Where two programs share keys a list is faster, for a reason that was not found.
 
     Attributes:
         batch: examples, of all instances.
@@ -305,11 +298,11 @@ class Alike:
         """How many items a program has."""
         return common.quotient(self.count - 1 - program, self.programs) + 1
 
-    def item(self, program, i, columns):
+    def item(self, program, i, columns: int):
         """So many columns of a program's i-th item."""
         shape = self.batch, self.num_heads, self.tiles
         _, where = common.digits(program + i * self.programs, shape)
-        return [*where, *map(jnp.int32, self.entry)][: len(columns)]
+        return [*where, *map(jnp.int32, self.entry)][:columns]
 
 
 def are_alike(entries: np.ndarray) -> bool:
@@ -482,7 +475,7 @@ def _for_each_alike(items: Items, body, carry):
     """Over those that come after each other by the number of programs."""
 
     def step(i, carry):
-        return body(i, items.list.item(items.program, i, items.columns(i)), carry)
+        return body(i, items.list.item(items.program, i, len(items.columns(i))), carry)
 
     return lax.fori_loop(jnp.int32(0), items.list.of_program(items.program), step, carry)
 
