@@ -737,7 +737,8 @@ def by_instance(function, batch):
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
     backward = [f"backward{x}" for x in ("", "_common", "_dbias", "_delta", "_dq", "_rows")]
-    names = "common", "options", "pairs", "work", "forward", "decode", *backward, "ptx"
+    forward = "forward", "forward_common", "decode"
+    names = "common", "options", "pairs", "work", *forward, *backward, "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]
     with monkeypatch.context() as patch:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from mosaic_cases import LONG, LONG_CAUSAL, MANY_KEYS, biased, emulated, with_bias, with_heads
 from test_accuracy import judge
 
-from pallas_flash._mosaic import backward_dbias, options, pairs, tiles, work
+from pallas_flash._mosaic import backward_dbias, forward_common, options, pairs, tiles, work
 
 
 def without_waiting_at(names, of=""):
@@ -96,7 +96,7 @@ def without_waiting_for_products(patch):
 
 
 def without_rescaling(patch):
-    patch.setattr(forward, "THRESHOLD", 0.0)
+    patch.setattr(forward_common, "THRESHOLD", 0.0)
     patch.setitem(emulator.fake_ptx, "rescale", lambda acc, alpha: np.asarray(acc))
 
 

@@ -183,8 +183,9 @@ MAY_IMPORT = {
         "_scores",
         "_tiling.sizes",
     },
-    "_mosaic.forward": MOSAIC | {"_dropout", "_mosaic.pairs", "_scores"},
-    "_mosaic.decode": MOSAIC | {"_dropout", "_mosaic.forward", "_scores"},
+    "_mosaic.forward": MOSAIC | {"_dropout", "_mosaic.forward_common", "_mosaic.pairs", "_scores"},
+    "_mosaic.decode": MOSAIC | {"_dropout", "_mosaic.forward_common", "_scores"},
+    "_mosaic.forward_common": {"_mosaic.common", "_mosaic.ptx", "_mosaic.work", "_scores"},
     "_mosaic.backward": MOSAIC
     | {"_dropout", "_mosaic.backward_common", "_mosaic.backward_rows", "_mosaic.pairs", "_scores"},
     "_mosaic.backward_dbias": MOSAIC

@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import kept, rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, ptx, work
-from pallas_flash._mosaic.forward import (
+from pallas_flash._mosaic.forward_common import (
     ROWS,
     Refs,
     beside_one_another,

@@ -21,7 +21,7 @@ Gains were measured on an H200, most of them with prototypes, as the time of a w
     wait, waited            products in flight under a softmax that the compiler leaves there: 5 %
                             at head size 64
     uniform_zero            likewise: without it the waits move up
-    rescale                 5 to 9 % at head sizes 128 and 256, with THRESHOLD of `forward`
+    rescale                 5 to 9 % at head sizes 128 and 256, with THRESHOLD of `forward_common`
     add_fragments           4 % of the backward, against adding through shared memory
     load_fragments          what was added is rows again at 4 TB/s, by XLA's transposition at 3.4
     count_up                Pallas has no atomic addition that says what was there before
