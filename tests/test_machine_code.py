@@ -331,7 +331,7 @@ def test_kernels_in_mosaic_gpu_are_read_as_others_are(reproducible, names):
     assert [kernel.attention_pass for kernel in program.kernels] == names.split()
     launched = {launch.name for launch in program.launches}
     for kernel in program.kernels:
-        assert kernel.is_mosaic
+        assert kernel.is_mosaic and not kernel.unset
         assert kernel.symbol in launched
         if kernel.attention_pass in ("delta", "rows"):
             assert kernel.main is None
@@ -402,6 +402,37 @@ def test_a_jump_back_from_a_slow_path_is_no_loop():
             .    BRA   0x20
         """)
     )
+
+
+# A barrier and indices of a copy lie behind its address in shared memory, in UR9 to UR11.
+SET = """
+    .    UMOV  UR8,0x400
+    .    UMOV  UR9,0x800
+    .    UMOV  UR11,URZ
+    .    ULDC.64  UR14,c[0x0][0x198]
+"""
+
+
+def test_registers_that_are_unset_are_found():
+    copy = ".  UTMALDG.2D  [UR8],[UR14]"
+    of_10 = ["UTMALDG.2D [UR8],[UR14] reads UR10"]
+    assert machine_code.unset(parse(f"{SET} {copy}")) == of_10
+    assert machine_code.unset(parse(f"{SET} . UMOV UR10,URZ\n {copy}")) == []
+    # On one way only, for some threads only, or computed from what is unset.
+    skipped = "@P0 BRA 0x60\n . UMOV UR10,URZ\n"
+    assert machine_code.unset(parse(f"{SET} {skipped} {copy}")) == of_10
+    assert machine_code.unset(parse(f"{SET} @UP2 UMOV UR10,URZ\n {copy}")) == of_10
+    assert machine_code.unset(parse(f"{SET} . UIADD3 UR10,UR7,0x1,URZ\n {copy}")) == of_10
+    # The threads that copy may be those for which it is set.
+    elected = "@UP2 UMOV UR10,URZ\n @UP3 UTMALDG.2D [UR8],[UR14]"
+    assert machine_code.unset(parse(f"{SET} {elected}")) == []
+
+
+def test_of_operands_in_registers_a_product_reads_no_descriptor():
+    of_second = ". UMOV UR6,URZ\n . UMOV UR7,URZ\n"
+    assert machine_code.unset(parse(f"{of_second} . HGMMA R24,R8,gdesc[UR4],R24")) == []
+    found = machine_code.unset(parse(f"{of_second} . HGMMA R24,gdesc[UR4],R24"))
+    assert [line.split()[-1] for line in found] == ["UR4", "UR5"]
 
 
 def test_snappy_copies_may_overlap():

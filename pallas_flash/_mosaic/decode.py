@@ -90,6 +90,8 @@ def compute(refs, result_refs, memory, warpgroup, static: Static):
     """One computing warpgroup."""
     w, large = static.tile.warpgroups, static.options.large
     registers, _ = REGISTERS[w]
+    # At first there are no queries that could be in use.
+    plgpu.barrier_arrive(memory["q_free"])
     plgpu.set_max_registers(registers, action="increase")
     q_sm, k_sm, v_sm = (memory[x] for x in ("q_sm", "k_sm", "v_sm"))
     ring, shape = common.Ring(static.tile.stages), (ROWS, static.kv.block)
@@ -192,9 +194,10 @@ def load(refs, memory, static: Static):
         return used + tiles.count
 
     def queries(i, item, none):
+        del i
         b, h, place, *_ = item
         row_tile, _ = static.row_tile_and_part(place)
-        pl.when(i > 0)(lambda: plgpu.barrier_wait(memory["q_free"]))
+        plgpu.barrier_wait(memory["q_free"])
         copy(refs.q, (b, h, pl.ds(row_tile * ROWS, ROWS)), memory["q_sm"], memory["q_full"])
         return none
 

@@ -156,6 +156,8 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
     """One computing warpgroup."""
     tile, block_kv = static.tile, static.kv.block
     registers, _ = REGISTERS[tile.warpgroups]
+    # At first there are no queries that could be in use.
+    plgpu.barrier_arrive(memory["q_free"].at[warpgroup])
     plgpu.set_max_registers(registers, action="increase")
     q_sm, k_sm, v_sm, o_sm = (memory[x] for x in ("q_sm", "k_sm", "v_sm", "o_sm"))
     statistics_sm = memory["statistics_sm"]
@@ -406,7 +408,7 @@ def load(refs, memory, static: Static):
 
     def queries(w, i, item, read):
         b, h, q_tile, *_ = item
-        pl.when(i > 0)(lambda: plgpu.barrier_wait(memory["q_free"].at[w]))
+        plgpu.barrier_wait(memory["q_free"].at[w])
         first_row = q_tile * static.q.block + part_of(w, i, tile) * ROWS
         at = b, pl.ds(first_row, ROWS), h
         copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])

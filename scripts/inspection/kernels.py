@@ -22,7 +22,7 @@ from scripts.inspection.gpu_compiler import (
     compile_for,
     run_tool,
 )
-from scripts.inspection.machine_code import Instruction, Loop, loops
+from scripts.inspection.machine_code import Instruction, Loop, loops, unset
 
 # Headings of the table, and the entries of `Kernel.record` below them.
 _COLUMNS = {
@@ -64,6 +64,7 @@ class Kernel:
         loops: The innermost loops with matrix instructions, the cheapest first.
         work: Matrix operations issued over those needed, where both are known.
         compiler: The version of ptxas.
+        unset: What reads a uniform register that ptxas has left unset, see `machine_code.unset`.
     """
 
     symbol: str
@@ -78,6 +79,7 @@ class Kernel:
     loops: tuple[Loop, ...]
     work: float | None
     compiler: str
+    unset: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -133,6 +135,7 @@ class Kernel:
             "exp2_hidden": main and main.exp2_hidden and round(main.exp2_hidden, 2),
             "order": main and main.order,
             "compiler": self.compiler,
+            "unset": list(self.unset),
         }
 
     def __str__(self) -> str:
@@ -305,6 +308,7 @@ def _read(
             loops=tuple(found),
             work=None if math.isnan(work) else work,
             compiler=about.get(".note.nv.tkinfo", {}).get("tki_toolVersion", ""),
+            unset=tuple(unset(code)),
         )
         if dump is not None:
             dump.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""Reads a kernel's machine code (SASS): its loops over tiles, and what one tile costs in them."""
+"""Reads a kernel's machine code (SASS): its loops over tiles, and what one tile costs in them.
+
+And whether ptxas, which turns PTX into it, has forgotten to set a register, see `unset`.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,35 @@ class Instruction:
         if match := re.match(r"HMMA\.16(8)(\d+)\.", self.opcode):
             return 2 * 16 * 8 * int(match[2])
         return math.nan if self.is_matrix else 0
+
+    @property
+    def uniform_written(self) -> list[int]:
+        """The uniform registers, which the threads of a warp share, that it writes."""
+        # Some have a predicate before what they write; those that compare have nothing else.
+        match = re.match(r"(?:U?P[T\d],)?UR(\d+)", self.operands)
+        if not match or self.opcode.startswith(("UISETP", "UPLOP")):
+            return []
+        wide = re.search(r"\.64$|\.WIDE|^CS2UR$", self.opcode)
+        return [int(match[1]) + n for n in range(2 if wide else 1)]
+
+    @property
+    def uniform_read(self) -> set[int]:
+        """Those that it reads."""
+        found = [int(n) for n in re.findall(r"\bUR(\d+)", self.operands)]
+        found = found[len(self.uniform_written[:1]) :]
+        if match := re.match(r"UTMA(LDG|STG|REDG)\.(\d)D", self.opcode):
+            # Where it is in shared memory, a barrier to report to if that is the end, and an index
+            # for each axis; and the address of what describes the array.
+            first, described = found[:2]
+            indices = range(first, first + int(match[2]) + (2 if match[1] == "LDG" else 1))
+            return {*found, *indices, described + 1}
+        if self.opcode.startswith("HGMMA"):
+            # Descriptors of the operands in shared memory; there is a place for one of the first.
+            in_registers = re.match(r"R\d+,R\d+,", self.operands)
+            return set(range(found[0] + (2 if in_registers else 0), found[0] + 4))
+        if re.match(r"U.*\.64$", self.opcode) or "desc[" in self.operands:
+            return {*found, *(n + 1 for n in found)}
+        return set(found)
 
     @property
     def jump(self) -> int | None:
@@ -137,6 +169,38 @@ def loops(code: list[Instruction]) -> list[Loop]:
             )
         )
     return sorted(found, key=lambda loop: loop.instructions)
+
+
+def unset(code: list[Instruction]) -> list[str]:
+    """What copies, multiplies or waits by a uniform register that some way to it leaves unset.
+
+    Arithmetic may read such a register, for instructions that have a predicate; then its result is
+    unset, too. What has a predicate counts as set for what has one.
+    """
+    blocks, successors = _blocks(code)
+    # Registers that are set on all ways to a block; and those that are if predicates are true.
+    before: dict[int, tuple[set[int], set[int]]] = {0: (set(), set())}
+    faults: dict[int, list[str]] = {}
+    todo = [0]
+    while todo:
+        n = todo.pop()
+        always, perhaps = (set(x) for x in before[n])
+        faults[n] = []
+        for i in blocks[n]:
+            missing = i.uniform_read - (perhaps if i.predicate else always)
+            if i.opcode.startswith(("UTMA", "UBLKCP", "HGMMA", "SYNCS")):
+                faults[n] += [f"{i.opcode} {i.operands} reads UR{x}" for x in sorted(missing)]
+            perhaps.update(i.uniform_written)
+            if not i.predicate:
+                always.difference_update(i.uniform_written)
+                always.update([] if missing else i.uniform_written)
+        for other in successors[n]:
+            old = before.get(other, (always, perhaps))
+            joined = old[0] & always, old[1] & perhaps
+            if other not in before or joined != old:
+                before[other] = joined
+                todo.append(other)
+    return [fault for n in sorted(faults) for fault in faults[n]]
 
 
 def _blocks(code: list[Instruction]) -> tuple[list[list[Instruction]], list[list[int]]]:
