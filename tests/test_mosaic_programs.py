@@ -143,8 +143,23 @@ def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeyp
 )
 def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, programs):
     T, S, H = sizes
-    q, k = (jnp.zeros((1, n, 1, H), jnp.bfloat16) for n in (T, S))
+    q, k = (jnp.zeros((1, n, 32, H), jnp.bfloat16) for n in (T, S))
     assert _mosaic.tiles.forward_tile(checked((q, k, k), options)).programs == programs
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "options", "programs"),
+    [
+        (2048, 16, {}, 1),
+        (2048, 17, {}, 2),
+        (4096, 4, {}, 2),
+        (4096, 8, dict(is_causal=True), 1),
+        (4096, 9, dict(is_causal=True), 2),
+    ],
+)
+def test_programs_with_few_rows_share_no_keys(length, heads, options, programs):
+    q = jnp.zeros((1, length, heads, 128), jnp.bfloat16)
+    assert forward_tile(checked((q, q, q), options)).programs == programs
 
 
 @pytest.mark.parametrize(
