@@ -170,19 +170,28 @@ def of_goals():
 
 
 def of_the_h100():
+    at_100 = dict(file=SUSTAINED_H100)
+
     def found(direction, *cases):
-        values = sustained(direction, *cases, file=SUSTAINED_H100)
+        values = sustained(direction, *cases, **at_100)
         return statistics.geometric_mean(values), min(values)
 
     forward, backward = found("forward", *DENSE), found("backward", *DENSE[:4])
     wide = found("backward", *DENSE[4:])
-    short = min(sustained("forward", SHORT[0], file=SUSTAINED_H100))
-    assert {r["commit"] for r in lines(SUSTAINED_H100)} == {"899291a"}
+    before = by_turns("heads at a time", "causal 128 T512", "H100")
+    short, now = before["cuDNN"] / before["24 MB"], sustained("forward", SHORT[0], T=512, **at_100)
+    [one] = sustained("forward", "one example 128 causal", T=1024, **at_100)
+    assert {r["commit"] for r in lines(SUSTAINED_H100)} == {"899291a", "ea1bf24"}
     yield (
         PERFORMANCE,
         f"have {forward[0]:.2f} of cuDNN's speed forward in the geometric mean and "
         f"{forward[1]:.2f} at the worst; backward {backward[0]:.2f} and {backward[1]:.2f} at 64 "
         f"and 128, {wide[0]:.2f} and {wide[1]:.2f} at 256.",
+    )
+    yield (
+        PERFORMANCE,
+        f"Slower than cuDNN are 512 causal tokens at 128 ({now[0]:.2f}) and one example of 1024 "
+        f"({one:.2f}).",
     )
     yield PERFORMANCE, f"On an H100 512 causal tokens at 128 then had {short:.2f} of cuDNN's speed."
 
@@ -193,6 +202,15 @@ def of_sustained():
         least, most = f"{min(values):.2f}", f"{max(values):.2f}"
         return least if least == most else f"{least} to {most}"
 
+    [tokamax], [jax], [cudnn] = (
+        sustained("forward", "one example 128 causal", peer=peer, T=1024)
+        for peer in ("tokamax_mosaic", "jax_mosaic", "jax_cudnn")
+    )
+    yield (
+        PERFORMANCE,
+        f"One example of 1024 causal tokens at 128 has {tokamax:.2f} of tokamax's speed and "
+        f"{jax:.2f} of JAX's, {cudnn:.2f} of cuDNN's.",
+    )
     documents, short_documents = "documents 12", "documents of 1000 64"
     packed = dict(peer="tokamax_mosaic")
     others = [
@@ -485,12 +503,17 @@ def of_columns():
         yield PERFORMANCE, f"| {size} | {of['full']} | {of.get('causal', '')} |"
 
 
-def by_turns(experiment, call, device="H200"):
-    """Microseconds by the variant, the median of turns; of the run with most of these."""
+def by_turns(experiment, call, device="H200", turn=""):
+    """Microseconds by the variant, the median of turns; of the run with most of these.
+
+    Args:
+        turn: how long one is, if there are several runs.
+    """
     runs = [
         r["ms"]
         for r in lines(HOPPER_VARIANTS)
         if (r["experiment"], r["call"]) == (experiment, call) and device in r["device"]
+        if turn in r["timed"]
     ]
     run = max(runs, key=lambda ms: len(ms["cuDNN"]))
     return {name: 1e3 * statistics.median_low(x) for name, x in run.items()}
@@ -537,8 +560,43 @@ def of_items():
     yield (
         PERFORMANCE,
         f"1024 tokens at 128 take {short['none']:.1f} in place of {short['list']:.1f} "
-        f"microseconds, cuDNN {short['cuDNN']:.1f}; but 2048, where two programs share keys, took "
-        f"{longer['none']:.1f} in place of {longer['list']:.1f} and have lists still.",
+        f"microseconds, cuDNN {short['cuDNN']:.1f}; but where two programs share keys, as those of "
+        f"2048 did, they took {longer['none']:.1f} in place of {longer['list']:.1f}, and have "
+        "lists still.",
+    )
+
+
+def of_pairs():
+    """The rows of a table, in turns that leave the card hot and others."""
+    rows = [("full", 128, 16, 2048), ("full", 128, 32, 2048), ("full", 128, 8, 4096)]
+    rows += [("causal", 128, *x) for x in ((8, 4096), (16, 4096), (16, 8192))]
+    rows += [("full", 256, 8, 2048), ("causal", 256, 8, 4096), ("causal", 256, 16, 4096)]
+    for mask, size, heads, length in rows:
+        call = f"{mask} {size}, {heads} heads, T{length}"
+        turns = ("of 0.25", "of 0.05")
+        hot, cool = (by_turns("programs alone or in pairs", call, turn=x) for x in turns)
+        cells = [found[x] for found in (hot, cool) for x in ("in pairs", "alone", "cuDNN")]
+        numbers = " | ".join(f"{x:.1f}" for x in cells)
+        yield PERFORMANCE, f"| {size} {mask}, {heads} heads, T = {length} | {numbers} |"
+
+
+def of_queries_in_registers():
+    def both(call, tile):
+        ms = by_turns("queries in registers", call)
+        return f"{ms[tile]:.1f} to {ms[f'{tile}, registers']:.1f}"
+
+    def table(call):
+        return f"{by_turns('queries in registers', call)['table']:.1f}"
+
+    wide, narrow = "2 128 2 2 2", "3 96 1 4"
+    long, short = "causal 128 T16384", "causal 128 T4096"
+    full, at_64, full_64 = "full 128 T16384", "causal 64 T4096", "full 64 T4096"
+    yield (
+        PERFORMANCE,
+        f"By turns, at 128 causal {both(long, wide)} (16384 tokens) and {both(short, wide)} (4096),"
+        f" full {both(full, wide)}, where tiles of 176 keys take {table(full)}; at 64 in tiles of "
+        f"96 keys {both(at_64, narrow)} causal and {both(full_64, narrow)} full, in those of 128 "
+        f"{table(at_64)} and {table(full_64)} without.",
     )
 
 
@@ -676,6 +734,8 @@ CLAIMS = [
     of_columns,
     of_the_order,
     of_items,
+    of_pairs,
+    of_queries_in_registers,
     of_blocks,
     of_what_pays,
     of_training,
