@@ -85,7 +85,7 @@ def test_lowers(case, reproducible):
 
 @pytest.mark.parametrize("name", ["full", "causal"])
 def test_programs_that_share_keys_lower(name):
-    sizes = dict(B=1, T=4096, S=4096, N=2, K=1, H=128, V=128)
+    sizes = dict(B=1, T=4096, S=4096, N=16, K=8, H=128, V=128)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
     assert tiles.forward_tile(_problem(*case.problem("bfloat16")[::2])).programs == 2
     assert launches_of(case, reproducible=False) >= 4
