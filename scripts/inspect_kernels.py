@@ -32,7 +32,7 @@ The columns of the table:
 
 Below each row stands the order of instructions in the loop over full tiles: `wait(n)` leaves n
 groups of matrix instructions in flight, `copied(n)` n groups of copies; `stage` writes registers to
-shared memory.
+shared memory. UNSET is an error of ptxas: an instruction reads a register that nothing has set.
 """
 
 from __future__ import annotations

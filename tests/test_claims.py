@@ -179,7 +179,8 @@ def of_the_h100():
     forward, backward = found("forward", *DENSE), found("backward", *DENSE[:4])
     wide = found("backward", *DENSE[4:])
     before = by_turns("heads at a time", "causal 128 T512", "H100")
-    short, now = before["cuDNN"] / before["24 MB"], sustained("forward", SHORT[0], T=512, **at_100)
+    short = before["cuDNN"] / before["24 MB"]
+    [now] = sustained("forward", SHORT[0], T=512, **at_100)
     [one] = sustained("forward", "one example 128 causal", T=1024, **at_100)
     assert {r["commit"] for r in lines(SUSTAINED_H100)} == {"899291a", "ea1bf24"}
     yield (
@@ -190,7 +191,7 @@ def of_the_h100():
     )
     yield (
         PERFORMANCE,
-        f"Slower than cuDNN are 512 causal tokens at 128 ({now[0]:.2f}) and one example of 1024 "
+        f"Slower than cuDNN are 512 causal tokens at 128 ({now:.2f}) and one example of 1024 "
         f"({one:.2f}).",
     )
     yield PERFORMANCE, f"On an H100 512 causal tokens at 128 then had {short:.2f} of cuDNN's speed."
@@ -578,6 +579,15 @@ def of_pairs():
         cells = [found[x] for found in (hot, cool) for x in ("in pairs", "alone", "cuDNN")]
         numbers = " | ".join(f"{x:.1f}" for x in cells)
         yield PERFORMANCE, f"| {size} {mask}, {heads} heads, T = {length} | {numbers} |"
+    narrow, few = (
+        by_turns("programs alone or in pairs", f"full {call}", turn="of 0.05")
+        for call in ("96, 16 heads, T2048", "128, 4 heads, T4096")
+    )
+    yield (
+        PERFORMANCE,
+        f"16 heads of 2048 at 96 took {narrow['in pairs']:.1f} in pairs and {narrow['alone']:.1f} "
+        f"alone, and 4 heads of 4096 at 128 {few['in pairs']:.1f} and {few['alone']:.1f}.",
+    )
 
 
 def of_queries_in_registers():

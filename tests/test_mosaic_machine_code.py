@@ -90,8 +90,8 @@ MORE_ALIKE = [(40, 1920), (64, 384), (64, 4224), (80, 640), (96, 1920), (128, 25
 )
 def test_nothing_is_copied_by_a_register_that_is_unset(head_dim, length):
     q = shaped(2, length, 16, head_dim, dtype=jnp.bfloat16)
-    [kernel] = machine_code_of(functools.partial(attention, is_causal=False), q, q, q)
-    assert kernel
+    # It looks for them in every kernel.
+    [_] = machine_code_of(functools.partial(attention, is_causal=False), q, q, q)
 
 
 def shaped(*shape, dtype=jnp.int32):
@@ -195,6 +195,7 @@ def test_elements_share_the_words_of_dropout(head_dim):
             reproducible=reproducible,
         )
         print(*program.lines(), sep="\n")
+        assert not any(k.unset for k in program.kernels)
         costs |= {k.attention_pass: k.per_element for k in program.kernels if k.main}
     budgets = DROPOUT_BUDGETS[head_dim]
     assert {name for name, budget in budgets.items() if costs[name] > budget} == set()

@@ -348,6 +348,7 @@ def _table(kernels: Iterable[Kernel], every_loop: bool) -> Iterator[str]:
                 yield "    " + " ".join(f"{kind}={n}" for kind, n in top)
             order = loop.order
             yield "    " + (order if every_loop or len(order) <= 160 else order[:157] + "...")
+        yield from (f"    UNSET: {fault}" for fault in kernel.unset)
 
 
 def _cell(value: Any) -> str:

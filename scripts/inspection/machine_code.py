@@ -70,9 +70,9 @@ class Instruction:
     @property
     def uniform_written(self) -> list[int]:
         """The uniform registers, which the threads of a warp share, that it writes."""
-        # Some have a predicate before what they write; those that compare have nothing else.
+        # Some have a predicate before what they write; those that write only predicates have two.
         match = re.match(r"(?:U?P[T\d],)?UR(\d+)", self.operands)
-        if not match or self.opcode.startswith(("UISETP", "UPLOP")):
+        if not match:
             return []
         wide = re.search(r"\.64$|\.WIDE|^CS2UR$", self.opcode)
         return [int(match[1]) + n for n in range(2 if wide else 1)]
