@@ -181,6 +181,19 @@ def test_programs_that_share_keys_for_hopper(name, head_dim, kernel_case):
 
 
 @needs_hopper
+@cases.parametrize(names=["full", "causal", "one key/value head", "everything at once", "dropout"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_programs_with_many_items_for_hopper(case, head_dim, kernel_case, monkeypatch):
+    """As of calls with more items than cores."""
+    # Not every JAX has what it imports.
+    from pallas_flash._mosaic import work
+
+    monkeypatch.setattr(work, "CORES", 3)
+    case = dataclasses.replace(case.scaled(6), H=head_dim, V=head_dim)
+    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
+
+
+@needs_hopper
 @cases.parametrize(
     names=["full", "large scores", "scores far below zero", "soft cap", "dropout", "all features"]
 )

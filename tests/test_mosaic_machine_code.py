@@ -76,6 +76,13 @@ def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
             assert "CS2R" not in loop.opcodes or "_dq_" in name, name
 
 
+@pytest.mark.parametrize("head_dim", cases.default([64, 128], [40, 64, 80, 128, 256]))
+def test_machine_code_of_parts_that_lie_zigzag(head_dim):
+    q = shaped(1, 1024, 16, head_dim, dtype=jnp.bfloat16)
+    [(_, _, stack, loops)] = machine_code_of(functools.partial(attention, is_causal=True), q, q, q)
+    assert stack == 0 and loops and all(loop.spills == 0 for loop in loops)
+
+
 # Without a mask, and so many tokens that query tiles are alike: a program counts its items. When
 # that for its queries took the first item for itself, ptxas (13.0) left a register unset that has
 # to be zero, the first column of a copy, at 64 and 40 with 1920 tokens, and others where tiles were

@@ -163,6 +163,32 @@ def test_programs_with_few_rows_share_no_keys(length, heads, options, programs):
 
 
 @pytest.mark.parametrize(
+    ("length", "heads", "options", "tile"),
+    [
+        # Items of 128 queries for as many programs as there are cores, or fewer.
+        (1024, 16, CAUSAL, (2, 128)),
+        (2048, 8, CAUSAL, (2, 128)),
+        (1024, 17, CAUSAL, (3, 128)),
+        (1024, 16, CAUSAL | dict(logits_soft_cap=30.0), (2, 128)),
+        (1024, 17, CAUSAL | dict(logits_soft_cap=30.0), (3, 128)),
+        (1024, 16, CAUSAL | dict(alibi_slopes=jnp.ones(16)), (2, 128)),
+        (1024, 17, CAUSAL | dict(alibi_slopes=jnp.ones(17)), (3, 96)),
+        (1024, 16, CAUSAL | dict(segment_ids=jnp.zeros((1, 1024), jnp.int32)), (3, 96)),
+        # Without a mask, by the program that has most.
+        (1024, 16, {}, (2, 128)),
+        (1024, 22, {}, (3, 128)),  # 128 queries twice, or 192 once.
+        (1024, 32, {}, (2, 160)),
+        (2048, 16, {}, (2, 160)),
+        (2048, 32, {}, (3, 128)),
+    ],
+)
+def test_few_queries_at_64_are_two_warpgroups(length, heads, options, tile):
+    q = jnp.zeros((1, length, heads, 64), jnp.bfloat16)
+    found = forward_tile(checked((q, q, q), options))
+    assert (found.warpgroups, found.block_kv) == tile
+
+
+@pytest.mark.parametrize(
     ("length", "options", "tile"),
     [
         (512, dict(is_causal=True), (3, 64)),
@@ -174,9 +200,16 @@ def test_programs_with_few_rows_share_no_keys(length, heads, options, programs):
 )
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_short_causal_calls_have_narrow_tiles(length, options, tile, head_dim):
-    q = jnp.zeros((1, length, 1, head_dim), jnp.bfloat16)
+    q = jnp.zeros((1, length, 48, head_dim), jnp.bfloat16)
     found = forward_tile(checked((q, q, q), options))
     assert (found.warpgroups, found.block_kv) == tile
+
+
+def test_short_causal_calls_with_few_queries_have_wide_tiles():
+    """As longer ones: each program has one item."""
+    q = jnp.zeros((1, 512, 32, 128), jnp.bfloat16)
+    found = forward_tile(checked((q, q, q), CAUSAL))
+    assert (found.warpgroups, found.block_kv) == (2, 128)
 
 
 @pytest.mark.parametrize("head_dim", [48, 64, 128, 256])
@@ -403,6 +436,65 @@ def test_programs_take_each_item_once(name, head_dim, monkeypatch, kernel_case):
     assert count == end and sorted(row for row, _ in taken) == list(range(1 + programs, end))
     behind = [program for row, program in taken if row > items]
     assert sorted(behind) == sorted(2 * list(range(programs)))
+
+
+def parts_of(shape, options, *warpgroups):
+    q = jnp.zeros(shape, jnp.bfloat16)
+    p = checked((q, q, q), options)
+    return work.Parts.of(p, p.batch, *warpgroups)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "warpgroups", "zigzag"),
+    [
+        ((1, 1024, 16, 128), CAUSAL, (2,), True),
+        ((2, 1024, 8, 128), CAUSAL | dict(query_offset=5), (2,), True),
+        ((1, 1024, 22, 64), CAUSAL, (3,), True),  # 6 items of 192 queries a head.
+        ((1, 1024, 17, 128), CAUSAL, (2,), False),  # 136 items.
+        ((1, 1024, 16, 128), {}, (2,), False),
+        ((1, 1025, 16, 128), WINDOW, (2,), False),
+        ((1, 1024, 16, 128), CAUSAL | dict(query_offset=jnp.int32(5)), (2,), False),
+        ((1, 1024, 16, 128), CAUSAL, (2, 2), False),
+    ],
+)
+def test_parts_lie_zigzag_where_no_program_has_a_second_item(shape, options, warpgroups, zigzag):
+    assert parts_of(shape, options, *warpgroups).zigzag == zigzag
+
+
+@pytest.mark.parametrize("options", [CAUSAL, {}], ids=["zigzag", "neighbours"])
+@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("length", [64, 65, 600, 768])
+def test_each_tile_of_queries_is_one_part(length, warpgroups, options):
+    """Of as much work for all items, if they lie zigzag."""
+    parts = parts_of((1, length, 2, 64), options, warpgroups)
+    first = [[parts.first_row(i, n) for n in range(warpgroups)] for i in range(parts.items)]
+    every = range(0, parts.items * warpgroups * 64, 64)
+    assert sorted(itertools.chain(*first)) == list(every)
+    assert every[-1] - 64 * (warpgroups - 1) < length
+    numbers = np.arange(-(-length // 64))[None, None, :, None]
+    ordered = parts.side_by_side(numbers).ravel()
+    if options:
+        tiles = [x // 64 for x in itertools.chain(*first)]
+        assert ordered.tolist() == [x if x < numbers.size else 0 for x in tiles]
+        sums = [sum(x[: warpgroups & ~1]) for x in first]
+        assert len(set(sums)) == 1
+    else:
+        assert ordered.tolist() == numbers.ravel().tolist()
+
+
+@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("length", [300, 321, 700])
+def test_numbers_of_parts_that_lie_zigzag(warpgroups, length, kernel_case, monkeypatch):
+    """With slots that are used again while a warpgroup passes by."""
+    seen = []
+    first_row = work.Parts.first_row
+    monkeypatch.setattr(
+        work.Parts, "first_row", lambda self, *at: seen.append(self.zigzag) or first_row(self, *at)
+    )
+    case = dataclasses.replace(LONG_CAUSAL, T=length, S=length)
+    sizes = TileSizes(ForwardTile(warpgroups, 64, stages=2))
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), False, sizes))
+    assert all(seen) and seen
 
 
 @pytest.mark.parametrize("warpgroups", [2, 3])

@@ -35,7 +35,6 @@ from pallas_flash._dropout import kept, rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.forward_common import (
-    ROWS,
     Refs,
     beside_one_another,
     copy,
@@ -46,6 +45,7 @@ from pallas_flash._mosaic.forward_common import (
 )
 from pallas_flash._mosaic.options import DeviceOperand, Options, Place, left_out, shared_arrays
 from pallas_flash._mosaic.tiles import DecodeTile
+from pallas_flash._mosaic.work import ROWS
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum
 

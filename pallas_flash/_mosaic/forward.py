@@ -47,7 +47,6 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.forward_common import (
-    ROWS,
     Refs,
     beside_one_another,
     copy,
@@ -67,6 +66,7 @@ from pallas_flash._mosaic.pairs import (
     words_of,
 )
 from pallas_flash._mosaic.tiles import ForwardTile, bias_slots, mask_slots
+from pallas_flash._mosaic.work import ROWS
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 
@@ -95,6 +95,7 @@ class Static(common.Static):
         masks: those of which tiles are copied.
         mask_slots: for these tiles.
         alike: the items, if no list of them is needed.
+        parts: the queries of an item.
     """
 
     q: Tiling
@@ -106,6 +107,7 @@ class Static(common.Static):
     masks: Masks
     mask_slots: int
     alike: work.Alike | None
+    parts: work.Parts
 
     @property
     def large(self) -> bool:
@@ -170,8 +172,8 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
         b, h, q_tile, *entry = item
         tiles = work.stream(entry[: work.COMMON], refs.table)
         seen = work.Seen(*entry[work.COMMON :])
-        part_row = part_of(warpgroup, i, tile) * ROWS
-        first_row = q_tile * static.q.block + part_row
+        part = part_of(warpgroup, i, tile)
+        first_row = static.parts.first_row(q_tile, part)
         options = static.options.of_example(refs.shared, b)
         acc, m, l = nothing(static.value_dim, large=static.large)
 
@@ -222,7 +224,7 @@ def compute(refs, o_ref, statistic_refs, memory, warpgroup, static: Static):
             """Those of the j-th keys, for each array of the mask that is copied."""
             if not static.mask_slots:
                 return ()
-            return static.masks.read(memory["bits_sm"], bits_slot(j), part_row)
+            return static.masks.read(memory["bits_sm"], bits_slot(j), part * ROWS)
 
         def leave_bits(j, l=None):
             """Reports that they were read, to a barrier whose number waits for the new l."""
@@ -409,7 +411,7 @@ def load(refs, memory, static: Static):
     def queries(w, i, item, read):
         b, h, q_tile, *_ = item
         plgpu.barrier_wait(memory["q_free"].at[w])
-        first_row = q_tile * static.q.block + part_of(w, i, tile) * ROWS
+        first_row = static.parts.first_row(q_tile, part_of(w, i, tile))
         at = b, pl.ds(first_row, ROWS), h
         copy(refs.q, at, memory["q_sm"].at[w], memory["q_full"].at[w])
         if static.bias is None:
@@ -459,8 +461,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
     p = problem
     w, stages, slots = tile.warpgroups, tile.stages, tile.output_slots
     members = tile.programs
-    parts = w * members
-    q, kv = Tiling(p.q_len, parts * ROWS), Tiling(p.kv_len, tile.block_kv)
+    q, kv = Tiling(p.q_len, w * members * ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = p.mask.within(kv=kv)
     statistics = 2 if p.large else 1
     of_bias, of_masks = bias_slots(p, tile), mask_slots(p, tile)
@@ -471,12 +472,13 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
         batch = len(query)
         _, extras = shared
         rows = Tiling(p.q_len, ROWS)
+        parts = work.Parts.of(p, batch, w, members)
         if mask.scattered:
             table = work.table(extras.mask, q, kv, "kv", batch, p.batch)
-            entries = work.lists_for_warpgroups(table, rows.count, parts)
+            entries = work.lists_for_warpgroups(table, rows.count, parts.count)
         else:
             table = work.table(extras.mask, rows, kv, "kv", batch, p.batch)
-            entries = work.for_warpgroups(table, parts)
+            entries = work.for_warpgroups(parts.side_by_side(table), parts.count)
         lists = work.worklists(p, batch, mask, entries, members)
         # In a list of all programs they count what has been taken.
         alike = lists if isinstance(lists, work.Alike) else None
@@ -546,6 +548,7 @@ def forward(problem: Problem, tile: ForwardTile, seen=None):
                 masks=masks,
                 mask_slots=of_masks,
                 alike=alike,
+                parts=parts,
                 tile=tile,
             ),
             approx_math=options.approximate,

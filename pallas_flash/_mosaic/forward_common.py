@@ -13,11 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._mosaic import common, ptx, work
+from pallas_flash._mosaic.work import ROWS
 from pallas_flash._scores import LOG2E, with_sink
 
 plgpu = common.plgpu
 
-ROWS = 64  # Of a warpgroup: what one matrix instruction takes.
 THRESHOLD = 8.0
 # Less than every score, and a finite number: -inf - -inf would be NaN.
 LOWEST = -3e38

@@ -24,6 +24,8 @@ L2_SHARE = 24 * 10**6
 # Where it is known before, fewer are faster, but at head size 64 not one by one.
 KNOWN_SHARE = 4 * 10**6
 
+ROWS = 64  # Queries of a warpgroup: what one matrix instruction takes.
+
 # The cores (SMs) of an H100 and of an H200. On a GPU with fewer, some programs start late.
 CORES = 132
 
@@ -225,7 +227,57 @@ def tiles_of(entry, table_ref) -> Tiles:
 # Who does what
 # ------------------------------------------------------------------------------------------------
 
-# Columns of a list: where an item's query tile is. What follows is its entry.
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Which tiles of `ROWS` queries are an item, of which each computing warpgroup has a part.
+
+    They are neighbours, or `zigzag`: of as many stretches as there are parts one of each, from the
+    front and from the back in turn. Under a causal mask later queries see more, and where programs
+    have one item, one with the last tiles alone would be at work when others are done. So the last
+    tile is beside the first one, and has the matrix units for itself most of the time.
+
+    Attributes:
+        count: parts of an item.
+        items: of one head.
+        zigzag: as above.
+    """
+
+    count: int
+    items: int
+    zigzag: bool
+
+    @classmethod
+    def of(cls, problem: Problem, batch: int, warpgroups: int, programs: int = 1):
+        """Those of a call, for so many examples of all instances.
+
+        `warpgroups` are those that compute of a program, `programs` those that share an item.
+        """
+        count = warpgroups * programs
+        items = -(-problem.q_len // (count * ROWS))
+        one_each = batch * problem.num_heads * items <= CORES
+        mask = problem.mask
+        causal = mask.kind == "causal" and not jax.tree.leaves(mask)
+        return cls(count, items, causal and one_each and programs == 1)
+
+    def first_row(self, item, part):
+        """The first query of a part."""
+        if not self.zigzag:
+            return item * (self.count * ROWS) + part * ROWS
+        odd = part & 1
+        return (part * self.items + odd * (self.items - 1) + (1 - 2 * odd) * item) * ROWS
+
+    def side_by_side(self, rows):
+        """Numbers of tiles of `ROWS` queries, [1 or B, 1 or N, tiles, ...], item by item."""
+        if not self.zigzag:
+            return rows
+        missing = self.items * self.count - rows.shape[2]
+        rows = np.pad(rows, ((0, 0), (0, 0), (0, missing), (0, 0)))
+        item, part = np.ogrid[: self.items, : self.count]
+        return rows[:, :, self.first_row(item, part).reshape(-1) // ROWS]
+
+
+# Columns of a list: which item of which head it is. What follows is its entry.
 WHERE = ("b", "h", "q_tile")
 
 

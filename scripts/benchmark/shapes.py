@@ -197,6 +197,11 @@ def _setting(case: str, T: int, D: int, *, N: int | None = None, K: int | None =
     return Shape(case, max(1, TOKENS // T), T, T, heads, K or heads, D, **more)
 
 
+def _one_example(T: int, D: int, causal: bool, **more):
+    case = f"one example {D} {'causal' if causal else 'full'}"
+    return Shape(case, 1, T, T, WIDTH // D, WIDTH // D, D, causal=causal, **more)
+
+
 def _shapes() -> Iterator[Shape]:
     lengths = (16 * K, 8 * K, 4 * K, 2 * K)
     masks = {"causal": True, "full": False}
@@ -220,8 +225,9 @@ def _shapes() -> Iterator[Shape]:
     for T in (2 * K, K):
         yield Shape("gqa one example", 1, T, T, 32, 8, 128, causal=True)
         for D, causal in itertools.product((64, 128), (False, True)):
-            case = f"one example {D} {'causal' if causal else 'full'}"
-            yield Shape(case, 1, T, T, 2048 // D, 2048 // D, D, causal=causal)
+            yield _one_example(T, D, causal)
+    for D, causal in itertools.product((64, 128), (False, True)):
+        yield _one_example(512, D, causal, passes=("forward",))
     for T in (8 * K, 2 * K):
         yield Shape("gqa 8 of 64 heads", 1, T, T, 8, 1, 128, causal=True)
     yield Shape("512 queries gqa 8 of 64 heads", 1, 512, 32 * K, 8, 1, 128, passes=("forward",))
