@@ -224,9 +224,9 @@ def _shapes() -> Iterator[Shape]:
     # Few programs: one example; what one of 8 GPUs has of 64 heads; there a part of a long prompt.
     for T in (2 * K, K):
         yield Shape("gqa one example", 1, T, T, 32, 8, 128, causal=True)
-        for D, causal in itertools.product((64, 128), (False, True)):
+        for D, causal in itertools.product((64, 128, 256), (False, True)):
             yield _one_example(T, D, causal)
-    for D, causal in itertools.product((64, 128), (False, True)):
+    for D, causal in itertools.product((64, 128, 256), (False, True)):
         yield _one_example(512, D, causal, passes=("forward",))
     for T in (8 * K, 2 * K):
         yield Shape("gqa 8 of 64 heads", 1, T, T, 8, 1, 128, causal=True)
