@@ -57,6 +57,21 @@ FASTER_BY_MOSAIC = {
             2048: "documents, bias in 16 bits, bias",
         },
     },
+    # Of heads with keys of their own, whose programs leave half of the cores idle, or more.
+    "backward of few programs": {
+        64: {
+            1024: "causal",
+            2048: "full",
+        },
+        128: {
+            512: "causal",
+            1024: "full",
+        },
+        256: {
+            512: "causal",
+            2048: "full",
+        },
+    },
     "backward in order": {
         64: {
             512: "full",
@@ -125,6 +140,9 @@ KIND_OF_LEAF = {
 def faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     """Whether this pass was measured to be faster than that of "triton" for calls like this."""
     size, kinds = _size(p), _kinds(p)
+    few = attention_pass == "backward" and _few_programs(p)
+    if few:
+        attention_pass = "backward of few programs"
     lengths = {
         kind: length
         for length, of_length in FASTER_BY_MOSAIC[attention_pass].get(size, {}).items()
@@ -133,9 +151,16 @@ def faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     since = max(lengths.get(kind, math.inf) for kind in kinds)
     rows = max(FEWER_ROWS_MEASURED.get((attention_pass, size, x), ROWS_MEASURED) for x in kinds)
     enough = p.rows >= rows
-    if attention_pass != "forward":
+    if few:
+        enough = True
+    elif attention_pass != "forward":
         enough = enough and p.kv_rows >= KEYS_MEASURED.get(size, rows)
     return enough and min(p.q_len, p.kv_len) >= since
+
+
+def _few_programs(p: Problem) -> bool:
+    """Whether the backward has at most half as many programs, of 128 keys, as an H200 has cores."""
+    return p.groups == 1 and p.batch * p.num_kv_heads * -(-p.kv_len // 128) <= 132 // 2
 
 
 def _size(p: Problem) -> int:

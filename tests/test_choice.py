@@ -3,6 +3,7 @@
 After a new measurement this says what the tables of `pallas_flash._faster` are to be.
 """
 
+import importlib
 import math
 import re
 import statistics
@@ -14,6 +15,7 @@ from described_gpus import described_gpu
 from results import (
     HOPPER_CHOICE,
     HOPPER_DBIAS,
+    HOPPER_VARIANTS,
     PASSES,
     SUSTAINED,
     all_gains,
@@ -23,6 +25,7 @@ from results import (
 
 import pallas_flash
 from pallas_flash import _compat, _faster
+from pallas_flash._masks import Tiling
 from scripts.benchmark.shapes import SHAPES
 
 # "triton"'s time over that of "mosaic" from which on None takes the latter.
@@ -122,6 +125,38 @@ def test_none_takes_calls_with_few_queries_of_all_heads_likewise():
         if enough := [rows for rows in by_rows if rows > max(slower, default=0)]:
             wanted[kind] = min(enough)
     assert wanted == _faster.FEWER_ROWS_MEASURED
+
+
+def test_none_takes_the_backward_of_few_programs_likewise():
+    """With as many programs for the queries of a head as there are then."""
+    if not _compat.has_mosaic_gpu():
+        pytest.skip("JAX is too old to import what shares them out.")
+    from mosaic_cases import checked
+
+    shares = importlib.import_module("pallas_flash._mosaic.backward")._shares
+    gain, wanted, halves = {}, {}, {}
+    for row in lines(HOPPER_VARIANTS):
+        if row["experiment"] == "queries of a head shared out":
+            call = r"(full|causal) (\d+), (\d+) heads, T(\d+)"
+            mask, size, heads, length = re.fullmatch(call, row["call"]).groups()
+            size, heads, length = map(int, (size, heads, length))
+            q = jnp.zeros((1, length, heads, size), jnp.bfloat16)
+            p = checked((q, q, q), dict(is_causal=mask == "causal"))
+            parts = shares(p, Tiling(length, 64), Tiling(length, 128), False)
+            ms = {name: statistics.median(x) for name, x in row["ms"].items()}
+            if _faster._few_programs(p):
+                of_kind = gain.setdefault((size, mask), {}).setdefault(length, [])
+                of_kind.append(ms["triton"] / ms[str(parts)])
+            else:
+                assert parts == 1
+            halves[row["call"]] = parts, ms
+    for key, by_length in gain.items():
+        slower = [length for length, x in by_length.items() if min(x) < FASTER]
+        if lengths := [length for length in by_length if length > max(slower, default=0)]:
+            wanted[key] = min(lengths)
+    assert table_of("backward of few programs") == wanted
+    # Whose choice takes at most 8 % longer than the best.
+    assert all(ms[str(n)] <= 1.08 * min(ms[x] for x in "1234") for n, ms in halves.values())
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,15 @@ def test_machine_code_of_parts_that_lie_zigzag(head_dim):
     assert stack == 0 and loops and all(loop.spills == 0 for loop in loops)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", cases.default([128], [64, 128, 256]))
+def test_machine_code_of_programs_that_share_a_heads_queries(head_dim, is_causal):
+    q = shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16)
+    call = functools.partial(attention, is_causal=is_causal)
+    kernels = list(machine_code_of(functools.partial(gradients, call=call), q, q, q))
+    assert kernels and all(loop.spills == 0 for *_, loops in kernels for loop in loops)
+
+
 # Without a mask, and so many tokens that query tiles are alike: a program counts its items. When
 # that for its queries took the first item for itself, ptxas (13.0) left a register unset that has
 # to be zero, the first column of a copy, at 64 and 40 with 1920 tokens, and others where tiles were

@@ -73,9 +73,16 @@ CAUSAL, WINDOW = dict(is_causal=True), dict(is_causal=True, local_window_size=(1
         (1, 2112, 64, 8, {}, False, 8),  # 136,
         (4, 4352, 64, 8, {}, False, 4),  # and 1088, which do not fill their last wave.
         (1, 64, 32, 8, {}, False, 1),  # Not worth sums.
+        (1, 1024, 8, 8, CAUSAL, False, 2),  # The queries of a head, for 64 programs,
+        (1, 2048, 2, 2, {}, False, 4),  # 32,
+        (1, 1024, 4, 4, {}, False, 4),  # or so,
+        (1, 1024, 9, 9, {}, False, 1),  # but not for 72,
+        (1, 512, 16, 16, {}, False, 1),  # nor of so few,
+        (1, 2048, 4, 4, dict(local_window_size=(256, 0)), False, 1),  # or that see so few;
+        (1, 1024, 8, 8, CAUSAL, True, 1),  # nor where sums have an order.
     ],
 )
-def test_shares_of_heads(batch, length, heads, kv_heads, options, in_order, shares):
+def test_shares_of_heads_and_queries(batch, length, heads, kv_heads, options, in_order, shares):
     module, found = importlib.import_module("pallas_flash._mosaic.backward"), []
 
     def call(q, k):
@@ -85,6 +92,25 @@ def test_shares_of_heads(batch, length, heads, kv_heads, options, in_order, shar
     shapes = ((batch, length, n, 128) for n in (heads, kv_heads))
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     assert found == [shares]
+
+
+@pytest.mark.parametrize(("parts", "head_dim"), cases.default([(3, 160)], [(2, 64), (3, 160)]))
+@cases.parametrize(
+    names=[
+        "full",
+        "causal, first queries see nothing",
+        "one key/value head",
+        "lengths of zero",
+        "mask with empty tiles",
+        "dropout",
+    ]
+)
+def test_queries_of_a_head_in_several_programs(case, parts, head_dim, monkeypatch, kernel_case):
+    """More programs than some tiles of keys have tiles of queries."""
+    module = importlib.import_module("pallas_flash._mosaic.backward")
+    monkeypatch.setattr(module, "_shares", lambda p, *_: parts * p.groups)
+    case = with_heads(case, head_dim)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -9,7 +9,8 @@
 
 Five products for each pair of tiles, where two passes take seven. dk and dv stay in registers. dq
 is added to float32 numbers in device memory, tile by tile and in no order: two runs differ by the
-rounding of sums. So are dk and dv, where the query heads of a group are shared out among programs.
+rounding of sums. So are dk and dv, where the query heads of a group, or the queries of a head, are
+shared out among programs.
 
 A program has 128 keys: two computing warpgroups with 64 each, and one that loads. For dq they need
 each other's ds_t, which they exchange through shared memory: each then computes half of the tile of
@@ -55,7 +56,8 @@ class Static(shared.Static):
     """What the kernel knows when it is compiled; its programs are those of key/value heads.
 
     Attributes:
-        shares: into how many the query heads of a key/value head are shared out.
+        shares: into how many the query heads of a key/value head are shared out; if they are more
+            than these, into how many all of their queries are.
         adds: whether the shares of dk and dv are added in device memory, in no order.
         sums: what it computes of "dq", "dk" and "dv"; dq with dk alone.
     """
@@ -93,11 +95,18 @@ class Static(shared.Static):
         """What is done first, and then: of one slot, cotangents are out of use earlier."""
         return (queries, cotangents) if self.tile.stages > 1 else (cotangents, queries)
 
+    @property
+    def parts(self) -> int:
+        """Into how many the queries of a head are shared out."""
+        return max(1, self.shares // self.groups)
+
     def heads(self, share):
         """The key/value head of a share, its first query head, and how many it has."""
         if self.shares == 1:
             return share, share * self.groups, self.groups
         kv_head = common.quotient(share, self.shares)
+        if self.parts > 1:
+            return kv_head, common.quotient(share, self.parts), 1
         small, rest = divmod(self.groups, self.shares)
         part = common.remainder(share, self.shares)
         first, stop = (i * small + jnp.minimum(i, rest) for i in (part, part + 1))
@@ -106,7 +115,8 @@ class Static(shared.Static):
     def steps(self, refs, b, share, kv_tile) -> shared.Steps:
         """Those of a program."""
         kv_head, _, heads = self.heads(share)
-        return shared.Steps(self, refs["table"], (b, kv_head, kv_tile), self.q, heads)
+        part = common.remainder(share, self.parts), self.parts
+        return shared.Steps(self, refs["table"], (b, kv_head, kv_tile), self.q, heads, part)
 
 
 def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
@@ -564,10 +574,13 @@ QUERIES, BYTES = 8192, 2**31
 # What a program costs besides its steps; what the sums of shares cost, for each program there would
 # be without them and in all. In steps of 128 queries.
 OF_PROGRAM, OF_SUM, OF_SUMS = 2, 0.015, 2
+# So many programs have a head's queries at most, where the longest would have so many steps of 128;
+# or fewer, if head sizes are so large that there are two launches.
+PARTS, WORTH_SUMS, WORTH_SUMS_TWICE = 4, 8, 4
 
 
 def _shares(p: Problem, q: Tiling, kv: Tiling, in_order: bool) -> int:
-    """Into how many the query heads of a key/value head are shared out.
+    """Into how many the query heads of a key/value head are shared out, or the queries of a head.
 
     As many as take the fewest steps, as counted here: equal programs go in waves, one for each
     core; unequal ones fill all cores until the last half of the longest. Of 40 calls timed on an
@@ -577,6 +590,10 @@ def _shares(p: Problem, q: Tiling, kv: Tiling, in_order: bool) -> int:
     Under a causal mask programs of other keys are done with a head at other times, and soon each
     reads and adds somewhere else, in more memory than the L2 cache has: 64 heads on 8, 4096 tokens,
     took 1.3 times as long with 8 heads in a program as with 2. So there `QUERIES` limits them.
+
+    The queries of a head are shared out where it has keys of its own, and half of the cores or more
+    would have no program. Timed on an H200, both halves in place of the whole, microseconds: 4
+    heads of 2048 tokens at 128 57 and 74, 8 of 1024 41 and 43, but 16 of 512 33 and 27.
     """
     fewest, most = 1, p.groups
     if p.mask.kind == "causal":
@@ -590,6 +607,9 @@ def _shares(p: Problem, q: Tiling, kv: Tiling, in_order: bool) -> int:
     steps = np.minimum(steps * q.block, p.q_len) / 128
     equal = known and steps.min() == steps.max()
     programs = p.batch * p.num_kv_heads * kv.count
+    worth_sums = WORTH_SUMS if p.head_dim + p.value_dim <= 256 else WORTH_SUMS_TWICE
+    if p.groups == 1 and not in_order and steps.max() >= worth_sums:
+        return max(1, min(PARTS, work.CORES // programs))
 
     def cost(shares):
         heads, waves = -(-p.groups // shares), programs * shares / work.CORES

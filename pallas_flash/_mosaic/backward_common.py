@@ -176,10 +176,14 @@ class Steps:
         program: the program's example, its head and the tile that stays.
         flow: the side that streams.
         heads: how many heads stream.
+        part: of a head's tiles, its number and how many there are; if more than one, of one head.
     """
 
-    def __init__(self, static: Static, table_ref, program, flow: Tiling, heads: Any = 1):
+    def __init__(
+        self, static: Static, table_ref, program, flow: Tiling, heads: Any = 1, part=(0, 1)
+    ):
         self._static, self._flow, self._heads, self._table_ref = static, flow, heads, table_ref
+        self._may_be_idle, self._begin = static.may_be_idle, 0
         if not static.masked:
             self._each = jnp.int32(flow.count)
         else:
@@ -197,10 +201,17 @@ class Steps:
             # the registers.
             self._each = jnp.maximum(each, 1)
         self.count = self._each * heads
+        part, parts = part
+        if parts > 1:
+            self._begin, end = (common.quotient(self._each * x, parts) for x in (part, part + 1))
+            some = end > self._begin
+            self._some = (some & self._some) if static.masked else some
+            self._may_be_idle = True
+            self.count = jnp.maximum(end - self._begin, 1)
 
     def if_any(self, work, otherwise=lambda: None):
         """Runs `work()` if there are any, else `otherwise()`."""
-        if not self._static.may_be_idle:
+        if not self._may_be_idle:
             work()
             return
         # In this order: the other one costs registers in `work`.
@@ -214,7 +225,10 @@ class Steps:
     def _split(self, j):
         """The head, counted from the program's first, and the number of the tile of step j."""
         one = isinstance(self._heads, int) and self._heads == 1
-        head, i = (0, j) if one else (lax.div(j, self._each), lax.rem(j, self._each))
+        if one:
+            head, i = 0, j + self._begin
+        else:
+            head, i = lax.div(j, self._each), lax.rem(j, self._each)
         if not self._static.masked:
             return head, i
         if self._listed:
@@ -231,7 +245,7 @@ class Steps:
         if not self._static.masked:
             return False
         if self._listed:
-            return lax.rem(j, self._each) >= self._full
+            return lax.rem(j + self._begin, self._each) >= self._full
         _, tile = self._split(j)
         return (tile < self._full_start) | (tile >= self._full_stop)
 
