@@ -6,6 +6,7 @@ that no program writes where another does.
 
 import dataclasses
 import functools
+import importlib
 import itertools
 
 import cases
@@ -190,6 +191,19 @@ def test_programs_with_many_items_for_hopper(case, head_dim, kernel_case, monkey
 
     monkeypatch.setattr(work, "CORES", 3)
     case = dataclasses.replace(case.scaled(6), H=head_dim, V=head_dim)
+    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
+
+
+@needs_hopper
+@cases.parametrize(names=["full", "causal", "lengths of zero", "documents", "dropout"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_of_a_head_in_several_programs_for_hopper(case, head_dim, kernel_case, monkeypatch):
+    """As of long heads that leave cores idle."""
+    backward = importlib.import_module("pallas_flash._mosaic.backward")
+    monkeypatch.setattr(backward, "WORTH_SUMS", 1)
+    monkeypatch.setattr(backward, "WORTH_SUMS_TWICE", 1)
+    case = dataclasses.replace(case.scaled(7), H=head_dim, V=head_dim)
+    case = dataclasses.replace(case, N=case.K)
     judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
 
 
