@@ -213,7 +213,13 @@ MAY_IMPORT = {
     "_mosaic.ptx.products": PTX,
     "_mosaic.ptx.memory": PTX,
     "_mosaic.ptx.arithmetic": PTX,
-    "_mosaic.tiles": {"_hardware", "_mask_objects", "_problem", "_tiling.sizes"},
+    "_mosaic.tiles": {
+        "_hardware",
+        "_mask_objects",
+        "_mosaic.work",
+        "_problem",
+        "_tiling.sizes",
+    },
     "_mosaic.candidates": {
         "_mosaic.tiles",
         "_mosaic.forward",
