@@ -141,8 +141,8 @@ def attention(
         reproducible: whether gradients must be the same in every run, bit by bit. None follows
             XLA's flags for it, `--xla_gpu_deterministic_ops` and
             `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
-            of `query` in the order in which they are ready, in one pass, and with grouped heads
-            also of those of `key` and `value`; all else is reproducible anyway.
+            of `query` in the order in which they are ready, in one pass, and with grouped or few
+            heads also of those of `key` and `value`; all else is reproducible anyway.
         sequence_axis: inside a `jax.shard_map`, the mesh axis (or axes, the slowest first) that
             divides the sequence: `query`, `key`, `value`, `segment_ids` and positions are this
             device's shard of it; `bias` and `mask` arrays have rows for its queries and columns for

@@ -149,13 +149,14 @@ def faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
         for kind in of_length.split(", ")
     }
     since = max(lengths.get(kind, math.inf) for kind in kinds)
+    long_enough = min(p.q_len, p.kv_len) >= since
+    if few:
+        return long_enough
     rows = max(FEWER_ROWS_MEASURED.get((attention_pass, size, x), ROWS_MEASURED) for x in kinds)
     enough = p.rows >= rows
-    if few:
-        enough = True
-    elif attention_pass != "forward":
+    if attention_pass != "forward":
         enough = enough and p.kv_rows >= KEYS_MEASURED.get(size, rows)
-    return enough and min(p.q_len, p.kv_len) >= since
+    return enough and long_enough
 
 
 def _few_programs(p: Problem) -> bool:

@@ -103,6 +103,7 @@ def test_shares_of_heads_and_queries(batch, length, heads, kv_heads, options, in
         "lengths of zero",
         "mask with empty tiles",
         "dropout",
+        "everything at once",
     ]
 )
 def test_queries_of_a_head_in_several_programs(case, parts, head_dim, monkeypatch, kernel_case):

@@ -14,9 +14,9 @@ Where scores may be large, m is the natural maximum of s, and stays apart from l
 A program has two or three computing warpgroups, with 64 rows of the query tile each, and one that
 loads. It stays on its core and takes query tiles from a list, its own one or, where only the GPU
 knows how much each has to do, that of all programs; where all have as much, it counts
-(`work.worklists`). The key tiles that any row sees come one by one, the last one first. Each
-warpgroup passes by those that its own rows do not see, and applies the mask to those of which they
-do not see all (`work.Seen`).
+(`work.worklists`). Rows of a query tile need not be neighbours (`work.Parts`). The key tiles that
+any row sees come one by one, the last one first. Each warpgroup passes by those that its own rows
+do not see, and applies the mask to those of which they do not see all (`work.Seen`).
 
 A computing warpgroup keeps the matrix units busy while it computes a softmax: p of one key tile is
 multiplied by v only after the product of q and the next keys has been started.
