@@ -114,6 +114,18 @@ def test_queries_of_a_head_in_several_programs(case, parts, head_dim, monkeypatc
     judge(case, "bfloat16", emulated(case.problem("bfloat16")))
 
 
+def test_queries_of_a_head_in_several_programs_where_tiles_are_listed(monkeypatch, kernel_case):
+    """A program whose tiles are not the first ones of a list knows which need the mask."""
+    module = importlib.import_module("pallas_flash._mosaic.backward")
+    monkeypatch.setattr(module, "_shares", lambda *_: 3)
+    # Two documents, as an array.
+    document = jnp.arange(600) // 300
+    options = dict(mask=document[:, None] == document)
+    case = with_heads(LONG, 160, T=600, S=600, N=1)
+    case = dataclasses.replace(case, options=lambda *_: options)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_numbers_of_programs_with_many_query_tiles(head_dim, causal, monkeypatch, kernel_case):
