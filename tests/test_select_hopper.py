@@ -119,6 +119,11 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(kv_heads=1, tokens=4096, length=4096), SLOWER),
         (dict(kv_heads=1, head_dim=64), ""),
         (dict(kv_heads=1, head_dim=64, tokens=8192), SLOWER),
+        # Few programs of the backward: 64 and 128, 32 and 128.
+        (dict(tokens=512, length=512), ""),
+        (dict(tokens=1024, length=1024), SLOWER),
+        (dict(tokens=512, length=512, head_dim=256), ""),
+        (dict(tokens=2048, length=2048, head_dim=256), SLOWER),
         # Few queries of all heads and examples.
         (dict(tokens=4096, length=2048), ""),
         (dict(tokens=2048, length=2048), SLOWER),
