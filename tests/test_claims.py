@@ -601,6 +601,19 @@ def of_zigzag():
         f"cap), {both('slopes')} (slopes), {both('a bias')} (bias).",
     )
 
+    prototype = "prototype: items zigzag, or without a list"
+    short, longer = (by_turns(prototype, f"causal 128, 16 heads, T{n}") for n in (1024, 2048))
+    yield (
+        PERFORMANCE,
+        f"2048 tokens of 16 heads took {longer['zigzag']:.1f} in place of "
+        f"{longer['neighbours']:.1f} on an H200.",
+    )
+    yield (
+        PERFORMANCE,
+        f"Items need lists still, though these could be computed: {short['neighbours']:.1f} to "
+        f"{short['no list']:.1f} microseconds, with neighbours.",
+    )
+
     def full(heads, length):
         ms = by_turns("two warpgroups", f"full 64, {heads} heads, T{length}")
         return f"{ms['three']:.1f} to {ms['two']:.1f} (cuDNN {ms['cuDNN']:.1f})"
