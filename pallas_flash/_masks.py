@@ -599,6 +599,11 @@ class Mask:
                 return "other"
 
     @property
+    def known_kind(self) -> str:
+        """The kind, but "other" where arrays, of which offsets may be, say what is seen."""
+        return "other" if jax.tree.leaves(self) else self.kind
+
+    @property
     def grows(self) -> bool:
         """Whether later queries see more keys, so that their tiles should start first."""
         bands = (leaf for leaf in self.leaves if isinstance(leaf, (Band, PositionBand)))

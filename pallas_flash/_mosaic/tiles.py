@@ -60,7 +60,7 @@ def forward_tile(p: Problem) -> ForwardTile:
     # Slopes beside a mask spill registers in tiles of 128 keys.
     busy = others or not all(quick) or (scores and p.mask)
     waits = bool(p.scores) and not (others or p.dropout or jax.tree.leaves(p.mask))
-    # Two warpgroups' queries are the one item of a program; see there.
+    # Whether programs of two warpgroups have one item each, from both ends: see `work.Parts`.
     zigzag = work.Parts.of(p, p.batch, 2).zigzag
     if head_dim <= 64:
         # Of 192 queries and 96 keys, with blocks of 128 of both, most tiles would need the mask:
@@ -75,7 +75,7 @@ def forward_tile(p: Problem) -> ForwardTile:
         if busy:
             return ForwardTile(3, 96, 1)
         # Likewise where no program is at work for as long. Timed with 1024 tokens of 16 and of 32
-        # heads: 13 in place of 17 microseconds, and 26 in place of 31.
+        # heads: 15 in place of 18 microseconds, and 25 in place of 31.
         if plain and 5 * _longest(p, 3) > 6 * _longest(p, 2):
             return ForwardTile(2, 128 if _longest(p, 2) == 128 else 160, 1, 4)
         # Under a causal mask one warpgroup is done with a query tile before another, and begins the
@@ -90,8 +90,7 @@ def forward_tile(p: Problem) -> ForwardTile:
             return ForwardTile(3, 80, 1)
         # Timed with 512 causal tokens at 128: on an H200 99 in place of 102 microseconds, on an
         # H100 109 in place of 116; at 80 121 in place of 144. With 1024 it takes 5 and 3 % longer.
-        short = p.mask.kind == "causal" and not jax.tree.leaves(p.mask) and p.kv_len <= 512
-        if bare and short and not zigzag:
+        if bare and p.mask.known_kind == "causal" and p.kv_len <= 512 and not zigzag:
             return ForwardTile(3, 64, 1, 3)
         # Of few keys the last tile of 176 is not used well: 1024 took 10 % longer, 2048 5 %.
         tile = ForwardTile(2, 176, 1) if plain and p.kv_len > 2048 else ForwardTile(2, 128, 2)
@@ -226,7 +225,7 @@ def _in_pairs(p: Problem) -> bool:
     and causal 10 to 16 % more. It saves power, of which few rows do not need as much: these take 7
     to 12 % longer at 128, but 8 heads of 4096 tokens without a mask 4 to 6 % less.
     """
-    if p.mask.kind not in ("full", "causal") or jax.tree.leaves(p.mask):
+    if p.mask.known_kind == "other":
         return False
     # The other program of the last pair may have nothing to do.
     alone = 0 < p.q_len % 256 <= 128 and p.q_len < 4096

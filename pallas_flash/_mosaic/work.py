@@ -256,8 +256,7 @@ class Parts:
         count = warpgroups * programs
         items = -(-problem.q_len // (count * ROWS))
         one_each = batch * problem.num_heads * items <= CORES
-        mask = problem.mask
-        causal = mask.kind == "causal" and not jax.tree.leaves(mask)
+        causal = problem.mask.known_kind == "causal"
         return cls(count, items, causal and one_each and programs == 1)
 
     def first_row(self, item, part):
