@@ -1,6 +1,7 @@
 """What XLA's compilers make of the kernels for Hopper, on a machine without a GPU."""
 
 import functools
+import importlib
 import itertools
 
 import cases
@@ -11,7 +12,7 @@ from mosaic_cases import NO_FLAGS, checked
 from test_mosaic_lowering import attention, gradients
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import backward_dbias
+from pallas_flash._mosaic import backward_dbias, work
 from pallas_flash._scores import LogSum
 from scripts.inspection import gpu_compiler
 from scripts.inspection.calls import inspect_attention
@@ -77,18 +78,23 @@ def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
 
 
 @pytest.mark.parametrize("head_dim", cases.default([64, 128], [40, 64, 80, 128, 256]))
-def test_machine_code_of_parts_that_lie_zigzag(head_dim):
-    q = shaped(1, 1024, 16, head_dim, dtype=jnp.bfloat16)
+def test_machine_code_of_parts_that_lie_zigzag(head_dim, monkeypatch):
+    q, found, of = shaped(1, 1024, 16, head_dim, dtype=jnp.bfloat16), [], work.Parts.of
+    monkeypatch.setattr(work.Parts, "of", lambda *args: found.append(of(*args)) or found[-1])
     [(_, _, stack, loops)] = machine_code_of(functools.partial(attention, is_causal=True), q, q, q)
+    assert found and all(parts.zigzag for parts in found)
     assert stack == 0 and loops and all(loop.spills == 0 for loop in loops)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", cases.default([128], [64, 128, 256]))
-def test_machine_code_of_programs_that_share_a_heads_queries(head_dim, is_causal):
-    q = shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16)
+def test_machine_code_of_programs_that_share_a_heads_queries(head_dim, is_causal, monkeypatch):
+    module = importlib.import_module("pallas_flash._mosaic.backward")
+    q, found, shares = shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16), [], module._shares
+    monkeypatch.setattr(module, "_shares", lambda *x: found.append(shares(*x)) or found[-1])
     call = functools.partial(attention, is_causal=is_causal)
     kernels = list(machine_code_of(functools.partial(gradients, call=call), q, q, q))
+    assert set(found) == {2}
     assert kernels and all(loop.spills == 0 for *_, loops in kernels for loop in loops)
 
 

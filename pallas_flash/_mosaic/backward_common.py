@@ -185,7 +185,7 @@ class Steps:
         self._static, self._flow, self._heads, self._table_ref = static, flow, heads, table_ref
         self._may_be_idle, self._begin = static.may_be_idle, 0
         if not static.masked:
-            self._each = jnp.int32(flow.count)
+            self._each = each = jnp.int32(flow.count)
         else:
             self._row = static.row(*program)
             entry = [
@@ -203,10 +203,8 @@ class Steps:
         self.count = self._each * heads
         part, parts = part
         if parts > 1:
-            self._begin, end = (common.quotient(self._each * x, parts) for x in (part, part + 1))
-            some = end > self._begin
-            self._some = (some & self._some) if static.masked else some
-            self._may_be_idle = True
+            self._begin, end = (common.quotient(each * x, parts) for x in (part, part + 1))
+            self._may_be_idle, self._some = True, end > self._begin
             self.count = jnp.maximum(end - self._begin, 1)
 
     def if_any(self, work, otherwise=lambda: None):
