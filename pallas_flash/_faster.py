@@ -6,8 +6,6 @@ from the times in docs/results.
 
 import math
 
-import jax
-
 from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate
 from pallas_flash._masks import Segments
 from pallas_flash._problem import Problem
@@ -57,7 +55,7 @@ FASTER_BY_MOSAIC = {
             2048: "documents, bias in 16 bits, bias",
         },
     },
-    # Of heads with keys of their own, whose programs leave half of the cores idle, or more.
+    # In place of the one before, for all calls of which `_few_programs` says so.
     "backward of few programs": {
         64: {
             1024: "causal",
@@ -129,6 +127,8 @@ FEWER_ROWS_MEASURED = {
 }
 KEYS_MEASURED = {64: 2**14, 128: 2**13}
 
+FEW_PROGRAMS = 132 // 2  # For half of the cores of an H100 or an H200.
+
 KIND_OF_LEAF = {
     Segments: "documents",
     MaskArray: "mask array",
@@ -160,8 +160,11 @@ def faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
 
 
 def _few_programs(p: Problem) -> bool:
-    """Whether the backward has at most half as many programs, of 128 keys, as an H200 has cores."""
-    return p.groups == 1 and p.batch * p.num_kv_heads * -(-p.kv_len // 128) <= 132 // 2
+    """Whether the backward of heads with keys of their own leaves half of the cores idle, or more.
+
+    A program has 128 keys.
+    """
+    return p.groups == 1 and p.batch * p.num_kv_heads * -(-p.kv_len // 128) <= FEW_PROGRAMS
 
 
 def _size(p: Problem) -> int:
@@ -173,8 +176,8 @@ def _size(p: Problem) -> int:
 
 def _kinds(p: Problem) -> set[str]:
     """What a call is by its mask, and what else it asks for; as in `FASTER_BY_MOSAIC`."""
-    if p.mask.kind in ("full", "causal") and not jax.tree.leaves(p.mask):
-        kinds = {p.mask.kind}
+    if p.mask.known_kind != "other":
+        kinds = {p.mask.known_kind}
     elif p.mask.ends_by_lengths:
         kinds = {"lengths"}
     else:

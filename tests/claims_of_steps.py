@@ -132,16 +132,24 @@ def of_zigzag():
     )
 
 
+# Programs that share out the queries of a head, by head size, heads and tokens of the calls timed.
+PARTS = {
+    **{(128, 4, 2048): 2, (128, 8, 1024): 2, (128, 16, 512): 1},
+    **{(64, 4, 2048): 2, (64, 8, 1024): 2, (64, 16, 512): 1},
+    **{(256, 4, 2048): 2, (256, 8, 1024): 2, (256, 8, 512): 4, (256, 8, 2048): 1},
+}
+
+
+def times_of_parts(mask, size, heads, length):
+    """Microseconds by the number of programs, "triton" and "cuDNN"."""
+    return by_turns("queries of a head shared out", f"{mask} {size}, {heads} heads, T{length}")
+
+
 def of_parts():
     """The rows of a table, with what is taken in bold."""
-    for size, heads, length, taken in (
-        *((128, 4, 2048, 2), (128, 8, 1024, 2), (128, 16, 512, 1)),
-        *((64, 4, 2048, 2), (64, 8, 1024, 2), (64, 16, 512, 1)),
-        *((256, 4, 2048, 2), (256, 8, 1024, 2), (256, 8, 512, 4), (256, 8, 2048, 1)),
-    ):
+    for (size, heads, length), taken in PARTS.items():
         for mask in ("full", "causal"):
-            call = f"{mask} {size}, {heads} heads, T{length}"
-            ms = by_turns("queries of a head shared out", call)
+            ms = times_of_parts(mask, size, heads, length)
             cells = [f"**{ms[x]:.1f}**" if x == str(taken) else f"{ms[x]:.1f}" for x in "1234"]
             cells += [f"{ms[x]:.1f}" for x in ("triton", "cuDNN")]
             name = f"{size} {mask}, {heads} heads, T = {length}"

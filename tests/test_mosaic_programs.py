@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import mosaic_emulator as emulator
 import numpy as np
 import pytest
+from claims_of_steps import PARTS, times_of_parts
 from mosaic_cases import (
     LONG,
     LONG_CAUSAL,
@@ -92,6 +93,18 @@ def test_shares_of_heads_and_queries(batch, length, heads, kv_heads, options, in
     shapes = ((batch, length, n, 128) for n in (heads, kv_heads))
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     assert found == [shares]
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(("call", "parts"), PARTS.items(), ids=str)
+def test_queries_are_shared_out_where_it_was_measured_to_be_faster(call, parts, mask):
+    size, heads, length = call
+    module = importlib.import_module("pallas_flash._mosaic.backward")
+    q = jnp.zeros((1, length, heads, size), jnp.bfloat16)
+    p = checked((q, q, q), dict(is_causal=mask == "causal"))
+    assert module._shares(p, Tiling(length, 64), Tiling(length, 128), False) == parts
+    times = times_of_parts(mask, *call)
+    assert times[str(parts)] <= 1.08 * min(times[n] for n in "1234")
 
 
 @pytest.mark.parametrize(("parts", "head_dim"), cases.default([(3, 160)], [(2, 64), (3, 160)]))
