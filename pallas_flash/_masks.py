@@ -493,26 +493,27 @@ class Mask:
                 some, every = some & classes.some, every & classes.every
         return TileClasses(some, every)
 
-    def seen_keys(self, shape: tuple[int, int, int, int]):
-        """Of B, N, T and S, which keys any query sees.
+    def seen_keys(self, shape: tuple[int, int, int, int], positions=None):
+        """Return of B, N, T and S, which keys any query sees, at int32 positions or at all of them.
 
-        Bool [1 or B, 1 or N, S]; None where it is all of them.
+        Bool [1 or B, 1 or N, keys]; None where it is all of them.
         """
-        return self._not_alone(shape, self.q_ranges, 2)
+        return self._not_alone(shape, self.q_ranges, 2, positions)
 
     def seeing_queries(self, shape: tuple[int, int, int, int]):
         """The same of queries that see any key, bool [1 or B, 1 or N, T]."""
         return self._not_alone(shape, self.kv_ranges, 3)
 
-    def _not_alone(self, shape, ranges, others: int):
+    def _not_alone(self, shape, ranges, others: int, positions=None):
         *_, q_len, kv_len = shape
         if self.reflexive and q_len == kv_len:
             return None
         if all(leaf.intervals for leaf in self.leaves):
-            return _not_empty(ranges(Tiling(q_len, 1), Tiling(kv_len, 1)))
-        return self._by_pairs(shape, others)
+            some = _not_empty(ranges(Tiling(q_len, 1), Tiling(kv_len, 1)))
+            return some if some is None or positions is None else some[:, :, positions]
+        return self._by_pairs(shape, others, positions)
 
-    def _by_pairs(self, shape, others: int):
+    def _by_pairs(self, shape, others: int, positions=None):
         """As `_not_alone`, by all pairs: some positions at a time, against all others.
 
         Examples and heads that do not differ are not told apart.
@@ -528,6 +529,10 @@ class Mask:
             ok = self.allowed(*at)
             # No axis at all, of an array that broadcasts them all.
             return ok.reshape(*(1,) * (4 - ok.ndim), *ok.shape)
+
+        if positions is not None:
+            some = allowed(positions).any(axis=others)
+            return jnp.broadcast_to(some, (*some.shape[:2], len(positions)))
 
         def of(first):
             # In the last step again the last ones, in place of some that do not exist.

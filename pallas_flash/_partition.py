@@ -50,6 +50,7 @@ AXES = {
         "bias": "bnta",
         "sinks": "n",
         "slopes": "n",
+        "key_center": "bkh",
     },
     Scores: {"offset": "b"},
     Pairs: {"array": "bnta"},

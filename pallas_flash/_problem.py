@@ -35,7 +35,9 @@ class Problem:
         rest_of_scores: the parts of `scores` that have no gradient.
         dropout: which probabilities become zero.
         precision: what `lax.dot_general` takes.
+        key_center: of a part of a problem the vector of `_key_center`, float32 [B, K, H].
         any_scale: whether `scale` may be larger than 1, the default of the smallest heads.
+        partial_rows: whether other parts of a problem have keys of the same rows of scores.
     """
 
     query: Any
@@ -50,7 +52,9 @@ class Problem:
     rest_of_scores: Scores = dataclasses.field(default_factory=Scores)
     dropout: Dropout | None = None
     precision: Any = dataclasses.field(default=None, metadata=dict(static=True))
+    key_center: Any = None
     any_scale: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    partial_rows: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @property
     def batch(self) -> int:
@@ -139,6 +143,17 @@ class Problem:
         """Bytes of bias and mask arrays for each pair of a query and a key."""
         arrays = jax.tree.leaves((self.mask, self.scores), is_leaf=is_pairs)
         return sum(x.array.dtype.itemsize for x in arrays if is_pairs(x) and 1 not in x.shape[2:])
+
+    def visible_keys(self, positions=None):
+        """Return which keys any query sees, at int32 positions or at all of them.
+
+        Bool [1 or B, 1 or K, keys]; None where it is all of them.
+        """
+        shape = self.batch, self.num_heads, self.q_len, self.kv_len
+        visible = self.mask.seen_keys(shape, positions)
+        if visible is None or visible.shape[1] == 1:
+            return visible
+        return visible.reshape(len(visible), self.num_kv_heads, self.groups, -1).any(axis=2)
 
     def moved(self, part) -> "Problem":
         """See `_context.parts`."""

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import _xla_rows
+from pallas_flash import _key_center, _xla_rows
 from pallas_flash._dropout import drop, kept, rescaled
 from pallas_flash._masks import Mask, TileClasses, Tiling, lists
 from pallas_flash._operands import Cut, Pairs, is_pairs
@@ -115,6 +115,7 @@ def backward(
     ds = p * (dp - delta), through the derivative of the scores
     of the key/value tile that stays   dv = dropout(p).T @ do   dk = scale * ds.T @ q
     of each query tile that flows      dq = scale * ds @ k      dscale = sum(q * (ds @ k))
+                                       (k less a vector, see `_key_center`)
     dbias = ds summed over the axes that bias broadcasts
     dsink = -sum(exp(sink - lse) * delta)
 
@@ -133,11 +134,28 @@ def backward(
     log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)
     m = jnp.zeros_like(log_l) if log_sum.m is None else log_sum.m
     m, log_l = (jnp.moveaxis(x, 1, 2) for x in (m, log_l))
+    center, known = _key_center.of(p), None
+    if center is not None:
+        by_row = (None if x is None else jnp.moveaxis(x, 1, 2) for x in (delta, dlse))
+        r = _key_center.row_sums(p, log_sum, *by_row)
+        known = None if r is None else _key_center.known_part(p, center, r)
+
+    def of_queries(dq):
+        """The gradients of queries and scale, from sums over centered keys [B, T, N, H]."""
+        dq, dscale = dq if known is None else dq + known, None
+        if want_scale:
+            alive = jnp.moveaxis(log_sum.l_log2 > -jnp.inf, 1, 2)[..., None]
+            dscale = jnp.sum(jnp.where(alive, p.query.astype(dtype) * dq, 0))
+        return (dq * p.scale).astype(p.dtype), dscale
+
     if on_gpu and (cuts := _xla_rows.cuts(p)):
         # Where some keys of the rows are elsewhere, m of this part is None.
-        whole, wanted = log_sum.m is not None, dict(want_scale=want_scale, want_bias=want_bias)
-        gradients = _xla_rows.backward(p, cuts, do, delta, m, log_l, whole=whole, **wanted)
-        return gradients._replace(sinks=dsinks)
+        whole = log_sum.m is not None
+        gradients = _xla_rows.backward(
+            p, cuts, do, delta, m, log_l, center, whole=whole, want_bias=want_bias
+        )
+        dq, dscale = of_queries(gradients.query)
+        return gradients._replace(query=dq, scale=dscale, sinks=dsinks)
     blocks = _Blocks(p, on_gpu)
     do, delta, m, log_l = map(blocks.split_rows, (do, delta, m, log_l))
     lse = m + log_l
@@ -146,7 +164,8 @@ def backward(
     def kv_tile(sums, j):
         k, v = _take(blocks.keys, j), _take(blocks.values, j)
         # Kept apart: XLA would put the transposition back into the product.
-        k_t = lax.optimization_barrier(jnp.swapaxes(k, -1, -2))
+        centered = k if center is None else _key_center.centered(k, center[:, :, None])
+        k_t = lax.optimization_barrier(jnp.swapaxes(centered, -1, -2))
 
         def step(i, masked, carry):
             dk, dv, dq_t, dbias = carry
@@ -191,13 +210,9 @@ def backward(
     dq_t = blocks.full((blocks.q.count, p.batch, p.num_kv_heads, p.head_dim, *rows), 0)
     sums = dq_t, blocks.zero_bias() if want_bias else None
     (dq_t, dbias), (dk, dv) = lax.scan(kv_tile, sums, jnp.arange(blocks.kv.count, dtype=jnp.int32))
-    dq = jnp.moveaxis(dq_t, 3, -1)
-    dscale = None
-    if want_scale:
-        alive = lse[..., None] < jnp.inf
-        dscale = jnp.sum(jnp.where(alive, blocks.queries.astype(dtype) * dq, 0))
+    dq, dscale = of_queries(blocks.join_rows(jnp.moveaxis(dq_t, 3, -1)))
     return Gradients(
-        blocks.join_rows((dq * p.scale).astype(p.dtype)),
+        dq,
         blocks.join_keys(dk),
         blocks.join_keys(dv),
         dscale,

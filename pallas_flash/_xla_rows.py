@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_flash import _key_center
 from pallas_flash._dropout import drop, kept, rescaled
 from pallas_flash._masks import Mask, Tiling
 from pallas_flash._operands import Cut, Pairs, is_pairs
@@ -181,12 +182,14 @@ def backward(
     delta,
     m,
     log_l,
+    center,
     *,
     whole: bool,
-    want_scale: bool,
     want_bias: bool,
 ) -> Gradients:
-    """See `_xla.backward`; without the gradient of the sinks.
+    """See `_xla.backward`; without the gradients of the scale and the sinks.
+
+    That of the queries is float32, without its factor, and of centered keys.
 
     Args:
         problem: the call.
@@ -195,9 +198,9 @@ def backward(
         delta: [B, T, N].
         m: likewise, and with `log_l` the LSE, in natural units.
         log_l: likewise, +inf where a row sees nothing.
+        center: float32 [B, K, H], see `_key_center`; or None.
         whole: whether the rows have all their keys here.
-        want_scale: whether its gradient is wanted.
-        want_bias: likewise.
+        want_bias: whether its gradient is wanted.
     """
     p, rows = problem, _Rows(problem, cuts)
     dtype = p.accumulator_dtype
@@ -210,10 +213,10 @@ def backward(
     dp_dtype = p.dtype if p.dtype == jnp.bfloat16 else dtype
 
     def share(sums, first, of_rows, of_keys):
-        k, v = of_keys
+        k, v, *centered = of_keys
 
         def block(sums, tile, q, do, delta, *lse):
-            dk, dv, dscale, dbias = sums
+            dk, dv, dbias = sums
             keys = tile.keys_of(k)
             s, pull = tile.scores(q, keys)
             delta, *lse = (x[..., None] for x in (delta, *lse))
@@ -234,23 +237,23 @@ def backward(
                 weight = _narrow(drop(keep, rescaled(p.dropout, weight.astype(dtype))), p.dtype)
             dv = tile.add_keys(dv, rows.einsum("bkgts,bkgtv->bksv", weight, do))
             dk = tile.add_keys(dk, rows.einsum("bkgts,bkgth->bksh", ds, q))
-            dq = rows.einsum("bkgts,bksh->bkgth", ds, keys)
-            if want_scale:
-                dscale = dscale + jnp.sum(jnp.where(lse[-1] < jnp.inf, q.astype(dtype) * dq, 0))
-            return (dk, dv, dscale, dbias), (dq * p.scale).astype(p.dtype)
+            keys = tile.keys_of(centered[0]) if centered else keys
+            return (dk, dv, dbias), rows.einsum("bkgts,bksh->bkgth", ds, keys)
 
         sums = rows.full(k.shape, 0), rows.full(v.shape, 0), *sums
         (dk, dv, *sums), dq = rows.visit(block, sums, first, *of_rows)
         return tuple(sums), dq, ((dk * p.scale).astype(p.dtype), dv.astype(p.dtype))
 
-    sums = rows.full((), 0) if want_scale else None, rows.zero_bias() if want_bias else None
+    sums = (rows.zero_bias() if want_bias else None,)
     # Of the operands themselves XLA would take the forward's scores, and keep them until now.
     q, do = lax.optimization_barrier((rows.query, do))
     of_rows, of_keys = (q, do, delta, *lse), (rows.key, rows.value)
-    (dscale, dbias), dq, (dk, dv) = rows.shares(share, sums, of_rows, of_keys)
+    if center is not None:
+        of_keys = *of_keys, _key_center.centered(rows.key, center[:, None])
+    (dbias,), dq, (dk, dv) = rows.shares(share, sums, of_rows, of_keys)
     if want_bias:
         dbias = dbias[:, :, : p.bias.shape[2]].astype(p.bias.dtype)  # pyright: ignore[reportOptionalSubscript]
-    return Gradients(dq, dk, dv, dscale, dbias)
+    return Gradients(dq, dk, dv, None, dbias)
 
 
 def _narrow(x, dtype):
@@ -385,11 +388,9 @@ class _Rows:
         self.mask: Mask = p.mask.within(q=self.q)
         shape = p.batch, p.num_heads, p.q_len, p.kv_len
         self._seeing = p.mask.seeing_queries(shape) if p.mask else None
-        seen = p.mask.seen_keys(shape) if p.mask else None
+        seen = p.visible_keys() if p.mask else None
         ragged = p.q_len % cuts.rows
         self.all_see = not p.scores and self._seeing is None and not ragged
-        if seen is not None and seen.shape[1] > 1:
-            seen = seen.reshape(seen.shape[0], -1, p.groups, p.kv_len).any(axis=2)
         # What nobody sees may be NaN, and 0 * NaN would be NaN.
         self.query = self.seeing(p.query)
         self.key, self.value = (_where(seen, x) for x in (p.key, p.value))

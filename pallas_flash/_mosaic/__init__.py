@@ -5,9 +5,11 @@ work by kind: one loads, the others compute. Pallas calls this way of writing ke
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 
+from pallas_flash import _key_center
 from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import tiles
 from pallas_flash._mosaic.backward import backward as _backward
@@ -28,11 +30,11 @@ def forward(problem: Problem, sizes: TileSizes = TABLE):
     """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     sizes = sizes.used(problem.few_queries).or_else(tiles.default(problem))
     if sizes.decode is not None:
-        return _decode(problem, sizes.tile("decode"), _seen_keys(problem))
+        return _decode(problem, sizes.tile("decode"), problem.visible_keys())
     tile, seen = sizes.tile("forward"), _seen(problem)
     if seen is not None:
         return _forward(problem, tile, seen[1])
-    p = dataclasses.replace(problem, value=_cleaned(problem.value, _seen_keys(problem)))
+    p = dataclasses.replace(problem, value=_cleaned(problem.value, problem.visible_keys()))
     return _forward(p, tile)
 
 
@@ -73,24 +75,35 @@ def backward(
     sinks = sinks_gradient(p.sinks, log_sum, delta[:, :, : p.q_len]) if want_sinks else None
     log_sum = log_sum._replace(l_log2=l_log2)
 
+    center = _key_center.of(p)
+    of_rows = LogSum(log_sum.m, l_log2[:, :, : p.q_len]), *map(_cut(p.q_len), (delta, dlse))
     q, k, v, do = _clean(p, do) if seen is None else (p.query, p.key, p.value, do)
-    rows = dataclasses.replace(p, query=q, key=k, value=v), do, log_sum, delta
+    cleaned = dataclasses.replace(p, query=q, key=k, value=v)
+    rows = cleaned, do, log_sum, delta
+    # Whose sums of dq have registers beside them centers keys in shared memory.
+    shifted = functools.partial(_shifted, *rows, center)
     tile, found = sizes.tile("dkv" if in_order else "backward"), {}
     for sums in tiles.launches(head_dim, value_dim, in_order):
+        inside = sums == ("dq", "dk", "dv")
         found |= _backward(
-            *(*rows, tiles.of_launch(tile, sums), sums, seen),
+            *(shifted() if "dq" in sums and not inside else rows),
+            *(tiles.of_launch(tile, sums), sums, seen),
             zeros=zeros[0] if "dq" in sums else None,
+            center=center if inside else None,
             want_scale=want_scale,
             in_order=in_order,
         )
     if in_order:
-        dq, dscale = _dq(*rows, sizes.tile("dq"), seen, want_scale=want_scale)
+        dq, dscale = _dq(*shifted(), sizes.tile("dq"), seen, want_scale=want_scale)
+        dq, dscale = _key_center.whole_sums(cleaned, center, *of_rows, dq, dscale)
+    elif want_scale:
+        dq = rescaled(p.dropout, found["dq"])
+        r = None if center is None else _key_center.row_sums(p, *of_rows)
+        dq = dq if r is None else dq + _key_center.known_part(p, center, r)
+        dscale = _cleaned(q, p.mask.seeing_queries(_shape(p))).astype(jnp.float32) * dq
+        dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
     else:
-        dq = found["dq"]
-        if want_scale:
-            dq = rescaled(p.dropout, dq)
-            dscale = _cleaned(q, p.mask.seeing_queries(_shape(p))).astype(jnp.float32) * dq
-            dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
+        dq, _ = _key_center.whole_sums(p, center, *of_rows, found["dq"], None)
     return Gradients(
         dq,
         found["dk"],
@@ -99,6 +112,16 @@ def backward(
         bias=_dbias(*rows, tiles.dbias_tile(p)) if want_bias else None,
         sinks=sinks,
     )
+
+
+def _shifted(problem: Problem, do, log_sum: LogSum, delta, center):
+    """The arguments of a kernel with centered keys."""
+    problem, log_sum = _key_center.shifted(problem, log_sum, center)
+    return problem, do, log_sum, delta
+
+
+def _cut(length: int):
+    return lambda x: None if x is None else x[:, :, :length]
 
 
 def _seen(p: Problem):
@@ -118,7 +141,7 @@ def _clean(p: Problem, do):
 
     They may hold NaN, and 0 * NaN is NaN. Here, because copies to shared memory take whole tiles.
     """
-    keys, queries = _seen_keys(p), p.mask.seeing_queries(_shape(p))
+    keys, queries = p.visible_keys(), p.mask.seeing_queries(_shape(p))
     seen = queries, keys, keys, queries
     return map(_cleaned, (p.query, p.key, p.value, do), seen)
 
@@ -126,14 +149,6 @@ def _clean(p: Problem, do):
 def _cleaned(x, seen):
     """[B, T, N, H] with zeros where nothing is `seen`, [1 or B, 1 or N, T]; None is everything."""
     return x if seen is None else jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], x, 0)
-
-
-def _seen_keys(p: Problem):
-    """`Mask.seen_keys` of key/value heads: those that any query head of a group sees."""
-    seen = p.mask.seen_keys(_shape(p))
-    if seen is None or seen.shape[1] == 1:
-        return seen
-    return seen.reshape(len(seen), p.num_kv_heads, p.groups, -1).any(axis=2)
 
 
 def _shape(p: Problem) -> tuple[int, int, int, int]:

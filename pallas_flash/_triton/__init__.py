@@ -1,5 +1,8 @@
 """Attention as Pallas kernels lowered through Triton; the surface is `forward` and `backward`."""
 
+import jax.numpy as jnp
+
+from pallas_flash import _key_center
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LogSum, sinks_gradient
 from pallas_flash._tiling.sizes import TileSizes
@@ -31,7 +34,8 @@ def backward(
     interpret: bool,
 ) -> Gradients:
     """Gradients for the cotangents do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
-    rows = (do, log_sum, delta(problem, o, do, dlse, interpret=interpret))
+    sums_of_rows = delta(problem, o, do, dlse, interpret=interpret)
+    rows = do, log_sum, sums_of_rows
     if tiles.dkv is not None:
         dk, dv = backward_dkv.dkv(
             problem, *rows, tiles.tile("dkv"), backward_dkv.pallas_flash_dkv, interpret=interpret
@@ -43,9 +47,15 @@ def backward(
         [dv] = backward_dkv.dkv(
             problem, *rows, tiles.tile("dv"), backward_dkv.pallas_flash_dv, interpret=interpret
         )
+    center = _key_center.of(problem)
+    shifted, shifted_lse = _key_center.shifted(problem, log_sum, center)
     dq, dscale = backward_dq.dq(
-        problem, *rows, tiles.tile("dq"), want_scale=want_scale, interpret=interpret
+        *(shifted, do, shifted_lse, sums_of_rows, tiles.tile("dq")),
+        want_scale=want_scale,
+        interpret=interpret,
     )
+    dlse = None if dlse is None else jnp.moveaxis(dlse, 1, 2)
+    dq, dscale = _key_center.whole_sums(problem, center, log_sum, sums_of_rows, dlse, dq, dscale)
     return Gradients(
         dq,
         dk,

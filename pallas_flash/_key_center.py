@@ -1,0 +1,152 @@
+"""A vector that all keys of a head have in common, and gradients of queries without its errors.
+
+    dq_i = scale * sum_j ds_ij k_j
+         = scale * sum_j ds_ij (k_j - c)  +  scale * r_i c          r_i = sum_j ds_ij
+
+Both lines are equal for every vector c. A softmax is invariant to a shift of its scores, so a row
+of ds sums to a number r_i that is known: zero, if neither the LSE has a cotangent nor a sink takes a
+share. In 16 bits the computed ds do not sum to it: they are rounded, and delta comes from the rounded
+output. The first line multiplies this error by the mean key, the second one by the mean of k_j - c.
+
+c is the mean of a sample of visible keys, in features where the mean exceeds the deviation, and
+zero elsewhere. Projections with a bias have such features. Rotary embeddings turn a bias from
+position to position, and only their slow features keep it.
+
+A soft cap or a score function has a derivative in front of ds, and its rows sum to nothing known:
+c is not used there, nor for inputs of 32 and 64 bits.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_flash._problem import Problem
+from pallas_flash._scores import LOG2E, LogSum
+
+# Keys of a head that are looked at, evenly spaced; up to twice as many if there are few.
+SAMPLE = 128
+
+
+def of(problem: Problem):
+    """Return c, float32 [B, K, H] of numbers that the keys' dtype has; None if it is not used."""
+    p = problem
+    if p.partial_rows or not applies(p):
+        return p.key_center
+    visible = p.visible_keys(sample_positions(p.kv_len)) if p.mask else None
+    return center(moments(p, visible), p.dtype)
+
+
+def applies(problem: Problem) -> bool:
+    """Return whether the sums of ds are known, and its rounding matters."""
+    scores = problem.rest_of_scores
+    return problem.dtype.itemsize == 2 and scores.score_fn is None and scores.soft_cap is None
+
+
+def sample(kv_len: int) -> slice:
+    """Return which keys are looked at. The first key of many is left out: it is often special."""
+    step = max(1, kv_len // SAMPLE) if isinstance(kv_len, int) else 1
+    return slice(step // 2, None, step)
+
+
+def sample_positions(kv_len: int):
+    """Return int32 positions of these keys."""
+    return jnp.arange(kv_len, dtype=jnp.int32)[sample(kv_len)]
+
+
+def moments(problem: Problem, visible):
+    """Return the number, the sum and the sum of squares of visible, finite keys: [3, B, K, H].
+
+    Args:
+        problem: the call.
+        visible: bool [1 or B, 1 or K, sample], whether any query sees the key; None is all.
+    """
+    x = problem.key[:, sample(problem.kv_len)].astype(jnp.float32)
+    counts = jnp.isfinite(x)
+    if visible is not None:
+        counts &= jnp.swapaxes(visible, 1, 2)[..., None]
+    x = jnp.where(counts, x, 0.0)
+    return jnp.stack([counts.sum(1, dtype=jnp.float32), x.sum(1), (x * x).sum(1)])
+
+
+def center(moments, dtype):
+    """Return c, float32 [B, K, H], for `moments` of keys of a dtype."""
+    n, total, squares = moments
+    mean = total / jnp.maximum(n, 1)
+    variance = jnp.maximum(squares - total * mean, 0) / jnp.maximum(n - 1, 1)
+    # The mean of a few keys is far from zero by chance.
+    large = (n > 1) & (mean * mean > variance * (1 + 8 / jnp.maximum(n, 1)))
+    return jnp.where(large, mean, 0.0).astype(dtype).astype(jnp.float32)
+
+
+def centered(key, c):
+    """Return keys less c, which broadcasts to them, in the dtype of the keys."""
+    return (key.astype(jnp.float32) - c).astype(key.dtype)
+
+
+def shifted(problem: Problem, log_sum: LogSum, c) -> tuple[Problem, LogSum]:
+    """Return the problem with k - c for keys, and the LSE of its scores: p and ds stay the same."""
+    if c is None:
+        return problem, log_sum
+    p, (m, l_log2) = problem, log_sum
+    shift = p.scale.astype(jnp.float32) * products(p, c)
+    shift = jnp.pad(shift, ((0, 0), (0, 0), (0, l_log2.shape[2] - p.q_len)))
+    shift = jnp.where(jnp.isfinite(l_log2), shift, 0.0)
+    shifted = LogSum(None, l_log2 - LOG2E * shift) if m is None else LogSum(m - shift[:, :, : p.q_len], l_log2)
+    return dataclasses.replace(p, key=centered(p.key, c[:, None])), shifted
+
+
+def products(problem: Problem, c):
+    """Return q . c, float32 [B, N, T]."""
+    return jnp.einsum(
+        "btnh,bnh->bnt", problem.query.astype(jnp.float32), jnp.repeat(c, problem.groups, axis=1)
+    )
+
+
+def row_sums(problem: Problem, log_sum: LogSum, delta, dlse):
+    """Return r, the sums of ds over a row: float32 [B, N, T], or None if they are zero.
+
+        r_i = dlse_i + exp(sink - lse_i) delta_i
+
+    Args:
+        problem: the call; rows of a part have their sums elsewhere.
+        log_sum: of [B, N, T]; its sign of infinity in rows that see nothing does not matter.
+        delta: [B, N, T], rowsum(o * do) - dlse.
+        dlse: [B, N, T] or None.
+    """
+    p, (m, l_log2) = problem, log_sum
+    if p.partial_rows or (p.sinks is None and dlse is None):
+        return None
+    r = jnp.zeros_like(delta) if dlse is None else dlse
+    if p.sinks is not None:
+        sinks = p.sinks[None, :, None] - (0 if m is None else m)
+        r = r + jnp.exp2(sinks * LOG2E - l_log2) * delta
+    return jnp.where(jnp.isfinite(l_log2), r, 0.0)
+
+
+def known_part(problem: Problem, c, r):
+    """Return r_i c, float32 [B, T, N, H]: what is missing of dq / scale from centered keys."""
+    c = jnp.repeat(c, problem.groups, axis=1)
+    return jnp.swapaxes(r, 1, 2)[..., None] * c[:, None]
+
+
+def whole_sums(problem: Problem, c, log_sum: LogSum, delta, dlse, dq, dscale):
+    """Return dq and the gradient of the scale, by rows, for those from `shifted` problems.
+
+    Args:
+        problem: the call, not shifted.
+        c: as `of` returned it.
+        log_sum: as in `row_sums`, likewise `delta` and `dlse`.
+        delta: [B, N, T].
+        dlse: [B, N, T] or None.
+        dq: [B, T, N, H].
+        dscale: float32 [B, N, T] or None.
+    """
+    r = None if c is None else row_sums(problem, log_sum, delta, dlse)
+    if r is None:
+        return dq, dscale
+    known = problem.scale.astype(jnp.float32) * known_part(problem, c, r)
+    dq = (dq.astype(jnp.float32) + known).astype(dq.dtype)
+    if dscale is not None:
+        # A query of a row that sees nothing may be NaN.
+        dscale = dscale + jnp.where(r == 0, 0.0, r * products(problem, c))
+    return dq, dscale
