@@ -3,17 +3,18 @@
     dq_i = scale * sum_j ds_ij k_j
          = scale * sum_j ds_ij (k_j - c)  +  scale * r_i c          r_i = sum_j ds_ij
 
-Both lines are equal for every vector c. A softmax is invariant to a shift of its scores, so a row
-of ds sums to a number r_i that is known: zero, if neither the LSE has a cotangent nor a sink takes a
-share. In 16 bits the computed ds do not sum to it: they are rounded, and delta comes from the rounded
-output. The first line multiplies this error by the mean key, the second one by the mean of k_j - c.
+Both lines are equal for every vector c. A softmax does not change when all of its scores are
+shifted, so r_i is known: it is zero, unless the LSE has a cotangent or a sink takes a share. In 16
+bits the computed ds have another sum, because they are rounded, and because delta comes from the
+rounded output. The first line multiplies this error by the mean key, the second line by the mean of
+k_j - c.
 
 c is the mean of a sample of visible keys, in features where the mean exceeds the deviation, and
 zero elsewhere. Projections with a bias have such features. Rotary embeddings turn a bias from
 position to position, and only their slow features keep it.
 
-A soft cap or a score function has a derivative in front of ds, and its rows sum to nothing known:
-c is not used there, nor for inputs of 32 and 64 bits.
+A soft cap or a score function multiplies ds by a derivative, after which r_i is not known: these
+calls do not use c. Nor do inputs of 32 and 64 bits, whose rounding is small.
 """
 
 import dataclasses
@@ -23,8 +24,11 @@ import jax.numpy as jnp
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum
 
+# The largest score beside which float32 has room for a shift: its last digit is then 2^-10.
+MAX_SHIFTED = 2.0**13
+
 # Keys of a head that are looked at, evenly spaced; up to twice as many if there are few.
-SAMPLE = 128
+SAMPLE = 64
 
 
 def of(problem: Problem):
@@ -34,6 +38,26 @@ def of(problem: Problem):
         return p.key_center
     visible = p.visible_keys(sample_positions(p.kv_len)) if p.mask else None
     return center(moments(p, visible), p.dtype)
+
+
+def for_shift(problem: Problem, log_sum: LogSum):
+    """Return c for `shifted`: that of `of`, or zeros for heads with scores too large for it."""
+    c = of(problem)
+    return c if problem.partial_rows else where_small(c, problem, log_sum)
+
+
+def where_small(c, problem: Problem, log_sum: LogSum):
+    """Return c, with zeros for heads that have scores too large to be shifted.
+
+    A bias of -1e9 leaves float32 no room for q . c beside it. In a row of such scores alone k - c
+    would give other weights than the forward had.
+    """
+    m, l_log2 = log_sum
+    if c is None or m is None:
+        return c
+    m = jnp.where(jnp.isfinite(l_log2), jnp.abs(m), 0)
+    largest = m.reshape(problem.batch, problem.num_kv_heads, -1).max(2)
+    return jnp.where(largest[..., None] < MAX_SHIFTED, c, 0.0)
 
 
 def applies(problem: Problem) -> bool:
@@ -54,22 +78,22 @@ def sample_positions(kv_len: int):
 
 
 def moments(problem: Problem, visible):
-    """Return the number, the sum and the sum of squares of visible, finite keys: [3, B, K, H].
+    """Return the number, the sum and the sum of squares of visible keys: three of [B, K, H].
 
     Args:
         problem: the call.
         visible: bool [1 or B, 1 or K, sample], whether any query sees the key; None is all.
     """
     x = problem.key[:, sample(problem.kv_len)].astype(jnp.float32)
-    counts = jnp.isfinite(x)
+    n = jnp.full((1, 1, 1), x.shape[1], jnp.float32)
     if visible is not None:
-        counts &= jnp.swapaxes(visible, 1, 2)[..., None]
-    x = jnp.where(counts, x, 0.0)
-    return jnp.stack([counts.sum(1, dtype=jnp.float32), x.sum(1), (x * x).sum(1)])
+        visible = jnp.swapaxes(visible, 1, 2)[..., None]
+        n, x = visible.sum(1, dtype=jnp.float32), jnp.where(visible, x, 0.0)
+    return n, x.sum(1), (x * x).sum(1)
 
 
 def center(moments, dtype):
-    """Return c, float32 [B, K, H], for `moments` of keys of a dtype."""
+    """Return c, float32 [B, K, H], for `moments` of keys of a dtype; 0 for NaN and infinity."""
     n, total, squares = moments
     mean = total / jnp.maximum(n, 1)
     variance = jnp.maximum(squares - total * mean, 0) / jnp.maximum(n - 1, 1)
@@ -89,9 +113,8 @@ def shifted(problem: Problem, log_sum: LogSum, c) -> tuple[Problem, LogSum]:
         return problem, log_sum
     p, (m, l_log2) = problem, log_sum
     shift = p.scale.astype(jnp.float32) * products(p, c)
-    shift = jnp.pad(shift, ((0, 0), (0, 0), (0, l_log2.shape[2] - p.q_len)))
     shift = jnp.where(jnp.isfinite(l_log2), shift, 0.0)
-    shifted = LogSum(None, l_log2 - LOG2E * shift) if m is None else LogSum(m - shift[:, :, : p.q_len], l_log2)
+    shifted = LogSum(None, l_log2 - LOG2E * shift) if m is None else LogSum(m - shift, l_log2)
     return dataclasses.replace(p, key=centered(p.key, c[:, None])), shifted
 
 
@@ -130,16 +153,16 @@ def known_part(problem: Problem, c, r):
 
 
 def whole_sums(problem: Problem, c, log_sum: LogSum, delta, dlse, dq, dscale):
-    """Return dq and the gradient of the scale, by rows, for those from `shifted` problems.
+    """Return dq and the gradient of the scale, for those of centered keys.
 
     Args:
-        problem: the call, not shifted.
+        problem: the call, with its own keys.
         c: as `of` returned it.
         log_sum: as in `row_sums`, likewise `delta` and `dlse`.
         delta: [B, N, T].
         dlse: [B, N, T] or None.
         dq: [B, T, N, H].
-        dscale: float32 [B, N, T] or None.
+        dscale: a float32 number or None.
     """
     r = None if c is None else row_sums(problem, log_sum, delta, dlse)
     if r is None:
@@ -148,5 +171,5 @@ def whole_sums(problem: Problem, c, log_sum: LogSum, delta, dlse, dq, dscale):
     dq = (dq.astype(jnp.float32) + known).astype(dq.dtype)
     if dscale is not None:
         # A query of a row that sees nothing may be NaN.
-        dscale = dscale + jnp.where(r == 0, 0.0, r * products(problem, c))
+        dscale = dscale + jnp.where(r == 0, 0.0, r * products(problem, c)).sum()
     return dq, dscale

@@ -510,7 +510,7 @@ class Mask:
             return None
         if all(leaf.intervals for leaf in self.leaves):
             some = _not_empty(ranges(Tiling(q_len, 1), Tiling(kv_len, 1)))
-            return some if some is None or positions is None else some[:, :, positions]
+            return some if some is None or positions is None else jnp.asarray(some)[:, :, positions]
         return self._by_pairs(shape, others, positions)
 
     def _by_pairs(self, shape, others: int, positions=None):

@@ -6,6 +6,7 @@ unless the name says so.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import ScoreFn, visible
 
-from pallas_flash import BlockMask, Predicate, PrefixLM
+from pallas_flash import BlockMask, Predicate, PrefixLM, _validate, attention
 
 Random = np.random.Generator
 
@@ -43,6 +44,8 @@ class Case:
     options: Callable[[Random, "Case"], dict[str, Any]] = _none
     # What all scores have beside what is drawn, by a feature that all queries and all keys share.
     level: float = 0.0
+    # What two features of all keys have in common; queries are small there, so that scores are not.
+    key_bias: float = 0.0
 
     def problem(self, dtype="float32", seed: int = 0):
         """(q, k, v), (do, dlse) and the keyword arguments."""
@@ -56,6 +59,9 @@ class Case:
             shared = _array(c.level * c.H**0.5 / 4, "bfloat16").astype(dtype)
             # The last one: a chain of float32 additions is rounded to its size once.
             q, k = q.at[..., -1].set(4), k.at[..., -1].set(shared)
+        if c.key_bias:
+            q = q.at[..., :2].multiply(1 / c.key_bias)
+            k = k.at[..., :2].add(c.key_bias)
         dlse = _array(random.standard_normal((c.B, c.T, c.N)), "float32")
         return (q, k, v), (normal(c.B, c.T, c.N, c.V), dlse), c.options(random, c)
 
@@ -411,6 +417,15 @@ def parametrize(*, names=None, more=(), others_extended=False, table=CASES):
     values = [c for c in table if c in chosen or c.name in more or others_extended]
     ids = [c.name.replace(" ", "-") for c in values]
     return pytest.mark.parametrize("case", default(chosen, values), ids=ids)
+
+
+def checked(qkv, options):
+    """The call as the implementations get it."""
+    names = list(inspect.signature(_validate.validate).parameters)[3:]
+    defaults = inspect.signature(attention).parameters
+    return _validate.validate(
+        *qkv, **{name: options.get(name, defaults[name].default) for name in names}
+    )
 
 
 def poison(case: Case, qkv, cotangents, options):

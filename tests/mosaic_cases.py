@@ -5,7 +5,6 @@ test_mosaic_emulator.py.
 """
 
 import dataclasses
-import inspect
 
 import cases
 import jax
@@ -13,10 +12,10 @@ import mosaic_emulator as emulator
 import numpy as np
 import oracle
 import pytest
+from cases import checked
 from test_accuracy import judge
 
-import pallas_flash
-from pallas_flash import _compat, _validate
+from pallas_flash import _compat
 from pallas_flash._vjp import _public_lse
 
 # JAX 0.10.2 has not the operations that the kernels use, and who imports this is skipped there: on
@@ -27,15 +26,6 @@ if not _compat.has_mosaic_gpu():
 from pallas_flash import _mosaic
 
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
-
-
-def checked(qkv, options):
-    """The call as the implementations get it."""
-    names = list(inspect.signature(_validate.validate).parameters)[3:]
-    defaults = inspect.signature(pallas_flash.attention).parameters
-    return _validate.validate(
-        *qkv, **{name: options.get(name, defaults[name].default) for name in names}
-    )
 
 
 def emulated(problem, in_order=False, sizes=_mosaic.TABLE, **others):

@@ -341,7 +341,7 @@ def wait_smem_to_gmem(n, wait_read_only=False):
         here.stores.pop(0)()
 
 
-def load(ref, layout=None):
+def load(ref, layout=None, optimized=True):
     value = ref.read()
     # Numbers without a sign wrap around in JAX, and NumPy warns of it.
     return jnp.asarray(value)[()] if value.ndim or value.dtype.kind == "u" else value[()]

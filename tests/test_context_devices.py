@@ -137,7 +137,12 @@ def check(case, dtype, method, axes, kind, implementation, **rule):
     """Output, LSE and gradients, by the rule of test_accuracy.py; twice the same bits."""
     from test_accuracy import judge
 
-    problem = case.problem(dtype)
+    results = computed(case.problem(dtype), method, axes, kind, implementation)
+    judge(case, dtype, results, **rule)
+
+
+def computed(problem, method, axes, kind, implementation):
+    """The results of a problem, which two runs give bit by bit."""
     qkv, cotangents, options = problem
     mesh, rows = make_mesh(axes, kind), rows_spec(axes)
     options = jax.tree.map(
@@ -156,7 +161,7 @@ def check(case, dtype, method, axes, kind, implementation, **rule):
         results, again = ([np.asarray(x) for x in compiled(*placed, **operands)] for _ in "12")
     for x, y in zip(results, again, strict=True):
         np.testing.assert_array_equal(x, y)
-    judge(case, dtype, results, **rule)
+    return results
 
 
 def check_random(first, count, mesh, kind):
@@ -207,6 +212,18 @@ def check_named(names, method, mesh, kind, implementation):
         check_case(name, method, MESHES[mesh], kind, implementation)
     if "xla" in _vjp.EXPORTED:
         assert _vjp._exported.cache_info().hits
+
+
+def check_key_bias(kind):
+    """dq of keys with a common part; lengths leave devices without a visible key."""
+    from test_key_bias import BIAS, assert_as_dense
+
+    axes = MESHES["1 x 8"]
+    for name in ("causal", "lengths", "sinks", "mask of keys"):
+        case = dataclasses.replace(sized(name), key_bias=BIAS)
+        problem = case.problem("bfloat16")
+        for method in choice.METHODS:
+            assert_as_dense(computed(problem, method, axes, kind, "xla")[2], problem)
 
 
 def collectives(text: str) -> collections.Counter:
@@ -641,6 +658,7 @@ KINDS_OF = {
     "second_derivatives": tuple(KINDS),
     "memory": ("auto",),
     "layers_in_a_shard_map": ("manual",),
+    "key_bias": ("auto", "manual"),
 }
 OTHERS = [
     (name, kind)
@@ -648,7 +666,7 @@ OTHERS = [
     if name not in ("named", "case", "random", "pairs")
     for kind in KINDS_OF.get(name, ("auto", "explicit"))
 ]
-FIRST_OTHERS = [("collectives", "auto"), ("bad_input", "auto")]
+FIRST_OTHERS = [("collectives", "auto"), ("bad_input", "auto"), ("key_bias", "auto")]
 
 
 @pytest.mark.extended

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_flash import _key_center
 from pallas_flash._context.parts import (
     Device,
     Part,
@@ -123,8 +124,11 @@ def forward(run, problem: Problem, along: Along):
 
 def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, wanted):
     """A device's share of the gradients."""
-    sinks, dtype = problem.sinks, problem.accumulator_dtype
+    whole, dtype = problem, problem.accumulator_dtype
     problem = _without_sinks(problem, along)
+    # A row of scores has its keys in several parts, which are less one vector.
+    center = _key_center.where_small(_key_center_of_all(problem, along), problem, log_sum)
+    problem = dataclasses.replace(problem, key_center=center, partial_rows=True)
     ring = Ring(problem, along)
     query, bias = problem.query, problem.bias
 
@@ -162,16 +166,17 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
         arrived = ring.home(step, (dk, dv))
         dk, dv = (x + y.astype(dtype) for x, y in zip(home, arrived, strict=True))
         sums = Gradients(dq, dk, dv, dscale, dbias)
-    dsinks = None
-    if wanted.sinks:
-        delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
-        delta = delta if dlse is None else delta - dlse
-        dsinks = sinks_gradient(sinks, log_sum, jnp.moveaxis(delta, 1, 2))
+    delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
+    delta = jnp.moveaxis(delta if dlse is None else delta - dlse, 1, 2)
+    dlse = None if dlse is None else jnp.moveaxis(dlse, 1, 2)
+    dsinks = sinks_gradient(whole.sinks, log_sum, delta) if wanted.sinks else None
+    sums_of_rows = sums.query, sums.scale
+    dq, dscale = _key_center.whole_sums(whole, center, log_sum, delta, dlse, *sums_of_rows)
     return Gradients(
-        sums.query.astype(problem.dtype),
+        dq.astype(problem.dtype),
         sums.key.astype(problem.dtype),
         sums.value.astype(problem.dtype),
-        sums.scale,
+        dscale,
         sums.bias.astype(bias.dtype) if wanted.bias else None,
         dsinks,
     )
@@ -337,6 +342,30 @@ def calls_in_order(problem: Problem) -> list[Problem]:
 def _instead(problem: Problem, band: PositionBand, *leaves) -> Mask:
     """The mask with leaves in place of one."""
     return Mask((*leaves, *(x for x in problem.mask.leaves if x is not band)))
+
+
+def _key_center_of_all(problem: Problem, along: Along):
+    """Return the center of all devices' keys, see `_key_center`; None if it is not used."""
+    p = problem
+    if not _key_center.applies(p):
+        return None
+    here, visible = device(along), None
+    if p.mask and not (p.mask.reflexive and p.q_len == p.kv_len):
+        # Any device's queries may see them.
+        blocks = p.kv_len * jnp.arange(here.number, dtype=jnp.int32)[:, None]
+        positions = (blocks + _key_center.sample_positions(p.kv_len)).reshape(-1)
+        first, kv_len = here.index * p.q_len, here.number * p.kv_len
+        sides = Side(first, p.q_len, 0), Side(0, kv_len, 0)
+        rest = dataclasses.replace(p, key=None, value=None)
+        part = part_of(rest, Part(*sides, for_each_example(p, first)))
+        keys = jax.ShapeDtypeStruct((p.batch, kv_len, *p.key.shape[2:]), p.dtype)
+        visible = dataclasses.replace(part, key=keys).visible_keys(positions)
+    if visible is not None:
+        visible = lax.psum(visible.astype(jnp.int32), along.names) > 0
+        visible = visible.reshape(*visible.shape[:2], here.number, -1)
+        visible = lax.dynamic_index_in_dim(visible, here.index, axis=2, keepdims=False)
+    moments = lax.psum(_key_center.moments(p, visible), along.names)
+    return _key_center.center(moments, p.dtype)
 
 
 def _without_sinks(problem: Problem, along: Along) -> Problem:

@@ -5,7 +5,6 @@ work by kind: one loads, the others compute. Pallas calls this way of writing ke
 """
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 
@@ -61,67 +60,57 @@ def backward(
     in_order = in_order or sizes.backward is None
     # The pass for the bias streams examples, and takes no ends of theirs.
     seen = None if want_bias else _seen(p)
-    delta, l_log2, *zeros = _delta(
-        *(o, do, log_sum.l_log2),
+    center = _key_center.for_shift(p, log_sum)
+    delta, centered_log_sum, *zeros = _delta(
+        *(p, o, do, log_sum),
         head_dim=0 if in_order else head_dim,
         # For the gradient of the scale all sums of dq are read.
         seen=None if seen is None or want_scale else seen[0],
+        center=center,
     )
     if dlse is not None:
         dlse = jnp.moveaxis(dlse, 2, 1)
-        dlse = jnp.pad(dlse, ((0, 0), (0, 0), (0, delta.shape[2] - p.q_len)))
-        # That of a query that sees nothing may be NaN.
-        delta = jnp.where(l_log2 == jnp.inf, 0, delta - dlse)
-    sinks = sinks_gradient(p.sinks, log_sum, delta[:, :, : p.q_len]) if want_sinks else None
-    log_sum = log_sum._replace(l_log2=l_log2)
+        padded = jnp.pad(dlse, ((0, 0), (0, 0), (0, delta.shape[2] - p.q_len)))
+        # `dlse` of a query that sees nothing may be NaN.
+        delta = jnp.where(centered_log_sum.l_log2 == jnp.inf, 0, delta - padded)
+    delta_of_rows = delta[:, :, : p.q_len]
+    sinks = sinks_gradient(p.sinks, log_sum, delta_of_rows) if want_sinks else None
 
-    center = _key_center.of(p)
-    of_rows = LogSum(log_sum.m, l_log2[:, :, : p.q_len]), *map(_cut(p.q_len), (delta, dlse))
     q, k, v, do = _clean(p, do) if seen is None else (p.query, p.key, p.value, do)
     cleaned = dataclasses.replace(p, query=q, key=k, value=v)
-    rows = cleaned, do, log_sum, delta
-    # Whose sums of dq have registers beside them centers keys in shared memory.
-    shifted = functools.partial(_shifted, *rows, center)
+    centered, center_of_kernel = cleaned, center
+    if in_order and center is not None:
+        # Where keys are streamed, no program could center them once.
+        centered = dataclasses.replace(cleaned, key=_key_center.centered(k, center[:, None]))
+        center_of_kernel = None
     tile, found = sizes.tile("dkv" if in_order else "backward"), {}
     for sums in tiles.launches(head_dim, value_dim, in_order):
-        inside = sums == ("dq", "dk", "dv")
         found |= _backward(
-            *(shifted() if "dq" in sums and not inside else rows),
-            *(tiles.of_launch(tile, sums), sums, seen),
+            *(centered, do, centered_log_sum, delta, tiles.of_launch(tile, sums), sums, seen),
             zeros=zeros[0] if "dq" in sums else None,
-            center=center if inside else None,
+            center=center_of_kernel,
             want_scale=want_scale,
             in_order=in_order,
         )
     if in_order:
-        dq, dscale = _dq(*shifted(), sizes.tile("dq"), seen, want_scale=want_scale)
-        dq, dscale = _key_center.whole_sums(cleaned, center, *of_rows, dq, dscale)
-    elif want_scale:
-        dq = rescaled(p.dropout, found["dq"])
-        r = None if center is None else _key_center.row_sums(p, *of_rows)
-        dq = dq if r is None else dq + _key_center.known_part(p, center, r)
-        dscale = _cleaned(q, p.mask.seeing_queries(_shape(p))).astype(jnp.float32) * dq
-        dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
+        rows = do, centered_log_sum, delta
+        dq, dscale = _dq(centered, *rows, sizes.tile("dq"), seen, want_scale=want_scale)
+        dscale = None if dscale is None else dscale.sum()
     else:
-        dq, _ = _key_center.whole_sums(p, center, *of_rows, found["dq"], None)
-    return Gradients(
-        dq,
-        found["dk"],
-        found["dv"],
-        scale=None if dscale is None else dscale.sum(),
-        bias=_dbias(*rows, tiles.dbias_tile(p)) if want_bias else None,
-        sinks=sinks,
-    )
-
-
-def _shifted(problem: Problem, do, log_sum: LogSum, delta, center):
-    """The arguments of a kernel with centered keys."""
-    problem, log_sum = _key_center.shifted(problem, log_sum, center)
-    return problem, do, log_sum, delta
-
-
-def _cut(length: int):
-    return lambda x: None if x is None else x[:, :, :length]
+        dq = found["dq"]
+        if want_scale:
+            # These sums are float32, and have not their factor yet.
+            dq = rescaled(p.dropout, dq)
+            seeing = p.mask.seeing_queries(_shape(p))
+            dscale = (_cleaned(q, seeing).astype(jnp.float32) * dq).sum()
+            dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
+    dbias = None
+    if want_bias:
+        l_log2 = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2)
+        rows = do, log_sum._replace(l_log2=l_log2), delta
+        dbias = _dbias(cleaned, *rows, tiles.dbias_tile(p))
+    dq, dscale = _key_center.whole_sums(p, center, log_sum, delta_of_rows, dlse, dq, dscale)
+    return Gradients(dq, found["dk"], found["dv"], dscale, dbias, sinks)
 
 
 def _seen(p: Problem):

@@ -18,6 +18,9 @@ dq, over all 128 keys. They meet for that in each step, and what one waits for b
 bias and mask arrays come by tiles, as queries do, where there is room (`pairs`). With grouped heads
 a program runs over the query heads that share its key/value head, or a share of them.
 
+Keys are centered first, see `_key_center`: where the center c of a head is not zero, each warpgroup
+subtracts it from its 64 keys in shared memory, once, and the LSE is that of the scores of k - c.
+
 The registers of a program hold 128 x 256 sums and what a step needs. So where H + V is larger there
 are two launches of this kernel, one for dv and one for dk with dq, with six products. The same
 kernel without dq is one of the passes whose sums have an order; see `backward_dq`.
@@ -26,6 +29,7 @@ kernel without dq is one of the passes whose sums have an order; see `backward_d
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +53,10 @@ WARPGROUPS, ROWS = 2, 64
 REGISTERS = 240, 24
 # The barriers at which the computing warpgroups meet: for ds_t, and when the loop is over.
 AT_DS, AT_END = 5, 6
+# And when keys have been centered.
+AT_CENTER = 7
+# The names of c and of whether it is not zero.
+CENTER = "center", "is_centered"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +68,13 @@ class Static(shared.Static):
             than these, into how many all of their queries are.
         adds: whether the shares of dk and dv are added in device memory, in no order.
         sums: what it computes of "dq", "dk" and "dv"; dq with dk alone.
+        centers: whether keys have a center, which may be zero.
     """
 
     shares: int
     adds: bool
     sums: tuple[str, ...]
+    centers: bool
 
     @property
     def num_q_heads(self) -> int:
@@ -151,7 +161,22 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
         copy = static.copies(refs, memory, b, "kv")
         for name in static.stay:
             copy(name, kv_head, first_key, m[f"{name}_sm"].at[:, mine], m["kv_full"])
+    is_centered = plgpu.load(refs["is_centered"].at[b, kv_head]) != 0 if static.centers else False
     plgpu.barrier_wait(m["kv_full"])
+
+    def center_keys():
+        center = refs["center"].at[b, kv_head]
+        center = plgpu.load(center, layout=ptx.COLUMN, optimized=False)
+        # `anew`, or the loop computes its addresses in another way, with 22 instructions more.
+        my_k = k_sm.at[:, pl.ds(ptx.anew(warpgroup) * ROWS, ROWS)]
+        k = ptx.load_strips(my_k).astype(jnp.float32)
+        ptx.put_strips((k - common.along_columns(center, k.shape)).astype(dtype), my_k)
+        # Products of both warpgroups read these keys, and not by the threads that stored them.
+
+    if static.centers:
+        pl.when(is_centered)(center_keys)
+        ptx.fence()
+        ptx.meet(AT_CENTER, 128 * WARPGROUPS)
 
     def tile_of(j, where):
         head, first_query = where
@@ -389,7 +414,7 @@ def store_zeros(refs, b, kv_head, kv_tile, static: Static):
 
 def pallas_flash_backward(*refs, static: Static, **memory):
     """One tile of one key/value head."""
-    refs = static.refs(static.sums, refs)
+    refs = static.refs((*(CENTER if static.centers else ()), *static.sums), refs)
     head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
     b, share = static.program(head, outer)
 
@@ -432,6 +457,7 @@ def backward(
     seen=None,
     *,
     zeros=None,
+    center: Any = None,
     want_scale: bool,
     in_order: bool,
 ) -> dict:
@@ -440,12 +466,13 @@ def backward(
     Args:
         problem: the call.
         do: [B, T, N, V].
-        log_sum: of float32 [B, N, T].
+        log_sum: of float32 [B, N, T], for keys less `center`.
         delta: likewise.
         tile: block sizes.
         sums: names in this order; dq, whose sum has no order, with dk alone.
         seen: see `shared.rows`.
         zeros: for the sums of dq, see `backward_delta`; where nothing is seen, anything.
+        center: float32 [B, K, H], subtracted from keys; None if it is zero.
         want_scale: whether dq is to be in float32 and without its factor.
         in_order: whether dk and dv are to be sums that have an order.
     """
@@ -474,6 +501,7 @@ def backward(
     def run(arrays, *rows):
         dq_sums, rows = (rows[:1], rows[1:]) if "dq" in sums else ((), rows)
         query, key, value, *_ = rows
+        last = dict(zip(last_rows, rows[len(rows) - len(last_rows) :], strict=True))
         copies = shared.count_copies(rows, tiles_of_rows)
         scale, extras = arrays
         table = work.table(
@@ -490,6 +518,7 @@ def backward(
             shares=shares,
             adds=adds,
             sums=sums,
+            centers=center is not None,
             ends=seen is not None,
             streams=streams,
         )
@@ -554,7 +583,7 @@ def backward(
                 (len(query), lengths[name], groups[0], widths[name]),
                 p.dtype,
                 batch=p.batch,
-                seen=None if seen is None else rows[-2 if name == "dq" else -1],
+                seen=last.get("seen_q" if name == "dq" else "seen_kv"),
             )
         return tuple(results.values())
 
@@ -563,6 +592,11 @@ def backward(
     # Of q and do: a warpgroup's half of the keys is no one piece of memory.
     query, key, value, do, *others = rows
     query, do = shared.in_strips(query, head_dim), shared.in_strips(do, value_dim)
+    last_rows = ["seen_q", "seen_kv"] if seen is not None else []
+    if center is not None:
+        last_rows += CENTER
+        center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
+        others += [center, (center != 0).any(axis=2).astype(jnp.int32)]
     rows = (*([zeros] if "dq" in sums else []), query, key, value, do, *others)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     return dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))

@@ -34,8 +34,8 @@ def backward(
     interpret: bool,
 ) -> Gradients:
     """Gradients for the cotangents do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
-    sums_of_rows = delta(problem, o, do, dlse, interpret=interpret)
-    rows = do, log_sum, sums_of_rows
+    delta_of_rows = delta(problem, o, do, dlse, interpret=interpret)
+    rows = do, log_sum, delta_of_rows
     if tiles.dkv is not None:
         dk, dv = backward_dkv.dkv(
             problem, *rows, tiles.tile("dkv"), backward_dkv.pallas_flash_dkv, interpret=interpret
@@ -47,20 +47,21 @@ def backward(
         [dv] = backward_dkv.dkv(
             problem, *rows, tiles.tile("dv"), backward_dkv.pallas_flash_dv, interpret=interpret
         )
-    center = _key_center.of(problem)
-    shifted, shifted_lse = _key_center.shifted(problem, log_sum, center)
+    center = _key_center.for_shift(problem, log_sum)
+    shifted, shifted_log_sum = _key_center.shifted(problem, log_sum, center)
     dq, dscale = backward_dq.dq(
-        *(shifted, do, shifted_lse, sums_of_rows, tiles.tile("dq")),
+        *(shifted, do, shifted_log_sum, delta_of_rows, tiles.tile("dq")),
         want_scale=want_scale,
         interpret=interpret,
     )
     dlse = None if dlse is None else jnp.moveaxis(dlse, 1, 2)
-    dq, dscale = _key_center.whole_sums(problem, center, log_sum, sums_of_rows, dlse, dq, dscale)
+    dscale = None if dscale is None else dscale.sum()
+    dq, dscale = _key_center.whole_sums(problem, center, *rows[1:], dlse, dq, dscale)
     return Gradients(
         dq,
         dk,
         dv,
-        scale=None if dscale is None else dscale.sum(),
+        scale=dscale,
         bias=dbias(problem, *rows, tiles.tile("dq"), interpret=interpret) if want_bias else None,
         sinks=sinks_gradient(problem.sinks, *rows[1:]) if want_sinks else None,
     )

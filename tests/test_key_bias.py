@@ -1,0 +1,136 @@
+"""Gradients of queries in 16 bits where keys have a common part, as from a projection with a bias.
+
+The rule is that of test_accuracy, without its allowance for a delta from the rounded output: the
+error is at most twice that of dense attention, which subtracts a sum that it computes itself.
+"""
+
+import dataclasses
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import checked
+from test_accuracy import SMALL, program
+
+from pallas_flash import _key_center
+
+BIAS = 50.0
+
+
+def biased(name: str, **changes):
+    return dataclasses.replace(cases.BY_NAME[name], key_bias=BIAS, **changes)
+
+
+# What has known sums of ds: zero, or those of a cotangent of the LSE and of sinks.
+CASES = [
+    biased("full"),
+    biased("causal"),
+    biased("causal, first queries see nothing"),
+    biased("window, causal"),
+    biased("documents, causal, long"),
+    biased("lengths of zero"),
+    biased("mask of keys"),
+    biased("predicate"),
+    biased("bias of all examples"),
+    biased("slopes, offset for each example"),
+    biased("sinks"),
+    biased("dropout"),
+    biased("scale"),
+]
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda x: x.name.replace(" ", "-"))
+
+
+def relative_error(dq, truth):
+    exact = truth.values["dq"]
+    return np.linalg.norm(np.asarray(dq, np.float64) - exact) / np.linalg.norm(exact)
+
+
+def assert_as_dense(dq, problem, factor=2.0):
+    """Asserts the rule for the gradient of the queries of a problem."""
+    qkv, cotangents, options = problem
+    truth = oracle.solve(*qkv, *cotangents, **options)
+    operands, rest = oracle.split(options)
+    dense = oracle.compiled(
+        lambda *args, **operands: oracle.differentiate(
+            lambda *a, **o: oracle.dense(*a, **o, **rest), *args, **operands
+        )
+    )(*qkv, *cotangents, **operands)[2]
+    ours, theirs = relative_error(dq, truth), relative_error(dense, truth)
+    assert ours <= factor * theirs, f"{ours:.2e} > {factor} * {theirs:.2e}"
+
+
+@by_case
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_dq_as_accurate_as_dense(case, dtype, implementation):
+    problem = case.problem(dtype)
+    qkv, cotangents, options = problem
+    operands, rest = oracle.split(options)
+    extra = {"tile_sizes": SMALL} if implementation == "interpret" else {}
+    dq = program(implementation, rest, **extra)(*qkv, *cotangents, **operands)[2]
+    assert_as_dense(dq, problem)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize(
+    "name", ["lengths of zero", "causal, first queries see nothing", "mask of keys"]
+)
+def test_nothing_shows_of_what_no_query_sees(name, implementation):
+    """Neither NaN nor a large finite number; the center is that of visible keys."""
+    case = biased(name)
+    qkv, cotangents, options = case.problem("bfloat16")
+    operands, rest = oracle.split(options)
+    run = program(implementation, rest)
+    want = run(*qkv, *cotangents, **operands)
+    poisoned = cases.poison(case, qkv, cotangents, options)
+    assert np.isnan(np.asarray(poisoned[0][1], np.float32)).any()
+    finite = jax.tree.map(lambda x: jnp.nan_to_num(x, nan=1e30), poisoned)
+    for (q, k, v), others in (poisoned, finite):
+        for name, x, y in zip(oracle.NAMES, want, run(q, k, v, *others, **operands), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=name)
+
+
+def test_rows_of_large_scores_alone():
+    """Where a bias hides all keys of a row alike, they have equal weights."""
+    case = biased("full")
+    qkv, cotangents, _ = case.problem("bfloat16")
+    bias = jnp.zeros((1, 1, case.T, case.S)).at[:, :, :5].set(-1e9)
+    dq = program("interpret", {}, tile_sizes=SMALL)(*qkv, *cotangents, bias=bias)[2]
+    truth = oracle.solve(*qkv, *cotangents, bias=bias, rounded=np.float32)
+    size = np.abs(truth.values["dq"]).max()
+    assert np.abs(np.asarray(dq, np.float64) - truth.values["dq"]).max() < 0.05 * size
+
+
+def center_of(case, dtype="bfloat16", **options):
+    qkv, _, drawn = case.problem(dtype)
+    return _key_center.of(checked(qkv, drawn | options))
+
+
+def test_center_is_the_mean_of_features_with_a_bias():
+    center = np.asarray(center_of(biased("full", S=400)))
+    assert np.abs(center[..., :2] - BIAS).max() < 0.5
+    assert (center[..., 2:] == 0).mean() > 0.99
+
+
+def test_center_of_the_first_key_alone_is_zero():
+    """It is often larger than the others, which are many."""
+    case = cases.BY_NAME["full"]
+    (q, k, v), *_ = dataclasses.replace(case, S=400).problem("bfloat16")
+    call = checked((q, k.at[:, 0].set(1000), v), {})
+    assert (np.asarray(_key_center.of(call)) == 0).mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float32", {}),
+        ("bfloat16", dict(logits_soft_cap=2.0)),
+        ("bfloat16", dict(score_fn=lambda s, b, h, q, k: 2 * s)),
+    ],
+    ids=["float32", "soft-cap", "score-function"],
+)
+def test_no_center(dtype, options):
+    assert center_of(biased("full"), dtype, **options) is None

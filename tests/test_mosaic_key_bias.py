@@ -1,0 +1,60 @@
+"""The kernels for Hopper, emulated: gradients of queries where keys have a common part."""
+
+import dataclasses
+
+import cases
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from mosaic_cases import LONG_CAUSAL, checked, emulated, in_order, with_heads
+from test_key_bias import BIAS, assert_as_dense
+from test_mosaic import gradient_of_the_scale
+
+from pallas_flash import _key_center
+
+BIASED = dataclasses.replace(LONG_CAUSAL, key_bias=BIAS)
+
+
+def without_keys_for_some(random, case):
+    """A cotangent of the LSE is in every case; a sink and rows that see nothing, in this one."""
+    return cases._sinks(random, case) | dict(is_causal=True, query_offset=-20)
+
+
+LENGTHS = dict(
+    key_value_seq_lengths=jnp.array([400, 130], jnp.int32),
+    query_seq_lengths=jnp.array([300, 70], jnp.int32),
+)
+
+
+@in_order
+@pytest.mark.parametrize(
+    "case",
+    [
+        BIASED,
+        with_heads(BIASED, 128, T=150),  # Warpgroups share the columns of dq.
+        dataclasses.replace(BIASED, H=72, V=40, T=150),  # Columns that do not exist.
+        dataclasses.replace(BIASED, H=160, V=128, T=150, S=200),  # Two launches.
+        dataclasses.replace(BIASED, name="sinks", options=without_keys_for_some),
+        dataclasses.replace(BIASED, name="full", B=2, N=4, T=150, options=lambda *_: {}),
+        dataclasses.replace(BIASED, name="lengths", B=2, options=lambda *_: LENGTHS),
+        dataclasses.replace(BIASED, name="mask", T=150, options=cases._mask("BS")),
+        dataclasses.replace(BIASED, name="bias", T=150, options=cases._bias("NTS", "bfloat16")),
+        dataclasses.replace(BIASED, name="large", T=150, options=lambda *_: dict(scale=2.0)),
+    ],
+    ids=lambda x: f"{x.name}-{x.H}".replace(" ", "-"),
+)
+def test_dq_as_accurate_as_dense(case, in_order, kernel_case):
+    problem = case.problem("bfloat16")
+    assert np.asarray(_key_center.of(checked(problem[0], problem[2]))).any()
+    assert_as_dense(emulated(problem, in_order)[2], problem)
+
+
+@in_order
+def test_dscale(in_order, kernel_case):
+    """It is summed over queries times their gradients; a sink and dlse leave sums of ds."""
+    case = dataclasses.replace(BIASED, name="sinks", T=150, options=without_keys_for_some)
+    qkv, (do, dlse), options = case.problem("bfloat16")
+    truth = oracle.solve(*qkv, do, dlse, scale=0.7, **options)
+    got = gradient_of_the_scale((qkv, (do, dlse), options), in_order)
+    assert abs(got - truth.values["dscale"]) < 4 * 2**-8 * truth.terms["dscale"] / case.key_bias
