@@ -16,11 +16,13 @@ from flax_cases import (
     Q_LEN,
     normal,
     qkv,
+    rope_by_hand,
     self_attention,
     with_cache,
 )
 from strict import strictly
 
+from pallas_flash import PrefixLM
 from pallas_flash.flax import SelfAttention, apply_rope, attention_fn
 
 pytestmark = pytest.mark.usefixtures("ieee_products")
@@ -90,6 +92,39 @@ ERRORS = {
         lambda: attention_fn(Q, K, V, input_positions=POSITIONS),
         ValueError,
         "`input_positions` must be None without `rope`",
+    ),
+    "rope of a decoding step": (
+        lambda: attention_fn(Q[:, :1], K, V, rope=rope_by_hand),
+        ValueError,
+        r"`rope` must be None unless .*; got query.shape=\(2, 1, 4, 8\), key.shape=\(2, 7, 4, 8\)",
+    ),
+    "rope of a decoding step with positions": (
+        lambda: attention_fn(
+            Q[:, :1], K, V, rope=rope_by_hand, input_positions=jnp.full((2, 1), 6)
+        ),
+        ValueError,
+        "`rope` must be None unless there are as many queries as keys",
+    ),
+    "is_causal of one query without a mask": (
+        lambda: attention_fn(Q[:, :1], K, V, is_causal=True),
+        ValueError,
+        "`is_causal` must be False for one query of 7 keys.*; got True with mask NoneType None. "
+        "Drop it .* `query_offset`",
+    ),
+    "is_causal of one query with a mask for all keys": (
+        lambda: attention_fn(Q[:, :1], K, V, mask=jnp.ones((2, 1, 1, 1)), is_causal=True),
+        ValueError,
+        r"`is_causal` must be False .*; got True with mask an array of bool with shape \(2, 1, 1",
+    ),
+    "is_causal of one query with a mask object": (
+        lambda: attention_fn(Q[:, :1], K, V, mask=PrefixLM(jnp.ones(2, jnp.int32)), is_causal=True),
+        ValueError,
+        "`is_causal` must be False for one query of 7 keys.*; got True with mask PrefixLM",
+    ),
+    "is_causal as an array": (
+        lambda: attention_fn(Q, K, V, is_causal=jnp.array(True)),
+        TypeError,
+        "`is_causal` must be True or False; got an array of bool",
     ),
     "sequence_axis": (
         lambda: attention_fn(Q, K, V, sequence_axis="sequence"),

@@ -1,5 +1,6 @@
 """`attention_fn` inside the attention layers of nnx and linen."""
 
+import functools
 import math
 
 import cases
@@ -11,6 +12,7 @@ from flax import linen, nnx
 from flax_cases import (
     DROPOUT,
     FEATURES,
+    KV_LEN,
     NUM_HEADS,
     OURS,
     Q_LEN,
@@ -23,6 +25,7 @@ from flax_cases import (
     normal,
     output_and_gradients,
     qkv,
+    random_mask,
 )
 
 import pallas_flash.flax
@@ -178,31 +181,76 @@ def test_linen_sows_and_keeps_its_output():
     np.testing.assert_array_equal(got[0], ours.apply(variables, x))
 
 
-@pytest.mark.parametrize("num_kv_heads", cases.default([2], [2, NUM_HEADS]))
-def test_nnx_decoding_step_by_step(num_kv_heads):
+def every_token(step):
+    """The outputs of single tokens, one after the other."""
+    return jnp.concatenate([step(t) for t in range(Q_LEN)], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "is_causal"), cases.default([(2, True)], [(2, True), (NUM_HEADS, False)])
+)
+def test_nnx_decoding_step_by_step(num_kv_heads, is_causal):
     x = normal(1, (2, Q_LEN, FEATURES))
     ours, flaxs = nnx_layers(num_kv_heads=num_kv_heads)
     want = flaxs(x, mask=causal_mask(Q_LEN, Q_LEN)[None, None])
+    assert_close(ours(x, is_causal=True), want)
     ours.init_cache(x.shape)
-    step = nnx.jit(lambda layer, token: layer(token, decode=True))
-    got = jnp.concatenate([step(ours, x[:, t : t + 1]) for t in range(Q_LEN)], axis=1)
-    assert_close(got, want)
+    # Before 0.12.12, Flax passes on `is_causal` of a decoding call.
+    step = nnx.jit(lambda layer, token: layer(token, decode=True, is_causal=is_causal))
+    assert_close(every_token(lambda t: step(ours, x[:, t : t + 1])), want)
 
 
-def test_linen_decoding_step_by_step():
+@pytest.mark.parametrize("is_causal", cases.default([True], [True, False]))
+def test_linen_decoding_step_by_step(is_causal):
     x = normal(1, (2, Q_LEN, FEATURES))
     _, flaxs, params = linen_layers(x)
     want = flaxs.apply(params, x, mask=causal_mask(Q_LEN, Q_LEN))
     ours, _, variables = linen_layers(x, decode=True)
+    ours = ours.clone(attention_fn=functools.partial(OURS, is_causal=is_causal))
+    if is_causal:
+        assert_close(ours.clone(decode=False).apply(params, x), want)
     cache = variables["cache"]
 
     @jax.jit
-    def step(cache, token):
+    def apply(cache, token):
         return ours.apply({**params, "cache": cache}, token, mutable=["cache"])
 
-    got = []
-    for t in range(Q_LEN):
-        out, changed = step(cache, x[:, t : t + 1])
+    def step(t):
+        nonlocal cache
+        out, changed = apply(cache, x[:, t : t + 1])
         cache = changed["cache"]
-        got.append(out)
-    assert_close(jnp.concatenate(got, axis=1), want)
+        return out
+
+    assert_close(every_token(step), want)
+
+
+def test_decoding_step_joins_masks_of_the_call():
+    """Padding in front, as in a batch of prompts that end together; sown weights agree."""
+    x = normal(1, (2, Q_LEN, FEATURES))
+    padding = jnp.array([0, 2])
+    valid = (jnp.arange(Q_LEN) >= padding[:, None])[:, None, None, :]
+    ours, flaxs = nnx_layers()
+    want = flaxs(x, mask=valid & causal_mask(Q_LEN, Q_LEN))
+    ours.init_cache(x.shape)
+    forward = nnx.jit(
+        nnx.capture(
+            lambda layer, token: layer(
+                token, mask=valid, decode=True, is_causal=True, sow_weights=True
+            ),
+            nnx.Intermediate,
+        )
+    )
+    outputs = [forward(ours, x[:, t : t + 1]) for t in range(Q_LEN)]
+    got = jnp.concatenate([out for out, _ in outputs], axis=1)
+    real = jnp.arange(Q_LEN) >= padding[:, None]
+    assert_close(got[real], want[real])
+    (last,) = jax.tree.leaves(outputs[-1][1])
+    assert last.shape == (2, NUM_HEADS, 1, Q_LEN)
+    np.testing.assert_array_equal(last[:, 0, 0] > 0, real)
+
+
+def test_one_query_sees_its_mask_causal_or_not():
+    q, k, v = qkv()
+    mask = random_mask((2, 1, 1, KV_LEN), jnp.float32)
+    want = linen.dot_product_attention(q[:, :1], k, v, mask=mask)
+    assert_close(OURS(q[:, :1], k, v, mask=mask, is_causal=True), want)

@@ -12,7 +12,7 @@ from flax.typing import Dtype, PromoteDtypeFn
 from jaxtyping import Array, Float, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import ContextParallelism, Implementation, attention
-from pallas_flash._checks import share_to_drop
+from pallas_flash._checks import describe, flag, share_to_drop
 from pallas_flash._mask_objects import Call, fitted
 from pallas_flash._masks import Mask
 from pallas_flash.flax._arrays import (
@@ -54,15 +54,18 @@ def attention_fn(
     """`pallas_flash.attention` in the place of Flax's `dot_product_attention`.
 
     Give it as `attention_fn` to `nnx.MultiHeadAttention` or `linen.MultiHeadDotProductAttention`;
-    bind with `functools.partial` what those modules do not pass. It takes every keyword of Flax's
-    functions, linen's and nnx's, and honours it or raises. It differs from them in this:
+    bind with `functools.partial` what those modules do not pass. nnx (Flax 0.12.5 or newer) passes
+    `is_causal` in every call, so that a bound one has no effect there: call
+    `layer(x, is_causal=True)`. This function takes every keyword of Flax's functions, linen's and
+    nnx's, and honours it or raises. It differs from them in this:
 
     - a query that may see no key gives zeros and zero gradients, where Flax gives the mean of
       `value`;
     - the softmax is always computed in float32;
     - dropout has Flax's statistics and other random numbers: which probabilities it drops is a
       function of `dropout_rng` and of the place of each, see `pallas_flash.dropout_mask`;
-    - `key` and `value` may have fewer heads than `query` in linen too, not only in nnx.
+    - `key` and `value` may have fewer heads than `query` in linen too, not only in nnx;
+    - `is_causal` hides nothing from a decoding step, one query with the mask of a cache.
 
     Example:
         >>> import functools
@@ -99,10 +102,13 @@ def attention_fn(
             computed by Flax, before dropout, apart from the output and in memory quadratic in the
             length, so the output is the same with and without them; for a query that sees no key
             they are 1 / S.
-        is_causal: Whether query t sees only keys 0..t, also when T != S.
+        is_causal: Whether query t sees only keys 0..t, also when T != S. One query of several keys
+            (T = 1 < S) is a decoding step: the columns of its `mask` array show the keys so far,
+            and `is_causal` changes nothing; without such a mask it raises.
         promote_dtype: Called as `promote_dtype((query, key, value), dtype=dtype)`.
         rope: Turns `query` and `key` before all else, as in `nnx.dot_product_attention_with_rope`:
             an `nnx.RoPE`, or any function of an array [..., T, H] and, optionally, positions [T].
+            It needs T = S, and so does not serve the caches of Flax's modules.
         input_positions: Positions given to `rope`.
         force_fp32_for_softmax: Whether sown weights are float32; the softmax is so anyway.
         einsum_dot_general: Must be None.
@@ -122,7 +128,9 @@ def attention_fn(
         NotImplementedError: If an einsum is replaced, or weights are sown with `sequence_axis`.
         TypeError: If an argument is of the wrong kind or dtype.
         ValueError: If shapes do not fit, if `dropout_rate` is outside [0, 1), if dropout is active
-            without `dropout_rng`, or if `input_positions` come without `rope`.
+            without `dropout_rng`, if `input_positions` come without `rope`, if `rope` is given
+            other than as many queries as keys, or if `is_causal` holds for one query of several
+            keys without a mask array.
     """
     for name, einsum in (
         ("einsum_dot_general", einsum_dot_general),
@@ -150,6 +158,13 @@ def attention_fn(
         )
 
     if rope is not None:
+        if query.shape[-3:-2] != key.shape[-3:-2]:
+            raise ValueError(
+                "`rope` must be None unless there are as many queries as keys, because it counts "
+                f"the positions of both from 0; got query.shape={query.shape}, "
+                f"key.shape={key.shape}. Decode with `SelfAttention`, whose cache knows positions, "
+                "or turn both by `apply_rope` before the call."
+            )
         query, key = (_apply_module_rope(rope, x, input_positions) for x in (query, key))
     elif input_positions is not None:
         raise ValueError(
@@ -168,12 +183,15 @@ def attention_fn(
         )
     _, kv_len = place_in_sequence(sequence_axis, key.shape[-3])
     scores_shape = (*batch, query.shape[-2], query.shape[-3], kv_len)
+    mask = as_bool(mask)
+    _, q_len = place_in_sequence(sequence_axis, query.shape[-3])
+    is_causal = _causal_mask_applies(is_causal, mask, q_len, kv_len)
     out = attention(
         merge_batch(query, batch),
         merge_batch(key, batch),
         merge_batch(value, batch),
         bias=merge_scores("bias", bias, scores_shape),
-        mask=merge_scores("mask", as_bool(mask), scores_shape),
+        mask=merge_scores("mask", mask, scores_shape),
         is_causal=is_causal,
         dropout_rate=dropout_rate,
         dropout_key=dropout_rng,
@@ -185,11 +203,29 @@ def attention_fn(
         context_parallelism=context_parallelism,
     )
     if module is not None:
-        visible = _dense(as_bool(mask), scores_shape)
+        visible = _dense(mask, scores_shape)
         _sow_weights(
             module, query, key, bias, visible, is_causal, precision, force_fp32_for_softmax
         )
     return out.reshape(*batch, *out.shape[1:])
+
+
+def _causal_mask_applies(is_causal: bool, mask, q_len: int, kv_len: int) -> bool:
+    """Return `is_causal`, or False for a decoding step, whose mask shows the keys so far.
+
+    Flax's modules decode one token at a time and pass a mask [*batch, 1, 1, S] of the filled part
+    of the cache. Query 0 is not at position 0 there, where the causal mask would put it.
+    """
+    if not flag("is_causal", is_causal) or not q_len == 1 < kv_len:
+        return is_causal
+    if mask is None or is_object(mask) or mask.shape[-1:] != (kv_len,):
+        raise ValueError(
+            f"`is_causal` must be False for one query of {kv_len} keys, because its position among "
+            "them is unknown, unless a `mask` array has a column for each key; got True with "
+            f"mask {describe(mask)}. Drop it if the query sees all keys, or call "
+            "`pallas_flash.attention` with `query_offset`."
+        )
+    return False
 
 
 def _apply_module_rope(
