@@ -1,16 +1,17 @@
 """The public call: checks, the choice of an implementation, and the shape of what comes back."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_flash import _context, _partition, _reference, _select, _validate, _vjp
+from pallas_flash import _context, _partition, _peers, _reference, _select, _validate, _vjp
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._select import Explanation
@@ -19,8 +20,26 @@ from pallas_flash._tiling.sizes import FORWARD, KERNELS, OfCall, TileSizes
 
 Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
 ContextParallelism = Literal["ring", "gather", "heads"]
+_Function = TypeVar("_Function", bound=Callable)
 
 
+def _checks_keywords(function: _Function) -> _Function:
+    """Make `function` refuse unknown keywords in a sentence that says what is meant.
+
+    Its signature stays what users and type checkers see.
+    """
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if not kwargs.keys() <= known:
+            _peers.check_keywords(kwargs, known)
+        return function(*args, **kwargs)
+
+    return cast(_Function, call)
+
+
+@_checks_keywords
 def attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
@@ -202,6 +221,7 @@ def _problem(call: Mapping[str, Any]) -> Problem:
     return _validate.validate(**{name: call[name] for name in _OF_PROBLEM})
 
 
+@_checks_keywords
 def explain(
     query,
     key,

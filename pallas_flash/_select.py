@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import _compat, _hardware
+from pallas_flash import _compat, _hardware, _peers
 from pallas_flash._context import Choice
 from pallas_flash._faster import faster_by_mosaic
 from pallas_flash._operands import Unread
@@ -128,7 +128,7 @@ def select(problem: Problem, asked: str | None, tiles: OfCall = NO_TILES) -> Exp
     if asked is not None and not (isinstance(asked, str) and asked in IMPLEMENTATIONS):
         raise ValueError(
             f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r:.60}. "
-            "Use None for the fastest."
+            f"Use None for the fastest{_peers.hint(_peers.IMPLEMENTATIONS, asked)}."
         )
     limits, refused = _problem_limits(problem), not_on_gpu(problem)
     by, why_not = _by_tiles("forward", tiles)
@@ -409,7 +409,7 @@ _warned: set[str] = set()
 def warn_of_fallback(choice: Explanation, asked: str | None) -> None:
     """Says, once for each reason, that a call on an NVIDIA GPU is not served by the kernels.
 
-    To be called by what the user calls: the warning points to the line of the user.
+    To be called by `attention`, which has one wrapper: the warning points to the user's line.
     """
     if asked is not None or choice.implementation in ("mosaic", "triton") or not target().nvidia:
         return
@@ -418,7 +418,7 @@ def warn_of_fallback(choice: Explanation, asked: str | None) -> None:
         _warned.add(reason)
         warnings.warn(
             f'pallas_flash.attention falls back to the slower "{choice.implementation}": {reason}',
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_flash import _peers
 from pallas_flash._checks import (
     array,
     at_least,
@@ -190,7 +191,8 @@ def check_method(method) -> None:
     if method is not None and not (isinstance(method, str) and method in METHODS):
         raise ValueError(
             f"`context_parallelism` must be None or one of {METHODS}; got {describe(method)}. Use "
-            "None for the one that is estimated to be the fastest."
+            "None for the one that is estimated to be the fastest"
+            f"{_peers.hint(_peers.METHODS, method)}."
         )
 
 

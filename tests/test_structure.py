@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "_api": {
         "_context",
         "_partition",
+        "_peers",
         "_validate",
         "_select",
         "_tiling.cache",
@@ -77,10 +78,12 @@ MAY_IMPORT = {
         "_problem",
     },
     "_tiling.cache": {"_select", "_tiling.sizes", "_mask_objects", "_masks", "_problem", "_compat"},
+    "_peers": {"_checks"},
     "_validate": {
         "_checks",
         "_context",
         "_partition",
+        "_peers",
         "_mask_objects",
         "_masks",
         "_operands",
@@ -95,6 +98,7 @@ MAY_IMPORT = {
         "_faster",
         "_hardware",
         "_operands",
+        "_peers",
         "_problem",
         "_tiling.sizes",
     },

@@ -33,6 +33,18 @@ def not_served():
         ONE_OF,
         traced="implementation",
     )
+    for x, advice in {
+        "cudnn": "Use None for the fastest; cuDNN is `jax.nn.dot_product_attention(..., "
+        'implementation="cudnn")`.',
+        "xla_chunked": 'Use None for the fastest; tokamax\'s "xla_chunked" is "xla".',
+        "nothing": "Use None for the fastest.",
+    }.items():
+        yield Row(
+            f"implementation of another library {x!r}",
+            lambda x=x: {"implementation": x},
+            ValueError,
+            f"got {x!r}. {advice}",
+        )
     yield Row(
         "triton on a CPU",
         lambda: {"implementation": "triton"},
@@ -111,6 +123,18 @@ def bad_context():
             lambda x=x: {"context_parallelism": x},
             ValueError,
             "`context_parallelism` must be None or one of ('ring', 'gather', 'heads'); got ",
+        )
+    for x, advice in {
+        "ulysses": 'the fastest; Ulysses is "heads".',
+        "all_gather": 'the fastest; it is "gather".',
+        "p2p": 'the fastest; it is "ring".',
+        "nothing": "the fastest.",
+    }.items():
+        yield Row(
+            f"context parallelism of another library {x!r}",
+            lambda x=x: {"context_parallelism": x},
+            ValueError,
+            f"estimated to be {advice}",
         )
 
     def divided(heads: int, keys: P):
