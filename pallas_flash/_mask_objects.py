@@ -241,7 +241,8 @@ def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
         cu_seqlens: int32 [n + 1], where each of n documents begins, and where the last one ends:
             0, len_0, len_0 + len_1, ... May be traced.
         length: tokens in the row. Those past the last document have an id that no document has:
-            they see each other alone.
+            they see each other alone. If they may be NaN, pass `cu_seqlens[-1:]` as lengths, too:
+            a hidden key has probability 0, and 0 * NaN is NaN.
 
     Returns:
         int32 [length]: 0 in the first document, n past the last.
