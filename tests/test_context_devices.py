@@ -335,6 +335,7 @@ def check_layers(kind):
 def check_layers_in_a_shard_map(kind):
     """Positions go on from one device to the next, and masks have columns for all keys."""
     from flax import nnx
+    from flax_cases import rope_by_hand
 
     from pallas_flash.flax import SelfAttention, attention_fn
 
@@ -345,7 +346,11 @@ def check_layers_in_a_shard_map(kind):
     mask = jnp.asarray(random.random((LENGTH, LENGTH)) < 0.7)
 
     def layers(**options):
-        call = functools.partial(attention_fn, is_causal=True, **options)
+        def call(*args, **kwargs):
+            # nnx passes is_causal=False, which would replace a bound one.
+            kwargs |= {"is_causal": True, "rope": rope_by_hand} | options
+            return attention_fn(*args, **kwargs)
+
         yield nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=call)
         yield SelfAttention(32, 4, rngs=nnx.Rngs(0), **options)
 

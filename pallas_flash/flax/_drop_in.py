@@ -109,7 +109,8 @@ def attention_fn(
         rope: Turns `query` and `key` before all else, as in `nnx.dot_product_attention_with_rope`:
             an `nnx.RoPE`, or any function of an array [..., T, H] and, optionally, positions [T].
             It needs T = S, and so does not serve the caches of Flax's modules.
-        input_positions: Positions given to `rope`.
+        input_positions: Positions given to `rope`. None is 0, 1, 2, ..., and with `sequence_axis`
+            they go on from one device to the next.
         force_fp32_for_softmax: Whether sown weights are float32; the softmax is so anyway.
         einsum_dot_general: Must be None.
         qk_attn_weights_einsum: Must be None.
@@ -165,6 +166,10 @@ def attention_fn(
                 f"key.shape={key.shape}. Decode with `SelfAttention`, whose cache knows positions, "
                 "or turn both by `apply_rope` before the call."
             )
+        if sequence_axis is not None and input_positions is None:
+            # Positions go on from one device to the next.
+            first, _ = place_in_sequence(sequence_axis, query.shape[-3])
+            input_positions = first + jnp.arange(query.shape[-3], dtype=jnp.int32)
         query, key = (_apply_module_rope(rope, x, input_positions) for x in (query, key))
     elif input_positions is not None:
         raise ValueError(
