@@ -1,5 +1,7 @@
 """`SelfAttention` with a cache: token by token what the whole text gives."""
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,35 @@ def test_tokens_by_a_cache_are_those_of_the_whole_text(options):
     # A new one starts anew.
     layer.init_cache((2, 4, FEATURES))
     assert_close(layer(x[:, :4], decode=True), whole[:, :4])
+
+
+@pytest.mark.parametrize("options", cases.default(WITH_CACHE[1:2], WITH_CACHE[:4]), ids=str)
+def test_vmap_gives_each_example_its_own_cache(options):
+    """Prompts of different lengths, padded at their ends; the padding is then overwritten."""
+    layer, x = self_attention(**options), normal(1, (3, 11, FEATURES))
+    layer.init_cache((11, FEATURES))
+    graph, cache, parameters = nnx.split(layer, nnx.Cache, ...)
+    caches = jax.tree.map(lambda x: jnp.stack([x] * 3), cache)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0))
+    def step(parameters, cache, tokens, length):
+        layer = nnx.merge(graph, cache, parameters)
+        end = layer.cache_index[...] + length
+        y = layer(tokens, decode=True)
+        layer.cache_index[...] = end
+        return y[length - 1], nnx.state(layer, nnx.Cache)
+
+    whole, examples, lengths = layer(x), jnp.arange(3), jnp.array([2, 7, 1])
+    tokens, added = (
+        jnp.where(jnp.arange(7)[:, None] < lengths[:, None, None], x[:, :7], 9.0),
+        lengths,
+    )
+    for _ in range(4):
+        y, caches = step(parameters, caches, tokens, added)
+        assert_close(y, whole[examples, lengths - 1])
+        tokens, added = x[examples, lengths][:, None], jnp.ones_like(lengths)
+        lengths += 1
 
 
 def test_a_cache_has_all_batch_axes_and_a_dtype_of_its_own():
