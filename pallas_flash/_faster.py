@@ -1,7 +1,7 @@
 """Which passes of "mosaic" were measured to be faster than those of "triton", on an H200.
 
-What is not here is slower, or was not measured. `tests/test_choice.py` makes these tables again
-from the times in docs/results.
+What is not here is slower, or was not measured. `scripts/make_tables.py` writes these tables from
+the times in docs/results.
 """
 
 import math
@@ -10,121 +10,99 @@ from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate
 from pallas_flash._masks import Segments
 from pallas_flash._problem import Problem
 
-# What is often faster from the same length on.
-MASKS = "ranges, lengths, mask array, predicate"
-OPTIONS = "soft cap, slopes, sinks, score function, scale, dropout"
-
-# The kinds of calls for which a pass is faster, by head size, see `_size`, and the length from
-# which on it is; of a call of several kinds all must be there.
+# The length from which on a pass is faster, by the kind of call and the head dim, see `_size`. A
+# call of several kinds needs all of them. "backward of few programs" is for the backwards for which
+# `_few_programs` is true.
+# table: faster
 FASTER_BY_MOSAIC = {
     "forward": {
-        64: {
-            512: "causal",
-            1000: "full",
-            1024: f"{MASKS}, soft cap, slopes, sinks",
-            2048: "documents",
-            4096: "blocks, bias in 16 bits, bias",
-        },
-        128: {
-            512: "full, causal",
-            1024: f"{MASKS}, blocks, {OPTIONS}",
-            2048: "documents, bias in 16 bits",
-            4096: "bias",
-        },
-        256: {
-            512: "full, causal",
-            1024: f"{MASKS}, blocks, {OPTIONS}",
-            2048: "documents, bias in 16 bits, bias",
-        },
+        "full": {64: 1000, 128: 512, 256: 512},
+        "causal": {64: 512, 128: 512, 256: 512},
+        "ranges": {64: 1024, 128: 1024, 256: 1024},
+        "documents": {64: 2048, 128: 2048, 256: 2048},
+        "lengths": {64: 1024, 128: 1024, 256: 1024},
+        "mask array": {64: 1024, 128: 1024, 256: 1024},
+        "bias in 16 bits": {64: 4096, 128: 2048, 256: 2048},
+        "soft cap": {64: 1024, 128: 1024, 256: 1024},
+        "slopes": {64: 1024, 128: 1024, 256: 1024},
+        "sinks": {64: 1024, 128: 1024, 256: 1024},
+        "scale": {128: 1024, 256: 1024},
+        "dropout": {128: 1024, 256: 1024},
+        "bias": {64: 4096, 128: 4096, 256: 2048},
+        "predicate": {64: 1024, 128: 1024, 256: 1024},
+        "score function": {128: 1024, 256: 1024},
+        "blocks": {64: 4096, 128: 1024, 256: 1024},
     },
     "backward": {
-        64: {
-            512: "full, causal",
-            1024: f"{MASKS}, {OPTIONS}",
-            2048: "documents, bias in 16 bits, bias",
-            4096: "blocks",
-        },
-        128: {
-            512: "full, causal, bias in 16 bits",
-            1024: f"{MASKS}, {OPTIONS}",
-            2048: "documents, blocks, bias",
-        },
-        256: {
-            512: "full, causal",
-            1024: f"{MASKS}, blocks, {OPTIONS}",
-            2048: "documents, bias in 16 bits, bias",
-        },
+        "full": {64: 512, 128: 512, 256: 512},
+        "causal": {64: 512, 128: 512, 256: 512},
+        "ranges": {64: 1024, 128: 1024, 256: 1024},
+        "documents": {64: 2048, 128: 2048, 256: 2048},
+        "lengths": {64: 1024, 128: 1024, 256: 1024},
+        "mask array": {64: 1024, 128: 1024, 256: 1024},
+        "bias in 16 bits": {64: 2048, 128: 512, 256: 2048},
+        "soft cap": {64: 1024, 128: 1024, 256: 1024},
+        "slopes": {64: 1024, 128: 1024, 256: 1024},
+        "sinks": {64: 1024, 128: 1024, 256: 1024},
+        "scale": {64: 1024, 128: 1024, 256: 1024},
+        "dropout": {64: 1024, 128: 1024, 256: 1024},
+        "bias": {64: 2048, 128: 2048, 256: 2048},
+        "predicate": {64: 1024, 128: 1024, 256: 1024},
+        "score function": {64: 1024, 128: 1024, 256: 1024},
+        "blocks": {64: 4096, 128: 2048, 256: 1024},
     },
-    # In place of the one before, for all calls of which `_few_programs` says so.
     "backward of few programs": {
-        64: {
-            1024: "causal",
-            2048: "full",
-        },
-        128: {
-            512: "causal",
-            1024: "full",
-        },
-        256: {
-            512: "causal",
-            2048: "full",
-        },
+        "full": {64: 2048, 128: 1024, 256: 2048},
+        "causal": {64: 1024, 128: 512, 256: 512},
     },
     "backward in order": {
-        64: {
-            512: "full",
-            1024: "causal, lengths, mask array",
-            2048: "ranges, predicate, scale",
-            4096: "sinks",
-        },
-        128: {
-            512: "full, causal",
-            1024: f"{MASKS}, blocks, {OPTIONS}",
-            2048: "documents",
-            4096: "bias in 16 bits",
-        },
-        256: {
-            512: "full, causal",
-            1024: f"{MASKS}, blocks, {OPTIONS}",
-            2048: "documents, bias in 16 bits",
-        },
+        "full": {64: 512, 128: 512, 256: 512},
+        "causal": {64: 1024, 128: 512, 256: 512},
+        "ranges": {64: 2048, 128: 1024, 256: 1024},
+        "documents": {128: 2048, 256: 2048},
+        "lengths": {64: 1024, 128: 1024, 256: 1024},
+        "mask array": {64: 1024, 128: 1024, 256: 1024},
+        "bias in 16 bits": {128: 4096, 256: 2048},
+        "soft cap": {128: 1024, 256: 1024},
+        "slopes": {128: 1024, 256: 1024},
+        "sinks": {64: 4096, 128: 1024, 256: 1024},
+        "scale": {64: 2048, 128: 1024, 256: 1024},
+        "dropout": {128: 1024, 256: 1024},
+        "predicate": {64: 2048, 128: 1024, 256: 1024},
+        "score function": {128: 1024, 256: 1024},
+        "blocks": {128: 1024, 256: 1024},
     },
     "backward with dbias": {
-        64: {
-            2048: "full, causal, bias in 16 bits",
-        },
-        128: {
-            512: "full, bias in 16 bits",
-            2048: "causal",
-        },
+        "full": {64: 2048, 128: 512},
+        "causal": {64: 2048, 128: 2048},
+        "bias in 16 bits": {64: 2048, 128: 512},
     },
     "backward in order with dbias": {
-        64: {
-            2048: "causal, bias in 16 bits",
-        },
-        128: {
-            512: "full, bias in 16 bits",
-            2048: "causal",
-        },
+        "full": {128: 512},
+        "causal": {64: 2048, 128: 2048},
+        "bias in 16 bits": {64: 2048, 128: 512},
     },
 }
+# end
 
 # All these calls had so many queries of all heads and examples, or more; those named, by pass, head
 # size and kind, had fewer. And the backwards had so many keys, whose tiles are their programs: by
 # head size. Those at 64 were 71 heads on one, at 128 8 on one; at 256 as many keys as queries.
 ROWS_MEASURED = 2**17
+# table: fewer-rows
 FEWER_ROWS_MEASURED = {
-    ("forward", 64, "full"): 2**16,
-    ("forward", 64, "causal"): 2**14,
-    ("forward", 128, "full"): 2**14,
-    ("forward", 128, "causal"): 2**13,
-    ("forward", 256, "full"): 2**13,
-    ("forward", 256, "causal"): 2**12,
-    ("backward", 64, "full"): 2**15,
-    ("backward", 128, "full"): 2**14,
-    ("backward", 128, "causal"): 2**16,
-    ("backward", 256, "full"): 2**14,
+    ("forward", 64, "causal"): 16384,
+    ("forward", 64, "full"): 65536,
+    ("forward", 128, "causal"): 8192,
+    ("forward", 128, "full"): 16384,
+    ("forward", 256, "causal"): 4096,
+    ("forward", 256, "full"): 8192,
+    ("backward", 64, "full"): 32768,
+    ("backward", 128, "causal"): 65536,
+    ("backward", 128, "full"): 16384,
+    ("backward", 256, "full"): 16384,
 }
+# end
 KEYS_MEASURED = {64: 2**14, 128: 2**13}
 
 FEW_PROGRAMS = 132 // 2  # For half of the cores of an H100 or an H200.
@@ -143,12 +121,8 @@ def faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     few = attention_pass == "backward" and _few_programs(p)
     if few:
         attention_pass = "backward of few programs"
-    lengths = {
-        kind: length
-        for length, of_length in FASTER_BY_MOSAIC[attention_pass].get(size, {}).items()
-        for kind in of_length.split(", ")
-    }
-    since = max(lengths.get(kind, math.inf) for kind in kinds)
+    lengths = FASTER_BY_MOSAIC[attention_pass]
+    since = max(lengths.get(kind, {}).get(size, math.inf) for kind in kinds)
     long_enough = min(p.q_len, p.kv_len) >= since
     if few:
         return long_enough

@@ -41,6 +41,7 @@ from typing import TextIO
 
 from scripts.benchmark.peers import OURS, PEERS
 from scripts.benchmark.report import line, load, plot, table
+from scripts.benchmark.results import dump
 from scripts.benchmark.run import Bench, surroundings
 from scripts.benchmark.shapes import DIRECTIONS, SHAPES, Shape
 from scripts.benchmark.timers import Clocks
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
             print(f"{name:16} {peer.package} {peer.version or 'not installed'}")
         return
     if file := options.table or options.plot:
-        records = [r for r in load(file) if r["peer"] in (OURS, *options.peers)]
+        records = [r for r in load(file) if r["implementation"] in (OURS, *options.peers)]
         if options.table:
             print(table(records))
         else:
@@ -107,10 +108,10 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
         def emit(record):
             # First to the file: whoever reads the output may stop.
             if file is not None:
-                file.write(json.dumps({**record, **about}) + "\n")
+                file.write(dump({**record, **about}))
                 file.flush()
             print(line(record), flush=True)
-            seconds[record["peer"]] += record.get("compile_s", 0)
+            seconds[record["implementation"]] += record.get("compile_s", 0)
 
         bench = Bench(
             list(dict.fromkeys(options.peers)),

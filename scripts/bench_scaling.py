@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,13 +28,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_flash
 from scripts.benchmark.programs import ALLOWED, errors, is_red
-from scripts.benchmark.run import surroundings
+from scripts.benchmark.results import dump
+from scripts.benchmark.run import spread, surroundings
+from scripts.benchmark.shapes import short
 from scripts.command import UserError, command, parse_path, parse_size
 
 # What `context_parallelism` takes, with tokens in order or in `balanced_order`.
 BALANCED = "-balanced"
 METHODS = [x + order for x in ("ring", "gather", "heads") for order in ("", BALANCED)]
 MASKS = ("full", "causal")
+BOTH = "forward and backward"
 # Tokens of a device in the comparison with one device.
 FEW = 256
 # Calls that are timed, if they take no longer than --patience.
@@ -88,11 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         file = stack.enter_context(options.json.open("a")) if options.json else None
 
         def emit(record: dict[str, Any]) -> None:
-            text = json.dumps({**record, **about, "devices": len(devices)})
+            text = dump({**record, **about})
             if file is not None:
-                file.write(text + "\n")
+                file.write(text)
                 file.flush()
-            print(text, flush=True)
+            print(text, end="", flush=True)
 
         for mask in options.masks:
             _measure(options, mask, devices, emit)
@@ -104,19 +105,32 @@ def _measure(options, mask: str, devices, emit: Callable) -> None:
     one = jax.make_mesh((1,), ("sequence",), devices=devices[:1], axis_types=(AxisType.Auto,))
     few, causal = FEW * len(devices), mask == "causal"
     problem = {name: getattr(options, name) for name in ("heads", "kv_heads", "head_dim", "dtype")}
-    record = {"program": "bench_scaling", "mask": mask, "tokens": options.tokens, **problem}
-    alone: dict[str, float] = {}
+    case = f"{options.head_dim} {mask} of one sequence"
+    record = {
+        "shape": f"{case.replace(' ', '-')}-{short(options.tokens)}",
+        "case": case,
+        **{"B": 1, "T": options.tokens, "S": options.tokens},
+        **{"N": options.heads, "K": options.kv_heads, "D": options.head_dim},
+        "causal": causal,
+        "dtype": options.dtype,
+        "timer": "host",
+        "clocks": None,
+    }
+    alone: dict[str, dict[str, float]] = {}
     if not options.only_shared:
         alone = _times(one, options, causal, problem, {})
         served = _served(one, options.tokens, causal, problem, {})
-        emit({**record, "on": "one device", **served, "ms": alone})
+        for name, ms in alone.items():
+            emit({**record, "pass": name, **served, "config": {"devices": 1}, "ms": ms})
     right = _results(one, few, causal, problem, {})
     for name in options.methods:
         method, balanced = name.removesuffix(BALANCED), name.endswith(BALANCED)
         if balanced and not causal:
             continue
         how = {"context_parallelism": method, "balanced": balanced}
-        line = {**record, "on": "all devices", "method": method, "balanced": balanced}
+        config = {"devices": len(devices), "method": method, "balanced": balanced}
+        # Until it is known who serves the call.
+        line = {**record, "pass": BOTH, "implementation": "ours", "config": config}
         try:
             line |= _served(mesh, options.tokens, causal, problem, how)
             found = errors(_results(mesh, few, causal, problem, how), right)
@@ -127,8 +141,9 @@ def _measure(options, mask: str, devices, emit: Callable) -> None:
         except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
             emit({**line, "unserved": str(error).splitlines()[0][:300]})
             continue
-        share = {name: times[name] / ms for name, ms in alone.items()}
-        emit({**line, "ms": times, "share": share, "errors": found})
+        for name, ms in times.items():
+            share = {"share": ms["median"] / alone[name]["median"]} if alone else {}
+            emit({**line, "pass": name, "ms": ms, **share, "errors": found})
 
 
 def _draw(mesh: Mesh, tokens: int, problem, *, balanced: bool):
@@ -175,7 +190,8 @@ def _served(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, st
     arguments = _arguments(causal, how, shape(dtype=jnp.int32))
     told = pallas_flash.explain(q, k, k, **arguments)
     method = told.context_parallelism
-    return {"implementation": told.implementation} | ({"why": method.reason} if method else {})
+    name = f"ours_{told.implementation}"
+    return {"implementation": name} | ({"why": method.reason} if method else {})
 
 
 def _program(causal: bool, how: dict[str, Any], *, backward: bool):
@@ -205,11 +221,11 @@ def _results(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, A
     }
 
 
-def _times(mesh: Mesh, options, causal: bool, problem, how) -> dict[str, float]:
-    """Milliseconds."""
+def _times(mesh: Mesh, options, causal: bool, problem, how) -> dict[str, dict[str, float]]:
+    """Return the spread of milliseconds, by the pass."""
     arrays = _draw(mesh, options.tokens, problem, balanced=how.get("balanced", False))
 
-    def measured(program) -> float:
+    def measured(program) -> dict[str, float]:
         seconds: list[float] = []
         for _ in range(2 + CALLS):
             start = time.perf_counter()
@@ -217,12 +233,12 @@ def _times(mesh: Mesh, options, causal: bool, problem, how) -> dict[str, float]:
             seconds.append(time.perf_counter() - start)
             if sum(seconds[1:]) > options.patience:
                 break
-        return 1e3 * statistics.median(seconds[2:] or seconds[1:])
+        return spread([1e3 * x for x in seconds[2:] or seconds[1:]])
 
     with jax.set_mesh(mesh):
         return {
             name: measured(_program(causal, how, backward=backward))
-            for name, backward in (("forward", False), ("forward and backward", True))
+            for name, backward in (("forward", False), (BOTH, True))
         }
 
 

@@ -26,6 +26,7 @@ from scripts.benchmark import peers, programs, report, shapes, timers
 from scripts.benchmark import run as runs
 from scripts.benchmark.peers import PEERS, Attend, Peer, Unserved
 from scripts.benchmark.programs import JaxProgram
+from scripts.benchmark.results import problem
 from scripts.benchmark.run import Bench
 from scripts.benchmark.shapes import OPTIONS, Shape
 from scripts.benchmark.timers import Clocks, Timing
@@ -280,8 +281,8 @@ def test_peers_take_turns():
 def test_ratios_are_of_the_same_round():
     ours, peer = ([Timing(ms) for ms in x] for x in ([1.0, 2.0, 4.0], [2.0, 3.0, 12.0]))
     numbers = runs.summary(peer, ours, TINY, "forward")
-    assert numbers["ratio"] == {"median": 2.0, "min": 1.5, "max": 3.0}
-    assert numbers["ms"] == {"median": 3.0, "min": 2.0, "max": 12.0}
+    assert numbers["ratio"] == {"median": 2.0, "min": 1.5, "max": 3.0, "n": 3}
+    assert numbers["ms"] == {"median": 3.0, "min": 2.0, "max": 12.0, "n": 3}
     assert numbers["tflops"] == pytest.approx(TINY.flops("forward") / 3e-3 / 1e12)
     assert numbers["tb_per_s"] == pytest.approx(TINY.bytes() / 3e-3 / 1e12)
 
@@ -377,7 +378,7 @@ def only_its_backward_is_wrong(shape, direction):
 def test_a_wrong_peer_gets_no_time(monkeypatch, capsys):
     wrong = {"no_mask": no_mask, "nan": not_a_number, "no_dk": only_its_backward_is_wrong}
     records, _ = run(["ours_xla", *wrong], [TINY], monkeypatch, wrong)
-    found = {(r["peer"], r["pass"]): r for r in records}
+    found = {(r["implementation"], r["pass"]): r for r in records}
     assert len(found) == len(records) == 8
     for (peer, direction), record in found.items():
         red = peer in ("no_mask", "nan") or (peer == "no_dk" and direction == "backward")
@@ -414,7 +415,7 @@ def test_what_is_missing_is_listed_with_its_reason(monkeypatch):
         "runs": fails_to_run,
     }
     records, _ = run(["ours_triton", *bad, "ours_xla"], [TINY], monkeypatch, bad)
-    why = {r["peer"]: r.get("unserved") for r in records if r["pass"] == "forward"}
+    why = {r["implementation"]: r.get("unserved") for r in records if r["pass"] == "forward"}
     assert list(why) == ["ours_triton", "absent", "refuses", "compile", "runs", "ours_xla"]
     assert "NVIDIA GPU" in why["ours_triton"]
     assert why["absent"] == "ModuleNotFoundError: No module named 'no_such_package'"
@@ -624,12 +625,12 @@ def test_command_line(tmp_path, capsys):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(records) == 3 * (2 * len(some) - 1)
     for record in records:
-        assert report.is_record(record)
+        assert not problem(record)
         assert report.line(record) in out
         assert {"device", "driver", "versions", "commit", "date", "B", "S", "N"} <= record.keys()
         own = {"jax_xla": jax.__version__, "ours_xla": pallas_flash.__version__}
-        assert record["peer_version"] == own.get(record["peer"], record["peer_version"])
-        if record["peer"] == "torch_flex" and "torch" not in sys.modules:
+        assert record["peer_version"] == own.get(record["implementation"], record["peer_version"])
+        if record["implementation"] == "torch_flex" and "torch" not in sys.modules:
             assert record["unserved"].endswith("No module named 'torch': pip install torch")
         elif "unserved" not in record:
             assert record["ms"]["min"] <= record["ms"]["median"] <= record["ms"]["max"]
@@ -678,19 +679,24 @@ def a_record(case, S, peer, tflops=None, ratio=None, direction="forward", T=None
         "case": case,
         "S": S,
         "T": T or S,
+        **dict.fromkeys("BNKD", 1),
+        "causal": False,
+        "dtype": "bfloat16",
         "pass": direction,
-        "peer": peer,
+        "implementation": peer,
+        "config": {},
         "device": "a card",
+        "versions": {"jax": "1.2.3"},
         "date": "2001-02-03T04:05:06",
         **more,
     }
     if tflops is None:
         return {**record, "red": {}}
-    record |= {"ms": {"median": ms, "min": ms, "max": ms}, "tflops": tflops}
+    record |= {"ms": {"median": ms, "min": ms, "n": 1}, "tflops": tflops}
     if direction == "forward":
         record["tb_per_s"] = tflops / 100
     if ratio is not None:
-        record["ratio"] = {"median": ratio, "min": ratio, "max": ratio}
+        record["ratio"] = {"median": ratio, "min": ratio, "max": ratio, "n": 1}
     return record
 
 

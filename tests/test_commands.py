@@ -23,15 +23,20 @@ MEASURED = json.dumps(
         "case": "a",
         "T": 1024,
         "S": 1024,
+        **dict.fromkeys("BNKD", 1),
+        "causal": False,
+        "dtype": "bfloat16",
         "pass": "backward",
-        "peer": "ours",
+        "implementation": "ours",
+        "config": {},
         "device": "a card",
+        "versions": {"jax": "1.2.3"},
         "date": "2001-02-03T04:05:06",
-        "ms": {"median": 1.0, "min": 1.0, "max": 1.0},
+        "ms": {"median": 1.0, "min": 1.0, "n": 1},
         "tflops": 1.0,
     }
 )
-REFUSED = MEASURED.replace('"ms"', '"red"').replace("a-1k", "b-1k")
+REFUSED = MEASURED.replace('"ms"', '"red"').replace('"tflops"', '"n"').replace("a-1k", "b-1k")
 
 
 def changed(**changes):
@@ -50,14 +55,13 @@ FILES = {
     "deep": "[" * 100_000,
     "null": "null\n",
     "metrics": '{"step": 1, "loss": 2.0}\n',
-    "no-peer": changed(peer=None),
+    "no-implementation": changed(implementation=None),
     "no-date": changed(date=3),
     "no-length": changed(T=0),
     "no-pass": changed(**{"pass": "sideways"}),
     "no-spread": changed(ms=1.0),
     "nan": changed(tflops=float("nan")),
     "negative": changed(ratio={"median": -1.0}),
-    "no-bandwidth": changed(**{"pass": "forward"}),
     "no-kernels": '{"jax": "1.2.3"}',
     "no-record": '{"jax": "1.2.3", "kernels": {"a": 3}}',
 }
@@ -83,7 +87,7 @@ BENCH = {
         for name in FILES
         if name not in ("measured", "refused", "empty", "bytes")
     },
-    "--plot half": "in line 2. Remove the line, if it is one cut short",
+    "--plot half": "in line 2: it is no object. Remove the line, if it is one cut short",
     "--plot metrics": "metrics must have a record",
     "--table empty": "must have measurements of these --peers; got none",
     "--plot empty": "must have measurements of these --peers; got none",

@@ -119,8 +119,8 @@ def test_the_reference_has_all_that_is_public():
 
 
 def test_the_site_shows_every_page():
-    shown = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    pages = [path.name for path in PAGES if path != README]
+    shown = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path != README]
     assert sorted(shown) == sorted([*pages, "index.md"])  # The README is its first page.
 
 

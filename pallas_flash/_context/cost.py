@@ -28,7 +28,7 @@ SMALL = 2**28
 
 # Operations a second in blocks of many tokens, forward and backward, and the tokens of a block at
 # which it is half of that: of "mosaic" on one H200 with 32768 tokens or more
-# (docs/results/h200-x2-2026-11-22.jsonl), and on an H100 with 2048 (h100-2026-11-22.jsonl).
+# (docs/results/archive/h200-x2-2026-11-22.jsonl), and on an H100 with 2048 (h100-2026-11-22.jsonl).
 SPEED, HALF = (640e12, 600e12), 350
 
 

@@ -37,7 +37,7 @@ def bars(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], dict[str
     panels = {}
     for direction in ("forward", "backward"):
         for D in HEAD_SIZES:
-            speed = {r["peer"]: r["tflops"] for r in of_panel(records, direction, D)}
+            speed = {r["implementation"]: r["tflops"] for r in of_panel(records, direction, D)}
             fastest = {
                 group: max((speed[peer], way) for peer, way in ways.items() if peer in speed)
                 for group, ways in GROUPS.items()
@@ -49,19 +49,23 @@ def bars(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], dict[str
 
 
 def shown(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """What the bars say, by panel: it is written into the file, so that one can tell its data."""
+    """Return what the bars say, by panel."""
     return {
         f"{direction} {D}": {group: f"{x:.0f} {way}".rstrip() for group, (x, way) in panel.items()}
         for (direction, D), panel in bars(records).items()
     }
 
 
+def about(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is written into the file, so that one can tell its data."""
+    return json.dumps(shown(records))
+
+
 def save(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> bool:
     """Writes the figure, unless there is nothing to show."""
     if not bars(records):
         return False
-    about = json.dumps(shown(records))
-    draw(records).savefig(path, dpi=120, metadata={"Description": about})
+    draw(records).savefig(path, dpi=120, metadata={"Description": about(records)})
     return True
 
 
@@ -94,9 +98,9 @@ def draw(records: Sequence[Mapping[str, Any]]):
             axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[-1]:
         axes.set_xlabel("TFLOP/s")
-    about, *_ = of_panel(records, *next(iter(panels)))
+    first, *_ = of_panel(records, *next(iter(panels)))
     figure.suptitle(
-        f"Causal attention, {about.get('dtype')}, {about['device']}, {about['date'][:10]}; longer "
+        f"Causal attention, {first.get('dtype')}, {first['device']}, {first['date'][:10]}; longer "
         "is faster",
         fontsize="medium",
     )

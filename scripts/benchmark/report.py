@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.benchmark import overview
+from scripts.benchmark import overview, results
 from scripts.benchmark.peers import OURS, PEERS
 from scripts.benchmark.shapes import DIRECTIONS, WITH, short
 from scripts.command import UserError, why
@@ -17,7 +16,7 @@ from scripts.command import UserError, why
 
 def line(record: Mapping[str, Any]) -> str:
     """A record for people."""
-    start = f"{record['shape']:36} {record['pass']:8} {record['peer']:16}"
+    start = f"{record['shape']:36} {record['pass']:8} {record['implementation']:16}"
     if "unserved" in record:
         return f"{start} not served: {record['unserved']}"
     if "red" in record:
@@ -27,7 +26,7 @@ def line(record: Mapping[str, Any]) -> str:
     if record["T"] == 1:
         text += f" {record['tb_per_s']:5.2f} TB/s"
     text += f"  error {max(record['errors'].values()):.1e}"
-    if "ratio" in record and record["peer"] != OURS:
+    if "ratio" in record and record["implementation"] != OURS:
         text += "  ours {median:5.2f}x ({min:.2f}..{max:.2f})".format(**record["ratio"])
     if "sustained" in record and record["clocks"]:
         clocks = record["clocks"]
@@ -36,49 +35,34 @@ def line(record: Mapping[str, Any]) -> str:
 
 
 def load(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a file; a later one replaces an earlier one of the same measurement.
+    """Return the records of a file; a later one replaces an earlier one of the same measurement.
 
     Raises:
         UserError: It cannot be read, or holds something else.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeError) as error:
+        lines = results.load(path)
+    except ValueError as error:
+        if isinstance(error, UnicodeError):
+            raise _unread(path, error) from error
         raise UserError(
-            f"A file that --json wrote must be named; got {path}: {why(error)}."
+            f"{path} must have a record that --json wrote in each line; got {error}. Remove the "
+            "line, if it is one cut short, or name another file."
         ) from error
-    records = {}
-    for number, text in enumerate(lines, 1):
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError):
-            record = None
-        if not is_record(record):
-            raise UserError(
-                f"{path} must have a record that --json wrote in each line; got {text[:60]!r} in "
-                f"line {number}. Remove the line, if it is one cut short, or name another file."
-            )
-        records[record["shape"], record["pass"], record["peer"], mode(record)] = record
-    return list(records.values())
+    except OSError as error:
+        raise _unread(path, error) from error
+    return list({key(record): record for record in lines}.values())
 
 
-def is_record(x: Any) -> bool:
-    """Whether it has what is told and drawn of records."""
-    if not isinstance(x, dict):
-        return False
-    words, sizes = ("shape", "case", "peer", "device", "date"), ("T", "S")
-    if not all(isinstance(x.get(name), str) for name in words) or x.get("pass") not in DIRECTIONS:
-        return False
-    if not all(isinstance(x.get(name), int) and x[name] > 0 for name in sizes):
-        return False
-    if "ms" not in x:
-        return "unserved" in x or "red" in x
-    spreads = [x["ms"], *([x["ratio"]] if "ratio" in x else [])]
-    if not all(isinstance(spread, dict) for spread in spreads):
-        return False
-    numbers = [x.get("tflops"), *(spread.get("median") for spread in spreads)]
-    numbers += [x.get("tb_per_s")] if x["pass"] == "forward" else []
-    return all(isinstance(n, (int, float)) and 0 < n < math.inf for n in numbers)
+def _unread(path: pathlib.Path, error: Exception) -> UserError:
+    return UserError(f"A file that --json wrote must be named; got {path}: {why(error)}.")
+
+
+def key(record: Mapping[str, Any]) -> tuple:
+    """Return what tells one measurement from another."""
+    config = json.dumps(record["config"], sort_keys=True)
+    names = ("shape", "pass", "implementation")
+    return *(record[name] for name in names), config, mode(record)
 
 
 def mode(record: Mapping[str, Any]) -> str:
@@ -87,7 +71,7 @@ def mode(record: Mapping[str, Any]) -> str:
 
 
 def _timed(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    timed = [r for r in records if "ms" in r]
+    timed = [r for r in records if "tflops" in r]
     if not timed:
         raise UserError("The file must have measurements of these --peers; got none.")
     return timed
@@ -105,16 +89,22 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _table(timed: Sequence[Mapping[str, Any]]) -> str:
-    peers = [name for name in PEERS if any(r["peer"] == name for r in timed) and name != OURS]
+    peers = [
+        name for name in PEERS if any(r["implementation"] == name for r in timed) and name != OURS
+    ]
     lines = [
         "| | T | ours, TFLOP/s at the longest |" + "".join(f" / {name} |" for name in peers),
         "|---" * (3 + len(peers)) + "|",
     ]
-    ms = {(r["pass"], r["case"], r["S"]): r["ms"]["median"] for r in timed if r["peer"] == OURS}
+    ms = {
+        (r["pass"], r["case"], r["S"]): r["ms"]["median"]
+        for r in timed
+        if r["implementation"] == OURS
+    }
     for direction in DIRECTIONS:
         for case in dict.fromkeys(r["case"] for r in timed):
             row = [r for r in timed if r["pass"] == direction and r["case"] == case]
-            ours = sorted((r for r in row if r["peer"] == OURS), key=lambda r: r["S"])
+            ours = sorted((r for r in row if r["implementation"] == OURS), key=lambda r: r["S"])
             if not ours:
                 continue
             lengths = ", ".join(short(r["S"]) for r in ours)
@@ -129,7 +119,7 @@ def _table(timed: Sequence[Mapping[str, Any]]) -> str:
                     {
                         r["S"]: r["ratio"]["median"]
                         for r in row
-                        if r["peer"] == name and "ratio" in r
+                        if r["implementation"] == name and "ratio" in r
                     }
                 )
                 for name in peers
@@ -169,7 +159,7 @@ def plot(records: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> list[pat
 def _plot(timed, folder, start, how):
     from matplotlib.figure import Figure
 
-    peers = [name for name in PEERS if any(r["peer"] == name for r in timed)]
+    peers = [name for name in PEERS if any(r["implementation"] == name for r in timed)]
     colours = {name: f"C{n}" if n < 10 else f"C{n - 10}" for n, name in enumerate(peers)}
     colours[OURS] = "black"
     subtitle = f"{timed[0]['device']}, {timed[0]['date'][:10]}{how}"
@@ -183,7 +173,7 @@ def _plot(timed, folder, start, how):
         here = [r for r in timed if r["pass"] == direction]
         cases = list(dict.fromkeys(r["case"] for r in here))
         for case in cases:
-            speed = {(r["peer"], r["S"]): r["tflops"] for r in here if r["case"] == case}
+            speed = {(r["implementation"], r["S"]): r["tflops"] for r in here if r["case"] == case}
             lengths = sorted({length for _, length in speed})
             present = [name for name in peers if any(peer == name for peer, _ in speed)]
             figure = Figure(figsize=(2 + 1.6 * len(lengths), 3.2))
@@ -211,7 +201,9 @@ def _plot(timed, folder, start, how):
         for axes, case in zip(grid, scaled, strict=False):
             for name in peers:
                 points = sorted(
-                    (r["S"], r["tflops"]) for r in here if (r["case"], r["peer"]) == (case, name)
+                    (r["S"], r["tflops"])
+                    for r in here
+                    if (r["case"], r["implementation"]) == (case, name)
                 )
                 if points:
                     axes.plot(*zip(*points, strict=True), ".-", label=name, color=colours[name])

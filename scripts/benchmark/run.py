@@ -259,7 +259,8 @@ class Bench:
             "shape": shape.name,
             **problem,
             "pass": direction,
-            "peer": name,
+            "implementation": name,
+            "config": {},
             "peer_version": PEERS[name].version,
             **mode,
         }
@@ -287,8 +288,9 @@ def summary(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    """Return median, smallest, largest and number."""
+    spread = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return spread | {"n": len(values)}
 
 
 def middle(clocks: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:

@@ -1,0 +1,105 @@
+"""What a line of docs/results is: one measurement, with the same fields whoever wrote it.
+
+    device, driver, versions     the GPU and what ran on it; `versions` has "jax" at least
+    commit, date                 of the code that was timed, and when
+    shape, case                  the problem's name, and the row of a table that it belongs to
+    B, T, S, N, K, D, V          its sizes, by the letters of the README; V is None if it is D
+    causal, dtype                and, where a call has them: window, documents, lengths, option
+    pass                         one of `PASSES`
+    implementation               a name of `PEERS`: "ours_mosaic", "jax_cudnn", ...
+    config                       what else was asked for: tiles, the order of sums, devices, ...
+    timer, clocks                how it was timed; the GPU's clocks and power then, or None
+
+and one of
+
+    ms                           {"median", "min", "n"}: of n measurements; more may be there
+    red                          the errors for which it was not timed
+    unserved                     why there is no time
+
+What else was measured in that run has fields of its own (`tflops`, `ratio`, `errors`, ...).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
+PASSES = ("forward", "backward", "forward and backward", "update")
+FIELDS = {
+    **dict.fromkeys(("device", "date", "shape", "case", "implementation", "dtype"), str),
+    **dict.fromkeys(("B", "T", "S", "N", "K", "D"), int),
+    **dict.fromkeys(("versions", "config"), dict),
+    "causal": bool,
+    "V": int | None,
+    "commit": str | None,
+    "clocks": dict | None,
+}
+
+
+def problem(record: Any) -> str | None:
+    """What keeps a value from being a line of the results; None if it is one."""
+    if not isinstance(record, dict):
+        return "it is no object"
+    for name, kind in FIELDS.items():
+        # Older files lack fields that may be None.
+        value = record.get(name)
+        if not isinstance(value, kind) or (kind is int and value < 1):
+            return f"`{name}` is {value!r}"
+    if record.get("pass") not in PASSES:
+        return f"`pass` is {record.get('pass')!r}"
+    if not isinstance(record["versions"].get("jax"), str):
+        return "`versions` lacks jax"
+    if sum(name in record for name in ("ms", "red", "unserved")) != 1:
+        return "it must have one of `ms`, `red` and `unserved`"
+    spreads = [record[name] for name in ("ms", "ratio") if name in record]
+    if not all(isinstance(spread, dict) for spread in spreads):
+        return "`ms` and `ratio` must be objects"
+    numbers = [record[name] for name in ("tflops", "tb_per_s") if name in record]
+    numbers += [x for spread in spreads for x in spread.values() if x is not None]
+    if not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
+        return "it has a number that is not positive and finite"
+    ms = record.get("ms", {"median": 1.0, "min": 1.0, "n": 1})
+    known = [ms[name] for name in ("min", "median") if ms.get(name) is not None]
+    if "n" not in ms or not (known or ms.get("mean")) or known != sorted(known):
+        return "`ms` must have `median`, `min` and `n`"
+    return None
+
+
+def time(record: Mapping[str, Any]) -> float:
+    """Return milliseconds: the median, or what an older run recorded in its place."""
+    ms = record["ms"]
+    return next(ms[x] for x in ("median", "min", "mean") if ms.get(x) is not None)
+
+
+def load(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a file.
+
+    Raises:
+        ValueError: A line is none of the results, and why.
+        OSError, UnicodeError: The file cannot be read.
+    """
+    records = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            record = None
+        if wrong := problem(record):
+            raise ValueError(f"{text[:60]!r} in line {number}: {wrong}")
+        records.append(record)
+    return records
+
+
+def dump(record: Mapping[str, Any]) -> str:
+    """A line, with its end.
+
+    Raises:
+        ValueError: It is not one of the results, and why.
+    """
+    if wrong := problem(record):
+        raise ValueError(f"{json.dumps(record)[:60]!r}: {wrong}")
+    return json.dumps(record) + "\n"

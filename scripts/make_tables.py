@@ -1,0 +1,309 @@
+"""Writes what README, docs and the package show of docs/results: tables, numbers and a figure.
+
+    python scripts/make_tables.py            # after a measurement, or after an edit of a marker
+    python scripts/make_tables.py --check    # write nothing; fail where something would change
+
+A table stands between two markers, in Python between comments, of which the first names it:
+
+    <!-- table: NAME ARGUMENT... -->         # NAME is a key of `TABLES`
+    <!-- end -->
+
+A number in a sentence:
+
+    <!--n:FILE PASS CALLS IMPLEMENTATION STATISTIC-->1.02<!--/n-->
+
+FILE is one of docs/results; CALLS a key of `GROUPS`, a case or a shape, with `-` for spaces, and so
+is PASS; STATISTIC is a key of `STATISTICS`. A ratio is how many times as fast "ours" is as
+IMPLEMENTATION. Markdown takes a line that begins with a comment for HTML, so no line may begin with
+such a number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import pathlib
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from scripts.benchmark import overview, report, results
+from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, by_length, faster, fewer_rows
+from scripts.benchmark.results import RESULTS, time
+from scripts.command import UserError, command
+
+ROOT = pathlib.Path(__file__).parents[1]
+FASTER_BY_MOSAIC = ROOT / "pallas_flash" / "_faster.py"
+FIGURES = {RESULTS / "h200-overview.png": "h200"}
+
+# The name of a group of calls: what tables call it, and its cases, where "*" is full and causal.
+GROUPS = {
+    "dense": ("2k to 16k tokens", "64-* 128-* 256-*"),
+    "dense-64": ("2k to 16k tokens, head dim 64", "64-*"),
+    "dense-64-128": ("2k to 16k tokens, head dims 64 and 128", "64-* 128-*"),
+    "dense-128-256": ("2k to 16k tokens, head dims 128 and 256", "128-* 256-*"),
+    "dense-256": ("2k to 16k tokens, head dim 256", "256-*"),
+    "grouped": (
+        "grouped heads: 64 on 8, 28 on 4, 71 on 1",
+        "gqa-128-causal gqa-28-on-4-of-128-causal mqa-71-on-1-of-64-causal",
+    ),
+    "odd": ("1000, 1500, 3000 and 5000 tokens", "odd-64-* odd-128-*"),
+    "lengths": ("lengths of each sequence in the batch", "lengths-64-* lengths-128-*"),
+    "narrow": ("head dims 40, 72, 80, 96 and 112", "40-* 72-* 80-* 96-* 112-*"),
+    "short": ("512 and 1k tokens, causal", "short-64-causal short-128-causal"),
+    "small": (
+        "batch size 1, head dims 64 and 128",
+        "gqa-one-example gqa-8-of-64-heads one-example-64-* one-example-128-*",
+    ),
+    "small-256": ("batch size 1, head dim 256", "one-example-256-*"),
+    "window": ("windows", "window-1024-gqa-64 window-1024-64 window-256-64"),
+}
+
+# ------------------------------------------------------------------------------------------------
+# Lines of the results.
+
+
+@functools.cache
+def records(file: str) -> list[dict[str, Any]]:
+    """Return the timed lines of a file, of each measurement the latest."""
+    return [r for r in report.load(RESULTS / f"{file}.jsonl") if "ms" in r]
+
+
+def chosen(file: str, attention_pass: str, calls: str, implementation: str) -> list[dict]:
+    """Return the lines that a marker names."""
+    _, cases = GROUPS.get(calls, ("", calls))
+    named = {case.replace("*", mask) for case in cases.split() for mask in ("full", "causal")}
+    return [
+        r
+        for r in records(file)
+        if (slug(r["pass"]), r["implementation"]) == (attention_pass, implementation)
+        if named & {slug(r["case"]), slug(r["shape"])}
+    ]
+
+
+def slug(words: str) -> str:
+    """Return words without spaces."""
+    return words.replace(" ", "-")
+
+
+def ratios(lines: Iterable[dict[str, Any]]) -> list[float]:
+    """Return how many times as fast ours is, in each of the lines."""
+    return [r["ratio"]["median"] for r in lines if "ratio" in r]
+
+
+def mean_of(field: str):
+    """Return the mean of a field over lines, as a function."""
+    return lambda lines: statistics.mean(r[field] for r in lines)
+
+
+STATISTICS = {
+    "worst": lambda lines: f"{min(ratios(lines)):.2f}",
+    "best": lambda lines: f"{max(ratios(lines)):.2f}",
+    "mean": lambda lines: f"{statistics.geometric_mean(ratios(lines)):.2f}",
+    "ms": lambda lines: f"{statistics.mean(map(time, lines)):.1f}",
+    "TB/s": lambda lines: f"{mean_of('tb_per_s')(lines):.2f}",
+    "tokens/s": lambda lines: f"{round(mean_of('tokens_per_second')(lines), -3):,.0f}",
+    "MFU%": lambda lines: f"{100 * mean_of('mfu')(lines):.1f}",
+}
+
+# ------------------------------------------------------------------------------------------------
+# Tables of Markdown.
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table."""
+    lines = ["".join(f"| {x} " if x else "| " for x in row) + "|" for row in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def attention(file: str) -> str:
+    """Return speeds by case, and ratios to each other implementation."""
+    return report.table(records(file))
+
+
+def kinds(file: str) -> str:
+    """Return the ratios to cuDNN by kind of call."""
+    rows = []
+    for calls, (text, _) in GROUPS.items():
+        cells = []
+        for attention_pass in ("forward", "backward"):
+            found = ratios(chosen(file, attention_pass, calls, "jax_cudnn"))
+            mean = f"{statistics.geometric_mean(found):.2f}" if found else ""
+            cells += [str(len(found)), f"{min(found):.2f}", mean] if found else [""] * 3
+        rows.append([text, *cells])
+    one = ["calls", "worst", "mean"]
+    return markdown(["", *(f"{x}, {y}" for x in ("forward", "backward") for y in one)], rows)
+
+
+def times(file: str) -> str:
+    """Return microseconds, the fastest in bold; in brackets as a part of the first column's."""
+    found: dict[str, dict[str, float]] = {}
+    for r in sorted(records(file), key=lambda r: (r["pass"] != "forward", r["D"])):
+        row = f"{r['pass']} {r['case']}, T = {r['T']}"
+        column = " ".join([r["implementation"], *map(str, r["config"].values())])
+        found.setdefault(row, {})[column] = 1e3 * time(r)
+    columns = list(dict.fromkeys(column for us in found.values() for column in us))
+    rows = []
+    for row, us in found.items():
+        cells = [f"{us[x]:.1f} ({us[x] / us[columns[0]]:.2f})" if x in us else "" for x in columns]
+        cells[0] = cells[0].split()[0]
+        fastest = columns.index(min(us, key=lambda x: us[x]))
+        cells[fastest] = f"**{cells[fastest]}**"
+        rows.append([row, *cells])
+    return markdown(["", *columns], rows)
+
+
+def options(file: str) -> str:
+    """Return times of full attention with options: milliseconds, and ratios."""
+    rows, times = [], {}
+    for r in sorted(records(file), key=lambda r: (r["pass"] != "forward", r["D"])):
+        if (r["T"], r["causal"]) == (4096, False):
+            times.setdefault((r["pass"], r["D"], r["option"]), {})[r["implementation"]] = time(r)
+    for (attention_pass, D, option), ms in times.items():
+        if (attention_pass, option) == ("forward", "trained bias"):
+            continue
+        ours = ms["ours_mosaic"]
+        without = times[attention_pass, D, None]["ours_mosaic"]
+        others = [ms.get(name) for name in ("ours_triton", "jax_cudnn")]
+        rows.append(
+            [
+                f"{attention_pass} {D}{f', {option}' if option else ''}",
+                f"{ours:.3f}",
+                f"{ours / without:.2f}" if option else "",
+                *(f"{x / ours:.2f}" if x else "" for x in others),
+            ]
+        )
+    head = ["", '"mosaic", ms', "of the time without", '"triton" / "mosaic"']
+    return markdown([*head, 'cuDNN / "mosaic"'], rows)
+
+
+def choice() -> str:
+    """Return how many times as fast "mosaic" is as "triton", the least and the most."""
+    found = by_length()
+    rows = []
+    for kind in KINDS:
+        cells = []
+        for attention_pass in PASSES:
+            for D in HEAD_DIMS:
+                ends = sorted(f"{x:.2f}" for x in found.get((attention_pass, kind, D), {}).values())
+                cells.append(" to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else "")
+        rows.append([kind, *cells])
+    head = [f"{x}, 64" for x in ("forward", "backward", "reproducible")]
+    return markdown(["", *(x for name in head for x in (name, "128", "256"))], rows)
+
+
+def files() -> str:
+    """Return what the files of docs/results are, byte for byte."""
+    rows = []
+    for path in [*sorted(RESULTS.glob("*.jsonl")), *sorted(RESULTS.glob("archive/*.jsonl"))]:
+        name, content = path.relative_to(RESULTS).as_posix(), path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        cells = [""] * 3
+        if path.parent == RESULTS:
+            lines = results.load(path)
+            days = sorted({r["date"][:10] for r in lines})
+            cells = [
+                ", ".join(sorted({r["device"] for r in lines})),
+                ", ".join(sorted({r["versions"]["jax"] for r in lines})),
+                " to ".join(dict.fromkeys((days[0], days[-1]))),
+            ]
+        rows.append([f"[{name}]({name})", str(content.count(b"\n")), *cells, digest])
+    return markdown(["file", "lines", "device", "JAX", "measured", "SHA-256 begins"], rows)
+
+
+# ------------------------------------------------------------------------------------------------
+# Documents.
+
+TABLES = {
+    "attention": attention,
+    "kinds": kinds,
+    "times": times,
+    "options": options,
+    "choice": choice,
+    "files": files,
+    "faster": faster,
+    "fewer-rows": fewer_rows,
+}
+TABLE = re.compile(r"((?:<!--|#) table: (\S+)(.*?)(?: -->)?\n).*?((?:<!--|#) end\b)", re.S)
+NUMBER = re.compile(r"<!--n:([^>]*)-->(.*?)<!--/n-->")
+MARKERS = re.compile(r"(?:<!--|^#) table: \w|<!--n:", re.M)
+
+
+def filled(path: pathlib.Path, used: set[str]) -> str:
+    """Return a file's text as the results want it; adds the names of its tables to `used`."""
+
+    def table(match):
+        start, name, arguments, end = match.groups()
+        used.add(name)
+        return start + made(name, arguments) + "\n" + end
+
+    def made(name, arguments):
+        try:
+            return TABLES[name](*arguments.split())
+        except KeyError as error:
+            raise UserError(f"{path.name}: there is no table {name!r}: {error}.") from error
+
+    def number(match):
+        try:
+            *what, statistic = match[1].split()
+            value = STATISTICS[statistic](chosen(*what))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path.name}: there is no number {match[1]!r}: {error}.") from error
+        return f"<!--n:{match[1]}-->{value}<!--/n-->"
+
+    text = path.read_text()
+    markers = len(MARKERS.findall(text))
+    if re.search(r"^\s*<!--n:", text, re.M):
+        raise UserError(f"{path.name}: a number's marker must not begin a line.")
+    text, tables = TABLE.subn(table, text)
+    text, numbers = NUMBER.subn(number, text)
+    if tables + numbers != markers:
+        raise UserError(f"{path.name}: each marker must have its end.")
+    return text
+
+
+def stale() -> Iterator[tuple[pathlib.Path, str]]:
+    """Yield the documents whose text would change, and that text."""
+    used: set[str] = set()
+    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), FASTER_BY_MOSAIC]:
+        text = filled(path, used)
+        if text != path.read_text():
+            yield path, text
+    if unused := TABLES.keys() - used:
+        raise UserError(f"a document must show each table; none shows {sorted(unused)}.")
+
+
+def stale_figures() -> Iterator[tuple[pathlib.Path, list[dict[str, Any]]]]:
+    """Yield the figures that show other numbers, which are written into them, and their lines."""
+    for path, file in FIGURES.items():
+        if not path.exists() or overview.about(records(file)).encode() not in path.read_bytes():
+            yield path, records(file)
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args(argv).check
+    changed = []
+    for path, text in stale():
+        changed.append(path.relative_to(ROOT).as_posix())
+        if not check:
+            path.write_text(text)
+    for path, lines in stale_figures():
+        changed.append(path.relative_to(ROOT).as_posix())
+        if not check:
+            overview.save(lines, path)
+    if check and changed:
+        raise UserError(f"docs/results say otherwise; run scripts/make_tables.py: {changed}.")
+    for name in changed:
+        print(name)
+
+
+if __name__ == "__main__":
+    main()
