@@ -9,7 +9,8 @@ from scripts.command import UserError
 
 def test_committed_files_are_what_the_results_make():
     """After a measurement or an edit: python scripts/make_tables.py."""
-    changed = [path.name for path, _ in (*make_tables.stale(), *make_tables.stale_figures())]
+    stale = *make_tables.stale(), *make_tables.stale_figures()
+    changed = [str(path.relative_to(make_tables.ROOT)) for path, _ in stale]
     assert not changed
 
 
