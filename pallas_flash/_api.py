@@ -440,6 +440,6 @@ def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:
             rows, -jnp.inf, p.accumulator_dtype
         )
     if plan.implementation == "reference":
-        return _partition.explicitly(_reference_of(plan), p, check_vma=True)
+        return _partition.explicitly(_reference_of(plan), p)
     operands, rest = p.split()
     return _vjp.attend(plan, operands, rest)

@@ -11,6 +11,8 @@ import warnings
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def abstract_device():
@@ -172,13 +174,20 @@ def accumulator_layout() -> Any:
     return getattr(layout, "_WGMMA_ACC_32BIT", layout.WGMMA)
 
 
-def varying_like(shape: tuple[int, ...], dtype, *operands) -> jax.ShapeDtypeStruct:
-    """An output that varies over the manual mesh axes of its operands, as shard_map demands."""
-    axes = frozenset().union(*(_varying_axes(x) for x in operands))
-    if not axes:
-        return jax.ShapeDtypeStruct(shape, dtype)
-    return jax.ShapeDtypeStruct(
-        shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes)
+def out_shape(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+    """An output of a kernel, which is the same on all devices as far as `shard_map` is told."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType())
+
+
+def varying_like(x, operands):
+    """The type `x`, of an array that varies over the manual mesh axes of `operands`, types, too."""
+    axes = frozenset().union(*(y.manual_axis_type.varying for y in operands))
+    mesh = jax.sharding.get_abstract_mesh()
+    return ShapedArray(
+        x.shape,
+        x.dtype,
+        sharding=NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)),
+        manual_axis_type=jax.sharding.ManualAxisType(varying=axes),
     )
 
 
@@ -195,11 +204,6 @@ def vary_alike(tree):
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
-
-
-def varies(tree) -> bool:
-    """Whether an array of `tree` has, by shard_map's checks, another value on each device."""
-    return any(map(_varying_axes, jax.tree.leaves(tree)))
 
 
 def _varying_axes(x) -> frozenset:

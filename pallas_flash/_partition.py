@@ -349,13 +349,12 @@ def _key_heads(part: Problem, shards: Shards):
 # ------------------------------------------------------------------------------------------------
 
 
-def explicitly(attend: Callable, problem: Problem, *, check_vma: bool):
+def explicitly(attend: Callable, problem: Problem):
     """`attend(problem)`, the output and the LSE, inside a `shard_map` where types ask for one.
 
     Args:
         attend: the function; its keyword `along` says how the sequence is divided, if it is.
         problem: the call.
-        check_vma: as of `jax.shard_map`.
     """
     mesh = jax.typeof(problem.query).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
@@ -377,7 +376,6 @@ def explicitly(attend: Callable, problem: Problem, *, check_vma: bool):
         in_specs=(specs,),
         out_specs=tuple(map(shards.spec, outs)),
         axis_names=_explicit_axes(mesh),
-        check_vma=check_vma,
     )(problem)
     if shards.along is not None or not rows:
         return results

@@ -256,11 +256,6 @@ def _mosaic_limits(p: Problem) -> list[str]:
             f"The mask or the score function uses {', '.join(missing)}, which Pallas has not in "
             "Mosaic GPU."
         )
-    if _compat.varies((p.query, p.key, p.value)):
-        limits.append(
-            "The call is in a `jax.shard_map` that checks which values differ between devices, and "
-            "Pallas refuses them there; check_vma=False turns that off."
-        )
     return limits
 
 

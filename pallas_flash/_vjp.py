@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from pallas_flash import _compat, _context, _partition, _tangents, _xla
+from pallas_flash._one_device import on_one_device
 from pallas_flash._partition import Along
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LN2, LogSum
@@ -126,15 +127,15 @@ class Plan:
     def _alone(self, name: str, *args, again: bool, **wanted) -> Any:
         """`_forward_alone` or `_backward_alone`; `again` if programs of their own call it alike."""
         by = self.implementation if name == "_forward_alone" else self._gradients_by(**wanted)
+        run = functools.partial(getattr(self, name), **wanted)
         if not (again and by in EXPORTED):
-            return getattr(self, name)(*args, **wanted)
+            return run(*args) if by == "xla" else on_one_device(run, *args)
         leaves, tree = jax.tree.flatten(args)
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
         # Which floats there are says whether JAX is in x64 mode.
         asked = tuple(wanted.items()), jnp.result_type(float)
         exported = _exported(self, name, EXPORTED[by], *asked, tree, shapes)
-        call = functools.partial(getattr(self, name), **wanted) if exported is None else exported
-        return call(*args)
+        return (run if exported is None else exported)(*args)
 
     def _gradients_by(self, wanted: "Wanted") -> str:
         """The implementation that gives these."""
@@ -262,10 +263,7 @@ def _attend_on_mesh(plan: Plan, operands: dict, rest: Problem):
         operands, rest = _compat.vary_alike(problem.split())
         return _attend(here, _in_reverse_mode(here, operands), rest)
 
-    # Pallas's interpreter and Mosaic GPU do not pass shard_map's check, and where kernels serve the
-    # whole those of a part may be of Mosaic GPU.
-    check_vma = plan.implementation == "xla"
-    return _partition.explicitly(attend, rest.join(operands), check_vma=check_vma)
+    return _partition.explicitly(attend, rest.join(operands))
 
 
 _attend_compiled = jax.jit(_attend_on_mesh, static_argnums=0)

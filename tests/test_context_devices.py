@@ -110,12 +110,10 @@ def call_of(kind, axes, mesh, operands, rest, **options):
     }
     specs = {name: jax.tree.map(functools.partial(spec, name), x) for name, x in arrays.items()}
     rows = rows_spec(axes)
-    check_vma = options["implementation"] != "interpret"
 
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows),
-        check_vma=check_vma,
-    )  # fmt: skip
+        jax.shard_map, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows)
+    )
     def inside(q, k, v, arrays):
         return call(q, k, v, sequence_axis="sequence", **arrays, **static, **functions)
 

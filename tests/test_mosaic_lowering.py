@@ -348,20 +348,23 @@ KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 @CALLS
 @KINDS
-def test_lowers_inside_shard_map(kind, call):
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_lowers_inside_shard_map(check_vma, kind, call):
     mesh = gpus(kind)
-    traced = traced_on(mesh, within_shard_map(mesh, call, check_vma=False))
+    traced = traced_on(mesh, within_shard_map(mesh, call, check_vma))
     with jax.sharding.use_abstract_mesh(mesh):
         assert launches(traced.lower(lowering_platforms=("cuda",)).as_text()) == ONE_PASS
 
 
-@KINDS
-def test_shard_maps_check_takes_the_call_elsewhere(kind):
-    mesh = gpus(kind)
-    with pytest.raises(NotImplementedError, match="check_vma=False"):
-        traced_on(mesh, within_shard_map(mesh, attention, check_vma=True))
-    chosen = functools.partial(attention, implementation=None)
-    traced_on(mesh, within_shard_map(mesh, chosen, check_vma=True))
+@CALLS
+def test_lowers_where_an_explicit_axis_is_mapped(call):
+    mesh = gpus(AxisType.Explicit)
+    rows = NamedSharding(mesh, P("batch", None, None, "heads"))
+    x = jax.ShapeDtypeStruct((2, *SHAPE), jnp.bfloat16, sharding=rows)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.vmap(functools.partial(gradients, call=call))).trace(x, x, x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert launches(text) == ONE_PASS
 
 
 @CALLS

@@ -246,10 +246,6 @@ def check_vmap(kind):
         specs = {name: ROWS if some[name] is None else spec for name in some}
         run, want = along(some, implementation), along(some, "reference")
         compare(run, want, place(arguments, mesh, specs), arguments, [])
-    if kind == "auto":
-        specs = dict.fromkeys(many, P("batch", None, None, "heads"))
-        want = along(everything, "reference")
-        compare(along(everything, "xla"), want, place(many, mesh, specs), many, [])
     # Nested, and a scale for each copy.
     outer, inner = {"query": 0, "key": None, "value": None, "scale": 0}, {"value": 0}
     inner = dict.fromkeys(outer) | inner
@@ -272,6 +268,38 @@ def check_vmap(kind):
 
     specs = SPECS | {"query": spec, "value": spec}
     compare(nested("xla"), nested("reference"), place(arguments, mesh, specs), arguments)
+
+
+def check_a_mapped_axis_is_divided(kind):
+    mesh, one = make_mesh(KINDS[kind]), draw(12)
+    many = {name: jnp.stack([x, 2 * x]) for name, x in one.items()}
+    placed = place(many, mesh, dict.fromkeys(many, P("batch", None, None, "heads")))
+    for implementation in ("xla", "interpret"):
+        run, want = jax.vmap(gradients(implementation)), jax.vmap(gradients("reference"))
+        # XLA gathers what it divides around a part in which other axes are manual.
+        compare(run, want, placed, many, [] if kind == "auto" else None)
+
+
+def check_a_shard_map_of_the_user(kind):
+    """With JAX's default checks: the gradients of what devices share are summed."""
+    names = "scale", "bias", "query_seq_lengths", "key_value_seq_lengths"
+    mesh, arguments = make_mesh(KINDS[kind]), draw(12, *names)
+    specs = {name: SPECS[name] for name in arguments if name != "do"}
+    for implementation in ("xla", "interpret"):
+        inside = jax.shard_map(
+            lambda x, by=implementation: call(by, is_causal=True)(**x),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=ROWS,
+        )
+
+        def run(arguments, inside=inside):
+            rest = {name: arguments[name] for name in specs}
+            floats = {name: x for name, x in rest.items() if name in FLOATS}
+            out, pull = jax.vjp(lambda floats: inside(rest | floats), floats)
+            return out, *pull(arguments["do"])
+
+        compare(run, gradients("reference"), place(arguments, mesh), arguments)
 
 
 def check_indices_are_those_of_the_whole_call(kind):
@@ -368,7 +396,11 @@ def main(name, kind):
 
 
 # Each takes its programs seconds to compile.
-FIRST = [("nothing_is_gathered", "auto")]
+FIRST = [
+    ("nothing_is_gathered", "auto"),
+    ("a_shard_map_of_the_user", "auto"),
+    ("a_mapped_axis_is_divided", "explicit"),
+]
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ MAY_IMPORT = {
     "_vjp": {
         "_context",
         "_partition",
+        "_one_device",
         "_tangents",
         "_xla",
         "_mosaic",
@@ -130,6 +131,7 @@ MAY_IMPORT = {
         "_scores",
         "_compat",
     },
+    "_one_device": {"_compat"},
     "_partition": {"_mask_objects", "_masks", "_problem", "_operands", "_scores", "_dropout"},
     "_tangents": {"_context", "_partition", "_reference", "_masks", "_problem", "_operands"},
     "_reference": {"_problem", "_operands", "_dropout"},

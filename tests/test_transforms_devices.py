@@ -101,8 +101,9 @@ SHARDED = [
     ("xla", AxisType.Auto, False),
     ("xla", AxisType.Explicit, True),
     ("xla", AxisType.Auto, None),
-    # Pallas's interpreter does not pass the check.
+    ("interpret", AxisType.Auto, True),
     ("interpret", AxisType.Auto, False),
+    ("interpret", AxisType.Explicit, True),
 ]
 
 

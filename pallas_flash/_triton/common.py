@@ -485,7 +485,7 @@ def call(kernel, *operands, static: Static, grid, in_specs, out_specs, out_shape
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
-        out_shape=[_compat.varying_like(shape, dtype, *operands) for shape, dtype in out_shapes],
+        out_shape=[_compat.out_shape(shape, dtype) for shape, dtype in out_shapes],
         interpret=static.interpret,
         name=kernel.__name__,
         compiler_params=None
