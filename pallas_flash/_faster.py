@@ -117,6 +117,8 @@ KIND_OF_LEAF = {
 
 def faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
     """Whether this pass was measured to be faster than that of "triton" for calls like this."""
+    if p.symbolic:
+        return False
     size, kinds = _size(p), _kinds(p)
     few = attention_pass == "backward" and _few_programs(p)
     if few:

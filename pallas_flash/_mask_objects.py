@@ -111,10 +111,7 @@ def _leaves(mask) -> list[Joinable]:
 
 
 def _all_tiles(stay: Tiling, flow: Tiling, *, full: bool) -> TileRange:
-    start, stop = (
-        np.zeros((1, stay.count), np.int32),
-        np.full((1, stay.count), flow.count, np.int32),
-    )
+    start, stop = stay.filled(0), stay.filled(flow.count)
     return TileRange(start, start, stop if full else start, stop)
 
 
@@ -168,12 +165,12 @@ def _classes_impl(array, q: Tiling, kv: Tiling) -> TileClasses:
     def reduce(fill, reduction):
         x = array
         for axis, tiling in ((2, q), (3, kv)):
-            if array.shape[axis] > 1:
+            if array.shape[axis] != 1:
                 missing = tiling.count * tiling.block - tiling.length
                 pad = [(0, missing if a == axis else 0) for a in range(4)]
                 x = jnp.pad(x, pad, constant_values=fill)
         tiles = [
-            (tiling.count, tiling.block) if n > 1 else (1, 1)
+            (tiling.count, tiling.block) if n != 1 else (1, 1)
             for n, tiling in zip(array.shape[2:], (q, kv), strict=True)
         ]
         x = x.reshape(*array.shape[:2], *tiles[0], *tiles[1])

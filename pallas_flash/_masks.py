@@ -32,6 +32,7 @@ import numpy as np
 from jax import lax
 
 from pallas_flash._operands import Positions
+from pallas_flash._symbolic import is_symbolic, known_at_most
 
 # An int where a bound is known at trace time, else int32 [B] (or, inside a kernel, a reference to
 # it).
@@ -40,7 +41,11 @@ Bound = Any
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How one side's `length` positions are cut into tiles of `block`."""
+    """How one side's `length` positions are cut into tiles of `block`.
+
+    The length may be symbolic, and so is the number of tiles then. Numbers of tiles are NumPy
+    arrays where the length is known, and JAX's where it is not.
+    """
 
     length: int
     block: int
@@ -50,14 +55,26 @@ class Tiling:
         return -(-self.length // self.block)
 
     @property
+    def numbers(self) -> np.ndarray:
+        """The number of each tile, int32 [1, tiles]: next to numbers of each example, [B, 1]."""
+        xp: Any = jnp if is_symbolic(self.length) else np
+        return xp.arange(self.count, dtype=np.int32)[None]
+
+    @property
     def first(self) -> np.ndarray:
-        """The first position of each tile, [1, tiles]: next to numbers of each example, [B, 1]."""
-        return np.arange(self.count, dtype=np.int32)[None] * self.block
+        """The first position of each tile, [1, tiles]."""
+        return self.numbers * self.block
 
     @property
     def last(self) -> np.ndarray:
         """The last position of each tile that exists, [1, tiles]."""
-        return np.minimum(self.first + self.block, self.length) - 1
+        xp: Any = jnp if is_symbolic(self.length) else np
+        return xp.minimum(self.first + self.block, self.length) - 1
+
+    def filled(self, number: int) -> np.ndarray:
+        """The same number for each tile, int32 [1, tiles]; it may be symbolic, too."""
+        xp: Any = jnp if is_symbolic(self.length) or is_symbolic(number) else np
+        return xp.full((1, self.count), number, np.int32)
 
 
 class TileRange(NamedTuple):
@@ -173,8 +190,10 @@ class Band(Runs):
     def trimmed(self, q_len: int, kv_len: int) -> "Band":
         """Without a side that excludes nothing, of so many queries and keys and no offset."""
         low, high = self.low, self.high
-        low = None if low is None or low <= 1 - q_len else min(low, FAR)
-        high = None if high is None or high >= kv_len - 1 else max(high, -FAR)
+        if low is not None:
+            low = None if known_at_most(low, 1 - q_len) else max(-FAR, min(low, FAR))
+        if high is not None:
+            high = None if known_at_most(kv_len - 1, high) else max(-FAR, min(high, FAR))
         return Band(low, high)
 
     def kv_range(self, q, kv):
@@ -203,10 +222,7 @@ class Band(Runs):
     def _range(stay: Tiling, flow: Tiling, low, high) -> TileRange:
         """Positions stay + low .. stay + high in tiles of `flow`: their union, and their common."""
         block = flow.block
-        zero, end = (
-            np.zeros((1, stay.count), np.int32),
-            np.full((1, stay.count), flow.count, np.int32),
-        )
+        zero, end = stay.filled(0), stay.filled(flow.count)
         start = zero if low is None else (stay.first + low) // block
         full_start = zero if low is None else -(-(stay.last + low) // block)
         stop = end if high is None else (stay.last + high) // block + 1
@@ -223,7 +239,7 @@ class Lengths(Runs):
 
     def allowed(self, b, h, q, k):
         inside = [
-            position < (length if isinstance(length, int) else length[b])
+            position < (length if _is_size(length) else length[b])
             for position, length in ((q, self.query), (k, self.key_value))
             if length is not None
         ]
@@ -250,9 +266,8 @@ class Lengths(Runs):
 
     @staticmethod
     def _range(stay: Tiling, flow: Tiling, stay_length, flow_length) -> TileRange:
-        shape = (1, stay.count)
-        start = np.zeros(shape, np.int32)
-        stop, full_stop = (np.full(shape, flow.count, np.int32) for _ in range(2))
+        start = stay.filled(0)
+        stop = full_stop = stay.filled(flow.count)
         if flow_length is not None:
             length = _column(flow_length)
             stop, full_stop = -(-length // flow.block) + start, length // flow.block + start
@@ -267,7 +282,7 @@ class Lengths(Runs):
 
 @leaf
 class Ends(Lengths):
-    """The same with ints, which are known when the mask is built."""
+    """The same with sizes of arrays, which are known when the mask is built, or symbolic."""
 
     query: int | None = dataclasses.field(default=None, metadata=STATIC)
     key_value: int | None = dataclasses.field(default=None, metadata=STATIC)
@@ -435,7 +450,7 @@ class Mask:
 
     def kv_ranges(self, q: Tiling, kv: Tiling) -> jax.Array | np.ndarray:
         """int32 [1 or B, query tiles, 4]: the range of key tiles for each query tile."""
-        return _intersect([leaf.kv_range(q, kv) for leaf in self.leaves], q.count, kv.count)
+        return _intersect([leaf.kv_range(q, kv) for leaf in self.leaves], q, kv)
 
     def q_ranges(self, q: Tiling, kv: Tiling, *, sums_keys: bool = False) -> jax.Array | np.ndarray:
         """int32 [1 or B, key tiles, 4]: the range of query tiles for each key tile.
@@ -446,9 +461,11 @@ class Mask:
         """
         ranges = [leaf.q_range(q, kv) for leaf in self.leaves]
         if sums_keys:
-            whole = np.int32(q.count) * (kv.first + kv.block <= kv.length)
-            ranges.append(TileRange(0 * whole, 0 * whole, whole, np.full_like(whole, q.count)))
-        return _intersect(ranges, kv.count, q.count)
+            none, every = kv.filled(0), kv.filled(q.count)
+            fits = kv.first + kv.block <= kv.length
+            whole = _namespace(fits, every).where(fits, every, none)
+            ranges.append(TileRange(none, none, whole, every))
+        return _intersect(ranges, kv, q)
 
     @property
     def scattered(self) -> bool:
@@ -480,7 +497,7 @@ class Mask:
         """The class of every pair of tiles, by all leaves together; no axis of tiles is 1."""
 
         def inside(ranges, flow: Tiling):
-            tile = np.arange(flow.count, dtype=np.int32)[None, None, None]
+            tile = flow.numbers[None, None]
             start, full_start, full_stop, stop = (ranges[:, None, :, i, None] for i in range(4))
             return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
 
@@ -624,8 +641,8 @@ def lists(classes: TileClasses) -> jax.Array:
     return jnp.concatenate([*counts, order.astype(jnp.int32)], axis=-1)
 
 
-def _intersect(ranges: list[TileRange], n_stay: int, n_flow: int):
-    everything = TileRange(*(np.full((1, n_stay), x, np.int32) for x in (0, 0, n_flow, n_flow)))
+def _intersect(ranges: list[TileRange], stay: Tiling, flow: Tiling):
+    everything = TileRange(*map(stay.filled, (0, 0, flow.count, flow.count)))
     start, full_start, full_stop, stop = everything
     for r in ranges:
         start, full_start = _maximum(start, r.start), _maximum(full_start, r.full_start)
@@ -655,8 +672,15 @@ def _both(*conditions):
     return result
 
 
+def _is_size(length: Bound) -> bool:
+    """Whether a length is that of an array, and no array of lengths."""
+    return isinstance(length, int) or is_symbolic(length)
+
+
 def _column(length: Bound):
     """A length as something that broadcasts against [B, tiles]."""
+    if is_symbolic(length):
+        return jnp.asarray(length, jnp.int32)
     return length if isinstance(length, int) else length[:, None]
 
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash._symbolic import is_symbolic
+
 
 class Operand:
     """An array read at one integer index for each axis; indices broadcast.
@@ -64,7 +66,8 @@ class Operand:
 def _nearest(i, n: int):
     """The index of 0 .. n - 1 next to `i`, of whatever integer type."""
     if isinstance(i, (int, np.integer)):
-        return min(max(int(i), 0), n - 1)
+        i = max(int(i), 0)
+        return min(i, n - 1) if not is_symbolic(n) else jnp.minimum(jnp.int32(i), n - 1)
     # A smaller type could not hold n - 1, and int32 not every index of a larger one.
     least = jnp.uint32 if jnp.issubdtype(i.dtype, jnp.unsignedinteger) else jnp.int32
     i = i.astype(jnp.promote_types(i.dtype, least))

@@ -36,6 +36,7 @@ from pallas_flash._masks import Band, Lengths, Segments
 from pallas_flash._operands import Pairs, Positions
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import Scores
+from pallas_flash._symbolic import is_symbolic
 
 # The axes of every array of a problem: b examples, t queries, s keys, a keys where every device has
 # all of them, n query heads, k key/value heads, h and v sizes of heads. An axis of length 1 is
@@ -201,6 +202,12 @@ def check_lengths(q_len: int, kv_len: int | None, devices: int, names) -> None:
     """
     for name, letter, length in (("query", "T", q_len), ("key", "S", kv_len)):
         over = f"the {devices} devices of {', '.join(map(repr, names))}"
+        if is_symbolic(length):
+            raise NotImplementedError(
+                f"`{name}` must have a known length where its sequence is sharded over {over}; "
+                f"got {letter}={length}. Give the length a number, or gather the sequence before "
+                "the call."
+            )
         if length is not None and length % devices:
             raise NotImplementedError(
                 f"`{name}` must have a length that {over} divide, which its sequence is sharded "

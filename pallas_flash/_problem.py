@@ -10,6 +10,7 @@ from pallas_flash._dropout import Dropout
 from pallas_flash._masks import Mask
 from pallas_flash._operands import Pairs, is_pairs
 from pallas_flash._scores import Scores
+from pallas_flash._symbolic import is_symbolic
 from pallas_flash._tiling import sizes
 
 # Scores up to this are not large: beside them float32 has room for the logarithm of a sum, to about
@@ -92,6 +93,12 @@ class Problem:
     @property
     def dtype(self) -> Any:
         return self.query.dtype
+
+    @property
+    def symbolic(self) -> tuple[Any, ...]:
+        """The sizes of arrays that `jax.export` leaves open, each once."""
+        sizes = (n for x in jax.tree.leaves(self) for n in np.shape(x) if is_symbolic(n))
+        return tuple(dict.fromkeys(sizes))
 
     @property
     def accumulator_dtype(self) -> Any:

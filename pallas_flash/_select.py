@@ -191,6 +191,9 @@ def not_on_gpu(problem: Problem) -> dict[str, str]:
 def _problem_limits(p: Problem) -> list[str]:
     """Why the kernels cannot serve a problem, on any device; whole sentences."""
     limits = []
+    if p.symbolic:
+        names = ", ".join(map(str, p.symbolic))
+        limits.append(f"Got symbolic sizes ({names}), and the kernels are compiled for known ones.")
     if p.dtype.name == "float64":
         limits.append("Got float64, and the kernels compute in float32.")
     if max(p.head_dim, p.value_dim) > MAX_HEAD_DIM:
@@ -198,7 +201,7 @@ def _problem_limits(p: Problem) -> list[str]:
             f"Got a head size of {max(p.head_dim, p.value_dim)}, and the kernels serve up to "
             f"{MAX_HEAD_DIM}."
         )
-    for x in jax.tree.leaves((p.mask, p.scores)):
+    for x in _arrays_in_kernels(p):
         # JAX goes over to indices of 64 bits at 2^32 bytes, which is late for bools.
         if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
             limits.append(
@@ -206,6 +209,11 @@ def _problem_limits(p: Problem) -> list[str]:
                 "into arrays of one byte a number end at 2^31; a Predicate needs no array."
             )
     return limits
+
+
+def _arrays_in_kernels(p: Problem) -> list:
+    """What kernels read by index; nothing where symbolic sizes rule them out."""
+    return [] if p.symbolic else jax.tree.leaves((p.mask, p.scores))
 
 
 def _device_limits() -> list[str]:
@@ -249,7 +257,7 @@ def _mosaic_limits(p: Problem) -> list[str]:
             f"Got head sizes of {p.head_dim} and {p.value_dim} (of values), and they serve "
             f"multiples of {MOSAIC_HEAD_DIM_UNIT}."
         )
-    if any(x.size > 2**31 for x in jax.tree.leaves((p.mask, p.scores))):
+    if any(x.size > 2**31 for x in _arrays_in_kernels(p)):
         limits.append("Got an array of more than 2^31 elements, and their indices end there.")
     if missing := _not_in_mosaic(p):
         limits.append(

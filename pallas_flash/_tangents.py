@@ -24,6 +24,7 @@ from pallas_flash import _context, _reference
 from pallas_flash._masks import Tiling
 from pallas_flash._operands import Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
+from pallas_flash._symbolic import is_symbolic, smaller
 
 # Rows of scores, over all examples and heads, that exist at the same time: a block has at least one
 # query of each head.
@@ -86,7 +87,9 @@ def _function_of(names, along, operands, rest: Problem):
 def _attention(problem: Problem):
     """`_reference.attention` by blocks of queries."""
     p = problem
-    block = max(1, min(p.q_len, ROWS // (p.batch * p.num_heads)))
+    # Of a symbolic batch every example has as many rows.
+    batch = 1 if is_symbolic(p.batch) else p.batch
+    block = max(1, smaller(p.q_len, ROWS // (batch * p.num_heads)))
     count = -(-p.q_len // block)
     # The last block is filled up with queries that do not exist and see nothing.
     p = dataclasses.replace(p, mask=p.mask.within(q=Tiling(p.q_len, block)))
@@ -97,7 +100,7 @@ def _attention(problem: Problem):
 
     def axis_of(x):
         axis = 2 if is_pairs(x) else 1 if x is p.query else None
-        return axis if axis and x.shape[axis] > 1 else None
+        return axis if axis and x.shape[axis] != 1 else None
 
     axes = list(map(axis_of, leaves))
     arrays = [x.array if is_pairs(x) else x for x in leaves]

@@ -35,6 +35,7 @@ from pallas_flash._operands import Positions
 from pallas_flash._partition import Along, check_lengths
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
+from pallas_flash._symbolic import is_symbolic
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -270,6 +271,12 @@ def _check_inputs(query, key, value) -> None:
     equal("value", -2, "key", "number of heads", "Give each key head one value head.")
     equal("key", -1, "query", "head size", "Give both one head size; only that of `value` is free.")
     for name, x in named.items():
+        if any(map(is_symbolic, x.shape[-2:])):
+            raise NotImplementedError(
+                f"`{name}` must have a known number of heads and a known head size; got "
+                f"{x.shape[-2]} heads of size {x.shape[-1]} ({name}.shape={x.shape}). Give both "
+                "numbers: the batch and the lengths alone may be symbolic."
+            )
         if 0 in x.shape[-2:]:
             raise ValueError(
                 f"`{name}` must have at least one head and a head size of at least 1; got "

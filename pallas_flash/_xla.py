@@ -15,6 +15,8 @@ tile are computed together, each product as one batched `a @ b` or `a @ b.T`: on
 takes several times as long. Letters of the einsums: b batch, k key/value head, g query head of its
 group, t query, s key, h head size of q and k, v head size of v.
 
+A symbolic length, of an export, has a symbolic number of tiles, to which the loops count.
+
 On a GPU most calls are computed in another way, see `_xla_rows`.
 """
 
@@ -31,6 +33,7 @@ from pallas_flash._masks import Mask, TileClasses, Tiling, lists
 from pallas_flash._operands import Cut, Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LN2, LogSum, Scores, below, sinks_gradient, with_sink
+from pallas_flash._symbolic import is_symbolic, known_at_most, smaller
 from pallas_flash._visits import Edges, in_tile, visit
 
 # Queries and keys of a tile: big enough for matrix products, small enough for a core's cache, where
@@ -224,8 +227,10 @@ def backward(
 def _block_sizes(heads: int, kv_len: int, on_gpu: bool) -> tuple[int, int]:
     """Queries and keys of a tile, for the heads of all examples."""
     if not on_gpu:
-        return (2 * BLOCK_Q if heads <= FEW_HEADS else BLOCK_Q), BLOCK_KV
-    rows = GPU_SCORES // (heads * min(GPU_BLOCK, kv_len))
+        return (2 * BLOCK_Q if known_at_most(heads, FEW_HEADS) else BLOCK_Q), BLOCK_KV
+    if is_symbolic(heads):
+        return BLOCK_Q, GPU_BLOCK
+    rows = GPU_SCORES // (heads * smaller(kv_len, GPU_BLOCK))
     return max(BLOCK_Q, min(GPU_BLOCK, rows - rows % BLOCK_Q)), GPU_BLOCK
 
 
@@ -259,8 +264,8 @@ class _Blocks:
     def __init__(self, problem: Problem, on_gpu: bool):
         p = self.problem = problem
         block_q, block_kv = _block_sizes(p.batch * p.num_heads, p.kv_len, on_gpu)
-        self.q = Tiling(p.q_len, min(block_q, p.q_len))
-        self.kv = Tiling(p.kv_len, min(block_kv, p.kv_len))
+        self.q = Tiling(p.q_len, smaller(p.q_len, block_q))
+        self.kv = Tiling(p.kv_len, smaller(p.kv_len, block_kv))
         self.mask: Mask = p.mask.within(q=self.q, kv=self.kv)
         self.edges = Edges.APART if self.mask else Edges.NONE
         if self.mask.scattered:
@@ -338,7 +343,8 @@ class _Blocks:
         full_start, full_stop = full_start.max(axis=0), full_stop.min(axis=0)
         none_full = full_stop <= full_start
         full_start, full_stop = (jnp.where(none_full, start, x) for x in (full_start, full_stop))
-        return jnp.stack([start, full_start, full_stop, stop], axis=-1)
+        # A symbolic number of tiles is an int64 in x64 mode.
+        return jnp.stack([start, full_start, full_stop, stop], axis=-1).astype(jnp.int32)
 
     def split_rows(self, x):
         """[B, T, N, ...] to [tiles, B, K, G, block_q, ...]."""
@@ -360,7 +366,7 @@ class _Blocks:
                 return x
             array = x.array
             for axis, tiling in ((2, self.q), (3, self.kv)):
-                if x.shape[axis] > 1:
+                if x.shape[axis] != 1:
                     array = _pad(array, axis, tiling)
             return Pairs(array)
 
@@ -370,9 +376,9 @@ class _Blocks:
         """Tile (i, j) of an array over pairs: [B | 1, K | 1, G | 1, block_q | 1, block_kv | 1]."""
         p = self.problem
         for axis, tiling, t in ((2, self.q, i), (3, self.kv, j)):
-            if x.shape[axis] > 1:
+            if x.shape[axis] != 1:
                 x = lax.dynamic_slice_in_dim(x, t * tiling.block, tiling.block, axis)
-        heads = (p.num_kv_heads, p.groups) if x.shape[1] > 1 else (1, 1)
+        heads = (p.num_kv_heads, p.groups) if x.shape[1] != 1 else (1, 1)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     def zero_bias(self):
@@ -389,8 +395,8 @@ class _Blocks:
         at = (
             zero,
             zero,
-            i * self.q.block if dbias.shape[2] > 1 else zero,
-            j * self.kv.block if dbias.shape[3] > 1 else zero,
+            i * self.q.block if dbias.shape[2] != 1 else zero,
+            j * self.kv.block if dbias.shape[3] != 1 else zero,
         )
         return lax.dynamic_update_slice(dbias, lax.dynamic_slice(dbias, at, ds.shape) + ds, at)
 

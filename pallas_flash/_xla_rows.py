@@ -90,9 +90,12 @@ class Cuts:
 def cuts(problem: Problem) -> Cuts | None:
     """How to divide the problem, or None if tiles of some keys serve it better.
 
-    They do where arrays tell which keys are left out: what is empty can only then be skipped.
+    They do where arrays tell which keys are left out: what is empty can only then be skipped. With
+    symbolic sizes nobody knows.
     """
     p = problem
+    if p.symbolic:
+        return None
     budget = BYTES // p.accumulator_dtype.itemsize
     head = p.groups * p.q_len * p.kv_len
     batch = _divisor(p.batch, budget // (p.num_kv_heads * head))

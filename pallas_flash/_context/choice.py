@@ -42,6 +42,12 @@ def choose(problem: Problem, devices: int, asked: str | None, *, keys: bool = Tr
     Raises:
         NotImplementedError: if what is asked for does not serve the call.
     """
+    if problem.symbolic:
+        raise NotImplementedError(
+            "`query` must have known sizes where its sequence is sharded; got the symbolic sizes "
+            f"{', '.join(map(str, problem.symbolic))}. Give each a number, or gather the sequence "
+            "before the call."
+        )
     load = load_of(problem, devices)
     refused = cost.refused(load, problem.num_heads)
     if asked == "gather":

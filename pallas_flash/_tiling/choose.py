@@ -10,6 +10,9 @@ from pallas_flash._tiling.sizes import KERNELS, OfCall, TileSizes, whose
 
 def before_tables(problem: Problem, asked: TileSizes | None) -> OfCall:
     """The tiles that a call asks for, and what `tune` found for such calls."""
+    if problem.symbolic:
+        # No kernel serves it.
+        return OfCall(asked or TileSizes(), TileSizes())
     given = (asked or TileSizes()).used(problem.few_queries)
     return OfCall(given, tuned(problem) or TileSizes())
 

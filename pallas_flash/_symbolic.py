@@ -1,0 +1,28 @@
+"""Sizes of arrays that `jax.export` leaves open, such as the batch "b" of `symbolic_shape`.
+
+They take part in arithmetic, in shapes and in arrays, but have no number while a call is traced: a
+comparison with one raises unless it holds for all values of the size, or for none.
+"""
+
+from typing import Any
+
+import jax.export
+from jax.extend.core import InconclusiveDimensionOperation
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether the number of a size is open."""
+    return jax.export.is_symbolic_dim(size)
+
+
+def known_at_most(size: Any, limit: Any) -> bool:
+    """Whether a size is known not to exceed a limit; either may be symbolic."""
+    try:
+        return bool(size <= limit)
+    except InconclusiveDimensionOperation:
+        return False
+
+
+def smaller(size: Any, limit: int) -> Any:
+    """The smaller of a size and a limit; the limit where the size is open."""
+    return size if known_at_most(size, limit) else limit

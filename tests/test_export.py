@@ -1,0 +1,340 @@
+"""Exported programs whose sizes are symbolic, called at several: each gives what a call gives.
+
+Exports for GPUs that are not here are in test_transforms_devices.py.
+"""
+
+import functools
+
+import cases
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from calls import FORM, NEWER
+from described_gpus import described_gpu
+from strict import strictly
+from transform_cases import assert_close, by
+
+from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, attention, explain
+from pallas_flash.flax import attention_fn
+
+pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
+
+# ------------------------------------------------------------------------------------------------
+# Arguments by name, of any sizes
+# ------------------------------------------------------------------------------------------------
+
+# Query heads share key/value heads. Axes of one letter are symbolic, or get the number of a call.
+DIMS = {
+    "query": "b, t, 4, 8",
+    "key": "b, s, 2, 8",
+    "value": "b, s, 2, 6",
+    "bias": "b, 4, t, s",
+    "bias of keys": "4, 1, s",
+    "mask": "b, 1, t, s",
+    "query_seq_lengths": "b",
+    "key_value_seq_lengths": "b",
+    "query_offset": "b",
+    "query ids": "b, t",
+    "key ids": "b, s",
+    "query_positions": "b, t",
+    "key_value_positions": "1, s",
+    "prefix_lengths": "b",
+    "table": "t",
+    "sinks": "4",
+    "alibi_slopes": "4",
+    "scale": "",
+    "dropout_key": "2",
+}
+INTS = {name: 12 for name in DIMS if "lengths" in name or "positions" in name}
+INTS |= {"query_offset": 4, "query ids": 2, "key ids": 2}
+QKV = ("query", "key", "value")
+FLOATS = (*QKV, "bias", "bias of keys", "sinks", "scale")
+
+
+def shape_of(name, sizes):
+    dims = [x.strip() for x in DIMS[name].split(",") if x]
+    return tuple(int(sizes.get(x, x)) for x in dims)
+
+
+def draw(names, **sizes):
+    random = np.random.default_rng(0)
+    arrays = {}
+    for name in (*QKV, *names):
+        shape = shape_of(name, sizes)
+        if name in INTS:
+            x = random.integers(0, INTS[name] + 1, shape).astype(np.int32)
+        elif name == "mask":
+            x = random.random(shape) < 0.7
+        elif name == "dropout_key":
+            x = np.array([1, 2], np.uint32)
+        else:
+            x = random.normal(size=shape).astype(np.float32)
+        arrays[name] = jnp.asarray(np.sort(x) if name.endswith("ids") else x)
+    return arrays
+
+
+def shapes_of(arrays, symbols):
+    """With the axes of these letters symbolic, and others as they are."""
+    scope = jax.export.SymbolicScope()
+
+    def shape(name, x):
+        dims = [d.strip() for d in DIMS[name].split(",") if d]
+        named = [d if d in symbols else str(n) for d, n in zip(dims, x.shape, strict=True)]
+        sizes = jax.export.symbolic_shape(",".join(named), scope=scope)
+        return jax.ShapeDtypeStruct(sizes, x.dtype)
+
+    return {name: shape(name, x) for name, x in arrays.items()}
+
+
+def from_table(s, b, h, q_pos, k_pos, table):
+    return s * table[q_pos] + table[0]
+
+
+def every_third(b, h, q_pos, k_pos):
+    return (b + h + q_pos + k_pos) % 3 > 0
+
+
+def call(implementation, arrays, **options):
+    """`attention` of arrays as `draw` makes them."""
+    arrays = dict(arrays)
+    if "bias of keys" in arrays:
+        arrays["bias"] = arrays.pop("bias of keys")
+    if "prefix_lengths" in arrays:
+        arrays["mask"] = PrefixLM(arrays.pop("prefix_lengths"))
+    if "table" in arrays:
+        options |= dict(score_fn=from_table, score_operands=(arrays.pop("table"),))
+    if "query ids" in arrays:
+        arrays["segment_ids"] = arrays.pop("query ids"), arrays.pop("key ids")
+    return by(implementation)(**arrays, **options, return_lse=True)
+
+
+def output_and_gradients(implementation, **options):
+    """Of arrays; cotangents are the outputs, whose sizes no one knows before."""
+
+    def run(arrays):
+        floats = {name: x for name, x in arrays.items() if name in FLOATS}
+        (o, lse), pull = jax.vjp(
+            lambda floats: call(implementation, arrays | floats, **options), floats
+        )
+        return o, lse, *pull((jnp.sin(o), jnp.where(jnp.isinf(lse), 0, jnp.cos(lse))))
+
+    return run
+
+
+def exported(run, arrays, symbols):
+    return jax.export.export(jax.jit(run))(shapes_of(arrays, symbols)).call
+
+
+# ------------------------------------------------------------------------------------------------
+# Served
+# ------------------------------------------------------------------------------------------------
+
+# Arguments, and what is no array.
+CASES = {
+    "full": ((), {}),
+    "causal": ((), {"is_causal": True}),
+    "causal at an offset": ((), {"is_causal": True, "query_offset": 5}),
+    "window": ((), {"local_window_size": (3, 2)}),
+    "window as far as integers go": (
+        (),
+        {"local_window_size": (2**31, 2**31), "query_offset": 2**31},
+    ),
+    "lengths": (("query_seq_lengths", "key_value_seq_lengths"), {"is_causal": True}),
+    "offsets": (("query_offset",), {"is_causal": True}),
+    "segments": (("query ids", "key ids"), {"is_causal": True}),
+    "positions": (
+        ("query_positions", "key_value_positions"),
+        {"is_causal": True, "local_window_size": 4},
+    ),
+    "bias": (("bias",), {"is_causal": True}),
+    "bias of keys": (("bias of keys",), {}),
+    "mask": (("mask",), {"is_causal": True}),
+    "prefix": (("prefix_lengths",), {}),
+    "predicate": ((), {"mask": Predicate(every_third)}),
+    "score function": (("table",), {}),
+    "slopes": (("alibi_slopes",), {"query_offset": 2}),
+    "sinks and soft cap": (("sinks",), {"logits_soft_cap": 5.0}),
+    "scale": (("scale",), {}),
+    "dropout": (("dropout_key",), {"dropout_rate": 0.3}),
+}
+# Less than a tile, whole tiles, and more of them than the first call has; the default tiles are
+# larger.
+SIZES = [dict(b=2, t=21, s=35), dict(b=1, t=1, s=1), dict(b=3, t=16, s=64)]
+CALLS = [(name, by, "bts") for by in ("xla", "reference") for name in CASES]
+CALLS += [("causal", "xla", symbols) for symbols in ("b", "t", "s", "bs")]
+IN_DEFAULT = [("causal", "xla", "bts"), ("bias", "xla", "bts"), ("causal", "reference", "bts")]
+IN_DEFAULT += [("lengths", "xla", "bts"), ("causal", "xla", "b")]
+
+
+@pytest.mark.parametrize(("name", "implementation", "symbols"), cases.default(IN_DEFAULT, CALLS))
+def test_symbolic_sizes(name, implementation, symbols):
+    names, options = CASES[name]
+    run = exported(
+        output_and_gradients(implementation, **options), draw(names, **SIZES[0]), symbols
+    )
+    for sizes in SIZES:
+        arrays = draw(names, **SIZES[0] | {x: n for x, n in sizes.items() if x in symbols})
+        want = oracle.compiled(output_and_gradients("reference", **options))(arrays)
+        assert_close(oracle.compiled(run)(arrays), want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_symbolic_sizes_as_of_jax_nn(causal):
+    """Of one length for queries and keys, in tiles as they are; auto-selection picks "xla"."""
+
+    def export(function):
+        def run(arrays):
+            q, k, v = (arrays[name] for name in QKV)
+            return function(q, k, v, is_causal=causal)
+
+        b, t = jax.export.symbolic_shape("b, t")
+        heads = {"query": 4, "key": 2, "value": 2}
+        shapes = {name: jax.ShapeDtypeStruct((b, t, n, 8), "float32") for name, n in heads.items()}
+        return jax.export.export(jax.jit(run))(shapes).call
+
+    ours, theirs = export(attention), export(jax.nn.dot_product_attention)
+    random = np.random.default_rng(0)
+    for b, t in ((2, 20), (1, 300)):
+        arrays = {
+            name: random.normal(size=(b, t, n, 8)).astype(np.float32)
+            for name, n in (("query", 4), ("key", 2), ("value", 2))
+        }
+        assert_close(ours(arrays), theirs(arrays))
+
+
+def test_symbolic_blocks():
+    """A `BlockMask` has the blocks of the call, however they are counted."""
+
+    def run(arrays):
+        ok = jnp.ones((1, 1, -(-arrays["query"].shape[1] // 8), -(-arrays["key"].shape[1] // 8)))
+        mask = BlockMask(jnp.tril(ok).astype(bool), 8, 8)
+        return attention(**arrays, mask=mask, implementation=implementation)
+
+    implementation, arrays = "xla", draw((), **SIZES[0])
+    symbolic, got = exported(run, arrays, "bts"), []
+    for sizes in SIZES:
+        got.append(symbolic(draw((), **sizes)))
+    implementation = "reference"
+    for sizes, x in zip(SIZES, got, strict=True):
+        assert_close(x, run(draw((), **sizes)))
+
+
+@pytest.mark.extended
+def test_symbolic_sizes_in_second_derivatives():
+    def run(implementation):
+        def loss(arrays):
+            return (call(implementation, arrays, is_causal=True)[0] ** 2).sum()
+
+        return jax.grad(lambda x: (jax.grad(loss)(x)["key"] ** 2).sum())
+
+    symbolic = exported(run("xla"), draw((), **SIZES[0]), "bts")
+    for sizes in SIZES[:2]:
+        arrays = draw((), **sizes)
+        assert_close(symbolic(arrays), run("reference")(arrays))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("x64", [False, True])
+def test_symbolic_sizes_under_strict_switches(x64):
+    names, options = CASES["lengths"]
+    with strictly(x64=x64, leaks=False):
+        run = output_and_gradients("xla", **options)
+        symbolic = exported(run, draw(names, **SIZES[0]), "bts")
+        arrays = draw(names, **SIZES[2])
+        assert_close(symbolic(arrays), run(arrays))
+
+
+def test_symbolic_sizes_as_on_a_gpu():
+    """The tiles of "xla" there, in a program for here."""
+    arrays = draw((), **SIZES[0])
+    run = output_and_gradients("xla", is_causal=True)
+    with described_gpu("NVIDIA H200"):
+        shapes = shapes_of(arrays, "bts")
+        got = jax.export.export(jax.jit(run), platforms=["cpu"])(shapes)
+    assert_close(got.call(arrays), output_and_gradients("reference", is_causal=True)(arrays))
+
+
+def test_symbolic_sizes_by_flax():
+    """`attention_fn` takes a mask of pairs, as Flax makes it."""
+
+    def run(arrays):
+        q, k, v = (arrays[name] for name in QKV)
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        return attention_fn(q, k, v, mask=arrays["mask"])
+
+    names = ("mask",)
+    symbolic = exported(run, draw(names, **SIZES[0]), "bts")
+    for sizes in SIZES:
+        arrays = draw(names, **sizes)
+        assert_close(symbolic(arrays), run(arrays))
+
+
+# ------------------------------------------------------------------------------------------------
+# Refused
+# ------------------------------------------------------------------------------------------------
+
+
+def refusal(function, arrays, symbols="bts"):
+    """The one sentence in which a call is refused."""
+    with pytest.raises((NotImplementedError, ValueError, TypeError)) as caught:
+        jax.eval_shape(function, shapes_of(arrays, symbols))
+    assert FORM.fullmatch(str(caught.value)), caught.value
+    return str(caught.value)
+
+
+# On an older JAX "mosaic" is refused because of that.
+KERNELS = ["interpret", "triton", *["mosaic"] * NEWER]
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("symbols", ["b", "t", "s"])
+def test_kernels_refuse_symbolic_sizes(implementation, symbols):
+    arrays = {name: x.astype(jnp.bfloat16) for name, x in draw((), **SIZES[0]).items()}
+    with described_gpu("NVIDIA H200"):
+        said = refusal(lambda x: attention(**x, implementation=implementation), arrays, symbols)
+        assert f"Got symbolic sizes ({symbols})" in said
+        assert said.endswith('Use "xla".')
+        explained = explain(**shapes_of(arrays, symbols))
+    assert explained.implementation == "xla"
+    assert all("symbolic" in explained.refused[x] for x in KERNELS)
+
+
+def test_kernels_refuse_operands_of_symbolic_sizes():
+    def run(arrays):
+        q, k, v = (jnp.ones((1, 4, 2, 8)),) * 3
+        operands = dict(score_fn=from_table, score_operands=(arrays["table"],))
+        return attention(q, k, v, implementation="interpret", **operands)
+
+    assert "Got symbolic sizes (t)" in refusal(run, draw(("table",), **SIZES[0]))
+
+
+@pytest.mark.parametrize("dims", ["2, 3, n, 8", "2, 3, 4, h"])
+def test_heads_and_their_size_must_be_known(dims):
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(dims), "float32")
+    with pytest.raises(NotImplementedError, match="must have a known number of heads") as caught:
+        jax.eval_shape(attention, x, x, x)
+    assert FORM.fullmatch(str(caught.value)), caught.value
+
+
+def test_a_divided_sequence_must_be_known():
+    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    rows = jax.sharding.PartitionSpec(None, "x")
+    for dims, fragment in (("2, 2*t, 4, 8", "known length"), ("b, 16, 4, 8", "known sizes")):
+        x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(dims), "float32")
+        call = functools.partial(attention, sequence_axis="x")
+        with jax.sharding.use_abstract_mesh(mesh):
+            inside = jax.shard_map(call, in_specs=(rows, rows, rows), out_specs=rows)
+            with pytest.raises(NotImplementedError, match=fragment) as caught:
+                jax.eval_shape(jax.jit(inside), x, x, x)
+        assert FORM.fullmatch(str(caught.value)), caught.value
+
+
+def test_what_is_made_of_lengths_refuses_symbolic_ones():
+    def blocks(arrays):
+        length = arrays["query"].shape[1]
+        return BlockMask.from_mask(Segments(arrays["query ids"]), length, length).some
+
+    assert "`q_len` must be an int" in refusal(blocks, draw(("query ids",), **SIZES[0]))
