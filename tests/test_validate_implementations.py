@@ -4,6 +4,7 @@ Errors that need a mesh are in test_context_devices.py.
 """
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from calls import NEWER, Row, check, each, f32, inputs
@@ -162,7 +163,47 @@ def bad_context():
     )
 
 
-ROWS = [*not_served(), *not_served_on_hopper(), *bad_context()]
+def symbolic():
+    def shapes(dims, **options):
+        shape = jax.export.symbolic_shape(dims)
+        x = jax.ShapeDtypeStruct(shape, jnp.float32, **options)
+        return {"query": x, "key": x, "value": x}
+
+    rows = NamedSharding(AbstractMesh((2,), ("sequence",)), P(None, "sequence"))
+    for id, arguments, fragment in (
+        (
+            "kernels with symbolic sizes",
+            lambda: shapes("b, t, 4, 8") | {"implementation": "interpret"},
+            "got 'interpret'. Got symbolic sizes (b, t), and the kernels are compiled for known "
+            'ones. Use "xla".',
+        ),
+        (
+            "a symbolic number of heads",
+            lambda: shapes("b, t, n, 8"),
+            "`query` must have a known number of heads and a known head size; got n heads of "
+            "size 8 (query.shape=(b, t, n, 8)).",
+        ),
+        (
+            "a symbolic head size",
+            lambda: shapes("b, t, 4, h"),
+            "got 4 heads of size h (query.shape=(b, t, 4, h)).",
+        ),
+        (
+            "a divided sequence of a symbolic batch",
+            lambda: shapes("b, 16, 4, 8", sharding=rows),
+            "`query` must have known sizes where its sequence is sharded; got the symbolic sizes "
+            "b. Give each a number, ",
+        ),
+        (
+            "a divided sequence of a symbolic length",
+            lambda: shapes("2, 2*t, 4, 8", sharding=rows),
+            "got T=2*t. Give the length a number, ",
+        ),
+    ):
+        yield Row(id, arguments, NotImplementedError, fragment, function=pallas_flash.explain)
+
+
+ROWS = [*not_served(), *not_served_on_hopper(), *bad_context(), *symbolic()]
 
 
 @each(ROWS)
