@@ -366,6 +366,12 @@ def explicitly(attend: Callable, problem: Problem):
     mesh = jax.typeof(problem.query).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return attend(problem, along=None)
+    if problem.symbolic:
+        raise NotImplementedError(
+            "`query` must have known sizes under Explicit mesh axes, because JAX does not compile "
+            f"a `shard_map` of symbolic ones; got {', '.join(map(str, problem.symbolic))}. Use "
+            "Auto axes, or give each size a number."
+        )
     axes = letters(problem)
     names = [_names(jax.typeof(x).sharding.spec, x.ndim) for x in jax.tree.leaves(problem)]
     _check(mesh, problem, jax.tree.leaves(axes), names)
@@ -452,7 +458,8 @@ def divided(fn: Callable, problem: Problem, *rows, axes_of_rows=(), axes_out: Ca
         axes_of_rows: their letters.
         axes_out: from the letters of the problem to those of the results.
     """
-    if not _several_devices():
+    # `custom_partitioning` needs known sizes. Plain JAX alone serves others, and XLA divides it.
+    if problem.symbolic or not _several_devices():
         return fn(problem, *rows, along=None)
     axes = letters(problem)
     axes_in, results = (axes, *axes_of_rows), axes_out(axes)

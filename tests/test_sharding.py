@@ -327,6 +327,24 @@ def check_indices_are_those_of_the_whole_call(kind):
         compare(run, want, place(arguments, mesh), arguments, [])
 
 
+def check_symbolic_sizes(kind):
+    """XLA divides what is exported for Auto axes; for Explicit ones JAX does not compile it."""
+    mesh, arguments = make_mesh(KINDS[kind]), draw(12)
+    placed, scope = place(arguments, mesh), jax.export.SymbolicScope()
+    shapes = {}
+    for name, x in placed.items():
+        length, (*_, heads, size) = "s" if name in ("key", "value") else "t", x.shape
+        sizes = jax.export.symbolic_shape(f"2*b, {length}, {heads}, {size}", scope=scope)
+        shapes[name] = jax.ShapeDtypeStruct(sizes, x.dtype, sharding=x.sharding)
+    run = jax.jit(gradients("xla"))
+    if kind == "auto":
+        exported = jax.export.export(run)(shapes)
+        assert_close(jax.jit(exported.call)(placed), gradients("reference")(arguments))
+    else:
+        with pytest.raises(NotImplementedError, match="known sizes under Explicit mesh axes"):
+            jax.export.export(run)(shapes)
+
+
 def check_second_derivatives(kind):
     mesh, arguments = make_mesh(KINDS[kind]), draw(12)
     arguments.pop("do")
