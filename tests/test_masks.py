@@ -333,10 +333,10 @@ def test_ranges_of_sorted_numbers_are_exact(make, q, kv):
 @over_segment_tilings
 @pytest.mark.parametrize("make", [any_segments, any_positions])
 def test_numbers_allow_what_they_say(make, q, kv):
-    leaf = make(np.random.default_rng(5), q, kv)
-    shape = BATCH, q.length, kv.length
-    allowed = np.broadcast_to(leaf.allowed(*pairs(*shape)), shape)
-    np.testing.assert_array_equal(allowed, seen_by(leaf, shape))
+    rng, shape = np.random.default_rng(5), (BATCH, q.length, kv.length)
+    for leaf in [make(rng, q, kv) for _ in range(20)]:
+        allowed = np.broadcast_to(leaf.allowed(*pairs(*shape)), shape)
+        np.testing.assert_array_equal(allowed, seen_by(leaf, shape))
 
 
 # ------------------------------------------------------------------------------------------------
