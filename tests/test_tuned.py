@@ -84,6 +84,14 @@ def test_enough_programs_are_alike(monkeypatch, h200):
         assert tiles_of(monkeypatch, **changed) == TRITON.or_else(table(**changed))
 
 
+def test_shared_keys_have_their_own_winner(monkeypatch, h200):
+    """Here the numbers of queries and keys of all heads do not tell the calls apart."""
+    monkeypatch.setattr(cache, "MANY", 64)
+    store()
+    shared = {"heads": 4, "kv_heads": 2}
+    assert tiles_of(monkeypatch, **shared) == table(**shared)
+
+
 def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
     store()
     for change in (
