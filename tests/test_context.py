@@ -27,8 +27,8 @@ def problem_of(case: cases.Case, **more) -> Problem:
     return _api._problem(call.arguments)
 
 
-@cases.parametrize(names=("prefix", "everything at once", "all features", "blocks and predicate"),
-                   others_extended=True)  # fmt: skip
+@cases.parametrize(names=("prefix", "everything at once", "all features", "blocks and predicate",
+                          "score function"), others_extended=True)  # fmt: skip
 @pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
 def test_a_part_is_what_its_rectangle_of_the_whole_is(case, known):
     """Masks, scores and dropout, at positions that count from the part's first ones."""
