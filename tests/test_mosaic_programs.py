@@ -54,6 +54,15 @@ def test_heads_that_do_not_fill_the_last_place_in_the_grid(
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
+@in_order
+def test_unequal_shares_of_heads(monkeypatch, in_order, kernel_case):
+    """Of two groups of three heads: shares of two and of one, whose sums stay apart in order."""
+    module = importlib.import_module("pallas_flash._mosaic.backward")
+    monkeypatch.setattr(module, "_shares", lambda *_: 2)
+    case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=6, K=2)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
+
+
 CAUSAL, WINDOW = dict(is_causal=True), dict(is_causal=True, local_window_size=(1023, 0))
 
 
