@@ -131,6 +131,7 @@ def test_the_device_decides_on_the_tiles_of_both_passes(kind, known):
         "mask, causal, lengths",
         "bias of minus infinity",
         "sinks, causal, first queries see nothing",
+        "window, moved",
         "positions, window, slopes, lengths",
         "dropout",
         "all features",
