@@ -49,6 +49,13 @@ def test_windows_reach_both_ends_of_the_text(config):
     assert (held_out[0, 0, 0], held_out[-1, -1, -1]) == (0, 13)
 
 
+def test_the_hash_of_a_text_is_that_of_both_sides(config, corpus):
+    text = load_text(config)
+    more = np.append(text.train, np.uint8(1)), np.append(text.held_out, np.uint8(1))
+    others = text._replace(train=more[0]), text._replace(held_out=more[1])
+    assert len({x.sha256 for x in (text, *others)}) == 3
+
+
 def test_no_file_is_on_both_sides(config, corpus):
     text = load_text(config)
     assert not set(text.train_files) & set(text.held_out_files)

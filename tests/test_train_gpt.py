@@ -142,6 +142,24 @@ def test_a_gradient_is_clipped_by_its_global_norm(config, given, left):
     np.testing.assert_allclose(means, np.full((2, 2, 2), 0.1 * left), rtol=1e-5)
 
 
+def test_steps_are_those_of_the_optimizer(config, corpus):
+    """What it remembers of earlier steps counts: its means, and where it is in its schedule."""
+    text, layout = load_text(config), one_device()
+    init_state, train_step, _ = train_gpt.make_steps(config, layout)
+    _, loss_fn, _ = train_gpt.model_functions(config.model, config.seed)
+    optimizer, _ = train_gpt.make_optimizer(config)
+    state = init_state()
+    params = jax.device_get(state.params)
+    memory = optimizer.init(params)
+    for step in range(1, 4):
+        batch = training_batch(text.train, step, config, layout)
+        _, gradient = train_gpt.mean_gradient(loss_fn, params, batch)
+        updates, memory = optimizer.update(gradient, memory, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        state, _ = train_step(state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.params, params)
+
+
 def test_half_precision_keeps_float32_parameters(config):
     model = dataclasses.replace(config.model, dtype="bfloat16")
     init_state, train_step, _ = train_gpt.make_steps(
