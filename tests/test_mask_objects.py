@@ -14,9 +14,9 @@ import pytest
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes
-from pallas_flash._mask_objects import Call, fitted
+from pallas_flash._mask_objects import Call, MaskArray, fitted
 from pallas_flash._masks import Band, Lengths, Mask, Tiling
-from pallas_flash._operands import Positions, for_user
+from pallas_flash._operands import Pairs, Positions, for_user
 
 BATCH, HEADS = 2, 3
 
@@ -268,6 +268,22 @@ def listed_as_classes(lists, count):
         assert sorted(set(tiles)) == list(range(count))
         visited[index][tiles[:n]], full[index][tiles[:n_full]] = True, True
     return visited, full
+
+
+@over_two_tilings
+def test_lists_of_heads_in_groups(q, kv):
+    """A tile that any head sees is visited; one that all heads see in full needs no mask."""
+    allowed = random().random((BATCH, 4, q.length, kv.length)) < 0.9
+    allowed[:, 0], allowed[:, 2], allowed[0, 3] = True, False, True
+    allowed[:, 1, : q.block] = True
+    mask = Mask((MaskArray(Pairs(jnp.asarray(allowed))),))
+    some, every = (x.reshape(BATCH, 2, 2, *x.shape[2:]) for x in of_tiles(allowed, q, kv))
+    want = some.any(axis=2), every.all(axis=2)
+    for x, y in zip(listed_as_classes(mask.kv_lists(q, kv, 2), kv.count), want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    for x, y in zip(listed_as_classes(mask.q_lists(q, kv, 2), q.count), want, strict=True):
+        np.testing.assert_array_equal(x, y.swapaxes(2, 3))
+    assert every.any() and not every.all() and not np.array_equal(every.any(axis=2), want[1])
 
 
 @over_two_tilings
