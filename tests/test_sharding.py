@@ -418,6 +418,9 @@ FIRST = [
     ("nothing_is_gathered", "auto"),
     ("a_shard_map_of_the_user", "auto"),
     ("a_mapped_axis_is_divided", "explicit"),
+    ("shared_operands_cost_a_sum", "explicit"),
+    ("fewer_key_heads_than_devices", "explicit"),
+    ("indices_are_those_of_the_whole_call", "auto"),
 ]
 
 
