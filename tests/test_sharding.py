@@ -419,6 +419,7 @@ FIRST = [
     ("a_shard_map_of_the_user", "auto"),
     ("a_mapped_axis_is_divided", "explicit"),
     ("shared_operands_cost_a_sum", "explicit"),
+    ("shared_operands_cost_a_sum", "auto"),
     ("fewer_key_heads_than_devices", "explicit"),
     ("indices_are_those_of_the_whole_call", "auto"),
 ]
@@ -512,6 +513,36 @@ def test_grouped_heads_where_an_explicit_axis_is_mapped():
     mapped = (jax.device_put(x, NamedSharding(mesh, P("batch"))) for x in (q, k, k))
     run = jax.jit(jax.vmap(jax.grad(lambda *x: attention(*x, implementation="xla").sum())))
     assert jax.typeof(run(*mapped)).sharding.spec[0] == "batch"
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "divided"),
+    [
+        (4, 8, 4, (True, True, True)),
+        (3, 8, 4, (False, True, True)),
+        (4, 6, 2, (True, False, True)),
+        (4, 8, 2, (True, True, False)),
+    ],
+)
+def test_axes_that_devices_do_not_divide_stay_whole(batch, heads, kv_heads, divided):
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES), (AxisType.Auto,) * 2)
+    q, k = (jnp.zeros((batch, T, n, H)) for n in (heads, kv_heads))
+    problem = Problem(q, k, k, *(None,) * 5, Mask())
+    shards = _partition._shards(mesh, {"b": ("batch",), "n": ("heads",)}, problem)
+    assert (shards.batch == ("batch",), shards.heads == ("heads",), shards.key_heads) == divided
+
+
+@pytest.mark.parametrize(
+    ("alike", "rule"),
+    [
+        (False, "m2 b t n x0, m2 b s k x1 -> m2 b t n x2"),
+        (True, "m2 b t n x0, m2 b t n x1 -> m2 b t n x2"),
+    ],
+)
+def test_the_partitioner_is_told_which_axes_are_one(alike, rule):
+    """One of `jax.vmap`, too; with `alike` queries are as many as keys, and so are heads."""
+    axes = ("2btnh", "2bskh"), ("2btnv",)
+    assert _partition._rule(*axes, one=alike, same_length=alike) == rule
 
 
 def test_every_array_of_a_problem_has_its_letters():
