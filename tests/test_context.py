@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import _api, _reference, _vjp, attention, explain
-from pallas_flash._context import choice, cost, gather, parts
+from pallas_flash._context import choice, cost, gather, parts, ring
 from pallas_flash._problem import Problem
 
 # ------------------------------------------------------------------------------------------------
@@ -233,3 +233,25 @@ def test_gathered_keys_are_those_that_are_seen(parts_of, monkeypatch):
     assert window == [(256, n, "causal" if n < 512 else "other", False) for n in lengths]
     monkeypatch.setattr(gather, "CALLS", 2)
     assert parts_of(x[:, :512], "gather") == [(128, 512, "causal", True)]
+
+
+def test_blocks_are_passed_on_to_who_needs_them():
+    """Also by devices that do not need them, as where queries see later keys alone."""
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        n = int(random.integers(2, 7))
+        backs = np.flatnonzero(random.random(n) < 0.7)
+        steps = object.__new__(ring.Ring)
+        steps.count = n
+        steps.steps = [
+            ring.Step(int(back), tuple((random.random(n) < 0.4).tolist()), (), 0, 0)
+            for back in backs
+        ]
+        needed = [steps._needed(i) for i in range(len(backs))]
+        for i, step in enumerate(steps.steps):
+            assert all(need or not used for need, used in zip(needed[i], step.used, strict=True))
+            if i:
+                hop = step.back - steps.steps[i - 1].back
+                assert all(needed[i - 1][(d - hop) % n] or not needed[i][d] for d in range(n))
+        if needed:
+            assert needed[-1] == list(steps.steps[-1].used)
