@@ -591,7 +591,7 @@ EVERYTHING = "all features"
 # Cases by several in a process, method, mesh, kind of axes, implementation.
 FIRST = [
     ("balanced, causal", "ring", "2 x 4", "auto", "xla"),
-    ("window, causal", "ring", "1 x 8", "manual", "xla"),
+    ("window, causal;positions", "ring", "1 x 8", "manual", "xla"),
     (EVERYTHING, "ring", "2 x 2 x 2", "auto", "xla"),
     ("everything at once", "heads", "2 x 2 x 2", "explicit", "xla"),
     ("bias of keys", "gather", "1 x 8", "manual", "xla"),
