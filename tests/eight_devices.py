@@ -4,13 +4,13 @@ One such process takes the checks of a file one after the other: to start it ane
 nothing compiled, takes a fifth of their time.
 """
 
-import concurrent.futures
+import concurrent.futures.process
 import functools
 import importlib
-import multiprocessing
 import os
 import traceback
 
+import children
 import pytest
 
 DEVICES = 8
@@ -33,8 +33,7 @@ def _called(module, function, arguments):
 
 def _process():
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
-    spawn = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, initializer=_started)
+    pool = children.pool(_started)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", flags)
         patch.setenv("JAX_PLATFORMS", "cpu")

@@ -7,9 +7,9 @@ test_train_*.py.
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
+import children
 import jax
 import pytest
 
@@ -229,10 +229,10 @@ def test_a_reader_that_has_seen_enough_is_no_mistake():
     """As under `| head`: standard output is a pipe that nobody reads."""
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, ROOT / "scripts" / "bench_attention.py", "--list"],
         stdout=write,
-        stderr=subprocess.PIPE,
+        stderr=children.PIPE,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
         timeout=300,
     )

@@ -1,9 +1,9 @@
 """What `pallas_flash.flax` refuses by a sentence; imports on demand; strict switches."""
 
-import subprocess
 import sys
 
 import cases
+import children
 import jax
 import jax.numpy as jnp
 import pytest
@@ -343,7 +343,7 @@ def test_error(case):
 
 def test_flax_is_imported_on_demand():
     code = "import sys, pallas_flash; assert 'flax' not in sys.modules, 'pallas_flash imports flax'"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    children.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("x64", cases.default([True], [False, True]))

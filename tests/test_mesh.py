@@ -13,12 +13,12 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import cases
+import children
 import jax
 import numpy as np
 import pytest
@@ -206,7 +206,7 @@ def test_eight_devices_train_as_one_does(corpus, tmp_path, check):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = [sys.executable, __file__, check.__name__, str(corpus), str(tmp_path / "run")]
-    done = subprocess.run(
+    done = children.run(
         command, env=environment | CHEAP, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -275,7 +275,7 @@ class Processes:
                 environment["JAX_COORDINATOR_PORT"] = str(port)
             with open(output, "a") as out, open(f"{output}.err", "a") as err:
                 self.all.append(
-                    subprocess.Popen(
+                    children.start(
                         [sys.executable, train_gpt.__file__, *flags(config), *which],
                         env=environment,
                         stdout=out,
@@ -524,10 +524,10 @@ def test_flags_of_processes_that_contradict_are_one_sentence(arguments, fragment
     ],
 )
 def test_pages_about_a_death_become_a_sentence(written, shown):
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-S", "-E", last_words.__file__, "what became of it"],
         input=written,
-        stderr=subprocess.PIPE,
+        stderr=children.PIPE,
         check=True,
     )
     assert done.stderr == shown

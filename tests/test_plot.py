@@ -1,10 +1,10 @@
 """The picture of a mask is the mask, and its colours are what the kernels do with each tile."""
 
 import functools
-import subprocess
 import sys
 
 import cases
+import children
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -235,7 +235,7 @@ def test_without_matplotlib(monkeypatch):
 
 def test_matplotlib_is_imported_on_demand():
     code = "import sys, pallas_flash; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    children.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_call_under_x64_draws_the_same():

@@ -3,12 +3,12 @@
 import email
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
 
+import children
 import pytest
 from test_structure import MODULES, ROOT
 
@@ -31,7 +31,7 @@ def archives(tmp_path_factory):
         "backend.build_sdist(sys.argv[1])\n"
     )
     command = [sys.executable, "-c", script, folder]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    children.run(command, cwd=ROOT, check=True, capture_output=True)
     assert sorted(os.listdir(folder)) == [f"{STEM}-py3-none-any.whl", f"{STEM}.tar.gz"]
     with zipfile.ZipFile(folder / f"{STEM}-py3-none-any.whl") as wheel:
         in_wheel = {name: wheel.read(name) for name in wheel.namelist()}

@@ -5,11 +5,11 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import cases
+import children
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,7 +117,7 @@ def environment(devices: int, *paths):
 @pytest.mark.parametrize("call", cases.default([0], range(len(SENT))))
 def test_devices_receive_what_the_page_says(call):
     here = Path(__file__)
-    child = subprocess.run(
+    child = children.run(
         [sys.executable, "-c", f"import {here.stem}; {here.stem}.main({call})"],
         env=environment(DEVICES, here.parent, ROOT),
         capture_output=True,
@@ -329,7 +329,7 @@ def test_the_benchmark_times_every_method(tmp_path):
     command = [sys.executable, "scripts/bench_scaling.py", *flags.split(), "--json", "lines"]
     command[1] = str(ROOT / command[1])
     env = environment(2, ROOT)
-    subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True)
+    children.run(command, cwd=tmp_path, env=env, check=True, capture_output=True)
     lines = results.load(tmp_path / "lines")
     alone = {r["pass"]: r["ms"]["median"] for r in lines if r["config"] == {"devices": 1}}
     shared = [r for r in lines if r["config"] != {"devices": 1}]

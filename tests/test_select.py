@@ -6,11 +6,11 @@ And what must not be needed to import the package and to run it on a CPU.
 import contextlib
 import itertools
 import os
-import subprocess
 import sys
 import textwrap
 import warnings
 
+import children
 import jax
 import jax.numpy as jnp
 import pytest
@@ -407,7 +407,7 @@ def run_without(modules: list[str], code: str) -> None:
 
         sys.meta_path.insert(0, Missing())
         """
-    subprocess.run(
+    children.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(block) + textwrap.dedent(code)],
         check=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -452,7 +452,7 @@ def test_nor_is_it_looked_for_there():
         pallas_flash.explain(x, x, x, implementation="interpret")
         assert "jax.experimental.pallas" in sys.modules
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    children.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 def test_a_mask_whose_indices_do_not_fit_is_refused():

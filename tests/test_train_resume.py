@@ -4,12 +4,12 @@ import dataclasses
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import cases
+import children
 import jax
 import pytest
 from tiny_run import STEPS, checkpoint_steps, flags, metrics
@@ -98,12 +98,12 @@ def test_a_process_killed_while_it_writes_checkpoints_resumes(config, tmp_path, 
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     path = Path(long.out_dir, "metrics.jsonl")
-    process = subprocess.Popen(
+    process = children.start(
         command,
         env=environment,
         cwd=tmp_path,  # As any folder that is not the checkout's.
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=children.PIPE,
+        stderr=children.STDOUT,
         text=True,
     )
     deadline = time.monotonic() + 120

@@ -4,12 +4,12 @@ More of meshes is in test_sharding.py.
 """
 
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import children
 import jax
 import jax.export
 import oracle
@@ -133,7 +133,7 @@ def test_sharding_by_batch_and_heads():
     paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
     flags = f"--xla_force_host_platform_device_count=4 {os.environ.get('XLA_FLAGS', '')}"
     code = f"import {here.stem}; {here.stem}.check_sharding_on_four_devices()"
-    child = subprocess.run(
+    child = children.run(
         [sys.executable, "-c", code],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
         capture_output=True,

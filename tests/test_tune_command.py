@@ -2,9 +2,9 @@
 
 import importlib
 import os
-import subprocess
 import sys
 
+import children
 import jax
 import jax.numpy as jnp
 import pytest
@@ -110,10 +110,10 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(file):
     store()
     read, write = os.pipe()
     os.close(read)
-    run = subprocess.run(
+    run = children.run(
         [sys.executable, "-m", "pallas_flash.tune", "--show"],
         stdout=write,
-        stderr=subprocess.PIPE,
+        stderr=children.PIPE,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         timeout=300,
     )
@@ -123,7 +123,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(file):
 
 def test_without_a_gpu_the_command_says_so():
     """In a process of its own, with warnings as errors."""
-    run = subprocess.run(
+    run = children.run(
         [sys.executable, "-W", "error", "-m", "pallas_flash.tune", "--length", "8"],
         capture_output=True,
         text=True,
