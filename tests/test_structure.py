@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import fnmatch
 import graphlib
 import inspect
 import pathlib
@@ -19,264 +20,22 @@ ROOT = pathlib.Path(__file__).parents[1]
 # ------------------------------------------------------------------------------------------------
 # Imports.
 
-# What each module of the package may import of the package. A new module needs a line here.
-KERNEL = {"_masks", "_visits", "_problem", "_tiling.sizes", "_dropout", "_triton.common"}
-MOSAIC = {"_masks", "_problem", "_mosaic.common", "_mosaic.ptx", "_mosaic.tiles", "_mosaic.work"}
-MOSAIC |= {"_mosaic.options", "_tiling.sizes"}
-PTX = {"_compat", "_mosaic.ptx.layouts", "_mosaic.ptx.registers"}
-MAY_IMPORT = {
-    "": {
-        "mosaic",
-        "_api",
-        "_mask_objects",
-        "_order",
-        "_plot",
-        "_select",
-        "_tiling.sizes",
-        "_tiling.tune",
-        "_vjp",
-    },
-    "mosaic": {"_tiling.sizes"},
-    "tune": {"_tiling.tune", "_tiling.cache", "_tiling.sizes"},
-    "_tiling.tune": {
-        "_api",
-        "_validate",
-        "_select",
-        "_vjp",
-        "_tiling.cache",
-        "_tiling.choose",
-        "_tiling.sizes",
-        "_problem",
-    },
-    "flax": {"flax._drop_in", "flax._layer", "flax._rope"},
-    "flax._drop_in": {"_api", "_checks", "_mask_objects", "_masks", "flax._arrays"},
-    "flax._layer": {"_api", "_checks", "_masks", "flax._arrays", "flax._cache", "flax._rope"},
-    "flax._cache": {"_checks"},
-    "flax._rope": {"flax._arrays"},
-    "flax._arrays": {"_checks", "_context.parts", "_mask_objects", "_masks", "_validate"},
-    "_plot": {"_validate", "_checks", "_mask_objects", "_masks"},
-    "_api": {
-        "_context",
-        "_partition",
-        "_peers",
-        "_validate",
-        "_select",
-        "_tiling.cache",
-        "_tiling.choose",
-        "_tiling.sizes",
-        "_vjp",
-        "_reference",
-        "_problem",
-        "_masks",
-    },
-    "_tiling.choose": {
-        "_select",
-        "_tiling.cache",
-        "_tiling.sizes",
-        "_triton.tiles",
-        "_mosaic.candidates",
-        "_problem",
-    },
-    "_tiling.cache": {"_select", "_tiling.sizes", "_mask_objects", "_masks", "_problem", "_compat"},
-    "_peers": {"_checks"},
-    "_validate": {
-        "_checks",
-        "_context",
-        "_partition",
-        "_peers",
-        "_mask_objects",
-        "_masks",
-        "_operands",
-        "_scores",
-        "_dropout",
-        "_problem",
-        "_symbolic",
-    },
-    "_faster": {"_mask_objects", "_masks", "_problem"},
-    "_select": {
-        "_compat",
-        "_context",
-        "_faster",
-        "_hardware",
-        "_operands",
-        "_peers",
-        "_problem",
-        "_tiling.sizes",
-    },
-    "_context": {
-        "_context.ring",
-        "_context.gather",
-        "_context.heads",
-        "_context.choice",
-        "_context.parts",
-        "_partition",
-        "_problem",
-        "_scores",
-    },
-    "_context.ring": {"_context.parts", "_masks", "_partition", "_problem", "_scores"},
-    "_context.gather": {"_context.parts", "_masks", "_partition", "_problem"},
-    "_context.heads": {"_context.parts", "_partition", "_problem", "_scores"},
-    "_context.choice": {"_context.cost", "_masks", "_problem"},
-    "_context.cost": set(),
-    "_context.parts": {"_partition", "_problem"},
-    "_vjp": {
-        "_context",
-        "_one_device",
-        "_partition",
-        "_tangents",
-        "_xla",
-        "_mosaic",
-        "_triton",
-        "_tiling.sizes",
-        "_problem",
-        "_scores",
-        "_compat",
-    },
-    "_one_device": {"_compat"},
-    "_partition": {
-        "_mask_objects",
-        "_masks",
-        "_problem",
-        "_operands",
-        "_scores",
-        "_dropout",
-        "_symbolic",
-    },
-    "_tangents": {
-        "_context",
-        "_partition",
-        "_reference",
-        "_masks",
-        "_problem",
-        "_operands",
-        "_symbolic",
-    },
-    "_reference": {"_problem", "_operands", "_dropout"},
-    "_xla": {
-        "_xla_rows",
-        "_masks",
-        "_visits",
-        "_problem",
-        "_operands",
-        "_scores",
-        "_dropout",
-        "_symbolic",
-    },
-    "_xla_rows": {"_masks", "_problem", "_operands", "_scores", "_dropout"},
-    "_triton": {
-        "_triton.forward",
-        "_triton.decode",
-        "_triton.delta",
-        "_triton.backward_dkv",
-        "_triton.backward_dq",
-        "_triton.backward_dbias",
-        "_triton.common",
-        "_tiling.sizes",
-        "_scores",
-        "_problem",
-    },
-    "_triton.forward": KERNEL | {"_scores"},
-    "_triton.decode": KERNEL | {"_triton.forward", "_compat"},
-    "_triton.delta": KERNEL,
-    "_triton.backward_dkv": KERNEL | {"_triton.tiles.rule"},
-    "_triton.backward_dq": KERNEL,
-    "_triton.backward_dbias": KERNEL,
-    "_triton.common": {
-        "_compat",
-        "_masks",
-        "_visits",
-        "_problem",
-        "_operands",
-        "_scores",
-        "_dropout",
-        "_tiling.sizes",
-    },
-    # Of tiles a backend has three modules, and no kernel.
-    "_triton.tiles": {"_triton.tiles.rule", "_triton.tiles.candidates", "_tiling.workload"},
-    "_triton.tiles.candidates": {"_problem", "_tiling.sizes"},
-    "_triton.tiles.rule": {
-        "_triton.tiles.table",
-        "_tiling.workload",
-        "_tiling.sizes",
-        "_hardware",
-    },
-    "_triton.tiles.table": {"_tiling.sizes"},
-    "_mosaic": {
-        "_dropout",
-        "_mosaic.forward",
-        "_mosaic.decode",
-        "_mosaic.backward",
-        "_mosaic.backward_dbias",
-        "_mosaic.backward_delta",
-        "_mosaic.backward_dq",
-        "_mosaic.tiles",
-        "_masks",
-        "_problem",
-        "_scores",
-        "_tiling.sizes",
-    },
-    "_mosaic.forward": MOSAIC | {"_dropout", "_mosaic.forward_common", "_mosaic.pairs", "_scores"},
-    "_mosaic.decode": MOSAIC | {"_dropout", "_mosaic.forward_common", "_scores"},
-    "_mosaic.forward_common": {"_mosaic.common", "_mosaic.ptx", "_mosaic.work", "_scores"},
-    "_mosaic.backward": MOSAIC
-    | {"_dropout", "_mosaic.backward_common", "_mosaic.backward_rows", "_mosaic.pairs", "_scores"},
-    "_mosaic.backward_dbias": MOSAIC
-    | {"_dropout", "_mosaic.backward_common", "_operands", "_scores"},
-    "_mosaic.backward_dq": MOSAIC | {"_dropout", "_mosaic.backward_common", "_scores"},
-    "_mosaic.backward_common": MOSAIC - {"_mosaic.tiles"}
-    | {"_dropout", "_mosaic.pairs", "_scores"},
-    "_mosaic.pairs": MOSAIC,
-    "_mosaic.backward_delta": {"_mosaic.common", "_mosaic.ptx"},
-    "_mosaic.backward_rows": {"_mosaic.common", "_mosaic.ptx"},
-    "_mosaic.common": {"_compat", "_masks", "_mosaic.options", "_mosaic.ptx"},
-    "_mosaic.options": {
-        "_compat",
-        "_dropout",
-        "_masks",
-        "_mosaic.ptx",
-        "_operands",
-        "_problem",
-        "_scores",
-    },
-    "_mosaic.work": {"_masks", "_visits", "_mosaic.common", "_mosaic.ptx", "_problem"},
-    "_mosaic.ptx": {f"_mosaic.ptx.{x}" for x in ("layouts", "products", "memory", "arithmetic")},
-    "_mosaic.ptx.layouts": {"_compat"},
-    "_mosaic.ptx.registers": {"_compat", "_mosaic.ptx.layouts"},
-    "_mosaic.ptx.products": PTX,
-    "_mosaic.ptx.memory": PTX,
-    "_mosaic.ptx.arithmetic": PTX,
-    "_mosaic.tiles": {
-        "_hardware",
-        "_mask_objects",
-        "_mosaic.work",
-        "_problem",
-        "_tiling.sizes",
-    },
-    "_mosaic.candidates": {
-        "_mosaic.tiles",
-        "_mosaic.forward",
-        "_mosaic.backward",
-        "_mosaic.backward_dq",
-        "_problem",
-        "_tiling.sizes",
-        "_hardware",
-    },
-    "_tiling.workload": {"_tiling.sizes", "_problem"},
-    "_problem": {"_masks", "_operands", "_scores", "_dropout", "_symbolic", "_tiling.sizes"},
-    "_mask_objects": {"_checks", "_masks", "_operands"},
-    "_order": {"_checks"},
-    "_checks": {"_operands"},
-    "_scores": {"_operands"},
-    "_operands": {"_symbolic"},
-    "_dropout": set(),
-    "_tiling": set(),
-    "_tiling.sizes": set(),
-    "_hardware": set(),
-    "_masks": {"_operands", "_symbolic"},
-    "_symbolic": set(),
-    "_visits": set(),
-    "_compat": set(),
-}
+# From the top, a layer a line: a module may import modules of its own layer and of those below.
+LAYERS = """
+scripts*
+models*
+__init__ tune flax* _plot _tiling.tune
+_api
+_validate _select _faster _tiling.choose _tiling.cache
+_vjp _tangents
+_context* _partition
+_mosaic* _triton* _xla* _reference _tiling.workload
+_problem _mask_objects _order _key_center
+_masks _visits _scores _dropout _checks _operands _peers _symbolic _one_device
+_compat _hardware _tiling _tiling.sizes mosaic
+"""
+# Each is for itself: no backend imports another.
+BACKENDS = ("_mosaic", "_triton", "_xla", "_reference")
 
 
 def sources(folder):
@@ -315,19 +74,54 @@ def inside(name):
     return name.removeprefix("pallas_flash").removeprefix(".")
 
 
+def layer_of(module):
+    """The number, from the top, of the one layer that names a module."""
+    name = inside(module) or "__init__"
+    [layer] = [
+        n
+        for n, patterns in enumerate(LAYERS.split("\n"))
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split())
+    ]
+    return layer
+
+
 PACKAGE = [name for name in MODULES if name.split(".")[0] == "pallas_flash"]
+# What each module outside the tests imports of this repository.
+IMPORTS = {
+    module: {module_of(name) for name in imported(path)} - {None, module}
+    for module, path in MODULES.items()
+    if not module.startswith("tests")
+}
 
 
-def test_the_order_is_one_way_and_complete():
-    graphlib.TopologicalSorter(MAY_IMPORT).prepare()
-    assert sorted(map(inside, PACKAGE)) == sorted(MAY_IMPORT)
+def test_no_imports_form_a_circle():
+    graphlib.TopologicalSorter(IMPORTS).prepare()
+
+
+@pytest.mark.parametrize("module", IMPORTS)
+def test_a_module_imports_from_its_layer_or_below(module):
+    layer = layer_of(module)
+    assert not {name for name in IMPORTS[module] if layer_of(name) < layer}
 
 
 @pytest.mark.parametrize("module", PACKAGE)
-def test_a_module_imports_only_what_is_below_it(module):
-    ours = {module_of(name) for name in imported(MODULES[module])} - {None}
-    back = {name for name in ours if inside(name) not in MAY_IMPORT[inside(module)]}
-    assert not back
+def test_a_backend_imports_no_other(module):
+    def backend(name):
+        return next((x for x in BACKENDS if inside(name).startswith(x)), None)
+
+    if backend(module):
+        assert {backend(name) for name in IMPORTS[module]} <= {backend(module), None}
+
+
+def test_one_module_of_the_tests_starts_processes():
+    """The one that ties them to the process that starts them."""
+    starting = [
+        module
+        for module, path in MODULES.items()
+        if module.startswith("tests")
+        and {"subprocess", "multiprocessing"} & {name.split(".")[0] for name in imported(path)}
+    ]
+    assert starting == ["tests.children"]
 
 
 @pytest.mark.parametrize("module", PACKAGE)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from described_gpus import described_gpu
-from test_structure import MAY_IMPORT
+from test_structure import IMPORTS, inside
 from tune_cases import (
     FAST,
     FASTER,
@@ -128,12 +128,13 @@ def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
 def test_the_fingerprint_is_of_all_that_kernels_import():
     """But for the problem, which is the key, and for what a version of JAX decides."""
     of_kernels = ("_triton", "_mosaic")
+    imports = {inside(name): set(map(inside, below)) for name, below in IMPORTS.items()}
     files = [
         name
-        for name in MAY_IMPORT
+        for name in imports
         if name.startswith(of_kernels) and not {"tiles", "candidates"} & {*name.split(".")}
     ]
-    below = set().union(*(MAY_IMPORT[name] for name in files))
+    below = set().union(*(imports[name] for name in files))
     others = {name for name in below if not name.startswith((*of_kernels, "_tiling"))}
     assert others <= {*cache._SHAPE, "_problem", "_compat"}
 
