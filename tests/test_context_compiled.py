@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_flash import attention
 from scripts.inspection import gpu_compiler
 
-# That compiler is an extra, `inspect`: .ci/run installs it for one JAX, and runs this file there.
+# That compiler is the extra `inspect`: .ci/run installs it for one JAX and runs this file there.
 pytestmark = pytest.mark.skipif(
     bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "everything is here"
 )

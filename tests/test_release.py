@@ -1,4 +1,4 @@
-"""What `python -m build` makes: a wheel and an sdist, read as archives; `.ci/run` installs them."""
+"""The sdist, and the wheel that is built from it, read as archives."""
 
 import email
 import os
@@ -24,14 +24,18 @@ def archives(tmp_path_factory):
     """The files of wheel and sdist, by name, with the sdist's folder taken off."""
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("dist")
-    # In a process of its own, because a build backend works in the current folder.
-    script = (
-        "import sys, hatchling.build as backend\n"
-        "backend.build_wheel(sys.argv[1])\n"
-        "backend.build_sdist(sys.argv[1])\n"
-    )
-    command = [sys.executable, "-c", script, folder]
-    children.run(command, cwd=ROOT, check=True, capture_output=True)
+
+    def build(kind, source):
+        # In a process of its own, because a build backend works in the current folder.
+        script = f"import sys, hatchling.build as x; x.build_{kind}(sys.argv[1])"
+        command = [sys.executable, "-c", script, folder]
+        children.run(command, cwd=source, check=True, capture_output=True)
+
+    build("sdist", ROOT)
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(folder / f"{STEM}.tar.gz") as sdist:
+        sdist.extractall(unpacked, filter="data")
+    build("wheel", unpacked / STEM)
     assert sorted(os.listdir(folder)) == [f"{STEM}-py3-none-any.whl", f"{STEM}.tar.gz"]
     with zipfile.ZipFile(folder / f"{STEM}-py3-none-any.whl") as wheel:
         in_wheel = {name: wheel.read(name) for name in wheel.namelist()}
