@@ -9,6 +9,7 @@ new test needs no mark; what must always run together is one parameter,
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -16,6 +17,7 @@ import itertools
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 # pytest-xdist runs one process a core; NumPy's threads would fight over them. NumPy reads this when
@@ -28,6 +30,16 @@ import pytest
 from jax._src.interpreters import mlir
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Programs compile for seconds and run once, for milliseconds, so those that have not changed are
+# taken from an earlier run. JAX's key of a program has its text, its options and its compiler.
+COMPILED = Path(__file__).parents[1] / ".cache" / "jax"
+KEEP_DAYS = 7
+CACHE = {
+    "jax_compilation_cache_dir": str(COMPILED),
+    "jax_persistent_cache_min_compile_time_secs": 0.05,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 
 # Processes share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -129,6 +141,14 @@ def finished(corpus, compiled, tmp_path_factory):
 _KERNEL_CASES = "kernel_cases"
 
 
+def forget_old_programs():
+    """Removes those of a week ago, or the folder would grow with every change."""
+    for path in COMPILED.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # Another process may remove it, too.
+            if path.stat().st_mtime < time.time() - KEEP_DAYS * 86400:
+                path.unlink()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     # A GPU's programs are compiled once for all processes, which get that from this one.
@@ -142,6 +162,12 @@ def pytest_configure(config):
         # time took a tenth of the time of ten programs. glibc reads this when a worker is started.
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**32))
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
+    elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        forget_old_programs()
+        for name, value in CACHE.items():
+            jax.config.update(name, value)
+            # For the processes that tests start.
+            os.environ[name.upper()] = str(value)
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; select with -m gpu")
     config.addinivalue_line(
         "markers", "extended: further values and combinations; select with -m extended"
