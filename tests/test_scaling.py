@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-import cases
 import children
 import jax
 import jax.numpy as jnp
@@ -114,7 +113,8 @@ def environment(devices: int, *paths):
     return os.environ | cheap | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
-@pytest.mark.parametrize("call", cases.default([0], range(len(SENT))))
+@pytest.mark.extended
+@pytest.mark.parametrize("call", range(len(SENT)))
 def test_devices_receive_what_the_page_says(call):
     here = Path(__file__)
     child = children.run(

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import sys
-import textwrap
 import warnings
 
 import children
@@ -394,65 +393,52 @@ def test_tile_sizes_are_ignored_only_where_the_choice_is_automatic():
 # ------------------------------------------------------------------------------------------------
 # What importing and running the package must not need.
 
+# One process for all: to start JAX takes longer than the rest.
+NEEDS_LITTLE = """
+import sys
 
-def run_without(modules: list[str], code: str) -> None:
-    """Runs `code` in a process in which these modules cannot be imported."""
-    block = f"""
-        import sys
+import pallas_flash
+from jax._src import xla_bridge
 
-        class Missing:
-            def find_spec(self, name, path=None, target=None):
-                if any(name == m or name.startswith(m + ".") for m in {modules}):
-                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+assert not xla_bridge.backends_are_initialized()
+OPTIONAL = ["jax.experimental.pallas", "flax", "optax", "matplotlib"]
 
-        sys.meta_path.insert(0, Missing())
-        """
+
+def imported():
+    return [name for name in OPTIONAL if name in sys.modules]
+
+
+assert not imported(), imported()
+
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == m or name.startswith(m + ".") for m in OPTIONAL):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Missing())
+import jax, jax.numpy as jnp
+
+x = jnp.ones((1, 8, 2, 4))
+loss = lambda x: pallas_flash.attention(x, x, x, is_causal=True).sum()
+assert jax.grad(loss)(x).shape == x.shape
+print(pallas_flash.explain(x, x, x))
+assert not imported(), imported()
+del sys.meta_path[0]
+pallas_flash.explain(x, x, x, implementation="interpret")
+assert imported() == ["jax.experimental.pallas"]
+"""
+
+
+def test_importing_and_computing_on_a_cpu_need_jax_alone():
+    """No device is touched by the import; Pallas, Flax and matplotlib may be absent."""
     children.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(block) + textwrap.dedent(code)],
+        [sys.executable, "-W", "error", "-c", NEEDS_LITTLE],
         check=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         timeout=300,
     )
-
-
-def test_neither_triton_nor_flax_nor_an_initialised_device_is_needed_to_import():
-    run_without(
-        ["jax.experimental.pallas", "flax", "optax"],
-        """
-        import pallas_flash
-        from jax._src import xla_bridge
-
-        assert not xla_bridge.backends_are_initialized()
-        """,
-    )
-
-
-def test_pallas_is_not_needed_to_compute_on_a_cpu():
-    run_without(
-        ["jax.experimental.pallas", "flax", "optax"],
-        """
-        import jax, jax.numpy as jnp, pallas_flash
-
-        x = jnp.ones((1, 8, 2, 4))
-        loss = lambda x: pallas_flash.attention(x, x, x, is_causal=True).sum()
-        assert jax.grad(loss)(x).shape == x.shape
-        print(pallas_flash.explain(x, x, x))
-        """,
-    )
-
-
-def test_nor_is_it_looked_for_there():
-    code = """
-        import sys
-        import jax.numpy as jnp, pallas_flash
-
-        x = jnp.ones((1, 8, 2, 4))
-        pallas_flash.attention(x, x, x)
-        assert "jax.experimental.pallas" not in sys.modules
-        pallas_flash.explain(x, x, x, implementation="interpret")
-        assert "jax.experimental.pallas" in sys.modules
-    """
-    children.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 def test_a_mask_whose_indices_do_not_fit_is_refused():

@@ -105,6 +105,7 @@ def test_a_machine_without_devices_is_told_in_a_line(monkeypatch, capsys):
     assert "JAX must find a device; got AssertionError()." in mistake(capsys)
 
 
+@pytest.mark.extended
 def test_a_reader_that_has_seen_enough_is_no_mistake(file):
     """As under `| head`: standard output is a pipe that nobody reads."""
     store()
@@ -121,6 +122,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(file):
     assert (run.returncode, run.stderr) == (0, b"")
 
 
+@pytest.mark.extended
 def test_without_a_gpu_the_command_says_so():
     """In a process of its own, with warnings as errors."""
     run = children.run(
