@@ -327,6 +327,25 @@ BROKEN_IN_ORDER = {
     "a tile is moved, dbias": (of_all_steps(with_tiles_moved), BIAS),
 }
 
+# One of each kind: waits, slots, counts of arrivals, places and values. The others are extended.
+KINDS = [
+    "no wait for keys",
+    "no wait for products",
+    "no wait for a free slot of keys",
+    "no wait for a free slot of items",
+    "items are passed over",
+    "an arrival too many",
+    "an arrival too few, dq",
+    "slots are refilled when one of two has used them",
+    "a slot of the bias is free before it is read",
+    "keys of a mask are moved, backward",
+    "the mask of another head",
+    "a mask moved by one",
+    "old sums keep their scale",
+    "no wait for rows, dq",
+    "a head is forgotten, dbias",
+]
+
 
 @functools.cache
 def check_whole(case, in_order):
@@ -334,7 +353,7 @@ def check_whole(case, in_order):
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
-@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_IN_ORDER])
+@pytest.mark.parametrize("broken", cases.default(KINDS, [*BROKEN, *BROKEN_IN_ORDER]))
 def test_the_emulator_sees_a_kernel_that_is_broken(broken, monkeypatch):
     in_order = broken in BROKEN_IN_ORDER
     change, case = (BROKEN | BROKEN_IN_ORDER)[broken]
