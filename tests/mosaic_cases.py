@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import checked
-from test_accuracy import judge
+from judge import judge
 
 from pallas_flash import _compat
 from pallas_flash._vjp import _public_lse

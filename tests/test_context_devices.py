@@ -133,7 +133,7 @@ def check_case(name, method, axes, kind, implementation):
 
 def check(case, dtype, method, axes, kind, implementation, **rule):
     """Output, LSE and gradients, by the rule of test_accuracy.py; twice the same bits."""
-    from test_accuracy import judge
+    from judge import judge
 
     results = computed(case.problem(dtype), method, axes, kind, implementation)
     judge(case, dtype, results, **rule)
@@ -164,29 +164,31 @@ def computed(problem, method, axes, kind, implementation):
 
 def check_random(first, count, mesh, kind):
     """Problems of test_properties.py, by the methods in turn; a ring where heads do not divide."""
-    import test_properties
+    import random_problems
 
     axes = MESHES[mesh]
     sizes = dict(batch=axes.get("batch", 1), heads=axes.get("heads", 1))
     for number in range(first, first + count):
-        case, dtype, _ = test_properties.draw(number, devices=axes["sequence"], **sizes)
+        case, dtype, _ = random_problems.draw(number, devices=axes["sequence"], **sizes)
         method = choice.METHODS[number % 3]
         if method == "heads" and case.N // sizes["heads"] % axes["sequence"]:
             method = "ring"
-        check(case, dtype, method, axes, kind, "xla", worst=test_properties.WORST)
+        check(case, dtype, method, axes, kind, "xla", worst=random_problems.WORST)
 
 
 def check_pairs(method):
     """Every argument together with every other and with every method: the rows of this one."""
-    import test_pairs
+    import pairs_of_settings
 
     axes = MESHES["2 x 4"]
-    settings = test_pairs.SETTINGS | {"method": choice.METHODS}
-    for row in test_pairs.covering(settings):
+    settings = pairs_of_settings.SETTINGS | {"method": choice.METHODS}
+    for row in pairs_of_settings.covering(settings):
         if choice.METHODS[row.pop("method")] == method:
-            case, _ = test_pairs.call_of(row)
+            case, _ = pairs_of_settings.call_of(row)
             case = dataclasses.replace(case, B=2, T=48, S=48, N=4 * case.N, K=4 * case.K)
-            check(case, test_pairs.SETTINGS["dtype"][row["dtype"]], method, axes, "auto", "xla")
+            check(
+                case, pairs_of_settings.SETTINGS["dtype"][row["dtype"]], method, axes, "auto", "xla"
+            )
 
 
 def poison_positions():

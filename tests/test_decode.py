@@ -6,7 +6,6 @@ hold their gradients to the rule.
 
 import dataclasses
 import functools
-import itertools
 
 import cases
 import jax
@@ -15,7 +14,8 @@ import numpy as np
 import oracle
 import pytest
 import ttir
-from test_accuracy import judge, measured
+from few_queries import RANGES, SERVED, with_few
+from judge import judge, measured
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes
@@ -27,16 +27,6 @@ from pallas_flash._visits import Edges, share
 TILES = TileSizes(decode=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 
 
-def with_few(case, T=5, **sizes):
-    """The case with few queries, many keys, and three heads that share each of two.
-
-    Mostly five queries: what is between kernels is compiled for each shape.
-    """
-    return dataclasses.replace(case, T=T, S=200, **{"N": 6, "K": 2} | sizes)
-
-
-# Those with one array of ids for queries and keys need as many of both.
-SERVED = [c for c in cases.CASES if c.name not in ("documents", "documents, causal, long")]
 every_case = cases.parametrize(
     names=[
         "full",
@@ -207,10 +197,6 @@ def test_parts(S, B, K, parts):
     kernel, join = ttir.lower(attention, q, k, k)
     assert np.prod(kernel.grid) == parts * K * B
     assert np.prod(join.grid) == 4 * K * B
-
-
-# (start, full_start, full_stop, stop) of up to 5 tiles.
-RANGES = [x for x in itertools.product(range(6), repeat=4) if list(x) == sorted(x)]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])

@@ -27,7 +27,7 @@ import oracle
 import pytest
 import ttir
 from described_gpus import described_gpu
-from test_structure import PUBLIC, ROOT
+from repository import PUBLIC, ROOT
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _compat

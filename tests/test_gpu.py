@@ -12,15 +12,15 @@ import itertools
 import cases
 import jax
 import jax.numpy as jnp
+import large_scores
 import numpy as np
 import oracle
 import pytest
-import test_large_scores as large_scores
+from few_queries import SERVED as FEW_QUERIES
+from few_queries import with_few
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_accuracy import judge, measured, program
-from test_decode import SERVED as FEW_QUERIES
-from test_decode import with_few
+from judge import judge, measured, program
 
 import pallas_flash
 from pallas_flash import _compat, _select

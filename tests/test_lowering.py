@@ -18,14 +18,13 @@ import pytest
 import ttir
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from test_accuracy import ROUNDING, judge
+from judge import ROUNDING, judge
+from lowered_triton import TILES, _attention, differentiated
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes
 from pallas_flash._triton import backward_dkv, common
 
-# Small, and of different shape for each kernel: a tile number taken from the wrong one shows.
-TILES = TileSizes(Tile(64, 32, one_loop=True), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))
 # dk and dv in launches of their own.
 APART = TileSizes(Tile(32, 32), dk=Tile(32, 64), dv=Tile(64, 32), dq=Tile(64, 32))
 SLICED = TileSizes(
@@ -48,28 +47,6 @@ every_case = cases.parametrize(
     ],
     others_extended=True,
 )
-
-
-def _attention(options, tiles=TILES):
-    return functools.partial(
-        pallas_flash.attention,
-        return_lse=True,
-        implementation="triton",
-        tile_sizes=tiles,
-        **options,
-    )
-
-
-def differentiated(problem, tiles=TILES):
-    """The results that `oracle.names` names, and the runs of the kernels."""
-    qkv, cotangents, options = problem
-    operands, options = oracle.split(options)
-    runs = []
-
-    def function(qkv, cotangents, operands):
-        return oracle.differentiate(_attention(options, tiles), *qkv, *cotangents, **operands)
-
-    return ttir.evaluate(function, qkv, cotangents, operands, runs=runs), runs
 
 
 @functools.cache

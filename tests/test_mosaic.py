@@ -5,10 +5,11 @@ import dataclasses
 import cases
 import jax
 import jax.numpy as jnp
+import large_scores
 import mosaic_emulator as emulator
 import numpy as np
 import pytest
-import test_large_scores as large_scores
+from judge import judge
 from mosaic_cases import (
     LONG,
     LONG_CAUSAL,
@@ -21,7 +22,6 @@ from mosaic_cases import (
     judge_both,
     with_heads,
 )
-from test_accuracy import judge
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _mosaic

@@ -7,18 +7,18 @@ import collections
 import dataclasses
 import itertools
 
+import broken_kernels
 import cases
 import jax
 import jax.numpy as jnp
 import mosaic_emulator as emulator
 import numpy as np
 import pytest
-import test_mosaic_emulator as broken_kernels
+from compiled_code import machine_code_of, shaped
+from few_queries import RANGES
+from judge import judge
+from lowered import attention, launches, lowered
 from mosaic_cases import checked
-from test_accuracy import judge
-from test_decode import RANGES
-from test_mosaic_lowering import attention, launches, lowered
-from test_mosaic_machine_code import machine_code_of, shaped
 
 from pallas_flash import _mosaic
 from pallas_flash._masks import Tiling

@@ -13,59 +13,18 @@ import jax.numpy as jnp
 import mosaic_emulator as emulator
 import numpy as np
 import pytest
+from broken_kernels import (
+    with_arrivals,
+    with_mask_moved,
+    with_memory,
+    without_rescaling,
+    without_waiting_at,
+)
 from jax.experimental import pallas as pl
+from judge import judge
 from mosaic_cases import LONG, LONG_CAUSAL, MANY_KEYS, biased, emulated, with_bias, with_heads
-from test_accuracy import judge
 
-from pallas_flash._mosaic import backward_dbias, forward_common, options, pairs, tiles, work
-
-
-def without_waiting_at(names, of=""):
-    """`barrier_wait` that passes by barriers of these names, of kernels with this in their name."""
-
-    def broken(patch):
-        allocate, wait = emulator.launch, emulator.plgpu.barrier_wait
-        skipped = set()
-
-        def launch(kernel, operands, *, memory, **others):
-            def spied(*refs, static, **mine):
-                for name in names & mine.keys() if of in kernel.__name__ else ():
-                    skipped.update(map(id, mine[name].all))
-                kernel(*refs, static=static, **mine)
-
-            return allocate(spied, operands, memory=memory, **others)
-
-        def barrier_wait(barrier):
-            if id(emulator.one_barrier(barrier)) not in skipped:
-                wait(barrier)
-
-        patch.setattr(emulator, "launch", launch)
-        patch.setattr(emulator.plgpu, "barrier_wait", barrier_wait)
-
-    return broken
-
-
-def with_memory(name, change, of=""):
-    """Another specification of the shared memory of a name, likewise."""
-
-    def broken(patch):
-        start = emulator.launch
-
-        def launch(kernel, operands, *, memory, **others):
-            if name in memory and of in kernel.__name__:
-                memory = memory | {name: change(memory[name])}
-            return start(kernel, operands, memory=memory, **others)
-
-        patch.setattr(emulator, "launch", launch)
-
-    return broken
-
-
-def with_arrivals(name, more, of=""):
-    """Another number of arrivals at these barriers."""
-    return with_memory(
-        name, lambda spec: dataclasses.replace(spec, num_arrivals=spec.num_arrivals + more), of
-    )
+from pallas_flash._mosaic import backward_dbias, pairs, tiles, work
 
 
 def in_pairs(broken):
@@ -83,21 +42,9 @@ def of_one_program(spec):
     return emulator.Barrier(spec.num_barriers, spec.num_arrivals)
 
 
-def with_mask_moved(patch):
-    hide = options.hide
-    patch.setattr(
-        options, "hide", lambda mask, b, h, q, k, s: hide(mask, b, h, q, k + jnp.int32(1), s)
-    )
-
-
 def without_waiting_for_products(patch):
     patch.setattr(emulator, "complete", lambda running: None)
     patch.setitem(vars(emulator.plgpu), "wgmma_wait", lambda running: None)
-
-
-def without_rescaling(patch):
-    patch.setattr(forward_common, "THRESHOLD", 0.0)
-    patch.setitem(emulator.fake_ptx, "rescale", lambda acc, alpha: np.asarray(acc))
 
 
 # Of which a tile has eight steps.

@@ -20,11 +20,12 @@ import jaxprs
 import oracle
 import pytest
 from described_gpus import described_gpu
+from few_queries import with_few
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lowered import SHAPE, attention, gradients, launches, lowered
 from mosaic_cases import checked
 from strict import strictly
-from test_decode import with_few
 
 import pallas_flash
 from pallas_flash import TileSizes, _mosaic, _select
@@ -38,10 +39,6 @@ plgpu = common.plgpu
 # Ranges and lists of tiles, and all options. All take as long.
 IN_DEFAULT = ("documents, causal, long", "blocks and predicate", "all features")
 SERVED = [cases.BY_NAME[name] for name in cases.SERVED_ON_HOPPER]
-
-
-def launches(text):
-    return len(re.findall(r"@mosaic_gpu\w*\(", text))
 
 
 def launches_of(case, reproducible: bool) -> int:
@@ -210,11 +207,7 @@ def test_few_queries_lower(case):
 # ------------------------------------------------------------------------------------------------
 # What JAX makes of calls: transformations, meshes, and who was chosen for a pass.
 
-SHAPE = (4, 300, 4, 64)
 ROWS = P("batch", None, "heads")
-attention = functools.partial(
-    pallas_flash.attention, is_causal=True, return_lse=True, implementation="mosaic"
-)
 
 
 def documents(q, k, v):
@@ -224,18 +217,6 @@ def documents(q, k, v):
 
 
 CALLS = pytest.mark.parametrize("call", [attention, documents], ids=["causal", "documents"])
-
-
-def gradients(q, k, v, call=attention):
-    out, pull = jax.vjp(call, q, k, v)
-    return pull(out)
-
-
-def lowered(function, shape=SHAPE, shapes=None):
-    """The lowering for an H200 that is not here."""
-    shapes = shapes or [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3
-    with described_gpu("NVIDIA H200"):
-        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 # Launches of a call with its gradients: forward, delta, backward, and what makes rows of dq's sums;

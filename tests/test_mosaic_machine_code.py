@@ -8,27 +8,19 @@ import cases
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled_code import machine_code_of, shaped
+from lowered import attention, gradients
 from mosaic_cases import NO_FLAGS, checked
-from test_mosaic_lowering import attention, gradients
 
 from pallas_flash import _mosaic
 from pallas_flash._mosaic import backward_dbias, work
 from pallas_flash._scores import LogSum
 from scripts.inspection import gpu_compiler
 from scripts.inspection.calls import inspect_attention
-from scripts.inspection.kernels import compile_kernels
 
 pytestmark = pytest.mark.skipif(
     bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here"
 )
-
-
-def machine_code_of(function, *shapes):
-    """Name, registers, stack and loops of each kernel, compiled for an H200."""
-    for kernel in compile_kernels(function, *shapes):
-        if kernel.is_mosaic:
-            assert not kernel.unset, (kernel.symbol, kernel.unset)
-            yield kernel.symbol, kernel.registers, kernel.stack_bytes, kernel.loops
 
 
 # What comes before and after a backward computes hardly anything: the bytes that a program reads at
@@ -114,10 +106,6 @@ def test_nothing_is_copied_by_a_register_that_is_unset(head_dim, length):
     q = shaped(2, length, 16, head_dim, dtype=jnp.bfloat16)
     # It looks for them in every kernel.
     [_] = machine_code_of(functools.partial(attention, is_causal=False), q, q, q)
-
-
-def shaped(*shape, dtype=jnp.int32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 # The arrays of an option, and the others; 1000 tokens, of which no tile is a divisor.

@@ -9,6 +9,7 @@ import mosaic_emulator as emulator
 import numpy as np
 import oracle
 import pytest
+from judge import judge
 from mosaic_cases import (
     CAUSAL,
     LONG,
@@ -20,7 +21,6 @@ from mosaic_cases import (
     judge_both,
     with_bias,
 )
-from test_accuracy import judge
 
 from pallas_flash import TileSizes, _mosaic
 from pallas_flash._mosaic import backward_dbias, work

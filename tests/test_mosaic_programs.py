@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import mosaic_emulator as emulator
 import numpy as np
 import pytest
+from judge import judge
 from mosaic_cases import (
     LONG,
     LONG_CAUSAL,
@@ -22,7 +23,6 @@ from mosaic_cases import (
     judge_both,
     with_heads,
 )
-from test_accuracy import judge
 
 from pallas_flash import BlockMask, TileSizes, _mosaic
 from pallas_flash._masks import Tiling

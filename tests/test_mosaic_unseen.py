@@ -8,8 +8,8 @@ import mosaic_emulator as emulator
 import numpy as np
 import oracle
 import pytest
+from judge import judge
 from mosaic_cases import LONG, LONG_CAUSAL, checked, emulated, in_order
-from test_accuracy import judge
 
 from pallas_flash import _mosaic
 

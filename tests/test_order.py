@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from test_accuracy import SMALL
+from judge import SMALL
 
 import pallas_flash
 from pallas_flash import PrefixLM

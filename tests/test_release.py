@@ -10,7 +10,7 @@ import zipfile
 
 import children
 import pytest
-from test_structure import MODULES, ROOT
+from repository import MODULES, ROOT
 
 import pallas_flash
 

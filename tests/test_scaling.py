@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_structure import ROOT
+from repository import ROOT
 
 import pallas_flash
 from pallas_flash._context import cost

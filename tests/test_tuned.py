@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from described_gpus import described_gpu
-from test_structure import IMPORTS, inside
+from repository import IMPORTS, inside
 from tune_cases import (
     FAST,
     FASTER,

@@ -13,7 +13,7 @@ import oracle
 import pytest
 from described_gpus import described_gpu
 from jaxprs import trace
-from test_accuracy import (
+from judge import (
     check_gradient_of_the_scale,
     check_that_nothing_shows,
     judge,

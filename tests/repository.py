@@ -1,0 +1,61 @@
+"""The files of the repository, what they import of each other, and what is public."""
+
+import ast
+import inspect
+import pathlib
+
+import pallas_flash
+import pallas_flash.flax
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def sources(folder):
+    """The modules of a folder by dotted name; a package has that of its folder."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+MODULES = {
+    name: path
+    for folder in ("pallas_flash", "models", "scripts", "tests")
+    for name, path in sources(folder)
+}
+
+
+def imported(path):
+    """What a file imports, wherever in it: modules, or `module.name` where that is no module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_of(name):
+    """The longest beginning of a dotted name that is a module of this repository, or None."""
+    parts = name.split(".")
+    beginnings = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((x for x in beginnings if x in MODULES), None)
+
+
+def inside(name):
+    """The name of a module of the package, without the package's own."""
+    return name.removeprefix("pallas_flash").removeprefix(".")
+
+
+# What each module outside the tests imports of this repository.
+IMPORTS = {
+    module: {module_of(name) for name in imported(path)} - {None, module}
+    for module, path in MODULES.items()
+    if not module.startswith("tests")
+}
+
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (pallas_flash, pallas_flash.flax, pallas_flash.mosaic)
+    for name in getattr(module, "__all__", dir(module))
+    if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
+}
