@@ -76,7 +76,7 @@ def ieee_products():
 @pytest.fixture
 def small_tiles(monkeypatch):
     """See `transform_cases.make_tiles_small`."""
-    from transform_cases import make_tiles_small
+    from support.transform_cases import make_tiles_small
 
     make_tiles_small(monkeypatch.setattr)
 
@@ -112,7 +112,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compile_once(compiled):
-    from tiny_run import compiling_into
+    from support.tiny_run import compiling_into
 
     with compiling_into(compiled):
         yield
@@ -120,7 +120,7 @@ def compile_once(compiled):
 
 @pytest.fixture
 def config(corpus, tmp_path):
-    from tiny_run import TINY
+    from support.tiny_run import TINY
 
     return dataclasses.replace(TINY, data=str(corpus), out_dir=str(tmp_path / "run"))
 
@@ -128,7 +128,7 @@ def config(corpus, tmp_path):
 @pytest.fixture(scope="session")
 def finished(corpus, compiled, tmp_path_factory):
     """An uninterrupted run: its settings and its result."""
-    from tiny_run import TINY, compiling_into
+    from support.tiny_run import TINY, compiling_into
 
     from scripts.train_gpt import train
 

@@ -3,13 +3,12 @@
 import dataclasses
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from judge import (
+from support import cases, oracle
+from support.judge import (
     SMALL,
     check_gradient_of_the_scale,
     check_that_nothing_shows,
@@ -17,7 +16,7 @@ from judge import (
     measured,
     program,
 )
-from strict import strictly
+from support.strict import strictly
 
 import pallas_flash
 from pallas_flash import _xla

@@ -12,13 +12,11 @@ import tomllib
 import types
 import weakref
 
-import cases
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
-import oracle
 import pytest
+from support import cases, jaxprs, oracle
 
 import pallas_flash
 from scripts.bench_attention import main

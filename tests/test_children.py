@@ -5,8 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
-import children
 import pytest
+from support import children
 
 # Each prints the number of a child that would run for minutes, and waits.
 PARENTS = {
@@ -25,13 +25,13 @@ PARENTS = {
 
 @pytest.mark.parametrize("kind", PARENTS)
 def test_a_child_ends_when_its_parent_is_killed(kind):
-    code = "import os, sys, time\n\nimport children\n"
+    code = "import os, sys, time\n\nfrom support import children\n"
     for line in PARENTS[kind].splitlines():
         code += line.strip() + "\n"
     parent = children.start(
         [sys.executable, "-c", code],
         stdout=children.PIPE,
-        env=os.environ | {"PYTHONPATH": str(Path(children.__file__).parent)},
+        env=os.environ | {"PYTHONPATH": str(Path(children.__file__).parents[1])},
     )
     child = int(parent.stdout.readline())
     parent.send_signal(signal.SIGKILL)

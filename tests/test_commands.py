@@ -9,9 +9,9 @@ import os
 import pathlib
 import sys
 
-import children
 import jax
 import pytest
+from support import children
 
 from scripts import bench_attention, inspect_kernels
 from scripts.benchmark import run

@@ -3,13 +3,13 @@
 import dataclasses
 import inspect
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import cases
 
 from pallas_flash import _api, _reference, _vjp, attention, explain
 from pallas_flash._context import choice, cost, gather, parts, ring

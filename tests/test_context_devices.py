@@ -9,15 +9,13 @@ import functools
 import itertools
 import re
 
-import cases
-import eight_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import cases, eight_devices, oracle
 
 from pallas_flash import Tile, TileSizes, _vjp, _xla, attention, balanced_order
 from pallas_flash._context import choice, gather
@@ -133,7 +131,7 @@ def check_case(name, method, axes, kind, implementation):
 
 def check(case, dtype, method, axes, kind, implementation, **rule):
     """Output, LSE and gradients, by the rule of test_accuracy.py; twice the same bits."""
-    from judge import judge
+    from support.judge import judge
 
     results = computed(case.problem(dtype), method, axes, kind, implementation)
     judge(case, dtype, results, **rule)
@@ -164,7 +162,7 @@ def computed(problem, method, axes, kind, implementation):
 
 def check_random(first, count, mesh, kind):
     """Problems of test_properties.py, by the methods in turn; a ring where heads do not divide."""
-    import random_problems
+    from support import random_problems
 
     axes = MESHES[mesh]
     sizes = dict(batch=axes.get("batch", 1), heads=axes.get("heads", 1))
@@ -178,7 +176,7 @@ def check_random(first, count, mesh, kind):
 
 def check_pairs(method):
     """Every argument together with every other and with every method: the rows of this one."""
-    import pairs_of_settings
+    from support import pairs_of_settings
 
     axes = MESHES["2 x 4"]
     settings = pairs_of_settings.SETTINGS | {"method": choice.METHODS}
@@ -216,7 +214,7 @@ def check_named(names, method, mesh, kind, implementation):
 
 def check_key_bias(kind):
     """dq of keys with a common part; lengths leave devices without a visible key."""
-    from test_key_bias import BIAS, assert_as_dense
+    from support.key_bias import BIAS, assert_as_dense
 
     axes = MESHES["1 x 8"]
     for name in ("causal", "lengths", "sinks", "mask of keys"):
@@ -335,7 +333,7 @@ def check_layers(kind):
 def check_layers_in_a_shard_map(kind):
     """Positions go on from one device to the next, and masks have columns for all keys."""
     from flax import nnx
-    from flax_cases import rope_by_hand
+    from support.flax_cases import rope_by_hand
 
     from pallas_flash.flax import SelfAttention, attention_fn
 

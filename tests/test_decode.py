@@ -7,15 +7,13 @@ hold their gradients to the rule.
 import dataclasses
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-import ttir
-from few_queries import RANGES, SERVED, with_few
-from judge import judge, measured
+from support import cases, oracle, ttir
+from support.few_queries import RANGES, SERVED, with_few
+from support.judge import judge, measured
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes

@@ -17,17 +17,15 @@ import re
 import tempfile
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
-import oracle
 import pytest
-import ttir
-from described_gpus import described_gpu
-from repository import PUBLIC, ROOT
+from support import cases, oracle, ttir
+from support.described_gpus import described_gpu
+from support.repository import PUBLIC, ROOT
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _compat

@@ -4,12 +4,11 @@ import dataclasses
 import functools
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from support import cases, oracle
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, dropout_mask

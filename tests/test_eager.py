@@ -1,9 +1,9 @@
 """Calls outside of `jit` are compiled once, not each time."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import pytest
+from support import cases
 
 import pallas_flash
 

@@ -5,18 +5,17 @@ Exports for GPUs that are not here are in test_transforms_devices.py.
 
 import functools
 
-import cases
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from calls import FORM, NEWER
-from described_gpus import described_gpu
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from strict import strictly
-from transform_cases import assert_close, by
+from support import cases, oracle
+from support.calls import FORM, NEWER
+from support.described_gpus import described_gpu
+from support.strict import strictly
+from support.transform_cases import assert_close, by
 
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, attention, explain
 from pallas_flash.flax import attention_fn

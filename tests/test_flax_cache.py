@@ -2,12 +2,12 @@
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from flax_cases import FEATURES, assert_close, distance, normal, self_attention, with_cache
+from support import cases
+from support.flax_cases import FEATURES, assert_close, distance, normal, self_attention, with_cache
 
 pytestmark = pytest.mark.usefixtures("ieee_products")
 

@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import flax.linen.attention
 import flax.nnx.nn.attention
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from flax import linen, nnx
-from flax_cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import cases, oracle
+from support.flax_cases import (
     DROPOUT,
     HEAD_DIM,
     KV_LEN,
@@ -36,9 +37,7 @@ from flax_cases import (
     random_mask,
     rope_by_hand,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jaxprs import trace
+from support.jaxprs import trace
 
 import pallas_flash.flax
 from pallas_flash.flax import apply_rope, attention_fn

@@ -1,11 +1,11 @@
 """What `pallas_flash.flax` refuses by a sentence; imports on demand; strict switches."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from flax_cases import (
+from support import cases
+from support.flax_cases import (
     FEATURES,
     KV_LEN,
     NUM_HEADS,
@@ -17,7 +17,7 @@ from flax_cases import (
     self_attention,
     with_cache,
 )
-from strict import strictly
+from support.strict import strictly
 
 from pallas_flash import PrefixLM
 from pallas_flash.flax import SelfAttention, apply_rope, attention_fn

@@ -5,13 +5,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_cases import (
+from support import cases
+from support.flax_cases import (
     FEATURES,
     NUM_HEADS,
     Q_LEN,

@@ -3,13 +3,13 @@
 import functools
 import math
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from flax_cases import (
+from support import cases
+from support.flax_cases import (
     DROPOUT,
     FEATURES,
     KV_LEN,

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_cases import HEAD_DIM, NUM_HEADS, Q_LEN, distance, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.flax_cases import HEAD_DIM, NUM_HEADS, Q_LEN, distance, normal
 
 from pallas_flash.flax import apply_rope
 

@@ -4,14 +4,13 @@ import ast
 import dataclasses
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
 import pytest
 from flax import nnx
-from strict import strictly
+from support import cases, jaxprs
+from support.strict import strictly
 
 import models.gpt
 import pallas_flash.flax

@@ -9,18 +9,16 @@ import functools
 import importlib
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
-import large_scores
 import numpy as np
-import oracle
 import pytest
-from few_queries import SERVED as FEW_QUERIES
-from few_queries import with_few
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from judge import judge, measured, program
+from support import cases, large_scores, oracle
+from support.few_queries import SERVED as FEW_QUERIES
+from support.few_queries import with_few
+from support.judge import judge, measured, program
 
 import pallas_flash
 from pallas_flash import _compat, _select

@@ -15,12 +15,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from support import cases, oracle
 
 from pallas_flash import Tile, TileSizes, _xla, attention
 

@@ -6,18 +6,16 @@ error is at most twice that of dense attention, which subtracts a sum that it co
 
 import dataclasses
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import checked
-from test_accuracy import SMALL, program
+from support import cases, oracle
+from support.cases import checked
+from support.judge import SMALL, program
+from support.key_bias import BIAS, assert_as_dense
 
 from pallas_flash import _key_center
-
-BIAS = 50.0
 
 
 def biased(name: str, **changes):
@@ -41,25 +39,6 @@ CASES = [
     biased("scale"),
 ]
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda x: x.name.replace(" ", "-"))
-
-
-def relative_error(dq, truth):
-    exact = truth.values["dq"]
-    return np.linalg.norm(np.asarray(dq, np.float64) - exact) / np.linalg.norm(exact)
-
-
-def assert_as_dense(dq, problem, factor=2.0):
-    """Asserts the rule for the gradient of the queries of a problem."""
-    qkv, cotangents, options = problem
-    truth = oracle.solve(*qkv, *cotangents, **options)
-    operands, rest = oracle.split(options)
-    dense = oracle.compiled(
-        lambda *args, **operands: oracle.differentiate(
-            lambda *a, **o: oracle.dense(*a, **o, **rest), *args, **operands
-        )
-    )(*qkv, *cotangents, **operands)[2]
-    ours, theirs = relative_error(dq, truth), relative_error(dense, truth)
-    assert ours <= factor * theirs, f"{ours:.2e} > {factor} * {theirs:.2e}"
 
 
 @by_case

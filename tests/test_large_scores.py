@@ -2,12 +2,12 @@
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from large_scores import (
+from support import cases
+from support.large_scores import (
     ALL,
     AMOUNTS,
     HALVED,

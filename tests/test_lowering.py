@@ -9,17 +9,15 @@ import functools
 import math
 import sys
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-import ttir
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from judge import ROUNDING, judge
-from lowered_triton import TILES, _attention, differentiated
+from support import cases, oracle, ttir
+from support.judge import ROUNDING, judge
+from support.lowered_triton import TILES, _attention, differentiated
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes

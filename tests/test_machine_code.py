@@ -8,10 +8,10 @@ more instructions per element is slower, and each of these has happened after ha
 import functools
 import re
 
-import cases
 import jax
 import jax.numpy as jnp
 import pytest
+from support import cases
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _compat

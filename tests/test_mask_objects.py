@@ -4,13 +4,11 @@ import functools
 import itertools
 from typing import NamedTuple
 
-import cases
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
-import oracle
 import pytest
+from support import cases, jaxprs, oracle
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes
@@ -617,7 +615,7 @@ def test_packed_documents_are_as_if_each_were_alone(implementation, way):
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_with_a_table_that_is_ready_ids_are_read_by_kernels_alone(implementation):
     """No layer compares the ids of tiles anew."""
-    from described_gpus import described_gpu
+    from support.described_gpus import described_gpu
 
     ids = jnp.zeros((1, 256), jnp.int32)
     ready = BlockMask.from_mask(Segments(ids), 256, 256)

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 
 from pallas_flash import Predicate, _masks
 from pallas_flash._mask_objects import MaskArray

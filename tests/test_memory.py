@@ -6,12 +6,11 @@ Nothing runs here: compiled programs tell what they would allocate, jaxprs tell 
 import functools
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
-import jaxprs
 import pytest
-from described_gpus import described_gpu
+from support import cases, jaxprs
+from support.described_gpus import described_gpu
 
 from pallas_flash import _xla, _xla_rows, attention
 

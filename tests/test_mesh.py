@@ -17,15 +17,14 @@ import sys
 import time
 from pathlib import Path
 
-import cases
-import children
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from tiny_run import TINY as FOR_ONE_DEVICE
+from support import cases, children
+from support.tiny_run import TINY as FOR_ONE_DEVICE
 
 import models.sharding
 from models.gpt import GPT, GPTConfig

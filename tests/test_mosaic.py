@@ -2,22 +2,21 @@
 
 import dataclasses
 
-import cases
 import jax
 import jax.numpy as jnp
-import large_scores
-import mosaic_emulator as emulator
 import numpy as np
 import pytest
-from judge import judge
-from mosaic_cases import (
+from support import cases, large_scores
+from support import mosaic_emulator as emulator
+from support.judge import judge
+from support.mosaic_cases import (
     LONG,
     LONG_CAUSAL,
     MANY_KEYS,
-    NO_FLAGS,
     biased,
     checked,
     emulated,
+    gradient_of_the_scale,
     in_order,
     judge_both,
     with_heads,
@@ -186,15 +185,6 @@ def test_the_largest_additive_mask(kernel_case):
     pair = "left padding", "max of float32"
     args = large_scores.arguments(70, 70, False, (pair,), "bfloat16")
     large_scores.check(args, emulated(large_scores.problem(*args)))
-
-
-def gradient_of_the_scale(problem, in_order):
-    qkv, (do, dlse), options = problem
-    call = checked(qkv, options | dict(scale=jnp.float32(0.7)))
-    flags = NO_FLAGS | dict(want_scale=True, in_order=in_order)
-    with emulator.emulated(pytest.MonkeyPatch()):
-        o, log_sum = _mosaic.forward(call)
-        return _mosaic.backward(call, o, log_sum, do, dlse, **flags).scale
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])

@@ -7,18 +7,17 @@ import collections
 import dataclasses
 import itertools
 
-import broken_kernels
-import cases
 import jax
 import jax.numpy as jnp
-import mosaic_emulator as emulator
 import numpy as np
 import pytest
-from compiled_code import machine_code_of, shaped
-from few_queries import RANGES
-from judge import judge
-from lowered import attention, launches, lowered
-from mosaic_cases import checked
+from support import broken_kernels, cases
+from support import mosaic_emulator as emulator
+from support.compiled_code import machine_code_of, shaped
+from support.few_queries import RANGES
+from support.judge import judge
+from support.lowered import attention, launches, lowered
+from support.mosaic_cases import checked
 
 from pallas_flash import _mosaic
 from pallas_flash._masks import Tiling

@@ -8,21 +8,29 @@ import functools
 import importlib
 import time
 
-import cases
 import jax.numpy as jnp
-import mosaic_emulator as emulator
 import numpy as np
 import pytest
-from broken_kernels import (
+from jax.experimental import pallas as pl
+from support import cases
+from support import mosaic_emulator as emulator
+from support.broken_kernels import (
     with_arrivals,
     with_mask_moved,
     with_memory,
     without_rescaling,
     without_waiting_at,
 )
-from jax.experimental import pallas as pl
-from judge import judge
-from mosaic_cases import LONG, LONG_CAUSAL, MANY_KEYS, biased, emulated, with_bias, with_heads
+from support.judge import judge
+from support.mosaic_cases import (
+    LONG,
+    LONG_CAUSAL,
+    MANY_KEYS,
+    biased,
+    emulated,
+    with_bias,
+    with_heads,
+)
 
 from pallas_flash._mosaic import backward_dbias, pairs, tiles, work
 

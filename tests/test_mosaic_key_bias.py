@@ -2,14 +2,19 @@
 
 import dataclasses
 
-import cases
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from mosaic_cases import LONG_CAUSAL, checked, emulated, in_order, with_heads
-from test_key_bias import BIAS, assert_as_dense
-from test_mosaic import gradient_of_the_scale
+from support import cases, oracle
+from support.key_bias import BIAS, assert_as_dense
+from support.mosaic_cases import (
+    LONG_CAUSAL,
+    checked,
+    emulated,
+    gradient_of_the_scale,
+    in_order,
+    with_heads,
+)
 
 from pallas_flash import _key_center
 

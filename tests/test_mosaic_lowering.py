@@ -12,20 +12,18 @@ import itertools
 import math
 import re
 
-import cases
 import jax
 import jax.export
 import jax.numpy as jnp
-import jaxprs
-import oracle
 import pytest
-from described_gpus import described_gpu
-from few_queries import with_few
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowered import SHAPE, attention, gradients, launches, lowered
-from mosaic_cases import checked
-from strict import strictly
+from support import cases, jaxprs, oracle
+from support.described_gpus import described_gpu
+from support.few_queries import with_few
+from support.lowered import SHAPE, attention, gradients, launches, lowered
+from support.mosaic_cases import checked
+from support.strict import strictly
 
 import pallas_flash
 from pallas_flash import TileSizes, _mosaic, _select

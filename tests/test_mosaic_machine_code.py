@@ -4,13 +4,13 @@ import functools
 import importlib
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled_code import machine_code_of, shaped
-from lowered import attention, gradients
-from mosaic_cases import NO_FLAGS, checked
+from support import cases
+from support.compiled_code import machine_code_of, shaped
+from support.lowered import attention, gradients
+from support.mosaic_cases import NO_FLAGS, checked
 
 from pallas_flash import _mosaic
 from pallas_flash._mosaic import backward_dbias, work

@@ -3,14 +3,13 @@
 import dataclasses
 import itertools
 
-import cases
 import jax.numpy as jnp
-import mosaic_emulator as emulator
 import numpy as np
-import oracle
 import pytest
-from judge import judge
-from mosaic_cases import (
+from support import cases, oracle
+from support import mosaic_emulator as emulator
+from support.judge import judge
+from support.mosaic_cases import (
     CAUSAL,
     LONG,
     WINDOW,

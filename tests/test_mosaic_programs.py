@@ -5,14 +5,14 @@ import heapq
 import importlib
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
-import mosaic_emulator as emulator
 import numpy as np
 import pytest
-from judge import judge
-from mosaic_cases import (
+from support import cases
+from support import mosaic_emulator as emulator
+from support.judge import judge
+from support.mosaic_cases import (
     LONG,
     LONG_CAUSAL,
     MANY_KEYS,

@@ -7,11 +7,11 @@ import dataclasses
 import time
 
 import jax.numpy as jnp
-import mosaic_emulator as emulator
 import numpy as np
 import pytest
-from mosaic_cases import LONG, emulated
-from test_accuracy import judge
+from support import mosaic_emulator as emulator
+from support.judge import judge
+from support.mosaic_cases import LONG, emulated
 
 from pallas_flash import TileSizes
 from pallas_flash.mosaic import ForwardTile

@@ -3,12 +3,11 @@
 import functools
 import itertools
 
-import cases
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from judge import SMALL
+from support import cases, oracle
+from support.judge import SMALL
 
 import pallas_flash
 from pallas_flash import PrefixLM

@@ -7,12 +7,10 @@ greedily).
 
 import itertools
 
-import cases
-import lowered_triton
-import oracle
 import pytest
-from judge import ROUNDING, SMALL, measured
-from pairs_of_settings import REFUSED, SETTINGS, call_of, covering, pairs
+from support import cases, lowered_triton, oracle
+from support.judge import ROUNDING, SMALL, measured
+from support.pairs_of_settings import REFUSED, SETTINGS, call_of, covering, pairs
 
 import pallas_flash
 from pallas_flash import _xla

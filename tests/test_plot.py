@@ -3,13 +3,13 @@
 import functools
 import sys
 
-import cases
 import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pytest
-from strict import strictly
+from support import cases
+from support.strict import strictly
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM

@@ -5,10 +5,10 @@ The default run has one problem of the list, by both. NumPy draws them from thei
 are the same everywhere.
 """
 
-import cases
 import pytest
-from judge import judge, measured
-from random_problems import WORST, draw
+from support import cases
+from support.judge import judge, measured
+from support.random_problems import WORST, draw
 
 NUMBERS = range(320)
 

@@ -8,9 +8,9 @@ import tarfile
 import tomllib
 import zipfile
 
-import children
 import pytest
-from repository import MODULES, ROOT
+from support import children
+from support.repository import MODULES, ROOT
 
 import pallas_flash
 

@@ -8,14 +8,14 @@ import re
 import sys
 from pathlib import Path
 
-import children
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from repository import ROOT
+from support import children
+from support.repository import ROOT
 
 import pallas_flash
 from pallas_flash._context import cost

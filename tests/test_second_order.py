@@ -5,14 +5,12 @@ import itertools
 import re
 from collections.abc import Callable
 
-import cases
 import jax
 import jax.numpy as jnp
 import jax.test_util
-import jaxprs
 import numpy as np
-import oracle
 import pytest
+from support import cases, jaxprs, oracle
 
 from pallas_flash import Tile, TileSizes, _tangents, _vjp, _xla, attention
 

@@ -9,12 +9,12 @@ import os
 import sys
 import warnings
 
-import children
 import jax
 import jax.numpy as jnp
 import pytest
-from described_gpus import described_gpu
-from select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
+from support import children
+from support.described_gpus import described_gpu
+from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _compat, _select, _vjp

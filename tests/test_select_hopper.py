@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from described_gpus import described_gpu
-from select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
+from support.described_gpus import described_gpu
+from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, Tile, TileSizes, _api, _compat, _faster

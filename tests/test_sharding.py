@@ -10,18 +10,15 @@ import functools
 import re
 from contextlib import nullcontext
 
-import cases
-import eight_devices
 import jax
 import jax.export
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
-import oracle
 import pytest
-from described_gpus import described_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import cases, eight_devices, jaxprs, oracle
+from support.described_gpus import described_gpu
 
 from pallas_flash import Tile, TileSizes, _mask_objects, _partition, _tangents, _xla, attention
 from pallas_flash._dropout import Dropout

@@ -9,7 +9,7 @@ import re
 
 import jax
 import pytest
-from repository import IMPORTS, MODULES, PUBLIC, ROOT, imported, inside, module_of
+from support.repository import IMPORTS, MODULES, PUBLIC, ROOT, imported, inside, module_of
 
 import pallas_flash
 import pallas_flash.flax
@@ -77,7 +77,7 @@ def test_one_module_of_the_tests_starts_processes():
         if module.startswith("tests")
         and {"subprocess", "multiprocessing"} & {name.split(".")[0] for name in imported(path)}
     ]
-    assert starting == ["tests.children"]
+    assert starting == ["tests.support.children"]
 
 
 @pytest.mark.parametrize("module", PACKAGE)

@@ -12,7 +12,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-import ttir
+from support import ttir
 
 from pallas_flash import Tile, TileSizes, attention
 from pallas_flash._hardware import shared_memory_limit

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tiny_run import TINY, one_device
+from support.tiny_run import TINY, one_device
 
 from scripts import train_gpt
 from scripts.train_gpt import train

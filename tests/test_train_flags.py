@@ -6,7 +6,7 @@ import typing
 
 import jax
 import pytest
-from tiny_run import TINY, flags, parameters_of
+from support.tiny_run import TINY, flags, parameters_of
 
 from models.gpt import GPTConfig
 from pallas_flash import _select

@@ -4,12 +4,12 @@ import dataclasses
 import json
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import STEPS, TINY, checked, checkpoint_steps, flags, metrics, one_device
+from support import cases
+from support.tiny_run import STEPS, TINY, checked, checkpoint_steps, flags, metrics, one_device
 
 import pallas_flash.flax
 from scripts import train_gpt

@@ -7,7 +7,7 @@ import sys
 import types
 
 import pytest
-from tiny_run import flags
+from support.tiny_run import flags
 
 from scripts import train_gpt
 from scripts.training.process import as_a_process

@@ -8,11 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import cases
-import children
 import jax
 import pytest
-from tiny_run import STEPS, checkpoint_steps, flags, metrics
+from support import cases, children
+from support.tiny_run import STEPS, checkpoint_steps, flags, metrics
 
 from scripts import train_gpt
 from scripts.train_gpt import main, train

@@ -6,10 +6,10 @@ import re
 import types
 from pathlib import Path
 
-import cases
 import jax
 import pytest
-from tiny_run import TINY, flags, parameters_of
+from support import cases
+from support.tiny_run import TINY, flags, parameters_of
 
 from scripts.train_gpt import main
 from scripts.training.memory import peak_bytes, program_bytes

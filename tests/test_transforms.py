@@ -7,16 +7,14 @@ only described.
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import jax.test_util
-import jaxprs
 import numpy as np
-import oracle
 import pytest
-from described_gpus import described_gpu
-from transform_cases import (
+from support import cases, jaxprs, oracle
+from support.described_gpus import described_gpu
+from support.transform_cases import (
     BATCH,
     BLOCKED,
     FLOATS,

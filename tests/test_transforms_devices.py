@@ -9,15 +9,14 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import children
 import jax
 import jax.export
-import oracle
 import pytest
-from described_gpus import described_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from transform_cases import (
+from support import children, oracle
+from support.described_gpus import described_gpu
+from support.transform_cases import (
     FLOATS,
     MASKED,
     POSITIONS,

@@ -4,14 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
-import oracle
 import pytest
-from transform_cases import (
+from support import cases, jaxprs, oracle
+from support.transform_cases import (
     BATCH,
     BLOCKED,
     HEAD_DIM,

@@ -4,12 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxprs
-import oracle
 import pytest
-import ttir
-from described_gpus import described_gpu
-from transform_cases import (
+from support import jaxprs, oracle, ttir
+from support.described_gpus import described_gpu
+from support.transform_cases import (
     BLOCKED,
     MASKED,
     POSITIONS,

@@ -6,13 +6,13 @@ import functools
 import itertools
 import os
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from described_gpus import described_gpu
-from tune_cases import (
+from support import cases
+from support.described_gpus import described_gpu
+from support.tune_cases import (
     FAST,
     FASTER,
     MOSAIC,
@@ -25,7 +25,7 @@ from tune_cases import (
     tiles_of,
     warned,
 )
-from tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
+from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _select, _vjp

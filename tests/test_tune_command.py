@@ -4,11 +4,11 @@ import importlib
 import os
 import sys
 
-import children
 import jax
 import jax.numpy as jnp
 import pytest
-from tune_cases import (
+from support import children
+from support.tune_cases import (
     FAST,
     OTHER,
     command,
@@ -17,7 +17,7 @@ from tune_cases import (
     store,
     zeros_for_random_numbers,
 )
-from tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
+from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes

@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from described_gpus import described_gpu
-from repository import IMPORTS, inside
-from tune_cases import (
+from support.described_gpus import described_gpu
+from support.repository import IMPORTS, inside
+from support.tune_cases import (
     FAST,
     FASTER,
     MOSAIC,
@@ -27,7 +27,7 @@ from tune_cases import (
     warned,
     zeros_for_random_numbers,
 )
-from tune_fixtures import h200_here, hopper_here, own_file  # noqa: F401  Tests name them by their arguments.
+from support.tune_fixtures import h200_here, hopper_here, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes, _select, _vjp

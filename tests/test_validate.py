@@ -7,7 +7,7 @@ import ast
 import importlib
 import pathlib
 
-from calls import NEWER, refusal
+from support.calls import NEWER, refusal
 
 import pallas_flash
 

@@ -3,7 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from calls import LENGTHS, PER_HEAD, POSITIONS, Row, check, each, f32, i32, inputs, unbatched
+from support.calls import (
+    LENGTHS,
+    PER_HEAD,
+    POSITIONS,
+    Row,
+    check,
+    each,
+    f32,
+    i32,
+    inputs,
+    unbatched,
+)
 
 INPUTS = ("query", "key", "value")
 ARRAYS = (*INPUTS, "bias", "mask", *LENGTHS, "segment_ids", *POSITIONS, *PER_HEAD)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from calls import Row, check, each, f32
+from support.calls import Row, check, each, f32
 
 from pallas_flash import Predicate
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import Row, check, each, f32, i32, inputs, normal, numbers, row_of
+from support.calls import Row, check, each, f32, i32, inputs, normal, numbers, row_of
 
 import pallas_flash
 from pallas_flash import Predicate

@@ -7,9 +7,9 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from calls import NEWER, Row, check, each, f32, inputs
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.calls import NEWER, Row, check, each, f32, inputs
 
 import pallas_flash
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from calls import Row, check, each, f32, i32
+from support.calls import Row, check, each, f32, i32
 
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
 

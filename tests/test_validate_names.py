@@ -6,7 +6,7 @@ import re
 
 import jax
 import pytest
-from calls import Row, check, each, f32, i32, inputs
+from support.calls import Row, check, each, f32, i32, inputs
 
 import pallas_flash
 from pallas_flash import _peers

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from calls import PER_HEAD, Row, check, each, f32, i32, row_of
+from support.calls import PER_HEAD, Row, check, each, f32, i32, row_of
 
 import pallas_flash
 

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from calls import LENGTHS, POSITIONS, Row, check, each, i32, row_of, unbatched
+from support.calls import LENGTHS, POSITIONS, Row, check, each, i32, row_of, unbatched
 
 import pallas_flash
 

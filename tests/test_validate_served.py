@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from calls import i32, inputs, normal, numbers
+from support.calls import i32, inputs, normal, numbers
 
 import pallas_flash
 from pallas_flash import BlockMask, PrefixLM, Segments

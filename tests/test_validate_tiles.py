@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from calls import NEWER, Row, check, each, inputs
+from support.calls import NEWER, Row, check, each, inputs
 
 from pallas_flash import Tile, TileSizes, mosaic
 

@@ -5,15 +5,14 @@ import functools
 import itertools
 import time
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from described_gpus import described_gpu
-from jaxprs import trace
-from judge import (
+from support import cases, oracle
+from support.described_gpus import described_gpu
+from support.jaxprs import trace
+from support.judge import (
     check_gradient_of_the_scale,
     check_that_nothing_shows,
     judge,

@@ -1,11 +1,11 @@
 """Problems that are drawn by their number."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-from judge import SMALL
-from large_scores import AMOUNTS
+from support import cases
+from support.judge import SMALL
+from support.large_scores import AMOUNTS
 
 # The largest of thousands of rounding errors is itself random, and over hundreds of problems it is
 # now and then more than twice that of another computation (measured: 3.5 times, dq in float16 with

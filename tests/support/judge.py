@@ -18,12 +18,11 @@ place of a dense error that is smaller by luck, as where one key makes every pro
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
-from strict import strictly
+from support import cases, oracle
+from support.strict import strictly
 
 import pallas_flash
 

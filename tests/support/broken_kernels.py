@@ -3,9 +3,9 @@
 import dataclasses
 
 import jax.numpy as jnp
-import mosaic_cases  # noqa: F401  It skips whoever imports it where JAX is too old.
-import mosaic_emulator as emulator
 import numpy as np
+from support import mosaic_cases  # noqa: F401  It skips whoever imports it where JAX is too old.
+from support import mosaic_emulator as emulator
 
 from pallas_flash._mosaic import forward_common, options
 

@@ -2,8 +2,8 @@
 
 import itertools
 
-import cases
 import numpy as np
+from support import cases
 
 
 def drawn(name):

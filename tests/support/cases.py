@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from oracle import ScoreFn, visible
+from support.oracle import ScoreFn, visible
 
 from pallas_flash import BlockMask, Predicate, PrefixLM, _validate, attention
 

@@ -6,7 +6,7 @@ import re
 import jax
 import jax.export
 import jax.numpy as jnp
-from described_gpus import described_gpu
+from support.described_gpus import described_gpu
 
 import pallas_flash
 

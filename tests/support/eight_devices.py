@@ -10,8 +10,8 @@ import importlib
 import os
 import traceback
 
-import children
 import pytest
+from support import children
 
 DEVICES = 8
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from described_gpus import described_gpu
+from support.described_gpus import described_gpu
 
 import pallas_flash
 from pallas_flash import _compat

@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 
 from pallas_flash import Tile, TileSizes, _xla, attention
 

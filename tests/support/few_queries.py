@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-import cases
+from support import cases
 
 
 def with_few(case, T=5, **sizes):

@@ -2,8 +2,7 @@
 
 import functools
 
-import oracle
-import ttir
+from support import oracle, ttir
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes

@@ -7,7 +7,7 @@ import pathlib
 import pallas_flash
 import pallas_flash.flax
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def sources(folder):

@@ -8,13 +8,11 @@ it is the mean of all values, because nothing else is left in float32.
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
-import ttir
-from judge import ROUNDING, judge
+from support import cases, oracle, ttir
+from support.judge import ROUNDING, judge
 
 import pallas_flash
 from pallas_flash import Tile, TileSizes

@@ -6,14 +6,14 @@ test_mosaic_emulator.py.
 
 import dataclasses
 
-import cases
 import jax
-import mosaic_emulator as emulator
+import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import checked
-from judge import judge
+from support import cases, oracle
+from support import mosaic_emulator as emulator
+from support.cases import checked
+from support.judge import judge
 
 from pallas_flash import _compat
 from pallas_flash._vjp import _public_lse
@@ -40,6 +40,15 @@ def emulated(problem, in_order=False, sizes=_mosaic.TABLE, **others):
         gradients = _mosaic.backward(call, o, log_sum, do, dlse, sizes, **flags)
     names = "query", "key", "value", *(name for name, x in wanted.items() if x)
     return [o, _public_lse(log_sum), *(getattr(gradients, name) for name in names)]
+
+
+def gradient_of_the_scale(problem, in_order):
+    qkv, (do, dlse), options = problem
+    call = checked(qkv, options | dict(scale=jnp.float32(0.7)))
+    flags = NO_FLAGS | dict(want_scale=True, in_order=in_order)
+    with emulator.emulated(pytest.MonkeyPatch()):
+        o, log_sum = _mosaic.forward(call)
+        return _mosaic.backward(call, o, log_sum, do, dlse, **flags).scale
 
 
 def with_heads(case, size, **sizes):

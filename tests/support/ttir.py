@@ -32,11 +32,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from described_gpus import described_gpu
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 from jax._src.lib.triton import dialect as triton_dialect
 from jax.extend import core as jax_core
+from support.described_gpus import described_gpu
 
 # ---------------------------------------------------------------------------------------------
 # Kernels, decoded from the lowered module into plain Python objects

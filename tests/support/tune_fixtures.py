@@ -1,7 +1,7 @@
 """Fixtures of the tests of tuning: a file of winners, GPUs that seem to be here, a quick search."""
 
 import pytest
-from tune_cases import FAST, OTHER, gpu_here, table
+from support.tune_cases import FAST, OTHER, gpu_here, table
 
 from pallas_flash import TileSizes, _compat
 from pallas_flash._tiling import cache, tune
