@@ -69,6 +69,17 @@ def test_a_backend_imports_no_other(module):
         assert {backend(name) for name in IMPORTS[module]} <= {backend(module), None}
 
 
+def test_no_test_module_imports_another():
+    """What they share is in tests/support."""
+    importing = {
+        module
+        for module, path in MODULES.items()
+        if module.startswith("tests.") and any(x.startswith("test_") for x in imported(path))
+    }
+    # They take only the root of the repository from this file.
+    assert importing <= {"tests.test_claims", "tests.claims_of_steps", "tests.results"}
+
+
 def test_one_module_of_the_tests_starts_processes():
     """The one that ties them to the process that starts them."""
     starting = [

@@ -50,7 +50,10 @@ def _tied(command):
 
 
 def _end_with(parent):
-    """Have Linux kill this process when its parent ends; `exec` keeps that."""
+    """Have Linux kill this process when its parent ends; `exec` keeps that.
+
+    Linux watches the thread that started the process, which is the main one in all tests.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
         # The parent may have ended before the call.
