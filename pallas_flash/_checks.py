@@ -121,13 +121,18 @@ def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
     return tuple(named.values())
 
 
-def function(name: str, fn, s, arrays: tuple[jax.Array, ...]) -> jax.ShapeDtypeStruct:
-    """What a user's function returns for a tile [2, 3] of an example, in which heads may differ.
+# The tiles of scores on which a user's function is tried: one of an example and a head, as kernels
+# have them, and one of all axes, as plain JAX has them. No two axes are alike, and none is 1.
+TILES = (2, 3), (2, 3, 5, 7)
+
+
+def function(name: str, fn, dtype, arrays: tuple[jax.Array, ...]) -> None:
+    """Check what a user's function returns for each of `TILES`.
 
     Args:
         name: of the argument.
-        fn: takes what `s` holds, the indices b, h, q_pos, k_pos, and `arrays`.
-        s: shapes of further arguments, in front.
+        fn: takes a score if there is a `dtype`, the indices b, h, q_pos, k_pos, and `arrays`.
+        dtype: of scores and of the result; None for a function of indices, whose result is a bool.
         arrays: what `operands` returned.
     """
     if not callable(fn):
@@ -142,15 +147,26 @@ def function(name: str, fn, s, arrays: tuple[jax.Array, ...]) -> jax.ShapeDtypeS
             f"`{name}` must be hashable, because it is compiled in; got {describe(fn)}. Pass a "
             "plain function, and its arrays as operands."
         ) from error
-    at = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (1, 1), (2, 1), (1, 3))]
+    for shape in TILES:
+        _on_tile(name, fn, dtype, arrays, shape)
+
+
+def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...]) -> None:
+    """As `function`, for one tile."""
+    axes = len(shape)
+    shapes = [(1,) * i + (shape[i],) + (1,) * (axes - 1 - i) for i in range(axes)]
+    shapes = [(), (1, 1), *shapes][-4:]
+    at = [jax.ShapeDtypeStruct(x, jnp.int32) for x in shapes]
+    s = [] if dtype is None else [jax.ShapeDtypeStruct(shape, dtype)]
     trace = jax.make_jaxpr(lambda at, xs: fn(*at, *map(for_user, xs)), return_shape=True)
+    b, h, q, k = shapes
     try:
         program, out = trace([*s, *at], arrays)
     except Exception as error:  # The user's function runs here, and may raise anything.
         reason = str(error).partition("\n")[0].rstrip(".")
         raise TypeError(
-            f"`{name}` must be traceable for indices b of shape (), h of (1, 1), q_pos of (2, 1) "
-            f"and k_pos of (1, 3), followed by {len(arrays)} operands; got {type(error).__name__}: "
+            f"`{name}` must be traceable for indices b of shape {b}, h of {h}, q_pos of {q} "
+            f"and k_pos of {k}, followed by {len(arrays)} operands; got {type(error).__name__}: "
             f"{reason}. Use elementwise jax.numpy, and `jnp.where` in place of `if`."
         ) from error
     if program.consts:
@@ -163,7 +179,34 @@ def function(name: str, fn, s, arrays: tuple[jax.Array, ...]) -> jax.ShapeDtypeS
             f"`{name}` must return one array; got {describe(out)}. Write `return` with a value "
             "computed from the indices."
         )
-    return out
+    # What reads the score is not elementwise if axes are gone, such as a sum.
+    reads = bool(s) and uses(program.jaxpr, 0)
+    fits = out.shape == shape if reads else broadcasts(out.shape, shape)
+    if dtype is None and not (fits and out.dtype == jnp.bool_):
+        raise TypeError(
+            f"`{name}` must return a bool for each pair of its indices; got {out.dtype} of shape "
+            f"{out.shape} for q_pos of {q} and k_pos of {k}. Use elementwise comparisons."
+        )
+    # A Python number has no dtype of its own.
+    number = out.weak_type and out.dtype.kind in "if"
+    if dtype is not None and not (fits and (out.dtype == dtype or number)):
+        raise TypeError(
+            f"`{name}` must return scores of the shape and dtype that it is given; got {out.dtype} "
+            f"of shape {out.shape} for {jnp.dtype(dtype).name} of shape {shape}. Cast the result "
+            "with `.astype(s.dtype)`, and compute elementwise."
+        )
+
+
+def uses(program, number: int) -> bool:
+    """Whether a program that JAX has traced uses its argument of this number."""
+    used = [*program.outvars, *(x for eqn in program.eqns for x in eqn.invars)]
+    return any(x is program.invars[number] for x in used)
+
+
+def broadcasts(shape, to) -> bool:
+    """Whether an array of a shape broadcasts to another, no larger one."""
+    missing = len(to) - len(shape)
+    return missing >= 0 and all(n in (1, m) for n, m in zip(shape, to[missing:], strict=True))
 
 
 def is_array(x) -> bool:

@@ -22,10 +22,12 @@ from pallas_flash._checks import (
     array,
     at_least,
     broadcastable,
+    broadcasts,
     describe,
     function,
     integers,
     operands,
+    uses,
 )
 from pallas_flash._masks import (
     STATIC,
@@ -406,13 +408,7 @@ class Predicate(Runs, Joinable):
 
     def fit(self, call):
         arrays = operands("Predicate.operands", self.operands)
-        out = function("Predicate.fn", self.fn, [], arrays)
-        if out.dtype != jnp.bool_ or not _broadcasts(out.shape, (2, 3)):
-            raise TypeError(
-                "`Predicate.fn` must return a bool for each pair of its indices; got "
-                f"{out.dtype} of shape {out.shape} for q_pos of (2, 1) and k_pos of (1, 3). Use "
-                "elementwise comparisons."
-            )
+        function("Predicate.fn", self.fn, None, arrays)
         return Predicate(self.fn, arrays)
 
     def asks(self, axis: int) -> bool:
@@ -421,8 +417,7 @@ class Predicate(Runs, Joinable):
         program = jax.make_jaxpr(lambda at, xs: self.fn(*at, *map(for_user, xs)))(
             index, tuple(self.operands)
         ).jaxpr
-        used = [*program.outvars, *(x for eqn in program.eqns for x in eqn.invars)]
-        return any(x is program.invars[axis] for x in used)
+        return uses(program, axis)
 
     def allowed(self, b, h, q, k):
         if self.origin is not None:
@@ -567,7 +562,7 @@ class BlockMask(Scattered):
         (batch, num_heads, *_), (q_len, kv_len) = call.scores_shape, call.lengths
         q, kv = Tiling(q_len, self.block_q), Tiling(kv_len, self.block_kv)
         want = batch, num_heads, q.count, kv.count
-        if table.ndim != 4 or table.shape[2:] != want[2:] or not _broadcasts(table.shape, want):
+        if table.ndim != 4 or table.shape[2:] != want[2:] or not broadcasts(table.shape, want):
             raise ValueError(
                 f"`BlockMask.{name}` must have shape [B, N, ceil(T / block_q), ceil(S / block_kv)] "
                 f"= {want}, its first two axes possibly 1; got {table.shape}. Use the blocks of "
@@ -649,12 +644,6 @@ def _classes_by_rows(mask: Mask, batch: int, num_heads: int, q: Tiling, kv: Tili
 
     rows = lax.map(row, jnp.arange(q.count, dtype=jnp.int32))
     return TileClasses(*(jnp.moveaxis(x[:, :, :, 0], 0, 2) for x in rows))
-
-
-def _broadcasts(shape, to) -> bool:
-    """Whether an array of a shape broadcasts to another, no larger one."""
-    missing = len(to) - len(shape)
-    return missing >= 0 and all(n in (1, m) for n, m in zip(shape, to[missing:], strict=True))
 
 
 def _first_axis(x) -> int:

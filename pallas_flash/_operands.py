@@ -74,9 +74,10 @@ def _nearest(i, n: int):
     return jnp.asarray(i.clip(0, n - 1), jnp.int32)
 
 
-def for_user(x) -> Operand:
-    """`x` as it is given to a user's function."""
-    return x.for_user() if isinstance(x, Operand) else Operand(jnp.asarray(x))
+def for_user(x) -> Any:
+    """Return `x` as a user's function is given it: an `Operand`, or the number of a scalar."""
+    operand = x.for_user() if isinstance(x, Operand) else Operand(jnp.asarray(x))
+    return operand if operand.ndim else operand[()]
 
 
 class Unread(Operand):

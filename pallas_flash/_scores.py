@@ -10,6 +10,7 @@ Written once, for tiles in kernels and in plain JAX; the backward takes its deri
 `jax.vjp` of it on the tile. Sinks add exp(sink) to the softmax's denominator, once a row.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -41,6 +42,19 @@ class Functions(NamedTuple):
 
 
 FUNCTIONS = Functions()
+
+
+@contextlib.contextmanager
+def _derivative_of_user():
+    """Say in one sentence that JAX cannot differentiate the user's function."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise NotImplementedError(
+            "`score_fn` must have a derivative in the score where gradients are taken; got "
+            f"{type(error).__name__}: {reason}. Wrap what has none in `jax.lax.stop_gradient`."
+        ) from error
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +97,8 @@ class Scores:
         x = self._added(x, b, h, q, k, functions)
         if self.score_fn is None and self.soft_cap is None:
             return x, lambda ds: ds
-        logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, functions), x)
+        with _derivative_of_user():
+            logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, functions), x)
         return logits, lambda ds: pull(ds)[0]
 
     def derivative(
@@ -95,7 +110,8 @@ class Scores:
         """
         x = self._added(x, b, h, q, k, functions)
         mapped = functools.partial(self._mapped, b=b, h=h, q=q, k=k, functions=functions)
-        return call(lambda x: jax.jvp(mapped, (x,), (jnp.ones_like(x),)), x)
+        with _derivative_of_user():
+            return call(lambda x: jax.jvp(mapped, (x,), (jnp.ones_like(x),)), x)
 
     def _added(self, x, b, h, q, k, functions):
         if self.bias is not None:
@@ -112,7 +128,9 @@ class Scores:
         if self.score_fn is not None:
             if self.origin is not None:
                 b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
-            x = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
+            out = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
+            # It may be a Python number, or have fewer axes where the score was not read.
+            x = jnp.broadcast_to(jnp.asarray(out, x.dtype), x.shape)
         if self.soft_cap is not None:
             x = self.soft_cap * functions.tanh(x * (1 / self.soft_cap))
         return x

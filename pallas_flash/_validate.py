@@ -379,14 +379,7 @@ def _score_operands(score_fn, arrays, dtype):
                 "Pass the function that reads them."
             )
         return None
-    tile = jax.ShapeDtypeStruct((2, 3), dtype)
-    out = function("score_fn", score_fn, [tile], arrays)
-    if (out.shape, out.dtype) != (tile.shape, tile.dtype):
-        raise TypeError(
-            f"`score_fn` must return scores of the shape and dtype that it is given; got "
-            f"{out.dtype} of shape {out.shape} for {dtype.name} of shape (2, 3). Cast the result "
-            "with `.astype(s.dtype)`, and compute elementwise."
-        )
+    function("score_fn", score_fn, dtype, arrays)
     return arrays
 
 

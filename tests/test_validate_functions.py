@@ -79,7 +79,8 @@ def bad_score_functions():
         ("another shape", lambda s, *at: s[:, :2], "float32 of shape (2, 2)"),
         ("one more axis", lambda s, *at: s[None], "float32 of shape (1, 2, 3)"),
         ("a sum", lambda s, *at: s.sum(), "float32 of shape ()"),
-        ("a number", lambda s, *at: 1.0, "float32 of shape ()"),
+        ("a mean", lambda s, *at: s.mean(-1, keepdims=True), "float32 of shape (2, 1)"),
+        ("a bool", lambda s, *at: True, "bool of shape ()"),
     ):
         yield Row(
             f"score function that returns {id}",
@@ -88,6 +89,20 @@ def bad_score_functions():
             "`score_fn` must return scores of the shape and dtype that it is given; got "
             f"{got} for float32 of shape (2, 3).",
         )
+    # Of one example and head these have the right shape.
+    yield Row(
+        "score function of the first keys",
+        lambda: {"score_fn": lambda s, *at: s[..., :3]},
+        TypeError,
+        "got float32 of shape (2, 3, 5, 3) for float32 of shape (2, 3, 5, 7).",
+    )
+    yield Row(
+        "score function of two axes",
+        lambda: {"score_fn": lambda s, *at: s.reshape(2, 3)},
+        TypeError,
+        "must be traceable for indices b of shape (2, 1, 1, 1), h of (1, 3, 1, 1), q_pos of "
+        "(1, 1, 5, 1) and k_pos of (1, 1, 1, 7), followed by 0 operands; got TypeError: ",
+    )
     yield Row(
         "operands without a function",
         lambda: {"score_operands": (f32(3),)},
@@ -113,6 +128,7 @@ def bad_predicates():
         ("floats", lambda b, h, q, k: (q - k) * 1.0, "float32 of shape (2, 3)"),
         ("ints", lambda b, h, q, k: q - k, "int32 of shape (2, 3)"),
         ("another shape", lambda b, h, q, k: (q >= k)[:, :2], "bool of shape (2, 2)"),
+        ("the first keys", lambda b, h, q, k: (q >= k)[..., :3], "bool of shape (1, 1, 5, 3)"),
         ("one more axis", lambda b, h, q, k: (q >= k)[None], "bool of shape (1, 2, 3)"),
     ):
         yield Row(
