@@ -20,6 +20,15 @@ def abstract_device():
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
+def for_device(device):
+    """Trace and lower as for one described device; None is the machine's own."""
+    if device is None:
+        return contextlib.nullcontext()
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(auto,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
 @contextlib.contextmanager
 def not_for_older_jax():
     """What is exported here is for this process: as new as JAX can make it."""

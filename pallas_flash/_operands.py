@@ -80,16 +80,6 @@ def for_user(x) -> Any:
     return operand if operand.ndim else operand[()]
 
 
-class Unread(Operand):
-    """An operand of which only the shape and the dtype are known: it reads as zeros."""
-
-    def __init__(self, x):
-        super().__init__(jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)))
-
-    def _read(self, index):
-        return jnp.zeros(jnp.broadcast_shapes(*map(jnp.shape, self._inside(index))), self.dtype)
-
-
 class Cut(Operand):
     """A tile of `Pairs` that has been cut out already: the positions asked for are its own."""
 

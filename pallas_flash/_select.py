@@ -16,12 +16,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from pallas_flash import _compat, _hardware, _peers
+from pallas_flash import _compat, _functions, _hardware, _peers
 from pallas_flash._context import Choice
 from pallas_flash._faster import faster_by_mosaic
-from pallas_flash._operands import Unread
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import OfCall
 
@@ -31,14 +29,6 @@ MAX_HEAD_DIM = 256
 
 # Copies of "mosaic" take rows of 16 bytes, and so head sizes that are multiples of this.
 MOSAIC_HEAD_DIM_UNIT = 8
-
-# The operations that Pallas has in Mosaic GPU for what masks and scores compute.
-MOSAIC_OPERATIONS = (
-    "abs, add, and, atan2, broadcast_in_dim, clamp, convert_element_type, copysign, cos, div, eq, "
-    "erf, exp, exp2, ge, gt, integer_pow, le, log, log2, logistic, lt, max, min, mul, ne, neg, "
-    "not, one_minus_square, or, rem, round, rsqrt, select_n, shift_left, shift_right_arithmetic, "
-    "shift_right_logical, sign, sin, sqrt, square, sub, tanh, xor"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +175,8 @@ def not_on_gpu(problem: Problem) -> dict[str, str]:
         "triton": [*(_device_limits() or _jax_limits()), *limits],
         "mosaic": _mosaic_device_limits() or [*limits, *_mosaic_limits(problem)],
     }
+    # Asked last, because it takes time.
+    why = {name: x or _functions.limits(problem, name) for name, x in why.items()}
     return {name: " ".join(sentences) for name, sentences in why.items() if sentences}
 
 
@@ -259,55 +251,14 @@ def _mosaic_limits(p: Problem) -> list[str]:
         )
     if any(x.size > 2**31 for x in _arrays_in_kernels(p)):
         limits.append("Got an array of more than 2^31 elements, and their indices end there.")
-    if missing := _not_in_mosaic(p):
-        limits.append(
-            f"The mask or the score function uses {', '.join(missing)}, which Pallas has not in "
-            "Mosaic GPU."
-        )
     return limits
 
 
-def _not_in_mosaic(p: Problem, *, derivative: bool = False) -> list[str]:
-    """The operations of a problem's mask and scores that Mosaic GPU has not."""
-    if not (p.mask or p.scores):
-        return []
-
-    def compute(x, *at):
-        mask, scores = jax.tree.map(Unread, (p.mask, p.scores))
-        of_x = scores.derivative if derivative else scores.logits
-        return mask.allowed(*at), of_x(x, *at)
-
-    number, tile = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (8, 8)))
-    x = jax.ShapeDtypeStruct(tile.shape, jnp.float32)
-    with jax.enable_x64(False):
-        program = jax.make_jaxpr(compute)(x, number, number, tile, tile)
-    # The kernels add instead, and are traced without a mesh.
-    return sorted(set(_missing(program.jaxpr)) - {"add_any", "reshard"})
-
-
-def _missing(program):
-    """Their names, in a program that JAX has traced."""
-    for eqn in program.eqns:
-        name, out = eqn.primitive.name, eqn.outvars[0].aval.dtype
-        bytes_alone = any(v.aval.dtype.name in ("int8", "uint8") for v in eqn.invars)
-        if name in ("jit", "pjit"):
-            yield from _missing(eqn.params["jaxpr"].jaxpr)
-        elif name not in MOSAIC_OPERATIONS.split(", "):
-            yield name
-        elif name == "convert_element_type":
-            if out == jnp.bool_:
-                yield "astype(bool)"
-        elif bytes_alone and name not in ("eq", "ne"):
-            yield f"{name} in 8 bits"
-
-
-def mosaic_backward_limit(p: Problem) -> str:
-    """Why the backward for Hopper does not serve a problem that its forward may, or ""."""
-    missing = [] if p.scores.score_fn is None else _not_in_mosaic(p, derivative=True)
-    if not missing:
+def backward_limit(problem: Problem, implementation: str) -> str:
+    """Return why a backward does not serve a problem that its forward may, or ""."""
+    if implementation not in ("mosaic", "triton"):
         return ""
-    names = ", ".join(missing)
-    return f"the derivative of the score function uses {names}, which Pallas has not in Mosaic GPU"
+    return _functions.derivative_limit(problem, implementation)
 
 
 def in_order(reproducible: bool | None) -> bool:
@@ -334,27 +285,33 @@ def backward_of(
     which = "backward in order" if in_order(reproducible) else "backward"
     by, why_not = _by_tiles(which, tiles)
     faster = not by and faster_by_mosaic(which, problem)
+    limit = backward_limit(problem, implementation)
     if (
         (implementation, asked) == ("triton", None)
-        and (by == "mosaic" or faster)
-        and "mosaic" not in not_on_gpu(problem)
-        and not mosaic_backward_limit(problem)
+        and (by == "mosaic" or faster or limit)
+        and _has_backward(problem, "mosaic")
     ):
-        why = "it is faster." if faster else _continued(why_not)
+        why = limit or ("it is faster." if faster else _continued(why_not))
         return "mosaic", f'The backward is that of "mosaic": {why}'
-    if implementation != "mosaic":
-        return implementation, ""
-    if limit := mosaic_backward_limit(problem):
+    if limit:
         why = limit
-    elif asked is None and not _jax_limits() and by == "triton":
+    elif implementation != "mosaic" or asked is not None or not _has_backward(problem, "triton"):
+        return implementation, ""
+    elif by == "triton":
         return by, f'The backward is that of "triton": {_continued(why_not)}'
-    elif asked is None and not _jax_limits() and not by and not faster:
+    elif not by and not faster:
         how = "one for Hopper" if which == "backward" else "reproducible one for Hopper"
-        why = f"the {how} is not known to be faster for this call"
+        why = f"the {how} is not known to be faster for this call."
     else:
         return implementation, ""
-    other = _instead_of_mosaic()
-    return other, f'The backward is that of "{other}": {why}.'
+    triton = implementation == "mosaic" and _has_backward(problem, "triton")
+    other = "triton" if triton else "xla"
+    return other, f'The backward is that of "{other}": {why}'
+
+
+def _has_backward(problem: Problem, implementation: str) -> bool:
+    """Whether kernels serve the backward of a problem on the current device."""
+    return implementation not in not_on_gpu(problem) and not backward_limit(problem, implementation)
 
 
 def _continued(sentence: str) -> str:
@@ -382,21 +339,16 @@ def backward_with_bias(
     """
     p, how = problem, 'A gradient of the bias comes with the backward of "{}": {}'
     given = tiles.given.computed_by("backward")
-    if p.bias is None or asked is not None or given or _jax_limits():
+    if p.bias is None or asked is not None or given:
         return "", ""
     which = "backward in order" if in_order(reproducible) else "backward"
     shared = p.bias.size < p.rows * p.kv_len
     faster = shared and faster_by_mosaic(f"{which} with dbias", p)
-    if backward_by == "mosaic" and not faster:
+    if backward_by == "mosaic" and not faster and _has_backward(p, "triton"):
         return "triton", how.format("triton", "that for Hopper is not known to be faster with it.")
-    serves = "mosaic" not in not_on_gpu(p) and not mosaic_backward_limit(p)
-    if backward_by == "triton" and faster and serves:
+    if backward_by == "triton" and faster and _has_backward(p, "mosaic"):
         return "mosaic", how.format("mosaic", "it is faster.")
     return "", ""
-
-
-def _instead_of_mosaic() -> str:
-    return "xla" if _jax_limits() else "triton"
 
 
 def _jax_limits() -> list[str]:

@@ -71,7 +71,7 @@ def launches_of(case, reproducible: bool) -> int:
 @cases.parametrize(names=IN_DEFAULT, others_extended=True, table=SERVED)
 def test_lowers(case, reproducible):
     qkv, _, options = case.problem("bfloat16")
-    if _select.mosaic_backward_limit(_problem(qkv, options)):
+    if _select.backward_limit(_problem(qkv, options), "mosaic"):
         assert launches_of(case, reproducible) == 1
     else:
         # Forward, delta, and the backward in one pass with its rows, or in two.

@@ -25,7 +25,7 @@ models*
 __init__ tune flax* _plot _tiling.tune
 _api
 _validate _select _faster _tiling.choose _tiling.cache
-_vjp _tangents
+_vjp _tangents _functions
 _context* _partition
 _mosaic* _triton* _xla* _reference _tiling.workload
 _problem _mask_objects _order _key_center

@@ -207,7 +207,7 @@ def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
 @newer
 def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
     fake_programs(monkeypatch)
-    monkeypatch.setattr(_select, "mosaic_backward_limit", lambda problem: "it has none")
+    monkeypatch.setattr(_select, "backward_limit", lambda problem, by: "it has none")
     p = problem(size=64, value_dim=64, dtype=jnp.bfloat16)
     tile = ForwardTile(2, 64, 0)
     monkeypatch.setattr(choose.backend("mosaic"), "candidates", lambda kernel, *_: [tile])

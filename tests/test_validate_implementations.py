@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.calls import NEWER, Row, check, each, f32, inputs
 
 import pallas_flash
+from pallas_flash import Predicate
 
 ONE_OF = (
     "`implementation` must be None or one of ('mosaic', 'triton', 'interpret', 'xla', "
@@ -52,6 +53,17 @@ def not_served():
         NotImplementedError,
         "got 'triton'. The kernels need an NVIDIA GPU, and the device is cpu. Use \"xla\".",
     )
+    for id, options, name in (
+        ("score function", dict(score_fn=lambda s, *at: jnp.round(s)), "score_fn"),
+        ("Predicate", dict(mask=Predicate(lambda *at: jnp.round(at[2] / 2) > at[3])), "Predicate"),
+    ):
+        yield Row(
+            f"triton for a {id}",
+            lambda options=options: {"implementation": "triton", **options},
+            NotImplementedError,
+            f'got \'triton\'. Pallas cannot lower `round` in `{name}` to Triton. Use "xla".',
+            gpu="NVIDIA A100",
+        )
     for gpu, capability in {"Tesla V100": "7.0", "Tesla T4": "7.5", "Tesla P100": "6.0"}.items():
         yield Row(
             f"triton on a {gpu}",
@@ -94,7 +106,7 @@ def not_served_on_hopper():
         (
             "a score function",
             lambda: half(score_fn=lambda s, *at: jnp.floor(s)),
-            "The mask or the score function uses floor, which ",
+            "Pallas cannot lower `floor` in `score_fn` to Mosaic GPU.",
         ),
     ]
     older = [("this JAX", half, "in Mosaic GPU need JAX 0.11.2 or newer, and this is 0.10.2.")]

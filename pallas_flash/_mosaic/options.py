@@ -239,6 +239,11 @@ def _without_add_any(function, x):
     return run(program.jaxpr, program.consts, [x])
 
 
+def _laid(scores):
+    """Scores as a product's lie: a score function may return one number for the whole tile."""
+    return plgpu.layout_cast(scores, ptx.WGMMA)
+
+
 def shared_arrays(problem: Problem, mask: Mask):
     """The scale and the `Extras` of a problem, with an axis of instances before all others.
 
@@ -414,12 +419,12 @@ class ExampleOptions(NamedTuple):
             rest = dataclasses.replace(scores, soft_cap=None)
             factor = -2 * LOG2E / cap
             if rest:
-                x = rest.logits(s * self.scale, *at, functions=functions) * factor
+                x = _laid(rest.logits(s * self.scale, *at, functions=functions)) * factor
             else:
                 x = s * (self.scale * factor)
             return ptx.logistic(x, apart=masked), 2 * LOG2E * cap
         if scores:
-            return scores.logits(s * self.scale, *at, functions=functions), LOG2E
+            return _laid(scores.logits(s * self.scale, *at, functions=functions)), LOG2E
         if self.options.large:
             return s * self.scale, LOG2E
         return s, jnp.maximum(self.scale, MIN_SCALE) * LOG2E
@@ -445,7 +450,7 @@ class ExampleOptions(NamedTuple):
                 operand.again()
             x = s * self.scale
             logits, slope = scores.derivative(x, *at, functions=functions, call=_without_add_any)
-            return logits, LOG2E, lambda ds: ds * slope
+            return _laid(logits), LOG2E, lambda ds: ds * slope
         at = self.b, h, *positions()
         logits, pull = scores.vjp(s * self.scale, *at, functions=functions)
         return logits, LOG2E, pull

@@ -246,9 +246,10 @@ def search(
 def _kernels(attention_pass: str, by: str, problem: Problem, table: TileSizes) -> list[str]:
     """Those of a pass that an implementation has for a problem."""
     kernels = PASSES[attention_pass]
+    if attention_pass == "backward" and _select.backward_limit(problem, by):
+        return []
     if by == "mosaic":
-        serves = attention_pass == "forward" or not _select.mosaic_backward_limit(problem)
-        return [kernel for kernel in kernels if serves and table.tile(kernel)]
+        return [kernel for kernel in kernels if table.tile(kernel)]
     # One of those of the forward serves, but all ways to dk and dv do.
     return [k for k in kernels if table.tile(k) or k in KEYS_STAY]
 

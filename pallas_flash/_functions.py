@@ -1,0 +1,134 @@
+"""Whether Pallas lowers a user's function, found by lowering one tile of it.
+
+A list of operations could not tell: Pallas has some of them for some arguments alone. So each new
+`score_fn`, its derivative and each new `Predicate` are lowered once for each way to a GPU, in a
+kernel that computes nothing else (`_triton/functions.py`, `_mosaic/functions.py`). Nothing is
+compiled, and no GPU is needed.
+"""
+
+import functools
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import _compat
+from pallas_flash._mask_objects import Predicate
+from pallas_flash._masks import Mask
+from pallas_flash._problem import Problem
+from pallas_flash._scores import Scores
+
+# What the kernels are lowered to, by the name of their implementation.
+LANGUAGES = {"mosaic": "Mosaic GPU", "triton": "Triton"}
+
+# Functions whose answers are kept, with all that these functions hold.
+REMEMBERED = 256
+
+
+class UserFunction(NamedTuple):
+    """All that the lowering of a function depends on.
+
+    Attributes:
+        fn: the function.
+        operands: shapes of its arrays.
+        role: "score_fn", "derivative" (of a score function) or "Predicate".
+    """
+
+    fn: Any
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    role: str
+
+    @property
+    def name(self) -> str:
+        """The function in a sentence."""
+        return {"derivative": "the derivative of `score_fn`"}.get(self.role, f"`{self.role}`")
+
+    def problem(self) -> Problem:
+        """Return a problem that has this function and nothing else, for one tile."""
+        x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+        mask, scores, arrays = Mask(), Scores(), None
+        if self.role == "Predicate":
+            mask = Mask((Predicate(self.fn, self.operands),))
+        else:
+            scores, arrays = Scores(score_fn=self.fn), self.operands
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        return Problem(x, x, x, scale, None, None, None, arrays, mask, scores)
+
+
+def limits(problem: Problem, implementation: str) -> list[str]:
+    """Return why kernels cannot compute the mask and the scores of a problem; whole sentences."""
+    return _sentences(functions_of(problem), implementation)
+
+
+def derivative_limit(problem: Problem, implementation: str) -> str:
+    """Return why kernels cannot compute the derivative of the scores, or ""."""
+    found = (x._replace(role="derivative") for x in functions_of(problem) if x.role == "score_fn")
+    return " ".join(_sentences(found, implementation))
+
+
+def functions_of(problem: Problem) -> Iterator[UserFunction]:
+    """Yield the user's functions of a call."""
+    scores = problem.rest_of_scores
+    if scores.score_fn is not None:
+        yield UserFunction(scores.score_fn, _shapes(problem.score_operands), "score_fn")
+    # `BlockMask` may hold some.
+    for x in jax.tree.leaves(problem.mask, is_leaf=lambda x: isinstance(x, Predicate)):
+        if isinstance(x, Predicate):
+            yield UserFunction(x.fn, _shapes(x.operands), "Predicate")
+
+
+def _shapes(arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+
+
+def _sentences(functions, implementation: str) -> list[str]:
+    device = _compat.abstract_device()
+    return list(filter(None, (_sentence(x, implementation, device) for x in functions)))
+
+
+@functools.lru_cache(REMEMBERED)
+def _sentence(function: UserFunction, implementation: str, device) -> str:
+    """Return why kernels cannot compute a function on a described device, or ""."""
+    found = []
+
+    def run():
+        try:
+            _lower(function, implementation, device)
+        except Exception as error:  # The user's function runs here, and Pallas may raise anything.
+            what = _described(error, function.name)
+            found.append(f"Pallas cannot lower {what} to {LANGUAGES[implementation]}.")
+
+    # A thread has no trace, mesh or setting of JAX that the caller is in.
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0] if found else ""
+
+
+def _lower(function: UserFunction, implementation: str, device) -> None:
+    if implementation == "mosaic":
+        from pallas_flash._mosaic.functions import function as compute
+    else:
+        from pallas_flash._triton.functions import function as compute
+    run = functools.partial(compute, derivative=function.role == "derivative")
+    with _compat.for_device(device):
+        jax.jit(run).trace(function.problem()).lower(lowering_platforms=("cuda",))
+
+
+def _described(error: Exception, name: str) -> str:
+    """Return the operation at which lowering failed, or else the error in a few words."""
+    operation, cause = None, error
+    while cause is not None and operation is None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            # Pallas loops over a program's equations, and within them over those of inner ones.
+            primitive = getattr(frame.f_locals.get("eqn"), "primitive", None)
+            operation = getattr(primitive, "name", operation)
+        # Where JAX leaves its own frames out, they are in the cause.
+        cause = cause.__cause__
+    if operation is not None:
+        return f"`{operation}` in {name}"
+    reason = str(error).partition("\n")[0].rstrip(".")[:240]
+    return f"{name} ({type(error).__name__}: {reason})"
