@@ -133,10 +133,10 @@ def attention(
             bias and slopes, in float32, and the int32 indices of example, query head, query and
             key, which broadcast to the shape of s. Elementwise jax.numpy, traced into the kernels;
             its derivative in s is taken by `jax.vjp` there. Define it once: another function object
-            is another program to compile.
+            is another program to compile. It may ignore s, and return what broadcasts to its shape.
         score_operands: arrays for `score_fn`, which reads them at one index for each axis, as in
-            `slope[h]` or `table[q_pos, k_pos]`; an index outside is moved to the edge. Without a
-            gradient, except by "reference".
+            `slope[h]` or `table[q_pos, k_pos]`; an index outside is moved to the edge. One without
+            axes is given as its number. Without a gradient, except by "reference".
         dropout_rate: the share of probabilities that become zero, in [0, 1); the others are divided
             by 1 - rate. For both it is rounded to a multiple of 2^-16, but not to 0 or to 1.
         dropout_key: a `jax.random` key, typed or raw. The mask depends on it and on the indices of

@@ -387,8 +387,8 @@ class Predicate(Runs, Joinable):
         fn: takes int32 indices b, h, q_pos, k_pos, which broadcast against each other, then the
             operands, and gives a bool for each. Built from elementwise jax.numpy. An operand is
             read at one index for each of its axes, as in `operand[b, q_pos]`; an index outside is
-            moved to the edge. Define it once: another function object is another program to
-            compile.
+            moved to the edge, and an operand without axes is given as its number. Define it once:
+            another function object is another program to compile.
         operands: arrays.
         origin: set by `attention`, as `Dropout.origin`.
 

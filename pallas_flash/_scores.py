@@ -45,11 +45,11 @@ FUNCTIONS = Functions()
 
 
 @contextlib.contextmanager
-def _derivative_of_user():
-    """Say in one sentence that JAX cannot differentiate the user's function."""
+def _differentiated():
+    """Say in one sentence that JAX cannot differentiate the user's function, which it can trace."""
     try:
         yield
-    except Exception as error:
+    except NotImplementedError as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise NotImplementedError(
             "`score_fn` must have a derivative in the score where gradients are taken; got "
@@ -97,8 +97,7 @@ class Scores:
         x = self._added(x, b, h, q, k, functions)
         if self.score_fn is None and self.soft_cap is None:
             return x, lambda ds: ds
-        with _derivative_of_user():
-            logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, functions), x)
+        logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, functions), x)
         return logits, lambda ds: pull(ds)[0]
 
     def derivative(
@@ -110,8 +109,7 @@ class Scores:
         """
         x = self._added(x, b, h, q, k, functions)
         mapped = functools.partial(self._mapped, b=b, h=h, q=q, k=k, functions=functions)
-        with _derivative_of_user():
-            return call(lambda x: jax.jvp(mapped, (x,), (jnp.ones_like(x),)), x)
+        return call(lambda x: jax.jvp(mapped, (x,), (jnp.ones_like(x),)), x)
 
     def _added(self, x, b, h, q, k, functions):
         if self.bias is not None:
@@ -128,7 +126,8 @@ class Scores:
         if self.score_fn is not None:
             if self.origin is not None:
                 b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
-            out = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
+            with _differentiated():
+                out = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
             # It may be a Python number, or have fewer axes where the score was not read.
             x = jnp.broadcast_to(jnp.asarray(out, x.dtype), x.shape)
         if self.soft_cap is not None:

@@ -10,8 +10,7 @@ import pallas_flash
 from pallas_flash import BlockMask, Predicate, Tile, TileSizes, _api, _compat, _faster
 from pallas_flash.mosaic import BackwardTile
 
-
-# Tiles and users' functions are tried by the kernels' own modules, which an older JAX cannot import.
+# Tiles and users' functions are checked by the kernels' modules, which older JAX cannot import.
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason="JAX is too old")
 
 

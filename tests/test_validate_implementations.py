@@ -61,7 +61,7 @@ def not_served():
             f"triton for a {id}",
             lambda options=options: {"implementation": "triton", **options},
             NotImplementedError,
-            f'got \'triton\'. Pallas cannot lower `round` in `{name}` to Triton. Use "xla".',
+            f"got 'triton'. Pallas cannot lower `round` in `{name}` to Triton. Use \"xla\".",
             gpu="NVIDIA A100",
         )
     for gpu, capability in {"Tesla V100": "7.0", "Tesla T4": "7.5", "Tesla P100": "6.0"}.items():

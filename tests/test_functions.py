@@ -1,0 +1,476 @@
+"""Users' functions: every implementation computes what it is said to serve, and no other is chosen.
+
+Lowering is for GPUs that are described and need not exist. Values are those of plain JAX.
+"""
+
+import functools
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ttir
+from calls import FORM, NEWER
+from described_gpus import described_gpu
+from jax import lax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash import BlockMask, Predicate, _functions, attention, explain
+
+GPUS = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
+IMPLEMENTATIONS = "interpret", "xla", "reference"
+each_gpu = pytest.mark.parametrize("gpu", GPUS)
+# The least Pallas on which "mosaic" serves anything.
+on_hopper = pytest.mark.skipif(not NEWER, reason="JAX is too old for Mosaic GPU")
+LARGE = [jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)] * 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    _functions._sentence.cache_clear()
+
+
+def gradients(q, k, v, **options):
+    """The output of a call, and its gradients."""
+    o, pull = jax.vjp(functools.partial(attention, **options), q, k, v)
+    return o, pull(jnp.cos(o.astype(jnp.float32)).astype(o.dtype))
+
+
+def lowered(gpu, function=gradients, qkv=LARGE, **options):
+    """The explanation of a call for a GPU that is not here, and the program that it lowers to."""
+    with described_gpu(gpu), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "pallas_flash.attention falls back")
+        call = functools.partial(function, **options)
+        text = jax.jit(call).trace(*qkv).lower(lowering_platforms=("cuda",)).as_text()
+        return explain(*qkv, **options), text
+
+
+def passes(gpu, **options):
+    """Who computes the forward and the backward, by the program and as `explain` says."""
+    explanation, text = lowered(gpu, **options)
+    forward = explanation.implementation
+    _, _, backward = explanation.reason.partition('The backward is that of "')
+    by = forward, backward.partition('"')[0] or forward
+    has = {"mosaic": "@mosaic_gpu" in text, "triton": "@__gpu$xla.gpu.triton" in text}
+    assert has == {name: name in by for name in has}, (by, has)
+    return by
+
+
+# ------------------------------------------------------------------------------------------------
+# What is chosen.
+
+SCORES = {
+    "tanh": (lambda s, *at: s * jnp.tanh(s), "mosaic", "mosaic", "triton", "triton"),
+    "soft_sign": (lambda s, *at: jax.nn.soft_sign(s), "mosaic", "triton", "triton", "triton"),
+    "mod": (lambda s, *at: jnp.mod(s, 3.0), "triton", "triton", "triton", "triton"),
+    "relu": (lambda s, *at: jax.nn.relu(s), "triton", "triton", "triton", "triton"),
+    "zeros_like": (lambda s, *at: jnp.zeros_like(s), "mosaic", "mosaic", "triton", "triton"),
+    "one number": (lambda s, *at: 1.0, "mosaic", "mosaic", "triton", "triton"),
+    "of the head": (
+        lambda s, b, h, i, j: jnp.broadcast_to(h.astype(s.dtype), s.shape),
+        "mosaic",
+        "mosaic",
+        "triton",
+        "triton",
+    ),
+    "round": (lambda s, *at: s + jnp.round(s), "mosaic", "mosaic", "xla", "xla"),
+    "erf": (lambda s, *at: lax.erf(s), "mosaic", "mosaic", "xla", "xla"),
+    "select": (lambda s, *at: jnp.select([s < 0, s < 1], [2 * s, 3 * s], s), *["xla"] * 4),
+    "cube root": (lambda s, *at: jnp.cbrt(s), "triton", "triton", "triton", "triton"),
+}
+PREDICATES = {
+    "bands": (lambda b, h, i, j: i - j < h + 3, "mosaic", "triton"),
+    "round": (lambda b, h, i, j: jnp.round(i / 7) == jnp.round(j / 7), "mosaic", "xla"),
+    "select": (lambda b, h, i, j: jnp.select([h == 0, h == 1], [i >= j, i - j < 4], i <= j),
+               "xla", "xla"),
+    "one bool": (lambda b, h, i, j: True, "mosaic", "triton"),
+}  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("name", SCORES)
+def test_score_fn_goes_to_who_lowers_it(name):
+    score_fn, *by = SCORES[name]
+    assert [x for gpu in GPUS for x in passes(gpu, score_fn=score_fn)] == by
+
+
+@on_hopper
+@pytest.mark.parametrize("name", PREDICATES)
+def test_predicate_goes_to_who_lowers_it(name):
+    fn, *by = PREDICATES[name]
+    assert [passes(gpu, mask=Predicate(fn))[0] for gpu in GPUS] == by
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("few", [False, True])
+def test_mosaic_and_triton_refuse_in_one_sentence(in_blocks, few):
+    mask = Predicate(lambda b, h, i, j: jnp.select([h == 0, h == 1], [i >= j, i - j < 4], i <= j))
+    if in_blocks:
+        mask = BlockMask.from_mask(mask, 64, 64, num_heads=2)
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (2 if few else 64, 64))
+    mask = mask if not (few and in_blocks) else Predicate(mask.mask.leaves[0].fn)
+    with described_gpu("NVIDIA H200"):
+        choice = explain(q, k, k, mask=mask)
+        assert choice.implementation == "xla"
+        for name in ("mosaic", "triton")[not NEWER :]:
+            with pytest.raises(NotImplementedError, match="Pallas cannot lower `") as error:
+                explain(q, k, k, mask=mask, implementation=name)
+            assert choice.refused[name] in str(error.value)
+            assert FORM.fullmatch(str(error.value))
+
+
+def test_backward_alone_leaves_triton():
+
+    @jax.custom_jvp
+    def doubled(s):
+        return 2 * s
+
+    doubled.defjvp(lambda s, ds: (2 * s[0], ds[0] * (2 + 0 * lax.erf(s[0]))))
+    assert passes("NVIDIA A100", score_fn=lambda s, *at: doubled(s)) == ("triton", "xla")
+    reason = explain_of("NVIDIA A100", lambda s, *at: doubled(s)).reason
+    assert reason.endswith("Pallas cannot lower `erf` in the derivative of `score_fn` to Triton.")
+
+
+def explain_of(gpu, score_fn, **options):
+    with described_gpu(gpu):
+        return explain(*LARGE, score_fn=score_fn, **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_derivative_is_one_sentence(implementation):
+    x = jnp.ones((1, 16, 1, 8))
+    options = dict(score_fn=lambda s, *at: jnp.nextafter(s, 0.0), implementation=implementation)
+    assert attention(x, x, x, **options).shape == x.shape
+    with pytest.raises(NotImplementedError, match="in the score where gradients are") as error:
+        gradients(x, x, x, **options)
+    assert FORM.fullmatch(str(error.value))
+
+
+# ------------------------------------------------------------------------------------------------
+# How it is found.
+
+
+@pytest.fixture
+def lowerings(monkeypatch):
+    """The functions that are lowered alone, as they come."""
+    found, lower = [], _functions._lower
+
+    def spied(function, implementation, device):
+        found.append((function.role, implementation))
+        lower(function, implementation, device)
+
+    monkeypatch.setattr(_functions, "_lower", spied)
+    return found
+
+
+def test_each_function_is_lowered_once(lowerings):
+    def score_fn(s, b, h, i, j):
+        return s - 0.5 * (i - j)
+
+    mask = Predicate(lambda b, h, i, j: i >= j)
+    for _ in range(2):
+        passes("NVIDIA H200", score_fn=score_fn, mask=mask)
+    roles, by = ("score_fn", "derivative", "Predicate"), ("mosaic", "triton")[not NEWER :]
+    assert sorted(lowerings) == sorted((role, name) for role in roles for name in by)
+
+
+def test_calls_without_functions_lower_nothing(lowerings):
+    for gpu in GPUS:
+        passes(gpu, is_causal=True, logits_soft_cap=3.0, alibi_slopes=jnp.ones(16))
+    assert not lowerings
+
+
+def test_cpu_lowers_nothing(lowerings):
+    x = jnp.ones((1, 16, 1, 8))
+    gradients(x, x, x, score_fn=lambda s, *at: s * 2, mask=Predicate(lambda *at: at[2] > at[3]))
+    assert not lowerings
+
+
+def scaled_by_head(s, b, h, i, j, table):
+    return s * table[h] + (i - j)
+
+
+TRANSFORMS = {
+    "grad": lambda call: call,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda call: jax.vmap(call, in_axes=(1, 1, 1, None), out_axes=1),
+    "vmap, named": lambda call: jax.vmap(call, (1, 1, 1, None), 1, axis_name="warpgroup"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_probe_runs_within_transformations(name, implementation):
+    """Under a search for leaks, which the kernels of "mosaic" do not pass."""
+
+    def call(q, k, v, table):
+        options = dict(score_fn=scaled_by_head, score_operands=(table,))
+        return gradients(q, k, v, **options, implementation=implementation)
+
+    x = jax.ShapeDtypeStruct((2, 2, 512, 4, 64)[name[0] != "v" :], jnp.bfloat16)
+    arrays = x, x, x, jax.ShapeDtypeStruct((4,), jnp.float32)
+    with described_gpu("NVIDIA A100"), jax.checking_leaks():
+        traced = jax.jit(TRANSFORMS[name](call)).trace(*arrays)
+        assert "@__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, None])
+def test_probe_runs_on_meshes_and_inside_shard_map(kind):
+    """A function is lowered where its operands are shards, and with another origin."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    types = (kind or AxisType.Auto,) * 2
+    mesh = AbstractMesh((2, 2), ("batch", "heads"), axis_types=types, abstract_device=device)
+    spec = P("batch", None, "heads")
+
+    def call(q, k, v, table):
+        return gradients(q, k, v, score_fn=scaled_by_head, score_operands=(table,))
+
+    if kind is None:
+        specs = dict(in_specs=(spec, spec, spec, P("heads")), out_specs=(spec, (spec,) * 3))
+        call = jax.shard_map(call, mesh=mesh, check_vma=False, **specs)
+    x = jax.ShapeDtypeStruct((4, 512, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    table = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, P(None)))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(call).trace(x, x, x, table)
+        # What is left to the partitioner is lowered while XLA compiles.
+        if kind is not AxisType.Auto:
+            assert "@__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@on_hopper
+def test_functions_of_few_queries_and_tables_lower_on_hopper():
+    """In decoding the head is a tile. Operands have each dtype and number of axes."""
+
+    def score_fn(s, b, h, i, j, scalar, table, narrow, flags):
+        s = jnp.where(flags[b, j % 7], s * scalar, s)
+        return s + table[h, (i - j) % 5] + narrow[j // 3].astype(s.dtype)
+
+    operands = (
+        jax.ShapeDtypeStruct((), jnp.float32),
+        jax.ShapeDtypeStruct((16, 5), jnp.bfloat16),
+        jax.ShapeDtypeStruct((700,), jnp.int8),
+        jax.ShapeDtypeStruct((2, 7), jnp.bool_),
+    )
+    q, k = (jax.ShapeDtypeStruct((2, n, h, 128), jnp.bfloat16) for n, h in ((1, 16), (8192, 2)))
+
+    def call(q, k, *operands):
+        options = dict(score_fn=score_fn, implementation="mosaic")
+        return attention(q, k, k, score_operands=operands, **options)
+
+    with described_gpu("NVIDIA H200"):
+        traced = jax.jit(call).trace(q, k, *operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") >= 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Values.
+
+WITHOUT_SCORE = {
+    "distance": lambda s, b, h, i, j: (i - j).astype(s.dtype) / 8,
+    "of keys": lambda s, b, h, i, j: j.astype(s.dtype) / 8,
+    "of heads": lambda s, b, h, i, j: h.astype(s.dtype),
+    "float": lambda s, *at: 0.5,
+    "int": lambda s, *at: 2,
+    "zeros": lambda s, *at: jnp.zeros_like(s),
+    "numbers chosen": lambda s, b, h, i, j: jnp.where(i >= j, 0.0, -1.0),
+}
+HALF = jnp.float32(0.5)
+SCALARS = {
+    "t": (lambda s, b, h, i, j, t: s * t, (HALF,)),
+    "t[()]": (lambda s, b, h, i, j, t: s * t[()], (HALF,)),
+    "int": (lambda s, b, h, i, j, t: s * (1 + (i - j > t)), (jnp.int32(3),)),
+    "bool": (lambda s, b, h, i, j, t: jnp.where(t, s, 2 * s), (jnp.asarray(True),)),
+    "beside a table": (lambda s, b, h, i, j, x, t: s * t + x[h], (jnp.arange(4.0), HALF)),
+}
+SCALAR_MASKS = {
+    "t": (lambda b, h, i, j, t: i - j <= t, (jnp.int32(3),)),
+    "t[()]": (lambda b, h, i, j, t: i - j <= t[()], (jnp.int32(3),)),
+    "bool": (lambda b, h, i, j, t: (i >= j) | t, (jnp.asarray(False),)),
+}
+CALLS = {f"score {name}": dict(score_fn=fn) for name, fn in WITHOUT_SCORE.items()}
+CALLS |= {
+    f"operand {name}": dict(score_fn=fn, score_operands=operands)
+    for name, (fn, operands) in SCALARS.items()
+}
+CALLS |= {f"mask {name}": dict(mask=Predicate(*x)) for name, x in SCALAR_MASKS.items()}
+SHAPE = 2, 20, 4, 8
+QKV = [np.random.default_rng(n).normal(size=SHAPE).astype(np.float32) for n in range(3)]
+
+
+def dense(q, k, v, score_fn=None, score_operands=(), mask=None):
+    """Attention in plain JAX, of all axes at once."""
+    at = [jnp.arange(n).reshape([-1 if a == i else 1 for a in range(4)])
+          for i, n in enumerate((SHAPE[0], SHAPE[2], SHAPE[1], SHAPE[1]))]  # fmt: skip
+    s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / SHAPE[3] ** 0.5
+    if score_fn is not None:
+        s = jnp.broadcast_to(jnp.asarray(score_fn(s, *at, *score_operands), s.dtype), s.shape)
+    if mask is not None:
+        s = jnp.where(mask.fn(*at, *mask.operands), s, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v, precision="highest")
+
+
+@functools.cache
+def right(name):
+    o, pull = jax.vjp(functools.partial(dense, **CALLS[name]), *QKV)
+    return o, pull(jnp.cos(o))
+
+
+def judge(name, results):
+    for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(right(name)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CALLS)
+def test_values(name, implementation, small_tiles):
+    judge(name, gradients(*QKV, **CALLS[name], implementation=implementation))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_of_whole_rows(name, whole_rows):
+    judge(name, gradients(*QKV, **CALLS[name], implementation="xla"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_as_triton_runs_them(name, kernel_case):
+    call = functools.partial(gradients, **CALLS[name], implementation="triton")
+    judge(name, ttir.evaluate(call, *map(jnp.asarray, QKV)))
+
+
+@on_hopper
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_lower_on_hopper(name):
+    assert passes("NVIDIA H200", **CALLS[name]) == ("mosaic", "mosaic")
+
+
+# ------------------------------------------------------------------------------------------------
+# Every elementwise operation.
+
+MODULES = {"jnp": jnp, "lax": lax, "nn": jax.nn}
+
+
+def arguments(kind, arity, s, i, j):
+    """So many of a kind, from a score and indices; all of one shape, which `lax` asks for."""
+    i, j = (jnp.broadcast_to(x, jnp.broadcast_shapes(i.shape, j.shape)) for x in (i, j))
+    if kind == "int":
+        return (i, j + 1, i + j)[:arity]
+    return (s, (i - j).astype(s.dtype) / 8, j.astype(s.dtype))[:arity]
+
+
+def is_elementwise(function, kind, arity) -> bool:
+    """Whether it takes such arguments and gives each element what it gives that one alone."""
+    s, i = np.float32(np.random.default_rng(0).normal(size=(3, 4))), np.arange(12).reshape(3, 4)
+    xs = arguments(kind, arity, jnp.asarray(s), jnp.int32(i % 7), jnp.int32(i % 5))
+
+    def shape(xs):
+        out = jax.eval_shape(function, *xs)
+        return getattr(out, "shape", None), getattr(getattr(out, "dtype", None), "kind", None)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (whole, of_whole), (one, of_one) = shape(xs), shape([x[0, 0] for x in xs])
+            if (whole, one) != (s.shape, ()) or of_whole != of_one or of_whole not in "fiub":
+                return False
+            each = jax.vmap(jax.vmap(function))(*xs)
+            return bool(jnp.array_equal(function(*xs), each, equal_nan=of_whole == "f"))
+    except Exception:
+        return False
+
+
+def operations(module):
+    """Yield the name, the kind and the number of arguments, and the function of each operation."""
+    for name, function in sorted(vars(MODULES[module]).items()):
+        # What comes from NumPy does not take what is traced.
+        home = str(getattr(function, "__module__", None) or type(function).__module__)
+        if name.startswith("_") or not callable(function) or inspect.isclass(function):
+            continue
+        for kind in ("float", "int") if home.startswith("jax") else ():
+            for arity in (1, 2, 3):
+                if is_elementwise(function, kind, arity):
+                    yield f"{name} of {arity} {kind}s", kind, arity, function
+
+
+def as_options(kind, arity, function):
+    """A call whose function has this operation: of floats a score's, of ints a mask's."""
+    if kind == "int":
+        return dict(
+            mask=Predicate(
+                lambda b, h, i, j: function(*arguments(kind, arity, None, i, j)) > jnp.int32(0)
+            )
+        )
+    return dict(
+        score_fn=lambda s, b, h, i, j: function(*arguments(kind, arity, s, i, j)).astype(s.dtype)
+    )
+
+
+def errors_but_ours(run):
+    """What `run()` raises, unless it is a sentence of this package."""
+    try:
+        run()
+    except Exception as error:
+        if not FORM.fullmatch(str(error)):
+            return f"{type(error).__name__}: {error}"[:400]
+    return None
+
+
+@pytest.mark.extended
+@each_gpu
+@pytest.mark.parametrize("module", MODULES)
+def test_every_operation_lowers_as_explained(module, gpu):
+    found, count = {}, 0
+    for name, *operation in operations(module):
+        options, count = as_options(*operation), count + 1
+        if error := errors_but_ours(lambda options=options: passes(gpu, **options)):
+            found[name] = error
+    assert not found
+    assert count > 30
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("module", MODULES)
+def test_every_operation_is_served_everywhere(module):
+    found = {}
+    for name, *operation in operations(module):
+        options = as_options(*operation)
+
+        def run(options=options):
+            outputs = []
+            for implementation in IMPLEMENTATIONS:
+                by = dict(implementation=implementation)
+                outputs.append(attention(*QKV, **options, **by))
+                jax.eval_shape(functools.partial(gradients, **options, **by), *QKV)
+            # Where a score is NaN, implementations differ.
+            for output in outputs[:2] if np.isfinite(outputs[2]).all() else []:
+                np.testing.assert_allclose(output, outputs[2], rtol=0, atol=1e-5)
+
+        if error := errors_but_ours(run):
+            found[name] = error
+    assert not found
+
+
+# Of each module an operation that kernels have and one that they have not, with each kind.
+QUICK = (
+    ("jnp", "round", "float", 1),
+    ("jnp", "floor_divide", "int", 2),
+    ("jnp", "float_power", "float", 2),
+    ("lax", "erf", "float", 1),
+    ("lax", "rem", "float", 2),
+    ("lax", "clz", "int", 1),
+    ("lax", "clamp", "float", 3),
+    ("lax", "nextafter", "float", 2),
+    ("nn", "relu6", "float", 1),
+)
+
+
+@each_gpu
+@pytest.mark.parametrize(("module", "name", "kind", "arity"), QUICK)
+def test_an_operation_lowers_as_explained(module, name, kind, arity, gpu):
+    function = getattr(MODULES[module], name)
+    assert is_elementwise(function, kind, arity)
+    options = as_options(kind, arity, function)
+    assert errors_but_ours(lambda: passes(gpu, **options)) is None
