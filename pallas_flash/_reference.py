@@ -15,6 +15,7 @@ from jax import lax
 from pallas_flash._dropout import drop, kept, rescaled
 from pallas_flash._operands import Cut, Pairs, is_pairs
 from pallas_flash._problem import Problem
+from pallas_flash._scores import differentiated
 
 
 def attention(problem: Problem, first_query=0):
@@ -34,7 +35,8 @@ def attention(problem: Problem, first_query=0):
     if p.scores:
         # Twice, and the bias: a score that is not seen may be NaN, and so would be its derivative.
         scores = _whole(p, p.scores, visible)
-        s = scores.logits(jnp.where(visible, s, 0), *_indices(p, first_query))
+        with differentiated():
+            s = scores.logits(jnp.where(visible, s, 0), *_indices(p, first_query))
     s = jnp.where(visible, s, -jnp.inf)
     m = lax.stop_gradient(s.max(axis=-1, keepdims=True, initial=-jnp.inf))
     alive = m > -jnp.inf

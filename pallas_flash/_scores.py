@@ -45,11 +45,11 @@ FUNCTIONS = Functions()
 
 
 @contextlib.contextmanager
-def _differentiated():
-    """Say in one sentence that JAX cannot differentiate the user's function, which it can trace."""
+def differentiated():
+    """Say in one sentence that JAX cannot differentiate a score function, which it can trace."""
     try:
         yield
-    except NotImplementedError as error:
+    except Exception as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise NotImplementedError(
             "`score_fn` must have a derivative in the score where gradients are taken; got "
@@ -97,8 +97,14 @@ class Scores:
         x = self._added(x, b, h, q, k, functions)
         if self.score_fn is None and self.soft_cap is None:
             return x, lambda ds: ds
-        logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, functions), x)
-        return logits, lambda ds: pull(ds)[0]
+        with differentiated():
+            logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, functions), x)
+
+        def pulled(ds):
+            with differentiated():
+                return pull(ds)[0]
+
+        return logits, pulled
 
     def derivative(
         self, x, b, h, q, k, *, functions=FUNCTIONS, call=lambda function, x: function(x)
@@ -109,7 +115,8 @@ class Scores:
         """
         x = self._added(x, b, h, q, k, functions)
         mapped = functools.partial(self._mapped, b=b, h=h, q=q, k=k, functions=functions)
-        return call(lambda x: jax.jvp(mapped, (x,), (jnp.ones_like(x),)), x)
+        with differentiated():
+            return call(lambda x: jax.jvp(mapped, (x,), (jnp.ones_like(x),)), x)
 
     def _added(self, x, b, h, q, k, functions):
         if self.bias is not None:
@@ -126,8 +133,7 @@ class Scores:
         if self.score_fn is not None:
             if self.origin is not None:
                 b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
-            with _differentiated():
-                out = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
+            out = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
             # It may be a Python number, or have fewer axes where the score was not read.
             x = jnp.broadcast_to(jnp.asarray(out, x.dtype), x.shape)
         if self.soft_cap is not None:

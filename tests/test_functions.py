@@ -104,14 +104,12 @@ def test_predicate_goes_to_who_lowers_it(name):
     assert [passes(gpu, mask=Predicate(fn))[0] for gpu in GPUS] == by
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-@pytest.mark.parametrize("few", [False, True])
-def test_mosaic_and_triton_refuse_in_one_sentence(in_blocks, few):
+@pytest.mark.parametrize(("in_blocks", "q_len"), [(False, 64), (True, 64), (False, 2)])
+def test_mosaic_and_triton_refuse_in_one_sentence(in_blocks, q_len):
     mask = Predicate(lambda b, h, i, j: jnp.select([h == 0, h == 1], [i >= j, i - j < 4], i <= j))
     if in_blocks:
         mask = BlockMask.from_mask(mask, 64, 64, num_heads=2)
-    q, k = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (2 if few else 64, 64))
-    mask = mask if not (few and in_blocks) else Predicate(mask.mask.leaves[0].fn)
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (q_len, 64))
     with described_gpu("NVIDIA H200"):
         choice = explain(q, k, k, mask=mask)
         assert choice.implementation == "xla"
@@ -373,6 +371,8 @@ def is_elementwise(function, kind, arity) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            # Functions of arrays with certain axes do not take five.
+            jax.eval_shape(function, *(x[None, None, None] for x in xs))
             (whole, of_whole), (one, of_one) = shape(xs), shape([x[0, 0] for x in xs])
             if (whole, one) != (s.shape, ()) or of_whole != of_one or of_whole not in "fiub":
                 return False
@@ -439,14 +439,16 @@ def test_every_operation_is_served_everywhere(module):
         options = as_options(*operation)
 
         def run(options=options):
-            outputs = []
+            right = dense(*QKV, **options)
             for implementation in IMPLEMENTATIONS:
                 by = dict(implementation=implementation)
-                outputs.append(attention(*QKV, **options, **by))
-                jax.eval_shape(functools.partial(gradients, **options, **by), *QKV)
-            # Where a score is NaN, implementations differ.
-            for output in outputs[:2] if np.isfinite(outputs[2]).all() else []:
-                np.testing.assert_allclose(output, outputs[2], rtol=0, atol=1e-5)
+                output = attention(*QKV, **options, **by)
+                # Where a score is NaN, implementations differ.
+                if np.isfinite(right).all():
+                    np.testing.assert_allclose(output, right, rtol=0, atol=1e-5)
+                # JAX differentiates the reference, and may say what it cannot.
+                if implementation != "reference":
+                    jax.eval_shape(functools.partial(gradients, **options, **by), *QKV)
 
         if error := errors_but_ours(run):
             found[name] = error
