@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ttir
-from calls import FORM, NEWER
-from described_gpus import described_gpu
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import ttir
+from support.calls import FORM, NEWER
+from support.described_gpus import described_gpu
 
 from pallas_flash import BlockMask, Predicate, _functions, attention, explain
 
