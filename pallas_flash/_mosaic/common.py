@@ -85,6 +85,17 @@ def strips(dtype, *outer: int, rows: int, columns: int):
     return plgpu.SMEM(shape, dtype, transforms=ptx.strips(width, dtype))
 
 
+def store(ref, x):
+    """Stores a tile in device memory, where threads with 16 bits a number write less than 32 bytes.
+
+    From JAX 0.12 on Pallas has to be told that this is wanted.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 # The axis of programs that share copies: a cluster, in CUDA's terms.
 MEMBER = "member"
 
