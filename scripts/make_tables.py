@@ -26,17 +26,21 @@ import hashlib
 import pathlib
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from scripts.benchmark import overview, report, results
+from scripts.benchmark import key_bias, overview, report, results
 from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, by_length, faster, fewer_rows
 from scripts.benchmark.results import RESULTS, time
 from scripts.command import UserError, command
 
 ROOT = pathlib.Path(__file__).parents[1]
 FASTER_BY_MOSAIC = ROOT / "pallas_flash" / "_faster.py"
-FIGURES = {RESULTS / "h200-overview.png": "h200"}
+# The lines of a file that a figure shows, and the module that draws it.
+FIGURES = {
+    RESULTS / "h200-overview.png": (lambda: records("h200"), overview),
+    ROOT / "docs" / "images" / "key-bias.png": (lambda: lines_of("h200-dq-errors"), key_bias),
+}
 
 # The name of a group of calls: what tables call it, and its cases, where "*" is full and causal.
 GROUPS = {
@@ -69,6 +73,12 @@ GROUPS = {
 def records(file: str) -> list[dict[str, Any]]:
     """Return the timed lines of a file, of each measurement the latest."""
     return [r for r in report.load(RESULTS / f"{file}.jsonl") if "ms" in r]
+
+
+@functools.cache
+def lines_of(file: str) -> list[dict[str, Any]]:
+    """Return all lines of a file."""
+    return results.load(RESULTS / f"{file}.jsonl")
 
 
 def chosen(file: str, attention_pass: str, calls: str, implementation: str) -> list[dict]:
@@ -194,6 +204,28 @@ def choice() -> str:
     return markdown(["", *(x for name in head for x in (name, "128", "256"))], rows)
 
 
+ERRORS_OF = {
+    "ours_mosaic": "Hopper",
+    "ours_mosaic, reproducible": "Hopper, reproducible",
+    "ours_triton": "Triton",
+    "ours_xla": "XLA",
+    "jax_xla": "dense, jax.nn",
+    "jax_cudnn": "cuDNN",
+    "flash_attention_3": "FlashAttention-3",
+}
+
+
+def dq_errors(file: str, value_mean: str) -> str:
+    """Return the relative error of dq with a key bias of 50, by case and implementation."""
+    found: dict[str, dict[str, str]] = {}
+    for r in lines_of(file):
+        if r["config"] == {"key_bias": 50, "value_mean": int(value_mean)} and "dq_error" in r:
+            row = f"{r['case']}, {r['D']}, {r['dtype']}"
+            found.setdefault(row, {})[r["implementation"]] = f"{r['dq_error']:.4f}"
+    rows = [[row, *(errors.get(x, "") for x in ERRORS_OF)] for row, errors in found.items()]
+    return markdown(["case, head dim, dtype", *ERRORS_OF.values()], rows)
+
+
 def files() -> str:
     """Return what the files of docs/results are, byte for byte."""
     rows = []
@@ -222,6 +254,7 @@ TABLES = {
     "times": times,
     "options": options,
     "choice": choice,
+    "dq-errors": dq_errors,
     "files": files,
     "faster": faster,
     "fewer-rows": fewer_rows,
@@ -275,11 +308,11 @@ def stale() -> Iterator[tuple[pathlib.Path, str]]:
         raise UserError(f"a document must show each table; none shows {sorted(unused)}.")
 
 
-def stale_figures() -> Iterator[tuple[pathlib.Path, list[dict[str, Any]]]]:
-    """Yield the figures that show other numbers, which are written into them, and their lines."""
-    for path, file in FIGURES.items():
-        if not path.exists() or overview.about(records(file)).encode() not in path.read_bytes():
-            yield path, records(file)
+def stale_figures() -> Iterator[tuple[pathlib.Path, Callable[[], None]]]:
+    """Yield the figures that show other numbers, as is written into them, and how to draw them."""
+    for path, (lines, module) in FIGURES.items():
+        if not path.exists() or module.about(lines()).encode() not in path.read_bytes():
+            yield path, functools.partial(module.save, lines(), path)
 
 
 @command
@@ -295,10 +328,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         changed.append(path.relative_to(ROOT).as_posix())
         if not check:
             path.write_text(text)
-    for path, lines in stale_figures():
+    for path, draw in stale_figures():
         changed.append(path.relative_to(ROOT).as_posix())
         if not check:
-            overview.save(lines, path)
+            draw()
     if check and changed:
         raise UserError(f"docs/results say otherwise; run scripts/make_tables.py: {changed}.")
     for name in changed:

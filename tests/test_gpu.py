@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import cases, large_scores, oracle
+from support import cases, key_bias, large_scores, oracle
 from support.few_queries import SERVED as FEW_QUERIES
 from support.few_queries import with_few
 from support.judge import judge, measured, program
@@ -510,3 +510,21 @@ def test_sizes_beyond_16_and_32_bits(sizes, options, parts, implementation, kern
 def test_the_kernels_are_the_default_here():
     x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
     assert pallas_flash.explain(x, x, x).implementation == "triton"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["full", "causal", "lengths of zero", "sinks", "bias of all examples", "mask of keys", "scale"],
+)
+@by_kernels
+def test_key_bias(implementation, name, reproducible, head_dim, kernel_case):
+    """dq is as accurate as dense attention's where keys have a common part."""
+    case = dataclasses.replace(
+        cases.BY_NAME[name].scaled(5), key_bias=key_bias.BIAS, H=head_dim, V=head_dim
+    )
+    qkv, cotangents, options = problem = case.problem("bfloat16")
+    operands, rest = oracle.split(options)
+    run = program(implementation, rest, reproducible=reproducible)
+    key_bias.assert_as_dense(run(*qkv, *cotangents, **operands)[2], problem)

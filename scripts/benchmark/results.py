@@ -15,6 +15,7 @@ and one of
     ms                           {"median", "min", "n"}: of n measurements; more may be there
     red                          the errors for which it was not timed
     unserved                     why there is no time
+    dq_error                     no time, but the relative error of dq, by measure_key_bias.py
 
 What else was measured in that run has fields of its own (`tflops`, `ratio`, `errors`, ...).
 """
@@ -53,12 +54,13 @@ def problem(record: Any) -> str | None:
         return f"`pass` is {record.get('pass')!r}"
     if not isinstance(record["versions"].get("jax"), str):
         return "`versions` lacks jax"
-    if sum(name in record for name in ("ms", "red", "unserved")) != 1:
-        return "it must have one of `ms`, `red` and `unserved`"
+    if sum(name in record for name in ("ms", "red", "unserved", "dq_error")) != 1:
+        return "it must have one of `ms`, `red`, `unserved` and `dq_error`"
     spreads = [record[name] for name in ("ms", "ratio") if name in record]
     if not all(isinstance(spread, dict) for spread in spreads):
         return "`ms` and `ratio` must be objects"
-    numbers = [record[name] for name in ("tflops", "tb_per_s") if name in record]
+    names = "tflops", "tb_per_s", "dq_error"
+    numbers = [record[name] for name in names if name in record]
     numbers += [x for spread in spreads for x in spread.values() if x is not None]
     if not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
         return "it has a number that is not positive and finite"
