@@ -43,7 +43,8 @@ def test_a_part_is_what_its_rectangle_of_the_whole_is(case, known):
             at = _reference._indices(p, 0)
             seen = jnp.ones((1, 1, 1, 1, 1), bool)
             seen = seen & _reference._whole(p, p.mask).allowed(*at) if p.mask else seen
-            scores = _reference._whole(p, p.scores).logits(jnp.float32(0.3), *at)
+            x = jnp.full((p.batch, p.num_kv_heads, p.groups, p.q_len, p.kv_len), 0.3, jnp.float32)
+            scores = _reference._whole(p, p.scores).logits(x, *at)
             return seen, scores, True if p.dropout is None else p.dropout.kept(*at)
 
         seen, scores, kept = found()

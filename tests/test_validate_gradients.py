@@ -48,7 +48,29 @@ def without_gradient():
             )
 
 
+@jax.custom_jvp
+def without_derivative(s):
+    return s
+
+
+@without_derivative.defjvp
+def _(primals, tangents):
+    raise NotImplementedError("there is none")
+
+
 def bad_derivatives():
+    def gradient_of_a_score_function(x):
+        options = dict(score_fn=lambda s, *at: without_derivative(s), implementation="xla")
+        return jax.grad(lambda q: pallas_flash.attention(q, q, q, **options).sum())(x)
+
+    yield row_of(
+        "score function without a derivative",
+        gradient_of_a_score_function,
+        NotImplementedError,
+        "`score_fn` must have a derivative in the score where gradients are taken",
+        x=inputs()["query"],
+    )
+
     def tangent_of_the_call(x):
         call = functools.partial(pallas_flash.attention, implementation="xla")
         return jax.jvp(lambda q: call(q, q, q), (x,), (x,))

@@ -177,7 +177,7 @@ def compute(refs, memory, number, warpgroup, static: Static):
     dbias = refs["dbias"]
     b = steps.outer * static.own[0] + b
     rows, columns = (pl.ds(first, n) for first, n in zip(first_of(*tiles), shape, strict=True))
-    common.store(dbias.at[b, h, rows, columns], acc.astype(dbias.dtype))
+    common.store(dbias, (b, h, rows, columns), acc.astype(dbias.dtype))
 
 
 def load(refs, memory, number, static: Static):

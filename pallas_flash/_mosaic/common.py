@@ -85,15 +85,16 @@ def strips(dtype, *outer: int, rows: int, columns: int):
     return plgpu.SMEM(shape, dtype, transforms=ptx.strips(width, dtype))
 
 
-def store(ref, x):
-    """Stores a tile in device memory, where threads with 16 bits a number write less than 32 bytes.
+def store(ref, at, x):
+    """Stores a tile at its place in device memory.
 
-    From JAX 0.12 on Pallas has to be told that this is wanted.
+    Of 16 bits a number, threads side by side write 16 bytes. From JAX 0.12 on Pallas stores less
+    than 32 only where it is told that this is wanted.
     """
     if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
+        plgpu.store(ref.at[at], x, optimized=False)
     else:
-        ref[...] = x
+        ref[at] = x
 
 
 # The axis of programs that share copies: a cluster, in CUDA's terms.
