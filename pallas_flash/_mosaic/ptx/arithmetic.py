@@ -111,7 +111,7 @@ def where(condition, x, otherwise: float):
     return emit(*(plgpu.layout_cast(x, WGMMA) for x in (condition, x)))
 
 
-# Arithmetic of numbers, results first; NumPy executes it in tests/test_mosaic_ptx.py.
+# Arithmetic of numbers, results first; NumPy executes it in tests/mosaic/test_mosaic_ptx.py.
 TANH = (
     "{ .reg .f32 t; mul.ftz.f32 t, $1, 0f4038AA3B; ex2.approx.ftz.f32 t, t; "
     "add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; "

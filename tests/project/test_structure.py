@@ -76,8 +76,7 @@ def test_no_test_module_imports_another():
         for module, path in MODULES.items()
         if module.startswith("tests.") and any(x.startswith("test_") for x in imported(path))
     }
-    # They take only the root of the repository from this file.
-    assert importing <= {"tests.test_claims", "tests.claims_of_steps", "tests.results"}
+    assert not importing
 
 
 def test_one_module_of_the_tests_starts_processes():

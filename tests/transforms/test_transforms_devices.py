@@ -129,7 +129,7 @@ def check_sharding_on_four_devices():
 @pytest.mark.extended
 def test_sharding_by_batch_and_heads():
     here = Path(__file__)
-    paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
+    paths = os.pathsep.join(map(str, here.parents[:3]))
     flags = f"--xla_force_host_platform_device_count=4 {os.environ.get('XLA_FLAGS', '')}"
     code = f"import {here.stem}; {here.stem}.check_sharding_on_four_devices()"
     child = children.run(

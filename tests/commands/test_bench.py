@@ -448,7 +448,7 @@ def test_a_peer_that_is_not_installed_says_how_to_get_it(monkeypatch, module):
 
 
 def test_the_extra_brings_what_peers_import():
-    with open(pathlib.Path(__file__).parents[1] / "pyproject.toml", "rb") as file:
+    with open(pathlib.Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
         extra = tomllib.load(file)["project"]["optional-dependencies"]["bench"]
     brought = {re.match(r"[\w-]+", requirement)[0] for requirement in extra}
     assert brought == {"jax-triton", "tokamax", "matplotlib"}

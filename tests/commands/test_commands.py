@@ -16,7 +16,7 @@ from support import children
 from scripts import bench_attention, inspect_kernels
 from scripts.benchmark import run
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 MEASURED = json.dumps(
     {
         "shape": "a-1k",

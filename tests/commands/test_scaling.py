@@ -119,7 +119,7 @@ def test_devices_receive_what_the_page_says(call):
     here = Path(__file__)
     child = children.run(
         [sys.executable, "-c", f"import {here.stem}; {here.stem}.main({call})"],
-        env=environment(DEVICES, here.parent, ROOT),
+        env=environment(DEVICES, here.parent, here.parents[1], ROOT),
         capture_output=True,
         text=True,
     )
