@@ -39,7 +39,7 @@ FASTER_BY_MOSAIC = ROOT / "pallas_flash" / "_faster.py"
 # The lines of a file that a figure shows, and the module that draws it.
 FIGURES = {
     RESULTS / "h200-overview.png": (lambda: records("h200"), overview),
-    ROOT / "docs" / "images" / "key-bias.png": (lambda: lines_of("h200-dq-errors"), key_bias),
+    RESULTS / "h200-key-bias.png": (lambda: lines_of("h200-dq-errors"), key_bias),
 }
 
 # The name of a group of calls: what tables call it, and its cases, where "*" is full and causal.

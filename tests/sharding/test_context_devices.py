@@ -217,11 +217,11 @@ def check_key_bias(kind):
     from support.key_bias import BIAS, assert_as_dense
 
     axes = MESHES["1 x 8"]
-    for name in ("causal", "lengths", "sinks", "mask of keys"):
-        case = dataclasses.replace(sized(name), key_bias=BIAS)
-        problem = case.problem("bfloat16")
-        for method in choice.METHODS:
-            assert_as_dense(computed(problem, method, axes, kind, "xla")[2], problem)
+    # A ring's devices have one center; by the other methods each has whole rows.
+    cases = ("causal", "ring"), ("lengths", "ring"), ("sinks", "ring"), ("sinks", "heads")
+    for name, method in cases:
+        problem = dataclasses.replace(sized(name), key_bias=BIAS).problem("bfloat16")
+        assert_as_dense(computed(problem, method, axes, kind, "xla")[2], problem)
 
 
 def collectives(text: str) -> collections.Counter:
