@@ -107,7 +107,8 @@ def lines(case, head_dim, dtype, bias, mean, *, length, commit) -> Iterator[dict
             Exception
         ) as refused:  # Each library has errors of its own for what it does not serve.
             return f"{type(refused).__name__}: {refused}"[:200]
-        return float(np.sqrt(((found - truth) ** 2).mean() / (truth**2).mean()))
+        relative = np.sqrt(((found - truth) ** 2).mean() / (truth**2).mean())
+        return float(relative) if np.isfinite(relative) else "The gradient is not finite."
 
     calls = implementations(case)
     # Compilers for GPUs work beside Python.

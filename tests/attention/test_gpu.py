@@ -527,4 +527,4 @@ def test_key_bias(implementation, name, reproducible, head_dim, kernel_case):
     qkv, cotangents, options = problem = case.problem("bfloat16")
     operands, rest = oracle.split(options)
     run = program(implementation, rest, reproducible=reproducible)
-    key_bias.assert_as_dense(run(*qkv, *cotangents, **operands)[2], problem)
+    key_bias.assert_as_dense(run(*qkv, *cotangents, **operands), problem)

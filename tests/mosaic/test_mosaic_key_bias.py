@@ -49,10 +49,10 @@ LENGTHS = dict(
     ],
     ids=lambda x: f"{x.name}-{x.H}".replace(" ", "-"),
 )
-def test_dq_as_accurate_as_dense(case, in_order, kernel_case):
+def test_gradients_as_accurate_as_dense(case, in_order, kernel_case):
     problem = case.problem("bfloat16")
     assert np.asarray(_key_center.of(checked(problem[0], problem[2]))).any()
-    assert_as_dense(emulated(problem, in_order)[2], problem)
+    assert_as_dense(emulated(problem, in_order), problem, names=("dq", "dk", "dv"))
 
 
 @in_order
