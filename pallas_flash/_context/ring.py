@@ -345,25 +345,18 @@ def _instead(problem: Problem, band: PositionBand, *leaves) -> Mask:
 
 
 def _key_center_of_all(problem: Problem, along: Along):
-    """Return the center of all devices' keys, see `_key_center`; None if it is not used."""
-    p = problem
+    """Return the center of all devices' keys, see `_key_center`; None if it is not used.
+
+    Each device looks at those of its keys that its own queries see.
+    """
+    p, here = problem, device(along)
     if not _key_center.applies(p):
         return None
-    here, visible = device(along), None
-    if p.mask and not (p.mask.reflexive and p.q_len == p.kv_len):
-        # Any device's queries may see them.
-        blocks = p.kv_len * jnp.arange(here.number, dtype=jnp.int32)[:, None]
-        positions = (blocks + _key_center.sample_positions(p.kv_len)).reshape(-1)
-        first, kv_len = here.index * p.q_len, here.number * p.kv_len
-        sides = Side(first, p.q_len, 0), Side(0, kv_len, 0)
-        rest = dataclasses.replace(p, key=None, value=None)
-        part = part_of(rest, Part(*sides, for_each_example(p, first)))
-        keys = jax.ShapeDtypeStruct((p.batch, kv_len, *p.key.shape[2:]), p.dtype)
-        visible = dataclasses.replace(part, key=keys).visible_keys(positions)
-    if visible is not None:
-        visible = lax.psum(visible.astype(jnp.int32), along.names) > 0
-        visible = visible.reshape(*visible.shape[:2], here.number, -1)
-        visible = lax.dynamic_index_in_dim(visible, here.index, axis=2, keepdims=False)
+    q = Side(here.index * p.q_len, p.q_len, 0)
+    kv = Side(here.index * p.kv_len, p.kv_len, here.index * p.kv_len)
+    distance = 0 if p.q_len == p.kv_len else for_each_example(p, q.first - kv.first)
+    own = part_of(p, Part(q, kv, distance))
+    visible = own.visible_keys(_key_center.sample_positions(p.kv_len)) if own.mask else None
     moments = lax.psum(_key_center.moments(p, visible), along.names)
     return _key_center.center(moments, p.dtype)
 
