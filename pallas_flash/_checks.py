@@ -180,7 +180,7 @@ def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...], shapes) -> No
             f"`{name}` must return one array; got {describe(out)}. Write `return` with a value "
             "computed from the indices."
         )
-    # What reads the score is not elementwise if axes are gone, such as a sum.
+    # A function that reads the score and drops axes, as a sum does, is not elementwise.
     reads = bool(s) and uses(program.jaxpr, 0)
     fits = out.shape == shape or (
         not reads and out.ndim in (0, len(shape)) and broadcasts(out.shape, shape)

@@ -21,7 +21,7 @@ from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
 
-# What the kernels are lowered to, by the name of their implementation.
+# The language that kernels are lowered to, by the name of their implementation.
 LANGUAGES = {"mosaic": "Mosaic GPU", "triton": "Triton"}
 
 # Functions whose answers are kept, with all that these functions hold.

@@ -1,4 +1,4 @@
-"""What one device computes alone, as one operation of JAX.
+"""One operation of JAX for all that one device computes alone.
 
 Inside `jax.shard_map` and under Explicit axes JAX gives every array a type that says how it lies on
 the mesh, and checks each operation by these types. Pallas's interpreter and Mosaic GPU do not pass

@@ -6,7 +6,7 @@ from typing import Any
 
 from pallas_flash._checks import describe
 
-# What to write, and the keywords of flash-attn, PyTorch, tokamax, Flax and JAX that mean it.
+# The keyword to write, and keywords of flash-attn, PyTorch, tokamax, Flax and JAX that mean it.
 _KEYWORDS = {
     "Use `query`.": "q",
     "Use `key`.": "k k_cache",

@@ -204,7 +204,7 @@ def _problem_limits(p: Problem) -> list[str]:
 
 
 def _arrays_in_kernels(p: Problem) -> list:
-    """What kernels read by index; nothing where symbolic sizes rule them out."""
+    """Return the arrays that kernels read by index; none where symbolic sizes rule kernels out."""
     return [] if p.symbolic else jax.tree.leaves((p.mask, p.scores))
 
 

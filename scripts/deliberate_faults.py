@@ -89,7 +89,7 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a fault.
+    """The outcome of a fault.
 
     Attributes:
         seen: whether a test is red by it, and only by it.

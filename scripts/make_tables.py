@@ -221,7 +221,7 @@ def dq_errors(file: str, value_mean: str) -> str:
     for r in lines_of(file):
         if r["config"] == {"key_bias": 50, "value_mean": int(value_mean)} and "dq_error" in r:
             row = f"{r['case']}, {r['D']}, {r['dtype']}"
-            # Of two measurements the later one counts.
+            # A later measurement replaces an earlier one.
             found.setdefault(row, {})[r["implementation"]] = f"{r['dq_error']:.4f}"
     rows = [[row, *(errors.get(x, "") for x in ERRORS_OF)] for row, errors in found.items()]
     return markdown(["case, head dim, dtype", *ERRORS_OF.values()], rows)

@@ -16,7 +16,7 @@ HEAD_DIMS = (64, 128, 256)
 FASTER = 1.03
 # Keys of all heads whose tiles of 128 are programs for half of the cores of an H200, or fewer.
 HALF_IDLE = 128 * (132 // 2)
-# What tables call options.
+# The names of options in tables.
 KIND_OF_OPTION = {"bias": "bias in 16 bits", "float32 bias": "bias", "ALiBi": "slopes"}
 KINDS = (
     *("full", "causal", "ranges", "documents", "lengths", "mask array", "bias in 16 bits"),

@@ -1,4 +1,4 @@
-"""What a line of docs/results is: one measurement, with the same fields whoever wrote it.
+"""The schema of docs/results: a line is one measurement, with the same fields in every file.
 
     device, driver, versions     the GPU and what ran on it; `versions` has "jax" at least
     commit, date                 of the code that was timed, and when
@@ -42,7 +42,7 @@ FIELDS = {
 
 
 def problem(record: Any) -> str | None:
-    """What keeps a value from being a line of the results; None if it is one."""
+    """Return why a value is no line of the results; None if it is one."""
     if not isinstance(record, dict):
         return "it is no object"
     for name, kind in FIELDS.items():

@@ -23,7 +23,7 @@ def biased(name: str, **changes):
     return dataclasses.replace(cases.BY_NAME[name], key_bias=BIAS, **changes)
 
 
-# What has known sums of ds: zero, or those of a cotangent of the LSE and of sinks.
+# Calls whose sums of ds are known: zero, or those of a cotangent of the LSE and of sinks.
 CASES = [
     biased("full"),
     biased("causal"),

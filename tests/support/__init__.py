@@ -1,1 +1,1 @@
-"""What the tests share: no test module imports another."""
+"""Modules that tests share: no test module imports another."""

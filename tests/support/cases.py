@@ -44,7 +44,7 @@ class Case:
     options: Callable[[Random, "Case"], dict[str, Any]] = _none
     # What all scores have beside what is drawn, by a feature that all queries and all keys share.
     level: float = 0.0
-    # What two features of all keys have in common; queries are small there, so that scores are not.
+    # A number that is added to two features of all keys; queries are divided by it there.
     key_bias: float = 0.0
 
     def problem(self, dtype="float32", seed: int = 0):
