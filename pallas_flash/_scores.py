@@ -49,7 +49,7 @@ def differentiated():
     """Say in one sentence that JAX cannot differentiate a score function, which it can trace."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # A user's derivative may raise anything.
         reason = str(error).partition("\n")[0].rstrip(".")
         raise NotImplementedError(
             "`score_fn` must have a derivative in the score where gradients are taken; got "

@@ -87,7 +87,7 @@ def _function_of(names, along, operands, rest: Problem):
 def _attention(problem: Problem):
     """`_reference.attention` by blocks of queries."""
     p = problem
-    # With a symbolic batch every batch element has as many rows.
+    # A symbolic batch has as many rows in every batch element.
     batch = 1 if is_symbolic(p.batch) else p.batch
     block = max(1, smaller(p.q_len, ROWS // (batch * p.num_heads)))
     count = -(-p.q_len // block)

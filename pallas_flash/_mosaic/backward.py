@@ -167,14 +167,14 @@ def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, sta
     def center_keys():
         center = refs["center"].at[b, kv_head]
         center = plgpu.load(center, layout=ptx.COLUMN, optimized=False)
-        # `anew`, or the loop computes its addresses in another way, with 22 instructions more.
-        my_k = k_sm.at[:, pl.ds(ptx.anew(warpgroup) * ROWS, ROWS)]
+        my_k = k_sm.at[:, mine]
         k = ptx.load_strips(my_k).astype(jnp.float32)
         ptx.put_strips((k - common.along_columns(center, k.shape)).astype(dtype), my_k)
-        # Products of both warpgroups read these keys, and not by the threads that stored them.
 
     if static.centers:
         pl.when(is_centered)(center_keys)
+        # Products of both warpgroups read these keys, apart from the threads that stored them. They
+        # meet without a center, too: a branch right before the loop costs it 22 instructions.
         ptx.fence()
         ptx.meet(AT_CENTER, 128 * WARPGROUPS)
 

@@ -21,7 +21,7 @@ GROUPS = ptx.groups(SHAPE[1])
 
 
 class Static(NamedTuple):
-    """What the kernel knows when it is compiled."""
+    """Values that the kernel knows when it is compiled."""
 
     options: Options
     derivative: bool

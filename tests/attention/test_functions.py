@@ -49,7 +49,7 @@ def lowered(gpu, function=gradients, qkv=LARGE, **options):
 
 
 def passes(gpu, **options):
-    """Who computes the forward and the backward, by the program and as `explain` says."""
+    """Return the implementations of both passes, by the program, which `explain` must say, too."""
     explanation, text = lowered(gpu, **options)
     forward = explanation.implementation
     _, _, backward = explanation.reason.partition('The backward is that of "')
@@ -60,7 +60,7 @@ def passes(gpu, **options):
 
 
 # ------------------------------------------------------------------------------------------------
-# What is chosen.
+# The implementation that is chosen.
 
 SCORES = {
     "tanh": (lambda s, *at: s * jnp.tanh(s), "mosaic", "mosaic", "triton", "triton"),
@@ -240,7 +240,7 @@ def test_probe_runs_on_meshes_and_inside_shard_map(kind):
     table = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, P(None)))
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(call).trace(x, x, x, table)
-        # What is left to the partitioner is lowered while XLA compiles.
+        # XLA lowers while it compiles where work is left to the partitioner.
         if kind is not AxisType.Auto:
             assert "@__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -359,7 +359,7 @@ MODULES = {"jnp": jnp, "lax": lax, "nn": jax.nn}
 
 
 def arguments(kind, arity, s, i, j):
-    """So many of a kind, from a score and indices; all of one shape, which `lax` asks for."""
+    """Return `arity` numbers of a kind, from a score and indices, of one shape as `lax` asks."""
     shapes = i.shape, j.shape, () if s is None else s.shape
     i, j = (jnp.broadcast_to(x, jnp.broadcast_shapes(*shapes)) for x in (i, j))
     if kind == "int":
@@ -390,14 +390,14 @@ def is_elementwise(function, kind, arity) -> bool:
                 return False
             each = jax.vmap(jax.vmap(function))(*xs)
             return bool(jnp.array_equal(function(*xs), each, equal_nan=of_whole == "f"))
-    except Exception:
+    except Exception:  # Operations refuse arguments in ways of their own.
         return False
 
 
 def operations(module):
     """Yield the name, the kind and the number of arguments, and the function of each operation."""
     for name, function in sorted(vars(MODULES[module]).items()):
-        # What comes from NumPy does not take what is traced.
+        # Functions of NumPy do not take traced arrays.
         home = str(getattr(function, "__module__", None) or type(function).__module__)
         if name.startswith("_") or not callable(function) or inspect.isclass(function):
             continue
@@ -421,10 +421,10 @@ def as_options(kind, arity, function):
 
 
 def errors_but_ours(run):
-    """What `run()` raises, unless it says in a sentence that JAX has no derivative."""
+    """Return what `run()` raises, unless it is the sentence on a missing derivative."""
     try:
         run()
-    except Exception as error:
+    except Exception as error:  # Pallas and JAX may raise anything.
         if "must have a derivative" not in str(error) or not FORM.fullmatch(str(error)):
             return f"{type(error).__name__}: {error}"[:400]
     return None
@@ -467,7 +467,7 @@ def test_every_operation_is_served_everywhere(module):
     assert not found
 
 
-# Of each module an operation that kernels have and one that they have not, with each kind.
+# One operation of each module and kind that kernels have, and one that they lack.
 QUICK = (
     ("jnp", "round", "float", 1),
     ("jnp", "floor_divide", "int", 2),
