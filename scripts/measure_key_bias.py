@@ -63,6 +63,8 @@ def implementations(case: str) -> dict[str, Callable]:
             calls[f"jax_{name}"] = functools.partial(
                 jax.nn.dot_product_attention, implementation=name
             )
+    if case in ("causal", "grouped heads"):
+        # Without a mask the gradients of flash-attn3-jax 0.2.3 are wrong by orders of magnitude.
         calls["flash_attention_3"] = _flash_attention_3
     return calls
 

@@ -1,4 +1,4 @@
-"""The figure of docs/key-bias.md: errors of dq, without and with a key bias."""
+"""The figure of docs/key-bias.md: errors of dq over the size of the key bias."""
 
 from __future__ import annotations
 
@@ -37,23 +37,31 @@ def save(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
     """Writes the figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
-    errors = shown(records)
-    for place, (name, points) in enumerate(errors.items()):
-        for shift, (bias, error) in zip((-0.19, 0.19), points, strict=True):
-            black = name == "ours_mosaic" and bias
-            axes.barh(
-                place + shift, error, 0.36, color="black" if black else "0.6" if bias else "0.85"
-            )
-            axes.text(error, place + shift, f" {error:.4f}, key bias {bias}", va="center", size=8)
-    axes.set_yticks(range(len(errors)), [LINES[name] for name in errors])
-    axes.invert_yaxis()
-    axes.margins(x=0.35)
-    axes.set_xlabel("relative error of dq; shorter is better")
+    for name, points in shown(records).items():
+        label = LINES[name]
+        ours = name == "ours_mosaic"
+        axes.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            color="black" if ours else None,
+            label=label,
+        )
+    # Zero has no logarithm: the axis is linear up to the smallest bias.
+    axes.set_xscale("symlog", linthresh=2)
+    axes.set_yscale("log")
+    ticks = 0.003, 0.01, 0.03, 0.1
+    axes.set_yticks(ticks, [str(x) for x in ticks])
+    axes.yaxis.set_minor_formatter("")
+    biases = sorted({bias for points in shown(records).values() for bias, _ in points})
+    axes.set_xticks(biases, [str(bias) for bias in biases])
+    axes.set_xlabel("key bias in two features; keys have deviation 1")
+    axes.set_ylabel("relative error of dq")
+    axes.legend(frameon=False, fontsize="small")
     first = next(r for r in records if r["D"] == 128)
     axes.set_title(
-        f"bfloat16, causal, head dim 128, {first['T']} tokens, {first['device']}",
+        f"bfloat16, causal, head dim 128, {first['T']} tokens, {first['device']}; lower is better",
         fontsize="medium",
         loc="left",
     )
