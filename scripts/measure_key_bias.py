@@ -30,6 +30,8 @@ CASES = (
     *("full", "causal", "window", "documents", "lengths", "grouped heads"),
     *("sinks", "ALiBi", "bias", "soft cap"),
 )
+# Causal, the sequence divided among all devices. Only measured if named, on several devices.
+ACROSS_DEVICES = "ring", "gather", "heads"
 
 
 def options_of(case: str, length: int, random: np.random.Generator) -> dict[str, Any]:
@@ -58,6 +60,8 @@ def implementations(case: str) -> dict[str, Callable]:
         f"ours_{name}": functools.partial(pallas_flash.attention, **asked)
         for name, asked in ours.items()
     }
+    if case in ACROSS_DEVICES:
+        return {name: _across_devices(call, case) for name, call in calls.items()}
     if case in ("full", "causal", "grouped heads"):
         for name in ("xla", "cudnn"):
             calls[f"jax_{name}"] = functools.partial(
@@ -67,6 +71,20 @@ def implementations(case: str) -> dict[str, Callable]:
         # Without a mask the gradients of flash-attn3-jax 0.2.3 are wrong by orders of magnitude.
         calls["flash_attention_3"] = _flash_attention_3
     return calls
+
+
+def _across_devices(call: Callable, method: str) -> Callable:
+    mesh = jax.sharding.Mesh(jax.devices(), ("sequence",))
+    rows = jax.sharding.PartitionSpec(None, "sequence")
+
+    def attend(q, k, v, **options):
+        part = functools.partial(
+            call, sequence_axis="sequence", context_parallelism=method, **options
+        )
+        specs = dict(mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)
+        return jax.shard_map(part, check_vma=False, **specs)(q, k, v)
+
+    return attend
 
 
 def _flash_attention_3(q, k, v, is_causal=False):
@@ -156,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--length", type=parse_size, default=2048, help="tokens (2048)")
     parser.add_argument("--head-dims", type=parse_size, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", choices=CASES + ACROSS_DEVICES, default=CASES)
     parser.add_argument("--commit", help="of what runs, where git cannot tell it")
     parser.add_argument("--json", type=parse_path, help="a file to which lines are appended")
     arguments = parser.parse_args(argv)
