@@ -288,6 +288,23 @@ def _tokamax_mosaic(shape: Shape, direction: str) -> Attend:
 
 
 # ------------------------------------------------------------------------------------------------
+# FlashAttention-3, its own CUDA kernels.
+
+
+def _flash_attention_3(shape: Shape, direction: str) -> Attend:
+    from flash_attn3_jax import flash_mha
+
+    _only(shape, "grouped heads")
+    _refuse(shape.D != 128, "its JAX package has head dim 128 alone")
+    _refuse(shape.dtype == "float32", "is for 16 bits")
+    _refuse(
+        direction == "backward" and not shape.causal,
+        "its gradients without a causal mask are wrong in flash-attn3-jax 0.2.3",
+    )
+    return Attend(functools.partial(flash_mha, is_causal=shape.causal))
+
+
+# ------------------------------------------------------------------------------------------------
 # Triton, by itself and through PyTorch.
 
 
@@ -437,6 +454,9 @@ PEERS = {
     "jax_mosaic": Peer("jax", _jax_mosaic),
     "tokamax_triton": Peer("tokamax", _tokamax_triton, _EXTRA),
     "tokamax_mosaic": Peer("tokamax", _tokamax_mosaic, _EXTRA),
+    "flash_attention_3": Peer(
+        "flash-attn3-jax", _flash_attention_3, "pip install flash-attn3-jax einops"
+    ),
     "triton_tutorial": Peer("triton", _triton_tutorial, _EXTRA),
     "torch_cudnn": Peer("torch", functools.partial(_torch_sdpa, "CUDNN_ATTENTION"), _TORCH),
     "torch_flash": Peer("torch", functools.partial(_torch_sdpa, "FLASH_ATTENTION"), _TORCH),
