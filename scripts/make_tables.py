@@ -29,7 +29,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from scripts.benchmark import key_bias, overview, report, results
+from scripts.benchmark import curves, key_bias, overview, report, results
 from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, by_length, faster, fewer_rows
 from scripts.benchmark.results import RESULTS, time
 from scripts.command import UserError, command
@@ -39,6 +39,8 @@ FASTER_BY_MOSAIC = ROOT / "pallas_flash" / "_faster.py"
 # The lines of a file that a figure shows, and the module that draws it.
 FIGURES = {
     RESULTS / "h200-overview.png": (lambda: records("h200"), overview),
+    RESULTS / "h200-curves.png": (lambda: records("h200"), curves),
+    RESULTS / "h100-curves.png": (lambda: records("h100"), curves),
     RESULTS / "h200-key-bias.png": (lambda: lines_of("h200-dq-errors"), key_bias),
 }
 

@@ -1,4 +1,4 @@
-"""One figure: six panels, forward and backward by head size, causal, each at its longest text."""
+"""One figure: causal speed by head dim, forward and backward, each at its longest sequence."""
 
 from __future__ import annotations
 
@@ -9,99 +9,101 @@ from typing import Any
 
 from scripts.benchmark.shapes import short
 
-HEAD_SIZES = (64, 128, 256)
-# Who is behind a bar, each by the fastest of its ways; all others are the rest.
-GROUPS = {
-    "pallas_flash": {"ours": ""},
-    "cuDNN": {"jax_cudnn": "JAX", "torch_cudnn": "PyTorch"},
-    "tokamax": {"tokamax_triton": "Triton", "tokamax_mosaic": "Mosaic"},
-    "best of the rest": {
-        "jax_mha": "JAX, Triton",
-        "jax_mosaic": "JAX, Mosaic",
-        "triton_tutorial": "Triton tutorial",
-        "torch_flash": "PyTorch flash",
-        "torch_flex": "PyTorch flex",
-    },
+HEAD_DIMS = (64, 128, 256)
+PASSES = ("forward", "backward")
+# A library's bar shows the fastest of its implementations.
+LIBRARIES = {
+    "pallas_flash": ("ours",),
+    "FlashAttention-3": ("flash_attention_3",),
+    "cuDNN": ("jax_cudnn", "torch_cudnn"),
+    "tokamax": ("tokamax_mosaic", "tokamax_triton"),
 }
+COLORS = {
+    "pallas_flash": "black",
+    "FlashAttention-3": "#009e73",
+    "cuDNN": "#e69f00",
+    "tokamax": "#56b4e9",
+}
+Record = Mapping[str, Any]
 
 
-def of_panel(records: Sequence[Mapping[str, Any]], direction: str, D: int) -> list:
-    """The times of a pass and a head size at the longest text."""
-    wanted = f"{D} causal", direction
+def longest(records: Sequence[Record], of_pass: str, head_dim: int) -> list[Record]:
+    """Return the timed lines of a pass and a head dim at the longest sequence."""
+    wanted = f"{head_dim} causal", of_pass
     here = [r for r in records if (r["case"], r["pass"]) == wanted and "ms" in r]
     return [r for r in here if r["T"] == max(x["T"] for x in here)]
 
 
-def bars(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], dict[str, tuple]]:
-    """(TFLOP/s, which way) of each group that was timed, for each panel: (pass, head size)."""
-    panels = {}
-    for direction in ("forward", "backward"):
-        for D in HEAD_SIZES:
-            speed = {r["implementation"]: r["tflops"] for r in of_panel(records, direction, D)}
-            fastest = {
-                group: max((speed[peer], way) for peer, way in ways.items() if peer in speed)
-                for group, ways in GROUPS.items()
-                if speed.keys() & ways
-            }
-            if "pallas_flash" in fastest:
-                panels[direction, D] = fastest
-    return panels
-
-
-def shown(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return what the bars say, by panel."""
+def speeds(records: Sequence[Record], of_pass: str, head_dim: int) -> dict[str, float]:
+    """Return TFLOP/s of each library that was timed; none without a time of ours."""
+    found = {r["implementation"]: r["tflops"] for r in longest(records, of_pass, head_dim)}
+    if "ours" not in found:
+        return {}
     return {
-        f"{direction} {D}": {group: f"{x:.0f} {way}".rstrip() for group, (x, way) in panel.items()}
-        for (direction, D), panel in bars(records).items()
+        library: max(found[name] for name in names if name in found)
+        for library, names in LIBRARIES.items()
+        if found.keys() & set(names)
     }
 
 
-def about(records: Sequence[Mapping[str, Any]]) -> str:
+def shown(records: Sequence[Record]) -> dict[str, dict[str, str]]:
+    """Return the TFLOP/s of the bars, by pass and head dim."""
+    bars = {f"{x} {d}": speeds(records, x, d) for x in PASSES for d in HEAD_DIMS}
+    return {
+        k: {name: f"{v:.0f}" for name, v in found.items()} for k, found in bars.items() if found
+    }
+
+
+def about(records: Sequence[Record]) -> str:
     """Return what is written into the file, so that one can tell its data."""
     return json.dumps(shown(records))
 
 
-def save(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> bool:
-    """Writes the figure, unless there is nothing to show."""
-    if not bars(records):
+def save(records: Sequence[Record], path: pathlib.Path) -> bool:
+    """Write the figure, unless there is nothing to show."""
+    if not shown(records):
         return False
     draw(records).savefig(path, dpi=120, metadata={"Description": about(records)})
     return True
 
 
-def draw(records: Sequence[Mapping[str, Any]]):
-    """The figure."""
+def draw(records: Sequence[Record]):
+    """Return the figure."""
     from matplotlib.figure import Figure
 
-    panels = bars(records)
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    grid = figure.subplots(2, len(HEAD_SIZES), sharex=True, squeeze=False)
-    for row, direction in zip(grid, ("forward", "backward"), strict=True):
-        for axes, D in zip(row, HEAD_SIZES, strict=True):
-            fastest = panels.get((direction, D), {})
-            for place, group in enumerate(GROUPS):
-                if group not in fastest:
-                    axes.text(10, place, "not timed", va="center", size=8, color="0.5")
-                    continue
-                speed, way = fastest[group]
-                axes.barh(place, speed, color="black" if place == 0 else "0.75")
-                text = f"{speed:.0f}" + (f"  {way}" if way else "")
-                axes.text(
-                    10, place, text, va="center", size=8, color="white" if place == 0 else "black"
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(PASSES), sharey=True)
+    for axes, of_pass in zip(panels, PASSES, strict=True):
+        for group, head_dim in enumerate(HEAD_DIMS):
+            found = speeds(records, of_pass, head_dim)
+            width = 0.85 / len(LIBRARIES)
+            for place, (library, speed) in enumerate(found.items()):
+                x = group + (place - (len(found) - 1) / 2) * width
+                axes.bar(x, speed, width * 0.92, color=COLORS[library], label=library)
+                ratio = found["pallas_flash"] / speed
+                text = (
+                    f"{speed:.0f}"
+                    if library == "pallas_flash"
+                    else f"{ratio:.2f}\N{MULTIPLICATION SIGN}"
                 )
-            axes.set_yticks(range(len(GROUPS)), GROUPS if HEAD_SIZES[0] == D else [])
-            axes.set_ylim(len(GROUPS) - 0.5, -0.5)
-            title = f"{direction}, head size {D}"
-            if here := of_panel(records, direction, D):
-                title += f", T = {short(here[0]['T'])}"
-            axes.set_title(title, fontsize="medium", loc="left")
-            axes.spines[["top", "right"]].set_visible(False)
-    for axes in grid[-1]:
-        axes.set_xlabel("TFLOP/s")
-    first, *_ = of_panel(records, *next(iter(panels)))
+                axes.text(x, speed, text, ha="center", va="bottom", size=8)
+        axes.set_xticks(range(len(HEAD_DIMS)), [f"head dim {x}" for x in HEAD_DIMS])
+        axes.set_title(of_pass, fontsize="medium", loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("TFLOP/s")
+    handles, labels = panels[0].get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))
+    figure.legend(
+        [named[x] for x in LIBRARIES if x in named],
+        [x for x in LIBRARIES if x in named],
+        loc="outside lower center",
+        ncols=len(LIBRARIES),
+        frameon=False,
+    )
+    first = next(r for d in HEAD_DIMS for r in longest(records, PASSES[0], d))
     figure.suptitle(
-        f"Causal attention, {first.get('dtype')}, {first['device']}, {first['date'][:10]}; longer "
-        "is faster",
+        f"Causal attention, {first.get('dtype')}, {short(first['T'])} tokens, {first['device']}. "
+        "Above a bar: how many times as fast pallas_flash is",
         fontsize="medium",
     )
     return figure
