@@ -16,7 +16,6 @@ class Edges(enum.Enum):
     """How a kernel meets tiles that need the mask."""
 
     NONE = "every tile is known to be full"
-    BRANCH = "one loop, with the mask under a branch"
     APART = "a loop over the full tiles, then one over the others"
     LISTED = "the same for tiles whose numbers are listed"
 
@@ -31,8 +30,8 @@ def visit(ranges, step, carry, edges: Edges):
     Args:
         ranges: start, full_start, full_stop, stop; if listed, the number of full tiles, that of all
             tiles, and a function from a place in the list to the number of the tile there.
-        step: takes an int32 tile number, whether the mask must be applied (a Python bool, or a
-            traced one under a branch), and the carry.
+        step: takes an int32 tile number, whether the mask must be applied (a Python bool), and the
+            carry.
         carry: any pytree.
         edges: how to meet them.
     """
@@ -41,10 +40,6 @@ def visit(ranges, step, carry, edges: Edges):
         carry = lax.fori_loop(0, full, lambda t, c: step(tile_at(t), False, c), carry)
         return lax.fori_loop(full, count, lambda t, c: step(tile_at(t), True, c), carry)
     start, full_start, full_stop, stop = ranges
-    if edges is Edges.BRANCH:
-        return lax.fori_loop(
-            start, stop, lambda t, c: step(t, (t < full_start) | (t >= full_stop), c), carry
-        )
     carry = lax.fori_loop(full_start, full_stop, lambda t, c: step(t, False, c), carry)
     if edges is Edges.NONE:
         return carry
@@ -103,10 +98,3 @@ def share(ranges, part, parts: int, edges: Edges):
     start, full_start, full_stop, stop = ranges
     first, last = (start + bound for bound in bounds(stop - start))
     return first, between(first, full_start, last), between(first, full_stop, last), last
-
-
-def hidden(masked, hide, x):
-    """`hide(x)` on a tile that is `masked`, a bool of Python's or one computed by the kernel."""
-    if isinstance(masked, bool):
-        return hide(x) if masked else x
-    return lax.cond(masked, hide, lambda x: x, x)

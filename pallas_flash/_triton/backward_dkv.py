@@ -8,10 +8,9 @@
 
 Scores are computed transposed, so that no product needs its accumulator transposed. The query heads
 of the group are summed in the same program: the loop over heads goes around the loop over tiles,
-which keeps the latter's pipeline. Where that leaves too few programs for a GPU, they are shared out
-among several, whose float32 sums are added in the end; shares differ by a head where no number
-divides the group. Where both sums do not fit in registers the same kernel runs twice, once for
-each.
+which keeps the latter's pipeline. Where that leaves too few programs for a GPU, the heads are split
+equally among several, whose float32 sums are added in the end. Where both sums do not fit in
+registers the same kernel runs twice, once for each.
 """
 
 import jax
@@ -24,7 +23,7 @@ from pallas_flash._dropout import drop, rescaled, shrunk
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
-from pallas_flash._triton.tiles.rule import shares_of_heads
+from pallas_flash._triton.tiles.rule import splits_of_heads
 from pallas_flash._visits import in_tile, visit
 
 
@@ -37,7 +36,6 @@ def _kernel(
     *refs,
     static: common.Static,
     here,
-    parts: int,
     want_dk: bool,
     want_dv: bool,
 ):
@@ -46,15 +44,9 @@ def _kernel(
     tables, outputs = refs[:-n_out], list(refs[-n_out:])
     tiles, extras = common.load_tables(tables, static, flow=static.q)
     mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
-    b, share, kv_tile = here()
+    b, split, kv_tile = here()
     groups = q_ref.shape[1]
-    start, stop = 0, groups
-    if parts > 1:
-        # Heads start .. stop - 1 of the group; the first shares have one more.
-        part, share = lax.rem(share, np.int32(parts)), lax.div(share, np.int32(parts))
-        small, rest = divmod(groups, parts)
-        start, stop = (i * small + lax.min(i, np.int32(rest)) for i in (part, part + 1))
-    first_head = share * groups
+    first_head = split * groups
     k_pos = in_tile(kv_tile, block_kv)
     keys = common.existing(static.kv, k_pos)
     k = common.load(k_ref, keys, static.head_dim)
@@ -114,7 +106,7 @@ def _kernel(
     # Pallas's interpreter fails on a head number that is a constant, so there even one head gets a
     # loop.
     loop = groups > 1 or static.interpret
-    dk, dv = lax.fori_loop(start, stop, each_head, zeros) if loop else each_head(0, zeros)
+    dk, dv = lax.fori_loop(0, groups, each_head, zeros) if loop else each_head(0, zeros)
     if want_dk:
         dk = rescaled(extras.dropout, dk * scale)
         common.store(outputs.pop(0), dk, keys, static.head_dim)
@@ -141,47 +133,40 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
     """Those of dk [B, S, K, H] and dv [B, S, K, V] that `kernel` computes, in a list."""
     p = problem
     static, extras, table = common.make_static(p, tile, flow="q", interpret=interpret)
-    shares = shares_of_heads(p.groups, p.kv_rows, bool(p.mask))
-    # Programs that have their heads in one block: all of a group where shares are not equal.
-    parts = shares if p.groups % shares else 1
-    groups = p.groups * parts // shares
+    splits = splits_of_heads(p.groups, p.kv_rows, bool(p.mask))
+    groups = p.groups // splits
     heads = common.side_by_side(p, extras.mask, p.q_len * p.groups)
 
-    def index(share, j, outer, b):
-        """Grid indices to the example, the share of all query heads and the tile."""
-        return b, outer * heads * shares + share, j
-
-    def index_of_heads(*ids):
-        """The same with the number of the block of heads."""
-        b, share, j = index(*ids)
-        return b, share if parts == 1 else lax.div(share, np.int32(parts)), j
+    def index(split, j, outer, b):
+        """Grid indices to the example, the split of all query heads and the tile."""
+        return b, outer * heads * splits + split, j
 
     def head_rows(width):
-        """All queries of a block of heads."""
+        """All queries of the heads of a split."""
 
         def block(*ids):
-            b, heads, _ = index_of_heads(*ids)
-            return b, 0, heads, 0
+            b, split, _ = index(*ids)
+            return b, 0, split, 0
 
         return pl.BlockSpec((None, p.q_len, groups, common.padded(width)), block)
 
-    def keys(width, shares_of_a_head=1):
-        """A tile of [B, S, shares, width], or of what `shares_of_a_head` have in common."""
+    def keys(width, splits_of_a_head=1):
+        """A tile of [B, S, splits, width], or of what `splits_of_a_head` have in common."""
 
         def block(*ids):
-            b, share, j = index(*ids)
-            return b, j, lax.div(share, np.int32(shares_of_a_head)), 0
+            b, split, j = index(*ids)
+            return b, j, lax.div(split, np.int32(splits_of_a_head)), 0
 
         return pl.BlockSpec((None, static.kv.block, None, common.padded(width)), block)
 
-    tables, table_specs = common.operands(extras, table, index_of_heads, heads=groups)
-    statistic = pl.BlockSpec((None, groups, p.q_len), lambda *ids: (*index_of_heads(*ids)[:2], 0))
+    tables, table_specs = common.operands(extras, table, index, heads=groups)
+    statistic = pl.BlockSpec((None, groups, p.q_len), lambda *ids: (*index(*ids)[:2], 0))
     widths = []
     if kernel is not pallas_flash_dv:
         widths.append(p.head_dim)
     if kernel is not pallas_flash_dk:
         widths.append(p.value_dim)
-    dtype = p.dtype if shares == 1 else jnp.float32
+    dtype = p.dtype if splits == 1 else jnp.float32
     sums = common.call(
         kernel,
         p.query,
@@ -196,22 +181,21 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
         tile=tile,
         # Key tile 0 comes first: under a causal mask it has the most queries, and heavy tiles
         # should start early.
-        grid=(heads * shares, static.kv.count, p.num_kv_heads // heads, p.batch),
+        grid=(heads * splits, static.kv.count, p.num_kv_heads // heads, p.batch),
         in_specs=[
             head_rows(p.head_dim),
-            keys(p.head_dim, shares),
-            keys(p.value_dim, shares),
+            keys(p.head_dim, splits),
+            keys(p.value_dim, splits),
             common.whole(p.scale[None]),
             head_rows(p.value_dim),
             *[statistic] * (static.num_statistics + 1),
             *table_specs,
         ],
         out_specs=[keys(width) for width in widths],
-        out_shapes=[((*p.key.shape[:2], p.num_kv_heads * shares, w), dtype) for w in widths],
+        out_shapes=[((*p.key.shape[:2], p.num_kv_heads * splits, w), dtype) for w in widths],
         here=lambda: index(*map(pl.program_id, range(4))),
-        parts=parts,
     )
-    if shares == 1:
+    if splits == 1:
         return sums
-    apart = (*p.key.shape[:3], shares, -1)
+    apart = (*p.key.shape[:3], splits, -1)
     return [x.reshape(apart).sum(axis=3).astype(p.dtype) for x in sums]

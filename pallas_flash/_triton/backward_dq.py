@@ -38,44 +38,39 @@ def pallas_flash_dq(
     tiles, extras = common.load_tables(tables, static, flow=static.kv)
     mask, block_kv, scale = extras.mask, static.kv.block, scale_ref[0]
     b, h, q_tile = here()
-    slices = static.slices(b, h, q_tile, q_ref)
-    residuals = []
-    for rows in slices:
-        do = common.load(do_ref.at[rows.span, :], rows.exist, static.value_dim)
-        log_sum, delta = jax.tree.map(
-            lambda ref, rows=rows: common.load_row(ref.at[rows.span], rows.exist)[:, None],
-            (log_sum_refs, delta_ref),
-        )
-        delta = shrunk(extras.dropout, delta)
-        residuals.append((do, log_sum.l_log2, delta, common.subtracted(extras, log_sum)))
+    rows = static.rows(b, h, q_tile, q_ref)
+    do = common.load(do_ref, rows.exist, static.value_dim)
+    log_sum, delta = jax.tree.map(
+        lambda ref: common.load_row(ref, rows.exist)[:, None], (log_sum_refs, delta_ref)
+    )
+    delta = shrunk(extras.dropout, delta)
+    shift = common.subtracted(extras, log_sum)
 
-    def step(kv_tile, masked, carry):
+    def step(kv_tile, masked, acc):
         k_pos = in_tile(kv_tile, block_kv)
-        keys = common.seen_by_any(mask, slices, k_pos) if static.unseen and masked else None
+        at = rows.at(k_pos)
+        keys = None
+        if static.unseen and masked:
+            keys = common.seen_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.exist)
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
         v = common.load(v_ref.at[span, :], keys, static.value_dim)
-        results = []
-        for rows, (do, _, delta, log_sum), acc in zip(slices, residuals, carry, strict=True):
-            at = rows.at(k_pos)
-            s, c, pull = static.logits_vjp(extras, static.dot_t(rows.q, k), scale, *at)
-            dp = static.dot_t(do, v)
-            dp = drop(static.kept_of(extras, rows, kv_tile, k_pos), dp)
-            ds = pull(static.probabilities(s, c, log_sum) * (dp - delta))
-            if masked:
-                ds = jnp.where(mask.allowed(*at), ds, 0.0)
-            results.append(acc + static.dot(ds.astype(k.dtype), k))
-        return results
+        s, c, pull = static.logits_vjp(extras, static.dot_t(rows.q, k), scale, *at)
+        dp = static.dot_t(do, v)
+        dp = drop(static.kept_in_tile(extras, b, h, q_tile, kv_tile), dp)
+        ds = pull(static.probabilities(s, c, shift) * (dp - delta))
+        if masked:
+            ds = jnp.where(mask.allowed(*at), ds, 0.0)
+        return acc + static.dot(ds.astype(k.dtype), k)
 
-    carry = [jnp.zeros(rows.q.shape, jnp.float32) for rows in slices]
-    sums = visit(tiles(0), step, carry, static.edges)
-    for rows, (_, l_log2, _, _), acc in zip(slices, residuals, sums, strict=True):
-        acc = rescaled(extras.dropout, acc)
-        common.store(dq_ref.at[rows.span, :], acc * scale, rows.exist, static.head_dim)
-        if want_scale:
-            # A row that sees nothing may hold anything: its product with the zero sum is not taken.
-            dscale = jnp.where(l_log2 > -jnp.inf, rows.q.astype(jnp.float32) * acc, 0.0)
-            common.store_row(refs[-1].at[rows.span], jnp.sum(dscale, axis=1), rows.exist)
+    acc = visit(tiles(0), step, jnp.zeros(rows.q.shape, jnp.float32), static.edges)
+    acc = rescaled(extras.dropout, acc)
+    common.store(dq_ref, acc * scale, rows.exist, static.head_dim)
+    if want_scale:
+        # A row that sees nothing may hold anything: its product with the zero sum is not taken.
+        sees = log_sum.l_log2 > -jnp.inf
+        dscale = jnp.where(sees, rows.q.astype(jnp.float32) * acc, 0.0)
+        common.store_row(refs[-1], jnp.sum(dscale, axis=1), rows.exist)
 
 
 def dq(problem: Problem, do, log_sum, delta, tile: Tile, *, want_scale: bool, interpret: bool):

@@ -15,7 +15,6 @@ What a call does not ask for, such as a bias or dropout, is not there when its k
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,8 +53,6 @@ class Rows(NamedTuple):
         h: their head, or int32 [rows].
         pos: their positions, int32 [rows].
         exist: which of them exist, bool [rows], or None for all.
-        tile: which slice of its sequence they are; None if they are none, but of several heads.
-        span: where they are in the program's query tile.
     """
 
     q: Any
@@ -63,8 +60,6 @@ class Rows(NamedTuple):
     h: Any
     pos: Any
     exist: Any
-    tile: Any = None
-    span: Any = None
 
     def at(self, k_pos):
         """Their indices and those of keys, to broadcast to [rows, keys]."""
@@ -83,7 +78,6 @@ class Static:
     large: bool  # Whether scores may be, see `Problem.large`; then m is natural, else in base 2.
     q: Tiling
     kv: Tiling
-    num_slices: int  # Of a query tile that stays.
     num_stages: int
     head_dim: int
     value_dim: int
@@ -124,17 +118,11 @@ class Static:
         quick = self.itemsize == 2 and (scores.soft_cap or 0) <= MAX_QUICK_CAP
         return Functions(_tanh) if quick and not self.interpret else Functions()
 
-    def slices(self, b, h, q_tile, q_ref) -> list[Rows]:
-        """The rows of a query tile, slice by slice."""
-        block = self.q.block // self.num_slices
-        slices = []
-        for i in range(self.num_slices):
-            span, tile = pl.ds(i * block, block), q_tile * self.num_slices + i
-            pos = in_tile(tile, block)
-            exist = existing(self.q, pos)
-            q = load(q_ref.at[span, :], exist, self.head_dim)
-            slices.append(Rows(q, b, h, pos, exist, tile, span))
-        return slices
+    def rows(self, b, h, q_tile, q_ref) -> Rows:
+        """Load the rows of a query tile of one head."""
+        pos = in_tile(q_tile, self.q.block)
+        exist = existing(self.q, pos)
+        return Rows(load(q_ref, exist, self.head_dim), b, h, pos, exist)
 
     def kept(self, extras: Extras, *at, first=(0, 0)):
         """Which probabilities dropout keeps, at indices `at`; None for all. See `Dropout.kept`."""
@@ -144,20 +132,14 @@ class Static:
     def kept_in_tile(self, extras: Extras, b, h, q_tile, kv_tile, *, transposed: bool = False):
         """As `kept`, for [block_q, block_kv], or transposed.
 
-        `q_tile` counts slices. Indices count within one, where the compiler knows them: so it finds
-        the elements of a thread that share a counter.
+        Indices count within the tile, where the compiler knows them: so it finds the elements of a
+        thread that share a counter.
         """
-        block_q, block_kv = self.q.block // self.num_slices, self.kv.block
+        block_q, block_kv = self.q.block, self.kv.block
         q, k = lax.iota(jnp.int32, block_q), lax.iota(jnp.int32, block_kv)
         q, k = (q[None, :], k[:, None]) if transposed else (q[:, None], k[None, :])
         first = q_tile * block_q, kv_tile * block_kv
         return self.kept(extras, b, h, q, k, first=first)
-
-    def kept_of(self, extras: Extras, rows: Rows, kv_tile, k_pos):
-        """As `kept`, for these rows and the keys of a tile, which are at `k_pos`."""
-        if rows.tile is None:
-            return self.kept(extras, *rows.at(k_pos))
-        return self.kept_in_tile(extras, rows.b, rows.h, rows.tile, kv_tile)
 
     def drop(self, kept, x):
         """`x` where it is kept, else zero; for `x` that is then rounded to 16 bits.
@@ -425,12 +407,6 @@ def seen_keys(mask: Mask, b, h, q_pos, k_pos, rows):
     return _any(mask.allowed(b, h, q_pos, k_pos), rows, k_pos + q_pos)
 
 
-def seen_by_any(mask: Mask, slices: Sequence[Rows], k_pos):
-    """As `seen_keys`, of several slices."""
-    seen = (seen_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.exist) for rows in slices)
-    return functools.reduce(jnp.logical_or, seen)
-
-
 def seen_queries(mask: Mask, b, h, q_pos, k_pos, keys):
     """Bool [block_q]: which queries see any key of the tile; as `seen_keys`."""
     q_pos, k_pos = q_pos[:, None], k_pos[None, :]
@@ -525,7 +501,7 @@ def make_static(problem: Problem, tile, *, flow: str, interpret: bool, groups: i
         edges = Edges.LISTED
         table = mask.kv_lists(q, kv, groups) if flow == "kv" else mask.q_lists(q, kv)
     else:
-        edges = Edges.BRANCH if tile.one_loop and not unseen else Edges.APART
+        edges = Edges.APART
         ranges = mask.kv_ranges if flow == "kv" else mask.q_ranges
         table = jnp.asarray(ranges(q, kv))[:, None]
     extras = Extras(mask, problem.scores, problem.sinks, problem.dropout)
@@ -537,7 +513,6 @@ def make_static(problem: Problem, tile, *, flow: str, interpret: bool, groups: i
         large=problem.large,
         q=q,
         kv=kv,
-        num_slices=tile.slices_of(q.block),
         num_stages=tile.num_stages,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,

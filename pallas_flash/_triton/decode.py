@@ -63,7 +63,11 @@ def pallas_flash_decode(
     query, head = _query_and_head(row, groups)
     rows = common.Rows(q, pl.program_id(3), pl.program_id(2) * groups + head, query, exist)
     mine = share(tiles(0), pl.program_id(1), parts, static.edges)
-    [(acc, m, l)] = attend([rows], k_ref, v_ref, scale_ref[0], mine, extras, static)
+
+    def kept_of(kv_tile, k_pos):
+        return static.kept(extras, *rows.at(k_pos))
+
+    acc, m, l = attend(rows, k_ref, v_ref, scale_ref[0], mine, kept_of, extras, static)
     common.store(acc_ref, acc, exist, static.value_dim)
     common.store_row(m_ref, m, exist)
     common.store_row(l_ref, l, exist)

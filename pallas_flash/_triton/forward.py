@@ -11,9 +11,6 @@
 Where scores may be large, m is the natural maximum of s, and stays apart from log2(l); see
 `LogSum`.
 
-With several slices of the query tile (`Tile.num_slices`) each has its own m, l and acc, and they
-take turns: the matrix units have the products of one while the softmax of another is computed.
-
 m and l are the online softmax of Milakov and Gimelshein (2018), the loop order that of
 FlashAttention-2 (Dao, 2023).
 """
@@ -25,57 +22,52 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
-from pallas_flash._visits import hidden, in_tile, visit
+from pallas_flash._visits import in_tile, visit
 
 # Sums that are kept of a row of p, added up after the loop. In the accumulators of the matrix
 # units a thread holds two of every 8 numbers of a row: so many sums need no exchange of threads.
 PARTS = 8
 
 
-def attend(slices, k_ref, v_ref, scale, tiles, extras: common.Extras, static: common.Static):
-    """What one program finds for each of its `common.Rows` in a range of tiles.
+def attend(rows: common.Rows, k_ref, v_ref, scale, tiles, kept_of, extras: common.Extras, static):
+    """What one program finds for its rows in a range of tiles: acc [rows, V], m and l [rows].
 
-    Returns acc [rows, V], m [rows] and l [rows] for each.
+    `kept_of` takes the number and the positions of a key tile to what dropout keeps in it.
     """
     mask, block_kv = extras.mask, static.kv.block
 
     def step(kv_tile, masked, carry):
+        acc, m, l = carry
         k_pos = in_tile(kv_tile, block_kv)
-        keys = common.seen_by_any(mask, slices, k_pos) if static.unseen and masked else None
+        at = rows.at(k_pos)
+        keys = None
+        if static.unseen and masked:
+            keys = common.seen_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.exist)
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, static.head_dim)
         # Where this stands decides how many registers it takes; see docs/performance.md.
-        kept = [static.kept_of(extras, rows, kv_tile, k_pos) for rows in slices]
-        # All products first: of the second slice's while the first one's softmax runs.
-        products = [static.dot_t(rows.q, k) for rows in slices]
-        v, results = None, []
-        for rows, s, keep, (acc, m, l) in zip(slices, products, kept, carry, strict=True):
-            at = rows.at(k_pos)
-            s, c = static.logits(extras, s, scale, *at)
-            s = hidden(masked, lambda s, at=at: jnp.where(mask.allowed(*at), s, -jnp.inf), s)
-            m_new = jnp.maximum(m, static.top(s, c))
-            if v is None:
-                m_new = static.fence(m_new, kv_tile, static.kv)
-                v = common.load(v_ref.at[span, :], keys, static.value_dim)
-            # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives weight 0.
-            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-            p = static.weights(s, c, m_safe[:, None])
-            alpha = static.shrink(m, m_safe, static.exp2)
-            l = alpha[:, None] * l + jnp.sum(p.reshape(len(p), -1, PARTS), axis=1)
-            p = static.drop(keep, p)
-            acc = alpha[:, None] * acc + static.dot(p.astype(v.dtype), v)
-            results.append((acc, m_new, l))
-        return results
+        keep = kept_of(kv_tile, k_pos)
+        s, c = static.logits(extras, static.dot_t(rows.q, k), scale, *at)
+        if masked:
+            s = jnp.where(mask.allowed(*at), s, -jnp.inf)
+        m_new = static.fence(jnp.maximum(m, static.top(s, c)), kv_tile, static.kv)
+        v = common.load(v_ref.at[span, :], keys, static.value_dim)
+        # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives weight 0.
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        p = static.weights(s, c, m_safe[:, None])
+        alpha = static.shrink(m, m_safe, static.exp2)
+        l = alpha[:, None] * l + jnp.sum(p.reshape(len(p), -1, PARTS), axis=1)
+        p = static.drop(keep, p)
+        acc = alpha[:, None] * acc + static.dot(p.astype(v.dtype), v)
+        return acc, m_new, l
 
-    carry = [
-        (
-            jnp.zeros((len(rows.q), v_ref.shape[-1]), jnp.float32),
-            jnp.full((len(rows.q),), -jnp.inf, jnp.float32),
-            jnp.zeros((len(rows.q), PARTS), jnp.float32),
-        )
-        for rows in slices
-    ]
-    return [(acc, m, jnp.sum(l, axis=1)) for acc, m, l in visit(tiles, step, carry, static.edges)]
+    start = (
+        jnp.zeros((len(rows.q), v_ref.shape[-1]), jnp.float32),
+        jnp.full((len(rows.q),), -jnp.inf, jnp.float32),
+        jnp.zeros((len(rows.q), PARTS), jnp.float32),
+    )
+    acc, m, l = visit(tiles, step, start, static.edges)
+    return acc, m, jnp.sum(l, axis=1)
 
 
 def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.Static, here):
@@ -84,20 +76,22 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, static: common.S
     tables, o_ref, statistic_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
     tiles, extras = common.load_tables(tables, static, flow=static.kv)
     b, h, q_tile = here()
-    slices = static.slices(b, h, q_tile, q_ref)
-    results = attend(slices, k_ref, v_ref, scale_ref[0], tiles(0), extras, static)
-    for rows, (acc, m, l) in zip(slices, results, strict=True):
-        alive = l > 0.0
-        l, factor = jnp.where(alive, l, 1.0), 1.0
-        if static.large or extras.sinks is not None:
-            m = jnp.where(alive, m, 0.0)
-        if extras.sinks is not None:
-            m, l, factor = static.with_sink(m, l, extras.sinks[h])
-        weight = rescaled(extras.dropout, factor / l)
-        o = acc * weight[:, None]
-        common.store(o_ref.at[rows.span, :], o, rows.exist, static.value_dim)
-        for ref, x in zip(statistic_refs, static.statistics(m, l, alive), strict=True):
-            common.store_row(ref.at[rows.span], x, rows.exist)
+    rows = static.rows(b, h, q_tile, q_ref)
+
+    def kept_of(kv_tile, k_pos):
+        return static.kept_in_tile(extras, b, h, q_tile, kv_tile)
+
+    acc, m, l = attend(rows, k_ref, v_ref, scale_ref[0], tiles(0), kept_of, extras, static)
+    alive = l > 0.0
+    l, factor = jnp.where(alive, l, 1.0), 1.0
+    if static.large or extras.sinks is not None:
+        m = jnp.where(alive, m, 0.0)
+    if extras.sinks is not None:
+        m, l, factor = static.with_sink(m, l, extras.sinks[h])
+    weight = rescaled(extras.dropout, factor / l)
+    common.store(o_ref, acc * weight[:, None], rows.exist, static.value_dim)
+    for ref, x in zip(statistic_refs, static.statistics(m, l, alive), strict=True):
+        common.store_row(ref, x, rows.exist)
 
 
 def forward(problem: Problem, tile: Tile, *, interpret: bool):

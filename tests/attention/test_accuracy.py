@@ -212,10 +212,10 @@ def test_every_tile_gives_the_same_answer(case, tile, split, kernel_case):
 
 
 @cases.parametrize(names=["mask, causal, lengths"])
-def test_shares_of_heads_that_are_not_equal(case, monkeypatch, kernel_case):
-    """Three programs for 7 query heads of a key head, with tiles listed for each head."""
-    monkeypatch.setattr(backward_dkv, "shares_of_heads", lambda *_: 3)
-    case = dataclasses.replace(case, name="7 heads", N=14, K=2)
+def test_split_heads_with_listed_tiles(case, monkeypatch, kernel_case):
+    """Three programs for 6 query heads of a key head, with tiles listed for each head."""
+    monkeypatch.setattr(backward_dkv, "splits_of_heads", lambda *_: 3)
+    case = dataclasses.replace(case, name="6 heads", N=12, K=2)
     problem = case.problem()
     judge(case, "float32", measured(case, "float32", "interpret", problem, tile_sizes=SMALL),
           problem)  # fmt: skip

@@ -14,7 +14,7 @@ from pallas_flash import Predicate, _masks
 from pallas_flash._mask_objects import MaskArray
 from pallas_flash._masks import Band, Ends, Lengths, Mask, PositionBand, Segments, Tiling
 from pallas_flash._operands import Pairs, Positions
-from pallas_flash._visits import Edges, hidden, in_tile, visit
+from pallas_flash._visits import Edges, in_tile, visit
 
 BATCH = 3
 
@@ -471,15 +471,14 @@ def visits(ranges, edges):
     return visit(ranges, step, jnp.zeros((2, N_TILES + 2 * MARGIN), jnp.int32), edges)
 
 
-@pytest.mark.parametrize("edges", [Edges.APART, Edges.BRANCH])
-def test_visit_sees_each_tile_once_and_masks_those_that_are_not_full(edges):
+def test_visit_sees_each_tile_once_and_masks_those_that_are_not_full():
     every = itertools.combinations_with_replacement(range(N_TILES + 1), 4)
     ranges = np.array([r for r in every if r[1] < r[2] or r[1] == r[0]], np.int32)
     t = np.arange(-MARGIN, N_TILES + MARGIN)
     start, full_start, full_stop, stop = ranges.T[:, :, None]
     full = (full_start <= t) & (t < full_stop)
     edge = (start <= t) & (t < stop) & ~full
-    counts = jax.jit(jax.vmap(functools.partial(visits, edges=edges)))(tuple(ranges.T))
+    counts = jax.jit(jax.vmap(functools.partial(visits, edges=Edges.APART)))(tuple(ranges.T))
     np.testing.assert_array_equal(counts, np.stack([full, edge], axis=1))
 
 
@@ -493,15 +492,6 @@ def test_visit_without_edges_never_asks_for_the_mask():
         return carry
 
     visit((0, 0, N_TILES, N_TILES), step, 0, Edges.NONE)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_what_is_hidden_on_a_masked_tile_is_the_same_with_a_bool_and_a_traced_one(masked):
-    x = jnp.arange(4.0)
-    want = -x if masked else x
-    np.testing.assert_array_equal(hidden(masked, jnp.negative, x), want)
-    traced = jax.jit(lambda m: hidden(m, jnp.negative, x))(masked)
-    np.testing.assert_array_equal(traced, want)
 
 
 TOKENS = np.random.default_rng(7).integers(0, 99, (1, 20)).astype(np.int32)

@@ -381,7 +381,7 @@ MOVED = [
 @pytest.mark.parametrize(("tiles", "sizes"), cases.default(MOVED[:5], MOVED))
 def test_kernels_move_what_the_page_says(tiles, sizes, kernel_case, monkeypatch):
     """With all heads of a group in one program; so few keys would have them shared out."""
-    monkeypatch.setattr(backward_dkv, "shares_of_heads", lambda *_: 1)
+    monkeypatch.setattr(backward_dkv, "splits_of_heads", lambda *_: 1)
     assert counted(tiles, sizes) == by_formula(tiles, sizes)
 
 

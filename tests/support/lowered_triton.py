@@ -8,7 +8,7 @@ import pallas_flash
 from pallas_flash import Tile, TileSizes
 
 # Small, and of different shape for each kernel: a tile number taken from the wrong one shows.
-TILES = TileSizes(Tile(64, 32, one_loop=True), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))
+TILES = TileSizes(Tile(64, 32), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))
 
 
 def _attention(options, tiles=TILES):

@@ -25,9 +25,6 @@ from pallas_flash._triton import backward_dkv, common
 
 # dk and dv in launches of their own.
 APART = TileSizes(Tile(32, 32), dk=Tile(32, 64), dv=Tile(64, 32), dq=Tile(64, 32))
-SLICED = TileSizes(
-    Tile(64, 32, num_slices=2), dkv=Tile(32, 64), dq=Tile(64, 16, 2, 3, num_slices=4)
-)
 
 # Test_accuracy runs each case; here the default run has those that lower to something new.
 every_case = cases.parametrize(
@@ -82,47 +79,18 @@ def test_dk_and_dv_apart(case, kernel_case):
     _assert_pipelined(case, runs)
 
 
-@cases.parametrize(
-    names=["one query", "everything at once"],
-    more=[
-        "one key/value head",
-        "full, whole tiles",
-        "T of one tile, S of several",
-        "causal, whole tiles",
-        "causal, first queries see nothing",
-        "lengths of zero",
-        "documents, shuffled",
-        "mask with empty tiles",
-        "sinks",
-        "dropout",
-        "all features",
-    ],
-)
-def test_slices(case, kernel_case):
-    """Rows of a tile in several parts: the same numbers, and nothing else is read."""
-    results, runs = _evaluated(case, tiles=SLICED)
-    judge(case, "float32", results)
-    _assert_stored_once(runs)
-    _assert_pipelined(case, runs)
-    qkv, cotangents, options = case.problem()
-    arrays = cases.poison(case, qkv, cotangents, options)
-    poisoned, _ = differentiated((*arrays, cases.poison_bias(case, options)), SLICED)
-    for name, a, b in zip(oracle.names(options), results, poisoned, strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=name)
-
-
-@pytest.mark.parametrize("shares", cases.default([2, 3], [1, 2, 3, 4]))
+@pytest.mark.parametrize("splits", cases.default([2, 4], [1, 2, 4]))
 @cases.parametrize(names=["causal, whole tiles", "everything at once"], more=["all features"])
-def test_heads_that_share_keys_in_several_programs(case, shares, monkeypatch, kernel_case):
+def test_dkv_with_split_heads(case, splits, monkeypatch, kernel_case):
     # The number is no argument: a call of the same shapes would be traced once.
-    case = dataclasses.replace(case, B=shares, T=min(case.T, 128), S=min(case.S, 128), N=8, K=2)
-    monkeypatch.setattr(backward_dkv, "shares_of_heads", lambda *_: shares)
+    case = dataclasses.replace(case, B=splits, T=min(case.T, 128), S=min(case.S, 128), N=8, K=2)
+    monkeypatch.setattr(backward_dkv, "splits_of_heads", lambda *_: splits)
     problem = case.problem("float32")
     results, runs = differentiated(problem)
     judge(case, "float32", results, problem)
     _assert_stored_once(runs)
     [grid] = [run.kernel.grid for run in runs if run.kernel.name == "pallas_flash_dkv"]
-    assert math.prod(grid) == shares * case.B * case.K * -(-case.S // TILES.dkv.block_kv)
+    assert math.prod(grid) == splits * case.B * case.K * -(-case.S // TILES.dkv.block_kv)
 
 
 @pytest.mark.parametrize(("heads", "dtype"), [(2, "bfloat16"), (4, "float32")])
@@ -155,43 +123,20 @@ def test_some_heads_side_by_side(heads, monkeypatch, kernel_case):
     }
 
 
-@pytest.mark.parametrize(
-    ("one_loop", "options", "loops"),
-    [
-        (True, {"is_causal": True}, 1),
-        (False, {"is_causal": True}, 2),
-        # Where a query may see nothing, or nothing of its own position, loads are masked, too.
-        (True, {"is_causal": True, "query_offset": -8}, 2),
-        (True, {"key_value_seq_lengths": jnp.array([50])}, 2),
-        (True, {}, 1),
-    ],
-)
-def test_masked_tiles_share_a_loop_where_it_is_asked_for(one_loop, options, loops):
-    tiles = TileSizes(Tile(32, 16, one_loop=one_loop))
+@pytest.mark.parametrize(("options", "loops"), [({"is_causal": True}, 2), ({}, 1)])
+def test_partial_tiles_have_a_loop_of_their_own(options, loops):
     q = jnp.ones((1, 64, 1, 16))
-    [forward] = ttir.lower(_attention(options, tiles), q, q, q)
+    [forward] = ttir.lower(_attention(options, TileSizes(Tile(32, 16))), q, q, q)
     assert len([loop for loop in ttir.loops(forward) if loop.dots]) == loops
 
 
-@pytest.mark.parametrize("queries", [16, 20, 33])
-def test_a_shortened_tile_has_slices_of_16_queries_or_more(queries):
-    tiles = TileSizes(Tile(256, 32, num_slices=4))
-    q, k = jnp.ones((1, queries, 1, 16)), jnp.ones((1, 40, 1, 16))
-    runs = []
-    o, _ = ttir.evaluate(_attention({}, tiles), q, k, k, runs=runs)
-    np.testing.assert_allclose(o, 1)
-    dots = [op for op in ttir.walk(runs[0].kernel.body) if op.name == "tt.dot"]
-    assert {op.shapes[0][0] for op in dots} == {16}
-
-
-@pytest.mark.parametrize("tiles", [TILES, SLICED], ids=["whole", "sliced"])
 @cases.parametrize(names=["everything at once", "dropout"], more=["full", "lengths of zero"])
-def test_gradient_of_a_traced_scale(case, tiles, kernel_case):
+def test_gradient_of_a_traced_scale(case, kernel_case):
     """The kernel for dq then has one more result."""
     qkv, cotangents, options = case.problem()
 
     def gradient(scale, cotangents):
-        _, vjp = jax.vjp(lambda scale: _attention(options, tiles)(*qkv, scale=scale), scale)
+        _, vjp = jax.vjp(lambda scale: _attention(options)(*qkv, scale=scale), scale)
         return vjp(cotangents)
 
     scale, runs = jnp.float32(0.4), []

@@ -345,38 +345,14 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
         fewest = default.block_q if kernel == "decode" else 64
         assert stay >= min(fewest, 16 * tile.num_warps) or (size, capability) == (256, (8, 9))
         assert flow in (16, 32, 64, 128)
-        assert tile.num_slices == (2 if stay == 256 else 1)
-        assert not tile.one_loop
         assert stay * (sums + scores * flow) / (32 * tile.num_warps) <= 255
         by_table(sizes_for(kernel, tile))  # Raises where it does not fit.
-
-
-def test_one_loop_is_tried_where_it_makes_a_difference():
-    def tried(kernel="forward", **of):
-        p = problem(**of)
-        tiles = triton_tiles.candidates(
-            kernel, p, functools.partial(choose.by_table, p, "interpret")
-        )
-        return {(tile.num_stages, tile.num_slices) for tile in tiles if tile.one_loop}
-
-    same, causal = dict(kv_len=300, q_len=300), dict(is_causal=True)
-    assert tried(**same, **causal) == {(2, 1)}
-    assert not tried(**same) | tried("dq", **same, **causal) | tried(**causal)
-    assert not tried(**same, key_value_seq_lengths=jnp.array([50]))
-    # Also with the table's own sizes, where that has a loop for masked tiles.
-    wide = problem(**same, **causal, size=256, value_dim=256, dtype=jnp.bfloat16)
-    by_table = functools.partial(choose.by_table, wide, "interpret")
-    table = by_table(None).forward
-    assert not table.one_loop
-    both = {table, dataclasses.replace(table, one_loop=True)}
-    assert both <= {*triton_tiles.candidates("forward", wide, by_table)}
 
 
 def test_blocks_longer_than_the_sequence_are_tried_once():
     p = problem(q_len=3, kv_len=33)
     by_table = functools.partial(choose.by_table, p, "interpret")
     tiles = triton_tiles.candidates("forward", p, by_table)
-    # Three queries cannot be sliced.
     assert {tile.block_q for tile in tiles} == {by_table(None).forward.block_q, 64, 128}
     shortened = [(x.num_warps, x.num_stages, min(x.block_kv, 64)) for x in tiles]
     assert len({*shortened}) == len(shortened)

@@ -13,9 +13,8 @@ def candidates(kernel: str, problem: Problem, choose: Choose) -> list[Tile]:
     """Tiles around the table's, which comes first; `choose` is a partial `by_table`.
 
     64 rows or more stay for each 4 warps, as Hopper's matrix instructions want it, or as many as in
-    the table; 256 rows come in slices, where a kernel has them. The sums and scores of a tile,
-    which are float32, are no more than the 255 registers of each thread. Blocks longer than the
-    sequence, which kernels shorten, come once.
+    the table. The sums and scores of a tile, which are float32, are no more than the 255 registers
+    of each thread. Blocks longer than the sequence, which kernels shorten, come once.
     """
     p, table = problem, choose(None)
     h, v = (max(16, power_of_2(width)) for width in (p.head_dim, p.value_dim))
@@ -24,18 +23,11 @@ def candidates(kernel: str, problem: Problem, choose: Choose) -> list[Tile]:
     near = table.tile(kernel) or table.tile("dkv") or table.tile("dk")
     turn = -1 if kernel in KEYS_STAY else 1  # There keys stay and queries flow.
     rows, columns = (near.block_q, near.block_kv)[::turn]
-    launches = {(rows, near.num_warps, near.num_slices), (64, 4, 1), (128, 4, 1), (128, 8, 1)}
-    launches |= {(256, 8, 2)} if kernel in ("forward", "dq") else set()
+    launches = {(rows, near.num_warps), (64, 4), (128, 4), (128, 8)}
     flows = [block for block in (columns // 2, columns, 2 * columns) if 16 <= block <= 128]
     tiles = [near] if table.tile(kernel) else []
-    edges = kernel == "forward" and p.mask and p.mask.reflexive and p.q_len == p.kv_len
-    for (stay, warps, slices), flow, stages in itertools.product(
-        sorted(launches), flows, (2, 3, 4)
-    ):
-        block_q, block_kv = (stay, flow)[::turn]
-        # With more stages one loop for all tiles was slower (docs/performance.md).
-        one_loop = bool(edges) and stages == 2 and slices == 1
-        tile = Tile(block_q, block_kv, warps, stages, slices, one_loop)
+    for (stay, warps), flow, stages in itertools.product(sorted(launches), flows, (2, 3, 4)):
+        tile = Tile(*(stay, flow)[::turn], warps, stages)
         if stay * (sums + scores * flow) <= 255 * 32 * warps and _fits(kernel, tile, choose):
             tiles.append(tile)
     q_rows = p.q_len * p.groups if kernel == "decode" else p.q_len
@@ -43,7 +35,7 @@ def candidates(kernel: str, problem: Problem, choose: Choose) -> list[Tile]:
     distinct = {}
     for x in tiles:
         block_q, block_kv = min(x.block_q, q_len), min(x.block_kv, kv_len)
-        as_run = block_q, block_kv, x.num_warps, x.num_stages, x.slices_of(block_q), x.one_loop
+        as_run = block_q, block_kv, x.num_warps, x.num_stages
         distinct.setdefault(as_run, x)
     return list(distinct.values())
 

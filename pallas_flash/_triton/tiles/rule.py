@@ -49,7 +49,7 @@ def default(work: Workload) -> TileSizes:
 def _of_few(work: Workload) -> dict[str, Tile]:
     """What differs where programs are few."""
     limit, tiles = table.FEW.get((_width(work), work.itemsize), (0, {}))
-    spread = work.kv_rows * shares_of_heads(work.groups, work.kv_rows, work.masked)
+    spread = work.kv_rows * splits_of_heads(work.groups, work.kv_rows, work.masked)
 
     def few(kernel: str) -> bool:
         return (spread if kernel in KEYS_STAY else work.rows) * (2 - work.masked) <= limit
@@ -59,10 +59,8 @@ def _of_few(work: Workload) -> dict[str, Tile]:
 
 def _of_kind(work: Workload) -> dict[str, Tile]:
     """What differs for this kind of call."""
-    for length, many, tiles in table.BY_KIND.get((work.kind, _width(work), work.itemsize), ()):
-        if min(work.q_len, work.kv_len) >= length and work.rows >= many:
-            return tiles
-    return {}
+    many, tiles = table.BY_KIND.get((work.kind, _width(work), work.itemsize), (0, {}))
+    return tiles if work.rows >= many else {}
 
 
 def _fitted(kernel: str, tile: Tile, work: Workload) -> Tile:
@@ -116,20 +114,17 @@ def shared_bytes(kernel: str, tile: Tile, work: Workload) -> int:
     return (kept * stay + 2 * tile.num_stages * flow) * _width(work) * work.itemsize + pairs
 
 
-def shares_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
-    """Among how many programs "dkv" shares out the `groups` heads of a key.
+def splits_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
+    """Return among how many programs "dkv" splits the `groups` query heads of a key head.
 
-    `kv_rows` are the keys of all heads and examples; `masked` is whether there is a mask, whose
-    tiles differ in work, so that more programs are better.
+    It is the smallest divisor of `groups` that makes programs enough, or else all of `groups`.
+    Sums of many splits take time and memory, so a little less than enough will do.
+
+    Args:
+        groups: query heads of a key head.
+        kv_rows: keys of all heads and examples. (There may be none.)
+        masked: whether there is a mask. Its tiles differ in work, so more programs are better.
     """
-    enough = table.ENOUGH_KEYS if masked else table.ENOUGH_KEYS / 2
-
-    def off(n: int) -> float:
-        # The largest share takes as long as all. (There may be no keys.)
-        equal_shares = groups / math.ceil(groups / n)
-        return abs(math.log2(equal_shares * max(1, kv_rows) / enough))
-
-    # The nearest, for sums of many shares take time and memory: equal shares where these are near.
-    counts = range(1, groups + 1)
-    equal = min((n for n in counts if groups % n == 0), key=off)
-    return equal if off(equal) <= 0.5 else min(counts, key=off)
+    enough = (table.ENOUGH_KEYS if masked else table.ENOUGH_KEYS / 2) / math.sqrt(2)
+    divisors = (n for n in range(1, groups) if groups % n == 0)
+    return next((n for n in divisors if n * kv_rows >= enough), groups)

@@ -62,7 +62,7 @@ SYNCHRONOUS = HOPPER | {
     (64, 2): TileSizes(forward=Tile(128, 64, 4, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
     (128, 2): TileSizes(forward=Tile(128, 64, 8, 2), dkv=Tile(32, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
     (256, 2): TileSizes(
-        forward=Tile(64, 32, 4, 2, one_loop=True),
+        forward=Tile(64, 32, 4, 2),
         dk=Tile(32, 64, 8, 2),
         dv=Tile(32, 64, 8, 2),
         dq=Tile(64, 32, 8, 2),
@@ -72,26 +72,15 @@ SYNCHRONOUS = HOPPER | {
 
 BY_MATRIX_UNITS = {"hopper": HOPPER, "blackwell": BLACKWELL, "synchronous": SYNCHRONOUS}
 
-# What was faster on an H200 than the table above, by (kind of call, padded head size, bytes of an
-# element): from how many queries and keys on, from how many queries of all heads and examples on,
-# and the tiles. The first entry that a call has enough for serves.
+# Tiles that were faster on an H200 than the table above, by (kind of call, padded head dim, bytes
+# of an element): from how many queries of all heads and examples on, and the tiles.
 #
-# TALL has 128 rows for 4 warps, and two programs share a core. One of IN_SLICES fills it, and
-# wins where it runs long without an interruption. Both want many programs: a last round that does
-# not fill the GPU costs more, the larger they are.
-TALL = Tile(128, 64, 4, 2, one_loop=True)
-IN_SLICES = Tile(256, 64, 8, 3, num_slices=2)
+# Of a causal forward with 128 rows for 4 warps two programs share an SM. It wants many programs,
+# because a last wave that does not fill the GPU costs more, the larger they are.
 BY_KIND = {
-    ("full", 128, 2): [
-        (2048, 2**17, {"forward": IN_SLICES, "dq": IN_SLICES}),
-        (0, 2**17, {"forward": TALL}),
-    ],
-    ("causal", 128, 2): [
-        (8192, 2**18, {"forward": IN_SLICES}),
-        (0, 2**17, {"forward": TALL}),
-    ],
-    ("scores", 128, 2): [(0, 0, {"dkv": Tile(64, 64, 4, 2)})],
-    ("dropout", 128, 2): [(0, 0, {"dkv": Tile(32, 64, 4, 3)})],
+    ("causal", 128, 2): (2**17, {"forward": Tile(128, 64, 4, 2)}),
+    ("scores", 128, 2): (0, {"dkv": Tile(64, 64, 4, 2)}),
+    ("dropout", 128, 2): (0, {"dkv": Tile(32, 64, 4, 3)}),
 }
 
 # The same with bias or mask arrays, by (padded head size, bytes of an element) and then by bytes of
