@@ -77,20 +77,15 @@ def _changes(before: dict[str, dict], after: dict[str, dict]) -> Iterator[str]:
 
 
 def _tile(text: str) -> tuple[str, Any]:
-    """KERNEL=Q,KV,WARPS,STAGES[,SLICES[,ONE_LOOP]]."""
+    """KERNEL=Q,KV,WARPS,STAGES."""
     from pallas_flash import Tile
 
-    match = re.fullmatch(r"(\w+)=(\d{1,9}(?:,\d{1,9}){3,4})(?:,([01]))?", text, re.ASCII)
+    match = re.fullmatch(r"(\w+)=(\d{1,9}(?:,\d{1,9}){3})", text, re.ASCII)
     if match is None:
-        raise argparse.ArgumentTypeError(
-            f"must look like forward=256,64,8,3 with one more number for slices, and then 0 or 1 "
-            f"for one loop; got {text!r}."
-        )
-    name, sizes, one_loop = match.groups()
+        raise argparse.ArgumentTypeError(f"must look like forward=128,64,8,3; got {text!r}.")
+    name, sizes = match.groups()
     try:
-        return name, Tile(
-            *map(int, sizes.split(",")), **{"one_loop": True} if one_loop == "1" else {}
-        )
+        return name, Tile(*map(int, sizes.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error} In {text!r}.") from error
 
@@ -162,10 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--tiles",
         nargs="+",
-        metavar="KERNEL=Q,KV,WARPS,STAGES[,SLICES[,ONE_LOOP]]",
+        metavar="KERNEL=Q,KV,WARPS,STAGES",
         type=_tile,
         default=[],
-        help='of "triton", in place of its choice, such as forward=256,64,8,3,2 or dq=64,64,4,3',
+        help='of "triton", in place of its choice, such as forward=128,64,8,3 or dq=64,64,4,3',
     )
     add("--loops", action="store_true", help="show every loop, and its opcodes")
     add("--json", metavar="FILE", type=parse_path, help="also write JSON; - is the standard output")

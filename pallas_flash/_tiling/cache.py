@@ -177,9 +177,15 @@ def parse(path: Path) -> dict[str, TileSizes]:
         ) from error
 
 
+# Fields that a `Tile` had in earlier versions. The fingerprint of the kernels in the key keeps the
+# winners of those versions from serving.
+_REMOVED = {"num_slices", "one_loop"}
+
+
 def _tile(kernel: str, numbers: dict[str, Any]) -> Any:
     """A tile, whose kind its numbers tell."""
-    return (Tile if "num_warps" in numbers else MOSAIC[kernel])(**numbers)
+    kind = Tile if "num_warps" in numbers else MOSAIC[kernel]
+    return kind(**{name: x for name, x in numbers.items() if name not in _REMOVED})
 
 
 def _ours(path: Path) -> dict[str, Any]:

@@ -30,11 +30,6 @@ class Tile:
         block_kv: keys and values in a tile, a power of two from 16 to 256.
         num_warps: warps of 32 threads in a program: 1, 2, 4, 8 or 16.
         num_stages: depth of the pipeline that loads the tiles flowing past, 1 to 8.
-        num_slices: 1, 2 or 4 parts of at least 16 queries, of which one is multiplied while
-            another is exponentiated; of `forward` and `dq`, 1 elsewhere.
-        one_loop: whether tiles at the edge of a mask are masked under a branch in the loop over
-            all tiles; else, and where a query may not see the key at its own position, they have a
-            loop of their own. Of `forward`, False elsewhere.
 
     Raises:
         ValueError: if a number is none of those.
@@ -45,8 +40,6 @@ class Tile:
     block_kv: int
     num_warps: int = 4
     num_stages: int = 2
-    num_slices: int = 1
-    one_loop: bool = False
 
     def __post_init__(self):
         allowed = {
@@ -54,23 +47,8 @@ class Tile:
             "block_kv": (16, 32, 64, 128, 256),
             "num_warps": (1, 2, 4, 8, 16),
             "num_stages": tuple(range(1, 9)),
-            "num_slices": (1, 2, 4),
         }
         _check(self, **allowed)
-        if not isinstance(self.one_loop, bool):
-            raise TypeError(
-                f"`one_loop` must be a bool; got {type(self.one_loop).__name__} {self.one_loop!r}. "
-                "Pass True or False."
-            )
-        if self.slices_of(self.block_q) < self.num_slices:
-            raise ValueError(
-                f"`num_slices` must leave {MIN_ROWS} or more of `block_q` queries in each; got "
-                f"{self.num_slices} of {self.block_q}. Use fewer."
-            )
-
-    def slices_of(self, block_q: int) -> int:
-        """The slices of a tile that is shortened to `block_q` queries."""
-        return min(self.num_slices, block_q // MIN_ROWS)
 
 
 # Of "mosaic": a tile's loads need a slot while the one before is in use.
@@ -282,15 +260,6 @@ class TileSizes:
                 f"`{name}` must be a pallas_flash.Tile{also} or None; got {type(value).__name__} "
                 f"{value!r}. "
                 "Write Tile(block_q, block_kv, num_warps, num_stages)."
-            )
-        if value.num_slices > 1 and name not in ("forward", "dq"):
-            raise ValueError(
-                f"`{name}` must have `num_slices` 1; got {value}. Give slices to `forward` and "
-                "`dq` alone."
-            )
-        if value.one_loop and name != "forward":
-            raise ValueError(
-                f"`{name}` must have `one_loop` False; got {value}. Give it to `forward` alone."
             )
 
     def tile(self, kernel: str) -> Any:

@@ -111,9 +111,7 @@ def told(tile) -> str:
         numbers = dataclasses.asdict(tile).items()
         return "  mosaic, " + ", ".join(f"{name} {x}" for name, x in numbers)
     blocks = f"{tile.block_q} x {tile.block_kv}"
-    slices = f", {tile.num_slices} slices" * (tile.num_slices > 1)
-    loop = ", one loop" * tile.one_loop
-    return f"{blocks:>9}, {tile.num_warps} warps, {tile.num_stages} stages{slices}{loop}"
+    return f"{blocks:>9}, {tile.num_warps} warps, {tile.num_stages} stages"
 
 
 def tune(

@@ -258,9 +258,7 @@ def test_gradients_for_hopper_are_reproducible_on_request(head_dim, kernel_case)
                 assert off < 1e-3, name
 
 
-TALL = pallas_flash.TileSizes(pallas_flash.Tile(128, 64, 4, 2, one_loop=True))
-SLICED = pallas_flash.Tile(256, 64, 8, 3, num_slices=2)
-SLICED = pallas_flash.TileSizes(SLICED, dq=SLICED)
+TALL = pallas_flash.TileSizes(pallas_flash.Tile(128, 64, 4, 2))
 
 
 @cases.parametrize(
@@ -275,10 +273,9 @@ SLICED = pallas_flash.TileSizes(SLICED, dq=SLICED)
         "dropout",
     ]
 )
-@pytest.mark.parametrize("tiles", [TALL, SLICED], ids=["tall", "slices"])
-def test_tiles_of_calls_with_many_programs(tiles, case, kernel_case):
+def test_tiles_of_calls_with_many_programs(case, kernel_case):
     case = dataclasses.replace(case.scaled(5), H=128, V=128)
-    judge(case, "bfloat16", measured(case, "bfloat16", "triton", tile_sizes=tiles))
+    judge(case, "bfloat16", measured(case, "bfloat16", "triton", tile_sizes=TALL))
 
 
 @pytest.mark.parametrize("case", FEW_QUERIES, ids=lambda case: case.name.replace(" ", "-"))

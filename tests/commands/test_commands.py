@@ -115,12 +115,11 @@ INSPECT = {
         f"--tiles {x}": TILES
         for x in (
             *("forward", "forward=1", "forward=64,64,4,-3", "=64,64,4,3", "forward=64;64;4;3"),
-            *("forward=64,64,4,3,2,2", "forward=64,64,4,3,2,1,1", "forward=a,b,c,d"),
+            *("forward=64,64,4,3,2", "forward=a,b,c,d"),
         )
     },
     "--tiles forward=17,64,4,3": "`block_q` must be one of (16, 32, 64, 128, 256); got 17",
     "--tiles forward=64,64,4,99": "`num_stages` must be one of",
-    "--tiles forward=16,64,4,3,4": "`num_slices` must leave 16 or more",
     "--tiles sideways=64,64,4,3": "--tiles must be for kernels among forward, decode, dkv",
     "--tiles dq=64,64,4,3 dq=64,64,4,2": "once each; got 'dq'",
     "--tiles dk=64,64,4,3": "`dk` and `dv` must be given together",

@@ -139,7 +139,7 @@ def bad_tiles_of_mosaic():
 
 
 def bad_tiles():
-    for name in ("block_q", "block_kv", "num_warps", "num_stages", "num_slices"):
+    for name in ("block_q", "block_kv", "num_warps", "num_stages"):
         for x in (16.0, True, "16", None, np.int64(16)):
             yield Row(
                 f"{name} as {type(x).__name__}",
@@ -147,40 +147,13 @@ def bad_tiles():
                 TypeError,
                 f"`{name}` must be an int; got {type(x).__name__} ",
             )
-        for x in (0, -16, 12, 512) if name != "num_slices" else (0, 3, 8):
+        for x in (0, -16, 12, 512):
             yield Row(
                 f"{name} of {x}",
                 lambda name=name, x=x: {"tile_sizes": sizes_with(name, x)},
                 ValueError,
                 f"`{name}` must be one of (",
             )
-    yield Row(
-        "slices of 8 queries",
-        lambda: {"tile_sizes": sizes_with("num_slices", 2)},
-        ValueError,
-        "`num_slices` must leave 16 or more of `block_q` queries in each; got 2 of 16. Use fewer.",
-    )
-    for x in (1, None, "yes", np.bool_(True)):
-        yield Row(
-            f"one_loop as {type(x).__name__}",
-            lambda x=x: {"tile_sizes": sizes_with("one_loop", x)},
-            TypeError,
-            f"`one_loop` must be a bool; got {type(x).__name__} ",
-        )
-    for name in ("decode", "dkv", "dk", "dv", "dq"):
-        yield Row(
-            f"{name} in one loop",
-            lambda name=name: {"tile_sizes": TileSizes(**{name: Tile(64, 64, one_loop=True)})},
-            ValueError,
-            f"`{name}` must have `one_loop` False; got Tile(",
-        )
-    for name in ("decode", "dkv", "dk", "dv"):
-        yield Row(
-            f"{name} in slices",
-            lambda name=name: {"tile_sizes": TileSizes(**{name: Tile(64, 64, num_slices=2)})},
-            ValueError,
-            f"`{name}` must have `num_slices` 1; got Tile(",
-        )
     for name in ("forward", "dkv", "dk", "dv", "dq"):
         yield Row(
             f"{name} tile that is none",

@@ -66,12 +66,15 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
         assert capsys.readouterr().out == f"no winners in {file}\n"
 
 
-def test_slices_and_one_loop_are_stored_and_shown(monkeypatch, capsys, file):
-    sizes = TileSizes(forward=Tile(256, 64, 8, 3, num_slices=2, one_loop=True))
+def test_removed_fields_of_tiles_are_ignored(monkeypatch, capsys, file):
+    sizes = TileSizes(forward=Tile(256, 64, 8, 3))
     store(sizes)
+    old = '"num_stages": 3, "num_slices": 2, "one_loop": true'
+    file.write_text(file.read_text().replace('"num_stages": 3', old))
+    cache.read.cache_clear()
     assert list(cache.read(file).values()) == [sizes]
     assert command(monkeypatch, "--show") == 0
-    assert capsys.readouterr().out.endswith(" 256 x 64, 8 warps, 3 stages, 2 slices, one loop\n")
+    assert capsys.readouterr().out.endswith(" 256 x 64, 8 warps, 3 stages\n")
 
 
 @pytest.mark.parametrize(
