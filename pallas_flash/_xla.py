@@ -16,8 +16,6 @@ takes several times as long. Letters of the einsums: b batch, k key/value head, 
 group, t query, s key, h head size of q and k, v head size of v.
 
 A symbolic length, of an export, has a symbolic number of tiles, to which the loops count.
-
-On a GPU most calls are computed in another way, see `_xla_rows`.
 """
 
 import math
@@ -27,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import _key_center, _xla_rows
+from pallas_flash import _key_center
 from pallas_flash._dropout import drop, kept, rescaled
 from pallas_flash._masks import Mask, TileClasses, Tiling, lists
 from pallas_flash._operands import Cut, Pairs, is_pairs
@@ -41,16 +39,13 @@ from pallas_flash._visits import Edges, in_tile, visit
 BLOCK_Q, BLOCK_KV = 256, 256
 FEW_HEADS = 4
 
-# On a GPU, for what is left to this way: scores go through device memory, and what counts is that
-# tiles are few. So many queries and keys, if no more than so many scores of all examples and heads
-# are in a tile. Timed on an H100, see docs/performance.md.
+# Queries and keys of a tile on a GPU, and scores of all examples and heads in it at most. Scores go
+# through device memory there, so few large tiles are faster.
 GPU_BLOCK, GPU_SCORES = 2048, 2**28
 
 
 def forward(problem: Problem, *, on_gpu: bool = False):
     """The output [B, T, N, V] and a `LogSum` of [B, N, T] in float32 or float64."""
-    if on_gpu and (cuts := _xla_rows.cuts(problem)):
-        return _xla_rows.forward(problem, cuts)
     p, blocks = problem, _Blocks(problem, on_gpu)
     ranges = blocks.kv_ranges()
     # The tiles [.., H, block_kv] are transposed once for all query tiles.
@@ -143,22 +138,6 @@ def backward(
         r = _key_center.row_sums(p, log_sum, *by_row)
         known = None if r is None else _key_center.known_part(p, center, r)
 
-    def of_queries(dq):
-        """The gradients of queries and scale, from sums over centered keys [B, T, N, H]."""
-        dq, dscale = dq if known is None else dq + known, None
-        if want_scale:
-            alive = jnp.moveaxis(log_sum.l_log2 > -jnp.inf, 1, 2)[..., None]
-            dscale = jnp.sum(jnp.where(alive, p.query.astype(dtype) * dq, 0))
-        return (dq * p.scale).astype(p.dtype), dscale
-
-    if on_gpu and (cuts := _xla_rows.cuts(p)):
-        # Where some keys of the rows are elsewhere, m of this part is None.
-        whole = log_sum.m is not None
-        gradients = _xla_rows.backward(
-            p, cuts, do, delta, m, log_l, center, whole=whole, want_bias=want_bias
-        )
-        dq, dscale = of_queries(gradients.query)
-        return gradients._replace(query=dq, scale=dscale, sinks=dsinks)
     blocks = _Blocks(p, on_gpu)
     do, delta, m, log_l = map(blocks.split_rows, (do, delta, m, log_l))
     lse = m + log_l
@@ -213,9 +192,14 @@ def backward(
     dq_t = blocks.full((blocks.q.count, p.batch, p.num_kv_heads, p.head_dim, *rows), 0)
     sums = dq_t, blocks.zero_bias() if want_bias else None
     (dq_t, dbias), (dk, dv) = lax.scan(kv_tile, sums, jnp.arange(blocks.kv.count, dtype=jnp.int32))
-    dq, dscale = of_queries(blocks.join_rows(jnp.moveaxis(dq_t, 3, -1)))
+    # Sums over centered keys.
+    dq, dscale = blocks.join_rows(jnp.moveaxis(dq_t, 3, -1)), None
+    dq = dq if known is None else dq + known
+    if want_scale:
+        alive = jnp.moveaxis(log_sum.l_log2 > -jnp.inf, 1, 2)[..., None]
+        dscale = jnp.sum(jnp.where(alive, p.query.astype(dtype) * dq, 0))
     return Gradients(
-        dq,
+        (dq * p.scale).astype(p.dtype),
         blocks.join_keys(dk),
         blocks.join_keys(dv),
         dscale,

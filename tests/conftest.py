@@ -81,16 +81,6 @@ def small_tiles(monkeypatch):
     make_tiles_small(monkeypatch.setattr)
 
 
-@pytest.fixture
-def whole_rows(monkeypatch):
-    """As "xla" computes on a GPU, with several shares, blocks and widths in short sequences."""
-    from pallas_flash import _select, _xla_rows
-
-    monkeypatch.setattr(_select, "target", lambda: _select.Target("a GPU", True, (9, 0)))
-    for name, value in dict(BYTES=2**14, LEAST_ROWS=8, ALIGNED=16).items():
-        monkeypatch.setattr(_xla_rows, name, value)
-
-
 # Of tiny_run.py, which takes a while to import: a run of the training script.
 
 

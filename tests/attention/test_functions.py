@@ -336,11 +336,6 @@ def test_values(name, implementation, small_tiles):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_of_whole_rows(name, whole_rows):
-    judge(name, gradients(*QKV, **CALLS[name], implementation="xla"))
-
-
-@pytest.mark.parametrize("name", CALLS)
 def test_values_as_triton_runs_them(name, kernel_case):
     call = functools.partial(gradients, **CALLS[name], implementation="triton")
     judge(name, ttir.evaluate(call, *map(jnp.asarray, QKV)))

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases
 from support.large_scores import (
     ALL,
     AMOUNTS,
@@ -71,11 +70,6 @@ def test_additive_masks(run, call, kernel_case):
     implementation, how = RUNS[run]
     tiles = FEW_TILES if CALLS[call][:2] == FEW else TILES
     check(CALLS[call], results_of(implementation, CALLS[call], tiles, how))
-
-
-@pytest.mark.parametrize("call", cases.default(["together"], ["alone", "together"]))
-def test_additive_masks_in_whole_rows(call, whole_rows):
-    check(CALLS[call], results_of("xla", CALLS[call]))
 
 
 @pytest.mark.extended

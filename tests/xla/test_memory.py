@@ -12,7 +12,7 @@ import pytest
 from support import cases, jaxprs
 from support.described_gpus import described_gpu
 
-from pallas_flash import _xla, _xla_rows, attention
+from pallas_flash import _xla, attention
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
 
@@ -151,7 +151,6 @@ Q_LEN, KV_LEN = 2007, 3001
 def small_tiles(monkeypatch):
     """Those of "xla" on a GPU would hold all scores here."""
     monkeypatch.setattr(_xla, "GPU_BLOCK", 256)
-    monkeypatch.setattr(_xla_rows, "BYTES", 2**23)
 
 
 def largest_result(implementation: str, arguments, **options) -> int:
