@@ -1,11 +1,11 @@
-"""Dense attention, the definition of the op in the order of its equations; memory grows with T * S.
+"""Dense attention: the definition of the op, as its equations. Memory grows with T * S.
 
     s_ij = scores(scale * q_i . k_j)            where visible(i, j), else -inf
     lse_i = log (sum_j exp(s_ij) + exp(sink))   -inf where nothing is visible
     o_i = sum_j dropout(exp(s_ij - lse_i)) v_j  zero where nothing is visible
 
-Differentiated by JAX itself, in both modes and to any order. Computed in float32 or float64 at full
-precision whatever the inputs are, so that other implementations can be judged by it.
+JAX differentiates it, in both modes and to any order. It computes in float32 or float64 at full
+precision for all input dtypes, so that other implementations can be judged by it.
 """
 
 import jax
@@ -19,27 +19,28 @@ from pallas_flash._scores import differentiated
 
 
 def attention(problem: Problem, first_query=0):
-    """The output [B, T, N, V] in the inputs' dtype and the LSE [B, T, N] in float32 or float64.
+    """Return the output [B, T, N, V] in the inputs' dtype and the LSE [B, T, N].
 
-    The mask counts queries from `first_query`, an int or int32 scalar.
+    The LSE is float32 or float64. `first_query`, an int or int32 scalar, is the number of query 0.
     """
     p = problem
     grouped = (p.batch, p.q_len, p.num_kv_heads, p.groups)
     visible = _visible(p, first_query)
-    # 0 * NaN is NaN, so what nothing looks at is replaced before it meets a zero probability.
-    q = jnp.where(_by_query(visible), p.query.reshape(*grouped, p.head_dim), 0)
-    k, v = (jnp.where(_by_key(visible), x, 0) for x in (p.key, p.value))
+    # 0 * NaN is NaN, so queries without keys and invisible keys are replaced by 0 first.
+    q = jnp.where(_queries_with_keys(visible), p.query.reshape(*grouped, p.head_dim), 0)
+    k, v = (jnp.where(_visible_keys(visible), x, 0) for x in (p.key, p.value))
     q, k, v = (x.astype(p.accumulator_dtype) for x in (q, k, v))
 
     s = p.scale * jnp.einsum("btkgh,bskh->bkgts", q, k, precision=lax.Precision.HIGHEST)
     if p.scores:
-        # Twice, and the bias: a score that is not seen may be NaN, and so would be its derivative.
+        # Hidden products and biases are replaced by 0, because they may be NaN, and the derivative
+        # of the scores would be NaN too.
         scores = _whole(p, p.scores, visible)
         with differentiated():
             s = scores.logits(jnp.where(visible, s, 0), *_indices(p, first_query))
     s = jnp.where(visible, s, -jnp.inf)
     m = lax.stop_gradient(s.max(axis=-1, keepdims=True, initial=-jnp.inf))
-    alive = m > -jnp.inf
+    has_keys = m > -jnp.inf
     sinks = None if p.sinks is None else p.sinks.reshape(1, p.num_kv_heads, p.groups, 1, 1)
     if sinks is not None:
         m = jnp.maximum(m, lax.stop_gradient(sinks))
@@ -48,13 +49,13 @@ def attention(problem: Problem, first_query=0):
     total = weight.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - m)
-    total = jnp.where(alive, total, 1)
+    total = jnp.where(has_keys, total, 1)
     weight = weight / total
     weight = drop(kept(p.dropout, _indices(p, first_query)), rescaled(p.dropout, weight))
     o = jnp.einsum("bkgts,bskv->btkgv", weight, v, precision=lax.Precision.HIGHEST)
-    # Zero already; this keeps the cotangent of such a row, which may be anything, from v.
-    o = jnp.where(jnp.moveaxis(alive, 3, 1), o, 0)
-    lse = jnp.where(alive, m + jnp.log(total), -jnp.inf)[..., 0]
+    # o is zero in rows without keys already. This keeps their cotangents, which may be NaN, from v.
+    o = jnp.where(jnp.moveaxis(has_keys, 3, 1), o, 0)
+    lse = jnp.where(has_keys, m + jnp.log(total), -jnp.inf)[..., 0]
     return (
         o.reshape(*p.query.shape[:3], p.value_dim).astype(p.dtype),
         jnp.moveaxis(lse, -1, 1).reshape(p.query.shape[:3]),
@@ -63,12 +64,13 @@ def attention(problem: Problem, first_query=0):
 
 @jax.custom_jvp
 def _at_most(s, m):
-    """`s`, which is at most its maximum `m`, and keeps its derivative.
+    """Return min(s, m) with the derivative of `s`, where `m` is the maximum of `s`.
 
     A compiler for CPUs may compute s again where m is subtracted, fused with the product before it.
-    Then m alone is rounded, and s is larger.
+    Then m alone is rounded, and s may be larger.
     """
-    # No minimum: JAX before 0.12 may lose the rule below in a scan, and that one halves ties.
+    # jnp.minimum would halve the derivative of ties where JAX before 0.12 loses the rule below in a
+    # scan.
     return jnp.where(s <= m, s, m)
 
 
@@ -78,13 +80,13 @@ def _(primals, tangents):
 
 
 def _visible(p: Problem, first_query):
-    """Bool [B | 1, K | 1, G | 1, T, S]."""
+    """Return which scores are visible, bool [B | 1, K | 1, G | 1, T, S]."""
     visible = jnp.ones((1, 1, 1, p.q_len, p.kv_len), bool)
     return visible & _whole(p, p.mask).allowed(*_indices(p, first_query)) if p.mask else visible
 
 
 def _indices(p: Problem, first_query):
-    """The indices b, h, q and k of all scores [B, K, G, T, S]."""
+    """Return the indices b, h, q and k of all scores [B, K, G, T, S]."""
     b, h, q, k = (jnp.arange(n, dtype=jnp.int32) for n in (p.batch, p.num_heads, p.q_len, p.kv_len))
     return (
         b.reshape(-1, 1, 1, 1, 1),
@@ -95,9 +97,9 @@ def _indices(p: Problem, first_query):
 
 
 def _whole(p: Problem, tree, visible=None):
-    """A mask or scores whose arrays over pairs are read as a whole, the heads split into groups.
+    """Return a mask or scores whose (q, k) arrays are read whole, with heads split into groups.
 
-    Numbers are zero where not `visible`.
+    Their numbers are zero where not `visible`.
     """
 
     def cut(x):
@@ -106,18 +108,18 @@ def _whole(p: Problem, tree, visible=None):
         heads = (p.num_kv_heads, p.groups) if x.shape[1] > 1 else (1, 1)
         array = x.array.reshape(x.shape[0], *heads, *x.shape[2:])
         if visible is not None:
-            # Widened first, because the gradient is summed over what is broadcast here.
+            # Widen first, because the gradient is summed over the axes that broadcast here.
             array = jnp.where(visible, array.astype(p.accumulator_dtype), 0)
         return Pairs(Cut(array, x.shape))
 
     return jax.tree.map(cut, tree, is_leaf=is_pairs)
 
 
-def _by_query(visible):
-    """Whether a query sees anything: [B | 1, T, K | 1, G | 1, 1]."""
+def _queries_with_keys(visible):
+    """Return whether a query sees a key, bool [B | 1, T, K | 1, G | 1, 1]."""
     return jnp.moveaxis(visible.any(axis=-1), -1, 1)[..., None]
 
 
-def _by_key(visible):
-    """Whether a key is seen by anything: [B | 1, S, K | 1, 1]."""
+def _visible_keys(visible):
+    """Return whether a query sees the key, bool [B | 1, S, K | 1, 1]."""
     return jnp.moveaxis(visible.any(axis=(2, 3)), -1, 1)[..., None]

@@ -1,13 +1,14 @@
-"""What happens to a tile of scores between the product of queries and keys and the softmax.
+"""The terms of a score between the product of queries and keys and the softmax.
 
-    x = scale * q . k                 what `logits` is given
+    x = scale * q . k                 the argument of `Scores.logits`
     x = x + bias[b, h, q, k]
-    x = x - slope[h] * |q + query_offset - k|     or between positions that arrays tell
+    x = x - slope[h] * |q + query_offset - k|     or the distance of positions given as arrays
     x = score_fn(x, b, h, q, k, *operands)
     x = soft_cap * tanh(x / soft_cap)
 
-Written once, for tiles in kernels and in plain JAX; the backward takes its derivative in x from
-`jax.vjp` of it on the tile. Sinks add exp(sink) to the softmax's denominator, once a row.
+This one definition serves tiles in kernels and in plain JAX. The backward takes the derivative in x
+by `jax.vjp` on the tile. Sinks add exp(sink) to the softmax's denominator, once a row. `LogSum` is
+the LSE as the forward leaves it to the backward.
 """
 
 import contextlib
@@ -30,11 +31,11 @@ def _to_float(x, dtype):
 
 
 class Functions(NamedTuple):
-    """What tiles of scores are computed with, which a GPU may have in ways of its own.
+    """Functions of `Scores` that a kernel may replace by quicker ones.
 
     Attributes:
         tanh: hyperbolic tangent.
-        to_float: numbers for differences of positions.
+        to_float: conversion of differences of positions to a dtype.
     """
 
     tanh: Callable = jnp.tanh
@@ -46,7 +47,7 @@ FUNCTIONS = Functions()
 
 @contextlib.contextmanager
 def differentiated():
-    """Say in one sentence that JAX cannot differentiate a score function, which it can trace."""
+    """Raise one sentence where JAX can trace a score function but not differentiate it."""
     try:
         yield
     except Exception as error:  # A user's derivative may raise anything.
@@ -60,18 +61,18 @@ def differentiated():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """The optional parts of a score; all None where x is the score.
+    """The optional terms of a score. All are None where x is the score.
 
     Attributes:
-        bias: a number for each pair.
-        slopes: [N], ALiBi's.
-        offset: int32 [B], the position of query 0 for the slopes; None if it is `shift`.
-        positions: those of all tokens for the slopes, if arrays tell them.
+        bias: a (q, k) array.
+        slopes: ALiBi's slopes, [N].
+        offset: position of query 0 for the slopes, int32 [B]; None means `shift`.
+        positions: positions of all tokens for the slopes; None means that they count up.
         operands: arrays for `score_fn`.
-        origin: as `Dropout.origin`.
-        shift: the position of query 0 for the slopes, where it is known.
-        score_fn: maps x and the indices to a score.
-        soft_cap: bounds the scores.
+        origin: indices of the first score in the whole call, see `Dropout.origin`.
+        shift: position of query 0 for the slopes, where it is known at tracing.
+        score_fn: function of x and the indices to a score.
+        soft_cap: bound of the scores.
     """
 
     bias: Pairs | None = None
@@ -89,11 +90,11 @@ class Scores:
         return any(part is not None for part in parts)
 
     def logits(self, x, b, h, q, k, *, functions=FUNCTIONS):
-        """The scores for x = scale * q . k at indices that broadcast to the shape of x."""
+        """Return the scores for x = scale * q . k at indices that broadcast to the shape of x."""
         return self._mapped(self._added(x, b, h, q, k, functions), b, h, q, k, functions)
 
     def vjp(self, x, b, h, q, k, *, functions=FUNCTIONS):
-        """`logits`, and the function that takes a cotangent of them to one of x."""
+        """Return `logits`, and the function from a cotangent of them to one of x."""
         x = self._added(x, b, h, q, k, functions)
         if self.score_fn is None and self.soft_cap is None:
             return x, lambda ds: ds
@@ -109,9 +110,10 @@ class Scores:
     def derivative(
         self, x, b, h, q, k, *, functions=FUNCTIONS, call=lambda function, x: function(x)
     ):
-        """`logits`, and their derivative in x: each depends on one x alone.
+        """Return `logits` and their derivative in x. Each score depends on one x alone.
 
-        `call` is for who must call the function of x that is differentiated in a way of its own.
+        `call(function, x)` calls the differentiated function of x. Kernels that must transform it
+        pass their own.
         """
         x = self._added(x, b, h, q, k, functions)
         mapped = functools.partial(self._mapped, b=b, h=h, q=q, k=k, functions=functions)
@@ -134,7 +136,7 @@ class Scores:
             if self.origin is not None:
                 b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
             out = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
-            # It may be a Python number, or have fewer axes where the score was not read.
+            # The result may be a Python number, or have fewer axes if it does not depend on x.
             x = jnp.broadcast_to(jnp.asarray(out, x.dtype), x.shape)
         if self.soft_cap is not None:
             x = self.soft_cap * functions.tanh(x * (1 / self.soft_cap))
@@ -144,12 +146,12 @@ class Scores:
 class LogSum(NamedTuple):
     """The LSE of each row as the forward leaves it to the backward: m + log(2) * l_log2.
 
-    Two numbers where scores may be large: float32 has no room for log(n) beside -1e9, and of n
-    equal weights each would be taken for 1.
+    Two numbers keep the LSE exact where scores may be large. In one float32 number log(n) is lost
+    beside -1e9, and each of n equal weights would become 1.
 
     Attributes:
-        m: the row's largest score or sink, [B, N, T]; 0 where it sees nothing. None is 0.
-        l_log2: log2(sum(exp(s - m))), likewise; -inf where the row sees nothing.
+        m: largest score or sink of a row, [B, N, T]; 0 in rows without keys. None means 0.
+        l_log2: log2(sum(exp(s - m))) of a row, [B, N, T]; -inf in rows without keys.
     """
 
     m: Any
@@ -157,12 +159,12 @@ class LogSum(NamedTuple):
 
     @property
     def lse(self):
-        """The natural LSE."""
+        """The LSE in base e."""
         lse = self.l_log2 * LN2
         return lse if self.m is None else self.m + lse
 
     def joined(self, other: "LogSum") -> tuple["LogSum", Any, Any]:
-        """That of the scores of both, and the shares of the two in their sum of weights."""
+        """Return the `LogSum` of the scores of both, and each one's share of the sum of weights."""
         m, mine, others = None, self.l_log2, other.l_log2
         if self.m is not None:
             highest = [jnp.where(x.l_log2 == -jnp.inf, -jnp.inf, x.m) for x in (self, other)]
@@ -176,36 +178,42 @@ class LogSum(NamedTuple):
         top = jnp.where(top == -jnp.inf, 0, top)
         weights = jnp.exp2(mine - top), jnp.exp2(others - top)
         total = weights[0] + weights[1]
-        alive = total > 0
-        total = jnp.where(alive, total, 1)
-        l_log2 = jnp.where(alive, top + jnp.log2(total), -jnp.inf)
+        has_keys = total > 0
+        total = jnp.where(has_keys, total, 1)
+        l_log2 = jnp.where(has_keys, top + jnp.log2(total), -jnp.inf)
         return LogSum(m, l_log2), weights[0] / total, weights[1] / total
 
     def in_one(self) -> "LogSum":
-        """Without m."""
+        """Return the same LSE with m folded into l_log2."""
         return self if self.m is None else LogSum(None, self.m * LOG2E + self.l_log2)
 
 
 def below(s, m, *, large: bool):
-    """The scores s less the maximum m of their row.
+    """Return s - m for the scores s of rows with the maximum m.
 
-    Compilers for CPUs fuse s - m with a product before it, and then m alone is rounded. Where that
-    could matter, a minimum keeps them apart: the largest difference is 0 whatever scores are.
+    A compiler for CPUs may fuse s - m with the product before it, and then m alone is rounded. For
+    large scores a minimum keeps the two apart, so that the largest difference is 0.
     """
     return (jnp.minimum(s, m) if large else s) - m
 
 
 def with_sink(m, l, sink, exp=jnp.exp):
-    """The m and l of a softmax with one more score, and the factor of its weights so far."""
+    """Return m and l of a softmax with a sink added, and the factor of the weights without it."""
     high = jnp.maximum(m, sink)
     factor = exp(m - high)
     return high, factor * l + exp(sink - high), factor
 
 
 def sinks_gradient(sinks, log_sum: LogSum, delta):
-    """[N] from [N], [B, N, T] and [B, N, T]: the sink is a key with the value 0, so dp = 0.
+    """Return the gradient of the sinks, [N].
 
-    ds = p * (dp - delta) with p = exp(sink - lse), summed over all rows that see something.
+    A sink is a key with the value 0, so its dp is 0. The gradient is the sum of ds = p * (0 -
+    delta) with p = exp(sink - lse) over all rows with keys.
+
+    Args:
+        sinks: [N].
+        log_sum: the LSE, with arrays [B, N, T].
+        delta: [B, N, T].
     """
     m, l_log2 = log_sum
     sinks = sinks[None, :, None]

@@ -1,4 +1,4 @@
-"""The order in which a kernel visits the tiles that a mask leaves, as ranges or lists tell them."""
+"""The order in which a kernel visits the tiles that a mask leaves, given as ranges or lists."""
 
 import enum
 
@@ -8,56 +8,59 @@ from jax import lax
 
 
 def in_tile(tile, block: int) -> jax.Array:
-    """int32 [block]: the positions of tile number `tile`."""
+    """Return the positions of tile number `tile`, int32 [block]."""
     return tile * block + lax.iota(jnp.int32, block)
 
 
-class Edges(enum.Enum):
-    """How a kernel meets tiles that need the mask."""
+class Sparsity(enum.Enum):
+    """How the tiles to visit are given. Partial tiles need the mask, full tiles do not."""
 
-    NONE = "every tile is known to be full"
-    APART = "a loop over the full tiles, then one over the others"
-    LISTED = "the same for tiles whose numbers are listed"
+    DENSE = "all tiles, and each one is full"
+    RANGES = "a range of tiles, with the full ones in a range within it"
+    LISTS = "a list of tile numbers, with the full ones first (block-sparse)"
 
 
-def visit(ranges, step, carry, edges: Edges):
-    """Runs `carry = step(tile, masked, carry)` over a range.
+def visit(ranges, step, carry, sparsity: Sparsity):
+    """Run `carry = step(tile, masked, carry)` over the full tiles, then over the partial ones.
 
-    The order of tiles does not matter to the sums. Where edges are apart a single loop serves both,
-    because leaving one out where it seems statically empty loses tiles whenever the full run is
-    empty and lies at the other end.
+    One loop serves the partial tiles on both sides of the full ones. A loop for each side could not
+    be left out where that side seems statically empty: if there is no full tile, the empty full
+    range may lie at the other end.
 
     Args:
-        ranges: start, full_start, full_stop, stop; if listed, the number of full tiles, that of all
-            tiles, and a function from a place in the list to the number of the tile there.
+        ranges: start, full_start, full_stop, stop. Of lists: the number of full tiles, the number
+            of all tiles, and a function from an index of the list to the tile number.
         step: takes an int32 tile number, whether the mask must be applied (a Python bool), and the
             carry.
         carry: any pytree.
-        edges: how to meet them.
+        sparsity: how `ranges` gives the tiles.
     """
-    if edges is Edges.LISTED:
+    if sparsity is Sparsity.LISTS:
         full, count, tile_at = ranges
         carry = lax.fori_loop(0, full, lambda t, c: step(tile_at(t), False, c), carry)
         return lax.fori_loop(full, count, lambda t, c: step(tile_at(t), True, c), carry)
     start, full_start, full_stop, stop = ranges
     carry = lax.fori_loop(full_start, full_stop, lambda t, c: step(t, False, c), carry)
-    if edges is Edges.NONE:
+    if sparsity is Sparsity.DENSE:
         return carry
     before = full_start - start
 
-    def edge(t, carry):
+    def partial(t, carry):
         return step(jnp.where(t < before, start + t, full_stop - before + t), True, carry)
 
-    return lax.fori_loop(0, before + stop - full_stop, edge, carry)
+    return lax.fori_loop(0, before + stop - full_stop, partial, carry)
 
 
 def edges_first(start, full_start, full_stop, stop):
-    """The tiles of a range as a list: the number of edge tiles, that of all, and what is where.
+    """Return the tiles of a range as a list with the partial ones first.
 
-    The last one comes first, and so back to the full ones: under a causal mask the first queries of
-    a tile then see nothing until they see all that is left. For kernels that run ahead of
-    themselves, and want to know the next tile early. The third is a function from a place in the
-    list to the number of the tile there.
+    The last tile comes first. Under a causal mask the first queries of a query tile then see no key
+    in the first tiles of the list, and see every key in the later ones. This is for kernels that
+    issue work of the next tile early, and need its number early.
+
+    Returns:
+        The number of partial tiles, the number of all tiles, and a function from an index of the
+        list to the tile number.
     """
     after = stop - full_stop
     edges = after + full_start - start
@@ -70,28 +73,31 @@ def edges_first(start, full_start, full_stop, stop):
 
 
 def listed_edges_first(full, count, tile_at):
-    """The same for listed tiles, of which the full ones are first in the list."""
+    """Return the same three values for a list that has the full tiles first."""
     edges = count - full
     return edges, count, lambda i: tile_at(jnp.where(i < edges, full + i, i - edges))
 
 
-def share(ranges, part, parts: int, edges: Edges):
-    """What `visit` is given for one of `parts` nearly equal shares of the tiles of `ranges`."""
+def split(ranges, index, splits: int, sparsity: Sparsity):
+    """Return the ranges of one of `splits` nearly equal splits of the tiles, as `visit` takes them.
+
+    `index` is the number of the split.
+    """
 
     def bounds(count):
-        """The first tile of the share, and that of the next one."""
-        # Rounded towards zero: jnp's division asks for signs, which JAX does not lower under every
-        # mesh.
+        """Return the first tile of this split, and the first one of the next split."""
+        # lax.div rounds towards zero. jnp's division needs `sign`, which JAX does not lower under
+        # every mesh.
         known = isinstance(count, int)
         small, rest = (
-            divmod(count, parts) if known else (lax.div(count, parts), lax.rem(count, parts))
+            divmod(count, splits) if known else (lax.div(count, splits), lax.rem(count, splits))
         )
-        return [i * small + lax.min(i, rest) for i in (part, part + 1)]
+        return [i * small + lax.min(i, rest) for i in (index, index + 1)]
 
     def between(low, x, high):
         return lax.min(lax.max(x, low), high)
 
-    if edges is Edges.LISTED:
+    if sparsity is Sparsity.LISTS:
         full, count, tile_at = ranges
         first, last = bounds(count)
         return between(0, full - first, last - first), last - first, lambda t: tile_at(first + t)

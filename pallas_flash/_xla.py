@@ -1,6 +1,6 @@
 """The kernels' algorithm in plain JAX: any device, any floating dtype, memory linear in T and S.
 
-A tile of queries stays while tiles of keys and values flow past it; m, l and acc are the running
+A query tile is resident, and tiles of keys and values are streamed. m, l and acc are the running
 maximum, sum and output:
 
     s   = scores(scale * q @ k.T), masked
@@ -10,12 +10,12 @@ maximum, sum and output:
 
     at the end    o = acc / l    lse = m + log(l)    with a sink in both, if there is one
 
-The backward recomputes the tiles of p = exp(s - lse), see `backward`. All examples and heads of a
-tile are computed together, each product as one batched `a @ b` or `a @ b.T`: on a CPU, `a.T @ b`
-takes several times as long. Letters of the einsums: b batch, k key/value head, g query head of its
-group, t query, s key, h head size of q and k, v head size of v.
+The backward recomputes the tiles of p = exp(s - lse), see `backward`. All batch elements and heads
+of a tile are computed together, each product as one batched `a @ b` or `a @ b.T`, because on a CPU
+`a.T @ b` takes several times as long. Letters of the einsums: b batch, k key/value head, g query
+head of its group, t query, s key, h head dim of q and k, v head dim of v.
 
-A symbolic length, of an export, has a symbolic number of tiles, to which the loops count.
+An export with a symbolic length has a symbolic number of tiles, to which the loops count.
 """
 
 import math
@@ -32,10 +32,10 @@ from pallas_flash._operands import Cut, Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LN2, LogSum, Scores, below, sinks_gradient, with_sink
 from pallas_flash._symbolic import is_symbolic, known_at_most, smaller
-from pallas_flash._visits import Edges, in_tile, visit
+from pallas_flash._visits import Sparsity, in_tile, visit
 
-# Queries and keys of a tile: big enough for matrix products, small enough for a core's cache, where
-# the scores of all heads meet. Few heads leave room for twice the queries.
+# Queries and keys of a tile on a CPU: enough for matrix products, and few enough that the scores of
+# all heads fit in a core's cache. With few heads twice the queries fit.
 BLOCK_Q, BLOCK_KV = 256, 256
 FEW_HEADS = 4
 
@@ -45,7 +45,7 @@ GPU_BLOCK, GPU_SCORES = 2048, 2**28
 
 
 def forward(problem: Problem, *, on_gpu: bool = False):
-    """The output [B, T, N, V] and a `LogSum` of [B, N, T] in float32 or float64."""
+    """Return the output [B, T, N, V] and a `LogSum` of [B, N, T] in float32 or float64."""
     p, blocks = problem, _Blocks(problem, on_gpu)
     ranges = blocks.kv_ranges()
     # The tiles [.., H, block_kv] are transposed once for all query tiles.
@@ -65,9 +65,9 @@ def forward(problem: Problem, *, on_gpu: bool = False):
             if masked:
                 ok = tile.allowed()
                 s = jnp.where(ok, s, -jnp.inf)
-                # Zero where a key is seen by no query: 0 * NaN would be NaN.
+                # Zero where no query sees the key, because 0 * NaN is NaN.
                 v = jnp.where(ok.any(axis=(2, 3))[..., None], v, 0)
-            # Equal where s is scale * qk, because scale >= 0; s need not be stored then.
+            # Because scale >= 0, both are equal where s is scale * qk. Then s need not be stored.
             s_max = s.max(axis=-1) if masked or p.scores else p.scale * qk.max(axis=-1)
             m_new = jnp.maximum(m, s_max)
             m_safe = jnp.where(m_new == -jnp.inf, 0, m_new)
@@ -81,13 +81,13 @@ def forward(problem: Problem, *, on_gpu: bool = False):
         rows = q.shape[:-1]
         fills = (-jnp.inf, rows), (0, rows), (0, (*rows, p.value_dim))
         start = tuple(blocks.full(shape, fill) for fill, shape in fills)
-        m, l, acc = visit(blocks.range(ranges, i), step, start, blocks.edges)
-        alive = l > 0
-        m, l, factor = jnp.where(alive, m, 0), jnp.where(alive, l, 1), 1
+        m, l, acc = visit(blocks.range(ranges, i), step, start, blocks.sparsity)
+        has_keys = l > 0
+        m, l, factor = jnp.where(has_keys, m, 0), jnp.where(has_keys, l, 1), 1
         if p.sinks is not None:
             m, l, factor = with_sink(m, l, p.sinks.reshape(1, p.num_kv_heads, p.groups, 1))
         weight = rescaled(p.dropout, factor / l)
-        log_sum = LogSum(m, jnp.where(alive, jnp.log2(l), -jnp.inf))
+        log_sum = LogSum(m, jnp.where(has_keys, jnp.log2(l), -jnp.inf))
         return (acc * weight[..., None]).astype(p.dtype), log_sum
 
     o, log_sum = lax.map(q_tile, jnp.arange(blocks.q.count, dtype=jnp.int32))
@@ -107,19 +107,19 @@ def backward(
     want_sinks: bool,
     on_gpu: bool = False,
 ) -> Gradients:
-    """Gradients for the cotangents do [B, T, N, V] and dlse ([B, T, N] or None), in one pass.
+    """Return the gradients for the cotangents do [B, T, N, V] and dlse ([B, T, N] or None).
 
     delta = rowsum(o * do) - dlse      p = exp(s - lse)      dp = dropout(do @ v.T)
     ds = p * (dp - delta), through the derivative of the scores
-    of the key/value tile that stays   dv = dropout(p).T @ do   dk = scale * ds.T @ q
-    of each query tile that flows      dq = scale * ds @ k      dscale = sum(q * (ds @ k))
+    of the resident key/value tile     dv = dropout(p).T @ do   dk = scale * ds.T @ q
+    of each streamed query tile        dq = scale * ds @ k      dscale = sum(q * (ds @ k))
                                        (k less a vector, see `_key_center`)
     dbias = ds summed over the axes that bias broadcasts
     dsink = -sum(exp(sink - lse) * delta)
 
-    One after the other, key/value tiles can all add to dq; the kernels, which run them at the same
-    time, need a second pass for it. Tiles of scores are transposed, so that their rows are keys,
-    and so is dq: then no product has to transpose one of them.
+    This is one pass, because key/value tiles come one after the other and all add to dq. Kernels
+    run them at the same time, and need a second pass for dq. Tiles of scores and dq are transposed,
+    with keys as rows of the scores, so that no product transposes one of them.
     """
     p, dtype = problem, problem.accumulator_dtype
     delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
@@ -128,7 +128,7 @@ def backward(
     dsinks = None
     if want_sinks:
         dsinks = sinks_gradient(p.sinks, log_sum, jnp.moveaxis(delta, 1, 2))
-    # +inf in place of -inf: a row that sees nothing then has p = 0 without a special case.
+    # A row without keys has log_l = +inf here, so that its p is 0.
     log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)
     m = jnp.zeros_like(log_l) if log_sum.m is None else log_sum.m
     m, log_l = (jnp.moveaxis(x, 1, 2) for x in (m, log_l))
@@ -145,7 +145,7 @@ def backward(
 
     def kv_tile(sums, j):
         k, v = _take(blocks.keys, j), _take(blocks.values, j)
-        # Kept apart: XLA would put the transposition back into the product.
+        # Without the barrier XLA would put the transposition back into the product.
         centered = k if center is None else _key_center.centered(k, center[:, :, None])
         k_t = lax.optimization_barrier(jnp.swapaxes(centered, -1, -2))
 
@@ -168,24 +168,24 @@ def backward(
             ds_t = p_t * (dp_t - delta_i[:, :, None])
             ds_t = ds_t if pull is None else pull(ds_t)
             p_t = drop(keep, rescaled(p.dropout, p_t))
-            seen_k_t = k_t
+            visible_k_t = k_t
             if masked:
                 ok_t = tile.allowed()
                 p_t, ds_t = jnp.where(ok_t, p_t, 0), jnp.where(ok_t, ds_t, 0)
-                # Zero where a query sees no key or a key is seen by none: 0 * NaN would be NaN.
-                seen = ok_t.any(axis=2)[..., None]
-                q, do_i = jnp.where(seen, q, 0), jnp.where(seen, do_i, 0)
-                seen_k_t = jnp.where(ok_t.any(axis=(3, 4))[:, :, None], k_t, 0)
+                # Zero where a query sees no key, or no query sees a key, because 0 * NaN is NaN.
+                sees = ok_t.any(axis=2)[..., None]
+                q, do_i = jnp.where(sees, q, 0), jnp.where(sees, do_i, 0)
+                visible_k_t = jnp.where(ok_t.any(axis=(3, 4))[:, :, None], k_t, 0)
             if want_bias:
                 dbias = blocks.add_tile(dbias, ds_t, i, j)
             p_t, ds_t = p_t.astype(p.dtype), ds_t.astype(p.dtype)
             dv = dv + blocks.einsum("bksgt,bkgtv->bksv", p_t, do_i)
             dk = dk + blocks.einsum("bksgt,bkgth->bksh", ds_t, q)
-            dq_i = _take(dq_t, i) + blocks.einsum("bkhs,bksgt->bkhgt", seen_k_t, ds_t)
+            dq_i = _take(dq_t, i) + blocks.einsum("bkhs,bksgt->bkhgt", visible_k_t, ds_t)
             return dk, dv, lax.dynamic_update_index_in_dim(dq_t, dq_i, i, 0), dbias
 
         start = blocks.full(k.shape, 0), blocks.full(v.shape, 0), *sums
-        dk, dv, *sums = visit(blocks.range(ranges, j), step, start, blocks.edges)
+        dk, dv, *sums = visit(blocks.range(ranges, j), step, start, blocks.sparsity)
         return tuple(sums), ((dk * p.scale).astype(p.dtype), dv.astype(p.dtype))
 
     rows = p.groups, blocks.q.block
@@ -196,8 +196,8 @@ def backward(
     dq, dscale = blocks.join_rows(jnp.moveaxis(dq_t, 3, -1)), None
     dq = dq if known is None else dq + known
     if want_scale:
-        alive = jnp.moveaxis(log_sum.l_log2 > -jnp.inf, 1, 2)[..., None]
-        dscale = jnp.sum(jnp.where(alive, p.query.astype(dtype) * dq, 0))
+        has_keys = jnp.moveaxis(log_sum.l_log2 > -jnp.inf, 1, 2)[..., None]
+        dscale = jnp.sum(jnp.where(has_keys, p.query.astype(dtype) * dq, 0))
     return Gradients(
         (dq * p.scale).astype(p.dtype),
         blocks.join_keys(dk),
@@ -209,7 +209,7 @@ def backward(
 
 
 def _block_sizes(heads: int, kv_len: int, on_gpu: bool) -> tuple[int, int]:
-    """Queries and keys of a tile, for the heads of all examples."""
+    """Return the queries and keys of a tile, for `heads` of all batch elements."""
     if not on_gpu:
         return (2 * BLOCK_Q if known_at_most(heads, FEW_HEADS) else BLOCK_Q), BLOCK_KV
     if is_symbolic(heads):
@@ -218,8 +218,15 @@ def _block_sizes(heads: int, kv_len: int, on_gpu: bool) -> tuple[int, int]:
     return max(BLOCK_Q, min(GPU_BLOCK, rows - rows % BLOCK_Q)), GPU_BLOCK
 
 
-class _Tile(NamedTuple):
-    """One tile of scores: indices b, h, q, k that broadcast to it, and what is read at them."""
+class _ScoreTile(NamedTuple):
+    """One tile of scores.
+
+    Attributes:
+        at: the indices b, h, q, k, which broadcast to the tile.
+        mask: the mask, with its (q, k) arrays cut to the tile.
+        scores: the terms of the scores, cut likewise.
+        transposed: whether keys come before queries.
+    """
 
     at: tuple
     mask: Mask
@@ -227,9 +234,10 @@ class _Tile(NamedTuple):
     transposed: bool
 
     def allowed(self):
-        """Bool of five axes: each that of the tile, or 1 where no condition needs it.
+        """Return which scores are allowed, a bool array of the tile's five axes.
 
-        Those of queries and keys are whole, because `any` is taken along them.
+        The axes of queries and keys are whole, because callers reduce along them. The others are 1
+        where the mask does not need them.
         """
         _, _, q, k = self.at
         ok = self.mask.allowed(*self.at)
@@ -237,12 +245,14 @@ class _Tile(NamedTuple):
 
 
 class _Blocks:
-    """A problem in whole tiles.
+    """A problem cut into whole tiles.
 
     Attributes:
         queries: [tiles, B, K, G, block_q, H].
         keys: [tiles, B, K, block_kv, H].
         values: [tiles, B, K, block_kv, V].
+        mask: the mask, which also hides the padding of the last tiles.
+        sparsity: how the tiles to visit are given.
     """
 
     def __init__(self, problem: Problem, on_gpu: bool):
@@ -251,15 +261,15 @@ class _Blocks:
         self.q = Tiling(p.q_len, smaller(p.q_len, block_q))
         self.kv = Tiling(p.kv_len, smaller(p.kv_len, block_kv))
         self.mask: Mask = p.mask.within(q=self.q, kv=self.kv)
-        self.edges = Edges.APART if self.mask else Edges.NONE
+        self.sparsity = Sparsity.RANGES if self.mask else Sparsity.DENSE
         if self.mask.scattered:
-            self.edges = Edges.LISTED
+            self.sparsity = Sparsity.LISTS
         self.queries = self.split_rows(p.query)
         self.keys, self.values = (_split(x, self.kv, p.num_kv_heads) for x in (p.key, p.value))
         self._mask, self._scores = self._pad_pairs((self.mask, p.scores))
 
     def full(self, shape, fill):
-        """The start of a sum or maximum, varying over the manual mesh axes of the operands."""
+        """Return the start of a sum or maximum, varying over the operands' manual mesh axes."""
         return lax.full_like(self.queries, fill, self.problem.accumulator_dtype, shape)
 
     def einsum(self, equation, a, b):
@@ -268,10 +278,10 @@ class _Blocks:
             equation, a, b, precision=p.precision, preferred_element_type=p.accumulator_dtype
         )
 
-    def tile(self, i, j, *, transposed=False) -> _Tile:
-        """Tile (i, j) of the scores, [B, K, G, block_q, block_kv].
+    def tile(self, i, j, *, transposed=False) -> _ScoreTile:
+        """Return tile (i, j) of the scores.
 
-        Transposed: [B, K, block_kv, G, block_q].
+        It is [B, K, G, block_q, block_kv], or transposed [B, K, block_kv, G, block_q].
         """
         p = self.problem
         b, h = (jnp.arange(n, dtype=jnp.int32) for n in (p.batch, p.num_heads))
@@ -291,37 +301,42 @@ class _Blocks:
             return Pairs(Cut(jnp.moveaxis(tile, -1, 2) if transposed else tile, x.shape))
 
         mask, scores = jax.tree.map(cut, (self._mask, self._scores), is_leaf=is_pairs)
-        return _Tile(at, mask, scores, transposed)
+        return _ScoreTile(at, mask, scores, transposed)
 
     def kv_ranges(self):
-        """What `visit` takes, for each query tile."""
-        if self.edges is Edges.LISTED:
+        """Return the key tiles to visit for each query tile."""
+        if self.sparsity is Sparsity.LISTS:
             return self._lists(self.mask.tile_classes(self.q, self.kv), 2)
         return self._ranges(self.mask.kv_ranges(self.q, self.kv), self.kv)
 
     def q_ranges(self):
-        """What `visit` takes, for each key tile."""
-        if self.edges is Edges.LISTED:
+        """Return the query tiles to visit for each key tile."""
+        if self.sparsity is Sparsity.LISTS:
             return self._lists(self.mask.tile_classes(self.q, self.kv), 3)
         return self._ranges(self.mask.q_ranges(self.q, self.kv, sums_keys=True), self.q)
 
     def range(self, ranges, i):
-        """Row `i` of `kv_ranges` or `q_ranges`, as `visit` takes it."""
+        """Return row `i` of `kv_ranges` or `q_ranges`, as `visit` takes it."""
         row = ranges[i]
-        return row if self.edges is not Edges.LISTED else (row[0], row[1], lambda t: row[2 + t])
+        return (
+            row if self.sparsity is not Sparsity.LISTS else (row[0], row[1], lambda t: row[2 + t])
+        )
 
-    def _lists(self, classes: TileClasses, stay_axis: int):
-        """One list for all examples and heads, [tiles, 2 + tiles]."""
+    def _lists(self, classes: TileClasses, resident_axis: int):
+        """Return one list for all batch elements and heads, [tiles, 2 + tiles]."""
         some, every = classes.some.any((0, 1)), classes.every.all((0, 1))
-        if stay_axis == 3:
+        if resident_axis == 3:
             some, every = some.T, every.T
         return lists(TileClasses(some, every))
 
-    def _ranges(self, ranges, flow: Tiling):
-        """One range for all examples, [tiles, 4]: their hull, and what is full in every one."""
+    def _ranges(self, ranges, streamed: Tiling):
+        """Return one range for all batch elements, [tiles, 4].
+
+        It is their hull, with the tiles that are full in every batch element.
+        """
         start, full_start, full_stop, stop = jnp.moveaxis(jnp.asarray(ranges), -1, 0)
         empty = start >= stop
-        start = jnp.where(empty, flow.count, start).min(axis=0)
+        start = jnp.where(empty, streamed.count, start).min(axis=0)
         stop = jnp.where(empty, 0, stop).max(axis=0)
         start = jnp.minimum(start, stop)
         full_start, full_stop = full_start.max(axis=0), full_stop.min(axis=0)
@@ -331,19 +346,19 @@ class _Blocks:
         return jnp.stack([start, full_start, full_stop, stop], axis=-1).astype(jnp.int32)
 
     def split_rows(self, x):
-        """[B, T, N, ...] to [tiles, B, K, G, block_q, ...]."""
+        """Split [B, T, N, ...] to [tiles, B, K, G, block_q, ...]."""
         return _split(x, self.q, self.problem.num_kv_heads, self.problem.groups)
 
     def join_rows(self, x):
-        """The inverse of `split_rows`."""
+        """Invert `split_rows`."""
         return _join(x, self.q, self.problem.num_kv_heads, self.problem.groups)
 
     def join_keys(self, x):
-        """[tiles, B, K, block_kv, ...] to [B, S, K, ...]."""
+        """Join [tiles, B, K, block_kv, ...] to [B, S, K, ...]."""
         return _join(x, self.kv, self.problem.num_kv_heads)
 
     def _pad_pairs(self, tree):
-        """Arrays over pairs with whole tiles along T and S, where they do not broadcast."""
+        """Pad (q, k) arrays to whole tiles along T and S, where they do not broadcast."""
 
         def pad(x):
             if not is_pairs(x):
@@ -357,7 +372,10 @@ class _Blocks:
         return jax.tree.map(pad, tree, is_leaf=is_pairs)
 
     def _tile(self, x, i, j):
-        """Tile (i, j) of an array over pairs: [B | 1, K | 1, G | 1, block_q | 1, block_kv | 1]."""
+        """Return tile (i, j) of a (q, k) array.
+
+        It is [B | 1, K | 1, G | 1, block_q | 1, block_kv | 1].
+        """
         p = self.problem
         for axis, tiling, t in ((2, self.q, i), (3, self.kv, j)):
             if x.shape[axis] != 1:
@@ -369,12 +387,12 @@ class _Blocks:
         return self.full(self._scores.bias.shape, 0)
 
     def add_tile(self, dbias, ds_t, i, j):
-        """The sum `dbias` with one tile of ds added, summed over the axes that bias broadcasts."""
+        """Add one tile of ds to `dbias`, summed over the axes that the bias broadcasts."""
         ds = jnp.moveaxis(ds_t, 2, -1)
         ds = ds.reshape(ds.shape[0], -1, *ds.shape[3:])
         broadcast = tuple(axis for axis in range(4) if dbias.shape[axis] == 1)
         ds = ds.sum(axis=broadcast, keepdims=True)
-        # Of one dtype with the tile numbers, in x64 mode too.
+        # All indices have the dtype of the tile numbers, in x64 mode too.
         zero = jnp.int32(0)
         at = (
             zero,
@@ -394,16 +412,16 @@ def _take(tiles, i):
 
 
 def _split(x, tiling: Tiling, *heads: int):
-    """[B, length, all heads, ...] to [tiles, B, *heads, block, ...]."""
+    """Split [B, length, all heads, ...] to [tiles, B, *heads, block, ...]."""
     x = _pad(x, 1, tiling)
-    # One axis at a time: with Explicit axes JAX 0.10 reshapes no more at once.
+    # One axis at a time, because JAX 0.10 reshapes no more at once with Explicit axes.
     x = x.reshape(x.shape[0], tiling.count, tiling.block, *x.shape[2:])
     x = x.reshape(*x.shape[:3], *heads, *x.shape[4:])
     return jnp.moveaxis(x, (1, 2), (0, 2 + len(heads)))
 
 
 def _join(x, tiling: Tiling, *heads: int):
-    """The inverse of `_split`."""
+    """Invert `_split`."""
     x = jnp.moveaxis(x, (0, 2 + len(heads)), (1, 2))
     x = x.reshape(*x.shape[:3], math.prod(heads), *x.shape[3 + len(heads) :])
     x = x.reshape(x.shape[0], -1, *x.shape[3:])

@@ -1,4 +1,4 @@
-"""Attention as Pallas kernels lowered through Triton; the surface is `forward` and `backward`."""
+"""Attention as Pallas kernels lowered through Triton: `forward` and `backward`."""
 
 import jax.numpy as jnp
 
@@ -8,15 +8,15 @@ from pallas_flash._scores import LogSum, sinks_gradient
 from pallas_flash._tiling.sizes import TileSizes
 from pallas_flash._triton import backward_dkv, backward_dq
 from pallas_flash._triton.backward_dbias import dbias
-from pallas_flash._triton.decode import decode as _decode
-from pallas_flash._triton.delta import delta
-from pallas_flash._triton.forward import forward as _forward
+from pallas_flash._triton.decode_kernel import decode
+from pallas_flash._triton.delta_kernel import delta
+from pallas_flash._triton.forward_kernel import forward as _forward
 
 
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
-    """The output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
+    """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     if tiles.decode is not None:
-        return _decode(problem, tiles.tile("decode"), interpret=interpret)
+        return decode(problem, tiles.tile("decode"), interpret=interpret)
     return _forward(problem, tiles.tile("forward"), interpret=interpret)
 
 
@@ -33,24 +33,29 @@ def backward(
     want_sinks: bool,
     interpret: bool,
 ) -> Gradients:
-    """Gradients for the cotangents do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
+    """Return the gradients for the cotangents do [B, T, N, V] and dlse.
+
+    dlse is float32 [B, T, N], or None.
+    """
     delta_of_rows = delta(problem, o, do, dlse, interpret=interpret)
     rows = do, log_sum, delta_of_rows
+
+    def launch(kernel, tile):
+        return backward_dkv.dkv(problem, *rows, tiles.tile(tile), kernel, interpret=interpret)
+
     if tiles.dkv is not None:
-        dk, dv = backward_dkv.dkv(
-            problem, *rows, tiles.tile("dkv"), backward_dkv.pallas_flash_dkv, interpret=interpret
-        )
+        dk, dv = launch(backward_dkv.pallas_flash_dkv, "dkv")
     else:
-        [dk] = backward_dkv.dkv(
-            problem, *rows, tiles.tile("dk"), backward_dkv.pallas_flash_dk, interpret=interpret
-        )
-        [dv] = backward_dkv.dkv(
-            problem, *rows, tiles.tile("dv"), backward_dkv.pallas_flash_dv, interpret=interpret
-        )
+        [dk] = launch(backward_dkv.pallas_flash_dk, "dk")
+        [dv] = launch(backward_dkv.pallas_flash_dv, "dv")
     center = _key_center.for_shift(problem, log_sum)
     shifted, shifted_log_sum = _key_center.shifted(problem, log_sum, center)
     dq, dscale = backward_dq.dq(
-        *(shifted, do, shifted_log_sum, delta_of_rows, tiles.tile("dq")),
+        shifted,
+        do,
+        shifted_log_sum,
+        delta_of_rows,
+        tiles.tile("dq"),
         want_scale=want_scale,
         interpret=interpret,
     )

@@ -1,4 +1,4 @@
-"""dk and dv for one key/value tile, queries streamed past it.
+"""dk and dv of a resident key/value tile, with queries streamed.
 
     s_t  = k @ q.T                      dp_t = v @ do.T                 [block_kv, block_q]
     p_t  = exp2(c * s_t - lse_log2)     c = scale * log2(e)
@@ -6,11 +6,11 @@
     ds_t = p_t * (dropout(dp_t) - delta)    through the derivative of the scores, see _scores
     dk  += ds_t @ q                     times scale once, after the loop [block_kv, H]
 
-Scores are computed transposed, so that no product needs its accumulator transposed. The query heads
-of the group are summed in the same program: the loop over heads goes around the loop over tiles,
-which keeps the latter's pipeline. Where that leaves too few programs for a GPU, the heads are split
-equally among several, whose float32 sums are added in the end. Where both sums do not fit in
-registers the same kernel runs twice, once for each.
+Scores are computed transposed, so that no product needs its accumulator transposed. A program sums
+over the query heads of its group. The loop over heads goes around the loop over tiles, so that the
+inner loop keeps its pipeline. Where that leaves too few programs for a GPU, the heads are split
+equally among several programs, whose float32 sums are added after the launch. Where dk and dv do
+not fit in registers together, the kernel runs once for each.
 """
 
 import jax
@@ -34,23 +34,23 @@ def _kernel(
     scale_ref,
     do_ref,
     *refs,
-    static: common.Static,
+    spec: common.KernelSpec,
     here,
     want_dk: bool,
     want_dv: bool,
 ):
     n_out = want_dk + want_dv
-    log_sum_refs, (delta_ref, *refs) = static.log_sum(refs)
+    log_sum_refs, (delta_ref, *refs) = spec.log_sum(refs)
     tables, outputs = refs[:-n_out], list(refs[-n_out:])
-    tiles, extras = common.load_tables(tables, static, flow=static.q)
-    mask, block_q, block_kv = extras.mask, static.q.block, static.kv.block
+    tiles, extras = common.load_tables(tables, spec, streamed=spec.q)
+    mask, block_q, block_kv = extras.mask, spec.q.block, spec.kv.block
     b, split, kv_tile = here()
     groups = q_ref.shape[1]
     first_head = split * groups
     k_pos = in_tile(kv_tile, block_kv)
-    keys = common.existing(static.kv, k_pos)
-    k = common.load(k_ref, keys, static.head_dim)
-    v = common.load(v_ref, keys, static.value_dim) if want_dk else None
+    keys = common.valid_positions(spec.kv, k_pos)
+    k = common.load(k_ref, keys, spec.head_dim)
+    v = common.load(v_ref, keys, spec.value_dim) if want_dk else None
     scale = scale_ref[0]
 
     def step(g, q_tile, masked, carry):
@@ -58,91 +58,90 @@ def _kernel(
         q_pos = in_tile(q_tile, block_q)
         span = pl.ds(q_tile * block_q, block_q)
         at = b, first_head + g, q_pos[None, :], k_pos[:, None]
-        exist = common.existing(static.q, q_pos) if static.unseen and masked else None
-        some = static.unseen and masked
-        rows = common.seen_queries(mask, *at[:2], q_pos, k_pos, keys) if some else None
+        exist = common.valid_positions(spec.q, q_pos) if spec.mask_loads and masked else None
+        some = spec.mask_loads and masked
+        rows = common.queries_with_keys(mask, *at[:2], q_pos, k_pos, keys) if some else None
 
         def visible(x):
             return jnp.where(mask.allowed(*at), x, 0.0)
 
         def load_do():
-            return common.load(do_ref.at[span, g, :], rows, static.value_dim)
+            return common.load(do_ref.at[span, g, :], rows, spec.value_dim)
 
-        # The order of loads and products is chosen: lse is there before the products, so that the
-        # exponentials can run under the second of them; delta comes late and holds no registers.
+        # The order of loads and products matters. lse is loaded before the products, so that the
+        # exponentials run under the second one. delta is loaded late and holds no registers.
         log_sum = jax.tree.map(lambda ref: common.load_row(ref.at[g, span], exist), log_sum_refs)
-        q = common.load(q_ref.at[span, g, :], rows, static.head_dim)
+        q = common.load(q_ref.at[span, g, :], rows, spec.head_dim)
         do = load_do() if want_dk else None
-        s_t, c, pull = static.logits_vjp(extras, static.dot_t(k, q), scale, *at)
-        dp_t = static.dot_t(v, do) if want_dk else 0.0
-        log_sum = jax.tree.map(lambda x: x[None, :], common.subtracted(extras, log_sum))
-        p_t = static.probabilities(s_t, c, log_sum)
-        kept = static.kept_in_tile(extras, *at[:2], q_tile, kv_tile, transposed=True)
+        s_t, c, pull = spec.logits_vjp(extras, spec.dot_t(k, q), scale, *at)
+        dp_t = spec.dot_t(v, do) if want_dk else 0.0
+        log_sum = jax.tree.map(lambda x: x[None, :], common.softmax_shift(extras, log_sum))
+        p_t = spec.probabilities(s_t, c, log_sum)
+        kept = spec.kept_in_tile(extras, *at[:2], q_tile, kv_tile, transposed=True)
         if masked:
             p_t = visible(p_t)
         if do is None:
-            p_t = static.fence(p_t, q_tile, static.q)
+            p_t = spec.fence(p_t, q_tile, spec.q)
             do = load_do()
         if want_dv:
-            dv = dv + static.dot(drop(kept, p_t).astype(do.dtype), do)
+            dv = dv + spec.dot(drop(kept, p_t).astype(do.dtype), do)
         if want_dk:
             delta = shrunk(extras.dropout, common.load_row(delta_ref.at[g, span], exist))
             ds_t = pull(p_t * (drop(kept, dp_t) - delta[None, :]))
             if masked:
-                ds_t = visible(ds_t)  # also where dp_t is not finite
-            dk = dk + static.dot(ds_t.astype(q.dtype), q)
+                ds_t = visible(ds_t)  # Hides also what is not finite in dp_t.
+            dk = dk + spec.dot(ds_t.astype(q.dtype), q)
         return dk, dv
 
     def each_head(g, carry):
         def tile(q_tile, masked, carry):
             return step(g, q_tile, masked, carry)
 
-        return visit(tiles(g), tile, carry, static.edges)
+        return visit(tiles(g), tile, carry, spec.sparsity)
 
     zeros = tuple(
         jnp.zeros(ref.shape, jnp.float32) if wanted else ()
         for ref, wanted in ((k_ref, want_dk), (v_ref, want_dv))
     )
-    # Pallas's interpreter fails on a head number that is a constant, so there even one head gets a
-    # loop.
-    loop = groups > 1 or static.interpret
+    # Pallas's interpreter fails on a constant head number, so it has a loop even over one head.
+    loop = groups > 1 or spec.interpret
     dk, dv = lax.fori_loop(0, groups, each_head, zeros) if loop else each_head(0, zeros)
     if want_dk:
         dk = rescaled(extras.dropout, dk * scale)
-        common.store(outputs.pop(0), dk, keys, static.head_dim)
+        common.store(outputs.pop(0), dk, keys, spec.head_dim)
     if want_dv:
-        common.store(outputs.pop(0), rescaled(extras.dropout, dv), keys, static.value_dim)
+        common.store(outputs.pop(0), rescaled(extras.dropout, dv), keys, spec.value_dim)
 
 
 def pallas_flash_dkv(*refs, **options):
-    """Computes dk and dv of one key/value tile of one key/value head."""
+    """Compute dk and dv of one key/value tile of one key/value head."""
     _kernel(*refs, **options, want_dk=True, want_dv=True)
 
 
 def pallas_flash_dk(*refs, **options):
-    """Computes dk alone."""
+    """Compute dk alone."""
     _kernel(*refs, **options, want_dk=True, want_dv=False)
 
 
 def pallas_flash_dv(*refs, **options):
-    """Computes dv alone."""
+    """Compute dv alone."""
     _kernel(*refs, **options, want_dk=False, want_dv=True)
 
 
 def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: bool):
-    """Those of dk [B, S, K, H] and dv [B, S, K, V] that `kernel` computes, in a list."""
+    """Return a list of what `kernel` computes: dk [B, S, K, H], dv [B, S, K, V] or both."""
     p = problem
-    static, extras, table = common.make_static(p, tile, flow="q", interpret=interpret)
+    spec, extras, table = common.make_spec(p, tile, streamed="q", interpret=interpret)
     splits = splits_of_heads(p.groups, p.kv_rows, bool(p.mask))
     groups = p.groups // splits
     heads = common.side_by_side(p, extras.mask, p.q_len * p.groups)
 
     def index(split, j, outer, b):
-        """Grid indices to the example, the split of all query heads and the tile."""
+        """Return the batch element, the split (of all query heads) and the tile of grid indices."""
         return b, outer * heads * splits + split, j
 
     def head_rows(width):
-        """All queries of the heads of a split."""
+        """Return the spec of all queries of a split."""
 
         def block(*ids):
             b, split, _ = index(*ids)
@@ -151,13 +150,16 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
         return pl.BlockSpec((None, p.q_len, groups, common.padded(width)), block)
 
     def keys(width, splits_of_a_head=1):
-        """A tile of [B, S, splits, width], or of what `splits_of_a_head` have in common."""
+        """Return the spec of a tile of [B, S, splits, width].
+
+        Arrays [B, S, K, width] have one entry for `splits_of_a_head` splits.
+        """
 
         def block(*ids):
             b, split, j = index(*ids)
             return b, j, lax.div(split, np.int32(splits_of_a_head)), 0
 
-        return pl.BlockSpec((None, static.kv.block, None, common.padded(width)), block)
+        return pl.BlockSpec((None, spec.kv.block, None, common.padded(width)), block)
 
     tables, table_specs = common.operands(extras, table, index, heads=groups)
     statistic = pl.BlockSpec((None, groups, p.q_len), lambda *ids: (*index(*ids)[:2], 0))
@@ -177,18 +179,18 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
         *jax.tree.leaves(log_sum),
         delta,
         *tables,
-        static=static,
+        spec=spec,
         tile=tile,
-        # Key tile 0 comes first: under a causal mask it has the most queries, and heavy tiles
+        # Key tile 0 comes first. Under a causal mask it has the most queries, and heavy tiles
         # should start early.
-        grid=(heads * splits, static.kv.count, p.num_kv_heads // heads, p.batch),
+        grid=(heads * splits, spec.kv.count, p.num_kv_heads // heads, p.batch),
         in_specs=[
             head_rows(p.head_dim),
             keys(p.head_dim, splits),
             keys(p.value_dim, splits),
-            common.whole(p.scale[None]),
+            common.whole_array(p.scale[None]),
             head_rows(p.value_dim),
-            *[statistic] * (static.num_statistics + 1),
+            *[statistic] * (spec.num_statistics + 1),
             *table_specs,
         ],
         out_specs=[keys(width) for width in widths],

@@ -1,10 +1,10 @@
-"""A kernel that computes a user's function and nothing else, to see whether Pallas lowers it.
+"""A kernel that computes a user's function alone, to see whether Pallas lowers it.
 
-The function is given a tile of each form that it meets in the other kernels:
+The function gets indices in each form that it meets in the other kernels:
 
     b, h scalars    q [block_q, 1]    k [1, block_kv]    forward, dq, dbias
     b scalar        h, q [rows, 1]    k [1, block_kv]    decode: rows of several heads
-    b, h scalars    q [1, block_q]    k [block_kv, 1]    dk and dv, and which keys are seen
+    b, h scalars    q [1, block_q]    k [block_kv, 1]    dk and dv, and which keys are visible
 """
 
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ from pallas_flash._triton import common
 TILE = Tile(16, 32)
 
 
-def pallas_flash_function(*refs, static: common.Static, derivative: bool):
-    """Computes scores or their derivative, and the mask, of one tile in each form."""
+def pallas_flash_function(*refs, spec: common.KernelSpec, derivative: bool):
+    """Compute scores or their derivative, and the mask, of one tile in each form."""
     *refs, out_ref = refs
-    extras = static.load_extras(refs)
+    extras = spec.load_extras(refs)
     b, h = pl.program_id(0), pl.program_id(1)
-    q, k = lax.iota(jnp.int32, static.q.block), lax.iota(jnp.int32, static.kv.block)
+    q, k = lax.iota(jnp.int32, spec.q.block), lax.iota(jnp.int32, spec.kv.block)
     total = jnp.float32(0)
     for at in (
         (b, h, q[:, None], k[None, :]),
@@ -32,10 +32,10 @@ def pallas_flash_function(*refs, static: common.Static, derivative: bool):
     ):
         s = (at[2] + at[3]).astype(jnp.float32)
         if derivative:
-            s, _, pull = static.logits_vjp(extras, s, 1.0, *at)
+            s, _, pull = spec.logits_vjp(extras, s, 1.0, *at)
             s = pull(s)
         else:
-            s, _ = static.logits(extras, s, 1.0, *at)
+            s, _ = spec.logits(extras, s, 1.0, *at)
         if extras.mask:
             s = jnp.where(extras.mask.allowed(*at), s, -jnp.inf)
         total += jnp.sum(s)
@@ -43,16 +43,16 @@ def pallas_flash_function(*refs, static: common.Static, derivative: bool):
 
 
 def function(problem: Problem, *, derivative: bool):
-    """Call that kernel for the mask and the scores of a problem."""
-    static, extras, _ = common.make_static(problem, TILE, flow="kv", interpret=False)
-    arrays = common.leaves(extras)
+    """Call `pallas_flash_function` for the mask and the scores of a problem."""
+    spec, extras, _ = common.make_spec(problem, TILE, streamed="kv", interpret=False)
+    arrays = common.kernel_arrays(extras)
     [out] = common.call(
         pallas_flash_function,
         *arrays,
-        static=static,
+        spec=spec,
         tile=TILE,
         grid=(1, 1),
-        in_specs=[common.whole(x) for x in arrays],
+        in_specs=[common.whole_array(x) for x in arrays],
         out_specs=[pl.BlockSpec((1, 1), lambda *_: (0, 0))],
         out_shapes=[((1, 1), jnp.float32)],
         derivative=derivative,

@@ -18,8 +18,8 @@ from support.judge import judge, measured
 import pallas_flash
 from pallas_flash import Tile, TileSizes
 from pallas_flash._tiling.sizes import FEW_QUERIES
-from pallas_flash._triton import decode as module
-from pallas_flash._visits import Edges, share
+from pallas_flash._triton import decode_kernel
+from pallas_flash._visits import Sparsity, split
 
 # 200 keys are 13 tiles, so 3 parts.
 TILES = TileSizes(decode=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
@@ -201,7 +201,7 @@ def test_parts(S, B, K, parts):
 def test_shares_are_even_and_together_everything(parts):
     for start, full_start, full_stop, stop in RANGES:
         shares = [
-            tuple(map(int, share((start, full_start, full_stop, stop), i, parts, Edges.APART)))
+            tuple(map(int, split((start, full_start, full_stop, stop), i, parts, Sparsity.RANGES)))
             for i in range(parts)
         ]
         full = [t for _, a, b, _ in shares for t in range(a, b)]
@@ -219,7 +219,9 @@ def test_shares_of_a_list(parts):
         for full in range(count + 1):
             found = {True: [], False: []}
             for i in range(parts):
-                n_full, n, tile_at = share((full, count, tiles.__getitem__), i, parts, Edges.LISTED)
+                n_full, n, tile_at = split(
+                    (full, count, tiles.__getitem__), i, parts, Sparsity.LISTS
+                )
                 for t in range(int(n)):
                     found[bool(t < n_full)].append(tile_at(int(t)))
             assert found == {True: tiles[:full], False: tiles[full:count]}
@@ -275,9 +277,9 @@ def test_in_x64_mode():
 
 
 def test_many_parts_are_joined_in_several_steps(monkeypatch, kernel_case):
-    monkeypatch.setattr(module, "TILES_OF_A_PART", 1)
+    monkeypatch.setattr(decode_kernel, "MIN_TILES_PER_SPLIT", 1)
     case = with_few(cases.BY_NAME["sinks"], 2)
-    case = dataclasses.replace(case, S=16 * 2 * module.PARTS_AT_ONCE + 5)
+    case = dataclasses.replace(case, S=16 * 2 * decode_kernel.SPLITS_PER_STEP + 5)
     assert_right(case)
     parts = np.prod(evaluated(case)[1][0].kernel.grid) / (case.B * case.K)
-    assert parts == 2 * module.PARTS_AT_ONCE + 1
+    assert parts == 2 * decode_kernel.SPLITS_PER_STEP + 1

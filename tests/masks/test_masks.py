@@ -14,7 +14,7 @@ from pallas_flash import Predicate, _masks
 from pallas_flash._mask_objects import MaskArray
 from pallas_flash._masks import Band, Ends, Lengths, Mask, PositionBand, Segments, Tiling
 from pallas_flash._operands import Pairs, Positions
-from pallas_flash._visits import Edges, in_tile, visit
+from pallas_flash._visits import Sparsity, in_tile, visit
 
 BATCH = 3
 
@@ -478,12 +478,12 @@ def test_visit_sees_each_tile_once_and_masks_those_that_are_not_full():
     start, full_start, full_stop, stop = ranges.T[:, :, None]
     full = (full_start <= t) & (t < full_stop)
     edge = (start <= t) & (t < stop) & ~full
-    counts = jax.jit(jax.vmap(functools.partial(visits, edges=Edges.APART)))(tuple(ranges.T))
+    counts = jax.jit(jax.vmap(functools.partial(visits, edges=Sparsity.RANGES)))(tuple(ranges.T))
     np.testing.assert_array_equal(counts, np.stack([full, edge], axis=1))
 
 
 def test_visit_without_edges_never_asks_for_the_mask():
-    counts = np.asarray(visits((0, 0, N_TILES, N_TILES), Edges.NONE))
+    counts = np.asarray(visits((0, 0, N_TILES, N_TILES), Sparsity.DENSE))
     assert counts[0, MARGIN:-MARGIN].tolist() == [1] * N_TILES
     assert counts.sum() == N_TILES
 
@@ -491,7 +491,7 @@ def test_visit_without_edges_never_asks_for_the_mask():
         assert not masked
         return carry
 
-    visit((0, 0, N_TILES, N_TILES), step, 0, Edges.NONE)
+    visit((0, 0, N_TILES, N_TILES), step, 0, Sparsity.DENSE)
 
 
 TOKENS = np.random.default_rng(7).integers(0, 99, (1, 20)).astype(np.int32)

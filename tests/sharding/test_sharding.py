@@ -450,7 +450,7 @@ FORWARDS = {
     "forward": ({}, ["pallas_flash_forward"]),
     "decode": (
         {"tile_sizes": TileSizes(decode=Tile(16, 16))},
-        ["pallas_flash_decode", "pallas_flash_decode_join"],
+        ["pallas_flash_decode", "pallas_flash_decode_combine"],
     ),
 }
 

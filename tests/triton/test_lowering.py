@@ -109,7 +109,7 @@ def test_some_heads_side_by_side(heads, monkeypatch, kernel_case):
     case = dataclasses.replace(
         cases.BY_NAME["causal, whole tiles"], B=heads // 2, T=128, S=128, N=8, K=4
     )
-    monkeypatch.setattr(common, "L2_SHARE", heads * case.S * (case.H + case.V) * 4)
+    monkeypatch.setattr(common, "STREAMED_L2_BYTES", heads * case.S * (case.H + case.V) * 4)
     problem = case.problem("float32")
     results, runs = differentiated(problem)
     judge(case, "float32", results, problem)

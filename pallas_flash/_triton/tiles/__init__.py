@@ -1,4 +1,4 @@
-"""Tiles for these kernels: what was measured, the rule that picks from it, and what to try."""
+"""Tiles for these kernels: the measured ones, the rule that picks, and candidates for tuning."""
 
 from pallas_flash._tiling.workload import of_problem as work_of
 from pallas_flash._triton.tiles.candidates import candidates

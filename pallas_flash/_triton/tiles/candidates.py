@@ -1,4 +1,4 @@
-"""What `tune` tries for each kernel."""
+"""Candidate tiles that `tune` tries for each kernel."""
 
 import itertools
 from collections.abc import Callable
@@ -10,25 +10,29 @@ Choose = Callable[[TileSizes | None], TileSizes]
 
 
 def candidates(kernel: str, problem: Problem, choose: Choose) -> list[Tile]:
-    """Tiles around the table's, which comes first; `choose` is a partial `by_table`.
+    """Return tiles around the table's, which comes first; `choose` is a partial `by_table`.
 
-    64 rows or more stay for each 4 warps, as Hopper's matrix instructions want it, or as many as in
-    the table. The sums and scores of a tile, which are float32, are no more than the 255 registers
-    of each thread. Blocks longer than the sequence, which kernels shorten, come once.
+    A tile has 64 resident rows or more for each 4 warps, as Hopper's matrix instructions want it,
+    or as many as in the table. Its float32 sums and scores fit in the 255 registers of each thread.
+    Blocks longer than the sequence, which kernels shorten, come once.
     """
     p, table = problem, choose(None)
     h, v = (max(16, power_of_2(width)) for width in (p.head_dim, p.value_dim))
     sums = {"forward": v, "decode": v, "dkv": h + v, "dk": h, "dv": v, "dq": h}[kernel]
     scores = 1 if kernel in (*FORWARD, "dv") else 2
     near = table.tile(kernel) or table.tile("dkv") or table.tile("dk")
-    turn = -1 if kernel in KEYS_STAY else 1  # There keys stay and queries flow.
+    turn = -1 if kernel in KEYS_STAY else 1  # There keys are resident and queries streamed.
     rows, columns = (near.block_q, near.block_kv)[::turn]
     launches = {(rows, near.num_warps), (64, 4), (128, 4), (128, 8)}
-    flows = [block for block in (columns // 2, columns, 2 * columns) if 16 <= block <= 128]
+    blocks = [block for block in (columns // 2, columns, 2 * columns) if 16 <= block <= 128]
     tiles = [near] if table.tile(kernel) else []
-    for (stay, warps), flow, stages in itertools.product(sorted(launches), flows, (2, 3, 4)):
-        tile = Tile(*(stay, flow)[::turn], warps, stages)
-        if stay * (sums + scores * flow) <= 255 * 32 * warps and _fits(kernel, tile, choose):
+    for (resident, warps), streamed, stages in itertools.product(
+        sorted(launches), blocks, (2, 3, 4)
+    ):
+        tile = Tile(*(resident, streamed)[::turn], warps, stages)
+        if resident * (sums + scores * streamed) <= 255 * 32 * warps and _fits(
+            kernel, tile, choose
+        ):
             tiles.append(tile)
     q_rows = p.q_len * p.groups if kernel == "decode" else p.q_len
     q_len, kv_len = (max(16, power_of_2(length)) for length in (q_rows, p.kv_len))

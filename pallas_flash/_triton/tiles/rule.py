@@ -1,4 +1,4 @@
-"""Which tiles of `table` serve a call, and what they take of a GPU."""
+"""The rule that picks a call's tiles from `table`, and the shared memory that they take."""
 
 import dataclasses
 import math
@@ -17,15 +17,15 @@ from pallas_flash._triton.tiles import table
 
 
 def default(work: Workload) -> TileSizes:
-    """The table's tiles for a call, fitted to the GPU.
+    """Return the table's tiles for a call, fitted to the GPU.
 
     With bias or mask arrays, tiles that were not timed with them have two stages at most, so that
-    as many programs fit on a core as without.
+    as many programs fit on an SM as without.
     """
     size = _width(work), work.itemsize
     matrix_units = _hardware.matrix_units(work.capability)
     tiles = table.BY_MATRIX_UNITS[matrix_units][size]
-    # The rest of the table was timed there alone.
+    # The rest of the table was timed on Hopper alone.
     hopper = matrix_units == "hopper"
     with_pairs = table.WITH_PAIRS.get(size) if hopper and work.pair_bytes else None
     if with_pairs:
@@ -47,7 +47,7 @@ def default(work: Workload) -> TileSizes:
 
 
 def _of_few(work: Workload) -> dict[str, Tile]:
-    """What differs where programs are few."""
+    """Return the tiles that differ at low occupancy."""
     limit, tiles = table.FEW.get((_width(work), work.itemsize), (0, {}))
     spread = work.kv_rows * splits_of_heads(work.groups, work.kv_rows, work.masked)
 
@@ -58,16 +58,16 @@ def _of_few(work: Workload) -> dict[str, Tile]:
 
 
 def _of_kind(work: Workload) -> dict[str, Tile]:
-    """What differs for this kind of call."""
+    """Return the tiles that differ for this kind of call."""
     many, tiles = table.BY_KIND.get((work.kind, _width(work), work.itemsize), (0, {}))
     return tiles if work.rows >= many else {}
 
 
 def _fitted(kernel: str, tile: Tile, work: Workload) -> Tile:
-    """The tile, or the largest smaller one that fits in the GPU's shared memory."""
+    """Return the tile, or the largest smaller one that fits in the GPU's shared memory."""
     limit = _hardware.shared_memory_limit(work.capability)
     if kernel == "decode" and shared_bytes(kernel, tile, work) > limit:
-        # It needs rows, for keys to be read once, more than it needs another pair on its way.
+        # Rows, for which keys are read once, matter more than another stage.
         tile = dataclasses.replace(tile, num_stages=2)
     while shared_bytes(kernel, tile, work) > limit and (smaller := _smaller(kernel, tile)) != tile:
         tile = smaller
@@ -75,12 +75,12 @@ def _fitted(kernel: str, tile: Tile, work: Workload) -> Tile:
 
 
 def _width(work: Workload) -> int:
-    """The head size in the table."""
+    """Return the head dim in the table."""
     return max(64, power_of_2(max(work.head_dim, work.value_dim)))
 
 
 def _smaller(kernel: str, tile: Tile) -> Tile:
-    """The tile with its larger block halved, and 4 warps once 64 rows or fewer stay.
+    """Return the tile with its larger block halved, and 4 warps for 64 resident rows or fewer.
 
     With the smallest blocks one stage is left.
     """
@@ -90,28 +90,28 @@ def _smaller(kernel: str, tile: Tile) -> Tile:
         tile = dataclasses.replace(tile, block_q=max(16, tile.block_q // 2))
     else:
         tile = dataclasses.replace(tile, block_kv=max(16, tile.block_kv // 2))
-    stay = tile.block_kv if kernel in KEYS_STAY else tile.block_q
-    return dataclasses.replace(tile, num_warps=4) if stay <= 64 else tile
+    resident = tile.block_kv if kernel in KEYS_STAY else tile.block_q
+    return dataclasses.replace(tile, num_warps=4) if resident <= 64 else tile
 
 
 def check(kernel: str, tile: Tile, work: Workload) -> None:
-    """Raises ValueError if a tile does not fit in the GPU's shared memory."""
+    """Raise ValueError if a tile does not fit in the GPU's shared memory."""
     limit = _hardware.shared_memory_limit(work.capability)
     need, head_dim = shared_bytes(kernel, tile, work), max(work.head_dim, work.value_dim)
     check_shared_memory(kernel, tile, need, limit, head_dim)
 
 
 def shared_bytes(kernel: str, tile: Tile, work: Workload) -> int:
-    """What a kernel keeps in shared memory at least.
+    """Return the bytes of shared memory that a kernel needs at least.
 
-    Tiles that stay, and for each stage a pair that flows and the arrays over pairs.
+    It holds the resident tiles, and for each stage a streamed pair and tiles of the (q, k) arrays.
     """
-    stay, flow = tile.block_q, tile.block_kv
+    resident, streamed = tile.block_q, tile.block_kv
     if kernel in KEYS_STAY:
-        stay, flow = flow, stay
+        resident, streamed = streamed, resident
     kept = {"forward": 1, "decode": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2}[kernel]
-    pairs = tile.num_stages * stay * flow * work.pair_bytes
-    return (kept * stay + 2 * tile.num_stages * flow) * _width(work) * work.itemsize + pairs
+    pairs = tile.num_stages * resident * streamed * work.pair_bytes
+    return (kept * resident + 2 * tile.num_stages * streamed) * _width(work) * work.itemsize + pairs
 
 
 def splits_of_heads(groups: int, kv_rows: int, masked: bool) -> int:

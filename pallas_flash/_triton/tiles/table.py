@@ -1,17 +1,18 @@
-"""Tiles of these kernels: what was measured, and nothing else. `rule` picks from it.
+"""The measured tiles of these kernels. `rule` picks from them.
 
-A number that was not timed says so. Matrix instructions of Hopper want 64 rows of the tile that
-stays for each 4 warps.
+Tiles that were not timed say so. Hopper's matrix instructions want 64 rows of the resident tile for
+each 4 warps.
 """
 
 from pallas_flash._tiling.sizes import Tile, TileSizes
 
-# Tiles by how the GPU multiplies (`_hardware.matrix_units`), then by (padded head size, bytes of an
+# Tiles by the GPU's matrix units (`_hardware.matrix_units`), then by (padded head dim, bytes of an
 # element).
 #
-# Of Hopper: the fastest of those timed on an H200, full and causal, at 16384 tokens in 16 bits and
-# at 4096 in float32 (docs/performance.md). With three stages two tiles are on their way while a
-# third is worked on; with two, only what is needed late in a tile does not wait for memory.
+# Hopper's tiles are the fastest of those timed on an H200, non-causal and causal, at 16384 tokens
+# in 16 bits and at 4096 in float32 (docs/performance.md). With three stages two tiles are loading
+# while a third is used. With two stages only the operands used late in a tile do not wait for
+# memory.
 HOPPER = {
     (64, 2): TileSizes(forward=Tile(64, 64, 4, 3), dkv=Tile(64, 64, 4, 3), dq=Tile(128, 64, 4, 3)),
     (128, 2): TileSizes(
@@ -33,7 +34,7 @@ HOPPER = {
         dq=Tile(128, 32, 8, 3),
     ),
     (256, 4): TileSizes(
-        # These spill; with half the rows that stay they would not, but have too few for the matrix
+        # These spill. Half the resident rows would not, but they are too few for the matrix
         # instructions.
         forward=Tile(128, 16, 8, 2),
         dk=Tile(16, 64, 4, 2),
@@ -41,8 +42,8 @@ HOPPER = {
         dq=Tile(64, 16, 4, 2),
     ),
 }
-# By counts, not timed. What is multiplied goes through shared and tensor memory there, which must
-# have room for it.
+# Chosen by counts, not timed. Operands of products go through shared and tensor memory there, which
+# must have room for them.
 BLACKWELL = HOPPER | {
     (256, 2): TileSizes(
         forward=Tile(128, 64, 8, 2),
@@ -57,7 +58,7 @@ BLACKWELL = HOPPER | {
         dq=Tile(32, 16, 4, 2),
     ),
 }
-# By counts, too.
+# Chosen by counts, not timed.
 SYNCHRONOUS = HOPPER | {
     (64, 2): TileSizes(forward=Tile(128, 64, 4, 2), dkv=Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
     (128, 2): TileSizes(forward=Tile(128, 64, 8, 2), dkv=Tile(32, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
@@ -83,8 +84,8 @@ BY_KIND = {
     ("dropout", 128, 2): (0, {"dkv": Tile(32, 64, 4, 3)}),
 }
 
-# The same with bias or mask arrays, by (padded head size, bytes of an element) and then by bytes of
-# those arrays for each pair of a query and a key; timed at 4096 tokens.
+# Tiles that were faster with bias or mask arrays, by (padded head dim, bytes of an element) and
+# then by the bytes of those (q, k) arrays for one score; timed at 4096 tokens.
 WITH_PAIRS = {
     (64, 2): {
         1: TileSizes(forward=Tile(64, 64, 4, 3), dkv=Tile(32, 64, 4, 3), dq=Tile(128, 64, 4, 2)),
@@ -98,10 +99,10 @@ WITH_PAIRS = {
     },
 }
 
-# What was faster on an H200 where programs are few, by (padded head size, bytes of an element): up
-# to how many queries, or keys, of all heads and examples, and the tiles. With 64 rows in place of
-# 128 more programs run at once; where 64 stay anyway, longer steps win. Without a mask half as many
-# queries and keys: all programs have the same work then, and more of them nothing to even out.
+# Tiles that were faster on an H200 at low occupancy, by (padded head dim, bytes of an element): up
+# to how many queries, or keys, of all heads and batch elements, and the tiles. 64 resident rows
+# instead of 128 make more programs. Where 64 are resident anyway, longer steps win. Without a mask
+# the limit is half of this, because all programs have the same work and nothing needs balancing.
 FEW = {
     (64, 2): (2**15, {"forward": Tile(64, 128, 4, 2), "dq": Tile(64, 64, 4, 3)}),
     (128, 2): (
@@ -133,19 +134,19 @@ FEW = {
     ),
 }
 
-# With more keys than this few queries have "decode": fewer are not worth a second launch (a round
-# number, not timed).
+# Keys from which on calls with few queries have "decode"; fewer do not pay for a second launch. A
+# round number, not timed.
 MANY_KEYS = 512
 
-# Where keys stay, so many of all heads and examples make programs enough (half as many without a
-# mask). With fewer, the query heads that share them are shared out. Timed on an H200.
+# Keys of all heads and batch elements that make programs enough where keys are resident (half as
+# many without a mask). With fewer, the query heads that share them are split. Timed on an H200.
 ENOUGH_KEYS = 2**15
 
-# Rows that stay in "decode", by padded head size. With more one program would fill a core at 256,
-# and spill in float32.
+# Resident rows of "decode", by padded head dim. With more, one program would fill an SM at head dim
+# 256, and spill in float32.
 DECODE_ROWS = {64: 64, 128: 64, 256: 32}
 
-# Bytes of a key and a value tile of "decode". With three stages one pair is on its way while
-# another is used, and three programs of up to 16 rows share a core of the H200 (counted). Half or
-# twice the bytes, or other stages, were slower, but for two stages in one shape, by 4 % (timed).
+# Bytes of a key and a value tile of "decode". With three stages one pair is loading while another
+# is used, and three programs of up to 16 rows share an SM of the H200 (counted). Half or twice the
+# bytes, or other stages, were slower, except two stages in one shape, by 4 % (timed).
 DECODE_STAGE = 32 * 1024

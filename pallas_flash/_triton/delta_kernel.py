@@ -1,9 +1,9 @@
-"""delta for one tile of rows: what every tile of ds subtracts, computed once.
+"""The backward preprocess kernel: delta of one tile of rows, which every tile of ds subtracts.
 
     delta = rowsum(o * do) - dlse
 
-dlse, the cotangent of the LSE, enters here and nowhere else: d lse_i / d s_ij = p_ij, so it
-adds p * dlse to ds.
+dlse is the cotangent of the LSE. Because d lse_i / d s_ij = p_ij, it adds p * dlse to ds, and only
+here does it enter.
 """
 
 import jax.numpy as jnp
@@ -18,13 +18,11 @@ from pallas_flash._visits import in_tile
 _TILE = Tile(block_q=64, block_kv=16, num_warps=4, num_stages=1)
 
 
-def pallas_flash_delta(o_ref, do_ref, *refs, static: common.Static):
-    """Delta for the rows of one tile of one head."""
+def pallas_flash_delta(o_ref, do_ref, *refs, spec: common.KernelSpec):
+    """Compute delta of the rows of one tile of one head."""
     *dlse_ref, delta_ref = refs
-    rows = common.existing(static.q, in_tile(pl.program_id(0), static.q.block))
-    o, do = (
-        common.load(ref, rows, static.value_dim).astype(jnp.float32) for ref in (o_ref, do_ref)
-    )
+    rows = common.valid_positions(spec.q, in_tile(pl.program_id(0), spec.q.block))
+    o, do = (common.load(ref, rows, spec.value_dim).astype(jnp.float32) for ref in (o_ref, do_ref))
     delta = jnp.sum(o * do, axis=1)
     if dlse_ref:
         delta = delta - common.load_row(dlse_ref[0], rows)
@@ -32,10 +30,18 @@ def pallas_flash_delta(o_ref, do_ref, *refs, static: common.Static):
 
 
 def delta(problem: Problem, o, do, dlse, *, interpret: bool):
-    """float32 [B, N, T] from o and do [B, T, N, V] and dlse (float32 [B, T, N] or None)."""
+    """Return delta, float32 [B, N, T].
+
+    Args:
+        problem: the call.
+        o: the output, [B, T, N, V].
+        do: its cotangent, [B, T, N, V].
+        dlse: the cotangent of the LSE, float32 [B, T, N], or None.
+        interpret: whether the kernel runs in the interpreter.
+    """
     p = problem
-    static, *_ = common.make_static(p, _TILE, flow="q", interpret=interpret)
-    tiles: Tiling = static.q
+    spec, *_ = common.make_spec(p, _TILE, streamed="q", interpret=interpret)
+    tiles: Tiling = spec.q
     wide = pl.BlockSpec(
         (None, tiles.block, None, common.padded(p.value_dim)), lambda i, n, b: (b, i, n, 0)
     )
@@ -45,7 +51,7 @@ def delta(problem: Problem, o, do, dlse, *, interpret: bool):
         o,
         do,
         *([] if dlse is None else [dlse]),
-        static=static,
+        spec=spec,
         tile=_TILE,
         grid=(tiles.count, p.num_heads, p.batch),
         in_specs=[wide, wide, *([] if dlse is None else [by_row])],

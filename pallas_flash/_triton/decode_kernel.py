@@ -1,0 +1,218 @@
+"""The forward kernel of calls with few queries, as in decoding, which reading k and v limits.
+
+    rows    the queries of all heads that share keys and values, in one tile. Keys are read once for
+            every 64 of them (32 at head dim 256), and not once for each head.
+    splits  ranges of key tiles with a program each (split-KV). Without them a few heads would leave
+            most of a GPU idle.
+
+A split gives acc, m and l of its online softmax, see forward_kernel.py. A second kernel combines
+the splits exactly:
+
+    m = max_i m_i         w_i = exp2(m_i - m)
+    l = sum_i w_i l_i     o = sum_i w_i acc_i / l     lse_log2 = m + log2(l), or both apart
+
+Splitting the keys is Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash import _compat
+from pallas_flash._dropout import rescaled
+from pallas_flash._problem import Problem
+from pallas_flash._tiling.sizes import Tile
+from pallas_flash._triton import common
+from pallas_flash._triton.forward_kernel import attend
+from pallas_flash._visits import in_tile, split
+
+# Programs to launch. 256 run in one wave, two on each of an H200's 132 SMs, and keep its memory
+# busy. Where the heads alone have more programs, 2048 make the last wave short
+# (docs/performance.md). The batch of `jax.vmap` is not known here.
+ONE_WAVE, MANY_PROGRAMS = 256, 2048
+# Key tiles of a split at least. With fewer its results cost more than it gains.
+MIN_TILES_PER_SPLIT = 4
+
+# Splits that the combine kernel adds in a step.
+SPLITS_PER_STEP = 16
+
+
+def pallas_flash_decode(
+    q_ref,
+    k_ref,
+    v_ref,
+    scale_ref,
+    *refs,
+    spec: common.KernelSpec,
+    groups: int,
+    splits: int,
+    num_rows: int,
+):
+    """Compute one split of the keys for one tile of rows: `groups` heads for each query."""
+    *tables, acc_ref, m_ref, l_ref = refs
+    tiles, extras = common.load_tables(tables, spec, streamed=spec.kv)
+    block = q_ref.shape[0]
+    row = in_tile(pl.program_id(0), block)
+    valid = row < num_rows if num_rows % block else None
+    q = common.load(q_ref, valid, spec.head_dim)
+    # Rows beyond the last one get its indices, so that every index is inside.
+    row = lax.min(row, np.int32(num_rows - 1))
+    query, head = _query_and_head(row, groups)
+    rows = common.Rows(q, pl.program_id(3), pl.program_id(2) * groups + head, query, valid)
+    mine = split(tiles(0), pl.program_id(1), splits, spec.sparsity)
+
+    def kept_of(kv_tile, k_pos):
+        return spec.kept(extras, *rows.at(k_pos))
+
+    acc, m, l = attend(rows, k_ref, v_ref, scale_ref[0], mine, kept_of, extras, spec)
+    common.store(acc_ref, acc, valid, spec.value_dim)
+    common.store_row(m_ref, m, valid)
+    common.store_row(l_ref, l, valid)
+
+
+def pallas_flash_decode_combine(
+    acc_ref,
+    m_ref,
+    l_ref,
+    *refs,
+    spec: common.KernelSpec,
+    factor: float,
+    groups: int,
+    splits: int,
+):
+    """Combine the splits of one row of the output, times `factor`."""
+    n = spec.num_statistics
+    sinks, o_ref, statistic_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
+    split = lax.iota(jnp.int32, m_ref.shape[0])
+    m = _load_maxima(m_ref, split < splits)
+    l = common.load_row(l_ref, split < splits)
+    highest = jnp.max(m)
+    has_keys = highest > -jnp.inf
+    # A sink is a key with the value 0, and so one more split.
+    head = pl.program_id(1) * groups + _query_and_head(pl.program_id(0), groups)[1]
+    sinks = [ref[head] if spec.separate_max else ref[head] * common.LOG2E for ref in sinks]
+    highest = jnp.where(has_keys, functools.reduce(jnp.maximum, sinks, highest), 0.0)
+    total = jnp.sum(spec.rescaling(m, highest) * l)
+    total += sum(spec.rescaling(x, highest) for x in sinks)
+    total = jnp.where(has_keys, total, 1.0)
+
+    def step(i, o):
+        span, split = pl.ds(i * SPLITS_PER_STEP, SPLITS_PER_STEP), in_tile(i, SPLITS_PER_STEP)
+        weight = spec.rescaling(_load_maxima(m_ref.at[span], split < splits), highest)
+        acc = common.load(acc_ref.at[span, :], split < splits, spec.value_dim)
+        return o + jnp.sum(weight[:, None] * acc, axis=0)
+
+    o = jnp.zeros(o_ref.shape, jnp.float32)
+    o = lax.fori_loop(0, pl.cdiv(splits, SPLITS_PER_STEP), step, o) * (factor / total)
+    column = lax.iota(jnp.int32, len(o))
+    common.store_row(o_ref, o, None if len(o) == spec.value_dim else column < spec.value_dim)
+    for ref, x in zip(statistic_refs, spec.statistics(highest, total, has_keys), strict=True):
+        common.store_row(ref, x[None], None)
+
+
+def _query_and_head(row, groups: int):
+    """Return the query of a row, and the number of its head within the group."""
+    return lax.div(row, np.int32(groups)), lax.rem(row, np.int32(groups))
+
+
+def _load_maxima(ref, inside):
+    return _compat.triton().load(ref, mask=inside, other=-jnp.inf)
+
+
+def decode(problem: Problem, tile: Tile, *, interpret: bool):
+    """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
+    p, groups = problem, problem.groups
+    spec, extras, table = common.make_spec(
+        p, tile, streamed="kv", interpret=interpret, groups=groups
+    )
+    num_rows = p.q_len * groups
+    block = common.block_for(num_rows, tile.block_q)
+    row_tiles = pl.cdiv(num_rows, block)
+    programs = row_tiles * p.num_kv_heads * p.batch
+    splits = ONE_WAVE // programs or pl.cdiv(MANY_PROGRAMS, programs)
+    splits = max(1, min(splits, spec.kv.count // MIN_TILES_PER_SPLIT))
+    width, value_width = common.padded(p.head_dim), common.padded(p.value_dim)
+    # A query tile has the rows of `groups` row tiles, or all rows.
+    tables, table_specs = common.operands(
+        extras, table, lambda r, i, k, b: (b, k, lax.div(r, np.int32(groups)))
+    )
+    # [B, T, N, H] to [B, K, rows, H], which copies nothing for a single query.
+    rows = p.query.reshape(p.batch, p.q_len, p.num_kv_heads, groups, p.head_dim).swapaxes(1, 2)
+    statistic = (p.batch, splits, p.num_kv_heads, num_rows)
+    results = common.call(
+        pallas_flash_decode,
+        rows.reshape(p.batch, p.num_kv_heads, num_rows, p.head_dim),
+        p.key,
+        p.value,
+        p.scale[None],
+        *tables,
+        spec=spec,
+        tile=tile,
+        grid=(row_tiles, splits, p.num_kv_heads, p.batch),
+        in_specs=[
+            pl.BlockSpec((None, None, block, width), lambda r, i, k, b: (b, k, r, 0)),
+            pl.BlockSpec((None, p.kv_len, None, width), lambda r, i, k, b: (b, 0, k, 0)),
+            pl.BlockSpec((None, p.kv_len, None, value_width), lambda r, i, k, b: (b, 0, k, 0)),
+            common.whole_array(p.scale[None]),
+            *table_specs,
+        ],
+        out_specs=[
+            pl.BlockSpec(
+                (None, None, None, block, value_width), lambda r, i, k, b: (b, i, k, r, 0)
+            ),
+            *[pl.BlockSpec((None, None, None, block), lambda r, i, k, b: (b, i, k, r))] * 2,
+        ],
+        out_shapes=[((*statistic, p.value_dim), jnp.float32), *[(statistic, jnp.float32)] * 2],
+        groups=groups,
+        splits=splits,
+        num_rows=num_rows,
+    )
+    return _combine(p, results, tile, spec)
+
+
+def _combine(p: Problem, results, tile: Tile, spec: common.KernelSpec):
+    """Combine splits to the results of `decode`.
+
+    `results` are acc [B, splits, K, rows, V], m and l [B, splits, K, rows].
+    """
+    _, splits, _, num_rows = results[1].shape
+    block = (None, max(SPLITS_PER_STEP, pl.next_power_of_2(splits)), None, None)
+    width, groups = common.padded(p.value_dim), p.groups
+    sinks = [] if p.sinks is None else [p.sinks]
+
+    def query_and_head(r, k):
+        query, head = _query_and_head(r, groups)
+        return query, k * groups + head
+
+    o, *log_sum = common.call(
+        pallas_flash_decode_combine,
+        *results,
+        *sinks,
+        spec=spec,
+        tile=tile,
+        grid=(num_rows, p.num_kv_heads, p.batch),
+        in_specs=[
+            pl.BlockSpec((*block, width), lambda r, k, b: (b, 0, k, r, 0)),
+            *[pl.BlockSpec(block, lambda r, k, b: (b, 0, k, r))] * 2,
+            *map(common.whole_array, sinks),
+        ],
+        out_specs=[
+            pl.BlockSpec(
+                (None, None, None, width),
+                lambda r, k, b: (b, *query_and_head(r, k), 0),
+            ),
+            *[pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *query_and_head(r, k)[::-1]))]
+            * spec.num_statistics,
+        ],
+        out_shapes=[
+            ((*p.query.shape[:3], p.value_dim), p.dtype),
+            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_statistics,
+        ],
+        factor=rescaled(p.dropout, 1.0),
+        groups=groups,
+        splits=splits,
+    )
+    return o, spec.log_sum(log_sum)[0]

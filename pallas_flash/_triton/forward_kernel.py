@@ -1,0 +1,147 @@
+"""The forward kernel: o and lse of a resident query tile, with keys and values streamed.
+
+    s    = q @ k.T    where there is more than a scale, see _scores     [block_q, block_kv]
+    m'   = max(m, c * rowmax(s))    c = scale * log2(e), so base 2      [block_q]
+    p    = exp2(c * s - m')         alpha = exp2(m - m')
+    l    = alpha * l + rowsum(p)    as partial sums, see PARTIAL_SUMS
+    acc  = alpha * acc + dropout(p) @ v                                 [block_q, V]
+
+    at the end    o = acc / l    lse_log2 = m + log2(l)    with a sink in both, if there is one
+
+With a separate maximum, m is that of s in base e, and stays apart from log2(l); see `LogSum`.
+
+m and l are the online softmax of Milakov and Gimelshein (2018), the loop order that of
+FlashAttention-2 (Dao, 2023).
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_flash._dropout import rescaled
+from pallas_flash._problem import Extras, Problem
+from pallas_flash._tiling.sizes import Tile
+from pallas_flash._triton import common
+from pallas_flash._visits import in_tile, visit
+
+# Partial sums of a row of p, which are added up after the loop. A thread holds two of every 8
+# columns in the accumulators of the matrix units, so 8 partial sums need no exchange between
+# threads.
+PARTIAL_SUMS = 8
+
+
+def attend(
+    rows: common.Rows,
+    k_ref,
+    v_ref,
+    scale,
+    tiles,
+    kept_of,
+    extras: Extras,
+    spec: common.KernelSpec,
+):
+    """Run the online softmax of a program's rows over a range of key tiles.
+
+    Args:
+        rows: the resident queries.
+        k_ref: the keys of the head, [S, padded H].
+        v_ref: the values of the head, [S, padded V].
+        scale: the scale, float32.
+        tiles: the tiles to visit, as `visit` takes them.
+        kept_of: maps the number and the positions of a key tile to what dropout keeps of it.
+        extras: mask, scores, sinks and dropout.
+        spec: what the kernel knows when it is compiled.
+
+    Returns:
+        acc float32 [rows, padded V], m and l float32 [rows].
+    """
+    mask, block_kv = extras.mask, spec.kv.block
+
+    def step(kv_tile, masked, carry):
+        acc, m, l = carry
+        k_pos = in_tile(kv_tile, block_kv)
+        at = rows.at(k_pos)
+        keys = None
+        if spec.mask_loads and masked:
+            keys = common.visible_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.valid)
+        span = pl.ds(kv_tile * block_kv, block_kv)
+        k = common.load(k_ref.at[span, :], keys, spec.head_dim)
+        # This line's place decides how many registers it takes; see docs/performance.md.
+        keep = kept_of(kv_tile, k_pos)
+        s, c = spec.logits(extras, spec.dot_t(rows.q, k), scale, *at)
+        if masked:
+            s = jnp.where(mask.allowed(*at), s, -jnp.inf)
+        m_new = spec.fence(jnp.maximum(m, spec.row_max(s, c)), kv_tile, spec.kv)
+        v = common.load(v_ref.at[span, :], keys, spec.value_dim)
+        # In a row without keys so far, -inf - -inf would be NaN, and -inf - 0 gives weight 0.
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        p = spec.weights(s, c, m_safe[:, None])
+        alpha = spec.rescaling(m, m_safe, spec.exp2)
+        l = alpha[:, None] * l + jnp.sum(p.reshape(len(p), -1, PARTIAL_SUMS), axis=1)
+        p = spec.drop(keep, p)
+        acc = alpha[:, None] * acc + spec.dot(p.astype(v.dtype), v)
+        return acc, m_new, l
+
+    start = (
+        jnp.zeros((len(rows.q), v_ref.shape[-1]), jnp.float32),
+        jnp.full((len(rows.q),), -jnp.inf, jnp.float32),
+        jnp.zeros((len(rows.q), PARTIAL_SUMS), jnp.float32),
+    )
+    acc, m, l = visit(tiles, step, start, spec.sparsity)
+    return acc, m, jnp.sum(l, axis=1)
+
+
+def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: common.KernelSpec, here):
+    """Compute one query tile of one head."""
+    n = spec.num_statistics
+    tables, o_ref, statistic_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
+    tiles, extras = common.load_tables(tables, spec, streamed=spec.kv)
+    b, h, q_tile = here()
+    rows = spec.rows(b, h, q_tile, q_ref)
+
+    def kept_of(kv_tile, k_pos):
+        return spec.kept_in_tile(extras, b, h, q_tile, kv_tile)
+
+    acc, m, l = attend(rows, k_ref, v_ref, scale_ref[0], tiles(0), kept_of, extras, spec)
+    has_keys = l > 0.0
+    l, factor = jnp.where(has_keys, l, 1.0), 1.0
+    if spec.separate_max or extras.sinks is not None:
+        m = jnp.where(has_keys, m, 0.0)
+    if extras.sinks is not None:
+        m, l, factor = spec.with_sink(m, l, extras.sinks[h])
+    weight = rescaled(extras.dropout, factor / l)
+    common.store(o_ref, acc * weight[:, None], rows.valid, spec.value_dim)
+    for ref, x in zip(statistic_refs, spec.statistics(m, l, has_keys), strict=True):
+        common.store_row(ref, x, rows.valid)
+
+
+def forward(problem: Problem, tile: Tile, *, interpret: bool):
+    """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
+    p = problem
+    spec, extras, table = common.make_spec(p, tile, streamed="kv", interpret=interpret)
+    layout = common.QueryTiles(p, spec, extras.mask)
+    tables, table_specs = layout.operands(extras, table)
+    o, *log_sum = common.call(
+        pallas_flash_forward,
+        p.query,
+        p.key,
+        p.value,
+        p.scale[None],
+        *tables,
+        spec=spec,
+        tile=tile,
+        grid=layout.grid,
+        in_specs=[
+            layout.rows(p.head_dim),
+            layout.keys(p.head_dim),
+            layout.keys(p.value_dim),
+            common.whole_array(p.scale[None]),
+            *table_specs,
+        ],
+        out_specs=[layout.rows(p.value_dim), *[layout.row_statistic()] * spec.num_statistics],
+        out_shapes=[
+            ((*p.query.shape[:3], p.value_dim), p.dtype),
+            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_statistics,
+        ],
+        here=layout.here,
+    )
+    return o, spec.log_sum(log_sum)[0]
