@@ -48,8 +48,6 @@ FIGURES = {
 GROUPS = {
     "dense": ("2k to 16k tokens", "64-* 128-* 256-*"),
     "dense-64": ("2k to 16k tokens, head dim 64", "64-*"),
-    "dense-64-128": ("2k to 16k tokens, head dims 64 and 128", "64-* 128-*"),
-    "dense-128-256": ("2k to 16k tokens, head dims 128 and 256", "128-* 256-*"),
     "dense-256": ("2k to 16k tokens, head dim 256", "256-*"),
     "grouped": (
         "grouped heads: 64 on 8, 28 on 4, 71 on 1",

@@ -35,7 +35,8 @@ from pallas_flash._triton import backward_dkv
 matplotlib.use("Agg")
 README, ALGORITHM = ROOT / "README.md", ROOT / "docs" / "algorithm.md"
 MASKS = ROOT / "docs" / "masks-and-scores.md"
-PAGES = [README, *sorted(ROOT.glob("docs/**/*.md"))]
+# Nobody edits the notes, so nothing holds them to the code.
+PAGES = [README, *sorted({*ROOT.glob("docs/**/*.md")} - {*ROOT.glob("docs/notes/*.md")})]
 
 # The source, then what it prints: a block or a table.
 BLOCK = re.compile(
