@@ -61,7 +61,7 @@ def attention(
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
-    score_fn: Callable | None = None,
+    score_mod: Callable | None = None,
     score_operands: tuple[Array, ...] = (),
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
@@ -123,18 +123,18 @@ def attention(
             and the indices that functions are given. See `balanced_order`.
         key_value_positions: int32 [B, S] or [1, S], likewise of each key; None is 0, 1, 2, ...
             Pass the same array for both where queries and keys are the same tokens.
-        logits_soft_cap: scores s become cap * tanh(s / cap), after the bias and `score_fn`.
+        logits_soft_cap: scores s become cap * tanh(s / cap), after the bias and `score_mod`.
         sinks: [N], a logit for each head that takes part in the softmax and has no value: it adds
             exp(sink) to the denominator and to the LSE of every query that sees something. -inf is
             none, +inf is not served.
         alibi_slopes: [N]; subtracts slope * |position of the query - position of the key| (Press,
             Smith and Lewis, 2022, arXiv:2108.12409). Without a gradient, except by "reference".
-        score_fn: `score_fn(s, b, h, q_pos, k_pos, *operands) -> s`, from the scaled scores with
+        score_mod: `score_mod(s, b, h, q_pos, k_pos, *operands) -> s`, from the scaled scores with
             bias and slopes, in float32, and the int32 indices of example, query head, query and
             key, which broadcast to the shape of s. Elementwise jax.numpy, traced into the kernels;
             its derivative in s is taken by `jax.vjp` there. Define it once: another function object
             is another program to compile. It may ignore s, and return what broadcasts to its shape.
-        score_operands: arrays for `score_fn`, which reads them at one index for each axis, as in
+        score_operands: arrays for `score_mod`, which reads them at one index for each axis, as in
             `slope[h]` or `table[q_pos, k_pos]`; an index outside is moved to the edge. One without
             axes is given as its number. Without a gradient, except by "reference".
         dropout_rate: the share of probabilities that become zero, in [0, 1); the others are divided
@@ -246,7 +246,7 @@ def explain(
     logits_soft_cap=None,
     sinks=None,
     alibi_slopes=None,
-    score_fn=None,
+    score_mod=None,
     score_operands=(),
     dropout_rate=0.0,
     dropout_key=None,

@@ -162,7 +162,7 @@ def _kinds(p: Problem) -> set[str]:
     asked = {
         "bias in 16 bits" if in_16_bits else "bias": p.bias,
         "slopes": p.slopes,
-        "score function": p.scores.score_fn,
+        "score function": p.scores.score_mod,
         "soft cap": p.scores.soft_cap,
         "sinks": p.sinks,
         "dropout": p.dropout,

@@ -1,7 +1,7 @@
 """Whether Pallas lowers a user's function, found by lowering one tile of it.
 
 A list of operations could not tell: Pallas has some of them for some arguments alone. So each new
-`score_fn`, its derivative and each new `Predicate` are lowered once for each way to a GPU, in a
+`score_mod`, its derivative and each new `Predicate` are lowered once for each way to a GPU, in a
 kernel that computes nothing else (`_triton/functions.py`, `_mosaic/functions.py`). Nothing is
 compiled, and no GPU is needed.
 """
@@ -34,7 +34,7 @@ class UserFunction(NamedTuple):
     Attributes:
         fn: the function.
         operands: shapes of its arrays.
-        role: "score_fn", "derivative" (of a score function) or "Predicate".
+        role: "score_mod", "derivative" (of a score function) or "Predicate".
     """
 
     fn: Any
@@ -44,7 +44,7 @@ class UserFunction(NamedTuple):
     @property
     def name(self) -> str:
         """The function in a sentence."""
-        return {"derivative": "the derivative of `score_fn`"}.get(self.role, f"`{self.role}`")
+        return {"derivative": "the derivative of `score_mod`"}.get(self.role, f"`{self.role}`")
 
     def problem(self) -> Problem:
         """Return a problem that has this function and nothing else, for one tile."""
@@ -53,7 +53,7 @@ class UserFunction(NamedTuple):
         if self.role == "Predicate":
             mask = Mask((Predicate(self.fn, self.operands),))
         else:
-            scores, arrays = Scores(score_fn=self.fn), self.operands
+            scores, arrays = Scores(score_mod=self.fn), self.operands
         scale = jax.ShapeDtypeStruct((), jnp.float32)
         return Problem(x, x, x, scale, None, None, None, arrays, mask, scores)
 
@@ -65,15 +65,15 @@ def limits(problem: Problem, implementation: str) -> list[str]:
 
 def derivative_limit(problem: Problem, implementation: str) -> str:
     """Return why kernels cannot compute the derivative of the scores, or ""."""
-    found = (x._replace(role="derivative") for x in functions_of(problem) if x.role == "score_fn")
+    found = (x._replace(role="derivative") for x in functions_of(problem) if x.role == "score_mod")
     return " ".join(_sentences(found, implementation))
 
 
 def functions_of(problem: Problem) -> Iterator[UserFunction]:
     """Yield the user's functions of a call."""
     scores = problem.rest_of_scores
-    if scores.score_fn is not None:
-        yield UserFunction(scores.score_fn, _shapes(problem.score_operands), "score_fn")
+    if scores.score_mod is not None:
+        yield UserFunction(scores.score_mod, _shapes(problem.score_operands), "score_mod")
     # `BlockMask` may hold some.
     for x in jax.tree.leaves(problem.mask, is_leaf=lambda x: isinstance(x, Predicate)):
         if isinstance(x, Predicate):

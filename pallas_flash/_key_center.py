@@ -63,7 +63,7 @@ def where_small(c, problem: Problem, log_sum: LogSum):
 def applies(problem: Problem) -> bool:
     """Return whether the sums of ds are known, and its rounding matters."""
     scores = problem.rest_of_scores
-    return problem.dtype.itemsize == 2 and scores.score_fn is None and scores.soft_cap is None
+    return problem.dtype.itemsize == 2 and scores.score_mod is None and scores.soft_cap is None
 
 
 def sample(kv_len: int) -> slice:

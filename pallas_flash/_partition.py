@@ -335,7 +335,7 @@ def with_origin(part: Problem, *, b: Any = 0, h: Any = 0, q: Any = 0, k: Any = 0
         if not dataclasses.is_dataclass(x):
             return x
         fields = {name: put(y) for name, y in vars(x).items() if name != "origin"}
-        if isinstance(x, (Dropout, Predicate)) or (isinstance(x, Scores) and x.score_fn):
+        if isinstance(x, (Dropout, Predicate)) or (isinstance(x, Scores) and x.score_mod):
             whole: Any = x.origin
             fields["origin"] = first if whole is None else whole + first
         return replaced(x, fields)

@@ -3,7 +3,7 @@
     x = scale * q . k                 the argument of `Scores.logits`
     x = x + bias[b, h, q, k]
     x = x - slope[h] * |q + query_offset - k|     or the distance of positions given as arrays
-    x = score_fn(x, b, h, q, k, *operands)
+    x = score_mod(x, b, h, q, k, *operands)
     x = soft_cap * tanh(x / soft_cap)
 
 This one definition serves tiles in kernels and in plain JAX. The backward takes the derivative in x
@@ -53,7 +53,7 @@ def differentiated():
     except Exception as error:  # A user's derivative may raise anything.
         reason = str(error).partition("\n")[0].rstrip(".")
         raise NotImplementedError(
-            "`score_fn` must have a derivative in the score where gradients are taken; got "
+            "`score_mod` must have a derivative in the score where gradients are taken; got "
             f"{type(error).__name__}: {reason}. Wrap what has none in `jax.lax.stop_gradient`."
         ) from error
 
@@ -68,10 +68,10 @@ class Scores:
         slopes: ALiBi's slopes, [N].
         offset: position of query 0 for the slopes, int32 [B]; None means `shift`.
         positions: positions of all tokens for the slopes; None means that they count up.
-        operands: arrays for `score_fn`.
+        operands: arrays for `score_mod`.
         origin: indices of the first score in the whole call, see `Dropout.origin`.
         shift: position of query 0 for the slopes, where it is known at tracing.
-        score_fn: function of x and the indices to a score.
+        score_mod: function of x and the indices to a score.
         soft_cap: bound of the scores.
     """
 
@@ -82,11 +82,11 @@ class Scores:
     operands: tuple[Any, ...] = ()
     origin: Any = None
     shift: int = dataclasses.field(default=0, metadata=dict(static=True))
-    score_fn: Callable | None = dataclasses.field(default=None, metadata=dict(static=True))
+    score_mod: Callable | None = dataclasses.field(default=None, metadata=dict(static=True))
     soft_cap: float | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def __bool__(self) -> bool:
-        parts = self.bias, self.slopes, self.score_fn, self.soft_cap
+        parts = self.bias, self.slopes, self.score_mod, self.soft_cap
         return any(part is not None for part in parts)
 
     def logits(self, x, b, h, q, k, *, functions=FUNCTIONS):
@@ -96,7 +96,7 @@ class Scores:
     def vjp(self, x, b, h, q, k, *, functions=FUNCTIONS):
         """Return `logits`, and the function from a cotangent of them to one of x."""
         x = self._added(x, b, h, q, k, functions)
-        if self.score_fn is None and self.soft_cap is None:
+        if self.score_mod is None and self.soft_cap is None:
             return x, lambda ds: ds
         with differentiated():
             logits, pull = jax.vjp(lambda x: self._mapped(x, b, h, q, k, functions), x)
@@ -132,10 +132,10 @@ class Scores:
         return x
 
     def _mapped(self, x, b, h, q, k, functions):
-        if self.score_fn is not None:
+        if self.score_mod is not None:
             if self.origin is not None:
                 b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
-            out = self.score_fn(x, b, h, q, k, *map(for_user, self.operands))
+            out = self.score_mod(x, b, h, q, k, *map(for_user, self.operands))
             # The result may be a Python number, or have fewer axes if it does not depend on x.
             x = jnp.broadcast_to(jnp.asarray(out, x.dtype), x.shape)
         if self.soft_cap is not None:

@@ -59,7 +59,7 @@ def validate(
     logits_soft_cap,
     sinks,
     alibi_slopes,
-    score_fn,
+    score_mod,
     score_operands,
     dropout_rate,
     dropout_key,
@@ -96,7 +96,7 @@ def validate(
         bias=_bias(bias, Call(scores_shape, shards=shards).pairs_shape, scale.dtype),
         sinks=_per_head("sinks", sinks, num_heads, scale.dtype),
         slopes=slopes,
-        score_operands=_score_operands(score_fn, score_operands, scale.dtype),
+        score_operands=_score_operands(score_mod, score_operands, scale.dtype),
         mask=mask_of(
             scores_shape,
             mask,
@@ -114,7 +114,7 @@ def validate(
             offset=at.offset,
             positions=at.positions,
             shift=at.shift,
-            score_fn=score_fn,
+            score_mod=score_mod,
             soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
         ),
         dropout=dropout(dropout_rate, dropout_key, broadcast_dropout),
@@ -357,7 +357,7 @@ def _soft_cap(cap, dtype):
         return None
     if not is_number(cap):
         raise TypeError(
-            f"`logits_soft_cap` must be None or a number; got {describe(cap)}. Write a `score_fn` "
+            f"`logits_soft_cap` must be None or a number; got {describe(cap)}. Write a `score_mod` "
             "for a cap that is traced: this one is compiled in."
         )
     limits = jnp.finfo(dtype)
@@ -370,16 +370,16 @@ def _soft_cap(cap, dtype):
     return float(cap)
 
 
-def _score_operands(score_fn, arrays, dtype):
+def _score_operands(score_mod, arrays, dtype):
     arrays = operands("score_operands", arrays, dtype.itemsize)
-    if score_fn is None:
+    if score_mod is None:
         if arrays:
             raise ValueError(
-                f"`score_operands` must be empty without a `score_fn`; got {len(arrays)} arrays. "
+                f"`score_operands` must be empty without a `score_mod`; got {len(arrays)} arrays. "
                 "Pass the function that reads them."
             )
         return None
-    function("score_fn", score_fn, dtype, arrays)
+    function("score_mod", score_mod, dtype, arrays)
     return arrays
 
 

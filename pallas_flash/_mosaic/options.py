@@ -322,7 +322,7 @@ class Options:
 
         Those of a kernel are chosen for that; those of a user, and of a wide soft cap, are not.
         """
-        return self._scores.score_fn is None and self.quick_cap
+        return self._scores.score_mod is None and self.quick_cap
 
     @property
     def quick_cap(self) -> bool:
@@ -438,7 +438,7 @@ class ExampleOptions(NamedTuple):
         if not scores:
             return *self.logits(s, h, None, None), None
         functions = self.options.functions
-        if scores.score_fn is not None:
+        if scores.score_mod is not None:
             q_pos, k_pos = positions()
             # Pallas has no derivative of reads.
             operands = tuple(map(Remembered, scores.operands))

@@ -77,7 +77,7 @@ def key(problem: Problem, gpu: str) -> str:
     parts = {
         "bias": p.bias,
         "slopes": p.slopes,
-        "score_fn": p.rest_of_scores.score_fn,
+        "score_mod": p.rest_of_scores.score_mod,
         "soft cap": p.rest_of_scores.soft_cap,
         "sinks": p.sinks,
         "dropout": p.dropout,

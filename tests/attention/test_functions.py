@@ -90,9 +90,9 @@ PREDICATES = {
 
 @on_hopper
 @pytest.mark.parametrize("name", SCORES)
-def test_score_fn_goes_to_who_lowers_it(name):
-    score_fn, *by = SCORES[name]
-    assert [x for gpu in GPUS for x in passes(gpu, score_fn=score_fn)] == by
+def test_score_mod_goes_to_who_lowers_it(name):
+    score_mod, *by = SCORES[name]
+    assert [x for gpu in GPUS for x in passes(gpu, score_mod=score_mod)] == by
 
 
 @on_hopper
@@ -125,14 +125,14 @@ def test_backward_alone_leaves_triton():
         return 2 * s
 
     doubled.defjvp(lambda s, ds: (2 * s[0], ds[0] * (2 + 0 * lax.erf(s[0]))))
-    assert passes("NVIDIA A100", score_fn=lambda s, *at: doubled(s)) == ("triton", "xla")
+    assert passes("NVIDIA A100", score_mod=lambda s, *at: doubled(s)) == ("triton", "xla")
     reason = explain_of("NVIDIA A100", lambda s, *at: doubled(s)).reason
-    assert reason.endswith("Pallas cannot lower `erf` in the derivative of `score_fn` to Triton.")
+    assert reason.endswith("Pallas cannot lower `erf` in the derivative of `score_mod` to Triton.")
 
 
-def explain_of(gpu, score_fn, **options):
+def explain_of(gpu, score_mod, **options):
     with described_gpu(gpu):
-        return explain(*LARGE, score_fn=score_fn, **options)
+        return explain(*LARGE, score_mod=score_mod, **options)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -147,7 +147,7 @@ def test_no_derivative_is_one_sentence(implementation):
     def _(primals, tangents):
         raise NotImplementedError("there is none")
 
-    options = dict(score_fn=lambda s, *at: without(s), implementation=implementation)
+    options = dict(score_mod=lambda s, *at: without(s), implementation=implementation)
     assert attention(x, x, x, **options).shape == x.shape
     with pytest.raises(NotImplementedError, match="in the score where gradients are") as error:
         gradients(x, x, x, **options)
@@ -172,13 +172,13 @@ def lowerings(monkeypatch):
 
 
 def test_each_function_is_lowered_once(lowerings):
-    def score_fn(s, b, h, i, j):
+    def score_mod(s, b, h, i, j):
         return s - 0.5 * (i - j)
 
     mask = Predicate(lambda b, h, i, j: i >= j)
     for _ in range(2):
-        passes("NVIDIA H200", score_fn=score_fn, mask=mask)
-    roles, by = ("score_fn", "derivative", "Predicate"), ("mosaic", "triton")[not NEWER :]
+        passes("NVIDIA H200", score_mod=score_mod, mask=mask)
+    roles, by = ("score_mod", "derivative", "Predicate"), ("mosaic", "triton")[not NEWER :]
     assert sorted(lowerings) == sorted((role, name) for role in roles for name in by)
 
 
@@ -190,7 +190,7 @@ def test_calls_without_functions_lower_nothing(lowerings):
 
 def test_cpu_lowers_nothing(lowerings):
     x = jnp.ones((1, 16, 1, 8))
-    gradients(x, x, x, score_fn=lambda s, *at: s * 2, mask=Predicate(lambda *at: at[2] > at[3]))
+    gradients(x, x, x, score_mod=lambda s, *at: s * 2, mask=Predicate(lambda *at: at[2] > at[3]))
     assert not lowerings
 
 
@@ -212,7 +212,7 @@ def test_probe_runs_within_transformations(name, implementation):
     """Under a search for leaks, which the kernels of "mosaic" do not pass."""
 
     def call(q, k, v, table):
-        options = dict(score_fn=scaled_by_head, score_operands=(table,))
+        options = dict(score_mod=scaled_by_head, score_operands=(table,))
         return gradients(q, k, v, **options, implementation=implementation)
 
     x = jax.ShapeDtypeStruct((2, 2, 512, 4, 64)[name[0] != "v" :], jnp.bfloat16)
@@ -231,7 +231,7 @@ def test_probe_runs_on_meshes_and_inside_shard_map(kind):
     spec = P("batch", None, "heads")
 
     def call(q, k, v, table):
-        return gradients(q, k, v, score_fn=scaled_by_head, score_operands=(table,))
+        return gradients(q, k, v, score_mod=scaled_by_head, score_operands=(table,))
 
     if kind is None:
         specs = dict(in_specs=(spec, spec, spec, P("heads")), out_specs=(spec, (spec,) * 3))
@@ -249,7 +249,7 @@ def test_probe_runs_on_meshes_and_inside_shard_map(kind):
 def test_functions_of_few_queries_and_tables_lower_on_hopper():
     """In decoding the head is a tile. Operands have each dtype and number of axes."""
 
-    def score_fn(s, b, h, i, j, scalar, table, narrow, flags):
+    def score_mod(s, b, h, i, j, scalar, table, narrow, flags):
         s = jnp.where(flags[b, j % 7], s * scalar, s)
         return s + table[h, (i - j) % 5] + narrow[j // 3].astype(s.dtype)
 
@@ -262,7 +262,7 @@ def test_functions_of_few_queries_and_tables_lower_on_hopper():
     q, k = (jax.ShapeDtypeStruct((2, n, h, 128), jnp.bfloat16) for n, h in ((1, 16), (8192, 2)))
 
     def call(q, k, *operands):
-        options = dict(score_fn=score_fn, implementation="mosaic")
+        options = dict(score_mod=score_mod, implementation="mosaic")
         return attention(q, k, k, score_operands=operands, **options)
 
     with described_gpu("NVIDIA H200"):
@@ -296,9 +296,9 @@ SCALAR_MASKS = {
     "t[()]": (lambda b, h, i, j, t: i - j <= t[()], (jnp.int32(3),)),
     "bool": (lambda b, h, i, j, t: (i >= j) | t, (jnp.asarray(False),)),
 }
-CALLS = {f"score {name}": dict(score_fn=fn) for name, fn in WITHOUT_SCORE.items()}
+CALLS = {f"score {name}": dict(score_mod=fn) for name, fn in WITHOUT_SCORE.items()}
 CALLS |= {
-    f"operand {name}": dict(score_fn=fn, score_operands=operands)
+    f"operand {name}": dict(score_mod=fn, score_operands=operands)
     for name, (fn, operands) in SCALARS.items()
 }
 CALLS |= {f"mask {name}": dict(mask=Predicate(*x)) for name, x in SCALAR_MASKS.items()}
@@ -306,13 +306,13 @@ SHAPE = 2, 20, 4, 8
 QKV = [np.random.default_rng(n).normal(size=SHAPE).astype(np.float32) for n in range(3)]
 
 
-def dense(q, k, v, score_fn=None, score_operands=(), mask=None):
+def dense(q, k, v, score_mod=None, score_operands=(), mask=None):
     """Attention in plain JAX, of all axes at once."""
     at = [jnp.arange(n).reshape([-1 if a == i else 1 for a in range(4)])
           for i, n in enumerate((SHAPE[0], SHAPE[2], SHAPE[1], SHAPE[1]))]  # fmt: skip
     s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / SHAPE[3] ** 0.5
-    if score_fn is not None:
-        s = jnp.broadcast_to(jnp.asarray(score_fn(s, *at, *score_operands), s.dtype), s.shape)
+    if score_mod is not None:
+        s = jnp.broadcast_to(jnp.asarray(score_mod(s, *at, *score_operands), s.dtype), s.shape)
     if mask is not None:
         s = jnp.where(mask.fn(*at, *mask.operands), s, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v, precision="highest")
@@ -411,7 +411,7 @@ def as_options(kind, arity, function):
             )
         )
     return dict(
-        score_fn=lambda s, b, h, i, j: function(*arguments(kind, arity, s, i, j)).astype(s.dtype)
+        score_mod=lambda s, b, h, i, j: function(*arguments(kind, arity, s, i, j)).astype(s.dtype)
     )
 
 

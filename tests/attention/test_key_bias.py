@@ -109,7 +109,7 @@ def test_center_of_the_first_key_alone_is_zero():
     [
         ("float32", {}),
         ("bfloat16", dict(logits_soft_cap=2.0)),
-        ("bfloat16", dict(score_fn=lambda s, b, h, q, k: 2 * s)),
+        ("bfloat16", dict(score_mod=lambda s, b, h, q, k: 2 * s)),
     ],
     ids=["float32", "soft-cap", "score-function"],
 )

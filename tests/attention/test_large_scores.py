@@ -110,7 +110,7 @@ def residuals(**options):
 LARGE = {
     "bias": dict(bias=jnp.zeros(())),
     "slopes": dict(alibi_slopes=jnp.zeros(2)),
-    "score function": dict(score_fn=HALVED),
+    "score function": dict(score_mod=HALVED),
     "large soft cap": dict(logits_soft_cap=101.0),
     "large scale": dict(scale=-1.01),
     "unknown scale": dict(scale=jnp.float32(0.1)),

@@ -69,7 +69,7 @@ def bad_score_functions():
     for id, (fn, operands, fragment) in FUNCTIONS.items():
         yield Row(
             f"score function: {id}",
-            lambda fn=fn, operands=operands: {"score_fn": fn, "score_operands": operands},
+            lambda fn=fn, operands=operands: {"score_mod": fn, "score_operands": operands},
             TypeError,
             fragment,
         )
@@ -84,27 +84,27 @@ def bad_score_functions():
     ):
         yield Row(
             f"score function that returns {id}",
-            lambda fn=fn: {"score_fn": fn},
+            lambda fn=fn: {"score_mod": fn},
             TypeError,
-            "`score_fn` must return scores of the shape and dtype that it is given; got "
+            "`score_mod` must return scores of the shape and dtype that it is given; got "
             f"{got} for float32 of shape (2, 3).",
         )
     # Of one example and head these have the right shape.
     yield Row(
         "score function of the first keys",
-        lambda: {"score_fn": lambda s, *at: s[..., :3]},
+        lambda: {"score_mod": lambda s, *at: s[..., :3]},
         TypeError,
         "got float32 of shape (2, 3, 1, 5, 3) for float32 of shape (2, 3, 1, 5, 7).",
     )
     yield Row(
         "score function that drops an axis",
-        lambda: {"score_fn": lambda s, *at: jnp.squeeze(s)},
+        lambda: {"score_mod": lambda s, *at: jnp.squeeze(s)},
         TypeError,
         "got float32 of shape (2, 3, 5, 7) for float32 of shape (2, 3, 1, 5, 7).",
     )
     yield Row(
         "score function of two axes",
-        lambda: {"score_fn": lambda s, *at: s.reshape(2, 3)},
+        lambda: {"score_mod": lambda s, *at: s.reshape(2, 3)},
         TypeError,
         "must be traceable for indices b of shape (2, 1, 1, 1, 1), h of (1, 3, 1, 1, 1), q_pos of "
         "(1, 1, 1, 5, 1) and k_pos of (1, 1, 1, 1, 7), followed by 0 operands; got TypeError: ",
@@ -113,7 +113,7 @@ def bad_score_functions():
         "operands without a function",
         lambda: {"score_operands": (f32(3),)},
         ValueError,
-        "`score_operands` must be empty without a `score_fn`; got 1 arrays.",
+        "`score_operands` must be empty without a `score_mod`; got 1 arrays.",
     )
 
 
@@ -148,7 +148,7 @@ def bad_predicates():
 
 def bad_operands():
     def of_score(operands):
-        return {"score_fn": lambda s, b, h, q, k, *xs: s, "score_operands": operands}
+        return {"score_mod": lambda s, b, h, q, k, *xs: s, "score_operands": operands}
 
     def of_predicate(operands):
         return {"mask": Predicate(lambda b, h, q, k, *xs: q >= k, operands)}

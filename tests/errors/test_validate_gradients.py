@@ -22,7 +22,7 @@ def with_slopes(query, slopes, **options):
 
 
 def with_operand(query, slopes, **options):
-    operands = dict(score_fn=scaled_by_head, score_operands=(i32(2), slopes))
+    operands = dict(score_mod=scaled_by_head, score_operands=(i32(2), slopes))
     return pallas_flash.attention(**inputs() | {"query": query}, **operands, **options).sum()
 
 
@@ -32,7 +32,7 @@ def without_gradient():
             ("alibi_slopes", lambda: {"alibi_slopes": f32(6)}),
             (
                 "score_operands",
-                lambda: {"score_fn": scaled_by_head, "score_operands": (i32(2), f32(6))},
+                lambda: {"score_mod": scaled_by_head, "score_operands": (i32(2), f32(6))},
             ),
         ):
             yield Row(
@@ -60,14 +60,14 @@ def _(primals, tangents):
 
 def bad_derivatives():
     def gradient_of_a_score_function(x):
-        options = dict(score_fn=lambda s, *at: without_derivative(s), implementation="xla")
+        options = dict(score_mod=lambda s, *at: without_derivative(s), implementation="xla")
         return jax.grad(lambda q: pallas_flash.attention(q, q, q, **options).sum())(x)
 
     yield row_of(
         "score function without a derivative",
         gradient_of_a_score_function,
         NotImplementedError,
-        "`score_fn` must have a derivative in the score where gradients are taken",
+        "`score_mod` must have a derivative in the score where gradients are taken",
         x=inputs()["query"],
     )
 
@@ -184,7 +184,7 @@ def test_the_reference_differentiates_everything(function):
         def loss(slopes):
             options = dict(alibi_slopes=slopes)
             if function is with_operand:
-                options = dict(score_fn=scaled_by_head, score_operands=(i32(2), slopes))
+                options = dict(score_mod=scaled_by_head, score_operands=(i32(2), slopes))
             out = pallas_flash.attention(**x, **options, implementation="reference")
             return (out * weight).sum()
 

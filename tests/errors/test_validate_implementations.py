@@ -54,7 +54,7 @@ def not_served():
         "got 'triton'. The kernels need an NVIDIA GPU, and the device is cpu. Use \"xla\".",
     )
     for id, options, name in (
-        ("score function", dict(score_fn=lambda s, *at: jnp.round(s)), "score_fn"),
+        ("score function", dict(score_mod=lambda s, *at: jnp.round(s)), "score_mod"),
         ("Predicate", dict(mask=Predicate(lambda *at: jnp.round(at[2] / 2) > at[3])), "Predicate"),
     ):
         yield Row(
@@ -105,8 +105,8 @@ def not_served_on_hopper():
         ("a head size", lambda: half(36), "Got head sizes of 36 and 36 (of values), and they "),
         (
             "a score function",
-            lambda: half(score_fn=lambda s, *at: jnp.floor(s)),
-            "Pallas cannot lower `floor` in `score_fn` to Mosaic GPU.",
+            lambda: half(score_mod=lambda s, *at: jnp.floor(s)),
+            "Pallas cannot lower `floor` in `score_mod` to Mosaic GPU.",
         ),
     ]
     older = [("this JAX", half, "in Mosaic GPU need JAX 0.11.2 or newer, and this is 0.10.2.")]

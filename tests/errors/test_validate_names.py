@@ -30,7 +30,7 @@ PEERS = {
     "PyTorch": {
         "attn_mask": (f32(5, 7), "Use `mask` for bools, True where a query may see a key, or `bi"),
         "enable_gqa": (True, "Drop it: `key` and `value` may have fewer heads"),
-        "score_mod": (max, "Use `score_fn`, with its arrays as `score_operands`."),
+        "score_fn": (max, "Use `score_mod`."),
         "block_mask": (None, "Use `mask` with a `pallas_flash.BlockMask`."),
         "mask_mod": (max, "Use `mask` with a `pallas_flash.Predicate`."),
     },

@@ -87,7 +87,7 @@ def bad_caps():
         lambda: {"logits_soft_cap": 2.0},
         TypeError,
         "`logits_soft_cap` must be None or a number; got an array of float32 with shape (). Write "
-        "a `score_fn` for a cap that is traced",
+        "a `score_mod` for a cap that is traced",
         traced="logits_soft_cap",
     )
     for cap in (0, 0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-39, 10**400, np.float32("nan")):

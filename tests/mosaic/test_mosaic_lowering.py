@@ -280,7 +280,7 @@ def test_reads_of_score_functions_have_no_derivative():
     def wave(s, b, h, q, k, slopes):
         return s * jnp.tanh(s) * slopes[h] + slopes[(q + k) % 4]
 
-    call = functools.partial(attention, score_fn=wave, score_operands=(slopes,))
+    call = functools.partial(attention, score_mod=wave, score_operands=(slopes,))
     assert launches(lowered(functools.partial(gradients, call=call)).as_text()) == ONE_PASS
 
 

@@ -124,7 +124,7 @@ OWN = {
     "logits_soft_cap",
     "sinks",
     "alibi_slopes",
-    "score_fn",
+    "score_mod",
     "score_operands",
     "dropout_rate",
     "dropout_key",

@@ -58,7 +58,7 @@ OPTIONS = {
     "soft cap": lambda: {"logits_soft_cap": 3.0},
     "sinks": lambda: {"sinks": jnp.zeros(2)},
     "slopes": lambda: {"alibi_slopes": jnp.zeros(2)},
-    "score function": lambda: {"score_fn": lambda s, *at: s / 2},
+    "score function": lambda: {"score_mod": lambda s, *at: s / 2},
     "dropout": lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
 }
 

@@ -70,7 +70,7 @@ def soft_sign(s, *at):
     return s / (1 + jnp.abs(s))
 
 
-IN_DERIVATIVE = "Pallas cannot lower `integer_pow` in the derivative of `score_fn` to Mosaic GPU."
+IN_DERIVATIVE = "Pallas cannot lower `integer_pow` in the derivative of `score_mod` to Mosaic GPU."
 
 
 OF_COLOURS = Predicate(
@@ -151,7 +151,7 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(mask=blocks(8192), head_dim=64), ""),
         (dict(bias=jnp.zeros((1, 1, 1, 8192))), WITH_BIAS),
         with_function(dict(mask=OF_COLOURS), ""),
-        with_function(dict(score_fn=lambda s, b, h, q, k: s + (q - k), head_dim=256), ""),
+        with_function(dict(score_mod=lambda s, b, h, q, k: s + (q - k), head_dim=256), ""),
         (dict(segment_ids=jnp.zeros((8, 2048), jnp.int32), length=2048, head_dim=64), ""),
         # The forward alone is known to be faster.
         (dict(mask=blocks(1024), length=1024), SLOWER),
@@ -166,8 +166,8 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(head_dim=136, implementation="mosaic"), ""),
         (dict(sinks=jnp.zeros(16), implementation="mosaic"), ""),
         (dict(bias=jnp.zeros((1, 1, 1, 1)), implementation="mosaic"), ""),
-        with_function(dict(score_fn=lambda s, *at: s * jnp.tanh(s), implementation="mosaic"), ""),
-        with_function(dict(score_fn=soft_sign, implementation="mosaic"), IN_DERIVATIVE),
+        with_function(dict(score_mod=lambda s, *at: s * jnp.tanh(s), implementation="mosaic"), ""),
+        with_function(dict(score_mod=soft_sign, implementation="mosaic"), IN_DERIVATIVE),
     ],
     ids=told,
 )
@@ -212,7 +212,7 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         (dict(mask=blocks(2048), length=2048, head_dim=64), "not known to be faster"),
         (dict(bias=jnp.zeros((1, 1, 1, 2048)), length=2048), "not known to be faster"),
         with_function(
-            dict(score_fn=lambda s, b, h, q, k: s + (q - k), head_dim=64),
+            dict(score_mod=lambda s, b, h, q, k: s + (q - k), head_dim=64),
             "not known to be faster",
         ),
         # Positions that arrays tell.
@@ -226,8 +226,8 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         ),
         (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
         with_function(
-            dict(score_fn=lambda s, b, h, q, k: jnp.floor(s)),
-            "Pallas cannot lower `floor` in `score_fn` to Mosaic GPU.",
+            dict(score_mod=lambda s, b, h, q, k: jnp.floor(s)),
+            "Pallas cannot lower `floor` in `score_mod` to Mosaic GPU.",
         ),
         with_function(
             dict(mask=Predicate(lambda b, h, q, k, x: x[q].astype(bool), (jnp.ones(8192),))),
@@ -354,6 +354,6 @@ def test_without_triton_hopper_decodes(no_triton, newer_jax):
 
 @needs_mosaic
 def test_without_triton_xla_has_the_backwards_that_hopper_has_not(no_triton):
-    choice = on_hopper(score_fn=soft_sign)
+    choice = on_hopper(score_mod=soft_sign)
     assert choice.implementation == "mosaic"
     assert 'The backward is that of "xla"' in choice.reason

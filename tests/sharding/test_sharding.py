@@ -311,7 +311,7 @@ def check_indices_are_those_of_the_whole_call(kind):
         return ((b + h + k) % 3 > 0) | (k == 0)
 
     options = dict(
-        score_fn=by_example_and_head,
+        score_mod=by_example_and_head,
         score_operands=(x,),
         mask=Predicate(some_heads),
         dropout_rate=0.4,

@@ -200,9 +200,9 @@ _WAVES = ScoreFn(
 )
 
 
-def _score_fn(random, c):
+def _score_mod(random, c):
     return dict(
-        score_fn=_WAVES,
+        score_mod=_WAVES,
         score_operands=(_normal(random, c.N), _normal(random, (c.B, c.S))),
     )
 
@@ -334,7 +334,7 @@ FEATURES = (
              local_window_size=(30, 20))),
     Case("positions, prefix",
          options=lambda r, c: dict(**_positions(r, c), mask=_prefix(r, c)["mask"])),
-    Case("score function", options=_score_fn),
+    Case("score function", options=_score_mod),
     Case("dropout", options=_dropout(0.3)),
     Case("dropout for all alike, causal",
          options=_dropout(0.8, broadcast_dropout=True, is_causal=True)),
@@ -348,7 +348,7 @@ FEATURES = (
         "all features",
         options=_together(
             _mask("NTS", 0.7), _everything, _bias("BTS", logits_soft_cap=2.5), _sinks,
-            _slopes, _score_fn, _dropout(0.2),
+            _slopes, _score_mod, _dropout(0.2),
         ),
     ),
 )  # fmt: skip

@@ -58,7 +58,7 @@ def options_of(amounts, T, S, together):
     return dict(
         sinks=jnp.asarray(sinks, jnp.float32),
         alibi_slopes=jnp.full(len(amounts), SLOPE, jnp.float32),
-        score_fn=HALVED,
+        score_mod=HALVED,
         dropout_rate=RATE,
         dropout_key=jax.random.key(5),
         broadcast_dropout=True,

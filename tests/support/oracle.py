@@ -98,7 +98,7 @@ class Clamped:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreFn:
-    """A `score_fn` for `attention`, and the same in NumPy with its derivative found by hand."""
+    """A `score_mod` for `attention`, and the same in NumPy with its derivative found by hand."""
 
     traced: Callable
     exact: Callable
@@ -168,7 +168,7 @@ class Truth:
 
 
 def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
-          score_fn=None, score_operands=(), logits_soft_cap=None, dropout_rate=0.0,
+          score_mod=None, score_operands=(), logits_soft_cap=None, dropout_rate=0.0,
           dropout_key=None, broadcast_dropout=False, tf32=False, rounded=np.float64,
           **conditions):  # fmt: skip
     """The `Truth` for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V] and [B, T, N].
@@ -203,9 +203,9 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     if alibi_slopes is not None:
         distance = np.abs(np.subtract(*positions(B, T, S, **conditions)))
         s = held(s - np.asarray(alibi_slopes, np.float64)[:, None, None] * distance)
-    if score_fn is not None:
+    if score_mod is not None:
         at = (*np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
-        s, slope = held(score_fn.exact(s, *at)), score_fn.slope(s, *at)
+        s, slope = held(score_mod.exact(s, *at)), score_mod.slope(s, *at)
     if logits_soft_cap is not None:
         s, inner = logits_soft_cap * np.tanh(s / logits_soft_cap), s
         slope = slope / np.cosh(np.clip(inner / logits_soft_cap, -300, 300)) ** 2
@@ -326,7 +326,7 @@ def _product(rounded, s):
 _product.defvjp(lambda rounded, s: (s, None), lambda rounded, _, ds: (rounded(ds),))
 
 
-def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, score_fn=None,
+def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, score_mod=None,
           score_operands=(), logits_soft_cap=None, dropout_rate=0.0, dropout_key=None,
           broadcast_dropout=False, tf32=False, **conditions):  # fmt: skip
     """Dense attention in plain JAX: products of the inputs' dtype or TF32, softmax in float32."""
@@ -352,8 +352,8 @@ def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, scor
     if alibi_slopes is not None:
         distance = np.abs(np.subtract(*positions(B, T, S, **conditions)))
         s = s - alibi_slopes[:, None, None] * distance.astype(wide)
-    if score_fn is not None:
-        s = score_fn(s, *np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
+    if score_mod is not None:
+        s = score_mod(s, *np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
     if logits_soft_cap is not None:
         s = logits_soft_cap * jnp.tanh(s / logits_soft_cap)
     ok = visible((B, N, T, S), **conditions)

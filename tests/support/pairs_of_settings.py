@@ -34,7 +34,7 @@ SETTINGS = {
     "logits_soft_cap": [nothing, option(logits_soft_cap=2.0)],
     "sinks": [nothing, drawn("sinks")],
     "alibi_slopes": [nothing, drawn("slopes, offset for each example")],
-    "score_fn": [nothing, drawn("score function")],
+    "score_mod": [nothing, drawn("score function")],
     "dropout": [nothing, drawn("dropout"), drawn("dropout for all alike, causal")],
     "scale": [nothing, option(scale=-0.4)],
     "dtype": ["float32", "bfloat16"],

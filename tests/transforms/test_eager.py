@@ -20,7 +20,7 @@ def test_second_call_compiles_nothing(implementation, caplog):
         q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 20, 2, 16))
 
         def total(*qkv):
-            options = dict(is_causal=True, implementation=implementation, score_fn=halved)
+            options = dict(is_causal=True, implementation=implementation, score_mod=halved)
             options |= dict(dropout_rate=0.5, dropout_key=jax.random.key(0))
             return pallas_flash.attention(*qkv, **options).sum()
 

@@ -105,7 +105,7 @@ def call(implementation, arrays, **options):
     if "prefix_lengths" in arrays:
         arrays["mask"] = PrefixLM(arrays.pop("prefix_lengths"))
     if "table" in arrays:
-        options |= dict(score_fn=from_table, score_operands=(arrays.pop("table"),))
+        options |= dict(score_mod=from_table, score_operands=(arrays.pop("table"),))
     if "query ids" in arrays:
         arrays["segment_ids"] = arrays.pop("query ids"), arrays.pop("key ids")
     return by(implementation)(**arrays, **options, return_lse=True)
@@ -305,7 +305,7 @@ def test_kernels_refuse_symbolic_sizes(implementation, symbols):
 def test_kernels_refuse_operands_of_symbolic_sizes():
     def run(arrays):
         q, k, v = (jnp.ones((1, 4, 2, 8)),) * 3
-        operands = dict(score_fn=from_table, score_operands=(arrays["table"],))
+        operands = dict(score_mod=from_table, score_operands=(arrays["table"],))
         return attention(q, k, v, implementation="interpret", **operands)
 
     assert "Got symbolic sizes (t)" in refusal(run, draw(("table",), **SIZES[0]))

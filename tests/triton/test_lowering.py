@@ -204,7 +204,7 @@ def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
 
 
 # What a tile needs for these selects and compares, too.
-_LIKE_MASKS = {"bias", "dropout_rate", "score_fn", "alibi_slopes"}
+_LIKE_MASKS = {"bias", "dropout_rate", "score_mod", "alibi_slopes"}
 
 
 def _assert_pipelined(case, runs):

@@ -184,7 +184,7 @@ def halved(s, *at):
         ({"bias": jnp.zeros(40)}, " + bias"),
         ({"bias": jnp.zeros((24, 40), jnp.float16)}, " + bias + 2 bytes a pair"),
         ({"alibi_slopes": jnp.zeros(2)}, " + slopes"),
-        ({"score_fn": halved}, " + score_fn"),
+        ({"score_mod": halved}, " + score_mod"),
         ({"logits_soft_cap": 3, "sinks": jnp.zeros(2)}, " + soft cap + sinks"),
         ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, " + dropout"),
     ],
