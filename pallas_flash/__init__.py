@@ -11,6 +11,7 @@ from pallas_flash._mask_objects import Segments as Segments
 from pallas_flash._mask_objects import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
 from pallas_flash._order import balanced_order as balanced_order
 from pallas_flash._plot import plot_mask as plot_mask
+from pallas_flash._score_mod import ScoreMod as ScoreMod
 from pallas_flash._select import Explanation as Explanation
 from pallas_flash._tiling.sizes import Tile as Tile
 from pallas_flash._tiling.sizes import TileSizes as TileSizes

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_flash import _context, _partition, _peers, _reference, _select, _validate, _vjp
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
+from pallas_flash._score_mod import ScoreMod
 from pallas_flash._select import Explanation
 from pallas_flash._tiling import cache, choose
 from pallas_flash._tiling.sizes import FORWARD, KERNELS, OfCall, TileSizes
@@ -61,8 +62,7 @@ def attention(
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
-    score_mod: Callable | None = None,
-    score_operands: tuple[Array, ...] = (),
+    score_mod: Callable | ScoreMod | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     broadcast_dropout: bool = False,
@@ -129,14 +129,10 @@ def attention(
             none, +inf is not served.
         alibi_slopes: [N]; subtracts slope * |position of the query - position of the key| (Press,
             Smith and Lewis, 2022, arXiv:2108.12409). Without a gradient, except by "reference".
-        score_mod: `score_mod(s, b, h, q_pos, k_pos, *operands) -> s`, from the scaled scores with
-            bias and slopes, in float32, and the int32 indices of example, query head, query and
-            key, which broadcast to the shape of s. Elementwise jax.numpy, traced into the kernels;
-            its derivative in s is taken by `jax.vjp` there. Define it once: another function object
-            is another program to compile. It may ignore s, and return what broadcasts to its shape.
-        score_operands: arrays for `score_mod`, which reads them at one index for each axis, as in
-            `slope[h]` or `table[q_pos, k_pos]`; an index outside is moved to the edge. One without
-            axes is given as its number. Without a gradient, except by "reference".
+        score_mod: `score_mod(s, b, h, q_pos, k_pos) -> s` maps the scaled scores, with bias and
+            slopes, at int32 indices of example, query head, query and key. It is elementwise
+            jax.numpy, traced into the kernels. A `ScoreMod` is such a function and the arrays that
+            it reads, and says what both may be.
         dropout_rate: the share of probabilities that become zero, in [0, 1); the others are divided
             by 1 - rate. For both it is rounded to a multiple of 2^-16, but not to 0 or to 1.
         dropout_key: a `jax.random` key, typed or raw. The mask depends on it and on the indices of
@@ -247,7 +243,6 @@ def explain(
     sinks=None,
     alibi_slopes=None,
     score_mod=None,
-    score_operands=(),
     dropout_rate=0.0,
     dropout_key=None,
     broadcast_dropout=False,

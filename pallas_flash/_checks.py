@@ -173,7 +173,8 @@ def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...], shapes) -> No
     if program.consts:
         raise TypeError(
             f"`{name}` must read arrays from its operands; got one that it made or closes over, "
-            f"{describe(program.consts[0])}. Pass it as an operand: kernels can hold no others."
+            f"{describe(program.consts[0])}. Pass it as an operand, as "
+            "in `ScoreMod(fn, (x,))` or `Predicate(fn, (x,))`."
         )
     if not isinstance(out, jax.ShapeDtypeStruct):
         raise TypeError(

@@ -40,6 +40,7 @@ _KEYWORDS = {
         "q_segment_ids kv_segment_ids query_segment_ids key_value_segment_ids"
     ),
     "Use `sinks`.": "sink learnable_sink s_aux attention_sinks",
+    "Use `score_mod` with a `pallas_flash.ScoreMod`, a function and its arrays.": "score_operands",
     "Use `score_mod`.": "score_fn",
     "Use `dropout_rate` and `dropout_key`.": "dropout_p dropout dropout_prob",
     "Use `dropout_key`.": "dropout_rng dropout_seed",

@@ -12,19 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash import _peers
+from pallas_flash import _peers, _score_mod
 from pallas_flash._checks import (
     array,
     at_least,
     broadcastable,
     describe,
     flag,
-    function,
     integers,
     is_array,
     is_int,
     is_number,
-    operands,
     share_to_drop,
 )
 from pallas_flash._context import METHODS
@@ -60,7 +58,6 @@ def validate(
     sinks,
     alibi_slopes,
     score_mod,
-    score_operands,
     dropout_rate,
     dropout_key,
     broadcast_dropout,
@@ -83,6 +80,7 @@ def validate(
         check_lengths(q_len * shards, kv_len * shards, shards, divided.names)
     query, scale, any_scale = _scale(scale, query, head_dim)
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
+    score_mod = _score_mod.fitted(score_mod, scale.dtype)
     # Where tokens stand changes a score through the slopes alone.
     at = _At()
     if slopes is not None:
@@ -96,7 +94,7 @@ def validate(
         bias=_bias(bias, Call(scores_shape, shards=shards).pairs_shape, scale.dtype),
         sinks=_per_head("sinks", sinks, num_heads, scale.dtype),
         slopes=slopes,
-        score_operands=_score_operands(score_mod, score_operands, scale.dtype),
+        score_operands=None if score_mod is None else score_mod.operands,
         mask=mask_of(
             scores_shape,
             mask,
@@ -114,7 +112,7 @@ def validate(
             offset=at.offset,
             positions=at.positions,
             shift=at.shift,
-            score_mod=score_mod,
+            score_mod=None if score_mod is None else score_mod.fn,
             soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
         ),
         dropout=dropout(dropout_rate, dropout_key, broadcast_dropout),
@@ -368,19 +366,6 @@ def _soft_cap(cap, dtype):
             "Use None for no cap."
         )
     return float(cap)
-
-
-def _score_operands(score_mod, arrays, dtype):
-    arrays = operands("score_operands", arrays, dtype.itemsize)
-    if score_mod is None:
-        if arrays:
-            raise ValueError(
-                f"`score_operands` must be empty without a `score_mod`; got {len(arrays)} arrays. "
-                "Pass the function that reads them."
-            )
-        return None
-    function("score_mod", score_mod, dtype, arrays)
-    return arrays
 
 
 def dropout(rate, key, broadcast) -> Dropout | None:

@@ -56,7 +56,7 @@ def save_residuals(*args, **kwargs):
 
 
 # The operands that have no gradient, and what `attention` calls them.
-NO_GRADIENT = {"slopes": "alibi_slopes", "score_operands": "score_operands"}
+NO_GRADIENT = {"slopes": "alibi_slopes", "score_operands": "ScoreMod.operands"}
 
 NO_TILES = TileSizes()
 

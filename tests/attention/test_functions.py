@@ -14,11 +14,11 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import ttir
+from support import oracle, ttir
 from support.calls import FORM, NEWER
 from support.described_gpus import described_gpu
 
-from pallas_flash import BlockMask, Predicate, _functions, attention, explain
+from pallas_flash import BlockMask, Predicate, ScoreMod, _functions, attention, explain
 
 GPUS = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
 IMPLEMENTATIONS = "interpret", "xla", "reference"
@@ -212,7 +212,7 @@ def test_probe_runs_within_transformations(name, implementation):
     """Under a search for leaks, which the kernels of "mosaic" do not pass."""
 
     def call(q, k, v, table):
-        options = dict(score_mod=scaled_by_head, score_operands=(table,))
+        options = dict(score_mod=ScoreMod(scaled_by_head, (table,)))
         return gradients(q, k, v, **options, implementation=implementation)
 
     x = jax.ShapeDtypeStruct((2, 2, 512, 4, 64)[name[0] != "v" :], jnp.bfloat16)
@@ -231,7 +231,7 @@ def test_probe_runs_on_meshes_and_inside_shard_map(kind):
     spec = P("batch", None, "heads")
 
     def call(q, k, v, table):
-        return gradients(q, k, v, score_mod=scaled_by_head, score_operands=(table,))
+        return gradients(q, k, v, score_mod=ScoreMod(scaled_by_head, (table,)))
 
     if kind is None:
         specs = dict(in_specs=(spec, spec, spec, P("heads")), out_specs=(spec, (spec,) * 3))
@@ -262,8 +262,8 @@ def test_functions_of_few_queries_and_tables_lower_on_hopper():
     q, k = (jax.ShapeDtypeStruct((2, n, h, 128), jnp.bfloat16) for n, h in ((1, 16), (8192, 2)))
 
     def call(q, k, *operands):
-        options = dict(score_mod=score_mod, implementation="mosaic")
-        return attention(q, k, k, score_operands=operands, **options)
+        options = dict(score_mod=ScoreMod(score_mod, operands), implementation="mosaic")
+        return attention(q, k, k, **options)
 
     with described_gpu("NVIDIA H200"):
         traced = jax.jit(call).trace(q, k, *operands)
@@ -298,7 +298,7 @@ SCALAR_MASKS = {
 }
 CALLS = {f"score {name}": dict(score_mod=fn) for name, fn in WITHOUT_SCORE.items()}
 CALLS |= {
-    f"operand {name}": dict(score_mod=fn, score_operands=operands)
+    f"operand {name}": dict(score_mod=ScoreMod(fn, operands))
     for name, (fn, operands) in SCALARS.items()
 }
 CALLS |= {f"mask {name}": dict(mask=Predicate(*x)) for name, x in SCALAR_MASKS.items()}
@@ -306,13 +306,14 @@ SHAPE = 2, 20, 4, 8
 QKV = [np.random.default_rng(n).normal(size=SHAPE).astype(np.float32) for n in range(3)]
 
 
-def dense(q, k, v, score_mod=None, score_operands=(), mask=None):
+def dense(q, k, v, score_mod=None, mask=None):
     """Attention in plain JAX, of all axes at once."""
     at = [jnp.arange(n).reshape([-1 if a == i else 1 for a in range(4)])
           for i, n in enumerate((SHAPE[0], SHAPE[2], SHAPE[1], SHAPE[1]))]  # fmt: skip
     s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / SHAPE[3] ** 0.5
     if score_mod is not None:
-        s = jnp.broadcast_to(jnp.asarray(score_mod(s, *at, *score_operands), s.dtype), s.shape)
+        fn, operands = oracle.parts_of(score_mod)
+        s = jnp.broadcast_to(jnp.asarray(fn(s, *at, *operands), s.dtype), s.shape)
     if mask is not None:
         s = jnp.where(mask.fn(*at, *mask.operands), s, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v, precision="highest")
@@ -333,6 +334,34 @@ def judge(name, results):
 @pytest.mark.parametrize("name", CALLS)
 def test_values(name, implementation, small_tiles):
     judge(name, gradients(*QKV, **CALLS[name], implementation=implementation))
+
+
+def test_score_mod_is_a_pytree_with_a_static_function():
+    fn, operands = SCALARS["beside a table"]
+    score_mod = ScoreMod(fn, operands)
+    programs = []
+
+    @jax.jit
+    def call(score_mod):
+        programs.append(score_mod.fn)
+        return gradients(*QKV, score_mod=score_mod, implementation="xla")
+
+    judge("operand beside a table", call(score_mod))
+    doubled = jax.tree.map(lambda x: 2 * x, score_mod)
+    assert doubled.fn is fn
+    assert not np.allclose(call(doubled)[0], call(score_mod)[0])
+    assert programs == [fn]
+
+
+def test_score_mod_without_operands_is_its_function():
+    fn = WITHOUT_SCORE["distance"]
+    static = jax.jit(
+        functools.partial(attention, implementation="xla"), static_argnames="score_mod"
+    )
+    results = [static(*QKV, score_mod=x) for x in (fn, ScoreMod(fn), ScoreMod(fn, ()))]
+    np.testing.assert_array_equal(*results[:2])
+    np.testing.assert_array_equal(*results[1:])
+    assert hash(ScoreMod(fn)) == hash(ScoreMod(fn, ()))
 
 
 @pytest.mark.parametrize("name", CALLS)

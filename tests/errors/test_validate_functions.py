@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from support.calls import Row, check, each, f32
 
-from pallas_flash import Predicate
+from pallas_flash import Predicate, ScoreMod
 
 
 class Unhashable:
@@ -69,9 +69,20 @@ def bad_score_functions():
     for id, (fn, operands, fragment) in FUNCTIONS.items():
         yield Row(
             f"score function: {id}",
-            lambda fn=fn, operands=operands: {"score_mod": fn, "score_operands": operands},
+            lambda fn=fn, operands=operands: {"score_mod": ScoreMod(fn, operands)},
             TypeError,
-            fragment,
+            f"`ScoreMod.fn` {fragment}" if fragment.startswith("must be") else fragment,
+        )
+    for id, score_mod in (
+        ("a number", 3),
+        ("a Predicate", Predicate(lambda b, h, q, k: q >= k)),
+        ("a function and its operands", (lambda s, *at: s, ())),
+    ):
+        yield Row(
+            f"score function that is {id}",
+            lambda score_mod=score_mod: {"score_mod": score_mod},
+            TypeError,
+            "`score_mod` must be a function of a score and its indices, or a pallas_flash.ScoreMod",
         )
     for id, fn, got in (
         ("another dtype", lambda s, *at: s.astype(jnp.bfloat16), "bfloat16 of shape (2, 3)"),
@@ -109,12 +120,6 @@ def bad_score_functions():
         "must be traceable for indices b of shape (2, 1, 1, 1, 1), h of (1, 3, 1, 1, 1), q_pos of "
         "(1, 1, 1, 5, 1) and k_pos of (1, 1, 1, 1, 7), followed by 0 operands; got TypeError: ",
     )
-    yield Row(
-        "operands without a function",
-        lambda: {"score_operands": (f32(3),)},
-        ValueError,
-        "`score_operands` must be empty without a `score_mod`; got 1 arrays.",
-    )
 
 
 def of_indices(fn):
@@ -148,12 +153,12 @@ def bad_predicates():
 
 def bad_operands():
     def of_score(operands):
-        return {"score_mod": lambda s, b, h, q, k, *xs: s, "score_operands": operands}
+        return {"score_mod": ScoreMod(lambda s, b, h, q, k, *xs: s, operands)}
 
     def of_predicate(operands):
         return {"mask": Predicate(lambda b, h, q, k, *xs: q >= k, operands)}
 
-    for name, call in (("score_operands", of_score), ("Predicate.operands", of_predicate)):
+    for name, call in (("ScoreMod.operands", of_score), ("Predicate.operands", of_predicate)):
         for id, operands, fragment in (
             ("an array", f32(3), "` must be a tuple of arrays; got an array of float32"),
             ("None", None, "` must be a tuple of arrays; got NoneType None."),

@@ -9,7 +9,7 @@ import pytest
 from support.calls import Row, check, each, f32, i32, inputs, normal, numbers, row_of
 
 import pallas_flash
-from pallas_flash import Predicate
+from pallas_flash import Predicate, ScoreMod
 
 
 def scaled_by_head(s, b, h, q, k, offset, slope):
@@ -22,27 +22,29 @@ def with_slopes(query, slopes, **options):
 
 
 def with_operand(query, slopes, **options):
-    operands = dict(score_mod=scaled_by_head, score_operands=(i32(2), slopes))
-    return pallas_flash.attention(**inputs() | {"query": query}, **operands, **options).sum()
+    score_mod = ScoreMod(scaled_by_head, (i32(2), slopes))
+    x = inputs() | {"query": query}
+    return pallas_flash.attention(**x, score_mod=score_mod, **options).sum()
 
 
 def without_gradient():
     for implementation in ("xla", "interpret"):
-        for argument, arguments in (
-            ("alibi_slopes", lambda: {"alibi_slopes": f32(6)}),
+        for argument, name, arguments in (
+            ("alibi_slopes", "alibi_slopes", lambda: {"alibi_slopes": f32(6)}),
             (
-                "score_operands",
-                lambda: {"score_mod": scaled_by_head, "score_operands": (i32(2), f32(6))},
+                "score_mod",
+                "ScoreMod.operands",
+                lambda: {"score_mod": ScoreMod(scaled_by_head, (i32(2), f32(6)))},
             ),
         ):
             yield Row(
-                f"{argument} differentiated by {implementation}",
+                f"{name} differentiated by {implementation}",
                 lambda arguments=arguments, implementation=implementation: {
                     **arguments(),
                     "implementation": implementation,
                 },
                 NotImplementedError,
-                f"`{argument}` must not be differentiated by '{implementation}', which has no "
+                f"`{name}` must not be differentiated by '{implementation}', which has no "
                 "gradient for it; got a derivative with respect to it. Wrap it in ",
                 differentiated=argument,
             )
@@ -184,7 +186,7 @@ def test_the_reference_differentiates_everything(function):
         def loss(slopes):
             options = dict(alibi_slopes=slopes)
             if function is with_operand:
-                options = dict(score_mod=scaled_by_head, score_operands=(i32(2), slopes))
+                options = dict(score_mod=ScoreMod(scaled_by_head, (i32(2), slopes)))
             out = pallas_flash.attention(**x, **options, implementation="reference")
             return (out * weight).sum()
 

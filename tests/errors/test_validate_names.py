@@ -30,7 +30,6 @@ PEERS = {
     "PyTorch": {
         "attn_mask": (f32(5, 7), "Use `mask` for bools, True where a query may see a key, or `bi"),
         "enable_gqa": (True, "Drop it: `key` and `value` may have fewer heads"),
-        "score_fn": (max, "Use `score_mod`."),
         "block_mask": (None, "Use `mask` with a `pallas_flash.BlockMask`."),
         "mask_mod": (max, "Use `mask` with a `pallas_flash.Predicate`."),
     },
@@ -40,6 +39,10 @@ PEERS = {
         "interpret": (True, 'Use `implementation="interpret"`.'),
         "q_sharding": (None, "Drop it: the sharding of the arrays is seen."),
         "dropout_rng": (jax.random.key(0), "Use `dropout_key`."),
+    },
+    "other words": {
+        "score_fn": (max, "Use `score_mod`."),
+        "score_operands": ((), "Use `score_mod` with a `pallas_flash.ScoreMod`, a function and i"),
     },
     "misspelled": {
         "logits_softcap": (30.0, "Use `logits_soft_cap`, with None for no cap."),

@@ -12,7 +12,7 @@ import pytest
 from support.calls import i32, inputs, normal, numbers
 
 import pallas_flash
-from pallas_flash import BlockMask, PrefixLM, Segments
+from pallas_flash import BlockMask, PrefixLM, ScoreMod, Segments
 from pallas_flash._validate import _At, _band, _offset
 
 
@@ -101,7 +101,7 @@ SERVED = {
     "soft cap of an int": lambda: {"logits_soft_cap": 50},
     "sinks in float16": lambda: {"sinks": np.array([0, 1, -1, 9, -9, 2], np.float16)},
     "a key where nothing is dropped": lambda: {"dropout_key": jax.random.key(0)},
-    "a list of no operands": lambda: {"score_operands": []},
+    "a list of no operands": lambda: {"score_mod": ScoreMod(lambda s, *at: s, [])},
     "a mask of Segments": lambda: {
         "mask": Segments(*(np.arange(n, dtype=np.int32).reshape(2, -1) // 3 for n in (10, 14)))
     },
@@ -148,7 +148,7 @@ def dense(
     query, key, value, bias=0, mask=True, *, scale=None, is_causal=False, query_seq_lengths=None,
     key_value_seq_lengths=None, local_window_size=None, segment_ids=None, query_offset=0,
     query_positions=None, key_value_positions=None, precision=None, logits_soft_cap=None,
-    sinks=None, dropout_key=None, score_operands=(),
+    sinks=None, dropout_key=None, score_mod=None,
 ):  # fmt: skip
     """The output and the LSE by the docstring of `attention`, in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))

@@ -26,7 +26,7 @@ from support.mosaic_cases import checked
 from support.strict import strictly
 
 import pallas_flash
-from pallas_flash import TileSizes, _mosaic, _select
+from pallas_flash import ScoreMod, TileSizes, _mosaic, _select
 from pallas_flash._mosaic import backward_dbias, candidates, common, tiles
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.tune import _problem
@@ -280,7 +280,7 @@ def test_reads_of_score_functions_have_no_derivative():
     def wave(s, b, h, q, k, slopes):
         return s * jnp.tanh(s) * slopes[h] + slopes[(q + k) % 4]
 
-    call = functools.partial(attention, score_mod=wave, score_operands=(slopes,))
+    call = functools.partial(attention, score_mod=ScoreMod(wave, (slopes,)))
     assert launches(lowered(functools.partial(gradients, call=call)).as_text()) == ONE_PASS
 
 

@@ -28,7 +28,7 @@ _validate _select _faster _tiling.choose _tiling.cache
 _vjp _tangents _functions
 _context* _partition
 _mosaic* _triton* _xla* _reference _tiling.workload
-_problem _mask_objects _order _key_center
+_problem _mask_objects _score_mod _order _key_center
 _masks _visits _scores _dropout _checks _operands _peers _symbolic _one_device
 _compat _hardware _tiling _tiling.sizes mosaic
 """
@@ -125,7 +125,6 @@ OWN = {
     "sinks",
     "alibi_slopes",
     "score_mod",
-    "score_operands",
     "dropout_rate",
     "dropout_key",
     "broadcast_dropout",

@@ -26,6 +26,7 @@ from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
 from pallas_flash._masks import Band, Lengths, Mask, PositionBand, Segments
 from pallas_flash._operands import Pairs, Positions
 from pallas_flash._problem import Problem
+from pallas_flash._score_mod import ScoreMod
 from pallas_flash._scores import Scores
 
 AXES = {"batch": 2, "heads": 4}
@@ -311,8 +312,7 @@ def check_indices_are_those_of_the_whole_call(kind):
         return ((b + h + k) % 3 > 0) | (k == 0)
 
     options = dict(
-        score_mod=by_example_and_head,
-        score_operands=(x,),
+        score_mod=ScoreMod(by_example_and_head, (x,)),
         mask=Predicate(some_heads),
         dropout_rate=0.4,
         dropout_key=jax.random.key(2),

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.oracle import ScoreFn, visible
+from support.oracle import ExactScoreMod, visible
 
-from pallas_flash import BlockMask, Predicate, PrefixLM, _validate, attention
+from pallas_flash import BlockMask, Predicate, PrefixLM, ScoreMod, _validate, attention
 
 Random = np.random.Generator
 
@@ -191,7 +191,7 @@ def _slopes(random, c):
 
 
 # An index outside, as that of the key before the first, is moved to the edge.
-_WAVES = ScoreFn(
+_WAVES = ExactScoreMod(
     lambda s, b, h, q, k, gate, mark: (
         gate[h] * s + 0.5 * jnp.sin(s) + mark[b, k - 1] * (q % 2).astype(s.dtype)
     ),
@@ -201,10 +201,8 @@ _WAVES = ScoreFn(
 
 
 def _score_mod(random, c):
-    return dict(
-        score_mod=_WAVES,
-        score_operands=(_normal(random, c.N), _normal(random, (c.B, c.S))),
-    )
+    operands = _normal(random, c.N), _normal(random, (c.B, c.S))
+    return dict(score_mod=ScoreMod(_WAVES, operands))
 
 
 def _dropout(rate, **options):

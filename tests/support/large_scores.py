@@ -46,7 +46,7 @@ SOME = [(list(PATTERNS)[n % len(PATTERNS)], amount) for n, amount in enumerate(A
 
 SLOPE, RATE = 0.125, 0.25
 
-HALVED = oracle.ScoreFn(lambda s, *_: 0.5 * s, lambda s, *_: 0.5 * s, lambda s, *_: 0.5)
+HALVED = oracle.ExactScoreMod(lambda s, *_: 0.5 * s, lambda s, *_: 0.5 * s, lambda s, *_: 0.5)
 
 
 def options_of(amounts, T, S, together):

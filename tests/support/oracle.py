@@ -97,7 +97,7 @@ class Clamped:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreFn:
+class ExactScoreMod:
     """A `score_mod` for `attention`, and the same in NumPy with its derivative found by hand."""
 
     traced: Callable
@@ -106,6 +106,11 @@ class ScoreFn:
 
     def __call__(self, *arguments):
         return self.traced(*arguments)
+
+
+def parts_of(score_mod):
+    """Return the function and the operands of what `attention` takes as `score_mod`."""
+    return getattr(score_mod, "fn", score_mod), getattr(score_mod, "operands", ())
 
 
 def kept(key, shape, rate, broadcast=False):
@@ -168,7 +173,7 @@ class Truth:
 
 
 def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
-          score_mod=None, score_operands=(), logits_soft_cap=None, dropout_rate=0.0,
+          score_mod=None, logits_soft_cap=None, dropout_rate=0.0,
           dropout_key=None, broadcast_dropout=False, tf32=False, rounded=np.float64,
           **conditions):  # fmt: skip
     """The `Truth` for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V] and [B, T, N].
@@ -204,8 +209,9 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
         distance = np.abs(np.subtract(*positions(B, T, S, **conditions)))
         s = held(s - np.asarray(alibi_slopes, np.float64)[:, None, None] * distance)
     if score_mod is not None:
-        at = (*np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
-        s, slope = held(score_mod.exact(s, *at)), score_mod.slope(s, *at)
+        fn, operands = parts_of(score_mod)
+        at = (*np.ogrid[:B, :N, :T, :S], *map(Clamped, operands))
+        s, slope = held(fn.exact(s, *at)), fn.slope(s, *at)
     if logits_soft_cap is not None:
         s, inner = logits_soft_cap * np.tanh(s / logits_soft_cap), s
         slope = slope / np.cosh(np.clip(inner / logits_soft_cap, -300, 300)) ** 2
@@ -327,8 +333,8 @@ _product.defvjp(lambda rounded, s: (s, None), lambda rounded, _, ds: (rounded(ds
 
 
 def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, score_mod=None,
-          score_operands=(), logits_soft_cap=None, dropout_rate=0.0, dropout_key=None,
-          broadcast_dropout=False, tf32=False, **conditions):  # fmt: skip
+          logits_soft_cap=None, dropout_rate=0.0, dropout_key=None, broadcast_dropout=False,
+          tf32=False, **conditions):  # fmt: skip
     """Dense attention in plain JAX: products of the inputs' dtype or TF32, softmax in float32."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -353,7 +359,8 @@ def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, scor
         distance = np.abs(np.subtract(*positions(B, T, S, **conditions)))
         s = s - alibi_slopes[:, None, None] * distance.astype(wide)
     if score_mod is not None:
-        s = score_mod(s, *np.ogrid[:B, :N, :T, :S], *map(Clamped, score_operands))
+        fn, operands = parts_of(score_mod)
+        s = fn(s, *np.ogrid[:B, :N, :T, :S], *map(Clamped, operands))
     if logits_soft_cap is not None:
         s = logits_soft_cap * jnp.tanh(s / logits_soft_cap)
     ok = visible((B, N, T, S), **conditions)

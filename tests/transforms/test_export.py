@@ -17,7 +17,7 @@ from support.described_gpus import described_gpu
 from support.strict import strictly
 from support.transform_cases import assert_close, by
 
-from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, attention, explain
+from pallas_flash import BlockMask, Predicate, PrefixLM, ScoreMod, Segments, attention, explain
 from pallas_flash.flax import attention_fn
 
 pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
@@ -105,7 +105,7 @@ def call(implementation, arrays, **options):
     if "prefix_lengths" in arrays:
         arrays["mask"] = PrefixLM(arrays.pop("prefix_lengths"))
     if "table" in arrays:
-        options |= dict(score_mod=from_table, score_operands=(arrays.pop("table"),))
+        options |= dict(score_mod=ScoreMod(from_table, (arrays.pop("table"),)))
     if "query ids" in arrays:
         arrays["segment_ids"] = arrays.pop("query ids"), arrays.pop("key ids")
     return by(implementation)(**arrays, **options, return_lse=True)
@@ -305,8 +305,8 @@ def test_kernels_refuse_symbolic_sizes(implementation, symbols):
 def test_kernels_refuse_operands_of_symbolic_sizes():
     def run(arrays):
         q, k, v = (jnp.ones((1, 4, 2, 8)),) * 3
-        operands = dict(score_mod=from_table, score_operands=(arrays["table"],))
-        return attention(q, k, v, implementation="interpret", **operands)
+        score_mod = ScoreMod(from_table, (arrays["table"],))
+        return attention(q, k, v, implementation="interpret", score_mod=score_mod)
 
     assert "Got symbolic sizes (t)" in refusal(run, draw(("table",), **SIZES[0]))
 
