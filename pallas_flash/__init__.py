@@ -1,6 +1,6 @@
 """Exact softmax attention for JAX on GPUs: blocked Pallas kernels, forward and backward."""
 
-from pallas_flash import mosaic as mosaic
+from pallas_flash import tuning as tuning
 from pallas_flash._api import attention as attention
 from pallas_flash._api import dropout_mask as dropout_mask
 from pallas_flash._api import explain as explain
@@ -13,8 +13,6 @@ from pallas_flash._order import balanced_order as balanced_order
 from pallas_flash._plot import plot_mask as plot_mask
 from pallas_flash._score_mod import ScoreMod as ScoreMod
 from pallas_flash._select import Explanation as Explanation
-from pallas_flash._tiling.sizes import Tile as Tile
-from pallas_flash._tiling.sizes import TileSizes as TileSizes
 from pallas_flash._tiling.tune import tune as tune
 from pallas_flash._vjp import save_residuals as save_residuals
 

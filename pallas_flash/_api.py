@@ -362,7 +362,7 @@ class _Wishes:
         sizes = self.tile_sizes
         if sizes is not None and not isinstance(sizes, TileSizes):
             raise TypeError(
-                f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(sizes).__name__} "
+                f"`tile_sizes` must be a pallas_flash.tuning.TileSizes; got {type(sizes).__name__} "
                 f"{sizes!r}. "
                 "Write TileSizes(forward=Tile(128, 128, 8, 2))."
             )
@@ -410,8 +410,8 @@ class _Wishes:
                 raise ValueError(
                     f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
                     f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
-                    f'implementation={asked!r}. Give "mosaic" those of pallas_flash.mosaic, and '
-                    "others a pallas_flash.Tile."
+                    f'implementation={asked!r}. Give "mosaic" those of pallas_flash.tuning, and '
+                    "others a pallas_flash.tuning.Tile."
                 )
 
 

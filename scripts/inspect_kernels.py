@@ -78,7 +78,7 @@ def _changes(before: dict[str, dict], after: dict[str, dict]) -> Iterator[str]:
 
 def _tile(text: str) -> tuple[str, Any]:
     """KERNEL=Q,KV,WARPS,STAGES."""
-    from pallas_flash import Tile
+    from pallas_flash.tuning import Tile
 
     match = re.fullmatch(r"(\w+)=(\d{1,9}(?:,\d{1,9}){3})", text, re.ASCII)
     if match is None:
@@ -91,7 +91,7 @@ def _tile(text: str) -> tuple[str, Any]:
 
 
 def _tile_sizes(tiles: Iterable[tuple[str, Any]]) -> Any:
-    from pallas_flash import TileSizes
+    from pallas_flash.tuning import TileSizes
 
     kernels = [field.name for field in dataclasses.fields(TileSizes)]
     names = [name for name, _ in tiles]

@@ -194,7 +194,7 @@ def whose(tile) -> str:
 class TileSizes:
     """Tiles for each kernel of `attention`; None takes the table's.
 
-    A `Tile` is for "triton" and "interpret", those of `pallas_flash.mosaic` are for "mosaic". Where
+    A `Tile` is for "triton" and "interpret", those of `pallas_flash.tuning` are for "mosaic". Where
     `implementation` is None, the kind of tile says which of the two computes a pass, if both serve
     the call.
 
@@ -250,15 +250,15 @@ class TileSizes:
             return
         if name == "backward":
             raise TypeError(
-                f"`backward` must be a pallas_flash.mosaic.BackwardTile or None; got "
+                f"`backward` must be a pallas_flash.tuning.BackwardTile or None; got "
                 f"{type(value).__name__} {value!r}. Give tiles of other implementations to `dkv` "
                 "and `dq`."
             )
         if not isinstance(value, Tile):
-            also = f", a pallas_flash.mosaic.{mosaic.__name__}" if mosaic else ""
+            also = f", a pallas_flash.tuning.{mosaic.__name__}" if mosaic else ""
             raise TypeError(
-                f"`{name}` must be a pallas_flash.Tile{also} or None; got {type(value).__name__} "
-                f"{value!r}. "
+                f"`{name}` must be a pallas_flash.tuning.Tile{also} or None; got "
+                f"{type(value).__name__} {value!r}. "
                 "Write Tile(block_q, block_kv, num_warps, num_stages)."
             )
 

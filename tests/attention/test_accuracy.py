@@ -185,7 +185,7 @@ def test_nothing_shows_of_what_no_query_sees(case, implementation, small_blocks)
 
 
 TILES = [
-    pallas_flash.Tile(*tile)
+    pallas_flash.tuning.Tile(*tile)
     for tile in (
         (16, 16, 1, 1),
         (16, 128, 4, 2),
@@ -207,7 +207,7 @@ TILES = [
 def test_every_tile_gives_the_same_answer(case, tile, split, kernel_case):
     """Also with dk and dv in one launch or two."""
     backward = dict(dk=tile, dv=tile) if split else dict(dkv=tile)
-    sizes = pallas_flash.TileSizes(forward=tile, dq=tile, **backward)
+    sizes = pallas_flash.tuning.TileSizes(forward=tile, dq=tile, **backward)
     judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=sizes))
 
 

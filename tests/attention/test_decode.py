@@ -16,10 +16,10 @@ from support.few_queries import RANGES, SERVED, with_few
 from support.judge import judge, measured
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes
 from pallas_flash._tiling.sizes import FEW_QUERIES
 from pallas_flash._triton import decode_kernel
 from pallas_flash._visits import Sparsity, split
+from pallas_flash.tuning import Tile, TileSizes
 
 # 200 keys are 13 tiles, so 3 parts.
 TILES = TileSizes(decode=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))

@@ -11,8 +11,9 @@ import pytest
 from support import cases, oracle
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, dropout_mask
+from pallas_flash import dropout_mask
 from pallas_flash._dropout import Dropout, multiply_wide, philox, seed_of
+from pallas_flash.tuning import Tile, TileSizes
 
 # ------------------------------------------------------------------------------------------------
 # The generator.

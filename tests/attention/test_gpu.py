@@ -69,7 +69,9 @@ def in_16_bits(implementation):
 
 # IEEE products are unrolled into single multiplications: in the table's tiles a call takes the
 # compiler 9 to 18 s of a core, in these 2 to 4. So few cases have the table's there.
-UNROLLED = pallas_flash.TileSizes(dkv=pallas_flash.Tile(16, 32), dq=pallas_flash.Tile(32, 16))
+UNROLLED = pallas_flash.tuning.TileSizes(
+    dkv=pallas_flash.tuning.Tile(16, 32), dq=pallas_flash.tuning.Tile(32, 16)
+)
 IN_THE_TABLES_TILES = ("full", "everything at once", "large heads")
 
 
@@ -81,7 +83,7 @@ def test_kernels(case, dtype, precision, kernel_case, monkeypatch):
         enough_programs(monkeypatch)
     tiles = None
     if precision and case.name not in IN_THE_TABLES_TILES:
-        tiles = dataclasses.replace(UNROLLED, forward=pallas_flash.Tile(32, 16))
+        tiles = dataclasses.replace(UNROLLED, forward=pallas_flash.tuning.Tile(32, 16))
     case = case.scaled(5)
     with jax.default_matmul_precision(precision or "default"):
         results = measured(case, dtype, "triton", tile_sizes=tiles)
@@ -159,7 +161,7 @@ def test_narrow_tiles_for_hopper(case, head_dim, reproducible, kernel_case):
 def test_bits_of_masks_for_hopper(axes, block_kv, kernel_case):
     """Tiles of keys are whole words of a mask's bits, or begin within one."""
     case = dataclasses.replace(cases.BY_NAME["full"], T=700, S=900, options=cases._mask(axes))
-    tiles = pallas_flash.TileSizes(pallas_flash.mosaic.ForwardTile(block_kv=block_kv))
+    tiles = pallas_flash.tuning.TileSizes(pallas_flash.tuning.ForwardTile(block_kv=block_kv))
     judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", tile_sizes=tiles))
 
 
@@ -175,7 +177,7 @@ def test_programs_that_share_keys_for_hopper(name, head_dim, kernel_case):
     """In every head and example pairs, of the last of which one program has nothing to do."""
     sizes = dict(T=1900, S=2100, H=head_dim, V=head_dim)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
-    tiles = pallas_flash.TileSizes(pallas_flash.mosaic.ForwardTile(block_kv=64, programs=2))
+    tiles = pallas_flash.tuning.TileSizes(pallas_flash.tuning.ForwardTile(block_kv=64, programs=2))
     judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", tile_sizes=tiles))
 
 
@@ -258,7 +260,7 @@ def test_gradients_for_hopper_are_reproducible_on_request(head_dim, kernel_case)
                 assert off < 1e-3, name
 
 
-TALL = pallas_flash.TileSizes(pallas_flash.Tile(128, 64, 4, 2))
+TALL = pallas_flash.tuning.TileSizes(pallas_flash.tuning.Tile(128, 64, 4, 2))
 
 
 @cases.parametrize(
@@ -320,7 +322,7 @@ def test_twenty_runs_give_the_same_bits(case, implementation, kernel_case):
 )
 def test_copies_of_a_bias_wait_for_who_reads_the_one_before(head_dim, tile, kernel_case):
     """Without a fence between read and report each run of the first three was another."""
-    tiles = pallas_flash.TileSizes(pallas_flash.mosaic.ForwardTile(*tile))
+    tiles = pallas_flash.tuning.TileSizes(pallas_flash.tuning.ForwardTile(*tile))
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v = (jax.random.normal(x, (2, 4096, 16, head_dim), jnp.bfloat16) for x in keys[:3])
     bias = jax.random.normal(keys[3], (1, 16, 4096, 4096), jnp.bfloat16)

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from support import cases, oracle
 
-from pallas_flash import Tile, TileSizes, _xla, attention
+from pallas_flash import _xla, attention
+from pallas_flash.tuning import Tile, TileSizes
 
 # No two of B, T, S, N, K, N / K and H agree, so a swapped axis cannot pass unseen.
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM = 4, 21, 18, 6, 2, 5

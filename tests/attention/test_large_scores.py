@@ -19,8 +19,9 @@ from support.large_scores import (
     results_of,
 )
 
-from pallas_flash import Tile, TileSizes, _xla
+from pallas_flash import _xla
 from pallas_flash._scores import LogSum
+from pallas_flash.tuning import Tile, TileSizes
 
 FEW_PAIRS = [
     ("left padding", "-1e9"),

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from support.calls import NEWER, Row, check, each, inputs
 
-from pallas_flash import Tile, TileSizes, mosaic
+from pallas_flash import tuning
+from pallas_flash.tuning import Tile, TileSizes
 
 
 def sizes_with(name, x):
@@ -13,28 +14,28 @@ def sizes_with(name, x):
 
 # A tile of "mosaic", a number of it, and what that may not be.
 NUMBERS = [
-    (mosaic.ForwardTile, "warpgroups", (1, 4)),
-    (mosaic.ForwardTile, "block_kv", (0, 100, 272)),
-    (mosaic.ForwardTile, "output_slots", (-1, 5)),
-    (mosaic.ForwardTile, "stages", (1, 5)),
-    (mosaic.ForwardTile, "programs", (0, 3)),
-    (mosaic.DecodeTile, "warpgroups", (1,)),
-    (mosaic.DecodeTile, "stages", (0, 1, 5, 14)),
-    (mosaic.BackwardTile, "block_q", (32, 96)),
-    (mosaic.BackwardTile, "stages", (0,)),
-    (mosaic.DqTile, "warpgroups", (1,)),
-    (mosaic.DqTile, "block_kv", (32, 80)),
-    (mosaic.DqTile, "stages", (0,)),
+    (tuning.ForwardTile, "warpgroups", (1, 4)),
+    (tuning.ForwardTile, "block_kv", (0, 100, 272)),
+    (tuning.ForwardTile, "output_slots", (-1, 5)),
+    (tuning.ForwardTile, "stages", (1, 5)),
+    (tuning.ForwardTile, "programs", (0, 3)),
+    (tuning.DecodeTile, "warpgroups", (1,)),
+    (tuning.DecodeTile, "stages", (0, 1, 5, 14)),
+    (tuning.BackwardTile, "block_q", (32, 96)),
+    (tuning.BackwardTile, "stages", (0,)),
+    (tuning.DqTile, "warpgroups", (1,)),
+    (tuning.DqTile, "block_kv", (32, 80)),
+    (tuning.DqTile, "stages", (0,)),
 ]
 # Tiles of "mosaic" that no Hopper GPU has room for, and why.
 TOO_LARGE = [
-    ("forward", mosaic.ForwardTile(2, 192), 128, "`tile_sizes.forward` must fit in the GPU's 227"),
-    ("backward", mosaic.BackwardTile(128, 4), 64, "`tile_sizes.backward` must fit in the GPU's"),
-    ("dq", mosaic.DqTile(3, 128, 4), 128, "`tile_sizes.dq` must fit in the GPU's 227 KiB"),
-    ("forward", mosaic.ForwardTile(3, 224), 8, "`tile_sizes.forward` must fit in a thread's 160"),
-    ("dkv", mosaic.BackwardTile(128), 128, "`tile_sizes.dkv` must fit in a thread's 240"),
-    ("dq", mosaic.DqTile(3, 128), 64, "`tile_sizes.dq` must fit in a thread's 160 registers"),
-    ("backward", mosaic.BackwardTile(64), 64, "`tile_sizes.backward` must have 128 queries at"),
+    ("forward", tuning.ForwardTile(2, 192), 128, "`tile_sizes.forward` must fit in the GPU's 227"),
+    ("backward", tuning.BackwardTile(128, 4), 64, "`tile_sizes.backward` must fit in the GPU's"),
+    ("dq", tuning.DqTile(3, 128, 4), 128, "`tile_sizes.dq` must fit in the GPU's 227 KiB"),
+    ("forward", tuning.ForwardTile(3, 224), 8, "`tile_sizes.forward` must fit in a thread's 160"),
+    ("dkv", tuning.BackwardTile(128), 128, "`tile_sizes.dkv` must fit in a thread's 240"),
+    ("dq", tuning.DqTile(3, 128), 64, "`tile_sizes.dq` must fit in a thread's 160 registers"),
+    ("backward", tuning.BackwardTile(64), 64, "`tile_sizes.backward` must have 128 queries at"),
 ]
 
 
@@ -59,27 +60,27 @@ def bad_tiles_of_mosaic():
             TypeError,
             f"`{name}` must be an int; got float 64.0.",
         )
-    for name, x in (("decode", mosaic.ForwardTile()), ("dq", mosaic.ForwardTile())):
+    for name, x in (("decode", tuning.ForwardTile()), ("dq", tuning.ForwardTile())):
         yield Row(
             f"{name} with a tile of another kernel",
             lambda name=name, x=x: {"tile_sizes": TileSizes(**{name: x})},
             TypeError,
-            f"`{name}` must be a pallas_flash.Tile",
+            f"`{name}` must be a pallas_flash.tuning.Tile",
         )
     yield Row(
         "a pass for all gradients with a tile that has none",
         lambda: {"tile_sizes": TileSizes(backward=tile)},
         TypeError,
-        "`backward` must be a pallas_flash.mosaic.BackwardTile or None; got Tile Tile(",
+        "`backward` must be a pallas_flash.tuning.BackwardTile or None; got Tile Tile(",
     )
     for dkv in ({"dkv": tile}, {"dk": tile, "dv": tile}):
         yield Row(
             f"{' and '.join(dkv)} and dq of two implementations",
-            lambda dkv=dkv: {"tile_sizes": TileSizes(**dkv, dq=mosaic.DqTile())},
+            lambda dkv=dkv: {"tile_sizes": TileSizes(**dkv, dq=tuning.DqTile())},
             ValueError,
             f"`dq` must be for the implementation of `{next(iter(dkv))}`; got DqTile(",
         )
-    for kernel, x in (("forward", mosaic.ForwardTile()), ("backward", mosaic.BackwardTile())):
+    for kernel, x in (("forward", tuning.ForwardTile()), ("backward", tuning.BackwardTile())):
         yield Row(
             f"{kernel} tile of mosaic for others",
             lambda kernel=kernel, x=x: {
@@ -110,7 +111,7 @@ def bad_tiles_of_mosaic():
         )
     yield Row(
         "programs that share keys, with more warpgroups",
-        lambda: {"tile_sizes": mosaic.ForwardTile(warpgroups=3, programs=2)},
+        lambda: {"tile_sizes": tuning.ForwardTile(warpgroups=3, programs=2)},
         ValueError,
         "`programs` must be one of (1,); got 2.",
     )
@@ -119,7 +120,7 @@ def bad_tiles_of_mosaic():
         lambda: {
             **for_hopper(128),
             "key_value_seq_lengths": jnp.array([3, 4]),
-            "tile_sizes": TileSizes(forward=mosaic.ForwardTile(programs=2)),
+            "tile_sizes": TileSizes(forward=tuning.ForwardTile(programs=2)),
         },
         ValueError,
         "`tile_sizes.forward` must have `programs=1` where arrays or a predicate say which ",
@@ -130,7 +131,7 @@ def bad_tiles_of_mosaic():
         lambda: {
             **for_hopper(8),
             "value": jnp.zeros((2, 5, 4, 72), jnp.bfloat16),
-            "tile_sizes": TileSizes(forward=mosaic.ForwardTile(output_slots=0)),
+            "tile_sizes": TileSizes(forward=tuning.ForwardTile(output_slots=0)),
         },
         ValueError,
         "`tile_sizes.forward` must have `output_slots` where values are wider than queries; got ",
@@ -159,7 +160,7 @@ def bad_tiles():
             f"{name} tile that is none",
             lambda name=name: {"tile_sizes": TileSizes(**{name: (64, 64)})},
             TypeError,
-            f"`{name}` must be a pallas_flash.Tile",
+            f"`{name}` must be a pallas_flash.tuning.Tile",
         )
     tile = Tile(64, 64)
     for mixed in ("dkv dk", "dkv dv", "dkv dk dv", "dk", "dv"):
@@ -175,7 +176,7 @@ def bad_tiles():
             f"tile sizes as {type(x).__name__}",
             lambda x=x: {"tile_sizes": x},
             TypeError,
-            f"`tile_sizes` must be a pallas_flash.TileSizes; got {type(x).__name__} ",
+            f"`tile_sizes` must be a pallas_flash.tuning.TileSizes; got {type(x).__name__} ",
         )
     for implementation in ("xla", "reference"):
         yield Row(

@@ -11,10 +11,11 @@ import pytest
 from support import cases, jaxprs, oracle
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, PrefixLM, Segments, Tile, TileSizes
+from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
 from pallas_flash._mask_objects import Call, MaskArray, fitted
 from pallas_flash._masks import Band, Lengths, Mask, Tiling
 from pallas_flash._operands import Pairs, Positions, for_user
+from pallas_flash.tuning import Tile, TileSizes
 
 BATCH, HEADS = 2, 3
 

@@ -23,12 +23,12 @@ from support.mosaic_cases import (
 )
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _mosaic
+from pallas_flash import _mosaic
 from pallas_flash._mosaic import work
 from pallas_flash._mosaic.options import Options, shared_arrays
 from pallas_flash._scores import FUNCTIONS
 from pallas_flash._vjp import Plan
-from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
+from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
 
 # A negative sign goes to the queries before the kernels.
 IN_KERNELS = [name for name in cases.HEADS_ON_HOPPER if name != "negative scale"]

@@ -26,11 +26,11 @@ from support.mosaic_cases import checked
 from support.strict import strictly
 
 import pallas_flash
-from pallas_flash import ScoreMod, TileSizes, _mosaic, _select
+from pallas_flash import ScoreMod, _mosaic, _select
 from pallas_flash._mosaic import backward_dbias, candidates, common, tiles
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.tune import _problem
-from pallas_flash.mosaic import ForwardTile
+from pallas_flash.tuning import ForwardTile, TileSizes
 
 plgpu = common.plgpu
 

@@ -21,11 +21,11 @@ from support.mosaic_cases import (
     with_bias,
 )
 
-from pallas_flash import TileSizes, _mosaic
+from pallas_flash import _mosaic
 from pallas_flash._mosaic import backward_dbias, work
 from pallas_flash._mosaic.options import Bits
 from pallas_flash._mosaic.pairs import Owners
-from pallas_flash.mosaic import ForwardTile
+from pallas_flash.tuning import ForwardTile, TileSizes
 
 # Over all that a bias may be broadcast.
 AXES_OF_BIAS = ["BNTS", "NTS", "BTS", "TS", "NS", "S", "T", "BT", ""]

@@ -24,11 +24,11 @@ from support.mosaic_cases import (
     with_heads,
 )
 
-from pallas_flash import BlockMask, TileSizes, _mosaic
+from pallas_flash import BlockMask, _mosaic
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import common, work
 from pallas_flash._mosaic.tiles import forward_tile
-from pallas_flash.mosaic import ForwardTile
+from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts import make_tables
 from scripts.benchmark import results
 

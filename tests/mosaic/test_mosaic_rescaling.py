@@ -13,8 +13,7 @@ from support import mosaic_emulator as emulator
 from support.judge import judge
 from support.mosaic_cases import LONG, emulated
 
-from pallas_flash import TileSizes
-from pallas_flash.mosaic import ForwardTile
+from pallas_flash.tuning import ForwardTile, TileSizes
 
 
 def with_a_peak(case):

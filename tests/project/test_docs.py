@@ -28,9 +28,10 @@ from support.described_gpus import described_gpu
 from support.repository import PUBLIC, ROOT
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _compat
+from pallas_flash import _compat
 from pallas_flash._masks import Band, Mask, Tiling
 from pallas_flash._triton import backward_dkv
+from pallas_flash.tuning import Tile, TileSizes
 
 matplotlib.use("Agg")
 README, ALGORITHM = ROOT / "README.md", ROOT / "docs" / "algorithm.md"

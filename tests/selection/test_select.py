@@ -17,7 +17,8 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _compat, _select, _vjp
+from pallas_flash import _compat, _select, _vjp
+from pallas_flash.tuning import Tile, TileSizes
 
 # The oldest GPU that is served, the newest, and one that nobody has heard of.
 SERVED = {

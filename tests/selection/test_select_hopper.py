@@ -7,8 +7,8 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, Tile, TileSizes, _api, _compat, _faster
-from pallas_flash.mosaic import BackwardTile
+from pallas_flash import BlockMask, Predicate, _api, _compat, _faster
+from pallas_flash.tuning import BackwardTile, Tile, TileSizes
 
 # Tiles and users' functions are checked by the kernels' modules, which older JAX cannot import.
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason="JAX is too old")

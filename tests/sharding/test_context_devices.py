@@ -17,9 +17,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases, eight_devices, oracle
 
-from pallas_flash import Tile, TileSizes, _vjp, _xla, attention, balanced_order
+from pallas_flash import _vjp, _xla, attention, balanced_order
 from pallas_flash._context import choice, gather
 from pallas_flash._masks import PositionBand
+from pallas_flash.tuning import Tile, TileSizes
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto}
 MESHES = {

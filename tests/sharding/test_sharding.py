@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from support import cases, eight_devices, jaxprs, oracle
 from support.described_gpus import described_gpu
 
-from pallas_flash import Tile, TileSizes, _mask_objects, _partition, _tangents, _xla, attention
+from pallas_flash import _mask_objects, _partition, _tangents, _xla, attention
 from pallas_flash._dropout import Dropout
 from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
 from pallas_flash._masks import Band, Lengths, Mask, PositionBand, Segments
@@ -28,6 +28,7 @@ from pallas_flash._operands import Pairs, Positions
 from pallas_flash._problem import Problem
 from pallas_flash._score_mod import ScoreMod
 from pallas_flash._scores import Scores
+from pallas_flash.tuning import Tile, TileSizes
 
 AXES = {"batch": 2, "heads": 4}
 

@@ -119,11 +119,11 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=N
 
 # Small tiles, so that a short sequence has empty, masked and full ones; their sides differ in every
 # kernel.
-SMALL = pallas_flash.TileSizes(
-    forward=pallas_flash.Tile(32, 16),
-    decode=pallas_flash.Tile(16, 16),
-    dkv=pallas_flash.Tile(16, 32),
-    dq=pallas_flash.Tile(16, 32),
+SMALL = pallas_flash.tuning.TileSizes(
+    forward=pallas_flash.tuning.Tile(32, 16),
+    decode=pallas_flash.tuning.Tile(16, 16),
+    dkv=pallas_flash.tuning.Tile(16, 32),
+    dq=pallas_flash.tuning.Tile(16, 32),
 )
 
 

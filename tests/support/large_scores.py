@@ -15,7 +15,7 @@ from support import cases, oracle, ttir
 from support.judge import ROUNDING, judge
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes
+from pallas_flash.tuning import Tile, TileSizes
 
 AMOUNTS = {
     "-1e4": -1e4,

@@ -5,7 +5,7 @@ import functools
 from support import oracle, ttir
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes
+from pallas_flash.tuning import Tile, TileSizes
 
 # Small, and of different shape for each kernel: a tile number taken from the wrong one shows.
 TILES = TileSizes(Tile(64, 32), dkv=Tile(32, 64), dq=Tile(32, 64, 2, 3))

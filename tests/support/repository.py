@@ -55,7 +55,7 @@ IMPORTS = {
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (pallas_flash, pallas_flash.flax, pallas_flash.mosaic)
+    for module in (pallas_flash, pallas_flash.flax, pallas_flash.tuning)
     for name in getattr(module, "__all__", dir(module))
     if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
 }

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from support import cases
 
-from pallas_flash import Tile, TileSizes, _xla, attention
+from pallas_flash import _xla, attention
+from pallas_flash.tuning import Tile, TileSizes
 
 # No two of B, T, S, N, K, N / K, H and V agree, so a swapped axis cannot pass unseen.
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 4, 21, 35, 6, 2, 8, 5

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _compat, _select, _vjp
+from pallas_flash import _compat, _select, _vjp
 from pallas_flash._tiling import cache, choose, tune
-from pallas_flash.mosaic import BackwardTile, DqTile, ForwardTile
+from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
 
 # None of them is in the table.
 FAST, FASTER, OTHER = Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 32, 1, 1)

@@ -3,9 +3,10 @@
 import pytest
 from support.tune_cases import FAST, OTHER, gpu_here, table
 
-from pallas_flash import TileSizes, _compat
+from pallas_flash import _compat
 from pallas_flash._tiling import cache, tune
 from pallas_flash._tiling.tune import Trial, Tuning
+from pallas_flash.tuning import TileSizes
 
 
 @pytest.fixture(name="file", autouse=True)

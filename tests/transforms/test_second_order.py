@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from support import cases, jaxprs, oracle
 
-from pallas_flash import Tile, TileSizes, _tangents, _vjp, _xla, attention
+from pallas_flash import _tangents, _vjp, _xla, attention
+from pallas_flash.tuning import Tile, TileSizes
 
 # No two of B, T, S, N, K, H and V agree; T and S are no multiples of a tile.
 B, T, S, N, K, H, V = 2, 13, 19, 6, 3, 8, 5

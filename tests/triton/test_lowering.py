@@ -20,8 +20,8 @@ from support.judge import ROUNDING, judge
 from support.lowered_triton import TILES, _attention, differentiated
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes
 from pallas_flash._triton import backward_dkv, common
+from pallas_flash.tuning import Tile, TileSizes
 
 # dk and dv in launches of their own.
 APART = TileSizes(Tile(32, 32), dk=Tile(32, 64), dv=Tile(64, 32), dq=Tile(64, 32))

@@ -14,7 +14,8 @@ import pytest
 from support import cases
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _compat
+from pallas_flash import _compat
+from pallas_flash.tuning import Tile, TileSizes
 from scripts.inspection import gpu_compiler, machine_code
 from scripts.inspection.calls import FEATURES, PASSES, inspect_attention
 from scripts.inspection.kernels import array, peak_memory

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from support import ttir
 
-from pallas_flash import Tile, TileSizes, attention
+from pallas_flash import attention
 from pallas_flash._hardware import shared_memory_limit
 from pallas_flash._masks import Band, Mask, Tiling
 from pallas_flash._problem import Problem
@@ -24,6 +24,7 @@ from pallas_flash._tiling.workload import Workload
 from pallas_flash._triton.common import QueryTiles, side_by_side
 from pallas_flash._triton.tiles import table
 from pallas_flash._triton.tiles.rule import _smaller, splits_of_heads
+from pallas_flash.tuning import Tile, TileSizes
 
 KIB = 1024
 # None is a GPU that is not known, and (9, 9) one that is not listed.

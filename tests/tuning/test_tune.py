@@ -28,12 +28,12 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _select, _vjp
+from pallas_flash import _select, _vjp
 from pallas_flash._tiling import cache, choose, tune
 from pallas_flash._tiling.sizes import sizes_for
 from pallas_flash._tiling.tune import ROUNDS, SLOW, Trial, Tuning
 from pallas_flash._triton import tiles as triton_tiles
-from pallas_flash.mosaic import BackwardTile, ForwardTile
+from pallas_flash.tuning import BackwardTile, ForwardTile, Tile, TileSizes
 
 KERNELS = ("forward", "dkv", "dk", "dv", "dq")
 # Of TF32 for float32.

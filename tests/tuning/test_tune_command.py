@@ -20,8 +20,8 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes
 from pallas_flash._tiling import cache
+from pallas_flash.tuning import Tile, TileSizes
 
 
 def test_the_command_tunes_and_prints_a_table(monkeypatch, capsys, h200, search, file):

@@ -30,9 +30,9 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, hopper_here, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import Tile, TileSizes, _select, _vjp
+from pallas_flash import _select, _vjp
 from pallas_flash._tiling import cache, choose
-from pallas_flash.mosaic import BackwardTile, DecodeTile, DqTile, ForwardTile
+from pallas_flash.tuning import BackwardTile, DecodeTile, DqTile, ForwardTile, Tile, TileSizes
 
 # ------------------------------------------------------------------------------------------------
 # Which calls a winner serves.
