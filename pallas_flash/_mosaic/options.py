@@ -39,7 +39,7 @@ def hide(mask: Mask, b, h, q_pos, k_pos, s):
 
 
 # Columns of a tile of which random numbers are computed at a time. More take more registers, see
-# docs/notes/kernels-2026-11.md.
+# docs/notes/kernels.md.
 DRAWN_AT_A_TIME = 32
 
 # Positions of a tile may reach so far beyond the last one. Arrays of a number for each token are

@@ -288,7 +288,7 @@ def worklists(problem: Problem, batch: int, mask: Mask, entries, members: int = 
     order that does not look at the lengths can resonate with them: measured with a prototype on an
     H200, causal, one lost 40 %. They are sorted for few heads at a time, so that all programs read
     little at the same time, and in the end for more of them, so that no program is late: times are
-    in docs/notes/kernels-2026-11.md. If each is like another, `Alike` says how many they are.
+    in docs/notes/kernels.md. If each is like another, `Alike` says how many they are.
 
     Where only the GPU knows lengths, it is what `longest_first` returns, and programs take the next
     item indeed.

@@ -177,7 +177,7 @@ class KernelSpec:
 
         Triton waits for a copy where its result is used, and joins waits unless a branch stands
         between them. Without this branch a tile waits for all its copies before its first product,
-        and with two stages these have just been issued. docs/notes/kernels-2026-11.md has the gain with two
+        and with two stages these have just been issued. docs/notes/kernels.md has the gain with two
         stages; with three stages the branch costs time.
         """
         if self.num_stages != 2 or self.interpret:

@@ -65,7 +65,7 @@ def attend(
             keys = common.visible_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.valid)
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, spec.head_dim)
-        # This line's place decides how many registers it takes; see docs/notes/kernels-2026-11.md.
+        # This line's place decides how many registers it takes; see docs/notes/kernels.md.
         keep = kept_of(kv_tile, k_pos)
         s, c = spec.logits(extras, spec.dot_t(rows.q, k), scale, *at)
         if masked:

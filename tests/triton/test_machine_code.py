@@ -48,7 +48,7 @@ CASES = [
 
 # Instructions per element of a full tile, by pass and head size: a little above what the tiles of
 # the table take. They are not the fewest: on a card smaller tiles, of which more fit on a core,
-# beat 128 x 128 with 8.1 instructions (docs/notes/kernels-2026-11.md). The parts of a pass that has several
+# beat 128 x 128 with 8.1 instructions (docs/notes/kernels.md). The parts of a pass that has several
 # kernels are summed.
 BUDGETS = {
     "forward": {64: 9.4, 128: 11.6, 256: 16.8},

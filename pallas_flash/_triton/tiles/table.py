@@ -10,7 +10,7 @@ from pallas_flash._tiling.sizes import Tile, TileSizes
 # element).
 #
 # Hopper's tiles are the fastest of those timed on an H200, non-causal and causal, at 16384 tokens
-# in 16 bits and at 4096 in float32 (docs/notes/kernels-2026-11.md). With three stages two tiles are loading
+# in 16 bits and at 4096 in float32 (docs/notes/kernels.md). With three stages two tiles are loading
 # while a third is used. With two stages only the operands used late in a tile do not wait for
 # memory.
 HOPPER = {
