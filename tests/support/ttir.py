@@ -1,20 +1,19 @@
-"""What the GPU would compute: the Triton IR of Pallas kernels, executed in numpy, memory checked.
+"""An evaluator of Pallas kernels: their Triton IR, executed in NumPy with checked memory.
 
-Pallas's interpreter clamps slices and pads blocks, so it says nothing about bounds. Here the real
-lowering for CUDA runs on a machine without a GPU (`lower`), and the Triton module that it hands to
-the compiler is executed program by program (`run`). Every active lane of every load and store must
-lie inside its array in every dimension, not only inside the allocation, and what was read and
-written is recorded. `evaluate` runs a whole JAX function this way: its kernels through `run`, the
-operations between them eagerly on the CPU. `loops` describes the loops of a kernel, for tests of
-its form.
+Pallas's interpreter clamps slices and pads blocks, so it says nothing about bounds. `lower` runs
+the real lowering for CUDA on a machine without a GPU, and `run` executes the resulting Triton
+module program by program. Every active lane of every load and store must lie inside its array in
+every dimension, not only inside the allocation. `run` records all reads and writes. `evaluate` runs
+a whole JAX function: its kernels through `run`, the operations between them eagerly on the CPU.
+`loops` describes the loops of a kernel, for tests of its form.
 
-Reads as undefined, and is therefore filled with NaN (the smallest integer, True): masked lanes of a
-load without `other`, and elements of a result that no program has stored.
+Undefined values are NaN (the smallest integer, True). These are masked lanes of a load without
+`other`, and elements of a result that no program has stored.
 
-What this cannot see: anything below the IR (layouts, pipelining, asynchronous hazards, registers),
-the error of approximate instructions, the rounding of tensor cores (a dot multiplies its operands
-as they are and sums in float32; TF32 is only visible as an attribute of the operation) and races
-between programs other than two stores to one element.
+The evaluator cannot see anything below the IR (layouts, pipelining, asynchronous hazards,
+registers), the error of approximate instructions, or the rounding of tensor cores. A dot multiplies
+its operands as they are and sums in float32; TF32 is only an attribute of the operation. Of races
+between programs it sees only two stores to one element.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from support.described_gpus import described_gpu
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One operation; values are integers, unique in their kernel."""
+    """An operation. Its values are integers, unique in their kernel."""
 
     name: str
     operands: tuple[int, ...]
@@ -80,7 +79,7 @@ class Kernel:
 
 
 def walk(block: Block) -> Iterator[Op]:
-    """All operations of the block, those in nested regions included."""
+    """Yield all operations of the block, also those in nested regions."""
     for op in block.ops:
         yield op
         for inner in op.blocks:
@@ -112,7 +111,7 @@ def _attribute(attribute: ir.Attribute) -> Any:
 
 
 class _Decoder:
-    """Numbers the values of one module and turns its operations into `Op`s."""
+    """Decoder of a module: it numbers values and turns operations into `Op`s."""
 
     def __init__(self):
         self._numbers = {}
@@ -146,7 +145,7 @@ _TERMINATORS = {"tt.return", "tt.reduce.return", "scf.yield", "scf.condition"}
 
 
 def _without_dead_ops(block: Block) -> Block:
-    """Drops what nobody uses, as Triton does: Pallas loads the old value before each store."""
+    """Drop unused operations, as Triton does. Pallas loads the old value before each store."""
     used = set()
 
     def clean(block: Block) -> Block:
@@ -210,7 +209,7 @@ def _for_cuda() -> Iterator[None]:
 
 
 def lower(function: Callable, *args) -> list[Kernel]:
-    """The Triton kernels of `function(*args)` lowered for CUDA, in the order of the module."""
+    """Return the Triton kernels of `function(*args)` lowered for CUDA, in the module's order."""
     with _for_cuda():
         lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
     module = lowered.compiler_ir("stablehlo")
@@ -244,7 +243,7 @@ class Loop:
 
     @property
     def pipelinable(self) -> bool:
-        """Triton pipelines an innermost `scf.for` whose own body loads and multiplies."""
+        """Whether Triton pipelines it: innermost, and its own body loads and multiplies."""
         innermost = not any(op.name in _LOOPS for op in self.direct + self.nested)
         return innermost and self.step == 1 and bool(self.count("tt.load") and self.dots)
 
@@ -265,7 +264,7 @@ _LOOPS = ("scf.for", "scf.while")
 
 
 def loops(kernel: Kernel) -> list[Loop]:
-    """The loops of a kernel, outer before inner."""
+    """Return the loops of a kernel, outer before inner."""
     found = []
     for op in walk(kernel.body):
         if op.name in _LOOPS:
@@ -299,7 +298,7 @@ def _varying_ops(
 
 
 def dot_precisions(kernel: Kernel) -> set[str]:
-    """How the kernel multiplies float32 tiles: "tf32", "tf32x3", "ieee"."""
+    """Return how the kernel multiplies float32 tiles: "tf32", "tf32x3", "ieee"."""
     names = {int(precision): str(precision) for precision in triton_dialect.InputPrecision}
     dots = (op for op in walk(kernel.body) if op.name == "tt.dot")
     return {names[op.attributes.get("inputPrecision", 0)] for op in dots}
@@ -311,7 +310,7 @@ def dot_precisions(kernel: Kernel) -> set[str]:
 
 
 class Fault(AssertionError):
-    """A kernel left one of its arrays, or read what nobody wrote."""
+    """A kernel accessed memory outside one of its arrays, or read what no program had written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +357,7 @@ def _poison(dtype: np.dtype) -> Any:
 
 
 def _signless(array: np.ndarray) -> np.ndarray:
-    """Triton's integers have no sign; the operations have."""
+    """Triton's integers have no sign, its operations have one."""
     return array.view(f"i{array.itemsize}") if array.dtype.kind == "u" else array
 
 
@@ -407,11 +406,11 @@ class _Machine:
         self.stores = [np.zeros(x.shape, np.int32) for x in self.memory]
         self.dots = 0
         self.program = (0, 0, 0)
-        # What is constant is computed once; the rest of each block, by the block, for each program.
+        # Constants are computed once, the other operations of each block for each program.
         self.values: dict[int, Any] = {}
         self.varying: dict[int, list[tuple[Callable, Op]]] = {}
         self.compute_what_is_constant(kernel.body)
-        # Address arithmetic is read once per kernel: it is the same in every program.
+        # Address arithmetic is the same in every program, so it is read once per kernel.
         self.index_values = functools.cache(self._index_values)
 
     def run_program(self, program: tuple[int, int, int]) -> None:
@@ -437,7 +436,7 @@ class _Machine:
             self.values.update(zip(op.results, results, strict=True))
 
     def block(self, block: Block, arguments: Sequence[Any]) -> list[Any]:
-        """Runs a block and returns the operands of its terminator."""
+        """Run a block, and return the operands of its terminator."""
         values = self.values
         values.update(zip(block.arguments, arguments, strict=True))
         for rule, op in self.varying[id(block)]:
@@ -487,7 +486,7 @@ class _Machine:
         return dataclasses.replace(pointer, indices=indices)
 
     def _active(self, op: Op, pointer: _Pointer, mask: Any) -> tuple[np.ndarray, ...]:
-        """Indices of the active lanes; each lies in its own dimension, or this raises."""
+        """Return the indices of active lanes. Raise if one lies outside its dimension."""
         shape = self.memory[pointer.array].shape
         active = tuple(np.asarray(index)[mask] for index in pointer.indices)
         for dim, (index, size) in enumerate(zip(active, shape, strict=True)):
@@ -544,7 +543,7 @@ class _Machine:
         return results[0] if len(results) == 1 else results
 
     def reduce(self, op: Op, *arrays):
-        """Halves the axis until one element is left, as the GPU's shuffles do."""
+        """Halve the axis until one element is left, as the GPU's shuffles do."""
         [combine] = op.blocks
         axis = op.attributes["axis"]
         arrays = [np.moveaxis(x, axis, 0) for x in arrays]
@@ -685,7 +684,7 @@ _PTX_OF_INTEGERS = {
 
 
 def _inline_assembly(machine, op: Op, *operands):
-    """Straight-line PTX on float32, uint32 and bool, one element per lane."""
+    """Execute straight-line PTX on float32, uint32 and bool, one element per lane."""
     code, constraints = op.attributes["asm_string"], op.attributes["constraints"]
     if op.attributes["packed_element"] != 1:
         raise NotImplementedError(f"Packed assembly is not modelled: {code}")
@@ -731,7 +730,7 @@ _RULES: dict[str, Callable] = {
     "tt.print": lambda machine, op, *operands: (),
     "tt.get_program_id": lambda machine, op: np.int32(machine.program[op.attributes["axis"]]),
     "tt.get_num_programs": lambda machine, op: np.int32(machine.kernel.grid[op.attributes["axis"]]),
-    # Memory. Atomics are missing on purpose: the order in which they add is not deterministic.
+    # Memory. Atomics are missing on purpose, because their order is not deterministic.
     "tt.addptr": _Machine.addptr,
     "tt.load": _Machine.load,
     "tt.store": _Machine.store,
@@ -826,7 +825,7 @@ def evaluate(function: Callable, *args, runs: list[Run] | None = None) -> Any:
 
 
 def _evaluate_jaxpr(closed: Any, args: Sequence[Any], runs: list[Run]) -> list[Any]:
-    # Before 0.11 a closed jaxpr holds an open one; since then there is one class.
+    # A closed jaxpr holds an open one before JAX 0.11, and later there is one class.
     jaxpr = getattr(closed, "jaxpr", closed)
     consts = getattr(closed, "consts", ())
     values = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -857,7 +856,7 @@ def _evaluate_equation(eqn: jax_core.JaxprEqn, args: list[Any], runs: list[Run])
     if eqn.primitive.name == "cond":
         index, *args = args
         return _evaluate_jaxpr(eqn.params["branches"][int(index)], args, runs)
-    # What is left are calls: jit, remat, custom derivatives, custom batching or partitioning.
+    # The others are calls: jit, remat, custom derivatives, custom batching or partitioning.
     callees = [eqn.params[name] for name in ("jaxpr", "call_jaxpr", "call") if name in eqn.params]
     if len(callees) != 1 or eqn.primitive.name in ("scan", "shard_map"):
         raise NotImplementedError(f"Kernels inside {eqn.primitive.name!r} are not modelled.")

@@ -23,10 +23,10 @@ import pallas_flash
 from pallas_flash._triton import backward_dkv, common
 from pallas_flash.tuning import Tile, TileSizes
 
-# dk and dv in launches of their own.
+# A launch for dk and one for dv.
 APART = TileSizes(Tile(32, 32), dk=Tile(32, 64), dv=Tile(64, 32), dq=Tile(64, 32))
 
-# Test_accuracy runs each case; here the default run has those that lower to something new.
+# Cases that lower to something new. test_accuracy.py runs all of them.
 every_case = cases.parametrize(
     names=[
         "full, whole tiles",
@@ -72,7 +72,7 @@ def test_numbers_in_16_bits(case, dtype, kernel_case):
         "dropout",
     ],
 )
-def test_dk_and_dv_apart(case, kernel_case):
+def test_dk_and_dv_in_two_launches(case, kernel_case):
     results, runs = _evaluated(case, tiles=APART)
     judge(case, "float32", results)
     _assert_stored_once(runs)
@@ -82,7 +82,7 @@ def test_dk_and_dv_apart(case, kernel_case):
 @pytest.mark.parametrize("splits", cases.default([2, 4], [1, 2, 4]))
 @cases.parametrize(names=["causal, whole tiles", "everything at once"], more=["all features"])
 def test_dkv_with_split_heads(case, splits, monkeypatch, kernel_case):
-    # The number is no argument: a call of the same shapes would be traced once.
+    # Each number of splits has another B, because a call of the same shapes is traced once.
     case = dataclasses.replace(case, B=splits, T=min(case.T, 128), S=min(case.S, 128), N=8, K=2)
     monkeypatch.setattr(backward_dkv, "splits_of_heads", lambda *_: splits)
     problem = case.problem("float32")
@@ -95,7 +95,7 @@ def test_dkv_with_split_heads(case, splits, monkeypatch, kernel_case):
 
 @pytest.mark.parametrize(("heads", "dtype"), [(2, "bfloat16"), (4, "float32")])
 def test_sums_of_several_programs_are_float32(heads, dtype):
-    """And one program rounds its own."""
+    """A single program rounds its sum to the dtype of the operands."""
     q, k = (jax.ShapeDtypeStruct((1, 64, n, 32), jnp.bfloat16) for n in (heads, 2))
     gradient = jax.grad(lambda q, k, v: _attention({})(q, k, v)[0].astype(jnp.float32).sum(), 1)
     [dkv] = [x for x in ttir.lower(gradient, q, k, k) if x.name == "pallas_flash_dkv"]
@@ -103,9 +103,9 @@ def test_sums_of_several_programs_are_float32(heads, dtype):
 
 
 @pytest.mark.parametrize("heads", cases.default([2], [2, 4]))
-def test_some_heads_side_by_side(heads, monkeypatch, kernel_case):
-    """Keys and values of so many heads fit in the cache, and queries of half as many groups."""
-    # The share is no argument: a call of the same shapes would be traced once.
+def test_heads_side_by_side(heads, monkeypatch, kernel_case):
+    """The L2 budget holds keys and values of `heads` heads, and queries of half as many groups."""
+    # Each number of heads has another B, because a call of the same shapes is traced once.
     case = dataclasses.replace(
         cases.BY_NAME["causal, whole tiles"], B=heads // 2, T=128, S=128, N=8, K=4
     )
@@ -132,7 +132,7 @@ def test_partial_tiles_have_a_loop_of_their_own(options, loops):
 
 @cases.parametrize(names=["everything at once", "dropout"], more=["full", "lengths of zero"])
 def test_gradient_of_a_traced_scale(case, kernel_case):
-    """The kernel for dq then has one more result."""
+    """The dq kernel has one more result for it."""
     qkv, cotangents, options = case.problem()
 
     def gradient(scale, cotangents):
@@ -153,16 +153,16 @@ def _assert_stored_once(runs):
 
 
 @every_case
-def test_every_element_of_a_result_is_stored_once(case):
+def test_results_are_stored_once(case):
     _assert_stored_once(_evaluated(case)[1])
 
 
 @every_case
-def test_what_flows_past_a_tile_is_read_if_it_is_seen(case):
-    """And not otherwise: it may hold anything, and zero times NaN is NaN.
+def test_streamed_rows_are_read_if_visible(case):
+    """Other rows may hold NaN, and zero times NaN is NaN.
 
-    Keys and values flow past query tiles, queries and do past key/value tiles. What stays is read
-    whole, and kept out of the results.
+    Keys and values are streamed past query tiles, queries and do past key/value tiles. Resident
+    tiles are read whole, and their hidden rows do not reach the results.
     """
     (q, k, v), (do, _), options = case.problem()
     ok = oracle.visible((case.B, case.N, case.T, case.S), **options)
@@ -194,8 +194,8 @@ def test_what_flows_past_a_tile_is_read_if_it_is_seen(case):
         "all features",
     ],
 )
-def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
-    """Here masked lanes hold what a GPU gives them, not what the interpreter pads with."""
+def test_nothing_shows_of_hidden_rows(case, kernel_case):
+    """Masked lanes hold here what a GPU gives them, not the interpreter's padding."""
     qkv, cotangents, options = case.problem()
     arrays = cases.poison(case, qkv, cotangents, options)
     poisoned, _ = differentiated((*arrays, cases.poison_bias(case, options)))
@@ -203,7 +203,7 @@ def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-# What a tile needs for these selects and compares, too.
+# A tile selects and compares for these options, too.
 _LIKE_MASKS = {"bias", "dropout_rate", "score_mod", "alibi_slopes"}
 
 
@@ -227,7 +227,7 @@ def _assert_pipelined(case, runs):
 
 
 @every_case
-def test_loops_are_pipelined_and_full_tiles_are_not_masked(case):
+def test_loops_are_pipelined_and_full_ones_bare(case):
     _assert_pipelined(case, _evaluated(case)[1])
 
 
@@ -235,7 +235,7 @@ def test_loops_are_pipelined_and_full_tiles_are_not_masked(case):
     ("tiles", "backward"), [(TILES, ["dkv", "dq"]), (APART, ["dk", "dv", "dq"])]
 )
 @cases.parametrize(names=["full, whole tiles"])
-def test_kernels_and_their_launch(case, tiles, backward):
+def test_kernels_and_launches(case, tiles, backward):
     runs = _evaluated(case, tiles=tiles)[1]
     kernels = [run.kernel for run in runs]
     names = ["forward", "delta", *backward]
@@ -255,9 +255,9 @@ def test_kernels_and_their_launch(case, tiles, backward):
         ((40, 1), "bool", False),
     ],
 )
-def test_tiles_leave_room_for_arrays_over_pairs(shape, dtype, over_pairs):
-    """In float32 the table's three stages become two; arrays of keys or queries are small."""
-    # As many as the table's tiles are for.
+def test_tiles_leave_room_for_pair_arrays(shape, dtype, over_pairs):
+    """In float32 the table's three stages become two. Arrays of keys or of queries are small."""
+    # The table's tiles are for this many rows.
     x, k = (jax.ShapeDtypeStruct((500, n, 1, 16), jnp.float32) for n in (40, 50))
     name = "mask" if dtype == "bool" else "bias"
     call = functools.partial(pallas_flash.attention, implementation="triton")
@@ -293,7 +293,7 @@ BEYOND = math.nextafter(common.MAX_QUICK_CAP, math.inf)
         ("float32", 1.0, False),
     ],
 )
-def test_the_quick_tanh_is_for_16_bits_and_caps_that_forgive_it(dtype, cap, quick):
+def test_quick_tanh_needs_16_bits_and_a_small_cap(dtype, cap, quick):
     qkv, cotangents, _ = cases.BY_NAME["full"].problem(dtype)
     function = functools.partial(oracle.differentiate, _attention({"logits_soft_cap": cap}))
     kernels = ttir.lower(function, *qkv, *cotangents)
@@ -302,15 +302,15 @@ def test_the_quick_tanh_is_for_16_bits_and_caps_that_forgive_it(dtype, cap, quic
     for kernel in kernels:
         if kernel.name in found:
             assembly = [op.attributes.get("asm_string", "") for op in ttir.walk(kernel.body)]
-            # Of its instructions no other function has this one.
+            # No other function has this instruction of the quick tanh.
             assert any("rcp.approx" in code for code in assembly) == quick, kernel.name
             assert ("tanh" in kernel.text) != quick, kernel.name
 
 
 @pytest.mark.parametrize("cap", [common.MAX_QUICK_CAP, 2.0**24])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_soft_caps_far_above_the_scores_change_nothing(dtype, cap):
-    """A cap multiplies the error of its tanh: that of the quick one would be 4 at the larger."""
+def test_cap_far_above_scores_changes_nothing(dtype, cap):
+    """A cap multiplies the error of tanh. The quick one would be off by 4 at the larger cap."""
     case = cases.BY_NAME["causal"]
     qkv, cotangents, options = case.problem(dtype)
     problem = qkv, cotangents, {**options, "logits_soft_cap": cap}
@@ -328,7 +328,7 @@ PRODUCTS = {"pallas_flash_forward": 2, "pallas_flash_dkv": 4, "pallas_flash_dq":
 
 
 @pytest.mark.parametrize("form", cases.default(["blocks"], ["blocks", "array", "predicate"]))
-def test_a_tenth_of_the_tiles_is_a_tenth_of_the_work(form):
+def test_work_is_proportional_to_visited_tiles(form):
     array = jnp.asarray(_BLOCKS.repeat(32, axis=2).repeat(32, axis=3))
     masks = {
         "blocks": pallas_flash.BlockMask(jnp.asarray(_BLOCKS), 32, 32),
@@ -360,7 +360,7 @@ def test_a_tenth_of_the_tiles_is_a_tenth_of_the_work(form):
     names=["mask with empty tiles", "blocks larger than tiles"],
     more=["mask", "mask of keys", "blocks smaller than tiles"],
 )
-def test_tiles_that_are_not_empty_are_visited_and_no_others(case):
+def test_tiles_visited_are_those_not_empty(case):
     _, _, options = case.problem()
     ok = oracle.visible((case.B, case.N, case.T, case.S), **options)
     for run in _evaluated(case)[1]:
@@ -377,8 +377,8 @@ def test_tiles_that_are_not_empty_are_visited_and_no_others(case):
             assert run.dots == PRODUCTS[name] * seen, name
 
 
-# Of a call without features: operands but a table of tiles, and in the loop over full tiles reads
-# (k, v; q, do, lse, delta; k, v) and exponentials.
+# Counts of a call without options: operands besides the table of tiles, and in the loop over full
+# tiles reads (k, v; q, do, lse, delta; k, v) and exponentials.
 PLAIN = {"forward": (4, 2, 2), "dkv": (7, 4, 1), "dq": (7, 2, 1)}
 ON_TILES = {
     *("arith.addf", "arith.subf", "arith.mulf", "arith.addi", "arith.muli"),
@@ -388,7 +388,7 @@ ON_TILES = {
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
-def test_what_is_not_asked_for_costs_nothing(options):
+def test_unused_options_cost_nothing(options):
     qkv, cotangents, _ = cases.BY_NAME["full, whole tiles"].problem()
     function = functools.partial(oracle.differentiate, _attention(options))
     kernels = {kernel.name: kernel for kernel in ttir.lower(function, *qkv, *cotangents)}
@@ -404,7 +404,7 @@ def test_what_is_not_asked_for_costs_nothing(options):
 
 
 def test_lowering_does_not_search_for_modules(monkeypatch):
-    """MLIR would, for each value of a type of Triton's: half the time of lowering."""
+    """MLIR would search for each value of a Triton type, which takes half the time of lowering."""
     searched = []
 
     class Finder:
@@ -420,7 +420,7 @@ def test_lowering_does_not_search_for_modules(monkeypatch):
 
 
 def test_long_arrays_are_addressed_with_64_bits():
-    """2^32 elements; nothing is computed."""
+    """The arrays have 2^32 elements, and nothing is computed."""
     x = jax.ShapeDtypeStruct((1, 2**18, 128, 128), jnp.bfloat16)
 
     def function(q, k, v, do):
@@ -432,7 +432,7 @@ def test_long_arrays_are_addressed_with_64_bits():
         assert any(op.dtypes[0] == np.int64 for op in addresses), kernel.name
 
 
-def test_vmap_computes_what_a_loop_does():
+def test_vmap_equals_a_loop():
     """The batched axis becomes one more axis of the grid, and one more term of each address."""
     (q, k, v), _, options = cases.BY_NAME["causal"].problem()
     attention = _attention(options)
@@ -449,7 +449,7 @@ def test_vmap_computes_what_a_loop_does():
 
 
 def _call(kernel, shape, dtype=jnp.float32, programs=1):
-    """A kernel on whole arrays: Pallas masks nothing there, in any version."""
+    """Return a kernel on whole arrays, which Pallas masks in no version."""
     return pl.pallas_call(
         kernel,
         grid=(programs,),
@@ -459,8 +459,8 @@ def _call(kernel, shape, dtype=jnp.float32, programs=1):
 
 
 @pytest.mark.parametrize(("axis", "shape"), [(0, (6, 4)), (1, (4, 6))])
-def test_evaluator_catches_a_tile_that_leaves_its_array(axis, shape):
-    """Along the last axis only the very last row leaves the allocation; the others wrap around."""
+def test_evaluator_catches_out_of_bounds(axis, shape):
+    """Along the last axis only the last row leaves the allocation. The others wrap around."""
 
     def kernel(x_ref, o_ref):
         at = [pl.ds(0, 4), pl.ds(0, 4)]
@@ -483,7 +483,7 @@ def test_evaluator_catches_an_unmasked_store():
         ttir.evaluate(copy, jnp.ones(6))
 
 
-def test_evaluator_counts_stores_and_reads_and_poisons_what_is_undefined():
+def test_evaluator_counts_accesses_and_poisons():
     def kernel(x_ref, o_ref):
         column = jnp.arange(4)
         x = plgpu.load(x_ref, mask=(column < 2)[None, :])
@@ -524,7 +524,7 @@ def _integers(x):
 
 
 @pytest.mark.parametrize("name", _OPERATIONS)
-def test_evaluator_computes_what_jax_does(name):
+def test_evaluator_equals_jax(name):
     function = _OPERATIONS[name]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)
     expected = function(x)
@@ -533,7 +533,7 @@ def test_evaluator_computes_what_jax_does(name):
         o_ref[...] = function(x_ref[...])
 
     call = _call(kernel, expected.shape, expected.dtype)
-    # Sums are taken in another order.
+    # The order of sums differs.
     np.testing.assert_allclose(
         np.asarray(ttir.evaluate(call, x), np.float64), np.asarray(expected, np.float64), 1e-5
     )

@@ -1,8 +1,8 @@
-"""The machine code of the kernels, compiled for GPUs that need not be there.
+"""The machine code of the kernels, compiled for described GPUs.
 
-It says nothing about time, but a kernel that spills, loses Hopper's matrix instructions or issues
-more instructions per element is slower, and each of these has happened after harmless changes.
-`scripts/inspect_kernels.py` prints what these tests look at.
+Machine code says nothing about time. But a kernel that spills, loses Hopper's matrix instructions
+or issues more instructions per element is slower, and each of these has happened after harmless
+changes. `scripts/inspect_kernels.py` prints the numbers that these tests check.
 """
 
 import functools
@@ -27,13 +27,13 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_as_users_do():
-    """The suite compiles cheaply; that would be another machine code."""
+    """Compile with all optimizations. The rest of the suite compiles cheaply."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 
-# Head size, mask, query heads per key head.
+# Head dim, mask, query heads per key head.
 CASES = [
     *(
         (head_dim, mask, 1)
@@ -46,10 +46,9 @@ CASES = [
     (256, "causal", 1),
 ]
 
-# Instructions per element of a full tile, by pass and head size: a little above what the tiles of
-# the table take. They are not the fewest: on a card smaller tiles, of which more fit on a core,
-# beat 128 x 128 with 8.1 instructions (docs/notes/kernels.md). The parts of a pass that has several
-# kernels are summed.
+# Instructions per element of a full tile, by pass and head dim: a little above those of the table's
+# tiles. Fewer are possible, but on a card smaller tiles, of which more fit on an SM, beat 128 x 128
+# with 8.1 instructions (docs/notes/kernels.md). Kernels of one pass are summed.
 BUDGETS = {
     "forward": {64: 9.4, 128: 11.6, 256: 16.8},
     "dkv": {64: 10.6, 128: 12.8, 256: 35.0},
@@ -57,10 +56,10 @@ BUDGETS = {
 }
 
 
-# Local memory instructions allowed in the loop over masked tiles, of which a row of tiles has one
-# or two, where registers are short (measured: 2 in dkv at 128, ragged lengths, 4 query heads to a
-# key head). The loop over full tiles spills nothing.
-EDGE_SPILLS = 3
+# Local memory instructions allowed in the loop over partial tiles, of which a row of tiles has one
+# or two. (dkv with head dim 128, ragged lengths and 4 query heads per key head has 2.) The loop
+# over full tiles spills nothing.
+PARTIAL_SPILLS = 3
 
 
 @functools.cache
@@ -69,17 +68,17 @@ def compile_once(head_dim, mask, group, target):
 
 
 def compiled(head_dim, mask, group=1, target="h200"):
-    """Forward and backward with the package's own choice of tiles; a failing test shows them."""
+    """Compile forward and backward with the table's tiles, and print them for a failing test."""
     program = compile_once(head_dim, mask, group, target)
     print(*program.lines(), sep="\n")
     return program
 
 
 def faults(kernels, head_dim):
-    """What is wrong with kernels for Hopper; whole sentences."""
+    """Yield a sentence for each fault of kernels for Hopper."""
     for kernel in kernels:
-        full, *edges = [loop.spills for loop in kernel.loops] or [0]
-        if full or sum(edges) > EDGE_SPILLS:
+        full, *partial = [loop.spills for loop in kernel.loops] or [0]
+        if full or sum(partial) > PARTIAL_SPILLS:
             yield (
                 f"{kernel.name} spills: {[loop.spills for loop in kernel.loops]} instructions in "
                 f"its loops, {kernel.stack_bytes} bytes of stack."
@@ -110,11 +109,11 @@ def faults(kernels, head_dim):
         *((head_dim, "float32", "full", 8, 8, 2) for head_dim in (128, 256)),
     ],
 )
-def test_decoding_keeps_enough_loads_on_their_way(head_dim, dtype, mask, queries, group, programs):
-    """A core's share of 4.8 TB/s is 36 KB in a microsecond, about the latency under load.
+def test_decoding_keeps_enough_loads_in_flight(head_dim, dtype, mask, queries, group, programs):
+    """An SM's share of 4.8 TB/s is 36 KB in a microsecond, about the latency under load.
 
-    Each program has a tile of keys and one of values on their way, 32 KB together, while it works
-    on the ones before: two programs are enough, three leave room.
+    Each program has a tile of keys and one of values in flight, 32 KB together, while it works on
+    the previous ones. Two programs are enough, and three leave room.
     """
     case = dict(dtype=dtype, mask=mask, queries=queries, group=group, length=2**15)
     program = inspect_attention(head_dim, passes=["decode"], **case)
@@ -125,7 +124,7 @@ def test_decoding_keeps_enough_loads_on_their_way(head_dim, dtype, mask, queries
     assert kernel.ctas_per_core >= programs
 
 
-# One test for a whole case, so that tests in several processes compile each case once.
+# One test has a whole case, so that several processes compile each case once.
 @needs_compiler
 @pytest.mark.parametrize(("head_dim", "mask", "group"), CASES)
 def test_hopper_kernels_are_lean(head_dim, mask, group):
@@ -145,8 +144,8 @@ def test_hopper_kernels_are_lean(head_dim, mask, group):
         *((256, "dv", Tile(64, 128, 8, 2), mask) for mask in ("full", "causal", "segments")),
     ],
 )
-def test_two_stages_wait_for_what_is_late_only_then(head_dim, kernel, tile, mask):
-    """The last operand of a tile is on its way during the first product and the exponentials."""
+def test_two_stages_wait_late_for_last_operand(head_dim, kernel, tile, mask):
+    """The last operand of a tile is in flight during the first product and the exponentials."""
     others = {"dk": Tile(32, 128, 8, 3)} if kernel == "dv" else {}
     program = inspect_attention(
         head_dim,
@@ -162,7 +161,7 @@ def test_two_stages_wait_for_what_is_late_only_then(head_dim, kernel, tile, mask
 
 @needs_compiler
 @pytest.mark.parametrize("group", [1, 4])
-def test_two_programs_of_128_rows_and_4_warps_share_a_core(group):
+def test_two_programs_of_128_rows_share_an_sm(group):
     """The table's tile of causal calls with head dim 128 and many rows."""
     program = inspect_attention(128, mask="causal", group=group, length=2**13, passes=["forward"])
     print(*program.lines(), sep="\n")
@@ -170,7 +169,7 @@ def test_two_programs_of_128_rows_and_4_warps_share_a_core(group):
     assert kernel.tile == (128, 64)
     assert kernel.ctas_per_core == 2
     assert kernel.main.spills == 0
-    assert kernel.loop_spills <= EDGE_SPILLS
+    assert kernel.loop_spills <= PARTIAL_SPILLS
     assert kernel.per_element <= 10.2
 
 
@@ -182,8 +181,8 @@ def test_three_stages_wait_once(head_dim):
             assert kernel.main.order.count("copied") == 1
 
 
-# The same with dropout, at 128, causal. That eight elements share a counter is for the compiler to
-# find, or four in dk and dv; where no two keys share a word, these were 19.1, 23.3 and 17.6.
+# Instructions per element with dropout, head dim 128, causal. The compiler must find that eight
+# elements share a counter, in dk and dv four.
 DROPOUT_BUDGETS = {"forward": 16.9, "dkv": 24.6, "dq": 15.4}
 
 
@@ -201,11 +200,11 @@ def test_elements_share_the_words_of_dropout():
     ("head_dim", "dtype"), [*((h, "bfloat16") for h in (64, 128, 256)), (256, "float32")]
 )
 def test_kernels_compile_for_the_b200(head_dim, dtype):
-    """What is multiplied goes through shared and tensor memory, which must have room for it."""
+    """Operands of products go through shared and tensor memory, which must have room for them."""
     program = inspect_attention(head_dim, dtype=dtype, mask="causal", target="b200")
     print(*program.lines(), sep="\n")
     kernels = program.kernels
-    assert sum(kernel.loop_spills for kernel in kernels) <= EDGE_SPILLS
+    assert sum(kernel.loop_spills for kernel in kernels) <= PARTIAL_SPILLS
     assert {kernel.attention_pass for kernel in kernels} == {"forward", "delta", "dkv", "dq"}
     assert "UTCHMMA" in frozenset().union(*(kernel.matrix for kernel in kernels))
 
@@ -215,7 +214,7 @@ def test_kernels_compile_for_the_b200(head_dim, dtype):
 def test_kernels_compile_for_the_a100(head_dim):
     kernels = compiled(head_dim, "causal", target="a100").kernels
     assert {kernel.attention_pass for kernel in kernels} == {"forward", "delta", "dkv", "dq"}
-    # A mask under a branch would take them through shared memory.
+    # A mask under a branch would take scores through shared memory.
     [forward] = [kernel for kernel in kernels if kernel.attention_pass == "forward"]
     assert "stage" not in forward.main.order
     assert frozenset().union(*(kernel.matrix for kernel in kernels)) == {"HMMA"}
@@ -234,7 +233,7 @@ def test_kernels_compile_for_the_a100(head_dim):
     ],
 )
 def test_all_features_at_once_compile(head_dim, dtype, target):
-    """Bias and mask wait in shared memory beside keys and values: tiles must leave them room."""
+    """Tiles must leave room for bias and mask, which wait in shared memory too."""
     kernels = inspect_attention(
         head_dim, dtype=dtype, mask="array", features=FEATURES, target=target
     ).kernels
@@ -244,8 +243,8 @@ def test_all_features_at_once_compile(head_dim, dtype, target):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_gradient_of_a_bias_that_broadcasts_compiles(dtype):
-    """Its loop over what shares the bias is pipelined, with all four operands in shared memory."""
+def test_gradient_of_a_broadcast_bias_compiles(dtype):
+    """Its loop over the broadcast axes is pipelined, with all four operands in shared memory."""
     q, k = array((2, 512, 2, 128), dtype), array((2, 512, 2, 128), dtype)
     v = array((2, 512, 2, 256), dtype)
 
@@ -258,15 +257,15 @@ def test_the_gradient_of_a_bias_that_broadcasts_compiles(dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_forward_and_backward_compile_in_three_seconds(head_dim):
+def test_compilation_takes_three_seconds(head_dim):
     program = compiled(head_dim, "causal")
-    # By the clock on an idle machine, which compiles kernels side by side; by processor time on
-    # one that is busy with other things.
+    # The clock counts on an idle machine, which compiles kernels in parallel. Processor time counts
+    # on a busy one.
     assert min(program.seconds, program.cpu_seconds) < 3
 
 
 @needs_compiler
-def test_gradient_needs_two_rows_beside_inputs_output_and_gradients():
+def test_gradient_stores_two_numbers_per_row():
     wide = array((1, 16384, 16, 128))
 
     def loss(q, k, v, weights):
@@ -289,7 +288,7 @@ def test_gradient_needs_two_rows_beside_inputs_output_and_gradients():
         [two_passes, (False, "forward delta backward rows")],
     ),
 )
-def test_kernels_in_mosaic_gpu_are_read_as_others_are(reproducible, names):
+def test_mosaic_kernels_are_read(reproducible, names):
     program = inspect_attention(
         128, mask="causal", implementation="mosaic", reproducible=reproducible
     )
@@ -303,7 +302,7 @@ def test_kernels_in_mosaic_gpu_are_read_as_others_are(reproducible, names):
             assert kernel.main is None
             continue
         assert kernel.matrix == {"HGMMA"}
-        # Two warpgroups with 64 rows each, and one that loads.
+        # Two consumer warpgroups with 64 rows each, and one producer warpgroup.
         assert (kernel.warps, kernel.tile[0], kernel.ctas_per_core) == (12, 64, 1)
         assert kernel.loop_spills == 0
         assert kernel.per_element < 15
@@ -315,12 +314,12 @@ def test_kernels_in_mosaic_gpu_are_read_as_others_are(reproducible, names):
 
 
 def parse(text):
-    """Instructions from lines of predicate, opcode and operands; `.` stands for none."""
+    """Parse instructions from lines of predicate, opcode and operands; `.` stands for none."""
     fields = (line.split() for line in text.strip().splitlines())
     return [machine_code.Instruction(*("" if x == "." else x for x in line)) for line in fields]
 
 
-def test_a_loop_is_measured_on_the_way_of_a_full_tile():
+def test_loop_is_measured_along_a_full_tile():
     [loop] = machine_code.loops(
         parse("""
             .   MOV       R0,R1
@@ -341,7 +340,7 @@ def test_a_loop_is_measured_on_the_way_of_a_full_tile():
     assert loop.flops * 4 == 2 * 64 * 128 * 16
 
 
-def test_the_cheapest_innermost_loop_comes_first():
+def test_cheapest_innermost_loop_comes_first():
     found = machine_code.loops(
         parse("""
             .   HMMA.16816.F32.BF16  R0,R0,R0,R0
@@ -356,7 +355,7 @@ def test_the_cheapest_innermost_loop_comes_first():
     assert [loop.instructions for loop in found] == [2, 3]
 
 
-def test_a_jump_back_from_a_slow_path_is_no_loop():
+def test_jump_back_from_a_slow_path_is_no_loop():
     assert not machine_code.loops(
         parse("""
             .    HGMMA.64x128x16.F32.BF16  R24,gdesc[UR4],R24,gsb0
@@ -370,7 +369,7 @@ def test_a_jump_back_from_a_slow_path_is_no_loop():
     )
 
 
-# A barrier and indices of a copy lie behind its address in shared memory, in UR9 to UR11.
+# UR8 has a copy's address in shared memory, and UR9 to UR11 have its barrier and indices.
 SET = """
     .    UMOV  UR8,0x400
     .    UMOV  UR9,0x800
@@ -379,22 +378,22 @@ SET = """
 """
 
 
-def test_registers_that_are_unset_are_found():
+def test_unset_registers_are_found():
     copy = ".  UTMALDG.2D  [UR8],[UR14]"
     of_10 = ["UTMALDG.2D [UR8],[UR14] reads UR10"]
     assert machine_code.unset(parse(f"{SET} {copy}")) == of_10
     assert machine_code.unset(parse(f"{SET} . UMOV UR10,URZ\n {copy}")) == []
-    # On one way only, for some threads only, or computed from what is unset.
+    # UR10 is set on one path only, for some threads only, or from an unset register.
     skipped = "@P0 BRA 0x60\n . UMOV UR10,URZ\n"
     assert machine_code.unset(parse(f"{SET} {skipped} {copy}")) == of_10
     assert machine_code.unset(parse(f"{SET} @UP2 UMOV UR10,URZ\n {copy}")) == of_10
     assert machine_code.unset(parse(f"{SET} . UIADD3 UR10,UR7,0x1,URZ\n {copy}")) == of_10
-    # The threads that copy may be those for which it is set.
+    # It may be set for exactly the threads that copy.
     elected = "@UP2 UMOV UR10,URZ\n @UP3 UTMALDG.2D [UR8],[UR14]"
     assert machine_code.unset(parse(f"{SET} {elected}")) == []
 
 
-def test_of_operands_in_registers_a_product_reads_no_descriptor():
+def test_register_operand_has_no_descriptor():
     of_second = ". UMOV UR6,URZ\n . UMOV UR7,URZ\n"
     assert machine_code.unset(parse(f"{of_second} . HGMMA R24,R8,gdesc[UR4],R24")) == []
     found = machine_code.unset(parse(f"{of_second} . HGMMA R24,gdesc[UR4],R24"))

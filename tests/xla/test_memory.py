@@ -1,6 +1,6 @@
-"""Memory is linear in the sequence lengths, forward and backward, and what broadcasts stays small.
+"""Memory is linear in the sequence lengths, forward and backward, and broadcast arrays stay small.
 
-Nothing runs here: compiled programs tell what they would allocate, jaxprs tell what exists.
+Nothing runs here. Compiled programs tell what they would allocate, and jaxprs what they compute.
 """
 
 import functools
@@ -20,7 +20,7 @@ BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
 def shapes(
     q_len: int, kv_len: int, batch: int = BATCH, **others
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Arguments of `attention`, `others` among them."""
+    """Return arguments of `attention`, with `others` among them."""
     query = (batch, q_len, HEADS, HEAD_DIM)
     key = (batch, kv_len, KV_HEADS, HEAD_DIM)
     floats = {"query": query, "key": key, "value": key, "scale": ()}
@@ -41,7 +41,7 @@ def bools(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def value_and_gradients(implementation: str, **options):
-    """Of every input that has a gradient, for a loss that uses the output and the LSE."""
+    """Return the gradients of every input, for a loss of the output and the LSE."""
 
     def run(arguments):
         names = ("query", "key", "value", "bias", "scale")
@@ -78,7 +78,7 @@ OPTIONS = {
 
 
 def temporary_bytes(implementation: str, length: int, **options) -> int:
-    """What a compiled forward and backward pass allocates besides arguments and results."""
+    """Return what a compiled forward and backward allocates besides arguments and results."""
     return temporary_bytes_for(implementation, shapes(length, length), **options)
 
 
@@ -91,16 +91,16 @@ def temporary_bytes_for(implementation: str, arguments, **options) -> int:
 def test_compiled_memory_is_linear(options):
     sizes = [temporary_bytes("xla", length, **options) for length in (1024, 2048, 4096)]
     for size, doubled in itertools.pairwise(sizes):
-        # Something of constant size is among it, so less than twice.
+        # A part has constant size, so it is less than twice.
         assert size < doubled <= 2 * size
-    # Not even one bool for each score of one head would fit.
+    # One bool for each score of one head would not fit.
     assert sizes[-1] < BATCH * 4096 * 4096
 
 
-# Sums are in float32, twice the size of bfloat16 inputs; JAX 0.10 computes products in it, too.
+# Sums are in float32, twice the size of bfloat16 inputs. JAX 0.10 computes products in it, too.
 @pytest.mark.parametrize(("dtype", "times"), [("float32", 3), ("bfloat16", 6)])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["no mask", "causal"])
-def test_compiled_memory_is_a_few_times_the_inputs(dtype, times, options):
+def test_compiled_memory_is_a_few_inputs(dtype, times, options):
     inputs = [jax.ShapeDtypeStruct((BATCH, 4096, HEADS, 64), dtype)] * 3
 
     def loss(q, k, v):
@@ -118,8 +118,8 @@ BIAS, MASK = ("bias", (1, HEADS, 768, 768)), ("mask", (1, 1, 768, 768))
 @pytest.mark.parametrize(
     ("name", "shape"), cases.default([BIAS], [BIAS, MASK]), ids=["bias", "mask"]
 )
-def test_what_all_examples_share_is_not_copied_for_each(name, shape):
-    """Compiled, with the gradient of the bias: more examples take what they take without it."""
+def test_shared_arrays_are_not_copied_per_batch(name, shape):
+    """More batch elements take as much memory as without the array, its gradient included."""
 
     def growth(**others):
         few, many = (
@@ -128,11 +128,11 @@ def test_what_all_examples_share_is_not_copied_for_each(name, shape):
         return many - few
 
     array = (floats if name == "bias" else bools)(*shape)
-    # Copies for the three examples more would be three times as large as the array.
+    # Copies for three more batch elements would be three times as large as the array.
     assert growth(**{name: array}) - growth() < array.size * array.dtype.itemsize
 
 
-def test_this_measurement_sees_what_is_quadratic():
+def test_measurement_sees_quadratic_memory():
     sizes = [temporary_bytes("reference", length) for length in (1024, 2048, 4096)]
     for size, doubled in itertools.pairwise(sizes):
         assert doubled > 3.9 * size
@@ -143,18 +143,18 @@ def test_this_measurement_sees_what_is_quadratic():
 # Intermediate results
 # ------------------------------------------------------------------------------------------------
 
-# No multiple of any tile: padding could multiply what it pads.
+# These are no multiples of a tile, because padding could multiply what it pads.
 Q_LEN, KV_LEN = 2007, 3001
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Those of "xla" on a GPU would hold all scores here."""
+    """Shrink the tiles of "xla" on a GPU, which would hold all scores here."""
     monkeypatch.setattr(_xla, "GPU_BLOCK", 256)
 
 
 def largest_result(implementation: str, arguments, **options) -> int:
-    """Elements of the largest array outside of kernels."""
+    """Return the elements of the largest array outside of kernels."""
     with described_gpu("NVIDIA H200"):
         eqns = jaxprs.trace(value_and_gradients(implementation, **options), arguments)
     kernels = jaxprs.kernels(eqns)
@@ -182,20 +182,20 @@ def test_scores_exist_in_the_dense_definition():
     ids=str,
 )
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_bias_and_mask_that_broadcast_are_not_expanded(implementation, shape):
+def test_broadcast_bias_and_mask_are_not_expanded(implementation, shape):
     arguments = shapes(Q_LEN, KV_LEN, bias=floats(*shape), mask=bools(*shape))
     assert largest_result(implementation, arguments) < Q_LEN * KV_LEN
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_bias_and_mask_for_all_heads_are_not_repeated(implementation):
-    """They are padded to whole tiles by "xla", and the bias has a gradient; that is all."""
+def test_pair_arrays_of_all_heads_are_not_repeated(implementation):
+    """The only copies are "xla"'s padding to whole tiles and the gradient of the bias."""
     arguments = shapes(Q_LEN, KV_LEN, bias=floats(Q_LEN, KV_LEN), mask=bools(1, 1, Q_LEN, KV_LEN))
     assert largest_result(implementation, arguments) < 2 * Q_LEN * KV_LEN
 
 
-def test_the_kernels_give_the_gradient_of_a_bias_without_scratch():
-    """One array of its size, which is the result."""
+def test_gradient_of_a_bias_needs_no_scratch():
+    """One array has the size of the bias: the result."""
     arguments = shapes(Q_LEN, KV_LEN, bias=floats(1, HEADS, Q_LEN, KV_LEN))
     with described_gpu("NVIDIA H200"):
         eqns = jaxprs.trace(value_and_gradients("triton"), arguments)
@@ -208,5 +208,5 @@ def test_the_kernels_give_the_gradient_of_a_bias_without_scratch():
     assert large == [((1, HEADS, Q_LEN, KV_LEN), "pallas_call")]
 
 
-# They hand on what an equation inside of them has computed.
+# Calls return what an equation inside of them has computed.
 CALLS = ("jit", "pjit", "custom_vjp_call", "custom_jvp_call", "custom_partitioning")

@@ -1,4 +1,4 @@
-"""What is particular to "xla": its speed on a CPU, and what its backward has to itself."""
+"""Tests of "xla" alone: its speed on a CPU, its gradient of the scale and its tiles on a GPU."""
 
 import contextlib
 import functools
@@ -16,8 +16,8 @@ from support.jaxprs import trace
 import pallas_flash
 from pallas_flash import _xla
 
-# The shortest of several times, taken in turns: what else runs on the machine only lengthens a
-# time. Measured ratios are below a half, which leaves room for a guard at 1.
+# Both are timed alternately this often, and the shortest times count, because other work only
+# lengthens a time. Measured ratios are below a half, and the guard is at 1.
 ROUNDS = 30
 
 
@@ -33,7 +33,7 @@ def seconds(run, inputs) -> float:
         [("float32", True)], list(itertools.product(["float32", "bfloat16"], [False, True]))
     ),
 )
-def test_on_a_cpu_value_and_gradients_take_no_longer_than_those_of_jax(dtype, is_causal):
+def test_cpu_gradients_are_as_fast_as_jax(dtype, is_causal):
     rng = np.random.default_rng(0)
     with jax.default_device(jax.devices("cpu")[0]):
         inputs = [jnp.asarray(rng.standard_normal((1, 1024, 4, 64)), dtype) for _ in range(4)]
@@ -57,7 +57,7 @@ def test_on_a_cpu_value_and_gradients_take_no_longer_than_those_of_jax(dtype, is
 
 
 @cases.parametrize(names=["lengths of zero", "causal, first queries see nothing"])
-def test_queries_that_see_nothing_do_not_show_in_the_gradient_of_the_scale(case):
+def test_queries_that_see_nothing_leave_dscale(case):
     qkv, cotangents, options = case.problem()
 
     @oracle.compiled
@@ -75,7 +75,7 @@ def test_queries_that_see_nothing_do_not_show_in_the_gradient_of_the_scale(case)
 
 @pytest.mark.parametrize("heads", [1, 16, 128, 4096])
 @pytest.mark.parametrize("length", [100, 2048, 16384])
-def test_tiles_on_a_gpu_are_few_and_their_scores_bounded(heads, length):
+def test_gpu_tiles_are_few_and_bounded(heads, length):
     block_q, block_kv = _xla._block_sizes(heads, length, on_gpu=True)
     assert block_q % _xla.BLOCK_Q == 0 and block_kv == _xla.GPU_BLOCK
     fits = heads * block_q * min(block_kv, length) <= _xla.GPU_SCORES
@@ -85,7 +85,7 @@ def test_tiles_on_a_gpu_are_few_and_their_scores_bounded(heads, length):
 
 
 @pytest.mark.parametrize("kind", [None, "NVIDIA H200"])
-def test_device_decides_on_the_tiles_of_both_passes(kind):
+def test_device_decides_on_the_tiles(kind):
     x = jax.ShapeDtypeStruct((1, 4096, 8, 320), jnp.bfloat16)
 
     def gradients(q):
