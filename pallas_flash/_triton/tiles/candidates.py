@@ -24,15 +24,12 @@ def candidates(kernel: str, problem: Problem, choose: Choose) -> list[Tile]:
     turn = -1 if kernel in KEYS_STAY else 1  # There keys are resident and queries streamed.
     rows, columns = (near.block_q, near.block_kv)[::turn]
     launches = {(rows, near.num_warps), (64, 4), (128, 4), (128, 8)}
-    blocks = [block for block in (columns // 2, columns, 2 * columns) if 16 <= block <= 128]
+    widths = [width for width in (columns // 2, columns, 2 * columns) if 16 <= width <= 128]
     tiles = [near] if table.tile(kernel) else []
-    for (resident, warps), streamed, stages in itertools.product(
-        sorted(launches), blocks, (2, 3, 4)
-    ):
-        tile = Tile(*(resident, streamed)[::turn], warps, stages)
-        if resident * (sums + scores * streamed) <= 255 * 32 * warps and _fits(
-            kernel, tile, choose
-        ):
+    for (rows, warps), width, stages in itertools.product(sorted(launches), widths, (2, 3, 4)):
+        block_q, block_kv = (rows, width)[::turn]
+        tile = Tile(block_q, block_kv, warps, stages)
+        if rows * (sums + scores * width) <= 255 * 32 * warps and _fits(kernel, tile, choose):
             tiles.append(tile)
     q_rows = p.q_len * p.groups if kernel == "decode" else p.q_len
     q_len, kv_len = (max(16, power_of_2(length)) for length in (q_rows, p.kv_len))
