@@ -391,9 +391,8 @@ def test_the_case_has_the_tiles_of_the_table(monkeypatch):
     monkeypatch.setenv("PALLAS_FLASH_TUNED", "0")
     page = run(ALGORITHM)[0]
     T = page["T"]
-    for heads, D in itertools.product(page["stay"], (64, 128)):
-        stay = page["stay"][heads][D]
+    for heads, D in itertools.product((16, 32), (64, 128)):
         kernels = ttir.lower(*call(None, Sizes(T, T, N=heads, K=heads, H=D, V=D)))
         programs = {k.name.removeprefix("pallas_flash_"): math.prod(k.grid) for k in kernels}
         rows = {name: heads * T // n for name, n in programs.items()}
-        assert stay == (rows["forward"], rows["dkv"], rows["dq"])
+        assert page["resident"][D] == (rows["forward"], rows["dkv"], rows["dq"])
