@@ -63,19 +63,19 @@ def edges_first(start, full_start, full_stop, stop):
         list to the tile number.
     """
     after = stop - full_stop
-    edges = after + full_start - start
+    partial = after + full_start - start
 
     def tile_at(i):
-        edge = jnp.where(i < after, stop - 1 - i, start + i - after)
-        return jnp.where(i < edges, edge, full_start - edges + i)
+        partial_tile = jnp.where(i < after, stop - 1 - i, start + i - after)
+        return jnp.where(i < partial, partial_tile, full_start - partial + i)
 
-    return edges, stop - start, tile_at
+    return partial, stop - start, tile_at
 
 
 def listed_edges_first(full, count, tile_at):
     """Return the same three values for a list that has the full tiles first."""
-    edges = count - full
-    return edges, count, lambda i: tile_at(jnp.where(i < edges, full + i, i - edges))
+    partial = count - full
+    return partial, count, lambda i: tile_at(jnp.where(i < partial, full + i, i - partial))
 
 
 def split(ranges, index, splits: int, sparsity: Sparsity):

@@ -39,8 +39,8 @@ from pallas_flash._visits import Sparsity, in_tile, visit
 BLOCK_Q, BLOCK_KV = 256, 256
 FEW_HEADS = 4
 
-# Queries and keys of a tile on a GPU, and scores of all examples and heads in it at most. Scores go
-# through device memory there, so few large tiles are faster.
+# Queries and keys of a tile on a GPU, and scores of all batch elements and heads in it at most.
+# Scores go through device memory there, so few large tiles are faster.
 GPU_BLOCK, GPU_SCORES = 2048, 2**28
 
 

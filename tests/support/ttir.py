@@ -227,7 +227,7 @@ def lower(function: Callable, *args) -> list[Kernel]:
 class Loop:
     """A loop of a kernel, without the operations that do not depend on the iteration.
 
-    Those are left out because the compiler moves them in front of the loop.
+    The compiler moves such operations in front of the loop, so `Loop` leaves them out.
 
     Attributes:
         op: `scf.for` or `scf.while`.

@@ -168,16 +168,16 @@ def test_streamed_rows_are_read_if_visible(case):
     ok = oracle.visible((case.B, case.N, case.T, case.S), **options)
     queries = ok.any(3).transpose(0, 2, 1)[..., None]
     keys = ok.any(2).reshape(case.B, case.K, -1, case.S).any(2).transpose(0, 2, 1)[..., None]
-    flowing = {
+    streamed = {
         "pallas_flash_forward": (keys, {k.shape, v.shape}),
         "pallas_flash_dq": (keys, {k.shape, v.shape}),
         "pallas_flash_dkv": (queries, {q.shape, do.shape}),
     }
     for run in _evaluated(case)[1]:
-        if run.kernel.name in flowing:
-            seen, shapes = flowing[run.kernel.name]
+        if run.kernel.name in streamed:
+            visible, shapes = streamed[run.kernel.name]
             read = [
-                touched == seen
+                touched == visible
                 for x, touched in zip(run.kernel.operands, run.touched, strict=True)
                 if x.shape in shapes
             ]
@@ -369,12 +369,12 @@ def test_tiles_visited_are_those_not_empty(case):
             tile = getattr(TILES, name.removeprefix("pallas_flash_"))
             rows, columns = (range(0, n, b) for n, b in ((case.T, tile.block_q),
                                                          (case.S, tile.block_kv)))  # fmt: skip
-            seen = sum(
+            visited = sum(
                 ok[:, :, i : i + tile.block_q, j : j + tile.block_kv].any((2, 3)).sum()
                 for i in rows
                 for j in columns
             )
-            assert run.dots == PRODUCTS[name] * seen, name
+            assert run.dots == PRODUCTS[name] * visited, name
 
 
 # Counts of a call without options: operands besides the table of tiles, and in the loop over full

@@ -122,7 +122,7 @@ def splits_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
 
     Args:
         groups: query heads of a key head.
-        kv_rows: keys of all heads and examples. (There may be none.)
+        kv_rows: keys of all heads and batch elements. (There may be none.)
         masked: whether there is a mask. Its tiles differ in work, so more programs are better.
     """
     enough = (table.ENOUGH_KEYS if masked else table.ENOUGH_KEYS / 2) / math.sqrt(2)

@@ -74,10 +74,11 @@ SYNCHRONOUS = HOPPER | {
 BY_MATRIX_UNITS = {"hopper": HOPPER, "blackwell": BLACKWELL, "synchronous": SYNCHRONOUS}
 
 # Tiles that were faster on an H200 than the table above, by (kind of call, padded head dim, bytes
-# of an element): from how many queries of all heads and examples on, and the tiles.
+# of an element): from how many queries of all heads and batch elements on, and the tiles.
 #
-# Of a causal forward with 128 rows for 4 warps two programs share an SM. It wants many programs,
-# because a last wave that does not fill the GPU costs more, the larger they are.
+# Two programs of the causal forward with 128 rows and 4 warps share an SM. They pay off in calls
+# with many programs, because a last wave that does not fill the GPU costs more with larger
+# programs.
 BY_KIND = {
     ("causal", 128, 2): (2**17, {"forward": Tile(128, 64, 4, 2)}),
     ("scores", 128, 2): (0, {"dkv": Tile(64, 64, 4, 2)}),
