@@ -1,37 +1,19 @@
-"""Trains a small GPT on bytes, end to end through `pallas_flash.attention`.
+"""Train a small GPT on bytes, end to end through `pallas_flash.attention`.
 
     pip install -e '.[train]'
     python scripts/train_gpt.py                          # a few minutes on two CPU cores
     python scripts/train_gpt.py --data my_texts/ --steps 3000 --num-kv-heads 2
     python scripts/train_gpt.py --preset gpt2-small      # 85 M parameters, for a GPU
-    python scripts/train_gpt.py --preset gpt3-xl         # 1.2 B, for several
-
-On several devices, each of which takes a share of the batch, of the parameters, of the tokens and
-of the heads; by default all devices share the batch alone:
-
-    python scripts/train_gpt.py --mesh data=2,fsdp=2,sequence=2,tensor=2
-
-Its speed, beside that of the same model through cuDNN's attention:
-
-    python scripts/train_gpt.py --preset gpt2-small --steps 50 --out-dir runs/1
-    python scripts/train_gpt.py --preset gpt2-small --steps 50 --out-dir runs/2 --attention cudnn
+    python scripts/train_gpt.py --mesh data=2,fsdp=2,sequence=2,tensor=2    # several devices
+    python scripts/train_gpt.py --attention cudnn        # to compare its speed, on a GPU
 
 Without `--data` the text is the source of the Python that runs the script: several megabytes that
 every machine has, in a language whose samples one can judge. Its tests, installed packages and
 generated tables (`encodings`, `pydoc_data`) are left out.
 
-Before training, the gradient of every parameter through the chosen attention is compared with the
-gradient through the dense reference; the script stops if they differ. (cuDNN is there for
-comparison and not compared, because it takes no float32.)
-
-`--out-dir` receives:
-
-    metrics.jsonl    one object a step: step, loss, val_loss, lr, ms, tokens_per_second, mfu,
-                     peak_bytes (the most memory that a device has had in use)
-    loss.png         the curves of that file
-    checkpoints/     the last few states, one folder per step
-    run.json         the configuration, and a hash of the text
-    train_gpt.lock   held while a process trains there
+Before training, the script compares the gradient of every parameter through the chosen attention
+with the gradient through the dense reference, and stops if they differ. (It does not compare
+cuDNN's, which takes no float32.) Results go to the folder `--out-dir`; see `run_folder.py`.
 
 The same command resumes a run that was stopped or killed, at the last checkpoint whose bytes are
 still those that were written, and to the same bits: the only state is (step, parameters,
@@ -41,29 +23,21 @@ kernels by timing them and may add in any order, so equal bits there need
 
 This file is the training itself, in reading order: functions of the model, the gradient check, the
 loop, the run. Around it, in `training/`: `settings.py` (flags and presets), `text.py` (data),
-`attention.py`, `mesh.py` (several devices; where parameters lie is `models/sharding.py`),
-`distributed.py` (several processes), `run_folder.py` (files and checkpoints), `memory.py` (what can
-fit), `process.py` (signals, pipes) and `speed.py` (tokens/s, MFU).
+`attention.py`, `mesh.py` (several devices; `models/sharding.py` says where parameters lie),
+`processes.py` (several processes, signals), `run_folder.py` and `checkpoints.py` (files), and
+`report.py` (speed, metrics).
 """
 
 import collections
 import dataclasses
 import functools
-import os
-import platform
 import shlex
-import signal
 import sys
 import time
 import traceback
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":
-    # From here on SIGTERM is a Ctrl-C, and what is printed then says what became of the run.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
 try:
-    import flax
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -71,37 +45,26 @@ try:
     from flax import nnx
     from tqdm import tqdm
 
-    import pallas_flash
     from models.gpt import GPT, GPTConfig, generate, loss
     from models.sharding import Layout
-    from scripts.training import distributed, last_words
-    from scripts.training.attention import attention_layer, explain_attention
-    from scripts.training.memory import check_memory, out_of_memory, peak_bytes, program_bytes
-    from scripts.training.mesh import describe_mesh, make_layout
-    from scripts.training.messages import UserError, fail, say
-    from scripts.training.process import as_a_process, stop_signals
+    from scripts.training import processes
+    from scripts.training.attention import attention_layer
+    from scripts.training.mesh import check_memory, make_layout
+    from scripts.training.processes import UserError, fail, say
+    from scripts.training.report import Speed, describe, metric_lines, program_bytes, work_of
     from scripts.training.run_folder import RunFolder
-    from scripts.training.settings import (
-        TrainConfig,
-        config_from_flags,
-        flat_config,
-        make_parser,
-    )
-    from scripts.training.speed import Speed, Work, work_of
+    from scripts.training.settings import TrainConfig, config_from_flags, flat_config, make_parser
     from scripts.training.text import Text, held_out_batches, load_text, training_batch
 except ModuleNotFoundError as error:
     raise SystemExit(
         "train_gpt.py: error: this script needs a checkout installed with its `train` extra; got "
         f"no module named {error.name!r}: run pip install -e '.[train]'."
     ) from None
-except KeyboardInterrupt:
-    print("stopped    before anything ran")
-    raise SystemExit(130) from None
 
 # Largest relative error of a parameter's gradient, both sides in float32 with exact products. The
 # two differ by the order of their sums alone, which gives about 1e-6.
 GRADIENT_BOUND = 1e-4
-# Longest text of the gradient check, because the reference needs memory quadratic in it.
+# Longest text of the gradient check: the reference's memory is quadratic in it.
 GRADIENT_CONTEXT = 1024
 
 
@@ -109,7 +72,7 @@ GRADIENT_CONTEXT = 1024
 
 
 class TrainState(NamedTuple):
-    """All that changes during training."""
+    """The state of training."""
 
     step: jax.Array
     params: Any
@@ -117,7 +80,7 @@ class TrainState(NamedTuple):
 
 
 def model_functions(model: GPTConfig, seed: int, layout: Layout | None = None):
-    """The model as pure functions: `init() -> params` and `loss_fn(params, tokens) -> loss`.
+    """Return the model as pure functions `init() -> params` and `loss_fn(params, tokens) -> loss`.
 
     `init` is best left uncompiled: op by op, its few shapes compile once each, where XLA for GPUs
     takes minutes over all the random numbers of a large model as one program.
@@ -141,7 +104,7 @@ def model_functions(model: GPTConfig, seed: int, layout: Layout | None = None):
 
 
 def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW behind a global clip, and its schedule as a function of the updates done before."""
+    """Return AdamW behind a global clip, and its schedule as a function of the updates done."""
     warmup_cosine = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -166,10 +129,10 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
 
 
 def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm`, by fewer kernels.
+    """Return a transformation like `optax.clip_by_global_norm` that needs fewer kernels.
 
-    That sums each array on its own, with two kernels. Here arrays of one shape, which are those of
-    all layers, are added up by the first kernel that sums any of them.
+    Optax sums each array with two kernels of its own. Here one kernel adds up all arrays of one
+    shape, so that the layers share it.
     """
 
     def update(gradient, state, params=None):
@@ -185,7 +148,7 @@ def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
 
 
 def mean_gradient(loss_fn, params, batch):
-    """Loss and gradient over `batch[parts, microbatch, context + 1]`, one part after the other."""
+    """Return loss and gradient over `batch[parts, microbatch, context + 1]`, part after part."""
 
     def add_part(total, tokens):
         part = jax.value_and_grad(loss_fn)(params, tokens)
@@ -198,17 +161,17 @@ def mean_gradient(loss_fn, params, batch):
 
 
 def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
-    """What XLA needs to be told on GPUs.
+    """Return the options for XLA on GPUs.
 
     The first two keep matrix products in cuBLAS, as they are written. XLA would otherwise change
     the program for products of its own before it compares them with cuBLAS's, and leave it so where
-    those win: sums over tokens in parts that something has to add, half of a gated MLP's backward
+    cuBLAS wins: sums over tokens in parts that something has to add, half of a gated MLP's backward
     apart from the other half, additions to the residual stream apart from the product. And it would
     join q's product with k's, for which it has to lay both gradients side by side.
 
-    The others are for a mesh: to send while it computes. Of messages under way XLA counts one at a
-    time, unless told otherwise: then the first to be ready, however small, has all the products of
-    the backward beside it, and the others none.
+    The others let devices of a mesh send while they compute. By default XLA allows one message at a
+    time: the first to be ready, however small, would overlap all products of the backward, and the
+    others none.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -225,7 +188,7 @@ def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
 
 
 def make_steps(config: TrainConfig, layout: Layout):
-    """Builds `init_state()`, `train_step(state, batch)` and `eval_step(params, batches)`."""
+    """Return `init_state()`, `train_step(state, batch)` and `eval_step(params, batches)`."""
     init, loss_fn, _ = model_functions(config.model, config.seed, layout)
     optimizer, schedule = make_optimizer(config)
 
@@ -262,9 +225,9 @@ def make_steps(config: TrainConfig, layout: Layout):
 
 
 def gradient_error(config: TrainConfig, text: Text, layout: Layout) -> tuple[float, str]:
-    """Compares the gradient of the whole model with the one through the dense reference.
+    """Compare the gradient of the whole model with the one through the dense reference.
 
-    Both are taken at the initial parameters on a few texts, in float32 with full-precision
+    Both are computed at the initial parameters on a few texts, in float32 with full-precision
     products: the defaults of a GPU (TF32) and of a run (bfloat16) would hide an error of the
     attention behind their own.
 
@@ -315,7 +278,7 @@ def gradient_error(config: TrainConfig, text: Text, layout: Layout) -> tuple[flo
 
 
 def check_gradients(config: TrainConfig, text: Text, layout: Layout) -> float | None:
-    """Prints the end-to-end gradient error, and stops the script if it is too large."""
+    """Print the end-to-end gradient error, and stop the script if it is too large."""
     if config.model.attention == "cudnn":
         say("gradients", "not compared: cuDNN takes no float32")
         return None
@@ -339,7 +302,7 @@ def check_gradients(config: TrainConfig, text: Text, layout: Layout) -> float | 
 
 
 def run_steps(config, layout, work, text, folder, state, train_step, eval_step, stopped):
-    """Updates the state until the last step, or until `stopped` is no longer empty.
+    """Update the state until the last step, or until `stopped` is no longer empty.
 
     Returns:
         The state, and the mean speed.
@@ -360,9 +323,9 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
         total=config.steps,
         initial=first,
         unit="step",
-        disable=None if distributed.is_writer() else True,
+        disable=None if processes.is_writer() else True,
     )
-    vote = distributed.Vote(layout, stopped)
+    vote = processes.Vote(layout, stopped)
     pending, seconds = [], 0.0
     start = time.perf_counter()
     with progress:
@@ -384,7 +347,7 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
             speed = work.speed(1e3 * elapsed / len(pending))
             val_loss = float(eval_step(state.params, held_out)) if look else None
             lines = metric_lines(step, values, speed, val_loss)
-            if look and distributed.is_writer():
+            if look and processes.is_writer():
                 progress.write(
                     f"step {step:6d}   loss {lines[-1]['loss']:.4f}   held out {val_loss:.4f}   "
                     f"{speed}"
@@ -400,35 +363,12 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
     return state, work.speed(1e3 * seconds / (int(state.step) - first))
 
 
-def metric_lines(last_step, values, speed, val_loss) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl for consecutive steps; `val_loss` belongs to the last one."""
-    first, peak = last_step - len(values) + 1, peak_bytes()
-    lines = [
-        {
-            "step": step,
-            "loss": float(value["loss"]),
-            "val_loss": val_loss if step == last_step else None,
-            "lr": float(value["lr"]),
-            **speed._asdict(),
-            "peak_bytes": peak,
-        }
-        for step, value in enumerate(values, first)
-    ]
-    for line in lines:
-        if not np.isfinite([line["loss"], line["val_loss"] or 0.0]).all():
-            raise UserError(
-                f"`loss` must stay finite; got {line['loss']} at step {line['step']}: try a lower "
-                "--learning-rate or a longer --warmup-steps."
-            )
-    return lines
-
-
 # ----------------------------------------------------------------------------------------- the run
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         step: Updates done, over all the sessions of the run.
@@ -450,56 +390,20 @@ class TrainResult:
     interrupted: bool
 
 
-def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params):
-    """Prints what runs, on what, and through which attention."""
-    model, device = config.model, jax.local_devices()[0]
-    attention, reasons = explain_attention(model, config.microbatch, layout)
-    count = sum(x.size for x in jax.tree.leaves(params))
-    devices = "" if layout.mesh.size == 1 else f"{layout.mesh.size} x "
-    hosts = f" of {jax.process_count()} processes" if distributed.several() else ""
-    say(
-        "device",
-        f"{devices}{device.platform} ({device.device_kind}){hosts}, {os.cpu_count()} CPU cores",
-    )
-    describe_mesh(config, layout)
-    say(
-        "versions",
-        f"python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}, "
-        f"pallas_flash {pallas_flash.__version__}",
-    )
-    say(
-        "model",
-        f"{count:,} parameters: {model.num_layers} layers of {model.embed_dim}, {model.num_heads} "
-        f"query and {model.kv_heads} key/value heads, context {model.context}, {model.dtype} "
-        f"activations, {model.param_dtype} parameters",
-    )
-    say("attention", f"{attention} (asked for: {model.attention or 'auto'})")
-    for line in reasons.splitlines():
-        say("", line)
-    say(
-        "text",
-        f"{len(text.train):,} bytes of {len(text.train_files)} files to train on, "
-        f"{len(text.held_out):,} bytes of {len(text.held_out_files)} files held out",
-    )
-    if text.left_out:
-        say("", f"left out, because they are folders of runs: {', '.join(text.left_out)}")
-    say("updates", f"{config.steps:,}, {config.warmup_steps} of them warmup")
-    say("work", str(work))
-
-
 def sample_text(config: TrainConfig, layout: Layout, params) -> str:
-    """Continues the prompt by a text of the model's own."""
-    # A single text is not divided; XLA has the layers computed where their parameters are.
+    """Continue the prompt by a text of the model's own."""
+    # One text is not divided among devices; the layers run where their parameters lie.
     _, _, graphdef = model_functions(config.model, config.seed)
+    prompt = config.prompt.encode(errors="surrogateescape")
 
     @functools.partial(jax.jit, out_shardings=layout.sharding())
     def sample(params):
         key = jax.random.fold_in(jax.random.key(config.seed), config.steps)
-        prompt = np.frombuffer(config.prompt.encode(), np.uint8)[None].astype(np.int32)
+        tokens = np.frombuffer(prompt, np.uint8)[None].astype(np.int32)
         return generate(
             nnx.merge(graphdef, params),
             key,
-            prompt,
+            tokens,
             config.sample_tokens,
             temperature=config.temperature,
             top_k=config.top_k,
@@ -509,7 +413,7 @@ def sample_text(config: TrainConfig, layout: Layout, params) -> str:
 
 
 def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
-    """Trains a model; resumes or reports a run found in `config.out_dir`.
+    """Train a model; resume or report a run found in `config.out_dir`.
 
     Args:
         config: The settings. A model `dtype` of None is bfloat16 on a GPU and float32 elsewhere.
@@ -519,21 +423,17 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         UserError: The settings do not fit each other, the text, the machine or the folder; or the
             gradients are wrong; or the loss is no longer a number.
     """
-    if config.model.vocab_size != 256:
-        raise UserError(
-            f"`vocab_size` must be 256, because tokens are bytes; got {config.model.vocab_size}."
-        )
     if config.model.dtype is None:
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     layout, device = make_layout(config), jax.local_devices()[0]
-    check_memory(config, device, layout.mesh.shape)
     text = load_text(config)
-    # Where it is, and where it goes, may have another name on another machine.
+    # Text and run folder may have other names on another machine.
     paths = {"data": None, "out_dir": None}
-    distributed.check_same({**flat_config(config), **paths, "text": text.sha256})
+    processes.check_same({**flat_config(config), **paths, "text": text.sha256})
     init_state, train_step, eval_step = make_steps(config, layout)
     params = jax.eval_shape(init_state).params
+    check_memory(config, params, layout.mesh.shape, device)
     work = work_of(config.model, params, config.batch_size, device, layout.mesh.size)
     describe(config, layout, work, text, params)
 
@@ -552,7 +452,7 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         else:
             if folder.last_step:
                 say("resuming", f"after step {folder.last_step}, from {config.out_dir}")
-            with stop_signals() as stopped:
+            with processes.stop_signals() as stopped:
                 state, speed = run_steps(
                     config, layout, work, text, folder, state, train_step, eval_step, stopped
                 )
@@ -573,43 +473,44 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     start = time.perf_counter()
     parser = make_parser((__doc__ or "").partition("\n")[0])
-    distributed.add_process_flags(parser)
+    processes.add_process_flags(parser)
     flags = vars(parser.parse_args(argv))
     restart = flags.pop("restart")
-    processes = {name: flags.pop(name) for name in distributed.FLAGS if name in flags}
-    # To resume is to run the same again, but for what would delete the run.
+    which = {name: flags.pop(name) for name in processes.FLAGS if name in flags}
+    # To resume is to run the same again, without the flag that would replace the run.
     command = shlex.join(["python", sys.argv[0], *(a for a in argv if a != "--restart")])
     try:
         config = config_from_flags(flags)
-        distributed.join(processes)
+        processes.join(which)
         result = train(config, restart=restart)
-        distributed.finish()
+        processes.finish()
     except UserError as error:
         fail(error)
         return 2
-    # What JAX raises where a message of another process does not come is of several types.
-    except Exception as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            fail(out_of_memory(config))
-            return 2
-        if distributed.is_of_a_death(error):
-            last_words.speak()
-            return 3
-        raise
+    except OSError as error:
+        fail(f"reading or writing failed: {error}: mend this, then run the same again.")
+        return 2
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        fail(
+            f"`batch_size` must fit the device's memory; got {config.microbatch} texts of "
+            f"{config.model.context} at once, for which it could not allocate all that a program "
+            "needs: raise --accumulation, or choose a smaller model."
+        )
+        return 2
     except KeyboardInterrupt:
-        if distributed.is_writer():
-            print()
         say("stopped", f"at once, without a new checkpoint; continue with: {command}")
         return 130
 
     if result.interrupted:
         say("stopped", f"after step {result.step}, checkpoint saved; resume with: {command}")
         return 130
-    if distributed.is_writer():
+    if processes.is_writer():
         print(f"\n{result.sample.strip()}\n")
     speed = "" if result.speed is None else f", {result.speed}"
     say(
@@ -621,9 +522,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # A sample may have any character; the terminal may not know it.
+    sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = as_a_process(main)
+        status = main()
     except Exception:  # Python would print it, too, and then wait for the other processes.
         traceback.print_exc()
         status = 1
-    sys.exit(distributed.leave(status))
+    sys.exit(processes.leave(status))

@@ -1,4 +1,4 @@
-"""Which attention layer the GPT of `train_gpt.py` is built with, and what serves it here."""
+"""The attention layer of the GPT that `train_gpt.py` trains, and the implementation behind it."""
 
 import functools
 from collections.abc import Callable
@@ -11,13 +11,13 @@ import pallas_flash
 from models.gpt import GPTConfig
 from models.sharding import AXES, EXAMPLES, Layout
 from pallas_flash.flax import SelfAttention, apply_rope
-from scripts.training.messages import UserError
+from scripts.training.processes import UserError
 
 
-class _By(SelfAttention):
-    """The same layer and parameters, whose attention is `call(q, k, v, order)`.
+class _LayerWithCall(SelfAttention):
+    """The package's layer and parameters, with attention by `call(q, k, v, order)`.
 
-    `order` has the positions of tokens that do not lie one after the other, and else is None.
+    `order` has the positions of the tokens; None means one after the other.
     """
 
     def __init__(self, *args, call: Callable, **kwargs):
@@ -25,7 +25,7 @@ class _By(SelfAttention):
         self.call = call
 
     def __call__(self, x, *, positions=None, reordered=False, decode=False):
-        """Mixes the tokens of each sequence; with a cache as the package does."""
+        """Mix the tokens of each sequence; with a cache as the package does."""
         if decode:
             return super().__call__(x, decode=True)
         q, k, v = self.query(x), self.key(x), self.value(x)
@@ -42,7 +42,7 @@ def _cudnn(query, key, value, order=None):
 
 
 def _by_shares(query, key, value, order, *, layout: Layout, implementation: str | None):
-    """Each device calls attention on what it has of the examples, the tokens and the heads.
+    """Call attention on each device's share of the examples, the tokens and the heads.
 
     XLA's partitioner would divide the ordinary call alike, but lower its kernels anew for every
     layer, which takes seconds each.
@@ -79,27 +79,29 @@ _by_shares = jax.jit(_by_shares, static_argnames=("layout", "implementation"))
 
 
 def attention_layer(model: GPTConfig, layout: Layout | None = None) -> Callable[..., SelfAttention]:
-    """What makes the model's attention layers.
+    """Return the constructor of the model's attention layers.
 
-    The reference stays an ordinary call on every mesh: what others are compared with should not
-    depend on how they are divided.
+    The reference stays an ordinary call on every mesh, because the comparison with it must not
+    depend on the division.
     """
     if model.attention == "cudnn":
-        return lambda *args, **kwargs: _By(*args, call=_cudnn, **kwargs | {"implementation": None})
+        return lambda *args, **kwargs: _LayerWithCall(
+            *args, call=_cudnn, **kwargs | {"implementation": None}
+        )
     if layout is None or layout.mesh.size == 1 or model.attention == "reference":
         return SelfAttention
     call = functools.partial(_by_shares, layout=layout, implementation=model.attention)
-    return functools.partial(_By, call=call)
+    return functools.partial(_LayerWithCall, call=call)
 
 
 def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple[str, str]:
-    """Which attention serves a device in a step on `sequences` full contexts, and the reasons.
+    """Return the attention that serves a device in a step on `sequences` texts, and the reasons.
 
     Raises:
-        UserError: The one asked for does not serve it here.
+        UserError: The one asked for does not serve this step here.
     """
     data, fsdp, sequence, tensor = (layout.mesh.shape[name] for name in AXES)
-    # Attention itself is told how a sequence is divided; of the rest a device has its share.
+    # Attention divides a sequence itself; of the other axes a device has its share.
     places = layout.sharding(None, "sequence") if sequence > 1 else None
     order = layout.order(model.context)
     positions = None if order is None else order[None]
@@ -111,10 +113,10 @@ def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple
         )
         for heads in (model.num_heads, model.kv_heads)
     )
-    if model.attention == "cudnn":
-        _check_cudnn(query, key)
-        return "cudnn", "cudnn: asked for."
     try:
+        if model.attention == "cudnn":
+            jax.eval_shape(_cudnn, query, key, key)
+            return "cudnn", "cudnn: asked for."
         told = pallas_flash.explain(
             query,
             key,
@@ -124,22 +126,6 @@ def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple
             query_positions=positions,
             key_value_positions=positions,
         )
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, RuntimeError) as error:
         raise UserError(f"`attention` must be one that serves here; got: {error}") from error
     return told.implementation, str(told)
-
-
-def _check_cudnn(query, key):
-    """Raises unless cuDNN serves these shapes, forward and backward."""
-    if jax.default_backend() != "gpu" or query.dtype != jnp.bfloat16:
-        raise UserError(
-            "`attention` cudnn must have a GPU and bfloat16 activations; got "
-            f"{query.dtype} on a {jax.default_backend()}: choose another --attention."
-        )
-    try:
-        jax.eval_shape(lambda q, k, v: jax.vjp(_cudnn, q, k, v)[1](q), query, key, key)
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        raise UserError(
-            f"`attention` cudnn must be served by the cuDNN here; got: {error} Choose another "
-            "--attention."
-        ) from error

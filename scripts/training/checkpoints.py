@@ -1,36 +1,66 @@
-"""Checkpoints of a run: written whole or not at all, and verified before they are used.
+"""Checkpoints of a run, by orbax's checkpoint manager, with hashes that show damage.
 
     checkpoints/
-        400/                one folder per step
+        400/                one folder for each step
             state/          (step, parameters, optimizer), by orbax
             metrics.jsonl   all lines up to this step
             run.json        the settings
-            hashes.json     SHA-256 of each of these files: what makes the folder a checkpoint
-        unfinished/         what is being written or removed, there for moments
+            hashes.json     SHA-256 of every other file; it is written last
+        unfinished/         names the step that is being written
 
-A checkpoint gets its name when all of it is on the disk, hashes included, so a kill at any moment
-leaves the ones before as they were. What happens to it later (a disk that loses bits, a copy that
-was cut short) is seen by the hashes.
+The manager writes arrays from all processes, gives a folder its name when it is complete, removes
+what a kill has left, and restores arrays onto any mesh. It neither waits for the disk nor reads
+back. So one process then flushes and hashes every file, and only hashes.json makes a folder a
+checkpoint. A process that is killed before that leaves a name in `unfinished/`, by which the next
+process removes the folder.
 """
 
-import contextlib
-import functools
 import hashlib
 import json
-import logging
 import os
 import shutil
-import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import absl.logging
 import jax
 import orbax.checkpoint as ocp
 
-from scripts.training.distributed import barrier, is_of_a_death, is_writer
-from scripts.training.files import MARK, cause, read_marked, sync_folder
-from scripts.training.messages import UserError, warn
+from scripts.training.processes import UserError, is_writer, several, warn
 
-STATE, HASHES, UNFINISHED = "state", "hashes.json", "unfinished"
+HASHES, STATE, UNFINISHED = "hashes.json", "state", "unfinished"
+# The field by which a JSON file says that this script has written it.
+MARK = {"made_by": "scripts/train_gpt.py of pallas_flash"}
+
+
+def read_marked(path: Path) -> dict[str, Any] | None:
+    """Return the content of a JSON file of this script, None if it is not one."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    ours = isinstance(content, dict) and MARK.items() <= content.items()
+    return content if ours else None
+
+
+def write_file(path: Path, content: str | bytes):
+    """Replace a file such that a kill or a full disk leaves the old content or the new."""
+    temporary = path.with_name(f".{path.name}.train_gpt")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        sha256_of(temporary, flush=True)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path, *, flush: bool = False) -> str:
+    """Return the hash of a file; with `flush` the disk has its bytes when this returns."""
+    with open(path, "rb+" if flush else "rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Checkpoints:
@@ -38,42 +68,42 @@ class Checkpoints:
 
     Args:
         path: The folder; it need not exist.
-        keep: How many the folder holds at most. From two on, the oldest makes room before the next
-            is written, so that a disk for as many is enough.
+        keep: Number of checkpoints that the folder holds at most. From two on, the oldest makes
+            room before the next is written, so that a disk for as many is enough.
     """
 
     def __init__(self, path: Path, keep: int = 1):
         self.path, self._keep = path, keep
+        self._manager: ocp.CheckpointManager | None = None
 
-    @functools.cached_property
-    def _orbax(self):
-        return ocp.Checkpointer(ocp.StandardCheckpointHandler())
-
-    def named(self) -> list[int]:
-        """The steps that folders are named by, whole or not."""
+    def folders(self) -> list[int]:
+        """Return the steps that folders are named by, whole or not, in ascending order."""
         names = [p.name for p in self.path.glob("*") if p.is_dir()]
         return sorted(int(x) for x in names if x.isascii() and x.isdigit() and str(int(x)) == x)
 
     def steps(self) -> list[int]:
-        """The steps of our checkpoints: those with hashes, which are not verified here."""
-        return [step for step in self.named() if (self.path / str(step) / HASHES).is_file()]
+        """Return the steps of finished checkpoints, which are not verified here."""
+        return [step for step in self.folders() if (self.path / str(step) / HASHES).is_file()]
 
-    def clean(self):
-        """Removes what a kill has left in the middle of its work."""
-        if (self.path / UNFINISHED).exists():
-            shutil.rmtree(self.path / UNFINISHED)
+    def remove_unfinished(self):
+        """Remove the checkpoint that a killed process has left unfinished."""
+        unfinished = self.path / UNFINISHED
+        if unfinished.exists():
+            for mark in unfinished.iterdir():
+                shutil.rmtree(self.path / mark.name, ignore_errors=True)
+            shutil.rmtree(unfinished)
 
     def newest(self) -> int:
-        """The step of the newest whole checkpoint, 0 if there is none at all.
+        """Return the step of the newest whole checkpoint, 0 if the folder has none at all.
 
         Newer ones that are damaged are renamed, with a warning, and not deleted.
 
         Raises:
-            UserError: There are checkpoints, and none is whole.
+            UserError: There are checkpoints, and every one is damaged.
         """
         damaged = {}
-        for step in reversed(self.named()):
-            damage = self._damage(self.path / str(step))
+        for step in reversed(self.folders()):
+            damage = self.damage(step)
             if damage is None:
                 break
             damaged[step] = damage
@@ -87,67 +117,68 @@ class Checkpoints:
                 )
             return 0
         for other, damage in damaged.items():
-            name = self._put_out_of_the_way(other)
+            # No later run takes this name for a checkpoint.
+            name = self.path / f"{other}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
+            (self.path / str(other)).rename(name)
             warn(
                 f"the checkpoint of step {other} is damaged ({damage}) and was skipped; it is "
                 f"{str(name)!r} now, and you may delete it."
             )
         return step
 
-    def save(self, step: int, state, files: dict[str, str]):
-        """Writes a checkpoint, with further files beside the state.
+    def open(self):
+        """Start orbax's manager; every process calls this before it saves or restores."""
+        # Its threads would print pages about an error that is raised as well.
+        absl.logging.set_verbosity(absl.logging.FATAL)
+        options = ocp.CheckpointManagerOptions(
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
+            save_root_metadata=False,
+            single_host_load_and_broadcast=several(),
+        )
+        self._manager = ocp.CheckpointManager(self.path, item_names=(STATE,), options=options)
 
-        Called by all processes: each writes its parts of the state, one of them all the rest.
+    def close(self):
+        """Stop orbax's manager."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def save(self, step: int, state, files: dict[str, str]):
+        """Write a checkpoint, with further text files beside the state; every process calls this.
 
         Raises:
             UserError: It could not be written; the one before is whole.
         """
-        unfinished = self.path / UNFINISHED
-        folder = unfinished / str(step)
+        mark = self.path / UNFINISHED / str(step)
         try:
+            self._keep_newest(max(self._keep - 1, 1))
             if is_writer():
-                self.remove(self.steps()[: -max(self._keep - 1, 1)])
-                folder.mkdir(parents=True)
-            barrier("folder of a checkpoint")
-            with _quiet_orbax():
-                self._orbax.save(folder / STATE, args=ocp.args.StandardSave(state))
-            if not is_writer():
-                return
-            for name, content in files.items():
-                (folder / name).write_text(content)
-            hashes = {name: _sha256(folder / name, sync=True) for name in _files(folder)}
-            content = {**MARK, "step": step, "sha256": hashes}
-            (folder / HASHES).write_text(json.dumps(content, indent=1) + "\n")
-            _sha256(folder / HASHES, sync=True)
-            for path, _, _ in os.walk(folder):
-                sync_folder(Path(path))
-            if (self.path / str(step)).exists():
-                self._put_out_of_the_way(step)
-            folder.rename(self.path / str(step))
-            sync_folder(self.path)
-            unfinished.rmdir()
-            self.remove(self.steps()[: -self._keep])
-        # Orbax and TensorStore raise what they like when a write fails.
+                mark.mkdir(parents=True)
+            saved = ocp.args.Composite(**{STATE: ocp.args.StandardSave(state)})
+            self._manager.save(step, args=saved, force=True)
+            if is_writer():
+                self._finish(step, files)
+                shutil.rmtree(mark.parent)
+            self._keep_newest(self._keep)
+        # Orbax and TensorStore raise exceptions of many types when a write fails.
         except Exception as error:
-            if is_of_a_death(error):
-                raise
-            with contextlib.suppress(OSError):
-                self.clean()
-            last = max(self.steps(), default=None)
-            kept = "there is none before" if last is None else f"that of step {last} is whole"
+            if is_writer():
+                self.remove_unfinished()
             raise UserError(
-                f"`out_dir` must take the run's checkpoints; got {cause(error)!r} at that of "
-                f"step {step} in {str(self.path)!r}: {kept}; mend this, then run the same again."
+                f"`out_dir` must take the run's checkpoints; got {first_line(error)!r} at that of "
+                f"step {step} in {str(self.path)!r}: the one before is whole, so mend this, then "
+                "run the same again."
             ) from error
 
     def restore(self, step: int, init_state, lie=None):
-        """The state of a checkpoint, read by all processes.
+        """Return the state of a checkpoint; every process calls this.
 
         Args:
-            step: That of the checkpoint.
-            init_state: Says what the state is made of.
-            lie: From that to the sharding of each array, which need not be the one that was
-                written; None is one device.
+            step: The step of the checkpoint.
+            init_state: Returns a state of the same structure; it is only traced.
+            lie: Maps the state's shapes to the sharding of each array, which need not be the one
+                that was written; None puts all on one device.
         """
         shapes = jax.eval_shape(init_state)
         if lie is not None:
@@ -156,95 +187,48 @@ class Checkpoints:
                 shapes,
                 lie(shapes),
             )
+        wanted = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(shapes)})
         try:
-            with _quiet_orbax():
-                return self._orbax.restore(
-                    self.path / str(step) / STATE, args=ocp.args.StandardRestore(shapes)
-                )
-        # Orbax raises what it likes here, too.
+            return self._manager.restore(step, args=wanted)[STATE]
         except Exception as error:
-            if is_of_a_death(error):
-                raise
             raise UserError(
-                f"`out_dir` must have checkpoints that this version of orbax reads; got "
-                f"{cause(error)!r} at step {step} in {str(self.path)!r}, though its bytes are as "
-                "they were written."
+                "`out_dir` must have checkpoints that this version of orbax reads; got "
+                f"{first_line(error)!r} at step {step} in {str(self.path)!r}, though its bytes are "
+                "as they were written."
             ) from error
 
     def read(self, step: int, name: str) -> str:
-        """One of the files beside the state."""
+        """Return one of the text files beside the state."""
         return (self.path / str(step) / name).read_text()
 
-    def remove(self, steps: list[int]):
-        """Deletes checkpoints of ours."""
-        for step in steps:
-            # Half a checkpoint must not have a checkpoint's name.
-            (self.path / UNFINISHED).mkdir(exist_ok=True)
-            (self.path / str(step)).rename(self.path / UNFINISHED / str(step))
-            self.clean()
-
-    def close(self):
-        """Releases what orbax holds."""
-        if "_orbax" in vars(self):
-            self._orbax.close()
-
-    def _put_out_of_the_way(self, step: int) -> Path:
-        """Renames what has the name of a checkpoint and is not whole; returns its new name."""
-        name, number = f"{step}.damaged", 1
-        while (self.path / name).exists():
-            number += 1
-            name = f"{step}.damaged-{number}"
-        return (self.path / str(step)).rename(self.path / name)
-
-    @staticmethod
-    def _damage(folder: Path) -> str | None:
-        """What is wrong with a checkpoint; None if it is whole."""
+    def damage(self, step: int) -> str | None:
+        """Return the damage to a checkpoint in a few words, None if it is whole."""
+        folder = self.path / str(step)
+        content = read_marked(folder / HASHES)
+        if content is None or not content.get("sha256") or content.get("step") != step:
+            return f"{HASHES} is missing, damaged or of another step"
         try:
-            content = read_marked(folder / HASHES)
-            hashes = content["sha256"]
-            if not hashes or content["step"] != int(folder.name):
-                return f"{HASHES} is that of another step"
-            for name, expected in hashes.items():
-                if _sha256(folder / name) != expected:
+            for name, expected in content["sha256"].items():
+                if sha256_of(folder / name) != expected:
                     return f"{name} has other bytes than were written"
-        except FileNotFoundError as error:
-            return f"{Path(error.filename).relative_to(folder)} is missing"
         except OSError as error:
-            return cause(error)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{HASHES} {error if isinstance(error, ValueError) else 'is garbled'}"
+            return f"{name}: {error.strerror}"
         return None
 
+    def _finish(self, step: int, files: dict[str, str]):
+        """Write the text files and the hashes of a checkpoint whose state is written."""
+        folder = self.path / str(step)
+        for name, content in files.items():
+            (folder / name).write_text(content)
+        paths = sorted(p for p in folder.rglob("*") if p.is_file())
+        hashes = {p.relative_to(folder).as_posix(): sha256_of(p, flush=True) for p in paths}
+        write_file(folder / HASHES, json.dumps({**MARK, "step": step, "sha256": hashes}, indent=1))
 
-def _files(folder: Path) -> list[str]:
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    def _keep_newest(self, count: int):
+        for step in sorted(self._manager.all_steps())[:-count]:
+            self._manager.delete(step)
 
 
-def _sha256(path: Path, *, sync: bool = False) -> str:
-    """The hash of a file, which with `sync` is on the disk when this returns."""
-    with open(path, "rb+" if sync else "rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _quiet_orbax():
-    """Without what the threads of orbax and TensorStore print when a write fails.
-
-    The error is raised as well. After it they go on to print for a while, so they stay quiet.
-    """
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    before, hook = [logger.disabled for logger in loggers], sys.unraisablehook
-
-    def quiet_hook(unraisable):
-        if str(unraisable.exc_value) != "Event loop is closed":
-            hook(unraisable)
-
-    sys.unraisablehook = quiet_hook
-    for logger in loggers:
-        logger.disabled = True
-    yield
-    sys.unraisablehook = hook
-    for logger, disabled in zip(loggers, before, strict=True):
-        logger.disabled = disabled
+def first_line(error: Exception) -> str:
+    """Return the start of an error's message; TensorStore's go on for pages."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

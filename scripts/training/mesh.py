@@ -1,20 +1,23 @@
-"""The mesh of a run: how many devices each of its axes has, and what each device then does.
+"""The mesh of a run: the number of devices on each of its axes, and whether the run fits them.
 
 What the axes mean, and where every parameter lies, is `models/sharding.py`.
 """
 
 import math
+import os
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from models.sharding import AXES, Layout
-from scripts.training.messages import UserError, say
+from scripts.training.processes import UserError, say
 from scripts.training.settings import TrainConfig, mesh_sizes
 
 
 def make_layout(config: TrainConfig) -> Layout:
-    """The mesh of all devices of all processes.
+    """Return the mesh of all devices of all processes.
 
     Raises:
         UserError: Its axes do not fit the devices, the model or the batch.
@@ -38,11 +41,11 @@ def make_layout(config: TrainConfig) -> Layout:
         (("tensor",), "num_kv_heads", model.kv_heads),
         (("tensor",), "hidden size of the MLP", model.mlp_dim),
     ):
-        parts = math.prod(sizes[axis] for axis in axes)
-        if size % parts:
+        devices = math.prod(sizes[axis] for axis in axes)
+        if size % devices:
             raise UserError(
                 f"`mesh` must divide the run's {name}, {size}, by {' times '.join(axes)}; got "
-                f"{asked}, which is {parts}: change that size or this one."
+                f"{asked}, which is {devices}: change that size or this one."
             )
     if sizes["sequence"] > 1 and model.attention == "cudnn":
         raise UserError(
@@ -54,27 +57,45 @@ def make_layout(config: TrainConfig) -> Layout:
 
 
 def describe_mesh(config: TrainConfig, layout: Layout):
-    """Prints what the axes of a mesh of several devices are for."""
+    """Print the share of each device in a mesh of several."""
     sizes, model = layout.mesh.shape, config.model
     if layout.mesh.size == 1:
         return
-    used = {name: size for name, size in sizes.items() if size > 1}
-    say("mesh", ", ".join(f"{name}={size}" for name, size in used.items()))
-    examples = config.microbatch // (sizes["data"] * sizes["fsdp"])
-    say("", f"at once, a device computes {examples} of {config.microbatch} examples")
-    if sizes["sequence"] > 1:
-        tokens = model.context // sizes["sequence"]
-        order = "in an order by which all have equal work"
-        if layout.order(model.context) is None:
-            equal = 2 * sizes["sequence"]
-            order = f"in their order; in a context that {equal} divides all had equal work"
-        say("", f"and {tokens:,} of their {model.context:,} tokens, {order}")
-    if sizes["tensor"] > 1:
-        say(
-            "",
-            f"with {model.num_heads // sizes['tensor']} of {model.num_heads} heads and "
-            f"{model.mlp_dim // sizes['tensor']:,} of {model.mlp_dim:,} hidden units",
+    say("mesh", ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1))
+    shares = {
+        "texts at once": config.microbatch // (sizes["data"] * sizes["fsdp"]),
+        "tokens of each": model.context // sizes["sequence"],
+        "heads": model.num_heads // sizes["tensor"],
+        "hidden units": model.mlp_dim // sizes["tensor"],
+    }
+    computes = ", ".join(f"{count:,} {name}" for name, count in shares.items())
+    say("", f"a device computes {computes}")
+    say("", f"and holds 1/{sizes['fsdp'] * sizes['tensor']} of every matrix of parameters")
+    if sizes["sequence"] > 1 and layout.order(model.context) is None:
+        equal = 2 * sizes["sequence"]
+        say("", f"tokens lie in their order; in a context that {equal} divides all had equal work")
+
+
+def check_memory(config: TrainConfig, params: Any, sizes, device: jax.Device):
+    """Refuse a model whose parameters, gradient and moments of AdamW a device cannot hold.
+
+    Args:
+        config: The settings.
+        params: The shapes of the parameters.
+        sizes: Number of devices on each axis of the mesh.
+        device: One of the devices.
+    """
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    needed = 4 * jnp.dtype(config.model.param_dtype).itemsize * parameters
+    needed //= sizes["fsdp"] * sizes["tensor"]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None and device.platform == "cpu":
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = host // jax.local_device_count()
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"`embed_dim` and the other sizes must fit the memory of the {device.platform}; got "
+            f"{parameters:,} parameters, which with optimizer and gradient need at least "
+            f"{needed / 1e9:,.1f} of {limit / 1e9:,.1f} GB: choose a smaller model, or more "
+            "devices on the axis fsdp of --mesh."
         )
-    parts = sizes["fsdp"] * sizes["tensor"]
-    held = "all parameters" if parts == 1 else f"1/{parts} of every matrix of parameters"
-    say("", f"it holds {held}, and their optimizer state")

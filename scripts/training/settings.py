@@ -1,47 +1,31 @@
-"""What `train_gpt.py` can be asked for: its settings, presets, and the flags made from them."""
+"""The settings of `train_gpt.py`: a dataclass, presets, and the flags that are made from it."""
 
 import argparse
 import dataclasses
+import re
 import typing
 from typing import Any
 
 from models.gpt import GPTConfig
 from models.sharding import AXES
-from scripts.training.messages import UserError
+from scripts.training.processes import UserError
 
-# What is computed in float32 must be a number there, and those that divide must not be zero.
+# A number computed in float32 must be finite there, and one that divides must not be zero.
 TINY, HUGE = 1e-30, 1e30
 # Steps, positions and sizes are int32 in JAX.
 INT = 2**31 - 1
 
-# The smallest and the largest value of each number that a flag sets.
+# The smallest and the largest value of a number, where not every positive one is allowed.
 RANGES = {
     "context": (2, INT),  # at one, attention has nothing to choose from
-    "num_layers": (1, INT),
-    "num_heads": (1, INT),
-    "num_kv_heads": (1, INT),
-    "embed_dim": (1, INT),
-    "mlp_ratio": (TINY, HUGE),
     "rope_theta": (1, HUGE),
     "seed": (0, 2**32 - 1),  # JAX's keys take no more bits
-    "steps": (1, INT),
-    "batch_size": (1, INT),
-    "accumulation": (1, INT),
-    "learning_rate": (TINY, HUGE),
     "final_learning_rate": (0, 1),
     "warmup_steps": (0, INT),
     "weight_decay": (0, HUGE),
     "beta1": (0, 0.999999),  # at one, the mean is divided by zero
     "beta2": (0, 0.999999),
-    "clip_norm": (TINY, HUGE),
-    "eval_every": (1, INT),
-    "eval_batches": (1, INT),
-    "log_every": (1, INT),
-    "checkpoint_every": (1, INT),
-    "keep_checkpoints": (1, INT),
-    "sample_tokens": (1, 10**7),
     "temperature": (0, HUGE),
-    "top_k": (1, INT),
 }
 
 
@@ -110,9 +94,10 @@ class TrainConfig:
 
     def __post_init__(self):
         for name, value in flat_config(self).items():
-            if name not in RANGES or value is None:
+            if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            low, high = RANGES[name]
+            default = (1, INT) if isinstance(value, int) else (TINY, HUGE)
+            low, high = RANGES.get(name, default)
             # Written such that NaN is refused, too.
             if not low <= value <= high:
                 raise UserError(f"`{name}` must be between {low} and {high}; got {value}.")
@@ -125,19 +110,12 @@ class TrainConfig:
             raise UserError(
                 f"`warmup_steps` must be below `steps`; got {self.warmup_steps} and {self.steps}."
             )
-        for name in ("out_dir", "data"):
+        # As of a shell variable that is not set.
+        for name in ("out_dir", "data", "prompt"):
             if getattr(self, name) == "":
-                raise UserError(
-                    f"`{name}` must be a path; got '', as of a shell variable that is not set."
-                )
+                raise UserError(f"`{name}` must have a character; got ''.")
         if self.mesh is not None:
             mesh_sizes(self.mesh)
-        if not self.prompt:
-            raise UserError("`prompt` must have at least one byte; got ''.")
-        try:
-            self.prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"`prompt` must be text in UTF-8; got {self.prompt!r}.") from error
 
     @property
     def microbatch(self) -> int:
@@ -146,31 +124,24 @@ class TrainConfig:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """The size of each axis of a mesh as `TrainConfig.mesh` has it; what is left out is 1.
+    """Return the size of each axis of a mesh written as in `TrainConfig.mesh`; 1 if left out.
 
     Raises:
         UserError: It is written in another way.
     """
     sizes = dict.fromkeys(AXES, 1)
-    seen = set()
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in sizes:
-            raise UserError(
-                f"`mesh` must have axes of {', '.join(AXES)}; got {name!r} in {text!r}."
-            )
-        if name in seen or not (size.isascii() and size.isdecimal() and 0 < int(size) <= INT):
-            raise UserError(
-                f"`mesh` must give each axis once, with a positive size, as in data=2,fsdp=4; got "
-                f"{text!r}."
-            )
-        seen.add(name)
-        sizes[name] = int(size)
-    return sizes
+    given = re.findall(r"(\w+)=([1-9][0-9]{0,8})(?:,|$)", text)
+    written = ",".join(f"{name}={size}" for name, size in given)
+    if written != text or len(dict(given)) < len(given) or not dict(given).keys() <= sizes.keys():
+        raise UserError(
+            f"`mesh` must give axes of {', '.join(AXES)} once, with a positive size, as in "
+            f"data=2,fsdp=4; got {text!r}."
+        )
+    return sizes | {name: int(size) for name, size in given}
 
 
 def flat_config(config: TrainConfig) -> dict[str, Any]:
-    """All settings in one dictionary, the model's among them."""
+    """Return all settings in one dictionary, the model's among them."""
     settings = dataclasses.asdict(config)
     return {**settings.pop("model"), **settings}
 
@@ -200,7 +171,7 @@ PRESETS = {
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """The `Attributes` section of a class's docstring, by name: the flags' help, written once."""
+    """Return the `Attributes` section of a class's docstring by name: the help of the flags."""
     docs, name = {}, ""
     section = (cls.__doc__ or "").partition("Attributes:\n")[2]
     for line in section.splitlines():
@@ -220,7 +191,7 @@ CHOICES = {
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """A flag for every field of the two configurations; `auto` is how a flag says None."""
+    """Return a parser with a flag for every field of the settings; `auto` is a flag's None."""
     parser = argparse.ArgumentParser(
         prog="train_gpt.py",
         usage="%(prog)s [--preset NAME] [--data PATH] [--attention NAME] [--steps N] ...",
@@ -233,9 +204,9 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
         "--restart",
         action="store_true",
         default=False,
-        help="begin anew; a run found in out_dir is deleted after this one's first checkpoint",
+        help="begin anew; this run's first checkpoint replaces a run found in out_dir",
     )
-    # What these mean here, beyond what they mean to the model alone.
+    # These say more here than in the model's documentation.
     model_docs = {
         "dtype": "Type of the activations; auto is bfloat16 on a GPU and float32 elsewhere.",
         "attention": "An implementation of pallas_flash.attention, auto lets it choose; or cudnn: "
@@ -263,7 +234,7 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
 
 
 def flag_type(kind: type, name: str):
-    """A parser of one flag's value that argparse calls by `name` in its errors."""
+    """Return a parser of one flag's value, which argparse calls `name` in its errors."""
 
     def parse(value: str):
         return value if value == "auto" and name.endswith("auto") else kind(value)
@@ -273,7 +244,7 @@ def flag_type(kind: type, name: str):
 
 
 def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
-    """Replaces the fields of a preset by the flags that were given.
+    """Replace the fields of a preset by the flags that were given.
 
     Raises:
         UserError: The values do not fit each other.

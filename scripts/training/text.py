@@ -1,7 +1,7 @@
-"""The text that `train_gpt.py` trains on: which files, which of them are held out, and batches.
+"""The text that `train_gpt.py` trains on: its files, the split of them, and batches.
 
 Tokens are bytes. About a tenth of the text is held out by whole files, chosen by a hash of their
-names, so that no file is on both sides. Run folders are left out, which are no text.
+names, so that no file is on both sides. Run folders are no text and are left out.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from models.sharding import EXAMPLES, Layout
-from scripts.training.files import cause, is_run_folder
-from scripts.training.messages import UserError
+from scripts.training.processes import UserError
+from scripts.training.run_folder import is_run_folder
 from scripts.training.settings import TrainConfig
 
 # Share of the text that is never trained on.
 HELD_OUT = 0.1
-# What lies between two files: a byte that text does not have.
+# The byte between two files; text does not have it.
 FILE_SEPARATOR = b"\0"
 # Folders of the standard library that are installed packages, tests, or generated tables.
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -28,9 +28,14 @@ NOT_SOURCE |= {"encodings", "pydoc_data"}
 
 
 class Text(NamedTuple):
-    """The bytes to train on and those held out, with the names of the files they came from.
+    """The text of a run.
 
-    `left_out` are the run folders that were found among them.
+    Attributes:
+        train: The bytes to train on.
+        held_out: The bytes that are held out.
+        train_files: Names of the files to train on.
+        held_out_files: Names of the files that are held out.
+        left_out: Names of the run folders that were found among the files.
     """
 
     train: np.ndarray
@@ -41,7 +46,7 @@ class Text(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """A hash of both sides, which tells whether a resumed run reads the same text."""
+        """A hash of both sides, by which a resumed run knows its text."""
         digest = hashlib.sha256(self.train)
         digest.update(b"|")
         digest.update(self.held_out)
@@ -49,32 +54,27 @@ class Text(NamedTuple):
 
 
 def read_files(config: TrainConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
-    """Returns (name, bytes) of every text file, sorted by name, and the run folders left out.
+    """Return (name, bytes) of every text file, sorted by name, and the run folders left out.
 
-    In a folder, the text files are all files below it but the hidden ones, those of runs, and those
-    with a zero byte near their start, which are no text.
+    In a folder, all files below it are text but hidden ones, those of runs, and those with a zero
+    byte near their start.
     """
     default = config.data is None
     root = Path(sysconfig.get_path("stdlib") if default else config.data)
-    try:
-        paths, left_out = find_files(root, Path(config.out_dir).resolve(), default)
-        files = []
-        for path in paths:
-            content = path.read_bytes()
-            if content and FILE_SEPARATOR not in content[:8192]:
-                name = path.relative_to(root).as_posix() if path != root else path.name
-                files.append((name, content))
-    except OSError as error:
-        raise UserError(
-            f"`data` must be readable; got {cause(error)!r} at {str(error.filename)!r}."
-        ) from error
+    paths, left_out = find_files(root, Path(config.out_dir).resolve(), default)
+    files = []
+    for path in paths:
+        content = path.read_bytes()
+        if content and FILE_SEPARATOR not in content[:8192]:
+            name = path.relative_to(root).as_posix() if path != root else path.name
+            files.append((name, content))
     if not files:
         raise UserError(f"`data` must have text in it; found none in {str(root)!r}: pass --data.")
     return sorted(files), sorted(left_out)
 
 
 def find_files(root: Path, own: Path, default: bool) -> tuple[list[Path], list[str]]:
-    """The files below `root` that may be text, and the run folders among them; `own` is one."""
+    """Return the files below `root` that may be text, and the run folders; `own` is one of them."""
     if not root.exists():
         raise UserError(f"`data` must be a file or a folder; got {str(root)!r}: no such file.")
     if root.resolve() == own or is_run_folder(root):
@@ -84,20 +84,20 @@ def find_files(root: Path, own: Path, default: bool) -> tuple[list[Path], list[s
         )
     if root.is_file():
         return [root], []
-    skipped, paths, left_out = NOT_SOURCE if default else set(), [], []
+    paths, left_out = [], []
 
     def fail(error):
         raise error
 
     for folder, subfolders, names in os.walk(root, onerror=fail):
-        inside = [name for name in subfolders if not (name.startswith(".") or name in skipped)]
-        runs = [name for name in inside if is_run_folder(Path(folder, name))]
-        left_out += [Path(folder, name).relative_to(root).as_posix() for name in runs]
-        # Assigned in place, which is how os.walk learns where not to go. A new run's folder may be
-        # there before its mark is.
-        subfolders[:] = [
-            name for name in inside if name not in runs and Path(folder, name).resolve() != own
-        ]
+        # os.walk enters the folders that this loop leaves in the list.
+        for path in [Path(folder, name) for name in subfolders]:
+            # A new run's folder may be there before its mark is.
+            a_run = is_run_folder(path) or path.resolve() == own
+            if a_run or path.name.startswith(".") or (default and path.name in NOT_SOURCE):
+                subfolders.remove(path.name)
+            if a_run:
+                left_out.append(path.relative_to(root).as_posix())
         paths += [
             Path(folder, name)
             for name in names
@@ -108,10 +108,10 @@ def find_files(root: Path, own: Path, default: bool) -> tuple[list[Path], list[s
 
 
 def split_files(files: list[tuple[str, bytes]]) -> tuple[list, list]:
-    """Splits files into those to train on and those held out, about a tenth of the bytes.
+    """Split files into those to train on and those held out, about a tenth of the bytes.
 
     The choice follows a hash of the name, so a file mostly keeps its side when others come or go.
-    A single file is cut instead, and its end is held out.
+    A single file is cut, and its end is held out.
     """
     if len(files) == 1:
         [(name, content)] = files
@@ -130,7 +130,7 @@ def split_files(files: list[tuple[str, bytes]]) -> tuple[list, list]:
 
 
 def load_text(config: TrainConfig) -> Text:
-    """Reads and splits the text, and checks that both sides are longer than the context."""
+    """Read and split the text, and check that both sides are longer than the context."""
     files, left_out = read_files(config)
     sides = split_files(files)
     train, held_out = (
@@ -148,9 +148,9 @@ def load_text(config: TrainConfig) -> Text:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, config: TrainConfig, layout: Layout) -> jax.Array:
-    """Cuts windows one longer than the context, `[parts, microbatch, context + 1]`.
+    """Cut windows one longer than the context, `[parts, microbatch, context + 1]`.
 
-    Each process cuts those that its devices compute, and no others.
+    Each process cuts only the windows that its devices compute.
     """
     starts = starts.reshape(-1, config.microbatch)
     positions = np.arange(config.model.context + 1)
@@ -164,14 +164,14 @@ def windows(text: np.ndarray, starts: np.ndarray, config: TrainConfig, layout: L
 
 
 def training_batch(text: np.ndarray, step: int, config: TrainConfig, layout: Layout) -> jax.Array:
-    """The batch of one update: random windows, a function of (seed, step) and nothing else."""
+    """Return the batch of one update: random windows, a function of (seed, step) alone."""
     rng = np.random.default_rng([config.seed, step])
     starts = rng.integers(0, len(text) - config.model.context, config.batch_size)
     return windows(text, starts, config, layout)
 
 
 def held_out_batches(text: np.ndarray, config: TrainConfig, layout: Layout) -> jax.Array:
-    """Windows spread evenly over the held-out text, the same at every look."""
+    """Return windows spread evenly over the held-out text, the same at every look."""
     last = len(text) - config.model.context - 1
     starts = np.linspace(0, last, config.eval_batches * config.batch_size).astype(int)
     return windows(text, starts, config, layout)

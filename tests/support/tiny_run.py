@@ -1,4 +1,4 @@
-"""A training run of seconds, and what the tests of `scripts/train_gpt.py` share about it.
+"""A training run of seconds, and helpers that the tests of `scripts/train_gpt.py` share.
 
 `corpus`, `config`, `finished` and `compile_once` are fixtures of conftest.py.
 """
@@ -41,9 +41,12 @@ TINY = TrainConfig(
 
 @contextlib.contextmanager
 def compiling_into(folder):
-    """Nearly all the time would go into compiling one tiny model again and again."""
+    """Keep every compiled program, in the folder of earlier runs where JAX has one.
+
+    Nearly all the time would go into compiling one tiny model again and again.
+    """
     options = {
-        "jax_compilation_cache_dir": str(folder),
+        "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir or str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
@@ -61,7 +64,7 @@ def compiling_into(folder):
 
 
 def flags(config, **changes):
-    """The command line of a configuration."""
+    """Return the command line of a configuration."""
     values = {**flat_config(config), **changes}
     argv = []
     for name, value in values.items():
@@ -81,7 +84,7 @@ def one_device():
 
 
 def metrics(config):
-    """The lines of metrics.jsonl without what a clock has measured."""
+    """Return the lines of metrics.jsonl without measured times."""
     lines = [json.loads(x) for x in Path(config.out_dir, "metrics.jsonl").read_text().splitlines()]
     return [{k: line[k] for k in ("step", "loss", "val_loss", "lr")} for line in lines]
 

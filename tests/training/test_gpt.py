@@ -85,7 +85,7 @@ def test_first_prediction_is_nearly_uniform(tokens):
 
 
 @pytest.mark.parametrize("position", [0, 4, TINY.context - 1])
-def test_a_later_token_never_reaches_earlier_logits(default_model, tokens, position):
+def test_later_token_reaches_no_earlier_logits(default_model, tokens, position):
     changed = tokens.at[:, position].set((tokens[:, position] + 1) % TINY.vocab_size)
     before, after = (np.asarray(logits_of(default_model, x)) for x in (tokens, changed))
     np.testing.assert_array_equal(before[:, :position], after[:, :position])
@@ -93,7 +93,7 @@ def test_a_later_token_never_reaches_earlier_logits(default_model, tokens, posit
     assert (np.abs(before - after)[:, position:].max(axis=-1) > 0).all()
 
 
-def test_only_the_attention_of_the_package_mixes_positions(model, tokens, monkeypatch):
+def test_only_attention_mixes_positions(model, tokens, monkeypatch):
     calls = []
 
     def no_attention(query, key, value, **kwargs):
@@ -126,7 +126,7 @@ def test_the_implementation_is_handed_down(tokens, monkeypatch, attention):
     assert calls == [attention] * TINY.num_layers
 
 
-def test_another_attention_layer_has_the_same_parameters(tokens):
+def test_other_attention_layer_same_parameters(tokens):
     class Mute(pallas_flash.flax.SelfAttention):
         def __call__(self, x, *, decode=False):
             return jnp.zeros_like(x)
@@ -142,7 +142,7 @@ def test_another_attention_layer_has_the_same_parameters(tokens):
     np.testing.assert_array_equal(np.delete(before, 4, axis=1), np.delete(after, 4, axis=1))
 
 
-def test_grouped_heads_have_fewer_parameters_and_gradients_in_all_of_them(tokens):
+def test_grouped_heads_have_fewer_parameters(tokens):
     def count(m):
         return sum(x.size for x in jax.tree.leaves(nnx.state(m)))
 
@@ -155,7 +155,7 @@ def test_grouped_heads_have_fewer_parameters_and_gradients_in_all_of_them(tokens
         assert jnp.abs(leaf).max() > 0, jax.tree_util.keystr(path)
 
 
-def test_parameters_stay_float32_under_bfloat16_activations(tokens):
+def test_bfloat16_keeps_float32_parameters(tokens):
     full, half = make_model(), make_model(dtype="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("float32")}
     assert half.embedding.encode(tokens).dtype == jnp.bfloat16
@@ -167,7 +167,7 @@ def test_parameters_stay_float32_under_bfloat16_activations(tokens):
     assert 0 < error < 0.05
 
 
-def test_branches_into_the_residual_stream_start_smaller():
+def test_residual_branches_start_smaller():
     config = dataclasses.replace(TINY, num_layers=8, embed_dim=128)
     block = GPT(config, rngs=nnx.Rngs(0)).blocks[0]
     inner, outer = block.attention.value.kernel, block.attention.out.kernel
@@ -177,7 +177,7 @@ def test_branches_into_the_residual_stream_start_smaller():
     assert np.std(block.mlp.down.kernel) == pytest.approx((256 * 16) ** -0.5, rel=0.05)
 
 
-def test_loss_is_the_mean_surprise_at_the_next_token(model, tokens):
+def test_loss_is_the_mean_surprise_at_next_token(model, tokens):
     logits = np.asarray(logits_of(model, tokens), np.float64)[:, :-1]
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     surprise = [
@@ -189,7 +189,7 @@ def test_loss_is_the_mean_surprise_at_the_next_token(model, tokens):
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-6), ("bfloat16", 2**-7)])
-def test_the_norm_and_its_gradients_are_those_of_flax(dtype, error):
+def test_norm_and_gradients_agree_with_flax(dtype, error):
     rng = np.random.default_rng(0)
     x, cotangent = rng.normal(0.3, [1.0, 2.0, 5.0], (2, 4, 7, 3)).transpose(0, 1, 3, 2)
     norms = [
@@ -216,7 +216,7 @@ def test_the_norm_and_its_gradients_are_those_of_flax(dtype, error):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_embedding_reads_the_rows_of_its_matrix_to_the_bit(dtype):
+def test_embedding_reads_rows_to_the_bit(dtype):
     embedding = TiedEmbedding(5, 8, dtype=dtype, param_dtype="float32", rngs=nnx.Rngs(0))
     tokens = jnp.array([[3, 0, 4], [1, 2, 3]])
     expected = embedding.embedding[...].astype(dtype)[tokens]
@@ -229,7 +229,7 @@ def test_embedding_reads_the_rows_of_its_matrix_to_the_bit(dtype):
     )
 
 
-def test_a_token_of_a_thousand_places_gets_the_gradient_of_all_in_bfloat16():
+def test_embedding_gradient_sums_in_float32():
     """Added one by one in bfloat16, ones would stay at 256."""
     embedding = TiedEmbedding(3, 8, dtype="bfloat16", param_dtype="float32", rngs=nnx.Rngs(0))
     tokens = jnp.zeros(1024, jnp.int32).at[7].set(2)
@@ -238,7 +238,7 @@ def test_a_token_of_a_thousand_places_gets_the_gradient_of_all_in_bfloat16():
     np.testing.assert_allclose(gradient["embedding"][...], expected, rtol=2**-8)
 
 
-def test_layers_are_computed_again_but_for_their_kernels(tokens):
+def test_remat_runs_each_kernel_once(tokens):
     """With the same loss and gradients, and the forward kernel once for each layer."""
     programs, results = [], []
     for remat in (False, True):
@@ -257,7 +257,7 @@ def test_layers_are_computed_again_but_for_their_kernels(tokens):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results)
 
 
-def test_mlp_size_is_rounded_up_to_a_multiple_of_64():
+def test_mlp_size_is_a_multiple_of_64():
     sizes = {dim: GPTConfig(embed_dim=dim).mlp_dim for dim in (16, 128, 768)}
     assert sizes == {16: 64, 128: 384, 768: 2048}
     assert GPTConfig(embed_dim=128, mlp_ratio=3.0).mlp_dim == 384
@@ -281,12 +281,12 @@ def test_sizes_that_do_not_fit(changes, fragment):
     assert fragment in str(caught.value)
 
 
-def test_an_odd_head_size_is_fine_without_rotary_positions(tokens):
+def test_odd_head_dim_without_rotary_positions(tokens):
     model = make_model(embed_dim=12, num_kv_heads=None, rope_theta=None)
     assert logits_of(model, tokens).shape == (3, TINY.context, TINY.vocab_size)
 
 
-def test_a_text_longer_than_the_context_is_refused(model, tokens):
+def test_text_longer_than_the_context_is_refused(model, tokens):
     with pytest.raises(ValueError, match="no longer than the context; got 10 tokens and"):
         model(jnp.pad(tokens, ((0, 0), (0, 1))))
 
@@ -294,7 +294,7 @@ def test_a_text_longer_than_the_context_is_refused(model, tokens):
 # ----------------------------------------------------------------------------------------- sampling
 
 
-def test_the_same_key_gives_the_same_text(model, tokens):
+def test_same_key_gives_the_same_text(model, tokens):
     def draw(seed):
         return np.asarray(generate(model, jax.random.key(seed), tokens[:, :2], 12))
 
@@ -315,7 +315,7 @@ def test_every_token_has_its_own_chance(tokens):
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}])
 @pytest.mark.parametrize(("given", "count"), [(9, 6), (4, 2), (1, 8), (3, 10)])
-def test_the_most_likely_text_is_that_of_a_plain_loop(model, tokens, given, count, options):
+def test_most_likely_text_is_of_a_plain_loop(model, tokens, given, count, options):
     """Within the context of 9, past it, where the window has begun to slide, and across its end."""
     expected = np.asarray(tokens)[:, :given]
     for _ in range(count):
@@ -337,7 +337,7 @@ WORK = [
 
 
 @pytest.mark.parametrize(("given", "count", "inputs"), cases.default(WORK[:2], WORK))
-def test_a_token_costs_one_tokens_work_within_the_context(monkeypatch, given, count, inputs):
+def test_token_of_text_costs_one_tokens_work(monkeypatch, given, count, inputs):
     """The model's inputs, as traced: the prompt, the step by the cache, the step by the window."""
     shapes, call = [], GPT.__call__
 
@@ -357,14 +357,14 @@ def test_a_cache_must_fit_the_context(model):
         model.init_cache(1, TINY.context + 1)
 
 
-def test_a_prompt_longer_than_the_context_is_continued_from_its_end(model):
+def test_prompt_longer_than_context_keeps_end(model):
     prompt = jax.random.randint(jax.random.key(3), (1, 20), 0, TINY.vocab_size)
     got = generate(model, jax.random.key(0), prompt, 1, temperature=0.0)
     expected = logits_of(model, prompt[:, -TINY.context :])[0, -1].argmax()
     assert int(got[0, -1]) == int(expected)
 
 
-def test_top_k_draws_from_the_most_likely_tokens_by_their_probability(model):
+def test_top_k_draws_by_probability(model):
     rows = 4000
     prompt = jnp.zeros((rows, 1), jnp.int32)
     logits = np.asarray(logits_of(model, prompt[:1]))[0, -1]
@@ -379,7 +379,7 @@ def test_top_k_draws_from_the_most_likely_tokens_by_their_probability(model):
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected * (1 - expected) / rows)).all()
 
 
-def test_one_compilation_serves_every_token_key_and_temperature(tokens):
+def test_one_compilation_serves_every_sample(tokens):
     model = make_model(seed=5, context=8)
     before = models.gpt._generate._cache_size()
     for seed, temperature in [(0, 1.0), (1, 0.5), (2, 0.0)]:

@@ -1,4 +1,4 @@
-"""The text of the training script: which files, which side of the split, which batches."""
+"""The text of the training script: its files, their split, and its batches."""
 
 import dataclasses
 import json
@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from support.tiny_run import TINY, one_device
 
-from scripts import train_gpt
-from scripts.train_gpt import train
-from scripts.training.files import MARK
-from scripts.training.messages import UserError
+from scripts.training.checkpoints import MARK
+from scripts.training.processes import UserError
 from scripts.training.text import (
     held_out_batches,
     load_text,
@@ -49,7 +47,7 @@ def test_windows_reach_both_ends_of_the_text(config):
     assert (held_out[0, 0, 0], held_out[-1, -1, -1]) == (0, 13)
 
 
-def test_the_hash_of_a_text_is_that_of_both_sides(config, corpus):
+def test_hash_of_a_text_is_of_both_sides(config, corpus):
     text = load_text(config)
     more = np.append(text.train, np.uint8(1)), np.append(text.held_out, np.uint8(1))
     others = text._replace(train=more[0]), text._replace(held_out=more[1])
@@ -68,7 +66,7 @@ def test_no_file_is_on_both_sides(config, corpus):
     assert 0 < len(text.held_out) < 0.3 * len(text.train)
 
 
-def test_the_default_text_is_source_of_the_standard_library(config):
+def test_default_text_is_the_standard_library(config):
     default = dataclasses.replace(config, data=None)
     text, again = load_text(default), load_text(default)
     assert text.sha256 == again.sha256
@@ -83,7 +81,7 @@ def test_the_default_text_is_source_of_the_standard_library(config):
     assert 0.08 < len(text.held_out) / (len(text.train) + len(text.held_out)) < 0.2
 
 
-def test_a_file_keeps_its_side_when_others_come():
+def test_file_keeps_its_side_when_others_come():
     files = [(f"{i}.txt", b"x" * 100) for i in range(40)]
     before = {name for name, _ in split_files(files)[1]}
     after = {name for name, _ in split_files([*files, ("new.txt", b"x" * 100)])[1]}
@@ -92,21 +90,21 @@ def test_a_file_keeps_its_side_when_others_come():
 
 
 @pytest.mark.parametrize("sizes", [(1000, 10), (10, 1000), (500, 500)])
-def test_the_smaller_of_two_files_is_held_out(sizes):
+def test_smaller_of_two_files_is_held_out(sizes):
     files = [(f"{i}", b"x" * size) for i, size in enumerate(sizes)]
     train_side, held_out = split_files(files)
     assert len(train_side) == len(held_out) == 1
     assert len(held_out[0][1]) == min(sizes)
 
 
-def test_a_single_file_is_cut(config, tmp_path):
+def test_single_file_is_cut(config, tmp_path):
     (tmp_path / "book").write_bytes(bytes(range(1, 201)))
     text = load_text(dataclasses.replace(config, data=str(tmp_path / "book")))
     assert text.train.tolist() == list(range(1, 181))
     assert text.held_out.tolist() == list(range(181, 201))
 
 
-def test_a_folder_gives_its_texts_and_not_what_the_run_writes(tmp_path):
+def test_folder_gives_its_texts(tmp_path):
     for name in ("a.txt", "b.md", ".hidden", ".git/config", "run/metrics.jsonl", "deep/er/c"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("some text")
@@ -118,25 +116,22 @@ def test_a_folder_gives_its_texts_and_not_what_the_run_writes(tmp_path):
     assert [name for name, _ in read_files(config)[0]] == ["a.txt", "b.md", "deep/er/c"]
 
 
-def test_run_folders_among_the_texts_are_left_out_with_a_word(
-    corpus, finished, tmp_path, monkeypatch, capsys
-):
+def test_run_folders_are_left_out(corpus, tmp_path):
     """A run that read its own folder, or another's, would read other texts when it is resumed."""
     texts = shutil.copytree(corpus, tmp_path / "texts")
     config = dataclasses.replace(TINY, data=str(texts), out_dir=str(texts / "runs" / "two"))
-    before = load_text(config).sha256
+    before = load_text(config)
     for name in ("one", "two"):
-        shutil.copytree(finished[0].out_dir, texts / "runs" / name)
-    assert load_text(config).sha256 == before
-    monkeypatch.setattr(train_gpt, "run_steps", lambda *args: (_ for _ in ()).throw(UserError("x")))
-    with pytest.raises(UserError):
-        train(dataclasses.replace(config, out_dir=str(tmp_path / "run")))
-    out = capsys.readouterr().out
-    assert "left out, because they are folders of runs: runs/one, runs/two\n" in out
+        (texts / "runs" / name).mkdir(parents=True)
+        (texts / "runs" / name / "run.json").write_text(json.dumps(MARK))
+        (texts / "runs" / name / "metrics.jsonl").write_text("numbers")
+    after = load_text(config)
+    assert after.sha256 == before.sha256
+    assert after.left_out == ["runs/one", "runs/two"]
 
 
 @pytest.mark.parametrize("name", ["runs/1", "."])
-def test_the_folder_of_a_run_is_no_text(corpus, tmp_path, name):
+def test_folder_of_a_run_is_no_text(corpus, tmp_path, name):
     texts = shutil.copytree(corpus, tmp_path / "texts")
     (texts / "runs" / "1").mkdir(parents=True)
     (texts / "runs" / "1" / "run.json").write_text(json.dumps(MARK))

@@ -1,4 +1,4 @@
-"""The training script's work, speed and share of the peak."""
+"""The training script's report of its work, its speed and its share of the peak."""
 
 import dataclasses
 import json
@@ -12,9 +12,8 @@ from support import cases
 from support.tiny_run import TINY, flags, parameters_of
 
 from scripts.train_gpt import main
-from scripts.training.memory import peak_bytes, program_bytes
+from scripts.training.report import PEAK_FLOPS, Work, peak_bytes, program_bytes, work_of
 from scripts.training.settings import PRESETS
-from scripts.training.speed import PEAK_FLOPS, Work, work_of
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -24,7 +23,7 @@ def work_on(kind, model=TINY.model, count=1):
     return work_of(model, parameters_of(model), 4, device, count)
 
 
-def test_the_work_of_a_token_is_that_of_palm_with_half_of_the_scores():
+def test_work_is_of_palm_with_half_the_scores():
     work = work_on("cpu")
     # q, k, v and out; gate, up and down; three norms.
     parameters = 16 * (16 + 8 + 8 + 16) + 3 * 16 * 64 + 3 * 16
@@ -40,14 +39,14 @@ def test_the_work_of_a_token_is_that_of_palm_with_half_of_the_scores():
     ("name", "millions"),
     cases.default([("gpt2-small", 85)], [("gpt2-small", 85), ("gpt3-xl", 1214)]),
 )
-def test_a_preset_has_the_parameters_it_says(name, millions):
+def test_preset_has_the_parameters_it_says(name, millions):
     model = PRESETS[name].model
     scores = 6 * model.num_layers * model.embed_dim * model.context
     parameters = (work_on("cpu", model).flops_per_token - scores) / 6
     assert round(parameters / 1e6) == millions
 
 
-def test_a_peak_is_that_of_exactly_this_device():
+def test_peak_is_of_exactly_this_device():
     assert work_on("NVIDIA H200").peak == 989e12
     assert work_on("NVIDIA A100-SXM4-80GB").peak == 312e12
     # A slice of a GPU and a slower one of a similar name.
@@ -66,7 +65,7 @@ def test_mfu_is_the_share_of_the_peak():
     assert str(unknown) == "20.0 ms/step, 50,000 tokens/s, MFU n/a"
 
 
-def test_a_program_takes_its_arguments_results_and_what_is_between():
+def test_program_bytes_count_all_its_arrays():
     numbers = jax.ShapeDtypeStruct((1000,), jax.numpy.float32)
     add = jax.jit(lambda x, y: x + y, donate_argnums=0)
     assert program_bytes(add.lower(numbers, numbers).compile()) == 8000
@@ -74,7 +73,7 @@ def test_a_program_takes_its_arguments_results_and_what_is_between():
     assert program_bytes(sort.lower(numbers).compile()) >= 4000 + 2000 + 4000
 
 
-def test_the_peak_is_that_of_the_fullest_device(monkeypatch):
+def test_peak_bytes_are_of_the_fullest_device(monkeypatch):
     assert peak_bytes() is None  # CPUs do not count.
     stats = {"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}, None
     devices = [types.SimpleNamespace(memory_stats=lambda x=x: x) for x in stats]

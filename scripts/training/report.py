@@ -1,0 +1,192 @@
+"""The report of a run: what runs, its speed, its memory, and its line of metrics for each step.
+
+Speed is tokens a second, and the model FLOP utilisation (MFU) of the devices:
+
+    MFU = FLOPs of a token * tokens per second / peak FLOPs per second of all devices
+
+After PaLM (https://arxiv.org/abs/2204.02311, appendix B) a token costs
+
+    6 * parameters + 12 * layers * width * context
+
+forward and backward: the first term is for the parameters outside of the embedding, the second for
+the two products of attention. Here the second is halved, because a causal mask needs only half of
+the scores; PaLM counts all of them. What an implementation computes twice counts once.
+"""
+
+import dataclasses
+import os
+import platform
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import numpy as np
+
+import pallas_flash
+from models.gpt import GPTConfig
+from models.sharding import Layout
+from scripts.training.attention import explain_attention
+from scripts.training.mesh import describe_mesh
+from scripts.training.processes import UserError, say, several
+from scripts.training.settings import TrainConfig
+from scripts.training.text import Text
+
+# Dense bfloat16 FLOP/s by JAX's `device_kind`, from NVIDIA's data sheets of the H200, H100 and A100
+# (those of the first two print the rate with sparsity, which is twice this).
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,  # SXM
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+}
+
+
+class Speed(NamedTuple):
+    """The speed that is shown and written.
+
+    Attributes:
+        ms: Milliseconds per update.
+        tokens_per_second: Tokens trained on per second.
+        mfu: Model FLOP utilisation, 1 at the peak; None where the device's peak is not known.
+    """
+
+    ms: float
+    tokens_per_second: float
+    mfu: float | None
+
+    def __str__(self) -> str:
+        mfu = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
+        return f"{self.ms:.1f} ms/step, {self.tokens_per_second:,.0f} tokens/s, MFU {mfu}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of an update.
+
+    Attributes:
+        tokens: Tokens of an update.
+        flops_per_token: FLOPs of a token, forward and backward.
+        peak: FLOP/s of all devices; None if their kind is not in the table.
+    """
+
+    tokens: int
+    flops_per_token: int
+    peak: float | None
+
+    def speed(self, ms: float) -> Speed:
+        """Return the speed at `ms` milliseconds per update."""
+        rate = 1e3 * self.tokens / ms
+        mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
+        return Speed(ms, rate, mfu)
+
+    def __str__(self) -> str:
+        peak = "no peak known, so MFU is n/a"
+        if self.peak is not None:
+            peak = f"peak {self.peak / 1e12:.0f} TFLOP/s (bfloat16, dense)"
+        return (
+            f"{self.tokens:,} tokens an update, {self.flops_per_token / 1e6:,.1f} MFLOP a token, "
+            f"{peak}"
+        )
+
+
+def work_of(
+    model: GPTConfig, params: Any, sequences: int, device: jax.Device, count: int = 1
+) -> Work:
+    """Return the work of an update on `sequences` full contexts by `count` such devices.
+
+    `params` may be shapes.
+    """
+    parameters = count_of(params) - count_of(params["embedding"])
+    attention = 12 * model.num_layers * model.embed_dim * model.context // 2
+    return Work(
+        tokens=sequences * model.context,
+        flops_per_token=6 * parameters + attention,
+        peak=PEAK_FLOPS[kind] * count if (kind := device.device_kind) in PEAK_FLOPS else None,
+    )
+
+
+def count_of(params) -> int:
+    """Return the number of parameters."""
+    return sum(x.size for x in jax.tree.leaves(params))
+
+
+def program_bytes(program: jax.stages.Compiled) -> int:
+    """Return the bytes that a compiled program holds on each device, its arguments among them."""
+    plan = program.memory_analysis()
+    given = plan.argument_size_in_bytes - plan.alias_size_in_bytes
+    return given + plan.output_size_in_bytes + plan.temp_size_in_bytes
+
+
+def peak_bytes() -> int | None:
+    """Return the most that a device of this process has had in use; None if JAX does not count."""
+    counts = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
+    ]
+    return max((x for x in counts if x is not None), default=None)
+
+
+def metric_lines(last_step: int, values, speed: Speed, val_loss) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl for consecutive steps; `val_loss` is of the last one.
+
+    Raises:
+        UserError: A loss is not a finite number.
+    """
+    first, peak = last_step - len(values) + 1, peak_bytes()
+    lines = [
+        {
+            "step": step,
+            "loss": float(value["loss"]),
+            "val_loss": val_loss if step == last_step else None,
+            "lr": float(value["lr"]),
+            **speed._asdict(),
+            "peak_bytes": peak,
+        }
+        for step, value in enumerate(values, first)
+    ]
+    for line in lines:
+        if not np.isfinite([line["loss"], line["val_loss"] or 0.0]).all():
+            raise UserError(
+                f"`loss` must stay finite; got {line['loss']} at step {line['step']}: try a lower "
+                "--learning-rate or a longer --warmup-steps."
+            )
+    return lines
+
+
+def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params):
+    """Print what runs, on which devices, and through which attention."""
+    model, device = config.model, jax.local_devices()[0]
+    attention, reasons = explain_attention(model, config.microbatch, layout)
+    devices = "" if layout.mesh.size == 1 else f"{layout.mesh.size} x "
+    hosts = f" of {jax.process_count()} processes" if several() else ""
+    say(
+        "device",
+        f"{devices}{device.platform} ({device.device_kind}){hosts}, {os.cpu_count()} CPU cores",
+    )
+    describe_mesh(config, layout)
+    say(
+        "versions",
+        f"python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}, "
+        f"pallas_flash {pallas_flash.__version__}",
+    )
+    say(
+        "model",
+        f"{count_of(params):,} parameters: {model.num_layers} layers of {model.embed_dim}, "
+        f"{model.num_heads} query and {model.kv_heads} key/value heads, context {model.context}, "
+        f"{model.dtype} activations, {model.param_dtype} parameters",
+    )
+    say("attention", f"{attention} (asked for: {model.attention or 'auto'})")
+    for line in reasons.splitlines():
+        say("", line)
+    say(
+        "text",
+        f"{len(text.train):,} bytes of {len(text.train_files)} files to train on, "
+        f"{len(text.held_out):,} bytes of {len(text.held_out_files)} files held out",
+    )
+    if text.left_out:
+        say("", f"left out, because they are folders of runs: {', '.join(text.left_out)}")
+    say("updates", f"{config.steps:,}, {config.warmup_steps} of them warmup")
+    say("work", str(work))
