@@ -16,7 +16,8 @@ from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._score_mod import ScoreMod
 from pallas_flash._select import Explanation
-from pallas_flash._tiling import cache, choose
+from pallas_flash._tiling import cache, choose, configurations
+from pallas_flash._tiling.configurations import Configuration
 from pallas_flash._tiling.sizes import FORWARD, KERNELS, OfCall, TileSizes
 
 Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
@@ -70,7 +71,7 @@ def attention(
     return_residual: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
-    tile_sizes: TileSizes | None = None,
+    tile_sizes: Configuration | None = None,
     reproducible: bool | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     context_parallelism: ContextParallelism | None = None,
@@ -151,8 +152,10 @@ def attention(
             newer NVIDIA GPUs, "interpret" the latter in Pallas's interpreter (any device, slow),
             "xla" the same algorithm in plain JAX, "reference" the dense definition. What is asked
             for explicitly is used or raises. See `explain`.
-        tile_sizes: sizes of the kernels' tiles; what is None is what `tune` found on this GPU, or
-            else from a table. Where `implementation` is None, they say whose kernels compute.
+        tile_sizes: a `tuning.Triton` or a `tuning.Mosaic`, sizes of the kernels' tiles; what is
+            None is what `tune` found on this GPU, or else from a table. With `implementation`, it
+            is a configuration of that one. Without, its backend computes the passes for which it
+            has a tile if it serves the call, and else it has no effect: `explain` says which.
         reproducible: whether gradients must be the same in every run, bit by bit. None follows
             XLA's flags for it, `--xla_gpu_deterministic_ops` and
             `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
@@ -186,7 +189,8 @@ def attention(
     The algorithm is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
     problem = _problem(locals())
-    wishes = _Wishes(implementation, tile_sizes, reproducible)
+    sizes = configurations.sizes_of(tile_sizes, implementation)
+    wishes = _Wishes(implementation, sizes, reproducible)
     choice, tiles = wishes.choose(problem)
     _select.warn_of_fallback(choice, implementation)
     plan = dataclasses.replace(
@@ -226,7 +230,7 @@ def explain(
     mask=None,
     *,
     implementation: Implementation | None = None,
-    tile_sizes: TileSizes | None = None,
+    tile_sizes: Configuration | None = None,
     reproducible: bool | None = None,
     return_residual: bool = False,
     return_lse: bool = False,
@@ -287,7 +291,8 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
         call[name] for name in ("implementation", "tile_sizes", "reproducible")
     )
     problem = _problem(call)
-    wishes = _Wishes(asked, tile_sizes, reproducible)
+    given = configurations.sizes_of(tile_sizes, asked)
+    wishes = _Wishes(asked, given, reproducible)
     choice, tiles = wishes.choose(problem)
     chosen, plan = choice.implementation, wishes.plan(problem, choice, tiles)
     _, why = _select.backward_of(problem, chosen, asked, reproducible, tiles)
@@ -296,6 +301,8 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
     used = [tiles.tuned.of(name) for name in {chosen, plan.backward_by} & {"mosaic", "triton"}]
     if tile_sizes is None and any(sizes != TileSizes() for sizes in used):
         reasons.append(f"Its tiles are tuned, from {cache.file()}.")
+    if given is not None and asked is None:
+        reasons += configurations.effect(given, chosen, plan.backward_by)
     method, along = None, _validate.along(call["sequence_axis"])
     if along is None:
         part, along, devices = _partition.part_of_device(problem, query, key)
@@ -359,14 +366,7 @@ class _Wishes:
 
     def choose(self, problem: Problem) -> tuple[Explanation, OfCall]:
         """Who computes the forward, and the tiles that there are before those of tables."""
-        sizes = self.tile_sizes
-        if sizes is not None and not isinstance(sizes, TileSizes):
-            raise TypeError(
-                f"`tile_sizes` must be a pallas_flash.tuning.TileSizes; got {type(sizes).__name__} "
-                f"{sizes!r}. "
-                "Write TileSizes(forward=Tile(128, 128, 8, 2))."
-            )
-        tiles = choose.before_tables(problem, sizes)
+        tiles = choose.before_tables(problem, self.tile_sizes)
         return _select.select(problem, self.implementation, tiles), tiles
 
     def plan(self, problem: Problem, choice: Explanation, tiles: OfCall) -> _vjp.Plan:
@@ -399,11 +399,6 @@ class _Wishes:
     def _check_tiles(self, chosen: str, backward_by: set[str]) -> None:
         """Raises if tiles are given to who does not compute that pass."""
         sizes, asked = self.tile_sizes or TileSizes(), self.implementation
-        if not {chosen, *backward_by} & {"mosaic", "triton", "interpret"}:
-            raise ValueError(
-                f"`tile_sizes` must be None where no kernel takes them; got {sizes} with "
-                f"implementation={asked!r}. Drop one of the two."
-            )
         for kernel in KERNELS:
             tile, by = sizes.tile(kernel), {chosen} if kernel in FORWARD else backward_by
             if tile is not None and not any(sizes.of(name).tile(kernel) for name in by):

@@ -1,8 +1,21 @@
-"""The sizes of the kernels' tiles. Unstable: its names and numbers may change in any release.
+"""Configurations of the kernels, for calls that know better than auto-selection and the tables.
 
-`attention` takes a `TileSizes`, and `pallas_flash.tune` finds one.
+This module is unstable: it names insides of the kernels, and any release may change it.
+
+A configuration names its backend. A `Triton` has `Tile`s; a `Mosaic` has a class of its own for
+each kernel, because the kernels for Hopper are made differently. `attention` takes either as
+`tile_sizes`:
+
+* With `implementation`, the configuration must be for that one. Another one raises.
+* Without, it is a preference. Its backend computes each pass for which it has a tile, if it serves
+  the call. If it does not, the configuration has no effect. `explain` says which of both.
+
+`pallas_flash.tune` finds tiles by measuring. It may find another backend for each pass, and so it
+gives a `TileSizes`, which holds tiles of both.
 """
 
+from pallas_flash._tiling.configurations import Mosaic as Mosaic
+from pallas_flash._tiling.configurations import Triton as Triton
 from pallas_flash._tiling.sizes import BackwardTile as BackwardTile
 from pallas_flash._tiling.sizes import DecodeTile as DecodeTile
 from pallas_flash._tiling.sizes import DqTile as DqTile

@@ -192,26 +192,20 @@ def whose(tile) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Tiles for each kernel of `attention`; None takes the table's.
+    """Tiles for each kernel of `attention`, of several backends: what `tune` finds.
 
-    A `Tile` is for "triton" and "interpret", those of `pallas_flash.tuning` are for "mosaic". Where
-    `implementation` is None, the kind of tile says which of the two computes a pass, if both serve
-    the call.
+    A call takes it as `tile_sizes`, too. To write one, take `Triton` or `Mosaic`, which say for
+    whom they are: here each tile does, a `Tile` for "triton" and "interpret", all others for
+    "mosaic".
 
     Attributes:
-        forward: the forward kernel; a query tile stays.
-        decode: the forward kernel of calls with few queries: at most 16, or at most 4096 in all
-            heads and examples and no more than keys. The rows that stay are the queries of all
-            heads that share keys and values. If neither is given, it serves such calls with more
-            than 512 keys; with `forward` alone that one does.
-        dkv: the kernel for dk and dv together; a key/value tile stays.
-        dk: the kernel for dk alone. Give `dk` and `dv` in place of `dkv` where both sums do not fit
-            in registers.
-        dv: the kernel for dv alone.
-        dq: the kernel for dq; a query tile stays.
-        backward: the kernel of "mosaic" for dk, dv and dq in one pass, which serves where gradients
-            need not be the same in every run. If `dkv` or `dq` are given for "mosaic" and it is
-            not, they serve there, too.
+        forward: as in `Triton` and `Mosaic`.
+        decode: as in `Triton` and `Mosaic`.
+        dkv: as in `Triton` and `Mosaic`.
+        dk: as in `Triton`.
+        dv: as in `Triton`.
+        dq: as in `Triton` and `Mosaic`.
+        backward: as in `Mosaic`.
 
     Raises:
         ValueError: if `dkv` is mixed with `dk` or `dv`, or one of these two is missing, or if

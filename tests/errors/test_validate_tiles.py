@@ -139,6 +139,47 @@ def bad_tiles_of_mosaic():
     )
 
 
+def bad_configurations():
+    triton, mosaic = tuning.Triton(forward=Tile(64, 64)), tuning.Mosaic(dq=tuning.DqTile())
+    for implementation, x, wanted in (
+        ("interpret", mosaic, "Triton"),
+        ("triton", tuning.Mosaic(), "Triton"),
+        ("mosaic", triton, "Mosaic"),
+    ):
+        yield Row(
+            f"{x} for {implementation}",
+            lambda implementation=implementation, x=x: {
+                "tile_sizes": x,
+                "implementation": implementation,
+            },
+            ValueError,
+            f"`tile_sizes` must be a pallas_flash.tuning.{wanted} with implementation="
+            f"{implementation!r}; got {type(x).__name__}(",
+        )
+    for name, kernel, x, kind in (
+        ("Triton", "forward", tuning.ForwardTile(), "Tile"),
+        ("Triton", "dk", (64, 64), "Tile"),
+        ("Mosaic", "forward", Tile(64, 64), "ForwardTile"),
+        ("Mosaic", "decode", tuning.ForwardTile(), "DecodeTile"),
+        ("Mosaic", "backward", Tile(64, 64), "BackwardTile"),
+    ):
+        yield Row(
+            f"{kernel} of {name} with a {type(x).__name__}",
+            lambda name=name, kernel=kernel, x=x: {
+                "tile_sizes": getattr(tuning, name)(**{kernel: x})
+            },
+            TypeError,
+            f"`{kernel}` must be a pallas_flash.tuning.{kind} or None in a pallas_flash.tuning."
+            f"{name}; got {type(x).__name__} ",
+        )
+    yield Row(
+        "dk of Triton alone",
+        lambda: {"tile_sizes": tuning.Triton(dk=Tile(64, 64))},
+        ValueError,
+        "`dk` and `dv` must be given together and without `dkv`; got ",
+    )
+
+
 def bad_tiles():
     for name in ("block_q", "block_kv", "num_warps", "num_stages"):
         for x in (16.0, True, "16", None, np.int64(16)):
@@ -171,22 +212,24 @@ def bad_tiles():
             "`dk` and `dv` must be given together and without `dkv`; got ",
         )
     yield from bad_tiles_of_mosaic()
+    yield from bad_configurations()
     for x in (tile, (64, 64), {"forward": tile}, "large"):
         yield Row(
             f"tile sizes as {type(x).__name__}",
             lambda x=x: {"tile_sizes": x},
             TypeError,
-            f"`tile_sizes` must be a pallas_flash.tuning.TileSizes; got {type(x).__name__} ",
+            "`tile_sizes` must be a pallas_flash.tuning.Triton or a pallas_flash.tuning.Mosaic; "
+            f"got {type(x).__name__} ",
         )
     for implementation in ("xla", "reference"):
         yield Row(
             f"tile sizes for {implementation}",
             lambda implementation=implementation: {
-                "tile_sizes": TileSizes(forward=tile),
+                "tile_sizes": tuning.Triton(forward=tile),
                 "implementation": implementation,
             },
             ValueError,
-            "`tile_sizes` must be None where no kernel takes them; got TileSizes(",
+            "`tile_sizes` must be None where no kernel takes them; got Triton(",
         )
     # 8 stages of 64 keys and values at head size 128 in two bytes: 264 KiB and more.
     deep = Tile(64, 64, num_stages=8)

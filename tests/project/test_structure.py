@@ -30,7 +30,7 @@ _context* _partition
 _mosaic* _triton* _xla* _reference _tiling.workload
 _problem _mask_objects _score_mod _order _key_center
 _masks _visits _scores _dropout _checks _operands _peers _symbolic _one_device
-_compat _hardware _tiling _tiling.sizes tuning
+_compat _hardware _tiling _tiling.sizes _tiling.configurations tuning
 """
 # Each is for itself: no backend imports another.
 BACKENDS = ("_mosaic", "_triton", "_xla", "_reference")

@@ -1,0 +1,98 @@
+"""What `tuning.Triton` and `tuning.Mosaic` do to a call, with and without `implementation`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.calls import NEWER
+from support.described_gpus import described_gpu
+
+from pallas_flash import _api, explain, tuning
+from pallas_flash._tiling.sizes import KERNELS, MOSAIC
+from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Mosaic, Tile, TileSizes, Triton
+
+X = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
+TILE = Tile(64, 64)
+needs_mosaic = pytest.mark.skipif(not NEWER, reason="JAX is too old for Mosaic GPU")
+
+
+def fields(configuration):
+    return [field.name for field in dataclasses.fields(configuration)]
+
+
+def test_configurations_have_the_kernels_of_their_backends():
+    assert set(fields(Mosaic)) == set(MOSAIC)
+    assert set(fields(Triton)) == set(KERNELS) - {"backward"}
+    assert set(fields(TileSizes)) == set(KERNELS)
+
+
+def reason_of(gpu, **options):
+    with described_gpu(gpu):
+        choice = explain(X, X, X, **options)
+    return choice.implementation, choice.reason
+
+
+def plan_of(monkeypatch, gpu, **options):
+    plans, plan = [], _api._Wishes.plan
+
+    def spied(*arguments):
+        plans.append(plan(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(_api._Wishes, "plan", spied)
+    reason_of(gpu, **options)
+    return plans[0]
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_triton_configuration_reaches_the_kernels(monkeypatch, implementation):
+    options = dict(tile_sizes=Triton(forward=TILE, dq=TILE), implementation=implementation)
+    plan = plan_of(monkeypatch, "NVIDIA H200", **options)
+    assert (plan.implementation, plan.backward_by) == ("triton", "triton")
+    assert plan.tiles.forward == plan.tiles.dq == TILE
+    assert plan.tiles.dkv
+
+
+@needs_mosaic
+@pytest.mark.parametrize("implementation", [None, "mosaic"])
+def test_mosaic_configuration_reaches_the_kernels(monkeypatch, implementation):
+    tiles = Mosaic(forward=ForwardTile(3, 96), backward=BackwardTile(64, 2))
+    options = dict(tile_sizes=tiles, implementation=implementation)
+    plan = plan_of(monkeypatch, "NVIDIA H200", **options)
+    assert (plan.implementation, plan.backward_by) == ("mosaic", "mosaic")
+    assert plan.mosaic_tiles.forward == tiles.forward
+    assert plan.mosaic_tiles.backward == tiles.backward
+
+
+def test_explain_says_what_a_configuration_asks_for():
+    by, reason = reason_of("NVIDIA H200", tile_sizes=Triton(forward=TILE, dkv=TILE))
+    assert by == "triton"
+    assert '`tile_sizes` asks for "triton" where it serves the call.' in reason
+    assert "no effect" not in reason
+
+
+def test_explain_says_where_a_configuration_has_no_effect():
+    by, reason = reason_of("NVIDIA A100", tile_sizes=Mosaic(forward=ForwardTile(), dq=DqTile()))
+    assert by == "triton"
+    assert '`tile_sizes` asks for "mosaic" where it serves the call.' in reason
+    for kernel in ("forward", "dq"):
+        assert f'`tile_sizes.{kernel}` has no effect: "triton" computes that pass.' in reason
+
+
+def test_explain_says_nothing_of_a_configuration_without_a_choice():
+    sentence = "`tile_sizes`"
+    assert sentence not in reason_of("NVIDIA A100")[1]
+    options = dict(tile_sizes=Triton(forward=TILE), implementation="triton")
+    assert sentence not in reason_of("NVIDIA A100", **options)[1]
+
+
+def test_configurations_are_hashable_and_frozen():
+    assert hash(Triton(forward=TILE)) == hash(Triton(forward=Tile(64, 64)))
+    assert Triton() != Mosaic()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Triton().forward = TILE
+
+
+def test_the_module_says_that_it_is_unstable():
+    assert "unstable" in tuning.__doc__
