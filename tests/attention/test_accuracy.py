@@ -59,6 +59,7 @@ BY_KERNELS = (
     "causal, first queries see nothing",
     "documents in pairs",
     "mask, causal, lengths",
+    "bias of minus infinity",
     "soft cap, bias",
     "sinks, causal, first queries see nothing",
     "prefix",
@@ -68,6 +69,8 @@ BY_DEFAULT = [
     ("interpret" if case.name in BY_KERNELS else IMPLEMENTATIONS[1 + n % 2], case)
     for n, case in enumerate(cases.CASES)
 ]
+# A row whose weights are all zero is a case of its own in each implementation.
+BY_DEFAULT += [("xla", cases.BY_NAME["bias of minus infinity"])]
 by_one_implementation = pytest.mark.parametrize(
     ("implementation", "case"),
     cases.default(BY_DEFAULT, list(itertools.product(IMPLEMENTATIONS, cases.CASES))),

@@ -289,3 +289,21 @@ def test_machine_code(head_dim, options):
     assert stack == 0
     for loop in loops:
         assert loop.spills == 0, loop.order
+
+
+def test_results_of_parts_join_where_scores_may_be_large():
+    """Maxima are natural then, and each part's weight is that of its own maximum."""
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.ones((1, n, 1, 64), jnp.float32) for n in (1, 256, 256))
+    call = checked((q, k, v), {"bias": jnp.zeros((1, 1, 1, 256))})
+    assert call.large
+    m, l, acc = (random.normal(size=(1, 3, 1, 1, *rest)) for rest in ((), (), (64,)))
+    l = 1 + np.abs(l)
+    weights = np.exp(m - m.max(axis=1))
+    total = (weights * l).sum(axis=1)
+    o, log_sum = decode.join(call, *(jnp.asarray(x, jnp.float32) for x in (acc, m, l)))
+    want = (weights[..., None] * acc).sum(axis=1) / total[..., None]
+    np.testing.assert_allclose(o[0, 0, 0], want[0, 0, 0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        _public_lse(log_sum)[0, 0, 0], (np.log(total) + m.max(axis=1))[0, 0, 0], rtol=1e-5
+    )

@@ -256,3 +256,48 @@ def test_blocks_are_passed_on_to_who_needs_them():
                 assert all(needed[i - 1][(d - hop) % n] or not needed[i][d] for d in range(n))
         if needed:
             assert needed[-1] == list(steps.steps[-1].used)
+
+
+# ------------------------------------------------------------------------------------------------
+# Passes that are lowered once
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lowered_once(monkeypatch):
+    """Plain JAX as the kernels for Hopper are: each pass is exported, and kept."""
+    monkeypatch.setattr(_vjp, "EXPORTED", {"xla": "cpu"})
+    _vjp._exported.cache_clear()
+    yield _vjp.Plan("xla", backward_by="xla")
+    _vjp._exported.cache_clear()
+
+
+def test_a_backward_lowered_once_gives_what_is_wanted(lowered_once):
+    p = problem_of(dataclasses.replace(cases.BY_NAME["sinks"], B=1, T=8, S=8))
+    o, log_sum = lowered_once._alone("_forward_alone", p, again=True)
+    rows = p, o, log_sum, jnp.ones_like(o), None
+    for wanted in (_vjp.Wanted(), _vjp.Wanted(sinks=True), _vjp.Wanted()):
+        got, want = (
+            lowered_once._alone("_backward_alone", *rows, wanted=wanted, again=again)
+            for again in (True, False)
+        )
+        assert (got.sinks is not None) == wanted.sinks
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), got, want)
+    assert _vjp._exported.cache_info().hits == 1
+
+
+def add_more_in_x64(s, b, h, q, k):
+    return s + 0.1 * jnp.finfo(jnp.result_type(float)).bits * (q > k)
+
+
+def test_a_pass_lowered_once_is_that_of_its_mode(lowered_once):
+    """A function of the user's may depend on whether JAX has 64 bits."""
+    p = problem_of(
+        dataclasses.replace(cases.BY_NAME["full"], B=1, T=8, S=8), score_fn=add_more_in_x64
+    )
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            got, want = (
+                lowered_once._alone("_forward_alone", p, again=again)[0] for again in (True, False)
+            )
+        np.testing.assert_allclose(got, want, rtol=1e-5)

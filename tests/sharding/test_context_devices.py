@@ -451,6 +451,27 @@ def check_vmap(kind):
             np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
 
 
+def check_heads_have_their_own_numbers(kind):
+    """A score function is given the number of a head in the whole call, whoever computes it."""
+    mesh = make_mesh({"sequence": 4}, kind)
+    rows = NamedSharding(mesh, P(None, "sequence"))
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(1, 16, 4, 8)), jnp.float32)
+
+    def run(x, implementation="xla"):
+        return attention(
+            x, x, x,
+            implementation=implementation, context_parallelism="heads", score_fn=lower_each_head,
+        )  # fmt: skip
+
+    got = jax.jit(run)(jax.device_put(x, rows))
+    np.testing.assert_allclose(got, run(x, "reference"), rtol=1e-5, atol=1e-6)
+
+
+def lower_each_head(s, b, h, q, k):
+    return s - 0.3 * jnp.asarray(h * abs(q - k), s.dtype)
+
+
 def check_queries_alone(kind):
     """Keys that every device has: nothing is sent but sums of their gradients."""
     axes = {"sequence": 4}
@@ -670,7 +691,12 @@ OTHERS = [
     if name not in ("named", "case", "random", "pairs")
     for kind in KINDS_OF.get(name, ("auto", "explicit"))
 ]
-FIRST_OTHERS = [("collectives", "auto"), ("bad_input", "auto"), ("key_bias", "auto")]
+FIRST_OTHERS = [
+    ("collectives", "auto"),
+    ("bad_input", "auto"),
+    ("key_bias", "auto"),
+    ("heads_have_their_own_numbers", "auto"),
+]
 
 
 @pytest.mark.extended

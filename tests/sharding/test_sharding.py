@@ -183,6 +183,25 @@ def check_shared_operands_cost_a_sum(kind):
         compare(run, want, place(arguments, mesh), arguments, ["all-reduce f32[]"])
 
 
+def check_gradient_of_a_shared_bias_is_rounded_once(kind):
+    """Devices' shares cancel but for a 64th, in which the rounding of each share would show."""
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(KINDS[kind],))
+    random = np.random.default_rng(0)
+    q, k, do = (random.normal(size=(1, 8, 1, 8)) for _ in range(3))
+    x = {"query": q, "key": k, "value": k, "do": do * np.array([1, -63 / 64]).reshape(2, 1, 1, 1)}
+    x = {name: jnp.broadcast_to(jnp.asarray(y, jnp.float32), (2, 8, 1, 8)) for name, y in x.items()}
+    x["bias"] = jnp.zeros((1, 1, 8, 8), jnp.bfloat16)
+    specs = dict.fromkeys(x, P("batch")) | {"bias": P()}
+    got, want = (
+        np.asarray(jax.jit(gradients(by))(placed)[1]["bias"], np.float32)
+        for by, placed in (
+            ("xla", place(x, mesh, specs)),
+            ("reference", x | {"bias": x["bias"].astype(jnp.float32)}),
+        )
+    )
+    assert np.linalg.norm(got - want) < 2.0**-7 * np.linalg.norm(want)
+
+
 def check_fewer_key_heads_than_devices(kind):
     """Six, two, or all of a device's query heads share one key/value head."""
     mesh = make_mesh(KINDS[kind])
@@ -418,6 +437,7 @@ FIRST = [
     ("a_mapped_axis_is_divided", "explicit"),
     ("shared_operands_cost_a_sum", "explicit"),
     ("shared_operands_cost_a_sum", "auto"),
+    ("gradient_of_a_shared_bias_is_rounded_once", "auto"),
     ("fewer_key_heads_than_devices", "explicit"),
     ("indices_are_those_of_the_whole_call", "auto"),
 ]

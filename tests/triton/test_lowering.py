@@ -559,3 +559,35 @@ def test_evaluator_tells_pipelined_loops():
     assert [loop.pipelinable for loop in (plain, masked, other)] == [True, True, False]
     assert [loop.count("arith.select", rank=2) for loop in (plain, masked)] == [0, 1]
     assert plain.dots == masked.dots == other.dots == 1
+
+
+def test_keys_behind_all_queries_are_not_read():
+    """The rows of a tile that are past the last query would see them."""
+    case = dataclasses.replace(cases.BY_NAME["causal"], B=1, T=20, S=40, N=1, K=1, H=16, V=16)
+    (q, k, v), _, options = case.problem()
+    assert options == {"is_causal": True}
+    poisoned = (x.at[:, case.T :].set(jnp.nan) for x in (k, v))
+    want = ttir.evaluate(_attention(options), q, k, v)
+    got = ttir.evaluate(_attention(options), q, *poisoned)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_dbias_computes_no_empty_tile():
+    """Of 2 x 2 tiles of a causal mask three have visible pairs, in each of two heads."""
+    case = dataclasses.replace(
+        cases.BY_NAME["bias of heads"],
+        B=1, T=64, S=64, N=2, K=1, H=16, V=16,
+        options=lambda random, c: cases._bias("NTS")(random, c) | {"is_causal": True},
+    )  # fmt: skip
+    _, runs = differentiated(case.problem(), TileSizes(dq=Tile(32, 32)))
+    [dbias] = [run for run in runs if run.kernel.name == "pallas_flash_dbias"]
+    assert dbias.dots == 2 * 3 * case.N
+
+
+def test_a_scale_of_zero_averages_the_keys_that_a_query_sees():
+    """Zero times the minus infinity of a hidden key would be NaN."""
+    q = k = jnp.ones((1, 40, 1, 16))
+    v = jnp.arange(40.0)[None, :, None, None] * jnp.ones(16)
+    o, _ = ttir.evaluate(_attention({"is_causal": True, "scale": 0.0}), q, k, v)
+    np.testing.assert_allclose(o, v / 2, rtol=1e-5)
