@@ -75,6 +75,9 @@ def backward(
         delta = jnp.where(centered_log_sum.l_log2 == jnp.inf, 0, delta - padded)
     delta_of_rows = delta[:, :, : p.q_len]
     sinks = sinks_gradient(p.sinks, log_sum, delta_of_rows) if want_sinks else None
+    row_sums = None
+    if center is not None:
+        row_sums = _key_center.row_sums(p, log_sum, delta_of_rows, dlse)
 
     q, k, v, do = _clean(p, do) if seen is None else (p.query, p.key, p.value, do)
     cleaned = dataclasses.replace(p, query=q, key=k, value=v)
@@ -89,18 +92,26 @@ def backward(
             *(centered, do, centered_log_sum, delta, tiles.of_launch(tile, sums), sums, seen),
             zeros=zeros[0] if "dq" in sums else None,
             center=center_of_kernel,
+            row_sums=row_sums,
             want_scale=want_scale,
             in_order=in_order,
         )
     if in_order:
         rows = do, centered_log_sum, delta
-        dq, dscale = _dq(centered, *rows, sizes.tile("dq"), seen, want_scale=want_scale)
+        dq, dscale = _dq(
+            *(centered, *rows, sizes.tile("dq"), seen),
+            center=center,
+            row_sums=row_sums,
+            want_scale=want_scale,
+        )
         dscale = None if dscale is None else dscale.sum()
     else:
         dq = found["dq"]
         if want_scale:
             # These sums are float32, and have not their factor yet.
             dq = rescaled(p.dropout, dq)
+            if row_sums is not None:
+                dq = dq + _key_center.known_part(p, center, row_sums)
             seeing = p.mask.seeing_queries(_shape(p))
             dscale = (_cleaned(q, seeing).astype(jnp.float32) * dq).sum()
             dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
@@ -109,7 +120,6 @@ def backward(
         l_log2 = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2)
         rows = do, log_sum._replace(l_log2=l_log2), delta
         dbias = _dbias(cleaned, *rows, tiles.dbias_tile(p))
-    dq, dscale = _key_center.whole_sums(p, center, log_sum, delta_of_rows, dlse, dq, dscale)
     return Gradients(dq, found["dk"], found["dv"], dscale, dbias, sinks)
 
 

@@ -458,6 +458,7 @@ def backward(
     *,
     zeros=None,
     center: Any = None,
+    row_sums=None,
     want_scale: bool,
     in_order: bool,
 ) -> dict:
@@ -473,6 +474,8 @@ def backward(
         seen: see `shared.rows`.
         zeros: for the sums of dq, see `backward_delta`; where nothing is seen, anything.
         center: float32 [B, K, H], subtracted from keys; None if it is zero.
+        row_sums: float32 [B, N, T], the sums of ds over a row; None if they are zero. With a center
+            and without `want_scale`, dq receives its term of them.
         want_scale: whether dq is to be in float32 and without its factor.
         in_order: whether dk and dv are to be sums that have an order.
     """
@@ -499,7 +502,8 @@ def backward(
         return common.barriers(tile.stages, arrivals)
 
     def run(arrays, *rows):
-        dq_sums, rows = (rows[:1], rows[1:]) if "dq" in sums else ((), rows)
+        of_dq, rows = rows[: len(only_dq)], rows[len(only_dq) :]
+        dq_sums, weights = of_dq[:1], of_dq[1:]
         query, key, value, *_ = rows
         last = dict(zip(last_rows, rows[len(rows) - len(last_rows) :], strict=True))
         copies = shared.count_copies(rows, tiles_of_rows)
@@ -584,6 +588,7 @@ def backward(
                 p.dtype,
                 batch=p.batch,
                 seen=last.get("seen_q" if name == "dq" else "seen_kv"),
+                weighted_center=(*weights, last["center"]) if name == "dq" and weights else (),
             )
         return tuple(results.values())
 
@@ -597,7 +602,12 @@ def backward(
         last_rows += CENTER
         center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
         others += [center, (center != 0).any(axis=2).astype(jnp.int32)]
-    rows = (*([zeros] if "dq" in sums else []), query, key, value, do, *others)
+    only_dq = [zeros] if "dq" in sums else []
+    if "dq" in sums and center is not None and row_sums is not None and not want_scale:
+        missing = -p.q_len % ROWS
+        weights = p.scale.astype(jnp.float32) * row_sums
+        only_dq.append(jnp.pad(weights, ((0, 0), (0, 0), (0, missing))))
+    rows = (*only_dq, query, key, value, do, *others)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     return dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
 

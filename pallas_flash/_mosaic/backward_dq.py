@@ -5,7 +5,8 @@
     ds  = p * (dropout(dp) - delta)
     acc = acc + ds @ k                                                  [64, H]
 
-    at the end    dq = scale * acc    and, where it is asked for, dscale = rowsum(q * acc)
+    at the end    acc = acc + r c     for the sums r of ds and the center c, see `_key_center`
+                  dq = scale * acc    and, where it is asked for, dscale = rowsum(q * acc)
 
 With `backward` without dq it is the backward whose sums have an order, so that every run gives the
 same bits: seven products in place of five. A program has computing warpgroups with 64 queries each,
@@ -13,6 +14,7 @@ which never wait for each other, and one that loads.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -32,6 +34,8 @@ from pallas_flash._tiling.sizes import DqTile
 plgpu = common.plgpu
 
 ROWS = 64
+# The names of the sums of ds and of the center of keys.
+OF_CENTER = "row_sums", "center"
 # Registers of a thread that computes, and of one that loads, by the number of computing warpgroups.
 REGISTERS = {2: (240, 24), 3: (160, 24)}
 
@@ -44,11 +48,13 @@ class Static(shared.Static):
         grows: whether the last queries have the most work.
         want_scale: whether the gradient of the scale is wanted.
         value_slots: slots of values.
+        adds_center: whether keys have a center and rows have sums of ds.
     """
 
     grows: bool
     want_scale: bool
     value_slots: int
+    adds_center: bool
 
     def steps(self, refs, b, h, q_tile) -> shared.Steps:
         """Those of a program."""
@@ -113,6 +119,11 @@ def sum_of(refs, memory, b, h, q_tile, warpgroup, steps: shared.Steps, static: S
     dq = lax.fori_loop(jnp.int32(0), steps.count, step, plgpu.layout_cast(nothing, ptx.ACC))
     dq = plgpu.layout_cast(dq, ptx.WGMMA)
     dq, dscale = rescaled(options.extras.dropout, dq), None
+    if static.adds_center:
+        c = refs["center"].at[b, common.quotient(h, static.groups)]
+        r = plgpu.load(refs["row_sums"].at[b, h, rows], layout=ptx.ROW, optimized=False)
+        c = plgpu.load(c, layout=ptx.COLUMN, optimized=False)
+        dq = dq + common.along_rows(r, dq.shape) * common.along_columns(c, dq.shape)
     if static.want_scale:
         terms = ptx.load_strips(q_sm.at[warpgroup]).astype(jnp.float32) * dq
         dscale = jnp.sum(terms, axis=1)
@@ -161,7 +172,8 @@ def load(refs, memory, b, h, q_tile, static: Static):
 
 def pallas_flash_dq(*refs, static: Static, **memory):
     """One query tile of one head."""
-    refs = static.refs(["dq", "dscale"] if static.want_scale else ["dq"], refs)
+    names = [*(OF_CENTER if static.adds_center else ()), "dq", *["dscale"] * static.want_scale]
+    refs = static.refs(names, refs)
     head, q_tile, outer, warpgroup = map(lax.axis_index, ("head", "q_tile", "outer", "warpgroup"))
     if static.grows:
         # Tiles with much work start first.
@@ -177,10 +189,21 @@ def pallas_flash_dq(*refs, static: Static, **memory):
         load(refs, memory, b, h, q_tile, static)
 
 
-def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *, want_scale: bool):
+def dq(
+    problem: Problem,
+    do,
+    log_sum: LogSum,
+    delta,
+    tile: DqTile,
+    seen=None,
+    *,
+    center: Any = None,
+    row_sums=None,
+    want_scale: bool,
+):
     """Dq, and float32 [B, N, T], whose sum is the gradient of the scale, or None.
 
-    The arguments are those of `backward`.
+    The arguments are those of `backward`, but keys are centered.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.warpgroups * ROWS), Tiling(p.kv_len, tile.block_kv)
@@ -213,6 +236,7 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
             grows=mask.grows,
             want_scale=want_scale,
             value_slots=value_slots,
+            adds_center=adds_center,
             ends=seen is not None,
         )
         return common.launch(
@@ -242,5 +266,10 @@ def dq(problem: Problem, do, log_sum: LogSum, delta, tile: DqTile, seen=None, *,
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     columns = head_dim, head_dim, value_dim, value_dim
     rows = (*map(shared.in_strips, rows[:4], columns), *rows[4:])
+    adds_center = center is not None and row_sums is not None
+    if adds_center:
+        missing = q.count * q.block - p.q_len, head_dim - p.head_dim
+        of_center = zip((row_sums, center), missing, strict=True)
+        rows += tuple(jnp.pad(x, ((0, 0), (0, 0), (0, n))) for x, n in of_center)
     dq, *dscale = common.by_instance(run, p.batch)(arrays, *rows)
     return dq.reshape(p.query.shape), dscale[0][:, :, : p.q_len] if want_scale else None

@@ -63,3 +63,18 @@ def test_dscale(in_order, kernel_case):
     truth = oracle.solve(*qkv, do, dlse, scale=0.7, **options)
     got = gradient_of_the_scale((qkv, (do, dlse), options), in_order)
     assert abs(got - truth.values["dscale"]) < 4 * 2**-8 * truth.terms["dscale"] / case.key_bias
+
+
+@in_order
+def test_rows_without_keys_may_hold_nan(in_order, kernel_case):
+    """Their sums of ds are zero, whatever the cotangent of the LSE is there."""
+    case = dataclasses.replace(BIASED, H=72, V=40, T=150)
+    (q, k, v), (do, dlse), options = case.problem("bfloat16")
+    rows = jnp.arange(case.T)[:, None] < 20
+
+    def dq(hidden):
+        queries, cotangents = (jnp.where(rows[..., None], hidden, x) for x in (q, do))
+        problem = (queries, k, v), (cotangents, jnp.where(rows, hidden, dlse)), options
+        return emulated(problem, in_order)[oracle.NAMES.index("dq")]
+
+    np.testing.assert_array_equal(dq(np.nan), dq(0.0))
