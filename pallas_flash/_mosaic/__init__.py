@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from pallas_flash import _key_center
 from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import tiles
-from pallas_flash._mosaic.backward import backward as _backward
 from pallas_flash._mosaic.backward_dbias import dbias as _dbias
-from pallas_flash._mosaic.backward_delta import delta as _delta
 from pallas_flash._mosaic.backward_dq import dq as _dq
+from pallas_flash._mosaic.backward_kernel import backward as _backward
+from pallas_flash._mosaic.backward_preprocess import preprocess
 from pallas_flash._mosaic.decode import decode as _decode
 from pallas_flash._mosaic.forward import forward as _forward
 from pallas_flash._problem import Gradients, Problem
@@ -61,7 +61,7 @@ def backward(
     # The pass for the bias streams examples, and takes no ends of theirs.
     seen = None if want_bias else _seen(p)
     center = _key_center.for_shift(p, log_sum)
-    delta, centered_log_sum, *zeros = _delta(
+    delta, centered_log_sum, *zeros = preprocess(
         *(p, o, do, log_sum),
         head_dim=0 if in_order else head_dim,
         # For the gradient of the scale all sums of dq are read.

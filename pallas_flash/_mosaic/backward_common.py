@@ -393,8 +393,8 @@ def rows(problem: Problem, do, log_sum: LogSum, delta, seen, length: int) -> tup
     Last comes `seen`, if it is there: int32 [B] each, how many queries see something and how many
     keys are seen, where these are the first ones; what is behind them may hold anything.
 
-    A query that does not exist has no weights, by an LSE of inf; see `backward_delta`. Its maximum
-    is inf, too: of the largest bias nothing less would be finite.
+    A query that does not exist has no weights, by an LSE of inf; see `backward_preprocess`. Its
+    maximum is inf, too: of the largest bias nothing less would be finite.
     """
     p, (m, l_log2) = problem, log_sum
 

@@ -8,7 +8,7 @@ import jax
 
 from pallas_flash import _hardware
 from pallas_flash._mosaic import backward_dq, tiles
-from pallas_flash._mosaic.backward import REGISTERS
+from pallas_flash._mosaic.backward_kernel import REGISTERS
 from pallas_flash._mosaic.forward import REGISTERS as FORWARD_REGISTERS
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (

@@ -114,7 +114,8 @@ class Kernel:
     def attention_pass(self) -> str:
         """Which of `PASSES` one of the package's kernels belongs to."""
         last = self.name.rpartition("_")[2]
-        return {"dk": "dkv", "dv": "dkv", "dkq": "backward"}.get(last, last)
+        known = {"dk": "dkv", "dv": "dkv", "dkq": "backward", "preprocess": "delta"}
+        return known.get(last, last)
 
     def record(self) -> dict[str, Any]:
         """The numbers of the table, for JSON."""

@@ -199,7 +199,7 @@ def test_programs_with_many_items_for_hopper(case, head_dim, kernel_case, monkey
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_queries_of_a_head_in_several_programs_for_hopper(case, head_dim, kernel_case, monkeypatch):
     """As of long heads that leave cores idle."""
-    backward = importlib.import_module("pallas_flash._mosaic.backward")
+    backward = importlib.import_module("pallas_flash._mosaic.backward_kernel")
     monkeypatch.setattr(backward, "WORTH_SUMS", 1)
     monkeypatch.setattr(backward, "WORTH_SUMS_TWICE", 1)
     case = dataclasses.replace(case.scaled(7), H=head_dim, V=head_dim)

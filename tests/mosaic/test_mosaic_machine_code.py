@@ -1,7 +1,6 @@
 """What XLA's compilers make of the kernels for Hopper, on a machine without a GPU."""
 
 import functools
-import importlib
 import itertools
 
 import jax
@@ -13,7 +12,7 @@ from support.lowered import attention, gradients
 from support.mosaic_cases import NO_FLAGS, checked
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import backward_dbias, work
+from pallas_flash._mosaic import backward_dbias, backward_kernel, work
 from pallas_flash._scores import LogSum
 from scripts.inspection import gpu_compiler
 from scripts.inspection.calls import inspect_attention
@@ -27,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 # a time. In a microsecond an H200's memory, by its datasheet, has 36 KB for each core; so many have
 # to be under way if it takes that long to answer, and here are more.
 READ_AT_A_TIME = {
-    "pallas_flash_delta": lambda size: 2 * 2 * 64 * size,
-    "pallas_flash_rows": lambda size: 4 * 64 * 64,
+    "pallas_flash_preprocess": lambda size: 2 * 2 * 64 * size,
+    "pallas_flash_postprocess": lambda size: 4 * 64 * 64,
 }
 BUSY = 60_000
 
@@ -81,9 +80,10 @@ def test_machine_code_of_parts_that_lie_zigzag(head_dim, monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", cases.default([128], [64, 128, 256]))
 def test_machine_code_of_programs_that_share_a_heads_queries(head_dim, is_causal, monkeypatch):
-    module = importlib.import_module("pallas_flash._mosaic.backward")
-    q, found, shares = shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16), [], module._shares
-    monkeypatch.setattr(module, "_shares", lambda *x: found.append(shares(*x)) or found[-1])
+    q, found, shares = shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16), [], backward_kernel._shares
+    monkeypatch.setattr(
+        backward_kernel, "_shares", lambda *x: found.append(shares(*x)) or found[-1]
+    )
     call = functools.partial(attention, is_causal=is_causal)
     kernels = list(machine_code_of(functools.partial(gradients, call=call), q, q, q))
     assert set(found) == {2}

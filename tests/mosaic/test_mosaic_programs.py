@@ -2,7 +2,6 @@
 
 import dataclasses
 import heapq
-import importlib
 import itertools
 
 import jax
@@ -26,7 +25,7 @@ from support.mosaic_cases import (
 
 from pallas_flash import BlockMask, _mosaic
 from pallas_flash._masks import Tiling
-from pallas_flash._mosaic import common, work
+from pallas_flash._mosaic import backward_common, backward_kernel, common, work
 from pallas_flash._mosaic.tiles import forward_tile
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts import make_tables
@@ -36,8 +35,7 @@ from scripts.benchmark import results
 @in_order
 def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
     """As where there are many programs: these have a head each."""
-    module = importlib.import_module("pallas_flash._mosaic.backward")
-    monkeypatch.setattr(module, "_shares", lambda *_: 1)
+    monkeypatch.setattr(backward_kernel, "_shares", lambda *_: 1)
     judge(LONG_CAUSAL, "bfloat16", emulated(LONG_CAUSAL.problem("bfloat16"), in_order))
 
 
@@ -47,9 +45,7 @@ def test_heads_that_do_not_fill_the_last_place_in_the_grid(
     kv_heads, monkeypatch, in_order, kernel_case
 ):
     """Three key/value heads, or shares of one, of which two have their programs side by side."""
-    monkeypatch.setattr(
-        importlib.import_module("pallas_flash._mosaic.backward_common"), "SIDE_BY_SIDE", 2
-    )
+    monkeypatch.setattr(backward_common, "SIDE_BY_SIDE", 2)
     case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=3, K=kv_heads)
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
@@ -57,8 +53,7 @@ def test_heads_that_do_not_fill_the_last_place_in_the_grid(
 @in_order
 def test_unequal_shares_of_heads(monkeypatch, in_order, kernel_case):
     """Of two groups of three heads: shares of two and of one, whose sums stay apart in order."""
-    module = importlib.import_module("pallas_flash._mosaic.backward")
-    monkeypatch.setattr(module, "_shares", lambda *_: 2)
+    monkeypatch.setattr(backward_kernel, "_shares", lambda *_: 2)
     case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=6, K=2)
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
@@ -94,11 +89,11 @@ CAUSAL, WINDOW = dict(is_causal=True), dict(is_causal=True, local_window_size=(1
     ],
 )
 def test_shares_of_heads_and_queries(batch, length, heads, kv_heads, options, in_order, shares):
-    module, found = importlib.import_module("pallas_flash._mosaic.backward"), []
+    found = []
 
     def call(q, k):
         tiles = Tiling(length, 128)
-        found.append(module._shares(checked((q, k, k), options), tiles, tiles, in_order))
+        found.append(backward_kernel._shares(checked((q, k, k), options), tiles, tiles, in_order))
 
     shapes = ((batch, length, n, 128) for n in (heads, kv_heads))
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
@@ -107,7 +102,6 @@ def test_shares_of_heads_and_queries(batch, length, heads, kv_heads, options, in
 
 def test_queries_are_shared_out_where_it_was_measured_to_be_faster():
     """The number of programs of a key tile costs 3 % of the fastest one's time at most."""
-    module = importlib.import_module("pallas_flash._mosaic.backward")
     calls = {}
     for r in make_tables.records("h200-shared-queries"):
         if programs := r["config"].get("programs_of_a_key_tile"):
@@ -117,7 +111,7 @@ def test_queries_are_shared_out_where_it_was_measured_to_be_faster():
     for (*shape, causal), ms in calls.items():
         q = jnp.zeros(shape, jnp.bfloat16)
         p = checked((q, q, q), dict(is_causal=causal))
-        programs = module._shares(p, Tiling(shape[1], 64), Tiling(shape[1], 128), False)
+        programs = backward_kernel._shares(p, Tiling(shape[1], 64), Tiling(shape[1], 128), False)
         assert ms[programs] <= 1.03 * min(ms.values()), (shape, causal)
 
 
@@ -135,16 +129,14 @@ def test_queries_are_shared_out_where_it_was_measured_to_be_faster():
 )
 def test_queries_of_a_head_in_several_programs(case, parts, head_dim, monkeypatch, kernel_case):
     """More programs than some tiles of keys have tiles of queries."""
-    module = importlib.import_module("pallas_flash._mosaic.backward")
-    monkeypatch.setattr(module, "_shares", lambda p, *_: parts * p.groups)
+    monkeypatch.setattr(backward_kernel, "_shares", lambda p, *_: parts * p.groups)
     case = with_heads(case, head_dim)
     judge(case, "bfloat16", emulated(case.problem("bfloat16")))
 
 
 def test_queries_of_a_head_in_several_programs_where_tiles_are_listed(monkeypatch, kernel_case):
     """A program whose tiles are not the first ones of a list knows which need the mask."""
-    module = importlib.import_module("pallas_flash._mosaic.backward")
-    monkeypatch.setattr(module, "_shares", lambda *_: 3)
+    monkeypatch.setattr(backward_kernel, "_shares", lambda *_: 3)
     # Two documents, as an array.
     document = jnp.arange(600) // 300
     options = dict(mask=document[:, None] == document)

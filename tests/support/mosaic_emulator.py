@@ -736,7 +736,8 @@ def by_instance(function, batch):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    backward = [f"backward{x}" for x in ("", "_common", "_dbias", "_delta", "_dq", "_rows")]
+    of_backward = "kernel", "common", "dbias", "dq", "preprocess", "postprocess"
+    backward = [f"backward_{x}" for x in of_backward]
     forward = "forward", "forward_common", "decode"
     names = "common", "options", "pairs", "work", *forward, *backward, "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)

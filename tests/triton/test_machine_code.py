@@ -285,7 +285,7 @@ def test_gradient_stores_two_numbers_per_row():
     ("reproducible", "names"),
     cases.default(
         [two_passes := (True, "forward delta dkv dq")],
-        [two_passes, (False, "forward delta backward rows")],
+        [two_passes, (False, "forward delta backward postprocess")],
     ),
 )
 def test_mosaic_kernels_are_read(reproducible, names):
@@ -298,7 +298,7 @@ def test_mosaic_kernels_are_read(reproducible, names):
     for kernel in program.kernels:
         assert kernel.is_mosaic and not kernel.unset
         assert kernel.symbol in launched
-        if kernel.attention_pass in ("delta", "rows"):
+        if kernel.attention_pass in ("delta", "postprocess"):
             assert kernel.main is None
             continue
         assert kernel.matrix == {"HGMMA"}

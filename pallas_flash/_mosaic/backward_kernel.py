@@ -39,7 +39,8 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
-from pallas_flash._mosaic import backward_rows, common, pairs, ptx, work
+from pallas_flash._mosaic import common, pairs, ptx, work
+from pallas_flash._mosaic.backward_postprocess import postprocess
 from pallas_flash._mosaic.options import shared_arrays
 from pallas_flash._mosaic.tiles import BLOCK_KV, EXCHANGE, padded, stream_room
 from pallas_flash._problem import Problem
@@ -472,7 +473,7 @@ def backward(
         tile: block sizes.
         sums: names in this order; dq, whose sum has no order, with dk alone.
         seen: see `shared.rows`.
-        zeros: for the sums of dq, see `backward_delta`; where nothing is seen, anything.
+        zeros: for the sums of dq, see `backward_preprocess`; where nothing is seen, anything.
         center: float32 [B, K, H], subtracted from keys; None if it is zero.
         row_sums: float32 [B, N, T], the sums of ds over a row; None if they are zero. With a center
             and without `want_scale`, dq receives its term of them.
@@ -581,7 +582,7 @@ def backward(
             if name == "dq" and want_scale:
                 results[name] = ptx.unfold(x[:, :, 0])[:, : p.q_len, :, : p.head_dim]
                 continue
-            results[name] = backward_rows.rows(
+            results[name] = postprocess(
                 x,
                 rescaled(extras.dropout, scale) if name == "dq" else np.ones(1, np.float32),
                 (len(query), lengths[name], groups[0], widths[name]),

@@ -49,7 +49,7 @@ class Static:
     heads_of_center: int
 
 
-def pallas_flash_rows(*refs, static: Static, staged):
+def pallas_flash_postprocess(*refs, static: Static, staged):
     """64 rows of one head."""
     factor_ref, *refs, fragments_ref, rows_ref = refs
     seen_ref = refs.pop(0) if static.ends else None
@@ -95,7 +95,7 @@ def pallas_flash_rows(*refs, static: Static, staged):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def rows(fragments, factor, shape, dtype, *, batch: int, seen=None, weighted_center=()):
+def postprocess(fragments, factor, shape, dtype, *, batch: int, seen=None, weighted_center=()):
     """[B, T, N, H] of fragments.
 
     Args:
@@ -115,7 +115,7 @@ def rows(fragments, factor, shape, dtype, *, batch: int, seen=None, weighted_cen
         heads_of_center,
     )
     [result] = common.launch(
-        pallas_flash_rows,
+        pallas_flash_postprocess,
         (factor, *others, *weighted_center, fragments.reshape(-1, *group)),
         outputs=[(shape, dtype)],
         memory=dict(staged=common.blocks(dtype, rows=ROWS, columns=ptx.GROUP * groups)),

@@ -51,7 +51,7 @@ class Static:
     large: bool
 
 
-def pallas_flash_delta(*refs, static: Static, q_sm, o_sm, do_sm, numbers_sm, full, q_full):
+def pallas_flash_preprocess(*refs, static: Static, q_sm, o_sm, do_sm, numbers_sm, full, q_full):
     """64 queries of one head."""
     refs = list(refs)
     sums_ref = refs.pop() if static.groups else None
@@ -129,7 +129,9 @@ def pallas_flash_delta(*refs, static: Static, q_sm, o_sm, do_sm, numbers_sm, ful
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def delta(problem: Problem, o, do, log_sum: LogSum, *, head_dim: int = 0, seen=None, center=None):
+def preprocess(
+    problem: Problem, o, do, log_sum: LogSum, *, head_dim: int = 0, seen=None, center=None
+):
     """Delta, the `LogSum` for keys less their center, and zeros for the sums of dq.
 
     All are float32 [B, N, whole tiles of 128 queries], but m, which is [B, N, T].
@@ -160,7 +162,7 @@ def delta(problem: Problem, o, do, log_sum: LogSum, *, head_dim: int = 0, seen=N
         sums = [((count * groups, *ptx.OF_GROUP), jnp.float32)] if groups else []
         blocks = common.blocks(o.dtype, rows=ROWS, columns=value_dim)
         found = common.launch(
-            pallas_flash_delta,
+            pallas_flash_preprocess,
             (*others, o, do, lse),
             outputs=[*numbers, *sums],
             memory=dict(
