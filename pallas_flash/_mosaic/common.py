@@ -163,34 +163,39 @@ def launch(
     members: int = 1,
     **parameters,
 ):
-    """`pl.kernel` for this package's kernels.
+    """Launch one of this package's kernels through `pl.kernel`.
+
+    The kernel is called as `kernel(*operands, *sums, *outputs, static=static, **memory)`, where
+    each array has become a reference and all else is as it is here: any operand or sum may be a
+    tree of arrays, and any memory a tree of specifications, with None where there is nothing.
 
     Args:
-        kernel: takes references to operands, sums and outputs, and as keywords `static` and its
-            shared memory; its name is the name in a profile.
-        operands: arrays.
+        kernel: its name is the name in a profile.
+        operands: trees of arrays.
         outputs: (shape, dtype) of each.
-        memory: shared memory and barriers by name; None is handed on.
+        memory: shared memory and barriers by name.
         grid: names and lengths of its axes, the first varies fastest.
-        warpgroups: of a program.
+        warpgroups: warpgroups of a CTA.
         static: what the kernel knows at compile time.
-        sums: arrays in device memory in which all programs add.
-        members: programs in each place of the grid, which may share copies.
+        sums: trees of arrays in device memory to which CTAs add.
+        members: CTAs of a cluster.
         **parameters: of the compiler, beside `PARAMETERS`.
 
     Returns:
-        The sums and the outputs, in a list.
+        The sums, flattened, and the outputs, in a list.
     """
-    nothing = {name: None for name, x in memory.items() if x is None}
+    inputs, tree = jax.tree.flatten((*operands, *sums))
+    count = len(inputs) - len(jax.tree.leaves(sums))
 
     def body(*refs):
+        arguments = jax.tree.unflatten(tree, refs[: len(inputs)])
+
         def with_memory(**memory):
             # In x64 mode, Python's numbers would make it count in int64 and round from float64.
             with jax.enable_x64(False):
-                kernel(*refs, static=static, **memory, **nothing)
+                kernel(*arguments, *refs[len(inputs) :], static=static, **memory)
 
-        existing = {name: x for name, x in memory.items() if x is not None}
-        pl.run_scoped(with_memory, **existing, collective_axes="warpgroup")
+        pl.run_scoped(with_memory, **memory, collective_axes="warpgroup")
 
     run = pl.kernel(
         body,
@@ -206,13 +211,10 @@ def launch(
         compiler_params=dataclasses.replace(PARAMETERS, **parameters),
         name=kernel.__name__,
     )
-    results = [
-        *sums,
-        *(pl.empty(shape, dtype) for shape, dtype in outputs),
-    ]
+    results = [*inputs[count:], *(pl.empty(shape, dtype) for shape, dtype in outputs)]
 
     def fill(refs):
-        run(*operands, *refs)
+        run(*inputs[:count], *refs)
 
     return pl.run_state(fill)(results)
 

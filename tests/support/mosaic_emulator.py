@@ -659,9 +659,11 @@ fake_ptx = dict(
 
 def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=(), members=1, **_):
     """As `common.launch`: programs, or clusters of so many members, in any order, `AT_A_TIME`."""
-    results = [np.array(x) for x in sums]
-    results += [np.full(shape, np.nan, jnp.dtype(dtype)) for shape, dtype in outputs]
-    refs = [Device(np.asarray(x)) for x in operands] + [Device(x) for x in results]
+    sums = jax.tree.map(np.array, tuple(sums))
+    outputs = [np.full(shape, np.nan, jnp.dtype(dtype)) for shape, dtype in outputs]
+    results = [*jax.tree.leaves(sums), *outputs]
+    arrays = *jax.tree.map(np.asarray, tuple(operands)), *sums, *outputs
+    refs = jax.tree.map(Device, arrays)
     places = list(itertools.product(*map(range, grid.values())))
     random.Random(0).shuffle(places)
 
@@ -683,16 +685,14 @@ def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=
                 raise EmulationError("ends while something is running")
 
         program.run([lambda w=w: thread(w) for w in range(warpgroups)])
-        for x in memory.values():
+        for x in jax.tree.leaves(memory):
             for barrier in x.all if isinstance(x, Barriers) else []:
                 barrier.exists = False
         if program.failed:
             raise program.failed[0]
 
     def run(place):
-        memories = [
-            {name: allocate(x, members) for name, x in memory.items()} for _ in range(members)
-        ]
+        memories = [jax.tree.map(lambda x: allocate(x, members), memory) for _ in range(members)]
         connect(memories)
         cluster = Program()
         cluster.run([lambda x=x: run_program(place, *x) for x in enumerate(memories)])
@@ -711,7 +711,7 @@ def nothing(dtype):
 
 def connect(memories):
     """Makes known to each program's memory that of all programs of its cluster."""
-    for of_all in zip(*(x.values() for x in memories), strict=True):
+    for of_all in zip(*map(jax.tree.leaves, memories), strict=True):
         for x in of_all:
             if isinstance(x, Shared):
                 x.all = [y.array for y in of_all]
@@ -721,8 +721,6 @@ def connect(memories):
 
 
 def allocate(spec, members):
-    if spec is None:
-        return None
     if isinstance(spec, Barrier):
         return Barriers(spec, members)
     return Shared(np.full(spec.shape, nothing(spec.dtype), jnp.dtype(spec.dtype)))
@@ -739,7 +737,7 @@ def emulated(monkeypatch):
     of_backward = "kernel", "common", "dbias", "dq", "preprocess", "postprocess"
     backward = [f"backward_{x}" for x in of_backward]
     forward = "forward", "forward_common", "decode"
-    names = "common", "options", "pairs", "work", *forward, *backward, "ptx"
+    names = "common", "options", "pairs", "pipeline", "work", *forward, *backward, "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]
     with monkeypatch.context() as patch:
