@@ -15,8 +15,8 @@ from pallas_flash._mosaic.backward_dbias import dbias as _dbias
 from pallas_flash._mosaic.backward_dq import dq as _dq
 from pallas_flash._mosaic.backward_kernel import backward as _backward
 from pallas_flash._mosaic.backward_preprocess import preprocess
-from pallas_flash._mosaic.decode import decode as _decode
-from pallas_flash._mosaic.forward import forward as _forward
+from pallas_flash._mosaic.decode_kernel import decode as _decode
+from pallas_flash._mosaic.forward_kernel import forward as _forward
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LogSum, sinks_gradient
 from pallas_flash._tiling.sizes import TileSizes

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import jax
 
 from pallas_flash import _hardware
-from pallas_flash._mosaic import backward_dq, tiles
+from pallas_flash._mosaic import backward_dq, common, decode_kernel, forward_kernel, tiles
 from pallas_flash._mosaic.backward_kernel import REGISTERS
-from pallas_flash._mosaic.forward import REGISTERS as FORWARD_REGISTERS
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
     FORWARD,
@@ -67,13 +66,9 @@ def check(kernel: str, tile, p: Problem) -> None:
 def shared_bytes(kernel: str, tile, p: Problem) -> int:
     """What a kernel keeps in shared memory."""
     if kernel == "forward":
-        slots, found = tiles.bias_slots(p, tile), tiles.forward_bytes(p, tile)
-        found += tiles.mask_bytes(p, tile)
-        return found + (slots * tiles.bias_slot(p, tile) if slots else 0)
+        return common.smem_bytes(forward_kernel.scratch(p, tile))
     if kernel == "decode":
-        head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
-        flow = tile.stages * tile.block_kv * (head_dim + value_dim)
-        return tiles.BARRIERS + 2 * (ROWS * head_dim + flow)
+        return common.smem_bytes(decode_kernel.scratch(p, tile))
     head_dim, value_dim = _padded(p)
     if kernel == "dq":
         rows = tile.warpgroups * ROWS
@@ -90,7 +85,7 @@ def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:
     if kernel in FORWARD:
         # Sums, scores, and in 16 bits the weights of the tile before.
         numbers = p.value_dim // 2 + tile.block_kv // 2 + tile.block_kv // 4
-        return numbers, FORWARD_REGISTERS[tile.warpgroups][0]
+        return numbers, forward_kernel.REGISTERS[tile.warpgroups][0]
     head_dim, value_dim = _padded(p)
     if kernel == "dq":
         return head_dim // 2 + tile.block_kv, backward_dq.REGISTERS[tile.warpgroups][0]

@@ -1,16 +1,16 @@
-"""What the kernels in Mosaic GPU share: memory, and how they are launched.
+"""What the kernels in Mosaic GPU share: index arithmetic, shared memory, and the launch.
 
-A program has warpgroups, 128 threads each: some compute, one has little to do but to start the
-copies of what they need next from device memory to shared memory. A copy reports to a barrier in
-shared memory, at which those wait who need it; where it lies is a slot of a ring, and whoever has
-used a slot reports to another barrier that it is free.
+A CTA has warpgroups of 128 threads. Consumer warpgroups compute; one producer warpgroup starts the
+copies (TMA) from device memory to the stages of pipelines in shared memory, see `pipeline`.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -21,6 +21,8 @@ from pallas_flash._mosaic.options import Options
 
 plgpu = _compat.mosaic_gpu()
 
+SMEM_ALIGNMENT = 1024  # Bytes.
+
 PARAMETERS = plgpu.CompilerParams(
     approx_math=True,
     lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -30,41 +32,41 @@ PARAMETERS = plgpu.CompilerParams(
 
 
 def positions(shape, row, column):
-    """int32 indices of a tile's rows and columns, each of its whole shape."""
+    """Return int32 indices of a tile's rows and of its columns, each of the tile's shape."""
     return ptx.positions(shape, 0, row), ptx.positions(shape, 1, column)
 
 
 def along_rows(x, shape):
-    """One number a row, as a tile."""
+    """Return a tile whose rows are filled with one number of x each."""
     return lax.broadcast_in_dim(x, shape, (0,))
 
 
 def along_columns(x, shape):
-    """One number a column, as a tile."""
+    """Return a tile whose columns are filled with one number of x each."""
     return lax.broadcast_in_dim(x, shape, (1,))
 
 
 def block_of_columns(n: int, x, width: int = ptx.COLUMNS):
-    """The n-th so many columns, which may reach beyond the last one; x is any int32.
+    """Return the slice of the n-th `width` columns; x is any int32.
 
-    Pallas refuses that where it knows the first, so it is not to know. Copies take what exists, and
-    leave zeros for the others.
+    A block may reach beyond the last column. Pallas refuses that where it knows the first one, so
+    x hides it. Copies take the columns that exist, and fill the others with zeros.
     """
     return pl.ds(0 * x + n * width, width)
 
 
 def remainder(x, n: int):
-    """The rest of x by n, for an int32 that is not negative."""
+    """Return x % n for an int32 that is not negative."""
     return lax.rem(x, jnp.int32(n))
 
 
 def quotient(x, n: int):
-    """How often n is in x, likewise."""
+    """Return x // n for an int32 that is not negative."""
     return lax.div(x, jnp.int32(n))
 
 
 def digits(number, counts):
-    """What is before, and the index of each axis: the last one varies fastest."""
+    """Return the quotient, and the index of each axis; the last axis varies fastest."""
     found = []
     for count in reversed(counts):
         found.append(jnp.int32(0) if count == 1 else remainder(number, count))
@@ -73,23 +75,23 @@ def digits(number, counts):
 
 
 def blocks(dtype, *outer: int, rows: int, columns: int):
-    """Shared memory for tiles, in blocks of 64 columns."""
+    """Return a specification of shared memory for tiles, in blocks of 64 columns."""
     shape = (*outer, -(-columns // ptx.COLUMNS), rows, ptx.COLUMNS)
     return plgpu.SMEM(shape, dtype, transforms=ptx.BLOCKS)
 
 
 def strips(dtype, *outer: int, rows: int, columns: int):
-    """Shared memory for tiles, as `ptx.load_strips` reads them."""
+    """Return a specification of shared memory for tiles, as `ptx.load_strips` reads them."""
     width = ptx.strip_width(columns, dtype)
     shape = (*outer, columns // width, rows, width)
     return plgpu.SMEM(shape, dtype, transforms=ptx.strips(width, dtype))
 
 
 def store(ref, at, x):
-    """Stores a tile at its place in device memory.
+    """Store a tile at its place in device memory.
 
-    Of 16 bits a number, threads side by side write 16 bytes. From JAX 0.12 on Pallas stores less
-    than 32 only where it is told that this is wanted.
+    Neighbouring threads write 16 bytes of 16-bit numbers. From JAX 0.12 on Pallas refuses stores of
+    less than 32 bytes unless they are asked for.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref.at[at], x, optimized=False)
@@ -97,16 +99,34 @@ def store(ref, at, x):
         ref[at] = x
 
 
-# The axis of programs that share copies: a cluster, in CUDA's terms.
+# The axis of a cluster: its index is the cluster rank of a CTA.
 MEMBER = "member"
 
 
 def barriers(count: int, arrivals: int = 1, members: int = 1):
-    """So many, for so many arrivals of each member: who arrives does so at those of all members."""
+    """Return a specification of `count` barriers that complete after `arrivals` of each CTA.
+
+    In a cluster of several members an arrival is one at the barriers of all its CTAs.
+    """
     if members == 1:
         return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
     axes = (MEMBER,)
     return plgpu.ClusterBarrier(collective_axes=axes, num_barriers=count, num_arrivals=arrivals)
+
+
+def smem_bytes(memory) -> int:
+    """Return the bytes of shared memory that specifications take, of any tree.
+
+    Each array begins at a multiple of `SMEM_ALIGNMENT`, and a barrier takes 8 bytes.
+    """
+    total = 0
+    for x in jax.tree.leaves(memory):
+        if isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier):
+            total += 8 * int(np.prod(x.num_barriers))
+        else:
+            size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+            total += -(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+    return total
 
 
 class Ring:

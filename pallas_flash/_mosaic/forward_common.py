@@ -1,57 +1,49 @@
-"""What the kernels of the forward share: the online softmax of a tile, and how tiles are loaded.
+"""What the kernels of the forward share: the online softmax, and the producer's copies.
 
-Equations are in forward.py. m moves only when it would grow by more than THRESHOLD. That is exact:
-acc, l and the LSE share the shift, whatever it is, and p stays below 2^THRESHOLD.
+Equations are in forward_kernel.py. The maximum m moves only when it would grow by more than
+THRESHOLD. That is exact: acc, l and the LSE share the shift, whatever it is, and p stays below
+2^THRESHOLD.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._mosaic import common, ptx, work
-from pallas_flash._mosaic.work import ROWS
+from pallas_flash._mosaic import common, ptx, work_loop
+from pallas_flash._mosaic.pipeline import Pipeline
+from pallas_flash._mosaic.scheduler import QUERY_ROWS
 from pallas_flash._scores import LOG2E, with_sink
 
 plgpu = common.plgpu
 
-THRESHOLD = 8.0
-# Less than every score, and a finite number: -inf - -inf would be NaN.
+THRESHOLD = 8.0  # In base 2.
+# Less than every score, and finite, because -inf - -inf would be NaN.
 LOWEST = -3e38
 
 
-class Refs(NamedTuple):
-    """What a kernel of the forward reads."""
-
-    items: work.Items
-    q: Any
-    k: Any
-    v: Any
-    table: Any  # None if tiles are not listed.
-    shared: Any
-    seen: Any = None  # For few queries; None if all keys are.
-    ends: Any = ()  # How many keys of each example are seen, and `last_tile` of the values.
-    bias: Any = None  # If tiles of it are copied.
-    bits: Any = ()  # Likewise of masks.
+# ------------------------------------------------------------------------------------------------
+# Softmax
+# ------------------------------------------------------------------------------------------------
 
 
-def nothing(value_dim: int, *, large: bool):
-    """Where acc, m and l begin."""
-    m = jnp.full((ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
-    l = jnp.zeros((ROWS,), jnp.float32)
-    acc = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), jnp.float32), ptx.ACC)
+def initial_state(value_dim: int, *, large: bool):
+    """Return acc, m and l before the first K/V block."""
+    m = jnp.full((QUERY_ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
+    l = jnp.zeros((QUERY_ROWS,), jnp.float32)
+    acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, value_dim), jnp.float32), ptx.ACC)
     return acc, plgpu.layout_cast(m, ptx.ROW), plgpu.layout_cast(l, ptx.ROW)
 
 
 def softmax(s, c, m, l, *, large: bool):
-    """p, float32, and the new m and l, and alpha, for scores s that c takes to base 2."""
+    """Return p, float32, the new m and l, and alpha, for scores s that c takes to base 2."""
     if large:
         grown = jnp.maximum(m, jnp.max(s, axis=1))
         m_new = jnp.where(grown - m > THRESHOLD / LOG2E, grown, m)
-        # A row that has seen nothing yet: -inf - -inf would be NaN, -inf - 0 gives weight 0.
+        # A row without visible keys so far: -inf - -inf would be NaN, -inf - 0 gives weight 0.
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         alpha = jnp.exp2((m - m_safe) * LOG2E)
         # Scores are rounded before m is subtracted, so that the largest weight is exact.
@@ -65,58 +57,71 @@ def softmax(s, c, m, l, *, large: bool):
 
 
 def finish(m, l, sink, *, large: bool):
-    """The statistics of `LogSum`, and what the sums of weighted values are multiplied with."""
-    alive = l > 0.0
-    l, factor = jnp.where(alive, l, 1.0), 1.0
+    """Return the statistics of `LogSum`, and the factor of the sums of weighted values."""
+    has_keys = l > 0.0
+    l, factor = jnp.where(has_keys, l, 1.0), 1.0
     if large or sink is not None:
-        m = jnp.where(alive, m, 0.0)
+        m = jnp.where(has_keys, m, 0.0)
     if sink is not None and large:
         m, l, factor = with_sink(m, l, sink)
     elif sink is not None:
         m, l, factor = with_sink(m, l, sink * LOG2E, jnp.exp2)
     l_log2 = jnp.log2(l) if large else m + jnp.log2(l)
-    l_log2 = jnp.where(alive, l_log2, -jnp.inf)
+    l_log2 = jnp.where(has_keys, l_log2, -jnp.inf)
     return ([m, l_log2] if large else [l_log2]), factor / l
 
 
-def last_tile(x, seen, block: int):
-    """The tile [B, block, N, H] of x in which what is seen ends, with zeros behind that.
+# ------------------------------------------------------------------------------------------------
+# Values of sequences with a valid length
+# ------------------------------------------------------------------------------------------------
 
-    What stands there may be NaN, and 0 * NaN is NaN.
+
+def last_block(x, length, block: int):
+    """Return the block [B, block, N, H] of x in which sequences end, with zeros after the end.
+
+    The padding may hold NaN, and 0 * NaN is NaN.
 
     Args:
         x: [B, T, N, H].
-        seen: int32 [B], how many of the first rows are seen.
-        block: rows of a tile.
+        length: int32 [B], the valid length of each batch element.
+        block: rows of a block.
     """
-    first = seen // block * block
+    first = length // block * block
     rows = first[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
     tile = jax.vmap(lambda x, rows: jnp.take(x, rows, 0, mode="clip"))(x, rows)
-    # Places in the whole tile: with those of its rows XLA has a kernel more.
+    # Places in the whole block: with those of its rows XLA has one more kernel.
     place = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
-    return jnp.where(place < (seen - first)[:, None, None, None], tile, 0)
+    return jnp.where(place < (length - first)[:, None, None, None], tile, 0)
 
 
-def from_last_tile_or(ref, last_ref, start, first, seen, block: int):
-    """Runs `start(ref, first)`; in that tile, of which `last_ref` is, `start` from there.
+def from_last_block_or(ref, last_ref, start, first, length, block: int):
+    """Run `start(ref, first)`, or for the block that `last_block` replaces `start` from there.
 
     Args:
-        ref: all rows.
-        last_ref: see `last_tile`.
-        start: takes a reference and a row of it.
-        first: the row to begin with.
-        seen: how many of the example's first rows are seen.
-        block: rows of a tile.
+        ref: reference to all rows.
+        last_ref: reference to `last_block`.
+        start: function of a reference and a row of it.
+        first: first row of the block.
+        length: valid length of the batch element.
+        block: rows of a block.
     """
-    end = seen - common.remainder(seen, block)
+    end = length - common.remainder(length, block)
     inside = (first >= end) & (first < end + block)
     pl.when(inside)(lambda: start(last_ref, first - end))
     pl.when(jnp.logical_not(inside))(lambda: start(ref, first))
 
 
-def copy(ref, index, destination, barrier, members: int = 1):
-    """A tile to shared memory, 64 columns at a time; to that of all members, each a part."""
-    axes = None if members == 1 else common.MEMBER
+# ------------------------------------------------------------------------------------------------
+# The producer's copies
+# ------------------------------------------------------------------------------------------------
+
+
+def copy(ref, index, destination, barrier, cluster_size: int = 1):
+    """Copy a tile to shared memory, 64 columns at a time.
+
+    In a cluster each CTA copies a part of the rows to the shared memory of all (TMA multicast).
+    """
+    axes = None if cluster_size == 1 else common.MEMBER
     for n in range(destination.shape[0]):
         columns = common.block_of_columns(n, index[0])
         tile = ref.at[(*index, columns)]
@@ -124,62 +129,70 @@ def copy(ref, index, destination, barrier, members: int = 1):
 
 
 def copy_keys_and_values(
-    refs, memory, tiles: work.Tiles, at, used, members: int = 1, beside=lambda i, first_key: None
+    inputs,
+    k: Pipeline,
+    v: Pipeline,
+    stream,
+    where,
+    base,
+    cluster_size: int = 1,
+    beside=lambda i, first_key: None,
 ):
-    """The tiles of an item, each to its slot as soon as that is free.
+    """Copy the K/V blocks of a work tile, each to its stage as soon as that is empty.
 
     Args:
-        refs: with `k` and `v`.
-        memory: with k_sm, k_full and k_free, and those of v.
-        tiles: which.
-        at: the example and the key/value head.
-        used: tiles that this program had before.
-        members: programs that share them.
-        beside: starts what else is copied for a tile, the i-th one of this program.
+        inputs: with k, v and `lengths`.
+        k: the pipeline of keys.
+        v: the pipeline of values.
+        stream: the number of blocks, and a function from a place to the number of the block.
+        where: the batch element and the key/value head.
+        base: blocks that this CTA had before.
+        cluster_size: CTAs that share the copies.
+        beside: starts what else is copied for a block, the i-th one of this CTA.
     """
-    b, h = at
-    stages, block = memory["k_sm"].shape[0], memory["k_sm"].shape[2]
-    ring = common.Ring(stages)
-    seen_ref, last_v_ref = refs.ends or (None, None)
-    seen = None if seen_ref is None else plgpu.load(seen_ref.at[b])
+    (count, at), (b, h) = stream, where
+    block = k.smem.shape[2]
+    lengths, last_v_ref = inputs.lengths or (None, None)
+    length = None if lengths is None else plgpu.load(lengths.at[b])
 
     def one(j, _):
-        slot, first = ring(used + j), tiles.at(j) * block
+        i, first = base + j, at(j) * block
 
-        def start(x, ref, first):
-            at = b, pl.ds(first, block), h
-            copy(ref, at, memory[f"{x}_sm"].at[slot], memory[f"{x}_full"].at[slot], members)
+        def start(pipeline, ref, first):
+            index = b, pl.ds(first, block), h
+            copy(ref, index, pipeline.stage(i), pipeline.filled(i), cluster_size)
 
-        beside(used + j, first)
-        ring.refill(used + j, memory["k_free"])
-        start("k", refs.k, first)
-        ring.refill(used + j, memory["v_free"])
-        start_v = functools.partial(start, "v")
-        if seen is None:
-            start_v(refs.v, first)
+        beside(i, first)
+        k.producer_acquire(i)
+        start(k, inputs.k, first)
+        v.producer_acquire(i)
+        start_v = functools.partial(start, v)
+        if length is None:
+            start_v(inputs.v, first)
         else:
-            from_last_tile_or(refs.v, last_v_ref, start_v, first, seen, block)
+            from_last_block_or(inputs.v, last_v_ref, start_v, first, length, block)
 
-    lax.fori_loop(jnp.int32(0), tiles.count, one, None)
+    lax.fori_loop(jnp.int32(0), count, one, None)
 
 
-def beside_one_another(items: work.Items, keys_and_values, *queries):
-    """Runs each over a program's items, in a warp of its own; the first one takes them.
+def run_producer_warps(tiles: work_loop.WorkTiles, keys_and_values: Any, *queries):
+    """Run each function over a CTA's work tiles, in a warp of its own; the first warp takes them.
 
     Args:
-        items: those of the first one.
-        keys_and_values: its body for `work.for_each_item`, which counts from 0, as the others do.
-        *queries: for each of the others its items, and its body.
+        tiles: the work tiles of the first warp.
+        keys_and_values: its body for `work_loop.for_each`, whose carry begins with 0, as the
+            others' does.
+        *queries: for each of the other warps its work tiles, and its body.
     """
 
     @plgpu.warp_map
     def _(warp):
         @pl.when(warp == 0)
         def _():
-            work.for_each_item(items, keys_and_values, jnp.int32(0), takes=True)
+            work_loop.for_each(tiles, keys_and_values, jnp.int32(0), takes=True)
 
-        for n, (items_of_warp, body) in enumerate(queries, 1):
+        for n, (tiles_of_warp, body) in enumerate(queries, 1):
 
             @pl.when(warp == n)
-            def _(items=items_of_warp, body=body):
-                work.for_each_item(items, body, jnp.int32(0))
+            def _(tiles=tiles_of_warp, body=body):
+                work_loop.for_each(tiles, body, jnp.int32(0))

@@ -112,56 +112,6 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def forward_bytes(p: Problem, tile: ForwardTile) -> int:
-    """Bytes of shared memory of a program, without those for tiles of a bias."""
-    head_dim, value_dim = (-(-n // 64) * 64 for n in (p.head_dim, p.value_dim))
-    rows = tile.warpgroups * 64
-    stay = 2 * rows * (head_dim + 64 * tile.output_slots)
-    stay += aligned(4 * (2 if p.large else 1) * rows)
-    # Items, which programs take where the mask has arrays.
-    stay += ALIGNED if jax.tree.leaves(p.mask) else 0
-    return BARRIERS + stay + 2 * tile.stages * tile.block_kv * (head_dim + value_dim)
-
-
-# Slots for tiles of masks as bits.
-MASK_SLOTS = 4
-
-
-def mask_slots(p: Problem, tile: ForwardTile) -> int:
-    """Slots for tiles of masks as bits; 0 if they are read in device memory, or there are none."""
-    return MASK_SLOTS if mask_bytes(p, tile) else 0
-
-
-def mask_bytes(p: Problem, tile: ForwardTile) -> int:
-    """Bytes of shared memory for them."""
-    # A tile is whole words, and copied for one program.
-    if tile.block_kv % 32 or tile.programs > 1:
-        return 0
-    masks = sum(map(has_pairs, p.mask.leaves))
-    size = aligned(masks * MASK_SLOTS * tile.warpgroups * 64 * tile.block_kv // 8)
-    room = _hardware.shared_memory_limit(HOPPER) - forward_bytes(p, tile)
-    return size if size <= room else 0
-
-
-def bias_slot(p: Problem, tile: ForwardTile) -> int:
-    """Bytes of a tile of the bias for each warpgroup; numbers of 64 bits are read as float32."""
-    return tile.warpgroups * 64 * tile.block_kv * min(4, p.bias.dtype.itemsize)
-
-
-def bias_slots(p: Problem, tile: ForwardTile) -> int:
-    """Slots of each warpgroup for tiles of the bias: as many as of keys, where there is room.
-
-    0 if the bias is read in device memory: copies take rows of a multiple of 16 bytes.
-    """
-    if p.bias is None or 1 in p.bias.shape[2:]:
-        return 0
-    itemsize = min(4, p.bias.dtype.itemsize)
-    if itemsize == 1 or p.kv_len * itemsize % 16:
-        return 0
-    room = _hardware.shared_memory_limit(HOPPER) - forward_bytes(p, tile) - mask_bytes(p, tile)
-    return max(0, min(tile.stages, room // bias_slot(p, tile)))
-
-
 class StreamRoom(NamedTuple):
     """What of pairs the backward copies to shared memory, where keys stay.
 

@@ -24,7 +24,7 @@ from support.mosaic_cases import (
 
 import pallas_flash
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import work
+from pallas_flash._masks import Tiling
 from pallas_flash._mosaic.options import Options, shared_arrays
 from pallas_flash._scores import FUNCTIONS
 from pallas_flash._vjp import Plan
@@ -122,7 +122,7 @@ def test_distances_are_quick_floats_where_all_are_small(options, near):
     q = jnp.zeros((2, 9, 4, 64), jnp.bfloat16)
     problem = checked((q, q, q), options)
     shared = shared_arrays(problem, problem.mask)
-    tiling = work.Tiling(9, 64)
+    tiling = Tiling(9, 64)
     functions = Options.of(problem, shared, tiling, tiling).functions
     assert (functions.to_float is not FUNCTIONS.to_float) == near
 

@@ -21,7 +21,7 @@ from support.mosaic_cases import checked
 
 from pallas_flash import _mosaic
 from pallas_flash._masks import Tiling
-from pallas_flash._mosaic import decode, work
+from pallas_flash._mosaic import block_ranges, decode_kernel, scheduler
 from pallas_flash._mosaic.tiles import decode_tile
 from pallas_flash._tiling.sizes import FEW_QUERIES
 from pallas_flash._visits import edges_first
@@ -58,7 +58,7 @@ SERVED = [
 @pytest.fixture
 def one_program(monkeypatch):
     """All items in one program, so that its slots are used again and parts follow each other."""
-    monkeypatch.setattr(work, "CORES", 1)
+    monkeypatch.setattr(scheduler, "NUM_SMS", 1)
 
 
 @cases.parametrize(
@@ -108,34 +108,34 @@ def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
 
 
 def with_parts_overlapping(patch):
-    cut = decode.in_parts
+    cut = decode_kernel.split_entries
 
     def overlapping(entries, parts, listed):
         cut_entries = np.array(cut(entries, parts, listed))
         cut_entries[..., 1:, 0] -= 1
         return cut_entries
 
-    patch.setattr(decode, "in_parts", overlapping)
+    patch.setattr(decode_kernel, "split_entries", overlapping)
     # One program alone would not cut anything.
-    patch.setattr(decode, "number_of_parts", lambda *_, **__: 2)
+    patch.setattr(decode_kernel, "num_splits", lambda *_, **__: 2)
 
 
 def with_heads_in_another_order(patch):
-    place = decode.heads_and_positions
+    place = decode_kernel.heads_and_positions
 
     def moved(kv_head, first_row, *others):
         return place(kv_head, first_row + 1, *others)
 
-    patch.setattr(decode, "heads_and_positions", moved)
+    patch.setattr(decode_kernel, "heads_and_positions", moved)
 
 
 BROKEN = {
     "no wait for keys": (broken_kernels.without_waiting_at({"k_full"}), "full"),
     "no wait for values": (broken_kernels.without_waiting_at({"v_full"}), "full"),
     "no wait for queries": (broken_kernels.without_waiting_at({"q_full"}), "full"),
-    "no wait for a free slot": (broken_kernels.without_waiting_at({"v_free"}), "full"),
-    "an arrival too many": (broken_kernels.with_arrivals("k_free", 1), "full"),
-    "an arrival too few": (broken_kernels.with_arrivals("q_free", -1), "full"),
+    "no wait for a free slot": (broken_kernels.without_waiting_at({"v_empty"}), "full"),
+    "an arrival too many": (broken_kernels.with_arrivals("k_empty", 1), "full"),
+    "an arrival too few": (broken_kernels.with_arrivals("q_empty", -1), "full"),
     "a mask moved by one": (broken_kernels.with_mask_moved, "causal, aligned at the end"),
     "parts with a tile in common": (with_parts_overlapping, "full"),
     "rows moved by one": (with_heads_in_another_order, "causal, aligned at the end"),
@@ -165,7 +165,7 @@ def test_the_emulator_sees_a_kernel_that_is_broken(broken, one_program, monkeypa
 @pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
 def test_parts_are_even_and_together_everything(parts, xp):
     entries = xp.asarray(RANGES, np.int32)[None, None]
-    cut = decode.in_parts(entries, parts, False)
+    cut = decode_kernel.split_entries(entries, parts, False)
     assert type(cut) is type(entries)
     cut = np.asarray(cut).reshape(len(RANGES), parts, 4)
     for (start, full_start, full_stop, stop), mine in zip(RANGES, cut, strict=True):
@@ -185,14 +185,15 @@ def test_parts_of_a_list(parts):
     lists = [(full, count) for count in range(6) for full in range(count + 1)]
     tiles = np.array([7, 3, 9, 0, 4], np.int32)
     table = jnp.asarray([[*x, *tiles] for x in lists], jnp.int32)[None, None]
-    cut = np.asarray(decode.in_parts(work.entries(table, True), parts, True))
+    cut = np.asarray(decode_kernel.split_entries(block_ranges.entries(table, True), parts, True))
     cut = cut.reshape(len(lists), parts, 4)
+    table_ref = emulator.Device(np.asarray(table[0, 0]))
     with emulator.emulated(pytest.MonkeyPatch()):
         for (full, count), mine in zip(lists, cut, strict=True):
             found = []
             for entry in mine:
-                each = work.tiles_of(entry, emulator.Device(np.asarray(table[0, 0])))
-                found += [(int(each.at(i)), i < each.edges) for i in range(int(each.count))]
+                each = block_ranges.partial_first(entry, table_ref)
+                found += [(int(each.at(i)), i < each.partial) for i in range(int(each.count))]
             want = [(t, i >= full) for i, t in enumerate(tiles.tolist()[:count])]
             assert sorted(found) == sorted(want)
 
@@ -203,7 +204,7 @@ def test_parts_of_a_list(parts):
 )
 def test_each_part_is_dealt_out_once(batch, heads, parts, shared):
     entries = np.arange(np.prod(shared) * parts * 4, dtype=np.int32).reshape(*shared, parts, 4)
-    lists = decode.dealt(entries, batch, heads)
+    lists = decode_kernel.split_schedule(entries, batch, heads)
     items = [item for row in lists.tolist() for item in row[1 : 1 + row[0][0]]]
     found = {tuple(item[:3]): item[3:] for item in items}
     assert len(found) == len(items)
@@ -211,7 +212,9 @@ def test_each_part_is_dealt_out_once(batch, heads, parts, shared):
     entries = np.broadcast_to(entries, (batch, heads, parts, 4))
     assert all(entry == entries[place].tolist() for place, entry in found.items())
     assert np.ptp(lists[:, 0, 0]) <= 1
-    np.testing.assert_array_equal(lists, decode.dealt(jnp.asarray(entries), batch, heads))
+    np.testing.assert_array_equal(
+        lists, decode_kernel.split_schedule(jnp.asarray(entries), batch, heads)
+    )
 
 
 # (keys, examples, key/value heads, queries, parts): where keys are known all cores are done
@@ -231,7 +234,7 @@ def test_parts(S, B, K, T, parts):
     def number(q, k, v, known):
         call = checked((q, k, v), {})
         tile = decode_tile(call)
-        return decode.number_of_parts(call, B, Tiling(S, tile.block_kv), tile, known=known)
+        return decode_kernel.num_splits(call, B, Tiling(S, tile.block_kv), tile, known=known)
 
     q, k = (jax.ShapeDtypeStruct((B, n, h, 128), jnp.bfloat16) for n, h in ((T, 4 * K), (S, K)))
     found = {}
@@ -240,7 +243,9 @@ def test_parts(S, B, K, T, parts):
             lambda *qkv, known=known: found.update({known: number(*qkv, known)}), q, k, k
         )
     assert found[True] == parts
-    assert found[False] * K >= min(work.CORES, S // 64 // decode.TILES_OF_A_PART * K)
+    assert found[False] * K >= min(
+        scheduler.NUM_SMS, S // 64 // decode_kernel.MIN_BLOCKS_OF_A_SPLIT * K
+    )
 
 
 @pytest.mark.parametrize("T", [1, FEW_QUERIES, FEW_QUERIES + 1])
@@ -301,7 +306,7 @@ def test_results_of_parts_join_where_scores_may_be_large():
     l = 1 + np.abs(l)
     weights = np.exp(m - m.max(axis=1))
     total = (weights * l).sum(axis=1)
-    o, log_sum = decode.join(call, *(jnp.asarray(x, jnp.float32) for x in (acc, m, l)))
+    o, log_sum = decode_kernel.combine(call, *(jnp.asarray(x, jnp.float32) for x in (acc, m, l)))
     want = (weights[..., None] * acc).sum(axis=1) / total[..., None]
     np.testing.assert_allclose(o[0, 0, 0], want[0, 0, 0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(

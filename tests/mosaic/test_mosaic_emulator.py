@@ -5,7 +5,6 @@ It runs copies and products as late as it may, so that a wait too few shows.
 
 import dataclasses
 import functools
-import importlib
 import time
 
 import jax.numpy as jnp
@@ -28,11 +27,12 @@ from support.mosaic_cases import (
     MANY_KEYS,
     biased,
     emulated,
+    on_sms,
     with_bias,
     with_heads,
 )
 
-from pallas_flash._mosaic import backward_dbias, pairs, tiles, work
+from pallas_flash._mosaic import backward_dbias, forward_kernel, pairs, tiles
 
 
 def in_pairs(broken):
@@ -61,27 +61,28 @@ BIAS = with_bias("S", B=1)
 
 # Of which tiles are copied, more than there are slots.
 BIAS_IN_TILES = biased(B=1, N=2, K=1, T=601, S=600)
-forward = importlib.import_module("pallas_flash._mosaic.forward")
+
+
+PRODUCER = forward_kernel.ProducerWarpgroup
 
 
 def with_rows_of_the_bias_moved(patch):
-    copy_bias = forward.copy_bias
+    load_bias = PRODUCER.load_bias
 
-    def moved(refs, memory, bias, w, first_row, *others):
-        return copy_bias(refs, memory, bias, w, first_row + 1, *others)
+    def moved(self, w, first_row, *others):
+        return load_bias(self, w, first_row + 1, *others)
 
-    patch.setattr(forward, "copy_bias", moved)
+    patch.setattr(PRODUCER, "load_bias", moved)
 
 
 def with_keys_of_the_bias_moved(patch):
-    copy_bias = forward.copy_bias
+    load_bias = PRODUCER.load_bias
 
-    def moved(refs, memory, bias, w, first_row, item, read):
-        at = len(work.WHERE)
-        item = [*item[:at], item[at] - 1, *item[at + 1 :]]
-        return copy_bias(refs, memory, bias, w, first_row, item, read)
+    def moved(self, w, first_row, tile, base):
+        blocks = tile.kv_blocks._replace(first=tile.kv_blocks.first - 1)
+        return load_bias(self, w, first_row, tile._replace(kv_blocks=blocks), base)
 
-    patch.setattr(forward, "copy_bias", moved)
+    patch.setattr(PRODUCER, "load_bias", moved)
 
 
 def with_numbers_of_another_head(patch):
@@ -119,9 +120,9 @@ def with_a_slot_freed_before_it_is_read(patch):
 
     def launch(kernel, operands, *, memory, **others):
         def spied(*refs, static, **mine):
-            if "bias_full" in mine:
-                both = zip(*(mine[f"bias_{x}"].all for x in ("full", "free")), strict=True)
-                pairs.update((id(full), free) for full, free in both)
+            if mine.get("bias") is not None:
+                both = zip(mine["bias"].full.all, mine["bias"].empty.all, strict=True)
+                pairs.update((id(full), empty) for full, empty in both)
             kernel(*refs, static=static, **mine)
 
         return start(spied, operands, memory=memory, **others)
@@ -176,7 +177,7 @@ def on_one_core(broken):
     """Where a program takes many items."""
 
     def alone(patch):
-        patch.setattr(work, "CORES", 1)
+        on_sms(patch, 1)
         broken(patch)
 
     return alone
@@ -195,23 +196,23 @@ def with_rows_moved(patch):
 BROKEN = {
     "no wait for keys": (without_waiting_at({"k_full"}), LONG),
     "no wait for values": (without_waiting_at({"v_full"}), LONG),
-    "no wait for a free slot of keys": (without_waiting_at({"k_free"}), MANY_KEYS),
+    "no wait for a free slot of keys": (without_waiting_at({"k_empty"}), MANY_KEYS),
     "no wait for queries": (without_waiting_at({"q_full"}), LONG),
     "no wait for cotangents": (without_waiting_at({"do_full"}), LONG),
     "no wait for delta": (without_waiting_at({"delta_full"}), LONG),
     "no wait for outputs, delta": (without_waiting_at({"full"}, "_delta"), LONG),
     "no wait for products": (without_waiting_for_products, LONG),
     "no wait for items": (on_one_core(without_waiting_at({"work_full"})), ITEMS),
-    "no wait for a free slot of items": (on_one_core(without_waiting_at({"work_free"})), ITEMS),
-    "a reader of items too many": (on_one_core(with_arrivals("work_free", 1)), ITEMS),
-    "a reader of items too few": (on_one_core(with_arrivals("work_free", -1)), ITEMS),
+    "no wait for a free slot of items": (on_one_core(without_waiting_at({"work_empty"})), ITEMS),
+    "a reader of items too many": (on_one_core(with_arrivals("work_empty", 1)), ITEMS),
+    "a reader of items too few": (on_one_core(with_arrivals("work_empty", -1)), ITEMS),
     "items are passed over": (on_one_core(with_rows_moved), ITEMS),
     "no wait before rows are zeroed": (without_waiting_at({"landed"}), ITEMS),
-    "an arrival too many": (with_arrivals("k_free", 1), MANY_KEYS),
-    "an arrival too few": (with_arrivals("v_free", -1), MANY_KEYS),
+    "an arrival too many": (with_arrivals("k_empty", 1), MANY_KEYS),
+    "an arrival too few": (with_arrivals("v_empty", -1), MANY_KEYS),
     "an arrival too many, backward": (with_arrivals("q_free", 1), LONG),
     "slots are refilled when one of two has used them": (
-        in_pairs(with_memory("k_free", of_one_program)),
+        in_pairs(with_memory("k_empty", of_one_program)),
         with_heads(MANY_KEYS, 128),
     ),
     "no wait for the end of the other program": (
@@ -223,18 +224,18 @@ BROKEN = {
         with_heads(LONG_CAUSAL, 128),
     ),
     "no wait for the bias": (without_waiting_at({"bias_full"}), BIAS_IN_TILES),
-    "no wait for a free slot of the bias": (without_waiting_at({"bias_free"}), BIAS_IN_TILES),
+    "no wait for a free slot of the bias": (without_waiting_at({"bias_empty"}), BIAS_IN_TILES),
     "a slot of the bias is free before it is read": (
         with_a_slot_freed_before_it_is_read,
         BIAS_IN_TILES,
     ),
-    "an arrival too many, bias": (with_arrivals("bias_free", 1), BIAS_IN_TILES),
+    "an arrival too many, bias": (with_arrivals("bias_empty", 1), BIAS_IN_TILES),
     "rows of the bias are moved": (with_rows_of_the_bias_moved, BIAS_IN_TILES),
     "keys of the bias are moved": (with_keys_of_the_bias_moved, BIAS_IN_TILES),
     "the bias of another head": (with_numbers_of_another_head, BIAS_IN_TILES),
     "no wait for a mask": (without_waiting_at({"bits_full"}), MASKS_IN_TILES),
-    "no wait for a free slot of a mask": (without_waiting_at({"bits_free"}), MASKS_IN_TILES),
-    "an arrival too many, masks": (with_arrivals("bits_free", 1), MASKS_IN_TILES),
+    "no wait for a free slot of a mask": (without_waiting_at({"bits_empty"}), MASKS_IN_TILES),
+    "an arrival too many, masks": (with_arrivals("bits_empty", 1), MASKS_IN_TILES),
     "queries of a mask are moved": (
         with_tiles_at(pairs.Masks, ROW, lambda i: i + 4),
         MASKS_IN_TILES,

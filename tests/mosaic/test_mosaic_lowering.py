@@ -27,7 +27,7 @@ from support.strict import strictly
 
 import pallas_flash
 from pallas_flash import ScoreMod, _mosaic, _select
-from pallas_flash._mosaic import backward_dbias, candidates, common, tiles
+from pallas_flash._mosaic import backward_dbias, candidates, common, forward_kernel, tiles
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.tune import _problem
 from pallas_flash.tuning import ForwardTile, TileSizes
@@ -178,8 +178,10 @@ def test_tiles_of_a_bias_fit_at_all_head_sizes(dtype, options, monkeypatch):
         problem = checked((q, q, v), dict(bias=bias) | arrays)
         assert problem.large
         tile = tiles.forward_tile(problem)
-        slots = tiles.bias_slots(problem, tile)
-        found.append((tiles.bias_slot(problem, tile), slots, tile.stages))
+        pipeline = forward_kernel.scratch(problem, tile).bias
+        slots = pipeline.stages if pipeline else 0
+        each = tile.warpgroups * 64 * tile.block_kv * bias.dtype.itemsize
+        found.append((each, slots, tile.stages))
         found.append(candidates.shared_bytes("forward", tile, problem))
         _mosaic.forward(problem)
 

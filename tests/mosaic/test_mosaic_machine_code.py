@@ -12,7 +12,7 @@ from support.lowered import attention, gradients
 from support.mosaic_cases import NO_FLAGS, checked
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import backward_dbias, backward_kernel, work
+from pallas_flash._mosaic import backward_dbias, backward_kernel, scheduler
 from pallas_flash._scores import LogSum
 from scripts.inspection import gpu_compiler
 from scripts.inspection.calls import inspect_attention
@@ -70,10 +70,12 @@ def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
 
 @pytest.mark.parametrize("head_dim", cases.default([64, 128], [40, 64, 80, 128, 256]))
 def test_machine_code_of_parts_that_lie_zigzag(head_dim, monkeypatch):
-    q, found, of = shaped(1, 1024, 16, head_dim, dtype=jnp.bfloat16), [], work.Parts.of
-    monkeypatch.setattr(work.Parts, "of", lambda *args: found.append(of(*args)) or found[-1])
+    q, found, of = shaped(1, 1024, 16, head_dim, dtype=jnp.bfloat16), [], scheduler.QueryTiles.of
+    monkeypatch.setattr(
+        scheduler.QueryTiles, "of", lambda *args: found.append(of(*args)) or found[-1]
+    )
     [(_, _, stack, loops)] = machine_code_of(functools.partial(attention, is_causal=True), q, q, q)
-    assert found and all(parts.zigzag for parts in found)
+    assert found and all(parts.folded for parts in found)
     assert stack == 0 and loops and all(loop.spills == 0 for loop in loops)
 
 

@@ -18,11 +18,13 @@ from support.mosaic_cases import (
     fixed,
     forward_of,
     judge_both,
+    on_sms,
     with_bias,
 )
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import backward_dbias, work
+from pallas_flash._masks import Tiling
+from pallas_flash._mosaic import backward_dbias
 from pallas_flash._mosaic.options import Bits
 from pallas_flash._mosaic.pairs import Owners
 from pallas_flash.tuning import ForwardTile, TileSizes
@@ -70,12 +72,11 @@ SOME_BIASED = ["heads, causal", "examples and heads", "32 bits", "rows of no 16 
 def test_tiles_of_a_bias(name, monkeypatch, kernel_case):
     """On one core, where slots are used again; or where a bias has none, what reads it."""
     case, sizes, in_tiles = BIASED[name]
-    monkeypatch.setattr(work, "CORES", 2 if sizes is IN_PAIRS else 1)
-    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    on_sms(monkeypatch, 2 if sizes is IN_PAIRS else 1)
     start, found = emulator.launch, []
 
     def launch(kernel, operands, *, memory, **others):
-        found.append(memory["bias_sm"] is not None)
+        found.append(memory["bias"] is not None)
         return start(kernel, operands, memory=memory, **others)
 
     monkeypatch.setattr(emulator, "launch", launch)
@@ -115,7 +116,7 @@ def test_bools_are_packed(axis, length, block):
     shape = [1, 3, 2, 5, 7]
     shape[axis + 1] = length
     x = np.random.default_rng(0).random(shape) < 0.5
-    packed = Bits.along(axis, work.Tiling(length, block)).of(jnp.asarray(x))
+    packed = Bits.along(axis, Tiling(length, block)).of(jnp.asarray(x))
     words = np.moveaxis(np.asarray(packed), axis + 1, -1)
     found = words[..., None] >> np.arange(32, dtype=np.uint32) & 1
     found = found.reshape(*words.shape[:-1], -1)

@@ -20,12 +20,20 @@ from support.mosaic_cases import (
     emulated,
     in_order,
     judge_both,
+    on_sms,
     with_heads,
 )
 
 from pallas_flash import BlockMask, _mosaic
 from pallas_flash._masks import Tiling
-from pallas_flash._mosaic import backward_common, backward_kernel, common, work
+from pallas_flash._mosaic import (
+    backward_common,
+    backward_kernel,
+    block_ranges,
+    common,
+    scheduler,
+    work_loop,
+)
 from pallas_flash._mosaic.tiles import forward_tile
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts import make_tables
@@ -149,9 +157,7 @@ def test_queries_of_a_head_in_several_programs_where_tiles_are_listed(monkeypatc
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_numbers_of_programs_with_many_query_tiles(head_dim, causal, monkeypatch, kernel_case):
     """On a GPU with two cores: a warpgroup has every part of a tile in turn."""
-    monkeypatch.setattr(work, "CORES", 2)
-    # It remembers lists for all cores.
-    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    on_sms(monkeypatch, 2)
     case = with_heads(LONG_CAUSAL if causal else MANY_KEYS, head_dim, T=601)
     if causal:
         judge_both(case, in_order=False)
@@ -168,8 +174,7 @@ def test_numbers_of_programs_with_many_query_tiles(head_dim, causal, monkeypatch
 )
 def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeypatch, kernel_case):
     """Of the last pair, one may have nothing to do; of a causal one, the first sees fewer keys."""
-    monkeypatch.setattr(work, "CORES", cores)
-    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    on_sms(monkeypatch, cores)
     copy, copies = emulator.copy_gmem_to_smem, set()
 
     def spied(source, destination, barrier, collective_axes=None):
@@ -308,27 +313,27 @@ def test_items_of_arrays_come_by_heads_that_share_the_cache(
     shape = batch, heads if own_heads else 1, *rows.shape
     table = jnp.asarray(np.broadcast_to(rows, shape), jnp.int32)
     if listed:
-        entries = work.lists_for_warpgroups(table, tiles, 1)
+        entries = block_ranges.streams_of_lists(table, tiles, 1)
     else:
-        entries = work.for_warpgroups(table, 1)
-    lists = np.asarray(work.longest_first(batch, heads, side, entries))
-    assert lists.dtype == np.int32 and lists.shape[1] == work.NUMBERS
-    items, programs = lists[1:-1], work.programs_of(lists)
-    assert programs == min(work.CORES, len(items))
+        entries = block_ranges.streams_of_ranges(table, 1)
+    lists = np.asarray(scheduler.dynamic_schedule(batch, heads, side, entries))
+    assert lists.dtype == np.int32 and lists.shape[1] == scheduler.DYNAMIC_COLUMNS
+    items, programs = lists[1:-1], scheduler.num_ctas(lists)
+    assert programs == min(scheduler.NUM_SMS, len(items))
     assert lists[0, 0] == 1 + programs and lists[-1, 0] < 0
     places = [tuple(x) for x in items[:, :3].tolist()]
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
-    for (b, h, tile), entry in zip(places, items[:, 3:11].tolist(), strict=True):
+    for numbers in items[:, : len(work_loop.WorkTile.columns(0))].tolist():
+        b, h, tile, blocks, visited = work_loop.WorkTile.unpack(numbers)
         row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
         count = stop[tile] - start[tile]
-        assert entry[0] == (row if listed else stop[tile] - 1)
-        seen = work.Seen(*entry[work.COMMON :])
-        assert entry[work.COUNT] == count and (seen.first, seen.end) == (0, count)
+        assert blocks.first == (row if listed else stop[tile] - 1)
+        assert blocks.count == count and (visited.start, visited.stop) == (0, count)
     lengths = (stop - start)[items[:, 2]]
     # As many of `side` as divide the heads; with rows that are sorted together all of a row.
-    apart = tiles * heads >= work.TOGETHER and not own_heads
+    apart = tiles * heads >= scheduler.SORTED_TOGETHER and not own_heads
     side = max(n for n in range(1, side + 1) if heads % n == 0)
-    last = max(0, len(items) - -(-work.TOGETHER // (tiles * side)) * tiles * side)
+    last = max(0, len(items) - -(-scheduler.SORTED_TOGETHER // (tiles * side)) * tiles * side)
     assert (np.diff(lengths[last:]) <= 0).all()
     if apart:
         of_heads = (items[:last, :2] @ [heads, 1]) // side
@@ -341,14 +346,16 @@ def test_items_of_arrays_come_by_heads_that_share_the_cache(
 
 
 def worklists_of(shape, options, members=1, kv_heads=None):
-    """`work.worklists` for queries of a shape; programs have 128 of them, and tiles of 128 keys."""
+    """The schedule of queries of a shape; CTAs have 128 of them, and blocks have 128 keys."""
     batch, length, heads, head_dim = shape
     q = jnp.zeros(shape, jnp.bfloat16)
     k = jnp.zeros((batch, length, kv_heads or heads, head_dim), jnp.bfloat16)
     p = checked((q, k, k), options)
-    table = work.table(p.mask, Tiling(length, 64), Tiling(length, 128), "kv", batch, batch)
-    entries = work.for_warpgroups(table, 2 * members)
-    return work.worklists(p, batch, p.mask, entries, members)
+    table = block_ranges.block_table(
+        p.mask, Tiling(length, 64), Tiling(length, 128), "kv", batch, batch
+    )
+    entries = block_ranges.streams_of_ranges(table, 2 * members)
+    return scheduler.schedule(p, batch, p.mask, entries, members)
 
 
 @pytest.mark.parametrize(("members", "lists"), [(1, 132), (2, 66)])
@@ -375,7 +382,7 @@ def test_known_items_come_by_few_heads(shape, kv_heads, options, members, togeth
     batch, length, heads, _ = shape
     tiles = length // (128 * members)
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
-    count = len(work.WHERE) + work.COUNT
+    count = len(scheduler.WHERE) + block_ranges.KvBlocks._fields.index("count")
     ends = [(mine[:, count] + 1.5).cumsum() for mine in items]
     assert max(x[-1] for x in ends) <= 1.03 * np.mean([x[-1] for x in ends])
     at_work, found = {}, []
@@ -391,34 +398,6 @@ def test_known_items_come_by_few_heads(shape, kv_heads, options, members, togeth
     assert np.median(found) <= 2 * len(lists) / tiles + together
 
 
-@pytest.mark.parametrize(
-    ("shape", "options", "members", "alike"),
-    [
-        ((2, 640, 3, 128), {}, 1, True),
-        ((2, 600, 3, 64), {}, 1, True),
-        ((2, 560, 3, 64), {}, 1, False),  # The last tile has queries for one.
-        ((2, 640, 3, 128), CAUSAL, 1, False),
-        ((2, 640, 3, 128), {}, 2, False),  # It was slower.
-    ],
-)
-def test_items_that_are_alike_need_no_list(shape, options, members, alike, monkeypatch):
-    """They are those of the list that there would be."""
-    monkeypatch.setattr(work, "CORES", 4)
-    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
-    found = worklists_of(shape, options, members)
-    assert isinstance(found, work.Alike) == alike
-    if not alike:
-        return
-    monkeypatch.setattr(work, "are_alike", lambda _: False)
-    lists = worklists_of(shape, options, members)
-    assert work.programs_of(found) == len(lists)
-    for program, mine in enumerate(lists):
-        assert found.of_program(program) == mine[0, 0]
-        for i, item in enumerate(mine[1 : 1 + mine[0, 0]]):
-            own = item[: len(work.WHERE) + work.COMMON + work.OWN]
-            assert [int(x) for x in found.item(program, i, len(own))] == own.tolist()
-
-
 @cases.parametrize(
     names=["causal", "everything at once", "lengths of zero", "documents", "mask with empty tiles"]
 )
@@ -429,8 +408,8 @@ def test_each_query_tile_is_an_item_once(case, monkeypatch):
         pass
 
     def launch(kernel, operands, *, sums, **_):
-        [lists] = sums or operands[-1:]
-        raise Launched(lists)
+        [inputs], [counted] = operands, sums
+        raise Launched(inputs.schedule if counted is None else counted)
 
     qkv, _, options = with_heads(case.scaled(6), 64).problem("bfloat16")
     call = checked(qkv, options)
@@ -483,7 +462,7 @@ def test_programs_take_each_item_once(name, head_dim, monkeypatch, kernel_case):
             counts.append((others["grid"]["program"], len(results[0]) - 2, int(results[0][0, 0])))
         return results
 
-    monkeypatch.setattr(work, "CORES", 3)
+    on_sms(monkeypatch, 3)
     monkeypatch.setattr(emulator, "launch", launch)
     monkeypatch.setitem(emulator.fake_ptx, "count_up", counted)
     judge(case, "bfloat16", emulated(case.problem("bfloat16")))
@@ -499,7 +478,7 @@ def test_programs_take_each_item_once(name, head_dim, monkeypatch, kernel_case):
 def parts_of(shape, options, *warpgroups):
     q = jnp.zeros(shape, jnp.bfloat16)
     p = checked((q, q, q), options)
-    return work.Parts.of(p, p.batch, *warpgroups)
+    return scheduler.QueryTiles.of(p, p.batch, *warpgroups)
 
 
 @pytest.mark.parametrize(
@@ -516,7 +495,7 @@ def parts_of(shape, options, *warpgroups):
     ],
 )
 def test_parts_lie_zigzag_where_no_program_has_a_second_item(shape, options, warpgroups, zigzag):
-    assert parts_of(shape, options, *warpgroups).zigzag == zigzag
+    assert parts_of(shape, options, *warpgroups).folded == zigzag
 
 
 @pytest.mark.parametrize("options", [CAUSAL, {}], ids=["zigzag", "neighbours"])
@@ -525,12 +504,12 @@ def test_parts_lie_zigzag_where_no_program_has_a_second_item(shape, options, war
 def test_each_tile_of_queries_is_one_part(length, warpgroups, options):
     """Of as much work for all items, if they lie zigzag."""
     parts = parts_of((1, length, 2, 64), options, warpgroups)
-    first = [[parts.first_row(i, n) for n in range(warpgroups)] for i in range(parts.items)]
-    every = range(0, parts.items * warpgroups * 64, 64)
+    first = [[parts.first_row(i, n) for n in range(warpgroups)] for i in range(parts.per_head)]
+    every = range(0, parts.per_head * warpgroups * 64, 64)
     assert sorted(itertools.chain(*first)) == list(every)
     assert every[-1] - 64 * (warpgroups - 1) < length
     numbers = np.arange(-(-length // 64))[None, None, :, None]
-    ordered = parts.side_by_side(numbers).ravel()
+    ordered = parts.by_work_tile(numbers).ravel()
     if options:
         tiles = [x // 64 for x in itertools.chain(*first)]
         assert ordered.tolist() == [x if x < numbers.size else 0 for x in tiles]
@@ -545,10 +524,13 @@ def test_each_tile_of_queries_is_one_part(length, warpgroups, options):
 def test_numbers_of_parts_that_lie_zigzag(warpgroups, length, kernel_case, monkeypatch):
     """With slots that are used again while a warpgroup passes by."""
     seen = []
-    first_row = work.Parts.first_row
-    monkeypatch.setattr(
-        work.Parts, "first_row", lambda self, *at: seen.append(self.zigzag) or first_row(self, *at)
-    )
+    first_row = scheduler.QueryTiles.first_row
+
+    def spied(self, *at):
+        seen.append(self.folded)
+        return first_row(self, *at)
+
+    monkeypatch.setattr(scheduler.QueryTiles, "first_row", spied)
     case = dataclasses.replace(LONG_CAUSAL, T=length, S=length)
     sizes = TileSizes(ForwardTile(warpgroups, 64, stages=2))
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), False, sizes))
@@ -562,43 +544,35 @@ def test_warpgroups_compute_what_they_see(warpgroups, xp):
     ranges = [x for x in itertools.product(range(4), repeat=4) if list(x) == sorted(x)]
     together = list(itertools.product(ranges[:: warpgroups**2], repeat=warpgroups))
     rows = xp.asarray(np.concatenate(together)[None, None, :-1], np.int32)
-    entries = work.for_warpgroups(rows, warpgroups)
+    entries = block_ranges.streams_of_ranges(rows, warpgroups)
     assert type(entries) is type(rows)
     rows = [*np.asarray(rows)[0, 0].tolist(), (0, 0, 0, 0)]
     for n, entry in enumerate(np.asarray(entries)[0, 0].tolist()):
-        stream = work.stream(entry[: work.COMMON], None)
-        order = [int(stream.at(i)) for i in range(stream.count)]
+        blocks, visited = block_ranges.unpack(np.array(entry))
+        order = [int(blocks.at(i, None)) for i in range(blocks.count)]
         mine = rows[n * warpgroups :][:warpgroups]
         some = [x for x in mine if x[0] < x[3]]
         first, last = (f((x[i] for x in some), default=0) for f, i in ((min, 0), (max, 3)))
         assert sorted(order) == list(range(first, last))
-        each = [entry[i : i + work.OWN] for i in range(work.COMMON, len(entry), work.OWN)]
-        for (start, full_start, full_stop, stop), seen in zip(mine, each, strict=True):
-            seen = work.Seen(*seen)
-            assert sorted(seen) == list(seen)
-            assert sorted(order[seen.first : seen.end]) == list(range(start, stop))
-            full = range(full_start, full_stop)
-            masked = order[seen.first : seen.full] + order[seen.edges : seen.end]
-            whole = order[seen.full : seen.edges]
-            assert set(whole) <= set(full)
-            # What is at the first edge of another one may count as an edge here.
-            early = max((x[1] for x in some), default=0)
-            assert set(masked) & set(full) <= set(range(early))
+        each = zip(*visited, strict=True)
+        for (start, full_start, full_stop, stop), places in zip(mine, each, strict=True):
+            places = block_ranges.VisitedBlocks(*map(int, places))
+            assert sorted(places) == list(places)
+            assert sorted(order[places.start : places.stop]) == list(range(start, stop))
+            partial = order[places.start : places.full] + order[places.tail : places.stop]
+            full = order[places.full : places.tail]
+            assert sorted(full) == list(range(full_start, full_stop))
+            assert not set(partial) & set(full)
 
 
-def test_full_tiles_rise_where_all_begin_with_the_same_one():
-    """As those of other query tiles do; those at the end come before, the last one first."""
-    causal = [(0, 0, n, n + 1) for n in range(8, 11)]
-    window = [(3, 4, 9, 10)] * 3
-    apart = [(n, n + 1, n + 8, n + 9) for n in range(3)]
-    rows = np.array([*causal, *window, *apart], np.int32)[None, None]
-    orders = []
-    for entry in work.for_warpgroups(rows, 3)[0, 0]:
-        stream = work.stream(entry[: work.COMMON], None)
-        orders.append([int(stream.at(i)) for i in range(stream.count)])
-    assert orders[0] == [10, 9, 8, *range(8)]
-    assert orders[1] == [9, *range(3, 9)]
-    assert orders[2] == list(range(11))[::-1]
+def test_blocks_descend():
+    """From the last one that any warpgroup visits, with the example of the docstring."""
+    ranges = np.array([(0, 0, n, n + 1) for n in (4, 5, 6)], np.int32)[None, None]
+    [stream] = block_ranges.streams_of_ranges(ranges, 3)[0, 0]
+    blocks, visited = block_ranges.unpack(stream)
+    assert blocks == (6, 7, 0)
+    assert [int(blocks.at(i, None)) for i in range(7)] == [6, 5, 4, 3, 2, 1, 0]
+    assert [*zip(*visited, strict=True)] == [(2, 3, 7, 7), (1, 2, 7, 7), (0, 1, 7, 7)]
 
 
 # Of three warpgroups some see neither the first nor the last key tile of their query tile.
@@ -611,8 +585,7 @@ APART = {
 @pytest.mark.parametrize("options", APART.values(), ids=APART)
 def test_warpgroups_pass_by_what_others_see(options, kernel_case, monkeypatch):
     """On one core, where slots are used again."""
-    monkeypatch.setattr(work, "CORES", 1)
-    monkeypatch.setattr(work, "_worklists", work._worklists.__wrapped__)
+    on_sms(monkeypatch, 1)
     options = options | dict(is_causal=True)
     sizes = dict(B=1, T=500, S=500, N=1, K=1)
     case = dataclasses.replace(with_heads(LONG, 64, **sizes), options=lambda *_: options)

@@ -8,6 +8,20 @@ from support import mosaic_cases  # noqa: F401  It skips whoever imports it wher
 from support import mosaic_emulator as emulator
 
 from pallas_flash._mosaic import forward_common, options
+from pallas_flash._mosaic.pipeline import Pipeline
+
+
+def by_names(memory):
+    """Shared memory and barriers by one name each: "k_full" of the pipeline "k"."""
+    found = {}
+    for name, x in memory.items():
+        if isinstance(x, Pipeline):
+            found |= {f"{name}_{field}": getattr(x, field) for field in ("smem", "full", "empty")}
+        elif isinstance(x, dict):
+            found |= x
+        else:
+            found[name] = x
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def without_waiting_at(names, of=""):
@@ -19,8 +33,9 @@ def without_waiting_at(names, of=""):
 
         def launch(kernel, operands, *, memory, **others):
             def spied(*refs, static, **mine):
-                for name in names & mine.keys() if of in kernel.__name__ else ():
-                    skipped.update(map(id, mine[name].all))
+                named = by_names(mine)
+                for name in names & named.keys() if of in kernel.__name__ else ():
+                    skipped.update(map(id, named[name].all))
                 kernel(*refs, static=static, **mine)
 
             return allocate(spied, operands, memory=memory, **others)
@@ -38,12 +53,22 @@ def without_waiting_at(names, of=""):
 def with_memory(name, change, of=""):
     """Another specification of the shared memory of a name, likewise."""
 
+    def changed(memory):
+        if name in memory:
+            return {name: change(memory[name])}
+        for group, x in memory.items():
+            if isinstance(x, dict) and name in x:
+                return {group: x | {name: change(x[name])}}
+        pipeline, _, field = name.rpartition("_")
+        spec = memory[pipeline]
+        return {pipeline: dataclasses.replace(spec, **{field: change(getattr(spec, field))})}
+
     def broken(patch):
         start = emulator.launch
 
         def launch(kernel, operands, *, memory, **others):
-            if name in memory and of in kernel.__name__:
-                memory = memory | {name: change(memory[name])}
+            if name in by_names(memory) and of in kernel.__name__:
+                memory = memory | changed(memory)
             return start(kernel, operands, memory=memory, **others)
 
         patch.setattr(emulator, "launch", launch)

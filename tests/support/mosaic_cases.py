@@ -24,6 +24,7 @@ if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select_hopper has what is said then", allow_module_level=True)
 
 from pallas_flash import _mosaic
+from pallas_flash._mosaic import scheduler
 
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
 
@@ -49,6 +50,14 @@ def gradient_of_the_scale(problem, in_order):
     with emulator.emulated(pytest.MonkeyPatch()):
         o, log_sum = _mosaic.forward(call)
         return _mosaic.backward(call, o, log_sum, do, dlse, **flags).scale
+
+
+def on_sms(patch, count):
+    """As on a GPU with so many SMs."""
+    patch.setattr(scheduler, "NUM_SMS", count)
+    # It remembers schedules for other GPUs.
+    static_schedule = getattr(scheduler.static_schedule, "__wrapped__", scheduler.static_schedule)
+    patch.setattr(scheduler, "static_schedule", static_schedule)
 
 
 def with_heads(case, size, **sizes):

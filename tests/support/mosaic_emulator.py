@@ -736,8 +736,9 @@ def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
     of_backward = "kernel", "common", "dbias", "dq", "preprocess", "postprocess"
     backward = [f"backward_{x}" for x in of_backward]
-    forward = "forward", "forward_common", "decode"
-    names = "common", "options", "pairs", "pipeline", "work", *forward, *backward, "ptx"
+    work = "block_ranges", "scheduler", "work_loop"
+    forward = "forward_kernel", "forward_common", "decode_kernel"
+    names = "common", "options", "pairs", "pipeline", *work, *forward, *backward, "ptx"
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]
     with monkeypatch.context() as patch:

@@ -1,0 +1,802 @@
+"""o and lse: each query tile stays, and blocks of keys and values stream past it.
+
+    s    = q @ k.T    where there is more than a scale, see _scores     [64, block_kv]
+    m'   = max(m, c * rowmax(s))    c = scale * log2(e), so base 2      [64]
+    p    = exp2(c * s - m')         alpha = exp2(m - m')
+    l    = alpha * l + rowsum(p)
+    acc  = alpha * acc + dropout(p) @ v                                 [64, V]
+
+    at the end    o = acc / l    lse_log2 = m + log2(l)    with a sink in both, if there is one
+
+Where scores may be large, m is the natural maximum of s, and stays apart from log2(l); see
+`LogSum`.
+
+Roles. The kernel is persistent: one CTA for each SM, which computes work tiles (`scheduler`) until
+none is left (`work_loop`). A CTA has w = 2 or 3 *consumer warpgroups*, each with 64 queries, and
+one *producer warpgroup*, whose warps start copies (TMA): warp 0 takes work tiles and copies keys,
+values and masks; warp 1 + n copies the queries of consumer warpgroup n, and its tiles of a bias.
+All consumer warpgroups of a CTA share the K/V blocks that stream past; each skips those that its
+own queries do not see (`block_ranges`). The producer hands registers to the consumers
+(`REGISTERS`).
+
+Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are head dims.
+
+    buffer        shape                                       holds
+    q             [w, ceil(H / 64), 64, 64]                   queries; the output, without o_sm
+    k, v          [stages, ceil(H or V / 64), block_kv, 64]   blocks of keys, of values
+    o_sm          [w, output_slots, 64, 64]                   column blocks of o on their way out
+    statistics_sm [w, 1 or 2, 64]                             lse, or m and log2(l)
+    bias          [w * bias stages, strips, 64, columns]      a tile of the bias for a query tile
+    bits          [arrays, 4, block_kv / 32, 64 w]            tiles of mask arrays, a bit for a pair
+    work          [4, DYNAMIC_COLUMNS]                        work tiles, with a dynamic schedule
+
+Barriers. Each buffer that is filled again and again is a `Pipeline` with a full and an empty
+barrier for each stage. Arrivals are counted in Pallas's unit: a copy, a warp or a warpgroup is one.
+(In PTX each is 128 arrivals, and at the barriers of a cluster one.)
+
+    barrier       number         arrivals            who arrives            who waits
+    q.full        w              column blocks       copies of warp 1 + n   consumer n
+    q.empty       w              1                   consumer n             producer warp 1 + n
+    k.full        stages         column blocks       copies of warp 0       all consumers
+    k.empty       stages         w of each CTA       all consumers          producer warp 0
+    v.full        stages         column blocks       copies of warp 0       all consumers
+    v.empty       stages         w of each CTA       all consumers          producer warp 0
+    bias.full     w * stages     strips              copies of warp 1 + n   consumer n
+    bias.empty    w * stages     1                   consumer n             producer warp 1 + n
+    bits.full     4              arrays              copies of warp 0       all consumers
+    bits.empty    4              w                   all consumers          producer warp 0
+    work.full     4              1                   copy of warp 0         consumers, w + 1 warps
+    work.empty    4              2 w + 1             consumers, w + 1 warps producer warp 0
+    ended         1, if cluster  w of each CTA       all consumers          all consumers
+    SKIPPED       named, 5 + n   128 threads         warps of consumer n    warps of consumer n
+
+A thread that waits at a barrier knows its phase by one bit. So it waits for every phase, also for
+those of K/V blocks that its queries do not see (`skip`): of two phases that it left out, the second
+would look like the first.
+
+Overlap. A consumer warpgroup starts s = q @ k.T of block j before p @ v of block j - 1, and
+computes the softmax of block j while the tensor cores are at work on p @ v of block j - 1. Time
+runs to the right, `|` is a wait:
+
+    producer       copy k(j+1) ...................     copy v(j+1) .....................
+                   into the stage that k(j-1) left     into the stage that v(j-1) left
+    tensor cores   q k(j) ...... p(j-1) v(j-1) ........      q k(j+1) ... p(j) v(j) ......
+    consumer       |             max, exp2, sum: p(j)  | acc *= alpha  |  max, exp2, sum: p(j+1)
+                   q k(j) is done                      p(j-1) v(j-1) is done
+
+The warpgroups do not take turns at the tensor cores (no ping-pong): they drift apart to other
+places of the same step by themselves, and turns gained nothing in prototypes beside this overlap.
+
+Clusters. Two CTAs may share K/V blocks (`ForwardTile.programs`) for neighbouring query tiles: each
+copies one half of a block to the shared memory of both (TMA multicast), and a stage is empty when
+the consumers of both have released it. So the L2 cache delivers keys and values half as often.
+
+Biases and masks. A bias over queries and keys is copied to shared memory, where there is room: a
+warpgroup reads its tile while q @ k.T of that block runs. Mask arrays are copied as bits, beside
+the keys that they mask. What has no room is read in device memory, ahead of the product.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash import _hardware
+from pallas_flash._dropout import rescaled
+from pallas_flash._masks import Tiling
+from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
+from pallas_flash._mosaic.forward_common import (
+    copy,
+    copy_keys_and_values,
+    finish,
+    initial_state,
+    last_block,
+    run_producer_warps,
+    softmax,
+)
+from pallas_flash._mosaic.options import ExampleOptions, Options, held, left_out, shared_arrays
+from pallas_flash._mosaic.pairs import (
+    Masks,
+    Owners,
+    rows_of_one_axis,
+    without_bias,
+    without_masks,
+    words_of,
+)
+from pallas_flash._mosaic.pipeline import Pipeline
+from pallas_flash._mosaic.scheduler import QUERY_ROWS
+from pallas_flash._mosaic.tiles import HOPPER, ForwardTile, has_pairs
+from pallas_flash._problem import Problem
+from pallas_flash._scores import LogSum
+
+plgpu = common.plgpu
+
+# Registers of a consumer's thread and of a producer's, by the number of consumer warpgroups: a CTA
+# has 64 Ki.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+
+# Named barriers, one for each consumer warpgroup of a CTA in a cluster: see `skip`.
+SKIPPED = (5, 6)
+
+MASK_STAGES = 4
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------
+
+
+class Smem(NamedTuple):
+    """Shared memory and barriers: specifications outside of the kernel, references inside.
+
+    None stands for what a call does not need. JAX lays memory out in the order of names.
+    """
+
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    o_sm: Any
+    statistics_sm: Any
+    bias: Pipeline | None
+    bits: Pipeline | None
+    work: Pipeline | None
+    ended: Any
+
+
+def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Smem:
+    """Return the specification of a CTA's shared memory and barriers.
+
+    Tiles of masks and of a bias are in it where there is room beside all else.
+
+    Args:
+        p: the call.
+        tile: block sizes.
+        dynamic: whether the schedule is; by default, whether the mask has arrays.
+    """
+    w, stages, slots, cluster = tile.warpgroups, tile.stages, tile.output_slots, tile.programs
+    if dynamic is None:
+        dynamic = bool(jax.tree.leaves(p.mask)) or p.mask.scattered
+    q_columns, v_columns = (-(-n // ptx.COLUMNS) for n in (p.head_dim, p.value_dim))
+    blocks = functools.partial(common.blocks, p.dtype)
+    k_sm, v_sm = (blocks(stages, rows=tile.block_kv, columns=n) for n in (p.head_dim, p.value_dim))
+    shared = dict(consumers=w, cluster_size=cluster)
+    smem = Smem(
+        q=Pipeline.spec(
+            blocks(w, rows=QUERY_ROWS, columns=p.head_dim), 1, copies=q_columns, pipelines=w
+        ),
+        k=Pipeline.spec(k_sm, stages, copies=q_columns, **shared),
+        v=Pipeline.spec(v_sm, stages, copies=v_columns, **shared),
+        o_sm=blocks(w, rows=QUERY_ROWS, columns=slots * ptx.COLUMNS) if slots else None,
+        statistics_sm=plgpu.SMEM((w, 2 if p.large else 1, QUERY_ROWS), jnp.float32),
+        bias=None,
+        bits=None,
+        # The consumers, the warps for their queries, and warp 0.
+        work=work_loop.pipeline(dynamic, 2 * w + 1),
+        ended=common.barriers(1, w, cluster) if cluster > 1 else None,
+    )
+    smem = smem._replace(bits=_if_it_fits(smem, _mask_pipelines(p, tile)))
+    return smem._replace(bias=_if_it_fits(smem, _bias_pipelines(p, tile)))
+
+
+def _if_it_fits(smem: Smem, pipelines) -> Pipeline | None:
+    """Return the first of these pipelines that has room beside what there is."""
+    limit = _hardware.shared_memory_limit(HOPPER)
+    return next((x for x in pipelines if common.smem_bytes((smem, x)) <= limit), None)
+
+
+def _mask_pipelines(p: Problem, tile: ForwardTile):
+    """Yield pipelines for tiles of mask arrays, as bits."""
+    arrays = sum(map(has_pairs, p.mask.leaves))
+    # A tile is whole words, and copied for one CTA.
+    if arrays and tile.block_kv % ptx.BITS == 0 and tile.programs == 1:
+        rows = tile.warpgroups * QUERY_ROWS
+        smem = plgpu.SMEM((arrays, MASK_STAGES, tile.block_kv // ptx.BITS, rows), jnp.uint32)
+        yield Pipeline.spec(smem, MASK_STAGES, copies=arrays, consumers=tile.warpgroups)
+
+
+def _bias_pipelines(p: Problem, tile: ForwardTile):
+    """Yield pipelines for tiles of the bias: with as many stages as keys have, or fewer."""
+    if p.bias is None or 1 in p.bias.shape[2:]:
+        return
+    dtype = held(p.bias.dtype)
+    # Copies take rows of a multiple of 16 bytes.
+    if dtype.itemsize == 1 or p.kv_len * dtype.itemsize % 16:
+        return
+    for stages in range(tile.stages, 0, -1):
+        count = tile.warpgroups * stages
+        smem = common.strips(dtype, count, rows=QUERY_ROWS, columns=tile.block_kv)
+        copies = smem.shape[1]
+        yield Pipeline.spec(smem, stages, copies=copies, pipelines=tile.warpgroups)
+
+
+class Inputs(NamedTuple):
+    """The operands of the kernel: arrays outside, references inside.
+
+    Attributes:
+        q: [B, T, N, H].
+        k: [B, S, K, H].
+        v: [B, S, K, V].
+        table: `block_table` with all rows on one axis, if it holds lists; else None.
+        options: the arrays of `Options.operands`.
+        bias: the bias, if tiles of it are copied; else None.
+        bits: mask arrays of which tiles are copied.
+        lengths: int32 [B], valid lengths of keys, and `last_block` of the values; or None.
+        schedule: a static schedule, or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    table: Any
+    options: Any
+    bias: Any
+    bits: Any
+    lengths: Any
+    schedule: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig(common.Static):
+    """What the kernel knows when it is compiled.
+
+    Attributes:
+        q: the query tiles of a work tile.
+        head_dim: head dim of queries and keys.
+        value_dim: head dim of values.
+        partial_tail: whether partial blocks may follow full ones.
+        bias: the axes of a bias of which tiles are copied; else None.
+        masks: the mask arrays of which tiles are copied.
+        query_tiles: the queries of a work tile.
+    """
+
+    q: Tiling
+    head_dim: int
+    value_dim: int
+    partial_tail: bool
+    bias: Owners | None
+    masks: Masks
+    query_tiles: scheduler.QueryTiles
+
+    @property
+    def large(self) -> bool:
+        """Whether m is natural, and apart from l in the end."""
+        return self.options.large
+
+    def part(self, warpgroup, i):
+        """Return which of the i-th work tile's query tiles a warpgroup computes.
+
+        Each warpgroup has every part in turn, because under a causal mask the last part sees most,
+        and of a last work tile it may not exist.
+        """
+        part = common.remainder(i + warpgroup, self.tile.warpgroups)
+        if self.tile.programs == 1:
+            return part
+        return part + self.tile.warpgroups * lax.axis_index(common.MEMBER)
+
+    def with_visits(self, warpgroup, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
+        """Return the work tiles with the blocks that a warpgroup visits."""
+        return tiles._replace(part=lambda i: self.part(warpgroup, i))
+
+
+# ------------------------------------------------------------------------------------------------
+# Consumers
+# ------------------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """A K/V block that a warpgroup visits.
+
+    Attributes:
+        place: its place in the stream.
+        first_key: its first key.
+        partial: whether the mask must be applied.
+        positions: of queries and of keys, int32 [64, block_kv].
+        options: with what was read of the block ahead of the product.
+    """
+
+    place: Any
+    first_key: Any
+    partial: bool
+    positions: Any
+    options: ExampleOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class ConsumerWarpgroup:
+    """A consumer warpgroup at one work tile.
+
+    The state of its loop is acc, p, m and l: p is that of the last block, whose product with v has
+    not been started.
+
+    Attributes:
+        inputs: operands in device memory.
+        o_ref: the output.
+        statistic_refs: the statistics of `LogSum`.
+        smem: shared memory and barriers.
+        config: what is known at compile time.
+        index: the number of the warpgroup in its CTA.
+        tile: the work tile.
+        part: which of its query tiles this one is.
+        first_row: the first query.
+        options: the options of its batch element.
+        kv_base: K/V blocks that the CTA had before this work tile.
+        bias_base: tiles of the bias that this warpgroup had before.
+    """
+
+    inputs: Inputs
+    o_ref: Any
+    statistic_refs: Any
+    smem: Smem
+    config: ForwardConfig
+    index: Any
+    tile: work_loop.WorkTile
+    part: Any
+    first_row: Any
+    options: ExampleOptions
+    kv_base: Any
+    bias_base: Any
+
+    @property
+    def visited(self) -> block_ranges.VisitedBlocks:
+        """The places of the stream that it visits."""
+        assert self.tile.visited is not None
+        return self.tile.visited
+
+    @property
+    def q(self) -> Pipeline:
+        """Its queries."""
+        return self.smem.q.part(self.index)
+
+    def run(self):
+        """Compute and store the output of the query tile."""
+        visited, blocks = self.visited, self.tile.kv_blocks
+        state = initial_state(self.config.value_dim, large=self.config.large)
+        self.q.consumer_wait(0)
+        lax.fori_loop(jnp.int32(0), visited.start, self.skip, None)
+        # A query tile may see no key at all.
+        some = visited.start < visited.stop
+        acc, m, l = lax.cond(some, self.mainloop, self.no_blocks, *state)
+        lax.fori_loop(visited.stop, blocks.count, self.skip, None)
+        self.epilogue(acc, m, l)
+
+    # ---------------------------------------------------------------------------------- one block
+
+    def block(self, j, *, partial: bool) -> Block:
+        """Return the j-th block of the stream; what must be read in device memory is, from here."""
+        first_key = self.tile.kv_blocks.at(j, self.inputs.table) * self.config.kv.block
+        shape = QUERY_ROWS, self.config.kv.block
+        positions = common.positions(shape, self.first_row, first_key)
+        options = self.options.read_ahead(self.tile.h, *positions, masked=partial)
+        return Block(j, first_key, partial, positions, options)
+
+    def start_qk(self, j):
+        """Start s = q @ k.T of the j-th block."""
+        self.smem.k.consumer_wait(self.kv_base + j)
+        k = self.smem.k.stage(self.kv_base + j)
+        return ptx.product_t(self.q.stage(0), k, self.config.head_dim)
+
+    def wait_qk(self, block: Block, s, *, running: int):
+        """Return the block with its bias, and s when at most so many products still run."""
+        if not block.partial:
+            block = self.with_bias(block)
+        self.wait_mask(block.place)
+        s = ptx.wait(running, s)
+        self.smem.k.consumer_release(self.kv_base + block.place)
+        # Earlier, there are no registers for a bias beside what the mask reads.
+        return self.with_bias(block) if block.partial else block, s
+
+    def softmax(self, block: Block, s, m, l):
+        """Return p after dropout, in the dtype of the operands, and m, l and alpha."""
+        config, options, h = self.config, block.options, self.tile.h
+        s, c = options.logits(s, h, *block.positions, masked=block.partial)
+        if block.partial:
+            bits = self.read_mask(block.place)
+            s = options.hide(s, h, *block.positions, bits=bits)
+        p, m, l, alpha = softmax(s, c, m, l, large=config.large)
+        if options.extras.dropout is not None:
+            kept = options.kept(s.shape, h, self.first_row, block.first_key)
+            p = ptx.where(kept, p, 0.0)
+        return p.astype(self.smem.k.smem.dtype), m, l, alpha
+
+    def start_pv(self, j, acc, p):
+        """Start acc + p @ v of the j-th block, whose values are in shared memory."""
+        return ptx.accumulate(acc, p, self.smem.v.stage(self.kv_base + j))
+
+    def wait_pv(self, j, acc, p):
+        """Return acc when the j-th block has been added."""
+        acc = ptx.waited(0, acc, p)
+        self.smem.v.consumer_release(self.kv_base + j)
+        return acc
+
+    def step(self, j, state, *, partial: bool):
+        """Compute p of the j-th block while p @ v of the block before runs."""
+        acc, p, m, l = state
+        block, s = self.block(j, partial=partial), self.start_qk(j)
+        acc = self.start_pv(j - 1, acc, p)
+        block, s = self.wait_qk(block, s, running=1)
+        p_next, m, l, alpha = self.softmax(block, s, m, l)
+        # The softmax must not move below the wait for p @ v, nor above it the values of the next.
+        self.smem.v.consumer_wait(self.kv_base + j, after=ptx.uniform_zero(l))
+        self.release_mask(j, l)
+        acc = self.wait_pv(j - 1, acc, p)
+        return ptx.rescale(acc, alpha), p_next, m, l
+
+    # -------------------------------------------------------------------------------- all of them
+
+    def mainloop(self, acc, m, l):
+        """Visit the blocks: partial ones, full ones, and partial ones again."""
+        visited, masked = self.visited, self.config.masked
+        block, s = self.block(visited.start, partial=masked), self.start_qk(visited.start)
+        block, s = self.wait_qk(block, s, running=0)
+        p, m, l, _ = self.softmax(block, s, m, l)
+        self.smem.v.consumer_wait(self.kv_base + visited.start)
+        self.release_mask(visited.start, l)
+        acc, p, m, l = self.steps((acc, p, m, l), visited._replace(start=visited.start + 1))
+        if self.smem.o_sm is not None:
+            self.q.consumer_release(0)
+        last = visited.stop - 1
+        return self.wait_pv(last, self.start_pv(last, acc, p), p), m, l
+
+    def steps(self, state, visited: block_ranges.VisitedBlocks):
+        """Run `step` over all these blocks."""
+        partial, full = (functools.partial(self.step, partial=x) for x in (True, False))
+
+        def partial_then_full(state, start, full_start, stop):
+            full_start = jnp.maximum(full_start, start)
+            state = lax.fori_loop(start, full_start, partial, state)
+            return lax.fori_loop(full_start, stop, full, state)
+
+        def turn(n, state):
+            """In turn 0 the partial and the full blocks, in turn 1 the partial tail."""
+            tail = n > 0
+            start = jnp.maximum(jnp.where(tail, visited.tail, visited.start), visited.start)
+            full_start = jnp.where(tail, visited.stop, visited.full)
+            return partial_then_full(
+                state, start, full_start, jnp.where(tail, visited.stop, visited.tail)
+            )
+
+        if not self.config.masked:
+            return lax.fori_loop(visited.start, visited.stop, full, state)
+        if not self.config.partial_tail:
+            return partial_then_full(state, visited.start, visited.full, visited.stop)
+        # One loop around both, because a third loop would be a third copy of the code.
+        turns = 1 + (visited.tail < visited.stop).astype(jnp.int32)
+        return lax.fori_loop(jnp.int32(0), turns, turn, state)
+
+    def no_blocks(self, *state):
+        """Take the place of `mainloop` for a query tile that sees no key."""
+        if self.smem.o_sm is not None:
+            self.q.consumer_release(0)
+        return state
+
+    def skip(self, j, _):
+        """Wait for a block that this query tile does not see, and release it."""
+        for pipeline in (self.smem.k, self.smem.v):
+            pipeline.consumer_wait(self.kv_base + j)
+            if self.config.tile.programs > 1:
+                # One thread arrives at the barriers of a cluster: all warps must have waited.
+                for n, barrier in enumerate(SKIPPED):
+                    meet = functools.partial(ptx.meet, barrier, 128)
+                    pl.when(self.index == n)(meet)
+            pipeline.consumer_release(self.kv_base + j)
+        self.wait_mask(j)
+        self.release_mask(j)
+
+    # ---------------------------------------------------------------------------- bias and masks
+
+    def with_bias(self, block: Block) -> Block:
+        """Return the block with its tile of the bias, if tiles of it are copied."""
+        if self.smem.bias is None:
+            return block
+        pipeline = self.smem.bias.part(self.index)
+        i = self.bias_base - self.visited.start + block.place
+        pipeline.consumer_wait(i)
+        bias = ptx.load_strips(pipeline.stage(i))
+        ptx.fence()
+        pipeline.consumer_release(i)
+        return block._replace(options=block.options.with_bias(bias))
+
+    def wait_mask(self, j):
+        """Wait for the tiles of mask arrays of the j-th block, if they are copied."""
+        if self.smem.bits is not None:
+            self.smem.bits.consumer_wait(self.kv_base + j)
+
+    def read_mask(self, j):
+        """Return bools of the j-th block for each mask array that is copied."""
+        if self.smem.bits is None:
+            return ()
+        slot, first_row = self.smem.bits.slot(self.kv_base + j), self.part * QUERY_ROWS
+        return self.config.masks.read(self.smem.bits.smem, slot, first_row)
+
+    def release_mask(self, j, l=None):
+        """Release the tiles of mask arrays; after l was computed, which has used them."""
+        if self.smem.bits is not None:
+            after = 0 if l is None else ptx.uniform_zero(l)
+            self.smem.bits.consumer_release(self.kv_base + j, after)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def epilogue(self, acc, m, l):
+        """Store the output and the statistics through shared memory."""
+        options, config, smem = self.options, self.config, self.smem
+        b, h, first_row = self.tile.b, self.tile.h, self.first_row
+        sinks, dropout = options.extras.sinks, options.extras.dropout
+        sink = None if sinks is None else sinks[h]
+        shift = left_out(options.extras.scores)
+        statistics, weight = finish(m + shift if shift else m, l, sink, large=config.large)
+        acc = plgpu.layout_cast(acc, ptx.WGMMA)
+        o = acc * common.along_rows(rescaled(dropout, weight), acc.shape)
+        o = o.astype(smem.k.smem.dtype)
+        rows = pl.ds(first_row, QUERY_ROWS)
+        # The copies of the last work tile must have left shared memory.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        # `commit_smem` below makes the statistics visible to their copies, too.
+        for n, x in enumerate(statistics):
+            smem.statistics_sm[self.index, n] = x
+        staging, slots = self.q.stage(0), None
+        if smem.o_sm is not None:
+            staging, slots = smem.o_sm.at[self.index], config.tile.output_slots
+        for n, column in enumerate(range(0, config.value_dim, ptx.COLUMNS)):
+            if slots and n >= slots:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staged = staging.at[n % slots if slots else n]
+            staged[...] = ptx.columns(o, column)
+            plgpu.commit_smem()
+            columns = common.block_of_columns(n, b)
+            plgpu.copy_smem_to_gmem(staged, self.o_ref.at[b, rows, h, columns])
+        # Copies of one axis do not end with the array, as those of tiles do.
+        for n, ref in enumerate(self.statistic_refs):
+            source = smem.statistics_sm.at[self.index, n]
+            start = functools.partial(plgpu.copy_smem_to_gmem, source, ref.at[b, h, rows])
+            pl.when(first_row < ref.shape[2])(start)
+        if smem.o_sm is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.q.consumer_release(0)
+
+
+def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, index, config: ForwardConfig):
+    """Run a consumer warpgroup over all work tiles of its CTA."""
+    # At first the buffer of the queries is empty: so the producer waits for it without a branch.
+    smem.q.part(index).consumer_release(0)
+    registers, _ = REGISTERS[config.tile.warpgroups]
+    plgpu.set_max_registers(registers, action="increase")
+
+    def work_tile(i, tile, bases):
+        kv_base, bias_base = bases
+        part = config.part(index, i)
+        warpgroup = ConsumerWarpgroup(
+            inputs=inputs,
+            o_ref=o_ref,
+            statistic_refs=statistic_refs,
+            smem=smem,
+            config=config,
+            index=index,
+            tile=tile,
+            part=part,
+            first_row=config.query_tiles.first_row(tile.q_tile, part),
+            options=config.options.of_example(inputs.options, tile.b),
+            kv_base=kv_base,
+            bias_base=bias_base,
+        )
+        warpgroup.run()
+        visited = warpgroup.visited
+        return kv_base + tile.kv_blocks.count, bias_base + visited.stop - visited.start
+
+    bases = jnp.int32(0), jnp.int32(0)
+    work_loop.for_each(config.with_visits(index, tiles), work_tile, bases)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if smem.ended is not None:
+        # A CTA must not exit while its peer may still arrive at its barriers.
+        plgpu.barrier_arrive(smem.ended.at[0])
+        plgpu.barrier_wait(smem.ended.at[0])
+
+
+# ------------------------------------------------------------------------------------------------
+# The producer
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ProducerWarpgroup:
+    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each.
+
+    Attributes:
+        inputs: operands in device memory.
+        smem: shared memory and barriers.
+        config: what is known at compile time.
+    """
+
+    inputs: Inputs
+    smem: Smem
+    config: ForwardConfig
+
+    def run(self, tiles: work_loop.WorkTiles):
+        """Copy all that the consumers of this CTA need."""
+        config = self.config
+        _, registers = REGISTERS[config.tile.warpgroups]
+        plgpu.set_max_registers(registers, action="decrease")
+
+        def warp(w):
+            of_warp = tiles if config.bias is None else config.with_visits(w, tiles)
+            return of_warp, functools.partial(self.load_queries, w)
+
+        warps = map(warp, range(config.tile.warpgroups))
+        run_producer_warps(tiles, self.load_keys_and_values, *warps)
+
+    def load_keys_and_values(self, i, tile: work_loop.WorkTile, kv_base):
+        """Copy the K/V blocks of a work tile; return how many the CTA has had."""
+        del i
+        config, smem, blocks = self.config, self.smem, tile.kv_blocks
+
+        def load_masks(i, first_key):
+            if smem.bits is None:
+                return
+            smem.bits.producer_acquire(i)
+            place = first_key, tile.q_tile * config.q.block
+            full, slot = smem.bits.filled(i), smem.bits.slot(i)
+            config.masks.copy(self.inputs.bits, smem.bits.smem, slot, tile.b, tile.h, *place, full)
+
+        copy_keys_and_values(
+            self.inputs,
+            smem.k,
+            smem.v,
+            stream=(blocks.count, lambda j: blocks.at(j, self.inputs.table)),
+            where=(tile.b, common.quotient(tile.h, config.groups)),
+            base=kv_base,
+            cluster_size=config.tile.programs,
+            beside=load_masks,
+        )
+        return kv_base + blocks.count
+
+    def load_queries(self, w: int, i, tile: work_loop.WorkTile, bias_base):
+        """Copy the queries of consumer warpgroup w, and its tiles of the bias."""
+        config, pipeline = self.config, self.smem.q.part(w)
+        pipeline.producer_wait(0)
+        first_row = config.query_tiles.first_row(tile.q_tile, config.part(w, i))
+        at = tile.b, pl.ds(first_row, QUERY_ROWS), tile.h
+        copy(self.inputs.q, at, pipeline.stage(0), pipeline.filled(0))
+        return bias_base if config.bias is None else self.load_bias(w, first_row, tile, bias_base)
+
+    def load_bias(self, w: int, first_row, tile: work_loop.WorkTile, bias_base):
+        """Copy the tiles of the bias that consumer warpgroup w visits; return how many it has had.
+
+        Args:
+            w: the warpgroup.
+            first_row: its first query.
+            tile: the work tile.
+            bias_base: tiles that it had before.
+        """
+        bias, axes, visited = self.smem.bias, self.config.bias, tile.visited
+        assert bias is not None and axes is not None and visited is not None
+        pipeline = bias.part(w)
+        _, strips, rows, width = pipeline.smem.shape
+
+        def one(j, i):
+            first = tile.kv_blocks.at(j, self.inputs.table) * (strips * width)
+            pipeline.producer_acquire(i)
+            for n in range(strips):
+                at = (
+                    *axes.at(tile.b, tile.h),
+                    pl.ds(first_row, rows),
+                    pl.ds(first + n * width, width),
+                )
+                to = pipeline.stage(i).at[n]
+                plgpu.copy_gmem_to_smem(self.inputs.bias.at[at], to, pipeline.filled(i))
+            return i + 1
+
+        return lax.fori_loop(visited.start, visited.stop, one, bias_base)
+
+
+# ------------------------------------------------------------------------------------------------
+# The kernel and its launch
+# ------------------------------------------------------------------------------------------------
+
+
+def pallas_flash_forward(
+    inputs: Inputs, counted, o_ref, *statistic_refs, static: ForwardConfig, **memory
+):
+    """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
+    smem, config = Smem(**memory), static
+    schedule = inputs.schedule if counted is None else counted
+    tiles = work_loop.WorkTiles(schedule, lax.axis_index("program"), smem.work)
+    warpgroup = lax.axis_index("warpgroup")
+    consumes = warpgroup < config.tile.warpgroups
+
+    @pl.when(consumes)
+    def _():
+        consume(inputs, o_ref, statistic_refs, smem, tiles, warpgroup, config)
+
+    @pl.when(jnp.logical_not(consumes))
+    def _():
+        ProducerWarpgroup(inputs, smem, config).run(tiles)
+
+
+def forward(problem: Problem, tile: ForwardTile, lengths=None):
+    """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T].
+
+    Args:
+        problem: the call; values that no query sees are finite, if `lengths` is None.
+        tile: block sizes.
+        lengths: int32 [B], how many of the first keys of each batch element are visible.
+    """
+    p = problem
+    w, cluster_size = tile.warpgroups, tile.programs
+    q = Tiling(p.q_len, w * cluster_size * QUERY_ROWS)
+    rows, kv = Tiling(p.q_len, QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
+    mask = p.mask.within(kv=kv)
+
+    def run(shared, query, key, value, *lengths):
+        batch = len(query)
+        query_tiles = scheduler.QueryTiles.of(p, batch, w, cluster_size)
+        of_lists = q if mask.scattered else rows
+        table = block_ranges.block_table(shared[1].mask, of_lists, kv, "kv", batch, p.batch)
+        if mask.scattered:
+            streams = block_ranges.streams_of_lists(table, rows.count, query_tiles.count)
+        else:
+            ranges = query_tiles.by_work_tile(table)
+            streams = block_ranges.streams_of_ranges(ranges, query_tiles.count)
+        schedule = scheduler.schedule(p, batch, mask, streams, cluster_size)
+        dynamic = scheduler.is_dynamic(schedule)
+        smem = scratch(p, tile, dynamic=dynamic)
+        bias, bias_axes, bools = None, None, []
+        if smem.bias is not None:
+            shared, x = without_bias(shared)
+            bias_axes, bias = Owners.of(x, p.batch), rows_of_one_axis(x)
+        if smem.bits is not None:
+            shared, bools = without_masks(shared)
+        options = Options.of(p, shared, q, kv)
+        config = ForwardConfig(
+            options=options,
+            masked=bool(mask),
+            listed=mask.scattered,
+            kv=kv,
+            groups=p.groups,
+            tile=tile,
+            q=q,
+            head_dim=p.head_dim,
+            value_dim=p.value_dim,
+            partial_tail=not mask.scattered and block_ranges.have_partial_tail(streams),
+            bias=bias_axes,
+            masks=Masks.of(bools, p.batch),
+            query_tiles=query_tiles,
+        )
+        inputs = Inputs(
+            q=query,
+            k=key,
+            v=value,
+            table=table.reshape(-1, table.shape[-1]) if mask.scattered else None,
+            options=options.operands(shared),
+            bias=bias,
+            bits=[words_of(x, 3, kv) for x in bools],
+            lengths=(lengths[0], last_block(value, lengths[0], kv.block)) if lengths else None,
+            schedule=None if dynamic else schedule,
+        )
+        # Warpgroups copy their statistics as whole query tiles.
+        statistic = batch, p.num_heads, rows.count * QUERY_ROWS
+        results = common.launch(
+            pallas_flash_forward,
+            (inputs,),
+            # A dynamic schedule has a counter.
+            sums=(schedule if dynamic else None,),
+            outputs=[
+                ((*query.shape[:3], p.value_dim), p.dtype),
+                *[(statistic, jnp.float32)] * (2 if p.large else 1),
+            ],
+            memory=smem._asdict(),
+            grid=dict(program=scheduler.num_ctas(schedule)),
+            members=cluster_size,
+            warpgroups=w + 1,
+            static=config,
+            approx_math=options.approximate,
+        )
+        return results[1:] if dynamic else results
+
+    run = common.by_instance(run, p.batch)
+    arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])
+    o, *log_sum = run(shared_arrays(p, mask), *arrays)
+    log_sum = [x[:, :, : p.q_len] for x in log_sum]
+    return o, LogSum(log_sum[0] if p.large else None, log_sum[-1])
