@@ -1,8 +1,7 @@
 """Masks that a user builds and passes as `mask`; boolean arrays are one of them.
 
-All are leaves of the algebra in _masks: they join by `&` with each other, and the other arguments
-of `attention` that say who sees whom are further leaves. Each checks itself against a call, in
-`fit`.
+They are leaves of the algebra in _masks, and `&` joins them. The other arguments of `attention`
+that restrict keys become further leaves. `fit` checks a leaf against a call.
 """
 
 import abc
@@ -18,6 +17,7 @@ from jax import lax
 from jax.core import Tracer
 
 from pallas_flash import _masks
+from pallas_flash._blocks import BlockClasses, BlockRange, Tiling, all_blocks
 from pallas_flash._checks import (
     array,
     at_least,
@@ -29,30 +29,20 @@ from pallas_flash._checks import (
     operands,
     uses,
 )
-from pallas_flash._masks import (
-    STATIC,
-    ByNumber,
-    Leaf,
-    Mask,
-    Runs,
-    TileClasses,
-    TileRange,
-    Tiling,
-    leaf,
-)
+from pallas_flash._masks import STATIC, Leaf, LeafKind, Mask, NumberLeaf, leaf
 from pallas_flash._operands import Pairs, Positions, for_user
 
 
 class Call(NamedTuple):
-    """What a mask has to fit.
+    """The call that a mask has to fit.
 
     Attributes:
         scores_shape: B, N, T and S of the arrays.
-        is_causal: whether the call has another condition of that name.
+        is_causal: whether the call is causal by its own argument.
         shift: the position of query 0, where it is known.
         offset: int32 [B], the positions of query 0; None if it is `shift`.
-        positions: of all tokens, if arrays tell them; then there is no offset.
-        shards: into how many the sequence is divided, of which the arrays are one.
+        positions: of all tokens, if arrays hold them; then there is no offset.
+        shards: the number of shards of the sequence; the arrays are one shard.
     """
 
     scores_shape: tuple[int, int, int, int]
@@ -65,7 +55,7 @@ class Call(NamedTuple):
 
     @property
     def pairs_shape(self) -> tuple[int, int, int, int]:
-        """B, N, T and S of an array over pairs: its own queries, and all keys."""
+        """B, N, T and S of a (q, k) array: the shard's queries, and the keys of all shards."""
         batch, num_heads, q_len, kv_len = self.scores_shape
         return batch, num_heads, q_len, kv_len * self.shards
 
@@ -77,14 +67,14 @@ class Call(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """Whether positions may not be indices."""
+        """Whether positions may differ from indices."""
         return bool(self.shift) or self.offset is not None or self.positions is not None
 
 
 class Joinable(Leaf):
     """A leaf that a user may build, with the operator `&`."""
 
-    # NumPy would otherwise join with each element of an array.
+    # Keeps NumPy from applying `&` to each element of an array.
     __array_ufunc__ = None
 
     def __and__(self, other) -> Mask:
@@ -95,15 +85,20 @@ class Joinable(Leaf):
 
     @abc.abstractmethod
     def fit(self, call: Call) -> "Joinable":
-        """This leaf, checked and fitted to a call."""
+        """Return this leaf checked against a call, with what it needs to know of the call."""
 
     def sizes(self) -> tuple[int, int]:
-        """How many examples and heads its arrays tell apart."""
+        """Return the batch size and the number of heads of its arrays; 1 where they broadcast."""
         return 1, 1
+
+    def asks(self, axis: int) -> bool:
+        """Whether a function of the leaf uses the index of the batch element (0) or head (1)."""
+        del axis
+        return False
 
 
 def fitted(mask, call: Call) -> tuple[Joinable, ...]:
-    """The leaves of what a user passes as `mask`, each of which fits the call."""
+    """Return the leaves of the argument `mask`, checked against the call."""
     return tuple(leaf.fit(call) for leaf in _leaves(mask))
 
 
@@ -112,33 +107,25 @@ def _leaves(mask) -> list[Joinable]:
     return [x if isinstance(x, Joinable) else MaskArray(Pairs(array("mask", x))) for x in parts]
 
 
-def _all_tiles(stay: Tiling, flow: Tiling, *, full: bool) -> TileRange:
-    start, stop = stay.filled(0), stay.filled(flow.count)
-    return TileRange(start, start, stop if full else start, stop)
-
-
 class Scattered(Joinable):
-    """A leaf whose allowed tiles form no runs: `tile_classes` knows them."""
+    """A leaf whose blocks form no runs; `block_classes` gives their classes."""
 
     @property
-    def intervals(self) -> bool:
-        return False
-
-    @property
-    def reflexive(self):
-        return False
+    def scattered(self):
+        return True
 
     def kv_range(self, q, kv):
-        return _all_tiles(q, kv, full=True)
+        return all_blocks(q, kv, full=True)
 
     def q_range(self, q, kv):
-        return _all_tiles(kv, q, full=True)
+        return all_blocks(kv, q, full=True)
 
 
 @leaf
 class MaskArray(Scattered):
-    """Pairs for which a boolean array is True."""
+    """A boolean (q, k) array: True where the query may see the key."""
 
+    kind = LeafKind.ARRAY
     pairs: Pairs
 
     def fit(self, call):
@@ -156,12 +143,12 @@ class MaskArray(Scattered):
     def allowed(self, b, h, q, k):
         return self.pairs.read(b, h, q, k)
 
-    def tile_classes(self, q, kv):
+    def block_classes(self, q, kv):
         return _classes(self.pairs.array, q, kv)
 
 
-def _classes_impl(array, q: Tiling, kv: Tiling) -> TileClasses:
-    """Broadcast axes stay as they are: a mask is classified once, not once a copy."""
+def _classes_impl(array, q: Tiling, kv: Tiling) -> BlockClasses:
+    """Return the classes of an array's blocks; axes that broadcast stay 1."""
     array = _not_folded(array)
 
     def reduce(fill, reduction):
@@ -178,31 +165,30 @@ def _classes_impl(array, q: Tiling, kv: Tiling) -> TileClasses:
         x = x.reshape(*array.shape[:2], *tiles[0], *tiles[1])
         return reduction(x, axis=(3, 5))
 
-    return TileClasses(reduce(False, jnp.any), reduce(True, jnp.all))
+    return BlockClasses(reduce(False, jnp.any), reduce(True, jnp.all))
 
 
 _classes = jax.jit(_classes_impl, static_argnums=(1, 2))
 
 
 def _not_folded(array):
-    """The array, of which XLA computes nothing while it compiles, where it is a constant.
+    """Return the array behind a barrier, so that XLA does not fold computations on a constant.
 
-    That takes seconds for an array of 1024 x 1024.
+    Folding takes seconds of compile time for an array of 1024 x 1024.
     """
     return lax.optimization_barrier(array)
 
 
 @leaf
 class Segments(_masks.Segments, Joinable):
-    """Documents in packed rows: a query sees the keys that have its own id.
+    """The document mask of packed sequences: a query sees the keys that have its own id.
 
-    As `mask` the same as `attention`'s argument `segment_ids`. As an object it goes through
-    `BlockMask.from_mask`, whose tables are built once for all layers, and are exact where ids are
-    not sorted, too.
+    The argument `segment_ids` of `attention` makes the same mask. This object can be passed to
+    `BlockMask.from_mask`, whose tables serve all layers and are exact for unsorted ids, too.
 
     Attributes:
         query: int32 [B, T], the ids of the queries.
-        key_value: int32 [B, S], those of the keys; None if both are the same tokens.
+        key_value: int32 [B, S], the ids of the keys; None if both are the same tokens.
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
@@ -234,22 +220,22 @@ class Segments(_masks.Segments, Joinable):
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
-    """The ids of documents that lie one after the other in a row, for `segment_ids`.
+    """Return the ids of sequences that are packed one after the other in a row, for `segment_ids`.
 
     Args:
-        cu_seqlens: int32 [n + 1], where each of n documents begins, and where the last one ends:
-            0, len_0, len_0 + len_1, ... May be traced.
-        length: tokens in the row. Those past the last document have an id that no document has:
-            they see each other alone. If they may be NaN, pass `cu_seqlens[-1:]` as lengths, too:
-            a hidden key has probability 0, and 0 * NaN is NaN.
+        cu_seqlens: int32 [n + 1], the first token of each of n sequences, and the end of the last
+            one: 0, len_0, len_0 + len_1, ... May be traced.
+        length: tokens in the row. Tokens past the last sequence have an id of their own and see
+            each other alone. If they may be NaN, pass `cu_seqlens[-1:]` as lengths, too: a hidden
+            key has probability 0, and 0 * NaN is NaN.
 
     Returns:
-        int32 [length]: 0 in the first document, n past the last.
+        int32 [length]: 0 in the first sequence, n past the last.
 
     Raises:
         TypeError: `cu_seqlens` is no int32 array.
-        ValueError: `cu_seqlens` is not of rank 1, does not rise from 0, or ends past `length`, as
-            far as its numbers are known.
+        ValueError: `cu_seqlens` is not of rank 1, or its known numbers do not rise from 0 or end
+            past `length`.
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
@@ -275,8 +261,8 @@ def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
 
 
 @leaf
-class PrefixLM(ByNumber, Joinable):
-    """A query sees all keys of the prefix, and after it those up to its own position.
+class PrefixLM(NumberLeaf, Joinable):
+    """A query sees all keys of the prefix, and all keys up to its own position.
 
     For S = T = 5 and a prefix of 3:
 
@@ -286,16 +272,17 @@ class PrefixLM(ByNumber, Joinable):
         1 1 1 1 0
         1 1 1 1 1
 
-    Not to be combined with `is_causal`, which would undo the prefix; `query_offset` moves the
-    queries. Where the call gives positions, the prefix are the keys at positions below its length.
+    `is_causal` would undo the prefix, and raises. `query_offset` moves the queries. Where the call
+    gives positions, the prefix is made of the keys at positions below its length.
 
     Attributes:
-        prefix_lengths: int32 [B], the keys of each example's prefix.
+        prefix_lengths: int32 [B], the keys of each batch element's prefix.
         offset: set by `attention`: the positions of query 0, int32 [B]; None if it is `shift`.
-        positions: set by `attention`: those of all tokens, if arrays tell them.
+        positions: set by `attention`: the positions of all tokens, if arrays hold them.
         shift: set by `attention`: the position of query 0, where it is known.
     """
 
+    kind = LeafKind.PREFIX
     prefix_lengths: Any
     offset: Any = None
     positions: Positions | None = None
@@ -322,18 +309,17 @@ class PrefixLM(ByNumber, Joinable):
         return (k <= q + offset) | (k < self.prefix_lengths[b])
 
     @property
-    def _numbers(self):
+    def numbers(self):
         assert self.positions is not None
         return self.positions.query, self.positions.keys
 
-    def _compare(self, q, k):
+    def compare(self, q, k):
         prefix = self.prefix_lengths[:, None, None]
         return (k.low <= q.high) | (k.low < prefix), (k.high <= q.low) | (k.high < prefix)
 
-    def moved(self, part):
-        """See `_context.parts`."""
+    def restrict(self, part):
         if self.positions is not None:
-            # Of these every part has its own.
+            # Positions are absolute, and cut to the part already.
             return self
         shift, offset = part.offset(self.shift, self.offset)
         return PrefixLM(part.kv.inside(self.prefix_lengths), offset, shift=shift)
@@ -345,28 +331,28 @@ class PrefixLM(ByNumber, Joinable):
         offset, prefix = self._columns()
         some = jnp.clip(jnp.maximum(q.last + offset + 1, prefix), 0, kv.length)
         every = jnp.clip(jnp.maximum(q.first + offset + 1, prefix), 0, kv.length)
-        # The last tile is full where it ends with the keys; `Lengths` knows that it is ragged.
+        # The last tile is full where it ends with the keys; `ArrayLengths` handles its ragged end.
         full = jnp.where(every == kv.length, kv.count, every // kv.block)
         zero = jnp.zeros_like(some)
-        return TileRange(zero, zero, full, -(-some // kv.block))
+        return BlockRange(zero, zero, full, -(-some // kv.block))
 
     def q_range(self, q, kv):
         if self.positions is not None:
             return super().q_range(q, kv)
-        # Key j is seen by all queries if it is in the prefix, else by those from j - offset on.
+        # Key j is visible to all queries if it is in the prefix, else from query j - offset on.
         offset, prefix = self._columns()
         some = jnp.where(kv.first < prefix, 0, kv.first - offset)
         every = jnp.where(kv.last < prefix, 0, kv.last - offset)
         start, full_start = (jnp.maximum(x, 0) for x in (some, every))
         stop = jnp.full_like(start, q.count)
-        return TileRange(start // q.block, -(-full_start // q.block), stop, stop)
+        return BlockRange(start // q.block, -(-full_start // q.block), stop, stop)
 
     @property
-    def intervals(self) -> bool:
+    def exact_ranges(self) -> bool:
         return self.positions is None
 
     @property
-    def reflexive(self):
+    def sees_diagonal(self):
         if self.positions is not None:
             return self.positions.key_value is None
         return self.offset is None and self.shift >= 0
@@ -377,18 +363,18 @@ class PrefixLM(ByNumber, Joinable):
 
 
 @leaf
-class Predicate(Runs, Joinable):
-    """Pairs for which a function of theirs is true.
+class Predicate(Joinable):
+    """A mask by a function: True where the query may see the key.
 
-    The function is traced into the kernels. Without further knowledge every tile is visited and
-    masked: wrap it in `BlockMask.from_mask` once to skip empty tiles and unmask full ones.
+    The function is traced into the kernels, which visit and mask every block. Wrap the predicate in
+    `BlockMask.from_mask` once to skip empty blocks and leave full blocks unmasked.
 
     Attributes:
         fn: takes int32 indices b, h, q_pos, k_pos, which broadcast against each other, then the
-            operands, and gives a bool for each. Built from elementwise jax.numpy. An operand is
-            read at one index for each of its axes, as in `operand[b, q_pos]`; an index outside is
-            moved to the edge, and an operand without axes is given as its number. Define it once:
-            another function object is another program to compile.
+            operands, and returns a bool for each. Built from elementwise jax.numpy. It reads an
+            operand at one index for each axis, as in `operand[b, q_pos]`; an index outside is moved
+            to the edge. An operand without axes is passed as its number. Define `fn` once: JAX
+            compiles a program for each function object.
         operands: arrays.
         origin: set by `attention`, as `Dropout.origin`.
 
@@ -402,6 +388,7 @@ class Predicate(Runs, Joinable):
         (1, 4, 1, 16)
     """
 
+    kind = LeafKind.PREDICATE
     fn: Callable = dataclasses.field(metadata=STATIC)
     operands: tuple[Any, ...] = ()
     origin: Any = None
@@ -412,7 +399,6 @@ class Predicate(Runs, Joinable):
         return Predicate(self.fn, arrays)
 
     def asks(self, axis: int) -> bool:
-        """Whether the function uses its argument number `axis`."""
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
         program = jax.make_jaxpr(lambda at, xs: self.fn(*at, *map(for_user, xs)))(
             index, tuple(self.operands)
@@ -422,42 +408,39 @@ class Predicate(Runs, Joinable):
     def allowed(self, b, h, q, k):
         if self.origin is not None:
             b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
-        # It may be a Python bool.
+        # The function may return a Python bool.
         return jnp.asarray(self.fn(b, h, q, k, *map(for_user, self.operands)))
 
     def kv_range(self, q, kv):
-        return _all_tiles(q, kv, full=False)
+        return all_blocks(q, kv, full=False)
 
     def q_range(self, q, kv):
-        return _all_tiles(kv, q, full=False)
-
-    @property
-    def reflexive(self):
-        return False
+        return all_blocks(kv, q, full=False)
 
 
 @leaf
 class BlockMask(Scattered):
     """Block-sparse attention: a bool for each block of queries and keys.
 
-    Kernels visit only tiles that meet a True block, whatever the sizes of both. Built once, it
-    serves every layer and step. `from_mask` builds one from another mask.
+    Kernels visit only tiles that overlap a True block; sizes of tiles and blocks are independent.
+    One object serves every layer and step. `from_mask` builds one from another mask.
 
     Attributes:
-        some: bool [B | 1, N | 1, ceil(T / block_q), ceil(S / block_kv)]: blocks in which anything
-            is seen.
+        some: bool [B | 1, N | 1, ceil(T / block_q), ceil(S / block_kv)]: blocks in which some pair
+            is allowed.
         block_q: queries in a block.
         block_kv: keys in a block.
-        every: bool as `some`, blocks in which everything is seen; None, together with `mask`, if
-            those are the same.
-        mask: decides in blocks that are in `some` and not in `every`. It is what `from_mask` was
-            given: it allows nothing outside of `some`, and everything in `every`.
+        every: bool as `some`, blocks in which every pair is allowed. None, together with `mask`, if
+            these are the blocks of `some`.
+        mask: decides in blocks that are in `some` and not in `every`. It is the argument of
+            `from_mask`: it allows no pair outside of `some`, and every pair in `every`.
         q_len: T, if known.
         kv_len: S, if known.
-        first: set by `attention`: which query and which key of the first block are the first,
-            int32 [2]; None if both are 0.
+        first: set by `attention`: the index in the first block of the first query and of the first
+            key, int32 [2]; None if both are 0.
     """
 
+    kind = LeafKind.BLOCKS
     some: Any
     block_q: int = dataclasses.field(default=64, metadata=STATIC)
     block_kv: int = dataclasses.field(default=64, metadata=STATIC)
@@ -471,16 +454,17 @@ class BlockMask(Scattered):
     def from_mask(cls, mask, q_len: int, kv_len: int, *, batch: int | None = None,
                   num_heads: int | None = None,
                   block_q: int = 64, block_kv: int = 64) -> "BlockMask":  # fmt: skip
-        """Finds the blocks of another mask in which nothing, something and everything is seen.
+        """Return the blocks of another mask: empty, partial and full.
 
         Args:
             mask: a boolean array broadcastable to [B, N, T, S], or a mask object.
             q_len: T.
             kv_len: S.
-            batch: B if the mask differs between examples. Needed for a `Predicate` that asks for
-                the example: others tell by their arrays.
+            batch: B if the mask differs between batch elements. A `Predicate` that uses the index
+                `b` needs it; other masks have it in their arrays.
             num_heads: N if the mask differs between heads; as `batch`.
-            block_q: queries in a block; the finer, the fewer tiles are visited for nothing.
+            block_q: queries in a block. Smaller blocks describe the mask more closely, so that
+                kernels visit fewer blocks without an allowed pair.
             block_kv: keys in a block.
 
         Returns:
@@ -501,7 +485,7 @@ class BlockMask(Scattered):
         q, kv, parts = Tiling(q_len, block_q), Tiling(kv_len, block_kv), _leaves(mask)
         own = [max(sizes) for sizes in zip(*(part.sizes() for part in parts), strict=True)]
         for axis, name in enumerate(("batch", "num_heads")):
-            asks = any(isinstance(part, Predicate) and part.asks(axis) for part in parts)
+            asks = any(part.asks(axis) for part in parts)
             if asks and given[name] is None and own[axis] == 1:
                 raise ValueError(
                     f"`{name}` must be given for a Predicate that asks for its index; got None. "
@@ -511,8 +495,8 @@ class BlockMask(Scattered):
         examples, heads = own
         call = Call((examples, heads, q_len, kv_len))
         mask = Mask(tuple(part.fit(call) for part in parts))
-        if isinstance(mask.leaves[0], MaskArray) and len(parts) == 1:
-            some, every = mask.leaves[0].tile_classes(q, kv)
+        if [leaf.kind for leaf in mask.leaves] == [LeafKind.ARRAY]:
+            some, every = mask.block_classes(q, kv)
         else:
             some, every = _classes_by_rows(mask, examples, heads, q, kv)
         shape = (*some.shape[:2], q.count, kv.count)
@@ -542,7 +526,7 @@ class BlockMask(Scattered):
             return dataclasses.replace(self, **tables, **sizes)
         tables["every"] = self._table("every", call)
         mask = Mask(fitted(self.mask, call))
-        if call.moved and any(isinstance(x, PrefixLM) for x in mask.leaves):
+        if call.moved and any(x.kind is LeafKind.PREFIX for x in mask.leaves):
             offset = call.shift if call.offset is None else call.offset
             got = describe(offset) if call.positions is None else "positions"
             raise ValueError(
@@ -581,14 +565,13 @@ class BlockMask(Scattered):
             q, k = q + self.first[0], k + self.first[1]
         return self.some[b, h, q // self.block_q, k // self.block_kv]
 
-    def moved(self, part):
-        """See `_context.parts`."""
+    def restrict(self, part):
         sides = (part.q, self.block_q, 2), (part.kv, self.block_kv, 3)
         first, tables = [], {"some": self.some, "every": self.every}
         for side, block, axis in sides:
             count = self.some.shape[axis]
             if side.length % block:
-                # Wherever the part begins in a block, it meets no more than these.
+                # The part overlaps at most this many blocks, wherever it begins in one.
                 count = min(count, (side.length + block - 2) // block + 1)
             else:
                 count = min(count, side.length // block)
@@ -606,8 +589,8 @@ class BlockMask(Scattered):
             first=None if whole else jnp.stack(first).astype(jnp.int32),
         )
 
-    def tile_classes(self, q, kv):
-        # The blocks that each tile meets: the first, and the one after the last.
+    def block_classes(self, q, kv):
+        # The blocks that each tile overlaps: the first, and the one after the last.
         first_q, first_k = (0, 0) if self.first is None else self.first
         rows, columns = (
             ((tiling.first[0] + first) // block, (tiling.last[0] + first) // block + 1)
@@ -615,7 +598,7 @@ class BlockMask(Scattered):
         )
 
         def count(table):
-            """True blocks within each tile, from the sums up to its corners."""
+            """Count the True blocks that each tile overlaps, by sums up to its corners."""
             table = _not_folded(table).astype(jnp.int32)
             total = jnp.cumsum(jnp.cumsum(table, axis=2), axis=3)
             total = jnp.pad(total, ((0, 0), (0, 0), (1, 0), (1, 0)))
@@ -625,13 +608,13 @@ class BlockMask(Scattered):
 
         every = self.some if self.every is None else self.every
         area = ((rows[1] - rows[0])[:, None] * (columns[1] - columns[0]))[None, None]
-        return TileClasses(count(self.some) > 0, count(every) == area)
+        return BlockClasses(count(self.some) > 0, count(every) == area)
 
 
 # Compiled once for all calls outside of `jit`.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _classes_by_rows(mask: Mask, batch: int, num_heads: int, q: Tiling, kv: Tiling) -> TileClasses:
-    """The class of every block of a mask, from the pairs of one row of blocks after the other."""
+def _classes_by_rows(mask: Mask, batch: int, num_heads: int, q: Tiling, kv: Tiling) -> BlockClasses:
+    """Return the class of every block; evaluates the mask for one row of blocks at a time."""
     b = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
     h = jnp.arange(num_heads, dtype=jnp.int32)[None, :, None, None]
     k = jnp.arange(kv.length, dtype=jnp.int32)[None, None, None, :]
@@ -643,7 +626,7 @@ def _classes_by_rows(mask: Mask, batch: int, num_heads: int, q: Tiling, kv: Tili
         return _classes(ok, Tiling(q.block, q.block), kv)
 
     rows = lax.map(row, jnp.arange(q.count, dtype=jnp.int32))
-    return TileClasses(*(jnp.moveaxis(x[:, :, :, 0], 0, 2) for x in rows))
+    return BlockClasses(*(jnp.moveaxis(x[:, :, :, 0], 0, 2) for x in rows))
 
 
 def _first_axis(x) -> int:

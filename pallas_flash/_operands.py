@@ -1,4 +1,4 @@
-"""Arrays that masks and scores read at positions, in one way for plain JAX and for kernels."""
+"""Arrays that masks and scores read at indices, in one way for plain JAX and for kernels."""
 
 import dataclasses
 from typing import Any
@@ -10,12 +10,24 @@ import numpy as np
 from pallas_flash._symbolic import is_symbolic
 
 
+class Divisible:
+    """A dataclass of a problem, of which a part of the problem has a part."""
+
+    def restrict(self, part) -> Any:
+        """Return this for a `_context.parts.Part`; its arrays have been cut to it already.
+
+        In a part, positions count from 0 again, so that whatever holds positions shifts them.
+        """
+        del part
+        return self
+
+
 class Operand:
     """An array read at one integer index for each axis; indices broadcast.
 
-    What a user's function is given: inside a kernel there is no array, only memory. An index
-    outside of the array is moved to its edge. `dtype` is what its numbers mean, where memory holds
-    them in another one.
+    A user's function gets operands, because inside a kernel there is no array, only memory. An
+    index outside of the array is moved to its edge. `dtype` is the dtype of the elements that are
+    read, where memory holds another one.
     """
 
     def __init__(self, array, dtype=None):
@@ -59,12 +71,12 @@ class Operand:
         return tuple(_nearest(i, n) for i, n in zip(index, self.shape, strict=True))
 
     def for_user(self) -> "Operand":
-        """This operand, for a function that may ask for any index, and under differentiation."""
+        """Return this operand in a form that a user's function reads at any index."""
         return self
 
 
 def _nearest(i, n: int):
-    """The index of 0 .. n - 1 next to `i`, of whatever integer type."""
+    """Return the index of 0 .. n - 1 that is nearest to `i`, which may have any integer type."""
     if isinstance(i, (int, np.integer)):
         i = max(int(i), 0)
         return min(i, n - 1) if not is_symbolic(n) else jnp.minimum(jnp.int32(i), n - 1)
@@ -75,13 +87,13 @@ def _nearest(i, n: int):
 
 
 def for_user(x) -> Any:
-    """Return `x` as a user's function is given it: an `Operand`, or the number of a scalar."""
+    """Return `x` for a user's function: an `Operand`, or the number if `x` is a scalar."""
     operand = x.for_user() if isinstance(x, Operand) else Operand(jnp.asarray(x))
     return operand if operand.ndim else operand[()]
 
 
-class Cut(Operand):
-    """A tile of `Pairs` that has been cut out already: the positions asked for are its own."""
+class TileView(Operand):
+    """A tile that was cut out of a (q, k) array; reads ignore indices and return the tile."""
 
     def __init__(self, array, shape):
         super().__init__(array)
@@ -97,8 +109,11 @@ class Cut(Operand):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pairs:
-    """One number for each (example, head, query, key): [B | 1, N | 1, T | 1, S | 1]."""
+class Pairs(Divisible):
+    """A (q, k) array: one number for each batch element, head, query and key.
+
+    Its shape is [B | 1, N | 1, T | 1, S | 1].
+    """
 
     array: Any
 
@@ -107,15 +122,15 @@ class Pairs:
         return self.array.shape
 
     def read(self, b, h, q, k) -> jax.Array:
-        """The numbers at indices that broadcast."""
+        """Return the numbers at indices that broadcast."""
         index = (b, h, q, k)
         return self.array[tuple(0 if n == 1 else i for n, i in zip(self.shape, index, strict=True))]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Positions:
-    """Where tokens stand in their sequence, if not where they are in the arrays.
+class Positions(Divisible):
+    """The positions of tokens in their sequence, where these are not their indices in the arrays.
 
     Attributes:
         query: int32 [B | 1, T].
@@ -130,11 +145,11 @@ class Positions:
         return self.query if self.key_value is None else self.key_value
 
     def of_query(self, b, q) -> jax.Array:
-        """The positions of queries, at indices that broadcast."""
+        """Return the positions of queries, at indices that broadcast."""
         return self.query[0 if self.query.shape[0] == 1 else b, q]
 
     def of_key(self, b, k) -> jax.Array:
-        """The positions of keys."""
+        """Return the positions of keys, at indices that broadcast."""
         return self.keys[0 if self.keys.shape[0] == 1 else b, k]
 
 

@@ -1,4 +1,4 @@
-"""Draws who sees whom, and which tiles a blocked algorithm skips, masks and leaves unmasked."""
+"""Draws a mask, and which of its blocks are empty, partial and full."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,16 +7,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from pallas_flash import _validate
+from pallas_flash._blocks import Tiling
 from pallas_flash._checks import at_least
 from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM, Segments
-from pallas_flash._masks import Mask, Tiling
+from pallas_flash._masks import Mask
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HIDDEN, VISIBLE = "#ffffff", "#808080"
-# By class: nothing, something, everything is seen.
-TILE_COLORS = {"skipped": "#ffffff00", "partial": "#ff8c0059", "full": "#1e64c859"}
+# Colors of empty, partial and full blocks.
+BLOCK_COLORS = {"skipped": "#ffffff00", "partial": "#ff8c0059", "full": "#1e64c859"}
 
 
 def plot_mask(
@@ -40,17 +41,17 @@ def plot_mask(
     block_kv: int | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draws which keys each query sees: keys along x, queries down y, darker where seen.
+    """Draw which keys each query sees: keys along x, queries down y, dark where allowed.
 
-    Takes what `attention` takes to say who sees whom, so that the mask of any call can be looked
-    at. With the sizes of tiles it also colours tiles by their classes: those that are skipped stay
-    white, those that are computed and masked turn orange, those that are computed without a mask
-    blue. Needs matplotlib, and memory for all T * S pairs: it is meant for short lengths.
+    The arguments are those of `attention` that restrict keys, so that one can look at the mask of
+    any call. With the sizes of tiles it also colours blocks: empty blocks, which kernels skip, stay
+    white; partial blocks, where kernels evaluate the mask, turn orange; full blocks turn blue.
+    Needs matplotlib, and memory for all T * S pairs: it is meant for short lengths.
 
     Args:
         mask: as in `attention`.
-        q_len: T. May be left out where `mask`, `segment_ids` or positions tell it.
-        kv_len: S, likewise.
+        q_len: T. May be left out where `mask`, `segment_ids` or positions have that length.
+        kv_len: S. May be left out in the same cases.
         is_causal: as in `attention`.
         query_seq_lengths: as in `attention`.
         key_value_seq_lengths: as in `attention`.
@@ -59,15 +60,15 @@ def plot_mask(
         query_offset: as in `attention`.
         query_positions: as in `attention`.
         key_value_positions: as in `attention`.
-        b: the example whose mask is drawn.
+        b: the batch element whose mask is drawn.
         h: the query head whose mask is drawn.
-        block_q: queries in a tile. None draws no tiles.
-        block_kv: keys in a tile. None draws no tiles.
-        ax: matplotlib Axes to draw into. None makes a new figure.
+        block_q: queries in a tile; None, as `block_kv`: draw no blocks.
+        block_kv: keys in a tile.
+        ax: matplotlib Axes to draw into; None: a new figure.
 
     Returns:
-        The Axes. The first of its `images` is the mask; with tiles, the first of its `collections`
-        are their classes, 0 where a tile is skipped, 1 where it is masked and 2 where it is full.
+        The Axes. The first of its `images` is the mask. With tiles, the first of its `collections`
+        has the class of each block: 0 empty, 1 partial, 2 full.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -114,35 +115,36 @@ def plot_mask(
     )
     q_pos, k_pos = (jnp.arange(length, dtype=jnp.int32) for length in (q_len, kv_len))
     at = jnp.int32(b), jnp.int32(h), q_pos[:, None], k_pos[None, :]
-    seen = np.broadcast_to(whole.allowed(*at) if whole else True, (q_len, kv_len))
+    allowed = np.broadcast_to(whole.allowed(*at) if whole else True, (q_len, kv_len))
 
     if ax is None:
         _, ax = plt.subplots()
-    ax.imshow(seen, cmap=ListedColormap([HIDDEN, VISIBLE]), vmin=0, vmax=1, interpolation="nearest")
+    colors = ListedColormap([HIDDEN, VISIBLE])
+    ax.imshow(allowed, cmap=colors, vmin=0, vmax=1, interpolation="nearest")
     ax.set(xlabel="key", ylabel="query")
     if block_q is not None or block_kv is not None:
         q = Tiling(q_len, at_least(1, "block_q", block_q))
         kv = Tiling(kv_len, at_least(1, "block_kv", block_kv))
         some, full = (
             np.asarray(x)[b % len(x), h % x.shape[1]].astype(int)
-            for x in whole.within(kv=kv).tile_classes(q, kv)
+            for x in whole.within(kv=kv).block_classes(q, kv)
         )
         classes = some + full
         edges = (np.append(tiling.first, tiling.length) - 0.5 for tiling in (kv, q))
-        colors = list(TILE_COLORS.values())
+        colors = list(BLOCK_COLORS.values())
         ax.pcolormesh(
             *edges, classes, cmap=ListedColormap(colors), vmin=0, vmax=2, edgecolor="black", lw=0.5
         )
         handles = [
             Patch(facecolor=color, edgecolor="black", label=name)
-            for name, color in TILE_COLORS.items()
+            for name, color in BLOCK_COLORS.items()
         ]
         ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     return ax
 
 
 def _known_sizes(mask) -> tuple[int, int, int, int]:
-    """[B, N, T, S] as far as a mask tells, 1 where it does not."""
+    """Return B, N, T and S as far as a mask has them, 1 elsewhere."""
     shapes: list[tuple[int, ...]] = [(1, 1, 1, 1)]
     leaves: tuple[Any, ...] = mask.leaves if isinstance(mask, Mask) else (mask,)
     for leaf in leaves:
@@ -166,7 +168,7 @@ def _known_sizes(mask) -> tuple[int, int, int, int]:
 
 
 def _axis_size(name: str, index: int, known: int) -> int:
-    """The size of an axis of which `index` is drawn: an axis of 1 is broadcast."""
+    """Return the size of an axis of which `index` is drawn; an axis of size 1 broadcasts."""
     index = at_least(0, name, index)
     if 1 < known <= index:
         raise ValueError(
@@ -176,7 +178,7 @@ def _axis_size(name: str, index: int, known: int) -> int:
 
 
 def _length(name: str, given: int | None, known: int, *of_tokens) -> int:
-    """A length that is `given`, or that a mask or an array [B, length] tells."""
+    """Return the given length, or else the length of a mask or of an array [B, length]."""
     if given is None:
         given = max(known, *(np.shape(x)[-1] if np.ndim(x) else 1 for x in of_tokens))
         if given == 1:

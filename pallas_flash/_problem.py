@@ -1,26 +1,28 @@
-"""What the implementations are given, and what their backward gives back."""
+"""`Problem`, the argument of every implementation, and `Gradients`, the result of its backward."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash import _visibility
 from pallas_flash._dropout import Dropout
 from pallas_flash._masks import Mask
-from pallas_flash._operands import Pairs, is_pairs
+from pallas_flash._operands import Divisible, Pairs, is_pairs
 from pallas_flash._scores import Scores
 from pallas_flash._symbolic import is_symbolic
 from pallas_flash._tiling import sizes
 
-# Scores up to this are not large: beside them float32 has room for the logarithm of a sum, to about
-# 1e-5 of a probability. Above the soft caps that models have.
+# Score up to which one LSE in float32 suffices: its rounding changes probabilities by about 1e-5.
+# The soft caps of models are below it.
 SMALL_CAP = 100.0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(Divisible):
     """A checked call: batched arrays, one mask object, a positive scale.
 
     Attributes:
@@ -32,12 +34,13 @@ class Problem:
         sinks: float32 (float64 for float64 inputs) [N], logits in the softmax's denominator.
         slopes: [N], ALiBi's; of the dtype of `scale`.
         score_operands: arrays for the score function.
-        mask: everything that says who sees whom.
+        mask: the conjunction of all conditions on which keys a query may see.
         rest_of_scores: the parts of `scores` that have no gradient.
-        dropout: which probabilities become zero.
-        precision: what `lax.dot_general` takes.
-        key_center: of a part of a problem the vector of `_key_center`, float32 [B, K, H].
-        any_scale: whether `scale` may be larger than 1, the default of the smallest heads.
+        dropout: the rule that says which probabilities become zero.
+        precision: the argument of `lax.dot_general`.
+        key_center: the vector of `_key_center` where this is a part of a problem, float32
+            [B, K, H]; None elsewhere.
+        any_scale: whether `scale` may be larger than 1, the largest default.
         partial_rows: whether other parts of a problem have keys of the same rows of scores.
     """
 
@@ -107,7 +110,7 @@ class Problem:
 
     @property
     def scores(self) -> Scores:
-        """What is done to scaled products of queries and keys."""
+        """The function that is applied to scaled products of queries and keys."""
         return dataclasses.replace(
             self.rest_of_scores,
             bias=None if self.bias is None else Pairs(self.bias),
@@ -117,53 +120,67 @@ class Problem:
 
     @property
     def large(self) -> bool:
-        """Whether scores may be large: what the call asks for can make them so, and no cap bounds.
+        """Whether scores may be large: an option may make them so, and no soft cap bounds them.
 
-        Then the maximum is subtracted from rounded scores, so that its weight is exactly 1, and the
-        backward is given it apart from the sum, see `LogSum`.
+        Then kernels subtract the maximum from rounded scores, so that its weight is exactly 1, and
+        the backward gets a separate maximum, see `LogSum`.
         """
         cap = self.rest_of_scores.soft_cap
         return (bool(self.scores) or self.any_scale) and (cap is None or cap > SMALL_CAP)
 
     @property
     def kind(self) -> str:
-        """What loops have besides products: "scores", "dropout", else the mask's kind."""
+        """The main cost of a kernel's loop besides products: "scores", "dropout" or `Mask.kind`."""
         return "scores" if self.scores else "dropout" if self.dropout else self.mask.kind
 
     @property
     def rows(self) -> int:
-        """Queries of all heads and examples."""
+        """The number of queries, over all heads and batch elements."""
         return self.batch * self.num_heads * self.q_len
 
     @property
     def kv_rows(self) -> int:
-        """Keys of all heads and examples."""
+        """The number of keys, over all key/value heads and batch elements."""
         return self.batch * self.num_kv_heads * self.kv_len
 
     @property
     def few_queries(self) -> bool:
-        """Whether the kernel for few queries may serve."""
+        """Whether the kernel for decoding may serve."""
         return sizes.few_queries(self.q_len, self.kv_len, self.rows)
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes of bias and mask arrays for each pair of a query and a key."""
+        """Bytes of (q, k) arrays for each pair of a query and a key."""
         arrays = jax.tree.leaves((self.mask, self.scores), is_leaf=is_pairs)
         return sum(x.array.dtype.itemsize for x in arrays if is_pairs(x) and 1 not in x.shape[2:])
 
     def visible_keys(self, positions=None):
-        """Return which keys any query sees, at int32 positions or at all of them.
+        """Return which keys are visible to any query, bool [1 or B, 1 or K, keys].
 
-        Bool [1 or B, 1 or K, keys]; None where it is all of them.
+        At int32 `positions`, or at all of them; None if every key is known to be visible.
         """
-        shape = self.batch, self.num_heads, self.q_len, self.kv_len
-        visible = self.mask.seen_keys(shape, positions)
+        visible = _visibility.visible_keys(self.mask, self._scores_shape, positions)
         if visible is None or visible.shape[1] == 1:
             return visible
         return visible.reshape(len(visible), self.num_kv_heads, self.groups, -1).any(axis=2)
 
-    def moved(self, part) -> "Problem":
-        """See `_context.parts`."""
+    def rows_with_keys(self):
+        """Return which queries see any key, bool [1 or B, 1 or N, T]; None if all are known to."""
+        return _visibility.rows_with_keys(self.mask, self._scores_shape)
+
+    def valid_lengths(self):
+        """Return how many queries see a key, and how many keys are visible, int32 [B] each.
+
+        None unless the mask is made of lengths, see `Mask.has_valid_lengths`.
+        """
+        found = _visibility.valid_lengths(self.mask, self.q_len, self.kv_len)
+        return found and tuple(jnp.broadcast_to(x, (self.batch,)).astype(jnp.int32) for x in found)
+
+    @property
+    def _scores_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.num_heads, self.q_len, self.kv_len
+
+    def restrict(self, part) -> "Problem":
         if self.slopes is None or self.rest_of_scores.positions is not None:
             return self
         shift, offset = part.offset(self.rest_of_scores.shift, self.rest_of_scores.offset)
@@ -171,17 +188,17 @@ class Problem:
         return dataclasses.replace(self, rest_of_scores=scores)
 
     def split(self) -> tuple[dict[str, Any], "Problem"]:
-        """The operands that may be differentiated, and the problem without them."""
+        """Return the operands that may be differentiated, and the problem without them."""
         operands = {name: getattr(self, name) for name in Gradients._fields}
         return operands, dataclasses.replace(self, **dict.fromkeys(operands))
 
     def join(self, operands: dict[str, Any]) -> "Problem":
-        """The inverse of `split`."""
+        """Return the problem with the operands that `split` took out."""
         return dataclasses.replace(self, **operands)
 
 
 class Extras(NamedTuple):
-    """What a call may ask for beyond products and a softmax; arrays, or references to them."""
+    """The parts of a call beyond products and a softmax; arrays, or references to them."""
 
     mask: Mask
     scores: Scores
@@ -190,7 +207,7 @@ class Extras(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """One for each floating-point operand, None where there is none or it was not asked for."""
+    """The gradient of each floating-point operand; None if there is none or it was not wanted."""
 
     query: Any
     key: Any
@@ -198,6 +215,6 @@ class Gradients(NamedTuple):
     scale: Any
     bias: Any
     sinks: Any = None
-    # These have none; `_vjp` refuses to differentiate them.
+    # These two have no gradient; `_vjp` refuses to differentiate them.
     slopes: Any = None
     score_operands: Any = None

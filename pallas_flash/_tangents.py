@@ -4,13 +4,13 @@ The kernels compute F: operands -> (o, lse) and its gradients
 
     B(operands, o, lse, do, dlse) = pullback of F at the operands, applied to (do, dlse)
 
-and have no derivatives themselves. Those come from plain JAX: the definition of the op, one block
-of queries after the other, which JAX differentiates in both modes and to any order. Nothing of a
-block is kept but its inputs, so the memory of second derivatives is linear in T and in S.
+and have no derivatives themselves. Plain JAX has them: it computes the definition of the op for one
+block of queries after the other, and differentiates it in both modes and to any order. A block
+keeps its inputs alone, so that the memory of second derivatives is linear in T and in S.
 
-B is called with o and lse = F(operands), never with others. Along a tangent of the operands it
-therefore changes as the right side does, which does not mention o and lse: it has taken into
-account how they change with the operands, and their own tangents are left out of the sum.
+B is always called with o, lse = F(operands). So along a tangent of the operands it changes as the
+right side does, which includes the change of o and lse with the operands. Tangents of o and lse are
+therefore left out.
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import _context, _reference
-from pallas_flash._masks import Tiling
+from pallas_flash._blocks import Tiling
 from pallas_flash._operands import Pairs, is_pairs
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._symbolic import is_symbolic, smaller
 
-# Rows of scores, over all examples and heads, that exist at the same time: a block has at least one
-# query of each head.
-ROWS = 4096
+# Rows of scores, over all batch elements and heads, that exist at the same time. A block has at
+# least one query of each head.
+ROWS_AT_ONCE = 4096
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def of_forward(wanted: tuple[str, ...], along, operands, rest: Problem, tangents):
-    """The tangents of o [B, T, N, V] and of the natural LSE [B, T, N].
+    """Return the tangents of o [B, T, N, V] and of the natural LSE [B, T, N].
 
     Args:
         wanted: the names of the operands that have a tangent.
         along: how the sequence is divided over Manual mesh axes, if it is.
-        operands: what `Problem.split` gave.
-        rest: the other half of it.
-        tangents: by name.
+        operands: the operands that `Problem.split` returned.
+        rest: the problem that it returned.
+        tangents: of the operands, by name.
     """
     fn, primals = _function_of(wanted, along, operands, rest)
     return jax.jvp(fn, (primals,), (tangents,))[1]
@@ -50,14 +50,14 @@ def of_forward(wanted: tuple[str, ...], along, operands, rest: Problem, tangents
 def of_backward(
     wanted: tuple[str, ...], names: tuple[str, ...], along, operands, rest, cotangents, tangents
 ) -> Gradients:
-    """The tangents of the gradients.
+    """Return the tangents of the gradients.
 
     Args:
         wanted: the names of the operands that have a tangent.
         names: the operands whose gradients have been computed.
         along: how the sequence is divided over Manual mesh axes, if it is.
-        operands: what `Problem.split` gave.
-        rest: the other half of it.
+        operands: the operands that `Problem.split` returned.
+        rest: the problem that it returned.
         cotangents: do and dlse, or None for the latter.
         tangents: of the operands, by name, and of the cotangents.
     """
@@ -75,7 +75,7 @@ def of_backward(
 
 
 def _function_of(names, along, operands, rest: Problem):
-    """The op as a function of some operands, and these operands."""
+    """Return the op as a function of some operands, and these operands."""
 
     def fn(some):
         problem = rest.join(operands | some)
@@ -85,16 +85,16 @@ def _function_of(names, along, operands, rest: Problem):
 
 
 def _attention(problem: Problem):
-    """`_reference.attention` by blocks of queries."""
+    """Compute `_reference.attention` by blocks of queries."""
     p = problem
-    # A symbolic batch has as many rows in every batch element.
+    # A symbolic batch size has no number: the limit then holds for each batch element.
     batch = 1 if is_symbolic(p.batch) else p.batch
-    block = max(1, smaller(p.q_len, ROWS // (batch * p.num_heads)))
+    block = max(1, smaller(p.q_len, ROWS_AT_ONCE // (batch * p.num_heads)))
     count = -(-p.q_len // block)
-    # The last block is filled up with queries that do not exist and see nothing.
+    # The last block is padded with queries that see no key.
     p = dataclasses.replace(p, mask=p.mask.within(q=Tiling(p.q_len, block)))
 
-    # Queries, bias and mask arrays come in blocks; what else a mask holds is asked for positions.
+    # Queries, bias and mask arrays are cut into blocks; other leaves of a mask get positions.
     tree = (p.query, None if p.bias is None else Pairs(p.bias), p.mask)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_pairs)
 
@@ -123,7 +123,7 @@ def _attention(problem: Problem):
 
 
 def _split(x, axis: int, count: int, block: int):
-    """The axis in blocks, the blocks in front; the last one is filled up with zeros."""
+    """Return the axis in blocks, the blocks in front; the last one is padded with zeros."""
     padding = [(0, count * block - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
     x = jnp.pad(x, padding)
     x = x.reshape(*x.shape[:axis], count, block, *x.shape[axis + 1 :])
@@ -131,6 +131,6 @@ def _split(x, axis: int, count: int, block: int):
 
 
 def _join(x, length: int):
-    """[blocks, B, block, ...] to [B, T, ...]."""
+    """Reshape [blocks, B, block, ...] to [B, T, ...]."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

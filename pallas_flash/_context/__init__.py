@@ -1,10 +1,11 @@
-"""Attention on a sequence that is divided over devices; the surface is `forward`, `backward`.
+"""Attention on a sequence that devices divide; `forward` and `backward` are the entry points.
 
-Both run on each device, where the names of mesh axes can be used, around what computes attention on
-one device. Whatever is asked of them comes down to parts of the problem (`parts`), which are
-problems like any other: for each pair of shards of queries and keys (`ring`), for a shard of
-queries and all keys (`gather`), or for all queries and keys of some heads (`heads`). `choose`
-decides.
+Both run on each device, where collectives can name mesh axes, and call the attention of one device
+for parts of the problem (`parts`), which are problems, too. `choose` picks one of three methods:
+
+    ring      a call for each pair of a shard of queries and a shard of keys
+    gather    a call for a shard of queries and all keys
+    heads     a call for all queries and keys of some heads
 """
 
 import dataclasses
@@ -32,13 +33,13 @@ __all__ = [
 
 
 def forward(run: Callable, problem: Problem, along: Along, method: str):
-    """The output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries.
+    """Return the output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries.
 
     Args:
-        run: what computes both for a problem on one device.
-        problem: what this device has of the call; bias and mask arrays have rows for its queries,
-            and columns for all keys.
-        along: which mesh axes divide the sequence.
+        run: computes both for a problem on one device.
+        problem: this device's shard of the call; (q, k) arrays have rows for its queries and
+            columns for all keys.
+        along: the mesh axes that divide the sequence.
         method: one of `METHODS`.
     """
     return _MODULES[method].forward(run, problem, along)
@@ -47,22 +48,22 @@ def forward(run: Callable, problem: Problem, along: Along, method: str):
 def backward(
     run: Callable, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, wanted, method: str
 ) -> Gradients:
-    """A device's share of the gradients: of what devices share they are still to be added up.
+    """Return a device's gradients; those of operands that devices share are yet to be summed.
 
     Args:
-        run: what computes them for a problem on one device, with the keyword `sinks`: whether their
-            gradient is wanted.
+        run: computes them for a problem on one device; its keyword `sinks` says whether to compute
+            the gradient of the sinks.
         problem: as in `forward`, whose results are `o` and `log_sum`.
         o: [B, T, N, V].
         log_sum: [B, N, T].
         do: [B, T, N, V], the cotangent of `o`.
-        dlse: [B, T, N], that of the natural LSE, or None.
+        dlse: [B, T, N], the cotangent of the natural LSE, or None.
         along: as in `forward`.
-        wanted: which gradients are asked for, see `_vjp.Wanted`.
+        wanted: the gradients to compute, see `_vjp.Wanted`.
         method: as in `forward`.
     """
-    # Else the compiler sends keys for the backward while the forward waits for its own, or takes
-    # those of the forward for both, and keeps all of them until then.
+    # Without the barrier, the compiler may send keys for the backward while the forward waits for
+    # its own. Or it keeps the keys that the forward received until the backward.
     operands = problem.query, problem.key, problem.value
     operands, o, log_sum, do = lax.optimization_barrier((operands, o, log_sum, do))
     query, key, value = operands

@@ -1,7 +1,7 @@
-"""Which method computes attention on a sequence that is divided over devices.
+"""Chooses the method of context parallelism.
 
-Decided from shapes, the mask as far as it is known at trace time, and the number of devices: by an
-estimate of the time that forward and backward take together, see `cost`.
+The choice follows from shapes, the number of devices, and the part of the mask that is known while
+tracing. It minimizes the estimated time of forward and backward together, see `cost`.
 """
 
 import functools
@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_flash._context import cost
-from pallas_flash._masks import Band, PositionBand
 from pallas_flash._problem import Problem
 
 METHODS = "ring", "gather", "heads"
@@ -31,16 +30,16 @@ class Choice(NamedTuple):
 
 
 def choose(problem: Problem, devices: int, asked: str | None, *, keys: bool = True) -> Choice:
-    """The method for the problem that one device holds.
+    """Return the method for the problem that one device holds.
 
     Args:
-        problem: its queries and keys.
-        devices: how many divide the sequence.
-        asked: a method that is asked for.
-        keys: whether keys and values are divided, too, and not only the queries.
+        problem: the device's queries and keys.
+        devices: the number of devices that divide the sequence.
+        asked: the method that the call names, or None.
+        keys: whether devices divide keys and values, too, and not only the queries.
 
     Raises:
-        NotImplementedError: if what is asked for does not serve the call.
+        NotImplementedError: if the named method does not serve the call.
     """
     if problem.symbolic:
         raise NotImplementedError(
@@ -78,44 +77,44 @@ def choose(problem: Problem, devices: int, asked: str | None, *, keys: bool = Tr
 
 
 def load_of(problem: Problem, devices: int) -> cost.Load:
-    """What one of the devices holds."""
+    """Return the sizes of one device's shard."""
     p = problem
     width = p.head_dim + p.value_dim
     return cost.Load(devices, p.rows, p.kv_rows, p.kv_len, width, p.dtype.itemsize, p.num_kv_heads)
 
 
 def work_of(problem: Problem, devices: int) -> cost.Work:
-    """What the devices have to compute, by the part of the mask that is known.
+    """Return the work of the devices, by the part of the mask that is known.
 
-    Where arrays tell positions under a causal mask, they are taken to be in `balanced_order`.
+    Arrays of positions under a causal mask are assumed to be in `balanced_order`.
     """
     low = high = None
-    for leaf in problem.mask.leaves:
-        if isinstance(leaf, PositionBand) and leaf.high is not None:
+    for window in problem.mask.windows:
+        if window.positions is not None and window.high is not None:
             return cost.causal(devices, balanced=True)
-        if isinstance(leaf, Band) and leaf.offset is None:
-            low, high = leaf.low, leaf.high
+        if window.known:
+            low, high = window.low, window.high
     return _work(low, high, devices, problem.q_len, problem.kv_len)
 
 
 @functools.lru_cache
 def _work(low, high, devices: int, q_len: int, kv_len: int) -> cost.Work:
-    share = seen(low, high, devices, q_len, kv_len)
+    share = allowed_share(low, high, devices, q_len, kv_len)
     device = np.arange(devices)
     steps = share[device[:, None], (device[:, None] - device) % devices].max(axis=0)
     return cost.Work(steps[steps > 0], share.sum(axis=1).max(), share.sum() / devices)
 
 
-def seen(low, high, devices: int, q_len: int, kv_len: int) -> np.ndarray:
-    """The share of pairs that each device sees of each block of keys, [devices, devices].
+def allowed_share(low, high, devices: int, q_len: int, kv_len: int) -> np.ndarray:
+    """Return the share of allowed pairs for each shard of queries and keys, [devices, devices].
 
-    Those with low <= k - q <= high; None is unbounded.
+    A pair is allowed if low <= k - q <= high; None is unbounded.
     """
     first = np.arange(devices)
     ahead = (first[:, None] * q_len - first * kv_len).astype(float)
 
     def up_to(x):
-        """How many pairs have k - q <= x: those of a triangle without what is outside."""
+        """Count the pairs with k - q <= x: a triangle without its corners outside of the block."""
         inside = (x + q_len, 1), (x, -1), (x + q_len - kv_len, -1), (x - kv_len, 1)
         corners = ((np.maximum(y, 0), sign) for y, sign in inside)
         return sum(sign * y * (y + 1) / 2 for y, sign in corners)

@@ -1,46 +1,46 @@
-"""What the methods of context parallelism send, and about how long they take.
+"""A cost model of context parallelism: bytes that each method sends, and seconds that it takes.
 
-A model of H100s and H200s in hosts of 8, with one message after the other:
+It models H100s and H200s in hosts of 8, with one message after the other:
 
     ring      max(kernel, message) for each step; at the end the last gradients go home
     gather    messages, then kernels
     heads     messages, then kernels; the same work on every device
 
-It is there to choose a method. On two and four H200s it was right within 9 % where the kernels of
-"mosaic" ran (docs/scaling.md); more have not been measured.
+Its purpose is the choice of a method. On two and four H200s with the kernels of "mosaic" its error
+is at most 9 % (docs/scaling.md). More devices have not been measured.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-# Bytes a second that a GPU sends, and at the same time receives: to others of its host, and to
-# those of other hosts through a network card of its own.
+# Bytes a second that a GPU sends and receives at the same time: within its host by NVLink, and to
+# other hosts through its own network card. Then the GPUs of a host.
 NVLINK, NETWORK, HOST = 450e9, 50e9, 8
-# Seconds until a message has begun, and for what a step of the ring has besides: kernels that start
-# anew, and joining their results. Both are rough, and not measured.
+# Seconds until a message begins; seconds of a ring step for kernel launches and for combining
+# results. Both are rough and not measured.
 LATENCY, STEP = 15e-6, 20e-6
 
-# Gathering takes memory, so it must be faster by more than what is unsure here.
+# The least speed-up for which "gather", which takes memory, is chosen: above the model's error.
 GATHER_SAVES = 1.05
-# Bytes of gathered keys and values that need not be thought of: a device holds much more.
+# Bytes of gathered keys and values that are always acceptable.
 SMALL = 2**28
 
-# Operations a second in blocks of many tokens, forward and backward, and the tokens of a block at
-# which it is half of that: of "mosaic" on one H200 with 32768 tokens or more
+# Operations a second for long blocks, forward and backward, and the tokens of a block at half of
+# that speed. Sources: "mosaic" on one H200 with 32768 tokens or more
 # (docs/results/archive/h200-x2-2026-11-22.jsonl), and on an H100 with 2048 (h100-2026-11-22.jsonl).
 SPEED, HALF = (640e12, 600e12), 350
 
 
 class Load(NamedTuple):
-    """What one of the devices holds of a call whose sequence they divide.
+    """The sizes of one device's shard of a call.
 
     Attributes:
-        devices: how many there are.
-        rows: its queries, of all heads and examples.
-        kv_rows: its keys.
-        block: its keys of one head and example.
-        width: head size of queries and keys and that of values together.
+        devices: the number of devices that divide the sequence.
+        rows: the shard's queries, over all heads and batch elements.
+        kv_rows: the shard's keys, over all key/value heads and batch elements.
+        block: the shard's keys of one head and batch element.
+        width: head dims of keys and of values together.
         itemsize: bytes of a number.
         num_kv_heads: K.
     """
@@ -55,12 +55,12 @@ class Load(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is computed; 1 is all scores of a device's queries and a device's keys.
+    """The scores to compute; the unit is all scores of one shard of queries and one of keys.
 
     Attributes:
-        steps: in each step of a ring that has anything, on the device that has most of it.
-        busiest: with all keys at once, on the device that has most of it.
-        mean: the same on average.
+        steps: for each ring step with any work, the work of the busiest device.
+        busiest: with all keys at once, the work of the busiest device.
+        mean: with all keys at once, the average work of a device.
     """
 
     steps: np.ndarray
@@ -69,16 +69,16 @@ class Work(NamedTuple):
 
 
 def whole(devices: int) -> Work:
-    """Without a mask."""
+    """Return the work of a non-causal call."""
     return Work(np.ones(devices), devices, devices)
 
 
 def causal(devices: int, *, balanced: bool) -> Work:
-    """Under a causal mask, with tokens in order or in `balanced_order`.
+    """Return the work under a causal mask, with tokens in order or in `balanced_order`.
 
-    For each tile of queries a kernel visits one run of tiles of keys. In balanced order those of a
-    device are in one, but not those of all devices one after the other: what lies in between is
-    visited for nothing. So that order is for the ring.
+    For each query tile a kernel visits one run of key blocks. In balanced order the visible blocks
+    of one device form a run, but the blocks of all devices together do not. A kernel that has all
+    keys then visits empty blocks, too, so that this order is for the ring.
     """
     n = devices
     if balanced:
@@ -87,11 +87,11 @@ def causal(devices: int, *, balanced: bool) -> Work:
 
 
 def sent(load: Load, work: Work, method: str) -> tuple[float, float]:
-    """Bytes that a device receives in the forward and in the backward.
+    """Return the bytes that a device receives in the forward and in the backward.
 
-    Keys and values travel in both; in the backward their gradients come home, too. For heads,
-    queries and outputs travel with them, there or back: q, o; and q, o, do, dq. So does the LSE,
-    in float32. Where there are fewer key/value heads than devices, several get the same.
+    Keys and values travel in both passes. In the backward their gradients return, too. "heads" also
+    exchanges q and o in the forward, q, o, do and dq in the backward, and the LSE in float32. With
+    fewer key/value heads than devices, several devices receive the same heads.
     """
     n = load.devices
     rows, keys = (load.width * load.itemsize * x for x in (load.rows, load.kv_rows))
@@ -104,10 +104,10 @@ def sent(load: Load, work: Work, method: str) -> tuple[float, float]:
 
 
 def seconds(load: Load, work: Work, method: str) -> float:
-    """Of forward and backward together."""
+    """Return the seconds of forward and backward together."""
     n, messages = load.devices, sent(load, work, method)
     if method == "ring":
-        # Over the edge of a host goes one message, through one card, and the others wait for it.
+        # One message crosses between two hosts, through one card, and the others wait for it.
         link = NVLINK if n <= HOST else NETWORK
         total = load.kv_rows * load.width * load.itemsize / link
         for kernel, received in zip(_kernels(load, load.block), messages, strict=True):
@@ -118,14 +118,14 @@ def seconds(load: Load, work: Work, method: str) -> float:
     kernels = sum(_kernels(load, n * load.block))
     if method == "heads":
         return work.mean * kernels + _exchanged(sum(messages), n) + 13 * LATENCY
-    # What all devices get comes into a host once, through all of its cards.
+    # Data for all devices enters a host once, through all of its cards.
     gathered, home = messages[0] + messages[1] / 2, messages[1] / 2
     link = NVLINK if n <= HOST else min(NVLINK, HOST * NETWORK)
     return work.busiest * kernels + gathered / link + _exchanged(home, n) + 6 * LATENCY
 
 
 def refused(load: Load, num_heads: int) -> dict[str, str]:
-    """The methods that are not for a call of so many query heads, and why; whole sentences."""
+    """Return why each refused method does not serve the call, by name; whole sentences."""
     reasons, n = {}, load.devices
     if num_heads % n:
         reasons["heads"] = f"Got {num_heads} query heads, which {n} devices do not divide."
@@ -139,25 +139,24 @@ def refused(load: Load, num_heads: int) -> dict[str, str]:
 
 
 def fastest(estimates: dict[str, float]) -> str:
-    """The method to take, of those for which there are seconds."""
+    """Return the method with the least seconds; "gather" needs a margin."""
     return min(estimates, key=lambda x: estimates[x] * (GATHER_SAVES if x == "gather" else 1))
 
 
 def _exchanged(received: float, n: int) -> float:
-    """Seconds for what differs from device to device: from those of other hosts through a card."""
+    """Return the seconds of an all-to-all: parts of other hosts come through a device's card."""
     away = max(0, n - HOST) / max(1, n - 1)
     return max(away * received / NETWORK, (1 - away) * received / NVLINK)
 
 
 def _kernels(load: Load, keys: int) -> tuple[float, ...]:
-    """Seconds for all scores of a device's queries and a device's keys, forward and backward.
+    """Return the seconds for one unit of `Work`, forward and backward.
 
     Args:
-        load: what a device holds.
-        keys: how many are in a call of the kernels.
+        load: the sizes of a device's shard.
+        keys: the keys of one head in a call of the kernels.
     """
-    # Two operations for each number of a product, two products in the forward, five in the
-    # backward.
+    # A multiply-add is two operations. The forward has two products, the backward five.
     operations = load.rows * load.block * load.width
     slow = 1 + HALF / keys
     return tuple(n * operations * slow / speed for n, speed in zip((2, 5), SPEED, strict=True))

@@ -1,37 +1,37 @@
-"""Keys and values are gathered once; each device then has all that its queries see.
+"""The method "gather": each device gathers all keys and values, and computes its own queries.
 
     forward     all-gather k, v       o and lse of own queries and all keys
     backward    all-gather k, v       dq, and a part of dk and dv of all keys
                 all-to-all dk, dv     the parts of own keys, added up in float32
 
-For few key/value heads: every device holds those of the whole sequence for a while.
+Every device holds the keys and values of the whole sequence for a while, so this is a method for
+few key/value heads.
 
-Under a causal mask or a window a program of a few devices has a call for each, of which a device
-runs its own: where its queries stand is then known to the kernels, and keys after all of them are
-left out. For more devices there is one call, which is told by an array.
+Under a causal mask or a window, a program for up to `CALLS` devices contains one call for each
+device, and a device runs its own. The kernels then know the positions of its queries, and the call
+leaves out keys that no query sees. For more devices there is one call, with an array of offsets.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash._context.parts import Part, Side, device, gathered_keys, part_of, whole_keys
-from pallas_flash._masks import Band
 from pallas_flash._partition import Along
 from pallas_flash._problem import Gradients, Problem
 
-# Up to so many devices have a call each.
+# The number of devices up to which the program has a call for each.
 CALLS = 8
-# Keys are left out by so many, a tile of the largest kernels.
+# Keys are left out in multiples of this, the largest key tile.
 TILE = 128
 
 
 def forward(run, problem: Problem, along: Along):
-    """The output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries."""
+    """Return the output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries."""
     return _for_device(run, problem, along)
 
 
 def backward(run, problem: Problem, o, log_sum, do, dlse, along: Along, wanted):
-    """A device's share of the gradients."""
+    """Return a device's gradients."""
 
     def with_all_keys(part):
         grads: Gradients = run(part, o, log_sum, do, dlse, sinks=wanted.sinks)
@@ -50,9 +50,9 @@ def backward(run, problem: Problem, o, log_sum, do, dlse, along: Along, wanted):
 
 
 def home(x, along: Along, problem: Problem):
-    """The sum of all devices' parts of a gradient [B, S, K, H], for this device's keys.
+    """Return the sum of all devices' parts of a gradient [B, S, K, H], for this device's keys.
 
-    As a reduce-scatter, but in an order that is always the same, and in float32 whatever is sent.
+    This is a reduce-scatter with a fixed order of addition, in float32 for messages of any dtype.
     """
     count = device(along).number
     x = x.reshape(x.shape[0], count, -1, *x.shape[2:])
@@ -61,19 +61,19 @@ def home(x, along: Along, problem: Problem):
 
 
 def _for_device(fn, problem: Problem, along: Along):
-    """`fn(part)` of a device's queries and the keys that they may see, the first ones of all."""
+    """Return `fn(part)` for a device's queries and the keys up to the last one they may see."""
     here, q_len = device(along), problem.q_len
-    bands = [x for x in problem.mask.leaves if isinstance(x, Band) and x.offset is None]
-    if not bands or here.number > CALLS:
+    windows = [x for x in problem.mask.windows if x.known]
+    if not windows or here.number > CALLS:
         return fn(whole_keys(problem, along))
     problem = gathered_keys(problem, along)
 
     def of(number: int):
         first, kv_len = number * q_len, problem.kv_len
-        for band in bands:
-            if band.high is not None:
-                seen = max(first + q_len + band.high, 1)
-                kv_len = min(kv_len, -(-seen // TILE) * TILE)
+        for window in windows:
+            if window.high is not None:
+                visible = max(first + q_len + window.high, 1)
+                kv_len = min(kv_len, -(-visible // TILE) * TILE)
         part = Part(Side(first, q_len, 0), Side(0, kv_len, 0), first)
         return lambda problem: fn(part_of(problem, part))
 
@@ -81,7 +81,7 @@ def _for_device(fn, problem: Problem, along: Along):
 
 
 def _padded(x, axis: int, length: int):
-    """`x` with zeros after it."""
+    """Return `x` padded with zeros to a length."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = 0, length - x.shape[axis]
     return jnp.pad(x, padding) if x.shape[axis] < length else x

@@ -1,10 +1,10 @@
-"""Heads in exchange for the sequence: each device computes some heads of all queries and keys.
+"""The method "heads": each device computes some heads, of all queries and keys.
 
     [B, T / n, N, H]   all-to-all   [B, T, N / n, H]   attention   all-to-all back
 
-Every device has the same work, whatever the mask. Where key/value heads do not divide, a device
-gets those of its query heads, and some are sent to several. (Jacobs et al., 2023, "DeepSpeed
-Ulysses", arXiv:2309.14509.)
+Every device has the same work under any mask. If devices do not divide the key/value heads, each
+device receives the key/value heads of its query heads, and some go to several devices. (Jacobs et
+al., 2023, "DeepSpeed Ulysses", arXiv:2309.14509.)
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from pallas_flash._scores import LogSum
 
 
 def forward(run, problem: Problem, along: Along):
-    """The output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries."""
+    """Return the output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries."""
     o, log_sum = run(_divided(problem, along))
     there = Exchange(problem, along)
     return there.back(o, OUTPUT), jax.tree.map(lambda x: there.back(x, ROW), log_sum)
 
 
 def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, wanted):
-    """A device's share of the gradients."""
+    """Return a device's gradients."""
     there = Exchange(problem, along)
     rows = (
         there(o, OUTPUT),
@@ -51,7 +51,7 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
 
 
 def _divided(problem: Problem, along: Along) -> Problem:
-    """All queries and keys of a device's heads."""
+    """Return the problem of all queries and keys of a device's heads."""
     there = Exchange(problem, along)
     none = dict(key=None, value=None)
     rest, axes = (dataclasses.replace(x, **none) for x in (problem, _partition.letters(problem)))
@@ -64,19 +64,19 @@ def _divided(problem: Problem, along: Along) -> Problem:
 
 
 class Exchange:
-    """A device's part of an array before, and after, by the letters of its axes."""
+    """Moves arrays between a part of the sequence and a part of the heads, by letters of axes."""
 
     def __init__(self, problem: Problem, along: Along):
         self.names, self.here = along.names, device(along)
         self.along, self.problem = along, problem
         self.heads = problem.num_heads // self.here.number
-        # The key/value heads of each device's query heads, one for each run that shares one.
+        # For each run of a device's query heads that share a key/value head, that head.
         run = math.gcd(self.heads, problem.groups)
         firsts = range(0, problem.num_heads, run)
         self.of_devices = np.array([h // problem.groups for h in firsts], np.int32)
 
     def __call__(self, x, axes: str):
-        """From a part of the sequence to a part of the heads."""
+        """Return a part of the heads from a part of the sequence."""
         heads, rows = (axes.find(letter) for letter in "nt")
         if "s" in axes:
             return gather(self.along, x, axes.index("s"))
@@ -89,7 +89,7 @@ class Exchange:
         return x
 
     def back(self, x, axes: str):
-        """From a part of the heads to a part of the sequence, or of a sum over devices."""
+        """Return a part of the sequence, or of a sum over devices, from a part of the heads."""
         heads, rows = (axes.find(letter) for letter in "nt")
         if heads >= 0 and rows >= 0:
             return self._all_to_all(x, rows, heads)
@@ -105,13 +105,13 @@ class Exchange:
         return x
 
     def keys(self, x):
-        """From a part of the keys to those of a device's query heads."""
+        """Return the key/value heads of a device's query heads from a part of the sequence."""
         if len(self.of_devices) != x.shape[2]:
             x = jnp.take(x, self.of_devices, axis=2)
         return self._all_to_all(x, 2, 1)
 
     def keys_back(self, x) -> Any:
-        """From gradients of a device's heads to a part of the keys."""
+        """Return the gradient of a part of the keys from the gradients of a device's heads."""
         x = self._all_to_all(x, 1, 2)
         count = self.problem.num_kv_heads
         if x.shape[2] == count:

@@ -1,9 +1,8 @@
-"""A part of a problem is a problem: some queries in a row, and some keys in a row.
+"""A part of a problem is a problem: some consecutive queries and some consecutive keys.
 
-Arrays are cut, by the letters of their axes (`_partition.AXES`). What speaks of positions is moved,
-so that in a part positions count from 0, too: where a class of the problem has a method
-`moved(part)`, it is called after its arrays were cut. What asks for indices of the whole call
-(dropout, functions of the user's) is told where the part begins, in its field `origin`.
+`part_of` cuts arrays by the letters of their axes (`_partition.AXES`). Then it calls the method
+`restrict(part)` of every class, which shifts positions so that the part counts from 0. Dropout and
+user's functions need indices of the whole call; their field `origin` says where the part begins.
 """
 
 import dataclasses
@@ -22,9 +21,9 @@ class Side(NamedTuple):
     """The queries of a part, or its keys.
 
     Attributes:
-        first: the position of the first one, a multiple of `length`; may be traced.
-        length: how many.
-        at: the index of the first one in arrays, which need not hold the whole sequence.
+        first: the position of the first token, a multiple of `length`; may be traced.
+        length: the number of tokens.
+        at: the index of the first token in arrays, which need not hold the whole sequence.
     """
 
     first: Any
@@ -32,7 +31,7 @@ class Side(NamedTuple):
     at: Any
 
     def inside(self, length):
-        """How many of this side's positions are below a length."""
+        """Return how many of this side's positions are below a length."""
         return jnp.clip(length - self.first, 0, self.length).astype(jnp.int32)
 
 
@@ -50,10 +49,10 @@ class Part(NamedTuple):
     distance: Any
 
     def offset(self, shift: int, offset) -> tuple[int, Any]:
-        """The position of query 0 relative to key 0: an int and None, or 0 and int32 [B].
+        """Return the position of query 0 relative to key 0: an int and None, or 0 and int32 [B].
 
         Args:
-            shift: the same of the whole, where it is known.
+            shift: the relative position in the whole problem, where it is known.
             offset: int32 [B]; None if it is `shift`.
         """
         if offset is None and isinstance(self.distance, int):
@@ -62,7 +61,7 @@ class Part(NamedTuple):
 
 
 def part_of(problem: Problem, part: Part) -> Problem:
-    """The part as a problem of its own."""
+    """Return the part as a problem."""
     sides = {"t": part.q, "s": part.kv, _partition.ALL_KEYS: part.kv}
 
     def cut(x: Any, axes: str = "") -> Any:
@@ -72,7 +71,7 @@ def part_of(problem: Problem, part: Part) -> Problem:
             keys = _of_same_tokens(x)
             x = x if keys is None else _partition.replaced(x, {"key_value": keys})
             x = _partition.replace_fields(x, cut)
-            return x.moved(part) if hasattr(x, "moved") else x
+            return x.restrict(part)
         for axis, letter in enumerate(axes):
             side = sides.get(letter)
             if side is not None and x is not None and x.shape[axis] not in (1, side.length):
@@ -83,9 +82,9 @@ def part_of(problem: Problem, part: Part) -> Problem:
 
 
 def with_all_keys(problem: Problem, along: Along) -> Problem:
-    """A device's problem where arrays of keys in masks and scores are those of all keys.
+    """Return a device's problem with the masks' and scores' arrays of all keys.
 
-    They are small: a number or two for each key. Keys and values themselves stay.
+    These arrays are small: a number or two for each key. Keys and values stay the device's own.
     """
 
     def gathered(x: Any, axes: str = "") -> Any:
@@ -95,7 +94,7 @@ def with_all_keys(problem: Problem, along: Along) -> Problem:
             divided = along.keys and "s" in axes and x is not None
             return gather(along, x, axes.index("s")) if divided else x
         if (keys := _of_same_tokens(x)) is not None:
-            # Of the queries a device has its own alone.
+            # The queries' array holds the device's own queries alone.
             return _partition.replaced(x, {"key_value": gather(along, keys, 1)})
         return _partition.replace_fields(x, gathered)
 
@@ -105,22 +104,22 @@ def with_all_keys(problem: Problem, along: Along) -> Problem:
 
 
 def _of_same_tokens(x: Any):
-    """An array of queries that stands for one of keys as well; None if there is none."""
+    """Return the array of queries that also stands for the keys; None if there is none."""
     keys = "s" in _partition.axes_of(x).get("key_value", "")
     return x.query if keys and x.key_value is None else None
 
 
 def gather(along: Along, x, axis: int):
-    """The whole of an axis that devices have divided."""
+    """Gather an axis that devices divide."""
     return lax.all_gather(x, along.names, axis=axis, tiled=True)
 
 
 class Device(NamedTuple):
-    """Where this device is along the mesh axes that divide the sequence.
+    """The place of this device along the mesh axes that divide the sequence.
 
     Attributes:
-        index: its number, traced.
-        number: how many there are.
+        index: the device's index, traced.
+        number: the number of devices.
     """
 
     index: Any
@@ -128,17 +127,17 @@ class Device(NamedTuple):
 
 
 def device(along: Along) -> Device:
-    """This one."""
+    """Return the place of this device."""
     return Device(lax.axis_index(along.names).astype(jnp.int32), lax.axis_size(along.names))
 
 
 def for_each_example(problem: Problem, distance):
-    """A distance that is traced, as `Part` has it."""
+    """Return a traced distance in the form of `Part.distance`."""
     return jnp.full((problem.batch,), distance, jnp.int32)
 
 
 def gathered_keys(problem: Problem, along: Along) -> Problem:
-    """A device's problem with all keys and values, by operations that JAX differentiates."""
+    """Return a device's problem with all keys and values; JAX can differentiate this."""
     problem = with_all_keys(problem, along)
     if along.keys:
         key, value = (gather(along, x, 1) for x in (problem.key, problem.value))
@@ -147,7 +146,7 @@ def gathered_keys(problem: Problem, along: Along) -> Problem:
 
 
 def whole_keys(problem: Problem, along: Along) -> Problem:
-    """The part of a device's queries and all keys, likewise."""
+    """Return the part of a device's queries and all keys; JAX can differentiate this."""
     problem = gathered_keys(problem, along)
     first = device(along).index * problem.q_len
     part = Part(
@@ -157,8 +156,8 @@ def whole_keys(problem: Problem, along: Along) -> Problem:
 
 
 def visit(part: Problem, fn: Callable, carry):
-    """`fn(carry)` if anything is seen in a part, else `carry`."""
-    seen = part.mask.sees(part.q_len, part.kv_len)
-    if isinstance(seen, bool):
-        return fn(carry) if seen else carry
-    return lax.cond(seen, fn, lambda carry: carry, carry)
+    """Return `fn(carry)` if the part has any allowed pair, else `carry`."""
+    sees = part.mask.sees(part.q_len, part.kv_len)
+    if isinstance(sees, bool):
+        return fn(carry) if sees else carry
+    return lax.cond(sees, fn, lambda carry: carry, carry)

@@ -1,21 +1,21 @@
-"""Keys and values go round the devices, and each computes with what it holds.
+"""The method "ring": keys and values travel round the devices, and each computes with its block.
 
-    step s of device d      o_s, lse_s of its queries and the keys of device d - s
-                            while the keys of the next step are on their way to it
+    step s of device d      o_s, lse_s of its queries and the keys of device d - s,
+                            while the keys of the next step are on their way
     at the end              o = sum_s exp(lse_s - lse) o_s      lse = log sum_s exp(lse_s)
 
-The backward goes round in the same way: p = exp(s - lse) needs the whole LSE alone, so each step
-gives a part of dq, which stays, and one of dk and dv, which is sent home at once.
+The backward has the same steps, because p = exp(s - lse) needs only the final LSE. Each step gives
+a part of dq, which stays, and a part of dk and dv, which is sent to the owner of the keys at once.
 
-What a step's keys are to a device's queries is known when the program is compiled, but for one bit:
-whether they are ahead of them (d < s), where the ring closes. Where nothing can be seen, by a
-window or causally, nothing is computed, and blocks that no device needs are not sent.
+The distance of a step's keys from a device's queries is known at compile time, but for one bit:
+whether the keys are ahead of the queries (d < s), where the ring closes. A step without an allowed
+pair computes nothing, and blocks that no device needs are not sent.
 
-Where arrays tell positions, a causal step looks when the program runs whether they are those of
-`balanced_order`. Then it is one of a few calls that need no positions, see `_in_order`.
+If arrays hold the positions, a causal step tests at run time whether they are in `balanced_order`.
+In that case it makes one of a few calls that need no positions, see `_in_order`.
 
-A program has all steps written out. A barrier after each keeps the compiler from sending more than
-one block ahead, so that a device holds two of them at a time.
+The program has all steps unrolled. A barrier after each step keeps the compiler from sending more
+than one block ahead, so that a device holds two blocks at a time.
 """
 
 import dataclasses
@@ -36,22 +36,20 @@ from pallas_flash._context.parts import (
     visit,
     with_all_keys,
 )
-from pallas_flash._masks import Band, Mask, PositionBand
+from pallas_flash._masks import Band, LeafKind, Mask
+from pallas_flash._operands import Positions
 from pallas_flash._partition import Along
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LOG2E, LogSum, sinks_gradient
 
-# How many devices a step looks back, and for each device whether it sees what it finds there.
-Use = tuple[int, tuple[bool, ...]]
-
 
 class Piece(NamedTuple):
-    """Some of a device's queries in a row, and some of a block's keys in a row.
+    """Some consecutive queries of a device, and some consecutive keys of a block.
 
     Attributes:
         problem: the part.
-        row: the place of the first query among the device's.
-        key: the place of the first key in the block.
+        row: the index of the first query in the device's shard.
+        key: the index of the first key in the block.
     """
 
     problem: Problem
@@ -59,25 +57,25 @@ class Piece(NamedTuple):
     key: int = 0
 
     def with_keys(self, message) -> Problem:
-        """The part, with keys and values of the block that has arrived."""
+        """Return the part with keys and values of the block that has arrived."""
         stop = self.key + self.problem.kv_len
         key, value = (lax.slice_in_dim(x, self.key, stop, axis=1) for x in _opened(message))
         return dataclasses.replace(self.problem, key=key, value=value)
 
     def rows(self, x, axis: int = 1):
-        """What an array of the device's queries has of those of the piece."""
+        """Return the rows of the piece from an array of the device's rows."""
         return lax.slice_in_dim(x, self.row, self.row + self.problem.q_len, axis=axis)
 
 
 class Step(NamedTuple):
-    """One block of keys, for every device another one.
+    """One step of the ring, in which every device has another block of keys.
 
     Attributes:
-        back: how many devices back the keys' home is.
-        used: for each device, whether it may see any of them.
-        pieces: what devices compute, one of these each.
-        which: the number of this device's piece, traced.
-        first_key: the position of the first key.
+        back: device d has the block of device d - back.
+        used: for each device, whether its queries may see any key of its block.
+        pieces: the pieces that devices compute, one for each device.
+        which: the index of this device's piece, traced.
+        first_key: the position of the block's first key.
     """
 
     back: int
@@ -87,7 +85,7 @@ class Step(NamedTuple):
     first_key: Any
 
     def run(self, fn, carry):
-        """`fn(piece, carry)` on a device that sees anything, elsewhere `carry`."""
+        """Return `fn(piece, carry)` on a device with an allowed pair, elsewhere `carry`."""
 
         def of(piece):
             return lambda carry: visit(piece.problem, lambda carry: fn(piece, carry), carry)
@@ -98,7 +96,7 @@ class Step(NamedTuple):
 
 
 def forward(run, problem: Problem, along: Along):
-    """The output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries."""
+    """Return the output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries."""
     sinks, dtype = problem.sinks, problem.dtype
     problem = _without_sinks(problem, along)
     ring = Ring(problem, along)
@@ -123,10 +121,10 @@ def forward(run, problem: Problem, along: Along):
 
 
 def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, wanted):
-    """A device's share of the gradients."""
+    """Return a device's gradients."""
     whole, dtype = problem, problem.accumulator_dtype
     problem = _without_sinks(problem, along)
-    # A row of scores has its keys in several parts, which are less one vector.
+    # The keys of a row of scores are in several parts, and all parts subtract the same center.
     center = _key_center.where_small(_key_center_of_all(problem, along), problem, log_sum)
     problem = dataclasses.replace(problem, key_center=center, partial_rows=True)
     ring = Ring(problem, along)
@@ -148,7 +146,7 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
             dq, dscale, dbias, dk, dv = carry
             part = piece.with_keys(message)
             if wanted.bias:
-                # So that its gradient is rounded once.
+                # In float32 the gradient of the bias is rounded once, at the end.
                 part = dataclasses.replace(part, bias=part.bias.astype(dtype))
             rows = piece.rows(o), _rows_of(log_sum, piece), piece.rows(do)
             grads = run(part, *rows, None if dlse is None else piece.rows(dlse), sinks=False)
@@ -183,10 +181,11 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
 
 
 class Ring:
-    """The steps, and the blocks that devices hold in each.
+    """The steps of the ring, and the blocks that devices hold in each.
 
-    Iterating gives a step, the message with this device's block of keys and values, and that of the
-    next step, on its way; None after the last one. `after` has to be called before the next step.
+    An iterator over steps. Each item is a step, the message with this device's block of keys and
+    values, and the message of the next step, which is on its way; None in the last step. Call
+    `after` before the next step.
     """
 
     def __init__(self, problem: Problem, along: Along):
@@ -206,13 +205,13 @@ class Ring:
             yield step, self._held, following
 
     def after(self, results, following):
-        """The results of a step: before they are there, nothing more is sent."""
+        """Return the results of a step behind a barrier: later messages wait for them."""
         if following is not None:
             results, self._held = lax.optimization_barrier((results, following))
         return results
 
     def home(self, step: Step, x):
-        """The two gradients that devices found for a step's block, where it is at home."""
+        """Send the two gradients of a step's block to the device that owns the block."""
         if not step.back:
             return x
         n = self.count
@@ -220,14 +219,14 @@ class Ring:
         return _opened(lax.ppermute(_message(*x), self.names, pairs))
 
     def _sent(self, message, back: int, number: int):
-        """The blocks of a step, from where they were, so many devices from home."""
+        """Send the blocks of step `number` from the devices that are `back` from the owners."""
         n, hop = self.count, self.steps[number].back - back
         needed = self._needed(number)
         pairs = [(d, (d + hop) % n) for d in range(n) if needed[(d + hop) % n]]
         return lax.ppermute(message, self.names, pairs)
 
     def _needed(self, number: int) -> list[bool]:
-        """For each device, whether it needs the blocks of a step, or has to pass them on."""
+        """Return for each device whether it needs the block of a step, or has to pass it on."""
         step, n = self.steps[number], self.count
         if number + 1 == len(self.steps):
             return list(step.used)
@@ -236,12 +235,12 @@ class Ring:
 
 
 def _message(key, value):
-    """Both in one array if they are alike: XLA lets kernels run beside one message at a time."""
+    """Stack keys and values of one shape: XLA overlaps kernels with one message at a time."""
     return jnp.stack([key, value]) if key.shape == value.shape else (key, value)
 
 
 def _opened(message):
-    """The two of a message; its halves are contiguous, and need no copies."""
+    """Return keys and values of a message; its halves are contiguous and need no copies."""
     if isinstance(message, tuple):
         return message
     return tuple(lax.index_in_dim(message, i, keepdims=False) for i in range(2))
@@ -266,67 +265,66 @@ def _step(problem: Problem, here: Device, back: int) -> Step:
     sees = [piece.problem.mask.sees(q_len, kv_len) is not False for piece in pieces]
     used = tuple(sees[-1] if d < back else sees[0] for d in range(here.number))
     which = ahead.astype(jnp.int32) if len(pieces) == 2 else 0
-    if (band := _causal_by_positions(problem)) is not None:
-        ordered, number = _in_order(problem, band, q, kv, own=back == 0)
+    if (positions := _causal_positions(problem)) is not None:
+        ordered, number = _in_order(problem, positions, q, kv, own=back == 0)
         pieces, which = (*ordered, *pieces), jnp.where(number < 0, len(ordered) + which, number)
     return Step(back, used, pieces, which, kv.first)
 
 
-def _causal_by_positions(problem: Problem) -> PositionBand | None:
-    """The causal leaf of a mask, if it goes by positions, and there are halves to be told apart."""
-    bands = [x for x in problem.mask.leaves if isinstance(x, PositionBand)]
+def _causal_positions(problem: Problem) -> Positions | None:
+    """The positions of a mask that is causal by positions, if both sides have the same halves."""
+    windows = [x for x in problem.mask.windows if x.positions is not None]
     halves = problem.q_len == problem.kv_len and problem.q_len % 2 == 0
-    causal = len(bands) == 1 and bands[0].low is None and bands[0].high == 0
-    return bands[0] if halves and causal else None
+    causal = len(windows) == 1 and windows[0].low is None and windows[0].high == 0
+    return windows[0].positions if halves and causal else None
 
 
-def _in_order(problem: Problem, band: PositionBand, q: Side, kv: Side, *, own: bool):
-    """What a step is in `balanced_order`, without the positions: calls that are as fast as any.
+def _in_order(problem: Problem, positions: Positions, q: Side, kv: Side, *, own: bool):
+    """Return the calls of a step in `balanced_order`, which need no positions and are fast.
 
-        own keys               causal in the order in which they lie
-        of a device before     all queries see the first half, and none the second
-        of one after           the second half of the queries sees all keys, the first none
+        own keys                       causal by index
+        keys of a device before        all queries see the first half, no query the second
+        keys of a device after         the second half of the queries sees all keys, the first none
 
     Returns:
-        The pieces, and the number of the one that this device has; -1 if its positions are others.
+        The pieces, and the index of this device's piece; -1 if its positions have another order.
     """
     half = q.length // 2
 
     def piece(*leaves, row=0, key=0, rows=q.length, keys=kv.length):
         block = {name: getattr(problem, name)[:, :keys] for name in ("key", "value")}
-        part = dataclasses.replace(problem, mask=_instead(problem, band, *leaves), **block)
+        part = dataclasses.replace(problem, mask=_without_positions(problem, *leaves), **block)
         sides = Side(q.first + row, rows, row), Side(kv.first + key, keys, kv.at + key)
         distance = for_each_example(problem, sides[0].first - sides[1].first)
         if own:
             distance = 0
         return Piece(part_of(part, Part(*sides, distance)), row, key)
 
-    at_q = band.positions.query
-    at_k = lax.dynamic_slice_in_dim(band.positions.keys, kv.at, kv.length, 1)
+    at_q = positions.query
+    at_k = lax.dynamic_slice_in_dim(positions.keys, kv.at, kv.length, 1)
     if own:
         ordered = (at_k <= at_q).all() & (at_q[:, :-1] < at_k[:, 1:]).all()
         return (piece(Band(None, 0)),), jnp.where(ordered, 0, -1)
 
-    def seen(q, k):
+    def visible(q, k):
         return (k.max(axis=1) <= q.min(axis=1)).all()
 
     def hidden(q, k):
         return (k.min(axis=1) > q.max(axis=1)).all()
 
-    before = seen(at_q, at_k[:, :half]) & hidden(at_q, at_k[:, half:])
-    after = seen(at_q[:, half:], at_k) & hidden(at_q[:, :half], at_k)
+    before = visible(at_q, at_k[:, :half]) & hidden(at_q, at_k[:, half:])
+    after = visible(at_q[:, half:], at_k) & hidden(at_q[:, :half], at_k)
     pieces = piece(keys=half), piece(row=half, rows=half)
     return pieces, jnp.where(before, 0, jnp.where(after, 1, -1))
 
 
 def calls_in_order(problem: Problem) -> list[Problem]:
-    """Shapes and masks of what `_in_order` computes of a device's part; none for other masks."""
-    band = _causal_by_positions(problem)
-    if band is None:
+    """Return shapes and masks of the calls of `_in_order`; none for other masks."""
+    if _causal_positions(problem) is None:
         return []
 
     def of(x, *leaves):
-        return dataclasses.replace(x, mask=_instead(problem, band, *leaves))
+        return dataclasses.replace(x, mask=_without_positions(problem, *leaves))
 
     half = problem.kv_len // 2
     q, k, v = (
@@ -339,15 +337,16 @@ def calls_in_order(problem: Problem) -> list[Problem]:
     return [of(problem, Band(None, 0)), of(few_keys), of(few_queries)]
 
 
-def _instead(problem: Problem, band: PositionBand, *leaves) -> Mask:
-    """The mask with leaves in place of one."""
-    return Mask((*leaves, *(x for x in problem.mask.leaves if x is not band)))
+def _without_positions(problem: Problem, *leaves) -> Mask:
+    """Return the mask where `leaves` replace the leaf that goes by positions."""
+    rest = (x for x in problem.mask.leaves if x.kind is not LeafKind.POSITIONS)
+    return Mask((*leaves, *rest))
 
 
 def _key_center_of_all(problem: Problem, along: Along):
     """Return the center of all devices' keys, see `_key_center`; None if it is not used.
 
-    Each device looks at those of its keys that its own queries see.
+    Each device takes the keys of its own shard that its own queries see.
     """
     p, here = problem, device(along)
     if not _key_center.applies(p):
@@ -362,12 +361,12 @@ def _key_center_of_all(problem: Problem, along: Along):
 
 
 def _without_sinks(problem: Problem, along: Along) -> Problem:
-    """They are in the sum of a row once, after all steps."""
+    """Remove the sinks, which enter the sum of a row once, after all steps."""
     return with_all_keys(dataclasses.replace(problem, sinks=None), along)
 
 
 def _nothing(p: Problem):
-    """The output and the `LogSum` of queries that have seen nothing yet."""
+    """Return the output and the `LogSum` of rows without a key so far."""
     rows = p.batch, p.num_heads, p.q_len
 
     def full(shape, fill):
@@ -378,16 +377,16 @@ def _nothing(p: Problem):
 
 
 def _of_sinks(sinks, log_sum: LogSum) -> LogSum:
-    """One more score for each row that sees anything."""
-    sinks, alive = sinks[None, :, None], log_sum.l_log2 > -jnp.inf
+    """Return the `LogSum` of the sinks, one more score for each row with keys."""
+    sinks, has_keys = sinks[None, :, None], log_sum.l_log2 > -jnp.inf
     if log_sum.m is None:
-        return LogSum(None, jnp.where(alive, sinks * LOG2E, -jnp.inf))
-    alive = alive & (sinks > -jnp.inf)
-    return LogSum(jnp.where(alive, sinks, 0), jnp.where(alive, 0.0, -jnp.inf))
+        return LogSum(None, jnp.where(has_keys, sinks * LOG2E, -jnp.inf))
+    has_keys = has_keys & (sinks > -jnp.inf)
+    return LogSum(jnp.where(has_keys, sinks, 0), jnp.where(has_keys, 0.0, -jnp.inf))
 
 
 def _by_row(x):
-    """[B, N, T] as a factor of [B, T, N, V]."""
+    """Reshape [B, N, T] to a factor of [B, T, N, V]."""
     return jnp.moveaxis(x, 1, 2)[..., None]
 
 
@@ -396,12 +395,12 @@ def _rows_of(log_sum: LogSum, piece: Piece) -> LogSum:
 
 
 def _put(x, part, axis: int, first: int):
-    """`x` with a part of it along an axis replaced."""
+    """Return `x` with a part of it along an axis replaced."""
     return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, first, axis)
 
 
 def _add(x, part, *starts):
-    """`x` with a part added that begins there: pairs of an index and an axis."""
+    """Return `x` with a part added at `starts`, pairs of an index and an axis."""
     if x.shape == part.shape:
         return x + part
     at = [jnp.int32(0)] * x.ndim

@@ -12,8 +12,9 @@ from support import cases, jaxprs, oracle
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
+from pallas_flash._blocks import Tiling
 from pallas_flash._mask_objects import Call, MaskArray, fitted
-from pallas_flash._masks import Band, Lengths, Mask, Tiling
+from pallas_flash._masks import Band, Lengths, Mask
 from pallas_flash._operands import Pairs, Positions, for_user
 from pallas_flash.tuning import Tile, TileSizes
 
@@ -238,11 +239,12 @@ def test_ranges_of_a_prefix_of_positions_are_safe(q, kv):
 def test_queries_of_a_prefix_see_themselves_unless_they_are_moved_back():
     q = kv = Tiling(8, 4)
     mask = PrefixLM(int32([3, 0]))
-    assert [fit(mask, q, kv, shift=shift).reflexive for shift in (-1, 0, 2)] == [False, True, True]
-    assert not fit(mask, q, kv, offset=int32([0, 1])).reflexive
+    for shift, expected in ((-1, False), (0, True), (2, True)):
+        assert fit(mask, q, kv, shift=shift).sees_diagonal is expected
+    assert not fit(mask, q, kv, offset=int32([0, 1])).sees_diagonal
     tokens = int32(np.arange(8)[::-1].copy())[None]
-    assert fit(mask, q, kv, positions=Positions(tokens)).reflexive
-    assert not fit(mask, q, kv, positions=Positions(tokens, tokens + 1)).reflexive
+    assert fit(mask, q, kv, positions=Positions(tokens)).sees_diagonal
+    assert not fit(mask, q, kv, positions=Positions(tokens, tokens + 1)).sees_diagonal
 
 
 @over_tilings
@@ -251,7 +253,7 @@ def test_classes_of_arrays_and_blocks_are_exact(make, q, kv):
     for seed in range(3):
         mask = make(random(seed), q, kv)
         want = of_tiles(seen_by(mask, (BATCH, HEADS, q.length, kv.length)), q, kv)
-        got = in_one_program("tile_classes", fit(mask, q, kv).leaves[0], q, kv)
+        got = in_one_program("block_classes", fit(mask, q, kv).leaves[0], q, kv)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(np.broadcast_to(x, y.shape), y)
 
@@ -362,7 +364,7 @@ def test_from_mask_finds_the_blocks_of_a_mask(make, q, kv):
         np.testing.assert_array_equal(allowed(again, q, kv), want)
         # Tiles of other sizes: what is not seen may be visited, what is seen is.
         other = Tiling(q.length, 3), Tiling(kv.length, 7)
-        classes = again.tile_classes(*other)
+        classes = again.block_classes(*other)
         some, every = of_tiles(want, *other)
         assert not (some & ~np.asarray(classes.some)).any()
         assert not (np.asarray(classes.every) & ~every).any()

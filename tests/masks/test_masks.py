@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from support import cases
 
-from pallas_flash import Predicate, _masks
+from pallas_flash import Predicate, _visibility
+from pallas_flash._blocks import Tiling
 from pallas_flash._mask_objects import MaskArray
-from pallas_flash._masks import Band, Ends, Lengths, Mask, PositionBand, Segments, Tiling
+from pallas_flash._masks import ArrayLengths, Band, Lengths, Mask, PositionBand, Segments
 from pallas_flash._operands import Pairs, Positions
 from pallas_flash._visits import Sparsity, in_tile, visit
 
@@ -248,7 +249,7 @@ def seen_in_whole_tiles(leaf, q, kv):
         missing = tiling.count * tiling.block - tiling.length
         return np.pad(numbers, ((0, 0), (0, missing)), mode="edge")
 
-    query, key_value = leaf._numbers
+    query, key_value = leaf.numbers
     whole = fill(query, q), fill(key_value, kv)
     if isinstance(leaf, PositionBand):
         return seen_by(dataclasses.replace(leaf, positions=Positions(*whole)), whole_tiles(q, kv))
@@ -365,7 +366,7 @@ def test_within_adds_nothing_to_whole_tiles():
     mask = Mask((Band(None, 0),))
     assert mask.within(q=Tiling(32, 8), kv=Tiling(48, 16)) is mask
     assert mask.within() is mask
-    assert mask.within(kv=Tiling(33, 8)) == mask & Ends(None, 33)
+    assert mask.within(kv=Tiling(33, 8)) == mask & ArrayLengths(None, 33)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -380,7 +381,7 @@ def a_mask(array):
             Band(-9, 4, array(np.array([-3, 0, 20], np.int32))),
             Band(-12, None),
             Lengths(array(np.array([20, 0, 7], np.int32))),
-            Ends(None, 27),
+            ArrayLengths(None, 27),
             Segments(array(ids[:, :20]), array(ids)),
             PositionBand(Positions(array(ids[:1, :20]), array(3 * ids)), -5, 6),
         )
@@ -393,15 +394,15 @@ def test_a_mask_is_a_pytree_with_arrays_as_leaves_and_numbers_in_its_structure()
     assert [x.shape for x in leaves] == [(3,), (3,), *[(3, 20), (3, 30)], *[(1, 20), (3, 30)]]
     assert jax.tree.structure(jax.tree.unflatten(structure, leaves)) == structure
     assert hash(structure) == hash(jax.tree.structure(a_mask(jnp.asarray)))
-    assert jax.tree.leaves(Mask((Band(-1, 2), Ends(5, None)))) == []
+    assert jax.tree.leaves(Mask((Band(-1, 2), ArrayLengths(5, None)))) == []
 
     def differ(a, b):
         return jax.tree.structure(a) != jax.tree.structure(b)
 
     assert differ(Band(None, 0), Band(None, 1))
     assert differ(Band(None, 0), Band(0, None))
-    assert differ(Ends(5, None), Ends(None, 5))
-    assert differ(Ends(5, None), Lengths(jnp.zeros(3, jnp.int32), None))
+    assert differ(ArrayLengths(5, None), ArrayLengths(None, 5))
+    assert differ(ArrayLengths(5, None), Lengths(jnp.zeros(3, jnp.int32), None))
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -421,17 +422,17 @@ def test_jit_of_a_mask_gives_what_numpy_gives(x64):
 
 def test_static_ranges_are_constants():
     q, kv = Tiling(20, 4), Tiling(30, 8)
-    mask = Mask((Band(-9, 4), Ends(17, 27)))
+    mask = Mask((Band(-9, 4), ArrayLengths(17, 27)))
     assert isinstance(mask.kv_ranges(q, kv), np.ndarray)
     assert isinstance(mask.q_ranges(q, kv), np.ndarray)
 
 
 def test_only_a_band_with_an_upper_side_grows():
-    assert Mask((Lengths(3), Band(None, 0))).grows
-    assert not Mask((Band(-3, None), Lengths(3, 4))).grows
+    assert Mask((Lengths(3), Band(None, 0))).later_rows_see_more
+    assert not Mask((Band(-3, None), Lengths(3, 4))).later_rows_see_more
     tokens = Positions(np.zeros((1, 20), np.int32))
-    assert Mask((PositionBand(tokens, None, 0),)).grows
-    assert not Mask((PositionBand(tokens, -3, None),)).grows
+    assert Mask((PositionBand(tokens, None, 0),)).later_rows_see_more
+    assert not Mask((PositionBand(tokens, -3, None),)).later_rows_see_more
 
 
 # ------------------------------------------------------------------------------------------------
@@ -496,7 +497,7 @@ def test_visit_without_edges_never_asks_for_the_mask():
 
 TOKENS = np.random.default_rng(7).integers(0, 99, (1, 20)).astype(np.int32)
 
-REFLEXIVE = [
+DIAGONALS = [
     (Band(high=0), True),
     (Band(low=0, high=0), True),
     (Band(low=-3), True),
@@ -514,18 +515,18 @@ REFLEXIVE = [
 ]
 
 
-@pytest.mark.parametrize("leaf, reflexive", REFLEXIVE)
-def test_reflexive_masks_are_those_whose_diagonal_is_known_to_be_seen(leaf, reflexive):
-    assert Mask((leaf,)).reflexive is reflexive
-    if reflexive:
+@pytest.mark.parametrize("leaf, sees_diagonal", DIAGONALS)
+def test_sees_diagonal(leaf, sees_diagonal):
+    assert Mask((leaf,)).sees_diagonal is sees_diagonal
+    if sees_diagonal:
         b, t = np.arange(BATCH)[:, None], np.arange(20)
         assert np.all(leaf.allowed(b, 0, t, t))
 
 
-def test_a_conjunction_is_reflexive_if_all_its_leaves_are():
-    assert Mask().reflexive
-    assert Mask((Band(high=0), Band(low=-4))).reflexive
-    assert not Mask((Band(high=0), Lengths(query=7))).reflexive
+def test_conjunction_sees_diagonal():
+    assert Mask().sees_diagonal
+    assert Mask((Band(high=0), Band(low=-4))).sees_diagonal
+    assert not Mask((Band(high=0), Lengths(query=7))).sees_diagonal
 
 
 def test_segments_of_the_same_tokens_need_one_array():
@@ -575,30 +576,32 @@ def segments(random):
 @pytest.mark.parametrize("name", UNSEEN)
 @pytest.mark.parametrize("at_once", [1, 700, 2**25])
 def test_what_is_not_seen(name, at_once, monkeypatch):
-    monkeypatch.setattr(_masks, "PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr(_visibility, "PAIRS_AT_ONCE", at_once)
     leaves, differ = UNSEEN[name]
     mask = Mask(tuple(leaves(np.random.default_rng(0))))
     ok = np.broadcast_to(mask.allowed(*np.ogrid[:B, :N, :T, :S]), SHAPE)
     assert not ok.any(2).all()
-    for find, axis in ((mask.seen_keys, 2), (mask.seeing_queries, 3)):
-        found, want = jax.jit(functools.partial(find, SHAPE))(), ok.any(axis)
+    for find, axis in ((_visibility.visible_keys, 2), (_visibility.rows_with_keys, 3)):
+        found, want = jax.jit(functools.partial(find, mask, SHAPE))(), ok.any(axis)
         assert found.shape == (*differ, want.shape[2])
         np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want)
 
 
 @pytest.mark.parametrize("bands", [[], [(None, 0)], [(-3, None)], [(-9, 2), (-2, 7)], [(0, 0)]])
 @pytest.mark.parametrize("of", ["query", "key_value", "both"])
-def test_ends_by_lengths(bands, of):
+def test_valid_lengths(bands, of):
     """Who sees something, and what is seen, are the first ones; `Mask.ends` counts them."""
     q_len, kv_len = 9, 12
     for n, m in itertools.product(range(q_len + 2), range(kv_len + 2)):
         lengths = dict(query=jnp.array([n]), key_value=jnp.array([m]))
         lengths = {name: x for name, x in lengths.items() if of in (name, "both")}
         mask = Mask((Lengths(**lengths), *(Band(*band) for band in bands)))
-        assert mask.ends_by_lengths
+        assert mask.has_valid_lengths
         ok = mask.allowed(*np.ogrid[:1, :1, :q_len, :kv_len])
         ok = np.broadcast_to(ok, (1, 1, q_len, kv_len))[0, 0]
-        for end, some in zip(mask.ends(q_len, kv_len), (ok.any(1), ok.any(0)), strict=True):
+        for end, some in zip(
+            _visibility.valid_lengths(mask, q_len, kv_len), (ok.any(1), ok.any(0)), strict=True
+        ):
             np.testing.assert_array_equal(some, np.arange(len(some)) < np.ravel(end))
 
 
@@ -609,8 +612,11 @@ def test_what_is_not_seen_takes_memory_for_some_pairs_alone():
         predicate = Predicate(lambda b, h, q, k: (q * 7 + k) % 5 < 2)
         masks = Mask((Segments(query, key),)), Mask((predicate,))
         shape = (1, 4, query.shape[1], key.shape[1])
-        return [(x.seen_keys(shape), x.seeing_queries(shape)) for x in masks]
+        return [
+            (_visibility.visible_keys(x, shape), _visibility.rows_with_keys(x, shape))
+            for x in masks
+        ]
 
     query, key = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (2**16, 2**16 + 1))
     memory = jax.jit(find).lower(query, key).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 5 * _masks.PAIRS_AT_ONCE
+    assert memory.temp_size_in_bytes < 5 * _visibility.PAIRS_AT_ONCE

@@ -11,7 +11,8 @@ from support.judge import SMALL
 
 import pallas_flash
 from pallas_flash import PrefixLM
-from pallas_flash._masks import Mask, PositionBand, Tiling
+from pallas_flash._blocks import Tiling
+from pallas_flash._masks import Mask, PositionBand
 from pallas_flash._operands import Positions
 
 B, T, N, K, H = 2, 96, 4, 2, 16

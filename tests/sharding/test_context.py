@@ -125,7 +125,9 @@ def test_the_share_of_pairs_that_are_seen():
         ok = distance >= (-99 if low is None else low)
         ok &= distance <= (99 if high is None else high)
         want = ok.reshape(n, q_len, n, kv_len).mean((1, 3))
-        np.testing.assert_allclose(choice.seen(low, high, n, q_len, kv_len), want, atol=1e-12)
+        np.testing.assert_allclose(
+            choice.allowed_share(low, high, n, q_len, kv_len), want, atol=1e-12
+        )
 
 
 def test_the_work_of_masks_is_what_the_model_has_for_them():

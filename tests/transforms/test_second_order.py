@@ -24,7 +24,7 @@ TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks of queries, the last one ragged."""
-    monkeypatch.setattr(_tangents, "ROWS", 5 * B * N)
+    monkeypatch.setattr(_tangents, "ROWS_AT_ONCE", 5 * B * N)
     monkeypatch.setattr(_xla, "BLOCK_Q", 8)
     monkeypatch.setattr(_xla, "BLOCK_KV", 16)
 
@@ -342,7 +342,7 @@ def test_first_derivatives_trace_no_tangents(monkeypatch):
 
 @pytest.mark.parametrize("derivative", cases.default([reverse_over_reverse], DERIVATIVES))
 def test_memory_is_linear(derivative, monkeypatch):
-    monkeypatch.setattr(_tangents, "ROWS", 256)
+    monkeypatch.setattr(_tangents, "ROWS_AT_ONCE", 256)
 
     def temporary_bytes(length):
         x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
