@@ -154,10 +154,10 @@ def _kinds(p: Problem) -> set[str]:
     """What a call is by its mask, and what else it asks for; as in `FASTER_BY_MOSAIC`."""
     if p.mask.known_kind != "other":
         kinds = {p.mask.known_kind}
-    elif p.mask.ends_by_lengths:
+    elif p.mask.has_valid_lengths:
         kinds = {"lengths"}
     else:
-        kinds = {_kind_of_leaf(x) for x in p.mask.leaves if not x.intervals} or {"ranges"}
+        kinds = {_kind_of_leaf(x) for x in p.mask.leaves if not x.exact_ranges} or {"ranges"}
     in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2
     asked = {
         "bias in 16 bits" if in_16_bits else "bias": p.bias,

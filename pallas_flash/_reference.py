@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash._dropout import drop, kept, rescaled
-from pallas_flash._operands import Cut, Pairs, is_pairs
+from pallas_flash._operands import Pairs, TileView, is_pairs
 from pallas_flash._problem import Problem
 from pallas_flash._scores import differentiated
 
@@ -110,7 +110,7 @@ def _whole(p: Problem, tree, visible=None):
         if visible is not None:
             # Widen first, because the gradient is summed over the axes that broadcast here.
             array = jnp.where(visible, array.astype(p.accumulator_dtype), 0)
-        return Pairs(Cut(array, x.shape))
+        return Pairs(TileView(array, x.shape))
 
     return jax.tree.map(cut, tree, is_leaf=is_pairs)
 

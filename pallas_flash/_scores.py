@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash._operands import Pairs, Positions, for_user
+from pallas_flash._operands import Divisible, Pairs, Positions, for_user
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
@@ -60,7 +60,7 @@ def differentiated():
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class Scores(Divisible):
     """The optional terms of a score. All are None where x is the score.
 
     Attributes:

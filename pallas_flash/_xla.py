@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import _key_center
+from pallas_flash._blocks import BlockClasses, Tiling, lists
 from pallas_flash._dropout import drop, kept, rescaled
-from pallas_flash._masks import Mask, TileClasses, Tiling, lists
-from pallas_flash._operands import Cut, Pairs, is_pairs
+from pallas_flash._masks import Mask
+from pallas_flash._operands import Pairs, TileView, is_pairs
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LN2, LogSum, Scores, below, sinks_gradient, with_sink
 from pallas_flash._symbolic import is_symbolic, known_at_most, smaller
@@ -298,7 +299,7 @@ class _Blocks:
             if not is_pairs(x):
                 return x
             tile = self._tile(x.array, i, j)
-            return Pairs(Cut(jnp.moveaxis(tile, -1, 2) if transposed else tile, x.shape))
+            return Pairs(TileView(jnp.moveaxis(tile, -1, 2) if transposed else tile, x.shape))
 
         mask, scores = jax.tree.map(cut, (self._mask, self._scores), is_leaf=is_pairs)
         return _ScoreTile(at, mask, scores, transposed)
@@ -306,13 +307,13 @@ class _Blocks:
     def kv_ranges(self):
         """Return the key tiles to visit for each query tile."""
         if self.sparsity is Sparsity.LISTS:
-            return self._lists(self.mask.tile_classes(self.q, self.kv), 2)
+            return self._lists(self.mask.block_classes(self.q, self.kv), 2)
         return self._ranges(self.mask.kv_ranges(self.q, self.kv), self.kv)
 
     def q_ranges(self):
         """Return the query tiles to visit for each key tile."""
         if self.sparsity is Sparsity.LISTS:
-            return self._lists(self.mask.tile_classes(self.q, self.kv), 3)
+            return self._lists(self.mask.block_classes(self.q, self.kv), 3)
         return self._ranges(self.mask.q_ranges(self.q, self.kv, sums_keys=True), self.q)
 
     def range(self, ranges, i):
@@ -322,12 +323,12 @@ class _Blocks:
             row if self.sparsity is not Sparsity.LISTS else (row[0], row[1], lambda t: row[2 + t])
         )
 
-    def _lists(self, classes: TileClasses, resident_axis: int):
+    def _lists(self, classes: BlockClasses, resident_axis: int):
         """Return one list for all batch elements and heads, [tiles, 2 + tiles]."""
         some, every = classes.some.any((0, 1)), classes.every.all((0, 1))
         if resident_axis == 3:
             some, every = some.T, every.T
-        return lists(TileClasses(some, every))
+        return lists(BlockClasses(some, every))
 
     def _ranges(self, ranges, streamed: Tiling):
         """Return one range for all batch elements, [tiles, 4].

@@ -112,7 +112,7 @@ def backward(
             dq = rescaled(p.dropout, dq)
             if row_sums is not None:
                 dq = dq + _key_center.known_part(p, center, row_sums)
-            seeing = p.mask.seeing_queries(_shape(p))
+            seeing = p.rows_with_keys()
             dscale = (_cleaned(q, seeing).astype(jnp.float32) * dq).sum()
             dq = (dq * p.scale.astype(jnp.float32)).astype(p.dtype)
     dbias = None
@@ -128,11 +128,7 @@ def _seen(p: Problem):
 
     None where these are not the first ones, or where no arrays tell.
     """
-    if not p.mask.ends_by_lengths:
-        return None
-
-    ends = p.mask.ends(p.q_len, p.kv_len)
-    return tuple(jnp.broadcast_to(x, (p.batch,)).astype(jnp.int32) for x in ends)
+    return p.valid_lengths()
 
 
 def _clean(p: Problem, do):
@@ -140,7 +136,7 @@ def _clean(p: Problem, do):
 
     They may hold NaN, and 0 * NaN is NaN. Here, because copies to shared memory take whole tiles.
     """
-    keys, queries = p.visible_keys(), p.mask.seeing_queries(_shape(p))
+    keys, queries = p.visible_keys(), p.rows_with_keys()
     seen = queries, keys, keys, queries
     return map(_cleaned, (p.query, p.key, p.value, do), seen)
 
@@ -148,7 +144,3 @@ def _clean(p: Problem, do):
 def _cleaned(x, seen):
     """[B, T, N, H] with zeros where nothing is `seen`, [1 or B, 1 or N, T]; None is everything."""
     return x if seen is None else jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], x, 0)
-
-
-def _shape(p: Problem) -> tuple[int, int, int, int]:
-    return p.batch, p.num_heads, p.q_len, p.kv_len

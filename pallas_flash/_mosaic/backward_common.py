@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import drop, shrunk
-from pallas_flash._masks import Mask, Tiling
+from pallas_flash._masks import Mask
 from pallas_flash._mosaic import common, pairs, ptx
 from pallas_flash._mosaic.options import Options
 from pallas_flash._problem import Problem

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_flash._blocks import BlockClasses, Tiling, lists
 from pallas_flash._dropout import rescaled
-from pallas_flash._masks import Mask, TileClasses, Tiling, lists
+from pallas_flash._masks import Mask
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.options import shared_arrays
@@ -243,7 +244,7 @@ def _table(mask: Mask, q: Tiling, kv: Tiling, streamed: tuple[int, ...], instanc
         return classes.reshape(*stay, -1)
 
     def classes_of(mask: Mask):
-        return lists(TileClasses(*map(of_one, mask.tile_classes(q, kv))))
+        return lists(BlockClasses(*map(of_one, mask.block_classes(q, kv))))
 
     return work.of_instances(classes_of, mask, instances)
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
-from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx, work
 from pallas_flash._mosaic.options import shared_arrays
@@ -175,7 +175,7 @@ def pallas_flash_dq(*refs, static: Static, **memory):
     names = [*(OF_CENTER if static.adds_center else ()), "dq", *["dscale"] * static.want_scale]
     refs = static.refs(names, refs)
     head, q_tile, outer, warpgroup = map(lax.axis_index, ("head", "q_tile", "outer", "warpgroup"))
-    if static.grows:
+    if static.later_rows_see_more:
         # Tiles with much work start first.
         q_tile = static.q.count - 1 - q_tile
     b, h = static.program(head, outer)
@@ -233,7 +233,7 @@ def dq(
             num_heads=p.num_heads,
             side_by_side=shared.side_by_side(p.num_kv_heads) * p.groups,
             tile=tile,
-            grows=mask.grows,
+            grows=mask.later_rows_see_more,
             want_scale=want_scale,
             value_slots=value_slots,
             adds_center=adds_center,

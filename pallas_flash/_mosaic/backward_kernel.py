@@ -36,8 +36,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
-from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, pairs, ptx, work
 from pallas_flash._mosaic.backward_postprocess import postprocess

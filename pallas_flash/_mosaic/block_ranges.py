@@ -31,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import _compat
-from pallas_flash._masks import FAR, Mask, Tiling
+from pallas_flash._blocks import Tiling
+from pallas_flash._masks import FAR, Mask
 from pallas_flash._visits import edges_first, listed_edges_first
 
 plgpu = _compat.mosaic_gpu()

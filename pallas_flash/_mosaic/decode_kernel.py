@@ -56,8 +56,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import kept, rescaled
-from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
 from pallas_flash._mosaic.forward_common import (
     copy,

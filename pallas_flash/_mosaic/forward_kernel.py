@@ -86,8 +86,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import _hardware
+from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
-from pallas_flash._masks import Tiling
 from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
 from pallas_flash._mosaic.forward_common import (
     copy,

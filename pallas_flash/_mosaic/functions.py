@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash._masks import Tiling
+from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.options import Options, shared_arrays
 from pallas_flash._problem import Problem

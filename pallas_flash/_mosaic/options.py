@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import _compat
+from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import kept
-from pallas_flash._masks import Mask, Tiling
+from pallas_flash._masks import Mask
 from pallas_flash._mosaic import ptx
-from pallas_flash._operands import Cut, Operand, Pairs, is_pairs
+from pallas_flash._operands import Operand, Pairs, TileView, is_pairs
 from pallas_flash._problem import Extras, Problem
 from pallas_flash._scores import LOG2E, Functions, Scores
 
@@ -469,7 +470,7 @@ class ExampleOptions(NamedTuple):
 
     def with_bias(self, tile) -> "ExampleOptions":
         """For one tile of pairs, whose bias was read already."""
-        scores = dataclasses.replace(self.extras.scores, bias=Pairs(Cut(tile, (1, 1, 1, 1))))
+        scores = dataclasses.replace(self.extras.scores, bias=Pairs(TileView(tile, (1, 1, 1, 1))))
         return self._replace(extras=self.extras._replace(scores=scores))
 
     def hide(self, s, h, q_pos, k_pos, *, bits=(), transposed: bool = False):

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._masks import Mask, Tiling
+from pallas_flash._blocks import Tiling
+from pallas_flash._masks import Mask
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.options import Bits, held
 from pallas_flash._mosaic.tiles import StreamRoom, has_pairs

@@ -110,7 +110,10 @@ def _kind(mask: Mask) -> str:
 
 # What kernels are made of beside their own folders. (Their tiles are none of it: a winner replaces
 # them.)
-_SHAPE = "_masks", "_mask_objects", "_visits", "_scores", "_operands", "_dropout", "_key_center"
+_SHAPE = (
+    *("_blocks", "_masks", "_mask_objects", "_visits", "_scores"),
+    *("_operands", "_dropout", "_key_center"),
+)
 _TILES = ("tiles.py", "candidates.py")
 
 

@@ -23,8 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import _compat
+from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import drop, kept
-from pallas_flash._masks import Mask, Tiling
+from pallas_flash._masks import Mask
 from pallas_flash._operands import Operand
 from pallas_flash._problem import Extras, Problem
 from pallas_flash._scores import LOG2E, Functions, LogSum, Scores, with_sink
@@ -527,11 +528,11 @@ def make_spec(problem: Problem, tile, *, streamed: str, interpret: bool, groups:
     mask = problem.mask.within(
         q=None if streamed == "kv" else q, kv=None if streamed == "q" else kv
     )
-    all_see = mask.reflexive and q.length == kv.length
+    all_see = mask.sees_diagonal and q.length == kv.length
     if not mask:
         sparsity, table = Sparsity.DENSE, None
     elif streamed == "both":
-        sparsity, table = Sparsity.RANGES, jnp.asarray(mask.tile_classes(q, kv).some, jnp.int32)
+        sparsity, table = Sparsity.RANGES, jnp.asarray(mask.block_classes(q, kv).some, jnp.int32)
     elif mask.scattered:
         sparsity = Sparsity.LISTS
         table = mask.kv_lists(q, kv, groups) if streamed == "kv" else mask.q_lists(q, kv)
@@ -634,7 +635,7 @@ class QueryTiles:
         self.grid = (p.groups, self.heads, count, p.num_kv_heads // self.heads, p.batch)
         # Under a causal mask the last tiles have the most work. They start first, so that no heavy
         # tile is left over at the end.
-        self.tile_of = (lambda i: count - 1 - i) if mask.grows else (lambda i: i)
+        self.tile_of = (lambda i: count - 1 - i) if mask.later_rows_see_more else (lambda i: i)
 
     def index(self, g, k, i, outer, b):
         """Return the batch element, the query head and the tile of grid indices."""

@@ -9,7 +9,7 @@ here does it enter.
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash._masks import Tiling
+from pallas_flash._blocks import Tiling
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common

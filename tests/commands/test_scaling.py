@@ -18,8 +18,9 @@ from support import children
 from support.repository import ROOT
 
 import pallas_flash
+from pallas_flash._blocks import Tiling
 from pallas_flash._context import cost
-from pallas_flash._masks import Mask, PositionBand, Tiling
+from pallas_flash._masks import Mask, PositionBand
 from pallas_flash._operands import Positions
 from scripts import bench_scaling
 from scripts.benchmark import results

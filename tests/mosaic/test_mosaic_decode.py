@@ -20,7 +20,7 @@ from support.lowered import attention, launches, lowered
 from support.mosaic_cases import checked
 
 from pallas_flash import _mosaic
-from pallas_flash._masks import Tiling
+from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import block_ranges, decode_kernel, scheduler
 from pallas_flash._mosaic.tiles import decode_tile
 from pallas_flash._tiling.sizes import FEW_QUERIES

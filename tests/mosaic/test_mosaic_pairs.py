@@ -23,7 +23,7 @@ from support.mosaic_cases import (
 )
 
 from pallas_flash import _mosaic
-from pallas_flash._masks import Tiling
+from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import backward_dbias
 from pallas_flash._mosaic.options import Bits
 from pallas_flash._mosaic.pairs import Owners

@@ -25,7 +25,7 @@ from support.mosaic_cases import (
 )
 
 from pallas_flash import BlockMask, _mosaic
-from pallas_flash._masks import Tiling
+from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import (
     backward_common,
     backward_kernel,

@@ -29,7 +29,8 @@ from support.repository import PUBLIC, ROOT
 
 import pallas_flash
 from pallas_flash import _compat
-from pallas_flash._masks import Band, Mask, Tiling
+from pallas_flash._blocks import Tiling
+from pallas_flash._masks import Band, Mask
 from pallas_flash._triton import backward_dkv
 from pallas_flash.tuning import Tile, TileSizes
 

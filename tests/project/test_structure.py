@@ -14,6 +14,7 @@ from support.repository import IMPORTS, MODULES, PUBLIC, ROOT, imported, inside,
 import pallas_flash
 import pallas_flash.flax
 from pallas_flash._mask_objects import Joinable
+from pallas_flash._masks import NumberLeaf
 
 # ------------------------------------------------------------------------------------------------
 # Imports.
@@ -26,10 +27,10 @@ __init__ tune flax* _plot _tiling.tune
 _api
 _validate _select _faster _tiling.choose _tiling.cache
 _vjp _tangents _functions
-_context* _partition
+_context* _partition*
 _mosaic* _triton* _xla* _reference _tiling.workload
 _problem _mask_objects _score_mod _order _key_center
-_masks _visits _scores _dropout _checks _operands _peers _symbolic _one_device
+_masks _blocks _visibility _visits _scores _dropout _checks _operands _peers _symbolic _one_device
 _compat _hardware _tiling _tiling.sizes _tiling.configurations tuning
 """
 # Each is for itself: no backend imports another.
@@ -158,11 +159,12 @@ def test_explain_takes_what_attention_takes():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_have_docstrings(name):
     thing = PUBLIC[name]
-    # `Leaf` and `Joinable` say what the methods of mask objects do.
+    # The base classes of mask objects say what their methods do.
+    bases = {*dir(Joinable), *dir(NumberLeaf)}
     methods = [
         x
         for key, x in vars(thing).items()
-        if inspect.isclass(thing) and not key.startswith("_") and key not in dir(Joinable)
+        if inspect.isclass(thing) and not key.startswith("_") and key not in bases
     ]
     for x in [thing, *filter(callable, methods)]:
         # A dataclass without one is given its signature.

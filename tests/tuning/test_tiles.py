@@ -15,8 +15,9 @@ import pytest
 from support import ttir
 
 from pallas_flash import attention
+from pallas_flash._blocks import Tiling
 from pallas_flash._hardware import shared_memory_limit
-from pallas_flash._masks import Band, Mask, Tiling
+from pallas_flash._masks import Band, Mask
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.choose import backend, completed
 from pallas_flash._tiling.sizes import KERNELS, few_queries

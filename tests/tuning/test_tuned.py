@@ -110,6 +110,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
     [
         "backward_dq.py",
         "common.py",
+        "_blocks.py",
         "_masks.py",
         "_mask_objects.py",
         "_visits.py",
