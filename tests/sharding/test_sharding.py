@@ -25,6 +25,7 @@ from pallas_flash._dropout import Dropout
 from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
 from pallas_flash._masks import Band, Lengths, Mask, PositionBand, Segments
 from pallas_flash._operands import Pairs, Positions
+from pallas_flash._partition import auto, shards
 from pallas_flash._problem import Problem
 from pallas_flash._score_mod import ScoreMod
 from pallas_flash._scores import Scores
@@ -426,7 +427,7 @@ CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.s
 
 
 def main(name, kind):
-    _xla.BLOCK_Q, _xla.BLOCK_KV, _tangents.ROWS = 8, 16, 5 * B * N
+    _xla.BLOCK_Q, _xla.BLOCK_KV, _tangents.ROWS_AT_ONCE = 8, 16, 5 * B * N
     CHECKS[name](kind)
 
 
@@ -546,8 +547,8 @@ def test_axes_that_devices_do_not_divide_stay_whole(batch, heads, kv_heads, divi
     mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES), (AxisType.Auto,) * 2)
     q, k = (jnp.zeros((batch, T, n, H)) for n in (heads, kv_heads))
     problem = Problem(q, k, k, *(None,) * 5, Mask())
-    shards = _partition._shards(mesh, {"b": ("batch",), "n": ("heads",)}, problem)
-    assert (shards.batch == ("batch",), shards.heads == ("heads",), shards.key_heads) == divided
+    found = shards.shards_of(mesh, {"b": ("batch",), "n": ("heads",)}, problem)
+    assert (found.batch == ("batch",), found.heads == ("heads",), found.key_heads) == divided
 
 
 @pytest.mark.parametrize(
@@ -560,7 +561,7 @@ def test_axes_that_devices_do_not_divide_stay_whole(batch, heads, kv_heads, divi
 def test_the_partitioner_is_told_which_axes_are_one(alike, rule):
     """One of `jax.vmap`, too; with `alike` queries are as many as keys, and so are heads."""
     axes = ("2btnh", "2bskh"), ("2btnv",)
-    assert _partition._rule(*axes, one=alike, same_length=alike) == rule
+    assert auto._rule(*axes, one=alike, same_length=alike) == rule
 
 
 def test_every_array_of_a_problem_has_its_letters():
