@@ -1,0 +1,61 @@
+"""Comments and docstrings outside of the tests use the words of docs/glossary.md."""
+
+import ast
+import io
+import re
+import tokenize
+
+import pytest
+from support.repository import MODULES, ROOT
+
+# Beginnings of a sentence that has no subject.
+BEGINNINGS = re.compile(r"(?:^|[.?!] +)(That of|Those|What|Who|Of|So many|Likewise)\b")
+# Words that the glossary replaces: here stands what not to write, there what to write.
+REPLACED = re.compile(
+    r"in place of|for want of|by turns|None takes|head size|few queries|few programs|likewise"
+    r"|(?<!for )\bexamples?\b(?!:)|\b(?:un)?seen\b|\bcores?\b"
+    r"|\b(?:alive|reflexive|zigzag|worklists?)\b"
+)
+# Files that are not rewritten yet; a file that is leaves the list.
+OLD = re.compile(
+    r"pallas_flash/(_mosaic|_triton|_tiling|_select|_api|_vjp|_xla|_faster|_scores|_visits|_key_center"
+    r"|_hardware|_reference|tune|mosaic)|scripts/(training|train_gpt)"
+)
+FILES = [
+    str(path.relative_to(ROOT))
+    for name, path in MODULES.items()
+    if name.split(".")[0] in ("pallas_flash", "models", "scripts")
+]
+
+
+def texts(source):
+    """Yield (line, text) of each docstring, and of each run of comments."""
+    for node in ast.walk(ast.parse(source)):
+        kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            prose = text.split("Example:\n")
+            code = re.compile(r"^ *(?:>>>|\.\.\.).*$|`[^`]*`", re.M)
+            yield getattr(node, "lineno", 1), code.sub("x", "Example:\n".join(prose))
+    run, last = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line = token.start[0]
+            if run and line != last + 1:
+                yield last, " ".join(run)
+                run = []
+            run.append(re.sub(r"`[^`]*`", "x", token.string.lstrip("# ")))
+            last = line
+    if run:
+        yield last, " ".join(run)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not OLD.match(name)])
+def test_words_of_comments_and_docstrings(name):
+    found = [
+        f"{name}:{line}: {match[0].strip()}"
+        for line, text in texts((ROOT / name).read_text())
+        for paragraph in re.split(r"\n *\n", text)
+        for pattern in (BEGINNINGS, REPLACED)
+        for match in pattern.finditer(" ".join(paragraph.split()))
+    ]
+    assert not found, "\n".join(found)
