@@ -1,4 +1,4 @@
-"""A GPT in Flax whose attention is `pallas_flash`: a decoder-only transformer to train and sample.
+"""A GPT in Flax with `pallas_flash` attention: a decoder-only transformer to train and sample.
 
     x = embedding[tokens]
     x = x + attention(norm(x))        causal, rotary positions, grouped-query if asked for
@@ -26,7 +26,7 @@ from pallas_flash.flax import SelfAttention
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT and the types it computes in.
+    """The shape of a GPT and the dtypes of its computation.
 
     Attributes:
         vocab_size: Number of tokens; 256 for bytes.
@@ -40,9 +40,9 @@ class GPTConfig:
         rope_theta: Base of the rotary frequencies; None leaves positions out.
         dtype: Type of the activations; None is param_dtype.
         param_dtype: Type of the parameters.
-        attention: The `implementation` of `pallas_flash.attention`; None lets it choose.
-        remat: Whether a layer's activations are computed again in the backward, to save memory; all
-            but what attention's kernel needs of its forward.
+        attention: The `implementation` of `pallas_flash.attention`; None for auto-selection.
+        remat: Whether the backward computes a layer's activations again, to save memory. The
+            residuals of attention are kept.
     """
 
     vocab_size: int = 256
@@ -62,7 +62,7 @@ class GPTConfig:
         sizes = ("vocab_size", "context", "num_layers", "num_heads", "num_kv_heads", "embed_dim")
         for name in (*sizes, "mlp_ratio", "rope_theta"):
             value = getattr(self, name)
-            # Written such that NaN is refused, too.
+            # NaN fails the comparison, too.
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive and finite; got {value}.")
         if self.embed_dim % self.num_heads:
@@ -98,7 +98,7 @@ class GPTConfig:
 
     @property
     def dtypes(self) -> dict[str, str | None]:
-        """The types, as every layer takes them."""
+        """The dtypes in the form of every layer's arguments."""
         return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
 
@@ -133,7 +133,7 @@ class Block(nnx.Module):
         *,
         decode: bool = False,
     ) -> Float[Array, "... T C"]:
-        """Returns the residual stream after this block."""
+        """Return the residual stream after this block."""
         where = {} if positions is None else {"positions": positions, "reordered": True}
         x = x + self.attention(self.attention_norm(x), decode=decode, **where)
         return x + self.mlp(self.mlp_norm(x))
@@ -151,8 +151,9 @@ class GPT(nnx.Module):
         config: The model's shape.
         rngs: Source of the initial values.
         attention_layer: The class of the attention layers; a subclass may compute them otherwise.
-        layout: How parameters and activations lie on several devices; None is for one. A layer's
-            parameters move there as soon as they are made, so no device ever holds the whole model.
+        layout: The shardings of parameters and activations on several devices; None for one device.
+            The parameters of a layer move to their devices as soon as they are made, so that no
+            device ever holds the whole model.
     """
 
     def __init__(
@@ -186,12 +187,12 @@ class GPT(nnx.Module):
         *,
         decode: bool = False,
     ) -> Float[Array, "B T vocab"]:
-        """Returns float32 logits; those at position t depend on tokens 0..t alone.
+        """Return float32 logits; the logits at position t depend on tokens 0..t alone.
 
         Args:
-            tokens: A text, or with `decode` the part of it that follows what was decoded before.
-            positions: Where each token stands in the text; None is one after the other.
-            decode: Whether keys and values are kept for later parts; `init_cache` comes first.
+            tokens: A text; for `decode`, the tokens that follow the decoded ones.
+            positions: The position of each token in the text; None: in order.
+            decode: Whether keys and values are cached for later tokens; call `init_cache` first.
 
         Raises:
             ValueError: The text is longer than the model's context.
@@ -213,7 +214,7 @@ class GPT(nnx.Module):
         return x if self.layout is None else self.layout.stream(x)
 
     def init_cache(self, batch: int, length: int) -> None:
-        """Makes room in every layer for the keys and values of `batch` texts of `length` tokens.
+        """Make a cache in every layer for keys and values of `batch` texts of `length` tokens.
 
         Raises:
             ValueError: The texts are longer than the model's context.
@@ -228,7 +229,7 @@ class GPT(nnx.Module):
 
 
 def loss(model: GPT, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
-    """Mean cross-entropy of each token given those before it, in nats per token.
+    """Return the mean cross-entropy of each token given the earlier ones, in nats per token.
 
     Args:
         model: The model.
@@ -251,18 +252,18 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Int[Array, "B P+num_tokens"]:
-    """Continues each prompt by `num_tokens` tokens drawn from the model.
+    """Continue each prompt by `num_tokens` tokens drawn from the model.
 
-    All of it is one compiled function, compiled again only for another prompt shape, `num_tokens`
-    or `top_k`. Up to the model's context, keys and values are cached and a token costs one token's
-    work. From then on each costs a forward pass over the last `context` tokens: what the layers
-    above the first have cached depends on tokens that the context no longer has.
+    The whole loop is one compiled function, compiled again only for another prompt shape,
+    `num_tokens` or `top_k`. Up to the model's context, keys and values are cached and a token costs
+    one token's work. Later tokens cost a forward pass over the last `context` tokens, because the
+    caches of all layers above the first depend on tokens that have left the context.
 
     Args:
         model: The model.
         key: A JAX random key; the same key gives the same tokens.
         prompt: Tokens to continue, at least one.
-        num_tokens: How many tokens to add.
+        num_tokens: The number of tokens to add.
         temperature: Divides the logits; 0 always takes the most likely token.
         top_k: Draws only from this many most likely tokens; None draws from all.
 

@@ -9,14 +9,14 @@ from jaxtyping import Array, Float, Int
 
 
 def fan_in_init(fan_in: int, *, residual_branches: int = 1) -> jax.nn.initializers.Initializer:
-    """Normal initialisation whose output has the variance of its input, or a share of it.
+    """Return a normal initialisation whose output has the variance of its input, or a share of it.
 
-    The share is for the layers that write to the residual stream: a sum of `n` independent
-    branches, each `1/sqrt(n)` as large, has the same variance at every depth (GPT-2, section 2.3).
+    Layers that write to the residual stream need the share: a sum of `n` independent branches, each
+    `1/sqrt(n)` as large, has the same variance at every depth (GPT-2, section 2.3).
 
     Args:
-        fan_in: How many inputs each output sums over.
-        residual_branches: How many branches the residual stream sums; 1 for inner layers.
+        fan_in: The number of inputs that each output sums over.
+        residual_branches: The number of branches that the residual stream sums; 1 for inner layers.
     """
     return nnx.initializers.normal((fan_in * residual_branches) ** -0.5)
 
@@ -24,13 +24,13 @@ def fan_in_init(fan_in: int, *, residual_branches: int = 1) -> jax.nn.initialize
 class RMSNorm(nnx.RMSNorm):
     """`x / rms(x) * scale` over the last axis (Zhang and Sennrich, arXiv:1910.07467).
 
-    Parameters and arguments are those of `nnx.RMSNorm`. Written in this order, and with a forward
-    that keeps nothing but `x`, XLA makes the forward one kernel, which reads `x` once; a row's rms
-    is computed again in the backward, by the kernel that reads `x` for the row's other sum.
+    Parameters and arguments are those of `nnx.RMSNorm`. The operations have this order, and the
+    forward keeps `x` alone, so that XLA makes the forward one kernel that reads `x` once. The
+    backward computes a row's rms again, in the kernel that reads `x` for the row's other sum.
     """
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-        """Normalises each position on its own, with float32 sums."""
+        """Normalise each position on its own, with float32 sums."""
         x = x.astype(self.dtype or self.param_dtype)
         return _normalize(x, self.scale[...], self.epsilon)
 
@@ -51,8 +51,8 @@ def _normalize_forward(x, scale, epsilon):
 
 def _normalize_backward(epsilon, residuals, cotangent):
     x, scale = residuals
-    # Without the barrier XLA finds that the forward has summed the same squares, and keeps those.
-    # Of an array with `x`'s own shape it would be copied where the residual stream adds to it.
+    # Without the barrier, XLA finds that the forward has the same sum of squares, and keeps it. The
+    # extra axis avoids a copy of `x` where the residual stream adds to it.
     x = jax.lax.optimization_barrier(x[None])[0]
     _, transpose = jax.vjp(functools.partial(_normalized, epsilon=epsilon), x, scale)
     return transpose(cotangent)
@@ -90,7 +90,7 @@ class SwiGLU(nnx.Module):
         self.down = nnx.Linear(hidden, features, kernel_init=out, **kwargs)
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-        """Applies the MLP to each position on its own."""
+        """Apply the MLP to each position on its own."""
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
@@ -121,20 +121,21 @@ class TiedEmbedding(nnx.Module):
         self.dtype = dtype or param_dtype
 
     def encode(self, tokens: Int[Array, "..."]) -> Float[Array, "... C"]:
-        """The vector of each token: the product of a one-hot row with the matrix.
+        """Return the vector of each token: the product of a one-hot row with the matrix.
 
         A lookup gives the same bits, but its gradient adds one row for each token of the text to
-        the matrix, in this dtype and in any order; where most bytes are one of a few letters, a GPU
-        queues up for them. The product sums in float32, and costs as much as the logits do.
+        the matrix, in this dtype and in any order. If most bytes are one of a few letters, these
+        additions wait for each other on a GPU. The product sums in float32, and costs as much as
+        the logits do.
         """
         matrix = self.embedding[...].astype(self.dtype)
         one_hot = jax.nn.one_hot(tokens, len(matrix), dtype=self.dtype)
         return jnp.dot(one_hot, matrix, precision="highest")  # Not rounded to TF32.
 
     def decode(self, x: Float[Array, "... C"]) -> Float[Array, "... vocab"]:
-        """The logits of the next token, accumulated and returned in float32.
+        """Return the logits of the next token, accumulated in float32.
 
-        Half-precision logits would be rounded to 0.03 near 8, which a loss can see.
+        Half-precision logits would be rounded to 0.03 near 8, which changes the loss.
         """
         matrix = self.embedding[...].astype(self.dtype)
         return jnp.dot(x.astype(self.dtype), matrix.T, preferred_element_type=jnp.float32)

@@ -1,12 +1,12 @@
-"""How a GPT lies on a mesh of devices: which axis of the mesh divides which axis of which array.
+"""The sharding of a GPT: which axis of the mesh divides which axis of which array.
 
-    data       the examples
-    fsdp       the examples, too; and an axis of each matrix, which is gathered where it is used
-    sequence   the tokens of an example
+    data       the batch
+    fsdp       the batch, too; and an axis of each matrix, which is gathered where it is used
+    sequence   the tokens of a batch element
     tensor     the heads of attention and the hidden units of the MLP
 
-Axes are Auto: these are the places that arrays have to be in, and XLA's partitioner derives from
-them what is sent. An optimizer's moments lie as their parameters do.
+Axes are Auto: this file gives the shardings of arrays, and XLA's partitioner derives the messages
+between devices from them. An optimizer's moments have the shardings of their parameters.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_flash import balanced_order
 
-# From the outside to the inside: the devices of a host are neighbours on the last axes, whose
-# messages a layer waits for.
+# Outermost axis first. The devices of a host are neighbours on the last axes, whose messages a
+# layer waits for.
 AXES = ("data", "fsdp", "sequence", "tensor")
 EXAMPLES = ("data", "fsdp")
 
@@ -37,10 +37,10 @@ RULES = (
 
 
 def rule(path: str) -> PartitionSpec:
-    """Where the parameter at a path lies, as in `blocks/0/mlp/up/kernel`.
+    """Return the sharding of the parameter at a path, as in `blocks/0/mlp/up/kernel`.
 
     Raises:
-        ValueError: No rule, or more than one, is about it.
+        ValueError: No rule or more than one rule matches the path.
     """
     found = [spec for pattern, spec in RULES if re.search(rf"(^|/){pattern}$", path)]
     if len(found) != 1:
@@ -50,7 +50,7 @@ def rule(path: str) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The places of a model's arrays on a mesh with the four axes above.
+    """The shardings of a model's arrays on a mesh with the four axes above.
 
     Attributes:
         mesh: The devices.
@@ -59,11 +59,11 @@ class Layout:
     mesh: Mesh
 
     def sharding(self, *axes) -> NamedSharding:
-        """The one that divides the axes of an array by these of the mesh, one after the other."""
+        """Return the sharding that divides the axes of an array by these mesh axes, in order."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def of(self, state: Any) -> Any:
-        """The sharding of every array in a tree of parameters, or of an optimizer's state."""
+        """Return the sharding of every array in a tree of parameters or of an optimizer's state."""
 
         def lie(path, x):
             path = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -72,15 +72,15 @@ class Layout:
         return jax.tree_util.tree_map_with_path(lie, state)
 
     def place(self, module: nnx.Module) -> None:
-        """Moves the parameters of a module, or of a part of one, to where they belong."""
+        """Move the parameters of a module, or of a part of one, to their devices."""
         state = nnx.to_pure_dict(nnx.state(module))
         nnx.update(module, jax.tree.map(_spread, state, self.of(state)))
 
     def order(self, length: int) -> Int32[Array, " T"] | None:
-        """The positions of the tokens of a text as they lie here; None if one after the other.
+        """Return the positions of a text's tokens in the order of the arrays; None if in order.
 
-        Where devices share a text they have equal work under the causal mask, if its length is a
-        multiple of twice their number.
+        If devices share a text and its length is a multiple of twice their number, this order gives
+        them equal work under the causal mask.
         """
         devices = self.mesh.shape["sequence"]
         if devices == 1 or length % (2 * devices):
@@ -88,12 +88,12 @@ class Layout:
         return balanced_order(length, devices)
 
     def stream(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        """Divides the examples and the tokens of what is between two layers."""
+        """Divide the batch and the tokens of the activations between two layers."""
         return jax.lax.with_sharding_constraint(x, self.sharding(EXAMPLES, "sequence"))
 
 
 def _spread(x, sharding: NamedSharding):
-    """An array that every process has made alike, of which each keeps what its devices hold."""
+    """Keep the shards of this process's devices of an array that every process has made alike."""
     if isinstance(x, jax.core.Tracer):
         return x
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

@@ -1,4 +1,4 @@
-"""Checks of single arguments, each of which fails in one sentence of one form.
+"""Checks of single arguments. All errors have one form.
 
 `argument` must be this; got that. Do so.
 """
@@ -13,7 +13,7 @@ from pallas_flash._operands import for_user
 
 
 def array(name: str, x) -> jax.Array:
-    """A JAX array: sequences and strings are not converted silently."""
+    """Return `x` as a JAX array; refuse sequences and strings."""
     if not is_array(x):
         raise TypeError(
             f"`{name}` must be an array; got {describe(x)}. Convert it with `jnp.asarray`; to "
@@ -22,7 +22,7 @@ def array(name: str, x) -> jax.Array:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        # NumPy has arrays of objects, of text, of dates, and masked ones.
+        # NumPy arrays may hold objects, text or dates, or be masked.
         raise TypeError(
             f"`{name}` must be an array that JAX can hold; got {type(x).__name__} of {x.dtype}. "
             "Convert it to a plain NumPy array of numbers or bools."
@@ -32,7 +32,7 @@ def array(name: str, x) -> jax.Array:
 def integers(
     name: str, x, shape: tuple[int, ...], letters: str, *, shared: bool = False
 ) -> jax.Array:
-    """An int32 array of this shape; if `shared`, the first axis may be 1."""
+    """Return `x` as an int32 array of this shape; if `shared`, the first axis may be 1."""
     x = array(name, x)
     if x.dtype != jnp.int32:
         raise TypeError(
@@ -48,7 +48,7 @@ def integers(
 
 
 def broadcastable(name: str, x: jax.Array, scores_shape) -> jax.Array:
-    """`x` with 4 axes, each 1 or that of the scores."""
+    """Return `x` with 4 axes, each of size 1 or the size of the scores."""
     if x.ndim > 4:
         raise ValueError(
             f"`{name}` must have at most 4 axes, [B, N, T, S]; got rank {x.ndim} "
@@ -65,7 +65,7 @@ def broadcastable(name: str, x: jax.Array, scores_shape) -> jax.Array:
 
 
 def flag(name: str, value) -> bool:
-    """A Python bool: it decides what is compiled, so it cannot be an array."""
+    """Return a Python bool. Arrays are refused, because the value decides what is compiled."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
             f"`{name}` must be True or False; got {describe(value)}. Pass a Python bool, which "
@@ -75,7 +75,7 @@ def flag(name: str, value) -> bool:
 
 
 def at_least(least: int, name: str, x) -> int:
-    """A Python int that is not smaller than `least`."""
+    """Return a Python int that is not smaller than `least`."""
     if not is_int(x) or x < least:
         raise ValueError(
             f"`{name}` must be an int of at least {least}; got {describe(x)}. Pass a Python int: "
@@ -85,7 +85,7 @@ def at_least(least: int, name: str, x) -> int:
 
 
 def share_to_drop(name: str, x) -> float:
-    """The rate of a dropout: a Python number, since it is compiled in."""
+    """Return the rate of a dropout, a Python number, because it is compiled in."""
     if not is_number(x):
         raise TypeError(
             f"`{name}` must be a number; got {describe(x)}. Pass a Python float: it is compiled "
@@ -100,7 +100,7 @@ def share_to_drop(name: str, x) -> float:
 
 
 def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
-    """The arrays that a user's function reads, of at most `itemsize` bytes a number."""
+    """Return the arrays that a user's function reads, of at most `itemsize` bytes a number."""
     if not isinstance(arrays, (tuple, list)):
         raise TypeError(
             f"`{name}` must be a tuple of arrays; got {describe(arrays)}. Write (x,) for one."
@@ -121,9 +121,9 @@ def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
     return tuple(named.values())
 
 
-# Shapes of the scores and the indices b, h, q, k on which a user's function is tried: those of an
-# example and a head, as kernels have them, and of all axes, as plain JAX has them. No two axes are
-# alike; the third one, of query heads that share a key, is 1, which must not be dropped.
+# Shapes of the scores and of the indices b, h, q, k for which a user's function is traced: a tile
+# of one head, as in kernels, and all axes, as in plain JAX. All sizes differ. The third axis, of
+# query heads that share a key, has size 1, which the function must keep.
 TILES = (
     ((2, 3), ((), (1, 1), (2, 1), (1, 3))),
     ((2, 3, 1, 5, 7), ((2, 1, 1, 1, 1), (1, 3, 1, 1, 1), (1, 1, 1, 5, 1), (1, 1, 1, 1, 7))),
@@ -131,13 +131,14 @@ TILES = (
 
 
 def function(name: str, fn, dtype, arrays: tuple[jax.Array, ...]) -> None:
-    """Check what a user's function returns for each of `TILES`.
+    """Check the result of a user's function for each of `TILES`.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
         fn: takes a score if there is a `dtype`, the indices b, h, q_pos, k_pos, and `arrays`.
-        dtype: of scores and of the result; None for a function of indices, whose result is a bool.
-        arrays: what `operands` returned.
+        dtype: the dtype of scores and of the result; None for a function of indices, whose result
+            is a bool.
+        arrays: the result of `operands`.
     """
     if not callable(fn):
         raise TypeError(
@@ -156,7 +157,7 @@ def function(name: str, fn, dtype, arrays: tuple[jax.Array, ...]) -> None:
 
 
 def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...], shapes) -> None:
-    """As `function`, for scores of one shape and indices of others."""
+    """Check a user's function for scores of one shape and indices of the other shapes."""
     at = [jax.ShapeDtypeStruct(x, jnp.int32) for x in shapes]
     s = [] if dtype is None else [jax.ShapeDtypeStruct(shape, dtype)]
     trace = jax.make_jaxpr(lambda at, xs: fn(*at, *map(for_user, xs)), return_shape=True)
@@ -202,13 +203,13 @@ def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...], shapes) -> No
 
 
 def uses(program, number: int) -> bool:
-    """Whether a program that JAX has traced uses its argument of this number."""
+    """Whether a jaxpr uses its argument of this number."""
     used = [*program.outvars, *(x for eqn in program.eqns for x in eqn.invars)]
     return any(x is program.invars[number] for x in used)
 
 
 def broadcasts(shape, to) -> bool:
-    """Whether an array of a shape broadcasts to another, no larger one."""
+    """Whether an array of one shape broadcasts to another shape, and not to a larger one."""
     missing = len(to) - len(shape)
     return missing >= 0 and all(n in (1, m) for n, m in zip(shape, to[missing:], strict=True))
 
@@ -229,7 +230,7 @@ def is_number(x) -> bool:
 
 
 def describe(x: Any) -> str:
-    """`x` in a few words."""
+    """Return a description of `x` in a few words."""
     if (is_array(x) or hasattr(x, "aval")) and not isinstance(x, np.generic):
         return f"an array of {x.dtype} with shape {tuple(x.shape)}"
     text = repr(x)

@@ -1,4 +1,4 @@
-"""Every name of JAX that moves between versions, and the reason why each is here."""
+"""Every name of JAX that moves between versions, and why the package needs it."""
 
 import contextlib
 import functools
@@ -16,12 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def abstract_device():
-    """The device that the current abstract mesh describes, which need not exist here; or None."""
+    """Return the device that the current abstract mesh describes, or None; it need not exist."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
 def for_device(device):
-    """Trace and lower as for one described device; None is the machine's own."""
+    """Trace and lower for one described device; None: for the machine's own."""
     if device is None:
         return contextlib.nullcontext()
     auto = jax.sharding.AxisType.Auto
@@ -31,7 +31,7 @@ def for_device(device):
 
 @contextlib.contextmanager
 def not_for_older_jax():
-    """What is exported here is for this process: as new as JAX can make it."""
+    """Export for this process alone, so that newer operations may be used."""
     name = "jax_export_ignore_forward_compatibility"
     before = getattr(jax.config, name)
     jax.config.update(name, True)
@@ -43,9 +43,9 @@ def not_for_older_jax():
 
 @functools.cache
 def triton():
-    """`jax.experimental.pallas.triton`, imported late.
+    """Return `jax.experimental.pallas.triton`, imported late.
 
-    JAX has announced its removal, and not every platform has it.
+    JAX has announced its removal, and some platforms lack it.
 
     Raises:
         ImportError: if this JAX has no Triton lowering.
@@ -57,10 +57,10 @@ def triton():
 
 
 def _name_triton_dialect() -> None:
-    """Makes lowering through Triton take half the time.
+    """Halve the time of lowering through Triton.
 
-    For each value of a type of Triton's, MLIR searches all paths for a Python module of the
-    dialect until it has found one, and jaxlib has none. An empty one ends the search.
+    For each value of a Triton type, MLIR searches all paths for a Python module of the dialect,
+    which jaxlib does not have. An empty module ends the search.
     """
     name = "jaxlib.mlir.dialects.tt"
     try:
@@ -80,17 +80,17 @@ def has_triton() -> bool:
 
 @functools.cache
 def _compiler_params():
-    """CompilerParams whose lowering does not warn.
+    """Return a class of CompilerParams whose lowering does not warn.
 
-    From 0.11.2 on each lowering through Triton gives a DeprecationWarning, while a user compiles
-    and not while our code runs, so that nothing around our own calls could catch it. A subclass
-    with its own lowering rule can.
+    From JAX 0.11.2 on, each lowering through Triton gives a DeprecationWarning. It comes while a
+    user compiles, so that no context around our own calls could catch it. A subclass with its own
+    lowering rule can.
     """
     base = triton().CompilerParams
     try:
         from jax._src.pallas.core import get_lowering_rule, register_lowering_rule
 
-        # For its effect alone: importing it registers the rule that is looked up below.
+        # Importing this module registers the rule that is looked up below.
         from jax._src.pallas.triton import pallas_call_registration as _  # noqa: F401
     except ImportError:
         return base
@@ -113,11 +113,11 @@ def _compiler_params():
 
 
 def compiler_params(num_warps: int, num_stages: int):
-    """Triton's launch parameters, without which JAX 0.9 to 0.11.1 may choose another backend."""
+    """Return launch parameters, without which JAX 0.9 to 0.11.1 may choose another backend."""
     return _compiler_params()(num_warps=num_warps, num_stages=num_stages)
 
 
-# Before, the operations of Mosaic GPU that the kernels use had other names and arguments.
+# The first JAX whose Mosaic GPU has the operations that the kernels use.
 MOSAIC_SINCE = (0, 11, 2)
 
 
@@ -127,7 +127,7 @@ def has_mosaic_gpu() -> bool:
 
 
 def mosaic_gpu() -> Any:
-    """`jax.experimental.pallas.mosaic_gpu`, imported late: it costs time."""
+    """Return `jax.experimental.pallas.mosaic_gpu`, imported late because that takes time."""
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
@@ -135,11 +135,11 @@ def mosaic_gpu() -> Any:
 
 @functools.cache
 def mosaic_gpu_internals() -> Any:
-    """What modules of `jax.experimental.mosaic.gpu` have and it does not export.
+    """Return functions of `jax.experimental.mosaic.gpu` that it does not export.
 
     * getelementptr, memref_ptr, inline_ptx: addresses, and assembly at them;
-    * tiled_memref_shape, create_descriptor, encode_addr, Dim: how a matrix instruction is told
-      where in shared memory an operand lies.
+    * tiled_memref_shape, create_descriptor, encode_addr, Dim: descriptors of operands of matrix
+      instructions in shared memory.
     """
     from jax.experimental.mosaic.gpu import mma_utils
     from jax.experimental.mosaic.gpu.utils import (
@@ -160,14 +160,14 @@ def mosaic_gpu_internals() -> Any:
 
 
 def fragmented_array(registers, layout, is_signed) -> Any:
-    """A warpgroup's array of a thread's registers; JAX has no public way to make one of them."""
+    """Return a warpgroup's array from a thread's registers; JAX has no public function for it."""
     from jax.experimental.mosaic.gpu import FragmentedArray
 
     return FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
 
 
 def xla_is_deterministic() -> bool:
-    """Whether XLA was told by its flags that GPU programs must give the same bits each time."""
+    """Whether XLA's flags ask for GPU programs that give the same bits each time."""
     flags = os.environ.get("XLA_FLAGS", "")
     names = "deterministic_ops", "exclude_nondeterministic_ops"
     values = re.findall(rf"--xla_gpu_(?:{'|'.join(names)})(?:=(\S+))?(?:\s|$)", flags)
@@ -175,21 +175,21 @@ def xla_is_deterministic() -> bool:
 
 
 def accumulator_layout() -> Any:
-    """The layout of float32 accumulators of Hopper's matrix instructions, one number a register.
+    """Return the layout of float32 accumulators of wgmma, one number a register.
 
-    JAX has announced that it will merge it with `WGMMA`, of two numbers a register.
+    JAX has announced that it will merge this layout with `WGMMA`, of two numbers a register.
     """
     layout = mosaic_gpu().Layout
     return getattr(layout, "_WGMMA_ACC_32BIT", layout.WGMMA)
 
 
 def out_shape(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-    """An output of a kernel, which is the same on all devices as far as `shard_map` is told."""
+    """Return the type of a kernel's output, which varies over no mesh axis for `shard_map`."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType())
 
 
 def varying_like(x, operands):
-    """The type `x`, of an array that varies over the manual mesh axes of `operands`, types, too."""
+    """Return the type `x`, varying over the manual mesh axes of the types `operands`."""
     axes = frozenset().union(*(y.manual_axis_type.varying for y in operands))
     mesh = jax.sharding.get_abstract_mesh()
     return ShapedArray(
@@ -201,10 +201,10 @@ def varying_like(x, operands):
 
 
 def vary_alike(tree):
-    """The arrays of `tree`, varying over every manual mesh axis over which any of them does.
+    """Return the arrays of `tree`, varying over every manual mesh axis of any of them.
 
-    Loops and custom derivatives demand it under shard_map's checks. Its transpose sums the gradient
-    of an operand that all devices share.
+    Loops and custom derivatives demand this under shard_map's checks. The transpose sums the
+    gradient of an operand that all devices share.
     """
     axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(tree)))
 

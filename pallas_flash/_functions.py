@@ -1,9 +1,9 @@
-"""Whether Pallas lowers a user's function, found by lowering one tile of it.
+"""Finds out whether Pallas can lower a user's function, by lowering it for one tile.
 
-A list of operations could not tell: Pallas has some of them for some arguments alone. So each new
-`score_mod`, its derivative and each new `Predicate` are lowered once for each way to a GPU, in a
-kernel that computes nothing else (`_triton/functions.py`, `_mosaic/functions.py`). Nothing is
-compiled, and no GPU is needed.
+A list of operations would not do, because Pallas lowers some operations for some arguments alone.
+So each new `score_mod`, its derivative and each new `Predicate` are lowered once for each backend,
+in a kernel that computes nothing else (`_triton/functions.py`, `_mosaic/functions.py`). This
+compiles nothing and needs no GPU.
 """
 
 import functools
@@ -21,15 +21,15 @@ from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
 
-# The language that kernels are lowered to, by the name of their implementation.
+# The language to which an implementation lowers its kernels.
 LANGUAGES = {"mosaic": "Mosaic GPU", "triton": "Triton"}
 
-# Functions whose answers are kept, with all that these functions hold.
-REMEMBERED = 256
+# Functions whose answers stay cached; the cache also keeps whatever they close over.
+CACHED_FUNCTIONS = 256
 
 
 class UserFunction(NamedTuple):
-    """All that the lowering of a function depends on.
+    """A user's function with everything on which its lowering depends.
 
     Attributes:
         fn: the function.
@@ -43,11 +43,11 @@ class UserFunction(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The function in a sentence."""
+        """The name of the function in error sentences."""
         return {"derivative": "the derivative of `score_mod`"}.get(self.role, f"`{self.role}`")
 
     def problem(self) -> Problem:
-        """Return a problem that has this function and nothing else, for one tile."""
+        """Return a problem of one tile with this function and no other option."""
         x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
         mask, scores, arrays = Mask(), Scores(), None
         if self.role == "Predicate":
@@ -74,7 +74,7 @@ def functions_of(problem: Problem) -> Iterator[UserFunction]:
     scores = problem.rest_of_scores
     if scores.score_mod is not None:
         yield UserFunction(scores.score_mod, _shapes(problem.score_operands), "score_mod")
-    # `BlockMask` may hold some.
+    # A `BlockMask` may hold predicates.
     for x in jax.tree.leaves(problem.mask, is_leaf=lambda x: isinstance(x, Predicate)):
         if isinstance(x, Predicate):
             yield UserFunction(x.fn, _shapes(x.operands), "Predicate")
@@ -89,7 +89,7 @@ def _sentences(functions, implementation: str) -> list[str]:
     return list(filter(None, (_sentence(x, implementation, device) for x in functions)))
 
 
-@functools.lru_cache(REMEMBERED)
+@functools.lru_cache(CACHED_FUNCTIONS)
 def _sentence(function: UserFunction, implementation: str, device) -> str:
     """Return why kernels cannot compute a function on a described device, or ""."""
     found = []
@@ -101,7 +101,7 @@ def _sentence(function: UserFunction, implementation: str, device) -> str:
             what = _described(error, function.name)
             found.append(f"Pallas cannot lower {what} to {LANGUAGES[implementation]}.")
 
-    # A thread has no trace, mesh or setting of JAX that the caller is in.
+    # A new thread is outside of every trace, mesh and setting of JAX of the caller.
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
@@ -123,10 +123,10 @@ def _described(error: Exception, name: str) -> str:
     operation, cause = None, error
     while cause is not None and operation is None:
         for frame, _ in traceback.walk_tb(cause.__traceback__):
-            # Pallas loops over a program's equations, and within them over those of inner ones.
+            # Pallas loops over the equations of a jaxpr, and inside over those of inner jaxprs.
             primitive = getattr(frame.f_locals.get("eqn"), "primitive", None)
             operation = getattr(primitive, "name", operation)
-        # Where JAX leaves its own frames out, they are in the cause.
+        # JAX may leave its own frames out of an error; the cause has them.
         cause = cause.__cause__
     if operation is not None:
         return f"`{operation}` in {name}"

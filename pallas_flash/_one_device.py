@@ -1,12 +1,12 @@
-"""One operation of JAX for all that one device computes alone.
+"""One primitive for all that one device computes alone.
 
-Inside `jax.shard_map` and under Explicit axes JAX gives every array a type that says how it lies on
-the mesh, and checks each operation by these types. Pallas's interpreter and Mosaic GPU do not pass
-the check. A device's kernels need none: they know nothing of the mesh. So they are traced without
-these types, and `on_one_device` makes one primitive of them, whose results vary over every manual
-mesh axis over which an operand varies.
+Inside `jax.shard_map` and under Explicit axes, JAX gives every array a type with its sharding, and
+checks each operation by these types. Pallas's interpreter and Mosaic GPU do not pass the check.
+Kernels of one device do not use the mesh. So they are traced without these types, and
+`on_one_device` makes one primitive of them. Its results vary over every manual mesh axis over which
+an operand varies.
 
-A derivative never reaches the primitive: custom derivatives are around the passes that call it.
+The primitive has no derivative, because custom derivatives surround the passes that call it.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from pallas_flash import _compat
 
 
 def on_one_device(function: Callable, *args) -> Any:
-    """`function(*args)`, computed without the mesh; inside a `shard_map` as one primitive.
+    """Return `function(*args)`, computed without the mesh; inside a `shard_map` as one primitive.
 
     Args:
-        function: takes and returns trees of arrays, and uses no mesh axis.
-        *args: its arguments.
+        function: maps pytrees of arrays to pytrees of arrays, and uses no mesh axis.
+        *args: the arguments.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
@@ -78,7 +78,7 @@ batching.primitive_batchers[_on_one_device] = _batched
 
 
 def _dividing(arrays, dims) -> tuple[Any, tuple]:
-    """The mesh, and the names of its Explicit axes that divide what `jax.vmap` maps over."""
+    """Return the mesh, and the names of its Explicit axes that divide the mapped axis."""
     for x, dim in zip(arrays, dims, strict=True):
         sharding = jax.typeof(x).sharding
         if dim is not None and (names := sharding.spec[dim]) is not None:
@@ -91,6 +91,6 @@ def _spec(names: tuple, dim: int) -> PartitionSpec:
 
 
 def _alone():
-    """Traces without a mesh, for the device that is described."""
+    """Trace without a mesh, for the described device."""
     device = _compat.abstract_device()
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

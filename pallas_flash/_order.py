@@ -1,4 +1,4 @@
-"""In which order tokens lie in arrays that are divided over devices."""
+"""The order of tokens in arrays that are divided over devices."""
 
 import jax
 import jax.numpy as jnp
@@ -7,26 +7,26 @@ from pallas_flash._checks import at_least
 
 
 def balanced_order(length: int, devices: int) -> jax.Array:
-    """The order of tokens in which the devices of a ring have equal work under a causal mask.
+    """Return the order of tokens that gives the devices of a ring equal work under a causal mask.
 
-    In order of position, the first of n devices has queries that see few keys, and it waits for the
-    last. Here the sequence is cut into 2 n chunks, and device i has chunks i and 2 n - 1 - i. Of 4
-    devices:
+    In order of position, the queries of the first device see few keys, and it waits for the last.
+    Here the sequence is cut into 2 n chunks for n devices, and device i has chunks i and
+    2 n - 1 - i. For 4 devices:
 
         device    0      1      2      3
         chunks   0 7    1 6    2 5    3 4
 
-    What has a number for each token is taken in this order, once, before the first layer: tokens,
-    labels, segment ids. `order` itself are the positions, for `query_positions` and
-    `key_value_positions` of `attention`, and for rotary embeddings. What is computed for each token
-    alone needs no change. `jnp.argsort(order)` is the inverse, which takes results back.
+    Index every array that has a number for each token with this order, once, before the first
+    layer: tokens, labels, segment ids. Pass `order` itself as `query_positions` and
+    `key_value_positions` of `attention`, and as the positions of rotary embeddings. Layers that
+    compute each token alone need no change. `jnp.argsort(order)` is the inverse.
 
-    For `context_parallelism="heads"` leave tokens in order: all devices have the same work anyway,
-    and in order more tiles are skipped.
+    Leave tokens in order of position for `context_parallelism="heads"`: all devices have the same
+    work there, and more blocks are skipped.
 
     Args:
         length: tokens of the sequence, a multiple of 2 * devices.
-        devices: how many share it.
+        devices: the number of devices that share the sequence.
 
     Returns:
         int32 [length]: the position of the token that lies at each place.

@@ -1,4 +1,4 @@
-"""Names that other libraries have for what `attention` takes, and what to write here instead."""
+"""Other libraries' names of the arguments of `attention`, and the names to write here instead."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from pallas_flash._checks import describe
 
-# The keyword to write, and keywords of flash-attn, PyTorch, tokamax, Flax and JAX that mean it.
+# Advice, and the keywords of flash-attn, PyTorch, tokamax, Flax and JAX that it is for.
 _KEYWORDS = {
     "Use `query`.": "q",
     "Use `key`.": "k k_cache",
@@ -80,7 +80,7 @@ METHODS = {
 
 
 def hint(names: Mapping[str, str], value: Any) -> str:
-    """Return what the name in `value` is here, to end a sentence, or nothing."""
+    """Return the end of a sentence that translates the name in `value`, or ""."""
     return f"; {names[value]}" if isinstance(value, str) and value in names else ""
 
 

@@ -1,7 +1,7 @@
 """Sizes of arrays that `jax.export` leaves open, such as the batch "b" of `symbolic_shape`.
 
-They take part in arithmetic, in shapes and in arrays, but have no number while a call is traced: a
-comparison with one raises unless it holds for all values of the size, or for none.
+Such a size takes part in arithmetic, in shapes and in arrays, but has no number while a call is
+traced. A comparison with it raises unless it holds for all values of the size, or for none.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from jax.extend.core import InconclusiveDimensionOperation
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether the number of a size is open."""
+    """Whether a size has no number yet."""
     return jax.export.is_symbolic_dim(size)
 
 
@@ -24,5 +24,5 @@ def known_at_most(size: Any, limit: Any) -> bool:
 
 
 def smaller(size: Any, limit: int) -> Any:
-    """The smaller of a size and a limit; the limit where the size is open."""
+    """Return the smaller of a size and a limit; the limit where the size is symbolic."""
     return size if known_at_most(size, limit) else limit

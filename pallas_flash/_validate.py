@@ -1,7 +1,7 @@
-"""Raw arguments of `attention` to one frozen `Problem`.
+"""Turns the arguments of `attention` into one frozen `Problem`.
 
-Every error that a user can meet is raised here, in _checks, _mask_objects, _select or _tiling, and
-all is decided from shapes, dtypes and Python values, so errors appear while tracing.
+Every error that a user can meet is raised here, in _checks, _mask_objects, _select or _tiling. All
+checks look at shapes, dtypes and Python values, so that errors appear while tracing.
 """
 
 import math
@@ -64,7 +64,7 @@ def validate(
     precision,
     sequence_axis,
 ) -> Problem:
-    """Checks the arguments of `attention` and brings them into one form."""
+    """Check the arguments of `attention` and return the problem."""
     query, key, value = (
         array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -81,8 +81,8 @@ def validate(
     query, scale, any_scale = _scale(scale, query, head_dim)
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
     score_mod = _score_mod.fitted(score_mod, scale.dtype)
-    # Where tokens stand changes a score through the slopes alone.
-    at = _At()
+    # Positions change a score through the slopes alone.
+    at = _TokenPositions()
     if slopes is not None:
         positions = query_offset, query_positions, key_value_positions
         at = _where(*positions, batch, q_len, kv_len, divided)
@@ -135,7 +135,7 @@ def mask_of(
     key_value_positions,
     divided: Along | None = None,
 ) -> Mask:
-    """Everything that says who sees whom, for scores [B, N, T, S] of all, or of one shard."""
+    """Return the whole mask for scores [B, N, T, S] of a call, or of one shard of it."""
     batch, _, q_len, kv_len = scores_shape
     positions = query_offset, query_positions, key_value_positions
     at, shards = _where(*positions, batch, q_len, kv_len, divided), _count(divided)
@@ -161,13 +161,13 @@ def mask_of(
 
 
 def along(sequence_axis) -> Along | None:
-    """How the sequence is divided over Manual mesh axes, if the call says so."""
+    """Return how Manual mesh axes divide the sequence; None if the call names none."""
     if sequence_axis is None:
         return None
     names = sequence_axis if isinstance(sequence_axis, (tuple, list)) else (sequence_axis,)
     mesh = jax.sharding.get_abstract_mesh()
     manual = () if mesh.empty else mesh.manual_axes
-    # Each once. Names may be of any type, hashable or not.
+    # Names may have any type, hashable or not.
     if not names or not all(name in manual and names.count(name) == 1 for name in names):
         there = f"there are {tuple(manual)}" if manual else "the call is in none"
         raise ValueError(
@@ -181,12 +181,12 @@ def along(sequence_axis) -> Along | None:
 
 
 def _count(divided: Along | None) -> int:
-    """Into how many shards the sequence is divided."""
+    """Return the number of shards of the sequence."""
     return 1 if divided is None else lax.axis_size(divided.names)
 
 
 def check_method(method) -> None:
-    """None or the name of a method."""
+    """Check that `context_parallelism` is None or the name of a method."""
     if method is not None and not (isinstance(method, str) and method in METHODS):
         raise ValueError(
             f"`context_parallelism` must be None or one of {METHODS}; got {describe(method)}. Use "
@@ -196,7 +196,7 @@ def check_method(method) -> None:
 
 
 def check_results(return_residual, return_lse) -> None:
-    """At most one of the two statistics can be asked for."""
+    """Check that a call asks for at most one of the two statistics."""
     flags = {"return_residual": return_residual, "return_lse": return_lse}
     if all([flag(name, value) for name, value in flags.items()]):
         raise ValueError(
@@ -207,7 +207,7 @@ def check_results(return_residual, return_lse) -> None:
 
 
 def check_reproducible(reproducible) -> None:
-    """None or a bool: like a flag it decides what is compiled."""
+    """Check that `reproducible` is None or a Python bool, because it decides what is compiled."""
     if reproducible is not None and not isinstance(reproducible, (bool, np.bool_)):
         raise TypeError(
             f"`reproducible` must be None, True or False; got {describe(reproducible)}. Use None "
@@ -291,17 +291,17 @@ def _check_inputs(query, key, value) -> None:
 
 
 def _scale(scale: Any, query, head_dim):
-    """`query` with the sign of the given scale, one that is not negative, and if it may exceed 1.
+    """Return `query` with the sign of the scale, the scale's size, and whether it may exceed 1.
 
-    The kernels take the maximum of the raw products and scale only that, which needs a scale of one
-    sign; the sign is moved to the queries exactly. Outside the custom derivative, so that both keep
-    their gradients.
+    The kernels take the maximum of the raw products and scale only the maximum, which is right for
+    a scale that is not negative. Moving the sign to the queries is exact. It happens outside the
+    custom derivative, so that both keep their gradients.
     """
     dtype = np.promote_types(query.dtype, np.float32)
     if scale is None:
         scale = 1 / math.sqrt(head_dim)
     if is_number(scale):
-        # An int stays one, because it may be too large for a float. NaN fails the comparison.
+        # An int stays an int, because it may be too large for a float. NaN fails the comparison.
         number = scale if isinstance(scale, int) else float(scale)
         if not abs(number) <= float(jnp.finfo(dtype).max):
             raise ValueError(
@@ -329,7 +329,7 @@ def _bias(bias, scores_shape, dtype):
             "may attend as `mask`."
         )
     if bias.dtype.itemsize > dtype.itemsize:
-        # Scores are computed in `dtype`; the gradient comes back in that of the bias.
+        # Scores are computed in `dtype`; the gradient has the dtype of the given bias.
         bias = bias.astype(dtype)
     return broadcastable("bias", bias, scores_shape)
 
@@ -369,10 +369,10 @@ def _soft_cap(cap, dtype):
 
 
 def dropout(rate, key, broadcast) -> Dropout | None:
-    """Dropout for the arguments of `attention`; None where nothing is dropped."""
+    """Return the dropout of a call of `attention`; None where nothing is dropped."""
     broadcast = flag("broadcast_dropout", broadcast)
     rate = share_to_drop("dropout_rate", rate)
-    # Checked where nothing is dropped, too: a key may be there for training alone.
+    # The key is checked even where nothing is dropped, as in evaluation.
     seed = None if key is None else _seed("dropout_key", key)
     if rate == 0:
         return None
@@ -385,7 +385,7 @@ def dropout(rate, key, broadcast) -> Dropout | None:
 
 
 def dropout_mask(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
-    """The shape and what is dropped for the arguments of `pallas_flash.dropout_mask`."""
+    """Return the shape and the dropout for the arguments of `pallas_flash.dropout_mask`."""
     rate, seed = share_to_drop("rate", rate), _seed("key", key)
     if not isinstance(shape, (tuple, list)) or len(shape) != 4:
         raise TypeError(
@@ -397,14 +397,14 @@ def dropout_mask(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
 
 
 def _seed(name, key):
-    """uint32 [2] from a `jax.random` key."""
+    """Return uint32 [2] from a `jax.random` key."""
     if not is_array(key):
         raise TypeError(
             f"`{name}` must be a jax.random key; got {describe(key)}. Pass `jax.random.key(0)`, or "
             "one split from it."
         )
     try:
-        # What is no key, or several, has no such words.
+        # `seed_of` raises for anything but one key.
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         return seed_of(key if typed else jax.random.wrap_key_data(jnp.asarray(key)))
     except (TypeError, ValueError) as error:
@@ -414,8 +414,8 @@ def _seed(name, key):
         ) from error
 
 
-class _At(NamedTuple):
-    """Where tokens stand; the fields that `Call` has, too."""
+class _TokenPositions(NamedTuple):
+    """The positions of tokens; the fields have the meaning of those of `Call`."""
 
     shift: int = 0
     offset: Any = None
@@ -424,10 +424,10 @@ class _At(NamedTuple):
 
 def _where(
     query_offset, query_positions, key_value_positions, batch, q_len, kv_len, divided: Along | None
-) -> _At:
+) -> _TokenPositions:
     shift, offset = _offset(query_offset, batch)
     if query_positions is None and key_value_positions is None:
-        return _At(shift, offset)
+        return _TokenPositions(shift, offset)
     if query_positions is not None and (shift or offset is not None):
         raise ValueError(
             "`query_offset` must be 0 with `query_positions`, which tell the same of each query; "
@@ -440,25 +440,25 @@ def _where(
             x = lax.iota(jnp.int32, length)[None] + (first + length * shard)
         else:
             x = integers(name, x, (batch, length), letters, shared=True)
-        # So that no difference wraps.
+        # The limits keep differences of positions from wrapping.
         return jnp.clip(x, -FAR, FAR - 1)
 
     first = shift if offset is None else offset[:, None]
     query = positions("query_positions", query_positions, q_len, "[B, T]", first)
     if key_value_positions is query_positions and q_len == kv_len:
-        # Known to be the same tokens, so that each sees itself.
-        return _At(positions=Positions(query))
+        # Queries and keys are known to be the same tokens, so that each token sees itself.
+        return _TokenPositions(positions=Positions(query))
     key_value = positions("key_value_positions", key_value_positions, kv_len, "[B, S]", 0)
-    return _At(positions=Positions(query, key_value))
+    return _TokenPositions(positions=Positions(query, key_value))
 
 
-def _band(q_len, kv_len, *, causal, window, at: _At) -> Band | PositionBand | None:
+def _band(q_len, kv_len, *, causal, window, at: _TokenPositions) -> Band | PositionBand | None:
     left, right = _window(window)
     if causal:
         right = 0 if right is None else min(right, 0)
     low, high = (None if left is None else -left), right
     if at.offset is None and at.positions is None:
-        # Known now: folded into the band, and a side that excludes nothing is dropped.
+        # A known offset is folded into the band, and a bound that excludes no pair is dropped.
         low, high = (None if side is None else side + at.shift for side in (low, high))
         band = Band(low, high).trimmed(q_len, kv_len)
         low, high = band.low, band.high
@@ -470,7 +470,7 @@ def _band(q_len, kv_len, *, causal, window, at: _At) -> Band | PositionBand | No
 
 
 def _offset(offset, batch):
-    """`query_offset` as an int and None, or as 0 and int32 [B]."""
+    """Return `query_offset` as an int and None, or as 0 and int32 [B]."""
     if is_int(offset):
         return max(-FAR, min(FAR, int(offset))), None
     if not is_array(offset):
@@ -486,7 +486,7 @@ def _offset(offset, batch):
 
 
 def _window(window) -> tuple[int | None, int | None]:
-    """(left, right), None where that side is unbounded."""
+    """Return (left, right), None where that side is unbounded."""
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2 or not all(side is None or is_int(side) for side in sides):
         raise TypeError(
@@ -528,8 +528,8 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
 
 def _precision(precision):
     if precision is None:
-        # Read here for all passes: a gradient may be taken where another default holds. (JAX
-        # defines its options at run time.)
+        # The default is read here for all passes, because a gradient may be taken where another
+        # default holds. (JAX defines its options at run time.)
         default = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore
         return lax.DotAlgorithmPreset.__members__.get(default) or lax.Precision(default)
     names = [p.name.lower() for p in lax.Precision]

@@ -1,7 +1,7 @@
 """Flax on top of `pallas_flash.attention`: a drop-in `attention_fn` and a self-attention module.
 
 Letters of shapes: `*batch` any number of batch axes, T query length, S key/value length, N query
-heads, K key/value heads (N is a multiple of K), H head size of query and key, V head size of value,
+heads, K key/value heads (N is a multiple of K), H head dim of query and key, V head dim of value,
 F features.
 """
 

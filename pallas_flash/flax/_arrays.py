@@ -1,4 +1,4 @@
-"""Masks, biases and batch axes as Flax has them, made those of `pallas_flash.attention`."""
+"""Converts Flax's masks, biases and batch axes to those of `pallas_flash.attention`."""
 
 import math
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ def is_object(mask) -> bool:
 
 
 def as_bool(mask) -> Any:
-    """A mask that is an array, True where it is not zero."""
+    """Return an array mask as booleans, True where it is not zero."""
     return mask if mask is None or is_object(mask) else jnp.asarray(mask).astype(bool)
 
 
 def place_in_sequence(sequence_axis, length: int) -> tuple[Array | int, int]:
-    """The place of this device's first token in the whole sequence, and the length of that."""
+    """Return the position of this device's first token, and the length of the whole sequence."""
     along = _validate.along(sequence_axis)
     if along is None:
         return 0, length
@@ -33,9 +33,10 @@ def place_in_sequence(sequence_axis, length: int) -> tuple[Array | int, int]:
 
 
 def merge_scores(name: str, x, scores_shape: Sequence[int]):
-    """A bias or a mask for scores [*batch, N, T, S] with one batch axis; a mask object stays.
+    """Return a bias or a mask for scores [*batch, N, T, S] with one batch axis.
 
-    Checked here and not in `attention`, so that messages show the caller's shapes.
+    Mask objects stay as they are. The check is here and not in `attention`, so that messages show
+    the caller's shapes.
     """
     if x is None or is_object(x):
         return x
@@ -45,7 +46,7 @@ def merge_scores(name: str, x, scores_shape: Sequence[int]):
 
 
 def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]):
-    """An int32 array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
+    """Return an int32 array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
     if x is None:
         return None
     x = array(name, x)
@@ -58,14 +59,14 @@ def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]):
 
 
 def merge_positions(x, batch: Sequence[int], length: int):
-    """Positions [*#batch, T] as int32 [B, T]: B is 1 where all sequences have the same."""
+    """Return positions [*#batch, T] as int32 [B, T]; B is 1 if all sequences have the same."""
     x = check_positions(x, (*batch, length))
     x = jnp.broadcast_to(x.astype(jnp.int32), (*x.shape[:-1], length))
     return merge_batch(x[..., None, None], batch)[..., 0, 0]
 
 
 def check_positions(x, shape: Sequence[int]) -> Array:
-    """Positions as an array; raises if they are no integers that broadcast to `shape`."""
+    """Return positions as an array; raise unless they are integers that broadcast to `shape`."""
     x = array("positions", x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(
@@ -76,7 +77,7 @@ def check_positions(x, shape: Sequence[int]) -> Array:
 
 
 def check_broadcasts(name: str, x: Shaped[Array, "..."], shape: Sequence[int]) -> None:
-    """Raises if `x` does not broadcast to `shape`."""
+    """Raise if `x` does not broadcast to `shape`."""
     trailing = shape[len(shape) - x.ndim :]
     if x.ndim > len(shape) or any(a not in (1, b) for a, b in zip(x.shape, trailing, strict=True)):
         raise ValueError(
@@ -88,7 +89,7 @@ def check_broadcasts(name: str, x: Shaped[Array, "..."], shape: Sequence[int]) -
 def merge_batch(
     x: Shaped[Array, "*#batch a b c"], batch: Sequence[int]
 ) -> Shaped[Array, "B a b c"]:
-    """Makes one batch axis of many: B is 1 where `x` has no batch axis above 1, else prod(batch).
+    """Merge batch axes: B is 1 where `x` has no batch axis above 1, else prod(batch).
 
     The last three axes are never expanded, so a mask [T, S] stays as small as it is.
     """

@@ -1,4 +1,4 @@
-"""The keys and values of earlier tokens."""
+"""The cache of keys and values of earlier tokens."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ from pallas_flash._checks import is_int
 
 
 class Cache(NamedTuple):
-    """State of a layer.
+    """The cache of one layer.
 
     Attributes:
         keys: [*batch, room, K, H].
         values: [*batch, room, K, H].
-        taken: how many of them there are, int32.
+        taken: the number of tokens in the cache, int32.
     """
 
     keys: nnx.Cache[Array]
@@ -30,7 +30,7 @@ class Cache(NamedTuple):
     def empty(
         cls, input_shape: Sequence[int], features: int, *, heads: Sequence[int], dtype: Dtype
     ) -> "Cache":
-        """Room for inputs [*batch, length, features]; `heads` are K and H."""
+        """Return an empty cache for inputs [*batch, length, features]; `heads` are K and H."""
         sizes = input_shape if isinstance(input_shape, (tuple, list)) else ()
         right = all(is_int(n) and n >= 0 for n in sizes)
         if not right or len(sizes) < 2 or sizes[-1] != features:
@@ -51,7 +51,7 @@ class Cache(NamedTuple):
         )
 
     def start(self, x: Array) -> tuple[Array, Any]:
-        """How many tokens there are, and whether `x` goes beyond the room in a traced call."""
+        """Return the number of cached tokens, and whether `x` overflows the cache while traced."""
         *batch, room, _, _ = self.keys.shape
         if list(x.shape[:-2]) != batch:
             raise ValueError(
@@ -70,7 +70,7 @@ class Cache(NamedTuple):
         return start, full
 
     def extended(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """All keys and values, with these behind those that were there."""
+        """Return all keys and values, the new ones after the cached ones."""
         keys, values = (
             jax.lax.dynamic_update_slice_in_dim(
                 cache[...], new.astype(cache.dtype), self.taken[...], axis=-3
@@ -80,6 +80,6 @@ class Cache(NamedTuple):
         return keys, values
 
     def keep(self, extended: tuple[Array, Array], taken: Array | int) -> None:
-        """Called when nothing can be refused any more."""
+        """Store the extended cache; call it after all checks."""
         self.keys[...], self.values[...] = extended
         self.taken[...] = jnp.minimum(taken, self.keys.shape[-3])

@@ -1,4 +1,4 @@
-"""What stands in the place of Flax's `dot_product_attention`."""
+"""A replacement of Flax's `dot_product_attention`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ def attention_fn(
     sequence_axis: str | tuple[str, ...] | None = None,
     context_parallelism: ContextParallelism | None = None,
 ) -> Float[Array, "*batch T N V"]:
-    """`pallas_flash.attention` in the place of Flax's `dot_product_attention`.
+    """Compute `pallas_flash.attention` with the arguments of Flax's `dot_product_attention`.
 
     Give it as `attention_fn` to `nnx.MultiHeadAttention` or `linen.MultiHeadDotProductAttention`;
     bind with `functools.partial` what those modules do not pass. nnx (Flax 0.12.5 or newer) passes
@@ -167,7 +167,7 @@ def attention_fn(
                 "or turn both by `apply_rope` before the call."
             )
         if sequence_axis is not None and input_positions is None:
-            # Positions go on from one device to the next.
+            # Positions continue from one device to the next.
             first, _ = place_in_sequence(sequence_axis, query.shape[-3])
             input_positions = first + jnp.arange(query.shape[-3], dtype=jnp.int32)
         query, key = (_apply_module_rope(rope, x, input_positions) for x in (query, key))
@@ -238,7 +238,7 @@ def _apply_module_rope(
     x: Shaped[Array, "*batch T N H"],
     positions: Integer[Array, "*#batch T"] | None,
 ) -> Shaped[Array, "*batch T N H"]:
-    """Calls an `nnx.RoPE`, which wants time next to last and one row of positions at a time."""
+    """Call an `nnx.RoPE`, which needs the time axis next to last and one row of positions."""
     x = jnp.swapaxes(x, -2, -3)
     if positions is None:
         x = rope(x)
@@ -257,7 +257,7 @@ def _sow_weights(
     precision: str | jax.lax.Precision | None,
     force_fp32_for_softmax: bool,
 ) -> None:
-    """Makes `module` sow the attention weights.
+    """Make `module` sow the attention weights.
 
     Linen's function serves nnx modules too, which know its collection "intermediates" as
     `nnx.Intermediate`. It has neither `is_causal` nor grouped heads, so both are spelled out here.
@@ -278,7 +278,7 @@ def _sow_weights(
 
 
 def _dense(mask, scores_shape: Sequence[int]) -> Any:
-    """A mask object as an array [*batch, N, T, S]; anything else as it is."""
+    """Return a mask object as an array [*batch, N, T, S], and other masks unchanged."""
     if not is_object(mask):
         return mask
     shape = (math.prod(scores_shape[:-3]), *scores_shape[-3:])

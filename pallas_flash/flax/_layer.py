@@ -28,7 +28,7 @@ _lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_
 
 
 class SelfAttention(nnx.Module):
-    """Self-attention with grouped key/value heads, rotary positions and packed documents.
+    """Self-attention with grouped key/value heads, rotary positions and packed sequences.
 
     Linear maps of the tokens give q, k and v; if asked for, an RMSNorm over each head normalises q
     and k; `apply_rope` turns them; a linear map of `pallas_flash.attention(q, k, v)` is the output.
@@ -59,7 +59,7 @@ class SelfAttention(nnx.Module):
         is_causal: Whether a token sees only itself and the tokens before it, by their order in the
             array and whatever their `positions`, unless a call says `reordered`.
         rope_theta: Base of the rotary angles. None is no rotary embedding.
-        normalize_qk: Whether queries and keys go through an RMSNorm over the head size, each with a
+        normalize_qk: Whether queries and keys go through an RMSNorm over the head dim, each with a
             learned scale [H] that all heads share, before rotary positions (as in Qwen 3,
             https://arxiv.org/abs/2505.09388, and Gemma 3, https://arxiv.org/abs/2503.19786).
         local_window_size: (left, right): a token sees the `left` tokens before it and, unless it is
@@ -85,7 +85,7 @@ class SelfAttention(nnx.Module):
             `bias` or `mask` has columns for the tokens of all devices, `seq_lengths` count those,
             and `positions` of None go on from one device to the next.
         context_parallelism: As in `pallas_flash.attention`.
-        rngs: Where the random keys of the parameters come from, and those of dropout.
+        rngs: The source of the random keys of parameters and of dropout.
         keep_rngs: Whether a layer with dropout keeps a copy of the dropout stream of `rngs`, so
             that calls need not give one.
 
@@ -211,15 +211,15 @@ class SelfAttention(nnx.Module):
         rngs: nnx.Rngs | nnx.RngStream | PRNGKeyArray | None = None,
         decode: bool = False,
     ) -> Float[Array, "*batch T F"]:
-        """Mixes the tokens of each sequence.
+        """Mix the tokens of each sequence.
 
         Args:
             x: Tokens.
             bias: Added to the scaled scores; it has a gradient.
-            mask: As in `attention_fn`. It holds together with everything else that says who sees
-                whom.
-            seq_lengths: Tokens of each sequence; those after them are neither seen nor do they see:
-                their output is that of zeros.
+            mask: As in `attention_fn`. A key is visible if this mask and all other arguments
+                allow it.
+            seq_lengths: Tokens of each sequence. Later tokens are neither visible nor do they see
+                a key: their output is the output of zeros.
             segment_ids: Document of each token; tokens of different documents never see each
                 other. None is one document.
             positions: Rotary position of each token. None is 0..T-1, which also serves packed
@@ -328,7 +328,7 @@ class SelfAttention(nnx.Module):
         return jnp.where(full, jnp.nan, o) if isinstance(full, Tracer) else o
 
     def init_cache(self, input_shape: Sequence[int], dtype: Dtype | None = None) -> None:
-        """Makes an empty cache for keys and values, in place of the one there may be.
+        """Make an empty cache for keys and values; it replaces an older one.
 
         It is state of the kind `nnx.Cache`, so `nnx.state(model, nnx.Param)` is what to save of a
         model that generates. Decode under `nnx.jit`: outside of it each call waits for the number
@@ -352,7 +352,7 @@ class SelfAttention(nnx.Module):
         )
 
     def _cache(self, **refused) -> Cache:
-        """What `init_cache` made, for a call that the cache can serve."""
+        """Return the cache of `init_cache`, for a call that it can serve."""
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError(
                 "`decode` must be False without a cache; got True. Call "
@@ -381,7 +381,7 @@ class SelfAttention(nnx.Module):
             self.deterministic = deterministic
 
     def _dropout_key(self, deterministic, rngs):
-        """The random key of this call's dropout; None if it is off."""
+        """Return the random key of this call's dropout; None if it is off."""
         if self.dropout_rate == 0.0:
             return None
         if deterministic is None:

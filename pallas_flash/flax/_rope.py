@@ -1,4 +1,4 @@
-"""Rotary positions."""
+"""Rotary position embedding (RoPE)."""
 
 import functools
 
@@ -15,9 +15,9 @@ def apply_rope(
     positions: Integer[Array, "*#batch T"],
     theta: float = 10_000.0,
 ) -> Float[Array, "*batch T N H"]:
-    """Rotary position embedding: turns pairs of components by angles linear in the position.
+    """Apply rotary position embedding, which turns pairs of components by the position's angles.
 
-    With i < H/2 and the angle a_i = position * theta^(-2i/H),
+    For i < H/2 and the angle a_i = position * theta^(-2i/H),
 
         y[i]       = x[i] cos(a_i) - x[i + H/2] sin(a_i)
         y[i + H/2] = x[i + H/2] cos(a_i) + x[i] sin(a_i)
@@ -53,7 +53,7 @@ def apply_rope(
     return _turned(x, check_positions(positions, x.shape[:-2]), theta)
 
 
-# One program also outside of jit: each operation would be compiled for a shape.
+# Compiled as one program outside of `jit`, too; else JAX compiles each operation for each shape.
 @functools.partial(jax.jit, inline=True)
 def _turned(x, positions, theta):
     half = x.shape[-1] // 2
