@@ -6,24 +6,24 @@
     python scripts/bench_attention.py --table results.jsonl    # Markdown
     python scripts/bench_attention.py --plot results.jsonl --out-dir docs/results
 
-For each shape and pass every peer is first compared with our blocked algorithm in IEEE float32 on
-the same inputs, by relative L2 error; a peer that is off gets no time. Then the peers take turns,
-one measurement each a round, and our speed relative to a peer is the median over rounds.
+For each shape and pass, every peer is first compared with our blocked algorithm in IEEE float32 on
+the same inputs, by relative L2 error. A peer with too large an error gets no time. Then the peers
+take turns, one measurement each in a round. Our speed relative to a peer is the median over rounds.
 
 These measurements are bursts of 30 ms. `--sustained SECONDS` heats the card up, as training does:
-each peer first runs alone for so long, and its turns in all rounds together last as long again.
-Each turn is written down with the clock and the power of the GPU in it.
+each peer first runs alone for that time, and again that long in its turns of all rounds together.
+The record of a turn has the clock and the power of the GPU.
 
-A time is that of the device: the kernels of one call, casts and transposes included, as CUPTI
-reports them, the median over calls that go round several sets of random normal inputs. If CUPTI is
-refused, it is the slope between two lengths of a loop inside one program; PyTorch is timed by
-events; a CPU by the host's clock. The backward is the pullback alone, its residuals arguments.
+A time is device time: the kernels of one call, casts and transposes included, by CUPTI, the median
+over calls on several sets of random normal inputs. Without CUPTI, it is the slope between two
+lengths of a loop inside one program. PyTorch is timed by events, a CPU by the host's clock. The
+backward is the pullback alone, with residuals as arguments.
 
-FLOPs: 2 B N T S (D + V) forward, half of it if causal, the pairs that see each other for windows,
-documents, lengths and mask arrays; 2.5 times as much backward.
+FLOPs: 2 B N T S (D + V) forward; half of it if causal; by allowed pairs for windows, packed
+sequences, lengths and mask arrays; 2.5 times as much backward.
 
-This file is the command line. Around it, in `benchmark/`: `shapes.py`, `peers.py`, `programs.py`
-(what is compiled and checked), `timers.py`, `run.py` (the order of a run) and `report.py`.
+This file is the command line. Its parts are in `benchmark/`: `shapes.py`, `peers.py`, `programs.py`
+(compile and check), `timers.py`, `run.py` (the order of a run) and `report.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @command
 def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES) -> None:
-    """The command line; `shapes` are those that can be named."""
+    """Run the command line; `shapes` are the shapes that it can name."""
     start = time.monotonic()
     options = _parser().parse_args(argv)
     if options.list:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
         rounds = 2
         chosen = list({s.case: s for s in reversed(chosen)}.values())[::-1]
 
-    # PyTorch, in the same process, wants memory too.
+    # PyTorch, in the same process, needs memory, too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     about = surroundings(options.commit)
     with contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
         stack.callback(clocks.close)
 
         def emit(record):
-            # First to the file: whoever reads the output may stop.
+            # The file comes first, because the reader of the output may stop.
             if file is not None:
                 file.write(dump({**record, **about}))
                 file.flush()
@@ -140,14 +140,14 @@ def _chosen(names: Sequence[str], shapes: Mapping[str, Shape]) -> list[Shape]:
 
 
 def _appended(path: pathlib.Path) -> TextIO:
-    """The file, open at its end, if it is new or one of ours."""
+    """Open a file of results, or a new one, at its end."""
     try:
         if path.exists() and not path.is_file():
             raise OSError("no regular file")
         if path.exists():
             load(path)
         file = path.open("a+")
-        # The last line may have been written by hand.
+        # The last line may lack its end.
         file.seek(0)
         if (text := file.read()) and not text.endswith("\n"):
             file.write("\n")

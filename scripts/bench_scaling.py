@@ -1,15 +1,15 @@
-"""Times attention on a sequence that several devices share, beside one device with all of it.
+"""Times attention on a sequence that devices divide, and on one device with the whole sequence.
 
     python scripts/bench_scaling.py --json results.jsonl
     python scripts/bench_scaling.py --tokens 1048576 --masks causal --only-shared --patience 3
 
-For each mask and method of context parallelism: the forward, and forward and backward together, by
-the host's clock, each the median of several calls after two (after one, where calls take longer
-than `--patience`). `-balanced` is with tokens in `balanced_order`, under the causal mask. A method
-is first compared with one device, on a short sequence of the same heads; one that is wrong gets no
-time. Devices are all that JAX finds here.
+It times each mask and method of context parallelism: the forward, and forward and backward
+together, by the host's clock. A time is the median of several calls after two warm-up calls, or
+after one where calls take longer than `--patience`. `-balanced` has tokens in `balanced_order`,
+under the causal mask. A method is first compared with one device, on a short sequence of the same
+heads. A method with a wrong result gets no time. The devices are all that JAX finds here.
 
-`share` is the time as a part of one device's: 1 / devices would be perfect.
+`share` is the time divided by the time of one device: 1 / devices would be perfect.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scripts.benchmark.run import spread, surroundings
 from scripts.benchmark.shapes import short
 from scripts.command import UserError, command, parse_path, parse_size
 
-# What `context_parallelism` takes, with tokens in order or in `balanced_order`.
+# Values of `context_parallelism`, with tokens in order or in `balanced_order`.
 BALANCED = "-balanced"
 METHODS = [x + order for x in ("ring", "gather", "heads") for order in ("", BALANCED)]
 MASKS = ("full", "causal")
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     options = _parser().parse_args(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     about = surroundings(options.commit)
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _measure(options, mask: str, devices, emit: Callable) -> None:
-    """One device alone, then all by each method."""
+    """Time one device alone, then all devices by each method."""
     mesh = jax.make_mesh((len(devices),), ("sequence",), axis_types=(AxisType.Auto,))
     one = jax.make_mesh((1,), ("sequence",), devices=devices[:1], axis_types=(AxisType.Auto,))
     few, causal = FEW * len(devices), mask == "causal"
@@ -129,7 +129,7 @@ def _measure(options, mask: str, devices, emit: Callable) -> None:
             continue
         how = {"context_parallelism": method, "balanced": balanced}
         config = {"devices": len(devices), "method": method, "balanced": balanced}
-        # Until it is known who serves the call.
+        # This is replaced when the implementation is known.
         line = {**record, "pass": BOTH, "implementation": "ours", "config": config}
         try:
             line |= _served(mesh, options.tokens, causal, problem, how)
@@ -147,9 +147,9 @@ def _measure(options, mask: str, devices, emit: Callable) -> None:
 
 
 def _draw(mesh: Mesh, tokens: int, problem, *, balanced: bool):
-    """q, k, v, do and the positions of tokens, divided along the sequence.
+    """Return q, k, v, do and the positions of tokens, sharded along the sequence.
 
-    Balanced are the same tokens in another order.
+    `balanced` gives the same tokens in another order.
     """
     rows = NamedSharding(mesh, PartitionSpec(None, "sequence"))
 
@@ -171,7 +171,7 @@ def _draw(mesh: Mesh, tokens: int, problem, *, balanced: bool):
 
 
 def _arguments(causal: bool, how: dict[str, Any], positions) -> dict[str, Any]:
-    """Those of `attention` beside q, k and v."""
+    """Return the arguments of `attention` other than q, k and v."""
     where = {}
     if how.get("balanced"):
         where = dict(query_positions=positions, key_value_positions=positions)
@@ -180,7 +180,7 @@ def _arguments(causal: bool, how: dict[str, Any], positions) -> dict[str, Any]:
 
 
 def _served(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, str]:
-    """The implementation that a call gets, and what `explain` says of how devices work together."""
+    """Return the implementation of a call, and the sentence of `explain` on the devices."""
     rows = NamedSharding(mesh, PartitionSpec(None, "sequence"))
 
     def shape(*last, dtype=problem["dtype"]):
@@ -195,7 +195,7 @@ def _served(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, st
 
 
 def _program(causal: bool, how: dict[str, Any], *, backward: bool):
-    """The output, and the gradients if asked for, of what `_draw` gives."""
+    """Return a function from the result of `_draw` to the output, or to output and gradients."""
 
     def run(q, k, v, do, positions):
         call = functools.partial(pallas_flash.attention, **_arguments(causal, how, positions))
@@ -208,7 +208,7 @@ def _program(causal: bool, how: dict[str, Any], *, backward: bool):
 
 
 def _results(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, Any]:
-    """o, dq, dk and dv in float32 with tokens in their order, on one device."""
+    """Return o, dq, dk and dv in float32 with tokens in order, on one device."""
     balanced = how.get("balanced", False)
     arrays = _draw(mesh, tokens, problem, balanced=balanced)
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""How the commands of this folder end where something is wrong: in one sentence."""
+"""Makes the commands of this folder end with one sentence on every mistake."""
 
 import argparse
 import functools
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake in what was asked for, or a machine that cannot do it: told in one sentence."""
+    """A mistake of the user, or a machine that cannot do it; the message is one sentence."""
 
 
 def command(main: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `main` end with a sentence where it is wrongly used, and quietly under `| head`."""
+    """Make `main` end with one sentence on a mistake, and quietly under `| head`."""
 
     @functools.wraps(main)
     def ending(*arguments, **options):
@@ -24,7 +24,7 @@ def command(main: Callable[..., Any]) -> Callable[..., Any]:
             sys.stdout.flush()
             return code
         except BrokenPipeError:
-            # Whoever read has seen enough. Python would write again at its exit.
+            # The reader has closed the pipe. Python would write again at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except KeyboardInterrupt:
             sys.exit("interrupted")
@@ -35,21 +35,21 @@ def command(main: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def why(error: OSError | UnicodeError) -> str:
-    """Why a file cannot be used, in a few words without its name."""
+    """Return why a file cannot be used, in a few words without its name."""
     if isinstance(error, OSError):
         return (error.strerror or str(error)).lower()
     return "no text"
 
 
 def parse_size(text: str) -> int:
-    """A flag's positive int."""
+    """Return a flag's positive int."""
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"must be an int from 1 to 2**31 - 1; got {text!r}.")
     return int(text)
 
 
 def parse_seconds(text: str) -> float:
-    """A flag's time."""
+    """Return a flag's time."""
     try:
         value = float(text)
     except ValueError:
@@ -60,7 +60,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_path(text: str) -> pathlib.Path:
-    """A flag's file or folder; an unset variable of a shell is none."""
+    """Return a flag's file or folder; refuse an empty one, as of an unset shell variable."""
     if not text:
         raise argparse.ArgumentTypeError("must be a path; got ''.")
     return pathlib.Path(text)

@@ -1,10 +1,10 @@
-"""What the GPU compiler makes of our kernels, on a machine that has no GPU.
+"""Shows the machine code of the package's kernels, on a machine that has no GPU.
 
-XLA's own CUDA compiler runs against a description of the GPU, so registers, spills and instructions
-are those that this JAX and this ptxas produce on the card. They say nothing about time: they reject
-bad kernels and keep good ones from getting worse.
+XLA's own CUDA compiler runs against a description of the GPU, so that registers, spills and
+instructions are those of this JAX and this ptxas on the card. These numbers say nothing about time:
+they reject bad kernels and keep good ones from getting worse.
 
-The package's kernels, as a table, and what has changed since an earlier run:
+The package's kernels as a table, and the changes since an earlier run:
 
     pip install -e '.[inspect]'
     python scripts/inspect_kernels.py --head-sizes 64 128 --masks full causal --json before.json
@@ -21,18 +21,18 @@ The columns of the table:
     tile         rows x columns of the tile of scores, in Mosaic GPU of one warpgroup
     regs         registers of a thread
     stack        bytes of a thread's frame; not zero with spills or indexed local arrays
-    shared       bytes of a block, static and dynamic
-    CTAs         blocks that fit on one core (SM)
-    insn         instructions that one warp issues for one full tile (see `Loop`)
+    shared       bytes of a CTA, static and dynamic
+    CTAs         CTAs that fit on one SM
+    insn         instructions that one warp issues for one full block (see `Loop`)
     /elem        insn x warps x 32 / elements of the tile, in Mosaic GPU of four warps
     matrix       matrix instructions among insn
     work         matrix operations issued / needed; 2.0: two groups of warps compute the same
-    spills       local memory instructions in each loop, that over full tiles first
+    spills       local memory instructions in each loop, the loop over full blocks first
     hidden       part of the exponentials issued while a Hopper matrix instruction is in flight
 
-Below each row stands the order of instructions in the loop over full tiles: `wait(n)` leaves n
+Below each row stands the order of instructions in the loop over full blocks: `wait(n)` leaves n
 groups of matrix instructions in flight, `copied(n)` n groups of copies; `stage` writes registers to
-shared memory. UNSET is an error of ptxas: an instruction reads a register that nothing has set.
+shared memory. UNSET is an error of ptxas: an instruction reads a register that no instruction sets.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _tile_sizes(tiles: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _kernels_in(path: pathlib.Path) -> dict[str, dict]:
-    """What --json wrote to a file."""
+    """Return the kernels in a file of --json."""
     try:
         content = json.loads(path.read_text())
         kernels = content["kernels"] if isinstance(content["jax"], str) else None
@@ -123,7 +123,7 @@ def _kernels_in(path: pathlib.Path) -> dict[str, dict]:
 
 
 def _writable(path: pathlib.Path) -> None:
-    """Refuses what cannot be written to, and files of something else, before anything compiles."""
+    """Refuse a path that cannot be written, or another kind of file, before compilation."""
     if path.is_file():
         _kernels_in(path)
     folder = path.absolute().parent
@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 if something does not compile."""
+    """Run the command line; return 1 if a call does not compile."""
     options = _parser().parse_args(argv)
     tile_sizes = _tile_sizes(options.tiles) if options.tiles else None
     length = options.length - (RAGGED if "ragged" in options.masks else 0)
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             *(ValueError, NotImplementedError, MemoryError, OverflowError),
             jax.errors.JaxRuntimeError,
         ) as error:
-            # Tiles that ask for too much memory, and what the kernels do not serve.
+            # Tiles may need too much memory, and kernels may not serve a call.
             failed = True
             print(f"does not compile: {error}", file=report)
             continue

@@ -318,7 +318,7 @@ def stale_figures() -> Iterator[tuple[pathlib.Path, Callable[[], None]]]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

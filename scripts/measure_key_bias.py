@@ -4,8 +4,8 @@
     python scripts/measure_key_bias.py --length 256 --head-dims 64 --cases causal
 
 Two features of all keys get a bias, and the queries are divided by it there, so that scores keep
-their size. An error is the root mean square of the difference to float64, as a part of that of dq
-itself. Implementations that are not installed, or do not serve a call, get no number.
+their size. An error is the root mean square of the difference to float64, relative to the root mean
+square of dq. Implementations that are not installed, or do not serve a call, get no number.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ def lines(case, head_dim, dtype, bias, mean, *, length, commit) -> Iterator[dict
             found = np.asarray(jax.jit(dq)(q, k, v, do), np.float64)
         except (
             Exception
-        ) as refused:  # Each library has errors of its own for what it does not serve.
+        ) as refused:  # Each library has errors of its own for calls that it does not serve.
             return f"{type(refused).__name__}: {refused}"[:200]
         relative = np.sqrt(((found - truth) ** 2).mean() / (truth**2).mean())
         return float(relative) if np.isfinite(relative) else "The gradient is not finite."
 
     calls = implementations(case)
-    # Compilers for GPUs work beside Python.
+    # Compilers for GPUs run in parallel with Python.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         errors = dict(zip(calls, pool.map(error, calls.values()), strict=True))
     sizes = dict(B=1, T=length, S=length, N=HEADS, K=kv_heads, D=head_dim, V=None)
@@ -168,7 +168,7 @@ def problems(cases: Sequence[str], head_dims: Sequence[int]) -> Iterator[tuple]:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

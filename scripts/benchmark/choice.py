@@ -1,4 +1,4 @@
-"""Which passes of "mosaic" are faster than those of "triton", by docs/results; as Python, too.
+"""Finds in docs/results which passes of "mosaic" are faster than "triton"; as Python, too.
 
 The tables in `pallas_flash/_faster.py` are `faster` and `fewer_rows`.
 """
@@ -12,9 +12,9 @@ from scripts.benchmark import report, results
 from scripts.benchmark.results import RESULTS, time
 
 HEAD_DIMS = (64, 128, 256)
-# "triton"'s time over that of "mosaic" from which on the latter is chosen.
+# The least ratio of the times of "triton" and "mosaic" for which "mosaic" is chosen.
 FASTER = 1.03
-# Keys of all heads whose tiles of 128 are programs for half of the cores of an H200, or fewer.
+# Keys of all heads whose tiles of 128 fill at most half of an H200's SMs.
 HALF_IDLE = 128 * (132 // 2)
 # The names of options in tables.
 KIND_OF_OPTION = {"bias": "bias in 16 bits", "float32 bias": "bias", "ALiBi": "slopes"}
@@ -28,7 +28,7 @@ WITH_DBIAS = ("backward with dbias", "backward in order with dbias")
 
 
 def kinds_of(r: dict[str, Any]) -> list[str]:
-    """Return what a call is to `pallas_flash._faster`; lengths are ranges of keys, too."""
+    """Return the kinds of a call in `pallas_flash._faster`; lengths are ranges of keys, too."""
     mask = "causal" if r["causal"] else "full"
     if r.get("lengths"):
         return ["ranges", "lengths"]
@@ -44,7 +44,7 @@ def pass_of(r: dict[str, Any]) -> str:
 
 
 def gains(*names: str) -> list[tuple[dict[str, Any], float]]:
-    """Return lines of "mosaic", and how many times as fast as "triton" it was in that run."""
+    """Return lines of "mosaic", and its speed relative to "triton" in the same run."""
 
     def run(r):
         return r["shape"], r["pass"], r["commit"], r["date"]
@@ -68,7 +68,7 @@ def by_length() -> dict[tuple[str, str, int], dict[int, float]]:
 
     lines = gains("h200-choice") + [x for x in gains("h200-options") if x[0]["option"]]
     for r, gain in lines:
-        # Other head dims go by these; a bias that nothing shares is not chosen by its times.
+        # Other head dims follow these; times with a bias of all pairs decide nothing.
         if r.get("V") or r["D"] not in HEAD_DIMS or r.get("bias_axes") == "B, N, T, S":
             continue
         if "bias_axes" in r and r["option"] == "trained bias":
@@ -114,7 +114,7 @@ def fewer_rows() -> str:
     found: dict[tuple[str, int, str], dict[int, list[float]]] = {}
     for r, gain in gains("h200-small-calls"):
         rows = r["B"] * r["T"] * r["N"]
-        # The table above has the backward of few programs.
+        # The table above has the backward at low occupancy.
         if r["pass"] == "forward" or rows > HALF_IDLE or r["N"] != r["K"]:
             key = r["pass"], r["D"], "causal" if r["causal"] else "full"
             found.setdefault(key, {}).setdefault(rows, []).append(gain)

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# By the names of docs/results.
+# Keys are names of docs/results.
 LINES = {
     "ours_mosaic": "pallas_flash",
     "jax_xla": "dense attention (jax.nn)",
@@ -29,12 +29,12 @@ def shown(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, flo
 
 
 def about(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is written into the file, so that one can tell its data."""
+    """Return the metadata of the file, which names its data."""
     return json.dumps(shown(records))
 
 
 def save(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-    """Writes the figure."""
+    """Write the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3), layout="constrained")

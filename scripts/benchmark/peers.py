@@ -2,7 +2,7 @@
 
 `PEERS` maps a name to a function of a `Shape` that returns an `Attend` (a function of JAX arrays)
 or, for PyTorch, a `TorchAttend`. It raises `Unserved`, or `ImportError`, where the peer does not
-compute that shape or is not installed; whatever a peer raises later is taken as such a reason too.
+compute that shape or is not installed. Errors that a peer raises later count as reasons, too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import numpy as np
 import pallas_flash
 from scripts.benchmark.shapes import DROPOUT, SOFT_CAP, Shape
 
-# Scores that dense peers, which hold several such arrays at once, and our implementations for other
-# devices, slow on a GPU, are still asked for.
+# The most scores for which peers are timed that hold several arrays of scores, or that are slow on
+# a GPU because they are our implementations for other devices.
 MAX_DENSE_SCORES = 5e9
 MAX_PORTABLE_SCORES = 2e8
 
 
 class Unserved(Exception):
-    """Why a peer does not compute a shape."""
+    """A peer does not compute a shape; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Attend:
 
     Attributes:
         call: (q, k, v, **arrays) -> o, differentiable if the peer has a backward.
-        arrays: What else it reads.
-        dtype: What it computes in, if not in the dtype of the shape.
-        heads_first: Whether its arrays are [B, N, T, D] in place of [B, T, N, D].
-        has_scale: Whether it multiplies the scores by 1 / sqrt(D); if not, q arrives multiplied.
+        arrays: Further arguments.
+        dtype: The dtype of the computation, if it is not the dtype of the shape.
+        heads_first: Whether its arrays are [B, N, T, D] and not [B, T, N, D].
+        has_scale: Whether it multiplies the scores by 1 / sqrt(D); if not, q is multiplied before.
         search: Whether XLA is to search for its fastest products on a GPU.
     """
 
@@ -58,14 +58,14 @@ class Attend:
     search: bool = True
 
     def to_peer(self, shape: Shape, name: str, x: jax.Array) -> jax.Array:
-        """One of q, k, v and do as the peer wants it."""
+        """Convert one of q, k, v and do to the peer's form."""
         if name == "q" and not self.has_scale:
             x = x * jnp.asarray(shape.scale, x.dtype) if self.dtype is None else x * shape.scale
         x = x.astype(self.dtype or shape.dtype)
         return x.swapaxes(1, 2) if self.heads_first else x
 
     def from_peer(self, shape: Shape, name: str, x: jax.Array) -> jax.Array:
-        """One of o, dq, dk and dv as the others have it, in float32."""
+        """Convert one of o, dq, dk and dv to the common form, in float32."""
         x = x.astype(jnp.float32)
         if name == "dq" and not self.has_scale:
             x = x * shape.scale
@@ -85,7 +85,7 @@ def _refuse(condition: bool, reason: str) -> None:
 
 
 def _only(shape: Shape, *served: str) -> None:
-    """Refuses what else the shape asks for, by the names of `Shape.features` and `OPTIONS`."""
+    """Refuse features of the shape that are not `served`, see `Shape.features` and `OPTIONS`."""
     for feature in shape.features:
         _refuse(feature not in served, f"has no {feature}")
 
@@ -125,9 +125,9 @@ def _ours(implementation: str | None, shape: Shape, direction: str, **options: A
 
 
 def trusted(shape: Shape) -> Attend:
-    """What every peer is held to: our "xla" in IEEE float32, whose memory is linear in T."""
+    """Return the reference of every peer: our "xla" in IEEE float32, with memory linear in T."""
     attend = _ours("xla", shape, "backward", precision="highest")
-    # It is not timed, and the search takes minutes.
+    # Nobody times the reference, and the search takes minutes.
     return dataclasses.replace(attend, dtype="float32", search=False)
 
 
@@ -150,10 +150,10 @@ def _jax_mha(shape: Shape, direction: str) -> Attend:
         from jax.experimental.pallas.ops.gpu import attention
     _only(shape, "segment ids", "lengths")
     _refuse(shape.T != shape.S, "is for T = S")
-    # Its default for the backward is 32; larger tiles of the forward do not fit at D = 256.
+    # The default tile of the backward is 32. Larger tiles of the forward do not fit for D = 256.
     blocks = attention.BlockSizes(128, 64 if shape.D > 128 else 128, 64, 64, 64, 64)
     ids = shape.segment_ids()
-    if shape.lengths:  # What is past the length is a document of its own.
+    if shape.lengths:  # Padding is a sequence of its own.
         ids = (np.arange(shape.T) >= shape.each_length()[:, None]).astype(np.int32)
 
     def call(q, k, v, segment_ids=None):
@@ -186,13 +186,13 @@ def _jax_mosaic(shape: Shape, direction: str) -> Attend:
 
 
 # ------------------------------------------------------------------------------------------------
-# tokamax. Its table of tuned configurations goes by the name of the card, "H100" without an H200,
-# so those of the same problems are written out.
+# tokamax. Its tuned configurations are listed by card, for "H100" and not for an H200, so that this
+# file repeats those of the same problems.
 
 
 def _import_tokamax():
     if "xprof" not in sys.modules and importlib.util.find_spec("xprof") is None:
-        # Imported for its own benchmarks, which nothing here calls.
+        # tokamax imports this for its own benchmarks, which nothing here calls.
         for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
             sys.modules[name] = types.ModuleType(name)
         sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
@@ -237,7 +237,7 @@ def _tokamax_triton(shape: Shape, direction: str) -> Attend:
     else:
         tile = (128, 32, 3, 8)
     if shape.dtype == "float32":
-        tile = (64, 32, 2, 4)  # The others do not fit in shared memory.
+        tile = (64, 32, 2, 4)  # Larger tiles do not fit in shared memory.
     block_q, block_k, stages, warps = tile
     rows, columns = (64, 64) if shape.D <= 128 else (64, 32)
     if shape.dtype == "float32":
@@ -264,7 +264,7 @@ def _tokamax_mosaic(shape: Shape, direction: str) -> Attend:
     from tokamax._src.ops.attention import base, pallas_mosaic_gpu, pallas_mosaic_gpu_vjp
     from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_common as common
 
-    # Timed for these head sizes; others get the configuration of the next.
+    # These head dims were timed; other head dims get the configuration of the next larger one.
     size = next(size for size in (64, 128, 256) if size >= shape.D)
     block_q, block_kv, stages = {64: (128, 128, 3), 128: (64, 128, 2), 256: (64, 64, 2)}[size]
     if size == 64 and shape.causal and shape.T >= 4096:
@@ -339,7 +339,7 @@ def _triton_tutorial(shape: Shape, direction: str) -> Attend:
 
 @functools.cache
 def _give_triton_a_cache() -> None:
-    """jax_triton switches Triton's off for the whole process; PyTorch's kernels need one."""
+    """Restore Triton's cache, which jax_triton switches off and PyTorch's kernels need."""
     import triton
 
     folder = tempfile.mkdtemp(prefix="triton-")
@@ -374,10 +374,10 @@ def _torch_flex(shape: Shape, direction: str) -> TorchAttend:
         *("soft cap", "ALiBi", "bias", "mask array"),
     )
     _give_triton_a_cache()
-    torch._dynamo.config.recompile_limit = 1000  # One compilation for each shape is meant.
-    # The gradient is asked for again and again from one forward.
+    torch._dynamo.config.recompile_limit = 1000  # Each shape is compiled once.
+    # The timer computes the gradient many times from one forward.
     torch._functorch.config.donated_buffer = False
-    torch.set_float32_matmul_precision("high")  # TF32, as JAX has it.
+    torch.set_float32_matmul_precision("high")  # TF32, the default of JAX.
     compiled = torch.compile(flex_attention, dynamic=False)
     arrays = {
         name: torch.from_dlpack(jnp.asarray(x)).to("cuda") for name, x in shape.arrays().items()
@@ -419,9 +419,9 @@ class Peer:
     """One competitor.
 
     Attributes:
-        package: The distribution whose version is written down.
+        package: The distribution whose version is recorded.
         build: (shape, direction) -> `Attend` or `TorchAttend`.
-        install: What brings it, where this package does not.
+        install: The requirement that installs it, if no extra of this package does.
     """
 
     package: str
@@ -430,7 +430,7 @@ class Peer:
 
     @property
     def version(self) -> str | None:
-        """Of the distribution, None if it is not installed."""
+        """Return the version of the distribution; None if it is not installed."""
         if self.package == "pallas-flash":
             return pallas_flash.__version__  # A checkout need not be installed.
         try:

@@ -1,4 +1,4 @@
-"""What is compiled, checked and timed: a peer's answer to a shape, in one pass."""
+"""Programs that are compiled, checked and timed: a peer's computation of one pass of a shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from scripts.benchmark.peers import Attend, TorchAttend
 from scripts.benchmark.shapes import Shape
 
-# Relative L2 error that is allowed: four units in the last place of what is multiplied.
+# The greatest relative L2 error: four units in the last place of the factors.
 ALLOWED = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-8}  # float32: TF32
 
 
@@ -34,7 +34,7 @@ class JaxProgram:
         self.memory: dict[str, int] = {}
 
     def compile(self) -> None:
-        """May run in any thread."""
+        """Compile the program; may run in any thread."""
         start = time.perf_counter()
         call, arrays = self.attend.call, dict(self.attend.arrays)
         q, k, v, do = jax.eval_shape(self._to_peer, *arguments(self.shape))
@@ -57,19 +57,19 @@ class JaxProgram:
             }
 
     def load(self, sets: Iterable[tuple[jax.Array, ...]]) -> None:
-        """Makes the arguments of the pass from sets of q, k, v and do."""
-        # Where one set is far larger than the cache, there is no need to rotate.
+        """Make the arguments of the pass from sets of q, k, v and do."""
+        # One set that is far larger than the cache needs no rotation.
         several = self.memory.get("argument", 0) < 2e9
         self.sets = [self._arguments(*x) for x in itertools.islice(sets, None if several else 1)]
         self.turns = itertools.cycle(self.sets)
 
     def __call__(self) -> Any:
-        """One call, on the next set."""
+        """Call the program once, on the next set."""
         return self.run(*next(self.turns))
 
     @functools.cached_property
     def loop(self) -> Callable:
-        """(n, *arguments): n calls, each with an element of the results of the one before."""
+        """Return a function of (n, *arguments): n calls, each depends on the call before it."""
 
         def loop(n, first, *rest):
             def body(_, first):
@@ -82,7 +82,7 @@ class JaxProgram:
         return jax.jit(loop)
 
     def results(self) -> dict[str, jax.Array]:
-        """What the first set gives, in the common form."""
+        """Return the results of the first set, in the common form."""
         named = by_name(self.shape, self.direction, self.run(*self.sets[0]))
         return {
             name: where_filled(self.shape, name, self.attend.from_peer(self.shape, name, x))
@@ -104,7 +104,7 @@ class JaxProgram:
 
 
 def by_name(shape: Shape, direction: str, results: Any) -> dict[str, Any]:
-    """o; or dq, dk, dv and the gradients of what else is trained."""
+    """Return results by name: o; or dq, dk, dv and the gradients of the trained arrays."""
     if direction == "forward":
         return {"o": results}
     gradients = dict(zip(("dq", "dk", "dv"), results[:3], strict=True))
@@ -112,7 +112,7 @@ def by_name(shape: Shape, direction: str, results: Any) -> dict[str, Any]:
 
 
 def where_filled(shape: Shape, name: str, x: jax.Array) -> jax.Array:
-    """Zeros in the rows of queries past their example's length: what stands there is up to each."""
+    """Return `x` with zeros in padding rows, where every peer may have other numbers."""
     if not shape.lengths or name not in ("o", "dq", "do"):
         return x
     filled = jnp.arange(shape.T) < jnp.asarray(shape.each_length())[:, None]
@@ -120,9 +120,9 @@ def where_filled(shape: Shape, name: str, x: jax.Array) -> jax.Array:
 
 
 def differentiate(call: Callable, trained: Iterable[str] = ()) -> tuple[Callable, Callable]:
-    """(q, k, v, arrays) -> residuals, and (do, residuals) -> (dq, dk, dv, dict), after the former.
+    """Return two functions: (q, k, v, arrays) -> residuals; (do, residuals) -> (dq, dk, dv, dict).
 
-    The dict has the gradients of those arrays that are `trained`.
+    The dict has the gradients of the arrays that are `trained`. Call the first function first.
     """
     tree = None
 
@@ -140,7 +140,7 @@ def differentiate(call: Callable, trained: Iterable[str] = ()) -> tuple[Callable
 
 
 class TorchProgram:
-    """The same for a `TorchAttend`, which PyTorch compiles when it is first called."""
+    """The program of a `TorchAttend`, which PyTorch compiles in its first call."""
 
     def __init__(self, shape: Shape, attend: TorchAttend, direction: str):
         self.shape, self.attend, self.direction = shape, attend, direction
@@ -148,10 +148,10 @@ class TorchProgram:
         self.memory: dict[str, int] = {}
 
     def compile(self) -> None:
-        """Waits for the arguments."""
+        """Do nothing: PyTorch compiles in the first call."""
 
     def load(self, sets: Iterable[tuple[jax.Array, ...]]) -> None:
-        """Takes the first set, without a copy: the timer clears the cache between calls."""
+        """Take the first set, without a copy: the timer clears the cache between calls."""
         import torch
 
         start = time.perf_counter()
@@ -168,11 +168,11 @@ class TorchProgram:
         self.compile_s = time.perf_counter() - start
 
     def __call__(self) -> Any:
-        """One call."""
+        """Call the program once."""
         return self.run()
 
     def results(self) -> dict[str, jax.Array]:
-        """As those of `JaxProgram`."""
+        """Return the results in the common form."""
         import torch
 
         out = self.run()
@@ -188,7 +188,7 @@ Program = JaxProgram | TorchProgram
 
 
 def arguments(shape: Shape) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of q, k, v and do in the common form."""
+    """Return the types of q, k, v and do in the common form."""
     s, v = shape, shape.value_dim
     shapes = (s.B, s.T, s.N, s.D), (s.B, s.S, s.K, s.D), (s.B, s.S, s.K, v), (s.B, s.T, s.N, v)
     return tuple(jax.ShapeDtypeStruct(x, jnp.dtype(s.dtype)) for x in shapes)
@@ -196,7 +196,7 @@ def arguments(shape: Shape) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def draw(shape: Shape, seed) -> list[jax.Array]:
-    """Random normal q, k, v and do; do is zero where nobody looks at the output."""
+    """Return random normal q, k, v and do; do is zero in padding rows."""
     keys = jax.random.split(jax.random.key(seed), 4)
     return [
         where_filled(shape, name, jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype))
@@ -205,7 +205,7 @@ def draw(shape: Shape, seed) -> list[jax.Array]:
 
 
 def errors(results: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Relative L2 error of each result."""
+    """Return the relative L2 error of each result."""
     return {name: float(_relative_l2(results[name], right[name])) for name in right}
 
 

@@ -1,4 +1,4 @@
-"""What the records of a run say: a line for people, a table in Markdown, and plots."""
+"""Reports of a run's records: a line of text for each, a table in Markdown, and plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.command import UserError, why
 
 
 def line(record: Mapping[str, Any]) -> str:
-    """A record for people."""
+    """Return a record as a line of text."""
     start = f"{record['shape']:36} {record['pass']:8} {record['implementation']:16}"
     if "unserved" in record:
         return f"{start} not served: {record['unserved']}"
@@ -38,7 +38,7 @@ def load(path: pathlib.Path) -> list[dict[str, Any]]:
     """Return the records of a file; a later one replaces an earlier one of the same measurement.
 
     Raises:
-        UserError: It cannot be read, or holds something else.
+        UserError: The file cannot be read, or holds no records.
     """
     try:
         lines = results.load(path)
@@ -59,14 +59,14 @@ def _unread(path: pathlib.Path, error: Exception) -> UserError:
 
 
 def key(record: Mapping[str, Any]) -> tuple:
-    """Return what tells one measurement from another."""
+    """Return the key of a measurement."""
     config = json.dumps(record["config"], sort_keys=True)
     names = ("shape", "pass", "implementation")
     return *(record[name] for name in names), config, mode(record)
 
 
 def mode(record: Mapping[str, Any]) -> str:
-    """How it was timed."""
+    """Return the way of timing."""
     return "sustained" if "sustained" in record else "in bursts"
 
 
@@ -78,10 +78,11 @@ def _timed(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: for each way of timing a row for each pass and case.
+    """Return Markdown: for each way of timing a row for each pass and case.
 
-    Ours at the longest T; a ratio is the geometric mean over T of how many times as fast ours is,
-    with the worst T in brackets. With an option also our time over that without it.
+    Our times are those of the greatest T. A ratio is our speed relative to a peer: the geometric
+    mean over T, with the worst T in brackets. Cases with an option also have the ratio of our times
+    with and without the option.
     """
     timed = _timed(records)
     modes = {name: [r for r in timed if mode(r) == name] for name in map(mode, timed)}
@@ -139,7 +140,7 @@ def _ratio_cell(ratios: Mapping[int, float]) -> str:
 
 
 def plot(records: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Bars for each pass and case, how speed goes with T, and an overview; returns the files."""
+    """Plot bars for each pass and case, speed over T, and an overview; return the files."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:

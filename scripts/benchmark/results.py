@@ -1,23 +1,23 @@
 """The schema of docs/results: a line is one measurement, with the same fields in every file.
 
     device, driver, versions     the GPU and what ran on it; `versions` has "jax" at least
-    commit, date                 of the code that was timed, and when
+    commit, date                 the commit of the timed code, and the day
     shape, case                  the problem's name, and the row of a table that it belongs to
     B, T, S, N, K, D, V          its sizes, by the letters of the README; V is None if it is D
     causal, dtype                and, where a call has them: window, documents, lengths, option
     pass                         one of `PASSES`
     implementation               a name of `PEERS`: "ours_mosaic", "jax_cudnn", ...
-    config                       what else was asked for: tiles, the order of sums, devices, ...
-    timer, clocks                how it was timed; the GPU's clocks and power then, or None
+    config                       further settings: tiles, the order of sums, devices, ...
+    timer, clocks                the way of timing; the GPU's clocks and power meanwhile, or None
 
 and one of
 
-    ms                           {"median", "min", "n"}: of n measurements; more may be there
-    red                          the errors for which it was not timed
-    unserved                     why there is no time
+    ms                           {"median", "min", "n"} of n measurements, possibly more
+    red                          the errors because of which it was not timed
+    unserved                     the reason for which there is no time
     dq_error                     no time, but the relative error of dq, by measure_key_bias.py
 
-What else was measured in that run has fields of its own (`tflops`, `ratio`, `errors`, ...).
+Further results of a run have fields of their own (`tflops`, `ratio`, `errors`, ...).
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ def problem(record: Any) -> str | None:
 
 
 def time(record: Mapping[str, Any]) -> float:
-    """Return milliseconds: the median, or what an older run recorded in its place."""
+    """Return milliseconds: the median, or the number that older runs recorded."""
     ms = record["ms"]
     return next(ms[x] for x in ("median", "min", "mean") if ms.get(x) is not None)
 
 
 def load(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of a file.
+    """Return the lines of a file.
 
     Raises:
-        ValueError: A line is none of the results, and why.
+        ValueError: A line does not fit the schema; the message says why.
         OSError, UnicodeError: The file cannot be read.
     """
     records = []
@@ -97,10 +97,10 @@ def load(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def dump(record: Mapping[str, Any]) -> str:
-    """A line, with its end.
+    """Return a record as a line, with its end.
 
     Raises:
-        ValueError: It is not one of the results, and why.
+        ValueError: The record does not fit the schema; the message says why.
     """
     if wrong := problem(record):
         raise ValueError(f"{json.dumps(record)[:60]!r}: {wrong}")

@@ -1,4 +1,4 @@
-"""The order of a run: compile, check, take turns, write down; and what it writes."""
+"""The order of a run: compile, check, take turns and write records."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from scripts.benchmark.timers import (
 )
 from scripts.command import UserError
 
-# Milliseconds of a burst, and of a measurement in a sustained turn, in which the card should not
-# wait for the clock to be read. The calls of one, if they take no time to speak of.
+# Milliseconds of a burst, and of a measurement in a sustained turn, where the card should not wait
+# for a read of the clock. Then the most calls in a measurement.
 BURST, MEASUREMENT, MANY = 30, 250, 10_000
 
-# Programs that are compiled before the first is timed: some take ten times as long as others.
+# Programs that are compiled before the first is timed; some take ten times as long as others.
 PROGRAMS_OF_A_CORE = 2
 
 
 def surroundings(commit: str | None) -> dict[str, Any]:
-    """Device, versions, commit and date, the same for all lines of a run."""
+    """Return device, versions, commit and date, which all lines of a run share."""
     try:
         device = jax.devices()[0]
     except Exception as error:  # An AssertionError, if JAX_PLATFORMS=cuda finds none.
@@ -88,26 +88,26 @@ def _sentence(error: Exception) -> str:
 
 
 def build(shape: Shape, name: str, direction: str) -> Program | str:
-    """The program of a peer, not compiled, or why there is none."""
+    """Return the program of a peer, not compiled, or why there is none."""
     try:
         attend = PEERS[name].build(shape, direction)
     except ImportError as error:
         install = PEERS[name].install
         return _sentence(error) + (f": {install}" if install else "")
-    except Exception as error:  # Whatever a peer raises is its reason.
+    except Exception as error:  # Any error of a peer is its reason.
         return _sentence(error)
     return (JaxProgram if isinstance(attend, Attend) else TorchProgram)(shape, attend, direction)
 
 
 def compile_all(programs: Mapping[Any, Program | str]) -> dict[Any, Program | str]:
-    """Compiles in threads, for XLA releases the lock; what fails becomes its reason."""
+    """Compile in threads, because XLA releases the lock; an error becomes the peer's reason."""
 
     def compiled(program):
         if isinstance(program, str):
             return program
         try:
             program.compile()
-        except Exception as error:  # Compilers raise what they like, and the others go on.
+        except Exception as error:  # Compilers raise any error; other peers go on.
             return _sentence(error)
         return program
 
@@ -122,7 +122,7 @@ class Bench:
         rounds: Measurements of each peer.
         iterations: Calls in a burst, at most.
         emit: Receives each record at once.
-        sustained: Seconds that each peer runs alone, and as long again in turns; None for bursts.
+        sustained: Seconds that each peer runs alone, and again in turns; None for bursts.
         timer: (program, calls) -> its time; None chooses.
     """
 
@@ -143,7 +143,7 @@ class Bench:
         self.timer = timer or Timers(jax.devices()[0].platform)
 
     def run(self, shapes: Iterable[Shape], deadline: float, clocks: Clocks) -> list[str]:
-        """Measures shapes until the deadline; returns the names of those left out."""
+        """Measure shapes until the deadline; returns the names of those left out."""
         shapes, compiled = list(shapes), {}
         for n, shape in enumerate(shapes):
             if time.monotonic() >= deadline:
@@ -160,7 +160,7 @@ class Bench:
         return [direction for direction in self.directions if direction in shape.passes]
 
     def _next_programs(self, shapes):
-        """Those of the first shapes, as many as keep all cores compiling."""
+        """Return programs of the first shapes, enough to keep all CPUs compiling."""
         programs, enough = {}, PROGRAMS_OF_A_CORE * (os.cpu_count() or 1)
         for shape in shapes:
             if len(programs) >= enough:
@@ -193,7 +193,9 @@ class Bench:
                 program.load(sets)
                 found[name] = errors(program.results(), right)
                 once = self.timer(program, 2).ms
-            except Exception as error:  # However a peer fails on the device, the others go on.
+            except (
+                Exception
+            ) as error:  # After any failure of a peer, others go on.
                 self.emit({**record, "unserved": _sentence(error)})
                 continue
             if is_red(found[name], shape.dtype):
@@ -214,13 +216,13 @@ class Bench:
             self.emit(record)
 
     def _calls(self, ms: float) -> int:
-        """Of a program that takes so long, in one measurement: two at least."""
+        """Return the number of calls in a measurement of a program of `ms`; at least two."""
         if self.sustained is None:
             return max(2, min(self.iterations, int(BURST / ms)))
         return max(2, min(MANY, int(min(MEASUREMENT, 1e3 * self.sustained / self.rounds) / ms)))
 
     def _in_turns(self, ready, clocks):
-        """For each name the times of its rounds, and what else was seen in them."""
+        """Return for each name the times of its rounds, and the clocks meanwhile."""
         if self.sustained is None:
             clocks.take()
             times = take_turns(self.rounds, ready)
@@ -269,7 +271,7 @@ class Bench:
 def summary(
     times: Sequence[Timing], ours: Sequence[Timing] | None, shape: Shape, direction: str
 ) -> dict[str, Any]:
-    """The numbers of one peer, and how many times as fast ours is, round by round."""
+    """Return the numbers of one peer, and our relative speed, round by round."""
     median = statistics.median(x.ms for x in times)
     numbers = {
         "ms": spread([x.ms for x in times]),
@@ -294,7 +296,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def middle(clocks: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
-    """Medians of what was seen in several turns; None if nothing was."""
+    """Return medians of the clocks of several turns; None if there are none."""
     seen = [x for x in clocks if x is not None]
     if not seen:
         return None

@@ -1,4 +1,4 @@
-"""The problems that `bench_attention.py` times: what a `Shape` is, and those that have a name."""
+"""The problems that `bench_attention.py` times: the class `Shape`, and the named shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIRECTIONS = ("forward", "backward")
 TOKENS, WIDTH = 16384, 2048  # B * T and N * D.
 K = 1024
 
-# What can be asked for beside masks and sizes, one at a time; arrays are drawn at random.
+# Options beside masks and sizes, one at a time; their arrays are random.
 OPTIONS = {
     "soft cap": "50 tanh(s / 50)",
     "sinks": "a logit for each head in the denominator, with its gradient",
@@ -28,7 +28,7 @@ OPTIONS = {
     "dropout": "of one in 10",
 }
 SOFT_CAP, DROPOUT = 50.0, 0.1
-# Stands in a case between that without the option and the option.
+# Separates the option from the rest of a case's name.
 WITH = " with "
 
 
@@ -37,12 +37,12 @@ class Shape:
     """One problem: letters as in the README.
 
     Attributes:
-        case: Which row of the table it belongs to; the rows are over T.
-        V: Head size of the values, that of the keys if None.
+        case: The row of the table that it belongs to; a row has all T.
+        V: Head dim of the values; None: that of the keys.
         causal: Whether a query sees only keys up to itself.
-        window: How many keys a query sees, itself the last of them; needs `causal`.
-        documents: How many documents of random lengths are packed into each example.
-        lengths: Whether examples have random lengths of their own, from T / 4 to T.
+        window: The number of keys that a query sees, itself the last one; needs `causal`.
+        documents: The number of sequences of random lengths that are packed into each row.
+        lengths: Whether batch elements have random valid lengths, from T / 4 to T.
         option: A key of `OPTIONS`.
     """
 
@@ -68,12 +68,12 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """The case and the length: of the keys, if they differ from the queries."""
+        """The case and the length: the length of the keys, if it differs."""
         return f"{self.case.replace(' ', '-')}-{short(self.S)}"
 
     @property
     def value_dim(self) -> int:
-        """Head size of the values."""
+        """Head dim of the values."""
         return self.V or self.D
 
     @property
@@ -83,12 +83,12 @@ class Shape:
 
     @property
     def scores(self) -> int:
-        """How many scores there are, seen or not."""
+        """The number of scores, allowed or not."""
         return self.B * self.N * self.T * self.S
 
     @property
     def features(self) -> list[str]:
-        """What an implementation may lack, as in: it has no ..."""
+        """Features that an implementation may lack, for the sentence: it has no ..."""
         asked = {
             "grouped heads": self.N != self.K,
             "head size of its own for values": self.value_dim != self.D,
@@ -105,7 +105,7 @@ class Shape:
         return {"sinks": ("sinks",), "trained bias": ("bias",)}.get(self.option or "", ())
 
     def segment_ids(self) -> np.ndarray | None:
-        """int32 [B, T]; the same random cuts in every run."""
+        """int32 [B, T]; the random cuts are equal in every run."""
         if self.documents is None:
             return None
         random = np.random.default_rng(0)
@@ -117,14 +117,14 @@ class Shape:
         return np.stack(rows).astype(np.int32)
 
     def each_length(self) -> np.ndarray | None:
-        """int32 [B]: how many queries and keys each example has; the same in every run."""
+        """int32 [B]: the valid queries and keys of each batch element; equal in every run."""
         if not self.lengths:
             return None
         random = np.random.default_rng(0)
         return random.integers(self.T // 4, self.T, self.B, dtype=np.int32, endpoint=True)
 
     def arrays(self) -> dict[str, Any]:
-        """What the call takes beside q, k and v, by the names of `pallas_flash.attention`."""
+        """Return further arguments of the call, by their names in `pallas_flash.attention`."""
         found: dict[str, Any] = {}
         if self.documents is not None:
             found["segment_ids"] = self.segment_ids()
@@ -144,7 +144,7 @@ class Shape:
         return first if first.any() else None
 
     def pairs(self) -> float:
-        """Pairs of a query and a key that it sees, over all examples: half if merely causal."""
+        """Return the number of allowed pairs, over the batch; half of all if merely causal."""
         if self.window is None and self.documents is None:
             pairs = self.B * self.T * self.S
             if self.lengths:
@@ -159,19 +159,19 @@ class Shape:
         return float((last - first + 1).sum())
 
     def flops(self, direction: str) -> float:
-        """Floating-point operations that a pass is credited with."""
+        """Return the floating-point operations by which a pass is rated."""
         products = self.pairs() * self.N * 2 * (self.D + self.value_dim)
         return products * {"forward": 1, "backward": 2.5}[direction]
 
     def bytes(self) -> int:
-        """The fewest bytes that a forward moves: q, k and v read once, the output written once."""
+        """Return the fewest bytes of a forward: it reads q, k and v once, and writes o once."""
         rows = self.T * self.N + self.S * self.K
         width = self.D + self.value_dim
         return self.B * rows * width * jnp.dtype(self.dtype).itemsize
 
 
 def short(n: int) -> str:
-    """A length as people say it: 16384 is 16k."""
+    """Return a short form of a length: 16384 is 16k."""
     return f"{n // 1024}k" if n % 1024 == 0 else str(n)
 
 
@@ -213,7 +213,7 @@ def _shapes() -> Iterator[Shape]:
         yield _setting("window 1024 gqa 64", T, 64, K=4, causal=True, window=1024)
     for T in (32 * K, 64 * K):
         yield _setting("documents 12", T, 128, causal=True, documents=12)
-    # Short ones: documents have 1000 tokens on average.
+    # Short sequences, of 1000 tokens on average.
     for T in lengths:
         yield _setting("documents of 1000 64", T, 64, causal=True, documents=T // 1000)
     for window in (1024, 256):
@@ -221,7 +221,7 @@ def _shapes() -> Iterator[Shape]:
             yield _setting(f"window {window} 64", T, 64, causal=True, window=window)
     for D in (128, 64):
         yield from (_setting(f"short {D} causal", T, D, causal=True) for T in (K, 512))
-    # Few programs: one example; what one of 8 GPUs has of 64 heads; there a part of a long prompt.
+    # Low occupancy: batch size 1; one of 8 GPUs of 64 heads; there a part of a long prompt.
     for T in (2 * K, K):
         yield Shape("gqa one example", 1, T, T, 32, 8, 128, causal=True)
         for D, causal in itertools.product((64, 128, 256), (False, True)):
@@ -241,7 +241,7 @@ def _shapes() -> Iterator[Shape]:
         yield _setting("mqa 71 on 1 of 64 causal", T, 64, N=71, K=1, causal=True)
     for D in (128, 64):
         for mask, causal in masks.items():
-            # Lengths that no tile divides, and examples that are not filled.
+            # Lengths that no tile divides, and padding.
             odd = (5000, 3000, 1500, 1000)
             yield from (_setting(f"odd {D} {mask}", T, D, causal=causal) for T in odd)
             for T in (8 * K, 2 * K):
@@ -263,5 +263,5 @@ def _shapes() -> Iterator[Shape]:
     yield Shape("small", 2, 256, 256, 4, 2, 64, causal=True, dtype="float32")
 
 
-# The most important first: --budget leaves out the end.
+# The most important shapes come first: --budget leaves out the end.
 SHAPES = {shape.name: shape for shape in _shapes()}

@@ -1,4 +1,4 @@
-"""How long a program takes: by which clock, in which order, and in what state the GPU was."""
+"""Timers of programs: several clocks, the order of measurements, and the state of the GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Timing:
 
 
 def host_timer(program: Program, iterations: int) -> Timing:
-    """By the host's clock, the median of a few calls: for devices that do not queue."""
+    """Time by the host's clock, the median of a few calls: for devices that do not queue."""
     jax.block_until_ready(program())
     seconds = []
     for _ in range(iterations):
@@ -41,10 +41,10 @@ def host_timer(program: Program, iterations: int) -> Timing:
 
 
 class _Calls:
-    """What `profiler.measure` takes for a jitted function: a call of a program on its next set.
+    """A program in the form that `profiler.measure` calls; each call takes the next set.
 
-    The profiler keeps all results until it has waited for them. It gets this object in their place,
-    which holds the last, so that thousands of calls fit in memory.
+    The profiler keeps all results until it has waited for them. This object replaces the results
+    and holds the last one, so that thousands of calls fit in memory.
     """
 
     def __init__(self, program: JaxProgram):
@@ -62,7 +62,7 @@ class _Calls:
 
 
 def cupti_timer(program: JaxProgram, iterations: int) -> Timing:
-    """By CUPTI: all kernels of a call, summed; the median over calls."""
+    """Time by CUPTI: the sum over the kernels of a call; the median over calls."""
     from jax.experimental.mosaic.gpu import profiler
 
     iterations = max(2, iterations)
@@ -80,7 +80,7 @@ def cupti_timer(program: JaxProgram, iterations: int) -> Timing:
 
 
 def slope_timer(program: JaxProgram, iterations: int) -> Timing:
-    """From two lengths of the program's loop."""
+    """Time by the slope between two lengths of the program's loop."""
 
     def seconds(n):
         start = time.perf_counter()
@@ -92,21 +92,21 @@ def slope_timer(program: JaxProgram, iterations: int) -> Timing:
 
 
 def event_timer(program: TorchProgram, iterations: int) -> Timing:
-    """By CUDA events, with the cache cleared before each call; the median over calls."""
+    """Time by CUDA events, with a cleared cache before each call; the median over calls."""
     import triton.testing
 
     return Timing(triton.testing.do_bench(program, warmup=5, rep=40, return_mode="median"))
 
 
 class Timers:
-    """Which timer is for which program, and what to do for a program that CUPTI refuses."""
+    """Chooses the timer of a program, also for a program that CUPTI refuses."""
 
     def __init__(self, platform: str):
         self.on_gpu = platform == "gpu"
         self.refused: dict[Program, str] = {}
 
     def name(self, program: Program) -> str:
-        """What is written down."""
+        """Return the name of the timer in records."""
         if isinstance(program, TorchProgram):
             return "events"
         if not self.on_gpu:
@@ -114,7 +114,7 @@ class Timers:
         return "slope" if program in self.refused else "cupti"
 
     def __call__(self, program: Program, iterations: int) -> Timing:
-        """Times one program."""
+        """Time one program."""
         if self.name(program) == "cupti":
             try:
                 return cupti_timer(program, iterations)
@@ -128,7 +128,7 @@ class Timers:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error, with its type."""
+    """Return the first line of an error, with its type."""
     text = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {text}"
 
@@ -136,7 +136,7 @@ def first_line(error: BaseException) -> str:
 def take_turns(
     rounds: int, measurements: Mapping[str, Callable[[], T]], *, back_and_forth: bool = False
 ) -> dict[str, list[T]]:
-    """One measurement of each in each round, in the same order, or there and back."""
+    """Measure each program once in each round, in one order, or there and back."""
     found: dict[str, list[T]] = {name: [] for name in measurements}
     for n in range(rounds):
         names = list(measurements)
@@ -147,18 +147,18 @@ def take_turns(
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A stretch of time that belonged to one program: its median, and the GPU's clocks then."""
+    """A period in which one program ran alone: its median time, and the GPU's clocks."""
 
     timing: Timing
     clocks: Mapping[str, float] | None
 
     def record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the turn for JSON."""
         return {"ms": self.timing.ms, "clocks": self.clocks}
 
 
 def sustain(measure: Callable[[], Timing], seconds: float, clocks: Clocks) -> Turn:
-    """Measures again and again for so long."""
+    """Measure repeatedly for some seconds."""
     clocks.take()
     end = time.monotonic() + seconds
     found = [measure()]
@@ -169,14 +169,14 @@ def sustain(measure: Callable[[], Timing], seconds: float, clocks: Clocks) -> Tu
 
 
 def gpu_id() -> str:
-    """What nvidia-smi calls the GPU that is timed: the first that CUDA shows."""
+    """Return nvidia-smi's name of the timed GPU, the first that CUDA shows."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
 
 
 class Clocks:
-    """What nvidia-smi says of the GPU while peers take turns; it only asks.
+    """Clocks and power of the GPU while peers take turns, read by nvidia-smi.
 
-    The power is that of the moment: what nvidia-smi calls "power.draw" is the mean of a second.
+    The power is instantaneous; nvidia-smi's "power.draw" is the mean of a second.
     """
 
     QUERY = ("clocks.sm", "clocks.mem", "power.draw.instant", "temperature.gpu")
@@ -207,7 +207,7 @@ class Clocks:
                 self.samples.append([float(x) for x in line.split(",")])
 
     def take(self) -> dict[str, float] | None:
-        """Medians since the last call."""
+        """Return medians since the last call."""
         samples, self.samples = self.samples, []
         if not samples:
             return None
@@ -215,7 +215,7 @@ class Clocks:
         return dict(zip(self.QUERY, map(statistics.median, columns), strict=True))
 
     def close(self):
-        """Ends nvidia-smi."""
+        """End nvidia-smi."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait()

@@ -1,8 +1,8 @@
-"""A forward of attention written in Triton by hand, the yardstick for what Pallas makes of one.
+"""A forward of attention written in Triton by hand, a yardstick for Pallas.
 
-The plan is that of Triton's tutorial on fused attention: a tile of queries stays, tiles of keys and
-values are loaded in a pipeline, and a causal program takes the tiles below the diagonal without a
-mask before those on it. No bounds are checked: lengths are multiples of the tiles.
+It follows Triton's tutorial on fused attention: the query tile is the outer one, tiles of keys and
+values are loaded in a pipeline, and a causal program visits full blocks before partial blocks. It
+checks no bounds: lengths are multiples of the tiles.
 """
 
 import functools
@@ -10,7 +10,7 @@ import functools
 import triton
 import triton.language as tl
 
-# (keys in a tile, warps, stages) by head size, to be timed on the card; all fit in shared memory.
+# (keys in a tile, warps, stages) by head dim, candidates for tuning; all fit in shared memory.
 CONFIGS = {
     64: [(64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3)],
     128: [(64, 4, 3), (64, 8, 3), (128, 8, 2), (128, 8, 3)],
@@ -20,7 +20,7 @@ CONFIGS = {
 
 @functools.cache
 def tuned(head_dim: int):
-    """The kernel with its configurations, of which the fastest is found when it first runs."""
+    """Return the kernel with its configurations; its first run finds the fastest one."""
     configs = [
         triton.Config({"BLOCK_Q": 128, "BLOCK_KV": block_kv}, num_warps=warps, num_stages=stages)
         for block_kv, warps, stages in CONFIGS[head_dim]
@@ -30,7 +30,7 @@ def tuned(head_dim: int):
 
 @triton.jit
 def _online_softmax(s, v, m, l, acc, scale_log2):
-    """Adds a tile to the running maximum, sum and output of its rows."""
+    """Add a tile to the running maximum, sum and output of its rows."""
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
     p = tl.exp2(s * scale_log2 - m_new[:, None])
     alpha = tl.exp2(m - m_new)
@@ -51,7 +51,7 @@ def forward(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """q, o [B * N, q_len, HEAD_DIM] and k, v [B * N, kv_len, HEAD_DIM], all contiguous."""
+    """Compute o from q, both [B * N, q_len, HEAD_DIM], and k, v [B * N, kv_len, HEAD_DIM]."""
     # The longest rows of a causal problem first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)

@@ -19,7 +19,7 @@ IMPLEMENTATIONS = ("triton", "mosaic")
 DTYPES = ("bfloat16", "float16", "float32")
 # Query heads for each key head; there are 8 in all.
 GROUPS = (1, 2, 4, 8)
-# What makes a length of many tiles one that no tile divides.
+# Added to a length of many tiles, this gives a length that no tile divides.
 RAGGED = 33
 
 
@@ -39,29 +39,29 @@ def attention_call(
     implementation: str = "triton",
     reproducible: bool = False,
 ) -> tuple[Callable, list[Any]]:
-    """A call of `pallas_flash.attention`, and its arguments, for `compile_program`.
+    """Return a call of `pallas_flash.attention`, and its arguments, for `compile_program`.
 
     Args:
-        head_dim: Head size of queries, keys and values.
-        dtype: Their dtype.
-        mask: One of `MASKS`. "segments" is causal too, as packed documents are; "window" is causal
-            over 1024 keys; "lengths" are each example's own; "ragged" has no mask, but a length
-            that no tile divides; "array" is a boolean array for all examples and heads.
-        features: Some of `FEATURES`; the bias is for all examples, and differentiated.
+        head_dim: Head dim of queries, keys and values.
+        dtype: The dtype of queries, keys and values.
+        mask: One of `MASKS`. "segments" has packed sequences and is causal; "window" is causal over
+            1024 keys; "lengths" has a valid length for each batch element; "ragged" is non-causal
+            with a length that no tile divides; "array" is one boolean array [T, S].
+        features: Some of `FEATURES`; the bias is one array [N, T, S], and differentiated.
         backward: Whether to return the gradients beside the output.
-        batch: Examples.
-        length: Of queries and of keys.
-        queries: How many of them there are, at the last positions; None for all.
+        batch: The batch size.
+        length: The number of queries and of keys.
+        queries: The number of queries, at the last positions; None for all.
         num_heads: Query heads.
         group: Query heads for each key head.
-        tile_sizes: Passed on; None is the package's choice.
+        tile_sizes: Passed on; None for the package's choice.
         implementation: One of `IMPLEMENTATIONS`.
         reproducible: Whether "mosaic" computes gradients in two passes.
 
     Returns:
         The function and its arguments' shapes.
     """
-    # Here, so that other functions can be inspected without the package.
+    # This import is local, so that the package is not needed to inspect other functions.
     import pallas_flash
 
     if mask == "ragged":
@@ -122,10 +122,10 @@ def inspect_attention(
     dump: pathlib.Path | None = None,
     **case: Any,
 ) -> Program:
-    """Compiles one call of `pallas_flash.attention` and keeps the kernels of `passes`.
+    """Compile one call of `pallas_flash.attention` and keeps the kernels of `passes`.
 
     Args:
-        head_dim: Head size.
+        head_dim: Head dim.
         passes: Some of `PASSES`; "dkv" stands also for dk and dv in kernels of their own.
         target: A key of `TARGETS`.
         dump: A folder that receives each kernel's cubin and disassembly.

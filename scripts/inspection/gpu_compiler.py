@@ -1,7 +1,7 @@
-"""XLA's CUDA compiler for a GPU that need not be there, and the machine code inside what it makes.
+"""Compiles for a GPU that need not be there by XLA's CUDA compiler, and finds the machine code.
 
-Ahead-of-time compilation wants a description of the GPU in place of the GPU (`TARGETS`). The
-executable is then taken apart: JAX has no interface to the machine code in it.
+Ahead-of-time compilation needs a description of the GPU (`TARGETS`), and no GPU. This module then
+takes the executable apart, because JAX has no interface to the machine code in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# The CUDA plugin otherwise refuses to load where the libraries that run programs are missing.
+# Without this setting, the CUDA plugin does not load where libraries that run programs are missing.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
@@ -30,7 +30,7 @@ from jax.experimental import topologies
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU as XLA's compiler sees it; what all of them share is in `_DESCRIPTION`."""
+    """A GPU for XLA's compiler; the properties that all GPUs share are in `_DESCRIPTION`."""
 
     name: str
     capability: int
@@ -44,14 +44,14 @@ class Target:
 
     @property
     def reserved_shared(self) -> int:
-        """What each block's static shared memory counts for the system: 1 KiB since Hopper."""
+        """Return the shared memory that the system reserves in each block: 1 KiB since Hopper."""
         return 1024 if self.capability >= 9 else 0
 
     def ctas_per_core(self, registers: int, shared: int, threads: int) -> int:
-        """How many blocks fit on one core (SM), by registers, shared memory, threads and slots.
+        """Return the CTAs that fit on one SM, by registers, shared memory, threads and slots.
 
-        Registers are given to warps in units of 256, to four warps at a time, and each block costs
-        1 KiB of shared memory more than it asked for.
+        Warps get registers in units of 256, four warps at a time. Each CTA costs 1 KiB of shared
+        memory more than it asks for.
         """
         warps = -(-threads // 128) * 4
         warps_by_registers = 65536 // (-(-registers * 32 // 256) * 256) // 4 * 4
@@ -69,7 +69,7 @@ class Target:
         }
 
 
-# Numbers of the cards themselves, as XLA lists them in its own descriptions.
+# Numbers of the cards, from XLA's own descriptions.
 TARGETS = {
     "a100": Target(
         "NVIDIA A100-SXM4-80GB", 8, 108, 167936, 41943040, 2039 * 10**9, 85100068864, 1.41, 64
@@ -106,7 +106,7 @@ device_description_str: "%(name)s"
 
 
 def missing() -> str:
-    """Says what to install when the compiler or NVIDIA's tools are absent, else an empty string."""
+    """Return what to install if the compiler or NVIDIA's tools are absent, else ""."""
     absent = [name for name in ("ptxas", "cuobjdump", "nvdisasm") if _tool(name) is None]
     if not _plugins():
         absent.insert(0, "JAX's CUDA plugin")
@@ -119,7 +119,7 @@ def missing() -> str:
 
 
 def run_tool(name: str, *arguments: Any) -> str:
-    """What one of NVIDIA's tools prints."""
+    """Return the output of one of NVIDIA's tools."""
     command = [_tool(name) or name, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -136,14 +136,14 @@ def _tool(name: str) -> str | None:
 
 
 def _folders(package: str) -> list[pathlib.Path]:
-    """Where a namespace package, made of several wheels, lies."""
+    """Return the folders of a namespace package, which several wheels make up."""
     spec = importlib.util.find_spec(package)
     return [pathlib.Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
 @functools.cache
 def mesh_of(target: str, devices: int = 1, axis: str = "x") -> jax.sharding.Mesh:
-    """Devices of the target, which can only be compiled for."""
+    """Return a mesh of devices of the target, for which one can only compile."""
     if sentence := missing():
         raise RuntimeError(sentence)
     describe = functools.partial(
@@ -155,7 +155,7 @@ def mesh_of(target: str, devices: int = 1, axis: str = "x") -> jax.sharding.Mesh
     try:
         topology = describe()
     except NotImplementedError:
-        # JAX was used before this module was imported, and its plugin gave up for want of cuDNN.
+        # JAX ran before the import of this module, and its plugin did not load without cuDNN.
         for plugin in _plugins():
             importlib.import_module(plugin).initialize()
         topology = describe()
@@ -174,15 +174,15 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One `pallas_call` of the traced function, which knows more than machine code does.
+    """One `pallas_call` of the traced function, which says more than machine code.
 
     Attributes:
-        name: Its name.
-        blocks: Of the grid.
+        name: The name of the kernel.
+        blocks: The number of CTAs in the grid.
         stages: `num_stages`.
         tile: Rows and columns of the tile of scores; None without a matrix product.
-        flops: Matrix operations in one turn of the innermost loop, 0 where that cannot be told.
-        launch: Of a kernel in Mosaic GPU, which XLA does not list.
+        flops: Matrix operations in one iteration of the innermost loop; 0 if unknown.
+        launch: The launch of a kernel in Mosaic GPU, which XLA does not list.
     """
 
     name: str
@@ -200,8 +200,8 @@ class Compiled:
     Attributes:
         calls: The `pallas_call`s of the traced function.
         seconds: Tracing, lowering and compiling, by the clock.
-        cpu_seconds: The same as processor time of all threads and of ptxas: it hardly depends on
-            what else the machine does.
+        cpu_seconds: The same as processor time of all threads and of ptxas, which hardly depends on
+            the load of the machine.
         peak_bytes: Arguments, results and temporaries.
         launches: The kernels that one call launches, in order.
         cubins: The machine code, as ELF images.
@@ -218,10 +218,10 @@ class Compiled:
 def compile_for(
     target: str, function: Callable, arguments: tuple, scratch: pathlib.Path
 ) -> Compiled:
-    """Compiles `function` for a key of `TARGETS`; `arguments` are pytrees of shapes and dtypes.
+    """Compile `function` for a key of `TARGETS`; `arguments` are pytrees of shapes and dtypes.
 
-    `scratch` is an empty folder: XLA writes there what it launches, and because its name is part of
-    the compiler's options, no cache answers in the compiler's place.
+    `scratch` is an empty folder, into which XLA writes its launches. Its name is one of the
+    compiler's options, so that no cache has the executable.
     """
     mesh = mesh_of(target)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -249,12 +249,12 @@ def compile_for(
 
 
 def _clocks() -> tuple[float, float]:
-    """Time, and processor time with that of finished child processes."""
+    """Return time, and processor time including finished child processes."""
     return time.perf_counter(), sum(os.times()[:4])
 
 
 def _launches(folder: pathlib.Path) -> Iterator[Launch]:
-    """Reads XLA's list of launches, because a cubin does not know its dynamic shared memory."""
+    """Read XLA's list of launches, because a cubin does not know its dynamic shared memory."""
     text = "".join(path.read_text() for path in sorted(folder.glob("*.thunk_sequence.txt")))
     pattern = r"(\S+) +grid: \[(.*?)\] +threads: \[(.*?)\] +shared_memory: (\d+)"
     for name, grid, threads, shared in re.findall(pattern, text):
@@ -283,7 +283,7 @@ def _pallas_calls(jaxpr: Any) -> Iterator[Call]:
 
 
 def _mosaic_calls(eqn: Any) -> Iterator[Call]:
-    """Of `pl.kernel` in Mosaic GPU."""
+    """Yield the calls of `pl.kernel` in Mosaic GPU."""
     for mesh, body in zip(eqn.params["meshes"], eqn.params["jaxprs"], strict=True):
         name, blocks = eqn.params["name"], math.prod(mesh.grid)
         shared = sum(map(_bytes, _shared_memory(body)))
@@ -292,19 +292,19 @@ def _mosaic_calls(eqn: Any) -> Iterator[Call]:
 
 
 def _shared_memory(jaxpr: Any) -> Iterator[Any]:
-    """What a kernel's warpgroups allocate together."""
+    """Yield the allocations that a kernel's warpgroups share."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive.name == "run_scoped" and eqn.params["collective_axes"]:
             yield from (v.aval for v in eqn.params["jaxpr"].invars)
 
 
 def _bytes(ref: Any) -> int:
-    # A barrier has 8.
+    # A barrier has 8 bytes.
     return math.prod(ref.shape) * getattr(ref.dtype, "itemsize", 8)
 
 
 def _scores(products: list[Any]) -> tuple[int, int]:
-    """The tile of scores: the first product of an attention kernel, and its other slices."""
+    """Return the tile of scores: the first product of an attention kernel, and its other slices."""
     first = products[0]
     slices = sum(
         product.invars[1] is first.invars[1]
@@ -323,7 +323,7 @@ def _subjaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def _products(jaxpr: Any) -> Iterator[Any]:
-    """All matrix products under `jaxpr`, in the order of the program."""
+    """Yield all matrix products under `jaxpr`, in program order."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             yield eqn
@@ -332,7 +332,7 @@ def _products(jaxpr: Any) -> Iterator[Any]:
 
 
 def _innermost_products(jaxpr: Any) -> list[Any]:
-    """The matrix products of the first innermost loop that has any."""
+    """Return the matrix products of the first innermost loop that has any."""
     for eqn in jaxpr.eqns:
         for inner in _subjaxprs(eqn):
             found = _innermost_products(inner)
@@ -355,7 +355,7 @@ _RIEGELI = bytes.fromhex("83af70d10d884a3f")
 
 
 def _cubins(blob: bytes) -> Iterator[bytes]:
-    """The ELF images inside a serialised executable."""
+    """Return the ELF images inside a serialised executable."""
     start = blob.find(_RIEGELI)
     if start >= 0:
         for chunk in _chunks(blob[start:]):
@@ -371,16 +371,16 @@ def _cubins(blob: bytes) -> Iterator[bytes]:
 
 
 def _chunks(file: bytes) -> Iterator[bytes]:
-    """The records of each chunk of a Riegeli file, end to end."""
+    """Return the records of each chunk of a Riegeli file, end to end."""
     file = b"".join(file[at + 24 : at + 65536] for at in range(0, len(file), 65536))
     at = 0
     while at + 40 <= len(file):
         size, kind, records = struct.unpack_from("<8xQ8xc7s", file, at)
         data = file[at + 40 : at + 40 + size]
         if len(data) < size or kind not in (b"s", b"m", b"p", b"r"):
-            return  # The file ended; what follows belongs to the message around it.
+            return  # The file has ended; further bytes belong to the message around it.
         if kind == b"r":
-            length, begin = _varint(data, 1)  # The sizes of the records, which are not needed.
+            length, begin = _varint(data, 1)  # Skips the sizes of the records.
             yield _decompressed(data[:1], data[begin + length :])
         at += 40 + max(size, int.from_bytes(records, "little"))
 
@@ -390,12 +390,12 @@ def _decompressed(kind: bytes, data: bytes) -> bytes:
         return data
     if kind != b"s":
         raise RuntimeError(f"XLA compressed its executable in a new way, {kind!r}.")
-    _, begin = _varint(data, 0)  # The size, which snappy repeats.
+    _, begin = _varint(data, 0)  # Skips the size, which snappy repeats.
     return _unsnap(data[begin:])
 
 
 def _unsnap(data: bytes) -> bytes:
-    """Decodes a snappy stream: literals, and copies of what was decoded before."""
+    """Decode a snappy stream: literals, and copies of what was decoded before."""
     size, at = _varint(data, 0)
     out = bytearray()
     while len(out) < size:
@@ -413,14 +413,14 @@ def _unsnap(data: bytes) -> bytes:
             width = 2 if tag & 3 == 2 else 4
             length, offset = (tag >> 2) + 1, int.from_bytes(data[at : at + width], "little")
             at += width
-        # A copy that is longer than its distance repeats itself.
+        # A copy longer than its distance repeats bytes.
         piece = out[-offset:][:length]
         out += (piece * -(-length // len(piece)))[:length]
     return bytes(out)
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number in base 128, least digit first, and where it ends."""
+    """Return a number in base 128, least digit first, and the index of its end."""
     value = shift = 0
     while data[at] >= 128:
         value |= (data[at] & 127) << shift

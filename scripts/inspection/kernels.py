@@ -51,20 +51,21 @@ class Kernel:
     """One compiled Pallas kernel; `scripts/inspect_kernels.py` says more about the numbers.
 
     Attributes:
-        symbol: Its name in the executable.
-        tile: Rows and columns of the tile of scores; None without a matrix product. In Mosaic GPU
-            that of one warpgroup.
-        warps: Warps of a block.
-        stages: What the kernel asked for as `num_stages`.
+        symbol: The name in the executable.
+        tile: Rows and columns of the tile of scores, in Mosaic GPU the tile of one warpgroup; None
+            without a matrix product.
+        warps: Warps of a CTA.
+        stages: The kernel's `num_stages`.
         registers: Registers of a thread.
         stack_bytes: A thread's frame.
-        shared_bytes: Shared memory of a block.
-        ctas_per_core: How many blocks fit on one core (SM).
+        shared_bytes: Shared memory of a CTA.
+        ctas_per_core: The CTAs that fit on one SM.
         matrix: The kinds of matrix instructions in the whole kernel, see `Loop.matrix`.
         loops: The innermost loops with matrix instructions, the cheapest first.
         work: Matrix operations issued over those needed, where both are known.
         compiler: The version of ptxas.
-        unset: What reads a uniform register that ptxas has left unset, see `machine_code.unset`.
+        unset: Instructions that read a uniform register that ptxas left unset, see
+            `machine_code.unset`.
     """
 
     symbol: str
@@ -93,15 +94,15 @@ class Kernel:
 
     @property
     def main(self) -> Loop | None:
-        """The loop over full tiles: any other has a mask on top."""
+        """The loop over full blocks; other loops have a mask, too."""
         return self.loops[0] if self.loops else None
 
     @property
     def per_element(self) -> float | None:
-        """Instructions of all threads for one element of a full tile."""
+        """Instructions of all threads for one element of a full block."""
         if self.main is None or self.tile is None:
             return None
-        # Warpgroups in Mosaic GPU have tiles of their own, of four warps.
+        # In Mosaic GPU each warpgroup, of four warps, has a tile of its own.
         warps = 4 if self.is_mosaic else self.warps
         return self.main.instructions * warps * 32 / math.prod(self.tile)
 
@@ -112,13 +113,13 @@ class Kernel:
 
     @property
     def attention_pass(self) -> str:
-        """Which of `PASSES` one of the package's kernels belongs to."""
+        """The one of `PASSES` to which a kernel of the package belongs."""
         last = self.name.rpartition("_")[2]
         known = {"dk": "dkv", "dv": "dkv", "dkq": "backward", "preprocess": "delta"}
         return known.get(last, last)
 
     def record(self) -> dict[str, Any]:
-        """The numbers of the table, for JSON."""
+        """Return the numbers of the table, for JSON."""
         main = self.main
         return {
             "tile": self.tile and "x".join(map(str, self.tile)),
@@ -166,7 +167,7 @@ class Program:
         return "\n".join(self.lines(every_loop=True))
 
     def lines(self, *, every_loop: bool = False) -> list[str]:
-        """The table, with a summary below it."""
+        """Return the table, with a summary below it."""
         return [
             *_table(self.kernels, every_loop=every_loop),
             f"  {len(self.launches)} launches, compiled in {self.seconds:.1f} s "
@@ -180,7 +181,7 @@ _DTYPES |= {"i32": "int32", "u32": "uint32", "i64": "int64"}
 
 
 def array(shape: str | Iterable[int], dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
-    """An argument's shape and dtype, also from a string as jaxprs print it: bf16[2,4096,8,128]."""
+    """Return an argument's shape and dtype, also from a string of jaxprs: bf16[2,4096,8,128]."""
     if isinstance(shape, str):
         match = re.fullmatch(r"(\w+)\[([\d,\s]*)\]", shape)
         if match is None:
@@ -193,12 +194,12 @@ def array(shape: str | Iterable[int], dtype: Any = "bfloat16") -> jax.ShapeDtype
 def compile_program(
     function: Callable, *shapes: Any, target: str = "h200", dump: pathlib.Path | None = None
 ) -> Program:
-    """Compiles `function` for a GPU and reads the machine code of its Pallas kernels.
+    """Compile `function` for a GPU and reads the machine code of its Pallas kernels.
 
     Args:
-        function: Whatever `jax.jit` takes.
-        *shapes: Its arguments: pytrees of things with a shape and a dtype, or of strings for
-            `array`.
+        function: An argument of `jax.jit`.
+        *shapes: The function's arguments: pytrees of things with a shape and a dtype, or of strings
+            for `array`.
         target: A key of `TARGETS`.
         dump: A folder that receives each kernel's cubin and disassembly.
 
@@ -221,7 +222,7 @@ def compile_program(
                 path = scratch / "kernel.cubin"
                 path.write_bytes(cubin)
                 kernels += _read(path, compiled, target, dump)
-    # Without this check, a change in what XLA writes would look like kernels without fault.
+    # Without this check, a change of XLA's output would look like kernels without fault.
     if names and (not launched or launched != {kernel.symbol for kernel in kernels}):
         raise RuntimeError(
             f"XLA must launch kernels of {sorted(names)} and write their machine code; read "
@@ -238,18 +239,18 @@ def compile_program(
 
 
 def compile_kernels(function: Callable, *shapes: Any, target: str = "h200") -> list[Kernel]:
-    """The Pallas kernels of `function`; see `compile_program` for the arguments."""
+    """Return the Pallas kernels of `function`; see `compile_program` for the arguments."""
     return list(compile_program(function, *shapes, target=target).kernels)
 
 
 def peak_memory(function: Callable, *shapes: Any, target: str = "h200") -> int:
-    """Bytes of arguments, results and temporaries of the compiled `function`."""
+    """Return the bytes of arguments, results and temporaries of the compiled `function`."""
     with tempfile.TemporaryDirectory() as folder:
         return _compile(function, shapes, target, pathlib.Path(folder)).peak_bytes
 
 
 def show(function: Callable, *shapes: Any, target: str = "h200", dump: str | None = None) -> None:
-    """Prints what `compile_program` finds."""
+    """Print what `compile_program` finds."""
     folder = None if dump is None else pathlib.Path(dump)
     print(compile_program(function, *shapes, target=target, dump=folder))
 
@@ -260,19 +261,19 @@ def _compile(function, shapes, target: str, scratch: pathlib.Path) -> Compiled:
 
 
 def _unnumbered(symbol: str) -> str:
-    """XLA numbers different kernels of one name, and Mosaic GPU says that it made one."""
+    """Return the name without XLA's number and without Mosaic GPU's suffix."""
     return re.sub(r"__\d+$", "", symbol.removesuffix(MOSAIC))
 
 
 def _tile_of_warpgroup(found: list[Loop]) -> tuple[int, int] | None:
-    """That of the first product in the loop over full tiles, which is one of scores."""
+    """Return the tile of scores: of the first product in the loop over full blocks."""
     return found[0].first_product if found else None
 
 
 def _read(
     path: pathlib.Path, compiled: Compiled, target: str, dump: pathlib.Path | None
 ) -> Iterator[Kernel]:
-    """The kernels of one cubin."""
+    """Return the kernels of one cubin."""
     about, functions = json.loads(run_tool("nvdisasm", "--emit-json", path))
     lines = {f["function-name"]: f["sass-instructions"] for f in functions}
     usage = run_tool("cuobjdump", "-res-usage", path)
@@ -286,7 +287,7 @@ def _read(
             continue
         registers, stack, static_shared = map(int, numbers)
         shared = launch.dynamic_shared
-        if not name.endswith(MOSAIC):  # Its static part is a name for the other.
+        if not name.endswith(MOSAIC):  # The static part has a name of its own.
             shared += static_shared - TARGETS[target].reserved_shared
         code = [
             Instruction(i.get("predicate", ""), i["opcode"], i.get("operands", ""))

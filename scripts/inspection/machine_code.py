@@ -1,6 +1,6 @@
-"""Reads a kernel's machine code (SASS): its loops over tiles, and what one tile costs in them.
+"""Reads a kernel's machine code (SASS): its loops over tiles, and the cost of one tile.
 
-And whether ptxas, which turns PTX into it, has forgotten to set a register, see `unset`.
+`unset` finds registers that ptxas, which makes machine code of PTX, has forgotten to set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 
 _MATRIX = re.compile(r"[A-Z]*GMMA|[A-Z]MMA|UTC[A-Z]*MMA")
 
-# What the order of a loop shows; `(n)` becomes the number of groups that a wait leaves in flight.
+# Instructions in the order of a loop; `(n)` is the number of groups that a wait leaves in flight.
 _SHOWN = (
     (_MATRIX, ""),
     (re.compile(r"MUFU\.EX2"), "exp2"),
@@ -48,19 +48,19 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """The opcode without the modifiers that do not change what it is for."""
+        """The opcode without modifiers that do not change its purpose."""
         name, *modifiers = self.opcode.split(".")
         return f"{name}.{modifiers[0]}" if name in ("MUFU", "WARPGROUP") else name
 
     @property
     def product(self) -> tuple[int, int] | None:
-        """Rows and columns of what a matrix instruction of Hopper computes."""
+        """Rows and columns of the result of a matrix instruction of Hopper."""
         match = re.match(r"HGMMA\.(\d+)x(\d+)x", self.opcode)
         return (int(match[1]), int(match[2])) if match else None
 
     @property
     def flops(self) -> float:
-        """Matrix operations for one warp; NaN where the opcode does not tell."""
+        """Matrix operations for one warp; NaN if the opcode does not have them."""
         if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", self.opcode):
             return 2 * math.prod(map(int, match.groups())) / 4  # One for each four warps.
         if match := re.match(r"HMMA\.16(8)(\d+)\.", self.opcode):
@@ -69,8 +69,8 @@ class Instruction:
 
     @property
     def uniform_written(self) -> list[int]:
-        """The uniform registers, which the threads of a warp share, that it writes."""
-        # Some have a predicate before what they write; those that write only predicates have two.
+        """The uniform registers that it writes; the threads of a warp share these."""
+        # Some name a predicate before the result; those that write only predicates name two.
         match = re.match(r"(?:U?P[T\d],)?UR(\d+)", self.operands)
         if not match:
             return []
@@ -79,17 +79,17 @@ class Instruction:
 
     @property
     def uniform_read(self) -> set[int]:
-        """Those that it reads."""
+        """The uniform registers that it reads."""
         found = [int(n) for n in re.findall(r"\bUR(\d+)", self.operands)]
         found = found[len(self.uniform_written[:1]) :]
         if match := re.match(r"UTMA(LDG|STG|REDG)\.(\d)D", self.opcode):
-            # Where it is in shared memory, a barrier to report to if that is the end, and an index
-            # for each axis; and the address of what describes the array.
+            # The address in shared memory, a barrier to report to if that is the destination, an
+            # index for each axis, and the address of the array's descriptor.
             first, described = found[:2]
             indices = range(first, first + int(match[2]) + (2 if match[1] == "LDG" else 1))
             return {*found, *indices, described + 1}
         if self.opcode.startswith("HGMMA"):
-            # Descriptors of the operands in shared memory; there is a place for one of the first.
+            # Descriptors of the operands in shared memory; the first operand may have one.
             in_registers = re.match(r"R\d+,R\d+,", self.operands)
             return set(range(found[0] + (2 if in_registers else 0), found[0] + 4))
         if re.match(r"U.*\.64$", self.opcode) or "desc[" in self.operands:
@@ -98,7 +98,7 @@ class Instruction:
 
     @property
     def jump(self) -> int | None:
-        """The number of the instruction that a branch goes to: all have 16 bytes."""
+        """The number of a branch's target; every instruction has 16 bytes."""
         match = re.search(r"0x([0-9a-f]+)$", self.operands)
         return int(match[1], 16) // 16 if match and self.opcode.startswith("BRA") else None
 
@@ -116,17 +116,17 @@ class Loop:
     """One innermost loop with matrix instructions.
 
     Its path is the shortest way through it among those with the most matrix instructions. A full
-    tile takes that path: the work on a tile's edge lies under a branch, the products do not.
+    block takes this path: the mask of a partial block lies under a branch, the products do not.
 
     Attributes:
-        instructions: What one warp issues on the path.
+        instructions: Instructions that one warp issues on the path.
         body: All instructions of the loop.
         spills: Local memory instructions (LDL, STL) among these.
         opcodes: How often each opcode occurs on the path, most frequent first.
         order: The matrix, exp2, copy and wait instructions on the path, in order.
         exp2_hidden: The part of the exponentials that are issued while an asynchronous Hopper
             matrix instruction is in flight; None without such instructions.
-        flops: Matrix operations of one warp on the path; NaN where the opcodes do not tell.
+        flops: Matrix operations of one warp on the path; NaN if the opcodes do not have them.
         first_product: Rows and columns of the first matrix instruction of Hopper on the path.
     """
 
@@ -146,7 +146,7 @@ class Loop:
 
 
 def loops(code: list[Instruction]) -> list[Loop]:
-    """The innermost loops with matrix instructions, the cheapest first."""
+    """Return the innermost loops with matrix instructions, the cheapest first."""
     blocks, successors = _blocks(code)
     costs = [(sum(i.is_matrix for i in block), -len(block)) for block in blocks]
     natural = _natural_loops(successors)
@@ -172,13 +172,13 @@ def loops(code: list[Instruction]) -> list[Loop]:
 
 
 def unset(code: list[Instruction]) -> list[str]:
-    """What copies, multiplies or waits by a uniform register that some way to it leaves unset.
+    """Return copies, products and waits that read a uniform register that some path leaves unset.
 
     Arithmetic may read such a register, for instructions that have a predicate; then its result is
-    unset, too. What has a predicate counts as set for what has one.
+    unset, too. A register that is set under a predicate counts as set for readers with a predicate.
     """
     blocks, successors = _blocks(code)
-    # Registers that are set on all ways to a block; and those that are if predicates are true.
+    # Registers that are set on all paths to a block; and registers that are if predicates are true.
     before: dict[int, tuple[set[int], set[int]]] = {0: (set(), set())}
     faults: dict[int, list[str]] = {}
     todo = [0]
@@ -224,7 +224,7 @@ def _blocks(code: list[Instruction]) -> tuple[list[list[Instruction]], list[list
 
 
 def _natural_loops(successors: list[list[int]]) -> list[tuple[int, set[int]]]:
-    """The head and blocks of each loop: what reaches a jump back to the head without passing it.
+    """Return the head and the blocks of each loop: blocks that reach a jump back to the head.
 
     A jump to a lower address is no loop by itself: slow paths out of line return by one.
     """
@@ -239,7 +239,7 @@ def _natural_loops(successors: list[list[int]]) -> list[tuple[int, set[int]]]:
     dominators = _dominators(predecessors)
     found = []
     for head, before in predecessors.items():
-        # One loop for each jump, because a loop can share its head with one around it.
+        # Each jump is a loop of its own, because nested loops can share a head.
         for tail in before:
             if head in dominators[tail]:
                 body, todo = {head}, [tail]
@@ -253,7 +253,7 @@ def _natural_loops(successors: list[list[int]]) -> list[tuple[int, set[int]]]:
 
 
 def _dominators(predecessors: dict[int, list[int]]) -> dict[int, set[int]]:
-    """For each block that can be reached, those that every way to it from block 0 passes."""
+    """Return for each reachable block the blocks on every path to it from block 0."""
     dominators = {block: set(predecessors) for block in predecessors} | {0: {0}}
     changed = True
     while changed:
@@ -268,7 +268,7 @@ def _dominators(predecessors: dict[int, list[int]]) -> dict[int, set[int]]:
 def _path(
     head: int, body: set[int], successors: list[list[int]], costs: list[tuple[int, int]]
 ) -> tuple[int, ...]:
-    """The way around a loop with the greatest cost: most products, then fewest instructions."""
+    """Return the path around a loop with the most products, and then the fewest instructions."""
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {}
     seen = set()
 
@@ -277,7 +277,7 @@ def _path(
         for other in successors[block]:
             if other in body and other not in seen:
                 visit(other)
-        # A block that is seen but has no best way yet lies on the way here: a loop inside.
+        # A visited block without a best path lies on the path here: an inner loop.
         ways = [best[other] for other in successors[block] if other in best]
         if head in successors[block]:
             ways.append((0, 0, ()))
