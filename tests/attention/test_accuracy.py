@@ -149,7 +149,7 @@ def test_float64(case, implementation):
 
 
 @pytest.mark.parametrize("implementation", cases.default(["xla", "reference"], IMPLEMENTATIONS))
-def test_slopes_move_with_an_offset_that_is_known(implementation):
+def test_slopes_move_with_known_offset(implementation):
     """As with one for each example, which the cases have."""
     qkv, cotangents, _ = cases.BY_NAME["full"].problem()
     batch, _, num_heads, _ = qkv[0].shape
@@ -183,7 +183,7 @@ def test_slopes_move_with_an_offset_that_is_known(implementation):
 )
 # Of the kernels test_lowering has the same.
 @pytest.mark.parametrize("implementation", cases.default(["xla", "reference"], IMPLEMENTATIONS))
-def test_nothing_shows_of_what_no_query_sees(case, implementation, small_blocks):
+def test_hidden_tokens_have_no_effect(case, implementation, small_blocks):
     check_that_nothing_shows(case, implementation)
 
 
@@ -207,7 +207,7 @@ TILES = [
 )
 @cases.parametrize(names=["everything at once", "window narrower than a tile gap"])
 @pytest.mark.parametrize("split", [False, True], ids=["together", "apart"])
-def test_every_tile_gives_the_same_answer(case, tile, split, kernel_case):
+def test_every_tile_gives_the_same_result(case, tile, split, kernel_case):
     """Also with dk and dv in one launch or two."""
     backward = dict(dk=tile, dv=tile) if split else dict(dkv=tile)
     sizes = pallas_flash.tuning.TileSizes(forward=tile, dq=tile, **backward)

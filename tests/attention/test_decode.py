@@ -79,7 +79,7 @@ def test_one_query(case, kernel_case):
     assert_right(with_few(case, 1))
 
 
-def test_a_sink_far_above_all_scores(kernel_case):
+def test_sink_far_above_scores(kernel_case):
     """exp2 of the difference would overflow."""
     case = with_few(cases.BY_NAME["full"])
     problem = (*case.problem()[:2], {"sinks": jnp.full(case.N, 200.0)})
@@ -126,7 +126,7 @@ def test_more_queries_than_a_tile(case, B, N, K, kernel_case):
 
 
 @cases.parametrize(names=["bias"], more=["documents, shuffled"])
-def test_rows_that_do_not_exist_read_inside(case, kernel_case):
+def test_padding_rows_read_inside(case, kernel_case):
     """48 of 64, with sizes that tiles divide, where no other index is checked."""
     case = dataclasses.replace(case, B=1, T=FEW_QUERIES, S=192, N=3, K=1, H=16, V=16)
     results, _ = run(case.problem(), TileSizes(decode=Tile(64, 16)))
@@ -149,7 +149,7 @@ def test_every_element_is_stored_once(case):
         "all features",
     ],
 )
-def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
+def test_hidden_tokens_have_no_effect(case, kernel_case):
     case = with_few(case)
     qkv, cotangents, options = case.problem()
     arrays = cases.poison(case, qkv, cotangents, options)
@@ -161,7 +161,7 @@ def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
 @cases.parametrize(
     names=["full", "mask with empty tiles"], more=["lengths", "window, moved", "mask of keys"]
 )
-def test_keys_that_heads_share_are_multiplied_once(case):
+def test_shared_keys_are_multiplied_once(case):
     """Two products for each tile that any query of any of these heads sees."""
     case = with_few(case)
     _, _, options = case.problem()
@@ -198,7 +198,7 @@ def test_parts(S, B, K, parts):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_shares_are_even_and_together_everything(parts):
+def test_kv_splits_are_even_and_complete(parts):
     for start, full_start, full_stop, stop in RANGES:
         shares = [
             tuple(map(int, split((start, full_start, full_stop, stop), i, parts, Sparsity.RANGES)))
@@ -213,7 +213,7 @@ def test_shares_are_even_and_together_everything(parts):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_shares_of_a_list(parts):
+def test_kv_splits_of_a_list(parts):
     tiles = [7, 3, 9, 0, 4]
     for count in range(6):
         for full in range(count + 1):
@@ -243,20 +243,20 @@ def kernel_of(T, tiles, S=513, N=64):
         (TileSizes(forward=Tile(16, 32), decode=Tile(16, 16)), "decode", "forward"),
     ],
 )
-def test_which_kernel_serves(asked, few, many):
+def test_decode_kernel_is_chosen(asked, few, many):
     assert [kernel_of(T, asked) for T in (1, FEW_QUERIES, FEW_QUERIES + 1)] == [few, few, many]
 
 
-def test_few_queries_of_all_heads_are_few():
+def test_decode_counts_queries_of_all_heads():
     assert [kernel_of(T, None, N=4) for T in (128, 129)] == ["decode", "forward"]
 
 
-def test_few_keys_are_not_worth_two_launches():
+def test_short_keys_are_not_split():
     asked = TileSizes(decode=Tile(16, 16))
     assert [kernel_of(1, tiles, S=512) for tiles in (None, asked)] == ["forward", "decode"]
 
 
-def test_vmap_computes_what_a_loop_does():
+def test_vmap_equals_loop():
     (q, k, v), _, options = with_few(cases.BY_NAME["lengths"]).problem()
     attention = functools.partial(
         pallas_flash.attention, implementation="triton", tile_sizes=TILES, **options
@@ -276,7 +276,7 @@ def test_in_x64_mode():
     np.testing.assert_array_equal(result, expected)
 
 
-def test_many_parts_are_joined_in_several_steps(monkeypatch, kernel_case):
+def test_many_splits_combine_in_several_steps(monkeypatch, kernel_case):
     monkeypatch.setattr(decode_kernel, "MIN_TILES_PER_SPLIT", 1)
     case = with_few(cases.BY_NAME["sinks"], 2)
     case = dataclasses.replace(case, S=16 * 2 * decode_kernel.SPLITS_PER_STEP + 5)

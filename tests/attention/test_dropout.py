@@ -47,13 +47,13 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("counter", "key", "rounds", "words"), KNOWN)
-def test_the_integers_are_the_published_generator(counter, key, rounds, words):
+def test_philox_equals_published_integers(counter, key, rounds, words):
     got = philox_of_ints(counter, key, rounds)
     assert " ".join(f"{word:08x}" for word in got) == words
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_the_arrays_are_the_integers(x64):
+def test_philox_of_arrays_equals_integers(x64):
     rng = np.random.default_rng(0)
     words = rng.integers(0, WORD, (6, 50), dtype=np.uint32)
     words[:, :3] = [0, WORD - 1, 1]
@@ -66,7 +66,7 @@ def test_the_arrays_are_the_integers(x64):
 
 
 @pytest.mark.parametrize("m", [0xD2511F53, 0xCD9E8D57, 0, 1, 0xFFFF, 0x10000, WORD - 1])
-def test_both_halves_of_a_product(m):
+def test_multiply_wide(m):
     ends = [0, 1, 0xFFFF, 0x10000, 0x10001, 0x7FFFFFFF, 0x80000000, WORD - 2, WORD - 1]
     x = [*ends, *np.random.default_rng(1).integers(0, WORD, 100).tolist()]
     high, low = multiply_wide(jnp.asarray(np.array(x, np.uint32)), m)
@@ -98,7 +98,7 @@ def masks(rate=0.3):
     return {name: np.asarray(dropout_mask(make(), SHAPE, rate)) for name, make in KEYS.items()}
 
 
-def test_the_mask_is_its_definition():
+def test_mask_equals_definition():
     key, rate = KEYS["typed"](), 0.3
     mask, seed = np.asarray(dropout_mask(key, SHAPE, rate)), seed_of(key).tolist()
     np.testing.assert_array_equal(mask, oracle.kept(key, SHAPE, rate))
@@ -110,7 +110,7 @@ def test_the_mask_is_its_definition():
         assert element == (bits >= round(rate * HALF))
 
 
-def test_positions_may_count_from_a_multiple_of_16():
+def test_first_index_multiple_of_16():
     dropout = Dropout(seed_of(KEYS["typed"]()), None, 0.3)
     b, h, q, k = (jnp.asarray(x, jnp.int32) for x in np.ogrid[:2, :2, :40, :24])
     want = np.asarray(kept(dropout, b, h, q + 48, k + 16))
@@ -121,7 +121,7 @@ def test_positions_may_count_from_a_multiple_of_16():
     np.testing.assert_array_equal(got, want[1, [0, 1, 1], [2, 2, 13]])
 
 
-def test_a_key_is_the_same_typed_and_raw_and_others_differ():
+def test_typed_and_raw_keys():
     made = masks()
     typed, raw = made.pop("typed"), made.pop("raw")
     np.testing.assert_array_equal(typed, raw)
@@ -132,7 +132,7 @@ def test_a_key_is_the_same_typed_and_raw_and_others_differ():
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("key", KEYS)
-def test_the_rate(rate, key):
+def test_rate(rate, key):
     mask = np.asarray(dropout_mask(KEYS[key](), SHAPE, rate))
     for axes in ((0, 1, 2, 3), (2, 3), (0, 1, 2), (0, 1, 3)):
         n = np.prod([SHAPE[axis] for axis in axes])
@@ -141,13 +141,13 @@ def test_the_rate(rate, key):
         assert np.abs(mask.mean(axes) - (1 - rate)).max() < limit
 
 
-def test_a_larger_rate_drops_more_of_the_same():
+def test_larger_rate_drops_a_superset():
     key = KEYS["typed"]()
     some, more = (np.asarray(dropout_mask(key, SHAPE, rate)) for rate in (0.2, 0.4))
     assert not (more & ~some).any()
 
 
-def test_ends_of_the_rate():
+def test_rate_limits():
     key = KEYS["typed"]()
     assert dropout_mask(key, SHAPE, 0.0).all()
     assert dropout_mask(key, SHAPE, 0).dtype == bool
@@ -155,7 +155,7 @@ def test_ends_of_the_rate():
 
 
 @pytest.mark.parametrize("rate", [1e-12, 1e-7, 0.4 / HALF])
-def test_a_rate_above_zero_drops_one_in_65536_at_least(rate):
+def test_least_rate_drops_one_in_65536(rate):
     key, shape = KEYS["typed"](), (2, 3, 300, 301)
     dropped = ~np.asarray(dropout_mask(key, shape, rate))
     assert dropped.any()
@@ -164,7 +164,7 @@ def test_a_rate_above_zero_drops_one_in_65536_at_least(rate):
 
 
 @pytest.mark.parametrize("rate", [np.nextafter(1.0, 0.0), 1 - 1e-7, 1 - 0.4 / HALF])
-def test_a_rate_below_one_keeps_one_in_65536_at_least(rate):
+def test_greatest_rate_keeps_one_in_65536(rate):
     key, shape = KEYS["typed"](), (2, 3, 300, 301)
     mask = np.asarray(dropout_mask(key, shape, rate))
     assert mask.any()
@@ -197,7 +197,7 @@ def test_neighbours_are_independent(key, axis):
 
 @pytest.mark.parametrize("rate", [0.03, 0.5, 0.9])
 @pytest.mark.parametrize("key", ["typed", "rbg"])
-def test_elements_that_share_a_counter_are_independent(key, rate):
+def test_elements_of_one_counter_are_independent(key, rate):
     shape = 2, 3, 160, 320
     mask, bits = dropout_mask(KEYS[key](), shape, rate), oracle.random_bits(KEYS[key](), shape)
     for x in (np.asarray(mask), bits):
@@ -211,14 +211,14 @@ def test_elements_that_share_a_counter_are_independent(key, rate):
             correlation(upper[:-1], lower[1:])
 
 
-def test_keys_that_follow_each_other_are_independent():
+def test_consecutive_keys_are_independent():
     first, second = (np.asarray(dropout_mask(jax.random.key(n), SHAPE, 0.3)) for n in (0, 1))
     split = (np.asarray(dropout_mask(k, SHAPE, 0.3)) for k in jax.random.split(jax.random.key(0)))
     for x, y in itertools.combinations([first, second, *split], 2):
         correlation(x, y)
 
 
-def test_the_mask_depends_on_the_index_alone():
+def test_mask_depends_on_index_alone():
     """Larger calls begin with smaller ones, and a shard is a part of the whole."""
     key = KEYS["typed"]()
     whole = np.asarray(dropout_mask(key, SHAPE, 0.3))
@@ -292,7 +292,7 @@ def test_attention_drops_what_the_mask_says(way, shared):
 
 @pytest.mark.parametrize(("rate", "numbers"), [(1e-9, 1), (0.1, 6554), (0.999, 65470)])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_what_is_kept_is_divided_by_the_share_that_is_kept(implementation, rate, numbers):
+def test_kept_probabilities_are_rescaled(implementation, rate, numbers):
     """Of 2^16 numbers some drop, so that share is not 1 - rate, which would be biased."""
     factor, as_given = HALF / (HALF - numbers), 1 / (1 - rate)
     with jax.enable_x64(True):
@@ -307,7 +307,7 @@ def test_what_is_kept_is_divided_by_the_share_that_is_kept(implementation, rate,
     assert error < 100 * np.finfo(np.float64).eps < abs(as_given / factor - 1) / 100
 
 
-def test_at_a_rate_next_to_one_no_factor_is_infinite():
+def test_factor_is_finite_at_greatest_rate():
     """None of these is kept: the output and the gradients are zeros."""
     rate = float(np.nextafter(1.0, 0.0))
     *qkv, do = inputs(value_dim=5)
@@ -349,7 +349,7 @@ def test_a_rate_of_zero_drops_nothing():
     np.testing.assert_array_equal(got, probabilities(WAYS["xla"], None))
 
 
-def test_the_mean_over_keys_is_the_output_without():
+def test_mean_over_keys_equals_no_dropout():
     q, k, v, _ = inputs()
     call = functools.partial(pallas_flash.attention, q, k, v, implementation="xla")
     outputs = jax.jit(jax.vmap(lambda key: call(dropout_rate=0.5, dropout_key=key)))(
@@ -378,13 +378,13 @@ def results(name):
 
 
 @pytest.mark.parametrize("name", cases.default(["xla"], list(WAYS)[1:]))
-def test_gradients_are_those_of_the_definition(name):
+def test_gradients_equal_definition(name):
     for got, want in zip(results(name), results("reference"), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", cases.default(["xla"], ["xla", "reference"]))
-def test_gradients_are_finite_differences(implementation):
+def test_gradients_equal_differences(implementation):
     with jax.enable_x64(True):
         rng = np.random.default_rng(5)
         *qkv, do = (jnp.asarray(np.asarray(x), jnp.float64) for x in inputs(value_dim=5))

@@ -97,7 +97,7 @@ def test_score_mod_goes_to_who_lowers_it(name):
 
 @on_hopper
 @pytest.mark.parametrize("name", PREDICATES)
-def test_predicate_goes_to_who_lowers_it(name):
+def test_predicate_chooses_implementation(name):
     fn, *by = PREDICATES[name]
     assert [passes(gpu, mask=Predicate(fn))[0] for gpu in GPUS] == by
 
@@ -223,7 +223,7 @@ def test_probe_runs_within_transformations(name, implementation):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, None])
-def test_probe_runs_on_meshes_and_inside_shard_map(kind):
+def test_probe_runs_on_meshes_and_in_shard_map(kind):
     """A function is lowered where its operands are shards, and with another origin."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     types = (kind or AxisType.Auto,) * 2
@@ -246,7 +246,7 @@ def test_probe_runs_on_meshes_and_inside_shard_map(kind):
 
 
 @on_hopper
-def test_functions_of_few_queries_and_tables_lower_on_hopper():
+def test_functions_in_decoding_lower_on_hopper():
     """In decoding the head is a tile. Operands have each dtype and number of axes."""
 
     def score_mod(s, b, h, i, j, scalar, table, narrow, flags):
@@ -365,7 +365,7 @@ def test_score_mod_without_operands_is_its_function():
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_as_triton_runs_them(name, kernel_case):
+def test_values_in_triton_ir(name, kernel_case):
     call = functools.partial(gradients, **CALLS[name], implementation="triton")
     judge(name, ttir.evaluate(call, *map(jnp.asarray, QKV)))
 

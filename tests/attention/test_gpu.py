@@ -107,7 +107,7 @@ def test_kernels(case, dtype, precision, kernel_case, monkeypatch):
         list(itertools.product([40, 64, 128, 256], [False, True])),
     ),
 )
-def test_head_sizes(case, head_dim, enough, kernel_case, monkeypatch):
+def test_head_dims(case, head_dim, enough, kernel_case, monkeypatch):
     """Each has tiles of its own in the table, of which calls with enough programs have others.
 
     `-m 'gpu and extended'` runs the others of these pairs.
@@ -136,7 +136,7 @@ def test_kernels_for_hopper_in_order(case, head_dim, kernel_case):
 @needs_hopper
 @cases.parametrize(names=cases.HEADS_ON_HOPPER)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_head_sizes_for_hopper(case, head_dim, kernel_case):
+def test_head_dims_for_hopper(case, head_dim, kernel_case):
     case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
     judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
 
@@ -173,7 +173,7 @@ def test_bits_of_masks_for_hopper(axes, block_kv, kernel_case):
         *itertools.product(["one key/value head", "large scores"], [128]),
     ],
 )
-def test_programs_that_share_keys_for_hopper(name, head_dim, kernel_case):
+def test_clusters_for_hopper(name, head_dim, kernel_case):
     """In every head and example pairs, of the last of which one program has nothing to do."""
     sizes = dict(T=1900, S=2100, H=head_dim, V=head_dim)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
@@ -184,7 +184,7 @@ def test_programs_that_share_keys_for_hopper(name, head_dim, kernel_case):
 @needs_hopper
 @cases.parametrize(names=["full", "causal", "one key/value head", "everything at once", "dropout"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_programs_with_many_items_for_hopper(case, head_dim, kernel_case, monkeypatch):
+def test_many_work_tiles_for_hopper(case, head_dim, kernel_case, monkeypatch):
     """As of calls with more items than cores."""
     # Not every JAX has what it imports.
     from pallas_flash._mosaic import work
@@ -197,7 +197,7 @@ def test_programs_with_many_items_for_hopper(case, head_dim, kernel_case, monkey
 @needs_hopper
 @cases.parametrize(names=["full", "causal", "lengths of zero", "documents", "dropout"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_queries_of_a_head_in_several_programs_for_hopper(case, head_dim, kernel_case, monkeypatch):
+def test_split_queries_for_hopper(case, head_dim, kernel_case, monkeypatch):
     """As of long heads that leave cores idle."""
     backward = importlib.import_module("pallas_flash._mosaic.backward_kernel")
     monkeypatch.setattr(backward, "WORTH_SUMS", 1)
@@ -231,14 +231,14 @@ def test_float16_for_hopper(case, kernel_case):
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_few_queries_for_hopper(case, head_dim, kernel_case):
+def test_decoding_for_hopper(case, head_dim, kernel_case):
     case = dataclasses.replace(with_few(case, 3, H=head_dim, V=head_dim), S=1500)
     judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
 
 
 @needs_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_gradients_for_hopper_are_reproducible_on_request(head_dim, kernel_case):
+def test_deterministic_gradients_for_hopper(head_dim, kernel_case):
     """And without that within rounding of float32 sums; what is no sum has the same bits anyway."""
     case = dataclasses.replace(cases.BY_NAME["causal"].scaled(12), H=head_dim, V=head_dim)
     qkv, cotangents, options = case.problem("bfloat16")
@@ -282,7 +282,7 @@ def test_tiles_of_calls_with_many_programs(case, kernel_case):
 
 @pytest.mark.parametrize("case", FEW_QUERIES, ids=lambda case: case.name.replace(" ", "-"))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_few_queries(case, dtype, kernel_case):
+def test_decoding(case, dtype, kernel_case):
     """In 17 parts or fewer."""
     tiles = UNROLLED if dtype == "float32" and case.name not in IN_THE_TABLES_TILES else None
     case = dataclasses.replace(with_few(case, 5), S=4401, H=128, V=128)
@@ -294,7 +294,7 @@ def test_few_queries(case, dtype, kernel_case):
     names=["full", "causal", "lengths", "everything at once", "mask with empty tiles"]
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_few_queries_of_all_heads(case, head_dim, kernel_case):
+def test_decoding_of_many_heads(case, head_dim, kernel_case):
     """200 of four heads and two examples are more than a tile."""
     case = with_few(case, 200, B=2, N=4, K=2, H=head_dim, V=head_dim)
     case = dataclasses.replace(case, S=1999)
@@ -320,7 +320,7 @@ def test_twenty_runs_give_the_same_bits(case, implementation, kernel_case):
 @pytest.mark.parametrize(
     ("head_dim", "tile"), [(64, (3, 96, 1)), (64, (3, 112, 1)), (128, (3, 64, 1)), (128, (2, 128))]
 )
-def test_copies_of_a_bias_wait_for_who_reads_the_one_before(head_dim, tile, kernel_case):
+def test_bias_copies_wait_for_readers(head_dim, tile, kernel_case):
     """Without a fence between read and report each run of the first three was another."""
     tiles = pallas_flash.tuning.TileSizes(pallas_flash.tuning.ForwardTile(*tile))
     keys = jax.random.split(jax.random.key(0), 4)
@@ -347,7 +347,7 @@ def test_copies_of_a_bias_wait_for_who_reads_the_one_before(head_dim, tile, kern
     ]
 )
 @by_kernels
-def test_nothing_shows_of_what_no_query_sees(case, implementation, kernel_case):
+def test_hidden_tokens_have_no_effect(case, implementation, kernel_case):
     case, dtype = case.scaled(4), in_16_bits(implementation)
     qkv, cotangents, options = case.problem(dtype)
     operands, rest = oracle.split(options)
@@ -361,7 +361,7 @@ def test_nothing_shows_of_what_no_query_sees(case, implementation, kernel_case):
 
 
 @by_kernels
-def test_nan_shows_where_it_is_seen_and_nowhere_else(implementation, kernel_case):
+def test_nan_shows_where_visible(implementation, kernel_case):
     """With a soft cap, for which neighbours share a reciprocal: key 101, of which 100 is one."""
     q, k, v = (
         jax.random.normal(x, (1, 200, 2, 64), jnp.bfloat16) for x in map(jax.random.key, range(3))
@@ -378,7 +378,7 @@ def test_nan_shows_where_it_is_seen_and_nowhere_else(implementation, kernel_case
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["examples", "heads"])
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
-def test_all_gpus_together_compute_what_one_does(spec, axes, dropout_rate):
+def test_all_gpus_equal_one(spec, axes, dropout_rate):
     """And exchange nothing; up to the order of float32 sums, which few programs decide."""
     n = jax.device_count()
     shapes = [(2 * n, 700, heads * n, 64) for heads in (4, 2, 2, 4)]
@@ -506,7 +506,7 @@ def test_sizes_beyond_16_and_32_bits(sizes, options, parts, implementation, kern
             assert np.linalg.norm(x - y) <= 0.01 * np.linalg.norm(y), name
 
 
-def test_the_kernels_are_the_default_here():
+def test_kernels_are_the_default():
     x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
     assert pallas_flash.explain(x, x, x).implementation == "triton"
 

@@ -309,7 +309,7 @@ def test_bias_and_mask_broadcast(i):
     assert_drop_in(Case(options))
 
 
-def test_positional_bias_and_mask_and_numpy_inputs():
+def test_positional_arguments_and_numpy_inputs():
     call = make(everything(jnp.float32))
     numpy = jax.tree.map(np.asarray, call.floats | call.arrays)
     names = ("query", "key", "value", "bias", "mask")

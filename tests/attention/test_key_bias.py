@@ -58,7 +58,7 @@ def test_dq_as_accurate_as_dense(case, dtype, implementation):
 @pytest.mark.parametrize(
     "name", ["lengths of zero", "causal, first queries see nothing", "mask of keys"]
 )
-def test_nothing_shows_of_what_no_query_sees(name, implementation):
+def test_hidden_tokens_have_no_effect(name, implementation):
     """Neither NaN nor a large finite number; the center is that of visible keys."""
     case = biased(name)
     qkv, cotangents, options = case.problem("bfloat16")
@@ -90,7 +90,7 @@ def center_of(case, dtype="bfloat16", **options):
     return _key_center.of(checked(qkv, drawn | options))
 
 
-def test_center_is_the_mean_of_features_with_a_bias():
+def test_center_is_mean_of_biased_features():
     center = np.asarray(center_of(biased("full", S=400)))
     assert np.abs(center[..., :2] - BIAS).max() < 0.5
     assert (center[..., 2:] == 0).mean() > 0.99

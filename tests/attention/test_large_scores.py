@@ -133,11 +133,11 @@ SMALL = {
         *(pytest.param(options, 1, id=name) for name, options in SMALL.items()),
     ],
 )
-def test_what_can_make_scores_large(options, numbers):
+def test_options_that_make_scores_large(options, numbers):
     assert residuals(**options) == numbers
 
 
-def test_parts_of_a_row_join_to_the_whole():
+def test_log_sums_combine():
     """Each of another device of a ring, in any order; of one nothing is seen, one is hidden."""
     random = np.random.default_rng(0)
     orders, parts, keys = 9, 4, 8

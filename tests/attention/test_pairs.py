@@ -59,7 +59,7 @@ def test_numbers(row, way, monkeypatch, request):
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=str)
-def test_pairs_that_cannot_be(pair):
+def test_impossible_pairs(pair):
     _, (qkv, _, options) = call_of(dict.fromkeys(SETTINGS, 0) | dict(pair))
     with pytest.raises(ValueError, match=REFUSED[pair]):
         pallas_flash.attention(*qkv, **options)

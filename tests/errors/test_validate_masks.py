@@ -137,5 +137,5 @@ ROWS = list(bad_mask_objects())
 
 
 @each(ROWS)
-def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
+def test_error_message(row):
     check(row)

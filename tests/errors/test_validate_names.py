@@ -79,7 +79,7 @@ def test_unknown_keyword_raises_one_sentence(row):
     check(row)
 
 
-def test_names_of_arrays_are_told_before_arrays_are_missed():
+def test_unknown_array_names_are_reported_first():
     with pytest.raises(TypeError, match=r"^`q` must be an argument .* Use `query`\.$"):
         pallas_flash.attention(q=f32(2, 5, 6, 8))
 
@@ -94,7 +94,7 @@ def test_advice_names_what_exists():
 
 
 @pytest.mark.parametrize("function", [pallas_flash.attention, pallas_flash.explain])
-def test_functions_stay_what_they_are(function):
+def test_functions_keep_their_signature(function):
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     assert inspect.Parameter.VAR_KEYWORD not in kinds
     assert inspect.getsource(function).count(f"def {function.__name__}(\n") == 1

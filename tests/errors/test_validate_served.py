@@ -191,7 +191,7 @@ def dense(
 
 
 @pytest.mark.parametrize("arguments", SERVED.values(), ids=SERVED)
-def test_unusual_but_valid_calls_agree_with_the_definition(arguments):
+def test_unusual_calls_equal_definition(arguments):
     arguments = numbers() | arguments()
     call = functools.partial(pallas_flash.attention, implementation="xla", return_lse=True)
     o, lse = jax.jit(functools.partial(call, **arguments))()
@@ -207,7 +207,7 @@ def test_unusual_but_valid_calls_agree_with_the_definition(arguments):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 4), (4, 1), (3, 5), (5, 3), (4, 4)])
-def test_positions_become_the_band_they_mean(q_len, kv_len, causal):
+def test_positions_become_a_band(q_len, kv_len, causal):
     sides = (None, 0, 1, 2, 4, 2**40)
     offsets = np.arange(-6, 7, dtype=np.int32)
     b, q, k = np.ogrid[: len(offsets), :q_len, :kv_len]

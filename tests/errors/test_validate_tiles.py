@@ -251,5 +251,5 @@ ROWS = list(bad_tiles())
 
 
 @each(ROWS)
-def test_a_refused_call_raises_one_sentence_in_the_form_of_all_errors(row):
+def test_error_message(row):
     check(row)

@@ -26,7 +26,7 @@ WITH_CACHE = [
     cases.default(WITH_CACHE[1:2], WITH_CACHE),
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_tokens_by_a_cache_are_those_of_the_whole_text(options):
+def test_cached_tokens_equal_whole_text(options):
     """A prompt, then single tokens, then a few: that is how text is generated and checked."""
     layer, x = with_cache(2, 11, **options), normal(1, (2, 11, FEATURES))
     whole = layer(x)
@@ -43,7 +43,7 @@ def test_tokens_by_a_cache_are_those_of_the_whole_text(options):
 
 
 @pytest.mark.parametrize("options", cases.default(WITH_CACHE[1:2], WITH_CACHE[:4]), ids=str)
-def test_vmap_gives_each_example_its_own_cache(options):
+def test_vmap_maps_the_cache(options):
     """Prompts of different lengths, padded at their ends; the padding is then overwritten."""
     layer, x = self_attention(**options), normal(1, (3, 11, FEATURES))
     layer.init_cache((11, FEATURES))
@@ -71,7 +71,7 @@ def test_vmap_gives_each_example_its_own_cache(options):
         lengths += 1
 
 
-def test_a_cache_has_all_batch_axes_and_a_dtype_of_its_own():
+def test_cache_shape_and_dtype():
     layer, x = self_attention(num_kv_heads=2), normal(1, (2, 1, 3, FEATURES))
     layer.init_cache(x.shape, jnp.bfloat16)
     assert layer.cached_key.shape == layer.cached_value.shape == (2, 1, 3, 2, 8)
@@ -85,7 +85,7 @@ def test_a_cache_has_all_batch_axes_and_a_dtype_of_its_own():
     assert layer.cached_key.dtype == layer.cached_value.dtype == jnp.bfloat16
 
 
-def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
+def test_refused_call_keeps_cache():
     layer, x = with_cache(implementation="nothing"), normal(1, (2, 3, FEATURES))
     with pytest.raises(ValueError, match="`implementation` must be"):
         layer(x, decode=True)
@@ -93,7 +93,7 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
     assert not layer.cached_key[...].any()
 
 
-def test_positions_go_on_counting_unless_they_are_given():
+def test_positions_continue_in_cache():
     layer, x = with_cache(), normal(1, (2, 6, FEATURES))
     layer(x[:, :5], decode=True)
     other = layer(x[:, 5:], positions=jnp.array([0]), decode=True)
@@ -102,7 +102,7 @@ def test_positions_go_on_counting_unless_they_are_given():
     assert distance(other, layer(x)[:, 5:]) > 0.01
 
 
-def test_a_cache_that_overflows_under_jit_gives_nan():
+def test_cache_overflow_under_jit_gives_nan():
     """Nothing can be raised there, and what was overwritten must not go unseen."""
     layer, x = with_cache(length=9), normal(1, (2, 5, FEATURES))
     step = nnx.jit(lambda layer, part: layer(part, decode=True))
@@ -113,7 +113,7 @@ def test_a_cache_that_overflows_under_jit_gives_nan():
         layer(x[:, :1], decode=True)
 
 
-def test_a_layer_without_a_cache_has_only_parameters():
+def test_layer_without_cache_has_only_parameters():
     layer = self_attention()
     assert not jax.tree.leaves(nnx.state(layer, nnx.Cache))
     layer.init_cache((1, 3, FEATURES))

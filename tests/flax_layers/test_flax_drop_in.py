@@ -59,7 +59,7 @@ SHAPES = [
     ("batch", "mask_axes", "mask_dtype", "bias_axes", "is_causal"),
     cases.default(SHAPES[:3], SHAPES),
 )
-def test_output_and_gradients_are_flaxs(batch, mask_axes, mask_dtype, bias_axes, is_causal):
+def test_output_and_gradients_equal_flax(batch, mask_axes, mask_dtype, bias_axes, is_causal):
     sizes = {"n": (NUM_HEADS,), "t": (Q_LEN,), "s": (KV_LEN,), "1": (1,)}
     # "b" stands for all batch axes; of several, the first one is left to broadcasting.
     sizes["b"] = (1, *batch[1:]) if len(batch) > 1 else batch
@@ -91,7 +91,7 @@ def test_output_and_gradients_are_flaxs(batch, mask_axes, mask_dtype, bias_axes,
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_half_precision_is_as_exact_as_flaxs(dtype):
+def test_half_precision_error_below_flax(dtype):
     arrays = qkv(dtype=dtype)
     with jax.enable_x64(True):
         exact = linen.dot_product_attention(*(x.astype(jnp.float64) for x in arrays))
@@ -117,12 +117,12 @@ def test_dtypes_promote_as_in_flax(flax_fn, dtypes, dtype):
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
 
 
-def test_grouped_heads_are_nnxs():
+def test_grouped_heads_equal_nnx():
     arrays = qkv(num_kv_heads=2)
     assert_close(OURS(*arrays), nnx.dot_product_attention(*arrays))
 
 
-def test_a_query_that_sees_nothing_gives_zeros():
+def test_row_without_keys_gives_zeros():
     arrays = qkv()
     mask = jnp.ones((Q_LEN, KV_LEN)).at[2].set(0.0)
     out, grads = output_and_gradients(
@@ -213,7 +213,7 @@ def keywords(fn: Callable) -> set[str]:
 
 
 @pytest.mark.parametrize("name", sorted(set().union(*map(keywords, FLAX_FUNCTIONS))))
-def test_keyword_of_flax_is_honoured_or_refused(name):
+def test_flax_keyword_is_honoured_or_refused(name):
     assert name in KEYWORDS, f"`{name}` is new in Flax: honour or refuse it, and say so in KEYWORDS"
     keyword = KEYWORDS[name]
     assert set(keyword.kwargs) <= keywords(attention_fn)
@@ -241,14 +241,14 @@ def test_keywords_lists_only_what_exists():
     assert keywords(attention_fn) - set(KEYWORDS) == own
 
 
-def test_linen_and_nnx_give_positional_arguments_the_same_meaning():
+def test_positional_arguments_of_linen_and_nnx():
     ours = list(inspect.signature(attention_fn).parameters.values())
     ours = [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
     for flax_fn in (linen.dot_product_attention, nnx.dot_product_attention):
         assert list(inspect.signature(flax_fn).parameters)[: len(ours)] == ours
 
 
-def test_what_attention_decides_reaches_it(monkeypatch):
+def test_options_reach_attention(monkeypatch):
     seen = {}
 
     def spy(query, key, value, bias, mask, **kwargs):
@@ -267,7 +267,7 @@ def test_what_attention_decides_reaches_it(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", [None, "high", jax.lax.Precision.HIGHEST], ids=str)
-def test_products_have_flaxs_precision(precision):
+def test_precision_equals_flax(precision):
     """By the program: a CPU computes all of them alike."""
 
     def precisions(fn):
@@ -296,7 +296,7 @@ def dropped_weights(fn, batch, **kwargs):
 
 @pytest.mark.parametrize(("batch", "broadcast"), [((2, 3), None), ((2,), False)], ids=str)
 @pytest.mark.parametrize("fn", [OURS, linen.dot_product_attention, nnx.dot_product_attention])
-def test_dropout_has_flaxs_statistics(fn, broadcast, batch):
+def test_dropout_statistics_equal_flax(fn, broadcast, batch):
     kwargs = {} if broadcast is None else {"broadcast_dropout": broadcast}
     weights, plain = dropped_weights(fn, batch, **kwargs)
     kept = weights > 0
@@ -313,7 +313,7 @@ def test_dropout_has_flaxs_statistics(fn, broadcast, batch):
 
 
 @pytest.mark.parametrize("broadcast", cases.default([False], [False, True]))
-def test_dropout_mask_tells_what_is_dropped(broadcast):
+def test_dropout_mask_is_what_is_dropped(broadcast):
     """All batch axes count as one, and the gradients drop the same."""
     batch, key, rate = (2, 3), jax.random.key(7), 0.4
     arrays = qkv(batch, v_dim=V_DIM)
@@ -405,7 +405,7 @@ JOINED = {
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", JOINED)
-def test_sown_weights_of_joined_masks_are_dense_ones(name, is_causal):
+def test_sown_weights_of_mask_conjunction(name, is_causal):
     join, parts = JOINED[name]
     mask = join()
     if is_causal and "prefix" in parts:
@@ -424,7 +424,7 @@ def test_sown_weights_of_joined_masks_are_dense_ones(name, is_causal):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_sown_weights_have_flaxs_dtype(force):
+def test_sown_weights_dtype_equals_flax(force):
     ours, flaxs = Sower(), Sower()
     for fn, sower in ((OURS, ours), (linen.dot_product_attention, flaxs)):
         fn(*qkv(dtype=jnp.bfloat16), module=sower, force_fp32_for_softmax=force)

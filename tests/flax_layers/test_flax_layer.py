@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("ieee_products")
 
 
 @pytest.mark.parametrize(("is_causal", "use_bias"), [(False, True), (True, False)])
-def test_module_without_rope_is_flaxs(is_causal, use_bias):
+def test_module_without_rope_equals_flax(is_causal, use_bias):
     x = normal(1, (2, Q_LEN, FEATURES))
     options = {"num_kv_heads": 2, "use_bias": use_bias}
     layer = self_attention(rope_theta=None, is_causal=is_causal, **options)
@@ -55,7 +55,7 @@ def test_grouped_heads_are_repeated_heads():
 
 
 @pytest.mark.parametrize("batch", [pytest.param((), marks=pytest.mark.extended), (2, 3)], ids=str)
-def test_batch_axes_are_examples(batch):
+def test_batch_axes_are_batch_elements(batch):
     layer = self_attention(num_kv_heads=2)
     x = normal(1, (*batch, Q_LEN, FEATURES))
     segment_ids = jnp.asarray([0, 0, 1, 1, 1])
@@ -70,7 +70,7 @@ def test_batch_axes_are_examples(batch):
 
 
 @pytest.mark.parametrize("is_causal", cases.default([False], [False, True]))
-def test_packed_documents_are_separate_documents(is_causal):
+def test_packed_sequences_are_separate(is_causal):
     layer = self_attention(is_causal=is_causal)
     x = normal(1, (2, 9, FEATURES))
     documents = x[:, :4], x[:, 4:]
@@ -95,7 +95,7 @@ def test_only_differences_of_positions_matter():
 
 
 @pytest.mark.parametrize("rope_theta", cases.default([10_000.0], [10_000.0, None]))
-def test_a_balanced_order_of_tokens_is_one_of_results(rope_theta):
+def test_balanced_order_in_layer(rope_theta):
     layer = self_attention(local_window_size=5, rope_theta=rope_theta)
     x = normal(1, (2, 3, 16, FEATURES))
     segment_ids = jnp.asarray([7] * 5 + [3] * 11)
@@ -364,7 +364,7 @@ def test_module_drops_out_in_training(broadcast):
     np.testing.assert_array_equal(a, layer(x, rngs=nnx.Rngs(dropout=1), deterministic=False))
 
 
-def test_dropout_of_a_rematerialised_layer_is_the_same_twice():
+def test_remat_repeats_dropout():
     layer = self_attention(dropout_rate=0.5, deterministic=False)
     x, key = normal(1, (2, Q_LEN, FEATURES)), jax.random.key(4)
 
@@ -375,7 +375,7 @@ def test_dropout_of_a_rematerialised_layer_is_the_same_twice():
     assert_close(gradient(jax.checkpoint), gradient(lambda f: f))
 
 
-def test_a_copy_of_the_stream_is_kept_only_where_it_serves():
+def test_dropout_stream_is_kept_where_needed():
     assert self_attention().rngs is None
     assert self_attention(dropout_rate=0.5, keep_rngs=False).rngs is None
     rngs = nnx.Rngs(0)

@@ -79,7 +79,7 @@ def test_linen_module(batch):
     assert_close(run(ours), run(flaxs))
 
 
-def test_linens_filter_hides_nothing_from_a_partial():
+def test_linen_filter_sees_partial_keywords():
     x = normal(1, (2, Q_LEN, FEATURES))
     einsums = dict.fromkeys(
         ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"), lambda: jnp.einsum
@@ -249,7 +249,7 @@ def test_decoding_step_joins_masks_of_the_call():
     np.testing.assert_array_equal(last[:, 0, 0] > 0, real)
 
 
-def test_one_query_sees_its_mask_causal_or_not():
+def test_one_query_with_mask_causal_or_not():
     q, k, v = qkv()
     mask = random_mask((2, 1, 1, KV_LEN), jnp.float32)
     want = linen.dot_product_attention(q[:, :1], k, v, mask=mask)

@@ -13,7 +13,7 @@ from pallas_flash.flax import apply_rope
 pytestmark = pytest.mark.usefixtures("ieee_products")
 
 
-def test_rope_is_a_product_of_complex_numbers():
+def test_rope_equals_complex_product():
     x, theta = normal(1, (2, 3, NUM_HEADS, HEAD_DIM)), 500.0
     positions = np.asarray([[0, 5, 1000], [7, 7, -3]])
     half = HEAD_DIM // 2
@@ -27,7 +27,7 @@ def test_rope_is_a_product_of_complex_numbers():
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(-500, 500))
-def test_rope_keeps_norms_and_sees_only_differences(q_pos, k_pos, offset):
+def test_rope_keeps_norms_and_differences(q_pos, k_pos, offset):
     q, k = normal(1, (1, 1, HEAD_DIM)), normal(2, (1, 1, HEAD_DIM))
 
     def turned(x, position):
@@ -44,7 +44,7 @@ def test_rope_keeps_norms_and_sees_only_differences(q_pos, k_pos, offset):
     assert abs(product(0) - product(offset)) < error * scale
 
 
-def test_rope_computes_in_float32_and_keeps_the_dtype():
+def test_rope_computes_in_float32_keeps_dtype():
     x = normal(1, (Q_LEN, NUM_HEADS, HEAD_DIM), jnp.bfloat16)
     # bfloat16 has 8 bits, so positions and angles above 256 would be far off in it.
     positions = 1000 + jnp.arange(Q_LEN)

@@ -166,7 +166,7 @@ def allowed(mask, q, kv):
 
 @over_tilings
 @over_objects
-def test_allowed_is_the_definition(make, q, kv):
+def test_allowed_equals_definition(make, q, kv):
     mask = make(random(), q, kv)
     seen = seen_by(mask, (BATCH, HEADS, q.length, kv.length))
     assert seen.any()
@@ -185,7 +185,7 @@ def ranges_as_classes(ranges, count):
 
 @over_tilings
 @pytest.mark.parametrize("offset", [0, 3, -4, "by example"])
-def test_ranges_of_a_prefix(offset, q, kv):
+def test_ranges_of_prefix(offset, q, kv):
     """Nothing is left out, nothing is called full that is not, and whole tiles are exact.
 
     Those of keys also where they are ragged.
@@ -211,7 +211,7 @@ def test_ranges_of_a_prefix(offset, q, kv):
 
 
 @over_tilings
-def test_ranges_of_a_prefix_of_positions_are_safe(q, kv):
+def test_ranges_of_prefix_with_positions(q, kv):
     """In any order, and exact where tokens are in order and there are no others."""
     rng = random()
     for ordered in (True, False):
@@ -236,7 +236,7 @@ def test_ranges_of_a_prefix_of_positions_are_safe(q, kv):
                 np.testing.assert_array_equal(full, want[1])
 
 
-def test_queries_of_a_prefix_see_themselves_unless_they_are_moved_back():
+def test_prefix_sees_diagonal():
     q = kv = Tiling(8, 4)
     mask = PrefixLM(int32([3, 0]))
     for shift, expected in ((-1, False), (0, True), (2, True)):
@@ -249,7 +249,7 @@ def test_queries_of_a_prefix_see_themselves_unless_they_are_moved_back():
 
 @over_tilings
 @pytest.mark.parametrize("make", [array, blocks])
-def test_classes_of_arrays_and_blocks_are_exact(make, q, kv):
+def test_block_classes_are_exact(make, q, kv):
     for seed in range(3):
         mask = make(random(seed), q, kv)
         want = of_tiles(seen_by(mask, (BATCH, HEADS, q.length, kv.length)), q, kv)
@@ -272,7 +272,7 @@ def listed_as_classes(lists, count):
 
 
 @over_two_tilings
-def test_lists_of_heads_in_groups(q, kv):
+def test_lists_of_grouped_heads(q, kv):
     """A tile that any head sees is visited; one that all heads see in full needs no mask."""
     allowed = random().random((BATCH, 4, q.length, kv.length)) < 0.9
     allowed[:, 0], allowed[:, 2], allowed[0, 3] = True, False, True
@@ -289,7 +289,7 @@ def test_lists_of_heads_in_groups(q, kv):
 
 @over_two_tilings
 @pytest.mark.parametrize("ragged", ["q", "kv"])
-def test_lists_of_a_conjunction(ragged, q, kv):
+def test_lists_of_conjunction(ragged, q, kv):
     """Exact for exact leaves, as far as one leaf alone can tell; never wrong for all together."""
     rng = random()
     others = [Band(-9, 4), Lengths(int32([q.length, 3]), int32([kv.length - 1, kv.length]))]
@@ -336,7 +336,7 @@ def test_lists_of_a_conjunction(ragged, q, kv):
 
 @over_tilings
 @over_objects
-def test_from_mask_finds_the_blocks_of_a_mask(make, q, kv):
+def test_from_mask_finds_blocks(make, q, kv):
     x64 = q.length % 2 == 0
     mask = make(random(), q, kv)
     shape = BATCH, HEADS, q.length, kv.length
@@ -370,7 +370,7 @@ def test_from_mask_finds_the_blocks_of_a_mask(make, q, kv):
         assert not (np.asarray(classes.every) & ~every).any()
 
 
-def test_from_mask_asks_for_every_example_and_head():
+def test_from_mask_of_every_row_and_head():
     def fn(b, h, q, k):
         return (b == 1) | (h == 2) & (q + k >= 0)
 
@@ -468,7 +468,7 @@ CHOSEN = ["object and array", "blocks of a predicate"]
 
 
 @pytest.mark.parametrize("name", cases.default(CHOSEN, CALLS))
-def test_a_call_with_an_object_is_one_with_the_array_it_stands_for(name):
+def test_mask_object_equals_its_array(name):
     mask = CALLS[name](parts())
     want = results("reference", jnp.asarray(seen_by_blocks(mask)))
     close(results("xla", mask), want)
@@ -485,7 +485,7 @@ def seen_by_blocks(mask):
 
 
 @pytest.mark.parametrize("implementation", cases.default(["xla"], ["xla", "interpret"]))
-def test_a_predicate_may_be_a_constant(implementation):
+def test_predicate_may_be_constant(implementation):
     everything, nothing = (Predicate(lambda *_, x=x: x) for x in (True, False))
     want = results("reference", None)
     for mask in (everything, build(everything)):
@@ -495,7 +495,7 @@ def test_a_predicate_may_be_a_constant(implementation):
     assert all((x == 0).all() for x in jax.tree.leaves(results(implementation, nothing)))
 
 
-def test_joined_masks_do_not_depend_on_the_order():
+def test_conjunction_in_any_order():
     p = parts()
     close(
         results("xla", p.prefix & p.by_head & p.blocks),
@@ -504,7 +504,7 @@ def test_joined_masks_do_not_depend_on_the_order():
 
 
 @pytest.mark.parametrize("implementation", cases.default(["interpret"], ["xla", "interpret"]))
-def test_operands_of_bools_are_bools_in_kernels_too(implementation):
+def test_bool_operands_stay_bool_in_kernels(implementation):
     """Memory holds them in another dtype, of which ~ is no negation; whole tiles show it."""
     hide = jnp.arange(32) % 3 == 0
 
@@ -517,7 +517,7 @@ def test_operands_of_bools_are_bools_in_kernels_too(implementation):
     close(results(implementation, Predicate(visible, (hide,)), arrays), want)
 
 
-def test_a_read_outside_of_an_operand_is_moved_to_its_edge():
+def test_operand_read_outside_moves_to_edge():
     steps = int32([0, 3, 9])
 
     def after(b, h, q, k, steps):
@@ -530,7 +530,7 @@ def test_a_read_outside_of_an_operand_is_moved_to_its_edge():
 
 
 @pytest.mark.parametrize("implementation", cases.default(["interpret"], ["xla", "interpret"]))
-def test_an_index_of_a_small_type_reads_what_it_says(implementation):
+def test_operand_index_of_small_dtype(implementation):
     """The length of an operand may not fit in the type of an index into it."""
     rows = jnp.asarray(np.arange(S) * 255 // (S - 1), jnp.uint8)
     table = jnp.arange(300) % 3 > 0
@@ -546,7 +546,7 @@ def test_an_index_of_a_small_type_reads_what_it_says(implementation):
     "dtype",
     ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"],
 )
-def test_any_integer_is_moved_to_the_edge_of_an_operand(dtype):
+def test_operand_index_of_any_int_moves_to_edge(dtype):
     """Also one that int32 does not hold, and one of a type that the last index does not fit."""
     x64 = dtype.endswith("64")
     with jax.enable_x64(x64):
@@ -566,7 +566,7 @@ def test_any_integer_is_moved_to_the_edge_of_an_operand(dtype):
 LENGTHS = [7, 0, 12, 1]
 
 
-def test_ids_are_those_of_a_loop():
+def test_ids_from_cu_seqlens():
     ends = np.cumsum([0, *LENGTHS]).astype(np.int32)
     want = [i for i, n in enumerate(LENGTHS) for _ in range(n)] + [len(LENGTHS)] * 15
     ids = functools.partial(pallas_flash.segment_ids_from_cu_seqlens, length=35)
@@ -604,7 +604,7 @@ WAYS = [("xla", "argument"), ("xla", "object"), ("xla", "ready"), ("interpret", 
 @pytest.mark.parametrize(
     ("implementation", "way"), cases.default([("xla", "argument"), ("interpret", "ready")], WAYS)
 )
-def test_packed_documents_are_as_if_each_were_alone(implementation, way):
+def test_packed_sequences_equal_separate_calls(implementation, way):
     ids = pallas_flash.segment_ids_from_cu_seqlens(int32(np.cumsum([0, *LENGTHS])), 35)[None]
     mask = {
         "argument": None,
@@ -616,7 +616,7 @@ def test_packed_documents_are_as_if_each_were_alone(implementation, way):
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_with_a_table_that_is_ready_ids_are_read_by_kernels_alone(implementation):
+def test_block_mask_reads_ids_in_kernels_alone(implementation):
     """No layer compares the ids of tiles anew."""
     from support.described_gpus import described_gpu
 
@@ -662,7 +662,7 @@ def test_with_a_table_that_is_ready_ids_are_read_by_kernels_alone(implementation
         lambda: PrefixLM(int32([3])) & jnp.ones((9, 9), bool),
     ],
 )
-def test_what_is_a_leaf_does_not_depend_on_its_value(make):
+def test_pytree_structure_is_fixed(make):
     mask = make()
     structure = jax.tree.structure(mask)
     numbers = jax.tree.map(lambda x: 0, mask)
@@ -671,7 +671,7 @@ def test_what_is_a_leaf_does_not_depend_on_its_value(make):
     assert jax.tree.structure(jax.tree.map(lambda x: max, mask)) == structure
 
 
-def test_axes_to_map_are_given_by_field():
+def test_vmap_axes_by_field():
     q, k, v = (jnp.asarray(random(i).standard_normal((2, 9, 1, 8)), jnp.float32) for i in range(3))
     ids = jnp.asarray(random(3).integers(0, 2, (3, 2, 9)), jnp.int32)
 
@@ -683,7 +683,7 @@ def test_axes_to_map_are_given_by_field():
     np.testing.assert_allclose(mapped, looped, rtol=1e-5, atol=1e-6)
 
 
-def test_xla_does_not_look_for_tiles_of_a_constant_while_it_compiles(capfd):
+def test_constant_mask_is_not_folded(capfd):
     """It says so itself, where that takes more than a second."""
     x = jax.ShapeDtypeStruct((1, 1024, 1, 8), jnp.float32)
     mask = random(0).random((1024, 1024)) < 0.5

@@ -160,7 +160,7 @@ def problems(make, count=300):
 
 
 @pytest.mark.parametrize("make", LEAVES)
-def test_ranges_of_a_leaf_are_exact(make):
+def test_ranges_of_leaf_are_exact(make):
     tiles = np.zeros(3, int)
     for leaf, q, kv in problems(make):
         seen = seen_by(leaf, whole_tiles(q, kv))
@@ -172,7 +172,7 @@ def test_ranges_of_a_leaf_are_exact(make):
     assert (tiles > 4_000).all(), tiles
 
 
-def test_ranges_of_a_band_without_width_are_safe():
+def test_ranges_of_empty_band():
     for leaf, q, kv in problems(empty_band):
         seen = seen_by(leaf, whole_tiles(q, kv))
         for _, full, some, _ in both_sides(Mask((leaf,)), seen, q, kv):
@@ -180,7 +180,7 @@ def test_ranges_of_a_band_without_width_are_safe():
             assert not full.any()
 
 
-def test_ranges_of_a_conjunction_are_the_intersections_of_those_of_its_leaves():
+def test_ranges_of_conjunction_intersect():
     rng = np.random.default_rng(1)
     for _ in range(300):
         q, kv = tiling(rng), tiling(rng)
@@ -196,7 +196,7 @@ def test_ranges_of_a_conjunction_are_the_intersections_of_those_of_its_leaves():
 
 
 @pytest.mark.parametrize("make", LEAVES)
-def test_allowed_is_the_definition(make):
+def test_allowed_equals_definition(make):
     for leaf, q, kv in problems(make, 50):
         seen = seen_by(leaf, (BATCH, q.length, kv.length))
         b, i, j = np.ogrid[:BATCH, : q.length, : kv.length]
@@ -207,7 +207,7 @@ def test_allowed_is_the_definition(make):
         np.testing.assert_array_equal(transposed, seen[1].T)
 
 
-def test_a_mask_allows_what_all_leaves_allow():
+def test_mask_allows_what_all_leaves_allow():
     rng = np.random.default_rng(2)
     q, kv = Tiling(23, 8), Tiling(31, 8)
     leaves = [leaf(rng, q, kv) for leaf in LEAVES]
@@ -218,7 +218,7 @@ def test_a_mask_allows_what_all_leaves_allow():
         np.testing.assert_array_equal(np.broadcast_to(mask.allowed(*indices), seen.shape), seen)
 
 
-def test_no_leaf_lets_every_query_see_every_key():
+def test_empty_mask_allows_all():
     q, kv = Tiling(10, 4), Tiling(17, 8)
     assert not Mask()
     assert Mask((Band(0),))
@@ -311,7 +311,7 @@ def shards_in_balanced_order(rng, q, kv):
 
 @over_segment_tilings
 @pytest.mark.parametrize("make", [any_segments, any_positions])
-def test_ranges_of_any_numbers_are_safe(make, q, kv):
+def test_ranges_of_any_numbers(make, q, kv):
     rng = np.random.default_rng(3)
     for leaf in [make(rng, q, kv) for _ in range(20)]:
         seen = seen_in_whole_tiles(leaf, q, kv)
@@ -333,7 +333,7 @@ def test_ranges_of_sorted_numbers_are_exact(make, q, kv):
 
 @over_segment_tilings
 @pytest.mark.parametrize("make", [any_segments, any_positions])
-def test_numbers_allow_what_they_say(make, q, kv):
+def test_numbers_allow(make, q, kv):
     rng, shape = np.random.default_rng(5), (BATCH, q.length, kv.length)
     for leaf in [make(rng, q, kv) for _ in range(20)]:
         allowed = np.broadcast_to(leaf.allowed(*pairs(*shape)), shape)
@@ -345,7 +345,7 @@ def test_numbers_allow_what_they_say(make, q, kv):
 
 
 @pytest.mark.parametrize("sides", ["q", "kv", "q kv"])
-def test_within_masks_the_positions_that_do_not_exist(sides):
+def test_within_masks_padding(sides):
     for leaf, q, kv in problems(band_with_offsets, 100):
         cut = {name: t for name, t in {"q": q, "kv": kv}.items() if name in sides.split()}
         mask = Mask((leaf,)).within(**cut)
@@ -362,7 +362,7 @@ def test_within_masks_the_positions_that_do_not_exist(sides):
             assert not (full & ~every).any()
 
 
-def test_within_adds_nothing_to_whole_tiles():
+def test_within_keeps_whole_tiles():
     mask = Mask((Band(None, 0),))
     assert mask.within(q=Tiling(32, 8), kv=Tiling(48, 16)) is mask
     assert mask.within() is mask
@@ -388,7 +388,7 @@ def a_mask(array):
     )
 
 
-def test_a_mask_is_a_pytree_with_arrays_as_leaves_and_numbers_in_its_structure():
+def test_mask_is_a_pytree_of_its_arrays():
     mask = a_mask(jnp.asarray)
     leaves, structure = jax.tree.flatten(mask)
     assert [x.shape for x in leaves] == [(3,), (3,), *[(3, 20), (3, 30)], *[(1, 20), (3, 30)]]
@@ -406,7 +406,7 @@ def test_a_mask_is_a_pytree_with_arrays_as_leaves_and_numbers_in_its_structure()
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_jit_of_a_mask_gives_what_numpy_gives(x64):
+def test_jit_of_mask_equals_numpy(x64):
     q, kv = Tiling(20, 4), Tiling(30, 8)
 
     def everything(mask):
@@ -427,7 +427,7 @@ def test_static_ranges_are_constants():
     assert isinstance(mask.q_ranges(q, kv), np.ndarray)
 
 
-def test_only_a_band_with_an_upper_side_grows():
+def test_later_rows_see_more():
     assert Mask((Lengths(3), Band(None, 0))).later_rows_see_more
     assert not Mask((Band(-3, None), Lengths(3, 4))).later_rows_see_more
     tokens = Positions(np.zeros((1, 20), np.int32))
@@ -448,14 +448,14 @@ def test_only_a_band_with_an_upper_side_grows():
         (1, 1, [0], [0]),
     ],
 )
-def test_a_tiling_knows_the_positions_of_its_tiles(length, block, first, last):
+def test_tiling_positions(length, block, first, last):
     tiling = Tiling(length, block)
     assert tiling.count == len(first)
     assert tiling.first.tolist() == [first]
     assert tiling.last.tolist() == [last]
 
 
-def test_in_tile_gives_all_positions_of_a_tile():
+def test_in_tile_gives_all_positions():
     assert in_tile(3, 4).tolist() == [12, 13, 14, 15]
     assert in_tile(3, 4).dtype == jnp.int32
 
@@ -472,7 +472,7 @@ def visits(ranges, edges):
     return visit(ranges, step, jnp.zeros((2, N_TILES + 2 * MARGIN), jnp.int32), edges)
 
 
-def test_visit_sees_each_tile_once_and_masks_those_that_are_not_full():
+def test_visit_masks_partial_blocks_alone():
     every = itertools.combinations_with_replacement(range(N_TILES + 1), 4)
     ranges = np.array([r for r in every if r[1] < r[2] or r[1] == r[0]], np.int32)
     t = np.arange(-MARGIN, N_TILES + MARGIN)
@@ -483,7 +483,7 @@ def test_visit_sees_each_tile_once_and_masks_those_that_are_not_full():
     np.testing.assert_array_equal(counts, np.stack([full, edge], axis=1))
 
 
-def test_visit_without_edges_never_asks_for_the_mask():
+def test_visit_without_partial_blocks():
     counts = np.asarray(visits((0, 0, N_TILES, N_TILES), Sparsity.DENSE))
     assert counts[0, MARGIN:-MARGIN].tolist() == [1] * N_TILES
     assert counts.sum() == N_TILES
@@ -529,7 +529,7 @@ def test_conjunction_sees_diagonal():
     assert not Mask((Band(high=0), Lengths(query=7))).sees_diagonal
 
 
-def test_segments_of_the_same_tokens_need_one_array():
+def test_segments_with_one_array():
     ids = np.array([[0, 0, 1, 1, 2]] * BATCH, np.int32)
     one, two = Segments(ids), Segments(ids, ids)
     assert len(jax.tree.leaves(one)) == 1
@@ -575,7 +575,7 @@ def segments(random):
 
 @pytest.mark.parametrize("name", UNSEEN)
 @pytest.mark.parametrize("at_once", [1, 700, 2**25])
-def test_what_is_not_seen(name, at_once, monkeypatch):
+def test_visible_keys_and_rows_with_keys(name, at_once, monkeypatch):
     monkeypatch.setattr(_visibility, "PAIRS_AT_ONCE", at_once)
     leaves, differ = UNSEEN[name]
     mask = Mask(tuple(leaves(np.random.default_rng(0))))
@@ -605,7 +605,7 @@ def test_valid_lengths(bands, of):
             np.testing.assert_array_equal(some, np.arange(len(some)) < np.ravel(end))
 
 
-def test_what_is_not_seen_takes_memory_for_some_pairs_alone():
+def test_visibility_memory():
     """A program that reads arrays, and one that has no operand but the queries' length."""
 
     def find(query, key):

@@ -72,14 +72,14 @@ BY_DEFAULT = [
     ("implementation", "name"),
     cases.default(BY_DEFAULT, list(itertools.product(["interpret", "xla", "reference"], OPTIONS))),
 )
-def test_a_call_in_another_order_gives_results_in_that_order(implementation, name, kernel_case):
+def test_balanced_order_permutes_results(implementation, name, kernel_case):
     for x, y in zip(*(results(implementation, name, moved) for moved in (True, False)),
                     strict=True):  # fmt: skip
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
 
 
 @pytest.mark.parametrize(("length", "devices"), [(2, 1), (48, 3), (64, 8), (20, 5)])
-def test_each_device_has_a_chunk_from_either_end(length, devices):
+def test_balanced_order_chunks(length, devices):
     order = pallas_flash.balanced_order(length, devices)
     assert order.dtype == jnp.int32
     chunk = length // (2 * devices)
@@ -106,7 +106,7 @@ def tiles_of_each_device(order, devices, block):
 
 
 @pytest.mark.parametrize(("length", "devices", "block"), [(512, 4, 16), (960, 8, 8), (96, 2, 16)])
-def test_devices_visit_equally_many_tiles_in_balanced_order(length, devices, block):
+def test_balanced_order_blocks_per_device(length, devices, block):
     order = pallas_flash.balanced_order(length, devices)
     counts = tiles_of_each_device(order, devices, block)
     # A tile for each step of the ring, in which a tile may meet the end of a chunk.

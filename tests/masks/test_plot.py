@@ -93,7 +93,7 @@ CHOSEN = ["causal, by example", "positions", "mask", "segments", "blocks", "join
 
 
 @pytest.mark.parametrize("name", cases.default(CHOSEN, CASES))
-def test_the_image_is_the_mask(name):
+def test_image_is_the_mask(name):
     case, images = CASES[name], []
     broadcast = case.get("segment_ids") is not None
     for b, h in ((0, 0), (0 if broadcast else 1, 2)):
@@ -115,7 +115,7 @@ TILES = [
 
 
 @pytest.mark.parametrize(("name", "blocks"), cases.default(TILES[:6], TILES))
-def test_tiles_are_coloured_by_what_is_in_them(name, blocks):
+def test_blocks_are_coloured_by_class(name, blocks):
     block_q, block_kv = blocks
     # Not the first example and head, whose classes a mask of several must not show for all.
     at = {"b": 0 if name == "segments" else 1, "h": 2}
@@ -150,7 +150,7 @@ def test_tiles_are_coloured_by_what_is_in_them(name, blocks):
 CONSERVATIVE = {"predicate", "blocks", "blocks of a mask", "joined", "segments"}
 
 
-def test_the_three_classes_have_three_colours():
+def test_three_classes_have_three_colours():
     ax = pallas_flash.plot_mask(q_len=12, kv_len=12, is_causal=True, block_q=4, block_kv=4)
     [mesh] = ax.collections
     np.testing.assert_array_equal(mesh.get_array(), [[1, 0, 0], [2, 1, 0], [2, 2, 1]])
@@ -163,12 +163,12 @@ def test_the_three_classes_have_three_colours():
     assert len(set(legend)) == 3
 
 
-def test_a_tile_that_ends_with_the_keys_is_masked():
+def test_ragged_block_is_partial():
     ax = pallas_flash.plot_mask(q_len=6, kv_len=6, block_q=4, block_kv=4)
     np.testing.assert_array_equal(ax.collections[0].get_array(), [[2, 1], [2, 1]])
 
 
-def test_it_draws_where_it_is_told():
+def test_draws_into_given_axes():
     _, (left, right) = plt.subplots(1, 2)
     assert pallas_flash.plot_mask(q_len=3, kv_len=3, ax=right) is right
     assert right.images
@@ -232,20 +232,20 @@ def test_without_matplotlib(monkeypatch):
         pallas_flash.plot_mask(q_len=3, kv_len=3)
 
 
-def test_a_call_under_x64_draws_the_same():
+def test_draws_the_same_under_x64():
     with jax.enable_x64(True):
         [image] = pallas_flash.plot_mask(**CASES["blocks"]).images
     np.testing.assert_array_equal(image.get_array(), attended(0, 0, CASES["blocks"]))
 
 
-def test_each_head_has_its_classes():
+def test_classes_of_each_head():
     by_head = jnp.broadcast_to(jnp.arange(N)[:, None, None] == 2, (N, 8, 8))
     for h in range(N):
         [mesh] = pallas_flash.plot_mask(by_head, h=h, block_q=4, block_kv=4).collections
         assert np.all(mesh.get_array() == (2 if h == 2 else 0))
 
 
-def test_a_joined_array_tells_its_lengths_and_heads():
+def test_sizes_from_conjunction():
     by_head = random(N, T, S)
     # So does the mask that a BlockMask keeps.
     [image] = pallas_flash.plot_mask(BlockMask.from_mask(by_head, T, S).mask, h=N - 1).images
@@ -256,7 +256,7 @@ def test_a_joined_array_tells_its_lengths_and_heads():
         pallas_flash.plot_mask(by_head & Predicate(banded, WIDTH), h=N)
 
 
-def test_segments_tell_their_lengths_and_examples():
+def test_sizes_from_segments():
     ids = jnp.asarray([[0, 0, 1, 1], [0, 1, 1, 1]], jnp.int32)
     [image] = pallas_flash.plot_mask(pallas_flash.Segments(ids), b=1).images
     np.testing.assert_array_equal(image.get_array(), ids[1][:, None] == ids[1][None])

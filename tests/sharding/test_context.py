@@ -30,7 +30,7 @@ def problem_of(case: cases.Case, **more) -> Problem:
 @cases.parametrize(names=("prefix", "everything at once", "all features", "blocks and predicate",
                           "score function"), others_extended=True)  # fmt: skip
 @pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
-def test_a_part_is_what_its_rectangle_of_the_whole_is(case, known):
+def test_part_is_a_rectangle_of_the_whole(case, known):
     """Masks, scores and dropout, at positions that count from the part's first ones."""
     # Documents are those of the same tokens.
     case = dataclasses.replace(case, T=84, S=84 if "documents" in case.name else 90)
@@ -108,13 +108,13 @@ def shapes(length, heads=32, kv_heads=8, **options) -> Problem:
         (2**11, {"kv_heads": 1}, "gather"),
     ],
 )
-def test_the_method_is_chosen_by_shapes(length, options, method):
+def test_method_by_shapes(length, options, method):
     chosen = choice.choose(shapes(length, **options), 4, None)
     assert chosen.method == method
     assert {chosen.method, *chosen.refused} == set(choice.METHODS)
 
 
-def test_the_share_of_pairs_that_are_seen():
+def test_allowed_share():
     random = np.random.default_rng(0)
     for _ in range(100):
         n, q_len, kv_len = (int(x) for x in random.integers(1, 7, 3))
@@ -130,7 +130,7 @@ def test_the_share_of_pairs_that_are_seen():
         )
 
 
-def test_the_work_of_masks_is_what_the_model_has_for_them():
+def test_work_of_masks_in_cost_model():
     in_order = choice.work_of(shapes(2**16, is_causal=True), 4)
     tokens = jnp.zeros((1, 2**16), jnp.int32)
     moved = choice.work_of(shapes(2**16, is_causal=True, query_positions=tokens), 4)
@@ -147,7 +147,7 @@ def test_the_work_of_masks_is_what_the_model_has_for_them():
     assert len(window.steps) == 2
 
 
-def test_a_method_that_does_not_serve_raises():
+def test_unsuitable_method_raises():
     sentence = (
         r"`context_parallelism` must be a method that serves the call; got 'heads'\. Got 6 query "
         "heads, which 4 devices do not divide"
@@ -159,7 +159,7 @@ def test_a_method_that_does_not_serve_raises():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_explain_tells_the_method(axis_type):
+def test_explain_names_the_method(axis_type):
     mesh = AbstractMesh((4,), ("sequence",), axis_types=(axis_type,))
     rows = NamedSharding(mesh, P(None, "sequence"))
     x, y = (jax.ShapeDtypeStruct((1, 2**14, n, 64), jnp.bfloat16, sharding=rows) for n in (6, 3))
@@ -216,7 +216,7 @@ def parts_of(monkeypatch):
 _POSITIONS = "query_positions", "key_value_positions"
 
 
-def test_a_step_in_balanced_order_asks_for_no_positions(parts_of):
+def test_balanced_step_needs_no_positions(parts_of):
     """It is causal or whole, with the same work for all; the other calls are for other orders."""
     x, where = jnp.zeros((1, 64, 2, 8)), jnp.zeros((1, 64), jnp.int32)
     by_positions = 16, 16, "other", True
@@ -227,7 +227,7 @@ def test_a_step_in_balanced_order_asks_for_no_positions(parts_of):
     assert parts_of(x[:, :60], "ring", where[:, :60]) == [(15, 15, "other", True)] * 4
 
 
-def test_gathered_keys_are_those_that_are_seen(parts_of, monkeypatch):
+def test_gathered_keys_are_visible(parts_of, monkeypatch):
     """For each device, by a mask that asks for no array."""
     x = jnp.zeros((1, 1024, 2, 8))
     lengths = 256, 512, 768, 1024
@@ -238,7 +238,7 @@ def test_gathered_keys_are_those_that_are_seen(parts_of, monkeypatch):
     assert parts_of(x[:, :512], "gather") == [(128, 512, "causal", True)]
 
 
-def test_blocks_are_passed_on_to_who_needs_them():
+def test_blocks_are_passed_on():
     """Also by devices that do not need them, as where queries see later keys alone."""
     random = np.random.default_rng(0)
     for _ in range(50):

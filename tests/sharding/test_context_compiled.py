@@ -40,7 +40,7 @@ def compiled_for_gpus(devices: int, length: int, heads: int, kv_heads: int):
         return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
 
 
-def test_memory_of_a_gpu_falls_with_their_number():
+def test_memory_falls_with_number_of_gpus():
     """Of a million tokens. A ring of two holds less than longer ones, which are alike."""
     peaks = []
     for devices in (2, 4, 8):

@@ -665,13 +665,13 @@ TABLE = [
 @pytest.mark.parametrize(
     ("names", "method", "mesh", "kind", "implementation"), cases.default(FIRST, TABLE)
 )
-def test_every_method_gives_what_one_device_gives(names, method, mesh, kind, implementation):
+def test_every_method_equals_one_device(names, method, mesh, kind, implementation):
     # Which passes give NaN, and which are exported, is changed for good.
     alone = implementation == LOWERED_ONCE or (method == "ring" and BALANCED in names)
     run_on_eight_devices("named", names, method, mesh, kind, implementation, alone=alone)
 
 
-def test_every_method_has_every_kind_of_case_on_every_mesh_once():
+def test_every_method_has_every_kind_of_case():
     rows = [(name, *how) for names, *how in TABLE for name in names.split(";")]
     every = itertools.product(SOME, choice.METHODS, MESHES_OF_KINDS)
     assert {(name, method, *mesh, "xla") for name, method, mesh in every} <= {*rows}
@@ -718,14 +718,14 @@ def test_on_eight_devices(name, kind):
     run_on_eight_devices(name, kind, alone=name == "memory")
 
 
-def test_a_method_has_no_effect_on_one_device():
+def test_method_has_no_effect_on_one_device():
     x = jnp.ones((1, 8, 1, 8))
     np.testing.assert_array_equal(
         attention(x, x, x, context_parallelism="ring"), attention(x, x, x)
     )
 
 
-def test_outside_of_jit_and_on_an_axis_of_one_device():
+def test_eager_and_on_an_axis_of_one_device():
     """Types stay what they are; one device of a sequence may have one token."""
     call = functools.partial(attention, is_causal=True)
     x, rows = jnp.linspace(-1, 1, 24).reshape(1, 3, 2, 4), P(None, "sequence")

@@ -457,7 +457,7 @@ def test_on_eight_devices(name, kind):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret", "triton"])
-def test_on_one_device_nothing_is_partitioned(implementation):
+def test_one_device_partitions_nothing(implementation):
     described = described_gpu("NVIDIA H200")
     for device in (described,) if implementation == "triton" else (described, nullcontext()):
         with device:
@@ -505,7 +505,7 @@ def test_kernels_lower_for_a_mesh_of_gpus(kind, forward):
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_kernels_lower_where_an_explicit_axis_is_mapped(forward):
+def test_kernels_lower_under_mapped_explicit_axis(forward):
     """It is manual neither in the op nor in its gradients: `jax.vmap` has it."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     mesh = AbstractMesh(
@@ -525,7 +525,7 @@ def test_kernels_lower_where_an_explicit_axis_is_mapped(forward):
         assert x.sharding.is_equivalent_to(rows, 5)
 
 
-def test_grouped_heads_where_an_explicit_axis_is_mapped():
+def test_grouped_heads_under_mapped_explicit_axis():
     """By "xla", which splits lengths and heads; types ask for more than one device does."""
     mesh = jax.make_mesh((1,), ("batch",), axis_types=(AxisType.Explicit,))
     q, k = jnp.ones((2, 1, 12, 4, 8)), jnp.ones((2, 1, 12, 2, 8))
@@ -543,7 +543,7 @@ def test_grouped_heads_where_an_explicit_axis_is_mapped():
         (4, 8, 2, (True, True, False)),
     ],
 )
-def test_axes_that_devices_do_not_divide_stay_whole(batch, heads, kv_heads, divided):
+def test_axes_that_do_not_divide_stay_whole(batch, heads, kv_heads, divided):
     mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES), (AxisType.Auto,) * 2)
     q, k = (jnp.zeros((batch, T, n, H)) for n in (heads, kv_heads))
     problem = Problem(q, k, k, *(None,) * 5, Mask())
@@ -558,13 +558,13 @@ def test_axes_that_devices_do_not_divide_stay_whole(batch, heads, kv_heads, divi
         (True, "m2 b t n x0, m2 b t n x1 -> m2 b t n x2"),
     ],
 )
-def test_the_partitioner_is_told_which_axes_are_one(alike, rule):
+def test_partitioner_rule(alike, rule):
     """One of `jax.vmap`, too; with `alike` queries are as many as keys, and so are heads."""
     axes = ("2btnh", "2bskh"), ("2btnv",)
     assert auto._rule(*axes, one=alike, same_length=alike) == rule
 
 
-def test_every_array_of_a_problem_has_its_letters():
+def test_every_array_has_letters():
     """A new field or leaf needs a line in the tables, or sharded calls fail."""
     length, ids = jnp.zeros(B, jnp.int32), jnp.zeros((B, T), jnp.int32)
     pairs, table = Pairs(jnp.ones((B, N, T, S), bool)), jnp.ones((B, N, 2, 3), bool)

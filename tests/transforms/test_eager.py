@@ -40,7 +40,7 @@ def apart(b, h, q_pos, k_pos):
     return abs(q_pos - k_pos) > 3
 
 
-def test_a_second_table_of_blocks_compiles_nothing(caplog):
+def test_second_block_mask_compiles_nothing(caplog):
     def table(length):
         mask = pallas_flash.Predicate(apart) & jnp.ones((length, length), bool)
         return pallas_flash.BlockMask.from_mask(mask, length, length, block_q=16, block_kv=16)

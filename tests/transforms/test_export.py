@@ -302,7 +302,7 @@ def test_kernels_refuse_symbolic_sizes(implementation, symbols):
     assert all("symbolic" in explained.refused[x] for x in KERNELS)
 
 
-def test_kernels_refuse_operands_of_symbolic_sizes():
+def test_kernels_refuse_symbolic_operands():
     def run(arrays):
         q, k, v = (jnp.ones((1, 4, 2, 8)),) * 3
         score_mod = ScoreMod(from_table, (arrays["table"],))
@@ -311,7 +311,7 @@ def test_kernels_refuse_operands_of_symbolic_sizes():
     assert "Got symbolic sizes (t)" in refusal(run, draw(("table",), **SIZES[0]))
 
 
-def test_a_divided_sequence_must_be_known():
+def test_sharded_sequence_refuses_symbolic_length():
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec(None, "x")
     for dims, fragment in (("2, 2*t, 4, 8", "known length"), ("b, 16, 4, 8", "known sizes")):
@@ -324,7 +324,7 @@ def test_a_divided_sequence_must_be_known():
         assert FORM.fullmatch(str(caught.value)), caught.value
 
 
-def test_what_is_made_of_lengths_refuses_symbolic_ones():
+def test_functions_of_lengths_refuse_symbolic():
     def blocks(arrays):
         length = arrays["query"].shape[1]
         return BlockMask.from_mask(Segments(arrays["query ids"]), length, length).some

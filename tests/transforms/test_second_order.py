@@ -241,7 +241,7 @@ def test_scan(implementation, derivative):
 
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
-def test_dtypes_are_those_of_the_operands(implementation, x64):
+def test_dtypes_equal_operands(implementation, x64):
     floats = draw(np.float32) | {"query": draw(jnp.bfloat16)["query"]}
     floats |= {name: floats[name].astype(jnp.bfloat16) for name in ("key", "value")}
 
@@ -263,7 +263,7 @@ def test_dtypes_are_those_of_the_operands(implementation, x64):
             assert jax.tree.map(dtype, derivative) == jax.tree.map(dtype, floats)
 
 
-def test_gradients_of_gradients_are_those_of_finite_differences():
+def test_second_order_equals_finite_differences():
     with jax.enable_x64(True):
         floats = draw(bias=(N, 1, S), sinks=(N,))
 
@@ -275,7 +275,7 @@ def test_gradients_of_gradients_are_those_of_finite_differences():
         jax.test_util.check_grads(gradients, [floats], order=1, modes=("fwd",))
 
 
-def test_forward_mode_of_the_call_itself_is_that_of_the_definition():
+def test_forward_mode_equals_definition():
     floats = draw(np.float32)
     dx = directions(floats)
     _, tangent = jax.jit(lambda x, dx: jax.jvp(loss("reference"), (x,), (dx,)))(floats, dx)
@@ -297,7 +297,7 @@ def test_forward_mode_of_the_call_itself_is_that_of_the_definition():
     ],
     ids=["jvp", "jit", "of jit and remat", "linearize", "jacfwd", "of vmap"],
 )
-def test_forward_mode_of_the_call_itself_names_who_has_it(transformed, implementation):
+def test_forward_mode_error_names_alternative(transformed, implementation):
     floats = draw(np.float32)
     query = floats.pop("query")
 
@@ -315,7 +315,7 @@ def test_forward_mode_of_the_call_itself_names_who_has_it(transformed, implement
 
 
 @pytest.mark.extended  # It forgets what is compiled; the next test asks for less.
-def test_first_derivatives_compile_to_the_program_they_would_be_without_further_ones(monkeypatch):
+def test_first_order_program_is_unchanged(monkeypatch):
     floats = draw(np.float32)
 
     def program():
@@ -358,13 +358,13 @@ def test_memory_is_linear(derivative, monkeypatch):
         assert size < doubled <= 2.1 * size
 
 
-def test_rows_are_of_all_examples_and_heads():
+def test_rows_at_once_count_batch_and_heads():
     """Five queries of each at a time, by the fixture."""
     eqns = jaxprs.trace(forward_over_reverse(loss("xla")), draw(np.float32))
     assert -(-T // 5) in {eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan"}
 
 
-def test_nothing_shows_of_keys_that_no_query_sees():
+def test_hidden_keys_have_no_effect():
     """Also where the last block of queries is filled up: those see nothing."""
     floats = draw(np.float32)
     unseen = jnp.arange(S)[:, None, None] >= T

@@ -52,7 +52,7 @@ def test_eager_is_jit(implementation):
 
 
 @by_kernels
-def test_every_way_to_a_gradient(implementation):
+def test_gradient_by_every_transformation(implementation):
     arguments = draw_all(*MASKED)
     rest = {name: arguments.pop(name) for name in MASKED}
 
@@ -86,14 +86,14 @@ def dense_of_all(*names: str):
         [("xla", name) for name in FLOATS] + [("interpret", name) for name in ("value", "scale")],
     ),
 )
-def test_gradient_by_one_input(implementation, name):
+def test_gradient_of_one_input(implementation, name):
     names = ("scale", *MASKED, *(["bias"] if implementation == "xla" else []))
     got = oracle.compiled(output_and_gradients(masked(implementation), (name,)))(draw_all(*names))
     out, gradients = dense_of_all(*names)
     assert_close(got, (out, {name: gradients[name]}))
 
 
-def test_gradients_that_cost_extra_are_computed_on_request():
+def test_costly_gradients_are_computed_on_request():
     def trace(implementation, *floats):
         names = ["scale"] if implementation == "interpret" else ["scale", "bias"]
         run = output_and_gradients(masked(implementation), ("query", *floats))
@@ -174,7 +174,7 @@ def test_traced_scale_of_any_sign(implementation):
 @pytest.mark.parametrize(
     ("implementation", "modes"), [("reference", ("fwd", "rev")), ("xla", ("rev",))]
 )
-def test_gradients_are_those_of_finite_differences(implementation, modes):
+def test_gradients_equal_finite_differences(implementation, modes):
     with jax.enable_x64(True):
         arguments = draw_all("bias", "scale", "key_value_seq_lengths")
         # Every query sees a key, because there are no differences of -inf.
@@ -196,7 +196,7 @@ def test_gradients_are_those_of_finite_differences(implementation, modes):
 
 
 @by_xla
-def test_bits_do_not_depend_on_the_run(implementation):
+def test_bits_are_equal_in_every_run(implementation):
     arguments = draw_all("scale", *MASKED, *(["bias"] if implementation == "xla" else []))
 
     def compiled():

@@ -42,7 +42,7 @@ def test_lowering_for_a_gpu_does_not_warn():
     assert text.count("@__gpu$xla.gpu.triton") == 4
 
 
-def test_export_for_a_gpu_that_is_not_here():
+def test_export_for_absent_gpu():
     check = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
     arguments = draw_all(*POSITIONS)
     run = jax.jit(output_and_gradients(masked("triton")))

@@ -189,7 +189,7 @@ def test_scan_over_layers(implementation, remat):
     ("remat", "forwards"),
     [("without", 1), ("default", 2), ("results saved", 1), ("products saved, too", 1)],
 )
-def test_forward_runs_again_only_where_its_results_are_not_saved(remat, forwards):
+def test_forward_runs_again_unless_saved(remat, forwards):
     weights = jnp.zeros((3, HEAD_DIM, HEAD_DIM))
     x = jnp.zeros((BATCH, Q_LEN, HEADS, HEAD_DIM))
 

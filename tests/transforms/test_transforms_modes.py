@@ -42,7 +42,7 @@ def test_x64(implementation, dtype):
 
 
 @by_xla
-def test_a_bias_in_float64_among_float32(implementation):
+def test_float64_bias_among_float32(implementation):
     """The scores are float32; the gradient comes back in the bias's own dtype."""
     with jax.enable_x64(True):
         arguments = draw_all("bias")
@@ -61,7 +61,7 @@ def test_a_bias_in_float64_among_float32(implementation):
         assert_close((out, got), (want_out, want))
 
 
-def test_a_bias_in_float64_does_not_reach_the_kernels():
+def test_float64_bias_does_not_reach_kernels():
     def kernels(dtype):
         with jax.enable_x64(True):
             arguments = draw_all("bias")
@@ -116,7 +116,7 @@ def test_no_implicit_promotion(implementation, dtype):
     [("highest", None, "HIGHEST", "ieee"), (None, "highest", "DEFAULT", "tf32"),
      ("tensorfloat32", "highest", "HIGH", "tf32")],
 )  # fmt: skip
-def test_precision_is_that_around_the_call(around_call, around_gradient, precision, instruction):
+def test_precision_of_the_context(around_call, around_gradient, precision, instruction):
     """For all products of all passes, and of derivatives of gradients."""
     arguments = draw_all("scale")
 
