@@ -1,8 +1,8 @@
-"""Break the code on purpose and ask whether a test sees it.
+"""Break the code on purpose and ask whether a test catches it.
 
 `deliberate_faults.toml` lists small faults: a mask moved by one key, a sign, a dropped scale. This
 script makes each of them in a copy of the working tree and runs tests there. A fault that no test
-sees *lives*: a test is missing.
+catches *lives*: a test is missing.
 
     python scripts/deliberate_faults.py
     python scripts/deliberate_faults.py --only 'band-*' ring-sends-backwards
@@ -18,8 +18,8 @@ An entry of the list:
     keyword = "allowed"
 
 `old` must be in the file exactly once; a test of the default selection checks that for every entry,
-so the list stays with the code. `tests` are the files that should see the fault, by name, in
-whatever folder they are. They run first and stop at the first failure; `keyword`, if there is one,
+so the list stays with the code. `tests` are the names of files that should catch the fault, in
+any folder. They run first and stop at the first failure; `keyword`, if there is one,
 is pytest's `-k` for a first try, and only saves time. If the files stay green, the rest of the
 selection runs:
 
@@ -28,7 +28,7 @@ selection runs:
     all      everything that needs no GPU, with `-m extended`
 
 A failure counts only if the same test passes without the fault. The exit status is 0 if every fault
-is seen, else 1.
+is caught, else 1.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Outcome(NamedTuple):
     """The outcome of a fault.
 
     Attributes:
-        seen: whether a test is red by it, and only by it.
-        by: that test, or why there is none.
+        caught: whether a test is red because of the fault, and green without it.
+        by: the name of that test, or why there is none.
     """
 
-    seen: bool
+    caught: bool
     by: str
 
 
@@ -263,11 +263,11 @@ def choose(faults: list[Fault], patterns: Sequence[str]) -> list[Fault]:
 
 
 def attempt_all(faults: list[Fault], trees: Sequence[Tree], selection: str) -> list[Fault]:
-    """Print what becomes of each fault, and return those that no test sees."""
+    """Print what becomes of each fault, and return the faults that no test catches."""
     free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for tree in trees:
         free.put(tree)
-    unseen, printing = [], threading.Lock()
+    living, printing = [], threading.Lock()
 
     def one(fault: Fault):
         tree, start = free.get(), time.perf_counter()
@@ -276,22 +276,22 @@ def attempt_all(faults: list[Fault], trees: Sequence[Tree], selection: str) -> l
         finally:
             free.put(tree)
         with printing:
-            mark = "seen " if outcome.seen else "LIVES"
+            mark = "caught" if outcome.caught else "LIVES"
             seconds = time.perf_counter() - start
             print(f"{mark} {fault.name}: {outcome.by} ({seconds:.0f} s)", flush=True)
-            if not outcome.seen:
-                unseen.append(fault)
+            if not outcome.caught:
+                living.append(fault)
 
     with concurrent.futures.ThreadPoolExecutor(len(trees)) as pool:
         list(pool.map(one, faults))
-    return unseen
+    return living
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     flags = argparse.ArgumentParser(
         prog="deliberate_faults.py",
-        description="Break the code on purpose and ask whether a test sees it.",
+        description="Break the code on purpose and ask whether a test catches it.",
         allow_abbrev=False,
     )
     flags.add_argument(
@@ -329,9 +329,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for n in range(min(flags.jobs, len(faults))):
             copy_tree(path := pathlib.Path(folder, f"tree-{n}"))
             trees.append(make(path))
-        unseen = attempt_all(faults, trees, flags.selection)
-    print(f"{len(faults) - len(unseen)} of {len(faults)} faults are seen.")
-    return 1 if unseen else 0
+        living = attempt_all(faults, trees, flags.selection)
+    print(f"{len(faults) - len(living)} of {len(faults)} faults are caught.")
+    return 1 if living else 0
 
 
 if __name__ == "__main__":

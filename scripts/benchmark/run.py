@@ -193,9 +193,7 @@ class Bench:
                 program.load(sets)
                 found[name] = errors(program.results(), right)
                 once = self.timer(program, 2).ms
-            except (
-                Exception
-            ) as error:  # After any failure of a peer, others go on.
+            except Exception as error:  # After any failure of a peer, others go on.
                 self.emit({**record, "unserved": _sentence(error)})
                 continue
             if is_red(found[name], shape.dtype):

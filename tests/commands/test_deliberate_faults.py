@@ -80,7 +80,7 @@ def test_a_fault_is_seen_by_the_test_that_is_red(tree, changes, selection, seen,
     copy = Tree(tree, sys.executable, tree / "compiled", no_end=5)
     before = (tree / "number.py").read_text()
     outcome = copy.attempt(ENTRY._replace(**changes), selection)
-    assert (outcome.seen, by in outcome.by) == (seen, True), outcome
+    assert (outcome.caught, by in outcome.by) == (seen, True), outcome
     assert (tree / "number.py").read_text() == before
 
 
@@ -90,7 +90,7 @@ def test_the_rest_runs_where_named_tests_are_green(tree, selection, seen):
     copy = Tree(tree, sys.executable, tree / "compiled")
     fault = ENTRY._replace(old="TWO = 2", new="TWO = 3")
     outcome = copy.attempt(fault, selection)
-    assert (outcome.seen, "lives" in outcome.by) == (seen, not seen)
+    assert (outcome.caught, "lives" in outcome.by) == (seen, not seen)
 
 
 def test_faults_are_chosen_by_patterns():
@@ -116,7 +116,7 @@ def test_the_exit_status_says_whether_one_lives(monkeypatch, capsys):
     assert made == [True] * 3
     out = capsys.readouterr().out
     assert "LIVES band-sees-one-key-more: gate" in out
-    assert "1 of 2 faults are seen." in out and "1 of 1 faults are seen." in out
+    assert "1 of 2 faults are caught." in out and "1 of 1 faults are caught." in out
 
 
 @pytest.mark.parametrize(
