@@ -22,8 +22,8 @@ import pallas_flash
 from pallas_flash import _xla
 from pallas_flash._triton import backward_dkv
 
-# What a dtype could break: several tiles, ragged and whole ones, rows that see nothing, all
-# conditions. Each mask by itself does not depend on it.
+# Cases that a dtype could break: several tiles, ragged and whole tiles, rows without keys, all
+# conditions. A single mask does not depend on the dtype.
 in_bfloat16 = cases.parametrize(
     names=[
         "full, whole tiles",
@@ -150,7 +150,7 @@ def test_float64(case, implementation):
 
 @pytest.mark.parametrize("implementation", cases.default(["xla", "reference"], IMPLEMENTATIONS))
 def test_slopes_move_with_known_offset(implementation):
-    """As with one for each example, which the cases have."""
+    """The table of cases has an offset for each batch element; this one is known."""
     qkv, cotangents, _ = cases.BY_NAME["full"].problem()
     batch, _, num_heads, _ = qkv[0].shape
     slopes = jnp.linspace(0.1, 0.4, num_heads)
@@ -181,7 +181,7 @@ def test_slopes_move_with_known_offset(implementation):
         "all features",
     ],
 )
-# Of the kernels test_lowering has the same.
+# test_lowering has the same test of the kernels.
 @pytest.mark.parametrize("implementation", cases.default(["xla", "reference"], IMPLEMENTATIONS))
 def test_hidden_tokens_have_no_effect(case, implementation, small_blocks):
     check_that_nothing_shows(case, implementation)

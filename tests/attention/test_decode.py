@@ -1,7 +1,7 @@
-"""Few queries: the kernel that reads keys once for all heads that share them, in parts.
+"""Decoding: the kernel that reads keys once for all heads that share them, in KV splits.
 
-As test_lowering, on the lowered IR with checked memory. Random problems have few queries too, and
-hold their gradients to the rule.
+The tests run the lowered IR with checked memory, as test_lowering. Random problems include
+decoding, and check its gradients.
 """
 
 import dataclasses
@@ -173,8 +173,8 @@ def test_shared_keys_are_multiplied_once(case):
     assert attend.kernel.name == "pallas_flash_decode"
 
 
-# (keys, examples, key/value heads, parts): all programs run at once if they can, else they are
-# many; and no part is too small.
+# (keys, batch size, key/value heads, KV splits): all programs fit into one wave if possible, else
+# they are many; no split is too small.
 PARTS = [
     (513, 1, 1, 2),
     (2**17, 1, 8, 32),

@@ -293,7 +293,7 @@ def test_attention_drops_what_the_mask_says(way, shared):
 @pytest.mark.parametrize(("rate", "numbers"), [(1e-9, 1), (0.1, 6554), (0.999, 65470)])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_kept_probabilities_are_rescaled(implementation, rate, numbers):
-    """Of 2^16 numbers some drop, so that share is not 1 - rate, which would be biased."""
+    """The factor is that of the rounded rate, because 1 - rate would be biased."""
     factor, as_given = HALF / (HALF - numbers), 1 / (1 - rate)
     with jax.enable_x64(True):
         q, k = (jnp.asarray(np.asarray(x), jnp.float64) for x in inputs()[:2])

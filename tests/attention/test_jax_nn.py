@@ -65,7 +65,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is differentiated, other arrays, what is static; the cotangent of the output."""
+    """Differentiated arrays, other arrays, static arguments, and the cotangent of the output."""
 
     floats: dict[str, Any]
     arrays: dict[str, Any]
@@ -150,7 +150,7 @@ def error(x, truth: oracle.Truth, name: str) -> float:
     x = np.asarray(x, np.float64).reshape(want.shape)
     assert np.isfinite(x).all()
     size = np.linalg.norm(want)
-    # ds sums to zero over the keys. What adds all of that up can be no more exact than its terms.
+    # ds sums to zero over the keys. A sum of all ds can be no more exact than its terms.
     if name == "dscale" or size < 1e-9 * terms:
         size = terms
     return np.linalg.norm(x - want) / (size or 1.0)

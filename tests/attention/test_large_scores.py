@@ -45,7 +45,7 @@ CALLS = {
     "all together": arguments(70, 70, True, tuple(ALL)),
     "all of few queries": arguments(*FEW, True, tuple(ALL)),
 }
-# What "emulated" is for, the others do alike.
+# Only "emulated" has code of its own for most calls.
 DEFAULT = [
     *(("emulated", call) for call in ("together", "few queries")),
     ("reference", "alone"),
@@ -138,7 +138,7 @@ def test_options_that_make_scores_large(options, numbers):
 
 
 def test_log_sums_combine():
-    """Each of another device of a ring, in any order; of one nothing is seen, one is hidden."""
+    """Parts come from devices of a ring, in any order; one has no visible key, one is hidden."""
     random = np.random.default_rng(0)
     orders, parts, keys = 9, 4, 8
     # [orders, amounts, parts, keys]: in every order the same.

@@ -32,7 +32,7 @@ def check(row, run):
     _, problem = call_of(row)
     qkv, cotangents, options = problem
     truth, results = oracle.solve(*qkv, *cotangents, **options), run(problem)
-    # What is wrong is wrong by more; test_accuracy asks for less.
+    # A wrong result has a larger error; test_accuracy has tighter limits.
     roundings = 10 * ROUNDING[qkv[0].dtype.name]
     for name, x in zip(oracle.names(options), results, strict=True):
         error = oracle.errors(x, truth, name)["l2"]

@@ -18,7 +18,7 @@ class Unhashable:
 
 TABLE = jnp.arange(12.0).reshape(3, 4)
 
-# What is wrong with a function: itself, its operands, the error. The functions take scores and
+# Wrong functions: the function, its operands, the error. The functions take scores and
 # indices; a Predicate's is given zeros for scores.
 FUNCTIONS = {
     "no function": (3, (), "must be a function of the indices b, h, q_pos and k_pos; got int 3."),
@@ -100,7 +100,7 @@ def bad_score_functions():
             "`score_mod` must return scores of the shape and dtype that it is given; got "
             f"{got} for float32 of shape (2, 3).",
         )
-    # Of one example and head these have the right shape.
+    # These have the right shape for one batch element and head.
     yield Row(
         "score function of the first keys",
         lambda: {"score_mod": lambda s, *at: s[..., :3]},

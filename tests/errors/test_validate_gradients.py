@@ -1,4 +1,4 @@
-"""What has no gradient: refused where it is differentiated, and nowhere else."""
+"""Operands without a gradient are refused where they are differentiated, and nowhere else."""
 
 import functools
 

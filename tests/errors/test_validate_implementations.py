@@ -94,7 +94,7 @@ def not_served():
 
 
 def not_served_on_hopper():
-    """What "mosaic" says of calls that others serve."""
+    """Yield the errors of "mosaic" for calls that other implementations serve."""
 
     def half(head_dim=64, dtype=jnp.bfloat16, **options):
         x = jnp.zeros((2, 5, 4, head_dim), dtype)

@@ -90,7 +90,7 @@ def bad_mask_objects():
              "BlockMask of a prefix, of positions", ValueError,
              "whose blocks were found without them; got positions. Pass the PrefixLM itself",
              key_value_positions=i32(1, 7)),
-        # What `from_mask` itself refuses.
+        # Errors of `from_mask` itself.
         *(mask(lambda name=name, x=x: BlockMask.from_mask(**dict(mask=allowed, q_len=5, kv_len=7)
                                                           | {name: x}),
                f"from_mask with {name} = {x!r}", ValueError,

@@ -222,7 +222,7 @@ def test_positions_become_a_band(q_len, kv_len, causal):
         for offset in (*range(-6, 7), -(2**40), 2**40):
             shift, _ = _offset(offset, 1)
             band = _band(q_len, kv_len, **case, at=_At(shift))
-            # What excludes nothing is no mask at all.
+            # A band that excludes no pair is no mask at all.
             assert (band is None) == seen(offset).all()
             if band is not None:
                 allowed = np.broadcast_to(band.allowed(0, 0, q[0], k[0]), (q_len, kv_len))

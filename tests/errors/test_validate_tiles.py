@@ -231,7 +231,7 @@ def bad_tiles():
             ValueError,
             "`tile_sizes` must be None where no kernel takes them; got Triton(",
         )
-    # 8 stages of 64 keys and values at head size 128 in two bytes: 264 KiB and more.
+    # 8 stages of 64 keys and values of head dim 128 in two bytes: 264 KiB and more.
     deep = Tile(64, 64, num_stages=8)
     for kernel in ("forward", "dkv", "dq"):
         for gpu, limit in (("NVIDIA H200", 227), ("NVIDIA A100", 163), ("NVIDIA L4", 99)):

@@ -103,7 +103,7 @@ def test_positions_continue_in_cache():
 
 
 def test_cache_overflow_under_jit_gives_nan():
-    """Nothing can be raised there, and what was overwritten must not go unseen."""
+    """A traced call cannot raise, and an overwritten cache must not pass unnoticed."""
     layer, x = with_cache(length=9), normal(1, (2, 5, FEATURES))
     step = nnx.jit(lambda layer, part: layer(part, decode=True))
     assert jnp.isfinite(step(layer, x)).all()

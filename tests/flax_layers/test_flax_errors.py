@@ -1,4 +1,4 @@
-"""What `pallas_flash.flax` refuses by a sentence; imports on demand; strict switches."""
+"""Errors of `pallas_flash.flax`; imports on demand; strict switches."""
 
 import jax
 import jax.numpy as jnp

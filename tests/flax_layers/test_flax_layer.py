@@ -204,7 +204,7 @@ def test_module_options_reach_attention(monkeypatch):
     }
 
 
-# What SelfAttention can do besides, against its equations.
+# Options of SelfAttention, against its equations.
 
 TOKENS = 9
 SEQ_LENGTHS = jnp.asarray([[9], [4]], jnp.int32)

@@ -92,7 +92,7 @@ def test_linen_filter_sees_partial_keywords():
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("make", [nnx_layers, linen_layers])
 def test_modules_drop_out(make, broadcast):
-    # Two examples that are alike stay alike where they share a dropout mask.
+    # Two equal batch elements stay equal if they share a dropout mask.
     x = jnp.broadcast_to(normal(1, (1, Q_LEN, FEATURES)), (2, Q_LEN, FEATURES))
     options = {"dropout_rate": 0.5, "broadcast_dropout": broadcast}
     if make is nnx_layers:

@@ -46,7 +46,7 @@ def int32(x):
 
 
 def seen_by(mask, shape, offset=0):
-    """What an object, an array or several of them allow."""
+    """Return the pairs that an object, an array or several of them allow."""
     if isinstance(mask, Mask):
         return np.logical_and.reduce([seen_by(x, shape, offset) for x in mask.leaves])
     mask, seen = jax.tree.map(np.asarray, mask), np.zeros(shape, bool)
@@ -83,7 +83,7 @@ def seen_by_predicate(b, h, q, k):
 
 
 def of_tiles(seen, q, kv):
-    """For each pair of tiles whether some and whether all of its pairs are seen."""
+    """Return whether some and whether every pair of each block is allowed."""
     shape = (*seen.shape[:2], q.count, kv.count)
     some, every = np.zeros(shape, bool), np.zeros(shape, bool)
     for i, j in np.ndindex(q.count, kv.count):
@@ -149,7 +149,7 @@ def fit(mask, q, kv, **call) -> Mask:
 
 @functools.partial(jax.jit, static_argnames=("method", "q", "kv"))
 def in_one_program(method, mask, q, kv):
-    """What it finds; operation by operation takes many times as long to compile."""
+    """Return the method's result, compiled at once, which is faster than by operations."""
     return getattr(mask, method)(q, kv)
 
 
@@ -186,10 +186,7 @@ def ranges_as_classes(ranges, count):
 @over_tilings
 @pytest.mark.parametrize("offset", [0, 3, -4, "by example"])
 def test_ranges_of_prefix(offset, q, kv):
-    """Nothing is left out, nothing is called full that is not, and whole tiles are exact.
-
-    Those of keys also where they are ragged.
-    """
+    """Ranges are safe, and exact for whole tiles; ranges of keys also for ragged tiles."""
     rng = random()
     for length in (None, 0, kv.length, kv.length + 9):
         mask = prefix(rng, q, kv) if length is None else PrefixLM(int32([length, 1]))
@@ -326,7 +323,7 @@ def test_lists_of_conjunction(ragged, q, kv):
             assert not (full & ~(every & inside)).any()
             if all(not isinstance(x, (PrefixLM, Band, Lengths)) for x in parts):
                 np.testing.assert_array_equal(visited, alone[0][0] & alone[1][0])
-                # Of a tile of which all is seen by each leaf, all is seen.
+                # A block that is full for each leaf is full.
                 np.testing.assert_array_equal(full, alone[0][1] & alone[1][1] & inside)
 
 
@@ -362,7 +359,7 @@ def test_from_mask_finds_blocks(make, q, kv):
             np.testing.assert_array_equal(np.broadcast_to(x, y.shape), y)
         again = fit(made, q, kv)
         np.testing.assert_array_equal(allowed(again, q, kv), want)
-        # Tiles of other sizes: what is not seen may be visited, what is seen is.
+        # Tiles of other sizes visit every block with an allowed pair, and possibly others.
         other = Tiling(q.length, 3), Tiling(kv.length, 7)
         classes = again.block_classes(*other)
         some, every = of_tiles(want, *other)

@@ -73,9 +73,9 @@ def pairs(batch, queries, keys):
 
 
 def of_tiles(seen, q, kv):
-    """For each pair of tiles whether some and whether all of its pairs are seen: [B, q, kv].
+    """Return whether some and whether every pair of each block is allowed: [B, q, kv].
 
-    Of the tile that stays only the positions that exist count: the others are never kept.
+    Padding of the outer tile does not count, because kernels drop its results.
     """
     exist = np.arange(seen.shape[1])[:, None] < q.length
 
@@ -92,7 +92,7 @@ def sets(ranges, n_flow):
     start, full_start, full_stop, stop = np.moveaxis(ranges, -1, 0)[..., None]
     ends = [0 * start, start, full_start, full_stop, stop, 0 * stop + n_flow]
     assert all((a <= b).all() for a, b in itertools.pairwise(ends))
-    # What has no full tile says so in one way.
+    # A range without full blocks has full_start = full_stop = start.
     assert (full_start == start)[full_start == full_stop].all()
     t = np.arange(n_flow)
     visited, full = (start <= t) & (t < stop), (full_start <= t) & (t < full_stop)
@@ -201,7 +201,7 @@ def test_allowed_equals_definition(make):
         seen = seen_by(leaf, (BATCH, q.length, kv.length))
         b, i, j = np.ogrid[:BATCH, : q.length, : kv.length]
         np.testing.assert_array_equal(np.broadcast_to(leaf.allowed(b, 0, i, j), seen.shape), seen)
-        # As the kernel for dk and dv asks: for one example, keys along the rows.
+        # The kernel for dk and dv evaluates one batch element, with keys along the rows.
         b, i, j = 1, i[0].T, j[0].T
         transposed = np.broadcast_to(leaf.allowed(b, 0, i, j), seen[1].T.shape)
         np.testing.assert_array_equal(transposed, seen[1].T)
@@ -271,7 +271,7 @@ def packed_segments(rng, q, kv):
 
 
 def any_positions(rng, q, kv):
-    """Of one side sometimes the same in all examples; at the ends of what is not clipped."""
+    """Return positions up to the clipping limits; one side is sometimes the same for the batch."""
     far = int(rng.choice([40, 2**30]))
     query, key_value = (
         rng.integers(-far, far, (int(rng.choice([1, BATCH])), t.length)).astype(np.int32)
@@ -374,7 +374,7 @@ def test_within_keeps_whole_tiles():
 
 
 def a_mask(array):
-    """Every kind of leaf, over 3 examples of 20 queries and 30 keys, made of `array`s."""
+    """Return every kind of leaf, for a batch of 3 with 20 queries and 30 keys, made of `array`s."""
     ids = np.sort(np.random.default_rng(6).integers(0, 4, (BATCH, 30)).astype(np.int32))
     return Mask(
         (
@@ -551,8 +551,9 @@ def some(random, *shape):
     return jnp.asarray(random.random(shape) < 0.1)
 
 
-# What is told without evaluating all pairs, and what by them: of how many examples and heads.
-UNSEEN = {
+# Masks whose visibility follows from ranges, and masks that are evaluated for all pairs; with the
+# batch size and number of heads of the result.
+HIDDEN = {
     "band": (lambda random: [Band(12, 14)], (1, 1)),
     "lengths": (lambda random: [Lengths(jnp.array([0, 5, 40]), jnp.array([31, 7, 2]))], (B, 1)),
     "documents": (lambda random: [segments(random), Lengths(None, jnp.array([31, 7, 0]))], (B, 1)),
@@ -573,11 +574,11 @@ def segments(random):
     return Segments(query, key)
 
 
-@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("at_once", [1, 700, 2**25])
 def test_visible_keys_and_rows_with_keys(name, at_once, monkeypatch):
     monkeypatch.setattr(_visibility, "PAIRS_AT_ONCE", at_once)
-    leaves, differ = UNSEEN[name]
+    leaves, differ = HIDDEN[name]
     mask = Mask(tuple(leaves(np.random.default_rng(0))))
     ok = np.broadcast_to(mask.allowed(*np.ogrid[:B, :N, :T, :S]), SHAPE)
     assert not ok.any(2).all()
@@ -590,7 +591,7 @@ def test_visible_keys_and_rows_with_keys(name, at_once, monkeypatch):
 @pytest.mark.parametrize("bands", [[], [(None, 0)], [(-3, None)], [(-9, 2), (-2, 7)], [(0, 0)]])
 @pytest.mark.parametrize("of", ["query", "key_value", "both"])
 def test_valid_lengths(bands, of):
-    """Who sees something, and what is seen, are the first ones; `Mask.ends` counts them."""
+    """Rows with keys and visible keys are the first ones; `valid_lengths` counts them."""
     q_len, kv_len = 9, 12
     for n, m in itertools.product(range(q_len + 2), range(kv_len + 2)):
         lengths = dict(query=jnp.array([n]), key_value=jnp.array([m]))

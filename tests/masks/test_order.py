@@ -17,7 +17,7 @@ from pallas_flash._operands import Positions
 
 B, T, N, K, H = 2, 96, 4, 2, 16
 
-# [B, T], or for all: four documents, two of them in each example.
+# [B, T], or one for the batch: four sequences, two of them in each row.
 IDS = jnp.asarray(np.arange(T) // 40 + np.array([[0], [5]]), jnp.int32)
 
 OPTIONS = {
@@ -58,7 +58,7 @@ def results(implementation, name, moved):
     return [x[:, order] if x.ndim > 1 and not moved else x for x in found]
 
 
-# Each once, but for slopes, which "everything" has. Of the kernels test_lowering has positions.
+# Each option once, but for slopes, which "everything" has. test_lowering has positions in kernels.
 BY_DEFAULT = [
     ("xla", "causal"),
     ("xla", "window"),

@@ -117,7 +117,7 @@ TILES = [
 @pytest.mark.parametrize(("name", "blocks"), cases.default(TILES[:6], TILES))
 def test_blocks_are_coloured_by_class(name, blocks):
     block_q, block_kv = blocks
-    # Not the first example and head, whose classes a mask of several must not show for all.
+    # Another batch element and head than the first ones, which must not stand for all.
     at = {"b": 0 if name == "segments" else 1, "h": 2}
     ax = pallas_flash.plot_mask(**CASES[name], **at, block_q=block_q, block_kv=block_kv)
     seen, [mesh] = np.asarray(ax.images[0].get_array()), ax.collections

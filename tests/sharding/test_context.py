@@ -67,7 +67,7 @@ def test_part_is_a_rectangle_of_the_whole(case, known):
         for x, y in zip(got, want, strict=True):
             rows, columns = slice(first_q, first_q + q_len), slice(first_k, first_k + kv_len)
             np.testing.assert_array_equal(x, y[..., rows, columns])
-        # What decides whether a step is computed misses nothing.
+        # `sees` decides whether a step is computed, and must not miss a pair.
         assert piece.mask.sees(q_len, kv_len) or not got[0].any()
 
 
@@ -77,7 +77,7 @@ def test_part_is_a_rectangle_of_the_whole(case, known):
 
 
 def shapes(length, heads=32, kv_heads=8, **options) -> Problem:
-    """What one of 4 devices has of a call."""
+    """Return one device's shard of a call on 4 devices."""
     x = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
     y = jax.ShapeDtypeStruct((1, length, kv_heads, 128), jnp.bfloat16)
     call = inspect.signature(attention).bind(x, y, y, **options)

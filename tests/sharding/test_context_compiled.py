@@ -41,7 +41,7 @@ def compiled_for_gpus(devices: int, length: int, heads: int, kv_heads: int):
 
 
 def test_memory_falls_with_number_of_gpus():
-    """Of a million tokens. A ring of two holds less than longer ones, which are alike."""
+    """The call has a million tokens. A ring of two holds less than longer rings."""
     peaks = []
     for devices in (2, 4, 8):
         memory = compiled_for_gpus(devices, 2**20, 8, 4).memory_analysis()

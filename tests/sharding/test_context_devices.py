@@ -78,7 +78,7 @@ def make_mesh(axes, kind):
 
 
 def rows_spec(axes):
-    """Of arrays [B, T, N, H]."""
+    """Return the sharding of arrays [B, T, N, H]."""
     return P(*(name if name in axes else None for name in ("batch", "sequence", "heads")))
 
 
@@ -244,7 +244,7 @@ def program(mesh, axes, **options):
 
 
 def check_collectives(kind):
-    """Those of the method, and no others; under a window to the neighbour alone."""
+    """Check that a program has the collectives of its method alone; a window needs neighbours."""
     axes = MESHES["2 x 4"]
     mesh = make_mesh(axes, kind)
     three = 4 - 1
@@ -277,7 +277,7 @@ def check_collectives(kind):
 
 
 def check_memory(kind):
-    """What a device takes is its share of what one device takes."""
+    """Check that a device needs its share of the memory of one device."""
     peaks = []
     for n in (1, 2, 4, 8):
         axes = {"sequence": n}
@@ -622,7 +622,7 @@ SOME = ["causal", EVERYTHING, "everything at once", "bias of keys", CROSS.name]
 
 
 def not_elsewhere(*how):
-    """Those of `SOME` that no other row has."""
+    """Return the cases of `SOME` that no other row has."""
     here = NAMES if how[1:] == ("2 x 4", "auto", "xla") else ()
     return ";".join(x for x in SOME if x not in here and (x, *how) not in FIRST)
 

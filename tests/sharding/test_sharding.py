@@ -1,4 +1,4 @@
-"""Meshes of devices: each computes its examples and heads alone, and nothing is gathered.
+"""Meshes: each device computes its batch elements and heads alone, and gathers nothing.
 
 Sequences that devices divide are in test_context_devices.py.
 
@@ -174,7 +174,7 @@ def check_nothing_is_gathered_for_kernels(kind):
 def check_shared_operands_cost_a_sum(kind):
     mesh = make_mesh(KINDS[kind])
     arguments = draw(12, "bias")
-    # Of one device's 6 heads.
+    # The sum has the 6 heads of one device.
     expected = [f"all-reduce f32[1,6,{T},{S}]"]
     run, want = gradients("xla"), gradients("reference")
     compare(run, want, place(arguments, mesh), arguments, expected)
@@ -322,7 +322,7 @@ def check_a_shard_map_of_the_user(kind):
 
 
 def check_indices_are_those_of_the_whole_call(kind):
-    """Functions of the user's and dropout are asked for an example and a head by its number."""
+    """User's functions and dropout get the index of the batch element and of the head."""
     mesh, arguments = make_mesh(KINDS[kind]), draw(12)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, N)), jnp.float32)
 
@@ -467,7 +467,7 @@ def test_one_device_partitions_nothing(implementation):
         assert not any("vmap" in name for name in names)
 
 
-# What serves T = 13 queries, and its launches.
+# Options of calls with T = 13 queries, and their launches.
 FORWARDS = {
     "forward": ({}, ["pallas_flash_forward"]),
     "decode": (

@@ -29,7 +29,7 @@ def test_second_call_compiles_nothing(implementation, caplog):
     with jax.log_compiles():
         gradients()
         assert "Compiling" in caplog.text
-        # What the first call of a process imports adds to JAX's settings, which the cache heeds.
+        # The imports of the first call add JAX settings, which are part of the cache's key.
         gradients()
         caplog.clear()
         gradients()

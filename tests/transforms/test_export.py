@@ -112,7 +112,7 @@ def call(implementation, arrays, **options):
 
 
 def output_and_gradients(implementation, **options):
-    """Of arrays; cotangents are the outputs, whose sizes no one knows before."""
+    """Return a function of arrays; cotangents are the outputs, whose sizes are symbolic."""
 
     def run(arrays):
         floats = {name: x for name, x in arrays.items() if name in FLOATS}
@@ -183,7 +183,7 @@ def test_symbolic_sizes(name, implementation, symbols):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_symbolic_sizes_as_of_jax_nn(causal):
-    """Of one length for queries and keys, in tiles as they are; auto-selection picks "xla"."""
+    """Queries and keys have one length, in default tiles; auto-selection picks "xla"."""
 
     def export(function):
         def run(arrays):

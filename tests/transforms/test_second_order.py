@@ -43,7 +43,7 @@ def ids(length: int):
 LENGTHS = dict(query_seq_lengths=ints(9, T), key_value_seq_lengths=ints(S, 0))
 MASKS = {
     "none": {},
-    # Of the first example the last queries see nothing, of the second none sees anything.
+    # The last rows of batch element 0 have no keys, and no row of batch element 1 has.
     "causal, lengths": dict(is_causal=True, **LENGTHS),
     "window, offset": dict(local_window_size=(4, 2), query_offset=ints(-6, 5)),
     "segments": dict(segment_ids=(ids(T), ids(S))),
@@ -75,7 +75,7 @@ def draw(dtype=np.float64, **shapes) -> dict:
 
 
 def split(arguments: dict) -> tuple[dict, dict]:
-    """Those with derivatives, and the others."""
+    """Return the arguments with derivatives, and the others."""
     floats = {name: x for name, x in arguments.items() if name != "mask"}
     return floats, {name: x for name, x in arguments.items() if name == "mask"}
 

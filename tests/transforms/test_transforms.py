@@ -109,7 +109,7 @@ def test_costly_gradients_are_computed_on_request():
     def updates(eqns):
         return sum(e.primitive.name == "dynamic_update_slice" for e in eqns)
 
-    # Of dq, and then of dbias, too: one in the loop over full tiles, one in that over the others.
+    # Updates of dq and, with a bias, of dbias, in the loops over full and over partial blocks.
     assert updates(trace("xla", "scale")) == 2
     assert updates(trace("xla", "bias")) == 4
 

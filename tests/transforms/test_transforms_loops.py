@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
 
 COPIES = 3
 
-# What is mapped along which axis, for each of nested maps. What is not named is shared.
+# The mapped axis of each array, for each of nested maps. Other arrays are shared.
 EVERYWHERE = {
     "all three": [{"query": 3, "key": 1, "value": 4}],
     "queries": [{"query": 0}],
@@ -65,7 +65,7 @@ def draw_copies(name: str, axes: list[int], rng: np.random.Generator) -> Any:
 
 
 def loop(fn: Callable, axes: dict[str, int]) -> Callable:
-    """What vmap means; not unrolled, which would be compiled for each copy."""
+    """Return the definition of vmap as a loop, which is not unrolled, so that it compiles once."""
 
     def take(axis, i, tree):
         return jax.tree.map(lambda x: jnp.take(x, i, axis), tree)
