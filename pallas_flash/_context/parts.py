@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import _partition
+from pallas_flash._operands import Divisible
 from pallas_flash._partition import Along
 from pallas_flash._problem import Problem
 
@@ -67,7 +68,7 @@ def part_of(problem: Problem, part: Part) -> Problem:
     def cut(x: Any, axes: str = "") -> Any:
         if isinstance(x, tuple):
             return tuple(map(cut, x))
-        if dataclasses.is_dataclass(x):
+        if isinstance(x, Divisible):
             keys = _of_same_tokens(x)
             x = x if keys is None else _partition.replaced(x, {"key_value": keys})
             x = _partition.replace_fields(x, cut)
@@ -90,7 +91,7 @@ def with_all_keys(problem: Problem, along: Along) -> Problem:
     def gathered(x: Any, axes: str = "") -> Any:
         if isinstance(x, tuple):
             return tuple(map(gathered, x))
-        if not dataclasses.is_dataclass(x):
+        if not isinstance(x, Divisible):
             divided = along.keys and "s" in axes and x is not None
             return gather(along, x, axes.index("s")) if divided else x
         if (keys := _of_same_tokens(x)) is not None:

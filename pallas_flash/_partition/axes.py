@@ -14,7 +14,7 @@ from jax.core import Tracer
 from pallas_flash._dropout import Dropout
 from pallas_flash._mask_objects import BlockMask, Predicate, PrefixLM
 from pallas_flash._masks import Band, Lengths, Segments
-from pallas_flash._operands import Pairs, Positions
+from pallas_flash._operands import Divisible, Pairs, Positions
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
 
@@ -56,7 +56,7 @@ def letters(problem: Problem) -> Problem:
     def name(x: Any, axes: str = "") -> Any:
         if isinstance(x, tuple):
             return tuple(map(name, x))
-        if dataclasses.is_dataclass(x):
+        if isinstance(x, Divisible):
             return replace_fields(x, name)
         if not isinstance(x, jax.Array):
             return x
@@ -96,7 +96,7 @@ def with_origin(part: Problem, *, b: Any = 0, h: Any = 0, q: Any = 0, k: Any = 0
     def put(x: Any) -> Any:
         if isinstance(x, tuple):
             return tuple(map(put, x))
-        if not dataclasses.is_dataclass(x):
+        if not isinstance(x, Divisible):
             return x
         fields = {name: put(y) for name, y in vars(x).items() if name != "origin"}
         if isinstance(x, (Dropout, Predicate)) or (isinstance(x, Scores) and x.score_mod):
