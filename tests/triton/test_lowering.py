@@ -591,3 +591,19 @@ def test_a_scale_of_zero_averages_the_keys_that_a_query_sees():
     v = jnp.arange(40.0)[None, :, None, None] * jnp.ones(16)
     o, _ = ttir.evaluate(_attention({"is_causal": True, "scale": 0.0}), q, k, v)
     np.testing.assert_allclose(o, v / 2, rtol=1e-5)
+
+
+def test_queries_that_see_nothing_are_not_in_the_gradient_of_the_scale():
+    """Their product with a dq of zero would be NaN where they hold NaN."""
+    k = jnp.linspace(-1, 1, 40 * 16).reshape(1, 40, 1, 16)
+    run = _attention({"is_causal": True, "query_offset": -8})
+
+    def gradient(scale, q):
+        _, pull = jax.vjp(lambda scale: run(q, k, k, scale=scale)[0], scale)
+        return pull(k)
+
+    scale = jnp.float32(0.4)
+    [want] = ttir.evaluate(gradient, scale, k)
+    [got] = ttir.evaluate(gradient, scale, k.at[:, :8].set(jnp.nan))
+    assert want != 0
+    np.testing.assert_array_equal(got, want)
