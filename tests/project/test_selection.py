@@ -1,6 +1,8 @@
 """What the default run has: every value of every parameter, and no more items than that takes."""
 
 import itertools
+import pathlib
+import re
 import types
 
 import conftest
@@ -56,3 +58,11 @@ def test_the_tests_of_a_case_stand_together():
     items = [item("a", case=one), plain, item("a", case=two), item("a", case=one, x=1)]
     other = item("b", case=one)
     assert conftest.by_case([*items, other]) == [items[0], items[3], plain, items[2], other]
+
+
+@pytest.mark.parametrize("command", ["run", "nightly"])
+def test_test_files_that_ci_names_exist(command):
+    tests = pathlib.Path(__file__).parents[1]
+    names = re.findall(r"\btest_[\w*]+", (tests.parent / ".ci" / command).read_text())
+    assert names
+    assert [name for name in names if not [*tests.glob(f"*/{name}.py")]] == []
