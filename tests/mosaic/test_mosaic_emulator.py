@@ -288,18 +288,12 @@ KINDS = [
     "no wait for keys",
     "no wait for products",
     "no wait for a free slot of keys",
-    "no wait for a free slot of items",
     "items are passed over",
     "an arrival too many",
     "an arrival too few, dq",
     "slots are refilled when one of two has used them",
-    "a slot of the bias is free before it is read",
     "keys of a mask are moved, backward",
-    "the mask of another head",
     "a mask moved by one",
-    "old sums keep their scale",
-    "no wait for rows, dq",
-    "a head is forgotten, dbias",
 ]
 
 

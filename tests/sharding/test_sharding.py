@@ -151,11 +151,17 @@ def assert_close(got, want):
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-def check_nothing_is_gathered(kind, implementation="xla"):
+# Key/value heads, and arguments besides query, key and value.
+WITHOUT_MASK = (N, ())
+WITH_MASKS = [
+    (12, ("query_seq_lengths", "key_value_seq_lengths", "query_offset", "segment_ids")),
+    (4, ("query_positions", "key_value_positions")),
+]
+
+
+def check_nothing_is_gathered(kind, implementation="xla", calls=WITH_MASKS):
     mesh = make_mesh(KINDS[kind])
-    masks = "query_seq_lengths", "key_value_seq_lengths", "query_offset", "segment_ids"
-    positions = "query_positions", "key_value_positions"
-    for num_kv_heads, names in ((N, ()), (12, masks), (4, positions)):
+    for num_kv_heads, names in calls:
         arguments = draw(num_kv_heads, *names)
         placed = place({name: x for name, x in arguments.items() if name != "segment_ids"}, mesh)
         if "segment_ids" in names:
@@ -167,8 +173,12 @@ def check_nothing_is_gathered(kind, implementation="xla"):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, ROWS), 4)
 
 
+def check_nothing_is_gathered_without_a_mask(kind):
+    check_nothing_is_gathered(kind, calls=[WITHOUT_MASK])
+
+
 def check_nothing_is_gathered_for_kernels(kind):
-    check_nothing_is_gathered(kind, "interpret")
+    check_nothing_is_gathered(kind, "interpret", [WITHOUT_MASK, *WITH_MASKS])
 
 
 def check_shared_operands_cost_a_sum(kind):
@@ -203,14 +213,19 @@ def check_gradient_of_a_shared_bias_is_rounded_once(kind):
     assert np.linalg.norm(got - want) < 2.0**-7 * np.linalg.norm(want)
 
 
-def check_fewer_key_heads_than_devices(kind):
-    """Six, two, or all of a device's query heads share one key/value head."""
+def check_fewer_key_heads_than_devices(kind, calls=(("interpret", 6), ("xla", 3))):
+    """Two or all of a device's query heads share one key/value head."""
     mesh = make_mesh(KINDS[kind])
     specs = SPECS | dict.fromkeys(("key", "value"), P("batch"))
-    for implementation, num_kv_heads in (("xla", 2), ("interpret", 6), ("xla", 3), ("xla", 1)):
+    for implementation, num_kv_heads in calls:
         arguments = draw(num_kv_heads)
         run, want = gradients(implementation), gradients("reference")
         compare(run, want, place(arguments, mesh, specs), arguments)
+
+
+def check_far_fewer_key_heads_than_devices(kind):
+    """Several devices share one."""
+    check_fewer_key_heads_than_devices(kind, [("xla", 2), ("xla", 1)])
 
 
 def check_other_meshes(kind):
@@ -321,7 +336,7 @@ def check_a_shard_map_of_the_user(kind):
         compare(run, gradients("reference"), place(arguments, mesh), arguments)
 
 
-def check_indices_are_those_of_the_whole_call(kind):
+def check_indices_are_those_of_the_whole_call(kind, decode=False):
     """User's functions and dropout get the index of the batch element and of the head."""
     mesh, arguments = make_mesh(KINDS[kind]), draw(12)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, N)), jnp.float32)
@@ -338,11 +353,16 @@ def check_indices_are_those_of_the_whole_call(kind):
         dropout_rate=0.4,
         dropout_key=jax.random.key(2),
     )
-    decode = dataclasses.replace(TILE_SIZES, decode=Tile(16, 16))
-    for implementation, tiles in (("xla", None), ("interpret", TILE_SIZES), ("interpret", decode)):
+    of_decode = dataclasses.replace(TILE_SIZES, decode=Tile(16, 16))
+    calls = [("interpret", of_decode)] if decode else [("xla", None), ("interpret", TILE_SIZES)]
+    for implementation, tiles in calls:
         run = gradients(implementation, tile_sizes=tiles, **options)
         want = gradients("reference", **options)
         compare(run, want, place(arguments, mesh), arguments, [])
+
+
+def check_indices_of_few_queries(kind):
+    check_indices_are_those_of_the_whole_call(kind, decode=True)
 
 
 def check_symbolic_sizes(kind):
@@ -436,7 +456,6 @@ FIRST = [
     ("nothing_is_gathered", "auto"),
     ("a_shard_map_of_the_user", "auto"),
     ("a_mapped_axis_is_divided", "explicit"),
-    ("shared_operands_cost_a_sum", "explicit"),
     ("shared_operands_cost_a_sum", "auto"),
     ("gradient_of_a_shared_bias_is_rounded_once", "auto"),
     ("fewer_key_heads_than_devices", "explicit"),

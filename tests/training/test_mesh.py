@@ -88,6 +88,7 @@ def as_on_one_device(config, result, run):
 
 def check_a_mesh_trains_as_one_device(config):
     """Parameters, batch and heads divided."""
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
     changed = dataclasses.replace(config.model, attention="xla")
     run = dataclasses.replace(config, model=changed, mesh="data=2,fsdp=2,tensor=2")
     as_on_one_device(config, train(run), run)

@@ -1,7 +1,6 @@
 """Derivatives of second and higher order: those of the dense definition, in memory linear in S."""
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 
@@ -221,7 +220,7 @@ if jax.__version_info__ >= (0, 12):
     IN_SCANS += [(implementation, reverse_over_reverse) for implementation in ("xla", "interpret")]
 
 
-@pytest.mark.parametrize(("implementation", "derivative"), IN_SCANS)
+@pytest.mark.parametrize(("implementation", "derivative"), cases.default(IN_SCANS[-2:], IN_SCANS))
 def test_scan(implementation, derivative):
     x = draw(np.float32)["query"]
 
@@ -263,6 +262,7 @@ def test_dtypes_equal_operands(implementation, x64):
             assert jax.tree.map(dtype, derivative) == jax.tree.map(dtype, floats)
 
 
+@pytest.mark.extended  # The tests above compare the same derivatives with those of the definition.
 def test_second_order_equals_finite_differences():
     with jax.enable_x64(True):
         floats = draw(bias=(N, 1, S), sinks=(N,))
@@ -353,9 +353,8 @@ def test_memory_is_linear(derivative, monkeypatch):
         compiled = jax.jit(derivative(total)).lower(x).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    sizes = [temporary_bytes(length) for length in (1024, 2048, 4096)]
-    for size, doubled in itertools.pairwise(sizes):
-        assert size < doubled <= 2.1 * size
+    size, doubled = (temporary_bytes(length) for length in (1024, 2048))
+    assert size < doubled <= 2.1 * size
 
 
 def test_rows_at_once_count_batch_and_heads():
