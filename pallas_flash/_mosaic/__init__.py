@@ -13,6 +13,7 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import tiles
 from pallas_flash._mosaic.backward_dbias import dbias as _dbias
 from pallas_flash._mosaic.backward_dq import dq as _dq
+from pallas_flash._mosaic.backward_kernel import Grads
 from pallas_flash._mosaic.backward_kernel import backward as _backward
 from pallas_flash._mosaic.backward_preprocess import preprocess
 from pallas_flash._mosaic.decode_kernel import decode as _decode
@@ -65,7 +66,7 @@ def backward(
         *(p, o, do, log_sum),
         head_dim=0 if in_order else head_dim,
         # For the gradient of the scale all sums of dq are read.
-        seen=None if seen is None or want_scale else seen[0],
+        valid=None if seen is None or want_scale else seen[0],
         center=center,
     )
     if dlse is not None:
@@ -87,14 +88,15 @@ def backward(
         centered = dataclasses.replace(cleaned, key=_key_center.centered(k, center[:, None]))
         center_of_kernel = None
     tile, found = sizes.tile("dkv" if in_order else "backward"), {}
-    for sums in tiles.launches(head_dim, value_dim, in_order):
+    for names in tiles.launches(head_dim, value_dim, in_order):
+        grads = Grads.of(names)
         found |= _backward(
-            *(centered, do, centered_log_sum, delta, tiles.of_launch(tile, sums), sums, seen),
-            zeros=zeros[0] if "dq" in sums else None,
+            *(centered, do, centered_log_sum, delta, tiles.of_launch(tile, names), grads, seen),
+            zeros=zeros[0] if grads.dq else None,
             center=center_of_kernel,
             row_sums=row_sums,
             want_scale=want_scale,
-            in_order=in_order,
+            deterministic=in_order,
         )
     if in_order:
         rows = do, centered_log_sum, delta

@@ -1,24 +1,31 @@
-"""dbias: a tile of the bias stays, and all that it is broadcast over is streamed past it.
+"""dbias: a tile of the bias is the outer tile, all that it is broadcast over the inner ones.
 
     s   = q @ k.T                       dp = do @ v.T                   [64, block_kv] a warpgroup
     p   = exp2(c * s - lse_log2)        see `backward_common`
     ds  = p * (dropout(dp) - delta)     through the derivative of the scores
     acc = acc + ds
 
-A pass of its own: the others meet the examples and heads that share a number of the bias in
-programs of their own. Here the tile of the sum stays in registers, and is stored once. A step has
-an example, a head, a query tile and a key tile; those of the axes that the bias has are the
-program's. Where queries or keys share a number, tiles are added up as they are, and XLA adds the
-rows or columns of the sum.
+A pass of its own: in the others the batch elements and heads that share a number of the bias belong
+to different CTAs. Here the tile of the sum stays in registers, and is stored once. A step has a
+batch element, a head, a query tile and a key tile; the axes that the bias has are the CTA's. Where
+queries or keys share a number, tiles are added up as they are, and XLA adds the rows or columns of
+the sum. Tiles that the mask leaves out whole are not in a CTA's list of steps.
 
-The tile of the bias is the same in all steps: a program reads it once, to shared memory. It has two
-computing warpgroups with 64 queries each, which never wait for each other, and one that loads. What
-the mask leaves out whole is not in a program's list of steps.
+**Roles.** A CTA has two consumer warpgroups with 64 queries each, which never wait for each other,
+and one producer warpgroup. The tile of the bias is the same in all steps: each consumer reads its
+half once, to shared memory.
+
+**Shared memory.** Two pipelines: `s` holds q [128, H], k [block_kv, H] and the statistics, `dp`
+holds do [128, V], v [block_kv, V] and delta. Beside them the tile of the bias, [128, block_kv].
+
+**Barriers**, of each pipeline and stage: `full` has one arrival of each copy, and both consumers
+wait for it; `empty` has one arrival of each consumer (2), when its product has been computed, and
+the producer waits for it.
 """
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -27,9 +34,16 @@ from jax.experimental import pallas as pl
 from pallas_flash._blocks import BlockClasses, Tiling, lists
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Mask
-from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx, work
+from pallas_flash._mosaic.backward_common import (
+    BackwardConfig,
+    Operands,
+    ScoreTile,
+    by_instance,
+    mask_for,
+)
 from pallas_flash._mosaic.options import shared_arrays
+from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.tiles import DbiasTile, padded
 from pallas_flash._operands import Pairs
 from pallas_flash._problem import Problem
@@ -37,197 +51,269 @@ from pallas_flash._scores import LogSum
 
 plgpu = common.plgpu
 
-WARPGROUPS, ROWS = 2, 64
-BLOCK_Q = WARPGROUPS * ROWS
-# Registers of a thread that computes, and of one that loads.
+CONSUMERS, ROWS = 2, 64  # Warpgroups, and queries of each.
+PRODUCER = CONSUMERS  # Its number.
+BLOCK_Q = CONSUMERS * ROWS
+# Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
 
 
 @dataclasses.dataclass(frozen=True)
-class Static(shared.Static):
-    """What the kernel knows when it is compiled; its programs are those of tiles of the bias.
+class DbiasConfig(BackwardConfig):
+    """What the kernel knows when it is compiled.
 
     Attributes:
-        own: of examples, heads, query tiles and key tiles how many the bias has of its own.
-        streamed: over how many it is broadcast; where it has its own 1.
-        shares: into how many the steps of a tile are shared out.
+        own: of batch elements, heads, query tiles and key tiles, how many the bias has of its own.
+        inner: how many of each it is broadcast over; 1 where it has its own.
+        splits: CTAs that share the steps of a tile.
     """
 
     own: tuple[int, ...]
-    streamed: tuple[int, ...]
-    shares: int
+    inner: tuple[int, ...]
+    splits: int
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a CTA, see above."""
+
+    s: Any
+    dp: Any
+    bias: Any
 
 
 class Steps:
-    """What streams past a program.
+    """The steps of a CTA.
 
     Args:
-        static: the kernel's.
+        config: of the kernel.
         table_ref: of `_table`, with all its rows on one axis, if there is a mask.
-        number: the program's.
+        number: the CTA's.
+
+    Attributes:
+        count: the number of steps.
+        outer: the instance and the split, counted together.
+        place: the outer tile: batch element, head, query tile and key tile, 0 where it has none.
     """
 
-    def __init__(self, static: Static, table_ref, number):
-        self._static, self._table_ref = static, table_ref
-        self.outer, self.place = common.digits(number, static.own)
-        self._instance, share = common.digits(self.outer, (static.shares,))
-        if static.masked:
+    def __init__(self, config: DbiasConfig, table_ref, number):
+        self._config, self._table_ref = config, table_ref
+        self.outer, self.place = common.digits(number, config.own)
+        self._instance, [split] = common.digits(self.outer, (config.splits,))
+        if config.masked:
             at = jnp.int32(0)
-            for i, n in zip((self._instance, *self.place), static.table_shape, strict=False):
+            for i, n in zip((self._instance, *self.place), config.table_shape, strict=False):
                 at = at if n == 1 else at * n + i
             self._row = at
             self._full, count = (plgpu.load(table_ref.at[at, i]) for i in range(2))
         else:
-            count = jnp.int32(math.prod(static.streamed))
-        self._first, stop = (
-            common.quotient(count * i, static.shares) for i in (share[0], share[0] + 1)
-        )
+            count = jnp.int32(math.prod(config.inner))
+        self._first, stop = (common.quotient(count * i, config.splits) for i in (split, split + 1))
         self.count = stop - self._first
 
     def at(self, j):
-        """The example, counted over all instances, the head, the query tile and the key tile."""
+        """Return the batch element, over all instances, head, query tile and key tile of step j."""
         j = self._first + j
-        if self._static.masked:
+        if self._config.masked:
             j = plgpu.load(self._table_ref.at[self._row, 2 + j])
-        _, flow = common.digits(j, self._static.streamed)
+        _, inner = common.digits(j, self._config.inner)
         b, *others = (
-            i if n > 1 else x
-            for i, x, n in zip(flow, self.place, self._static.streamed, strict=True)
+            i if n > 1 else x for i, x, n in zip(inner, self.place, self._config.inner, strict=True)
         )
-        return self.example(b), *others
+        return self.batch_element(b), *others
 
-    def example(self, b):
-        """Example b of the program's instance, counted over all of them."""
-        return self._instance * self._static.options.batch + b
+    def batch_element(self, b):
+        """Return element b of the CTA's instance, counted over all instances."""
+        return self._instance * self._config.options.batch + b
 
     def masked(self, j):
-        """Whether the tile of step j needs the mask."""
-        return self._first + j >= self._full if self._static.masked else False
+        """Return whether the tile of step j is a partial block, to which the mask is applied."""
+        return self._first + j >= self._full if self._config.masked else False
 
 
-def compute(refs, memory, number, warpgroup, static: Static):
-    """One computing warpgroup."""
-    plgpu.set_max_registers(REGISTERS[0], action="increase")
-    m, block_kv = memory, static.kv.block
-    ring, shape = common.Ring(static.tile.stages), (ROWS, block_kv)
-    steps = Steps(static, refs["table"], number)
-    mine = pl.ds(warpgroup * ROWS, ROWS)
-    # For want of registers: a product that runs has those of its result.
-    busy = static.masked or static.options.drops
-    bias_sm = None if m["bias_sm"] is None else m["bias_sm"].at[mine]
+class ConsumerWarpgroup:
+    """One of the two warpgroups that compute, with 64 queries of the outer tile."""
 
-    def options_of(b):
-        return static.options.of_example(refs["shared"], b)
+    def __init__(
+        self, config: DbiasConfig, operands: Operands, dbias_ref, scratch: Scratch, steps, warpgroup
+    ):
+        self.config, self.operands, self.dbias_ref = config, operands, dbias_ref
+        self.s, self.dp, self.steps, self.warpgroup = scratch.s, scratch.dp, steps, warpgroup
+        self.shape, self.mine = (ROWS, config.kv.block), pl.ds(warpgroup * ROWS, ROWS)
+        self.bias = None if scratch.bias is None else scratch.bias.at[self.mine]
 
-    def first_of(q_tile, kv_tile):
-        return q_tile * BLOCK_Q + warpgroup * ROWS, kv_tile * block_kv
+    def run(self):
+        """Compute half of the tile of dbias."""
+        if self.bias is not None:
+            self.load_bias()
+        acc = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), ptx.WGMMA)
+        acc = lax.fori_loop(jnp.int32(0), self.steps.count, self.step, acc)
+        self.epilogue(acc)
 
-    b, h, *tiles = steps.place
-    if bias_sm is not None:
-        options = options_of(steps.example(b))
-        q_pos, k_pos = common.positions(shape, *first_of(*tiles))
+    def options_of(self, b):
+        """Return the options of a batch element."""
+        return self.config.options.of_example(self.operands.options, b)
+
+    def first_of(self, q_tile, kv_tile):
+        """Return the first query and the first key of the warpgroup's tile."""
+        return q_tile * BLOCK_Q + self.warpgroup * ROWS, kv_tile * self.config.kv.block
+
+    def load_bias(self):
+        """Read the warpgroup's half of the bias, to shared memory."""
+        b, h, *tiles = self.steps.place
+        options = self.options_of(self.steps.batch_element(b))
+        q_pos, k_pos = common.positions(self.shape, *self.first_of(*tiles))
         bias: Any = options.extras.scores.bias
         bias = Pairs(bias.array.placed(columns=k_pos))
-        bias_sm[...] = bias.read(options.b, h, q_pos, k_pos)
+        self.bias[...] = bias.read(options.b, h, q_pos, k_pos)
 
-    def with_bias(options):
-        """With the tile of the bias as it was read, if the bias has one."""
-        if bias_sm is None:
-            return options
-        return options.with_bias(plgpu.load(bias_sm, layout=ptx.WGMMA))
+    def score_tile(self, j, place) -> ScoreTile:
+        """Return the tile of scores of step j."""
+        b, h, *tiles = place
+        options = self.options_of(b)
+        if self.bias is not None:
+            options = options.with_bias(plgpu.load(self.bias, layout=ptx.WGMMA))
+        at = h, *self.first_of(*tiles), self.steps.masked(j)
+        return ScoreTile(options, self.config, *at, transposed=False)
 
-    def gradients_of_scores(j, s_acc, dp_acc):
-        # Places that are the same in all steps would be computed before the loop, and spilt.
-        slot, (b, h, *tiles) = ring(j), map(ptx.anew, steps.at(j))
-        rows = pl.ds(ptx.anew(warpgroup) * ROWS, ROWS)
+    def step(self, j, acc):
+        """Add one inner tile."""
+        scores = plgpu.ACC(self.shape, jnp.float32)
+        return acc + pl.run_scoped(lambda *x: self.ds(j, *x), scores, scores)
 
-        def of_queries(name):
-            return plgpu.load(static.numbers(m, name, slot).at[mine], layout=ptx.ROW)
+    def ds(self, j, s_acc, dp_acc):
+        """Return ds of step j; the products are computed in these accumulators."""
+        config, s_stage, dp_stage = self.config, self.s.slot(j), self.dp.slot(j)
+        # Opaque: the compiler would compute places that all steps share before the loop, and spill.
+        place = tuple(map(ptx.anew, self.steps.at(j)))
+        rows = pl.ds(ptx.anew(self.warpgroup) * ROWS, ROWS)
+        # A running product holds the registers of its result.
+        busy = config.masked or config.options.drops
 
-        def start_dp():
-            plgpu.barrier_wait(m["dp_full"].at[slot])
-            plgpu.wgmma(dp_acc, m["do_sm"].at[slot].at[rows], m["v_sm"].at[slot].T)
+        def start(acc, pipeline, of_queries, of_keys, stage):
+            pipeline.consumer_wait(j)
+            left, right = (pipeline.smem[x].at[stage] for x in (of_queries, of_keys))
+            plgpu.wgmma(acc, left.at[rows], right.T)
 
-        plgpu.barrier_wait(m["s_full"].at[slot])
-        plgpu.wgmma(s_acc, m["q_sm"].at[slot].at[rows], m["k_sm"].at[slot].T)
+        def release(pipeline):
+            ptx.fence()
+            pipeline.consumer_release(j)
+
+        def statistic(name):
+            place = config.statistic(self.s.smem["statistics"], name, s_stage)
+            return plgpu.load(place.at[self.mine], layout=ptx.ROW)
+
+        start(s_acc, self.s, "q", "k", s_stage)
         if not busy:
-            start_dp()
+            start(dp_acc, self.dp, "do", "v", dp_stage)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if busy else 1)
-        pairs = shared.Tile(
-            *(with_bias(options_of(b)), static, h, *first_of(*tiles), steps.masked(j)),
-            transposed=False,
-        )
-        p = pairs.weights(s, of_queries)
-        ptx.fence()
-        plgpu.barrier_arrive(m["s_free"].at[slot])
+        tile = self.score_tile(j, place)
+        p = tile.weights(s, statistic)
+        release(self.s)
         if busy:
-            start_dp()
+            start(dp_acc, self.dp, "do", "v", dp_stage)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-        ds = pairs.gradient(p, dp, of_queries("delta"))
-        ptx.fence()
-        plgpu.barrier_arrive(m["dp_free"].at[slot])
+        delta = self.dp.smem["delta"].at[dp_stage].at[self.mine]
+        ds = tile.gradient(p, dp, plgpu.load(delta, layout=ptx.ROW))
+        release(self.dp)
         return ds
 
-    def step(j, acc):
-        scores = plgpu.ACC(shape, jnp.float32)
-        return acc + pl.run_scoped(lambda *x: gradients_of_scores(j, *x), scores, scores)
-
-    acc = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ptx.WGMMA)
-    acc = lax.fori_loop(jnp.int32(0), steps.count, step, acc)
-    acc = rescaled(options_of(steps.example(b)).extras.dropout, acc)
-    dbias = refs["dbias"]
-    b = steps.outer * static.own[0] + b
-    rows, columns = (pl.ds(first, n) for first, n in zip(first_of(*tiles), shape, strict=True))
-    common.store(dbias, (b, h, rows, columns), acc.astype(dbias.dtype))
+    def epilogue(self, acc):
+        """Store the sum."""
+        b, h, *tiles = self.steps.place
+        acc = rescaled(self.options_of(self.steps.batch_element(b)).extras.dropout, acc)
+        b = self.steps.outer * self.config.own[0] + b
+        firsts = self.first_of(*tiles)
+        rows, columns = (pl.ds(first, n) for first, n in zip(firsts, self.shape, strict=True))
+        common.store(self.dbias_ref, (b, h, rows, columns), acc.astype(self.dbias_ref.dtype))
 
 
-def load(refs, memory, number, static: Static):
-    """The loading warpgroup."""
-    plgpu.set_max_registers(REGISTERS[1], action="decrease")
-    ring, steps = common.Ring(static.tile.stages), Steps(static, refs["table"], number)
-    product = dict(s=("q", "k", static.statistics), dp=("do", "v", ("delta",)))
+def produce(config: DbiasConfig, operands: Operands, scratch: Scratch, steps: Steps):
+    """Copy the tiles of all steps: what the producer warpgroup does."""
+    products = (
+        (scratch.s, "q", "k", config.statistics),
+        (scratch.dp, "do", "v", ("delta",)),
+    )
+
+    def scalars(pipeline, name, stage):
+        if name == "delta":
+            return pipeline.smem["delta"].at[stage]
+        return config.statistic(pipeline.smem["statistics"], name, stage)
 
     def step(j):
-        slot, (b, h, q_tile, kv_tile) = ring(j), steps.at(j)
-        rows, keys = (
-            pl.ds(q_tile * BLOCK_Q, BLOCK_Q),
-            pl.ds(kv_tile * static.kv.block, static.kv.block),
-        )
-        for name, (of_queries, of_keys, numbers) in product.items():
-            full = memory[f"{name}_full"].at[slot]
-            ring.refill(j, memory[f"{name}_free"])
-            at = (b, rows, h), (b, keys, common.quotient(h, static.groups))
-            for x, index in zip((of_queries, of_keys), at, strict=True):
-                plgpu.copy_gmem_to_smem(refs[x].at[index], memory[f"{x}_sm"].at[slot], full)
-            for x in numbers:
-                place = static.numbers(memory, x, slot)
-                plgpu.copy_gmem_to_smem(refs[x].at[b, h, rows], place, full)
+        b, h, q_tile, kv_tile = steps.at(j)
+        rows = pl.ds(q_tile * BLOCK_Q, BLOCK_Q)
+        keys = pl.ds(kv_tile * config.kv.block, config.kv.block)
+        for pipeline, of_queries, of_keys, names in products:
+            pipeline.producer_acquire(j)
+            stage, full = pipeline.slot(j), pipeline.filled(j)
+            at = (b, rows, h), (b, keys, common.quotient(h, config.groups))
+            for name, index in zip((of_queries, of_keys), at, strict=True):
+                source, place = getattr(operands, name).at[index], pipeline.smem[name].at[stage]
+                plgpu.copy_gmem_to_smem(source, place, full)
+            for name in names:
+                source = getattr(operands, name).at[b, h, rows]
+                plgpu.copy_gmem_to_smem(source, scalars(pipeline, name, stage), full)
 
     pl.loop(jnp.int32(0), steps.count)(step)
 
 
-def pallas_flash_dbias(*refs, static: Static, **memory):
-    """One tile of the bias, or a share of its steps."""
-    refs = static.refs(["dbias"], refs)
+def pallas_flash_dbias(operands: Operands, dbias_ref, *, static: DbiasConfig, **memory):
+    """Compute one tile of dbias, or a split of its steps."""
+    config, scratch = static, Scratch(**memory)
     number, warpgroup = map(lax.axis_index, ("program", "warpgroup"))
 
-    @pl.when(warpgroup < WARPGROUPS)
+    @pl.when(warpgroup < CONSUMERS)
     def _():
-        compute(refs, memory, number, warpgroup, static)
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        steps = Steps(config, operands.table, number)
+        ConsumerWarpgroup(config, operands, dbias_ref, scratch, steps, warpgroup).run()
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == PRODUCER)
     def _():
-        load(refs, memory, number, static)
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        produce(config, operands, scratch, Steps(config, operands.table, number))
 
 
-def _table(mask: Mask, q: Tiling, kv: Tiling, streamed: tuple[int, ...], instances: int):
-    """The steps of each tile of the bias, full tiles first, as `Mask.kv_lists` has them.
+def scratch_of(config: DbiasConfig, p: Problem, bias_dtype) -> Scratch:
+    """Return the specification of a CTA's shared memory; without `bias_dtype`, without a bias."""
+    stages, (block_q, block_kv) = config.tile.stages, (config.q.block, config.kv.block)
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+
+    def tiles(rows, columns):
+        return plgpu.SMEM((stages, rows, columns), p.dtype, transforms=ptx.tiled(columns))
+
+    def pipeline(copies, **smem):
+        return Pipeline.spec(smem, stages, copies=copies, consumers=CONSUMERS)
+
+    bias = None
+    if bias_dtype is not None:
+        transforms = ptx.TILED if bias_dtype.itemsize == 2 else ptx.TILED_32
+        bias = plgpu.SMEM((block_q, block_kv), bias_dtype, transforms=transforms)
+    return Scratch(
+        s=pipeline(
+            2 + len(config.statistics),
+            q=tiles(block_q, head_dim),
+            k=tiles(block_kv, head_dim),
+            statistics=config.statistics_memory(stages, block_q),
+        ),
+        dp=pipeline(
+            3,
+            do=tiles(block_q, value_dim),
+            v=tiles(block_kv, value_dim),
+            delta=plgpu.SMEM((stages, block_q), jnp.float32),
+        ),
+        bias=bias,
+    )
+
+
+def _table(mask: Mask, q: Tiling, kv: Tiling, inner: tuple[int, ...], instances: int):
+    """Return the steps of each tile of the bias, full tiles first, as `Mask.kv_lists` has them.
 
     Args:
         mask: with an axis of instances before all others of its arrays.
         q: the tiles of queries.
         kv: the tiles of keys.
-        streamed: as `Static.streamed`.
+        inner: as `DbiasConfig.inner`.
         instances: how many there are.
 
     Returns:
@@ -235,13 +321,13 @@ def _table(mask: Mask, q: Tiling, kv: Tiling, streamed: tuple[int, ...], instanc
     """
 
     def of_one(classes):
-        # Steps count all that is streamed, whether the mask tells it apart or not.
-        shape = (max(count, n) for count, n in zip(classes.shape, streamed, strict=True))
+        # Steps count all inner tiles, whether the mask tells them apart or not.
+        shape = (max(count, n) for count, n in zip(classes.shape, inner, strict=True))
         classes = jnp.broadcast_to(classes, tuple(shape))
-        flow = [axis for axis, n in enumerate(streamed) if n > 1]
-        stay = tuple(1 if n > 1 else size for size, n in zip(classes.shape, streamed, strict=True))
-        classes = jnp.moveaxis(classes, flow, range(4 - len(flow), 4))
-        return classes.reshape(*stay, -1)
+        axes = [axis for axis, n in enumerate(inner) if n > 1]
+        outer = tuple(1 if n > 1 else size for size, n in zip(classes.shape, inner, strict=True))
+        classes = jnp.moveaxis(classes, axes, range(4 - len(axes), 4))
+        return classes.reshape(*outer, -1)
 
     def classes_of(mask: Mask):
         return lists(BlockClasses(*map(of_one, mask.block_classes(q, kv))))
@@ -250,89 +336,75 @@ def _table(mask: Mask, q: Tiling, kv: Tiling, streamed: tuple[int, ...], instanc
 
 
 def _copyable(x, columns: int):
-    """[B, T, N, H] with zeros behind: whole tiles of 8 rows and so many columns."""
+    """Return [B, T, N, H] with zeros behind: whole tiles of 8 rows, and `columns` columns."""
     missing = -x.shape[1] % 8, columns - x.shape[3]
     return jnp.pad(x, ((0, 0), (0, missing[0]), (0, 0), (0, missing[1]))) if any(missing) else x
 
 
-def _shares(programs: int, steps: int) -> int:
-    """Into how many the steps of a tile are shared out: for two programs or more on each core."""
-    return 1 if programs >= work.CORES else min(steps, -(-2 * work.CORES // programs))
+def _splits(ctas: int, steps: int) -> int:
+    """Return among how many CTAs the steps of a tile are split: two or more for each SM."""
+    return 1 if ctas >= work.CORES else min(steps, -(-2 * work.CORES // ctas))
 
 
 def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
-    """The gradient of the bias, in its shape and dtype, of rows that hold nothing but numbers.
+    """Return the gradient of the bias, in its shape and dtype.
 
-    The arguments are those of `backward`.
+    Arguments are those of `backward_kernel.backward`; their rows must hold nothing but numbers.
     """
     p = problem
     q, kv = Tiling(p.q_len, BLOCK_Q), Tiling(p.kv_len, tile.block_kv)
-    mask = shared.mask_for(p, q, kv, None)
-    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    mask = mask_for(p, q, kv, None)
     counts = p.batch, p.num_heads, q.count, kv.count
     broadcast = [n == 1 for n in p.bias.shape]
-    own, streamed = (
+    own, inner = (
         tuple(n if one == x else 1 for n, one in zip(counts, broadcast, strict=True))
         for x in (False, True)
     )
-    shares = _shares(math.prod(own), math.prod(streamed))
+    splits = _splits(math.prod(own), math.prod(inner))
     # Numbers of 64 bits are read as float32.
     bias_dtype = p.bias.dtype if p.bias.dtype.itemsize <= 4 else jnp.dtype(jnp.float32)
-    tiled = ptx.TILED if bias_dtype.itemsize == 2 else ptx.TILED_32
     summed = [axis for axis in (2, 3) if broadcast[axis]]
-    dtype = jnp.float32 if summed or shares > 1 else bias_dtype
+    dtype = jnp.float32 if summed or splits > 1 else bias_dtype
 
-    def tiles(rows, columns):
-        shape = tile.stages, rows, columns
-        return plgpu.SMEM(shape, p.dtype, transforms=ptx.tiled(columns))
-
-    def run(arrays, *rows):
-        query, *_ = rows
+    def run(arrays, operands: Operands):
         _, extras = arrays
-        instances = len(query) // p.batch
-        table = _table(extras.mask, q, kv, streamed, instances)
-        static = shared.call_static(
-            *(Static, p, mask, arrays, table, q, kv),
+        instances = len(operands.q) // p.batch
+        table = _table(extras.mask, q, kv, inner, instances)
+        config = DbiasConfig.of(
+            *(p, mask, arrays, table, q, kv),
             num_heads=own[1],
-            side_by_side=own[1],
-            ends=False,
+            neighbours=own[1],
+            has_lengths=False,
             tile=tile,
             own=own,
-            streamed=streamed,
-            shares=shares,
+            inner=inner,
+            splits=splits,
         )
-        shape = instances * shares * own[0], own[1], own[2] * q.block, own[3] * kv.block
+        shape = instances * splits * own[0], own[1], own[2] * q.block, own[3] * kv.block
         [found] = common.launch(
             pallas_flash_dbias,
-            shared.operands(static, arrays, table, rows),
+            (operands.for_launch(config, arrays, table),),
             outputs=[(shape, dtype)],
-            memory=dict(
-                q_sm=tiles(q.block, head_dim),
-                k_sm=tiles(kv.block, head_dim),
-                do_sm=tiles(q.block, value_dim),
-                v_sm=tiles(kv.block, value_dim),
-                **static.numbers_memory(tile.stages, q.block),
-                bias_sm=None
-                if len(summed) == 2
-                else plgpu.SMEM((q.block, kv.block), bias_dtype, transforms=tiled),
-                s_full=common.barriers(tile.stages, 2 + len(static.statistics)),
-                dp_full=common.barriers(tile.stages, 3),
-                s_free=common.barriers(tile.stages, WARPGROUPS),
-                dp_free=common.barriers(tile.stages, WARPGROUPS),
-            ),
-            grid=dict(program=instances * shares * math.prod(own)),
-            warpgroups=WARPGROUPS + 1,
-            static=static,
-            approx_math=static.options.approximate,
+            memory=scratch_of(config, p, bias_dtype if len(summed) < 2 else None)._asdict(),
+            grid=dict(program=instances * splits * math.prod(own)),
+            warpgroups=CONSUMERS + 1,
+            static=config,
+            approx_math=config.options.approximate,
         )
-        if shares > 1:
-            found = found.reshape(instances, shares, own[0], *shape[1:]).sum(axis=1)
+        if splits > 1:
+            found = found.reshape(instances, splits, own[0], *shape[1:]).sum(axis=1)
             found = found.reshape(-1, *shape[1:])
         return found.sum(axis=summed, keepdims=True) if summed else found
 
-    rows = shared.rows(p, do, log_sum, delta, None, q.count * q.block)
-    rows = (*map(_copyable, rows[:4], (head_dim, head_dim, value_dim, value_dim)), *rows[4:])
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    x = Operands.of(p, do, log_sum, delta, None, q.count * q.block)
+    x = x._replace(
+        q=_copyable(x.q, head_dim),
+        k=_copyable(x.k, head_dim),
+        v=_copyable(x.v, value_dim),
+        do=_copyable(x.do, value_dim),
+    )
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    found = common.by_instance(run, p.batch)(arrays, *rows)
+    found = by_instance(run, p.batch, arrays, x)
     _, _, q_len, kv_len = p.bias.shape
     return found[:, :, :q_len, :kv_len].astype(p.bias.dtype)

@@ -1,4 +1,4 @@
-"""dq alone: a query tile stays, keys and values are streamed past it.
+"""dq alone: queries are the outer tile, keys and values the inner ones.
 
     s   = q @ k.T                       dp = do @ v.T                   [64, block_kv] a warpgroup
     p   = exp2(c * s - lse_log2)        see `backward_common`
@@ -8,13 +8,31 @@
     at the end    acc = acc + r c     for the sums r of ds and the center c, see `_key_center`
                   dq = scale * acc    and, where it is asked for, dscale = rowsum(q * acc)
 
-With `backward` without dq it is the backward whose sums have an order, so that every run gives the
-same bits: seven products in place of five. A program has computing warpgroups with 64 queries each,
-which never wait for each other, and one that loads.
+With `backward_kernel` without dq it is the deterministic backward, in which every sum has a fixed
+order: seven products in place of five.
+
+**Roles.** A CTA has two or three consumer warpgroups with 64 queries each, which never wait for
+each other, and one producer warpgroup, the last one, which copies inner tiles.
+
+**Shared memory.** q and do [consumers, strips, 64, width], delta and the statistics of each
+consumer's rows; pipelines of k and of v, [stages, strips, block_kv, width]. In the end dq and
+dscale leave through q and delta.
+
+**Barriers.** A copy arrives once, a warpgroup likewise.
+
+| barrier | arrivals | who arrives | who waits | what it says |
+|---|---|---|---|---|
+| rows_full[consumer] | copies of q, do, delta, LSE | these copies | it | its rows are there |
+| k.full, v.full [stage] | copies of the tile | these copies | consumers | the tile is there |
+| k.empty, v.empty [stage] | consumers | consumers | producer | ds @ k, or dp, has been computed |
+| landed[warpgroup] | 1 | a copy | who started it | rows behind a valid length can be zeroed |
+
+**A step.** s and dp are in flight together; v leaves as soon as dp is there, k with the end of
+ds @ k, which the next step waits for.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,171 +40,261 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
-from pallas_flash._mosaic import backward_common as shared
 from pallas_flash._mosaic import common, ptx, work
+from pallas_flash._mosaic.backward_common import (
+    BackwardConfig,
+    InnerTiles,
+    Operands,
+    ScoreTile,
+    TileCopies,
+    by_instance,
+    copies_of,
+    in_strips,
+    mask_for,
+    neighbours,
+    store_tile,
+)
 from pallas_flash._mosaic.options import shared_arrays
+from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.tiles import padded
-from pallas_flash._mosaic.tiles import value_slots as value_slots_of
+from pallas_flash._mosaic.tiles import value_slots as value_stages_of
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import DqTile
 
 plgpu = common.plgpu
 
-ROWS = 64
-# The names of the sums of ds and of the center of keys.
-OF_CENTER = "row_sums", "center"
-# Registers of a thread that computes, and of one that loads, by the number of computing warpgroups.
+ROWS = 64  # Queries of a consumer warpgroup.
+# Registers of a thread of a consumer and of the producer, by the number of consumers.
 REGISTERS = {2: (240, 24), 3: (160, 24)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Static(shared.Static):
-    """What the kernel knows when it is compiled; its programs are those of query heads.
+class DqConfig(BackwardConfig):
+    """What the kernel knows when it is compiled; heads in its grid are query heads.
 
     Attributes:
         grows: whether the last queries have the most work.
         want_scale: whether the gradient of the scale is wanted.
-        value_slots: slots of values.
-        adds_center: whether keys have a center and rows have sums of ds.
+        value_stages: stages of values.
     """
 
     grows: bool
     want_scale: bool
-    value_slots: int
-    adds_center: bool
+    value_stages: int
 
-    def steps(self, refs, b, h, q_tile) -> shared.Steps:
-        """Those of a program."""
-        return shared.Steps(self, refs["table"], (b, h, q_tile), self.kv)
-
-
-def compute(refs, memory, b, h, q_tile, warpgroup, static: Static):
-    """One computing warpgroup."""
-    plgpu.set_max_registers(REGISTERS[static.tile.warpgroups][0], action="increase")
-    steps = static.steps(refs, b, h, q_tile)
-    where = b, h, q_tile, warpgroup
-    steps.if_any(
-        lambda: sum_of(refs, memory, *where, steps, static),
-        lambda: store(refs, memory, *where, *zeros(memory, static), static),
-    )
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    @property
+    def row_scalars(self) -> tuple[str, ...]:
+        """Names of the numbers that each query has, as in `Operands`."""
+        return "delta", *self.statistics
 
 
-def sum_of(refs, memory, b, h, q_tile, warpgroup, steps: shared.Steps, static: Static):
-    """The sum of a warpgroup's queries over all steps, from the first copy to the last."""
-    m = memory
-    ring, value_ring = common.Ring(static.tile.stages), common.Ring(static.value_slots)
-    options = static.options.of_example(refs["shared"], b)
-    q_sm, do_sm, k_sm, v_sm = (m[x] for x in ("q_sm", "do_sm", "k_sm", "v_sm"))
-    dtype = q_sm.dtype
-    first_query = q_tile * static.q.block + warpgroup * ROWS
-    rows = pl.ds(first_query, ROWS)
-    full = m["rows_full"].at[warpgroup]
-    mine = {name: static.numbers(m, name, warpgroup) for name in ("delta", *static.statistics)}
-    copy_rows = static.copies(refs, memory, b, "q", warpgroup)
-    for name in ("q", "do"):
-        copy_rows(name, h, first_query, m[f"{name}_sm"].at[warpgroup], full)
-    for name, place in mine.items():
-        plgpu.copy_gmem_to_smem(refs[name].at[b, h, rows], place, full)
-    plgpu.barrier_wait(full)
-    numbers = {name: plgpu.load(place, layout=ptx.ROW) for name, place in mine.items()}
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA, see above."""
 
-    def gradients_of_scores(j):
-        slot, value_slot, (_, first_key) = ring(j), value_ring(j), steps.at(j)
-        mine = ptx.anew(warpgroup)
-        plgpu.barrier_wait(m["k_full"].at[slot])
-        s = ptx.product_t(q_sm.at[mine], k_sm.at[slot])
-        plgpu.barrier_wait(m["v_full"].at[value_slot])
-        dp = ptx.product_t(do_sm.at[mine], v_sm.at[value_slot])
-        s = ptx.wait(1, s)
-        pairs = shared.Tile(
-            options, static, h, first_query, first_key, steps.masked(j), transposed=False
-        )
-        p = pairs.weights(s, numbers.get)
-        dp = ptx.wait(0, dp)
-        plgpu.barrier_arrive(m["v_free"].at[value_slot])
-        return pairs.gradient(p, dp, numbers["delta"]).astype(dtype)
+    q: Any
+    do: Any
+    delta: Any
+    statistics: Any
+    k: Any
+    v: Any
+    rows_full: Any
+    landed: Any
 
-    def step(j, dq):
-        ds = gradients_of_scores(j)
-        dq = ptx.accumulate(dq, ds, k_sm.at[ring(j)])
+
+class Cta(NamedTuple):
+    """The work of a CTA: the batch element, counted over all instances, head and outer tile."""
+
+    b: Any
+    h: Any
+    q_tile: Any
+
+
+class ConsumerWarpgroup:
+    """One of the warpgroups that compute, with 64 queries of the outer tile.
+
+    Args:
+        config: of the kernel.
+        operands: references to the arrays that are read.
+        outputs: references to dq and, if it is wanted, dscale.
+        scratch: shared memory.
+        cta: the work.
+        warpgroup: its number.
+    """
+
+    def __init__(
+        self, config: DqConfig, operands: Operands, outputs, scratch: Scratch, cta: Cta, warpgroup
+    ):
+        self.config, self.operands, self.outputs = config, operands, outputs
+        self.scratch, self.cta, self.warpgroup = scratch, cta, warpgroup
+        self.dtype, self.head_dim = scratch.q.dtype, ptx.columns_of(scratch.q)
+
+    def run(self):
+        """Compute the gradients of the warpgroup's queries, from the first copy to the last."""
+        plgpu.set_max_registers(REGISTERS[self.config.tile.warpgroups][0], action="increase")
+        self.inner = InnerTiles(self.config, self.operands.table, self.cta, self.config.kv)
+
+        def some():
+            self.prologue()
+            self.epilogue(self.mainloop())
+
+        self.inner.if_any(some, lambda: self.store(*self.zeros()))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def scalar_memory(self, name: str):
+        """Return the shared memory for one number of each of the warpgroup's queries."""
+        if name == "delta":
+            return self.scratch.delta.at[self.warpgroup]
+        return self.config.statistic(self.scratch.statistics, name, self.warpgroup)
+
+    def prologue(self):
+        """Copy the warpgroup's rows, and wait for them."""
+        config, operands, scratch = self.config, self.operands, self.scratch
+        b, h, q_tile = self.cta
+        self.options = config.options.of_example(operands.options, b)
+        self.first_query = q_tile * config.q.block + self.warpgroup * ROWS
+        rows, full = pl.ds(self.first_query, ROWS), scratch.rows_full.at[self.warpgroup]
+        landed = scratch.landed.at[self.warpgroup] if config.has_lengths else None
+        copies = TileCopies(operands.valid_q, landed, b)
+        for source, tiles in ((operands.q, scratch.q), (operands.do, scratch.do)):
+            copies.start(source, h, self.first_query, tiles.at[self.warpgroup], full)
+        scalars = {name: self.scalar_memory(name) for name in config.row_scalars}
+        for name, place in scalars.items():
+            plgpu.copy_gmem_to_smem(getattr(operands, name).at[b, h, rows], place, full)
+        plgpu.barrier_wait(full)
+        self.scalars = {name: plgpu.load(x, layout=ptx.ROW) for name, x in scalars.items()}
+
+    def zeros(self):
+        """Return dq and dscale of queries that see no key."""
+        dq = jnp.zeros((ROWS, self.head_dim), jnp.float32)
+        dscale = jnp.zeros((ROWS,), jnp.float32)
+        return plgpu.layout_cast(dq, ptx.WGMMA), plgpu.layout_cast(dscale, ptx.ROW)
+
+    def mainloop(self):
+        """Return the sum over all inner tiles."""
+        nothing, _ = self.zeros()
+        nothing = plgpu.layout_cast(nothing, ptx.ACC)
+        return lax.fori_loop(jnp.int32(0), self.inner.count, self.step, nothing)
+
+    def step(self, j, dq):
+        """Add one inner tile."""
+        k = self.scratch.k
+        ds = self.ds(j)
+        dq = ptx.accumulate(dq, ds, k.stage(j))
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(m["k_free"].at[ring(j)])
+        k.consumer_release(j)
         return dq
 
-    nothing, _ = zeros(memory, static)
-    dq = lax.fori_loop(jnp.int32(0), steps.count, step, plgpu.layout_cast(nothing, ptx.ACC))
-    dq = plgpu.layout_cast(dq, ptx.WGMMA)
-    dq, dscale = rescaled(options.extras.dropout, dq), None
-    if static.adds_center:
-        c = refs["center"].at[b, common.quotient(h, static.groups)]
-        r = plgpu.load(refs["row_sums"].at[b, h, rows], layout=ptx.ROW, optimized=False)
-        c = plgpu.load(c, layout=ptx.COLUMN, optimized=False)
-        dq = dq + common.along_rows(r, dq.shape) * common.along_columns(c, dq.shape)
-    if static.want_scale:
-        terms = ptx.load_strips(q_sm.at[warpgroup]).astype(jnp.float32) * dq
-        dscale = jnp.sum(terms, axis=1)
-    store(refs, memory, b, h, q_tile, warpgroup, dq * options.scale, dscale, static)
+    def ds(self, j):
+        """Return ds of an inner tile, in the dtype of the operands."""
+        k, v, (_, first_key) = self.scratch.k, self.scratch.v, self.inner.at(j)
+        mine = ptx.anew(self.warpgroup)
+        k.consumer_wait(j)
+        s = ptx.product_t(self.scratch.q.at[mine], k.stage(j))
+        v.consumer_wait(j)
+        dp = ptx.product_t(self.scratch.do.at[mine], v.stage(j))
+        s = ptx.wait(1, s)
+        tile = ScoreTile(
+            *(self.options, self.config, self.cta.h, self.first_query, first_key),
+            self.inner.masked(j),
+            transposed=False,
+        )
+        p = tile.weights(s, self.scalars.get)
+        dp = ptx.wait(0, dp)
+        v.consumer_release(j)
+        return tile.gradient(p, dp, self.scalars["delta"]).astype(self.dtype)
+
+    def epilogue(self, dq):
+        """Scale dq, compute dscale, and store both."""
+        options, operands = self.options, self.operands
+        dq = plgpu.layout_cast(dq, ptx.WGMMA)
+        dq, dscale = rescaled(options.extras.dropout, dq), None
+        if operands.row_sums is not None:
+            b, h, _ = self.cta
+            r = operands.row_sums.at[b, h, pl.ds(self.first_query, ROWS)]
+            c = operands.center.at[b, common.quotient(h, self.config.groups)]
+            r = plgpu.load(r, layout=ptx.ROW, optimized=False)
+            c = plgpu.load(c, layout=ptx.COLUMN, optimized=False)
+            dq = dq + common.along_rows(r, dq.shape) * common.along_columns(c, dq.shape)
+        if self.config.want_scale:
+            q = ptx.load_strips(self.scratch.q.at[self.warpgroup]).astype(jnp.float32)
+            dscale = jnp.sum(q * dq, axis=1)
+        self.store(dq * options.scale, dscale)
+
+    def store(self, dq, dscale):
+        """Start the copies of the results to device memory, through where q and delta were."""
+        b, h, q_tile = self.cta
+        rows = pl.ds(q_tile * self.config.q.block + self.warpgroup * ROWS, ROWS)
+        my_q, my_delta = self.scratch.q.at[self.warpgroup], self.scalar_memory("delta")
+        ptx.put_strips(dq.astype(my_q.dtype), my_q)
+        if self.config.want_scale:
+            my_delta[...] = dscale
+        plgpu.commit_smem()
+        store_tile(my_q, self.outputs[0], (b, rows, h))
+        if self.config.want_scale:
+            plgpu.copy_smem_to_gmem(my_delta, self.outputs[1].at[b, h, rows])
 
 
-def zeros(memory, static: Static):
-    """The results of queries that see no key."""
-    dq = jnp.zeros((ROWS, ptx.columns_of(memory["q_sm"])), jnp.float32)
-    dscale = jnp.zeros((ROWS,), jnp.float32)
-    return plgpu.layout_cast(dq, ptx.WGMMA), plgpu.layout_cast(dscale, ptx.ROW)
-
-
-def store(refs, memory, b, h, q_tile, warpgroup, dq, dscale, static: Static):
-    """Starts the copies of a warpgroup's results to device memory, through where queries were."""
-    rows = pl.ds(q_tile * static.q.block + warpgroup * ROWS, ROWS)
-    my_q = memory["q_sm"].at[warpgroup]
-    ptx.put_strips(dq.astype(my_q.dtype), my_q)
-    my_delta = static.numbers(memory, "delta", warpgroup)
-    if static.want_scale:
-        my_delta[...] = dscale
-    plgpu.commit_smem()
-    shared.store(my_q, refs["dq"], (b, rows, h))
-    if static.want_scale:
-        plgpu.copy_smem_to_gmem(my_delta, refs["dscale"].at[b, h, rows])
-
-
-def load(refs, memory, b, h, q_tile, static: Static):
-    """The loading warpgroup."""
-    plgpu.set_max_registers(REGISTERS[static.tile.warpgroups][1], action="decrease")
-    rings = dict(k=common.Ring(static.tile.stages), v=common.Ring(static.value_slots))
-    steps = static.steps(refs, b, h, q_tile)
-    kv_head = common.quotient(h, static.groups)
-    copy = static.copies(refs, memory, b, "kv", static.tile.warpgroups)
+def produce(config: DqConfig, operands: Operands, scratch: Scratch, cta: Cta):
+    """Copy the inner tiles: what the producer warpgroup does."""
+    consumers = config.tile.warpgroups
+    plgpu.set_max_registers(REGISTERS[consumers][1], action="decrease")
+    inner = InnerTiles(config, operands.table, cta, config.kv)
+    kv_head = common.quotient(cta.h, config.groups)
+    landed = scratch.landed.at[consumers] if config.has_lengths else None
+    copies = TileCopies(operands.valid_kv, landed, cta.b)
 
     def step(j):
-        _, first_key = steps.at(j)
-        for x, ring in rings.items():
-            ring.refill(j, memory[f"{x}_free"])
-            slot = ring(j)
-            place, full = (memory[f"{x}_{what}"].at[slot] for what in ("sm", "full"))
-            copy(x, kv_head, first_key, place, full)
+        _, first_key = inner.at(j)
+        for source, pipeline in ((operands.k, scratch.k), (operands.v, scratch.v)):
+            pipeline.producer_acquire(j)
+            copies.start(source, kv_head, first_key, pipeline.stage(j), pipeline.filled(j))
 
-    steps.if_any(lambda: pl.loop(jnp.int32(0), steps.count)(step))
+    inner.if_any(lambda: pl.loop(jnp.int32(0), inner.count)(step))
 
 
-def pallas_flash_dq(*refs, static: Static, **memory):
-    """One query tile of one head."""
-    names = [*(OF_CENTER if static.adds_center else ()), "dq", *["dscale"] * static.want_scale]
-    refs = static.refs(names, refs)
+def pallas_flash_dq(operands: Operands, *outputs, static: DqConfig, **memory):
+    """Compute dq of one query tile of one head."""
+    config, scratch = static, Scratch(**memory)
     head, q_tile, outer, warpgroup = map(lax.axis_index, ("head", "q_tile", "outer", "warpgroup"))
-    if static.later_rows_see_more:
+    if config.later_rows_see_more:
         # Tiles with much work start first.
-        q_tile = static.q.count - 1 - q_tile
-    b, h = static.program(head, outer)
+        q_tile = config.q.count - 1 - q_tile
+    cta = Cta(*config.place(head, outer), q_tile)
 
-    @pl.when(static.exists(h, warpgroup < static.tile.warpgroups))
+    @pl.when(config.exists(cta.h, warpgroup < config.tile.warpgroups))
     def _():
-        compute(refs, memory, b, h, q_tile, warpgroup, static)
+        ConsumerWarpgroup(config, operands, outputs, scratch, cta, warpgroup).run()
 
-    @pl.when(static.exists(h, warpgroup == static.tile.warpgroups))
+    @pl.when(config.exists(cta.h, warpgroup == config.tile.warpgroups))
     def _():
-        load(refs, memory, b, h, q_tile, static)
+        produce(config, operands, scratch, cta)
+
+
+def scratch_of(config: DqConfig, p: Problem, operands: Operands) -> Scratch:
+    """Return the specification of a CTA's shared memory."""
+    consumers, stages, block_kv = config.tile.warpgroups, config.tile.stages, config.kv.block
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+
+    def tiles(columns, stages, rows):
+        return common.strips(p.dtype, stages, rows=rows, columns=columns)
+
+    def pipeline(source, columns, stages):
+        smem = tiles(columns, stages, block_kv)
+        return Pipeline.spec(smem, stages, copies=copies_of(source, smem), consumers=consumers)
+
+    q_sm, do_sm = tiles(head_dim, consumers, ROWS), tiles(value_dim, consumers, ROWS)
+    copies = copies_of(operands.q, q_sm) + copies_of(operands.do, do_sm) + len(config.row_scalars)
+    return Scratch(
+        q=q_sm,
+        do=do_sm,
+        delta=plgpu.SMEM((consumers, ROWS), jnp.float32),
+        statistics=config.statistics_memory(consumers, ROWS),
+        k=pipeline(operands.k, head_dim, stages),
+        v=pipeline(operands.v, value_dim, config.value_stages),
+        rows_full=common.barriers(consumers, copies),
+        landed=common.barriers(consumers + 1) if config.has_lengths else None,
+    )
 
 
 def dq(
@@ -195,81 +303,61 @@ def dq(
     log_sum: LogSum,
     delta,
     tile: DqTile,
-    seen=None,
+    valid=None,
     *,
     center: Any = None,
     row_sums=None,
     want_scale: bool,
 ):
-    """Dq, and float32 [B, N, T], whose sum is the gradient of the scale, or None.
+    """Return dq and float32 [B, N, T], whose sum is the gradient of the scale, or None.
 
-    The arguments are those of `backward`, but keys are centered.
+    Arguments are those of `backward_kernel.backward`, but keys are centered already.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.warpgroups * ROWS), Tiling(p.kv_len, tile.block_kv)
-    mask = shared.mask_for(p, q, kv, seen)
-    w, stages = tile.warpgroups, tile.stages
+    mask = mask_for(p, q, kv, valid)
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
-    value_slots = value_slots_of(tile, head_dim, value_dim)
 
-    def tiles(columns, slots, rows):
-        return common.strips(p.dtype, slots, rows=rows, columns=columns)
-
-    tiles_of_rows = dict(
-        q_sm=tiles(head_dim, w, ROWS),
-        do_sm=tiles(value_dim, w, ROWS),
-        k_sm=tiles(head_dim, stages, kv.block),
-        v_sm=tiles(value_dim, value_slots, kv.block),
-    )
-    barriers = common.barriers
-
-    def run(arrays, *rows):
-        query, *_ = rows
-        copies = shared.count_copies(rows, tiles_of_rows)
+    def run(arrays, operands: Operands):
+        batch = len(operands.q)
         _, extras = arrays
-        table = work.table(extras.mask, q, kv, "kv", len(query), p.batch)
-        static = shared.call_static(
-            *(Static, p, mask, arrays, table, q, kv),
+        table = work.table(extras.mask, q, kv, "kv", batch, p.batch)
+        config = DqConfig.of(
+            *(p, mask, arrays, table, q, kv),
             num_heads=p.num_heads,
-            side_by_side=shared.side_by_side(p.num_kv_heads) * p.groups,
+            neighbours=neighbours(p.num_kv_heads) * p.groups,
             tile=tile,
             grows=mask.later_rows_see_more,
             want_scale=want_scale,
-            value_slots=value_slots,
-            adds_center=adds_center,
-            ends=seen is not None,
+            value_stages=value_stages_of(tile, head_dim, value_dim),
+            has_lengths=valid is not None,
         )
+        dscale = (batch, p.num_heads, q.count * q.block), jnp.float32
         return common.launch(
             pallas_flash_dq,
-            shared.operands(static, arrays, table, rows),
-            outputs=[
-                (query.shape, query.dtype),
-                *[((len(query), p.num_heads, q.count * q.block), jnp.float32)] * want_scale,
-            ],
-            memory=dict(
-                **tiles_of_rows,
-                **static.numbers_memory(w, ROWS),
-                landed=barriers(w + 1) if static.ends else None,
-                rows_full=barriers(w, copies["q"] + copies["do"] + 1 + len(static.statistics)),
-                k_full=barriers(stages, copies["k"]),
-                k_free=barriers(stages, w),
-                v_full=barriers(value_slots, copies["v"]),
-                v_free=barriers(value_slots, w),
-            ),
-            grid=static.grid(len(query), q_tile=q.count),
-            warpgroups=w + 1,
-            static=static,
-            approx_math=static.options.approximate,
+            (operands.for_launch(config, arrays, table),),
+            outputs=[(operands.q.shape, operands.q.dtype), *[dscale] * want_scale],
+            memory=scratch_of(config, p, operands)._asdict(),
+            grid=config.grid(batch, q_tile=q.count),
+            warpgroups=tile.warpgroups + 1,
+            static=config,
+            approx_math=config.options.approximate,
         )
 
-    rows = shared.rows(p, do, log_sum, delta, seen, q.count * q.block)
-    arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    columns = head_dim, head_dim, value_dim, value_dim
-    rows = (*map(shared.in_strips, rows[:4], columns), *rows[4:])
-    adds_center = center is not None and row_sums is not None
-    if adds_center:
+    x = Operands.of(p, do, log_sum, delta, valid, q.count * q.block)
+    x = x._replace(
+        q=in_strips(x.q, head_dim),
+        k=in_strips(x.k, head_dim),
+        v=in_strips(x.v, value_dim),
+        do=in_strips(x.do, value_dim),
+    )
+    if center is not None and row_sums is not None:
         missing = q.count * q.block - p.q_len, head_dim - p.head_dim
-        of_center = zip((row_sums, center), missing, strict=True)
-        rows += tuple(jnp.pad(x, ((0, 0), (0, 0), (0, n))) for x, n in of_center)
-    dq, *dscale = common.by_instance(run, p.batch)(arrays, *rows)
+        row_sums, center = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, n)))
+            for x, n in zip((row_sums, center), missing, strict=True)
+        )
+        x = x._replace(row_sums=row_sums, center=center)
+    arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
+    dq, *dscale = by_instance(run, p.batch, arrays, x)
     return dq.reshape(p.query.shape), dscale[0][:, :, : p.q_len] if want_scale else None

@@ -1,4 +1,4 @@
-"""dk, dv, and in the same pass dq: a key/value tile stays, queries are streamed past it.
+"""dk and dv, and in the same pass dq: keys and values are the outer tile, queries the inner ones.
 
     s_t  = k @ q.T                      dp_t = v @ do.T                 [64, block_q] a warpgroup
     p_t  = exp2(c * s_t - lse_log2)     see `backward_common`
@@ -8,28 +8,65 @@
     dq  += ds_t.T @ k                   times scale once, in the end     [block_q, H]
 
 Five products for each pair of tiles, where two passes take seven. dk and dv stay in registers. dq
-is added to float32 numbers in device memory, tile by tile and in no order: two runs differ by the
-rounding of sums. So are dk and dv, where the query heads of a group, or the queries of a head, are
-shared out among programs.
+is added to float32 in device memory by atomic adds, in no order: two runs differ by the rounding of
+sums. So do dk and dv where several CTAs share a K/V tile (`backward_splits`). The deterministic
+backward is this kernel without dq, beside `backward_dq`.
 
-A program has 128 keys: two computing warpgroups with 64 each, and one that loads. For dq they need
-each other's ds_t, which they exchange through shared memory: each then computes half of the tile of
-dq, over all 128 keys. They meet for that in each step, and what one waits for both wait for: so a
-bias and mask arrays come by tiles, as queries do, where there is room (`pairs`). With grouped heads
-a program runs over the query heads that share its key/value head, or a share of them.
+A thread has registers for 128 x 256 sums of a CTA and for one step. Where H + V is larger, dv has a
+launch of its own, and one with six products in place of five computes dk and dq (`Grads`).
 
 Keys are centered first, see `_key_center`: where the center c of a head is not zero, each warpgroup
 subtracts it from its 64 keys in shared memory, once, and the LSE is that of the scores of k - c.
 
-The registers of a program hold 128 x 256 sums and what a step needs. So where H + V is larger there
-are two launches of this kernel, one for dv and one for dk with dq, with six products. The same
-kernel without dq is one of the passes whose sums have an order; see `backward_dq`.
+**Roles.** A CTA has 128 keys and three warpgroups. Consumer warpgroups 0 and 1 (240 registers) have
+64 keys each. For dq both need ds_t of all 128 keys, so they exchange it through shared memory, and
+each computes half of the tile of dq: half of the columns, or half of the queries if there are 128.
+Warpgroup 2 is the producer (24 registers): it starts the copies (TMA) of inner tiles.
+
+**Shared memory.** Tiles lie in strips, [columns / width, rows, width], width up to 64 columns.
+
+| buffer | shape | what |
+|---|---|---|
+| k, v | [strips, 128, width] | outer tile; in the end dk and dv, on their way out |
+| queries | stages x ([strips, block_q, width], float32 [statistics * block_q]) | q, and the LSE |
+| cotangents | stages x ([strips, block_q, width], float32 [block_q]) | do, and delta |
+| ds | [2, 128, block_q] | ds_t of both warpgroups, of this step and of the one before |
+| pairs | see `pairs.Streams` | bias and mask of the inner tile, where there is room |
+
+**Barriers.** A copy arrives once, a warpgroup of 128 threads likewise once. Every barrier is waited
+for in each of its phases.
+
+| barrier | arrivals | who arrives | who waits | what it says |
+|---|---|---|---|---|
+| kv_full | copies of k and v | these copies (1) | consumers | the outer tile is there |
+| queries.full[stage] | copies of q and LSE | these copies | consumers | q and LSE are there |
+| queries.empty[stage] | 2 | consumers | producer | s_t and dk have been computed from q |
+| cotangents.full[stage] | copies of do | these copies | consumers | do is there |
+| delta_full[stage] | 1 | copy of delta | consumers | delta is there |
+| cotangents.empty[stage] | 2 | consumers | producer | dp_t, dv and ds_t have been computed |
+| landed | 1 | a copy | producer | rows behind a valid length can be zeroed |
+| pairs_full, pairs_free | see `pairs` | copies, consumers | consumers, producer | as above |
+| named 5 | 256 threads | consumers | consumers | both have written ds_t, for dq |
+| named 6 | 256 threads | consumers | consumers | both have read k, or do: results may go there |
+| named 7 | 256 threads | consumers | consumers | both have centered their keys |
+
+(1) Each consumer copies its own 64 keys, the producer all of them with valid lengths.
+
+**A step**, of the j-th queries, with two stages. Both warpgroups do this on their 64 keys:
+
+    producer         copy q, lse (j+1) ...................  copy do, delta (j+1) .............
+    matrix units     k q ... v do ...  p do .............         ds k ....... ds q ...........
+    this warpgroup   |       exp2: p  | ds = p (dp - delta)  sync | |           add dq to memory |
+                     wait: s          wait: dp       ds to shared memory  wait: dq        wait: dk
+
+With one stage v do starts first, and do leaves first: its successor is copied meanwhile.
 """
 
 import dataclasses
+import enum
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,10 +75,24 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
-from pallas_flash._mosaic import backward_common as shared
-from pallas_flash._mosaic import common, pairs, ptx, work
+from pallas_flash._mosaic import backward_splits, common, pairs, ptx, work
+from pallas_flash._mosaic.backward_common import (
+    BackwardConfig,
+    InnerTiles,
+    Operands,
+    ScoreTile,
+    TileCopies,
+    by_instance,
+    copies_of,
+    in_strips,
+    mask_for,
+    neighbours,
+    store_tile,
+)
 from pallas_flash._mosaic.backward_postprocess import postprocess
+from pallas_flash._mosaic.backward_splits import Splits
 from pallas_flash._mosaic.options import shared_arrays
+from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.tiles import BLOCK_KV, EXCHANGE, padded, stream_room
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
@@ -49,38 +100,58 @@ from pallas_flash._tiling.sizes import BackwardTile
 
 plgpu = common.plgpu
 
-WARPGROUPS, ROWS = 2, 64
-# Registers of a thread that computes, and of one that loads.
+CONSUMERS, ROWS = 2, 64  # Warpgroups, and keys of each.
+PRODUCER = CONSUMERS  # Its number.
+# Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
-# The barriers at which the computing warpgroups meet: for ds_t, and when the loop is over.
-AT_DS, AT_END = 5, 6
-# And when keys have been centered.
-AT_CENTER = 7
-# The names of c and of whether it is not zero.
-CENTER = "center", "is_centered"
+# Named barriers, see above.
+DS_WRITTEN, LOOP_ENDED, KEYS_CENTERED = 5, 6, 7
+
+
+class Grads(enum.Enum):
+    """What a launch computes, and the name of its kernel in a profile."""
+
+    DQ_DK_DV = "pallas_flash_backward", ("dq", "dk", "dv")
+    DQ_DK = "pallas_flash_dkq", ("dq", "dk")
+    DK_DV = "pallas_flash_dkv", ("dk", "dv")
+    DK = "pallas_flash_dk", ("dk",)
+    DV = "pallas_flash_dv", ("dv",)
+
+    def __init__(self, kernel_name: str, names: tuple[str, ...]):
+        self.kernel_name, self.names = kernel_name, names
+        self.dq, self.dk, self.dv = (name in names for name in ("dq", "dk", "dv"))
+
+    @classmethod
+    def of(cls, names: tuple[str, ...]) -> "Grads":
+        """Return the launch that computes the gradients of these names."""
+        return next(x for x in cls if x.names == names)
 
 
 @dataclasses.dataclass(frozen=True)
-class Static(shared.Static):
-    """What the kernel knows when it is compiled; its programs are those of key/value heads.
+class OuterKeysConfig(BackwardConfig):
+    """What the kernel knows when it is compiled; heads in its grid are splits of K/V heads.
 
     Attributes:
-        shares: into how many the query heads of a key/value head are shared out; if they are more
-            than these, into how many all of their queries are.
-        adds: whether the shares of dk and dv are added in device memory, in no order.
-        sums: what it computes of "dq", "dk" and "dv"; dq with dk alone.
+        grads: what it computes.
+        splits: the CTAs that share a K/V tile.
+        adds: whether CTAs add dk and dv in device memory, in no order.
         centers: whether keys have a center, which may be zero.
     """
 
-    shares: int
+    grads: Grads
+    splits: Splits
     adds: bool
-    sums: tuple[str, ...]
     centers: bool
+
+    @property
+    def stages(self) -> int:
+        """Stages of queries and of cotangents."""
+        return self.tile.stages
 
     @property
     def num_q_heads(self) -> int:
         """Query heads."""
-        return self.num_heads // self.shares * self.groups
+        return self.num_heads // self.splits.count * self.groups
 
     @property
     def dq_tiles(self) -> int:
@@ -88,364 +159,530 @@ class Static(shared.Static):
         return -(-self.q.count * self.q.block // 128) * 2
 
     def dq_columns(self, head_dim: int) -> int:
-        """The columns of dq that a warpgroup computes: all of its queries, or half of all or more.
+        """Return the columns of dq that a warpgroup computes: for half of 128 queries all of them.
 
-        More where the halves are no tiles, and then both have those in the middle.
+        Of 64 queries half of the columns, or more where halves are no whole tiles: then both
+        warpgroups compute the columns in the middle.
         """
         if self.q.block > ROWS:
             return head_dim
         tile = ptx.tile_columns(head_dim)
         return -(-head_dim // (2 * tile)) * tile
 
-    @property
-    def stay(self) -> tuple[str, ...]:
-        """What stays of "k" and "v"."""
-        return ("k", "v") if "dk" in self.sums else ("k",)
-
-    def in_turn(self, queries, cotangents) -> tuple:
-        """What is done first, and then: of one slot, cotangents are out of use earlier."""
-        return (queries, cotangents) if self.tile.stages > 1 else (cotangents, queries)
-
-    @property
-    def parts(self) -> int:
-        """Into how many the queries of a head are shared out."""
-        return max(1, self.shares // self.groups)
-
-    def heads(self, share):
-        """The key/value head of a share, its first query head, and how many it has."""
-        if self.shares == 1:
-            return share, share * self.groups, self.groups
-        kv_head = common.quotient(share, self.shares)
-        if self.parts > 1:
-            return kv_head, common.quotient(share, self.parts), 1
-        small, rest = divmod(self.groups, self.shares)
-        part = common.remainder(share, self.shares)
-        first, stop = (i * small + jnp.minimum(i, rest) for i in (part, part + 1))
-        return kv_head, kv_head * self.groups + first, stop - first
-
-    def steps(self, refs, b, share, kv_tile) -> shared.Steps:
-        """Those of a program."""
-        kv_head, _, heads = self.heads(share)
-        part = common.remainder(share, self.parts), self.parts
-        return shared.Steps(self, refs["table"], (b, kv_head, kv_tile), self.q, heads, part)
+    def inner_tiles(self, operands: Operands, cta: "Cta") -> InnerTiles:
+        """Return the tiles of queries that a CTA walks over."""
+        kv_head, _, heads = self.splits.heads(cta.head)
+        split = self.splits.query_split(cta.head)
+        outer = cta.b, kv_head, cta.kv_tile
+        return InnerTiles(self, operands.table, outer, self.q, heads, split)
 
 
-def compute(refs, memory, b, share, kv_tile, warpgroup, static: Static):
-    """One computing warpgroup."""
-    plgpu.set_max_registers(REGISTERS[0], action="increase")
-    steps = static.steps(refs, b, share, kv_tile)
-    where = b, share, kv_tile, warpgroup
+class Cta(NamedTuple):
+    """The work of a CTA.
 
-    def nothing():
-        # With ends, `load` does that; to sums there is nothing to add.
-        if not (static.ends or static.adds):
-            store(refs, memory, *where, zeros(memory, static), static)
+    Attributes:
+        b: the batch element, counted over all instances.
+        head: the split of a K/V head, counted over all heads.
+        kv_tile: the outer tile.
+    """
 
-    steps.if_any(lambda: sums_of(refs, memory, *where, steps, static), nothing)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    b: Any
+    head: Any
+    kv_tile: Any
 
 
-def sums_of(refs, memory, b, share, kv_tile, warpgroup, steps: shared.Steps, static: Static):
-    """The sums of a warpgroup's keys over all steps, from the first copy to the last."""
-    m, block_q, sums = memory, static.q.block, static.sums
-    k_sm, q_sm, do_sm = (m[x] for x in ("k_sm", "q_sm", "do_sm"))
-    dtype, head_dim = k_sm.dtype, ptx.columns_of(q_sm)
-    ring, exchange = common.Ring(static.tile.stages), common.Ring(EXCHANGE)
-    dq_columns = static.dq_columns(head_dim)
-    kv_head, first_head, _ = static.heads(share)
-    options = static.options.of_example(refs["shared"], b)
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA, see above; None where there is nothing."""
 
-    mine = pl.ds(warpgroup * ROWS, ROWS)
-    first_key = kv_tile * BLOCK_KV + warpgroup * ROWS
-    # With ends `load` copies them: their branches would cost registers here. Without, that would.
-    if not static.ends:
-        copy = static.copies(refs, memory, b, "kv")
-        for name in static.stay:
-            copy(name, kv_head, first_key, m[f"{name}_sm"].at[:, mine], m["kv_full"])
-    is_centered = plgpu.load(refs["is_centered"].at[b, kv_head]) != 0 if static.centers else False
-    plgpu.barrier_wait(m["kv_full"])
+    k: Any
+    v: Any
+    queries: Any
+    cotangents: Any
+    ds: Any
+    pairs: Any
+    kv_full: Any
+    delta_full: Any
+    landed: Any
 
-    def center_keys():
-        center = refs["center"].at[b, kv_head]
+
+class Sums(NamedTuple):
+    """The accumulators of a consumer warpgroup; None where a launch does not compute them."""
+
+    dk: Any = None
+    dv: Any = None
+
+
+# ------------------------------------------------------------------------------------------------
+# Consumers
+# ------------------------------------------------------------------------------------------------
+
+
+class ConsumerWarpgroup:
+    """One of the two warpgroups that compute, with 64 keys of the outer tile.
+
+    Args:
+        config: of the kernel.
+        operands: references to the arrays that are read.
+        grads: references to the gradients, by name.
+        scratch: shared memory.
+        cta: the work.
+        warpgroup: its number.
+    """
+
+    def __init__(
+        self, config: OuterKeysConfig, operands: Operands, grads, scratch: Scratch, cta, warpgroup
+    ):
+        self.config, self.operands, self.grads_refs = config, operands, grads
+        self.scratch, self.cta, self.warpgroup = scratch, cta, warpgroup
+        self.grads, self.block_q = config.grads, config.q.block
+        self.queries, self.cotangents = scratch.queries, scratch.cotangents
+        self.q_sm, self.do_sm = scratch.queries.smem["q"], scratch.cotangents.smem["do"]
+        self.dtype, self.head_dim = scratch.k.dtype, ptx.columns_of(self.q_sm)
+        self.value_dim = ptx.columns_of(self.do_sm)
+
+    def run(self):
+        """Compute the gradients of the warpgroup's keys, from the first copy to the last."""
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        self.inner = self.config.inner_tiles(self.operands, self.cta)
+
+        def some():
+            self.prologue()
+            self.epilogue(self.mainloop())
+
+        def none():
+            # With lengths the producer stores zeros; to sums there is nothing to add.
+            if not (self.config.has_lengths or self.config.adds):
+                self.store(self.zeros())
+
+        self.inner.if_any(some, none)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def prologue(self):
+        """Wait for the outer tile, and center its keys."""
+        config, scratch = self.config, self.scratch
+        self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
+        self.options = config.options.of_example(self.operands.options, self.cta.b)
+        self.mine = pl.ds(self.warpgroup * ROWS, ROWS)
+        self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ROWS
+        # Who has registers to spare copies the outer tile: with lengths, whose branches would cost
+        # registers here, the producer; without them its copies would.
+        if not config.has_lengths:
+            copies = TileCopies(None, None, self.cta.b)
+            copies.start(*self._to_mine(self.operands.k, scratch.k))
+            if self.grads.dk:
+                copies.start(*self._to_mine(self.operands.v, scratch.v))
+        centered = self.operands.is_centered
+        if config.centers:
+            centered = plgpu.load(centered.at[self.cta.b, self.kv_head]) != 0
+        plgpu.barrier_wait(scratch.kv_full)
+        if config.centers:
+            pl.when(centered)(self.center_keys)
+            # Products of both warpgroups read these keys, apart from the threads that stored them.
+            # They meet without a center, too: a branch right before the loop costs it 22
+            # instructions.
+            ptx.fence()
+            ptx.meet(KEYS_CENTERED, 128 * CONSUMERS)
+
+    def _to_mine(self, source, tile):
+        return source, self.kv_head, self.first_key, tile.at[:, self.mine], self.scratch.kv_full
+
+    def center_keys(self):
+        """Subtract the center from the warpgroup's keys."""
+        center = self.operands.center.at[self.cta.b, self.kv_head]
         center = plgpu.load(center, layout=ptx.COLUMN, optimized=False)
-        my_k = k_sm.at[:, mine]
+        my_k = self.scratch.k.at[:, self.mine]
         k = ptx.load_strips(my_k).astype(jnp.float32)
-        ptx.put_strips((k - common.along_columns(center, k.shape)).astype(dtype), my_k)
+        ptx.put_strips((k - common.along_columns(center, k.shape)).astype(self.dtype), my_k)
 
-    if static.centers:
-        pl.when(is_centered)(center_keys)
-        # Products of both warpgroups read these keys, apart from the threads that stored them. They
-        # meet without a center, too: a branch right before the loop costs it 22 instructions.
-        ptx.fence()
-        ptx.meet(AT_CENTER, 128 * WARPGROUPS)
+    def zeros(self) -> Sums:
+        """Return the sums of keys that no query sees."""
 
-    def tile_of(j, where):
-        head, first_query = where
-        return shared.Tile(
-            options,
-            static,
-            first_head + head,
-            first_query,
-            first_key,
-            steps.masked(j),
-            transposed=True,
-            in_slot=pairs.InSlot(static.streams, m, j, warpgroup),
+        def zeros(columns: int):
+            return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), ptx.WGMMA)
+
+        return Sums(
+            dk=zeros(self.head_dim) if self.grads.dk else None,
+            dv=zeros(self.value_dim) if self.grads.dv else None,
         )
 
-    def of_queries(name, j):
-        return plgpu.load(static.numbers(m, name, ring(j)), layout=ptx.COLUMN)
+    def mainloop(self) -> Sums:
+        """Return the sums over all inner tiles."""
+        nothing = _with_layout(self.zeros(), ptx.ACC)
+        return lax.fori_loop(jnp.int32(0), self.inner.count, self.step, nothing)
 
-    def my_rows():
-        # Who needs the registers of what would be computed before the loop.
-        others = options.extras.scores or options.extras.dropout is not None or static.listed
-        busy = others or (static.masked and block_q > ROWS)
-        return pl.ds((ptx.anew(warpgroup) if busy else warpgroup) * ROWS, ROWS)
+    # Products: each is started here, and waited for in `step`.
 
-    def start(j, stays, x):
-        """Starts the product of what stays of "k" or "v" and of the j-th queries' x."""
-        plgpu.barrier_wait(m[f"{x}_full"].at[ring(j)])
-        return ptx.product_t(m[f"{stays}_sm"].at[:, my_rows()], m[f"{x}_sm"].at[ring(j)])
+    def my_rows(self):
+        """Return the slice of the warpgroup's keys, for k and v.
 
-    def gradients_of_scores(j, where, dv):
-        """ds_t in the dtype of the operands, and dv, if any, whose product is left running."""
-        operands = static.in_turn(("k", "q"), ("v", "do"))
-        started = {x: start(j, stays, x) for stays, x in operands}
+        Where a step needs many registers, the compiler is not to compute places before the loop.
+        """
+        extras, config = self.options.extras, self.config
+        others = extras.scores or extras.dropout is not None or config.listed
+        busy = others or (config.masked and self.block_q > ROWS)
+        return pl.ds((ptx.anew(self.warpgroup) if busy else self.warpgroup) * ROWS, ROWS)
+
+    def start_s(self, j):
+        """Start s_t = k @ q.T."""
+        self.queries.consumer_wait(j)
+        return ptx.product_t(
+            self.scratch.k.at[:, self.my_rows()], self.q_sm.at[self.queries.slot(j)]
+        )
+
+    def start_dp(self, j):
+        """Start dp_t = v @ do.T."""
+        self.cotangents.consumer_wait(j)
+        return ptx.product_t(
+            self.scratch.v.at[:, self.my_rows()], self.do_sm.at[self.cotangents.slot(j)]
+        )
+
+    def start_dv(self, j, dv, p_t, tile: ScoreTile):
+        """Start dv += dropout(p_t) @ do."""
+        p_t = tile.dropped(p_t).astype(self.dtype)
+        return ptx.accumulate(dv, p_t, self.do_sm.at[self.cotangents.slot(j)])
+
+    def start_dk(self, j, dk, ds_t):
+        """Start dk += ds_t @ q; ds_t is in registers or in shared memory."""
+        return ptx.accumulate(dk, ds_t, self.q_sm.at[self.queries.slot(j)])
+
+    def start_dq(self, j):
+        """Start this warpgroup's part of dq = ds_t.T @ k."""
+        ds, k = self.scratch.ds.at[common.remainder(j, EXCHANGE)], self.scratch.k
+        if self.block_q > ROWS:
+            # Half of the queries, all columns.
+            return ptx.product_of_transposed(ds.at[:, self.mine], k)
+        # All queries, half of the columns.
+        width, columns = k.shape[-1], self.config.dq_columns(self.head_dim)
+        strips = pl.ds(self.warpgroup * ((self.head_dim - columns) // width), columns // width)
+        return ptx.product_of_transposed(ds, k.at[strips])
+
+    # What is computed between products.
+
+    def score_tile(self, j, place) -> ScoreTile:
+        """Return the tile of scores of step j."""
+        head, first_query = place
+        return ScoreTile(
+            self.options,
+            self.config,
+            self.first_head + head,
+            first_query,
+            self.first_key,
+            self.inner.masked(j),
+            transposed=True,
+            in_slot=pairs.InSlot(self.config.streams, self.scratch.pairs, j, self.warpgroup),
+        )
+
+    def softmax(self, j, tile: ScoreTile, s_t):
+        """Return p_t; its signs say what dropout keeps."""
+        stage, memory = self.queries.slot(j), self.queries.smem["statistics"]
+
+        def statistic(name):
+            return plgpu.load(self.config.statistic(memory, name, stage), layout=ptx.COLUMN)
+
+        return tile.weights(s_t, statistic)
+
+    def ds(self, j, tile: ScoreTile, p_t, dp_t):
+        """Return ds_t in the dtype of the operands."""
+        delta = self.cotangents.smem["delta"].at[self.cotangents.slot(j)]
+        delta = plgpu.load(delta, layout=ptx.COLUMN)
+        return tile.gradient(p_t, dp_t, delta).astype(self.dtype)
+
+    def step(self, j, sums: Sums) -> Sums:
+        """Compute one inner tile, see the diagram above."""
+        # Read here, where tiles are listed: later all would wait for it.
+        place = self.inner.at(j)
+        if self.grads is Grads.DV:
+            return self.step_of_dv(j, place, sums)
+        two_stages = self.config.stages > 1
+        if two_stages:
+            s_t, dp_t = self.start_s(j), self.start_dp(j)
+        else:
+            dp_t = self.start_dp(j)
+            s_t = self.start_s(j)
         # A barrier of its own: the wait ends a basic block here, and without it registers spill.
-        plgpu.barrier_wait(m["delta_full"].at[ring(j)])
-        s_t = ptx.wait(1 if static.tile.stages > 1 else 0, started["q"])
-        tile = tile_of(j, where)
-        p_t = tile.weights(s_t, lambda name: of_queries(name, j))
-        dp_t = ptx.wait(0, started["do"])
-        ds_t = tile.gradient(p_t, dp_t, of_queries("delta", j)).astype(dtype)
-        if "dv" in sums:
-            dv = ptx.accumulate(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
+        plgpu.barrier_wait(self.scratch.delta_full.at[self.cotangents.slot(j)])
+        s_t = ptx.wait(1 if two_stages else 0, s_t)
+        tile = self.score_tile(j, place)
+        p_t = self.softmax(j, tile, s_t)
+        dp_t = ptx.wait(0, dp_t)
+        ds_t, (dk, dv) = self.ds(j, tile, p_t, dp_t), sums
+        if self.grads.dv:
+            dv = self.start_dv(j, dv, p_t, tile)
         else:
             ptx.fence()
-            plgpu.barrier_arrive(m["do_free"].at[ring(j)])
-        return ds_t, dv
-
-    def dq_part(j, ds_t, dk):
-        """Its part of the tile of dq, and dk, whose product is left running."""
-        ds_sm = m["ds_sm"].at[exchange(j)]
-        if block_q == ROWS:
-            # All queries, half of the columns.
-            width = k_sm.shape[-1]
-            part = pl.ds(warpgroup * ((head_dim - dq_columns) // width), dq_columns // width)
-            dq = ptx.product_of_transposed(ds_sm, k_sm.at[part])
+            self.cotangents.consumer_release(j)
+        if self.grads.dq:
+            dk = self.add_dq(j, place, ds_t, dk)
         else:
-            # Half of the queries, all columns.
-            dq = ptx.product_of_transposed(ds_sm.at[:, mine], k_sm)
-        # The registers of a thread have no room for 256 columns and for ds_t.
-        dk = ptx.accumulate(dk, ds_sm.at[mine] if head_dim > 192 else ds_t, q_sm.at[ring(j)])
-        if "dv" in sums:
-            plgpu.wgmma_wait(2)  # For dv's product, which is the oldest.
-            plgpu.barrier_arrive(m["do_free"].at[ring(j)])
-        return ptx.wait(1, dq), dk
+            dk = self.start_dk(j, dk, ds_t)
+            self.release_cotangents(j, 1)
+        plgpu.wgmma_wait(0)
+        self.queries.consumer_release(j)
+        return Sums(dk, dv)
 
-    def add_dq(j, where, ds_t, dk):
-        """Adds its part of the tile of dq; returns dk, whose product is left running."""
-        m["ds_sm"].at[exchange(j)].at[mine][...] = ds_t
+    def step_of_dv(self, j, place, sums: Sums) -> Sums:
+        """Compute one inner tile where dv has a launch of its own."""
+        s_t = ptx.wait(0, self.start_s(j))
+        tile = self.score_tile(j, place)
+        p_t = self.softmax(j, tile, s_t)
         ptx.fence()
-        ptx.meet(AT_DS, 128 * WARPGROUPS)
-        dq, dk = dq_part(j, ds_t, dk)
-        head, first_query = where
-        tile = b * static.num_q_heads + first_head + head
-        tile = tile * static.dq_tiles + common.quotient(first_query, 64)
-        # Its part of the columns, or the next tile. One index needs fewer registers than several.
-        apart = head_dim if block_q > ROWS else head_dim - dq_columns
-        place = refs["dq"].at[tile * ptx.groups(head_dim) + warpgroup * ptx.groups(apart)]
-        # What both have computed one adds.
-        twice = ptx.groups(dq_columns - apart) if block_q == ROWS else 0
-        if twice:
-            first = functools.partial(ptx.add_fragments, dq, place, slice(twice))
-            pl.when(warpgroup == 0)(first)
-        if apart:
-            ptx.add_fragments(dq, place, slice(twice, None))
+        self.queries.consumer_release(j)
+        self.cotangents.consumer_wait(j)
+        dv = self.start_dv(j, sums.dv, p_t, tile)
+        plgpu.wgmma_wait(0)
+        self.cotangents.consumer_release(j)
+        return Sums(dv=dv)
+
+    def release_cotangents(self, j, products: int):
+        """Release do when no more than so many products run: dv's is the oldest one."""
+        if self.grads.dv:
+            plgpu.wgmma_wait(products)
+            self.cotangents.consumer_release(j)
+
+    def add_dq(self, j, place, ds_t, dk):
+        """Add this warpgroup's part of dq to device memory; return dk, whose product runs."""
+        my_ds = self.scratch.ds.at[common.remainder(j, EXCHANGE)].at[self.mine]
+        my_ds[...] = ds_t
+        ptx.fence()
+        ptx.meet(DS_WRITTEN, 128 * CONSUMERS)
+        dq = self.start_dq(j)
+        # The registers of a thread have no room for 256 columns and for ds_t.
+        dk = self.start_dk(j, dk, my_ds if self.head_dim > 192 else ds_t)
+        self.release_cotangents(j, 2)
+        self.store_dq(place, ptx.wait(1, dq))
         return dk
 
-    def step_of_dv(j, where, dv):
-        s_t = ptx.wait(0, start(j, "k", "q"))
-        tile = tile_of(j, where)
-        p_t = tile.weights(s_t, lambda name: of_queries(name, j))
-        ptx.fence()
-        plgpu.barrier_arrive(m["q_free"].at[ring(j)])
-        plgpu.barrier_wait(m["do_full"].at[ring(j)])
-        dv = ptx.accumulate(dv, tile.dropped(p_t).astype(dtype), do_sm.at[ring(j)])
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(m["do_free"].at[ring(j)])
-        return dv
+    def store_dq(self, place, dq):
+        """Add a part of dq to device memory by atomic adds."""
+        config, head_dim = self.config, self.head_dim
+        columns = config.dq_columns(head_dim)
+        head, first_query = place
+        tile = self.cta.b * config.num_q_heads + self.first_head + head
+        tile = tile * config.dq_tiles + common.quotient(first_query, 64)
+        # Its part of the columns, or the next tile. One index needs fewer registers than several.
+        offset = head_dim if self.block_q > ROWS else head_dim - columns
+        group = tile * ptx.groups(head_dim) + self.warpgroup * ptx.groups(offset)
+        ref = self.grads_refs["dq"].at[group]
+        # Both warpgroups computed the columns in the middle; warpgroup 0 adds them.
+        twice = ptx.groups(columns - offset) if self.block_q == ROWS else 0
+        if twice:
+            first = functools.partial(ptx.add_fragments, dq, ref, slice(twice))
+            pl.when(self.warpgroup == 0)(first)
+        if offset:
+            ptx.add_fragments(dq, ref, slice(twice, None))
 
-    def step(j, results):
-        # Read here, where tiles are listed: later all would wait for it.
-        where, dk, dv = steps.at(j), results.get("dk"), results.get("dv")
-        if dk is None:
-            return dict(dv=step_of_dv(j, where, dv))
-        ds_t, dv = gradients_of_scores(j, where, dv)
-        if "dq" in sums:
-            dk = add_dq(j, where, ds_t, dk)
-        else:
-            dk = ptx.accumulate(dk, ds_t, q_sm.at[ring(j)])
-            if "dv" in sums:
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(m["do_free"].at[ring(j)])
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(m["q_free"].at[ring(j)])
-        return {name: x for name, x in (("dk", dk), ("dv", dv)) if name in sums}
+    def epilogue(self, sums: Sums):
+        """Scale the sums and store them."""
+        sums = _with_layout(sums, ptx.WGMMA)
+        if self.grads.dq or not self.grads.dk:
+            # Results leave through shared memory that both warpgroups have read.
+            ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
+        # Computed again: no register keeps it over the loop.
+        options = self.config.options.of_example(self.operands.options, self.cta.b)
+        dropout, (dk, dv) = options.extras.dropout, sums
+        self.store(
+            Sums(
+                dk=None if dk is None else dk * rescaled(dropout, options.scale),
+                dv=None if dv is None else rescaled(dropout, dv),
+            )
+        )
 
-    nothing = {name: plgpu.layout_cast(x, ptx.ACC) for name, x in zeros(memory, static).items()}
-    results = lax.fori_loop(jnp.int32(0), steps.count, step, nothing)
-    results = {name: plgpu.layout_cast(x, ptx.WGMMA) for name, x in results.items()}
-    if "dq" in sums or "dk" not in sums:
-        # Both are done with k, or with do.
-        ptx.meet(AT_END, 128 * WARPGROUPS)
-    options = static.options.of_example(refs["shared"], b)
-    dropout = options.extras.dropout
-    for name, x in results.items():
-        dk = name == "dk"
-        results[name] = x * rescaled(dropout, options.scale) if dk else rescaled(dropout, x)
-    store(refs, memory, b, share, kv_tile, warpgroup, results, static)
-
-
-def zeros(memory, static: Static) -> dict:
-    """The sums of keys that no query sees."""
-    sizes = {x: ptx.columns_of(memory[y]) for x, y in (("dk", "q_sm"), ("dv", "do_sm"))}
-    return {
-        name: plgpu.layout_cast(jnp.zeros((ROWS, n), jnp.float32), ptx.WGMMA)
-        for name, n in sizes.items()
-        if name in static.sums
-    }
-
-
-def store(refs, memory, b, share, kv_tile, warpgroup, results, static: Static):
-    """Starts the copies of a warpgroup's results to device memory, through where keys were."""
-    mine = pl.ds(warpgroup * ROWS, ROWS)
-    rows = pl.ds(kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
-    k_sm, v_sm, do_sm = (memory[x] for x in ("k_sm", "v_sm", "do_sm"))
-    places = dict(
-        dk=k_sm.at[:, mine], dv=v_sm.at[:, mine] if "dk" in static.sums else do_sm.at[warpgroup]
-    )
-    kv_head, *_ = static.heads(share)
-    for name, x in results.items():
-        if static.shares == 1:
-            place = places[name]
-            ptx.put_strips(x.astype(k_sm.dtype), place)
-            plgpu.commit_smem()
-            shared.store(place, refs[name], (b, rows, kv_head))
-            continue
-        heads, h = static.num_heads, share
-        if static.adds:
-            heads, h = heads // static.shares, kv_head
-        row = (b * heads + h) * static.kv.count + kv_tile
-        place = (row * WARPGROUPS + warpgroup) * ptx.groups(x.shape[1])
-        put = ptx.add_fragments if static.adds else ptx.store_fragments
-        put(x, refs[name].at[place])
+    def store(self, sums: Sums):
+        """Start the copies of the results to device memory, through where keys and values were."""
+        config, scratch, warpgroup = self.config, self.scratch, self.warpgroup
+        mine = pl.ds(warpgroup * ROWS, ROWS)
+        rows = pl.ds(self.cta.kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
+        of_dv = scratch.v.at[:, mine] if self.grads.dk else self.do_sm.at[warpgroup]
+        staged = Sums(dk=scratch.k.at[:, mine], dv=of_dv)
+        kv_head, *_ = config.splits.heads(self.cta.head)
+        for name, x, tile in zip(Sums._fields, sums, staged, strict=True):
+            if x is None:
+                continue
+            if config.splits.count == 1:
+                ptx.put_strips(x.astype(self.dtype), tile)
+                plgpu.commit_smem()
+                store_tile(tile, self.grads_refs[name], (self.cta.b, rows, kv_head))
+                continue
+            heads, h = config.num_heads, self.cta.head
+            if config.adds:
+                heads, h = heads // config.splits.count, kv_head
+            row = (self.cta.b * heads + h) * config.kv.count + self.cta.kv_tile
+            group = (row * CONSUMERS + warpgroup) * ptx.groups(x.shape[1])
+            put = ptx.add_fragments if config.adds else ptx.store_fragments
+            put(x, self.grads_refs[name].at[group])
 
 
-def load(refs, memory, b, share, kv_tile, static: Static):
-    """The loading warpgroup."""
-    plgpu.set_max_registers(REGISTERS[1], action="decrease")
-    ring = common.Ring(static.tile.stages)
-    steps = static.steps(refs, b, share, kv_tile)
-    kv_head, first_head, _ = static.heads(share)
-    copy_keys, copy_queries = (static.copies(refs, memory, b, side) for side in ("kv", "q"))
-
-    def step(j):
-        slot, (head, first_query) = ring(j), steps.at(j)
-        h = first_head + head
-        rows = pl.ds(first_query, static.q.block)
-
-        def copy(name, full):
-            place, full = memory[f"{name}_sm"].at[slot], memory[full].at[slot]
-            copy_queries(name, h, first_query, place, full)
-
-        def copy_numbers(name, full):
-            place, full = static.numbers(memory, name, slot), memory[full].at[slot]
-            plgpu.copy_gmem_to_smem(refs[name].at[b, h, rows], place, full)
-
-        def queries():
-            ring.refill(j, memory["q_free"])
-            copy("q", "q_full")
-            for name in static.statistics:
-                copy_numbers(name, "q_full")
-
-        def cotangents():
-            ring.refill(j, memory["do_free"])
-            copy("do", "do_full")
-            if "dk" in static.sums:
-                copy_numbers("delta", "delta_full")
-
-        for fill in static.in_turn(queries, cotangents):
-            fill()
-        static.streams.copy(refs["streams"], memory, j, b, h, first_query, kv_tile * BLOCK_KV)
-
-    def work():
-        for name in static.stay if static.ends else ():
-            place = memory[f"{name}_sm"]
-            copy_keys(name, kv_head, kv_tile * BLOCK_KV, place, memory["kv_full"])
-        # Those that wait for no slot come apart. LLVM does that to short loops by itself, and where
-        # it does not, ptxas spills registers in the other loop, of those that compute.
-        for n in range(static.tile.stages):
-            pl.when(n < steps.count)(functools.partial(step, jnp.int32(n)))
-        pl.loop(jnp.int32(static.tile.stages), steps.count)(step)
-
-    steps.if_any(work)
-    if static.ends and static.shares == 1:
-        store_zeros(refs, b, share, kv_tile, static)
+def _with_layout(sums: Sums, layout) -> Sums:
+    return Sums(*(None if x is None else plgpu.layout_cast(x, layout) for x in sums))
 
 
-def store_zeros(refs, b, kv_head, kv_tile, static: Static):
-    """Stores zeros for keys behind the ones that are seen, while others compute.
-
-    The programs of tiles in which keys are seen share out the other tiles of their head. (Those
-    programs would all write at a time, and write as long as memory needs.) Without such programs
-    each is left with its own tile. Of sums in shares nobody reads those of these keys.
-    """
-    count = jnp.int32(static.kv.count)
-    some = common.quotient(plgpu.load(refs["seen_kv"].at[b]) + BLOCK_KV - 1, BLOCK_KV)
-    step = jnp.where(some > 0, some, count)
-    mine = jnp.where(kv_tile < step, lax.div(count - kv_tile - some + step - 1, step), 0)
-
-    @pl.loop(jnp.int32(0), mine)
-    def _(i):
-        first = (kv_tile + some + i * step) * BLOCK_KV
-        for name in static.sums:
-            if name != "dq":
-                ptx.store_zeros(refs[name].at[b], first, kv_head, BLOCK_KV)
+# ------------------------------------------------------------------------------------------------
+# Producer
+# ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_backward(*refs, static: Static, **memory):
-    """One tile of one key/value head."""
-    refs = static.refs((*(CENTER if static.centers else ()), *static.sums), refs)
+class ProducerWarpgroup:
+    """The warpgroup that starts the copies of inner tiles; arguments as of `ConsumerWarpgroup`."""
+
+    def __init__(
+        self, config: OuterKeysConfig, operands: Operands, grads, scratch: Scratch, cta: Cta
+    ):
+        self.config, self.operands, self.grads_refs = config, operands, grads
+        self.scratch, self.cta = scratch, cta
+
+    def run(self):
+        """Start all copies; with lengths, store the zeros of keys behind them."""
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        config, operands, scratch, b = self.config, self.operands, self.scratch, self.cta.b
+        self.inner = config.inner_tiles(operands, self.cta)
+        self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
+        self.first_key = self.cta.kv_tile * BLOCK_KV
+        landed = scratch.landed.at[0] if config.has_lengths else None
+        self.copy_keys = TileCopies(operands.valid_kv, landed, b).start
+        self.copy_queries = TileCopies(operands.valid_q, landed, b).start
+        self.inner.if_any(self.load)
+        if config.has_lengths and config.splits.count == 1:
+            self.store_zeros()
+
+    def load(self):
+        """Start the copies of the outer tile, with lengths, and of all inner ones."""
+        config, scratch = self.config, self.scratch
+        if config.has_lengths:
+            of_kv = (self.operands.k, scratch.k), (self.operands.v, scratch.v)
+            for source, tile in of_kv if config.grads.dk else of_kv[:1]:
+                self.copy_keys(source, self.kv_head, self.first_key, tile, scratch.kv_full)
+        # The first iterations, which wait for no stage, are peeled. LLVM peels them off short loops
+        # by itself; where it does not, ptxas spills registers in the loop of the consumers.
+        for n in range(config.stages):
+            pl.when(n < self.inner.count)(functools.partial(self.step, jnp.int32(n)))
+        pl.loop(jnp.int32(config.stages), self.inner.count)(self.step)
+
+    def step(self, j):
+        """Copy one inner tile."""
+        scratch = self.scratch
+        head, first_query = self.inner.at(j)
+        h = self.first_head + head
+        # With one stage cotangents are out of use earlier than queries.
+        loads = [self.load_queries, self.load_cotangents]
+        for load in loads if self.config.stages > 1 else reversed(loads):
+            load(j, h, first_query)
+        self.config.streams.copy(
+            self.operands.streams, scratch.pairs, j, self.cta.b, h, first_query, self.first_key
+        )
+
+    def load_queries(self, j, h, first_query):
+        """Copy q and the statistics."""
+        queries, operands = self.scratch.queries, self.operands
+        queries.producer_acquire(j)
+        stage, full = queries.slot(j), queries.filled(j)
+        self.copy_queries(operands.q, h, first_query, queries.smem["q"].at[stage], full)
+        rows = pl.ds(first_query, self.config.q.block)
+        for name in self.config.statistics:
+            place = self.config.statistic(queries.smem["statistics"], name, stage)
+            source = getattr(operands, name).at[self.cta.b, h, rows]
+            plgpu.copy_gmem_to_smem(source, place, full)
+
+    def load_cotangents(self, j, h, first_query):
+        """Copy do and delta."""
+        cotangents, operands = self.scratch.cotangents, self.operands
+        cotangents.producer_acquire(j)
+        stage, full = cotangents.slot(j), cotangents.filled(j)
+        self.copy_queries(operands.do, h, first_query, cotangents.smem["do"].at[stage], full)
+        if self.config.grads.dk:
+            rows = pl.ds(first_query, self.config.q.block)
+            place, full = cotangents.smem["delta"].at[stage], self.scratch.delta_full.at[stage]
+            plgpu.copy_gmem_to_smem(operands.delta.at[self.cta.b, h, rows], place, full)
+
+    def store_zeros(self):
+        """Store zeros for keys behind the valid ones, while consumers compute.
+
+        CTAs of K/V tiles with valid keys divide the other tiles of their head among them. (CTAs of
+        these other tiles would all write at a time, and take as long as memory needs.) Without
+        valid keys each CTA is left with its own tile. With splits nobody reads the sums of these
+        keys.
+        """
+        count = jnp.int32(self.config.kv.count)
+        valid = plgpu.load(self.operands.valid_kv.at[self.cta.b])
+        some = common.quotient(valid + BLOCK_KV - 1, BLOCK_KV)
+        step, kv_tile = jnp.where(some > 0, some, count), self.cta.kv_tile
+        mine = jnp.where(kv_tile < step, lax.div(count - kv_tile - some + step - 1, step), 0)
+
+        @pl.loop(jnp.int32(0), mine)
+        def _(i):
+            first = (kv_tile + some + i * step) * BLOCK_KV
+            for name in self.config.grads.names:
+                if name != "dq":
+                    ref = self.grads_refs[name].at[self.cta.b]
+                    ptx.store_zeros(ref, first, self.cta.head, BLOCK_KV)
+
+
+# ------------------------------------------------------------------------------------------------
+# Launch
+# ------------------------------------------------------------------------------------------------
+
+
+def pallas_flash_backward(operands: Operands, added, *outputs, static: OuterKeysConfig, **memory):
+    """Compute the gradients of one K/V tile; `added` are those that are added to, by name."""
+    config, scratch = static, Scratch(**memory)
+    stored = [name for name in config.grads.names if name not in added]
+    grads = added | dict(zip(stored, outputs, strict=True))
     head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
-    b, share = static.program(head, outer)
+    b, head = config.place(head, outer)
+    args = config, operands, grads, scratch, Cta(b, head, kv_tile)
 
-    @pl.when(static.exists(share, warpgroup < WARPGROUPS))
+    @pl.when(config.exists(head, warpgroup < CONSUMERS))
     def _():
-        compute(refs, memory, b, share, kv_tile, warpgroup, static)
+        ConsumerWarpgroup(*args, warpgroup).run()
 
-    @pl.when(static.exists(share, warpgroup == WARPGROUPS))
+    @pl.when(config.exists(head, warpgroup == PRODUCER))
     def _():
-        load(refs, memory, b, share, kv_tile, static)
+        ProducerWarpgroup(*args).run()
 
 
-def _named(name: str):
-    """The same kernel with another name, for what it computes."""
+@functools.cache
+def _kernel(grads: Grads):
+    """Return the kernel with a name for what it computes."""
 
     def kernel(*refs, **options):
         pallas_flash_backward(*refs, **options)
 
-    kernel.__name__ = f"pallas_flash_{name}"
+    kernel.__name__ = grads.kernel_name
     return kernel
 
 
-# By what they compute.
-KERNELS = {
-    ("dq", "dk", "dv"): pallas_flash_backward,
-    ("dq", "dk"): _named("dkq"),
-    ("dk", "dv"): _named("dkv"),
-    ("dk",): _named("dk"),
-    ("dv",): _named("dv"),
-}
+def scratch_of(config: OuterKeysConfig, p: Problem, operands: Operands) -> Scratch:
+    """Return the specification of a CTA's shared memory."""
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    stages, block_q, grads = config.stages, config.q.block, config.grads
+    tiles = functools.partial(common.strips, p.dtype)
+    q_sm = tiles(stages, rows=block_q, columns=head_dim)
+    do_sm = tiles(stages, rows=block_q, columns=value_dim)
+    k_sm = tiles(rows=BLOCK_KV, columns=head_dim)
+    v_sm = tiles(rows=BLOCK_KV, columns=value_dim) if grads.dk else None
+    kv_copies = copies_of(operands.k, k_sm) + (copies_of(operands.v, v_sm) if v_sm else 0)
+    # ds and k are operands of dq's product, and have to lie alike.
+    ds = plgpu.SMEM((EXCHANGE, BLOCK_KV, block_q), p.dtype, transforms=ptx.tiled(head_dim))
+    return Scratch(
+        k=k_sm,
+        v=v_sm,
+        queries=Pipeline.spec(
+            dict(q=q_sm, statistics=config.statistics_memory(stages, block_q)),
+            stages,
+            copies=copies_of(operands.q, q_sm) + len(config.statistics),
+            consumers=CONSUMERS,
+        ),
+        cotangents=Pipeline.spec(
+            dict(do=do_sm, delta=plgpu.SMEM((stages, block_q), jnp.float32)),
+            stages,
+            copies=copies_of(operands.do, do_sm),
+            consumers=CONSUMERS,
+        ),
+        ds=ds if grads.dq else None,
+        pairs=config.streams.memory(None if p.bias is None else p.bias.dtype, config.q, CONSUMERS),
+        kv_full=common.barriers(1, kv_copies * (1 if config.has_lengths else CONSUMERS)),
+        delta_full=common.barriers(stages) if grads.dk else None,
+        landed=common.barriers(1) if config.has_lengths else None,
+    )
 
 
 def backward(
@@ -454,16 +691,16 @@ def backward(
     log_sum: LogSum,
     delta,
     tile: BackwardTile,
-    sums: tuple[str, ...],
-    seen=None,
+    grads: Grads,
+    valid=None,
     *,
     zeros=None,
     center: Any = None,
     row_sums=None,
     want_scale: bool,
-    in_order: bool,
+    deterministic: bool,
 ) -> dict:
-    """Of "dq", "dk" and "dv" those in `sums`.
+    """Return the gradients of `grads.names`, by name.
 
     Args:
         problem: the call.
@@ -471,195 +708,122 @@ def backward(
         log_sum: of float32 [B, N, T], for keys less `center`.
         delta: likewise.
         tile: block sizes.
-        sums: names in this order; dq, whose sum has no order, with dk alone.
-        seen: see `shared.rows`.
-        zeros: for the sums of dq, see `backward_preprocess`; where nothing is seen, anything.
+        grads: what to compute.
+        valid: int32 [B] twice, see `Operands`; or None.
+        zeros: for the sums of dq, see `backward_preprocess`; behind the valid queries, anything.
         center: float32 [B, K, H], subtracted from keys; None if it is zero.
         row_sums: float32 [B, N, T], the sums of ds over a row; None if they are zero. With a center
             and without `want_scale`, dq receives its term of them.
         want_scale: whether dq is to be in float32 and without its factor.
-        in_order: whether dk and dv are to be sums that have an order.
+        deterministic: whether dk and dv are to be summed in a fixed order.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
-    mask = shared.mask_for(p, q, kv, seen)
-    shares = _shares(p, q, kv, in_order)
-    adds = shares > 1 and not in_order
-    shares_apart = 1 if adds else shares
-    with_dk = "dk" in sums
-    lengths = dict(dq=p.q_len, dk=p.kv_len, dv=p.kv_len)
-    widths = dict(dq=p.head_dim, dk=p.head_dim, dv=p.value_dim)
-    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    mask = mask_for(p, q, kv, valid)
+    sizes = head_dim, value_dim = padded(p.head_dim, p.value_dim)
 
-    tiles = functools.partial(common.strips, p.dtype)
-    tiles_of_rows = dict(
-        k_sm=tiles(rows=BLOCK_KV, columns=head_dim),
-        v_sm=tiles(rows=BLOCK_KV, columns=value_dim) if with_dk else None,
-        q_sm=tiles(tile.stages, rows=q.block, columns=head_dim),
-        do_sm=tiles(tile.stages, rows=q.block, columns=value_dim),
-    )
-
-    def barriers(arrivals):
-        return common.barriers(tile.stages, arrivals)
-
-    def run(arrays, *rows):
-        of_dq, rows = rows[: len(only_dq)], rows[len(only_dq) :]
-        dq_sums, weights = of_dq[:1], of_dq[1:]
-        query, key, value, *_ = rows
-        last = dict(zip(last_rows, rows[len(rows) - len(last_rows) :], strict=True))
-        copies = shared.count_copies(rows, tiles_of_rows)
+    def run(arrays, x):
+        operands: Operands = x["operands"]
         scale, extras = arrays
-        table = work.table(
-            *(extras.mask, q, kv, "q", len(query), p.batch, p.groups), sums_keys="dq" in sums
-        )
-        room = stream_room(p, (head_dim, value_dim), tile, sums)
+        batch = len(operands.q)
+        splits = Splits(backward_splits.num_splits(p, batch, q, kv, deterministic), p.groups)
+        num_heads = p.num_kv_heads * splits.count
+        table = work.table(extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq)
+        room = stream_room(p, sizes, tile, grads.names)
         streams, arrays, streamed = pairs.Streams.of(p, arrays, room, q)
-        static = shared.call_static(
-            *(Static, p, mask, arrays, table, q, kv),
+        config = OuterKeysConfig.of(
+            *(p, mask, arrays, table, q, kv),
             transposed=True,
-            num_heads=p.num_kv_heads * shares,
-            side_by_side=shared.side_by_side(p.num_kv_heads * shares),
-            tile=tile,
-            shares=shares,
-            adds=adds,
-            sums=sums,
-            centers=center is not None,
-            ends=seen is not None,
             streams=streams,
+            num_heads=num_heads,
+            neighbours=neighbours(num_heads),
+            tile=tile,
+            has_lengths=valid is not None,
+            grads=grads,
+            splits=splits,
+            adds=splits.count > 1 and not deterministic,
+            centers=center is not None,
         )
-        # How many groups of 64 rows and 8 columns.
-        of_keys = len(query), p.num_kv_heads * shares_apart, kv.count * WARPGROUPS
-        of_rows = dict(dq=(len(query), p.num_heads, static.dq_tiles), dk=of_keys, dv=of_keys)
-        fragments = {
-            name: (*of_rows[name], ptx.groups(value_dim if name == "dv" else head_dim))
-            for name in sums
-            if name == "dq" or shares > 1
-        }
-        shape = {name: (math.prod(count), *ptx.OF_GROUP) for name, count in fragments.items()}
-        outputs = [
-            (shape[name], jnp.float32) if name in shape else (like.shape, like.dtype)
-            for name, like in (("dk", key), ("dv", value))
-            if name in sums
-        ]
-        added_to = [x.reshape(-1, *ptx.OF_GROUP) for x in dq_sums]
-        if adds:
-            added_to, outputs = [*added_to, *(jnp.zeros(*x) for x in outputs)], []
-        # With k it is an operand of dq's product, whose operands are to lie alike.
-        exchange = plgpu.SMEM(
-            (EXCHANGE, BLOCK_KV, q.block), p.dtype, transforms=ptx.tiled(head_dim)
-        )
-        results = common.launch(
-            KERNELS[sums],
-            shared.operands(static, arrays, table, rows, streamed),
-            sums=added_to,
-            outputs=outputs,
-            memory=dict(
-                **tiles_of_rows,
-                **static.numbers_memory(tile.stages, q.block),
-                ds_sm=exchange if "dq" in sums else None,
-                **streams.memory(None if p.bias is None else p.bias.dtype, q, WARPGROUPS),
-                kv_full=common.barriers(
-                    1, sum(copies[x] for x in static.stay) * (1 if static.ends else WARPGROUPS)
-                ),
-                landed=common.barriers(1) if static.ends else None,
-                q_full=barriers(copies["q"] + len(static.statistics)),
-                do_full=barriers(copies["do"]),
-                delta_full=barriers(1) if with_dk else None,
-                q_free=barriers(WARPGROUPS),
-                do_free=barriers(WARPGROUPS),
-            ),
-            grid=static.grid(len(query), kv_tile=kv.count),
-            warpgroups=WARPGROUPS + 1,
-            static=static,
-            approx_math=static.options.approximate,
-            # Where threads must wait for each other says this file: `ptx.meet`, `ptx.fence`.
-            unsafe_no_auto_barriers=True,
-        )
-        results = dict(zip(sums, results, strict=True))
-        for name, count in fragments.items():
-            groups = (p.num_heads, 1) if name == "dq" else (p.num_kv_heads, shares_apart)
-            x = results[name].reshape(len(query), *groups, *count[2:], *ptx.OF_GROUP)
+        operands = operands.for_launch(config, arrays, table, streamed)
+        results = _launch(config, p, operands, x["zeros"])
+        likes = dict(dq=(p.query, "q"), dk=(p.key, "kv"), dv=(p.value, "kv"))
+        for name, shape in _fragments(config, p, batch).items():
+            rows, (like, side) = results[name].reshape(shape), likes[name]
             if name == "dq" and want_scale:
-                results[name] = ptx.unfold(x[:, :, 0])[:, : p.q_len, :, : p.head_dim]
+                results[name] = ptx.unfold(rows[:, :, 0])[:, : p.q_len, :, : p.head_dim]
                 continue
+            is_dq = name == "dq"
             results[name] = postprocess(
-                x,
-                rescaled(extras.dropout, scale) if name == "dq" else np.ones(1, np.float32),
-                (len(query), lengths[name], groups[0], widths[name]),
+                rows,
+                rescaled(extras.dropout, scale) if is_dq else np.ones(1, np.float32),
+                (batch, *like.shape[1:]),
                 p.dtype,
                 batch=p.batch,
-                seen=last.get("seen_q" if name == "dq" else "seen_kv"),
-                weighted_center=(*weights, last["center"]) if name == "dq" and weights else (),
+                valid=getattr(operands, f"valid_{side}"),
+                weighted_center=(x["weights"], operands.center) if is_dq and weighted else None,
             )
-        return tuple(results.values())
+        return results
 
-    # As many queries as delta has: whole tiles of 128, for dq.
-    rows = shared.rows(p, do, log_sum, delta, seen, delta.shape[2])
+    # As many rows as delta has: whole tiles of 128, for dq.
+    operands = Operands.of(p, do, log_sum, delta, valid, delta.shape[2])
     # Of q and do: a warpgroup's half of the keys is no one piece of memory.
-    query, key, value, do, *others = rows
-    query, do = shared.in_strips(query, head_dim), shared.in_strips(do, value_dim)
-    last_rows = ["seen_q", "seen_kv"] if seen is not None else []
-    if center is not None:
-        last_rows += CENTER
-        center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
-        others += [center, (center != 0).any(axis=2).astype(jnp.int32)]
-    only_dq = [zeros] if "dq" in sums else []
-    if "dq" in sums and center is not None and row_sums is not None and not want_scale:
-        missing = -p.q_len % ROWS
+    operands = operands._replace(
+        q=in_strips(operands.q, head_dim), do=in_strips(operands.do, value_dim)
+    )
+    weights = None
+    weighted = grads.dq and center is not None and row_sums is not None and not want_scale
+    if weighted:
         weights = p.scale.astype(jnp.float32) * row_sums
-        only_dq.append(jnp.pad(weights, ((0, 0), (0, 0), (0, missing))))
-    rows = (*only_dq, query, key, value, do, *others)
+        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -p.q_len % ROWS)))
+    if center is not None:
+        center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
+        is_centered = (center != 0).any(axis=2).astype(jnp.int32)
+        operands = operands._replace(center=center, is_centered=is_centered)
+    x = dict(operands=operands, zeros=zeros, weights=weights)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    return dict(zip(sums, common.by_instance(run, p.batch)(arrays, *rows), strict=True))
+    return by_instance(run, p.batch, arrays, x)
 
 
-# Queries of a program are no more, but for those of one head, under a causal mask; and bytes of
-# what shares of heads take, where they are added up afterwards.
-QUERIES, BYTES = 8192, 2**31
-# What a program costs besides its steps; what the sums of shares cost, for each program there would
-# be without them and in all. In steps of 128 queries.
-OF_PROGRAM, OF_SUM, OF_SUMS = 2, 0.015, 2
-# So many programs have a head's queries at most, where the longest would have so many steps of 128;
-# or fewer, if head sizes are so large that there are two launches.
-PARTS, WORTH_SUMS, WORTH_SUMS_TWICE = 4, 8, 4
+def _launch(config: OuterKeysConfig, p: Problem, operands: Operands, zeros) -> dict:
+    """Launch the kernel; return the gradients by name, some of them in fragments."""
+    grads, batch = config.grads, len(operands.q)
+    fragments, outputs, added = _fragments(config, p, batch), {}, {}
+    if grads.dq:
+        added["dq"] = zeros.reshape(-1, *ptx.OF_GROUP)
+    for name, like in (("dk", operands.k), ("dv", operands.v)):
+        if name not in grads.names:
+            continue
+        outputs[name] = like.shape, like.dtype
+        if name in fragments:
+            outputs[name] = (math.prod(fragments[name][:5]), *ptx.OF_GROUP), jnp.float32
+        if config.adds:
+            added[name] = jnp.zeros(*outputs.pop(name))
+    results = common.launch(
+        _kernel(grads),
+        (operands,),
+        sums=(added,),
+        outputs=list(outputs.values()),
+        memory=scratch_of(config, p, operands)._asdict(),
+        grid=config.grid(batch, kv_tile=config.kv.count),
+        warpgroups=CONSUMERS + 1,
+        static=config,
+        approx_math=config.options.approximate,
+        # This file says where threads wait for each other: `ptx.meet`, `ptx.fence`.
+        unsafe_no_auto_barriers=True,
+    )
+    return dict(zip([*sorted(added), *outputs], results, strict=True))
 
 
-def _shares(p: Problem, q: Tiling, kv: Tiling, in_order: bool) -> int:
-    """Into how many the query heads of a key/value head are shared out, or the queries of a head.
-
-    As many as take the fewest steps, as counted here: equal programs go in waves, one for each
-    core; unequal ones fill all cores until the last half of the longest. Of 40 calls timed on an
-    H200, with 1 to 71 shares, the choice took at most 1.06 times as long as the best, and in one
-    of 256 tokens 1.1 times.
-
-    Under a causal mask programs of other keys are done with a head at other times, and soon each
-    reads and adds somewhere else, in more memory than the L2 cache has: 64 heads on 8, 4096 tokens,
-    took 1.3 times as long with 8 heads in a program as with 2. So there `QUERIES` limits them.
-
-    The queries of a head are shared out where it has keys of its own, and half of the cores or more
-    would have no program. Timed on an H200, both halves in place of the whole, microseconds: 4
-    heads of 2048 tokens at 128 57 and 74, 8 of 1024 41 and 43, but 16 of 512 33 and 27.
-    """
-    fewest, most = 1, p.groups
-    if p.mask.kind == "causal":
-        fewest = -(-p.groups // -(-QUERIES // p.q_len))
-    if in_order:
-        of_one = 4 * p.batch * p.kv_len * p.num_kv_heads * (p.head_dim + p.value_dim)
-        most = min(most, max(1, BYTES // of_one))
-    ranges = p.mask.q_ranges(q, kv)
-    known = isinstance(ranges, np.ndarray) and not p.mask.scattered
-    steps = ranges[..., 3] - ranges[..., 0] if known else np.int32(q.count)
-    steps = np.minimum(steps * q.block, p.q_len) / 128
-    equal = known and steps.min() == steps.max()
-    programs = p.batch * p.num_kv_heads * kv.count
-    worth_sums = WORTH_SUMS if p.head_dim + p.value_dim <= 256 else WORTH_SUMS_TWICE
-    if p.groups == 1 and not in_order and steps.max() >= worth_sums:
-        return max(1, min(PARTS, work.CORES // programs))
-
-    def cost(shares):
-        heads, waves = -(-p.groups // shares), programs * shares / work.CORES
-        mean, longest = (heads * x + OF_PROGRAM for x in (steps.mean(), steps.max()))
-        sums = OF_SUM * programs * (shares if in_order else 1) + OF_SUMS if shares > 1 else 0
-        return (math.ceil(waves) * longest if equal else waves * mean + longest / 2) + sums
-
-    return min(range(min(fewest, most), most + 1), key=cost)
+def _fragments(config: OuterKeysConfig, p: Problem, batch: int) -> dict[str, tuple[int, ...]]:
+    """Return shapes of the gradients that are left in fragments, see `postprocess`."""
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    partial = 1 if config.adds else config.splits.count
+    of_keys = batch, p.num_kv_heads, partial, config.kv.count * CONSUMERS
+    shapes = {}
+    if config.grads.dq:
+        shapes["dq"] = batch, p.num_heads, 1, config.dq_tiles, ptx.groups(head_dim), *ptx.OF_GROUP
+    if config.splits.count > 1 and config.grads.dk:
+        shapes["dk"] = *of_keys, ptx.groups(head_dim), *ptx.OF_GROUP
+    if config.splits.count > 1 and config.grads.dv:
+        shapes["dv"] = *of_keys, ptx.groups(value_dim), *ptx.OF_GROUP
+    return shapes

@@ -199,9 +199,9 @@ def test_many_work_tiles_for_hopper(case, head_dim, kernel_case, monkeypatch):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_split_queries_for_hopper(case, head_dim, kernel_case, monkeypatch):
     """As of long heads that leave cores idle."""
-    backward = importlib.import_module("pallas_flash._mosaic.backward_kernel")
-    monkeypatch.setattr(backward, "WORTH_SUMS", 1)
-    monkeypatch.setattr(backward, "WORTH_SUMS_TWICE", 1)
+    splits = importlib.import_module("pallas_flash._mosaic.backward_splits")
+    monkeypatch.setattr(splits, "STEPS_OF_SUMMING", 0)
+    monkeypatch.setattr(splits, "STEPS_OF_SUMMING_A_TILE", 0)
     case = dataclasses.replace(case.scaled(7), H=head_dim, V=head_dim)
     case = dataclasses.replace(case, N=case.K)
     judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))

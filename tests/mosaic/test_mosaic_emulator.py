@@ -147,7 +147,7 @@ def of_all_steps(broken):
     """Where a program has them all."""
 
     def in_one(patch):
-        patch.setattr(backward_dbias, "_shares", lambda *_: 1)
+        patch.setattr(backward_dbias, "_splits", lambda *_: 1)
         broken(patch)
 
     return in_one
@@ -198,9 +198,10 @@ BROKEN = {
     "no wait for values": (without_waiting_at({"v_full"}), LONG),
     "no wait for a free slot of keys": (without_waiting_at({"k_empty"}), MANY_KEYS),
     "no wait for queries": (without_waiting_at({"q_full"}), LONG),
-    "no wait for cotangents": (without_waiting_at({"do_full"}), LONG),
+    "no wait for queries, backward": (without_waiting_at({"queries_full"}), LONG),
+    "no wait for cotangents": (without_waiting_at({"cotangents_full"}), LONG),
     "no wait for delta": (without_waiting_at({"delta_full"}), LONG),
-    "no wait for outputs, delta": (without_waiting_at({"full"}, "_delta"), LONG),
+    "no wait for outputs, delta": (without_waiting_at({"full"}, "_preprocess"), LONG),
     "no wait for products": (without_waiting_for_products, LONG),
     "no wait for items": (on_one_core(without_waiting_at({"work_full"})), ITEMS),
     "no wait for a free slot of items": (on_one_core(without_waiting_at({"work_empty"})), ITEMS),
@@ -210,7 +211,7 @@ BROKEN = {
     "no wait before rows are zeroed": (without_waiting_at({"landed"}), ITEMS),
     "an arrival too many": (with_arrivals("k_empty", 1), MANY_KEYS),
     "an arrival too few": (with_arrivals("v_empty", -1), MANY_KEYS),
-    "an arrival too many, backward": (with_arrivals("q_free", 1), LONG),
+    "an arrival too many, backward": (with_arrivals("queries_empty", 1), LONG),
     "slots are refilled when one of two has used them": (
         in_pairs(with_memory("k_empty", of_one_program)),
         with_heads(MANY_KEYS, 128),
@@ -269,16 +270,16 @@ BROKEN_IN_ORDER = {
     "no wait for keys, dq": (without_waiting_at({"k_full"}, DQ), LONG),
     "no wait for values, dq": (without_waiting_at({"v_full"}, DQ), LONG),
     "no wait for rows, dq": (without_waiting_at({"rows_full"}, DQ), LONG),
-    "an arrival too many, dq": (with_arrivals("k_free", 1, DQ), LONG),
-    "an arrival too few, dq": (with_arrivals("v_free", -1, DQ), LONG),
-    "an arrival too many, dkv": (with_arrivals("do_free", 1, "_dkv"), LONG),
+    "an arrival too many, dq": (with_arrivals("k_empty", 1, DQ), LONG),
+    "an arrival too few, dq": (with_arrivals("v_empty", -1, DQ), LONG),
+    "an arrival too many, dkv": (with_arrivals("cotangents_empty", 1, "_dkv"), LONG),
     "no wait for queries, dbias": (of_all_steps(without_waiting_at({"s_full"}, DBIAS)), BIAS),
     "no wait for cotangents, dbias": (of_all_steps(without_waiting_at({"dp_full"}, DBIAS)), BIAS),
     "no wait for a free slot, dbias": (
-        of_all_steps(without_waiting_at({"s_free", "dp_free"}, DBIAS)),
+        of_all_steps(without_waiting_at({"s_empty", "dp_empty"}, DBIAS)),
         BIAS,
     ),
-    "an arrival too many, dbias": (of_all_steps(with_arrivals("s_free", 1, DBIAS)), BIAS),
+    "an arrival too many, dbias": (of_all_steps(with_arrivals("s_empty", 1, DBIAS)), BIAS),
     "a head is forgotten, dbias": (of_all_steps(without_the_last_step), BIAS),
     "a tile is moved, dbias": (of_all_steps(with_tiles_moved), BIAS),
 }

@@ -12,7 +12,7 @@ from support.lowered import attention, gradients
 from support.mosaic_cases import NO_FLAGS, checked
 
 from pallas_flash import _mosaic
-from pallas_flash._mosaic import backward_dbias, backward_kernel, scheduler
+from pallas_flash._mosaic import backward_dbias, backward_splits, scheduler
 from pallas_flash._scores import LogSum
 from scripts.inspection import gpu_compiler
 from scripts.inspection.calls import inspect_attention
@@ -82,9 +82,13 @@ def test_machine_code_of_parts_that_lie_zigzag(head_dim, monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", cases.default([128], [64, 128, 256]))
 def test_machine_code_of_programs_that_share_a_heads_queries(head_dim, is_causal, monkeypatch):
-    q, found, shares = shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16), [], backward_kernel._shares
+    q, found, shares = (
+        shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16),
+        [],
+        backward_splits.num_splits,
+    )
     monkeypatch.setattr(
-        backward_kernel, "_shares", lambda *x: found.append(shares(*x)) or found[-1]
+        backward_splits, "num_splits", lambda *x: found.append(shares(*x)) or found[-1]
     )
     call = functools.partial(attention, is_causal=is_causal)
     kernels = list(machine_code_of(functools.partial(gradients, call=call), q, q, q))

@@ -39,7 +39,7 @@ AXES_OF_BIAS = ["BNTS", "NTS", "BTS", "TS", "NS", "S", "T", "BT", ""]
 )
 def test_steps_of_a_bias(axes, shares, monkeypatch, kernel_case):
     """As where there are many programs, with all steps of a tile; and with a share of them."""
-    monkeypatch.setattr(backward_dbias, "_shares", lambda programs, steps: min(steps, shares))
+    monkeypatch.setattr(backward_dbias, "_splits", lambda programs, steps: min(steps, shares))
     case = with_bias(axes)
     judge_both(case, in_order=True)
 

@@ -28,7 +28,7 @@ from pallas_flash import BlockMask, _mosaic
 from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import (
     backward_common,
-    backward_kernel,
+    backward_splits,
     block_ranges,
     common,
     scheduler,
@@ -43,7 +43,7 @@ from scripts.benchmark import results
 @in_order
 def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
     """As where there are many programs: these have a head each."""
-    monkeypatch.setattr(backward_kernel, "_shares", lambda *_: 1)
+    monkeypatch.setattr(backward_splits, "num_splits", lambda *_: 1)
     judge(LONG_CAUSAL, "bfloat16", emulated(LONG_CAUSAL.problem("bfloat16"), in_order))
 
 
@@ -53,7 +53,7 @@ def test_heads_that_do_not_fill_the_last_place_in_the_grid(
     kv_heads, monkeypatch, in_order, kernel_case
 ):
     """Three key/value heads, or shares of one, of which two have their programs side by side."""
-    monkeypatch.setattr(backward_common, "SIDE_BY_SIDE", 2)
+    monkeypatch.setattr(backward_common, "MAX_NEIGHBOURS", 2)
     case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=3, K=kv_heads)
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
@@ -61,7 +61,7 @@ def test_heads_that_do_not_fill_the_last_place_in_the_grid(
 @in_order
 def test_unequal_shares_of_heads(monkeypatch, in_order, kernel_case):
     """Of two groups of three heads: shares of two and of one, whose sums stay apart in order."""
-    monkeypatch.setattr(backward_kernel, "_shares", lambda *_: 2)
+    monkeypatch.setattr(backward_splits, "num_splits", lambda *_: 2)
     case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=6, K=2)
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
@@ -80,7 +80,7 @@ CAUSAL, WINDOW = dict(is_causal=True), dict(is_causal=True, local_window_size=(1
         (1, 4096, 64, 8, CAUSAL, False, 8),  # or fewer, so that none is long the last.
         (1, 2**17, 64, 8, CAUSAL, False, 8),
         (1, 2**17, 64, 8, CAUSAL, True, 2),  # Whose sums take 2 GiB.
-        (1, 2048, 32, 8, WINDOW, False, 4),  # Programs of a window have few steps.
+        (1, 2048, 32, 8, WINDOW, False, 1),  # One wave of 128 programs.
         (1, 4096, 32, 8, WINDOW, False, 1),
         (1, 1024, 64, 8, {}, False, 2),  # Of 64 programs for 132 cores,
         (1, 2048, 64, 8, {}, False, 1),  # 128,
@@ -101,7 +101,8 @@ def test_shares_of_heads_and_queries(batch, length, heads, kv_heads, options, in
 
     def call(q, k):
         tiles = Tiling(length, 128)
-        found.append(backward_kernel._shares(checked((q, k, k), options), tiles, tiles, in_order))
+        p = checked((q, k, k), options)
+        found.append(backward_splits.num_splits(p, batch, tiles, tiles, in_order))
 
     shapes = ((batch, length, n, 128) for n in (heads, kv_heads))
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
@@ -119,7 +120,8 @@ def test_queries_are_shared_out_where_it_was_measured_to_be_faster():
     for (*shape, causal), ms in calls.items():
         q = jnp.zeros(shape, jnp.bfloat16)
         p = checked((q, q, q), dict(is_causal=causal))
-        programs = backward_kernel._shares(p, Tiling(shape[1], 64), Tiling(shape[1], 128), False)
+        tiles = Tiling(shape[1], 64), Tiling(shape[1], 128)
+        programs = backward_splits.num_splits(p, p.batch, *tiles, False)
         assert ms[programs] <= 1.03 * min(ms.values()), (shape, causal)
 
 
@@ -130,14 +132,14 @@ def test_queries_are_shared_out_where_it_was_measured_to_be_faster():
 )
 def test_queries_of_a_head_in_several_programs(case, parts, head_dim, monkeypatch, kernel_case):
     """More programs than some tiles of keys have tiles of queries."""
-    monkeypatch.setattr(backward_kernel, "_shares", lambda p, *_: parts * p.groups)
+    monkeypatch.setattr(backward_splits, "num_splits", lambda p, *_: parts * p.groups)
     case = with_heads(case, head_dim)
     judge(case, "bfloat16", emulated(case.problem("bfloat16")))
 
 
 def test_queries_of_a_head_in_several_programs_where_tiles_are_listed(monkeypatch, kernel_case):
     """A program whose tiles are not the first ones of a list knows which need the mask."""
-    monkeypatch.setattr(backward_kernel, "_shares", lambda *_: 3)
+    monkeypatch.setattr(backward_splits, "num_splits", lambda *_: 3)
     # Two documents, as an array.
     document = jnp.arange(600) // 300
     options = dict(mask=document[:, None] == document)

@@ -1,0 +1,112 @@
+"""How many CTAs share the work on a K/V tile of the backward, and which part each has.
+
+A CTA keeps one K/V tile and walks over the queries of all query heads that share it. Where that
+leaves SMs without work, several CTAs split these heads, or the queries of a single head, and what
+they find for dk and dv is summed. `num_splits` chooses the number by one estimate of the time.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash._blocks import Tiling
+from pallas_flash._mosaic import common, work
+from pallas_flash._problem import Problem
+
+# CTAs among which the queries of one head are split, at most.
+MAX_QUERY_SPLITS = 4
+
+# Queries of all heads of a CTA under a causal mask, at most. CTAs of other K/V tiles are done with
+# a head at other times. With more queries they soon read and add in more memory than L2 holds.
+MAX_CAUSAL_QUERIES = 8192
+
+# Bytes of partial dk and dv, at most, where these are stored apart and summed in a fixed order.
+MAX_PARTIAL_BYTES = 2**31
+
+# The unit of time below is a step of 128 queries and 128 keys.
+STEP = 128
+STEPS_OF_A_CTA = 2  # Start and end of a CTA.
+STEPS_OF_SUMMING = 2  # Summing the partial dk and dv at all,
+STEPS_OF_SUMMING_A_TILE = 0.015  # and each K/V tile (each split of it, in a fixed order).
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """The CTAs that share one K/V tile.
+
+    Attributes:
+        count: their number. If they are more than the query heads, they split each head's queries.
+        groups: query heads that share a K/V head.
+    """
+
+    count: int
+    groups: int
+
+    @property
+    def of_queries(self) -> int:
+        """CTAs among which the queries of a head are split."""
+        return max(1, self.count // self.groups)
+
+    def heads(self, index):
+        """Return the K/V head, the first query head and the number of query heads of a CTA.
+
+        `index` counts the splits of all K/V heads.
+        """
+        if self.count == 1:
+            return index, index * self.groups, self.groups
+        kv_head = common.quotient(index, self.count)
+        if self.of_queries > 1:
+            return kv_head, common.quotient(index, self.of_queries), 1
+        small, rest = divmod(self.groups, self.count)
+        split = common.remainder(index, self.count)
+        first, stop = (i * small + jnp.minimum(i, rest) for i in (split, split + 1))
+        return kv_head, kv_head * self.groups + first, stop - first
+
+    def query_split(self, index):
+        """Return which part of a head's inner tiles the CTA has, and how many parts there are."""
+        return common.remainder(index, self.of_queries), self.of_queries
+
+
+def num_splits(p: Problem, batch: int, q: Tiling, kv: Tiling, deterministic: bool) -> int:
+    """Return the number of CTAs per K/V tile that the estimate finds the fastest.
+
+    Args:
+        p: the call.
+        batch: batch elements of all instances.
+        q: the tiles of queries.
+        kv: the tiles of keys.
+        deterministic: whether dk and dv must be summed in a fixed order.
+    """
+    ranges = p.mask.q_ranges(q, kv)
+    known = isinstance(ranges, np.ndarray) and not p.mask.scattered
+    tiles = ranges[..., 3] - ranges[..., 0] if known else np.int32(q.count)
+    steps = np.minimum(tiles * q.block, p.q_len) / STEP
+    equal = known and steps.min() == steps.max()
+    kv_tiles = batch * p.num_kv_heads * kv.count
+
+    def time(splits: int):
+        """Waves of equal CTAs. Unequal ones fill all SMs until the second half of the longest."""
+        heads = -(-p.groups // splits) if splits <= p.groups else p.groups / splits
+        mean, longest = (heads * x + STEPS_OF_A_CTA for x in (steps.mean(), steps.max()))
+        waves = kv_tiles * splits / work.CORES
+        if equal or waves <= 1:
+            computing = math.ceil(waves) * longest
+        else:
+            computing = waves * mean + longest / 2
+        if splits == 1:
+            return computing
+        summed = kv_tiles * (splits if deterministic else 1)
+        return computing + STEPS_OF_SUMMING + STEPS_OF_SUMMING_A_TILE * summed
+
+    fewest, most = 1, p.groups
+    if p.mask.kind == "causal":
+        fewest = -(-p.groups // -(-MAX_CAUSAL_QUERIES // p.q_len))
+    if deterministic:
+        partial = 4 * batch * p.kv_len * p.num_kv_heads * (p.head_dim + p.value_dim)
+        most = min(most, max(1, MAX_PARTIAL_BYTES // partial))
+    elif p.groups == 1:
+        # Only SMs that would have no CTA take part of a head's queries.
+        most = max(1, min(MAX_QUERY_SPLITS, work.CORES // kv_tiles))
+    return min(range(min(fewest, most), most + 1), key=time)
