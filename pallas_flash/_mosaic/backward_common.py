@@ -20,7 +20,7 @@ from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import drop, shrunk
 from pallas_flash._masks import Mask
 from pallas_flash._mosaic import common, pairs, ptx
-from pallas_flash._mosaic.options import Options
+from pallas_flash._mosaic.score_mask import Options
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum
 
@@ -53,7 +53,7 @@ class Operands(NamedTuple):
         center: float32 [B, K, H padded], a vector that keys have in common; None if they have none.
         is_centered: int32 [B, K], whether this vector is not zero.
         row_sums: float32 [B, N, rows], the sums of ds over a row; None if they are zero.
-        table: int32, the rows of `work.table`; None without a mask.
+        table: int32, the rows of `block_ranges.block_table`; None without a mask.
         options: the arrays of `Options.operands`.
         streams: the arrays of `pairs.Streams`.
     """
@@ -168,7 +168,7 @@ class BackwardConfig(common.Static):
     """What a kernel of the backward knows when it is compiled.
 
     Attributes:
-        table_shape: of `work.table`, if there is a mask.
+        table_shape: of `block_ranges.block_table`, if there is a mask.
         may_be_idle: whether a CTA may have no inner tiles.
         q: the tiles of queries.
         num_heads: heads in the grid, or splits of heads.
@@ -199,7 +199,7 @@ class BackwardConfig(common.Static):
         streams: pairs.Streams = NOTHING_STREAMS.streams,
         **others,
     ):
-        """Return the configuration of a call, for what `shared_arrays` and `work.table` returned.
+        """Return the configuration of a call, for what `shared_arrays` and `block_ranges.block_table` returned.
 
         `others` are the fields of a subclass, and those that are not named here.
         """

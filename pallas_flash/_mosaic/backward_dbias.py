@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from pallas_flash._blocks import BlockClasses, Tiling, lists
 from pallas_flash._dropout import rescaled
 from pallas_flash._masks import Mask
-from pallas_flash._mosaic import common, ptx, work
+from pallas_flash._mosaic import block_ranges, common, ptx, scheduler
 from pallas_flash._mosaic.backward_common import (
     BackwardConfig,
     Operands,
@@ -42,8 +42,8 @@ from pallas_flash._mosaic.backward_common import (
     by_instance,
     mask_for,
 )
-from pallas_flash._mosaic.options import shared_arrays
 from pallas_flash._mosaic.pipeline import Pipeline
+from pallas_flash._mosaic.score_mask import shared_arrays
 from pallas_flash._mosaic.tiles import DbiasTile, padded
 from pallas_flash._operands import Pairs
 from pallas_flash._problem import Problem
@@ -332,7 +332,7 @@ def _table(mask: Mask, q: Tiling, kv: Tiling, inner: tuple[int, ...], instances:
     def classes_of(mask: Mask):
         return lists(BlockClasses(*map(of_one, mask.block_classes(q, kv))))
 
-    return work.of_instances(classes_of, mask, instances)
+    return block_ranges.of_instances(classes_of, mask, instances)
 
 
 def _copyable(x, columns: int):
@@ -343,7 +343,7 @@ def _copyable(x, columns: int):
 
 def _splits(ctas: int, steps: int) -> int:
     """Return among how many CTAs the steps of a tile are split: two or more for each SM."""
-    return 1 if ctas >= work.CORES else min(steps, -(-2 * work.CORES // ctas))
+    return 1 if ctas >= scheduler.NUM_SMS else min(steps, -(-2 * scheduler.NUM_SMS // ctas))
 
 
 def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):

@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
-from pallas_flash._mosaic import common, ptx, work
+from pallas_flash._mosaic import block_ranges, common, ptx
 from pallas_flash._mosaic.backward_common import (
     BackwardConfig,
     InnerTiles,
@@ -54,8 +54,8 @@ from pallas_flash._mosaic.backward_common import (
     neighbours,
     store_tile,
 )
-from pallas_flash._mosaic.options import shared_arrays
 from pallas_flash._mosaic.pipeline import Pipeline
+from pallas_flash._mosaic.score_mask import shared_arrays
 from pallas_flash._mosaic.tiles import padded
 from pallas_flash._mosaic.tiles import value_slots as value_stages_of
 from pallas_flash._problem import Problem
@@ -321,7 +321,7 @@ def dq(
     def run(arrays, operands: Operands):
         batch = len(operands.q)
         _, extras = arrays
-        table = work.table(extras.mask, q, kv, "kv", batch, p.batch)
+        table = block_ranges.block_table(extras.mask, q, kv, "kv", batch, p.batch)
         config = DqConfig.of(
             *(p, mask, arrays, table, q, kv),
             num_heads=p.num_heads,

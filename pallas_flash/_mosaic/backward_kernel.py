@@ -75,7 +75,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
-from pallas_flash._mosaic import backward_splits, common, pairs, ptx, work
+from pallas_flash._mosaic import backward_splits, block_ranges, common, pairs, ptx
 from pallas_flash._mosaic.backward_common import (
     BackwardConfig,
     InnerTiles,
@@ -91,8 +91,8 @@ from pallas_flash._mosaic.backward_common import (
 )
 from pallas_flash._mosaic.backward_postprocess import postprocess
 from pallas_flash._mosaic.backward_splits import Splits
-from pallas_flash._mosaic.options import shared_arrays
 from pallas_flash._mosaic.pipeline import Pipeline
+from pallas_flash._mosaic.score_mask import shared_arrays
 from pallas_flash._mosaic.tiles import BLOCK_KV, EXCHANGE, padded, stream_room
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
@@ -728,7 +728,9 @@ def backward(
         batch = len(operands.q)
         splits = Splits(backward_splits.num_splits(p, batch, q, kv, deterministic), p.groups)
         num_heads = p.num_kv_heads * splits.count
-        table = work.table(extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq)
+        table = block_ranges.block_table(
+            extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq
+        )
         room = stream_room(p, sizes, tile, grads.names)
         streams, arrays, streamed = pairs.Streams.of(p, arrays, room, q)
         config = OuterKeysConfig.of(

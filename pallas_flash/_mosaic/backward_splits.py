@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash._blocks import Tiling
-from pallas_flash._mosaic import common, work
+from pallas_flash._mosaic import common, scheduler
 from pallas_flash._problem import Problem
 
 # CTAs among which the queries of one head are split, at most.
@@ -90,7 +90,7 @@ def num_splits(p: Problem, batch: int, q: Tiling, kv: Tiling, deterministic: boo
         """Waves of equal CTAs. Unequal ones fill all SMs until the second half of the longest."""
         heads = -(-p.groups // splits) if splits <= p.groups else p.groups / splits
         mean, longest = (heads * x + STEPS_OF_A_CTA for x in (steps.mean(), steps.max()))
-        waves = kv_tiles * splits / work.CORES
+        waves = kv_tiles * splits / scheduler.NUM_SMS
         if equal or waves <= 1:
             computing = math.ceil(waves) * longest
         else:
@@ -108,5 +108,5 @@ def num_splits(p: Problem, batch: int, q: Tiling, kv: Tiling, deterministic: boo
         most = min(most, max(1, MAX_PARTIAL_BYTES // partial))
     elif p.groups == 1:
         # Only SMs that would have no CTA take part of a head's queries.
-        most = max(1, min(MAX_QUERY_SPLITS, work.CORES // kv_tiles))
+        most = max(1, min(MAX_QUERY_SPLITS, scheduler.NUM_SMS // kv_tiles))
     return min(range(min(fewest, most), most + 1), key=time)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_flash import _compat
 from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import ptx
-from pallas_flash._mosaic.options import Options
+from pallas_flash._mosaic.score_mask import Options
 
 plgpu = _compat.mosaic_gpu()
 

@@ -67,16 +67,10 @@ from pallas_flash._mosaic.forward_common import (
     run_producer_warps,
     softmax,
 )
-from pallas_flash._mosaic.options import (
-    DeviceOperand,
-    ExampleOptions,
-    Options,
-    Place,
-    left_out,
-    shared_arrays,
-)
+from pallas_flash._mosaic.operands import DeviceOperand, Layout
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
+from pallas_flash._mosaic.score_mask import ExampleOptions, Options, left_out, shared_arrays
 from pallas_flash._mosaic.tiles import DecodeTile
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum
@@ -291,8 +285,8 @@ def consume(inputs: Inputs, result_refs, smem: Smem, tiles, index, config: Decod
     plgpu.set_max_registers(registers, action="increase")
     visible = None
     if config.visible is not None:
-        place = Place(config.visible, 0, ragged=True)
-        visible = DeviceOperand(inputs.visible, jnp.bool_, place)
+        layout = Layout(config.visible, 0, ragged=True)
+        visible = DeviceOperand(inputs.visible, jnp.bool_, layout)
 
     def work_tile(i, tile, base):
         del i

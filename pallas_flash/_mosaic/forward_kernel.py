@@ -98,10 +98,10 @@ from pallas_flash._mosaic.forward_common import (
     run_producer_warps,
     softmax,
 )
-from pallas_flash._mosaic.options import ExampleOptions, Options, held, left_out, shared_arrays
+from pallas_flash._mosaic.operands import stored_dtype
 from pallas_flash._mosaic.pairs import (
+    BroadcastAxes,
     Masks,
-    Owners,
     rows_of_one_axis,
     without_bias,
     without_masks,
@@ -109,6 +109,7 @@ from pallas_flash._mosaic.pairs import (
 )
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
+from pallas_flash._mosaic.score_mask import ExampleOptions, Options, left_out, shared_arrays
 from pallas_flash._mosaic.tiles import HOPPER, ForwardTile, has_pairs
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
@@ -202,7 +203,7 @@ def _bias_pipelines(p: Problem, tile: ForwardTile):
     """Yield pipelines for tiles of the bias: with as many stages as keys have, or fewer."""
     if p.bias is None or 1 in p.bias.shape[2:]:
         return
-    dtype = held(p.bias.dtype)
+    dtype = stored_dtype(p.bias.dtype)
     # Copies take rows of a multiple of 16 bytes.
     if dtype.itemsize == 1 or p.kv_len * dtype.itemsize % 16:
         return
@@ -257,7 +258,7 @@ class ForwardConfig(common.Static):
     head_dim: int
     value_dim: int
     partial_tail: bool
-    bias: Owners | None
+    bias: BroadcastAxes | None
     masks: Masks
     query_tiles: scheduler.QueryTiles
 
@@ -419,7 +420,8 @@ class ConsumerWarpgroup:
         acc = self.start_pv(j - 1, acc, p)
         block, s = self.wait_qk(block, s, running=1)
         p_next, m, l, alpha = self.softmax(block, s, m, l)
-        # The softmax must not move below the wait for p @ v, nor above it the values of the next.
+        # This zero depends on l. So the compiler must leave the softmax before the waits for values
+        # and for p @ v; it would wait first, and nothing would overlap.
         self.smem.v.consumer_wait(self.kv_base + j, after=ptx.uniform_zero(l))
         self.release_mask(j, l)
         acc = self.wait_pv(j - 1, acc, p)
@@ -745,7 +747,7 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
         bias, bias_axes, bools = None, None, []
         if smem.bias is not None:
             shared, x = without_bias(shared)
-            bias_axes, bias = Owners.of(x, p.batch), rows_of_one_axis(x)
+            bias_axes, bias = BroadcastAxes.of(x, p.batch), rows_of_one_axis(x)
         if smem.bits is not None:
             shared, bools = without_masks(shared)
         options = Options.of(p, shared, q, kv)

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import common, ptx
-from pallas_flash._mosaic.options import Options, shared_arrays
+from pallas_flash._mosaic.score_mask import Options, shared_arrays
 from pallas_flash._problem import Problem
 
 plgpu = common.plgpu

@@ -1,7 +1,7 @@
-"""Numbers of pairs by tiles, which copies bring to shared memory: a bias, and masks as bits.
+"""Arrays over (q, k) that are copied to shared memory tile by tile: a bias, and masks as bits.
 
-Read where they lie in device memory, a tile takes eight cache lines for each 128 bytes of a warp,
-and all wait for the memory to answer.
+Read in device memory, a tile would take eight cache lines for each 128 bytes of a warp, and all
+warps would wait for the memory to answer.
 """
 
 import dataclasses
@@ -15,21 +15,21 @@ from jax.experimental import pallas as pl
 from pallas_flash._blocks import Tiling
 from pallas_flash._masks import Mask
 from pallas_flash._mosaic import common, ptx
-from pallas_flash._mosaic.options import Bits, held
+from pallas_flash._mosaic.operands import Bits, stored_dtype
 from pallas_flash._mosaic.tiles import StreamRoom, has_pairs
 from pallas_flash._problem import Problem
 
 plgpu = common.plgpu
 
 
-class Owners(NamedTuple):
-    """Who has numbers of their own in an array [instances and examples, heads, T, S].
+class BroadcastAxes(NamedTuple):
+    """Which axes of an array [instances and batch elements, heads, T, S] are not broadcast.
 
     Attributes:
-        batch: the examples of an instance.
-        instances: whether instances have.
-        examples: whether examples have.
-        heads: whether heads have.
+        batch: batch elements of an instance.
+        instances: whether instances have numbers of their own.
+        examples: whether batch elements do.
+        heads: whether heads do.
     """
 
     batch: int
@@ -38,12 +38,12 @@ class Owners(NamedTuple):
     heads: bool
 
     @classmethod
-    def of(cls, x, batch: int) -> "Owners":
-        """For an array whose first axes are instances, examples and heads."""
+    def of(cls, x, batch: int) -> "BroadcastAxes":
+        """Return those of an array whose first axes are instances, batch elements and heads."""
         return cls(batch, *(n > 1 for n in x.shape[:3]))
 
     def at(self, b, h):
-        """Where example b, counted over all instances, and a head are in the array."""
+        """Return where batch element b, counted over all instances, and a head are in the array."""
         if not self.examples:
             b = common.quotient(b, self.batch) if self.instances else 0
         elif not self.instances:
@@ -52,17 +52,17 @@ class Owners(NamedTuple):
 
 
 def without_bias(shared):
-    """What `shared_arrays` returned without the bias, and that, as a kernel takes it."""
+    """Return the result of `shared_arrays` without the bias, and the bias as a kernel takes it."""
     scale, extras = shared
     bias = extras.scores.bias.array
     scores = dataclasses.replace(extras.scores, bias=None)
-    return (scale, extras._replace(scores=scores)), bias.astype(held(bias.dtype))
+    return (scale, extras._replace(scores=scores)), bias.astype(stored_dtype(bias.dtype))
 
 
 def without_masks(shared):
-    """What `shared_arrays` returned without mask arrays that have queries and keys, and these.
+    """Return the result of `shared_arrays` without mask arrays over (q, k), and these arrays.
 
-    What else of the mask has no arrays the first of them has in it then.
+    The first of them contains the parts of the mask that have no arrays.
     """
     scale, extras = shared
     leaves = extras.mask.leaves
@@ -73,21 +73,21 @@ def without_masks(shared):
         shape = 1, 1, 1, *taken[0].shape[3:]
         q, k = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (3, 4))
         allowed = known.allowed(jnp.int32(0), jnp.int32(0), q, k)
-        # None where all are.
+        # None if all are allowed.
         taken[0] = taken[0] if allowed is None else taken[0] & allowed
         rest = tuple(leaf for leaf in rest if jax.tree.leaves(leaf))
     return (scale, extras._replace(mask=Mask(rest))), taken
 
 
 def rows_of_one_axis(x):
-    """An array as copies take it: instances and examples are one axis."""
+    """Return an array as copies take it: with one axis for instances and batch elements."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def words_of(x, axis: int, columns: Tiling):
-    """Bools as copies take them: bits along an axis of 2 or 3, in words [.., words, positions].
+    """Return bools as copies take them: bits along axis 2 or 3, in words [.., words, positions].
 
-    Copies take rows of a multiple of 16 bytes: there are positions that nobody reads.
+    Positions are padded, because copies take rows of a multiple of 16 bytes.
     """
     words = rows_of_one_axis(Bits.along(axis, columns).of(x))
     words = jnp.swapaxes(words, 2, 3) if axis == 3 else words
@@ -95,57 +95,56 @@ def words_of(x, axis: int, columns: Tiling):
 
 
 class Masks(NamedTuple):
-    """Mask arrays as bits: who owns each, and its tiles, [words, 64 n] of so many rows.
+    """Mask arrays as bits: the axes of each.
 
-    A tile has its columns along the bits of words, and its rows lie beside each other.
+    A tile is [words, 64 n]: its columns lie along the bits of words, its rows side by side.
     """
 
-    owners: tuple[Owners, ...] = ()
+    axes: tuple[BroadcastAxes, ...] = ()
 
     @classmethod
     def of(cls, arrays, batch: int) -> "Masks":
-        """Of arrays that `without_masks` returned."""
-        return cls(tuple(Owners.of(x, batch) for x in arrays))
+        """Return those of arrays that `without_masks` returned."""
+        return cls(tuple(BroadcastAxes.of(x, batch) for x in arrays))
 
     def memory(self, slots: int, columns: int, rows: int):
-        """Shared memory; None if there are no masks."""
-        shape = len(self.owners), slots, columns // ptx.BITS, rows
-        return plgpu.SMEM(shape, jnp.uint32) if self.owners else None
+        """Return the specification of shared memory; None if there are no masks."""
+        shape = len(self.axes), slots, columns // ptx.BITS, rows
+        return plgpu.SMEM(shape, jnp.uint32) if self.axes else None
 
     def copy(self, refs, sm, slot, b, h, first_column, first_row, full):
-        """Starts the copies of a tile, which report to `full`."""
-        for n, (owners, ref) in enumerate(zip(self.owners, refs, strict=True)):
+        """Start the copies of a tile, which arrive at `full`."""
+        for n, (axes, ref) in enumerate(zip(self.axes, refs, strict=True)):
             words, rows = sm.shape[2:]
             place = pl.ds(common.quotient(first_column, ptx.BITS), words), pl.ds(first_row, rows)
-            plgpu.copy_gmem_to_smem(ref.at[(*owners.at(b, h), *place)], sm.at[n, slot], full)
+            plgpu.copy_gmem_to_smem(ref.at[(*axes.at(b, h), *place)], sm.at[n, slot], full)
 
     def read(self, sm, slot, first_row) -> list:
-        """Bools [64, columns] of each, of rows that begin there in the tile."""
-        tiles = (sm.at[n, slot] for n in range(len(self.owners)))
+        """Return bools [64, columns] of each array, of a tile's rows from `first_row` on."""
+        tiles = (sm.at[n, slot] for n in range(len(self.axes)))
         return [ptx.bits_of_tile(tile, first_row) for tile in tiles]
 
 
 class Streams(NamedTuple):
-    """What streams past keys that stay, beside queries.
+    """The arrays over (q, k) that stream past resident keys, beside queries.
 
     Attributes:
-        slots: in which tiles lie one after the other; 0 if nothing streams.
-        bias: the owners of a bias in 16 bits; None if it is read in device memory, or there is
-            none.
-        masks: those that are copied.
+        slots: pipeline stages of their tiles; 0 if nothing streams.
+        bias: the axes of a bias in 16 bits; None if it is read in device memory, or there is none.
+        masks: the mask arrays that are copied.
     """
 
     slots: int = 0
-    bias: Owners | None = None
+    bias: BroadcastAxes | None = None
     masks: Masks = Masks()
 
     @classmethod
     def of(cls, problem: Problem, shared, room: StreamRoom, q: Tiling):
-        """What streams, what is left of `shared_arrays`, and arrays as copies take them."""
+        """Return the streams, the rest of `shared_arrays`, and the arrays as copies take them."""
         arrays, bias, masks = [], None, []
         if room.bias:
             shared, x = without_bias(shared)
-            bias = Owners.of(x, problem.batch)
+            bias = BroadcastAxes.of(x, problem.batch)
             arrays.append(rows_of_one_axis(x))
         if room.slots:
             shared, masks = without_masks(shared)
@@ -154,14 +153,14 @@ class Streams(NamedTuple):
 
     @property
     def arrays(self) -> int:
-        """How many there are."""
-        return (self.bias is not None) + len(self.masks.owners)
+        """The number of arrays."""
+        return (self.bias is not None) + len(self.masks.axes)
 
     def memory(self, dtype, q: Tiling, warpgroups: int) -> dict[str, Any]:
-        """Shared memory and barriers."""
+        """Return the specification of shared memory and barriers."""
         shape = self.slots, warpgroups, q.block, ptx.COLUMNS
         bias = None if self.bias is None else plgpu.SMEM(shape, dtype, transforms=ptx.BLOCKS)
-        copies = warpgroups * (self.bias is not None) + len(self.masks.owners)
+        copies = warpgroups * (self.bias is not None) + len(self.masks.axes)
         return dict(
             bias_sm=bias,
             bits_sm=self.masks.memory(self.slots, q.block, warpgroups * ptx.COLUMNS),
@@ -170,7 +169,7 @@ class Streams(NamedTuple):
         )
 
     def copy(self, refs, memory, j, b, h, first_query, first_key):
-        """Copies the tile of step j to its slot, as soon as that is free."""
+        """Copy the tiles of step j to their stage, as soon as it is empty."""
         if not self.slots:
             return
         ring, refs = common.Ring(self.slots), list(refs)
@@ -188,7 +187,7 @@ class Streams(NamedTuple):
 
 
 class InSlot(NamedTuple):
-    """What a warpgroup reads of the tile of step j, whose rows are its 64 keys.
+    """What a warpgroup reads of the streams at step j, in tiles whose rows are its 64 keys.
 
     By default nothing streams.
     """
@@ -203,24 +202,24 @@ class InSlot(NamedTuple):
         return self.memory[name].at[common.Ring(self.streams.slots)(self.j)]
 
     def wait(self):
-        """Until it is there."""
+        """Wait until the tiles are in shared memory."""
         if self.streams.slots:
             plgpu.barrier_wait(self._at("pairs_full"))
 
     def free(self):
-        """Reports that it was read."""
+        """Report that the tiles were read."""
         if self.streams.slots:
             ptx.fence()
             plgpu.barrier_arrive(self._at("pairs_free"))
 
     def with_bias(self, options):
-        """`ExampleOptions` with the tile's bias."""
+        """Return `ExampleOptions` with the tile of the bias."""
         if self.streams.bias is None:
             return options
         return options.with_bias(ptx.load_transposed(self._at("bias_sm").at[self.warpgroup]))
 
     def masks(self) -> list:
-        """Bools of the tile for each mask array."""
+        """Return bools of the tile for each mask array."""
         if not self.streams.slots or self.memory is None:
             return []
         slot, first = common.Ring(self.streams.slots)(self.j), self.warpgroup * ptx.COLUMNS

@@ -25,7 +25,7 @@ from support.mosaic_cases import (
 import pallas_flash
 from pallas_flash import _mosaic
 from pallas_flash._blocks import Tiling
-from pallas_flash._mosaic.options import Options, shared_arrays
+from pallas_flash._mosaic.score_mask import Options, shared_arrays
 from pallas_flash._scores import FUNCTIONS
 from pallas_flash._vjp import Plan
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes

@@ -86,7 +86,7 @@ def with_keys_of_the_bias_moved(patch):
 
 
 def with_numbers_of_another_head(patch):
-    patch.setattr(pairs.Owners, "at", lambda self, b, h: (0, 1 - h))
+    patch.setattr(pairs.BroadcastAxes, "at", lambda self, b, h: (0, 1 - h))
 
 
 # Masks of which tiles are copied, more than there are slots.

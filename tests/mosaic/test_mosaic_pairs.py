@@ -25,8 +25,8 @@ from support.mosaic_cases import (
 from pallas_flash import _mosaic
 from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import backward_dbias
-from pallas_flash._mosaic.options import Bits
-from pallas_flash._mosaic.pairs import Owners
+from pallas_flash._mosaic.operands import Bits
+from pallas_flash._mosaic.pairs import BroadcastAxes
 from pallas_flash.tuning import ForwardTile, TileSizes
 
 # Over all that a bias may be broadcast.
@@ -89,7 +89,7 @@ def test_a_bias_is_found_by_instance_example_and_head(own):
     counts = I, B, N = 3, 2, 4
     array = np.arange(I * B * N).reshape(counts)[*(slice(None if x else 1) for x in own)]
     whole, flat = np.broadcast_to(array, counts), array.reshape(-1, array.shape[2])
-    bias = Owners(B, *own)
+    bias = BroadcastAxes(B, *own)
     for i, b, h in np.ndindex(counts):
         assert flat[bias.at(jnp.int32(i * B + b), h)] == whole[i, b, h]
 

@@ -7,7 +7,7 @@ import numpy as np
 from support import mosaic_cases  # noqa: F401  It skips whoever imports it where JAX is too old.
 from support import mosaic_emulator as emulator
 
-from pallas_flash._mosaic import forward_common, options
+from pallas_flash._mosaic import forward_common, score_mask
 from pallas_flash._mosaic.pipeline import Pipeline
 
 
@@ -84,9 +84,9 @@ def with_arrivals(name, more, of=""):
 
 
 def with_mask_moved(patch):
-    hide = options.hide
+    hide = score_mask.hide
     patch.setattr(
-        options, "hide", lambda mask, b, h, q, k, s: hide(mask, b, h, q, k + jnp.int32(1), s)
+        score_mask, "hide", lambda mask, b, h, q, k, s: hide(mask, b, h, q, k + jnp.int32(1), s)
     )
 
 

@@ -738,7 +738,17 @@ def emulated(monkeypatch):
     backward = [f"backward_{x}" for x in of_backward]
     work = "block_ranges", "scheduler", "work_loop"
     forward = "forward_kernel", "forward_common", "decode_kernel"
-    names = "common", "options", "pairs", "pipeline", *work, *forward, *backward, "ptx"
+    names = (
+        "common",
+        "operands",
+        "score_mask",
+        "pairs",
+        "pipeline",
+        *work,
+        *forward,
+        *backward,
+        "ptx",
+    )
     *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
     common = modules[0]
     with monkeypatch.context() as patch:
