@@ -1,10 +1,10 @@
-"""What Pallas has no operation for, in PTX; every piece with what it gains.
+"""Operations that Pallas lacks, in PTX, each with its gain.
 
-layouts     how tiles lie in registers and in memory
-products    of tiles, and waiting for them
-memory      reading and writing it, and who waits for that
-arithmetic  of tiles
-registers   those of one thread, for the others
+layouts     layouts of tiles in registers and in memory
+products    products of tiles (wgmma), and waits for them
+memory      reads and writes of memory, fences and named barriers
+arithmetic  arithmetic on tiles
+registers   the registers of one thread, for the other modules
 
 A warpgroup is 128 threads. Tiles of scores and of the output are 64 rows of one warpgroup, spread
 over its registers as the matrix instruction `wgmma` leaves them: layout `ACC` while a product may
@@ -12,34 +12,34 @@ still be running, `WGMMA` otherwise. A thread holds two rows, and of each 8 colu
 
 Gains were measured on an H200, most of them with prototypes, as the time of a whole pass.
 
-    product_t, accumulate   a first instruction that overwrites in place of zeroed accumulators, and
-                            key tiles that are no multiple of 64: 80 and 176 keys, the latter 6 to
-                            12 % at head size 128
+    product_t, accumulate   a first instruction that overwrites the accumulators, so that they need
+                            not be zeroed; K/V blocks that are no multiple of 64: 80 and 176 keys,
+                            the latter 6 to 12 % at head dim 128
     product_t, product_of_transposed
-                            likewise in the backward: 5 to 7 % at head size 64, 0 to 2 at 128,
-                            3 at 256
+                            the same in the backward: 5 to 7 % at head dim 64, 0 to 2 % at head
+                            dim 128, 3 % at head dim 256
     wait, waited            products in flight under a softmax that the compiler leaves there: 5 %
-                            at head size 64
-    uniform_zero            likewise: without it the waits move up
-    rescale                 5 to 9 % at head sizes 128 and 256, with THRESHOLD of `forward_common`
+                            at head dim 64
+    uniform_zero            without it the compiler moves these waits up
+    rescale                 5 to 9 % at head dims 128 and 256, with THRESHOLD of `forward_common`
     add_fragments           4 % of the backward, against adding through shared memory
-    load_fragments          what was added is rows again at 4 TB/s, by XLA's transposition at 3.4
+    load_fragments          sums become rows at 4 TB/s; XLA's transposition reaches 3.4 TB/s
     count_up                Pallas has no atomic addition that says what was there before
-    anew                    no spills in dq at head size 256, nor by masks at 64
+    anew                    no spills in dq at head dim 256, nor by masks at head dim 64
     meet, fence             two barriers fewer for each tile of the backward
-    joined                  a tile of parts, which the compiler computes one after the other
+    joined                  a tile in parts, which the compiler computes one by one
     positions               no division for each element, where a tile's width is no power of two
     gather, bits, bits_of_tile
-                            Pallas reads no element of device memory for each one of a tile
-    load_transposed         nor a tile whose rows become columns
-    load_strips, put_strips nor a tile to which copies may come that reach beyond an array's end
+                            Pallas cannot gather an element of device memory for each of a tile
+    load_transposed         Pallas cannot load a tile whose rows become columns
+    load_strips, put_strips Pallas cannot load a tile whose copies reach beyond an array's end
     store_rows, store_zeros, zero_rows
-                            nor does it store a part of one, or 16 bytes at a time
+                            Pallas cannot store a part of a tile, or 16 bytes at a time
     logistic, columns_to_float
                             fewer instructions of the units for exponentials: with a soft cap 15 %
-                            of the forward at head size 128
+                            of the forward at head dim 128
     where, difference, tanh, multiply_wide
-                            roundings, accuracy and instructions that the compiler does not choose
+                            roundings and instructions that the compiler would not choose
 """
 
 from pallas_flash._mosaic.ptx.arithmetic import LOGISTIC as LOGISTIC

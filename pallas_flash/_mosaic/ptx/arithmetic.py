@@ -28,10 +28,10 @@ plgpu = _compat.mosaic_gpu()
 
 
 def anew(x):
-    """An int32 x that the compiler takes for unknown each time.
+    """Return an int32 x that is opaque to the compiler.
 
-    What follows from a place in shared memory, two registers for each instruction of a product, it
-    would otherwise compute before a loop, and spill.
+    It would otherwise compute the descriptors of a product's operands, two registers for each
+    instruction, before a loop, and spill them.
     """
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
 
@@ -47,9 +47,9 @@ def anew(x):
 
 
 def positions(shape, axis: int, start):
-    """int32 [64, n] in layout WGMMA: where each element is along an axis, counted from `start`.
+    """Return int32 [64, n] in layout WGMMA: each element's place along an axis, from `start` on.
 
-    Added here and first of all: positions within a tile would be kept in registers over a loop.
+    The start is added here and first: positions within a tile would stay in registers over a loop.
     """
     result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=WGMMA)
 
@@ -73,7 +73,7 @@ def positions(shape, axis: int, start):
 
 
 def columns(x, first: int):
-    """x[:, first : first + 64] for [64, n] of 16 bits, with zeros where it ends before."""
+    """Return x[:, first : first + 64] for 16-bit [64, n], padded by zeros."""
     result = plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, layout=WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result)
@@ -93,10 +93,10 @@ def columns(x, first: int):
 
 
 def where(condition, x, otherwise: float):
-    """`jnp.where` for float32 [64, n], one instruction for an element, whatever comes after.
+    """Return `jnp.where` for float32 [64, n], as one instruction for each element.
 
-    Of a conjunction LLVM would make several choices, and where numbers are then rounded to 16 bits,
-    it would round first, and choose and pair them.
+    LLVM would make several selects of a conjunction. Before a rounding to 16 bits it would round
+    first, then select and pair.
     """
     otherwise = {0.0: "0f00000000", -np.inf: "0fFF800000"}[otherwise]
 
@@ -131,16 +131,16 @@ PRODUCT = "{ .reg .b64 t; mul.wide.u32 t, $2, $3; mov.b64 {$0, $1}, t; }"  # Low
 
 
 def difference(x, y):
-    """The difference x - y of float32 [64, n], rounded: a product in x is not fused with it."""
+    """Return x - y of float32 [64, n], rounded by itself: a product in x is not fused with it."""
     return elementwise("sub.rn.ftz.f32 $0, $1, $2;", x, y)
 
 
 @jax.custom_jvp
 def tanh(x):
-    """Hyperbolic tangent: 1 - 2 / (1 + exp2(2 log2(e) x)), with an absolute error of about 2^-22.
+    """Return the hyperbolic tangent 1 - 2 / (1 + exp2(2 log2(e) x)), to about 2^-22 absolute.
 
-    A soft cap multiplies that error. The instruction of this name is off by 2^-11. Only for those
-    who differentiate it: as it is Pallas refuses it.
+    A soft cap multiplies that error; the GPU's own instruction is off by 2^-11. For derivatives
+    only: Pallas does not lower a `custom_jvp` outside of them.
     """
     return elementwise(TANH, x)
 
@@ -152,12 +152,13 @@ def _(primals, tangents):
 
 
 def logistic(x, *, apart: bool):
-    """1 / (1 + exp2(x)), to about 2^-21 by the errors of its instructions.
+    """Return 1 / (1 + exp2(x)), to about 2^-21 by the errors of its instructions.
 
-    Two neighbours share a reciprocal, because the units for exponentials and reciprocals are what a
-    forward with a soft cap waits for: 1 / a = b / (a b). Neither is less than 2^-30 then. They also
-    share NaN, which is right where both are of a row that sees them: its results are NaN in any
-    case. `apart`: each has its own.
+    Two neighbours share a reciprocal, 1 / a = b / (a b), because a forward with a soft cap waits
+    for the units for exponentials and reciprocals. Neither result is less than 2^-30 then. They
+    share NaN, too, which is right where the row sees both: its results are NaN in any case.
+
+    `apart`: whether each has a reciprocal of its own.
     """
     if apart:
         return elementwise(LOGISTIC_APART, x)
@@ -176,10 +177,10 @@ def logistic(x, *, apart: bool):
 
 
 def columns_to_float(x, dtype, *, per_column: int):
-    """float32 for int32 [64, n] that change by so much from column to column, exactly below 2^24.
+    """Return float32 of int32 [64, n] that grow by `per_column` a column, exactly below 2^24.
 
-    Of a thread's columns one becomes a float: conversions have the units that a softmax needs for
-    its exponentials. The others are sums.
+    One of a thread's columns is converted, and the others are sums, because conversions would take
+    the units that a softmax needs for its exponentials.
     """
     assert dtype == jnp.float32
 
@@ -197,9 +198,9 @@ def columns_to_float(x, dtype, *, per_column: int):
 
 
 def multiply_wide(x, m: int):
-    """The upper and the lower 32 bits of the products x * m, for uint32 [64, n].
+    """Return the upper and the lower 32 bits of the products x * m, for uint32 [64, n].
 
-    From one instruction: LLVM would make it several for the same product.
+    One instruction computes both; LLVM would use several.
     """
     half = plgpu.ShapeDtypeStruct(x.shape, jnp.uint32, layout=WGMMA)
 
@@ -217,7 +218,7 @@ def multiply_wide(x, m: int):
 
 
 def joined(parts: list):
-    """Bools [64, n] of parts beside each other, whose columns are multiples of 8."""
+    """Return bools [64, n] of parts side by side, whose columns are multiples of 8."""
     shape = parts[0].shape[0], sum(x.shape[1] for x in parts)
     result = plgpu.ShapeDtypeStruct(shape, jnp.bool_, layout=WGMMA)
 

@@ -1,4 +1,4 @@
-"""How tiles lie in registers, in shared memory and, as sums, in device memory."""
+"""Layouts of tiles in registers and shared memory, and of sums in device memory."""
 
 # The types of MLIR's Python bindings do not say what these functions take and return.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -22,15 +22,15 @@ COLUMNS = 64
 
 
 def tile_columns(width: int) -> int:
-    """The columns of the tiles in which rows of so many numbers lie, see `tiled`."""
+    """Return the columns of the tiles in which rows of `width` numbers lie, see `tiled`."""
     return math.gcd(width, COLUMNS)
 
 
 def tiled(width: int):
-    """How operands of matrix instructions lie in shared memory, [rows, width] of 16 bits.
+    """Return the transforms of wgmma operands in shared memory, 16-bit [rows, width].
 
-    In tiles of 8 rows and of 64, 32 or 16 columns, the most of which the width has a multiple. They
-    are permuted so that reading a column meets no bank twice.
+    Tiles have 8 rows and 64, 32 or 16 columns, the most that divide the width. They are swizzled so
+    that reading a column has no bank conflicts.
     """
     columns = tile_columns(width)
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
@@ -38,44 +38,44 @@ def tiled(width: int):
 
 TILED = tiled(COLUMNS)
 
-# The same for numbers of 32 bits.
+# The transforms of 32-bit numbers.
 TILED_32 = (plgpu.TilingTransform((8, COLUMNS // 2)), plgpu.SwizzleTransform(2 * COLUMNS))
 
-# The same for tiles of 64 columns one after the other, [columns / 64, rows, 64]: copies then take
-# arrays of any length and width, and fill with zeros what is beyond.
+# The transforms of tiles in blocks of 64 columns, [columns / 64, rows, 64]: copies then take arrays
+# of any length and width, and fill with zeros what is beyond.
 BLOCKS = (plgpu.SwizzleTransform(2 * COLUMNS),)
 
 
 def strip_width(columns: int, dtype) -> int:
-    """The columns of each of the `strips` in which a tile of so many lies: 128 bytes at most."""
+    """Return the columns of each of the `strips` of a tile: 128 bytes at most."""
     return math.gcd(columns, 2 * COLUMNS // jnp.dtype(dtype).itemsize)
 
 
 def strips(width: int, dtype):
-    """As `BLOCKS`, [columns / width, rows, width], for other widths and for numbers of 32 bits."""
+    """Return transforms as `BLOCKS`, of [columns / width, rows, width], for any width and dtype."""
     return (plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize),)
 
 
 def columns_of(ref) -> int:
-    """How many `strips` have, or `BLOCKS`."""
+    """Return the number of columns of a tile stored in `strips` or `BLOCKS`."""
     return ref.shape[-3] * ref.shape[-1]
 
 
 def strips_type(ref):
-    """The type of such a reference, or of one strip."""
+    """Return the type of a reference to `strips`, or to one strip."""
     return plgpu.RefType(strips(ref.shape[-1], ref.dtype))
 
 
-# What a warpgroup's registers hold of 8 columns, 64 rows of float32, lies in device memory as a
-# thread's four numbers side by side, and threads in their order.
+# A group is 8 columns of 64 rows of float32, as a warpgroup's registers hold them: in device memory
+# the four numbers of a thread are side by side, and threads in their order.
 GROUP, OF_GROUP = 8, (4, 128)
 
 
 def groups(width: int) -> int:
-    """Of so many columns."""
+    """Return the number of 8-column groups in `width`."""
     return width // GROUP
 
 
 def tiles_of(ref):
-    """`strips` as the tiles that they consist of, [rows / 8, columns / width, 8, width]."""
+    """Return `strips` as the tiles that they consist of, [rows / 8, columns / width, 8, width]."""
     return mgpu.memref_transpose(mgpu.memref_unfold(ref, 1, (None, 8)), (1, 0, 2, 3))

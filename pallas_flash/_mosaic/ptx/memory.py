@@ -1,4 +1,4 @@
-"""Reading and writing memory, and who waits for that."""
+"""Reads and writes of memory, fences and named barriers."""
 
 # The types of MLIR's Python bindings do not say what these functions take and return.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -40,12 +40,12 @@ from pallas_flash._mosaic.ptx.registers import (
 plgpu = _compat.mosaic_gpu()
 internals = _compat.mosaic_gpu_internals()
 
-# Numbers of 16 bits that a thread stores at a time.
+# 16-bit numbers that a thread stores at a time.
 AT_A_TIME = 8
 
 
 def load_strips(ref):
-    """[64, n] from shared memory, `strips` of [n / width, 64, width]; it meets no bank twice."""
+    """Return [64, n] from `strips` [n / width, 64, width], without bank conflicts."""
     result = plgpu.ShapeDtypeStruct((ref.shape[1], columns_of(ref)), ref.dtype, layout=WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(strips_type(ref),), return_type=result)
@@ -57,7 +57,7 @@ def load_strips(ref):
 
 
 def put_strips(x, ref):
-    """Puts x, [64, n], where `load_strips` would find it."""
+    """Store x, [64, n], where `load_strips` would find it."""
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, strips_type(ref)))
     def emit(_, x, tiles):
@@ -68,7 +68,7 @@ def put_strips(x, ref):
 
 
 def load_transposed(ref):
-    """[64, n] of 16 bits from shared memory, where it lies as [n, 64], `strips` of that width."""
+    """Return 16-bit [64, n] that lies in shared memory as [n, 64], one of `strips`."""
     n, width = ref.shape
     assert width == COLUMNS and jnp.dtype(ref.dtype).itemsize == 2
     result = plgpu.ShapeDtypeStruct((COLUMNS, n), ref.dtype, layout=WGMMA)
@@ -77,8 +77,8 @@ def load_transposed(ref):
     def emit(_, ref):
         thread = thread_number()
         warp, lane = arith.divui(thread, number(32)), arith.remui(thread, number(32))
-        # A lane says where 8 numbers of a row are: 8 lanes for each of four squares, those of a
-        # warp's 16 columns and of 16 rows. 16 bytes are permuted by the lowest bits of the row.
+        # Each lane gives the address of 8 numbers of a row: 8 lanes for each of the four 8 x 8
+        # matrices of a warp's 16 columns and 16 rows. The lowest bits of the row swizzle 16 bytes.
         row, square = arith.remui(lane, number(8)), arith.divui(lane, number(8))
         below = arith.muli(arith.divui(square, number(2)), number(8))
         right = arith.addi(arith.muli(warp, number(2)), arith.remui(square, number(2)))
@@ -101,20 +101,20 @@ def load_transposed(ref):
 
 
 def add_fragments(x, ref, taken: slice = slice(None)):
-    """Adds groups of x, float32 [64, n], those that are `taken`, to device memory.
+    """Add the groups `taken` of x, float32 [64, n], to device memory, atomically.
 
-    `ref` is where the first group of x is, one of `OF_GROUP`; the others follow it there.
+    `ref` is the place of x's first group, of shape `OF_GROUP`; the others follow it.
     """
     _fragments(x, ref, taken, "red.relaxed.gpu.global.add.v4.f32")
 
 
 def store_fragments(x, ref):
-    """Stores all of them there."""
+    """Store all groups of x, as `add_fragments` adds them."""
     _fragments(x, ref, slice(None), "st.global.v4.f32")
 
 
 def load_fragments(ref, count: int):
-    """float32 [64, 8 * count] that lie there."""
+    """Return float32 [64, 8 * count] that `store_fragments` stored."""
     shape = 64, GROUP * count
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=float32(shape, WGMMA))
@@ -132,7 +132,7 @@ def load_fragments(ref, count: int):
 
 
 def _of_thread(ref, numbers):
-    """Pointers to what this thread has of groups, whose numbers are counted from that at `ref`."""
+    """Return pointers to this thread's part of groups, counted from the group at `ref`."""
     thread = thread_number()
     mine = arith.muli(thread, number(4))
     first = internals.getelementptr(pointer_to(ref), [mine], f32())
@@ -156,9 +156,9 @@ def _fragments(x, ref, taken: slice, instruction: str):
 
 
 def unfold(x):
-    """[B, N, tiles of 64 rows, groups, `OF_GROUP`], as [B, T, N, H]."""
+    """Return [B, N, tiles of 64 rows, groups, `OF_GROUP`] as [B, T, N, H]."""
     b, n, tiles, count, *_ = x.shape
-    # In a group: warps of 16 rows, rows, pairs of columns, a row or that 8 further, two columns.
+    # wgmma fragment axes: warp (16 rows), row, column pair, row half (+ 8), column of the pair.
     x = x.reshape(b, n, tiles, count, 4, 8, 4, 2, 2)
     batch, head, tile, group, warp, row, pair, half, two = range(9)
     x = x.transpose(batch, tile, warp, half, row, head, group, pair, two)
@@ -166,7 +166,7 @@ def unfold(x):
 
 
 def meet(barrier: int, threads: int):
-    """Waits until so many threads are here; Pallas itself has the barriers 0 to 4."""
+    """Synchronise so many threads at a named barrier; Pallas itself uses barriers 0 to 4."""
 
     @plgpu.inline_mgpu()
     def emit(_):
@@ -176,10 +176,10 @@ def meet(barrier: int, threads: int):
 
 
 def fence():
-    """Matrix instructions see what this thread wrote to shared memory; copies wait for its reads.
+    """Order this thread's accesses of shared memory before later accesses of wgmma and TMA.
 
-    To arrive at a barrier is not enough for the latter, though a copy takes hundreds of clocks to
-    come. Without it a bias was read after the next one had come, in every run of some tiles.
+    wgmma then sees what the thread wrote, and a copy does not overtake what it reads. An arrival at
+    a barrier is not enough for the latter: without the fence a bias was read after the next copy.
     """
 
     @plgpu.inline_mgpu()
@@ -190,7 +190,7 @@ def fence():
 
 
 def count_up(ref):
-    """Adds one to an int32 in device memory, for the warp that runs this; what was there before."""
+    """Increment an int32 in device memory atomically, once a warp; return what was there before."""
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -207,10 +207,9 @@ def count_up(ref):
 
 
 def gather(ref, at, *, pairs: bool):
-    """`ref[at]` for [n] in device memory and int32 [64, n] in layout WGMMA; integers in 32 bits.
+    """Return `ref[at]` for [n] in device memory and int32 [64, n]; integers become 32 bits wide.
 
-    `pairs`: whether columns 2 i and 2 i + 1 are next to each other there, the first one at an even
-    place.
+    `pairs`: whether columns 2 i and 2 i + 1 are neighbours in memory, the first at an even place.
     """
     floating = jnp.issubdtype(ref.dtype, jnp.floating)
     signed = jnp.issubdtype(ref.dtype, jnp.signedinteger)
@@ -241,22 +240,22 @@ def gather(ref, at, *, pairs: bool):
 
 
 LOG_BITS = 5
-BITS = 2**LOG_BITS  # Of a word.
+BITS = 2**LOG_BITS  # Bits of a word.
 
 
 def bits(ref, at, columns, apart: int):
-    """Bools [64, n], whether the bit of an element is set in words of device memory.
+    """Return bools [64, n]: whether the bit of an element is set in words of device memory.
 
     Args:
         ref: uint32 [m].
         at: int32 [64, n] in layout WGMMA, the place of each element's word.
-        columns: likewise where the elements of a row are along its bits: one after the other, from
-            a multiple of n on.
-        apart: how far a row's words are apart; if they are neighbours, from a multiple of n / 32
-            words on, where n is a multiple of 32, else of 16.
+        columns: int32 [64, n], the number of each element's bit along its row: consecutive from a
+            multiple of n on.
+        apart: distance of a row's words. Neighbours begin at a multiple of n / 32 words if n is a
+            multiple of 32, else of 16.
     """
     n = at.shape[1]
-    # A row that begins within a word has a word more.
+    # A row that begins within a word has one more word.
     whole = n % BITS == 0
     count = n // BITS if whole else n // BITS + 1
     wide = math.gcd(count, 4) if whole and apart == 1 else 1
@@ -269,7 +268,7 @@ def bits(ref, at, columns, apart: int):
         shift = arith.andi(scalars(columns)[0], number(BITS - 1))
 
         def of_row(first):
-            """Words whose lowest bits are those of the thread's columns, 32 after 32."""
+            """Return words of 32 columns, whose lowest bits are the thread's columns."""
             words = []
             for i in range(0, count, wide):
                 place = internals.getelementptr(pointer, [first], i32())
@@ -294,7 +293,7 @@ def bits(ref, at, columns, apart: int):
 
 
 def bits_of_tile(ref, first):
-    """As `bits`, [64, 32 m] whose words are in shared memory, uint32 [m, rows], from a row on."""
+    """Return what `bits` does, [64, 32 m], of uint32 [m, rows] in shared memory, from a row on."""
     count, rows = ref.shape
     shape = 64, BITS * count
     result = plgpu.ShapeDtypeStruct(shape, jnp.bool_, layout=WGMMA)
@@ -320,12 +319,12 @@ def bits_of_tile(ref, first):
 
 
 def store_rows(x, ref, first):
-    """Stores those rows of x, float32 [64] or [64, n], that exist in `ref`, from `first` on.
+    """Store the rows of x, float32 [64] or [64, n], that exist in `ref`, from row `first` on.
 
     Args:
         x: one number a row in layout ROW, or a tile in layout WGMMA.
         ref: device memory, [rows] or [rows, n].
-        first: the row there of the first one.
+        first: the row of `ref` for the first row of x.
     """
     rows, width = ref.shape[0], x.shape[1] if x.ndim == 2 else 1
     each, store = 1, "st.global.f32 [$0], $1;"
@@ -336,7 +335,7 @@ def store_rows(x, ref, first):
     def emit(_, x, ref, first):
         thread = thread_number()
         row = arith.addi(first.registers.flat[0], arith.divui(thread, number(4)))
-        # Four threads have the same rows, of warps 16 of which a thread has two, 8 apart.
+        # A warp holds 16 rows; four threads share rows r and r + 8.
         warp = arith.divui(thread, number(32))
         row, pair = arith.addi(row, arith.muli(warp, number(8))), arith.remui(thread, number(4))
         pointer, values = pointer_to(ref), scalars(x)
@@ -362,12 +361,12 @@ def store_rows(x, ref, first):
 
 
 def store_zeros(ref, first, head, rows: int):
-    """Stores zeros in so many rows of a head from `first` on, those that exist.
+    """Store zeros in so many rows of a head from `first` on, as far as they exist.
 
     Args:
         ref: device memory, [T, N, H] of 16 bits, H a multiple of 8.
         first: the first row.
-        head: of N.
+        head: the head.
         rows: a multiple of 128.
     """
     length, heads, width = ref.shape
@@ -394,10 +393,10 @@ def store_zeros(ref, first, head, rows: int):
 
 
 def zero_rows(ref, first):
-    """Zeroes the rows of a tile in shared memory from `first` on; `fence` is to follow.
+    """Store zeros in the rows of a tile in shared memory from `first` on; call `fence` afterwards.
 
     Args:
-        ref: one of `strips`, [rows, width] of 16 bits: their permutation leaves a row where it is.
+        ref: one of `strips`, 16-bit [rows, width]; its swizzle leaves a row where it is.
         first: the first row, an int32 that may be negative.
     """
     rows, width = ref.shape
@@ -418,9 +417,10 @@ def zero_rows(ref, first):
 
 
 def _bits(rows, shape):
-    """Whether a bit is set, for words of a thread's first row and of its second.
+    """Return whether each bit is set, for words of a thread's first row and of its second.
 
-    Their lowest bits are those of its first column. Assembly: LLVM would shift once for each bit.
+    The lowest bit is that of the thread's first column. In assembly, because LLVM would shift once
+    for each bit.
     """
     values, i1 = [], ir.IntegerType.get_signless(1)
     for group, half, two in np.ndindex(shape[1] // 8, 2, 2):
@@ -431,10 +431,10 @@ def _bits(rows, shape):
 
 
 def _for_each_of_threads(count: int, first=None):
-    """Runs `body(i)` for all i below `count`, a multiple of 128; each is one thread's.
+    """Run `body(i)` for all i below `count`, a multiple of 128; each is one thread's.
 
-    From `first` on, or up to 127 before. In a loop: unrolled, it takes registers from those that
-    compute.
+    It begins at `first`, or up to 127 before. A loop, because unrolled code would take registers
+    from the consumers.
     """
 
     def run(body):
@@ -450,7 +450,7 @@ def _for_each_of_threads(count: int, first=None):
 
 
 def _store_zeros(space: str, place, condition):
-    """16 bytes of them."""
+    """Store 16 bytes of zeros where the condition holds."""
     internals.inline_ptx(
         f"st.{space}.v4.b32 [$0], {{$1, $1, $1, $1}};",
         place,

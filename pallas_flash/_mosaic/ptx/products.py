@@ -1,4 +1,4 @@
-"""Products of tiles, and waiting for them."""
+"""Products of tiles (wgmma), and waits for them."""
 
 # The types of MLIR's Python bindings do not say what these functions take and return.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -37,13 +37,13 @@ internals = _compat.mosaic_gpu_internals()
 
 
 def product_t(a_ref, b_ref, inner: int | None = None):
-    """Starts a @ b.T, [64, n], for a and b in shared memory; `wait` for it.
+    """Start a @ b.T, [64, n], for a and b in shared memory; call `wait` for it.
 
     Args:
         a_ref: `strips` of [64, k].
         b_ref: `strips` of [n, k], as wide.
-        inner: how many of the k columns count, if not all; the rest up to a multiple of 16 must be
-            zeros.
+        inner: how many of the k columns to multiply, by default all; the rest, up to a multiple of
+            16, must be zeros.
     """
     shape, inner = (a_ref.shape[1], b_ref.shape[1]), inner or columns_of(a_ref)
 
@@ -58,7 +58,7 @@ def product_t(a_ref, b_ref, inner: int | None = None):
 
 
 def product_of_transposed(a_ref, b_ref):
-    """Starts a.T @ b, [64, n], for a [k, 64], `tiled` as wide as the `strips` of [k, n] are."""
+    """Start a.T @ b, [64, n], for a [k, 64], `tiled` as wide as the `strips` of [k, n] are."""
     inner, width = a_ref.shape
     shape = width, columns_of(b_ref)
 
@@ -74,10 +74,10 @@ def product_of_transposed(a_ref, b_ref):
 
 
 def accumulate(acc, a, b_ref):
-    """Starts acc + a @ b, [64, n], for b in shared memory, `strips` of [k, n or more].
+    """Start acc + a @ b, [64, n], for b in shared memory, `strips` of [k, n or more].
 
-    `a` is [64, k]: in registers, or in shared memory, `tiled` as wide as the strips. What is in
-    registers is in use until the product was waited for.
+    `a` is [64, k]: in registers, or in shared memory, `tiled` as wide as the strips. Its registers
+    are in use until the product was waited for.
     """
     in_registers = isinstance(a, jax.Array)
     kind = WGMMA if in_registers else plgpu.RefType(tiled(b_ref.shape[-1]))
@@ -93,7 +93,7 @@ def accumulate(acc, a, b_ref):
 
 
 def wait(products: int, x):
-    """Waits until no more than `products` are running; `x`, in layout WGMMA, can be used then."""
+    """Wait until at most `products` are running; return `x`, usable then, in layout WGMMA."""
 
     @plgpu.inline_mgpu(arg_types=(ACC,), return_type=float32(x.shape, ACC))
     def emit(_, x):
@@ -103,7 +103,7 @@ def wait(products: int, x):
 
 
 def waited(products: int, acc, a):
-    """`wait`, for an accumulator and for the operand in registers that its product reads."""
+    """Wait as `wait` does, for an accumulator and the registers that its product reads."""
 
     @plgpu.inline_mgpu(arg_types=(ACC, WGMMA), return_type=float32(acc.shape, ACC))
     def emit(_, acc, a):
@@ -114,7 +114,7 @@ def waited(products: int, acc, a):
 
 
 def uniform_zero(x):
-    """An int32 0 that the compiler takes for unknown until `x`, one number a row, is there.
+    """Return an int32 0 that the compiler does not know before `x`, one number a row, is computed.
 
     `x` must not be negative. ptxas moves arithmetic across the waits for products; it does not
     move it across the wait at a barrier whose number is computed from it.
@@ -133,7 +133,7 @@ def uniform_zero(x):
 
 
 def rescale(acc, alpha):
-    """The product of acc, [64, n], and alpha, [64], where a warp has an alpha other than one."""
+    """Return acc, [64, n], times alpha, [64]; warps whose alpha are all one skip the product."""
 
     @plgpu.inline_mgpu(arg_types=(ACC, ROW), return_type=float32(acc.shape, ACC))
     def emit(_, acc, alpha):

@@ -1,4 +1,4 @@
-"""The registers of one thread, and what is computed from them by assembly."""
+"""The registers of one thread, and assembly on them."""
 
 # The types of MLIR's Python bindings do not say what these functions take and return.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -18,22 +18,22 @@ internals = _compat.mosaic_gpu_internals()
 
 
 def f32():
-    """The type of MLIR."""
+    """Return the type float32 of MLIR."""
     return ir.F32Type.get()
 
 
 def i32():
-    """Likewise, without a sign."""
+    """Return the signless type int32 of MLIR."""
     return ir.IntegerType.get_signless(32)
 
 
 def float32(shape, layout):
-    """The type of such a result."""
+    """Return the type of a float32 result in a layout."""
     return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
 
 
 def scalars(x) -> list:
-    """The float32 registers of a thread, in the order in which `wgmma` takes them."""
+    """Return the float32 registers of a thread, in the order of wgmma."""
     return (
         [
             vector.extract(register, dynamic_position=[], static_position=[i])
@@ -46,7 +46,7 @@ def scalars(x) -> list:
 
 
 def words(x) -> list:
-    """The registers of a tile of 16 bits, two numbers in each."""
+    """Return the registers of a 16-bit tile, two numbers in each."""
     one = ir.VectorType.get((1,), i32())
     return [
         vector.extract(vector.bitcast(one, r), dynamic_position=[], static_position=[0])
@@ -55,7 +55,7 @@ def words(x) -> list:
 
 
 def array(scalars, shape, layout, kind=None, signed=True):
-    """What has these registers, of float32 or of another `kind`, in the order of `scalars`."""
+    """Return the array with these registers of a `kind`, in the order of `scalars`."""
     kind, layout = kind or f32(), layout.to_mgpu()
     width = layout.vector_length
     registers = np.empty(layout.registers_shape(shape), dtype=object)
@@ -68,7 +68,7 @@ def array(scalars, shape, layout, kind=None, signed=True):
 
 
 def pointer_to(ref):
-    """A pointer to what is in device memory."""
+    """Return a pointer to device memory."""
     pointer = internals.memref_ptr(ref)
     if pointer.type.address_space == 0:
         pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), pointer)
@@ -76,17 +76,17 @@ def pointer_to(ref):
 
 
 def number(i: int):
-    """An int32."""
+    """Return an int32 constant."""
     return mgpu.c(i, i32())
 
 
 def thread_number():
-    """Its number in the warpgroup."""
+    """Return the number of the thread in its warpgroup."""
     return arith.remui(mgpu.thread_idx(), number(128))
 
 
 def elementwise(text: str, *arrays):
-    """Assembly with a float32 result for float32 [64, n], which compilers may move and drop."""
+    """Apply assembly to each element of float32 [64, n]; compilers may move and drop it."""
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA,) * len(arrays), return_type=float32(arrays[0].shape, WGMMA)
@@ -103,7 +103,7 @@ def elementwise(text: str, *arrays):
 
 
 def assembly(text: str, constraints: list[str], arguments: list, results: list) -> list:
-    """Assembly that stays where it is, and its results."""
+    """Emit assembly that stays where it is; return its results."""
     struct = llvm.inline_asm(
         llvm.StructType.get_literal(results),
         arguments,
