@@ -26,7 +26,7 @@ SMEM_ALIGNMENT = 1024  # Bytes.
 PARAMETERS = plgpu.CompilerParams(
     approx_math=True,
     lowering_semantics=plgpu.LoweringSemantics.Lane,
-    # Rows are in one warp each, so that no sum or maximum takes shared memory.
+    # Each row is in one warp, so that no sum or maximum takes shared memory.
     reduction_scratch_bytes=0,
 )
 
@@ -130,7 +130,7 @@ def smem_bytes(memory) -> int:
 
 
 class Ring:
-    """Which slot of shared memory the i-th tile of a program has."""
+    """The pipeline stage of the i-th tile of a CTA."""
 
     def __init__(self, slots: int):
         self.slots = slots
@@ -139,8 +139,7 @@ class Ring:
         return remainder(i, self.slots)
 
     def refill(self, i, free):
-        """Waits until the slot of tile i is `free` of the tile that it had before."""
-        # At first all slots are free.
+        """Wait until the stage of tile i is `free` of the tile before; at first all stages are."""
         pl.when(i >= self.slots)(lambda: plgpu.barrier_wait(free.at[self(i)]))
 
 
@@ -151,15 +150,15 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What a kernel knows when it is compiled.
+    """What every kernel knows when it is compiled.
 
     Attributes:
-        options: the call's.
+        options: scores, mask and dropout.
         masked: whether there is a mask.
-        listed: whether its tiles are listed.
-        kv: the tiles of keys.
+        listed: whether the mask is block-sparse.
+        kv: the K/V blocks.
         groups: query heads that share a key/value head.
-        tile: how a program is made.
+        tile: block sizes.
     """
 
     options: Options
@@ -240,14 +239,15 @@ def launch(
 
 
 def by_instance(function, batch: int):
-    """`function(shared, *arrays)`, for which an axis of `jax.vmap` becomes one of examples.
+    """Return `function(shared, *arrays)` for which `jax.vmap` multiplies the batch axis.
 
-    JAX has no rule of its own for such kernels.
+    JAX has no batching rule of its own for such kernels.
 
     Args:
-        function: takes a tree of arrays that begin with an axis of instances, of one if all share
-            it, and arrays that begin with the examples of all instances, as its results do.
-        batch: the examples of an instance.
+        function: takes a tree of arrays that begin with an axis of instances, of length 1 if all
+            share it, and arrays that begin with the batch elements of all instances, as its results
+            do.
+        batch: batch elements of an instance.
     """
 
     @jax.custom_batching.custom_vmap

@@ -203,7 +203,7 @@ def _bias_pipelines(p: Problem, tile: ForwardTile):
     """Yield pipelines for tiles of the bias: with as many stages as keys have, or fewer."""
     if p.bias is None or 1 in p.bias.shape[2:]:
         return
-    dtype = stored_dtype(p.bias.dtype)
+    dtype = jnp.dtype(stored_dtype(p.bias.dtype))
     # Copies take rows of a multiple of 16 bytes.
     if dtype.itemsize == 1 or p.kv_len * dtype.itemsize % 16:
         return
