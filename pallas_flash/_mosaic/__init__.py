@@ -13,8 +13,8 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import tiles
 from pallas_flash._mosaic.backward_dbias import dbias as _dbias
 from pallas_flash._mosaic.backward_dq import dq as _dq
-from pallas_flash._mosaic.backward_kernel import Grads
 from pallas_flash._mosaic.backward_kernel import backward as _backward
+from pallas_flash._mosaic.backward_memory import Grads
 from pallas_flash._mosaic.backward_preprocess import preprocess
 from pallas_flash._mosaic.decode_kernel import decode as _decode
 from pallas_flash._mosaic.forward_kernel import forward as _forward
@@ -88,10 +88,9 @@ def backward(
         centered = dataclasses.replace(cleaned, key=_key_center.centered(k, center[:, None]))
         center_of_kernel = None
     tile, found = sizes.tile("dkv" if in_order else "backward"), {}
-    for names in tiles.launches(head_dim, value_dim, in_order):
-        grads = Grads.of(names)
+    for grads in Grads.launches(head_dim, value_dim, deterministic=in_order):
         found |= _backward(
-            *(centered, do, centered_log_sum, delta, tiles.of_launch(tile, names), grads, seen),
+            *(centered, do, centered_log_sum, delta, tile, grads, seen),
             zeros=zeros[0] if grads.dq else None,
             center=center_of_kernel,
             row_sums=row_sums,

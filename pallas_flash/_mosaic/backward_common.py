@@ -135,14 +135,6 @@ def in_strips(x, columns: int):
     return x.reshape(*x.shape[:3], -1, ptx.strip_width(columns, x.dtype))
 
 
-def copies_of(x, tile) -> int:
-    """Return how many copies take a tile of x: one if it is in strips, else one for each strip.
-
-    `tile` is the shared memory of tiles, [..., strips, rows, width].
-    """
-    return 1 if len(x.shape) == 5 else tile.shape[-3]
-
-
 def mask_for(problem: Problem, q: Tiling, kv: Tiling, valid) -> Mask:
     """Return the mask of a problem in the backward.
 
@@ -199,7 +191,7 @@ class BackwardConfig(common.Static):
         streams: pairs.Streams = NOTHING_STREAMS.streams,
         **others,
     ):
-        """Return the configuration of a call, for what `shared_arrays` and `block_ranges.block_table` returned.
+        """Return the configuration of a call, for its `shared_arrays` and its `block_table`.
 
         `others` are the fields of a subclass, and those that are not named here.
         """
@@ -221,10 +213,6 @@ class BackwardConfig(common.Static):
     def statistics(self) -> tuple[str, ...]:
         """Names of the statistics of `LogSum`, as in `Operands`."""
         return ("m", "lse") if self.options.large else ("lse",)
-
-    def statistics_memory(self, stages: int, rows: int):
-        """Return the shared memory of all statistics: an array begins at a multiple of 1 KiB."""
-        return plgpu.SMEM((stages, len(self.statistics) * rows), jnp.float32)
 
     def statistic(self, memory, name: str, stage):
         """Return a stage of one statistic in this memory."""
@@ -290,7 +278,7 @@ class TileCopies:
         self._valid = plgpu.load(valid_length.at[b]) if self._has_lengths else 0
 
     def start(self, source, h, first, tile, full):
-        """Start the copies of a tile, which report to `full`; `copies_of` says how many."""
+        """Start the copies of a tile, one or one for each strip, which report to `full`."""
         strips, rows, width = tile.shape
         at = self._b, pl.ds(first, rows), h
         # The source, the destination and the strips of the destination of each copy.

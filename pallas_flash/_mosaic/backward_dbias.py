@@ -42,9 +42,10 @@ from pallas_flash._mosaic.backward_common import (
     by_instance,
     mask_for,
 )
+from pallas_flash._mosaic.backward_memory import padded, statistics
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.score_mask import shared_arrays
-from pallas_flash._mosaic.tiles import DbiasTile, padded
+from pallas_flash._mosaic.tiles import DbiasTile
 from pallas_flash._operands import Pairs
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
@@ -139,7 +140,7 @@ class ConsumerWarpgroup:
         self.config, self.operands, self.dbias_ref = config, operands, dbias_ref
         self.s, self.dp, self.steps, self.warpgroup = scratch.s, scratch.dp, steps, warpgroup
         self.shape, self.mine = (ROWS, config.kv.block), pl.ds(warpgroup * ROWS, ROWS)
-        self.bias = None if scratch.bias is None else scratch.bias.at[self.mine]
+        self.bias: Any = None if scratch.bias is None else scratch.bias.at[self.mine]
 
     def run(self):
         """Compute half of the tile of dbias."""
@@ -294,7 +295,7 @@ def scratch_of(config: DbiasConfig, p: Problem, bias_dtype) -> Scratch:
             2 + len(config.statistics),
             q=tiles(block_q, head_dim),
             k=tiles(block_kv, head_dim),
-            statistics=config.statistics_memory(stages, block_q),
+            statistics=statistics(p, stages, block_q),
         ),
         dp=pipeline(
             3,

@@ -48,15 +48,18 @@ from pallas_flash._mosaic.backward_common import (
     ScoreTile,
     TileCopies,
     by_instance,
-    copies_of,
     in_strips,
     mask_for,
     neighbours,
     store_tile,
 )
-from pallas_flash._mosaic.pipeline import Pipeline
+from pallas_flash._mosaic.backward_memory import (
+    QUERY_ROWS,
+    QueriesScratch,
+    padded,
+    queries_scratch,
+)
 from pallas_flash._mosaic.score_mask import shared_arrays
-from pallas_flash._mosaic.tiles import padded
 from pallas_flash._mosaic.tiles import value_slots as value_stages_of
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
@@ -64,7 +67,6 @@ from pallas_flash._tiling.sizes import DqTile
 
 plgpu = common.plgpu
 
-ROWS = 64  # Queries of a consumer warpgroup.
 # Registers of a thread of a consumer and of the producer, by the number of consumers.
 REGISTERS = {2: (240, 24), 3: (160, 24)}
 
@@ -89,19 +91,6 @@ class DqConfig(BackwardConfig):
         return "delta", *self.statistics
 
 
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA, see above."""
-
-    q: Any
-    do: Any
-    delta: Any
-    statistics: Any
-    k: Any
-    v: Any
-    rows_full: Any
-    landed: Any
-
-
 class Cta(NamedTuple):
     """The work of a CTA: the batch element, counted over all instances, head and outer tile."""
 
@@ -123,7 +112,13 @@ class ConsumerWarpgroup:
     """
 
     def __init__(
-        self, config: DqConfig, operands: Operands, outputs, scratch: Scratch, cta: Cta, warpgroup
+        self,
+        config: DqConfig,
+        operands: Operands,
+        outputs,
+        scratch: QueriesScratch,
+        cta: Cta,
+        warpgroup,
     ):
         self.config, self.operands, self.outputs = config, operands, outputs
         self.scratch, self.cta, self.warpgroup = scratch, cta, warpgroup
@@ -152,8 +147,8 @@ class ConsumerWarpgroup:
         config, operands, scratch = self.config, self.operands, self.scratch
         b, h, q_tile = self.cta
         self.options = config.options.of_example(operands.options, b)
-        self.first_query = q_tile * config.q.block + self.warpgroup * ROWS
-        rows, full = pl.ds(self.first_query, ROWS), scratch.rows_full.at[self.warpgroup]
+        self.first_query = q_tile * config.q.block + self.warpgroup * QUERY_ROWS
+        rows, full = pl.ds(self.first_query, QUERY_ROWS), scratch.rows_full.at[self.warpgroup]
         landed = scratch.landed.at[self.warpgroup] if config.has_lengths else None
         copies = TileCopies(operands.valid_q, landed, b)
         for source, tiles in ((operands.q, scratch.q), (operands.do, scratch.do)):
@@ -166,8 +161,8 @@ class ConsumerWarpgroup:
 
     def zeros(self):
         """Return dq and dscale of queries that see no key."""
-        dq = jnp.zeros((ROWS, self.head_dim), jnp.float32)
-        dscale = jnp.zeros((ROWS,), jnp.float32)
+        dq = jnp.zeros((QUERY_ROWS, self.head_dim), jnp.float32)
+        dscale = jnp.zeros((QUERY_ROWS,), jnp.float32)
         return plgpu.layout_cast(dq, ptx.WGMMA), plgpu.layout_cast(dscale, ptx.ROW)
 
     def mainloop(self):
@@ -211,7 +206,7 @@ class ConsumerWarpgroup:
         dq, dscale = rescaled(options.extras.dropout, dq), None
         if operands.row_sums is not None:
             b, h, _ = self.cta
-            r = operands.row_sums.at[b, h, pl.ds(self.first_query, ROWS)]
+            r = operands.row_sums.at[b, h, pl.ds(self.first_query, QUERY_ROWS)]
             c = operands.center.at[b, common.quotient(h, self.config.groups)]
             r = plgpu.load(r, layout=ptx.ROW, optimized=False)
             c = plgpu.load(c, layout=ptx.COLUMN, optimized=False)
@@ -224,7 +219,7 @@ class ConsumerWarpgroup:
     def store(self, dq, dscale):
         """Start the copies of the results to device memory, through where q and delta were."""
         b, h, q_tile = self.cta
-        rows = pl.ds(q_tile * self.config.q.block + self.warpgroup * ROWS, ROWS)
+        rows = pl.ds(q_tile * self.config.q.block + self.warpgroup * QUERY_ROWS, QUERY_ROWS)
         my_q, my_delta = self.scratch.q.at[self.warpgroup], self.scalar_memory("delta")
         ptx.put_strips(dq.astype(my_q.dtype), my_q)
         if self.config.want_scale:
@@ -235,7 +230,7 @@ class ConsumerWarpgroup:
             plgpu.copy_smem_to_gmem(my_delta, self.outputs[1].at[b, h, rows])
 
 
-def produce(config: DqConfig, operands: Operands, scratch: Scratch, cta: Cta):
+def produce(config: DqConfig, operands: Operands, scratch: QueriesScratch, cta: Cta):
     """Copy the inner tiles: what the producer warpgroup does."""
     consumers = config.tile.warpgroups
     plgpu.set_max_registers(REGISTERS[consumers][1], action="decrease")
@@ -255,7 +250,7 @@ def produce(config: DqConfig, operands: Operands, scratch: Scratch, cta: Cta):
 
 def pallas_flash_dq(operands: Operands, *outputs, static: DqConfig, **memory):
     """Compute dq of one query tile of one head."""
-    config, scratch = static, Scratch(**memory)
+    config, scratch = static, QueriesScratch(**memory)
     head, q_tile, outer, warpgroup = map(lax.axis_index, ("head", "q_tile", "outer", "warpgroup"))
     if config.later_rows_see_more:
         # Tiles with much work start first.
@@ -269,32 +264,6 @@ def pallas_flash_dq(operands: Operands, *outputs, static: DqConfig, **memory):
     @pl.when(config.exists(cta.h, warpgroup == config.tile.warpgroups))
     def _():
         produce(config, operands, scratch, cta)
-
-
-def scratch_of(config: DqConfig, p: Problem, operands: Operands) -> Scratch:
-    """Return the specification of a CTA's shared memory."""
-    consumers, stages, block_kv = config.tile.warpgroups, config.tile.stages, config.kv.block
-    head_dim, value_dim = padded(p.head_dim, p.value_dim)
-
-    def tiles(columns, stages, rows):
-        return common.strips(p.dtype, stages, rows=rows, columns=columns)
-
-    def pipeline(source, columns, stages):
-        smem = tiles(columns, stages, block_kv)
-        return Pipeline.spec(smem, stages, copies=copies_of(source, smem), consumers=consumers)
-
-    q_sm, do_sm = tiles(head_dim, consumers, ROWS), tiles(value_dim, consumers, ROWS)
-    copies = copies_of(operands.q, q_sm) + copies_of(operands.do, do_sm) + len(config.row_scalars)
-    return Scratch(
-        q=q_sm,
-        do=do_sm,
-        delta=plgpu.SMEM((consumers, ROWS), jnp.float32),
-        statistics=config.statistics_memory(consumers, ROWS),
-        k=pipeline(operands.k, head_dim, stages),
-        v=pipeline(operands.v, value_dim, config.value_stages),
-        rows_full=common.barriers(consumers, copies),
-        landed=common.barriers(consumers + 1) if config.has_lengths else None,
-    )
 
 
 def dq(
@@ -314,7 +283,7 @@ def dq(
     Arguments are those of `backward_kernel.backward`, but keys are centered already.
     """
     p = problem
-    q, kv = Tiling(p.q_len, tile.warpgroups * ROWS), Tiling(p.kv_len, tile.block_kv)
+    q, kv = Tiling(p.q_len, tile.warpgroups * QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = mask_for(p, q, kv, valid)
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
 
@@ -337,7 +306,9 @@ def dq(
             pallas_flash_dq,
             (operands.for_launch(config, arrays, table),),
             outputs=[(operands.q.shape, operands.q.dtype), *[dscale] * want_scale],
-            memory=scratch_of(config, p, operands)._asdict(),
+            memory=queries_scratch(
+                *(p, tile, config.value_stages), has_lengths=config.has_lengths
+            )._asdict(),
             grid=config.grid(batch, q_tile=q.count),
             warpgroups=tile.warpgroups + 1,
             static=config,

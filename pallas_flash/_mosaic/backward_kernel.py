@@ -44,13 +44,15 @@ for in each of its phases.
 | cotangents.full[stage] | copies of do | these copies | consumers | do is there |
 | delta_full[stage] | 1 | copy of delta | consumers | delta is there |
 | cotangents.empty[stage] | 2 | consumers | producer | dp_t, dv and ds_t have been computed |
-| landed | 1 | a copy | producer | rows behind a valid length can be zeroed |
-| pairs_full, pairs_free | see `pairs` | copies, consumers | consumers, producer | as above |
+| landed | 1 | a copy | producer | rows behind a valid length can be zeroed (2) |
+| pairs_full[slot] | 2 copies of a bias, 1 of a mask | these copies | consumers | these are there |
+| pairs_free[slot] | 2 | consumers | producer | bias and mask have been read |
 | named 5 | 256 threads | consumers | consumers | both have written ds_t, for dq |
 | named 6 | 256 threads | consumers | consumers | both have read k, or do: results may go there |
 | named 7 | 256 threads | consumers | consumers | both have centered their keys |
 
-(1) Each consumer copies its own 64 keys, the producer all of them with valid lengths.
+(1) Each consumer copies its own 64 keys, the producer all of them with valid lengths. (2) Then the
+producer arrives at the other barrier in place of the copy.
 
 **A step**, of the j-th queries, with two stages. Both warpgroups do this on their 64 keys:
 
@@ -59,11 +61,11 @@ for in each of its phases.
     this warpgroup   |       exp2: p  | ds = p (dp - delta)  sync | |           add dq to memory |
                      wait: s          wait: dp       ds to shared memory  wait: dq        wait: dk
 
-With one stage v do starts first, and do leaves first: its successor is copied meanwhile.
+do is released when the product p do, the oldest one, is done, and q after ds q. With one stage v do
+starts before k q, because do is released earlier.
 """
 
 import dataclasses
-import enum
 import functools
 import math
 from typing import Any, NamedTuple
@@ -83,48 +85,36 @@ from pallas_flash._mosaic.backward_common import (
     ScoreTile,
     TileCopies,
     by_instance,
-    copies_of,
     in_strips,
     mask_for,
     neighbours,
     store_tile,
 )
+from pallas_flash._mosaic.backward_memory import (
+    BLOCK_KV,
+    CONSUMERS,
+    DS_STAGES,
+    Grads,
+    KeysScratch,
+    keys_scratch,
+    padded,
+)
 from pallas_flash._mosaic.backward_postprocess import postprocess
 from pallas_flash._mosaic.backward_splits import Splits
-from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.score_mask import shared_arrays
-from pallas_flash._mosaic.tiles import BLOCK_KV, EXCHANGE, padded, stream_room
+from pallas_flash._mosaic.tiles import stream_room
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import BackwardTile
 
 plgpu = common.plgpu
 
-CONSUMERS, ROWS = 2, 64  # Warpgroups, and keys of each.
+ROWS = 64  # Keys of a consumer warpgroup.
 PRODUCER = CONSUMERS  # Its number.
 # Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
 # Named barriers, see above.
 DS_WRITTEN, LOOP_ENDED, KEYS_CENTERED = 5, 6, 7
-
-
-class Grads(enum.Enum):
-    """What a launch computes, and the name of its kernel in a profile."""
-
-    DQ_DK_DV = "pallas_flash_backward", ("dq", "dk", "dv")
-    DQ_DK = "pallas_flash_dkq", ("dq", "dk")
-    DK_DV = "pallas_flash_dkv", ("dk", "dv")
-    DK = "pallas_flash_dk", ("dk",)
-    DV = "pallas_flash_dv", ("dv",)
-
-    def __init__(self, kernel_name: str, names: tuple[str, ...]):
-        self.kernel_name, self.names = kernel_name, names
-        self.dq, self.dk, self.dv = (name in names for name in ("dq", "dk", "dv"))
-
-    @classmethod
-    def of(cls, names: tuple[str, ...]) -> "Grads":
-        """Return the launch that computes the gradients of these names."""
-        return next(x for x in cls if x.names == names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +136,7 @@ class OuterKeysConfig(BackwardConfig):
     @property
     def stages(self) -> int:
         """Stages of queries and of cotangents."""
-        return self.tile.stages
+        return self.grads.stages(self.tile)
 
     @property
     def num_q_heads(self) -> int:
@@ -191,20 +181,6 @@ class Cta(NamedTuple):
     kv_tile: Any
 
 
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA, see above; None where there is nothing."""
-
-    k: Any
-    v: Any
-    queries: Any
-    cotangents: Any
-    ds: Any
-    pairs: Any
-    kv_full: Any
-    delta_full: Any
-    landed: Any
-
-
 class Sums(NamedTuple):
     """The accumulators of a consumer warpgroup; None where a launch does not compute them."""
 
@@ -230,13 +206,19 @@ class ConsumerWarpgroup:
     """
 
     def __init__(
-        self, config: OuterKeysConfig, operands: Operands, grads, scratch: Scratch, cta, warpgroup
+        self,
+        config: OuterKeysConfig,
+        operands: Operands,
+        grads,
+        scratch: KeysScratch,
+        cta,
+        warpgroup,
     ):
         self.config, self.operands, self.grads_refs = config, operands, grads
         self.scratch, self.cta, self.warpgroup = scratch, cta, warpgroup
         self.grads, self.block_q = config.grads, config.q.block
         self.queries, self.cotangents = scratch.queries, scratch.cotangents
-        self.q_sm, self.do_sm = scratch.queries.smem["q"], scratch.cotangents.smem["do"]
+        self.q_sm, self.do_sm = scratch.queries.smem["tiles"], scratch.cotangents.smem["tiles"]
         self.dtype, self.head_dim = scratch.k.dtype, ptx.columns_of(self.q_sm)
         self.value_dim = ptx.columns_of(self.do_sm)
 
@@ -347,7 +329,7 @@ class ConsumerWarpgroup:
 
     def start_dq(self, j):
         """Start this warpgroup's part of dq = ds_t.T @ k."""
-        ds, k = self.scratch.ds.at[common.remainder(j, EXCHANGE)], self.scratch.k
+        ds, k = self.scratch.ds.at[common.remainder(j, DS_STAGES)], self.scratch.k
         if self.block_q > ROWS:
             # Half of the queries, all columns.
             return ptx.product_of_transposed(ds.at[:, self.mine], k)
@@ -441,7 +423,7 @@ class ConsumerWarpgroup:
 
     def add_dq(self, j, place, ds_t, dk):
         """Add this warpgroup's part of dq to device memory; return dk, whose product runs."""
-        my_ds = self.scratch.ds.at[common.remainder(j, EXCHANGE)].at[self.mine]
+        my_ds = self.scratch.ds.at[common.remainder(j, DS_STAGES)].at[self.mine]
         my_ds[...] = ds_t
         ptx.fence()
         ptx.meet(DS_WRITTEN, 128 * CONSUMERS)
@@ -525,7 +507,7 @@ class ProducerWarpgroup:
     """The warpgroup that starts the copies of inner tiles; arguments as of `ConsumerWarpgroup`."""
 
     def __init__(
-        self, config: OuterKeysConfig, operands: Operands, grads, scratch: Scratch, cta: Cta
+        self, config: OuterKeysConfig, operands: Operands, grads, scratch: KeysScratch, cta: Cta
     ):
         self.config, self.operands, self.grads_refs = config, operands, grads
         self.scratch, self.cta = scratch, cta
@@ -575,7 +557,7 @@ class ProducerWarpgroup:
         queries, operands = self.scratch.queries, self.operands
         queries.producer_acquire(j)
         stage, full = queries.slot(j), queries.filled(j)
-        self.copy_queries(operands.q, h, first_query, queries.smem["q"].at[stage], full)
+        self.copy_queries(operands.q, h, first_query, queries.smem["tiles"].at[stage], full)
         rows = pl.ds(first_query, self.config.q.block)
         for name in self.config.statistics:
             place = self.config.statistic(queries.smem["statistics"], name, stage)
@@ -587,7 +569,7 @@ class ProducerWarpgroup:
         cotangents, operands = self.scratch.cotangents, self.operands
         cotangents.producer_acquire(j)
         stage, full = cotangents.slot(j), cotangents.filled(j)
-        self.copy_queries(operands.do, h, first_query, cotangents.smem["do"].at[stage], full)
+        self.copy_queries(operands.do, h, first_query, cotangents.smem["tiles"].at[stage], full)
         if self.config.grads.dk:
             rows = pl.ds(first_query, self.config.q.block)
             place, full = cotangents.smem["delta"].at[stage], self.scratch.delta_full.at[stage]
@@ -623,7 +605,7 @@ class ProducerWarpgroup:
 
 def pallas_flash_backward(operands: Operands, added, *outputs, static: OuterKeysConfig, **memory):
     """Compute the gradients of one K/V tile; `added` are those that are added to, by name."""
-    config, scratch = static, Scratch(**memory)
+    config, scratch = static, KeysScratch(**memory)
     stored = [name for name in config.grads.names if name not in added]
     grads = added | dict(zip(stored, outputs, strict=True))
     head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
@@ -648,41 +630,6 @@ def _kernel(grads: Grads):
 
     kernel.__name__ = grads.kernel_name
     return kernel
-
-
-def scratch_of(config: OuterKeysConfig, p: Problem, operands: Operands) -> Scratch:
-    """Return the specification of a CTA's shared memory."""
-    head_dim, value_dim = padded(p.head_dim, p.value_dim)
-    stages, block_q, grads = config.stages, config.q.block, config.grads
-    tiles = functools.partial(common.strips, p.dtype)
-    q_sm = tiles(stages, rows=block_q, columns=head_dim)
-    do_sm = tiles(stages, rows=block_q, columns=value_dim)
-    k_sm = tiles(rows=BLOCK_KV, columns=head_dim)
-    v_sm = tiles(rows=BLOCK_KV, columns=value_dim) if grads.dk else None
-    kv_copies = copies_of(operands.k, k_sm) + (copies_of(operands.v, v_sm) if v_sm else 0)
-    # ds and k are operands of dq's product, and have to lie alike.
-    ds = plgpu.SMEM((EXCHANGE, BLOCK_KV, block_q), p.dtype, transforms=ptx.tiled(head_dim))
-    return Scratch(
-        k=k_sm,
-        v=v_sm,
-        queries=Pipeline.spec(
-            dict(q=q_sm, statistics=config.statistics_memory(stages, block_q)),
-            stages,
-            copies=copies_of(operands.q, q_sm) + len(config.statistics),
-            consumers=CONSUMERS,
-        ),
-        cotangents=Pipeline.spec(
-            dict(do=do_sm, delta=plgpu.SMEM((stages, block_q), jnp.float32)),
-            stages,
-            copies=copies_of(operands.do, do_sm),
-            consumers=CONSUMERS,
-        ),
-        ds=ds if grads.dq else None,
-        pairs=config.streams.memory(None if p.bias is None else p.bias.dtype, config.q, CONSUMERS),
-        kv_full=common.barriers(1, kv_copies * (1 if config.has_lengths else CONSUMERS)),
-        delta_full=common.barriers(stages) if grads.dk else None,
-        landed=common.barriers(1) if config.has_lengths else None,
-    )
 
 
 def backward(
@@ -720,7 +667,7 @@ def backward(
     p = problem
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
     mask = mask_for(p, q, kv, valid)
-    sizes = head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
 
     def run(arrays, x):
         operands: Operands = x["operands"]
@@ -731,7 +678,7 @@ def backward(
         table = block_ranges.block_table(
             extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq
         )
-        room = stream_room(p, sizes, tile, grads.names)
+        room = stream_room(p, tile, grads)
         streams, arrays, streamed = pairs.Streams.of(p, arrays, room, q)
         config = OuterKeysConfig.of(
             *(p, mask, arrays, table, q, kv),
@@ -800,12 +747,16 @@ def _launch(config: OuterKeysConfig, p: Problem, operands: Operands, zeros) -> d
             outputs[name] = (math.prod(fragments[name][:5]), *ptx.OF_GROUP), jnp.float32
         if config.adds:
             added[name] = jnp.zeros(*outputs.pop(name))
+    bias_dtype = None if p.bias is None else p.bias.dtype
+    streams = config.streams.memory(bias_dtype, config.q, CONSUMERS)
     results = common.launch(
         _kernel(grads),
         (operands,),
         sums=(added,),
         outputs=list(outputs.values()),
-        memory=scratch_of(config, p, operands)._asdict(),
+        memory=keys_scratch(
+            *(p, config.tile, grads, streams), has_lengths=config.has_lengths
+        )._asdict(),
         grid=config.grid(batch, kv_tile=config.kv.count),
         warpgroups=CONSUMERS + 1,
         static=config,

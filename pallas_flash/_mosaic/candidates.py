@@ -7,8 +7,16 @@ from collections.abc import Callable
 import jax
 
 from pallas_flash import _hardware
-from pallas_flash._mosaic import backward_dq, common, decode_kernel, forward_kernel, tiles
+from pallas_flash._mosaic import (
+    backward_dq,
+    backward_memory,
+    common,
+    decode_kernel,
+    forward_kernel,
+    tiles,
+)
 from pallas_flash._mosaic.backward_kernel import REGISTERS
+from pallas_flash._mosaic.backward_memory import Grads
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
     FORWARD,
@@ -69,15 +77,14 @@ def shared_bytes(kernel: str, tile, p: Problem) -> int:
         return common.smem_bytes(forward_kernel.scratch(p, tile))
     if kernel == "decode":
         return common.smem_bytes(decode_kernel.scratch(p, tile))
-    head_dim, value_dim = _padded(p)
+    sizes = _padded(p)
     if kernel == "dq":
-        rows = tile.warpgroups * ROWS
-        values = tiles.value_slots(tile, head_dim, value_dim) * value_dim
-        flow = 2 * tile.block_kv * (tile.stages * head_dim + values)
-        stay = 2 * rows * (head_dim + value_dim) + tiles.numbers_bytes(p, rows)
-        return tiles.BARRIERS + stay + flow
-    launches = tiles.launches(head_dim, value_dim, kernel != "backward")
-    return max(tiles.backward_bytes(p, (head_dim, value_dim), tile, sums) for sums in launches)
+        value_stages = tiles.value_slots(tile, *sizes)
+        return common.smem_bytes(backward_memory.queries_scratch(p, tile, value_stages))
+    launches = Grads.launches(*sizes, deterministic=kernel != "backward")
+    return max(
+        common.smem_bytes(backward_memory.keys_scratch(p, tile, grads)) for grads in launches
+    )
 
 
 def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:

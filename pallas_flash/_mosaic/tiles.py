@@ -8,7 +8,8 @@ import jax
 
 from pallas_flash import _hardware
 from pallas_flash._mask_objects import BlockMask, MaskArray
-from pallas_flash._mosaic import work
+from pallas_flash._mosaic import common, scheduler
+from pallas_flash._mosaic.backward_memory import BLOCK_KV, Grads, keys_scratch, padded
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
     BackwardTile,
@@ -22,12 +23,8 @@ from pallas_flash._tiling.sizes import (
 MANY_KEYS = 512
 
 HOPPER = (9, 0)
-# Bytes for barriers at most, of 8 each; and an array begins at a multiple of so many.
-BARRIERS = ALIGNED = 1024
-
-# Keys that stay with a program of the backward, and slots for the ds_t that its warpgroups
-# exchange: one is written while the other is read.
-BLOCK_KV, EXCHANGE = 128, 2
+# Bytes for the barriers of `StreamRoom` at most, and what an array begins at a multiple of.
+BARRIERS, ALIGNED = 64, 1024
 
 # Numbers of 16 bits in the shared memory of a program, less 3 KB for barriers and numbers a query.
 ROOM = 224 * 1024 // 2
@@ -60,8 +57,8 @@ def forward_tile(p: Problem) -> ForwardTile:
     # Slopes beside a mask spill registers in tiles of 128 keys.
     busy = others or not all(quick) or (scores and p.mask)
     waits = bool(p.scores) and not (others or p.dropout or jax.tree.leaves(p.mask))
-    # Whether programs of two warpgroups have one item each, from both ends: see `work.Parts`.
-    zigzag = work.Parts.of(p, p.batch, 2).zigzag
+    # Whether programs of two warpgroups have one item each, from both ends: see `QueryTiles`.
+    zigzag = scheduler.QueryTiles.of(p, p.batch, 2).folded
     if head_dim <= 64:
         # Of 192 queries and 96 keys, with blocks of 128 of both, most tiles would need the mask:
         # 4096 tokens took 2.4 times as long.
@@ -103,8 +100,8 @@ def forward_tile(p: Problem) -> ForwardTile:
 
 def _longest(p: Problem, warpgroups: int) -> int:
     """Queries of the program that has most, where all see as many keys."""
-    items = p.batch * p.num_heads * work.Parts.of(p, p.batch, warpgroups).items
-    return -(-items // work.CORES) * warpgroups * work.ROWS
+    items = p.batch * p.num_heads * scheduler.QueryTiles.of(p, p.batch, warpgroups).items
+    return -(-items // scheduler.NUM_SMS) * warpgroups * scheduler.QUERY_ROWS
 
 
 def aligned(size: int) -> int:
@@ -129,38 +126,20 @@ def has_pairs(leaf) -> bool:
     return isinstance(leaf, MaskArray) and 1 not in leaf.pairs.shape[-2:]
 
 
-def stream_room(
-    p: Problem, sizes: tuple[int, int], tile: BackwardTile, sums: tuple[str, ...]
-) -> StreamRoom:
-    """For a launch, by the padded head sizes: as many slots as of queries, where there is room."""
+def stream_room(p: Problem, tile: BackwardTile, grads: Grads) -> StreamRoom:
+    """Return the room of a launch: as many slots as stages of queries, where there is room."""
     # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
     in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2 and 1 not in p.bias.shape[2:]
     of_bias = in_16_bits and p.kv_len % 8 == 0
     masks = sum(map(has_pairs, p.mask.leaves))
-    room = _hardware.shared_memory_limit(HOPPER) - backward_bytes(p, sizes, tile, sums)
+    taken = common.smem_bytes(keys_scratch(p, tile, grads))
+    room = _hardware.shared_memory_limit(HOPPER) - taken - BARRIERS
     bits = masks * aligned(BLOCK_KV * tile.block_q // 8)
-    for bias, slots in itertools.product([of_bias, False], range(tile.stages, 0, -1)):
+    for bias, slots in itertools.product([of_bias, False], range(grads.stages(tile), 0, -1)):
         size = bits + 2 * BLOCK_KV * tile.block_q * bias
         if size and slots * size <= room:
             return StreamRoom(slots, bias)
     return StreamRoom()
-
-
-def backward_bytes(
-    p: Problem, sizes: tuple[int, int], tile: BackwardTile, sums: tuple[str, ...]
-) -> int:
-    """Bytes of shared memory of a launch's program, without those for what is of pairs."""
-    head_dim, value_dim = sizes
-    rows = of_launch(tile, sums).stages * tile.block_q
-    stay = 2 * BLOCK_KV * (head_dim + (value_dim if "dk" in sums else 0))
-    flow = 2 * rows * (head_dim + value_dim) + numbers_bytes(p, rows)
-    exchanged = EXCHANGE * 2 * BLOCK_KV * tile.block_q if "dq" in sums else 0
-    return BARRIERS + stay + flow + exchanged
-
-
-def numbers_bytes(p: Problem, rows: int) -> int:
-    """Of rows in the backward, float32: the statistics, and delta in an array of their own."""
-    return sum(aligned(4 * n * rows) for n in (2 if p.large else 1, 1))
 
 
 # Queries of all heads and examples: two tiles of 128 for each core of an H200, which has 132.
@@ -196,33 +175,12 @@ def decode_tile(p: Problem) -> DecodeTile:
     return DecodeTile(stages=6 if head_dim <= 128 else 4 if head_dim <= 192 else 2)
 
 
-def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """The columns that tiles have in the backward, for the head sizes of a call.
-
-    Matrix instructions take 16. Above 128, where tiles of 16 columns would be many, 32.
-    """
-    columns = 16 if max(head_dim, value_dim) <= 128 else 32
-    head_dim, value_dim = (-(-n // columns) * columns for n in (head_dim, value_dim))
-    return head_dim, value_dim
-
-
 def all_columns(head_dim: int, value_dim: int) -> bool:
     """Whether the tiles of the backward have 128 queries, for the padded head sizes.
 
     Then a warpgroup computes all columns of dq, for half of them.
     """
     return max(head_dim, value_dim) <= 64
-
-
-def launches(head_dim: int, value_dim: int, in_order: bool) -> list[tuple[str, ...]]:
-    """What each launch of the kernel with keys that stay computes, by the padded head sizes.
-
-    In registers there is room for 256 columns of sums.
-    """
-    apart = head_dim + value_dim > 256
-    if in_order:
-        return [("dk",), ("dv",)] if apart else [("dk", "dv")]
-    return [("dq", "dk"), ("dv",)] if apart else [("dq", "dk", "dv")]
 
 
 def two_passes(p: Problem) -> bool:
@@ -234,13 +192,9 @@ def two_passes(p: Problem) -> bool:
     sizes = padded(p.head_dim, p.value_dim)
     if p.bias is None or max(sizes) <= 64:
         return False
-    tile, launched = backward_tile(*sizes, in_order=False), launches(*sizes, in_order=False)
-    return not all(stream_room(p, sizes, of_launch(tile, x), x).bias for x in launched)
-
-
-def of_launch(tile: BackwardTile, sums: tuple[str, ...]) -> BackwardTile:
-    """The tile of a launch: where dv is alone, no values stay, and there is room for two slots."""
-    return dataclasses.replace(tile, stages=max(2, tile.stages)) if sums == ("dv",) else tile
+    tile = backward_tile(*sizes, in_order=False)
+    launched = Grads.launches(*sizes, deterministic=False)
+    return not all(stream_room(p, tile, grads).bias for grads in launched)
 
 
 def backward_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:

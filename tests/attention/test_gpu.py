@@ -185,11 +185,11 @@ def test_clusters_for_hopper(name, head_dim, kernel_case):
 @cases.parametrize(names=["full", "causal", "one key/value head", "everything at once", "dropout"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_many_work_tiles_for_hopper(case, head_dim, kernel_case, monkeypatch):
-    """As of calls with more items than cores."""
+    """Few SMs, so that each CTA has several work tiles."""
     # Not every JAX has what it imports.
-    from pallas_flash._mosaic import work
+    from pallas_flash._mosaic import scheduler
 
-    monkeypatch.setattr(work, "CORES", 3)
+    monkeypatch.setattr(scheduler, "NUM_SMS", 3)
     case = dataclasses.replace(case.scaled(6), H=head_dim, V=head_dim)
     judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
 

@@ -734,7 +734,7 @@ def by_instance(function, batch):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    of_backward = "kernel", "common", "dbias", "dq", "preprocess", "postprocess"
+    of_backward = "kernel", "memory", "common", "dbias", "dq", "preprocess", "postprocess"
     backward = [f"backward_{x}" for x in of_backward]
     work = "block_ranges", "scheduler", "work_loop"
     forward = "forward_kernel", "forward_common", "decode_kernel"

@@ -1,0 +1,174 @@
+"""What each launch of the backward computes, and the shared memory and barriers of its CTAs.
+
+Launches allocate what is specified here, and tiles are chosen by its bytes (`common.smem_bytes`).
+What buffers and barriers are for is told in `backward_kernel` and `backward_dq`.
+"""
+
+import enum
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic.pipeline import Pipeline
+from pallas_flash._problem import Problem
+from pallas_flash._tiling.sizes import BackwardTile, DqTile
+
+plgpu = common.plgpu
+
+# Keys of a CTA whose outer tile is of keys, and the two consumer warpgroups that share them.
+BLOCK_KV, CONSUMERS = 128, 2
+# Stages for the ds_t that these exchange: one is written while the other is read.
+DS_STAGES = 2
+# Queries of a consumer warpgroup where the outer tile is of queries.
+QUERY_ROWS = 64
+
+
+def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Return the columns that tiles have in the backward, for the head dims of a call.
+
+    Matrix instructions take 16. Above 128, where tiles of 16 columns would be many, 32.
+    """
+    columns = 16 if max(head_dim, value_dim) <= 128 else 32
+    head_dim, value_dim = (-(-n // columns) * columns for n in (head_dim, value_dim))
+    return head_dim, value_dim
+
+
+class Grads(enum.Enum):
+    """What a launch with keys as outer tile computes, and its kernel's name in a profile."""
+
+    DQ_DK_DV = "pallas_flash_backward", ("dq", "dk", "dv")
+    DQ_DK = "pallas_flash_dkq", ("dq", "dk")
+    DK_DV = "pallas_flash_dkv", ("dk", "dv")
+    DK = "pallas_flash_dk", ("dk",)
+    DV = "pallas_flash_dv", ("dv",)
+
+    def __init__(self, kernel_name: str, names: tuple[str, ...]):
+        self.kernel_name, self.names = kernel_name, names
+        self.dq, self.dk, self.dv = (name in names for name in ("dq", "dk", "dv"))
+
+    @classmethod
+    def launches(cls, head_dim: int, value_dim: int, deterministic: bool) -> "list[Grads]":
+        """Return what is launched, by the padded head dims; registers hold 256 columns of sums."""
+        if deterministic:
+            return [cls.DK, cls.DV] if head_dim + value_dim > 256 else [cls.DK_DV]
+        return [cls.DQ_DK, cls.DV] if head_dim + value_dim > 256 else [cls.DQ_DK_DV]
+
+    def stages(self, tile: BackwardTile) -> int:
+        """Return the stages of a launch: without values there is room for two."""
+        return tile.stages if self.dk else max(2, tile.stages)
+
+
+class KeysScratch(NamedTuple):
+    """Shared memory of a CTA of `backward_kernel`; None where there is nothing."""
+
+    k: Any
+    v: Any
+    queries: Pipeline
+    cotangents: Pipeline
+    ds: Any
+    pairs: Any
+    kv_full: Any
+    delta_full: Any
+    landed: Any
+
+
+def keys_scratch(
+    p: Problem, tile: BackwardTile, grads: Grads, pairs=None, *, has_lengths: bool = False
+) -> KeysScratch:
+    """Return the specification of a `KeysScratch`.
+
+    Args:
+        p: the call.
+        tile: block sizes.
+        grads: what is computed.
+        pairs: specifications of `pairs.Streams`.
+        has_lengths: whether there are valid lengths.
+    """
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    stages, block_q = grads.stages(tile), tile.block_q
+    k_sm = common.strips(p.dtype, rows=BLOCK_KV, columns=head_dim)
+    v_sm = common.strips(p.dtype, rows=BLOCK_KV, columns=value_dim) if grads.dk else None
+    kv_copies = k_sm.shape[-3] + (v_sm.shape[-3] if v_sm else 0)
+    # ds and k are operands of dq's product, and have to lie alike.
+    ds = plgpu.SMEM((DS_STAGES, BLOCK_KV, block_q), p.dtype, transforms=ptx.tiled(head_dim))
+
+    def pipeline(dim, columns, copies, **scalars):
+        tiles = common.strips(p.dtype, stages, rows=block_q, columns=columns)
+        copies += copies_in_strips(dim, tiles)
+        smem = dict(tiles=tiles, **scalars)
+        return Pipeline.spec(smem, stages, copies=copies, consumers=CONSUMERS)
+
+    return KeysScratch(
+        k=k_sm,
+        v=v_sm,
+        queries=pipeline(
+            *(p.head_dim, head_dim, num_statistics(p)), statistics=statistics(p, stages, block_q)
+        ),
+        cotangents=pipeline(
+            *(p.value_dim, value_dim, 0), delta=plgpu.SMEM((stages, block_q), jnp.float32)
+        ),
+        ds=ds if grads.dq else None,
+        pairs=pairs,
+        kv_full=common.barriers(1, kv_copies * (1 if has_lengths else CONSUMERS)),
+        delta_full=common.barriers(stages) if grads.dk else None,
+        landed=common.barriers(1) if has_lengths else None,
+    )
+
+
+class QueriesScratch(NamedTuple):
+    """Shared memory of a CTA of `backward_dq`; None where there is nothing."""
+
+    q: Any
+    do: Any
+    delta: Any
+    statistics: Any
+    k: Pipeline
+    v: Pipeline
+    rows_full: Any
+    landed: Any
+
+
+def queries_scratch(
+    p: Problem, tile: DqTile, value_stages: int, *, has_lengths: bool = False
+) -> QueriesScratch:
+    """Return the specification of a `QueriesScratch`; arguments as of `keys_scratch`."""
+    consumers = tile.warpgroups
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+
+    def tiles(columns, stages, rows):
+        return common.strips(p.dtype, stages, rows=rows, columns=columns)
+
+    def pipeline(dim, columns, stages):
+        smem = tiles(columns, stages, tile.block_kv)
+        copies = copies_in_strips(dim, smem)
+        return Pipeline.spec(smem, stages, copies=copies, consumers=consumers)
+
+    q_sm, do_sm = (tiles(columns, consumers, QUERY_ROWS) for columns in (head_dim, value_dim))
+    copies = copies_in_strips(p.head_dim, q_sm) + copies_in_strips(p.value_dim, do_sm)
+    return QueriesScratch(
+        q=q_sm,
+        do=do_sm,
+        delta=plgpu.SMEM((consumers, QUERY_ROWS), jnp.float32),
+        statistics=statistics(p, consumers, QUERY_ROWS),
+        k=pipeline(p.head_dim, head_dim, tile.stages),
+        v=pipeline(p.value_dim, value_dim, value_stages),
+        rows_full=common.barriers(consumers, copies + num_statistics(p) + 1),
+        landed=common.barriers(consumers + 1) if has_lengths else None,
+    )
+
+
+def num_statistics(p: Problem) -> int:
+    """Return how many statistics a row has: the maximum may be apart from the LSE."""
+    return 2 if p.large else 1
+
+
+def statistics(p: Problem, stages: int, rows: int):
+    """Return the shared memory of all statistics: an array begins at a multiple of 1 KiB."""
+    return plgpu.SMEM((stages, num_statistics(p) * rows), jnp.float32)
+
+
+def copies_in_strips(dim: int, tiles) -> int:
+    """Return how many copies take a tile of `backward_common.in_strips`, of this head dim."""
+    strips, _, width = tiles.shape[-3:]
+    return 1 if dim == strips * width else strips
