@@ -252,7 +252,7 @@ def pallas_flash_dq(operands: Operands, *outputs, static: DqConfig, **memory):
     """Compute dq of one query tile of one head."""
     config, scratch = static, QueriesScratch(**memory)
     head, q_tile, outer, warpgroup = map(lax.axis_index, ("head", "q_tile", "outer", "warpgroup"))
-    if config.later_rows_see_more:
+    if config.grows:
         # Tiles with much work start first.
         q_tile = config.q.count - 1 - q_tile
     cta = Cta(*config.place(head, outer), q_tile)

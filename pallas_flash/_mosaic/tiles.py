@@ -100,7 +100,7 @@ def forward_tile(p: Problem) -> ForwardTile:
 
 def _longest(p: Problem, warpgroups: int) -> int:
     """Queries of the program that has most, where all see as many keys."""
-    items = p.batch * p.num_heads * scheduler.QueryTiles.of(p, p.batch, warpgroups).items
+    items = p.batch * p.num_heads * scheduler.QueryTiles.of(p, p.batch, warpgroups).per_head
     return -(-items // scheduler.NUM_SMS) * warpgroups * scheduler.QUERY_ROWS
 
 
