@@ -116,13 +116,13 @@ class DeviceOperand(Operand):
     def shape(self):
         return self._layout.shape
 
-    def with_layout(self, **changes) -> "DeviceOperand":
+    def placed(self, **changes) -> "DeviceOperand":
         """Return this operand with changes of its layout."""
         layout = dataclasses.replace(self._layout, **changes)
         return DeviceOperand(self._array, self._dtype, layout)
 
     def for_user(self):
-        return self.with_layout(anywhere=True, cache=None)
+        return self.placed(anywhere=True, cache=None)
 
     def _read(self, index):
         cache = self._layout.cache

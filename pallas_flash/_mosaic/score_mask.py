@@ -292,9 +292,7 @@ class ExampleOptions(NamedTuple):
 
         Loads begin here, before the product that their use has to wait for.
         """
-        extras = jax.tree.map(
-            lambda x: x.with_layout(columns=k_pos, cache=ReadCache()), self.extras
-        )
+        extras = jax.tree.map(lambda x: x.placed(columns=k_pos, cache=ReadCache()), self.extras)
         if extras.scores.bias is not None:
             extras.scores.bias.read(self.b, h, q_pos, k_pos)
         if masked:
@@ -318,7 +316,7 @@ class ExampleOptions(NamedTuple):
             transposed: whether queries are columns.
         """
         columns = q_pos if transposed else k_pos
-        mask = jax.tree.map(lambda x: x.with_layout(columns=columns), self.extras.mask)
+        mask = jax.tree.map(lambda x: x.placed(columns=columns), self.extras.mask)
         s = hide(mask, self.b, h, q_pos, k_pos, s) if mask else s
         for allowed in bits:
             s = ptx.where(allowed, s, -jnp.inf)

@@ -187,9 +187,9 @@ def test_clusters_for_hopper(name, head_dim, kernel_case):
 def test_many_work_tiles_for_hopper(case, head_dim, kernel_case, monkeypatch):
     """Few SMs, so that each CTA has several work tiles."""
     # Not every JAX has what it imports.
-    from pallas_flash._mosaic import scheduler
+    from support.mosaic_cases import on_sms
 
-    monkeypatch.setattr(scheduler, "NUM_SMS", 3)
+    on_sms(monkeypatch, 3)
     case = dataclasses.replace(case.scaled(6), H=head_dim, V=head_dim)
     judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
 
