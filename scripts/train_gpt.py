@@ -487,7 +487,6 @@ def main(argv: list[str] | None = None) -> int:
         config = config_from_flags(flags)
         processes.join(which)
         result = train(config, restart=restart)
-        processes.finish()
     except UserError as error:
         fail(error)
         return 2
@@ -509,6 +508,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if result.interrupted:
         say("stopped", f"after step {result.step}, checkpoint saved; resume with: {command}")
+        processes.finish()
         return 130
     if processes.is_writer():
         print(f"\n{result.sample.strip()}\n")
@@ -518,6 +518,7 @@ def main(argv: list[str] | None = None) -> int:
         f"step {result.step}: loss {result.loss:.4f}, held out {result.val_loss:.4f} nats per "
         f"byte{speed}; {time.perf_counter() - start:.0f} s in all; see {config.out_dir}",
     )
+    processes.finish()
     return 0
 
 

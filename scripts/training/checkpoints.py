@@ -27,7 +27,7 @@ import absl.logging
 import jax
 import orbax.checkpoint as ocp
 
-from scripts.training.processes import UserError, is_writer, several, warn
+from scripts.training.processes import UserError, first_line, is_writer, several, warn
 
 HASHES, STATE, UNFINISHED = "hashes.json", "state", "unfinished"
 # The field by which a JSON file says that this script has written it.
@@ -171,21 +171,21 @@ class Checkpoints:
                 "run the same again."
             ) from error
 
-    def restore(self, step: int, init_state, lie=None):
+    def restore(self, step: int, init_state, shardings_of=None):
         """Return the state of a checkpoint; every process calls this.
 
         Args:
             step: The step of the checkpoint.
             init_state: Returns a state of the same structure; it is only traced.
-            lie: Maps the state's shapes to the sharding of each array, which need not be the one
-                that was written; None puts all on one device.
+            shardings_of: Maps the state's shapes to the sharding of each array, which need not be
+                the one that was written; None puts all on one device.
         """
         shapes = jax.eval_shape(init_state)
-        if lie is not None:
+        if shardings_of is not None:
             shapes = jax.tree.map(
                 lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
                 shapes,
-                lie(shapes),
+                shardings_of(shapes),
             )
         wanted = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(shapes)})
         try:
@@ -227,8 +227,3 @@ class Checkpoints:
     def _keep_newest(self, count: int):
         for step in sorted(self._manager.all_steps())[:-count]:
             self._manager.delete(step)
-
-
-def first_line(error: Exception) -> str:
-    """Return the start of an error's message; TensorStore's go on for pages."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]

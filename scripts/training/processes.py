@@ -51,6 +51,11 @@ def _name() -> str:
     return "" if is_writer() else f"process {jax.process_index()}: "
 
 
+def first_line(error: Exception) -> str:
+    """Return the start of an error's message; JAX's and TensorStore's go on for pages."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
 def add_process_flags(parser: argparse.ArgumentParser):
     """Add the flags that say which of several processes this one is."""
     group = parser.add_argument_group(
@@ -100,7 +105,7 @@ def join(flags: dict[str, Any]):
     # JAX raises exceptions of many types here.
     except Exception as error:
         raise UserError(
-            f"the processes must find each other; got {str(error).splitlines()[0]!r}: see that all "
+            f"the processes must find each other; got {first_line(error)!r}: see that all "
             "run and reach `coordinator`, or let each --wait longer."
         ) from error
 

@@ -203,10 +203,10 @@ class RunFolder:
     def _run_json(self) -> str:
         return json.dumps(self._settings, indent=2) + "\n"
 
-    def resume(self, init_state, lie=None):
+    def resume(self, init_state, shardings_of=None):
         """Return the state of the newest checkpoint, or `init_state()`; rebuild the metrics.
 
-        See `Checkpoints.restore` for `lie`.
+        See `Checkpoints.restore` for `shardings_of`.
         """
         content = ""
         if self.last_step:
@@ -221,7 +221,7 @@ class RunFolder:
             write_file(path, content)
         if not self.last_step:
             return init_state()
-        return self._checkpoints.restore(self.last_step, init_state, lie)
+        return self._checkpoints.restore(self.last_step, init_state, shardings_of)
 
     def append(self, lines: list[dict[str, Any]]):
         """Add lines to the metrics; they are on the disk when this returns.

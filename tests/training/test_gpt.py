@@ -1,4 +1,4 @@
-"""The GPT: what its logits depend on, its loss, its samples, and where its attention comes from."""
+"""The GPT: its logits, its loss, its samples, and the source of its attention."""
 
 import ast
 import dataclasses
@@ -113,7 +113,7 @@ def test_only_attention_mixes_positions(model, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", [None, "xla", "reference"])
-def test_the_implementation_is_handed_down(tokens, monkeypatch, attention):
+def test_implementation_is_handed_down(tokens, monkeypatch, attention):
     calls = []
     real = pallas_flash.flax._layer.attention
 
@@ -239,7 +239,7 @@ def test_embedding_gradient_sums_in_float32():
 
 
 def test_remat_runs_each_kernel_once(tokens):
-    """With the same loss and gradients, and the forward kernel once for each layer."""
+    """Remat keeps loss and gradients, and runs the forward kernel once for each layer."""
     programs, results = [], []
     for remat in (False, True):
         graphdef, state = nnx.split(make_model(remat=remat, attention="interpret"))
@@ -252,7 +252,7 @@ def test_remat_runs_each_kernel_once(tokens):
     plain, again = map(jaxprs.kernels, programs)
     assert sorted(plain) == sorted(again)
     products = [sum(e.primitive.name == "dot_general" for e in eqns) for eqns in programs]
-    # Of q, k, v, out, gate and up; what comes after the last product has no use.
+    # The products of q, k, v, out, gate and up; nothing after the last product is needed again.
     assert products[1] - products[0] == TINY.num_layers * 6
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results)
 
@@ -306,7 +306,7 @@ def test_same_key_gives_the_same_text(model, tokens):
 
 
 def test_every_token_has_its_own_chance(tokens):
-    """Of a model that knows nothing; one draw repeated would give one token again and again."""
+    """A model that knows nothing draws many tokens; one repeated draw would give one token."""
     graphdef, state = nnx.split(make_model())
     ignorant = nnx.merge(graphdef, jax.tree.map(jnp.zeros_like, state))
     drawn = np.asarray(generate(ignorant, jax.random.key(0), tokens[:, :2], 40))[:, 2:]
@@ -316,7 +316,7 @@ def test_every_token_has_its_own_chance(tokens):
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}])
 @pytest.mark.parametrize(("given", "count"), [(9, 6), (4, 2), (1, 8), (3, 10)])
 def test_most_likely_text_is_of_a_plain_loop(model, tokens, given, count, options):
-    """Within the context of 9, past it, where the window has begun to slide, and across its end."""
+    """Texts end within the context of 9, past it where the window slides, and across its end."""
     expected = np.asarray(tokens)[:, :given]
     for _ in range(count):
         # One shape is compiled once; what follows the last token is not seen.
@@ -352,7 +352,7 @@ def test_token_of_text_costs_one_tokens_work(monkeypatch, given, count, inputs):
     assert list(dict.fromkeys(shapes)) == inputs
 
 
-def test_a_cache_must_fit_the_context(model):
+def test_cache_must_fit_the_context(model):
     with pytest.raises(ValueError, match="`length` must be no longer than the context; got 10"):
         model.init_cache(1, TINY.context + 1)
 

@@ -63,17 +63,6 @@ def test_run_leaves_curves_and_checkpoints(finished):
     assert not list(folder.rglob("*.tmp"))
 
 
-def test_the_first_lines_say_what_runs(config, capsys, monkeypatch):
-    monkeypatch.setattr(train_gpt, "run_steps", lambda *args: (_ for _ in ()).throw(UserError("x")))
-    with pytest.raises(UserError):
-        train(config)
-    out = capsys.readouterr().out
-    for text in ("device     cpu", f"jax {jax.__version__}", "parameters: 1 layers of 16"):
-        assert text in out
-    assert "attention  reference (asked for: reference)" in out
-    assert f"pallas_flash {pallas_flash.__version__}" in out
-
-
 def loss_by(config, attention):
     """Return the loss of the model as a function of its parameters, by some attention."""
     model = dataclasses.replace(config.model, attention=attention)
@@ -145,7 +134,7 @@ def test_gradient_is_clipped_by_its_norm(config, given, left):
 
 
 def test_steps_are_those_of_the_optimizer(config, corpus):
-    """Its memory of earlier steps counts: its means, and its place in the schedule."""
+    """A step depends on the optimizer's means, and on its place in the schedule."""
     text, layout = load_text(config), one_device()
     init_state, train_step, _ = train_gpt.make_steps(config, layout)
     _, loss_fn, _ = train_gpt.model_functions(config.model, config.seed)
@@ -237,7 +226,7 @@ def scale_gradient(x, factor):
 
 
 def off_by_one_mask(attention, query, key, value, **kwargs):
-    """Lets each query see one key too many."""
+    """Let each query see one key too many."""
     return attention(query, key, value, **(kwargs | {"query_offset": 1}))
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 class Killed(BaseException):
-    """Stands for a process that ends here: nothing in the script may catch it."""
+    """The end of a process: nothing in the script may catch it."""
 
 
 def die_at_batch(monkeypatch, step):
