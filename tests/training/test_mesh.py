@@ -173,7 +173,7 @@ CHECKS = {
         "and holds 1/4 of every matrix of parameters\n",
     ],
     check_a_run_goes_on_where_all_is_divided_otherwise: [
-        "a device computes 4 texts at once, 3 tokens of each, ",
+        "a device computes 2 texts at once, 3 tokens of each, ",
         "tokens lie in their order; in a context that 8 divides all had equal work\n",
         "resuming   after step 5,",
     ],
