@@ -88,7 +88,9 @@ def as_on_one_device(config, result, run):
 
 def check_a_mesh_trains_as_one_device(config):
     """Parameters, batch and heads are divided."""
-    changed = dataclasses.replace(config.model, attention="xla", num_layers=1)
+    model = dataclasses.replace(config.model, num_layers=1)
+    config = dataclasses.replace(config, model=model)
+    changed = dataclasses.replace(model, attention="xla")
     run = dataclasses.replace(config, model=changed, mesh="data=2,fsdp=2,tensor=2")
     as_on_one_device(config, train(run), run)
 
