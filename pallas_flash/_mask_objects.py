@@ -138,7 +138,7 @@ class MaskArray(Scattered):
         return MaskArray(Pairs(broadcastable("mask", x, call.pairs_shape)))
 
     def sizes(self):
-        return _examples_and_heads(self.pairs.array)
+        return _batch_and_heads(self.pairs.array)
 
     def allowed(self, b, h, q, k):
         return self.pairs.read(b, h, q, k)
@@ -492,13 +492,13 @@ class BlockMask(Scattered):
                     "Pass that of the calls that the mask is for."
                 )
             own[axis] = sizes[name] if sizes[name] > 1 else own[axis]
-        examples, heads = own
-        call = Call((examples, heads, q_len, kv_len))
+        own_batch, own_heads = own
+        call = Call((own_batch, own_heads, q_len, kv_len))
         mask = Mask(tuple(part.fit(call) for part in parts))
         if [leaf.kind for leaf in mask.leaves] == [LeafKind.ARRAY]:
             some, every = mask.block_classes(q, kv)
         else:
-            some, every = _classes_by_rows(mask, examples, heads, q, kv)
+            some, every = _classes_by_rows(mask, own_batch, own_heads, q, kv)
         shape = (*some.shape[:2], q.count, kv.count)
         some, every = (jnp.broadcast_to(x, shape) for x in (some, every))
         return cls(some, block_q, block_kv, every, mask, q_len, kv_len)
@@ -555,7 +555,7 @@ class BlockMask(Scattered):
         return table
 
     def sizes(self):
-        return _examples_and_heads(self.some)
+        return _batch_and_heads(self.some)
 
     def allowed(self, b, h, q, k):
         if self.mask is not None:
@@ -633,6 +633,6 @@ def _first_axis(x) -> int:
     return (*np.shape(x), 1)[0]
 
 
-def _examples_and_heads(x) -> tuple[int, int]:
+def _batch_and_heads(x) -> tuple[int, int]:
     batch, num_heads = (1, 1, 1, 1, *np.shape(x))[-4:-2]
     return batch, num_heads

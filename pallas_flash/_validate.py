@@ -84,8 +84,8 @@ def validate(
     # Positions change a score through the slopes alone.
     at = _TokenPositions()
     if slopes is not None:
-        positions = query_offset, query_positions, key_value_positions
-        at = _where(*positions, batch, q_len, kv_len, divided)
+        sizes = batch, q_len, kv_len
+        at = _positions(query_offset, query_positions, key_value_positions, sizes, divided)
     return Problem(
         query=query,
         key=key,
@@ -137,8 +137,8 @@ def mask_of(
 ) -> Mask:
     """Return the whole mask for scores [B, N, T, S] of a call, or of one shard of it."""
     batch, _, q_len, kv_len = scores_shape
-    positions = query_offset, query_positions, key_value_positions
-    at, shards = _where(*positions, batch, q_len, kv_len, divided), _count(divided)
+    sizes, shards = (batch, q_len, kv_len), _count(divided)
+    at = _positions(query_offset, query_positions, key_value_positions, sizes, divided)
     leaves = []
     causal = flag("is_causal", is_causal)
     band = _band(q_len * shards, kv_len * shards, causal=causal, window=local_window_size, at=at)
@@ -422,9 +422,11 @@ class _TokenPositions(NamedTuple):
     positions: Positions | None = None
 
 
-def _where(
-    query_offset, query_positions, key_value_positions, batch, q_len, kv_len, divided: Along | None
+def _positions(
+    query_offset, query_positions, key_value_positions, sizes, divided: Along | None
 ) -> _TokenPositions:
+    """Return the positions of tokens; `sizes` are B, T and S."""
+    batch, q_len, kv_len = sizes
     shift, offset = _offset(query_offset, batch)
     if query_positions is None and key_value_positions is None:
         return _TokenPositions(shift, offset)
