@@ -20,9 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-# pytest-xdist runs one process a core; NumPy's threads would fight over them. NumPy reads this when
-# it is imported, in a worker by jaxtyping's pytest plugin and before this file. So workers have it
-# from the process that starts them.
+# NumPy's threads spin while they wait for work: in one process they took two thirds of an emulated
+# kernel's CPU time, and the workers of pytest-xdist, one a core, would fight over the cores. NumPy
+# reads this when it is imported; pyproject.toml turns off the plugin that imports it earlier.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
