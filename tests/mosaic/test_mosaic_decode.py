@@ -296,8 +296,8 @@ def test_machine_code(head_dim, options):
         assert loop.spills == 0, loop.order
 
 
-def test_results_of_parts_join_where_scores_may_be_large():
-    """Maxima are natural then, and each part's weight is that of its own maximum."""
+def test_splits_join_where_scores_may_be_large():
+    """The maximum of each split is in base e there, and decides the weight of the split."""
     random = np.random.default_rng(0)
     q, k, v = (jnp.ones((1, n, 1, 64), jnp.float32) for n in (1, 256, 256))
     call = checked((q, k, v), {"bias": jnp.zeros((1, 1, 1, 256))})

@@ -274,7 +274,8 @@ def lowered_once(monkeypatch):
     _vjp._exported.cache_clear()
 
 
-def test_a_backward_lowered_once_gives_what_is_wanted(lowered_once):
+def test_lowered_once_gives_wanted_gradients(lowered_once):
+    """The cache of exported passes knows which gradients a call asks for."""
     p = problem_of(dataclasses.replace(cases.BY_NAME["sinks"], B=1, T=8, S=8))
     o, log_sum = lowered_once._alone("_forward_alone", p, again=True)
     rows = p, o, log_sum, jnp.ones_like(o), None
@@ -292,8 +293,8 @@ def add_more_in_x64(s, b, h, q, k):
     return s + 0.1 * jnp.finfo(jnp.result_type(float)).bits * (q > k)
 
 
-def test_a_pass_lowered_once_is_that_of_its_mode(lowered_once):
-    """A function of the user's may depend on whether JAX has 64 bits."""
+def test_lowered_once_for_each_x64_mode(lowered_once):
+    """A user's function may depend on whether JAX is in x64 mode."""
     p = problem_of(
         dataclasses.replace(cases.BY_NAME["full"], B=1, T=8, S=8), score_fn=add_more_in_x64
     )

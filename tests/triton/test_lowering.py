@@ -585,7 +585,7 @@ def test_dbias_computes_no_empty_tile():
     assert dbias.dots == 2 * 3 * case.N
 
 
-def test_a_scale_of_zero_averages_the_keys_that_a_query_sees():
+def test_scale_of_zero_averages_visible_keys():
     """Zero times the minus infinity of a hidden key would be NaN."""
     q = k = jnp.ones((1, 40, 1, 16))
     v = jnp.arange(40.0)[None, :, None, None] * jnp.ones(16)
@@ -593,8 +593,8 @@ def test_a_scale_of_zero_averages_the_keys_that_a_query_sees():
     np.testing.assert_allclose(o, v / 2, rtol=1e-5)
 
 
-def test_queries_that_see_nothing_are_not_in_the_gradient_of_the_scale():
-    """Their product with a dq of zero would be NaN where they hold NaN."""
+def test_scale_gradient_without_empty_rows():
+    """A query without visible keys may hold NaN, and NaN times a dq of zero is NaN."""
     k = jnp.linspace(-1, 1, 40 * 16).reshape(1, 40, 1, 16)
     run = _attention({"is_causal": True, "query_offset": -8})
 
