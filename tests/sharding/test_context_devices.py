@@ -29,8 +29,8 @@ MESHES = {
     "2 x 4": {"batch": 2, "sequence": 4},
     "2 x 2 x 2": {"batch": 2, "sequence": 2, "heads": 2},
 }
-# Each has twice the steps of "1 x 4", which take twice as long to compile. The functions that are
-# called inside a `shard_map` are written for one axis.
+# "1 x 4" is for the default selection alone, because a ring of eight has more steps to compile. The
+# functions that are called inside a `shard_map` are written for one axis.
 MESHES_OF_KINDS = [
     *itertools.product(("1 x 8", "2 x 4", "2 x 2 x 2"), ("auto", "explicit")),
     ("1 x 8", "manual"),
