@@ -69,7 +69,7 @@ INT = "must be an int from 1 to 2**31 - 1; got"
 SECONDS = "must be a positive number of seconds; got"
 NOT_READ = "A file that --json wrote must be named; got {}: {}."
 RUN = "--shapes small-256 --peers ours_reference --passes forward"
-TILES = "must look like forward=256,64,8,3"
+TILES = "must look like forward=128,64,8,3"
 
 # (words, a fragment of the sentence), by command.
 BENCH = {
