@@ -20,14 +20,14 @@ SHAPE = 64, 16
 GROUPS = ptx.groups(SHAPE[1])
 
 
-class Static(NamedTuple):
+class FunctionConfig(NamedTuple):
     """Values that the kernel knows when it is compiled."""
 
     options: Options
     derivative: bool
 
 
-def pallas_flash_function(*refs, static: Static):
+def pallas_flash_function(*refs, static: FunctionConfig):
     """Computes scores or their derivative, and the mask, of one tile in each form."""
     *refs, out_ref = refs
     program = lax.axis_index("program")
@@ -55,6 +55,6 @@ def function(problem: Problem, *, derivative: bool):
         memory={},
         grid=dict(program=1),
         warpgroups=1,
-        static=Static(options, derivative),
+        static=FunctionConfig(options, derivative),
         approx_math=options.approximate,
     )
