@@ -669,11 +669,13 @@ def backward(
     mask = mask_for(p, q, kv, valid)
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
 
+    steps = backward_splits.Steps.of(p, q, kv)
+
     def run(arrays, x):
         operands: Operands = x["operands"]
         scale, extras = arrays
         batch = len(operands.q)
-        splits = Splits(backward_splits.num_splits(p, batch, q, kv, deterministic), p.groups)
+        splits = Splits(backward_splits.num_splits(p, batch, steps, kv, deterministic), p.groups)
         num_heads = p.num_kv_heads * splits.count
         table = block_ranges.block_table(
             extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq

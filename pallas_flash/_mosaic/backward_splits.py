@@ -7,6 +7,7 @@ they find for dk and dv is summed. `num_splits` chooses the number by one estima
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,29 +70,50 @@ class Splits:
         return common.remainder(index, self.of_queries), self.of_queries
 
 
-def num_splits(p: Problem, batch: int, q: Tiling, kv: Tiling, deterministic: bool) -> int:
+class Steps(NamedTuple):
+    """The steps of K/V tiles for one head; those of all queries where only the GPU knows them.
+
+    Attributes:
+        mean: of all tiles.
+        longest: of the tile with most.
+        equal: whether all tiles are known to have as many.
+    """
+
+    mean: float
+    longest: float
+    equal: bool
+
+    @classmethod
+    def of(cls, p: Problem, q: Tiling, kv: Tiling) -> "Steps":
+        """Return those of a call.
+
+        Not to be called where `jax.vmap` adds instances: it computes with the call's own mask.
+        """
+        ranges = p.mask.q_ranges(q, kv)
+        known = isinstance(ranges, np.ndarray) and not p.mask.scattered
+        tiles = ranges[..., 3] - ranges[..., 0] if known else np.int32(q.count)
+        steps = np.minimum(tiles * q.block, p.q_len) / STEP
+        return cls(steps.mean(), steps.max(), known and steps.min() == steps.max())
+
+
+def num_splits(p: Problem, batch: int, steps: Steps, kv: Tiling, deterministic: bool) -> int:
     """Return the number of CTAs per K/V tile that the estimate finds the fastest.
 
     Args:
         p: the call.
         batch: batch elements of all instances.
-        q: the tiles of queries.
+        steps: the steps of K/V tiles.
         kv: the tiles of keys.
         deterministic: whether dk and dv must be summed in a fixed order.
     """
-    ranges = p.mask.q_ranges(q, kv)
-    known = isinstance(ranges, np.ndarray) and not p.mask.scattered
-    tiles = ranges[..., 3] - ranges[..., 0] if known else np.int32(q.count)
-    steps = np.minimum(tiles * q.block, p.q_len) / STEP
-    equal = known and steps.min() == steps.max()
     kv_tiles = batch * p.num_kv_heads * kv.count
 
     def time(splits: int):
         """Waves of equal CTAs. Unequal ones fill all SMs until the second half of the longest."""
         heads = -(-p.groups // splits) if splits <= p.groups else p.groups / splits
-        mean, longest = (heads * x + STEPS_OF_A_CTA for x in (steps.mean(), steps.max()))
+        mean, longest = (heads * x + STEPS_OF_A_CTA for x in steps[:2])
         waves = kv_tiles * splits / scheduler.NUM_SMS
-        if equal or waves <= 1:
+        if steps.equal or waves <= 1:
             computing = math.ceil(waves) * longest
         else:
             computing = waves * mean + longest / 2

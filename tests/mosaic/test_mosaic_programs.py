@@ -102,7 +102,8 @@ def test_shares_of_heads_and_queries(batch, length, heads, kv_heads, options, in
     def call(q, k):
         tiles = Tiling(length, 128)
         p = checked((q, k, k), options)
-        found.append(backward_splits.num_splits(p, batch, tiles, tiles, in_order))
+        steps = backward_splits.Steps.of(p, tiles, tiles)
+        found.append(backward_splits.num_splits(p, batch, steps, tiles, in_order))
 
     shapes = ((batch, length, n, 128) for n in (heads, kv_heads))
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
@@ -120,8 +121,9 @@ def test_queries_are_shared_out_where_it_was_measured_to_be_faster():
     for (*shape, causal), ms in calls.items():
         q = jnp.zeros(shape, jnp.bfloat16)
         p = checked((q, q, q), dict(is_causal=causal))
-        tiles = Tiling(shape[1], 64), Tiling(shape[1], 128)
-        programs = backward_splits.num_splits(p, p.batch, *tiles, False)
+        q, kv = Tiling(shape[1], 64), Tiling(shape[1], 128)
+        steps = backward_splits.Steps.of(p, q, kv)
+        programs = backward_splits.num_splits(p, p.batch, steps, kv, False)
         assert ms[programs] <= 1.03 * min(ms.values()), (shape, causal)
 
 
