@@ -11,8 +11,8 @@ from pallas_flash._mask_objects import Segments as Segments
 from pallas_flash._mask_objects import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
 from pallas_flash._order import balanced_order as balanced_order
 from pallas_flash._plot import plot_mask as plot_mask
+from pallas_flash._resolve import Explanation as Explanation
 from pallas_flash._score_mod import ScoreMod as ScoreMod
-from pallas_flash._select import Explanation as Explanation
 from pallas_flash._tiling.tune import tune as tune
 from pallas_flash._vjp import save_residuals as save_residuals
 

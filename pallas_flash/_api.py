@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_flash import _context, _partition, _peers, _reference, _select, _validate, _vjp
+from pallas_flash import _context, _partition, _peers, _reference, _resolve, _validate, _vjp
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
+from pallas_flash._resolve import Explanation, Request
 from pallas_flash._score_mod import ScoreMod
-from pallas_flash._select import Explanation
-from pallas_flash._tiling import cache, choose, configurations
+from pallas_flash._tiling import configurations
 from pallas_flash._tiling.configurations import Configuration
-from pallas_flash._tiling.sizes import FORWARD, KERNELS, OfCall, TileSizes
 
 Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
 ContextParallelism = Literal["ring", "gather", "heads"]
@@ -190,15 +189,10 @@ def attention(
     """
     problem = _problem(locals())
     sizes = configurations.sizes_of(tile_sizes, implementation)
-    wishes = _Wishes(implementation, sizes, reproducible)
-    choice, tiles = wishes.choose(problem)
-    _select.warn_of_fallback(choice, implementation)
-    plan = dataclasses.replace(
-        wishes.plan(problem, choice, tiles),
-        along=_validate.along(sequence_axis),
-        method=context_parallelism,
-        of_part=wishes,
-    )
+    plan = _resolve.resolve(problem, Request(implementation, sizes, reproducible))
+    _resolve.warn_of_fallback(plan, implementation)
+    along = _validate.along(sequence_axis)
+    plan = dataclasses.replace(plan, along=along, method=context_parallelism)
     o, lse = _run(problem, plan)
     if query.ndim == 3:
         o, lse = o[0], lse[0]
@@ -286,23 +280,12 @@ def explain(
 
 
 def _explain(call: dict[str, Any], query, key) -> Explanation:
-    """As `explain`, of arrays; those of queries and keys as they were given."""
-    asked, tile_sizes, reproducible = (
-        call[name] for name in ("implementation", "tile_sizes", "reproducible")
-    )
+    """Explain a call of arrays; `query` and `key` are those that were given."""
     problem = _problem(call)
-    given = configurations.sizes_of(tile_sizes, asked)
-    wishes = _Wishes(asked, given, reproducible)
-    choice, tiles = wishes.choose(problem)
-    chosen, plan = choice.implementation, wishes.plan(problem, choice, tiles)
-    _, why = _select.backward_of(problem, chosen, asked, reproducible, tiles)
-    _, of_bias = _select.backward_with_bias(problem, plan.backward_by, asked, reproducible, tiles)
-    reasons = [reason for reason in (choice.reason, why, of_bias) if reason]
-    used = [tiles.tuned.of(name) for name in {chosen, plan.backward_by} & {"mosaic", "triton"}]
-    if tile_sizes is None and any(sizes != TileSizes() for sizes in used):
-        reasons.append(f"Its tiles are tuned, from {cache.file()}.")
-    if given is not None and asked is None:
-        reasons += configurations.effect(given, chosen, plan.backward_by)
+    asked, reproducible = call["implementation"], call["reproducible"]
+    given = configurations.sizes_of(call["tile_sizes"], asked)
+    request = Request(asked, given, reproducible)
+    plan = _resolve.resolve(problem, request)
     method, along = None, _validate.along(call["sequence_axis"])
     if along is None:
         part, along, devices = _partition.part_of_device(problem, query, key)
@@ -311,13 +294,13 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
     if along is not None:
         method = _context.choose(part, devices, call["context_parallelism"], keys=along.keys)
         calls = _context.calls_in_order(part) if method.method == "ring" else []
-        if by := {wishes(x).implementation for x in calls}:
+        if by := {request(x).implementation for x in calls}:
             reason = (
                 f"{method.reason} In `balanced_order`, which is seen when it runs, steps are "
                 f"causal or whole, and by {', '.join(map(repr, sorted(by)))}."
             )
             method = method._replace(reason=reason)
-    return dataclasses.replace(choice, reason=" ".join(reasons), context_parallelism=method)
+    return _resolve.explained(plan, request, method)
 
 
 def dropout_mask(
@@ -345,69 +328,6 @@ def dropout_mask(
     if dropout is None:
         return jnp.ones(sizes, bool)
     return dropout.kept_of(sizes)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wishes:
-    """Of a call, by which its plan is made; those of parts of a problem have their own.
-
-    Attributes:
-        implementation: the one that is asked for, if any.
-        tile_sizes: likewise.
-        reproducible: likewise.
-    """
-
-    implementation: str | None
-    tile_sizes: TileSizes | None
-    reproducible: bool | None
-
-    def __call__(self, part: Problem) -> _vjp.Plan:
-        return self.plan(part, *self.choose(part))
-
-    def choose(self, problem: Problem) -> tuple[Explanation, OfCall]:
-        """Who computes the forward, and the tiles that there are before those of tables."""
-        tiles = choose.before_tables(problem, self.tile_sizes)
-        return _select.select(problem, self.implementation, tiles), tiles
-
-    def plan(self, problem: Problem, choice: Explanation, tiles: OfCall) -> _vjp.Plan:
-        """Who computes what, and with which tiles."""
-        asked, chosen = self.implementation, choice.implementation
-        backward_by, _ = _select.backward_of(problem, chosen, asked, self.reproducible, tiles)
-        with_bias_by, _ = _select.backward_with_bias(
-            problem, backward_by, asked, self.reproducible, tiles
-        )
-        if asked is not None and self.tile_sizes is not None:
-            self._check_tiles(chosen, {backward_by, with_bias_by} - {""})
-        sizes = {
-            name: choose.for_call(problem, name, tiles)
-            for name in {chosen, backward_by, with_bias_by} & {"mosaic", "triton", "interpret"}
-        }
-        # Two passes serve every call, and where tiles are for these alone, they are wanted.
-        deciding = tiles.deciding("backward")
-        two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
-        return _vjp.Plan(
-            chosen,
-            sizes.get("triton") or sizes.get("interpret") or _vjp.NO_TILES,
-            sizes.get("mosaic", _vjp.NO_TILES),
-            backward_by,
-            with_bias_by,
-            on_gpu="xla" in (backward_by, with_bias_by) and _select.target().nvidia,
-            in_order="mosaic" in (backward_by, with_bias_by)
-            and (two_passes or _select.in_order(self.reproducible)),
-        )
-
-    def _check_tiles(self, chosen: str, backward_by: set[str]) -> None:
-        """Raises if tiles are given to who does not compute that pass."""
-        sizes, asked = self.tile_sizes or TileSizes(), self.implementation
-        for kernel in KERNELS:
-            tile, by = sizes.tile(kernel), {chosen} if kernel in FORWARD else backward_by
-            if tile is not None and not any(sizes.of(name).tile(kernel) for name in by):
-                raise ValueError(
-                    f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
-                    f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
-                    f'implementation={asked!r}. Give "mosaic" those of pallas_flash.tuning, and '
-                    "others a pallas_flash.tuning.Tile."
-                )
 
 
 def _reference_of(plan: _vjp.Plan) -> Callable:

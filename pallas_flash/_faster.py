@@ -1,176 +1,200 @@
-"""Which passes of "mosaic" were measured to be faster than those of "triton", on an H200.
+"""By which rules "mosaic" computes a pass that "triton" could compute as well: `faster_by_mosaic`.
 
-What is not here is slower, or was not measured. `scripts/make_tables.py` writes these tables from
-the times in docs/results.
+The times are those of an H200 in docs/results. tests/selection/test_choice.py compares them with
+the rules, and prints what each call loses that the rules decide against its own time.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
-from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate
-from pallas_flash._masks import Segments
-from pallas_flash._problem import Problem
+from pallas_flash._features import BIASES, CallFeatures, MaskKind, Option
 
-# The length from which on a pass is faster, by the kind of call and the head dim, see `_size`. A
-# call of several kinds needs all of them. "backward of few programs" is for the backwards for which
-# `_few_programs` is true.
-# table: faster
-FASTER_BY_MOSAIC = {
-    "forward": {
-        "full": {64: 1000, 128: 512, 256: 512},
-        "causal": {64: 512, 128: 512, 256: 512},
-        "ranges": {64: 1024, 128: 1024, 256: 1024},
-        "documents": {64: 2048, 128: 2048, 256: 2048},
-        "lengths": {64: 1024, 128: 1024, 256: 1024},
-        "mask array": {64: 1024, 128: 1024, 256: 1024},
-        "bias in 16 bits": {64: 4096, 128: 2048, 256: 2048},
-        "soft cap": {64: 1024, 128: 1024, 256: 1024},
-        "slopes": {64: 1024, 128: 1024, 256: 1024},
-        "sinks": {64: 1024, 128: 1024, 256: 1024},
-        "scale": {128: 1024, 256: 1024},
-        "dropout": {128: 1024, 256: 1024},
-        "bias": {64: 4096, 128: 4096, 256: 2048},
-        "predicate": {64: 1024, 128: 1024, 256: 1024},
-        "score function": {128: 1024, 256: 1024},
-        "blocks": {64: 4096, 128: 1024, 256: 1024},
-    },
-    "backward": {
-        "full": {64: 512, 128: 512, 256: 512},
-        "causal": {64: 512, 128: 512, 256: 512},
-        "ranges": {64: 1024, 128: 1024, 256: 1024},
-        "documents": {64: 2048, 128: 2048, 256: 2048},
-        "lengths": {64: 1024, 128: 1024, 256: 1024},
-        "mask array": {64: 1024, 128: 1024, 256: 1024},
-        "bias in 16 bits": {64: 2048, 128: 512, 256: 2048},
-        "soft cap": {64: 1024, 128: 1024, 256: 1024},
-        "slopes": {64: 1024, 128: 1024, 256: 1024},
-        "sinks": {64: 1024, 128: 1024, 256: 1024},
-        "scale": {64: 1024, 128: 1024, 256: 1024},
-        "dropout": {64: 1024, 128: 1024, 256: 1024},
-        "bias": {64: 2048, 128: 2048, 256: 2048},
-        "predicate": {64: 1024, 128: 1024, 256: 1024},
-        "score function": {64: 1024, 128: 1024, 256: 1024},
-        "blocks": {64: 4096, 128: 2048, 256: 1024},
-    },
-    "backward of few programs": {
-        "full": {64: 2048, 128: 1024, 256: 2048},
-        "causal": {64: 1024, 128: 512, 256: 512},
-    },
-    "backward in order": {
-        "full": {64: 512, 128: 512, 256: 512},
-        "causal": {64: 1024, 128: 512, 256: 512},
-        "ranges": {64: 2048, 128: 1024, 256: 1024},
-        "documents": {128: 2048, 256: 2048},
-        "lengths": {64: 1024, 128: 1024, 256: 1024},
-        "mask array": {64: 1024, 128: 1024, 256: 1024},
-        "bias in 16 bits": {128: 4096, 256: 2048},
-        "soft cap": {128: 1024, 256: 1024},
-        "slopes": {128: 1024, 256: 1024},
-        "sinks": {64: 4096, 128: 1024, 256: 1024},
-        "scale": {64: 2048, 128: 1024, 256: 1024},
-        "dropout": {128: 1024, 256: 1024},
-        "predicate": {64: 2048, 128: 1024, 256: 1024},
-        "score function": {128: 1024, 256: 1024},
-        "blocks": {128: 1024, 256: 1024},
-    },
-    "backward with dbias": {
-        "full": {64: 2048, 128: 512},
-        "causal": {64: 2048, 128: 2048},
-        "bias in 16 bits": {64: 2048, 128: 512},
-    },
-    "backward in order with dbias": {
-        "full": {128: 512},
-        "causal": {64: 2048, 128: 2048},
-        "bias in 16 bits": {64: 2048, 128: 512},
-    },
-}
-# end
+NEVER = math.inf
 
-# All these calls had so many queries of all heads and examples, or more; those named, by pass, head
-# size and kind, had fewer. And the backwards had so many keys, whose tiles are their programs: by
-# head size. Those at 64 were 71 heads on one, at 128 8 on one; at 256 as many keys as queries.
-ROWS_MEASURED = 2**17
-# table: fewer-rows
-FEWER_ROWS_MEASURED = {
-    ("forward", 64, "causal"): 16384,
-    ("forward", 64, "full"): 65536,
-    ("forward", 128, "causal"): 8192,
-    ("forward", 128, "full"): 16384,
-    ("forward", 256, "causal"): 4096,
-    ("forward", 256, "full"): 8192,
-    ("backward", 64, "full"): 32768,
-    ("backward", 128, "causal"): 65536,
-    ("backward", 128, "full"): 16384,
-    ("backward", 256, "full"): 16384,
-}
-# end
-KEYS_MEASURED = {64: 2**14, 128: 2**13}
+# Fewer CTAs leave half of the SMs of an H100 or H200 idle. Each has 128 keys in the backward.
+FEW_CTAS = 132 // 2
+KEYS_OF_A_CTA = 128
 
-FEW_PROGRAMS = 132 // 2  # For half of the cores of an H100 or an H200.
-
-KIND_OF_LEAF = {
-    Segments: "documents",
-    MaskArray: "mask array",
-    BlockMask: "blocks",
-    Predicate: "predicate",
-}
+# In most calls that were measured, all heads and batch elements had this many queries, or more.
+MANY_ROWS = 2**17
 
 
-def faster_by_mosaic(attention_pass: str, p: Problem) -> bool:
-    """Whether this pass was measured to be faster than that of "triton" for calls like this."""
-    if p.symbolic:
-        return False
-    size, kinds = _size(p), _kinds(p)
-    few = attention_pass == "backward" and _few_programs(p)
-    if few:
-        attention_pass = "backward of few programs"
-    lengths = FASTER_BY_MOSAIC[attention_pass]
-    since = max(lengths.get(kind, {}).get(size, math.inf) for kind in kinds)
-    long_enough = min(p.q_len, p.kv_len) >= since
-    if few:
-        return long_enough
-    rows = max(FEWER_ROWS_MEASURED.get((attention_pass, size, x), ROWS_MEASURED) for x in kinds)
-    enough = p.rows >= rows
-    if attention_pass != "forward":
-        enough = enough and p.kv_rows >= KEYS_MEASURED.get(size, rows)
-    return enough and long_enough
+class Measured(NamedTuple):
+    """A pass of a call, in the words of the rules.
 
-
-def _few_programs(p: Problem) -> bool:
-    """Whether the backward of heads with keys of their own leaves half of the cores idle, or more.
-
-    A program has 128 keys.
+    Attributes:
+        f: the call.
+        head_dim: the head dim that was measured and takes as long as that of the call.
+        backward: whether the pass is a backward.
+        in_order: whether its sums have a deterministic order.
+        dbias: whether it gives the gradient of the bias, too.
     """
-    return p.groups == 1 and p.batch * p.num_kv_heads * -(-p.kv_len // 128) <= FEW_PROGRAMS
+
+    f: CallFeatures
+    head_dim: int
+    backward: bool
+    in_order: bool
+    dbias: bool
+
+    @property
+    def forward(self) -> bool:
+        """Whether the pass is the forward."""
+        return not self.backward
+
+    @property
+    def plain(self) -> bool:
+        """Whether the call has no mask or a causal one, and no option."""
+        return not self.f.options and (self.f.causal or not self.f.masked)
+
+    @property
+    def few_ctas(self) -> bool:
+        """Whether a backward in one pass, of heads with keys of their own, has few CTAs."""
+        f = self.f
+        ctas = f.batch * f.num_kv_heads * -(-f.kv_len // KEYS_OF_A_CTA)
+        one_pass = self.backward and not (self.in_order or self.dbias)
+        return one_pass and f.groups == 1 and ctas <= FEW_CTAS
+
+    def asks(self, *options: Option) -> bool:
+        """Return whether the call asks for one of these."""
+        return not self.f.options.isdisjoint(options)
 
 
-def _size(p: Problem) -> int:
-    """A head size that was measured and that takes as long; 0 if there is none."""
-    # Sizes from 40 to 256 were, and narrower values: 128 of 192 and 64 of 128.
-    sizes = (n for n in (64, 128, 256) if 40 <= p.head_dim <= n and p.value_dim <= p.head_dim)
+class Rule(NamedTuple):
+    """From how many queries and keys on "mosaic" computes calls of a kind.
+
+    Attributes:
+        kind: the kind in words.
+        fits: whether a call is of that kind.
+        since: queries and keys; NEVER if it is slower, or was not measured.
+    """
+
+    kind: str
+    fits: Callable[[Measured], bool]
+    since: float
+
+
+# The first rule that fits decides.
+RULES = (
+    Rule("masks that were not measured", lambda c: c.f.mask is MaskKind.OTHER, NEVER),
+    Rule(
+        "dbias where it was not measured, or is slower: in order at head dim 64 without a mask",
+        lambda c: (
+            c.dbias
+            and (
+                c.f.options != {Option.BIAS_16_BITS}
+                or not (c.f.causal or not c.f.masked)
+                or c.head_dim == 256
+                or (c.in_order and c.head_dim == 64 and not c.f.masked)
+            )
+        ),
+        NEVER,
+    ),
+    Rule(
+        "dbias without a mask at head dim 128",
+        lambda c: c.dbias and c.head_dim == 128 and not c.f.masked,
+        512,
+    ),
+    Rule(
+        "backwards of few CTAs that were not measured",
+        lambda c: c.few_ctas and not c.plain,
+        NEVER,
+    ),
+    Rule(
+        "backwards of few CTAs without a mask at head dims 64 and 256",
+        lambda c: c.few_ctas and c.head_dim != 128 and not c.f.masked,
+        2048,
+    ),
+    Rule(
+        "score functions in the forward at head dim 64",
+        lambda c: c.forward and c.head_dim == 64 and c.asks(Option.SCORE_MOD),
+        NEVER,
+    ),
+    Rule(
+        "in order at head dim 64: dropout, soft caps, score functions, biases and block masks",
+        lambda c: (
+            c.in_order
+            and c.head_dim == 64
+            and not c.dbias
+            and (
+                c.f.mask is MaskKind.BLOCKS
+                or c.asks(Option.DROPOUT, Option.SOFT_CAP, Option.SCORE_MOD, *BIASES)
+            )
+        ),
+        NEVER,
+    ),
+    Rule(
+        "float32 biases in order, which were not measured",
+        lambda c: c.in_order and c.asks(Option.BIAS),
+        NEVER,
+    ),
+    Rule(
+        "block masks, and in the forward float32 biases, at head dim 64",
+        lambda c: (
+            c.head_dim == 64
+            and (c.f.mask is MaskKind.BLOCKS or (c.forward and c.asks(Option.BIAS)))
+        ),
+        4096,
+    ),
+    Rule(
+        "biases and documents, of which shorter ones were not measured",
+        lambda c: c.asks(*BIASES) or c.f.mask is MaskKind.DOCUMENTS,
+        2048,
+    ),
+    Rule(
+        "no mask or a causal one, and no option; but in order causal at head dim 64",
+        lambda c: c.plain and not (c.in_order and c.head_dim == 64 and c.f.causal),
+        512,
+    ),
+    Rule("all other calls", lambda c: True, 1024),
+)
+
+
+def faster_by_mosaic(attention_pass: str, f: CallFeatures) -> bool:
+    """Return whether "mosaic" computes a pass of such a call, by the rules.
+
+    Args:
+        attention_pass: "forward" or "backward", the latter with " in order", " with dbias" or both.
+        f: the call.
+    """
+    call = Measured(
+        f,
+        head_dim=_measured_head_dim(f),
+        backward=attention_pass.startswith("backward"),
+        in_order="in order" in attention_pass,
+        dbias="with dbias" in attention_pass,
+    )
+    if not call.head_dim or min(f.q_len, f.kv_len) < rule_of(call).since:
+        return False
+    return call.few_ctas or _has_enough_work(call)
+
+
+def rule_of(call: Measured) -> Rule:
+    """Return the rule that decides."""
+    return next(rule for rule in RULES if rule.fits(call))
+
+
+def _measured_head_dim(f: CallFeatures) -> int:
+    """Return the head dim that was measured and takes as long; 0 if there is none."""
+    # Head dims from 40 to 256 were measured, and narrower values: 128 of 192 and 64 of 128.
+    sizes = (n for n in (64, 128, 256) if 40 <= f.head_dim <= n and f.value_dim <= f.head_dim)
     return next(sizes, 0)
 
 
-def _kinds(p: Problem) -> set[str]:
-    """What a call is by its mask, and what else it asks for; as in `FASTER_BY_MOSAIC`."""
-    if p.mask.known_kind != "other":
-        kinds = {p.mask.known_kind}
-    elif p.mask.has_valid_lengths:
-        kinds = {"lengths"}
+def _has_enough_work(call: Measured) -> bool:
+    """Return whether all heads and batch elements have enough queries, and enough keys.
+
+    The queries of a plain call need 2^21 numbers: half as many in a causal forward, twice as many
+    in a forward at head dim 64 without a mask, four times as many in a causal backward. Others
+    were measured from `MANY_ROWS` queries on. The keys are those of the CTAs of a backward.
+    """
+    f, head_dim = call.f, call.head_dim
+    if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):
+        return False
+    if not call.plain or call.in_order or call.dbias:
+        return f.rows >= MANY_ROWS
+    if f.causal:
+        numbers = 2**20 if call.forward else 2**23
     else:
-        kinds = {_kind_of_leaf(x) for x in p.mask.leaves if not x.exact_ranges} or {"ranges"}
-    in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2
-    asked = {
-        "bias in 16 bits" if in_16_bits else "bias": p.bias,
-        "slopes": p.slopes,
-        "score function": p.scores.score_mod,
-        "soft cap": p.scores.soft_cap,
-        "sinks": p.sinks,
-        "dropout": p.dropout,
-        "scale": p.any_scale or None,
-    }
-    return kinds | {name for name, x in asked.items() if x is not None}
-
-
-def _kind_of_leaf(leaf) -> str:
-    kinds = (kind for cls, kind in KIND_OF_LEAF.items() if isinstance(leaf, cls))
-    return next(kinds, "another mask")
+        numbers = 2**22 if call.forward and head_dim == 64 else 2**21
+    return f.rows * head_dim >= numbers

@@ -447,22 +447,6 @@ class Mask(Divisible):
         return all(leaf.sees_diagonal for leaf in self.leaves)
 
     @property
-    def kind(self) -> str:
-        """One of "full", "causal" (at any offset) and "other"."""
-        match self.leaves:
-            case ():
-                return "full"
-            case (Band(low=None),):
-                return "causal"
-            case _:
-                return "other"
-
-    @property
-    def known_kind(self) -> str:
-        """The kind, but "other" where arrays, such as offsets, decide which keys are visible."""
-        return "other" if jax.tree.leaves(self) else self.kind
-
-    @property
     def later_rows_see_more(self) -> bool:
         """Whether later queries see more keys, so that their tiles should start first."""
         return any(window.high is not None for window in self.windows)

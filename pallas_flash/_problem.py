@@ -13,7 +13,6 @@ from pallas_flash._masks import Mask
 from pallas_flash._operands import Divisible, Pairs, is_pairs
 from pallas_flash._scores import Scores
 from pallas_flash._symbolic import is_symbolic
-from pallas_flash._tiling import sizes
 
 # Score up to which one LSE in float32 suffices: its rounding changes probabilities by about 1e-5.
 # The soft caps of models are below it.
@@ -129,11 +128,6 @@ class Problem(Divisible):
         return (bool(self.scores) or self.any_scale) and (cap is None or cap > SMALL_CAP)
 
     @property
-    def kind(self) -> str:
-        """The main cost of a kernel's loop besides products: "scores", "dropout" or `Mask.kind`."""
-        return "scores" if self.scores else "dropout" if self.dropout else self.mask.kind
-
-    @property
     def rows(self) -> int:
         """The number of queries, over all heads and batch elements."""
         return self.batch * self.num_heads * self.q_len
@@ -142,11 +136,6 @@ class Problem(Divisible):
     def kv_rows(self) -> int:
         """The number of keys, over all key/value heads and batch elements."""
         return self.batch * self.num_kv_heads * self.kv_len
-
-    @property
-    def few_queries(self) -> bool:
-        """Whether the kernel for decoding may serve."""
-        return sizes.few_queries(self.q_len, self.kv_len, self.rows)
 
     @property
     def pair_bytes(self) -> int:

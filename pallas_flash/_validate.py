@@ -1,6 +1,6 @@
 """Turns the arguments of `attention` into one frozen `Problem`.
 
-Every error that a user can meet is raised here, in _checks, _mask_objects, _select or _tiling. All
+Every error that a user can meet is raised here, in _checks, _mask_objects, _resolve or _tiling. All
 checks look at shapes, dtypes and Python values, so that errors appear while tracing.
 """
 

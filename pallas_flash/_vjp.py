@@ -10,7 +10,7 @@ and never run the forward twice.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,11 +21,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-from pallas_flash import _compat, _context, _partition, _tangents, _xla
+from pallas_flash import _compat, _context, _instances, _partition, _tangents, _xla
 from pallas_flash._one_device import on_one_device
 from pallas_flash._partition import Along
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LN2, LogSum
+from pallas_flash._tiling import choose
 from pallas_flash._tiling.sizes import TileSizes
 
 # The checkpoint names of the output and of the LSE, and the policy that saves both.
@@ -68,40 +69,63 @@ KERNELS = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Who computes: "xla", or the kernels ("mosaic", "triton", "interpret").
+class PassPlan:
+    """Who computes one pass, with which tiles, and why.
 
     Attributes:
-        implementation: of the forward.
-        tiles: of the kernels of "triton" and "interpret".
-        mosaic_tiles: of those of "mosaic".
-        backward_by: the implementation of the backward.
-        with_bias_by: that of one that gives the gradient of the bias; "" is the same.
+        implementation: "xla", "reference", or the kernels ("mosaic", "triton", "interpret").
+        tiles: the tiles of the kernels of this pass.
+        asked: the tiles that the call gives or that were tuned; the others are a table's.
+        in_order: whether the sums of a backward by "mosaic" must have a deterministic order.
+        reason: why this implementation.
+        refused: why others do not compute the pass, by name.
+    """
+
+    implementation: str
+    tiles: TileSizes = NO_TILES
+    asked: TileSizes = NO_TILES
+    in_order: bool = False
+    reason: str = dataclasses.field(default="", compare=False)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Who computes each pass of a call.
+
+    Attributes:
+        forward: the forward.
+        backward: the backward without a gradient of the bias.
+        dbias: the backward that gives the gradient of the bias, too.
         on_gpu: whether "xla" computes on a GPU.
-        in_order: whether the sums of a backward by "mosaic" must have an order.
         along: how the sequence is divided over Manual mesh axes, if it is.
         method: by which a sequence that is divided is computed, if the call says so.
         of_part: the plan for a part of the problem; None if it is this one.
     """
 
-    implementation: str
-    tiles: TileSizes = NO_TILES
-    mosaic_tiles: TileSizes = NO_TILES
-    backward_by: str = ""
-    with_bias_by: str = ""
+    forward: PassPlan
+    backward: PassPlan
+    dbias: PassPlan
     on_gpu: bool = False
-    in_order: bool = False
     along: Along | None = None
     method: str | None = None
     of_part: Callable[[Problem], "Plan"] | None = None
 
-    def __post_init__(self):
-        object.__setattr__(self, "backward_by", self.backward_by or self.implementation)
+    @classmethod
+    def by(cls, implementation: str, tiles: TileSizes = NO_TILES, *, in_order: bool = False):
+        """Return the plan in which one implementation computes every pass."""
+        every = PassPlan(implementation, tiles, in_order=in_order)
+        return cls(every, every, every)
+
+    @property
+    def implementation(self) -> str:
+        """The implementation of the forward."""
+        return self.forward.implementation
 
     # Compiled here, so that calls outside of `jit` do not compile loops and kernels each time.
     @functools.partial(jax.jit, static_argnums=0)
-    def forward(self, problem: Problem):
-        """The output and a `LogSum` of [B, N, T]."""
+    def run_forward(self, problem: Problem):
+        """Return the output and a `LogSum` of [B, N, T]."""
         m = _partition.ROW if problem.large or self.implementation == "xla" else None
         axes_out = _partition.OUTPUT, LogSum(m, _partition.ROW)
         return _partition.divided(self._forward, problem, axes_out=lambda _: axes_out)
@@ -126,7 +150,8 @@ class Plan:
 
     def _alone(self, name: str, *args, again: bool, **wanted) -> Any:
         """`_forward_alone` or `_backward_alone`; `again` if programs of their own call it alike."""
-        by = self.implementation if name == "_forward_alone" else self._gradients_by(**wanted)
+        plan = self.forward if name == "_forward_alone" else self._backward_for(**wanted)
+        by = plan.implementation
         run = functools.partial(getattr(self, name), **wanted)
         if not (again and by in EXPORTED):
             return run(*args) if by == "xla" else on_one_device(run, *args)
@@ -137,9 +162,9 @@ class Plan:
         exported = _exported(self, name, EXPORTED[by], *asked, tree, shapes)
         return (run if exported is None else exported)(*args)
 
-    def _gradients_by(self, wanted: "Wanted") -> str:
-        """The implementation that gives these."""
-        return (wanted.bias and self.with_bias_by) or self.backward_by
+    def _backward_for(self, wanted: "Wanted") -> PassPlan:
+        """Return the plan of the backward that gives these gradients."""
+        return self.dbias if wanted.bias else self.backward
 
     # Compiled here, so that a ring's equal calls are traced and lowered once.
     @functools.partial(jax.jit, static_argnums=0)
@@ -147,12 +172,19 @@ class Plan:
         if self.implementation == "xla":
             return _xla.forward(problem, on_gpu=self.on_gpu)
         if self.implementation == "mosaic":
-            return _mosaic().forward(problem, self.mosaic_tiles)
-        return _triton().forward(problem, self.tiles, interpret=self._interpret)
+            return _instances.counted(self._launch_mosaic, problem)
+        return _triton().forward(problem, self.forward.tiles, interpret=self._interpret)
+
+    def _launch_mosaic(self, instances: int, problem: Problem):
+        """Compute the forward by "mosaic", of so many instances: the plan was made for one."""
+        tiles = self.forward.tiles
+        if instances > 1:
+            tiles = choose.for_launch(problem, instances, self.forward.asked)
+        return _mosaic().forward(problem, tiles)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def backward(self, problem, o, log_sum, do, dlse, wanted: "Wanted") -> Gradients:
-        """The gradients for cotangents do [B, T, N, V] and dlse ([B, T, N] or None)."""
+    def run_backward(self, problem, o, log_sum, do, dlse, wanted: "Wanted") -> Gradients:
+        """Return the gradients for cotangents do [B, T, N, V] and dlse ([B, T, N] or None)."""
         rows = jax.tree.map(lambda _: _partition.ROW, log_sum)
         rows = _partition.OUTPUT, rows, _partition.OUTPUT
         return _partition.divided(
@@ -187,15 +219,15 @@ class Plan:
     @functools.partial(jax.jit, static_argnums=0)
     def _backward_alone(self, problem, o, log_sum, do, dlse, *, wanted: "Wanted") -> Gradients:
         cotangents = (problem, o, log_sum, do, dlse)
-        by = self._gradients_by(wanted)
-        if by == "xla":
+        plan = self._backward_for(wanted)
+        if plan.implementation == "xla":
             return _xla.backward(*cotangents, **wanted.flags(), on_gpu=self.on_gpu)
-        if by == "mosaic":
+        if plan.implementation == "mosaic":
             return _mosaic().backward(
-                *cotangents, self.mosaic_tiles, **wanted.flags(), in_order=self.in_order
+                *cotangents, plan.tiles, **wanted.flags(), in_order=plan.in_order
             )
         return _triton().backward(
-            *cotangents, self.tiles, **wanted.flags(), interpret=self._interpret
+            *cotangents, plan.tiles, **wanted.flags(), interpret=self._interpret
         )
 
     @property
@@ -313,7 +345,7 @@ ad.deflinear2(_to_transpose, lambda cotangents, *tangents, by: cotangents)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward_pass(plan: Plan, operands, rest):
-    return plan.forward(rest.join(operands))
+    return plan.run_forward(rest.join(operands))
 
 
 @functools.partial(_forward_pass.defjvp, symbolic_zeros=True)
@@ -329,7 +361,7 @@ def _(plan: Plan, primals, tangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _backward_pass(plan: Plan, wanted: Wanted, operands, rest, o, log_sum, do, dlse):
-    return plan.backward(rest.join(operands), o, log_sum, do, dlse, wanted)
+    return plan.run_backward(rest.join(operands), o, log_sum, do, dlse, wanted)
 
 
 @functools.partial(_backward_pass.defjvp, symbolic_zeros=True)

@@ -80,7 +80,7 @@ def _stored(clear: bool) -> str:
     lines = []
     for name, tiles in winners.items():
         found = [kernel for kernel in KERNELS if tiles.tile(kernel)]
-        lines += [name, *(f"  {kernel:<8}{tune.told(tiles.tile(kernel))}" for kernel in found)]
+        lines += [name, *(f"  {kernel:<8}{tune.column(tiles.tile(kernel))}" for kernel in found)]
     return "\n".join(lines) or f"no winners in {file}"
 
 

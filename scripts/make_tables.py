@@ -1,11 +1,11 @@
-"""Writes what README, docs and the package show of docs/results: tables, numbers and a figure.
+"""Writes what README and docs show of docs/results: tables, numbers and figures.
 
     python scripts/make_tables.py            # after a measurement, or after an edit of a marker
     python scripts/make_tables.py --check    # write nothing; fail where something would change
 
-A table stands between two markers, in Python between comments, of which the first names it:
+A table stands between two markers, of which the first names it:
 
-    <!-- table: NAME ARGUMENT... -->         # NAME is a key of `TABLES`
+    <!-- table: NAME ARGUMENT... -->         NAME is a key of `TABLES`
     <!-- end -->
 
 A number in a sentence:
@@ -30,12 +30,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from scripts.benchmark import curves, key_bias, overview, report, results
-from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, by_length, faster, fewer_rows
+from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, by_length
 from scripts.benchmark.results import RESULTS, time
 from scripts.command import UserError, command
 
 ROOT = pathlib.Path(__file__).parents[1]
-FASTER_BY_MOSAIC = ROOT / "pallas_flash" / "_faster.py"
 # The lines of a file that a figure shows, and the module that draws it.
 FIGURES = {
     RESULTS / "h200-overview.png": (lambda: records("h200"), overview),
@@ -257,12 +256,10 @@ TABLES = {
     "choice": choice,
     "dq-errors": dq_errors,
     "files": files,
-    "faster": faster,
-    "fewer-rows": fewer_rows,
 }
-TABLE = re.compile(r"((?:<!--|#) table: (\S+)(.*?)(?: -->)?\n).*?((?:<!--|#) end\b)", re.S)
+TABLE = re.compile(r"(<!-- table: (\S+)(.*?) -->\n).*?(<!-- end\b)", re.S)
 NUMBER = re.compile(r"<!--n:([^>]*)-->(.*?)<!--/n-->")
-MARKERS = re.compile(r"(?:<!--|^#) table: \w|<!--n:", re.M)
+MARKERS = re.compile(r"<!-- table: \w|<!--n:")
 
 
 def filled(path: pathlib.Path, used: set[str]) -> str:
@@ -301,7 +298,7 @@ def filled(path: pathlib.Path, used: set[str]) -> str:
 def stale() -> Iterator[tuple[pathlib.Path, str]]:
     """Yield the documents whose text would change, and that text."""
     used: set[str] = set()
-    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), FASTER_BY_MOSAIC]:
+    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]:
         text = filled(path, used)
         if text != path.read_text():
             yield path, text

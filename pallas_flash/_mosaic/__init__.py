@@ -24,13 +24,9 @@ from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LogSum, sinks_gradient
 from pallas_flash._tiling.sizes import TileSizes
 
-# Tiles that are None come from the tuned table.
-TABLE = TileSizes()
 
-
-def forward(problem: Problem, sizes: TileSizes = TABLE):
+def forward(problem: Problem, sizes: TileSizes):
     """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
-    sizes = sizes.used(problem.few_queries).or_else(tiles.default(problem))
     if sizes.decode is not None:
         return _decode(problem, sizes.tile("decode"), problem.visible_keys())
     tile, valid = sizes.tile("forward"), _valid_lengths(problem)
@@ -46,7 +42,7 @@ def backward(
     log_sum: LogSum,
     do,
     dlse,
-    sizes: TileSizes = TABLE,
+    sizes: TileSizes,
     *,
     want_scale: bool,
     want_bias: bool,
@@ -69,14 +65,13 @@ def backward(
     """
     p = problem
     head_dim, _ = tiles.padded(p.head_dim, p.value_dim)
-    sizes, dscale = sizes.or_else(tiles.default(p)), None
-    deterministic = in_order or sizes.backward is None
+    dscale = None
     # The dbias kernel ignores valid lengths, so the rows behind them are zeroed first.
     valid = None if want_bias else _valid_lengths(p)
     center = _key_center.for_shift(p, log_sum)
     delta, centered_log_sum, *zeros = preprocess(
         *(p, o, do, log_sum),
-        head_dim=0 if deterministic else head_dim,
+        head_dim=0 if in_order else head_dim,
         # For the gradient of the scale all sums of dq are read.
         valid=None if valid is None or want_scale else valid[0],
         center=center,
@@ -99,7 +94,7 @@ def backward(
     clean = dataclasses.replace(p, query=q, key=k, value=v)
     options: dict[str, Any] = dict(row_sums=row_sums, want_scale=want_scale)
     rows = do, centered_log_sum, delta
-    if deterministic:
+    if in_order:
         # dq's kernel streams the keys, so no CTA could center them once.
         centered = clean
         if center is not None:

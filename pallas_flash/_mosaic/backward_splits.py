@@ -12,7 +12,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash import _features
 from pallas_flash._blocks import Tiling
+from pallas_flash._features import MaskKind
 from pallas_flash._mosaic import common, scheduler
 from pallas_flash._problem import Problem
 
@@ -123,7 +125,7 @@ def num_splits(p: Problem, batch: int, steps: Steps, kv: Tiling, deterministic: 
         return computing + STEPS_OF_SUMMING + STEPS_OF_SUMMING_A_TILE * summed
 
     fewest, most = 1, p.groups
-    if p.mask.kind == "causal":
+    if _features.kind_of(p.mask) is MaskKind.CAUSAL:
         fewest = -(-p.groups // -(-MAX_CAUSAL_QUERIES // p.q_len))
     if deterministic:
         partial = 4 * batch * p.kv_len * p.num_kv_heads * (p.head_dim + p.value_dim)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 
 from pallas_flash import _hardware
+from pallas_flash._features import CallFeatures
 from pallas_flash._mosaic import (
     backward_dq,
     backward_memory,
@@ -34,14 +35,9 @@ ROWS = 64  # Queries, or keys, of a warpgroup.
 default = tiles.default
 
 
-def work_of(problem: Problem, capability: tuple[int, int] | None) -> Problem:
-    """What tiles are chosen by."""
-    del capability  # There is one.
-    return problem
-
-
-def check(kernel: str, tile, p: Problem) -> None:
-    """Raises ValueError if a tile does not fit on the GPU."""
+def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
+    """Raise ValueError if a tile does not fit on the GPU."""
+    del f
     limit = _hardware.shared_memory_limit(tiles.HOPPER)
     check_shared_memory(kernel, tile, shared_bytes(kernel, tile, p), limit, _width(p))
     taken, registers = _registers(kernel, tile, p)

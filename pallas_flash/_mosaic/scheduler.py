@@ -21,6 +21,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash import _features
+from pallas_flash._features import CallFeatures
 from pallas_flash._masks import Mask
 from pallas_flash._mosaic import block_ranges
 from pallas_flash._problem import Problem
@@ -83,9 +85,8 @@ class QueryTiles:
         """
         count = warpgroups * cluster_size
         per_head = -(-problem.q_len // (count * QUERY_ROWS))
-        one_each = batch * problem.num_heads * per_head <= NUM_SMS
-        causal = problem.mask.known_kind == "causal"
-        return cls(count, per_head, causal and one_each and cluster_size == 1)
+        features = dataclasses.replace(_features.of(problem), batch=batch)
+        return cls(count, per_head, cluster_size == 1 and folded(features, warpgroups))
 
     def first_row(self, q_tile, part):
         """Return the first query of one of a work tile's query tiles."""
@@ -103,6 +104,21 @@ class QueryTiles:
         rows = np.pad(rows, ((0, 0), (0, 0), (0, missing), (0, 0)))
         q_tile, part = np.ogrid[: self.per_head, : self.count]
         return rows[:, :, self.first_row(q_tile, part).reshape(-1) // QUERY_ROWS]
+
+
+def num_work_tiles(f: CallFeatures, warpgroups: int) -> int:
+    """Return the number of work tiles of a forward, of which each has a query tile a warpgroup."""
+    return f.batch * f.num_heads * -(-f.q_len // (warpgroups * QUERY_ROWS))
+
+
+def folded(f: CallFeatures, warpgroups: int) -> bool:
+    """Return whether work tiles are folded: causal ones, where no CTA has a second one."""
+    return f.causal and num_work_tiles(f, warpgroups) <= NUM_SMS
+
+
+def most_rows(f: CallFeatures, warpgroups: int) -> int:
+    """Return the queries of the CTA that has most, where all queries see as many keys."""
+    return -(-num_work_tiles(f, warpgroups) // NUM_SMS) * warpgroups * QUERY_ROWS
 
 
 def schedule(problem: Problem, batch: int, mask: Mask, streams, cluster_size: int = 1):

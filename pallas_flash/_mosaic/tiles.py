@@ -2,14 +2,15 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-
 from pallas_flash import _hardware
-from pallas_flash._mask_objects import BlockMask, MaskArray
-from pallas_flash._mosaic import common, scheduler
+from pallas_flash._features import SCORES, CallFeatures, MaskKind, Option
+from pallas_flash._mask_objects import MaskArray
+from pallas_flash._mosaic import common
 from pallas_flash._mosaic.backward_memory import BLOCK_KV, Grads, keys_scratch, padded
+from pallas_flash._mosaic.scheduler import QUERY_ROWS, folded, most_rows
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
     BackwardTile,
@@ -23,6 +24,8 @@ from pallas_flash._tiling.sizes import (
 MANY_KEYS = 512
 
 HOPPER = (9, 0)
+# Masks whose tiles take few instructions.
+QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
 # Bytes for the barriers of `StreamRoom` at most, and what an array begins at a multiple of.
 BARRIERS, ALIGNED = 64, 1024
 
@@ -30,78 +33,160 @@ BARRIERS, ALIGNED = 64, 1024
 ROOM = 224 * 1024 // 2
 
 
-def default(p: Problem) -> TileSizes:
-    """Those of a call."""
-    sizes, few = padded(p.head_dim, p.value_dim), p.few_queries and p.kv_len > MANY_KEYS
+def default(p: Problem, f: CallFeatures) -> TileSizes:
+    """Return the tiles of a call."""
+    sizes, few = padded(p.head_dim, p.value_dim), f.few_queries and f.kv_len > MANY_KEYS
     return TileSizes(
-        forward=None if few else forward_tile(p),
-        decode=decode_tile(p) if few else None,
+        forward=None if few else forward_tile(f),
+        decode=decode_tile(f) if few else None,
         backward=None if two_passes(p) else backward_tile(*sizes, in_order=False),
         dkv=backward_tile(*sizes, in_order=True),
         dq=dq_tile(*sizes, bool(p.mask) or p.bias is not None),
     )
 
 
-def forward_tile(p: Problem) -> ForwardTile:
-    """By the head sizes, and what there is beside products."""
-    head_dim = max(p.head_dim, p.value_dim)
-    # What is computed or read for each pair takes registers, of which wide tiles leave few.
-    bare = not (p.scores or p.dropout or p.any_scale)
-    plain = bare and not p.mask
-    scores = dataclasses.replace(p.scores, soft_cap=None)
-    quick = (leaf.exact_ranges or isinstance(leaf, MaskArray) for leaf in p.mask.leaves)
-    # Soft caps are waited for, less so by three warpgroups, or in tiles of 80 keys. With 4096
-    # tokens, timed: 1.22 in place of 1.31 ms at 128 (causal level), 0.96 in place of 0.99 at 256,
-    # where slopes take 0.96 in place of 1.02.
-    others = dataclasses.replace(scores, slopes=None)
-    # Slopes beside a mask spill registers in tiles of 128 keys.
-    busy = others or not all(quick) or (scores and p.mask)
-    waits = bool(p.scores) and not (others or p.dropout or jax.tree.leaves(p.mask))
-    # Whether programs of two warpgroups have one item each, from both ends: see `QueryTiles`.
-    zigzag = scheduler.QueryTiles.of(p, p.batch, 2).folded
-    if head_dim <= 64:
-        # Of 192 queries and 96 keys, with blocks of 128 of both, most tiles would need the mask:
-        # 4096 tokens took 2.4 times as long.
-        blocks = any(isinstance(leaf, BlockMask) for leaf in p.mask.leaves)
-        if p.dropout or blocks or (p.bias is not None and p.bias.dtype.itemsize > 2):
-            return ForwardTile(2, 128, 1)
-        # More programs have something to do. Timed with 1024 tokens of 16 heads, causal: 11 in
-        # place of 13 microseconds, with slopes 15 in place of 21, with a bias 37 in place of 45.
-        if zigzag:
-            return ForwardTile(2, 128, 1, 4)
-        if busy:
-            return ForwardTile(3, 96, 1)
-        # Likewise where no program is at work for as long. Timed with 1024 tokens of 16 and of 32
-        # heads: 15 in place of 18 microseconds, and 25 in place of 31.
-        if plain and 5 * _longest(p, 3) > 6 * _longest(p, 2):
-            return ForwardTile(2, 128 if _longest(p, 2) == 128 else 160, 1, 4)
-        # Under a causal mask one warpgroup is done with a query tile before another, and begins the
-        # next as far as its keys are there. Timed at 512, 1000, 1024 and 2048 tokens, two slots of
-        # them take 4, 6, 7 and 2 % longer than four; with a mask array alone, at 4096, 6 % less.
-        alone = p.mask and all(isinstance(leaf, MaskArray) for leaf in p.mask.leaves)
-        return ForwardTile(3, 128, 1, 2 if alone else 4)
-    if head_dim <= 128:
-        if p.bias is not None and p.bias.dtype.itemsize > 2:
-            return ForwardTile(2, 96, 2)
-        if waits and not p.mask and p.scores.soft_cap is not None:
-            return ForwardTile(3, 80, 1)
-        # Timed with 512 causal tokens at 128: on an H200 99 in place of 102 microseconds, on an
-        # H100 109 in place of 116; at 80 121 in place of 144. With 1024 it takes 5 and 3 % longer.
-        if bare and p.mask.known_kind == "causal" and p.kv_len <= 512 and not zigzag:
-            return ForwardTile(3, 64, 1, 3)
-        # Of few keys the last tile of 176 is not used well: 1024 took 10 % longer, 2048 5 %.
-        tile = ForwardTile(2, 176, 1) if plain and p.kv_len > 2048 else ForwardTile(2, 128, 2)
-    else:
-        # Only values that are no wider leave in place of the queries.
-        narrow = (plain or waits) and p.value_dim <= p.head_dim
-        tile = ForwardTile(2, 80, 0) if narrow else ForwardTile(2, 64, 1)
-    return dataclasses.replace(tile, programs=2) if bare and _in_pairs(p) else tile
+class TileRule(NamedTuple):
+    """A tile of the forward for a kind of call.
+
+    Attributes:
+        kind: the kind in words.
+        fits: whether a call is of that kind.
+        tile: its tile.
+    """
+
+    kind: str
+    fits: Callable[[CallFeatures], bool]
+    tile: ForwardTile
 
 
-def _longest(p: Problem, warpgroups: int) -> int:
-    """Queries of the program that has most, where all see as many keys."""
-    items = p.batch * p.num_heads * scheduler.QueryTiles.of(p, p.batch, warpgroups).per_head
-    return -(-items // scheduler.NUM_SMS) * warpgroups * scheduler.QUERY_ROWS
+# The first rule that fits decides. The times are those of an H200 unless said otherwise.
+FORWARD_RULES = (
+    TileRule(
+        # With 192 queries and 96 keys most blocks of 128 x 128 would be partial: 2.4 times as long.
+        "head dims to 64, with block masks, dropout or float32 biases",
+        lambda f: (
+            f.width <= 64
+            and (f.mask is MaskKind.BLOCKS or bool(f.options & {Option.DROPOUT, Option.BIAS}))
+        ),
+        ForwardTile(2, 128, 1),
+    ),
+    TileRule(
+        # 1024 causal tokens of 16 heads: 11 and 13 microseconds, and with slopes 15 and 21.
+        "head dims to 64, with folded query tiles",
+        lambda f: f.width <= 64 and folded(f, 2),
+        ForwardTile(2, 128, 1, 4),
+    ),
+    TileRule(
+        "head dims to 64, with a mask or scores that take registers for each pair",
+        lambda f: f.width <= 64 and _takes_registers(f),
+        ForwardTile(3, 96, 1),
+    ),
+    TileRule(
+        # 1024 tokens of 16 heads: 15 and 18 microseconds.
+        "head dims to 64, products alone, one work tile for each CTA",
+        lambda f: f.width <= 64 and _is_shorter_by_two(f) and most_rows(f, 2) == 2 * QUERY_ROWS,
+        ForwardTile(2, 128, 1, 4),
+    ),
+    TileRule(
+        # 1024 tokens of 32 heads: 25 and 31 microseconds.
+        "head dims to 64, products alone, whose longest CTA has fewer queries by two warpgroups",
+        lambda f: f.width <= 64 and _is_shorter_by_two(f),
+        ForwardTile(2, 160, 1, 4),
+    ),
+    TileRule(
+        # At 4096 tokens four stages take 6 % longer.
+        "head dims to 64, with mask arrays",
+        lambda f: f.width <= 64 and f.mask is MaskKind.ARRAY,
+        ForwardTile(3, 128, 1, 2),
+    ),
+    TileRule(
+        # A warpgroup begins its next query tile while others end theirs, as far as keys are there:
+        # at 512 to 2048 causal tokens two stages take 2 to 7 % longer.
+        "head dims to 64",
+        lambda f: f.width <= 64,
+        ForwardTile(3, 128, 1, 4),
+    ),
+    TileRule(
+        "head dims to 128, with float32 biases",
+        lambda f: f.width <= 128 and Option.BIAS in f.options,
+        ForwardTile(2, 96, 2),
+    ),
+    TileRule(
+        # 4096 tokens: 1.22 and 1.31 ms.
+        "head dims to 128, with soft caps and no mask",
+        lambda f: (
+            f.width <= 128
+            and Option.SOFT_CAP in f.options
+            and not f.masked
+            and _waits_for_scores(f)
+        ),
+        ForwardTile(3, 80, 1),
+    ),
+    TileRule(
+        # 512 tokens at head dim 128: 99 and 102 microseconds, on an H100 109 and 116; at head dim
+        # 80 121 and 144.
+        "head dims to 128, causal, of 512 keys or fewer, products alone, not folded",
+        lambda f: (
+            f.width <= 128
+            and f.kv_len <= 512
+            and f.causal
+            and _products_alone(f)
+            and not folded(f, 2)
+        ),
+        ForwardTile(3, 64, 1, 3),
+    ),
+    TileRule(
+        # Of few keys the last tile is not used well: 1024 take 10 % longer, 2048 5 %.
+        "head dims to 128, products alone, no mask, more than 2048 keys",
+        lambda f: f.width <= 128 and f.kv_len > 2048 and not f.masked and _products_alone(f),
+        ForwardTile(2, 176, 1),
+    ),
+    TileRule("head dims to 128", lambda f: f.width <= 128, ForwardTile(2, 128, 2)),
+    TileRule(
+        # Values that are no wider leave in place of the queries. 4096 tokens with soft caps: 0.96
+        # and 0.99 ms, with slopes 0.96 and 1.02 ms.
+        "head dims to 256, products alone without a mask, or with scores that are waited for",
+        lambda f: (
+            f.value_dim <= f.head_dim
+            and ((_products_alone(f) and not f.masked) or _waits_for_scores(f))
+        ),
+        ForwardTile(2, 80, 0),
+    ),
+    TileRule("all other calls", lambda f: True, ForwardTile(2, 64, 1)),
+)
+
+
+def forward_tile(f: CallFeatures) -> ForwardTile:
+    """Return the tile of the forward, by the rules; two CTAs may be a cluster that shares loads."""
+    tile = next(rule.tile for rule in FORWARD_RULES if rule.fits(f))
+    if f.width > 64 and _products_alone(f) and _in_pairs(f):
+        return dataclasses.replace(tile, programs=2)
+    return tile
+
+
+def _products_alone(f: CallFeatures) -> bool:
+    """Return whether products and a softmax are all that is computed for each pair."""
+    return not (f.scores or f.options & {Option.DROPOUT, Option.SCALE})
+
+
+def _takes_registers(f: CallFeatures) -> bool:
+    """Return whether a mask or scores take registers, of which wide tiles leave few."""
+    if f.options & (SCORES - {Option.SOFT_CAP, Option.SLOPES}):
+        return True
+    # Slopes beside a mask spill in tiles of 128 keys.
+    return f.mask not in QUICK or (f.masked and Option.SLOPES in f.options)
+
+
+def _waits_for_scores(f: CallFeatures) -> bool:
+    """Return whether soft caps or slopes are all that is done to scores."""
+    changed = f.options & (SCORES | {Option.DROPOUT})
+    return bool(changed) and changed <= {Option.SOFT_CAP, Option.SLOPES} and not f.by_arrays
+
+
+def _is_shorter_by_two(f: CallFeatures) -> bool:
+    """Return whether the longest CTA has fewer queries by two warpgroups than by three."""
+    alone = _products_alone(f) and not f.masked
+    return alone and 5 * most_rows(f, 3) > 6 * most_rows(f, 2)
 
 
 def aligned(size: int) -> int:
@@ -146,7 +231,7 @@ def stream_room(p: Problem, tile: BackwardTile, grads: Grads) -> StreamRoom:
 FEW_ROWS = 2**15
 
 
-def _in_pairs(p: Problem) -> bool:
+def _in_pairs(f: CallFeatures) -> bool:
     """Whether two programs should share keys and values, at head sizes above 64.
 
     Timed on a hot H200, up to 16384 tokens: without a mask 2048 at 128 take as long, and others 3
@@ -154,25 +239,24 @@ def _in_pairs(p: Problem) -> bool:
     and causal 10 to 16 % more. It saves power, of which few rows do not need as much: these take 7
     to 12 % longer at 128, but 8 heads of 4096 tokens without a mask 4 to 6 % less.
     """
-    if p.mask.known_kind == "other":
+    if f.masked and not f.causal:
         return False
     # The other program of the last pair may have nothing to do.
-    alone = 0 < p.q_len % 256 <= 128 and p.q_len < 4096
-    if alone or (p.rows <= FEW_ROWS and (p.mask or p.kv_len < 4096)):
+    alone = 0 < f.q_len % 256 <= 128 and f.q_len < 4096
+    if alone or (f.rows <= FEW_ROWS and (f.masked or f.kv_len < 4096)):
         return False
-    return min(p.q_len, p.kv_len) >= (4096 if p.mask else 2048)
+    return min(f.q_len, f.kv_len) >= (4096 if f.masked else 2048)
 
 
-def decode_tile(p: Problem) -> DecodeTile:
+def decode_tile(f: CallFeatures) -> DecodeTile:
     """By the larger head size: as much on its way as there is memory for.
 
     To keep the memory of an H200 busy takes about 40 KB for each core: 4.8 TB/s, of which a core
     has its share, for a microsecond. Others were not timed.
     """
-    head_dim = max(p.head_dim, p.value_dim)
-    if head_dim <= 64:
+    if f.width <= 64:
         return DecodeTile(block_kv=128)
-    return DecodeTile(stages=6 if head_dim <= 128 else 4 if head_dim <= 192 else 2)
+    return DecodeTile(stages=6 if f.width <= 128 else 4 if f.width <= 192 else 2)
 
 
 def all_columns(head_dim: int, value_dim: int) -> bool:

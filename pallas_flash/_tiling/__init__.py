@@ -2,8 +2,7 @@
 
 sizes           `Tile` and `TileSizes`, and their checks
 configurations  `Triton` and `Mosaic`, the tiles of one backend that a call asks for
-workload        what tiles are chosen by
-choose          those of a call: what it asks for, else what was tuned, else the backend's own
+choose          the tiles of a call: those that it asks for, else those of a backend's table
 tune            the search for the fastest on the GPU that is here
 cache           the file of what it found, and the calls that these serve
 """

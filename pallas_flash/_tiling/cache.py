@@ -21,15 +21,13 @@ from typing import Any
 
 import jax
 
-from pallas_flash import _select
-from pallas_flash._mask_objects import BlockMask, Predicate
-from pallas_flash._masks import Mask
-from pallas_flash._problem import Problem
+from pallas_flash import _device
+from pallas_flash._features import CallFeatures, Option
 from pallas_flash._tiling.sizes import KERNELS, MOSAIC, OF_PASS, Tile, TileSizes, power_of_2
 
-# How a file says that it is ours, and its form: one with another number than these is ignored. That
-# of 1 has no tiles of "mosaic".
-MADE_BY, SCHEMA, READABLE = "pallas_flash.tune", 2, (1, 2)
+# How a file says that it is ours, and its form: one with another number is ignored. In forms 1 and
+# 2 the keys had other words for the kind of a call.
+MADE_BY, SCHEMA = "pallas_flash.tune", 3
 REMOVE = "Remove them with `python -m pallas_flash.tune --clear`."
 
 # Queries, or keys, of all heads and examples that make programs enough for every GPU.
@@ -50,62 +48,39 @@ def file() -> Path | None:
 
 def gpu_here() -> str | None:
     """The name of the GPU to compile for, None if it is described and not here."""
-    target = _select.target()
+    target = _device.target()
     return target.description if target.here else None
 
 
-def key(problem: Problem, gpu: str) -> str:
-    """What calls must agree in to share a winner, as a line to read.
+def key(f: CallFeatures, gpu: str) -> str:
+    """Return what calls must agree in to share a winner, as a line to read.
 
     * The GPU's name, which implies its compute capability;
     * the version of JAX and a fingerprint of the kernels: results were checked for what that
       compiler made of those sources;
-    * the dtype (of float32 also the precision of products), both head sizes, whether query heads
+    * the dtype (of float32 also the precision of products), both head dims, whether query heads
       share keys, and with few queries how many rows share them;
-    * the mask: "full", "causal" (at any offset), "listed" (with tiles that form no runs),
-      "predicate" (with a user's function) or "other"; and whether arrays tell where runs are, for
-      then programs cannot be planned before the launch;
-    * what else is done in the loops: bias, slopes, score function, soft cap, sinks, dropout; and
-      the bytes of arrays that are read for each pair of a query and a key;
-    * both lengths, and the queries and keys of all heads and examples, rounded up to powers of two
-      and the latter alike from MANY on, where programs are plenty.
+    * the kind of the mask, and whether arrays tell where runs are, for then programs cannot be
+      planned before the launch;
+    * the options, and the bytes of arrays that are read for each pair of a query and a key;
+    * both lengths, and the queries and keys of all heads and batch elements, rounded up to powers
+      of two and the latter alike from MANY on, where programs are plenty.
     """
-    p = problem
-    dtype = p.dtype.name
-    if dtype == "float32":
-        dtype += f" ({p.precision})".lower()
-    parts = {
-        "bias": p.bias,
-        "slopes": p.slopes,
-        "score_mod": p.rest_of_scores.score_mod,
-        "soft cap": p.rest_of_scores.soft_cap,
-        "sinks": p.sinks,
-        "dropout": p.dropout,
-    }
-    more = "".join(f" + {name}" for name, part in parts.items() if part is not None)
-    more += f" + {p.pair_bytes} bytes a pair" if p.pair_bytes else ""
-    sharing = "shared" if p.groups > 1 else "own"
-    if p.few_queries:
-        sharing = f"{power_of_2(p.q_len * p.groups)} rows'"
+    dtype = f.dtype + (f" ({f.precision})" if f.precision else "")
+    # Whether a scale may exceed 1 changes no tile.
+    options = [x for x in Option if x in f.options and x is not Option.SCALE]
+    more = "".join(f" + {option}" for option in options)
+    more += f" + {f.pair_bytes} bytes a pair" if f.pair_bytes else ""
+    sharing = "shared" if f.groups > 1 else "own"
+    if f.few_queries:
+        sharing = f"{power_of_2(f.q_len * f.groups)} rows'"
+    mask = f"{f.mask} by arrays" if f.by_arrays else f.mask
     return (
-        f"{gpu}, jax {jax.__version__}, kernels {_fingerprint()}: {dtype}, H {p.head_dim}, "
-        f"V {p.value_dim}, {sharing} keys, {_kind(p.mask)} mask{more}, "
-        f"T {power_of_2(p.q_len)}, S {power_of_2(p.kv_len)}, "
-        f"in all {min(MANY, power_of_2(p.rows))} and {min(MANY, power_of_2(p.kv_rows))}"
+        f"{gpu}, jax {jax.__version__}, kernels {_fingerprint()}: {dtype}, H {f.head_dim}, "
+        f"V {f.value_dim}, {sharing} keys, {mask} mask{more}, "
+        f"T {power_of_2(f.q_len)}, S {power_of_2(f.kv_len)}, "
+        f"in all {min(MANY, power_of_2(f.rows))} and {min(MANY, power_of_2(f.kv_rows))}"
     )
-
-
-def _asks_function(leaf) -> bool:
-    inner = leaf.mask.leaves if isinstance(leaf, BlockMask) and leaf.mask is not None else ()
-    return isinstance(leaf, Predicate) or any(map(_asks_function, inner))
-
-
-def _kind(mask: Mask) -> str:
-    if any(map(_asks_function, mask.leaves)):
-        return "predicate"
-    if mask.scattered:
-        return "listed"
-    return f"{mask.kind} by arrays" if jax.tree.leaves(mask) else mask.kind
 
 
 # What kernels are made of beside their own folders. (Their tiles are none of it: a winner replaces
@@ -126,17 +101,17 @@ def _fingerprint() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
-def lookup(problem: Problem, check: Callable[[TileSizes], Any]) -> TileSizes | None:
-    """The tiles of a winner for this problem and the GPU that is here, None without one.
+def lookup(f: CallFeatures, check: Callable[[TileSizes], Any]) -> TileSizes | None:
+    """Return the tiles of a winner for a call on the GPU that is here, None without one.
 
     Args:
-        problem: the call.
+        f: the call.
         check: raises ValueError if a tile of the winner does not fit on the GPU.
     """
     gpu, path = gpu_here(), file()
     if gpu is None or path is None or not (winners := read(path)):
         return None
-    winner = winners.get(key(problem, gpu))
+    winner = winners.get(key(f, gpu))
     try:
         if winner is not None:
             check(winner)
@@ -166,7 +141,7 @@ def parse(path: Path) -> dict[str, TileSizes]:
     """
     content = _ours(path)
     try:
-        if content["schema"] not in READABLE:
+        if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}")
         return {
             name: TileSizes(**{kernel: _tile(kernel, tile) for kernel, tile in winner.items()})
@@ -180,15 +155,9 @@ def parse(path: Path) -> dict[str, TileSizes]:
         ) from error
 
 
-# Fields that a `Tile` had in earlier versions. The fingerprint of the kernels in the key keeps the
-# winners of those versions from serving.
-_REMOVED = {"num_slices", "one_loop"}
-
-
 def _tile(kernel: str, numbers: dict[str, Any]) -> Any:
     """A tile, whose kind its numbers tell."""
-    kind = Tile if "num_warps" in numbers else MOSAIC[kernel]
-    return kind(**{name: x for name, x in numbers.items() if name not in _REMOVED})
+    return (Tile if "num_warps" in numbers else MOSAIC[kernel])(**numbers)
 
 
 def _ours(path: Path) -> dict[str, Any]:
@@ -229,7 +198,7 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
-def store(problem: Problem, gpu: str, tiles: TileSizes) -> Path | None:
+def store(f: CallFeatures, gpu: str, tiles: TileSizes) -> Path | None:
     """Adds a winner to the file, in place of one with its key, and returns the file.
 
     Readers see the file before or after, never a part.
@@ -246,7 +215,7 @@ def store(problem: Problem, gpu: str, tiles: TileSizes) -> Path | None:
     except FileNotFoundError:
         winners = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-    name = key(problem, gpu)
+    name = key(f, gpu)
     # One pass may have been tuned before, and the other now.
     of_pass = ({*OF_PASS[x]} for x in ("forward", "backward"))
     new = {kernel for kernels in of_pass if any(map(tiles.tile, kernels)) for kernel in kernels}

@@ -1,60 +1,33 @@
-"""The tiles of a call: those it asks for, else what `tune` found, else the backend's own."""
+"""The tiles of a call: those that are asked for, and the rest from the tables of a backend."""
 
 from types import ModuleType
 
-from pallas_flash import _select
+from pallas_flash import _device, _features
+from pallas_flash._features import CallFeatures
 from pallas_flash._problem import Problem
-from pallas_flash._tiling import cache
-from pallas_flash._tiling.sizes import KERNELS, OfCall, TileSizes, whose
+from pallas_flash._tiling.sizes import KERNELS, TileSizes
 
 
-def before_tables(problem: Problem, asked: TileSizes | None) -> OfCall:
-    """The tiles that a call asks for, and what `tune` found for such calls."""
-    if problem.symbolic:
-        # No kernel serves it.
-        return OfCall(asked or TileSizes(), TileSizes())
-    given = (asked or TileSizes()).used(problem.few_queries)
-    return OfCall(given, tuned(problem) or TileSizes())
-
-
-def tuned(problem: Problem) -> TileSizes | None:
-    """What `tune` found for this problem on the GPU that is here, if anything."""
-
-    def check(winner: TileSizes) -> None:
-        for implementation in {whose(tile) for k in KERNELS if (tile := winner.tile(k))}:
-            by_table(problem, implementation, winner.of(implementation))
-
-    return cache.lookup(problem, check) if _select.target().nvidia else None
-
-
-def for_call(problem: Problem, implementation: str, tiles: OfCall) -> TileSizes:
-    """The tiles that the kernels of one implementation run with; None is the table of "mosaic".
+def by_table(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
+    """Return the tiles that are asked for, and the rest by the table of an implementation.
 
     Raises:
         ValueError: if tiles that were asked for do not fit on the GPU.
     """
-    given, tuned = (x.of(implementation) for x in tiles)
-    if implementation == "mosaic" and given == tuned == TileSizes():
-        return given  # Its kernels, which are not looked for here, ask their table themselves.
-    sizes = by_table(problem, implementation, given)
-    if implementation == "interpret" or tuned == TileSizes():
-        return sizes
-    return given.or_else(by_table(problem, implementation, tuned))
+    f = _features.of(problem, capability=_device.tile_capability(implementation))
+    return completed(asked, problem, f, backend(implementation))
 
 
-def by_table(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
-    """The tiles asked for, and the rest by the backend's table, whatever `tune` found."""
-    of = backend(implementation)
-    work = of.work_of(problem, _select.tile_capability(implementation))
-    return completed(asked, work, of)
+def for_launch(problem: Problem, instances: int, asked: TileSizes) -> TileSizes:
+    """Return the tiles of "mosaic" where so many instances of a problem are launched at once."""
+    return completed(asked, problem, _features.of(problem, instances), backend("mosaic"))
 
 
 def backend(implementation: str) -> ModuleType:
-    """What the backend of an implementation knows of tiles.
+    """Return what the backend of an implementation knows of tiles.
 
-    * `work_of(problem, capability)`, what it chooses them by;
-    * `default(work)`, its tiles for that, which fit on the GPU;
-    * `check(kernel, tile, work)`, which raises ValueError if a tile does not;
+    * `default(problem, features)`, its tiles for a call, which fit on the GPU;
+    * `check(kernel, tile, problem, features)`, which raises ValueError if a tile does not;
     * `candidates(kernel, problem, choose)`, what `tune` is to try.
     """
     # Imported when needed, like the kernels.
@@ -67,17 +40,19 @@ def backend(implementation: str) -> ModuleType:
     return tiles
 
 
-def completed(asked: TileSizes | None, work, backend: ModuleType) -> TileSizes:
-    """The tiles asked for, as they are, and the rest from a backend.
+def completed(
+    asked: TileSizes | None, problem: Problem | None, f: CallFeatures, backend: ModuleType
+) -> TileSizes:
+    """Return the tiles that are asked for, as they are, and the rest from a backend.
 
     Raises:
         ValueError: if tiles that were asked for do not fit on the GPU.
     """
-    default = backend.default(work)
+    default = backend.default(problem, f)
     if asked is None:
         return default
-    asked = asked.used(work.few_queries)
+    asked = asked.used(f.few_queries)
     for kernel in KERNELS:
         if (tile := asked.tile(kernel)) is not None:
-            backend.check(kernel, tile, work)
+            backend.check(kernel, tile, problem, f)
     return asked.or_else(default)

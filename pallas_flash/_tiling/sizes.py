@@ -6,7 +6,7 @@ memory in a pipeline of `num_stages`.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
 KERNELS = ("forward", "decode", "dkv", "dk", "dv", "dq", "backward")
@@ -15,10 +15,6 @@ KEYS_STAY = ("dkv", "dk", "dv")
 
 # Matrix units take no fewer rows and columns.
 MIN_ROWS = 16
-
-# Few are so many queries, which fit in the smallest tile; or so many of all heads and examples, if
-# there are as many keys. They are 64 programs of "forward", and half of a GPU idle.
-FEW_QUERIES, FEW_ROWS = 16, 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,20 +291,12 @@ class TileSizes:
         )
 
 
-class OfCall(NamedTuple):
-    """What there is for a call before the tables.
-
-    Attributes:
-        given: the sizes that it gives.
-        tuned: those that `tune` found for such calls on the GPU that is here.
-    """
-
-    given: TileSizes = TileSizes()
-    tuned: TileSizes = TileSizes()
-
-    def deciding(self, attention_pass: str) -> TileSizes:
-        """Those that say who computes a pass."""
-        return self.given if self.given.computed_by(attention_pass) else self.tuned
+def describe(tile) -> str:
+    """Return a tile in words."""
+    if not isinstance(tile, Tile):
+        return ", ".join(f"{name} {x}" for name, x in dataclasses.asdict(tile).items())
+    blocks = f"{tile.block_q} x {tile.block_kv}"
+    return f"{blocks}, {tile.num_warps} warps, {tile.num_stages} stages"
 
 
 def sizes_for(kernel: str, tile: Any) -> TileSizes:
@@ -327,11 +315,6 @@ def check_shared_memory(kernel: str, tile, need: int, limit: int, head_dim: int)
             f"memory; got {tile}, which needs about {need // 1024} KiB at head size {head_dim}. "
             "Use smaller blocks or fewer stages."
         )
-
-
-def few_queries(q_len: int, kv_len: int, rows: int) -> bool:
-    """Whether "decode" may serve, for so many queries and keys, and queries of all heads."""
-    return q_len <= FEW_QUERIES or rows <= min(kv_len, FEW_ROWS)
 
 
 def power_of_2(n: int) -> int:

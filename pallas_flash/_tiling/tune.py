@@ -26,10 +26,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from pallas_flash import _api, _select, _validate
+from pallas_flash import _api, _device, _features, _limits, _validate
 from pallas_flash._problem import Problem
 from pallas_flash._tiling import cache, choose
-from pallas_flash._tiling.sizes import FORWARD, KERNELS, KEYS_STAY, Tile, TileSizes, sizes_for
+from pallas_flash._tiling.sizes import (
+    FORWARD,
+    KERNELS,
+    KEYS_STAY,
+    TileSizes,
+    describe,
+    sizes_for,
+    whose,
+)
 from pallas_flash._vjp import Plan, Wanted
 
 # The kernels of each pass. One of those of the forward serves a call; all ways to the gradients are
@@ -91,7 +99,7 @@ class Tuning:
             found, tables = self.tile_sizes, self.tables.values()
             marks = "  table" * any(table.tile(kernel) == tile for table in tables)
             marks += "  winner" * (tile in (found.tile(kernel), found.only(_given(tile))))
-            lines.append(f"{kernel:<8}{told(tile)}  {result}{marks}")
+            lines.append(f"{kernel:<8}{column(tile)}  {result}{marks}")
         where = f"stored in {self.file}" if self.file else "not stored"
         return "\n".join([*lines, f"{self.clock}; {where}"])
 
@@ -102,16 +110,15 @@ def _given(tile) -> list[str]:
     return [kernel for kernel in KERNELS if sizes.tile(kernel)]
 
 
-def told(tile) -> str:
-    """A tile as a column of a table."""
+def column(tile) -> str:
+    """Return a tile as a column of a table."""
     if isinstance(tile, TileSizes):
         by = "mosaic" if tile.of("mosaic") == tile else "triton"
         return f"  all of {by}: {', '.join(_given(tile))}"
-    if not isinstance(tile, Tile):
-        numbers = dataclasses.asdict(tile).items()
-        return "  mosaic, " + ", ".join(f"{name} {x}" for name, x in numbers)
-    blocks = f"{tile.block_q} x {tile.block_kv}"
-    return f"{blocks:>9}, {tile.num_warps} warps, {tile.num_stages} stages"
+    words = describe(tile)
+    if whose(tile) == "mosaic":
+        return f"  mosaic, {words}"
+    return " " * (9 - words.index(",")) + words
 
 
 def tune(
@@ -166,10 +173,10 @@ def tune(
         )
     problem = _problem((query, key, value), options)
     gpu = cache.gpu_here()
-    refused = _select.not_on_gpu(problem)
+    refused = _limits.not_on_gpu(problem)
     implementations = [name for name in ("triton", "mosaic") if name not in refused]
     if gpu is None or not implementations:
-        why = refused.get("triton") or f"The device is {_select.target().description}."
+        why = refused.get("triton") or f"The device is {_device.target().description}."
         raise NotImplementedError(
             f"tuning needs a GPU on which the kernels serve the call: {why[0].lower()}{why[1:]}"
         )
@@ -178,7 +185,7 @@ def tune(
     tuning = search(problem, passes, implementations)
     try:
         if store and tuning.tile_sizes != TileSizes():
-            file = cache.store(problem, gpu, tuning.tile_sizes)
+            file = cache.store(_features.of(problem), gpu, tuning.tile_sizes)
             tuning = dataclasses.replace(tuning, file=file)
     except (OSError, ValueError) as error:  # What took minutes to find is not lost for that.
         warnings.warn(f"pallas_flash.tune could not store its winner: {error}", stacklevel=2)
@@ -244,7 +251,7 @@ def search(
 def _kernels(attention_pass: str, by: str, problem: Problem, table: TileSizes) -> list[str]:
     """Those of a pass that an implementation has for a problem."""
     kernels = PASSES[attention_pass]
-    if attention_pass == "backward" and _select.backward_limit(problem, by):
+    if attention_pass == "backward" and _limits.backward_limit(problem, by):
         return []
     if by == "mosaic":
         return [kernel for kernel in kernels if table.tile(kernel)]
@@ -255,8 +262,8 @@ def _kernels(attention_pass: str, by: str, problem: Problem, table: TileSizes) -
 def _plan(by: str, sizes: TileSizes, *kernels: str) -> Plan:
     """For programs of these kernels, with tiles of `by`."""
     if by == "mosaic":
-        return Plan(by, mosaic_tiles=sizes, in_order="backward" not in kernels)
-    return Plan(by, sizes)
+        return Plan.by(by, sizes, in_order="backward" not in kernels)
+    return Plan.by(by, sizes)
 
 
 def _ways(winners: TileSizes) -> list[TileSizes]:
@@ -275,14 +282,14 @@ def _fastest(ways: list[TileSizes]) -> TileSizes:
 
 def _exact(problem: Problem):
     """For each kernel the arguments of its program and what it must give: plain JAX, in float32."""
-    plain, no_extras = Plan("xla"), Wanted()
+    plain, no_extras = Plan.by("xla"), Wanted()
     inputs = {
         name: getattr(problem, name).astype(jnp.float32) for name in ("query", "key", "value")
     }
     exact = dataclasses.replace(problem, **inputs, precision=lax.Precision.HIGHEST)
-    o, log_sum = plain.forward(exact)
+    o, log_sum = plain.run_forward(exact)
     do = jax.random.normal(jax.random.key(len(inputs)), o.shape, problem.dtype)
-    gradients = plain.backward(exact, o, log_sum, do.astype(o.dtype), None, no_extras)
+    gradients = plain.run_backward(exact, o, log_sum, do.astype(o.dtype), None, no_extras)
     for_kernels = log_sum if problem.large else log_sum.in_one()
     residuals = (problem, o.astype(problem.dtype), for_kernels, do, None, no_extras)
     arguments = dict.fromkeys(FORWARD, (problem,)) | dict.fromkeys(GRADIENTS, residuals)
@@ -295,14 +302,14 @@ def _program(kernel: str, plan: Plan):
     if kernel in FORWARD:
 
         def forward(problem):
-            o, log_sum = plan.forward(problem)
+            o, log_sum = plan.run_forward(problem)
             return [o, log_sum.lse]
 
         return jax.jit(forward)
 
     # Called once: XLA sees that kernels of "triton" are the same, and not those of "mosaic".
     def backward(*residuals):
-        gradients = plan.backward(*residuals)
+        gradients = plan.run_backward(*residuals)
         return [getattr(gradients, name) for name in GRADIENTS[kernel]]
 
     return jax.jit(backward)
@@ -352,12 +359,16 @@ def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Tr
         if not times[tile]:
             failures.setdefault(tile, "RuntimeError: CUPTI saw no kernel of that name")
 
-    def trial(tile) -> Trial:
-        failure = failures.get(tile)
-        return Trial(kernel, tile, None if failure else statistics.median(times[tile]), failure)
+    return _sorted_trials(kernel, programs, times, failures)
 
-    order = {tile: statistics.median(times.get(tile) or [math.inf]) for tile in programs}
-    return [trial(tile) for tile in sorted(programs, key=order.__getitem__)]
+
+def _sorted_trials(kernel: str, tiles: Iterable, times: dict, failures: dict) -> list[Trial]:
+    """Return the trials of some tiles, the fastest first."""
+    order = {tile: statistics.median(times.get(tile) or [math.inf]) for tile in tiles}
+    return [
+        Trial(kernel, tile, None if tile in failures else order[tile], failures.get(tile))
+        for tile in sorted(order, key=order.__getitem__)
+    ]
 
 
 @jax.jit

@@ -21,7 +21,7 @@ from support.few_queries import with_few
 from support.judge import judge, measured, program
 
 import pallas_flash
-from pallas_flash import _compat, _select
+from pallas_flash import _compat, _device
 from pallas_flash._triton.tiles import table
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +52,7 @@ def enough_programs(monkeypatch):
 # Only where there is a GPU is the difference known: others have no kernels for Hopper.
 needs_hopper = pytest.mark.skipif(
     jax.default_backend() == "gpu"
-    and (not _compat.has_mosaic_gpu() or _select.target().capability != (9, 0)),
+    and (not _compat.has_mosaic_gpu() or _device.target().capability != (9, 0)),
     reason="The kernels in Mosaic GPU need a Hopper GPU and JAX 0.11.2.",
 )
 

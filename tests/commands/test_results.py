@@ -1,4 +1,4 @@
-"""Documents and `_faster.py` show what docs/results says, and each of its lines has one schema."""
+"""Documents show what docs/results says, and each of its lines has one schema."""
 
 import pytest
 

@@ -175,8 +175,8 @@ def test_numbers_of_other_head_sizes(head_dim, value_dim, in_order, kernel_case)
 @cases.parametrize(names=["everything at once"], more=["dropout", "large scores"])
 def test_another_forward_may_come_before(case, in_order, monkeypatch, kernel_case):
     """That of "triton", as where None takes "mosaic" for the backward alone."""
-    triton = Plan("interpret", TileSizes(forward=Tile(32, 32)))
-    monkeypatch.setattr(_mosaic, "forward", lambda p, _: triton.forward(p))
+    triton = Plan.by("interpret", TileSizes(forward=Tile(32, 32)))
+    monkeypatch.setattr(_mosaic, "forward", lambda p, _: triton.run_forward(p))
     judge_both(dataclasses.replace(case, H=64, V=64), in_order)
 
 

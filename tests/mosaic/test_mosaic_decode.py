@@ -17,13 +17,13 @@ from support.compiled_code import machine_code_of, shaped
 from support.few_queries import RANGES
 from support.judge import judge
 from support.lowered import attention, launches, lowered
-from support.mosaic_cases import checked
+from support.mosaic_cases import checked, run_forward
 
-from pallas_flash import _mosaic
+from pallas_flash import _features
 from pallas_flash._blocks import Tiling
+from pallas_flash._features import FEW_QUERIES
 from pallas_flash._mosaic import block_ranges, decode_kernel, scheduler
 from pallas_flash._mosaic.tiles import decode_tile
-from pallas_flash._tiling.sizes import FEW_QUERIES
 from pallas_flash._visits import edges_first
 from pallas_flash._vjp import _public_lse
 from scripts.inspection import gpu_compiler
@@ -38,7 +38,7 @@ def run(case, dtype="bfloat16", problem=None):
     """The output and the LSE, and whether scores may be large."""
     qkv, _, options = problem or case.problem(dtype)
     with emulator.emulated(pytest.MonkeyPatch()):
-        o, log_sum = _mosaic.forward(checked(qkv, options))
+        o, log_sum = run_forward(checked(qkv, options))
     return (o, _public_lse(log_sum)), log_sum.m is not None
 
 
@@ -233,7 +233,7 @@ PARTS = [
 def test_parts(S, B, K, T, parts):
     def number(q, k, v, known):
         call = checked((q, k, v), {})
-        tile = decode_tile(call)
+        tile = decode_tile(_features.of(call))
         return decode_kernel.num_splits(call, B, Tiling(S, tile.block_kv), tile, known=known)
 
     q, k = (jax.ShapeDtypeStruct((B, n, h, 128), jnp.bfloat16) for n, h in ((T, 4 * K), (S, K)))
@@ -286,7 +286,7 @@ def test_machine_code(head_dim, options):
     }[options]
 
     def call(q, k, v, *values):
-        return _mosaic.forward(checked((q, k, v), dict(zip(arrays, values, strict=True))))
+        return run_forward(checked((q, k, v), dict(zip(arrays, values, strict=True))))
 
     [(name, registers, stack, loops)] = machine_code_of(call, q, k, k, *arrays.values())
     assert "pallas_flash_decode" in name

@@ -22,11 +22,11 @@ from support import cases, jaxprs, oracle
 from support.described_gpus import described_gpu
 from support.few_queries import with_few
 from support.lowered import SHAPE, attention, gradients, launches, lowered
-from support.mosaic_cases import checked
+from support.mosaic_cases import checked, run_forward
 from support.strict import strictly
 
 import pallas_flash
-from pallas_flash import ScoreMod, _mosaic, _select
+from pallas_flash import ScoreMod, _features, _limits
 from pallas_flash._mosaic import backward_dbias, candidates, common, forward_kernel, tiles
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.tune import _problem
@@ -71,7 +71,7 @@ def launches_of(case, reproducible: bool) -> int:
 @cases.parametrize(names=IN_DEFAULT, others_extended=True, table=SERVED)
 def test_lowers(case, reproducible):
     qkv, _, options = case.problem("bfloat16")
-    if _select.backward_limit(_problem(qkv, options), "mosaic"):
+    if _limits.backward_limit(_problem(qkv, options), "mosaic"):
         assert launches_of(case, reproducible) == 1
     else:
         # Forward, delta, and the backward in one pass with its rows, or in two.
@@ -82,7 +82,7 @@ def test_lowers(case, reproducible):
 def test_programs_that_share_keys_lower(name):
     sizes = dict(B=1, T=4096, S=4096, N=16, K=8, H=128, V=128)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
-    assert tiles.forward_tile(_problem(*case.problem("bfloat16")[::2])).programs == 2
+    assert tiles.forward_tile(_features.of(_problem(*case.problem("bfloat16")[::2]))).programs == 2
     assert launches_of(case, reproducible=False) >= 4
 
 
@@ -148,7 +148,7 @@ BIASED = [
 def forward_with_bias(q, bias, tile=None, **options):
     """The output of a call with this bias."""
     problem = checked((q, q, q), dict(bias=bias) | options)
-    return _mosaic.forward(problem, TileSizes(forward=tile))
+    return run_forward(problem, TileSizes(forward=tile))
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,13 @@ def test_tiles_of_a_bias_fit_at_all_head_sizes(dtype, options, monkeypatch):
         arrays = dict(key_value_seq_lengths=lengths) if options else {}
         problem = checked((q, q, v), dict(bias=bias) | arrays)
         assert problem.large
-        tile = tiles.forward_tile(problem)
+        tile = tiles.forward_tile(_features.of(problem))
         pipeline = forward_kernel.scratch(problem, tile).bias
         slots = pipeline.stages if pipeline else 0
         each = tile.warpgroups * 64 * tile.block_kv * bias.dtype.itemsize
         found.append((each, slots, tile.stages))
         found.append(candidates.shared_bytes("forward", tile, problem))
-        _mosaic.forward(problem)
+        run_forward(problem)
 
     monkeypatch.setattr(common, "launch", launch)
     bias = jax.ShapeDtypeStruct((1, 2, 400, 400), dtype)

@@ -9,7 +9,7 @@ import pytest
 from support import cases
 from support.compiled_code import machine_code_of, shaped
 from support.lowered import attention, gradients
-from support.mosaic_cases import NO_FLAGS, checked
+from support.mosaic_cases import NO_FLAGS, checked, run_backward, run_forward
 
 from pallas_flash import _mosaic
 from pallas_flash._mosaic import backward_dbias, backward_splits, scheduler
@@ -152,7 +152,7 @@ def test_machine_code_of_the_forward_with(option, head_dim):
 
     def call(q, k, v, *values):
         given = dict(zip(arrays, values, strict=True))
-        return _mosaic.forward(checked((q, k, v), given | others))
+        return run_forward(checked((q, k, v), given | others))
 
     [(name, _, _, loops)] = machine_code_of(call, q, q, q, *arrays.values())
     for loop in loops:
@@ -181,7 +181,7 @@ def test_machine_code_of_the_backward_with(option, head_dim):
     def call(q, k, v, o, do, m, l_log2, *values):
         problem = checked((q, k, v), dict(zip(arrays, values, strict=True)) | others)
         log_sum = LogSum(m if problem.large else None, l_log2)
-        return _mosaic.backward(problem, o, log_sum, do, None, **NO_FLAGS, in_order=False)
+        return run_backward(problem, o, log_sum, do, None, **NO_FLAGS, in_order=False)
 
     kernels = list(machine_code_of(call, *[q] * 5, row, row, *arrays.values()))
     # Beside delta two passes with a bias that threads read, where heads are large, or one and what

@@ -12,6 +12,7 @@ from support.judge import judge
 from support.mosaic_cases import (
     CAUSAL,
     LONG,
+    TABLE,
     WINDOW,
     biased,
     emulated,
@@ -22,7 +23,6 @@ from support.mosaic_cases import (
     with_bias,
 )
 
-from pallas_flash import _mosaic
 from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import backward_dbias
 from pallas_flash._mosaic.operands import Bits
@@ -49,20 +49,20 @@ IN_PAIRS = TileSizes(ForwardTile(2, 96, 1, programs=2))
 THREE = TileSizes(ForwardTile(3, 80, 1, 3))
 # The case, tiles, and whether there are tiles of the bias; of some one slot for each warpgroup.
 BIASED = {
-    "heads, causal": (biased(options=CAUSAL), _mosaic.TABLE, True),
-    "examples": (biased("BTS", T=120), _mosaic.TABLE, True),
-    "examples and heads": (biased("BNTS", T=120, H=128, V=128), _mosaic.TABLE, True),
-    "neither": (biased("TS", B=1, S=104), _mosaic.TABLE, True),
-    "32 bits": (biased("NTS", "float32", S=396, B=1), _mosaic.TABLE, True),
-    "rows of no 16 bytes": (biased(S=404, B=1), _mosaic.TABLE, False),
-    "queries": (biased("NT", B=1), _mosaic.TABLE, False),
-    "keys": (biased("NS", B=1), _mosaic.TABLE, False),
+    "heads, causal": (biased(options=CAUSAL), TABLE, True),
+    "examples": (biased("BTS", T=120), TABLE, True),
+    "examples and heads": (biased("BNTS", T=120, H=128, V=128), TABLE, True),
+    "neither": (biased("TS", B=1, S=104), TABLE, True),
+    "32 bits": (biased("NTS", "float32", S=396, B=1), TABLE, True),
+    "rows of no 16 bytes": (biased(S=404, B=1), TABLE, False),
+    "queries": (biased("NT", B=1), TABLE, False),
+    "keys": (biased("NS", B=1), TABLE, False),
     "window": (biased(options=WINDOW, B=1), THREE, True),
-    "lengths": (biased(options=OF_LENGTHS), _mosaic.TABLE, True),
+    "lengths": (biased(options=OF_LENGTHS), TABLE, True),
     "lists": (biased(options=cases._mask("NTS", 0.7), B=1), THREE, True),
     "pairs of programs": (biased(options=CAUSAL, B=1), IN_PAIRS, True),
-    "wide heads": (biased(B=1, H=256, V=256, N=2, K=1), _mosaic.TABLE, True),
-    "no room": (biased("NTS", "float32", B=1, H=256, V=256, N=2, K=1), _mosaic.TABLE, False),
+    "wide heads": (biased(B=1, H=256, V=256, N=2, K=1), TABLE, True),
+    "no room": (biased("NTS", "float32", B=1, H=256, V=256, N=2, K=1), TABLE, False),
 }
 SOME_BIASED = ["heads, causal", "examples and heads", "32 bits", "rows of no 16 bytes", "window",
                "lists", "pairs of programs"]  # fmt: skip

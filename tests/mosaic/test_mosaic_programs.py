@@ -21,10 +21,11 @@ from support.mosaic_cases import (
     in_order,
     judge_both,
     on_sms,
+    run_forward,
     with_heads,
 )
 
-from pallas_flash import BlockMask, _mosaic
+from pallas_flash import BlockMask, _features
 from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import (
     backward_common,
@@ -204,7 +205,7 @@ def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeyp
 def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, programs):
     T, S, H = sizes
     q, k = (jnp.zeros((1, n, 32, H), jnp.bfloat16) for n in (T, S))
-    assert _mosaic.tiles.forward_tile(checked((q, k, k), options)).programs == programs
+    assert forward_tile(_features.of(checked((q, k, k), options))).programs == programs
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, 
 )
 def test_programs_with_few_rows_share_no_keys(length, heads, options, programs):
     q = jnp.zeros((1, length, heads, 128), jnp.bfloat16)
-    assert forward_tile(checked((q, q, q), options)).programs == programs
+    assert forward_tile(_features.of(checked((q, q, q), options))).programs == programs
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def test_programs_with_few_rows_share_no_keys(length, heads, options, programs):
 )
 def test_few_queries_at_64_are_two_warpgroups(length, heads, options, tile):
     q = jnp.zeros((1, length, heads, 64), jnp.bfloat16)
-    found = forward_tile(checked((q, q, q), options))
+    found = forward_tile(_features.of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
 
 
@@ -261,14 +262,14 @@ def test_few_queries_at_64_are_two_warpgroups(length, heads, options, tile):
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_short_causal_calls_have_narrow_tiles(length, options, tile, head_dim):
     q = jnp.zeros((1, length, 48, head_dim), jnp.bfloat16)
-    found = forward_tile(checked((q, q, q), options))
+    found = forward_tile(_features.of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
 
 
 def test_short_causal_calls_with_few_queries_have_wide_tiles():
     """As longer ones: each program has one item."""
     q = jnp.zeros((1, 512, 32, 128), jnp.bfloat16)
-    found = forward_tile(checked((q, q, q), CAUSAL))
+    found = forward_tile(_features.of(checked((q, q, q), CAUSAL)))
     assert (found.warpgroups, found.block_kv) == (2, 128)
 
 
@@ -277,7 +278,7 @@ def test_tiles_are_no_larger_than_blocks(head_dim):
     """Of a block mask's usual size: tiles of what is seen whole need no mask."""
     q = jnp.zeros((1, 512, 1, head_dim), jnp.bfloat16)
     mask = BlockMask(jnp.ones((1, 1, 4, 4), bool), 128, 128)
-    tile = forward_tile(checked((q, q, q), dict(mask=mask)))
+    tile = forward_tile(_features.of(checked((q, q, q), dict(mask=mask))))
     assert 128 % (64 * tile.warpgroups) == 128 % tile.block_kv == 0
 
 
@@ -413,11 +414,11 @@ def test_each_query_tile_is_an_item_once(case, monkeypatch):
     with emulator.emulated(monkeypatch), monkeypatch.context() as patch:
         patch.setattr(common, "launch", launch)
         with pytest.raises(Launched) as launched:
-            _mosaic.forward(call)
+            run_forward(call)
     [lists] = map(np.asarray, launched.value.args)
     known = [row[1 : 1 + row[0, 0]] for row in lists] if lists.ndim == 3 else [lists[1:-1]]
     items = sorted(tuple(x) for x in np.concatenate(known)[:, :3].tolist())
-    tiles = -(-call.q_len // (64 * forward_tile(call).warpgroups))
+    tiles = -(-call.q_len // (64 * forward_tile(_features.of(call)).warpgroups))
     assert items == list(itertools.product(*map(range, (call.batch, call.num_heads, tiles))))
 
 

@@ -8,9 +8,7 @@ import pytest
 from support import cases, oracle
 from support import mosaic_emulator as emulator
 from support.judge import judge
-from support.mosaic_cases import LONG, LONG_CAUSAL, checked, emulated, in_order
-
-from pallas_flash import _mosaic
+from support.mosaic_cases import LONG, LONG_CAUSAL, checked, emulated, in_order, run_forward
 
 
 @in_order
@@ -88,7 +86,7 @@ def test_nothing_shows_of_values_that_no_query_sees(kernel_case):
         poisoned, _ = cases.poison(case, qkv, cotangents, options)
         assert np.isnan(np.asarray(poisoned[2], np.float32)).any(), name
         with emulator.emulated(pytest.MonkeyPatch()):
-            (want, _), (got, _) = (_mosaic.forward(checked(x, options)) for x in (qkv, poisoned))
+            (want, _), (got, _) = (run_forward(checked(x, options)) for x in (qkv, poisoned))
         np.testing.assert_array_equal(want, got, err_msg=name)
 
 

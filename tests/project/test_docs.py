@@ -84,9 +84,10 @@ def test_code_runs_and_prints_what_is_shown(page):
             assert "\n".join(lines) == (shown or "").strip(), f"It prints\n\n{printed}"
 
 
-def test_explain_prints_what_the_first_page_shows(monkeypatch):
-    """On a GPU, which is described here, by any JAX."""
-    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
+def test_explain_prints_what_the_first_page_shows():
+    """On a GPU, which is described here."""
+    if not _compat.has_mosaic_gpu():
+        pytest.skip("JAX is too old for the tiles of the kernels for Hopper")
     page = run(README)[0]
     (shown,) = re.findall(r"^```text\n(.*?)^```", README.read_text(), re.M | re.S)
     with described_gpu("NVIDIA H200"):

@@ -25,13 +25,13 @@ scripts*
 models*
 __init__ tune flax* _plot _tiling.tune
 _api
-_validate _select _faster _tiling.choose _tiling.cache
-_vjp _tangents _functions
+_validate _resolve _faster _tiling.cache
+_vjp _tangents _functions _limits _tiling.choose
 _context* _partition*
-_mosaic* _triton* _xla* _reference _tiling.workload
-_problem _mask_objects _score_mod _order _key_center
+_mosaic* _triton* _xla* _reference
+_features _problem _mask_objects _score_mod _order _key_center
 _masks _blocks _visibility _visits _scores _dropout _checks _operands _peers _symbolic _one_device
-_compat _hardware _tiling _tiling.sizes _tiling.configurations tuning
+_instances _compat _device _hardware _tiling _tiling.sizes _tiling.configurations tuning
 """
 # Each is for itself: no backend imports another.
 BACKENDS = ("_mosaic", "_triton", "_xla", "_reference")

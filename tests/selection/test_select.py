@@ -17,7 +17,7 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import _compat, _select, _vjp
+from pallas_flash import _compat, _device, _limits, _vjp
 from pallas_flash.tuning import Tile, TileSizes
 
 # The oldest GPU that is served, the newest, and one that nobody has heard of.
@@ -93,8 +93,8 @@ def plans(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(_vjp.Plan, "forward", spy(_vjp.Plan.forward))
-    monkeypatch.setattr(_vjp.Plan, "backward", spy(_vjp.Plan.backward))
+    monkeypatch.setattr(_vjp.Plan, "run_forward", spy(_vjp.Plan.run_forward))
+    monkeypatch.setattr(_vjp.Plan, "run_backward", spy(_vjp.Plan.run_backward))
     return used
 
 
@@ -112,9 +112,9 @@ def test_a_cpu_is_served_by_xla():
 def test_a_gpu_is_served_by_the_kernels(gpu):
     with described_gpu(gpu):
         assert explain().implementation == "triton"
-        assert _select.target().capability == SERVED[gpu]
-        assert _select.tile_capability("triton") == SERVED[gpu]
-        assert _select.tile_capability("interpret") is None
+        assert _device.target().capability == SERVED[gpu]
+        assert _device.tile_capability("triton") == SERVED[gpu]
+        assert _device.tile_capability("interpret") is None
 
 
 @pytest.mark.parametrize("gpu", TOO_OLD)
@@ -171,7 +171,7 @@ def test_all_reasons_are_given_at_once():
 )
 def test_the_default_device_decides(default, monkeypatch):
     with jax.default_device(default()):
-        assert _select.target() == ("cpu", False, None, True)
+        assert _device.target() == ("cpu", False, None, True)
         assert explain().implementation == "xla"
 
 
@@ -186,11 +186,11 @@ class FakeGpu:
 
 def test_a_device_that_is_here_tells_its_own_capability(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [FakeGpu()])
-    assert _select.target() == ("NVIDIA H100", True, (9, 0), True)
+    assert _device.target() == ("NVIDIA H100", True, (9, 0), True)
     monkeypatch.setattr(FakeGpu, "compute_capability", "12.1")
-    assert _select.target().capability == (12, 1)
+    assert _device.target().capability == (12, 1)
     monkeypatch.setattr(FakeGpu.client, "platform_version", "rocm 60300")
-    assert _select.target() == ("NVIDIA H100", False, None, True)
+    assert _device.target() == ("NVIDIA H100", False, None, True)
 
 
 def test_so_does_one_that_a_mesh_describes(monkeypatch):
@@ -199,10 +199,10 @@ def test_so_does_one_that_a_mesh_describes(monkeypatch):
     monkeypatch.setattr(FakeGpu, "device_kind", "NVIDIA RTX A6000")
     monkeypatch.setattr(FakeGpu, "compute_capability", "8.6")
     with described_gpu("NVIDIA RTX A6000"):
-        assert _select.target() == ("NVIDIA RTX A6000", True, (8, 6), True)
+        assert _device.target() == ("NVIDIA RTX A6000", True, (8, 6), True)
         assert explain().implementation == "triton"
     with described_gpu("NVIDIA H100"):
-        assert _select.target() == ("NVIDIA H100 (described, not here)", True, (9, 0), False)
+        assert _device.target() == ("NVIDIA H100 (described, not here)", True, (9, 0), False)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_explain_does_not_warn_and_leaves_the_warning_to_the_call():
     ("gpu", "asked"),
     [
         *itertools.product(
-            ["NVIDIA H200"], [None, *(x for x in _select.IMPLEMENTATIONS if x != "mosaic")]
+            ["NVIDIA H200"], [None, *(x for x in _limits.IMPLEMENTATIONS if x != "mosaic")]
         ),
         *itertools.product(["Tesla V100", None], [None, "interpret", "xla", "reference"]),
     ],
@@ -320,13 +320,15 @@ def test_explain_gives_a_reason_for_the_chosen_and_for_each_refused(gpu, asked):
     with described_gpu(gpu) if gpu else contextlib.nullcontext():
         choice = explain(implementation=asked)
     assert asked in (None, choice.implementation)
-    assert {choice.implementation, *choice.refused} == set(_select.IMPLEMENTATIONS)
+    assert {choice.implementation, *choice.refused} == set(_limits.IMPLEMENTATIONS)
     assert choice.implementation not in choice.refused
+    assert bool(choice.tiles) == (choice.implementation in ("triton", "interpret"))
     for reason in choice.refused.values():
         assert reason.endswith(".")
         assert "  " not in reason
     assert str(choice).splitlines() == [
         f"{choice.implementation}: {choice.reason}",
+        *(f"  {kernel}: {tile}" for kernel, tile in choice.tiles.items()),
         *(f"  not {name}: {reason}" for name, reason in choice.refused.items()),
     ]
 

@@ -7,21 +7,15 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, _api, _compat, _faster
+from pallas_flash import BlockMask, Predicate, _compat, _resolve
 from pallas_flash.tuning import BackwardTile, Tile, TileSizes
-
-# Tiles and users' functions are checked by the kernels' modules, which older JAX cannot import.
-needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason="JAX is too old")
-
-
-def with_function(*values):
-    """A row whose call has a user's function."""
-    return pytest.param(*values, marks=needs_mosaic)
 
 
 @pytest.fixture
-def newer_jax(monkeypatch):
-    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
+def newer_jax():
+    """Plans have tiles of the kernels' modules, which older JAX cannot import."""
+    if not _compat.has_mosaic_gpu():
+        pytest.skip("JAX is too old")
 
 
 LENGTHS = dict.fromkeys(
@@ -150,11 +144,10 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(segment_ids=jnp.zeros((2, 8192), jnp.int32), head_dim=256), ""),
         (dict(mask=blocks(8192), head_dim=64), ""),
         (dict(bias=jnp.zeros((1, 1, 1, 8192))), WITH_BIAS),
-        with_function(dict(mask=OF_COLOURS), ""),
-        with_function(dict(score_mod=lambda s, b, h, q, k: s + (q - k), head_dim=256), ""),
+        (dict(mask=OF_COLOURS), ""),
+        (dict(score_mod=lambda s, b, h, q, k: s + (q - k), head_dim=256), ""),
         (dict(segment_ids=jnp.zeros((8, 2048), jnp.int32), length=2048, head_dim=64), ""),
-        # The forward alone is known to be faster.
-        (dict(mask=blocks(1024), length=1024), SLOWER),
+        (dict(mask=blocks(1024), length=1024), ""),
         (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16)), ""),
         (dict(bias=jax.ShapeDtypeStruct((2, 16, 8192, 8192), jnp.bfloat16)), WITH_BIAS),
         (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16), logits_soft_cap=3.0), WITH_BIAS),
@@ -166,8 +159,8 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(head_dim=136, implementation="mosaic"), ""),
         (dict(sinks=jnp.zeros(16), implementation="mosaic"), ""),
         (dict(bias=jnp.zeros((1, 1, 1, 1)), implementation="mosaic"), ""),
-        with_function(dict(score_mod=lambda s, *at: s * jnp.tanh(s), implementation="mosaic"), ""),
-        with_function(dict(score_mod=soft_sign, implementation="mosaic"), IN_DERIVATIVE),
+        (dict(score_mod=lambda s, *at: s * jnp.tanh(s), implementation="mosaic"), ""),
+        (dict(score_mod=soft_sign, implementation="mosaic"), IN_DERIVATIVE),
     ],
     ids=told,
 )
@@ -178,15 +171,25 @@ def test_the_kernels_for_hopper_serve_what_they_are_faster_at(newer_jax, options
     assert ("backward" in choice.reason) == bool(backward)
 
 
+def decided(monkeypatch, **faster):
+    """From now on these passes, with `_` for spaces, are known to be faster, or not."""
+
+    def rule(attention_pass, f, rules=_resolve.faster_by_mosaic):
+        known = faster.get(attention_pass.replace(" ", "_"))
+        return rules(attention_pass, f) if known is None else known
+
+    monkeypatch.setattr(_resolve, "faster_by_mosaic", rule)
+
+
 def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
-    dropout = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), head_dim=64)
-    choice = on_hopper(**dropout)
+    function = dict(score_mod=lambda s, b, h, q, k: s + (q - k), head_dim=64)
+    choice = on_hopper(**function)
     assert choice.implementation == "triton"
     assert 'The backward is that of "mosaic": it is faster.' in choice.reason
-    assert "mosaic" not in on_hopper(implementation="triton", **dropout).reason
-    assert "mosaic" not in on_hopper(gpu="NVIDIA A100-SXM4-80GB", **dropout).reason
-    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward", {})
-    assert "mosaic" not in on_hopper(**dropout).reason
+    assert "mosaic" not in on_hopper(implementation="triton", **function).reason
+    assert "mosaic" not in on_hopper(gpu="NVIDIA A100-SXM4-80GB", **function).reason
+    decided(monkeypatch, backward=False)
+    assert "mosaic" not in on_hopper(**function).reason
     choice = on_hopper()
     assert choice.implementation == "mosaic"
     assert SLOWER in choice.reason
@@ -210,8 +213,8 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         (dict(segment_ids=jnp.zeros((16, 1024), jnp.int32), length=1024), "not known to be faster"),
         (dict(mask=jnp.ones((512, 512), bool), length=512), "not known to be faster"),
         (dict(mask=blocks(2048), length=2048, head_dim=64), "not known to be faster"),
-        (dict(bias=jnp.zeros((1, 1, 1, 2048)), length=2048), "not known to be faster"),
-        with_function(
+        (dict(bias=jnp.zeros((1, 1, 1, 1024)), length=1024), "not known to be faster"),
+        (
             dict(score_mod=lambda s, b, h, q, k: s + (q - k), head_dim=64),
             "not known to be faster",
         ),
@@ -220,24 +223,20 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
             dict(query_positions=jnp.zeros((1, 8192), jnp.int32)),
             "not known to be faster",
         ),
-        (
-            dict(dropout_rate=0.1, dropout_key=jax.random.key(0), head_dim=64),
-            "not known to be faster",
-        ),
         (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
-        with_function(
+        (
             dict(score_mod=lambda s, b, h, q, k: jnp.floor(s)),
             "Pallas cannot lower `floor` in `score_mod` to Mosaic GPU.",
         ),
-        with_function(
+        (
             dict(mask=Predicate(lambda b, h, q, k, x: x[q].astype(bool), (jnp.ones(8192),))),
             "Pallas cannot lower `convert_element_type` in `Predicate` to Mosaic GPU.",
         ),
-        with_function(
+        (
             dict(mask=Predicate(lambda b, h, q, k, x: x[q] > x[k], (jnp.ones(8192, jnp.int8),))),
             "Pallas cannot lower `gt` in `Predicate` to Mosaic GPU.",
         ),
-        with_function(dict(mask=OF_COLOURS, head_dim=64, length=512), "not known to be faster"),
+        (dict(mask=OF_COLOURS, head_dim=64, length=512), "not known to be faster"),
     ],
     ids=told,
 )
@@ -259,7 +258,7 @@ def test_other_calls_go_on_as_before(newer_jax, options, reason):
 )
 def test_gradients_are_reproducible_where_xlas_are(newer_jax, monkeypatch, flags, reproducible):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward in order", {})
+    decided(monkeypatch, backward_in_order=False)
     assert (IN_ORDER in on_hopper().reason) == reproducible
     assert IN_ORDER not in on_hopper(reproducible=False).reason
     assert IN_ORDER in on_hopper(reproducible=True).reason
@@ -276,51 +275,46 @@ def plan_of(**options):
     """Who computes the backward without and with a gradient of the bias."""
     plans = []
 
-    def spied(self, problem, choice, tiles, plan=_api._Wishes.plan):
-        plans.append(plan(self, problem, choice, tiles))
+    def spied(*call, resolve=_resolve.resolve):
+        plans.append(resolve(*call))
         return plans[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_api._Wishes, "plan", spied)
+        patch.setattr(_resolve, "resolve", spied)
         on_hopper(**options)
     [plan] = plans
-    return plan.backward_by, plan.with_bias_by or plan.backward_by
+    return plan.backward.implementation, plan.dbias.implementation
 
 
 BIAS = dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16))
-CAUSAL = {"causal": {128: 1}}
-FASTER = CAUSAL | {"bias in 16 bits": {128: 1}}
 
 
 @pytest.mark.parametrize(
-    ("options", "table", "by"),
+    ("options", "faster", "by"),
     [
-        (BIAS, {}, ("mosaic", "triton")),
-        (BIAS, FASTER, ("mosaic", "mosaic")),
-        (BIAS, CAUSAL, ("mosaic", "triton")),
-        (BIAS | dict(reproducible=True), FASTER, ("mosaic", "triton")),
-        (BIAS | dict(implementation="mosaic"), {}, ("mosaic", "mosaic")),
-        (BIAS | dict(implementation="triton"), FASTER, ("triton", "triton")),
-        (BIAS | dict(dtype=jnp.float32), FASTER, ("triton", "triton")),
-        pytest.param(BIAS | dict(tile_sizes=TileSizes(dkv=BackwardTile(64, 2))), {},
-                     ("mosaic", "mosaic"), marks=needs_mosaic),
-        (BIAS | dict(tile_sizes=TileSizes(dq=Tile(64, 64))), FASTER, ("triton", "triton")),
-        ({}, CAUSAL, ("mosaic", "mosaic")),
+        (BIAS, False, ("mosaic", "triton")),
+        (BIAS, True, ("mosaic", "mosaic")),
+        (BIAS | dict(reproducible=True), True, ("mosaic", "triton")),
+        (BIAS | dict(implementation="mosaic"), False, ("mosaic", "mosaic")),
+        (BIAS | dict(implementation="triton"), True, ("triton", "triton")),
+        (BIAS | dict(dtype=jnp.float32), True, ("triton", "triton")),
+        (BIAS | dict(tile_sizes=TileSizes(dkv=BackwardTile(64, 2))), False, ("mosaic", "mosaic")),
+        (BIAS | dict(tile_sizes=TileSizes(dq=Tile(64, 64))), True, ("triton", "triton")),
+        ({}, False, ("mosaic", "mosaic")),
     ],
     ids=told,
-)  # fmt: skip
+)
 def test_the_gradient_of_a_bias_is_chosen_by_its_own_times(
-    newer_jax, monkeypatch, options, table, by
+    newer_jax, monkeypatch, options, faster, by
 ):
-    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward with dbias", table)
-    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward in order with dbias", {})
+    decided(monkeypatch, backward_with_dbias=faster, backward_in_order_with_dbias=False)
     assert plan_of(**options) == by
     sentence = "A gradient of the bias" in on_hopper(**options).reason
     assert sentence == (by[0] != by[1])
 
 
 def test_a_gradient_of_the_bias_may_take_another_backward(newer_jax, monkeypatch):
-    monkeypatch.setitem(_faster.FASTER_BY_MOSAIC, "backward", {})
+    decided(monkeypatch, backward=False)
     assert plan_of(**BIAS) == ("triton", "mosaic")
     reason = on_hopper(**BIAS).reason
     assert 'A gradient of the bias comes with the backward of "mosaic": it is faster.' in reason
@@ -352,8 +346,7 @@ def test_without_triton_hopper_decodes(no_triton, newer_jax):
     assert choice.implementation == "mosaic"
 
 
-@needs_mosaic
-def test_without_triton_xla_has_the_backwards_that_hopper_has_not(no_triton):
+def test_without_triton_xla_has_the_backwards_that_hopper_has_not(no_triton, newer_jax):
     choice = on_hopper(score_mod=soft_sign)
     assert choice.implementation == "mosaic"
     assert 'The backward is that of "xla"' in choice.reason

@@ -13,6 +13,7 @@ from support import cases
 
 from pallas_flash import _api, _reference, _vjp, attention, explain
 from pallas_flash._context import choice, cost, gather, parts, ring
+from pallas_flash._features import kind_of
 from pallas_flash._problem import Problem
 
 # ------------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def parts_of(monkeypatch):
     found, right = [], _vjp.Plan._forward_alone
 
     def recorded(plan, p):
-        found.append((p.q_len, p.kv_len, p.mask.kind, bool(jax.tree.leaves(p.mask))))
+        found.append((p.q_len, p.kv_len, kind_of(p.mask), bool(jax.tree.leaves(p.mask))))
         return right(plan, p)
 
     def parts(x, method, where=None, **options):
@@ -219,12 +220,12 @@ _POSITIONS = "query_positions", "key_value_positions"
 def test_balanced_step_needs_no_positions(parts_of):
     """It is causal or whole, with the same work for all; the other calls are for other orders."""
     x, where = jnp.zeros((1, 64, 2, 8)), jnp.zeros((1, 64), jnp.int32)
-    by_positions = 16, 16, "other", True
+    by_positions = 16, 16, "another mask", True
     step = [(16, 8, "full", False), (8, 16, "full", False), by_positions]
     assert parts_of(x, "ring", where) == [(16, 16, "causal", False), by_positions, *step * 3]
     # A window compares positions, and so does every mask where a shard has no halves.
     assert parts_of(x, "ring", where, local_window_size=(9, 0)) == [by_positions] * 4
-    assert parts_of(x[:, :60], "ring", where[:, :60]) == [(15, 15, "other", True)] * 4
+    assert parts_of(x[:, :60], "ring", where[:, :60]) == [(15, 15, "another mask", True)] * 4
 
 
 def test_gathered_keys_are_visible(parts_of, monkeypatch):
@@ -233,7 +234,7 @@ def test_gathered_keys_are_visible(parts_of, monkeypatch):
     lengths = 256, 512, 768, 1024
     assert parts_of(x, "gather") == [(256, n, "causal", False) for n in lengths]
     window = parts_of(x, "gather", local_window_size=(300, 0))
-    assert window == [(256, n, "causal" if n < 512 else "other", False) for n in lengths]
+    assert window == [(256, n, "causal" if n < 512 else "ranges", False) for n in lengths]
     monkeypatch.setattr(gather, "CALLS", 2)
     assert parts_of(x[:, :512], "gather") == [(128, 512, "causal", True)]
 
@@ -270,7 +271,7 @@ def lowered_once(monkeypatch):
     """Plain JAX as the kernels for Hopper are: each pass is exported, and kept."""
     monkeypatch.setattr(_vjp, "EXPORTED", {"xla": "cpu"})
     _vjp._exported.cache_clear()
-    yield _vjp.Plan("xla", backward_by="xla")
+    yield _vjp.Plan.by("xla")
     _vjp._exported.cache_clear()
 
 
@@ -296,7 +297,7 @@ def add_more_in_x64(s, b, h, q, k):
 def test_lowered_once_for_each_x64_mode(lowered_once):
     """A user's function may depend on whether JAX is in x64 mode."""
     p = problem_of(
-        dataclasses.replace(cases.BY_NAME["full"], B=1, T=8, S=8), score_fn=add_more_in_x64
+        dataclasses.replace(cases.BY_NAME["full"], B=1, T=8, S=8), score_mod=add_more_in_x64
     )
     for x64 in (False, True):
         with jax.enable_x64(x64):

@@ -470,7 +470,7 @@ def check_heads_have_their_own_numbers(kind):
     def run(x, implementation="xla"):
         return attention(
             x, x, x,
-            implementation=implementation, context_parallelism="heads", score_fn=lower_each_head,
+            implementation=implementation, context_parallelism="heads", score_mod=lower_each_head,
         )  # fmt: skip
 
     got = jax.jit(run)(jax.device_put(x, rows))

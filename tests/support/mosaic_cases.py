@@ -23,13 +23,27 @@ from pallas_flash._vjp import _public_lse
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select_hopper has what is said then", allow_module_level=True)
 
-from pallas_flash import _mosaic
-from pallas_flash._mosaic import scheduler
+from pallas_flash import _features, _mosaic
+from pallas_flash._mosaic import scheduler, tiles
+from pallas_flash.tuning import TileSizes
 
+TABLE = TileSizes()  # Every tile from the table.
 NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
 
 
-def emulated(problem, in_order=False, sizes=_mosaic.TABLE, **others):
+def run_forward(call, sizes=TABLE):
+    """The forward with these tiles, and the rest from the table."""
+    return _mosaic.forward(call, sizes.or_else(tiles.default(call, _features.of(call))))
+
+
+def run_backward(call, *arrays, sizes=TABLE, in_order, **flags):
+    """The backward with these tiles, and the rest from the table."""
+    sizes = sizes.or_else(tiles.default(call, _features.of(call)))
+    in_order = in_order or sizes.backward is None
+    return _mosaic.backward(call, *arrays, sizes, in_order=in_order, **flags)
+
+
+def emulated(problem, in_order=False, sizes=TABLE, **others):
     """The results that `oracle.names` names."""
     qkv, (do, dlse), options = problem
     call = checked(qkv, options)
@@ -37,8 +51,8 @@ def emulated(problem, in_order=False, sizes=_mosaic.TABLE, **others):
     flags = NO_FLAGS | {f"want_{name}": x for name, x in wanted.items()} | dict(in_order=in_order)
     flags |= others
     with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
-        o, log_sum = _mosaic.forward(call, sizes)
-        gradients = _mosaic.backward(call, o, log_sum, do, dlse, sizes, **flags)
+        o, log_sum = run_forward(call, sizes)
+        gradients = run_backward(call, o, log_sum, do, dlse, sizes=sizes, **flags)
     names = "query", "key", "value", *(name for name, x in wanted.items() if x)
     return [o, _public_lse(log_sum), *(getattr(gradients, name) for name in names)]
 
@@ -48,8 +62,8 @@ def gradient_of_the_scale(problem, in_order):
     call = checked(qkv, options | dict(scale=jnp.float32(0.7)))
     flags = NO_FLAGS | dict(want_scale=True, in_order=in_order)
     with emulator.emulated(pytest.MonkeyPatch()):
-        o, log_sum = _mosaic.forward(call)
-        return _mosaic.backward(call, o, log_sum, do, dlse, **flags).scale
+        o, log_sum = run_forward(call)
+        return run_backward(call, o, log_sum, do, dlse, **flags).scale
 
 
 def on_sms(patch, count):
@@ -104,11 +118,11 @@ CAUSAL = fixed(is_causal=True, query_offset=-20)
 WINDOW = fixed(is_causal=True, local_window_size=(70, 0))
 
 
-def forward_of(case, sizes=_mosaic.TABLE):
+def forward_of(case, sizes=TABLE):
     """The output and the LSE, emulated."""
     qkv, _, options = case.problem("bfloat16")
     with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
-        o, log_sum = _mosaic.forward(checked(qkv, options), sizes)
+        o, log_sum = run_forward(checked(qkv, options), sizes)
     return [o, _public_lse(log_sum)]
 
 

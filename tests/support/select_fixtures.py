@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from pallas_flash import _compat, _select
+from pallas_flash import _compat, _resolve
 
 
 @pytest.fixture(autouse=True)
 def no_warning_given_yet(monkeypatch):
-    monkeypatch.setattr(_select, "_warned", set())
+    monkeypatch.setattr(_resolve, "_warned", set())
 
 
 @pytest.fixture(name="no_triton")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash import _compat, _select, _vjp
+from pallas_flash import _compat, _device, _features, _vjp
 from pallas_flash._tiling import cache, choose, tune
+from pallas_flash._tiling.sizes import KERNELS
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
 
 # None of them is in the table.
@@ -28,7 +29,7 @@ newer = pytest.mark.skipif(
 
 
 def gpu_here(monkeypatch, kind):
-    monkeypatch.setattr(_select, "target", lambda: _select.Target(kind, True, (9, 0)))
+    monkeypatch.setattr(_device, "target", lambda: _device.Target(kind, True, (9, 0)))
 
 
 def zeros_for_random_numbers(monkeypatch):
@@ -61,12 +62,17 @@ def tiles_of(monkeypatch, **changed) -> TileSizes:
     """What a call of `attention` computes with."""
     used = []
     with monkeypatch.context() as patch:
-        patch.setattr(
-            _vjp, "attend", lambda plan, *_: used.append(plan.tiles) or (jnp.zeros(()), None)
-        )
+        patch.setattr(_vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
         pallas_flash.attention(**arguments(**changed))
-    [tiles] = used
-    return tiles
+    [plan] = used
+    forward, backward = plan.forward.tiles, plan.backward.tiles
+    return TileSizes(
+        **{kernel: forward.tile(kernel) or backward.tile(kernel) for kernel in KERNELS}
+    )
+
+
+def features(**changed):
+    return _features.of(problem(**changed))
 
 
 def table(**changed) -> TileSizes:
@@ -84,7 +90,7 @@ def warned(count, text=""):
 
 
 def store(tiles=TRITON, gpu="NVIDIA H200", **changed):
-    return cache.store(problem(**changed), gpu, tiles)
+    return cache.store(features(**changed), gpu, tiles)
 
 
 def command(monkeypatch, *words):

@@ -11,7 +11,7 @@ import pytest
 from support import tiny_run
 from support.tiny_run import flags, parameters_of
 
-from pallas_flash import _select
+from pallas_flash import _limits
 from scripts import train_gpt
 from scripts.train_gpt import main
 from scripts.training.mesh import check_memory
@@ -39,7 +39,7 @@ def test_every_field_is_a_flag_with_a_help():
         named[action.dest] = action.help
     expected = set(flat_config(tiny_run.TINY)) - {"vocab_size"}
     assert set(named) == expected | {"preset", "restart", "help"}
-    assert set(CHOICES["attention"]) == {"auto", "cudnn", *_select.IMPLEMENTATIONS}
+    assert set(CHOICES["attention"]) == {"auto", "cudnn", *_limits.IMPLEMENTATIONS}
     for name, text in named.items():
         assert text, f"{name} has no help"
         assert "None" not in text

@@ -8,7 +8,7 @@ import pytest
 from support.calls import NEWER
 from support.described_gpus import described_gpu
 
-from pallas_flash import _api, explain, tuning
+from pallas_flash import _resolve, explain, tuning
 from pallas_flash._tiling.sizes import KERNELS, MOSAIC
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Mosaic, Tile, TileSizes, Triton
 
@@ -34,13 +34,13 @@ def reason_of(gpu, **options):
 
 
 def plan_of(monkeypatch, gpu, **options):
-    plans, plan = [], _api._Wishes.plan
+    plans, resolve = [], _resolve.resolve
 
     def spied(*arguments):
-        plans.append(plan(*arguments))
+        plans.append(resolve(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr(_api._Wishes, "plan", spied)
+    monkeypatch.setattr(_resolve, "resolve", spied)
     reason_of(gpu, **options)
     return plans[0]
 
@@ -49,9 +49,9 @@ def plan_of(monkeypatch, gpu, **options):
 def test_triton_configuration_reaches_the_kernels(monkeypatch, implementation):
     options = dict(tile_sizes=Triton(forward=TILE, dq=TILE), implementation=implementation)
     plan = plan_of(monkeypatch, "NVIDIA H200", **options)
-    assert (plan.implementation, plan.backward_by) == ("triton", "triton")
-    assert plan.tiles.forward == plan.tiles.dq == TILE
-    assert plan.tiles.dkv
+    assert plan.forward.implementation == plan.backward.implementation == "triton"
+    assert plan.forward.tiles.forward == plan.backward.tiles.dq == TILE
+    assert plan.backward.tiles.dkv
 
 
 @needs_mosaic
@@ -60,9 +60,9 @@ def test_mosaic_configuration_reaches_the_kernels(monkeypatch, implementation):
     tiles = Mosaic(forward=ForwardTile(3, 96), backward=BackwardTile(64, 2))
     options = dict(tile_sizes=tiles, implementation=implementation)
     plan = plan_of(monkeypatch, "NVIDIA H200", **options)
-    assert (plan.implementation, plan.backward_by) == ("mosaic", "mosaic")
-    assert plan.mosaic_tiles.forward == tiles.forward
-    assert plan.mosaic_tiles.backward == tiles.backward
+    assert plan.forward.implementation == plan.backward.implementation == "mosaic"
+    assert plan.forward.tiles.forward == tiles.forward
+    assert plan.backward.tiles.backward == tiles.backward
 
 
 def test_explain_says_what_a_configuration_asks_for():

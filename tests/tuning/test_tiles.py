@@ -16,12 +16,12 @@ from support import ttir
 
 from pallas_flash import attention
 from pallas_flash._blocks import Tiling
+from pallas_flash._features import CallFeatures, MaskKind, Option
 from pallas_flash._hardware import shared_memory_limit
 from pallas_flash._masks import Band, Mask
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.choose import backend, completed
-from pallas_flash._tiling.sizes import KERNELS, few_queries
-from pallas_flash._tiling.workload import Workload
+from pallas_flash._tiling.sizes import KERNELS
 from pallas_flash._triton.common import QueryTiles, side_by_side
 from pallas_flash._triton.tiles import table
 from pallas_flash._triton.tiles.rule import _smaller, splits_of_heads
@@ -58,28 +58,43 @@ def chosen(
     pair_bytes=0,
     q_len=999,
     kv_len=999,
-    kind="other",
+    kind="another mask",
     masked=True,
     rows=2**20,
     kv_rows=2**20,
     groups=1,
 ):
     """The table's tiles for a call with many programs, unless told otherwise."""
-    work = Workload(
-        q_len=q_len,
-        kv_len=kv_len,
+    options = {"scores": {Option.SOFT_CAP}, "dropout": {Option.DROPOUT}}.get(kind, set())
+    mask = MaskKind.OTHER if options else MaskKind(kind)
+    f = Counted(
+        dtype={2: "bfloat16", 4: "float32"}[itemsize],
         head_dim=head_dim,
         value_dim=value_dim or head_dim,
-        itemsize=itemsize,
-        capability=capability,
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=1,
+        num_heads=groups,
+        num_kv_heads=1,
+        mask=mask if masked else MaskKind.FULL,
+        options=frozenset(options),
         pair_bytes=pair_bytes,
-        kind=kind,
-        masked=masked,
-        rows=rows,
-        kv_rows=kv_rows,
-        groups=groups,
+        capability=capability,
+        all_rows=rows,
+        all_kv_rows=kv_rows,
     )
-    return completed(asked, work, backend("triton"))
+    return completed(asked, None, f, backend("triton"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(CallFeatures):
+    """Features with these queries and keys of all heads, whatever the lengths are."""
+
+    all_rows: int = 0
+    all_kv_rows: int = 0
+
+    rows = property(lambda self: self.all_rows)
+    kv_rows = property(lambda self: self.all_kv_rows)
 
 
 def tiles_of(sizes: TileSizes) -> dict[str, Tile]:
@@ -151,7 +166,7 @@ REPLACED = [
 
 def replaced(head_dim=128, **of):
     """The tiles that a call has in place of those of one of the same size and no known kind."""
-    others = tiles_of(chosen(None, head_dim, **of | dict(kind="other")))
+    others = tiles_of(chosen(None, head_dim, **of | dict(kind="another mask")))
     sizes = tiles_of(chosen(None, head_dim, **of))
     return {kernel: tile for kernel, tile in sizes.items() if tile != others[kernel]}
 
@@ -206,7 +221,7 @@ def test_options_of_a_long_call_choose_its_tile(options, block_q):
 def test_calls_with_few_programs_have_tiles_of_their_own(size, masked):
     most, tiles = table.FEW[size]
     of = dict(zip(("head_dim", "itemsize"), size, strict=True), masked=masked)
-    usual = tiles_of(chosen(**of))
+    usual = tiles_of(chosen(**of, rows=2**16))
     most = most if masked else most // 2
     of_keys = {"dkv", "dk", "dv"} & set(tiles)
     for rows, kv_rows, few in [
@@ -282,7 +297,10 @@ def test_so_many_programs_share_out_the_heads_of_a_key(groups, kv_rows, masked, 
     ],
 )
 def test_few_queries(sizes, few):
-    assert few_queries(*sizes) == few
+    q_len, kv_len, rows = sizes
+    of = dict(dtype="float32", head_dim=1, value_dim=1, batch=1, num_heads=1, num_kv_heads=1)
+    f = Counted(**of, q_len=q_len, kv_len=kv_len, all_rows=rows)
+    assert f.few_queries == few
 
 
 # (keys, key/value heads): 128 programs without a mask, for 8 query heads in 4 or 2 shares. Under a

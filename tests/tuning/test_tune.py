@@ -19,6 +19,7 @@ from support.tune_cases import (
     TRITON,
     arguments,
     array,
+    features,
     newer,
     problem,
     table,
@@ -28,7 +29,7 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import _select, _vjp
+from pallas_flash import _device, _limits, _vjp
 from pallas_flash._tiling import cache, choose, tune
 from pallas_flash._tiling.sizes import sizes_for
 from pallas_flash._tiling.tune import ROUNDS, SLOW, Trial, Tuning
@@ -108,8 +109,8 @@ def fake_programs(monkeypatch, change=lambda tile, results: results):
     """Exact results for every tile, then changed; nothing of the kernels is compiled."""
 
     def program(kernel, plan):
-        tiles = plan.mosaic_tiles if plan.implementation == "mosaic" else plan.tiles
-        tile, exact = tiles.tile(kernel), PROGRAM(kernel, _vjp.Plan("xla"))
+        tiles = plan.forward.tiles
+        tile, exact = tiles.tile(kernel), PROGRAM(kernel, _vjp.Plan.by("xla"))
         return jax.jit(lambda *args: change(tile, exact(*args)))
 
     monkeypatch.setattr(tune, "_program", program)
@@ -207,7 +208,7 @@ def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
 @newer
 def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
     fake_programs(monkeypatch)
-    monkeypatch.setattr(_select, "backward_limit", lambda problem, by: "it has none")
+    monkeypatch.setattr(_limits, "backward_limit", lambda problem, by: "it has none")
     p = problem(size=64, value_dim=64, dtype=jnp.bfloat16)
     tile = ForwardTile(2, 64, 0)
     monkeypatch.setattr(choose.backend("mosaic"), "candidates", lambda kernel, *_: [tile])
@@ -263,7 +264,7 @@ def test_a_candidate_that_fails_is_reported_and_the_others_go_on(monkeypatch, st
         __call__ = fail
 
     def some_fail(kernel, plan):
-        fails = plan.tiles.tile(kernel) == FASTER and step != "measure"
+        fails = plan.forward.tiles.tile(kernel) == FASTER and step != "measure"
         return Failing() if fails else program(kernel, plan)
 
     monkeypatch.setattr(tune, "_program", some_fail)
@@ -326,7 +327,7 @@ def test_few_queries_have_a_kernel_of_their_own(monkeypatch):
 def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, dtype, capability):
     q_len, kv_len = (9, 600) if kernel == "decode" else (300, 300)
     p = problem(size=size, value_dim=size, q_len=q_len, kv_len=kv_len, dtype=jnp.dtype(dtype))
-    monkeypatch.setattr(_select, "tile_capability", lambda implementation: capability)
+    monkeypatch.setattr(_device, "tile_capability", lambda implementation: capability)
     by_table = functools.partial(choose.by_table, p, "triton")
     tiles = triton_tiles.candidates(kernel, p, by_table)
     default = by_table(None).tile(kernel)
@@ -371,7 +372,7 @@ def test_rows_of_few_queries_are_those_of_all_heads_that_share_keys():
 
 def test_few_queries_are_tuned_by_their_rows():
     keys = [
-        cache.key(problem(q_len=q_len, heads=heads, kv_heads=2), "a GPU")
+        cache.key(features(q_len=q_len, heads=heads, kv_heads=2), "a GPU")
         for q_len, heads in ((1, 4), (2, 2), (1, 64), (17, 4), (17, 64))
     ]
     assert keys[0].replace("T 1,", "T 2,") == keys[1]
@@ -380,14 +381,14 @@ def test_few_queries_are_tuned_by_their_rows():
 
 
 def test_queries_of_all_heads_may_be_few():
-    few, many = (cache.key(problem(q_len=n, heads=1, kv_heads=1), "") for n in (40, 41))
+    few, many = (cache.key(features(q_len=n, heads=1, kv_heads=1), "") for n in (40, 41))
     assert "64 rows' keys" in few
     assert "own keys" in many
 
 
 def test_queries_and_keys_of_all_heads_count():
     sizes = [{"heads": 4, "kv_heads": 2}, {"heads": 8, "kv_heads": 2}, {"heads": 8, "kv_heads": 4}]
-    keys = [cache.key(problem(**more), "") for more in sizes]
+    keys = [cache.key(features(**more), "") for more in sizes]
     numbers = "128 and 128", "256 and 128", "256 and 256"
     assert [key.partition(", in all ")[2] for key in keys] == list(numbers)
 
@@ -436,7 +437,7 @@ def test_a_program_has_its_kernel_once(kernel):
     calls = []
 
     class Plan:
-        def backward(self, x):
+        def run_backward(self, x):
             calls.append(x)
             return _vjp.Gradients(x, x, x, None, None, None)
 
@@ -464,7 +465,7 @@ def test_on_a_gpu(file, monkeypatch):
 
     Of the candidates each fifth, for all take 500 seconds of a core.
     """
-    on_hopper = "mosaic" not in _select.not_on_gpu(problem(dtype=jnp.bfloat16))
+    on_hopper = "mosaic" not in _limits.not_on_gpu(problem(dtype=jnp.bfloat16))
     for by in ("triton", "mosaic")[: 1 + on_hopper]:
         backend = choose.backend(by)
         some = functools.partial(each_fifth, backend.candidates)

@@ -12,16 +12,17 @@ from support.tune_cases import (
     FAST,
     OTHER,
     command,
+    features,
     mistake,
-    problem,
     store,
     zeros_for_random_numbers,
 )
 from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
+from pallas_flash import _features
 from pallas_flash._tiling import cache
-from pallas_flash.tuning import Tile, TileSizes
+from pallas_flash.tuning import TileSizes
 
 
 def test_the_command_tunes_and_prints_a_table(monkeypatch, capsys, h200, search, file):
@@ -31,7 +32,7 @@ def test_the_command_tunes_and_prints_a_table(monkeypatch, capsys, h200, search,
     assert p.query.shape == (3, 24, 6, 64)
     assert p.key.shape == p.value.shape == (3, 24, 2, 64)
     assert (p.dtype, passes) == (jnp.float16, ["forward"])
-    assert " causal mask" in cache.key(p, "")
+    assert " causal mask" in cache.key(_features.of(p), "")
     out = capsys.readouterr().out.splitlines()
     assert out[0].endswith("1.0000 ms  winner")
     assert out[-1] == f"a clock; stored in {file}"
@@ -54,7 +55,7 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
     store(TileSizes(forward=FAST, dq=OTHER))
     assert command(monkeypatch, "--show") == 0
     assert capsys.readouterr().out.splitlines() == [
-        cache.key(problem(), "NVIDIA H200"),
+        cache.key(features(), "NVIDIA H200"),
         "  forward   32 x 32, 1 warps, 1 stages",
         "  dq        16 x 32, 1 warps, 1 stages",
     ]
@@ -64,17 +65,6 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
     for words in ("--clear", "--show"):
         assert command(monkeypatch, words) == 0
         assert capsys.readouterr().out == f"no winners in {file}\n"
-
-
-def test_removed_fields_of_tiles_are_ignored(monkeypatch, capsys, file):
-    sizes = TileSizes(forward=Tile(256, 64, 8, 3))
-    store(sizes)
-    old = '"num_stages": 3, "num_slices": 2, "one_loop": true'
-    file.write_text(file.read_text().replace('"num_stages": 3', old))
-    cache.read.cache_clear()
-    assert list(cache.read(file).values()) == [sizes]
-    assert command(monkeypatch, "--show") == 0
-    assert capsys.readouterr().out.endswith(" 256 x 64, 8 warps, 3 stages\n")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from support.tune_cases import (
     TRITON,
     arguments,
     command,
+    features,
     gpu_here,
     mistake,
-    problem,
     store,
     table,
     tiles_of,
@@ -30,9 +30,9 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, hopper_here, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import _select, _vjp
+from pallas_flash import _device, _vjp
 from pallas_flash._tiling import cache, choose
-from pallas_flash.tuning import BackwardTile, DecodeTile, DqTile, ForwardTile, Tile, TileSizes
+from pallas_flash.tuning import BackwardTile, DecodeTile, DqTile, ForwardTile, TileSizes
 
 # ------------------------------------------------------------------------------------------------
 # Which calls a winner serves.
@@ -137,7 +137,7 @@ def test_the_fingerprint_is_of_all_that_kernels_import():
     ]
     below = set().union(*(imports[name] for name in files))
     others = {name for name in below if not name.startswith((*of_kernels, "_tiling"))}
-    assert others <= {*cache._SHAPE, "_problem", "_compat"}
+    assert others <= {*cache._SHAPE, "_features", "_problem", "_compat"}
 
 
 BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
@@ -152,26 +152,26 @@ BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
         ({"is_causal": True}, "causal"),
         ({"is_causal": True, "query_offset": 3}, "causal"),
         ({"is_causal": True, "query_offset": jnp.asarray([3], jnp.int32)}, "causal by arrays"),
-        ({"is_causal": True, "local_window_size": (4, None)}, "other"),
+        ({"is_causal": True, "local_window_size": (4, None)}, "ranges"),
         (
             {"is_causal": True, "key_value_seq_lengths": jnp.asarray([7], jnp.int32)},
-            "other by arrays",
+            "lengths by arrays",
         ),
-        ({"local_window_size": (4, None)}, "other"),
+        ({"local_window_size": (4, None)}, "ranges"),
         (
             {"segment_ids": (jnp.zeros((1, 24), jnp.int32), jnp.zeros((1, 40), jnp.int32))},
-            "other by arrays",
+            "documents by arrays",
         ),
-        ({"mask": pallas_flash.PrefixLM(jnp.asarray([7], jnp.int32))}, "other by arrays"),
-        ({"mask": jnp.ones((1, 40), bool)}, "listed"),
-        ({"mask": jnp.ones((1, 40), bool), "is_causal": True}, "listed"),
-        ({"mask": pallas_flash.BlockMask(jnp.ones((1, 1, 1, 1), bool))}, "listed"),
+        ({"mask": pallas_flash.PrefixLM(jnp.asarray([7], jnp.int32))}, "ranges by arrays"),
+        ({"mask": jnp.ones((1, 40), bool)}, "mask array by arrays"),
+        ({"mask": jnp.ones((1, 40), bool), "is_causal": True}, "mask array by arrays"),
+        ({"mask": pallas_flash.BlockMask(jnp.ones((1, 1, 1, 1), bool))}, "blocks by arrays"),
         ({"mask": pallas_flash.Predicate(lambda b, h, q, k: q > k)}, "predicate"),
-        ({"mask": BLOCKS_OF_A_PREDICATE}, "predicate"),
+        ({"mask": BLOCKS_OF_A_PREDICATE}, "blocks by arrays"),
     ],
 )
 def test_kinds_of_masks(options, kind):
-    assert f" {kind} mask, T 32, S 64" in cache.key(problem(**options), "a GPU")
+    assert f" {kind} mask, T 32, S 64" in cache.key(features(**options), "a GPU")
 
 
 def halved(s, *at):
@@ -183,24 +183,24 @@ def halved(s, *at):
     [
         ({"dropout_key": jax.random.key(0)}, ""),
         ({"bias": jnp.zeros(40)}, " + bias"),
-        ({"bias": jnp.zeros((24, 40), jnp.float16)}, " + bias + 2 bytes a pair"),
+        ({"bias": jnp.zeros((24, 40), jnp.float16)}, " + bias in 16 bits + 2 bytes a pair"),
         ({"alibi_slopes": jnp.zeros(2)}, " + slopes"),
-        ({"score_mod": halved}, " + score_mod"),
+        ({"score_mod": halved}, " + score function"),
         ({"logits_soft_cap": 3, "sinks": jnp.zeros(2)}, " + soft cap + sinks"),
         ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, " + dropout"),
     ],
 )
 def test_what_is_done_to_scores_and_probabilities_counts(options, words):
-    assert f" full mask{words}, T 32, S 64" in cache.key(problem(**options), "a GPU")
+    assert f" full mask{words}, T 32, S 64" in cache.key(features(**options), "a GPU")
 
 
 def test_precision_counts_for_float32_however_it_is_set():
     with jax.default_matmul_precision("highest"):
-        inherited = cache.key(problem(), "a GPU")
-        half = cache.key(problem(dtype=jnp.float16), "a GPU")
-    assert inherited == cache.key(problem(precision="highest"), "a GPU")
-    assert inherited != cache.key(problem(), "a GPU")
-    assert half == cache.key(problem(dtype=jnp.float16), "a GPU")
+        inherited = cache.key(features(), "a GPU")
+        half = cache.key(features(dtype=jnp.float16), "a GPU")
+    assert inherited == cache.key(features(precision="highest"), "a GPU")
+    assert inherited != cache.key(features(), "a GPU")
+    assert half == cache.key(features(dtype=jnp.float16), "a GPU")
 
 
 def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
@@ -215,7 +215,7 @@ def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
 def test_tiles_for_calls_of_all_lengths_leave_one_forward_kernel(monkeypatch, h200):
     both = TileSizes(forward=FAST, decode=OTHER)
     for q_len, wanted in ((16, (None, OTHER)), (33, (FAST, None))):
-        cache.store(problem(q_len=q_len), "NVIDIA H200", TileSizes(dq=FASTER))
+        cache.store(features(q_len=q_len), "NVIDIA H200", TileSizes(dq=FASTER))
         tiles = tiles_of(monkeypatch, q_len=q_len, tile_sizes=both)
         assert (tiles.forward, tiles.decode, tiles.dq) == (*wanted, FASTER)
 
@@ -309,7 +309,7 @@ def test_a_winner_chooses_who_computes_each_pass(
     # By the table "mosaic" is faster in both.
     if tiles is not None:
         zeros_for_random_numbers(monkeypatch)
-        cache.store(problem(**LONG), "NVIDIA H200", tiles)
+        cache.store(features(**LONG), "NVIDIA H200", tiles)
     monkeypatch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
     choice = explained()
     assert choice.implementation == forward
@@ -356,20 +356,19 @@ def test_tiles_say_how_gradients_are_computed(
 ):
     """In one pass or in two, or by "triton", to which so short a call goes without tiles."""
     plan = plan_of(monkeypatch, tile_sizes=given, reproducible=reproducible)
-    assert (plan.backward_by, plan.in_order) == (by, in_order)
+    assert (plan.backward.implementation, plan.backward.in_order) == (by, in_order)
     assert plan.implementation == (given.computed_by("forward") or "triton")
-    assert (plan.tiles, plan.mosaic_tiles) == tuple(
-        given.of(name) if name in (by, plan.implementation) else TileSizes()
-        for name in ("triton", "mosaic")
-    )
+    assert plan.forward.tiles == given.of(plan.implementation).only(["forward"])
+    kernels = ["dkv", "dq"] if by == "triton" or in_order else ["backward"]
+    assert plan.backward.tiles == given.of(by).only(kernels)
 
 
 def test_tiles_of_mosaic_do_not_matter_where_it_does_not_serve(monkeypatch):
     gpu_here(monkeypatch, "NVIDIA A100")
-    monkeypatch.setattr(_select, "target", lambda: _select.Target("NVIDIA A100", True, (8, 0)))
+    monkeypatch.setattr(_device, "target", lambda: _device.Target("NVIDIA A100", True, (8, 0)))
     plan = plan_of(monkeypatch, tile_sizes=MOSAIC)
-    assert (plan.implementation, plan.backward_by) == ("triton", "triton")
-    assert plan.tiles == plan.mosaic_tiles == TileSizes()
+    assert (plan.implementation, plan.backward.implementation) == ("triton", "triton")
+    assert plan.forward.tiles == plan.backward.tiles == TileSizes()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -381,8 +380,8 @@ def test_passes_are_merged(file):
     store(TileSizes(dq=FAST), is_causal=True)
     store(TileSizes(dk=OTHER, dv=OTHER, dq=OTHER))
     assert cache.read(file) == {
-        cache.key(problem(), "NVIDIA H200"): TileSizes(forward=FAST, dk=OTHER, dv=OTHER, dq=OTHER),
-        cache.key(problem(is_causal=True), "NVIDIA H200"): TileSizes(dq=FAST),
+        cache.key(features(), "NVIDIA H200"): TileSizes(forward=FAST, dk=OTHER, dv=OTHER, dq=OTHER),
+        cache.key(features(is_causal=True), "NVIDIA H200"): TileSizes(dq=FAST),
     }
 
 
@@ -403,32 +402,6 @@ def test_tiles_of_both_implementations_are_stored(monkeypatch, capsys, file):
         "  dkv       mosaic, block_q 64, stages 2",
         "  dq        mosaic, warpgroups 2, block_kv 128, stages 2",
     ]
-
-
-def test_a_file_of_before_is_read_and_kept(monkeypatch, h200, file):
-    """Without tiles of "mosaic"; what an older version may not read says so by its number."""
-    old = {
-        "made_by": "pallas_flash.tune",
-        "schema": 1,
-        "winners": {
-            "another call": {"forward": {"block_q": 64, "block_kv": 64, "num_warps": 4,
-                                         "num_stages": 3}},
-            cache.key(problem(), "NVIDIA H200"): {
-                kernel: {**dataclasses.asdict(FAST)} for kernel in ("forward", "dkv", "dq")
-            },
-        },
-    }  # fmt: skip
-    file.parent.mkdir()
-    file.write_text(json.dumps(old))
-    with warned(0):
-        assert tiles_of(monkeypatch) == TRITON.or_else(table())
-        store(TileSizes(forward=OTHER))
-    content = json.loads(file.read_text())
-    assert content["schema"] == 2
-    assert cache.read(file)["another call"] == TileSizes(Tile(64, 64, 4, 3))
-    assert cache.read(file)[cache.key(problem(), "NVIDIA H200")] == dataclasses.replace(
-        TRITON, forward=OTHER
-    )
 
 
 def test_the_file_is_read_once_and_again_after_a_store(monkeypatch, h200, file):
@@ -489,8 +462,8 @@ FOREIGN = {
     "signed by another": edited(lambda content: content.update(made_by="tune")),
 }
 OTHER_FORM = {
-    "an older schema": edited(lambda content: content.update(schema=0)),
-    "a newer schema": edited(lambda content: content.update(schema=3)),
+    "an older schema": edited(lambda content: content.update(schema=2)),
+    "a newer schema": edited(lambda content: content.update(schema=4)),
     "no schema": edited(lambda content: content.pop("schema")),
     "no winners": edited(lambda content: content.pop("winners")),
     "a size that is none": of_the_winner(lambda winner: winner["dq"].update(block_q=7)),

@@ -1,7 +1,6 @@
 """Tiles for these kernels: the measured ones, the rule that picks, and candidates for tuning."""
 
-from pallas_flash._tiling.workload import of_problem as work_of
 from pallas_flash._triton.tiles.candidates import candidates
 from pallas_flash._triton.tiles.rule import check, default
 
-__all__ = ["candidates", "check", "default", "work_of"]
+__all__ = ["candidates", "check", "default"]

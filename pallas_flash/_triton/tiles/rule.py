@@ -4,6 +4,8 @@ import dataclasses
 import math
 
 from pallas_flash import _hardware
+from pallas_flash._features import CallFeatures, Option
+from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
     KERNELS,
     KEYS_STAY,
@@ -12,71 +14,72 @@ from pallas_flash._tiling.sizes import (
     check_shared_memory,
     power_of_2,
 )
-from pallas_flash._tiling.workload import Workload
 from pallas_flash._triton.tiles import table
 
 
-def default(work: Workload) -> TileSizes:
+def default(p: Problem | None, f: CallFeatures) -> TileSizes:
     """Return the table's tiles for a call, fitted to the GPU.
 
     With bias or mask arrays, tiles that were not timed with them have two stages at most, so that
     as many programs fit on an SM as without.
     """
-    size = _width(work), work.itemsize
-    matrix_units = _hardware.matrix_units(work.capability)
+    del p  # The features say all.
+    size = _width(f), f.itemsize
+    matrix_units = _hardware.matrix_units(f.capability)
     tiles = table.BY_MATRIX_UNITS[matrix_units][size]
     # The rest of the table was timed on Hopper alone.
     hopper = matrix_units == "hopper"
-    with_pairs = table.WITH_PAIRS.get(size) if hopper and work.pair_bytes else None
+    with_pairs = table.WITH_PAIRS.get(size) if hopper and f.pair_bytes else None
     if with_pairs:
-        tiles = with_pairs[max(n for n in with_pairs if n <= work.pair_bytes)]
+        tiles = with_pairs[max(n for n in with_pairs if n <= f.pair_bytes)]
     elif hopper:
-        tiles = dataclasses.replace(tiles, **_of_few(work) | _of_kind(work))
-    if work.kv_len > table.MANY_KEYS:
+        tiles = dataclasses.replace(tiles, **_of_few(f) | _of_kind(f))
+    if f.kv_len > table.MANY_KEYS:
         block_kv = table.DECODE_STAGE // (2 * math.prod(size))
         decode = Tile(table.DECODE_ROWS[size[0]], block_kv, 4, 3)
-        tiles = dataclasses.replace(tiles, decode=decode).used(work.few_queries)
+        tiles = dataclasses.replace(tiles, decode=decode).used(f.few_queries)
     for kernel in KERNELS:
         tile = tiles.tile(kernel)
         if tile is None:
             continue
-        if work.pair_bytes and (kernel == "decode" or not with_pairs):
+        if f.pair_bytes and (kernel == "decode" or not with_pairs):
             tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
-        tiles = dataclasses.replace(tiles, **{kernel: _fitted(kernel, tile, work)})
+        tiles = dataclasses.replace(tiles, **{kernel: _fitted(kernel, tile, f)})
     return tiles
 
 
-def _of_few(work: Workload) -> dict[str, Tile]:
+def _of_few(f: CallFeatures) -> dict[str, Tile]:
     """Return the tiles that differ at low occupancy."""
-    limit, tiles = table.FEW.get((_width(work), work.itemsize), (0, {}))
-    spread = work.kv_rows * splits_of_heads(work.groups, work.kv_rows, work.masked)
+    limit, tiles = table.FEW.get((_width(f), f.itemsize), (0, {}))
+    spread = f.kv_rows * splits_of_heads(f.groups, f.kv_rows, f.masked)
 
     def few(kernel: str) -> bool:
-        return (spread if kernel in KEYS_STAY else work.rows) * (2 - work.masked) <= limit
+        return (spread if kernel in KEYS_STAY else f.rows) * (2 - f.masked) <= limit
 
     return {kernel: tile for kernel, tile in tiles.items() if few(kernel)}
 
 
-def _of_kind(work: Workload) -> dict[str, Tile]:
+def _of_kind(f: CallFeatures) -> dict[str, Tile]:
     """Return the tiles that differ for this kind of call."""
-    many, tiles = table.BY_KIND.get((work.kind, _width(work), work.itemsize), (0, {}))
-    return tiles if work.rows >= many else {}
+    kind = "scores" if f.scores else "dropout" if Option.DROPOUT in f.options else f.mask
+    many, tiles = table.BY_KIND.get((kind, _width(f), f.itemsize), (0, {}))
+    return tiles if f.rows >= many else {}
 
 
-def _fitted(kernel: str, tile: Tile, work: Workload) -> Tile:
+def _fitted(kernel: str, tile: Tile, f: CallFeatures) -> Tile:
     """Return the tile, or the largest smaller one that fits in the GPU's shared memory."""
-    limit = _hardware.shared_memory_limit(work.capability)
-    if kernel == "decode" and shared_bytes(kernel, tile, work) > limit:
+    limit = _hardware.shared_memory_limit(f.capability)
+    if kernel == "decode" and shared_bytes(kernel, tile, f) > limit:
         # Rows, for which keys are read once, matter more than another stage.
         tile = dataclasses.replace(tile, num_stages=2)
-    while shared_bytes(kernel, tile, work) > limit and (smaller := _smaller(kernel, tile)) != tile:
+    while shared_bytes(kernel, tile, f) > limit and (smaller := _smaller(kernel, tile)) != tile:
         tile = smaller
     return tile
 
 
-def _width(work: Workload) -> int:
+def _width(f: CallFeatures) -> int:
     """Return the head dim in the table."""
-    return max(64, power_of_2(max(work.head_dim, work.value_dim)))
+    return max(64, power_of_2(f.width))
 
 
 def _smaller(kernel: str, tile: Tile) -> Tile:
@@ -94,14 +97,14 @@ def _smaller(kernel: str, tile: Tile) -> Tile:
     return dataclasses.replace(tile, num_warps=4) if resident <= 64 else tile
 
 
-def check(kernel: str, tile: Tile, work: Workload) -> None:
+def check(kernel: str, tile: Tile, p: Problem | None, f: CallFeatures) -> None:
     """Raise ValueError if a tile does not fit in the GPU's shared memory."""
-    limit = _hardware.shared_memory_limit(work.capability)
-    need, head_dim = shared_bytes(kernel, tile, work), max(work.head_dim, work.value_dim)
-    check_shared_memory(kernel, tile, need, limit, head_dim)
+    del p
+    limit = _hardware.shared_memory_limit(f.capability)
+    check_shared_memory(kernel, tile, shared_bytes(kernel, tile, f), limit, f.width)
 
 
-def shared_bytes(kernel: str, tile: Tile, work: Workload) -> int:
+def shared_bytes(kernel: str, tile: Tile, f: CallFeatures) -> int:
     """Return the bytes of shared memory that a kernel needs at least.
 
     It holds the resident tiles, and for each stage a streamed pair and tiles of the (q, k) arrays.
@@ -110,8 +113,8 @@ def shared_bytes(kernel: str, tile: Tile, work: Workload) -> int:
     if kernel in KEYS_STAY:
         resident, streamed = streamed, resident
     kept = {"forward": 1, "decode": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2}[kernel]
-    pairs = tile.num_stages * resident * streamed * work.pair_bytes
-    return (kept * resident + 2 * tile.num_stages * streamed) * _width(work) * work.itemsize + pairs
+    pairs = tile.num_stages * resident * streamed * f.pair_bytes
+    return (kept * resident + 2 * tile.num_stages * streamed) * _width(f) * f.itemsize + pairs
 
 
 def splits_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
@@ -123,7 +126,7 @@ def splits_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
     Args:
         groups: query heads of a key head.
         kv_rows: keys of all heads and batch elements. (There may be none.)
-        masked: whether there is a mask. Its tiles differ in work, so more programs are better.
+        masked: whether there is a mask. Its tiles differ in f, so more programs are better.
     """
     enough = (table.ENOUGH_KEYS if masked else table.ENOUGH_KEYS / 2) / math.sqrt(2)
     divisors = (n for n in range(1, groups) if groups % n == 0)

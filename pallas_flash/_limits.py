@@ -1,0 +1,128 @@
+"""The calls and the devices that each implementation serves.
+
+"mosaic"     kernels for Hopper alone
+"triton"     kernels for NVIDIA GPUs of compute capability 8.0 or more
+"interpret"  the kernels of "triton", in Pallas's interpreter: any device, slow
+"xla"        the same algorithm in plain JAX
+"reference"  the dense definition; memory grows with T * S
+"""
+
+import jax
+
+from pallas_flash import _compat, _device, _functions
+from pallas_flash._problem import Problem
+
+IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
+# The implementations that have tiles.
+KERNELS = ("mosaic", "triton", "interpret")
+
+MAX_HEAD_DIM = 256
+
+# Copies of "mosaic" take rows of 16 bytes, and so head dims that are multiples of this.
+MOSAIC_HEAD_DIM_UNIT = 8
+
+
+def not_on_gpu(problem: Problem) -> dict[str, str]:
+    """Return why "triton" and "mosaic" do not serve a problem on this device, by name."""
+    limits = _problem_limits(problem)
+    why = {
+        "triton": [*(_device_limits() or _jax_limits()), *limits],
+        "mosaic": _mosaic_device_limits() or [*limits, *_mosaic_limits(problem)],
+    }
+    # Asked last, because it takes time.
+    why = {name: x or _functions.limits(problem, name) for name, x in why.items()}
+    return {name: " ".join(sentences) for name, sentences in why.items() if sentences}
+
+
+def interpreter_limits(problem: Problem, *, look_for_triton: bool) -> str:
+    """Return why the interpreter does not serve a problem, or ""."""
+    missing = _jax_limits() if look_for_triton else []
+    return " ".join([*missing, *_problem_limits(problem)])
+
+
+def _problem_limits(p: Problem) -> list[str]:
+    """Return why the kernels cannot serve a problem, on any device; whole sentences."""
+    limits = []
+    if p.symbolic:
+        names = ", ".join(map(str, p.symbolic))
+        limits.append(f"Got symbolic sizes ({names}), and the kernels are compiled for known ones.")
+    if p.dtype.name == "float64":
+        limits.append("Got float64, and the kernels compute in float32.")
+    if max(p.head_dim, p.value_dim) > MAX_HEAD_DIM:
+        limits.append(
+            f"Got a head size of {max(p.head_dim, p.value_dim)}, and the kernels serve up to "
+            f"{MAX_HEAD_DIM}."
+        )
+    for x in _arrays_in_kernels(p):
+        # JAX goes over to indices of 64 bits at 2^32 bytes, which is late for bools.
+        if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
+            limits.append(
+                f"Got an array of {x.dtype} with {x.size} elements, and in the kernels indices "
+                "into arrays of one byte a number end at 2^31; a Predicate needs no array."
+            )
+    return limits
+
+
+def _arrays_in_kernels(p: Problem) -> list:
+    """Return the arrays that kernels read by index; none where symbolic sizes rule kernels out."""
+    return [] if p.symbolic else jax.tree.leaves((p.mask, p.scores))
+
+
+def _device_limits() -> list[str]:
+    """Return why kernels cannot be compiled for the current device; whole sentences."""
+    device = _device.target()
+    if not device.nvidia:
+        return [f"The kernels need an NVIDIA GPU, and the device is {device.description}."]
+    if device.capability is not None and device.capability < (8, 0):
+        major, minor = device.capability
+        return [
+            "The kernels need an NVIDIA GPU of compute capability 8.0 or more (A100 or newer), and "
+            f"the device is {device.description} with {major}.{minor}."
+        ]
+    return []
+
+
+def _mosaic_device_limits() -> list[str]:
+    """Return why kernels for Hopper cannot be compiled for the current device; whole sentences."""
+    device = _device.target()
+    if not device.nvidia or device.capability != (9, 0):
+        known = f" with {'.'.join(map(str, device.capability))}" if device.capability else ""
+        return [
+            "The kernels in Mosaic GPU need a GPU of compute capability 9.0 (H100, H200, GH200), "
+            f"and the device is {device.description}{known}."
+        ]
+    if not _compat.has_mosaic_gpu():
+        return [
+            "The kernels in Mosaic GPU need JAX "
+            f"{'.'.join(map(str, _compat.MOSAIC_SINCE))} or newer, and this is {jax.__version__}."
+        ]
+    return []
+
+
+def _mosaic_limits(p: Problem) -> list[str]:
+    """Return why kernels for Hopper do not serve a problem that others may; whole sentences."""
+    limits = []
+    if p.dtype.itemsize != 2:
+        limits.append(f"Got {p.dtype.name}, and they serve float16 and bfloat16.")
+    if p.head_dim % MOSAIC_HEAD_DIM_UNIT or p.value_dim % MOSAIC_HEAD_DIM_UNIT:
+        limits.append(
+            f"Got head sizes of {p.head_dim} and {p.value_dim} (of values), and they serve "
+            f"multiples of {MOSAIC_HEAD_DIM_UNIT}."
+        )
+    if any(x.size > 2**31 for x in _arrays_in_kernels(p)):
+        limits.append("Got an array of more than 2^31 elements, and their indices end there.")
+    return limits
+
+
+def backward_limit(problem: Problem, implementation: str) -> str:
+    """Return why a backward does not serve a problem that its forward may, or ""."""
+    if implementation not in ("mosaic", "triton"):
+        return ""
+    return _functions.derivative_limit(problem, implementation)
+
+
+def _jax_limits() -> list[str]:
+    """Return why this JAX cannot run the kernels, on any device; whole sentences."""
+    if _compat.has_triton():
+        return []
+    return [f"This JAX ({jax.__version__}) has no Triton language for Pallas."]

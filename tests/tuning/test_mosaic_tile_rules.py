@@ -1,0 +1,34 @@
+"""The rules by which the forward for Hopper has its tile."""
+
+import itertools
+
+from support import mosaic_cases  # noqa: F401  Skips where JAX is too old.
+
+from pallas_flash._features import CallFeatures, MaskKind, Option
+from pallas_flash._mosaic.tiles import FORWARD_RULES, forward_tile
+
+SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (128, 256)
+
+
+def calls():
+    """Calls of all kinds of masks, with one option or none."""
+    asked = [frozenset(), *(frozenset({option}) for option in Option)]
+    for (head_dim, value_dim), length, heads, mask, options in itertools.product(
+        SIZES, (512, 1024, 4096), (16, 32, 64), MaskKind, asked
+    ):
+        sizes = dict(head_dim=head_dim, value_dim=value_dim, q_len=length, kv_len=length)
+        heads_of = dict(batch=1, num_heads=heads, num_kv_heads=heads)
+        yield CallFeatures("bfloat16", **sizes, **heads_of, mask=mask, options=options)
+
+
+def test_every_rule_decides_for_some_call():
+    deciding = [next(rule.kind for rule in FORWARD_RULES if rule.fits(f)) for f in calls()]
+    assert set(deciding) == {rule.kind for rule in FORWARD_RULES}
+
+
+def test_clusters_share_keys_only_where_tiles_are_known():
+    """Two CTAs need the same keys, in the same order."""
+    for f in calls():
+        if forward_tile(f).programs > 1:
+            assert f.mask in (MaskKind.FULL, MaskKind.CAUSAL)
+            assert not f.by_arrays
