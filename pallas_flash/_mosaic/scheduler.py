@@ -162,7 +162,7 @@ def static_schedule(
     """Return int32 [CTAs, 1 + work tiles, columns]: the number of a CTA's work tiles, then these.
 
     A fixed order that does not look at lengths can resonate with them: in a causal call on an H200
-    a prototype lost 40 % by it. docs/performance.md has times.
+    a prototype lost 40 % by it.
 
     Args:
         batch: batch elements of all instances.

@@ -42,8 +42,7 @@ MIN_SCALE = 1e-30
 MAX_QUICK_CAP = 64.0
 # Integers below this are exact in float32, and so are their sums.
 EXACT_IN_FLOAT32 = 2**24
-# Columns of a tile for which random numbers are drawn at a time. More take more registers, see
-# docs/performance.md.
+# Columns of a tile for which random numbers are drawn at a time. More take more registers.
 DRAWN_AT_A_TIME = 32
 
 

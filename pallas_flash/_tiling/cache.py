@@ -87,7 +87,7 @@ def key(f: CallFeatures, gpu: str) -> str:
 # them.)
 _SHAPE = (
     *("_blocks", "_masks", "_mask_objects", "_visits", "_scores"),
-    *("_operands", "_dropout", "_key_center"),
+    *("_operands", "_dropout", "_key_center", "_hardware"),
 )
 _TILES = ("tiles.py", "candidates.py")
 
