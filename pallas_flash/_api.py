@@ -40,6 +40,18 @@ def _checks_keywords(function: _Function) -> _Function:
     return cast(_Function, call)
 
 
+def _with_signature_of(model: Callable) -> Callable[[_Function], _Function]:
+    """Give a function that passes its arguments on the parameters of `model`."""
+
+    def give(function: _Function) -> _Function:
+        returns = inspect.signature(function).return_annotation
+        signature = inspect.signature(model).replace(return_annotation=returns)
+        function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+        return function
+
+    return give
+
+
 @_checks_keywords
 def attention(
     query: Float[Array, "*B T N H"],
@@ -216,38 +228,8 @@ def _problem(call: Mapping[str, Any]) -> Problem:
 
 
 @_checks_keywords
-def explain(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    *,
-    implementation: Implementation | None = None,
-    tile_sizes: Configuration | None = None,
-    reproducible: bool | None = None,
-    return_residual: bool = False,
-    return_lse: bool = False,
-    scale=None,
-    is_causal: bool = False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
-    segment_ids=None,
-    query_offset=0,
-    query_positions=None,
-    key_value_positions=None,
-    logits_soft_cap=None,
-    sinks=None,
-    alibi_slopes=None,
-    score_mod=None,
-    dropout_rate=0.0,
-    dropout_key=None,
-    broadcast_dropout=False,
-    precision=None,
-    sequence_axis=None,
-    context_parallelism: ContextParallelism | None = None,
-) -> Explanation:
+@_with_signature_of(attention)
+def explain(*args, **kwargs) -> Explanation:
     """Tells which implementation would serve this call of `attention`, and why not the others.
 
     Takes the arguments of `attention`, with `jax.ShapeDtypeStruct`s for arrays that are not there
@@ -266,14 +248,15 @@ def explain(
         >>> pallas_flash.explain(x, x, x, implementation="xla").implementation
         'xla'
     """
-    call = locals()
-    arrays, structure = jax.tree.flatten(call)
+    call = inspect.signature(attention).bind(*args, **kwargs)
+    call.apply_defaults()
+    arrays, structure = jax.tree.flatten(dict(call.arguments))
     shapes = {i: x for i, x in enumerate(arrays) if isinstance(x, jax.ShapeDtypeStruct)}
     results = []
 
     def traced(traced):
         filled = [traced.get(i, x) for i, x in enumerate(arrays)]
-        results.append(_explain(jax.tree.unflatten(structure, filled), query, key))
+        results.append(_explain(jax.tree.unflatten(structure, filled), *call.args[:2]))
 
     jax.eval_shape(traced, shapes)
     return results[0]
