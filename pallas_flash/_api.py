@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_flash import _context, _partition, _peers, _reference, _resolve, _validate, _vjp
+from pallas_flash._mask_objects import Joinable
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
 from pallas_flash._resolve import Explanation, Request
@@ -21,6 +22,7 @@ from pallas_flash._tiling.configurations import Configuration
 
 Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
 ContextParallelism = Literal["ring", "gather", "heads"]
+AnyMask = Joinable | Mask
 _Function = TypeVar("_Function", bound=Callable)
 
 
@@ -52,13 +54,88 @@ def _with_signature_of(model: Callable) -> Callable[[_Function], _Function]:
     return give
 
 
+class Options(TypedDict, total=False):
+    """The keywords of `attention`, for type checkers, but those that say what it returns."""
+
+    scale: float | Float[Array, ""] | None
+    is_causal: bool
+    query_seq_lengths: Int32[Array, " B"] | None
+    key_value_seq_lengths: Int32[Array, " B"] | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    segment_ids: Int32[Array, "B T"] | tuple[Int32[Array, "B T"], Int32[Array, "B S"]] | None
+    query_offset: int | Int32[Array, ""] | Int32[Array, " B"]
+    query_positions: Int32[Array, "#B T"] | None
+    key_value_positions: Int32[Array, "#B S"] | None
+    logits_soft_cap: float | None
+    sinks: Float[Array, " N"] | None
+    alibi_slopes: Float[Array, " N"] | None
+    score_mod: Callable | ScoreMod | None
+    dropout_rate: float
+    dropout_key: Array | None
+    broadcast_dropout: bool
+    precision: str | lax.Precision | lax.DotAlgorithmPreset | None
+    implementation: Implementation | None
+    tile_sizes: Configuration | None
+    reproducible: bool | None
+    sequence_axis: str | tuple[str, ...] | None
+    context_parallelism: ContextParallelism | None
+
+
+@overload
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | AnyMask | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | AnyMask | None = None,
+    *,
+    return_residual: Literal[True],
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | AnyMask | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | AnyMask | None = None,
+    *,
+    return_residual: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @_checks_keywords
 def attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | Mask | None = None,
+    mask: Bool[Array, "..."] | AnyMask | None = None,
     *,
     scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
@@ -86,7 +163,7 @@ def attention(
     reproducible: bool | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     context_parallelism: ContextParallelism | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact softmax attention with memory linear in the lengths, forward and backward.
 
         s_ij = soft_cap(scale * q_i . k_j + bias_ij)    where query i may see key j, else -inf
@@ -227,6 +304,20 @@ def _problem(call: Mapping[str, Any]) -> Problem:
     return _validate.validate(**{name: call[name] for name in _OF_PROBLEM})
 
 
+@overload
+def explain(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    return_residual: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Explanation: ...
+@overload
+def explain(query, key, value, bias=None, mask=None, **options: Any) -> Explanation: ...
 @_checks_keywords
 @_with_signature_of(attention)
 def explain(*args, **kwargs) -> Explanation:

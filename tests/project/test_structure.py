@@ -6,6 +6,7 @@ import fnmatch
 import graphlib
 import inspect
 import re
+import typing
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ from support.repository import IMPORTS, MODULES, PUBLIC, ROOT, imported, inside,
 
 import pallas_flash
 import pallas_flash.flax
+from pallas_flash import _api
 from pallas_flash._mask_objects import Joinable
 from pallas_flash._masks import NumberLeaf
 
@@ -154,6 +156,18 @@ def test_attention_takes_what_jax_takes():
 
 def test_explain_takes_what_attention_takes():
     assert parameters(pallas_flash.explain) == parameters(pallas_flash.attention)
+
+
+def test_overloads_have_the_keywords_of_attention():
+    def told(hints):
+        # jaxtyping makes each type anew.
+        return {name: str(hint) for name, hint in hints.items()}
+
+    spelt_out = {"query", "key", "value", "bias", "mask", "return_residual", "return_lse", "return"}
+    ours = told(typing.get_type_hints(inspect.unwrap(pallas_flash.attention)))
+    options = told(typing.get_type_hints(_api.Options))
+    assert options == {name: hint for name, hint in ours.items() if name not in spelt_out}
+    assert options.keys() == ours.keys() - spelt_out
 
 
 @pytest.mark.parametrize("name", PUBLIC)
