@@ -424,6 +424,8 @@ def room_for(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+# After a failed write, TensorStore may call back into an event loop that orbax has closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_disk_full_at_a_checkpoint_is_a_sentence(config, whole_run, capfd):
     run = a_run(config, until=5)
     with RunFolder(config, "text") as folder:
