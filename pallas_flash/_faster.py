@@ -91,8 +91,13 @@ RULES = (
         NEVER,
     ),
     Rule(
-        "dbias without a mask at head dim 128",
-        lambda c: c.dbias and c.head_dim == 128 and not c.f.masked,
+        "biases in 16 bits in the backward at head dim 128: dbias without a mask, or out of order",
+        lambda c: (
+            c.backward
+            and c.head_dim == 128
+            and c.asks(Option.BIAS_16_BITS)
+            and (not c.f.masked if c.dbias else not c.in_order)
+        ),
         512,
     ),
     Rule(
@@ -129,10 +134,9 @@ RULES = (
         NEVER,
     ),
     Rule(
-        "block masks, and in the forward float32 biases, at head dim 64",
+        "block masks, and in the forward biases, at head dim 64",
         lambda c: (
-            c.head_dim == 64
-            and (c.f.mask is MaskKind.BLOCKS or (c.forward and c.asks(Option.BIAS)))
+            c.head_dim == 64 and (c.f.mask is MaskKind.BLOCKS or (c.forward and c.asks(*BIASES)))
         ),
         4096,
     ),
@@ -185,8 +189,9 @@ def _has_enough_work(call: Measured) -> bool:
     """Return whether all heads and batch elements have enough queries, and enough keys.
 
     The queries of a plain call need 2^21 numbers: half as many in a causal forward, twice as many
-    in a forward at head dim 64 without a mask, four times as many in a causal backward. Others
-    were measured from `MANY_ROWS` queries on. The keys are those of the CTAs of a backward.
+    in a forward at head dim 64 without a mask, four times as many in a causal backward, and eight
+    times at head dim 256. Others were measured from `MANY_ROWS` queries on. The keys are those of
+    the CTAs of a backward.
     """
     f, head_dim = call.f, call.head_dim
     if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):
@@ -194,7 +199,7 @@ def _has_enough_work(call: Measured) -> bool:
     if not call.plain or call.in_order or call.dbias:
         return f.rows >= MANY_ROWS
     if f.causal:
-        numbers = 2**20 if call.forward else 2**23
+        numbers = 2**20 if call.forward else 2**24 if head_dim == 256 else 2**23
     else:
         numbers = 2**22 if call.forward and head_dim == 64 else 2**21
     return f.rows * head_dim >= numbers

@@ -70,6 +70,7 @@ class CallFeatures:
         num_heads: N.
         num_kv_heads: K.
         mask: the kind of the mask.
+        has_block_mask: whether a part of the mask is a `BlockMask`, whatever the others are.
         by_arrays: whether arrays say what the mask allows, so that only the GPU knows it.
         options: what else the call asks for.
         pair_bytes: bytes of bias and mask arrays for each pair of a query and a key.
@@ -88,6 +89,7 @@ class CallFeatures:
     num_heads: int
     num_kv_heads: int
     mask: MaskKind = MaskKind.FULL
+    has_block_mask: bool = False
     by_arrays: bool = False
     options: frozenset[Option] = frozenset()
     pair_bytes: int = 0
@@ -153,6 +155,7 @@ def of(p: Problem, instances: int = 1, capability: tuple[int, int] | None = None
         num_heads=p.num_heads,
         num_kv_heads=p.num_kv_heads,
         mask=kind_of(p.mask),
+        has_block_mask=any(leaf.kind is LeafKind.BLOCKS for leaf in p.mask.leaves),
         by_arrays=bool(jax.tree.leaves(p.mask)),
         options=_options(p),
         pair_bytes=p.pair_bytes,

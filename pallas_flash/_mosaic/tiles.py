@@ -65,8 +65,7 @@ FORWARD_RULES = (
         # With 192 queries and 96 keys most blocks of 128 x 128 would be partial: 2.4 times as long.
         "head dims to 64, with block masks, dropout or float32 biases",
         lambda f: (
-            f.width <= 64
-            and (f.mask is MaskKind.BLOCKS or bool(f.options & {Option.DROPOUT, Option.BIAS}))
+            f.width <= 64 and (f.has_block_mask or bool(f.options & {Option.DROPOUT, Option.BIAS}))
         ),
         ForwardTile(2, 128, 1),
     ),

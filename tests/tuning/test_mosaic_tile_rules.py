@@ -6,6 +6,7 @@ from support import mosaic_cases  # noqa: F401  Skips where JAX is too old.
 
 from pallas_flash._features import CallFeatures, MaskKind, Option
 from pallas_flash._mosaic.tiles import FORWARD_RULES, forward_tile
+from pallas_flash.tuning import ForwardTile
 
 SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (128, 256)
 
@@ -32,3 +33,11 @@ def test_clusters_share_keys_only_where_tiles_are_known():
         if forward_tile(f).programs > 1:
             assert f.mask in (MaskKind.FULL, MaskKind.CAUSAL)
             assert not f.by_arrays
+
+
+def test_block_mask_among_others_has_its_tile():
+    """As with positions, by which the mask as a whole has no kind of its own."""
+    sizes = dict(head_dim=64, value_dim=64, q_len=4096, kv_len=4096)
+    heads = dict(batch=1, num_heads=16, num_kv_heads=16)
+    features = CallFeatures("bfloat16", **sizes, **heads, mask=MaskKind.OTHER, has_block_mask=True)
+    assert forward_tile(features) == ForwardTile(2, 128, 1)
