@@ -53,9 +53,9 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
             f"got {tile} and head sizes of {p.head_dim} and {p.value_dim} (of values). Use 1."
         )
     told = p.mask.scattered or jax.tree.leaves(p.mask)
-    if kernel == "forward" and tile.programs > 1 and told:
+    if kernel == "forward" and tile.cluster_size > 1 and told:
         raise ValueError(
-            "`tile_sizes.forward` must have `programs=1` where arrays or a predicate say which "
+            "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which "
             f"keys are seen; got {tile}. Use 1."
         )
     # Two warpgroups share out a tile of dq, by its queries or by its columns.
@@ -110,8 +110,8 @@ def candidates(kernel: str, problem: Problem, choose: Callable[[TileSizes | None
     # The output leaves through one slot, or where that has no room in place of the queries.
     keys_and_slots = (64, 80, 96, 112, 128, 144, 160, 176, 192), (1, 0)
     forward = [ForwardTile(*x) for x in itertools.product((2, 3), *keys_and_slots, (2, 3))]
-    if _width(problem) > 64:  # Smaller heads did not gain by two programs.
-        forward += [ForwardTile(2, *x, programs=2) for x in itertools.product(*keys_and_slots)]
+    if _width(problem) > 64:  # Smaller heads gain nothing by a cluster.
+        forward += [ForwardTile(2, *x, cluster_size=2) for x in itertools.product(*keys_and_slots)]
     tried = {
         "forward": forward,
         "decode": [

@@ -67,7 +67,7 @@ runs to the right, `|` is a wait:
 The warpgroups do not take turns at the tensor cores (no ping-pong): they drift apart to other
 places of the same step by themselves, and turns gained nothing in prototypes beside this overlap.
 
-Clusters. Two CTAs may share K/V blocks (`ForwardTile.programs`) for neighbouring query tiles: each
+Clusters. Two CTAs of neighbouring query tiles may share K/V blocks (`cluster_size` 2): each
 copies one half of a block to the shared memory of both (TMA multicast), and a stage is empty when
 the consumers of both have released it. So the L2 cache delivers keys and values half as often.
 
@@ -158,7 +158,7 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         tile: block sizes.
         dynamic: whether the schedule is; by default, whether the mask has arrays.
     """
-    w, stages, slots, cluster = tile.warpgroups, tile.stages, tile.output_slots, tile.programs
+    w, stages, slots, cluster = tile.warpgroups, tile.stages, tile.output_slots, tile.cluster_size
     if dynamic is None:
         dynamic = bool(jax.tree.leaves(p.mask)) or p.mask.scattered
     q_columns, v_columns = (-(-n // ptx.COLUMNS) for n in (p.head_dim, p.value_dim))
@@ -193,7 +193,7 @@ def _mask_pipelines(p: Problem, tile: ForwardTile):
     """Yield pipelines for tiles of mask arrays, as bits."""
     arrays = sum(map(has_pairs, p.mask.leaves))
     # A tile is whole words, and copied for one CTA.
-    if arrays and tile.block_kv % ptx.BITS == 0 and tile.programs == 1:
+    if arrays and tile.block_kv % ptx.BITS == 0 and tile.cluster_size == 1:
         rows = tile.warpgroups * QUERY_ROWS
         smem = plgpu.SMEM((arrays, MASK_STAGES, tile.block_kv // ptx.BITS, rows), jnp.uint32)
         yield Pipeline.spec(smem, MASK_STAGES, copies=arrays, consumers=tile.warpgroups)
@@ -274,7 +274,7 @@ class ForwardConfig(common.Static):
         and of a last work tile it may not exist.
         """
         part = common.remainder(i + warpgroup, self.tile.warpgroups)
-        if self.tile.programs == 1:
+        if self.tile.cluster_size == 1:
             return part
         return part + self.tile.warpgroups * lax.axis_index(common.MEMBER)
 
@@ -479,7 +479,7 @@ class ConsumerWarpgroup:
         """Wait for a block that this query tile does not see, and release it."""
         for pipeline in (self.smem.k, self.smem.v):
             pipeline.consumer_wait(self.kv_base + j)
-            if self.config.tile.programs > 1:
+            if self.config.tile.cluster_size > 1:
                 # One thread arrives at the barriers of a cluster: all warps must have waited.
                 for n, barrier in enumerate(SKIPPED):
                     meet = functools.partial(ptx.meet, barrier, 128)
@@ -649,7 +649,7 @@ class ProducerWarpgroup:
             stream=(blocks.count, lambda j: blocks.at(j, self.inputs.table)),
             where=(tile.b, common.quotient(tile.h, config.groups)),
             base=kv_base,
-            cluster_size=config.tile.programs,
+            cluster_size=config.tile.cluster_size,
             beside=load_masks,
         )
         return kv_base + blocks.count
@@ -726,7 +726,7 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
         lengths: int32 [B], how many of the first keys of each batch element are visible.
     """
     p = problem
-    w, cluster_size = tile.warpgroups, tile.programs
+    w, cluster_size = tile.warpgroups, tile.cluster_size
     q = Tiling(p.q_len, w * cluster_size * QUERY_ROWS)
     rows, kv = Tiling(p.q_len, QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = p.mask.within(kv=kv)

@@ -159,7 +159,7 @@ def forward_tile(f: CallFeatures) -> ForwardTile:
     """Return the tile of the forward, by the rules; two CTAs may be a cluster that shares loads."""
     tile = next(rule.tile for rule in FORWARD_RULES if rule.fits(f))
     if f.width > 64 and _products_alone(f) and _in_pairs(f):
-        return dataclasses.replace(tile, programs=2)
+        return dataclasses.replace(tile, cluster_size=2)
     return tile
 
 
@@ -231,7 +231,7 @@ FEW_ROWS = 2**15
 
 
 def _in_pairs(f: CallFeatures) -> bool:
-    """Whether two programs should share keys and values, at head sizes above 64.
+    """Return whether two CTAs should share keys and values, at head dims above 64.
 
     Timed on a hot H200, up to 16384 tokens: without a mask 2048 at 128 take as long, and others 3
     to 5 % less; causal 2048 take as long, and more of them up to 5 % less. At 64 it is 2 % less,

@@ -53,16 +53,16 @@ _STAGES = (2, 3, 4)
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:
-    """How a program of the forward of "mosaic" is made.
+    """The tile of a CTA of the Hopper forward.
 
     Attributes:
-        warpgroups: those that compute, 2 or 3, with 64 queries each.
-        block_kv: keys and values of a tile, a multiple of 16 up to 256.
-        output_slots: places of 64 columns in shared memory through which the output leaves, up to
-            4; 0 takes the place of the queries, for want of memory.
-        stages: slots of keys, and of values, 2 to 4.
-        programs: 2 with neighbouring queries share what they load of keys and values; with 2
-            warpgroups, where no array says which keys are seen. Or 1.
+        warpgroups: consumer warpgroups, 2 or 3, with 64 queries each.
+        block_kv: keys of a block, a multiple of 16 up to 256.
+        output_slots: buffers of 64 columns in shared memory through which the output leaves, up to
+            4; 0 reuses the buffer of the queries.
+        stages: pipeline stages of keys, and of values, 2 to 4.
+        cluster_size: CTAs of neighbouring query tiles that share the copies of keys and values, 1
+            or 2. 2 needs 2 warpgroups and a mask that is known at tracing.
 
     Raises:
         ValueError: if a number is none of those.
@@ -73,23 +73,23 @@ class ForwardTile:
     block_kv: int = 128
     output_slots: int = 1
     stages: int = 2
-    programs: int = 1
+    cluster_size: int = 1
 
     def __post_init__(self):
         slots = tuple(range(5))
         kv = tuple(range(16, 257, 16))
         _check(self, warpgroups=(2, 3), block_kv=kv, output_slots=slots, stages=_STAGES)
-        _check(self, programs=(1, 2) if self.warpgroups == 2 else (1,))
+        _check(self, cluster_size=(1, 2) if self.warpgroups == 2 else (1,))
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTile:
-    """How a program of the forward of "mosaic" for few queries is made; it has 64 rows.
+    """The tile of a CTA of the Hopper forward for decoding, with 64 rows.
 
     Attributes:
-        warpgroups: those that compute, 2 or 3, with keys of their own.
-        block_kv: keys and values of a tile, a multiple of 64 up to 256.
-        stages: slots of keys, and of values, a multiple of the warpgroups up to 12.
+        warpgroups: consumer warpgroups, 2 or 3, with keys of their own.
+        block_kv: keys of a block, a multiple of 64 up to 256.
+        stages: pipeline stages of keys, and of values, a multiple of `warpgroups` up to 12.
 
     Raises:
         ValueError: if a number is none of those.
@@ -102,18 +102,18 @@ class DecodeTile:
 
     def __post_init__(self):
         _check(self, warpgroups=(2, 3), block_kv=(64, 128, 192, 256))
-        # Each slot is always the same one's.
+        # A stage always belongs to the same warpgroup.
         _check(self, stages=tuple(range(self.warpgroups, 13, self.warpgroups)))
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardTile:
-    """How a program of the backward of "mosaic" is made; it has 128 keys.
+    """The tile of a CTA of the Hopper backward, with 128 keys.
 
     Attributes:
         block_q: queries of a tile, 64 or 128.
-        stages: slots of queries, and of cotangents, 1 to 4; a launch for dv alone has two or
-            more.
+        stages: pipeline stages of queries, and of cotangents, 1 to 4; a launch for dv alone has two
+            or more.
 
     Raises:
         ValueError: if a number is none of those.
@@ -129,12 +129,12 @@ class BackwardTile:
 
 @dataclasses.dataclass(frozen=True)
 class DqTile:
-    """How a program of the pass of "mosaic" for dq alone is made.
+    """The tile of a CTA of the Hopper pass for dq alone.
 
     Attributes:
-        warpgroups: those that compute, 2 or 3, with 64 queries each.
-        block_kv: keys and values of a tile, a multiple of 64 up to 256.
-        stages: slots of keys, and of values if there is room, 2 to 4.
+        warpgroups: consumer warpgroups, 2 or 3, with 64 queries each.
+        block_kv: keys of a block, a multiple of 64 up to 256.
+        stages: pipeline stages of keys, and of values if there is room, 2 to 4.
 
     Raises:
         ValueError: if a number is none of those.

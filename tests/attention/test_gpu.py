@@ -177,7 +177,9 @@ def test_clusters_for_hopper(name, head_dim, kernel_case):
     """In every head and example pairs, of the last of which one program has nothing to do."""
     sizes = dict(T=1900, S=2100, H=head_dim, V=head_dim)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
-    tiles = pallas_flash.tuning.TileSizes(pallas_flash.tuning.ForwardTile(block_kv=64, programs=2))
+    tiles = pallas_flash.tuning.TileSizes(
+        pallas_flash.tuning.ForwardTile(block_kv=64, cluster_size=2)
+    )
     judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", tile_sizes=tiles))
 
 

@@ -18,7 +18,7 @@ NUMBERS = [
     (tuning.ForwardTile, "block_kv", (0, 100, 272)),
     (tuning.ForwardTile, "output_slots", (-1, 5)),
     (tuning.ForwardTile, "stages", (1, 5)),
-    (tuning.ForwardTile, "programs", (0, 3)),
+    (tuning.ForwardTile, "cluster_size", (0, 3)),
     (tuning.DecodeTile, "warpgroups", (1,)),
     (tuning.DecodeTile, "stages", (0, 1, 5, 14)),
     (tuning.BackwardTile, "block_q", (32, 96)),
@@ -110,20 +110,20 @@ def bad_tiles_of_mosaic():
             gpu="NVIDIA H200",
         )
     yield Row(
-        "programs that share keys, with more warpgroups",
-        lambda: {"tile_sizes": tuning.ForwardTile(warpgroups=3, programs=2)},
+        "cluster with three warpgroups",
+        lambda: {"tile_sizes": tuning.ForwardTile(warpgroups=3, cluster_size=2)},
         ValueError,
-        "`programs` must be one of (1,); got 2.",
+        "`cluster_size` must be one of (1,); got 2.",
     )
     yield Row(
-        "programs that share keys that arrays tell",
+        "cluster with a mask of arrays",
         lambda: {
             **for_hopper(128),
             "key_value_seq_lengths": jnp.array([3, 4]),
-            "tile_sizes": TileSizes(forward=tuning.ForwardTile(programs=2)),
+            "tile_sizes": TileSizes(forward=tuning.ForwardTile(cluster_size=2)),
         },
         ValueError,
-        "`tile_sizes.forward` must have `programs=1` where arrays or a predicate say which ",
+        "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which ",
         gpu="NVIDIA H200",
     )
     yield Row(

@@ -82,7 +82,9 @@ def test_lowers(case, reproducible):
 def test_programs_that_share_keys_lower(name):
     sizes = dict(B=1, T=4096, S=4096, N=16, K=8, H=128, V=128)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
-    assert tiles.forward_tile(_features.of(_problem(*case.problem("bfloat16")[::2]))).programs == 2
+    assert (
+        tiles.forward_tile(_features.of(_problem(*case.problem("bfloat16")[::2]))).cluster_size == 2
+    )
     assert launches_of(case, reproducible=False) >= 4
 
 
@@ -156,7 +158,7 @@ def forward_with_bias(q, bias, tile=None, **options):
 )
 def test_tiles_of_a_bias_lower(size, dtype, programs):
     """For arrays that end within a tile, of instances that have their own."""
-    tile = None if programs == 1 else ForwardTile(block_kv=96, programs=programs)
+    tile = None if programs == 1 else ForwardTile(block_kv=96, cluster_size=programs)
     call = functools.partial(forward_with_bias, tile=tile, is_causal=True)
     shapes = [jax.ShapeDtypeStruct((3, 2, 104, 2, size), "bfloat16")]
     shapes += [jax.ShapeDtypeStruct((3, 1, 2, 104, 104), dtype)]

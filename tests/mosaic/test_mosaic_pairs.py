@@ -45,7 +45,7 @@ def test_steps_of_a_bias(axes, shares, monkeypatch, kernel_case):
 
 
 OF_LENGTHS = fixed(key_value_seq_lengths=jnp.asarray([390, 130], jnp.int32), is_causal=True)
-IN_PAIRS = TileSizes(ForwardTile(2, 96, 1, programs=2))
+IN_PAIRS = TileSizes(ForwardTile(2, 96, 1, cluster_size=2))
 THREE = TileSizes(ForwardTile(3, 80, 1, 3))
 # The case, tiles, and whether there are tiles of the bias; of some one slot for each warpgroup.
 BIASED = {

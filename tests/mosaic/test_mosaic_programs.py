@@ -181,7 +181,7 @@ def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeyp
 
     monkeypatch.setattr(emulator.plgpu, "copy_gmem_to_smem", spied)
     case = with_heads(LONG_CAUSAL if causal else MANY_KEYS, head_dim, T=T, S=600)
-    sizes = TileSizes(ForwardTile(block_kv=96, programs=2))
+    sizes = TileSizes(ForwardTile(block_kv=96, cluster_size=2))
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), False, sizes))
     assert {axes for rows, axes in copies if rows == 96} == {"member"}
 
@@ -205,7 +205,7 @@ def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeyp
 def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, programs):
     T, S, H = sizes
     q, k = (jnp.zeros((1, n, 32, H), jnp.bfloat16) for n in (T, S))
-    assert forward_tile(_features.of(checked((q, k, k), options))).programs == programs
+    assert forward_tile(_features.of(checked((q, k, k), options))).cluster_size == programs
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, 
 )
 def test_programs_with_few_rows_share_no_keys(length, heads, options, programs):
     q = jnp.zeros((1, length, heads, 128), jnp.bfloat16)
-    assert forward_tile(_features.of(checked((q, q, q), options))).programs == programs
+    assert forward_tile(_features.of(checked((q, q, q), options))).cluster_size == programs
 
 
 @pytest.mark.parametrize(

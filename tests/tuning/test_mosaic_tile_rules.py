@@ -30,7 +30,7 @@ def test_every_rule_decides_for_some_call():
 def test_clusters_share_keys_only_where_tiles_are_known():
     """Two CTAs need the same keys, in the same order."""
     for f in calls():
-        if forward_tile(f).programs > 1:
+        if forward_tile(f).cluster_size > 1:
             assert f.mask in (MaskKind.FULL, MaskKind.CAUSAL)
             assert not f.by_arrays
 

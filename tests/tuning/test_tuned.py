@@ -397,7 +397,7 @@ def test_tiles_of_both_implementations_are_stored(monkeypatch, capsys, file):
     assert merged == TileSizes(ForwardTile(3, 96), DecodeTile(stages=4), **two_passes)
     assert command(monkeypatch, "--show") == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "  forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2, programs 1",
+        "  forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2, cluster_size 1",
         "  decode    mosaic, warpgroups 2, block_kv 64, stages 4",
         "  dkv       mosaic, block_q 64, stages 2",
         "  dq        mosaic, warpgroups 2, block_kv 128, stages 2",
