@@ -1,6 +1,7 @@
 """What the kernels of the backward share: a tile's scores and gradients, inner tiles, and copies.
 
-    p  = exp2(c * s - lse_log2)             c = scale * log2(e), see _scores for what else is in s
+    p  = exp2(c * s - lse_log2)             c = scale * log2(e), see _scores for what else is in s;
+                                            with m apart, exp2(c * s - m * log2(e) - lse_log2)
     ds = p * (dropout(dp) - delta)          through the derivative of the scores
 
 A CTA keeps its outer tile, of keys or of queries, and walks over the inner tiles of the other side.
@@ -45,7 +46,8 @@ class Operands(NamedTuple):
         v: see k.
         do: see q.
         delta: float32 [B, N, rows], divided by the factor of dropout, with rows of whole tiles.
-        lse: likewise, in base 2; inf for queries that do not exist or see nothing.
+        lse: likewise, in base 2 (less m, if it is apart); inf for queries that do not exist or see
+            nothing.
         m: likewise, the maximum where it is apart from the LSE; else None.
         valid_q: int32 [B], how many queries see something, where these are the first ones; what is
             behind them may hold anything. None if it is not known.
@@ -498,8 +500,8 @@ class ScoreTile:
         ds = size * (dp - self.along(delta, p.shape))
         if self._pull is not None:
             ds = self._pull(ds)
-        # A known limit: with dropout at head dim 64 the selection below would spill registers, so
-        # an infinite dp of a pair that is not allowed reaches ds.
+        # A known limit: with dropout and wide inner tiles the selection below would spill, so an
+        # infinite dp of a pair that is not allowed reaches ds.
         if not self._config.masked or (self._drops and self._pull is None and p.shape[1] > 64):
             return ds
         # Where a pair is not allowed, dp may be infinite, and its score anything. A branch needs

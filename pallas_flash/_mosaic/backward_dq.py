@@ -6,7 +6,8 @@
     acc = acc + ds @ k                                                  [64, H]
 
     at the end    acc = acc + r c     for the sums r of ds and the center c, see `_key_center`
-                  dq = scale * acc    and, where it is asked for, dscale = rowsum(q * acc)
+                  dq = scale * acc    (times the factor of dropout)
+                  dscale = rowsum(q * acc)    where it is asked for
 
 With `backward_kernel` without dq it is the deterministic backward, in which every sum has a fixed
 order: seven products in place of five.

@@ -7,34 +7,40 @@
     dk  += ds_t @ q                     times scale once, after the loop [64, H]
     dq  += ds_t.T @ k                   times scale once, in the end     [block_q, H]
 
-Five products for each pair of tiles, where two passes take seven. dk and dv stay in registers. dq
-is added to float32 in device memory by atomic adds, in no order: two runs differ by the rounding of
-sums. So do dk and dv where several CTAs share a K/V tile (`backward_splits`). The deterministic
-backward is this kernel without dq, beside `backward_dq`.
+dk and dv stay in registers. dq is added to float32 in device memory by atomic adds, in no order:
+two runs differ by the rounding of sums. So do dk and dv where several CTAs share a K/V tile
+(`backward_splits`). A thread has registers for 128 x 256 sums of a CTA and for one step, so a
+larger H + V takes two launches. `Grads` says which gradients a launch computes:
 
-A thread has registers for 128 x 256 sums of a CTA and for one step. Where H + V is larger, dv has a
-launch of its own, and one with six products in place of five computes dk and dq (`Grads`).
+| backward | launches | products |
+|---|---|---|
+| H + V up to 256 | dq, dk and dv | 5 |
+| H + V above 256 | dk and dq; dv | 4 + 2 |
+| deterministic | dk and dv; dq (`backward_dq`) | 4 + 3 |
+| deterministic, H + V above 256 | dk; dv; dq | 3 + 2 + 3 |
 
 Keys are centered first, see `_key_center`: where the center c of a head is not zero, each warpgroup
-subtracts it from its 64 keys in shared memory, once, and the LSE is that of the scores of k - c.
+subtracts it from its 64 keys in shared memory, once, and the LSE is that of the scores of k - c. In
+the deterministic backward XLA subtracts it, because `backward_dq` streams keys.
 
 **Roles.** A CTA has 128 keys and three warpgroups. Consumer warpgroups 0 and 1 (240 registers) have
 64 keys each. For dq both need ds_t of all 128 keys, so they exchange it through shared memory, and
-each computes half of the tile of dq: half of the columns, or half of the queries if there are 128.
+each computes half of the tile of dq: half of the queries if there are 128, else half of the
+columns, or thirds that overlap (`dq_columns`).
 Warpgroup 2 is the producer (24 registers): it starts the copies (TMA) of inner tiles.
 
 **Shared memory.** Tiles lie in strips, [columns / width, rows, width], width up to 64 columns.
 
 | buffer | shape | what |
 |---|---|---|
-| k, v | [strips, 128, width] | outer tile; in the end dk and dv, on their way out |
+| k, v | [strips, 128, width] | outer tile; dk and dv leave through them (3) |
 | queries | stages x ([strips, block_q, width], float32 [statistics * block_q]) | q, and the LSE |
 | cotangents | stages x ([strips, block_q, width], float32 [block_q]) | do, and delta |
 | ds | [2, 128, block_q] | ds_t of both warpgroups, of this step and of the one before |
 | pairs | see `pairs.Streams` | bias and mask of the inner tile, where there is room |
 
-**Barriers.** A copy arrives once, a warpgroup of 128 threads likewise once. Every barrier is waited
-for in each of its phases.
+**Barriers.** A copy arrives once, a warpgroup of 128 threads likewise once. Full barriers are
+waited for in each of their phases, empty ones before a stage is filled again.
 
 | barrier | arrivals | who arrives | who waits | what it says |
 |---|---|---|---|---|
@@ -52,12 +58,13 @@ for in each of its phases.
 | named 7 | 256 threads | consumers | consumers | both have centered their keys |
 
 (1) Each consumer copies its own 64 keys, the producer all of them with valid lengths. (2) Then the
-producer arrives at the other barrier in place of the copy.
+producer arrives at the other barrier in place of the copy. (3) Where dv has a launch of its own, it
+leaves through the stages of do.
 
 **A step**, of the j-th queries, with two stages. Both warpgroups do this on their 64 keys:
 
     producer         copy q, lse (j+1) ...................  copy do, delta (j+1) .............
-    matrix units     k q ... v do ...  p do .............         ds k ....... ds q ...........
+    matrix units     k q ... v do ...             p do ........   ds k ....... ds q ...........
     this warpgroup   |       exp2: p  | ds = p (dp - delta)  sync | |           add dq to memory |
                      wait: s          wait: dp       ds to shared memory  wait: dq        wait: dk
 
@@ -109,7 +116,7 @@ from pallas_flash._tiling.sizes import BackwardTile
 
 plgpu = common.plgpu
 
-ROWS = 64  # Keys of a consumer warpgroup.
+ROWS = 64  # Keys, or queries, of a consumer warpgroup.
 PRODUCER = CONSUMERS  # Its number.
 # Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
@@ -416,7 +423,10 @@ class ConsumerWarpgroup:
         return Sums(dv=dv)
 
     def release_cotangents(self, j, products: int):
-        """Release do when no more than so many products run: dv's is the oldest one."""
+        """Release do when no more than so many products run: dv's is the oldest one.
+
+        delta needs no fence: threads have read it for ds, which is an operand of a product by then.
+        """
         if self.grads.dv:
             plgpu.wgmma_wait(products)
             self.cotangents.consumer_release(j)
@@ -652,8 +662,8 @@ def backward(
     Args:
         problem: the call.
         do: [B, T, N, V].
-        log_sum: of float32 [B, N, T], for keys less `center`.
-        delta: likewise.
+        log_sum: of float32 [B, N, T padded], for keys less `center`.
+        delta: float32 [B, N, T padded].
         tile: block sizes.
         grads: what to compute.
         valid: int32 [B] twice, see `Operands`; or None.

@@ -1,7 +1,7 @@
 """The backward's preprocess: delta, the LSE, and zeros where sums of dq will be added.
 
     delta = rowsum(o * do)                                              [64]
-    shift = rowsum(q * c)               for heads whose keys have a center c, see `_key_center`
+    shift = scale * rowsum(q * c)       off the LSE, if keys have a center c, see `_key_center`
 
 Where a query sees nothing, and where it does not exist, delta is 0 and the LSE inf, so that it has
 no weights and needs no mask. (In the forward its LSE is -inf.)
@@ -175,7 +175,7 @@ def preprocess(
         center: float32 [B, K, H], or None.
 
     Returns:
-        delta, the LSE, and if there is a head dim float32 [B, N, tiles of 64 queries, groups,
+        delta, a `LogSum`, and if there is a head dim float32 [B, N, tiles of 64 queries, groups,
         `ptx.OF_GROUP`].
     """
     p, (m, lse) = problem, log_sum

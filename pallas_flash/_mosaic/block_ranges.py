@@ -130,7 +130,8 @@ class VisitedBlocks(NamedTuple):
     """The places of a stream that one warpgroup visits, int32 each; it skips all others.
 
     Attributes:
-        start: place of the first block that it visits; a partial one, up to `full`.
+        start: place of the first block that it visits. Blocks are partial up to `full`, and the
+            first one counts as partial whatever it is.
         full: place of the first full block.
         tail: place of the first partial block after the full ones.
         stop: place after the last block that it visits.
@@ -166,7 +167,7 @@ def unpack(numbers) -> tuple[KvBlocks, VisitedBlocks]:
 
 
 def streams_of_ranges(ranges, warpgroups: int):
-    """Return `pack` of ranges [..., query tiles, 4], of which a CTA has so many neighbours."""
+    """Return `pack` of ranges [..., query tiles, 4], of which a work tile has so many in a row."""
     xp: Any = np if isinstance(ranges, np.ndarray) else jnp
     ranges = xp.pad(ranges, ((0, 0), (0, 0), (0, -ranges.shape[2] % warpgroups), (0, 0)))
     ranges = ranges.reshape(*ranges.shape[:2], -1, warpgroups, 4)

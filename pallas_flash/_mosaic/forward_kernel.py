@@ -1,23 +1,24 @@
 """o and lse: each query tile stays, and blocks of keys and values stream past it.
 
     s    = q @ k.T    where there is more than a scale, see _scores     [64, block_kv]
-    m'   = max(m, c * rowmax(s))    c = scale * log2(e), so base 2      [64]
+    m'   = max(m, c * rowmax(s))    c = scale * log2(e), so base 2      [64] (1)
     p    = exp2(c * s - m')         alpha = exp2(m - m')
     l    = alpha * l + rowsum(p)
     acc  = alpha * acc + dropout(p) @ v                                 [64, V]
 
     at the end    o = acc / l    lse_log2 = m + log2(l)    with a sink in both, if there is one
 
-Where scores may be large, m is the natural maximum of s, and stays apart from log2(l); see
-`LogSum`.
+(1) m stays as it is while the maximum grows by no more than `THRESHOLD`: p may be up to 2^8 then,
+and acc is rescaled less often. Where scores may be large, m is in natural units and stays apart
+from log2(l); see `LogSum`.
 
-Roles. The kernel is persistent: one CTA for each SM, which computes work tiles (`scheduler`) until
-none is left (`work_loop`). A CTA has w = 2 or 3 *consumer warpgroups*, each with 64 queries, and
-one *producer warpgroup*, whose warps start copies (TMA): warp 0 takes work tiles and copies keys,
-values and masks; warp 1 + n copies the queries of consumer warpgroup n, and its tiles of a bias.
-All consumer warpgroups of a CTA share the K/V blocks that stream past; each skips those that its
-own queries do not see (`block_ranges`). The producer hands registers to the consumers
-(`REGISTERS`).
+Roles. The kernel is persistent: at most one CTA for each SM, which computes work tiles
+(`scheduler`) until none is left (`work_loop`). A CTA has w = 2 or 3 *consumer warpgroups*, each
+with 64 queries, and one *producer warpgroup*, whose warps start copies (TMA): warp 0 takes work
+tiles and copies keys, values and masks; warp 1 + n copies the queries of consumer warpgroup n, and
+its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks that stream past; each
+skips those that its own queries do not see (`block_ranges`). The producer hands registers to the
+consumers (`REGISTERS`).
 
 Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are head dims.
 
@@ -48,11 +49,14 @@ barrier for each stage. Arrivals are counted in Pallas's unit: a copy, a warp or
     work.full     4              1                   copy of warp 0         consumers, w + 1 warps
     work.empty    4              2 w + 1             consumers, w + 1 warps producer warp 0
     ended         1, if cluster  w of each CTA       all consumers          all consumers
-    SKIPPED       named, 5 + n   128 threads         warps of consumer n    warps of consumer n
+    SKIPPED       named, 5 + n   128 threads         warps of consumer n    the same; if cluster
 
 A thread that waits at a barrier knows its phase by one bit. So it waits for every phase, also for
 those of K/V blocks that its queries do not see (`skip`): of two phases that it left out, the second
 would look like the first.
+
+Pallas does the rest: a copy tells its full barrier how many bytes to expect, one elected thread
+starts it, and waits keep the phase bits.
 
 Overlap. A consumer warpgroup starts s = q @ k.T of block j before p @ v of block j - 1, and
 computes the softmax of block j while the tensor cores are at work on p @ v of block j - 1. Time
@@ -72,8 +76,9 @@ copies one half of a block to the shared memory of both (TMA multicast), and a s
 the consumers of both have released it. So the L2 cache delivers keys and values half as often.
 
 Biases and masks. A bias over queries and keys is copied to shared memory, where there is room: a
-warpgroup reads its tile while q @ k.T of that block runs. Mask arrays are copied as bits, beside
-the keys that they mask. What has no room is read in device memory, ahead of the product.
+warpgroup reads its tile while q @ k.T of a full block runs, and after it in a partial block. Mask
+arrays are copied as bits, beside the keys that they mask. Arrays that find no room, or that TMA
+cannot copy (broadcast axes, unaligned rows), are read in device memory, ahead of the product.
 """
 
 import dataclasses
@@ -156,7 +161,7 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
     Args:
         p: the call.
         tile: block sizes.
-        dynamic: whether the schedule is; by default, whether the mask has arrays.
+        dynamic: whether the schedule is; by default, whether the mask has arrays or a predicate.
     """
     w, stages, slots, cluster = tile.warpgroups, tile.stages, tile.output_slots, tile.cluster_size
     if dynamic is None:
@@ -294,7 +299,7 @@ class Block(NamedTuple):
     Attributes:
         place: its place in the stream.
         first_key: its first key.
-        partial: whether the mask must be applied.
+        partial: whether the mask is applied: in partial blocks, and in the first one visited.
         positions: of queries and of keys, int32 [64, block_kv].
         options: with what was read of the block ahead of the product.
     """
@@ -408,7 +413,10 @@ class ConsumerWarpgroup:
         return ptx.accumulate(acc, p, self.smem.v.stage(self.kv_base + j))
 
     def wait_pv(self, j, acc, p):
-        """Return acc when the j-th block has been added."""
+        """Return acc when the j-th block has been added, and release its values.
+
+        In a cluster one thread arrives for the warpgroup: p @ v is one operation of its four warps.
+        """
         acc = ptx.waited(0, acc, p)
         self.smem.v.consumer_release(self.kv_base + j)
         return acc
@@ -421,7 +429,8 @@ class ConsumerWarpgroup:
         block, s = self.wait_qk(block, s, running=1)
         p_next, m, l, alpha = self.softmax(block, s, m, l)
         # This zero depends on l. So the compiler must leave the softmax before the waits for values
-        # and for p @ v; it would wait first, and nothing would overlap.
+        # and for p @ v; it would wait first, and nothing would overlap. v(j) is waited for before
+        # v(j - 1) is released, so there must be two stages.
         self.smem.v.consumer_wait(self.kv_base + j, after=ptx.uniform_zero(l))
         self.release_mask(j, l)
         acc = self.wait_pv(j - 1, acc, p)
@@ -515,7 +524,10 @@ class ConsumerWarpgroup:
         return self.config.masks.read(self.smem.bits.smem, slot, first_row)
 
     def release_mask(self, j, l=None):
-        """Release the tiles of mask arrays; after l was computed, which has used them."""
+        """Release the tiles of mask arrays; after l was computed, which has used them.
+
+        Threads have read them into registers by then, so no fence is needed.
+        """
         if self.smem.bits is not None:
             after = 0 if l is None else ptx.uniform_zero(l)
             self.smem.bits.consumer_release(self.kv_base + j, after)

@@ -1,14 +1,23 @@
 """The tile scheduler: which CTA computes which query tiles, and in which order.
 
-The kernels are persistent: one CTA for each SM, which computes work tiles until none is left. A
-work tile is a head's query tiles, one for each consumer warpgroup (`QueryTiles`), with the blocks
-that these visit (`block_ranges`). The longest work tiles come first (LPT order), so that no CTA is
-late at the end; but those of few heads at a time, whose keys and values the L2 cache holds.
+The kernels are persistent: at most one CTA for each SM, which computes work tiles until none is
+left. A work tile is a head's query tiles, one for each consumer warpgroup of a CTA or of a cluster
+(`QueryTiles`), with the blocks that these visit (`block_ranges`). The longest work tiles come first
+(LPT order), so that no CTA is late at the end; but those of few heads at a time, whose keys and
+values the L2 cache holds.
 
-    static schedule     masks without arrays: the number of blocks is known before the launch. NumPy
+    static schedule     other masks: the number of blocks is known before the launch. NumPy
                         simulates a dynamic scheduler, and each CTA reads a list of its own.
-    dynamic schedule    masks with arrays: XLA sorts the work tiles on the GPU. All CTAs share one
-                        list, and who is free takes the next work tile by an atomic increment.
+    dynamic schedule    masks with arrays or predicates: XLA sorts the work tiles on the GPU. All
+                        CTAs share one list, and who is free takes the next work tile by an atomic
+                        increment.
+
+A row of a schedule, all int32:
+
+    b, h, q_tile | first, count, full | start, full, tail, stop | start, full, tail, stop | ...
+    `WHERE`        `KvBlocks`           `VisitedBlocks` of the first query tile, the second, ...
+
+where q_tile is the number of the work tile in its head.
 
 `work_loop` is the other half: how a CTA reads its work tiles.
 """
@@ -56,6 +65,8 @@ WHERE = ("b", "h", "q_tile")
 @dataclasses.dataclass(frozen=True)
 class QueryTiles:
     """Which query tiles of `QUERY_ROWS` make up a work tile: one for each consumer warpgroup.
+
+    In a cluster these are the warpgroups of both CTAs.
 
     They are neighbours, or `folded`: the sequence is cut into as many stretches as a work tile has
     query tiles, and it has one from each, from the front and from the back in turn. Under a causal

@@ -26,7 +26,8 @@ Gains were measured on an H200, most of them with prototypes, as the time of a w
     load_fragments          sums become rows at 4 TB/s; XLA's transposition reaches 3.4 TB/s
     count_up                Pallas has no atomic addition that says what was there before
     anew                    no spills in dq at head dim 256, nor by masks at head dim 64
-    meet, fence             two barriers fewer for each tile of the backward
+    meet, fence             two barriers fewer for each tile of the backward; right results where
+                            wgmma or a copy follows what threads wrote or read
     joined                  a tile in parts, which the compiler computes one by one
     positions               no division for each element, where a tile's width is no power of two
     gather, bits, bits_of_tile
