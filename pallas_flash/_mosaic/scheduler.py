@@ -6,7 +6,7 @@ left. A work tile is a head's query tiles, one for each consumer warpgroup of a 
 (LPT order), so that no CTA is late at the end; but those of few heads at a time, whose keys and
 values the L2 cache holds.
 
-    static schedule     other masks: the number of blocks is known before the launch. NumPy
+    static schedule     masks known at tracing: NumPy counts the blocks before the launch. It
                         simulates a dynamic scheduler, and each CTA reads a list of its own.
     dynamic schedule    masks with arrays or predicates: XLA sorts the work tiles on the GPU. All
                         CTAs share one list, and who is free takes the next work tile by an atomic
