@@ -52,6 +52,7 @@ GROUPS = {
         "grouped heads: 64 on 8, 28 on 4, 71 on 1",
         "gqa-128-causal gqa-28-on-4-of-128-causal mqa-71-on-1-of-64-causal",
     ),
+    "fa3": ("head dim 128, causal, 2k to 16k tokens", "128-causal gqa-128-causal"),
     "odd": ("1000, 1500, 3000 and 5000 tokens", "odd-64-* odd-128-*"),
     "lengths": ("lengths of each sequence in the batch", "lengths-64-* lengths-128-*"),
     "narrow": ("head dims 40, 72, 80, 96 and 112", "40-* 72-* 80-* 96-* 112-*"),
