@@ -62,11 +62,16 @@ def gains(records: Sequence[Record], of_pass: str, head_dim: int) -> dict[str, f
 
 
 def shown(records: Sequence[Record]) -> dict[str, dict[str, str]]:
-    """Return the TFLOP/s of the bars, by pass and head dim."""
-    bars = {f"{x} {d}": speeds(records, x, d) for x in PASSES for d in HEAD_DIMS}
-    return {
-        k: {name: f"{v:.0f}" for name, v in found.items()} for k, found in bars.items() if found
-    }
+    """Return what the bars say, by pass and head dim."""
+    bars = {}
+    for of_pass in PASSES:
+        for head_dim in HEAD_DIMS:
+            ratios = gains(records, of_pass, head_dim)
+            bars[f"{of_pass} {head_dim}"] = {
+                library: f"{speed:.0f}, {ratios.get(library, math.nan):.2f}"
+                for library, speed in speeds(records, of_pass, head_dim).items()
+            }
+    return {bar: said for bar, said in bars.items() if said}
 
 
 def about(records: Sequence[Record]) -> str:
