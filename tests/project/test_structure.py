@@ -25,6 +25,7 @@ from pallas_flash._masks import NumberLeaf
 LAYERS = """
 scripts*
 models*
+__main__
 __init__ tune flax* _plot _tiling.tune
 _api
 _validate _resolve _faster _tiling.cache
