@@ -220,6 +220,7 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
                 continue
             flag = "--" + field.name.replace("_", "-")
             text = docs.get(field.name, "").replace("None", "auto")
+            text = f"{text} {_defaults(title, field.name)}".replace("%", "%%")
             kind, *rest = typing.get_args(hints[field.name]) or (hints[field.name],)
             if field.name in CHOICES:
                 group.add_argument(flag, choices=CHOICES[field.name], help=text)
@@ -231,6 +232,21 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
                     flag, type=flag_type(kind, metavar), metavar=metavar.upper(), help=text
                 )
     return parser
+
+
+def _defaults(group: str, name: str) -> str:
+    """Return the default of a flag in brackets, and those of presets that have another."""
+    found = {
+        preset: getattr(config.model if group == "model" else config, name)
+        for preset, config in PRESETS.items()
+    }
+    said = {
+        preset: "auto" if x is None else f"{x:.4g}" if isinstance(x, float) else f"{x}"
+        for preset, x in found.items()
+    }
+    first = said.pop("cpu")
+    others = [f"{preset}: {x}" for preset, x in said.items() if x != first]
+    return f"({'; '.join([f'default: {first}', *others])})"
 
 
 def flag_type(kind: type, name: str):
