@@ -208,6 +208,16 @@ def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, 
     assert forward_tile(_features.of(checked((q, k, k), options))).cluster_size == programs
 
 
+def test_block_mask_with_positions_has_its_tile():
+    mask = BlockMask(jnp.ones((1, 1, 8, 8), bool), 128, 128)
+    q = jnp.zeros((1, 1024, 16, 64), jnp.bfloat16)
+    positions = jnp.arange(1024, dtype=jnp.int32)[None]
+    options = dict(
+        mask=mask, is_causal=True, query_positions=positions, key_value_positions=positions
+    )
+    assert _features.of(checked((q, q, q), options)).has_block_mask
+
+
 @pytest.mark.parametrize(
     ("length", "heads", "options", "programs"),
     [

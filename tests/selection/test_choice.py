@@ -114,6 +114,24 @@ def test_rules_without_their_exceptions_cost_more():
     assert {x.kind for x in RULES[:-1]} - worth <= unmeasured
 
 
+# Timed on an H200 by both, forward and backward together, so the results have no lines of them:
+# pass, faster by "mosaic", then sizes. All have 16 heads.
+BIAS = frozenset({Option.BIAS_16_BITS})
+TIMED_TOGETHER = [
+    ("backward", True, dict(head_dim=128, batch=8, q_len=1024, options=BIAS)),
+    ("forward", False, dict(head_dim=64, batch=8, q_len=2048, options=BIAS)),
+    ("backward", False, dict(head_dim=256, batch=1, q_len=2048, mask=MaskKind.CAUSAL)),
+    ("backward", True, dict(head_dim=256, batch=1, q_len=4096, mask=MaskKind.CAUSAL)),
+]
+
+
+@pytest.mark.parametrize(("attention_pass", "mosaic", "call"), TIMED_TOGETHER)
+def test_rules_for_calls_timed_in_both_passes(attention_pass, mosaic, call):
+    same = dict(dtype="bfloat16", num_heads=16, num_kv_heads=16)
+    features = CallFeatures(**same, **call, value_dim=call["head_dim"], kv_len=call["q_len"])
+    assert faster_by_mosaic(attention_pass, features) == mosaic
+
+
 @pytest.mark.parametrize("attention_pass", ["forward", "backward"])
 def test_auto_selected_times_are_of_the_choice(attention_pass):
     """The names of the kernels that ran tell which implementation was timed."""
