@@ -1,4 +1,4 @@
-"""What the kernels of the backward share: a tile's scores and gradients, inner tiles, and copies.
+"""Parts of all kernels of the backward: a tile's scores and gradients, inner tiles, and copies.
 
     p  = exp2(c * s - lse_log2)             c = scale * log2(e), see _scores for what else is in s;
                                             with m apart, exp2(c * s - m * log2(e) - lse_log2)
@@ -153,13 +153,13 @@ def mask_for(problem: Problem, q: Tiling, kv: Tiling, valid) -> Mask:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a kernel knows when it is compiled
+# Configurations
 # ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig(common.Static):
-    """What a kernel of the backward knows when it is compiled.
+    """The configuration of a kernel of the backward, known at compile time.
 
     Attributes:
         table_shape: of `block_ranges.block_table`, if there is a mask.

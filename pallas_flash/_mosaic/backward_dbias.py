@@ -61,7 +61,7 @@ REGISTERS = 240, 24
 
 @dataclasses.dataclass(frozen=True)
 class DbiasConfig(BackwardConfig):
-    """What the kernel knows when it is compiled.
+    """The configuration of the kernel, known at compile time.
 
     Attributes:
         own: of batch elements, heads, query tiles and key tiles, how many the bias has of its own.

@@ -10,7 +10,7 @@
                   dscale = rowsum(q * acc)    where it is asked for
 
 With `backward_kernel` without dq it is the deterministic backward, in which every sum has a fixed
-order: seven products in place of five.
+order: seven products instead of five.
 
 **Roles.** A CTA has two or three consumer warpgroups with 64 queries each, which never wait for
 each other, and one producer warpgroup, the last one, which copies inner tiles.
@@ -74,7 +74,7 @@ REGISTERS = {2: (240, 24), 3: (160, 24)}
 
 @dataclasses.dataclass(frozen=True)
 class DqConfig(BackwardConfig):
-    """What the kernel knows when it is compiled; heads in its grid are query heads.
+    """The configuration of the kernel, whose grid counts query heads.
 
     Attributes:
         grows: whether the last queries have the most work.

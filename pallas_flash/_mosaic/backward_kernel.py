@@ -58,8 +58,8 @@ waited for in each of their phases, empty ones before a stage is filled again.
 | named 7 | 256 threads | consumers | consumers | both have centered their keys |
 
 (1) Each consumer copies its own 64 keys, the producer all of them with valid lengths. (2) Then the
-producer arrives at the other barrier in place of the copy. (3) Where dv has a launch of its own, it
-leaves through the stages of do.
+producer arrives at the other barrier, and the copy does not. (3) Where dv has a launch of its own,
+it leaves through the stages of do.
 
 **A step**, of the j-th queries, with two stages. Both warpgroups do this on their 64 keys:
 
@@ -126,7 +126,7 @@ DS_WRITTEN, LOOP_ENDED, KEYS_CENTERED = 5, 6, 7
 
 @dataclasses.dataclass(frozen=True)
 class OuterKeysConfig(BackwardConfig):
-    """What the kernel knows when it is compiled; heads in its grid are splits of K/V heads.
+    """The configuration of the kernel, whose grid counts splits of K/V heads.
 
     Attributes:
         grads: what it computes.
@@ -239,7 +239,7 @@ class ConsumerWarpgroup:
             self.epilogue(self.mainloop())
 
         def none():
-            # With lengths the producer stores zeros; to sums there is nothing to add.
+            # With lengths the producer stores zeros. Atomically added sums need none.
             if not (self.config.has_lengths or self.config.adds):
                 self.store(self.zeros())
 
@@ -345,7 +345,7 @@ class ConsumerWarpgroup:
         strips = pl.ds(self.warpgroup * ((self.head_dim - columns) // width), columns // width)
         return ptx.product_of_transposed(ds, k.at[strips])
 
-    # What is computed between products.
+    # The computation between products.
 
     def score_tile(self, j, place) -> ScoreTile:
         """Return the tile of scores of step j."""

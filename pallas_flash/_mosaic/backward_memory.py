@@ -1,4 +1,4 @@
-"""What each launch of the backward computes, and the shared memory and barriers of its CTAs.
+"""The gradients of each launch of the backward, and the shared memory and barriers of its CTAs.
 
 Launches allocate what is specified here, and tiles are chosen by its bytes (`common.smem_bytes`).
 What buffers and barriers are for is told in `backward_kernel` and `backward_dq`.
@@ -35,7 +35,7 @@ def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 class Grads(enum.Enum):
-    """What a launch with keys as outer tile computes, and its kernel's name in a profile."""
+    """The gradients of a launch with keys as outer tile, by its kernel's name in a profile."""
 
     DQ_DK_DV = "pallas_flash_backward", ("dq", "dk", "dv")
     DQ_DK = "pallas_flash_dkq", ("dq", "dk")

@@ -27,7 +27,7 @@ TILE_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class PostprocessConfig:
-    """What the kernel knows when it is compiled.
+    """The configuration of the kernel, known at compile time.
 
     Attributes:
         heads: heads of the result.

@@ -29,7 +29,7 @@ TILE_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class PreprocessConfig:
-    """What the kernel knows when it is compiled.
+    """The configuration of the kernel, known at compile time.
 
     Attributes:
         q_len: queries.

@@ -39,7 +39,7 @@ plgpu = _compat.mosaic_gpu()
 
 
 # ------------------------------------------------------------------------------------------------
-# What a mask tells
+# Blocks of a mask
 # ------------------------------------------------------------------------------------------------
 
 
@@ -243,5 +243,8 @@ def partial_first(entry, table_ref) -> PartialFirst:
         return PartialFirst(*edges_first(*entry))
     row, full, count, first = entry
     first = first + 2
-    load = lambda i: plgpu.load(table_ref.at[row, first + i])  # noqa: E731
-    return PartialFirst(*listed_edges_first(full, count, load))
+
+    def block_at(i):
+        return plgpu.load(table_ref.at[row, first + i])
+
+    return PartialFirst(*listed_edges_first(full, count, block_at))

@@ -1,4 +1,4 @@
-"""What tiles take of a GPU, which of them fit, and what `tune` tries for each kernel."""
+"""The shared memory of tiles, which of them fit, and which `tune` tries for each kernel."""
 
 import dataclasses
 import itertools
@@ -68,7 +68,7 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
 
 
 def shared_bytes(kernel: str, tile, p: Problem) -> int:
-    """What a kernel keeps in shared memory."""
+    """The shared memory of a kernel."""
     if kernel == "forward":
         return common.smem_bytes(forward_kernel.scratch(p, tile))
     if kernel == "decode":
@@ -107,7 +107,7 @@ def _width(p: Problem) -> int:
 
 def candidates(kernel: str, problem: Problem, choose: Callable[[TileSizes | None], TileSizes]):
     """Tiles that fit, the table's first; `choose` is a partial `by_table`."""
-    # The output leaves through one slot, or where that has no room in place of the queries.
+    # The output leaves through one buffer, or, where that has no room, through the queries'.
     keys_and_slots = (64, 80, 96, 112, 128, 144, 160, 176, 192), (1, 0)
     forward = [ForwardTile(*x) for x in itertools.product((2, 3), *keys_and_slots, (2, 3))]
     if _width(problem) > 64:  # Smaller heads gain nothing by a cluster.

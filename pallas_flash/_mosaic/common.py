@@ -1,4 +1,4 @@
-"""What the kernels in Mosaic GPU share: index arithmetic, shared memory, and the launch.
+"""Parts of all Hopper kernels: index arithmetic, shared memory, and the launch.
 
 A CTA has warpgroups of 128 threads. Consumer warpgroups compute; one producer warpgroup starts the
 copies (TMA) from device memory to the stages of pipelines in shared memory, see `pipeline`.
@@ -150,7 +150,7 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What every kernel knows when it is compiled.
+    """The configuration that every kernel has, known at compile time.
 
     Attributes:
         options: scores, mask and dropout.

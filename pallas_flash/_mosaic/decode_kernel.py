@@ -165,7 +165,7 @@ class SplitTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig(common.Static):
-    """What the kernel knows when it is compiled.
+    """The configuration of the kernel, known at compile time.
 
     Attributes:
         visible: the shape of the array that tells which keys any query sees; None if all are.
@@ -319,7 +319,7 @@ def heads_and_positions(kv_head, first_row, first_key, shape, config: DecodeConf
 
 
 def clean(v_sm, visible, at):
-    """Put zeros in place of values that no query sees.
+    """Replace values that no query sees by zeros.
 
     Args:
         v_sm: a block of values, in blocks of 64 columns.

@@ -1,4 +1,4 @@
-"""What the kernels of the forward share: the online softmax, and the producer's copies.
+"""Parts of both kernels of the forward: the online softmax, and the producer's copies.
 
 Equations are in forward_kernel.py. The maximum m moves only when it would grow by more than
 THRESHOLD. That is exact: acc, l and the LSE share the shift, whatever it is, and p stays below

@@ -247,7 +247,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig(common.Static):
-    """What the kernel knows when it is compiled.
+    """The configuration of the kernel, known at compile time.
 
     Attributes:
         q: the query tiles of a work tile.

@@ -187,7 +187,7 @@ class Streams(NamedTuple):
 
 
 class InSlot(NamedTuple):
-    """What a warpgroup reads of the streams at step j, in tiles whose rows are its 64 keys.
+    """Views of the streams that a warpgroup reads at step j, in tiles whose rows are its keys.
 
     By default nothing streams.
     """

@@ -94,7 +94,7 @@ def shared_arrays(problem: Problem, mask: Mask):
 
 
 class Leaf(NamedTuple):
-    """What is known of an array at compile time."""
+    """An array as far as it is known at compile time."""
 
     shape: tuple[int, ...]  # Without the axis of instances.
     dtype: Any
@@ -104,7 +104,7 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a kernel knows of a call's options when it is compiled.
+    """The options of a call, as far as they are known at compile time.
 
     Attributes:
         structure: tree structure of what `shared_arrays` returned.

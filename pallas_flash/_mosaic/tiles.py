@@ -142,8 +142,8 @@ FORWARD_RULES = (
     ),
     TileRule("head dims to 128", lambda f: f.width <= 128, ForwardTile(2, 128, 2)),
     TileRule(
-        # Values that are no wider leave in place of the queries. 4096 tokens with soft caps: 0.96
-        # and 0.99 ms, with slopes 0.96 and 1.02 ms.
+        # Values that are no wider leave through the buffer of the queries. 4096 tokens with soft
+        # caps: 0.96 and 0.99 ms, with slopes 0.96 and 1.02 ms.
         "head dims to 256, products alone without a mask, or with scores that are waited for",
         lambda f: (
             f.value_dim <= f.head_dim
@@ -194,7 +194,7 @@ def aligned(size: int) -> int:
 
 
 class StreamRoom(NamedTuple):
-    """What of pairs the backward copies to shared memory, where keys stay.
+    """The (q, k) arrays that the backward copies to shared memory, where keys are resident.
 
     Attributes:
         slots: in which tiles lie one after the other; 0 if nothing is copied.

@@ -147,8 +147,7 @@ def parse(path: Path) -> dict[str, TileSizes]:
             name: TileSizes(**{kernel: _tile(kernel, tile) for kernel, tile in winner.items()})
             for name, winner in content["winners"].items()
         }
-    # Whatever a file holds that is not of this form.
-    except Exception as error:
+    except Exception as error:  # A file may hold anything.
         raise ValueError(
             f"winners in {path} must be in this version's form, schema {SCHEMA}; got "
             f"{type(error).__name__}: {error!s:.100} {REMOVE}"

@@ -71,7 +71,7 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
-    """What a kernel knows when it is compiled.
+    """The configuration of a kernel, known at compile time.
 
     Attributes:
         extras: the tree structure of `Extras`.

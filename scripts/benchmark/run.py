@@ -179,7 +179,7 @@ class Bench:
                 raise Unserved(reference)
             reference.load(sets[:1])
             right = reference.results()
-        except Exception as error:
+        except Exception as error:  # Any failure leaves nothing to compare with.
             programs = dict.fromkeys(programs, f"nothing to compare with: {_sentence(error)}")
         del reference
 

@@ -161,8 +161,7 @@ class Checkpoints:
                 self._finish(step, files)
                 shutil.rmtree(mark.parent)
             self._keep_newest(self._keep)
-        # Orbax and TensorStore raise exceptions of many types when a write fails.
-        except Exception as error:
+        except Exception as error:  # Orbax and TensorStore raise many types when a write fails.
             if is_writer():
                 self.remove_unfinished()
             raise UserError(
@@ -190,7 +189,7 @@ class Checkpoints:
         wanted = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(shapes)})
         try:
             return self._manager.restore(step, args=wanted)[STATE]
-        except Exception as error:
+        except Exception as error:  # Orbax raises many types, and none for another version.
             raise UserError(
                 "`out_dir` must have checkpoints that this version of orbax reads; got "
                 f"{first_line(error)!r} at step {step} in {str(self.path)!r}, though its bytes are "

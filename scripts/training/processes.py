@@ -102,8 +102,7 @@ def join(flags: dict[str, Any]):
             initialization_timeout=flags.get("wait", WAIT),
             heartbeat_timeout_seconds=HEARTBEAT,
         )
-    # JAX raises exceptions of many types here.
-    except Exception as error:
+    except Exception as error:  # JAX raises exceptions of many types here.
         raise UserError(
             f"the processes must find each other; got {first_line(error)!r}: see that all "
             "run and reach `coordinator`, or let each --wait longer."
