@@ -250,13 +250,13 @@ class ForwardConfig(common.Static):
     """The configuration of the kernel, known at compile time.
 
     Attributes:
-        q: the query tiles of a work tile.
+        q: the queries, in blocks of a work tile each.
         head_dim: head dim of queries and keys.
         value_dim: head dim of values.
         partial_tail: whether partial blocks may follow full ones.
         bias: the axes of a bias of which tiles are copied; else None.
         masks: the mask arrays of which tiles are copied.
-        query_tiles: the queries of a work tile.
+        query_tiles: which query tiles make up a work tile.
     """
 
     q: Tiling
