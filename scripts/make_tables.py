@@ -128,23 +128,75 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
+# What tables call implementations.
+NAMES = {
+    "ours": "pallas_flash",
+    "ours_mosaic": "Hopper kernels",
+    "ours_triton": "Triton kernels",
+    "jax_cudnn": "cuDNN",
+    "jax_mha": "JAX, Triton",
+    "jax_mosaic": "JAX, Mosaic GPU",
+    "tokamax_triton": "tokamax, Triton",
+    "tokamax_mosaic": "tokamax, Mosaic GPU",
+    "flash_attention_3": "FlashAttention-3",
+    "triton_tutorial": "Triton tutorial",
+    "torch_cudnn": "PyTorch, cuDNN",
+    "torch_flash": "PyTorch, FlashAttention-2",
+    "torch_flex": "PyTorch, FlexAttention",
+}
+# What tables write for the words of cases.
+WORDS = {
+    "full": "non-causal",
+    "one example": "batch size 1",
+    "gqa": "grouped heads",
+    "mqa": "grouped heads",
+}
+
+
+def in_words(text: str) -> str:
+    """Return the names of cases and of implementations in the words of the documents."""
+    words = NAMES | WORDS
+    return re.sub(rf"\b({'|'.join(words)})\b", lambda match: words[match[1]], text)
+
+
 def attention(file: str) -> str:
     """Return speeds by case, and ratios to each other implementation."""
-    return report.table(records(file))
+    head, line, *rows = report.table(records(file)).split("\n")
+    head = head.replace("| |", "| call |", 1).replace("| T |", "| tokens |")
+    return "\n".join(map(in_words, [head.replace("ours,", "ours:"), line, *rows]))
 
 
-def kinds(file: str) -> str:
-    """Return the ratios to cuDNN by kind of call."""
+def mean_and_worst(found: Sequence[float]) -> str:
+    """Return the geometric mean of ratios, and in brackets the worst."""
+    if not found:
+        return ""
+    return f"{statistics.geometric_mean(found):.2f}× ({min(found):.2f}×)"
+
+
+def kinds(*files: str) -> str:
+    """Return the ratios to cuDNN by kind of call, on each GPU."""
+    passes = [(file, x) for file in files for x in ("forward", "backward")]
+    rows = [
+        [text, *(mean_and_worst(ratios(chosen(*x, calls, "jax_cudnn"))) for x in passes)]
+        for calls, (text, _) in GROUPS.items()
+    ]
+    return markdown(["calls", *(f"{file.upper()}, {x}" for file, x in passes)], rows)
+
+
+def peers(file: str) -> str:
+    """Return the ratios to each other implementation, over all calls that both were timed in."""
     rows = []
-    for calls, (text, _) in GROUPS.items():
+    for name, words in NAMES.items():
+        lines = [r for r in records(file) if r["implementation"] == name and "ratio" in r]
+        if name.startswith("ours") or not lines:
+            continue
         cells = []
         for attention_pass in ("forward", "backward"):
-            found = ratios(chosen(file, attention_pass, calls, "jax_cudnn"))
-            mean = f"{statistics.geometric_mean(found):.2f}" if found else ""
-            cells += [str(len(found)), f"{min(found):.2f}", mean] if found else [""] * 3
-        rows.append([text, *cells])
-    one = ["calls", "worst", "mean"]
-    return markdown(["", *(f"{x}, {y}" for x in ("forward", "backward") for y in one)], rows)
+            found = ratios(r for r in lines if r["pass"] == attention_pass)
+            cells += [str(len(found)) if found else "", mean_and_worst(found)]
+        rows.append([words, *cells])
+    heads = (f"{x}{y}" for x in ("forward", "backward") for y in (" calls", ""))
+    return markdown(["peer", *heads], rows)
 
 
 def times(file: str) -> str:
@@ -162,7 +214,7 @@ def times(file: str) -> str:
         fastest = columns.index(min(us, key=lambda x: us[x]))
         cells[fastest] = f"**{cells[fastest]}**"
         rows.append([row, *cells])
-    return markdown(["", *columns], rows)
+    return in_words(markdown(["call", *columns], rows))
 
 
 def options(file: str) -> str:
@@ -185,8 +237,8 @@ def options(file: str) -> str:
                 *(f"{x / ours:.2f}" if x else "" for x in others),
             ]
         )
-    head = ["", '"mosaic", ms', "of the time without", '"triton" / "mosaic"']
-    return markdown([*head, 'cuDNN / "mosaic"'], rows)
+    head = ["pass, head dim, option", "Hopper kernels, ms", "of the time without the option"]
+    return markdown([*head, "/ Triton kernels", "/ cuDNN"], rows)
 
 
 def choice() -> str:
@@ -199,9 +251,9 @@ def choice() -> str:
             for D in HEAD_DIMS:
                 ends = sorted(f"{x:.2f}" for x in found.get((attention_pass, kind, D), {}).values())
                 cells.append(" to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else "")
-        rows.append([kind, *cells])
+        rows.append([in_words(kind), *cells])
     head = [f"{x}, 64" for x in ("forward", "backward", "reproducible")]
-    return markdown(["", *(x for name in head for x in (name, "128", "256"))], rows)
+    return markdown(["calls", *(x for name in head for x in (name, "128", "256"))], rows)
 
 
 ERRORS_OF = {
@@ -252,6 +304,7 @@ def files() -> str:
 TABLES = {
     "attention": attention,
     "kinds": kinds,
+    "peers": peers,
     "times": times,
     "options": options,
     "choice": choice,
