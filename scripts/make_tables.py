@@ -128,7 +128,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
-# What tables call implementations.
+TIMES = "\N{MULTIPLICATION SIGN}"
+# The names of implementations in tables.
 NAMES = {
     "ours": "pallas_flash",
     "ours_mosaic": "Hopper kernels",
@@ -144,7 +145,7 @@ NAMES = {
     "torch_flash": "PyTorch, FlashAttention-2",
     "torch_flex": "PyTorch, FlexAttention",
 }
-# What tables write for the words of cases.
+# The words of cases in tables.
 WORDS = {
     "full": "non-causal",
     "one example": "batch size 1",
@@ -170,7 +171,7 @@ def mean_and_worst(found: Sequence[float]) -> str:
     """Return the geometric mean of ratios, and in brackets the worst."""
     if not found:
         return ""
-    return f"{statistics.geometric_mean(found):.2f}× ({min(found):.2f}×)"
+    return f"{statistics.geometric_mean(found):.2f}{TIMES} ({min(found):.2f}{TIMES})"
 
 
 def kinds(*files: str) -> str:
