@@ -148,23 +148,40 @@ NAMES = {
 # The words of cases in tables.
 WORDS = {
     "full": "non-causal",
+    "gqa one example": "grouped heads, batch size 1",
     "one example": "batch size 1",
     "gqa": "grouped heads",
     "mqa": "grouped heads",
+    "odd": "odd lengths",
 }
 
 
 def in_words(text: str) -> str:
-    """Return the names of cases and of implementations in the words of the documents."""
+    """Return the names of implementations and of kinds of calls in the words of the documents."""
     words = NAMES | WORDS
     return re.sub(rf"\b({'|'.join(words)})\b", lambda match: words[match[1]], text)
+
+
+def case_in_words(attention_pass: str, case: str) -> str:
+    """Return a pass and the name of a case in the words of the documents."""
+    words = case.split(" ")
+    mask = [words.pop()] if words[-1] in ("full", "causal") else []
+    named = " ".join(words)
+    parts, number = [named], re.search(r"(?:^| (?:of )?)(\d+(?: and \d+)?)$", named)
+    if number and not re.fullmatch(r"documents \d+", named):
+        parts = [named[: number.start()], f"head dim {number[1]}"]
+    return in_words(", ".join(filter(None, [attention_pass, *parts, *mask])))
 
 
 def attention(file: str) -> str:
     """Return speeds by case, and ratios to each other implementation."""
     head, line, *rows = report.table(records(file)).split("\n")
     head = head.replace("| |", "| call |", 1).replace("| T |", "| tokens |")
-    return "\n".join(map(in_words, [head.replace("ours,", "ours:"), line, *rows]))
+    lines = [in_words(head.replace("ours,", "ours:")), line]
+    for row in rows:
+        _, call, cells = row.split("|", 2)
+        lines.append(f"| {case_in_words(*call.strip().split(' ', 1))} |{cells}")
+    return "\n".join(lines)
 
 
 def mean_and_worst(found: Sequence[float]) -> str:
@@ -204,7 +221,7 @@ def times(file: str) -> str:
     """Return microseconds, the fastest in bold; in brackets as a part of the first column's."""
     found: dict[str, dict[str, float]] = {}
     for r in sorted(records(file), key=lambda r: (r["pass"] != "forward", r["D"])):
-        row = f"{r['pass']} {r['case']}, T = {r['T']}"
+        row = f"{case_in_words(r['pass'], r['case'])}, {r['T']} tokens"
         column = " ".join([r["implementation"], *map(str, r["config"].values())])
         found.setdefault(row, {})[column] = 1e3 * time(r)
     columns = list(dict.fromkeys(column for us in found.values() for column in us))
@@ -232,7 +249,7 @@ def options(file: str) -> str:
         others = [ms.get(name) for name in ("ours_triton", "jax_cudnn")]
         rows.append(
             [
-                f"{attention_pass} {D}{f', {option}' if option else ''}",
+                ", ".join(filter(None, [attention_pass, f"head dim {D}", option])),
                 f"{ours:.3f}",
                 f"{ours / without:.2f}" if option else "",
                 *(f"{x / ours:.2f}" if x else "" for x in others),
