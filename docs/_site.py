@@ -1,6 +1,6 @@
 """What mkdocs must be told so that the pages read well in the repository and on the site.
 
-The first page of the site is the README. Pages link to files outside of docs/, which on the site
+The README is not on the site. Pages link to files outside of docs/, which on the site
 are pages that show them, below `source/`; no address of a repository is needed.
 """
 
@@ -17,7 +17,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
 
 
 def linked(page: str, link: str) -> Path | None:
-    """The file outside of docs/ that a page of docs/ links to, or None."""
+    """Return the file outside of docs/ that a link of a page leads to; None if it leads to none."""
     path = Path(os.path.normpath(DOCS / posixpath.dirname(page) / link))
     if path.is_dir():
         path /= "__init__.py"
@@ -25,12 +25,12 @@ def linked(page: str, link: str) -> Path | None:
 
 
 def uri(path: Path) -> str:
-    """Of the page that shows a file."""
+    """Return the path, on the site, of the page that shows a file."""
     return f"source/{path.relative_to(ROOT).as_posix()}.md"
 
 
 def shown(path: Path) -> str:
-    """That page: the file as it is, left out of the search."""
+    """Return the page that shows a file as it is; the search leaves it out."""
     name, language = path.relative_to(ROOT).as_posix(), path.suffix.removeprefix(".")
     fence = "`" * 5
     head = f"---\nsearch:\n  exclude: true\n---\n# {name}\n"
@@ -38,11 +38,7 @@ def shown(path: Path) -> str:
 
 
 def on_files(files, config):
-    """Adds the README, and the files that pages link to."""
-    readme = LINK.sub(
-        lambda link: posixpath.relpath(link[1], "docs"), (ROOT / "README.md").read_text()
-    )
-    files.append(File.generated(config, "index.md", content=readme))
+    """Add a page for each file that the pages link to."""
     pages = [file for file in files if file.src_uri.endswith(".md")]
     found = {
         linked(file.src_uri, link) for file in pages for link in LINK.findall(file.content_string)
@@ -53,7 +49,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Turns links to files outside of docs/ to the pages that show them."""
+    """Turn links to files outside of docs/ to the pages that show them."""
     here = page.file.src_uri
     if here.startswith("source/"):
         return markdown
