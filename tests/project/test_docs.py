@@ -93,6 +93,15 @@ def test_explain_prints_what_the_first_page_shows():
     assert f"{told}\n" == shown
 
 
+def test_first_pages_list_the_same_gpus():
+    """The README is not on the site, and the site's first page is not in an sdist's description."""
+    tables = [
+        re.findall(r"^\|.*Triton.*$", page.read_text(), re.M)
+        for page in (README, ROOT / "docs" / "index.md")
+    ]
+    assert tables[0] == tables[1] != []
+
+
 def headings(page):
     """Their anchors, as repositories and the site make them."""
     text = re.sub(r"^(```+).*?^\1", "", page.read_text(), flags=re.M | re.S)
