@@ -15,9 +15,10 @@ from pallas_flash._masks import Mask
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HIDDEN, VISIBLE = "#ffffff", "#808080"
-# Colors of empty, partial and full blocks.
-BLOCK_COLORS = {"skipped": "#ffffff00", "partial": "#ff8c0059", "full": "#1e64c859"}
+# Colors of hidden and visible pairs; with tiles, of the pairs in partial blocks.
+PAIRS, PAIRS_IN_PARTIAL = ("#ffffff", "#808080"), ("#ffe8cc", "#ff9420")
+# Colors of empty, partial and full blocks. A partial block shows its pairs; the others are opaque.
+BLOCKS = ("#ffffff", "#00000000", "#3d7edb")
 
 
 def plot_mask(
@@ -41,12 +42,13 @@ def plot_mask(
     block_kv: int | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draw which keys each query sees: keys along x, queries down y, dark where allowed.
+    """Draw which keys each query sees: keys along x, queries down y.
 
-    The arguments are those of `attention` that restrict keys, so that one can look at the mask of
-    any call. With the sizes of tiles it also colours blocks: empty blocks, which kernels skip, stay
-    white; partial blocks, where kernels evaluate the mask, turn orange; full blocks turn blue.
-    Needs matplotlib, and memory for all T * S pairs: it is meant for short lengths.
+    The arguments are those of `attention` that restrict keys, so the mask of any call can be drawn.
+    Visible pairs are grey. With tile sizes the colors tell what kernels do: white blocks are empty,
+    and kernels skip them; blue blocks are full, and kernels compute them without the mask; orange
+    blocks are partial, and kernels evaluate the mask: their hidden pairs are pale. The legend names
+    the colors of the picture. Needs matplotlib, and memory for all T * S pairs: draw short lengths.
 
     Args:
         mask: as in `attention`.
@@ -62,7 +64,7 @@ def plot_mask(
         key_value_positions: as in `attention`.
         b: the batch element whose mask is drawn.
         h: the query head whose mask is drawn.
-        block_q: queries in a tile; None, as `block_kv`: draw no blocks.
+        block_q: queries in a tile; None for both tile sizes: draw no blocks.
         block_kv: keys in a tile.
         ax: matplotlib Axes to draw into; None: a new figure.
 
@@ -84,7 +86,6 @@ def plot_mask(
     try:
         import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(
             "`plot_mask` must have matplotlib, and it cannot be imported. Install it: "
@@ -119,28 +120,51 @@ def plot_mask(
 
     if ax is None:
         _, ax = plt.subplots()
-    colors = ListedColormap([HIDDEN, VISIBLE])
+    with_blocks = block_q is not None or block_kv is not None
+    colors = ListedColormap(PAIRS_IN_PARTIAL if with_blocks else PAIRS)
     ax.imshow(allowed, cmap=colors, vmin=0, vmax=1, interpolation="nearest")
     ax.set(xlabel="key", ylabel="query")
-    if block_q is not None or block_kv is not None:
+    if with_blocks:
         q = Tiling(q_len, at_least(1, "block_q", block_q))
         kv = Tiling(kv_len, at_least(1, "block_kv", block_kv))
         some, full = (
             np.asarray(x)[b % len(x), h % x.shape[1]].astype(int)
             for x in whole.within(kv=kv).block_classes(q, kv)
         )
-        classes = some + full
-        edges = (np.append(tiling.first, tiling.length) - 0.5 for tiling in (kv, q))
-        colors = list(BLOCK_COLORS.values())
-        ax.pcolormesh(
-            *edges, classes, cmap=ListedColormap(colors), vmin=0, vmax=2, edgecolor="black", lw=0.5
-        )
-        handles = [
-            Patch(facecolor=color, edgecolor="black", label=name)
-            for name, color in BLOCK_COLORS.items()
-        ]
-        ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+        _draw_blocks(ax, q, kv, some + full, allowed)
     return ax
+
+
+def _draw_blocks(ax, q: Tiling, kv: Tiling, classes: np.ndarray, allowed: np.ndarray) -> None:
+    """Cover empty and full blocks with their color, and name the colors that occur.
+
+    Args:
+        ax: Axes that show `allowed`.
+        q: the tiles of the queries.
+        kv: the tiles of the keys.
+        classes: int [query tiles, key tiles]: 0 empty, 1 partial, 2 full.
+        allowed: bool [T, S].
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    edges = (np.append(tiling.first, tiling.length) - 0.5 for tiling in (kv, q))
+    colors = ListedColormap(BLOCKS)
+    ax.pcolormesh(*edges, classes, cmap=colors, vmin=0, vmax=2, edgecolor="black", lw=0.5)
+    of_query, of_key = (np.arange(tiling.length) // tiling.block for tiling in (q, kv))
+    in_partial = allowed[classes[of_query[:, None], of_key] == 1]
+    occurring = {
+        "empty block": (BLOCKS[0], (classes == 0).any()),
+        "partial, hidden": (PAIRS_IN_PARTIAL[0], not in_partial.all()),
+        "partial, visible": (PAIRS_IN_PARTIAL[1], in_partial.any()),
+        "full block": (BLOCKS[2], (classes == 2).any()),
+    }
+    handles = [
+        Patch(facecolor=color, edgecolor="black", label=name)
+        for name, (color, occurs) in occurring.items()
+        if occurs
+    ]
+    ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
 
 
 def _known_sizes(mask) -> tuple[int, int, int, int]:
