@@ -2,18 +2,26 @@
 
 The README is not on the site. Pages link to files outside of docs/, which on the site
 are pages that show them, below `source/`; no address of a repository is needed.
+
+Formulas stand between dollar signs, as repositories show them. On the site they are MathML, which
+browsers draw without a script.
 """
 
+import html
 import os
 import posixpath
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
+# What pymdownx.arithmatex makes of dollar signs.
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 
 
 def linked(page: str, link: str) -> Path | None:
@@ -59,3 +67,22 @@ def on_page_markdown(markdown, page, config, files):
         return posixpath.relpath(uri(path), posixpath.dirname(here)) if path else link[1]
 
     return LINK.sub(turned, markdown)
+
+
+def mathml(latex: str, display: str) -> str:
+    """Return a formula as MathML; raise where a part of it is not known."""
+    # The converter has the environment, but under the name that it has inside of an equation.
+    found = convert(latex.replace("{aligned}", "{split}"), display=display)
+    if "\\" in found or "<mi>&</mi>" in found:
+        raise PluginError(f"latex2mathml does not know all of this formula: {latex}")
+    return found
+
+
+def on_page_content(content, page, config, files):
+    """Turn formulas to MathML."""
+
+    def turned(formula):
+        display = "block" if formula[1] == "div" else "inline"
+        return mathml(html.unescape(formula[2]).strip(), display)
+
+    return FORMULA.sub(turned, content)
