@@ -179,17 +179,16 @@ def attention(
     size of queries and keys, V head size of values. N is a multiple of K; query heads n * N/K ..
     (n + 1) * N/K - 1 share key/value head n.
 
-    Args:
+    Args: Inputs
         query: [B, T, N, H] or [T, N, H]; float16, bfloat16, float32 or float64.
         key: [B, S, K, H] or [S, K, H], in the dtype of `query`.
         value: [B, S, K, V] or [S, K, V], in the dtype of `query`.
-        bias: added to the scaled scores; at most 4 axes, broadcastable to [B, N, T, S] and never
-            expanded to it. Its gradient has its own shape.
+
+    Args: Masks
         mask: True where a query may see a key; at most 4 axes, broadcastable to [B, N, T, S] and
-            never expanded to it; tiles without a True are skipped. Or a mask object: a
+            never expanded to it. Kernels skip tiles without a True. Or a mask object: a
             `BlockMask`, `PrefixLM`, `Predicate` or `Segments`, or several, and boolean arrays,
             joined by `&`.
-        scale: factor of the scores, 1 / sqrt(H) if None. May be traced, and has a gradient.
         is_causal: query t sees keys up to its own position t + query_offset. For T = 3 and S = 5:
 
                 query_offset=0      query_offset=2 (= S - T)
@@ -197,67 +196,78 @@ def attention(
                 1 1 0 0 0           1 1 1 1 0
                 1 1 1 0 0           1 1 1 1 1
 
-        query_seq_lengths: int32 [B]; rows of the output past these lengths are zero.
-        key_value_seq_lengths: int32 [B]; keys past these lengths are not seen, nor read into any
-            result.
         local_window_size: (left, right), or an int for both: a query at position i sees keys i -
             left .. i + right, both ends included; None on one side is unbounded.
-        segment_ids: int32 [B, T], or a pair for queries and keys; tokens see only those with their
-            own id. Tiles without a common id are skipped.
+        query_seq_lengths: int32 [B]; rows of the output past these lengths are zero.
+        key_value_seq_lengths: int32 [B]; keys past these lengths are hidden, and have no effect on
+            any result.
+        segment_ids: int32 [B, T], or a pair for queries and keys; a token sees the tokens with its
+            own id. Kernels skip tiles without a common id.
         query_offset: position of query 0 among the keys, an int, an int32 scalar or int32 [B]; it
             moves `is_causal`, `local_window_size`, `alibi_slopes` and `PrefixLM`.
         query_positions: int32 [B, T] or [1, T], the position of each query, -2^30 .. 2^30 - 1,
             where tokens are not in the order of their positions. What `query_offset` moves goes by
-            them; all else goes by places in the arrays: `bias`, boolean masks, lengths, dropout,
-            and the indices that functions are given. See `balanced_order`.
-        key_value_positions: int32 [B, S] or [1, S], likewise of each key; None is 0, 1, 2, ...
+            them. All else goes by places in the arrays: `bias`, boolean masks, lengths, dropout,
+            and the indices that functions get. See `balanced_order`.
+        key_value_positions: int32 [B, S] or [1, S], the position of each key; None is 0, 1, 2, ...
             Pass the same array for both where queries and keys are the same tokens.
-        logits_soft_cap: scores s become cap * tanh(s / cap), after the bias and `score_mod`.
-        sinks: [N], a logit for each head that takes part in the softmax and has no value: it adds
-            exp(sink) to the denominator and to the LSE of every query that sees something. -inf is
-            none, +inf is not served.
+
+    Args: Scores
+        scale: factor of the scores, 1 / sqrt(H) if None. May be traced, and has a gradient.
+        bias: added to the scaled scores; at most 4 axes, broadcastable to [B, N, T, S] and never
+            expanded to it. Its gradient has its own shape.
         alibi_slopes: [N]; subtracts slope * |position of the query - position of the key| (Press,
-            Smith and Lewis, 2022, arXiv:2108.12409). Without a gradient, except by "reference".
+            Smith and Lewis, 2022, arXiv:2108.12409). Has a gradient only by "reference".
         score_mod: `score_mod(s, b, h, q_pos, k_pos) -> s` maps the scaled scores, with bias and
-            slopes, at int32 indices of example, query head, query and key. It is elementwise
+            slopes, at int32 indices of batch element, query head, query and key. It is elementwise
             jax.numpy, traced into the kernels. A `ScoreMod` is such a function and the arrays that
             it reads, and says what both may be.
+        logits_soft_cap: scores s become cap * tanh(s / cap), after the bias and `score_mod`.
+        sinks: [N], a logit for each head that takes part in the softmax and has no value: it adds
+            exp(sink) to the denominator and to the LSE of every query that sees a key. -inf is no
+            sink; +inf is not supported.
+
+    Args: Dropout
         dropout_rate: the share of probabilities that become zero, in [0, 1); the others are divided
             by 1 - rate. For both it is rounded to a multiple of 2^-16, but not to 0 or to 1.
         dropout_key: a `jax.random` key, typed or raw. The mask depends on it and on the indices of
-            example, head, query and key alone, see `dropout_mask`. Inside a `jax.shard_map` of your
-            own these are the indices of the shard: fold the shard's number into the key.
-        broadcast_dropout: whether all examples and heads share one dropout mask.
+            batch element, head, query and key alone, see `dropout_mask`. Inside a `jax.shard_map`
+            of your own these are the indices of the shard: fold the shard's number into the key.
+        broadcast_dropout: whether all batch elements and heads share one dropout mask.
+
+    Args: Numerics
         precision: of the matrix products for float32 inputs, a `jax.lax.Precision`, its name, or a
             `jax.lax.DotAlgorithmPreset` that the device supports. None is what
             `jax.default_matmul_precision` is around this call, for its gradients too; by default
             that is TF32 on GPUs (10 bits of mantissa). "highest" is IEEE float32.
-        return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a
-            gradient.
-        return_lse: also return the LSE, log sum_j exp(s_ij), in float32 (float64 for float64
-            inputs) and differentiable; -inf where a query sees nothing.
-        implementation: None chooses; "mosaic" are kernels for Hopper GPUs, "triton" those for all
-            newer NVIDIA GPUs, "interpret" the latter in Pallas's interpreter (any device, slow),
-            "xla" the same algorithm in plain JAX, "reference" the dense definition. What is asked
-            for explicitly is used or raises. See `explain`.
-        tile_sizes: a `tuning.Triton` or a `tuning.Mosaic`, sizes of the kernels' tiles; what is
-            None is what `tune` found on this GPU, or else from a table. With `implementation`, it
-            is a configuration of that one. Without, its backend computes the passes for which it
-            has a tile if it serves the call, and else it has no effect: `explain` says which.
         reproducible: whether gradients must be the same in every run, bit by bit. None follows
             XLA's flags for it, `--xla_gpu_deterministic_ops` and
             `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
             of `query` in the order in which they are ready, in one pass, and with grouped or few
             heads also of those of `key` and `value`; all else is reproducible anyway.
+        return_lse: also return the LSE, log sum_j exp(s_ij), in float32 (float64 for float64
+            inputs) and differentiable; -inf where a query sees no key.
+        return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a
+            gradient.
+
+    Args: Execution
+        implementation: "mosaic" are kernels for Hopper GPUs, "triton" those for all newer NVIDIA
+            GPUs, "interpret" the latter in Pallas's interpreter (any device, slow), "xla" the same
+            algorithm in plain JAX, "reference" the dense definition. One that is given is used or
+            raises. None lets auto-selection pick the fastest. See `explain`.
+        tile_sizes: a `tuning.Triton` or a `tuning.Mosaic`, sizes of the kernels' tiles. A tile that
+            is None is what `tune` found on this GPU, or else from a table. With `implementation`,
+            it is a configuration of that one. Without, its backend computes the passes for which it
+            has a tile if it serves the call, and else it has no effect: `explain` says which.
         sequence_axis: inside a `jax.shard_map`, the mesh axis (or axes, the slowest first) that
             divides the sequence: `query`, `key`, `value`, `segment_ids` and positions are this
             device's shard of it; `bias` and `mask` arrays have rows for its queries and columns for
-            all keys; lengths and offsets are those of the whole sequence. Elsewhere how arrays are
-            sharded is seen.
-        context_parallelism: how devices that divide a sequence work together; None chooses, see
-            `explain`. "ring" sends keys and values around while kernels run, "gather" gathers them
-            first, "heads" exchanges the sequence for heads and back. Without effect where no
-            sequence is divided, and on "reference", which gathers.
+            all keys; lengths and offsets are those of the whole sequence. Outside of a
+            `jax.shard_map` the arrays tell how they are sharded.
+        context_parallelism: how devices that divide a sequence work together. "ring" sends keys and
+            values around while kernels run, "gather" gathers them first, "heads" exchanges the
+            sequence for heads and back. None picks the fastest by an estimate, see `explain`. It
+            has no effect where no sequence is divided, nor on "reference", which gathers.
 
     Returns:
         The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or
