@@ -167,11 +167,12 @@ def test_the_page_has_what_was_measured_with_two_and_four_gpus():
             method = row["method"] + " in balanced order" * row["balanced"]
             ms = row["ms"]["forward and backward"]
             found["4", row["mask"], str(row["tokens"]), method] = ms
-            share = f"{1 / row['share']['forward and backward']:.2f} times"
-            assert share in PAGE.read_text()
+            share = f"{1 / row['share']['forward and backward']:.2f}"
+            shown = f"| {method} | {ms:.1f} | {share} |", f"in balanced order gave {share}."
+            assert any(x in PAGE.read_text() for x in shown)
     line = r'^    \((\d), "(\w+)", (\d+), "(.*?)", ([\d.]+)\),$'
     table = re.findall(line, PAGE.read_text(), re.M)
-    assert len(table) == 10
+    assert len(table) == 8
     for *what, ms in table:
         assert round(found[tuple(what)], 1) == float(ms)
 

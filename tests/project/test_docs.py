@@ -1,6 +1,6 @@
 """What the documents say is run: code blocks, examples in docstrings, and the numbers of a page.
 
-A `python` block prints what stands right below it, a `text` block or a table. The blocks of a page
+A `python` block prints what stands below it, a `text` block or a table. The blocks of a page
 share one namespace.
 """
 
@@ -38,9 +38,10 @@ MASKS = ROOT / "docs" / "masks-and-scores.md"
 # Nobody edits the notes, so nothing holds them to the code.
 PAGES = [README, *sorted({*ROOT.glob("docs/**/*.md")} - {*ROOT.glob("docs/notes/*.md")})]
 
-# The source, then what it prints: a block or a table.
+# The source, which may be folded away, then what it prints: a block or a table.
 BLOCK = re.compile(
-    r"^```python\n(.*?)^```\n+(?:```text\n(.*?)^```\n|((?:\|[^\n]*\n)+))?", re.M | re.S
+    r"^```python\n(.*?)^```\n+(?:</details>\n+)?(?:```text\n(.*?)^```\n|((?:\|[^\n]*\n)+))?",
+    re.M | re.S,
 )
 
 
