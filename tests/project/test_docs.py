@@ -12,6 +12,8 @@ import importlib
 import io
 import pkgutil
 import re
+import runpy
+import sys
 import tempfile
 from pathlib import Path
 
@@ -26,15 +28,16 @@ from support.described_gpus import described_gpu
 from support.repository import PUBLIC, ROOT
 
 import pallas_flash
-from pallas_flash import _compat
+from pallas_flash import _compat, _features
 from pallas_flash._blocks import Tiling
 from pallas_flash._masks import Band, Mask
+from pallas_flash._tiling import cache, choose, tune
 from pallas_flash._triton import backward_dkv
 from pallas_flash.tuning import Tile, TileSizes
 
 matplotlib.use("Agg")
 README, ALGORITHM = ROOT / "README.md", ROOT / "docs" / "algorithm.md"
-MASKS = ROOT / "docs" / "masks-and-scores.md"
+MASKS, TUNING = ROOT / "docs" / "masks-and-scores.md", ROOT / "docs" / "tuning.md"
 # Nobody edits the notes, so nothing holds them to the code.
 PAGES = [README, *sorted({*ROOT.glob("docs/**/*.md")} - {*ROOT.glob("docs/notes/*.md")})]
 
@@ -167,6 +170,26 @@ def test_examples_in_docstrings(example):
 def test_public_functions_have_an_example():
     names = {example.name.rsplit(".", 1)[-1] for example in EXAMPLES}
     assert {"attention", "explain", "plot_mask", "attention_fn", "SelfAttention"} <= names
+
+
+def test_show_prints_what_the_page_about_tuning_shows(monkeypatch, tmp_path, capsys):
+    """With the table's tiles as winners. JAX and the kernels change, and calls stay the same."""
+    if not _compat.has_mosaic_gpu():
+        pytest.skip("JAX is too old for the tiles of the kernels for Hopper")
+    monkeypatch.setenv("PALLAS_FLASH_TUNED", str(tmp_path / "tiles.json"))
+    x = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
+    with described_gpu("NVIDIA H200"):
+        problem = tune._problem((x, x, x), {"is_causal": True})
+        winner = choose.by_table(problem, "mosaic", None).only(("forward", "backward"))
+        cache.store(_features.of(problem), "NVIDIA H200", winner)
+    monkeypatch.setattr(sys, "argv", ["tune", "--show"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "pallas_flash" / "tune.py"), run_name="__main__")
+    (shown,) = re.findall(r"^```text\n(.*?)^```", TUNING.read_text(), re.M | re.S)
+    printed = re.sub(
+        r"jax [\d.]+, kernels \w+", "jax 0.11.2, kernels 0a1b2c3d", capsys.readouterr().out
+    )
+    assert printed == shown
 
 
 # ------------------------------------------------------------------------------------------------
