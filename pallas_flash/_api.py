@@ -245,8 +245,8 @@ def attention(
             `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
             of `query` in the order in which they are ready, in one pass, and with grouped or few
             heads also of those of `key` and `value`; all else is reproducible anyway.
-        return_lse: also return the LSE, log sum_j exp(s_ij), in float32 (float64 for float64
-            inputs) and differentiable; -inf where a query sees no key.
+        return_lse: also return the LSE (logsumexp), log sum_j exp(s_ij), in float32 (float64 for
+            float64 inputs) and differentiable; -inf where a query sees no key.
         return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a
             gradient.
 
