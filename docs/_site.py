@@ -59,6 +59,8 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Turn links to files outside of docs/ to the pages that show them."""
     here = page.file.src_uri
+    if here.startswith("notes/"):  # The search answers with what is, not with what was.
+        page.meta["search"] = {"exclude": True}
     if here.startswith("source/"):
         return markdown
 
