@@ -13,6 +13,7 @@ import posixpath
 import re
 from pathlib import Path
 
+from griffe import Extension
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
@@ -88,3 +89,16 @@ def on_page_content(content, page, config, files):
         return mathml(html.unescape(formula[2]).strip(), display)
 
     return FORMULA.sub(turned, content)
+
+
+# Attributes that users do not set, in a docstring.
+INTERNAL = re.compile(r"^ +\w+: set by `attention`.*\n?(?:^ {8}.*\n?)*", re.M)
+
+
+class Docstrings(Extension):
+    """Show sections "Example:" of docstrings as code, and no attributes that users do not set."""
+
+    def on_object(self, *, obj, **kwargs):
+        if obj.docstring:
+            text = INTERNAL.sub("", obj.docstring.value)
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.M)
