@@ -1,6 +1,6 @@
 """What the documents say is run: code blocks, examples in docstrings, and the numbers of a page.
 
-A `python` block prints what stands below it, a `text` block or a table. The blocks of a page
+A `python` block prints what stands right below it, a `text` block or a table. The blocks of a page
 share one namespace.
 """
 
@@ -37,7 +37,7 @@ from pallas_flash.tuning import Tile, TileSizes
 
 matplotlib.use("Agg")
 README, ALGORITHM = ROOT / "README.md", ROOT / "docs" / "algorithm.md"
-MASKS, TUNING = ROOT / "docs" / "masks-and-scores.md", ROOT / "docs" / "tuning.md"
+MASKS = ROOT / "docs" / "masks-and-scores.md"
 # Nobody edits the notes, so nothing holds them to the code.
 PAGES = [README, *sorted({*ROOT.glob("docs/**/*.md")} - {*ROOT.glob("docs/notes/*.md")})]
 
@@ -185,7 +185,8 @@ def test_show_prints_what_the_page_about_tuning_shows(monkeypatch, tmp_path, cap
     monkeypatch.setattr(sys, "argv", ["tune", "--show"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "pallas_flash" / "tune.py"), run_name="__main__")
-    (shown,) = re.findall(r"^```text\n(.*?)^```", TUNING.read_text(), re.M | re.S)
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    (shown,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
     printed = re.sub(
         r"jax [\d.]+, kernels \w+", "jax 0.11.2, kernels 0a1b2c3d", capsys.readouterr().out
     )
