@@ -1,7 +1,7 @@
 """What the documents say is run: code blocks, examples in docstrings, and the numbers of a page.
 
 A `python` block prints what stands right below it, a `text` block or a table. The blocks of a page
-share one namespace.
+share one namespace, except those of a recipe.
 """
 
 import contextlib
@@ -38,6 +38,8 @@ from pallas_flash.tuning import Tile, TileSizes
 matplotlib.use("Agg")
 README, ALGORITHM = ROOT / "README.md", ROOT / "docs" / "algorithm.md"
 MASKS = ROOT / "docs" / "masks-and-scores.md"
+# Each block of these pages can be copied alone.
+RECIPES = [*ROOT.glob("docs/recipes/*.md")]
 # Nobody edits the notes, so nothing holds them to the code.
 PAGES = [README, *sorted({*ROOT.glob("docs/**/*.md")} - {*ROOT.glob("docs/notes/*.md")})]
 
@@ -46,6 +48,8 @@ BLOCK = re.compile(
     r"^```python\n(.*?)^```\n+(?:</details>\n+)?(?:```text\n(.*?)^```\n|((?:\|[^\n]*\n)+))?",
     re.M | re.S,
 )
+# Such a block needs another package: tests/interop runs it.
+FOREIGN = '```python title="pip install '
 
 
 @functools.cache
@@ -63,13 +67,15 @@ def run(page):
 def _run(page):
     text, namespace, printed = page.read_text(), {"__name__": page.name}, []
     for block in BLOCK.finditer(text):
+        if page in RECIPES:
+            namespace = {"__name__": page.name}
         source, *shown = block.groups()
         # So that a traceback names the line of the page.
         lines = "\n" * text.count("\n", 0, block.start(1))
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(lines + source, str(page), "exec"), namespace)
         printed.append((out.getvalue(), next(filter(None, shown), None)))
-    assert len(printed) == text.count("```python")
+    assert len(printed) == text.count("```python") - text.count(FOREIGN)
     return namespace, printed
 
 
