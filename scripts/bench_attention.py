@@ -1,6 +1,7 @@
 """Times `pallas_flash.attention` beside the other attentions installed, after checking them all.
 
-    python scripts/bench_attention.py --list                   # shapes, and which peers are here
+    python scripts/bench_attention.py --length 4096 --heads 32 --kv-heads 8 --causal   # your shape
+    python scripts/bench_attention.py --list                   # named shapes, and peers
     python scripts/bench_attention.py --shapes all --json results.jsonl
     python scripts/bench_attention.py --shapes 128-causal-16k --peers ours jax_cudnn --sustained 1
     python scripts/bench_attention.py --table results.jsonl    # Markdown
@@ -23,7 +24,7 @@ FLOPs: 2 B N T S (D + V) forward; half of it if causal; by allowed pairs for win
 sequences, lengths and mask arrays; 2.5 times as much backward.
 
 This file is the command line. Its parts are in `benchmark/`: `shapes.py`, `peers.py`, `programs.py`
-(compile and check), `timers.py`, `run.py` (the order of a run) and `report.py`.
+(compile and check), `timers.py`, `run.py` (the order of a run), `recording.py` and `report.py`.
 """
 
 from __future__ import annotations
@@ -37,37 +38,112 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Any
+
+import jax
 
 from scripts.benchmark.peers import OURS, PEERS
+from scripts.benchmark.programs import ALLOWED
+from scripts.benchmark.recording import add_flags, recording
 from scripts.benchmark.report import line, load, plot, table
-from scripts.benchmark.results import dump
-from scripts.benchmark.run import Bench, surroundings
-from scripts.benchmark.shapes import DIRECTIONS, SHAPES, Shape
+from scripts.benchmark.run import Bench
+from scripts.benchmark.shapes import DIRECTIONS, FLAGS_OF_OPTIONS, SHAPES, Shape, shape_of
 from scripts.benchmark.timers import Clocks
-from scripts.command import UserError, command, parse_path, parse_seconds, parse_size, why
+from scripts.command import (
+    Parser,
+    UserError,
+    command,
+    parse_path,
+    parse_positive,
+    parse_rate,
+    parse_seconds,
+    parse_size,
+)
+
+# Flags of a shape: what follows a flag, its default, and its help.
+_SHAPE: dict[str, tuple[Any, Any, str]] = {
+    "batch": (parse_size, 1, "sequences"),
+    "length": (parse_size, 4096, "queries of a sequence"),
+    "key-length": (parse_size, None, "keys of a sequence (default: as many as queries)"),
+    "heads": (parse_size, 16, "query heads"),
+    "kv-heads": (parse_size, None, "key/value heads (default: as many as query heads)"),
+    "head-dim": (parse_size, 128, "head dim of queries and keys"),
+    "value-dim": (parse_size, None, "head dim of values (default: that of keys)"),
+    "dtype": (tuple(ALLOWED), "bfloat16", "dtype of q, k and v"),
+    "causal": (bool, False, "a query sees the keys up to itself"),
+    "window": (parse_size, None, "a query sees this many keys, itself the last; implies --causal"),
+    "segments": (parse_size, None, "packed sequences, of random lengths"),
+    "lengths": (bool, False, "a valid length for each sequence, random from a quarter on"),
+}
+# At most one of these.
+_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "soft-cap": (parse_positive, None, "scores become X tanh(s / X)"),
+    "dropout": (parse_rate, None, "probability with which a weight is dropped"),
+    "bias": (bool, False, "a number for each head and pair, in --dtype; without its gradient"),
+    "sinks": (bool, False, "a logit for each head in the denominator, with its gradient"),
+    "alibi": (bool, False, "a slope for each head"),
+}
+_METAVARS = {parse_size: "INT", parse_positive: "X", parse_rate: "RATE"}
+
+
+def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "a shape of your own", "Any of these times that shape, and named ones only beside --shapes."
+    )
+    options = group.add_mutually_exclusive_group()
+    for where, flags in ((group, _SHAPE), (options, _OPTIONS)):
+        for name, (kind, default, text) in flags.items():
+            how: dict[str, Any] = {"type": kind, "metavar": _METAVARS.get(kind)}
+            if kind is bool:
+                how = {"action": "store_true"}
+            elif isinstance(kind, tuple):
+                how = {"choices": kind}
+            text += "" if default in (None, False) else f" (default: {default})"
+            where.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text, **how)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__)
+    _add_shape_flags(parser)
+    add = parser.add_argument_group("what is timed, and how").add_argument
+    add("--shapes", nargs="+", metavar="NAME", help="shapes or cases of --list (default: all)")
+    add(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        metavar="NAME",
+        default=list(PEERS),
+        help="names of --list",
     )
-    add = parser.add_argument
-    add("--shapes", nargs="+", metavar="NAME", default=["all"], help="see --list; a case or all")
-    add("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help="see --list")
-    add("--passes", choices=(*DIRECTIONS, "both"), default="both")
-    add("--rounds", type=parse_size, default=5, help="measurements of each peer")
-    add("--iterations", type=parse_size, default=8, help="calls in a burst, at most")
-    add("--sustained", type=parse_seconds, metavar="SECONDS", help="see above")
+    add("--passes", choices=(*DIRECTIONS, "both"), default="both", help="passes to time")
+    add("--rounds", type=parse_size, metavar="INT", default=5, help="measurements of each peer")
+    add("--iterations", type=parse_size, metavar="INT", default=8, help="most calls of a burst")
+    add(
+        "--sustained",
+        type=parse_seconds,
+        metavar="SECONDS",
+        help="run each peer alone for this long, and again in its turns (default: bursts of 30 ms)",
+    )
     add("--quick", action="store_true", help="two rounds, and one length of each case")
-    add("--budget", type=parse_seconds, metavar="SECONDS", help="then start no shape")
-    add("--json", type=parse_path, metavar="FILE", help="append a line for each measurement")
-    add("--commit", help="what to write down as the commit, if git cannot tell")
-    add("--out-dir", type=parse_path, default=pathlib.Path("docs/results"), help="of --plot")
+    add(
+        "--budget",
+        type=parse_seconds,
+        metavar="SECONDS",
+        help="begin no further shape after this time, and say which are left out (default: none)",
+    )
+    add_flags(parser)
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--list", action="store_true", help="print shapes and peers")
+    add("--list", action="store_true", help="print shapes and peers, and end")
     add("--table", type=parse_path, metavar="FILE", help="print Markdown from --json's file")
-    add("--plot", type=parse_path, metavar="FILE", help="plot --json's file")
+    add("--plot", type=parse_path, metavar="FILE", help="draw figures from --json's file")
+    add = parser.add_argument
+    add(
+        "--out-dir",
+        type=parse_path,
+        metavar="FOLDER",
+        default=pathlib.Path("docs/results"),
+        help="folder of the figures of --plot",
+    )
     return parser
 
 
@@ -89,7 +165,7 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
         else:
             print(*plot(records, options.out_dir), sep="\n")
         return
-    chosen = _chosen(options.shapes, shapes)
+    chosen = _chosen(options, shapes)
     rounds = options.rounds
     if options.quick:
         rounds = 2
@@ -97,24 +173,24 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
 
     # PyTorch, in the same process, needs memory, too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    about = surroundings(options.commit)
+    seconds: dict[str, float] = collections.Counter()
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(_appended(options.json)) if options.json else None
+        about, append = stack.enter_context(recording(options.json, options.commit))
         print(json.dumps(about), flush=True)
+        peers = _installed(options.peers)
+        if jax.default_backend() == "cpu":
+            print("On a CPU all times are of XLA's programs, and say nothing about GPU kernels.")
         clocks = Clocks()
-        seconds: dict[str, float] = collections.Counter()
         stack.callback(clocks.close)
 
         def emit(record):
             # The file comes first, because the reader of the output may stop.
-            if file is not None:
-                file.write(dump({**record, **about}))
-                file.flush()
+            append(record)
             print(line(record), flush=True)
             seconds[record["implementation"]] += record.get("compile_s", 0)
 
         bench = Bench(
-            list(dict.fromkeys(options.peers)),
+            peers,
             DIRECTIONS if options.passes == "both" else (options.passes,),
             rounds=rounds,
             iterations=options.iterations,
@@ -128,34 +204,31 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
         print(f"left out after {options.budget:.0f} s: {' '.join(left_out)}")
 
 
-def _chosen(names: Sequence[str], shapes: Mapping[str, Shape]) -> list[Shape]:
+def _installed(names: Sequence[str]) -> list[str]:
+    """Return the peers that are installed, and print the others with what installs them."""
+    absent: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        if PEERS[name].version is None:
+            absent.setdefault(PEERS[name].install or "", []).append(name)
+    if absent:
+        words = (f"{', '.join(peers)} ({install})" for install, peers in absent.items())
+        print(f"not installed: {'; '.join(words)}", flush=True)
+    return [name for name in dict.fromkeys(names) if PEERS[name].version is not None]
+
+
+def _chosen(options: argparse.Namespace, shapes: Mapping[str, Shape]) -> list[Shape]:
     chosen = []
-    for name in names:
+    flags = {name.replace("-", "_"): row[1] for name, row in _SHAPE.items()}
+    given = {name: x for name, x in vars(options).items() if name in flags | FLAGS_OF_OPTIONS}
+    if given:
+        chosen.append(shape_of(**flags | given))
+    for name in options.shapes or ([] if given else ["all"]):
         slug = name.replace(" ", "-")
         named = [s for s in shapes.values() if slug in ("all", s.name, s.case.replace(" ", "-"))]
         if not named:
             raise UserError(f"--shapes must be names that --list prints; got {name!r}.")
         chosen += named
     return list(dict.fromkeys(chosen))
-
-
-def _appended(path: pathlib.Path) -> TextIO:
-    """Open a file of results, or a new one, at its end."""
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("no regular file")
-        if path.exists():
-            load(path)
-        file = path.open("a+")
-        # The last line may lack its end.
-        file.seek(0)
-        if (text := file.read()) and not text.endswith("\n"):
-            file.write("\n")
-        return file
-    except OSError as error:
-        raise UserError(
-            f"--json must be a file that can be written; got {path}: {why(error)}."
-        ) from error
 
 
 if __name__ == "__main__":

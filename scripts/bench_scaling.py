@@ -1,5 +1,6 @@
 """Times attention on a sequence that devices divide, and on one device with the whole sequence.
 
+    python scripts/bench_scaling.py --tokens 65536 --heads 32 --kv-heads 8
     python scripts/bench_scaling.py --json results.jsonl
     python scripts/bench_scaling.py --tokens 1048576 --masks causal --only-shared --patience 3
 
@@ -9,17 +10,17 @@ after one where calls take longer than `--patience`. `-balanced` has tokens in `
 under the causal mask. A method is first compared with one device, on a short sequence of the same
 heads. A method with a wrong result gets no time. The devices are all that JAX finds here.
 
-`share` is the time divided by the time of one device: 1 / devices would be perfect.
+The table has a row for each mask and method. "of one" is the time divided by that of one device:
+1 / devices would be perfect. With --json the times go to a file, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,16 +29,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_flash
 from scripts.benchmark.programs import ALLOWED, errors, is_red
-from scripts.benchmark.results import dump
-from scripts.benchmark.run import spread, surroundings
+from scripts.benchmark.recording import add_flags, recording
+from scripts.benchmark.run import spread
 from scripts.benchmark.shapes import short
-from scripts.command import UserError, command, parse_path, parse_size
+from scripts.command import Parser, UserError, command, parse_size
 
 # Values of `context_parallelism`, with tokens in order or in `balanced_order`.
 BALANCED = "-balanced"
 METHODS = [x + order for x in ("ring", "gather", "heads") for order in ("", BALANCED)]
 MASKS = ("full", "causal")
 BOTH = "forward and backward"
+PASSES = ("forward", BOTH)
 # Tokens of a device in the comparison with one device.
 FEW = 256
 # Calls that are timed, if they take no longer than --patience.
@@ -45,27 +47,24 @@ CALLS = 7
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--tokens", type=parse_size, default=2**16, help="of the sequence, one example (65536)")
-    add("--heads", type=parse_size, default=32, help="query heads (32)")
-    add("--kv-heads", type=parse_size, default=8, help="key/value heads (8)")
-    add("--head-dim", type=parse_size, default=128, help="head size (128)")
-    add("--dtype", choices=ALLOWED, default="bfloat16", help="(bfloat16)")
-    add("--masks", nargs="+", choices=MASKS, default=MASKS)
-    add("--methods", nargs="+", choices=METHODS, default=METHODS, help="all, if not given")
+    add("--tokens", type=parse_size, metavar="INT", default=2**16, help="tokens of the sequence")
+    add("--heads", type=parse_size, metavar="INT", default=32, help="query heads")
+    add("--kv-heads", type=parse_size, metavar="INT", default=8, help="key/value heads")
+    add("--head-dim", type=parse_size, metavar="INT", default=128, help="head dim")
+    add("--dtype", choices=ALLOWED, default="bfloat16", help="dtype of q, k and v")
+    add("--masks", nargs="+", choices=MASKS, default=MASKS, help="masks to time")
+    add("--methods", nargs="+", choices=METHODS, default=METHODS, help="methods to time")
     add("--only-shared", action="store_true", help="do not time one device alone")
     add(
         "--patience",
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="after which a program is not called again (10)",
+        help="call a program no further time after so long",
     )
-    add("--json", type=parse_path, metavar="FILE", help="append a line for each measurement")
-    add("--commit", help="what to write down as the commit, if git cannot tell")
+    add_flags(parser)
     return parser
 
 
@@ -74,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options = _parser().parse_args(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    about = surroundings(options.commit)
     devices = jax.devices()
     if len(devices) < 2 or options.tokens % (2 * len(devices)):
         raise UserError(
@@ -85,23 +83,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             f"--heads must be a multiple of --kv-heads; got {options.heads} and {options.kv_heads}."
         )
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(options.json.open("a")) if options.json else None
-
-        def emit(record: dict[str, Any]) -> None:
-            text = dump({**record, **about})
-            if file is not None:
-                file.write(text)
-                file.flush()
-            print(text, end="", flush=True)
-
+    with recording(options.json, options.commit) as (about, append):
+        sizes = f"{options.heads} heads on {options.kv_heads}, head dim {options.head_dim}"
+        print(
+            f"{len(devices)} x {about['device']}, {options.tokens} tokens, {sizes}, "
+            f"{options.dtype}\n\n{'mask':<8}{'method':<17}"
+            + "".join(f"{name + ', ms':>25}{'of one':>8}" for name in PASSES),
+            flush=True,
+        )
         for mask in options.masks:
-            _measure(options, mask, devices, emit)
+            for name, records in _measure(options, mask, devices):
+                for record in records:
+                    append(record)
+                print(f"{mask:<8}{name:<17}{_cells(records)}", flush=True)
 
 
-def _measure(options, mask: str, devices, emit: Callable) -> None:
-    """Time one device alone, then all devices by each method."""
-    mesh = jax.make_mesh((len(devices),), ("sequence",), axis_types=(AxisType.Auto,))
+def _cells(records: list[dict[str, Any]]) -> str:
+    """Return the times of a row of the table, or why it has none."""
+    first = records[0]
+    if "red" in first:
+        return "  WRONG, not timed: " + ", ".join(f"{x} {e:.1e}" for x, e in first["red"].items())
+    if "unserved" in first:
+        return f"  not served: {first['unserved']}"
+    times = [(r["ms"]["median"], f"{r['share']:.2f}" if "share" in r else "") for r in records]
+    return "".join(f"{ms:>25.3f}{share:>8}" for ms, share in times)
+
+
+def _measure(options, mask: str, devices) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the name and the records of each row: one device alone, then each method."""
     one = jax.make_mesh((1,), ("sequence",), devices=devices[:1], axis_types=(AxisType.Auto,))
     few, causal = FEW * len(devices), mask == "causal"
     problem = {name: getattr(options, name) for name in ("heads", "kv_heads", "head_dim", "dtype")}
@@ -119,10 +128,11 @@ def _measure(options, mask: str, devices, emit: Callable) -> None:
     alone: dict[str, dict[str, float]] = {}
     if not options.only_shared:
         alone = _times(one, options, causal, problem, {})
-        served = _served(one, options.tokens, causal, problem, {})
-        for name, ms in alone.items():
-            emit({**record, "pass": name, **served, "config": {"devices": 1}, "ms": ms})
+        record_alone = record | _served(one, options.tokens, causal, problem, {})
+        record_alone["config"] = {"devices": 1}
+        yield "one device", [{**record_alone, "pass": x, "ms": ms} for x, ms in alone.items()]
     right = _results(one, few, causal, problem, {})
+    mesh = jax.make_mesh((len(devices),), ("sequence",), axis_types=(AxisType.Auto,))
     for name in options.methods:
         method, balanced = name.removesuffix(BALANCED), name.endswith(BALANCED)
         if balanced and not causal:
@@ -135,15 +145,17 @@ def _measure(options, mask: str, devices, emit: Callable) -> None:
             line |= _served(mesh, options.tokens, causal, problem, how)
             found = errors(_results(mesh, few, causal, problem, how), right)
             if is_red(found, options.dtype):
-                emit({**line, "red": found})
+                yield name, [{**line, "red": found}]
                 continue
             times = _times(mesh, options, causal, problem, how)
         except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-            emit({**line, "unserved": str(error).splitlines()[0][:300]})
+            yield name, [{**line, "unserved": str(error).splitlines()[0][:300]}]
             continue
-        for name, ms in times.items():
-            share = {"share": ms["median"] / alone[name]["median"]} if alone else {}
-            emit({**line, "pass": name, "ms": ms, **share, "errors": found})
+        shares = {
+            x: {"share": ms["median"] / alone[x]["median"]} for x, ms in times.items() if alone
+        }
+        line["errors"] = found
+        yield name, [{**line, "pass": x, "ms": ms, **shares.get(x, {})} for x, ms in times.items()]
 
 
 def _draw(mesh: Mesh, tokens: int, problem, *, balanced: bool):
@@ -238,7 +250,7 @@ def _times(mesh: Mesh, options, causal: bool, problem, how) -> dict[str, dict[st
     with jax.set_mesh(mesh):
         return {
             name: measured(_program(causal, how, backward=backward))
-            for name, backward in (("forward", False), (BOTH, True))
+            for name, backward in zip(PASSES, (False, True), strict=True)
         }
 
 

@@ -1,6 +1,7 @@
-"""Makes the commands of this folder end with one sentence on every mistake."""
+"""Flags and errors of the commands of this folder: each mistake ends in one sentence."""
 
 import argparse
+import difflib
 import functools
 import math
 import os
@@ -12,6 +13,33 @@ from typing import Any
 
 class UserError(ValueError):
     """A mistake of the user, or a machine that cannot do it; the message is one sentence."""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Adds the default to the help of each flag that has one."""
+
+    def _get_help_string(self, action):
+        default = action.default
+        if default in (None, False, argparse.SUPPRESS) or default == []:
+            return action.help
+        words = " ".join(map(str, default)) if isinstance(default, list | tuple) else f"{default}"
+        return f"{action.help} (default: {words})"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help shows defaults, and whose error on an unknown flag names one alike."""
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=_Help, **options)
+
+    def error(self, message: str):
+        """Print the usage and the message, and exit with 2."""
+        kind, _, words = message.partition(": ")
+        flags = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+        if kind == "unrecognized arguments" and flags:
+            near = difflib.get_close_matches(flags[0], self._option_string_actions, 1)
+            message += "".join(f"; did you mean {flag}?" for flag in near)
+        super().error(message)
 
 
 def command(main: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,15 +76,24 @@ def parse_size(text: str) -> int:
     return int(text)
 
 
-def parse_seconds(text: str) -> float:
-    """Return a flag's time."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds; got {text!r}.")
-    return value
+def _number(most: float, wanted: str) -> Callable[[str], float]:
+    """Return a parser of a flag's number between 0 and `most`, both excluded."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < most:
+            raise argparse.ArgumentTypeError(f"must be a {wanted}; got {text!r}.")
+        return value
+
+    return parse
+
+
+parse_seconds = _number(math.inf, "positive number of seconds")
+parse_positive = _number(math.inf, "positive number")
+parse_rate = _number(1, "number between 0 and 1")
 
 
 def parse_path(text: str) -> pathlib.Path:

@@ -7,8 +7,8 @@ they reject bad kernels and keep good ones from getting worse.
 The package's kernels as a table, and the changes since an earlier run:
 
     pip install -e '.[inspect]'
-    python scripts/inspect_kernels.py --head-sizes 64 128 --masks full causal --json before.json
-    python scripts/inspect_kernels.py --head-sizes 64 128 --masks full causal --against before.json
+    python scripts/inspect_kernels.py --head-dims 64 128 --masks full causal --json before.json
+    python scripts/inspect_kernels.py --head-dims 64 128 --masks full causal --against before.json
     python scripts/inspect_kernels.py --implementation mosaic --masks full causal
 
 Any function that calls Pallas kernels, from the root of the checkout:
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -51,7 +52,7 @@ from typing import Any
 
 import jax
 
-from scripts.command import UserError, command, parse_path, parse_size, why
+from scripts.command import Parser, UserError, command, parse_path, parse_size, why
 from scripts.inspection.calls import (
     DTYPES,
     FEATURES,
@@ -132,40 +133,31 @@ def _writable(path: pathlib.Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--target", nargs="+", choices=TARGETS, default=["h200"])
-    add("--head-sizes", nargs="+", type=parse_size, default=[64, 128, 256])
-    add("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
-    add("--masks", nargs="+", choices=MASKS, default=["full", "causal", "segments"])
-    add("--features", nargs="+", choices=FEATURES, default=[], help="all at once")
-    add("--passes", nargs="+", choices=PASSES, default=PASSES)
-    add(
-        "--groups",
-        nargs="+",
-        type=int,
-        choices=GROUPS,
-        default=[1],
-        help="query heads per key head",
-    )
-    add("--implementation", choices=IMPLEMENTATIONS, default="triton")
+    several = functools.partial(parser.add_argument, nargs="+")
+    several("--target", choices=TARGETS, default=["h200"], help="GPUs to compile for")
+    several("--head-dims", type=parse_size, metavar="INT", default=[64, 128, 256], help="head dims")
+    several("--dtypes", choices=DTYPES, default=["bfloat16"], help="dtypes of q, k and v")
+    several("--masks", choices=MASKS, default=["full", "causal", "segments"], help="masks")
+    several("--features", choices=FEATURES, default=[], help="options of the call, all at once")
+    several("--passes", choices=PASSES, default=PASSES, help="kernels to show")
+    several("--groups", type=int, choices=GROUPS, default=[1], help="query heads per key head")
+    add("--implementation", choices=IMPLEMENTATIONS, default="triton", help="the kernels")
     add("--reproducible", action="store_true", help='gradients of "mosaic" in two passes')
-    add("--length", type=parse_size, default=4096)
-    add("--queries", type=parse_size, help="if there are fewer than keys")
-    add(
+    add("--length", type=parse_size, metavar="INT", default=4096, help="keys of a sequence")
+    add("--queries", type=parse_size, metavar="INT", help="queries (default: as many as keys)")
+    several(
         "--tiles",
-        nargs="+",
         metavar="KERNEL=Q,KV,WARPS,STAGES",
         type=_tile,
         default=[],
-        help='of "triton", in place of its choice, such as forward=128,64,8,3 or dq=64,64,4,3',
+        help='tiles of "triton" (default: its choice), as in forward=128,64,8,3 dq=64,64,4,3',
     )
     add("--loops", action="store_true", help="show every loop, and its opcodes")
     add("--json", metavar="FILE", type=parse_path, help="also write JSON; - is the standard output")
     add("--against", metavar="FILE", type=parse_path, help="print what changed since this --json")
-    add("--dump", metavar="DIR", type=parse_path, help="keep the machine code")
+    add("--dump", metavar="FOLDER", type=parse_path, help="keep the machine code there")
     return parser
 
 
@@ -193,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, dict] = {}
     failed = False
     for target, head_dim, dtype, mask, group in itertools.product(
-        options.target, options.head_sizes, options.dtypes, options.masks, options.groups
+        options.target, options.head_dims, options.dtypes, options.masks, options.groups
     ):
         case = " ".join([target, str(head_dim), dtype, mask, *options.features])
         case += f" {group}:1" if group > 1 else ""

@@ -10,7 +10,6 @@ square of dq. Implementations that are not installed, or do not serve a call, ge
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_flash
-from scripts.benchmark.results import dump
-from scripts.benchmark.run import surroundings
-from scripts.command import command, parse_path, parse_size
+from scripts.benchmark.recording import add_flags, recording
+from scripts.command import Parser, command, parse_size
 
 HEADS, GROUPED, BIASES, MEAN = 4, 2, (0, 2, 10, 50, 200), 4
 CASES = (
@@ -105,7 +103,7 @@ def exact(q, k, v, do, options):
         return np.asarray(pull(do.astype(jnp.float64))[0])
 
 
-def lines(case, head_dim, dtype, bias, mean, *, length, commit) -> Iterator[dict[str, Any]]:
+def lines(case, head_dim, dtype, bias, mean, *, length) -> Iterator[dict[str, Any]]:
     """Yield a line for each implementation that serves the call."""
     random = np.random.default_rng(0)
     kv_heads = GROUPED if case == "grouped heads" else HEADS
@@ -123,9 +121,7 @@ def lines(case, head_dim, dtype, bias, mean, *, length, commit) -> Iterator[dict
 
         try:
             found = np.asarray(jax.jit(dq)(q, k, v, do), np.float64)
-        except (
-            Exception
-        ) as refused:  # Each library has errors of its own for calls that it does not serve.
+        except Exception as refused:  # Libraries raise errors of their own for such calls.
             return f"{type(refused).__name__}: {refused}"[:200]
         relative = np.sqrt(((found - truth) ** 2).mean() / (truth**2).mean())
         return float(relative) if np.isfinite(relative) else "The gradient is not finite."
@@ -138,7 +134,6 @@ def lines(case, head_dim, dtype, bias, mean, *, length, commit) -> Iterator[dict
     for name, found in errors.items():
         key = "unserved" if isinstance(found, str) else "dq_error"
         yield dict(
-            surroundings(commit),
             **sizes,
             shape=f"key bias {bias}, values of mean {mean}",
             case=case,
@@ -169,27 +164,33 @@ def problems(cases: Sequence[str], head_dims: Sequence[int]) -> Iterator[tuple]:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--length", type=parse_size, metavar="INT", default=2048, help="tokens")
+    add(
+        "--head-dims",
+        type=parse_size,
+        metavar="INT",
+        nargs="+",
+        default=(64, 128, 256),
+        help="head dims",
     )
-    parser.add_argument("--length", type=parse_size, default=2048, help="tokens (2048)")
-    parser.add_argument("--head-dims", type=parse_size, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--cases", nargs="+", choices=CASES + ACROSS_DEVICES, default=CASES)
-    parser.add_argument("--commit", help="of what runs, where git cannot tell it")
-    parser.add_argument("--json", type=parse_path, help="a file to which lines are appended")
-    arguments = parser.parse_args(argv)
-    for problem in problems(arguments.cases, arguments.head_dims):
-        case, head_dim, dtype, bias, mean = problem
-        found = list(lines(*problem, length=arguments.length, commit=arguments.commit))
-        if arguments.json:
-            with arguments.json.open("a") as file:
-                file.writelines(map(dump, found))
-        errors = {x["implementation"]: x["dq_error"] for x in found if "dq_error" in x}
-        print(
-            f"{case}, head dim {head_dim}, {dtype}, key bias {bias}, values of mean {mean}:",
-            "  ".join(f"{name} {error:.4f}" for name, error in errors.items()),
-            flush=True,
-        )
+    add("--cases", nargs="+", choices=CASES + ACROSS_DEVICES, default=CASES, help="kinds of calls")
+    add_flags(parser)
+    options = parser.parse_args(argv)
+    with recording(options.json, options.commit) as (_, append):
+        for problem in problems(options.cases, options.head_dims):
+            case, head_dim, dtype, bias, mean = problem
+            errors = {}
+            for record in lines(*problem, length=options.length):
+                append(record)
+                if "dq_error" in record:
+                    errors[record["implementation"]] = record["dq_error"]
+            print(
+                f"{case}, head dim {head_dim}, {dtype}, key bias {bias}, values of mean {mean}:",
+                "  ".join(f"{name} {error:.4f}" for name, error in errors.items()),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_flash
-from scripts.benchmark.shapes import DROPOUT, SOFT_CAP, Shape
+from scripts.benchmark.shapes import Shape
 
 # The most scores for which peers are timed that hold several arrays of scores, or that are slow on
 # a GPU because they are our implementations for other devices.
@@ -97,6 +97,11 @@ def _not_too_dense(shape: Shape) -> None:
     )
 
 
+def _only_causal_segments(shape: Shape) -> None:
+    # The calls below give the first key of each query, and no last one.
+    _refuse(shape.documents is not None and not shape.causal, "is timed on causal segments only")
+
+
 def _window(shape: Shape) -> tuple[int, int] | None:
     return None if shape.window is None else (shape.window - 1, 0)
 
@@ -109,16 +114,13 @@ def _ours(implementation: str | None, shape: Shape, direction: str, **options: A
     kernels = ("mosaic", "triton", *([None] if jax.default_backend() == "gpu" else []))
     if implementation not in kernels and not options:
         _refuse(shape.scores > MAX_PORTABLE_SCORES, "is timed on small shapes only")
-    asked = {
-        "soft cap": {"logits_soft_cap": SOFT_CAP},
-        "dropout": {"dropout_rate": DROPOUT},
-    }.get(shape.option or "", {})
     call = functools.partial(
         pallas_flash.attention,
         is_causal=shape.causal,
         local_window_size=_window(shape),
         implementation=implementation,
-        **asked,
+        logits_soft_cap=shape.soft_cap,
+        dropout_rate=shape.dropout_rate,
         **options,
     )
     return Attend(call, shape.arrays())
@@ -205,17 +207,17 @@ def _tokamax(op: Any, mask_class: Any, shape: Shape) -> Attend:
     _refuse(shape.option == "sinks", "has no sinks")
     _refuse(shape.option == "ALiBi", "has ALiBi as a bias alone")
     _refuse(shape.option == "dropout", "takes a mask of what is dropped")
+    _only_causal_segments(shape)
     arrays = {name: x for name, x in shape.arrays().items() if name in ("bias", "mask")}
     if (first := shape.first_keys()) is not None:
         arrays["k_start"] = first[:, None]
     if shape.lengths:
         rows = (shape.B, 1, shape.T)
         arrays["k_end"] = np.broadcast_to(shape.each_length()[:, None, None], rows)
-    soft_cap = SOFT_CAP if shape.option == "soft cap" else None
 
     def call(q, k, v, bias=None, mask=None, k_start=None, k_end=None):
         mask = mask_class(mask, k_start=k_start, k_end=k_end, is_causal=shape.causal)
-        return op(q, k, v, bias=bias, logits_soft_cap=soft_cap, mask=mask)
+        return op(q, k, v, bias=bias, logits_soft_cap=shape.soft_cap, mask=mask)
 
     return Attend(call, arrays)
 
@@ -317,7 +319,7 @@ def _triton_tutorial(shape: Shape, direction: str) -> Attend:
     _refuse(direction == "backward", "is a forward alone")
     _refuse(bool(shape.T % 128 or shape.S % 128), "is for multiples of 128")
     _refuse(shape.dtype == "float32", "is for 16 bits")
-    _refuse(shape.D not in triton_kernel.CONFIGS, "has no tiles for this head size")
+    _refuse(shape.D not in triton_kernel.CONFIGS, "has no tiles for this head dim")
 
     def call(q, k, v):
         return jax_triton.triton_call(
@@ -352,7 +354,7 @@ def _torch_sdpa(backend: str, shape: Shape, direction: str) -> TorchAttend:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     _give_triton_a_cache()
-    _only(shape, "grouped heads", "head size of its own for values")
+    _only(shape, "grouped heads", "head dim of its own for values")
     _refuse(shape.dtype == "float32", "is for 16 bits")
 
     def call(q, k, v):
@@ -370,9 +372,10 @@ def _torch_flex(shape: Shape, direction: str) -> TorchAttend:
 
     _only(
         shape,
-        *("grouped heads", "head size of its own for values", "window", "segment ids", "lengths"),
+        *("grouped heads", "head dim of its own for values", "window", "segment ids", "lengths"),
         *("soft cap", "ALiBi", "bias", "mask array"),
     )
+    _only_causal_segments(shape)
     _give_triton_a_cache()
     torch._dynamo.config.recompile_limit = 1000  # Each shape is compiled once.
     # The timer computes the gradient many times from one forward.
@@ -396,12 +399,12 @@ def _torch_flex(shape: Shape, direction: str) -> TorchAttend:
         sees.append(lambda b, h, i, j: mask[0, 0, i, j])
     block_mask = None
     if sees:
-        examples = shape.B if len(sees) > shape.causal else None
+        batch = shape.B if len(sees) > shape.causal else None
         block_mask = create_block_mask(
-            and_masks(*sees), examples, None, shape.T, shape.S, device="cuda"
+            and_masks(*sees), batch, None, shape.T, shape.S, device="cuda"
         )
     score = {
-        "soft cap": lambda s, b, h, i, j: SOFT_CAP * torch.tanh(s / SOFT_CAP),
+        "soft cap": lambda s, b, h, i, j: shape.soft_cap * torch.tanh(s / shape.soft_cap),
         "ALiBi": lambda s, b, h, i, j: s - arrays["alibi_slopes"][h] * (i - j).abs(),
         "bias": lambda s, b, h, i, j: s + arrays["bias"][0, h, i, j],
     }.get(shape.option)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import datetime
 import functools
-import importlib.metadata
 import os
-import pathlib
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -34,11 +29,9 @@ from scripts.benchmark.timers import (
     Timers,
     Timing,
     first_line,
-    gpu_id,
     sustain,
     take_turns,
 )
-from scripts.command import UserError
 
 # Milliseconds of a burst, and of a measurement in a sustained turn, where the card should not wait
 # for a read of the clock. Then the most calls in a measurement.
@@ -46,41 +39,6 @@ BURST, MEASUREMENT, MANY = 30, 250, 10_000
 
 # Programs that are compiled before the first is timed; some take ten times as long as others.
 PROGRAMS_OF_A_CORE = 2
-
-
-def surroundings(commit: str | None) -> dict[str, Any]:
-    """Return device, versions, commit and date, which all lines of a run share."""
-    try:
-        device = jax.devices()[0]
-    except Exception as error:  # An AssertionError, if JAX_PLATFORMS=cuda finds none.
-        raise UserError(
-            f"JAX must find a device; got {error!r:.200}. Look at JAX_PLATFORMS in the environment."
-        ) from error
-    query = ("--query-gpu=driver_version", "--format=csv,noheader")
-    driver = _output("nvidia-smi", f"--id={gpu_id()}", *query)
-    packages = ("jax", "jaxlib", "torch", "triton", "tokamax", "jax-triton")
-    versions = {}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    if commit is None and (commit := _output("git", "rev-parse", "--short", "HEAD")):
-        commit += "-dirty" if _output("git", "status", "--porcelain") else ""
-    return {
-        "device": device.device_kind,
-        "driver": driver,
-        "versions": versions,
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _output(*command: str) -> str | None:
-    try:
-        root = pathlib.Path(__file__).parents[2]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def _sentence(error: Exception) -> str:
@@ -203,12 +161,12 @@ class Bench:
         right = None
         measured = self._in_turns(ready, clocks)
         ours = measured[OURS][0] if OURS in measured else None
-        for name, (times, seen) in measured.items():
+        for name, (times, clocked) in measured.items():
             program = programs[name]
             record = self._record(shape, direction, name)
             record |= summary(times, ours, shape, direction)
             record |= {"errors": found[name], "compile_s": program.compile_s}
-            record |= {"memory": program.memory, **seen}
+            record |= {"memory": program.memory, **clocked}
             if isinstance(self.timer, Timers):
                 record["timer"] = self.timer.name(program)
             self.emit(record)
@@ -224,8 +182,8 @@ class Bench:
         if self.sustained is None:
             clocks.take()
             times = take_turns(self.rounds, ready)
-            seen = {"clocks": clocks.take()}
-            return {name: (times[name], seen) for name in ready}
+            clocked = {"clocks": clocks.take()}
+            return {name: (times[name], clocked) for name in ready}
 
         def stretches(seconds):
             return {
@@ -295,7 +253,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def middle(clocks: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
     """Return medians of the clocks of several turns; None if there are none."""
-    seen = [x for x in clocks if x is not None]
-    if not seen:
+    known = [x for x in clocks if x is not None]
+    if not known:
         return None
-    return {name: statistics.median(x[name] for x in seen) for name in seen[0]}
+    return {name: statistics.median(x[name] for x in known) for name in known[0]}

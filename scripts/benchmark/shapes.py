@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from scripts.command import UserError
 
 DIRECTIONS = ("forward", "backward")
 TOKENS, WIDTH = 16384, 2048  # B * T and N * D.
@@ -24,10 +24,15 @@ OPTIONS = {
     "ALiBi": "a slope for each head",
     "bias": "for each head and pair, in the dtype of the inputs",
     "trained bias": "the same, with its gradient",
-    "mask array": "for all heads and examples, of which 9 in 10 are True",
+    "mask array": "for the whole batch and all heads, of which 9 in 10 are True",
     "dropout": "of one in 10",
 }
 SOFT_CAP, DROPOUT = 50.0, 0.1
+# Flags of the options that a shape given by flags may have.
+FLAGS_OF_OPTIONS = {
+    **{"soft_cap": "soft cap", "dropout": "dropout", "bias": "bias"},
+    **{"sinks": "sinks", "alibi": "ALiBi"},
+}
 # Separates the option from the rest of a case's name.
 WITH = " with "
 
@@ -44,6 +49,7 @@ class Shape:
         documents: The number of sequences of random lengths that are packed into each row.
         lengths: Whether batch elements have random valid lengths, from T / 4 to T.
         option: A key of `OPTIONS`.
+        amount: The soft cap or the dropout rate; None: `SOFT_CAP` or `DROPOUT`.
     """
 
     case: str
@@ -59,6 +65,7 @@ class Shape:
     documents: int | None = None
     lengths: bool = False
     option: str | None = None
+    amount: float | None = None
     dtype: str = "bfloat16"
     passes: tuple[str, ...] = DIRECTIONS
 
@@ -82,6 +89,16 @@ class Shape:
         return 1 / math.sqrt(self.D)
 
     @property
+    def soft_cap(self) -> float | None:
+        """The soft cap of the scores."""
+        return (self.amount or SOFT_CAP) if self.option == "soft cap" else None
+
+    @property
+    def dropout_rate(self) -> float:
+        """The rate of dropout, 0 without it."""
+        return (self.amount or DROPOUT) if self.option == "dropout" else 0.0
+
+    @property
     def scores(self) -> int:
         """The number of scores, allowed or not."""
         return self.B * self.N * self.T * self.S
@@ -91,7 +108,7 @@ class Shape:
         """Features that an implementation may lack, for the sentence: it has no ..."""
         asked = {
             "grouped heads": self.N != self.K,
-            "head size of its own for values": self.value_dim != self.D,
+            "head dim of its own for values": self.value_dim != self.D,
             "window": self.window is not None,
             "segment ids": self.documents is not None,
             "lengths": self.lengths,
@@ -145,18 +162,23 @@ class Shape:
 
     def pairs(self) -> float:
         """Return the number of allowed pairs, over the batch; half of all if merely causal."""
+        valid = self.each_length() if self.lengths else np.full(self.B, self.T)
         if self.window is None and self.documents is None:
-            pairs = self.B * self.T * self.S
-            if self.lengths:
-                pairs = float((self.each_length().astype(np.int64) ** 2).sum())
+            keys = valid.astype(np.int64) if self.lengths else self.S
+            pairs = float((valid * keys).sum())
             if self.option == "mask array":
                 pairs = self.B * float(self.arrays()["mask"].sum())
-            return pairs / (2 if self.causal else 1)
-        last = np.arange(self.T)
-        first = self.first_keys() if self.causal else None
-        if first is None:
-            raise NotImplementedError(f"{self.name}: windows and documents are causal here.")
-        return float((last - first + 1).sum())
+            if not self.causal:
+                return pairs
+            # Query i sees the keys up to i.
+            return pairs * (self.T / (2 * self.S) if self.T <= self.S else 1 - self.S / 2 / self.T)
+        i = np.arange(self.T)
+        if self.causal:
+            first = self.first_keys()
+            visible = i + 1 if first is None else i + 1 - first
+            return float(np.where(i < valid[:, None], visible, 0).sum())
+        rows = zip(self.segment_ids(), valid, strict=True)
+        return float(sum((np.bincount(ids[:n]).astype(np.int64) ** 2).sum() for ids, n in rows))
 
     def flops(self, direction: str) -> float:
         """Return the floating-point operations by which a pass is rated."""
@@ -192,76 +214,129 @@ def _option_arrays(shape: Shape) -> dict[str, Any]:
     return {}
 
 
-def _setting(case: str, T: int, D: int, *, N: int | None = None, K: int | None = None, **more):
-    heads = N or WIDTH // D
-    return Shape(case, max(1, TOKENS // T), T, T, heads, K or heads, D, **more)
-
-
-def _one_example(T: int, D: int, causal: bool, **more):
-    case = f"one example {D} {'causal' if causal else 'full'}"
-    return Shape(case, 1, T, T, WIDTH // D, WIDTH // D, D, causal=causal, **more)
-
-
-def _shapes() -> Iterator[Shape]:
-    lengths = (16 * K, 8 * K, 4 * K, 2 * K)
-    masks = {"causal": True, "full": False}
-    for D in (128, 64, 256):
-        for mask, causal in masks.items():
-            yield from (_setting(f"{D} {mask}", T, D, causal=causal) for T in lengths)
-    yield from (_setting("gqa 128 causal", T, 128, N=64, K=8, causal=True) for T in lengths)
-    for T in (16 * K, 32 * K):
-        yield _setting("window 1024 gqa 64", T, 64, K=4, causal=True, window=1024)
-    for T in (32 * K, 64 * K):
-        yield _setting("documents 12", T, 128, causal=True, documents=12)
+_LONG = (16 * K, 8 * K, 4 * K, 2 * K)
+_FORWARD = ("forward",)
+# (case, numbers of keys, fields). `*` stands for causal and full. A case with the word "causal" is;
+# TOKENS, WIDTH and the number of keys give the fields that are absent. The most important shapes
+# come first: --budget leaves out the end.
+_ROWS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    *((f"{D} *", _LONG, dict(D=D)) for D in (128, 64, 256)),
+    ("gqa 128 causal", _LONG, dict(D=128, N=64, K=8)),
+    ("window 1024 gqa 64", (16 * K, 32 * K), dict(D=64, K=4, causal=True, window=1024)),
+    ("documents 12", (32 * K, 64 * K), dict(D=128, causal=True, documents=12)),
     # Short sequences, of 1000 tokens on average.
-    for T in lengths:
-        yield _setting("documents of 1000 64", T, 64, causal=True, documents=T // 1000)
-    for window in (1024, 256):
-        for T in lengths[1:]:
-            yield _setting(f"window {window} 64", T, 64, causal=True, window=window)
-    for D in (128, 64):
-        yield from (_setting(f"short {D} causal", T, D, causal=True) for T in (K, 512))
+    *(("documents of 1000 64", (T,), dict(D=64, causal=True, documents=T // 1000)) for T in _LONG),
+    *((f"window {w} 64", _LONG[1:], dict(D=64, causal=True, window=w)) for w in (1024, 256)),
+    *((f"short {D} causal", (K, 512), dict(D=D)) for D in (128, 64)),
     # Low occupancy: batch size 1; one of 8 GPUs of 64 heads; there a part of a long prompt.
-    for T in (2 * K, K):
-        yield Shape("gqa one example", 1, T, T, 32, 8, 128, causal=True)
-        for D, causal in itertools.product((64, 128, 256), (False, True)):
-            yield _one_example(T, D, causal)
-    for D, causal in itertools.product((64, 128, 256), (False, True)):
-        yield _one_example(512, D, causal, passes=("forward",))
-    for T in (8 * K, 2 * K):
-        yield Shape("gqa 8 of 64 heads", 1, T, T, 8, 1, 128, causal=True)
-    yield Shape("512 queries gqa 8 of 64 heads", 1, 512, 32 * K, 8, 1, 128, passes=("forward",))
+    ("gqa one example", (2 * K, K), dict(B=1, N=32, K=8, D=128, causal=True)),
+    *((f"one example {D} *", (2 * K, K), dict(B=1, D=D)) for D in (64, 128, 256)),
+    *((f"one example {D} *", (512,), dict(B=1, D=D, passes=_FORWARD)) for D in (64, 128, 256)),
+    ("gqa 8 of 64 heads", (8 * K, 2 * K), dict(B=1, N=8, K=1, D=128, causal=True)),
+    (
+        "512 queries gqa 8 of 64 heads",
+        (32 * K,),
+        dict(B=1, T=512, N=8, K=1, D=128, passes=_FORWARD),
+    ),
     # 2 GB of keys and values.
-    for B, S in ((4, 128 * K), (64, 8 * K)):
-        yield Shape("decode gqa 128", B, 1, S, 64, 8, 128, passes=("forward",))
+    *(
+        ("decode gqa 128", (S,), dict(B=B, T=1, N=64, K=8, D=128, passes=_FORWARD))
+        for B, S in ((4, 128 * K), (64, 8 * K))
+    ),
     # Groups that are no power of two.
-    for T in (8 * K, 2 * K):
-        yield _setting("gqa 28 on 4 of 128 causal", T, 128, N=28, K=4, causal=True)
-    for T in (8 * K, 2 * K):
-        yield _setting("mqa 71 on 1 of 64 causal", T, 64, N=71, K=1, causal=True)
-    for D in (128, 64):
-        for mask, causal in masks.items():
-            # Lengths that no tile divides, and padding.
-            odd = (5000, 3000, 1500, 1000)
-            yield from (_setting(f"odd {D} {mask}", T, D, causal=causal) for T in odd)
-            for T in (8 * K, 2 * K):
-                yield _setting(f"lengths {D} {mask}", T, D, causal=causal, lengths=True)
-    for mask, causal in masks.items():
-        for D in (40, 72, 80, 96, 112):
-            yield _setting(f"{D} {mask}", 4 * K, D, causal=causal)
-        for T in lengths[1:]:
-            yield _setting(f"192 and 128 {mask}", T, 192, V=128, causal=causal)
-    for D in (128, 64):
-        for option in OPTIONS:
-            yield _setting(f"{D} full{WITH}{option}", 4 * K, D, option=option)
-    for option in ("soft cap", "ALiBi", "mask array", "bias"):
-        yield _setting(f"256 full{WITH}{option}", 4 * K, 256, option=option)
-    yield _setting(f"256 causal{WITH}soft cap", 4 * K, 256, causal=True, option="soft cap")
-    yield _setting("float32 64 causal", 4 * K, 64, causal=True, dtype="float32")
-    yield _setting("float32 64 full", 4 * K, 64, dtype="float32")
+    ("gqa 28 on 4 of 128 causal", (8 * K, 2 * K), dict(D=128, N=28, K=4)),
+    ("mqa 71 on 1 of 64 causal", (8 * K, 2 * K), dict(D=64, N=71, K=1)),
+    # Lengths that no tile divides, and padding.
+    *((f"odd {D} *", (5000, 3000, 1500, 1000), dict(D=D)) for D in (128, 64)),
+    *((f"lengths {D} *", (8 * K, 2 * K), dict(D=D, lengths=True)) for D in (128, 64)),
+    *((f"{D} *", (4 * K,), dict(D=D)) for D in (40, 72, 80, 96, 112)),
+    ("192 and 128 *", _LONG[1:], dict(D=192, V=128)),
+    *(
+        (f"{D} full{WITH}{option}", (4 * K,), dict(D=D, option=option))
+        for D in (128, 64)
+        for option in OPTIONS
+    ),
+    *(
+        (f"256 full{WITH}{option}", (4 * K,), dict(D=256, option=option))
+        for option in ("soft cap", "ALiBi", "mask array", "bias")
+    ),
+    (f"256 causal{WITH}soft cap", (4 * K,), dict(D=256, option="soft cap")),
+    ("float32 64 *", (4 * K,), dict(D=64, dtype="float32")),
     # For machines without a GPU.
-    yield Shape("small", 2, 256, 256, 4, 2, 64, causal=True, dtype="float32")
+    ("small", (256,), dict(B=2, N=4, K=2, D=64, causal=True, dtype="float32")),
+]
 
 
-# The most important shapes come first: --budget leaves out the end.
-SHAPES = {shape.name: shape for shape in _shapes()}
+def _shape(case: str, S: int, fields: dict[str, Any]) -> Shape:
+    heads = fields.get("N", WIDTH // fields["D"])
+    absent = dict(T=S, B=max(1, TOKENS // S), N=heads, K=heads, causal="causal" in case.split())
+    return Shape(case, S=S, **absent | fields)
+
+
+SHAPES = {
+    shape.name: shape
+    for case, lengths, fields in _ROWS
+    for mask in (("causal", "full") if "*" in case else ("",))
+    for shape in (_shape(case.replace("*", mask), S, fields) for S in lengths)
+}
+
+
+def shape_of(
+    *,
+    batch: int,
+    length: int,
+    heads: int,
+    head_dim: int,
+    dtype: str,
+    key_length: int | None = None,
+    kv_heads: int | None = None,
+    value_dim: int | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    segments: int | None = None,
+    lengths: bool = False,
+    **options: float,
+) -> Shape:
+    """Return the shape that flags give; `options` has at most one entry, its flag's name and value.
+
+    Raises:
+        UserError: The flags do not fit together.
+    """
+    kv_heads, keys = kv_heads or heads, key_length or length
+    if heads % kv_heads:
+        raise UserError(f"--heads must be a multiple of --kv-heads; got {heads} and {kv_heads}.")
+    if keys != length and (window or segments or lengths):
+        raise UserError(
+            "--window, --segments and --lengths must come without --key-length, with as many keys "
+            f"as queries; got {length} queries and {keys} keys."
+        )
+    if (segments or 0) > length:
+        raise UserError(f"--segments must be at most --length; got {segments} and {length}.")
+    [(option, amount)] = options.items() or [(None, None)]
+    causal = causal or window is not None
+    words = [
+        f"b{batch}",
+        f"t{length}" if keys != length else "",
+        f"h{heads}" if kv_heads == heads else f"h{heads} on {kv_heads}",
+        f"d{head_dim} and {value_dim}" if value_dim else f"d{head_dim}",
+        "causal" if causal else "full",
+        f"window {window}" if window else "",
+        f"{segments} segments" if segments else "",
+        "lengths" if lengths else "",
+        "" if dtype == "bfloat16" else dtype,
+    ]
+    case = " ".join(filter(None, words))
+    if option is not None:
+        option = FLAGS_OF_OPTIONS[option]
+        case += WITH + (f"{option} {amount:g}" if amount is not True else option)
+    return Shape(
+        case,
+        *(batch, length, keys, heads, kv_heads, head_dim, value_dim),
+        causal=causal,
+        window=window,
+        documents=segments,
+        lengths=lengths,
+        option=option,
+        amount=None if amount is True else amount,
+        dtype=dtype,
+    )

@@ -20,7 +20,7 @@ from support import cases, jaxprs, oracle
 
 import pallas_flash
 from scripts.bench_attention import main
-from scripts.benchmark import peers, programs, report, shapes, timers
+from scripts.benchmark import peers, programs, recording, report, shapes, timers
 from scripts.benchmark import run as runs
 from scripts.benchmark.peers import PEERS, Attend, Peer, Unserved
 from scripts.benchmark.programs import JaxProgram
@@ -41,10 +41,23 @@ SHAPES = {
         Shape("tiny decode", 2, 1, 40, 4, 2, 8, dtype="float32", passes=("forward",)),
     ]
 }
-# The same with each option, values of another head size, and no mask to hide it.
+# The same with each option, values of another head dim, and no mask to hide it.
 OPTIONAL = [
     Shape(f"tiny with {option}", 2, 24, 24, 4, 2, 8, V=12, option=option, dtype="float32")
     for option in OPTIONS
+]
+# Shapes by flags, as the command gives them.
+SIZES = dict(batch=2, length=40, heads=4, kv_heads=2, head_dim=8, dtype="float32")
+BY_FLAGS = [
+    shapes.shape_of(**SIZES | flags)
+    for flags in (
+        dict(window=9, segments=3, soft_cap=3.0),
+        dict(segments=3, lengths=True),
+        dict(causal=True, segments=3, lengths=True, value_dim=12),
+        dict(causal=True, key_length=24, dropout=0.5),
+        dict(causal=True, key_length=56, bias=True),
+        dict(key_length=24, alibi=True),
+    )
 ]
 HERE = ["ours_xla", "jax_xla"]  # What a CPU can run.
 
@@ -70,11 +83,13 @@ def seen(shape):
     return visible
 
 
-@pytest.mark.parametrize("shape", [*SHAPES.values(), *OPTIONAL], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES.values(), *OPTIONAL, *BY_FLAGS], ids=lambda shape: shape.name
+)
 def test_pairs_are_those_that_see_each_other(shape):
     counted = seen(shape).sum()
     # The convention halves a merely causal problem, which leaves out half of the diagonal.
-    rows = shape.each_length().sum() if shape.lengths else shape.B * shape.T
+    rows = shape.each_length().sum() if shape.lengths else shape.B * min(shape.T, shape.S)
     diagonal = rows / 2 if shape.causal and not (shape.window or shape.documents) else 0
     assert shape.pairs() == counted - diagonal
     assert shape.flops("forward") == 2 * (shape.D + shape.value_dim) * shape.N * shape.pairs()
@@ -112,7 +127,8 @@ def dense(shape, q, k, v):
     denominator = 0
     match shape.option:
         case "soft cap":
-            s = 50 * np.tanh(s / 50)
+            cap = shape.amount or 50
+            s = cap * np.tanh(s / cap)
         case "ALiBi":
             s -= extra["alibi_slopes"][:, None, None] * abs(i - j)
         case "bias" | "trained bias":
@@ -124,14 +140,18 @@ def dense(shape, q, k, v):
     p = weights / np.where(denominator, denominator, 1)
     if shape.option == "dropout":
         pairs = (shape.B, shape.N, shape.T, shape.S)
-        mask = pallas_flash.dropout_mask(shape.arrays()["dropout_key"], pairs, 0.1)
-        p *= np.asarray(mask) / oracle.share_kept(0.1)
+        rate = shape.amount or 0.1
+        mask = pallas_flash.dropout_mask(shape.arrays()["dropout_key"], pairs, rate)
+        p *= np.asarray(mask) / oracle.share_kept(rate)
     return (p @ v).swapaxes(1, 2)
 
 
 @pytest.mark.parametrize(
     "shape",
-    cases.default([*SHAPES.values()][2:5] + OPTIONAL[:2], [*SHAPES.values(), *OPTIONAL]),
+    cases.default(
+        [*SHAPES.values()][2:5] + OPTIONAL[:2] + BY_FLAGS[:2],
+        [*SHAPES.values(), *OPTIONAL, *BY_FLAGS],
+    ),
     ids=lambda shape: shape.name,
 )
 def test_what_all_are_held_to_is_attention_in_ieee_float32(shape):
@@ -621,16 +641,18 @@ def test_command_line(tmp_path, capsys):
     main([*command, "--iterations", "2", "--json", str(file)], some)
     out = capsys.readouterr().out
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(records) == 3 * (2 * len(some) - 1)
+    found = list(filter(lambda name: PEERS[name].version, [*HERE, "torch_flex"]))
+    assert len(records) == len(found) * (2 * len(some) - 1)
+    if "torch_flex" not in found:
+        assert "not installed: torch_flex (pip install torch)" in out
+    assert "On a CPU all times are of XLA's programs" in out
     for record in records:
         assert not problem(record)
         assert report.line(record) in out
         assert {"device", "driver", "versions", "commit", "date", "B", "S", "N"} <= record.keys()
         own = {"jax_xla": jax.__version__, "ours_xla": pallas_flash.__version__}
         assert record["peer_version"] == own.get(record["implementation"], record["peer_version"])
-        if record["implementation"] == "torch_flex" and "torch" not in sys.modules:
-            assert record["unserved"].endswith("No module named 'torch': pip install torch")
-        elif "unserved" not in record:
+        if "unserved" not in record:
             assert record["ms"]["min"] <= record["ms"]["median"] <= record["ms"]["max"]
             assert record["timer"] == "host"
             assert record["compile_s"] > 0
@@ -646,9 +668,9 @@ def test_command_line(tmp_path, capsys):
 @pytest.mark.parametrize("changes", ["", " M README.md"])
 def test_a_commit_with_changes_is_called_dirty(monkeypatch, changes):
     said = {"rev-parse": "0123abc", "status": changes}
-    monkeypatch.setattr(runs, "_output", lambda *words: said.get(words[1]))
-    assert runs.surroundings(None)["commit"] == "0123abc" + "-dirty" * bool(changes)
-    assert runs.surroundings("told")["commit"] == "told"
+    monkeypatch.setattr(recording, "_output", lambda *words: said.get(words[1]))
+    assert recording.surroundings(None)["commit"] == "0123abc" + "-dirty" * bool(changes)
+    assert recording.surroundings("told")["commit"] == "told"
 
 
 def test_command_line_names(capsys):
@@ -656,6 +678,25 @@ def test_command_line_names(capsys):
     out = capsys.readouterr().out
     for name in [*SHAPES, *PEERS]:
         assert name in out
+
+
+def test_flags_give_a_shape(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Bench, "run", lambda bench, shapes, *_: asked.append(shapes))
+    words = "--length 64 --kv-heads 2 --window 9 --segments 4 --soft-cap 30"
+    main([*words.split(), "--peers", "ours"], SHAPES)
+    main(["--heads", "2", "--shapes", "tiny-window", "--peers", "ours"], SHAPES)
+    [own], [defaults, named] = asked
+    assert own == Shape(
+        "b1 h16 on 2 d128 causal window 9 4 segments with soft cap 30",
+        *(1, 64, 64, 16, 2, 128),
+        causal=True,
+        window=9,
+        documents=4,
+        option="soft cap",
+        amount=30.0,
+    )
+    assert (defaults.name, named.name) == ("b1-h2-d128-full-4k", "tiny-window-40")
 
 
 def test_quick_takes_one_length_of_each_case(monkeypatch):

@@ -306,7 +306,6 @@ def test_the_benchmark_wants_devices_that_divide_the_tokens(monkeypatch):
     with pytest.raises(SystemExit, match=f"{wanted}.*got 64 tokens and 1 devices"):
         bench_scaling.main(["--tokens", "64"])
     monkeypatch.setattr(jax, "devices", lambda: [None] * 8)
-    monkeypatch.setattr(bench_scaling, "surroundings", lambda commit: {})
     with pytest.raises(SystemExit, match=f"{wanted}.*got 24 tokens and 8 devices"):
         bench_scaling.main(["--tokens", "24"])
     with pytest.raises(SystemExit, match="--heads must be a multiple of --kv-heads; got 6 and 4"):
@@ -319,9 +318,15 @@ def test_the_benchmark_refuses_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(bench_scaling, "_results", lambda *_: next(results))
     monkeypatch.setattr(bench_scaling, "_times", lambda *_: {})
     options = bench_scaling._parser().parse_args(["--methods", "ring", "--dtype", "float32"])
-    records = []
-    bench_scaling._measure(options, "full", jax.devices()[:1], records.append)
-    assert [list(set(r) & {"ms", "red"}) for r in records] == [["red"]]
+    (alone, []), (ring, [record]) = bench_scaling._measure(options, "full", jax.devices()[:1])
+    assert (alone, ring, set(record) & {"ms", "red"}) == ("one device", "ring", {"red"})
+    assert bench_scaling._cells([record]) == "  WRONG, not timed: o 1.0e-01"
+
+
+def test_the_benchmark_prints_times_and_shares():
+    times = [{"ms": {"median": 1.5}, "share": 0.5}, {"ms": {"median": 4.0}}]
+    assert bench_scaling._cells(times).split() == ["1.500", "0.50", "4.000"]
+    assert bench_scaling._cells([{"unserved": "no."}]) == "  not served: no."
 
 
 @pytest.mark.extended
@@ -331,7 +336,8 @@ def test_the_benchmark_times_every_method(tmp_path):
     command = [sys.executable, "scripts/bench_scaling.py", *flags.split(), "--json", "lines"]
     command[1] = str(ROOT / command[1])
     env = environment(2, ROOT)
-    children.run(command, cwd=tmp_path, env=env, check=True, capture_output=True)
+    run = children.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True)
+    assert [line[:7] for line in run.stdout.splitlines()].count("causal ") == 7
     lines = results.load(tmp_path / "lines")
     alone = {r["pass"]: r["ms"]["median"] for r in lines if r["config"] == {"devices": 1}}
     shared = [r for r in lines if r["config"] != {"devices": 1}]
