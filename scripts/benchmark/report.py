@@ -22,7 +22,8 @@ def line(record: Mapping[str, Any]) -> str:
     if "red" in record:
         wrong = ", ".join(f"{name} {error:.1e}" for name, error in record["red"].items())
         return f"{start} WRONG, not timed: {wrong} (allowed {record['allowed']:.1e})"
-    text = f"{start} {record['ms']['median']:9.3f} ms {record['tflops']:7.1f} TFLOP/s"
+    digits = 1 if record["tflops"] >= 1 else 4
+    text = f"{start} {record['ms']['median']:9.3f} ms {record['tflops']:7.{digits}f} TFLOP/s"
     if record["T"] == 1:
         text += f" {record['tb_per_s']:5.2f} TB/s"
     text += f"  error {max(record['errors'].values()):.1e}"
