@@ -1,34 +1,67 @@
-"""The command `python -m pallas_flash.tune`. As a name of the package, `tune` is the function.
-
-python -m pallas_flash.tune --head-dim 128 --length 4096 --heads 16 --causal
-python -m pallas_flash.tune --show
-"""
+"""The command `python -m pallas_flash.tune`. As a name of the package, `tune` is the function."""
 
 import argparse
+import difflib
 import os
 import sys
+from typing import Any
 
 import jax
+import numpy as np
 
 from pallas_flash._tiling import cache, tune
 from pallas_flash._tiling.sizes import KERNELS
 
+_EXAMPLES = """
+examples:
+  python -m pallas_flash.tune --head-dim 128 --length 4096 --heads 16 --causal
+  python -m pallas_flash.tune --length 8192 --kv-heads 4 --window 1024 --soft-cap 50 --dry-run
+
+  python -m pallas_flash.tune --show
+  NVIDIA H200, jax 0.11.2, kernels 0a1b2c3d: bfloat16, H 128, V 128, own keys, ...
+    forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2, cluster_size 1
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose error on an unknown flag names one alike."""
+
+    def error(self, message: str):
+        kind, _, words = message.partition(": ")
+        flags = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+        if kind == "unrecognized arguments" and flags:
+            near = difflib.get_close_matches(flags[0], self._option_string_actions, 1)
+            message += "".join(f"; did you mean {flag}?" for flag in near)
+        super().error(message)
+
 
 def main() -> int:
-    """Tunes for one kind of call, or shows or removes what was found; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    """Tune for one kind of call, or show or remove what was found; return the exit code."""
+    parser = _Parser(
         prog="python -m pallas_flash.tune",
-        description="Finds the fastest tiles on this GPU and keeps them for later calls.",
+        description="Finds the fastest tiles on this GPU and keeps them for later calls. The flags "
+        "give a kind of call; numbers are random.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EXAMPLES,
     )
     add = parser.add_argument
-    add("--head-dim", type=_size, default=128, help="head size (128)")
-    add("--length", type=_size, default=4096, help="of queries and of keys (4096)")
-    add("--heads", type=_size, default=16, help="query heads (16)")
-    add("--kv-heads", type=_size, help="key/value heads, if another number")
-    add("--batch", type=_size, default=1, help="examples (1)")
-    add("--dtype", choices=list(tune.ALLOWED), default="bfloat16", help="(bfloat16)")
-    add("--causal", action="store_true", help="with a causal mask")
-    add("--passes", nargs="+", choices=list(tune.PASSES), default=list(tune.PASSES))
+    for flag, default, text in (
+        ("--batch", 1, "sequences (default: 1)"),
+        ("--length", 4096, "queries and keys of a sequence (default: 4096)"),
+        ("--heads", 16, "query heads (default: 16)"),
+        ("--kv-heads", None, "key/value heads (default: as many as query heads)"),
+        ("--head-dim", 128, "head dim (default: 128)"),
+        ("--window", None, "a query sees this many keys, itself the last; implies --causal"),
+        ("--segments", None, "packed sequences of about equal lengths"),
+    ):
+        add(flag, type=_size, metavar="INT", default=default, help=text)
+    add("--causal", action="store_true", help="a query sees the keys up to itself")
+    add("--soft-cap", type=float, metavar="X", help="scores become X tanh(s / X)")
+    add("--bias", action="store_true", help="a number for each head and pair, without its gradient")
+    dtypes = list(tune.ALLOWED)
+    add("--dtype", choices=dtypes, default="bfloat16", help="dtype of q, k, v (default: bfloat16)")
+    both = list(tune.PASSES)
+    add("--passes", nargs="+", choices=both, default=both, help="passes to tune (default: both)")
     add("--dry-run", action="store_true", help="tune, but do not keep the winner")
     add("--show", action="store_true", help="print the winners that are kept, and end")
     add("--clear", action="store_true", help="remove them, and end")
@@ -36,7 +69,8 @@ def main() -> int:
     try:
         print(_stored(args.clear) if args.show or args.clear else _tuned(args))
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough; nor is there anybody to tell at the exit.
+    except BrokenPipeError:  # The reader, as `| head`, has closed the pipe.
+        # Python would write again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (RuntimeError, OSError, TypeError, ValueError, MemoryError, OverflowError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -52,6 +86,15 @@ def _size(text: str) -> int:
 
 
 def _tuned(args: argparse.Namespace) -> tune.Tuning:
+    kv_heads = args.kv_heads or args.heads
+    if args.heads % kv_heads:
+        raise ValueError(f"--heads must be a multiple of --kv-heads; got {args.heads}, {kv_heads}.")
+    if (args.segments or 0) > args.length:
+        raise ValueError(
+            f"--segments must be at most --length; got {args.segments} and {args.length}."
+        )
+    if args.soft_cap is not None and not args.soft_cap > 0:
+        raise ValueError(f"--soft-cap must be a positive number; got {args.soft_cap}.")
     try:
         jax.devices()
     except Exception as error:  # An AssertionError, if JAX_PLATFORMS=cuda finds none.
@@ -60,10 +103,20 @@ def _tuned(args: argparse.Namespace) -> tune.Tuning:
         ) from error
     q, kv = (
         jax.ShapeDtypeStruct((args.batch, args.length, heads, args.head_dim), args.dtype)
-        for heads in (args.heads, args.kv_heads or args.heads)
+        for heads in (args.heads, kv_heads)
     )
-    options = dict(passes=args.passes, store=not args.dry_run, is_causal=args.causal)
-    return tune.tune(q, kv, kv, **options)
+    options: dict[str, Any] = dict(is_causal=args.causal or args.window is not None)
+    if args.window is not None:
+        options["local_window_size"] = (args.window - 1, 0)
+    if args.segments is not None:
+        ids = np.arange(args.length, dtype=np.int64) * args.segments // args.length
+        options["segment_ids"] = np.tile(ids.astype(np.int32), (args.batch, 1))
+    if args.bias:
+        pairs = (args.heads, args.length, args.length)
+        options["bias"] = jax.random.normal(jax.random.key(0), pairs).astype(args.dtype)
+    if args.soft_cap is not None:
+        options["logits_soft_cap"] = args.soft_cap
+    return tune.tune(q, kv, kv, passes=args.passes, store=not args.dry_run, **options)
 
 
 def _stored(clear: bool) -> str:
@@ -87,5 +140,5 @@ def _stored(clear: bool) -> str:
 if __name__ == "__main__":
     sys.exit(main())
 
-# To import this file is to ask for the function: else the module would take its place.
+# Whoever imports this file wants the function, so the function takes the place of the module.
 sys.modules[__name__] = tune.tune  # pyright: ignore[reportArgumentType]

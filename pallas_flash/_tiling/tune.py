@@ -1,10 +1,10 @@
-"""Times tiles for each kernel on the GPU that is here, and keeps the fastest that is right.
+"""The search for the fastest tiles of a call on this GPU.
 
     candidates -> compiled, in threads -> checked against plain JAX -> timed in turns -> stored
 
 Each kernel is searched in programs without the others: the space is a sum over kernels, and no
-product. Backends say what to try. Where two serve the call, whole passes with the winners of each
-are tried in the same way. `cache` keeps what won and gives it to later calls.
+product. Backends give the candidates. Where two backends serve the call, whole passes with the
+winners of each are tried in the same way. `cache` keeps the winners and gives them to later calls.
 """
 
 import concurrent.futures
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import re
 import statistics
 import sys
@@ -40,22 +41,22 @@ from pallas_flash._tiling.sizes import (
 )
 from pallas_flash._vjp import Plan, Wanted
 
-# The kernels of each pass. One of those of the forward serves a call; all ways to the gradients are
+# The kernels of each pass. One kernel of the forward serves a call. All ways to the gradients are
 # tried: one kernel for dk and dv, one for each, and one for all three.
 PASSES = {"forward": FORWARD, "backward": (*KEYS_STAY, "dq", "backward")}
 
-# What the kernels of the backward compute, by the names of `Gradients`.
+# The gradients that each kernel of the backward computes, by the names of `Gradients`.
 GRADIENTS = {"dkv": ("key", "value"), "dk": ("key",), "dv": ("value",), "dq": ("query",)}
 GRADIENTS |= {"backward": ("query", "key", "value")}
 
-# The launches of those that "mosaic" has in parts where heads are large.
+# The launches of a kernel that "mosaic" divides where head dims are large.
 PARTS = {"backward": "backward|dkq|dv", "dkv": "dkv|dk|dv"}
 
-# The relative L2 error above which a candidate is wrong: 4 roundings to the dtype; what the kernels
-# have by right is below 1. float32 counts as TF32, to which GPUs cut it unless told otherwise.
+# The relative L2 error above which a candidate is wrong: 4 roundings to the dtype, where right
+# kernels have less than 1. float32 counts as TF32, to which GPUs round it by default.
 ALLOWED = {"float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8, "float32": 4 * 2.0**-10}
 
-# Each candidate is timed once; those within SLOW of the fastest ROUNDS times, taken in turns.
+# Each candidate is timed once, and ROUNDS times in turns if it is within SLOW of the fastest.
 ROUNDS, ITERATIONS, SLOW = 5, 5, 1.3
 
 
@@ -74,15 +75,15 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What `tune` returns; it prints as a table.
+    """The result of `tune`; it prints as a table.
 
     Attributes:
         tile_sizes: the fastest tiles, of the fastest implementation for each pass; None for kernels
-            of which no candidate was right.
+            without a right candidate.
         trials: every candidate, kernel by kernel, the fastest first.
         tables: the package's own tiles for this call, by implementation.
-        clock: what was timed, and how.
-        file: where the winner is kept, None if it is not.
+        clock: the clock, and the program that it timed.
+        file: the file that keeps the winner, None if none does.
     """
 
     tile_sizes: TileSizes
@@ -105,7 +106,7 @@ class Tuning:
 
 
 def _given(tile) -> list[str]:
-    """The kernels that `TileSizes` give a tile."""
+    """Return the kernels that `TileSizes` give a tile."""
     sizes = tile if isinstance(tile, TileSizes) else TileSizes()
     return [kernel for kernel in KERNELS if sizes.tile(kernel)]
 
@@ -130,31 +131,33 @@ def tune(
     store: bool = True,
     **options,
 ) -> Tuning:
-    """Finds the fastest tiles for a call of `attention` on this GPU, and keeps them for later ones.
+    """Find the fastest tiles for a call of `attention` on this GPU, and keep them for later calls.
 
     Candidates around the table's tiles are compiled, compared with plain JAX on the same inputs,
-    and timed; one that is wrong is reported and never chosen. Where "triton" and "mosaic" both
-    serve the call, whole passes by each are timed, and the faster one wins. From then on the winner
-    serves calls like this one, in this process and others, where they do not give `tile_sizes`;
-    `explain` says so, and PALLAS_FLASH_TUNED=0 in the environment prevents it. Alike are calls on
-    one model of GPU and one version of JAX, with the same head sizes, dtype and kind of mask (none,
-    causal, other), query heads that share keys or do not, and lengths with the same next power of
-    two, both of one head and (up to 2^18) of all heads and examples together.
+    and timed. A wrong candidate is reported and never chosen. Where "triton" and "mosaic" both
+    serve the call, whole passes by each are timed, and the faster one wins. The number of
+    candidates and an estimate of the time go to stderr first, and then the progress.
+
+    The winner serves later calls like this one, in this process and others, where they do not give
+    `tile_sizes`; `explain` says so, and PALLAS_FLASH_TUNED=0 in the environment prevents it. Calls
+    are alike on one model of GPU and one version of JAX, with the same head dims, dtype and kind of
+    mask (none, causal, other), query heads that share keys or do not, and lengths with the same
+    next power of two, both of one head and (up to 2^18) of all heads and batch elements together.
 
     Args:
         query: [B, T, N, H] or [T, N, H]; an array or a `jax.ShapeDtypeStruct`. Only shapes and
             dtypes count: normal random numbers stand in for all three.
-        key: [B, S, K, H] or [S, K, H], likewise.
-        value: [B, S, K, V] or [S, K, V], likewise.
+        key: [B, S, K, H] or [S, K, H], as `query`.
+        value: [B, S, K, V] or [S, K, V], as `query`.
         passes: "forward", "backward" or both.
         store: whether to keep the winner.
-        **options: the other arguments of `attention` that say what is computed: `is_causal` ...
+        **options: the other arguments of `attention` that define the result: `is_causal` ...
 
     Returns:
         A `Tuning`: the winning `tile_sizes`, and every candidate with its time or why it has none.
 
     Raises:
-        NotImplementedError: no GPU is here that the kernels serve, or they do not serve the call.
+        NotImplementedError: this machine has no GPU for the kernels, or they do not serve the call.
         OSError: the file of winners cannot be read.
         TypeError: an argument is of the wrong kind.
         ValueError: the arguments do not fit together, or a file of something else is where winners
@@ -187,14 +190,14 @@ def tune(
         if store and tuning.tile_sizes != TileSizes():
             file = cache.store(_features.of(problem), gpu, tuning.tile_sizes)
             tuning = dataclasses.replace(tuning, file=file)
-    except (OSError, ValueError) as error:  # What took minutes to find is not lost for that.
+    except (OSError, ValueError) as error:  # The caller still gets the result of some minutes.
         warnings.warn(f"pallas_flash.tune could not store its winner: {error}", stacklevel=2)
     return tuning
 
 
 def _problem(inputs, options) -> Problem:
-    """The checked call, with random numbers in the place of its inputs."""
-    # Other numbers can take less time (zeros do), or have gradients that are nothing but rounding.
+    """Return the checked call, with random numbers as its inputs."""
+    # Other numbers can take less time, as zeros do, or have gradients of rounding errors alone.
     inputs = [
         jax.random.normal(jax.random.key(seed), x.shape).astype(x.dtype)
         if hasattr(x, "dtype")
@@ -219,69 +222,108 @@ def search(
     *,
     measure: Callable[..., float | None] | None = None,
 ) -> Tuning:
-    """Tries all candidates; `measure(kernel, tile, call, arguments)` gives ms, by a clock if None.
+    """Try all candidates, and return the fastest.
 
-    `implementations` are "triton" and "mosaic", or "interpret".
+    Args:
+        problem: the call.
+        passes: names of `PASSES`.
+        implementations: "triton" and "mosaic", or "interpret".
+        measure: (kernel, tile, call, arguments) -> ms; None takes a clock of this machine.
     """
-    measure, clock = (measure, "as given") if measure else _clock()
     arguments, wanted = _exact(problem)
-    tables, trials, found = {}, [], TileSizes()
-    for name in [name for name in PASSES if name in passes]:
+    names = [name for name in PASSES if name in passes]
+    programs = {
+        (name, by): _programs(problem, name, by) for name in names for by in implementations
+    }
+    if measure is None:
+        _announce(programs.values(), arguments)
+    measure, clock = (measure, "as given") if measure else _clock()
+    trials, found = [], TileSizes()
+    for name in names:
         ways = {}
         for by in implementations:
-            tiles = functools.partial(choose.by_table, problem, by)
-            tables[by], mine = tiles(None), []
-            for kernel in _kernels(name, by, problem, tables[by]):
-                programs = {
-                    tile: _program(kernel, _plan(by, tiles(sizes_for(kernel, tile)), kernel))
-                    for tile in choose.backend(by).candidates(kernel, problem, tiles)
-                }
-                mine += _try_all(kernel, programs, arguments[kernel], wanted[kernel], measure)
+            tiles, mine = functools.partial(choose.by_table, problem, by), []
+            for kernel, tried in programs[name, by].items():
+                mine += _try_all(kernel, tried, arguments[kernel], wanted[kernel], measure)
             trials += mine
             ways |= {way: _plan(by, tiles(way), *_given(way)) for way in _ways(_winners(mine))}
         if len(ways) > 1:
-            programs = {way: _program(name, plan) for way, plan in ways.items()}
-            whole = _try_all(name, programs, arguments[name], wanted[name], measure)
-            trials += whole
-            ways = [trial.tile for trial in whole if trial.ms is not None]
+            whole = {way: _program(name, plan) for way, plan in ways.items()}
+            tried = _try_all(name, whole, arguments[name], wanted[name], measure)
+            trials += tried
+            ways = [trial.tile for trial in tried if trial.ms is not None]
         found = found.or_else(_fastest(list(ways)))
+    tables = {by: choose.by_table(problem, by, None) for by in implementations}
     return Tuning(found, tuple(trials), tables, clock)
 
 
+def _programs(problem: Problem, attention_pass: str, by: str) -> dict[str, dict[Any, Any]]:
+    """Return for each kernel of a pass its candidates with their programs, not compiled."""
+    tiles = functools.partial(choose.by_table, problem, by)
+    return {
+        kernel: {
+            tile: _program(kernel, _plan(by, tiles(sizes_for(kernel, tile)), kernel))
+            for tile in choose.backend(by).candidates(kernel, problem, tiles)
+        }
+        for kernel in _kernels(attention_pass, by, problem, tiles(None))
+    }
+
+
+def _announce(programs: Iterable[Mapping[str, Mapping[Any, Any]]], arguments) -> None:
+    """Print how many candidates there are, and about how long their compilation will take."""
+    kernels = [(kernel, tried) for found in programs for kernel, tried in found.items() if tried]
+    counts = ", ".join(f"{kernel} {len(tried)}" for kernel, tried in kernels)
+    total = sum(len(tried) for _, tried in kernels)
+    text = f"{total} configurations to compile, check and time: {counts}"
+    try:
+        kernel, tried = kernels[0]
+        start = time.perf_counter()
+        lowered = next(iter(tried.values())).lower(*arguments[kernel])
+        middle = time.perf_counter()
+        lowered.compile()
+        # Threads compile side by side, and one thread lowers.
+        compiling = (time.perf_counter() - middle) / min(os.cpu_count() or 1, total)
+        minutes = total * max(middle - start, compiling) / 60
+        text += f"; about {max(1, round(minutes))} min to compile"
+    except Exception:  # Its trial reports why a candidate does not compile.
+        pass
+    print(text, file=sys.stderr, flush=True)
+
+
 def _kernels(attention_pass: str, by: str, problem: Problem, table: TileSizes) -> list[str]:
-    """Those of a pass that an implementation has for a problem."""
+    """Return the kernels of a pass that an implementation has for a problem."""
     kernels = PASSES[attention_pass]
     if attention_pass == "backward" and _limits.backward_limit(problem, by):
         return []
     if by == "mosaic":
         return [kernel for kernel in kernels if table.tile(kernel)]
-    # One of those of the forward serves, but all ways to dk and dv do.
+    # One kernel of the forward serves a call, but all ways to dk and dv do.
     return [k for k in kernels if table.tile(k) or k in KEYS_STAY]
 
 
 def _plan(by: str, sizes: TileSizes, *kernels: str) -> Plan:
-    """For programs of these kernels, with tiles of `by`."""
+    """Return the plan for programs of these kernels, with tiles of `by`."""
     if by == "mosaic":
         return Plan.by(by, sizes, in_order="backward" not in kernels)
     return Plan.by(by, sizes)
 
 
 def _ways(winners: TileSizes) -> list[TileSizes]:
-    """Those to a pass, of the winners of an implementation: of "mosaic" two to the gradients."""
+    """Return the ways to a pass by an implementation: "mosaic" has two ways to the gradients."""
     kernels = _given(winners)
     ways = [[k for k in kernels if k != "backward"], [k for k in kernels if k == "backward"]]
     return [winners.only(way) for way in ways if way]
 
 
 def _fastest(ways: list[TileSizes]) -> TileSizes:
-    """The first of those that are sorted by time; one pass, which has no order, beside another."""
+    """Return the first of ways sorted by time; one pass, which has no order, beside another way."""
     if ways and ways[0].backward and ways[1:]:
         return ways[0].or_else(ways[1])
     return ways[0] if ways else TileSizes()
 
 
 def _exact(problem: Problem):
-    """For each kernel the arguments of its program and what it must give: plain JAX, in float32."""
+    """Return for each kernel the arguments of its program, and its results by float32 plain JAX."""
     plain, no_extras = Plan.by("xla"), Wanted()
     inputs = {
         name: getattr(problem, name).astype(jnp.float32) for name in ("query", "key", "value")
@@ -298,7 +340,7 @@ def _exact(problem: Problem):
 
 
 def _program(kernel: str, plan: Plan):
-    """One kernel alone (and delta): XLA drops those whose results nothing uses."""
+    """Return a program of one kernel, and delta: XLA drops kernels whose results nothing uses."""
     if kernel in FORWARD:
 
         def forward(problem):
@@ -307,7 +349,7 @@ def _program(kernel: str, plan: Plan):
 
         return jax.jit(forward)
 
-    # Called once: XLA sees that kernels of "triton" are the same, and not those of "mosaic".
+    # One call for all results: XLA would merge equal kernels of "triton", but not of "mosaic".
     def backward(*residuals):
         gradients = plan.run_backward(*residuals)
         return [getattr(gradients, name) for name in GRADIENTS[kernel]]
@@ -316,13 +358,13 @@ def _program(kernel: str, plan: Plan):
 
 
 def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Trial]:
-    """Compiles, checks and times programs by their tiles; the fastest come first."""
+    """Compile, check and time programs by their tiles; the fastest come first."""
     failures: dict[Any, str] = {}
 
     def attempt(tile, function: Callable, *args) -> Any:
         try:
             return function(*args)
-        except Exception as error:  # However one fails, the others go on.
+        except Exception as error:  # Any failure of one leaves the others.
             failures[tile] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
     def each(tiles: Iterable, doing: str) -> Iterable:
@@ -333,8 +375,8 @@ def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Tr
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiling, compiled = {}, {}
-        # Lowered in this thread, to which the caller's settings of JAX belong, while others compile
-        # what is lowered: XLA does so without Python's lock.
+        # This thread lowers, because it has the caller's settings of JAX. The others compile
+        # meanwhile, because XLA releases Python's lock.
         for tile in each(programs, "lowering"):
             if lowered := attempt(tile, programs[tile].lower, *arguments):
                 compiling[tile] = pool.submit(lowered.compile)
@@ -343,7 +385,7 @@ def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Tr
     allowed = ALLOWED[arguments[0].dtype.name]
     for tile in each(compiled, "checking"):
         error = attempt(tile, lambda call: float(_error(call(*arguments), wanted)), compiled[tile])
-        # So that NaN is wrong.
+        # Written such that NaN is wrong.
         if error is not None and not error <= allowed:
             failures[tile] = (
                 f"wrong: a relative error of {error:.1e}, where {allowed:.1e} is allowed"
@@ -354,7 +396,7 @@ def _try_all(kernel: str, programs: dict, arguments, wanted, measure) -> list[Tr
         if not times[tile] or times[tile][0] <= SLOW * fastest:
             ms = attempt(tile, measure, kernel, tile, compiled[tile], arguments)
             times[tile] += [] if ms is None else [ms]
-    # CUPTI overlooks one or two programs of fifty, some of them in every round.
+    # CUPTI misses one or two programs of fifty, some of them in every round.
     for tile in times:
         if not times[tile]:
             failures.setdefault(tile, "RuntimeError: CUPTI saw no kernel of that name")
@@ -373,7 +415,7 @@ def _sorted_trials(kernel: str, tiles: Iterable, times: dict, failures: dict) ->
 
 @jax.jit
 def _error(actual, wanted):
-    """The largest relative L2 error of some results; not finite where they differ in that."""
+    """Return the largest relative L2 error; not finite if results are finite at other places."""
 
     def error(x, want):
         difference = jnp.where(x == want, 0, x.astype(want.dtype) - want)
@@ -384,9 +426,9 @@ def _error(actual, wanted):
 
 
 def _winners(trials: Iterable[Trial]) -> TileSizes:
-    """The fastest tile of each kernel, and of the two ways to dk and dv the faster."""
+    """Return the fastest tile of each kernel, with the faster of the two ways to dk and dv."""
     timed: list[Any] = [trial for trial in trials if trial.ms is not None]
-    # The last of a name stays.
+    # The last trial of a name stays.
     best = {x.kernel: x for x in sorted(timed, key=lambda x: -x.ms)}
     joint, split = (
         sum(best[kernel].ms if kernel in best else math.inf for kernel in kernels)
@@ -397,7 +439,7 @@ def _winners(trials: Iterable[Trial]) -> TileSizes:
 
 
 def _clock() -> tuple[Callable[..., float | None], str]:
-    """CUPTI's time of a kernel where it is to be had, else the host's of the whole program."""
+    """Return CUPTI's clock of a kernel, or where it fails the host's clock of the whole program."""
     try:
         if _launches(jax.jit(lambda x: x + 1), (jnp.zeros(8),)) is None:
             raise RuntimeError("it saw no kernel")
@@ -407,18 +449,18 @@ def _clock() -> tuple[Callable[..., float | None], str]:
 
 
 def _launches(call, arguments) -> Any:
-    """Name and milliseconds of what each of some calls launches; None if CUPTI sees nothing."""
+    """Return (name, ms) of each launch, for each of some calls; None if CUPTI sees nothing."""
     from jax.experimental.mosaic.gpu import profiler
 
-    # CUPTI stays in the process: taken out and put back for each of hundreds of tiles, it crashed.
+    # CUPTI stays in the process, because it crashes if it is detached hundreds of times.
     cupti = profiler.Cupti(finalize=False)
     _, calls = cupti.measure(call, aggregate=False, iterations=ITERATIONS)(*arguments)
     return calls
 
 
 def _kernel_ms(kernel: str, tile, call, arguments) -> float | None:
-    """None where CUPTI sees no kernel."""
-    # XLA may add a number. Of a whole pass all kernels count.
+    """Return the median over calls; None where CUPTI sees no kernel."""
+    # XLA may append a number to a name. All kernels of a whole pass count.
     whole = isinstance(tile, TileSizes)
     parts = PARTS.get(kernel, kernel)
     name = re.compile("" if whole else rf"pallas_flash_({parts})(?![a-z])")
@@ -437,7 +479,7 @@ def _program_ms(kernel: str, tile, call, arguments) -> float:
 
 
 def _progress(items: list, label: str) -> Iterable:
-    """The items, with a bar on stderr, or without tqdm a line."""
+    """Return the items with a bar on stderr; without tqdm print one line."""
     try:
         from tqdm import tqdm
     except ImportError:

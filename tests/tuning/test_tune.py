@@ -16,6 +16,7 @@ from support.tune_cases import (
     FAST,
     FASTER,
     MOSAIC,
+    OTHER,
     TRITON,
     arguments,
     array,
@@ -103,6 +104,15 @@ def test_candidates_are_timed_in_turns_and_slow_ones_once(name, kernel_case):
     assert clock.asked == [
         (kernel, tile) for kernel in KERNELS_OF[name] for tile in (*ms, *[best] * (ROUNDS - 1))
     ]
+
+
+def test_the_search_announces_its_candidates(capsys):
+    programs = {tile: jax.jit(lambda x: x) for tile in (FAST, FASTER, OTHER)}
+    tune._announce([{"forward": programs}, {"dkv": {FAST: None}, "dq": {}}], {"forward": (1.0,)})
+    counts = "4 configurations to compile, check and time: forward 3, dkv 1"
+    assert capsys.readouterr().err == f"{counts}; about 1 min to compile\n"
+    tune._announce([{"forward": {FAST: None}}], {"forward": (1.0,)})
+    assert capsys.readouterr().err.endswith("and time: forward 1\n")
 
 
 def fake_programs(monkeypatch, change=lambda tile, results: results):

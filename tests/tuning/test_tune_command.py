@@ -67,10 +67,24 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
         assert capsys.readouterr().out == f"no winners in {file}\n"
 
 
+def test_options_of_the_command(monkeypatch, capsys, h200, search):
+    words = "--length 24 --heads 2 --batch 2 --window 5 --segments 3 --soft-cap 9 --bias --dry-run"
+    assert command(monkeypatch, *words.split()) == 0
+    [(p, _)] = search
+    i = jnp.arange(24)
+    visible = p.mask.allowed(0, 0, i[:, None], i[None])
+    q, k = i[:, None], i[None]
+    assert (visible == (q >= k) & (q - k < 5) & (q // 8 == k // 8)).all()
+    assert "documents by arrays mask + bias in 16 bits + soft cap" in cache.key(_features.of(p), "")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--heads 3 --kv-heads 2", "`query` must have a multiple of the heads"),
+        ("--heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads; got 3, 2."),
+        ("--segments 9", "--segments must be at most --length; got 9 and 8."),
+        ("--soft-cap nan", "--soft-cap must be a positive number; got nan."),
+        ("--casual", "unrecognized arguments: --casual; did you mean --causal?"),
         ("--show", "PALLAS_FLASH_TUNED=0 switches winners off"),
         ("--clear", "PALLAS_FLASH_TUNED=0 switches winners off"),
         ("--passes sideways", "invalid choice: 'sideways'"),
