@@ -23,7 +23,7 @@ from pallas_flash import balanced_order
 # Outermost axis first. The devices of a host are neighbours on the last axes, whose messages a
 # layer waits for.
 AXES = ("data", "fsdp", "sequence", "tensor")
-EXAMPLES = ("data", "fsdp")
+BATCH = ("data", "fsdp")
 
 # The end of a parameter's path, and the axis of the mesh for each axis of the array.
 RULES = (
@@ -89,7 +89,7 @@ class Layout:
 
     def stream(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """Divide the batch and the tokens of the activations between two layers."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(EXAMPLES, "sequence"))
+        return jax.lax.with_sharding_constraint(x, self.sharding(BATCH, "sequence"))
 
 
 def _spread(x, sharding: NamedSharding):

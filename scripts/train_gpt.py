@@ -1,7 +1,7 @@
 """Train a small GPT on bytes, end to end through `pallas_flash.attention`.
 
     pip install -e '.[train]'
-    python scripts/train_gpt.py                          # a few minutes on two CPU cores
+    python scripts/train_gpt.py                          # a few minutes on two CPUs
     python scripts/train_gpt.py --data my_texts/ --steps 3000 --num-kv-heads 2
     python scripts/train_gpt.py --preset gpt2-small      # 85 M parameters, for a GPU
     python scripts/train_gpt.py --mesh data=2,fsdp=2,sequence=2,tensor=2    # several devices
@@ -15,14 +15,13 @@ Before training, the script compares the gradient of every parameter through the
 with the gradient through the dense reference, and stops if they differ. (It does not compare
 cuDNN's, which takes no float32.) Results go to the folder `--out-dir`; see `run_folder.py`.
 
-The same command resumes a run that was stopped or killed, at the last checkpoint whose bytes are
-still those that were written, and to the same bits: the only state is (step, parameters,
-optimizer), because batches and random keys are functions of (seed, step). On a GPU, XLA chooses
-kernels by timing them and may add in any order, so equal bits there need
-`XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which is slower.
+The same command resumes a run that was stopped or killed, at its last undamaged checkpoint and to
+the same bits: the only state is (step, parameters, optimizer), because batches and random keys are
+functions of (seed, step). On a GPU, XLA chooses kernels by timing them and may add in any order, so
+equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true` there, which is slower.
 
-This file is the training itself, in reading order: functions of the model, the gradient check, the
-loop, the run. Around it, in `training/`: `settings.py` (flags and presets), `text.py` (data),
+This file has, in reading order, functions of the model, the gradient check, the loop, and the run.
+The other files are in `training/`: `settings.py` (flags and presets), `text.py` (data),
 `attention.py`, `mesh.py` (several devices; `models/sharding.py` says where parameters lie),
 `processes.py` (several processes, signals), `run_folder.py` and `checkpoints.py` (files), and
 `report.py` (speed, metrics).
@@ -31,6 +30,7 @@ loop, the run. Around it, in `training/`: `settings.py` (flags and presets), `te
 import collections
 import dataclasses
 import functools
+import math
 import shlex
 import sys
 import time
@@ -53,7 +53,13 @@ try:
     from scripts.training.processes import UserError, fail, say
     from scripts.training.report import Speed, describe, metric_lines, program_bytes, work_of
     from scripts.training.run_folder import RunFolder
-    from scripts.training.settings import TrainConfig, config_from_flags, flat_config, make_parser
+    from scripts.training.settings import (
+        TrainConfig,
+        by_flags,
+        config_from_flags,
+        flat_config,
+        make_parser,
+    )
     from scripts.training.text import Text, held_out_batches, load_text, training_batch
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -61,11 +67,13 @@ except ModuleNotFoundError as error:
         f"no module named {error.name!r}: run pip install -e '.[train]'."
     ) from None
 
-# Largest relative error of a parameter's gradient, both sides in float32 with exact products. The
-# two differ by the order of their sums alone, which gives about 1e-6.
+# Largest relative error of a parameter's gradient, both sides in float32 with exact products. Only
+# the order of sums differs, which gives about 1e-6.
 GRADIENT_BOUND = 1e-4
-# Longest text of the gradient check: the reference's memory is quadratic in it.
+# Longest context of the gradient check: the reference's memory is quadratic in it.
 GRADIENT_CONTEXT = 1024
+# Seconds after which a log gets a line.
+LOG_SECONDS = 30
 
 
 # ------------------------------------------------------------------------------- model and updates
@@ -82,10 +90,10 @@ class TrainState(NamedTuple):
 def model_functions(model: GPTConfig, seed: int, layout: Layout | None = None):
     """Return the model as pure functions `init() -> params` and `loss_fn(params, tokens) -> loss`.
 
-    `init` is best left uncompiled: op by op, its few shapes compile once each, where XLA for GPUs
-    takes minutes over all the random numbers of a large model as one program.
+    `init` should run uncompiled: op by op, each of its few shapes compiles once. XLA for GPUs takes
+    minutes for all random numbers of a large model as one program.
 
-    Flax modules are split once, here; the training loop then carries plain dictionaries of arrays.
+    Flax modules are split once, here; the training loop has plain dictionaries of arrays.
     """
 
     def make():
@@ -114,7 +122,7 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
     )
 
     def schedule(count):
-        # One ahead, for the rate at zero is zero, and the first update would do nothing.
+        # The rate at zero is zero, and the first update would have no effect.
         return warmup_cosine(count + 1)
 
     adamw = optax.adamw(
@@ -122,7 +130,7 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
         b1=config.beta1,
         b2=config.beta2,
         weight_decay=config.weight_decay,
-        # Pulling a norm's scale towards zero regularises nothing.
+        # Decay of a norm's scale does not regularise.
         mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
     )
     return optax.chain(clip_by_global_norm(config.clip_norm), adamw), schedule
@@ -131,8 +139,8 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
 def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
     """Return a transformation like `optax.clip_by_global_norm` that needs fewer kernels.
 
-    Optax sums each array with two kernels of its own. Here one kernel adds up all arrays of one
-    shape, so that the layers share it.
+    Optax sums each array with two kernels. Here one kernel adds up all arrays of one shape, so that
+    the layers share it.
     """
 
     def update(gradient, state, params=None):
@@ -148,7 +156,7 @@ def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
 
 
 def mean_gradient(loss_fn, params, batch):
-    """Return loss and gradient over `batch[parts, microbatch, context + 1]`, part after part."""
+    """Return loss and gradient over `batch[parts, microbatch, context + 1]`, one part at a time."""
 
     def add_part(total, tokens):
         part = jax.value_and_grad(loss_fn)(params, tokens)
@@ -164,14 +172,14 @@ def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
     """Return the options for XLA on GPUs.
 
     The first two keep matrix products in cuBLAS, as they are written. XLA would otherwise change
-    the program for products of its own before it compares them with cuBLAS's, and leave it so where
-    cuBLAS wins: sums over tokens in parts that something has to add, half of a gated MLP's backward
-    apart from the other half, additions to the residual stream apart from the product. And it would
-    join q's product with k's, for which it has to lay both gradients side by side.
+    the program for its own products before it compares them with cuBLAS's, and would keep the
+    changes where cuBLAS wins: it cuts sums over tokens into parts that another kernel adds, and
+    separates the halves of a gated MLP's backward, and additions to the residual stream from the
+    product. It would also join q's product with k's, for which it concatenates both gradients.
 
     The others let devices of a mesh send while they compute. By default XLA allows one message at a
-    time: the first to be ready, however small, would overlap all products of the backward, and the
-    others none.
+    time: the first message that is ready would overlap all products of the backward, even a small
+    one, and the others would overlap no product.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -227,9 +235,9 @@ def make_steps(config: TrainConfig, layout: Layout):
 def gradient_error(config: TrainConfig, text: Text, layout: Layout) -> tuple[float, str]:
     """Compare the gradient of the whole model with the one through the dense reference.
 
-    Both are computed at the initial parameters on a few texts, in float32 with full-precision
-    products: the defaults of a GPU (TF32) and of a run (bfloat16) would hide an error of the
-    attention behind their own.
+    Both are computed at the initial parameters on a few sequences, in float32 with full-precision
+    products: the errors of TF32, a GPU's default, and of bfloat16, a run's default, would hide an
+    error of the attention.
 
     Returns:
         The largest error of a parameter, `|ours - reference| / |reference|` in the L2 norm, and
@@ -282,6 +290,7 @@ def check_gradients(config: TrainConfig, text: Text, layout: Layout) -> float | 
     if config.model.attention == "cudnn":
         say("gradients", "not compared: cuDNN takes no float32")
         return None
+    say("gradients", "are compared with the dense reference's: compiling two programs")
     start = time.perf_counter()
     error, name = gradient_error(config, text, layout)
     say(
@@ -302,7 +311,7 @@ def check_gradients(config: TrainConfig, text: Text, layout: Layout) -> float | 
 
 
 def run_steps(config, layout, work, text, folder, state, train_step, eval_step, stopped):
-    """Update the state until the last step, or until `stopped` is no longer empty.
+    """Update the state until the last step, or until `stopped` has an entry.
 
     Returns:
         The state, and the mean speed.
@@ -310,7 +319,8 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
     first, start = int(state.step), time.perf_counter()
     batch = training_batch(text.train, first + 1, config, layout)
     held_out = held_out_batches(text.held_out, config, layout)
-    # Compiled ahead, so that no step's time has compilation in it.
+    say("compiling", "an update and an evaluation")
+    # Compiled here, so that no step's time includes compilation.
     train_step = train_step.lower(state, batch).compile()
     eval_step = eval_step.lower(state.params, held_out).compile()
     needed = program_bytes(train_step) / 1e9
@@ -318,7 +328,7 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
         "compiled", f"in {time.perf_counter() - start:.1f} s; a step takes {needed:.2f} GB a device"
     )
 
-    # The bar is for a terminal (disable=None); the lines of the evaluations are for a log, too.
+    # Only a terminal shows the bar (disable=None). A log gets lines after LOG_SECONDS, too.
     progress = tqdm(
         total=config.steps,
         initial=first,
@@ -327,7 +337,7 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
     )
     vote = processes.Vote(layout, stopped)
     pending, seconds = [], 0.0
-    start = time.perf_counter()
+    start = printed = time.perf_counter()
     with progress:
         for step in range(first + 1, config.steps + 1):
             batch = training_batch(text.train, step, config, layout)
@@ -337,23 +347,27 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
             stop = vote()
             look = step % config.eval_every == 0 or step == config.steps
             save = step % config.checkpoint_every == 0 or step == config.steps or stop
-            if not (look or save or step % config.log_every == 0):
+            due = time.perf_counter() - printed > LOG_SECONDS
+            if not (look or save or due or step % config.log_every == 0):
                 continue
 
-            # Reading the values waits for the device; until here, steps were only sent to it.
+            # Reading the values waits for the device, to which the loop only sends steps.
             values = jax.device_get(pending)
             elapsed = time.perf_counter() - start
             seconds += elapsed
             speed = work.speed(1e3 * elapsed / len(pending))
             val_loss = float(eval_step(state.params, held_out)) if look else None
             lines = metric_lines(step, values, speed, val_loss)
-            if look and processes.is_writer():
-                progress.write(
-                    f"step {step:6d}   loss {lines[-1]['loss']:.4f}   held out {val_loss:.4f}   "
-                    f"{speed}"
-                )
-            progress.set_postfix(loss=f"{lines[-1]['loss']:.3f}")
-            # The lines come first, so that a checkpoint always finds all the steps before it.
+            if processes.is_writer() and (look or (due and progress.disable)):
+                left = progress.format_interval((config.steps - step) * speed.ms / 1e3)
+                held = f"held out {val_loss:.4f}" if look else f"{left} left"
+                progress.write(f"step {step:6d}   loss {lines[-1]['loss']:.4f}   {held}   {speed}")
+            if look or due:
+                printed = time.perf_counter()
+            progress.set_postfix_str(
+                f"loss {lines[-1]['loss']:.3f}, {speed.tokens_per_second:,.0f} tokens/s"
+            )
+            # The lines come first, so that a checkpoint has all the steps before it.
             folder.append(lines)
             if save:
                 folder.save(step, state)
@@ -373,10 +387,10 @@ class TrainResult:
     Attributes:
         step: Updates done, over all the sessions of the run.
         loss: Training loss of the last update, in nats per byte.
-        val_loss: Last loss on the held-out text; None if it was not looked at.
-        gradient_error: Error of the gradient check; None if there was none.
+        val_loss: Last loss on the held-out text; None without an evaluation.
+        gradient_error: Error of the gradient check; None without a check.
         speed: Mean speed of this session, without compilation, evaluation and checkpoints; None
-            if it made no update.
+            without an update.
         sample: The text sample; None if the run was interrupted.
         interrupted: Whether Ctrl-C (or SIGTERM) ended the session before the run's last step.
     """
@@ -391,8 +405,8 @@ class TrainResult:
 
 
 def sample_text(config: TrainConfig, layout: Layout, params) -> str:
-    """Continue the prompt by a text of the model's own."""
-    # One text is not divided among devices; the layers run where their parameters lie.
+    """Return a continuation of the prompt by the model."""
+    # Devices do not divide one sequence; the layers run where their parameters lie.
     _, _, graphdef = model_functions(config.model, config.seed)
     prompt = config.prompt.encode(errors="surrogateescape")
 
@@ -413,15 +427,15 @@ def sample_text(config: TrainConfig, layout: Layout, params) -> str:
 
 
 def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
-    """Train a model; resume or report a run found in `config.out_dir`.
+    """Train a model; resume or report a run in `config.out_dir`.
 
     Args:
         config: The settings. A model `dtype` of None is bfloat16 on a GPU and float32 elsewhere.
-        restart: Replaces a run found in `config.out_dir` instead of resuming it.
+        restart: Whether to replace a run in `config.out_dir`, and not to resume it.
 
     Raises:
-        UserError: The settings do not fit each other, the text, the machine or the folder; or the
-            gradients are wrong; or the loss is no longer a number.
+        UserError: The settings do not fit together, or to the text, the machine or the folder; or
+            the gradients are wrong; or the loss is no longer a number.
     """
     if config.model.dtype is None:
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
@@ -481,25 +495,25 @@ def main(argv: list[str] | None = None) -> int:
     flags = vars(parser.parse_args(argv))
     restart = flags.pop("restart")
     which = {name: flags.pop(name) for name in processes.FLAGS if name in flags}
-    # To resume is to run the same again, without the flag that would replace the run.
+    # The same command without --restart resumes the run.
     command = shlex.join(["python", sys.argv[0], *(a for a in argv if a != "--restart")])
     try:
         config = config_from_flags(flags)
         processes.join(which)
         result = train(config, restart=restart)
     except UserError as error:
-        fail(error)
+        fail(by_flags(error))
         return 2
     except OSError as error:
-        fail(f"reading or writing failed: {error}: mend this, then run the same again.")
+        fail(f"reading or writing failed: {error}: repair this, then run the same command again.")
         return 2
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         fail(
-            f"`batch_size` must fit the device's memory; got {config.microbatch} texts of "
-            f"{config.model.context} at once, for which it could not allocate all that a program "
-            "needs: raise --accumulation, or choose a smaller model."
+            f"--batch-size must fit the device's memory; got {config.microbatch} sequences of "
+            f"{config.model.context} tokens at once, for which it could not allocate the memory of "
+            "a program: raise --accumulation, or choose a smaller model."
         )
         return 2
     except KeyboardInterrupt:
@@ -515,19 +529,20 @@ def main(argv: list[str] | None = None) -> int:
     speed = "" if result.speed is None else f", {result.speed}"
     say(
         "done",
-        f"step {result.step}: loss {result.loss:.4f}, held out {result.val_loss:.4f} nats per "
-        f"byte{speed}; {time.perf_counter() - start:.0f} s in all; see {config.out_dir}",
+        f"step {result.step}: loss {result.loss:.4f}, held out {result.val_loss:.4f} nats "
+        f"({result.val_loss / math.log(2):.3f} bits) per byte{speed}; "
+        f"{time.perf_counter() - start:.0f} s in all; see {config.out_dir}",
     )
     processes.finish()
     return 0
 
 
 if __name__ == "__main__":
-    # A sample may have any character; the terminal may not know it.
+    # The terminal may lack characters of the sample.
     sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main()
-    except Exception:  # Python would print it, too, and then wait for the other processes.
+    except Exception:  # Python would print the error, and then wait for the other processes.
         traceback.print_exc()
         status = 1
     sys.exit(processes.leave(status))

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 import pallas_flash
 from models.gpt import GPTConfig
-from models.sharding import AXES, EXAMPLES, Layout
+from models.sharding import AXES, BATCH, Layout
 from pallas_flash.flax import SelfAttention, apply_rope
 from scripts.training.processes import UserError
 
@@ -17,7 +17,7 @@ from scripts.training.processes import UserError
 class _LayerWithCall(SelfAttention):
     """The package's layer and parameters, with attention by `call(q, k, v, order)`.
 
-    `order` has the positions of the tokens; None means one after the other.
+    `order` has the positions of the tokens; None: their places.
     """
 
     def __init__(self, *args, call: Callable, **kwargs):
@@ -42,10 +42,10 @@ def _cudnn(query, key, value, order=None):
 
 
 def _by_shares(query, key, value, order, *, layout: Layout, implementation: str | None):
-    """Call attention on each device's share of the examples, the tokens and the heads.
+    """Call attention on each device's share of the batch, the tokens and the heads.
 
-    XLA's partitioner would divide the ordinary call alike, but lower its kernels anew for every
-    layer, which takes seconds each.
+    XLA's partitioner would divide the ordinary call in the same way, but would lower its kernels
+    again for every layer, which takes seconds each.
     """
     along = "sequence" if layout.mesh.shape["sequence"] > 1 else None
 
@@ -61,7 +61,7 @@ def _by_shares(query, key, value, order, *, layout: Layout, implementation: str 
             sequence_axis=along,
         )
 
-    rows, tokens = PartitionSpec(EXAMPLES, "sequence", "tensor"), PartitionSpec(None, "sequence")
+    rows, tokens = PartitionSpec(BATCH, "sequence", "tensor"), PartitionSpec(None, "sequence")
     order = None if order is None else order[None]
     # Unchecked, because Pallas refuses the kernels for Hopper where it is checked. All axes divide
     # the arrays, so that no gradient is a sum over devices.
@@ -94,11 +94,16 @@ def attention_layer(model: GPTConfig, layout: Layout | None = None) -> Callable[
     return functools.partial(_LayerWithCall, call=call)
 
 
-def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple[str, str]:
-    """Return the attention that serves a device in a step on `sequences` texts, and the reasons.
+def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple[str, list[str]]:
+    """Return the attention that serves a device in a step on a batch, and the reasons.
+
+    Args:
+        model: The model.
+        sequences: The number of sequences that are computed at once.
+        layout: The mesh.
 
     Raises:
-        UserError: The one asked for does not serve this step here.
+        UserError: The explicit choice does not serve this step here.
     """
     data, fsdp, sequence, tensor = (layout.mesh.shape[name] for name in AXES)
     # Attention divides a sequence itself; of the other axes a device has its share.
@@ -116,7 +121,7 @@ def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple
     try:
         if model.attention == "cudnn":
             jax.eval_shape(_cudnn, query, key, key)
-            return "cudnn", "cudnn: asked for."
+            return "cudnn", []
         told = pallas_flash.explain(
             query,
             key,
@@ -127,5 +132,15 @@ def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple
             key_value_positions=positions,
         )
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"`attention` must be one that serves here; got: {error}") from error
-    return told.implementation, str(told)
+        refused = f"`implementation` must be one that serves the call; got {model.attention!r}. "
+        raise UserError(
+            f"`attention` must be one that serves here; got {model.attention!r}: "
+            f"{str(error).removeprefix(refused)}"
+        ) from error
+    reasons = [told.reason]
+    # "interpret" and "reference" serve explicit choices alone.
+    if absent := {name: why for name, why in told.refused.items() if name in ("triton", "mosaic")}:
+        reasons.append(f"not {' or '.join(absent)}: {next(iter(absent.values()))}")
+    if told.context_parallelism is not None:
+        reasons.append(f"{told.context_parallelism.method}: {told.context_parallelism.reason}")
+    return told.implementation, reasons

@@ -8,11 +8,11 @@
             hashes.json     SHA-256 of every other file; it is written last
         unfinished/         names the step that is being written
 
-The manager writes arrays from all processes, gives a folder its name when it is complete, removes
-what a kill has left, and restores arrays onto any mesh. It neither waits for the disk nor reads
-back. So one process then flushes and hashes every file, and only hashes.json makes a folder a
-checkpoint. A process that is killed before that leaves a name in `unfinished/`, by which the next
-process removes the folder.
+The manager writes arrays from all processes, names a folder when it is complete, removes folders
+that a killed process has left, and restores arrays onto any mesh. It does not wait for the disk and
+does not read back. So one process then flushes and hashes every file, and only hashes.json makes a
+folder a checkpoint. A process that is killed before that leaves a name in `unfinished/`, by which
+the next process removes the folder.
 """
 
 import hashlib
@@ -68,8 +68,8 @@ class Checkpoints:
 
     Args:
         path: The folder; it need not exist.
-        keep: Number of checkpoints that the folder holds at most. From two on, the oldest makes
-            room before the next is written, so that a disk for as many is enough.
+        keep: Most checkpoints in the folder. From two on, the oldest is removed before the next is
+            written, so that a disk for as many is enough.
     """
 
     def __init__(self, path: Path, keep: int = 1):
@@ -77,7 +77,7 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
 
     def folders(self) -> list[int]:
-        """Return the steps that folders are named by, whole or not, in ascending order."""
+        """Return the steps in names of folders, whole checkpoints or not, in ascending order."""
         names = [p.name for p in self.path.glob("*") if p.is_dir()]
         return sorted(int(x) for x in names if x.isascii() and x.isdigit() and str(int(x)) == x)
 
@@ -96,7 +96,7 @@ class Checkpoints:
     def newest(self) -> int:
         """Return the step of the newest whole checkpoint, 0 if the folder has none at all.
 
-        Newer ones that are damaged are renamed, with a warning, and not deleted.
+        Newer checkpoints, which are damaged, are renamed with a warning, and not deleted.
 
         Raises:
             UserError: There are checkpoints, and every one is damaged.
@@ -117,7 +117,7 @@ class Checkpoints:
                 )
             return 0
         for other, damage in damaged.items():
-            # No later run takes this name for a checkpoint.
+            # A folder of this name is no checkpoint for later runs.
             name = self.path / f"{other}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
             (self.path / str(other)).rename(name)
             warn(
@@ -128,7 +128,7 @@ class Checkpoints:
 
     def open(self):
         """Start orbax's manager; every process calls this before it saves or restores."""
-        # Its threads would print pages about an error that is raised as well.
+        # Its threads would print pages about an error that is also raised.
         absl.logging.set_verbosity(absl.logging.FATAL)
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,
@@ -166,8 +166,8 @@ class Checkpoints:
                 self.remove_unfinished()
             raise UserError(
                 f"`out_dir` must take the run's checkpoints; got {first_line(error)!r} at that of "
-                f"step {step} in {str(self.path)!r}: the one before is whole, so mend this, then "
-                "run the same again."
+                f"step {step} in {str(self.path)!r}: the one before is whole, so repair this, "
+                "then run the same command again."
             ) from error
 
     def restore(self, step: int, init_state, shardings_of=None):
@@ -176,8 +176,8 @@ class Checkpoints:
         Args:
             step: The step of the checkpoint.
             init_state: Returns a state of the same structure; it is only traced.
-            shardings_of: Maps the state's shapes to the sharding of each array, which need not be
-                the one that was written; None puts all on one device.
+            shardings_of: Maps the state's shapes to the sharding of each array, which may differ
+                from the sharding that was written; None puts all arrays on one device.
         """
         shapes = jax.eval_shape(init_state)
         if shardings_of is not None:
@@ -189,7 +189,7 @@ class Checkpoints:
         wanted = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(shapes)})
         try:
             return self._manager.restore(step, args=wanted)[STATE]
-        except Exception as error:  # Orbax raises many types, and none for another version.
+        except Exception as error:  # Orbax raises many types, and no type for another version.
             raise UserError(
                 "`out_dir` must have checkpoints that this version of orbax reads; got "
                 f"{first_line(error)!r} at step {step} in {str(self.path)!r}, though its bytes are "

@@ -1,6 +1,6 @@
 """The mesh of a run: the number of devices on each of its axes, and whether the run fits them.
 
-What the axes mean, and where every parameter lies, is `models/sharding.py`.
+`models/sharding.py` says what the axes mean, and where every parameter lies.
 """
 
 import math
@@ -28,18 +28,18 @@ def make_layout(config: TrainConfig) -> Layout:
     if math.prod(sizes.values()) != count:
         raise UserError(
             f"`mesh` must multiply to the number of devices; got {asked}, which is "
-            f"{math.prod(sizes.values())}, and {count} of them: change a size, or show JAX fewer "
+            f"{math.prod(sizes.values())}, and {count} devices: change a size, or show JAX fewer "
             "devices (CUDA_VISIBLE_DEVICES)."
         )
     model = config.model
-    texts = "batch_size" if config.accumulation == 1 else "batch_size / accumulation"
+    batch = "batch_size" if config.accumulation == 1 else "batch_size / accumulation"
     for axes, name, size in (
-        (("data", "fsdp"), texts, config.microbatch),
+        (("data", "fsdp"), batch, config.microbatch),
         (("fsdp",), "embed_dim", model.embed_dim),
         (("sequence",), "context", model.context),
         (("tensor",), "num_heads", model.num_heads),
         (("tensor",), "num_kv_heads", model.kv_heads),
-        (("tensor",), "hidden size of the MLP", model.mlp_dim),
+        (("tensor",), "width of the MLP", model.mlp_dim),
     ):
         devices = math.prod(sizes[axis] for axis in axes)
         if size % devices:
@@ -63,7 +63,7 @@ def describe_mesh(config: TrainConfig, layout: Layout):
         return
     say("mesh", ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1))
     shares = {
-        "texts at once": config.microbatch // (sizes["data"] * sizes["fsdp"]),
+        "sequences at once": config.microbatch // (sizes["data"] * sizes["fsdp"]),
         "tokens of each": model.context // sizes["sequence"],
         "heads": model.num_heads // sizes["tensor"],
         "hidden units": model.mlp_dim // sizes["tensor"],
@@ -73,11 +73,11 @@ def describe_mesh(config: TrainConfig, layout: Layout):
     say("", f"and holds 1/{sizes['fsdp'] * sizes['tensor']} of every matrix of parameters")
     if sizes["sequence"] > 1 and layout.order(model.context) is None:
         equal = 2 * sizes["sequence"]
-        say("", f"tokens lie in their order; in a context that {equal} divides all had equal work")
+        say("", f"work is unequal: a multiple of {equal} as the context would make it equal")
 
 
 def check_memory(config: TrainConfig, params: Any, sizes, device: jax.Device):
-    """Refuse a model whose parameters, gradient and moments of AdamW a device cannot hold.
+    """Refuse a model whose parameters, gradient and AdamW moments a device cannot hold.
 
     Args:
         config: The settings.

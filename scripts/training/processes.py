@@ -1,11 +1,10 @@
-"""Processes of a run: which one writes and speaks, how they find each other and stop together.
+"""Processes of a run: how they find each other and stop together, and which one writes and prints.
 
 Processes that train one model find each other through `jax.distributed`. All compute the same
-values, so that they decide alike. Process 0 writes files and prints; every process writes its part
-of a checkpoint's arrays. Whether to stop is put to the vote.
+values, and so take the same decisions. Process 0 writes files and prints; every process writes its
+part of a checkpoint's arrays. The processes vote on whether to stop.
 
-A process that dies leaves the others waiting for its messages. JAX misses its heartbeats and ends
-the others.
+If a process dies, the others wait for its messages. JAX misses its heartbeats and ends the others.
 """
 
 import argparse
@@ -38,12 +37,12 @@ def say(label: str, text: str):
 
 
 def warn(text: str):
-    """Print to the standard error what went wrong and was mended."""
+    """Print a warning to the standard error."""
     print(f"train_gpt.py: {_name()}warning: {text}", file=sys.stderr, flush=True)
 
 
 def fail(text: object):
-    """Print to the standard error why the script ends."""
+    """Print the error that ends the script to the standard error."""
     print(f"train_gpt.py: {_name()}error: {text}", file=sys.stderr, flush=True)
 
 
@@ -52,31 +51,33 @@ def _name() -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the start of an error's message; JAX's and TensorStore's go on for pages."""
+    """Return the start of an error's message; messages of JAX and TensorStore have pages."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def add_process_flags(parser: argparse.ArgumentParser):
-    """Add the flags that say which of several processes this one is."""
+    """Add the flags that number the processes."""
     group = parser.add_argument_group(
         "several processes", "Each has these and the same other flags; see docs/training.md."
     )
     group.add_argument(
         "--cluster",
         action="store_true",
-        help="take what follows from the cluster's environment, as JAX detects it (Slurm, Open MPI,"
-        " Kubernetes, ...)",
+        help="take the next three from the cluster's environment, as JAX detects it (Slurm, Open "
+        "MPI, Kubernetes, ...)",
     )
     group.add_argument(
         "--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there"
     )
-    group.add_argument("--num-processes", type=int, metavar="INT", help="how many there are")
-    group.add_argument("--process-id", type=int, metavar="INT", help="which one this is, from 0")
+    group.add_argument("--num-processes", type=int, metavar="INT", help="number of processes")
+    group.add_argument(
+        "--process-id", type=int, metavar="INT", help="number of this process, from 0"
+    )
     group.add_argument(
         "--wait",
         type=int,
         metavar="SECONDS",
-        help=f"how long to wait for the others at the start, {WAIT} if not given",
+        help=f"time to wait for the others at the start (default: {WAIT})",
     )
 
 
@@ -94,7 +95,7 @@ def join(flags: dict[str, Any]):
             "`coordinator`, `num_processes` and `process_id` must be given together, or `cluster` "
             f"alone; got {', '.join(flags)}."
         )
-    # SIGTERM is put to the vote here; JAX's own handler would take it away.
+    # The processes vote on SIGTERM; JAX's own handler would take the signal.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -105,7 +106,7 @@ def join(flags: dict[str, Any]):
     except Exception as error:  # JAX raises exceptions of many types here.
         raise UserError(
             f"the processes must find each other; got {first_line(error)!r}: see that all "
-            "run and reach `coordinator`, or let each --wait longer."
+            "run and reach --coordinator, or let each --wait longer."
         ) from error
 
 
@@ -115,7 +116,7 @@ def several() -> bool:
 
 
 def is_writer() -> bool:
-    """Whether this is the process that writes files and speaks."""
+    """Whether this is the process that writes files and prints."""
     # Asking for the index before `join` would start JAX as a single process.
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
@@ -149,8 +150,8 @@ def check_same(settings: dict[str, Any]):
 def stop_signals():
     """Turn the first Ctrl-C or SIGTERM into an entry of the list that this context gives.
 
-    An exception could strike when the old state is already donated and the new one not yet there;
-    a list that is read between two steps cannot. A second Ctrl-C interrupts at once.
+    An exception could come when the old state is donated and the new state is not there yet; the
+    list is read between two steps. A second Ctrl-C interrupts at once.
     """
     received = []
 
@@ -169,14 +170,14 @@ def stop_signals():
 
 
 class Vote:
-    """The processes' common decision to stop, which any of them may have been asked to do.
+    """The common decision of the processes to stop, where any of them may get a signal.
 
-    All must stop after the same step. Each says with every step whether it was asked; the answer is
-    the outcome of the step before, for which no device has to wait.
+    All must stop after the same step. Each votes with every step; the answer is the outcome of the
+    step before, for which no device has to wait.
 
     Args:
         layout: The mesh.
-        asked: A list that is no longer empty when this process was asked to stop.
+        asked: A list that is no longer empty when this process has got a signal.
     """
 
     def __init__(self, layout: Layout, asked: list):
@@ -195,15 +196,15 @@ class Vote:
 
 
 def finish():
-    """Leave the other processes, which are at their end, too."""
+    """Leave the other processes, which end now, too."""
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
 
 
 def leave(status: int) -> int:
-    """End this process with an exit status if others still count on it; else return the status.
+    """End this process with an exit status if others wait for it; else return the status.
 
-    Python's ordinary end would wait for the others, while they wait for this one's next message.
+    Python's ordinary end would wait for the others, which wait for this one's next message.
     """
     if jax.distributed.is_initialized():
         sys.stdout.flush()

@@ -10,7 +10,7 @@ After PaLM (https://arxiv.org/abs/2204.02311, appendix B) a token costs
 
 forward and backward: the first term is for the parameters outside of the embedding, the second for
 the two products of attention. Here the second is halved, because a causal mask needs only half of
-the scores; PaLM counts all of them. What an implementation computes twice counts once.
+the scores; PaLM counts all of them. Work that an implementation repeats counts once.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from scripts.training.processes import UserError, say, several
 from scripts.training.settings import TrainConfig
 from scripts.training.text import Text
 
-# Dense bfloat16 FLOP/s by JAX's `device_kind`, from NVIDIA's data sheets of the H200, H100 and A100
-# (those of the first two print the rate with sparsity, which is twice this).
+# Dense bfloat16 FLOP/s by JAX's `device_kind`, from NVIDIA's data sheets. For the H200 and the H100
+# they print the rate with sparsity, which is twice this.
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,  # SXM
@@ -46,7 +46,7 @@ PEAK_FLOPS = {
 
 
 class Speed(NamedTuple):
-    """The speed that is shown and written.
+    """The speed, as it is printed and recorded.
 
     Attributes:
         ms: Milliseconds per update.
@@ -59,8 +59,8 @@ class Speed(NamedTuple):
     mfu: float | None
 
     def __str__(self) -> str:
-        mfu = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
-        return f"{self.ms:.1f} ms/step, {self.tokens_per_second:,.0f} tokens/s, MFU {mfu}"
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+        return f"{self.ms:.1f} ms/step, {self.tokens_per_second:,.0f} tokens/s{mfu}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Work:
         return Speed(ms, rate, mfu)
 
     def __str__(self) -> str:
-        peak = "no peak known, so MFU is n/a"
+        peak = "no peak known, so no MFU"
         if self.peak is not None:
             peak = f"peak {self.peak / 1e12:.0f} TFLOP/s (bfloat16, dense)"
         return (
@@ -122,7 +122,7 @@ def program_bytes(program: jax.stages.Compiled) -> int:
 
 
 def peak_bytes() -> int | None:
-    """Return the most that a device of this process has had in use; None if JAX does not count."""
+    """Return the most bytes in use on a device of this process; None if JAX does not count them."""
     counts = [
         (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
     ]
@@ -178,8 +178,8 @@ def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params
         f"{model.num_heads} query and {model.kv_heads} key/value heads, context {model.context}, "
         f"{model.dtype} activations, {model.param_dtype} parameters",
     )
-    say("attention", f"{attention} (asked for: {model.attention or 'auto'})")
-    for line in reasons.splitlines():
+    say("attention", f"{attention} (--attention {model.attention or 'auto'})")
+    for line in reasons:
         say("", line)
     say(
         "text",

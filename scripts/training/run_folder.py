@@ -8,11 +8,12 @@
     checkpoints.restart/
                      the first checkpoint of a run that `--restart` began, while it is written
 
-The script touches nothing else in the folder, and refuses a folder that has one of these but no
-run.json with the mark. In `checkpoints/`, every folder that is named by a number is a checkpoint.
+The script touches no other file in the folder. It refuses a folder that has one of these files but
+no run.json with the mark. In `checkpoints/`, every folder whose name is a number is a checkpoint.
 
-Process 0 opens the folder and writes to it; all processes write the arrays of a checkpoint. Any may
-be killed at any moment: files are replaced or appended such that the disk has a run to resume.
+Process 0 opens the folder and writes to it; all processes write the arrays of a checkpoint. Any
+process may be killed at any moment, because files are replaced or appended such that the disk
+always has a run to resume.
 """
 
 import contextlib
@@ -41,16 +42,16 @@ except ModuleNotFoundError:  # Windows
 
 RUN, METRICS, CURVES, CHECKPOINTS = "run.json", "metrics.jsonl", "loss.png", "checkpoints"
 LOCK, RESTART = "train_gpt.lock", "checkpoints.restart"
-# Seconds until every process sees a file that process 0 has written.
-SEEN_WITHIN = 60
+# Seconds until every process can read a file that process 0 has written.
+VISIBLE_WITHIN = 60
 
 
 @contextlib.contextmanager
 def lock(path: Path):
     """Hold the lock of a run folder; the file stays, and names the last process that held it.
 
-    The kernel takes the lock back when the process ends, however it ends. A file system without
-    locks is used with a warning.
+    The operating system releases the lock when the process ends, by a kill, too. A file system
+    without locks is used with a warning.
 
     Raises:
         UserError: Another process holds the lock.
@@ -76,21 +77,21 @@ def lock(path: Path):
 
 
 class RunFolder:
-    """The files of one run: opened new, or as a run of the same settings has left them.
+    """The files of one run, which is new, or a run of the same settings that goes on.
 
-    A context, in which no other process can open the folder.
+    As a context, it keeps other processes from opening the folder.
 
     Args:
         config: The settings, complete.
         text_hash: The hash of the text that the run reads.
-        restart: Whether to begin anew. A run found there stays untouched until this one has its
-            first checkpoint, which then replaces it.
+        restart: Whether to begin a new run. A run in the folder stays untouched until the new run
+            has its first checkpoint, which then replaces it.
 
     Attributes:
         last_step: The step of the newest checkpoint, 0 if there is none.
 
     Raises:
-        UserError: The folder holds another run, is in use, is not ours, or cannot be written.
+        UserError: The folder holds another run or other files, is in use, or cannot be written.
     """
 
     def __init__(self, config: TrainConfig, text_hash: str, *, restart: bool = False):
@@ -117,7 +118,7 @@ class RunFolder:
         self._exit.close()
 
     def _open(self) -> int:
-        """Lock and mend the folder; return the step of the checkpoint to resume, 0 for none."""
+        """Lock and repair the folder; return the step of the checkpoint to resume, 0 for none."""
         with contextlib.ExitStack() as stack:
             self._refuse_foreign()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -126,7 +127,7 @@ class RunFolder:
             self._end_restart()
             stack.callback(self._end_restart)
             last_step = 0
-            # A run without a checkpoint has nothing to lose, so its settings may be replaced.
+            # The settings of a run without a checkpoint may be replaced.
             self._restart = self._restart and bool(self._checkpoints.folders())
             if not self._restart:
                 if self._checkpoints.folders():
@@ -137,10 +138,10 @@ class RunFolder:
         return last_step
 
     def _end_restart(self):
-        """Put the first checkpoint of a restarted run into place; forget a run without one.
+        """Put the first checkpoint of a restarted run into place, or remove a run without one.
 
-        A kill between any two lines leaves work that the next call goes on with: only the last
-        rename takes the new checkpoint out of its folder.
+        After a kill between any two lines the next call goes on, because only the last rename takes
+        the new checkpoint out of its folder.
         """
         new, old = Checkpoints(self.path / RESTART), Checkpoints(self.path / CHECKPOINTS)
         if not new.path.exists():
@@ -172,7 +173,7 @@ class RunFolder:
         fields = (*dataclasses.fields(GPTConfig), *dataclasses.fields(TrainConfig))
         fixed = [field.name for field in fields if field.compare]
         changed = [
-            f"{name} (there {saved.get(name)!r}, now {self._settings[name]!r})"
+            f"`{name}` (there {saved.get(name)!r}, now {self._settings[name]!r})"
             for name in [*fixed, "text"]
             if name in self._settings and saved.get(name) != self._settings[name]
         ]
@@ -184,17 +185,17 @@ class RunFolder:
             )
 
     def _refuse_separate_folders(self):
-        """Raise where this process does not see the file that the writer has written."""
+        """Raise if this process cannot read the file that process 0 has written."""
         written = from_writer(self._hash_of_settings)
-        # Network file systems may take a while to show what others write.
-        for _ in range(SEEN_WITHIN):
+        # Network file systems may show files of other hosts late.
+        for _ in range(VISIBLE_WITHIN):
             with contextlib.suppress(OSError):
                 if self._hash_of_settings() == written:
                     return
             time.sleep(1)
         raise UserError(
             f"`out_dir` must be one folder for all processes; got {str(self.path)!r}, where this "
-            f"one does not see the {RUN} of process 0: put it on a shared file system."
+            f"one cannot read the {RUN} of process 0: put it on a shared file system."
         )
 
     def _hash_of_settings(self) -> int:
@@ -215,7 +216,7 @@ class RunFolder:
         if is_writer() and not self._restart:
             path = self.path / METRICS
             there = path.read_bytes() if path.exists() else b""
-            # Lines after the checkpoint are normal: a kill came before the next one.
+            # Lines after the checkpoint are normal: a kill came before the next checkpoint.
             if not there.startswith(content.encode()):
                 warn(f"{METRICS} was damaged; it has its first {self.last_step} lines again.")
             write_file(path, content)
@@ -226,7 +227,7 @@ class RunFolder:
     def append(self, lines: list[dict[str, Any]]):
         """Add lines to the metrics; they are on the disk when this returns.
 
-        Those of a restarted run come to the disk with its first checkpoint.
+        Lines of a restarted run reach the disk with its first checkpoint.
         """
         if is_writer() and not self._restart:
             with open(self.path / METRICS, "a") as file:
@@ -251,7 +252,7 @@ class RunFolder:
         self.last_step = step
 
     def plot(self):
-        """Draw the loss curves; a picture is not worth a run's last lines."""
+        """Draw the loss curves; a failure is a warning, so that the run ends as it should."""
         if is_writer():
             picture = io.BytesIO()
             draw_curves(self._lines).savefig(picture, dpi=150, format="png")
@@ -262,7 +263,7 @@ class RunFolder:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether a folder is the one of a run of this script."""
+    """Whether a folder belongs to a run of this script."""
     return read_marked(path / RUN) is not None
 
 

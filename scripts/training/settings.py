@@ -2,13 +2,15 @@
 
 import argparse
 import dataclasses
+import inspect
 import re
 import typing
 from typing import Any
 
 from models.gpt import GPTConfig
 from models.sharding import AXES
-from scripts.training.processes import UserError
+from scripts.command import Parser
+from scripts.training.processes import FLAGS, UserError
 
 # A number computed in float32 must be finite there, and one that divides must not be zero.
 TINY, HUGE = 1e-30, 1e30
@@ -31,22 +33,22 @@ RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides a run; the defaults are the `cpu` preset.
+    """All settings of a run; the defaults are the `cpu` preset.
 
-    Fields that are not compared may change when a run resumes, because no number in metrics.jsonl
-    depends on them. (The text is compared by its bytes, not by its path.)
+    Fields that are not compared may change when a run resumes, because no loss depends on them. The
+    text is compared by its bytes, and not by its path.
 
     Attributes:
         model: The shape of the model; its fields are flags of their own.
         data: Text file, or folder of text files, to train on; auto is Python's standard library.
-        out_dir: Folder of the run's results; a run found there is resumed.
+        out_dir: Folder of the run's results; a run in it is resumed.
         mesh: Devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; auto is all of them on
-            data. A run may go on with another mesh, which only adds in another order.
+            data. A run may resume with another mesh, which changes only the order of sums.
         seed: Decides the initial parameters, the order of the data and the sample.
         steps: Number of optimizer updates.
         batch_size: Sequences per update.
-        accumulation: Number of equal parts the batch is computed in, one after the other, to save
-            memory; the update is that of the whole batch.
+        accumulation: Number of equal parts of the batch that are computed one after the other, to
+            save memory; the update is that of the whole batch.
         learning_rate: Peak learning rate of AdamW, reached after warmup_steps.
         final_learning_rate: Share of the peak at which the cosine decay ends.
         warmup_steps: Updates of linear warmup. A preset's is cut to a tenth of --steps.
@@ -56,14 +58,14 @@ class TrainConfig:
         clip_norm: Largest global norm of the gradient.
         eval_every: Updates between two looks at the held-out text.
         eval_batches: Size of such a look, in batches spread evenly over the held-out text.
-        log_every: Updates between two writes to metrics.jsonl (each update has its line).
+        log_every: Updates between two writes to metrics.jsonl, which has a line for each update.
         checkpoint_every: Updates between two checkpoints.
         keep_checkpoints: Number of checkpoints kept; from two on, a disk for as many is enough.
         gradient_check: Whether to compare gradients with the reference before training.
         sample_tokens: Length of the sample that ends the run, in bytes.
-        prompt: What the sample continues.
+        prompt: Text that the sample continues.
         temperature: Temperature of the sample; 0 takes the most likely byte.
-        top_k: Most likely bytes that the sample is drawn from; auto is all of them.
+        top_k: Number of most likely bytes from which the sample is drawn; auto is all.
     """
 
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
@@ -110,7 +112,7 @@ class TrainConfig:
             raise UserError(
                 f"`warmup_steps` must be below `steps`; got {self.warmup_steps} and {self.steps}."
             )
-        # As of a shell variable that is not set.
+        # A shell variable may be unset.
         for name in ("out_dir", "data", "prompt"):
             if getattr(self, name) == "":
                 raise UserError(f"`{name}` must have a character; got ''.")
@@ -123,11 +125,22 @@ class TrainConfig:
         return self.batch_size // self.accumulation
 
 
+def by_flags(message: object) -> str:
+    """Return a message with flags where it has settings: --batch-size for `batch_size`."""
+    fields = (*dataclasses.fields(GPTConfig), *dataclasses.fields(TrainConfig))
+    names = {*FLAGS, *(field.name for field in fields)}
+
+    def flag(match):
+        return f"--{match[1].replace('_', '-')}" if match[1] in names else match[0]
+
+    return re.sub(r"`(\w+)`", flag, str(message))
+
+
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Return the size of each axis of a mesh written as in `TrainConfig.mesh`; 1 if left out.
+    """Return the size of each axis of a mesh in the form of `TrainConfig.mesh`; absent axes have 1.
 
     Raises:
-        UserError: It is written in another way.
+        UserError: The text has another form.
     """
     sizes = dict.fromkeys(AXES, 1)
     given = re.findall(r"(\w+)=([1-9][0-9]{0,8})(?:,|$)", text)
@@ -173,10 +186,11 @@ PRESETS = {
 def attribute_docs(cls: type) -> dict[str, str]:
     """Return the `Attributes` section of a class's docstring by name: the help of the flags."""
     docs, name = {}, ""
-    section = (cls.__doc__ or "").partition("Attributes:\n")[2]
+    # Python 3.13 strips the docstring's indentation, older versions keep it.
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
     for line in section.splitlines():
-        # A new entry is indented by eight columns, a continuation by twelve.
-        if line.startswith(" " * 12):
+        # A new entry is indented by four columns, a continuation by eight.
+        if line.startswith(" " * 8):
             docs[name] += " " + line.strip()
         elif ":" in line:
             name, _, docs[name] = line.strip().partition(": ")
@@ -192,21 +206,23 @@ CHOICES = {
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     """Return a parser with a flag for every field of the settings; `auto` is a flag's None."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="train_gpt.py",
         usage="%(prog)s [--preset NAME] [--data PATH] [--attention NAME] [--steps N] ...",
         description=description,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--preset", choices=PRESETS, default="cpu", help="where other flags start")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="cpu", help="values of the flags that are not given"
+    )
     parser.add_argument(
         "--restart",
         action="store_true",
         default=False,
-        help="begin anew; this run's first checkpoint replaces a run found in out_dir",
+        help="begin a new run, whose first checkpoint replaces a run in --out-dir",
     )
-    # These say more here than in the model's documentation.
+    # Flags whose help says more than the model's documentation.
     model_docs = {
         "dtype": "Type of the activations; auto is bfloat16 on a GPU and float32 elsewhere.",
         "attention": "An implementation of pallas_flash.attention, auto lets it choose; or cudnn: "
@@ -235,7 +251,7 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
 
 
 def _defaults(group: str, name: str) -> str:
-    """Return the default of a flag in brackets, and those of presets that have another."""
+    """Return the default of a flag in brackets, with the presets whose value differs."""
     found = {
         preset: getattr(config.model if group == "model" else config, name)
         for preset, config in PRESETS.items()
@@ -250,7 +266,7 @@ def _defaults(group: str, name: str) -> str:
 
 
 def flag_type(kind: type, name: str):
-    """Return a parser of one flag's value, which argparse calls `name` in its errors."""
+    """Return a parser of a flag's value; argparse calls the parser `name` in its errors."""
 
     def parse(value: str):
         return value if value == "auto" and name.endswith("auto") else kind(value)
@@ -260,10 +276,10 @@ def flag_type(kind: type, name: str):
 
 
 def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
-    """Replace the fields of a preset by the flags that were given.
+    """Return a preset with the given flags in it.
 
     Raises:
-        UserError: The values do not fit each other.
+        UserError: The values do not fit together.
     """
     preset = PRESETS[flags["preset"]]
     values = {k: None if x == "auto" else x for k, x in flags.items() if k != "preset"}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from models.sharding import EXAMPLES, Layout
+from models.sharding import BATCH, Layout
 from scripts.training.processes import UserError
 from scripts.training.run_folder import is_run_folder
 from scripts.training.settings import TrainConfig
@@ -22,7 +22,7 @@ from scripts.training.settings import TrainConfig
 HELD_OUT = 0.1
 # The byte between two files; text does not have it.
 FILE_SEPARATOR = b"\0"
-# Folders of the standard library that are installed packages, tests, or generated tables.
+# Folders of the standard library with installed packages, tests, or generated tables.
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 NOT_SOURCE |= {"encodings", "pydoc_data"}
 
@@ -56,7 +56,7 @@ class Text(NamedTuple):
 def read_files(config: TrainConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
     """Return (name, bytes) of every text file, sorted by name, and the run folders left out.
 
-    In a folder, all files below it are text but hidden ones, those of runs, and those with a zero
+    All files below a folder are text, but for hidden files, files of runs, and files with a zero
     byte near their start.
     """
     default = config.data is None
@@ -108,7 +108,7 @@ def find_files(root: Path, own: Path, default: bool) -> tuple[list[Path], list[s
 
 
 def split_files(files: list[tuple[str, bytes]]) -> tuple[list, list]:
-    """Split files into those to train on and those held out, about a tenth of the bytes.
+    """Split files into a side to train on, and a side held out, of about a tenth of the bytes.
 
     The choice follows a hash of the name, so a file mostly keeps its side when others come or go.
     A single file is cut, and its end is held out.
@@ -120,7 +120,7 @@ def split_files(files: list[tuple[str, bytes]]) -> tuple[list, list]:
     total = sum(len(content) for _, content in files)
     train, held_out, size = [], [], 0
     for name, content in sorted(files, key=lambda f: hashlib.sha256(os.fsencode(f[0])).digest()):
-        # Never more than half: of a book and a note, it is the note that is held out.
+        # The held-out side is never more than half: it gets the note, and not the book.
         if size < HELD_OUT * total and size + len(content) <= total / 2:
             held_out.append((name, content))
             size += len(content)
@@ -159,7 +159,7 @@ def windows(text: np.ndarray, starts: np.ndarray, config: TrainConfig, layout: L
         return text[starts[index[:2]][..., None] + positions]
 
     return jax.make_array_from_callback(
-        (*starts.shape, len(positions)), layout.sharding(None, EXAMPLES), cut
+        (*starts.shape, len(positions)), layout.sharding(None, BATCH), cut
     )
 
 

@@ -171,12 +171,12 @@ CHECKS = {
     check_a_mesh_trains_as_one_device: [
         "device     8 x cpu (cpu), ",
         "mesh       data=2, fsdp=2, tensor=2\n",
-        "a device computes 1 texts at once, 12 tokens of each, 2 heads, 32 hidden units\n",
+        "a device computes 1 sequences at once, 12 tokens of each, 2 heads, 32 hidden units\n",
         "and holds 1/4 of every matrix of parameters\n",
     ],
     check_a_run_goes_on_where_all_is_divided_otherwise: [
-        "a device computes 2 texts at once, 3 tokens of each, ",
-        "tokens lie in their order; in a context that 8 divides all had equal work\n",
+        "a device computes 2 sequences at once, 3 tokens of each, ",
+        "work is unequal: a multiple of 8 as the context would make it equal\n",
         "resuming   after step 5,",
     ],
     check_each_device_holds_its_part: [],
@@ -380,7 +380,7 @@ def test_different_settings_are_refused(corpus, tmp_path):
     with replaced(sys.modules[__name__], "flags", lambda x: [*real(x), "--seed", str(next(made))]):
         processes = Processes(config, 2, tmp_path)
     assert not {0, 130} & set(processes.ended(within=90))
-    assert "`seed` must be the same in all processes; got other values in process 1" in "".join(
+    assert "--seed must be the same in all processes; got other values in process 1" in "".join(
         processes.errors()
     )
 
@@ -413,7 +413,7 @@ def test_mesh_axes_left_out_have_one_device():
         ("data=4,,fsdp=2", "must give axes of"),
         ("data=0", "must give axes of"),
         ("data=4,data=2", "must give axes of"),
-        ("data=4", "must multiply to the number of devices; got data=4, which is 4, and 8 of them"),
+        ("data=4", "must multiply to the number of devices; got data=4, which is 4, and 8 devices"),
         ("auto", "batch_size / accumulation, 4, by data times fsdp; got data=8 (every device"),
         ("sequence=8", "must divide the run's context, 12, by sequence; got sequence=8, which"),
         ("data=2,tensor=4", "must divide the run's num_kv_heads, 2, by tensor; got"),
@@ -424,7 +424,7 @@ def test_mesh_that_does_not_fit_is_refused(mesh, fragment, capsys, monkeypatch):
     assert main([*flags(TINY), "--mesh", mesh]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert error.startswith("train_gpt.py: error: `mesh` must ")
+    assert error.startswith("train_gpt.py: error: --mesh must ")
     assert fragment in error
 
 
@@ -436,7 +436,7 @@ def test_process_flags_must_fit_each_other(arguments, capsys):
     assert main([*flags(TINY), *shlex.split(arguments)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "must be given together, or `cluster` alone; got" in error
+    assert "must be given together, or --cluster alone; got" in error
 
 
 if __name__ == "__main__":

@@ -437,7 +437,7 @@ def test_disk_full_at_a_checkpoint_is_a_sentence(config, whole_run, capfd):
             with room_for(size), pytest.raises(UserError) as caught:
                 folder.save(6, state)
             assert "`out_dir` must take the run's checkpoints; got " in str(caught.value)
-            assert "the one before is whole, so mend this" in str(caught.value)
+            assert "the one before is whole, so repair this" in str(caught.value)
             assert "\n" not in str(caught.value)
     assert "Traceback" not in capfd.readouterr().err
     assert steps_in(run) == [3]

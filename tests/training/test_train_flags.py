@@ -45,6 +45,8 @@ def test_every_field_is_a_flag_with_a_help():
         assert "None" not in text
     assert "(default: 800; gpt2-small: 2000; gpt3-xl: 2000)" in named["steps"]
     assert "(default: auto)" in named["num_kv_heads"]
+    assert named["remat"].startswith("Whether the backward ")
+    assert "The residuals of attention are kept. (default" in named["remat"]
 
 
 def test_flags_of_a_configuration_give_it_back(config):
@@ -79,25 +81,25 @@ def test_warmup_of_a_preset_fits_few_steps(arguments, warmup):
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["--data", "/no/such/place"], "`data` must be a file or a folder; got '/no/such/place'"),
-        (["--data", "EMPTY"], "`data` must have text in it; found none in"),
-        (["--context", "5000"], "`context` must be below the length of both sides of the text"),
-        (["--context", "1"], "`context` must be between 2 and 2147483647; got 1"),
-        (["--embed-dim", "15"], "`embed_dim` must be a multiple of `num_heads`; got 15 and 2"),
-        (["--batch-size", "3"], "`batch_size` must be a multiple of `accumulation`; got 3 and 2"),
+        (["--data", "/no/such/place"], "--data must be a file or a folder; got '/no/such/place'"),
+        (["--data", "EMPTY"], "--data must have text in it; found none in"),
+        (["--context", "5000"], "--context must be below the length of both sides of the text"),
+        (["--context", "1"], "--context must be between 2 and 2147483647; got 1"),
+        (["--embed-dim", "15"], "--embed-dim must be a multiple of --num-heads; got 15 and 2"),
+        (["--batch-size", "3"], "--batch-size must be a multiple of --accumulation; got 3 and 2"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["--warmup-steps", "12"], "`warmup_steps` must be below `steps`; got 12 and 12"),
-        (["--learning-rate", "nan"], "`learning_rate` must be between 1e-30 and 1e+30; got nan"),
-        (["--beta2", "1.5"], "`beta2` must be between 0 and 0.999999; got 1.5"),
+        (["--warmup-steps", "12"], "--warmup-steps must be below --steps; got 12 and 12"),
+        (["--learning-rate", "nan"], "--learning-rate must be between 1e-30 and 1e+30; got nan"),
+        (["--beta2", "1.5"], "--beta2 must be between 0 and 0.999999; got 1.5"),
         (["--top-k", "some"], "argument --top-k: invalid int or auto value: 'some'"),
-        (["--prompt", ""], "`prompt` must have a character; got ''"),
-        (["--out-dir", ""], "`out_dir` must have a character; got ''"),
+        (["--prompt", ""], "--prompt must have a character; got ''"),
+        (["--out-dir", ""], "--out-dir must have a character; got ''"),
         (["--out-dir", "FILE/run"], "reading or writing failed: [Errno 20] Not a directory: "),
-        (["--out-dir", "FILE"], "`out_dir` must be a folder; got the file"),
-        (["--embed-dim", "400000"], "`embed_dim` and the other sizes must fit the memory of the"),
-        (["--attention", "triton"], "`attention` must be one that serves here; got: "),
+        (["--out-dir", "FILE"], "--out-dir must be a folder; got the file"),
+        (["--embed-dim", "400000"], "--embed-dim and the other sizes must fit the memory of the"),
+        (["--attention", "triton"], "--attention must be one that serves here; got 'triton': The"),
         (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
-        (["--learning-rat", "1"], "unrecognized arguments: --learning-rat"),
+        (["--learning-rat", "1"], "arguments: --learning-rat 1; did you mean --learning-rate?"),
     ],
 )
 def test_bad_input_is_one_sentence(config, tmp_path, capsys, arguments, fragment):
@@ -126,7 +128,9 @@ def test_number_out_of_its_range_is_refused(name, low, high, capsys):
         with contextlib.suppress(SystemExit):  # argparse refuses a NaN that must be an int
             assert main([f"--{name.replace('_', '-')}={value}", "--data", "/no/such/place"]) == 2
         error = capsys.readouterr().err
-        assert f"`{name}` must be " in error or "invalid int value: 'nan'" in error
+        assert (
+            f"--{name.replace('_', '-')} must be " in error or "invalid int value: 'nan'" in error
+        )
 
 
 def test_model_must_fit_the_memory_of_a_gpu():
@@ -149,7 +153,7 @@ def test_out_of_memory_is_one_sentence(config, monkeypatch, capsys):
     assert main(flags(config)) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "`batch_size` must fit the device's memory; got 2 texts of 12 at once" in error
+    assert "--batch-size must fit the device's memory; got 2 sequences of 12 tokens" in error
 
 
 @pytest.mark.parametrize("missing", ["optax", "orbax"])

@@ -88,7 +88,7 @@ def test_attention_asked_for_is_used(config, monkeypatch):
 def test_kernels_train_as_the_reference(config, finished, capsys, kernel_case):
     model = dataclasses.replace(config.model, attention="interpret")
     train(dataclasses.replace(config, model=model))
-    assert "attention  interpret (asked for: interpret)" in capsys.readouterr().out
+    assert "attention  interpret (--attention interpret)" in capsys.readouterr().out
     got, expected = ([line["loss"] for line in metrics(c)] for c in (config, finished[0]))
     np.testing.assert_allclose(got, expected, rtol=1e-4)
 
@@ -203,7 +203,9 @@ def test_cudnn_model_is_the_same_model(config, monkeypatch, capsys):
 def test_attention_that_does_not_serve_is_refused():
     for attention in ("cudnn", "triton"):
         model = dataclasses.replace(TINY.model, attention=attention, dtype="bfloat16")
-        with pytest.raises(UserError, match="`attention` must be one that serves here; got: "):
+        with pytest.raises(
+            UserError, match=f"`attention` must be one that serves here; got '{attention}': "
+        ):
             explain_attention(model, 4, one_device())
 
 
@@ -268,6 +270,6 @@ def test_broken_attention_stops_the_script(config, monkeypatch, capsys, broken, 
     assert main(flags(checked(config, "xla"))) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "`attention` must give the reference's gradients to within 1e-04; got" in error
+    assert "--attention must give the reference's gradients to within 1e-04; got" in error
     assert culprit in error
     assert not Path(config.out_dir, "metrics.jsonl").exists()

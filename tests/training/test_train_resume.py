@@ -183,9 +183,13 @@ def test_other_settings_are_refused_by_name(finished, tmp_path, capsys):
     assert main(flags(config, **changes)) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    for part in ("num_kv_heads (there 1, now 2)", "steps (there 12, now 13)", "text (there '"):
+    for part in (
+        "--num-kv-heads (there 1, now 2)",
+        "--steps (there 12, now 13)",
+        "`text` (there '",
+    ):
         assert part in error
-    assert "batch_size" not in error
+    assert "batch-size" not in error
     assert Path(config.out_dir, "run.json").read_text() == before
 
 
