@@ -53,7 +53,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scripts.command import UserError, command, parse_size
+from scripts.command import Parser, UserError, command, parse_size
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIST = pathlib.Path(__file__).with_suffix(".toml")
@@ -256,7 +256,7 @@ def choose(faults: list[Fault], patterns: Sequence[str]) -> list[Fault]:
     for pattern in patterns:
         if not any(fnmatch.fnmatch(fault.name, pattern) for fault in faults):
             raise UserError(
-                f"`--only` must be names of faults, or patterns of them; got {pattern!r}, which is "
+                f"--only must be names of faults, or patterns of them; got {pattern!r}, which is "
                 f"none. They are in {LIST.name}."
             )
     return [x for x in faults if not patterns or any(fnmatch.fnmatch(x.name, y) for y in patterns)]
@@ -289,27 +289,21 @@ def attempt_all(faults: list[Fault], trees: Sequence[Tree], selection: str) -> l
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         prog="deliberate_faults.py",
         description="Break the code on purpose and ask whether a test catches it.",
         allow_abbrev=False,
     )
-    flags.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="these faults; patterns like ring-*"
-    )
-    flags.add_argument(
+    add = flags.add_argument
+    add("--only", nargs="+", default=[], metavar="NAME", help="these faults; patterns like ring-*")
+    add(
         "--selection",
         choices=SELECTIONS,
         default="gate",
         help="what runs if the named tests stay green: nothing, pytest's default, or all tests",
     )
-    flags.add_argument(
-        "--jobs", type=parse_size, default=1, metavar="N", help="copies of the tree at work"
-    )
-    flags.add_argument(
-        "--python", default=sys.executable, help="the Python with pytest and JAX, this one if not "
-        "given",
-    )  # fmt: skip
+    add("--jobs", type=parse_size, default=1, metavar="N", help="copies of the tree at work")
+    add("--python", default=sys.executable, metavar="FILE", help="the Python with pytest and JAX")
     return flags
 
 
@@ -321,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if wrong := [problem for fault in faults for problem in problems(fault)]:
         raise UserError(" ".join(wrong))
     if shutil.which(flags.python) is None:
-        raise UserError(f"`--python` must be a program; got {flags.python!r}. Give its path.")
+        raise UserError(f"--python must be a program; got {flags.python!r}. Give its path.")
     with tempfile.TemporaryDirectory(prefix="deliberate-faults-") as folder:
         cache = pathlib.Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled"))
         make = functools.partial(Tree, python=flags.python, cache=cache)

@@ -19,19 +19,23 @@ from scripts.benchmark.shapes import Shape
 ALLOWED = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-8}  # float32: TF32
 
 
-class JaxProgram:
-    """An `Attend`, compiled for one pass over arguments that are loaded later.
+class _Program:
+    """The computation of a pass of a shape by a peer.
 
     Attributes:
         compile_s: Seconds for tracing, lowering and compiling, the forward that makes the
             residuals of a backward included.
-        memory: Bytes of the arguments, results and temporaries of the pass.
+        memory: Bytes of the arguments, results and temporaries of the pass, where known.
     """
 
-    def __init__(self, shape: Shape, attend: Attend, direction: str):
+    def __init__(self, shape: Shape, attend: Attend | TorchAttend, direction: str):
         self.shape, self.attend, self.direction = shape, attend, direction
         self.compile_s: float = math.nan
         self.memory: dict[str, int] = {}
+
+
+class JaxProgram(_Program):
+    """An `Attend`, compiled for one pass over arguments that are loaded later."""
 
     def compile(self) -> None:
         """Compile the program; may run in any thread."""
@@ -139,13 +143,8 @@ def differentiate(call: Callable, trained: Iterable[str] = ()) -> tuple[Callable
     return residuals, pull
 
 
-class TorchProgram:
+class TorchProgram(_Program):
     """The program of a `TorchAttend`, which PyTorch compiles in its first call."""
-
-    def __init__(self, shape: Shape, attend: TorchAttend, direction: str):
-        self.shape, self.attend, self.direction = shape, attend, direction
-        self.compile_s: float = math.nan
-        self.memory: dict[str, int] = {}
 
     def compile(self) -> None:
         """Do nothing: PyTorch compiles in the first call."""

@@ -73,32 +73,31 @@ def compile_all(programs: Mapping[Any, Program | str]) -> dict[Any, Program | st
         return dict(zip(programs, pool.map(compiled, programs.values()), strict=True))
 
 
+@dataclasses.dataclass
 class Bench:
     """Runs shapes and emits a record for each shape, pass and peer.
 
-    Args:
+    Attributes:
+        peers: Names of `PEERS`.
+        directions: Passes.
         rounds: Measurements of each peer.
         iterations: Calls in a burst, at most.
         emit: Receives each record at once.
         sustained: Seconds that each peer runs alone, and again in turns; None for bursts.
-        timer: (program, calls) -> its time; None chooses.
+        timer: (program, calls) -> its time; `Timers` if None is given.
     """
 
-    def __init__(
-        self,
-        peers: Sequence[str],
-        directions: Sequence[str],
-        *,
-        rounds: int,
-        iterations: int,
-        emit: Callable[[dict[str, Any]], None],
-        sustained: float | None = None,
-        timer: Callable[[Program, int], Timing] | None = None,
-    ):
-        self.peers, self.directions = list(peers), directions
-        self.rounds, self.iterations, self.sustained = rounds, iterations, sustained
-        self.emit = emit
-        self.timer = timer or Timers(jax.devices()[0].platform)
+    peers: Sequence[str]
+    directions: Sequence[str]
+    _: dataclasses.KW_ONLY
+    rounds: int
+    iterations: int
+    emit: Callable[[dict[str, Any]], None]
+    sustained: float | None = None
+    timer: Callable[[Program, int], Timing] | None = None
+
+    def __post_init__(self):
+        self.timer = self.timer or Timers(jax.devices()[0].platform)
 
     def run(self, shapes: Iterable[Shape], deadline: float, clocks: Clocks) -> list[str]:
         """Measure shapes until the deadline; returns the names of those left out."""

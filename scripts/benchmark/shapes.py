@@ -339,4 +339,6 @@ def shape_of(
         option=option,
         amount=None if amount is True else amount,
         dtype=dtype,
+        # Decoding has no backward.
+        passes=DIRECTIONS if length > 1 else _FORWARD,
     )

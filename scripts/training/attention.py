@@ -141,6 +141,8 @@ def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple
     # "interpret" and "reference" serve explicit choices alone.
     if absent := {name: why for name, why in told.refused.items() if name in ("triton", "mosaic")}:
         reasons.append(f"not {' or '.join(absent)}: {next(iter(absent.values()))}")
-    if told.context_parallelism is not None:
-        reasons.append(f"{told.context_parallelism.method}: {told.context_parallelism.reason}")
+    if (choice := told.context_parallelism) is not None:
+        # The reason has an estimate for GPUs.
+        reason = choice.reason if jax.default_backend() == "gpu" else "the method of the mesh"
+        reasons.append(f"{choice.method}: {reason}")
     return told.implementation, reasons

@@ -66,7 +66,7 @@ HERE = ["ours_xla", "jax_xla"]  # What a CPU can run.
 # Shapes.
 
 
-def seen(shape):
+def allowed(shape):
     """bool [B, T, S], from the words of `Shape`."""
     i, j = np.mgrid[: shape.T, : shape.S]
     visible = np.broadcast_to(i >= j if shape.causal else True, (shape.B, *i.shape))
@@ -86,8 +86,8 @@ def seen(shape):
 @pytest.mark.parametrize(
     "shape", [*SHAPES.values(), *OPTIONAL, *BY_FLAGS], ids=lambda shape: shape.name
 )
-def test_pairs_are_those_that_see_each_other(shape):
-    counted = seen(shape).sum()
+def test_pairs_are_the_allowed_pairs(shape):
+    counted = allowed(shape).sum()
     # The convention halves a merely causal problem, which leaves out half of the diagonal.
     rows = shape.each_length().sum() if shape.lengths else shape.B * min(shape.T, shape.S)
     diagonal = rows / 2 if shape.causal and not (shape.window or shape.documents) else 0
@@ -96,7 +96,7 @@ def test_pairs_are_those_that_see_each_other(shape):
     assert shape.flops("backward") == 2.5 * shape.flops("forward")
 
 
-def test_examples_have_lengths_of_their_own():
+def test_lengths_differ_within_a_batch():
     [shape] = [shape for shape in SHAPES.values() if shape.lengths]
     lengths = shape.each_length()
     assert shape.T / 4 <= lengths.min() < lengths.max() <= shape.T
@@ -104,13 +104,13 @@ def test_examples_have_lengths_of_their_own():
 
 
 @pytest.mark.parametrize("name", ["tiny-window-40", "tiny-documents-40"])
-def test_first_keys_say_the_same_as_ids_and_windows(name):
+def test_first_keys_agree_with_ids_and_windows(name):
     shape = SHAPES[name]
     i, j = np.mgrid[: shape.T, : shape.S]
-    assert ((j >= shape.first_keys()[..., None]) & (i >= j) == seen(shape)).all()
+    assert ((j >= shape.first_keys()[..., None]) & (i >= j) == allowed(shape)).all()
 
 
-def test_bytes_are_those_of_q_k_v_and_o():
+def test_bytes_count_q_k_v_and_o():
     for shape in [*SHAPES.values(), *OPTIONAL]:
         # do is as large as o.
         arrays = programs.arguments(shape)
@@ -135,7 +135,7 @@ def dense(shape, q, k, v):
             s += extra["bias"]
         case "sinks":
             denominator = np.exp(extra["sinks"])[:, None, None]
-    weights = np.where(seen(shape)[:, None], np.exp(s), 0)
+    weights = np.where(allowed(shape)[:, None], np.exp(s), 0)
     denominator = denominator + weights.sum(-1, keepdims=True)
     p = weights / np.where(denominator, denominator, 1)
     if shape.option == "dropout":
@@ -154,7 +154,7 @@ def dense(shape, q, k, v):
     ),
     ids=lambda shape: shape.name,
 )
-def test_what_all_are_held_to_is_attention_in_ieee_float32(shape):
+def test_trusted_peer_is_attention_in_float32(shape):
     attend, (*qkv, _) = peers.trusted(shape), programs.draw(shape, 0)
     got = attend.call(*qkv, **attend.arrays)
     np.testing.assert_allclose(got, dense(shape, *qkv), rtol=1e-4, atol=1e-5)
@@ -166,7 +166,7 @@ def test_what_all_are_held_to_is_attention_in_ieee_float32(shape):
     assert set(products) == {(jax.lax.Precision.HIGHEST,) * 2}
 
 
-def test_the_setting():
+def test_named_shapes_share_tokens_and_width():
     for shape in shapes.SHAPES.values():
         if shape.case.split()[0] in ("64", "128", "256"):
             assert (shape.B * shape.T, shape.N * shape.D) == (16384, 2048), shape.name
@@ -182,7 +182,7 @@ def test_the_setting():
 # Programs.
 
 
-def test_own_forms_are_undone():
+def test_layouts_of_peers_are_undone():
     """Heads first, another dtype and a scale that q brings along change no result."""
 
     def scaleless(q, k, v):
@@ -202,7 +202,7 @@ def test_own_forms_are_undone():
 
 
 @pytest.mark.parametrize("timed", [True, False])
-def test_xla_searches_for_the_fastest_products_of_what_is_timed(monkeypatch, timed):
+def test_xla_autotunes_only_timed_programs(monkeypatch, timed):
     attend = peers._ours("xla", TINY, "backward") if timed else peers.trusted(TINY)
     compile_it, given = jax.stages.Lowered.compile, []
 
@@ -241,7 +241,7 @@ def test_programs_go_round_their_sets():
 # Timers.
 
 
-def test_cupti_times_are_sums_over_the_kernels_of_a_call(monkeypatch):
+def test_cupti_sums_the_kernels_of_a_call(monkeypatch):
     profiler = pytest.importorskip("jax.experimental.mosaic.gpu.profiler")
     calls, alive = [], weakref.WeakSet()
 
@@ -330,7 +330,7 @@ def run(peers, shapes, monkeypatch, extra=None, deadline=math.inf, **options):
 
 
 @pytest.mark.parametrize(("visible", "found"), [(None, "0"), ("", "0"), ("1", "1"), ("3,2", "3")])
-def test_clocks_are_those_of_the_gpu_that_is_timed(monkeypatch, visible, found):
+def test_clocks_are_of_the_timed_gpu(monkeypatch, visible, found):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -409,7 +409,7 @@ def test_a_wrong_peer_gets_no_time(monkeypatch, capsys):
     assert found["no_dk", "backward"]["red"]["dv"] < 1e-5
 
 
-def test_what_is_missing_is_listed_with_its_reason(monkeypatch):
+def test_unserved_peer_has_its_reason(monkeypatch):
     def needs_a_package(shape, direction):
         import no_such_package  # noqa: F401
 
@@ -453,7 +453,7 @@ BROUGHT = {
 
 
 @pytest.mark.parametrize("module", BROUGHT)
-def test_a_peer_that_is_not_installed_says_how_to_get_it(monkeypatch, module):
+def test_absent_peer_names_its_install(monkeypatch, module):
     for name in [x for x in sys.modules if x.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
@@ -500,7 +500,7 @@ def test_a_peer_refuses_what_it_does_not_compute(monkeypatch, peer):
             assert program == f"has no {lacking[0]}", shape.name
 
 
-def test_what_else_is_trained_is_checked_too(monkeypatch):
+def test_gradients_of_trained_arrays_are_checked(monkeypatch):
     [bias] = [shape for shape in OPTIONAL if shape.option == "trained bias"]
     bias = dataclasses.replace(bias, V=None, passes=("backward",))
     [record], _ = run(["jax_xla"], [bias], monkeypatch, rounds=1)
@@ -508,7 +508,7 @@ def test_what_else_is_trained_is_checked_too(monkeypatch):
     assert max(record["errors"].values()) < 2e-6
 
 
-def test_what_stands_past_the_length_of_an_example_is_up_to_each(monkeypatch):
+def test_padding_rows_are_not_compared(monkeypatch):
     shape = dataclasses.replace(TINY, lengths=True)
     attend = peers._ours("xla", shape, "backward")
     filled = np.arange(shape.T)[:, None, None] < shape.each_length()[0]
@@ -562,7 +562,7 @@ def sustained_run(monkeypatch, seconds=6.0):
     return records, order
 
 
-def test_sustained_each_runs_alone_and_then_by_turns(monkeypatch):
+def test_sustained_peers_run_alone_then_in_turns(monkeypatch):
     records, order = sustained_run(monkeypatch)
     # A first look; 6 s alone; then 2 s in each round, there and back.
     calls = {"a": 250 // 10, "b": 250 // 20}
@@ -573,10 +573,10 @@ def test_sustained_each_runs_alone_and_then_by_turns(monkeypatch):
         assert record["sustained"]["alone"]["ms"] == pytest.approx(ms, rel=1e-2)
         assert len(record["sustained"]["rounds"]) == len(record["ratios"]) == 3
         # Each turn has its own clocks, and the record their median.
-        seen = [turn["clocks"]["clocks.sm"] for turn in record["sustained"]["rounds"]]
-        assert len(set(seen)) == 3
+        clocks = [turn["clocks"]["clocks.sm"] for turn in record["sustained"]["rounds"]]
+        assert len(set(clocks)) == 3
         assert record["clocks"].keys() == set(Clocks.QUERY)
-        assert record["clocks"]["clocks.sm"] == sorted(seen)[1]
+        assert record["clocks"]["clocks.sm"] == sorted(clocks)[1]
         assert " MHz " in report.line(record)
         assert " W" in report.line(record)
     ours, b = records
@@ -585,7 +585,7 @@ def test_sustained_each_runs_alone_and_then_by_turns(monkeypatch):
     assert b["ratio"]["median"] == sorted(b["ratios"])[1]
 
 
-def test_a_sustained_turn_is_one_measurement_if_it_is_short(monkeypatch):
+def test_short_sustained_turn_is_one_measurement(monkeypatch):
     _, order = sustained_run(monkeypatch, seconds=0.3)
     assert [calls for _, calls in order[2:]] == [9, 4, 9, 4, 4, 9, 9, 4]
 
@@ -598,7 +598,7 @@ def test_without_a_card_there_are_no_clocks(monkeypatch):
         assert report.line(record)
 
 
-def test_without_a_trusted_result_nothing_is_timed(monkeypatch):
+def test_nothing_is_timed_without_trusted_result(monkeypatch):
     def broken(q, k, v):
         raise MemoryError("too large")
 
@@ -673,11 +673,10 @@ def test_a_commit_with_changes_is_called_dirty(monkeypatch, changes):
     assert recording.surroundings("told")["commit"] == "told"
 
 
-def test_command_line_names(capsys):
+def test_list_has_shapes_and_peers(capsys):
     main(["--list"], SHAPES)
     out = capsys.readouterr().out
-    for name in [*SHAPES, *PEERS]:
-        assert name in out
+    assert not [name for name in [*SHAPES, *PEERS] if name not in out]
 
 
 def test_flags_give_a_shape(monkeypatch):
@@ -697,6 +696,7 @@ def test_flags_give_a_shape(monkeypatch):
         amount=30.0,
     )
     assert (defaults.name, named.name) == ("b1-h2-d128-full-4k", "tiny-window-40")
+    assert shapes.shape_of(**SIZES | dict(length=1, key_length=64)).passes == ("forward",)
 
 
 def test_quick_takes_one_length_of_each_case(monkeypatch):

@@ -232,7 +232,7 @@ def test_a_stop_is_quiet(monkeypatch, folder):
         bench_attention.main(RUN.split())
 
 
-def test_a_reader_that_has_seen_enough_is_no_mistake():
+def test_closed_pipe_ends_quietly():
     """As under `| head`: standard output is a pipe that nobody reads."""
     read, write = os.pipe()
     os.close(read)

@@ -7,7 +7,7 @@ from scripts.benchmark import results
 from scripts.command import UserError
 
 
-def test_committed_files_are_what_the_results_make():
+def test_documents_agree_with_results():
     """After a measurement or an edit: python scripts/make_tables.py."""
     stale = *make_tables.stale(), *make_tables.stale_figures()
     changed = [str(path.relative_to(make_tables.ROOT)) for path, _ in stale]
@@ -34,7 +34,7 @@ def test_a_marker_that_says_nothing_is_an_error(tmp_path, text, wrong):
         make_tables.filled(path, set())
 
 
-def test_a_table_that_no_document_shows_is_an_error(monkeypatch):
+def test_table_that_no_document_shows_is_an_error(monkeypatch):
     monkeypatch.setitem(make_tables.TABLES, "unused", lambda: "")
     with pytest.raises(UserError, match=r"none shows \['unused'\]"):
         list(make_tables.stale())

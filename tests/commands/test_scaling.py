@@ -157,7 +157,7 @@ def test_kernels_have_the_speed_that_was_measured():
         assert abs(model / speed - 1) < 0.06, (number, length, model / speed)
 
 
-def test_the_page_has_what_was_measured_with_two_and_four_gpus():
+def test_page_has_times_of_two_and_four_gpus():
     found = {}
     for row in rows_of("h200-x2-2026-11-22.jsonl"):
         if row.get("axes") == "auto" and "ms" in row:
@@ -177,7 +177,7 @@ def test_the_page_has_what_was_measured_with_two_and_four_gpus():
         assert round(found[tuple(what)], 1) == float(ms)
 
 
-def test_the_page_about_training_has_what_was_measured():
+def test_training_page_has_measured_times():
     page = (ROOT / "docs" / "training.md").read_text()
     rows = [row for row in rows_of("h200-x4-2026-11-22.jsonl") if row["program"] == "train_gpt"]
     of_one = {row["name"]: row["tokens_per_second"] for row in rows if row["devices"] == 1}
@@ -197,7 +197,7 @@ def of_tokens(each, devices, heads=32, kv_heads=8):
 
 
 @pytest.mark.parametrize(("devices", "link"), [(8, cost.NVLINK), (64, cost.NETWORK)])
-def test_a_message_hides_from_as_many_tokens_on_as_the_page_says(devices, link, monkeypatch):
+def test_messages_hide_from_enough_tokens_on(devices, link, monkeypatch):
     """In the ring's steps, with kernels as fast in short blocks as in long ones."""
     monkeypatch.setattr(cost, "HALF", 0)
     monkeypatch.setattr(cost, "LATENCY", 0)
@@ -215,7 +215,7 @@ def test_a_message_hides_from_as_many_tokens_on_as_the_page_says(devices, link, 
     assert not waits(enough)
 
 
-def test_messages_between_hosts_go_through_their_cards(monkeypatch):
+def test_messages_between_hosts_use_their_cards(monkeypatch):
     """With kernels that take no time: two hosts of 8 devices."""
     for name, value in (("SPEED", (np.inf, np.inf)), ("LATENCY", 0), ("STEP", 0)):
         monkeypatch.setattr(cost, name, value)
@@ -231,7 +231,7 @@ def test_messages_between_hosts_go_through_their_cards(monkeypatch):
     assert np.isclose(cost.seconds(each, work, "heads"), want)
 
 
-def test_time_is_that_of_kernels_where_there_is_much_to_compute():
+def test_time_of_long_sequences_is_of_kernels():
     for devices in (2, 8, 32):
         each, work = of_tokens(2**20, devices), cost.whole(devices)
         alone = sum(cost._kernels(each, each.block)) * devices
@@ -289,7 +289,7 @@ def test_methods_that_do_not_serve_are_refused():
     assert list(cost.refused(many, 64)) == ["gather"]
 
 
-def test_gather_must_be_faster_by_more_than_what_is_unsure():
+def test_gather_must_be_faster_by_a_margin():
     assert cost.fastest({"ring": 1.0, "gather": 0.97, "heads": 1.1}) == "ring"
     assert cost.fastest({"ring": 1.0, "gather": 0.9, "heads": 1.1}) == "gather"
     assert cost.fastest({"ring": 1.0, "gather": 0.9, "heads": 0.91}) == "heads"
@@ -301,7 +301,7 @@ def test_gather_must_be_faster_by_more_than_what_is_unsure():
 # ------------------------------------------------------------------------------------------------
 
 
-def test_the_benchmark_wants_devices_that_divide_the_tokens(monkeypatch):
+def test_benchmark_refuses_sizes_that_do_not_fit(monkeypatch):
     wanted = "error: --tokens must be a multiple of twice the number of devices"
     with pytest.raises(SystemExit, match=f"{wanted}.*got 64 tokens and 1 devices"):
         bench_scaling.main(["--tokens", "64"])
@@ -312,7 +312,7 @@ def test_the_benchmark_wants_devices_that_divide_the_tokens(monkeypatch):
         bench_scaling.main(["--tokens", "32", "--heads", "6", "--kv-heads", "4"])
 
 
-def test_the_benchmark_refuses_what_is_wrong(monkeypatch, capsys):
+def test_benchmark_does_not_time_wrong_results(monkeypatch, capsys):
     """On one device, where all methods are the same; the second result is another one."""
     results = iter([{"o": jnp.ones(4)}, {"o": 1.1 * jnp.ones(4)}])
     monkeypatch.setattr(bench_scaling, "_results", lambda *_: next(results))
@@ -323,14 +323,14 @@ def test_the_benchmark_refuses_what_is_wrong(monkeypatch, capsys):
     assert bench_scaling._cells([record]) == "  WRONG, not timed: o 1.0e-01"
 
 
-def test_the_benchmark_prints_times_and_shares():
+def test_benchmark_prints_times_and_shares():
     times = [{"ms": {"median": 1.5}, "share": 0.5}, {"ms": {"median": 4.0}}]
     assert bench_scaling._cells(times).split() == ["1.500", "0.50", "4.000"]
     assert bench_scaling._cells([{"unserved": "no."}]) == "  not served: no."
 
 
 @pytest.mark.extended
-def test_the_benchmark_times_every_method(tmp_path):
+def test_benchmark_times_every_method(tmp_path):
     flags = "--tokens 32 --heads 2 --kv-heads 2 --head-dim 16 --dtype float32 --masks causal"
     flags += " --patience 0"
     command = [sys.executable, "scripts/bench_scaling.py", *flags.split(), "--json", "lines"]

@@ -49,33 +49,27 @@ def test_every_field_is_a_flag_with_a_help():
     assert "The residuals of attention are kept. (default" in named["remat"]
 
 
+def parsed(*arguments):
+    values = vars(make_parser().parse_args(arguments))
+    values.pop("restart")
+    return config_from_flags(values)
+
+
 def test_flags_of_a_configuration_give_it_back(config):
-    parsed = vars(make_parser().parse_args(flags(config)))
-    parsed.pop("restart")
-    assert config_from_flags(parsed) == config
+    assert parsed(*flags(config)) == config
     model = dataclasses.replace(config.model, attention=None, rope_theta=None)
     other = dataclasses.replace(config, model=model, top_k=None, gradient_check=True)
-    parsed = vars(make_parser().parse_args(flags(other)))
-    parsed.pop("restart")
-    got = config_from_flags(parsed)
-    assert flat_config(got) == flat_config(other)
-
-
-def test_flag_overrides_its_preset():
-    parsed = vars(make_parser().parse_args(["--preset", "gpt2-small", "--steps", "9999"]))
-    parsed.pop("restart")
-    config = config_from_flags(parsed)
-    assert (config.steps, config.model.num_layers, config.model.context) == (9999, 12, 1024)
-    assert config.warmup_steps == PRESETS["gpt2-small"].warmup_steps
+    assert flat_config(parsed(*flags(other))) == flat_config(other)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "warmup"), [([], 5), (["--warmup-steps", "20"], 20)], ids=["preset", "flag"]
+    ("arguments", "steps", "warmup"),
+    [("--steps 9999", 9999, 200), ("--steps 50", 50, 5), ("--steps 50 --warmup-steps 20", 50, 20)],
 )
-def test_warmup_of_a_preset_fits_few_steps(arguments, warmup):
-    parsed = vars(make_parser().parse_args(["--preset", "gpt2-small", "--steps", "50", *arguments]))
-    parsed.pop("restart")
-    assert config_from_flags(parsed).warmup_steps == warmup
+def test_flag_overrides_its_preset(arguments, steps, warmup):
+    config = parsed("--preset", "gpt2-small", *arguments.split())
+    assert (config.steps, config.warmup_steps) == (steps, warmup)
+    assert config.model == PRESETS["gpt2-small"].model
 
 
 @pytest.mark.parametrize(

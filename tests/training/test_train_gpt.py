@@ -71,20 +71,6 @@ def loss_by(config, attention):
     return init, lambda params: loss_fn(params, batch)
 
 
-def test_attention_asked_for_is_used(config, monkeypatch):
-    asked = []
-    real = pallas_flash.flax._layer.attention
-
-    def record(*args, implementation, **kwargs):
-        asked.append(implementation)
-        return real(*args, implementation="reference", **kwargs)
-
-    monkeypatch.setattr(pallas_flash.flax._layer, "attention", record)
-    init, loss = loss_by(config, "interpret")
-    jax.eval_shape(lambda: loss(init()))
-    assert asked == ["interpret"]
-
-
 def test_kernels_train_as_the_reference(config, finished, capsys, kernel_case):
     model = dataclasses.replace(config.model, attention="interpret")
     train(dataclasses.replace(config, model=model))
@@ -154,30 +140,6 @@ def test_steps_are_those_of_the_optimizer(config, corpus):
         params, memory = by_optax(params, memory, batch)
         state, _ = train_step(state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.params, params)
-
-
-def test_half_precision_keeps_float32_parameters(config):
-    model = dataclasses.replace(config.model, dtype="bfloat16")
-    init_state, train_step, _ = train_gpt.make_steps(
-        dataclasses.replace(config, model=model), one_device()
-    )
-    text = load_text(config)
-    batch = training_batch(text.train, 1, config, one_device())
-    shapes, _ = jax.eval_shape(train_step, jax.eval_shape(init_state), batch)
-    dtypes = {x.dtype.name for x in jax.tree.leaves(shapes)}
-    assert dtypes == {"float32", "int32"}
-
-
-@pytest.mark.extended
-def test_few_steps_of_a_preset_run(corpus, tmp_path):
-    sizes = {"num-layers": 1, "num-heads": 2, "embed-dim": 16, "context": 12, "batch-size": 4}
-    argv = ["--preset", "gpt2-small", "--steps", "50", "--attention", "reference"]
-    argv += ["--data", str(corpus), "--out-dir", str(tmp_path / "run"), "--sample-tokens", "8"]
-    argv += [f"--{name}={size}" for name, size in sizes.items()]
-    assert main(argv) == 0
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 50
-    assert json.loads(lines[-1])["val_loss"] < np.log(256) - 0.1
 
 
 # ----------------------------------------------------------------------------------- cuDNN's layer

@@ -219,19 +219,3 @@ def test_restart_replaces_the_old_run(config, finished):
     assert main([*flags(short), "--restart"]) == 0
     assert [line["step"] for line in metrics(short)] == [1, 2, 3]
     assert checkpoint_steps(short) == [3]
-
-
-@pytest.mark.extended
-def test_damaged_run_ends_as_it_did(config, finished, capsys):
-    folder = copy_of(finished, config)
-    for path in (folder / "checkpoints" / "12" / "state").rglob("*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[:50])
-    (folder / "metrics.jsonl").unlink()
-    result = train(config)
-    captured = capsys.readouterr()
-    assert "resuming   after step 10," in captured.out
-    assert "the checkpoint of step 12 is damaged" in captured.err
-    assert "metrics.jsonl was damaged" in captured.err
-    assert metrics(config) == metrics(finished[0])
-    assert (result.val_loss, result.sample) == (finished[1].val_loss, finished[1].sample)
