@@ -88,7 +88,8 @@ _METAVARS = {parse_size: "INT", parse_positive: "X", parse_rate: "RATE"}
 
 def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "a shape of your own", "Any of these times that shape, and named ones only beside --shapes."
+        "a shape of your own",
+        "Any of these flags gives one; named shapes are then timed only if --shapes names them.",
     )
     options = group.add_mutually_exclusive_group()
     for where, flags in ((group, _SHAPE), (options, _OPTIONS)):
