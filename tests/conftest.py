@@ -254,6 +254,11 @@ def with_long_ones_between(items):
 
 
 def pytest_collection_modifyitems(config, items):
+    # The workers of pytest-xdist must find the same names, and an address is another in each.
+    if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(
+            f"Ids must be the same in each process; got {addresses}. Add `ids`."
+        )
     for _, group in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
         group = [x for x in group if not any(map(x.get_closest_marker, ("gpu", "extended")))]
         for item in needless(group):

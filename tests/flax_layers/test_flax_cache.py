@@ -21,10 +21,14 @@ WITH_CACHE = [
 ]
 
 
+def options_in_words(options):
+    return "-".join(options) or "plain"
+
+
 @pytest.mark.parametrize(
     "options",
     cases.default(WITH_CACHE[1:2], WITH_CACHE),
-    ids=lambda options: "-".join(options) or "plain",
+    ids=options_in_words,
 )
 def test_cached_tokens_equal_whole_text(options):
     """A prompt, then single tokens, then a few: that is how text is generated and checked."""
@@ -42,7 +46,9 @@ def test_cached_tokens_equal_whole_text(options):
     assert_close(layer(x[:, :4], decode=True), whole[:, :4])
 
 
-@pytest.mark.parametrize("options", cases.default(WITH_CACHE[1:2], WITH_CACHE[:4]), ids=str)
+@pytest.mark.parametrize(
+    "options", cases.default(WITH_CACHE[1:2], WITH_CACHE[:4]), ids=options_in_words
+)
 def test_vmap_maps_the_cache(options):
     """Prompts of different lengths, padded at their ends; the padding is then overwritten."""
     layer, x = self_attention(**options), normal(1, (3, 11, FEATURES))
