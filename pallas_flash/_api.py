@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_flash import _context, _partition, _peers, _reference, _resolve, _validate, _vjp
 from pallas_flash._mask_objects import Joinable
 from pallas_flash._masks import Mask
+from pallas_flash._plan import Plan
 from pallas_flash._problem import Problem
 from pallas_flash._resolve import Explanation, Request
 from pallas_flash._score_mod import ScoreMod
@@ -414,7 +415,7 @@ def dropout_mask(
     return dropout.kept_of(sizes)
 
 
-def _reference_of(plan: _vjp.Plan) -> Callable:
+def _reference_of(plan: Plan) -> Callable:
     def attend(problem: Problem, along):
         along = along or plan.along
         return _reference.attention(
@@ -424,7 +425,7 @@ def _reference_of(plan: _vjp.Plan) -> Callable:
     return attend
 
 
-def _run(problem: Problem, plan: _vjp.Plan) -> tuple[jax.Array, jax.Array]:
+def _run(problem: Problem, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """The output [B, T, N, V] and the LSE [B, T, N]."""
     p = problem
     rows = (p.batch, p.q_len, p.num_heads)

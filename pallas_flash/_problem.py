@@ -204,6 +204,9 @@ class Gradients(NamedTuple):
     scale: Any
     bias: Any
     sinks: Any = None
-    # These two have no gradient; `_vjp` refuses to differentiate them.
     slopes: Any = None
     score_operands: Any = None
+
+
+# The operands that have no gradient, and what `attention` calls them.
+NO_GRADIENT = {"slopes": "alibi_slopes", "score_operands": "ScoreMod.operands"}

@@ -17,10 +17,10 @@ from pallas_flash import _compat, _device, _features, _limits, _peers
 from pallas_flash._context import Choice
 from pallas_flash._faster import faster_by_mosaic
 from pallas_flash._limits import IMPLEMENTATIONS
+from pallas_flash._plan import NO_TILES, PassPlan, Plan
 from pallas_flash._problem import Problem
 from pallas_flash._tiling import cache, choose, configurations
 from pallas_flash._tiling.sizes import FORWARD, KERNELS, TileSizes, describe, whose
-from pallas_flash._vjp import NO_TILES, PassPlan, Plan
 
 BACKWARD = tuple(kernel for kernel in KERNELS if kernel not in FORWARD)
 

@@ -59,7 +59,7 @@ def backward(
         do: [B, T, N, V], the cotangent of `o`.
         dlse: [B, T, N], the cotangent of the natural LSE, or None.
         along: as in `forward`.
-        wanted: the gradients to compute, see `_vjp.Wanted`.
+        wanted: the gradients to compute, see `_plan.Wanted`.
         method: as in `forward`.
     """
     # Without the barrier, the compiler may send keys for the backward while the forward waits for

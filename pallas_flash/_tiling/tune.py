@@ -28,6 +28,7 @@ from jax import lax
 from jax.core import Tracer
 
 from pallas_flash import _api, _device, _features, _limits, _validate
+from pallas_flash._plan import Plan, Wanted
 from pallas_flash._problem import Problem
 from pallas_flash._tiling import cache, choose
 from pallas_flash._tiling.sizes import (
@@ -39,7 +40,6 @@ from pallas_flash._tiling.sizes import (
     sizes_for,
     whose,
 )
-from pallas_flash._vjp import Plan, Wanted
 
 # The kernels of each pass. One kernel of the forward serves a call. All ways to the gradients are
 # tried: one kernel for dk and dv, one for each, and one for all three.

@@ -26,8 +26,8 @@ import pallas_flash
 from pallas_flash import _mosaic
 from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic.score_mask import Options, shared_arrays
+from pallas_flash._plan import Plan
 from pallas_flash._scores import FUNCTIONS
-from pallas_flash._vjp import Plan
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
 
 # A negative sign goes to the queries before the kernels.

@@ -29,7 +29,7 @@ __main__
 __init__ tune flax* _plot _tiling.tune
 _api
 _validate _resolve _faster _tiling.cache
-_vjp _tangents _functions _limits _tiling.choose
+_vjp _passes _plan _lowered_once _reverse_mode _tangents _functions _limits _tiling.choose
 _context* _partition*
 _mosaic* _triton* _xla* _reference
 _features _problem _mask_objects _score_mod _order _key_center

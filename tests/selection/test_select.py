@@ -17,7 +17,7 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import _compat, _device, _limits, _vjp
+from pallas_flash import _compat, _device, _limits, _plan
 from pallas_flash.tuning import Tile, TileSizes
 
 # The oldest GPU that is served, the newest, and one that nobody has heard of.
@@ -93,8 +93,8 @@ def plans(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(_vjp.Plan, "run_forward", spy(_vjp.Plan.run_forward))
-    monkeypatch.setattr(_vjp.Plan, "run_backward", spy(_vjp.Plan.run_backward))
+    monkeypatch.setattr(_plan.Plan, "run_forward", spy(_plan.Plan.run_forward))
+    monkeypatch.setattr(_plan.Plan, "run_backward", spy(_plan.Plan.run_backward))
     return used
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 
-from pallas_flash import _api, _reference, _vjp, attention, explain
+from pallas_flash import _api, _lowered_once, _plan, _reference, attention, explain
 from pallas_flash._context import choice, cost, gather, parts, ring
 from pallas_flash._features import kind_of
 from pallas_flash._problem import Problem
@@ -189,7 +189,7 @@ def test_explain_names_the_method(axis_type):
 @pytest.fixture
 def parts_of(monkeypatch):
     """Queries, keys and kinds of mask of what is computed for a causal call of 4 devices."""
-    found, right = [], _vjp.Plan._forward_alone
+    found, right = [], _plan.Plan._forward_alone
 
     def recorded(plan, p):
         found.append((p.q_len, p.kv_len, kind_of(p.mask), bool(jax.tree.leaves(p.mask))))
@@ -210,7 +210,7 @@ def parts_of(monkeypatch):
         jax.eval_shape(run, x, where)
         return found
 
-    monkeypatch.setattr(_vjp.Plan, "_forward_alone", recorded)
+    monkeypatch.setattr(_plan.Plan, "_forward_alone", recorded)
     return parts
 
 
@@ -269,10 +269,10 @@ def test_blocks_are_passed_on():
 @pytest.fixture
 def lowered_once(monkeypatch):
     """Plain JAX as the kernels for Hopper are: each pass is exported, and kept."""
-    monkeypatch.setattr(_vjp, "EXPORTED", {"xla": "cpu"})
-    _vjp._exported.cache_clear()
-    yield _vjp.Plan.by("xla")
-    _vjp._exported.cache_clear()
+    monkeypatch.setattr(_lowered_once, "PLATFORMS", {"xla": "cpu"})
+    _lowered_once._exported.cache_clear()
+    yield _plan.Plan.by("xla")
+    _lowered_once._exported.cache_clear()
 
 
 def test_lowered_once_gives_wanted_gradients(lowered_once):
@@ -280,14 +280,14 @@ def test_lowered_once_gives_wanted_gradients(lowered_once):
     p = problem_of(dataclasses.replace(cases.BY_NAME["sinks"], B=1, T=8, S=8))
     o, log_sum = lowered_once._alone("_forward_alone", p, again=True)
     rows = p, o, log_sum, jnp.ones_like(o), None
-    for wanted in (_vjp.Wanted(), _vjp.Wanted(sinks=True), _vjp.Wanted()):
+    for wanted in (_plan.Wanted(), _plan.Wanted(sinks=True), _plan.Wanted()):
         got, want = (
             lowered_once._alone("_backward_alone", *rows, wanted=wanted, again=again)
             for again in (True, False)
         )
         assert (got.sinks is not None) == wanted.sinks
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), got, want)
-    assert _vjp._exported.cache_info().hits == 1
+    assert _lowered_once._exported.cache_info().hits == 1
 
 
 def add_more_in_x64(s, b, h, q, k):

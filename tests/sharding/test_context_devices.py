@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases, eight_devices, oracle
 
-from pallas_flash import _vjp, _xla, attention, balanced_order
+from pallas_flash import _lowered_once, _plan, _xla, attention, balanced_order
 from pallas_flash._context import choice, gather
 from pallas_flash._masks import PositionBand
 from pallas_flash.tuning import Tile, TileSizes
@@ -41,7 +41,7 @@ TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 LENGTH = 96
 CROSS = dataclasses.replace(cases.BY_NAME["causal"], name="cross", T=96, S=48)
 BALANCED = "balanced"
-# As "mosaic" is on GPUs, see `_vjp.EXPORTED`.
+# As "mosaic" is on GPUs, see `_lowered_once.PLATFORMS`.
 LOWERED_ONCE = "xla, lowered once"
 NAMES = tuple(case.name for case in cases.CASES if case.T > 1 < case.S and "long" not in case.name)
 
@@ -195,7 +195,7 @@ def check_pairs(method):
 def poison_positions():
     """Steps that compare positions give NaN from now on."""
     for pass_ in ("_forward_alone", "_backward_alone"):
-        right = getattr(_vjp.Plan, pass_)
+        right = getattr(_plan.Plan, pass_)
 
         def either(plan, problem, *rows, right=right, **wanted):
             results = right(plan, problem, *rows, **wanted)
@@ -203,16 +203,16 @@ def poison_positions():
                 return results
             return jax.tree.map(lambda x: x * jnp.nan, results)
 
-        setattr(_vjp.Plan, pass_, either)
+        setattr(_plan.Plan, pass_, either)
 
 
 def check_named(names, method, mesh, kind, implementation):
     if implementation == LOWERED_ONCE:
-        _vjp.EXPORTED, implementation = {"xla": "cpu"}, "xla"
+        _lowered_once.PLATFORMS, implementation = {"xla": "cpu"}, "xla"
     for name in names.split(";"):
         check_case(name, method, MESHES[mesh], kind, implementation)
-    if "xla" in _vjp.EXPORTED:
-        assert _vjp._exported.cache_info().hits
+    if "xla" in _lowered_once.PLATFORMS:
+        assert _lowered_once._exported.cache_info().hits
 
 
 # A ring's devices have one center; by the other methods each has whole rows. Lengths leave devices

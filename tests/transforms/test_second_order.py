@@ -325,7 +325,7 @@ def test_first_order_program_is_unchanged(monkeypatch):
         return re.sub(r"\n(?:File|Function|Stack)\w+\n(?:\d.*\n)*", "", text)
 
     with_tangents = program()
-    for name in ("_forward_pass", "_backward_pass"):
+    for name in ("forward_pass", "backward_pass"):
         # The function under the custom derivative.
         monkeypatch.setattr(_vjp, name, getattr(_vjp, name).fun)
     jax.clear_caches()

@@ -30,7 +30,7 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import _device, _limits, _vjp
+from pallas_flash import _device, _limits, _plan, _problem
 from pallas_flash._tiling import cache, choose, tune
 from pallas_flash._tiling.sizes import sizes_for
 from pallas_flash._tiling.tune import ROUNDS, SLOW, Trial, Tuning
@@ -120,7 +120,7 @@ def fake_programs(monkeypatch, change=lambda tile, results: results):
 
     def program(kernel, plan):
         tiles = plan.forward.tiles
-        tile, exact = tiles.tile(kernel), PROGRAM(kernel, _vjp.Plan.by("xla"))
+        tile, exact = tiles.tile(kernel), PROGRAM(kernel, _plan.Plan.by("xla"))
         return jax.jit(lambda *args: change(tile, exact(*args)))
 
     monkeypatch.setattr(tune, "_program", program)
@@ -449,7 +449,7 @@ def test_a_program_has_its_kernel_once(kernel):
     class Plan:
         def run_backward(self, x):
             calls.append(x)
-            return _vjp.Gradients(x, x, x, None, None, None)
+            return _problem.Gradients(x, x, x, None, None, None)
 
     results = tune._program(kernel, Plan())(jnp.ones(1))
     assert len(calls) == 1 and len(results) == len(tune.GRADIENTS[kernel])

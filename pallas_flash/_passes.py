@@ -1,0 +1,77 @@
+"""The forward and the backward as functions that JAX differentiates again.
+
+    forward_pass:  operands -> (o, LSE)                            tangents: `_tangents.of_forward`
+    backward_pass: (operands, o, LSE, do, dlse) -> gradients       tangents: `_tangents.of_backward`
+
+The passes are computed as the plan says. Their tangents are plain JAX, from which every higher
+derivative comes, in both modes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_flash import _tangents
+from pallas_flash._plan import Plan, Wanted
+from pallas_flash._problem import NO_GRADIENT
+from pallas_flash._scores import LN2, LogSum
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def forward_pass(plan: Plan, operands, rest):
+    """Return o and the LSE as a `LogSum`, of what `Problem.split` returned."""
+    return plan.run_forward(rest.join(operands))
+
+
+@functools.partial(forward_pass.defjvp, symbolic_zeros=True)
+def _(plan: Plan, primals, tangents):
+    operands, rest = primals
+    moved = _moved(plan, tangents[0])
+    o_dot, lse_dot = _tangents.of_forward(tuple(moved), plan.along, operands, rest, moved)
+    o, log_sum = forward_pass(plan, operands, rest)
+    # Only the sum of the two terms has a meaning, so that one of them may get all of its tangent.
+    m_dot = None if log_sum.m is None else jnp.zeros_like(log_sum.m)
+    return (o, log_sum), (o_dot, LogSum(m_dot, jnp.moveaxis(lse_dot, 2, 1) / LN2))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def backward_pass(plan: Plan, wanted: Wanted, operands, rest, o, log_sum, do, dlse):
+    """Return the gradients of the operands, for cotangents of the output and of the LSE."""
+    return plan.run_backward(rest.join(operands), o, log_sum, do, dlse, wanted)
+
+
+@functools.partial(backward_pass.defjvp, symbolic_zeros=True)
+def _(plan: Plan, wanted: Wanted, primals, tangents):
+    operands, rest, _, _, *cotangents = primals
+    gradients = backward_pass(plan, wanted, *primals)
+    names = tuple(name for name, x in gradients._asdict().items() if x is not None)
+    moved = _moved(plan, tangents[0])
+    cotangents_dot = [
+        jnp.zeros_like(x) if isinstance(t, SymbolicZero) else t
+        for x, t in zip(cotangents, tangents[4:], strict=True)
+    ]
+    return gradients, _tangents.of_backward(
+        tuple(moved), names, plan.along, operands, rest, cotangents, (moved, cotangents_dot)
+    )
+
+
+def _moved(plan: Plan, tangents: dict) -> dict:
+    """Return the tangents of those operands that have one."""
+    moved = {}
+    for name, tree in tangents.items():
+        if all(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tree)):
+            continue
+        if name in NO_GRADIENT:
+            raise no_gradient(name, plan)
+        moved[name] = tree
+    return moved
+
+
+def no_gradient(name: str, plan: Plan) -> NotImplementedError:
+    return NotImplementedError(
+        f"`{NO_GRADIENT[name]}` must not be differentiated by {plan.implementation!r}, which has "
+        "no gradient for it; got a derivative with respect to it. Wrap it in "
+        '`jax.lax.stop_gradient`, or use implementation="reference".'
+    )

@@ -1,0 +1,225 @@
+"""The plan of a call: the implementation of each pass, and the launch of a pass.
+
+A call has two passes: the forward, operands -> (o, LSE), and the backward, (operands, o, LSE, do,
+dlse) -> gradients. A pass runs on the devices that share the arrays (`_partition`), then on those
+that share the sequence (`_context`), and then on one device, where an implementation computes it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import _context, _instances, _lowered_once, _partition, _xla
+from pallas_flash._one_device import on_one_device
+from pallas_flash._partition import Along
+from pallas_flash._problem import NO_GRADIENT, Gradients, Problem
+from pallas_flash._scores import LogSum
+from pallas_flash._tiling import choose
+from pallas_flash._tiling.sizes import TileSizes
+
+NO_TILES = TileSizes()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The gradients that cost extra work: whether each is asked for."""
+
+    scale: bool = False
+    bias: bool = False
+    sinks: bool = False
+
+    def flags(self) -> dict[str, bool]:
+        """Return these as keywords of the backwards."""
+        return {f"want_{name}": wanted for name, wanted in vars(self).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class PassPlan:
+    """The implementation of one pass, its tiles, and the reason for it.
+
+    Attributes:
+        implementation: "xla", "reference", or the kernels ("mosaic", "triton", "interpret").
+        tiles: the tiles of the kernels of this pass.
+        asked: the tiles that the call gives or that were tuned; the others are a table's.
+        in_order: whether the sums of a backward by "mosaic" must have a deterministic order.
+        reason: why this implementation.
+        refused: why others do not compute the pass, by name.
+    """
+
+    implementation: str
+    tiles: TileSizes = NO_TILES
+    asked: TileSizes = NO_TILES
+    in_order: bool = False
+    reason: str = dataclasses.field(default="", compare=False)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The implementation of each pass of a call.
+
+    Attributes:
+        forward: the forward.
+        backward: the backward without a gradient of the bias.
+        dbias: the backward that gives the gradient of the bias, too.
+        on_gpu: whether "xla" computes on a GPU.
+        along: how the sequence is divided over Manual mesh axes, if it is.
+        method: the context parallelism that the call asks for, if any.
+        of_part: the plan for a part of the problem; None if it is this one.
+    """
+
+    forward: PassPlan
+    backward: PassPlan
+    dbias: PassPlan
+    on_gpu: bool = False
+    along: Along | None = None
+    method: str | None = None
+    of_part: Callable[[Problem], "Plan"] | None = None
+
+    @classmethod
+    def by(cls, implementation: str, tiles: TileSizes = NO_TILES, *, in_order: bool = False):
+        """Return the plan in which one implementation computes every pass."""
+        every = PassPlan(implementation, tiles, in_order=in_order)
+        return cls(every, every, every)
+
+    @property
+    def implementation(self) -> str:
+        """The implementation of the forward."""
+        return self.forward.implementation
+
+    # Compiled here, so that calls outside of `jit` do not compile loops and kernels each time.
+    @functools.partial(jax.jit, static_argnums=0)
+    def run_forward(self, problem: Problem):
+        """Return the output and a `LogSum` of [B, N, T]."""
+        m = _partition.ROW if problem.large or self.implementation == "xla" else None
+        axes_out = _partition.OUTPUT, LogSum(m, _partition.ROW)
+        return _partition.divided(self._forward, problem, axes_out=lambda _: axes_out)
+
+    def _forward(self, problem: Problem, *, along: Along | None, again: bool = False):
+        along = along or self.along
+        if along is None:
+            return self._alone("_forward_alone", problem, again=again)
+
+        def run(part):
+            o, log_sum = self._for(part)._alone("_forward_alone", part, again=again)
+            return o, log_sum if problem.large else log_sum.in_one()
+
+        method = _method(problem, along, self.method)
+        o, log_sum = _context.forward(run, problem, along, method)
+        if self.implementation == "xla" and log_sum.m is None:
+            log_sum = log_sum._replace(m=jnp.zeros_like(log_sum.l_log2))
+        return o, log_sum
+
+    def _for(self, part: Problem) -> "Plan":
+        return self if self.of_part is None else self.of_part(part)
+
+    def _alone(self, name: str, *args, again: bool, **wanted) -> Any:
+        """Call `_forward_alone` or `_backward_alone`.
+
+        Args:
+            name: of that method.
+            *args: trees of arrays.
+            again: whether a program has several such calls, which may be lowered once.
+            **wanted: keywords of the method.
+        """
+        plan = self.forward if name == "_forward_alone" else self._backward_for(**wanted)
+        by = plan.implementation
+        if again and by in _lowered_once.PLATFORMS:
+            return _lowered_once.call(self, name, _lowered_once.PLATFORMS[by], args, wanted)
+        run = functools.partial(getattr(self, name), **wanted)
+        return run(*args) if by == "xla" else on_one_device(run, *args)
+
+    def _backward_for(self, wanted: Wanted) -> PassPlan:
+        """Return the plan of the backward that gives these gradients."""
+        return self.dbias if wanted.bias else self.backward
+
+    # Compiled here, so that a ring's equal calls are traced and lowered once.
+    @functools.partial(jax.jit, static_argnums=0)
+    def _forward_alone(self, problem: Problem):
+        if self.implementation == "xla":
+            return _xla.forward(problem, on_gpu=self.on_gpu)
+        if self.implementation == "mosaic":
+            return _instances.counted(self._launch_mosaic, problem)
+        return _triton().forward(problem, self.forward.tiles, interpret=self._interpret)
+
+    def _launch_mosaic(self, instances: int, problem: Problem):
+        """Compute the forward by "mosaic", with tiles for all instances: the plan is for one."""
+        tiles = self.forward.tiles
+        if instances > 1:
+            tiles = choose.for_launch(problem, instances, self.forward.asked)
+        return _mosaic().forward(problem, tiles)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run_backward(self, problem, o, log_sum, do, dlse, wanted: Wanted) -> Gradients:
+        """Return the gradients for cotangents do [B, T, N, V] and dlse ([B, T, N] or None)."""
+        rows = jax.tree.map(lambda _: _partition.ROW, log_sum)
+        rows = _partition.OUTPUT, rows, _partition.OUTPUT
+        return _partition.divided(
+            functools.partial(self._backward, wanted=wanted),
+            problem,
+            *(o, log_sum, do, dlse),
+            axes_of_rows=(*rows, None if dlse is None else _partition.LSE),
+            axes_out=lambda axes: Gradients(
+                *(
+                    getattr(axes, name) if getattr(wanted, name, name not in NO_GRADIENT) else None
+                    for name in Gradients._fields
+                )
+            ),
+        )
+
+    def _backward(
+        self, problem, o, log_sum, do, dlse, *, wanted: Wanted, along, again: bool = False
+    ) -> Gradients:
+        along, name = along or self.along, "_backward_alone"
+        if along is None:
+            return self._alone(name, problem, o, log_sum, do, dlse, wanted=wanted, again=again)
+
+        def run(part, *rows, sinks: bool):
+            only = dataclasses.replace(wanted, sinks=sinks)
+            return self._for(part)._alone(name, part, *rows, wanted=only, again=again)
+
+        log_sum = log_sum if problem.large else log_sum.in_one()
+        method = _method(problem, along, self.method)
+        rows = o, log_sum, do, dlse
+        return _context.backward(run, problem, *rows, along, wanted, method)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _backward_alone(self, problem, o, log_sum, do, dlse, *, wanted: Wanted) -> Gradients:
+        cotangents = (problem, o, log_sum, do, dlse)
+        plan = self._backward_for(wanted)
+        if plan.implementation == "xla":
+            return _xla.backward(*cotangents, **wanted.flags(), on_gpu=self.on_gpu)
+        if plan.implementation == "mosaic":
+            return _mosaic().backward(
+                *cotangents, plan.tiles, **wanted.flags(), in_order=plan.in_order
+            )
+        return _triton().backward(
+            *cotangents, plan.tiles, **wanted.flags(), interpret=self._interpret
+        )
+
+    @property
+    def _interpret(self) -> bool:
+        return self.implementation == "interpret"
+
+
+def _method(problem: Problem, along: Along, asked: str | None) -> str:
+    """Return the method by which devices divide a sequence."""
+    return _context.choose(problem, jax.lax.axis_size(along.names), asked, keys=along.keys).method
+
+
+# Imported when needed, because the package works without either of Pallas's backends for GPUs.
+def _mosaic():
+    from pallas_flash import _mosaic
+
+    return _mosaic
+
+
+def _triton():
+    from pallas_flash import _triton
+
+    return _triton
