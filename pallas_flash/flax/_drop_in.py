@@ -133,49 +133,15 @@ def attention_fn(
             other than as many queries as keys, or if `is_causal` holds for one query of several
             keys without a mask array.
     """
-    for name, einsum in (
-        ("einsum_dot_general", einsum_dot_general),
-        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
-        ("attn_weights_value_einsum", attn_weights_value_einsum),
-    ):
-        if einsum is not None:
-            raise NotImplementedError(
-                f"`{name}` must be None, because the kernels contain no einsum to replace; got "
-                f"{einsum!r}. Use Flax's `dot_product_attention` for this layer."
-            )
-    if module is not None and sequence_axis is not None:
-        raise NotImplementedError(
-            "`module` must be None with `sequence_axis`, because a device has not all keys for the "
-            f"weights; got {type(module).__name__}. Sow weights outside of a `shard_map`."
-        )
-    dropout_rate = share_to_drop("dropout_rate", dropout_rate)
-    if deterministic:
-        dropout_rate = 0.0
-    if dropout_rate > 0.0 and dropout_rng is None:
-        raise ValueError(
-            "`dropout_rng` must be a jax.random key while dropout is active; got None with "
-            f"dropout_rate={dropout_rate}, deterministic={deterministic}. Pass a new key for each "
-            "call, or deterministic=True for no dropout."
-        )
-
-    if rope is not None:
-        if query.shape[-3:-2] != key.shape[-3:-2]:
-            raise ValueError(
-                "`rope` must be None unless there are as many queries as keys, because it counts "
-                f"the positions of both from 0; got query.shape={query.shape}, "
-                f"key.shape={key.shape}. Decode with `SelfAttention`, whose cache knows positions, "
-                "or turn both by `apply_rope` before the call."
-            )
-        if sequence_axis is not None and input_positions is None:
-            # Positions continue from one device to the next.
-            first, _ = place_in_sequence(sequence_axis, query.shape[-3])
-            input_positions = first + jnp.arange(query.shape[-3], dtype=jnp.int32)
-        query, key = (_apply_module_rope(rope, x, input_positions) for x in (query, key))
-    elif input_positions is not None:
-        raise ValueError(
-            "`input_positions` must be None without `rope`, which alone reads them; got "
-            f"input_positions.shape={input_positions.shape}. Bind `rope` with functools.partial."
-        )
+    _check_served(
+        module,
+        sequence_axis,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )
+    dropout_rate = _checked_dropout_rate(dropout_rate, dropout_rng, deterministic)
+    query, key = _turned(query, key, rope, input_positions, sequence_axis)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
 
     batch = query.shape[:-3]
@@ -215,6 +181,35 @@ def attention_fn(
     return out.reshape(*batch, *out.shape[1:])
 
 
+def _check_served(module, sequence_axis, **einsums: Callable | None) -> None:
+    """Raise if an einsum is replaced, or if weights are sown where a device has not all keys."""
+    for name, einsum in einsums.items():
+        if einsum is not None:
+            raise NotImplementedError(
+                f"`{name}` must be None, because the kernels contain no einsum to replace; got "
+                f"{einsum!r}. Use Flax's `dot_product_attention` for this layer."
+            )
+    if module is not None and sequence_axis is not None:
+        raise NotImplementedError(
+            "`module` must be None with `sequence_axis`, because a device has not all keys for the "
+            f"weights; got {type(module).__name__}. Sow weights outside of a `shard_map`."
+        )
+
+
+def _checked_dropout_rate(rate: float, rng: PRNGKeyArray | None, deterministic: bool) -> float:
+    """Return the dropout rate of the call: 0 where dropout is switched off."""
+    rate = share_to_drop("dropout_rate", rate)
+    if deterministic:
+        return 0.0
+    if rate > 0.0 and rng is None:
+        raise ValueError(
+            "`dropout_rng` must be a jax.random key while dropout is active; got None with "
+            f"dropout_rate={rate}, deterministic={deterministic}. Pass a new key for each "
+            "call, or deterministic=True for no dropout."
+        )
+    return rate
+
+
 def _causal_mask_applies(is_causal: bool, mask, q_len: int, kv_len: int) -> bool:
     """Return `is_causal`, or False for a decoding step, whose mask shows the keys so far.
 
@@ -231,6 +226,35 @@ def _causal_mask_applies(is_causal: bool, mask, q_len: int, kv_len: int) -> bool
             "`pallas_flash.attention` with `query_offset`."
         )
     return False
+
+
+def _turned(
+    query: Shaped[Array, "*batch T N H"],
+    key: Shaped[Array, "*batch S K H"],
+    rope: Callable[..., Array] | None,
+    positions: Integer[Array, "*#batch T"] | None,
+    sequence_axis: str | tuple[str, ...] | None,
+) -> tuple[Array, Array]:
+    """Return queries and keys with rotary positions."""
+    if rope is None:
+        if positions is not None:
+            raise ValueError(
+                "`input_positions` must be None without `rope`, which alone reads them; got "
+                f"input_positions.shape={positions.shape}. Bind `rope` with functools.partial."
+            )
+        return query, key
+    if query.shape[-3:-2] != key.shape[-3:-2]:
+        raise ValueError(
+            "`rope` must be None unless there are as many queries as keys, because it counts "
+            f"the positions of both from 0; got query.shape={query.shape}, "
+            f"key.shape={key.shape}. Decode with `SelfAttention`, whose cache knows positions, "
+            "or turn both by `apply_rope` before the call."
+        )
+    if sequence_axis is not None and positions is None:
+        # Positions continue from one device to the next.
+        first, _ = place_in_sequence(sequence_axis, query.shape[-3])
+        positions = first + jnp.arange(query.shape[-3], dtype=jnp.int32)
+    return _apply_module_rope(rope, query, positions), _apply_module_rope(rope, key, positions)
 
 
 def _apply_module_rope(

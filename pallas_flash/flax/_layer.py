@@ -124,35 +124,9 @@ class SelfAttention(nnx.Module):
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ):
-        if num_kv_heads is None:
-            num_kv_heads = num_heads
-        if min(features, num_heads, num_kv_heads) < 1:
-            raise ValueError(
-                "`features`, `num_heads` and `num_kv_heads` must be at least 1; got "
-                f"features={features}, num_heads={num_heads}, num_kv_heads={num_kv_heads}."
-            )
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                "`num_heads` must be a multiple of `num_kv_heads`; got "
-                f"num_heads={num_heads}, num_kv_heads={num_kv_heads}."
-            )
-        if head_dim is None:
-            if features % num_heads:
-                raise ValueError(
-                    "`features` must be a multiple of `num_heads` unless `head_dim` is given; got "
-                    f"features={features}, num_heads={num_heads}."
-                )
-            head_dim = features // num_heads
-        if head_dim < 1:
-            raise ValueError(f"`head_dim` must be at least 1; got {head_dim}.")
-        if rope_theta is not None and rope_theta <= 0:
-            raise ValueError(f"`rope_theta` must be positive; got {rope_theta}.")
-        if rope_theta is not None and head_dim % 2:
-            raise ValueError(
-                f"`head_dim` must be even, because rotary positions turn pairs; got {head_dim}. "
-                "Give an even `head_dim`, or rope_theta=None for no rotary embedding."
-            )
-
+        num_kv_heads, head_dim = _head_sizes(
+            features, num_heads, num_kv_heads, head_dim, rope_theta
+        )
         self.features = features
         self.is_causal = is_causal
         self.rope_theta = rope_theta
@@ -253,31 +227,16 @@ class SelfAttention(nnx.Module):
                 f"`x` must be [*batch, length, {self.features}]; got x.shape={x.shape}."
             )
         *batch, length, _ = x.shape
-        where = None
         if flag("reordered", reordered):
-            if positions is None:
-                raise ValueError(
-                    "`positions` must be given with reordered=True; got None. Pass the position of "
-                    "each token, which `pallas_flash.balanced_order` returns."
-                )
-            if decode:
-                raise ValueError(
-                    "`reordered` must be False with decode=True, because the cache keeps tokens in "
-                    "their order; got True. Take the tokens back to it by `jnp.argsort(order)`."
-                )
+            _check_reordered(positions, decode)
             where = merge_positions(positions, batch, length)
+        else:
+            where = None
         first, whole = place_in_sequence(self.sequence_axis, length)
         cache, start, full = None, 0, False
         if decode:
-            if whole != length:
-                raise ValueError(
-                    "`decode` must be False where devices divide the sequence, because each would "
-                    "keep a cache of its own tokens; got True with sequence_axis="
-                    f"{self.sequence_axis!r}. Decode with a layer that has none."
-                )
-            cache = self._cache(
-                bias=bias, mask=mask, seq_lengths=seq_lengths, segment_ids=segment_ids
-            )
+            refused = dict(bias=bias, mask=mask, seq_lengths=seq_lengths, segment_ids=segment_ids)
+            cache = self._cache(refused, divided=whole != length)
             start, full = cache.start(x)
         # q is [*batch, T, N, H], k and v are [*batch, T, K, H].
         q, k, v = self.query(x), self.key(x), self.value(x)
@@ -351,8 +310,19 @@ class SelfAttention(nnx.Module):
             dtype=dtype or self.key.dtype or self.key.param_dtype,
         )
 
-    def _cache(self, **refused) -> Cache:
-        """Return the cache of `init_cache`, for a call that it can serve."""
+    def _cache(self, refused: dict, *, divided: bool) -> Cache:
+        """Return the cache of `init_cache`, for a call that it can serve.
+
+        Args:
+            refused: the arguments of the call that must be None, by name.
+            divided: whether devices divide the sequence.
+        """
+        if divided:
+            raise ValueError(
+                "`decode` must be False where devices divide the sequence, because each would "
+                "keep a cache of its own tokens; got True with sequence_axis="
+                f"{self.sequence_axis!r}. Decode with a layer that has none."
+            )
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError(
                 "`decode` must be False without a cache; got True. Call "
@@ -403,3 +373,56 @@ class SelfAttention(nnx.Module):
         if isinstance(rngs, nnx.Rngs):
             rngs = rngs.dropout
         return rngs() if isinstance(rngs, nnx.RngStream) else rngs
+
+
+def _head_sizes(
+    features: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    rope_theta: float | None,
+) -> tuple[int, int]:
+    """Return the number of key/value heads and the head dim of a layer."""
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    if min(features, num_heads, num_kv_heads) < 1:
+        raise ValueError(
+            "`features`, `num_heads` and `num_kv_heads` must be at least 1; got "
+            f"features={features}, num_heads={num_heads}, num_kv_heads={num_kv_heads}."
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            "`num_heads` must be a multiple of `num_kv_heads`; got "
+            f"num_heads={num_heads}, num_kv_heads={num_kv_heads}."
+        )
+    if head_dim is None:
+        if features % num_heads:
+            raise ValueError(
+                "`features` must be a multiple of `num_heads` unless `head_dim` is given; got "
+                f"features={features}, num_heads={num_heads}."
+            )
+        head_dim = features // num_heads
+    if head_dim < 1:
+        raise ValueError(f"`head_dim` must be at least 1; got {head_dim}.")
+    if rope_theta is not None and rope_theta <= 0:
+        raise ValueError(f"`rope_theta` must be positive; got {rope_theta}.")
+    if rope_theta is not None and head_dim % 2:
+        raise ValueError(
+            f"`head_dim` must be even, because rotary positions turn pairs; got {head_dim}. "
+            "Give an even `head_dim`, or rope_theta=None for no rotary embedding."
+        )
+    return num_kv_heads, head_dim
+
+
+def _check_reordered(positions, decode: bool) -> None:
+    """Raise if a call cannot have its tokens in another order than their positions."""
+    if positions is None:
+        raise ValueError(
+            "`positions` must be given with reordered=True; got None. Pass the position of "
+            "each token, which `pallas_flash.balanced_order` returns."
+        )
+    if decode:
+        raise ValueError(
+            "`reordered` must be False with decode=True, because the cache keeps tokens in "
+            "their order; got True. Take the tokens back to it by `jnp.argsort(order)`."
+        )
