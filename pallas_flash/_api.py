@@ -1,4 +1,4 @@
-"""The public call: checks, the choice of an implementation, and the shape of what comes back."""
+"""The public functions `attention`, `explain` and `dropout_mask`."""
 
 import dataclasses
 import functools
@@ -28,10 +28,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def _checks_keywords(function: _Function) -> _Function:
-    """Make `function` refuse unknown keywords in a sentence that says what is meant.
-
-    Its signature stays what users and type checkers see.
-    """
+    """Make `function` refuse unknown keywords with a hint. Its signature stays."""
     known = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -56,7 +53,7 @@ def _with_signature_of(model: Callable) -> Callable[[_Function], _Function]:
 
 
 class Options(TypedDict, total=False):
-    """The keywords of `attention`, for type checkers, but those that say what it returns."""
+    """The keywords of `attention` for type checkers, without those that change its results."""
 
     scale: float | Float[Array, ""] | None
     is_causal: bool
@@ -118,6 +115,7 @@ def attention(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
+# Pyright joins the overloads above for a flag that is no literal; mypy needs one for it.
 @overload
 def attention(
     query: Array,
@@ -169,15 +167,15 @@ def attention(
 
         s_ij = soft_cap(scale * q_i . k_j + bias_ij)    where query i may see key j, else -inf
         o_i  = sum_j dropout(softmax_j(s_ij)) v_j       zero, with zero gradients, if query i sees
-                                                        nothing
+                                                        no key
 
-    A drop-in for `jax.nn.dot_product_attention`: the arguments both have mean the same, and the
-    results agree, except that a query which may see nothing gives zeros here and the mean of all
-    values there. All conditions on who sees whom (causal, window, lengths, segments, mask) hold
-    together.
+    A drop-in for `jax.nn.dot_product_attention`: arguments of the same name have the same meaning,
+    and the results agree, except for a query that may see no key: it gives zeros here, and the mean
+    of all values there. A query sees a key if all conditions (causal, window, lengths, segments,
+    mask) allow it.
 
     Letters: B batch, T query length, S key/value length, N query heads, K key/value heads, H head
-    size of queries and keys, V head size of values. N is a multiple of K; query heads n * N/K ..
+    dim of queries and keys, V head dim of values. N is a multiple of K; query heads n * N/K ..
     (n + 1) * N/K - 1 share key/value head n.
 
     Args: Inputs
@@ -303,12 +301,12 @@ def attention(
     return o
 
 
-# What a problem is made of, by name.
+# The arguments of `attention` from which a problem is made.
 _OF_PROBLEM = tuple(inspect.signature(_validate.validate).parameters)
 
 
 def _problem(call: Mapping[str, Any]) -> Problem:
-    """The problem of a call, of its arguments by name; raises what is wrong with them."""
+    """Return the problem of a call; raise if its arguments, by name, are wrong."""
     _validate.check_results(call["return_residual"], call["return_lse"])
     _validate.check_reproducible(call["reproducible"])
     _validate.check_method(call["context_parallelism"])
@@ -332,13 +330,13 @@ def explain(query, key, value, bias=None, mask=None, **options: Any) -> Explanat
 @_checks_keywords
 @_with_signature_of(attention)
 def explain(*args, **kwargs) -> Explanation:
-    """Tells which implementation would serve this call of `attention`, and why not the others.
+    """Tell which implementation would serve this call of `attention`, and why the others do not.
 
-    Takes the arguments of `attention`, with `jax.ShapeDtypeStruct`s for arrays that are not there
-    yet, and raises what it would raise; computes nothing.
+    `explain` takes the arguments of `attention`, raises the same errors, and computes nothing. Give
+    a `jax.ShapeDtypeStruct` for an array that does not exist yet.
 
     Where devices divide the sequence, it tells the method of context parallelism, too. Arrays that
-    are being traced by `jax.jit` do not know it: give arrays as they are, or shapes with a
+    `jax.jit` traces do not know their sharding: give arrays outside of `jit`, or shapes with a
     `sharding`.
 
     Returns:
@@ -373,12 +371,12 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
     plan = _resolve.resolve(problem, request)
     method, along = None, _validate.along(call["sequence_axis"])
     if along is None:
-        part, along, devices = _partition.part_of_device(problem, query, key)
+        shard, along, devices = _partition.shard_of_device(problem, query, key)
     else:
-        part, devices = problem, lax.axis_size(along.names)
+        shard, devices = problem, lax.axis_size(along.names)
     if along is not None:
-        method = _context.choose(part, devices, call["context_parallelism"], keys=along.keys)
-        calls = _context.calls_in_order(part) if method.method == "ring" else []
+        method = _context.choose(shard, devices, call["context_parallelism"], keys=along.keys)
+        calls = _context.calls_in_order(shard) if method.method == "ring" else []
         if by := {request(x).implementation for x in calls}:
             reason = (
                 f"{method.reason} In `balanced_order`, which is seen when it runs, steps are "
@@ -391,7 +389,7 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
 def dropout_mask(
     key: Array, shape: tuple[int, int, int, int], rate: float
 ) -> Bool[Array, "B N T S"]:
-    """The probabilities that `attention` keeps with this dropout key and rate.
+    """Return which probabilities `attention` keeps with this dropout key and rate.
 
     Args:
         key: a `jax.random` key.
@@ -426,7 +424,7 @@ def _reference_of(plan: Plan) -> Callable:
 
 
 def _run(problem: Problem, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """The output [B, T, N, V] and the LSE [B, T, N]."""
+    """Return the output [B, T, N, V] and the LSE [B, T, N]."""
     p = problem
     rows = (p.batch, p.q_len, p.num_heads)
     if 0 in (p.batch, p.q_len, p.kv_len):

@@ -130,13 +130,13 @@ class Extremes(NamedTuple):
     high: Any
 
 
-def _number_range(leaf, q: Tiling, kv: Tiling, inner: int) -> BlockRange:
+def _number_range(leaf, q_tiles: Tiling, kv_tiles: Tiling, inner: int) -> BlockRange:
     """Return the ranges of a `NumberLeaf`, which compares numbers of queries and of keys.
 
     Args:
         leaf: a pytree with the property `numbers` and the method `compare`.
-        q: tiles of queries.
-        kv: tiles of keys.
+        q_tiles: the tiles of queries.
+        kv_tiles: the tiles of keys.
         inner: the axis of the inner side in [B, query tiles, key tiles].
     """
 
@@ -151,8 +151,8 @@ def _number_range(leaf, q: Tiling, kv: Tiling, inner: int) -> BlockRange:
         return Extremes(*(jnp.expand_dims(end, axis) for end in ends))
 
     query, key_value = leaf.numbers
-    some, every = leaf.compare(extremes(query, q, 2), extremes(key_value, kv, 1))
-    n = (q, kv)[inner - 1].count
+    some, every = leaf.compare(extremes(query, q_tiles, 2), extremes(key_value, kv_tiles, 1))
+    n = (q_tiles, kv_tiles)[inner - 1].count
     tile = jnp.expand_dims(jnp.arange(n, dtype=jnp.int32), (0, 3 - inner))
 
     def first(where):
@@ -193,7 +193,7 @@ def intersect(ranges: list[BlockRange], outer: Tiling, inner: Tiling):
     return xp.stack(columns, axis=-1).astype(np.int32)
 
 
-def classes_of_ranges(kv_ranges, q_ranges, q: Tiling, kv: Tiling) -> BlockClasses:
+def classes_of_ranges(kv_ranges, q_ranges, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
     """Return the classes that ranges in both directions give.
 
     Both are needed: each direction knows ragged tiles only on its inner side.
@@ -204,8 +204,8 @@ def classes_of_ranges(kv_ranges, q_ranges, q: Tiling, kv: Tiling) -> BlockClasse
         start, full_start, full_stop, stop = (ranges[:, None, :, i, None] for i in range(4))
         return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
 
-    some, every = inside(kv_ranges, kv)
-    some_t, every_t = inside(q_ranges, q)
+    some, every = inside(kv_ranges, kv_tiles)
+    some_t, every_t = inside(q_ranges, q_tiles)
     return BlockClasses(some & some_t.swapaxes(2, 3), every & every_t.swapaxes(2, 3))
 
 

@@ -1,7 +1,7 @@
-"""By which rules "mosaic" computes a pass that "triton" could compute as well: `faster_by_mosaic`.
+"""The rules by which auto-selection prefers "mosaic" to "triton": `faster_by_mosaic`.
 
-The times are those of an H200 in docs/results. tests/selection/test_choice.py compares them with
-the rules, and prints what each call loses that the rules decide against its own time.
+They follow from times of an H200 in docs/results. tests/selection/test_choice.py compares rules
+and times, and prints the loss of each call for which the rules pick the slower one.
 """
 
 import math
@@ -12,11 +12,11 @@ from pallas_flash._features import BIASES, CallFeatures, MaskKind, Option
 
 NEVER = math.inf
 
-# Fewer CTAs leave half of the SMs of an H100 or H200 idle. Each has 128 keys in the backward.
+# So few CTAs leave half of the SMs of an H100 or H200 idle. A CTA of the backward has 128 keys.
 FEW_CTAS = 132 // 2
 KEYS_OF_A_CTA = 128
 
-# In most calls that were measured, all heads and batch elements had this many queries, or more.
+# Most measured calls have this many queries in all heads and batch elements, or more.
 MANY_ROWS = 2**17
 
 
@@ -25,7 +25,7 @@ class Measured(NamedTuple):
 
     Attributes:
         f: the call.
-        head_dim: the head dim that was measured and takes as long as that of the call.
+        head_dim: the measured head dim that takes as long as the head dim of the call.
         backward: whether the pass is a backward.
         in_order: whether its sums have a deterministic order.
         dbias: whether it gives the gradient of the bias, too.
@@ -61,12 +61,12 @@ class Measured(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """From how many queries and keys on "mosaic" computes calls of a kind.
+    """The number of queries and keys from which on "mosaic" computes calls of a kind.
 
     Attributes:
         kind: the kind in words.
         fits: whether a call is of that kind.
-        since: queries and keys; NEVER if it is slower, or was not measured.
+        since: that number; NEVER if "mosaic" is slower, or was not measured.
     """
 
     kind: str

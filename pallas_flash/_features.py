@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash._masks import Band, LeafKind, Mask
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Problem, Sizes
 
 # A call with this many queries or fewer has few, because they fit in the smallest tile. So has a
 # call with FEW_ROWS or fewer queries in all heads and batch elements, if there are as many keys:
@@ -57,7 +57,7 @@ SCORES = BIASES | {Option.SLOPES, Option.SCORE_MOD, Option.SOFT_CAP}
 
 
 @dataclasses.dataclass(frozen=True)
-class CallFeatures:
+class CallFeatures(Sizes):
     """A call and its GPU, as far as they matter for who computes it and with which tiles.
 
     Attributes:
@@ -106,21 +106,6 @@ class CallFeatures:
     def width(self) -> int:
         """The larger head dim."""
         return max(self.head_dim, self.value_dim)
-
-    @property
-    def groups(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Queries of all heads and batch elements."""
-        return self.batch * self.num_heads * self.q_len
-
-    @property
-    def kv_rows(self) -> int:
-        """Keys of all heads and batch elements."""
-        return self.batch * self.num_kv_heads * self.kv_len
 
     @property
     def few_queries(self) -> bool:

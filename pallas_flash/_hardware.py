@@ -1,7 +1,7 @@
-"""Facts about NVIDIA GPUs, by their compute capability; nothing here was measured."""
+"""Facts about NVIDIA GPUs by compute capability, from NVIDIA's documents."""
 
-# Compute capability by a part of the device's name, for GPUs that are described but not here.
-# Longer names first, so that "L40" is not taken for "L4" nor "A100" for "A10".
+# Compute capability by a part of the device's name, for GPUs that are described but not here. The
+# first name that fits decides, so that "L40" comes before "L4" and "A100" before "A10".
 _CAPABILITIES = {
     "GB300": (10, 3),
     "B300": (10, 3),
@@ -48,16 +48,16 @@ _SHARED_MEMORY = {
 
 
 def capability_of(name: str) -> tuple[int, int] | None:
-    """The compute capability of a GPU by its name, or None if it is not listed."""
+    """Return the compute capability of a GPU by its name; None if the name is not listed."""
     return next((value for part, value in _CAPABILITIES.items() if part in name), None)
 
 
 def matrix_units(capability: tuple[int, int] | None) -> str:
-    """Whose way a GPU has to multiply: "hopper", "blackwell" or, the common one, "synchronous".
+    """Return the kind of a GPU's matrix units: "hopper", "blackwell" or "synchronous".
 
-    Hopper's units take tiles from shared memory while the warps go on, Blackwell's put the sums
-    into tensor memory, and with all others, among them the newest with little shared memory, warps
-    wait for their products. None (unknown, or the interpreter) is an H100 or H200.
+    Hopper's units read tiles from shared memory while the warps go on. Blackwell's put the sums
+    into tensor memory. On all other GPUs, such as GeForce RTX 50, warps wait for their products.
+    A capability of None (unknown, or the interpreter) is that of an H100 or H200.
     """
     if capability in (None, (9, 0)):
         return "hopper"
@@ -65,7 +65,7 @@ def matrix_units(capability: tuple[int, int] | None) -> str:
 
 
 def shared_memory_limit(capability: tuple[int, int] | None) -> int:
-    """Bytes of shared memory one program may have; for an unlisted GPU the smallest listed."""
+    """Return the bytes of shared memory of a program; the smallest limit for an unlisted GPU."""
     if capability is None:
         return _SHARED_MEMORY[9, 0]
     return _SHARED_MEMORY.get(capability, min(_SHARED_MEMORY.values()))

@@ -50,7 +50,7 @@ def _problem_limits(p: Problem) -> list[str]:
         limits.append("Got float64, and the kernels compute in float32.")
     if max(p.head_dim, p.value_dim) > MAX_HEAD_DIM:
         limits.append(
-            f"Got a head size of {max(p.head_dim, p.value_dim)}, and the kernels serve up to "
+            f"Got a head dim of {max(p.head_dim, p.value_dim)}, and the kernels serve up to "
             f"{MAX_HEAD_DIM}."
         )
     for x in _arrays_in_kernels(p):
@@ -106,7 +106,7 @@ def _mosaic_limits(p: Problem) -> list[str]:
         limits.append(f"Got {p.dtype.name}, and they serve float16 and bfloat16.")
     if p.head_dim % MOSAIC_HEAD_DIM_UNIT or p.value_dim % MOSAIC_HEAD_DIM_UNIT:
         limits.append(
-            f"Got head sizes of {p.head_dim} and {p.value_dim} (of values), and they serve "
+            f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve "
             f"multiples of {MOSAIC_HEAD_DIM_UNIT}."
         )
     if any(x.size > 2**31 for x in _arrays_in_kernels(p)):

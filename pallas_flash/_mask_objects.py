@@ -30,7 +30,7 @@ from pallas_flash._checks import (
     uses,
 )
 from pallas_flash._masks import STATIC, Leaf, LeafKind, Mask, NumberLeaf, leaf
-from pallas_flash._operands import Pairs, Positions, for_user
+from pallas_flash._operands import Pairs, Positions, TokenPositions, for_user
 
 
 class Call(NamedTuple):
@@ -39,18 +39,13 @@ class Call(NamedTuple):
     Attributes:
         scores_shape: B, N, T and S of the arrays.
         is_causal: whether the call is causal by its own argument.
-        shift: the position of query 0, where it is known.
-        offset: int32 [B], the positions of query 0; None if it is `shift`.
-        positions: of all tokens, if arrays hold them; then there is no offset.
+        at: the positions of tokens.
         shards: the number of shards of the sequence; the arrays are one shard.
     """
 
     scores_shape: tuple[int, int, int, int]
     is_causal: bool = False
-    shift: int = 0
-    offset: Any = None
-    positions: Positions | None = None
-
+    at: TokenPositions = TokenPositions()
     shards: int = 1
 
     @property
@@ -64,11 +59,6 @@ class Call(NamedTuple):
         """T and S of the whole sequence."""
         _, _, q_len, kv_len = self.scores_shape
         return q_len * self.shards, kv_len * self.shards
-
-    @property
-    def moved(self) -> bool:
-        """Whether positions may differ from indices."""
-        return bool(self.shift) or self.offset is not None or self.positions is not None
 
 
 class Joinable(Leaf):
@@ -114,11 +104,11 @@ class Scattered(Joinable):
     def scattered(self):
         return True
 
-    def kv_range(self, q, kv):
-        return all_blocks(q, kv, full=True)
+    def kv_range(self, q_tiles, kv_tiles):
+        return all_blocks(q_tiles, kv_tiles, full=True)
 
-    def q_range(self, q, kv):
-        return all_blocks(kv, q, full=True)
+    def q_range(self, q_tiles, kv_tiles):
+        return all_blocks(kv_tiles, q_tiles, full=True)
 
 
 @leaf
@@ -143,24 +133,24 @@ class MaskArray(Scattered):
     def allowed(self, b, h, q, k):
         return self.pairs.read(b, h, q, k)
 
-    def block_classes(self, q, kv):
-        return _classes(self.pairs.array, q, kv)
+    def block_classes(self, q_tiles, kv_tiles):
+        return _classes(self.pairs.array, q_tiles, kv_tiles)
 
 
-def _classes_impl(array, q: Tiling, kv: Tiling) -> BlockClasses:
+def _classes_impl(array, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
     """Return the classes of an array's blocks; axes that broadcast stay 1."""
     array = _not_folded(array)
 
     def reduce(fill, reduction):
         x = array
-        for axis, tiling in ((2, q), (3, kv)):
+        for axis, tiling in ((2, q_tiles), (3, kv_tiles)):
             if array.shape[axis] != 1:
                 missing = tiling.count * tiling.block - tiling.length
                 pad = [(0, missing if a == axis else 0) for a in range(4)]
                 x = jnp.pad(x, pad, constant_values=fill)
         tiles = [
             (tiling.count, tiling.block) if n != 1 else (1, 1)
-            for n, tiling in zip(array.shape[2:], (q, kv), strict=True)
+            for n, tiling in zip(array.shape[2:], (q_tiles, kv_tiles), strict=True)
         ]
         x = x.reshape(*array.shape[:2], *tiles[0], *tiles[1])
         return reduction(x, axis=(3, 5))
@@ -297,7 +287,7 @@ class PrefixLM(NumberLeaf, Joinable):
         lengths = integers(
             "PrefixLM.prefix_lengths", self.prefix_lengths, (call.scores_shape[0],), "[B]"
         )
-        return PrefixLM(lengths, call.offset, call.positions, call.shift)
+        return PrefixLM(lengths, call.at.offset, call.at.positions, call.at.shift)
 
     def sizes(self):
         return _first_axis(self.prefix_lengths), 1
@@ -324,28 +314,28 @@ class PrefixLM(NumberLeaf, Joinable):
         shift, offset = part.offset(self.shift, self.offset)
         return PrefixLM(part.kv.inside(self.prefix_lengths), offset, shift=shift)
 
-    def kv_range(self, q, kv):
+    def kv_range(self, q_tiles, kv_tiles):
         if self.positions is not None:
-            return super().kv_range(q, kv)
+            return super().kv_range(q_tiles, kv_tiles)
         # Query i sees the keys below max(i + offset + 1, prefix).
         offset, prefix = self._columns()
-        some = jnp.clip(jnp.maximum(q.last + offset + 1, prefix), 0, kv.length)
-        every = jnp.clip(jnp.maximum(q.first + offset + 1, prefix), 0, kv.length)
+        some = jnp.clip(jnp.maximum(q_tiles.last + offset + 1, prefix), 0, kv_tiles.length)
+        every = jnp.clip(jnp.maximum(q_tiles.first + offset + 1, prefix), 0, kv_tiles.length)
         # The last tile is full where it ends with the keys; `ArrayLengths` handles its ragged end.
-        full = jnp.where(every == kv.length, kv.count, every // kv.block)
+        full = jnp.where(every == kv_tiles.length, kv_tiles.count, every // kv_tiles.block)
         zero = jnp.zeros_like(some)
-        return BlockRange(zero, zero, full, -(-some // kv.block))
+        return BlockRange(zero, zero, full, -(-some // kv_tiles.block))
 
-    def q_range(self, q, kv):
+    def q_range(self, q_tiles, kv_tiles):
         if self.positions is not None:
-            return super().q_range(q, kv)
+            return super().q_range(q_tiles, kv_tiles)
         # Key j is visible to all queries if it is in the prefix, else from query j - offset on.
         offset, prefix = self._columns()
-        some = jnp.where(kv.first < prefix, 0, kv.first - offset)
-        every = jnp.where(kv.last < prefix, 0, kv.last - offset)
+        some = jnp.where(kv_tiles.first < prefix, 0, kv_tiles.first - offset)
+        every = jnp.where(kv_tiles.last < prefix, 0, kv_tiles.last - offset)
         start, full_start = (jnp.maximum(x, 0) for x in (some, every))
-        stop = jnp.full_like(start, q.count)
-        return BlockRange(start // q.block, -(-full_start // q.block), stop, stop)
+        stop = jnp.full_like(start, q_tiles.count)
+        return BlockRange(start // q_tiles.block, -(-full_start // q_tiles.block), stop, stop)
 
     @property
     def exact_ranges(self) -> bool:
@@ -411,11 +401,11 @@ class Predicate(Joinable):
         # The function may return a Python bool.
         return jnp.asarray(self.fn(b, h, q, k, *map(for_user, self.operands)))
 
-    def kv_range(self, q, kv):
-        return all_blocks(q, kv, full=False)
+    def kv_range(self, q_tiles, kv_tiles):
+        return all_blocks(q_tiles, kv_tiles, full=False)
 
-    def q_range(self, q, kv):
-        return all_blocks(kv, q, full=False)
+    def q_range(self, q_tiles, kv_tiles):
+        return all_blocks(kv_tiles, q_tiles, full=False)
 
 
 @leaf
@@ -526,9 +516,9 @@ class BlockMask(Scattered):
             return dataclasses.replace(self, **tables, **sizes)
         tables["every"] = self._table("every", call)
         mask = Mask(fitted(self.mask, call))
-        if call.moved and any(x.kind is LeafKind.PREFIX for x in mask.leaves):
-            offset = call.shift if call.offset is None else call.offset
-            got = describe(offset) if call.positions is None else "positions"
+        if call.at.moved and any(x.kind is LeafKind.PREFIX for x in mask.leaves):
+            offset = call.at.shift if call.at.offset is None else call.at.offset
+            got = describe(offset) if call.at.positions is None else "positions"
             raise ValueError(
                 "`query_offset` must be 0, and `query_positions` and `key_value_positions` None, "
                 "with a BlockMask made from a PrefixLM, whose blocks were found without them; got "
@@ -589,13 +579,14 @@ class BlockMask(Scattered):
             first=None if whole else jnp.stack(first).astype(jnp.int32),
         )
 
-    def block_classes(self, q, kv):
-        # The blocks that each tile overlaps: the first, and the one after the last.
+    def block_classes(self, q_tiles, kv_tiles):
+        def overlapped(tiles: Tiling, block: int, first):
+            """Return the first block that each tile overlaps, and the one after the last."""
+            return (tiles.first[0] + first) // block, (tiles.last[0] + first) // block + 1
+
         first_q, first_k = (0, 0) if self.first is None else self.first
-        rows, columns = (
-            ((tiling.first[0] + first) // block, (tiling.last[0] + first) // block + 1)
-            for tiling, block, first in ((q, self.block_q, first_q), (kv, self.block_kv, first_k))
-        )
+        rows = overlapped(q_tiles, self.block_q, first_q)
+        columns = overlapped(kv_tiles, self.block_kv, first_k)
 
         def count(table):
             """Count the True blocks that each tile overlaps, by sums up to its corners."""
@@ -613,19 +604,22 @@ class BlockMask(Scattered):
 
 # Compiled once for all calls outside of `jit`.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _classes_by_rows(mask: Mask, batch: int, num_heads: int, q: Tiling, kv: Tiling) -> BlockClasses:
+def _classes_by_rows(
+    mask: Mask, batch: int, num_heads: int, q_tiles: Tiling, kv_tiles: Tiling
+) -> BlockClasses:
     """Return the class of every block; evaluates the mask for one row of blocks at a time."""
     b = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
     h = jnp.arange(num_heads, dtype=jnp.int32)[None, :, None, None]
-    k = jnp.arange(kv.length, dtype=jnp.int32)[None, None, None, :]
+    k = jnp.arange(kv_tiles.length, dtype=jnp.int32)[None, None, None, :]
 
     def row(i):
-        q_pos = jnp.minimum(i * q.block + jnp.arange(q.block, dtype=jnp.int32), q.length - 1)
+        queries = i * q_tiles.block + jnp.arange(q_tiles.block, dtype=jnp.int32)
+        q_pos = jnp.minimum(queries, q_tiles.length - 1)
         ok = mask.allowed(b, h, q_pos[None, None, :, None], k)
-        ok = jnp.broadcast_to(ok, (batch, num_heads, q.block, kv.length))
-        return _classes(ok, Tiling(q.block, q.block), kv)
+        ok = jnp.broadcast_to(ok, (batch, num_heads, q_tiles.block, kv_tiles.length))
+        return _classes(ok, Tiling(q_tiles.block, q_tiles.block), kv_tiles)
 
-    rows = lax.map(row, jnp.arange(q.count, dtype=jnp.int32))
+    rows = lax.map(row, jnp.arange(q_tiles.count, dtype=jnp.int32))
     return BlockClasses(*(jnp.moveaxis(x[:, :, :, 0], 0, 2) for x in rows))
 
 

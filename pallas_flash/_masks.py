@@ -27,6 +27,9 @@ from pallas_flash._symbolic import is_symbolic, known_at_most
 # it).
 Bound = Any
 
+# Known at trace time if no array says what the mask allows.
+Ranges = jax.Array | np.ndarray
+
 # Far beyond any sequence, and far enough from the ends of int32 that sums of positions cannot wrap.
 FAR = 2**30
 
@@ -89,19 +92,19 @@ class Leaf(Divisible, abc.ABC):
         """Whether query `q` of batch element `b` and head `h` may see key `k`."""
 
     @abc.abstractmethod
-    def kv_range(self, q: Tiling, kv: Tiling) -> BlockRange:
+    def kv_range(self, q_tiles: Tiling, kv_tiles: Tiling) -> BlockRange:
         """Return the key blocks that each query tile visits."""
 
     @abc.abstractmethod
-    def q_range(self, q: Tiling, kv: Tiling) -> BlockRange:
+    def q_range(self, q_tiles: Tiling, kv_tiles: Tiling) -> BlockRange:
         """Return the query blocks that each key tile visits."""
 
-    def block_classes(self, q: Tiling, kv: Tiling) -> BlockClasses | None:
+    def block_classes(self, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses | None:
         """Return the classes of blocks that form no runs; None if the ranges say all.
 
         The ranges of a leaf that has classes hold all blocks.
         """
-        del q, kv
+        del q_tiles, kv_tiles
         return None
 
     @property
@@ -177,14 +180,14 @@ class Band(Leaf):
             high = None if known_at_most(kv_len - 1, high) else max(-FAR, min(high, FAR))
         return Band(low, high)
 
-    def kv_range(self, q, kv):
+    def kv_range(self, q_tiles, kv_tiles):
         low, high = self._moved_bounds()
-        return _blocks.band_range(q, kv, low, high)
+        return _blocks.band_range(q_tiles, kv_tiles, low, high)
 
-    def q_range(self, q, kv):
+    def q_range(self, q_tiles, kv_tiles):
         # k - q in [low, high] read from the other side: q - k in [-high, -low].
         low, high = self._moved_bounds()
-        return _blocks.band_range(kv, q, _negate(high), _negate(low))
+        return _blocks.band_range(kv_tiles, q_tiles, _negate(high), _negate(low))
 
     def _moved_bounds(self):
         if self.offset is None:
@@ -224,11 +227,11 @@ class Lengths(Leaf):
         sides = (self.query, part.q), (self.key_value, part.kv)
         return Lengths(*(None if x is None else side.inside(x) for x, side in sides))
 
-    def kv_range(self, q, kv):
-        return _blocks.lengths_range(q, kv, self.query, self.key_value)
+    def kv_range(self, q_tiles, kv_tiles):
+        return _blocks.lengths_range(q_tiles, kv_tiles, self.query, self.key_value)
 
-    def q_range(self, q, kv):
-        return _blocks.lengths_range(kv, q, self.key_value, self.query)
+    def q_range(self, q_tiles, kv_tiles):
+        return _blocks.lengths_range(kv_tiles, q_tiles, self.key_value, self.query)
 
     @property
     def lengths(self):
@@ -264,11 +267,11 @@ class NumberLeaf(Leaf):
     def compare(self, q: Extremes, k: Extremes) -> tuple[Any, Any]:
         """Whether some and whether every pair of two tiles may be allowed; arguments broadcast."""
 
-    def kv_range(self, q, kv):
-        return _blocks.number_range(self, q, kv, 2)
+    def kv_range(self, q_tiles, kv_tiles):
+        return _blocks.number_range(self, q_tiles, kv_tiles, 2)
 
-    def q_range(self, q, kv):
-        return _blocks.number_range(self, q, kv, 1)
+    def q_range(self, q_tiles, kv_tiles):
+        return _blocks.number_range(self, q_tiles, kv_tiles, 1)
 
 
 @leaf
@@ -375,46 +378,47 @@ class Mask(Divisible):
         ragged = ArrayLengths(*(t.length if t and t.length % t.block else None for t in (q, kv)))
         return self if ragged == ArrayLengths() else self & ragged
 
-    def kv_ranges(self, q: Tiling, kv: Tiling) -> jax.Array | np.ndarray:
+    def kv_ranges(self, q_tiles: Tiling, kv_tiles: Tiling) -> Ranges:
         """Return the range of key blocks for each query tile, int32 [1 or B, query tiles, 4]."""
-        return _blocks.intersect([leaf.kv_range(q, kv) for leaf in self.leaves], q, kv)
+        ranges = [leaf.kv_range(q_tiles, kv_tiles) for leaf in self.leaves]
+        return _blocks.intersect(ranges, q_tiles, kv_tiles)
 
-    def q_ranges(self, q: Tiling, kv: Tiling, *, sums_keys: bool = False) -> jax.Array | np.ndarray:
+    def q_ranges(self, q_tiles: Tiling, kv_tiles: Tiling, *, sums_keys: bool = False) -> Ranges:
         """Return the range of query blocks for each key tile, int32 [1 or B, key tiles, 4].
 
         A ragged key tile may have full blocks if the kernel drops the results of its keys past the
         end. With `sums_keys`, for a dq that sums over a tile's keys, it has partial blocks alone:
         no LSE bounds the weights of keys that do not exist, and they may be infinite.
         """
-        ranges = [leaf.q_range(q, kv) for leaf in self.leaves]
+        ranges = [leaf.q_range(q_tiles, kv_tiles) for leaf in self.leaves]
         if sums_keys:
-            ranges.append(_blocks.whole_tiles(kv, q))
-        return _blocks.intersect(ranges, kv, q)
+            ranges.append(_blocks.whole_tiles(kv_tiles, q_tiles))
+        return _blocks.intersect(ranges, kv_tiles, q_tiles)
 
     @property
     def scattered(self) -> bool:
         """Whether blocks form no runs, so that kernels need lists of them."""
         return any(leaf.scattered for leaf in self.leaves)
 
-    def kv_lists(self, q: Tiling, kv: Tiling, groups: int = 1) -> jax.Array:
+    def kv_lists(self, q_tiles: Tiling, kv_tiles: Tiling, groups: int = 1) -> jax.Array:
         """Return the key blocks of each query tile as `_blocks.lists`.
 
         Int32 [1 or B, 1 or N / groups, query tiles, 2 + key tiles]. `groups` consecutive heads
         share a list of the blocks that any of them needs.
         """
-        return lists(_blocks.of_groups(self.block_classes(q, kv), groups))
+        return lists(_blocks.of_groups(self.block_classes(q_tiles, kv_tiles), groups))
 
-    def q_lists(self, q: Tiling, kv: Tiling, groups: int = 1) -> jax.Array:
+    def q_lists(self, q_tiles: Tiling, kv_tiles: Tiling, groups: int = 1) -> jax.Array:
         """Return the query blocks of each key tile, [1 or B, .., key tiles, 2 + query tiles]."""
-        classes = _blocks.of_groups(self.block_classes(q, kv), groups)
+        classes = _blocks.of_groups(self.block_classes(q_tiles, kv_tiles), groups)
         return lists(BlockClasses(*(x.swapaxes(2, 3) for x in classes)))
 
-    def block_classes(self, q: Tiling, kv: Tiling) -> BlockClasses:
+    def block_classes(self, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
         """Return the class of every block, by all leaves together; no axis of tiles is 1."""
-        ranges = self.kv_ranges(q, kv), self.q_ranges(q, kv)
-        some, every = _blocks.classes_of_ranges(*ranges, q, kv)
+        ranges = self.kv_ranges(q_tiles, kv_tiles), self.q_ranges(q_tiles, kv_tiles)
+        some, every = _blocks.classes_of_ranges(*ranges, q_tiles, kv_tiles)
         for leaf in self.leaves:
-            if (classes := leaf.block_classes(q, kv)) is not None:
+            if (classes := leaf.block_classes(q_tiles, kv_tiles)) is not None:
                 some, every = some & classes.some, every & classes.every
         return BlockClasses(some, every)
 

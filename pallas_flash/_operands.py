@@ -1,7 +1,7 @@
 """Arrays that masks and scores read at indices, in one way for plain JAX and for kernels."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from pallas_flash._symbolic import is_symbolic
 
 class Divisible:
     """A dataclass of a problem, of which a part of the problem has a part."""
+
+    # For type checkers: subclasses are dataclasses.
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def restrict(self, part) -> Any:
         """Return this for a `_context.parts.Part`; its arrays have been cut to it already.
@@ -151,6 +154,25 @@ class Positions(Divisible):
     def of_key(self, b, k) -> jax.Array:
         """Return the positions of keys, at indices that broadcast."""
         return self.keys[0 if self.keys.shape[0] == 1 else b, k]
+
+
+class TokenPositions(NamedTuple):
+    """The positions of the tokens of a call.
+
+    Attributes:
+        shift: the position of query 0, where it is known.
+        offset: int32 [B], the positions of query 0; None if it is `shift`.
+        positions: of all tokens, if arrays hold them; then there is no offset.
+    """
+
+    shift: int = 0
+    offset: Any = None
+    positions: Positions | None = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether positions may differ from indices."""
+        return bool(self.shift) or self.offset is not None or self.positions is not None
 
 
 def is_pairs(x) -> bool:

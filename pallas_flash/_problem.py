@@ -19,9 +19,34 @@ from pallas_flash._symbolic import is_symbolic
 SMALL_CAP = 100.0
 
 
+class Sizes:
+    """Products of the sizes of a call, for a class that has these sizes."""
+
+    batch: Any
+    q_len: Any
+    kv_len: Any
+    num_heads: Any
+    num_kv_heads: Any
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Queries of all heads and batch elements."""
+        return self.batch * self.num_heads * self.q_len
+
+    @property
+    def kv_rows(self) -> int:
+        """Keys of all key/value heads and batch elements."""
+        return self.batch * self.num_kv_heads * self.kv_len
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Problem(Divisible):
+class Problem(Sizes, Divisible):
     """A checked call: batched arrays, one mask object, a positive scale.
 
     Attributes:
@@ -80,11 +105,6 @@ class Problem(Divisible):
         return self.key.shape[2]
 
     @property
-    def groups(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def head_dim(self) -> int:
         return self.query.shape[3]
 
@@ -126,16 +146,6 @@ class Problem(Divisible):
         """
         cap = self.rest_of_scores.soft_cap
         return (bool(self.scores) or self.any_scale) and (cap is None or cap > SMALL_CAP)
-
-    @property
-    def rows(self) -> int:
-        """The number of queries, over all heads and batch elements."""
-        return self.batch * self.num_heads * self.q_len
-
-    @property
-    def kv_rows(self) -> int:
-        """The number of keys, over all key/value heads and batch elements."""
-        return self.batch * self.num_kv_heads * self.kv_len
 
     @property
     def pair_bytes(self) -> int:

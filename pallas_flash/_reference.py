@@ -5,7 +5,7 @@
     o_i = sum_j dropout(exp(s_ij - lse_i)) v_j  zero where nothing is visible
 
 JAX differentiates it, in both modes and to any order. It computes in float32 or float64 at full
-precision for all input dtypes, so that other implementations can be judged by it.
+precision for all input dtypes, so that tests can judge the other implementations by it.
 """
 
 import jax
@@ -69,8 +69,8 @@ def _at_most(s, m):
     A compiler for CPUs may compute s again where m is subtracted, fused with the product before it.
     Then m alone is rounded, and s may be larger.
     """
-    # jnp.minimum would halve the derivative of ties where JAX before 0.12 loses the rule below in a
-    # scan.
+    # JAX before 0.12 loses the rule below in a scan. There jnp.minimum would halve the derivative
+    # of ties.
     return jnp.where(s <= m, s, m)
 
 

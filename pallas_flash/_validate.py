@@ -5,7 +5,7 @@ checks look at shapes, dtypes and Python values, so that errors appear while tra
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from pallas_flash._context import METHODS
 from pallas_flash._dropout import Dropout, seed_of
 from pallas_flash._mask_objects import Call, fitted
 from pallas_flash._masks import FAR, Band, Lengths, Mask, PositionBand, Segments
-from pallas_flash._operands import Positions
+from pallas_flash._operands import Positions, TokenPositions
 from pallas_flash._partition import Along, check_lengths
 from pallas_flash._problem import Problem
 from pallas_flash._scores import Scores
@@ -82,7 +82,7 @@ def validate(
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
     score_mod = _score_mod.fitted(score_mod, scale.dtype)
     # Positions change a score through the slopes alone.
-    at = _TokenPositions()
+    at = TokenPositions()
     if slopes is not None:
         sizes = batch, q_len, kv_len
         at = _positions(query_offset, query_positions, key_value_positions, sizes, divided)
@@ -156,7 +156,7 @@ def mask_of(
     if segment_ids is not None:
         leaves.append(_segments(segment_ids, batch, q_len, kv_len))
     if mask is not None:
-        leaves += fitted(mask, Call(scores_shape, causal, *at, shards=shards))
+        leaves += fitted(mask, Call(scores_shape, causal, at, shards))
     return Mask(tuple(leaves))
 
 
@@ -201,8 +201,8 @@ def check_results(return_residual, return_lse) -> None:
     if all([flag(name, value) for name, value in flags.items()]):
         raise ValueError(
             "`return_residual` and `return_lse` must not both be True; got both. Keep "
-            "`return_lse`: it is float32 and "
-            "has a gradient, `return_residual` is its rounded constant copy."
+            "`return_lse`: it is float32 and has a gradient, `return_residual` is its rounded "
+            "constant copy."
         )
 
 
@@ -224,21 +224,18 @@ def _check_inputs(query, key, value) -> None:
                 f"`.astype`."
             )
     if query.ndim not in (3, 4):
+        fix = "Reshape its leading axes into one batch axis."
+        fix = fix if query.ndim > 4 else "Add each missing axis with size 1."
         raise ValueError(
             f"`query` must have shape [B, T, N, H] or [T, N, H]; got rank {query.ndim} "
-            f"(query.shape={query.shape}). "
-            + (
-                "Reshape its leading axes into one batch axis."
-                if query.ndim > 4
-                else "Add each missing axis with size 1."
-            )
+            f"(query.shape={query.shape}). {fix}"
         )
     for name in ("key", "value"):
         x = named[name]
         if x.dtype != query.dtype:
             raise TypeError(
                 f"`{name}` must have the dtype of `query`; got {x.dtype} and {query.dtype}. Cast "
-                f"one with `.astype`."
+                "one with `.astype`."
             )
         if x.ndim != query.ndim:
             raise ValueError(
@@ -255,38 +252,30 @@ def _check_inputs(query, key, value) -> None:
             )
 
     if query.ndim == 4:
-        equal(
-            "key", 0, "query", "batch size", "Broadcast the smaller batch with `jnp.broadcast_to`."
-        )
-        equal(
-            "value",
-            0,
-            "query",
-            "batch size",
-            "Broadcast the smaller batch with `jnp.broadcast_to`.",
-        )
+        fix = "Broadcast the smaller batch with `jnp.broadcast_to`."
+        equal("key", 0, "query", "batch size", fix)
+        equal("value", 0, "query", "batch size", fix)
     equal("value", -3, "key", "length", "Give each key one value.")
     equal("value", -2, "key", "number of heads", "Give each key head one value head.")
-    equal("key", -1, "query", "head size", "Give both one head size; only that of `value` is free.")
+    equal("key", -1, "query", "head dim", "Give both one head dim; only that of `value` is free.")
     for name, x in named.items():
         if any(map(is_symbolic, x.shape[-2:])):
             raise NotImplementedError(
-                f"`{name}` must have a known number of heads and a known head size; got "
+                f"`{name}` must have a known number of heads and a known head dim; got "
                 f"{x.shape[-2]} heads of size {x.shape[-1]} ({name}.shape={x.shape}). Give both "
                 "numbers: the batch and the lengths alone may be symbolic."
             )
         if 0 in x.shape[-2:]:
             raise ValueError(
-                f"`{name}` must have at least one head and a head size of at least 1; got "
-                f"{x.shape[-2]} heads of size "
-                f"{x.shape[-1]} ({name}.shape={x.shape}). Check the order of its axes: [B, T, N, "
-                f"H]."
+                f"`{name}` must have at least one head and a head dim of at least 1; got "
+                f"{x.shape[-2]} heads of size {x.shape[-1]} ({name}.shape={x.shape}). Check the "
+                "order of its axes: [B, T, N, H]."
             )
     if query.shape[-2] % key.shape[-2]:
         raise ValueError(
             f"`query` must have a multiple of the heads of `key`; got {query.shape[-2]} query "
-            f"heads and "
-            f"{key.shape[-2]} key/value heads ({shapes}). Repeat or drop heads until they divide."
+            f"heads and {key.shape[-2]} key/value heads ({shapes}). Repeat or drop heads until "
+            "they divide."
         )
 
 
@@ -306,7 +295,7 @@ def _scale(scale: Any, query, head_dim):
         if not abs(number) <= float(jnp.finfo(dtype).max):
             raise ValueError(
                 f"`scale` must be finite in {dtype.name}; got {describe(scale)}. Use None for "
-                "1 / sqrt(head size)."
+                "1 / sqrt(head dim)."
             )
         size = abs(float(number))
         return (-query if number < 0 else query), jnp.asarray(size, dtype), size > 1
@@ -414,22 +403,14 @@ def _seed(name, key):
         ) from error
 
 
-class _TokenPositions(NamedTuple):
-    """The positions of tokens; the fields have the meaning of those of `Call`."""
-
-    shift: int = 0
-    offset: Any = None
-    positions: Positions | None = None
-
-
 def _positions(
     query_offset, query_positions, key_value_positions, sizes, divided: Along | None
-) -> _TokenPositions:
+) -> TokenPositions:
     """Return the positions of tokens; `sizes` are B, T and S."""
     batch, q_len, kv_len = sizes
     shift, offset = _offset(query_offset, batch)
     if query_positions is None and key_value_positions is None:
-        return _TokenPositions(shift, offset)
+        return TokenPositions(shift, offset)
     if query_positions is not None and (shift or offset is not None):
         raise ValueError(
             "`query_offset` must be 0 with `query_positions`, which tell the same of each query; "
@@ -449,12 +430,12 @@ def _positions(
     query = positions("query_positions", query_positions, q_len, "[B, T]", first)
     if key_value_positions is query_positions and q_len == kv_len:
         # Queries and keys are known to be the same tokens, so that each token sees itself.
-        return _TokenPositions(positions=Positions(query))
+        return TokenPositions(positions=Positions(query))
     key_value = positions("key_value_positions", key_value_positions, kv_len, "[B, S]", 0)
-    return _TokenPositions(positions=Positions(query, key_value))
+    return TokenPositions(positions=Positions(query, key_value))
 
 
-def _band(q_len, kv_len, *, causal, window, at: _TokenPositions) -> Band | PositionBand | None:
+def _band(q_len, kv_len, *, causal, window, at: TokenPositions) -> Band | PositionBand | None:
     left, right = _window(window)
     if causal:
         right = 0 if right is None else min(right, 0)
@@ -477,9 +458,8 @@ def _offset(offset, batch):
         return max(-FAR, min(FAR, int(offset))), None
     if not is_array(offset):
         raise TypeError(
-            f"`query_offset` must be an int, an int32 scalar or int32 [B]; got "
-            f"{describe(offset)}. "
-            "Use 0 for queries and keys that start together."
+            "`query_offset` must be an int, an int32 scalar or int32 [B]; got "
+            f"{describe(offset)}. Use 0 for queries and keys that start together."
         )
     if offset.ndim == 0:
         # One traced number for the batch, such as the fill of a cache.
@@ -508,18 +488,17 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
     if isinstance(segment_ids, (tuple, list)):
         if len(segment_ids) != 2:
             raise ValueError(
-                f"`segment_ids` must be one array or a (query, key_value) pair; got "
-                f"{len(segment_ids)} items. "
-                "Pass one [B, T] array when queries and keys are the same tokens."
+                "`segment_ids` must be one array or a (query, key_value) pair; got "
+                f"{len(segment_ids)} items. Pass one [B, T] array when queries and keys are the "
+                "same tokens."
             )
         query, key_value = segment_ids
     else:
         segment_ids = array("segment_ids", segment_ids)
         if q_len != kv_len:
             raise ValueError(
-                f"`segment_ids` must be a (query, key_value) pair when T and S differ; got one "
-                f"array with T={q_len} and "
-                f"S={kv_len}. Pass ([B, T], [B, S])."
+                "`segment_ids` must be a (query, key_value) pair when T and S differ; got one "
+                f"array with T={q_len} and S={kv_len}. Pass ([B, T], [B, S])."
             )
         return Segments(integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
     return Segments(
@@ -540,7 +519,6 @@ def _precision(precision):
     if isinstance(precision, (lax.Precision, lax.DotAlgorithmPreset)):
         return precision
     raise TypeError(
-        f"`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of "
-        f"{names}; got "
-        f"{describe(precision)}. Give one value, which serves all products."
+        "`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of "
+        f"{names}; got {describe(precision)}. Give one value, which serves all products."
     )

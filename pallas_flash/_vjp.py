@@ -30,15 +30,15 @@ _save_names = jax.checkpoint_policies.save_only_these_names(*NAMES)
 
 
 def save_residuals(*args, **kwargs):
-    """A policy of `jax.checkpoint` that saves what `attention`'s backward needs of its forward.
+    """A policy of `jax.checkpoint` that saves the results of the forward of `attention`.
 
-    These are the output, as large as the queries, and one float32 a query and head, or two. With
-    them the forward kernel does not run again in the backward pass; everything else is computed
-    again. Join it with other policies by `jax.checkpoint_policies.save_from_both_policies`.
+    These are the output, as large as the queries, and one or two float32 for each query and head.
+    With them the backward does not run the forward again; everything else is computed again. Join
+    it with other policies by `jax.checkpoint_policies.save_from_both_policies`.
 
     Args:
-        *args: what `jax.checkpoint` passes to a policy.
-        **kwargs: likewise.
+        *args: the arguments that `jax.checkpoint` passes to a policy.
+        **kwargs: its keywords.
 
     Example:
         >>> import jax, jax.numpy as jnp, pallas_flash

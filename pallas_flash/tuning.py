@@ -3,7 +3,8 @@
 This module is unstable: it names insides of the kernels, and any release may change it.
 
 A configuration names its backend. A `Triton` has `Tile`s; a `Mosaic` has a class of its own for
-each kernel, because the kernels for Hopper are made differently. `attention` takes either as
+each kernel, because the kernels for Hopper are made differently. A number that a tile may not have
+raises ValueError, and anything but an int TypeError. `attention` takes either configuration as
 `tile_sizes`:
 
 * With `implementation`, the configuration must be for that one. Another one raises.

@@ -14,22 +14,14 @@ from collections.abc import Callable
 from jax import lax
 
 from pallas_flash._context import gather, heads, ring
-from pallas_flash._context.choice import METHODS, Choice, choose
-from pallas_flash._context.parts import whole_keys
-from pallas_flash._context.ring import calls_in_order
+from pallas_flash._context.choice import METHODS as METHODS
+from pallas_flash._context.choice import Choice as Choice
+from pallas_flash._context.choice import choose as choose
+from pallas_flash._context.parts import whole_keys as whole_keys
+from pallas_flash._context.ring import calls_in_order as calls_in_order
 from pallas_flash._partition import Along
 from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LogSum
-
-__all__ = [
-    "METHODS",
-    "Choice",
-    "backward",
-    "calls_in_order",
-    "choose",
-    "forward",
-    "whole_keys",
-]
 
 
 def forward(run: Callable, problem: Problem, along: Along, method: str):

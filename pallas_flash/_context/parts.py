@@ -70,7 +70,7 @@ def part_of(problem: Problem, part: Part) -> Problem:
             return tuple(map(cut, x))
         if isinstance(x, Divisible):
             keys = _of_same_tokens(x)
-            x = x if keys is None else _partition.replaced(x, {"key_value": keys})
+            x = x if keys is None else dataclasses.replace(x, key_value=keys)
             x = _partition.replace_fields(x, cut)
             return x.restrict(part)
         for axis, letter in enumerate(axes):
@@ -96,7 +96,7 @@ def with_all_keys(problem: Problem, along: Along) -> Problem:
             return gather(along, x, axes.index("s")) if divided else x
         if (keys := _of_same_tokens(x)) is not None:
             # The queries' array holds the device's own queries alone.
-            return _partition.replaced(x, {"key_value": gather(along, keys, 1)})
+            return dataclasses.replace(x, key_value=gather(along, keys, 1))
         return _partition.replace_fields(x, gathered)
 
     kept = {name: getattr(problem, name) for name in ("key", "value")}

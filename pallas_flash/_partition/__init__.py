@@ -10,34 +10,16 @@ the keys of others: `_context` handles that. JAX has three kinds of mesh axes:
 * Auto axes: only XLA's partitioner knows the sharding (`auto`).
 """
 
-from pallas_flash._partition.auto import divided
-from pallas_flash._partition.axes import (
-    ALL_KEYS,
-    LSE,
-    OUTPUT,
-    ROW,
-    axes_of,
-    letters,
-    replace_fields,
-    replaced,
-    with_origin,
-)
-from pallas_flash._partition.explicit import explicitly, part_of_device
-from pallas_flash._partition.shards import Along, check_lengths
-
-__all__ = [
-    "ALL_KEYS",
-    "LSE",
-    "OUTPUT",
-    "ROW",
-    "Along",
-    "axes_of",
-    "check_lengths",
-    "divided",
-    "explicitly",
-    "letters",
-    "part_of_device",
-    "replace_fields",
-    "replaced",
-    "with_origin",
-]
+from pallas_flash._partition.auto import divided as divided
+from pallas_flash._partition.axes import ALL_KEYS as ALL_KEYS
+from pallas_flash._partition.axes import LSE as LSE
+from pallas_flash._partition.axes import OUTPUT as OUTPUT
+from pallas_flash._partition.axes import ROW as ROW
+from pallas_flash._partition.axes import axes_of as axes_of
+from pallas_flash._partition.axes import letters as letters
+from pallas_flash._partition.axes import replace_fields as replace_fields
+from pallas_flash._partition.axes import with_origin as with_origin
+from pallas_flash._partition.explicit import explicitly as explicitly
+from pallas_flash._partition.explicit import shard_of_device as shard_of_device
+from pallas_flash._partition.shards import Along as Along
+from pallas_flash._partition.shards import check_lengths as check_lengths

@@ -42,7 +42,7 @@ def divided(fn: Callable, problem: Problem, *rows, axes_of_rows=(), axes_out: Ca
     axes_in, results = (axes, *axes_of_rows), axes_out(axes)
     arrays, structure = jax.tree.flatten((problem, *rows))
 
-    def part(shards: Shards, *arrays):
+    def on_shard(shards: Shards, *arrays):
         args = jax.tree.unflatten(structure, arrays)
         run = functools.partial(fn, again=shards.again)
         return tuple(jax.tree.leaves(run_on_shard(run, shards, axes_in, results, args)))
@@ -50,7 +50,7 @@ def divided(fn: Callable, problem: Problem, *rows, axes_of_rows=(), axes_out: Ca
     # Shapes only: the partitioner keeps them.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem)
     flat_in, flat_out = (tuple(jax.tree.leaves(x)) for x in (axes_in, results))
-    run = _partitioned(part, shapes, flat_in, flat_out)
+    run = _partitioned(on_shard, shapes, flat_in, flat_out)
     return jax.tree.unflatten(jax.tree.structure(results), run(*arrays))
 
 
@@ -62,11 +62,11 @@ def _several_devices() -> bool:
     return mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
-def _partitioned(part: Callable, problem: Problem, axes_in, axes_out, num_mapped: int = 0):
-    """Return `part(Shards(), *arrays)` as a function with a rule for XLA's partitioner.
+def _partitioned(on_shard: Callable, problem: Problem, axes_in, axes_out, num_mapped: int = 0):
+    """Return `on_shard(Shards(), *arrays)` as a function with a rule for XLA's partitioner.
 
     Args:
-        part: a function of shards and arrays.
+        on_shard: a function of shards and arrays, which a device computes.
         problem: the shapes of the first arrays.
         axes_in: the letters of each array.
         axes_out: the letters of each result.
@@ -94,13 +94,13 @@ def _partitioned(part: Callable, problem: Problem, axes_in, axes_out, num_mapped
         def shardings(axes):
             return tuple(NamedSharding(mesh, shards.spec(x)) for x in axes)
 
-        return mesh, functools.partial(part, shards), shardings(axes_out), shardings(axes_in)
+        return mesh, functools.partial(on_shard, shards), shardings(axes_out), shardings(axes_in)
 
     @custom_vmap
     def run(*arrays):
         # The `jit` makes arguments of constants, such as block ranges: a partitioned function must
         # not close over them.
-        call = custom_partitioning(jax.jit(functools.partial(part, Shards())))
+        call = custom_partitioning(jax.jit(functools.partial(on_shard, Shards())))
         rule = _rule(
             axes_in,
             axes_out,
@@ -119,7 +119,7 @@ def _partitioned(part: Callable, problem: Problem, axes_in, axes_out, num_mapped
         letter = MAPPED[num_mapped]
 
         def mapped(shards, *arrays):
-            return jax.vmap(functools.partial(part, shards), in_axes)(*arrays)
+            return jax.vmap(functools.partial(on_shard, shards), in_axes)(*arrays)
 
         fronts = [letter if b else "" for b in batched]
         deeper = _partitioned(

@@ -74,11 +74,7 @@ def axes_of(x: Any) -> Mapping[str, str]:
 def replace_fields(x: Any, fn: Callable) -> Any:
     """Return a dataclass with `fn(field, letters of the field)` instead of each field."""
     axes = axes_of(x)
-    return replaced(x, {name: fn(y, axes.get(name, "")) for name, y in vars(x).items()})
-
-
-def replaced(x: Any, fields: dict[str, Any]) -> Any:
-    """Return a dataclass of any type with other fields."""
+    fields = {name: fn(y, axes.get(name, "")) for name, y in vars(x).items()}
     return dataclasses.replace(x, **fields)
 
 
@@ -102,6 +98,6 @@ def with_origin(part: Problem, *, b: Any = 0, h: Any = 0, q: Any = 0, k: Any = 0
         if isinstance(x, (Dropout, Predicate)) or (isinstance(x, Scores) and x.score_mod):
             whole: Any = x.origin
             fields["origin"] = first if whole is None else whole + first
-        return replaced(x, fields)
+        return dataclasses.replace(x, **fields)
 
     return put(part)

@@ -1,12 +1,13 @@
 """Explicit mesh axes: types hold the sharding, and a `shard_map` goes around the op."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_flash._partition.axes import LSE, OUTPUT, letters, replaced
+from pallas_flash._partition.axes import LSE, OUTPUT, letters
 from pallas_flash._partition.shards import check_features, count, names_of, run_on_shard, shards_of
 from pallas_flash._problem import Problem
 
@@ -52,7 +53,7 @@ def explicitly(attend: Callable, problem: Problem):
     return tuple(jax.sharding.reshard(x, NamedSharding(mesh, lie)) for x in results)
 
 
-def part_of_device(problem: Problem, query, key):
+def shard_of_device(problem: Problem, query, key):
     """Return the shapes of a device's shard, from the shardings of queries and keys.
 
     Returns:
@@ -71,15 +72,15 @@ def part_of_device(problem: Problem, query, key):
     if shards.along is None:
         return problem, None, 1
 
-    def part(x, axes):
+    def shard(x, axes):
         sizes = (count(mesh, shards.names(letter)) for letter in axes)
         shape = tuple(n // m for n, m in zip(x.shape, sizes, strict=True))
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     axes = letters(problem)
     names = "query", "key", "value"
-    shapes = {name: part(getattr(problem, name), getattr(axes, name)) for name in names}
-    return replaced(problem, shapes), shards.along, count(mesh, shards.along.names)
+    shapes = {name: shard(getattr(problem, name), getattr(axes, name)) for name in names}
+    return dataclasses.replace(problem, **shapes), shards.along, count(mesh, shards.along.names)
 
 
 def _sharding(x):

@@ -217,22 +217,22 @@ def run_on_shard(fn: Callable, shards: Shards, axes_in, axes_out, args):
     return results
 
 
-def _with_first_indices(part: Problem, shards: Shards) -> Problem:
+def _with_first_indices(shard: Problem, shards: Shards) -> Problem:
     """Return a shard that knows the indices of its first batch element and query head."""
     if not (shards.batch or shards.heads):
-        return part
+        return shard
 
     def first(names, count):
         return lax.axis_index(names) * count if names else jnp.int32(0)
 
     return with_origin(
-        part, b=first(shards.batch, part.batch), h=first(shards.heads, part.num_heads)
+        shard, b=first(shards.batch, shard.batch), h=first(shards.heads, shard.num_heads)
     )
 
 
-def _key_heads(part: Problem, shards: Shards):
+def _key_heads(shard: Problem, shards: Shards):
     """Return the key/value head of each run of a device's query heads that share one."""
-    groups = part.num_heads * lax.axis_size(shards.heads) // part.num_kv_heads
-    run = math.gcd(part.num_heads, groups)
-    first = lax.axis_index(shards.heads) * part.num_heads
-    return (first + jnp.arange(0, part.num_heads, run, dtype=jnp.int32)) // groups
+    groups = shard.num_heads * lax.axis_size(shards.heads) // shard.num_kv_heads
+    run = math.gcd(shard.num_heads, groups)
+    first = lax.axis_index(shards.heads) * shard.num_heads
+    return (first + jnp.arange(0, shard.num_heads, run, dtype=jnp.int32)) // groups

@@ -1,8 +1,8 @@
-"""Tiles, whichever backend they are for; what a backend knows of its own is in its folder `tiles`.
+"""Tiles of both backends. Each backend has its own tables and its own check of shared memory.
 
-sizes           `Tile` and `TileSizes`, and their checks
+sizes           `TileSizes` and the class of each kernel's tile, with their checks
 configurations  `Triton` and `Mosaic`, the tiles of one backend that a call asks for
-choose          the tiles of a call: those that it asks for, else those of a backend's table
-tune            the search for the fastest on the GPU that is here
-cache           the file of what it found, and the calls that these serve
+choose          the tiles of a call: the ones that it asks for, and the rest from a table
+tune            the search for the fastest tiles on the GPU that is here
+cache           the file of tuned tiles, and the calls that they serve
 """

@@ -1,10 +1,10 @@
-"""The winners of `tune`: the file they are kept in, and the calls they serve.
+"""The winners of `tune`: the file that holds them, and the calls that they serve.
 
 Tiles that a call asks for come first, then a winner, then the table. A winner serves only a GPU
-that is here: programs for one that is merely described get the table's tiles on every machine.
+that is here. A program for a GPU that is only described gets the table's tiles on every machine.
 
-The file is read once in a process, when tiles are first picked for a GPU, and again after `tune`
-wrote to it; what was compiled before keeps its tiles. PALLAS_FLASH_TUNED in the environment names
+A process reads the file once, when it first picks tiles for a GPU, and again after `tune` wrote to
+it. Programs that were compiled before keep their tiles. PALLAS_FLASH_TUNED in the environment names
 another file, or is 0 for none.
 """
 
@@ -25,17 +25,17 @@ from pallas_flash import _device
 from pallas_flash._features import CallFeatures, Option
 from pallas_flash._tiling.sizes import KERNELS, MOSAIC, OF_PASS, Tile, TileSizes, power_of_2
 
-# How a file says that it is ours, and its form: one with another number is ignored. In forms 1 and
-# 2 the keys had other words for the kind of a call.
+# The mark of a file that `store` wrote, and the number of its form. Files with another number are
+# ignored.
 MADE_BY, SCHEMA = "pallas_flash.tune", 3
 REMOVE = "Remove them with `python -m pallas_flash.tune --clear`."
 
-# Queries, or keys, of all heads and examples that make programs enough for every GPU.
+# Queries, or keys, of all heads and batch elements from which on every GPU has enough programs.
 MANY = 2**18
 
 
 def file() -> Path | None:
-    """Where winners are kept, None if they are switched off."""
+    """Return the path of the file of winners; None if they are switched off."""
     named = os.environ.get("PALLAS_FLASH_TUNED", "")
     if named == "0":
         return None
@@ -47,24 +47,24 @@ def file() -> Path | None:
 
 
 def gpu_here() -> str | None:
-    """The name of the GPU to compile for, None if it is described and not here."""
+    """Return the name of the GPU to compile for; None if it is described and not here."""
     target = _device.target()
     return target.description if target.here else None
 
 
 def key(f: CallFeatures, gpu: str) -> str:
-    """Return what calls must agree in to share a winner, as a line to read.
+    """Return the key of a call: a line to read. Calls with the same key share a winner.
 
     * The GPU's name, which implies its compute capability;
-    * the version of JAX and a fingerprint of the kernels: results were checked for what that
-      compiler made of those sources;
-    * the dtype (of float32 also the precision of products), both head dims, whether query heads
-      share keys, and with few queries how many rows share them;
-    * the kind of the mask, and whether arrays tell where runs are, for then programs cannot be
-      planned before the launch;
+    * the version of JAX and a fingerprint of the kernels, because results were checked for the
+      program that this compiler made of these sources;
+    * the dtype (and the precision of products in float32), both head dims, and whether query heads
+      share keys. In decoding, the number of rows that share keys;
+    * the kind of the mask, and whether arrays hold its runs of keys, because then the host cannot
+      schedule them before the launch;
     * the options, and the bytes of arrays that are read for each pair of a query and a key;
-    * both lengths, and the queries and keys of all heads and batch elements, rounded up to powers
-      of two and the latter alike from MANY on, where programs are plenty.
+    * both lengths, and the queries and keys of all heads and batch elements. They are rounded up to
+      powers of two, and the latter two are cut off at MANY.
     """
     dtype = f.dtype + (f" ({f.precision})" if f.precision else "")
     # Whether a scale may exceed 1 changes no tile.
@@ -83,12 +83,12 @@ def key(f: CallFeatures, gpu: str) -> str:
     )
 
 
-# What kernels are made of beside their own folders. (Their tiles are none of it: a winner replaces
-# them.)
+# Modules outside of the kernels' folders that shape kernels.
 _SHAPE = (
     *("_blocks", "_masks", "_mask_objects", "_visits", "_scores"),
     *("_operands", "_dropout", "_key_center", "_hardware"),
 )
+# A winner replaces the tiles of these modules.
 _TILES = ("tiles.py", "candidates.py")
 
 
@@ -102,7 +102,7 @@ def _fingerprint() -> str:
 
 
 def lookup(f: CallFeatures, check: Callable[[TileSizes], Any]) -> TileSizes | None:
-    """Return the tiles of a winner for a call on the GPU that is here, None without one.
+    """Return the tiles of the winner for a call on the GPU that is here; None without a winner.
 
     Args:
         f: the call.
@@ -122,22 +122,22 @@ def lookup(f: CallFeatures, check: Callable[[TileSizes], Any]) -> TileSizes | No
 
 @functools.cache
 def read(path: Path) -> dict[str, TileSizes]:
-    """All winners of a file by their keys; none, with a warning, if `parse` refuses it."""
+    """Return the winners of a file by key; none, with a warning, if `parse` refuses the file."""
     try:
         return parse(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:  # Whatever is in the file, attention goes on.
+    except (OSError, ValueError) as error:  # A broken file must not stop attention.
         _ignore(path, str(error))
         return {}
 
 
 def parse(path: Path) -> dict[str, TileSizes]:
-    """All winners of a file by their keys.
+    """Return the winners of a file by key.
 
     Raises:
-        OSError: it cannot be read, or is not there.
-        ValueError: `store` did not write it, or that of another version did.
+        OSError: the file cannot be read, or is not there.
+        ValueError: the file was not written by `store` of this version.
     """
     content = _ours(path)
     try:
@@ -155,21 +155,21 @@ def parse(path: Path) -> dict[str, TileSizes]:
 
 
 def _tile(kernel: str, numbers: dict[str, Any]) -> Any:
-    """A tile, whose kind its numbers tell."""
+    """Return a tile; the names of its numbers tell its class."""
     return (Tile if "num_warps" in numbers else MOSAIC[kernel])(**numbers)
 
 
 def _ours(path: Path) -> dict[str, Any]:
-    """The content of a file that says that `store` wrote it; no other is replaced or removed."""
+    """Return the content of a file with the mark of `store`; other files are never replaced."""
     try:
-        # Others, such as pipes, may not even end.
+        # Reading a pipe may never end.
         if path.is_file() or not path.exists():
             content = json.loads(path.read_text())
             if content["made_by"] == MADE_BY:
                 return content
     except OSError:
         raise
-    except Exception:  # Whatever it holds, it does not say so.
+    except Exception:  # The file has no mark.
         pass
     raise ValueError(
         f"{path} must be a file that {MADE_BY} wrote, or none; got another. Move it away, or name "
@@ -179,12 +179,12 @@ def _ours(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def _ignore(path: Path, why: str) -> None:
-    """Says, once for each reason, that the table serves in place of the file."""
+    """Warn, once for each reason, that the table serves instead of the file."""
     warnings.warn(f"pallas_flash ignores the tuned tiles in {path}: {why}", stacklevel=2)
 
 
 def check() -> None:
-    """Raises what `store` would, if what is there now is not to be replaced."""
+    """Raise what `store` would raise if it must not replace the file that is there."""
     path = file()
     with contextlib.suppress(FileNotFoundError):
         if path is not None:
@@ -192,19 +192,19 @@ def check() -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file that `store` wrote, of this version or another; raises as `parse` does."""
+    """Remove a file that `store` of any version wrote; raise for other files as `parse` does."""
     _ours(path)
     path.unlink()
 
 
 def store(f: CallFeatures, gpu: str, tiles: TileSizes) -> Path | None:
-    """Adds a winner to the file, in place of one with its key, and returns the file.
+    """Add a winner to the file, and return the file. The winner replaces one with the same key.
 
-    Readers see the file before or after, never a part.
+    Readers see the old file or the new one, never a part.
 
     Raises:
         OSError: if the file cannot be written.
-        ValueError: if another one is there; it stays as it is.
+        ValueError: if `store` did not write the file that is there; it stays as it is.
     """
     path = file()
     if path is None:

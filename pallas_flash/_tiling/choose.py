@@ -1,4 +1,4 @@
-"""The tiles of a call: those that are asked for, and the rest from the tables of a backend."""
+"""The tiles of a call: the ones that are asked for, and the rest from the tables of a backend."""
 
 from types import ModuleType
 
@@ -19,16 +19,16 @@ def by_table(problem: Problem, implementation: str, asked: TileSizes | None) -> 
 
 
 def for_launch(problem: Problem, instances: int, asked: TileSizes) -> TileSizes:
-    """Return the tiles of "mosaic" where so many instances of a problem are launched at once."""
+    """Return the tiles of "mosaic" for a launch of several instances of a problem."""
     return completed(asked, problem, _features.of(problem, instances), backend("mosaic"))
 
 
 def backend(implementation: str) -> ModuleType:
-    """Return what the backend of an implementation knows of tiles.
+    """Return the module with a backend's tiles. It has three functions.
 
-    * `default(problem, features)`, its tiles for a call, which fit on the GPU;
-    * `check(kernel, tile, problem, features)`, which raises ValueError if a tile does not;
-    * `candidates(kernel, problem, choose)`, what `tune` is to try.
+    * `default(problem, features)` returns the tiles of a call, which fit on the GPU;
+    * `check(kernel, tile, problem, features)` raises ValueError if a tile does not fit;
+    * `candidates(kernel, problem, choose)` returns the tiles that `tune` tries.
     """
     # Imported when needed, like the kernels.
     if implementation == "mosaic":

@@ -1,4 +1,4 @@
-"""The tiles that a call asks for, as its user writes them: those of one backend."""
+"""The tiles of one backend, as a user writes them for `tile_sizes`."""
 
 import dataclasses
 from typing import Any
@@ -23,15 +23,16 @@ class Triton:
 
     Attributes:
         forward: the forward kernel; a query tile stays in registers.
-        decode: the forward kernel of calls with few queries: at most 16, or at most 4096 in all
-            heads and examples and no more than keys. The rows that stay are the queries of all
-            heads that share keys and values. If neither is given, it serves such calls with more
-            than 512 keys; with `forward` alone that one does.
-        dkv: the kernel for dk and dv together; a key/value tile stays.
+        decode: the forward kernel for decoding: calls with at most 16 queries, or with at most 4096
+            in all heads and batch elements and no more than keys. Its query tile holds the queries
+            of all heads that share keys and values. If neither tile is given, this kernel serves
+            such calls with more than 512 keys. If `forward` alone is given, the forward kernel
+            serves them.
+        dkv: the kernel for dk and dv together; a key/value tile stays in registers.
         dk: the kernel for dk alone. Give `dk` and `dv`, and no `dkv`, where both sums do not fit in
             registers.
         dv: the kernel for dv alone.
-        dq: the kernel for dq; a query tile stays.
+        dq: the kernel for dq; a query tile stays in registers.
 
     Raises:
         ValueError: if `dkv` is mixed with `dk` or `dv`, or one of these two is missing.
@@ -63,11 +64,11 @@ class Mosaic:
 
     Attributes:
         forward: the forward kernel.
-        decode: the forward kernel of calls with few queries, chosen as that of `Triton`.
-        backward: the kernel for dk, dv and dq in one pass, which serves where gradients need not be
-            the same in every run. Without it, `dkv` and `dq` serve there, too, if one is given.
-        dkv: the kernel for dk and dv, where gradients must be the same in every run.
-        dq: the kernel for dq, likewise.
+        decode: the forward kernel for decoding; it serves the calls that `Triton.decode` serves.
+        backward: the kernel for dk, dv and dq in one pass, for calls whose gradients may differ
+            between runs. Without it, `dkv` and `dq` serve these calls, too, if one is given.
+        dkv: the kernel for dk and dv, for gradients that are the same in every run.
+        dq: the kernel for dq, for gradients that are the same in every run.
 
     Raises:
         TypeError: if one is no tile of this kernel.
@@ -113,7 +114,7 @@ def _sizes(configuration: Triton | Mosaic) -> TileSizes:
 
 
 def sizes_of(configuration: Any, implementation: Any) -> TileSizes | None:
-    """Return the tiles of what a call gives as `tile_sizes`, checked against `implementation`."""
+    """Return the tiles of the argument `tile_sizes`, checked against `implementation`."""
     if configuration is None:
         return None
     if not isinstance(configuration, Configuration):
@@ -139,7 +140,7 @@ def sizes_of(configuration: Any, implementation: Any) -> TileSizes | None:
 
 
 def effect(sizes: TileSizes, forward_by: str, backward_by: str) -> list[str]:
-    """Return sentences on what the tiles of a call without `implementation` do to it."""
+    """Return sentences on the effect of `tile_sizes` on a call without `implementation`."""
     sentences = {}
     for kernel in KERNELS:
         by, tile = forward_by if kernel in FORWARD else backward_by, sizes.tile(kernel)

@@ -1,4 +1,4 @@
-"""Tile sizes: how they are written down and checked, whichever backend they are for.
+"""Tile sizes of both backends, and their checks.
 
 A kernel keeps a tile of one side in registers while tiles of the other side pass through shared
 memory in a pipeline of `num_stages`.
@@ -13,23 +13,19 @@ KERNELS = ("forward", "decode", "dkv", "dk", "dv", "dq", "backward")
 FORWARD = ("forward", "decode")
 KEYS_STAY = ("dkv", "dk", "dv")
 
-# Matrix units take no fewer rows and columns.
+# The fewest rows and columns of a matrix product.
 MIN_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The shape of one kernel's work and how it is launched.
+    """The tile of a program of a kernel of "triton", and its launch.
 
     Attributes:
         block_q: queries in a tile, a power of two from 16 to 256.
         block_kv: keys and values in a tile, a power of two from 16 to 256.
         num_warps: warps of 32 threads in a program: 1, 2, 4, 8 or 16.
-        num_stages: depth of the pipeline that loads the tiles flowing past, 1 to 8.
-
-    Raises:
-        ValueError: if a number is none of those.
-        TypeError: if it is no int.
+        num_stages: pipeline stages of the tiles that are streamed, 1 to 8.
     """
 
     block_q: int
@@ -47,7 +43,7 @@ class Tile:
         _check(self, **allowed)
 
 
-# Of "mosaic": a tile's loads need a slot while the one before is in use.
+# The pipeline stages of "mosaic": a tile is loaded into one while another one is in use.
 _STAGES = (2, 3, 4)
 
 
@@ -63,10 +59,6 @@ class ForwardTile:
         stages: pipeline stages of keys, and of values, 2 to 4.
         cluster_size: CTAs of neighbouring query tiles that share the copies of keys and values, 1
             or 2. 2 needs 2 warpgroups and a mask that is known at tracing.
-
-    Raises:
-        ValueError: if a number is none of those.
-        TypeError: if it is no int.
     """
 
     warpgroups: int = 2
@@ -76,9 +68,8 @@ class ForwardTile:
     cluster_size: int = 1
 
     def __post_init__(self):
-        slots = tuple(range(5))
-        kv = tuple(range(16, 257, 16))
-        _check(self, warpgroups=(2, 3), block_kv=kv, output_slots=slots, stages=_STAGES)
+        _check(self, warpgroups=(2, 3), block_kv=tuple(range(16, 257, 16)))
+        _check(self, output_slots=tuple(range(5)), stages=_STAGES)
         _check(self, cluster_size=(1, 2) if self.warpgroups == 2 else (1,))
 
 
@@ -90,10 +81,6 @@ class DecodeTile:
         warpgroups: consumer warpgroups, 2 or 3, with keys of their own.
         block_kv: keys of a block, a multiple of 64 up to 256.
         stages: pipeline stages of keys, and of values, a multiple of `warpgroups` up to 12.
-
-    Raises:
-        ValueError: if a number is none of those.
-        TypeError: if it is no int.
     """
 
     warpgroups: int = 2
@@ -114,10 +101,6 @@ class BackwardTile:
         block_q: queries of a tile, 64 or 128.
         stages: pipeline stages of queries, and of cotangents, 1 to 4; a launch for dv alone has two
             or more.
-
-    Raises:
-        ValueError: if a number is none of those.
-        TypeError: if it is no int.
     """
 
     block_q: int = 64
@@ -135,10 +118,6 @@ class DqTile:
         warpgroups: consumer warpgroups, 2 or 3, with 64 queries each.
         block_kv: keys of a block, a multiple of 64 up to 256.
         stages: pipeline stages of keys, and of values if there is room, 2 to 4.
-
-    Raises:
-        ValueError: if a number is none of those.
-        TypeError: if it is no int.
     """
 
     warpgroups: int = 2
@@ -150,7 +129,7 @@ class DqTile:
 
 
 def _check(tile, **allowed: tuple[int, ...]) -> None:
-    """Raises if a tile's number, by name, is none of those that it may be."""
+    """Raise unless each number of a tile, by name, is one of the allowed ones."""
     for name, values in allowed.items():
         value = getattr(tile, name)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -173,7 +152,7 @@ MOSAIC = {
     "backward": BackwardTile,
 }
 
-# The kernels whose tiles say who is to compute a pass, those that come first before others.
+# The kernels whose tiles decide which implementation computes a pass; the first tile decides.
 OF_PASS = {
     "forward": ("decode", "forward"),
     "backward": ("backward", "dkv", "dk", "dv", "dq"),
@@ -182,25 +161,21 @@ OF_PASS = {
 
 
 def whose(tile) -> str:
-    """Whose a tile is: "mosaic", or "triton" (and "interpret")."""
+    """Return the implementation of a tile: "mosaic", or "triton" (also for "interpret")."""
     return "triton" if isinstance(tile, Tile) else "mosaic"
 
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Tiles for each kernel of `attention`, of several backends: what `tune` finds.
+    """Tiles for each kernel of `attention`, of several backends: the result of `tune`.
 
-    A call takes it as `tile_sizes`, too. To write one, take `Triton` or `Mosaic`, which say for
-    whom they are: here each tile does, a `Tile` for "triton" and "interpret", all others for
-    "mosaic".
+    `attention` takes it as `tile_sizes`, too. Write a `Triton` or a `Mosaic` yourself: they name
+    their backend. Here the class of each tile does: a `Tile` is for "triton" and "interpret", all
+    others are for "mosaic".
 
     Attributes:
-        forward: as in `Triton` and `Mosaic`.
-        decode: as in `Triton` and `Mosaic`.
-        dkv: as in `Triton` and `Mosaic`.
-        dk: as in `Triton`.
-        dv: as in `Triton`.
-        dq: as in `Triton` and `Mosaic`.
+        forward, decode, dkv, dq: as in `Triton` and `Mosaic`.
+        dk, dv: as in `Triton`.
         backward: as in `Mosaic`.
 
     Raises:
@@ -253,31 +228,31 @@ class TileSizes:
             )
 
     def tile(self, kernel: str) -> Any:
-        """The tile of one of `KERNELS`, where there is one."""
+        """Return the tile of one of `KERNELS`; None if there is none."""
         return getattr(self, kernel)
 
     def only(self, kernels: Iterable[str]) -> "TileSizes":
-        """Those of some kernels."""
+        """Return the tiles of some kernels."""
         return TileSizes(**{kernel: self.tile(kernel) for kernel in kernels})
 
     def of(self, implementation: str) -> "TileSizes":
-        """Those of one implementation; "interpret" has those of "triton"."""
+        """Return the tiles of one implementation; "interpret" has those of "triton"."""
         name = "triton" if implementation == "interpret" else implementation
         return self.only(k for k in KERNELS if self.tile(k) and whose(self.tile(k)) == name)
 
     def computed_by(self, attention_pass: str) -> str:
-        """Who computes one of `OF_PASS` with these: "mosaic", "triton" or "", which is anybody."""
+        """Return the implementation that the tiles of a pass ask for; "" if there is no tile."""
         tiles = map(self.tile, OF_PASS[attention_pass])
         return next((whose(tile) for tile in tiles if tile), "")
 
     def used(self, few: bool) -> "TileSizes":
-        """These sizes without the forward kernel that does not serve many, or `few`, queries."""
+        """Return these without the tile of the forward kernel that does not serve the call."""
         if not few:
             return dataclasses.replace(self, decode=None)
         return self if self.decode is None else dataclasses.replace(self, forward=None)
 
     def or_else(self, default: "TileSizes") -> "TileSizes":
-        """These sizes, with what is None taken from `default`."""
+        """Return these, with tiles that are None from `default`."""
         forward = default if self.forward is None and self.decode is None else self
         backward = default if self.dkv is None and self.dk is None else self
         return TileSizes(
@@ -300,7 +275,7 @@ def describe(tile) -> str:
 
 
 def sizes_for(kernel: str, tile: Any) -> TileSizes:
-    """A tile for one kernel; dk and dv, which go together, get the smallest for the other."""
+    """Return `TileSizes` of one kernel's tile; dk and dv come together, the other one smallest."""
     sizes: dict[str, Any] = {}
     if kernel in ("dk", "dv"):
         sizes = dict.fromkeys(("dk", "dv"), Tile(16, 16, 4, 1))
@@ -308,15 +283,15 @@ def sizes_for(kernel: str, tile: Any) -> TileSizes:
 
 
 def check_shared_memory(kernel: str, tile, need: int, limit: int, head_dim: int) -> None:
-    """Raises ValueError if a tile that was asked for needs more bytes than a program may have."""
+    """Raise ValueError if a tile that was asked for needs more bytes than a program may have."""
     if need > limit:
         raise ValueError(
             f"`tile_sizes.{kernel}` must fit in the GPU's {limit // 1024} KiB of shared "
-            f"memory; got {tile}, which needs about {need // 1024} KiB at head size {head_dim}. "
+            f"memory; got {tile}, which needs about {need // 1024} KiB at head dim {head_dim}. "
             "Use smaller blocks or fewer stages."
         )
 
 
 def power_of_2(n: int) -> int:
-    """The smallest that is at least `n`."""
+    """Return the smallest power of 2 that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()

@@ -13,7 +13,8 @@ from support.calls import i32, inputs, normal, numbers
 
 import pallas_flash
 from pallas_flash import BlockMask, PrefixLM, ScoreMod, Segments
-from pallas_flash._validate import _band, _offset, _TokenPositions
+from pallas_flash._operands import TokenPositions
+from pallas_flash._validate import _band, _offset
 
 
 def cast(dtype):
@@ -221,13 +222,13 @@ def test_positions_become_a_band(q_len, kv_len, causal):
 
         for offset in (*range(-6, 7), -(2**40), 2**40):
             shift, _ = _offset(offset, 1)
-            band = _band(q_len, kv_len, **case, at=_TokenPositions(shift))
+            band = _band(q_len, kv_len, **case, at=TokenPositions(shift))
             # A band that excludes no pair is no mask at all.
             assert (band is None) == seen(offset).all()
             if band is not None:
                 allowed = np.broadcast_to(band.allowed(0, 0, q[0], k[0]), (q_len, kv_len))
                 np.testing.assert_array_equal(allowed, seen(offset))
-        band = _band(q_len, kv_len, **case, at=_TokenPositions(0, offsets))
+        band = _band(q_len, kv_len, **case, at=TokenPositions(0, offsets))
         if band is not None:
             wanted = np.stack([seen(offset) for offset in offsets.tolist()])
             band = dataclasses.replace(band, offset=np.asarray(band.offset))

@@ -15,7 +15,7 @@ from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
 from pallas_flash._blocks import Tiling
 from pallas_flash._mask_objects import Call, MaskArray, fitted
 from pallas_flash._masks import Band, Lengths, Mask
-from pallas_flash._operands import Pairs, Positions, for_user
+from pallas_flash._operands import Pairs, Positions, TokenPositions, for_user
 from pallas_flash.tuning import Tile, TileSizes
 
 BATCH, HEADS = 2, 3
@@ -142,9 +142,10 @@ OBJECTS = [array, prefix, segments, sorted_segments, predicate, blocks, joined]
 over_objects = pytest.mark.parametrize("make", OBJECTS, ids=lambda make: make.__name__)
 
 
-def fit(mask, q, kv, **call) -> Mask:
-    """As `attention` sees it."""
-    return Mask(fitted(mask, Call((BATCH, HEADS, q.length, kv.length), **call)))
+def fit(mask, q, kv, **at) -> Mask:
+    """As `attention` sees it; `at` are fields of `TokenPositions`."""
+    call = Call((BATCH, HEADS, q.length, kv.length), at=TokenPositions(**at))
+    return Mask(fitted(mask, call))
 
 
 @functools.partial(jax.jit, static_argnames=("method", "q", "kv"))

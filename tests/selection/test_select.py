@@ -47,8 +47,8 @@ TOO_OLD = {
 
 # What the kernels do not serve on any device, and a part of the reason.
 LIMITS = {
-    "head size": (lambda: {"query": array(8, 264), "key": array(8, 264)}, "a head size of 264"),
-    "value size": (lambda: {"value": array(8, 264)}, "a head size of 264"),
+    "head dim": (lambda: {"query": array(8, 264), "key": array(8, 264)}, "a head dim of 264"),
+    "value size": (lambda: {"value": array(8, 264)}, "a head dim of 264"),
 }
 # What they serve beyond the plain call.
 OPTIONS = {
@@ -163,7 +163,7 @@ def test_all_reasons_are_given_at_once():
     with described_gpu("Tesla V100"), jax.enable_x64(True):
         x = array(8, 264, jnp.float64)
         refused = explain(query=x, key=x, value=x).refused["triton"]
-    assert all(part in refused for part in ("with 7.0.", "float64", "a head size of 264"))
+    assert all(part in refused for part in ("with 7.0.", "float64", "a head dim of 264"))
 
 
 @pytest.mark.parametrize(

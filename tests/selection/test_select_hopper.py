@@ -207,7 +207,7 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         (dict(gpu="NVIDIA B200"), "compute capability 9.0"),
         (dict(gpu="NVIDIA Z900"), "compute capability 9.0"),
         (dict(dtype=jnp.float32), "Got float32"),
-        (dict(head_dim=4), "Got head sizes of 4 and 4 (of values), and they serve multiples of 8"),
+        (dict(head_dim=4), "Got head dims of 4 and 4 (of values), and they serve multiples of 8"),
         (dict(head_dim=32), "not known to be faster"),
         (dict(local_window_size=9, head_dim=256, length=512), "not known to be faster"),
         (dict(segment_ids=jnp.zeros((16, 1024), jnp.int32), length=1024), "not known to be faster"),

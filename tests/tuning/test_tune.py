@@ -585,7 +585,7 @@ def test_options_are_kept(h200, search):
         ({"is_causal": 1}, TypeError, "`is_causal` must be True or False"),
         ({"query": jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.int32)}, TypeError, "got int32"),
         ({"query": [1.0]}, TypeError, "`query` must be an array"),
-        ({"value": array(40, size=264)}, NotImplementedError, "a head size of 264"),
+        ({"value": array(40, size=264)}, NotImplementedError, "a head dim of 264"),
         ({"sinks": jnp.zeros(3)}, ValueError, "`sinks` must have shape"),
     ],
 )
