@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.calls import NEWER, Row, check, each, f32, inputs
+from support.calls import NEWER, Row, check, each, f32, given, inputs
 
 import pallas_flash
 from pallas_flash import Predicate
@@ -21,32 +21,18 @@ ONE_OF = (
 
 
 def not_served():
-    for x in ("cudnn", "XLA", "", 1, ["xla"], np.ones(3), jnp.ones(3)):
-        yield Row(
-            f"implementation {x!r}",
-            lambda x=x: {"implementation": x},
-            ValueError,
-            ONE_OF,
-        )
-    yield Row(
-        "implementation traced",
-        lambda: {"implementation": 1},
-        ValueError,
-        ONE_OF,
-        traced="implementation",
-    )
-    for x, advice in {
-        "cudnn": "Use None for the fastest; cuDNN is `jax.nn.dot_product_attention(..., "
-        'implementation="cudnn")`.',
-        "xla_chunked": 'Use None for the fastest; tokamax\'s "xla_chunked" is "xla".',
-        "nothing": "Use None for the fastest.",
-    }.items():
-        yield Row(
-            f"implementation of another library {x!r}",
-            lambda x=x: {"implementation": x},
-            ValueError,
-            f"got {x!r}. {advice}",
-        )
+    asked = "implementation"
+    kinds = ("XLA", "", 1, ["xla"], np.ones(3), jnp.ones(3))
+    yield from given(asked, kinds, ValueError, ONE_OF)
+    yield Row("implementation traced", lambda: {asked: 1}, ValueError, ONE_OF, traced=asked)
+    advice = {
+        "cudnn": '; cuDNN is `jax.nn.dot_product_attention(..., implementation="cudnn")`',
+        "xla_chunked": '; tokamax\'s "xla_chunked" is "xla"',
+        "nothing": "",
+    }
+    for x, more in advice.items():
+        said = f"{ONE_OF}got {x!r}. Use None for the fastest{more}."
+        yield from given(asked, (x,), ValueError, said)
     yield Row(
         "triton on a CPU",
         lambda: {"implementation": "triton"},
@@ -76,8 +62,8 @@ def not_served():
     for implementation, gpu in (("triton", "NVIDIA H200"), ("interpret", None)):
         for id, arguments, fragment, x64 in (
             ("float64", lambda: inputs(jnp.float64), "Got float64, and the kernels", True),
-            ("head size", lambda: inputs(head_dim=257), "Got a head size of 257, and", False),
-            ("value size", lambda: {"value": f32(2, 7, 3, 300)}, "Got a head size of 300,", False),
+            ("head dim", lambda: inputs(head_dim=257), "Got a head dim of 257, and", False),
+            ("value size", lambda: {"value": f32(2, 7, 3, 300)}, "Got a head dim of 300,", False),
         ):
             yield Row(
                 f"{implementation} for {id}",
@@ -102,7 +88,7 @@ def not_served_on_hopper():
 
     newer = [
         ("float32", lambda: half(dtype=jnp.float32), "Got float32, and they serve float16 and "),
-        ("a head size", lambda: half(36), "Got head sizes of 36 and 36 (of values), and they "),
+        ("a head dim", lambda: half(36), "Got head dims of 36 and 36 (of values), and they "),
         (
             "a score function",
             lambda: half(score_mod=lambda s, *at: jnp.floor(s)),
@@ -122,33 +108,24 @@ def not_served_on_hopper():
 
 
 def bad_context():
-    for axis in ("sequence", ("data", "sequence"), (), {"sequence"}, [["sequence"]], 3):
-        yield Row(
-            f"sequence axis {axis}",
-            lambda axis=axis: {"sequence_axis": axis},
-            ValueError,
-            "`sequence_axis` must name mesh axes, each once, that a `jax.shard_map` around the "
-            f"call has made manual; got {axis!r}, and the call is in none.",
-        )
-    for x in ("ulysses", 3):
-        yield Row(
-            f"context parallelism {x!r}",
-            lambda x=x: {"context_parallelism": x},
-            ValueError,
-            "`context_parallelism` must be None or one of ('ring', 'gather', 'heads'); got ",
-        )
-    for x, advice in {
-        "ulysses": 'the fastest; Ulysses is "heads".',
-        "all_gather": 'the fastest; it is "gather".',
-        "p2p": 'the fastest; it is "ring".',
-        "nothing": "the fastest.",
+    said = (
+        "`sequence_axis` must name mesh axes, each once, that a `jax.shard_map` around the "
+        "call has made manual; got {x!r}, and the call is in none."
+    )
+    axes = ("sequence", ("data", "sequence"), (), {"sequence"}, [["sequence"]], 3)
+    yield from given("sequence_axis", axes, ValueError, said)
+    said = (
+        "`context_parallelism` must be None or one of ('ring', 'gather', 'heads'); got {x.__class__"
+        ".__name__} {x!r}. Use None for the one that is estimated to be the fastest"
+    )
+    for x, more in {
+        3: ".",
+        "ulysses": '; Ulysses is "heads".',
+        "all_gather": '; it is "gather".',
+        "p2p": '; it is "ring".',
+        "nothing": ".",
     }.items():
-        yield Row(
-            f"context parallelism of another library {x!r}",
-            lambda x=x: {"context_parallelism": x},
-            ValueError,
-            f"estimated to be {advice}",
-        )
+        yield from given("context_parallelism", (x,), ValueError, said + more)
 
     def divided(heads: int, keys: P):
         mesh = AbstractMesh((4,), ("sequence",))
@@ -192,11 +169,11 @@ def symbolic():
         (
             "a symbolic number of heads",
             lambda: shapes("b, t, n, 8"),
-            "`query` must have a known number of heads and a known head size; got n heads of "
+            "`query` must have a known number of heads and a known head dim; got n heads of "
             "size 8 (query.shape=(b, t, n, 8)).",
         ),
         (
-            "a symbolic head size",
+            "a symbolic head dim",
             lambda: shapes("b, t, 4, h"),
             "got 4 heads of size h (query.shape=(b, t, 4, h)).",
         ),

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.calls import PER_HEAD, Row, check, each, f32, i32, row_of
+from support.calls import PER_HEAD, Row, check, each, f32, given, i32, of_dtypes, row_of
 
 import pallas_flash
 
@@ -12,145 +12,79 @@ FLAGS = ("is_causal", "broadcast_dropout", "return_residual", "return_lse")
 
 def bad_flags():
     for name in FLAGS:
-        for x in (1, None, "yes", np.array(True)):
-            yield Row(
-                f"{name} as {type(x).__name__}",
-                lambda name=name, x=x: {name: x},
-                TypeError,
-                f"`{name}` must be True or False; got ",
-            )
-        yield Row(
-            f"{name} traced",
-            lambda name=name: {name: True},
-            TypeError,
-            f"`{name}` must be True or False; got an array of bool with shape ().",
-            traced=name,
-        )
-
-    for x in (1, "yes", np.array(True)):
-        yield Row(
-            f"reproducible as {type(x).__name__}",
-            lambda x=x: {"reproducible": x},
-            TypeError,
-            "`reproducible` must be None, True or False; got ",
-        )
+        said = f"`{name}` must be True or False; got "
+        yield from given(name, (1, None, "yes", np.array(True)), TypeError, said)
+        traced = f"{said}an array of bool with shape ()."
+        yield Row(f"{name} traced", lambda name=name: {name: True}, TypeError, traced, traced=name)
+    said = "`reproducible` must be None, True or False; got "
+    yield from given("reproducible", (1, "yes", np.array(True)), TypeError, said)
 
 
 def bad_scales():
-    for scale in (
-        "1", True, np.True_, 1j, [1.0], jnp.ones(1), jnp.ones((), jnp.int32), np.array(1),
-        jnp.ones((), bool), jnp.ones((), jnp.complex64), jax.random.key(0),
-    ):  # fmt: skip
-        yield Row(
-            f"scale {scale!r}",
-            lambda scale=scale: {"scale": scale},
-            TypeError,
-            "`scale` must be a number or a floating-point scalar array; got ",
-        )
-    for scale in (float("nan"), float("inf"), -float("inf"), 1e39, 10**400, np.float16("nan")):
-        yield Row(
-            f"scale {scale!r:.20}",
-            lambda scale=scale: {"scale": scale},
-            ValueError,
-            "`scale` must be finite in float32; got ",
-        )
+    said = "`scale` must be a number or a floating-point scalar array; got "
+    kinds = ("1", True, np.True_, 1j, [1.0], np.array(1), jax.random.key(0))
+    yield from given("scale", kinds, TypeError, said)
+    arrays = {
+        "of rank 1": jnp.ones(1),
+        **of_dtypes("int32 bool complex64"),
+    }
+    yield from given("scale", arrays, TypeError, said)
+    said = f"{said}an array of int32"
+    yield Row("scale traced", lambda: {"scale": 2}, TypeError, said, traced="scale")
+    infinite = (float("nan"), float("inf"), -float("inf"), 1e39, 10**400, np.float16("nan"))
+    yield from given("scale", infinite, ValueError, "`scale` must be finite in float32; got ")
 
 
 def bad_per_head():
     for name in PER_HEAD:
-        for dtype in ("int32", "bool", "complex64"):
-            yield Row(
-                f"{name} in {dtype}",
-                lambda name=name, dtype=dtype: {name: jnp.zeros(6, dtype)},
-                TypeError,
-                f"`{name}` must be floating point; got {dtype}.",
-            )
-        for shape in ((), (1,), (3,), (2, 6), (6, 1)):
-            yield Row(
-                f"{name} of shape {shape}",
-                lambda name=name, shape=shape: {name: f32(*shape)},
-                ValueError,
-                f"`{name}` must have shape [N] = (6,); got {shape}. Give one number for each query",
-            )
+        said = f"`{name}` must be floating point; got {{x.dtype}}."
+        yield from given(name, of_dtypes("int32 bool complex64", 6), TypeError, said)
+        shapes = {f"of shape {x}": f32(*x) for x in ((), (1,), (3,), (2, 6), (6, 1))}
+        said = f"`{name}` must have shape [N] = (6,); got {{x.shape}}. Give one number for each qu"
+        yield from given(name, shapes, ValueError, said)
 
 
 def bad_caps():
-    for cap in ("1", True, np.True_, 1j, [1.0], jnp.ones(()), np.ones(())):
-        yield Row(
-            f"soft cap {cap!r}",
-            lambda cap=cap: {"logits_soft_cap": cap},
-            TypeError,
-            "`logits_soft_cap` must be None or a number; got ",
-        )
-    yield Row(
-        "soft cap traced",
-        lambda: {"logits_soft_cap": 2.0},
-        TypeError,
-        "`logits_soft_cap` must be None or a number; got an array of float32 with shape (). Write "
-        "a `score_mod` for a cap that is traced",
-        traced="logits_soft_cap",
-    )
-    for cap in (0, 0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-39, 10**400, np.float32("nan")):
-        yield Row(
-            f"soft cap {cap!r:.20}",
-            lambda cap=cap: {"logits_soft_cap": cap},
-            ValueError,
-            "`logits_soft_cap` must be positive and finite in float32; got ",
-        )
+    name, said = "logits_soft_cap", "`logits_soft_cap` must be None or a number; got "
+    kinds = ("1", True, np.True_, 1j, [1.0], jnp.ones(()), np.ones(()))
+    yield from given(name, kinds, TypeError, said)
+    traced = f"{said}an array of float32 with shape (). Write a `score_mod` for a cap that is trac"
+    yield Row("soft cap traced", lambda: {name: 2.0}, TypeError, traced, traced=name)
+    said = "`logits_soft_cap` must be positive and finite in float32; got "
+    numbers = (0, 0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-39, 10**400, np.float32("nan"))
+    yield from given(name, numbers, ValueError, said)
 
 
 def bad_dropout():
-    key = jax.random.key(0)
-    for rate in ("0.1", None, True, np.True_, [0.1], jnp.float32(0.1), np.array(0.1), 1j):
-        yield Row(
-            f"dropout rate {rate!r}",
-            lambda rate=rate: {"dropout_rate": rate, "dropout_key": key},
-            TypeError,
-            "`dropout_rate` must be a number; got ",
-        )
+    key, name, said = jax.random.key(0), "dropout_rate", "`dropout_rate` must be a number; got "
+    kinds = ("0.1", None, True, np.True_, [0.1], jnp.float32(0.1), np.array(0.1), 1j)
+    yield from given(name, kinds, TypeError, said, dropout_key=key)
+    traced = f"{said}an array of float32 with shape (). Pass a Python"
     yield Row(
-        "dropout rate traced",
-        lambda: {"dropout_rate": 0.1, "dropout_key": key},
-        TypeError,
-        "`dropout_rate` must be a number; got an array of float32 with shape (). Pass a Python",
-        traced="dropout_rate",
-    )
-    for rate in (1, 1.0, -0.1, 1.5, float("nan"), float("inf"), 10**400, np.float32(2)):
-        yield Row(
-            f"dropout rate {rate!r:.20}",
-            lambda rate=rate: {"dropout_rate": rate, "dropout_key": key},
-            ValueError,
-            "`dropout_rate` must be at least 0 and less than 1; got ",
-        )
-    yield Row(
-        "dropout without a key",
-        lambda: {"dropout_rate": 0.1},
-        ValueError,
-        "`dropout_key` must be given with a `dropout_rate`; got None and 0.1.",
-    )
+        "dropout rate traced", lambda: {name: 0.1, "dropout_key": key}, TypeError, traced,
+        traced=name,
+    )  # fmt: skip
+    said = "`dropout_rate` must be at least 0 and less than 1; got "
+    numbers = (1, 1.0, -0.1, 1.5, float("nan"), float("inf"), 10**400, np.float32(2))
+    yield from given(name, numbers, ValueError, said, dropout_key=key)
+    said = "`dropout_key` must be given with a `dropout_rate`; got None and 0.1."
+    yield Row("dropout without a key", lambda: {name: 0.1}, ValueError, said)
     # Also where nothing is dropped.
     for rate in (0.0, 0.1):
-        for x in (0, "key", [0, 1]):
-            yield Row(
-                f"dropout key {x!r}, rate {rate}",
-                lambda x=x, rate=rate: {"dropout_rate": rate, "dropout_key": x},
-                TypeError,
-                f"`dropout_key` must be a jax.random key; got {type(x).__name__} {x!r}.",
-            )
-        for id, x in (
-            ("two", jax.random.split(key)),
-            ("two raw", jax.random.split(jax.random.PRNGKey(0))),
-            ("raw, too long", jnp.zeros(3, jnp.uint32)),
-            ("raw, a scalar", jnp.zeros((), jnp.uint32)),
-            ("ints", i32(2)),
-            ("floats", np.zeros(2)),
-        ):
-            yield Row(
-                f"dropout key: {id}, rate {rate}",
-                lambda x=x, rate=rate: {"dropout_rate": rate, "dropout_key": x},
-                TypeError,
-                "`dropout_key` must be one jax.random key; got an array of ",
-            )
+        id = f"dropout key, rate {rate}:"
+        said = "`dropout_key` must be a jax.random key; got {x.__class__.__name__} {x!r}."
+        kinds = (0, "key", [0, 1])
+        yield from given("dropout_key", kinds, TypeError, said, id, dropout_rate=rate)
+        arrays = {
+            "two": jax.random.split(key),
+            "two raw": jax.random.split(jax.random.PRNGKey(0)),
+            "raw, too long": jnp.zeros(3, jnp.uint32),
+            "raw, a scalar": jnp.zeros((), jnp.uint32),
+            "ints": i32(2),
+            "floats": np.zeros(2),
+        }
+        said = "`dropout_key` must be one jax.random key; got an array of "
+        yield from given("dropout_key", arrays, TypeError, said, id, dropout_rate=rate)
 
 
 def bad_dropout_masks():
@@ -176,26 +110,15 @@ def bad_dropout_masks():
         )
 
 
+PRECISIONS = ("bogus", "", 1, ("high", "high"), jnp.float32)
+PRECISION = (
+    "`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of "
+    "['default', 'high', 'highest']; got "
+)
 ROWS = [
     *bad_flags(),
     *bad_scales(),
-    Row(
-        "scale of integers traced",
-        lambda: {"scale": 2},
-        TypeError,
-        "`scale` must be a number or a floating-point scalar array; got an array of int32",
-        traced="scale",
-    ),
-    *(
-        Row(
-            f"precision {x!r}",
-            lambda x=x: {"precision": x},
-            TypeError,
-            "`precision` must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset or one of "
-            "['default', 'high', 'highest']; got ",
-        )
-        for x in ("bogus", "", 1, ("high", "high"), jnp.float32)
-    ),
+    *given("precision", PRECISIONS, TypeError, PRECISION),
     Row(
         "both statistics",
         lambda: {"return_residual": True, "return_lse": True},

@@ -1,5 +1,7 @@
 """Tile sizes that are refused: of the wrong type, of another kernel, too large for the GPU."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from support.calls import NEWER, Row, check, each, inputs
@@ -44,210 +46,156 @@ def for_hopper(head_dim):
     return dict(query=x, key=x, value=x, implementation="mosaic")
 
 
-def bad_tiles_of_mosaic():
-    tile = Tile(64, 64)
+def tiles(id, error, fragment, make, *, gpu=None, call=dict, **others):
+    """A row of a call with the `tile_sizes` that `make` returns, or raises at."""
+    return Row(id, lambda: {**call(), "tile_sizes": make(), **others}, error, fragment, gpu=gpu)
+
+
+def sizes_of(**tiles):
+    return functools.partial(TileSizes, **tiles)
+
+
+def bad_numbers():
     for kind, name, values in NUMBERS:
         for x in values:
-            yield Row(
-                f"{name} of {x}, {kind.__name__}",
-                lambda kind=kind, name=name, x=x: {"tile_sizes": kind(**{name: x})},
-                ValueError,
-                f"`{name}` must be one of (",
-            )
-        yield Row(
-            f"{name} as a float, {kind.__name__}",
-            lambda kind=kind, name=name: {"tile_sizes": kind(**{name: 64.0})},
-            TypeError,
-            f"`{name}` must be an int; got float 64.0.",
-        )
-    for name, x in (("decode", tuning.ForwardTile()), ("dq", tuning.ForwardTile())):
-        yield Row(
-            f"{name} with a tile of another kernel",
-            lambda name=name, x=x: {"tile_sizes": TileSizes(**{name: x})},
-            TypeError,
-            f"`{name}` must be a pallas_flash.tuning.Tile",
-        )
-    yield Row(
-        "a pass for all gradients with a tile that has none",
-        lambda: {"tile_sizes": TileSizes(backward=tile)},
-        TypeError,
-        "`backward` must be a pallas_flash.tuning.BackwardTile or None; got Tile Tile(",
-    )
+            make = functools.partial(kind, **{name: x})
+            said = f"`{name}` must be one of ("
+            yield tiles(f"{name} of {x}, {kind.__name__}", ValueError, said, make)
+        make = functools.partial(kind, **{name: 64.0})
+        said = f"`{name}` must be an int; got float 64.0."
+        yield tiles(f"{name} as a float, {kind.__name__}", TypeError, said, make)
+    make = functools.partial(tuning.ForwardTile, warpgroups=3, cluster_size=2)
+    said = "`cluster_size` must be one of (1,); got 2."
+    yield tiles("cluster with three warpgroups", ValueError, said, make)
+    for name in ("block_q", "block_kv", "num_warps", "num_stages"):
+        for x in (16.0, True, "16", None, np.int64(16)):
+            make = functools.partial(sizes_with, name, x)
+            said = f"`{name}` must be an int; got {type(x).__name__} "
+            yield tiles(f"{name} as {type(x).__name__}", TypeError, said, make)
+        for x in (0, -16, 12, 512):
+            make = functools.partial(sizes_with, name, x)
+            yield tiles(f"{name} of {x}", ValueError, f"`{name}` must be one of (", make)
+
+
+def bad_kernels():
+    """Yield tiles of another kernel or of none, and of kernels that do not go together."""
+    tile = Tile(64, 64)
+    for name in ("forward", "dkv", "dk", "dv", "dq"):
+        said = f"`{name}` must be a pallas_flash.tuning.Tile"
+        yield tiles(f"{name} that is none", TypeError, said, sizes_of(**{name: (64, 64)}))
+    for name in ("decode", "dq"):
+        said = f"`{name}` must be a pallas_flash.tuning.Tile"
+        make = sizes_of(**{name: tuning.ForwardTile()})
+        yield tiles(f"{name} with a tile of another kernel", TypeError, said, make)
+    said = "`backward` must be a pallas_flash.tuning.BackwardTile or None; got Tile Tile("
+    make = sizes_of(backward=tile)
+    yield tiles("all gradients with a tile that has none", TypeError, said, make)
+    together = "`dk` and `dv` must be given together and without `dkv`; got "
+    for mixed in ("dkv dk", "dkv dv", "dkv dk dv", "dk", "dv"):
+        make = sizes_of(**dict.fromkeys(mixed.split(), tile))
+        yield tiles(f"tiles for {mixed}", ValueError, together, make)
+    make = functools.partial(tuning.Triton, dk=tile)
+    yield tiles("dk of Triton alone", ValueError, together, make)
     for dkv in ({"dkv": tile}, {"dk": tile, "dv": tile}):
-        yield Row(
-            f"{' and '.join(dkv)} and dq of two implementations",
-            lambda dkv=dkv: {"tile_sizes": TileSizes(**dkv, dq=tuning.DqTile())},
-            ValueError,
-            f"`dq` must be for the implementation of `{next(iter(dkv))}`; got DqTile(",
+        said = f"`dq` must be for the implementation of `{next(iter(dkv))}`; got DqTile("
+        make = sizes_of(**dkv, dq=tuning.DqTile())
+        id = f"{' and '.join(dkv)} and dq of two implementations"
+        yield tiles(id, ValueError, said, make)
+    for name, kernel, x, kind in (
+        ("Triton", "forward", tuning.ForwardTile(), "Tile"),
+        ("Triton", "dk", (64, 64), "Tile"),
+        ("Mosaic", "forward", tile, "ForwardTile"),
+        ("Mosaic", "decode", tuning.ForwardTile(), "DecodeTile"),
+        ("Mosaic", "backward", tile, "BackwardTile"),
+    ):
+        got = type(x).__name__
+        said = (
+            f"`{kernel}` must be a pallas_flash.tuning.{kind} or None in a pallas_flash.tuning."
+            f"{name}; got {got} "
         )
-    for kernel, x in (("forward", tuning.ForwardTile()), ("backward", tuning.BackwardTile())):
-        yield Row(
-            f"{kernel} tile of mosaic for others",
-            lambda kernel=kernel, x=x: {
-                "tile_sizes": TileSizes(**{kernel: x}),
-                "implementation": "interpret",
-            },
-            ValueError,
-            f"`tile_sizes.{kernel}` must be a tile of who computes that pass, 'interpret'; got ",
-        )
-    if not NEWER:
-        return
-    yield Row(
-        "a tile of others for mosaic",
-        lambda: for_hopper(128) | {"tile_sizes": TileSizes(dkv=tile)},
-        ValueError,
-        "`tile_sizes.dkv` must be a tile of who computes that pass, 'mosaic'; got Tile(",
-        gpu="NVIDIA H200",
-    )
-    for kernel, x, head_dim, fragment in TOO_LARGE:
-        yield Row(
-            f"{x} for {kernel} at {head_dim}",
-            lambda kernel=kernel, x=x, head_dim=head_dim: (
-                for_hopper(head_dim) | {"tile_sizes": TileSizes(**{kernel: x})}
-            ),
-            ValueError,
-            fragment,
-            gpu="NVIDIA H200",
-        )
-    yield Row(
-        "cluster with three warpgroups",
-        lambda: {"tile_sizes": tuning.ForwardTile(warpgroups=3, cluster_size=2)},
-        ValueError,
-        "`cluster_size` must be one of (1,); got 2.",
-    )
-    yield Row(
-        "cluster with a mask of arrays",
-        lambda: {
-            **for_hopper(128),
-            "key_value_seq_lengths": jnp.array([3, 4]),
-            "tile_sizes": TileSizes(forward=tuning.ForwardTile(cluster_size=2)),
-        },
-        ValueError,
-        "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which ",
-        gpu="NVIDIA H200",
-    )
-    yield Row(
-        "wider values in place of queries",
-        lambda: {
-            **for_hopper(8),
-            "value": jnp.zeros((2, 5, 4, 72), jnp.bfloat16),
-            "tile_sizes": TileSizes(forward=tuning.ForwardTile(output_slots=0)),
-        },
-        ValueError,
-        "`tile_sizes.forward` must have `output_slots` where values are wider than queries; got ",
-        gpu="NVIDIA H200",
-    )
+        make = functools.partial(getattr(tuning, name), **{kernel: x})
+        yield tiles(f"{kernel} of {name} with a {got}", TypeError, said, make)
 
 
-def bad_configurations():
+def bad_implementations():
+    """Yield tiles of an implementation that does not compute the pass."""
     triton, mosaic = tuning.Triton(forward=Tile(64, 64)), tuning.Mosaic(dq=tuning.DqTile())
-    for implementation, x, wanted in (
+    for asked, x, wanted in (
         ("interpret", mosaic, "Triton"),
         ("triton", tuning.Mosaic(), "Triton"),
         ("mosaic", triton, "Mosaic"),
     ):
-        yield Row(
-            f"{x} for {implementation}",
-            lambda implementation=implementation, x=x: {
-                "tile_sizes": x,
-                "implementation": implementation,
-            },
-            ValueError,
-            f"`tile_sizes` must be a pallas_flash.tuning.{wanted} with implementation="
-            f"{implementation!r}; got {type(x).__name__}(",
+        said = (
+            f"`tile_sizes` must be a pallas_flash.tuning.{wanted} with implementation={asked!r}; "
+            f"got {type(x).__name__}("
         )
-    for name, kernel, x, kind in (
-        ("Triton", "forward", tuning.ForwardTile(), "Tile"),
-        ("Triton", "dk", (64, 64), "Tile"),
-        ("Mosaic", "forward", Tile(64, 64), "ForwardTile"),
-        ("Mosaic", "decode", tuning.ForwardTile(), "DecodeTile"),
-        ("Mosaic", "backward", Tile(64, 64), "BackwardTile"),
-    ):
-        yield Row(
-            f"{kernel} of {name} with a {type(x).__name__}",
-            lambda name=name, kernel=kernel, x=x: {
-                "tile_sizes": getattr(tuning, name)(**{kernel: x})
-            },
-            TypeError,
-            f"`{kernel}` must be a pallas_flash.tuning.{kind} or None in a pallas_flash.tuning."
-            f"{name}; got {type(x).__name__} ",
-        )
-    yield Row(
-        "dk of Triton alone",
-        lambda: {"tile_sizes": tuning.Triton(dk=Tile(64, 64))},
-        ValueError,
-        "`dk` and `dv` must be given together and without `dkv`; got ",
+        yield tiles(f"{x} for {asked}", ValueError, said, lambda x=x: x, implementation=asked)
+    for asked in ("xla", "reference"):
+        said = "`tile_sizes` must be None where no kernel takes them; got Triton("
+        id = f"tile sizes for {asked}"
+        yield tiles(id, ValueError, said, lambda: triton, implementation=asked)
+    for kernel, x in (("forward", tuning.ForwardTile()), ("backward", tuning.BackwardTile())):
+        said = f"`tile_sizes.{kernel}` must be a tile of who computes that pass, 'interpret'; got "
+        id, make = f"{kernel} tile of mosaic for others", sizes_of(**{kernel: x})
+        yield tiles(id, ValueError, said, make, implementation="interpret")
+
+
+def too_large():
+    """Yield tiles that the GPU has no room for, and others that do not fit the call."""
+    # 8 stages of 64 keys and values of head dim 128 in two bytes: 264 KiB and more.
+    deep, call = Tile(64, 64, num_stages=8), functools.partial(inputs, jnp.bfloat16, head_dim=128)
+    for kernel in ("forward", "dkv", "dq"):
+        for gpu, limit in (("NVIDIA H200", 227), ("NVIDIA A100", 163), ("NVIDIA L4", 99)):
+            said = f"`tile_sizes.{kernel}` must fit in the GPU's {limit} KiB of shared memory; got "
+            id, make = f"{kernel} tile too large for {gpu}", sizes_of(**{kernel: deep})
+            yield tiles(id, ValueError, said, make, gpu=gpu, call=call)
+    if not NEWER:
+        return
+
+    def on_hopper(id, fragment, head_dim, others=(), **given):
+        call = functools.partial(for_hopper, head_dim)
+        made = sizes_of(**given)
+        return tiles(id, ValueError, fragment, made, gpu="NVIDIA H200", call=call, **dict(others))
+
+    for kernel, x, head_dim, fragment in TOO_LARGE:
+        yield on_hopper(f"{x} for {kernel} at {head_dim}", fragment, head_dim, **{kernel: x})
+    yield on_hopper(
+        "a tile of others for mosaic",
+        "`tile_sizes.dkv` must be a tile of who computes that pass, 'mosaic'; got Tile(",
+        128,
+        dkv=Tile(64, 64),
+    )
+    yield on_hopper(
+        "cluster with a mask of arrays",
+        "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which ",
+        128,
+        {"key_value_seq_lengths": jnp.array([3, 4])},
+        forward=tuning.ForwardTile(cluster_size=2),
+    )
+    yield on_hopper(
+        "wider values where the output reuses the queries",
+        "`tile_sizes.forward` must have `output_slots` where values are wider than queries; got ",
+        8,
+        {"value": jnp.zeros((2, 5, 4, 72), jnp.bfloat16)},
+        forward=tuning.ForwardTile(output_slots=0),
     )
 
 
-def bad_tiles():
-    for name in ("block_q", "block_kv", "num_warps", "num_stages"):
-        for x in (16.0, True, "16", None, np.int64(16)):
-            yield Row(
-                f"{name} as {type(x).__name__}",
-                lambda name=name, x=x: {"tile_sizes": sizes_with(name, x)},
-                TypeError,
-                f"`{name}` must be an int; got {type(x).__name__} ",
-            )
-        for x in (0, -16, 12, 512):
-            yield Row(
-                f"{name} of {x}",
-                lambda name=name, x=x: {"tile_sizes": sizes_with(name, x)},
-                ValueError,
-                f"`{name}` must be one of (",
-            )
-    for name in ("forward", "dkv", "dk", "dv", "dq"):
-        yield Row(
-            f"{name} tile that is none",
-            lambda name=name: {"tile_sizes": TileSizes(**{name: (64, 64)})},
-            TypeError,
-            f"`{name}` must be a pallas_flash.tuning.Tile",
-        )
+def no_tiles():
     tile = Tile(64, 64)
-    for mixed in ("dkv dk", "dkv dv", "dkv dk dv", "dk", "dv"):
-        yield Row(
-            f"tiles for {mixed}",
-            lambda mixed=mixed: {"tile_sizes": TileSizes(**dict.fromkeys(mixed.split(), tile))},
-            ValueError,
-            "`dk` and `dv` must be given together and without `dkv`; got ",
-        )
-    yield from bad_tiles_of_mosaic()
-    yield from bad_configurations()
+    said = "`tile_sizes` must be a pallas_flash.tuning.Triton or a pallas_flash.tuning.Mosaic; got "
     for x in (tile, (64, 64), {"forward": tile}, "large"):
-        yield Row(
-            f"tile sizes as {type(x).__name__}",
-            lambda x=x: {"tile_sizes": x},
-            TypeError,
-            "`tile_sizes` must be a pallas_flash.tuning.Triton or a pallas_flash.tuning.Mosaic; "
-            f"got {type(x).__name__} ",
-        )
-    for implementation in ("xla", "reference"):
-        yield Row(
-            f"tile sizes for {implementation}",
-            lambda implementation=implementation: {
-                "tile_sizes": tuning.Triton(forward=tile),
-                "implementation": implementation,
-            },
-            ValueError,
-            "`tile_sizes` must be None where no kernel takes them; got Triton(",
-        )
-    # 8 stages of 64 keys and values of head dim 128 in two bytes: 264 KiB and more.
-    deep = Tile(64, 64, num_stages=8)
-    for kernel in ("forward", "dkv", "dq"):
-        for gpu, limit in (("NVIDIA H200", 227), ("NVIDIA A100", 163), ("NVIDIA L4", 99)):
-            yield Row(
-                f"{kernel} tile too large for {gpu}",
-                lambda kernel=kernel: {
-                    **inputs(jnp.bfloat16, head_dim=128),
-                    "tile_sizes": TileSizes(**{kernel: deep}),
-                },
-                ValueError,
-                f"`tile_sizes.{kernel}` must fit in the GPU's {limit} KiB of shared memory; got ",
-                gpu=gpu,
-            )
+        kind = type(x).__name__
+        yield tiles(f"tile sizes as {kind}", TypeError, f"{said}{kind} ", lambda x=x: x)
 
 
-ROWS = list(bad_tiles())
+ROWS = [
+    *bad_numbers(),
+    *bad_kernels(),
+    *bad_implementations(),
+    *too_large(),
+    *no_tiles(),
+]
 
 
 @each(ROWS)

@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
     `arguments` makes what differs from a valid call. `gpu` is the kind of the GPU to compile for,
     the CPU if None; `traced` is an argument that arrives as a tracer; `differentiated` is one with
-    respect to which the call is differentiated; `function` is called in place of `attention`, with
+    respect to which the call is differentiated; `function` is called instead of `attention`, with
     `arguments` alone.
     """
 
@@ -79,6 +79,33 @@ class Row(NamedTuple):
 def row_of(id, function, error, fragment, **arguments):
     """A call of another function than `attention`."""
     return Row(id, lambda: arguments, error, fragment, function=function)
+
+
+def given(name, values, error, fragment, id=None, **others):
+    """Rows of calls in which one argument has each of some values, by id or by their repr.
+
+    `fragment` may have fields of the value, as in {x.shape}; `others` are further arguments.
+    """
+    values = values if isinstance(values, dict) else {f"{x!r:.20}": x for x in values}
+    return [
+        Row(f"{id or name} {key}", lambda x=x: {name: x, **others}, error, fragment.format(x=x))
+        for key, x in values.items()
+    ]
+
+
+def of_dtypes(dtypes, *shape):
+    """Values for `given`: arrays of one shape."""
+    return {f"in {dtype}": jnp.zeros(shape, dtype) for dtype in dtypes.split()}
+
+
+def of_shapes(*shapes):
+    """Values for `given`: int32 arrays."""
+    return {f"of shape {shape}": i32(*shape) for shape in shapes}
+
+
+def table(error, rows):
+    """Rows of calls that raise one type of error: {id: (arguments, fragment)}."""
+    return [Row(id, make, error, fragment) for id, (make, fragment) in rows.items()]
 
 
 def each(rows):
