@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
@@ -285,7 +285,7 @@ def attention(
 
     The algorithm is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
-    problem = _problem(locals())
+    problem = _validate.validate(locals())
     sizes = configurations.sizes_of(tile_sizes, implementation)
     plan = _resolve.resolve(problem, Request(implementation, sizes, reproducible))
     _resolve.warn_of_fallback(plan, implementation)
@@ -299,18 +299,6 @@ def attention(
     if return_residual:
         return o, lax.stop_gradient(lse).astype(problem.dtype)
     return o
-
-
-# The arguments of `attention` from which a problem is made.
-_OF_PROBLEM = tuple(inspect.signature(_validate.validate).parameters)
-
-
-def _problem(call: Mapping[str, Any]) -> Problem:
-    """Return the problem of a call; raise if its arguments, by name, are wrong."""
-    _validate.check_results(call["return_residual"], call["return_lse"])
-    _validate.check_reproducible(call["reproducible"])
-    _validate.check_method(call["context_parallelism"])
-    return _validate.validate(**{name: call[name] for name in _OF_PROBLEM})
 
 
 @overload
@@ -348,23 +336,30 @@ def explain(*args, **kwargs) -> Explanation:
         >>> pallas_flash.explain(x, x, x, implementation="xla").implementation
         'xla'
     """
-    call = inspect.signature(attention).bind(*args, **kwargs)
-    call.apply_defaults()
-    arrays, structure = jax.tree.flatten(dict(call.arguments))
+    call = bound(*args, **kwargs)
+    arrays, structure = jax.tree.flatten(call)
     shapes = {i: x for i, x in enumerate(arrays) if isinstance(x, jax.ShapeDtypeStruct)}
     results = []
 
     def traced(traced):
         filled = [traced.get(i, x) for i, x in enumerate(arrays)]
-        results.append(_explain(jax.tree.unflatten(structure, filled), *call.args[:2]))
+        call_of_arrays = jax.tree.unflatten(structure, filled)
+        results.append(_explain(call_of_arrays, call["query"], call["key"]))
 
     jax.eval_shape(traced, shapes)
     return results[0]
 
 
+def bound(*args, **kwargs) -> dict[str, Any]:
+    """Return all arguments of a call of `attention` by name, defaults among them."""
+    call = inspect.signature(attention).bind(*args, **kwargs)
+    call.apply_defaults()
+    return dict(call.arguments)
+
+
 def _explain(call: dict[str, Any], query, key) -> Explanation:
     """Explain a call of arrays; `query` and `key` are those that were given."""
-    problem = _problem(call)
+    problem = _validate.validate(call)
     asked, reproducible = call["implementation"], call["reproducible"]
     given = configurations.sizes_of(call["tile_sizes"], asked)
     request = Request(asked, given, reproducible)

@@ -27,14 +27,14 @@ class Measured(NamedTuple):
         f: the call.
         head_dim: the measured head dim that takes as long as the head dim of the call.
         backward: whether the pass is a backward.
-        in_order: whether its sums have a deterministic order.
+        deterministic: whether its sums have a deterministic order.
         dbias: whether it gives the gradient of the bias, too.
     """
 
     f: CallFeatures
     head_dim: int
     backward: bool
-    in_order: bool
+    deterministic: bool
     dbias: bool
 
     @property
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
         """Whether a backward in one pass, of heads with keys of their own, has few CTAs."""
         f = self.f
         ctas = f.batch * f.num_kv_heads * -(-f.kv_len // KEYS_OF_A_CTA)
-        one_pass = self.backward and not (self.in_order or self.dbias)
+        one_pass = self.backward and not (self.deterministic or self.dbias)
         return one_pass and f.groups == 1 and ctas <= FEW_CTAS
 
     def asks(self, *options: Option) -> bool:
@@ -78,25 +78,25 @@ class Rule(NamedTuple):
 RULES = (
     Rule("masks that were not measured", lambda c: c.f.mask is MaskKind.OTHER, NEVER),
     Rule(
-        "dbias where it was not measured, or is slower: in order at head dim 64 without a mask",
+        "dbias where it was not measured, or is slower: deterministic, head dim 64, without a mask",
         lambda c: (
             c.dbias
             and (
                 c.f.options != {Option.BIAS_16_BITS}
                 or not (c.f.causal or not c.f.masked)
                 or c.head_dim == 256
-                or (c.in_order and c.head_dim == 64 and not c.f.masked)
+                or (c.deterministic and c.head_dim == 64 and not c.f.masked)
             )
         ),
         NEVER,
     ),
     Rule(
-        "biases in 16 bits in the backward at head dim 128: dbias without a mask, or out of order",
+        "biases in 16 bits in the backward at head dim 128: dbias without a mask, or in any order",
         lambda c: (
             c.backward
             and c.head_dim == 128
             and c.asks(Option.BIAS_16_BITS)
-            and (not c.f.masked if c.dbias else not c.in_order)
+            and (not c.f.masked if c.dbias else not c.deterministic)
         ),
         512,
     ),
@@ -116,9 +116,9 @@ RULES = (
         NEVER,
     ),
     Rule(
-        "in order at head dim 64: dropout, soft caps, score functions, biases and block masks",
+        "deterministic at head dim 64: dropout, soft caps, score functions, biases, block masks",
         lambda c: (
-            c.in_order
+            c.deterministic
             and c.head_dim == 64
             and not c.dbias
             and (
@@ -129,8 +129,8 @@ RULES = (
         NEVER,
     ),
     Rule(
-        "float32 biases in order, which were not measured",
-        lambda c: c.in_order and c.asks(Option.BIAS),
+        "float32 biases, deterministic, which were not measured",
+        lambda c: c.deterministic and c.asks(Option.BIAS),
         NEVER,
     ),
     Rule(
@@ -146,8 +146,8 @@ RULES = (
         2048,
     ),
     Rule(
-        "no mask or a causal one, and no option; but in order causal at head dim 64",
-        lambda c: c.plain and not (c.in_order and c.head_dim == 64 and c.f.causal),
+        "no mask or a causal one, and no option; but not deterministic causal at head dim 64",
+        lambda c: c.plain and not (c.deterministic and c.head_dim == 64 and c.f.causal),
         512,
     ),
     Rule("all other calls", lambda c: True, 1024),
@@ -165,7 +165,7 @@ def faster_by_mosaic(attention_pass: str, f: CallFeatures) -> bool:
         f,
         head_dim=_measured_head_dim(f),
         backward=attention_pass.startswith("backward"),
-        in_order="in order" in attention_pass,
+        deterministic="in order" in attention_pass,
         dbias="with dbias" in attention_pass,
     )
     if not call.head_dim or min(f.q_len, f.kv_len) < rule_of(call).since:
@@ -196,7 +196,7 @@ def _has_enough_work(call: Measured) -> bool:
     f, head_dim = call.f, call.head_dim
     if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):
         return False
-    if not call.plain or call.in_order or call.dbias:
+    if not call.plain or call.deterministic or call.dbias:
         return f.rows >= MANY_ROWS
     if f.causal:
         numbers = 2**20 if call.forward else 2**24 if head_dim == 256 else 2**23

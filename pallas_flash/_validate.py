@@ -5,6 +5,7 @@ checks look at shapes, dtypes and Python values, so that errors appear while tra
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,85 +39,65 @@ from pallas_flash._symbolic import is_symbolic
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def validate(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    *,
-    scale,
-    is_causal,
-    query_seq_lengths,
-    key_value_seq_lengths,
-    local_window_size,
-    segment_ids,
-    query_offset,
-    query_positions,
-    key_value_positions,
-    logits_soft_cap,
-    sinks,
-    alibi_slopes,
-    score_mod,
-    dropout_rate,
-    dropout_key,
-    broadcast_dropout,
-    precision,
-    sequence_axis,
-) -> Problem:
-    """Check the arguments of `attention` and return the problem."""
-    query, key, value = (
-        array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
+# The arguments of `attention` that say nothing of its problem.
+NOT_OF_PROBLEM = (
+    "return_residual",
+    "return_lse",
+    "implementation",
+    "tile_sizes",
+    "reproducible",
+    "context_parallelism",
+)
+# The arguments that say which keys a query may see, besides `mask`.
+POSITIONS = ("query_offset", "query_positions", "key_value_positions")
+LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+CONDITIONS = ("is_causal", *LENGTHS, "local_window_size", "segment_ids", *POSITIONS)
+
+
+def validate(call: Mapping[str, Any]) -> Problem:
+    """Return the problem of a call; raise if its arguments, by name, are wrong."""
+    _check_results(call["return_residual"], call["return_lse"])
+    _check_reproducible(call["reproducible"])
+    _check_method(call["context_parallelism"])
+    query, key, value = (array(name, call[name]) for name in ("query", "key", "value"))
     _check_inputs(query, key, value)
     if query.ndim == 3:
         query, key, value = query[None], key[None], value[None]
     batch, q_len, num_heads, head_dim = query.shape
     kv_len = key.shape[1]
     scores_shape = (batch, num_heads, q_len, kv_len)
-    divided = along(sequence_axis)
+    divided = along(call["sequence_axis"])
     shards = _count(divided)
     if divided is not None:
         check_lengths(q_len * shards, kv_len * shards, shards, divided.names)
-    query, scale, any_scale = _scale(scale, query, head_dim)
-    slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
-    score_mod = _score_mod.fitted(score_mod, scale.dtype)
+    query, scale, any_scale = _scale(call["scale"], query, head_dim)
+    slopes = _per_head("alibi_slopes", call["alibi_slopes"], num_heads, scale.dtype)
+    score_mod = _score_mod.fitted(call["score_mod"], scale.dtype)
     # Positions change a score through the slopes alone.
     at = TokenPositions()
     if slopes is not None:
-        sizes = batch, q_len, kv_len
-        at = _positions(query_offset, query_positions, key_value_positions, sizes, divided)
+        given = {name: call[name] for name in POSITIONS}
+        at = _positions((batch, q_len, kv_len), divided, **given)
+    conditions = {name: call[name] for name in CONDITIONS}
     return Problem(
         query=query,
         key=key,
         value=value,
         scale=scale,
-        bias=_bias(bias, Call(scores_shape, shards=shards).pairs_shape, scale.dtype),
-        sinks=_per_head("sinks", sinks, num_heads, scale.dtype),
+        bias=_bias(call["bias"], Call(scores_shape, shards=shards).pairs_shape, scale.dtype),
+        sinks=_per_head("sinks", call["sinks"], num_heads, scale.dtype),
         slopes=slopes,
         score_operands=None if score_mod is None else score_mod.operands,
-        mask=mask_of(
-            scores_shape,
-            mask,
-            is_causal=is_causal,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            local_window_size=local_window_size,
-            segment_ids=segment_ids,
-            query_offset=query_offset,
-            query_positions=query_positions,
-            key_value_positions=key_value_positions,
-            divided=divided,
-        ),
+        mask=mask_of(scores_shape, call["mask"], **conditions, divided=divided),
         rest_of_scores=Scores(
             offset=at.offset,
             positions=at.positions,
             shift=at.shift,
             score_mod=None if score_mod is None else score_mod.fn,
-            soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
+            soft_cap=_soft_cap(call["logits_soft_cap"], scale.dtype),
         ),
-        dropout=dropout(dropout_rate, dropout_key, broadcast_dropout),
-        precision=_precision(precision),
+        dropout=dropout(call["dropout_rate"], call["dropout_key"], call["broadcast_dropout"]),
+        precision=_precision(call["precision"]),
         any_scale=any_scale,
     )
 
@@ -138,7 +119,13 @@ def mask_of(
     """Return the whole mask for scores [B, N, T, S] of a call, or of one shard of it."""
     batch, _, q_len, kv_len = scores_shape
     sizes, shards = (batch, q_len, kv_len), _count(divided)
-    at = _positions(query_offset, query_positions, key_value_positions, sizes, divided)
+    at = _positions(
+        sizes,
+        divided,
+        query_offset=query_offset,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
+    )
     leaves = []
     causal = flag("is_causal", is_causal)
     band = _band(q_len * shards, kv_len * shards, causal=causal, window=local_window_size, at=at)
@@ -146,10 +133,7 @@ def mask_of(
         leaves.append(band)
     lengths = [
         None if x is None else integers(name, x, (batch,), "[B]")
-        for name, x in (
-            ("query_seq_lengths", query_seq_lengths),
-            ("key_value_seq_lengths", key_value_seq_lengths),
-        )
+        for name, x in zip(LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True)
     ]
     if any(x is not None for x in lengths):
         leaves.append(Lengths(*lengths))
@@ -185,7 +169,7 @@ def _count(divided: Along | None) -> int:
     return 1 if divided is None else lax.axis_size(divided.names)
 
 
-def check_method(method) -> None:
+def _check_method(method) -> None:
     """Check that `context_parallelism` is None or the name of a method."""
     if method is not None and not (isinstance(method, str) and method in METHODS):
         raise ValueError(
@@ -195,7 +179,7 @@ def check_method(method) -> None:
         )
 
 
-def check_results(return_residual, return_lse) -> None:
+def _check_results(return_residual, return_lse) -> None:
     """Check that a call asks for at most one of the two statistics."""
     flags = {"return_residual": return_residual, "return_lse": return_lse}
     if all([flag(name, value) for name, value in flags.items()]):
@@ -206,7 +190,7 @@ def check_results(return_residual, return_lse) -> None:
         )
 
 
-def check_reproducible(reproducible) -> None:
+def _check_reproducible(reproducible) -> None:
     """Check that `reproducible` is None or a Python bool, because it decides what is compiled."""
     if reproducible is not None and not isinstance(reproducible, (bool, np.bool_)):
         raise TypeError(
@@ -404,7 +388,7 @@ def _seed(name, key):
 
 
 def _positions(
-    query_offset, query_positions, key_value_positions, sizes, divided: Along | None
+    sizes, divided: Along | None, *, query_offset, query_positions, key_value_positions
 ) -> TokenPositions:
     """Return the positions of tokens; `sizes` are B, T and S."""
     batch, q_len, kv_len = sizes

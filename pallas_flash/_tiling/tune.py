@@ -206,13 +206,11 @@ def _problem(inputs, options) -> Problem:
     ]
     if any(isinstance(x, Tracer) for x in jax.tree.leaves([inputs, options])):
         raise TypeError("`tune` must be given numbers; got a traced array. Call it outside `jit`.")
-    names = list(inspect.signature(_validate.validate).parameters)[len(inputs) :]
+    parameters = inspect.signature(_api.attention).parameters
+    names = [x for x in parameters if x not in _validate.NOT_OF_PROBLEM][len(inputs) :]
     if unknown := sorted(set(options) - set(names)):
         raise TypeError(f"`tune` must have options among {names}; got {unknown}. Drop these.")
-    defaults = inspect.signature(_api.attention).parameters
-    return _validate.validate(
-        *inputs, **{name: options.get(name, defaults[name].default) for name in names}
-    )
+    return _validate.validate(_api.bound(*inputs, **options))
 
 
 def search(

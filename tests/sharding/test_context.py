@@ -1,7 +1,6 @@
 """A sequence that devices divide: its parts, the choice of a method, the steps of a ring."""
 
 import dataclasses
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 
-from pallas_flash import _api, _lowered_once, _plan, _reference, attention, explain
+from pallas_flash import _lowered_once, _plan, _reference, attention, explain
 from pallas_flash._context import choice, cost, gather, parts, ring
 from pallas_flash._features import kind_of
 from pallas_flash._problem import Problem
@@ -23,9 +22,7 @@ from pallas_flash._problem import Problem
 
 def problem_of(case: cases.Case, **more) -> Problem:
     qkv, _, options = case.problem()
-    call = inspect.signature(attention).bind(*qkv, **options, **more)
-    call.apply_defaults()
-    return _api._problem(call.arguments)
+    return cases.checked(qkv, options | more)
 
 
 @cases.parametrize(names=("prefix", "everything at once", "all features", "blocks and predicate",
@@ -81,11 +78,8 @@ def shapes(length, heads=32, kv_heads=8, **options) -> Problem:
     """Return one device's shard of a call on 4 devices."""
     x = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
     y = jax.ShapeDtypeStruct((1, length, kv_heads, 128), jnp.bfloat16)
-    call = inspect.signature(attention).bind(x, y, y, **options)
-    call.apply_defaults()
     problems = []
-    jax.eval_shape(lambda x, y: problems.append(
-        _api._problem(call.arguments | {"query": x, "key": y, "value": y})), x, y)  # fmt: skip
+    jax.eval_shape(lambda x, y: problems.append(cases.checked((x, y, y), options)), x, y)
     p = problems[0]
     x, y = (jax.ShapeDtypeStruct((1, length // 4, *x.shape[2:]), x.dtype) for x in (x, y))
     return dataclasses.replace(p, query=x, key=y, value=y)

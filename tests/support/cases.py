@@ -6,7 +6,6 @@ unless the name says so.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from support.oracle import ExactScoreMod, visible
 
-from pallas_flash import BlockMask, Predicate, PrefixLM, ScoreMod, _validate, attention
+from pallas_flash import BlockMask, Predicate, PrefixLM, ScoreMod, _api, _validate
 
 Random = np.random.Generator
 
@@ -419,11 +418,7 @@ def parametrize(*, names=None, more=(), others_extended=False, table=CASES):
 
 def checked(qkv, options):
     """The call as the implementations get it."""
-    names = list(inspect.signature(_validate.validate).parameters)[3:]
-    defaults = inspect.signature(attention).parameters
-    return _validate.validate(
-        *qkv, **{name: options.get(name, defaults[name].default) for name in names}
-    )
+    return _validate.validate(_api.bound(*qkv, **options))
 
 
 def poison(case: Case, qkv, cotangents, options):
