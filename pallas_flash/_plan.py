@@ -124,7 +124,7 @@ class Plan:
         Args:
             name: of that method.
             *args: trees of arrays.
-            again: whether a program has several such calls, which may be lowered once.
+            again: whether equal calls may share one lowered program, see `_lowered_once`.
             **wanted: keywords of the method.
         """
         plan = self.forward if name == "_forward_alone" else self._backward_for(**wanted)

@@ -39,7 +39,8 @@ class Shards(NamedTuple):
             key/value heads, every device holds all of them.
         along: the mesh axes that divide the sequence; None if it is whole.
         mapped: the mesh axes that divide an axis of `jax.vmap`, by the letter of that axis.
-        again: whether `jax.vmap` may map the shard once more, each time in a program of its own.
+        again: whether equal shards may share one lowered program, see `_lowered_once`. XLA's
+            partitioner lowers each by itself; `jax.vmap` cannot map a lowered one.
     """
 
     batch: tuple[str, ...] = ()

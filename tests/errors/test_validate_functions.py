@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from support.calls import Row, check, each, f32
+from support.calls import Row, check, each, f32, given
 
 from pallas_flash import Predicate, ScoreMod
 
@@ -65,6 +65,9 @@ FUNCTIONS = {
 }
 
 
+WHOLE = "float32 of shape (2, 3, 1, 5, 7)"
+
+
 def bad_score_functions():
     for id, (fn, operands, fragment) in FUNCTIONS.items():
         yield Row(
@@ -73,53 +76,37 @@ def bad_score_functions():
             TypeError,
             f"`ScoreMod.fn` {fragment}" if fragment.startswith("must be") else fragment,
         )
-    for id, score_mod in (
-        ("a number", 3),
-        ("a Predicate", Predicate(lambda b, h, q, k: q >= k)),
-        ("a function and its operands", (lambda s, *at: s, ())),
+    kinds = {
+        "a number": 3,
+        "a Predicate": Predicate(lambda b, h, q, k: q >= k),
+        "a function and its operands": (lambda s, *at: s, ()),
+    }
+    said = "`score_mod` must be a function of a score and its indices, or a pallas_flash.ScoreMod"
+    yield from given("score_mod", kinds, TypeError, said, "score function that is")
+    given_shape = "float32 of shape (2, 3)"
+    # The last ones have the right shape for one batch element and head.
+    for id, fn, got, wanted in (
+        ("another dtype", lambda s, *at: s.astype(jnp.bfloat16), "bfloat16 of shape (2, 3)", ""),
+        ("ints", lambda s, b, h, q, k: q - k, "int32 of shape (2, 3)", ""),
+        ("another shape", lambda s, *at: s[:, :2], "float32 of shape (2, 2)", ""),
+        ("one more axis", lambda s, *at: s[None], "float32 of shape (1, 2, 3)", ""),
+        ("a sum", lambda s, *at: s.sum(), "float32 of shape ()", ""),
+        ("a mean", lambda s, *at: s.mean(-1, keepdims=True), "float32 of shape (2, 1)", ""),
+        ("a bool", lambda s, *at: True, "bool of shape ()", ""),
+        ("the first keys", lambda s, *at: s[..., :3], "float32 of shape (2, 3, 1, 5, 3)", WHOLE),
+        ("too few axes", lambda s, *at: jnp.squeeze(s), "float32 of shape (2, 3, 5, 7)", WHOLE),
     ):
-        yield Row(
-            f"score function that is {id}",
-            lambda score_mod=score_mod: {"score_mod": score_mod},
-            TypeError,
-            "`score_mod` must be a function of a score and its indices, or a pallas_flash.ScoreMod",
-        )
-    for id, fn, got in (
-        ("another dtype", lambda s, *at: s.astype(jnp.bfloat16), "bfloat16 of shape (2, 3)"),
-        ("ints", lambda s, b, h, q, k: q - k, "int32 of shape (2, 3)"),
-        ("another shape", lambda s, *at: s[:, :2], "float32 of shape (2, 2)"),
-        ("one more axis", lambda s, *at: s[None], "float32 of shape (1, 2, 3)"),
-        ("a sum", lambda s, *at: s.sum(), "float32 of shape ()"),
-        ("a mean", lambda s, *at: s.mean(-1, keepdims=True), "float32 of shape (2, 1)"),
-        ("a bool", lambda s, *at: True, "bool of shape ()"),
-    ):
-        yield Row(
-            f"score function that returns {id}",
-            lambda fn=fn: {"score_mod": fn},
-            TypeError,
+        said = (
             "`score_mod` must return scores of the shape and dtype that it is given; got "
-            f"{got} for float32 of shape (2, 3).",
+            f"{got} for {wanted or given_shape}."
         )
-    # These have the right shape for one batch element and head.
-    yield Row(
-        "score function of the first keys",
-        lambda: {"score_mod": lambda s, *at: s[..., :3]},
-        TypeError,
-        "got float32 of shape (2, 3, 1, 5, 3) for float32 of shape (2, 3, 1, 5, 7).",
-    )
-    yield Row(
-        "score function that drops an axis",
-        lambda: {"score_mod": lambda s, *at: jnp.squeeze(s)},
-        TypeError,
-        "got float32 of shape (2, 3, 5, 7) for float32 of shape (2, 3, 1, 5, 7).",
-    )
-    yield Row(
-        "score function of two axes",
-        lambda: {"score_mod": lambda s, *at: s.reshape(2, 3)},
-        TypeError,
+        yield from given("score_mod", {id: fn}, TypeError, said, "score function that returns")
+    said = (
         "must be traceable for indices b of shape (2, 1, 1, 1, 1), h of (1, 3, 1, 1, 1), q_pos of "
-        "(1, 1, 1, 5, 1) and k_pos of (1, 1, 1, 1, 7), followed by 0 operands; got TypeError: ",
+        "(1, 1, 1, 5, 1) and k_pos of (1, 1, 1, 1, 7), followed by 0 operands; got TypeError: "
     )
+    reshaped = {"of two axes": lambda s, *at: s.reshape(2, 3)}
+    yield from given("score_mod", reshaped, TypeError, said)
 
 
 def of_indices(fn):

@@ -95,7 +95,7 @@ def given(name, values, error, fragment, id=None, **others):
 
 def of_dtypes(dtypes, *shape):
     """Values for `given`: arrays of one shape."""
-    return {f"in {dtype}": jnp.zeros(shape, dtype) for dtype in dtypes.split()}
+    return {f"in {dtype}": zeros(shape, jnp.dtype(dtype)) for dtype in dtypes.split()}
 
 
 def of_shapes(*shapes):

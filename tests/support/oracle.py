@@ -172,6 +172,25 @@ class Truth:
     of_rounding: dict[str, np.ndarray]
 
 
+def scores_of(products, held, shape, *, bias, alibi_slopes, score_mod, logits_soft_cap, conditions):
+    """The scores of scaled products [B, N, T, S], and their derivative in the products."""
+    B, N, T, S = shape
+    s, slope = held(products), 1.0
+    if bias is not None:
+        s = held(s + np.asarray(bias, np.float64))
+    if alibi_slopes is not None:
+        distance = np.abs(np.subtract(*positions(B, T, S, **conditions)))
+        s = held(s - np.asarray(alibi_slopes, np.float64)[:, None, None] * distance)
+    if score_mod is not None:
+        fn, operands = parts_of(score_mod)
+        at = (*np.ogrid[:B, :N, :T, :S], *map(Clamped, operands))
+        s, slope = held(fn.exact(s, *at)), fn.slope(s, *at)
+    if logits_soft_cap is not None:
+        s, inner = logits_soft_cap * np.tanh(s / logits_soft_cap), s
+        slope = slope / np.cosh(np.clip(inner / logits_soft_cap, -300, 300)) ** 2
+    return s, slope
+
+
 def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
           score_mod=None, logits_soft_cap=None, dropout_rate=0.0,
           dropout_key=None, broadcast_dropout=False, tf32=False, rounded=np.float64,
@@ -201,32 +220,25 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     k, v = heads_first(k, N // K), heads_first(v, N // K)
     ok = visible((B, N, T, S), **conditions)
     raw = q @ k.mT
-    # The score, and its derivative in what the products are scaled to.
-    s, slope = held(scale * raw), 1.0
-    if bias is not None:
-        s = held(s + np.asarray(bias, np.float64))
-    if alibi_slopes is not None:
-        distance = np.abs(np.subtract(*positions(B, T, S, **conditions)))
-        s = held(s - np.asarray(alibi_slopes, np.float64)[:, None, None] * distance)
-    if score_mod is not None:
-        fn, operands = parts_of(score_mod)
-        at = (*np.ogrid[:B, :N, :T, :S], *map(Clamped, operands))
-        s, slope = held(fn.exact(s, *at)), fn.slope(s, *at)
-    if logits_soft_cap is not None:
-        s, inner = logits_soft_cap * np.tanh(s / logits_soft_cap), s
-        slope = slope / np.cosh(np.clip(inner / logits_soft_cap, -300, 300)) ** 2
+    s, slope = scores_of(
+        scale * raw,
+        held,
+        (B, N, T, S),
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
+        logits_soft_cap=logits_soft_cap,
+        conditions=conditions,
+    )
     s = np.where(ok, s, -np.inf)
     m = s.max(-1, keepdims=True)
     alive = m > -np.inf
-    if sinks is not None:
-        m = np.maximum(m, np.asarray(sinks, np.float64)[:, None, None])
-    m = np.where(alive, m, 0)
-    e = np.exp(s - m)
-    total = e.sum(-1, keepdims=True)
-    if sinks is not None:
-        of_sink = np.where(alive, np.exp(np.asarray(sinks, np.float64)[:, None, None] - m), 0)
-        total = total + of_sink
-    p = e / np.where(alive, total, 1)
+    # No sink is one of -inf.
+    sink = np.asarray([-np.inf] if sinks is None else sinks, np.float64)[:, None, None]
+    m = np.where(alive, np.maximum(m, sink), 0)
+    e, of_sink = np.exp(s - m), np.where(alive, np.exp(sink - m), 0)
+    total = e.sum(-1, keepdims=True) + of_sink
+    p, p_sink = (x / np.where(alive, total, 1) for x in (e, of_sink))
     with np.errstate(divide="ignore"):
         lse = heads_last((m + np.log(total))[..., 0])
     dropped = 1.0
@@ -252,7 +264,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
             found["dbias"] = sum_like(ds, bias)
         if sinks is not None:
             # A key with the value 0, so dp = 0.
-            found["dsinks"] = -(of_sink / np.where(alive, total, 1) * delta).sum((0, 2, 3))
+            found["dsinks"] = -(p_sink * delta).sum((0, 2, 3))
         return found, ds
 
     dp, delta = (do @ v.mT) * dropped, delta_of(o)
@@ -277,7 +289,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     if bias is not None:
         terms["dbias"] = sum_like(size, bias)
     if sinks is not None:
-        terms["dsinks"] = (of_sink / np.where(alive, total, 1) * np.abs(delta)).sum((0, 2, 3))
+        terms["dsinks"] = (p_sink * np.abs(delta)).sum((0, 2, 3))
     cut_dp = (as_tf32(do) @ as_tf32(v).mT) * dropped if tf32 else dp
     # Variances. o has that of its rounding and of p's before it; a row of ds shares that of delta.
     of_o = weight**2 @ v**2
@@ -293,9 +305,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
         of_rows = share if np.shape(bias)[-1:] == (S,) else share.sum(-1, keepdims=True)
         of_rounding["dbias"] = sum_like(of_rows**2 * of_delta, bias)
     if sinks is not None:
-        of_rounding["dsinks"] = ((of_sink / np.where(alive, total, 1)) ** 2 * of_delta).sum(
-            (0, 2, 3)
-        )
+        of_rounding["dsinks"] = (p_sink**2 * of_delta).sum((0, 2, 3))
     return Truth(
         values,
         {name: float(np.linalg.norm(x)) for name, x in terms.items()},

@@ -87,11 +87,13 @@ def test_explain_says_nothing_of_a_configuration_without_a_choice():
     assert sentence not in reason_of("NVIDIA A100", **options)[1]
 
 
-def test_configurations_are_hashable_and_frozen():
-    assert hash(Triton(forward=TILE)) == hash(Triton(forward=Tile(64, 64)))
-    assert Triton() != Mosaic()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Triton().forward = TILE
+@pytest.mark.parametrize("kind", [Triton, TileSizes])
+def test_configurations_are_hashable_and_frozen(kind):
+    assert hash(kind(forward=TILE)) == hash(kind(forward=Tile(64, 64)))
+    assert kind(forward=TILE) != kind(dq=TILE) != Mosaic()
+    for x, name in ((kind(), "forward"), (TILE, "block_q")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(x, name, TILE)
 
 
 def test_the_module_says_that_it_is_unstable():
