@@ -19,7 +19,7 @@ An export with a symbolic length has a symbolic number of tiles, to which the lo
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,13 +126,7 @@ def backward(
     delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
     if dlse is not None:
         delta = delta - dlse
-    dsinks = None
-    if want_sinks:
-        dsinks = sinks_gradient(p.sinks, log_sum, jnp.moveaxis(delta, 1, 2))
-    # A row without keys has log_l = +inf here, so that its p is 0.
-    log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)
-    m = jnp.zeros_like(log_l) if log_sum.m is None else log_sum.m
-    m, log_l = (jnp.moveaxis(x, 1, 2) for x in (m, log_l))
+    dsinks = sinks_gradient(p.sinks, log_sum, jnp.moveaxis(delta, 1, 2)) if want_sinks else None
     center, known = _key_center.of(p), None
     if center is not None:
         by_row = (None if x is None else jnp.moveaxis(x, 1, 2) for x in (delta, dlse))
@@ -140,8 +134,7 @@ def backward(
         known = None if r is None else _key_center.known_part(p, center, r)
 
     blocks = _Blocks(p, on_gpu)
-    do, delta, m, log_l = map(blocks.split_rows, (do, delta, m, log_l))
-    lse = m + log_l
+    do, rows = blocks.split_rows(do), _Rows.of(blocks, log_sum, delta)
     ranges = blocks.q_ranges()
 
     def kv_tile(sums, j):
@@ -152,23 +145,12 @@ def backward(
 
         def step(i, masked, carry):
             dk, dv, dq_t, dbias = carry
-            q, do_i, delta_i = (_take(x, i) for x in (blocks.queries, do, delta))
-            qk_t = blocks.einsum("bksh,bkgth->bksgt", k, q)
+            q, do_i = (_take(x, i) for x in (blocks.queries, do))
             tile = blocks.tile(i, j, transposed=True)
-            s_t, pull = p.scale * qk_t, None
-            if p.scores:
-                s_t, pull = tile.scores.vjp(s_t, *tile.at)
-            if p.large:
-                m_i, log_l_i = (_take(x, i)[:, :, None] for x in (m, log_l))
-                p_t = jnp.exp(below(s_t, m_i, large=True) - log_l_i)
-            else:
-                p_t = jnp.exp(s_t - _take(lse, i)[:, :, None])
+            qk_t = blocks.einsum("bksh,bkgth->bksgt", k, q)
             dp_t = blocks.einsum("bksv,bkgtv->bksgt", v, do_i)
-            keep = kept(p.dropout, tile.at)
-            dp_t = drop(keep, rescaled(p.dropout, dp_t))
-            ds_t = p_t * (dp_t - delta_i[:, :, None])
-            ds_t = ds_t if pull is None else pull(ds_t)
-            p_t = drop(keep, rescaled(p.dropout, p_t))
+            rows_i = jax.tree.map(lambda x: _take(x, i), rows)
+            p_t, ds_t = _weights_and_ds(p, tile, qk_t, dp_t, rows_i)
             visible_k_t = k_t
             if masked:
                 ok_t = tile.allowed()
@@ -189,8 +171,8 @@ def backward(
         dk, dv, *sums = visit(blocks.range(ranges, j), step, start, blocks.sparsity)
         return tuple(sums), ((dk * p.scale).astype(p.dtype), dv.astype(p.dtype))
 
-    rows = p.groups, blocks.q.block
-    dq_t = blocks.full((blocks.q.count, p.batch, p.num_kv_heads, p.head_dim, *rows), 0)
+    queries = p.groups, blocks.q.block
+    dq_t = blocks.full((blocks.q.count, p.batch, p.num_kv_heads, p.head_dim, *queries), 0)
     sums = dq_t, blocks.zero_bias() if want_bias else None
     (dq_t, dbias), (dk, dv) = lax.scan(kv_tile, sums, jnp.arange(blocks.kv.count, dtype=jnp.int32))
     # Sums over centered keys.
@@ -207,6 +189,46 @@ def backward(
         blocks.crop_bias(dbias).astype(p.bias.dtype) if want_bias else None,
         dsinks,
     )
+
+
+class _Rows(NamedTuple):
+    """The numbers of each row that the backward reads, [tiles, B, K, G, block_q] or a tile of it.
+
+    Attributes:
+        delta: see `backward`.
+        m: the maximum where it is separate, see `Problem.large`; else None.
+        log_l: the LSE less m, or all of it; +inf in rows without keys, so that their p is 0.
+    """
+
+    delta: Any
+    m: Any
+    log_l: Any
+
+    @classmethod
+    def of(cls, blocks: "_Blocks", log_sum: LogSum, delta) -> "_Rows":
+        """Return the rows in blocks, for delta [B, T, N]."""
+        m = log_sum.m
+        log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)
+        if not blocks.problem.large:
+            m, log_l = None, log_l if m is None else m + log_l
+        m, log_l = (None if x is None else jnp.moveaxis(x, 1, 2) for x in (m, log_l))
+        return jax.tree.map(blocks.split_rows, cls(delta, m, log_l))
+
+
+def _weights_and_ds(p: Problem, tile: "_ScoreTile", qk_t, dp_t, rows: _Rows):
+    """Return p_t after dropout and ds_t of a transposed tile, from its products and its rows."""
+    s_t, pull = p.scale * qk_t, None
+    if p.scores:
+        s_t, pull = tile.scores.vjp(s_t, *tile.at)
+    delta, log_l = (x[:, :, None] for x in (rows.delta, rows.log_l))
+    s_t = s_t if rows.m is None else below(s_t, rows.m[:, :, None], large=True)
+    p_t = jnp.exp(s_t - log_l)
+    keep = kept(p.dropout, tile.at)
+    dp_t = drop(keep, rescaled(p.dropout, dp_t))
+    ds_t = p_t * (dp_t - delta)
+    ds_t = ds_t if pull is None else pull(ds_t)
+    p_t = drop(keep, rescaled(p.dropout, p_t))
+    return p_t, ds_t
 
 
 def _block_sizes(heads: int, kv_len: int, on_gpu: bool) -> tuple[int, int]:

@@ -678,8 +678,21 @@ def backward(
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
     mask = mask_for(p, q, kv, valid)
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
-
     steps = backward_splits.Steps.of(p, q, kv)
+    # As many rows as delta has: whole tiles of 128, for dq.
+    operands = Operands.of(p, do, log_sum, delta, valid, delta.shape[2])
+    # Keys and values have no strips: a warpgroup's half of the keys is no one piece of memory.
+    operands = operands._replace(
+        q=in_strips(operands.q, head_dim), do=in_strips(operands.do, value_dim)
+    )
+    weights = None
+    if grads.dq and center is not None and row_sums is not None and not want_scale:
+        weights = p.scale.astype(jnp.float32) * row_sums
+        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -p.q_len % ROWS)))
+    if center is not None:
+        center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
+        is_centered = (center != 0).any(axis=2).astype(jnp.int32)
+        operands = operands._replace(center=center, is_centered=is_centered)
 
     def run(arrays, x):
         operands: Operands = x["operands"]
@@ -690,8 +703,7 @@ def backward(
         table = block_ranges.block_table(
             extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq
         )
-        room = stream_room(p, tile, grads)
-        streams, arrays, streamed = pairs.Streams.of(p, arrays, room, q)
+        streams, arrays, streamed = pairs.Streams.of(p, arrays, stream_room(p, tile, grads), q)
         config = OuterKeysConfig.of(
             *(p, mask, arrays, table, q, kv),
             transposed=True,
@@ -707,39 +719,9 @@ def backward(
         )
         operands = operands.for_launch(config, arrays, table, streamed)
         results = _launch(config, p, operands, x["zeros"])
-        likes = dict(dq=(p.query, "q"), dk=(p.key, "kv"), dv=(p.value, "kv"))
-        for name, shape in _fragments(config, p, batch).items():
-            rows, (like, side) = results[name].reshape(shape), likes[name]
-            if name == "dq" and want_scale:
-                results[name] = ptx.unfold(rows[:, :, 0])[:, : p.q_len, :, : p.head_dim]
-                continue
-            is_dq = name == "dq"
-            results[name] = postprocess(
-                rows,
-                rescaled(extras.dropout, scale) if is_dq else np.ones(1, np.float32),
-                (batch, *like.shape[1:]),
-                p.dtype,
-                batch=p.batch,
-                valid=getattr(operands, f"valid_{side}"),
-                weighted_center=(x["weights"], operands.center) if is_dq and weighted else None,
-            )
-        return results
+        factor = rescaled(extras.dropout, scale)
+        return _rows(config, p, operands, results, factor, x["weights"], want_scale)
 
-    # As many rows as delta has: whole tiles of 128, for dq.
-    operands = Operands.of(p, do, log_sum, delta, valid, delta.shape[2])
-    # Of q and do: a warpgroup's half of the keys is no one piece of memory.
-    operands = operands._replace(
-        q=in_strips(operands.q, head_dim), do=in_strips(operands.do, value_dim)
-    )
-    weights = None
-    weighted = grads.dq and center is not None and row_sums is not None and not want_scale
-    if weighted:
-        weights = p.scale.astype(jnp.float32) * row_sums
-        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -p.q_len % ROWS)))
-    if center is not None:
-        center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
-        is_centered = (center != 0).any(axis=2).astype(jnp.int32)
-        operands = operands._replace(center=center, is_centered=is_centered)
     x = dict(operands=operands, zeros=zeros, weights=weights)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     return by_instance(run, p.batch, arrays, x)
@@ -777,6 +759,41 @@ def _launch(config: OuterKeysConfig, p: Problem, operands: Operands, zeros) -> d
         unsafe_no_auto_barriers=True,
     )
     return dict(zip([*sorted(added), *outputs], results, strict=True))
+
+
+def _rows(
+    config: OuterKeysConfig, p: Problem, operands: Operands, results, factor, weights, want_scale
+) -> dict:
+    """Return results of `_launch` with rows instead of fragments.
+
+    Args:
+        config: of the kernel.
+        p: the call.
+        operands: what the kernel read.
+        results: gradients by name.
+        factor: what dq is multiplied by, float32 [1 or instances].
+        weights: of the term of dq with the center, see `postprocess`; None if dq has none.
+        want_scale: as of `backward`.
+    """
+    batch, one, results = len(operands.q), np.ones(1, np.float32), dict(results)
+    weighted_center = None if weights is None else (weights, operands.center)
+    known = dict(
+        dq=(p.query, operands.valid_q, factor, weighted_center),
+        dk=(p.key, operands.valid_kv, one, None),
+        dv=(p.value, operands.valid_kv, one, None),
+    )
+    for name, shape in _fragments(config, p, batch).items():
+        rows, (like, valid, factor, weighted_center) = results[name].reshape(shape), known[name]
+        if name == "dq" and want_scale:
+            results[name] = ptx.unfold(rows[:, :, 0])[:, : p.q_len, :, : p.head_dim]
+            continue
+        results[name] = postprocess(
+            *(rows, factor, (batch, *like.shape[1:]), p.dtype),
+            batch=p.batch,
+            valid=valid,
+            weighted_center=weighted_center,
+        )
+    return results
 
 
 def _fragments(config: OuterKeysConfig, p: Problem, batch: int) -> dict[str, tuple[int, ...]]:

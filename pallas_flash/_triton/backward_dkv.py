@@ -8,10 +8,13 @@
 
 Scores are computed transposed, so that no product needs its accumulator transposed. A program sums
 over the query heads of its group. The loop over heads goes around the loop over tiles, so that the
-inner loop keeps its pipeline. Where that leaves too few programs for a GPU, the heads are split
-equally among several programs, whose float32 sums are added after the launch. Where dk and dv do
-not fit in registers together, the kernel runs once for each.
+inner loop keeps its pipeline. Where that leaves a GPU with low occupancy, several programs split
+the heads equally, and their float32 sums are added after the launch. Where dk and dv do not fit in
+registers together, the kernel runs once for each.
 """
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +23,86 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import drop, rescaled, shrunk
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Extras, Problem
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
 from pallas_flash._triton.tiles.rule import splits_of_heads
 from pallas_flash._visits import in_tile, visit
+
+
+class KeyTile(NamedTuple):
+    """The resident tile of a program, and the queries that stream past it.
+
+    Attributes:
+        spec: the configuration of the kernel.
+        extras: mask, scores and dropout.
+        queries: refs of q, do, the `LogSum` and delta.
+        scale: the scale of scores.
+        b: the batch element, int32.
+        first_head: the first query head, int32.
+        number: the number of the key tile, int32.
+        pos: positions of the keys, int32 [block_kv].
+        valid: which keys exist, bool [block_kv]; None means all.
+        k: the keys, [block_kv, padded H].
+        v: the values, [block_kv, padded V]; None in a launch without dk.
+        want_dv: whether dv is computed.
+    """
+
+    spec: common.KernelSpec
+    extras: Extras
+    queries: tuple
+    scale: Any
+    b: Any
+    first_head: Any
+    number: Any
+    pos: Any
+    valid: Any
+    k: Any
+    v: Any
+    want_dv: bool
+
+    def add(self, g, q_tile, masked, sums):
+        """Return dk and dv with a query tile of head g added."""
+        spec, extras, mask, (dk, dv) = self.spec, self.extras, self.extras.mask, sums
+        q_ref, do_ref, log_sum_refs, delta_ref = self.queries
+        q_pos = in_tile(q_tile, spec.q.block)
+        span = pl.ds(q_tile * spec.q.block, spec.q.block)
+        at = self.b, self.first_head + g, q_pos[None, :], self.pos[:, None]
+        exist = rows = None
+        if spec.mask_loads and masked:
+            exist = common.valid_positions(spec.q, q_pos)
+            rows = common.queries_with_keys(mask, *at[:2], q_pos, self.pos, self.valid)
+
+        def visible(x):
+            return jnp.where(mask.allowed(*at), x, 0.0)
+
+        def load_do():
+            return common.load(do_ref.at[span, g, :], rows, spec.value_dim)
+
+        # The order of loads and products matters. lse is loaded before the products, so that the
+        # exponentials run under the second one. delta is loaded late and holds no registers.
+        log_sum = jax.tree.map(lambda ref: common.load_row(ref.at[g, span], exist), log_sum_refs)
+        q = common.load(q_ref.at[span, g, :], rows, spec.head_dim)
+        do = None if self.v is None else load_do()
+        s_t, c, pull = spec.logits_vjp(extras, spec.dot_t(self.k, q), self.scale, *at)
+        dp_t = 0.0 if self.v is None else spec.dot_t(self.v, do)
+        log_sum = jax.tree.map(lambda x: x[None, :], common.softmax_shift(extras, log_sum))
+        p_t = spec.probabilities(s_t, c, log_sum)
+        kept = spec.kept_in_tile(extras, *at[:2], q_tile, self.number, transposed=True)
+        if masked:
+            p_t = visible(p_t)
+        if do is None:
+            p_t = spec.fence(p_t, q_tile, spec.q)
+            do = load_do()
+        if self.want_dv:
+            dv = dv + spec.dot(drop(kept, p_t).astype(do.dtype), do)
+        if self.v is not None:
+            delta = shrunk(extras.dropout, common.load_row(delta_ref.at[g, span], exist))
+            ds_t = pull(p_t * (drop(kept, dp_t) - delta[None, :]))
+            if masked:
+                ds_t = visible(ds_t)  # Hides also what is not finite in dp_t.
+            dk = dk + spec.dot(ds_t.astype(q.dtype), q)
+        return dk, dv
 
 
 def _kernel(
@@ -43,61 +121,21 @@ def _kernel(
     log_sum_refs, (delta_ref, *refs) = spec.log_sum(refs)
     tables, outputs = refs[:-n_out], list(refs[-n_out:])
     tiles, extras = common.load_tables(tables, spec, streamed=spec.q)
-    mask, block_q, block_kv = extras.mask, spec.q.block, spec.kv.block
     b, split, kv_tile = here()
     groups = q_ref.shape[1]
     first_head = split * groups
-    k_pos = in_tile(kv_tile, block_kv)
+    k_pos = in_tile(kv_tile, spec.kv.block)
     keys = common.valid_positions(spec.kv, k_pos)
     k = common.load(k_ref, keys, spec.head_dim)
     v = common.load(v_ref, keys, spec.value_dim) if want_dk else None
+    queries = q_ref, do_ref, log_sum_refs, delta_ref
     scale = scale_ref[0]
+    tile = KeyTile(
+        *(spec, extras, queries, scale, b, first_head, kv_tile, k_pos, keys, k, v, want_dv)
+    )
 
-    def step(g, q_tile, masked, carry):
-        dk, dv = carry
-        q_pos = in_tile(q_tile, block_q)
-        span = pl.ds(q_tile * block_q, block_q)
-        at = b, first_head + g, q_pos[None, :], k_pos[:, None]
-        exist = common.valid_positions(spec.q, q_pos) if spec.mask_loads and masked else None
-        some = spec.mask_loads and masked
-        rows = common.queries_with_keys(mask, *at[:2], q_pos, k_pos, keys) if some else None
-
-        def visible(x):
-            return jnp.where(mask.allowed(*at), x, 0.0)
-
-        def load_do():
-            return common.load(do_ref.at[span, g, :], rows, spec.value_dim)
-
-        # The order of loads and products matters. lse is loaded before the products, so that the
-        # exponentials run under the second one. delta is loaded late and holds no registers.
-        log_sum = jax.tree.map(lambda ref: common.load_row(ref.at[g, span], exist), log_sum_refs)
-        q = common.load(q_ref.at[span, g, :], rows, spec.head_dim)
-        do = load_do() if want_dk else None
-        s_t, c, pull = spec.logits_vjp(extras, spec.dot_t(k, q), scale, *at)
-        dp_t = spec.dot_t(v, do) if want_dk else 0.0
-        log_sum = jax.tree.map(lambda x: x[None, :], common.softmax_shift(extras, log_sum))
-        p_t = spec.probabilities(s_t, c, log_sum)
-        kept = spec.kept_in_tile(extras, *at[:2], q_tile, kv_tile, transposed=True)
-        if masked:
-            p_t = visible(p_t)
-        if do is None:
-            p_t = spec.fence(p_t, q_tile, spec.q)
-            do = load_do()
-        if want_dv:
-            dv = dv + spec.dot(drop(kept, p_t).astype(do.dtype), do)
-        if want_dk:
-            delta = shrunk(extras.dropout, common.load_row(delta_ref.at[g, span], exist))
-            ds_t = pull(p_t * (drop(kept, dp_t) - delta[None, :]))
-            if masked:
-                ds_t = visible(ds_t)  # Hides also what is not finite in dp_t.
-            dk = dk + spec.dot(ds_t.astype(q.dtype), q)
-        return dk, dv
-
-    def each_head(g, carry):
-        def tile(q_tile, masked, carry):
-            return step(g, q_tile, masked, carry)
-
-        return visit(tiles(g), tile, carry, spec.sparsity)
+    def each_head(g, sums):
+        return visit(tiles(g), functools.partial(tile.add, g), sums, spec.sparsity)
 
     zeros = tuple(
         jnp.zeros(ref.shape, jnp.float32) if wanted else ()
