@@ -29,7 +29,7 @@ plgpu = common.plgpu
 
 # K/V heads whose CTAs are neighbours in the grid, at most: as many as were measured.
 MAX_NEIGHBOURS = 32
-NOTHING_STREAMS = pairs.InSlot()
+NO_STREAMS, NO_VIEW = pairs.Streams(), pairs.StageView()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class Operands(NamedTuple):
         row_sums: float32 [B, N, rows], the sums of ds over a row; None if they are zero.
         table: int32, the rows of `block_ranges.block_table`; None without a mask.
         options: the arrays of `Options.operands`.
-        streams: the arrays of `pairs.Streams`.
+        streamed: the (q, k) arrays of which tiles are copied.
     """
 
     q: Any
@@ -74,7 +74,7 @@ class Operands(NamedTuple):
     row_sums: Any = None
     table: Any = None
     options: Any = ()
-    streams: Any = ()
+    streamed: pairs.StreamedArrays = pairs.StreamedArrays()
 
     @classmethod
     def of(cls, problem: Problem, do, log_sum: LogSum, delta, valid, rows: int) -> "Operands":
@@ -105,12 +105,12 @@ class Operands(NamedTuple):
             **({} if valid is None else dict(valid_q=valid[0], valid_kv=valid[1])),
         )
 
-    def for_launch(self, config: "BackwardConfig", shared, table, streams=()) -> "Operands":
+    def for_launch(self, config: "BackwardConfig", shared, table, **streamed) -> "Operands":
         """Return them with what all CTAs read."""
         return self._replace(
             table=jnp.asarray(table).reshape(-1, table.shape[-1]) if config.masked else None,
             options=tuple(config.options.operands(shared)),
-            streams=tuple(streams),
+            **streamed,
         )
 
 
@@ -168,7 +168,7 @@ class BackwardConfig(common.Static):
         num_heads: heads in the grid, or splits of heads.
         neighbours: how many of them are neighbours in the grid; of the last ones may be fewer.
         has_lengths: whether the kernel reads valid lengths, see `Operands`.
-        streams: the (q, k) arrays that are copied by tiles.
+        streams: the (q, k) arrays of which tiles are copied.
     """
 
     table_shape: tuple[int, ...]
@@ -190,7 +190,7 @@ class BackwardConfig(common.Static):
         kv: Tiling,
         *,
         transposed: bool = False,
-        streams: pairs.Streams = NOTHING_STREAMS.streams,
+        streams: pairs.Streams = NO_STREAMS,
         **others,
     ):
         """Return the configuration of a call, for its `shared_arrays` and its `block_table`.
@@ -201,7 +201,7 @@ class BackwardConfig(common.Static):
         return cls(
             options=Options.of(problem, shared, q, kv, transposed=transposed),
             masked=bool(mask),
-            listed=mask.scattered,
+            scattered=mask.scattered,
             table_shape=table.shape,
             may_be_idle=not (known and (table[..., 0] < table[..., 3]).all()),
             q=q,
@@ -340,7 +340,7 @@ class InnerTiles:
         outer: the batch element, the head and the number of the outer tile.
         inner: the tiles of the inner side.
         heads: how many heads these tiles are taken of.
-        split: which part of them the CTA has, and how many parts there are; if several, of a head.
+        split: which split of them the CTA has, and how many there are; if several, of a head.
 
     Attributes:
         count: the number of steps, 1 at least: for a possibly empty loop the compiler keeps two
@@ -363,9 +363,9 @@ class InnerTiles:
         else:
             self._row = config.table_row(*outer)
             entry = [
-                plgpu.load(table_ref.at[self._row, i]) for i in range(2 if config.listed else 4)
+                plgpu.load(table_ref.at[self._row, i]) for i in range(2 if config.scattered else 4)
             ]
-            if config.listed:
+            if config.scattered:
                 self._full, each = entry
             else:
                 start, self._full_start, self._full_stop, stop = entry
@@ -373,9 +373,9 @@ class InnerTiles:
             self._some = each > 0
             self._each = jnp.maximum(each, 1)
         self.count = self._each * heads
-        part, parts = split
-        if parts > 1:
-            self._begin, end = (common.quotient(each * x, parts) for x in (part, part + 1))
+        number, splits = split
+        if splits > 1:
+            self._begin, end = (common.quotient(each * i, splits) for i in (number, number + 1))
             self._may_be_idle, self._some = True, end > self._begin
             self.count = jnp.maximum(end - self._begin, 1)
 
@@ -397,7 +397,7 @@ class InnerTiles:
             head, i = lax.div(j, self._each), lax.rem(j, self._each)
         if not self._config.masked:
             return head, i
-        if self._config.listed:
+        if self._config.scattered:
             return head, plgpu.load(self._table_ref.at[self._row, 2 + i])
         return head, self._start + i
 
@@ -410,7 +410,7 @@ class InnerTiles:
         """Return whether the tile of step j is a partial block, to which the mask is applied."""
         if not self._config.masked:
             return False
-        if self._config.listed:
+        if self._config.scattered:
             return lax.rem(j + self._begin, self._each) >= self._full
         _, tile = self._head_and_tile(j)
         return (tile < self._full_start) | (tile >= self._full_stop)
@@ -425,14 +425,14 @@ class ScoreTile:
     """A tile of (q, k) pairs, in a kernel.
 
     Args:
-        options: `ExampleOptions` of its batch element.
+        options: `ElementOptions` of its batch element.
         config: of the kernel.
         h: its query head.
         first_query: its first query.
         first_key: its first key.
         masked: whether the mask is applied.
         transposed: whether its rows are keys.
-        in_slot: what of it was copied to shared memory, where rows are keys.
+        view: what of it was copied to shared memory, where rows are keys.
     """
 
     def __init__(
@@ -445,10 +445,10 @@ class ScoreTile:
         masked,
         *,
         transposed: bool,
-        in_slot: pairs.InSlot = NOTHING_STREAMS,
+        view: pairs.StageView = NO_VIEW,
     ):
         self._options, self._config, self._h, self._masked = options, config, h, masked
-        self._in_slot = in_slot
+        self._view = view
         self._first = first_query, first_key
         self._transposed = transposed
 
@@ -469,18 +469,18 @@ class ScoreTile:
         Signs, because the compiler would keep a register for each answer. `statistic` takes a name
         to one number for each query; it is called late, because these take registers.
         """
-        options, shape, in_slot = self._options, s.shape, self._in_slot
-        in_slot.wait()
-        with_bias = in_slot.with_bias(options)
+        options, shape, view = self._options, s.shape, self._view
+        view.wait()
+        with_bias = view.with_bias(options)
         s, c, self._pull = with_bias.logits_vjp(s, self._h, lambda: self._positions(shape))
 
         def hidden(s):
-            bits, positions = in_slot.masks(), self._positions(shape)
+            bits, positions = view.masks(), self._positions(shape)
             return options.hide(s, self._h, *positions, bits=bits, transposed=self._transposed)
 
         if self._config.masked:
             s = lax.cond(self._masked, hidden, lambda s: s, s)
-        in_slot.free()
+        view.release()
         *m, l_log2 = (self.along(statistic(x), shape) for x in self._config.statistics)
         p = jnp.exp2((ptx.difference(s, m[0]) * LOG2E if m else s * c) - l_log2)
         kept = options.kept(shape, self._h, *self._first, transposed=self._transposed)

@@ -152,7 +152,7 @@ class ConsumerWarpgroup:
 
     def options_of(self, b):
         """Return the options of a batch element."""
-        return self.config.options.of_example(self.operands.options, b)
+        return self.config.options.of_element(self.operands.options, b)
 
     def first_of(self, q_tile, kv_tile):
         """Return the first query and the first key of the warpgroup's tile."""
@@ -183,7 +183,7 @@ class ConsumerWarpgroup:
 
     def ds(self, j, s_acc, dp_acc):
         """Return ds of step j; the products are computed in these accumulators."""
-        config, s_stage, dp_stage = self.config, self.s.slot(j), self.dp.slot(j)
+        config, s_stage, dp_stage = self.config, self.s.stage(j), self.dp.stage(j)
         # Opaque: the compiler would compute places that all steps share before the loop, and spill.
         place = tuple(map(ptx.anew, self.steps.at(j)))
         rows = pl.ds(ptx.anew(self.warpgroup) * ROWS, ROWS)
@@ -246,7 +246,7 @@ def produce(config: DbiasConfig, operands: Operands, scratch: Scratch, steps: St
         keys = pl.ds(kv_tile * config.kv.block, config.kv.block)
         for pipeline, of_queries, of_keys, names in products:
             pipeline.producer_acquire(j)
-            stage, full = pipeline.slot(j), pipeline.filled(j)
+            stage, full = pipeline.stage(j), pipeline.filled(j)
             at = (b, rows, h), (b, keys, common.quotient(h, config.groups))
             for name, index in zip((of_queries, of_keys), at, strict=True):
                 source, place = getattr(operands, name).at[index], pipeline.smem[name].at[stage]
@@ -261,7 +261,7 @@ def produce(config: DbiasConfig, operands: Operands, scratch: Scratch, steps: St
 def pallas_flash_dbias(operands: Operands, dbias_ref, *, static: DbiasConfig, **memory):
     """Compute one tile of dbias, or a split of its steps."""
     config, scratch = static, Scratch(**memory)
-    number, warpgroup = map(lax.axis_index, ("program", "warpgroup"))
+    number, warpgroup = map(lax.axis_index, ("cta", "warpgroup"))
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
@@ -387,7 +387,7 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
             (operands.for_launch(config, arrays, table),),
             outputs=[(shape, dtype)],
             memory=scratch_of(config, p, bias_dtype if len(summed) < 2 else None)._asdict(),
-            grid=dict(program=instances * splits * math.prod(own)),
+            grid=dict(cta=instances * splits * math.prod(own)),
             warpgroups=CONSUMERS + 1,
             static=config,
             approx_math=config.options.approximate,

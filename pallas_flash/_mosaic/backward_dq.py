@@ -147,7 +147,7 @@ class ConsumerWarpgroup:
         """Copy the warpgroup's rows, and wait for them."""
         config, operands, scratch = self.config, self.operands, self.scratch
         b, h, q_tile = self.cta
-        self.options = config.options.of_example(operands.options, b)
+        self.options = config.options.of_element(operands.options, b)
         self.first_query = q_tile * config.q.block + self.warpgroup * QUERY_ROWS
         rows, full = pl.ds(self.first_query, QUERY_ROWS), scratch.rows_full.at[self.warpgroup]
         landed = scratch.landed.at[self.warpgroup] if config.has_lengths else None
@@ -176,7 +176,7 @@ class ConsumerWarpgroup:
         """Add one inner tile."""
         k = self.scratch.k
         ds = self.ds(j)
-        dq = ptx.accumulate(dq, ds, k.stage(j))
+        dq = ptx.accumulate(dq, ds, k.smem_of(j))
         plgpu.wgmma_wait(0)
         k.consumer_release(j)
         return dq
@@ -186,9 +186,9 @@ class ConsumerWarpgroup:
         k, v, (_, first_key) = self.scratch.k, self.scratch.v, self.inner.at(j)
         mine = ptx.anew(self.warpgroup)
         k.consumer_wait(j)
-        s = ptx.product_t(self.scratch.q.at[mine], k.stage(j))
+        s = ptx.product_t(self.scratch.q.at[mine], k.smem_of(j))
         v.consumer_wait(j)
-        dp = ptx.product_t(self.scratch.do.at[mine], v.stage(j))
+        dp = ptx.product_t(self.scratch.do.at[mine], v.smem_of(j))
         s = ptx.wait(1, s)
         tile = ScoreTile(
             *(self.options, self.config, self.cta.h, self.first_query, first_key),
@@ -244,7 +244,7 @@ def produce(config: DqConfig, operands: Operands, scratch: QueriesScratch, cta: 
         _, first_key = inner.at(j)
         for source, pipeline in ((operands.k, scratch.k), (operands.v, scratch.v)):
             pipeline.producer_acquire(j)
-            copies.start(source, kv_head, first_key, pipeline.stage(j), pipeline.filled(j))
+            copies.start(source, kv_head, first_key, pipeline.smem_of(j), pipeline.filled(j))
 
     inner.if_any(lambda: pl.loop(jnp.int32(0), inner.count)(step))
 

@@ -37,7 +37,7 @@ Warpgroup 2 is the producer (24 registers): it starts the copies (TMA) of inner 
 | queries | stages x ([strips, block_q, width], float32 [statistics * block_q]) | q, and the LSE |
 | cotangents | stages x ([strips, block_q, width], float32 [block_q]) | do, and delta |
 | ds | [2, 128, block_q] | ds_t of both warpgroups, of this step and of the one before |
-| pairs | see `pairs.Streams` | bias and mask of the inner tile, where there is room |
+| pairs | see `backward_memory` | bias and mask of the inner tile, where there is room |
 
 **Barriers.** A copy arrives once, a warpgroup of 128 threads likewise once. Full barriers are
 waited for in each of their phases, empty ones before a stage is filled again.
@@ -51,8 +51,8 @@ waited for in each of their phases, empty ones before a stage is filled again.
 | delta_full[stage] | 1 | copy of delta | consumers | delta is there |
 | cotangents.empty[stage] | 2 | consumers | producer | dp_t, dv and ds_t have been computed |
 | landed | 1 | a copy | producer | rows behind a valid length can be zeroed (2) |
-| pairs_full[slot] | 2 copies of a bias, 1 of a mask | these copies | consumers | these are there |
-| pairs_free[slot] | 2 | consumers | producer | bias and mask have been read |
+| pairs.full[stage] | 2 copies of a bias, 1 of a mask | these copies | consumers | these are there |
+| pairs.empty[stage] | 2 | consumers | producer | bias and mask have been read |
 | named 5 | 256 threads | consumers | consumers | both have written ds_t, for dq |
 | named 6 | 256 threads | consumers | consumers | both have read k, or do: results may go there |
 | named 7 | 256 threads | consumers | consumers | both have centered their keys |
@@ -109,7 +109,6 @@ from pallas_flash._mosaic.backward_memory import (
 from pallas_flash._mosaic.backward_postprocess import postprocess
 from pallas_flash._mosaic.backward_splits import Splits
 from pallas_flash._mosaic.score_mask import shared_arrays
-from pallas_flash._mosaic.tiles import stream_room
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import BackwardTile
@@ -250,7 +249,7 @@ class ConsumerWarpgroup:
         """Wait for the outer tile, and center its keys."""
         config, scratch = self.config, self.scratch
         self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
-        self.options = config.options.of_example(self.operands.options, self.cta.b)
+        self.options = config.options.of_element(self.operands.options, self.cta.b)
         self.mine = pl.ds(self.warpgroup * ROWS, ROWS)
         self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ROWS
         # Who has registers to spare copies the outer tile: with lengths, whose branches would cost
@@ -307,7 +306,7 @@ class ConsumerWarpgroup:
         Where a step needs many registers, the compiler is not to compute places before the loop.
         """
         extras, config = self.options.extras, self.config
-        others = extras.scores or extras.dropout is not None or config.listed
+        others = extras.scores or extras.dropout is not None or config.scattered
         busy = others or (config.masked and self.block_q > ROWS)
         return pl.ds((ptx.anew(self.warpgroup) if busy else self.warpgroup) * ROWS, ROWS)
 
@@ -315,24 +314,24 @@ class ConsumerWarpgroup:
         """Start s_t = k @ q.T."""
         self.queries.consumer_wait(j)
         return ptx.product_t(
-            self.scratch.k.at[:, self.my_rows()], self.q_sm.at[self.queries.slot(j)]
+            self.scratch.k.at[:, self.my_rows()], self.q_sm.at[self.queries.stage(j)]
         )
 
     def start_dp(self, j):
         """Start dp_t = v @ do.T."""
         self.cotangents.consumer_wait(j)
         return ptx.product_t(
-            self.scratch.v.at[:, self.my_rows()], self.do_sm.at[self.cotangents.slot(j)]
+            self.scratch.v.at[:, self.my_rows()], self.do_sm.at[self.cotangents.stage(j)]
         )
 
-    def start_dv(self, j, dv, p_t, tile: ScoreTile):
+    def start_dv(self, j, dv, p_t, scores: ScoreTile):
         """Start dv += dropout(p_t) @ do."""
-        p_t = tile.dropped(p_t).astype(self.dtype)
-        return ptx.accumulate(dv, p_t, self.do_sm.at[self.cotangents.slot(j)])
+        p_t = scores.dropped(p_t).astype(self.dtype)
+        return ptx.accumulate(dv, p_t, self.do_sm.at[self.cotangents.stage(j)])
 
     def start_dk(self, j, dk, ds_t):
         """Start dk += ds_t @ q; ds_t is in registers or in shared memory."""
-        return ptx.accumulate(dk, ds_t, self.q_sm.at[self.queries.slot(j)])
+        return ptx.accumulate(dk, ds_t, self.q_sm.at[self.queries.stage(j)])
 
     def start_dq(self, j):
         """Start this warpgroup's part of dq = ds_t.T @ k."""
@@ -358,27 +357,27 @@ class ConsumerWarpgroup:
             self.first_key,
             self.inner.masked(j),
             transposed=True,
-            in_slot=pairs.InSlot(self.config.streams, self.scratch.pairs, j, self.warpgroup),
+            view=pairs.StageView(self.config.streams, self.scratch.pairs, j, self.warpgroup),
         )
 
-    def softmax(self, j, tile: ScoreTile, s_t):
+    def softmax(self, j, scores: ScoreTile, s_t):
         """Return p_t; its signs say what dropout keeps."""
-        stage, memory = self.queries.slot(j), self.queries.smem["statistics"]
+        stage, memory = self.queries.stage(j), self.queries.smem["statistics"]
 
         def statistic(name):
             return plgpu.load(self.config.statistic(memory, name, stage), layout=ptx.COLUMN)
 
-        return tile.weights(s_t, statistic)
+        return scores.weights(s_t, statistic)
 
-    def ds(self, j, tile: ScoreTile, p_t, dp_t):
+    def ds(self, j, scores: ScoreTile, p_t, dp_t):
         """Return ds_t in the dtype of the operands."""
-        delta = self.cotangents.smem["delta"].at[self.cotangents.slot(j)]
+        delta = self.cotangents.smem["delta"].at[self.cotangents.stage(j)]
         delta = plgpu.load(delta, layout=ptx.COLUMN)
-        return tile.gradient(p_t, dp_t, delta).astype(self.dtype)
+        return scores.gradient(p_t, dp_t, delta).astype(self.dtype)
 
     def step(self, j, sums: Sums) -> Sums:
         """Compute one inner tile, see the diagram above."""
-        # Read here, where tiles are listed: later all would wait for it.
+        # Read here, where tiles are scattered: later all would wait for it.
         place = self.inner.at(j)
         if self.grads is Grads.DV:
             return self.step_of_dv(j, place, sums)
@@ -389,14 +388,14 @@ class ConsumerWarpgroup:
             dp_t = self.start_dp(j)
             s_t = self.start_s(j)
         # A barrier of its own: the wait ends a basic block here, and without it registers spill.
-        plgpu.barrier_wait(self.scratch.delta_full.at[self.cotangents.slot(j)])
+        plgpu.barrier_wait(self.scratch.delta_full.at[self.cotangents.stage(j)])
         s_t = ptx.wait(1 if two_stages else 0, s_t)
-        tile = self.score_tile(j, place)
-        p_t = self.softmax(j, tile, s_t)
+        scores = self.score_tile(j, place)
+        p_t = self.softmax(j, scores, s_t)
         dp_t = ptx.wait(0, dp_t)
-        ds_t, (dk, dv) = self.ds(j, tile, p_t, dp_t), sums
+        ds_t, (dk, dv) = self.ds(j, scores, p_t, dp_t), sums
         if self.grads.dv:
-            dv = self.start_dv(j, dv, p_t, tile)
+            dv = self.start_dv(j, dv, p_t, scores)
         else:
             ptx.fence()
             self.cotangents.consumer_release(j)
@@ -412,12 +411,12 @@ class ConsumerWarpgroup:
     def step_of_dv(self, j, place, sums: Sums) -> Sums:
         """Compute one inner tile where dv has a launch of its own."""
         s_t = ptx.wait(0, self.start_s(j))
-        tile = self.score_tile(j, place)
-        p_t = self.softmax(j, tile, s_t)
+        scores = self.score_tile(j, place)
+        p_t = self.softmax(j, scores, s_t)
         ptx.fence()
         self.queries.consumer_release(j)
         self.cotangents.consumer_wait(j)
-        dv = self.start_dv(j, sums.dv, p_t, tile)
+        dv = self.start_dv(j, sums.dv, p_t, scores)
         plgpu.wgmma_wait(0)
         self.cotangents.consumer_release(j)
         return Sums(dv=dv)
@@ -470,7 +469,7 @@ class ConsumerWarpgroup:
             # Results leave through shared memory that both warpgroups have read.
             ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
         # Computed again: no register keeps it over the loop.
-        options = self.config.options.of_example(self.operands.options, self.cta.b)
+        options = self.config.options.of_element(self.operands.options, self.cta.b)
         dropout, (dk, dv) = options.extras.dropout, sums
         self.store(
             Sums(
@@ -559,14 +558,14 @@ class ProducerWarpgroup:
         for load in loads if self.config.stages > 1 else reversed(loads):
             load(j, h, first_query)
         self.config.streams.copy(
-            self.operands.streams, scratch.pairs, j, self.cta.b, h, first_query, self.first_key
+            self.operands.streamed, scratch.pairs, j, self.cta.b, h, first_query, self.first_key
         )
 
     def load_queries(self, j, h, first_query):
         """Copy q and the statistics."""
         queries, operands = self.scratch.queries, self.operands
         queries.producer_acquire(j)
-        stage, full = queries.slot(j), queries.filled(j)
+        stage, full = queries.stage(j), queries.filled(j)
         self.copy_queries(operands.q, h, first_query, queries.smem["tiles"].at[stage], full)
         rows = pl.ds(first_query, self.config.q.block)
         for name in self.config.statistics:
@@ -578,7 +577,7 @@ class ProducerWarpgroup:
         """Copy do and delta."""
         cotangents, operands = self.scratch.cotangents, self.operands
         cotangents.producer_acquire(j)
-        stage, full = cotangents.slot(j), cotangents.filled(j)
+        stage, full = cotangents.stage(j), cotangents.filled(j)
         self.copy_queries(operands.do, h, first_query, cotangents.smem["tiles"].at[stage], full)
         if self.config.grads.dk:
             rows = pl.ds(first_query, self.config.q.block)
@@ -703,7 +702,10 @@ def backward(
         table = block_ranges.block_table(
             extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq
         )
-        streams, arrays, streamed = pairs.Streams.of(p, arrays, stream_room(p, tile, grads), q)
+        scratch = keys_scratch(p, tile, grads, has_lengths=valid is not None)
+        smem = {} if scratch.pairs is None else scratch.pairs.smem
+        copied = dict(bias=smem.get("bias") is not None, masks=smem.get("bits") is not None)
+        streams, arrays, streamed = pairs.Streams.of(p, arrays, 2, q, **copied)
         config = OuterKeysConfig.of(
             *(p, mask, arrays, table, q, kv),
             transposed=True,
@@ -717,8 +719,8 @@ def backward(
             adds=splits.count > 1 and not deterministic,
             centers=center is not None,
         )
-        operands = operands.for_launch(config, arrays, table, streamed)
-        results = _launch(config, p, operands, x["zeros"])
+        operands = operands.for_launch(config, arrays, table, streamed=streamed)
+        results = _launch(config, p, scratch, operands, x["zeros"])
         factor = rescaled(extras.dropout, scale)
         return _rows(config, p, operands, results, factor, x["weights"], want_scale)
 
@@ -727,7 +729,9 @@ def backward(
     return by_instance(run, p.batch, arrays, x)
 
 
-def _launch(config: OuterKeysConfig, p: Problem, operands: Operands, zeros) -> dict:
+def _launch(
+    config: OuterKeysConfig, p: Problem, scratch: KeysScratch, operands: Operands, zeros
+) -> dict:
     """Launch the kernel; return the gradients by name, some of them in fragments."""
     grads, batch = config.grads, len(operands.q)
     fragments, outputs, added = _fragments(config, p, batch), {}, {}
@@ -741,16 +745,12 @@ def _launch(config: OuterKeysConfig, p: Problem, operands: Operands, zeros) -> d
             outputs[name] = (math.prod(fragments[name][:5]), *ptx.OF_GROUP), jnp.float32
         if config.adds:
             added[name] = jnp.zeros(*outputs.pop(name))
-    bias_dtype = None if p.bias is None else p.bias.dtype
-    streams = config.streams.memory(bias_dtype, config.q, CONSUMERS)
     results = common.launch(
         _kernel(grads),
         (operands,),
         sums=(added,),
         outputs=list(outputs.values()),
-        memory=keys_scratch(
-            *(p, config.tile, grads, streams), has_lengths=config.has_lengths
-        )._asdict(),
+        memory=scratch._asdict(),
         grid=config.grid(batch, kv_tile=config.kv.count),
         warpgroups=CONSUMERS + 1,
         static=config,

@@ -5,11 +5,12 @@ What buffers and barriers are for is told in `backward_kernel` and `backward_dq`
 """
 
 import enum
+import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic import common, pairs, ptx
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import BackwardTile, DqTile
@@ -67,22 +68,23 @@ class KeysScratch(NamedTuple):
     queries: Pipeline
     cotangents: Pipeline
     ds: Any
-    pairs: Any
+    pairs: Pipeline | None
     kv_full: Any
     delta_full: Any
     landed: Any
 
 
 def keys_scratch(
-    p: Problem, tile: BackwardTile, grads: Grads, pairs=None, *, has_lengths: bool = False
+    p: Problem, tile: BackwardTile, grads: Grads, *, has_lengths: bool = False
 ) -> KeysScratch:
     """Return the specification of a `KeysScratch`.
+
+    Tiles of (q, k) arrays are in it where there is room beside all else.
 
     Args:
         p: the call.
         tile: block sizes.
         grads: what is computed.
-        pairs: specifications of `pairs.Streams`.
         has_lengths: whether there are valid lengths.
     """
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
@@ -99,7 +101,7 @@ def keys_scratch(
         smem = dict(tiles=tiles, **scalars)
         return Pipeline.spec(smem, stages, copies=copies, consumers=CONSUMERS)
 
-    return KeysScratch(
+    scratch = KeysScratch(
         k=k_sm,
         v=v_sm,
         queries=pipeline(
@@ -109,11 +111,34 @@ def keys_scratch(
             *(p.value_dim, value_dim, 0), delta=plgpu.SMEM((stages, block_q), jnp.float32)
         ),
         ds=ds if grads.dq else None,
-        pairs=pairs,
+        pairs=None,
         kv_full=common.barriers(1, kv_copies * (1 if has_lengths else CONSUMERS)),
         delta_full=common.barriers(stages) if grads.dk else None,
         landed=common.barriers(1) if has_lengths else None,
     )
+    pipelines = _pairs_pipelines(p, block_q, stages)
+    return scratch._replace(pairs=common.first_that_fits(scratch, pipelines))
+
+
+def _pairs_pipelines(p: Problem, block_q: int, stages: int):
+    """Yield pipelines for tiles of a bias and of mask arrays, the most wanted first.
+
+    They have as many stages as queries have, or fewer; then they are without the bias.
+    """
+    dtype: Any = None if p.bias is None else p.bias.dtype
+    masks = sum(map(pairs.has_pairs, p.mask.leaves))
+    copied = False
+    if p.bias is not None and 1 not in p.bias.shape[2:]:
+        # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
+        copied = dtype.itemsize == 2 and p.kv_len % 8 == 0
+    for with_bias, n in itertools.product([copied, False], range(stages, 0, -1)):
+        shapes = (n, CONSUMERS, block_q, ptx.COLUMNS), (masks, n, block_q // ptx.BITS, BLOCK_KV)
+        smem = dict(
+            bias=plgpu.SMEM(shapes[0], dtype, transforms=ptx.BLOCKS) if with_bias else None,
+            bits=plgpu.SMEM(shapes[1], jnp.uint32) if masks else None,
+        )
+        if with_bias or masks:
+            yield Pipeline.spec(smem, n, copies=CONSUMERS * with_bias + masks, consumers=CONSUMERS)
 
 
 class QueriesScratch(NamedTuple):

@@ -58,7 +58,7 @@ def pallas_flash_postprocess(
 ):
     """Compute 64 rows of one head."""
     config = static
-    b, (row_tile, head) = common.digits(lax.axis_index("program"), (config.row_tiles, config.heads))
+    b, (row_tile, head) = common.digits(lax.axis_index("cta"), (config.row_tiles, config.heads))
     first_row = row_tile * TILE_ROWS
     instance = common.quotient(b, config.batch) if config.own_factor else 0
     factor = plgpu.load(factor_ref.at[instance])
@@ -118,7 +118,7 @@ def postprocess(fragments, factor, shape, dtype, *, batch: int, valid=None, weig
         (factor, fragments.reshape(-1, *group), valid, weighted_center),
         outputs=[(shape, dtype)],
         memory=dict(staged=common.blocks(dtype, rows=TILE_ROWS, columns=ptx.GROUP * groups)),
-        grid=dict(program=math.prod(fragments.shape[:2]) * row_tiles),
+        grid=dict(cta=math.prod(fragments.shape[:2]) * row_tiles),
         warpgroups=1,
         static=PostprocessConfig(heads, partial, row_tiles, groups, batch, len(factor) > 1),
     )

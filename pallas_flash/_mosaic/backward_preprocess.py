@@ -89,7 +89,7 @@ def pallas_flash_preprocess(
         shift=outputs[2] if config.large else None,
         sums=outputs[-1] if config.groups else None,
     )
-    b, (tile, h) = common.digits(lax.axis_index("program"), (config.tiles, config.heads))
+    b, (tile, h) = common.digits(lax.axis_index("cta"), (config.tiles, config.heads))
     rows = pl.ds(tile * TILE_ROWS, TILE_ROWS)
     delta_sm, lse_sm, given_sm, shift_sm = (numbers_sm.at[i] for i in range(4))
 
@@ -206,7 +206,7 @@ def preprocess(
                 full=plgpu.Barrier(num_arrivals=2 * blocks.shape[0] + 1),
                 q_full=q_full,
             ),
-            grid=dict(program=count),
+            grid=dict(cta=count),
             warpgroups=1,
             static=config,
         )

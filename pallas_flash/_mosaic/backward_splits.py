@@ -1,4 +1,4 @@
-"""How many CTAs share the work on a K/V tile of the backward, and which part each has.
+"""How many CTAs share the work on a K/V tile of the backward, and which split each has.
 
 A CTA keeps one K/V tile and walks over the queries of all query heads that share it. Where that
 leaves SMs without work, several CTAs split these heads, or the queries of a single head, and what
@@ -52,24 +52,24 @@ class Splits:
         """CTAs among which the queries of a head are split."""
         return max(1, self.count // self.groups)
 
-    def heads(self, index):
+    def heads(self, number):
         """Return the K/V head, the first query head and the number of query heads of a CTA.
 
-        `index` counts the splits of all K/V heads.
+        `number` counts the splits of all K/V heads.
         """
         if self.count == 1:
-            return index, index * self.groups, self.groups
-        kv_head = common.quotient(index, self.count)
+            return number, number * self.groups, self.groups
+        kv_head = common.quotient(number, self.count)
         if self.of_queries > 1:
-            return kv_head, common.quotient(index, self.of_queries), 1
+            return kv_head, common.quotient(number, self.of_queries), 1
         small, rest = divmod(self.groups, self.count)
-        split = common.remainder(index, self.count)
+        split = common.remainder(number, self.count)
         first, stop = (i * small + jnp.minimum(i, rest) for i in (split, split + 1))
         return kv_head, kv_head * self.groups + first, stop - first
 
-    def query_split(self, index):
-        """Return which part of a head's inner tiles the CTA has, and how many parts there are."""
-        return common.remainder(index, self.of_queries), self.of_queries
+    def query_split(self, number):
+        """Return which split of a head's inner tiles the CTA has, and how many there are."""
+        return common.remainder(number, self.of_queries), self.of_queries
 
 
 class Steps(NamedTuple):

@@ -47,40 +47,40 @@ def block_table(
     mask: Mask,
     q: Tiling,
     kv: Tiling,
-    flow: str,
-    examples: int,
+    inner: str,
+    elements: int,
     batch: int,
     groups: int = 1,
     *,
     sums_keys: bool = False,
 ):
-    """Return the blocks that stream past each resident one: ranges, or lists if `mask.scattered`.
+    """Return the inner tiles of each outer tile: ranges, or lists if `mask.scattered`.
 
     Args:
         mask: the mask, with an axis of instances before all others of its arrays.
         q: the tiles of queries.
         kv: the blocks of keys.
-        flow: the side that streams, "q" or "kv".
-        examples: batch elements of all instances.
+        inner: the inner side, "q" or "kv".
+        elements: batch elements of all instances.
         batch: batch elements of one instance.
         groups: neighbouring heads that share a list.
-        sums_keys: see `Mask.q_ranges`, for streamed queries.
+        sums_keys: see `Mask.q_ranges`, where queries are the inner side.
 
     Returns:
-        int32 [1 or examples, 1 or heads, resident tiles, 4 or 2 + streamed blocks]; NumPy where it
+        int32 [1 or elements, 1 or heads, outer tiles, 4 or 2 + inner tiles]; NumPy where it
         depends on no array.
     """
 
     def of_one(mask: Mask):
         if mask.scattered:
-            return (mask.kv_lists if flow == "kv" else mask.q_lists)(q, kv, groups)
-        if flow == "kv":
+            return (mask.kv_lists if inner == "kv" else mask.q_lists)(q, kv, groups)
+        if inner == "kv":
             return mask.kv_ranges(q, kv)[:, None]
         return mask.q_ranges(q, kv, sums_keys=sums_keys)[:, None]
 
-    rows = of_instances(of_one, mask, examples // batch)
-    if rows.shape[:2] not in ((1, 1), (examples // batch, batch)):
-        rows = jnp.broadcast_to(rows, (examples // batch, batch, *rows.shape[2:]))
+    rows = of_instances(of_one, mask, elements // batch)
+    if rows.shape[:2] not in ((1, 1), (elements // batch, batch)):
+        rows = jnp.broadcast_to(rows, (elements // batch, batch, *rows.shape[2:]))
     return rows.reshape(-1, *rows.shape[2:])
 
 
@@ -224,13 +224,13 @@ class PartialFirst(NamedTuple):
     at: Any
 
 
-def entries(rows, listed: bool):
+def entries(rows, scattered: bool):
     """Return what `partial_first` takes for each row of `block_table`: int32 [..., 4].
 
     That is the row itself; or of a list the number of the row, the number of full blocks, of all,
     and the place in the list where they begin.
     """
-    if not listed:
+    if not scattered:
         return rows
     full, count = rows[..., 0], rows[..., 1]
     number = np.arange(full.size, dtype=np.int32).reshape(full.shape)

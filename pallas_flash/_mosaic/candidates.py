@@ -38,7 +38,7 @@ default = tiles.default
 def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
     """Raise ValueError if a tile does not fit on the GPU."""
     del f
-    limit = _hardware.shared_memory_limit(tiles.HOPPER)
+    limit = _hardware.shared_memory_limit(common.HOPPER)
     check_shared_memory(kernel, tile, shared_bytes(kernel, tile, p), limit, _width(p))
     taken, registers = _registers(kernel, tile, p)
     if taken >= registers:

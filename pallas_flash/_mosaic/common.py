@@ -14,13 +14,14 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash import _compat
+from pallas_flash import _compat, _hardware
 from pallas_flash._blocks import Tiling
 from pallas_flash._mosaic import ptx
 from pallas_flash._mosaic.score_mask import Options
 
 plgpu = _compat.mosaic_gpu()
 
+HOPPER = (9, 0)  # Its compute capability.
 SMEM_ALIGNMENT = 1024  # Bytes.
 
 PARAMETERS = plgpu.CompilerParams(
@@ -99,18 +100,17 @@ def store(ref, at, x):
         ref[at] = x
 
 
-# The axis of a cluster: its index is the cluster rank of a CTA.
-MEMBER = "member"
+RANK = "rank"  # The axis of a cluster.
 
 
-def barriers(count: int, arrivals: int = 1, members: int = 1):
+def barriers(count: int, arrivals: int = 1, cluster_size: int = 1):
     """Return a specification of `count` barriers that complete after `arrivals` of each CTA.
 
-    In a cluster of several members an arrival is one at the barriers of all its CTAs.
+    In a cluster of several CTAs an arrival is one at the barriers of all its CTAs.
     """
-    if members == 1:
+    if cluster_size == 1:
         return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
-    axes = (MEMBER,)
+    axes = (RANK,)
     return plgpu.ClusterBarrier(collective_axes=axes, num_barriers=count, num_arrivals=arrivals)
 
 
@@ -129,18 +129,10 @@ def smem_bytes(memory) -> int:
     return total
 
 
-class Ring:
-    """The pipeline stage of the i-th tile of a CTA."""
-
-    def __init__(self, slots: int):
-        self.slots = slots
-
-    def __call__(self, i):
-        return remainder(i, self.slots)
-
-    def refill(self, i, free):
-        """Wait until the stage of tile i is `free` of the tile before; at first all stages are."""
-        pl.when(i >= self.slots)(lambda: plgpu.barrier_wait(free.at[self(i)]))
+def first_that_fits(memory, pipelines):
+    """Return the first of these specifications that has room beside `memory`; None for none."""
+    limit = _hardware.shared_memory_limit(HOPPER)
+    return next((x for x in pipelines if smem_bytes((memory, x)) <= limit), None)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -155,7 +147,7 @@ class Static:
     Attributes:
         options: scores, mask and dropout.
         masked: whether there is a mask.
-        listed: whether the mask is block-sparse.
+        scattered: whether the mask is block-sparse.
         kv: the K/V blocks.
         groups: query heads that share a key/value head.
         tile: block sizes.
@@ -163,7 +155,7 @@ class Static:
 
     options: Options
     masked: bool
-    listed: bool
+    scattered: bool
     kv: Tiling
     groups: int
     tile: Any
@@ -179,7 +171,7 @@ def launch(
     warpgroups: int,
     static,
     sums=(),
-    members: int = 1,
+    cluster_size: int = 1,
     **parameters,
 ):
     """Launch one of this package's kernels through `pl.kernel`.
@@ -197,7 +189,7 @@ def launch(
         warpgroups: warpgroups of a CTA.
         static: what the kernel knows at compile time.
         sums: trees of arrays in device memory to which CTAs add.
-        members: CTAs of a cluster.
+        cluster_size: CTAs of a cluster.
         **parameters: of the compiler, beside `PARAMETERS`.
 
     Returns:
@@ -221,8 +213,8 @@ def launch(
         mesh=plgpu.Mesh(
             grid=tuple(grid.values()),
             grid_names=tuple(grid),
-            cluster=() if members == 1 else (members,),
-            cluster_names=() if members == 1 else (MEMBER,),
+            cluster=() if cluster_size == 1 else (cluster_size,),
+            cluster_names=() if cluster_size == 1 else (RANK,),
             num_threads=warpgroups,
             thread_name="warpgroup",
             kernel_name=kernel.__name__,

@@ -70,7 +70,7 @@ from pallas_flash._mosaic.forward_common import (
 from pallas_flash._mosaic.operands import DeviceOperand, Layout
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
-from pallas_flash._mosaic.score_mask import ExampleOptions, Options, left_out, shared_arrays
+from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
 from pallas_flash._mosaic.tiles import DecodeTile
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum
@@ -151,9 +151,9 @@ class SplitTile(NamedTuple):
     entry: Any
 
     @staticmethod
-    def columns(part=None) -> list:
+    def columns(query_tile=None) -> list:
         """Return the columns of the schedule that `unpack` takes."""
-        del part
+        del query_tile
         return list(range(7))
 
     @classmethod
@@ -200,8 +200,8 @@ class ConsumerWarpgroup:
         result_refs: acc, m and l.
         smem: shared memory and barriers.
         config: what is known at compile time.
-        index: the number of the warpgroup in its CTA.
-        tile: the work tile.
+        warpgroup: its number in the CTA.
+        work_tile: the work tile.
         blocks: its K/V blocks, of all warpgroups.
         visible: which keys any query sees, an operand; None if all are visible.
         options: the options of its batch element.
@@ -212,20 +212,20 @@ class ConsumerWarpgroup:
     result_refs: Any
     smem: Smem
     config: DecodeConfig
-    index: Any
-    tile: SplitTile
+    warpgroup: Any
+    work_tile: SplitTile
     blocks: block_ranges.PartialFirst
     visible: DeviceOperand | None
-    options: ExampleOptions
+    options: ElementOptions
     base: Any
 
     def run(self):
         """Compute and store the result of this warpgroup."""
         config, w = self.config, self.config.tile.warpgroups
-        row_tile, split = config.row_tile_and_split(self.tile.place)
+        row_tile, split = config.row_tile_and_split(self.work_tile.place)
         first_row = row_tile * QUERY_ROWS
         # The first block that is this warpgroup's, by its stage.
-        first = common.remainder(self.index + w - common.remainder(self.base, w), w)
+        first = common.remainder(self.warpgroup + w - common.remainder(self.base, w), w)
 
         def mine(count):
             """Return how many of the first `count` blocks are this warpgroup's."""
@@ -244,10 +244,10 @@ class ConsumerWarpgroup:
         full = functools.partial(step, partial=False)
         acc, m, l = lax.fori_loop(partial, mine(self.blocks.count), full, state)
         self.smem.q.consumer_release(0)
-        result = split * w + self.index
+        result = split * w + self.warpgroup
         results = plgpu.layout_cast(acc, ptx.WGMMA), m, l
         for x, ref in zip(results, self.result_refs, strict=True):
-            ptx.store_rows(x, ref.at[self.tile.b, result, self.tile.h], first_row)
+            ptx.store_rows(x, ref.at[self.work_tile.b, result, self.work_tile.h], first_row)
 
     def step(self, j, state, first_row, *, partial: bool):
         """Add the j-th block."""
@@ -255,10 +255,10 @@ class ConsumerWarpgroup:
         k, v, i = self.smem.k, self.smem.v, self.base + j
         first_key = self.blocks.at(j) * self.config.kv.block
         shape = QUERY_ROWS, self.config.kv.block
-        at = heads_and_positions(self.tile.h, first_row, first_key, shape, self.config)
+        at = heads_and_positions(self.work_tile.h, first_row, first_key, shape, self.config)
         options = self.options.read_ahead(*at, masked=partial)
         k.consumer_wait(i)
-        s = ptx.wait(0, ptx.product_t(self.smem.q.smem, k.stage(i), self.config.head_dim))
+        s = ptx.wait(0, ptx.product_t(self.smem.q.smem, k.smem_of(i), self.config.head_dim))
         k.consumer_release(i)
         s, c = options.logits(s, *at, masked=partial)
         s = options.hide(s, *at) if partial else s
@@ -269,15 +269,15 @@ class ConsumerWarpgroup:
         p = p.astype(v.smem.dtype)
         v.consumer_wait(i)
         if partial and self.visible is not None:
-            head = self.tile.h if self.visible.shape[1] > 1 else 0
-            clean(v.stage(i), self.visible, (self.tile.b, head, first_key))
+            head = self.work_tile.h if self.visible.shape[1] > 1 else 0
+            clean(v.smem_of(i), self.visible, (self.work_tile.b, head, first_key))
         acc = ptx.rescale(acc, alpha)
-        acc = ptx.waited(0, ptx.accumulate(acc, p, v.stage(i)), p)
+        acc = ptx.waited(0, ptx.accumulate(acc, p, v.smem_of(i)), p)
         v.consumer_release(i)
         return acc, m, l
 
 
-def consume(inputs: Inputs, result_refs, smem: Smem, tiles, index, config: DecodeConfig):
+def consume(inputs: Inputs, result_refs, smem: Smem, tiles, warpgroup, config: DecodeConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
     # At first the buffer of the queries is empty: so the producer waits for it without a branch.
     smem.q.consumer_release(0)
@@ -288,17 +288,17 @@ def consume(inputs: Inputs, result_refs, smem: Smem, tiles, index, config: Decod
         layout = Layout(config.visible, 0, ragged=True)
         visible = DeviceOperand(inputs.visible, jnp.bool_, layout)
 
-    def work_tile(i, tile, base):
+    def compute(i, work_tile, base):
         del i
-        blocks = block_ranges.partial_first(tile.entry, inputs.table)
-        options = config.options.of_example(inputs.options, tile.b)
+        blocks = block_ranges.partial_first(work_tile.entry, inputs.table)
+        options = config.options.of_element(inputs.options, work_tile.b)
         ConsumerWarpgroup(
             inputs=inputs,
             result_refs=result_refs,
             smem=smem,
             config=config,
-            index=index,
-            tile=tile,
+            warpgroup=warpgroup,
+            work_tile=work_tile,
             blocks=blocks,
             visible=visible,
             options=options,
@@ -306,7 +306,7 @@ def consume(inputs: Inputs, result_refs, smem: Smem, tiles, index, config: Decod
         ).run()
         return base + blocks.count
 
-    work_loop.for_each(tiles, work_tile, jnp.int32(0))
+    work_loop.for_each(tiles, compute, jnp.int32(0))
 
 
 def heads_and_positions(kv_head, first_row, first_key, shape, config: DecodeConfig):
@@ -341,19 +341,19 @@ def produce(inputs: Inputs, smem: Smem, tiles: work_loop.WorkTiles, config: Deco
     _, registers = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="decrease")
 
-    def load_keys_and_values(i, tile, base):
+    def load_keys_and_values(i, work_tile, base):
         del i
-        blocks = block_ranges.partial_first(tile.entry, inputs.table)
+        blocks = block_ranges.partial_first(work_tile.entry, inputs.table)
         stream = blocks.count, blocks.at
-        copy_keys_and_values(inputs, smem.k, smem.v, stream, (tile.b, tile.h), base)
+        copy_keys_and_values(inputs, smem.k, smem.v, stream, (work_tile.b, work_tile.h), base)
         return base + blocks.count
 
-    def load_queries(i, tile, nothing):
+    def load_queries(i, work_tile, nothing):
         del i
-        row_tile, _ = config.row_tile_and_split(tile.place)
+        row_tile, _ = config.row_tile_and_split(work_tile.place)
         smem.q.producer_wait(0)
         rows = pl.ds(row_tile * QUERY_ROWS, QUERY_ROWS)
-        copy(inputs.q, (tile.b, tile.h, rows), smem.q.smem, smem.q.filled(0))
+        copy(inputs.q, (work_tile.b, work_tile.h, rows), smem.q.smem, smem.q.filled(0))
         return nothing
 
     run_producer_warps(tiles, load_keys_and_values, (tiles, load_queries))
@@ -362,7 +362,7 @@ def produce(inputs: Inputs, smem: Smem, tiles: work_loop.WorkTiles, config: Deco
 def pallas_flash_decode(inputs: Inputs, *result_refs, static: DecodeConfig, **memory):
     """Compute the KV splits of one CTA."""
     smem, config = Smem(**memory), static
-    cta, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     tiles = work_loop.WorkTiles(inputs.schedule, cta, None, kind=SplitTile)
     consumes = warpgroup < config.tile.warpgroups
 
@@ -409,14 +409,14 @@ def num_splits(p: Problem, batch: int, kv: Tiling, tile: DecodeTile, *, known: b
     return min(range(least, most + 1), key=time)
 
 
-def split_entries(entries, splits: int, listed: bool):
+def split_entries(entries, splits: int, scattered: bool):
     """Return `block_ranges.entries` cut into nearly equal shares, [..., entries * splits, 4]."""
     xp: Any = np if isinstance(entries, np.ndarray) else jnp
     a, b, c, d = (entries[..., None, i] for i in range(4))
-    count, split = c if listed else d - a, np.arange(splits, dtype=np.int32).reshape(1, 1, 1, -1)
+    count, split = c if scattered else d - a, np.arange(splits, dtype=np.int32).reshape(1, 1, 1, -1)
     small, rest = count // splits, count % splits
     first, last = (i * small + xp.minimum(i, rest) for i in (split, split + np.int32(1)))
-    if listed:
+    if scattered:
         cut = a, xp.clip(b - first, 0, last - first), last - first, first
     else:
         first, last = a + first, a + last
@@ -511,12 +511,12 @@ def decode(problem: Problem, tile: DecodeTile, visible):
             (inputs,),
             outputs=[((*statistic, p.value_dim), jnp.float32), *[(statistic, jnp.float32)] * 2],
             memory=scratch(p, tile)._asdict(),
-            grid=dict(program=scheduler.num_ctas(schedule)),
+            grid=dict(cta=scheduler.num_ctas(schedule)),
             warpgroups=tile.warpgroups + 1,
             static=DecodeConfig(
                 options=options,
                 masked=bool(mask),
-                listed=mask.scattered,
+                scattered=mask.scattered,
                 kv=kv,
                 groups=p.groups,
                 tile=tile,

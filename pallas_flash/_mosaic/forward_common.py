@@ -121,7 +121,7 @@ def copy(ref, index, destination, barrier, cluster_size: int = 1):
 
     In a cluster each CTA copies a part of the rows to the shared memory of all (TMA multicast).
     """
-    axes = None if cluster_size == 1 else common.MEMBER
+    axes = None if cluster_size == 1 else common.RANK
     for n in range(destination.shape[0]):
         columns = common.block_of_columns(n, index[0])
         tile = ref.at[(*index, columns)]
@@ -160,7 +160,7 @@ def copy_keys_and_values(
 
         def start(pipeline, ref, first):
             index = b, pl.ds(first, block), h
-            copy(ref, index, pipeline.stage(i), pipeline.filled(i), cluster_size)
+            copy(ref, index, pipeline.smem_of(i), pipeline.filled(i), cluster_size)
 
         beside(i, first)
         k.producer_acquire(i)

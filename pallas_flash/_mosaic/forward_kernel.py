@@ -90,7 +90,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash import _hardware
 from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
@@ -104,20 +103,13 @@ from pallas_flash._mosaic.forward_common import (
     softmax,
 )
 from pallas_flash._mosaic.operands import stored_dtype
-from pallas_flash._mosaic.pairs import (
-    BroadcastAxes,
-    Masks,
-    rows_of_one_axis,
-    without_bias,
-    without_masks,
-    words_of,
-)
+from pallas_flash._mosaic.pairs import StreamedArrays, Streams, has_pairs
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
-from pallas_flash._mosaic.score_mask import ExampleOptions, Options, left_out, shared_arrays
-from pallas_flash._mosaic.tiles import HOPPER, ForwardTile, has_pairs
+from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
+from pallas_flash._tiling.sizes import ForwardTile
 
 plgpu = common.plgpu
 
@@ -184,14 +176,8 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         work=work_loop.pipeline(dynamic, 2 * w + 1),
         ended=common.barriers(1, w, cluster) if cluster > 1 else None,
     )
-    smem = smem._replace(bits=_if_it_fits(smem, _mask_pipelines(p, tile)))
-    return smem._replace(bias=_if_it_fits(smem, _bias_pipelines(p, tile)))
-
-
-def _if_it_fits(smem: Smem, pipelines) -> Pipeline | None:
-    """Return the first of these pipelines that has room beside what there is."""
-    limit = _hardware.shared_memory_limit(HOPPER)
-    return next((x for x in pipelines if common.smem_bytes((smem, x)) <= limit), None)
+    smem = smem._replace(bits=common.first_that_fits(smem, _mask_pipelines(p, tile)))
+    return smem._replace(bias=common.first_that_fits(smem, _bias_pipelines(p, tile)))
 
 
 def _mask_pipelines(p: Problem, tile: ForwardTile):
@@ -228,8 +214,7 @@ class Inputs(NamedTuple):
         v: [B, S, K, V].
         table: `block_table` with all rows on one axis, if it holds lists; else None.
         options: the arrays of `Options.operands`.
-        bias: the bias, if tiles of it are copied; else None.
-        bits: mask arrays of which tiles are copied.
+        streamed: the (q, k) arrays of which tiles are copied.
         lengths: int32 [B], valid lengths of keys, and `last_block` of the values; or None.
         schedule: a static schedule, or None.
     """
@@ -239,8 +224,7 @@ class Inputs(NamedTuple):
     v: Any
     table: Any
     options: Any
-    bias: Any
-    bits: Any
+    streamed: StreamedArrays
     lengths: Any
     schedule: Any
 
@@ -254,8 +238,7 @@ class ForwardConfig(common.Static):
         head_dim: head dim of queries and keys.
         value_dim: head dim of values.
         partial_tail: whether partial blocks may follow full ones.
-        bias: the axes of a bias of which tiles are copied; else None.
-        masks: the mask arrays of which tiles are copied.
+        streams: the (q, k) arrays of which tiles are copied.
         query_tiles: which query tiles make up a work tile.
     """
 
@@ -263,8 +246,7 @@ class ForwardConfig(common.Static):
     head_dim: int
     value_dim: int
     partial_tail: bool
-    bias: BroadcastAxes | None
-    masks: Masks
+    streams: Streams
     query_tiles: scheduler.QueryTiles
 
     @property
@@ -272,20 +254,20 @@ class ForwardConfig(common.Static):
         """Whether m is natural, and apart from l in the end."""
         return self.options.large
 
-    def part(self, warpgroup, i):
+    def query_tile(self, warpgroup, i):
         """Return which of the i-th work tile's query tiles a warpgroup computes.
 
-        Each warpgroup has every part in turn, because under a causal mask the last part sees most,
-        and of a last work tile it may not exist.
+        Each warpgroup has all of them in turn, because under a causal mask the last one sees most,
+        and in a last work tile it may not exist.
         """
-        part = common.remainder(i + warpgroup, self.tile.warpgroups)
+        query_tile = common.remainder(i + warpgroup, self.tile.warpgroups)
         if self.tile.cluster_size == 1:
-            return part
-        return part + self.tile.warpgroups * lax.axis_index(common.MEMBER)
+            return query_tile
+        return query_tile + self.tile.warpgroups * lax.axis_index(common.RANK)
 
     def with_visits(self, warpgroup, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
         """Return the work tiles with the blocks that a warpgroup visits."""
-        return tiles._replace(part=lambda i: self.part(warpgroup, i))
+        return tiles._replace(query_tile=lambda i: self.query_tile(warpgroup, i))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -308,7 +290,7 @@ class Block(NamedTuple):
     first_key: Any
     partial: bool
     positions: Any
-    options: ExampleOptions
+    options: ElementOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,9 +306,9 @@ class ConsumerWarpgroup:
         statistic_refs: the statistics of `LogSum`.
         smem: shared memory and barriers.
         config: what is known at compile time.
-        index: the number of the warpgroup in its CTA.
-        tile: the work tile.
-        part: which of its query tiles this one is.
+        warpgroup: its number in the CTA.
+        work_tile: the work tile.
+        query_tile: which of its query tiles this one is.
         first_row: the first query.
         options: the options of its batch element.
         kv_base: K/V blocks that the CTA had before this work tile.
@@ -338,30 +320,30 @@ class ConsumerWarpgroup:
     statistic_refs: Any
     smem: Smem
     config: ForwardConfig
-    index: Any
-    tile: work_loop.WorkTile
-    part: Any
+    warpgroup: Any
+    work_tile: work_loop.WorkTile
+    query_tile: Any
     first_row: Any
-    options: ExampleOptions
+    options: ElementOptions
     kv_base: Any
     bias_base: Any
 
     @property
     def visited(self) -> block_ranges.VisitedBlocks:
         """The places of the stream that it visits."""
-        assert self.tile.visited is not None
-        return self.tile.visited
+        assert self.work_tile.visited is not None
+        return self.work_tile.visited
 
     @property
-    def q(self) -> Pipeline:
+    def queries(self) -> Pipeline:
         """Its queries."""
-        return self.smem.q.part(self.index)
+        return self.smem.q.of_warpgroup(self.warpgroup)
 
     def run(self):
         """Compute and store the output of the query tile."""
-        visited, blocks = self.visited, self.tile.kv_blocks
+        visited, blocks = self.visited, self.work_tile.kv_blocks
         state = initial_state(self.config.value_dim, large=self.config.large)
-        self.q.consumer_wait(0)
+        self.queries.consumer_wait(0)
         lax.fori_loop(jnp.int32(0), visited.start, self.skip, None)
         # A query tile may see no key at all.
         some = visited.start < visited.stop
@@ -373,17 +355,17 @@ class ConsumerWarpgroup:
 
     def block(self, j, *, partial: bool) -> Block:
         """Return the j-th block of the stream; what must be read in device memory is, from here."""
-        first_key = self.tile.kv_blocks.at(j, self.inputs.table) * self.config.kv.block
+        first_key = self.work_tile.kv_blocks.at(j, self.inputs.table) * self.config.kv.block
         shape = QUERY_ROWS, self.config.kv.block
         positions = common.positions(shape, self.first_row, first_key)
-        options = self.options.read_ahead(self.tile.h, *positions, masked=partial)
+        options = self.options.read_ahead(self.work_tile.h, *positions, masked=partial)
         return Block(j, first_key, partial, positions, options)
 
     def start_qk(self, j):
         """Start s = q @ k.T of the j-th block."""
         self.smem.k.consumer_wait(self.kv_base + j)
-        k = self.smem.k.stage(self.kv_base + j)
-        return ptx.product_t(self.q.stage(0), k, self.config.head_dim)
+        k = self.smem.k.smem_of(self.kv_base + j)
+        return ptx.product_t(self.queries.smem_of(0), k, self.config.head_dim)
 
     def wait_qk(self, block: Block, s, *, running: int):
         """Return the block with its bias, and s when at most so many products still run."""
@@ -397,7 +379,7 @@ class ConsumerWarpgroup:
 
     def softmax(self, block: Block, s, m, l):
         """Return p after dropout, in the dtype of the operands, and m, l and alpha."""
-        config, options, h = self.config, block.options, self.tile.h
+        config, options, h = self.config, block.options, self.work_tile.h
         s, c = options.logits(s, h, *block.positions, masked=block.partial)
         if block.partial:
             bits = self.read_mask(block.place)
@@ -410,7 +392,7 @@ class ConsumerWarpgroup:
 
     def start_pv(self, j, acc, p):
         """Start acc + p @ v of the j-th block, whose values are in shared memory."""
-        return ptx.accumulate(acc, p, self.smem.v.stage(self.kv_base + j))
+        return ptx.accumulate(acc, p, self.smem.v.smem_of(self.kv_base + j))
 
     def wait_pv(self, j, acc, p):
         """Return acc when the j-th block has been added, and release its values.
@@ -448,7 +430,7 @@ class ConsumerWarpgroup:
         self.release_mask(visited.start, l)
         acc, p, m, l = self.steps((acc, p, m, l), visited._replace(start=visited.start + 1))
         if self.smem.o_sm is not None:
-            self.q.consumer_release(0)
+            self.queries.consumer_release(0)
         last = visited.stop - 1
         return self.wait_pv(last, self.start_pv(last, acc, p), p), m, l
 
@@ -481,7 +463,7 @@ class ConsumerWarpgroup:
     def no_blocks(self, *state):
         """Take the place of `mainloop` for a query tile that sees no key."""
         if self.smem.o_sm is not None:
-            self.q.consumer_release(0)
+            self.queries.consumer_release(0)
         return state
 
     def skip(self, j, _):
@@ -492,7 +474,7 @@ class ConsumerWarpgroup:
                 # One thread arrives at the barriers of a cluster: all warps must have waited.
                 for n, barrier in enumerate(SKIPPED):
                     meet = functools.partial(ptx.meet, barrier, 128)
-                    pl.when(self.index == n)(meet)
+                    pl.when(self.warpgroup == n)(meet)
             pipeline.consumer_release(self.kv_base + j)
         self.wait_mask(j)
         self.release_mask(j)
@@ -503,10 +485,10 @@ class ConsumerWarpgroup:
         """Return the block with its tile of the bias, if tiles of it are copied."""
         if self.smem.bias is None:
             return block
-        pipeline = self.smem.bias.part(self.index)
+        pipeline = self.smem.bias.of_warpgroup(self.warpgroup)
         i = self.bias_base - self.visited.start + block.place
         pipeline.consumer_wait(i)
-        bias = ptx.load_strips(pipeline.stage(i))
+        bias = ptx.load_strips(pipeline.smem_of(i))
         ptx.fence()
         pipeline.consumer_release(i)
         return block._replace(options=block.options.with_bias(bias))
@@ -520,8 +502,8 @@ class ConsumerWarpgroup:
         """Return bools of the j-th block for each mask array that is copied."""
         if self.smem.bits is None:
             return ()
-        slot, first_row = self.smem.bits.slot(self.kv_base + j), self.part * QUERY_ROWS
-        return self.config.masks.read(self.smem.bits.smem, slot, first_row)
+        stage, first_row = self.smem.bits.stage(self.kv_base + j), self.query_tile * QUERY_ROWS
+        return self.config.streams.masks.read(self.smem.bits.smem, stage, first_row)
 
     def release_mask(self, j, l=None):
         """Release the tiles of mask arrays; after l was computed, which has used them.
@@ -537,7 +519,7 @@ class ConsumerWarpgroup:
     def epilogue(self, acc, m, l):
         """Store the output and the statistics through shared memory."""
         options, config, smem = self.options, self.config, self.smem
-        b, h, first_row = self.tile.b, self.tile.h, self.first_row
+        b, h, first_row = self.work_tile.b, self.work_tile.h, self.first_row
         sinks, dropout = options.extras.sinks, options.extras.dropout
         sink = None if sinks is None else sinks[h]
         shift = left_out(options.extras.scores)
@@ -550,10 +532,10 @@ class ConsumerWarpgroup:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         # `commit_smem` below makes the statistics visible to their copies, too.
         for n, x in enumerate(statistics):
-            smem.statistics_sm[self.index, n] = x
-        staging, slots = self.q.stage(0), None
+            smem.statistics_sm[self.warpgroup, n] = x
+        staging, slots = self.queries.smem_of(0), None
         if smem.o_sm is not None:
-            staging, slots = smem.o_sm.at[self.index], config.tile.output_slots
+            staging, slots = smem.o_sm.at[self.warpgroup], config.tile.output_slots
         for n, column in enumerate(range(0, config.value_dim, ptx.COLUMNS)):
             if slots and n >= slots:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -564,44 +546,44 @@ class ConsumerWarpgroup:
             plgpu.copy_smem_to_gmem(staged, self.o_ref.at[b, rows, h, columns])
         # Copies of one axis do not end with the array, as those of tiles do.
         for n, ref in enumerate(self.statistic_refs):
-            source = smem.statistics_sm.at[self.index, n]
+            source = smem.statistics_sm.at[self.warpgroup, n]
             start = functools.partial(plgpu.copy_smem_to_gmem, source, ref.at[b, h, rows])
             pl.when(first_row < ref.shape[2])(start)
         if smem.o_sm is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.q.consumer_release(0)
+            self.queries.consumer_release(0)
 
 
-def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, index, config: ForwardConfig):
+def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config: ForwardConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
     # At first the buffer of the queries is empty: so the producer waits for it without a branch.
-    smem.q.part(index).consumer_release(0)
+    smem.q.of_warpgroup(warpgroup).consumer_release(0)
     registers, _ = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="increase")
 
-    def work_tile(i, tile, bases):
+    def compute(i, work_tile, bases):
         kv_base, bias_base = bases
-        part = config.part(index, i)
-        warpgroup = ConsumerWarpgroup(
+        query_tile = config.query_tile(warpgroup, i)
+        consumer = ConsumerWarpgroup(
             inputs=inputs,
             o_ref=o_ref,
             statistic_refs=statistic_refs,
             smem=smem,
             config=config,
-            index=index,
-            tile=tile,
-            part=part,
-            first_row=config.query_tiles.first_row(tile.q_tile, part),
-            options=config.options.of_example(inputs.options, tile.b),
+            warpgroup=warpgroup,
+            work_tile=work_tile,
+            query_tile=query_tile,
+            first_row=config.query_tiles.first_row(work_tile.index, query_tile),
+            options=config.options.of_element(inputs.options, work_tile.b),
             kv_base=kv_base,
             bias_base=bias_base,
         )
-        warpgroup.run()
-        visited = warpgroup.visited
-        return kv_base + tile.kv_blocks.count, bias_base + visited.stop - visited.start
+        consumer.run()
+        visited = consumer.visited
+        return kv_base + work_tile.kv_blocks.count, bias_base + visited.stop - visited.start
 
     bases = jnp.int32(0), jnp.int32(0)
-    work_loop.for_each(config.with_visits(index, tiles), work_tile, bases)
+    work_loop.for_each(config.with_visits(warpgroup, tiles), compute, bases)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if smem.ended is not None:
         # A CTA must not exit while its peer may still arrive at its barriers.
@@ -635,71 +617,74 @@ class ProducerWarpgroup:
         plgpu.set_max_registers(registers, action="decrease")
 
         def warp(w):
-            of_warp = tiles if config.bias is None else config.with_visits(w, tiles)
+            of_warp = tiles if config.streams.bias is None else config.with_visits(w, tiles)
             return of_warp, functools.partial(self.load_queries, w)
 
         warps = map(warp, range(config.tile.warpgroups))
         run_producer_warps(tiles, self.load_keys_and_values, *warps)
 
-    def load_keys_and_values(self, i, tile: work_loop.WorkTile, kv_base):
+    def load_keys_and_values(self, i, work_tile: work_loop.WorkTile, kv_base):
         """Copy the K/V blocks of a work tile; return how many the CTA has had."""
         del i
-        config, smem, blocks = self.config, self.smem, tile.kv_blocks
+        config, smem, blocks = self.config, self.smem, work_tile.kv_blocks
 
         def load_masks(i, first_key):
             if smem.bits is None:
                 return
             smem.bits.producer_acquire(i)
-            place = first_key, tile.q_tile * config.q.block
-            full, slot = smem.bits.filled(i), smem.bits.slot(i)
-            config.masks.copy(self.inputs.bits, smem.bits.smem, slot, tile.b, tile.h, *place, full)
+            place = first_key, work_tile.index * config.q.block
+            to, b, h = (smem.bits.smem, smem.bits.stage(i)), work_tile.b, work_tile.h
+            full = smem.bits.filled(i)
+            config.streams.masks.copy(self.inputs.streamed.bits, *to, b, h, *place, full)
 
         copy_keys_and_values(
             self.inputs,
             smem.k,
             smem.v,
             stream=(blocks.count, lambda j: blocks.at(j, self.inputs.table)),
-            where=(tile.b, common.quotient(tile.h, config.groups)),
+            where=(work_tile.b, common.quotient(work_tile.h, config.groups)),
             base=kv_base,
             cluster_size=config.tile.cluster_size,
             beside=load_masks,
         )
         return kv_base + blocks.count
 
-    def load_queries(self, w: int, i, tile: work_loop.WorkTile, bias_base):
+    def load_queries(self, w: int, i, work_tile: work_loop.WorkTile, bias_base):
         """Copy the queries of consumer warpgroup w, and its tiles of the bias."""
-        config, pipeline = self.config, self.smem.q.part(w)
+        config, pipeline = self.config, self.smem.q.of_warpgroup(w)
         pipeline.producer_wait(0)
-        first_row = config.query_tiles.first_row(tile.q_tile, config.part(w, i))
-        at = tile.b, pl.ds(first_row, QUERY_ROWS), tile.h
-        copy(self.inputs.q, at, pipeline.stage(0), pipeline.filled(0))
-        return bias_base if config.bias is None else self.load_bias(w, first_row, tile, bias_base)
+        first_row = config.query_tiles.first_row(work_tile.index, config.query_tile(w, i))
+        at = work_tile.b, pl.ds(first_row, QUERY_ROWS), work_tile.h
+        copy(self.inputs.q, at, pipeline.smem_of(0), pipeline.filled(0))
+        if config.streams.bias is None:
+            return bias_base
+        return self.load_bias(w, first_row, work_tile, bias_base)
 
-    def load_bias(self, w: int, first_row, tile: work_loop.WorkTile, bias_base):
+    def load_bias(self, w: int, first_row, work_tile: work_loop.WorkTile, bias_base):
         """Copy the tiles of the bias that consumer warpgroup w visits; return how many it has had.
 
         Args:
             w: the warpgroup.
             first_row: its first query.
-            tile: the work tile.
+            work_tile: the work tile.
             bias_base: tiles that it had before.
         """
-        bias, axes, visited = self.smem.bias, self.config.bias, tile.visited
+        bias, axes, visited = self.smem.bias, self.config.streams.bias, work_tile.visited
         assert bias is not None and axes is not None and visited is not None
-        pipeline = bias.part(w)
+        pipeline = bias.of_warpgroup(w)
         _, strips, rows, width = pipeline.smem.shape
 
         def one(j, i):
-            first = tile.kv_blocks.at(j, self.inputs.table) * (strips * width)
+            first = work_tile.kv_blocks.at(j, self.inputs.table) * (strips * width)
             pipeline.producer_acquire(i)
             for n in range(strips):
                 at = (
-                    *axes.at(tile.b, tile.h),
+                    *axes.at(work_tile.b, work_tile.h),
                     pl.ds(first_row, rows),
                     pl.ds(first + n * width, width),
                 )
-                to = pipeline.stage(i).at[n]
-                plgpu.copy_gmem_to_smem(self.inputs.bias.at[at], to, pipeline.filled(i))
+                to = pipeline.smem_of(i).at[n]
+                plgpu.copy_gmem_to_smem(self.inputs.streamed.bias.at[at], to, pipeline.filled(i))
             return i + 1
 
         return lax.fori_loop(visited.start, visited.stop, one, bias_base)
@@ -716,7 +701,7 @@ def pallas_flash_forward(
     """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
     smem, config = Smem(**memory), static
     schedule = inputs.schedule if counted is None else counted
-    tiles = work_loop.WorkTiles(schedule, lax.axis_index("program"), smem.work)
+    tiles = work_loop.WorkTiles(schedule, lax.axis_index("cta"), smem.work)
     warpgroup = lax.axis_index("warpgroup")
     consumes = warpgroup < config.tile.warpgroups
 
@@ -749,33 +734,28 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
         of_lists = q if mask.scattered else rows
         table = block_ranges.block_table(shared[1].mask, of_lists, kv, "kv", batch, p.batch)
         if mask.scattered:
-            streams = block_ranges.streams_of_lists(table, rows.count, query_tiles.count)
+            blocks = block_ranges.streams_of_lists(table, rows.count, query_tiles.count)
         else:
             ranges = query_tiles.by_work_tile(table)
-            streams = block_ranges.streams_of_ranges(ranges, query_tiles.count)
-        schedule = scheduler.schedule(p, batch, mask, streams, cluster_size)
+            blocks = block_ranges.streams_of_ranges(ranges, query_tiles.count)
+        schedule = scheduler.schedule(p, batch, mask, blocks, cluster_size)
         dynamic = scheduler.is_dynamic(schedule)
         smem = scratch(p, tile, dynamic=dynamic)
-        bias, bias_axes, bools = None, None, []
-        if smem.bias is not None:
-            shared, x = without_bias(shared)
-            bias_axes, bias = BroadcastAxes.of(x, p.batch), rows_of_one_axis(x)
-        if smem.bits is not None:
-            shared, bools = without_masks(shared)
+        copied = dict(bias=smem.bias is not None, masks=smem.bits is not None)
+        streams, shared, streamed = Streams.of(p, shared, 3, kv, **copied)
         options = Options.of(p, shared, q, kv)
         config = ForwardConfig(
             options=options,
             masked=bool(mask),
-            listed=mask.scattered,
+            scattered=mask.scattered,
             kv=kv,
             groups=p.groups,
             tile=tile,
             q=q,
             head_dim=p.head_dim,
             value_dim=p.value_dim,
-            partial_tail=not mask.scattered and block_ranges.have_partial_tail(streams),
-            bias=bias_axes,
-            masks=Masks.of(bools, p.batch),
+            partial_tail=not mask.scattered and block_ranges.have_partial_tail(blocks),
+            streams=streams,
             query_tiles=query_tiles,
         )
         inputs = Inputs(
@@ -784,8 +764,7 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
             v=value,
             table=table.reshape(-1, table.shape[-1]) if mask.scattered else None,
             options=options.operands(shared),
-            bias=bias,
-            bits=[words_of(x, 3, kv) for x in bools],
+            streamed=streamed,
             lengths=(lengths[0], last_block(value, lengths[0], kv.block)) if lengths else None,
             schedule=None if dynamic else schedule,
         )
@@ -801,8 +780,8 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
                 *[(statistic, jnp.float32)] * (2 if p.large else 1),
             ],
             memory=smem._asdict(),
-            grid=dict(program=scheduler.num_ctas(schedule)),
-            members=cluster_size,
+            grid=dict(cta=scheduler.num_ctas(schedule)),
+            cluster_size=cluster_size,
             warpgroups=w + 1,
             static=config,
             approx_math=options.approximate,

@@ -30,8 +30,8 @@ class FunctionConfig(NamedTuple):
 def pallas_flash_function(*refs, static: FunctionConfig):
     """Computes scores or their derivative, and the mask, of one tile in each form."""
     *refs, out_ref = refs
-    program = lax.axis_index("program")
-    options = static.options.of_example(refs, program)
+    program = lax.axis_index("cta")
+    options = static.options.of_element(refs, program)
     at = common.positions(SHAPE, program, program)
     for n, h in enumerate((program, at[0])):
         s = ptx.load_fragments(out_ref, GROUPS)
@@ -53,7 +53,7 @@ def function(problem: Problem, *, derivative: bool):
         options.operands(shared),
         outputs=[((2 * GROUPS, *ptx.OF_GROUP), jnp.float32)],
         memory={},
-        grid=dict(program=1),
+        grid=dict(cta=1),
         warpgroups=1,
         static=FunctionConfig(options, derivative),
         approx_math=options.approximate,

@@ -13,13 +13,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._blocks import Tiling
+from pallas_flash._mask_objects import MaskArray
 from pallas_flash._masks import Mask
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.operands import Bits, stored_dtype
-from pallas_flash._mosaic.tiles import StreamRoom, has_pairs
+from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._problem import Problem
 
 plgpu = common.plgpu
+
+
+def has_pairs(leaf) -> bool:
+    """Return whether a leaf of a mask is an array that has queries and keys for axes."""
+    return isinstance(leaf, MaskArray) and 1 not in leaf.pairs.shape[-2:]
 
 
 class BroadcastAxes(NamedTuple):
@@ -28,13 +34,13 @@ class BroadcastAxes(NamedTuple):
     Attributes:
         batch: batch elements of an instance.
         instances: whether instances have numbers of their own.
-        examples: whether batch elements do.
+        elements: whether batch elements do.
         heads: whether heads do.
     """
 
     batch: int
     instances: bool
-    examples: bool
+    elements: bool
     heads: bool
 
     @classmethod
@@ -44,7 +50,7 @@ class BroadcastAxes(NamedTuple):
 
     def at(self, b, h):
         """Return where batch element b, counted over all instances, and a head are in the array."""
-        if not self.examples:
+        if not self.elements:
             b = common.quotient(b, self.batch) if self.instances else 0
         elif not self.instances:
             b = common.remainder(b, self.batch)
@@ -107,120 +113,112 @@ class Masks(NamedTuple):
         """Return those of arrays that `without_masks` returned."""
         return cls(tuple(BroadcastAxes.of(x, batch) for x in arrays))
 
-    def memory(self, slots: int, columns: int, rows: int):
-        """Return the specification of shared memory; None if there are no masks."""
-        shape = len(self.axes), slots, columns // ptx.BITS, rows
-        return plgpu.SMEM(shape, jnp.uint32) if self.axes else None
-
-    def copy(self, refs, sm, slot, b, h, first_column, first_row, full):
+    def copy(self, refs, smem, stage, b, h, first_column, first_row, full):
         """Start the copies of a tile, which arrive at `full`."""
         for n, (axes, ref) in enumerate(zip(self.axes, refs, strict=True)):
-            words, rows = sm.shape[2:]
+            words, rows = smem.shape[2:]
             place = pl.ds(common.quotient(first_column, ptx.BITS), words), pl.ds(first_row, rows)
-            plgpu.copy_gmem_to_smem(ref.at[(*axes.at(b, h), *place)], sm.at[n, slot], full)
+            plgpu.copy_gmem_to_smem(ref.at[(*axes.at(b, h), *place)], smem.at[n, stage], full)
 
-    def read(self, sm, slot, first_row) -> list:
+    def read(self, smem, stage, first_row) -> list:
         """Return bools [64, columns] of each array, of a tile's rows from `first_row` on."""
-        tiles = (sm.at[n, slot] for n in range(len(self.axes)))
+        tiles = (smem.at[n, stage] for n in range(len(self.axes)))
         return [ptx.bits_of_tile(tile, first_row) for tile in tiles]
 
 
 class Streams(NamedTuple):
-    """The arrays over (q, k) that stream past resident keys, beside queries.
+    """The (q, k) arrays of which tiles are copied to shared memory.
 
     Attributes:
-        slots: pipeline stages of their tiles; 0 if nothing streams.
-        bias: the axes of a bias in 16 bits; None if it is read in device memory, or there is none.
+        bias: the axes of the bias; None if it is read in device memory, or there is none.
         masks: the mask arrays that are copied.
     """
 
-    slots: int = 0
     bias: BroadcastAxes | None = None
     masks: Masks = Masks()
 
     @classmethod
-    def of(cls, problem: Problem, shared, room: StreamRoom, q: Tiling):
-        """Return the streams, the rest of `shared_arrays`, and the arrays as copies take them."""
-        arrays, bias, masks = [], None, []
-        if room.bias:
-            shared, x = without_bias(shared)
-            bias = BroadcastAxes.of(x, problem.batch)
-            arrays.append(rows_of_one_axis(x))
-        if room.slots:
-            shared, masks = without_masks(shared)
-            arrays += [words_of(x, 2, q) for x in masks]
-        return cls(room.slots, bias, Masks.of(masks, problem.batch)), shared, arrays
+    def of(
+        cls, problem: Problem, shared, axis: int, columns: Tiling, *, bias: bool, masks: bool
+    ) -> "tuple[Streams, Any, StreamedArrays]":
+        """Return the streams, the rest of `shared_arrays`, and the arrays as copies take them.
 
-    @property
-    def arrays(self) -> int:
-        """The number of arrays."""
-        return (self.bias is not None) + len(self.masks.axes)
+        Args:
+            problem: the call.
+            shared: the result of `shared_arrays`.
+            axis: the axis of a tile's columns, 2 or 3.
+            columns: their tiles.
+            bias: whether tiles of the bias are copied.
+            masks: whether those of mask arrays are.
+        """
+        axes, array, bools = None, None, []
+        if bias:
+            shared, array = without_bias(shared)
+            axes, array = BroadcastAxes.of(array, problem.batch), rows_of_one_axis(array)
+        if masks:
+            shared, bools = without_masks(shared)
+        arrays = StreamedArrays(array, [words_of(x, axis, columns) for x in bools])
+        return cls(axes, Masks.of(bools, problem.batch)), shared, arrays
 
-    def memory(self, dtype, q: Tiling, warpgroups: int) -> dict[str, Any]:
-        """Return the specification of shared memory and barriers."""
-        shape = self.slots, warpgroups, q.block, ptx.COLUMNS
-        bias = None if self.bias is None else plgpu.SMEM(shape, dtype, transforms=ptx.BLOCKS)
-        copies = warpgroups * (self.bias is not None) + len(self.masks.axes)
-        return dict(
-            bias_sm=bias,
-            bits_sm=self.masks.memory(self.slots, q.block, warpgroups * ptx.COLUMNS),
-            pairs_full=common.barriers(self.slots, copies) if self.slots else None,
-            pairs_free=common.barriers(self.slots, warpgroups) if self.slots else None,
-        )
-
-    def copy(self, refs, memory, j, b, h, first_query, first_key):
-        """Copy the tiles of step j to their stage, as soon as it is empty."""
-        if not self.slots:
+    def copy(self, refs: "StreamedArrays", pipeline: Pipeline | None, j, b, h, query, key):
+        """Copy the tiles from this query and key on to the stage of tile j, when that is empty."""
+        if pipeline is None:
             return
-        ring, refs = common.Ring(self.slots), list(refs)
-        ring.refill(j, memory["pairs_free"])
-        slot = ring(j)
-        full = memory["pairs_full"].at[slot]
+        pipeline.producer_acquire(j)
+        stage, full = pipeline.stage(j), pipeline.filled(j)
         if self.bias is not None:
-            ref, place = refs.pop(0), memory["bias_sm"].at[slot]
-            warpgroups, rows, width = place.shape
+            smem = pipeline.smem["bias"].at[stage]
+            warpgroups, rows, width = smem.shape
             for n in range(warpgroups):
-                at = *self.bias.at(b, h), pl.ds(first_query, rows)
-                keys = pl.ds(first_key + n * width, width)
-                plgpu.copy_gmem_to_smem(ref.at[(*at, keys)], place.at[n], full)
-        self.masks.copy(refs, memory["bits_sm"], slot, b, h, first_query, first_key, full)
+                at = *self.bias.at(b, h), pl.ds(query, rows), pl.ds(key + n * width, width)
+                plgpu.copy_gmem_to_smem(refs.bias.at[at], smem.at[n], full)
+        self.masks.copy(refs.bits, pipeline.smem["bits"], stage, b, h, query, key, full)
 
 
-class InSlot(NamedTuple):
-    """Views of the streams that a warpgroup reads at step j, in tiles whose rows are its keys.
+class StreamedArrays(NamedTuple):
+    """The arrays of `Streams` as copies take them: arrays outside of a kernel, references inside.
+
+    Attributes:
+        bias: [instances and batch elements, heads, T, S], or None.
+        bits: `words_of` the mask arrays.
+    """
+
+    bias: Any = None
+    bits: Any = ()
+
+
+class StageView(NamedTuple):
+    """The tiles that a warpgroup reads at step j, whose rows are its keys.
 
     By default nothing streams.
     """
 
     streams: Streams = Streams()
-    memory: dict[str, Any] | None = None
+    pipeline: Pipeline | None = None
     j: Any = 0
     warpgroup: Any = 0
 
-    def _at(self, name: str):
-        assert self.memory is not None
-        return self.memory[name].at[common.Ring(self.streams.slots)(self.j)]
-
     def wait(self):
         """Wait until the tiles are in shared memory."""
-        if self.streams.slots:
-            plgpu.barrier_wait(self._at("pairs_full"))
+        if self.pipeline is not None:
+            self.pipeline.consumer_wait(self.j)
 
-    def free(self):
+    def release(self):
         """Report that the tiles were read."""
-        if self.streams.slots:
+        if self.pipeline is not None:
             ptx.fence()
-            plgpu.barrier_arrive(self._at("pairs_free"))
+            self.pipeline.consumer_release(self.j)
 
     def with_bias(self, options):
-        """Return `ExampleOptions` with the tile of the bias."""
-        if self.streams.bias is None:
+        """Return `ElementOptions` with the tile of the bias."""
+        if self.pipeline is None or self.streams.bias is None:
             return options
-        return options.with_bias(ptx.load_transposed(self._at("bias_sm").at[self.warpgroup]))
+        tile = self.pipeline.smem["bias"].at[self.pipeline.stage(self.j), self.warpgroup]
+        return options.with_bias(ptx.load_transposed(tile))
 
     def masks(self) -> list:
         """Return bools of the tile for each mask array."""
-        if not self.streams.slots or self.memory is None:
+        if self.pipeline is None:
             return []
-        slot, first = common.Ring(self.streams.slots)(self.j), self.warpgroup * ptx.COLUMNS
-        return self.streams.masks.read(self.memory["bits_sm"], slot, first)
+        stage, first = self.pipeline.stage(self.j), self.warpgroup * ptx.COLUMNS
+        return self.streams.masks.read(self.pipeline.smem["bits"], stage, first)

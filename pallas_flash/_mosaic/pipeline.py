@@ -33,7 +33,7 @@ class Pipeline:
     `common.launch` takes such an object among the shared memory and hands the kernel another one.
 
     Attributes:
-        smem: what the stages hold, any tree; `[stages, ...]` for `stage`.
+        smem: what the stages hold, any tree; `[stages, ...]` for `smem_of`.
         full: barriers of the stages; the copies of a tile arrive.
         empty: barriers of the stages; the consumers arrive.
         first: the first stage of `smem` and of the barriers that belongs to this pipeline.
@@ -65,7 +65,7 @@ class Pipeline:
             copies: copies that fill a stage, each of which arrives once.
             consumers: arrivals that empty a stage, of each CTA.
             cluster_size: CTAs that share the copies.
-            pipelines: how many pipelines lie one after another; see `part`.
+            pipelines: how many pipelines lie one after another, each for a warpgroup.
         """
         count = stages * pipelines
         full = common.barriers(count, copies)
@@ -73,18 +73,18 @@ class Pipeline:
         empty = common.barriers(count, consumers, cluster_size)
         return cls(smem, full, empty, None, stages)
 
-    def part(self, n) -> "Pipeline":
+    def of_warpgroup(self, n) -> "Pipeline":
         """Return the n-th of `pipelines` pipelines."""
         return dataclasses.replace(self, first=n * self.stages)
 
-    def slot(self, i):
-        """Return the stage of tile i."""
+    def stage(self, i):
+        """Return the number of the stage of tile i."""
         stage = common.remainder(i, self.stages) if self.stages > 1 else 0
         return stage if self.first is None else self.first + stage
 
-    def stage(self, i):
+    def smem_of(self, i):
         """Return the shared memory of tile i."""
-        return self.smem.at[self.slot(i)]
+        return self.smem.at[self.stage(i)]
 
     def producer_acquire(self, i):
         """Wait until the consumers have emptied the stage of tile i; at first all are empty."""
@@ -92,11 +92,11 @@ class Pipeline:
 
     def producer_wait(self, i):
         """Wait for the empty barrier; for producers whose consumers release each stage at first."""
-        plgpu.barrier_wait(self.empty.at[self.slot(i)])
+        plgpu.barrier_wait(self.empty.at[self.stage(i)])
 
     def filled(self, i):
         """Return the barrier at which copies to the stage of tile i arrive."""
-        return self.full.at[self.slot(i)]
+        return self.full.at[self.stage(i)]
 
     def consumer_wait(self, i, after=0):
         """Wait until tile i is in shared memory.
@@ -105,8 +105,8 @@ class Pipeline:
             i: the tile.
             after: `ptx.uniform_zero` of a value, which is then computed before the wait.
         """
-        plgpu.barrier_wait(self.full.at[self.slot(i) + after])
+        plgpu.barrier_wait(self.full.at[self.stage(i) + after])
 
     def consumer_release(self, i, after=0):
         """Report that this consumer has read tile i; `after` as of `consumer_wait`."""
-        plgpu.barrier_arrive(self.empty.at[self.slot(i) + after])
+        plgpu.barrier_arrive(self.empty.at[self.stage(i) + after])

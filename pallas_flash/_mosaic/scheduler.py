@@ -14,10 +14,10 @@ values the L2 cache holds.
 
 A row of a schedule, all int32:
 
-    b, h, q_tile | first, count, full | start, full, tail, stop | start, full, tail, stop | ...
+    b, h, index  | first, count, full | start, full, tail, stop | start, full, tail, stop | ...
     `WHERE`        `KvBlocks`           `VisitedBlocks` of the first query tile, the second, ...
 
-where q_tile is the number of the work tile in its head.
+where index is the number of the work tile in its head.
 
 `work_loop` is the other half: how a CTA reads its work tiles.
 """
@@ -59,7 +59,7 @@ SORTED_TOGETHER = 768
 DYNAMIC_COLUMNS = 32
 
 # Columns of a schedule before `block_ranges.pack`: batch element, query head, work tile.
-WHERE = ("b", "h", "q_tile")
+WHERE = ("b", "h", "index")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +99,12 @@ class QueryTiles:
         features = dataclasses.replace(_features.of(problem), batch=batch)
         return cls(count, per_head, cluster_size == 1 and folded(features, warpgroups))
 
-    def first_row(self, q_tile, part):
+    def first_row(self, index, query_tile):
         """Return the first query of one of a work tile's query tiles."""
         if not self.folded:
-            return q_tile * (self.count * QUERY_ROWS) + part * QUERY_ROWS
-        odd = part & 1
-        tile = part * self.per_head + odd * (self.per_head - 1) + (1 - 2 * odd) * q_tile
+            return index * (self.count * QUERY_ROWS) + query_tile * QUERY_ROWS
+        odd = query_tile & 1
+        tile = query_tile * self.per_head + odd * (self.per_head - 1) + (1 - 2 * odd) * index
         return tile * QUERY_ROWS
 
     def by_work_tile(self, rows):
@@ -113,8 +113,8 @@ class QueryTiles:
             return rows
         missing = self.per_head * self.count - rows.shape[2]
         rows = np.pad(rows, ((0, 0), (0, 0), (0, missing), (0, 0)))
-        q_tile, part = np.ogrid[: self.per_head, : self.count]
-        return rows[:, :, self.first_row(q_tile, part).reshape(-1) // QUERY_ROWS]
+        index, query_tile = np.ogrid[: self.per_head, : self.count]
+        return rows[:, :, self.first_row(index, query_tile).reshape(-1) // QUERY_ROWS]
 
 
 def num_work_tiles(f: CallFeatures, warpgroups: int) -> int:

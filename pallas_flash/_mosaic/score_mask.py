@@ -1,6 +1,6 @@
 """The scale, scores, mask and dropout of a call, as kernels in Mosaic GPU compute them on a tile.
 
-`Options` is what a kernel knows of them at compile time; `ExampleOptions`, made inside the kernel,
+`Options` is what a kernel knows of them at compile time; `ElementOptions`, made inside the kernel,
 are those of one batch element, whose arrays are `DeviceOperand`.
 """
 
@@ -192,7 +192,7 @@ class Options:
         _, extras = jax.tree.unflatten(self.structure, self.leaves)
         return extras.scores
 
-    def of_example(self, refs, b) -> "ExampleOptions":
+    def of_element(self, refs, b) -> "ElementOptions":
         """Return the options of one batch element, counted over all instances, for references."""
         batch = jnp.int32(self.batch)
         instance, b = lax.div(b, batch), lax.rem(b, batch)
@@ -204,7 +204,7 @@ class Options:
 
         operands = [operand(*x) for x in zip(refs, self.leaves, strict=True)]
         scale, extras = jax.tree.unflatten(self.structure, operands)
-        return ExampleOptions(self, b, scale[()], extras)
+        return ElementOptions(self, b, scale[()], extras)
 
 
 def has_quick_cap(scores: Scores) -> bool:
@@ -213,7 +213,7 @@ def has_quick_cap(scores: Scores) -> bool:
 
 
 def left_out(scores: Scores) -> float:
-    """Return the constant, in base 2, that `ExampleOptions.logits` leaves out of all scores.
+    """Return the constant, in base 2, that `ElementOptions.logits` leaves out of all scores.
 
     It changes no weight.
     """
@@ -221,7 +221,7 @@ def left_out(scores: Scores) -> float:
     return -cap * LOG2E if cap is not None and has_quick_cap(scores) else 0.0
 
 
-class ExampleOptions(NamedTuple):
+class ElementOptions(NamedTuple):
     """The options of one batch element inside a kernel.
 
     Attributes:
@@ -286,7 +286,7 @@ class ExampleOptions(NamedTuple):
         logits, pull = scores.vjp(s * self.scale, *at, functions=functions)
         return logits, LOG2E, pull
 
-    def read_ahead(self, h, q_pos, k_pos, *, masked: bool) -> "ExampleOptions":
+    def read_ahead(self, h, q_pos, k_pos, *, masked: bool) -> "ElementOptions":
         """Return the options of a tile whose columns are k_pos, with what is read of its arrays.
 
         Loads begin here, before the product that their use has to wait for.
@@ -298,7 +298,7 @@ class ExampleOptions(NamedTuple):
             extras.mask.allowed(self.b, h, q_pos, k_pos)
         return self._replace(extras=extras)
 
-    def with_bias(self, tile) -> "ExampleOptions":
+    def with_bias(self, tile) -> "ElementOptions":
         """Return the options of one tile whose bias was read already."""
         scores = dataclasses.replace(self.extras.scores, bias=Pairs(TileView(tile, (1, 1, 1, 1))))
         return self._replace(extras=self.extras._replace(scores=scores))
@@ -325,12 +325,12 @@ class ExampleOptions(NamedTuple):
         """Return which probabilities of a tile dropout keeps; None for all."""
         if self.extras.dropout is None:
             return None
-        parts, (rows, columns), axes = [], shape, (1, 0) if transposed else (0, 1)
+        chunks, (rows, columns), axes = [], shape, (1, 0) if transposed else (0, 1)
         for start in range(0, columns, DRAWN_AT_A_TIME):
-            part = rows, min(columns - start, DRAWN_AT_A_TIME)
+            chunk = rows, min(columns - start, DRAWN_AT_A_TIME)
             # Within it, where the compiler knows which elements of a thread share a counter.
-            q, k = (ptx.positions(part, axis, jnp.int32(0)) for axis in axes)
+            q, k = (ptx.positions(chunk, axis, jnp.int32(0)) for axis in axes)
             first = (first_q + start, first_k) if transposed else (first_q, first_k + start)
             at = self.b, h, q, k
-            parts.append(kept(self.extras.dropout, at, first=first, multiply=ptx.multiply_wide))
-        return ptx.joined(parts)
+            chunks.append(kept(self.extras.dropout, at, first=first, multiply=ptx.multiply_wide))
+        return ptx.joined(chunks)

@@ -1,15 +1,11 @@
 """The tiles of the Mosaic kernels, by what was measured on an H200 (with prototypes)."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pallas_flash import _hardware
 from pallas_flash._features import SCORES, CallFeatures, MaskKind, Option
-from pallas_flash._mask_objects import MaskArray
-from pallas_flash._mosaic import common
-from pallas_flash._mosaic.backward_memory import BLOCK_KV, Grads, keys_scratch, padded
+from pallas_flash._mosaic.backward_memory import Grads, keys_scratch, padded
 from pallas_flash._mosaic.scheduler import QUERY_ROWS, folded, most_rows
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
@@ -23,12 +19,8 @@ from pallas_flash._tiling.sizes import (
 # So many are worth what joins the parts of few queries' keys; as for "triton".
 MANY_KEYS = 512
 
-HOPPER = (9, 0)
 # Masks whose tiles take few instructions.
 QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
-# Bytes for the barriers of `StreamRoom` at most, and what an array begins at a multiple of.
-BARRIERS, ALIGNED = 64, 1024
-
 # Numbers of 16 bits in the shared memory of a program, less 3 KB for barriers and numbers a query.
 ROOM = 224 * 1024 // 2
 
@@ -188,44 +180,6 @@ def _is_shorter_by_two(f: CallFeatures) -> bool:
     return alone and 5 * most_rows(f, 3) > 6 * most_rows(f, 2)
 
 
-def aligned(size: int) -> int:
-    """Bytes that an array takes of shared memory."""
-    return -(-size // ALIGNED) * ALIGNED
-
-
-class StreamRoom(NamedTuple):
-    """The (q, k) arrays that the backward copies to shared memory, where keys are resident.
-
-    Attributes:
-        slots: in which tiles lie one after the other; 0 if nothing is copied.
-        bias: whether the bias is, and not mask arrays alone.
-    """
-
-    slots: int = 0
-    bias: bool = False
-
-
-def has_pairs(leaf) -> bool:
-    """Whether a leaf of a mask is an array that has queries and keys for axes."""
-    return isinstance(leaf, MaskArray) and 1 not in leaf.pairs.shape[-2:]
-
-
-def stream_room(p: Problem, tile: BackwardTile, grads: Grads) -> StreamRoom:
-    """Return the room of a launch: as many slots as stages of queries, where there is room."""
-    # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
-    in_16_bits = p.bias is not None and p.bias.dtype.itemsize == 2 and 1 not in p.bias.shape[2:]
-    of_bias = in_16_bits and p.kv_len % 8 == 0
-    masks = sum(map(has_pairs, p.mask.leaves))
-    taken = common.smem_bytes(keys_scratch(p, tile, grads))
-    room = _hardware.shared_memory_limit(HOPPER) - taken - BARRIERS
-    bits = masks * aligned(BLOCK_KV * tile.block_q // 8)
-    for bias, slots in itertools.product([of_bias, False], range(grads.stages(tile), 0, -1)):
-        size = bits + 2 * BLOCK_KV * tile.block_q * bias
-        if size and slots * size <= room:
-            return StreamRoom(slots, bias)
-    return StreamRoom()
-
-
 # Queries of all heads and examples: two tiles of 128 for each core of an H200, which has 132.
 FEW_ROWS = 2**15
 
@@ -266,6 +220,12 @@ def all_columns(head_dim: int, value_dim: int) -> bool:
     return max(head_dim, value_dim) <= 64
 
 
+def copies_bias(p: Problem, tile: BackwardTile, grads: Grads) -> bool:
+    """Return whether a launch of the backward copies tiles of the bias to shared memory."""
+    pipeline = keys_scratch(p, tile, grads).pairs
+    return pipeline is not None and pipeline.smem["bias"] is not None
+
+
 def two_passes(p: Problem) -> bool:
     """Whether the backward whose sums have an order is the faster one.
 
@@ -277,7 +237,7 @@ def two_passes(p: Problem) -> bool:
         return False
     tile = backward_tile(*sizes, in_order=False)
     launched = Grads.launches(*sizes, deterministic=False)
-    return not all(stream_room(p, tile, grads).bias for grads in launched)
+    return not all(copies_bias(p, tile, grads) for grads in launched)
 
 
 def backward_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:

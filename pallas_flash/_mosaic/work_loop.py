@@ -37,31 +37,32 @@ class WorkTile(NamedTuple):
     Attributes:
         b: batch element, counted over all instances.
         h: query head.
-        q_tile: number of the work tile among those of its head.
+        index: number of the work tile among those of its head.
         kv_blocks: the K/V blocks that stream past the CTA.
         visited: those that one warpgroup visits; None for who does not ask.
     """
 
     b: Any
     h: Any
-    q_tile: Any
+    index: Any
     kv_blocks: KvBlocks
     visited: VisitedBlocks | None
 
     @staticmethod
-    def columns(part=None) -> list:
+    def columns(query_tile=None) -> list:
         """Return the columns of the schedule that `unpack` takes, for one of the query tiles."""
         shared = len(scheduler.WHERE) + KV_BLOCKS
-        own = [] if part is None else [shared + VISITED * part + n for n in range(VISITED)]
-        return [*range(shared), *own]
+        if query_tile is None:
+            return list(range(shared))
+        return [*range(shared), *(shared + VISITED * query_tile + n for n in range(VISITED))]
 
     @classmethod
     def unpack(cls, numbers) -> "WorkTile":
         """Return the work tile that these columns describe."""
-        b, h, q_tile, *numbers = numbers
+        b, h, index, *numbers = numbers
         shared, own = numbers[:KV_BLOCKS], numbers[KV_BLOCKS:]
         visited = VisitedBlocks(*own) if own else None
-        return cls(b, h, q_tile, KvBlocks(*shared), visited)
+        return cls(b, h, index, KvBlocks(*shared), visited)
 
 
 class WorkTiles(NamedTuple):
@@ -71,15 +72,15 @@ class WorkTiles(NamedTuple):
         schedule: reference to a schedule.
         cta: the number of the CTA, or of its cluster.
         pipeline: see `pipeline`.
-        part: function from the number of a CTA's work tile to the query tile whose `visited` blocks
-            are wanted, or to None.
+        query_tile: function from the number of a CTA's work tile to which of its query tiles the
+            `visited` blocks are wanted of, or to None.
         kind: what describes a work tile: a class with `columns` and `unpack`.
     """
 
     schedule: Any
     cta: Any
     pipeline: Pipeline | None
-    part: Any = lambda i: None
+    query_tile: Any = lambda i: None
     kind: Any = WorkTile
 
 
@@ -103,7 +104,7 @@ def _for_each_static(tiles: WorkTiles, body, carry):
     def load(i):
         # Past the last one it loads the last row that there is.
         row = jnp.minimum(i + 1, last)
-        columns = tiles.kind.columns(tiles.part(i))
+        columns = tiles.kind.columns(tiles.query_tile(i))
         return [plgpu.load(tiles.schedule.at[tiles.cta, row, x]) for x in columns]
 
     count = plgpu.load(tiles.schedule.at[tiles.cta, 0, 0])
@@ -123,12 +124,12 @@ def _for_each_dynamic(tiles: WorkTiles, body, carry, takes: bool):
 
     def take(i, row):
         work.producer_acquire(i)
-        plgpu.copy_gmem_to_smem(tiles.schedule.at[row], work.stage(i), work.filled(i))
+        plgpu.copy_gmem_to_smem(tiles.schedule.at[row], work.smem_of(i), work.filled(i))
 
     def read(i):
         work.consumer_wait(i)
-        sm = work.stage(i)
-        numbers = [plgpu.load(sm.at[x]) for x in tiles.kind.columns(tiles.part(i))]
+        sm = work.smem_of(i)
+        numbers = [plgpu.load(sm.at[x]) for x in tiles.kind.columns(tiles.query_tile(i))]
         ptx.fence()
         work.consumer_release(i)
         return numbers

@@ -251,9 +251,9 @@ BROKEN = {
         for case, kind in ((BIAS_IN_TILES, "bias"), (MASKS_IN_TILES, "mask"))
         for what, broken in {
             f"no wait for a {kind}": without_waiting_at({"pairs_full"}),
-            f"no wait for a free slot of a {kind}": without_waiting_at({"pairs_free"}),
-            f"an arrival of a {kind} too many": with_arrivals("pairs_free", 1),
-            f"an arrival of a {kind} too few": with_arrivals("pairs_free", -1),
+            f"no wait for a free slot of a {kind}": without_waiting_at({"pairs_empty"}),
+            f"an arrival of a {kind} too many": with_arrivals("pairs_empty", 1),
+            f"an arrival of a {kind} too few": with_arrivals("pairs_empty", -1),
             f"queries of a {kind} are moved": with_tiles_at(
                 pairs.Streams, QUERY, lambda i: i + jnp.int32(64)
             ),

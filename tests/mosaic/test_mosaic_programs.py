@@ -183,7 +183,7 @@ def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeyp
     case = with_heads(LONG_CAUSAL if causal else MANY_KEYS, head_dim, T=T, S=600)
     sizes = TileSizes(ForwardTile(block_kv=96, cluster_size=2))
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), False, sizes))
-    assert {axes for rows, axes in copies if rows == 96} == {"member"}
+    assert {axes for rows, axes in copies if rows == 96} == {"rank"}
 
 
 @pytest.mark.parametrize(
@@ -461,13 +461,13 @@ def test_programs_take_each_item_once(name, head_dim, monkeypatch, kernel_case):
 
     def counted(ref):
         row = count_up(ref)
-        taken.append((int(row), int(emulator.here.axes["program"])))
+        taken.append((int(row), int(emulator.here.axes["cta"])))
         return row
 
     def launch(kernel, operands, **others):
         results = start(kernel, operands, **others)
         if kernel.__name__ == "pallas_flash_forward":
-            counts.append((others["grid"]["program"], len(results[0]) - 2, int(results[0][0, 0])))
+            counts.append((others["grid"]["cta"], len(results[0]) - 2, int(results[0][0, 0])))
         return results
 
     on_sms(monkeypatch, 3)
