@@ -657,8 +657,10 @@ fake_ptx = dict(
 )
 
 
-def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=(), members=1, **_):
-    """As `common.launch`: programs, or clusters of so many members, in any order, `AT_A_TIME`."""
+def launch(
+    kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=(), cluster_size=1, **_
+):
+    """As `common.launch`: CTAs, or clusters of them, in any order, `AT_A_TIME`."""
     sums = jax.tree.map(np.array, tuple(sums))
     outputs = [np.full(shape, np.nan, jnp.dtype(dtype)) for shape, dtype in outputs]
     results = [*jax.tree.leaves(sums), *outputs]
@@ -667,9 +669,9 @@ def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=
     places = list(itertools.product(*map(range, grid.values())))
     random.Random(0).shuffle(places)
 
-    def run_program(place, member, memory):
+    def run_program(place, rank, memory):
         program = Program()
-        axes = dict(zip(grid, place, strict=True), member=member)
+        axes = dict(zip(grid, place, strict=True), rank=rank)
 
         def thread(warpgroup):
             vars(here).update(
@@ -692,7 +694,9 @@ def launch(kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=
             raise program.failed[0]
 
     def run(place):
-        memories = [jax.tree.map(lambda x: allocate(x, members), memory) for _ in range(members)]
+        memories = [
+            jax.tree.map(lambda x: allocate(x, cluster_size), memory) for _ in range(cluster_size)
+        ]
         connect(memories)
         cluster = Program()
         cluster.run([lambda x=x: run_program(place, *x) for x in enumerate(memories)])
