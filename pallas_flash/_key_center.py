@@ -158,7 +158,7 @@ def whole_sums(problem: Problem, c, log_sum: LogSum, delta, dlse, dq, dscale):
     Args:
         problem: the call, with its own keys.
         c: as `of` returned it.
-        log_sum: as in `row_sums`, likewise `delta` and `dlse`.
+        log_sum: as in `row_sums`.
         delta: [B, N, T].
         dlse: [B, N, T] or None.
         dq: [B, T, N, H].

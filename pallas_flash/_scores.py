@@ -86,8 +86,8 @@ class Scores(Divisible):
     soft_cap: float | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def __bool__(self) -> bool:
-        parts = self.bias, self.slopes, self.score_mod, self.soft_cap
-        return any(part is not None for part in parts)
+        terms = self.bias, self.slopes, self.score_mod, self.soft_cap
+        return any(term is not None for term in terms)
 
     def logits(self, x, b, h, q, k, *, functions=FUNCTIONS):
         """Return the scores for x = scale * q . k at indices that broadcast to the shape of x."""

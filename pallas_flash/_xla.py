@@ -36,7 +36,7 @@ from pallas_flash._symbolic import is_symbolic, known_at_most, smaller
 from pallas_flash._visits import Sparsity, in_tile, visit
 
 # Queries and keys of a tile on a CPU: enough for matrix products, and few enough that the scores of
-# all heads fit in a core's cache. With few heads twice the queries fit.
+# all heads fit in the cache. With few heads twice the queries fit.
 BLOCK_Q, BLOCK_KV = 256, 256
 FEW_HEADS = 4
 
@@ -247,7 +247,7 @@ class _ScoreTile(NamedTuple):
     Attributes:
         at: the indices b, h, q, k, which broadcast to the tile.
         mask: the mask, with its (q, k) arrays cut to the tile.
-        scores: the terms of the scores, cut likewise.
+        scores: the terms of the scores, with their (q, k) arrays cut to the tile.
         transposed: whether keys come before queries.
     """
 

@@ -1,4 +1,4 @@
-"""Attention as Pallas kernels for Hopper's own instructions; the surface is `forward`, `backward`.
+"""Attention as Pallas kernels for Hopper: `forward` and `backward`.
 
 Copies (TMA) and matrix products (wgmma) run beside the threads there, and the warpgroups of a CTA
 are specialised: one is the producer, which copies, the others are consumers, which compute. Pallas
@@ -29,7 +29,7 @@ def forward(problem: Problem, sizes: TileSizes):
     """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     if sizes.decode is not None:
         return _decode(problem, sizes.tile("decode"), problem.visible_keys())
-    tile, valid = sizes.tile("forward"), _valid_lengths(problem)
+    tile, valid = sizes.tile("forward"), problem.valid_lengths()
     if valid is not None:
         return _forward(problem, tile, valid[1])
     p = dataclasses.replace(problem, value=_zeroed(problem.value, problem.visible_keys()))
@@ -59,15 +59,15 @@ def backward(
         dlse: float32 [B, T, N] or None.
         sizes: the tiles.
         want_scale: whether the gradient of the scale is wanted.
-        want_bias: whether that of the bias is wanted.
-        want_sinks: whether that of the sinks is wanted.
+        want_bias: whether the gradient of the bias is wanted.
+        want_sinks: whether the gradient of the sinks is wanted.
         in_order: whether every sum must have a fixed order, so that all runs give the same bits.
     """
     p = problem
     head_dim, _ = tiles.padded(p.head_dim, p.value_dim)
     dscale = None
     # The dbias kernel ignores valid lengths, so the rows behind them are zeroed first.
-    valid = None if want_bias else _valid_lengths(p)
+    valid = None if want_bias else p.valid_lengths()
     center = _key_center.for_shift(p, log_sum)
     delta, centered_log_sum, *zeros = preprocess(
         *(p, o, do, log_sum),
@@ -129,14 +129,6 @@ def _grads(p: Problem, rows, tile, valid, *, deterministic: bool, zeros=None, **
         options |= dict(zeros=zeros if grads.dq else None, deterministic=deterministic)
         found |= _backward(p, do, log_sum, delta, tile, grads, valid, **options)
     return found
-
-
-def _valid_lengths(p: Problem):
-    """Return int32 [B] twice: how many queries see a key, and how many keys are visible.
-
-    None where these are not the first ones, or where no arrays tell.
-    """
-    return p.valid_lengths()
 
 
 def _zeroed_operands(p: Problem, do):

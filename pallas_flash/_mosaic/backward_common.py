@@ -11,7 +11,6 @@ Queries are the rows of a tile of scores, or its columns where it is called tran
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -41,17 +40,17 @@ class Operands(NamedTuple):
     """The arrays that a launch reads; inside of its kernel, references to them.
 
     Attributes:
-        q: [B, T, N, H], or [B, T, N, strips, width], see `in_strips`. Likewise do.
-        k: [B, S, K, H], or in strips. Likewise v.
-        v: see k.
-        do: see q.
+        q: [B, T, N, H], or [B, T, N, strips, width], see `in_strips`.
+        k: [B, S, K, H], or in strips.
+        v: [B, S, K, V], or in strips.
+        do: [B, T, N, V], or in strips.
         delta: float32 [B, N, rows], divided by the factor of dropout, with rows of whole tiles.
-        lse: likewise, in base 2 (less m, if it is apart); inf for queries that do not exist or see
-            nothing.
-        m: likewise, the maximum where it is apart from the LSE; else None.
-        valid_q: int32 [B], how many queries see something, where these are the first ones; what is
-            behind them may hold anything. None if it is not known.
-        valid_kv: likewise, how many keys are visible.
+        lse: float32 [B, N, rows], in base 2 (less m, if it is apart); inf for queries that do not
+            exist, and in rows without keys.
+        m: float32 [B, N, rows], the maximum where it is apart from the LSE; else None.
+        valid_q: int32 [B], the number of rows with keys, where these come first; the others may
+            hold anything. None if it is not known.
+        valid_kv: int32 [B], the number of visible keys, where these come first, or None.
         center: float32 [B, K, H padded], a vector that keys have in common; None if they have none.
         is_centered: int32 [B, K], whether this vector is not zero.
         row_sums: float32 [B, N, rows], the sums of ds over a row; None if they are zero.
@@ -114,19 +113,6 @@ class Operands(NamedTuple):
         )
 
 
-def by_instance(function, batch: int, shared, operands):
-    """Return `function(shared, operands)`; `jax.vmap` adds its axis to the batch.
-
-    See `common.by_instance`. `operands` is a tree of arrays that begin with the batch.
-    """
-    leaves, tree = jax.tree.flatten(operands)
-
-    def run(shared, *leaves):
-        return function(shared, jax.tree.unflatten(tree, leaves))
-
-    return common.by_instance(run, batch)(shared, *leaves)
-
-
 def in_strips(x, columns: int):
     """Return [B, T, N, H] as [B, T, N, strips, width], so that one copy takes a tile.
 
@@ -158,7 +144,7 @@ def mask_for(problem: Problem, q: Tiling, kv: Tiling, valid) -> Mask:
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardConfig(common.Static):
+class BackwardConfig(common.KernelConfig):
     """The configuration of a kernel of the backward, known at compile time.
 
     Attributes:

@@ -39,7 +39,6 @@ from pallas_flash._mosaic.backward_common import (
     BackwardConfig,
     Operands,
     ScoreTile,
-    by_instance,
     mask_for,
 )
 from pallas_flash._mosaic.backward_memory import padded, statistics
@@ -406,6 +405,6 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
         do=_copyable(x.do, value_dim),
     )
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    found = by_instance(run, p.batch, arrays, x)
+    found = common.by_instance(run, p.batch)(arrays, x)
     _, _, q_len, kv_len = p.bias.shape
     return found[:, :, :q_len, :kv_len].astype(p.bias.dtype)

@@ -19,7 +19,7 @@ each other, and one producer warpgroup, the last one, which copies inner tiles.
 consumer's rows; pipelines of k and of v, [stages, strips, block_kv, width]. In the end dq and
 dscale leave through q and delta.
 
-**Barriers.** A copy arrives once, a warpgroup likewise.
+**Barriers.** A copy arrives once, and a warpgroup arrives once.
 
 | barrier | arrivals | who arrives | who waits | what it says |
 |---|---|---|---|---|
@@ -48,7 +48,6 @@ from pallas_flash._mosaic.backward_common import (
     Operands,
     ScoreTile,
     TileCopies,
-    by_instance,
     in_strips,
     mask_for,
     neighbours,
@@ -61,7 +60,7 @@ from pallas_flash._mosaic.backward_memory import (
     queries_scratch,
 )
 from pallas_flash._mosaic.score_mask import shared_arrays
-from pallas_flash._mosaic.tiles import value_slots as value_stages_of
+from pallas_flash._mosaic.tiles import value_stages
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import DqTile
@@ -79,12 +78,10 @@ class DqConfig(BackwardConfig):
     Attributes:
         grows: whether the last queries have the most work.
         want_scale: whether the gradient of the scale is wanted.
-        value_stages: stages of values.
     """
 
     grows: bool
     want_scale: bool
-    value_stages: int
 
     @property
     def row_scalars(self) -> tuple[str, ...]:
@@ -299,7 +296,6 @@ def dq(
             tile=tile,
             grows=mask.later_rows_see_more,
             want_scale=want_scale,
-            value_stages=value_stages_of(tile, head_dim, value_dim),
             has_lengths=valid is not None,
         )
         dscale = (batch, p.num_heads, q.count * q.block), jnp.float32
@@ -308,7 +304,7 @@ def dq(
             (operands.for_launch(config, arrays, table),),
             outputs=[(operands.q.shape, operands.q.dtype), *[dscale] * want_scale],
             memory=queries_scratch(
-                *(p, tile, config.value_stages), has_lengths=config.has_lengths
+                *(p, tile, value_stages(tile, head_dim, value_dim)), has_lengths=config.has_lengths
             )._asdict(),
             grid=config.grid(batch, q_tile=q.count),
             warpgroups=tile.warpgroups + 1,
@@ -331,5 +327,5 @@ def dq(
         )
         x = x._replace(row_sums=row_sums, center=center)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    dq, *dscale = by_instance(run, p.batch, arrays, x)
+    dq, *dscale = common.by_instance(run, p.batch)(arrays, x)
     return dq.reshape(p.query.shape), dscale[0][:, :, : p.q_len] if want_scale else None

@@ -39,7 +39,7 @@ Warpgroup 2 is the producer (24 registers): it starts the copies (TMA) of inner 
 | ds | [2, 128, block_q] | ds_t of both warpgroups, of this step and of the one before |
 | pairs | see `backward_memory` | bias and mask of the inner tile, where there is room |
 
-**Barriers.** A copy arrives once, a warpgroup of 128 threads likewise once. Full barriers are
+**Barriers.** A copy arrives once, and a warpgroup of 128 threads arrives once. Full barriers are
 waited for in each of their phases, empty ones before a stage is filled again.
 
 | barrier | arrivals | who arrives | who waits | what it says |
@@ -91,7 +91,6 @@ from pallas_flash._mosaic.backward_common import (
     Operands,
     ScoreTile,
     TileCopies,
-    by_instance,
     in_strips,
     mask_for,
     neighbours,
@@ -155,10 +154,11 @@ class OuterKeysConfig(BackwardConfig):
         return -(-self.q.count * self.q.block // 128) * 2
 
     def dq_columns(self, head_dim: int) -> int:
-        """Return the columns of dq that a warpgroup computes: for half of 128 queries all of them.
+        """Return the columns of dq that a warpgroup computes.
 
-        Of 64 queries half of the columns, or more where halves are no whole tiles: then both
-        warpgroups compute the columns in the middle.
+        It computes all columns for half of 128 queries. For 64 queries it computes half of the
+        columns, or more where halves are no whole tiles: then both warpgroups compute the columns
+        in the middle.
         """
         if self.q.block > ROWS:
             return head_dim
@@ -252,8 +252,9 @@ class ConsumerWarpgroup:
         self.options = config.options.of_element(self.operands.options, self.cta.b)
         self.mine = pl.ds(self.warpgroup * ROWS, ROWS)
         self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ROWS
-        # Who has registers to spare copies the outer tile: with lengths, whose branches would cost
-        # registers here, the producer; without them its copies would.
+        # The warpgroup that has registers to spare copies the outer tile. With lengths this is the
+        # producer, because their branches would cost registers here; without lengths the copies
+        # would cost the producer registers.
         if not config.has_lengths:
             copies = TileCopies(None, None, self.cta.b)
             copies.start(*self._to_mine(self.operands.k, scratch.k))
@@ -726,7 +727,7 @@ def backward(
 
     x = dict(operands=operands, zeros=zeros, weights=weights)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    return by_instance(run, p.batch, arrays, x)
+    return common.by_instance(run, p.batch)(arrays, x)
 
 
 def _launch(

@@ -1,7 +1,7 @@
 """The gradients of each launch of the backward, and the shared memory and barriers of its CTAs.
 
-Launches allocate what is specified here, and tiles are chosen by its bytes (`common.smem_bytes`).
-What buffers and barriers are for is told in `backward_kernel` and `backward_dq`.
+Launches allocate these specifications, and tiles are chosen by their bytes (`common.smem_bytes`).
+`backward_kernel` and `backward_dq` say what each buffer and each barrier is for.
 """
 
 import enum

@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._mosaic import common, ptx
-from pallas_flash._mosaic.backward_common import by_instance
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, LogSum
 
@@ -52,10 +51,10 @@ class Inputs(NamedTuple):
     """The arrays that the kernel reads.
 
     Attributes:
-        o: [B, T, N, V]; likewise do.
-        do: see o.
+        o: [B, T, N, V].
+        do: [B, T, N, V].
         lse: float32 [B, N, whole tiles of 64 queries].
-        valid: int32 [B], how many of the first queries see something; None if it is not known.
+        valid: int32 [B], how many rows have keys, if these come first; else None.
         q: [B, T, N, H] where keys have a center, else None.
         shift: float32 [B, K, H padded], the center times what takes its products to scores.
         is_centered: int32 [B, K], whether the center is not zero.
@@ -167,11 +166,11 @@ def preprocess(
     Args:
         problem: the call.
         o: [B, T, N, V].
-        do: likewise.
-        log_sum: of float32 [B, N, T], -inf where a query sees nothing.
+        do: [B, T, N, V].
+        log_sum: of float32 [B, N, T], -inf in rows without keys.
         head_dim: the columns of these sums; without any there are no zeros.
-        valid: int32 [B], how many of the first queries see something; None if it is not known.
-            The sums of those behind are left as they are.
+        valid: int32 [B], how many rows have keys, if these come first; else None. The sums of
+            the rows behind are left as they are.
         center: float32 [B, K, H], or None.
 
     Returns:
@@ -220,7 +219,7 @@ def preprocess(
         shift = jnp.pad(shift, ((0, 0), (0, 0), (0, -p.head_dim % ptx.COLUMNS)))
         is_centered = (center != 0).any(axis=2).astype(jnp.int32)
         inputs = inputs._replace(q=p.query, shift=shift, is_centered=is_centered)
-    delta, lse, *rest = by_instance(run, len(o), (), inputs)
+    delta, lse, *rest = common.by_instance(run, len(o))((), inputs)
     if large:
         m = m - rest.pop(0)[:, :, :q_len]
     return delta, LogSum(m, lse), *rest

@@ -2,7 +2,7 @@
 
 A mask divides the K/V blocks of a query tile into three kinds: *full* blocks, whose pairs are all
 allowed, *partial* blocks, to which the mask must be applied, and *empty* ones, which are skipped.
-Masks tell them as ranges `start, full_start, full_stop, stop`, or as lists where they are
+Masks give them as ranges `start, full_start, full_stop, stop`, or as lists where they are
 block-sparse (`Mask.scattered`).
 
 The warpgroups of a CTA have query tiles of their own and share K/V blocks. So a work tile of the
@@ -12,8 +12,8 @@ forward has two descriptions:
                     the last one down; or the blocks of a list, partial ones first
     VisitedBlocks   which places of this stream one warpgroup visits
 
-For example, three warpgroups under a causal mask, blocks as long as a query tile. The first
-warpgroup visits blocks 0 to 4, the second 0 to 5, the third 0 to 6, each with a partial last one:
+Take three warpgroups under a causal mask, and blocks as long as a query tile. The first warpgroup
+visits blocks 0 to 4, the second 0 to 5, the third 0 to 6, each with a partial last one:
 
     stream          block 6    5    4    3    2    1    0          KvBlocks(first=6, count=7)
     warpgroup 0     skip  skip  partial  full full full full       VisitedBlocks(2, 3, 7, 7)

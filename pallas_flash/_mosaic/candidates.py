@@ -68,14 +68,14 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
 
 
 def shared_bytes(kernel: str, tile, p: Problem) -> int:
-    """The shared memory of a kernel."""
+    """Return the bytes of shared memory of a kernel's CTA."""
     if kernel == "forward":
         return common.smem_bytes(forward_kernel.scratch(p, tile))
     if kernel == "decode":
         return common.smem_bytes(decode_kernel.scratch(p, tile))
     sizes = _padded(p)
     if kernel == "dq":
-        value_stages = tiles.value_slots(tile, *sizes)
+        value_stages = tiles.value_stages(tile, *sizes)
         return common.smem_bytes(backward_memory.queries_scratch(p, tile, value_stages))
     launches = Grads.launches(*sizes, deterministic=kernel != "backward")
     return max(
@@ -84,7 +84,10 @@ def shared_bytes(kernel: str, tile, p: Problem) -> int:
 
 
 def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:
-    """How many a thread's numbers take at once, and how many it has; 64 rows have 128 threads."""
+    """Return the registers that a thread needs for its tiles, and the registers that it has.
+
+    128 threads share 64 rows.
+    """
     if kernel in FORWARD:
         # Sums, scores, and in 16 bits the weights of the tile before.
         numbers = p.value_dim // 2 + tile.block_kv // 2 + tile.block_kv // 4
@@ -106,7 +109,7 @@ def _width(p: Problem) -> int:
 
 
 def candidates(kernel: str, problem: Problem, choose: Callable[[TileSizes | None], TileSizes]):
-    """Tiles that fit, the table's first; `choose` is a partial `by_table`."""
+    """Return the tiles that fit, the table's first; `choose` is a partial `by_table`."""
     # The output leaves through one buffer, or, where that has no room, through the queries'.
     keys_and_slots = (64, 80, 96, 112, 128, 144, 160, 176, 192), (1, 0)
     forward = [ForwardTile(*x) for x in itertools.product((2, 3), *keys_and_slots, (2, 3))]

@@ -141,7 +141,7 @@ def first_that_fits(memory, pipelines):
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class KernelConfig:
     """The configuration that every kernel has, known at compile time.
 
     Attributes:
@@ -236,9 +236,9 @@ def by_instance(function, batch: int):
     JAX has no batching rule of its own for such kernels.
 
     Args:
-        function: takes a tree of arrays that begin with an axis of instances, of length 1 if all
-            share it, and arrays that begin with the batch elements of all instances, as its results
-            do.
+        function: takes trees of arrays. In `shared` they begin with an axis of instances, of length
+            1 if all share it; the others and the results begin with the batch elements of all
+            instances.
         batch: batch elements of an instance.
     """
 
@@ -249,9 +249,10 @@ def by_instance(function, batch: int):
     @call.def_vmap
     def _(size, mapped, shared, *arrays):
         mapped_shared, *mapped = mapped
-        instances = arrays[0].shape[mapped[0]] // batch
+        first, is_mapped = (jax.tree.leaves(x)[0] for x in (arrays, mapped))
+        instances = first.shape[is_mapped] // batch
 
-        def example(x, is_mapped):
+        def element(x, is_mapped):
             x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
             return x.reshape(-1, *x.shape[2:])
 
@@ -262,7 +263,7 @@ def by_instance(function, batch: int):
             return jnp.broadcast_to(x, (size, instances, *x.shape[2:])).reshape(-1, *x.shape[2:])
 
         shared = jax.tree.map(instance, shared, mapped_shared)
-        results = call(shared, *(example(*x) for x in zip(arrays, mapped, strict=True)))
+        results = call(shared, *jax.tree.map(element, arrays, tuple(mapped)))
         results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 

@@ -1,4 +1,4 @@
-"""o and lse where there are few queries, as in decoding: limited by reading keys and values.
+"""o and lse in decoding, where reading keys and values takes nearly all the time.
 
     rows       the queries of all heads that share keys and values, 64 in a row tile: keys are read
                once for all of them, and not once a head
@@ -34,8 +34,8 @@ Barriers, in Pallas's unit of arrivals: a copy or a warpgroup is one.
     v.empty       stages    1                that consumer        producer warp 0
 
 Each product is waited for at once: with every row in use, the two products of a block and its
-softmax take about as long as its copy, and w warpgroups are at work. What counts is that copies go
-on, of as many blocks as there are stages.
+softmax take about as long as its copy, and w warpgroups are at work. Copies must go on all the
+time, of as many blocks as there are stages.
 
     producer      copy k(j+3), v(j+3) .... copy k(j+4), v(j+4) .... copy k(j+5), v(j+5) ....
     consumer 0    q k(j) | softmax | p v(j) |                       q k(j+2) | softmax | ...
@@ -64,6 +64,7 @@ from pallas_flash._mosaic.forward_common import (
     copy_keys_and_values,
     finish,
     initial_state,
+    kv_pipelines,
     run_producer_warps,
     softmax,
 )
@@ -99,16 +100,9 @@ class Smem(NamedTuple):
 
 def scratch(p: Problem, tile: DecodeTile) -> Smem:
     """Return the specification of a CTA's shared memory and barriers."""
-    stages = tile.stages
-    q_columns, v_columns = (-(-n // ptx.COLUMNS) for n in (p.head_dim, p.value_dim))
-    blocks = functools.partial(common.blocks, p.dtype)
-    q_sm = blocks(rows=QUERY_ROWS, columns=p.head_dim)
-    k_sm, v_sm = (blocks(stages, rows=tile.block_kv, columns=n) for n in (p.head_dim, p.value_dim))
-    return Smem(
-        q=Pipeline.spec(q_sm, 1, copies=q_columns, consumers=tile.warpgroups),
-        k=Pipeline.spec(k_sm, stages, copies=q_columns),
-        v=Pipeline.spec(v_sm, stages, copies=v_columns),
-    )
+    q_sm = common.blocks(p.dtype, rows=QUERY_ROWS, columns=p.head_dim)
+    q = Pipeline.spec(q_sm, 1, copies=q_sm.shape[0], consumers=tile.warpgroups)
+    return Smem(q, *kv_pipelines(p, tile))
 
 
 class Inputs(NamedTuple):
@@ -164,7 +158,7 @@ class SplitTile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeConfig(common.Static):
+class DecodeConfig(common.KernelConfig):
     """The configuration of the kernel, known at compile time.
 
     Attributes:

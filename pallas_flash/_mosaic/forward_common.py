@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_flash._mosaic import common, ptx, work_loop
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
+from pallas_flash._problem import Problem
 from pallas_flash._scores import LOG2E, with_sink
 
 plgpu = common.plgpu
@@ -114,6 +115,19 @@ def from_last_block_or(ref, last_ref, start, first, length, block: int):
 # ------------------------------------------------------------------------------------------------
 # The producer's copies
 # ------------------------------------------------------------------------------------------------
+
+
+def kv_pipelines(p: Problem, tile, **shared) -> tuple[Pipeline, Pipeline]:
+    """Return the specifications of the pipelines of keys and of values.
+
+    `shared` are arguments of `Pipeline.spec` beside the copies, a copy for 64 columns.
+    """
+
+    def pipeline(columns: int) -> Pipeline:
+        smem = common.blocks(p.dtype, tile.stages, rows=tile.block_kv, columns=columns)
+        return Pipeline.spec(smem, tile.stages, copies=smem.shape[1], **shared)
+
+    return pipeline(p.head_dim), pipeline(p.value_dim)
 
 
 def copy(ref, index, destination, barrier, cluster_size: int = 1):

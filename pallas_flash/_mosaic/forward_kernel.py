@@ -59,16 +59,16 @@ Pallas does the rest: a copy tells its full barrier how many bytes to expect, on
 starts it, and waits keep the phase bits.
 
 Overlap. A consumer warpgroup starts s = q @ k.T of block j before p @ v of block j - 1, and
-computes the softmax of block j while the tensor cores are at work on p @ v of block j - 1. Time
+computes the softmax of block j while the matrix units are at work on p @ v of block j - 1. Time
 runs to the right, `|` is a wait:
 
     producer       copy k(j+1) ...................     copy v(j+1) .....................
                    into the stage that k(j-1) left     into the stage that v(j-1) left
-    tensor cores   q k(j) ...... p(j-1) v(j-1) ........      q k(j+1) ... p(j) v(j) ......
+    matrix units   q k(j) ...... p(j-1) v(j-1) ........      q k(j+1) ... p(j) v(j) ......
     consumer       |             max, exp2, sum: p(j)  | acc *= alpha  |  max, exp2, sum: p(j+1)
                    q k(j) is done                      p(j-1) v(j-1) is done
 
-The warpgroups do not take turns at the tensor cores (no ping-pong): they drift apart to other
+The warpgroups do not take turns at the matrix units (no ping-pong): they drift apart to other
 places of the same step by themselves, and turns gained nothing in prototypes beside this overlap.
 
 Clusters. Two CTAs of neighbouring query tiles may share K/V blocks (`cluster_size` 2): each
@@ -98,6 +98,7 @@ from pallas_flash._mosaic.forward_common import (
     copy_keys_and_values,
     finish,
     initial_state,
+    kv_pipelines,
     last_block,
     run_producer_warps,
     softmax,
@@ -155,20 +156,17 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         tile: block sizes.
         dynamic: whether the schedule is; by default, whether the mask has arrays or a predicate.
     """
-    w, stages, slots, cluster = tile.warpgroups, tile.stages, tile.output_slots, tile.cluster_size
+    w, slots, cluster = tile.warpgroups, tile.output_slots, tile.cluster_size
     if dynamic is None:
         dynamic = bool(jax.tree.leaves(p.mask)) or p.mask.scattered
-    q_columns, v_columns = (-(-n // ptx.COLUMNS) for n in (p.head_dim, p.value_dim))
-    blocks = functools.partial(common.blocks, p.dtype)
-    k_sm, v_sm = (blocks(stages, rows=tile.block_kv, columns=n) for n in (p.head_dim, p.value_dim))
-    shared = dict(consumers=w, cluster_size=cluster)
+    blocks = functools.partial(common.blocks, p.dtype, w, rows=QUERY_ROWS)
+    q_sm = blocks(columns=p.head_dim)
+    k, v = kv_pipelines(p, tile, consumers=w, cluster_size=cluster)
     smem = Smem(
-        q=Pipeline.spec(
-            blocks(w, rows=QUERY_ROWS, columns=p.head_dim), 1, copies=q_columns, pipelines=w
-        ),
-        k=Pipeline.spec(k_sm, stages, copies=q_columns, **shared),
-        v=Pipeline.spec(v_sm, stages, copies=v_columns, **shared),
-        o_sm=blocks(w, rows=QUERY_ROWS, columns=slots * ptx.COLUMNS) if slots else None,
+        q=Pipeline.spec(q_sm, 1, copies=q_sm.shape[1], pipelines=w),
+        k=k,
+        v=v,
+        o_sm=blocks(columns=slots * ptx.COLUMNS) if slots else None,
         statistics_sm=plgpu.SMEM((w, 2 if p.large else 1, QUERY_ROWS), jnp.float32),
         bias=None,
         bits=None,
@@ -230,7 +228,7 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardConfig(common.Static):
+class ForwardConfig(common.KernelConfig):
     """The configuration of the kernel, known at compile time.
 
     Attributes:

@@ -28,7 +28,7 @@ class FunctionConfig(NamedTuple):
 
 
 def pallas_flash_function(*refs, static: FunctionConfig):
-    """Computes scores or their derivative, and the mask, of one tile in each form."""
+    """Compute scores or their derivative, and the mask, of one tile in each form."""
     *refs, out_ref = refs
     program = lax.axis_index("cta")
     options = static.options.of_element(refs, program)
@@ -44,7 +44,7 @@ def pallas_flash_function(*refs, static: FunctionConfig):
 
 
 def function(problem: Problem, *, derivative: bool):
-    """Call that kernel for the mask and the scores of a problem."""
+    """Launch the kernel for the mask and the scores of a problem."""
     shared = shared_arrays(problem, problem.mask)
     q, kv = Tiling(problem.q_len, SHAPE[0]), Tiling(problem.kv_len, SHAPE[1])
     options = Options.of(problem, shared, q, kv)

@@ -94,7 +94,7 @@ class ReadCache(dict):
         """Return `read(index)`, of which only the first call reads."""
         key = tuple(map(id, index))
         if key not in self:
-            # Keep the index arrays alive, or their `id` could be reused.
+            # Hold the index arrays, or their `id` could be reused.
             self[key] = index, read(index)
         return self[key][1]
 

@@ -72,7 +72,7 @@ class QueryTiles:
     query tiles, and it has one from each, from the front and from the back in turn. Under a causal
     mask later queries see more keys. Where no CTA has a second work tile, the CTA with the last
     neighbours would work long after the others; folded, all have as much to do, and the warpgroup
-    with the last query tile has the tensor cores for itself most of the time.
+    with the last query tile has the matrix units for itself most of the time.
 
     Attributes:
         count: query tiles of a work tile, over all CTAs of a cluster.

@@ -162,12 +162,12 @@ class Options:
 
         The kernels' own functions are chosen for that; a user's and a wide soft cap are not.
         """
-        return self._scores.score_mod is None and self.quick_cap
+        return self._extras.scores.score_mod is None and self.quick_cap
 
     @property
     def quick_cap(self) -> bool:
         """Whether the quick functions of `ptx` serve for the soft cap, if there is one."""
-        return has_quick_cap(self._scores)
+        return has_quick_cap(self._extras.scores)
 
     @property
     def functions(self) -> Functions:
@@ -175,7 +175,7 @@ class Options:
         functions = Functions(ptx.tanh) if self.quick_cap else Functions()
         if not self.near:
             return functions
-        # Of a difference of queries and keys.
+        # Differences of queries and keys grow along columns by this.
         per_column = 1 if self.transposed else -1
         return functions._replace(
             to_float=functools.partial(ptx.columns_to_float, per_column=per_column)
@@ -184,13 +184,12 @@ class Options:
     @property
     def drops(self) -> bool:
         """Whether there is dropout."""
-        _, extras = jax.tree.unflatten(self.structure, self.leaves)
-        return extras.dropout is not None
+        return self._extras.dropout is not None
 
     @property
-    def _scores(self) -> Scores:
+    def _extras(self) -> Extras:
         _, extras = jax.tree.unflatten(self.structure, self.leaves)
-        return extras.scores
+        return extras
 
     def of_element(self, refs, b) -> "ElementOptions":
         """Return the options of one batch element, counted over all instances, for references."""

@@ -16,12 +16,12 @@ from pallas_flash._tiling.sizes import (
     TileSizes,
 )
 
-# So many are worth what joins the parts of few queries' keys; as for "triton".
+# Keys from which on decoding has KV splits, which take a launch more; as for "triton".
 MANY_KEYS = 512
 
 # Masks whose tiles take few instructions.
 QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
-# Numbers of 16 bits in the shared memory of a program, less 3 KB for barriers and numbers a query.
+# Numbers of 16 bits in a CTA's shared memory, less 3 KB for barriers and float32 rows.
 ROOM = 224 * 1024 // 2
 
 
@@ -127,7 +127,7 @@ FORWARD_RULES = (
         ForwardTile(3, 64, 1, 3),
     ),
     TileRule(
-        # Of few keys the last tile is not used well: 1024 take 10 % longer, 2048 5 %.
+        # With few keys much of the last block is padding: 1024 take 10 % longer, 2048 5 %.
         "head dims to 128, products alone, no mask, more than 2048 keys",
         lambda f: f.width <= 128 and f.kv_len > 2048 and not f.masked and _products_alone(f),
         ForwardTile(2, 176, 1),
@@ -180,21 +180,21 @@ def _is_shorter_by_two(f: CallFeatures) -> bool:
     return alone and 5 * most_rows(f, 3) > 6 * most_rows(f, 2)
 
 
-# Queries of all heads and examples: two tiles of 128 for each core of an H200, which has 132.
+# Queries of all heads and batch elements: two tiles of 128 for each of an H200's 132 SMs.
 FEW_ROWS = 2**15
 
 
 def _in_pairs(f: CallFeatures) -> bool:
     """Return whether two CTAs should share keys and values, at head dims above 64.
 
-    Timed on a hot H200, up to 16384 tokens: without a mask 2048 at 128 take as long, and others 3
-    to 5 % less; causal 2048 take as long, and more of them up to 5 % less. At 64 it is 2 % less,
-    and causal 10 to 16 % more. It saves power, of which few rows do not need as much: these take 7
-    to 12 % longer at 128, but 8 heads of 4096 tokens without a mask 4 to 6 % less.
+    Timed on a hot H200, up to 16384 tokens. At head dim 128, 2048 tokens take as long; more tokens
+    take 3 to 5 % less without a mask, and up to 5 % less under a causal one. At head dim 64 calls
+    take 2 % less without a mask, and 10 to 16 % more under a causal one. Clusters save power, which
+    does not limit few rows: these take 7 to 12 % longer at head dim 128.
     """
     if f.masked and not f.causal:
         return False
-    # The other program of the last pair may have nothing to do.
+    # The second CTA of the last cluster may have nothing to do.
     alone = 0 < f.q_len % 256 <= 128 and f.q_len < 4096
     if alone or (f.rows <= FEW_ROWS and (f.masked or f.kv_len < 4096)):
         return False
@@ -202,10 +202,10 @@ def _in_pairs(f: CallFeatures) -> bool:
 
 
 def decode_tile(f: CallFeatures) -> DecodeTile:
-    """By the larger head size: as much on its way as there is memory for.
+    """Return the tile of decoding, with as many stages as the larger head dim leaves memory for.
 
-    To keep the memory of an H200 busy takes about 40 KB for each core: 4.8 TB/s, of which a core
-    has its share, for a microsecond. Others were not timed.
+    An H200's memory is busy with about 40 KB under way to each SM: an SM's share of 4.8 TB/s for a
+    microsecond. Other tiles were not timed.
     """
     if f.width <= 64:
         return DecodeTile(block_kv=128)
@@ -213,9 +213,9 @@ def decode_tile(f: CallFeatures) -> DecodeTile:
 
 
 def all_columns(head_dim: int, value_dim: int) -> bool:
-    """Whether the tiles of the backward have 128 queries, for the padded head sizes.
+    """Return whether tiles of the backward have 128 queries, by the padded head dims.
 
-    Then a warpgroup computes all columns of dq, for half of them.
+    Then a warpgroup computes all columns of dq, for half of the queries.
     """
     return max(head_dim, value_dim) <= 64
 
@@ -227,10 +227,10 @@ def copies_bias(p: Problem, tile: BackwardTile, grads: Grads) -> bool:
 
 
 def two_passes(p: Problem) -> bool:
-    """Whether the backward whose sums have an order is the faster one.
+    """Return whether the deterministic backward is the faster one.
 
-    It is where threads read a bias in device memory, and heads are wide. Timed on an H200, 2048
-    tokens at head size 128, milliseconds of it and of one pass: 2.35 and 4.73.
+    It is where threads read a bias in device memory, and heads are wide. On an H200, 2048 tokens at
+    head dim 128 take it 2.35 ms, and one pass 4.73 ms.
     """
     sizes = padded(p.head_dim, p.value_dim)
     if p.bias is None or max(sizes) <= 64:
@@ -241,7 +241,7 @@ def two_passes(p: Problem) -> bool:
 
 
 def backward_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:
-    """By the padded head sizes."""
+    """Return the tile of `backward_kernel`, by the padded head dims."""
     if all_columns(head_dim, value_dim):
         return BackwardTile(128)
     block_q, width = 64, head_dim + value_dim
@@ -250,10 +250,15 @@ def backward_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile
 
 
 def dq_tile(head_dim: int, value_dim: int, registers: bool) -> DqTile:
-    """By the padded head sizes, and whether a mask or a bias takes registers.
+    """Return the tile of `backward_dq`, by the padded head dims.
 
-    At 128 the largest tiles of which the compiler keeps everything in registers. At 64, timed on an
-    H100 without a mask, both passes: 2 warpgroups and 128 keys take 4 % longer, 64 keys 7 %.
+    At head dim 128 it is the largest one that the compiler keeps in registers. At head dim 64, on
+    an H100 without a mask, 2 warpgroups take 4 % longer with 128 keys, and 7 % with 64 keys.
+
+    Args:
+        head_dim: padded head dim of queries and keys.
+        value_dim: padded head dim of values.
+        registers: whether a mask or a bias takes registers.
     """
     if max(head_dim, value_dim) <= 64:
         return DqTile(3, 64, 2)
@@ -263,19 +268,19 @@ def dq_tile(head_dim: int, value_dim: int, registers: bool) -> DqTile:
     return DqTile(2, 64, 3) if registers else DqTile(2, 128, 2)
 
 
-def value_slots(tile: DqTile, head_dim: int, value_dim: int) -> int:
-    """Slots of values: as many as of keys, which are in use longer, where there is room."""
-    stays = 64 * tile.warpgroups * (head_dim + value_dim)
-    room = ROOM - stays - tile.stages * tile.block_kv * head_dim
+def value_stages(tile: DqTile, head_dim: int, value_dim: int) -> int:
+    """Return the stages of values: as many as of keys, which are in use longer, or fewer."""
+    outer = 64 * tile.warpgroups * (head_dim + value_dim)
+    room = ROOM - outer - tile.stages * tile.block_kv * head_dim
     return max(1, min(tile.stages, room // (tile.block_kv * value_dim)))
 
 
 class DbiasTile(NamedTuple):
-    """How a program of the pass for the gradient of the bias is made; it has 128 queries.
+    """The tile of `backward_dbias`, which has 128 queries.
 
     Attributes:
         block_kv: keys of a tile.
-        stages: slots of queries and keys, and of cotangents and values.
+        stages: pipeline stages of queries and keys, and of cotangents and values.
     """
 
     block_kv: int
@@ -283,12 +288,12 @@ class DbiasTile(NamedTuple):
 
 
 def dbias_tile(p: Problem) -> DbiasTile:
-    """128 keys, if they fit."""
+    """Return the tile of `backward_dbias`: with 128 keys, if they fit."""
     itemsize, width = min(4, p.bias.dtype.itemsize), sum(padded(p.head_dim, p.value_dim))
 
     def stages(block_kv: int) -> int:
         room, each = ROOM - 64 * block_kv * itemsize, (128 + block_kv) * width
-        # 128 queries' numbers may take 2 KB, in two slots 3 KB. Then barriers want another.
+        # The float32 rows of 128 queries may take 2 KB, in two stages 3 KB, and barriers one more.
         return 2 if room - 1024 // 2 >= 2 * each else min(1, room // each)
 
     block_kv = 128 if stages(128) else 64

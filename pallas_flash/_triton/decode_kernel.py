@@ -1,4 +1,4 @@
-"""The forward kernel of calls with few queries, as in decoding, which reading k and v limits.
+"""The forward kernel of decoding, where reading k and v takes nearly all the time.
 
     rows    the queries of all heads that share keys and values, in one tile. Keys are read once for
             every 64 of them (32 at head dim 256), and not once for each head.

@@ -75,7 +75,8 @@ def test_instances_have_their_own(case, in_order, monkeypatch, kernel_case):
 
         def call(shared, *arrays):
             shared = jax.tree.map(lambda x: of_two(x, jnp.zeros_like), shared)
-            results = function(shared, *(of_two(x, lambda x: x[::-1]) for x in arrays))
+            arrays = jax.tree.map(lambda x: of_two(x, lambda x: x[::-1]), arrays)
+            results = function(shared, *arrays)
             return jax.tree.map(lambda x: x[len(x) // 2 :], results)
 
         return call

@@ -264,7 +264,7 @@ def bits(ref, at, columns, apart: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA), return_type=result)
     def emit(_, ref, at, columns):
         pointer, kind = pointer_to(ref), ir.VectorType.get((wide,), i32())
-        # Of a thread's first column, within its word.
+        # The bit of a thread's first column in its word.
         shift = arith.andi(scalars(columns)[0], number(BITS - 1))
 
         def of_row(first):

@@ -173,7 +173,7 @@ def _multiply(a, b, acc: list | None, n: int, inner: int) -> list:
     """
     (_, columns), element = internals.tiled_memref_shape(b)
     kind = {ir.BF16Type: "bf16", ir.F16Type: "f16"}[type(element)]
-    # Of a tile one side has 8 numbers, whichever way it is read, and the other one more.
+    # One side of a tile has 8 numbers, whichever way it is read, and the other side has more.
     width = max(ir.MemRefType(b.type).shape[2:])
 
     def descriptor(x, rows, right):

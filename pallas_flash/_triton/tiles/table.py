@@ -135,8 +135,8 @@ FEW = {
     ),
 }
 
-# Keys from which on calls with few queries have "decode"; fewer do not pay for a second launch. A
-# round number, not timed.
+# Keys from which on decoding has KV splits; fewer do not pay for a second launch. A round number,
+# not timed.
 MANY_KEYS = 512
 
 # Keys of all heads and batch elements that make programs enough where keys are resident (half as
