@@ -226,7 +226,7 @@ def search(
         problem: the call.
         passes: names of `PASSES`.
         implementations: "triton" and "mosaic", or "interpret".
-        measure: (kernel, tile, call, arguments) -> ms; None takes a clock of this machine.
+        measure: (kernel, tile, call, arguments) -> ms; by default a clock of this machine.
     """
     arguments, wanted = _exact(problem)
     names = [name for name in PASSES if name in passes]

@@ -16,10 +16,6 @@ REPLACED = re.compile(
     r"|(?<!for )\bexamples?\b(?!:)|\b(?:un)?seen\b|\bcores?\b"
     r"|\b(?:alive|reflexive|zigzag|worklists?)\b"
 )
-# Files that are not rewritten yet; a file that is leaves the list.
-OLD = re.compile(
-    r"pallas_flash/(_mosaic|_triton|_api|_xla|_scores|_key_center|mosaic)"
-)
 FILES = [
     str(path.relative_to(ROOT))
     for name, path in MODULES.items()
@@ -48,7 +44,7 @@ def texts(source):
         yield last, " ".join(run)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not OLD.match(name)])
+@pytest.mark.parametrize("name", FILES)
 def test_words_of_comments_and_docstrings(name):
     found = [
         f"{name}:{line}: {match[0].strip()}"
