@@ -206,8 +206,8 @@ def attention(
             moves `is_causal`, `local_window_size`, `alibi_slopes` and `PrefixLM`.
         query_positions: int32 [B, T] or [1, T], the position of each query, -2^30 .. 2^30 - 1,
             where tokens are not in the order of their positions. All that `query_offset` moves
-            goes by them. All else goes by places in the arrays: `bias`, boolean masks, lengths, dropout,
-            and the indices that functions get. See `balanced_order`.
+            goes by them. All else goes by places in the arrays: `bias`, boolean masks, lengths,
+            dropout, and the indices that functions get. See `balanced_order`.
         key_value_positions: int32 [B, S] or [1, S], the position of each key; None is 0, 1, 2, ...
             Pass the same array for both where queries and keys are the same tokens.
 
