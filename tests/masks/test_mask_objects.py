@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases, jaxprs, oracle
+from support.block_classes import assert_classes, of_pairs, of_ranges
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
@@ -47,28 +48,7 @@ def int32(x):
 
 def seen_by(mask, shape, offset=0):
     """Return the pairs that an object, an array or several of them allow."""
-    if isinstance(mask, Mask):
-        return np.logical_and.reduce([seen_by(x, shape, offset) for x in mask.leaves])
-    mask, seen = jax.tree.map(np.asarray, mask), np.zeros(shape, bool)
-    offset = np.broadcast_to(np.asarray(offset), shape[0])
-    for b, h, q, k in np.ndindex(shape):
-        match mask:
-            case PrefixLM(lengths):
-                seen[b, h, q, k] = k < lengths[b] or k <= q + offset[b]
-            case Segments(query, key_value):
-                seen[b, h, q, k] = query[b, q] == (query if key_value is None else key_value)[b, k]
-            case BlockMask(some, block_q, block_kv):
-                table = np.broadcast_to(some, (*shape[:2], *some.shape[2:]))
-                seen[b, h, q, k] = table[b, h, q // block_q, k // block_kv]
-            case Predicate():
-                seen[b, h, q, k] = seen_by_predicate(b, h, q, k)
-            case Band(low, high):
-                seen[b, h, q, k] = (low is None or k - q >= low) and (high is None or k - q <= high)
-            case Lengths(query, key_value):
-                seen[b, h, q, k] = q < query[b] and k < key_value[b]
-            case _:
-                return np.broadcast_to(mask, shape)
-    return seen
+    return oracle.visible(shape, mask=mask, query_offset=offset)
 
 
 COLOURS = random(1).integers(0, 3, 64).astype(np.int32)
@@ -76,24 +56,6 @@ COLOURS = random(1).integers(0, 3, 64).astype(np.int32)
 
 def same_colour(b, h, q, k, colours):
     return ((colours[q] == colours[k]) & (q + h >= b)) | (k == 0)
-
-
-def seen_by_predicate(b, h, q, k):
-    return bool((COLOURS[q] == COLOURS[k] and q + h >= b) or k == 0)
-
-
-def of_tiles(seen, q, kv):
-    """Return whether some and whether every pair of each block is allowed."""
-    shape = (*seen.shape[:2], q.count, kv.count)
-    some, every = np.zeros(shape, bool), np.zeros(shape, bool)
-    for i, j in np.ndindex(q.count, kv.count):
-        rows, columns = (
-            slice(i * q.block, (i + 1) * q.block),
-            slice(j * kv.block, (j + 1) * kv.block),
-        )
-        tile = seen[:, :, rows, columns]
-        some[:, :, i, j], every[:, :, i, j] = tile.any((2, 3)), tile.all((2, 3))
-    return some, every
 
 
 # ------------------------------------------------------------------------------------------------
@@ -178,10 +140,13 @@ def test_allowed_equals_definition(make, q, kv):
 # Tiles.
 
 
-def ranges_as_classes(ranges, count):
-    start, full_start, full_stop, stop = np.moveaxis(np.asarray(ranges), -1, 0)[:, :, None, :, None]
-    tile = np.arange(count)
-    return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
+def check_ranges(leaf, seen, q, kv, exact, exact_of_queries):
+    """Of a leaf to which heads are alike."""
+    of_keys = of_ranges(in_one_program("kv_ranges", leaf, q, kv), kv.count)
+    assert_classes(of_keys, of_pairs(seen[:, 0], q, kv), exact)
+    of_queries = of_ranges(in_one_program("q_ranges", leaf, q, kv), q.count)
+    want = [x.swapaxes(1, 2) for x in of_pairs(seen[:, 0], q, kv)]
+    assert_classes(of_queries, want, exact_of_queries)
 
 
 @over_tilings
@@ -193,19 +158,8 @@ def test_ranges_of_prefix(offset, q, kv):
         mask = prefix(rng, q, kv) if length is None else PrefixLM(int32([length, 1]))
         offsets = rng.integers(-q.length, kv.length, BATCH) if offset == "by example" else offset
         call = dict(offset=int32(offsets)) if offset == "by example" else dict(shift=offset)
-        leaf = fit(mask, q, kv, **call)
-        some, every = of_tiles(seen_by(mask, (BATCH, 1, q.length, kv.length), offsets), q, kv)
-        for side, flow, want in (
-            ("kv_ranges", kv, (some, every)),
-            ("q_ranges", q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
-        ):
-            got = in_one_program(side, leaf, q, kv)
-            visited, full = ranges_as_classes(got, flow.count)
-            assert not (want[0] & ~visited).any()
-            assert not (full & ~want[1]).any()
-            if flow is kv or not q.length % q.block:
-                np.testing.assert_array_equal(visited, want[0])
-                np.testing.assert_array_equal(full, want[1])
+        seen = seen_by(mask, (BATCH, 1, q.length, kv.length), offsets)
+        check_ranges(fit(mask, q, kv, **call), seen, q, kv, True, q.length % q.block == 0)
 
 
 @over_tilings
@@ -217,21 +171,13 @@ def test_ranges_of_prefix_with_positions(q, kv):
         key_value, query = (int32(x if ordered else rng.permutation(x))[None] for x in tokens)
         mask = prefix(rng, q, kv)
         leaf = fit(mask, q, kv, positions=Positions(query, key_value))
-        plain = np.asarray(allowed(fit(mask, q, kv, shift=3), q, kv))
-        seen = plain[:, :, query[0] - 3][..., key_value[0]]
-        np.testing.assert_array_equal(allowed(leaf, q, kv), seen)
-        some, every = of_tiles(seen[:, :1], q, kv)
-        for side, flow, want in (
-            ("kv_ranges", kv, (some, every)),
-            ("q_ranges", q, (some.swapaxes(2, 3), every.swapaxes(2, 3))),
-        ):
-            got = in_one_program(side, leaf, q, kv)
-            visited, full = ranges_as_classes(got, flow.count)
-            assert not (want[0] & ~visited).any()
-            assert not (full & ~want[1]).any()
-            if ordered:
-                np.testing.assert_array_equal(visited, want[0])
-                np.testing.assert_array_equal(full, want[1])
+        seen = oracle.visible(
+            (BATCH, 1, q.length, kv.length),
+            mask=mask, query_positions=query, key_value_positions=key_value,
+        )  # fmt: skip
+        got = allowed(leaf, q, kv)
+        np.testing.assert_array_equal(got, np.broadcast_to(seen, got.shape))
+        check_ranges(leaf, seen, q, kv, ordered, ordered)
 
 
 def test_prefix_sees_diagonal():
@@ -250,7 +196,7 @@ def test_prefix_sees_diagonal():
 def test_block_classes_are_exact(make, q, kv):
     for seed in range(3):
         mask = make(random(seed), q, kv)
-        want = of_tiles(seen_by(mask, (BATCH, HEADS, q.length, kv.length)), q, kv)
+        want = of_pairs(seen_by(mask, (BATCH, HEADS, q.length, kv.length)), q, kv)
         got = in_one_program("block_classes", fit(mask, q, kv).leaves[0], q, kv)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(np.broadcast_to(x, y.shape), y)
@@ -276,12 +222,11 @@ def test_lists_of_grouped_heads(q, kv):
     allowed[:, 0], allowed[:, 2], allowed[0, 3] = True, False, True
     allowed[:, 1, : q.block] = True
     mask = Mask((MaskArray(Pairs(jnp.asarray(allowed))),))
-    some, every = (x.reshape(BATCH, 2, 2, *x.shape[2:]) for x in of_tiles(allowed, q, kv))
+    some, every = (x.reshape(BATCH, 2, 2, *x.shape[2:]) for x in of_pairs(allowed, q, kv))
     want = some.any(axis=2), every.all(axis=2)
-    for x, y in zip(listed_as_classes(mask.kv_lists(q, kv, 2), kv.count), want, strict=True):
-        np.testing.assert_array_equal(x, y)
-    for x, y in zip(listed_as_classes(mask.q_lists(q, kv, 2), q.count), want, strict=True):
-        np.testing.assert_array_equal(x, y.swapaxes(2, 3))
+    assert_classes(listed_as_classes(mask.kv_lists(q, kv, 2), kv.count), want, exact=True)
+    want_of_queries = [x.swapaxes(2, 3) for x in want]
+    assert_classes(listed_as_classes(mask.q_lists(q, kv, 2), q.count), want_of_queries, exact=True)
     assert every.any() and not every.all() and not np.array_equal(every.any(axis=2), want[1])
 
 
@@ -289,43 +234,46 @@ def test_lists_of_grouped_heads(q, kv):
 @pytest.mark.parametrize("ragged", ["q", "kv"])
 def test_lists_of_conjunction(ragged, q, kv):
     """Exact for exact leaves, as far as one leaf alone can tell; never wrong for all together."""
-    rng = random()
-    others = [Band(-9, 4), Lengths(int32([q.length, 3]), int32([kv.length - 1, kv.length]))]
+    rng, shape = random(), (BATCH, HEADS, q.length, kv.length)
+    ends = int32([q.length, 3]), int32([kv.length - 1, kv.length])
+    lengths = Lengths(*ends), dict(query_seq_lengths=ends[0], key_value_seq_lengths=ends[1])
+    band = Band(-9, 4), dict(local_window_size=(9, 4))
+
+    def part(make):
+        """Leaves, and who sees whom by them."""
+        if isinstance(make, tuple):
+            leaf, conditions = make
+            return (leaf,), oracle.visible(shape, **conditions)
+        mask = make(rng, q, kv)
+        return fit(mask, q, kv).leaves, np.broadcast_to(seen_by(mask, shape), shape)
+
+    q_inside, kv_inside = (
+        (np.arange(t.count) + 1) * t.block <= (t.length if name == ragged else 10**6)
+        for name, t in (("q", q), ("kv", kv))
+    )
+    inside = q_inside[:, None] & kv_inside
     for first, second in itertools.chain(
-        itertools.product([array], [array, blocks, others[1]]),
-        itertools.product([blocks], [prefix, others[0]]),
+        itertools.product([array], [array, blocks, lengths]),
+        itertools.product([blocks], [prefix, band]),
     ):
-        second = second if isinstance(second, (Band, Lengths)) else second(rng, q, kv)
-        parts = [first(rng, q, kv), second]
-        user = [x for x in parts if not isinstance(x, (Band, Lengths))]
-        leaves = [x for part in user for x in fit(part, q, kv).leaves]
-        mask = Mask(
-            (*leaves, *(x for x in parts if x not in user)) if len(user) < 2 else (*leaves,)
-        )
-        mask = mask.within(**{ragged: {"q": q, "kv": kv}[ragged]})
-        shape = BATCH, HEADS, q.length, kv.length
-        together = np.logical_and(*(seen_by(x, shape) for x in parts))
-        alone = [of_tiles(seen_by(x, shape), q, kv) for x in parts]
-        cut = Lengths(*(t.length if name == ragged and t.length % t.block else 10**6
-                        for name, t in (("q", q), ("kv", kv))))  # fmt: skip
-        inside = np.array([[((i + 1) * q.block <= cut.query) & ((j + 1) * kv.block <= cut.key_value)
-                            for j in range(kv.count)] for i in range(q.count)])  # fmt: skip
+        (leaves, seen), (more, also) = part(first), part(second)
+        mask = Mask((*leaves, *more)).within(**{ragged: {"q": q, "kv": kv}[ragged]})
         assert mask.scattered
+        some, every = of_pairs(seen & also, q, kv)
+        by_first, by_second = of_pairs(seen, q, kv), of_pairs(also, q, kv)
         for lists, count, swap in (
             (in_one_program("kv_lists", mask, q, kv), kv.count, False),
             (in_one_program("q_lists", mask, q, kv), q.count, True),
         ):
-            visited, full = (
-                np.broadcast_to(x.swapaxes(2, 3) if swap else x, alone[0][0].shape)
+            found = [
+                np.broadcast_to(x.swapaxes(2, 3) if swap else x, some.shape)
                 for x in listed_as_classes(lists, count)
-            )
-            some, every = of_tiles(together, q, kv)
-            assert not (some & ~visited).any()
-            assert not (full & ~(every & inside)).any()
-            if all(not isinstance(x, (PrefixLM, Band, Lengths)) for x in parts):
-                np.testing.assert_array_equal(visited, alone[0][0] & alone[1][0])
+            ]
+            assert_classes(found, (some, every & inside))
+            if second in (array, blocks):
                 # A block that is full for each leaf is full.
-                np.testing.assert_array_equal(full, alone[0][1] & alone[1][1] & inside)
+                want = by_first[0] & by_second[0], by_first[1] & by_second[1] & inside
+                assert_classes(found, want, exact=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -354,7 +302,7 @@ def test_from_mask_finds_blocks(make, q, kv):
             assert jax.tree.structure(made) == jax.tree.structure(eager)
             jax.tree.map(np.testing.assert_array_equal, made, eager)
         want = seen_by(mask, shape)
-        for x, y in zip((made.some, made.every), of_tiles(want, q, kv), strict=True):
+        for x, y in zip((made.some, made.every), of_pairs(want, q, kv), strict=True):
             assert x.dtype == bool
             assert {n for n, m in zip(x.shape, y.shape, strict=True) if n != m} <= {1}
             np.testing.assert_array_equal(np.broadcast_to(x, y.shape), y)
@@ -363,19 +311,9 @@ def test_from_mask_finds_blocks(make, q, kv):
         # Tiles of other sizes visit every block with an allowed pair, and possibly others.
         other = Tiling(q.length, 3), Tiling(kv.length, 7)
         classes = again.block_classes(*other)
-        some, every = of_tiles(want, *other)
-        assert not (some & ~np.asarray(classes.some)).any()
-        assert not (np.asarray(classes.every) & ~every).any()
-
-
-def test_from_mask_of_every_row_and_head():
-    def fn(b, h, q, k):
-        return (b == 1) | (h == 2) & (q + k >= 0)
-
-    made = BlockMask.from_mask(Predicate(fn), 5, 7, batch=BATCH, num_heads=HEADS, block_q=2)
-    want = np.array([[False, False, True], [True, True, True]])
-    for table in (made.some, made.every):
-        np.testing.assert_array_equal(table, np.broadcast_to(want[..., None, None], (2, 3, 3, 1)))
+        assert_classes(
+            (np.asarray(classes.some), np.asarray(classes.every)), of_pairs(want, *other)
+        )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -393,25 +331,23 @@ def inputs(q_len=T, kv_len=S):
 
 
 @functools.cache
-def compiled(implementation, is_causal):
-    options = dict(implementation=implementation, is_causal=is_causal)
-    if implementation == "interpret":
-        options["tile_sizes"] = TILES
+def compiled(implementation):
+    tiles = {"tile_sizes": TILES} if implementation == "interpret" else {}
 
     @oracle.compiled
-    def run(mask, segment_ids, q, k, v, do):
-        def call(q, k, v):
-            return pallas_flash.attention(q, k, v, mask=mask, segment_ids=segment_ids, **options)
-
+    def run(mask, q, k, v, do):
+        call = functools.partial(
+            pallas_flash.attention, mask=mask, implementation=implementation, **tiles
+        )
         o, pull = jax.vjp(call, q, k, v)
         return o, *pull(do)
 
     return run
 
 
-def results(implementation, mask, arrays=None, segment_ids=None, is_causal=False):
+def results(implementation, mask, arrays=None):
     """The output and the gradients."""
-    return compiled(implementation, is_causal)(mask, segment_ids, *(arrays or inputs()))
+    return compiled(implementation)(mask, *(arrays or inputs()))
 
 
 def close(got, want):
@@ -468,18 +404,10 @@ CHOSEN = ["object and array", "blocks of a predicate"]
 @pytest.mark.parametrize("name", cases.default(CHOSEN, CALLS))
 def test_mask_object_equals_its_array(name):
     mask = CALLS[name](parts())
-    want = results("reference", jnp.asarray(seen_by_blocks(mask)))
+    want = results("reference", jnp.asarray(seen_by(mask, (BATCH, 6, T, S))))
     close(results("xla", mask), want)
     if name not in PLAIN_JAX_ALONE:
         close(results("interpret", mask), want)
-
-
-def seen_by_blocks(mask):
-    shape = BATCH, 6, T, S
-    inner = mask.mask if isinstance(mask, BlockMask) and mask.mask is not None else mask
-    parts = inner.leaves if isinstance(inner, Mask) else (inner,)
-    parts = [getattr(x, "pairs", x) for x in parts]
-    return np.logical_and.reduce([seen_by(getattr(x, "array", x), shape) for x in parts])
 
 
 @pytest.mark.parametrize("implementation", cases.default(["xla"], ["xla", "interpret"]))
@@ -494,50 +422,48 @@ def test_predicate_may_be_constant(implementation):
 
 
 def test_conjunction_in_any_order():
-    p = parts()
-    close(
-        results("xla", p.prefix & p.by_head & p.blocks),
-        results("xla", p.blocks & (p.prefix & p.by_head)),
+    p, shape = parts(), (BATCH, 6, T, S)
+    one, other = (
+        Mask(fitted(x, Call(shape))).allowed(*np.ogrid[tuple(map(slice, shape))])
+        for x in (p.prefix & p.by_head & p.blocks, p.blocks & (p.prefix & p.by_head))
     )
+    np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("implementation", cases.default(["interpret"], ["xla", "interpret"]))
-def test_bool_operands_stay_bool_in_kernels(implementation):
-    """Memory holds them in another dtype, of which ~ is no negation; whole tiles show it."""
+def bool_operand():
+    """Memory holds it in another dtype, of which ~ is no negation; whole tiles show it."""
     hide = jnp.arange(32) % 3 == 0
 
     def visible(b, h, q, k, hide):
         assert hide.dtype == bool
         return ~hide[k]
 
-    arrays = inputs(32, 32)
-    want = results("reference", ~hide, arrays)
-    close(results(implementation, Predicate(visible, (hide,)), arrays), want)
+    return Predicate(visible, (hide,)), ~hide, inputs(32, 32)
 
 
-def test_operand_read_outside_moves_to_edge():
+def operand_read_outside():
+    """An index is moved to the edge."""
     steps = int32([0, 3, 9])
-
-    def after(b, h, q, k, steps):
-        return k >= steps[(q - 10) // 10]
-
     q, k = np.ogrid[:T, :S]
-    want = results("reference", jnp.asarray(k >= np.asarray(steps)[np.clip((q - 10) // 10, 0, 2)]))
-    for implementation in ("reference", "interpret"):
-        close(results(implementation, Predicate(after, (steps,))), want)
+    want = jnp.asarray(k >= np.asarray(steps)[np.clip((q - 10) // 10, 0, 2)])
+    return Predicate(lambda b, h, q, k, steps: k >= steps[(q - 10) // 10], (steps,)), want, inputs()
 
 
-@pytest.mark.parametrize("implementation", cases.default(["interpret"], ["xla", "interpret"]))
-def test_operand_index_of_small_dtype(implementation):
+def index_of_small_dtype():
     """The length of an operand may not fit in the type of an index into it."""
     rows = jnp.asarray(np.arange(S) * 255 // (S - 1), jnp.uint8)
     table = jnp.arange(300) % 3 > 0
+    visible = Predicate(lambda b, h, q, k, rows, table: table[rows[k]], (rows, table))
+    return visible, table[rows], inputs()
 
-    def visible(b, h, q, k, rows, table):
-        return table[rows[k]]
 
-    want = results("reference", table[rows])
-    close(results(implementation, Predicate(visible, (rows, table))), want)
+@pytest.mark.parametrize("make", [bool_operand, operand_read_outside, index_of_small_dtype])
+@pytest.mark.parametrize(
+    "implementation", cases.default(["interpret"], ["interpret", "xla", "reference"])
+)
+def test_operands_of_predicate(make, implementation):
+    mask, array, arrays = make()
+    close(results(implementation, mask, arrays), results("reference", array, arrays))
 
 
 @pytest.mark.parametrize(
@@ -578,39 +504,6 @@ def test_ids_from_cu_seqlens():
     assert pallas_flash.segment_ids_from_cu_seqlens(int32([0]), 0).shape == (0,)
     rows = jax.vmap(ids)(int32([[0, 3, 35], [0, 5, 9]]))
     assert rows.tolist() == [[0] * 3 + [1] * 32, [0] * 5 + [1] * 4 + [2] * 26]
-
-
-def packed():
-    return [x[:1] for x in inputs(35, 35)]
-
-
-@functools.cache
-def one_by_one():
-    """Each document alone, and what follows the last one."""
-    ends = np.cumsum([0, *LENGTHS, 35 - sum(LENGTHS)])
-    alone = [
-        results("reference", None, [x[:, start:stop] for x in packed()], is_causal=True)
-        for start, stop in itertools.pairwise(ends)
-        if stop > start
-    ]
-    return [np.concatenate(parts, axis=1) for parts in zip(*alone, strict=True)]
-
-
-WAYS = [("xla", "argument"), ("xla", "object"), ("xla", "ready"), ("interpret", "ready")]
-
-
-@pytest.mark.parametrize(
-    ("implementation", "way"), cases.default([("xla", "argument"), ("interpret", "ready")], WAYS)
-)
-def test_packed_sequences_equal_separate_calls(implementation, way):
-    ids = pallas_flash.segment_ids_from_cu_seqlens(int32(np.cumsum([0, *LENGTHS])), 35)[None]
-    mask = {
-        "argument": None,
-        "object": Segments(ids),
-        "ready": BlockMask.from_mask(Segments(ids), 35, 35, block_q=8, block_kv=8),
-    }[way]
-    ids = ids if way == "argument" else None
-    close(results(implementation, mask, packed(), ids, is_causal=True), one_by_one())
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases
+from support import cases, oracle
+from support.block_classes import assert_classes, of_pairs, of_ranges
 
 from pallas_flash import Predicate, _visibility
 from pallas_flash._blocks import Tiling
@@ -24,37 +25,30 @@ BATCH = 3
 
 
 def seen_by(leaf, shape):
-    """bool [B, queries, keys], in slices and loops; positions may lie beyond those that exist."""
-    seen = np.zeros(shape, bool)
+    """bool [B, queries, keys]; positions may lie beyond those that exist."""
     batch, queries, keys = shape
-    for b in range(batch):
-        for q in range(queries):
-            match leaf:
-                case Band(low, high, offset):
-                    position = q if offset is None else q + int(offset[b])
-                    first = 0 if low is None else max(0, position + low)
-                    end = keys if high is None else max(0, position + high + 1)
-                    seen[b, q, first:end] = True
-                case Lengths(query, key_value):
-                    if q < at(query, b):
-                        seen[b, q, : max(0, at(key_value, b))] = True
-                case Segments(query, key_value):
-                    for k in range(keys):
-                        seen[b, q, k] = query[b, q] == key_value[b, k]
-                case PositionBand(positions, low, high):
-                    for k in range(keys):
-                        of_keys = positions.keys[b % len(positions.keys)]
-                        distance = of_keys[k] - positions.query[b % len(positions.query), q]
-                        seen[b, q, k] = (low is None or distance >= low) and (
-                            high is None or distance <= high
-                        )
-    return seen
 
+    def window(low, high):
+        return None if low is None else -low, high
 
-def at(length, b):
-    if length is None:
-        return 10**6
-    return length if isinstance(length, int) else int(length[b])
+    match leaf:
+        case Band(low, high, offset):
+            moved = 0 if offset is None else offset
+            conditions = dict(local_window_size=window(low, high), query_offset=moved)
+        case Lengths():
+            lengths = dict(query_seq_lengths=leaf.query, key_value_seq_lengths=leaf.key_value)
+            conditions = {
+                name: np.broadcast_to(x, batch) for name, x in lengths.items() if x is not None
+            }
+        case Segments(query, key_value):
+            conditions = dict(segment_ids=(query, key_value))
+        case PositionBand(positions, low, high):
+            conditions = dict(
+                query_positions=positions.query,
+                key_value_positions=positions.keys,
+                local_window_size=window(low, high),
+            )
+    return oracle.visible((batch, 1, queries, keys), **conditions)[:, 0]
 
 
 def seen_by_all(leaves, shape):
@@ -72,38 +66,15 @@ def pairs(batch, queries, keys):
     return b, 0, q, k
 
 
-def of_tiles(seen, q, kv):
-    """Return whether some and whether every pair of each block is allowed: [B, q, kv].
-
-    Padding of the outer tile does not count, because kernels drop its results.
-    """
-    exist = np.arange(seen.shape[1])[:, None] < q.length
-
-    def tiles(x):
-        return x.reshape(-1, q.count, q.block, kv.count, kv.block).swapaxes(2, 3)
-
-    return tiles(seen & exist).any((-1, -2)), tiles(seen | ~exist).all((-1, -2))
-
-
-def sets(ranges, n_flow):
-    """The tiles in [start, stop) and those in [full_start, full_stop): bool [B, stay, flow]."""
-    ranges = np.asarray(ranges)
-    assert ranges.dtype == np.int32
-    start, full_start, full_stop, stop = np.moveaxis(ranges, -1, 0)[..., None]
-    ends = [0 * start, start, full_start, full_stop, stop, 0 * stop + n_flow]
-    assert all((a <= b).all() for a, b in itertools.pairwise(ends))
-    # A range without full blocks has full_start = full_stop = start.
-    assert (full_start == start)[full_start == full_stop].all()
-    t = np.arange(n_flow)
-    visited, full = (start <= t) & (t < stop), (full_start <= t) & (t < full_stop)
-    shape = (BATCH, *visited.shape[1:])
-    return np.broadcast_to(visited, shape), np.broadcast_to(full, shape)
-
-
 def both_sides(mask, seen, q, kv):
-    """(visited, full, some, all) for the query tiles, and for the key tiles."""
-    yield *sets(mask.kv_ranges(q, kv), kv.count), *of_tiles(seen, q, kv)
-    yield *sets(mask.q_ranges(q, kv), q.count), *of_tiles(seen.swapaxes(1, 2), kv, q)
+    """Yield the classes of blocks by ranges and by brute force, of query tiles and of key tiles."""
+    yield of_ranges(mask.kv_ranges(q, kv), kv.count), of_pairs(seen, q, kv)
+    yield of_ranges(mask.q_ranges(q, kv), q.count), of_pairs(seen.swapaxes(1, 2), kv, q)
+
+
+def check_ranges(mask, seen, q, kv, exact=False):
+    for got, want in both_sides(mask, seen, q, kv):
+        assert_classes(got, want, exact)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -164,20 +135,19 @@ def test_ranges_of_leaf_are_exact(make):
     tiles = np.zeros(3, int)
     for leaf, q, kv in problems(make):
         seen = seen_by(leaf, whole_tiles(q, kv))
-        for visited, full, some, every in both_sides(Mask((leaf,)), seen, q, kv):
-            np.testing.assert_array_equal(visited, some)
-            np.testing.assert_array_equal(full, every)
-            tiles += [full.sum(), (visited & ~full).sum(), (~visited).sum()]
-    # Full, edge and empty tiles were all there.
+        for got, want in both_sides(Mask((leaf,)), seen, q, kv):
+            assert_classes(got, want, exact=True)
+            some, every = want
+            tiles += [every.sum(), (some & ~every).sum(), (~some).sum()]
+    # Full, partial and empty blocks were all there.
     assert (tiles > 4_000).all(), tiles
 
 
 def test_ranges_of_empty_band():
     for leaf, q, kv in problems(empty_band):
         seen = seen_by(leaf, whole_tiles(q, kv))
-        for _, full, some, _ in both_sides(Mask((leaf,)), seen, q, kv):
-            assert not some.any()
-            assert not full.any()
+        assert not seen.any()
+        check_ranges(Mask((leaf,)), seen, q, kv)
 
 
 def test_ranges_of_conjunction_intersect():
@@ -188,11 +158,11 @@ def test_ranges_of_conjunction_intersect():
         leaves = tuple(LEAVES[i](rng, q, kv) for i in chosen)
         seen = seen_by_all(leaves, whole_tiles(q, kv))
         alone = [list(both_sides(Mask((leaf,)), seen, q, kv)) for leaf in leaves]
-        for i, (visited, full, some, every) in enumerate(both_sides(Mask(leaves), seen, q, kv)):
-            assert not (some & ~visited).any()
-            assert not (full & ~every).any()
-            np.testing.assert_array_equal(visited, np.all([x[i][0] for x in alone], axis=0))
-            np.testing.assert_array_equal(full, np.all([x[i][1] for x in alone], axis=0))
+        for i, (got, want) in enumerate(both_sides(Mask(leaves), seen, q, kv)):
+            assert_classes(got, want)
+            for class_, x in enumerate(got):
+                both = functools.reduce(np.logical_and, (sides[i][0][class_] for sides in alone))
+                np.testing.assert_array_equal(x, np.broadcast_to(both, x.shape))
 
 
 @pytest.mark.parametrize("make", LEAVES)
@@ -222,9 +192,7 @@ def test_empty_mask_allows_all():
     q, kv = Tiling(10, 4), Tiling(17, 8)
     assert not Mask()
     assert Mask((Band(0),))
-    for visited, full, _, _ in both_sides(Mask(), np.ones(whole_tiles(q, kv), bool), q, kv):
-        assert visited.all()
-        assert full.all()
+    check_ranges(Mask(), np.ones(whole_tiles(q, kv), bool), q, kv, exact=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -310,30 +278,20 @@ def shards_in_balanced_order(rng, q, kv):
 
 
 @over_segment_tilings
-@pytest.mark.parametrize("make", [any_segments, any_positions])
-def test_ranges_of_any_numbers(make, q, kv):
-    rng = np.random.default_rng(3)
+@pytest.mark.parametrize(
+    "make",
+    [any_segments, any_positions, packed_segments, sorted_positions, shards_in_balanced_order],
+)
+def test_ranges_of_numbers(make, q, kv):
+    """Safe, and exact where numbers are sorted."""
+    rng, exact = np.random.default_rng(3), make not in (any_segments, any_positions)
     for leaf in [make(rng, q, kv) for _ in range(20)]:
-        seen = seen_in_whole_tiles(leaf, q, kv)
-        for visited, full, some, every in both_sides(Mask((leaf,)), seen, q, kv):
-            assert not (some & ~visited).any()
-            assert not (full & ~every).any()
-
-
-@over_segment_tilings
-@pytest.mark.parametrize("make", [packed_segments, sorted_positions, shards_in_balanced_order])
-def test_ranges_of_sorted_numbers_are_exact(make, q, kv):
-    rng = np.random.default_rng(4)
-    for leaf in [make(rng, q, kv) for _ in range(20)]:
-        seen = seen_in_whole_tiles(leaf, q, kv)
-        for visited, full, some, every in both_sides(Mask((leaf,)), seen, q, kv):
-            np.testing.assert_array_equal(visited, some)
-            np.testing.assert_array_equal(full, every)
+        check_ranges(Mask((leaf,)), seen_in_whole_tiles(leaf, q, kv), q, kv, exact)
 
 
 @over_segment_tilings
 @pytest.mark.parametrize("make", [any_segments, any_positions])
-def test_numbers_allow(make, q, kv):
+def test_allowed_of_numbers_equals_definition(make, q, kv):
     rng, shape = np.random.default_rng(5), (BATCH, q.length, kv.length)
     for leaf in [make(rng, q, kv) for _ in range(20)]:
         allowed = np.broadcast_to(leaf.allowed(*pairs(*shape)), shape)
@@ -357,9 +315,7 @@ def test_within_masks_padding(sides):
         seen = seen_by(leaf, shape) & exist
         allowed = mask.allowed(*pairs(*shape))
         np.testing.assert_array_equal(np.broadcast_to(allowed, shape), seen)
-        for visited, full, some, every in both_sides(mask, seen, q, kv):
-            assert not (some & ~visited).any()
-            assert not (full & ~every).any()
+        check_ranges(mask, seen, q, kv)
 
 
 def test_within_keeps_whole_tiles():
@@ -448,7 +404,7 @@ def test_later_rows_see_more():
         (1, 1, [0], [0]),
     ],
 )
-def test_tiling_positions(length, block, first, last):
+def test_tiling_first_and_last_positions(length, block, first, last):
     tiling = Tiling(length, block)
     assert tiling.count == len(first)
     assert tiling.first.tolist() == [first]
@@ -606,7 +562,7 @@ def test_valid_lengths(bands, of):
             np.testing.assert_array_equal(some, np.arange(len(some)) < np.ravel(end))
 
 
-def test_visibility_memory():
+def test_visibility_needs_little_memory():
     """A program that reads arrays, and one that has no operand but the queries' length."""
 
     def find(query, key):

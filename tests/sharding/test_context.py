@@ -76,13 +76,11 @@ def test_part_is_a_rectangle_of_the_whole(case, known):
 
 def shapes(length, heads=32, kv_heads=8, **options) -> Problem:
     """Return one device's shard of a call on 4 devices."""
-    x = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
-    y = jax.ShapeDtypeStruct((1, length, kv_heads, 128), jnp.bfloat16)
+    x, y = (jax.ShapeDtypeStruct((1, length, n, 128), jnp.bfloat16) for n in (heads, kv_heads))
     problems = []
     jax.eval_shape(lambda x, y: problems.append(cases.checked((x, y, y), options)), x, y)
-    p = problems[0]
-    x, y = (jax.ShapeDtypeStruct((1, length // 4, *x.shape[2:]), x.dtype) for x in (x, y))
-    return dataclasses.replace(p, query=x, key=y, value=y)
+    x, y = (jax.ShapeDtypeStruct((1, length // 4, *z.shape[2:]), z.dtype) for z in (x, y))
+    return dataclasses.replace(problems[0], query=x, key=y, value=y)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +107,7 @@ def test_method_by_shapes(length, options, method):
     assert {chosen.method, *chosen.refused} == set(choice.METHODS)
 
 
-def test_allowed_share():
+def test_allowed_share_equals_brute_force():
     random = np.random.default_rng(0)
     for _ in range(100):
         n, q_len, kv_len = (int(x) for x in random.integers(1, 7, 3))
@@ -220,6 +218,12 @@ def test_balanced_step_needs_no_positions(parts_of):
     # A window compares positions, and so does every mask where a shard has no halves.
     assert parts_of(x, "ring", where, local_window_size=(9, 0)) == [by_positions] * 4
     assert parts_of(x[:, :60], "ring", where[:, :60]) == [(15, 15, "another mask", True)] * 4
+
+
+def test_ring_stops_where_the_window_does(parts_of):
+    """A key further, and the first query of a shard sees the last key of two devices back."""
+    x = jnp.zeros((1, 64, 2, 8))
+    assert [len(parts_of(x, "ring", local_window_size=(n, 0))) for n in (16, 17, 64)] == [2, 3, 4]
 
 
 def test_gathered_keys_are_visible(parts_of, monkeypatch):

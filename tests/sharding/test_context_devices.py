@@ -4,6 +4,7 @@ Eight CPUs are simulated, in a process of their own: see eight_devices.py.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,16 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import cases, eight_devices, oracle
+from support import cases, eight_devices, meshes, oracle
+from support.compare import assert_close, assert_same_bits
+from support.meshes import make_mesh, put
 
 from pallas_flash import _lowered_once, _plan, _xla, attention, balanced_order
 from pallas_flash._context import choice, gather
 from pallas_flash._masks import PositionBand
 from pallas_flash.tuning import Tile, TileSizes
 
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto}
+KINDS = *meshes.KINDS, "manual"
 MESHES = {
     "1 x 4": {"sequence": 4},
     "1 x 8": {"sequence": 8},
@@ -72,13 +75,6 @@ def sized(name: str, devices: int = 1) -> cases.Case:
     )
 
 
-def make_mesh(axes, kind):
-    devices = jax.devices()[: int(np.prod(list(axes.values())))]
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(KINDS[kind],) * len(axes), devices=devices
-    )
-
-
 def rows_spec(axes):
     """Return the sharding of arrays [B, T, N, H]."""
     return P(*(name if name in axes else None for name in ("batch", "sequence", "heads")))
@@ -100,15 +96,12 @@ def call_of(kind, axes, mesh, operands, rest, **options):
         # Mask objects are those of the whole sequence.
         return P()
 
-    arrays = {name: x for name, x in tree.items() if not isinstance(x, (bool, int, float))}
-    static = {name: x for name, x in tree.items() if name not in arrays}
-    functions = {name: x for name, x in arrays.items() if callable(x)}
-    arrays = {name: x for name, x in arrays.items() if name not in functions}
-    static |= {
-        name: arrays.pop(name)
-        for name in list(arrays)
-        if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(arrays[name]))
+    arrays = {
+        name: x
+        for name, x in tree.items()
+        if any(isinstance(y, jax.Array) for y in jax.tree.leaves(x))
     }
+    static = {name: x for name, x in tree.items() if name not in arrays}
     specs = {name: jax.tree.map(functools.partial(spec, name), x) for name, x in arrays.items()}
     rows = rows_spec(axes)
 
@@ -116,7 +109,7 @@ def call_of(kind, axes, mesh, operands, rest, **options):
         jax.shard_map, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows)
     )
     def inside(q, k, v, arrays):
-        return call(q, k, v, sequence_axis="sequence", **arrays, **static, **functions)
+        return call(q, k, v, sequence_axis="sequence", **arrays, **static)
 
     def outside(q, k, v, **operands):
         return inside(q, k, v, arrays | operands)
@@ -127,9 +120,9 @@ def call_of(kind, axes, mesh, operands, rest, **options):
 def check_case(name, method, axes, kind, implementation):
     """As `check`, of a named case; the name may end in "@bfloat16"."""
     name, _, dtype = name.partition("@")
-    if name.startswith(BALANCED) and method == "ring":
-        poison_positions()
-    check(sized(name, axes["sequence"]), dtype or "float32", method, axes, kind, implementation)
+    balanced_ring = name.startswith(BALANCED) and method == "ring"
+    with poisoned_positions() if balanced_ring else contextlib.nullcontext():
+        check(sized(name, axes["sequence"]), dtype or "float32", method, axes, kind, implementation)
 
 
 def check(case, dtype, method, axes, kind, implementation, **rule):
@@ -144,10 +137,7 @@ def computed(problem, method, axes, kind, implementation):
     """The results of a problem, which two runs give bit by bit."""
     qkv, cotangents, options = problem
     mesh, rows = make_mesh(axes, kind), rows_spec(axes)
-    options = jax.tree.map(
-        lambda x: jax.device_put(x, NamedSharding(mesh, P())) if isinstance(x, jax.Array) else x,
-        options,
-    )
+    options = jax.tree.map(lambda x: put(x, mesh, P()) if isinstance(x, jax.Array) else x, options)
     operands, rest = oracle.split(options)
     tiles = {"tile_sizes": TILE_SIZES} if implementation == "interpret" else {}
     with jax.set_mesh(mesh):
@@ -155,11 +145,10 @@ def computed(problem, method, axes, kind, implementation):
             kind, axes, mesh, operands, rest,
             implementation=implementation, context_parallelism=method, **tiles,
         )  # fmt: skip
-        placed = [jax.device_put(x, NamedSharding(mesh, rows)) for x in (*qkv, *cotangents)]
+        placed = put((*qkv, *cotangents), mesh, rows)
         compiled = jax.jit(run).lower(*placed, **operands).compile()
         results, again = ([np.asarray(x) for x in compiled(*placed, **operands)] for _ in "12")
-    for x, y in zip(results, again, strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_same_bits(results, again)
     return results
 
 
@@ -192,18 +181,23 @@ def check_pairs(method):
             )
 
 
-def poison_positions():
-    """Steps that compare positions give NaN from now on."""
-    for pass_ in ("_forward_alone", "_backward_alone"):
-        right = getattr(_plan.Plan, pass_)
+@contextlib.contextmanager
+def poisoned_positions():
+    """Within it, steps that compare positions give NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        for pass_ in ("_forward_alone", "_backward_alone"):
+            right = getattr(_plan.Plan, pass_)
 
-        def either(plan, problem, *rows, right=right, **wanted):
-            results = right(plan, problem, *rows, **wanted)
-            if not any(isinstance(x, PositionBand) for x in problem.mask.leaves):
-                return results
-            return jax.tree.map(lambda x: x * jnp.nan, results)
+            def either(plan, problem, *rows, right=right, **wanted):
+                results = right(plan, problem, *rows, **wanted)
+                if not any(isinstance(x, PositionBand) for x in problem.mask.leaves):
+                    return results
+                return jax.tree.map(lambda x: x * jnp.nan, results)
 
-        setattr(_plan.Plan, pass_, either)
+            patch.setattr(_plan.Plan, pass_, either)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 def check_named(names, method, mesh, kind, implementation):
@@ -235,8 +229,7 @@ def check_key_bias_of_few(kind):
 
 
 def collectives(text: str) -> collections.Counter:
-    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    return collections.Counter(re.findall(rf" = .*? ({names})(?:-start)?\(", text))
+    return collections.Counter(name for name, _ in meshes.collectives(text))
 
 
 def program(mesh, axes, **options):
@@ -272,10 +265,7 @@ def check_collectives(kind):
     # q, k, v and back o and LSE; q, k, v, o, LSE, do and back dq, dk, dv.
     assert not check("all-to-all", 3 + 2, 6 + 3, kept=3, context_parallelism="heads")[1]
     shard = LENGTH // 4
-    window = dict(is_causal=True, local_window_size=(shard + 1, 0), context_parallelism="ring")
-    # From two devices back the first query of a shard sees one key.
-    assert not check("collective-permute", 2, 4, **window)[1]
-    window["local_window_size"] = shard, 0
+    window = dict(is_causal=True, local_window_size=(shard, 0), context_parallelism="ring")
     text, rest = check("collective-permute", 1, 2, **window)
     assert not rest
     for sent in re.findall(r"source_target_pairs=({{.*?}})", text):
@@ -285,28 +275,18 @@ def check_collectives(kind):
         assert len(pairs) == 2 * three
 
 
-def check_memory(kind):
-    """Check that a device needs its share of the memory of one device."""
-    peaks = []
-    for n in (1, 2, 4, 8):
-        axes = {"sequence": n}
-        mesh = make_mesh(axes, kind)
-        rows = NamedSharding(mesh, rows_spec(axes))
-        x = jax.ShapeDtypeStruct((1, 2**20, 4, 16), jnp.bfloat16, sharding=rows)
-        call = functools.partial(
-            attention, is_causal=True, implementation="xla", context_parallelism="ring"
-        )
+def normal(*shapes):
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes]
 
-        def loss(q, k, v, call=call):
-            return call(q, k, v).astype(jnp.float32).sum()
 
-        compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
-        m = compiled.memory_analysis()
-        peaks.append(m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes)
-    # XLA for CPUs drops the barriers that keep a ring from sending blocks ahead.
-    for more, less in itertools.pairwise(peaks[1:]):
-        assert less < 0.7 * more, peaks
-    assert peaks[3] < 0.4 * peaks[0], peaks
+def compare(make, mesh, arguments, placed):
+    """The program that `make` makes gives what the definition gives; return its collectives."""
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(make("xla")).lower(*placed).compile()
+        got = compiled(*placed)
+    assert_close(got, jax.jit(make("reference"))(*arguments), tolerance=2e-4)
+    return collectives(compiled.as_text())
 
 
 def check_layers(kind):
@@ -315,10 +295,7 @@ def check_layers(kind):
 
     from pallas_flash.flax import SelfAttention, attention_fn
 
-    axes = MESHES["2 x 4"]
-    mesh = make_mesh(axes, kind)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, 32)), jnp.float32)
-    placed = jax.device_put(x, NamedSharding(mesh, P("batch", "sequence")))
+    mesh, [x] = make_mesh(MESHES["2 x 4"], kind), normal((2, LENGTH, 32))
     theirs = nnx.MultiHeadAttention(
         4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn
     )
@@ -329,14 +306,8 @@ def check_layers(kind):
         def loss(state, x, graph=graph):
             return (nnx.merge(graph, state)(x) ** 2).sum()
 
-        want = jax.jit(jax.value_and_grad(loss))(state, x)
-        with jax.set_mesh(mesh):
-            state = jax.device_put(state, NamedSharding(mesh, P()))
-            compiled = jax.jit(jax.value_and_grad(loss)).lower(state, placed).compile()
-            got = compiled(state, placed)
-        for x_, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(x_, y, rtol=2e-4, atol=2e-4)
-        found = collectives(compiled.as_text())
+        placed = put(state, mesh, P()), put(x, mesh, P("batch", "sequence"))
+        found = compare(lambda _, loss=loss: jax.value_and_grad(loss), mesh, (state, x), placed)
         assert found["collective-permute"] or found["all-to-all"] or found["all-gather"]
 
 
@@ -347,11 +318,10 @@ def check_layers_in_a_shard_map(kind):
 
     from pallas_flash.flax import SelfAttention, attention_fn
 
-    axes = {"sequence": 4}
-    mesh, tokens, rows = make_mesh(axes, kind), P(None, "sequence"), P("sequence", None)
-    random = np.random.default_rng(0)
-    x = jnp.asarray(random.normal(size=(2, LENGTH, 32)), jnp.float32)
-    mask = jnp.asarray(random.random((LENGTH, LENGTH)) < 0.7)
+    mesh = make_mesh({"sequence": 4}, kind)
+    tokens, rows = P(None, "sequence"), P("sequence", None)
+    [x, mask] = normal((2, LENGTH, 32), (LENGTH, LENGTH))
+    mask = mask < 0.5
 
     def layers(**options):
         def call(*args, **kwargs):
@@ -366,19 +336,19 @@ def check_layers_in_a_shard_map(kind):
     for whole, shared in zip(layers(), layers(**inside), strict=True):
         state = nnx.state(whole)
 
-        def loss(state, x, mask, layer=whole):
+        def loss(layer, state, x, mask):
             return (nnx.merge(nnx.graphdef(layer), state)(x, mask=mask) ** 2).sum()
 
-        def share(state, x, mask, layer=shared, loss=loss):
-            return jax.lax.psum(loss(state, x, mask, layer), "sequence")
+        def make(by, whole=whole, shared=shared, loss=loss):
+            fn = functools.partial(loss, whole)
+            if by == "xla":
+                fn = jax.shard_map(
+                    lambda *x: jax.lax.psum(loss(shared, *x), "sequence"),
+                    mesh=mesh, in_specs=(P(), tokens, rows), out_specs=P(),
+                )  # fmt: skip
+            return jax.value_and_grad(fn, argnums=(0, 1))
 
-        together = jax.shard_map(share, mesh=mesh, in_specs=(P(), tokens, rows), out_specs=P())
-        want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(state, x, mask)
-        lowered = jax.jit(jax.value_and_grad(together, argnums=(0, 1))).lower(state, x, mask)
-        got = (compiled := lowered.compile())(state, x, mask)
-        for x_, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(x_, y, rtol=2e-4, atol=2e-4)
-        found = collectives(compiled.as_text())
+        found = compare(make, mesh, (state, x, mask), (state, x, mask))
         assert found["all-gather"] and not found["collective-permute"]
 
     shared.init_cache(x.shape)
@@ -389,92 +359,55 @@ def check_layers_in_a_shard_map(kind):
 
 def check_second_derivatives(kind):
     axes = {"sequence": 4}
-    mesh, rows = make_mesh(axes, kind), rows_spec(axes)
-    random = np.random.default_rng(0)
-    qkv = [jnp.asarray(random.normal(size=(1, 16, n, 8)), jnp.float32) for n in (2, 1, 1)]
-    ids = jnp.asarray(np.sort(random.integers(0, 2, (1, 16))), jnp.int32)
+    mesh, rows, ids_spec = make_mesh(axes, kind), rows_spec(axes), P(None, "sequence")
+    qkv = normal((1, 16, 2, 8), (1, 16, 1, 8), (1, 16, 1, 8))
+    ids = jnp.asarray(np.arange(16)[None] // 7, jnp.int32)
 
-    def call(implementation, **options):
-        return functools.partial(
-            attention, implementation=implementation, is_causal=True, **options
-        )
+    def product(by):
+        def call(q, k, v, ids, **options):
+            return attention(q, k, v, segment_ids=ids, is_causal=True, implementation=by, **options)
 
-    def product(call, ids):
-        def loss(*qkv):
-            return (call(*qkv, segment_ids=ids) ** 2).sum()
+        if by == "xla":
+            call = functools.partial(call, context_parallelism="ring")
+            if kind == "manual":
+                call = jax.shard_map(
+                    functools.partial(call, sequence_axis="sequence"),
+                    mesh=mesh, in_specs=(rows, rows, rows, ids_spec), out_specs=rows,
+                )  # fmt: skip
 
-        def run(*qkv):
-            grad = jax.grad(loss, argnums=(0, 1, 2))
+        def run(*arguments):
+            *qkv, ids = arguments
+            grad = jax.grad(lambda *qkv: (call(*qkv, ids) ** 2).sum(), argnums=(0, 1, 2))
             return jax.jvp(grad, qkv, qkv)[1]
 
         return run
 
-    want = product(call("reference"), ids)(*qkv)
-    placed = [jax.device_put(x, NamedSharding(mesh, rows)) for x in qkv]
-    ids = jax.device_put(ids, NamedSharding(mesh, P(None, "sequence")))
-    ours = call("xla", context_parallelism="ring")
-    if kind == "manual":
-        inside = jax.shard_map(
-            lambda q, k, v, ids, ours=ours: ours(
-                q, k, v, segment_ids=ids, sequence_axis="sequence"
-            ),
-            mesh=mesh,
-            in_specs=(rows, rows, rows, P(None, "sequence")),
-            out_specs=rows,
-        )
-
-        def ours(q, k, v, segment_ids):
-            return inside(q, k, v, segment_ids)
-
-    with jax.set_mesh(mesh):
-        got = jax.jit(product(ours, ids))(*placed)
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+    compare(product, mesh, (*qkv, ids), (*put(qkv, mesh, rows), put(ids, mesh, ids_spec)))
 
 
 def check_vmap(kind):
-    axes = {"sequence": 4}
-    mesh = make_mesh(axes, kind)
-    random = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random.normal(size=(3, 1, 16, n, 8)), jnp.float32) for n in (4, 2, 2))
-    rows = NamedSharding(mesh, P(None, None, "sequence"))
+    mesh = make_mesh({"sequence": 4}, kind)
+    qkv = normal(*((3, 1, 16, n, 8) for n in (4, 2, 2)))
     for method in choice.METHODS:
 
-        def mapped(implementation, method=method):
-            def loss(q, k, v):
-                o = attention(
-                    q,
-                    k,
-                    v,
-                    implementation=implementation,
-                    context_parallelism=method,
-                    is_causal=True,
-                )
-                return (o**2).sum()
+        def mapped(by, method=method):
+            call = functools.partial(
+                attention, implementation=by, context_parallelism=method, is_causal=True
+            )
+            return jax.vmap(jax.grad(lambda *qkv: (call(*qkv) ** 2).sum(), (0, 1, 2)))
 
-            return jax.vmap(jax.grad(loss, (0, 1, 2)))
-
-        want = mapped("reference")(q, k, v)
-        got = jax.jit(mapped("xla"))(*(jax.device_put(x, rows) for x in (q, k, v)))
-        for x, y in zip(got, want, strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+        compare(mapped, mesh, qkv, put(qkv, mesh, P(None, None, "sequence")))
 
 
 def check_heads_have_their_own_numbers(kind):
     """A score function is given the number of a head in the whole call, whoever computes it."""
-    mesh = make_mesh({"sequence": 4}, kind)
-    rows = NamedSharding(mesh, P(None, "sequence"))
-    random = np.random.default_rng(0)
-    x = jnp.asarray(random.normal(size=(1, 16, 4, 8)), jnp.float32)
+    mesh, [x] = make_mesh({"sequence": 4}, kind), normal((1, 16, 4, 8))
 
-    def run(x, implementation="xla"):
-        return attention(
-            x, x, x,
-            implementation=implementation, context_parallelism="heads", score_mod=lower_each_head,
-        )  # fmt: skip
+    def make(by):
+        options = dict(context_parallelism="heads", score_mod=lower_each_head)
+        return lambda x: attention(x, x, x, implementation=by, **options)
 
-    got = jax.jit(run)(jax.device_put(x, rows))
-    np.testing.assert_allclose(got, run(x, "reference"), rtol=1e-5, atol=1e-6)
+    compare(make, mesh, [x], [put(x, mesh, P(None, "sequence"))])
 
 
 def lower_each_head(s, b, h, q, k):
@@ -483,58 +416,15 @@ def lower_each_head(s, b, h, q, k):
 
 def check_queries_alone(kind):
     """Keys that every device has: nothing is sent but sums of their gradients."""
-    axes = {"sequence": 4}
-    mesh = make_mesh(axes, kind)
-    random = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(random.normal(size=(1, t, n, 8)), jnp.float32)
-        for t, n in ((16, 4), (10, 2), (10, 2))
-    )
+    mesh = make_mesh({"sequence": 4}, kind)
+    q, *kv = normal((1, 16, 4, 8), (1, 10, 2, 8), (1, 10, 2, 8))
 
-    def run(implementation):
-        call = functools.partial(attention, implementation=implementation, is_causal=True)
+    def make(by):
+        call = functools.partial(attention, implementation=by, is_causal=True)
         return jax.value_and_grad(lambda *x: (call(*x) ** 2).sum(), (0, 1, 2))
 
-    q_placed = jax.device_put(q, NamedSharding(mesh, P(None, "sequence")))
-    others = [jax.device_put(x, NamedSharding(mesh, P())) for x in (k, v)]
-    compiled = jax.jit(run("xla")).lower(q_placed, *others).compile()
-    got, want = compiled(q_placed, *others), run("reference")(q, k, v)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
-    assert collectives(compiled.as_text()).keys() == {"all-reduce"}
-
-
-def check_balanced_order(kind):
-    """Tokens, ids and positions in another order; results are those in order, in that order."""
-    axes = MESHES["2 x 4"]
-    mesh = make_mesh(axes, kind)
-    rows, one_row = (NamedSharding(mesh, P(batch, "sequence")) for batch in ("batch", None))
-    qkv, (do, _), options = sized("documents").problem()
-    ids, order = options["segment_ids"], balanced_order(LENGTH, 4)
-    slopes = jnp.linspace(0.1, 0.4, do.shape[2])
-
-    def gradients(q, k, v, do, **options):
-        def call(*x):
-            return attention(*x, is_causal=True, alibi_slopes=slopes, **options)
-
-        o, pull = jax.vjp(call, q, k, v)
-        return o, *pull(do)
-
-    want = gradients(*qkv, do, segment_ids=ids, implementation="reference")
-    arrays = [jax.device_put(x[:, order], rows) for x in (*qkv, do, ids)]
-    positions = jax.device_put(order[None], one_row)
-    for method in choice.METHODS:
-
-        @jax.jit
-        def run(q, k, v, do, ids, positions, method=method):
-            return gradients(
-                q, k, v, do, segment_ids=ids, query_positions=positions,
-                key_value_positions=positions, implementation="xla", context_parallelism=method,
-            )  # fmt: skip
-
-        got = run(*arrays, positions)
-        for x, y in zip(got, want, strict=True):
-            np.testing.assert_allclose(x, y[:, order], rtol=2e-4, atol=2e-4)
+    placed = put(q, mesh, P(None, "sequence")), *put(kv, mesh, P())
+    assert compare(make, mesh, (q, *kv), placed).keys() == {"all-reduce"}
 
 
 BAD = {
@@ -586,7 +476,7 @@ def check_bad_input(kind):
         if kind == "explicit":
             if name == "a length that does not divide":
                 continue
-            q, k = (jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((q, rows), (k, keys)))
+            q, k = put(q, mesh, rows), put(k, mesh, keys)
             run = functools.partial(
                 lambda q, k, options: attention(q, k, k, implementation="xla", **options),
                 options=options,
@@ -596,21 +486,19 @@ def check_bad_input(kind):
 
     # An axis of one device divides nothing.
     mesh = make_mesh({"sequence": 4, "one": 1}, kind)
-    q = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 4, 8)), jnp.float32)
-    placed = jax.device_put(q, NamedSharding(mesh, P(None, "sequence", None, "one")))
-    got = jax.jit(lambda q: attention(q, q, q, implementation="xla"))(placed)
-    np.testing.assert_allclose(got, attention(q, q, q, implementation="reference"), rtol=1e-5)
+    [q] = normal((2, 16, 4, 8))
+
+    def make(by):
+        return lambda q: attention(q, q, q, implementation=by)
+
+    compare(make, mesh, [q], [put(q, mesh, P(None, "sequence", None, "one"))])
 
 
 CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.startswith("check_")}
 
 
 def main(name, *arguments):
-    if name == "memory":
-        gather.TILE = 8
-        jax.config.update("jax_disable_most_optimizations", False)
-    else:
-        _xla.BLOCK_Q, _xla.BLOCK_KV, gather.TILE = 16, 16, 8
+    _xla.BLOCK_Q, _xla.BLOCK_KV, gather.TILE = 16, 16, 8
     CHECKS[name](*arguments)
 
 
@@ -675,8 +563,8 @@ TABLE = [
     ("names", "method", "mesh", "kind", "implementation"), cases.default(FIRST, TABLE)
 )
 def test_every_method_equals_one_device(names, method, mesh, kind, implementation):
-    # Which passes give NaN, and which are exported, is changed for good.
-    alone = implementation == LOWERED_ONCE or (method == "ring" and BALANCED in names)
+    # Which passes are exported is changed for good.
+    alone = implementation == LOWERED_ONCE
     run_on_eight_devices("named", names, method, mesh, kind, implementation, alone=alone)
 
 
@@ -687,10 +575,8 @@ def test_every_method_has_every_kind_of_case():
     assert len({*rows}) == len(rows)
 
 
-# XLA for CPUs drops barriers, and with Explicit axes a ring's blocks then stay for the backward.
 KINDS_OF = {
     "second_derivatives": tuple(KINDS),
-    "memory": ("auto",),
     "layers_in_a_shard_map": ("manual",),
     "key_bias": ("auto", "manual"),
     "key_bias_of_few": ("auto",),
@@ -725,7 +611,7 @@ def test_pairs_of_settings(method):
 
 @pytest.mark.parametrize(("name", "kind"), cases.default(FIRST_OTHERS, OTHERS))
 def test_on_eight_devices(name, kind):
-    run_on_eight_devices(name, kind, alone=name == "memory")
+    run_on_eight_devices(name, kind)
 
 
 def test_method_has_no_effect_on_one_device():
@@ -751,7 +637,7 @@ def test_eager_and_on_an_axis_of_one_device():
         want = call(q, x, x)
         got = inside(q, sequence_axis="sequence", context_parallelism="ring")
         np.testing.assert_array_equal(got, want)
-        placed = [jax.device_put(y, NamedSharding(explicit, rows)) for y in (q, x, x)]
+        placed = put((q, x, x), explicit, rows)
         np.testing.assert_array_equal(got := call(*placed), want)
         assert jax.typeof(got) == jax.typeof(placed[0])
     got = jax.jit(functools.partial(call, implementation="reference"))(*placed)

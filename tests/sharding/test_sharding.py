@@ -5,9 +5,7 @@ Sequences that devices divide are in test_context_devices.py.
 Eight CPUs are simulated, in a process of their own: see eight_devices.py.
 """
 
-import dataclasses
 import functools
-import re
 from contextlib import nullcontext
 
 import jax
@@ -15,10 +13,13 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import cases, eight_devices, jaxprs, oracle
-from support.described_gpus import described_gpu
+from support import cases, eight_devices, jaxprs, meshes, oracle
+from support.compare import assert_close
+from support.described_gpus import described_gpu, described_mesh
+from support.meshes import KINDS, collectives, put
+from support.transform_cases import FLOATS, Sizes, draw_all
 
 from pallas_flash import _mask_objects, _partition, _tangents, _xla, attention
 from pallas_flash._dropout import Dropout
@@ -34,7 +35,8 @@ from pallas_flash.tuning import Tile, TileSizes
 AXES = {"batch": 2, "heads": 4}
 
 # Divided by the mesh are B and N only.
-B, T, S, N, H, V = 4, 13, 17, 24, 8, 5
+SIZES = Sizes(B=4, T=13, S=17, N=24, H=8, V=5)
+B, T, S, N, _, H, V = SIZES
 
 TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 
@@ -45,7 +47,7 @@ SPECS = {
     "value": ROWS,
     "do": ROWS,
     "scale": P(),
-    "bias": P(None, "heads"),
+    "bias": P("heads"),
     "query_seq_lengths": P("batch"),
     "key_value_seq_lengths": P("batch"),
     "query_offset": P("batch"),
@@ -53,44 +55,11 @@ SPECS = {
     "query_positions": P("batch"),
     "key_value_positions": P(),
 }
-FLOATS = ("query", "key", "value", "scale", "bias")
 
 
-def make_mesh(kind: AxisType, axes=None):
-    axes = axes or AXES
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
-
-
-def draw(num_kv_heads: int, *names: str, queries=(B, T, N, H)) -> dict:
+def draw(num_kv_heads: int, *names: str, num_heads: int = N) -> dict:
     """Arguments by name, query, key, value and the cotangent do among them."""
-    random = np.random.default_rng(0)
-    shapes = {
-        "query": queries,
-        "key": (B, S, num_kv_heads, H),
-        "value": (B, S, num_kv_heads, V),
-        "do": (*queries[:3], V),
-        "bias": (1, N, T, S),
-    }
-    ints = {
-        "query_seq_lengths": [T, 0, 5, 9],
-        "key_value_seq_lengths": [0, S, 9, 5],
-        "query_offset": [1, 0, -3, 7],
-    }
-    drawn = {}
-    for name in ("query", "key", "value", "do", *names):
-        if name in shapes:
-            drawn[name] = jnp.asarray(random.normal(size=shapes[name]), jnp.float32)
-        elif name == "segment_ids":
-            ids = (np.sort(random.integers(0, 3, (B, length))) for length in (T, S))
-            drawn[name] = tuple(jnp.asarray(x, jnp.int32) for x in ids)
-        elif name.endswith("positions"):
-            shape = (B, T) if name == "query_positions" else (1, S)
-            drawn[name] = jnp.asarray(random.integers(0, S, shape), jnp.int32)
-        else:
-            drawn[name] = (
-                jnp.float32(0.4) if name == "scale" else jnp.asarray(ints[name], jnp.int32)
-            )
-    return drawn
+    return draw_all("do", *names, sizes=SIZES._replace(K=num_kv_heads, N=num_heads))
 
 
 def call(implementation: str, **options):
@@ -115,40 +84,28 @@ def gradients(implementation: str, **options):
 
 
 def place(arguments, mesh, specs=SPECS):
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arguments.items()
-    }
+    return {name: put(x, mesh, specs[name]) for name, x in arguments.items()}
 
 
-def collectives(text: str) -> list[str]:
-    """The collective operations of a compiled program, with the shapes that they give."""
-    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    found = re.findall(rf" = (.*?) ({names})(?:-start)?\(", text)
-    return [f"{name} {re.sub(r'{[^}]*}', '', shape)}" for shape, name in found]
-
-
-def compare(run, want, placed, arguments, expected: list[str] | None = None):
-    """The same numbers, by a program with just these collectives."""
-    compiled = oracle.compiled(run).lower(placed).compile()
+def compare(make, implementation, arguments, placed, expected: list[str] | None = None):
+    """The program that `make` makes gives what the definition gives, with these collectives."""
+    compiled = oracle.compiled(make(implementation)).lower(placed).compile()
     got = compiled(placed)
-    assert_close(got, oracle.compiled(want)(arguments))
+    want = oracle.compiled(make("reference"))(arguments)
+    assert_close(got, want, tolerance=3e-4)
     if expected is not None:
-        assert collectives(compiled.as_text()) == expected, compiled.as_text()
+        found = [f"{name} {shape}" for name, shape in collectives(compiled.as_text())]
+        assert found == expected, compiled.as_text()
     return got
-
-
-def assert_close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert np.linalg.norm(x - y) <= 3e-4 * np.linalg.norm(y)
 
 
 # ------------------------------------------------------------------------------------------------
 # Eight devices
 # ------------------------------------------------------------------------------------------------
 
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+def make_mesh(kind: str, axes=AXES):
+    return meshes.make_mesh(axes, kind)
 
 
 # Key/value heads, and arguments besides query, key and value.
@@ -160,43 +117,34 @@ WITH_MASKS = [
 
 
 def check_nothing_is_gathered(kind, implementation="xla", calls=WITH_MASKS):
-    mesh = make_mesh(KINDS[kind])
+    mesh = make_mesh(kind)
     for num_kv_heads, names in calls:
         arguments = draw(num_kv_heads, *names)
-        placed = place({name: x for name, x in arguments.items() if name != "segment_ids"}, mesh)
-        if "segment_ids" in names:
-            ids = NamedSharding(mesh, P("batch"))
-            placed["segment_ids"] = jax.device_put(arguments["segment_ids"], ids)
-        run, want = gradients(implementation), gradients("reference")
-        out, grads = compare(run, want, placed, arguments, [])
+        out, grads = compare(gradients, implementation, arguments, place(arguments, mesh), [])
         for x in (out, *grads.values()):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, ROWS), 4)
 
 
-def check_nothing_is_gathered_without_a_mask(kind):
-    check_nothing_is_gathered(kind, calls=[WITHOUT_MASK])
-
-
-def check_nothing_is_gathered_for_kernels(kind):
-    check_nothing_is_gathered(kind, "interpret", [WITHOUT_MASK, *WITH_MASKS])
+check_nothing_is_gathered_without_a_mask = functools.partial(
+    check_nothing_is_gathered, calls=[WITHOUT_MASK]
+)
+check_nothing_is_gathered_for_kernels = functools.partial(
+    check_nothing_is_gathered, implementation="interpret", calls=[WITHOUT_MASK, *WITH_MASKS]
+)
 
 
 def check_shared_operands_cost_a_sum(kind):
-    mesh = make_mesh(KINDS[kind])
-    arguments = draw(12, "bias")
+    mesh, arguments = make_mesh(kind), draw(12, "bias")
     # The sum has the 6 heads of one device.
-    expected = [f"all-reduce f32[1,6,{T},{S}]"]
-    run, want = gradients("xla"), gradients("reference")
-    compare(run, want, place(arguments, mesh), arguments, expected)
-    for implementation in ("xla", "interpret"):
-        arguments = draw(12, "scale")
-        run = gradients(implementation)
-        compare(run, want, place(arguments, mesh), arguments, ["all-reduce f32[]"])
+    expected = [f"all-reduce f32[6,1,{S}]"]
+    compare(gradients, "xla", arguments, place(arguments, mesh), expected)
+    arguments = draw(12, "scale")
+    compare(gradients, "interpret", arguments, place(arguments, mesh), ["all-reduce f32[]"])
 
 
 def check_gradient_of_a_shared_bias_is_rounded_once(kind):
     """Devices' shares cancel but for a 64th, in which the rounding of each share would show."""
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(KINDS[kind],))
+    mesh = make_mesh(kind, {"batch": 2})
     random = np.random.default_rng(0)
     q, k, do = (random.normal(size=(1, 8, 1, 8)) for _ in range(3))
     x = {"query": q, "key": k, "value": k, "do": do * np.array([1, -63 / 64]).reshape(2, 1, 1, 1)}
@@ -215,17 +163,17 @@ def check_gradient_of_a_shared_bias_is_rounded_once(kind):
 
 def check_fewer_key_heads_than_devices(kind, calls=(("interpret", 6), ("xla", 3))):
     """Two or all of a device's query heads share one key/value head."""
-    mesh = make_mesh(KINDS[kind])
+    mesh = make_mesh(kind)
     specs = SPECS | dict.fromkeys(("key", "value"), P("batch"))
     for implementation, num_kv_heads in calls:
         arguments = draw(num_kv_heads)
-        run, want = gradients(implementation), gradients("reference")
-        compare(run, want, place(arguments, mesh, specs), arguments)
+        compare(gradients, implementation, arguments, place(arguments, mesh, specs))
 
 
-def check_far_fewer_key_heads_than_devices(kind):
-    """Several devices share one."""
-    check_fewer_key_heads_than_devices(kind, [("xla", 2), ("xla", 1)])
+# Several devices share one.
+check_far_fewer_key_heads_than_devices = functools.partial(
+    check_fewer_key_heads_than_devices, calls=[("xla", 2), ("xla", 1)]
+)
 
 
 def check_other_meshes(kind):
@@ -236,59 +184,55 @@ def check_other_meshes(kind):
         "heads": P(None, None, "heads"),
         "nothing": P(),
     }
-    mesh = make_mesh(KINDS[kind], {"batch": 2, "more": 2, "heads": 2})
+    mesh = make_mesh(kind, {"batch": 2, "more": 2, "heads": 2})
     for name, row in rows.items():
         arguments = draw(12)
-        specs = dict.fromkeys(arguments, row)
+        placed = place(arguments, mesh, dict.fromkeys(arguments, row))
         for implementation in ("xla", "interpret"):
             # The interpreter runs without shard_map's check, which saves sums over unused axes.
             free = implementation == "xla" or kind == "auto" or name == "two"
-            run, want = gradients(implementation), gradients("reference")
-            placed = place(arguments, mesh, specs)
-            compare(run, want, placed, arguments, [] if free else None)
-    three_heads = draw(1, queries=(B, T, 3, H))
+            compare(gradients, implementation, arguments, placed, [] if free else None)
+    three_heads = draw(1, num_heads=3)
     placed = place(three_heads, mesh, dict.fromkeys(three_heads, P("batch")))
 
-    def from_features(arguments):
-        query = arguments["query"].reshape(B, T, 3 * H)
-        if kind == "auto":
-            query = jax.lax.with_sharding_constraint(
-                query, NamedSharding(mesh, P("batch", None, "heads"))
-            )
-        return gradients("xla")(arguments | {"query": query.reshape(B, T, 3, H)})
+    def from_features(implementation):
+        if implementation == "reference":
+            return gradients(implementation)
 
-    compare(from_features, gradients("reference"), placed, three_heads)
+        def run(arguments):
+            query = arguments["query"].reshape(B, T, 3 * H)
+            if kind == "auto":
+                query = jax.lax.with_sharding_constraint(
+                    query, NamedSharding(mesh, P("batch", None, "heads"))
+                )
+            return gradients("xla")(arguments | {"query": query.reshape(B, T, 3, H)})
+
+        return run
+
+    compare(from_features, "xla", three_heads, placed)
 
 
 def check_vmap(kind):
     """Mapped axes lie in front of those that divide; XLA may divide them, too."""
-    mesh = make_mesh(KINDS[kind])
+    mesh = make_mesh(kind)
     one = draw(12)
     many = {name: jnp.stack([x, 2 * x]) for name, x in one.items()}
-
-    def along(in_axes, implementation):
-        return jax.vmap(gradients(implementation), in_axes=(in_axes,))
-
+    everything = dict.fromkeys(many, 0)
+    some = {"query": 0, "key": None, "value": None, "do": 0}
     spec = P(None, *ROWS)
     for implementation in ("xla", "interpret"):
-        everything = dict.fromkeys(many, 0)
-        want = along(everything, "reference")
-        specs = dict.fromkeys(many, spec)
-        compare(along(everything, implementation), want, place(many, mesh, specs), many, [])
-        some = {"query": 0, "key": None, "value": None, "do": 0}
-        arguments = one | {"query": many["query"], "do": many["do"]}
-        specs = {name: ROWS if some[name] is None else spec for name in some}
-        run, want = along(some, implementation), along(some, "reference")
-        compare(run, want, place(arguments, mesh, specs), arguments, [])
+        for in_axes in (everything, some):
+            arguments = {name: one[name] if in_axes[name] is None else many[name] for name in one}
+            specs = {name: ROWS if in_axes[name] is None else spec for name in one}
+            compare(
+                lambda by, in_axes=in_axes: jax.vmap(gradients(by), in_axes=(in_axes,)),
+                implementation, arguments, place(arguments, mesh, specs), [],
+            )  # fmt: skip
     # Nested, and a scale for each copy.
     outer, inner = {"query": 0, "key": None, "value": None, "scale": 0}, {"value": 0}
     inner = dict.fromkeys(outer) | inner
-    arguments = one | {
-        "query": many["query"],
-        "value": many["value"],
-        "scale": jnp.asarray([0.3, 0.6]),
-    }
-    arguments.pop("do")
+    arguments = {name: (one if name == "key" else many)[name] for name in ("query", "key", "value")}
+    arguments["scale"] = jnp.asarray([0.3, 0.6])
 
     def nested(implementation):
         def run(arguments):
@@ -301,44 +245,63 @@ def check_vmap(kind):
         return run
 
     specs = SPECS | {"query": spec, "value": spec}
-    compare(nested("xla"), nested("reference"), place(arguments, mesh, specs), arguments)
+    compare(nested, "xla", arguments, place(arguments, mesh, specs))
 
 
 def check_a_mapped_axis_is_divided(kind):
-    mesh, one = make_mesh(KINDS[kind]), draw(12)
+    mesh, one = make_mesh(kind), draw(12)
     many = {name: jnp.stack([x, 2 * x]) for name, x in one.items()}
     placed = place(many, mesh, dict.fromkeys(many, P("batch", None, None, "heads")))
     for implementation in ("xla", "interpret"):
-        run, want = jax.vmap(gradients(implementation)), jax.vmap(gradients("reference"))
         # XLA gathers what it divides around a part in which other axes are manual.
-        compare(run, want, placed, many, [] if kind == "auto" else None)
+        expected = [] if kind == "auto" else None
+        compare(lambda by: jax.vmap(gradients(by)), implementation, many, placed, expected)
 
 
-def check_a_shard_map_of_the_user(kind):
-    """With JAX's default checks: the gradients of what devices share are summed."""
+def inside(by, mesh, names, check_vma=True):
+    """A causal call of a dictionary of arguments in a `shard_map` of the user's."""
+    if by == "reference":
+        return lambda x: call(by, is_causal=True)(**x)
+    return jax.shard_map(
+        lambda x: call(by, is_causal=True)(**x),
+        mesh=mesh,
+        in_specs=({name: SPECS[name] for name in names},),
+        out_specs=ROWS,
+        check_vma=check_vma,
+    )
+
+
+def gradients_inside(by, mesh, check_vma=True):
+    """As `gradients`."""
+
+    def run(arguments):
+        rest = {name: x for name, x in arguments.items() if name != "do"}
+        floats = {name: x for name, x in rest.items() if name in FLOATS}
+        fn = inside(by, mesh, rest, check_vma)
+        out, pull = jax.vjp(lambda floats: fn(rest | floats), floats)
+        return out, *pull(arguments["do"])
+
+    return run
+
+
+def check_a_shard_map_of_the_user(kind, check_vma=True):
+    """The gradients of what devices share are summed."""
     names = "scale", "bias", "query_seq_lengths", "key_value_seq_lengths"
-    mesh, arguments = make_mesh(KINDS[kind]), draw(12, *names)
-    specs = {name: SPECS[name] for name in arguments if name != "do"}
+    mesh, arguments = make_mesh(kind), draw(12, *names)
     for implementation in ("xla", "interpret"):
-        inside = jax.shard_map(
-            lambda x, by=implementation: call(by, is_causal=True)(**x),
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=ROWS,
-        )
-
-        def run(arguments, inside=inside):
-            rest = {name: arguments[name] for name in specs}
-            floats = {name: x for name, x in rest.items() if name in FLOATS}
-            out, pull = jax.vjp(lambda floats: inside(rest | floats), floats)
-            return out, *pull(arguments["do"])
-
-        compare(run, gradients("reference"), place(arguments, mesh), arguments)
+        compare(
+            lambda by: gradients_inside(by, mesh, check_vma),
+            implementation, arguments, place(arguments, mesh),
+        )  # fmt: skip
 
 
-def check_indices_are_those_of_the_whole_call(kind, decode=False):
+# Without JAX's default checks.
+check_an_unchecked_shard_map = functools.partial(check_a_shard_map_of_the_user, check_vma=False)
+
+
+def check_indices_are_those_of_the_whole_call(kind, calls=(("xla", None),)):
     """User's functions and dropout get the index of the batch element and of the head."""
-    mesh, arguments = make_mesh(KINDS[kind]), draw(12)
+    mesh, arguments = make_mesh(kind), draw(12)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, N)), jnp.float32)
 
     def by_example_and_head(s, b, h, q, k, x):
@@ -353,21 +316,23 @@ def check_indices_are_those_of_the_whole_call(kind, decode=False):
         dropout_rate=0.4,
         dropout_key=jax.random.key(2),
     )
-    of_decode = dataclasses.replace(TILE_SIZES, decode=Tile(16, 16))
-    calls = [("interpret", of_decode)] if decode else [("xla", None), ("interpret", TILE_SIZES)]
     for implementation, tiles in calls:
-        run = gradients(implementation, tile_sizes=tiles, **options)
-        want = gradients("reference", **options)
-        compare(run, want, place(arguments, mesh), arguments, [])
+
+        def make(by, tiles=tiles):
+            return gradients(by, **options, tile_sizes=None if by == "reference" else tiles)
+
+        compare(make, implementation, arguments, place(arguments, mesh), [])
 
 
-def check_indices_of_few_queries(kind):
-    check_indices_are_those_of_the_whole_call(kind, decode=True)
+check_indices_in_kernels = functools.partial(
+    check_indices_are_those_of_the_whole_call,
+    calls=[("interpret", TILE_SIZES), ("interpret", TileSizes(decode=Tile(16, 16)))],
+)
 
 
 def check_symbolic_sizes(kind):
     """XLA divides what is exported for Auto axes; for Explicit ones JAX does not compile it."""
-    mesh, arguments = make_mesh(KINDS[kind]), draw(12)
+    mesh, arguments = make_mesh(kind), draw(12)
     placed, scope = place(arguments, mesh), jax.export.SymbolicScope()
     shapes = {}
     for name, x in placed.items():
@@ -377,46 +342,37 @@ def check_symbolic_sizes(kind):
     run = jax.jit(gradients("xla"))
     if kind == "auto":
         exported = jax.export.export(run)(shapes)
-        assert_close(jax.jit(exported.call)(placed), gradients("reference")(arguments))
+        want = gradients("reference")(arguments)
+        assert_close(jax.jit(exported.call)(placed), want, tolerance=3e-4)
     else:
         with pytest.raises(NotImplementedError, match="known sizes under Explicit mesh axes"):
             jax.export.export(run)(shapes)
 
 
 def check_second_derivatives(kind):
-    mesh, arguments = make_mesh(KINDS[kind]), draw(12)
+    mesh, arguments = make_mesh(kind), draw(12)
     arguments.pop("do")
 
-    def product(implementation):
-        def loss(arguments):
-            return (call(implementation, is_causal=True)(**arguments) ** 2).sum()
+    def products(fn):
+        def loss(x):
+            return (fn(x) ** 2).sum()
 
         return lambda x: (
             jax.jvp(jax.grad(loss), (x,), (x,))[1],
             jax.grad(lambda x: (jax.grad(loss)(x)["key"] ** 2).sum())(x),
         )
 
-    compare(product("xla"), product("reference"), place(arguments, mesh), arguments)
-    # In a shard_map of the user's, with JAX's checks.
-    inside = jax.shard_map(
-        lambda x: call("xla", is_causal=True)(**x),
-        mesh=mesh,
-        in_specs=({name: SPECS[name] for name in arguments},),
-        out_specs=ROWS,
-    )
+    def reverse(fn):
+        return lambda x: products(fn)(x)[1]
 
-    def manual(x):
-        return jax.grad(
-            lambda x: (jax.grad(lambda x: (inside(x) ** 2).sum())(x)["key"] ** 2).sum()
-        )(x)
-
-    compare(manual, lambda x: product("reference")(x)[1], place(arguments, mesh), arguments)
+    placed = place(arguments, mesh)
+    compare(lambda by: products(lambda x: call(by, is_causal=True)(**x)), "xla", arguments, placed)
+    compare(lambda by: reverse(inside(by, mesh, arguments)), "xla", arguments, placed)
 
 
 def check_layers_in_a_scan_with_remat(kind):
-    mesh = make_mesh(KINDS[kind])
+    mesh = make_mesh(kind)
     x = draw(12)["query"]
-    placed = jax.device_put(x, NamedSharding(mesh, ROWS))
 
     def total(implementation):
         def layer(x, factor):
@@ -427,17 +383,18 @@ def check_layers_in_a_scan_with_remat(kind):
 
         return jax.grad(run)
 
-    compare(total("interpret"), total("reference"), placed, x, [])
+    compare(total, "interpret", x, put(x, mesh, ROWS), [])
 
 
 def check_calls_outside_of_jit_and_programs_for_one_device(kind):
-    mesh, arguments = make_mesh(KINDS[kind]), draw(12)
+    mesh, arguments = make_mesh(kind), draw(12)
+    want = gradients("reference")(arguments)
     with jax.set_mesh(mesh):
         got = gradients("xla")(place(arguments, mesh))
-    assert_close(got, gradients("reference")(arguments))
+    assert_close(got, want, tolerance=3e-4)
     # On one of the devices, exported, too, although there are eight.
     run = jax.jit(gradients("interpret"))
-    assert_close(run(arguments), gradients("reference")(arguments))
+    assert_close(run(arguments), want, tolerance=3e-4)
     assert "custom_call_target=" not in run.lower(arguments).compile().as_text()
     exported = jax.export.export(run)(arguments)
     assert "CustomSPMDPartitioning" not in exported.mlir_module()
@@ -496,52 +453,64 @@ FORWARDS = {
 }
 
 
+def traced_on_gpus(kind, run, arguments, specs=SPECS):
+    """The trace of a program for a mesh of GPUs, and how many kernels of Triton it lowers to."""
+    mesh = described_mesh(AXES, KINDS[kind])
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, x in arguments.items()
+    }
+
+    def launches():
+        with jax.sharding.use_abstract_mesh(mesh):
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("@__gpu$xla.gpu.triton")
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(run(mesh)).trace(shapes)
+    return traced, launches
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_kernels_lower_for_a_mesh_of_gpus(kind, forward):
     """With Auto axes they do when XLA partitions; until then one call stands for each pass."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    mesh = AbstractMesh(
-        tuple(AXES.values()), tuple(AXES), (KINDS[kind],) * 2, abstract_device=device
-    )
-    shapes = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, SPECS[name]))
-        for name, x in draw(12).items()
-    }
-    with jax.sharding.use_abstract_mesh(mesh):
-        options, kernels = FORWARDS[forward]
-        traced = jax.jit(gradients("triton", **options)).trace(shapes)
+    options, kernels = FORWARDS[forward]
+    traced, launches = traced_on_gpus(kind, lambda _: gradients("triton", **options), draw(12))
     eqns = list(jaxprs.equations(traced.jaxpr.jaxpr))
     backward = ["pallas_flash_delta", "pallas_flash_dkv", "pallas_flash_dq"]
     assert jaxprs.kernels(eqns) == [*kernels, *backward]
     if kind == "explicit":
-        with jax.sharding.use_abstract_mesh(mesh):
-            text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("@__gpu$xla.gpu.triton") == len(kernels) + 3
+        assert launches() == len(kernels) + 3
     else:
         partitioned = [e for e in eqns if e.primitive.name == "custom_partitioning"]
         assert len(partitioned) == 2
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_lower_inside_shard_map(kind, check_vma):
+    arguments = draw(12, "scale", "query_seq_lengths", "key_value_seq_lengths")
+    _, launches = traced_on_gpus(
+        kind, lambda mesh: gradients_inside("triton", mesh, check_vma), arguments
+    )
+    assert launches() == 4
+
+
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_kernels_lower_under_mapped_explicit_axis(forward):
     """It is manual neither in the op nor in its gradients: `jax.vmap` has it."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    mesh = AbstractMesh(
-        tuple(AXES.values()), tuple(AXES), (AxisType.Explicit,) * 2, abstract_device=device
-    )
-    rows = NamedSharding(mesh, P("batch", None, None, "heads"))
-    shapes = {
-        name: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=rows)
-        for name, x in draw(12).items()
-    }
-    with jax.sharding.use_abstract_mesh(mesh):
-        options, kernels = FORWARDS[forward]
-        traced = jax.jit(jax.vmap(gradients("triton", **options))).trace(shapes)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__gpu$xla.gpu.triton") == len(kernels) + 3
+    options, kernels = FORWARDS[forward]
+    rows = P("batch", None, None, "heads")
+    arguments = {name: jnp.stack([x, x]) for name, x in draw(12).items()}
+    traced, launches = traced_on_gpus(
+        "explicit", lambda _: jax.vmap(gradients("triton", **options)), arguments,
+        dict.fromkeys(arguments, rows),
+    )  # fmt: skip
+    assert launches() == len(kernels) + 3
+    mesh = described_mesh(AXES, AxisType.Explicit)
     for x in jax.tree.leaves(traced.out_info):
-        assert x.sharding.is_equivalent_to(rows, 5)
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, rows), 5)
 
 
 def test_grouped_heads_under_mapped_explicit_axis():

@@ -66,6 +66,8 @@ class Case:
 
     def scaled(self, factor: int) -> "Case":
         """The same case with longer sequences, for a real card: one stays one, tiles whole."""
+        if factor == 1:
+            return self
         T, S = (x if x == 1 else x * factor + (x % 64 > 0) for x in (self.T, self.S))
         return dataclasses.replace(self, T=T, S=S)
 

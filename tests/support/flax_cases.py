@@ -1,13 +1,13 @@
 """What the tests of `pallas_flash.flax` share: sizes, arrays, comparisons, layers."""
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from support.compare import assert_close  # noqa: F401  For the tests of the layers.
 
 from pallas_flash.flax import SelfAttention, apply_rope, attention_fn
 
@@ -47,14 +47,6 @@ def causal_mask(q_len: int = Q_LEN, kv_len: int = KV_LEN) -> jax.Array:
 def distance(got, want) -> float:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-def assert_close(got, want) -> None:
-    """Same structure, shapes and dtypes, and half of the digits of the dtype agree."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert distance(a, b) < math.sqrt(jnp.finfo(b.dtype).eps)
 
 
 def assert_as_exact_as(got, want, exact) -> None:

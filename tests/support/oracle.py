@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -71,6 +70,10 @@ def _seen_by(mask, shape, t, s):
             return functools.reduce(np.logical_and, (_seen_by(x, shape, t, s) for x in mask.leaves))
         case "PrefixLM":
             return (s <= t) | (s < np.asarray(mask.prefix_lengths)[:, None, None, None])
+        case "Segments":
+            query = np.asarray(mask.query)
+            key_value = query if mask.key_value is None else np.asarray(mask.key_value)
+            return query[:, None, :, None] == key_value[:, None, None, :]
         case "Predicate":
             return mask.fn(b, h, q, k, *map(Clamped, mask.operands))
         case "BlockMask" if mask.mask is not None:
@@ -146,15 +149,15 @@ def random_bits(key, shape, broadcast=False):
 
 def philox_4x32_7(counter, key):
     """Salmon et al. (2011), figure 2 and section 4.3, in integers of 64 bits."""
-    word = 0xFFFFFFFF
+    word = np.uint64(0xFFFFFFFF)
     x0, x1, x2, x3 = (np.asarray(x, np.uint64) for x in counter)
-    key0, key1 = map(int, key)
+    key0, key1 = (np.asarray(x, np.uint64) for x in key)
     for _ in range(7):
         product0, product1 = x0 * np.uint64(0xD2511F53), x2 * np.uint64(0xCD9E8D57)
-        x0 = (product1 >> np.uint64(32)) ^ x1 ^ np.uint64(key0)
-        x2 = (product0 >> np.uint64(32)) ^ x3 ^ np.uint64(key1)
-        x1, x3 = product1 & np.uint64(word), product0 & np.uint64(word)
-        key0, key1 = (key0 + 0x9E3779B9) & word, (key1 + 0xBB67AE85) & word
+        x0 = (product1 >> np.uint64(32)) ^ x1 ^ key0
+        x2 = (product0 >> np.uint64(32)) ^ x3 ^ key1
+        x1, x3 = product1 & word, product0 & word
+        key0, key1 = (key0 + np.uint64(0x9E3779B9)) & word, (key1 + np.uint64(0xBB67AE85)) & word
     return x0, x1, x2, x3
 
 
@@ -490,7 +493,3 @@ def of_rounding(rounding: float, truth: Truth, name: str) -> dict[str, float]:
         "l2": float(rounding / 3**0.5 * np.linalg.norm(size) / (norm or 1)),
         "max": float(rounding * size.max(initial=0) / (largest or 1)),
     }
-
-
-def log2(x: float) -> float:
-    return math.log2(x) if x else -math.inf

@@ -1,9 +1,10 @@
 """Exported programs whose sizes are symbolic, called at several: each gives what a call gives.
 
-Exports for GPUs that are not here are in test_transforms_devices.py.
+So does one for several platforms; programs for a GPU that is not here are lowered and exported.
 """
 
 import functools
+import warnings
 
 import jax
 import jax.export
@@ -13,9 +14,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from support import cases, oracle
 from support.calls import FORM, NEWER
+from support.compare import assert_close
 from support.described_gpus import described_gpu
 from support.strict import strictly
-from support.transform_cases import assert_close, by
+from support.transform_cases import MASKED, POSITIONS, by, draw_all, masked
+from support.transform_cases import output_and_gradients as differentiated
 
 from pallas_flash import BlockMask, Predicate, PrefixLM, ScoreMod, Segments, attention, explain
 from pallas_flash.flax import attention_fn
@@ -124,7 +127,7 @@ def output_and_gradients(implementation, **options):
     return run
 
 
-def exported(run, arrays, symbols):
+def exported(run, arrays, symbols="bts"):
     return jax.export.export(jax.jit(run))(shapes_of(arrays, symbols)).call
 
 
@@ -169,7 +172,7 @@ IN_DEFAULT = [("causal", "xla", "bts"), ("lengths", "xla", "bts"), ("bias", "ref
 
 
 @pytest.mark.parametrize(("name", "implementation", "symbols"), cases.default(IN_DEFAULT, CALLS))
-def test_symbolic_sizes(name, implementation, symbols):
+def test_symbolic_sizes_equal_a_call(name, implementation, symbols):
     names, options = CASES[name]
     run = exported(
         output_and_gradients(implementation, **options), draw(names, **SIZES[0]), symbols
@@ -183,6 +186,7 @@ def test_symbolic_sizes(name, implementation, symbols):
 @pytest.mark.parametrize("causal", [False, True])
 def test_symbolic_sizes_as_of_jax_nn(causal):
     """Queries and keys have one length, in default tiles; auto-selection picks "xla"."""
+    heads = {"query": 4, "key": 2, "value": 2}
 
     def export(function):
         def run(arrays):
@@ -190,7 +194,6 @@ def test_symbolic_sizes_as_of_jax_nn(causal):
             return function(q, k, v, is_causal=causal)
 
         b, t = jax.export.symbolic_shape("b, t")
-        heads = {"query": 4, "key": 2, "value": 2}
         shapes = {name: jax.ShapeDtypeStruct((b, t, n, 8), "float32") for name, n in heads.items()}
         return jax.export.export(jax.jit(run))(shapes).call
 
@@ -198,13 +201,12 @@ def test_symbolic_sizes_as_of_jax_nn(causal):
     random = np.random.default_rng(0)
     for b, t in ((2, 20), (1, 300)):
         arrays = {
-            name: random.normal(size=(b, t, n, 8)).astype(np.float32)
-            for name, n in (("query", 4), ("key", 2), ("value", 2))
+            name: random.normal(size=(b, t, n, 8)).astype(np.float32) for name, n in heads.items()
         }
         assert_close(ours(arrays), theirs(arrays))
 
 
-def test_symbolic_blocks():
+def with_blocks(implementation):
     """A `BlockMask` has the blocks of the call, however they are counted."""
 
     def run(arrays):
@@ -212,27 +214,40 @@ def test_symbolic_blocks():
         mask = BlockMask(jnp.tril(ok).astype(bool), 8, 8)
         return attention(**arrays, mask=mask, implementation=implementation)
 
-    implementation, arrays = "xla", draw((), **SIZES[0])
-    symbolic, got = exported(run, arrays, "bts"), []
+    return run
+
+
+def by_flax(_):
+    """`attention_fn` takes a mask of pairs, as Flax makes it."""
+
+    def run(arrays):
+        q, k, v = (arrays[name] for name in QKV)
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        return attention_fn(q, k, v, mask=arrays["mask"])
+
+    return run
+
+
+def second_derivative(implementation):
+    def loss(arrays):
+        return (call(implementation, arrays, is_causal=True)[0] ** 2).sum()
+
+    return jax.grad(lambda x: (jax.grad(loss)(x)["key"] ** 2).sum())
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (with_blocks, ()),
+        (by_flax, ("mask",)),
+        pytest.param(second_derivative, (), marks=pytest.mark.extended),
+    ],
+)
+def test_symbolic_sizes_of_other_programs(make, names):
+    symbolic = exported(make("xla"), draw(names, **SIZES[0]))
     for sizes in SIZES:
-        got.append(symbolic(draw((), **sizes)))
-    implementation = "reference"
-    for sizes, x in zip(SIZES, got, strict=True):
-        assert_close(x, oracle.compiled(run)(draw((), **sizes)))
-
-
-@pytest.mark.extended
-def test_symbolic_sizes_in_second_derivatives():
-    def run(implementation):
-        def loss(arrays):
-            return (call(implementation, arrays, is_causal=True)[0] ** 2).sum()
-
-        return jax.grad(lambda x: (jax.grad(loss)(x)["key"] ** 2).sum())
-
-    symbolic = exported(run("xla"), draw((), **SIZES[0]), "bts")
-    for sizes in SIZES[:2]:
-        arrays = draw((), **sizes)
-        assert_close(symbolic(arrays), run("reference")(arrays))
+        arrays = draw(names, **sizes)
+        assert_close(symbolic(arrays), oracle.compiled(make("reference"))(arrays))
 
 
 @pytest.mark.extended
@@ -241,7 +256,7 @@ def test_symbolic_sizes_under_strict_switches(x64):
     names, options = CASES["lengths"]
     with strictly(x64=x64, leaks=False):
         run = output_and_gradients("xla", **options)
-        symbolic = exported(run, draw(names, **SIZES[0]), "bts")
+        symbolic = exported(run, draw(names, **SIZES[0]))
         arrays = draw(names, **SIZES[2])
         assert_close(symbolic(arrays), run(arrays))
 
@@ -257,19 +272,40 @@ def test_symbolic_sizes_as_on_a_gpu():
     assert_close(got.call(arrays), want)
 
 
-def test_symbolic_sizes_by_flax():
-    """`attention_fn` takes a mask of pairs, as Flax makes it."""
+# ------------------------------------------------------------------------------------------------
+# Other platforms
+# ------------------------------------------------------------------------------------------------
 
-    def run(arrays):
-        q, k, v = (arrays[name] for name in QKV)
-        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
-        return attention_fn(q, k, v, mask=arrays["mask"])
 
-    names = ("mask",)
-    symbolic = exported(run, draw(names, **SIZES[0]), "bts")
-    for sizes in SIZES:
-        arrays = draw(names, **sizes)
-        assert_close(symbolic(arrays), run(arrays))
+def test_lowering_for_a_gpu_does_not_warn():
+    with described_gpu("NVIDIA H200"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = jax.jit(differentiated(masked("triton")))
+        text = run.trace(draw_all(*POSITIONS)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 4
+
+
+def test_export_for_absent_gpu():
+    check = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+    arguments = draw_all(*POSITIONS)
+    run = jax.jit(differentiated(masked("triton")))
+    with described_gpu("NVIDIA H200"):
+        exported = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(arguments)
+    assert exported.platforms == ("cuda",)
+    assert exported.mlir_module().count("@__gpu$xla.gpu.triton") == 4
+    shapes = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    want = jax.eval_shape(differentiated(masked("reference")), arguments)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), want
+    )
+
+
+def test_one_export_for_several_platforms():
+    arguments = draw_all(*MASKED)
+    run = jax.jit(differentiated(masked("xla")))
+    exported = jax.export.export(run, platforms=["cpu", "cuda", "tpu"])(arguments)
+    called = oracle.compiled(lambda arguments: exported.call(arguments))(arguments)
+    assert_close(called, oracle.compiled(differentiated(masked("reference")))(arguments))
 
 
 # ------------------------------------------------------------------------------------------------

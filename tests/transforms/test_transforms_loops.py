@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases, jaxprs, oracle
+from support.compare import assert_close
 from support.transform_cases import (
     BATCH,
     BLOCKED,
@@ -17,7 +18,6 @@ from support.transform_cases import (
     MASKED,
     Q_LEN,
     VALUE_DIM,
-    assert_close,
     by,
     by_xla,
     draw,
@@ -95,7 +95,7 @@ def loop(fn: Callable, axes: dict[str, int]) -> Callable:
         + [("xla", name) for name in WITHOUT_KERNELS],
     ),
 )
-def test_vmap(implementation, name):
+def test_vmap_equals_loop(implementation, name):
     """Gradients by what is shared are summed over the copies."""
     maps = (EVERYWHERE | WITHOUT_KERNELS)[name]
     rng, names = np.random.default_rng(0), {"query", "key", "value"}.union(*maps)
@@ -112,7 +112,7 @@ def test_vmap(implementation, name):
 
 
 @by_xla
-def test_jacrev(implementation):
+def test_jacrev_equals_dense(implementation):
     """The backward pass mapped over cotangents, residuals shared."""
     arguments = draw_all(*MASKED)
 
@@ -158,7 +158,7 @@ def layer(implementation: str, lengths) -> Callable:
 
 @pytest.mark.parametrize("remat", cases.default(["default", "results saved"], REMAT))
 @pytest.mark.parametrize("implementation", BLOCKED)
-def test_scan_over_layers(implementation, remat):
+def test_scan_over_layers_equals_unrolled(implementation, remat):
     rng = np.random.default_rng(0)
     x = draw("query", rng)
     weights = jnp.asarray(rng.normal(size=(LAYERS, 3, HEAD_DIM, HEAD_DIM)), jnp.float32) / 4

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support import jaxprs, oracle, ttir
+from support.compare import assert_close, assert_same_bits
 from support.described_gpus import described_gpu
 from support.transform_cases import (
     BLOCKED,
     MASKED,
     POSITIONS,
-    assert_close,
-    assert_same_bits,
     by,
     by_xla,
     draw_all,
@@ -23,9 +22,10 @@ from support.transform_cases import (
 pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
 
 
+# That kernels are the same is shown below.
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("implementation", BLOCKED)
-def test_x64(implementation, dtype):
+@by_xla
+def test_x64_changes_no_result(implementation, dtype):
     """It changes no dtype, and neither positions nor loops mind it."""
     # The gradient by the scale is a float32, but no more exact than the products.
     arguments = draw_all(*POSITIONS, *(["scale"] if dtype == jnp.float32 else []))
@@ -151,7 +151,7 @@ def test_precision_of_the_context(around_call, around_gradient, precision, instr
 
 @pytest.mark.parametrize("mode", [jax.debug_nans, jax.debug_infs])
 @pytest.mark.parametrize("implementation", BLOCKED)
-def test_debug_modes(implementation, mode):
+def test_debug_modes_find_nothing(implementation, mode):
     """Inside, rows that see nothing are -inf; none of that comes out."""
     arguments = draw_all(*MASKED)
     run = oracle.compiled(output_and_gradients(masked(implementation)))
@@ -160,7 +160,7 @@ def test_debug_modes(implementation, mode):
         assert_same_bits(run(arguments), want)
 
 
-def test_debug_nans_outside_of_jit():
+def test_debug_nans_finds_nothing_without_jit():
     arguments = draw_all(*MASKED)
     with jax.debug_nans(True):
         output_and_gradients(masked("xla", return_lse=True))(arguments)

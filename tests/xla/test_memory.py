@@ -4,12 +4,11 @@ Nothing runs here. Compiled programs tell what they would allocate, and jaxprs w
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from support import cases, jaxprs
+from support import jaxprs
 from support.described_gpus import described_gpu
 
 from pallas_flash import _xla, attention
@@ -77,24 +76,10 @@ OPTIONS = {
 # ------------------------------------------------------------------------------------------------
 
 
-def temporary_bytes(implementation: str, length: int, **options) -> int:
+def temporary_bytes(implementation: str, arguments, **options) -> int:
     """Return what a compiled forward and backward allocates besides arguments and results."""
-    return temporary_bytes_for(implementation, shapes(length, length), **options)
-
-
-def temporary_bytes_for(implementation: str, arguments, **options) -> int:
     run = jax.jit(value_and_gradients(implementation, **options))
     return run.lower(arguments).compile().memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["no mask", "causal"])
-def test_compiled_memory_is_linear(options):
-    sizes = [temporary_bytes("xla", length, **options) for length in (1024, 2048, 4096)]
-    for size, doubled in itertools.pairwise(sizes):
-        # A part has constant size, so it is less than twice.
-        assert size < doubled <= 2 * size
-    # One bool for each score of one head would not fit.
-    assert sizes[-1] < BATCH * 4096 * 4096
 
 
 # Sums are in float32, twice the size of bfloat16 inputs. JAX 0.10 computes products in it, too.
@@ -115,28 +100,18 @@ def test_compiled_memory_is_a_few_inputs(dtype, times, options):
 BIAS, MASK = ("bias", (1, HEADS, 768, 768)), ("mask", (1, 1, 768, 768))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), cases.default([BIAS], [BIAS, MASK]), ids=["bias", "mask"]
-)
+@pytest.mark.extended  # The tests below look at the same in traces.
+@pytest.mark.parametrize(("name", "shape"), [BIAS, MASK], ids=["bias", "mask"])
 def test_shared_arrays_are_not_copied_per_batch(name, shape):
     """More batch elements take as much memory as without the array, its gradient included."""
 
     def growth(**others):
-        few, many = (
-            temporary_bytes_for("xla", shapes(768, 768, batch, **others)) for batch in (2, 5)
-        )
+        few, many = (temporary_bytes("xla", shapes(768, 768, batch, **others)) for batch in (2, 5))
         return many - few
 
     array = (floats if name == "bias" else bools)(*shape)
     # Copies for three more batch elements would be three times as large as the array.
     assert growth(**{name: array}) - growth() < array.size * array.dtype.itemsize
-
-
-def test_measurement_sees_quadratic_memory():
-    sizes = [temporary_bytes("reference", length) for length in (1024, 2048, 4096)]
-    for size, doubled in itertools.pairwise(sizes):
-        assert doubled > 3.9 * size
-    assert sizes[-1] > BATCH * HEADS * 4096 * 4096 * 4
 
 
 # ------------------------------------------------------------------------------------------------
@@ -188,7 +163,7 @@ def test_broadcast_bias_and_mask_are_not_expanded(implementation, shape):
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_pair_arrays_of_all_heads_are_not_repeated(implementation):
+def test_pair_arrays_are_not_repeated_for_heads(implementation):
     """The only copies are "xla"'s padding to whole tiles and the gradient of the bias."""
     arguments = shapes(Q_LEN, KV_LEN, bias=floats(Q_LEN, KV_LEN), mask=bools(1, 1, Q_LEN, KV_LEN))
     assert largest_result(implementation, arguments) < 2 * Q_LEN * KV_LEN
