@@ -8,14 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases, oracle
-from support.judge import (
-    SMALL,
-    check_gradient_of_the_scale,
-    check_that_nothing_shows,
-    judge,
-    measured,
-    program,
-)
+from support.judge import ROUNDING, SMALL, check_that_nothing_shows, judge, measured, program
 from support.strict import strictly
 
 import pallas_flash
@@ -56,7 +49,6 @@ def small_blocks(case, monkeypatch):
 # meet something that no case of test_lowering has there; the others by the other two in turns.
 BY_KERNELS = (
     "one of everything",
-    "causal, first queries see nothing",
     "documents in pairs",
     "mask, causal, lengths",
     "bias of minus infinity",
@@ -79,13 +71,13 @@ by_one_implementation = pytest.mark.parametrize(
 
 
 @by_one_implementation
-def test_float32(case, implementation, small_blocks, tiles_of_kernels):
+def test_float32_as_accurate_as_dense(case, implementation, small_blocks, tiles_of_kernels):
     judge(case, "float32", measured(case, "float32", implementation, **tiles_of_kernels))
 
 
 @in_bfloat16
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
-def test_bfloat16(case, implementation, tiles_of_kernels, monkeypatch):
+def test_bfloat16_as_accurate_as_dense(case, implementation, tiles_of_kernels, monkeypatch):
     """In tiles so small that a sum over them, were it rounded in each, would be too far off."""
     monkeypatch.setattr(_xla, "BLOCK_Q", 16)
     monkeypatch.setattr(_xla, "BLOCK_KV", 16)
@@ -95,7 +87,7 @@ def test_bfloat16(case, implementation, tiles_of_kernels, monkeypatch):
 @cases.parametrize(names=["full"], more=["everything at once"])
 @pytest.mark.parametrize("dtype", cases.default(["bfloat16"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("implementation", cases.default(["xla"], ["interpret", "xla"]))
-def test_optimized_by_xla(case, dtype, implementation, monkeypatch):
+def test_optimized_by_xla_as_accurate_as_dense(case, dtype, implementation, monkeypatch):
     """As users compile it; the other tests let XLA optimize less."""
     monkeypatch.setattr(oracle, "compiled", oracle.optimized)
     judge(case, dtype, measured(case, dtype, implementation))
@@ -119,7 +111,7 @@ def test_optimized_by_xla(case, dtype, implementation, monkeypatch):
     ],
     others_extended=True,
 )
-def test_strict_switches(case, implementation):
+def test_traces_under_strict_switches(case, implementation):
     """Traced with x64 on, and with x64 off what `measured` above has not run under all of them."""
     qkv, cotangents, options = case.problem()
     operands, options = oracle.split(options)
@@ -133,7 +125,7 @@ def test_strict_switches(case, implementation):
 
 @cases.parametrize(names=["full", "everything at once"])
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
-def test_float16(case, implementation):
+def test_float16_as_accurate_as_dense(case, implementation):
     judge(case, "float16", measured(case, "float16", implementation))
 
 
@@ -141,7 +133,7 @@ def test_float16(case, implementation):
     names=["large scores", "everything at once", "causal, first queries see nothing"]
 )
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_float64(case, implementation):
+def test_float64_as_accurate_as_dense(case, implementation):
     with jax.enable_x64(True):
         qkv, (do, dlse), options = case.problem("float64")
         problem = qkv, (do, dlse.astype(jnp.float64)), options
@@ -167,7 +159,6 @@ def test_slopes_move_with_known_offset(implementation):
 
 @cases.parametrize(
     names=[
-        "full",
         "causal, first queries see nothing",
         "lengths of zero",
         "everything at once",
@@ -227,5 +218,20 @@ def test_split_heads_with_listed_tiles(case, monkeypatch, kernel_case):
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 @pytest.mark.parametrize("scale", cases.default([-0.4, 0.0], [0.4, -0.4, 0.0]))
 @cases.parametrize(names=["everything at once", "lengths of zero"])
-def test_gradient_of_a_traced_scale(case, implementation, scale):
-    check_gradient_of_the_scale(case, implementation, scale)
+def test_traced_scale_and_its_gradient(case, implementation, scale):
+    qkv, (do, dlse), options = case.problem()
+    truth = oracle.solve(*qkv, do, dlse, scale=scale, **options)
+
+    def run(s, qkv, cotangents):
+        def call(s):
+            return pallas_flash.attention(
+                *qkv, scale=s, return_lse=True, implementation=implementation, **options
+            )
+
+        results, pull = jax.vjp(call, s)
+        return *results, *pull(cotangents)
+
+    *results, dscale = oracle.compiled(run)(jnp.float32(scale), qkv, (do, dlse))
+    for name, x in zip(("o", "lse"), results, strict=True):
+        assert oracle.errors(x, truth, name)["l2"] <= 8 * ROUNDING["float32"] * case.S, name
+    assert abs(dscale - truth.values["dscale"]) <= 8 * ROUNDING["float32"] * truth.terms["dscale"]

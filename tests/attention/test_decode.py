@@ -67,7 +67,7 @@ def assert_right(case, dtype="float32"):
 
 
 @every_case
-def test_numbers(case, kernel_case):
+def test_decode_as_accurate_as_dense(case, kernel_case):
     assert_right(with_few(case))
 
 
@@ -75,7 +75,7 @@ def test_numbers(case, kernel_case):
     names=["full", "lengths of zero", "all features"],
     more=["causal, offset for each example", "documents in pairs", "mask of keys", "sinks"],
 )
-def test_one_query(case, kernel_case):
+def test_one_query_as_accurate_as_dense(case, kernel_case):
     assert_right(with_few(case, 1))
 
 
@@ -88,12 +88,12 @@ def test_sink_far_above_scores(kernel_case):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @cases.parametrize(names=["full", "all features"], more=["everything at once"])
-def test_numbers_in_16_bits(case, dtype, kernel_case):
+def test_16_bits_as_accurate_as_dense(case, dtype, kernel_case):
     assert_right(with_few(case), dtype)
 
 
 @cases.parametrize(names=["sinks"], more=["lengths of zero", "dropout", "all features"])
-def test_gradients(case, kernel_case):
+def test_gradients_as_accurate_as_dense(case, kernel_case):
     """The backward takes the output and the LSE as from the other kernel."""
     case = with_few(case, 4)
     judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=TILES))
@@ -175,7 +175,7 @@ def test_shared_keys_are_multiplied_once(case):
 
 # (keys, batch size, key/value heads, KV splits): all programs fit into one wave if possible, else
 # they are many; no split is too small.
-PARTS = [
+KV_SPLITS = [
     (513, 1, 1, 2),
     (2**17, 1, 8, 32),
     (2**17, 16, 8, 2),
@@ -188,8 +188,8 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize(("S", "B", "K", "parts"), PARTS)
-def test_parts(S, B, K, parts):
+@pytest.mark.parametrize(("S", "B", "K", "parts"), KV_SPLITS)
+def test_number_of_kv_splits(S, B, K, parts):
     q, k = (jax.ShapeDtypeStruct((B, n, h, 128), jnp.bfloat16) for n, h in ((1, 4 * K), (S, K)))
     attention = functools.partial(pallas_flash.attention, implementation="triton")
     kernel, join = ttir.lower(attention, q, k, k)
@@ -247,13 +247,18 @@ def test_decode_kernel_is_chosen(asked, few, many):
     assert [kernel_of(T, asked) for T in (1, FEW_QUERIES, FEW_QUERIES + 1)] == [few, few, many]
 
 
-def test_decode_counts_queries_of_all_heads():
-    assert [kernel_of(T, None, N=4) for T in (128, 129)] == ["decode", "forward"]
-
-
-def test_short_keys_are_not_split():
-    asked = TileSizes(decode=Tile(16, 16))
-    assert [kernel_of(1, tiles, S=512) for tiles in (None, asked)] == ["forward", "decode"]
+@pytest.mark.parametrize(
+    ("T", "sizes", "asked", "kernel"),
+    [
+        (128, dict(N=4), None, "decode"),
+        (129, dict(N=4), None, "forward"),
+        (1, dict(S=512), None, "forward"),
+        (1, dict(S=512), TileSizes(decode=Tile(16, 16)), "decode"),
+    ],
+    ids=["queries-of-all-heads", "too-many", "short-keys", "short-keys-asked-for"],
+)
+def test_decode_kernel_by_sizes(T, sizes, asked, kernel):
+    assert kernel_of(T, asked, **sizes) == kernel
 
 
 def test_vmap_equals_loop():
@@ -267,7 +272,7 @@ def test_vmap_equals_loop():
     np.testing.assert_array_equal(batched, np.stack(one_by_one))
 
 
-def test_in_x64_mode():
+def test_decode_in_x64_mode():
     case = with_few(cases.BY_NAME["everything at once"])
     (expected, _), _ = evaluated(case)
     with jax.enable_x64(True):

@@ -5,6 +5,7 @@ Lowering is for GPUs that are described and need not exist. Values are those of 
 
 import functools
 import inspect
+import itertools
 import warnings
 
 import jax
@@ -12,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import oracle, ttir
+from support import cases, oracle, ttir
 from support.calls import FORM, NEWER
-from support.described_gpus import described_gpu
+from support.described_gpus import described_gpu, described_mesh
 
 from pallas_flash import BlockMask, Predicate, ScoreMod, _functions, attention, explain
 
@@ -90,7 +91,7 @@ PREDICATES = {
 
 @on_hopper
 @pytest.mark.parametrize("name", SCORES)
-def test_score_mod_goes_to_who_lowers_it(name):
+def test_score_mod_chooses_implementation(name):
     score_mod, *by = SCORES[name]
     assert [x for gpu in GPUS for x in passes(gpu, score_mod=score_mod)] == by
 
@@ -206,8 +207,13 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("implementation", [None, "triton"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    cases.default(
+        [("checkpoint", None), ("vmap, named", "triton")],
+        list(itertools.product(TRANSFORMS, [None, "triton"])),
+    ),
+)
 def test_probe_runs_within_transformations(name, implementation):
     """Under a search for leaks, which the kernels of "mosaic" do not pass."""
 
@@ -225,9 +231,7 @@ def test_probe_runs_within_transformations(name, implementation):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, None])
 def test_probe_runs_on_meshes_and_in_shard_map(kind):
     """A function is lowered where its operands are shards, and with another origin."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    types = (kind or AxisType.Auto,) * 2
-    mesh = AbstractMesh((2, 2), ("batch", "heads"), axis_types=types, abstract_device=device)
+    mesh = described_mesh({"batch": 2, "heads": 2}, kind or AxisType.Auto)
     spec = P("batch", None, "heads")
 
     def call(q, k, v, table):
@@ -332,11 +336,11 @@ def judge(name, results):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CALLS)
-def test_values(name, implementation, small_tiles):
+def test_values_equal_plain_jax(name, implementation, small_tiles):
     judge(name, gradients(*QKV, **CALLS[name], implementation=implementation))
 
 
-def test_score_mod_is_a_pytree_with_a_static_function():
+def test_score_mod_is_a_pytree_of_its_operands():
     fn, operands = SCALARS["beside a table"]
     score_mod = ScoreMod(fn, operands)
     programs = []
@@ -353,7 +357,7 @@ def test_score_mod_is_a_pytree_with_a_static_function():
     assert programs == [fn]
 
 
-def test_score_mod_without_operands_is_its_function():
+def test_score_mod_without_operands():
     fn = WITHOUT_SCORE["distance"]
     static = jax.jit(
         functools.partial(attention, implementation="xla"), static_argnames="score_mod"
@@ -365,7 +369,7 @@ def test_score_mod_without_operands_is_its_function():
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_in_triton_ir(name, kernel_case):
+def test_triton_values_equal_plain_jax(name, kernel_case):
     call = functools.partial(gradients, **CALLS[name], implementation="triton")
     judge(name, ttir.evaluate(call, *map(jnp.asarray, QKV)))
 

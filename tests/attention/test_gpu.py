@@ -18,11 +18,12 @@ from jax.sharding import PartitionSpec as P
 from support import cases, key_bias, large_scores, oracle
 from support.few_queries import SERVED as FEW_QUERIES
 from support.few_queries import with_few
-from support.judge import judge, measured, program
+from support.judge import check_that_nothing_shows, judge, measured, program
 
 import pallas_flash
 from pallas_flash import _compat, _device
 from pallas_flash._triton.tiles import table
+from pallas_flash.tuning import ForwardTile, Tile, TileSizes
 
 pytestmark = pytest.mark.gpu
 
@@ -69,21 +70,30 @@ def in_16_bits(implementation):
 
 # IEEE products are unrolled into single multiplications: in the table's tiles a call takes the
 # compiler 9 to 18 s of a core, in these 2 to 4. So few cases have the table's there.
-UNROLLED = pallas_flash.tuning.TileSizes(
-    dkv=pallas_flash.tuning.Tile(16, 32), dq=pallas_flash.tuning.Tile(32, 16)
-)
+UNROLLED = TileSizes(dkv=Tile(16, 32), dq=Tile(32, 16))
 IN_THE_TABLES_TILES = ("full", "everything at once", "large heads")
+
+
+def check(case, implementation, dtype="bfloat16", *, factor=5, head_dim=None, **extra):
+    """The rule of test_accuracy, for a case at lengths of many tiles."""
+    case = case.scaled(factor)
+    if head_dim is not None:
+        case = dataclasses.replace(case, H=head_dim, V=head_dim)
+    judge(case, dtype, measured(case, dtype, implementation, **extra))
+
+
+each_head_dim = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 
 @cases.parametrize()
 @pytest.mark.parametrize("dtype, precision", NUMBERS, ids=["bf16", "f16", "tf32", "ieee"])
 def test_kernels(case, dtype, precision, kernel_case, monkeypatch):
-    """The rule of test_accuracy; the dense computation multiplies the same numbers."""
+    """The dense computation multiplies the same numbers."""
     if dtype == "float16" or precision:
         enough_programs(monkeypatch)
     tiles = None
     if precision and case.name not in IN_THE_TABLES_TILES:
-        tiles = dataclasses.replace(UNROLLED, forward=pallas_flash.tuning.Tile(32, 16))
+        tiles = dataclasses.replace(UNROLLED, forward=Tile(32, 16))
     case = case.scaled(5)
     with jax.default_matmul_precision(precision or "default"):
         results = measured(case, dtype, "triton", tile_sizes=tiles)
@@ -112,33 +122,26 @@ def test_head_dims(case, head_dim, enough, kernel_case, monkeypatch):
 
     `-m 'gpu and extended'` runs the others of these pairs.
     """
-    case = dataclasses.replace(case.scaled(5 + enough), H=head_dim, V=head_dim)
     if enough:
         enough_programs(monkeypatch)
-    judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
+    check(case, "triton", factor=5 + enough, head_dim=head_dim)
 
 
 @needs_hopper
 @cases.parametrize(names=cases.SERVED_ON_HOPPER)
 def test_kernels_for_hopper(case, kernel_case):
-    case = case.scaled(5)
-    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
+    check(case, "mosaic")
 
 
 @needs_hopper
 @cases.parametrize(names=cases.HEADS_ON_HOPPER)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_for_hopper_in_order(case, head_dim, kernel_case):
-    case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
-    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", reproducible=True))
-
-
-@needs_hopper
-@cases.parametrize(names=cases.HEADS_ON_HOPPER)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_head_dims_for_hopper(case, head_dim, kernel_case):
-    case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
-    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
+@pytest.mark.parametrize(
+    ("head_dim", "reproducible"),
+    [(64, None), (128, None), (256, None), (64, True), (128, True)],
+    ids=["64", "128", "256", "64-in-order", "128-in-order"],
+)
+def test_head_dims_for_hopper(case, head_dim, reproducible, kernel_case):
+    check(case, "mosaic", head_dim=head_dim, reproducible=reproducible)
 
 
 @needs_hopper
@@ -152,8 +155,7 @@ def test_head_dims_for_hopper(case, head_dim, kernel_case):
 )
 def test_narrow_tiles_for_hopper(case, head_dim, reproducible, kernel_case):
     """Rows of operands that are no multiple of 64 numbers lie in tiles of 32 or 16 columns."""
-    case = dataclasses.replace(case.scaled(5), H=head_dim, V=head_dim)
-    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", reproducible=reproducible))
+    check(case, "mosaic", head_dim=head_dim, reproducible=reproducible)
 
 
 @needs_hopper
@@ -161,8 +163,7 @@ def test_narrow_tiles_for_hopper(case, head_dim, reproducible, kernel_case):
 def test_bits_of_masks_for_hopper(axes, block_kv, kernel_case):
     """Tiles of keys are whole words of a mask's bits, or begin within one."""
     case = dataclasses.replace(cases.BY_NAME["full"], T=700, S=900, options=cases._mask(axes))
-    tiles = pallas_flash.tuning.TileSizes(pallas_flash.tuning.ForwardTile(block_kv=block_kv))
-    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", tile_sizes=tiles))
+    check(case, "mosaic", factor=1, tile_sizes=TileSizes(ForwardTile(block_kv=block_kv)))
 
 
 @needs_hopper
@@ -177,36 +178,31 @@ def test_clusters_for_hopper(name, head_dim, kernel_case):
     """In every head and example pairs, of the last of which one program has nothing to do."""
     sizes = dict(T=1900, S=2100, H=head_dim, V=head_dim)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
-    tiles = pallas_flash.tuning.TileSizes(
-        pallas_flash.tuning.ForwardTile(block_kv=64, cluster_size=2)
-    )
-    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic", tile_sizes=tiles))
+    tiles = TileSizes(ForwardTile(block_kv=64, cluster_size=2))
+    check(case, "mosaic", factor=1, tile_sizes=tiles)
 
 
 @needs_hopper
 @cases.parametrize(names=["full", "causal", "one key/value head", "everything at once", "dropout"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@each_head_dim
 def test_many_work_tiles_for_hopper(case, head_dim, kernel_case, monkeypatch):
     """Few SMs, so that each CTA has several work tiles."""
     # Not every JAX has what it imports.
     from support.mosaic_cases import on_sms
 
     on_sms(monkeypatch, 3)
-    case = dataclasses.replace(case.scaled(6), H=head_dim, V=head_dim)
-    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
+    check(case, "mosaic", factor=6, head_dim=head_dim)
 
 
 @needs_hopper
 @cases.parametrize(names=["full", "causal", "lengths of zero", "documents", "dropout"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@each_head_dim
 def test_split_queries_for_hopper(case, head_dim, kernel_case, monkeypatch):
     """As of long heads that leave cores idle."""
     splits = importlib.import_module("pallas_flash._mosaic.backward_splits")
     monkeypatch.setattr(splits, "STEPS_OF_SUMMING", 0)
     monkeypatch.setattr(splits, "STEPS_OF_SUMMING_A_TILE", 0)
-    case = dataclasses.replace(case.scaled(7), H=head_dim, V=head_dim)
-    case = dataclasses.replace(case, N=case.K)
-    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
+    check(dataclasses.replace(case, N=case.K), "mosaic", factor=7, head_dim=head_dim)
 
 
 @needs_hopper
@@ -215,8 +211,7 @@ def test_split_queries_for_hopper(case, head_dim, kernel_case, monkeypatch):
 )
 def test_float16_for_hopper(case, kernel_case):
     """Where its range or its rounding is met; what is seen does not depend on it."""
-    case = dataclasses.replace(case.scaled(5), H=128, V=128)
-    judge(case, "float16", measured(case, "float16", "mosaic"))
+    check(case, "mosaic", "float16", head_dim=128)
 
 
 @needs_hopper
@@ -232,10 +227,10 @@ def test_float16_for_hopper(case, kernel_case):
         "all features",
     ],
 )
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@each_head_dim
 def test_decoding_for_hopper(case, head_dim, kernel_case):
     case = dataclasses.replace(with_few(case, 3, H=head_dim, V=head_dim), S=1500)
-    judge(case, "bfloat16", measured(case, "bfloat16", "mosaic"))
+    check(case, "mosaic", factor=1)
 
 
 @needs_hopper
@@ -262,7 +257,7 @@ def test_deterministic_gradients_for_hopper(head_dim, kernel_case):
                 assert off < 1e-3, name
 
 
-TALL = pallas_flash.tuning.TileSizes(pallas_flash.tuning.Tile(128, 64, 4, 2))
+TALL = TileSizes(Tile(128, 64, 4, 2))
 
 
 @cases.parametrize(
@@ -278,8 +273,7 @@ TALL = pallas_flash.tuning.TileSizes(pallas_flash.tuning.Tile(128, 64, 4, 2))
     ]
 )
 def test_tiles_of_calls_with_many_programs(case, kernel_case):
-    case = dataclasses.replace(case.scaled(5), H=128, V=128)
-    judge(case, "bfloat16", measured(case, "bfloat16", "triton", tile_sizes=TALL))
+    check(case, "triton", head_dim=128, tile_sizes=TALL)
 
 
 @pytest.mark.parametrize("case", FEW_QUERIES, ids=lambda case: case.name.replace(" ", "-"))
@@ -289,18 +283,17 @@ def test_decoding(case, dtype, kernel_case):
     tiles = UNROLLED if dtype == "float32" and case.name not in IN_THE_TABLES_TILES else None
     case = dataclasses.replace(with_few(case, 5), S=4401, H=128, V=128)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        judge(case, dtype, measured(case, dtype, "triton", tile_sizes=tiles))
+        check(case, "triton", dtype, factor=1, tile_sizes=tiles)
 
 
 @cases.parametrize(
     names=["full", "causal", "lengths", "everything at once", "mask with empty tiles"]
 )
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@each_head_dim
 def test_decoding_of_many_heads(case, head_dim, kernel_case):
     """200 of four heads and two examples are more than a tile."""
     case = with_few(case, 200, B=2, N=4, K=2, H=head_dim, V=head_dim)
-    case = dataclasses.replace(case, S=1999)
-    judge(case, "bfloat16", measured(case, "bfloat16", "triton"))
+    check(dataclasses.replace(case, S=1999), "triton", factor=1)
 
 
 @by_kernels
@@ -324,7 +317,7 @@ def test_twenty_runs_give_the_same_bits(case, implementation, kernel_case):
 )
 def test_bias_copies_wait_for_readers(head_dim, tile, kernel_case):
     """Without a fence between read and report each run of the first three was another."""
-    tiles = pallas_flash.tuning.TileSizes(pallas_flash.tuning.ForwardTile(*tile))
+    tiles = TileSizes(ForwardTile(*tile))
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v = (jax.random.normal(x, (2, 4096, 16, head_dim), jnp.bfloat16) for x in keys[:3])
     bias = jax.random.normal(keys[3], (1, 16, 4096, 4096), jnp.bfloat16)
@@ -350,16 +343,8 @@ def test_bias_copies_wait_for_readers(head_dim, tile, kernel_case):
 )
 @by_kernels
 def test_hidden_tokens_have_no_effect(case, implementation, kernel_case):
-    case, dtype = case.scaled(4), in_16_bits(implementation)
-    qkv, cotangents, options = case.problem(dtype)
-    operands, rest = oracle.split(options)
-    run = program(implementation, rest, reproducible=True)
-    clean = run(*qkv, *cotangents, **operands)
-    qkv, cotangents = cases.poison(case, qkv, cotangents, options)
-    operands, _ = oracle.split(cases.poison_bias(case, options))
-    poisoned = run(*qkv, *cotangents, **operands)
-    for name, a, b in zip(oracle.names(options), clean, poisoned, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
+    dtype = in_16_bits(implementation)
+    check_that_nothing_shows(case.scaled(4), implementation, dtype, reproducible=True)
 
 
 @by_kernels
@@ -513,7 +498,7 @@ def test_kernels_are_the_default():
     assert pallas_flash.explain(x, x, x).implementation == "triton"
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@each_head_dim
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize(
     "name",

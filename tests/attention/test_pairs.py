@@ -50,7 +50,7 @@ WAYS = {
     "row", cases.default(ROWS[:2], ROWS), ids=lambda row: "".join(map(str, row.values()))
 )
 @pytest.mark.parametrize("way", cases.default(["lowered", "xla"], WAYS))
-def test_numbers(row, way, monkeypatch, request):
+def test_row_of_settings_is_accurate(row, way, monkeypatch, request):
     if way != "xla":
         request.getfixturevalue("kernel_case")
     monkeypatch.setattr(_xla, "BLOCK_Q", 16)
@@ -59,7 +59,7 @@ def test_numbers(row, way, monkeypatch, request):
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=str)
-def test_impossible_pairs(pair):
+def test_impossible_pair_raises(pair):
     _, (qkv, _, options) = call_of(dict.fromkeys(SETTINGS, 0) | dict(pair))
     with pytest.raises(ValueError, match=REFUSED[pair]):
         pallas_flash.attention(*qkv, **options)

@@ -23,7 +23,7 @@ TABLE = [*FIRST, *((n, (BY[n % 2],)) for n in NUMBERS if n != FIRST[0][0])]
     cases.default(FIRST, TABLE),
     ids=lambda x: "-".join(x) if isinstance(x, tuple) else None,
 )
-def test_random_problem(number, implementations, kernel_case):
+def test_random_problem_as_accurate_as_dense(number, implementations, kernel_case):
     case, dtype, tiles = draw(number)
     for implementation in implementations:
         sizes = tiles if implementation == "interpret" else None
