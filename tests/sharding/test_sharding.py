@@ -136,7 +136,7 @@ check_nothing_is_gathered_for_kernels = functools.partial(
 def check_shared_operands_cost_a_sum(kind):
     mesh, arguments = make_mesh(kind), draw(12, "bias")
     # The sum has the 6 heads of one device.
-    expected = [f"all-reduce f32[6,1,{S}]"]
+    expected = [f"all-reduce f32[1,6,1,{S}]"]
     compare(gradients, "xla", arguments, place(arguments, mesh), expected)
     arguments = draw(12, "scale")
     compare(gradients, "interpret", arguments, place(arguments, mesh), ["all-reduce f32[]"])
