@@ -315,10 +315,10 @@ def test_grouped_heads():
 
 
 def test_the_drawn_mask_is_the_kernels():
-    visible, side = run(ALGORITHM)[0]["visible"], Tiling(8, 2)
+    allowed, side = run(ALGORITHM)[0]["allowed"], Tiling(8, 2)
     mask = Mask((Band(low=-5, high=0),))
     at = np.arange(8)
-    np.testing.assert_array_equal(mask.allowed(0, 0, at[:, None], at), visible)
+    np.testing.assert_array_equal(mask.allowed(0, 0, at[:, None], at), allowed)
     # The four numbers that the page gives for the last row of tiles.
     assert mask.kv_ranges(side, side)[0, -1].tolist() == [0, 1, 3, 4]
     assert "in the last row 0, 1, 3, 4." in ALGORITHM.read_text()
