@@ -10,7 +10,7 @@
                   dscale = rowsum(q * acc)    where it is asked for
 
 With `backward_kernel` without dq it is the deterministic backward, in which every sum has a fixed
-order: seven products instead of five.
+order: seven products instead of five, or eight instead of six where H + V is above 256.
 
 **Roles.** A CTA has two or three consumer warpgroups with 64 queries each, which never wait for
 each other, and one producer warpgroup, the last one, which copies inner tiles.
@@ -23,7 +23,7 @@ dscale leave through q and delta.
 
 | barrier | arrivals | who arrives | who waits | what it says |
 |---|---|---|---|---|
-| rows_full[consumer] | copies of q, do, delta, LSE | these copies | it | its rows are there |
+| rows_full[consumer] | copies of q, do, delta, LSE | these copies | consumer | its rows are there |
 | k.full, v.full [stage] | copies of the tile | these copies | consumers | the tile is there |
 | k.empty, v.empty [stage] | consumers | consumers | producer | ds @ k, or dp, has been computed |
 | landed[warpgroup] | 1 | a copy | who started it | rows behind a valid length can be zeroed |

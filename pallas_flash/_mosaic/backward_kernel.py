@@ -16,7 +16,7 @@ larger H + V takes two launches. `Grads` says which gradients a launch computes:
 |---|---|---|
 | H + V up to 256 | dq, dk and dv | 5 |
 | H + V above 256 | dk and dq; dv | 4 + 2 |
-| deterministic | dk and dv; dq (`backward_dq`) | 4 + 3 |
+| deterministic, H + V up to 256 | dk and dv; dq (`backward_dq`) | 4 + 3 |
 | deterministic, H + V above 256 | dk; dv; dq | 3 + 2 + 3 |
 
 Keys are centered first, see `_key_center`: where the center c of a head is not zero, each warpgroup
@@ -26,8 +26,9 @@ the deterministic backward XLA subtracts it, because `backward_dq` streams keys.
 **Roles.** A CTA has 128 keys and three warpgroups. Consumer warpgroups 0 and 1 (240 registers) have
 64 keys each. For dq both need ds_t of all 128 keys, so they exchange it through shared memory, and
 each computes half of the tile of dq: half of the queries if there are 128, else half of the
-columns, or thirds that overlap (`dq_columns`).
-Warpgroup 2 is the producer (24 registers): it starts the copies (TMA) of inner tiles.
+columns. Where halves are no whole tiles, both compute the columns in the middle, and warpgroup 0
+alone adds these to dq (`dq_columns`). Warpgroup 2 is the producer (24 registers): it starts the
+copies (TMA) of inner tiles.
 
 **Shared memory.** Tiles lie in strips, [columns / width, rows, width], width up to 64 columns.
 
@@ -51,25 +52,28 @@ waited for in each of their phases, empty ones before a stage is filled again.
 | delta_full[stage] | 1 | copy of delta | consumers | delta is there |
 | cotangents.empty[stage] | 2 | consumers | producer | dp_t, dv and ds_t have been computed |
 | landed | 1 | a copy | producer | rows behind a valid length can be zeroed (2) |
-| pairs.full[stage] | 2 copies of a bias, 1 of a mask | these copies | consumers | these are there |
+| pairs.full[stage] | 2 for a bias, 1 for each mask | their copies | consumers | tiles are there |
 | pairs.empty[stage] | 2 | consumers | producer | bias and mask have been read |
 | named 5 | 256 threads | consumers | consumers | both have written ds_t, for dq |
 | named 6 | 256 threads | consumers | consumers | both have read k, or do: results may go there |
 | named 7 | 256 threads | consumers | consumers | both have centered their keys |
 
-(1) Each consumer copies its own 64 keys, the producer all of them with valid lengths. (2) Then the
-producer arrives at the other barrier, and the copy does not. (3) Where dv has a launch of its own,
-it leaves through the stages of do.
+(1) Each consumer copies its own 64 keys, the producer all of them with valid lengths. (2) If a tile
+reaches beyond a valid length, its copies arrive here and not at its full barrier. The producer
+waits for each, zeroes the rows, and arrives at the full barrier in its place. (3) Where dv has a
+launch of its own, it leaves through the stages of do.
 
-**A step**, of the j-th queries, with two stages. Both warpgroups do this on their 64 keys:
+**A step**, of the j-th queries, with two stages. Both warpgroups do this on their 64 keys. Time
+runs to the right, and `|` is a wait:
 
-    producer         copy q, lse (j+1) ...................  copy do, delta (j+1) .............
-    matrix units     k q ... v do ...             p do ........   ds k ....... ds q ...........
-    this warpgroup   |       exp2: p  | ds = p (dp - delta)  sync | |           add dq to memory |
-                     wait: s          wait: dp       ds to shared memory  wait: dq        wait: dk
+    producer        copy q, lse (j+1) ......................  copy do, delta (j+1) .............
+    matrix units    k q .. v do ....                    p do .......  ds k ..... ds q .........
+    this warpgroup         | exp2: p | ds = p (dp - delta) store ds |    |       | add dq      |
+    waits for              s         dp                        meeting   p do    ds k         ds q
 
 do is released when the product p do, the oldest one, is done, and q after ds q. With one stage v do
-starts before k q, because do is released earlier.
+starts before k q, because do is released earlier. This is the order of the source; ptxas moves most
+of exp2 behind the wait for dp.
 """
 
 import dataclasses

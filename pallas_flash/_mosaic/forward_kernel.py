@@ -9,31 +9,32 @@
     at the end    o = acc / l    lse_log2 = m + log2(l)    with a sink in both, if there is one
 
 (1) m stays as it is while the maximum grows by no more than `THRESHOLD`: p may be up to 2^8 then,
-and acc is rescaled less often. Where scores may be large, m is in natural units and stays apart
-from log2(l); see `LogSum`.
+and acc is rescaled less often. Where scores may be large, all m here are in base e, and the last
+one stays apart from log2(l); see `LogSum`.
 
-Roles. The kernel is persistent: at most one CTA for each SM, which computes work tiles
-(`scheduler`) until none is left (`work_loop`). A CTA has w = 2 or 3 *consumer warpgroups*, each
-with 64 queries, and one *producer warpgroup*, whose warps start copies (TMA): warp 0 takes work
-tiles and copies keys, values and masks; warp 1 + n copies the queries of consumer warpgroup n, and
-its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks that stream past; each
-skips those that its own queries do not see (`block_ranges`). The producer hands registers to the
-consumers (`REGISTERS`).
+Roles. The kernel is persistent: a CTA computes work tiles (`scheduler`) until none is left
+(`work_loop`), and there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 or 3
+*consumer warpgroups*, each with 64 queries, and one *producer warpgroup*, whose warps start copies
+(TMA): warp 0 takes work tiles and copies keys, values and masks; warp 1 + n copies the queries of
+consumer warpgroup n, and its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks
+that stream past; each skips those that its own queries do not see (`block_ranges`). The producer
+hands registers to the consumers (`REGISTERS`).
 
 Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are head dims.
 
     buffer        shape                                       holds
-    q             [w, ceil(H / 64), 64, 64]                   queries; the output, without o_sm
+    q             [w, ceil(H / 64), 64, 64]                   queries; also o, if o_sm is None
     k, v          [stages, ceil(H or V / 64), block_kv, 64]   blocks of keys, of values
     o_sm          [w, output_slots, 64, 64]                   column blocks of o on their way out
     statistics_sm [w, 1 or 2, 64]                             lse, or m and log2(l)
-    bias          [w * bias stages, strips, 64, columns]      a tile of the bias for a query tile
+    bias          [w * its stages, strips, 64, columns]       tiles of the bias for query tiles
     bits          [arrays, 4, block_kv / 32, 64 w]            tiles of mask arrays, a bit for a pair
     work          [4, DYNAMIC_COLUMNS]                        work tiles, with a dynamic schedule
 
 Barriers. Each buffer that is filled again and again is a `Pipeline` with a full and an empty
 barrier for each stage. Arrivals are counted in Pallas's unit: a copy, a warp or a warpgroup is one.
-(In PTX each is 128 arrivals, and at the barriers of a cluster one.)
+In PTX each is 128 arrivals: a warp arrives four times in each thread, also for its copies. In a
+cluster, at k.empty, v.empty and ended, each is one arrival of one thread, at both CTAs.
 
     barrier       number         arrivals            who arrives            who waits
     q.full        w              column blocks       copies of warp 1 + n   consumer n
@@ -42,18 +43,23 @@ barrier for each stage. Arrivals are counted in Pallas's unit: a copy, a warp or
     k.empty       stages         w of each CTA       all consumers          producer warp 0
     v.full        stages         column blocks       copies of warp 0       all consumers
     v.empty       stages         w of each CTA       all consumers          producer warp 0
-    bias.full     w * stages     strips              copies of warp 1 + n   consumer n
-    bias.empty    w * stages     1                   consumer n             producer warp 1 + n
+    bias.full     w * its stages strips              copies of warp 1 + n   consumer n
+    bias.empty    w * its stages 1                   consumer n             producer warp 1 + n
     bits.full     4              arrays              copies of warp 0       all consumers
     bits.empty    4              w                   all consumers          producer warp 0
-    work.full     4              1                   copy of warp 0         consumers, w + 1 warps
-    work.empty    4              2 w + 1             consumers, w + 1 warps producer warp 0
+    work.full     4              1                   copy of warp 0         the 2 w + 1 readers (2)
+    work.empty    4              2 w + 1             these readers          producer warp 0
     ended         1, if cluster  w of each CTA       all consumers          all consumers
     SKIPPED       named, 5 + n   128 threads         warps of consumer n    the same; if cluster
 
+(2) The consumers, and producer warps 0 to w: warp 0, too, reads the work tiles that it copied.
+
 A thread that waits at a barrier knows its phase by one bit. So it waits for every phase, also for
-those of K/V blocks that its queries do not see (`skip`): of two phases that it left out, the second
-would look like the first.
+those of K/V blocks that its queries do not see (`skip`): after a wait that it left out, the phase
+that is over would answer its next wait.
+
+o_sm, statistics_sm and q as output have no barrier: a consumer waits until the copies that it has
+started itself have read, before it writes there again or releases q.
 
 Pallas does the rest: a copy tells its full barrier how many bytes to expect, one elected thread
 starts it, and waits keep the phase bits.
@@ -69,16 +75,18 @@ runs to the right, `|` is a wait:
                    q k(j) is done                      p(j-1) v(j-1) is done
 
 The warpgroups do not take turns at the matrix units (no ping-pong): they drift apart to other
-places of the same step by themselves, and turns gained nothing in prototypes beside this overlap.
+places of the same step by themselves. In prototypes turns gained in some calls and lost in others.
 
 Clusters. Two CTAs of neighbouring query tiles may share K/V blocks (`cluster_size` 2): each
 copies one half of a block to the shared memory of both (TMA multicast), and a stage is empty when
 the consumers of both have released it. So the L2 cache delivers keys and values half as often.
 
-Biases and masks. A bias over queries and keys is copied to shared memory, where there is room: a
-warpgroup reads its tile while q @ k.T of a full block runs, and after it in a partial block. Mask
-arrays are copied as bits, beside the keys that they mask. Arrays that find no room, or that TMA
-cannot copy (broadcast axes, unaligned rows), are read in device memory, ahead of the product.
+Biases and masks. A bias over queries and keys is copied to shared memory, where there is room. A
+warpgroup reads its tile while q @ k.T of a full block runs; in a partial block it does so
+afterwards, because what the mask reads leaves no registers for it. A tile is copied only for blocks
+that its warpgroup visits. Mask arrays are copied as bits, beside the keys that they mask. Arrays
+that find no room, or that TMA cannot copy (broadcast axes, unaligned rows), are read in device
+memory, ahead of the product.
 """
 
 import dataclasses
