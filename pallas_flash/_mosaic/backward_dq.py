@@ -13,7 +13,7 @@ With `backward_kernel` without dq it is the deterministic backward, in which eve
 order: seven products instead of five, or eight instead of six where H + V is above 256.
 
 **Roles.** A CTA has two or three consumer warpgroups with 64 queries each, which never wait for
-each other, and one producer warpgroup, the last one, which copies inner tiles.
+each other. The last warpgroup is the producer, which copies inner tiles.
 
 **Shared memory.** q and do [consumers, strips, 64, width], delta and the statistics of each
 consumer's rows; pipelines of k and of v, [stages, strips, block_kv, width]. In the end dq and

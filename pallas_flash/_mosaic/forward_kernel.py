@@ -29,7 +29,7 @@ Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are
     statistics_sm [w, 1 or 2, 64]                             lse, or m and log2(l)
     bias          [w * its stages, strips, 64, columns]       tiles of the bias for query tiles
     bits          [arrays, 4, block_kv / 32, 64 w]            tiles of mask arrays, a bit for a pair
-    work          [4, DYNAMIC_COLUMNS]                        work tiles, with a dynamic schedule
+    work          [4, DYNAMIC_COLUMNS]                        rows of a dynamic schedule
 
 Barriers. Each buffer that is filled again and again is a `Pipeline` with a full and an empty
 barrier for each stage. Arrivals are counted in Pallas's unit: a copy, a warp or a warpgroup is one.
@@ -64,9 +64,9 @@ started itself have read, before it writes there again or releases q.
 Pallas does the rest: a copy tells its full barrier how many bytes to expect, one elected thread
 starts it, and waits keep the phase bits.
 
-Overlap. A consumer warpgroup starts s = q @ k.T of block j before p @ v of block j - 1, and
-computes the softmax of block j while the matrix units are at work on p @ v of block j - 1. Time
-runs to the right, `|` is a wait:
+Overlap. A consumer warpgroup starts s = q @ k.T of block j before p @ v of block j - 1. It computes
+the softmax of block j while the matrix units still work on the latter. Time runs to the right, `|`
+is a wait:
 
     producer       copy k(j+1) ...................     copy v(j+1) .....................
                    into the stage that k(j-1) left     into the stage that v(j-1) left
@@ -78,8 +78,8 @@ The warpgroups do not take turns at the matrix units (no ping-pong): they drift 
 places of the same step by themselves. In prototypes turns gained in some calls and lost in others.
 
 Clusters. Two CTAs of neighbouring query tiles may share K/V blocks (`cluster_size` 2): each
-copies one half of a block to the shared memory of both (TMA multicast), and a stage is empty when
-the consumers of both have released it. So the L2 cache delivers keys and values half as often.
+copies one half of a block to the shared memory of both (TMA multicast). A stage is empty when the
+consumers of both have released it. So the L2 cache delivers keys and values half as often.
 
 Biases and masks. A bias over queries and keys is copied to shared memory, where there is room. A
 warpgroup reads its tile while q @ k.T of a full block runs; in a partial block it does so
