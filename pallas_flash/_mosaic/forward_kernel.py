@@ -34,7 +34,7 @@ Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are
 Barriers. Each buffer that is filled again and again is a `Pipeline` with a full and an empty
 barrier for each stage. Arrivals are counted in Pallas's unit: a copy, a warp or a warpgroup is one.
 In PTX each is 128 arrivals: a warp arrives four times in each thread, also for its copies. In a
-cluster, at k.empty, v.empty and ended, each is one arrival of one thread, at both CTAs.
+cluster, at k.empty, v.empty and ended, a warpgroup is one arrival at each CTA, by one thread.
 
     barrier       number         arrivals            who arrives            who waits
     q.full        w              column blocks       copies of warp 1 + n   consumer n
