@@ -30,8 +30,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from scripts.benchmark import curves, key_bias, overview, report, results
-from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, by_length
+from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, by_length, deterministic
 from scripts.benchmark.results import RESULTS, time
+from scripts.benchmark.shapes import short
 from scripts.command import UserError, command
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -116,6 +117,7 @@ STATISTICS = {
     "TB/s": lambda lines: f"{mean_of('tb_per_s')(lines):.2f}",
     "tokens/s": lambda lines: f"{round(mean_of('tokens_per_second')(lines), -3):,.0f}",
     "MFU%": lambda lines: f"{100 * mean_of('mfu')(lines):.1f}",
+    "day": lambda lines: max(r["date"][:10] for r in lines),
 }
 
 # ------------------------------------------------------------------------------------------------
@@ -159,6 +161,7 @@ WORDS = {
 def in_words(text: str) -> str:
     """Return the names of implementations and of kinds of calls in the words of the documents."""
     words = NAMES | WORDS
+    text = re.sub(r"\bdocuments (\d+)\b", r"\1 documents", text)
     return re.sub(rf"\b({'|'.join(words)})\b", lambda match: words[match[1]], text)
 
 
@@ -192,13 +195,61 @@ def mean_and_worst(found: Sequence[float]) -> str:
 
 
 def kinds(*files: str) -> str:
-    """Return the ratios to cuDNN by kind of call, on each GPU."""
+    """Return the ratios to cuDNN by kind of call, on each GPU, and how many calls these are."""
     passes = [(file, x) for file in files for x in ("forward", "backward")]
-    rows = [
-        [text, *(mean_and_worst(ratios(chosen(*x, calls, "jax_cudnn"))) for x in passes)]
-        for calls, (text, _) in GROUPS.items()
-    ]
+    rows = []
+    for calls, (text, _) in GROUPS.items():
+        found = [ratios(chosen(*x, calls, "jax_cudnn")) for x in passes]
+        rows.append([text, *(f"{mean_and_worst(x)}, {len(x)}" if x else "" for x in found)])
     return markdown(["calls", *(f"{file.upper()}, {x}" for file, x in passes)], rows)
+
+
+def calls(*files: str) -> str:
+    """Return the calls that the means of `kinds` are of, on each GPU."""
+
+    def timed(file, attention_pass, group):
+        lines = chosen(file, attention_pass, group, "jax_cudnn")
+        return {(case_in_words("", r["case"]), r["T"]) for r in lines if "ratio" in r}
+
+    rows = []
+    for group, (text, _) in GROUPS.items():
+        cells: list[str] = []
+        for file in files:
+            forward, backward = (timed(file, x, group) for x in ("forward", "backward"))
+            cell = by_lengths(forward)
+            if not backward:
+                cell += ". No backward"
+            elif alone := forward - backward:
+                cell += f". Forward alone: {by_lengths(alone)}"
+            cells.append("the same" if cell in cells else cell)
+        rows.append([text, *cells])
+    return markdown(["calls", *(file.upper() for file in files)], rows)
+
+
+def by_lengths(found: Iterable[tuple[str, int]]) -> str:
+    """Return calls in words, those with the same lengths together."""
+    lengths: dict[str, list[str]] = {}
+    for case, length in sorted(found):
+        lengths.setdefault(case, []).append(short(length))
+    cases: dict[str, list[str]] = {}
+    for case, texts in lengths.items():
+        cases.setdefault(", ".join(texts), []).append(case)
+    return "; ".join(f"{'; '.join(x)}: {texts}" for texts, x in cases.items())
+
+
+def losses(*files: str) -> str:
+    """Return all calls in which a peer was faster, by 1 % or more after rounding."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for file in files:
+        for r in sorted(records(file), key=lambda r: (r["pass"] != "forward", r["D"], r["T"])):
+            if "ratio" not in r or (ratio := f"{r['ratio']['median']:.2f}") >= "1.00":
+                continue
+            row = case_in_words(r["pass"], r["case"]), NAMES[r["implementation"]]
+            found.setdefault(row, {}).setdefault(file, []).append(
+                f"{ratio}{TIMES} at {short(r['T'])}"
+            )
+    rows = [[*row, *(", ".join(cells.get(x, [])) for x in files)] for row, cells in found.items()]
+    return markdown(["call", "peer", *(file.upper() for file in files)], sorted(rows))
 
 
 def peers(file: str) -> str:
@@ -267,11 +318,29 @@ def choice() -> str:
         cells = []
         for attention_pass in PASSES:
             for D in HEAD_DIMS:
-                ends = sorted(f"{x:.2f}" for x in found.get((attention_pass, kind, D), {}).values())
-                cells.append(" to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else "")
+                cells.append(least_and_most(found.get((attention_pass, kind, D), {}).values()))
         rows.append([in_words(kind), *cells])
     head = [f"{x}, 64" for x in ("forward", "backward", "reproducible")]
     return markdown(["calls", *(x for name in head for x in (name, "128", "256"))], rows)
+
+
+def in_order() -> str:
+    """Return the speed of the deterministic backward, the least and the most."""
+    columns = [(None, D) for D in HEAD_DIMS] + [("jax_cudnn", D) for D in (64, 128)]
+    found = {peer: deterministic(peer) for peer, _ in columns}
+    rows = []
+    for kind in (*KINDS, "trained bias"):
+        cells = [least_and_most(found[peer].get((kind, D), [])) for peer, D in columns]
+        if any(cells):
+            rows.append([in_words(kind), *cells])
+    head = ["to the default, 64", "128", "256", "to cuDNN, 64", "128"]
+    return markdown(["backward", *head], rows)
+
+
+def least_and_most(found: Iterable[float]) -> str:
+    """Return the ends of a range, or one number if they are equal."""
+    ends = sorted(f"{x:.2f}" for x in found)
+    return " to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else ""
 
 
 ERRORS_OF = {
@@ -322,10 +391,13 @@ def files() -> str:
 TABLES = {
     "attention": attention,
     "kinds": kinds,
+    "calls": calls,
+    "losses": losses,
     "peers": peers,
     "times": times,
     "options": options,
     "choice": choice,
+    "in-order": in_order,
     "dq-errors": dq_errors,
     "files": files,
 }

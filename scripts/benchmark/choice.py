@@ -5,7 +5,7 @@ The rules in `pallas_flash/_faster.py` are made by these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from scripts.benchmark import report, results
@@ -40,19 +40,53 @@ def pass_of(r: dict[str, Any]) -> str:
     return r["pass"] + " in order" * bool(r["config"].get("reproducible"))
 
 
-def gains(*names: str) -> list[tuple[dict[str, Any], float]]:
-    """Return lines of "mosaic", and its speed relative to "triton" in the same run."""
+def compared(
+    *names: str, ours: Callable[[dict[str, Any]], bool], other: Callable[[dict[str, Any]], bool]
+) -> list[tuple[dict[str, Any], float]]:
+    """Return the lines of `ours` in files, and their speed relative to `other` in the same run."""
 
     def run(r):
         return r["shape"], r["pass"], r["commit"], r["date"]
 
     lines = [r for name in names for r in results.load(RESULTS / f"{name}.jsonl") if "ms" in r]
-    triton = {run(r): time(r) for r in lines if r["implementation"] == "ours_triton"}
+    others = {run(r): time(r) for r in lines if other(r)}
     found = {}
     for r in lines:
-        if r["implementation"] == "ours_mosaic" and run(r) in triton:
-            found[report.key(r)] = r, triton[run(r)] / time(r)
+        if ours(r) and run(r) in others:
+            found[report.key(r)] = r, others[run(r)] / time(r)
     return list(found.values())
+
+
+def by(implementation: str) -> Callable[[dict[str, Any]], bool]:
+    """Return whether a line is of an implementation, as a function."""
+    return lambda r: r["implementation"] == implementation
+
+
+def gains(*names: str) -> list[tuple[dict[str, Any], float]]:
+    """Return lines of "mosaic", and its speed relative to "triton" in the same run."""
+    return compared(*names, ours=by("ours_mosaic"), other=by("ours_triton"))
+
+
+def deterministic(peer: str | None) -> dict[tuple[str, int], list[float]]:
+    """Return the speed of deterministic backwards of "mosaic", by kind and head dim.
+
+    It is relative to a peer, or if that is None to the default of "mosaic".
+    """
+
+    def default(r):
+        return by("ours_mosaic")(r) and not r["config"].get("reproducible")
+
+    def in_order(r):
+        return by("ours_mosaic")(r) and bool(r["config"].get("reproducible"))
+
+    found: dict[tuple[str, int], list[float]] = {}
+    for r, speed in compared(
+        "h200-choice", ours=in_order, other=default if peer is None else by(peer)
+    ):
+        # Values of another head dim are no row of the table.
+        for kind in [] if r.get("V") else kinds_of(r):
+            found.setdefault((kind, r["D"]), []).append(speed)
+    return found
 
 
 def measured() -> Iterator[tuple[str, dict[str, Any], float]]:

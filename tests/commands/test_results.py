@@ -3,7 +3,7 @@
 import pytest
 
 from scripts import make_tables
-from scripts.benchmark import results
+from scripts.benchmark import choice, results
 from scripts.command import UserError
 
 
@@ -38,6 +38,64 @@ def test_table_that_no_document_shows_is_an_error(monkeypatch):
     monkeypatch.setitem(make_tables.TABLES, "unused", lambda: "")
     with pytest.raises(UserError, match=r"none shows \['unused'\]"):
         list(make_tables.stale())
+
+
+def test_no_loss_is_left_out():
+    """Of 1 % or more, after rounding."""
+    lost = {
+        (r["pass"], r["case"], r["T"], r["implementation"])
+        for r in make_tables.records("h200") + make_tables.records("h100")
+        if r.get("ratio") and r["ratio"]["median"] < 0.995
+    }
+    table = make_tables.losses("h200", "h100")
+    for attention_pass, case, length, peer in lost:
+        start = f"| {make_tables.case_in_words(attention_pass, case)} | {make_tables.NAMES[peer]} |"
+        (row,) = [row for row in table.split("\n") if row.startswith(start)]
+        assert f" at {make_tables.short(length)}" in row
+
+
+def test_calls_are_as_many_as_the_means_say():
+    means, lists = (
+        [row.split("|")[1:-1] for row in table("h200", "h100").split("\n")[2:]]
+        for table in (make_tables.kinds, make_tables.calls)
+    )
+    for (name, *counted), (same, *listed) in zip(means, lists, strict=True):
+        assert name == same
+        for forward, cell in zip(counted[::2], listed, strict=True):
+            words = listed[0] if cell.strip() == "the same" else cell
+            words = words.split(". ")[0]
+            number = sum(
+                len(part.rpartition(":")[2].split(",")) * names for part, names in parts_of(words)
+            )
+            assert number == int(forward.rpartition(", ")[2])
+
+
+def parts_of(words):
+    """Yield each part with the same lengths, and how many calls it names."""
+    names = 0
+    for part in words.split("; "):
+        names += 1
+        if ":" in part:
+            yield part, names
+            names = 0
+
+
+def test_speeds_are_compared_within_a_run(tmp_path, monkeypatch):
+    def line(ms, **more):
+        return results.dump(
+            LINE
+            | {"pass": "backward", "case": "128 full", "D": 128}
+            | more
+            | {"implementation": "ours_mosaic", "causal": False, "ms": dict(median=ms, min=ms, n=1)}
+        )
+
+    in_order = dict(config=dict(reproducible=True))
+    default, other_day = dict(config={}), dict(date="2000-01-01")
+    lines = line(4.0, **default), line(5.0, **in_order), line(9.0, **in_order | other_day)
+    (tmp_path / "h200-choice.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(choice, "RESULTS", tmp_path)
+    assert choice.deterministic(None) == {("full", 128): [0.8]}
+    assert not choice.deterministic("jax_cudnn")
 
 
 LINE = make_tables.records("h200-training")[0]
