@@ -259,7 +259,7 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
         chosen, why_not["triton" if by == "mosaic" else "mosaic"] = by, why
     elif call.faster("forward"):
         chosen, why_not["triton"] = "mosaic", "Slower than the kernels for Hopper."
-        reasons["mosaic"] = "the kernels for Hopper serve this call, faster than the Triton kernels."
+        reasons["mosaic"] = "the kernels for Hopper serve this call, faster than Triton's."
     else:
         chosen, why_not["mosaic"] = "triton", ONLY_ON_REQUEST
     why_not["xla"] = "Slower than the kernels, which serve this call."

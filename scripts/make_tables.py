@@ -228,8 +228,12 @@ def calls(*files: str) -> str:
 
 def by_lengths(found: Iterable[tuple[str, int]]) -> str:
     """Return calls in words, those with the same lengths together."""
+
+    def by_number(call):
+        return re.sub(r"\d+", lambda match: match[0].zfill(6), call[0]), call[1]
+
     lengths: dict[str, list[str]] = {}
-    for case, length in sorted(found):
+    for case, length in sorted(found, key=by_number):
         lengths.setdefault(case, []).append(short(length))
     cases: dict[str, list[str]] = {}
     for case, texts in lengths.items():

@@ -276,7 +276,7 @@ ROWS = {
 @needs_compiler
 @pytest.mark.parametrize("row", cases.default(list(ROWS)[:2], ROWS))
 def test_memory_is_what_the_page_says(row):
-    """By "triton" these are q, k, v, do, o, dq, dk, dv, and LSE and delta: two numbers for a row."""
+    """By "triton" two numbers for a query come on top of the arrays: LSE and delta."""
     if ROWS[row]["implementation"] == "mosaic" and not _compat.has_mosaic_gpu():
         pytest.skip('JAX is too old for "mosaic"')
     wide = array((1, 16384, 16, 128))
