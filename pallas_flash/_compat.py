@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -204,15 +205,25 @@ def vary_alike(tree):
     """Return the arrays of `tree`, varying over every manual mesh axis of any of them.
 
     Loops and custom derivatives demand this under shard_map's checks. The transpose sums the
-    gradient of an operand that all devices share.
+    gradient of an operand that all devices share, in float32 or wider.
     """
     axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(tree)))
 
     def vary(x):
         missing = tuple(sorted(axes - _varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        if not missing:
+            return x
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jax.lax.pcast(x, missing, to="varying")
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return jax.lax.pcast(wide, missing, to="varying").astype(x.dtype)
 
     return jax.tree.map(vary, tree)
+
+
+def shared(x, tree) -> bool:
+    """Whether `x` is the same along a manual mesh axis over which another array varies."""
+    return any(_varying_axes(y) - _varying_axes(x) for y in jax.tree.leaves(tree))
 
 
 def _varying_axes(x) -> frozenset:

@@ -71,6 +71,8 @@ class Plan:
         along: how the sequence is divided over Manual mesh axes, if it is.
         method: the context parallelism that the call asks for, if any.
         of_part: the plan for a part of the problem; None if it is this one.
+        bias_dtype: the dtype in which the forward reads a bias that has a wider one; None if it
+            has its own.
     """
 
     forward: PassPlan
@@ -80,6 +82,7 @@ class Plan:
     along: Along | None = None
     method: str | None = None
     of_part: Callable[[Problem], "Plan"] | None = None
+    bias_dtype: Any = None
 
     @classmethod
     def by(cls, implementation: str, tiles: TileSizes = NO_TILES, *, in_order: bool = False):
@@ -96,6 +99,8 @@ class Plan:
     @functools.partial(jax.jit, static_argnums=0)
     def run_forward(self, problem: Problem):
         """Return the output and a `LogSum` of [B, N, T]."""
+        if self.bias_dtype is not None:
+            problem = dataclasses.replace(problem, bias=problem.bias.astype(self.bias_dtype))
         m = _partition.ROW if problem.large or self.implementation == "xla" else None
         axes_out = _partition.OUTPUT, LogSum(m, _partition.ROW)
         return _partition.divided(self._forward, problem, axes_out=lambda _: axes_out)

@@ -69,7 +69,13 @@ def attend(plan: Plan, operands: dict, rest: Problem):
 def _attend_on_mesh(plan: Plan, operands: dict, rest: Problem):
     def attend(problem, along):
         here = plan if along is None else dataclasses.replace(plan, along=along)
-        operands, rest = _compat.vary_alike(problem.split())
+        operands, rest = problem.split()
+        bias = operands["bias"]
+        if bias is not None and _compat.shared(bias, (operands, rest)):
+            # In float32, the gradient of the bias is rounded once, after the sum over devices.
+            here = dataclasses.replace(here, bias_dtype=bias.dtype)
+            operands["bias"] = bias.astype(problem.accumulator_dtype)
+        operands, rest = _compat.vary_alike((operands, rest))
         return _attend(here, in_reverse_mode(here.implementation, operands), rest)
 
     return _partition.explicitly(attend, rest.join(operands))

@@ -415,6 +415,7 @@ FIRST = [
     ("a_mapped_axis_is_divided", "explicit"),
     ("shared_operands_cost_a_sum", "auto"),
     ("gradient_of_a_shared_bias_is_rounded_once", "auto"),
+    ("gradient_of_a_shared_bias_is_rounded_once", "explicit"),
     ("fewer_key_heads_than_devices", "explicit"),
     ("indices_are_those_of_the_whole_call", "auto"),
 ]
