@@ -44,13 +44,13 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
     if taken >= registers:
         raise ValueError(
             f"`tile_sizes.{kernel}` must fit in a thread's {registers} registers; got {tile}, "
-            f"whose sums and scores take {taken} at head size {_width(p)}. Use smaller blocks or "
+            f"whose sums and scores take {taken} at head dim {_width(p)}. Use smaller blocks or "
             "fewer warpgroups."
         )
     if kernel == "forward" and not tile.output_slots and p.value_dim > p.head_dim:
         raise ValueError(
             "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
-            f"got {tile} and head sizes of {p.head_dim} and {p.value_dim} (of values). Use 1."
+            f"got {tile} and head dims of {p.head_dim} and {p.value_dim} (of values). Use 1."
         )
     told = p.mask.scattered or jax.tree.leaves(p.mask)
     if kernel == "forward" and tile.cluster_size > 1 and told:
@@ -58,11 +58,13 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
             "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which "
             f"keys are seen; got {tile}. Use 1."
         )
-    # Two warpgroups share out a tile of dq, by its queries or by its columns.
+    # Two warpgroups share a tile of dq, by its queries or by its columns. Where dv has a launch of
+    # its own, the 64 rows of a warpgroup leave through a stage of do.
     rows = 2 * ROWS if tiles.all_columns(*_padded(p)) else ROWS
-    if kernel == "backward" and tile.block_q != rows:
+    fixed = kernel == "backward" or (kernel == "dkv" and sum(_padded(p)) > 256)
+    if fixed and tile.block_q != rows:
         raise ValueError(
-            f"`tile_sizes.backward` must have {rows} queries at head size {_width(p)}; got {tile}. "
+            f"`tile_sizes.{kernel}` must have {rows} queries at head dim {_width(p)}; got {tile}. "
             f"Use block_q={rows}."
         )
 

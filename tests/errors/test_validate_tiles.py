@@ -38,6 +38,7 @@ TOO_LARGE = [
     ("dkv", tuning.BackwardTile(128), 128, "`tile_sizes.dkv` must fit in a thread's 240"),
     ("dq", tuning.DqTile(3, 128), 64, "`tile_sizes.dq` must fit in a thread's 160 registers"),
     ("backward", tuning.BackwardTile(64), 64, "`tile_sizes.backward` must have 128 queries at"),
+    ("dkv", tuning.BackwardTile(128, 1), 160, "`tile_sizes.dkv` must have 64 queries at head dim"),
 ]
 
 

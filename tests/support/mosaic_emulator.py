@@ -342,6 +342,11 @@ def wait_smem_to_gmem(n, wait_read_only=False):
 
 
 def load(ref, layout=None, optimized=True):
+    if isinstance(ref, Device):
+        inside, _, shape = ref._clipped()
+        found = tuple(i.stop - i.start for i in inside if isinstance(i, slice))
+        if found != shape:  # A copy of a tile ends where the array does, and threads go on.
+            raise EmulationError(f"threads read {shape} numbers of which {found} exist")
     value = ref.read()
     # Numbers without a sign wrap around in JAX, and NumPy warns of it.
     return jnp.asarray(value)[()] if value.ndim or value.dtype.kind == "u" else value[()]
