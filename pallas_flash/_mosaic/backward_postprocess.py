@@ -110,7 +110,7 @@ def postprocess(fragments, factor, shape, dtype, *, batch: int, valid=None, weig
         dtype: of the result.
         batch: batch elements of an instance, see `common.by_instance`.
         valid: int32 [B], how many of the first rows anything was added to; None for all.
-        weighted_center: w, float32 [B, N, whole tiles of 128 rows], and c, [B, K, columns]; or None.
+        weighted_center: w, float32 [B, N, tiles of 128 rows], and c, [B, K, columns]; or None.
     """
     _, heads, partial, row_tiles, groups, *group = fragments.shape
     [result] = common.launch(
