@@ -141,8 +141,8 @@ class Problem(Sizes, Divisible):
     def large(self) -> bool:
         """Whether scores may be large: an option may make them so, and no soft cap bounds them.
 
-        Then kernels subtract the maximum from rounded scores, so that its weight is exactly 1, and
-        the backward gets a separate maximum, see `LogSum`.
+        Then kernels subtract m from rounded scores, so that a score of m has exactly the weight 1,
+        and the backward gets m apart from the sum, see `LogSum`.
         """
         cap = self.rest_of_scores.soft_cap
         return (bool(self.scores) or self.any_scale) and (cap is None or cap > SMALL_CAP)

@@ -150,7 +150,8 @@ class LogSum(NamedTuple):
     beside -1e9, and each of n equal weights would become 1.
 
     Attributes:
-        m: largest score or sink of a row, [B, N, T]; 0 in rows without keys. None means 0.
+        m: the shift of a row, its largest score or sink or a number near it, [B, N, T]; 0 in rows
+            without keys. None means 0.
         l_log2: log2(sum(exp(s - m))) of a row, [B, N, T]; -inf in rows without keys.
     """
 

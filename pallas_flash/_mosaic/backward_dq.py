@@ -28,8 +28,8 @@ dscale leave through q and delta.
 | k.empty, v.empty [stage] | consumers | consumers | producer | ds @ k, or dp, has been computed |
 | landed[warpgroup] | 1 | a copy | who started it | rows behind a valid length can be zeroed |
 
-**A step.** s and dp are in flight together; v leaves as soon as dp is there, k with the end of
-ds @ k, which the next step waits for.
+**A step.** s and dp are in flight together; v leaves as soon as dp is there, k at the
+end of the step, when ds @ k is done.
 """
 
 import dataclasses

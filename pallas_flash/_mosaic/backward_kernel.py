@@ -9,8 +9,8 @@
 
 dk and dv stay in registers. dq is added to float32 in device memory by atomic adds, in no order:
 two runs differ by the rounding of sums. So do dk and dv where several CTAs share a K/V tile
-(`backward_splits`). A thread has registers for 128 x 256 sums of a CTA and for one step, so a
-larger H + V takes two launches. `Grads` says which gradients a launch computes:
+(`backward_splits`). Registers of a CTA hold 128 x 256 sums and one step, so a larger H + V (of
+padded head dims) takes two launches. `Grads` says which gradients a launch computes:
 
 | backward | launches | products |
 |---|---|---|
@@ -242,7 +242,8 @@ class ConsumerWarpgroup:
             self.epilogue(self.mainloop())
 
         def none():
-            # With lengths the producer stores zeros. Atomically added sums need none.
+            # With lengths the producer stores zeros, or nobody reads the sums (`store_zeros`).
+            # Atomically added sums need none.
             if not (self.config.has_lengths or self.config.adds):
                 self.store(self.zeros())
 
@@ -484,7 +485,11 @@ class ConsumerWarpgroup:
         )
 
     def store(self, sums: Sums):
-        """Start the copies of the results to device memory, through where keys and values were."""
+        """Start the copies of the results to device memory.
+
+        They leave through the shared memory of the keys and values of this warpgroup, which only it
+        reads by now; without v through a stage of do. Sums of splits leave from registers.
+        """
         config, scratch, warpgroup = self.config, self.scratch, self.warpgroup
         mine = pl.ds(warpgroup * ROWS, ROWS)
         rows = pl.ds(self.cta.kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
@@ -547,8 +552,8 @@ class ProducerWarpgroup:
             of_kv = (self.operands.k, scratch.k), (self.operands.v, scratch.v)
             for source, tile in of_kv if config.grads.dk else of_kv[:1]:
                 self.copy_keys(source, self.kv_head, self.first_key, tile, scratch.kv_full)
-        # The first iterations, which wait for no stage, are peeled. LLVM peels them off short loops
-        # by itself; where it does not, ptxas spills registers in the loop of the consumers.
+        # The first iterations, which wait for no stage of queries, are peeled. LLVM peels them off
+        # short loops by itself; where it does not, ptxas spills in the loop of the consumers.
         for n in range(config.stages):
             pl.when(n < self.inner.count)(functools.partial(self.step, jnp.int32(n)))
         pl.loop(jnp.int32(config.stages), self.inner.count)(self.step)
@@ -672,7 +677,7 @@ def backward(
         grads: what to compute.
         valid: int32 [B] twice, see `Operands`; or None.
         zeros: for the sums of dq, see `backward_preprocess`; behind the valid queries, anything.
-        center: float32 [B, K, H], subtracted from keys; None if it is zero.
+        center: float32 [B, K, H], subtracted from keys, zero for some heads; None if for all.
         row_sums: float32 [B, N, T], the sums of ds over a row; None if they are zero. With a center
             and without `want_scale`, dq receives its term of them.
         want_scale: whether dq is to be in float32 and without its factor.

@@ -56,7 +56,7 @@ class Grads(enum.Enum):
         return [cls.DQ_DK, cls.DV] if head_dim + value_dim > 256 else [cls.DQ_DK_DV]
 
     def stages(self, tile: BackwardTile) -> int:
-        """Return the stages of a launch: without values there is room for two."""
+        """Return the stages; dv alone has two or more, a stage of do for each consumer's result."""
         return tile.stages if self.dk else max(2, tile.stages)
 
 
@@ -123,7 +123,7 @@ def keys_scratch(
 def _pairs_pipelines(p: Problem, block_q: int, stages: int):
     """Yield pipelines for tiles of a bias and of mask arrays, the most wanted first.
 
-    They have as many stages as queries have, or fewer; then they are without the bias.
+    First with the bias, in as many stages as queries have, then in fewer; then the same without it.
     """
     dtype: Any = None if p.bias is None else p.bias.dtype
     masks = sum(map(pairs.has_pairs, p.mask.leaves))

@@ -161,7 +161,8 @@ def preprocess(
 ):
     """Return delta, the `LogSum` for keys less their center, and zeros for the sums of dq.
 
-    All are float32 [B, N, whole tiles of 128 queries], but m, which is [B, N, T].
+    Delta and log2 l are float32 [B, N, whole tiles of 128 queries], m is [B, N, T], and the zeros
+    are what `add_fragments` adds to.
 
     Args:
         problem: the call.

@@ -21,8 +21,9 @@ from pallas_flash._problem import Problem
 # CTAs among which the queries of one head are split, at most.
 MAX_QUERY_SPLITS = 4
 
-# Queries of all heads of a CTA under a causal mask, at most. CTAs of other K/V tiles are done with
-# a head at other times. With more queries they soon read and add in more memory than L2 holds.
+# Queries of all heads of a CTA under a causal mask, about; the queries of one head are not cut for
+# it. CTAs of other K/V tiles are done with a head at other times. With more queries they soon read
+# and add in more memory than L2 holds.
 MAX_CAUSAL_QUERIES = 8192
 
 # Bytes of partial dk and dv, at most, where these are stored apart and summed in a fixed order.

@@ -130,8 +130,8 @@ class VisitedBlocks(NamedTuple):
     """The places of a stream that one warpgroup visits, int32 each; it skips all others.
 
     Attributes:
-        start: place of the first block that it visits. Blocks are partial up to `full`, and the
-            first one counts as partial whatever it is.
+        start: place of the first block that it visits. Blocks are partial up to `full`, and
+            under a mask the first one counts as partial whatever it is.
         full: place of the first full block.
         tail: place of the first partial block after the full ones.
         stop: place after the last block that it visits.

@@ -1,7 +1,8 @@
 """Parts of all Hopper kernels: index arithmetic, shared memory, and the launch.
 
 A CTA has warpgroups of 128 threads. Consumer warpgroups compute; one producer warpgroup starts the
-copies (TMA) from device memory to the stages of pipelines in shared memory, see `pipeline`.
+copies (TMA) of what streams past them to the stages of pipelines in shared memory, see `pipeline`.
+In the backward each consumer copies its own part of the outer tile.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Parts of both kernels of the forward: the online softmax, and the producer's copies.
 
 Equations are in forward_kernel.py. The maximum m moves only when it would grow by more than
-THRESHOLD. That is exact: acc, l and the LSE share the shift, whatever it is, and p stays below
+THRESHOLD. That is exact: acc, l and the LSE share the shift, whatever it is, and p is at most
 2^THRESHOLD.
 """
 
@@ -47,7 +47,7 @@ def softmax(s, c, m, l, *, large: bool):
         # A row without visible keys so far: -inf - -inf would be NaN, -inf - 0 gives weight 0.
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         alpha = jnp.exp2((m - m_safe) * LOG2E)
-        # Scores are rounded before m is subtracted, so that the largest weight is exact.
+        # Scores are rounded before m is subtracted, so that the weight of a score m is exactly 1.
         p = jnp.exp2(ptx.difference(s, common.along_rows(m_safe, s.shape)) * LOG2E)
     else:
         grown = jnp.maximum(m, jnp.max(s, axis=1) * c)

@@ -1,7 +1,7 @@
 """Tile sizes of both backends, and their checks.
 
-A kernel keeps a tile of one side in registers while tiles of the other side pass through shared
-memory in a pipeline of `num_stages`.
+A program keeps a tile of one side, with its sums in registers, while tiles of the other side pass
+through shared memory in pipeline stages.
 """
 
 import dataclasses

@@ -67,7 +67,8 @@ def strips_type(ref):
 
 
 # A group is 8 columns of 64 rows of float32, as a warpgroup's registers hold them: in device memory
-# the four numbers of a thread are side by side, and threads in their order.
+# threads are in their order, each with its four numbers side by side. Only the size of the shape is
+# used.
 GROUP, OF_GROUP = 8, (4, 128)
 
 
