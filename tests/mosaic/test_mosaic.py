@@ -52,7 +52,7 @@ def served(size, names):
 @pytest.mark.parametrize(
     "case", [LONG, LONG_CAUSAL, MANY_KEYS], ids=["full", "causal", "many-keys"]
 )
-def test_slots_are_used_again(case, in_order, kernel_case):
+def test_stages_are_used_again(case, in_order, kernel_case):
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
@@ -95,7 +95,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("sizes", cases.default(SIZES[:1], SIZES), ids=["two-passes", "one-pass"])
-def test_tiles_that_are_asked_for_give_the_same(monkeypatch, sizes, kernel_case):
+def test_explicit_tiles_give_the_same(monkeypatch, sizes, kernel_case):
     start, used = emulator.launch, []
 
     def launch(kernel, operands, *, static, **others):
@@ -166,7 +166,7 @@ def test_numbers_of_features(case, in_order, kernel_case):
         [*chosen, (40, 40), (80, 80), (96, 96), (112, 48), (64, 128), (16, 112)],
     ),
 )
-def test_numbers_of_other_head_sizes(head_dim, value_dim, in_order, kernel_case):
+def test_numbers_of_other_head_dims(head_dim, value_dim, in_order, kernel_case):
     """Slots are used again, and query heads share their sums."""
     case = dataclasses.replace(LONG, T=100, S=150, H=head_dim, V=value_dim)
     judge_both(case, in_order)
@@ -181,7 +181,7 @@ def test_another_forward_may_come_before(case, in_order, monkeypatch, kernel_cas
     judge_both(dataclasses.replace(case, H=64, V=64), in_order)
 
 
-def test_the_largest_additive_mask(kernel_case):
+def test_largest_additive_mask(kernel_case):
     """It is read for queries that do not exist, too, of which the tile has some."""
     pair = "left padding", "max of float32"
     args = large_scores.arguments(70, 70, False, (pair,), "bfloat16")
@@ -189,7 +189,7 @@ def test_the_largest_additive_mask(kernel_case):
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])
-def test_the_gradient_of_the_scale(in_order):
+def test_gradient_of_the_scale(in_order):
     problem = cases.BY_NAME["scale"].problem("bfloat16")
     got = gradient_of_the_scale(problem, in_order)
     qkv, (do, dlse), _ = problem
@@ -203,7 +203,7 @@ def test_the_gradient_of_the_scale(in_order):
     np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
-def test_the_gradient_of_the_scale_is_the_same_in_order():
+def test_gradient_of_the_scale_in_order():
     """Of 520 queries, whose tiles of 192 end before those of 128 that delta has."""
     problem = dataclasses.replace(LONG, T=520).problem("bfloat16")
     one_pass, in_order = (gradient_of_the_scale(problem, x) for x in (False, True))

@@ -78,7 +78,7 @@ def test_numbers_of_other_sizes(case, H, V, kernel_case):
 
 
 @cases.parametrize(names=["full"], more=["everything at once", "mask with empty tiles"])
-def test_slots_are_used_again(case, one_program, kernel_case):
+def test_stages_are_used_again(case, one_program, kernel_case):
     assert_right(with_few(case, S=1500, N=2, K=2))
 
 
@@ -88,7 +88,7 @@ def test_more_rows_than_a_tile(case, kernel_case):
     assert_right(with_few(case, T=70, S=600, B=1, N=3))
 
 
-def test_a_sink_far_above_all_scores(kernel_case):
+def test_sink_far_above_all_scores(kernel_case):
     case = with_few(cases.BY_NAME["full"])
     problem = (*case.problem("bfloat16")[:2], {"sinks": jnp.full(case.N, 200.0)})
     assert_right(case, problem=problem)
@@ -97,7 +97,7 @@ def test_a_sink_far_above_all_scores(kernel_case):
 @cases.parametrize(
     names=["lengths of zero"], more=["everything at once", "mask with empty tiles", "mask of keys"]
 )
-def test_nothing_shows_of_what_no_query_sees(case, kernel_case):
+def test_hidden_keys_have_no_effect(case, kernel_case):
     case = with_few(case, N=2, K=2)
     qkv, cotangents, options = case.problem("bfloat16")
     poisoned, _ = cases.poison(case, qkv, cotangents, options)
@@ -146,7 +146,7 @@ BROKEN = {
 @pytest.mark.parametrize(
     "broken", cases.default(["no wait for values", "rows moved by one"], list(BROKEN))
 )
-def test_the_emulator_sees_a_kernel_that_is_broken(broken, one_program, monkeypatch):
+def test_emulator_finds_a_broken_kernel(broken, one_program, monkeypatch):
     change, name = BROKEN[broken]
     monkeypatch.setattr(emulator, "TIMEOUT", 1.0)
     change(monkeypatch)
@@ -163,7 +163,7 @@ def test_the_emulator_sees_a_kernel_that_is_broken(broken, one_program, monkeypa
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 @pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
-def test_parts_are_even_and_together_everything(parts, xp):
+def test_splits_are_even_and_cover_all_blocks(parts, xp):
     entries = xp.asarray(RANGES, np.int32)[None, None]
     cut = decode_kernel.split_entries(entries, parts, False)
     assert type(cut) is type(entries)
@@ -181,7 +181,7 @@ def test_parts_are_even_and_together_everything(parts, xp):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_parts_of_a_list(parts):
+def test_splits_of_scattered_blocks(parts):
     lists = [(full, count) for count in range(6) for full in range(count + 1)]
     tiles = np.array([7, 3, 9, 0, 4], np.int32)
     table = jnp.asarray([[*x, *tiles] for x in lists], jnp.int32)[None, None]
@@ -202,7 +202,7 @@ def test_parts_of_a_list(parts):
     ("batch", "heads", "parts", "shared"),
     [(2, 3, 5, (1, 1)), (4, 8, 40, (4, 1)), (1, 8, 1, (1, 8)), (3, 44, 2, (3, 44))],
 )
-def test_each_part_is_dealt_out_once(batch, heads, parts, shared):
+def test_each_split_has_a_cta(batch, heads, parts, shared):
     entries = np.arange(np.prod(shared) * parts * 4, dtype=np.int32).reshape(*shared, parts, 4)
     lists = decode_kernel.split_schedule(entries, batch, heads)
     items = [item for row in lists.tolist() for item in row[1 : 1 + row[0][0]]]
@@ -230,7 +230,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("S", "B", "K", "T", "parts"), PARTS)
-def test_parts(S, B, K, T, parts):
+def test_splits(S, B, K, T, parts):
     def number(q, k, v, known):
         call = checked((q, k, v), {})
         tile = decode_tile(_features.of(call))
@@ -296,7 +296,7 @@ def test_machine_code(head_dim, options):
         assert loop.spills == 0, loop.order
 
 
-def test_splits_join_where_scores_may_be_large():
+def test_splits_combine_large_scores():
     """The maximum of each split is in base e there, and decides the weight of the split."""
     random = np.random.default_rng(0)
     q, k, v = (jnp.ones((1, n, 1, 64), jnp.float32) for n in (1, 256, 256))

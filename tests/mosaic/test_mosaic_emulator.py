@@ -305,7 +305,7 @@ def check_whole(case, in_order):
 
 
 @pytest.mark.parametrize("broken", cases.default(KINDS, [*BROKEN, *BROKEN_IN_ORDER]))
-def test_the_emulator_sees_a_kernel_that_is_broken(broken, monkeypatch):
+def test_emulator_finds_a_broken_kernel(broken, monkeypatch):
     in_order = broken in BROKEN_IN_ORDER
     change, case = (BROKEN | BROKEN_IN_ORDER)[broken]
     check_whole(case, in_order)
@@ -317,7 +317,7 @@ def test_the_emulator_sees_a_kernel_that_is_broken(broken, monkeypatch):
             judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
-def test_the_emulator_refuses_copies_of_numbers_beyond_the_end():
+def test_emulator_refuses_copies_beyond_the_end():
     """On a GPU they go on in the next row; those of tiles end."""
     numbers = emulator.Device(np.zeros((2, 100), np.float32)).at[0, pl.ds(64, 64)]
     numbers_sm = emulator.Shared(np.zeros(64, np.float32))

@@ -79,7 +79,7 @@ def test_lowers(case, reproducible):
 
 
 @pytest.mark.parametrize("name", ["full", "causal"])
-def test_programs_that_share_keys_lower(name):
+def test_clusters_lower(name):
     sizes = dict(B=1, T=4096, S=4096, N=16, K=8, H=128, V=128)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
     assert (
@@ -89,14 +89,14 @@ def test_programs_that_share_keys_lower(name):
 
 
 @pytest.mark.parametrize("head_dim", [192, 256])
-def test_the_largest_heads_leave_room_for_all_statistics(head_dim):
+def test_largest_heads_have_room_for_statistics(head_dim):
     """Of scores that may be large a row has two, in shared memory that is nearly full."""
     case = dataclasses.replace(cases.BY_NAME["large scores"].scaled(5), H=head_dim, V=head_dim)
     for reproducible in (False, True):
         assert launches_of(case, reproducible) >= 5
 
 
-def test_two_slots_of_the_gradient_of_a_bias_leave_room_for_all_statistics():
+def test_dbias_stages_leave_room_for_statistics():
     """The case has a bias in 32 bits, and scores that may be large."""
     case = dataclasses.replace(cases.BY_NAME["bias"].scaled(5), H=80, V=80)
     assert launches_of(case, False) >= 5
@@ -115,7 +115,7 @@ def allocated(memory) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_gradient_of_a_bias_fits_at_all_head_sizes(dtype, monkeypatch):
+def test_dbias_fits_at_all_head_dims(dtype, monkeypatch):
     """With a slot or more, by what its kernel asks for where scores may be large."""
 
     def launch(*args, memory, **others):
@@ -167,7 +167,7 @@ def test_tiles_of_a_bias_lower(size, dtype, programs):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("options", [{}, dict(lengths=True)], ids=["", "lengths"])
-def test_tiles_of_a_bias_fit_at_all_head_sizes(dtype, options, monkeypatch):
+def test_tiles_of_a_bias_fit_at_all_head_dims(dtype, options, monkeypatch):
     """By what the kernel asks for; and no slot less than there is room for."""
 
     def launch(*args, memory, **others):
@@ -201,7 +201,7 @@ def test_tiles_of_a_bias_fit_at_all_head_sizes(dtype, options, monkeypatch):
 
 
 @cases.parametrize(names=["lengths of zero", "documents in pairs", "sinks", "all features"])
-def test_few_queries_lower(case):
+def test_decode_lowers(case):
     case = dataclasses.replace(with_few(case, 3), S=1500)
     assert launches_of(case, False) >= 1
 
@@ -260,7 +260,7 @@ def test_transformations_lower(transform, shape, call):
     ],
     ids=str,
 )
-def test_each_pass_is_launched_by_who_was_chosen(head_dim, options, launched):
+def test_each_pass_follows_its_plan(head_dim, options, launched):
     """Of "mosaic" and "triton", in a long call with many programs."""
     call = functools.partial(attention, **{"implementation": None} | options)
     shape = 2, 8192, 2048 // head_dim, head_dim
@@ -290,7 +290,7 @@ def test_reads_of_score_functions_have_no_derivative():
 
 @CALLS
 @pytest.mark.parametrize("x64", [False, True])
-def test_lowers_under_all_of_jaxs_strict_switches(x64, call):
+def test_lowers_under_strict_switches_of_jax(x64, call):
     # Pallas keeps references to tracers in the kernels' own.
     with strictly(x64=x64, leaks=False):
         function = functools.partial(gradients, call=call)
@@ -359,7 +359,7 @@ def test_lowers_for_an_explicit_mesh(call):
     assert launches(text) == ONE_PASS
 
 
-def test_parts_have_these_kernels_where_the_whole_has_others():
+def test_shards_have_kernels_the_whole_has_not():
     """Steps of a ring in `balanced_order`, of which the call as a whole compares positions."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     kind = (AxisType.Explicit,)

@@ -69,7 +69,7 @@ def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
 
 
 @pytest.mark.parametrize("head_dim", cases.default([64, 128], [40, 64, 80, 128, 256]))
-def test_machine_code_of_parts_that_lie_zigzag(head_dim, monkeypatch):
+def test_machine_code_of_folded_tiles(head_dim, monkeypatch):
     q, found = shaped(1, 1024, 16, head_dim, dtype=jnp.bfloat16), []
     of = scheduler.QueryTiles.of.__func__
 
@@ -86,7 +86,7 @@ def test_machine_code_of_parts_that_lie_zigzag(head_dim, monkeypatch):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", cases.default([128], [64, 128, 256]))
-def test_machine_code_of_programs_that_share_a_heads_queries(head_dim, is_causal, monkeypatch):
+def test_machine_code_of_query_splits(head_dim, is_causal, monkeypatch):
     q, found, shares = (
         shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16),
         [],
@@ -113,7 +113,7 @@ MORE_ALIKE = [(40, 1920), (64, 384), (64, 4224), (80, 640), (96, 1920), (128, 25
 @pytest.mark.parametrize(
     ("head_dim", "length"), cases.default(ALIKE, [*ALIKE, *MORE_ALIKE, (256, 1024)])
 )
-def test_nothing_is_copied_by_a_register_that_is_unset(head_dim, length):
+def test_no_copy_reads_an_unset_register(head_dim, length):
     q = shaped(2, length, 16, head_dim, dtype=jnp.bfloat16)
     # It looks for them in every kernel.
     [_] = machine_code_of(functools.partial(attention, is_causal=False), q, q, q)
@@ -206,7 +206,7 @@ DROPOUT_BUDGETS = {
 
 
 @pytest.mark.parametrize("head_dim", DROPOUT_BUDGETS)
-def test_elements_share_the_words_of_dropout(head_dim):
+def test_scores_share_the_words_of_dropout(head_dim):
     costs = {}
     for reproducible in (False, True):
         program = inspect_attention(
@@ -241,7 +241,7 @@ SPILLS_OF_BIAS = {"dropout": 75, "soft cap": 70, "mask array": 1}
     ("head_dim", "option"),
     cases.default([(128, "bias")], list(itertools.product([64, 128, 192], BIASES))),
 )
-def test_machine_code_of_the_gradient_of_a_bias(head_dim, option):
+def test_machine_code_of_dbias(head_dim, option):
     arrays, others = BIASES[option]
     q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
     row = shaped(2, 8, 1000, dtype=jnp.float32)

@@ -85,7 +85,7 @@ def test_tiles_of_a_bias(name, monkeypatch, kernel_case):
 
 
 @pytest.mark.parametrize("own", [*itertools.product([False, True], repeat=3)])
-def test_a_bias_is_found_by_instance_example_and_head(own):
+def test_bias_by_instance_batch_and_head(own):
     counts = I, B, N = 3, 2, 4
     array = np.arange(I * B * N).reshape(counts)[*(slice(None if x else 1) for x in own)]
     whole, flat = np.broadcast_to(array, counts), array.reshape(-1, array.shape[2])
@@ -126,7 +126,7 @@ def test_bools_are_packed(axis, length, block):
 
 
 @pytest.mark.parametrize("axes", ["TS", "S"])
-def test_nothing_shows_of_a_bias_of_pairs_that_are_not_seen(axes, kernel_case):
+def test_bias_of_hidden_pairs_has_no_effect(axes, kernel_case):
     case = with_bias(axes, B=1)
     qkv, cotangents, options = case.problem("bfloat16")
     poisoned = *cases.poison(case, qkv, cotangents, options), cases.poison_bias(case, options)

@@ -42,7 +42,7 @@ from scripts.benchmark import results
 
 
 @in_order
-def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
+def test_heads_of_a_group_in_one_cta(monkeypatch, in_order, kernel_case):
     """As where there are many programs: these have a head each."""
     monkeypatch.setattr(backward_splits, "num_splits", lambda *_: 1)
     judge(LONG_CAUSAL, "bfloat16", emulated(LONG_CAUSAL.problem("bfloat16"), in_order))
@@ -50,9 +50,7 @@ def test_heads_of_a_group_in_one_program(monkeypatch, in_order, kernel_case):
 
 @in_order
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_heads_that_do_not_fill_the_last_place_in_the_grid(
-    kv_heads, monkeypatch, in_order, kernel_case
-):
+def test_heads_that_do_not_fill_the_grid(kv_heads, monkeypatch, in_order, kernel_case):
     """Three key/value heads, or shares of one, of which two have their programs side by side."""
     monkeypatch.setattr(backward_common, "MAX_NEIGHBOURS", 2)
     case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=3, K=kv_heads)
@@ -60,7 +58,7 @@ def test_heads_that_do_not_fill_the_last_place_in_the_grid(
 
 
 @in_order
-def test_unequal_shares_of_heads(monkeypatch, in_order, kernel_case):
+def test_unequal_splits_of_heads(monkeypatch, in_order, kernel_case):
     """Of two groups of three heads: shares of two and of one, whose sums stay apart in order."""
     monkeypatch.setattr(backward_splits, "num_splits", lambda *_: 2)
     case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=6, K=2)
@@ -97,7 +95,7 @@ CAUSAL, WINDOW = dict(is_causal=True), dict(is_causal=True, local_window_size=(1
         (1, 1024, 8, 8, CAUSAL, True, 1),  # nor where sums have an order.
     ],
 )
-def test_shares_of_heads_and_queries(batch, length, heads, kv_heads, options, in_order, shares):
+def test_splits_of_heads_and_queries(batch, length, heads, kv_heads, options, in_order, shares):
     found = []
 
     def call(q, k):
@@ -111,7 +109,7 @@ def test_shares_of_heads_and_queries(batch, length, heads, kv_heads, options, in
     assert found == [shares]
 
 
-def test_queries_are_shared_out_where_it_was_measured_to_be_faster():
+def test_query_splits_where_they_were_faster():
     """The number of programs of a key tile costs 3 % of the fastest one's time at most."""
     calls = {}
     for r in make_tables.records("h200-shared-queries"):
@@ -133,14 +131,14 @@ def test_queries_are_shared_out_where_it_was_measured_to_be_faster():
     names=["lengths of zero", "mask with empty tiles", "everything at once"],
     more=["full", "causal, first queries see nothing", "one key/value head", "dropout"],
 )
-def test_queries_of_a_head_in_several_programs(case, parts, head_dim, monkeypatch, kernel_case):
+def test_query_splits(case, parts, head_dim, monkeypatch, kernel_case):
     """More programs than some tiles of keys have tiles of queries."""
     monkeypatch.setattr(backward_splits, "num_splits", lambda p, *_: parts * p.groups)
     case = with_heads(case, head_dim)
     judge(case, "bfloat16", emulated(case.problem("bfloat16")))
 
 
-def test_queries_of_a_head_in_several_programs_where_tiles_are_listed(monkeypatch, kernel_case):
+def test_query_splits_of_scattered_blocks(monkeypatch, kernel_case):
     """A program whose tiles are not the first ones of a list knows which need the mask."""
     monkeypatch.setattr(backward_splits, "num_splits", lambda *_: 3)
     # Two documents, as an array.
@@ -153,7 +151,7 @@ def test_queries_of_a_head_in_several_programs_where_tiles_are_listed(monkeypatc
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_numbers_of_programs_with_many_query_tiles(head_dim, causal, monkeypatch, kernel_case):
+def test_numbers_of_ctas_with_many_work_tiles(head_dim, causal, monkeypatch, kernel_case):
     """On a GPU with two cores: a warpgroup has every part of a tile in turn."""
     on_sms(monkeypatch, 2)
     case = with_heads(LONG_CAUSAL if causal else MANY_KEYS, head_dim, T=601)
@@ -170,7 +168,7 @@ def test_numbers_of_programs_with_many_query_tiles(head_dim, causal, monkeypatch
         [*chosen, (512, False, 64, 132), (700, True, 128, 2), (129, False, 256, 132)],
     ),
 )
-def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeypatch, kernel_case):
+def test_numbers_of_clusters(T, causal, head_dim, cores, monkeypatch, kernel_case):
     """Of the last pair, one may have nothing to do; of a causal one, the first sees fewer keys."""
     on_sms(monkeypatch, cores)
     copy, copies = emulator.copy_gmem_to_smem, set()
@@ -202,7 +200,7 @@ def test_numbers_of_programs_that_share_keys(T, causal, head_dim, cores, monkeyp
         ((8192, 512, 128), {}, 1),
     ],
 )
-def test_programs_share_keys_where_it_was_measured_to_be_faster(sizes, options, programs):
+def test_clusters_where_they_were_faster(sizes, options, programs):
     T, S, H = sizes
     q, k = (jnp.zeros((1, n, 32, H), jnp.bfloat16) for n in (T, S))
     assert forward_tile(_features.of(checked((q, k, k), options))).cluster_size == programs
@@ -228,7 +226,7 @@ def test_block_mask_with_positions_has_its_tile():
         (4096, 9, dict(is_causal=True), 2),
     ],
 )
-def test_programs_with_few_rows_share_no_keys(length, heads, options, programs):
+def test_no_clusters_for_few_rows(length, heads, options, programs):
     q = jnp.zeros((1, length, heads, 128), jnp.bfloat16)
     assert forward_tile(_features.of(checked((q, q, q), options))).cluster_size == programs
 
@@ -253,7 +251,7 @@ def test_programs_with_few_rows_share_no_keys(length, heads, options, programs):
         (2048, 32, {}, (3, 128)),
     ],
 )
-def test_few_queries_at_64_are_two_warpgroups(length, heads, options, tile):
+def test_low_occupancy_at_64_has_two_warpgroups(length, heads, options, tile):
     q = jnp.zeros((1, length, heads, 64), jnp.bfloat16)
     found = forward_tile(_features.of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
@@ -276,7 +274,7 @@ def test_short_causal_calls_have_narrow_tiles(length, options, tile, head_dim):
     assert (found.warpgroups, found.block_kv) == tile
 
 
-def test_short_causal_calls_with_few_queries_have_wide_tiles():
+def test_short_causal_low_occupancy_wide_tiles():
     """As longer ones: each program has one item."""
     q = jnp.zeros((1, 512, 32, 128), jnp.bfloat16)
     found = forward_tile(_features.of(checked((q, q, q), CAUSAL)))
@@ -308,9 +306,7 @@ def end_of_the_last(lengths, programs):
         *((3, 30, 4, 9, True, True, 1.15), (2, 6, 2, 700, False, True, 1.01)),
     ],
 )
-def test_items_of_arrays_come_by_heads_that_share_the_cache(
-    batch, heads, side, tiles, own_heads, listed, late
-):
+def test_dynamic_schedule_groups_heads_by_cache(batch, heads, side, tiles, own_heads, listed, late):
     """Longest first, and at the end those of more heads together."""
     random = np.random.default_rng(0)
     start, stop = documents(random, tiles)
@@ -367,7 +363,7 @@ def worklists_of(shape, options, members=1, kv_heads=None):
 
 
 @pytest.mark.parametrize(("members", "lists"), [(1, 132), (2, 66)])
-def test_all_cores_have_a_program(members, lists):
+def test_all_sms_have_a_cta(members, lists):
     assert len(worklists_of((2, 4096, 16, 64), CAUSAL, members)) == lists
 
 
@@ -382,7 +378,7 @@ def test_all_cores_have_a_program(members, lists):
         ((3, 2048, 44, 128), 44, {}, 2, 1),
     ],
 )
-def test_known_items_come_by_few_heads(shape, kv_heads, options, members, together):
+def test_static_schedule_takes_few_heads(shape, kv_heads, options, members, together):
     """At the same time; and no program is late."""
     lists = worklists_of(shape, options, members, kv_heads)
     items = [mine[1 : 1 + mine[0, 0]] for mine in lists]
@@ -409,7 +405,7 @@ def test_known_items_come_by_few_heads(shape, kv_heads, options, members, togeth
 @cases.parametrize(
     names=["causal", "everything at once", "lengths of zero", "documents", "mask with empty tiles"]
 )
-def test_each_query_tile_is_an_item_once(case, monkeypatch):
+def test_each_query_tile_has_one_work_tile(case, monkeypatch):
     """Those that see nothing, too: of calls with many tiles, whose lists may depend on arrays."""
 
     class Launched(Exception):
@@ -443,7 +439,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", TAKEN)
-def test_programs_take_each_item_once(name, head_dim, monkeypatch, kernel_case):
+def test_ctas_take_each_work_tile_once(name, head_dim, monkeypatch, kernel_case):
     """On a GPU with three cores, of which two are at work at a time: the third may come late."""
     length, arrays, is_causal = TAKEN[name]
     heads = 1 if name == "one" else 2
@@ -502,14 +498,14 @@ def parts_of(shape, options, *warpgroups):
         ((1, 1024, 16, 128), CAUSAL, (2, 2), False),
     ],
 )
-def test_parts_lie_zigzag_where_no_program_has_a_second_item(shape, options, warpgroups, zigzag):
+def test_folded_if_no_cta_has_two_work_tiles(shape, options, warpgroups, zigzag):
     assert parts_of(shape, options, *warpgroups).folded == zigzag
 
 
 @pytest.mark.parametrize("options", [CAUSAL, {}], ids=["zigzag", "neighbours"])
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("length", [64, 65, 600, 768])
-def test_each_tile_of_queries_is_one_part(length, warpgroups, options):
+def test_each_query_tile_is_in_one_split(length, warpgroups, options):
     """Of as much work for all items, if they lie zigzag."""
     parts = parts_of((1, length, 2, 64), options, warpgroups)
     first = [[parts.first_row(i, n) for n in range(warpgroups)] for i in range(parts.per_head)]
@@ -529,7 +525,7 @@ def test_each_tile_of_queries_is_one_part(length, warpgroups, options):
 
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("length", [300, 321, 700])
-def test_numbers_of_parts_that_lie_zigzag(warpgroups, length, kernel_case, monkeypatch):
+def test_numbers_of_folded_tiles(warpgroups, length, kernel_case, monkeypatch):
     """With slots that are used again while a warpgroup passes by."""
     seen = []
     first_row = scheduler.QueryTiles.first_row
@@ -547,7 +543,7 @@ def test_numbers_of_parts_that_lie_zigzag(warpgroups, length, kernel_case, monke
 
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
-def test_warpgroups_compute_what_they_see(warpgroups, xp):
+def test_warpgroups_compute_their_blocks(warpgroups, xp):
     """All pairs or triples of ranges, the last one of which lacks a tile of queries."""
     ranges = [x for x in itertools.product(range(4), repeat=4) if list(x) == sorted(x)]
     together = list(itertools.product(ranges[:: warpgroups**2], repeat=warpgroups))
@@ -591,7 +587,7 @@ APART = {
 
 
 @pytest.mark.parametrize("options", APART.values(), ids=APART)
-def test_warpgroups_pass_by_what_others_see(options, kernel_case, monkeypatch):
+def test_warpgroups_skip_blocks_of_others(options, kernel_case, monkeypatch):
     """On one core, where slots are used again."""
     on_sms(monkeypatch, 1)
     options = options | dict(is_causal=True)

@@ -34,7 +34,7 @@ def test_sums_are_rescaled(T, S, kernel_case):
     judge(case, "bfloat16", emulated(problem), problem)
 
 
-def test_no_slot_is_free_too_early(monkeypatch, kernel_case):
+def test_no_stage_is_empty_too_early(monkeypatch, kernel_case):
     arrive = emulator.plgpu.barrier_arrive
 
     def and_pause(barrier):

@@ -12,7 +12,7 @@ from support.mosaic_cases import LONG, LONG_CAUSAL, checked, emulated, in_order,
 
 
 @in_order
-def test_keys_behind_the_ends_have_gradients_of_zero(in_order, kernel_case):
+def test_keys_behind_lengths_have_zero_gradients(in_order, kernel_case):
     """Of five tiles none is seen, or one or two, whose programs store several others, or more."""
     lengths = jnp.array([0, 1, 256, 300, 520], jnp.int32)
     sizes = dict(B=len(lengths), T=150, S=600, N=1)
@@ -21,7 +21,7 @@ def test_keys_behind_the_ends_have_gradients_of_zero(in_order, kernel_case):
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
 
 
-def test_nothing_shows_of_what_no_query_sees(kernel_case):
+def test_hidden_keys_have_no_effect(kernel_case):
     case = dataclasses.replace(LONG_CAUSAL, T=100)
     qkv, cotangents, options = case.problem("bfloat16")
     poisoned = cases.poison(case, qkv, cotangents, options)
@@ -46,12 +46,12 @@ ENDS = dict(query_seq_lengths=[200, 128, 300, 70], key_value_seq_lengths=[150, 2
     ),
     ids=lambda options: next(iter(options), "full"),
 )
-def test_what_is_behind_lengths_may_hold_anything(options, in_order, kernel_case):
+def test_any_padding_behind_lengths(options, in_order, kernel_case):
     """Of the tiles in which lengths end, there are copies that end with zeros."""
     judge_poisoned(options, in_order)
 
 
-def test_what_is_behind_lengths_may_hold_anything_beside_the_gradient_of_the_scale(kernel_case):
+def test_any_padding_with_gradient_of_the_scale(kernel_case):
     """All sums of dq are read then."""
     judge_poisoned({}, want_scale=True)
 
@@ -65,7 +65,7 @@ def judge_poisoned(options, in_order=False, **others):
     judge(case, "bfloat16", emulated((*poisoned, options), in_order, **others))
 
 
-def test_what_is_behind_lengths_may_hold_anything_without_a_cotangent_of_the_lse(kernel_case):
+def test_any_padding_without_cotangent_of_lse(kernel_case):
     """Then delta leaves its kernel as it is used."""
     ends = {name: jnp.asarray(x, jnp.int32) for name, x in ENDS.items()}
     case = dataclasses.replace(LONG, B=4, N=1, options=lambda random, case: ends)
@@ -78,7 +78,7 @@ def test_what_is_behind_lengths_may_hold_anything_without_a_cotangent_of_the_lse
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-def test_nothing_shows_of_values_that_no_query_sees(kernel_case):
+def test_hidden_values_have_no_effect(kernel_case):
     """Whether these keys are known by lengths, or by evaluating the mask."""
     for name in ("lengths of zero", "everything at once", "mask with empty tiles"):
         case = cases.BY_NAME[name]
@@ -91,7 +91,7 @@ def test_nothing_shows_of_values_that_no_query_sees(kernel_case):
 
 
 @in_order
-def test_what_no_query_of_a_pair_sees_may_overflow(in_order):
+def test_scores_of_hidden_pairs_may_overflow(in_order):
     """The product of a cotangent and a value that its query does not see."""
     case = dataclasses.replace(LONG, T=100, S=100, N=1, options=lambda r, c: dict(is_causal=True))
     (q, k, v), (do, dlse), options = case.problem("bfloat16")

@@ -329,7 +329,7 @@ def test_explain_gives_a_reason_for_the_chosen_and_for_each_refused(gpu, asked):
     ]
 
 
-def test_explain_takes_shapes_in_place_of_arrays():
+def test_explain_takes_shapes():
     arguments = inputs(
         query_seq_lengths=jnp.ones(1, jnp.int32),
         query_offset=jnp.zeros(1, jnp.int32),

@@ -188,7 +188,7 @@ DROPOUT_BUDGETS = {"forward": 16.9, "dkv": 24.6, "dq": 15.4}
 
 
 @needs_compiler
-def test_elements_share_the_words_of_dropout():
+def test_scores_share_the_words_of_dropout():
     tiles = TileSizes(dkv=Tile(64, 128, 8, 3))
     program = inspect_attention(128, mask="causal", features=("dropout",), tile_sizes=tiles)
     print(*program.lines(), sep="\n")
