@@ -202,6 +202,19 @@ def test_docstrings_explain_every_parameter(name):
     assert not set(names) - documented
 
 
+@pytest.mark.parametrize("name", [x for x in MODULES if not x.startswith("tests")])
+def test_functions_have_80_lines_at_most(name):
+    long = []
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.FunctionDef):
+            # A docstring is the first statement; its lines do not count.
+            first = node.body[min(ast.get_docstring(node) is not None, len(node.body) - 1)]
+            head = node.body[0].lineno - node.lineno
+            if head + node.end_lineno - first.lineno + 1 > 80:
+                long.append(node.name)
+    assert not long
+
+
 # ------------------------------------------------------------------------------------------------
 # Documents.
 
