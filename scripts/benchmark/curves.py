@@ -6,7 +6,14 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from scripts.benchmark.overview import COLORS, HEAD_DIMS, LIBRARIES, PASSES, Record
+from scripts.benchmark.overview import (
+    COLORS,
+    HEAD_DIMS,
+    LIBRARIES,
+    PASSES,
+    Record,
+    comparable,
+)
 from scripts.benchmark.shapes import short
 
 Curve = dict[int, float]
@@ -15,12 +22,13 @@ Curve = dict[int, float]
 def curves(records: Sequence[Record], of_pass: str, head_dim: int) -> dict[str, Curve]:
     """Return TFLOP/s by length, for each library."""
     wanted = f"{head_dim} causal", of_pass
+    lines = [r for r in records if (r["case"], r["pass"]) == wanted and "ms" in r]
     found: dict[str, Curve] = {}
-    for r in records:
+    for T in {r["T"] for r in lines}:
+        by_name = comparable([r for r in lines if r["T"] == T])
         for library, names in LIBRARIES.items():
-            if (r["case"], r["pass"]) == wanted and r["implementation"] in names and "ms" in r:
-                curve = found.setdefault(library, {})
-                curve[r["T"]] = max(r["tflops"], curve.get(r["T"], 0))
+            if timed := [by_name[name] for name in names if name in by_name]:
+                found.setdefault(library, {})[T] = max(timed)
     return {x: dict(sorted(found[x].items())) for x in LIBRARIES if x in found}
 
 

@@ -35,11 +35,22 @@ def longest(records: Sequence[Record], of_pass: str, head_dim: int) -> list[Reco
     return [r for r in here if r["T"] == max(x["T"] for x in here)]
 
 
-def speeds(records: Sequence[Record], of_pass: str, head_dim: int) -> dict[str, float]:
-    """Return TFLOP/s of each library that was timed; none without a time of ours."""
-    found = {r["implementation"]: r["tflops"] for r in longest(records, of_pass, head_dim)}
+def comparable(lines: Sequence[Record]) -> dict[str, float]:
+    """Return TFLOP/s by implementation, of lines of one shape; none without a time of ours.
+
+    Peers were timed on different days. The ratio of a peer is of times in turns with ours, so that
+    our speed by this ratio can be compared, where the peer's own time may be 3 % off.
+    """
+    found = {r["implementation"]: r["tflops"] for r in lines}
     if "ours" not in found:
         return {}
+    ratios = {r["implementation"]: r["ratio"]["median"] for r in lines if "ratio" in r}
+    return found | {name: found["ours"] / ratio for name, ratio in ratios.items()}
+
+
+def speeds(records: Sequence[Record], of_pass: str, head_dim: int) -> dict[str, float]:
+    """Return TFLOP/s of each library that was timed; none without a time of ours."""
+    found = comparable(longest(records, of_pass, head_dim))
     return {
         library: max(found[name] for name in names if name in found)
         for library, names in LIBRARIES.items()
