@@ -12,14 +12,15 @@
 With `backward_kernel` without dq it is the deterministic backward, in which every sum has a fixed
 order: seven products instead of five, or eight instead of six where H + V is above 256.
 
-**Roles.** A CTA has two or three consumer warpgroups with 64 queries each, which never wait for
-each other. The last warpgroup is the producer, which copies inner tiles.
+**Roles.** A CTA has two or three consumer warpgroups with 64 queries each. They never wait for each
+other, and each copies its own rows of q, do, delta and the LSE. The last warpgroup is the producer,
+which copies inner tiles.
 
 **Shared memory.** q and do [consumers, strips, 64, width], delta and the statistics of each
 consumer's rows; pipelines of k and of v, [stages, strips, block_kv, width]. In the end dq and
 dscale leave through q and delta.
 
-**Barriers.** A copy arrives once, and a warpgroup arrives once.
+**Barriers.** A copy and a warpgroup are one arrival each.
 
 | barrier | arrivals | who arrives | who waits | what it says |
 |---|---|---|---|---|

@@ -45,23 +45,24 @@ waited for in each of their phases, empty ones before a stage is filled again.
 
 | barrier | arrivals | who arrives | who waits | what it says |
 |---|---|---|---|---|
-| kv_full | copies of k and v | these copies (1) | consumers | the outer tile is there |
+| kv_full, one | copies of k and v (1) | these copies | consumers | the outer tile is there |
 | queries.full[stage] | copies of q and LSE | these copies | consumers | q and LSE are there |
 | queries.empty[stage] | 2 | consumers | producer | s_t and dk have been computed from q |
 | cotangents.full[stage] | copies of do | these copies | consumers | do is there |
 | delta_full[stage] | 1 | copy of delta | consumers | delta is there |
 | cotangents.empty[stage] | 2 | consumers | producer | dp_t, dv and ds_t have been computed |
 | landed | 1 | a copy | producer | rows behind a valid length can be zeroed (2) |
-| pairs.full[stage] | 2 for a bias, 1 for each mask | their copies | consumers | tiles are there |
+| pairs.full[stage] | 2 for a bias (4), 1 a mask | their copies | consumers | tiles are there |
 | pairs.empty[stage] | 2 | consumers | producer | bias and mask have been read |
 | named 5 | 256 threads | consumers | consumers | both have written ds_t, for dq |
 | named 6 | 256 threads | consumers | consumers | both have read k, or do: results may go there |
 | named 7 | 256 threads | consumers | consumers | both have centered their keys |
 
-(1) Each consumer copies its own 64 keys, the producer all of them with valid lengths. (2) If a tile
-reaches beyond a valid length, its copies arrive here and not at its full barrier. The producer
-waits for each, zeroes the rows, and arrives at the full barrier in its place. (3) Where dv has a
-launch of its own, it leaves through the stages of do.
+(1) Each consumer copies its own 64 keys, one copy for each strip of k and of v, and both wait for
+all. With valid lengths the producer copies 128 keys, so that there are half as many copies. (2) If
+a tile reaches beyond a valid length, its copies arrive here and not at its full barrier. The
+producer waits for each, zeroes the rows, and arrives at the full barrier in its place. (3) Where dv
+has a launch of its own, it leaves through the stages of do. (4) One for the keys of each consumer.
 
 **A step**, of the j-th queries, with two stages. Both warpgroups do this on their 64 keys. Time
 runs to the right, and `|` is a wait:

@@ -14,8 +14,8 @@ softmax as they are; XLA combines the results exactly (`combine`):
 Roles. The kernel is persistent: a CTA reads work tiles, each a row tile and a KV split, from a
 static schedule (`split_schedule`). It has w = 2 or 3 *consumer warpgroups* and one *producer
 warpgroup*, of which warp 0 copies keys and values, and warp 1 queries. All consumers have the same
-64 rows, and share out the K/V blocks by pipeline stages: stage n is always consumer n % w's. Each
-keeps sums of its own, so that a split has w results.
+64 rows, and share out the K/V blocks by pipeline stages: stage n is always consumer n % w's, so the
+number of stages is a multiple of w. Each keeps sums of its own, so that a split has w results.
 
 Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are head dims.
 

@@ -1,6 +1,6 @@
 """o and lse: each query tile stays, and blocks of keys and values stream past it.
 
-    s    = q @ k.T    where there is more than a scale, see _scores     [64, block_kv]
+    s    = q @ k.T    with options, s and c are those of `logits`       [64, block_kv]
     m'   = max(m, c * rowmax(s))    c = scale * log2(e), so base 2      [64] (1)
     p    = exp2(c * s - m')         alpha = exp2(m - m')
     l    = alpha * l + rowsum(p)
@@ -9,8 +9,13 @@
     at the end    o = acc / l    lse_log2 = m + log2(l)    with a sink in both, if there is one
 
 (1) m stays as it is while the maximum grows by no more than `THRESHOLD`: p may be up to 2^8 then,
-and acc is rescaled less often. Where scores may be large, all m here are in base e, and the last
-one stays apart from log2(l); see `LogSum`.
+and acc is rescaled less often. Where scores may be large (`Problem.large`), s has its scale
+already, and m is in base e (2):
+
+    m'   = max(m, rowmax(s))            as (1), but by THRESHOLD / log2(e)
+    p    = exp2((s - m') * log2(e))     alpha = exp2((m - m') * log2(e))
+
+(2) In the end m and log2(l) are saved apart, see `LogSum`.
 
 Roles. The kernel is persistent: a CTA computes work tiles (`scheduler`) until none is left
 (`work_loop`), and there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 or 3
@@ -33,33 +38,34 @@ Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are
 
 Barriers. Each buffer that is filled again and again is a `Pipeline` with a full and an empty
 barrier for each stage. Arrivals are counted in Pallas's unit: a copy, a warp or a warpgroup is one.
-In PTX each is 128 arrivals: a warp arrives four times in each thread, also for its copies. In a
-cluster, at k.empty, v.empty and ended, a warpgroup is one arrival at each CTA, by one thread.
+An `mbarrier` of PTX counts 128 for each: all threads of a warpgroup arrive once, those of a warp
+four times, also for a copy of that warp. Only k.empty, v.empty and ended count otherwise in a
+cluster: there one thread arrives for its warpgroup, once at the barrier of each CTA.
 
     barrier       number         arrivals            who arrives            who waits
     q.full        w              column blocks       copies of warp 1 + n   consumer n
     q.empty       w              1                   consumer n             producer warp 1 + n
     k.full        stages         column blocks       copies of warp 0       all consumers
-    k.empty       stages         w of each CTA       all consumers          producer warp 0
+    k.empty       stages         w; cluster: 2 w     all consumers          producer warp 0
     v.full        stages         column blocks       copies of warp 0       all consumers
-    v.empty       stages         w of each CTA       all consumers          producer warp 0
+    v.empty       stages         w; cluster: 2 w     all consumers          producer warp 0
     bias.full     w * its stages strips              copies of warp 1 + n   consumer n
     bias.empty    w * its stages 1                   consumer n             producer warp 1 + n
     bits.full     4              arrays              copies of warp 0       all consumers
     bits.empty    4              w                   all consumers          producer warp 0
-    work.full     4              1                   copy of warp 0         the 2 w + 1 readers (2)
+    work.full     4              1                   copy of warp 0         the 2 w + 1 readers (3)
     work.empty    4              2 w + 1             these readers          producer warp 0
-    ended         1, if cluster  w of each CTA       all consumers          all consumers
+    ended         1, if cluster  2 w, of both CTAs   all consumers          all consumers
     SKIPPED       named, 5 + n   128 threads         warps of consumer n    the same; if cluster
 
-(2) The consumers, and producer warps 0 to w: warp 0, too, reads the work tiles that it copied.
+(3) The consumers, and producer warps 0 to w: warp 0, too, reads the work tiles that it copied.
 
 A thread that waits at a barrier knows its phase by one bit. So it waits for every phase, also for
 those of K/V blocks that its queries do not see (`skip`): after a wait that it left out, the phase
 that is over would answer its next wait.
 
-o_sm, statistics_sm and q as output have no barrier: a consumer waits until the copies that it has
-started itself have read, before it writes there again or releases q.
+o_sm, statistics_sm and q as output have no barrier: a consumer waits until the TMA stores that it
+has started itself have read, before it writes there again or releases q.
 
 Pallas does the rest: a copy tells its full barrier how many bytes to expect, one elected thread
 starts it, and waits keep the phase bits.
@@ -78,15 +84,18 @@ The warpgroups do not take turns at the matrix units (no ping-pong): they drift 
 places of the same step by themselves. In prototypes turns gained in some calls and lost in others.
 
 Clusters. Two CTAs of neighbouring query tiles may share K/V blocks (`cluster_size` 2): each
-copies one half of a block to the shared memory of both (TMA multicast). A stage is empty when the
-consumers of both have released it. So the L2 cache delivers keys and values half as often.
+copies one half of a block's rows, by its cluster rank, to the shared memory of both (TMA
+multicast). So the L2 cache delivers keys and values half as often. At k.full and v.full of a CTA
+only its own copies arrive, but they expect the bytes of the whole block: those of the other half
+come from the peer. A stage is empty when the consumers of both have released it. A consumer arrives
+at `ended` after it has waited for all blocks, so the copies of both producers have landed by then.
 
 Biases and masks. A bias over queries and keys is copied to shared memory, where there is room. A
 warpgroup reads its tile while q @ k.T of a full block runs; in a partial block it does so
-afterwards, because what the mask reads leaves no registers for it. A tile is copied only for blocks
-that its warpgroup visits. Mask arrays are copied as bits, beside the keys that they mask. Arrays
-that find no room, or that TMA cannot copy (broadcast axes, unaligned rows), are read in device
-memory, ahead of the product.
+afterwards, because what it reads of the mask ahead of the product takes the registers. A tile is
+copied only for blocks that its warpgroup visits. Mask arrays are copied as bits, beside the keys
+that they mask. Arrays that find no room, or that TMA cannot copy (broadcast axes, unaligned rows),
+are read in device memory, ahead of the product.
 """
 
 import dataclasses
