@@ -21,7 +21,7 @@ from mkdocs.structure.files import File
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
-# What pymdownx.arithmatex makes of dollar signs.
+# The HTML that pymdownx.arithmatex makes of dollar signs.
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 
 

@@ -1,7 +1,6 @@
 """The command `python -m pallas_flash.tune`. As a name of the package, `tune` is the function."""
 
 import argparse
-import difflib
 import os
 import sys
 from typing import Any
@@ -23,21 +22,9 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose error on an unknown flag names one alike."""
-
-    def error(self, message: str):
-        kind, _, words = message.partition(": ")
-        flags = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
-        if kind == "unrecognized arguments" and flags:
-            near = difflib.get_close_matches(flags[0], self._option_string_actions, 1)
-            message += "".join(f"; did you mean {flag}?" for flag in near)
-        super().error(message)
-
-
 def main() -> int:
     """Tune for one kind of call, or show or remove what was found; return the exit code."""
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m pallas_flash.tune",
         description="Finds the fastest tiles on this GPU and keeps them for later calls. The flags "
         "give a kind of call; numbers are random.",

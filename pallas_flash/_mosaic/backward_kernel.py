@@ -243,7 +243,7 @@ class ConsumerWarpgroup:
             self.epilogue(self.mainloop())
 
         def none():
-            # With lengths the producer stores zeros, or nobody reads the sums (`store_zeros`).
+            # The producer stores zeros for lengths, or nobody reads the sums (`store_zeros`).
             # Atomically added sums need none.
             if not (self.config.has_lengths or self.config.adds):
                 self.store(self.zeros())

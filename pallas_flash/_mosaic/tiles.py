@@ -127,7 +127,7 @@ FORWARD_RULES = (
         ForwardTile(3, 64, 1, 3),
     ),
     TileRule(
-        # With few keys much of the last block is padding: 1024 take 10 % longer, 2048 5 %.
+        # Much of the last block of few keys is padding: 1024 keys take 10 % longer, 2048 5 %.
         "head dims to 128, products alone, no mask, more than 2048 keys",
         lambda f: f.width <= 128 and f.kv_len > 2048 and not f.masked and _products_alone(f),
         ForwardTile(2, 176, 1),

@@ -34,7 +34,7 @@ KNOWN = [
 
 
 def test_philox_equals_published_words():
-    """Of the oracle; the package's has the oracle's words."""
+    """The oracle's words are known answers; the package has the same words."""
     counters, keys, words = zip(*KNOWN, strict=True)
     got = np.stack(oracle.philox_4x32_7(np.transpose(counters), np.transpose(keys)), axis=1)
     assert [" ".join(f"{word:08x}" for word in x) for x in got.tolist()] == list(words)
@@ -223,7 +223,7 @@ RATE = 0.4
 
 
 def inputs(dtype=np.float32):
-    """With the identity as values the output is what is left of the probabilities."""
+    """The output is the probabilities that are left, if the values are the identity."""
     rng = np.random.default_rng(2)
     q, k = (rng.normal(size=shape).astype(dtype) for shape in ((B, T, N, 8), (B, S, K, 8)))
     return q, k, np.broadcast_to(np.eye(S, dtype=dtype)[:, None], (B, S, K, S))

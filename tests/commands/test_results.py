@@ -41,7 +41,7 @@ def test_table_that_no_document_shows_is_an_error(monkeypatch):
 
 
 def test_no_loss_is_left_out():
-    """Of 1 % or more, after rounding."""
+    """A loss is 1 % or more, after rounding."""
     lost = {
         (r["pass"], r["case"], r["T"], r["implementation"])
         for r in make_tables.records("h200") + make_tables.records("h100")

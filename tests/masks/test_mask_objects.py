@@ -141,7 +141,7 @@ def test_allowed_equals_definition(make, q, kv):
 
 
 def check_ranges(leaf, seen, q, kv, exact, exact_of_queries):
-    """Of a leaf to which heads are alike."""
+    """The leaf has one axis for all heads."""
     of_keys = of_ranges(in_one_program("kv_ranges", leaf, q, kv), kv.count)
     assert_classes(of_keys, of_pairs(seen[:, 0], q, kv), exact)
     of_queries = of_ranges(in_one_program("q_ranges", leaf, q, kv), q.count)

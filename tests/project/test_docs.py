@@ -179,7 +179,7 @@ def test_public_functions_have_an_example():
 
 
 def test_show_prints_what_the_page_about_tuning_shows(monkeypatch, tmp_path, capsys):
-    """With the table's tiles as winners. JAX and the kernels change, and calls stay the same."""
+    """Winners are the table's tiles. JAX and the kernels change, and calls stay the same."""
     if not _compat.has_mosaic_gpu():
         pytest.skip("JAX is too old for the tiles of the kernels for Hopper")
     monkeypatch.setenv("PALLAS_FLASH_TUNED", str(tmp_path / "tiles.json"))

@@ -488,6 +488,15 @@ def test_kernels_lower_for_a_mesh_of_gpus(kind, forward):
         assert len(partitioned) == 2
 
 
+def test_explicit_shares_of_16_bits_add_in_float32():
+    """The shares of the gradients of a key and a value that all heads share."""
+    arguments = {name: x.astype(jnp.bfloat16) for name, x in draw(1).items()}
+    specs = SPECS | dict.fromkeys(("key", "value"), P("batch"))
+    traced, _ = traced_on_gpus("explicit", lambda _: gradients("xla"), arguments, specs)
+    sums = [e for e in jaxprs.equations(traced.jaxpr.jaxpr) if "psum" in e.primitive.name]
+    assert [x.aval.dtype for e in sums for x in e.outvars] == [jnp.float32] * 2
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_lower_inside_shard_map(kind, check_vma):

@@ -148,6 +148,13 @@ class Device:
             shape.append(i.stop - i.start)
         return tuple(inside), tuple(place), tuple(shape)
 
+    def check_whole(self, verb):
+        """Raise if the index reaches beyond the end."""
+        inside, _, shape = self._clipped()
+        found = tuple(i.stop - i.start for i in inside if isinstance(i, slice))
+        if found != shape:
+            raise EmulationError(f"{verb} {shape} numbers of which {found} exist")
+
     def read(self):
         inside, place, shape = self._clipped()
         tile = np.zeros(shape, self.array.dtype)
@@ -295,7 +302,7 @@ class Program:
     def _guarded(self, function):
         try:
             function()
-        except Exception as error:
+        except Exception as error:  # Any error of a thread ends all threads.
             self.failed.append(error)
 
 
@@ -306,10 +313,8 @@ class Program:
 
 def check_end(ref):
     """Copies of tiles end where the array does; those of numbers go on in what is behind it."""
-    inside, _, shape = ref._clipped()
-    found = [i.stop - i.start for i in inside if isinstance(i, slice)]
-    if len(shape) == 1 and tuple(found) != shape:
-        raise EmulationError(f"copies {shape} numbers of which {found} exist")
+    if len(ref._clipped()[2]) == 1:
+        ref.check_whole("copies")
 
 
 def copy_gmem_to_smem(source, destination, barrier, collective_axes=None):
@@ -343,10 +348,7 @@ def wait_smem_to_gmem(n, wait_read_only=False):
 
 def load(ref, layout=None, optimized=True):
     if isinstance(ref, Device):
-        inside, _, shape = ref._clipped()
-        found = tuple(i.stop - i.start for i in inside if isinstance(i, slice))
-        if found != shape:  # A copy of a tile ends where the array does, and threads go on.
-            raise EmulationError(f"threads read {shape} numbers of which {found} exist")
+        ref.check_whole("threads read")  # A copy of a tile ends where the array does; they go on.
     value = ref.read()
     # Numbers without a sign wrap around in JAX, and NumPy warns of it.
     return jnp.asarray(value)[()] if value.ndim or value.dtype.kind == "u" else value[()]
