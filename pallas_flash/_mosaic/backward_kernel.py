@@ -691,7 +691,8 @@ def backward(
     steps = backward_splits.Steps.of(p, q, kv)
     # As many rows as delta has: whole tiles of 128, for dq.
     operands = Operands.of(p, do, log_sum, delta, valid, delta.shape[2])
-    # Keys and values have no strips: a warpgroup's half of the keys is no one piece of memory.
+    # Only q and do get an axis of strips in device memory: a consumer copies its half of k and v,
+    # which would be no one piece there.
     operands = operands._replace(
         q=in_strips(operands.q, head_dim), do=in_strips(operands.do, value_dim)
     )
