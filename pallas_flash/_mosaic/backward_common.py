@@ -297,8 +297,8 @@ class TileCopies:
             whole()
             return
         all_valid = first + rows <= self._valid
-        pl.when(all_valid)(whole)
-        pl.when(jnp.logical_not(all_valid))(cleaned)
+        common.when(all_valid)(whole)
+        common.when(jnp.logical_not(all_valid))(cleaned)
 
 
 def store_tile(tile, ref, at):
@@ -371,8 +371,8 @@ class InnerTiles:
             work()
             return
         # In this order: the other one costs registers in `work`.
-        pl.when(jnp.logical_not(self._some))(otherwise)
-        pl.when(self._some)(work)
+        common.when(jnp.logical_not(self._some))(otherwise)
+        common.when(self._some)(work)
 
     def _head_and_tile(self, j):
         """Return the head, counted from the CTA's first, and the number of the tile of step j."""
@@ -465,7 +465,7 @@ class ScoreTile:
             return options.hide(s, self._h, *positions, bits=bits, transposed=self._transposed)
 
         if self._config.masked:
-            s = lax.cond(self._masked, hidden, lambda s: s, s)
+            s = common.cond(self._masked, hidden, lambda s: s, s)
         view.release()
         *m, l_log2 = (self.along(statistic(x), shape) for x in self._config.statistics)
         p = jnp.exp2((ptx.difference(s, m[0]) * LOG2E if m else s * c) - l_log2)
@@ -494,4 +494,4 @@ class ScoreTile:
         # registers for both its ways.
         if self._drops or self._pull is not None:
             return jnp.where(p == 0.0, 0.0, ds)
-        return lax.cond(self._masked, lambda ds: ptx.where(p != 0.0, ds, 0.0), lambda ds: ds, ds)
+        return common.cond(self._masked, lambda ds: ptx.where(p != 0.0, ds, 0.0), lambda ds: ds, ds)

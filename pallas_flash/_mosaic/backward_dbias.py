@@ -262,13 +262,13 @@ def pallas_flash_dbias(operands: Operands, dbias_ref, *, static: DbiasConfig, **
     config, scratch = static, Scratch(**memory)
     number, warpgroup = map(lax.axis_index, ("cta", "warpgroup"))
 
-    @pl.when(warpgroup < CONSUMERS)
+    @common.when(warpgroup < CONSUMERS)
     def _():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         steps = Steps(config, operands.table, number)
         ConsumerWarpgroup(config, operands, dbias_ref, scratch, steps, warpgroup).run()
 
-    @pl.when(warpgroup == PRODUCER)
+    @common.when(warpgroup == PRODUCER)
     def _():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         produce(config, operands, scratch, Steps(config, operands.table, number))

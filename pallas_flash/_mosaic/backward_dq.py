@@ -256,11 +256,11 @@ def pallas_flash_dq(operands: Operands, *outputs, static: DqConfig, **memory):
         q_tile = config.q.count - 1 - q_tile
     cta = Cta(*config.place(head, outer), q_tile)
 
-    @pl.when(config.exists(cta.h, warpgroup < config.tile.warpgroups))
+    @common.when(config.exists(cta.h, warpgroup < config.tile.warpgroups))
     def _():
         ConsumerWarpgroup(config, operands, outputs, scratch, cta, warpgroup).run()
 
-    @pl.when(config.exists(cta.h, warpgroup == config.tile.warpgroups))
+    @common.when(config.exists(cta.h, warpgroup == config.tile.warpgroups))
     def _():
         produce(config, operands, scratch, cta)
 

@@ -271,7 +271,7 @@ class ConsumerWarpgroup:
             centered = plgpu.load(centered.at[self.cta.b, self.kv_head]) != 0
         plgpu.barrier_wait(scratch.kv_full)
         if config.centers:
-            pl.when(centered)(self.center_keys)
+            common.when(centered)(self.center_keys)
             # Products of both warpgroups read these keys, apart from the threads that stored them.
             # They meet without a center, too: a branch right before the loop costs it 22
             # instructions.
@@ -465,7 +465,7 @@ class ConsumerWarpgroup:
         twice = ptx.groups(columns - offset) if self.block_q == ROWS else 0
         if twice:
             first = functools.partial(ptx.add_fragments, dq, ref, slice(twice))
-            pl.when(self.warpgroup == 0)(first)
+            common.when(self.warpgroup == 0)(first)
         if offset:
             ptx.add_fragments(dq, ref, slice(twice, None))
 
@@ -556,7 +556,7 @@ class ProducerWarpgroup:
         # The first iterations, which wait for no stage of queries, are peeled. LLVM peels them off
         # short loops by itself; where it does not, ptxas spills in the loop of the consumers.
         for n in range(config.stages):
-            pl.when(n < self.inner.count)(functools.partial(self.step, jnp.int32(n)))
+            common.when(n < self.inner.count)(functools.partial(self.step, jnp.int32(n)))
         pl.loop(jnp.int32(config.stages), self.inner.count)(self.step)
 
     def step(self, j):
@@ -632,11 +632,11 @@ def pallas_flash_backward(operands: Operands, added, *outputs, static: OuterKeys
     b, head = config.place(head, outer)
     args = config, operands, grads, scratch, Cta(b, head, kv_tile)
 
-    @pl.when(config.exists(head, warpgroup < CONSUMERS))
+    @common.when(config.exists(head, warpgroup < CONSUMERS))
     def _():
         ConsumerWarpgroup(*args, warpgroup).run()
 
-    @pl.when(config.exists(head, warpgroup == PRODUCER))
+    @common.when(config.exists(head, warpgroup == PRODUCER))
     def _():
         ProducerWarpgroup(*args).run()
 

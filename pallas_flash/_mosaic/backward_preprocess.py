@@ -118,7 +118,7 @@ def pallas_flash_preprocess(
             shift_sm[...] = row(0.0)
             kv_head = common.quotient(h, config.q_heads)
             centered = plgpu.load(inputs.is_centered.at[b, kv_head]) != 0
-            pl.when(centered)(lambda: center(kv_head))
+            common.when(centered)(lambda: center(kv_head))
 
     def center(kv_head):
         """Shift the LSE, or compute its shift. All else is in shared memory by now."""
@@ -146,8 +146,8 @@ def pallas_flash_preprocess(
 
     last = config.q_len if inputs.valid is None else plgpu.load(inputs.valid.at[b])
     some = tile * TILE_ROWS < last
-    pl.when(some)(compute)
-    pl.when(jnp.logical_not(some))(nothing)
+    common.when(some)(compute)
+    common.when(jnp.logical_not(some))(nothing)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(delta_sm, out.delta.at[b, h, rows])
     plgpu.copy_smem_to_gmem(lse_sm, out.lse.at[b, h, rows])

@@ -33,6 +33,17 @@ PARAMETERS = plgpu.CompilerParams(
 )
 
 
+def cond(pred, then, otherwise, *operands):
+    """`lax.cond` for warpgroups; JAX starts ptxas, to ask its version, for each bool it converts."""
+    index = lax.select(pred, jnp.int32(1), jnp.int32(0))
+    return lax.switch(index, (otherwise, then), *operands)
+
+
+def when(pred):
+    """`pl.when` for warpgroups, by `cond`."""
+    return lambda then: cond(pred, then, lambda: None)
+
+
 def positions(shape, row, column):
     """Return int32 indices of a tile's rows and of its columns, each of the tile's shape."""
     return ptx.positions(shape, 0, row), ptx.positions(shape, 1, column)

@@ -360,11 +360,11 @@ def pallas_flash_decode(inputs: Inputs, *result_refs, static: DecodeConfig, **me
     tiles = work_loop.WorkTiles(inputs.schedule, cta, None, kind=SplitTile)
     consumes = warpgroup < config.tile.warpgroups
 
-    @pl.when(consumes)
+    @common.when(consumes)
     def _():
         consume(inputs, result_refs, smem, tiles, warpgroup, config)
 
-    @pl.when(jnp.logical_not(consumes))
+    @common.when(jnp.logical_not(consumes))
     def _():
         produce(inputs, smem, tiles, config)
 

@@ -108,8 +108,8 @@ def from_last_block_or(ref, last_ref, start, first, length, block: int):
     """
     end = length - common.remainder(length, block)
     inside = (first >= end) & (first < end + block)
-    pl.when(inside)(lambda: start(last_ref, first - end))
-    pl.when(jnp.logical_not(inside))(lambda: start(ref, first))
+    common.when(inside)(lambda: start(last_ref, first - end))
+    common.when(jnp.logical_not(inside))(lambda: start(ref, first))
 
 
 # ------------------------------------------------------------------------------------------------

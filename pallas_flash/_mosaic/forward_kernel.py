@@ -362,7 +362,7 @@ class ConsumerWarpgroup:
         lax.fori_loop(jnp.int32(0), visited.start, self.skip, None)
         # A query tile may see no key at all.
         some = visited.start < visited.stop
-        acc, m, l = lax.cond(some, self.mainloop, self.no_blocks, *state)
+        acc, m, l = common.cond(some, self.mainloop, self.no_blocks, *state)
         lax.fori_loop(visited.stop, blocks.count, self.skip, None)
         self.epilogue(acc, m, l)
 
@@ -489,7 +489,7 @@ class ConsumerWarpgroup:
                 # One thread arrives at the barriers of a cluster: all warps must have waited.
                 for n, barrier in enumerate(SKIPPED):
                     meet = functools.partial(ptx.meet, barrier, 128)
-                    pl.when(self.warpgroup == n)(meet)
+                    common.when(self.warpgroup == n)(meet)
             pipeline.consumer_release(self.kv_base + j)
         self.wait_mask(j)
         self.release_mask(j)
@@ -563,7 +563,7 @@ class ConsumerWarpgroup:
         for n, ref in enumerate(self.statistic_refs):
             source = smem.statistics_sm.at[self.warpgroup, n]
             start = functools.partial(plgpu.copy_smem_to_gmem, source, ref.at[b, h, rows])
-            pl.when(first_row < ref.shape[2])(start)
+            common.when(first_row < ref.shape[2])(start)
         if smem.o_sm is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.queries.consumer_release(0)
@@ -720,11 +720,11 @@ def pallas_flash_forward(
     warpgroup = lax.axis_index("warpgroup")
     consumes = warpgroup < config.tile.warpgroups
 
-    @pl.when(consumes)
+    @common.when(consumes)
     def _():
         consume(inputs, o_ref, statistic_refs, smem, tiles, warpgroup, config)
 
-    @pl.when(jnp.logical_not(consumes))
+    @common.when(jnp.logical_not(consumes))
     def _():
         ProducerWarpgroup(inputs, smem, config).run(tiles)
 
