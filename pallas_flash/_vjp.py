@@ -60,9 +60,11 @@ def attend(plan: Plan, operands: dict, rest: Problem):
         rest: the problem that it returned.
     """
     kinds = jax.typeof(operands["query"]).sharding.mesh.axis_types
-    if all(kind == AxisType.Auto for kind in kinds):
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((operands, rest)))
+    if traced and all(kind == AxisType.Auto for kind in kinds):
         return _attend_on_mesh(plan, operands, rest)
-    # Outside of `jit` JAX has no rule for what is differentiated here inside a `shard_map`.
+    # Outside of `jit` one compiled program costs less than its operations one by one, and JAX has
+    # no rule for what is differentiated here inside a `shard_map` of Explicit axes.
     return _attend_compiled(plan, operands, rest)
 
 

@@ -36,6 +36,13 @@ def test_second_call_compiles_nothing(implementation, caplog):
         assert "Compiling" not in caplog.text
 
 
+def test_call_is_one_program(caplog):
+    q = jnp.ones((1, 21, 2, 16))
+    with jax.log_compiles():
+        pallas_flash.attention(q, q, q, is_causal=True, return_lse=True)
+    assert caplog.text.count("Finished XLA compilation") == 1
+
+
 def apart(b, h, q_pos, k_pos):
     return abs(q_pos - k_pos) > 3
 
