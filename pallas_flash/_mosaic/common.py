@@ -34,7 +34,7 @@ PARAMETERS = plgpu.CompilerParams(
 
 
 def cond(pred, then, otherwise, *operands):
-    """`lax.cond` for warpgroups; JAX starts ptxas, to ask its version, for each bool it converts."""
+    """`lax.cond` for warpgroups. JAX runs `ptxas --version` for each bool that it would convert."""
     index = lax.select(pred, jnp.int32(1), jnp.int32(0))
     return lax.switch(index, (otherwise, then), *operands)
 
