@@ -5,11 +5,13 @@ import dataclasses
 import inspect
 import re
 import typing
+from pathlib import Path
 from typing import Any
 
 from models.gpt import GPTConfig
 from models.sharding import AXES
 from scripts.command import Parser
+from scripts.training.checkpoints import MARK, read_marked
 from scripts.training.processes import FLAGS, UserError
 
 # A number computed in float32 must be finite there, and one that divides must not be zero.
@@ -128,7 +130,7 @@ class TrainConfig:
 def by_flags(message: object) -> str:
     """Return a message with flags where it has settings: --batch-size for `batch_size`."""
     fields = (*dataclasses.fields(GPTConfig), *dataclasses.fields(TrainConfig))
-    names = {*FLAGS, *(field.name for field in fields)}
+    names = {*FLAGS, "config", *(field.name for field in fields)}
 
     def flag(match):
         return f"--{match[1].replace('_', '-')}" if match[1] in names else match[0]
@@ -213,8 +215,14 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument(
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument(
         "--preset", choices=PRESETS, default="cpu", help="values of the flags that are not given"
+    )
+    base.add_argument(
+        "--config",
+        metavar="RUN.JSON",
+        help="the same from the run.json of another run; --out-dir is from there, too",
     )
     parser.add_argument(
         "--restart",
@@ -276,20 +284,56 @@ def flag_type(kind: type, name: str):
 
 
 def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
-    """Return a preset with the given flags in it.
+    """Return a preset, or the settings of another run, with the given flags in it.
 
     Raises:
         UserError: The values do not fit together.
     """
-    preset = PRESETS[flags["preset"]]
-    values = {k: None if x == "auto" else x for k, x in flags.items() if k != "preset"}
+    values = {k: None if x == "auto" else x for k, x in flags.items()}
+    preset, path = PRESETS[values.pop("preset")], values.pop("config", None)
+    base = preset if path is None else config_of_run(Path(path))
     if "steps" in values:
-        values.setdefault("warmup_steps", min(preset.warmup_steps, values["steps"] // 10))
+        values.setdefault("warmup_steps", min(base.warmup_steps, values["steps"] // 10))
+    return with_values(base, values)
+
+
+def with_values(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
+    """Return settings with other values, by the names of `flat_config`.
+
+    Raises:
+        UserError: The values do not fit together.
+    """
     names = {field.name for field in dataclasses.fields(GPTConfig)}
-    model = {name: values.pop(name) for name in values.keys() & names}
+    model = {name: x for name, x in values.items() if name in names}
+    others = {name: x for name, x in values.items() if name not in names}
     try:
         return dataclasses.replace(
-            preset, model=dataclasses.replace(preset.model, **model), **values
+            config, model=dataclasses.replace(config.model, **model), **others
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def config_of_run(path: Path) -> TrainConfig:
+    """Return the settings in the run.json of a run.
+
+    Raises:
+        UserError: It is no such file, or it has a setting that is unknown or of the wrong type.
+    """
+    content = read_marked(path)
+    if content is None:
+        raise UserError(
+            f"`config` must be the run.json of a run of this script; got {str(path)!r}, which "
+            "cannot be read, or was not written by it."
+        )
+    values = {name: x for name, x in content.items() if name not in (*MARK, "text")}
+    hints = typing.get_type_hints(GPTConfig) | typing.get_type_hints(TrainConfig)
+    for name, x in values.items():
+        # JSON writes a float that is whole as an int if a person does.
+        kinds = typing.get_args(hints.get(name)) or (hints.get(name),)
+        kinds = (*kinds, int) if float in kinds else kinds
+        if name not in flat_config(TrainConfig()) or type(x) not in kinds:
+            raise UserError(
+                f"`config` must have settings of this script; got {name!r}: {x!r} in {str(path)!r}."
+            )
+    return with_values(TrainConfig(), values)

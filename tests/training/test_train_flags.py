@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import runpy
 import sys
 import types
@@ -14,6 +15,7 @@ from support.tiny_run import flags, parameters_of
 from pallas_flash import _limits
 from scripts import train_gpt
 from scripts.train_gpt import main
+from scripts.training.checkpoints import MARK
 from scripts.training.mesh import check_memory
 from scripts.training.processes import UserError
 from scripts.training.settings import (
@@ -38,7 +40,7 @@ def test_every_field_is_a_flag_with_a_help():
     for action in parser._actions:
         named[action.dest] = action.help
     expected = set(flat_config(tiny_run.TINY)) - {"vocab_size"}
-    assert set(named) == expected | {"preset", "restart", "help"}
+    assert set(named) == expected | {"preset", "config", "restart", "help"}
     assert set(CHOICES["attention"]) == {"auto", "cudnn", *_limits.IMPLEMENTATIONS}
     for name, text in named.items():
         assert text, f"{name} has no help"
@@ -60,6 +62,34 @@ def test_flags_of_a_configuration_give_it_back(config):
     model = dataclasses.replace(config.model, attention=None, rope_theta=None)
     other = dataclasses.replace(config, model=model, top_k=None, gradient_check=True)
     assert flat_config(parsed(*flags(other))) == flat_config(other)
+
+
+def written(path, **changes):
+    settings = flat_config(PRESETS["gpt2-small"]) | dict(text="hash") | changes
+    path.write_text(json.dumps({**MARK, **settings}))
+    return str(path)
+
+
+def test_config_takes_the_settings_of_a_run_and_flags_override_them(tmp_path):
+    path = written(tmp_path / "run.json", seed=7, learning_rate=1)
+    expected = dataclasses.replace(PRESETS["gpt2-small"], seed=7, learning_rate=1, top_k=5)
+    assert parsed("--config", path, "--top-k", "5") == expected
+    assert flat_config(parsed("--config", path, "--top-k", "5")) == flat_config(expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (dict(stepz=3), "--config must have settings of this script; got 'stepz': 3 in "),
+        (dict(steps="3"), "--config must have settings of this script; got 'steps': '3' in "),
+        (dict(remat=1), "--config must have settings of this script; got 'remat': 1 in "),
+        (dict(steps=0), "--steps must be between 1 and 2147483647; got 0"),
+        (dict(made_by="a person"), "--config must be the run.json of a run of this script; got "),
+    ],
+)
+def test_config_with_a_wrong_setting_names_it(change, fragment, tmp_path, capsys):
+    assert main(["--config", written(tmp_path / "run.json", **change)]) == 2
+    assert fragment in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
