@@ -35,6 +35,7 @@ import shlex
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any, NamedTuple
 
 try:
@@ -52,7 +53,7 @@ try:
     from scripts.training.mesh import check_memory, make_layout
     from scripts.training.processes import UserError, fail, say
     from scripts.training.report import Speed, describe, metric_lines, program_bytes, work_of
-    from scripts.training.run_folder import RunFolder
+    from scripts.training.run_folder import RunFolder, params_of
     from scripts.training.settings import (
         TrainConfig,
         by_flags,
@@ -442,8 +443,8 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     layout, device = make_layout(config), jax.local_devices()[0]
     text = load_text(config)
-    # Text and run folder may have other names on another machine.
-    paths = {"data": None, "out_dir": None}
+    # Text and run folders may have other names on another machine.
+    paths = {"data": None, "out_dir": None, "init_from": None}
     processes.check_same({**flat_config(config), **paths, "text": text.sha256})
     init_state, train_step, eval_step = make_steps(config, layout)
     params = jax.eval_shape(init_state).params
@@ -457,6 +458,9 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         if config.gradient_check and not finished:
             error = check_gradients(config, text, layout)
         state = folder.resume(init_state, layout.of)
+        if config.init_from is not None and not folder.last_step:
+            path = Path(config.init_from)
+            state = state._replace(params=params_of(path, config.model, init_state, layout.of))
         if finished:
             say(
                 "finished",

@@ -126,13 +126,14 @@ class Checkpoints:
             )
         return step
 
-    def open(self):
+    def open(self, *, read_only: bool = False):
         """Start orbax's manager; every process calls this before it saves or restores."""
         # Its threads would print pages about an error that is also raised.
         absl.logging.set_verbosity(absl.logging.FATAL)
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
             save_root_metadata=False,
             single_host_load_and_broadcast=several(),
         )

@@ -32,8 +32,8 @@ from matplotlib.figure import Figure
 
 from models.gpt import GPTConfig
 from scripts.training.checkpoints import MARK, Checkpoints, read_marked, write_file
-from scripts.training.processes import UserError, from_writer, is_writer, warn
-from scripts.training.settings import TrainConfig, flat_config
+from scripts.training.processes import UserError, from_writer, is_writer, say, warn
+from scripts.training.settings import TrainConfig, config_of_run, flat_config
 
 try:
     import fcntl
@@ -260,6 +260,44 @@ class RunFolder:
                 write_file(self.path / CURVES, picture.getvalue())
             except OSError as error:
                 warn(f"{CURVES} was not written: {error}.")
+
+
+def params_of(path: Path, model: GPTConfig, init_state, shardings_of):
+    """Return the parameters of the newest whole checkpoint of a run, which stays as it is.
+
+    Args:
+        path: The folder of the run.
+        model: The model that gets the parameters; the run's may differ in what has none.
+        init_state: See `Checkpoints.restore`.
+        shardings_of: See there.
+
+    Raises:
+        UserError: It is no such folder, its model has other parameters, or no checkpoint is whole.
+    """
+    if not is_run_folder(path):
+        raise UserError(f"`init_from` must be the folder of a run; got {str(path)!r}.")
+    other = config_of_run(path / RUN).model
+    names = "vocab_size", "num_layers", "num_heads", "kv_heads", "embed_dim", "mlp_dim"
+    differ = [
+        f"{name} (there {getattr(other, name)}, here {getattr(model, name)})"
+        for name in (*names, "rope_theta")
+        if getattr(other, name) != getattr(model, name)
+    ]
+    if differ:
+        raise UserError(
+            f"`init_from` must have a model of the same shape; got {str(path)!r}, which differs in "
+            f"{', '.join(differ)}: take its settings by --config."
+        )
+    checkpoints = Checkpoints(path / CHECKPOINTS)
+    steps = (x for x in reversed(checkpoints.steps()) if checkpoints.damage(x) is None)
+    step = from_writer(lambda: next(steps, 0))
+    if not step:
+        raise UserError(f"`init_from` must have a whole checkpoint; got {str(path)!r} without one.")
+    checkpoints.open(read_only=True)
+    with contextlib.closing(checkpoints):
+        params = checkpoints.restore(step, init_state, shardings_of).params
+    say("parameters", f"of step {step} of {path}")
+    return params
 
 
 def is_run_folder(path: Path) -> bool:

@@ -44,6 +44,8 @@ class TrainConfig:
         model: The shape of the model; its fields are flags of their own.
         data: Text file, or folder of text files, to train on; auto is Python's standard library.
         out_dir: Folder of the run's results; a run in it is resumed.
+        init_from: Folder of another run; this one begins with the parameters of its newest
+            checkpoint. auto is random ones.
         mesh: Devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; auto is all of them on
             data. A run may resume with another mesh, which changes only the order of sums.
         seed: Decides the initial parameters, the order of the data and the sample.
@@ -73,6 +75,7 @@ class TrainConfig:
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     data: str | None = dataclasses.field(default=None, compare=False)
     out_dir: str = dataclasses.field(default="runs/gpt", compare=False)
+    init_from: str | None = None
     mesh: str | None = dataclasses.field(default=None, compare=False)
     seed: int = 0
     steps: int = 800
@@ -115,7 +118,7 @@ class TrainConfig:
                 f"`warmup_steps` must be below `steps`; got {self.warmup_steps} and {self.steps}."
             )
         # A shell variable may be unset.
-        for name in ("out_dir", "data", "prompt"):
+        for name in ("out_dir", "data", "init_from", "prompt"):
             if getattr(self, name) == "":
                 raise UserError(f"`{name}` must have a character; got ''.")
         if self.mesh is not None:

@@ -15,6 +15,7 @@ from support.tiny_run import STEPS, checkpoint_steps, flags, metrics
 
 from scripts import train_gpt
 from scripts.train_gpt import main, train
+from scripts.training.processes import UserError
 from scripts.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -219,3 +220,55 @@ def test_restart_replaces_the_old_run(config, finished):
     assert main([*flags(short), "--restart"]) == 0
     assert [line["step"] for line in metrics(short)] == [1, 2, 3]
     assert checkpoint_steps(short) == [3]
+
+
+def files_of(folder):
+    return {p: p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+
+
+def test_run_begins_with_the_parameters_of_another(finished, config):
+    other, result = finished
+    before = files_of(other.out_dir)
+    # A rate of almost zero keeps the parameters, and so the loss on held-out text.
+    more = dataclasses.replace(config, init_from=other.out_dir, learning_rate=1e-12, seed=3)
+    assert train(more).val_loss == pytest.approx(result.val_loss, rel=1e-5)
+    assert files_of(other.out_dir) == before
+    assert metrics(dataclasses.replace(more, out_dir=other.out_dir)) != metrics(more)
+
+
+def test_begun_run_resumes_without_the_other(finished, config, monkeypatch):
+    other = config.out_dir + "-other"
+    shutil.copytree(finished[0].out_dir, other)
+    more = dataclasses.replace(config, init_from=other)
+    whole = dataclasses.replace(more, out_dir=config.out_dir + "-whole")
+    train(whole)
+    die_at_batch(monkeypatch, 8)
+    with pytest.raises(Killed):
+        train(more)
+    monkeypatch.undo()
+    shutil.rmtree(other)
+    train(more)
+    assert metrics(more) == metrics(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        ("no run", "`init_from` must be the folder of a run; got "),
+        ("no checkpoint", "`init_from` must have a whole checkpoint; got "),
+        ("model", "which differs in num_layers (there 1, here 2): take its settings by --config."),
+    ],
+)
+def test_init_from_names_what_is_wrong(change, fragment, finished, config, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(finished[0].out_dir, other)
+    model = config.model
+    if change == "no run":
+        (other / "run.json").unlink()
+    elif change == "no checkpoint":
+        shutil.rmtree(other / "checkpoints")
+    else:
+        model = dataclasses.replace(model, num_layers=2)
+    with pytest.raises(UserError) as error:
+        train(dataclasses.replace(config, model=model, init_from=str(other)))
+    assert fragment in str(error.value)
