@@ -9,6 +9,12 @@ from pallas_flash._mask_objects import Predicate as Predicate
 from pallas_flash._mask_objects import PrefixLM as PrefixLM
 from pallas_flash._mask_objects import Segments as Segments
 from pallas_flash._mask_objects import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
+from pallas_flash._named_masks import BlockCausal as BlockCausal
+from pallas_flash._named_masks import Chunked as Chunked
+from pallas_flash._named_masks import Dilated as Dilated
+from pallas_flash._named_masks import Neighborhood as Neighborhood
+from pallas_flash._named_masks import SharedPrefix as SharedPrefix
+from pallas_flash._named_masks import Tree as Tree
 from pallas_flash._order import balanced_order as balanced_order
 from pallas_flash._plot import plot_mask as plot_mask
 from pallas_flash._resolve import Explanation as Explanation

@@ -130,15 +130,8 @@ class Extremes(NamedTuple):
     high: Any
 
 
-def _number_range(leaf, q_tiles: Tiling, kv_tiles: Tiling, inner: int) -> BlockRange:
-    """Return the ranges of a `NumberLeaf`, which compares numbers of queries and of keys.
-
-    Args:
-        leaf: a pytree with the property `numbers` and the method `compare`.
-        q_tiles: the tiles of queries.
-        kv_tiles: the tiles of keys.
-        inner: the axis of the inner side in [B, query tiles, key tiles].
-    """
+def _compared(leaf, q_tiles: Tiling, kv_tiles: Tiling):
+    """Return what `leaf.compare` says of each block, [1 or B, query tiles, key tiles]."""
 
     def extremes(x, tiling, axis):
         def tiles(fill):
@@ -151,7 +144,24 @@ def _number_range(leaf, q_tiles: Tiling, kv_tiles: Tiling, inner: int) -> BlockR
         return Extremes(*(jnp.expand_dims(end, axis) for end in ends))
 
     query, key_value = leaf.numbers
-    some, every = leaf.compare(extremes(query, q_tiles, 2), extremes(key_value, kv_tiles, 1))
+    return leaf.compare(extremes(query, q_tiles, 2), extremes(key_value, kv_tiles, 1))
+
+
+def number_classes(leaf, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
+    """Return the classes of the blocks of a `NumberLeaf`, [1 or B, 1, query tiles, key tiles]."""
+    return BlockClasses(*(jnp.expand_dims(x, 1) for x in _compared(leaf, q_tiles, kv_tiles)))
+
+
+def _number_range(leaf, q_tiles: Tiling, kv_tiles: Tiling, inner: int) -> BlockRange:
+    """Return the ranges of a `NumberLeaf`, which compares numbers of queries and of keys.
+
+    Args:
+        leaf: a pytree with the property `numbers` and the method `compare`.
+        q_tiles: the tiles of queries.
+        kv_tiles: the tiles of keys.
+        inner: the axis of the inner side in [B, query tiles, key tiles].
+    """
+    some, every = _compared(leaf, q_tiles, kv_tiles)
     n = (q_tiles, kv_tiles)[inner - 1].count
     tile = jnp.expand_dims(jnp.arange(n, dtype=jnp.int32), (0, 3 - inner))
 
@@ -198,15 +208,27 @@ def classes_of_ranges(kv_ranges, q_ranges, q_tiles: Tiling, kv_tiles: Tiling) ->
 
     Both are needed: each direction knows ragged tiles only on its inner side.
     """
-
-    def inside(ranges, inner: Tiling):
-        tile = inner.numbers[None, None]
-        start, full_start, full_stop, stop = (ranges[:, None, :, i, None] for i in range(4))
-        return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
-
-    some, every = inside(kv_ranges, kv_tiles)
-    some_t, every_t = inside(q_ranges, q_tiles)
+    some, every = _inside(kv_ranges, kv_tiles)
+    some_t, every_t = _inside(q_ranges, q_tiles)
     return BlockClasses(some & some_t.swapaxes(2, 3), every & every_t.swapaxes(2, 3))
+
+
+def classes_of_leaf(kv_ranges, q_ranges, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
+    """Return the classes that the ranges of one leaf give, over the pairs of the arrays.
+
+    A direction takes a ragged inner tile for a whole one and calls it partial; the other direction
+    knows its end. So a block is full if either direction says so.
+    """
+    some, every = _inside(kv_ranges, kv_tiles)
+    some_t, every_t = _inside(q_ranges, q_tiles)
+    return BlockClasses(some & some_t.swapaxes(2, 3), every | every_t.swapaxes(2, 3))
+
+
+def _inside(ranges, inner: Tiling):
+    """Return which inner tiles are in a range, and which in its full part, [1 or B, 1, ...]."""
+    tile = inner.numbers[None, None]
+    start, full_start, full_stop, stop = (ranges[:, None, :, i, None] for i in range(4))
+    return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
 
 
 def of_groups(classes: BlockClasses, groups: int) -> BlockClasses:

@@ -165,6 +165,7 @@ def kind_of(mask: Mask) -> MaskKind:
 def _kind_of_leaf(leaf) -> MaskKind:
     kinds = {
         LeafKind.DOCUMENTS: MaskKind.DOCUMENTS,
+        LeafKind.NUMBERS: MaskKind.DOCUMENTS,
         LeafKind.ARRAY: MaskKind.ARRAY,
         LeafKind.BLOCKS: MaskKind.BLOCKS,
         LeafKind.PREDICATE: MaskKind.PREDICATE,

@@ -1,13 +1,13 @@
 """Masks that a user builds and passes as `mask`; boolean arrays are one of them.
 
-They are leaves of the algebra in _masks, and `&` joins them. The other arguments of `attention`
-that restrict keys become further leaves. `fit` checks a leaf against a call.
+`&`, `|` and `~` join them, see _masks. `fit` checks an object against a call and returns a leaf of
+the algebra. The other arguments of `attention` that restrict keys become further leaves.
 """
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,18 @@ from pallas_flash._checks import (
     operands,
     uses,
 )
-from pallas_flash._masks import STATIC, Leaf, LeafKind, Mask, NumberLeaf, leaf
+from pallas_flash._masks import (
+    STATIC,
+    Complement,
+    Either,
+    Leaf,
+    LeafKind,
+    Mask,
+    NumberLeaf,
+    Scattered,
+    as_mask,
+    leaf,
+)
 from pallas_flash._operands import Pairs, Positions, TokenPositions, for_user
 
 
@@ -41,12 +52,14 @@ class Call(NamedTuple):
         is_causal: whether the call is causal by its own argument.
         at: the positions of tokens.
         shards: the number of shards of the sequence; the arrays are one shard.
+        mesh_axes: the mesh axes that divide the sequence into shards.
     """
 
     scores_shape: tuple[int, int, int, int]
     is_causal: bool = False
     at: TokenPositions = TokenPositions()
     shards: int = 1
+    mesh_axes: tuple[str, ...] = ()
 
     @property
     def pairs_shape(self) -> tuple[int, int, int, int]:
@@ -60,59 +73,94 @@ class Call(NamedTuple):
         _, _, q_len, kv_len = self.scores_shape
         return q_len * self.shards, kv_len * self.shards
 
+    def positions(self) -> Positions:
+        """Return the positions of all tokens, also where these are their indices."""
+        if self.at.positions is not None:
+            return self.at.positions
+        _, _, q_len, kv_len = self.scores_shape
+        q, k = (jnp.arange(n, dtype=jnp.int32)[None] for n in (q_len, kv_len))
+        if self.mesh_axes:
+            shard = lax.axis_index(self.mesh_axes).astype(jnp.int32)
+            q, k = q + shard * q_len, k + shard * kv_len
+        if q_len == kv_len and not self.at.moved:
+            return Positions(q)
+        offset = self.at.shift if self.at.offset is None else self.at.offset[:, None]
+        return Positions(q + offset, k)
 
-class Joinable(Leaf):
-    """A leaf that a user may build, with the operator `&`."""
 
-    # Keeps NumPy from applying `&` to each element of an array.
+class Joinable(abc.ABC):
+    """A mask that a user may build, with the operators `&`, `|` and `~`."""
+
+    # Keeps NumPy from applying operators to each element of an array.
     __array_ufunc__ = None
 
     def __and__(self, other) -> Mask:
-        return Mask((self,)) & other
+        return as_mask(self) & other
 
     def __rand__(self, other) -> Mask:
-        return Mask((other,)) & self
+        return as_mask(other) & self
+
+    def __or__(self, other) -> Mask:
+        return as_mask(self) | other
+
+    def __ror__(self, other) -> Mask:
+        return as_mask(other) | self
+
+    def __invert__(self) -> Mask:
+        return ~as_mask(self)
 
     @abc.abstractmethod
-    def fit(self, call: Call) -> "Joinable":
-        """Return this leaf checked against a call, with what it needs to know of the call."""
+    def fit(self, call: Call) -> Leaf:
+        """Return the leaf that this mask is in a call; raise if it does not fit the call."""
 
-    def sizes(self) -> tuple[int, int]:
-        """Return the batch size and the number of heads of its arrays; 1 where they broadcast."""
-        return 1, 1
+    def sizes(self) -> tuple[int, ...]:
+        """Return B, N, T and S as far as its arrays have them; 1 elsewhere."""
+        return 1, 1, 1, 1
 
     def asks(self, axis: int) -> bool:
-        """Whether a function of the leaf uses the index of the batch element (0) or head (1)."""
+        """Whether a function of the mask uses the index of the batch element (0) or head (1)."""
         del axis
         return False
 
 
-def fitted(mask, call: Call) -> tuple[Joinable, ...]:
+def fitted(mask, call: Call) -> tuple[Leaf, ...]:
     """Return the leaves of the argument `mask`, checked against the call."""
-    return tuple(leaf.fit(call) for leaf in _leaves(mask))
+
+    def fit(x) -> Leaf:
+        match x:
+            case Either():
+                return Either(tuple(Mask(fitted(y, call)) for y in x.masks))
+            case Complement():
+                return Complement(Mask(fitted(x.mask, call)))
+        return _joinable(x).fit(call)
+
+    return tuple(map(fit, as_mask(mask).leaves))
 
 
-def _leaves(mask) -> list[Joinable]:
-    parts = mask.leaves if isinstance(mask, Mask) else (mask,)
-    return [x if isinstance(x, Joinable) else MaskArray(Pairs(array("mask", x))) for x in parts]
+def members(mask) -> Iterator[Joinable]:
+    """Yield the objects and arrays that operators have joined to the argument `mask`."""
+    for x in as_mask(mask).leaves:
+        match x:
+            case Either():
+                for y in x.masks:
+                    yield from members(y)
+            case Complement():
+                yield from members(x.mask)
+            case _:
+                yield _joinable(x)
 
 
-class Scattered(Joinable):
-    """A leaf whose blocks form no runs; `block_classes` gives their classes."""
+def sizes_of(mask) -> tuple[int, ...]:
+    """Return B, N, T and S as far as the arrays of the argument `mask` have them; 1 elsewhere."""
+    return tuple(max(sizes) for sizes in zip(*(x.sizes() for x in members(mask)), strict=True))
 
-    @property
-    def scattered(self):
-        return True
 
-    def kv_range(self, q_tiles, kv_tiles):
-        return all_blocks(q_tiles, kv_tiles, full=True)
-
-    def q_range(self, q_tiles, kv_tiles):
-        return all_blocks(kv_tiles, q_tiles, full=True)
+def _joinable(x) -> Joinable:
+    return x if isinstance(x, Joinable) else MaskArray(Pairs(array("mask", x)))
 
 
 @leaf
-class MaskArray(Scattered):
+class MaskArray(Scattered, Joinable):
     """A boolean (q, k) array: True where the query may see the key."""
 
     kind = LeafKind.ARRAY
@@ -128,7 +176,7 @@ class MaskArray(Scattered):
         return MaskArray(Pairs(broadcastable("mask", x, call.pairs_shape)))
 
     def sizes(self):
-        return _batch_and_heads(self.pairs.array)
+        return _padded_shape(self.pairs.array)
 
     def allowed(self, b, h, q, k):
         return self.pairs.read(b, h, q, k)
@@ -192,21 +240,23 @@ class Segments(_masks.Segments, Joinable):
                [0, 0, 0, 1]], dtype=int32)
     """
 
-    def fit(self, call):
+    def fit(self, call, name="Segments"):
         batch, _, q_len, kv_len = call.scores_shape
-        query = integers("Segments.query", self.query, (batch, q_len), "[B, T]")
+        query = integers(f"{name}.query", self.query, (batch, q_len), "[B, T]")
         if self.key_value is not None:
-            keys = integers("Segments.key_value", self.key_value, (batch, kv_len), "[B, S]")
+            keys = integers(f"{name}.key_value", self.key_value, (batch, kv_len), "[B, S]")
             return Segments(query, keys)
         if q_len != kv_len:
             raise ValueError(
-                f"`Segments.key_value` must be given where T and S differ; got None with T={q_len} "
+                f"`{name}.key_value` must be given where T and S differ; got None with T={q_len} "
                 f"and S={kv_len}. Pass the ids of the keys, [B, S]."
             )
         return Segments(query)
 
     def sizes(self):
-        return _first_axis(self.query), 1
+        keys = self.query if self.key_value is None else self.key_value
+        (batch, q_len), (_, kv_len) = ((1, 1, *np.shape(x))[-2:] for x in (self.query, keys))
+        return batch, 1, q_len, kv_len
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
@@ -290,7 +340,7 @@ class PrefixLM(NumberLeaf, Joinable):
         return PrefixLM(lengths, call.at.offset, call.at.positions, call.at.shift)
 
     def sizes(self):
-        return _first_axis(self.prefix_lengths), 1
+        return (*np.shape(self.prefix_lengths), 1)[0], 1, 1, 1
 
     def allowed(self, b, h, q, k):
         if self.positions is not None:
@@ -313,6 +363,11 @@ class PrefixLM(NumberLeaf, Joinable):
             return self
         shift, offset = part.offset(self.shift, self.offset)
         return PrefixLM(part.kv.inside(self.prefix_lengths), offset, shift=shift)
+
+    def classes(self, q_tiles, kv_tiles):
+        if self.positions is not None:
+            return super().classes(q_tiles, kv_tiles)
+        return Leaf.classes(self, q_tiles, kv_tiles)
 
     def kv_range(self, q_tiles, kv_tiles):
         if self.positions is not None:
@@ -353,7 +408,24 @@ class PrefixLM(NumberLeaf, Joinable):
 
 
 @leaf
-class Predicate(Joinable):
+class Numbers(_masks.NumberBand, Joinable):
+    """What a mask that compares numbers of tokens is in a call."""
+
+    def fit(self, call):
+        batch, _, *lengths = call.scores_shape
+        for x, length in zip(self.numbers, lengths, strict=True):
+            if x.shape[1] != length or x.shape[0] not in (1, batch):
+                raise ValueError(
+                    "`BlockMask.mask` must hold a number for each token of the call; got an array "
+                    f"of shape {x.shape} for {length} tokens. Use `BlockMask.from_mask` for "
+                    "arrays of this shape, and pass the mask itself inside a `jax.shard_map` that "
+                    "divides the sequence."
+                )
+        return self
+
+
+@leaf
+class Predicate(Leaf, Joinable):
     """A mask by a function: True where the query may see the key.
 
     The function is traced into the kernels, which visit and mask every block. Wrap the predicate in
@@ -409,7 +481,7 @@ class Predicate(Joinable):
 
 
 @leaf
-class BlockMask(Scattered):
+class BlockMask(Scattered, Joinable):
     """Block-sparse attention: a bool for each block of queries and keys.
 
     Kernels visit only tiles that overlap a True block; sizes of tiles and blocks are independent.
@@ -472,10 +544,9 @@ class BlockMask(Scattered):
         q_len, kv_len, block_q, block_kv = (
             sizes[name] for name in ("q_len", "kv_len", "block_q", "block_kv")
         )
-        q, kv, parts = Tiling(q_len, block_q), Tiling(kv_len, block_kv), _leaves(mask)
-        own = [max(sizes) for sizes in zip(*(part.sizes() for part in parts), strict=True)]
+        q, kv, own = Tiling(q_len, block_q), Tiling(kv_len, block_kv), list(sizes_of(mask)[:2])
         for axis, name in enumerate(("batch", "num_heads")):
-            asks = any(part.asks(axis) for part in parts)
+            asks = any(part.asks(axis) for part in members(mask))
             if asks and given[name] is None and own[axis] == 1:
                 raise ValueError(
                     f"`{name}` must be given for a Predicate that asks for its index; got None. "
@@ -484,7 +555,7 @@ class BlockMask(Scattered):
             own[axis] = sizes[name] if sizes[name] > 1 else own[axis]
         own_batch, own_heads = own
         call = Call((own_batch, own_heads, q_len, kv_len))
-        mask = Mask(tuple(part.fit(call) for part in parts))
+        mask = Mask(fitted(mask, call))
         if [leaf.kind for leaf in mask.leaves] == [LeafKind.ARRAY]:
             some, every = mask.block_classes(q, kv)
         else:
@@ -516,13 +587,15 @@ class BlockMask(Scattered):
             return dataclasses.replace(self, **tables, **sizes)
         tables["every"] = self._table("every", call)
         mask = Mask(fitted(self.mask, call))
-        if call.at.moved and any(x.kind is LeafKind.PREFIX for x in mask.leaves):
+        by_position = {LeafKind.PREFIX: "PrefixLM", LeafKind.NUMBERS: "mask that goes by positions"}
+        names = [by_position[x.kind] for x in _leaves(mask) if x.kind in by_position]
+        if call.at.moved and names:
             offset = call.at.shift if call.at.offset is None else call.at.offset
             got = describe(offset) if call.at.positions is None else "positions"
             raise ValueError(
                 "`query_offset` must be 0, and `query_positions` and `key_value_positions` None, "
-                "with a BlockMask made from a PrefixLM, whose blocks were found without them; got "
-                f"{got}. Pass the PrefixLM itself as `mask`."
+                f"with a BlockMask made from a {names[0]}, whose blocks were found without them; "
+                f"got {got}. Pass the {names[0]} itself as `mask`."
             )
         return dataclasses.replace(self, **tables, **sizes, mask=mask)
 
@@ -545,7 +618,7 @@ class BlockMask(Scattered):
         return table
 
     def sizes(self):
-        return _batch_and_heads(self.some)
+        return *_padded_shape(self.some)[:2], self.q_len or 1, self.kv_len or 1
 
     def allowed(self, b, h, q, k):
         if self.mask is not None:
@@ -623,10 +696,16 @@ def _classes_by_rows(
     return BlockClasses(*(jnp.moveaxis(x[:, :, :, 0], 0, 2) for x in rows))
 
 
-def _first_axis(x) -> int:
-    return (*np.shape(x), 1)[0]
+def _leaves(mask: Mask) -> Iterator[Leaf]:
+    """Yield the leaves of a fitted mask that are not made of masks."""
+    for x in mask.leaves:
+        inner = x.masks if isinstance(x, Either) else (x.mask,) if isinstance(x, Complement) else ()
+        for y in inner:
+            yield from _leaves(y)
+        if not inner:
+            yield x
 
 
-def _batch_and_heads(x) -> tuple[int, int]:
-    batch, num_heads = (1, 1, 1, 1, *np.shape(x))[-4:-2]
-    return batch, num_heads
+def _padded_shape(x) -> tuple[int, ...]:
+    """Return the shape of an array of at most four axes, with 1 in front."""
+    return (1, 1, 1, 1, *np.shape(x))[-4:]

@@ -1,6 +1,7 @@
 """The algebra of masks: which keys a query may see, written once for all passes.
 
-A `Mask` is a conjunction of leaves. Each leaf has
+A `Mask` is a conjunction of leaves. `Either` and `Complement` are leaves made of masks, for the
+operators `|` and `~`. Each leaf has
 
 * the elementwise predicate `allowed(b, h, q, k)`: may query `q` of batch element `b` and query head
   `h` see key `k`? The arguments are integer index arrays that broadcast against each other. So the
@@ -13,9 +14,12 @@ A `Mask` is a conjunction of leaves. Each leaf has
 import abc
 import dataclasses
 import enum
+import functools
+import operator
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import _blocks
@@ -49,6 +53,9 @@ class LeafKind(enum.Enum):
     BLOCKS = "blocks"
     PREFIX = "prefix"
     PREDICATE = "predicate"
+    NUMBERS = "numbers"
+    EITHER = "either"
+    COMPLEMENT = "complement"
 
 
 class Window(NamedTuple):
@@ -107,10 +114,27 @@ class Leaf(Divisible, abc.ABC):
         del q_tiles, kv_tiles
         return None
 
+    def classes(self, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
+        """Return the class of every block by this leaf alone, over the pairs of the arrays.
+
+        Axes of tiles may be 1 where the class does not vary.
+        """
+        found = self.block_classes(q_tiles, kv_tiles)
+        if found is not None:
+            return found
+        kv = _blocks.intersect([self.kv_range(q_tiles, kv_tiles)], q_tiles, kv_tiles)
+        q = _blocks.intersect([self.q_range(q_tiles, kv_tiles)], kv_tiles, q_tiles)
+        return _blocks.classes_of_leaf(kv, q, q_tiles, kv_tiles)
+
     @property
     def scattered(self) -> bool:
         """Whether blocks form no runs, so that kernels need lists of them."""
         return False
+
+    @property
+    def later_rows_see_more(self) -> bool:
+        """Whether later queries see more keys."""
+        return self.window is not None and self.window.high is not None
 
     @property
     def exact_ranges(self) -> bool:
@@ -273,6 +297,9 @@ class NumberLeaf(Leaf):
     def q_range(self, q_tiles, kv_tiles):
         return _blocks.number_range(self, q_tiles, kv_tiles, 1)
 
+    def classes(self, q_tiles, kv_tiles):
+        return _blocks.number_classes(self, q_tiles, kv_tiles)
+
 
 @leaf
 class Segments(NumberLeaf):
@@ -305,16 +332,22 @@ class Segments(NumberLeaf):
 
 
 @leaf
-class PositionBand(NumberLeaf):
-    """A `Band` between positions that arrays hold: low <= position of k - position of q <= high.
+class NumberBand(NumberLeaf):
+    """Query q sees key k when low <= number of k - number of q <= high; None is unbounded.
 
-    Without positions of keys, queries and keys are the same tokens.
+    Attributes:
+        positions: the numbers of all tokens; without those of keys, both are the same tokens.
+        low: the least difference.
+        high: the greatest difference.
+        diagonal: whether every query is known to see the key of its own index, though queries and
+            keys have numbers of their own.
     """
 
-    kind = LeafKind.POSITIONS
+    kind = LeafKind.NUMBERS
     positions: Positions
     low: int | None = dataclasses.field(default=None, metadata=STATIC)
     high: int | None = dataclasses.field(default=None, metadata=STATIC)
+    diagonal: bool = dataclasses.field(default=False, metadata=STATIC)
 
     @property
     def numbers(self):
@@ -334,28 +367,111 @@ class PositionBand(NumberLeaf):
         return _both(above, below)
 
     @property
-    def window(self):
-        return Window(self.low, self.high, positions=self.positions)
+    def later_rows_see_more(self):
+        return self.high is not None
 
     @property
     def sees_diagonal(self):
-        return self.positions.key_value is None and self.window.has_diagonal
+        same = self.positions.key_value is None and Window(self.low, self.high).has_diagonal
+        return same or self.diagonal
+
+
+@leaf
+class PositionBand(NumberBand):
+    """A `Band` between positions that arrays hold: low <= position of k - position of q <= high."""
+
+    kind = LeafKind.POSITIONS
+
+    @property
+    def window(self):
+        return Window(self.low, self.high, positions=self.positions)
+
+
+class Scattered(Leaf):
+    """A leaf whose blocks form no runs; `block_classes` gives their classes."""
+
+    @property
+    def scattered(self):
+        return True
+
+    def kv_range(self, q_tiles, kv_tiles):
+        return _blocks.all_blocks(q_tiles, kv_tiles, full=True)
+
+    def q_range(self, q_tiles, kv_tiles):
+        return _blocks.all_blocks(kv_tiles, q_tiles, full=True)
+
+
+@leaf
+class Either(Scattered):
+    """The disjunction of masks: a pair is allowed where any of them allows it.
+
+    A block is full if it is full for one of them, and empty only if it is empty for all of them.
+    One mask alone is that mask, by lists of blocks.
+    """
+
+    kind = LeafKind.EITHER
+    masks: tuple["Mask", ...]
+
+    def allowed(self, b, h, q, k):
+        conditions = [mask.allowed(b, h, q, k) for mask in self.masks]
+        # A mask without leaves allows all.
+        found = [jnp.asarray(True) if x is None else x for x in conditions]
+        return functools.reduce(operator.or_, found)
+
+    def block_classes(self, q_tiles, kv_tiles):
+        some, every = zip(*(mask.classes(q_tiles, kv_tiles) for mask in self.masks), strict=True)
+        return BlockClasses(*(functools.reduce(operator.or_, x) for x in (some, every)))
+
+    @property
+    def sees_diagonal(self):
+        return any(mask.sees_diagonal for mask in self.masks)
+
+
+@leaf
+class Complement(Scattered):
+    """The pairs of the arrays that a mask does not allow: empty blocks of the mask are full here.
+
+    Positions past the arrays and all other leaves of a call stay hidden: they are joined by "and".
+    """
+
+    kind = LeafKind.COMPLEMENT
+    mask: "Mask"
+
+    def allowed(self, b, h, q, k):
+        hidden = self.mask.allowed(b, h, q, k)
+        return jnp.asarray(False) if hidden is None else ~hidden
+
+    def block_classes(self, q_tiles, kv_tiles):
+        some, every = self.mask.classes(q_tiles, kv_tiles)
+        return BlockClasses(~every, ~some)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask(Divisible):
-    """The conjunction of `leaves`; without leaves every query sees every key."""
+    """The conjunction of `leaves`; without leaves every query sees every key.
 
-    leaves: tuple[Leaf, ...] = ()
+    Before `_mask_objects.fitted` checks them, leaves are a user's arrays and mask objects, too.
+    """
 
-    # Keeps NumPy from applying `&` to each element of an array.
+    leaves: tuple[Any, ...] = ()
+
+    # Keeps NumPy from applying operators to each element of an array.
     __array_ufunc__ = None
 
     def __and__(self, other: Any) -> "Mask":
-        return Mask((*self.leaves, *(other.leaves if isinstance(other, Mask) else (other,))))
+        return Mask((*self.leaves, *as_mask(other).leaves))
 
-    __rand__ = __and__
+    def __or__(self, other: Any) -> "Mask":
+        return Mask((Either((*_alternatives(self), *_alternatives(as_mask(other)))),))
+
+    def __invert__(self) -> "Mask":
+        match self.leaves:
+            case (Complement(mask),):
+                return mask
+        return Mask((Complement(self),))
+
+    __rand__, __ror__ = __and__, __or__
 
     def __bool__(self) -> bool:
         return bool(self.leaves)
@@ -422,6 +538,18 @@ class Mask(Divisible):
                 some, every = some & classes.some, every & classes.every
         return BlockClasses(some, every)
 
+    def classes(self, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
+        """Return the class of every block over the pairs of the arrays.
+
+        It is exact where a single leaf is, also in ragged tiles: `block_classes` may call a full or
+        an empty one partial, which `~` would exchange.
+        """
+        some, every = Mask().block_classes(q_tiles, kv_tiles)
+        for leaf in self.leaves:
+            classes = leaf.classes(q_tiles, kv_tiles)
+            some, every = some & classes.some, every & classes.every
+        return BlockClasses(some, every)
+
     @property
     def windows(self) -> list[Window]:
         """The windows of the leaves that have one."""
@@ -453,7 +581,20 @@ class Mask(Divisible):
     @property
     def later_rows_see_more(self) -> bool:
         """Whether later queries see more keys, so that their tiles should start first."""
-        return any(window.high is not None for window in self.windows)
+        return any(leaf.later_rows_see_more for leaf in self.leaves)
+
+
+def as_mask(x) -> Mask:
+    """Return `x`, or the mask of the one leaf `x`."""
+    return x if isinstance(x, Mask) else Mask((x,))
+
+
+def _alternatives(mask: Mask) -> tuple[Mask, ...]:
+    """Return the masks of which a pair needs one."""
+    match mask.leaves:
+        case (Either(masks),):
+            return masks
+    return (mask,)
 
 
 def _both(*conditions):

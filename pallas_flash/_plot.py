@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int32
 from pallas_flash import _validate
 from pallas_flash._blocks import Tiling
 from pallas_flash._checks import at_least
-from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM, Segments
+from pallas_flash._mask_objects import sizes_of
 from pallas_flash._masks import Mask
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def plot_mask(
     lengths: Any = (query_seq_lengths, key_value_seq_lengths)
     positions: Any = (query_positions, key_value_positions)
     sizes = [np.shape(x)[0] for x in (*lengths, *ids, *positions, query_offset) if np.ndim(x)]
-    batch, num_heads, T, S = _known_sizes(mask)
+    batch, num_heads, T, S = (1,) * 4 if mask is None else sizes_of(mask)
     batch, num_heads = _axis_size("b", b, max(batch, *sizes, 1)), _axis_size("h", h, num_heads)
     q_len = _length("q_len", q_len, T, ids[0], positions[0])
     kv_len = _length("kv_len", kv_len, S, ids[1], positions[1])
@@ -165,30 +165,6 @@ def _draw_blocks(ax, q: Tiling, kv: Tiling, classes: np.ndarray, allowed: np.nda
         if occurs
     ]
     ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
-
-
-def _known_sizes(mask) -> tuple[int, int, int, int]:
-    """Return B, N, T and S as far as a mask has them, 1 elsewhere."""
-    shapes: list[tuple[int, ...]] = [(1, 1, 1, 1)]
-    leaves: tuple[Any, ...] = mask.leaves if isinstance(mask, Mask) else (mask,)
-    for leaf in leaves:
-        match leaf:
-            case BlockMask():
-                shape = (*np.shape(leaf.some)[:2], leaf.q_len or 1, leaf.kv_len or 1)
-            case Segments():
-                keys = leaf.query if leaf.key_value is None else leaf.key_value
-                shape = (len(leaf.query), 1, np.shape(leaf.query)[-1], np.shape(keys)[-1])
-            case PrefixLM():
-                shape = (*np.shape(leaf.prefix_lengths), 1, 1, 1)
-            case Predicate():
-                shape = ()
-            case MaskArray():
-                shape = leaf.pairs.shape
-            case _:
-                shape = np.shape(leaf)
-        shapes.append(((1,) * 4 + shape)[-4:])
-    B, N, T, S = (max(sizes) for sizes in zip(*shapes, strict=True))
-    return B, N, T, S
 
 
 def _axis_size(name: str, index: int, known: int) -> int:

@@ -140,7 +140,8 @@ def mask_of(
     if segment_ids is not None:
         leaves.append(_segments(segment_ids, batch, q_len, kv_len))
     if mask is not None:
-        leaves += fitted(mask, Call(scores_shape, causal, at, shards))
+        names = () if divided is None else divided.names
+        leaves += fitted(mask, Call(scores_shape, causal, at, shards, names))
     return Mask(tuple(leaves))
 
 

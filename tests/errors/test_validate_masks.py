@@ -6,7 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 from support.calls import Row, check, each, f32, i32
 
-from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
+from pallas_flash import (
+    BlockCausal,
+    BlockMask,
+    Chunked,
+    Dilated,
+    Neighborhood,
+    Predicate,
+    PrefixLM,
+    Segments,
+    SharedPrefix,
+    Tree,
+)
 
 
 def block_mask(q_len=5, kv_len=7, block_q=2):
@@ -90,6 +101,53 @@ def bad_mask_objects():
              "BlockMask of a prefix, of positions", ValueError,
              "whose blocks were found without them; got positions. Pass the PrefixLM itself",
              key_value_positions=i32(1, 7)),
+        # Masks with a name, and operators.
+        *(mask(lambda make=make, x=x: make(x), f"{name} of {x!r}", ValueError,
+               f"`{name}` must be an int of at least 1; got ")
+          for name, make in (("Chunked.size", Chunked), ("BlockCausal.size", BlockCausal),
+                             ("Dilated.stride", Dilated)) for x in (0, 2.0, True)),
+        mask(lambda: BlockCausal(2), "BlockCausal and causal", ValueError,
+             "`is_causal` must be False with a BlockCausal `mask`; got True.", is_causal=True),
+        mask(lambda: ~(Chunked(2) | PrefixLM(i32(2))), "PrefixLM inside operators, causal",
+             ValueError, "`is_causal` must be False with a PrefixLM", is_causal=True),
+        mask(lambda: ~(Chunked(2) | f32(5, 7)), "operators with floats", TypeError,
+             "`mask` must be boolean, True where a query may attend; got float32."),
+        mask(lambda: Chunked(2) | "text", "or with a string", TypeError,
+             "`mask` must be an array; got str 'text'."),
+        mask(lambda: SharedPrefix(i32(2, 5)), "SharedPrefix of queries for T != S", ValueError,
+             "`SharedPrefix.key_value` must be given where T and S differ; got None"),
+        mask(lambda: SharedPrefix(i32(2, 5), f32(2, 7)), "SharedPrefix of floats", TypeError,
+             "`SharedPrefix.key_value` must be int32; got float32."),
+        mask(lambda: Tree([[0]]), "Tree of lists", TypeError, "`Tree.parents` must be an array"),
+        mask(lambda: Tree(f32(2, 5)), "Tree of floats", TypeError,
+             "`Tree.parents` must be int32; got float32."),
+        mask(lambda: Tree(i32(1, 5)), "Tree of another batch", ValueError,
+             "`Tree.parents` must have shape [B, T] = (2, 5); got (1, 5)."),
+        *(mask(lambda x=x: Tree(jnp.full((2, 5), x, jnp.int32)), f"Tree of parents {x}", ValueError,
+               "`Tree.parents` must be -1 or the index of an earlier token") for x in (-2, 0, 4)),
+        *(mask(lambda: Tree(i32(2, 5) - 1), f"Tree and {name}", NotImplementedError,
+               "must be None with a Tree `mask`, which needs the whole tree in its order; got "
+               "`query_positions or key_value_positions`.", **{name: i32(1, n)})
+          for name, n in (("query_positions", 5), ("key_value_positions", 7))),
+        *(mask(lambda x=x: Neighborhood(x, (1,)), f"Neighborhood of {x!r}", TypeError,
+               "`Neighborhood.grid` must be a tuple of ints; got ") for x in (7, [7], ())),
+        *(mask(lambda x=x: Neighborhood((7,), (x,)), f"Neighborhood of a window {x!r}", ValueError,
+               "`Neighborhood.window` must be an int of at least 1; got ") for x in (0, 1.5)),
+        *(mask(lambda x=x: Neighborhood((7, 1), x), f"Neighborhood with a window {x}", ValueError,
+               "`Neighborhood.window` must have an int for each axis of the grid, not above its "
+               f"points; got {x} for a grid of (7, 1).") for x in ((3,), (8, 1), (1, 2))),
+        mask(lambda: Neighborhood((2, 3), (1, 1)), "Neighborhood of another length", ValueError,
+             "`Neighborhood.grid` must have a point for each key and query; got 6 points for T=5 "
+             "and S=7."),
+        *(mask(lambda make=make: BlockMask.from_mask(make(), 5, 7), f"BlockMask of {name}, moved",
+               ValueError, "with a BlockMask made from a mask that goes by positions",
+               query_offset=2)
+          for name, make in (("chunks", lambda: Chunked(2)),
+                             ("operators", lambda: ~(Chunked(2) | jnp.ones((5, 7), bool))))),
+        mask(lambda: dataclasses.replace(BlockMask.from_mask(Chunked(2), 6, 7), q_len=5),
+             "BlockMask with numbers of other tokens", ValueError,
+             "`BlockMask.mask` must hold a number for each token of the call; got an array of "
+             "shape (1, 6) for 5 tokens."),
         # Errors of `from_mask` itself.
         *(mask(lambda name=name, x=x: BlockMask.from_mask(**dict(mask=allowed, q_len=5, kv_len=7)
                                                           | {name: x}),

@@ -142,6 +142,7 @@ FEATURES = [
     "documents, causal, long",
     "mask with empty tiles",
     "blocks and predicate",
+    "masks by and, or, not",
     "bias of minus infinity",
     "sinks",
     "all features",

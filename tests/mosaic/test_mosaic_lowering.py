@@ -35,7 +35,12 @@ from pallas_flash.tuning import ForwardTile, TileSizes
 plgpu = common.plgpu
 
 # Ranges and lists of tiles, and all options. All take as long.
-IN_DEFAULT = ("documents, causal, long", "blocks and predicate", "all features")
+IN_DEFAULT = (
+    "documents, causal, long",
+    "blocks and predicate",
+    "masks by and, or, not",
+    "all features",
+)
 SERVED = [cases.BY_NAME[name] for name in cases.SERVED_ON_HOPPER]
 
 

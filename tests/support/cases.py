@@ -14,7 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from support.oracle import ExactScoreMod, visible
 
-from pallas_flash import BlockMask, Predicate, PrefixLM, ScoreMod, _api, _validate
+from pallas_flash import (
+    BlockCausal,
+    BlockMask,
+    Chunked,
+    Dilated,
+    Neighborhood,
+    Predicate,
+    PrefixLM,
+    ScoreMod,
+    Segments,
+    SharedPrefix,
+    Tree,
+    _api,
+    _validate,
+)
 
 Random = np.random.Generator
 
@@ -248,6 +262,33 @@ def _joined(random, c):
     return dict(mask=_blocks("N", 16, 32)(random, c)["mask"] & _predicate(random, c))
 
 
+def _sorted_id_pairs(random, c):
+    return _document_pairs(random, c)["segment_ids"]
+
+
+def _tree(random, c):
+    """Most tokens are near their parents; some begin a tree of their own."""
+    rows = [[random.integers(max(-1, i - 9), i) for i in range(c.T)] for _ in range(c.B)]
+    most = max(c.S - c.T, 0)
+    return dict(mask=Tree(_array(rows, "int32")), query_offset=_ints(random, -3, most, c.B))
+
+
+def _grid(random, c):
+    """The last points of a grid look at all points."""
+    grid = -(-max(c.T, c.S) // 12), 12
+    q, k = np.arange(c.T)[None] + max(c.S - c.T, 0), np.arange(c.S)[None]
+    positions = dict(query_positions=_array(q, "int32"), key_value_positions=_array(k, "int32"))
+    return dict(mask=Neighborhood(grid, (3, 5)), **positions)
+
+
+def _algebra(random, c):
+    """All operators; padding and later keys stay hidden."""
+    array = _array(random.random((c.N, c.T, c.S)) < 0.3)
+    hidden = Chunked(20) & ~SharedPrefix(*_sorted_id_pairs(random, c))
+    mask = ~hidden & (array | Segments(*_sorted_id_pairs(random, c)) | ~_predicate(random, c))
+    return dict(mask=mask, is_causal=True, query_offset=30, **_lengths(random, c))
+
+
 def _together(*draws):
     def draw(random, c):
         return {name: x for draw in draws for name, x in draw(random, c).items()}
@@ -350,6 +391,15 @@ FEATURES = (
             _slopes, _score_mod, _dropout(0.2),
         ),
     ),
+    Case("chunked, causal", options=_together(_offsets, _fixed(mask=Chunked(20)))),
+    Case("block-causal", options=_fixed(mask=BlockCausal(12), query_offset=16)),
+    Case("dilated window, positions",
+         options=_together(_positions, _fixed(mask=Dilated(3), local_window_size=(30, 9)))),
+    Case("shared prefix, causal",
+         options=lambda r, c: dict(mask=SharedPrefix(*_sorted_id_pairs(r, c)), is_causal=True)),
+    Case("tree", options=_tree),
+    Case("neighborhood", options=_grid),
+    Case("masks by and, or, not", options=_algebra),
 )  # fmt: skip
 
 CASES += FEATURES

@@ -74,6 +74,19 @@ def _seen_by(mask, shape, t, s):
             query = np.asarray(mask.query)
             key_value = query if mask.key_value is None else np.asarray(mask.key_value)
             return query[:, None, :, None] == key_value[:, None, None, :]
+        case "Either":
+            return functools.reduce(np.logical_or, (_seen_by(x, shape, t, s) for x in mask.masks))
+        case "Complement":
+            return ~_seen_by(mask.mask, shape, t, s)
+        case "Chunked" | "BlockCausal" | "Dilated" | "SharedPrefix" | "Tree" | "Neighborhood":
+            return _seen_by_name(mask, t, s)
+        case "Numbers":
+            query, key_value = (np.asarray(x) for x in mask.numbers)
+            distance = key_value[:, None, None, :] - query[:, None, :, None]
+            low, high = mask.low, mask.high
+            return ((low is None) | (distance >= (low or 0))) & (
+                (high is None) | (distance <= (high or 0))
+            )
         case "Predicate":
             return mask.fn(b, h, q, k, *map(Clamped, mask.operands))
         case "BlockMask" if mask.mask is not None:
@@ -85,6 +98,49 @@ def _seen_by(mask, shape, t, s):
             return np.asarray(mask.pairs.array)
         case _:
             return np.asarray(mask)
+
+
+def _seen_by_name(mask, t, s):
+    """What a mask lets be seen that has a name in the literature."""
+    match type(mask).__name__:
+        case "Chunked":
+            return s // mask.size == t // mask.size
+        case "BlockCausal":
+            return s // mask.size <= t // mask.size
+        case "Dilated":
+            return (s - t) % mask.stride == 0
+        case "SharedPrefix":
+            query = np.asarray(mask.query)
+            key_value = query if mask.key_value is None else np.asarray(mask.key_value)
+            query, key_value = query[:, None, :, None], key_value[:, None, None, :]
+            return (key_value == 0) | (key_value == query)
+        case "Tree":
+            return _seen_in_tree(np.asarray(mask.parents), s - t[:, :, :1])
+        case "Neighborhood":
+            return _seen_on_grid(mask.grid, mask.window, *np.broadcast_arrays(t, s))
+
+
+def _seen_in_tree(parents, token):
+    """What a tree lets be seen, [B, 1, T, S]; `token` [B, 1, 1, S] is each key's in the tree."""
+    B, T = parents.shape
+    ok = np.zeros((B, 1, T, token.shape[-1]), bool)
+    for b, i in np.ndindex(B, T):
+        ok[b, 0, i], at = token[b, 0, 0] < 0, i
+        while at >= 0:
+            ok[b, 0, i] |= token[b, 0, 0] == at
+            at = parents[b, at]
+    return ok
+
+
+def _seen_on_grid(grid, window, t, s):
+    """What is seen of a grid, axis by axis, from the points `t` and at the points `s`."""
+    ok = True
+    for i, j, n, size in zip(
+        np.unravel_index(t, grid), np.unravel_index(s, grid), grid, window, strict=True
+    ):
+        first = np.clip(i - size // 2, 0, n - size)
+        ok = ok & (first <= j) & (j < first + size)
+    return ok
 
 
 class Clamped:
