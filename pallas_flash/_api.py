@@ -89,6 +89,7 @@ def attention(
     *,
     return_residual: Literal[False] = False,
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
     **options: Unpack[Options],
 ) -> jax.Array: ...
 @overload
@@ -101,6 +102,7 @@ def attention(
     *,
     return_residual: Literal[True],
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -113,8 +115,23 @@ def attention(
     *,
     return_residual: Literal[False] = False,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
+# One overload for two results and for three: both unpack.
+@overload
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | AnyMask | None = None,
+    *,
+    return_residual: bool = False,
+    return_lse: bool = False,
+    return_max_logits: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, ...]: ...
 # Pyright joins the overloads above for a flag that is no literal; mypy needs one for it.
 @overload
 def attention(
@@ -126,8 +143,9 @@ def attention(
     *,
     return_residual: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     **options: Unpack[Options],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> jax.Array | tuple[jax.Array, ...]: ...
 @_checks_keywords
 def attention(
     query: Float[Array, "*B T N H"],
@@ -157,12 +175,13 @@ def attention(
     precision: str | lax.Precision | lax.DotAlgorithmPreset | None = None,
     return_residual: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     implementation: Implementation | None = None,
     tile_sizes: Configuration | None = None,
     reproducible: bool | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     context_parallelism: ContextParallelism | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     r"""Exact softmax attention with memory linear in the lengths, forward and backward.
 
         s_ij = soft_cap(scale * q_i . k_j + bias_ij)    where query i may see key j, else -inf
@@ -248,6 +267,10 @@ def attention(
             float64 inputs) and differentiable; -inf where a query sees no key.
         return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a
             gradient.
+        return_max_logits: also return the largest score s_ij of each batch element and head, in
+            float32 (float64 for float64 inputs) and without a gradient, as QK-Clip needs it
+            (Kimi Team, 2025, arXiv:2507.20534). Sinks and hidden keys do not count; -inf where no
+            query of the head sees a key. With `sequence_axis` it is that of all devices.
 
     Args: Execution
         implementation: "mosaic" are kernels for Hopper GPUs, "triton" those for all newer NVIDIA
@@ -269,8 +292,9 @@ def attention(
             has no effect where no sequence is divided, nor on "reference", which gathers.
 
     Returns:
-        The output, [B, T, N, V] or [T, N, V], in the dtype of `query`; with `return_residual` or
-        `return_lse` a pair of it and the statistic, [B, T, N] or [T, N].
+        The output, [B, T, N, V] or [T, N, V], in the dtype of `query`. If more is asked for, a
+        tuple of it, the residual or the LSE, [B, T, N] or [T, N], and the largest scores, [B, N] or
+        [N], in this order.
 
     Raises:
         TypeError: an argument is of the wrong kind or dtype.
@@ -291,14 +315,15 @@ def attention(
     _resolve.warn_of_fallback(plan, implementation)
     along = _validate.along(sequence_axis)
     plan = dataclasses.replace(plan, along=along, method=context_parallelism)
-    o, lse = _run(problem, plan)
-    if query.ndim == 3:
-        o, lse = o[0], lse[0]
+    o, lse, *row_maxima = _run(problem, plan)
+    results = [o]
     if return_lse:
-        return o, lse
-    if return_residual:
-        return o, lax.stop_gradient(lse).astype(problem.dtype)
-    return o
+        results.append(lse)
+    elif return_residual:
+        results.append(lax.stop_gradient(lse).astype(problem.dtype))
+    results += [_over_rows(x, sequence_axis) for x in row_maxima]
+    results = [x[0] for x in results] if query.ndim == 3 else results
+    return tuple(results) if len(results) > 1 else o
 
 
 @overload
@@ -311,6 +336,7 @@ def explain(
     *,
     return_residual: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     **options: Unpack[Options],
 ) -> Explanation: ...
 @overload
@@ -418,16 +444,26 @@ def _reference_of(plan: Plan) -> Callable:
     return attend
 
 
-def _run(problem: Problem, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Return the output [B, T, N, V] and the LSE [B, T, N]."""
+def _run(problem: Problem, plan: Plan) -> tuple[jax.Array, ...]:
+    """Return the output [B, T, N, V], the LSE and, if asked for, the row maxima, [B, T, N] each."""
     p = problem
     rows = (p.batch, p.q_len, p.num_heads)
     if 0 in (p.batch, p.q_len, p.kv_len):
         # Nothing to compute, and constants have zero gradients.
-        return jnp.zeros((*rows, p.value_dim), p.dtype), jnp.full(
-            rows, -jnp.inf, p.accumulator_dtype
-        )
+        none = jnp.full(rows, -jnp.inf, p.accumulator_dtype)
+        o = jnp.zeros((*rows, p.value_dim), p.dtype)
+        return (o, none, none) if p.max_logits else (o, none)
     if plan.implementation == "reference":
         return _partition.explicitly(_reference_of(plan), p)
     operands, rest = p.split()
     return _vjp.attend(plan, operands, rest)
+
+
+def _over_rows(row_maxima, sequence_axis):
+    """Return the maximum [B, N] over the queries of all devices, of that of each row [B, T, N]."""
+    highest = lax.stop_gradient(row_maxima).max(axis=1, initial=-jnp.inf)
+    names = sequence_axis if isinstance(sequence_axis, (tuple, list)) else [sequence_axis]
+    # One by one, because JAX takes axes together only if the numbers vary over all or over none.
+    for name in () if sequence_axis is None else names:
+        highest = lax.pmax(highest, name)
+    return highest

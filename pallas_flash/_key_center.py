@@ -52,7 +52,7 @@ def where_small(c, problem: Problem, log_sum: LogSum):
     A bias of -1e9 leaves float32 no room for q . c beside it. In a row of such scores alone k - c
     would give other weights than the forward had.
     """
-    m, l_log2 = log_sum
+    m, l_log2, _ = log_sum
     if c is None or m is None:
         return c
     m = jnp.where(jnp.isfinite(l_log2), jnp.abs(m), 0)
@@ -111,7 +111,7 @@ def shifted(problem: Problem, log_sum: LogSum, c) -> tuple[Problem, LogSum]:
     """Return the problem with k - c for keys, and the LSE of its scores: p and ds stay the same."""
     if c is None:
         return problem, log_sum
-    p, (m, l_log2) = problem, log_sum
+    p, (m, l_log2, _) = problem, log_sum
     shift = p.scale.astype(jnp.float32) * products(p, c)
     shift = jnp.where(jnp.isfinite(l_log2), shift, 0.0)
     shifted = LogSum(None, l_log2 - LOG2E * shift) if m is None else LogSum(m - shift, l_log2)
@@ -136,7 +136,7 @@ def row_sums(problem: Problem, log_sum: LogSum, delta, dlse):
         delta: [B, N, T], rowsum(o * do) - dlse.
         dlse: [B, N, T] or None.
     """
-    p, (m, l_log2) = problem, log_sum
+    p, (m, l_log2, _) = problem, log_sum
     if p.partial_rows or (p.sinks is None and dlse is None):
         return None
     r = jnp.zeros_like(delta) if dlse is None else dlse

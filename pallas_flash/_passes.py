@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_flash import _tangents
 from pallas_flash._plan import Plan, Wanted
 from pallas_flash._problem import NO_GRADIENT
-from pallas_flash._scores import LN2, LogSum
+from pallas_flash._scores import LN2
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -32,8 +32,9 @@ def _(plan: Plan, primals, tangents):
     o_dot, lse_dot = _tangents.of_forward(tuple(moved), plan.along, operands, rest, moved)
     o, log_sum = forward_pass(plan, operands, rest)
     # Only the sum of the two terms has a meaning, so that one of them may get all of its tangent.
-    m_dot = None if log_sum.m is None else jnp.zeros_like(log_sum.m)
-    return (o, log_sum), (o_dot, LogSum(m_dot, jnp.moveaxis(lse_dot, 2, 1) / LN2))
+    # The largest scores have none.
+    others_dot = jax.tree.map(jnp.zeros_like, log_sum._replace(l_log2=None))
+    return (o, log_sum), (o_dot, others_dot._replace(l_log2=jnp.moveaxis(lse_dot, 2, 1) / LN2))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

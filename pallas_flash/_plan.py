@@ -102,7 +102,8 @@ class Plan:
         if self.bias_dtype is not None:
             problem = dataclasses.replace(problem, bias=problem.bias.astype(self.bias_dtype))
         m = _partition.ROW if problem.large or self.implementation == "xla" else None
-        axes_out = _partition.OUTPUT, LogSum(m, _partition.ROW)
+        max_logits = _partition.ROW if problem.max_logits else None
+        axes_out = _partition.OUTPUT, LogSum(m, _partition.ROW, max_logits)
         return _partition.divided(self._forward, problem, axes_out=lambda _: axes_out)
 
     def _forward(self, problem: Problem, *, along: Along | None, again: bool = False):

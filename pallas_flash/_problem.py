@@ -66,6 +66,7 @@ class Problem(Sizes, Divisible):
             [B, K, H]; None elsewhere.
         any_scale: whether `scale` may be larger than 1, the largest default.
         partial_rows: whether other parts of a problem have keys of the same rows of scores.
+        max_logits: whether the forward also gives the largest score of each row.
     """
 
     query: Any
@@ -83,6 +84,7 @@ class Problem(Sizes, Divisible):
     key_center: Any = None
     any_scale: bool = dataclasses.field(default=False, metadata=dict(static=True))
     partial_rows: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    max_logits: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @property
     def batch(self) -> int:

@@ -21,7 +21,8 @@ from pallas_flash._scores import differentiated
 def attention(problem: Problem, first_query=0):
     """Return the output [B, T, N, V] in the inputs' dtype and the LSE [B, T, N].
 
-    The LSE is float32 or float64. `first_query`, an int or int32 scalar, is the number of query 0.
+    The LSE is float32 or float64, as is the largest score of each row [B, T, N], which comes third
+    if the problem asks for it. `first_query`, an int or int32 scalar, is the number of query 0.
     """
     p = problem
     grouped = (p.batch, p.q_len, p.num_kv_heads, p.groups)
@@ -40,7 +41,7 @@ def attention(problem: Problem, first_query=0):
             s = scores.logits(jnp.where(visible, s, 0), *_indices(p, first_query))
     s = jnp.where(visible, s, -jnp.inf)
     m = lax.stop_gradient(s.max(axis=-1, keepdims=True, initial=-jnp.inf))
-    has_keys = m > -jnp.inf
+    row_max, has_keys = m[..., 0], m > -jnp.inf
     sinks = None if p.sinks is None else p.sinks.reshape(1, p.num_kv_heads, p.groups, 1, 1)
     if sinks is not None:
         m = jnp.maximum(m, lax.stop_gradient(sinks))
@@ -56,9 +57,10 @@ def attention(problem: Problem, first_query=0):
     # o is zero in rows without keys already. This keeps their cotangents, which may be NaN, from v.
     o = jnp.where(jnp.moveaxis(has_keys, 3, 1), o, 0)
     lse = jnp.where(has_keys, m + jnp.log(total), -jnp.inf)[..., 0]
+    rows = (lse, row_max) if p.max_logits else (lse,)
     return (
         o.reshape(*p.query.shape[:3], p.value_dim).astype(p.dtype),
-        jnp.moveaxis(lse, -1, 1).reshape(p.query.shape[:3]),
+        *(jnp.moveaxis(x, -1, 1).reshape(p.query.shape[:3]) for x in rows),
     )
 
 

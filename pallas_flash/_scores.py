@@ -153,10 +153,13 @@ class LogSum(NamedTuple):
         m: the shift of a row, its largest score or sink or a number near it, [B, N, T]; 0 in rows
             without keys. None means 0.
         l_log2: log2(sum(exp(s - m))) of a row, [B, N, T]; -inf in rows without keys.
+        max_logits: the largest score of a row, without sinks, [B, N, T]; -inf in rows without keys.
+            None unless the call asks for it, and in the backward, which does not need it.
     """
 
     m: Any
     l_log2: Any
+    max_logits: Any = None
 
     @property
     def lse(self):
@@ -182,11 +185,16 @@ class LogSum(NamedTuple):
         has_keys = total > 0
         total = jnp.where(has_keys, total, 1)
         l_log2 = jnp.where(has_keys, top + jnp.log2(total), -jnp.inf)
-        return LogSum(m, l_log2), weights[0] / total, weights[1] / total
+        max_logits = self.max_logits
+        if max_logits is not None and other.max_logits is not None:
+            max_logits = jnp.maximum(max_logits, other.max_logits)
+        return LogSum(m, l_log2, max_logits), weights[0] / total, weights[1] / total
 
     def in_one(self) -> "LogSum":
         """Return the same LSE with m folded into l_log2."""
-        return self if self.m is None else LogSum(None, self.m * LOG2E + self.l_log2)
+        if self.m is None:
+            return self
+        return self._replace(m=None, l_log2=self.m * LOG2E + self.l_log2)
 
 
 def below(s, m, *, large: bool):
@@ -216,7 +224,7 @@ def sinks_gradient(sinks, log_sum: LogSum, delta):
         log_sum: the LSE, with arrays [B, N, T].
         delta: [B, N, T].
     """
-    m, l_log2 = log_sum
+    m, l_log2, _ = log_sum
     sinks = sinks[None, :, None]
     sinks = sinks if m is None else sinks - m
     p = jnp.exp2(sinks * LOG2E - l_log2)

@@ -86,7 +86,7 @@ def _function_of(names, along, operands, rest: Problem):
 
 def _attention(problem: Problem):
     """Compute `_reference.attention` by blocks of queries."""
-    p = problem
+    p = dataclasses.replace(problem, max_logits=False)
     # A symbolic batch size has no number: the limit then holds for each batch element.
     batch = 1 if is_symbolic(p.batch) else p.batch
     block = max(1, smaller(p.q_len, ROWS_AT_ONCE // (batch * p.num_heads)))

@@ -39,10 +39,11 @@ from pallas_flash._symbolic import is_symbolic
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-# The arguments of `attention` that say nothing of its problem.
+# The arguments of `attention` that say nothing of its problem, or only what else it returns.
 NOT_OF_PROBLEM = (
     "return_residual",
     "return_lse",
+    "return_max_logits",
     "implementation",
     "tile_sizes",
     "reproducible",
@@ -99,6 +100,7 @@ def validate(call: Mapping[str, Any]) -> Problem:
         dropout=dropout(call["dropout_rate"], call["dropout_key"], call["broadcast_dropout"]),
         precision=_precision(call["precision"]),
         any_scale=any_scale,
+        max_logits=flag("return_max_logits", call["return_max_logits"]),
     )
 
 

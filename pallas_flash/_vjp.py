@@ -52,7 +52,7 @@ def save_residuals(*args, **kwargs):
 
 
 def attend(plan: Plan, operands: dict, rest: Problem):
-    """Return the output [B, T, N, V] and the natural LSE [B, T, N].
+    """Return the output [B, T, N, V], and `public_rows` of the `LogSum`.
 
     Args:
         plan: of the whole problem.
@@ -89,7 +89,7 @@ _attend_compiled = jax.jit(_attend_on_mesh, static_argnums=0)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, operands, rest):
     o, log_sum = forward_pass(plan, operands, rest)
-    return o, _public_lse(log_sum)
+    return o, *public_rows(log_sum)
 
 
 def _forward(plan: Plan, operands, rest):
@@ -104,7 +104,8 @@ def _forward(plan: Plan, operands, rest):
     o, log_sum = forward_pass(plan, operands, rest)
     o = checkpoint_name(o, NAMES[0])
     log_sum = jax.tree.map(lambda x: checkpoint_name(x, NAMES[1]), log_sum)
-    return (o, _public_lse(log_sum)), (operands, rest, o, log_sum, wanted)
+    residuals = operands, rest, o, log_sum._replace(max_logits=None), wanted
+    return (o, *public_rows(log_sum)), residuals
 
 
 def _has_tangent(x) -> bool:
@@ -113,7 +114,8 @@ def _has_tangent(x) -> bool:
 
 def _backward(plan: Plan, residuals, cotangents):
     operands, rest, o, log_sum, wanted = residuals
-    do, dlse = cotangents
+    # The largest scores have no gradient: nothing uses their cotangent.
+    do, dlse, *_ = cotangents
     if isinstance(do, SymbolicZero):
         do = jnp.zeros_like(o)
     if isinstance(dlse, SymbolicZero):
@@ -126,5 +128,7 @@ def _backward(plan: Plan, residuals, cotangents):
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _public_lse(log_sum: LogSum):
-    return jnp.moveaxis(log_sum.lse, 1, 2)
+def public_rows(log_sum: LogSum) -> tuple:
+    """Return the natural LSE [B, T, N] and, if asked for, the largest score of each row."""
+    rows = (log_sum.lse,) if log_sum.max_logits is None else (log_sum.lse, log_sum.max_logits)
+    return tuple(jnp.moveaxis(x, 1, 2) for x in rows)

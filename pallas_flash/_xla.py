@@ -83,12 +83,12 @@ def forward(problem: Problem, *, on_gpu: bool = False):
         fills = (-jnp.inf, rows), (0, rows), (0, (*rows, p.value_dim))
         start = tuple(blocks.full(shape, fill) for fill, shape in fills)
         m, l, acc = visit(blocks.range(ranges, i), step, start, blocks.sparsity)
-        has_keys = l > 0
+        has_keys, max_logits = l > 0, m if p.max_logits else None
         m, l, factor = jnp.where(has_keys, m, 0), jnp.where(has_keys, l, 1), 1
         if p.sinks is not None:
             m, l, factor = with_sink(m, l, p.sinks.reshape(1, p.num_kv_heads, p.groups, 1))
         weight = rescaled(p.dropout, factor / l)
-        log_sum = LogSum(m, jnp.where(has_keys, jnp.log2(l), -jnp.inf))
+        log_sum = LogSum(m, jnp.where(has_keys, jnp.log2(l), -jnp.inf), max_logits)
         return (acc * weight[..., None]).astype(p.dtype), log_sum
 
     o, log_sum = lax.map(q_tile, jnp.arange(blocks.q.count, dtype=jnp.int32))

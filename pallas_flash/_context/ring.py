@@ -373,7 +373,8 @@ def _nothing(p: Problem):
         return lax.full_like(p.query, fill, p.accumulator_dtype, shape)
 
     m = full(rows, 0) if p.large else None
-    return full((*p.query.shape[:3], p.value_dim), 0), LogSum(m, full(rows, -jnp.inf))
+    o, l_log2 = full((*p.query.shape[:3], p.value_dim), 0), full(rows, -jnp.inf)
+    return o, LogSum(m, l_log2, l_log2 if p.max_logits else None)
 
 
 def _of_sinks(sinks, log_sum: LogSum) -> LogSum:

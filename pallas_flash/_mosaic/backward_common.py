@@ -90,7 +90,7 @@ class Operands(NamedTuple):
             valid: `valid_q` and `valid_kv`, or None.
             rows: how many rows delta and the statistics have at least.
         """
-        p, (m, l_log2) = problem, log_sum
+        p, (m, l_log2, _) = problem, log_sum
 
         def padded(x, value):
             missing = max(0, rows - x.shape[2])

@@ -178,7 +178,7 @@ def preprocess(
         delta, a `LogSum`, and if there is a head dim float32 [B, N, tiles of 64 queries, groups,
         `ptx.OF_GROUP`].
     """
-    p, (m, lse) = problem, log_sum
+    p, (m, lse, _) = problem, log_sum
     q_len, heads, value_dim = o.shape[1:]
     tiles, groups = -(-q_len // (2 * TILE_ROWS)) * 2, ptx.groups(head_dim)
     large = m is not None and center is not None

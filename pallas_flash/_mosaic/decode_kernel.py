@@ -60,11 +60,13 @@ from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import kept, rescaled
 from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
 from pallas_flash._mosaic.forward_common import (
+    RowMax,
     copy,
     copy_keys_and_values,
     finish,
     initial_state,
     kv_pipelines,
+    log_sum_of,
     run_producer_warps,
     softmax,
 )
@@ -74,7 +76,7 @@ from pallas_flash._mosaic.scheduler import QUERY_ROWS
 from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
 from pallas_flash._mosaic.tiles import DecodeTile
 from pallas_flash._problem import Problem
-from pallas_flash._scores import LOG2E, LogSum
+from pallas_flash._scores import LOG2E
 
 plgpu = common.plgpu
 
@@ -191,7 +193,7 @@ class ConsumerWarpgroup:
 
     Attributes:
         inputs: operands in device memory.
-        result_refs: acc, m and l.
+        result_refs: acc, m, l and, if asked for, the exact maximum.
         smem: shared memory and barriers.
         config: what is known at compile time.
         warpgroup: its number in the CTA.
@@ -229,7 +231,8 @@ class ConsumerWarpgroup:
             return self.step(first + i * w, state, first_row, partial=partial)
 
         self.smem.q.consumer_wait(0)
-        state = initial_state(config.value_dim, large=config.options.large)
+        large, max_logits = config.options.large, config.options.max_logits
+        state = initial_state(config.value_dim, large=large, max_logits=max_logits)
         partial = jnp.int32(0)
         if config.masked:
             partial = mine(self.blocks.partial)
@@ -239,7 +242,7 @@ class ConsumerWarpgroup:
         acc, m, l = lax.fori_loop(partial, mine(self.blocks.count), full, state)
         self.smem.q.consumer_release(0)
         result = split * w + self.warpgroup
-        results = plgpu.layout_cast(acc, ptx.WGMMA), m, l
+        results = plgpu.layout_cast(acc, ptx.WGMMA), m.m, l, *jax.tree.leaves(m.exact)
         for x, ref in zip(results, self.result_refs, strict=True):
             ptx.store_rows(x, ref.at[self.work_tile.b, result, self.work_tile.h], first_row)
 
@@ -440,23 +443,32 @@ def split_schedule(entries, batch: int, heads: int):
     return xp.concatenate([heading, tiles], axis=1)
 
 
-def combine(p: Problem, acc, m, l):
-    """Return what `decode` does, of acc [B, results, K, rows, V], m and l [B, results, K, rows]."""
+def combine(p: Problem, acc, m, l, exact=None):
+    """Return what `decode` does, of the results of splits.
+
+    Args:
+        p: the call.
+        acc: [B, results, K, rows, V].
+        m: [B, results, K, rows].
+        l: [B, results, K, rows].
+        exact: as in `RowMax`, [B, results, K, rows], or None.
+    """
     top = m.max(axis=1)
     top = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.exp2((m - top[:, None]) * (LOG2E if p.large else 1.0))
     sinks = p.sinks
     if sinks is not None:
         sinks = jnp.tile(sinks.reshape(p.num_kv_heads, p.groups), (1, p.q_len))[None]
-    top = top + left_out(p.scores)
-    statistics, factor = finish(top, (weights * l).sum(axis=1), sinks, large=p.large)
+    row_max = RowMax(top, None if exact is None else exact.max(axis=1))
+    row_max = row_max.shifted(left_out(p.scores))
+    statistics, factor = finish(row_max, (weights * l).sum(axis=1), sinks, large=p.large)
     o = (weights[..., None] * acc).sum(axis=1) * rescaled(p.dropout, factor)[..., None]
     apart = p.batch, p.num_kv_heads, p.q_len, p.groups
     o = o.reshape(*apart, p.value_dim).swapaxes(1, 2).reshape(*p.query.shape[:3], p.value_dim)
     statistics = [
         x.reshape(apart).swapaxes(2, 3).reshape(p.batch, p.num_heads, p.q_len) for x in statistics
     ]
-    return o.astype(p.dtype), LogSum(statistics[0] if p.large else None, statistics[-1])
+    return o.astype(p.dtype), log_sum_of(statistics, large=p.large)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -503,7 +515,10 @@ def decode(problem: Problem, tile: DecodeTile, visible):
         return common.launch(
             pallas_flash_decode,
             (inputs,),
-            outputs=[((*statistic, p.value_dim), jnp.float32), *[(statistic, jnp.float32)] * 2],
+            outputs=[
+                ((*statistic, p.value_dim), jnp.float32),
+                *[(statistic, jnp.float32)] * (2 + p.max_logits),
+            ],
             memory=scratch(p, tile)._asdict(),
             grid=dict(cta=scheduler.num_ctas(schedule)),
             warpgroups=tile.warpgroups + 1,

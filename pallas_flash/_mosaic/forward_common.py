@@ -6,7 +6,7 @@ THRESHOLD. That is exact: acc, l and the LSE share the shift, whatever it is, an
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from pallas_flash._mosaic import common, ptx, work_loop
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
 from pallas_flash._problem import Problem
-from pallas_flash._scores import LOG2E, with_sink
+from pallas_flash._scores import LN2, LOG2E, LogSum, with_sink
 
 plgpu = common.plgpu
 
@@ -31,18 +31,39 @@ LOWEST = -3e38
 # ------------------------------------------------------------------------------------------------
 
 
-def initial_state(value_dim: int, *, large: bool):
-    """Return acc, m and l before the first K/V block."""
+class RowMax(NamedTuple):
+    """The maximum of each row, in base 2, or in base e if scores may be large.
+
+    Attributes:
+        m: what weights are relative to: the maximum, or up to THRESHOLD less.
+        exact: the maximum; None unless the call asks for the largest scores.
+    """
+
+    m: Any
+    exact: Any = None
+
+    def shifted(self, shift: float) -> "RowMax":
+        """Return the maximum of scores that are larger by `shift`."""
+        return jax.tree.map(lambda x: x + shift, self)
+
+
+def initial_state(value_dim: int, *, large: bool, max_logits: bool):
+    """Return acc, the `RowMax` and l before the first K/V block."""
     m = jnp.full((QUERY_ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
     l = jnp.zeros((QUERY_ROWS,), jnp.float32)
+    exact = jnp.full((QUERY_ROWS,), -jnp.inf, jnp.float32) if max_logits else None
     acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, value_dim), jnp.float32), ptx.ACC)
-    return acc, plgpu.layout_cast(m, ptx.ROW), plgpu.layout_cast(l, ptx.ROW)
+    m, exact, l = jax.tree.map(lambda x: plgpu.layout_cast(x, ptx.ROW), (m, exact, l))
+    return acc, RowMax(m, exact), l
 
 
-def softmax(s, c, m, l, *, large: bool):
-    """Return p, float32, the new m and l, and alpha, for scores s that c takes to base 2."""
+def softmax(s, c, row_max: RowMax, l, *, large: bool):
+    """Return p, float32, the new maximum and l, and alpha, for scores s that c takes to base 2."""
+    m, exact = row_max
+    highest = jnp.max(s, axis=1) if large else jnp.max(s, axis=1) * c
+    grown = jnp.maximum(m, highest)
+    exact = None if exact is None else jnp.maximum(exact, highest)
     if large:
-        grown = jnp.maximum(m, jnp.max(s, axis=1))
         m_new = jnp.where(grown - m > THRESHOLD / LOG2E, grown, m)
         # A row without visible keys so far: -inf - -inf would be NaN, -inf - 0 gives weight 0.
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
@@ -50,15 +71,15 @@ def softmax(s, c, m, l, *, large: bool):
         # Scores are rounded before m is subtracted, so that the weight of a score m is exactly 1.
         p = jnp.exp2(ptx.difference(s, common.along_rows(m_safe, s.shape)) * LOG2E)
     else:
-        grown = jnp.maximum(m, jnp.max(s, axis=1) * c)
         m_new = jnp.where(grown - m > THRESHOLD, grown, m)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * c - common.along_rows(m_new, s.shape))
-    return p, m_new, alpha * l + jnp.sum(p, axis=1), alpha
+    return p, RowMax(m_new, exact), alpha * l + jnp.sum(p, axis=1), alpha
 
 
-def finish(m, l, sink, *, large: bool):
-    """Return the statistics of `LogSum`, and the factor of the sums of weighted values."""
+def finish(row_max: RowMax, l, sink, *, large: bool):
+    """Return the arrays of `LogSum`, and the factor of the sums of weighted values."""
+    m, exact = row_max
     has_keys = l > 0.0
     l, factor = jnp.where(has_keys, l, 1.0), 1.0
     if large or sink is not None:
@@ -69,7 +90,21 @@ def finish(m, l, sink, *, large: bool):
         m, l, factor = with_sink(m, l, sink * LOG2E, jnp.exp2)
     l_log2 = jnp.log2(l) if large else m + jnp.log2(l)
     l_log2 = jnp.where(has_keys, l_log2, -jnp.inf)
-    return ([m, l_log2] if large else [l_log2]), factor / l
+    statistics = [m, l_log2] if large else [l_log2]
+    if exact is not None:
+        statistics.append(exact if large else exact * LN2)
+    return statistics, factor / l
+
+
+def log_sum_of(statistics, *, large: bool) -> LogSum:
+    """Return the `LogSum` of the arrays of `finish`."""
+    m, (l_log2, *max_logits) = (statistics[0], statistics[1:]) if large else (None, statistics)
+    return LogSum(m, l_log2, *max_logits)
+
+
+def num_statistics(p: Problem) -> int:
+    """Return how many arrays `finish` returns."""
+    return 1 + p.large + p.max_logits
 
 
 # ------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are
     q             [w, ceil(H / 64), 64, 64]                   queries; also o, if o_sm is None
     k, v          [stages, ceil(H or V / 64), block_kv, 64]   blocks of keys, of values
     o_sm          [w, output_slots, 64, 64]                   column blocks of o on their way out
-    statistics_sm [w, 1 or 2, 64]                             lse, or m and log2(l)
+    statistics_sm [w, 1 to 3, 64]                             lse, or m and log2(l); max logits
     bias          [w * its stages, strips, 64, columns]       tiles of the bias for query tiles
     bits          [arrays, 4, block_kv / 32, 64 w]            tiles of mask arrays, a bit for a pair
     work          [4, DYNAMIC_COLUMNS]                        rows of a dynamic schedule
@@ -117,6 +117,8 @@ from pallas_flash._mosaic.forward_common import (
     initial_state,
     kv_pipelines,
     last_block,
+    log_sum_of,
+    num_statistics,
     run_producer_warps,
     softmax,
 )
@@ -126,7 +128,6 @@ from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
 from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
 from pallas_flash._problem import Problem
-from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import ForwardTile
 
 plgpu = common.plgpu
@@ -184,7 +185,7 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         k=k,
         v=v,
         o_sm=blocks(columns=slots * ptx.COLUMNS) if slots else None,
-        statistics_sm=plgpu.SMEM((w, 2 if p.large else 1, QUERY_ROWS), jnp.float32),
+        statistics_sm=plgpu.SMEM((w, num_statistics(p), QUERY_ROWS), jnp.float32),
         bias=None,
         bits=None,
         # The consumers, the warps for their queries, and warp 0.
@@ -357,7 +358,9 @@ class ConsumerWarpgroup:
     def run(self):
         """Compute and store the output of the query tile."""
         visited, blocks = self.visited, self.work_tile.kv_blocks
-        state = initial_state(self.config.value_dim, large=self.config.large)
+        config = self.config
+        max_logits = config.options.max_logits
+        state = initial_state(config.value_dim, large=config.large, max_logits=max_logits)
         self.queries.consumer_wait(0)
         lax.fori_loop(jnp.int32(0), visited.start, self.skip, None)
         # A query tile may see no key at all.
@@ -538,7 +541,8 @@ class ConsumerWarpgroup:
         sinks, dropout = options.extras.sinks, options.extras.dropout
         sink = None if sinks is None else sinks[h]
         shift = left_out(options.extras.scores)
-        statistics, weight = finish(m + shift if shift else m, l, sink, large=config.large)
+        m = m.shifted(shift) if shift else m
+        statistics, weight = finish(m, l, sink, large=config.large)
         acc = plgpu.layout_cast(acc, ptx.WGMMA)
         o = acc * common.along_rows(rescaled(dropout, weight), acc.shape)
         o = o.astype(smem.k.smem.dtype)
@@ -792,7 +796,7 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
             sums=(schedule if dynamic else None,),
             outputs=[
                 ((*query.shape[:3], p.value_dim), p.dtype),
-                *[(statistic, jnp.float32)] * (2 if p.large else 1),
+                *[(statistic, jnp.float32)] * num_statistics(p),
             ],
             memory=smem._asdict(),
             grid=dict(cta=scheduler.num_ctas(schedule)),
@@ -805,6 +809,5 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
 
     run = common.by_instance(run, p.batch)
     arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])
-    o, *log_sum = run(shared_arrays(p, mask), *arrays)
-    log_sum = [x[:, :, : p.q_len] for x in log_sum]
-    return o, LogSum(log_sum[0] if p.large else None, log_sum[-1])
+    o, *statistics = run(shared_arrays(p, mask), *arrays)
+    return o, log_sum_of([x[:, :, : p.q_len] for x in statistics], large=p.large)

@@ -111,6 +111,7 @@ class Options:
         leaves: its arrays.
         batch: batch elements of an instance.
         large: whether scores may be large, see `Problem.large`.
+        max_logits: whether the forward gives the largest score of each row.
         ragged: whether tiles reach beyond the positions that exist.
         near: whether all positions are those of the tile, and their differences exact in float32.
         transposed: whether queries are the columns of tiles.
@@ -120,6 +121,7 @@ class Options:
     leaves: tuple[Leaf, ...]
     batch: int
     large: bool
+    max_logits: bool
     ragged: bool
     near: bool
     transposed: bool
@@ -144,7 +146,8 @@ class Options:
         ragged, scores = any(t.length % t.block for t in (q, kv)), problem.scores
         given = scores.offset is not None or scores.positions is not None
         near = not given and problem.q_len + problem.kv_len + abs(scores.shift) < EXACT_IN_FLOAT32
-        return cls(structure, leaves, problem.batch, problem.large, ragged, near, transposed)
+        wanted = problem.large, problem.max_logits
+        return cls(structure, leaves, problem.batch, *wanted, ragged, near, transposed)
 
     def operands(self, shared) -> list:
         """Return its arrays as kernels take them: of one axis, and no bools."""

@@ -13,7 +13,9 @@ from pallas_flash._problem import Problem
 
 
 def explicitly(attend: Callable, problem: Problem):
-    """Return `attend(problem)`, the output and the LSE, inside a `shard_map` under Explicit axes.
+    """Return `attend(problem)` inside a `shard_map` under Explicit axes.
+
+    These are the output, the LSE and, if the problem asks for them, the largest scores of rows.
 
     Args:
         attend: the function; its keyword `along` is `Shards.along`.
@@ -38,7 +40,7 @@ def explicitly(attend: Callable, problem: Problem):
     problem = jax.tree.map(
         lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), problem, specs
     )
-    outs = OUTPUT, LSE
+    outs = (OUTPUT, LSE, LSE) if problem.max_logits else (OUTPUT, LSE)
     results = jax.shard_map(
         lambda problem: run_on_shard(attend, shards, (axes,), outs, (problem,)),
         mesh=mesh,

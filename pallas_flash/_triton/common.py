@@ -28,7 +28,7 @@ from pallas_flash._dropout import drop, kept
 from pallas_flash._masks import Mask
 from pallas_flash._operands import Operand
 from pallas_flash._problem import Extras, Problem
-from pallas_flash._scores import LOG2E, Functions, LogSum, Scores, with_sink
+from pallas_flash._scores import LN2, LOG2E, Functions, LogSum, Scores, with_sink
 from pallas_flash._tiling.sizes import MIN_ROWS
 from pallas_flash._visits import Sparsity, in_tile
 
@@ -81,6 +81,7 @@ class KernelSpec:
             where a key may be visible to no query, or a query may see no key.
         separate_max: whether m stays apart from log2(l), see `Problem.large`. Then m is in base e,
             otherwise in base 2.
+        max_logits: whether the forward also stores the largest score of each row.
         q: query tiles.
         kv: key tiles.
         num_stages: pipeline stages.
@@ -96,6 +97,7 @@ class KernelSpec:
     sparsity: Sparsity
     mask_loads: bool
     separate_max: bool
+    max_logits: bool
     q: Tiling
     kv: Tiling
     num_stages: int
@@ -233,7 +235,7 @@ class KernelSpec:
 
     def probabilities(self, s, c, log_sum: LogSum):
         """Return exp(score - LSE) for scores s that c takes to base 2."""
-        m, l_log2 = log_sum
+        m, l_log2, _ = log_sum
         if m is None:
             return self.exp2_scaled(s, c, l_log2)
         if self.interpret:
@@ -263,6 +265,22 @@ class KernelSpec:
     def num_statistics(self) -> int:
         """The number of arrays of a `LogSum`: 2 with a separate maximum, otherwise 1."""
         return 2 if self.separate_max else 1
+
+    @property
+    def num_row_outputs(self) -> int:
+        """The number of outputs of the forward with a number for each row."""
+        return self.num_statistics + self.max_logits
+
+    def log_sum_of_forward(self, arrays) -> LogSum:
+        """Return the `LogSum` of the `num_row_outputs` arrays of the forward."""
+        log_sum, rest = self.log_sum(arrays)
+        return log_sum._replace(max_logits=rest[0]) if rest else log_sum
+
+    def max_logits_of(self, m) -> list:
+        """Return the largest score of each row, from m in its base before sinks, if asked for."""
+        if not self.max_logits:
+            return []
+        return [m if self.separate_max else m * LN2]
 
     def statistics(self, m, l, has_keys) -> list:
         """Return the arrays of a `LogSum`, from m in its base, l, and which rows have keys."""
@@ -365,7 +383,7 @@ def softmax_shift(extras: Extras, log_sum: LogSum) -> LogSum:
 
     A bias of -inf leaves a row without weight although no mask hides it, and -inf - -inf is NaN.
     """
-    m, l_log2 = log_sum
+    m, l_log2, _ = log_sum
     return LogSum(m, jnp.where(l_log2 == -jnp.inf, jnp.inf, l_log2)) if extras.scores else log_sum
 
 
@@ -547,6 +565,7 @@ def make_spec(problem: Problem, tile, *, streamed: str, interpret: bool, groups:
         sparsity=sparsity,
         mask_loads=bool(mask) and not all_see,
         separate_max=problem.large,
+        max_logits=problem.max_logits,
         q=q,
         kv=kv,
         num_stages=tile.num_stages,

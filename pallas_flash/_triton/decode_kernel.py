@@ -84,13 +84,13 @@ def pallas_flash_decode_combine(
     splits: int,
 ):
     """Combine the splits of one row of the output, times `factor`."""
-    n = spec.num_statistics
-    sinks, o_ref, statistic_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
+    n = spec.num_row_outputs
+    sinks, o_ref, row_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
     split = lax.iota(jnp.int32, m_ref.shape[0])
     m = _load_maxima(m_ref, split < splits)
     l = common.load_row(l_ref, split < splits)
     highest = jnp.max(m)
-    has_keys = highest > -jnp.inf
+    max_logits, has_keys = spec.max_logits_of(highest), highest > -jnp.inf
     # A sink is a key with the value 0, and so one more split.
     head = pl.program_id(1) * groups + _query_and_head(pl.program_id(0), groups)[1]
     sinks = [ref[head] if spec.separate_max else ref[head] * common.LOG2E for ref in sinks]
@@ -109,7 +109,8 @@ def pallas_flash_decode_combine(
     o = lax.fori_loop(0, pl.cdiv(splits, SPLITS_PER_STEP), step, o) * (factor / total)
     column = lax.iota(jnp.int32, len(o))
     common.store_row(o_ref, o, None if len(o) == spec.value_dim else column < spec.value_dim)
-    for ref, x in zip(statistic_refs, spec.statistics(highest, total, has_keys), strict=True):
+    results = spec.statistics(highest, total, has_keys) + max_logits
+    for ref, x in zip(row_refs, results, strict=True):
         common.store_row(ref, x[None], None)
 
 
@@ -187,7 +188,7 @@ def _combine(p: Problem, results, tile: Tile, spec: common.KernelSpec):
         query, head = _query_and_head(r, groups)
         return query, k * groups + head
 
-    o, *log_sum = common.call(
+    o, *rows = common.call(
         pallas_flash_decode_combine,
         *results,
         *sinks,
@@ -205,14 +206,14 @@ def _combine(p: Problem, results, tile: Tile, spec: common.KernelSpec):
                 lambda r, k, b: (b, *query_and_head(r, k), 0),
             ),
             *[pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *query_and_head(r, k)[::-1]))]
-            * spec.num_statistics,
+            * spec.num_row_outputs,
         ],
         out_shapes=[
             ((*p.query.shape[:3], p.value_dim), p.dtype),
-            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_statistics,
+            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_row_outputs,
         ],
         factor=rescaled(p.dropout, 1.0),
         groups=groups,
         splits=splits,
     )
-    return o, spec.log_sum(log_sum)[0]
+    return o, spec.log_sum_of_forward(rows)

@@ -92,8 +92,8 @@ def attend(
 
 def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: common.KernelSpec, here):
     """Compute one query tile of one head."""
-    n = spec.num_statistics
-    tables, o_ref, statistic_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
+    n = spec.num_row_outputs
+    tables, o_ref, row_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
     tiles, extras = common.load_tables(tables, spec, streamed=spec.kv)
     b, h, q_tile = here()
     rows = spec.rows(b, h, q_tile, q_ref)
@@ -102,7 +102,7 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: common.Ker
         return spec.kept_in_tile(extras, b, h, q_tile, kv_tile)
 
     acc, m, l = attend(rows, k_ref, v_ref, scale_ref[0], tiles(0), kept_of, extras, spec)
-    has_keys = l > 0.0
+    max_logits, has_keys = spec.max_logits_of(m), l > 0.0
     l, factor = jnp.where(has_keys, l, 1.0), 1.0
     if spec.separate_max or extras.sinks is not None:
         m = jnp.where(has_keys, m, 0.0)
@@ -110,7 +110,7 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: common.Ker
         m, l, factor = spec.with_sink(m, l, extras.sinks[h])
     weight = rescaled(extras.dropout, factor / l)
     common.store(o_ref, acc * weight[:, None], rows.valid, spec.value_dim)
-    for ref, x in zip(statistic_refs, spec.statistics(m, l, has_keys), strict=True):
+    for ref, x in zip(row_refs, spec.statistics(m, l, has_keys) + max_logits, strict=True):
         common.store_row(ref, x, rows.valid)
 
 
@@ -120,7 +120,7 @@ def forward(problem: Problem, tile: Tile, *, interpret: bool):
     spec, extras, table = common.make_spec(p, tile, streamed="kv", interpret=interpret)
     layout = common.QueryTiles(p, spec, extras.mask)
     tables, table_specs = layout.operands(extras, table)
-    o, *log_sum = common.call(
+    o, *rows = common.call(
         pallas_flash_forward,
         p.query,
         p.key,
@@ -137,11 +137,11 @@ def forward(problem: Problem, tile: Tile, *, interpret: bool):
             common.whole_array(p.scale[None]),
             *table_specs,
         ],
-        out_specs=[layout.rows(p.value_dim), *[layout.row_statistic()] * spec.num_statistics],
+        out_specs=[layout.rows(p.value_dim), *[layout.row_statistic()] * spec.num_row_outputs],
         out_shapes=[
             ((*p.query.shape[:3], p.value_dim), p.dtype),
-            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_statistics,
+            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_row_outputs,
         ],
         here=layout.here,
     )
-    return o, spec.log_sum(log_sum)[0]
+    return o, spec.log_sum_of_forward(rows)

@@ -7,7 +7,7 @@ from support.calls import PER_HEAD, Row, check, each, f32, given, i32, of_dtypes
 
 import pallas_flash
 
-FLAGS = ("is_causal", "broadcast_dropout", "return_residual", "return_lse")
+FLAGS = ("is_causal", "broadcast_dropout", "return_residual", "return_lse", "return_max_logits")
 
 
 def bad_flags():

@@ -145,13 +145,14 @@ OF_FORWARD = OPTIONS | {
 @pytest.mark.extended
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192])
 @pytest.mark.parametrize("option", OF_FORWARD)
-def test_machine_code_of_the_forward_with(option, head_dim):
+@pytest.mark.parametrize("max_logits", [False, True])
+def test_machine_code_of_the_forward_with(option, head_dim, max_logits):
     """Nothing spilt in loops, whatever is computed and read for each pair."""
     arrays, others = OF_FORWARD[option]
     q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
 
     def call(q, k, v, *values):
-        given = dict(zip(arrays, values, strict=True))
+        given = dict(zip(arrays, values, strict=True)) | dict(return_max_logits=max_logits)
         return run_forward(checked((q, k, v), given | others))
 
     [(name, _, _, loops)] = machine_code_of(call, q, q, q, *arrays.values())
@@ -160,6 +161,23 @@ def test_machine_code_of_the_forward_with(option, head_dim):
         assert loop.opcodes["WARPGROUP.DEPBAR"] <= max(loop.matrix["HGMMA"] // 2, 1), loop.order
         # As `STREAMED` below.
         assert "FENCE" in loop.opcodes or "LDSM" not in loop.opcodes, name
+
+
+@pytest.mark.parametrize("queries", [4096, 1], ids=["forward", "decoding"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_max_logits_cost_two_instructions_a_block(head_dim, is_causal, queries):
+    """One for each of a thread's two rows; a few more move registers."""
+    q, k = (shaped(2, n, 8, head_dim, dtype=jnp.bfloat16) for n in (queries, 4096))
+
+    def kernel(**asked):
+        call = functools.partial(attention, is_causal=is_causal, query_offset=4096 - queries)
+        [(name, *_, stack, loops)] = machine_code_of(functools.partial(call, **asked), q, k, k)
+        assert stack == 0 and loops and all(loop.spills == 0 for loop in loops), name
+        return [sum(loop.opcodes.values()) for loop in loops]
+
+    asked, not_asked = kernel(return_max_logits=True), kernel()
+    assert all(0 < x - y <= 6 for x, y in zip(asked, not_asked, strict=True)), (asked, not_asked)
 
 
 # Local memory instructions in the loop of the backward, where an option needs many registers. Not

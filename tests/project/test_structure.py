@@ -134,6 +134,7 @@ OWN = {
     "broadcast_dropout",
     "precision",
     "return_lse",
+    "return_max_logits",
     "tile_sizes",
     "reproducible",
     "sequence_axis",
@@ -164,7 +165,8 @@ def test_overloads_have_the_keywords_of_attention():
         # jaxtyping makes each type anew.
         return {name: str(hint) for name, hint in hints.items()}
 
-    spelt_out = {"query", "key", "value", "bias", "mask", "return_residual", "return_lse", "return"}
+    results = {"return_residual", "return_lse", "return_max_logits", "return"}
+    spelt_out = {"query", "key", "value", "bias", "mask", *results}
     ours = told(typing.get_type_hints(inspect.unwrap(pallas_flash.attention)))
     options = told(typing.get_type_hints(_api.Options))
     assert options == {name: hint for name, hint in ours.items() if name not in spelt_out}

@@ -8,6 +8,7 @@ import jax
 from pallas_flash import Explanation, Predicate, PrefixLM, ScoreMod, attention, explain, tuning
 
 Pair = tuple[jax.Array, jax.Array]
+Several = tuple[jax.Array, ...]
 
 
 def fn(*arguments) -> Any:
@@ -19,7 +20,13 @@ def results(q: jax.Array, flag: bool):
     assert_type(attention(q, q, q, is_causal=True, return_lse=False), jax.Array)
     assert_type(attention(q, q, q, return_lse=True), Pair)
     assert_type(attention(q, q, q, return_residual=True, scale=0.5), Pair)
-    assert_type(attention(q, q, q, return_lse=flag), jax.Array | Pair)
+    assert_type(attention(q, q, q, return_lse=flag), jax.Array | Several)
+    assert_type(attention(q, q, q, return_max_logits=True), Several)
+    assert_type(attention(q, q, q, return_lse=True, return_max_logits=True), Several)
+    assert_type(attention(q, q, q, return_lse=flag, return_max_logits=True), Several)
+    assert_type(attention(q, q, q, return_max_logits=flag), jax.Array | Several)
+    _o, _max_logits = attention(q, q, q, return_max_logits=True)
+    _o, _lse, _max_logits = attention(q, q, q, return_lse=True, return_max_logits=True)
 
 
 def arguments(q: jax.Array):
@@ -36,5 +43,7 @@ def arguments(q: jax.Array):
 
 def explanations(q: jax.Array):
     shape = jax.ShapeDtypeStruct((2, 8, 4, 16), "float32")
-    assert_type(explain(q, q, q, is_causal=True, return_lse=True), Explanation)
+    assert_type(
+        explain(q, q, q, is_causal=True, return_lse=True, return_max_logits=True), Explanation
+    )
     assert_type(explain(shape, shape, shape, shape, segment_ids=shape), Explanation)

@@ -117,6 +117,23 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=N
     assert not failures, "; ".join(failures)
 
 
+def judge_max_logits(case, dtype, found, problem=None, *, tf32=False):
+    """Asserts the rule for the largest scores, each of which is a number of a few roundings."""
+    qkv, cotangents, options = problem or case.problem(dtype)
+    truth = oracle.solve(*qkv, *cotangents, tf32=tf32, **options)
+    operands, options = oracle.split(options)
+
+    dense = functools.partial(oracle.dense, tf32=tf32, return_max_logits=True, **options)
+    *_, baseline = oracle.compiled_alike(dense)(*qkv, **operands)
+    assert (found.shape, found.dtype) == (baseline.shape, baseline.dtype)
+    rounding = ROUNDING[found.dtype.name]
+    ours, theirs = (oracle.errors(x, truth, "max_logits") for x in (found, baseline))
+    # Scales, the change of base, a soft cap: each rounds once.
+    floor = oracle.natural(4 * rounding, truth, "max_logits")
+    for norm, error in ours.items():
+        assert error <= 2 * max(theirs[norm], floor), (norm, error, theirs[norm], floor)
+
+
 # Small tiles, so that a short sequence has empty, masked and full ones; their sides differ in every
 # kernel.
 SMALL = pallas_flash.tuning.TileSizes(

@@ -16,7 +16,7 @@ from support.cases import checked
 from support.judge import judge
 
 from pallas_flash import _compat
-from pallas_flash._vjp import _public_lse
+from pallas_flash._vjp import public_rows
 
 # JAX 0.10.2 has not the operations that the kernels use, and who imports this is skipped there: on
 # the others, which have them, .ci/run tests these files, too.
@@ -54,7 +54,7 @@ def emulated(problem, in_order=False, sizes=TABLE, **others):
         o, log_sum = run_forward(call, sizes)
         gradients = run_backward(call, o, log_sum, do, dlse, sizes=sizes, **flags)
     names = "query", "key", "value", *(name for name, x in wanted.items() if x)
-    return [o, _public_lse(log_sum), *(getattr(gradients, name) for name in names)]
+    return [o, *public_rows(log_sum), *(getattr(gradients, name) for name in names)]
 
 
 def gradient_of_the_scale(problem, in_order):
@@ -123,7 +123,7 @@ def forward_of(case, sizes=TABLE):
     qkv, _, options = case.problem("bfloat16")
     with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
         o, log_sum = run_forward(checked(qkv, options), sizes)
-    return [o, _public_lse(log_sum)]
+    return [o, *public_rows(log_sum)]
 
 
 def judge_both(case, in_order):

@@ -331,6 +331,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     values = {
         "o": heads_last(o),
         "lse": lse,
+        "max_logits": s.max((2, 3)),
         **gradients,
         "dv": group(weight.mT @ do),
         "dscale": (ds * raw).sum(),
@@ -340,6 +341,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     terms = {
         "o": weight @ np.abs(v),
         "lse": np.where(np.isinf(lse), 0, 1 + np.abs(lse)),
+        "max_logits": 1 + np.abs(s.max((2, 3), where=alive, initial=0)),
         "dq": abs(scale) * (size @ np.abs(k)),
         "dk": abs(scale) * (size.mT @ np.abs(q)),
         "dv": weight.mT @ np.abs(do),
@@ -403,7 +405,7 @@ _product.defvjp(lambda rounded, s: (s, None), lambda rounded, _, ds: (rounded(ds
 
 def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, score_mod=None,
           logits_soft_cap=None, dropout_rate=0.0, dropout_key=None, broadcast_dropout=False,
-          tf32=False, **conditions):  # fmt: skip
+          tf32=False, return_max_logits=False, **conditions):  # fmt: skip
     """Dense attention in plain JAX: products of the inputs' dtype or TF32, softmax in float32."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -452,7 +454,8 @@ def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, scor
     if dropout_rate:
         ones = kept(dropout_key, (B, N, T, S), dropout_rate, broadcast_dropout)
         p = jnp.where(ones, p / share_kept(dropout_rate), 0)
-    return product("bnts,bsnv->btnv", p, vv).astype(q.dtype), lse
+    o = product("bnts,bsnv->btnv", p, vv).astype(q.dtype)
+    return (o, lse, s.max((2, 3))) if return_max_logits else (o, lse)
 
 
 def differentiate(function, q, k, v, do, dlse, **operands):

@@ -581,6 +581,7 @@ def test_options_are_kept(h200, search):
         ({"passes": []}, ValueError, r"`passes` must be .* got \[\]"),
         ({"passes": ["dq"]}, ValueError, r"`passes` must be .* got \['dq'\]"),
         ({"return_lse": True}, TypeError, r"`tune` must have options .* got \['return_lse'\]"),
+        ({"return_max_logits": True}, TypeError, r"`tune` must .* got \['return_max_logits'\]"),
         ({"tile_sizes": TileSizes()}, TypeError, r"got \['tile_sizes'\]"),
         ({"is_causal": 1}, TypeError, "`is_causal` must be True or False"),
         ({"query": jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.int32)}, TypeError, "got int32"),

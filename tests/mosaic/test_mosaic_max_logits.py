@@ -1,0 +1,54 @@
+"""The largest score of each head by the kernels for Hopper, emulated."""
+
+import dataclasses
+
+import pytest
+from support import cases
+from support import mosaic_emulator as emulator
+from support.few_queries import with_few
+from support.judge import judge_max_logits
+from support.mosaic_cases import LONG, LONG_CAUSAL, checked, run_forward, with_heads
+
+ASKED = dict(return_max_logits=True)
+# Rows that see nothing, scores in base 2 and in base e, a constant that is left out, sinks.
+CASES = (
+    "causal, first queries see nothing",
+    "lengths of zero",
+    "everything at once",
+    "large scores",
+    "zero scale",
+    "soft cap",
+    "bias of minus infinity",
+    "sinks",
+    "all features",
+)
+SERVED = [case for case in cases.CASES if case.name != "negative scale"]
+
+
+def judge_emulated(case):
+    qkv, _, options = case.problem("bfloat16")
+    with emulator.emulated(pytest.MonkeyPatch()):
+        _, log_sum = run_forward(checked(qkv, options | ASKED))
+    judge_max_logits(case, "bfloat16", log_sum.max_logits.max(axis=2))
+
+
+@pytest.mark.parametrize("case", [LONG, LONG_CAUSAL], ids=["full", "causal"])
+def test_max_logits_of_many_blocks(case, kernel_case):
+    """Weights are relative to a maximum that lags behind."""
+    judge_emulated(case)
+
+
+@cases.parametrize(names=CASES, others_extended=True, table=SERVED)
+def test_max_logits_of_each_case(case, kernel_case):
+    judge_emulated(with_heads(case, 64))
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(40, 72), (192, 128), (256, 256)])
+def test_max_logits_of_other_head_dims(head_dim, value_dim, kernel_case):
+    judge_emulated(dataclasses.replace(LONG_CAUSAL, T=100, S=150, H=head_dim, V=value_dim))
+
+
+@pytest.mark.parametrize("name", ["full", "everything at once", "soft cap", "sinks"])
+def test_max_logits_of_decoding(name, kernel_case):
+    """Splits of the keys, and the consumers of a split, have maxima of their own."""
+    judge_emulated(with_heads(with_few(cases.BY_NAME[name]), 64, S=1100))
