@@ -32,7 +32,7 @@ class RMSNorm(nnx.RMSNorm):
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         """Normalise each position on its own, with float32 sums."""
         x = x.astype(self.dtype or self.param_dtype)
-        return _normalize(x, self.scale[...], self.epsilon)
+        return rms_normalize(x, self.scale[...], self.epsilon)
 
 
 def _normalized(x, scale, epsilon):
@@ -42,7 +42,7 @@ def _normalized(x, scale, epsilon):
     return (wide * jax.lax.rsqrt(square + epsilon) * scale).astype(x.dtype)
 
 
-_normalize = jax.custom_vjp(_normalized, nondiff_argnums=(2,))
+rms_normalize = jax.custom_vjp(_normalized, nondiff_argnums=(2,))
 
 
 def _normalize_forward(x, scale, epsilon):
@@ -58,7 +58,7 @@ def _normalize_backward(epsilon, residuals, cotangent):
     return transpose(cotangent)
 
 
-_normalize.defvjp(_normalize_forward, _normalize_backward)
+rms_normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 class SwiGLU(nnx.Module):

@@ -1,0 +1,343 @@
+"""Folders with config.json and weights in the safetensors layout: what is in them, and how.
+
+A safetensors file has 8 bytes (the length n of the header, little-endian), n bytes of JSON, which
+gives the dtype, the shape and the place of each tensor, and the bytes of the tensors. So NumPy maps
+a file into memory, and JAX copies each device's part of one tensor at a time.
+"""
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import DecoderConfig
+from models.sharding import Layout, rule
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+# The module at a path of `Decoder`, with # for the number of a layer, and its name in the file.
+_LLAMA = {
+    "embedding": "model.embed_tokens",
+    "layers/#/attention_norm": "model.layers.#.input_layernorm",
+    "layers/#/attention": "model.layers.#.self_attn",
+    "layers/#/attention/query": "model.layers.#.self_attn.q_proj",
+    "layers/#/attention/key": "model.layers.#.self_attn.k_proj",
+    "layers/#/attention/value": "model.layers.#.self_attn.v_proj",
+    "layers/#/attention/out": "model.layers.#.self_attn.o_proj",
+    "layers/#/attention/query_norm": "model.layers.#.self_attn.q_norm",
+    "layers/#/attention/key_norm": "model.layers.#.self_attn.k_norm",
+    "layers/#/mlp_norm": "model.layers.#.post_attention_layernorm",
+    "layers/#/mlp/gate": "model.layers.#.mlp.gate_proj",
+    "layers/#/mlp/up": "model.layers.#.mlp.up_proj",
+    "layers/#/mlp/down": "model.layers.#.mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+_GEMMA = _LLAMA | {
+    "layers/#/attention_post_norm": "model.layers.#.post_attention_layernorm",
+    "layers/#/mlp_norm": "model.layers.#.pre_feedforward_layernorm",
+    "layers/#/mlp_post_norm": "model.layers.#.post_feedforward_layernorm",
+}
+# Queries, keys and values are one matrix, and matrices are [inputs, outputs].
+_GPT2 = {
+    "embedding": "transformer.wte",
+    "position_embedding": "transformer.wpe",
+    "layers/#/attention_norm": "transformer.h.#.ln_1",
+    "layers/#/attention/query": "transformer.h.#.attn.c_attn",
+    "layers/#/attention/key": "transformer.h.#.attn.c_attn",
+    "layers/#/attention/value": "transformer.h.#.attn.c_attn",
+    "layers/#/attention/out": "transformer.h.#.attn.c_proj",
+    "layers/#/mlp_norm": "transformer.h.#.ln_2",
+    "layers/#/mlp/up": "transformer.h.#.mlp.c_fc",
+    "layers/#/mlp/down": "transformer.h.#.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+# Constants that older files have beside the parameters: causal masks and frequencies.
+CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+
+
+class Stored(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+        paths: The parameters that it holds, one after the other along the outputs.
+        transposed: Whether it is [inputs, outputs].
+    """
+
+    paths: list[str]
+    transposed: bool
+
+
+def layout_of_files(config: DecoderConfig, paths: list[str]) -> dict[str, Stored]:
+    """Return, by name, the tensors that hold the parameters at these paths."""
+    kind = json.loads(config.source or "{}").get("model_type", "llama")
+    names = _GPT2 if kind == "gpt2" else _GEMMA if kind.startswith("gemma") else _LLAMA
+    order, found = list(names), {}
+    numbered = {path: re.sub(r"(?<=/)\d+(?=/)", "#", path).rpartition("/") for path in paths}
+    for path in sorted(paths, key=lambda path: order.index(numbered[path][0])):
+        module, _, parameter = numbered[path]
+        number = re.findall(r"/(\d+)/", path)
+        name = names[module].replace("#", number[0] if number else "") + "." + parameter
+        transposed = kind == "gpt2" and bool(number) and parameter == "weight"
+        transposed = transposed and not module.endswith("norm")
+        found.setdefault(name, Stored([], transposed)).paths.append(path)
+    return found
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths, as in `layers/0/mlp/up/weight`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def open_folder(folder: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:
+    """Return the text of config.json, and every tensor by name, mapped into memory.
+
+    Raises:
+        ValueError: A file is missing, damaged or not what its name says.
+    """
+    for name in (CONFIG, INDEX if (folder / INDEX).exists() else WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"`folder` must have {CONFIG} and {WEIGHTS} or {INDEX}; got {str(folder)!r} "
+                f"without {name}."
+            )
+    text = (folder / CONFIG).read_text()
+    _json(folder / CONFIG, text)
+    if not (folder / INDEX).exists():
+        return text, open_file(folder / WEIGHTS)
+    index = _json(folder / INDEX, (folder / INDEX).read_text()).get("weight_map", {})
+    tensors = {}
+    for file in sorted(set(index.values())):
+        if not (folder / file).is_file():
+            raise ValueError(f"`folder` must have every file of {INDEX}; got none called {file!r}.")
+        tensors |= open_file(folder / file)
+    if absent := sorted(index.keys() - tensors.keys()):
+        raise ValueError(f"{INDEX} must name tensors of its files; got {absent[0]!r}, in none.")
+    return text, tensors
+
+
+def _json(path: pathlib.Path, text: str | bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON; got {error}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a JSON object; got {text[:40]!r}.")
+    return content
+
+
+def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a safetensors file by name, mapped into memory.
+
+    Raises:
+        ValueError: The file is damaged, or has a dtype other than the float types of `DTYPES`.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{path} must be a whole safetensors file; got {size} bytes.")
+        header = _json(path, file.read(length))
+    header.pop("__metadata__", None)
+    data = np.memmap(path, np.uint8, mode="r", offset=8 + length) if size > 8 + length else None
+    tensors = {}
+    for name, entry in header.items():
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if CONSTANTS.search(name):
+            continue
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{path} must have tensors of {', '.join(DTYPES)}; got {dtype} for {name!r}: "
+                "quantised weights are not read."
+            )
+        dtype = jnp.dtype(DTYPES[dtype])
+        if end - begin != dtype.itemsize * math.prod(shape) or end > size - 8 - length:
+            raise ValueError(
+                f"{path} must have all bytes of {name!r}; got a file of {size} bytes, which is cut "
+                "short or damaged."
+            )
+        content = np.empty(0, np.uint8) if data is None else data[begin:end]
+        tensors[name] = content.view(dtype).reshape(shape)
+    return tensors
+
+
+def _named_as(stored: dict[str, Stored], tensors: Mapping[str, Any]) -> dict[str, Stored]:
+    """Return `stored` with the names of a file that a model without a head was saved to."""
+    prefixes = ("model.", "transformer.")
+    if any(name.startswith(prefixes) for name in tensors):
+        return stored
+    return {re.sub(r"^(model|transformer)\.", "", name): x for name, x in stored.items()}
+
+
+def embedding_dtype(config: DecoderConfig, tensors: dict[str, np.ndarray]) -> str:
+    """Return the dtype of the embedding in a file."""
+    [name] = _named_as(layout_of_files(config, ["embedding/weight"]), tensors)
+    if name not in tensors:
+        raise ValueError(f"the weights must have {name!r}; got {_some(tensors)}.")
+    return str(tensors[name].dtype)
+
+
+def read(
+    config: DecoderConfig,
+    shapes: Any,
+    tensors: dict[str, np.ndarray],
+    layout: Layout | None,
+    dtype: str | None,
+) -> Any:
+    """Return a tree of parameters in the form of `shapes`, read from the tensors.
+
+    Args:
+        config: The model's configuration.
+        shapes: A tree with the shape of each parameter.
+        tensors: The tensors by name.
+        layout: The shardings of the parameters; None for one device.
+        dtype: Type of the parameters; None is each tensor's.
+
+    Raises:
+        ValueError: A tensor is missing, unexpected or of another shape.
+    """
+    wanted = by_path(shapes)
+    stored = _named_as(layout_of_files(config, list(wanted)), tensors)
+    _check_names(config, stored, tensors)
+    read = {}
+    for name, (paths, transposed) in stored.items():
+        whole = tensors[name].T if transposed and tensors[name].ndim == 2 else tensors[name]
+        sizes = [wanted[path].shape[0] for path in paths]
+        shape = (sum(sizes), *wanted[paths[0]].shape[1:])
+        if whole.shape != shape:
+            there = shape[::-1] if transposed else shape
+            raise ValueError(
+                f"{name!r} must have the shape {there}, which {CONFIG} gives; got "
+                f"{tensors[name].shape}."
+            )
+        parts = np.split(whole, np.cumsum(sizes)[:-1]) if len(paths) > 1 else [whole]
+        for path, part in zip(paths, parts, strict=True):
+            read[path] = _to_devices(path, part, layout, dtype)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: read[jax.tree_util.keystr(path, simple=True, separator="/")], shapes
+    )
+
+
+def _to_devices(path: str, x: np.ndarray, layout: Layout | None, dtype: str | None) -> jax.Array:
+    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    if layout is None:
+        return jnp.array(x, dtype)
+    sharding = layout.sharding(*rule(path))
+    try:
+        return jax.make_array_from_callback(
+            x.shape, sharding, lambda index: np.array(x[index]).astype(dtype)
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"`layout` must divide {path} of shape {x.shape} evenly; got {sharding.spec} on the "
+            f"mesh {dict(layout.mesh.shape)}."
+        ) from error
+
+
+def _check_names(config: DecoderConfig, stored: dict[str, Stored], tensors: dict[str, np.ndarray]):
+    """Raise unless the tensors are those of the model."""
+    if missing := sorted(stored.keys() - tensors.keys()):
+        raise ValueError(f"the weights must have {_some(missing)}, which the file has not.")
+    left = sorted(tensors.keys() - stored.keys())
+    if config.tied and left == ["lm_head.weight"]:
+        [embedding] = (x for x in stored if "embed" in x or "wte" in x)
+        if np.array_equal(tensors["lm_head.weight"], tensors[embedding]):
+            return
+        raise ValueError(
+            f"'lm_head.weight' must equal {embedding!r}, because `tie_word_embeddings` is true; "
+            "got another matrix."
+        )
+    if left:
+        raise ValueError(
+            f"the weights must have only tensors that {CONFIG} leads to; got {_some(left)}, too."
+        )
+
+
+def _some(names) -> str:
+    """Return the first of some names, and the number of the others."""
+    first, *rest = sorted(names) or ["nothing"]
+    return f"{first!r}" + (f" and {len(rest)} more" if rest else "")
+
+
+# ------------------------------------------------------------------------------------------ writing
+
+
+def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_bytes: int) -> None:
+    """Write config.json and the parameters; see `Decoder.save_pretrained`."""
+    if config.source is None:
+        raise ValueError(
+            "`config` must come from a config.json to be saved; got one that does not: make it by "
+            "`DecoderConfig.from_json`."
+        )
+    found = by_path(params)
+    if not all(x.is_fully_addressable for x in found.values()):
+        raise ValueError(
+            "`params` must be on devices of this process; got arrays that several processes share: "
+            "gather them first."
+        )
+    if folder.is_dir() and (there := sorted(folder.glob("*.safetensors*"))):
+        raise ValueError(
+            f"`folder` must have no weights, or be new; got {str(folder)!r} with {there[0].name}."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = layout_of_files(config, list(found))
+    files, size = [[]], 0
+    for name in sorted(stored):
+        more = sum(found[path].nbytes for path in stored[name].paths)
+        if files[-1] and size + more > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += more
+    names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+    if len(files) == 1:
+        names = [WEIGHTS]
+    for file, inside in zip(names, files, strict=True):
+        _write_file(folder / file, {name: stored[name] for name in inside}, found)
+    if len(files) > 1:
+        index = {name: file for file, inside in zip(names, files, strict=True) for name in inside}
+        total = {"total_size": sum(x.nbytes for x in found.values())}
+        content = {"metadata": total, "weight_map": index}
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+    content = json.loads(config.source)
+    dtype = str(found["embedding/weight"].dtype)
+    content["dtype" if "dtype" in content else "torch_dtype"] = dtype
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_file(path: pathlib.Path, stored: dict[str, Stored], params: dict[str, jax.Array]):
+    """Write a safetensors file, one tensor at a time."""
+    letters = {dtype: name for name, dtype in DTYPES.items()}
+    # The libraries that read such files ask which one wrote it, and know this answer.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, (paths, transposed) in stored.items():
+        first = params[paths[0]]
+        shape = [sum(params[path].shape[0] for path in paths), *first.shape[1:]]
+        end = begin + sum(params[path].nbytes for path in paths)
+        header[name] = {
+            "dtype": letters[str(first.dtype)],
+            "shape": shape[::-1] if transposed else shape,
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for paths, transposed in stored.values():
+            parts = [np.asarray(params[path]) for path in paths]
+            whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            file.write(np.ascontiguousarray(whole.T if transposed else whole).view(np.uint8).data)

@@ -1,0 +1,452 @@
+"""The configuration of `Decoder`, and how a config.json of the families below becomes one.
+
+A family is the `model_type` of the file: gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3_text.
+Every field of the file is read, or has no effect on logits and stands in `NO_EFFECT`, or raises.
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: pair i of H/2 turns by `position * frequencies(H)[i]`.
+
+    Attributes:
+        theta: Base of the frequencies.
+        kind: Rule that scales them for longer texts: default (none), linear, llama3 or yarn.
+        factor: Ratio of the longer to the original context.
+        original: Original context, in tokens; for llama3 and yarn.
+        low: llama3 scales frequencies with fewer turns in the original context fully.
+        high: llama3 keeps frequencies with more turns as they are.
+        slow: yarn scales frequencies with fewer turns fully.
+        fast: yarn keeps frequencies with more turns as they are.
+        truncate: Whether yarn rounds the numbers of the two pairs between which it interpolates.
+        amplitude: Multiplies queries and keys.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    slow: float = 1.0
+    fast: float = 32.0
+    truncate: bool = True
+    amplitude: float = 1.0
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Return the angle of each of the head_dim / 2 pairs for one position, in float32."""
+        half = head_dim // 2
+        f = self.theta ** (-np.arange(half) / half)
+        if self.kind == "linear":
+            f = f / self.factor
+        elif self.kind == "llama3":
+            turns = self.original * f / (2 * math.pi)
+            kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+            f = kept * f + (1 - kept) * f / self.factor
+        elif self.kind == "yarn":
+            # https://arxiv.org/abs/2309.00071, section 3.2
+            first, last = (self._pair_with(turns, half) for turns in (self.fast, self.slow))
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
+            kept = 1 - np.clip((np.arange(half) - first) / max(last - first, 0.001), 0, 1)
+            f = kept * f + (1 - kept) * f / self.factor
+        return f.astype(np.float32)
+
+    def _pair_with(self, turns: float, half: int) -> float:
+        """Return the number of the pair that makes so many turns in the original context."""
+        return half * math.log(self.original / (2 * math.pi * turns)) / math.log(self.theta)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any], context: int) -> "Rope":
+        """Return the rotary positions of `rope_theta` and the fields of `rope_scaling`.
+
+        Raises:
+            ValueError: The rule is unknown, or has an unknown field or lacks one.
+        """
+        left = {name: x for name, x in fields.items() if x is not None}
+        kind = left.pop("rope_type", left.pop("type", "default"))
+        left.pop("type", None)
+        names = {"rope_theta": "theta"} | ROPE_FIELDS.get(kind, {})
+        if kind not in ROPE_FIELDS:
+            raise ValueError(
+                f"`rope_scaling` must have one of the types {', '.join(ROPE_FIELDS)}; got {kind!r}."
+            )
+        values = {ours: left.pop(name) for name, ours in names.items() if name in left}
+        needed = {"linear": {"factor"}, "yarn": {"factor"}, "llama3": set(names.values())}
+        if missing := sorted(needed.get(kind, set()) - values.keys()):
+            raise ValueError(
+                f"`rope_scaling` of type {kind} must give {', '.join(missing)}; got {fields}."
+            )
+        if kind == "yarn":
+            values["amplitude"] = _yarn_amplitude(values["factor"], left, values)
+            values.setdefault("original", context)
+        if left:
+            raise ValueError(
+                f"`rope_scaling` of type {kind} must have the fields {', '.join(names)} alone; got "
+                f"{', '.join(map(repr, left))}."
+            )
+        return cls(kind=kind, **values)
+
+
+ROPE_FIELDS = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original",
+        "low_freq_factor": "low",
+        "high_freq_factor": "high",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original",
+        "beta_slow": "slow",
+        "beta_fast": "fast",
+        "truncate": "truncate",
+        "attention_factor": "amplitude",
+    },
+}
+
+
+def _yarn_amplitude(factor: float, left: dict[str, Any], values: dict[str, Any]) -> float:
+    """Return the amplitude that yarn's fields give or that its paper recommends."""
+
+    def recommended(scale):
+        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    scales = [left.pop(name, None) for name in ("mscale", "mscale_all_dim")]
+    if "amplitude" in values:
+        return values["amplitude"]
+    if all(scales):
+        return recommended(scales[0]) / recommended(scales[1])
+    return recommended(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder, and the dtypes of its computation.
+
+    Attributes:
+        vocab_size: Number of tokens.
+        features: Size of the residual stream.
+        hidden: Size between the matrices of the MLP.
+        num_layers: Number of layers, each of attention and an MLP.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key/value heads, a divisor of num_heads.
+        head_dim: Size of a head.
+        context: Longest text of training; with learned positions the longest input.
+        norm: "rms" (x / rms(x) * weight), "rms1" (with 1 + weight, Gemma) or "layer" (LayerNorm).
+        norm_epsilon: Added to the mean square or the variance.
+        post_norms: Whether the outputs of attention and of the MLP are normalised, too (Gemma).
+        activation: "silu" or "gelu" (with tanh).
+        gated: Whether the MLP multiplies `activation(gate(x))` and `up(x)`; else it has no gate.
+        qkv_bias: Whether the maps to queries, keys and values add a bias.
+        out_bias: Whether attention's output map does.
+        mlp_bias: Whether the maps of the MLP do.
+        rope: Rotary positions; None for learned ones.
+        sliding_rope: Rotary positions of the layers with a window; None for `rope`.
+        sliding: For each layer, whether it has a window.
+        window: Number of tokens that a token sees in such a layer, itself among them.
+        normalize_qk: Whether each query and key head is normalised before rotary positions.
+        attention_scale: Multiplies scores; None is 1 / sqrt(head_dim).
+        attention_soft_cap: Scores s become cap * tanh(s / cap); None is no cap.
+        final_soft_cap: The same for logits.
+        use_sinks: Whether each head has a sink: a logit without a value (gpt-oss).
+        scale_embedding: Whether embeddings are multiplied by sqrt(features) (Gemma).
+        tied: Whether one matrix reads tokens and predicts them.
+        dtype: Type of the activations; None is param_dtype.
+        param_dtype: Type of the parameters that `Decoder` makes.
+        implementation: As in `pallas_flash.attention`; None for auto-selection.
+        source: Text of the config.json that this comes from; None where it comes from no file.
+    """
+
+    vocab_size: int
+    features: int
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context: int
+    norm: str = "rms"
+    norm_epsilon: float = 1e-6
+    post_norms: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    rope: Rope | None = None
+    sliding_rope: Rope | None = None
+    sliding: tuple[bool, ...] = ()
+    window: int | None = None
+    normalize_qk: bool = False
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    use_sinks: bool = False
+    scale_embedding: bool = False
+    tied: bool = False
+    dtype: str | None = None
+    param_dtype: str = "float32"
+    implementation: str | None = None
+    source: str | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self):
+        for name in ("vocab_size", "features", "hidden", "num_layers", "num_heads", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                "`num_heads` must be a multiple of `num_kv_heads`; got "
+                f"{self.num_heads} and {self.num_kv_heads}."
+            )
+        if self.head_dim < 1 or (self.rope is not None and self.head_dim % 2):
+            raise ValueError(
+                f"`head_dim` must be positive, and even for rotary positions; got {self.head_dim}."
+            )
+        if len(self.sliding) not in (0, self.num_layers):
+            raise ValueError(
+                f"`sliding` must have {self.num_layers} entries, one for each layer; got "
+                f"{len(self.sliding)}."
+            )
+        if any(self.sliding) and (self.window is None or self.window < 1):
+            raise ValueError(
+                f"`window` must be at least 1 where a layer has a window; got {self.window}."
+            )
+
+    @property
+    def compute_dtype(self) -> str:
+        """Type of the activations, the default filled in."""
+        return self.dtype or self.param_dtype
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer has a window."""
+        return bool(self.sliding) and self.sliding[layer]
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """Return the rotary positions of a layer."""
+        return (self.sliding_rope if self.has_window(layer) else None) or self.rope
+
+    @classmethod
+    def from_json(cls, text: str) -> "DecoderConfig":
+        """Return the configuration that the text of a config.json describes.
+
+        Raises:
+            ValueError: The family is unknown, a field is missing or unknown, or a value is one
+                that `Decoder` does not compute.
+        """
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError("`config.json` must be an object of fields; got another value.")
+        kind = content.get("model_type")
+        if content.get("num_local_experts") or content.get("num_experts"):
+            raise ValueError(
+                f"`config.json` must describe dense MLPs; got {kind!r} with experts, which "
+                "`Decoder` does not compute: it has the attention of gpt-oss (sinks, windows, "
+                "yarn), but no mixture of experts."
+            )
+        if kind not in FAMILIES:
+            raise ValueError(
+                f"`model_type` must be one of {', '.join(FAMILIES)}; got {kind!r}"
+                f"{': of a model with images, save its text part' if kind == 'gemma3' else ''}."
+            )
+        known, fixed = FAMILIES[kind]
+        given = {name for name, x in content.items() if x is not None}
+        unknown = sorted(given - known.keys() - NO_EFFECT - {"model_type"})
+        if unknown:
+            raise ValueError(
+                f"`config.json` of {kind} must have fields that `Decoder` computes; got "
+                f"{', '.join(unknown)}."
+            )
+        values = known | {name: content[name] for name in known if name in content}
+        if missing := [name for name, x in values.items() if x is NEEDED]:
+            raise ValueError(f"`config.json` of {kind} must have {', '.join(missing)}.")
+        for name, wanted in ONLY.items():
+            if name in values and values[name] not in wanted:
+                raise ValueError(
+                    f"`{name}` of {kind} must be {' or '.join(map(repr, wanted))}; got "
+                    f"{values[name]!r}, which `Decoder` does not compute."
+                )
+        return cls(**{**_fields_of(values), **fixed, "source": text})
+
+
+def _fields_of(json: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `DecoderConfig` that stand in the fields of a file."""
+    get = {GPT2_NAMES.get(name, name): x for name, x in json.items()}.get
+    features, heads, layers = (
+        get(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    sliding, full = _ropes(get)
+    bias = get("attention_bias", False)
+    fields = {
+        "vocab_size": get("vocab_size"),
+        "features": features,
+        "hidden": get("intermediate_size") or 4 * features,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": get("num_key_value_heads") or heads,
+        "head_dim": get("head_dim") or features // heads,
+        "context": get("max_position_embeddings"),
+        "norm_epsilon": get("rms_norm_eps"),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": get("mlp_bias", False),
+        "rope": full,
+        "sliding_rope": None if sliding == full else sliding,
+        "sliding": _sliding(get, layers),
+        "window": get("sliding_window"),
+        "attention_soft_cap": get("attn_logit_softcapping"),
+        "final_soft_cap": get("final_logit_softcapping"),
+        "tied": get("tie_word_embeddings"),
+    }
+    if get("query_pre_attn_scalar"):
+        fields["attention_scale"] = get("query_pre_attn_scalar") ** -0.5
+    return fields
+
+
+def _ropes(get) -> tuple[Rope | None, Rope | None]:
+    """Return the rotary positions of layers with a window, and of the others."""
+    if get("rope_theta") is None:
+        return None, None
+    nested = get("rope_parameters") or {}
+    full = {"rope_theta": get("rope_theta"), **(get("rope_scaling") or {})}
+    sliding = {"rope_theta": get("rope_local_base_freq")} if get("rope_local_base_freq") else full
+    if "full_attention" in nested:
+        full, sliding = nested["full_attention"], nested.get("sliding_attention", sliding)
+    elif nested:
+        full = sliding = {"rope_theta": get("rope_theta"), **nested}
+    context = get("max_position_embeddings")
+    return Rope.from_json(sliding, context), Rope.from_json(full, context)
+
+
+def _sliding(get, layers: int) -> tuple[bool, ...]:
+    """Return whether each layer has a window."""
+    if get("sliding_window") is None or get("use_sliding_window") is False:
+        return ()
+    kinds = get("layer_types")
+    if kinds is not None:
+        if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
+            raise ValueError(
+                "`layer_types` must be 'sliding_attention' or 'full_attention'; got "
+                f"{', '.join(map(repr, sorted(unknown)))}."
+            )
+        return tuple(kind == "sliding_attention" for kind in kinds)
+    if get("max_window_layers") is not None:
+        return tuple(layer >= get("max_window_layers") for layer in range(layers))
+    # Every layer (Mistral), or all but each second (Gemma 2) or sixth (Gemma 3).
+    every = get("_sliding_window_pattern") or get("sliding_window_pattern")
+    return tuple(not every or (layer + 1) % every > 0 for layer in range(layers))
+
+
+# A field of config.json that has no default.
+NEEDED = object()
+GPT2_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+# The fields of each family with their defaults, which a file may leave out.
+_LLAMA = {
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), NEEDED
+    ),
+    **dict.fromkeys(("num_attention_heads", "max_position_embeddings"), NEEDED),
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+_QWEN2 = _LLAMA | {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_GEMMA2 = {name: x for name, x in _LLAMA.items() if name != "hidden_act"} | {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "_sliding_window_pattern": 2,
+}
+_GEMMA3 = {name: x for name, x in _GEMMA2.items() if name != "attn_logit_softcapping"} | {
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "final_logit_softcapping": None,
+    "sliding_window_pattern": 6,
+    "_sliding_window_pattern": None,
+    "use_bidirectional_attention": False,
+}
+_GPT2 = {
+    **dict.fromkeys(("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"), NEEDED),
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+_GEMMA = {
+    "norm": "rms1",
+    "post_norms": True,
+    "activation": "gelu",
+    "scale_embedding": True,
+}
+# The fields of a file with their defaults, and the fields of `DecoderConfig` that all models share.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt2": (
+        _GPT2,
+        {
+            **{"norm": "layer", "activation": "gelu", "gated": False},
+            **{"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        },
+    ),
+    "llama": (_LLAMA | {"attention_bias": False, "mlp_bias": False}, {}),
+    "mistral": (_LLAMA | {"sliding_window": 4096}, {}),
+    "qwen2": (_QWEN2, {"qkv_bias": True}),
+    "qwen3": (_QWEN2 | {"attention_bias": False, "head_dim": 128}, {"normalize_qk": True}),
+    "gemma2": (_GEMMA2, _GEMMA),
+    "gemma3_text": (_GEMMA3, _GEMMA | {"normalize_qk": True}),
+}
+# The values that `Decoder` computes, where it does not compute all.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "use_bidirectional_attention": (False, None),
+}
+# Fields without effect on logits: numbers of tokens, training (`Decoder` has no dropout), and how
+# other libraries store or compute the same.
+NO_EFFECT = {
+    *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "cache_implementation"),
+    *("initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+    *("summary_use_proj", "task_specific_params", "n_ctx", "reorder_and_upcast_attn"),
+    *("pretraining_tp", "_attn_implementation_autoset", "hidden_act"),
+}

@@ -1,0 +1,209 @@
+"""Folders of weights: what is written is read, on several devices too, and mistakes are named."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from support import eight_devices
+from support.decoder_files import FILES, make
+
+from models import Decoder, checkpoint
+from models.sharding import AXES, Layout
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def state_of(model):
+    return checkpoint.by_path(nnx.to_pure_dict(nnx.state(model)))
+
+
+@pytest.mark.parametrize("max_bytes", [10**9, 3000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FILES)
+def test_saved_and_loaded_and_saved_again(family, dtype, max_bytes, tmp_path):
+    model = make(family, dtype=dtype)
+    model.save_pretrained(tmp_path / "first", max_bytes)
+    again = Decoder.from_pretrained(tmp_path / "first")
+    again.save_pretrained(tmp_path / "second", max_bytes)
+    first, second = files_of(tmp_path / "first"), files_of(tmp_path / "second")
+    assert first == second
+    assert (len(first) == 2) == (max_bytes == 10**9)
+    assert json.loads(first["config.json"])["torch_dtype"] == dtype
+    assert again.config.compute_dtype == dtype
+    for path, x in state_of(model).items():
+        np.testing.assert_array_equal(state_of(again)[path], x, err_msg=path)
+
+
+def test_dtypes_may_be_chosen(tmp_path):
+    make("llama", dtype="bfloat16").save_pretrained(tmp_path)
+    model = Decoder.from_pretrained(tmp_path, dtype="bfloat16", param_dtype="float32")
+    assert {x.dtype for x in state_of(model).values()} == {jnp.dtype("float32")}
+    assert model.config.compute_dtype == "bfloat16"
+
+
+def rewritten(folder, change):
+    """Write the tensors of a folder anew, after a change to the dictionary of them."""
+    path = folder / "model.safetensors"
+    tensors = {name: np.array(x) for name, x in checkpoint.open_file(path).items()}
+    change(tensors)
+    header, data = {}, b""
+    for name, x in tensors.items():
+        kind = {np.dtype("float32"): "F32", np.dtype("bool"): "BOOL"}[x.dtype]
+        offsets = [len(data), len(data) + x.nbytes]
+        header[name] = {"dtype": kind, "shape": x.shape, "data_offsets": offsets}
+        data += x.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+CHANGES = {
+    "missing": (lambda x: x.pop(UP), f"must have '{UP}'"),
+    "unexpected": (lambda x: x.update(extra=x[UP]), "got 'extra', too"),
+    "misshapen": (
+        lambda x: x.update({UP: x[UP].T.copy()}),
+        f"'{UP}' must have the shape (24, 16), which config.json gives; got (16, 24)",
+    ),
+    "kind": (lambda x: x.update({UP: x[UP] > 0}), f"got BOOL for '{UP}'"),
+    "head": (
+        lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"] + 1}),
+        "'lm_head.weight' must equal 'model.embed_tokens.weight'",
+    ),
+    "empty": (lambda x: x.clear(), "must have 'embed_tokens.weight'; got 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_wrong_tensor_is_named(name, tmp_path):
+    change, said = CHANGES[name]
+    make("qwen2").save_pretrained(tmp_path)
+    rewritten(tmp_path, change)
+    with pytest.raises(ValueError) as error:
+        Decoder.from_pretrained(tmp_path)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+DAMAGES = {
+    "absent": (lambda f: (f / "model.safetensors").unlink(), "without model.safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), "without config.json"),
+    "config": (lambda f: (f / "config.json").write_text("{"), "config.json must be JSON"),
+    "config list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object"),
+    "cut": (cut, "which is cut short"),
+    "short": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), "got 3 bytes"),
+    "text": (lambda f: (f / "model.safetensors").write_text("x" * 999), "a whole safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_folder_is_refused(name, tmp_path):
+    damage, said = DAMAGES[name]
+    make("llama").save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError) as error:
+        Decoder.from_pretrained(tmp_path)
+    assert said in str(error.value)
+
+
+def test_shard_that_is_absent_is_named(tmp_path):
+    make("llama").save_pretrained(tmp_path, 3000)
+    [second] = tmp_path.glob("model-00002-of-*")
+    second.unlink()
+    with pytest.raises(ValueError, match=f"got none called '{second.name}'"):
+        Decoder.from_pretrained(tmp_path)
+
+
+def test_older_names_and_constants_are_read(tmp_path):
+    """GPT-2's first files have no prefix, and causal masks beside the parameters."""
+    model = make("gpt2")
+    model.save_pretrained(tmp_path)
+
+    def change(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = np.ones((1, 1, 4, 4), bool)
+
+    rewritten(tmp_path, change)
+    again = state_of(Decoder.from_pretrained(tmp_path))
+    for path, x in state_of(model).items():
+        np.testing.assert_array_equal(again[path], x, err_msg=path)
+
+
+def test_equal_head_of_a_tied_model_is_read(tmp_path):
+    make("qwen2").save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"]}))
+    assert Decoder.from_pretrained(tmp_path).head is None
+
+
+def test_folder_with_weights_is_not_overwritten(tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match="must have no weights, or be new; got"):
+        make("llama", seed=1).save_pretrained(tmp_path)
+    assert files_of(tmp_path) == before
+
+
+def test_model_without_a_file_is_not_saved(tmp_path):
+    model = make("llama")
+    object.__setattr__(model.config, "source", None)
+    with pytest.raises(ValueError, match=r"`config` must come from a config.json"):
+        model.save_pretrained(tmp_path)
+
+
+def test_queries_keys_and_values_of_gpt2_are_one_matrix(tmp_path):
+    model = make("gpt2")
+    model.save_pretrained(tmp_path)
+    tensors = checkpoint.open_file(tmp_path / "model.safetensors")
+    x = np.random.default_rng(0).standard_normal((5, 16), np.float32)
+    parts = [getattr(model.layers[0].attention, name)(x) for name in ("query", "key", "value")]
+    fused = x @ tensors["transformer.h.0.attn.c_attn.weight"]
+    fused += tensors["transformer.h.0.attn.c_attn.bias"]
+    np.testing.assert_allclose(fused, np.concatenate(parts, -1), atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------ eight devices
+
+
+def main(folder):
+    """Load onto meshes: each device holds its part, and logits and gradients are one device's."""
+    one = Decoder.from_pretrained(folder)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (4, 8)))
+
+    def loss(params, graphdef, tokens):
+        return jnp.mean(nnx.merge(graphdef, params)(tokens) ** 2)
+
+    graphdef, params = nnx.split(one)
+    whole, gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, graphdef, tokens)
+    for sizes in ((2, 2, 1, 2), (1, 4, 2, 1)):
+        mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4)
+        model = Decoder.from_pretrained(folder, layout=Layout(mesh))
+        up = model.layers[0].mlp.up.weight[...].addressable_shards[0].data
+        assert up.shape == (model.config.hidden // sizes[3], 16 // sizes[1])
+        for path, x in state_of(one).items():
+            np.testing.assert_array_equal(state_of(model)[path], x, err_msg=path)
+        graphdef, params = nnx.split(model)
+        ours = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, graphdef, tokens)
+        np.testing.assert_allclose(ours[0], whole, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours[1], gradient)
+    mesh = jax.make_mesh((1, 8, 1, 1), AXES, axis_types=(AxisType.Auto,) * 4)
+    with pytest.raises(ValueError, match=r"`layout` must divide .* evenly"):
+        Decoder.from_pretrained(f"{folder}-odd", layout=Layout(mesh))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_loaded_onto_eight_devices(family, tmp_path):
+    make(family, implementation=None).save_pretrained(tmp_path / "a")
+    odd = {"n_embd": 12} if family == "gpt2" else {"hidden_size": 12, "head_dim": 4}
+    make(family, **odd).save_pretrained(tmp_path / "a-odd")
+    eight_devices.run(__name__, "main", str(tmp_path / "a"))

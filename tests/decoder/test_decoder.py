@@ -1,0 +1,262 @@
+"""`Decoder`: what its configurations say, packed sequences, and the cache."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.decoder_files import FILES, LLAMA3, make, text_of
+
+from models.config import DecoderConfig, Rope
+from models.decoder import Norm, rotate, rotation
+from pallas_flash.flax import apply_rope
+
+TOKENS = np.random.default_rng(1).integers(0, 31, (2, 11))
+
+
+@nnx.jit
+def logits_of(model, tokens, **where):
+    return model(jnp.asarray(tokens), **where)
+
+
+@nnx.jit
+def decoded(model, tokens, lengths=None):
+    return model(jnp.asarray(tokens), decode=True, lengths=lengths)
+
+
+# ----------------------------------------------------------------------------------- configurations
+
+FIELDS = {
+    "gpt2": {"norm": "layer", "gated": False, "mlp_bias": True, "rope": None, "hidden": 64}
+    | {"tied": True, "norm_epsilon": 1e-5, "num_kv_heads": 4},
+    "llama": {"rope": Rope(10_000.0, "llama3", 4.0, 16), "sliding": (), "qkv_bias": False},
+    "mistral": {"window": 3, "sliding": (True, True), "tied": False},
+    "qwen2": {"sliding": (False, True), "qkv_bias": True, "out_bias": False, "tied": True},
+    "qwen3": {"normalize_qk": True, "head_dim": 6, "sliding": (), "qkv_bias": False},
+    "gemma2": {"norm": "rms1", "post_norms": True, "attention_scale": 1 / 3}
+    | {"attention_soft_cap": 50.0, "final_soft_cap": 30.0, "sliding": (True, False)},
+    "gemma3_text": {"sliding": (False, True), "sliding_rope": Rope(10_000.0), "tied": True}
+    | {"rope": Rope(1_000_000.0), "attention_soft_cap": None, "scale_embedding": True},
+}
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_config_has_the_fields_of_the_file(family):
+    config = DecoderConfig.from_json(text_of(family))
+    assert {name: getattr(config, name) for name in FIELDS[family]} == FIELDS[family]
+
+
+def test_config_with_nested_rope_parameters():
+    nested = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    config = DecoderConfig.from_json(text_of("gemma3_text", rope_parameters=nested))
+    assert config.rope_of(0) == Rope(5e5, "linear", 2.0)
+    assert config.rope_of(1) == Rope(7.0)
+    flat = {"rope_theta": 9.0, **LLAMA3}
+    config = DecoderConfig.from_json(text_of("llama", rope_scaling=None, rope_parameters=flat))
+    assert config.rope == Rope(9.0, "llama3", 4.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("llama", {"model_type": "mamba"}, "`model_type` must be one of gpt2, llama"),
+        ("llama", {"model_type": "gemma3"}, "of a model with images"),
+        ("llama", {"model_type": "gpt_oss", "num_local_experts": 4}, "no mixture of experts"),
+        ("llama", {"quantization_config": {}, "colour": 1}, "got colour, quantization_config"),
+        ("llama", {"hidden_act": "relu"}, "`hidden_act` of llama must be 'silu'; got 'relu'"),
+        ("gpt2", {"scale_attn_weights": False}, "`scale_attn_weights` of gpt2 must be True"),
+        ("gemma3_text", {"attn_logit_softcapping": 5.0}, "got attn_logit_softcapping"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "`use_bidirectional_attention`"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "got 'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "must give factor"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2, "x": 1}}, "alone; got 'x'"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": None}}, "must give factor"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "got 'chunked_attention'"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "`sliding` must have 2 entries"),
+        ("llama", {"num_key_value_heads": 3}, "`num_heads` must be a multiple"),
+        ("llama", {"head_dim": 5}, "even for rotary positions; got 5"),
+        ("mistral", {"sliding_window": -1}, "`window` must be at least 1"),
+    ],
+)
+def test_config_that_is_not_computed_is_refused(family, changes, said):
+    with pytest.raises(ValueError) as error:
+        DecoderConfig.from_json(text_of(family, **changes))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_config_without_a_size_is_refused():
+    with pytest.raises(ValueError, match=r"`config.json` of llama must have hidden_size"):
+        content = json.loads(text_of("llama"))
+        del content["hidden_size"]
+        DecoderConfig.from_json(json.dumps(content))
+
+
+def test_yarn_amplitude():
+    fields = {"rope_theta": 10.0, "rope_type": "yarn", "factor": 4.0}
+    assert Rope.from_json(fields, 16).amplitude == pytest.approx(0.1 * np.log(4) + 1)
+    both = fields | {"mscale": 2.0, "mscale_all_dim": 1.0}
+    wanted = (0.2 * np.log(4) + 1) / (0.1 * np.log(4) + 1)
+    assert Rope.from_json(both, 16).amplitude == pytest.approx(wanted)
+    assert Rope.from_json(fields | {"attention_factor": 1.5}, 16).amplitude == 1.5
+    assert Rope.from_json(fields, 16).original == 16
+
+
+def test_frequencies_by_their_turns():
+    """Pairs with many turns in the original context stay, and those with few are scaled fully."""
+    for rope in (Rope(1e4, "llama3", 8.0, 999), Rope(1e4, "yarn", 8.0, 999, truncate=False)):
+        plain, scaled = Rope(1e4).frequencies(64), rope.frequencies(64)
+        turns = 999 * plain / (2 * np.pi)
+        many, few = (4, 1) if rope.kind == "llama3" else (32, 1)
+        np.testing.assert_allclose(scaled[turns > many], plain[turns > many], rtol=1e-5)
+        np.testing.assert_allclose(scaled[turns < few], plain[turns < few] / 8, rtol=1e-5)
+        between = (turns > few) & (turns < many)
+        assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+        assert between.any()
+
+
+# ------------------------------------------------------------------------------------- computation
+
+
+def test_rotation_turns_as_apply_rope():
+    rng = np.random.default_rng(0)
+    x, positions = rng.standard_normal((2, 5, 3, 8), np.float32), rng.integers(0, 99, (2, 5))
+    turned = rotate(x, *rotation(Rope(100.0), 8, positions))
+    np.testing.assert_allclose(turned, apply_rope(x, positions, 100.0), atol=1e-5)
+    longer = dataclasses.replace(Rope(100.0), amplitude=2.0)
+    np.testing.assert_allclose(rotate(x, *rotation(longer, 8, positions)), 2 * turned, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms1", "layer"])
+def test_norm_is_its_formula(kind):
+    config = dataclasses.replace(make("llama").config, norm=kind, norm_epsilon=1e-3)
+    norm, rng = Norm(16, config), np.random.default_rng(0)
+    x, w = rng.normal(0.5, 1, (3, 16)), rng.normal(0, 1, (2, 16))
+    norm.weight[...] = jnp.asarray(w[0], jnp.float32)
+    y = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-3)
+    y = y * (w[0] + (kind == "rms1"))
+    if kind == "layer":
+        norm.bias[...] = jnp.asarray(w[1], jnp.float32)
+        y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-3)
+        y = y * w[0] + w[1]
+    np.testing.assert_allclose(norm(jnp.asarray(x, jnp.float32)), y, atol=1e-5)
+
+
+def test_token_sees_the_window_in_each_layer():
+    """Two layers with windows of three tokens: a token reaches the logits of the next four."""
+    model = make("mistral", implementation=None)
+    changed = TOKENS.copy()
+    changed[:, 2] = (changed[:, 2] + 1) % 31
+    before, after = (np.asarray(logits_of(model, x)) for x in (TOKENS, changed))
+    reached = np.abs(before - after).max(axis=(0, 2)) > 0
+    np.testing.assert_array_equal(np.flatnonzero(reached), [2, 3, 4, 5, 6])
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_cached_equals_uncached(family):
+    model = make(family)
+    whole = logits_of(model, TOKENS)
+    assert whole.shape == (2, 11, 31)
+    assert whole.dtype == jnp.float32
+    # The second prompt has three tokens of five; then three tokens at once, then one at a time.
+    model.init_cache(2, 11)
+    prompt = decoded(model, TOKENS[:, :5], jnp.array([5, 3]))
+    np.testing.assert_allclose(prompt[0], whole[0, :5], atol=2e-5)
+    np.testing.assert_allclose(prompt[1, :3], whole[1, :3], atol=2e-5)
+    ends = np.array([5, 3])
+    for count in (3, 1, 1):
+        at = ends[:, None] + np.arange(count)
+        rows = np.arange(2)[:, None]
+        new = decoded(model, TOKENS[rows, at])
+        np.testing.assert_allclose(new, whole[rows, at], atol=2e-5)
+        ends += count
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_packed_equals_separate(family):
+    model = make(family)
+    ids = np.array([[0] * 4 + [1] * 7, [3] * 9 + [1] * 2], np.int32)
+    packed = logits_of(model, TOKENS, segment_ids=jnp.asarray(ids))
+    for row, cut in enumerate([4, 9]):
+        for part in (slice(0, cut), slice(cut, 11)):
+            alone = logits_of(model, TOKENS[row : row + 1, part])
+            np.testing.assert_allclose(packed[row : row + 1, part], alone, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_kernels_give_the_logits_of_the_reference(implementation):
+    ours, reference = (
+        logits_of(make("gemma2", implementation=x), TOKENS) for x in (implementation, "reference")
+    )
+    np.testing.assert_allclose(ours, reference, atol=2e-5)
+
+
+def test_bfloat16_logits_are_near():
+    full = make("gemma3_text")
+    half = make("gemma3_text")
+    half = nnx.merge(nnx.graphdef(make("gemma3_text", dtype="bfloat16")), nnx.state(half))
+    logits, exact = (np.asarray(logits_of(m, TOKENS)) for m in (half, full))
+    # Logits of bfloat16 would have 16 zero bits at their end.
+    assert (logits.view(np.uint32) & 0xFFFF).any()
+    assert 0 < np.linalg.norm(logits - exact) / np.linalg.norm(exact) < 0.1
+
+
+def test_row_beyond_the_cache_is_nan():
+    model = make("llama")
+    model.init_cache(2, 4)
+    assert jnp.isfinite(decoded(model, TOKENS[:, :6], jnp.array([3, 4]))).all()
+    logits = decoded(model, TOKENS[:, :1])
+    assert jnp.isfinite(logits[0]).all()
+    assert jnp.isnan(logits[1]).all()
+
+
+def test_unknown_token_is_nan():
+    assert jnp.isnan(logits_of(make("llama"), np.array([[31]]))).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m: m(jnp.ones((2, 3))), "`tokens` must be integers"),
+        (lambda m: m(jnp.ones(3, int)), "`tokens` must be integers [batch, length]"),
+        (lambda m: m(jnp.ones((1, 33), int)), "no longer than the 32 learned positions; got 33"),
+        (lambda m: m.init_cache(1, 33), "`length` must be no longer than the 32 learned"),
+        (lambda m: m(jnp.ones((1, 3), int), decode=True), "Call `init_cache` first"),
+        (lambda m: m(jnp.ones((1, 3), int), lengths=jnp.ones(1, int)), "`lengths` must be None"),
+        (
+            lambda m: m.init_cache(1, 4) or m(jnp.ones((2, 3), int), decode=True),
+            "must have the batch size of the cache, 1; got 2",
+        ),
+        (
+            lambda m: (
+                m.init_cache(1, 4)
+                or m(jnp.ones((1, 3), int), decode=True, segment_ids=jnp.ones((1, 3), int))
+            ),
+            "`segment_ids` must be None",
+        ),
+    ],
+)
+def test_call_that_does_not_fit_is_refused(call, said):
+    with pytest.raises(ValueError) as error:
+        call(make("gpt2"))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_each_parameter_has_a_gradient(family):
+    graphdef, params = nnx.split(make(family))
+
+    def loss(params):
+        return -jnp.mean(jax.nn.log_softmax(nnx.merge(graphdef, params)(jnp.asarray(TOKENS))) ** 2)
+
+    for path, x in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(params)):
+        assert jnp.isfinite(x).all(), jax.tree_util.keystr(path)
+        # The softmax does not change if each score of a row grows by the same.
+        if "'bias'" not in (name := jax.tree_util.keystr(path)) or "key" not in name:
+            assert jnp.abs(x).max() > 0, name

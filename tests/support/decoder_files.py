@@ -1,0 +1,59 @@
+"""Small models of each family, as config.json has them, with random weights."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models import Decoder
+from models.config import DecoderConfig
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "torch_dtype": "float32",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+GEMMA = {"head_dim": 6, "query_pre_attn_scalar": 9, "sliding_window": 3}
+GPT2 = {"vocab_size": 31, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+FILES = {
+    "gpt2": GPT2 | {"torch_dtype": "float32"},
+    "llama": SIZES | {"rope_scaling": LLAMA3},
+    "mistral": SIZES | {"sliding_window": 3},
+    "qwen2": SIZES | WINDOW | {"tie_word_embeddings": True},
+    "qwen3": SIZES | {"head_dim": 6},
+    "gemma2": SIZES | GEMMA,
+    "gemma3_text": SIZES | GEMMA | {"layer_types": ["full_attention", "sliding_attention"]},
+}
+
+
+def text_of(family, **changes):
+    """The text of a config.json."""
+    return json.dumps({"model_type": family} | FILES[family] | changes)
+
+
+def make(family, dtype="float32", implementation="reference", seed=0, **changes):
+    """A model whose parameters are all random."""
+    config = DecoderConfig.from_json(text_of(family, **changes))
+    config = dataclasses.replace(config, implementation=implementation, param_dtype=dtype)
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+    state = jax.tree.map(
+        lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape, np.float32), x.dtype), shapes
+    )
+    return nnx.merge(graphdef, state)
