@@ -409,7 +409,7 @@ class PrefixLM(NumberLeaf, Joinable):
 
 @leaf
 class Numbers(_masks.NumberBand, Joinable):
-    """What a mask that compares numbers of tokens is in a call."""
+    """The leaf of a mask that compares numbers of tokens."""
 
     def fit(self, call):
         batch, _, *lengths = call.scores_shape
