@@ -422,8 +422,12 @@ def fori_loop(start, stop, step, carry):
     return carry
 
 
-def cond(condition, yes, no, *operands):
-    return (yes if bool(condition) else no)(*operands)
+def select(condition, yes, no):
+    return yes if bool(condition) else no
+
+
+def switch(index, branches, *operands):
+    return branches[number(index)](*operands)
 
 
 fake_pl = types.SimpleNamespace(
@@ -443,7 +447,8 @@ fake_lax = types.SimpleNamespace(
     axis_index=lambda name: jnp.int32(here.axes[name]),
     fori_loop=fori_loop,
     while_loop=while_loop,
-    cond=cond,
+    select=select,
+    switch=switch,
 )
 
 
