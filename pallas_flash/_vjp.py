@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
@@ -60,7 +61,7 @@ def attend(plan: Plan, operands: dict, rest: Problem):
         rest: the problem that it returned.
     """
     kinds = jax.typeof(operands["query"]).sharding.mesh.axis_types
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((operands, rest)))
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((operands, rest)))
     if traced and all(kind == AxisType.Auto for kind in kinds):
         return _attend_on_mesh(plan, operands, rest)
     # Outside of `jit` one compiled program costs less than its operations one by one, and JAX has
