@@ -85,6 +85,9 @@ class SelfAttention(nnx.Module):
             `bias` or `mask` has columns for the tokens of all devices, `seq_lengths` count those,
             and `positions` of None go on from one device to the next.
         context_parallelism: As in `pallas_flash.attention`.
+        sow_max_logits: Whether calls sow the largest score of each head, [*batch, N], as
+            `nnx.Intermediate` "max_logits", see `return_max_logits` of `pallas_flash.attention`.
+            `nnx.capture` collects what a model sows.
         rngs: The source of the random keys of parameters and of dropout.
         keep_rngs: Whether a layer with dropout keeps a copy of the dropout stream of `rngs`, so
             that calls need not give one.
@@ -121,6 +124,7 @@ class SelfAttention(nnx.Module):
         reproducible: bool | None = None,
         sequence_axis: str | tuple[str, ...] | None = None,
         context_parallelism: ContextParallelism | None = None,
+        sow_max_logits: bool = False,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ):
@@ -140,6 +144,7 @@ class SelfAttention(nnx.Module):
         self.reproducible = reproducible
         self.sequence_axis = sequence_axis
         self.context_parallelism: ContextParallelism | None = context_parallelism
+        self.sow_max_logits = flag("sow_max_logits", sow_max_logits)
         linear = functools.partial(
             nnx.LinearGeneral,
             use_bias=use_bias,
@@ -257,7 +262,7 @@ class SelfAttention(nnx.Module):
         dropout_key = self._dropout_key(deterministic, rngs)
         cached = (k, v) if cache is None else cache.extended(k, v)
 
-        o = attention(
+        results = attention(
             merge_batch(q, batch),
             *(merge_batch(y.astype(q.dtype), batch) for y in cached),
             bias=merge_scores("bias", bias, scores_shape),
@@ -280,11 +285,19 @@ class SelfAttention(nnx.Module):
             reproducible=self.reproducible,
             sequence_axis=self.sequence_axis,
             context_parallelism=self.context_parallelism,
+            return_max_logits=self.sow_max_logits,
         )
+        o = self._sown(results, batch) if isinstance(results, tuple) else results
         if cache is not None:
             cache.keep(cached, start + length)
         o = self.out(o).reshape(x.shape)
         return jnp.where(full, jnp.nan, o) if isinstance(full, Tracer) else o
+
+    def _sown(self, results, batch: Sequence[int]) -> Array:
+        """Sow the largest scores, and return the output."""
+        o, max_logits = results
+        self.sow(nnx.Intermediate, "max_logits", max_logits.reshape(*batch, -1))
+        return o
 
     def init_cache(self, input_shape: Sequence[int], dtype: Dtype | None = None) -> None:
         """Make an empty cache for keys and values; it replaces an older one.

@@ -54,6 +54,21 @@ def test_grouped_heads_are_repeated_heads():
     assert_close(grouped(x), full(x))
 
 
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_layer_sows_the_largest_scores(batch):
+    """With a soft cap no score is above it; beside them nothing changes."""
+    x = normal(1, (*batch, Q_LEN, FEATURES))
+    options = dict(num_kv_heads=2, rope_theta=None, logits_soft_cap=0.3)
+    layer = self_attention(sow_max_logits=True, **options)
+    y, sown = nnx.capture(layer, nnx.Intermediate)(x)
+    np.testing.assert_array_equal(y, self_attention(**options)(x))
+    q, k = layer.query(x), jnp.repeat(layer.key(x), 2, axis=-2)
+    s = jnp.einsum("...tnh,...snh->...nts", q, k) / q.shape[-1] ** 0.5
+    s = jnp.where(causal_mask(Q_LEN, Q_LEN), 0.3 * jnp.tanh(s / 0.3), -jnp.inf)
+    [max_logits] = sown["max_logits"]
+    assert_close(max_logits, s.max((-2, -1)))
+
+
 @pytest.mark.parametrize("batch", [pytest.param((), marks=pytest.mark.extended), (2, 3)], ids=str)
 def test_batch_axes_are_batch_elements(batch):
     layer = self_attention(num_kv_heads=2)
