@@ -18,7 +18,13 @@ from jax.sharding import PartitionSpec as P
 from support import cases, key_bias, large_scores, oracle
 from support.few_queries import SERVED as FEW_QUERIES
 from support.few_queries import with_few
-from support.judge import check_that_nothing_shows, judge, measured, program
+from support.judge import (
+    check_that_nothing_shows,
+    judge,
+    judge_max_logits,
+    measured,
+    program,
+)
 
 import pallas_flash
 from pallas_flash import _compat, _device
@@ -255,6 +261,50 @@ def test_deterministic_gradients_for_hopper(head_dim, kernel_case):
                 alive = np.isfinite(a)
                 off = np.linalg.norm(a[alive] - b[alive]) / np.linalg.norm(a[alive])
                 assert off < 1e-3, name
+
+
+def check_max_logits(case, by, dtype="bfloat16", *, factor=5, tiles=None, **sizes):
+    """The rule of test_max_logits."""
+    case = dataclasses.replace(case.scaled(factor), **sizes)
+    problem = qkv, _, options = case.problem(dtype)
+    options = dict(return_max_logits=True, implementation=by, tile_sizes=tiles) | options
+    call = functools.partial(pallas_flash.attention, **options)
+    _, found = oracle.compiled(call)(*qkv)
+    judge_max_logits(case, dtype, found, problem, tf32=dtype == "float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@cases.parametrize()
+def test_max_logits(case, dtype, kernel_case):
+    check_max_logits(case, "triton", dtype)
+
+
+@needs_hopper
+@cases.parametrize(names=cases.SERVED_ON_HOPPER)
+def test_max_logits_for_hopper(case, kernel_case):
+    check_max_logits(case, "mosaic")
+
+
+@by_kernels
+@cases.parametrize(names=["full", "causal", "large scores", "soft cap", "all features"])
+@each_head_dim
+def test_max_logits_of_head_dims(case, head_dim, implementation, kernel_case):
+    check_max_logits(case, implementation, factor=12, N=2, K=1, H=head_dim, V=head_dim)
+
+
+@needs_hopper
+@cases.parametrize(names=["full", "causal", "large scores"])
+def test_max_logits_of_clusters(case, kernel_case):
+    tiles = TileSizes(ForwardTile(block_kv=64, cluster_size=2))
+    check_max_logits(case, "mosaic", factor=12, tiles=tiles, H=128, V=128)
+
+
+@by_kernels
+@cases.parametrize(names=["full", "large scores", "sinks", "all features"])
+@each_head_dim
+def test_max_logits_of_decoding(case, head_dim, implementation, kernel_case):
+    case = with_few(case, 3, H=head_dim, V=head_dim)
+    check_max_logits(case, implementation, factor=1, S=4400)
 
 
 TALL = TileSizes(Tile(128, 64, 4, 2))
