@@ -9,8 +9,9 @@
     at the end    o = acc / l    lse_log2 = m + log2(l)    with a sink in both, if there is one
 
 (1) m stays as it is while the maximum grows by no more than `THRESHOLD`: p may be up to 2^8 then,
-and acc is rescaled less often. Where scores may be large (`Problem.large`), s has its scale
-already, and m is in base e (2):
+and acc is rescaled less often. `RowMax` has the maximum itself beside it, if a call asks for the
+largest scores. Where scores may be large (`Problem.large`), s has its scale already, and m is in
+base e (2):
 
     m'   = max(m, rowmax(s))            as (1), but by THRESHOLD / log2(e)
     p    = exp2((s - m') * log2(e))     alpha = exp2((m - m') * log2(e))

@@ -215,6 +215,7 @@ def test_module_options_reach_attention(monkeypatch):
         "implementation": "xla",
         "reproducible": True,
         "context_parallelism": "heads",
+        "return_max_logits": False,
         "shapes": ((6, Q_LEN, NUM_HEADS, 6), (6, Q_LEN, 2, 6), (6, Q_LEN, 2, 6)),
     }
 
