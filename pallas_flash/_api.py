@@ -205,8 +205,9 @@ def attention(
     Args: Masks
         mask: True where a query may see a key; at most 4 axes, broadcastable to [B, N, T, S] and
             never expanded to it. Kernels skip tiles without a True. Or a mask object: a
-            `BlockMask`, `PrefixLM`, `Predicate` or `Segments`, or several, and boolean arrays,
-            joined by `&`.
+            `BlockMask`, `BlockCausal`, `Chunked`, `Dilated`, `Neighborhood`, `Predicate`,
+            `PrefixLM`, `Segments`, `SharedPrefix` or `Tree`, or several, and boolean arrays, joined
+            by `&`, `|` and `~`. The arguments below stay joined by "and": `~` shows no padding.
         is_causal: query t sees keys up to its own position t + query_offset. For T = 3 and S = 5:
 
                 query_offset=0      query_offset=2 (= S - T)

@@ -208,27 +208,15 @@ def classes_of_ranges(kv_ranges, q_ranges, q_tiles: Tiling, kv_tiles: Tiling) ->
 
     Both are needed: each direction knows ragged tiles only on its inner side.
     """
-    some, every = _inside(kv_ranges, kv_tiles)
-    some_t, every_t = _inside(q_ranges, q_tiles)
+
+    def inside(ranges, inner: Tiling):
+        tile = inner.numbers[None, None]
+        start, full_start, full_stop, stop = (ranges[:, None, :, i, None] for i in range(4))
+        return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
+
+    some, every = inside(kv_ranges, kv_tiles)
+    some_t, every_t = inside(q_ranges, q_tiles)
     return BlockClasses(some & some_t.swapaxes(2, 3), every & every_t.swapaxes(2, 3))
-
-
-def classes_of_leaf(kv_ranges, q_ranges, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
-    """Return the classes that the ranges of one leaf give, over the pairs of the arrays.
-
-    A direction takes a ragged inner tile for a whole one and calls it partial; the other direction
-    knows its end. So a block is full if either direction says so.
-    """
-    some, every = _inside(kv_ranges, kv_tiles)
-    some_t, every_t = _inside(q_ranges, q_tiles)
-    return BlockClasses(some & some_t.swapaxes(2, 3), every | every_t.swapaxes(2, 3))
-
-
-def _inside(ranges, inner: Tiling):
-    """Return which inner tiles are in a range, and which in its full part, [1 or B, 1, ...]."""
-    tile = inner.numbers[None, None]
-    start, full_start, full_stop, stop = (ranges[:, None, :, i, None] for i in range(4))
-    return (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
 
 
 def of_groups(classes: BlockClasses, groups: int) -> BlockClasses:

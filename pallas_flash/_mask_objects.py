@@ -409,7 +409,7 @@ class PrefixLM(NumberLeaf, Joinable):
 
 @leaf
 class Numbers(_masks.NumberBand, Joinable):
-    """The leaf of a mask that compares numbers of tokens."""
+    """The leaf of a mask that compares numbers of tokens, in a call."""
 
     def fit(self, call):
         batch, _, *lengths = call.scores_shape

@@ -122,9 +122,7 @@ class Leaf(Divisible, abc.ABC):
         found = self.block_classes(q_tiles, kv_tiles)
         if found is not None:
             return found
-        kv = _blocks.intersect([self.kv_range(q_tiles, kv_tiles)], q_tiles, kv_tiles)
-        q = _blocks.intersect([self.q_range(q_tiles, kv_tiles)], kv_tiles, q_tiles)
-        return _blocks.classes_of_leaf(kv, q, q_tiles, kv_tiles)
+        return Mask((self,)).block_classes(q_tiles, kv_tiles)
 
     @property
     def scattered(self) -> bool:
@@ -541,8 +539,8 @@ class Mask(Divisible):
     def classes(self, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
         """Return the class of every block over the pairs of the arrays.
 
-        It is exact where a single leaf is, also in ragged tiles: `block_classes` may call a full or
-        an empty one partial, which `~` would exchange.
+        It is closer than `block_classes` for leaves that compare numbers, of which that knows one
+        run of blocks for each tile.
         """
         some, every = Mask().block_classes(q_tiles, kv_tiles)
         for leaf in self.leaves:

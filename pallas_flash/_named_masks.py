@@ -260,7 +260,7 @@ class Neighborhood(Joinable):
 
     Attributes:
         grid: points along each axis, such as (height, width).
-        window: points along each axis that a query sees. Of an even number, one more lies before
+        window: points along each axis that a query sees. An even window has one more point before
             the query than after it.
 
     Example:
