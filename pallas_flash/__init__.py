@@ -8,7 +8,9 @@ from pallas_flash._mask_objects import BlockMask as BlockMask
 from pallas_flash._mask_objects import Predicate as Predicate
 from pallas_flash._mask_objects import PrefixLM as PrefixLM
 from pallas_flash._mask_objects import Segments as Segments
+from pallas_flash._mask_objects import arguments_from_cu_seqlens as arguments_from_cu_seqlens
 from pallas_flash._mask_objects import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
+from pallas_flash._merge import merge as merge
 from pallas_flash._named_masks import BlockCausal as BlockCausal
 from pallas_flash._named_masks import Chunked as Chunked
 from pallas_flash._named_masks import Dilated as Dilated

@@ -33,8 +33,9 @@ _KEYWORDS = {
     "Use `query_offset` for the lengths before and `key_value_seq_lengths` for those after.": (
         "cache_seqlens"
     ),
-    "Use `segment_ids`, from `pallas_flash.segment_ids_from_cu_seqlens`.": (
-        "cu_seqlens cu_seqlens_q cu_seqlens_k cu_seqlens_kv"
+    "Use `segment_ids`, from `pallas_flash.segment_ids_from_cu_seqlens`.": "cu_seqlens",
+    "Use `segment_ids` and positions, from `pallas_flash.arguments_from_cu_seqlens`.": (
+        "cu_seqlens_q cu_seqlens_k cu_seqlens_kv"
     ),
     "Use `segment_ids` with a pair (query, key_value).": (
         "q_segment_ids kv_segment_ids query_segment_ids key_value_segment_ids"

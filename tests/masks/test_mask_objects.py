@@ -17,6 +17,7 @@ from pallas_flash._blocks import Tiling
 from pallas_flash._mask_objects import Call, MaskArray, fitted
 from pallas_flash._masks import Band, Lengths, Mask
 from pallas_flash._operands import Pairs, Positions, TokenPositions, for_user
+from pallas_flash._validate import CONDITIONS, mask_of
 from pallas_flash.tuning import Tile, TileSizes
 
 BATCH, HEADS = 2, 3
@@ -504,6 +505,49 @@ def test_ids_from_cu_seqlens():
     assert pallas_flash.segment_ids_from_cu_seqlens(int32([0]), 0).shape == (0,)
     rows = jax.vmap(ids)(int32([[0, 3, 35], [0, 5, 9]]))
     assert rows.tolist() == [[0] * 3 + [1] * 32, [0] * 5 + [1] * 4 + [2] * 26]
+
+
+QUERIES = [3, 9, 0, 6, 5]
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True},
+                                     {"is_causal": True, "local_window_size": (4, None)}],
+                         ids=["whole", "causal", "window"])  # fmt: skip
+@pytest.mark.parametrize("traced", [False, True])
+def test_packed_queries_and_keys_equal_calls_of_their_own(options, traced):
+    """Aligned at the last key; tokens behind the last sequence may be anything."""
+    lengths = [*LENGTHS, 8]
+    of_q, of_k = (np.cumsum([0, *x]).astype(np.int32) for x in (QUERIES, lengths))
+    T, S = of_q[-1] + 4, of_k[-1] + 5
+    rng = random(7)
+    q, k, v = (jnp.asarray(rng.standard_normal((n, 2, 8)), jnp.float32) for n in (T, S, S))
+
+    def call(q, k, v, of_q, of_k):
+        packed = pallas_flash.arguments_from_cu_seqlens(of_q, of_k, T, S)
+        return pallas_flash.attention(q, k, v, implementation="xla", **packed, **options)
+
+    call = jax.jit(call) if traced else call
+    poisoned = (x.at[ends[-1] :].set(jnp.nan) for x, ends in ((q, of_q), (k, of_k), (v, of_k)))
+    o = call(*poisoned, int32(of_q), int32(of_k))
+    assert not np.asarray(o[of_q[-1] :]).any()
+    for n, (t, s) in enumerate(zip(QUERIES, lengths, strict=True)):
+        if t:
+            own = [x[ends[n] : ends[n + 1]] for x, ends in ((q, of_q), (k, of_k), (v, of_k))]
+            alone = pallas_flash.attention(*own, query_offset=s - t, **options)
+            np.testing.assert_allclose(o[of_q[n] : of_q[n + 1]], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_positions_skip_blocks_above_the_diagonal():
+    """In each of the sequences: their positions rise along the row."""
+    ends = int32([0, 256, 1024]), int32([0, 512, 1024])
+    packed = pallas_flash.arguments_from_cu_seqlens(*ends, 1024, 1024)
+    shape = 1, 1, 1024, 1024
+    conditions = dict(is_causal=True, **packed)
+    defaults = dict.fromkeys(CONDITIONS) | dict(query_offset=0, mask=None)
+    mask = mask_of(shape, **defaults | conditions)
+    q = kv = Tiling(1024, 64)
+    some, _ = of_pairs(oracle.visible(shape, **conditions), q, kv)
+    np.testing.assert_array_equal(mask.block_classes(q, kv).some, some)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

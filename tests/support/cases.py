@@ -28,6 +28,7 @@ from pallas_flash import (
     Tree,
     _api,
     _validate,
+    arguments_from_cu_seqlens,
 )
 
 Random = np.random.Generator
@@ -136,6 +137,17 @@ def _positions(random, c):
         query_positions=_ints(random, -5, c.S, (c.B, c.T)),
         key_value_positions=_array(random.permutation(2 * c.S)[None, : c.S] - c.S // 2, "int32"),
     )
+
+
+def _packed(random, c):
+    """Three sequences with other numbers of queries than of keys, and padding behind them."""
+    rows = []
+    for _ in range(c.B):
+        ends = (np.sort(random.integers(0, n + 1, 3)) for n in (c.T, c.S))
+        of_q, of_k = (_array([0, *x], "int32") for x in ends)
+        rows.append(arguments_from_cu_seqlens(of_q, of_k, c.T, c.S))
+    packed = jax.tree.map(lambda *x: _array(np.concatenate(x)), *rows)
+    return dict(is_causal=True, **packed)
 
 
 def _everything(random, c):
@@ -400,6 +412,7 @@ FEATURES = (
     Case("tree", options=_tree),
     Case("neighborhood", options=_grid),
     Case("masks by and, or, not", options=_algebra),
+    Case("packed in pairs, causal", options=_packed),
 )  # fmt: skip
 
 CASES += FEATURES
