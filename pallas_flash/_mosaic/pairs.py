@@ -5,6 +5,7 @@ warps would wait for the memory to answer.
 """
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._blocks import Tiling
+from pallas_flash._checks import uses
 from pallas_flash._mask_objects import MaskArray
 from pallas_flash._masks import Mask
 from pallas_flash._mosaic import common, ptx
@@ -68,21 +70,30 @@ def without_bias(shared):
 def without_masks(shared):
     """Return the result of `shared_arrays` without mask arrays over (q, k), and these arrays.
 
-    The first of them contains the parts of the mask that have no arrays.
+    The first of them contains the parts of the mask that positions alone decide.
     """
     scale, extras = shared
     leaves = extras.mask.leaves
     taken = [leaf.pairs.array for leaf in leaves if has_pairs(leaf)]
     rest = tuple(leaf for leaf in leaves if not has_pairs(leaf))
     if taken:
-        known = Mask(tuple(leaf for leaf in rest if not jax.tree.leaves(leaf)))
+        here = [_of_positions(leaf) for leaf in rest]
+        known = Mask(tuple(itertools.compress(rest, here)))
         shape = 1, 1, 1, *taken[0].shape[3:]
         q, k = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (3, 4))
         allowed = known.allowed(jnp.int32(0), jnp.int32(0), q, k)
         # None if all are allowed.
         taken[0] = taken[0] if allowed is None else taken[0] & allowed
-        rest = tuple(leaf for leaf in rest if jax.tree.leaves(leaf))
+        rest = tuple(leaf for leaf, known_here in zip(rest, here, strict=True) if not known_here)
     return (scale, extras._replace(mask=Mask(rest))), taken
+
+
+def _of_positions(leaf) -> bool:
+    """Return whether neither arrays, batch elements nor heads decide what a leaf allows."""
+    if jax.tree.leaves(leaf):
+        return False
+    program = jax.make_jaxpr(leaf.allowed)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4).jaxpr
+    return not uses(program, 0) and not uses(program, 1)
 
 
 def rows_of_one_axis(x):

@@ -143,6 +143,7 @@ FEATURES = [
     "mask with empty tiles",
     "blocks and predicate",
     "masks by and, or, not",
+    "mask and function of heads",
     "bias of minus infinity",
     "sinks",
     "all features",

@@ -139,6 +139,12 @@ def _positions(random, c):
     )
 
 
+def _array_and_function(random, c):
+    """The function has no arrays, and asks for the batch element and the head."""
+    [array] = _mask("TS", 0.7)(random, c).values()
+    return dict(mask=array & ~Predicate(lambda b, h, q, k: (q // 9 + h) % 2 == b))
+
+
 def _packed(random, c):
     """Three sequences with other numbers of queries than of keys, and padding behind them."""
     rows = []
@@ -413,6 +419,7 @@ FEATURES = (
     Case("neighborhood", options=_grid),
     Case("masks by and, or, not", options=_algebra),
     Case("packed in pairs, causal", options=_packed),
+    Case("mask and function of heads", options=_array_and_function),
 )  # fmt: skip
 
 CASES += FEATURES
