@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import oracle
+from support import cases, oracle
 from support.block_classes import assert_classes, of_pairs
 
 import pallas_flash
@@ -127,7 +127,7 @@ def random_tree(rng, leaves, depth):
     return join(mask, other), lambda q, kv: tuple(map(join, classes(q, kv), more(q, kv)))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", cases.default(range(8), range(60)))
 def test_trees_of_any_masks(seed):
     """Who sees whom is exact; no block is called empty or full that is not."""
     mask, _ = random_tree(np.random.default_rng(seed), EXACT | OTHERS, 3)
@@ -138,7 +138,7 @@ def test_trees_of_any_masks(seed):
         assert_classes(classes_of(leaf, q, kv), of_pairs(seen, q, kv))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", cases.default(range(8), range(60)))
 def test_trees_of_exact_masks_follow_the_rules(seed):
     """Full if either is, empty only if both are, and exchanged by `~`, in ragged tiles too."""
     mask, rule = random_tree(np.random.default_rng(seed), EXACT, 3)
