@@ -11,6 +11,7 @@ There is no position table: `SelfAttention` rotates queries and keys (RoPE), so 
 
 import dataclasses
 import functools
+import json
 import math
 
 import jax
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from models.config import DecoderConfig
+from models.decoder import Decoder
 from models.layers import RMSNorm, SwiGLU, TiedEmbedding, fan_in_init
 from models.sharding import Layout
 from pallas_flash import save_residuals
@@ -321,3 +324,60 @@ def _generate(graphdef, state, key, prompt, num_tokens, temperature, top_k):
     if length > context:
         tokens = jax.lax.fori_loop(max(given, context), length, add_by_window, tokens)
     return tokens
+
+
+def as_decoder(config: GPTConfig, params) -> Decoder:
+    """Return the `Decoder` that computes the same logits from the same parameters.
+
+    Its family is llama, so that `save_pretrained` writes a folder that other libraries read.
+
+    Args:
+        config: The GPT's shape; `rope_theta` must not be None.
+        params: Its parameters, as nested dictionaries.
+
+    Raises:
+        ValueError: The GPT has no positions.
+    """
+    if config.rope_theta is None:
+        raise ValueError("`rope_theta` must be a number for `Decoder`; got None.")
+    source = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": True,
+    }
+    decoder = DecoderConfig.from_json(json.dumps(source))
+    decoder = dataclasses.replace(decoder, **config.dtypes, implementation=config.attention)
+
+    def matrix(x, outputs):
+        return {"weight": x.reshape(-1, outputs).T}
+
+    def layer(block):
+        attention, heads = block["attention"], config.num_heads * config.head_dim
+        kv_heads = config.kv_heads * config.head_dim
+        sizes = {"query": heads, "key": kv_heads, "value": kv_heads, "out": config.embed_dim}
+        mlp = {name: matrix(x["kernel"], x["kernel"].shape[1]) for name, x in block["mlp"].items()}
+        return {
+            "attention_norm": {"weight": block["attention_norm"]["scale"]},
+            "attention": {n: matrix(attention[n]["kernel"], size) for n, size in sizes.items()},
+            "mlp_norm": {"weight": block["mlp_norm"]["scale"]},
+            "mlp": mlp,
+        }
+
+    return nnx.merge(
+        nnx.graphdef(nnx.eval_shape(lambda: Decoder(decoder, rngs=nnx.Rngs(0)))),
+        {
+            "embedding": {"weight": params["embedding"]["embedding"]},
+            "layers": {int(n): layer(block) for n, block in params["blocks"].items()},
+            "norm": {"weight": params["norm"]["scale"]},
+        },
+    )

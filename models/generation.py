@@ -1,0 +1,234 @@
+"""Text from a `Decoder`: one token of each text at a time, drawn from the model's logits."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int32, Key
+
+from models.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn; a token must pass every limit.
+
+    Attributes:
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Only this many most likely tokens; None is all.
+        top_p: Only the most likely tokens that together have this probability; None is all.
+        min_p: Only tokens of at least this share of the largest probability; None is all.
+        seed: The same seed gives the same tokens.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"`temperature` must not be negative; got {self.temperature}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"`top_k` must be at least 1, or None; got {self.top_k}.")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"`{name}` must be above 0 and at most 1, or None; got {value}.")
+
+
+def limited(logits: Float[Array, "B vocab"], sampling: Sampling) -> Float[Array, "B vocab"]:
+    """Return the logits over the temperature, with -inf for tokens that must not be drawn."""
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        kept = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0]
+        logits = jnp.where(logits < kept[:, -1:], -jnp.inf, logits)
+    if sampling.top_p is not None:
+        order = jnp.argsort(-logits, axis=-1)
+        p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
+        # The first token is always kept: no token is more likely.
+        kept = jnp.cumsum(p, axis=-1) - p < sampling.top_p
+        kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+        logits = jnp.where(kept, logits, -jnp.inf)
+    if sampling.min_p is not None:
+        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+def draw(
+    logits: Float[Array, "B vocab"], key: Key[Array, ""], sampling: Sampling
+) -> Int32[Array, " B"]:
+    """Return a token for each row; a row's random numbers do not depend on the other rows."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits)))
+    return jax.vmap(jax.random.categorical)(keys, limited(logits, sampling)).astype(jnp.int32)
+
+
+class Generation:
+    """The continuation of several texts; iterate over it for their tokens.
+
+    Each item has the next token of each text, None for a text that has ended. A text ends by a stop
+    token, after `count` tokens, or by `end`.
+
+    Texts of different lengths lie side by side, padded at their ends; the cache has a length for
+    each. The device computes a step while the host reads the tokens of the step before. Where a
+    text has filled the model's context, its last half context is read anew, without the beginning.
+
+    Args:
+        model: The model.
+        prompts: The tokens of each text, at least one.
+        count: Most tokens that are added to a text.
+        sampling: How a token is drawn.
+        stop_tokens: Tokens that end a text.
+
+    Attributes:
+        ended: Whether each text has ended.
+        compile_seconds: Time to compile the programs.
+        prefill: Tokens of the prompts, and the seconds in which they were read.
+        decode: Tokens that came after the first of each text, and their seconds.
+
+    Raises:
+        ValueError: A prompt is empty or has a number that is no token of the model, or the model is
+            on several devices.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        sampling: Sampling | None = None,
+        *,
+        stop_tokens: Sequence[int] = (),
+    ):
+        _check_prompts(prompts, model.config.vocab_size)
+        if model.layout is not None:
+            raise ValueError("`model` must be on one device; got one with a layout of several.")
+        # A copy of the module, with the same parameters: the cache is not the caller's.
+        self._model, self._sampling = nnx.merge(*nnx.split(model)), sampling or Sampling()
+        self._texts = [list(prompt) for prompt in prompts]
+        self.ended = [False] * len(prompts)
+        self._count, self._stop_tokens = count, frozenset(stop_tokens)
+        self._sizes = self._programs = None
+        self.compile_seconds = 0.0
+        self.prefill = self.decode = 0, 0.0
+
+    def end(self, row: int) -> None:
+        """End a text after the tokens that it has."""
+        self.ended[row] = True
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        made = 0
+        while made < self._count and not all(self.ended):
+            for tokens in self._until_full(made):
+                made += 1
+                yield tokens
+
+    def _until_full(self, made: int) -> Iterator[list[int | None]]:
+        """Read the texts into a new cache, and add tokens until one has no room.
+
+        Args:
+            made: Tokens that each text has got before.
+        """
+        context, left = self._model.config.context, self._count - made
+        full = max(map(len, self._texts)) >= context
+        kept = max(context // 2, 1) if full else context
+        given = [text[-kept:] for text in self._texts]
+        lengths = np.array([len(text) for text in given], np.int32)
+        width = int(lengths.max())
+        # The last token that is drawn is not in the cache.
+        steps = min(left, context - width + 1)
+        padded = np.zeros((len(given), width), np.int32)
+        for row, text in zip(padded, given, strict=True):
+            row[: len(text)] = text
+        # Every cache after the first has the same size, so that its programs compile once.
+        self._model.init_cache(len(padded), context if made else width + steps - 1)
+        graphdef, cache, params = nnx.split(self._model, nnx.Cache, ...)
+        read, step = self._compiled(graphdef, cache, params, padded, lengths)
+
+        key = jax.random.key(self._sampling.seed)
+        stamp = time.perf_counter()
+        token, cache = read(cache, params, padded, lengths, key, np.int32(made))
+        for n in range(1, steps + 1):
+            before = token
+            if n < steps:
+                token, cache = step(cache, params, token, key, np.int32(made + n))
+            tokens = np.asarray(before)
+            seconds, stamp = time.perf_counter() - stamp, time.perf_counter()
+            if n == 1:
+                self.prefill = _added(self.prefill, int(lengths.sum()), seconds)
+            else:
+                self.decode = _added(self.decode, self.ended.count(False), seconds)
+            yield self._take(tokens)
+            if all(self.ended):
+                return
+
+    def _take(self, tokens: np.ndarray) -> list[int | None]:
+        """Add the tokens to the texts that go on, and return them."""
+        taken: list[int | None] = []
+        for row, token in enumerate(tokens.tolist()):
+            taken.append(None if self.ended[row] else token)
+            if not self.ended[row]:
+                self._texts[row].append(token)
+                self.ended[row] = token in self._stop_tokens
+        return taken
+
+    def _compiled(self, graphdef, cache, params, padded, lengths):
+        """Return the programs `read` and `step` for a cache and padded texts."""
+        sizes = jax.tree.map(jnp.shape, (cache, padded))
+        if sizes != self._sizes:
+            start = time.perf_counter()
+            key, n = jax.random.key(0), np.int32(0)
+            token = np.zeros(len(padded), np.int32)
+            options = {"graphdef": graphdef, "sampling": self._sampling}
+            read = _read.lower(cache, params, padded, lengths, key, n, **options)
+            step = _step.lower(cache, params, token, key, n, **options)
+            self._sizes, self._programs = sizes, (read.compile(), step.compile())
+            self.compile_seconds += time.perf_counter() - start
+        return self._programs
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("graphdef", "sampling"))
+def _read(cache, params, tokens, lengths, key, n, *, graphdef, sampling):
+    """Read the prompts, and return the token after each and the cache."""
+    model = nnx.merge(graphdef, cache, params)
+    stream = model.stream(tokens, decode=True, lengths=lengths)
+    # The logits of all tokens would be larger than all else.
+    last = stream[jnp.arange(len(tokens)), lengths - 1]
+    return draw(model.logits(last), jax.random.fold_in(key, n), sampling), nnx.state(
+        model, nnx.Cache
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("graphdef", "sampling"))
+def _step(cache, params, token, key, n, *, graphdef, sampling):
+    """Return the token after one token of each text, and the cache."""
+    model = nnx.merge(graphdef, cache, params)
+    logits = model(token[:, None], decode=True)[:, -1]
+    return draw(logits, jax.random.fold_in(key, n), sampling), nnx.state(model, nnx.Cache)
+
+
+def _added(total: tuple[int, float], tokens: int, seconds: float) -> tuple[int, float]:
+    return total[0] + tokens, total[1] + seconds
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    if not prompts:
+        raise ValueError("`prompts` must have at least one text; got none.")
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt) == 0:
+            raise ValueError(f"`prompts` must have a token each; got none in text {number}.")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise ValueError(
+                f"`prompts` must have tokens from 0 to {vocab_size - 1}; got "
+                f"{min(prompt)} to {max(prompt)} in text {number}."
+            )

@@ -1,0 +1,168 @@
+"""Generated text: what is drawn, batches of different lengths, and texts beyond the context."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.decoder_files import make
+
+from models.generation import Generation, Sampling, draw, limited
+from models.gpt import GPT, GPTConfig, as_decoder
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+GREEDY = Sampling(temperature=0)
+
+
+def texts(model, prompts, count, sampling=GREEDY, **options):
+    """The new tokens of each text."""
+    steps = list(Generation(model, prompts, count, sampling, **options))
+    return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
+
+
+@nnx.jit
+def logits_of(model, tokens):
+    return model(tokens)
+
+
+def by_whole_passes(model, prompt, count):
+    """The most likely tokens, without a cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = jnp.asarray([tokens + [0] * (24 - len(tokens))])
+        tokens.append(int(jnp.argmax(logits_of(model, padded)[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
+def test_batch_of_lengths_is_each_alone(family):
+    model = make(family)
+    found = texts(model, PROMPTS, 9)
+    assert found == [by_whole_passes(model, prompt, 9) for prompt in PROMPTS]
+
+
+def test_stop_token_ends_one_text():
+    model = make("llama")
+    whole = texts(model, PROMPTS, 9)
+    stop = whole[0][2]
+    found = texts(model, PROMPTS, 9, stop_tokens=[stop])
+    ends = [row.index(stop) + 1 if stop in row else 9 for row in whole]
+    assert found == [row[:end] for row, end in zip(whole, ends, strict=True)]
+    assert len(found[0]) <= 3
+
+
+def test_ended_text_gets_no_token():
+    model = make("llama")
+    generation = Generation(model, PROMPTS[:2], 6, GREEDY)
+    found = []
+    for n, tokens in enumerate(generation):
+        found.append(tokens)
+        if n == 1:
+            generation.end(1)
+    assert [row[1] is None for row in found] == [False, False, True, True, True, True]
+    assert all(row[0] is not None for row in found)
+    assert generation.prefill[0] == 7
+    assert generation.decode[0] == 6
+
+
+def test_text_beyond_the_context_reads_its_end():
+    """Of 32 tokens the last 16 are read anew, and 16 more are added."""
+    model = make("gpt2")
+    [found] = texts(model, [PROMPTS[0]], 50)
+    assert len(found) == 50
+    tokens = PROMPTS[0] + found
+    start = 0
+    for end in range(5, 55):
+        if end - start >= 32:
+            start = end - 16
+        if end in (5, 31, 32, 33, 47, 48, 54):
+            padded = jnp.asarray([tokens[start:end] + [0] * (32 - end + start)])
+            assert tokens[end] == int(jnp.argmax(logits_of(model, padded)[0, end - start - 1]))
+
+
+def test_seed_decides_the_text():
+    model = make("llama")
+    same, again, other = (texts(model, PROMPTS, 9, Sampling(seed=x)) for x in (1, 1, 2))
+    assert same == again != other
+    # Each token has a key of its own.
+    flat = dataclasses.replace(model.config, final_soft_cap=1e-6)
+    model.config = flat
+    [row] = texts(model, [[1]], 25, Sampling(seed=3))
+    assert len(set(row)) > 10
+
+
+def shares(logits, sampling, count=4000):
+    """How often each token is drawn."""
+    logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
+    drawn = collections.Counter(np.asarray(draw(logits, jax.random.key(0), sampling)).tolist())
+    return np.array([drawn[n] for n in range(logits.shape[1])]) / count
+
+
+P = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(), [0, 1, 2, 3, 4]),
+        (Sampling(top_k=2), [1, 3]),
+        (Sampling(top_k=99), [0, 1, 2, 3, 4]),
+        (Sampling(top_p=0.6), [1, 3]),
+        (Sampling(top_p=0.7), [1, 3, 4]),
+        (Sampling(top_p=0.01), [1]),
+        (Sampling(min_p=0.5), [1, 3, 4]),
+        (Sampling(top_k=3, min_p=0.6), [1, 3]),
+        (Sampling(temperature=0), [1]),
+    ],
+)
+def test_drawn_tokens_have_their_probability(sampling, kept):
+    wanted = np.where(np.isin(np.arange(5), kept), P, 0)
+    found = shares(np.log(P), sampling)
+    np.testing.assert_allclose(found, wanted / wanted.sum(), atol=0.03)
+    np.testing.assert_array_equal(np.flatnonzero(found), kept)
+
+
+def test_temperature_sharpens():
+    sharp = P**2 / (P**2).sum()
+    np.testing.assert_allclose(shares(np.log(P), Sampling(0.5)), sharp, atol=0.03)
+    logits = limited(jnp.log(jnp.asarray(P))[None], Sampling(0.5))[0]
+    np.testing.assert_allclose(jax.nn.softmax(logits), sharp, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "said"),
+    [
+        (lambda: Sampling(temperature=-1.0), "`temperature` must not be negative"),
+        (lambda: Sampling(temperature=float("nan")), "`temperature` must not be negative"),
+        (lambda: Sampling(top_k=0), "`top_k` must be at least 1"),
+        (lambda: Sampling(top_p=1.5), "`top_p` must be above 0 and at most 1"),
+        (lambda: Sampling(min_p=0.0), "`min_p` must be above 0 and at most 1"),
+        (lambda: Generation(make("llama"), [], 1), "`prompts` must have at least one text"),
+        (lambda: Generation(make("llama"), [[1], []], 1), "got none in text 2"),
+        (lambda: Generation(make("llama"), [[1, 31]], 1), "from 0 to 30; got 1 to 31 in text 1"),
+    ],
+)
+def test_wrong_argument_is_refused(make_it, said):
+    with pytest.raises(ValueError) as error:
+        make_it()
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_gpt_is_a_decoder(kv_heads, tmp_path):
+    config = GPTConfig(31, 16, 2, 4, kv_heads, 32, attention="reference")
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), jnp.float32), shapes
+    )
+    decoder = as_decoder(config, nnx.to_pure_dict(params))
+    tokens = rng.integers(0, 31, (2, 16))
+    gpt = logits_of(nnx.merge(graphdef, params), tokens)
+    np.testing.assert_allclose(logits_of(decoder, tokens), gpt, atol=1e-5)
+    decoder.save_pretrained(tmp_path)
+    again = type(decoder).from_pretrained(tmp_path, implementation="reference")
+    np.testing.assert_array_equal(logits_of(again, tokens), logits_of(decoder, tokens))
