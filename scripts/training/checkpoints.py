@@ -197,6 +197,35 @@ class Checkpoints:
                 "as they were written."
             ) from error
 
+    def parameters(self, step: int, shapes):
+        """Return the parameters of a checkpoint on one device, without the optimizer's state.
+
+        Args:
+            step: The step of the checkpoint.
+            shapes: The tree of their shapes.
+
+        Raises:
+            UserError: The checkpoint has no such parameters.
+        """
+        absl.logging.set_verbosity(absl.logging.FATAL)
+        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        wanted = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), {"params": shapes}
+        )
+        options = ocp.args.PyTreeRestore(
+            item=wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=True,
+        )
+        try:
+            with ocp.PyTreeCheckpointer() as reader:
+                return reader.restore(self.path / str(step) / STATE, options)["params"]
+        except Exception as error:  # Orbax raises many types.
+            raise UserError(
+                f"{str(self.path)!r} must have checkpoints that this version of orbax reads; got "
+                f"{first_line(error)!r} at step {step}."
+            ) from error
+
     def read(self, step: int, name: str) -> str:
         """Return one of the text files beside the state."""
         return (self.path / str(step) / name).read_text()

@@ -1,0 +1,240 @@
+"""Write text with a trained model: a run of `train_gpt.py`, or a folder of weights.
+
+    python scripts/generate.py runs/gpt --prompt "def "
+    python scripts/generate.py Qwen2.5-0.5B-Instruct --prompt "Why is the sky blue?"
+    python scripts/generate.py Llama-3.2-1B --prompts prompts.txt --tokens 100 --temperature 0
+    git diff | python scripts/generate.py Qwen2.5-0.5B-Instruct --system "Summarise this change."
+
+A folder of weights has config.json, model.safetensors (or shards of it) and tokenizer.json; see
+`models/config.py` for the families. If it has a chat template, a prompt is what the user says.
+Nothing is downloaded.
+
+The standard output has the new text alone, as it is written; all else goes to the standard error.
+Several prompts are one batch. Their texts come in order, each below a line with its prompt.
+"""
+
+import argparse
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from models.generation import Generation, Sampling
+from scripts.command import Parser, UserError, command, parse_path, parse_size, why
+from scripts.generation.source import Source, open_source
+from scripts.generation.tokens import FromFolder, TextStream
+
+FLAGS = ("temperature", "top_k", "top_p", "min_p", "prompt")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        prog="generate.py",
+        usage="%(prog)s RUN_OR_FOLDER [--prompt TEXT ...] [--tokens N] ...",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source",
+        metavar="RUN_OR_FOLDER",
+        type=parse_path,
+        help="folder of a run (--out-dir of train_gpt.py), or of weights",
+    )
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompt", action="append", metavar="TEXT", help="a text to continue; may be repeated")
+    add(
+        "--prompts",
+        type=parse_path,
+        metavar="FILE",
+        help="a file with a prompt in each line, - for the standard input; without this and "
+        "--prompt, all of the standard input is one prompt, or else a run's own prompt",
+    )
+    add(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="whether prompts go through the folder's chat template (default: if it has one)",
+    )
+    add("--system", metavar="TEXT", help="the system's words in a chat")
+    add = parser.add_argument_group("text").add_argument
+    add("--tokens", type=parse_size, default=200, metavar="N", help="most tokens of each text")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be repeated")
+    drawn = parser.add_argument_group(
+        "drawing", "Defaults are those of the run, or of the folder's generation_config.json."
+    )
+    add = drawn.add_argument
+    add("--temperature", type=float, metavar="T", help="0 takes the most likely token (else: 1)")
+    add("--top-k", type=parse_size, metavar="N", help="only the N most likely tokens (else: all)")
+    add("--top-p", type=float, metavar="P", help="only the likeliest, of this sum (else: all)")
+    add("--min-p", type=float, metavar="P", help="only tokens of this share of the likeliest's")
+    add("--seed", type=int, default=0, metavar="N", help="the same seed writes the same text")
+    add = parser.add_argument_group("computation").add_argument
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="type of the activations; auto is that of the run or of the weights",
+    )
+    add(
+        "--attention",
+        choices=("auto", "mosaic", "triton", "interpret", "xla", "reference"),
+        default="auto",
+        help="implementation of pallas_flash.attention",
+    )
+    return parser
+
+
+def read_prompts(flags: argparse.Namespace, source: Source) -> list[str]:
+    """Return the prompts of flags, file, standard input or run, in this order.
+
+    Raises:
+        UserError: There is none.
+    """
+    prompts = list(flags.prompt or ())
+    if flags.prompts is not None:
+        try:
+            standard = str(flags.prompts) == "-"
+            text = sys.stdin.read() if standard else flags.prompts.read_text()
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"--prompts must be text; got {flags.prompts}: {why(error)}.") from None
+        prompts += [line for line in text.splitlines() if line]
+    elif not prompts and not sys.stdin.isatty():
+        prompts = [text] if (text := sys.stdin.read().rstrip("\n")) else []
+    if not prompts and flags.prompts is None and "prompt" in source.defaults:
+        prompts = [source.defaults["prompt"]]
+    if not all(prompts) or not prompts:
+        raise UserError("--prompt must have a character; got none in flags, file or input.")
+    return prompts
+
+
+def encode(flags: argparse.Namespace, source: Source, prompts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of prompts, as chats if asked for.
+
+    Raises:
+        UserError: There is no chat template, or the system's words come without a chat.
+    """
+    chat = source.tokens.chat
+    if flags.chat and chat is None:
+        raise UserError(f"--chat must come with a chat template; got {flags.source} without one.")
+    if flags.system is not None and (chat is None or flags.chat is False):
+        raise UserError("--system must come with a chat; got none.")
+    if chat is not None and flags.chat is not False and isinstance(source.tokens, FromFolder):
+        # The template has the special tokens.
+        return [source.tokens.encode(chat(x, flags.system), special=False) for x in prompts]
+    return [source.tokens.encode(prompt) for prompt in prompts]
+
+
+def make_sampling(flags: argparse.Namespace, source: Source) -> Sampling:
+    """Return how tokens are drawn, by flags, or else by the run or folder."""
+    given = {name: getattr(flags, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    values = {name: source.defaults.get(name) if x is None else x for name, x in given.items()}
+    if values["temperature"] is None:
+        values["temperature"] = 1.0
+    return Sampling(**values, seed=flags.seed % 2**32)
+
+
+class Output:
+    """Writes texts in order: the first that has not ended as it grows, the others after it."""
+
+    def __init__(self, prompts: Sequence[str], streams: Sequence[TextStream]):
+        self._prompts, self._streams = prompts, streams
+        self._row = self._written = 0
+        self._begun = len(prompts) == 1
+
+    def show(self, ended: Sequence[bool]) -> None:
+        """Write what is new."""
+        while self._row < len(self._streams):
+            text = self._streams[self._row].text
+            if not self._begun:
+                shown = repr(self._prompts[self._row][:60])
+                sys.stdout.write(f"# {self._row + 1} of {len(self._prompts)}: {shown}\n")
+                self._begun = True
+            sys.stdout.write(text[self._written :])
+            self._written = len(text)
+            if not ended[self._row]:
+                break
+            sys.stdout.write("\n")
+            self._row, self._written, self._begun = self._row + 1, 0, False
+        sys.stdout.flush()
+
+
+def write(generation: Generation, streams: Sequence[TextStream], output: Output) -> None:
+    """Write the texts while they are generated."""
+    for tokens in generation:
+        for row, token in enumerate(tokens):
+            if token is not None:
+                streams[row].add(token)
+                if streams[row].stopped:
+                    generation.end(row)
+                if generation.ended[row]:
+                    streams[row].finish()
+        output.show(generation.ended)
+    for stream in streams:
+        stream.finish()
+    output.show([True] * len(streams))
+
+
+def say(text: str) -> None:
+    """Print a line to the standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def rate(name: str, tokens: int, seconds: float) -> str:
+    """Return tokens, seconds and their ratio in words."""
+    return (
+        f"{name} {tokens} tokens in {seconds:.2f} s ({tokens / max(seconds, 1e-9):,.0f} a second)"
+    )
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    flags = make_parser().parse_args(argv)
+    auto = {"auto": None}
+    source = open_source(
+        pathlib.Path(flags.source),
+        auto.get(flags.dtype, flags.dtype),
+        auto.get(flags.attention, flags.attention),
+    )
+    prompts = read_prompts(flags, source)
+    tokens, config = encode(flags, source, prompts), source.model.config
+    size = sum(np.prod(x.shape) for x in jax.tree.leaves(nnx.state(source.model, nnx.Param)))
+    device = jax.devices()[0].device_kind
+    say(f"{source.name}: {size / 1e6:,.1f} M parameters, {config.compute_dtype}, {device}")
+    if max(map(len, tokens)) + flags.tokens > config.context:
+        say(f"beyond {config.context} tokens, a text goes on from its last {config.context // 2}")
+    try:
+        generation = Generation(
+            source.model,
+            tokens,
+            flags.tokens,
+            make_sampling(flags, source),
+            stop_tokens=source.tokens.stop_tokens,
+        )
+        streams = [TextStream(source.tokens.decode, x, flags.stop) for x in tokens]
+        write(generation, streams, Output(prompts, streams))
+    except ValueError as error:
+        names = "|".join(FLAGS)
+        said = re.sub(rf"`({names})s?`", lambda x: f"--{x[1].replace('_', '-')}", str(error))
+        raise UserError(said) from None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"--tokens and the prompts must fit the device's memory; got {len(prompts)} texts of "
+            f"up to {max(map(len, tokens))} + {flags.tokens} tokens: give fewer, or shorter ones."
+        ) from None
+    say(
+        f"compiled in {generation.compile_seconds:.1f} s; {rate('read', *generation.prefill)}; "
+        f"{rate('wrote', *generation.decode)}"
+    )
+
+
+if __name__ == "__main__":
+    # The terminal may lack characters of the text.
+    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    sys.exit(main())

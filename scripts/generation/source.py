@@ -1,0 +1,99 @@
+"""The model of `generate.py`: from a run of `train_gpt.py`, or from a folder of weights."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+
+from models import Decoder
+from scripts.command import UserError
+from scripts.generation.tokens import Bytes, FromFolder, read_json
+
+RUN = "run.json"
+# Fields of generation_config.json, where it says that tokens are drawn.
+DRAWN = ("temperature", "top_k", "top_p", "min_p")
+# Fields of it that change which tokens are drawn, and that nothing here reads.
+NOT_READ = ("repetition_penalty", "no_repeat_ngram_size", "typical_p", "num_beams", "bad_words_ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model and its tokens.
+
+    Attributes:
+        model: The model.
+        tokens: Its tokenizer.
+        defaults: Values of flags that are not given.
+        name: The model in a few words.
+    """
+
+    model: Decoder
+    tokens: Bytes | FromFolder
+    defaults: dict[str, Any]
+    name: str
+
+
+def open_source(folder: pathlib.Path, dtype: str | None, attention: str | None) -> Source:
+    """Return the model of a run or of a folder of weights.
+
+    Args:
+        folder: The folder.
+        dtype: Type of the activations; None is that of the run or of the weights.
+        attention: As `implementation` of `pallas_flash.attention`.
+
+    Raises:
+        UserError: The folder is neither, or is damaged.
+    """
+    if not folder.is_dir():
+        raise UserError(f"RUN_OR_FOLDER must be a folder; got {folder}.")
+    if (folder / RUN).exists():
+        return _open_run(folder, dtype, attention)
+    try:
+        model = Decoder.from_pretrained(folder, dtype=dtype, implementation=attention)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    generation = read_json(folder / "generation_config.json")
+    defaults = {name: generation[name] for name in DRAWN if generation.get(name) is not None}
+    # Other libraries take 0 for "all tokens".
+    defaults = {name: x for name, x in defaults.items() if x or name == "temperature"}
+    if left := [name for name in NOT_READ if generation.get(name) not in (None, 0, 1)]:
+        asked = ", ".join(left)
+        print(f"{folder}/generation_config.json asks for {asked}: not applied", file=sys.stderr)
+    family = json.loads(model.config.source or "{}")["model_type"]
+    defaults = defaults if generation.get("do_sample") else {}
+    return Source(model, FromFolder(folder), defaults, family)
+
+
+def _open_run(folder: pathlib.Path, dtype: str | None, attention: str | None) -> Source:
+    """Return the model of the newest whole checkpoint of a run."""
+    try:
+        from models.gpt import GPTConfig, as_decoder
+        from scripts.train_gpt import model_functions
+        from scripts.training.checkpoints import Checkpoints, read_marked
+    except (ModuleNotFoundError, SystemExit):
+        raise UserError(
+            "a run needs the packages that trained it: run pip install -e '.[train]'."
+        ) from None
+    saved = read_marked(folder / RUN)
+    if saved is None:
+        raise UserError(f"{folder / RUN} must be one that train_gpt.py has written; got another.")
+    checkpoints = Checkpoints(folder.absolute() / "checkpoints")
+    for step in reversed(checkpoints.steps()):
+        if (damage := checkpoints.damage(step)) is None:
+            break
+        print(f"the checkpoint of step {step} is damaged ({damage})", file=sys.stderr)
+    else:
+        raise UserError(f"{folder} must have a whole checkpoint; got none: train it further.")
+    config = GPTConfig(**{field.name: saved[field.name] for field in dataclasses.fields(GPTConfig)})
+    config = dataclasses.replace(config, dtype=dtype or config.dtype, attention=attention)
+    init, _, _ = model_functions(dataclasses.replace(config, attention=None), saved["seed"])
+    params = checkpoints.parameters(step, jax.eval_shape(init))
+    try:
+        model = as_decoder(config, params)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    defaults = {name: saved[name] for name in ("temperature", "top_k", "prompt")}
+    return Source(model, Bytes(), defaults, f"step {step} of the run {folder}")
