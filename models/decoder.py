@@ -11,6 +11,7 @@ those files: a matrix is [outputs, inputs].
 """
 
 import dataclasses
+import functools
 import math
 import pathlib
 from typing import Self
@@ -312,10 +313,12 @@ class Decoder(nnx.Module):
         self._check_length("length", length)
         config = self.config
         shape = batch, length, config.num_kv_heads, config.head_dim
-        for layer in self.layers:
-            layer.attention.cached_key = nnx.Cache(jnp.zeros(shape, config.compute_dtype))
-            layer.attention.cached_value = nnx.Cache(jnp.zeros(shape, config.compute_dtype))
-        self.cache_lengths = nnx.Cache(jnp.zeros(batch, jnp.int32))
+        place = self.layout.sharding if self.layout else lambda *axes: None
+        heads = place(None, None, "tensor")
+        for attention in (layer.attention for layer in self.layers):
+            zeros = functools.partial(jnp.zeros, shape, config.compute_dtype, device=heads)
+            attention.cached_key, attention.cached_value = nnx.Cache(zeros()), nnx.Cache(zeros())
+        self.cache_lengths = nnx.Cache(jnp.zeros(batch, jnp.int32, device=place()))
 
     @classmethod
     def from_pretrained(
@@ -387,10 +390,7 @@ class Decoder(nnx.Module):
         if decode and segment_ids is not None:
             raise ValueError("`segment_ids` must be None with decode=True; got an array.")
         if not decode and lengths is not None:
-            raise ValueError(
-                "`lengths` must be None without decode=True; got an array. A causal model needs no "
-                "lengths for padding at the end: leave its logits out."
-            )
+            raise ValueError("`lengths` must be None without decode=True; got an array.")
 
     def _check_length(self, name: str, length: int) -> None:
         if self.position_embedding is not None and length > self.config.context:

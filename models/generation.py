@@ -97,8 +97,7 @@ class Generation:
         decode: Tokens that came after the first of each text, and their seconds.
 
     Raises:
-        ValueError: A prompt is empty or has a number that is no token of the model, or the model is
-            on several devices.
+        ValueError: A prompt is empty or has a number that is no token of the model.
     """
 
     def __init__(
@@ -111,8 +110,6 @@ class Generation:
         stop_tokens: Sequence[int] = (),
     ):
         _check_prompts(prompts, model.config.vocab_size)
-        if model.layout is not None:
-            raise ValueError("`model` must be on one device; got one with a layout of several.")
         # A copy of the module, with the same parameters: the cache is not the caller's.
         self._model, self._sampling = nnx.merge(*nnx.split(model)), sampling or Sampling()
         self._texts = [list(prompt) for prompt in prompts]
@@ -189,15 +186,23 @@ class Generation:
             start = time.perf_counter()
             key, n = jax.random.key(0), np.int32(0)
             token = np.zeros(len(padded), np.int32)
+            # On several devices, the next step must find the cache as this step found it.
+            one = jax.tree.leaves(cache)[0].sharding
+            whole = one if self._model.layout is None else self._model.layout.sharding()
+            compiled = functools.partial(
+                jax.jit,
+                static_argnames=("graphdef", "sampling"),
+                donate_argnums=0,
+                out_shardings=(whole, jax.tree.map(lambda x: x.sharding, cache)),
+            )
             options = {"graphdef": graphdef, "sampling": self._sampling}
-            read = _read.lower(cache, params, padded, lengths, key, n, **options)
-            step = _step.lower(cache, params, token, key, n, **options)
+            read = compiled(_read).lower(cache, params, padded, lengths, key, n, **options)
+            step = compiled(_step).lower(cache, params, token, key, n, **options)
             self._sizes, self._programs = sizes, (read.compile(), step.compile())
             self.compile_seconds += time.perf_counter() - start
         return self._programs
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnames=("graphdef", "sampling"))
 def _read(cache, params, tokens, lengths, key, n, *, graphdef, sampling):
     """Read the prompts, and return the token after each and the cache."""
     model = nnx.merge(graphdef, cache, params)
@@ -209,7 +214,6 @@ def _read(cache, params, tokens, lengths, key, n, *, graphdef, sampling):
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnames=("graphdef", "sampling"))
 def _step(cache, params, token, key, n, *, graphdef, sampling):
     """Return the token after one token of each text, and the cache."""
     model = nnx.merge(graphdef, cache, params)

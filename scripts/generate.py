@@ -73,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, metavar="P", help="only tokens of this share of the likeliest's")
     add("--seed", type=int, default=0, metavar="N", help="the same seed writes the same text")
     add = parser.add_argument_group("computation").add_argument
+    add("--devices", type=parse_size, default=1, metavar="N", help="GPUs that share the weights")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
@@ -199,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         pathlib.Path(flags.source),
         auto.get(flags.dtype, flags.dtype),
         auto.get(flags.attention, flags.attention),
+        flags.devices,
     )
     prompts = read_prompts(flags, source)
     tokens, config = encode(flags, source, prompts), source.model.config

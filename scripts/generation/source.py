@@ -7,8 +7,10 @@ import sys
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 from models import Decoder
+from models.sharding import AXES, Layout
 from scripts.command import UserError
 from scripts.generation.tokens import Bytes, FromFolder, read_json
 
@@ -36,23 +38,51 @@ class Source:
     name: str
 
 
-def open_source(folder: pathlib.Path, dtype: str | None, attention: str | None) -> Source:
+def make_layout(devices: int) -> Layout | None:
+    """Return the mesh on which several devices share heads and hidden units; None for one device.
+
+    Raises:
+        UserError: There are fewer devices.
+    """
+    if devices > jax.local_device_count():
+        raise UserError(
+            f"--devices must be at most {jax.local_device_count()}, which JAX shows; got {devices}."
+        )
+    sizes = [devices if axis == "tensor" else 1 for axis in AXES]
+    chosen, kinds = jax.local_devices()[:devices], (AxisType.Auto,) * len(AXES)
+    if devices == 1:
+        return None
+    return Layout(jax.make_mesh(sizes, AXES, axis_types=kinds, devices=chosen))
+
+
+def open_source(
+    folder: pathlib.Path, dtype: str | None, attention: str | None, devices: int = 1
+) -> Source:
     """Return the model of a run or of a folder of weights.
 
     Args:
         folder: The folder.
         dtype: Type of the activations; None is that of the run or of the weights.
         attention: As `implementation` of `pallas_flash.attention`.
+        devices: Number of devices that share a folder's weights.
 
     Raises:
         UserError: The folder is neither, or is damaged.
     """
     if not folder.is_dir():
         raise UserError(f"RUN_OR_FOLDER must be a folder; got {folder}.")
+    layout = make_layout(devices)
     if (folder / RUN).exists():
+        if layout is not None:
+            raise UserError(f"--devices must be 1 for a run; got {devices}.")
         return _open_run(folder, dtype, attention)
     try:
-        model = Decoder.from_pretrained(folder, dtype=dtype, implementation=attention)
+        model = Decoder.from_pretrained(
+            folder, layout=layout, dtype=dtype, implementation=attention
+        )
+        if model.config.num_kv_heads % devices:
+            heads = model.config.num_kv_heads
+            raise ValueError(f"--devices must divide {heads} key/value heads; got {devices}.")
     except ValueError as error:
         raise UserError(str(error)) from None
     generation = read_json(folder / "generation_config.json")

@@ -12,6 +12,7 @@ from support import eight_devices
 from support.decoder_files import FILES, make
 
 from models import Decoder, checkpoint
+from models.generation import Generation, Sampling
 from models.sharding import AXES, Layout
 
 
@@ -196,6 +197,9 @@ def main(folder):
         ours = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, graphdef, tokens)
         np.testing.assert_allclose(ours[0], whole, rtol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours[1], gradient)
+        prompts = [[1, 2, 3], [4]]
+        texts = [list(Generation(x, prompts, 9, Sampling(temperature=0))) for x in (one, model)]
+        assert texts[0] == texts[1]
     mesh = jax.make_mesh((1, 8, 1, 1), AXES, axis_types=(AxisType.Auto,) * 4)
     with pytest.raises(ValueError, match=r"`layout` must divide .* evenly"):
         Decoder.from_pretrained(f"{folder}-odd", layout=Layout(mesh))
