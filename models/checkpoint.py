@@ -154,7 +154,12 @@ def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
     data = np.memmap(path, np.uint8, mode="r", offset=8 + length) if size > 8 + length else None
     tensors = {}
     for name, entry in header.items():
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        try:
+            dtype, shape, (begin, end) = (entry[x] for x in ("dtype", "shape", "data_offsets"))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{path} must give dtype, shape and data_offsets of {name!r}; got {entry!r:.80}."
+            ) from None
         if CONSTANTS.search(name):
             continue
         if dtype not in DTYPES:

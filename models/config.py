@@ -201,18 +201,18 @@ class DecoderConfig:
     source: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
-        for name in ("vocab_size", "features", "hidden", "num_layers", "num_heads", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        sizes = ("vocab_size", "features", "hidden", "num_layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be an int of at least 1; got {value!r}.")
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 "`num_heads` must be a multiple of `num_kv_heads`; got "
                 f"{self.num_heads} and {self.num_kv_heads}."
             )
-        if self.head_dim < 1 or (self.rope is not None and self.head_dim % 2):
-            raise ValueError(
-                f"`head_dim` must be positive, and even for rotary positions; got {self.head_dim}."
-            )
+        if self.rope is not None and self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be even for rotary positions; got {self.head_dim}.")
         if len(self.sliding) not in (0, self.num_layers):
             raise ValueError(
                 f"`sliding` must have {self.num_layers} entries, one for each layer; got "
@@ -270,6 +270,8 @@ class DecoderConfig:
         values = known | {name: content[name] for name in known if name in content}
         if missing := [name for name, x in values.items() if x is NEEDED]:
             raise ValueError(f"`config.json` of {kind} must have {', '.join(missing)}.")
+        for name, default in known.items():
+            _check_kind(name, values[name], default)
         for name, wanted in ONLY.items():
             if name in values and values[name] not in wanted:
                 raise ValueError(
@@ -277,6 +279,20 @@ class DecoderConfig:
                     f"{values[name]!r}, which `Decoder` does not compute."
                 )
         return cls(**{**_fields_of(values), **fixed, "source": text})
+
+
+def _check_kind(name: str, value: Any, default: Any) -> None:
+    """Raise unless a field of config.json has the type of its default, or is null."""
+    if default is NEEDED:
+        fits, wanted = type(value) is int and value > 0, "an int of at least 1"
+    elif value is None or default is None:
+        return
+    elif isinstance(default, bool | str):
+        fits, wanted = type(value) is type(default), type(default).__name__
+    else:
+        fits, wanted = type(value) in (int, float), "a number"
+    if not fits:
+        raise ValueError(f"`{name}` must be {wanted}; got {value!r}.")
 
 
 def _fields_of(json: dict[str, Any]) -> dict[str, Any]:
@@ -373,6 +389,7 @@ _LLAMA = {
     "rope_parameters": None,
 }
 _QWEN2 = _LLAMA | {
+    "use_mrope": False,
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
@@ -439,6 +456,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
     "use_bidirectional_attention": (False, None),
+    "use_mrope": (False, None),
 }
 # Fields without effect on logits: numbers of tokens, training (`Decoder` has no dropout), and how
 # other libraries store or compute the same.
@@ -448,5 +466,6 @@ NO_EFFECT = {
     *("initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
     *("summary_use_proj", "task_specific_params", "n_ctx", "reorder_and_upcast_attn"),
-    *("pretraining_tp", "_attn_implementation_autoset", "hidden_act"),
+    *("pretraining_tp", "_attn_implementation_autoset", "hidden_act", "return_dict"),
+    *("output_attentions", "output_hidden_states", "gradient_checkpointing"),
 }

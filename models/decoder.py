@@ -42,7 +42,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """Apply the map in the activations' dtype, with float32 sums."""
-        y = x.astype(self.dtype) @ self.weight[...].astype(self.dtype).T
+        y = jnp.dot(x.astype(self.dtype), self.weight[...].astype(self.dtype).T)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 

@@ -149,8 +149,15 @@ class Generation:
             row[: len(text)] = text
         # Every cache after the first has the same size, so that its programs compile once.
         self._model.init_cache(len(padded), context if made else width + steps - 1)
-        graphdef, cache, params = nnx.split(self._model, nnx.Cache, ...)
-        read, step = self._compiled(graphdef, cache, params, padded, lengths)
+        graphdef, *state = nnx.split(self._model, nnx.Cache, ...)
+        # Lists, because JAX takes longer to flatten Flax's trees than small models take for a step.
+        (cache, cache_tree), (params, params_tree) = map(jax.tree.flatten, state)
+
+        def model_of(cache, params):
+            trees = (cache_tree, cache), (params_tree, params)
+            return nnx.merge(graphdef, *(jax.tree.unflatten(*x) for x in trees))
+
+        read, step = self._compiled(model_of, cache, params, padded, lengths)
 
         key = jax.random.key(self._sampling.seed)
         stamp = time.perf_counter()
@@ -179,7 +186,7 @@ class Generation:
                 self.ended[row] = token in self._stop_tokens
         return taken
 
-    def _compiled(self, graphdef, cache, params, padded, lengths):
+    def _compiled(self, model_of, cache, params, padded, lengths):
         """Return the programs `read` and `step` for a cache and padded texts."""
         sizes = jax.tree.map(jnp.shape, (cache, padded))
         if sizes != self._sizes:
@@ -187,38 +194,39 @@ class Generation:
             key, n = jax.random.key(0), np.int32(0)
             token = np.zeros(len(padded), np.int32)
             # On several devices, the next step must find the cache as this step found it.
-            one = jax.tree.leaves(cache)[0].sharding
-            whole = one if self._model.layout is None else self._model.layout.sharding()
-            compiled = functools.partial(
-                jax.jit,
-                static_argnames=("graphdef", "sampling"),
-                donate_argnums=0,
-                out_shardings=(whole, jax.tree.map(lambda x: x.sharding, cache)),
+            places = [x.sharding for x in cache]
+            whole = places[0] if self._model.layout is None else self._model.layout.sharding()
+            read, step = (
+                jax.jit(
+                    functools.partial(function, model_of, self._sampling),
+                    donate_argnums=0,
+                    out_shardings=(whole, places),
+                )
+                for function in (_read, _step)
             )
-            options = {"graphdef": graphdef, "sampling": self._sampling}
-            read = compiled(_read).lower(cache, params, padded, lengths, key, n, **options)
-            step = compiled(_step).lower(cache, params, token, key, n, **options)
+            read = read.lower(cache, params, padded, lengths, key, n)
+            step = step.lower(cache, params, token, key, n)
             self._sizes, self._programs = sizes, (read.compile(), step.compile())
             self.compile_seconds += time.perf_counter() - start
         return self._programs
 
 
-def _read(cache, params, tokens, lengths, key, n, *, graphdef, sampling):
+def _read(model_of, sampling, cache, params, tokens, lengths, key, n):
     """Read the prompts, and return the token after each and the cache."""
-    model = nnx.merge(graphdef, cache, params)
+    model = model_of(cache, params)
     stream = model.stream(tokens, decode=True, lengths=lengths)
     # The logits of all tokens would be larger than all else.
     last = stream[jnp.arange(len(tokens)), lengths - 1]
-    return draw(model.logits(last), jax.random.fold_in(key, n), sampling), nnx.state(
-        model, nnx.Cache
-    )
+    token = draw(model.logits(last), jax.random.fold_in(key, n), sampling)
+    return token, jax.tree.leaves(nnx.state(model, nnx.Cache))
 
 
-def _step(cache, params, token, key, n, *, graphdef, sampling):
+def _step(model_of, sampling, cache, params, token, key, n):
     """Return the token after one token of each text, and the cache."""
-    model = nnx.merge(graphdef, cache, params)
+    model = model_of(cache, params)
     logits = model(token[:, None], decode=True)[:, -1]
-    return draw(logits, jax.random.fold_in(key, n), sampling), nnx.state(model, nnx.Cache)
+    token = draw(logits, jax.random.fold_in(key, n), sampling)
+    return token, jax.tree.leaves(nnx.state(model, nnx.Cache))
 
 
 def _added(total: tuple[int, float], tokens: int, seconds: float) -> tuple[int, float]:

@@ -89,6 +89,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def read_text(path: pathlib.Path) -> str:
+    """Return the text of a file, or for - of the standard input.
+
+    Raises:
+        UserError: It cannot be read, or is no text.
+    """
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--prompts must be text; got {path}: {why(error)}.") from None
+
+
 def read_prompts(flags: argparse.Namespace, source: Source) -> list[str]:
     """Return the prompts of flags, file, standard input or run, in this order.
 
@@ -97,14 +109,10 @@ def read_prompts(flags: argparse.Namespace, source: Source) -> list[str]:
     """
     prompts = list(flags.prompt or ())
     if flags.prompts is not None:
-        try:
-            standard = str(flags.prompts) == "-"
-            text = sys.stdin.read() if standard else flags.prompts.read_text()
-        except (OSError, UnicodeError) as error:
-            raise UserError(f"--prompts must be text; got {flags.prompts}: {why(error)}.") from None
-        prompts += [line for line in text.splitlines() if line]
+        prompts += [line for line in read_text(flags.prompts).splitlines() if line]
     elif not prompts and not sys.stdin.isatty():
-        prompts = [text] if (text := sys.stdin.read().rstrip("\n")) else []
+        text = read_text(pathlib.Path("-")).rstrip("\n")
+        prompts = [text] if text else []
     if not prompts and flags.prompts is None and "prompt" in source.defaults:
         prompts = [source.defaults["prompt"]]
     if not all(prompts) or not prompts:

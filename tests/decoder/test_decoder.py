@@ -81,6 +81,12 @@ def test_config_with_nested_rope_parameters():
         ("qwen2", {"layer_types": ["full_attention"]}, "`sliding` must have 2 entries"),
         ("llama", {"num_key_value_heads": 3}, "`num_heads` must be a multiple"),
         ("llama", {"head_dim": 5}, "even for rotary positions; got 5"),
+        ("llama", {"head_dim": "x"}, "`head_dim` must be an int of at least 1; got 'x'"),
+        ("llama", {"hidden_size": "16"}, "`hidden_size` must be an int of at least 1; got '16'"),
+        ("llama", {"num_attention_heads": 0}, "`num_attention_heads` must be an int of at least 1"),
+        ("llama", {"rms_norm_eps": "x"}, "`rms_norm_eps` must be a number; got 'x'"),
+        ("llama", {"attention_bias": 1}, "`attention_bias` must be bool; got 1"),
+        ("qwen2", {"use_mrope": True}, "`use_mrope` of qwen2 must be False"),
         ("mistral", {"sliding_window": -1}, "`window` must be at least 1"),
     ],
 )

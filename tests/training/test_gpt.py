@@ -417,15 +417,19 @@ def test_models_hold_no_attention_of_their_own():
     for file, tree in model_sources().items():
         for node in ast.walk(tree):
             name = getattr(node, "attr", getattr(node, "id", getattr(node, "name", None)))
-            assert name not in forbidden, f"{file}:{node.lineno} uses {name}"
+            # Of the logits, to draw a token.
+            if (file, name) != ("generation.py", "softmax"):
+                assert name not in forbidden, f"{file}:{node.lineno} uses {name}"
             assert not isinstance(node, ast.MatMult), f"{file} multiplies matrices by @"
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", None))
                 products += [file] * (called == "dot")
-                attentions += [file] * (called in ("SelfAttention", "attention_layer"))
-    # The products written out are the embedding's, of tokens and of logits.
-    assert products == ["layers.py"] * 2
-    assert attentions == ["gpt.py"]
+                ours = ast.unparse(node.func) == "pallas_flash.attention"
+                ours = ours or called in ("SelfAttention", "attention_layer")
+                attentions += [file] * ours
+    # The products written out are the embedding's, of tokens and of logits; and a linear map.
+    assert sorted(products) == ["decoder.py"] * 2 + ["layers.py"] * 2
+    assert sorted(attentions) == ["decoder.py", "gpt.py"]
 
 
 def test_models_import_the_public_package_only():
@@ -439,9 +443,10 @@ def test_models_import_the_public_package_only():
                 imported |= {f"{node.module}.{alias.name}" for alias in node.names}
     ours = {name for name in imported if name.startswith("pallas_flash")}
     public = {"flax.SelfAttention", "balanced_order", "save_residuals"}
-    assert ours == {f"pallas_flash.{name}" for name in public}
+    assert ours == {"pallas_flash"} | {f"pallas_flash.{name}" for name in public}
     roots = {name.partition(".")[0] for name in imported}
-    standard = {"dataclasses", "functools", "math", "re", "typing"}
+    standard = {"collections", "dataclasses", "functools", "json", "math", "pathlib", "re", "time"}
+    standard |= {"typing", "numpy"}
     assert roots <= standard | {"jax", "jaxtyping", "flax", "models", "pallas_flash"}
 
 
