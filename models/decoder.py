@@ -31,6 +31,11 @@ from models.sharding import Layout
 _init = nnx.initializers.normal(0.02)
 
 
+def _last(vector, x):
+    """Return a vector with axes in front, as many as `x` has."""
+    return jnp.expand_dims(vector, range(x.ndim - 1))
+
+
 class Linear(nnx.Module):
     """`x @ weight.T + bias`, the weight [outputs, inputs]."""
 
@@ -43,7 +48,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """Apply the map in the activations' dtype, with float32 sums."""
         y = jnp.dot(x.astype(self.dtype), self.weight[...].astype(self.dtype).T)
-        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+        return y if self.bias is None else y + _last(self.bias[...].astype(self.dtype), y)
 
 
 class Norm(nnx.Module):
@@ -65,16 +70,16 @@ class Norm(nnx.Module):
         weight = self.weight[...].astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.bias is None:
             return rms_normalize(x, 1 + weight if self.kind == "rms1" else weight, self.epsilon)
-        wide = x.astype(weight.dtype)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = x.astype(weight.dtype) - jnp.mean(x.astype(weight.dtype), axis=-1, keepdims=True)
         variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        y = wide * jax.lax.rsqrt(variance + self.epsilon) * weight + self.bias[...]
-        return y.astype(x.dtype)
+        y = wide * jax.lax.rsqrt(variance + self.epsilon) * _last(weight, x)
+        return (y + _last(self.bias[...].astype(y.dtype), x)).astype(x.dtype)
 
 
 def rotation(rope: Rope, head_dim: int, positions: Int[Array, "B T"]):
     """Return the cosines and sines, [B, T, 1, H/2] in float32, by which positions turn pairs."""
-    angles = positions[..., None, None].astype(jnp.float32) * rope.frequencies(head_dim)
+    angles = positions[..., None, None].astype(jnp.float32)
+    angles = angles * _last(rope.frequencies(head_dim), angles)
     return rope.amplitude * jnp.cos(angles), rope.amplitude * jnp.sin(angles)
 
 
@@ -95,7 +100,7 @@ class Place:
         end: The same after this call.
     """
 
-    rotations: dict[Rope | None, tuple[Array, Array] | tuple[()]]
+    rotations: dict[Rope, tuple[Array, Array]]
     segment_ids: Int32[Array, "B T"] | None
     start: Int32[Array, " B"] | None = None
     end: Int32[Array, " B"] | None = None
@@ -109,9 +114,8 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs):
-        features, H = config.features, config.head_dim
+        features, H, kwargs = config.features, config.head_dim, {"config": config, "rngs": rngs}
         heads, kv_heads = config.num_heads * H, config.num_kv_heads * H
-        kwargs = {"config": config, "rngs": rngs}
         self.query = Linear(features, heads, use_bias=config.qkv_bias, **kwargs)
         self.key = Linear(features, kv_heads, use_bias=config.qkv_bias, **kwargs)
         self.value = Linear(features, kv_heads, use_bias=config.qkv_bias, **kwargs)
@@ -158,8 +162,8 @@ class Attention(nnx.Module):
 
     def _extend_cache(self, k, v, start: Int32[Array, " B"]) -> tuple[Array, Array]:
         """Write keys and values behind those of each batch element; return the whole cache."""
-        rows = jnp.arange(len(start))[:, None]
-        slots = start[:, None] + jnp.arange(k.shape[1])
+        rows = jnp.arange(len(start), dtype=jnp.int32)[:, None]
+        slots = start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
         for cache, new in ((self.cached_key, k), (self.cached_value, v)):
             # Padding may lie behind the room, and is dropped.
             cache[...] = cache[...].at[rows, slots].set(new.astype(cache.dtype), mode="drop")
@@ -179,9 +183,8 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         """Apply the MLP to each position on its own."""
         activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[self.activation]
-        if self.gate is None:
-            return self.down(activation(self.up(x)))
-        return self.down(activation(self.gate(x)) * self.up(x))
+        up = self.up(x)
+        return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
 
 
 class Layer(nnx.Module):
@@ -229,8 +232,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, layout: Layout | None = None):
         self.config, self.layout = config, layout
         self.embedding = Embedding(config.vocab_size, config, rngs)
-        learned = Embedding(config.context, config, rngs) if config.rope is None else None
-        self.position_embedding = learned
+        self.position_embedding = None if config.rope else Embedding(config.context, config, rngs)
         self.layers = nnx.List([Layer(config, n, rngs) for n in range(config.num_layers)])
         self.norm = Norm(config.features, config)
         shape = config.features, config.vocab_size
@@ -257,26 +259,25 @@ class Decoder(nnx.Module):
         Args:
             tokens: Texts; for `decode`, the tokens that follow those in the cache.
             positions: Position of each token, for its embedding; masks go by the order of the
-                array. None counts from the cache's end, and anew in each run of `segment_ids`.
+                array. None counts from the cache's end, or from each document's start.
             segment_ids: Document of each token of packed documents, which never see each other; a
                 document is one run of equal numbers.
             decode: Whether keys and values are cached for later tokens; call `init_cache` first.
             lengths: For `decode`, the number of real tokens of each row, which are its first; the
-                others are padding. None: all are real. Rows go beyond the cache's room: NaN.
+                others are padding. None: all are real. A row beyond the cache's room gives NaN.
 
         Raises:
             ValueError: The arguments do not fit each other, the model or the cache.
         """
         self._check(tokens, segment_ids, decode, lengths)
         start = end = None
-        step = jnp.arange(tokens.shape[1])[None]
+        step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if decode:
             start = self.cache_lengths[...]
             end = start + (tokens.shape[1] if lengths is None else lengths)
             step = start[:, None] + step
         elif segment_ids is not None:
-            first = segment_ids[:, 1:] != segment_ids[:, :-1]
-            first = jnp.pad(first, ((0, 0), (1, 0)))
+            first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
             step = step - jax.lax.cummax(jnp.where(first, step, 0), axis=1)
         positions = step if positions is None else positions
         x = self.embedding(tokens)
@@ -387,10 +388,9 @@ class Decoder(nnx.Module):
                 f"`tokens` must have the batch size of the cache, {batch}; got {len(tokens)}. "
                 "Call `init_cache` for this batch."
             )
-        if decode and segment_ids is not None:
-            raise ValueError("`segment_ids` must be None with decode=True; got an array.")
-        if not decode and lengths is not None:
-            raise ValueError("`lengths` must be None without decode=True; got an array.")
+        name, refused = ("segment_ids", segment_ids) if decode else ("lengths", lengths)
+        if refused is not None:
+            raise ValueError(f"`{name}` must be None with decode={decode}; got an array.")
 
     def _check_length(self, name: str, length: int) -> None:
         if self.position_embedding is not None and length > self.config.context:

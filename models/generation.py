@@ -81,7 +81,7 @@ class Generation:
 
     Texts of different lengths lie side by side, padded at their ends; the cache has a length for
     each. The device computes a step while the host reads the tokens of the step before. Where a
-    text has filled the model's context, its last half context is read anew, without the beginning.
+    text has filled the model's context, its last half context is read again, without the beginning.
 
     Args:
         model: The model.

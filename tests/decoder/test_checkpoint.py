@@ -162,7 +162,7 @@ def test_model_without_a_file_is_not_saved(tmp_path):
         model.save_pretrained(tmp_path)
 
 
-def test_queries_keys_and_values_of_gpt2_are_one_matrix(tmp_path):
+def test_projections_of_gpt2_are_one_matrix(tmp_path):
     model = make("gpt2")
     model.save_pretrained(tmp_path)
     tensors = checkpoint.open_file(tmp_path / "model.safetensors")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.decoder_files import FILES, LLAMA3, make, text_of
+from support.strict import strictly
 
 from models.config import DecoderConfig, Rope
 from models.decoder import Norm, rotate, rotation
@@ -266,3 +267,23 @@ def test_each_parameter_has_a_gradient(family):
         # The softmax does not change if each score of a row grows by the same.
         if "'bias'" not in (name := jax.tree_util.keystr(path)) or "key" not in name:
             assert jnp.abs(x).max() > 0, name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
+def test_strict_switches(family):
+    graphdef, params = nnx.split(make(family, implementation=None))
+    tokens = jax.ShapeDtypeStruct((2, 6), jnp.int32)
+
+    def run(params, tokens):
+        def loss(params):
+            ids = jnp.zeros_like(tokens)
+            return jnp.mean(nnx.merge(graphdef, params)(tokens, segment_ids=ids))
+
+        model = nnx.merge(graphdef, params)
+        model.init_cache(2, 8)
+        return jax.grad(loss)(params), model(tokens, decode=True, lengths=tokens[:, 0])
+
+    with strictly(x64=True):
+        gradients, logits = jax.eval_shape(run, params, tokens)
+    assert {x.dtype.name for x in jax.tree.leaves(gradients)} == {"float32"}
+    assert logits.dtype == jnp.float32

@@ -1,5 +1,6 @@
 """`Decoder` and the models of transformers, on small random weights that transformers writes."""
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -193,6 +194,18 @@ def test_saved_model_is_read_by_transformers(models, tmp_path):
     ):
         assert name == other
         assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_shards_of_bfloat16_are_read(name, tmp_path):
+    model = copy.deepcopy(theirs(name)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    ours = Decoder.from_pretrained(tmp_path)
+    assert ours.config.compute_dtype == "bfloat16"
+    exact = model.float()(torch.tensor(TOKENS)).logits.detach().numpy()
+    logits = nnx.jit(lambda m, x: m(x))(ours, jnp.asarray(TOKENS))
+    assert np.linalg.norm(logits - exact) < 0.03 * np.linalg.norm(exact)
 
 
 def test_attention_of_gpt_oss(tmp_path):
