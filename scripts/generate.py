@@ -28,7 +28,11 @@ from scripts.command import Parser, UserError, command, parse_path, parse_size, 
 from scripts.generation.source import Source, open_source
 from scripts.generation.tokens import FromFolder, TextStream
 
-FLAGS = ("temperature", "top_k", "top_p", "min_p", "prompt")
+# Arguments in messages, and their flags.
+FLAGS = {
+    **{"temperature": "temperature", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p"},
+    **{"prompts": "prompt", "implementation": "attention"},
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -227,9 +231,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         streams = [TextStream(source.tokens.decode, x, flags.stop) for x in tokens]
         write(generation, streams, Output(prompts, streams))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         names = "|".join(FLAGS)
-        said = re.sub(rf"`({names})s?`", lambda x: f"--{x[1].replace('_', '-')}", str(error))
+        said = re.sub(rf"`({names})`", lambda x: f"--{FLAGS[x[1]]}", str(error).splitlines()[0])
         raise UserError(said) from None
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -85,6 +85,13 @@ def open_source(
             raise ValueError(f"--devices must divide {heads} key/value heads; got {devices}.")
     except ValueError as error:
         raise UserError(str(error)) from None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"the weights must fit the device's memory; got those of {folder}: share them by "
+            "--devices."
+        ) from None
     generation = read_json(folder / "generation_config.json")
     defaults = {name: generation[name] for name in DRAWN if generation.get(name) is not None}
     # Other libraries take 0 for "all tokens".

@@ -70,6 +70,10 @@ class FromFolder:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the tokens of a text, with the special ones that begin one if asked for."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"--prompt must be UTF-8; got {text[:40]!r}.") from None
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> str:

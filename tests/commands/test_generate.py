@@ -217,6 +217,8 @@ MISTAKES = {
     "--prompt a --top-p 2": "--top-p must be above 0 and at most 1, or None; got 2",
     "--prompt a --min-p 0": "--min-p must be above 0",
     "--prompt a --chat": "--chat must come with a chat template",
+    "--prompt a --attention triton": "--attention must be one that serves the call; got 'triton'",
+    "--prompt \udcff": "--prompt must be UTF-8; got '\\udcff'",
     "--prompt a --devices 3": "--devices must be at most 1, which JAX shows; got 3.",
     "--prompt a --system b": "--system must come with a chat; got none",
 }
