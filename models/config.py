@@ -72,6 +72,9 @@ class Rope:
             ValueError: The rule is unknown, or has an unknown field or lacks one.
         """
         left = {name: x for name, x in fields.items() if x is not None}
+        for name, x in left.items():
+            if name not in ("rope_type", "type") and not isinstance(x, int | float):
+                raise ValueError(f"`{name}` of rotary positions must be a number; got {x!r}.")
         kind = left.pop("rope_type", left.pop("type", "default"))
         left.pop("type", None)
         names = {"rope_theta": "theta"} | ROPE_FIELDS.get(kind, {})
@@ -282,11 +285,14 @@ class DecoderConfig:
 
 
 def _check_kind(name: str, value: Any, default: Any) -> None:
-    """Raise unless a field of config.json has the type of its default, or is null."""
+    """Raise unless a field of config.json has the type of its default, or may be null and is."""
+    if value is None and (default is None or name in NULLABLE):
+        return
     if default is NEEDED:
         fits, wanted = type(value) is int and value > 0, "an int of at least 1"
-    elif value is None or default is None:
-        return
+    elif default is None:
+        kind = {"rope_scaling": dict, "rope_parameters": dict, "layer_types": list}.get(name, int)
+        fits, wanted = type(value) is kind, f"{kind.__name__} or null"
     elif isinstance(default, bool | str):
         fits, wanted = type(value) is type(default), type(default).__name__
     else:
@@ -337,7 +343,8 @@ def _ropes(get) -> tuple[Rope | None, Rope | None]:
     full = {"rope_theta": get("rope_theta"), **(get("rope_scaling") or {})}
     sliding = {"rope_theta": get("rope_local_base_freq")} if get("rope_local_base_freq") else full
     if "full_attention" in nested:
-        full, sliding = nested["full_attention"], nested.get("sliding_attention", sliding)
+        full = {"rope_theta": get("rope_theta"), **nested["full_attention"]}
+        sliding = sliding | nested.get("sliding_attention", {})
     elif nested:
         full = sliding = {"rope_theta": get("rope_theta"), **nested}
     context = get("max_position_embeddings")
@@ -457,6 +464,11 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "use_bidirectional_attention": (False, None),
     "use_mrope": (False, None),
+}
+# Fields that may be null, though their defaults are not.
+NULLABLE = {
+    *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("use_mrope", "use_bidirectional_attention", "_sliding_window_pattern"),
 }
 # Fields without effect on logits: numbers of tokens, training (`Decoder` has no dropout), and how
 # other libraries store or compute the same.

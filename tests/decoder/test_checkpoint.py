@@ -197,6 +197,9 @@ def main(folder):
         ours = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, graphdef, tokens)
         np.testing.assert_allclose(ours[0], whole, rtol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours[1], gradient)
+        new = Decoder(one.config, rngs=nnx.Rngs(0), layout=Layout(mesh))
+        for path, x in state_of(new).items():
+            assert x.sharding == state_of(model)[path].sharding
         prompts = [[1, 2, 3], [4]]
         texts = [list(Generation(x, prompts, 9, Sampling(temperature=0))) for x in (one, model)]
         assert texts[0] == texts[1]
