@@ -324,7 +324,7 @@ def attention(
         results.append(lax.stop_gradient(lse).astype(problem.dtype))
     results += [_over_rows(x, sequence_axis) for x in row_maxima]
     results = [x[0] for x in results] if query.ndim == 3 else results
-    return tuple(results) if len(results) > 1 else o
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 @overload
