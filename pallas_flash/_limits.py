@@ -10,6 +10,7 @@
 import jax
 
 from pallas_flash import _compat, _device, _functions
+from pallas_flash._features import FEW_QUERIES
 from pallas_flash._problem import Problem
 
 IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
@@ -17,6 +18,9 @@ IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
 KERNELS = ("mosaic", "triton", "interpret")
 
 MAX_HEAD_DIM = 256
+
+# The largest head dims in a forward of "mosaic": of queries and keys, and of values.
+MOSAIC_HEAD_DIMS = 576, 512
 
 # Copies of "mosaic" take rows of 16 bytes, and so head dims that are multiples of this.
 MOSAIC_HEAD_DIM_UNIT = 8
@@ -26,7 +30,7 @@ def not_on_gpu(problem: Problem) -> dict[str, str]:
     """Return why "triton" and "mosaic" do not serve a problem on this device, by name."""
     limits = _problem_limits(problem)
     why = {
-        "triton": [*(_device_limits() or _jax_limits()), *limits],
+        "triton": [*(_device_limits() or _jax_limits()), *limits, *_head_dim_limits(problem)],
         "mosaic": _mosaic_device_limits() or [*limits, *_mosaic_limits(problem)],
     }
     # Asked last, because it takes time.
@@ -37,7 +41,7 @@ def not_on_gpu(problem: Problem) -> dict[str, str]:
 def interpreter_limits(problem: Problem, *, look_for_triton: bool) -> str:
     """Return why the interpreter does not serve a problem, or ""."""
     missing = _jax_limits() if look_for_triton else []
-    return " ".join([*missing, *_problem_limits(problem)])
+    return " ".join([*missing, *_problem_limits(problem), *_head_dim_limits(problem)])
 
 
 def _problem_limits(p: Problem) -> list[str]:
@@ -48,11 +52,6 @@ def _problem_limits(p: Problem) -> list[str]:
         limits.append(f"Got symbolic sizes ({names}), and the kernels are compiled for known ones.")
     if p.dtype.name == "float64":
         limits.append("Got float64, and the kernels compute in float32.")
-    if max(p.head_dim, p.value_dim) > MAX_HEAD_DIM:
-        limits.append(
-            f"Got a head dim of {max(p.head_dim, p.value_dim)}, and the kernels serve up to "
-            f"{MAX_HEAD_DIM}."
-        )
     for x in _arrays_in_kernels(p):
         # JAX goes over to indices of 64 bits at 2^32 bytes, which is late for bools.
         if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
@@ -61,6 +60,14 @@ def _problem_limits(p: Problem) -> list[str]:
                 "into arrays of one byte a number end at 2^31; a Predicate needs no array."
             )
     return limits
+
+
+def _head_dim_limits(p: Problem) -> list[str]:
+    """Return why most kernels cannot serve a problem by its head dims; whole sentences."""
+    width = max(p.head_dim, p.value_dim)
+    if width <= MAX_HEAD_DIM:
+        return []
+    return [f"Got a head dim of {width}, and the kernels serve up to {MAX_HEAD_DIM}."]
 
 
 def _arrays_in_kernels(p: Problem) -> list:
@@ -109,6 +116,17 @@ def _mosaic_limits(p: Problem) -> list[str]:
             f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve "
             f"multiples of {MOSAIC_HEAD_DIM_UNIT}."
         )
+    most, most_of_values = MOSAIC_HEAD_DIMS
+    if p.head_dim > most or p.value_dim > most_of_values:
+        limits.append(
+            f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve up to "
+            f"{most} and {most_of_values}."
+        )
+    elif _head_dim_limits(p) and p.q_len <= FEW_QUERIES:
+        limits.append(
+            f"Got a head dim of {max(p.head_dim, p.value_dim)} and {p.q_len} queries, and above "
+            f"{MAX_HEAD_DIM} they serve more than {FEW_QUERIES} queries."
+        )
     if any(x.size > 2**31 for x in _arrays_in_kernels(p)):
         limits.append("Got an array of more than 2^31 elements, and their indices end there.")
     return limits
@@ -118,6 +136,9 @@ def backward_limit(problem: Problem, implementation: str) -> str:
     """Return why a backward does not serve a problem that its forward may, or ""."""
     if implementation not in ("mosaic", "triton"):
         return ""
+    width = max(problem.head_dim, problem.value_dim)
+    if width > MAX_HEAD_DIM:
+        return f"Got a head dim of {width}, and their backward serves up to {MAX_HEAD_DIM}."
     return _functions.derivative_limit(problem, implementation)
 
 

@@ -197,6 +197,25 @@ def streams_of_lists(lists, query_tiles: int, warpgroups: int):
     return pack(KvBlocks(row, jnp.asarray(count), full), visited)
 
 
+def streams(mask: Mask, query_tiles, q: Tiling, rows: Tiling, kv: Tiling, batch: int, problem):
+    """Return the `block_table` of a forward, and `pack` of all work tiles.
+
+    Args:
+        mask: the mask, as of `block_table`.
+        query_tiles: `scheduler.QueryTiles`.
+        q: the queries of a work tile.
+        rows: the queries of a query tile.
+        kv: the blocks of keys.
+        batch: batch elements of all instances.
+        problem: the call.
+    """
+    of_lists = q if mask.scattered else rows
+    table = block_table(mask, of_lists, kv, "kv", batch, problem.batch)
+    if mask.scattered:
+        return table, streams_of_lists(table, rows.count, query_tiles.count)
+    return table, streams_of_ranges(query_tiles.by_work_tile(table), query_tiles.count)
+
+
 def have_partial_tail(streams) -> bool:
     """Return whether a warpgroup may visit partial blocks after full ones."""
     if not isinstance(streams, np.ndarray):

@@ -14,6 +14,7 @@ from pallas_flash._mosaic import (
     common,
     decode_kernel,
     forward_kernel,
+    forward_wide,
     tiles,
 )
 from pallas_flash._mosaic.backward_kernel import REGISTERS
@@ -38,6 +39,8 @@ default = tiles.default
 def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
     """Raise ValueError if a tile does not fit on the GPU."""
     del f
+    if tiles.is_wide(p):
+        _check_wide(kernel, tile, p)
     limit = _hardware.shared_memory_limit(common.HOPPER)
     check_shared_memory(kernel, tile, shared_bytes(kernel, tile, p), limit, _width(p))
     taken, registers = _registers(kernel, tile, p)
@@ -69,8 +72,28 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
         )
 
 
+def _check_wide(kernel: str, tile, p: Problem) -> None:
+    """Raise ValueError if no kernel for head dims above 256 has such a tile."""
+    if kernel != "forward":
+        raise ValueError(
+            f"`tile_sizes.{kernel}` must be None at head dims above {tiles.WIDE}, where only the "
+            f"forward is a kernel; got {tile} at head dim {_width(p)}. Leave it out."
+        )
+    wanted = dataclasses.replace(
+        tile, warpgroups=forward_wide.CONSUMERS, block_kv=forward_wide.BLOCK_KV, output_slots=1
+    )
+    if tile != wanted:
+        raise ValueError(
+            f"`tile_sizes.forward` must have 2 warpgroups, {forward_wide.BLOCK_KV} keys and 1 "
+            f"output slot at head dims above {tiles.WIDE}; got {tile} at head dim {_width(p)}. "
+            f"Use {wanted}."
+        )
+
+
 def shared_bytes(kernel: str, tile, p: Problem) -> int:
     """Return the bytes of shared memory of a kernel's CTA."""
+    if kernel == "forward" and tiles.is_wide(p):
+        return common.smem_bytes(forward_wide.scratch(p, tile))
     if kernel == "forward":
         return common.smem_bytes(forward_kernel.scratch(p, tile))
     if kernel == "decode":
@@ -92,7 +115,8 @@ def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:
     """
     if kernel in FORWARD:
         # Sums, scores, and in 16 bits the weights of the tile before.
-        numbers = p.value_dim // 2 + tile.block_kv // 2 + tile.block_kv // 4
+        columns = p.value_dim // (2 if tiles.is_wide(p) else 1)
+        numbers = columns // 2 + tile.block_kv // 2 + tile.block_kv // 4
         return numbers, forward_kernel.REGISTERS[tile.warpgroups][0]
     head_dim, value_dim = _padded(p)
     if kernel == "dq":

@@ -59,8 +59,8 @@ def along_columns(x, shape):
     return lax.broadcast_in_dim(x, shape, (1,))
 
 
-def block_of_columns(n: int, x, width: int = ptx.COLUMNS):
-    """Return the slice of the n-th `width` columns; x is any int32.
+def block_of_columns(n, x, width: int = ptx.COLUMNS):
+    """Return the slice of the n-th `width` columns; x is any int32, n may be one.
 
     A block may reach beyond the last column. Pallas refuses that where it knows the first one, so
     x hides it. Copies take the columns that exist, and fill the others with zeros.

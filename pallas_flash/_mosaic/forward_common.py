@@ -47,14 +47,18 @@ class RowMax(NamedTuple):
         return jax.tree.map(lambda x: x + shift, self)
 
 
-def initial_state(value_dim: int, *, large: bool, max_logits: bool):
-    """Return acc, the `RowMax` and l before the first K/V block."""
+def initial_rows(*, large: bool, max_logits: bool):
+    """Return the `RowMax` and l before the first K/V block."""
     m = jnp.full((QUERY_ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
     l = jnp.zeros((QUERY_ROWS,), jnp.float32)
     exact = jnp.full((QUERY_ROWS,), -jnp.inf, jnp.float32) if max_logits else None
+    return jax.tree.map(lambda x: plgpu.layout_cast(x, ptx.ROW), (RowMax(m, exact), l))
+
+
+def initial_state(value_dim: int, **rows):
+    """Return acc, the `RowMax` and l before the first K/V block; `rows` are for `initial_rows`."""
     acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, value_dim), jnp.float32), ptx.ACC)
-    m, exact, l = jax.tree.map(lambda x: plgpu.layout_cast(x, ptx.ROW), (m, exact, l))
-    return acc, RowMax(m, exact), l
+    return acc, *initial_rows(**rows)
 
 
 def softmax(s, c, row_max: RowMax, l, *, large: bool):
@@ -165,14 +169,14 @@ def kv_pipelines(p: Problem, tile, **shared) -> tuple[Pipeline, Pipeline]:
     return pipeline(p.head_dim), pipeline(p.value_dim)
 
 
-def copy(ref, index, destination, barrier, cluster_size: int = 1):
-    """Copy a tile to shared memory, 64 columns at a time.
+def copy(ref, index, destination, barrier, cluster_size: int = 1, first_block: Any = 0):
+    """Copy a tile to shared memory, 64 columns at a time, from this block of columns on.
 
     In a cluster each CTA copies a part of the rows to the shared memory of all (TMA multicast).
     """
     axes = None if cluster_size == 1 else common.RANK
     for n in range(destination.shape[0]):
-        columns = common.block_of_columns(n, index[0])
+        columns = common.block_of_columns(first_block + n, index[0])
         tile = ref.at[(*index, columns)]
         plgpu.copy_gmem_to_smem(tile, destination.at[n], barrier, collective_axes=axes)
 

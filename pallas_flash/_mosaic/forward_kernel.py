@@ -751,13 +751,7 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
     def run(shared, query, key, value, *lengths):
         batch = len(query)
         query_tiles = scheduler.QueryTiles.of(p, batch, w, cluster_size)
-        of_lists = q if mask.scattered else rows
-        table = block_ranges.block_table(shared[1].mask, of_lists, kv, "kv", batch, p.batch)
-        if mask.scattered:
-            blocks = block_ranges.streams_of_lists(table, rows.count, query_tiles.count)
-        else:
-            ranges = query_tiles.by_work_tile(table)
-            blocks = block_ranges.streams_of_ranges(ranges, query_tiles.count)
+        table, blocks = block_ranges.streams(shared[1].mask, query_tiles, q, rows, kv, batch, p)
         schedule = scheduler.schedule(p, batch, mask, blocks, cluster_size)
         dynamic = scheduler.is_dynamic(schedule)
         smem = scratch(p, tile, dynamic=dynamic)

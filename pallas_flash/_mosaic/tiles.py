@@ -4,7 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+
+from pallas_flash import _hardware
 from pallas_flash._features import SCORES, CallFeatures, MaskKind, Option
+from pallas_flash._mosaic import common, forward_wide
 from pallas_flash._mosaic.backward_memory import Grads, keys_scratch, padded
 from pallas_flash._mosaic.scheduler import QUERY_ROWS, folded, most_rows
 from pallas_flash._problem import Problem
@@ -21,12 +25,15 @@ MANY_KEYS = 512
 
 # Masks whose tiles take few instructions.
 QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
+WIDE = 256  # Head dims above it take the kernels for wide heads.
 # Numbers of 16 bits in a CTA's shared memory, less 3 KB for barriers and float32 rows.
 ROOM = 224 * 1024 // 2
 
 
 def default(p: Problem, f: CallFeatures) -> TileSizes:
     """Return the tiles of a call."""
+    if is_wide(p):
+        return TileSizes(forward=wide_tile(p))
     sizes, few = padded(p.head_dim, p.value_dim), f.few_queries and f.kv_len > MANY_KEYS
     return TileSizes(
         forward=None if few else forward_tile(f),
@@ -35,6 +42,26 @@ def default(p: Problem, f: CallFeatures) -> TileSizes:
         dkv=backward_tile(*sizes, in_order=True),
         dq=dq_tile(*sizes, bool(p.mask) or p.bias is not None),
     )
+
+
+def is_wide(p: Problem) -> bool:
+    """Return whether a call has heads that are too wide for `forward_kernel`."""
+    return max(p.head_dim, p.value_dim) > WIDE
+
+
+def wide_tile(p: Problem) -> ForwardTile:
+    """Return the tile of `forward_wide`, with as many stages of keys as fit.
+
+    Two CTAs share keys and values wherever the schedule is static and both have queries.
+    """
+    static = not (jax.tree.leaves(p.mask) or p.mask.scattered)
+    cluster_size = 2 if static and p.q_len > QUERY_ROWS else 1
+    limit = _hardware.shared_memory_limit(common.HOPPER)
+    tried = (
+        ForwardTile(forward_wide.CONSUMERS, forward_wide.BLOCK_KV, 1, stages, cluster_size)
+        for stages in (4, 3, 2)
+    )
+    return next(x for x in tried if common.smem_bytes(forward_wide.scratch(p, x)) <= limit)
 
 
 class TileRule(NamedTuple):

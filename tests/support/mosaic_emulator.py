@@ -463,13 +463,15 @@ def check_widths(*widths):
         raise EmulationError(f"a product of tiles whose widths are {widths}")
 
 
-def product_t(a_ref, b_ref, inner=None):
+def product_t(a_ref, b_ref, inner=None, acc=None):
     check_widths(a_ref.shape[-1], b_ref.shape[-1])
     result = Running((a_ref.shape[1], b_ref.shape[1]))
 
     def product():
         taken = slice(-(-inner // 16) * 16 if inner else None)
         result.value = multiply(unblocked(a_ref)[:, taken], unblocked(b_ref)[:, taken].T)
+        if acc is not None:
+            result.value = result.value + acc.value
 
     here.products.append(product)
     return result
@@ -753,7 +755,7 @@ def emulated(monkeypatch):
     of_backward = "kernel", "memory", "common", "dbias", "dq", "preprocess", "postprocess"
     backward = [f"backward_{x}" for x in of_backward]
     work = "block_ranges", "scheduler", "work_loop"
-    forward = "forward_kernel", "forward_common", "decode_kernel"
+    forward = "forward_kernel", "forward_wide", "forward_common", "decode_kernel"
     names = (
         "common",
         "operands",

@@ -36,7 +36,7 @@ plgpu = _compat.mosaic_gpu()
 internals = _compat.mosaic_gpu_internals()
 
 
-def product_t(a_ref, b_ref, inner: int | None = None):
+def product_t(a_ref, b_ref, inner: int | None = None, acc=None):
     """Start a @ b.T, [64, n], for a and b in shared memory; call `wait` for it.
 
     Args:
@@ -44,17 +44,21 @@ def product_t(a_ref, b_ref, inner: int | None = None):
         b_ref: `strips` of [n, k], as wide.
         inner: how many of the k columns to multiply, by default all; the rest, up to a multiple of
             16, must be zeros.
+        acc: the result of a product, which may be running, to which this one is added; or None.
     """
     shape, inner = (a_ref.shape[1], b_ref.shape[1]), inner or columns_of(a_ref)
+    sums = () if acc is None else (acc,)
 
     @plgpu.inline_mgpu(
-        arg_types=(strips_type(a_ref), strips_type(b_ref)), return_type=float32(shape, ACC)
+        arg_types=(strips_type(a_ref), strips_type(b_ref), *[ACC] * len(sums)),
+        return_type=float32(shape, ACC),
     )
-    def emit(_, a, b):
+    def emit(_, a, b, *sums):
         b = mgpu.memref_transpose(tiles_of(b), (1, 0, 3, 2))
-        return array(_multiply(tiles_of(a), b, None, shape[1], inner), shape, ACC)
+        registers = scalars(sums[0]) if sums else None
+        return array(_multiply(tiles_of(a), b, registers, shape[1], inner), shape, ACC)
 
-    return emit(a_ref, b_ref)
+    return emit(a_ref, b_ref, *sums)
 
 
 def product_of_transposed(a_ref, b_ref):
@@ -102,15 +106,18 @@ def wait(products: int, x):
     return plgpu.layout_cast(emit(x), WGMMA)
 
 
-def waited(products: int, acc, a):
-    """Wait as `wait` does, for an accumulator and the registers that its product reads."""
+def waited(products: int, acc, a=None):
+    """Wait as `wait` does, for an accumulator and the registers that its product reads, if any."""
+    operands = () if a is None else (a,)
 
-    @plgpu.inline_mgpu(arg_types=(ACC, WGMMA), return_type=float32(acc.shape, ACC))
-    def emit(_, acc, a):
-        registers = _wait(products, [*scalars(acc), *words(a)])
+    @plgpu.inline_mgpu(
+        arg_types=(ACC, *[WGMMA] * len(operands)), return_type=float32(acc.shape, ACC)
+    )
+    def emit(_, acc, *operands):
+        registers = _wait(products, [*scalars(acc), *(w for a in operands for w in words(a))])
         return array(registers[: acc.shape[1] // 2], acc.shape, ACC)
 
-    return emit(acc, a)
+    return emit(acc, *operands)
 
 
 def uniform_zero(x):
