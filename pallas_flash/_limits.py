@@ -132,14 +132,26 @@ def _mosaic_limits(p: Problem) -> list[str]:
     return limits
 
 
-def backward_limit(problem: Problem, implementation: str) -> str:
-    """Return why a backward does not serve a problem that its forward may, or ""."""
+def backward_limit(problem: Problem, implementation: str, in_order: bool = False) -> str:
+    """Return why a backward does not serve a problem that its forward may, or "".
+
+    Args:
+        problem: the call.
+        implementation: the one that computes it.
+        in_order: whether every sum must have a fixed order.
+    """
     if implementation not in ("mosaic", "triton"):
         return ""
-    width = max(problem.head_dim, problem.value_dim)
-    if width > MAX_HEAD_DIM:
-        return f"Got a head dim of {width}, and their backward serves up to {MAX_HEAD_DIM}."
+    if in_order and _head_dim_limits(problem):
+        return f"Above head dim {MAX_HEAD_DIM} the backward in kernels adds in no fixed order."
     return _functions.derivative_limit(problem, implementation)
+
+
+def dbias_limit(problem: Problem, implementation: str) -> str:
+    """Return why a backward does not compute the gradient of the bias, or ""."""
+    if implementation not in ("mosaic", "triton") or not _head_dim_limits(problem):
+        return ""
+    return f"Above head dim {MAX_HEAD_DIM} no kernel computes it."
 
 
 def _jax_limits() -> list[str]:

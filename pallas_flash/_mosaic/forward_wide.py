@@ -358,11 +358,13 @@ class ConsumerWarpgroup:
         """Return q @ k.T of the j-th block, an own one, and release its keys."""
         q, count = self.smem.q.smem_of(0), column_blocks(self.config.head_dim)
         s, first = None, common.quotient(self.kv_base + j, 2) * count
+        # The compiler is not to keep the places of all column blocks over the loop.
+        start = ptx.anew(jnp.int32(0))
         for n in range(count):
             self.keys.consumer_wait(first + n)
             inner = min(ptx.COLUMNS, self.config.head_dim - n * ptx.COLUMNS)
             k = self.keys.smem_of(first + n)
-            s = ptx.product_t(q.at[pl.ds(n, 1)], k, inner, s)
+            s = ptx.product_t(q.at[pl.ds(start + n, 1)], k, inner, s)
             if n:
                 plgpu.wgmma_wait(1)
                 self.keys.consumer_release(first + n - 1)

@@ -173,6 +173,22 @@ def too_large():
         {"key_value_seq_lengths": jnp.array([3, 4])},
         forward=tuning.ForwardTile(cluster_size=2),
     )
+    q, x = (jnp.zeros((2, n, 4, 320), jnp.bfloat16) for n in (20, 200))
+    for kernel, tile, fragment in (
+        ("forward", tuning.ForwardTile(), "must have 2 warpgroups, 64 keys and 1 output slot at"),
+        (
+            "decode",
+            tuning.DecodeTile(),
+            "must be None at head dims above 256, where only `forward` and",
+        ),
+    ):
+        yield on_hopper(
+            f"tile of {kernel} that wide heads do not have",
+            f"`tile_sizes.{kernel}` {fragment}",
+            320,
+            dict(query=q, key=x, value=x),
+            **{kernel: tile},
+        )
     yield on_hopper(
         "wider values where the output reuses the queries",
         "`tile_sizes.forward` must have `output_slots` where values are wider than queries; got ",

@@ -171,6 +171,44 @@ def test_the_kernels_for_hopper_serve_what_they_are_faster_at(newer_jax, options
     assert ("backward" in choice.reason) == bool(backward)
 
 
+WIDE_IN_ORDER = 'The backward is that of "xla": Above head dim 256 the backward in kernels adds in'
+WIDE_BIAS = 'A gradient of the bias comes with the backward of "xla": Above head dim 256 no kernel'
+
+
+@pytest.mark.parametrize(
+    ("options", "backward"),
+    [
+        (dict(head_dim=512), ""),
+        (dict(head_dim=576, value_dim=512, kv_heads=1), ""),
+        (dict(head_dim=128, value_dim=264, segment_ids=jnp.zeros((2, 8192), jnp.int32)), ""),
+        (dict(head_dim=512, reproducible=True), WIDE_IN_ORDER),
+        (dict(head_dim=512, bias=jnp.zeros((1, 1, 1, 8192))), WIDE_BIAS),
+        (dict(head_dim=512, bias=jnp.zeros((1, 1, 1, 8192)), implementation="mosaic"), WIDE_BIAS),
+    ],
+    ids=told,
+)
+def test_kernels_for_hopper_serve_wide_heads(newer_jax, options, backward):
+    choice = on_hopper(**options)
+    assert choice.implementation == "mosaic"
+    assert backward in choice.reason
+    assert ("backward" in choice.reason) == bool(backward)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(head_dim=584), "Got head dims of 584 and 584 (of values), and they serve up to 576"),
+        (dict(value_dim=520), "Got head dims of 128 and 520 (of values), and they serve up to 576"),
+        (dict(head_dim=512, length=16), "Got a head dim of 512 and 16 queries, and above 256 they"),
+    ],
+    ids=told,
+)
+def test_wide_heads_that_hopper_does_not_serve(newer_jax, options, reason):
+    choice = on_hopper(**options)
+    assert choice.implementation == "xla"
+    assert reason in choice.refused["mosaic"]
+
+
 def decided(monkeypatch, **faster):
     """From now on these passes, with `_` for spaces, are known to be faster, or not."""
 
