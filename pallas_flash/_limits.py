@@ -62,10 +62,15 @@ def _problem_limits(p: Problem) -> list[str]:
     return limits
 
 
+def is_wide(p: Problem) -> bool:
+    """Return whether a head dim is above what most kernels serve."""
+    return max(p.head_dim, p.value_dim) > MAX_HEAD_DIM
+
+
 def _head_dim_limits(p: Problem) -> list[str]:
     """Return why most kernels cannot serve a problem by its head dims; whole sentences."""
     width = max(p.head_dim, p.value_dim)
-    if width <= MAX_HEAD_DIM:
+    if not is_wide(p):
         return []
     return [f"Got a head dim of {width}, and the kernels serve up to {MAX_HEAD_DIM}."]
 
@@ -122,7 +127,7 @@ def _mosaic_limits(p: Problem) -> list[str]:
             f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve up to "
             f"{most} and {most_of_values}."
         )
-    elif _head_dim_limits(p) and p.q_len <= FEW_QUERIES:
+    elif is_wide(p) and p.q_len <= FEW_QUERIES:
         limits.append(
             f"Got a head dim of {max(p.head_dim, p.value_dim)} and {p.q_len} queries, and above "
             f"{MAX_HEAD_DIM} they serve more than {FEW_QUERIES} queries."
@@ -142,14 +147,14 @@ def backward_limit(problem: Problem, implementation: str, in_order: bool = False
     """
     if implementation not in ("mosaic", "triton"):
         return ""
-    if in_order and _head_dim_limits(problem):
+    if in_order and is_wide(problem):
         return f"Above head dim {MAX_HEAD_DIM} the backward in kernels adds in no fixed order."
     return _functions.derivative_limit(problem, implementation)
 
 
 def dbias_limit(problem: Problem, implementation: str) -> str:
     """Return why a backward does not compute the gradient of the bias, or ""."""
-    if implementation not in ("mosaic", "triton") or not _head_dim_limits(problem):
+    if implementation not in ("mosaic", "triton") or not is_wide(problem):
         return ""
     return f"Above head dim {MAX_HEAD_DIM} no kernel computes it."
 

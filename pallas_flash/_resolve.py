@@ -293,6 +293,8 @@ def _backward(call: _Call, forward: str) -> PassPlan:
             how = "reproducible one" if call.request.in_order else "one"
             why = f"the {how} for Hopper is not known to be faster for this call."
             return other("triton", why)
+    if default and forward == "mosaic" and _limits.is_wide(call.problem) and not (by or faster):
+        return other("xla", "the one for Hopper is not known to be faster for this call.")
     return PassPlan(forward, reason="the forward is by the same.")
 
 

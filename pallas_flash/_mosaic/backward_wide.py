@@ -57,6 +57,7 @@ cluster one thread arrives for its warpgroup, at the barriers of both CTAs.
 | named 7 | 256 threads | consumers | consumers | both have read k: dk may go there |
 """
 
+import abc
 import dataclasses
 import itertools
 import math
@@ -226,7 +227,7 @@ class Cta(NamedTuple):
 # ------------------------------------------------------------------------------------------------
 
 
-class Consumer:
+class Consumer(abc.ABC):
     """Parts of both consumers; each has a step of its own.
 
     Args:
@@ -273,17 +274,17 @@ class Consumer:
         plgpu.barrier_arrive(self.smem.ended.at[0])
         plgpu.barrier_wait(self.smem.ended.at[0])
 
+    @abc.abstractmethod
     def start(self):
         """Report that buffers which this consumer reads are empty at first."""
-        raise NotImplementedError
 
-    def step(self, j, sums):
+    @abc.abstractmethod
+    def step(self, j, sums) -> Any:
         """Compute one inner tile."""
-        raise NotImplementedError
 
-    def factor(self):
+    @abc.abstractmethod
+    def factor(self) -> Any:
         """Return what the sums are multiplied by in the end."""
-        raise NotImplementedError
 
     def zeros(self, layout):
         """Return the sums of keys that no query sees: a list of arrays, see `pieces`."""

@@ -78,8 +78,7 @@ def _check_wide(kernel: str, tile, p: Problem) -> None:
     if kernel not in ("forward", "backward"):
         raise ValueError(
             f"`tile_sizes.{kernel}` must be None at head dims above {tiles.WIDE}, where only "
-            f"`forward` and `backward` are kernels; got {tile} at head dim {_width(p)}. Leave it "
-            "out."
+            f"`forward` and `backward` are kernels; got {tile} at head dim {_width(p)}. Drop it."
         )
     if kernel == "backward":
         return

@@ -120,7 +120,8 @@ def column_blocks(columns: int) -> int:
     return -(-columns // ptx.COLUMNS)
 
 
-class ValuePieces(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ValuePieces:
     """How a warpgroup's half of the columns of v is cut: `count` pieces of `blocks` column blocks.
 
     The halves of both together may be wider than v; copies fill what does not exist with zeros.

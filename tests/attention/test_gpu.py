@@ -165,6 +165,15 @@ def test_narrow_tiles_for_hopper(case, head_dim, reproducible, kernel_case):
 
 
 @needs_hopper
+@cases.parametrize(
+    names=["full", "causal", "lengths of zero", "documents, causal, long", "sinks", "dropout"]
+)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(320, 320), (512, 512), (576, 512)])
+def test_wide_heads_for_hopper(case, head_dim, value_dim, kernel_case):
+    check(dataclasses.replace(case, H=head_dim, V=value_dim), "mosaic")
+
+
+@needs_hopper
 @pytest.mark.parametrize(("axes", "block_kv"), [("BNTS", 80), ("S", 80), ("TS", 96), ("BNTS", 128)])
 def test_bits_of_masks_for_hopper(axes, block_kv, kernel_case):
     """Tiles of keys are whole words of a mask's bits, or begin within one."""
