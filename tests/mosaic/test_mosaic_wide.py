@@ -140,6 +140,13 @@ def test_gradients_of_head_dims(head_dim, value_dim, kv_heads, kernel_case):
     judge(case, "bfloat16", emulated(case.problem("bfloat16")))
 
 
+def test_gradients_of_key_heads_with_lists(kernel_case):
+    """Key heads visit different query tiles."""
+    options = cases._blocks("N", 64, 64)
+    case = wide(LONG, 320, T=300, S=200, N=4, K=2, options=options)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
+
+
 def test_gradients_beside_a_bias(kernel_case):
     """Those of queries, keys and values; that of the bias is wanted from nobody."""
     case = wide(cases.BY_NAME["bias of minus infinity"], 320)
