@@ -453,7 +453,7 @@ class ConsumerOfGradients(Consumer):
         # Threads have read delta.
         ptx.fence()
         smem.cotangents.consumer_release(j)
-        pl.when(j > 0)(lambda: plgpu.barrier_wait(smem.ds_empty.at[0]))
+        common.when(j > 0)(lambda: plgpu.barrier_wait(smem.ds_empty.at[0]))
         smem.ds[...] = ds_t
         ptx.fence()
         plgpu.barrier_arrive(smem.ds_full.at[0])
@@ -536,11 +536,11 @@ def pallas_flash_backward_wide(
     cta, warpgroup = Cta(b, h, kv_tile, lax.axis_index(common.RANK)), lax.axis_index("warpgroup")
     for consumer in (ConsumerOfScores, ConsumerOfGradients):
 
-        @pl.when(warpgroup == consumer.number)
+        @common.when(warpgroup == consumer.number)
         def _(consumer=consumer):
             consumer(config, operands, grads, smem, cta).run()
 
-    @pl.when(warpgroup == CONSUMERS)
+    @common.when(warpgroup == CONSUMERS)
     def _():
         produce(config, operands, smem, cta)
 

@@ -42,9 +42,9 @@ warpgroup's half of v are n(V) / 2 column blocks, rounded up, in pieces of up to
     k             [2 * stages, 1, block_kv, 64]               column blocks of keys, by warpgroup
     v             [2 * stages, piece, block_kv, 64]           pieces of values, by warpgroup
     weights p     [2, 64, block_kv]                           p of the last block of a warpgroup
-    weights rows  [2, 3, 64]                                  its m, l and alpha
+    weights rows  [2, 3 or 4, 64]                             its m, max logits, l and alpha
     o_sm          [2, 64, 64]                                 column blocks of o on their way out
-    statistics_sm [1 or 2, 64]                                lse, or m and log2(l)
+    statistics_sm [1 to 3, 64]                                lse, or m and log2(l); max logits
     work          [4, DYNAMIC_COLUMNS]                        rows of a dynamic schedule
 
 Barriers, as in forward_kernel.py; each warpgroup w has pipelines of its own for k, v and weights.
@@ -80,11 +80,14 @@ from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
 from pallas_flash._mosaic.forward_common import (
+    RowMax,
     copy,
     finish,
     from_last_block_or,
     initial_rows,
     last_block,
+    log_sum_of,
+    num_statistics,
     run_producer_warps,
     softmax,
 )
@@ -92,7 +95,6 @@ from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
 from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
 from pallas_flash._problem import Problem
-from pallas_flash._scores import LogSum
 from pallas_flash._tiling.sizes import ForwardTile
 
 plgpu = common.plgpu
@@ -183,7 +185,7 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
 
     weights = dict(
         p=plgpu.SMEM((CONSUMERS, QUERY_ROWS, tile.block_kv), p.dtype, transforms=ptx.TILED),
-        rows=plgpu.SMEM((CONSUMERS, 3, QUERY_ROWS), jnp.float32),
+        rows=plgpu.SMEM((CONSUMERS, 3 + p.max_logits, QUERY_ROWS), jnp.float32),
     )
     return Smem(
         q=Pipeline.spec(q_sm, 1, copies=q_sm.shape[1], consumers=CONSUMERS),
@@ -191,7 +193,7 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         v=streamed(ValuePieces.of(p.value_dim).columns, VALUE_STAGES),
         weights=Pipeline.spec(weights, 1, copies=1, pipelines=CONSUMERS),
         o_sm=plgpu.SMEM((CONSUMERS, QUERY_ROWS, ptx.COLUMNS), p.dtype, transforms=ptx.BLOCKS),
-        statistics_sm=plgpu.SMEM((2 if p.large else 1, QUERY_ROWS), jnp.float32),
+        statistics_sm=plgpu.SMEM((num_statistics(p), QUERY_ROWS), jnp.float32),
         # The consumers, and four warps of the producer.
         work=work_loop.pipeline(dynamic, CONSUMERS + 4),
         ended=(common.barriers(1, CONSUMERS, tile.cluster_size) if tile.cluster_size > 1 else None),
@@ -262,12 +264,12 @@ class Softmax(NamedTuple):
     """The state of the softmax after a block, float32 [64] each.
 
     Attributes:
-        m: the maximum.
+        m: the `RowMax`.
         l: the sum.
         alpha: the factor of acc before the block is added.
     """
 
-    m: Any
+    m: RowMax
     l: Any
     alpha: Any
 
@@ -388,7 +390,7 @@ class ConsumerWarpgroup:
         s, c = options.logits(s, h, *block.positions, masked=config.masked)
         if config.masked:
             hidden = functools.partial(self.hidden, block)
-            s = lax.cond(block.partial, hidden, lambda s: s, s)
+            s = common.cond(block.partial, hidden, lambda s: s, s)
         p, m, l, alpha = softmax(s, c, before.m, before.l, large=options.options.large)
         if options.extras.dropout is not None:
             kept = options.kept(s.shape, h, self.first_row, block.first_key)
@@ -404,7 +406,7 @@ class ConsumerWarpgroup:
         pipeline, mine = self.published, self.published.stage(0)
         pipeline.producer_wait(0)
         pipeline.smem["p"].at[mine][...] = p
-        for n, x in enumerate(after):
+        for n, x in enumerate(jax.tree.leaves(after)):
             pipeline.smem["rows"][mine, n] = x
         ptx.fence()
         plgpu.barrier_arrive(pipeline.filled(0))
@@ -414,7 +416,9 @@ class ConsumerWarpgroup:
         pipeline = self.received
         pipeline.consumer_wait(0)
         rows = pipeline.smem["rows"].at[pipeline.stage(0)]
-        return Softmax(*(plgpu.load(rows.at[n], layout=ptx.ROW) for n in range(3)))
+        count = 3 + self.config.options.max_logits
+        m, *exact, l, alpha = (plgpu.load(rows.at[n], layout=ptx.ROW) for n in range(count))
+        return Softmax(RowMax(m, *exact), l, alpha)
 
     def add(self, j, acc, alpha, p):
         """Return alpha * acc + p @ v of the j-th block, and release its values.
@@ -445,12 +449,12 @@ class ConsumerWarpgroup:
         acc, m, l = state
         j = first + 2 * t
         block, s = self.block(j), self.scores(j)
-        one = Softmax(m, l, plgpu.layout_cast(jnp.ones_like(m), ptx.ROW))
+        one = Softmax(m, l, plgpu.layout_cast(jnp.ones_like(l), ptx.ROW))
         follows = j > self.visited.start
-        before = lax.cond(follows, lambda _: self.receive(), lambda x: x, one)
+        before = common.cond(follows, lambda _: self.receive(), lambda x: x, one)
         p, after = self.weights(block, s, before)
         self.publish(p, after)
-        acc = lax.cond(
+        acc = common.cond(
             follows,
             lambda acc, alpha: self.add_received(j - 1, acc, alpha),
             lambda acc, _: acc,
@@ -463,7 +467,8 @@ class ConsumerWarpgroup:
     def mainloop(self):
         """Return acc, m and l after the last of the warpgroup's own blocks."""
         config, visited = self.config, self.visited
-        m, l = initial_rows(large=config.options.large)
+        large, max_logits = config.options.large, config.options.max_logits
+        m, l = initial_rows(large=large, max_logits=max_logits)
         pieces = config.pieces
         zeros = jnp.zeros((QUERY_ROWS, pieces.columns), jnp.float32)
         acc = (plgpu.layout_cast(zeros, ptx.ACC),) * pieces.count
@@ -484,7 +489,7 @@ class ConsumerWarpgroup:
             return self.add_received(last, acc, state.alpha), state.m, state.l
 
         some = (visited.start < visited.stop) & others
-        return lax.cond(some, received, lambda *state: state, acc, m, l)
+        return common.cond(some, received, lambda *state: state, acc, m, l)
 
     def skip(self, start, stop):
         """Wait for the blocks at these places, which the queries do not see, and release them."""
@@ -496,13 +501,13 @@ class ConsumerWarpgroup:
                 # One thread arrives at the barriers of a cluster: all warps must have waited.
                 for n, barrier in enumerate(SKIPPED):
                     meet = functools.partial(ptx.meet, barrier, 128)
-                    pl.when(self.warpgroup == n)(meet)
+                    common.when(self.warpgroup == n)(meet)
             pipeline.consumer_release(i)
 
         def block(j, _):
             i = self.kv_base + j
 
-            @pl.when((i & 1) == self.warpgroup)
+            @common.when((i & 1) == self.warpgroup)
             def _():
                 first = common.quotient(i, 2) * count
                 lax.fori_loop(first, first + count, lambda n, _: skip(self.keys, n), None)
@@ -520,12 +525,12 @@ class ConsumerWarpgroup:
         sinks, dropout = options.extras.sinks, options.extras.dropout
         sink = None if sinks is None else sinks[h]
         shift, large = left_out(options.extras.scores), options.options.large
-        statistics, weight = finish(m + shift if shift else m, l, sink, large=large)
+        statistics, weight = finish(m.shifted(shift) if shift else m, l, sink, large=large)
         rows, staged = pl.ds(self.first_row, QUERY_ROWS), smem.o_sm.at[self.warpgroup]
         # The copies of the last work tile must have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(self.warpgroup == 0)
+        @common.when(self.warpgroup == 0)
         def _():
             for n, x in enumerate(statistics):
                 smem.statistics_sm[n] = x
@@ -534,7 +539,7 @@ class ConsumerWarpgroup:
             for n, ref in enumerate(self.statistic_refs):
                 source = smem.statistics_sm.at[n]
                 start = functools.partial(plgpu.copy_smem_to_gmem, source, ref.at[b, h, rows])
-                pl.when(self.first_row < ref.shape[2])(start)
+                common.when(self.first_row < ref.shape[2])(start)
 
         first = self.warpgroup * pieces.count * pieces.blocks
         for piece in acc:
@@ -706,12 +711,13 @@ def pallas_flash_forward_wide(
     schedule = inputs.schedule if counted is None else counted
     tiles = work_loop.WorkTiles(schedule, lax.axis_index("cta"), smem.work)
     warpgroup = lax.axis_index("warpgroup")
+    consumes = warpgroup < CONSUMERS
 
-    @pl.when(warpgroup < CONSUMERS)
+    @common.when(consumes)
     def _():
         consume(inputs, o_ref, statistic_refs, smem, tiles, warpgroup, config)
 
-    @pl.when(warpgroup == CONSUMERS)
+    @common.when(jnp.logical_not(consumes))
     def _():
         ProducerWarpgroup(inputs, smem, config).run(tiles)
 
@@ -765,7 +771,7 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
             sums=(schedule if dynamic else None,),
             outputs=[
                 ((*query.shape[:3], p.value_dim), p.dtype),
-                *[(statistic, jnp.float32)] * (2 if p.large else 1),
+                *[(statistic, jnp.float32)] * num_statistics(p),
             ],
             memory=scratch(p, tile, dynamic=dynamic)._asdict(),
             grid=dict(cta=scheduler.num_ctas(schedule)),
@@ -779,6 +785,5 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
 
     run = common.by_instance(run, p.batch)
     arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])
-    o, *log_sum = run(shared_arrays(p, mask), *arrays)
-    log_sum = [x[:, :, : p.q_len] for x in log_sum]
-    return o, LogSum(log_sum[0] if p.large else None, log_sum[-1])
+    o, *statistics = run(shared_arrays(p, mask), *arrays)
+    return o, log_sum_of([x[:, :, : p.q_len] for x in statistics], large=p.large)

@@ -302,6 +302,12 @@ def test_max_logits_of_head_dims(case, head_dim, implementation, kernel_case):
 
 
 @needs_hopper
+@cases.parametrize(names=["full", "causal", "large scores", "soft cap", "all features"])
+def test_max_logits_of_wide_heads_for_hopper(case, kernel_case):
+    check_max_logits(case, "mosaic", factor=12, N=2, K=1, H=576, V=512)
+
+
+@needs_hopper
 @cases.parametrize(names=["full", "causal", "large scores"])
 def test_max_logits_of_clusters(case, kernel_case):
     tiles = TileSizes(ForwardTile(block_kv=64, cluster_size=2))

@@ -43,7 +43,19 @@ def test_max_logits_of_each_case(case, kernel_case):
     judge_emulated(with_heads(case, 64))
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(40, 72), (192, 128), (256, 256)])
+@cases.parametrize(
+    names=["lengths of zero", "large scores", "soft cap", "all features"],
+    others_extended=True,
+    table=SERVED,
+)
+def test_max_logits_of_wide_heads(case, kernel_case):
+    """Two warpgroups hand the largest score of all blocks to each other."""
+    judge_emulated(with_heads(case, 320))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(40, 72), (192, 128), (256, 256), (576, 512), (64, 264)]
+)
 def test_max_logits_of_other_head_dims(head_dim, value_dim, kernel_case):
     judge_emulated(dataclasses.replace(LONG_CAUSAL, T=100, S=150, H=head_dim, V=value_dim))
 

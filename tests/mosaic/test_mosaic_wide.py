@@ -228,6 +228,7 @@ OPTIONS = {
     "soft cap": ({}, dict(logits_soft_cap=30.0), 0),
     "slopes": (dict(alibi_slopes=shaped(8, dtype=jnp.float32)), dict(is_causal=True), 0),
     "sinks": (dict(sinks=shaped(8, dtype=jnp.float32)), dict(is_causal=True), 0),
+    "largest scores": ({}, dict(is_causal=True, return_max_logits=True), 0),
 }
 
 
@@ -235,7 +236,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "option"),
     cases.default(
-        [(512, 512, "causal"), (576, 512, "nothing")],
+        [(512, 512, "causal"), (576, 512, "nothing"), (512, 512, "largest scores")],
         [(*dims, option) for dims in [(512, 512), (576, 512), (320, 320)] for option in OPTIONS],
     ),
 )
