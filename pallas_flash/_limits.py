@@ -62,15 +62,10 @@ def _problem_limits(p: Problem) -> list[str]:
     return limits
 
 
-def is_wide(p: Problem) -> bool:
-    """Return whether a head dim is above what most kernels serve."""
-    return max(p.head_dim, p.value_dim) > MAX_HEAD_DIM
-
-
 def _head_dim_limits(p: Problem) -> list[str]:
     """Return why most kernels cannot serve a problem by its head dims; whole sentences."""
     width = max(p.head_dim, p.value_dim)
-    if not is_wide(p):
+    if width <= MAX_HEAD_DIM:
         return []
     return [f"Got a head dim of {width}, and the kernels serve up to {MAX_HEAD_DIM}."]
 
@@ -127,7 +122,7 @@ def _mosaic_limits(p: Problem) -> list[str]:
             f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve up to "
             f"{most} and {most_of_values}."
         )
-    elif is_wide(p) and p.q_len <= FEW_QUERIES:
+    elif _head_dim_limits(p) and p.q_len <= FEW_QUERIES:
         limits.append(
             f"Got a head dim of {max(p.head_dim, p.value_dim)} and {p.q_len} queries, and above "
             f"{MAX_HEAD_DIM} they serve more than {FEW_QUERIES} queries."
@@ -137,26 +132,14 @@ def _mosaic_limits(p: Problem) -> list[str]:
     return limits
 
 
-def backward_limit(problem: Problem, implementation: str, in_order: bool = False) -> str:
-    """Return why a backward does not serve a problem that its forward may, or "".
-
-    Args:
-        problem: the call.
-        implementation: the one that computes it.
-        in_order: whether every sum must have a fixed order.
-    """
+def backward_limit(problem: Problem, implementation: str) -> str:
+    """Return why a backward does not serve a problem that its forward may, or ""."""
     if implementation not in ("mosaic", "triton"):
         return ""
-    if in_order and is_wide(problem):
-        return f"Above head dim {MAX_HEAD_DIM} the backward in kernels adds in no fixed order."
+    width = max(problem.head_dim, problem.value_dim)
+    if width > MAX_HEAD_DIM:
+        return f"Got a head dim of {width}, and kernels of the backward serve up to {MAX_HEAD_DIM}."
     return _functions.derivative_limit(problem, implementation)
-
-
-def dbias_limit(problem: Problem, implementation: str) -> str:
-    """Return why a backward does not compute the gradient of the bias, or ""."""
-    if implementation not in ("mosaic", "triton") or not is_wide(problem):
-        return ""
-    return f"Above head dim {MAX_HEAD_DIM} no kernel computes it."
 
 
 def _jax_limits() -> list[str]:

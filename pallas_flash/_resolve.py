@@ -194,10 +194,7 @@ class _Call:
     def has_backward(self, implementation: str) -> bool:
         """Return whether kernels serve the backward."""
         limit = _limits.backward_limit
-        in_order = self.request.in_order
-        return implementation not in self.limits and not limit(
-            self.problem, implementation, in_order
-        )
+        return implementation not in self.limits and not limit(self.problem, implementation)
 
     def with_tiles(self, attention_pass: str, plan: PassPlan) -> PassPlan:
         """Return the plan of a pass with its tiles."""
@@ -271,7 +268,7 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
 
 def _backward(call: _Call, forward: str) -> PassPlan:
     """Return who computes the backward, if `forward` computes the forward."""
-    limit = _limits.backward_limit(call.problem, forward, call.request.in_order)
+    limit = _limits.backward_limit(call.problem, forward)
     by, why_not = call.by_tiles(call.order)
     faster = not by and call.faster(call.order)
     default = call.request.implementation is None
@@ -293,8 +290,6 @@ def _backward(call: _Call, forward: str) -> PassPlan:
             how = "reproducible one" if call.request.in_order else "one"
             why = f"the {how} for Hopper is not known to be faster for this call."
             return other("triton", why)
-    if default and forward == "mosaic" and _limits.is_wide(call.problem) and not (by or faster):
-        return other("xla", "the one for Hopper is not known to be faster for this call.")
     return PassPlan(forward, reason="the forward is by the same.")
 
 
@@ -306,9 +301,7 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
     """Return who computes a backward that gives the gradient of the bias, too."""
     features, by = call.features, backward.implementation
     given = call.given.computed_by("backward")
-    limit = "" if call.problem.bias is None else _limits.dbias_limit(call.problem, by)
-    plain = call.problem.bias is None or call.request.implementation is not None or given
-    if plain and not limit:
+    if call.problem.bias is None or call.request.implementation is not None or given:
         return backward
     shared = features is not None and features.bias_is_shared
     faster = shared and call.faster(f"{call.order} with dbias")
@@ -317,8 +310,6 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
         reason = f'A gradient of the bias comes with the backward of "{name}": {why}'
         return PassPlan(name, reason=reason, refused={by: why})
 
-    if limit:
-        return other("xla", limit)
     if by == "mosaic" and not faster and call.has_backward("triton"):
         return other("triton", "that for Hopper is not known to be faster with it.")
     if by == "triton" and faster and call.has_backward("mosaic"):

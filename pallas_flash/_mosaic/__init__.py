@@ -18,8 +18,6 @@ from pallas_flash._mosaic.backward_dq import dq as _dq
 from pallas_flash._mosaic.backward_kernel import backward as _backward
 from pallas_flash._mosaic.backward_memory import Grads
 from pallas_flash._mosaic.backward_preprocess import preprocess
-from pallas_flash._mosaic.backward_wide import backward as _backward_wide
-from pallas_flash._mosaic.backward_wide import sum_columns
 from pallas_flash._mosaic.decode_kernel import decode as _decode
 from pallas_flash._mosaic.forward_kernel import forward as _forward
 from pallas_flash._mosaic.forward_wide import forward as _forward_wide
@@ -67,11 +65,11 @@ def backward(
         want_sinks: whether the gradient of the sinks is wanted.
         in_order: whether every sum must have a fixed order, so that all runs give the same bits.
     """
-    p, wide = problem, tiles.is_wide(problem)
-    head_dim = sum_columns(p.head_dim) if wide else tiles.padded(p.head_dim, p.value_dim)[0]
+    p = problem
+    head_dim, _ = tiles.padded(p.head_dim, p.value_dim)
     dscale = None
     # The dbias kernel ignores valid lengths, so the rows behind them are zeroed first.
-    valid = None if want_bias or wide else p.valid_lengths()
+    valid = None if want_bias else p.valid_lengths()
     center = _key_center.for_shift(p, log_sum)
     delta, centered_log_sum, *zeros = preprocess(
         *(p, o, do, log_sum),
@@ -98,21 +96,17 @@ def backward(
     clean = dataclasses.replace(p, query=q, key=k, value=v)
     options: dict[str, Any] = dict(row_sums=row_sums, want_scale=want_scale)
     rows = do, centered_log_sum, delta
-    centered = clean
-    if center is not None and (in_order or wide):
-        # dq's kernel streams the keys, so no CTA could center them once.
-        centered = dataclasses.replace(clean, key=_key_center.centered(k, center[:, None]))
     if in_order:
+        # dq's kernel streams the keys, so no CTA could center them once.
+        centered = clean
+        if center is not None:
+            centered = dataclasses.replace(clean, key=_key_center.centered(k, center[:, None]))
         found = _grads(centered, rows, sizes.tile("dkv"), valid, deterministic=True, **options)
         dq, dscale = _dq(centered, *rows, sizes.tile("dq"), valid, center=center, **options)
         dscale = None if dscale is None else dscale.sum()
     else:
         options |= dict(zeros=zeros[0], center=center)
-        tile = sizes.tile("backward")
-        if wide:
-            found = _backward_wide(centered, *rows, tile, **options)
-        else:
-            found = _grads(clean, rows, tile, valid, deterministic=False, **options)
+        found = _grads(clean, rows, sizes.tile("backward"), valid, deterministic=False, **options)
         dq = found["dq"]
         if want_scale:
             # These sums are float32, and have not their factor yet.

@@ -11,7 +11,6 @@ from pallas_flash._features import CallFeatures
 from pallas_flash._mosaic import (
     backward_dq,
     backward_memory,
-    backward_wide,
     common,
     decode_kernel,
     forward_kernel,
@@ -75,13 +74,11 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
 
 def _check_wide(kernel: str, tile, p: Problem) -> None:
     """Raise ValueError if no kernel for head dims above 256 has such a tile."""
-    if kernel not in ("forward", "backward"):
+    if kernel != "forward":
         raise ValueError(
-            f"`tile_sizes.{kernel}` must be None at head dims above {tiles.WIDE}, where only "
-            f"`forward` and `backward` are kernels; got {tile} at head dim {_width(p)}. Drop it."
+            f"`tile_sizes.{kernel}` must be None at head dims above {tiles.WIDE}, where only the "
+            f"forward is a kernel; got {tile} at head dim {_width(p)}. Drop it."
         )
-    if kernel == "backward":
-        return
     wanted = dataclasses.replace(
         tile, warpgroups=forward_wide.CONSUMERS, block_kv=forward_wide.BLOCK_KV, output_slots=1
     )
@@ -101,8 +98,6 @@ def shared_bytes(kernel: str, tile, p: Problem) -> int:
         return common.smem_bytes(forward_kernel.scratch(p, tile))
     if kernel == "decode":
         return common.smem_bytes(decode_kernel.scratch(p, tile))
-    if tiles.is_wide(p):
-        return common.smem_bytes(backward_wide.scratch(p, tile))
     sizes = _padded(p)
     if kernel == "dq":
         value_stages = tiles.value_stages(tile, *sizes)
@@ -124,9 +119,6 @@ def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:
         numbers = columns // 2 + tile.block_kv // 2 + tile.block_kv // 4
         return numbers, forward_kernel.REGISTERS[tile.warpgroups][0]
     head_dim, value_dim = _padded(p)
-    if tiles.is_wide(p):
-        # Half of the columns; and two tiles of scores.
-        return max(head_dim, value_dim) // 4 + tile.block_q, REGISTERS[0]
     if kernel == "dq":
         return head_dim // 2 + tile.block_kv, backward_dq.REGISTERS[tile.warpgroups][0]
     apart = head_dim + value_dim > 256

@@ -8,7 +8,7 @@ import jax
 
 from pallas_flash import _hardware
 from pallas_flash._features import SCORES, CallFeatures, MaskKind, Option
-from pallas_flash._mosaic import backward_wide, common, forward_wide
+from pallas_flash._mosaic import common, forward_wide
 from pallas_flash._mosaic.backward_memory import Grads, keys_scratch, padded
 from pallas_flash._mosaic.scheduler import QUERY_ROWS, folded, most_rows
 from pallas_flash._problem import Problem
@@ -33,7 +33,7 @@ ROOM = 224 * 1024 // 2
 def default(p: Problem, f: CallFeatures) -> TileSizes:
     """Return the tiles of a call."""
     if is_wide(p):
-        return TileSizes(forward=wide_tile(p), backward=wide_backward_tile(p))
+        return TileSizes(forward=wide_tile(p))
     sizes, few = padded(p.head_dim, p.value_dim), f.few_queries and f.kv_len > MANY_KEYS
     return TileSizes(
         forward=None if few else forward_tile(f),
@@ -62,13 +62,6 @@ def wide_tile(p: Problem) -> ForwardTile:
         for stages in (4, 3, 2)
     )
     return next(x for x in tried if common.smem_bytes(forward_wide.scratch(p, x)) <= limit)
-
-
-def wide_backward_tile(p: Problem) -> BackwardTile:
-    """Return the tile of `backward_wide`, with as many stages of queries as fit."""
-    limit = _hardware.shared_memory_limit(common.HOPPER)
-    tried = [BackwardTile(backward_wide.ROWS, stages) for stages in (2, 1)]
-    return next(x for x in tried if common.smem_bytes(backward_wide.scratch(p, x)) <= limit)
 
 
 class TileRule(NamedTuple):

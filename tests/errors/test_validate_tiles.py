@@ -179,7 +179,7 @@ def too_large():
         (
             "decode",
             tuning.DecodeTile(),
-            "must be None at head dims above 256, where only `forward` and",
+            "must be None at head dims above 256, where only the forward",
         ),
     ):
         yield on_hopper(

@@ -1,10 +1,8 @@
-"""The kernels for Hopper at head dims above 256: numbers, barriers and machine code."""
+"""The forward for Hopper at head dims above 256: numbers, barriers and machine code."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from support import cases
 from support import mosaic_emulator as emulator
@@ -20,20 +18,15 @@ from support.mosaic_cases import (
     CAUSAL,
     LONG,
     LONG_CAUSAL,
-    NO_FLAGS,
     WINDOW,
     checked,
-    emulated,
     forward_of,
     on_sms,
-    run_backward,
     run_forward,
 )
 
-import pallas_flash
 from pallas_flash import _features, _hardware
-from pallas_flash._mosaic import backward_wide, common, forward_common, forward_wide, tiles
-from pallas_flash._scores import LogSum
+from pallas_flash._mosaic import common, forward_common, forward_wide, tiles
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts.inspection import gpu_compiler
 
@@ -117,62 +110,6 @@ def test_pieces_cover_all_values(value_dim):
     assert pieces.columns <= 256 and both // 2 <= 256
 
 
-# Its gradient is that of "xla".
-WITHOUT_BIAS = [case for case in SERVED if "bias" not in case.problem("bfloat16")[2]]
-
-
-@cases.parametrize(
-    names=["lengths of zero", "blocks and predicate", "sinks", "dropout"],
-    others_extended=True,
-    table=WITHOUT_BIAS,
-)
-def test_gradients_of_features(case, kernel_case):
-    problem = wide(case, 320).problem("bfloat16")
-    large = checked(problem[0], problem[2]).large
-    judge(wide(case, 320), "bfloat16", emulated(problem), apart=large)
-
-
-@pytest.mark.parametrize(("head_dim", "value_dim"), cases.default([(576, 512)], HEAD_DIMS))
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_gradients_of_head_dims(head_dim, value_dim, kv_heads, kernel_case):
-    """Query heads that share keys add to their gradients; others store them."""
-    case = wide(LONG_CAUSAL, head_dim, value_dim, T=150, S=200, K=kv_heads)
-    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
-
-
-def test_gradients_of_key_heads_with_lists(kernel_case):
-    """Key heads visit different query tiles."""
-    options = cases._blocks("N", 64, 64)
-    case = wide(LONG, 320, T=300, S=200, N=4, K=2, options=options)
-    judge(case, "bfloat16", emulated(case.problem("bfloat16")))
-
-
-def test_gradients_beside_a_bias(kernel_case):
-    """Those of queries, keys and values; that of the bias is wanted from nobody."""
-    case = wide(cases.BY_NAME["bias of minus infinity"], 320)
-    problem = case.problem("bfloat16")
-    got = emulated(problem, want_bias=False)
-    arrays, options = problem[0], problem[2]
-    (do, dlse) = problem[1]
-
-    def call(q, k, v):
-        return pallas_flash.attention(q, k, v, return_lse=True, implementation="xla", **options)
-
-    _, pull = jax.vjp(call, *arrays)
-    for x, want in zip(got[2:5], pull((do, dlse)), strict=True):
-        np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (x, want)), atol=0.05)
-
-
-@pytest.mark.parametrize("dim", range(8, 577, 8))
-def test_both_ctas_cover_all_columns(dim):
-    columns = backward_wide.rank_columns(dim)
-    assert dim <= 2 * columns < dim + 64 and columns % 32 == 0
-    for most in (1, 4, 8):
-        parts = backward_wide.slices(columns // 32, most)
-        assert [i for x in parts for i in range(x.start, x.stop)] == [*range(columns // 32)]
-        assert max(x.stop - x.start for x in parts) <= most
-
-
 WRONG = {
     f"no wait at {name}": without_waiting_at({name})
     for name in ("q_full", "k_full", "k_empty", "v_full", "v_empty", "weights_full")
@@ -194,27 +131,6 @@ def test_broken_kernels_are_seen(broken, monkeypatch):
         # Threads run as fast as they may, and a stage may happen to be there.
         for _ in range(5):
             assert_right(case)
-
-
-WRONG_BACKWARD = {
-    f"no wait at {name}": without_waiting_at({name}, "backward_wide")
-    for name in ("kv_full", "queries_full", "cotangents_full", "sent", "s_full", "ds_full")
-} | {
-    "queries are released too late": with_arrivals("queries_empty", 1, "backward_wide"),
-    "the mask is moved": with_mask_moved,
-}
-
-
-@pytest.mark.parametrize("broken", WRONG_BACKWARD.values(), ids=WRONG_BACKWARD)
-def test_broken_backwards_are_seen(broken, monkeypatch):
-    case = wide(LONG_CAUSAL, 320, T=150, S=140, N=1)
-    problem = case.problem("bfloat16")
-    monkeypatch.setattr(emulator, "TIMEOUT", 1.0)
-    broken(monkeypatch)
-    with pytest.raises((AssertionError, emulator.EmulationError)):
-        # Threads run as fast as they may, and a tile may happen to be there.
-        for _ in range(5):
-            judge(case, "bfloat16", emulated(problem))
 
 
 # The arrays of an option, and the others; and local memory instructions in the loop.
@@ -260,31 +176,3 @@ def test_machine_code(head_dim, value_dim, option):
     products = forward_wide.column_blocks(head_dim) + 2 * pieces
     assert loop.matrix["HGMMA"] == 4 * products, loop.order
     assert loop.opcodes["WARPGROUP.DEPBAR"] == products, loop.order
-
-
-@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
-@pytest.mark.parametrize(
-    ("head_dim", "value_dim"), cases.default([(512, 512)], [(512, 512), (576, 512), (320, 320)])
-)
-@pytest.mark.parametrize("kv_heads", [1, 8])
-def test_machine_code_of_the_backward(head_dim, value_dim, kv_heads):
-    q, k, v, o = (
-        shaped(1, 4096, heads, n, dtype=jnp.bfloat16)
-        for heads, n in ((8, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (8, value_dim))
-    )
-
-    def call(q, k, v, o, do, l_log2):
-        problem = checked((q, k, v), dict(is_causal=True))
-        log_sum = LogSum(None, l_log2)
-        return run_backward(problem, o, log_sum, do, None, **NO_FLAGS, in_order=False)
-
-    row = shaped(1, 8, 4096, dtype=jnp.float32)
-    kernels = list(machine_code_of(call, q, k, v, o, o, row))
-    # Beside delta and the rows of dq, those of dk and dv where query heads add to them, which are
-    # the same kernel at equal head dims.
-    assert len(kernels) == (3 if kv_heads == 8 else 4 + (head_dim != value_dim))
-    [(name, registers, _, loops)] = [x for x in kernels if "wide" in x[0]]
-    assert registers * 128 * 3 <= 65536, name
-    assert len(loops) == 2 and all(loop.spills == 0 for loop in loops), name
-    for loop in loops:
-        assert loop.opcodes["WARPGROUP.DEPBAR"] <= 4 <= loop.matrix["HGMMA"] // 4, loop.order

@@ -562,19 +562,6 @@ def store_fragments(x, ref):
     groups_at(ref, range(len(x)))[...] = x
 
 
-def put_fragments(x, ref):
-    ref.array[...] = fragments(x).reshape(ref.shape)
-
-
-def send_fragments(x, ref, rank):
-    ref.all[number(rank)][...] = fragments(x).reshape(ref.shape)
-
-
-def take_fragments(ref):
-    groups = Device(ref.array.copy(), (0,))
-    return load_fragments(groups, len(ref.array))
-
-
 def store_rows(x, ref, first):
     rows = ref.array[ref.index]
     if not 0 <= number(first) < len(rows):
@@ -677,10 +664,6 @@ fake_ptx = dict(
     add_fragments=add_fragments,
     store_fragments=store_fragments,
     load_fragments=load_fragments,
-    put_fragments=put_fragments,
-    send_fragments=send_fragments,
-    take_fragments=take_fragments,
-    cluster_fence=lambda: None,
     count_up=count_up,
     anew=lambda x: x,
     meet=meet,
@@ -769,7 +752,7 @@ def by_instance(function, batch):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    of_backward = "kernel", "wide", "memory", "common", "dbias", "dq", "preprocess", "postprocess"
+    of_backward = "kernel", "memory", "common", "dbias", "dq", "preprocess", "postprocess"
     backward = [f"backward_{x}" for x in of_backward]
     work = "block_ranges", "scheduler", "work_loop"
     forward = "forward_kernel", "forward_wide", "forward_common", "decode_kernel"

@@ -32,10 +32,6 @@ Gains were measured on an H200, most of them with prototypes, as the time of a w
     positions               no division for each element, where a tile's width is no power of two
     gather, bits, bits_of_tile
                             Pallas cannot gather an element of device memory for each of a tile
-    send_fragments, cluster_fence
-                            Pallas cannot write to the shared memory of another CTA of a cluster
-    put_fragments, take_fragments
-                            no bank conflicts, where only the order of registers matters
     load_transposed         Pallas cannot load a tile whose rows become columns
     load_strips, put_strips Pallas cannot load a tile whose copies reach beyond an array's end
     store_rows, store_zeros, zero_rows
@@ -82,7 +78,6 @@ from pallas_flash._mosaic.ptx.memory import LOG_BITS as LOG_BITS
 from pallas_flash._mosaic.ptx.memory import add_fragments as add_fragments
 from pallas_flash._mosaic.ptx.memory import bits as bits
 from pallas_flash._mosaic.ptx.memory import bits_of_tile as bits_of_tile
-from pallas_flash._mosaic.ptx.memory import cluster_fence as cluster_fence
 from pallas_flash._mosaic.ptx.memory import count_up as count_up
 from pallas_flash._mosaic.ptx.memory import fence as fence
 from pallas_flash._mosaic.ptx.memory import gather as gather
@@ -90,13 +85,10 @@ from pallas_flash._mosaic.ptx.memory import load_fragments as load_fragments
 from pallas_flash._mosaic.ptx.memory import load_strips as load_strips
 from pallas_flash._mosaic.ptx.memory import load_transposed as load_transposed
 from pallas_flash._mosaic.ptx.memory import meet as meet
-from pallas_flash._mosaic.ptx.memory import put_fragments as put_fragments
 from pallas_flash._mosaic.ptx.memory import put_strips as put_strips
-from pallas_flash._mosaic.ptx.memory import send_fragments as send_fragments
 from pallas_flash._mosaic.ptx.memory import store_fragments as store_fragments
 from pallas_flash._mosaic.ptx.memory import store_rows as store_rows
 from pallas_flash._mosaic.ptx.memory import store_zeros as store_zeros
-from pallas_flash._mosaic.ptx.memory import take_fragments as take_fragments
 from pallas_flash._mosaic.ptx.memory import unfold as unfold
 from pallas_flash._mosaic.ptx.memory import zero_rows as zero_rows
 from pallas_flash._mosaic.ptx.products import accumulate as accumulate

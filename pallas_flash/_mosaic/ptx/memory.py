@@ -155,52 +155,6 @@ def _fragments(x, ref, taken: slice, instruction: str):
     emit(x, ref)
 
 
-def put_fragments(x, ref):
-    """Store all groups of x, float32 [64, n], in shared memory [groups, 512], as registers lie."""
-    _fragments(x, ref, slice(None), "st.shared.v4.f32")
-
-
-def take_fragments(ref):
-    """Return float32 [64, 8 * groups] that each thread has put into shared memory [groups, 512]."""
-    return load_fragments(ref, ref.shape[0])
-
-
-def send_fragments(x, ref, rank):
-    """Store x as `put_fragments` does, in the shared memory of the CTA of a cluster with a rank.
-
-    Call `cluster_fence` before the other CTA is told, and there before it reads.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(), SPLAT))
-    def emit(_, x, ref, rank):
-        registers = scalars(x)
-        [first, *_] = _of_thread(ref, range(1))
-        text = "mapa.shared::cluster.u32 $0, $1, $2;"
-        first = llvm.ptrtoint(i32(), first)
-        arguments = [first, rank.registers.flat[0]]
-        [place] = assembly(text, ["=r", "r", "r"], arguments, [i32()])
-        for n in range(len(registers) // 4):
-            offset = 4 * math.prod(OF_GROUP) * n
-            internals.inline_ptx(
-                f"st.shared::cluster.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
-                place,
-                *registers[4 * n : 4 * n + 4],
-                has_side_effects=True,
-            )
-
-    emit(x, ref, rank)
-
-
-def cluster_fence():
-    """Order this thread's accesses of memory before its later ones, for all CTAs of a cluster."""
-
-    @plgpu.inline_mgpu()
-    def emit(_):
-        internals.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
-
-    emit()
-
-
 def unfold(x):
     """Return [B, N, tiles of 64 rows, groups, `OF_GROUP`] as [B, T, N, H]."""
     b, n, tiles, count, *_ = x.shape
