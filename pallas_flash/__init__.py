@@ -18,6 +18,9 @@ from pallas_flash._named_masks import Neighborhood as Neighborhood
 from pallas_flash._named_masks import SharedPrefix as SharedPrefix
 from pallas_flash._named_masks import Tree as Tree
 from pallas_flash._order import balanced_order as balanced_order
+from pallas_flash._paged import paged_attention as paged_attention
+from pallas_flash._pages import append_to_pages as append_to_pages
+from pallas_flash._pages import quantize_pages as quantize_pages
 from pallas_flash._plot import plot_mask as plot_mask
 from pallas_flash._resolve import Explanation as Explanation
 from pallas_flash._score_mod import ScoreMod as ScoreMod

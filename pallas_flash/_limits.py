@@ -11,6 +11,7 @@ import jax
 
 from pallas_flash import _compat, _device, _functions
 from pallas_flash._features import FEW_QUERIES
+from pallas_flash._paged_problem import PagedProblem
 from pallas_flash._problem import Problem
 
 IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
@@ -50,9 +51,15 @@ def _problem_limits(p: Problem) -> list[str]:
     if p.symbolic:
         names = ", ".join(map(str, p.symbolic))
         limits.append(f"Got symbolic sizes ({names}), and the kernels are compiled for known ones.")
+    return [*limits, *_array_limits(p, _arrays_in_kernels(p))]
+
+
+def _array_limits(p: Problem | PagedProblem, indexed: list) -> list[str]:
+    """Return why kernels cannot serve arrays of a call, of which they read some by index."""
+    limits = []
     if p.dtype.name == "float64":
         limits.append("Got float64, and the kernels compute in float32.")
-    for x in _arrays_in_kernels(p):
+    for x in indexed:
         # JAX goes over to indices of 64 bits at 2^32 bytes, which is late for bools.
         if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
             limits.append(
@@ -62,7 +69,7 @@ def _problem_limits(p: Problem) -> list[str]:
     return limits
 
 
-def _head_dim_limits(p: Problem) -> list[str]:
+def _head_dim_limits(p: Problem | PagedProblem) -> list[str]:
     """Return why most kernels cannot serve a problem by its head dims; whole sentences."""
     width = max(p.head_dim, p.value_dim)
     if width <= MAX_HEAD_DIM:
@@ -130,6 +137,16 @@ def _mosaic_limits(p: Problem) -> list[str]:
     if any(x.size > 2**31 for x in _arrays_in_kernels(p)):
         limits.append("Got an array of more than 2^31 elements, and their indices end there.")
     return limits
+
+
+def of_pages(p: PagedProblem, implementation: str | None) -> str:
+    """Return why an implementation (None: "triton") does not serve a paged call, or ""."""
+    if implementation in ("xla", "reference"):
+        return ""
+    if implementation == "mosaic":
+        return "The kernels in Mosaic GPU read no pages."
+    here = _jax_limits() if implementation == "interpret" else _device_limits() or _jax_limits()
+    return " ".join([*here, *_array_limits(p, [p.key_pages, p.value_pages]), *_head_dim_limits(p)])
 
 
 def backward_limit(problem: Problem, implementation: str) -> str:

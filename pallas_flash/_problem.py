@@ -146,8 +146,7 @@ class Problem(Sizes, Divisible):
         Then kernels subtract m from rounded scores, so that a score of m has exactly the weight 1,
         and the backward gets m apart from the sum, see `LogSum`.
         """
-        cap = self.rest_of_scores.soft_cap
-        return (bool(self.scores) or self.any_scale) and (cap is None or cap > SMALL_CAP)
+        return may_be_large(self.scores, any_scale=self.any_scale)
 
     @property
     def pair_bytes(self) -> int:
@@ -196,6 +195,12 @@ class Problem(Sizes, Divisible):
     def join(self, operands: dict[str, Any]) -> "Problem":
         """Return the problem with the operands that `split` took out."""
         return dataclasses.replace(self, **operands)
+
+
+def may_be_large(scores: Scores, *, any_scale: bool) -> bool:
+    """Return `Problem.large` for these scores."""
+    cap = scores.soft_cap
+    return (bool(scores) or any_scale) and (cap is None or cap > SMALL_CAP)
 
 
 class Extras(NamedTuple):

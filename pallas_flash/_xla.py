@@ -56,7 +56,6 @@ def forward(problem: Problem, *, on_gpu: bool = False):
         q = _take(blocks.queries, i)
 
         def step(j, masked, carry):
-            m, l, acc = carry
             k_t, v = _take(keys_t, j), _take(blocks.values, j)
             qk = blocks.einsum("bkgth,bkhs->bkgts", q, k_t)
             tile = blocks.tile(i, j)
@@ -70,30 +69,56 @@ def forward(problem: Problem, *, on_gpu: bool = False):
                 v = jnp.where(ok.any(axis=(2, 3))[..., None], v, 0)
             # Because scale >= 0, both are equal where s is scale * qk. Then s need not be stored.
             s_max = s.max(axis=-1) if masked or p.scores else p.scale * qk.max(axis=-1)
-            m_new = jnp.maximum(m, s_max)
-            m_safe = jnp.where(m_new == -jnp.inf, 0, m_new)
-            weight = jnp.exp(below(s, m_safe[..., None], large=p.large))
-            alpha = jnp.exp(m - m_safe)
-            l = alpha * l + weight.sum(axis=-1)
-            weight = drop(kept(p.dropout, tile.at), weight)
-            pv = blocks.einsum("bkgts,bksv->bkgtv", weight.astype(v.dtype), v)
-            return m_new, l, alpha[..., None] * acc + pv
+
+            def product(weight):
+                weight = drop(kept(p.dropout, tile.at), weight)
+                return blocks.einsum("bkgts,bksv->bkgtv", weight.astype(v.dtype), v)
+
+            return online_softmax(carry, s, s_max, product, large=p.large)
 
         rows = q.shape[:-1]
         fills = (-jnp.inf, rows), (0, rows), (0, (*rows, p.value_dim))
         start = tuple(blocks.full(shape, fill) for fill, shape in fills)
-        m, l, acc = visit(blocks.range(ranges, i), step, start, blocks.sparsity)
-        has_keys, max_logits = l > 0, m if p.max_logits else None
-        m, l, factor = jnp.where(has_keys, m, 0), jnp.where(has_keys, l, 1), 1
+        sums = visit(blocks.range(ranges, i), step, start, blocks.sparsity)
+        sinks = None
         if p.sinks is not None:
-            m, l, factor = with_sink(m, l, p.sinks.reshape(1, p.num_kv_heads, p.groups, 1))
-        weight = rescaled(p.dropout, factor / l)
-        log_sum = LogSum(m, jnp.where(has_keys, jnp.log2(l), -jnp.inf), max_logits)
+            sinks = p.sinks.reshape(1, p.num_kv_heads, p.groups, 1)
+        acc, weight, log_sum = finish(*sums, sinks)
+        if p.max_logits:
+            log_sum = log_sum._replace(max_logits=sums[0])
+        weight = rescaled(p.dropout, weight)
         return (acc * weight[..., None]).astype(p.dtype), log_sum
 
     o, log_sum = lax.map(q_tile, jnp.arange(blocks.q.count, dtype=jnp.int32))
     rows = jax.tree.map(lambda x: jnp.moveaxis(blocks.join_rows(x), 1, 2), log_sum)
     return blocks.join_rows(o), rows
+
+
+def online_softmax(carry, s, s_max, product, *, large: bool):
+    """Return m, l and acc after a tile of scores `s` with the row maxima `s_max`.
+
+    `product` maps the weights of the tile to their product with its values.
+    """
+    m, l, acc = carry
+    m_new = jnp.maximum(m, s_max)
+    m_safe = jnp.where(m_new == -jnp.inf, 0, m_new)
+    weight = jnp.exp(below(s, m_safe[..., None], large=large))
+    alpha = jnp.exp(m - m_safe)
+    l = alpha * l + weight.sum(axis=-1)
+    pv = product(weight)
+    return m_new, l, alpha[..., None] * acc + pv
+
+
+def finish(m, l, acc, sinks):
+    """Return acc, the factor that makes it the output, and the `LogSum`.
+
+    `sinks`, or None, broadcast to m.
+    """
+    has_keys = l > 0
+    m, l, factor = jnp.where(has_keys, m, 0), jnp.where(has_keys, l, 1), 1
+    if sinks is not None:
+        m, l, factor = with_sink(m, l, sinks)
+    return acc, factor / l, LogSum(m, jnp.where(has_keys, jnp.log2(l), -jnp.inf))
 
 
 def backward(

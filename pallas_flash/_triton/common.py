@@ -387,6 +387,12 @@ def softmax_shift(extras: Extras, log_sum: LogSum) -> LogSum:
     return LogSum(m, jnp.where(l_log2 == -jnp.inf, jnp.inf, l_log2)) if extras.scores else log_sum
 
 
+def load_at(ref, index, rows, width: int):
+    """Load rows from anywhere: `load` of rows at `index`, integers or int32 [rows] by axis."""
+    column = lax.iota(jnp.int32, ref.shape[-1])[None, :]
+    return load(ref.at[*(i[:, None] if jnp.ndim(i) else i for i in index), column], rows, width)
+
+
 def load(ref, rows, width: int):
     """Load a tile [rows, padded width], zero where `rows` (bool or None) is False or past `width`.
 

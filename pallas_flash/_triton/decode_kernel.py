@@ -15,6 +15,8 @@ Splitting the keys is Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +62,7 @@ def pallas_flash_decode(
     q = common.load(q_ref, valid, spec.head_dim)
     # Rows beyond the last one get its indices, so that every index is inside.
     row = lax.min(row, np.int32(num_rows - 1))
-    query, head = _query_and_head(row, groups)
+    query, head = query_and_head(row, groups)
     rows = common.Rows(q, pl.program_id(3), pl.program_id(2) * groups + head, query, valid)
     mine = split(tiles(0), pl.program_id(1), splits, spec.sparsity)
 
@@ -71,6 +73,26 @@ def pallas_flash_decode(
     common.store(acc_ref, acc, valid, spec.value_dim)
     common.store_row(m_ref, m, valid)
     common.store_row(l_ref, l, valid)
+
+
+class Splits(NamedTuple):
+    """The splits of one row.
+
+    Attributes:
+        acc_ref: a ref to acc.
+        m_ref: a ref to m.
+        l_ref: a ref to l.
+        at: `at(ref, i, n)` is the ref of the numbers of splits i * n .. i * n + n - 1 of this row.
+        count: how many there are.
+        most: a power of two that `count` does not exceed.
+    """
+
+    acc_ref: Any
+    m_ref: Any
+    l_ref: Any
+    at: Callable
+    count: Any
+    most: int
 
 
 def pallas_flash_decode_combine(
@@ -84,29 +106,40 @@ def pallas_flash_decode_combine(
     splits: int,
 ):
     """Combine the splits of one row of the output, times `factor`."""
+
+    def at(ref, i, n):
+        return ref.at[pl.ds(i * n, n)]
+
+    head = pl.program_id(1) * groups + query_and_head(pl.program_id(0), groups)[1]
+    mine = Splits(acc_ref, m_ref, l_ref, at, splits, m_ref.shape[0])
+    combine([mine], head, refs, spec, factor)
+
+
+def combine(parts: list[Splits], head, refs, spec: common.KernelSpec, factor: float = 1.0):
+    """Store the combined splits of one row of query head `head`, times `factor`.
+
+    `refs` are the sinks, if there are any, the row of the output, and its row outputs.
+    """
     n = spec.num_row_outputs
     sinks, o_ref, row_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
-    split = lax.iota(jnp.int32, m_ref.shape[0])
-    m = _load_maxima(m_ref, split < splits)
-    l = common.load_row(l_ref, split < splits)
-    highest = jnp.max(m)
+    maxima, sums = [], []
+    for x in parts:
+        inside = lax.iota(jnp.int32, x.most) < x.count
+        maxima.append(_load_maxima(x.at(x.m_ref, 0, x.most), inside))
+        sums.append(common.load_row(x.at(x.l_ref, 0, x.most), inside))
+    highest = functools.reduce(jnp.maximum, map(jnp.max, maxima))
     max_logits, has_keys = spec.max_logits_of(highest), highest > -jnp.inf
     # A sink is a key with the value 0, and so one more split.
-    head = pl.program_id(1) * groups + _query_and_head(pl.program_id(0), groups)[1]
     sinks = [ref[head] if spec.separate_max else ref[head] * common.LOG2E for ref in sinks]
     highest = jnp.where(has_keys, functools.reduce(jnp.maximum, sinks, highest), 0.0)
-    total = jnp.sum(spec.rescaling(m, highest) * l)
+    total = sum(jnp.sum(spec.rescaling(m, highest) * l) for m, l in zip(maxima, sums, strict=True))
     total += sum(spec.rescaling(x, highest) for x in sinks)
     total = jnp.where(has_keys, total, 1.0)
 
-    def step(i, o):
-        span, split = pl.ds(i * SPLITS_PER_STEP, SPLITS_PER_STEP), in_tile(i, SPLITS_PER_STEP)
-        weight = spec.rescaling(_load_maxima(m_ref.at[span], split < splits), highest)
-        acc = common.load(acc_ref.at[span, :], split < splits, spec.value_dim)
-        return o + jnp.sum(weight[:, None] * acc, axis=0)
-
     o = jnp.zeros(o_ref.shape, jnp.float32)
-    o = lax.fori_loop(0, pl.cdiv(splits, SPLITS_PER_STEP), step, o) * (factor / total)
+    for x in parts:
+        o = _add_splits(o, x, highest, spec)
+    o = o * (factor / total)
     column = lax.iota(jnp.int32, len(o))
     common.store_row(o_ref, o, None if len(o) == spec.value_dim else column < spec.value_dim)
     results = spec.statistics(highest, total, has_keys) + max_logits
@@ -114,7 +147,21 @@ def pallas_flash_decode_combine(
         common.store_row(ref, x[None], None)
 
 
-def _query_and_head(row, groups: int):
+def _add_splits(o, x: Splits, highest, spec: common.KernelSpec):
+    """Return `o` plus the acc of all splits, relative to the maximum `highest`."""
+    splits = x.count
+
+    def step(i, o):
+        inside = in_tile(i, SPLITS_PER_STEP) < splits
+        m = _load_maxima(x.at(x.m_ref, i, SPLITS_PER_STEP), inside)
+        weight = spec.rescaling(m, highest)
+        acc = common.load(x.at(x.acc_ref, i, SPLITS_PER_STEP), inside, spec.value_dim)
+        return o + jnp.sum(weight[:, None] * acc, axis=0)
+
+    return lax.fori_loop(0, pl.cdiv(splits, SPLITS_PER_STEP), step, o)
+
+
+def query_and_head(row, groups: int):
     """Return the query of a row, and the number of its head within the group."""
     return lax.div(row, np.int32(groups)), lax.rem(row, np.int32(groups))
 
@@ -184,8 +231,8 @@ def _combine(p: Problem, results, tile: Tile, spec: common.KernelSpec):
     width, groups = common.padded(p.value_dim), p.groups
     sinks = [] if p.sinks is None else [p.sinks]
 
-    def query_and_head(r, k):
-        query, head = _query_and_head(r, groups)
+    def of_row(r, k):
+        query, head = query_and_head(r, groups)
         return query, k * groups + head
 
     o, *rows = common.call(
@@ -203,9 +250,9 @@ def _combine(p: Problem, results, tile: Tile, spec: common.KernelSpec):
         out_specs=[
             pl.BlockSpec(
                 (None, None, None, width),
-                lambda r, k, b: (b, *query_and_head(r, k), 0),
+                lambda r, k, b: (b, *of_row(r, k), 0),
             ),
-            *[pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *query_and_head(r, k)[::-1]))]
+            *[pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *of_row(r, k)[::-1]))]
             * spec.num_row_outputs,
         ],
         out_shapes=[

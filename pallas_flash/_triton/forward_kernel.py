@@ -29,6 +29,16 @@ from pallas_flash._visits import in_tile, visit
 PARTIAL_SUMS = 8
 
 
+def _contiguous(ref, kv_tile, keys, width: int, spec: common.KernelSpec):
+    span = pl.ds(kv_tile * spec.kv.block, spec.kv.block)
+    return common.load(ref.at[span, :], keys, width), None
+
+
+def _scaled(x, scales):
+    """Return the columns of `x` times the scale of each."""
+    return x if scales is None else x * scales
+
+
 def attend(
     rows: common.Rows,
     k_ref,
@@ -38,6 +48,7 @@ def attend(
     kept_of,
     extras: Extras,
     spec: common.KernelSpec,
+    load=_contiguous,
 ):
     """Run the online softmax of a program's rows over a range of key tiles.
 
@@ -50,6 +61,8 @@ def attend(
         kept_of: maps the number and the positions of a key tile to what dropout keeps of it.
         extras: mask, scores, sinks and dropout.
         spec: what the kernel knows when it is compiled.
+        load: `load(ref, kv_tile, keys, width, spec)` returns a tile of keys or values, and the
+            scale of each, or None.
 
     Returns:
         acc float32 [rows, padded V], m and l float32 [rows].
@@ -63,21 +76,20 @@ def attend(
         keys = None
         if spec.mask_loads and masked:
             keys = common.visible_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.valid)
-        span = pl.ds(kv_tile * block_kv, block_kv)
-        k = common.load(k_ref.at[span, :], keys, spec.head_dim)
+        k, k_scales = load(k_ref, kv_tile, keys, spec.head_dim, spec)
         # This line's place decides how many registers it takes; see docs/notes/kernels.md.
         keep = kept_of(kv_tile, k_pos)
-        s, c = spec.logits(extras, spec.dot_t(rows.q, k), scale, *at)
+        s, c = spec.logits(extras, _scaled(spec.dot_t(rows.q, k), k_scales), scale, *at)
         if masked:
             s = jnp.where(mask.allowed(*at), s, -jnp.inf)
         m_new = spec.fence(jnp.maximum(m, spec.row_max(s, c)), kv_tile, spec.kv)
-        v = common.load(v_ref.at[span, :], keys, spec.value_dim)
+        v, v_scales = load(v_ref, kv_tile, keys, spec.value_dim, spec)
         # In a row without keys so far, -inf - -inf would be NaN, and -inf - 0 gives weight 0.
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         p = spec.weights(s, c, m_safe[:, None])
         alpha = spec.rescaling(m, m_safe, spec.exp2)
         l = alpha[:, None] * l + jnp.sum(p.reshape(len(p), -1, PARTIAL_SUMS), axis=1)
-        p = spec.drop(keep, p)
+        p = _scaled(spec.drop(keep, p), v_scales)
         acc = alpha[:, None] * acc + spec.dot(p.astype(v.dtype), v)
         return acc, m_new, l
 

@@ -1,0 +1,358 @@
+"""`PagedProblem`: a checked call of `paged_attention`, and the work tiles of its kernel.
+
+Request r has n_r = cu_query_lengths[r + 1] - cu_query_lengths[r] queries, its last tokens, and
+lengths[r] keys. Its key at position j is at
+
+    page_indices[r, j // page_size], j % page_size
+
+A row is a query of one of the G query heads that share keys: row n * G + g of a request is query n
+of head g of the group. A row tile is a block of rows of one request, and a work tile is a row tile
+with a range of key tiles. All of this is computed from traced arrays, and all shapes are known.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_flash import _blocks
+from pallas_flash._blocks import Tiling
+from pallas_flash._masks import STATIC, Band, Lengths, Mask
+from pallas_flash._problem import Problem, Sizes, may_be_large
+from pallas_flash._scores import Scores
+from pallas_flash._visits import Sparsity, in_tile, split
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """The tokens and the pages of R requests.
+
+    Attributes:
+        lengths: int32 [R], the keys of each request.
+        page_indices: int32 [R, pages of a request].
+        cu_query_lengths: int32 [R + 1], the first new token of each request, and the last one's
+            end.
+        tokens: the room for new tokens of all requests.
+        max_tokens: a number of new tokens that no request exceeds.
+        num_pages: the pages of the cache.
+        page_size: the keys of a page.
+    """
+
+    lengths: Any
+    page_indices: Any
+    cu_query_lengths: Any
+    tokens: int = dataclasses.field(metadata=STATIC)
+    max_tokens: int = dataclasses.field(metadata=STATIC)
+    num_pages: int = dataclasses.field(metadata=STATIC)
+    page_size: int = dataclasses.field(metadata=STATIC)
+
+    @property
+    def count(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def room(self) -> int:
+        """The keys of a request at most."""
+        return self.page_indices.shape[1] * self.page_size
+
+    @property
+    def starts(self) -> jax.Array:
+        """`cu_query_lengths`, moved to where they count up and are inside of the tokens."""
+        return lax.cummax(jnp.clip(self.cu_query_lengths, 0, self.tokens))
+
+    @property
+    def new(self) -> jax.Array:
+        """The new tokens of each request, int32 [R]."""
+        starts = self.starts
+        return jnp.minimum(starts[1:] - starts[:-1], self.max_tokens)
+
+    @property
+    def offset(self) -> jax.Array:
+        """The position of the first new token of each request, int32 [R]; it may be negative."""
+        return jnp.clip(self.lengths, 0, self.room) - self.new
+
+    def places(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the request of each token, its number there, and if it has any; [tokens]."""
+        starts, token = self.starts, jnp.arange(self.tokens, dtype=jnp.int32)
+        request = jnp.minimum(_owner(starts[1:], token), self.count - 1)
+        number = token - starts[request]
+        return request, number, (number >= 0) & (number < self.new[request])
+
+    def page_of(self, request, position):
+        """Return the pages of positions of requests, as the table has them."""
+        column = lax.div(position, jnp.int32(self.page_size))
+        return self.page_indices[request, jnp.clip(column, 0, self.page_indices.shape[1] - 1)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedProblem(Sizes):
+    """A checked call of `paged_attention`. Its `batch` elements are requests.
+
+    Attributes:
+        query: [tokens, N, H], the queries of the first request first.
+        key_pages: [P, page_size, K, H], in the dtype of `query` or quantised.
+        value_pages: [P, page_size, K, V], likewise.
+        key_scales: float32 [P, K, page_size], or [K], of quantised keys; else None.
+        value_scales: the same of values.
+        requests: the requests.
+        scale: float32 (float64 for float64 inputs) scalar, not negative.
+        sinks: as in `Problem`.
+        slopes: as in `Problem`.
+        left: the keys that a query sees before its own; None for all.
+        soft_cap: bound of the scores.
+        precision: the argument of `lax.dot_general`.
+        any_scale: whether `scale` may be larger than 1.
+    """
+
+    query: Any
+    key_pages: Any
+    value_pages: Any
+    key_scales: Any
+    value_scales: Any
+    requests: Requests
+    scale: Any
+    sinks: Any
+    slopes: Any
+    left: int | None = dataclasses.field(metadata=STATIC)
+    soft_cap: float | None = dataclasses.field(metadata=STATIC)
+    precision: Any = dataclasses.field(metadata=STATIC)
+    any_scale: bool = dataclasses.field(metadata=STATIC)
+
+    @property
+    def batch(self) -> int:
+        return self.requests.count
+
+    @property
+    def tokens(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def q_len(self) -> int:
+        """The queries of a request at most."""
+        return self.requests.max_tokens
+
+    @property
+    def kv_len(self) -> int:
+        """The keys of a request at most."""
+        return self.requests.room
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key_pages.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_pages.shape[3]
+
+    @property
+    def dtype(self) -> Any:
+        return self.query.dtype
+
+    @property
+    def accumulator_dtype(self) -> Any:
+        return np.promote_types(self.dtype, np.float32)
+
+    @property
+    def mask(self) -> Mask:
+        """Causal, aligned at the last key of each request."""
+        return Mask((self.band(self.requests.offset),))
+
+    def band(self, offset) -> Band:
+        """Return the band of queries whose first position is `offset`."""
+        return Band(None if self.left is None else -self.left, 0, offset)
+
+    @property
+    def scores(self) -> Scores:
+        """The terms of the scores."""
+        offset = None if self.slopes is None else self.requests.offset
+        return Scores(slopes=self.slopes, offset=offset, soft_cap=self.soft_cap)
+
+    @property
+    def large(self) -> bool:
+        """As in `Problem`."""
+        return may_be_large(self.scores, any_scale=self.any_scale)
+
+    def dense(self) -> Problem:
+        """Return the same call for contiguous keys and padded queries, [R, max_tokens, N, H].
+
+        It has the wide dtype, in which quantised keys and values are exact.
+        """
+        requests = self.requests
+        request = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
+        number = jnp.arange(self.q_len, dtype=jnp.int32)
+        token = jnp.clip(requests.starts[:-1, None] + number, 0, self.tokens - 1)
+        position = jnp.arange(self.kv_len, dtype=jnp.int32)[None]
+        page = jnp.clip(requests.page_of(request, position), 0, requests.num_pages - 1)
+        row = position % requests.page_size
+
+        def gathered(pages, scales):
+            x = pages[page, row].astype(self.accumulator_dtype)
+            if scales is None:
+                return x
+            return x * (scales if scales.ndim == 1 else scales[page, :, row])[..., None]
+
+        return Problem(
+            query=self.query[token].astype(self.accumulator_dtype),
+            key=gathered(self.key_pages, self.key_scales),
+            value=gathered(self.value_pages, self.value_scales),
+            scale=self.scale,
+            bias=None,
+            sinks=self.sinks,
+            slopes=self.slopes,
+            score_operands=(),
+            mask=self.mask & Lengths(requests.new, None),
+            rest_of_scores=dataclasses.replace(self.scores, slopes=None),
+            precision=self.precision,
+            any_scale=self.any_scale,
+        )
+
+
+class RowTiles(NamedTuple):
+    """The row tiles of a call, and their key tiles. Those that do not exist have no rows.
+
+    Attributes:
+        block: rows of a tile.
+        first_tile: the number of each request's first tile, int32 [R]; rows / block follow.
+        request: int32 [tiles].
+        first_row: the first row of each tile in its request, int32 [tiles].
+        num_rows: the rows of the request, int32 [tiles].
+        ranges: the key tiles that it visits, int32 [tiles, 4], as `_visits.visit` takes them.
+    """
+
+    block: int
+    first_tile: Any
+    request: Any
+    first_row: Any
+    num_rows: Any
+    ranges: Any
+
+    @classmethod
+    def of(cls, p: PagedProblem, block: int, kv: Tiling, rows=(0, None)) -> "RowTiles":
+        """Return the tiles of the requests that have more than rows[0] and at most rows[1] rows."""
+        (more_than, at_most), groups = rows, p.groups
+        total, most = p.tokens * groups, p.q_len * groups
+        at_most = most if at_most is None else min(at_most, most)
+        requests = min(p.batch, total // (more_than + 1))
+        # Three bounds: by requests, by tokens, and by rows with a ragged tile for each request.
+        by_rows = (total + requests * (block - 1)) // block
+        by_requests, by_tokens = requests * -(-at_most // block), p.tokens * -(-groups // block)
+        tile = jnp.arange(min(by_requests, by_tokens, by_rows), dtype=jnp.int32)
+
+        num_rows = p.requests.new * groups
+        num_rows = jnp.where((num_rows > more_than) & (num_rows <= at_most), num_rows, 0)
+        tiles = lax.div(num_rows + (block - 1), jnp.int32(block))
+        stops = jnp.cumsum(tiles, dtype=jnp.int32)
+        owner = _owner(stops, tile)
+        request = jnp.minimum(owner, p.batch - 1)
+        first_row = (tile - (stops - tiles)[request]) * block
+        num_rows = jnp.where(owner < p.batch, num_rows[request], 0)
+
+        last_row = jnp.minimum(first_row + block, num_rows) - 1
+        first, last = (lax.div(x, jnp.int32(groups)) for x in (first_row, last_row))
+        outer = _OwnTiles(first, last, len(tile))
+        ranges = p.band(p.requests.offset[request]).kv_range(outer, kv)  # pyright: ignore[reportArgumentType]
+        ranges = _blocks.intersect([ranges], outer, kv)[:, 0]  # pyright: ignore[reportArgumentType]
+        ranges = jnp.where((num_rows > 0)[:, None], ranges, 0)
+        return cls(block, stops - tiles, request, first_row, num_rows, ranges)
+
+    def work(self, p: PagedProblem, count: int, splits: int, least: int) -> "Work":
+        """Return `count` work tiles: each row tile's key tiles in nearly equal splits.
+
+        Args:
+            p: the call.
+            count: work tiles, at least row tiles + `splits`.
+            splits: the number of work tiles among which all key tiles are divided.
+            least: key tiles of a work tile at least, where there are so many.
+        """
+        visits = self.ranges[:, 3] - self.ranges[:, 0]
+        total = jnp.sum(visits, dtype=jnp.int32)
+        share = jnp.maximum(least, lax.div(total + (splits - 1), jnp.int32(splits)))
+        splits_of = lax.div(visits + share - 1, share)
+        stops = jnp.cumsum(splits_of, dtype=jnp.int32)
+        number = jnp.arange(count, dtype=jnp.int32)
+        owner = _owner(stops, number)
+        tile = jnp.minimum(owner, len(visits) - 1)
+        ranges = split(
+            tuple(self.ranges[tile].T),
+            number - (stops - splits_of)[tile],
+            jnp.maximum(splits_of[tile], 1),
+            Sparsity.RANGES,
+        )
+        request = self.request[tile]
+        columns = (
+            request,
+            p.requests.starts[request],
+            self.first_row[tile],
+            jnp.where(owner < len(visits), self.num_rows[tile], 0),
+            *ranges,
+        )
+        exists = (owner < len(visits))[:, None]
+        table = jnp.where(exists, jnp.stack(columns, axis=1), 0)
+        return Work(table, stops - splits_of, splits_of)
+
+    def of_rows(self, p: PagedProblem) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the tile of each row [tokens * G], the row's number there, and if it has any."""
+        request, number, exists = p.requests.places()
+        head = jnp.arange(p.groups, dtype=jnp.int32)
+        row = number[:, None] * p.groups + head
+        tile = self.first_tile[request][:, None] + lax.div(row, jnp.int32(self.block))
+        inside = jnp.clip(tile, 0, len(self.request) - 1)
+        mine = (self.request[inside] == request[:, None]) & (self.num_rows[inside] > 0)
+        exists = exists[:, None] & mine
+        return tuple(x.reshape(-1) for x in (inside, lax.rem(row, jnp.int32(self.block)), exists))
+
+
+class Work(NamedTuple):
+    """Work tiles.
+
+    Attributes:
+        table: int32 [work tiles, 8]: the request, its first token, the tile's first row, the rows
+            of the request (0 if the work tile does not exist), and the range of key tiles.
+        first: the first work tile of each row tile, int32 [row tiles].
+        count: the work tiles of each row tile, int32 [row tiles].
+    """
+
+    table: Any
+    first: Any
+    count: Any
+
+
+class _OwnTiles:
+    """Row tiles as `_blocks` takes one side: each is the one tile of a batch element."""
+
+    def __init__(self, first, last, count: int):
+        self.first, self.last, self._count = first[:, None], last[:, None], count
+
+    def filled(self, number: int):
+        return jnp.full((self._count, 1), number, jnp.int32)
+
+
+def _owner(stops, number):
+    """Return how many of the sorted `stops` each number has passed, int32 [numbers]."""
+    return jnp.sum(stops[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
+
+
+def key_place(kv_tile, block: int, page_size: int):
+    """Return the column of the page table of a key tile, and the rows in that page.
+
+    A tile that lies in one page has one column and its first row; any other one has a column and a
+    row for each key.
+    """
+    if page_size % block == 0:
+        tiles = np.int32(page_size // block)
+        return lax.div(kv_tile, tiles), lax.rem(kv_tile, tiles) * block
+    position = in_tile(kv_tile, block)
+    return lax.div(position, np.int32(page_size)), lax.rem(position, np.int32(page_size))

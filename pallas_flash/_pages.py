@@ -1,0 +1,140 @@
+"""`append_to_pages` and `quantize_pages`: what happens to the pages outside of attention.
+
+    quantised = x / scale, rounded to int8 or float8_e4m3fn      scale = max |x| / largest number
+
+A scale per token and head bounds the error of each number: in int8 by max |x| / 254, and in
+float8_e4m3fn by |x| / 16, or max |x| / 2^19 where that is more.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_flash import _validate_paged
+from pallas_flash._paged_problem import Requests
+from pallas_flash._validate_paged import LARGEST
+
+
+def quantize_pages(
+    pages: Float[Array, "P page_size K H"], dtype, *, per_head: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Quantise keys or values of a cache, for `paged_attention` and `append_to_pages`.
+
+    Args:
+        pages: the pages, or any keys or values [.., tokens, K, H] from which scales are taken.
+        dtype: `jnp.int8` or `jnp.float8_e4m3fn`.
+        per_head: whether all tokens of a head share a scale, so that tokens appended later may be
+            clipped; else each token has its own.
+
+    Returns:
+        The numbers, of the shape of `pages`, and the scales, float32 [P, K, page_size] or, per
+        head, [K]. A number is at most max |x| / 254 off in int8, and at most |x| / 16 in
+        float8_e4m3fn (max |x| / 2^19 where that is more), where max |x| is that of its scale.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, pallas_flash
+        >>> pages = jax.random.normal(jax.random.key(0), (8, 16, 2, 64))
+        >>> numbers, scales = pallas_flash.quantize_pages(pages, jnp.int8)
+        >>> numbers.dtype.name, scales.shape
+        ('int8', (8, 2, 16))
+    """
+    pages, dtype = _validate_paged.to_quantise(pages, dtype, per_head)
+    if per_head:
+        axes = tuple(axis for axis in range(pages.ndim) if axis != pages.ndim - 2)
+        scales = _scales(pages, dtype, axes)
+        return _quantised(pages, scales, dtype), scales
+    scales = _scales(pages, dtype, -1)
+    return _quantised(pages, scales, dtype), jnp.swapaxes(scales, -1, -2)
+
+
+def append_to_pages(
+    key_pages: Float[Array, "P page_size K H"],
+    value_pages: Float[Array, "P page_size K V"],
+    key: Float[Array, "*B T K H"],
+    value: Float[Array, "*B T K V"],
+    lengths: Int32[Array, " R"],
+    page_indices: Int32[Array, "R pages"],
+    cu_query_lengths: Int32[Array, " R+1"] | None = None,
+    *,
+    key_scales: Float[Array, "..."] | None = None,
+    value_scales: Float[Array, "..."] | None = None,
+) -> tuple[jax.Array, ...]:
+    """Write the keys and values of new tokens into their pages.
+
+    It takes what `paged_attention` takes, so that one set of arrays serves both: call it first.
+    Under `jax.jit` with the pages donated, nothing but the new tokens is written.
+
+    Args:
+        key_pages: the pages of keys, of the dtype of `key`, int8 or float8_e4m3fn.
+        value_pages: the pages of values.
+        key: the new keys: [tokens, K, H] with `cu_query_lengths`, or [B, T, K, H].
+        value: the new values, likewise with head dim V.
+        lengths: the keys of each request after the new tokens, which are its last ones.
+        page_indices: the pages of each request in the order of its tokens.
+        cu_query_lengths: the first new token of each request, and the end of the last one's.
+        key_scales: of quantised keys, [P, K, page_size] or [K]. Scales per token are computed and
+            written here, too; scales per head are given, and larger numbers are clipped.
+        value_scales: of quantised values.
+
+    Returns:
+        The pages of keys and of values; with quantised pages also their scales. A token whose
+        position is not in the pages, or whose page is not in the cache, is not written.
+
+    Raises:
+        TypeError: an argument is of the wrong kind or dtype.
+        ValueError: the arguments do not fit together, or lengths or pages that are known when the
+            call is traced are out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, pallas_flash
+        >>> pages = jnp.zeros((8, 16, 2, 64))
+        >>> k, v = jax.random.normal(jax.random.key(0), (2, 3, 1, 2, 64))  # a token of 3 requests
+        >>> lengths, page_indices = jnp.array([1, 1, 1]), jnp.array([[5], [0], [2]])
+        >>> keys, values = pallas_flash.append_to_pages(pages, pages, k, v, lengths, page_indices)
+        >>> bool((keys[5, 0] == k[0, 0]).all())
+        True
+    """
+    (key, value), scales, requests = _validate_paged.to_append(locals())
+    page, row = _targets(requests)
+    results, new_scales = [], []
+    for pages, new, scale in zip((key_pages, value_pages), (key, value), scales, strict=True):
+        if scale is not None:
+            per_token = scale.ndim == 3
+            of_new = _scales(new, pages.dtype, -1) if per_token else scale
+            new = _quantised(new, of_new, pages.dtype)
+            if per_token:
+                scale = _write(scale, (page, slice(None), row), of_new)
+            new_scales.append(scale)
+        results.append(_write(pages, (page, row), new))
+    return (*results, *new_scales)
+
+
+def _targets(requests: Requests) -> tuple[jax.Array, jax.Array]:
+    """Return the page and its row for each new token; a page beyond the cache if it has none."""
+    request, number, exists = requests.places()
+    position = requests.offset[request] + number
+    page = requests.page_of(request, jnp.maximum(position, 0))
+    inside = (position >= 0) & (position < requests.room)
+    inside &= (page >= 0) & (page < requests.num_pages) & exists
+    # Each a page of its own, because equal targets would need an order.
+    outside = requests.num_pages + jnp.arange(requests.tokens, dtype=jnp.int32)
+    return jnp.where(inside, page, outside), jnp.where(inside, position % requests.page_size, 0)
+
+
+def _write(x, index, new):
+    return jnp.asarray(x).at[index].set(new, mode="drop", unique_indices=True)
+
+
+def _scales(x, dtype, axes) -> jax.Array:
+    """Return scales that take the largest number along `axes` to the largest of `dtype`."""
+    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes)
+    # Zeros have any scale.
+    return jnp.where(largest == 0, 1.0, largest / LARGEST[jnp.dtype(dtype).name])
+
+
+def _quantised(x, scales, dtype) -> jax.Array:
+    """Return `x` divided by the scale of each of its rows, in `dtype`."""
+    largest = LARGEST[jnp.dtype(dtype).name]
+    x = x.astype(jnp.float32) / scales[..., None]
+    x = jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x
+    return jnp.clip(x, -largest, largest).astype(dtype)

@@ -1,0 +1,243 @@
+"""Turns the arguments of `paged_attention` into a `PagedProblem`, and checks those of pages.
+
+Shapes and dtypes are always checked. Numbers in `lengths`, `page_indices` and `cu_query_lengths`
+are checked where they are known; where they are traced, no number leads outside of an array.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash._checks import array, describe, flag, integers
+from pallas_flash._limits import IMPLEMENTATIONS
+from pallas_flash._paged_problem import PagedProblem, Requests
+from pallas_flash._symbolic import is_symbolic
+from pallas_flash._validate import DTYPES, _per_head, _precision, _scale, _soft_cap, _window
+
+# The dtypes of quantised caches, and the largest number of each that is used.
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+def validate(call: Mapping[str, Any]) -> PagedProblem:
+    """Return the problem of a call of `paged_attention`; raise if its arguments are wrong."""
+    flag("return_lse", call["return_lse"])
+    asked = call["implementation"]
+    if asked is not None and asked not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r:.60}. Use "
+            "None for the fastest."
+        )
+    query = array("query", call["query"])
+    if query.dtype.name not in DTYPES:
+        raise TypeError(
+            f"`query` must be one of {', '.join(DTYPES)}; got {query.dtype}. Cast it with `.astype`."
+        )
+    pages, scales = _pages(call, query.dtype, "query")
+    _check_known_sizes(query, *pages)
+    query, requests = _requests(call, "query", query, pages[0].shape)
+    _, num_heads, head_dim = query.shape
+    num_kv_heads = pages[0].shape[2]
+    if head_dim != pages[0].shape[3]:
+        raise ValueError(
+            f"`key_pages` must have the head dim of `query`; got {pages[0].shape[3]} and {head_dim} "
+            f"(key_pages.shape={pages[0].shape}). Give both one head dim; only that of "
+            "`value_pages` is free."
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"`query` must have a multiple of the heads of `key_pages`; got {num_heads} query heads "
+            f"and {num_kv_heads} key/value heads (key_pages.shape={pages[0].shape}). Pages are "
+            "[P, page_size, K, H]."
+        )
+    query, scale, any_scale = _scale(call["scale"], query, head_dim)
+    window = call["local_window_size"]
+    left = None if window is None else _window(window)[0]
+    return PagedProblem(
+        query,
+        *pages,
+        *scales,
+        requests,
+        scale,
+        sinks=_per_head("sinks", call["sinks"], num_heads, scale.dtype),
+        slopes=_per_head("alibi_slopes", call["alibi_slopes"], num_heads, scale.dtype),
+        left=left,
+        soft_cap=_soft_cap(call["logits_soft_cap"], scale.dtype),
+        precision=_precision(call["precision"]),
+        any_scale=any_scale,
+    )
+
+
+def to_append(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
+    """Return the new keys and values [tokens, K, ..], the scales, and the requests."""
+    key, value = (array(name, call[name]) for name in ("key", "value"))
+    pages, scales = _pages(call, key.dtype, "key")
+    _check_known_sizes(key, value, *pages)
+    if value.shape[:-1] != key.shape[:-1] or value.dtype != key.dtype:
+        raise ValueError(
+            f"`value` must have the shape of `key` but for its head dim, and its dtype; got "
+            f"{describe(value)} and {describe(key)}. Give each key one value."
+        )
+    new, requests = [], None
+    for name, x, page in (("key", key, pages[0]), ("value", value, pages[1])):
+        x, requests = _requests(call, name, x, page.shape)
+        if x.shape[1:] != page.shape[2:]:
+            raise ValueError(
+                f"`{name}` must have the heads and the head dim of `{name}_pages`; got {x.shape[1:]} "
+                f"and {page.shape[2:]}. Pages are [P, page_size, K, H]."
+            )
+        new.append(x)
+    assert requests is not None
+    return new, scales, requests
+
+
+def to_quantise(pages, dtype, per_head) -> tuple[jax.Array, Any]:
+    """Return the arguments of `quantize_pages`, checked."""
+    pages, dtype = array("pages", pages), _quantised_dtype(dtype)
+    flag("per_head", per_head)
+    if not jnp.issubdtype(pages.dtype, jnp.floating) or pages.ndim < 3:
+        raise TypeError(
+            "`pages` must be floating point, [.., tokens, K, H]; got "
+            f"{describe(pages)}. Pass keys or values as they were computed."
+        )
+    return pages, dtype
+
+
+def _quantised_dtype(dtype):
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    if name not in LARGEST:
+        raise TypeError(
+            f"`dtype` must be one of {', '.join(LARGEST)}; got {name:.40}. Use `jnp.int8` for the "
+            "smaller error."
+        )
+    return jnp.dtype(name)
+
+
+def _pages(call: Mapping[str, Any], dtype, whose: str) -> tuple[list, list]:
+    """Return the pages of keys and values, and their scales (None if they are not quantised)."""
+    key_pages, value_pages = (array(name, call[name]) for name in ("key_pages", "value_pages"))
+    for name, x in {"key_pages": key_pages, "value_pages": value_pages}.items():
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(
+                f"`{name}` must have shape [P, page_size, K, H] without an empty axis; got "
+                f"{name}.shape={x.shape}. Reshape a contiguous cache [B, S, K, H] to "
+                "[B * S / page_size, page_size, K, H]."
+            )
+        if x.dtype != dtype and x.dtype.name not in LARGEST:
+            raise TypeError(
+                f"`{name}` must have the dtype of `{whose}`, {dtype}, or one of "
+                f"{', '.join(LARGEST)}; got {x.dtype}. Cast it with `.astype`, or see "
+                "`quantize_pages`."
+            )
+    if key_pages.shape[:3] != value_pages.shape[:3]:
+        raise ValueError(
+            "`value_pages` must have the pages, the page size and the heads of `key_pages`; got "
+            f"{value_pages.shape[:3]} and {key_pages.shape[:3]}. Give each key one value."
+        )
+    pages = [key_pages, value_pages]
+    scales = [
+        _page_scales(name, call[name], x)
+        for name, x in zip(("key_scales", "value_scales"), pages, strict=True)
+    ]
+    return pages, scales
+
+
+def _page_scales(name: str, scales, pages):
+    quantised = pages.dtype.name in LARGEST
+    if (scales is not None) != quantised:
+        raise ValueError(
+            f"`{name}` must be given where pages are quantised, and only there; got "
+            f"{describe(scales)} for pages of {pages.dtype}. `quantize_pages` returns both."
+        )
+    if scales is None:
+        return None
+    scales = array(name, scales)
+    if scales.dtype != jnp.float32:
+        raise TypeError(
+            f"`{name}` must be float32; got {scales.dtype}. Cast it with `.astype(jnp.float32)`."
+        )
+    count, page_size, heads, _ = pages.shape
+    if scales.shape not in ((count, heads, page_size), (heads,)):
+        raise ValueError(
+            f"`{name}` must have shape [P, K, page_size] = {(count, heads, page_size)} or [K] = "
+            f"{(heads,)}; got {scales.shape}. Give a scale for each token and head, or each head."
+        )
+    return scales
+
+
+def _check_known_sizes(*arrays) -> None:
+    if any(is_symbolic(n) for x in arrays for n in x.shape):
+        raise NotImplementedError(
+            "`query` and pages must have known sizes; got symbolic ones. Export one program for "
+            "each size: lengths and pages are arrays, and need no export of their own."
+        )
+
+
+def _requests(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax.Array, Requests]:
+    """Return the tokens of argument `name` as [tokens, heads, ..], and the requests."""
+    lengths, starts = array("lengths", call["lengths"]), call["cu_query_lengths"]
+    count = lengths.shape[0] if lengths.ndim == 1 else 0
+    if not count:
+        raise ValueError(
+            f"`lengths` must have shape [R] with at least one request; got {lengths.shape}. Give "
+            "the number of keys of each request."
+        )
+    lengths = integers("lengths", lengths, (count,), "[R]")
+    table = array("page_indices", call["page_indices"])
+    width = table.shape[1] if table.ndim == 2 else 0
+    table = integers("page_indices", table, (count, width), "[R, pages of a request]")
+    if starts is None:
+        if x.ndim != 4 or x.shape[0] != count:
+            raise ValueError(
+                f"`{name}` must have shape [R, T, heads, head dim] for {count} requests; got "
+                f"{name}.shape={x.shape}. Give `cu_query_lengths` with tokens in one axis."
+            )
+        most = x.shape[1]
+        starts = jnp.arange(count + 1, dtype=jnp.int32) * most
+        x = x.reshape(-1, *x.shape[2:])
+    else:
+        starts = integers("cu_query_lengths", starts, (count + 1,), "[R + 1]")
+        if x.ndim != 3:
+            raise ValueError(
+                f"`{name}` must have shape [tokens, heads, head dim] with `cu_query_lengths`; got "
+                f"{name}.shape={x.shape}. Put the tokens of all requests into one axis."
+            )
+        most = x.shape[0]
+    pages, page_size = pages_shape[:2]
+    requests = Requests(lengths, table, starts, x.shape[0], most, pages, page_size)
+    _check_numbers(call, requests)
+    return x, requests
+
+
+def _check_numbers(call: Mapping[str, Any], r: Requests) -> None:
+    """Check the numbers that are known."""
+    lengths, table, starts = (_known(x) for x in (r.lengths, r.page_indices, r.cu_query_lengths))
+    if lengths is not None and ((lengths < 0) | (lengths > r.room)).any():
+        bad = int(lengths[(lengths < 0) | (lengths > r.room)][0])
+        raise ValueError(
+            f"`lengths` must be from 0 to the room of a request's pages, {r.room}; got {bad}. Give "
+            "`page_indices` more columns, one for each page of the longest request."
+        )
+    if lengths is not None and table is not None and table.size:
+        used = np.arange(table.shape[1]) * r.page_size < lengths[:, None]
+        bad = table[used & ((table < 0) | (table >= r.num_pages))]
+        if bad.size:
+            raise ValueError(
+                f"`page_indices` must be from 0 to {r.num_pages - 1} up to each length; got "
+                f"{int(bad[0])}. Give the number of a page of `key_pages`; the rest of a row may "
+                "hold anything."
+            )
+    if starts is not None and call["cu_query_lengths"] is not None:
+        if (np.diff(starts, prepend=0, append=r.tokens) < 0).any():
+            raise ValueError(
+                f"`cu_query_lengths` must not decrease, and must be from 0 to {r.tokens}, the number "
+                f"of tokens; got {starts[:8].tolist()}. Give the first token of each request, and "
+                "the end of the last one."
+            )
+
+
+def _known(x) -> np.ndarray | None:
+    """Return the numbers of an array; None where they are traced."""
+    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
