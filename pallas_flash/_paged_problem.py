@@ -285,7 +285,7 @@ class RowTiles(NamedTuple):
         number = jnp.arange(count, dtype=jnp.int32)
         owner = _owner(stops, number)
         tile = jnp.minimum(owner, len(visits) - 1)
-        ranges = split(
+        ranges: Any = split(
             tuple(self.ranges[tile].T),
             number - (stops - splits_of)[tile],
             jnp.maximum(splits_of[tile], 1),
@@ -312,7 +312,8 @@ class RowTiles(NamedTuple):
         inside = jnp.clip(tile, 0, len(self.request) - 1)
         mine = (self.request[inside] == request[:, None]) & (self.num_rows[inside] > 0)
         exists = exists[:, None] & mine
-        return tuple(x.reshape(-1) for x in (inside, lax.rem(row, jnp.int32(self.block)), exists))
+        row = lax.rem(row, jnp.int32(self.block))
+        return inside.reshape(-1), row.reshape(-1), exists.reshape(-1)
 
 
 class Work(NamedTuple):

@@ -3,7 +3,7 @@
     quantised = x / scale, rounded to int8 or float8_e4m3fn      scale = max |x| / largest number
 
 A scale per token and head bounds the error of each number: in int8 by max |x| / 254, and in
-float8_e4m3fn by |x| / 16, or max |x| / 2^19 where that is more.
+float8_e4m3fn by |x| / 16, or max |x| / 2^18 where that is more.
 """
 
 import jax
@@ -29,7 +29,7 @@ def quantize_pages(
     Returns:
         The numbers, of the shape of `pages`, and the scales, float32 [P, K, page_size] or, per
         head, [K]. A number is at most max |x| / 254 off in int8, and at most |x| / 16 in
-        float8_e4m3fn (max |x| / 2^19 where that is more), where max |x| is that of its scale.
+        float8_e4m3fn (max |x| / 2^18 where that is more), where max |x| is that of its scale.
 
     Example:
         >>> import jax, jax.numpy as jnp, pallas_flash

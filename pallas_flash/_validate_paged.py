@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from pallas_flash._checks import array, describe, flag, integers
 from pallas_flash._limits import IMPLEMENTATIONS
@@ -33,7 +34,8 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
     query = array("query", call["query"])
     if query.dtype.name not in DTYPES:
         raise TypeError(
-            f"`query` must be one of {', '.join(DTYPES)}; got {query.dtype}. Cast it with `.astype`."
+            f"`query` must be one of {', '.join(DTYPES)}; got {query.dtype}. Cast it with "
+            "`.astype`."
         )
     pages, scales = _pages(call, query.dtype, "query")
     _check_known_sizes(query, *pages)
@@ -42,25 +44,27 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
     num_kv_heads = pages[0].shape[2]
     if head_dim != pages[0].shape[3]:
         raise ValueError(
-            f"`key_pages` must have the head dim of `query`; got {pages[0].shape[3]} and {head_dim} "
-            f"(key_pages.shape={pages[0].shape}). Give both one head dim; only that of "
-            "`value_pages` is free."
+            f"`key_pages` must have the head dim of `query`; got {pages[0].shape[3]} and "
+            f"{head_dim} (key_pages.shape={pages[0].shape}). Give both one head dim; only that "
+            "of `value_pages` is free."
         )
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"`query` must have a multiple of the heads of `key_pages`; got {num_heads} query heads "
-            f"and {num_kv_heads} key/value heads (key_pages.shape={pages[0].shape}). Pages are "
-            "[P, page_size, K, H]."
+            f"`query` must have a multiple of the heads of `key_pages`; got {num_heads} query "
+            f"heads and {num_kv_heads} key/value heads (key_pages.shape={pages[0].shape}). Pages "
+            "are [P, page_size, K, H]."
         )
     query, scale, any_scale = _scale(call["scale"], query, head_dim)
     window = call["local_window_size"]
     left = None if window is None else _window(window)[0]
     return PagedProblem(
-        query,
-        *pages,
-        *scales,
-        requests,
-        scale,
+        query=query,
+        key_pages=pages[0],
+        value_pages=pages[1],
+        key_scales=scales[0],
+        value_scales=scales[1],
+        requests=requests,
+        scale=scale,
         sinks=_per_head("sinks", call["sinks"], num_heads, scale.dtype),
         slopes=_per_head("alibi_slopes", call["alibi_slopes"], num_heads, scale.dtype),
         left=left,
@@ -85,8 +89,8 @@ def to_append(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
         x, requests = _requests(call, name, x, page.shape)
         if x.shape[1:] != page.shape[2:]:
             raise ValueError(
-                f"`{name}` must have the heads and the head dim of `{name}_pages`; got {x.shape[1:]} "
-                f"and {page.shape[2:]}. Pages are [P, page_size, K, H]."
+                f"`{name}` must have the heads and the head dim of `{name}_pages`; got "
+                f"{x.shape[1:]} and {page.shape[2:]}. Pages are [P, page_size, K, H]."
             )
         new.append(x)
     assert requests is not None
@@ -207,11 +211,11 @@ def _requests(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax.A
         most = x.shape[0]
     pages, page_size = pages_shape[:2]
     requests = Requests(lengths, table, starts, x.shape[0], most, pages, page_size)
-    _check_numbers(call, requests)
+    _check_numbers(requests)
     return x, requests
 
 
-def _check_numbers(call: Mapping[str, Any], r: Requests) -> None:
+def _check_numbers(r: Requests) -> None:
     """Check the numbers that are known."""
     lengths, table, starts = (_known(x) for x in (r.lengths, r.page_indices, r.cu_query_lengths))
     if lengths is not None and ((lengths < 0) | (lengths > r.room)).any():
@@ -229,15 +233,14 @@ def _check_numbers(call: Mapping[str, Any], r: Requests) -> None:
                 f"{int(bad[0])}. Give the number of a page of `key_pages`; the rest of a row may "
                 "hold anything."
             )
-    if starts is not None and call["cu_query_lengths"] is not None:
-        if (np.diff(starts, prepend=0, append=r.tokens) < 0).any():
-            raise ValueError(
-                f"`cu_query_lengths` must not decrease, and must be from 0 to {r.tokens}, the number "
-                f"of tokens; got {starts[:8].tolist()}. Give the first token of each request, and "
-                "the end of the last one."
-            )
+    if starts is not None and (np.diff(starts, prepend=0, append=r.tokens) < 0).any():
+        raise ValueError(
+            f"`cu_query_lengths` must not decrease, and must be from 0 to {r.tokens}, the number "
+            f"of tokens; got {starts[:8].tolist()}. Give the first token of each request, and the "
+            "end of the last one."
+        )
 
 
 def _known(x) -> np.ndarray | None:
     """Return the numbers of an array; None where they are traced."""
-    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+    return None if isinstance(x, Tracer) else np.asarray(x)

@@ -81,7 +81,7 @@ def listed_edges_first(full, count, number_at):
     return partial, count, lambda i: number_at(jnp.where(i < partial, full + i, i - partial))
 
 
-def split(ranges, split_index, splits: int, sparsity: Sparsity):
+def split(ranges, split_index, splits, sparsity: Sparsity):
     """Return the ranges of one of `splits` nearly equal splits of the blocks, for `visit`."""
 
     def bounds(count):

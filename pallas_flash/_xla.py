@@ -83,7 +83,7 @@ def forward(problem: Problem, *, on_gpu: bool = False):
         sinks = None
         if p.sinks is not None:
             sinks = p.sinks.reshape(1, p.num_kv_heads, p.groups, 1)
-        acc, weight, log_sum = finish(*sums, sinks)
+        acc, weight, log_sum = finish(sums, sinks)
         if p.max_logits:
             log_sum = log_sum._replace(max_logits=sums[0])
         weight = rescaled(p.dropout, weight)
@@ -109,11 +109,12 @@ def online_softmax(carry, s, s_max, product, *, large: bool):
     return m_new, l, alpha[..., None] * acc + pv
 
 
-def finish(m, l, acc, sinks):
-    """Return acc, the factor that makes it the output, and the `LogSum`.
+def finish(sums, sinks):
+    """Return acc, the factor that makes it the output, and the `LogSum`, for m, l and acc.
 
     `sinks`, or None, broadcast to m.
     """
+    m, l, acc = sums
     has_keys = l > 0
     m, l, factor = jnp.where(has_keys, m, 0), jnp.where(has_keys, l, 1), 1
     if sinks is not None:

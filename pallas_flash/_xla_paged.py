@@ -70,7 +70,7 @@ def forward(problem: PagedProblem):
             jnp.zeros((*rows, p.value_dim), wide),
         )
         sums = visit(tuple(tiles.ranges[i]), step, start, Sparsity.RANGES)
-        acc, factor, log_sum = finish(*sums, None if p.sinks is None else p.sinks[heads])
+        acc, factor, log_sum = finish(sums, None if p.sinks is None else p.sinks[heads])
         return (acc * factor[..., None]).astype(p.dtype), log_sum.lse
 
     o, lse = lax.map(row_tile, jnp.arange(len(tiles.request), dtype=jnp.int32))

@@ -21,6 +21,7 @@ wait for the matrix units. In a call that may have both, requests with many rows
 launch, and the combination takes both.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ from pallas_flash import _device, _hardware
 from pallas_flash._blocks import Tiling
 from pallas_flash._paged_problem import PagedProblem, RowTiles, Work, key_place
 from pallas_flash._problem import Extras
-from pallas_flash._tiling.sizes import MIN_ROWS, Tile
+from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
 from pallas_flash._triton.decode_kernel import (
     MANY_PROGRAMS,
@@ -46,10 +47,6 @@ from pallas_flash._triton.decode_kernel import (
 from pallas_flash._triton.forward_kernel import attend
 from pallas_flash._triton.tiles import table as tile_table
 from pallas_flash._visits import Sparsity
-
-
-# The keys of a tile at most. Not timed.
-MAX_BLOCK_KV = 128
 
 
 class PagedKeys(NamedTuple):
@@ -143,7 +140,7 @@ def pallas_flash_paged_combine(
     groups: int,
     most: tuple[int, ...],
 ):
-    """Combine the splits of one row: in `rows_ref` three numbers for each launch, see `_combine`."""
+    """Combine the splits of one row. `rows_ref` has 3 numbers of each launch, see `_combine`."""
     head = pl.program_id(1) * groups + query_and_head(pl.program_id(0), groups)[1]
     parts = []
     for launch, n in enumerate(most):
@@ -197,16 +194,21 @@ def launches_of(p: PagedProblem, capability) -> list[tuple[Tile, tuple[int, int 
     """Return the tile of each launch, and the rows of its requests: more than, and at most."""
     width = max(64, common.padded(max(p.head_dim, p.value_dim)))
     rows = p.q_len * p.groups
-    itemsize = max(p.key_pages.dtype.itemsize, p.value_pages.dtype.itemsize)
-    block_kv = min(tile_table.DECODE_STAGE // (2 * width * itemsize), MAX_BLOCK_KV)
+    # Quantised keys have the same tiles, because conversions take the registers of more keys.
+    block_kv = tile_table.DECODE_STAGE // (2 * width * p.dtype.itemsize)
     most = tile_table.DECODE_ROWS[width]
     uniform = p.tokens == p.batch * p.q_len
-    few = Tile(common.block_for(rows if uniform else p.groups, most), block_kv, 4, 3)
+    quantised = p.key_scales is not None or p.value_scales is not None
+    stages = 4 if quantised else 3
+    few = Tile(common.block_for(rows if uniform else p.groups, most), block_kv, 4, stages)
     if rows <= few.block_q:
         return [(few, (0, None))]
     units = _hardware.matrix_units(capability)
     many = tile_table.BY_MATRIX_UNITS[units][width, p.dtype.itemsize].tile("forward")
     assert isinstance(many, Tile)
+    if width == 256:
+        # Addresses of pages take registers; with more keys it spills.
+        many = dataclasses.replace(many, block_kv=32)
     if uniform or few.block_q >= many.block_q:
         return [(many, (0, None))]
     return [(few, (0, few.block_q)), (many, (few.block_q, None))]
@@ -267,6 +269,8 @@ def _compute(p: PagedProblem, work: Work, spec: common.KernelSpec, extras: Extra
             (p.requests.num_pages, None, p.requests.page_size), lambda k, w: (0, k, 0)
         )
 
+    # The compiler divides its stages between two loads, of a page's number and of its keys.
+    tile = dataclasses.replace(tile, num_stages=2 * tile.num_stages - 1)
     return common.call(
         pallas_flash_paged,
         p.query,

@@ -1,0 +1,175 @@
+"""What `paged_attention`, `append_to_pages` and `quantize_pages` refuse, in one sentence each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_flash
+
+f32 = jnp.ones
+
+
+def call(**changes):
+    """Arguments of a call with two requests, 7 pages of 16 tokens, and 4 heads on 2."""
+    arguments = {
+        "query": f32((2, 3, 4, 8)),
+        "key_pages": f32((7, 16, 2, 8)),
+        "value_pages": f32((7, 16, 2, 8)),
+        "lengths": np.int32([40, 3]),
+        "page_indices": np.int32([[0, 5, 6], [3, 9, -1]]),
+        "implementation": "xla",
+    }
+    return arguments | changes
+
+
+CU = {"query": f32((6, 4, 8)), "cu_query_lengths": np.int32([0, 3, 6])}
+INT8 = jnp.ones((7, 16, 2, 8), jnp.int8)
+
+ROWS = {
+    "lists": (dict(query=[1.0]), TypeError, "`query` must be an array; got "),
+    "int queries": (dict(query=jnp.ones((2, 3, 4, 8), int)), TypeError, "`query` must be one of "),
+    "rank 3 alone": (dict(query=f32((6, 4, 8))), ValueError, "`query` must have shape [R, T, hea"),
+    "batch": (dict(query=f32((3, 3, 4, 8))), ValueError, "`query` must have shape [R, T, heads,"),
+    "rank 4 ragged": (CU | dict(query=f32((2, 3, 4, 8))), ValueError, "`query` must have shape [t"),
+    "rank of pages": (dict(key_pages=f32((7, 2, 8))), ValueError, "`key_pages` must have shape ["),
+    "no pages": (dict(value_pages=f32((0, 16, 2, 8))), ValueError, "`value_pages` must have sha"),
+    "dtype of pages": (
+        dict(key_pages=jnp.ones((7, 16, 2, 8), jnp.float16)),
+        TypeError,
+        "`key_pages` must have the dtype of `query`, float32, or one of int8, float8_e4m3fn; got f",
+    ),
+    "sizes": (dict(value_pages=f32((7, 8, 2, 8))), ValueError, "`value_pages` must have the pag"),
+    "head dim": (dict(query=f32((2, 3, 4, 4))), ValueError, "`key_pages` must have the head dim"),
+    "heads": (dict(query=f32((2, 3, 3, 8))), ValueError, "`query` must have a multiple of the h"),
+    "no scales": (dict(key_pages=INT8), ValueError, "`key_scales` must be given where pages are"),
+    "scales": (dict(key_scales=f32(2)), ValueError, "`key_scales` must be given where pages are"),
+    "shape of scales": (
+        dict(key_pages=INT8, key_scales=f32((7, 16, 2))),
+        ValueError,
+        "`key_scales` must have shape [P, K, page_size] = (7, 2, 16) or [K] = (2,); got (7, 16, 2)",
+    ),
+    "dtype of scales": (
+        dict(key_pages=INT8, key_scales=f32(2, jnp.bfloat16)),
+        TypeError,
+        "`key_scales` must be float32; got bfloat16.",
+    ),
+    "dtype of lengths": (dict(lengths=np.int16([4, 3])), TypeError, "`lengths` must be int32; got"),
+    "no requests": (dict(lengths=np.int32([])), ValueError, "`lengths` must have shape [R] with "),
+    "dtype of pages' indices": (
+        dict(page_indices=np.zeros((2, 3), np.uint8)),
+        TypeError,
+        "`page_indices` must be int32; got uint8.",
+    ),
+    "rows of pages": (
+        dict(page_indices=np.zeros((3, 3), np.int32)),
+        ValueError,
+        "`page_indices` must have shape [R, pages of a request] = (2, 3); got (3, 3).",
+    ),
+    "cumulative lengths": (
+        CU | dict(cu_query_lengths=np.int32([0, 3])),
+        ValueError,
+        "`cu_query_lengths` must have shape [R + 1] = (3,); got (2,).",
+    ),
+    "decreasing": (
+        CU | dict(cu_query_lengths=np.int32([0, 4, 3])),
+        ValueError,
+        "`cu_query_lengths` must not decrease, and must be from 0 to 6, the number of tokens; got ",
+    ),
+    "beyond the tokens": (
+        CU | dict(cu_query_lengths=np.int32([0, 4, 7])),
+        ValueError,
+        "`cu_query_lengths` must not decrease, and must be from 0 to 6, the number of tokens; got ",
+    ),
+    "long": (
+        dict(lengths=np.int32([49, 3])),
+        ValueError,
+        "`lengths` must be from 0 to the room of a request's pages, 48; got 49.",
+    ),
+    "negative": (dict(lengths=np.int32([4, -3])), ValueError, "`lengths` must be from 0 to the ro"),
+    "page outside": (
+        dict(lengths=np.int32([40, 17])),
+        ValueError,
+        "`page_indices` must be from 0 to 6 up to each length; got 9. Give the number of a page of",
+    ),
+    "soft cap": (dict(logits_soft_cap=-1.0), ValueError, "`logits_soft_cap` must be positive and "),
+    "window": (dict(local_window_size=-1), ValueError, "`local_window_size` must not be negative"),
+    "sinks": (dict(sinks=f32(2)), ValueError, "`sinks` must have shape [N] = (4,); got (2,)."),
+    "flag": (dict(return_lse=1), TypeError, "`return_lse` must be True or False; got "),
+    "name": (dict(implementation="cudnn"), ValueError, "`implementation` must be None or one of ("),
+    "mosaic": (
+        dict(implementation="mosaic"),
+        NotImplementedError,
+        "`implementation` must be one that serves the call; got 'mosaic'. The kernels in Mosaic "
+        'GPU read no pages. Use "triton".',
+    ),
+    "no GPU": (
+        dict(implementation="triton"),
+        NotImplementedError,
+        "`implementation` must be one that serves the call; got 'triton'. The kernels need an NVID",
+    ),
+    "large": (
+        dict(
+            query=f32((2, 3, 4, 257)),
+            key_pages=f32((7, 16, 2, 257)),
+            implementation="interpret",
+        ),
+        NotImplementedError,
+        "`implementation` must be one that serves the call; got 'interpret'. Got a head dim of 257",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_call_is_refused(row):
+    changes, error, said = ROWS[row]
+    with pytest.raises(error) as raised:
+        pallas_flash.paged_attention(**call(**changes))
+    sentence = str(raised.value)
+    assert sentence.startswith(said) and sentence.endswith("."), sentence
+
+
+def test_the_call_itself_is_served():
+    assert pallas_flash.paged_attention(**call()).shape == (2, 3, 4, 8)
+    assert pallas_flash.paged_attention(**call(**CU)).shape == (6, 4, 8)
+
+
+def append(**changes):
+    arguments = {name: x for name, x in call().items() if name not in ("query", "implementation")}
+    new = f32((2, 3, 2, 8))
+    return pallas_flash.append_to_pages(**(arguments | {"key": new, "value": new} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        (dict(key=f32((2, 3, 4, 8))), ValueError, "`value` must have the shape of `key` but for "),
+        (dict(value_pages=f32((7, 16, 2, 4))), ValueError, "`value` must have the heads and the h"),
+        (dict(key=f32((2, 3, 2, 8), jnp.int32)), TypeError, "`key_pages` must have the dtype of `"),
+        (dict(lengths=np.int32([49, 3])), ValueError, "`lengths` must be from 0 to the room of a"),
+    ],
+)
+def test_append_is_refused(changes, error, said):
+    with pytest.raises(error) as raised:
+        append(**changes)
+    assert str(raised.value).startswith(said), str(raised.value)
+
+
+def test_pages_are_not_quantised():
+    x = f32((2, 16, 2, 8))
+    for arguments, said in [
+        ((x, jnp.int4), "`dtype` must be one of int8, float8_e4m3fn; got int4."),
+        ((x.astype(int), jnp.int8), "`pages` must be floating point, [.., tokens, K, H]; got "),
+        ((x[0, 0], jnp.int8), "`pages` must be floating point, [.., tokens, K, H]; got "),
+    ]:
+        with pytest.raises(TypeError) as raised:
+            quantised = pallas_flash.quantize_pages(*arguments)
+            del quantised
+        assert str(raised.value).startswith(said), str(raised.value)
+
+
+def test_traced_numbers_are_not_refused():
+    arguments = call(lengths=np.int32([490, -3]))
+    static = {"implementation": arguments.pop("implementation")}
+    o = jax.jit(lambda x: pallas_flash.paged_attention(**x, **static))(arguments)
+    assert o.shape == (2, 3, 4, 8) and not o[1].any()

@@ -1,0 +1,212 @@
+"""Paged attention agrees with float64 for every schedule of pages, and reads nothing else."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import paged_cases, ttir
+from support.paged_cases import CONFIGS, check, draw, program
+
+import pallas_flash
+from pallas_flash.tuning import Tile
+
+paged = pallas_flash.paged_attention
+ALL = "interpret", "xla", "reference"
+PLAIN = CONFIGS[0]
+
+
+def run(config, implementation, numbers):
+    traces = []
+    call = program(config, implementation, traces)
+    for n in numbers:
+        schedule = draw(config, n)
+        check(schedule, call(schedule.arrays, schedule.scales))
+        if n == numbers[0]:
+            # Imports of the first call add JAX settings, by which a second one is traced again.
+            call(schedule.arrays, schedule.scales)
+            traces.clear()
+    assert not traces
+
+
+CASES = [(config, "interpret") for config in CONFIGS]
+CASES += [(CONFIGS[0], "reference"), (CONFIGS[1], "xla"), (CONFIGS[3], "xla")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda x: f"{x[0]}-{x[1]}")
+def test_random_schedules(case, kernel_case):
+    """Pages in any order; NaN in all that is not read; one program for all lengths."""
+    run(*case, range(30))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_more_random_schedules(config, implementation, kernel_case):
+    run(config, implementation, range(40, 210))
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_order_of_pages_changes_no_bit(implementation):
+    schedule = draw(PLAIN, 0)
+    q, k, v, lengths, table, cu = schedule.arrays
+    order = np.random.default_rng(0).permutation(PLAIN.num_pages)
+    place = np.append(np.argsort(order), 0)
+    moved = place[np.clip(table, -1, PLAIN.num_pages)].astype(np.int32)
+    call = program(PLAIN, implementation)
+    first = call((q, k, v, lengths, table, cu), {})
+    second = call((q, k[order], v[order], lengths, moved, cu), {})
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_one_call_equals_a_call_for_each_request(implementation):
+    """Decoding, a chunk of a prompt, and a request without keys."""
+    schedule = draw(dataclasses.replace(PLAIN, name="mixed"), 3)
+    q, k, v, _, table, _ = schedule.arrays
+    lengths, cu = np.int32([40, 0, 100, 17, 256]), np.int32([0, 1, 2, 20, 21, 22])
+    table = np.where((table < 0) | (table >= len(k)), 0, table)
+    k, v = (jnp.nan_to_num(x, nan=0.5) for x in (k, v))
+    whole = paged(q, k, v, lengths, table, cu, implementation=implementation)
+    for r in range(5):
+        at = slice(cu[r], cu[r + 1])
+        rest = lengths[r : r + 1], table[r : r + 1]
+        one = paged(q[None, at], k, v, *rest, implementation=implementation)
+        np.testing.assert_allclose(one[0], whole[at], atol=2e-6)
+    assert not whole[1].any() and not whole[22:].any()
+
+
+FEATURES = [
+    {},
+    {"local_window_size": 9},
+    {"logits_soft_cap": 2.0},
+    {"sinks": np.float32([0.5, -1, 2, 0])},
+    {"alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.4])},
+    {"scale": -0.7},
+]
+
+
+@pytest.mark.parametrize("options", FEATURES, ids=lambda x: next(iter(x), "plain"))
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_token_by_token_equals_the_forward(options, implementation):
+    """Two sequences side by side: a prompt in chunks, then single tokens, all appended."""
+    N, K, H, T = 4, 2, 16, 40
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, T, n, H)) for i, n in enumerate((N, K, K)))
+    want = pallas_flash.attention(q, k, v, is_causal=True, implementation="xla", **options)
+    pages = [jnp.full((9, 16, K, H), jnp.nan)] * 2
+    table = jnp.int32([[3, 8, 0], [5, 1, 7]])
+
+    @jax.jit
+    def step(pages, q, k, v, lengths):
+        pages = pallas_flash.append_to_pages(*pages, k, v, lengths, table)
+        return pages, paged(q, *pages, lengths, table, implementation=implementation, **options)
+
+    start = 0
+    for n in (20, 16, 1, 1, 1, 1):
+        new = slice(start, start + n)
+        start += n
+        lengths = jnp.full(2, start, jnp.int32)
+        pages, o = step(pages, q[:, new], k[:, new], v[:, new], lengths)
+        np.testing.assert_allclose(o, want[:, new], atol=3e-6)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_traced_numbers_out_of_range(implementation):
+    """They count as the nearest that are in range, and nothing is NaN."""
+    q = jax.random.normal(jax.random.key(0), (6, 4, 16))
+    k, v = jax.random.normal(jax.random.key(1), (2, 7, 16, 2, 16))
+    call = jax.jit(functools.partial(paged, implementation=implementation))
+    wild = jnp.int32([1000, -5]), jnp.int32([[-3, 2], [9, 7]]), jnp.int32([-4, 5, 3])
+    near = jnp.int32([32, 0]), jnp.int32([[0, 2], [6, 6]]), jnp.int32([0, 5, 5])
+    np.testing.assert_array_equal(call(q, k, v, *wild), call(q, k, v, *near))
+
+
+def test_wild_numbers_read_nothing_outside():
+    """The lowered kernels, whose every load and store is checked."""
+    q = jax.random.normal(jax.random.key(0), (9, 4, 32))
+    k, v = jax.random.normal(jax.random.key(1), (2, 7, 24, 2, 32))
+    call = functools.partial(paged, implementation="triton", return_lse=True)
+    lengths, cu = jnp.int32([1000, 30, -5]), jnp.int32([1, 6, 99, 3])
+    table = jnp.int32([[-3, 2, 4], [90, 7, 5], [1, 1, 1]])
+    o, lse = ttir.evaluate(jax.jit(call), q, k, v, lengths, table, cu)
+    lengths, cu = jnp.clip(lengths, 0, 72), jnp.int32([1, 6, 9, 9])
+    want, want_lse = paged(
+        q, k, v, lengths, jnp.clip(table, 0, 6), cu, implementation="xla", return_lse=True
+    )
+    np.testing.assert_allclose(o, want, atol=2e-6)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-6)
+
+
+def test_it_is_not_differentiable():
+    q, (k, v) = jnp.ones((1, 1, 2, 16)), jnp.ones((2, 4, 16, 2, 16))
+    rest = jnp.int32([5]), jnp.int32([[1]])
+
+    def total(q):
+        return paged(q, k, v, *rest, implementation="xla").sum()
+
+    with pytest.raises(NotImplementedError, match="`paged_attention` must not be differentiated"):
+        jax.grad(total)(q)
+    assert not jax.grad(lambda q: total(jax.lax.stop_gradient(q)))(q).any()
+
+
+def test_second_call_compiles_nothing(caplog):
+    q, (k, v) = jnp.ones((2, 1, 2, 16)), jnp.ones((2, 4, 16, 2, 16))
+
+    def call(*lengths):
+        return paged(q, k, v, np.int32(lengths), np.int32([[1], [0]]), implementation="xla")
+
+    with jax.log_compiles():
+        call(5, 6)
+        call(7, 16)
+        caplog.clear()
+        call(1, 0)
+        assert "Compiling" not in caplog.text
+
+
+def test_no_tokens_and_no_pages():
+    k = jnp.ones((4, 16, 2, 16))
+    o = paged(jnp.ones((0, 2, 16)), k, k, jnp.int32([0]), jnp.int32([[1]]), jnp.int32([0, 0]))
+    assert o.shape == (0, 2, 16)
+    none = jnp.zeros((1, 0), jnp.int32)
+    o, lse = paged(jnp.ones((1, 1, 2, 16)), k, k, jnp.int32([0]), none, return_lse=True)
+    assert not o.any() and (lse == -jnp.inf).all()
+
+
+def test_many_splits_and_row_tiles():
+    """One long request in many splits, and rows of several tiles, by small tiles."""
+    from pallas_flash._triton import paged_kernel
+
+    k, v = jax.random.normal(jax.random.key(1), (2, 64, 16, 1, 16))
+    q = jax.random.normal(jax.random.key(0), (40, 2, 16))
+    table = jax.random.permutation(jax.random.key(2), 64).reshape(2, 32).astype(jnp.int32)
+    rest = jnp.int32([512, 300]), table, jnp.int32([0, 1, 40])
+    want = paged(q, k, v, *rest, implementation="reference")
+    small = [(Tile(16, 16), (0, 16)), (Tile(32, 32), (16, None))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_kernel, "launches_of", lambda *_: small)
+        o = paged(q, k, v, *rest, implementation="interpret")
+    np.testing.assert_allclose(o, want, atol=2e-6)
+
+
+def test_inside_a_shard_map():
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, (k, v) = jnp.ones((1, 1, 2, 16)), jnp.ones((2, 4, 16, 2, 16))
+    P = jax.sharding.PartitionSpec
+    for implementation in ("xla", "interpret"):
+        call = functools.partial(paged, implementation=implementation)
+        sharded = jax.shard_map(
+            call,
+            mesh=mesh,
+            in_specs=(P(None, None, "heads"), *[P(None, None, "heads")] * 2, P(), P()),
+            out_specs=P(None, None, "heads"),
+        )
+        rest = jnp.int32([5]), jnp.int32([[1]])
+        np.testing.assert_allclose(jax.jit(sharded)(q, k, v, *rest), call(q, k, v, *rest))
+
+
+def test_all_configurations_are_named_once():
+    assert len({x.name for x in CONFIGS}) == len(CONFIGS) == len(set(map(str, CONFIGS)))
+    assert {x for config in CONFIGS for x in config.options} == set(paged_cases.OPTIONS)
