@@ -56,9 +56,7 @@ _KEYWORDS = {
     "Drop it: `key` and `value` may have fewer heads than `query`.": "enable_gqa",
     "Drop it: the sharding of the arrays is seen.": "q_sharding",
     "Drop it: `segment_ids` need no lengths.": "max_seqlen max_seqlen_q max_seqlen_k",
-    "Convert a paged cache to arrays `key` and `value`; there is none here.": (
-        "block_table page_table"
-    ),
+    "Use `paged_attention`, whose `page_indices` are this.": "block_table page_table page_indices",
 }
 KEYWORDS = {name: advice for advice, names in _KEYWORDS.items() for name in names.split()}
 

@@ -27,12 +27,12 @@ scripts*
 models*
 __main__
 __init__ tune flax* _plot _tiling.tune
-_api
-_validate _resolve _faster _tiling.cache
+_api _paged _pages
+_validate _validate_paged _resolve _faster _tiling.cache
 _vjp _passes _plan _lowered_once _reverse_mode _tangents _functions _limits _tiling.choose
 _context* _partition*
 _mosaic* _triton* _xla* _reference
-_features _problem _mask_objects _named_masks _merge _score_mod _order _key_center
+_features _problem _paged_problem _mask_objects _named_masks _merge _score_mod _order _key_center
 _masks _blocks _visibility _visits _scores _dropout _checks _operands _peers _symbolic _one_device
 _instances _compat _device _hardware _tiling _tiling.sizes _tiling.configurations tuning
 """
