@@ -50,7 +50,7 @@ def paged_attention(
             float16, bfloat16, float32 or float64. They are the last tokens of each request, and
             their keys are in the pages (`append_to_pages`).
         key_pages: [P, page_size, K, H], in the dtype of `query`, int8 or float8_e4m3fn.
-        value_pages: [P, page_size, K, V], likewise.
+        value_pages: [P, page_size, K, V], in one of these dtypes.
         lengths: int32 [R], the keys of each request, with those of its queries. 0 gives zeros.
         page_indices: int32 [R, pages of a request], the pages of each request in the order of its
             tokens. Pages may have any order, and requests may share them. What follows the last

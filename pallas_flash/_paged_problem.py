@@ -96,7 +96,7 @@ class PagedProblem(Sizes):
     Attributes:
         query: [tokens, N, H], the queries of the first request first.
         key_pages: [P, page_size, K, H], in the dtype of `query` or quantised.
-        value_pages: [P, page_size, K, V], likewise.
+        value_pages: [P, page_size, K, V], in one of these dtypes.
         key_scales: float32 [P, K, page_size], or [K], of quantised keys; else None.
         value_scales: the same of values.
         requests: the requests.

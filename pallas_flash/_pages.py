@@ -68,7 +68,7 @@ def append_to_pages(
         key_pages: the pages of keys, of the dtype of `key`, int8 or float8_e4m3fn.
         value_pages: the pages of values.
         key: the new keys: [tokens, K, H] with `cu_query_lengths`, or [B, T, K, H].
-        value: the new values, likewise with head dim V.
+        value: the new values, of the shape of `key` but for the head dim V.
         lengths: the keys of each request after the new tokens, which are its last ones.
         page_indices: the pages of each request in the order of its tokens.
         cu_query_lengths: the first new token of each request, and the end of the last one's.

@@ -56,7 +56,9 @@ _KEYWORDS = {
     "Drop it: `key` and `value` may have fewer heads than `query`.": "enable_gqa",
     "Drop it: the sharding of the arrays is seen.": "q_sharding",
     "Drop it: `segment_ids` need no lengths.": "max_seqlen max_seqlen_q max_seqlen_k",
-    "Use `paged_attention`, whose `page_indices` are this.": "block_table page_table page_indices",
+    "Use `pallas_flash.paged_attention`, which has pages, and its own arguments.": (
+        "block_table page_table page_indices"
+    ),
 }
 KEYWORDS = {name: advice for advice, names in _KEYWORDS.items() for name in names.split()}
 

@@ -26,7 +26,7 @@ PEERS = {
         "cu_seqlens": (i32(3), "Use `segment_ids`, from `pallas_flash.segment_ids_from_cu_seq"),
         "cu_seqlens_q": (i32(3), "positions, from `pallas_flash.arguments_from_cu_seqlens`."),
         "cache_seqlens": (i32(2), "Use `query_offset` for the lengths before"),
-        "block_table": (i32(2, 3), "Use `paged_attention`, whose"),
+        "block_table": (i32(2, 3), "Use `pallas_flash.paged_attention`"),
     },
     "PyTorch": {
         "attn_mask": (f32(5, 7), "Use `mask` for bools, True where a query may see a key, or `bi"),

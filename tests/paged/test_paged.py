@@ -48,6 +48,22 @@ def test_more_random_schedules(config, implementation, kernel_case):
     run(config, implementation, range(40, 210))
 
 
+ON_A_GPU = [
+    *CONFIGS,
+    *(
+        dataclasses.replace(x, name=f"{x.name}-{n}", dims=(n, n), dtype="bfloat16")
+        for x, n in zip(CONFIGS, (64, 128, 256, 128, 64, 256), strict=True)
+    ),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", ON_A_GPU, ids=str)
+def test_random_schedules_on_a_gpu(config):
+    assert jax.default_backend() == "gpu", "`-m gpu` needs a GPU and a JAX that sees it."
+    run(config, "triton", range(10))
+
+
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_order_of_pages_changes_no_bit(implementation):
     schedule = draw(PLAIN, 0)

@@ -155,6 +155,8 @@ def dequantised(numbers, scales):
 def program(config: Config, implementation: str, traces: list | None = None):
     """The jitted call for all schedules of a configuration; it appends to `traces`."""
     options = {x: OPTIONS[x](config.heads[0]) for x in config.options}
+    # TF32 on a GPU would be an error of its own.
+    options["precision"] = "highest" if config.dtype == "float32" else None
 
     def call(arrays, scales):
         if traces is not None:
