@@ -221,7 +221,7 @@ class PagedProblem(Sizes):
 
 
 class RowTiles(NamedTuple):
-    """The row tiles of a call, and their key tiles. Those that do not exist have no rows.
+    """The row tiles of a call, and their key tiles. Tiles that do not exist have no rows.
 
     Attributes:
         block: rows of a tile.

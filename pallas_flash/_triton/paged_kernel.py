@@ -117,8 +117,6 @@ def pallas_flash_paged(
     request, token, first_row, num_rows, *ranges = (work_ref[i] for i in range(8))
     row = first_row + lax.iota(jnp.int32, block)
     valid = row < num_rows
-    # Rows beyond the last one get its indices, so that every index is inside.
-    row = lax.max(lax.min(row, num_rows - 1), np.int32(0))
     query, head = query_and_head(row, groups)
     head = kv_head * groups + head
     q = common.load_at(q_ref, (token + query, head), valid, spec.head_dim)
