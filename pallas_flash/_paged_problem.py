@@ -35,7 +35,8 @@ class Requests:
         lengths: int32 [R], the keys of each request.
         page_indices: int32 [R, pages of a request].
         cu_query_lengths: int32 [R + 1], the first new token of each request, and the last one's
-            end.
+            end; None if each request has `max_tokens`. What depends on it alone is then a NumPy
+            array, which no kernel of XLA computes.
         tokens: the room for new tokens of all requests.
         max_tokens: a number of new tokens that no request exceeds.
         num_pages: the pages of the cache.
@@ -60,25 +61,27 @@ class Requests:
         return self.page_indices.shape[1] * self.page_size
 
     @property
-    def starts(self) -> jax.Array:
+    def starts(self) -> Any:
         """`cu_query_lengths`, moved to where they count up and are inside of the tokens."""
+        if self.cu_query_lengths is None:
+            return np.arange(self.count + 1, dtype=np.int32) * np.int32(self.max_tokens)
         return lax.cummax(jnp.clip(self.cu_query_lengths, 0, self.tokens))
 
     @property
-    def new(self) -> jax.Array:
+    def new(self) -> Any:
         """The new tokens of each request, int32 [R]."""
         starts = self.starts
-        return jnp.minimum(starts[1:] - starts[:-1], self.max_tokens)
+        return _namespace(starts).minimum(starts[1:] - starts[:-1], np.int32(self.max_tokens))
 
     @property
     def offset(self) -> jax.Array:
         """The position of the first new token of each request, int32 [R]; it may be negative."""
         return jnp.clip(self.lengths, 0, self.room) - self.new
 
-    def places(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def places(self) -> tuple[Any, Any, Any]:
         """Return the request of each token, its number there, and if it has any; [tokens]."""
-        starts, token = self.starts, jnp.arange(self.tokens, dtype=jnp.int32)
-        request = jnp.minimum(_owner(starts[1:], token), self.count - 1)
+        starts, token = self.starts, np.arange(self.tokens, dtype=np.int32)
+        request = _namespace(starts).minimum(_owner(starts[1:], token), np.int32(self.count - 1))
         number = token - starts[request]
         return request, number, (number >= 0) & (number < self.new[request])
 
@@ -249,19 +252,20 @@ class RowTiles(NamedTuple):
         # Three bounds: by requests, by tokens, and by rows with a ragged tile for each request.
         by_rows = (total + requests * (block - 1)) // block
         by_requests, by_tokens = requests * -(-at_most // block), p.tokens * -(-groups // block)
-        tile = jnp.arange(min(by_requests, by_tokens, by_rows), dtype=jnp.int32)
+        tile = np.arange(min(by_requests, by_tokens, by_rows), dtype=np.int32)
 
-        num_rows = p.requests.new * groups
-        num_rows = jnp.where((num_rows > more_than) & (num_rows <= at_most), num_rows, 0)
-        tiles = lax.div(num_rows + (block - 1), jnp.int32(block))
-        stops = jnp.cumsum(tiles, dtype=jnp.int32)
+        num_rows = p.requests.new * np.int32(groups)
+        xp = _namespace(num_rows)
+        num_rows = num_rows * ((num_rows > more_than) & (num_rows <= at_most))
+        tiles = _div(num_rows + np.int32(block - 1), block)
+        stops = _cumulative(tiles)
         owner = _owner(stops, tile)
-        request = jnp.minimum(owner, p.batch - 1)
-        first_row = (tile - (stops - tiles)[request]) * block
-        num_rows = jnp.where(owner < p.batch, num_rows[request], 0)
+        request = xp.minimum(owner, np.int32(p.batch - 1))
+        first_row = (tile - (stops - tiles)[request]) * np.int32(block)
+        num_rows = num_rows[request] * (owner < p.batch)
 
-        last_row = jnp.minimum(first_row + block, num_rows) - 1
-        first, last = (lax.div(x, jnp.int32(groups)) for x in (first_row, last_row))
+        last_row = xp.minimum(first_row + np.int32(block), num_rows) - np.int32(1)
+        first, last = (_div(x, groups) for x in (first_row, last_row))
         outer = _OwnTiles(first, last, len(tile))
         ranges = p.band(p.requests.offset[request]).kv_range(outer, kv)  # pyright: ignore[reportArgumentType]
         ranges = _blocks.intersect([ranges], outer, kv)[:, 0]  # pyright: ignore[reportArgumentType]
@@ -281,7 +285,7 @@ class RowTiles(NamedTuple):
         total = jnp.sum(visits, dtype=jnp.int32)
         share = jnp.maximum(least, lax.div(total + (splits - 1), jnp.int32(splits)))
         splits_of = lax.div(visits + share - 1, share)
-        stops = jnp.cumsum(splits_of, dtype=jnp.int32)
+        stops = _cumulative(splits_of)
         number = jnp.arange(count, dtype=jnp.int32)
         owner = _owner(stops, number)
         tile = jnp.minimum(owner, len(visits) - 1)
@@ -291,28 +295,22 @@ class RowTiles(NamedTuple):
             jnp.maximum(splits_of[tile], 1),
             Sparsity.RANGES,
         )
-        request = self.request[tile]
-        columns = (
-            request,
-            p.requests.starts[request],
-            self.first_row[tile],
-            jnp.where(owner < len(visits), self.num_rows[tile], 0),
-            *ranges,
-        )
+        known = self.request, p.requests.starts[self.request], self.first_row, self.num_rows
+        columns = *(jnp.asarray(x)[tile] for x in known), *ranges
         exists = (owner < len(visits))[:, None]
         table = jnp.where(exists, jnp.stack(columns, axis=1), 0)
         return Work(table, stops - splits_of, splits_of)
 
-    def of_rows(self, p: PagedProblem) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def of_rows(self, p: PagedProblem) -> tuple[Any, Any, Any]:
         """Return the tile of each row [tokens * G], the row's number there, and if it has any."""
         request, number, exists = p.requests.places()
-        head = jnp.arange(p.groups, dtype=jnp.int32)
-        row = number[:, None] * p.groups + head
-        tile = self.first_tile[request][:, None] + lax.div(row, jnp.int32(self.block))
-        inside = jnp.clip(tile, 0, len(self.request) - 1)
+        xp, block = _namespace(number), self.block
+        row = number[:, None] * np.int32(p.groups) + np.arange(p.groups, dtype=np.int32)
+        tile = self.first_tile[request][:, None] + _div(row, block)
+        inside = xp.clip(tile, 0, np.int32(len(self.request) - 1))
         mine = (self.request[inside] == request[:, None]) & (self.num_rows[inside] > 0)
         exists = exists[:, None] & mine
-        row = lax.rem(row, jnp.int32(self.block))
+        row = row - _div(row, block) * np.int32(block)
         return inside.reshape(-1), row.reshape(-1), exists.reshape(-1)
 
 
@@ -343,7 +341,23 @@ class _OwnTiles:
 
 def _owner(stops, number):
     """Return how many of the sorted `stops` each number has passed, int32 [numbers]."""
-    return jnp.sum(stops[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
+    return (stops[None, :] <= number[:, None]).sum(axis=1, dtype=np.int32)
+
+
+def _cumulative(x):
+    """Return the sums of `x` up to each element. XLA fuses this, and has two kernels for cumsum."""
+    n = np.arange(len(x))
+    return (x[None, :] * (n[None, :] <= n[:, None])).sum(axis=1, dtype=np.int32)
+
+
+def _div(x, n: int):
+    """Return x / n, rounded towards zero, for x that is -1 or more."""
+    return lax.div(x, jnp.int32(n)) if isinstance(x, jax.Array) else (x + (x < 0)) // np.int32(n)
+
+
+def _namespace(x) -> Any:
+    """Return the module of an array: NumPy for what is known."""
+    return np if isinstance(x, np.ndarray) else jnp
 
 
 def key_place(kv_tile, block: int, page_size: int):

@@ -199,7 +199,6 @@ def _requests(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax.A
                 f"{name}.shape={x.shape}. Give `cu_query_lengths` with tokens in one axis."
             )
         most = x.shape[1]
-        starts = jnp.arange(count + 1, dtype=jnp.int32) * most
         x = x.reshape(-1, *x.shape[2:])
     else:
         starts = integers("cu_query_lengths", starts, (count + 1,), "[R + 1]")
@@ -242,5 +241,5 @@ def _check_numbers(r: Requests) -> None:
 
 
 def _known(x) -> np.ndarray | None:
-    """Return the numbers of an array; None where they are traced."""
-    return None if isinstance(x, Tracer) else np.asarray(x)
+    """Return the numbers of an array; None where they are traced, or there is none."""
+    return None if x is None or isinstance(x, Tracer) else np.asarray(x)

@@ -25,17 +25,18 @@ def forward(problem: PagedProblem):
     kv = Tiling(p.kv_len, min(BLOCK_KV, p.kv_len))
     tiles = RowTiles.of(p, block, kv)
     queries = p.query.reshape(p.tokens, p.num_kv_heads, groups, p.head_dim)
-    kv_head, starts = jnp.arange(p.num_kv_heads, dtype=jnp.int32)[:, None], requests.starts
+    kv_head = jnp.arange(p.num_kv_heads, dtype=jnp.int32)[:, None]
+    starts, of_tile = jnp.asarray(requests.starts), jax.tree.map(jnp.asarray, tiles)
     mask, scores, wide = p.mask, p.scores, p.accumulator_dtype
 
     def einsum(equation, a, b):
         return jnp.einsum(equation, a, b, precision=p.precision, preferred_element_type=wide)
 
     def row_tile(i):
-        request = tiles.request[i]
-        row = tiles.first_row[i] + jnp.arange(block, dtype=jnp.int32)
+        request = of_tile.request[i]
+        row = of_tile.first_row[i] + jnp.arange(block, dtype=jnp.int32)
         # Rows beyond the last one get its indices.
-        row = jnp.clip(row, 0, jnp.maximum(tiles.num_rows[i] - 1, 0))
+        row = jnp.clip(row, 0, jnp.maximum(of_tile.num_rows[i] - 1, 0))
         query, head = lax.div(row, jnp.int32(groups)), lax.rem(row, jnp.int32(groups))
         q = jnp.moveaxis(queries[starts[request] + query, :, head], 1, 0)  # [K, block, H]
         heads = kv_head * groups + head  # [K, block]
@@ -69,7 +70,7 @@ def forward(problem: PagedProblem):
             jnp.zeros(rows, wide),
             jnp.zeros((*rows, p.value_dim), wide),
         )
-        sums = visit(tuple(tiles.ranges[i]), step, start, Sparsity.RANGES)
+        sums = visit(tuple(of_tile.ranges[i]), step, start, Sparsity.RANGES)
         acc, factor, log_sum = finish(sums, None if p.sinks is None else p.sinks[heads])
         return (acc * factor[..., None]).astype(p.dtype), log_sum.lse
 
