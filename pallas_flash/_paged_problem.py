@@ -195,7 +195,7 @@ class PagedProblem(Sizes):
         """
         requests = self.requests
         request = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
-        number = jnp.arange(self.q_len, dtype=jnp.int32)
+        number = jnp.arange(self.q_len, dtype=jnp.int32)[None]
         token = jnp.clip(requests.starts[:-1, None] + number, 0, self.tokens - 1)
         position = jnp.arange(self.kv_len, dtype=jnp.int32)[None]
         page = jnp.clip(requests.page_of(request, position), 0, requests.num_pages - 1)
@@ -216,7 +216,7 @@ class PagedProblem(Sizes):
             sinks=self.sinks,
             slopes=self.slopes,
             score_operands=(),
-            mask=self.mask & Lengths(requests.new, None),
+            mask=self.mask & Lengths(jnp.asarray(requests.new), None),
             rest_of_scores=dataclasses.replace(self.scores, slopes=None),
             precision=self.precision,
             any_scale=self.any_scale,
@@ -256,13 +256,13 @@ class RowTiles(NamedTuple):
 
         num_rows = p.requests.new * np.int32(groups)
         xp = _namespace(num_rows)
-        num_rows = num_rows * ((num_rows > more_than) & (num_rows <= at_most))
+        num_rows = xp.where((num_rows > more_than) & (num_rows <= at_most), num_rows, np.int32(0))
         tiles = _div(num_rows + np.int32(block - 1), block)
         stops = _cumulative(tiles)
         owner = _owner(stops, tile)
         request = xp.minimum(owner, np.int32(p.batch - 1))
         first_row = (tile - (stops - tiles)[request]) * np.int32(block)
-        num_rows = num_rows[request] * (owner < p.batch)
+        num_rows = xp.where(owner < p.batch, num_rows[request], np.int32(0))
 
         last_row = xp.minimum(first_row + np.int32(block), num_rows) - np.int32(1)
         first, last = (_div(x, groups) for x in (first_row, last_row))
@@ -305,7 +305,7 @@ class RowTiles(NamedTuple):
         """Return the tile of each row [tokens * G], the row's number there, and if it has any."""
         request, number, exists = p.requests.places()
         xp, block = _namespace(number), self.block
-        row = number[:, None] * np.int32(p.groups) + np.arange(p.groups, dtype=np.int32)
+        row = number[:, None] * np.int32(p.groups) + np.arange(p.groups, dtype=np.int32)[None]
         tile = self.first_tile[request][:, None] + _div(row, block)
         inside = xp.clip(tile, 0, np.int32(len(self.request) - 1))
         mine = (self.request[inside] == request[:, None]) & (self.num_rows[inside] > 0)
@@ -347,12 +347,13 @@ def _owner(stops, number):
 def _cumulative(x):
     """Return the sums of `x` up to each element. XLA fuses this, and has two kernels for cumsum."""
     n = np.arange(len(x))
-    return (x[None, :] * (n[None, :] <= n[:, None])).sum(axis=1, dtype=np.int32)
+    before = n[None, :] <= n[:, None]
+    return _namespace(x).where(before, x[None, :], np.int32(0)).sum(axis=1, dtype=np.int32)
 
 
 def _div(x, n: int):
-    """Return x / n, rounded towards zero, for x that is -1 or more."""
-    return lax.div(x, jnp.int32(n)) if isinstance(x, jax.Array) else (x + (x < 0)) // np.int32(n)
+    """Return x / n, rounded towards zero, for x of -1 or more."""
+    return lax.div(x, jnp.int32(n)) if isinstance(x, jax.Array) else np.maximum(x, 0) // np.int32(n)
 
 
 def _namespace(x) -> Any:

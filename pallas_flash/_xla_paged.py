@@ -39,7 +39,7 @@ def forward(problem: PagedProblem):
         row = jnp.clip(row, 0, jnp.maximum(of_tile.num_rows[i] - 1, 0))
         query, head = lax.div(row, jnp.int32(groups)), lax.rem(row, jnp.int32(groups))
         q = jnp.moveaxis(queries[starts[request] + query, :, head], 1, 0)  # [K, block, H]
-        heads = kv_head * groups + head  # [K, block]
+        heads = kv_head * groups + head[None]  # [K, block]
 
         def step(kv_tile, masked, carry):
             del masked  # The mask also hides keys whose pages hold anything.

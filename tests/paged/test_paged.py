@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import paged_cases, ttir
 from support.paged_cases import CONFIGS, check, draw, program
+from support.strict import strictly
 
 import pallas_flash
 from pallas_flash.tuning import Tile
@@ -226,3 +227,30 @@ def test_inside_a_shard_map():
 def test_all_configurations_are_named_once():
     assert len({x.name for x in CONFIGS}) == len(CONFIGS) == len(set(map(str, CONFIGS)))
     assert {x for config in CONFIGS for x in config.options} == set(paged_cases.OPTIONS)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_strict_switches_and_64_bits(implementation):
+    """A number of queries for each request, or cumulative lengths, which must agree."""
+    q = jax.random.normal(jax.random.key(0), (3, 2, 4, 16), jnp.float32)
+    k, v = jax.random.normal(jax.random.key(1), (2, 7, 16, 2, 16), jnp.float32)
+    rest = np.int32([20, 2, 32]), np.int32([[3, 1], [0, 9], [5, 6]])
+    options = {"alibi_slopes": np.ones(4, np.float32), "local_window_size": 20}
+    call = functools.partial(paged, implementation=implementation, **options)
+    with strictly(x64=True, leaks=True):
+        each = jax.jit(call)(q, k, v, *rest)
+        flat = jax.jit(call)(q.reshape(6, 4, 16), k, v, *rest, np.int32([0, 2, 4, 6]))
+        new = jax.jit(pallas_flash.append_to_pages)(k, v, q[:, :, :2], q[:, :, :2], *rest)
+        assert each.dtype == jnp.float32 and new[0].shape == k.shape
+    np.testing.assert_allclose(each.reshape(flat.shape), flat, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_vmap(implementation):
+    q = jax.random.normal(jax.random.key(0), (2, 3, 1, 4, 16))
+    k, v = jax.random.normal(jax.random.key(1), (2, 7, 16, 2, 16))
+    lengths, table = jnp.int32([[20, 2, 32], [0, 1, 5]]), jnp.int32([[3, 1], [0, 9], [5, 6]])
+    call = functools.partial(paged, implementation=implementation)
+    mapped = jax.vmap(call, (0, None, None, 0, None))(q, k, v, lengths, table)
+    for i in range(2):
+        np.testing.assert_allclose(mapped[i], call(q[i], k, v, lengths[i], table), atol=1e-6)
