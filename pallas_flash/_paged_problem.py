@@ -35,7 +35,7 @@ class Requests:
         lengths: int32 [R], the keys of each request.
         page_indices: int32 [R, pages of a request].
         cu_query_lengths: int32 [R + 1], the first new token of each request, and the last one's
-            end; None if each request has `max_tokens`. What depends on it alone is then a NumPy
+            end; None if each request has `max_tokens`. Whatever depends on it alone is then a NumPy
             array, which no kernel of XLA computes.
         tokens: the room for new tokens of all requests.
         max_tokens: a number of new tokens that no request exceeds.
