@@ -227,6 +227,7 @@ def _launch(p: PagedProblem, tile: Tile, tiles: RowTiles, kv: Tiling, *, interpr
         sparsity=Sparsity.RANGES,
         mask_loads=True,
         separate_max=p.large,
+        max_logits=False,
         q=Tiling(tile.block_q, tile.block_q),
         kv=Tiling(kv.count * kv.block, kv.block),
         num_stages=tile.num_stages,
