@@ -145,8 +145,25 @@ def of_pages(p: PagedProblem, implementation: str | None) -> str:
         return ""
     if implementation == "mosaic":
         return "The kernels in Mosaic GPU read no pages."
-    here = _jax_limits() if implementation == "interpret" else _device_limits() or _jax_limits()
-    return " ".join([*here, *_array_limits(p, [p.key_pages, p.value_pages]), *_head_dim_limits(p)])
+    pages = [p.key_pages, p.value_pages]
+    here = _jax_limits()
+    if implementation != "interpret":
+        here = _device_limits() or _float8_limits(pages) or here
+    return " ".join([*here, *_array_limits(p, pages), *_head_dim_limits(p)])
+
+
+def _float8_limits(arrays: list) -> list[str]:
+    """Return why kernels cannot read float8 on the current device; whole sentences."""
+    device = _device.target()
+    if device.capability is None or device.capability >= (8, 9):
+        return []
+    major, minor = device.capability
+    return [
+        f"Got {x.dtype.name}, which needs an NVIDIA GPU of compute capability 8.9 or more, and the "
+        f"device is {device.description} with {major}.{minor}; int8 needs none."
+        for x in arrays
+        if x.dtype.name.startswith("float8")
+    ][:1]
 
 
 def backward_limit(problem: Problem, implementation: str) -> str:

@@ -69,7 +69,7 @@ def pallas_flash_decode(
     def kept_of(kv_tile, k_pos):
         return spec.kept(extras, *rows.at(k_pos))
 
-    acc, m, l = attend(rows, k_ref, v_ref, scale_ref[0], mine, kept_of, extras, spec)
+    (acc,), m, l = attend(rows, (q,), k_ref, v_ref, scale_ref[0], mine, kept_of, extras, spec)
     common.store(acc_ref, acc, valid, spec.value_dim)
     common.store_row(m_ref, m, valid)
     common.store_row(l_ref, l, valid)

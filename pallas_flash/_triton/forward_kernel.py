@@ -14,6 +14,9 @@ m and l are the online softmax of Milakov and Gimelshein (2018), the loop order 
 FlashAttention-2 (Dao, 2023).
 """
 
+import functools
+import operator
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -31,7 +34,7 @@ PARTIAL_SUMS = 8
 
 def _contiguous(ref, kv_tile, keys, width: int, spec: common.KernelSpec):
     span = pl.ds(kv_tile * spec.kv.block, spec.kv.block)
-    return common.load(ref.at[span, :], keys, width), None
+    return (common.load(ref.at[span, :], keys, width),), None
 
 
 def _scaled(x, scales):
@@ -41,6 +44,7 @@ def _scaled(x, scales):
 
 def attend(
     rows: common.Rows,
+    q,
     k_ref,
     v_ref,
     scale,
@@ -53,7 +57,8 @@ def attend(
     """Run the online softmax of a program's rows over a range of key tiles.
 
     Args:
-        rows: the resident queries.
+        rows: where the resident queries are.
+        q: the queries, a tuple of parts of their columns, most often of one: [rows, padded H].
         k_ref: the keys of the head, [S, padded H].
         v_ref: the values of the head, [S, padded V].
         scale: the scale, float32.
@@ -61,13 +66,14 @@ def attend(
         kept_of: maps the number and the positions of a key tile to what dropout keeps of it.
         extras: mask, scores, sinks and dropout.
         spec: what the kernel knows when it is compiled.
-        load: `load(ref, kv_tile, keys, width, spec)` returns a tile of keys or values, and the
-            scale of each, or None.
+        load: `load(ref, kv_tile, keys, width, spec)` returns a tile of keys or values, as a tuple
+            of as many parts of its columns as `q` has, and the scale of each key, or None.
 
     Returns:
-        acc float32 [rows, padded V], m and l float32 [rows].
+        acc, a tuple of float32 [rows, padded V / parts], m and l float32 [rows].
     """
     mask, block_kv = extras.mask, spec.kv.block
+    parts, num_rows = len(q), len(rows.pos)
 
     def step(kv_tile, masked, carry):
         acc, m, l = carry
@@ -79,7 +85,8 @@ def attend(
         k, k_scales = load(k_ref, kv_tile, keys, spec.head_dim, spec)
         # This line's place decides how many registers it takes; see docs/notes/kernels.md.
         keep = kept_of(kv_tile, k_pos)
-        s, c = spec.logits(extras, _scaled(spec.dot_t(rows.q, k), k_scales), scale, *at)
+        s = functools.reduce(operator.add, map(spec.dot_t, q, k))
+        s, c = spec.logits(extras, _scaled(s, k_scales), scale, *at)
         if masked:
             s = jnp.where(mask.allowed(*at), s, -jnp.inf)
         m_new = spec.fence(jnp.maximum(m, spec.row_max(s, c)), kv_tile, spec.kv)
@@ -90,13 +97,14 @@ def attend(
         alpha = spec.rescaling(m, m_safe, spec.exp2)
         l = alpha[:, None] * l + jnp.sum(p.reshape(len(p), -1, PARTIAL_SUMS), axis=1)
         p = _scaled(spec.drop(keep, p), v_scales)
-        acc = alpha[:, None] * acc + spec.dot(p.astype(v.dtype), v)
+        p = p.astype(v[0].dtype)
+        acc = tuple(alpha[:, None] * x + spec.dot(p, y) for x, y in zip(acc, v, strict=True))
         return acc, m_new, l
 
     start = (
-        jnp.zeros((len(rows.q), v_ref.shape[-1]), jnp.float32),
-        jnp.full((len(rows.q),), -jnp.inf, jnp.float32),
-        jnp.zeros((len(rows.q), PARTIAL_SUMS), jnp.float32),
+        (jnp.zeros((num_rows, v_ref.shape[-1]), jnp.float32),) * parts,
+        jnp.full((num_rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((num_rows, PARTIAL_SUMS), jnp.float32),
     )
     acc, m, l = visit(tiles, step, start, spec.sparsity)
     return acc, m, jnp.sum(l, axis=1)
@@ -113,7 +121,9 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: common.Ker
     def kept_of(kv_tile, k_pos):
         return spec.kept_in_tile(extras, b, h, q_tile, kv_tile)
 
-    acc, m, l = attend(rows, k_ref, v_ref, scale_ref[0], tiles(0), kept_of, extras, spec)
+    (acc,), m, l = attend(
+        rows, (rows.q,), k_ref, v_ref, scale_ref[0], tiles(0), kept_of, extras, spec
+    )
     max_logits, has_keys = spec.max_logits_of(m), l > 0.0
     l, factor = jnp.where(has_keys, l, 1.0), 1.0
     if spec.separate_max or extras.sinks is not None:

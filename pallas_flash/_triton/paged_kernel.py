@@ -7,8 +7,8 @@ forward. Keys and values are read from their pages in place:
     page_size a multiple of block_kv   a key tile is in one page: one number of the page table
     else                               each key has a page of its own: a gather of rows
 
-Quantised keys and values are dequantised by their scales without rounding. Scores have the factor
-of their key, and weights that of their value:
+Quantised keys and values are read as words of two, see `eight_bit`, and dequantised by their scales
+without rounding. Scores have the factor of their key, and weights that of their value:
 
     s = (q @ k_quantised.T) * key_scale[None]     acc += (p * value_scale[None]) @ v_quantised
 
@@ -35,7 +35,7 @@ from pallas_flash._blocks import Tiling
 from pallas_flash._paged_problem import PagedProblem, RowTiles, Work, key_place
 from pallas_flash._problem import Extras
 from pallas_flash._tiling.sizes import Tile
-from pallas_flash._triton import common
+from pallas_flash._triton import common, eight_bit
 from pallas_flash._triton.decode_kernel import (
     MANY_PROGRAMS,
     MIN_TILES_PER_SPLIT,
@@ -59,6 +59,8 @@ class PagedKeys(NamedTuple):
         request: the request.
         head: the key head.
         dtype: the dtype of products.
+        cache: the dtype of the pages.
+        parts: 2 if the pages are words of two columns, see `eight_bit`; else 1.
     """
 
     ref: Any
@@ -67,6 +69,8 @@ class PagedKeys(NamedTuple):
     request: Any
     head: Any
     dtype: Any
+    cache: Any
+    parts: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,16 +89,26 @@ def _paged(x: PagedKeys, kv_tile, keys, width: int, spec: common.KernelSpec):
     # No index of the table leads outside of the cache.
     page = lax.max(lax.min(page, np.int32(num_pages - 1)), np.int32(0))
     if gathered:
-        tile = common.load_at(x.ref, (page, row), keys, width)
+        tile = common.load_at(x.ref, (page, row), keys, width // x.parts)
     else:
         row = pl.ds(row, block)
-        tile = common.load(x.ref.at[page, row, :], keys, width)
+        tile = common.load(x.ref.at[page, row, :], keys, width // x.parts)
     if x.scales_ref is None:
-        return tile, None
-    tile = tile.astype(x.dtype)
+        return (tile,), None
+    if x.parts > 1:
+        tiles = eight_bit.unpack(tile, x.cache, x.dtype, interpret=spec.interpret)
+    else:
+        tiles = (tile.astype(x.dtype),)
     if len(x.scales_ref.shape) == 1:
-        return tile, x.scales_ref[x.head]
-    return tile, common.load_row(x.scales_ref.at[page, row], keys)[None, :]
+        return tiles, x.scales_ref[x.head]
+    return tiles, common.load_row(x.scales_ref.at[page, row], keys)[None, :]
+
+
+def _interleaved(ref, parts: int, *rows):
+    """Return a ref for each part: the columns of a number modulo `parts`, at int32 [rows]."""
+    column = parts * lax.iota(jnp.int32, ref.shape[-1] // parts)
+    rows = [i[:, None] for i in rows]
+    return [ref.at[*rows, (column + part)[None, :]] for part in range(parts)]
 
 
 def pallas_flash_paged(
@@ -108,6 +122,8 @@ def pallas_flash_paged(
     spec: common.KernelSpec,
     groups: int,
     quantised: tuple[bool, bool],
+    caches: tuple[Any, Any],
+    parts: int,
 ):
     """Compute one work tile for one key head."""
     *refs, acc_ref, m_ref, l_ref = refs
@@ -119,14 +135,20 @@ def pallas_flash_paged(
     valid = row < num_rows
     query, head = query_and_head(row, groups)
     head = kv_head * groups + head
-    q = common.load_at(q_ref, (token + query, head), valid, spec.head_dim)
+    q = tuple(
+        common.load(ref, valid, spec.head_dim // parts)
+        for ref in _interleaved(q_ref, parts, token + query, head)
+    )
     rows = common.Rows(q, request, head, query, valid)
     k, v = (
-        PagedKeys(ref, scale, table_ref, request, kv_head, q.dtype)
-        for ref, scale in zip((k_ref, v_ref), scales, strict=True)
+        PagedKeys(ref, scale, table_ref, request, kv_head, q_ref.dtype, cache, parts)
+        for ref, scale, cache in zip((k_ref, v_ref), scales, caches, strict=True)
     )
-    acc, m, l = attend(rows, k, v, scale_ref[0], ranges, lambda *_: None, extras, spec, load=_paged)
-    common.store(acc_ref, acc, valid, spec.value_dim)
+    acc, m, l = attend(
+        rows, q, k, v, scale_ref[0], ranges, lambda *_: None, extras, spec, load=_paged
+    )
+    for ref, x in zip(_interleaved(acc_ref, parts, lax.iota(jnp.int32, block)), acc, strict=True):
+        common.store(ref, x, valid, spec.value_dim // parts)
     common.store_row(m_ref, m, valid)
     common.store_row(l_ref, l, valid)
 
@@ -196,9 +218,7 @@ def launches_of(p: PagedProblem, capability) -> list[tuple[Tile, tuple[int, int 
     block_kv = tile_table.DECODE_STAGE // (2 * width * p.dtype.itemsize)
     most = tile_table.DECODE_ROWS[width]
     uniform = p.tokens == p.batch * p.q_len
-    quantised = p.key_scales is not None or p.value_scales is not None
-    stages = 4 if quantised else 3
-    few = Tile(common.block_for(rows if uniform else p.groups, most), block_kv, 4, stages)
+    few = Tile(common.block_for(rows if uniform else p.groups, most), block_kv, 4, 3)
     if rows <= few.block_q:
         return [(few, (0, None))]
     units = _hardware.matrix_units(capability)
@@ -246,6 +266,10 @@ def _compute(p: PagedProblem, work: Work, spec: common.KernelSpec, extras: Extra
     """Return acc [work tiles, K, rows, V], m and l [work tiles, K, rows] of all work tiles."""
     width, value_width = common.padded(p.head_dim), common.padded(p.value_dim)
     scales = [x for x in (p.key_scales, p.value_scales) if x is not None]
+    parts = eight_bit.parts_of(p)
+    key_pages, value_pages = (
+        eight_bit.pack(x) if parts > 1 else x for x in (p.key_pages, p.value_pages)
+    )
     arrays = [
         p.scale[None],
         work.table,
@@ -273,16 +297,16 @@ def _compute(p: PagedProblem, work: Work, spec: common.KernelSpec, extras: Extra
     return common.call(
         pallas_flash_paged,
         p.query,
-        p.key_pages,
-        p.value_pages,
+        key_pages,
+        value_pages,
         *arrays,
         spec=spec,
         tile=tile,
         grid=(p.num_kv_heads, len(work.table)),
         in_specs=[
             pl.BlockSpec((p.tokens, p.num_heads, width), lambda k, w: (0, 0, 0)),
-            pages(width),
-            pages(value_width),
+            pages(width // parts),
+            pages(value_width // parts),
             common.whole_array(p.scale[None]),
             pl.BlockSpec((None, work.table.shape[1]), lambda k, w: (w, 0)),
             common.whole_array(p.requests.page_indices),
@@ -296,6 +320,8 @@ def _compute(p: PagedProblem, work: Work, spec: common.KernelSpec, extras: Extra
         out_shapes=[((*statistic, p.value_dim), jnp.float32), *[(statistic, jnp.float32)] * 2],
         groups=p.groups,
         quantised=(p.key_scales is not None, p.value_scales is not None),
+        caches=(p.key_pages.dtype, p.value_pages.dtype),
+        parts=parts,
     )
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import paged_cases, ttir
+from support.described_gpus import described_gpu
 from support.paged_cases import CONFIGS, check, draw, program
 from support.strict import strictly
 
@@ -63,6 +64,51 @@ ON_A_GPU = [
 def test_random_schedules_on_a_gpu(config):
     assert jax.default_backend() == "gpu", "`-m gpu` needs a GPU and a JAX that sees it."
     run(config, "triton", range(10))
+
+
+def each_byte(implementation, cache, head_dim):
+    """Return the output of 256 requests of one key, and its value: each byte in each column."""
+    bytes_of = np.arange(256)[:, None] + 7 * np.arange(head_dim)
+    pages = bytes_of.astype(np.uint8).view(cache)[:, None, None]
+    query = np.ones((256, 1, 1, head_dim), jnp.bfloat16)
+    lengths, table, scales = np.ones(256, np.int32), np.arange(256)[:, None], np.ones(1, np.float32)
+    o = paged(
+        query,
+        np.ones_like(pages),
+        pages,
+        lengths,
+        table.astype(np.int32),
+        key_scales=scales,
+        value_scales=scales,
+        implementation=implementation,
+    )
+    return np.asarray(o, np.float32)[:, 0, 0], pages[:, 0, 0].astype(np.float32)
+
+
+BYTES = [(x, n) for x in (np.int8, jnp.float8_e4m3fn) for n in (64, 16, 31)]
+
+
+@pytest.mark.parametrize(("cache", "head_dim"), BYTES, ids=str)
+def test_each_byte_in_words_or_columns(cache, head_dim):
+    """As words of two columns, and as single columns."""
+    np.testing.assert_array_equal(*each_byte("interpret", cache, head_dim))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cache", "head_dim"), BYTES, ids=str)
+def test_each_byte_on_a_gpu(cache, head_dim):
+    np.testing.assert_array_equal(*each_byte("triton", cache, head_dim))
+
+
+def test_float8_pages_need_a_newer_gpu():
+    pages, sizes = jnp.zeros((4, 16, 2, 64), jnp.float8_e4m3fn), jnp.ones(2)
+    arguments = jnp.ones((1, 1, 2, 64)), pages, pages, jnp.int32([5]), jnp.int32([[1]])
+    call = functools.partial(paged, key_scales=sizes, value_scales=sizes, implementation="triton")
+    refused = pytest.raises(NotImplementedError, match=r"float8_e4m3fn, .* 8\.9 .* with 8\.0; int8")
+    with described_gpu("NVIDIA A100-SXM4-80GB"), refused:
+        jax.eval_shape(call, *arguments)
+    with described_gpu("NVIDIA L4"):
+        jax.eval_shape(call, *arguments)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
