@@ -5,6 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ class Generation:
 
     Attributes:
         ended: Whether each text has ended.
-        compile_seconds: Time to compile the programs.
+        compile_seconds: Time to compile the programs; 0 where an equal model's are there.
         prefill: Tokens of the prompts, and the seconds in which they were read.
         decode: Tokens that came after the first of each text, and their seconds.
 
@@ -115,7 +116,6 @@ class Generation:
         self._texts = [list(prompt) for prompt in prompts]
         self.ended = [False] * len(prompts)
         self._count, self._stop_tokens = count, frozenset(stop_tokens)
-        self._sizes = self._programs = None
         self.compile_seconds = 0.0
         self.prefill = self.decode = 0, 0.0
 
@@ -153,11 +153,8 @@ class Generation:
         # Lists, because JAX takes longer to flatten Flax's trees than small models take for a step.
         (cache, cache_tree), (params, params_tree) = map(jax.tree.flatten, state)
 
-        def model_of(cache, params):
-            trees = (cache_tree, cache), (params_tree, params)
-            return nnx.merge(graphdef, *(jax.tree.unflatten(*x) for x in trees))
-
-        read, step = self._compiled(model_of, cache, params, padded, lengths)
+        structure = _Structure(graphdef, cache_tree, params_tree)
+        read, step = self._compiled(structure, cache, params, padded)
 
         key = jax.random.key(self._sampling.seed)
         stamp = time.perf_counter()
@@ -186,34 +183,53 @@ class Generation:
                 self.ended[row] = token in self._stop_tokens
         return taken
 
-    def _compiled(self, model_of, cache, params, padded, lengths):
-        """Return the programs `read` and `step` for a cache and padded texts."""
-        sizes = jax.tree.map(jnp.shape, (cache, padded))
-        if sizes != self._sizes:
-            start = time.perf_counter()
-            key, n = jax.random.key(0), np.int32(0)
-            token = np.zeros(len(padded), np.int32)
-            # On several devices, the next step must find the cache as this step found it.
-            places = [x.sharding for x in cache]
-            whole = places[0] if self._model.layout is None else self._model.layout.sharding()
-            read, step = (
-                jax.jit(
-                    functools.partial(function, model_of, self._sampling),
-                    donate_argnums=0,
-                    out_shardings=(whole, places),
-                )
-                for function in (_read, _step)
-            )
-            read = read.lower(cache, params, padded, lengths, key, n)
-            step = step.lower(cache, params, token, key, n)
-            self._sizes, self._programs = sizes, (read.compile(), step.compile())
+    def _compiled(self, structure, cache, params, padded):
+        """Return the programs that read the padded texts, and that add a token to each."""
+        # On several devices, the next step must find the cache as this step found it.
+        places = tuple(x.sharding for x in cache)
+        whole = places[0] if self._model.layout is None else self._model.layout.sharding()
+        shapes = (
+            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays)
+            for arrays in (cache, params)
+        )
+        rule = dataclasses.replace(self._sampling, seed=0)
+        start, before = time.perf_counter(), _programs.cache_info().misses
+        programs = _programs(structure, rule, (whole, places), *shapes, padded.shape)
+        if _programs.cache_info().misses > before:
             self.compile_seconds += time.perf_counter() - start
-        return self._programs
+        return programs
 
 
-def _read(model_of, sampling, cache, params, tokens, lengths, key, n):
+class _Structure(NamedTuple):
+    """What a model is, but for its arrays."""
+
+    graphdef: nnx.GraphDef
+    cache: Any
+    params: Any
+
+    def model(self, cache, params) -> Decoder:
+        trees = (self.cache, cache), (self.params, params)
+        return nnx.merge(self.graphdef, *(jax.tree.unflatten(*x) for x in trees))
+
+
+# Texts of other lengths, or another number of them, need other programs.
+@functools.lru_cache(maxsize=16)
+def _programs(structure: _Structure, sampling: Sampling, results, cache, params, texts):
+    """Compile the programs `read` and `step` for arrays of these shapes, and [texts, tokens]."""
+
+    def compiled(function, *shapes):
+        function = functools.partial(function, structure, sampling)
+        jitted = jax.jit(function, donate_argnums=0, out_shardings=(results[0], [*results[1]]))
+        key, n = jax.eval_shape(lambda: jax.random.key(0)), np.int32(0)
+        return jitted.lower([*cache], [*params], *shapes, key, n).compile()
+
+    tokens, each = (jax.ShapeDtypeStruct(shape, np.int32) for shape in (texts, texts[:1]))
+    return compiled(_read, tokens, each), compiled(_step, each)
+
+
+def _read(structure, sampling, cache, params, tokens, lengths, key, n):
     """Read the prompts, and return the token after each and the cache."""
-    model = model_of(cache, params)
+    model = structure.model(cache, params)
     stream = model.stream(tokens, decode=True, lengths=lengths)
     # The logits of all tokens would be larger than all else.
     last = stream[jnp.arange(len(tokens)), lengths - 1]
@@ -221,9 +237,9 @@ def _read(model_of, sampling, cache, params, tokens, lengths, key, n):
     return token, jax.tree.leaves(nnx.state(model, nnx.Cache))
 
 
-def _step(model_of, sampling, cache, params, token, key, n):
+def _step(structure, sampling, cache, params, token, key, n):
     """Return the token after one token of each text, and the cache."""
-    model = model_of(cache, params)
+    model = structure.model(cache, params)
     logits = model(token[:, None], decode=True)[:, -1]
     token = draw(logits, jax.random.fold_in(key, n), sampling)
     return token, jax.tree.leaves(nnx.state(model, nnx.Cache))

@@ -44,6 +44,19 @@ def test_batch_of_lengths_is_each_alone(family):
     assert found == [by_whole_passes(model, prompt, 9) for prompt in PROMPTS]
 
 
+def test_second_generation_compiles_nothing():
+    """Neither for other numbers of the same model, nor for another seed."""
+    first, second = make("llama"), make("llama")
+    flat, tree = jax.tree.flatten(nnx.state(second))
+    nnx.update(second, jax.tree.unflatten(tree, [-x for x in flat]))
+    results = []
+    for seed, model in enumerate((first, second, first)):
+        generation = Generation(model, [[1] * 7, [2] * 3], 4, Sampling(seed=seed % 2))
+        results.append([*generation])
+        assert (generation.compile_seconds > 0) == (seed == 0)
+    assert results[0] == results[2] != results[1]
+
+
 def test_stop_token_ends_one_text():
     model = make("llama")
     whole = texts(model, PROMPTS, 9)
