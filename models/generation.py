@@ -201,7 +201,7 @@ class Generation:
 
 
 class _Structure(NamedTuple):
-    """What a model is, but for its arrays."""
+    """A model without its arrays."""
 
     graphdef: nnx.GraphDef
     cache: Any

@@ -2,7 +2,7 @@
 
 A tile of 8-bit numbers would be read from shared memory byte by byte, because the matrix units take
 two rows of a column side by side. Words of 16 bits are read as those of bfloat16 are, 16 bytes at a
-time. So pages are seen as words of two neighbouring columns, [..., H / 2], and a word is unpacked
+time. So pages are taken as words of two neighbouring columns, [..., H / 2], and a word is unpacked
 into two tiles: even and odd columns. Products sum over columns in any order.
 """
 

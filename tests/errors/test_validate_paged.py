@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from support.calls import Row, each, refusal, row_of
 
 import pallas_flash
 
@@ -26,7 +26,7 @@ def call(**changes):
 CU = {"query": f32((6, 4, 8)), "cu_query_lengths": np.int32([0, 3, 6])}
 INT8 = jnp.ones((7, 16, 2, 8), jnp.int8)
 
-ROWS = {
+CALLS = {
     "lists": (dict(query=[1.0]), TypeError, "`query` must be an array; got "),
     "int queries": (dict(query=jnp.ones((2, 3, 4, 8), int)), TypeError, "`query` must be one of "),
     "rank 3 alone": (dict(query=f32((6, 4, 8))), ValueError, "`query` must have shape [R, T, hea"),
@@ -120,52 +120,91 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("row", ROWS)
+NEW = f32((2, 3, 2, 8))
+APPENDED = {
+    "heads of keys": (dict(key=f32((2, 3, 4, 8))), ValueError, "`value` must have the shape of `k"),
+    "pages of values": (
+        dict(value_pages=f32((7, 16, 2, 4))),
+        ValueError,
+        "`value` must have the heads and the h",
+    ),
+    "int keys": (dict(key=jnp.ones_like(NEW, int)), TypeError, "`key_pages` must have the dtype "),
+    "length": (dict(lengths=np.int32([49, 3])), ValueError, "`lengths` must be from 0 to the room"),
+}
+QUANTISED = {
+    "dtype": ((NEW, jnp.int4), "`dtype` must be one of int8, float8_e4m3fn; got int4."),
+    "int pages": ((NEW.astype(int), jnp.int8), "`pages` must be floating point, [.., tokens, K, "),
+    "rank": ((NEW[0, 0], jnp.int8), "`pages` must be floating point, [.., tokens, K, H]; got "),
+}
+
+
+def append(**changes):
+    arguments = {name: x for name, x in call().items() if name not in ("query", "implementation")}
+    return arguments | {"key": NEW, "value": NEW} | changes
+
+
+def derivative(**arguments):
+    q = arguments.pop("query")
+    jax.jvp(lambda q: pallas_flash.paged_attention(q, **arguments), (q,), (q,))
+
+
+def symbolic(**arguments):
+    shape = jax.export.symbolic_shape("r, 3, 4, 8")
+    jax.eval_shape(
+        lambda q: pallas_flash.paged_attention(**arguments | {"query": q}),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+
+
+def of_pages():
+    paged, sizes = pallas_flash.paged_attention, f32(2)
+    for id, (changes, error, said) in CALLS.items():
+        yield row_of(f"paged {id}", paged, error, said, **call(**changes))
+    for id, (changes, error, said) in APPENDED.items():
+        yield row_of(f"append {id}", pallas_flash.append_to_pages, error, said, **append(**changes))
+    for id, ((pages, dtype), said) in QUANTISED.items():
+        yield row_of(
+            f"quantize {id}", pallas_flash.quantize_pages, TypeError, said, pages=pages, dtype=dtype
+        )
+    yield row_of(
+        "paged derivative",
+        derivative,
+        NotImplementedError,
+        "`paged_attention` must not be differentiated",
+        **call(),
+    )
+    yield row_of(
+        "paged with a symbolic size",
+        symbolic,
+        NotImplementedError,
+        "`query` and pages must have known sizes; got symbolic ones",
+        **call(),
+    )
+    float8 = dict.fromkeys(("key_pages", "value_pages"), jnp.zeros(INT8.shape, jnp.float8_e4m3fn))
+    scales = {"key_scales": sizes, "value_scales": sizes}
+    yield Row(
+        "paged float8 on an A100",
+        lambda: call(implementation="triton", **float8, **scales),
+        NotImplementedError,
+        "serves the call; got 'triton'. Got float8_e4m3fn, which needs an NVIDIA GPU of compute "
+        "capability 8.9 or more",
+        gpu="NVIDIA A100-SXM4-80GB",
+        function=paged,
+    )
+
+
+ROWS = list(of_pages())
+
+
+@each(ROWS)
 def test_call_is_refused(row):
-    changes, error, said = ROWS[row]
-    with pytest.raises(error) as raised:
-        pallas_flash.paged_attention(**call(**changes))
-    sentence = str(raised.value)
-    assert sentence.startswith(said) and sentence.endswith("."), sentence
+    sentence = str(refusal(row))
+    assert row.fragment in sentence and sentence.endswith("."), sentence
 
 
 def test_the_call_itself_is_served():
     assert pallas_flash.paged_attention(**call()).shape == (2, 3, 4, 8)
     assert pallas_flash.paged_attention(**call(**CU)).shape == (6, 4, 8)
-
-
-def append(**changes):
-    arguments = {name: x for name, x in call().items() if name not in ("query", "implementation")}
-    new = f32((2, 3, 2, 8))
-    return pallas_flash.append_to_pages(**(arguments | {"key": new, "value": new} | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        (dict(key=f32((2, 3, 4, 8))), ValueError, "`value` must have the shape of `key` but for "),
-        (dict(value_pages=f32((7, 16, 2, 4))), ValueError, "`value` must have the heads and the h"),
-        (dict(key=f32((2, 3, 2, 8), jnp.int32)), TypeError, "`key_pages` must have the dtype of `"),
-        (dict(lengths=np.int32([49, 3])), ValueError, "`lengths` must be from 0 to the room of a"),
-    ],
-)
-def test_append_is_refused(changes, error, said):
-    with pytest.raises(error) as raised:
-        append(**changes)
-    assert str(raised.value).startswith(said), str(raised.value)
-
-
-def test_pages_are_not_quantised():
-    x = f32((2, 16, 2, 8))
-    for arguments, said in [
-        ((x, jnp.int4), "`dtype` must be one of int8, float8_e4m3fn; got int4."),
-        ((x.astype(int), jnp.int8), "`pages` must be floating point, [.., tokens, K, H]; got "),
-        ((x[0, 0], jnp.int8), "`pages` must be floating point, [.., tokens, K, H]; got "),
-    ]:
-        with pytest.raises(TypeError) as raised:
-            quantised = pallas_flash.quantize_pages(*arguments)
-            del quantised
-        assert str(raised.value).startswith(said), str(raised.value)
 
 
 def test_traced_numbers_are_not_refused():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import paged_cases, ttir
-from support.described_gpus import described_gpu
 from support.paged_cases import CONFIGS, check, draw, program
 from support.strict import strictly
 
@@ -98,17 +97,6 @@ def test_each_byte_in_words_or_columns(cache, head_dim):
 @pytest.mark.parametrize(("cache", "head_dim"), BYTES, ids=str)
 def test_each_byte_on_a_gpu(cache, head_dim):
     np.testing.assert_array_equal(*each_byte("triton", cache, head_dim))
-
-
-def test_float8_pages_need_a_newer_gpu():
-    pages, sizes = jnp.zeros((4, 16, 2, 64), jnp.float8_e4m3fn), jnp.ones(2)
-    arguments = jnp.ones((1, 1, 2, 64)), pages, pages, jnp.int32([5]), jnp.int32([[1]])
-    call = functools.partial(paged, key_scales=sizes, value_scales=sizes, implementation="triton")
-    refused = pytest.raises(NotImplementedError, match=r"float8_e4m3fn, .* 8\.9 .* with 8\.0; int8")
-    with described_gpu("NVIDIA A100-SXM4-80GB"), refused:
-        jax.eval_shape(call, *arguments)
-    with described_gpu("NVIDIA L4"):
-        jax.eval_shape(call, *arguments)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
