@@ -288,9 +288,15 @@ class Decoder(nnx.Module):
         ropes = {layer.attention.rope for layer in self.layers} - {None}
         turns = {rope: rotation(rope, self.config.head_dim, positions) for rope in ropes}
         place = Place(turns, segment_ids, start, end)
+
+        def through(layer, x):
+            return layer(x, place)
+
+        if self.config.remat and not decode:
+            through = nnx.remat(through, policy=pallas_flash.save_residuals)
         for layer in self.layers:
             # Activations of decoding follow the parameters.
-            x = layer(x if self.layout is None or decode else self.layout.stream(x), place)
+            x = through(layer, x if self.layout is None or decode else self.layout.stream(x))
         if decode:
             full = end > self.layers[0].attention.cached_key.shape[1]
             x = jnp.where(full[:, None, None], jnp.nan, x)

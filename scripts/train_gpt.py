@@ -1,4 +1,4 @@
-"""Train a small GPT on bytes, end to end through `pallas_flash.attention`.
+"""Train a small GPT, or tune published weights, end to end through `pallas_flash.attention`.
 
     pip install -e '.[train]'
     python scripts/train_gpt.py                          # a few minutes on two CPUs
@@ -6,10 +6,12 @@
     python scripts/train_gpt.py --preset gpt2-small      # 85 M parameters, for a GPU
     python scripts/train_gpt.py --mesh data=2,fsdp=2,sequence=2,tensor=2    # several devices
     python scripts/train_gpt.py --attention cudnn        # to compare its speed, on a GPU
+    python scripts/train_gpt.py --init-from Qwen2.5-0.5B --data tokens/    # fine-tuning
 
 Without `--data` the text is the source of the Python that runs the script: several megabytes that
 every machine has, in a language whose samples one can judge. Its tests, installed packages and
-generated tables (`encodings`, `pydoc_data`) are left out.
+generated tables (`encodings`, `pydoc_data`) are left out. Tokens are bytes, unless `--data` is a
+folder of `prepare_tokens.py`.
 
 Before training, the script compares the gradient of every parameter through the chosen attention
 with the gradient through the dense reference, and stops if they differ. (It does not compare
@@ -22,7 +24,8 @@ equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true` there, which is slo
 
 This file has, in reading order, functions of the model, the gradient check, the loop, and the run.
 The other files are in `training/`: `settings.py` (flags and presets), `text.py` (data),
-`attention.py`, `mesh.py` (several devices; `models/sharding.py` says where parameters lie),
+`weights.py` (fine-tuning), `attention.py`, `mesh.py` (several devices; `models/sharding.py` says
+where parameters lie),
 `processes.py` (several processes, signals), `run_folder.py` and `checkpoints.py` (files), and
 `report.py` (speed, metrics).
 """
@@ -30,7 +33,6 @@ The other files are in `training/`: `settings.py` (flags and presets), `text.py`
 import collections
 import dataclasses
 import functools
-import math
 import shlex
 import sys
 import time
@@ -46,8 +48,10 @@ try:
     from flax import nnx
     from tqdm import tqdm
 
+    from models.generation import Generation, Sampling
     from models.gpt import GPT, GPTConfig, generate, loss
     from models.sharding import Layout
+    from scripts.generation.tokens import Bytes, FromFolder
     from scripts.training import processes
     from scripts.training.attention import attention_layer
     from scripts.training.mesh import check_memory, make_layout
@@ -61,7 +65,16 @@ try:
         flat_config,
         make_parser,
     )
-    from scripts.training.text import Text, held_out_batches, load_text, training_batch
+    from scripts.training.text import (
+        END,
+        TOKENIZER,
+        Text,
+        fit_to_text,
+        held_out_batches,
+        load_text,
+        training_batch,
+    )
+    from scripts.training.weights import Tuned
 except ModuleNotFoundError as error:
     raise SystemExit(
         "train_gpt.py: error: this script needs a checkout installed with its `train` extra; got "
@@ -88,7 +101,7 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-def model_functions(model: GPTConfig, seed: int, layout: Layout | None = None):
+def model_functions(model: GPTConfig | Tuned, seed: int, layout: Layout | None = None):
     """Return the model as pure functions `init() -> params` and `loss_fn(params, tokens) -> loss`.
 
     `init` should run uncompiled: op by op, each of its few shapes compiles once. XLA for GPUs takes
@@ -96,6 +109,8 @@ def model_functions(model: GPTConfig, seed: int, layout: Layout | None = None):
 
     Flax modules are split once, here; the training loop has plain dictionaries of arrays.
     """
+    if isinstance(model, Tuned):
+        return model.functions(layout)
 
     def make():
         layer = attention_layer(model, layout)
@@ -197,7 +212,10 @@ def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
 
 
 def make_steps(config: TrainConfig, layout: Layout):
-    """Return `init_state()`, `train_step(state, batch)` and `eval_step(params, batches)`."""
+    """Return `init_state(params)`, `train_step(state, batch)` and `eval_step(params, batches)`.
+
+    Without parameters, the state begins with random ones.
+    """
     init, loss_fn, _ = model_functions(config.model, config.seed, layout)
     optimizer, schedule = make_optimizer(config)
 
@@ -206,8 +224,8 @@ def make_steps(config: TrainConfig, layout: Layout):
 
     places = layout.of(jax.eval_shape(lambda: begin(init())))
 
-    def init_state():
-        return jax.jit(begin, out_shardings=places)(init())
+    def init_state(params=None):
+        return jax.jit(begin, out_shardings=places)(init() if params is None else params)
 
     # Donation lets the new state take the place of the old one in memory.
     @functools.partial(
@@ -254,8 +272,10 @@ def gradient_error(config: TrainConfig, text: Text, layout: Layout) -> tuple[flo
     check = dataclasses.replace(config, model=model, batch_size=max(2, shares), accumulation=1)
     batch = training_batch(text.train, 0, check, layout)
 
-    init, _, _ = model_functions(model, config.seed, layout)
-    params = init()
+    if isinstance(model, Tuned):
+        params = model.read(config.init_from, layout)
+    else:
+        params = model_functions(model, config.seed, layout)[0]()
 
     # A search for the fastest matrix products of a GPU is not worth its time for one run.
     quick = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
@@ -279,10 +299,14 @@ def gradient_error(config: TrainConfig, text: Text, layout: Layout) -> tuple[flo
             lambda a, b: jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2)), ours, reference
         )
 
+    errors = jax.tree.leaves_with_path(jax.device_get(relative(ours, reference)))
     return max(
         # A gradient that is not a number must win.
         (np.inf if np.isnan(error) else float(error), jax.tree_util.keystr(path))
-        for path, error in jax.tree.leaves_with_path(jax.device_get(relative(ours, reference)))
+        for path, error in errors
+        # The gradient of a bias of keys is zero without rotary positions, and else a small sum of
+        # large numbers.
+        if not jax.tree_util.keystr(path, simple=True, separator="/").endswith("key/bias")
     )
 
 
@@ -358,11 +382,13 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
             seconds += elapsed
             speed = work.speed(1e3 * elapsed / len(pending))
             val_loss = float(eval_step(state.params, held_out)) if look else None
-            lines = metric_lines(step, values, speed, val_loss)
+            bits = None if val_loss is None else text.bits_per_byte(val_loss)
+            lines = metric_lines(step, values, speed, val_loss, bits)
             if processes.is_writer() and (look or (due and progress.disable)):
-                left = progress.format_interval((config.steps - step) * speed.ms / 1e3)
-                held = f"held out {val_loss:.4f}" if look else f"{left} left"
-                progress.write(f"step {step:6d}   loss {lines[-1]['loss']:.4f}   {held}   {speed}")
+                more = f"{progress.format_interval((config.steps - step) * speed.ms / 1e3)} left"
+                if look:
+                    more = f"held out {val_loss:.4f} ({bits:.3f} bits per byte)"
+                progress.write(f"step {step:6d}   loss {lines[-1]['loss']:.4f}   {more}   {speed}")
             if look or due:
                 printed = time.perf_counter()
             progress.set_postfix_str(
@@ -387,8 +413,9 @@ class TrainResult:
 
     Attributes:
         step: Updates done, over all the sessions of the run.
-        loss: Training loss of the last update, in nats per byte.
+        loss: Training loss of the last update, in nats per token.
         val_loss: Last loss on the held-out text; None without an evaluation.
+        bits_per_byte: The same in bits for a byte of that text.
         gradient_error: Error of the gradient check; None without a check.
         speed: Mean speed of this session, without compilation, evaluation and checkpoints; None
             without an update.
@@ -399,32 +426,47 @@ class TrainResult:
     step: int
     loss: float | None
     val_loss: float | None
+    bits_per_byte: float | None
     gradient_error: float | None
     speed: Speed | None
     sample: str | None
     interrupted: bool
 
 
-def sample_text(config: TrainConfig, layout: Layout, params) -> str:
+def initial_params(config: TrainConfig, layout: Layout, shapes):
+    """Return the parameters of the folder that the run begins with; None for random ones."""
+    if config.init_from is None:
+        return None
+    if isinstance(config.model, Tuned):
+        return config.model.read(config.init_from, layout)
+    return params_of(Path(config.init_from), config.model, shapes, layout.of(shapes))
+
+
+def sample_text(config: TrainConfig, layout: Layout, params, words: Bytes | FromFolder) -> str:
     """Return a continuation of the prompt by the model."""
+    prompt = words.encode(config.prompt)
+    if isinstance(config.model, Tuned):
+        _, _, graphdef = model_functions(config.model, config.seed, layout)
+        drawn = Sampling(config.temperature, config.top_k, seed=config.seed)
+        model, count = nnx.merge(graphdef, params), config.sample_tokens
+        found = Generation(model, [prompt], count, drawn, stop_tokens=words.stop_tokens)
+        return words.decode([*prompt, *(token for [token] in found)])
     # Devices do not divide one sequence; the layers run where their parameters lie.
     _, _, graphdef = model_functions(config.model, config.seed)
-    prompt = config.prompt.encode(errors="surrogateescape")
 
     @functools.partial(jax.jit, out_shardings=layout.sharding())
     def sample(params):
         key = jax.random.fold_in(jax.random.key(config.seed), config.steps)
-        tokens = np.frombuffer(prompt, np.uint8)[None].astype(np.int32)
         return generate(
             nnx.merge(graphdef, params),
             key,
-            tokens,
+            np.array([prompt], np.int32),
             config.sample_tokens,
             temperature=config.temperature,
             top_k=config.top_k,
         )
 
-    return bytes(np.asarray(sample(params)[0], np.uint8)).decode(errors="replace")
+    return words.decode(np.asarray(sample(params)[0]).tolist())
 
 
 def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
@@ -443,6 +485,7 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     layout, device = make_layout(config), jax.local_devices()[0]
     text = load_text(config)
+    config = fit_to_text(config, text)
     # Text and run folders may have other names on another machine.
     paths = {"data": None, "out_dir": None, "init_from": None}
     processes.check_same({**flat_config(config), **paths, "text": text.sha256})
@@ -457,10 +500,11 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         finished = folder.last_step == config.steps
         if config.gradient_check and not finished:
             error = check_gradients(config, text, layout)
-        state = folder.resume(init_state, layout.of)
-        if config.init_from is not None and not folder.last_step:
-            path = Path(config.init_from)
-            state = state._replace(params=params_of(path, config.model, init_state, layout.of))
+
+        def first_state():
+            return init_state(initial_params(config, layout, params))
+
+        state = folder.resume(init_state if folder.last_step else first_state, layout.of)
         if finished:
             say(
                 "finished",
@@ -479,13 +523,19 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         lines = folder.metrics()
         interrupted = int(state.step) < config.steps
         looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
+        if text.prepared is not None:
+            folder.keep([Path(config.data, name) for name in (TOKENIZER, END)])
+        if isinstance(config.model, Tuned) and not interrupted:
+            config.model.save(config.init_from, state.params, folder.path, layout)
+        words = text.tokens
         return TrainResult(
             step=int(state.step),
             loss=lines[-1]["loss"],
             val_loss=looks[-1] if looks else None,
             gradient_error=error,
             speed=speed,
-            sample=None if interrupted else sample_text(config, layout, state.params),
+            bits_per_byte=text.bits_per_byte(looks[-1]) if looks else None,
+            sample=None if interrupted else sample_text(config, layout, state.params, words),
             interrupted=interrupted,
         )
 
@@ -533,8 +583,8 @@ def main(argv: list[str] | None = None) -> int:
     speed = "" if result.speed is None else f", {result.speed}"
     say(
         "done",
-        f"step {result.step}: loss {result.loss:.4f}, held out {result.val_loss:.4f} nats "
-        f"({result.val_loss / math.log(2):.3f} bits) per byte{speed}; "
+        f"step {result.step}: loss {result.loss:.4f}, held out {result.val_loss:.4f} nats per "
+        f"token, {result.bits_per_byte:.3f} bits per byte{speed}; "
         f"{time.perf_counter() - start:.0f} s in all; see {config.out_dir}",
     )
     processes.finish()

@@ -13,6 +13,7 @@ from models import Decoder
 from models.sharding import AXES, Layout
 from scripts.command import UserError
 from scripts.generation.tokens import Bytes, FromFolder, read_json
+from scripts.training.weights import weights_folder
 
 RUN = "run.json"
 # Fields of generation_config.json, where it says that tokens are drawn.
@@ -71,11 +72,12 @@ def open_source(
     """
     if not folder.is_dir():
         raise UserError(f"RUN_OR_FOLDER must be a folder; got {folder}.")
-    layout = make_layout(devices)
-    if (folder / RUN).exists():
+    layout, weights = make_layout(devices), weights_folder(folder)
+    if (folder / RUN).exists() and weights is None:
         if layout is not None:
             raise UserError(f"--devices must be 1 for a run; got {devices}.")
         return _open_run(folder, dtype, attention)
+    folder = weights or folder
     try:
         model = Decoder.from_pretrained(
             folder, layout=layout, dtype=dtype, implementation=attention
@@ -110,6 +112,7 @@ def _open_run(folder: pathlib.Path, dtype: str | None, attention: str | None) ->
         from models.gpt import GPTConfig, as_decoder
         from scripts.train_gpt import model_functions
         from scripts.training.checkpoints import Checkpoints, read_marked
+        from scripts.training.text import TOKENIZER
     except (ModuleNotFoundError, SystemExit):
         raise UserError(
             "a run needs the packages that trained it: run pip install -e '.[train]'."
@@ -118,13 +121,15 @@ def _open_run(folder: pathlib.Path, dtype: str | None, attention: str | None) ->
     if saved is None:
         raise UserError(f"{folder / RUN} must be one that train_gpt.py has written; got another.")
     checkpoints = Checkpoints(folder.absolute() / "checkpoints")
-    for step in reversed(checkpoints.steps()):
-        if (damage := checkpoints.damage(step)) is None:
-            break
-        print(f"the checkpoint of step {step} is damaged ({damage})", file=sys.stderr)
-    else:
+    if not (step := checkpoints.newest_whole()):
         raise UserError(f"{folder} must have a whole checkpoint; got none: train it further.")
-    config = GPTConfig(**{field.name: saved[field.name] for field in dataclasses.fields(GPTConfig)})
+    names = [field.name for field in dataclasses.fields(GPTConfig)]
+    if left := [name for name in names if name not in saved]:
+        raise UserError(
+            f"{folder} must have a model of its own, or its tuned weights; got no {left[0]} in "
+            f"{RUN}: let the run end."
+        )
+    config = GPTConfig(**{name: saved[name] for name in names})
     config = dataclasses.replace(config, dtype=dtype or config.dtype, attention=attention)
     init, _, _ = model_functions(dataclasses.replace(config, attention=None), saved["seed"])
     params = checkpoints.parameters(step, jax.eval_shape(init))
@@ -133,4 +138,5 @@ def _open_run(folder: pathlib.Path, dtype: str | None, attention: str | None) ->
     except ValueError as error:
         raise UserError(str(error)) from None
     defaults = {name: saved[name] for name in ("temperature", "top_k", "prompt")}
-    return Source(model, Bytes(), defaults, f"step {step} of the run {folder}")
+    tokens = FromFolder(folder) if (folder / TOKENIZER).exists() else Bytes()
+    return Source(model, tokens, defaults, f"step {step} of the run {folder}")

@@ -31,6 +31,27 @@ class Bytes:
         return bytes(tokens).decode(errors="replace")
 
 
+def open_tokenizer(path: pathlib.Path):
+    """Return the `tokenizers.Tokenizer` of a file.
+
+    Raises:
+        UserError: There is no such file, it is damaged, or the package is missing.
+    """
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise UserError(
+            f"{path} needs the package tokenizers: run pip install -e '.[models]'."
+        ) from None
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The package raises no other type.
+        raise UserError(
+            f"{path.parent} must have a {path.name} that the package tokenizers reads; got "
+            f"{str(error).splitlines()[0]!r}."
+        ) from None
+
+
 class FromFolder:
     """The tokens of a folder with tokenizer.json, and its chat template.
 
@@ -47,20 +68,7 @@ class FromFolder:
     """
 
     def __init__(self, folder: pathlib.Path):
-        try:
-            import tokenizers
-        except ModuleNotFoundError:
-            raise UserError(
-                "a folder of weights needs the package tokenizers: run pip install -e '.[models]'."
-            ) from None
-        path = folder / "tokenizer.json"
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # The package raises no other type.
-            raise UserError(
-                f"{folder} must have a tokenizer.json that the package tokenizers reads; got "
-                f"{str(error).splitlines()[0]!r}."
-            ) from None
+        self._tokenizer = open_tokenizer(folder / "tokenizer.json")
         self._settings = read_json(folder / "tokenizer_config.json")
         generation = read_json(folder / "generation_config.json")
         end = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))

@@ -12,6 +12,7 @@ from models.gpt import GPTConfig
 from models.sharding import AXES, BATCH, Layout
 from pallas_flash.flax import SelfAttention, apply_rope
 from scripts.training.processes import UserError
+from scripts.training.weights import Tuned
 
 
 class _LayerWithCall(SelfAttention):
@@ -94,7 +95,9 @@ def attention_layer(model: GPTConfig, layout: Layout | None = None) -> Callable[
     return functools.partial(_LayerWithCall, call=call)
 
 
-def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple[str, list[str]]:
+def explain_attention(
+    model: GPTConfig | Tuned, sequences: int, layout: Layout
+) -> tuple[str, list[str]]:
     """Return the attention that serves a device in a step on a batch, and the reasons.
 
     Args:
@@ -130,6 +133,7 @@ def explain_attention(model: GPTConfig, sequences: int, layout: Layout) -> tuple
             implementation=model.attention,
             query_positions=positions,
             key_value_positions=positions,
+            **(model.options(query.shape[0]) if isinstance(model, Tuned) else {}),
         )
     except (ValueError, NotImplementedError, RuntimeError) as error:
         refused = f"`implementation` must be one that serves the call; got {model.attention!r}. "

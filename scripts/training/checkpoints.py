@@ -126,14 +126,13 @@ class Checkpoints:
             )
         return step
 
-    def open(self, *, read_only: bool = False):
+    def open(self):
         """Start orbax's manager; every process calls this before it saves or restores."""
         # Its threads would print pages about an error that is also raised.
         absl.logging.set_verbosity(absl.logging.FATAL)
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,
-            cleanup_tmp_directories=not read_only,
-            read_only=read_only,
+            cleanup_tmp_directories=True,
             save_root_metadata=False,
             single_host_load_and_broadcast=several(),
         )
@@ -197,20 +196,34 @@ class Checkpoints:
                 "as they were written."
             ) from error
 
-    def parameters(self, step: int, shapes):
-        """Return the parameters of a checkpoint on one device, without the optimizer's state.
+    def newest_whole(self) -> int:
+        """Return the step of the newest whole checkpoint, 0 without one; nothing is changed."""
+        for step in reversed(self.steps()):
+            damage = self.damage(step)
+            if damage is None:
+                return step
+            warn(f"the checkpoint of step {step} is damaged ({damage}) and was skipped.")
+        return 0
+
+    def parameters(self, step: int, shapes, shardings=None):
+        """Return the parameters of a checkpoint, without the optimizer's state; all processes call.
 
         Args:
             step: The step of the checkpoint.
             shapes: The tree of their shapes.
+            shardings: The tree of their shardings; None puts all on one device.
 
         Raises:
             UserError: The checkpoint has no such parameters.
         """
         absl.logging.set_verbosity(absl.logging.FATAL)
-        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        if shardings is None:
+            place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            shardings = jax.tree.map(lambda x: place, shapes)
         wanted = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), {"params": shapes}
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            {"params": shapes},
+            {"params": shardings},
         )
         options = ocp.args.PyTreeRestore(
             item=wanted,

@@ -8,9 +8,10 @@ After PaLM (https://arxiv.org/abs/2204.02311, appendix B) a token costs
 
     6 * parameters + 12 * layers * width * context
 
-forward and backward: the first term is for the parameters outside of the embedding, the second for
-the two products of attention. Here the second is halved, because a causal mask needs only half of
-the scores; PaLM counts all of them. Work that an implementation repeats counts once.
+forward and backward: the first term is for the parameters outside of the embeddings, the second for
+the two products of attention, whose width is that of all query heads. Here the second is halved,
+because a causal mask needs only half of the scores; PaLM counts all of them. Windows and documents
+are not subtracted. Work that an implementation repeats counts once.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ from scripts.training.mesh import describe_mesh
 from scripts.training.processes import UserError, say, several
 from scripts.training.settings import TrainConfig
 from scripts.training.text import Text
+from scripts.training.weights import Tuned
 
 # Dense bfloat16 FLOP/s by JAX's `device_kind`, from NVIDIA's data sheets. For the H200 and the H100
 # they print the rate with sparsity, which is twice this.
@@ -94,14 +96,16 @@ class Work:
 
 
 def work_of(
-    model: GPTConfig, params: Any, sequences: int, device: jax.Device, count: int = 1
+    model: GPTConfig | Tuned, params: Any, sequences: int, device: jax.Device, count: int = 1
 ) -> Work:
     """Return the work of an update on `sequences` full contexts by `count` such devices.
 
     `params` may be shapes.
     """
-    parameters = count_of(params) - count_of(params["embedding"])
-    attention = 12 * model.num_layers * model.embed_dim * model.context // 2
+    embeddings = [params[name] for name in ("embedding", "position_embedding") if name in params]
+    parameters = count_of(params) - count_of(embeddings)
+    width = model.num_heads * model.head_dim
+    attention = 12 * model.num_layers * width * model.context // 2
     return Work(
         tokens=sequences * model.context,
         flops_per_token=6 * parameters + attention,
@@ -129,8 +133,10 @@ def peak_bytes() -> int | None:
     return max((x for x in counts if x is not None), default=None)
 
 
-def metric_lines(last_step: int, values, speed: Speed, val_loss) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl for consecutive steps; `val_loss` is of the last one.
+def metric_lines(
+    last_step: int, values, speed: Speed, val_loss, val_bits_per_byte=None
+) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl for consecutive steps; held-out losses are the last one's.
 
     Raises:
         UserError: A loss is not a finite number.
@@ -141,6 +147,7 @@ def metric_lines(last_step: int, values, speed: Speed, val_loss) -> list[dict[st
             "step": step,
             "loss": float(value["loss"]),
             "val_loss": val_loss if step == last_step else None,
+            "val_bits_per_byte": val_bits_per_byte if step == last_step else None,
             "lr": float(value["lr"]),
             **speed._asdict(),
             "peak_bytes": peak,
@@ -181,11 +188,7 @@ def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params
     say("attention", f"{attention} (--attention {model.attention or 'auto'})")
     for line in reasons:
         say("", line)
-    say(
-        "text",
-        f"{len(text.train):,} bytes of {len(text.train_files)} files to train on, "
-        f"{len(text.held_out):,} bytes of {len(text.held_out_files)} files held out",
-    )
+    say("text", str(text))
     if text.left_out:
         say("", f"left out, because they are folders of runs: {', '.join(text.left_out)}")
     say("updates", f"{config.steps:,}, {config.warmup_steps} of them warmup")

@@ -4,6 +4,8 @@
     metrics.jsonl    one line for each step
     loss.png         the curves of the metrics
     checkpoints/     see checkpoints.py
+    tokenizer.json   that of the text, where its tokens are no bytes
+    weights/         the tuned copy of published weights; see weights.py
     train_gpt.lock   kept; locked while a process works here
     checkpoints.restart/
                      the first checkpoint of a run that `--restart` began, while it is written
@@ -34,6 +36,7 @@ from models.gpt import GPTConfig
 from scripts.training.checkpoints import MARK, Checkpoints, read_marked, write_file
 from scripts.training.processes import UserError, from_writer, is_writer, say, warn
 from scripts.training.settings import TrainConfig, config_of_run, flat_config
+from scripts.training.weights import WEIGHTS
 
 try:
     import fcntl
@@ -148,6 +151,8 @@ class RunFolder:
             return
         new.remove_unfinished()
         for step in new.steps():
+            # The new run writes its own at its end.
+            shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
             for replaced in old.folders():
                 (old.path / str(replaced)).rename(new.path / f"{replaced}.old")
             for name in (METRICS, RUN):
@@ -251,6 +256,12 @@ class RunFolder:
             self._checkpoints.open()
         self.last_step = step
 
+    def keep(self, files: list[Path]):
+        """Copy files into the folder."""
+        if is_writer():
+            for path in files:
+                shutil.copy(path, self.path)
+
     def plot(self):
         """Draw the loss curves; a failure is a warning, so that the run ends as it should."""
         if is_writer():
@@ -262,40 +273,37 @@ class RunFolder:
                 warn(f"{CURVES} was not written: {error}.")
 
 
-def params_of(path: Path, model: GPTConfig, init_state, shardings_of):
+def params_of(path: Path, model: GPTConfig, shapes, shardings):
     """Return the parameters of the newest whole checkpoint of a run, which stays as it is.
 
     Args:
         path: The folder of the run.
         model: The model that gets the parameters; the run's may differ in what has none.
-        init_state: See `Checkpoints.restore`.
-        shardings_of: See there.
+        shapes: See `Checkpoints.parameters`.
+        shardings: See there.
 
     Raises:
         UserError: It is no such folder, its model has other parameters, or no checkpoint is whole.
     """
     if not is_run_folder(path):
-        raise UserError(f"`init_from` must be the folder of a run; got {str(path)!r}.")
+        raise UserError(f"`init_from` must be the folder of a run or weights; got {str(path)!r}.")
     other = config_of_run(path / RUN).model
     names = "vocab_size", "num_layers", "num_heads", "kv_heads", "embed_dim", "mlp_dim"
     differ = [
         f"{name} (there {getattr(other, name)}, here {getattr(model, name)})"
         for name in (*names, "rope_theta")
-        if getattr(other, name) != getattr(model, name)
+        if getattr(other, name, None) != getattr(model, name)
     ]
     if differ:
         raise UserError(
             f"`init_from` must have a model of the same shape; got {str(path)!r}, which differs in "
             f"{', '.join(differ)}: take its settings by --config."
         )
-    checkpoints = Checkpoints(path / CHECKPOINTS)
-    steps = (x for x in reversed(checkpoints.steps()) if checkpoints.damage(x) is None)
-    step = from_writer(lambda: next(steps, 0))
+    checkpoints = Checkpoints(path.absolute() / CHECKPOINTS)
+    step = from_writer(checkpoints.newest_whole)
     if not step:
         raise UserError(f"`init_from` must have a whole checkpoint; got {str(path)!r} without one.")
-    checkpoints.open(read_only=True)
-    with contextlib.closing(checkpoints):
-        params = checkpoints.restore(step, init_state, shardings_of).params
+    params = checkpoints.parameters(step, shapes, shardings)
     say("parameters", f"of step {step} of {path}")
     return params
 
@@ -319,7 +327,7 @@ def draw_curves(lines: list[dict[str, Any]]) -> Figure:
     axes.plot(steps, losses, linewidth=0.8, alpha=0.6, label="training batch")
     if looks:
         axes.plot(*zip(*looks, strict=True), "o-", label="held-out text")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

@@ -13,6 +13,7 @@ from models.sharding import AXES
 from scripts.command import Parser
 from scripts.training.checkpoints import MARK, read_marked
 from scripts.training.processes import FLAGS, UserError
+from scripts.training.weights import Tuned, open_weights, weights_folder
 
 # A number computed in float32 must be finite there, and one that divides must not be zero.
 TINY, HUGE = 1e-30, 1e30
@@ -33,6 +34,11 @@ RANGES = {
 }
 
 
+# Settings of a model that is made here, and of one whose shape comes with its weights.
+GPT_NAMES = tuple(field.name for field in dataclasses.fields(GPTConfig))
+TUNED = ("context", "dtype", "param_dtype", "attention", "remat")
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """All settings of a run; the defaults are the `cpu` preset.
@@ -42,10 +48,11 @@ class TrainConfig:
 
     Attributes:
         model: The shape of the model; its fields are flags of their own.
-        data: Text file, or folder of text files, to train on; auto is Python's standard library.
+        data: Text file, or folder of text files, or of tokens by prepare_tokens.py; auto is
+            Python's standard library.
         out_dir: Folder of the run's results; a run in it is resumed.
-        init_from: Folder of another run; this one begins with the parameters of its newest
-            checkpoint. auto is random ones.
+        init_from: Folder of another run, whose newest parameters this one begins with; or of
+            weights with a config.json, which are tuned. auto is random ones.
         mesh: Devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; auto is all of them on
             data. A run may resume with another mesh, which changes only the order of sums.
         seed: Decides the initial parameters, the order of the data and the sample.
@@ -72,7 +79,7 @@ class TrainConfig:
         top_k: Number of most likely bytes from which the sample is drawn; auto is all.
     """
 
-    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
+    model: GPTConfig | Tuned = dataclasses.field(default_factory=GPTConfig)
     data: str | None = dataclasses.field(default=None, compare=False)
     out_dir: str = dataclasses.field(default="runs/gpt", compare=False)
     init_from: str | None = None
@@ -132,8 +139,7 @@ class TrainConfig:
 
 def by_flags(message: object) -> str:
     """Return a message with flags where it has settings: --batch-size for `batch_size`."""
-    fields = (*dataclasses.fields(GPTConfig), *dataclasses.fields(TrainConfig))
-    names = {*FLAGS, "config", *(field.name for field in fields)}
+    names = {*FLAGS, "config", *GPT_NAMES, *(x.name for x in dataclasses.fields(TrainConfig))}
 
     def flag(match):
         return f"--{match[1].replace('_', '-')}" if match[1] in names else match[0]
@@ -160,8 +166,10 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 def flat_config(config: TrainConfig) -> dict[str, Any]:
     """Return all settings in one dictionary, the model's among them."""
-    settings = dataclasses.asdict(config)
-    return {**settings.pop("model"), **settings}
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    model = settings.pop("model")
+    names = TUNED if isinstance(model, Tuned) else GPT_NAMES
+    return {**{name: getattr(model, name) for name in names}, **settings}
 
 
 PRESETS = {
@@ -184,6 +192,17 @@ PRESETS = {
         accumulation=4,
         learning_rate=2e-4,
         warmup_steps=200,
+    ),
+    # For `init_from` with weights, whose shape it leaves.
+    "fine-tune": TrainConfig(
+        model=GPTConfig(context=1024),
+        out_dir="runs/fine-tuned",
+        steps=200,
+        batch_size=8,
+        learning_rate=2e-5,
+        warmup_steps=20,
+        eval_every=50,
+        checkpoint_every=100,
     ),
 }
 
@@ -220,7 +239,9 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     base = parser.add_mutually_exclusive_group()
     base.add_argument(
-        "--preset", choices=PRESETS, default="cpu", help="values of the flags that are not given"
+        "--preset",
+        choices=PRESETS,
+        help="values of the flags that are not given (default: cpu; with weights: fine-tune)",
     )
     base.add_argument(
         "--config",
@@ -293,7 +314,9 @@ def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
         UserError: The values do not fit together.
     """
     values = {k: None if x == "auto" else x for k, x in flags.items()}
-    preset, path = PRESETS[values.pop("preset")], values.pop("config", None)
+    start, path = values.get("init_from"), values.pop("config", None)
+    preset = "fine-tune" if start and weights_folder(Path(start)) else "cpu"
+    preset = PRESETS[values.pop("preset", preset)]
     base = preset if path is None else config_of_run(Path(path))
     if "steps" in values:
         values.setdefault("warmup_steps", min(base.warmup_steps, values["steps"] // 10))
@@ -306,13 +329,22 @@ def with_values(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
     Raises:
         UserError: The values do not fit together.
     """
-    names = {field.name for field in dataclasses.fields(GPTConfig)}
-    model = {name: x for name, x in values.items() if name in names}
-    others = {name: x for name, x in values.items() if name not in names}
+    given = {name: x for name, x in values.items() if name in GPT_NAMES}
+    others = {name: x for name, x in values.items() if name not in GPT_NAMES}
+    path, model = others.get("init_from", config.init_from), config.model
     try:
-        return dataclasses.replace(
-            config, model=dataclasses.replace(config.model, **model), **others
-        )
+        if path and weights_folder(Path(path)):
+            if shape := [name for name in given if name not in TUNED]:
+                raise UserError(
+                    f"`{shape[0]}` must be left out with weights in `init_from`, because their "
+                    f"config.json has it; got {given[shape[0]]}."
+                )
+            model = open_weights(path, **{name: getattr(model, name) for name in TUNED} | given)
+        elif isinstance(model, Tuned):
+            raise UserError(f"`init_from` must have weights, as in `config`; got {path!r}.")
+        else:
+            model = dataclasses.replace(model, **given)
+        return dataclasses.replace(config, model=model, **others)
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -1,22 +1,35 @@
 """The text that `train_gpt.py` trains on: its files, the split of them, and batches.
 
-Tokens are bytes. About a tenth of the text is held out by whole files, chosen by a hash of their
-names, so that no file is on both sides. Run folders are no text and are left out.
+Tokens are bytes, or those of a folder that `prepare_tokens.py` has written:
+
+    train.bin, held_out.bin    the tokens, little-endian, mapped into memory
+    tokenizer.json             their tokenizer, by the package tokenizers
+    generation_config.json     the token that ends a document
+    tokens.json                counts and a hash; written last
+
+About a tenth of the text is held out by whole files, chosen by a hash of their names, so that no
+file is on both sides. Run folders are no text and are left out.
 """
 
+import dataclasses
 import hashlib
+import math
 import os
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from models.sharding import BATCH, Layout
+from scripts.generation.tokens import Bytes, FromFolder
+from scripts.training.checkpoints import read_marked
 from scripts.training.processes import UserError
 from scripts.training.run_folder import is_run_folder
 from scripts.training.settings import TrainConfig
+from scripts.training.weights import Tuned, weights_folder
 
 # Share of the text that is never trained on.
 HELD_OUT = 0.1
@@ -25,28 +38,58 @@ FILE_SEPARATOR = b"\0"
 # Folders of the standard library with installed packages, tests, or generated tables.
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 NOT_SOURCE |= {"encodings", "pydoc_data"}
+TOKENS, TOKENIZER, END = "tokens.json", "tokenizer.json", "generation_config.json"
+SIDES = ("train", "held_out")
 
 
 class Text(NamedTuple):
     """The text of a run.
 
     Attributes:
-        train: The bytes to train on.
-        held_out: The bytes that are held out.
-        train_files: Names of the files to train on.
-        held_out_files: Names of the files that are held out.
+        train: The tokens to train on.
+        held_out: The tokens that are held out.
+        train_files: Names of the files to train on, or numbers of documents.
+        held_out_files: The same of those that are held out.
         left_out: Names of the run folders that were found among the files.
+        tokens: The tokenizer.
+        prepared: The content of tokens.json; None where tokens are bytes.
     """
 
     train: np.ndarray
     held_out: np.ndarray
-    train_files: list[str]
-    held_out_files: list[str]
+    train_files: Sequence
+    held_out_files: Sequence
     left_out: list[str]
+    tokens: Bytes | FromFolder = Bytes()
+    prepared: dict[str, Any] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        return 256 if self.prepared is None else self.prepared["vocab_size"]
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a document; None where tokens are bytes."""
+        return None if self.prepared is None else self.prepared["end"]
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Return the bits of a byte of the held-out text, from nats of its tokens."""
+        size = len(self.held_out) if self.prepared is None else self.prepared["bytes"]["held_out"]
+        return loss / math.log(2) * len(self.held_out) / size
+
+    def __str__(self) -> str:
+        unit, item = ("bytes", "files") if self.prepared is None else ("tokens", "documents")
+        return (
+            f"{len(self.train):,} {unit} of {len(self.train_files):,} {item} to train on, "
+            f"{len(self.held_out):,} {unit} of {len(self.held_out_files):,} {item} held out"
+        )
 
     @property
     def sha256(self) -> str:
         """A hash of both sides, by which a resumed run knows its text."""
+        if self.prepared is not None:
+            return self.prepared["sha256"]
         digest = hashlib.sha256(self.train)
         digest.update(b"|")
         digest.update(self.held_out)
@@ -131,20 +174,75 @@ def split_files(files: list[tuple[str, bytes]]) -> tuple[list, list]:
 
 def load_text(config: TrainConfig) -> Text:
     """Read and split the text, and check that both sides are longer than the context."""
-    files, left_out = read_files(config)
-    sides = split_files(files)
-    train, held_out = (
-        np.frombuffer(FILE_SEPARATOR.join(content for _, content in side), np.uint8)
-        for side in sides
-    )
-    if min(len(train), len(held_out)) <= config.model.context:
+    if config.data is not None and Path(config.data, TOKENS).exists():
+        text = map_tokens(Path(config.data))
+    else:
+        files, left_out = read_files(config)
+        sides = split_files(files)
+        train, held_out = (
+            np.frombuffer(FILE_SEPARATOR.join(content for _, content in side), np.uint8)
+            for side in sides
+        )
+        text = Text(train, held_out, *([name for name, _ in side] for side in sides), left_out)
+    if min(len(text.train), len(text.held_out)) <= config.model.context:
         raise UserError(
             "`context` must be below the length of both sides of the text; got a context of "
-            f"{config.model.context}, {len(train)} bytes to train on and {len(held_out)} held out: "
-            "give more text or a smaller --context."
+            f"{config.model.context}, {len(text.train)} tokens to train on and "
+            f"{len(text.held_out)} held out: give more text or a smaller --context."
         )
-    names = ([name for name, _ in side] for side in sides)
-    return Text(train, held_out, *names, left_out)
+    return text
+
+
+def map_tokens(folder: Path) -> Text:
+    """Return the text of a folder of prepare_tokens.py, mapped into memory.
+
+    Raises:
+        UserError: The folder is of something else, or a file is cut short.
+    """
+    prepared = read_marked(folder / TOKENS)
+    if prepared is None:
+        raise UserError(
+            f"`data` must be text, or tokens by prepare_tokens.py; got another {TOKENS} in "
+            f"{str(folder)!r}."
+        )
+    sides = []
+    for side in SIDES:
+        path, count = folder / f"{side}.bin", prepared["tokens"][side]
+        size = path.stat().st_size if path.exists() else 0
+        if size != count * np.dtype(prepared["dtype"]).itemsize:
+            raise UserError(
+                f"`data` must have the {count:,} tokens of {path}; got a file of {size:,} bytes: "
+                "prepare them again."
+            )
+        sides.append(np.memmap(path, prepared["dtype"], mode="r"))
+    documents = (range(prepared["documents"][side]) for side in SIDES)
+    return Text(*sides, *documents, [], FromFolder(folder), prepared)
+
+
+def fit_to_text(config: TrainConfig, text: Text) -> TrainConfig:
+    """Return the settings with what the text decides: the vocabulary, or the end of documents.
+
+    Raises:
+        UserError: The tokens are not those of the weights that are tuned.
+    """
+    if not isinstance(config.model, Tuned):
+        # Products with a multiple of 64 are faster.
+        fits = {"vocab_size": 64 * math.ceil(text.vocab_size / 64)}
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, **fits))
+    folder = weights_folder(Path(config.init_from))
+    if text.prepared is None or text.vocab_size > config.model.vocab_size:
+        raise UserError(
+            "`data` must be tokens of the weights in `init_from`; got "
+            f"{'text' if text.prepared is None else f'{text.vocab_size:,} different tokens'}: run "
+            f"python scripts/prepare_tokens.py TEXT --tokenizer {folder} --out-dir TOKENS."
+        )
+    theirs = folder / TOKENIZER
+    if theirs.exists() and theirs.read_bytes() != Path(config.data, TOKENIZER).read_bytes():
+        raise UserError(
+            f"`data` must be tokens of the weights in `init_from`; got another {TOKENIZER} in "
+            f"{config.data!r} than in {str(folder)!r}."
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, end=text.end))
 
 
 def windows(text: np.ndarray, starts: np.ndarray, config: TrainConfig, layout: Layout) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import jaxprs
 from support.decoder_files import FILES, LLAMA3, make, text_of
 from support.strict import strictly
 
@@ -271,6 +272,20 @@ def test_each_parameter_has_a_gradient(family):
         # The softmax does not change if each score of a row grows by the same.
         if "'bias'" not in (name := jax.tree_util.keystr(path)) or "key" not in name:
             assert jnp.abs(x).max() > 0, name
+
+
+def test_remat_computes_layers_again():
+    """Gradients stay; the forward of attention is kept, so that six products a layer are new."""
+    model, found = make("gemma2"), []
+    for remat in (False, True):
+        model.config = dataclasses.replace(model.config, remat=remat)
+        graphdef, params = nnx.split(model)
+        fn = jax.grad(lambda params, graphdef=graphdef: nnx.merge(graphdef, params)(TOKENS).var())
+        products = [e for e in jaxprs.trace(fn, params) if e.primitive.name == "dot_general"]
+        found.append((jax.jit(fn)(params), len(products)))
+    (plain, fewer), (again, more) = found
+    assert more > fewer
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), again, plain)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])

@@ -23,10 +23,12 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support import cases, children
+from support.decoder_files import make
 from support.tiny_run import TINY as FOR_ONE_DEVICE
 from support.tiny_run import flags, metrics
 
 import models.sharding
+from models.checkpoint import open_file
 from models.gpt import GPT
 from models.sharding import AXES, Layout
 from scripts import train_gpt
@@ -35,6 +37,7 @@ from scripts.training.checkpoints import Checkpoints
 from scripts.training.mesh import make_layout
 from scripts.training.settings import mesh_sizes
 from scripts.training.text import load_text, training_batch
+from scripts.training.weights import open_weights
 
 DEVICES = 8
 
@@ -166,6 +169,38 @@ def check_attention_is_sent_once_with_remat(config):
     assert counts[0] == counts[1] > 0, counts
 
 
+def check_weights_are_tuned_as_on_one_device(config):
+    """On packed documents; the copy is whole though its parameters are divided."""
+    folder, read = Path(config.out_dir).parent, train_gpt.load_text
+    make("qwen2", vocab_size=256, max_position_embeddings=64).save_pretrained(folder / "weights")
+    for name in ("tokenizer.json", "generation_config.json"):
+        (folder / name).write_text("{}")
+
+    def load_text(config):
+        text = read(dataclasses.replace(config, data=str(sys.argv[2])))
+        size = {"held_out": len(text.held_out)}
+        return text._replace(
+            prepared=dict(vocab_size=256, end=ord(","), bytes=size, sha256=text.sha256)
+        )
+
+    values = dict(context=12, dtype="float32", param_dtype="float32", remat=True, attention="xla")
+    run = dataclasses.replace(
+        config,
+        model=open_weights(str(folder / "weights"), **values),
+        init_from=str(folder / "weights"),
+        data=str(folder),
+        mesh="data=2,fsdp=2,tensor=2",
+        gradient_check=True,
+    )
+    with replaced(train_gpt, "load_text", load_text):
+        as_on_one_device(dataclasses.replace(run, gradient_check=False), train(run), run)
+    copies = [
+        open_file(Path(f"{run.out_dir}{x}", "weights", "model.safetensors")) for x in ("", "-1")
+    ]
+    for name, x in copies[0].items():
+        np.testing.assert_allclose(x, copies[1][name], atol=1e-4)
+
+
 # The lines that each check prints.
 CHECKS = {
     check_a_mesh_trains_as_one_device: [
@@ -180,8 +215,18 @@ CHECKS = {
         "resuming   after step 5,",
     ],
     check_each_device_holds_its_part: [],
+    check_weights_are_tuned_as_on_one_device: [
+        "documents to train on",
+        "/run/weights, in float32",
+    ],
     check_attention_is_sent_once_with_remat: [],
 }
+
+# Those that compare gradients.
+CHECKING = (
+    check_a_run_goes_on_where_all_is_divided_otherwise,
+    check_weights_are_tuned_as_on_one_device,
+)
 
 
 @pytest.mark.parametrize("check", cases.default([check_a_mesh_trains_as_one_device], CHECKS))
@@ -198,7 +243,7 @@ def test_eight_devices_train_as_one(corpus, tmp_path, check):
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line for line in CHECKS[check] if line not in done.stdout] == []
     errors = re.findall(r"gradients  relative error (\S+) against the reference", done.stdout)
-    assert len(errors) == (check is check_a_run_goes_on_where_all_is_divided_otherwise)
+    assert len(errors) == (check in CHECKING)
     assert all(0 < float(error) < train_gpt.GRADIENT_BOUND / 10 for error in errors)
 
 

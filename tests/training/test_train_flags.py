@@ -45,7 +45,7 @@ def test_every_field_is_a_flag_with_a_help():
     for name, text in named.items():
         assert text, f"{name} has no help"
         assert "None" not in text
-    assert "(default: 800; gpt2-small: 2000; gpt3-xl: 2000)" in named["steps"]
+    assert "(default: 800; gpt2-small: 2000; gpt3-xl: 2000; fine-tune: 200)" in named["steps"]
     assert "(default: auto)" in named["num_kv_heads"]
     assert named["remat"].startswith("Whether the backward ")
     assert "The residuals of attention are kept. (default" in named["remat"]

@@ -40,7 +40,10 @@ def test_metrics_have_one_line_a_step(finished):
     lines = [json.loads(x) for x in Path(config.out_dir, "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
-        assert set(line) == {"step", "loss", "val_loss", "lr", *Speed._fields, "peak_bytes"}
+        losses = {"loss", "val_loss", "val_bits_per_byte"}
+        assert set(line) == {"step", *losses, "lr", *Speed._fields, "peak_bytes"}
+        bits = line["val_loss"] and pytest.approx(line["val_loss"] / np.log(2))
+        assert line["val_bits_per_byte"] == bits
         assert (line["val_loss"] is not None) == (line["step"] % 4 == 0)
         assert line["ms"] > 0
         assert line["tokens_per_second"] == pytest.approx(4 * 12 * 1e3 / line["ms"])

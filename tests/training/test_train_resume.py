@@ -254,7 +254,7 @@ def test_begun_run_resumes_without_the_other(finished, config, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "fragment"),
     [
-        ("no run", "`init_from` must be the folder of a run; got "),
+        ("no run", "`init_from` must be the folder of a run or weights; got "),
         ("no checkpoint", "`init_from` must have a whole checkpoint; got "),
         ("model", "which differs in num_layers (there 1, here 2): take its settings by --config."),
     ],

@@ -88,7 +88,7 @@ def test_a_log_gets_lines_between_evaluations(config, monkeypatch, capsys):
     lines = re.findall(r"^step +(\d+)   loss \d\.\d{4}   (held|\d\d:\d\d) ", out, re.M)
     assert [int(step) for step, _ in lines] == list(range(1, 13))
     assert [int(step) for step, word in lines if word == "held"] == [5, 10, 12]
-    assert re.search(r"held out \d\.\d{4} nats \(\d\.\d{3} bits\) per byte, ", out)
+    assert re.search(r"held out \d\.\d{4} nats per token, \d\.\d{3} bits per byte, ", out)
 
 
 @pytest.mark.parametrize("known", cases.default([True], [False, True]), ids=["no peak", "a peak"])

@@ -1,0 +1,207 @@
+"""The training script tunes a folder of weights, on packed documents, and saves the copy."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.decoder_files import make
+from support.tiny_run import TINY, checkpoint_steps, metrics, one_device
+
+from models import Decoder, checkpoint
+from scripts import generate, prepare_tokens, train_gpt
+from scripts.train_gpt import main, train
+from scripts.training import weights as weights_module
+from scripts.training.settings import config_from_flags, flat_config
+from scripts.training.text import load_text, training_batch
+from scripts.training.weights import loss, open_weights
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+SIZES = dict(vocab_size=320, max_position_embeddings=64, tie_word_embeddings=True)
+END = 0
+
+
+@pytest.fixture(scope="module")
+def folders(corpus, tmp_path_factory):
+    """Weights with a tokenizer, and the corpus in their tokens."""
+    pytest.importorskip("tokenizers")
+    weights, tokens = (tmp_path_factory.mktemp("tuning") / x for x in ("weights", "tokens"))
+    prepare_tokens.main([str(corpus), "--vocab-size", "300", "--out-dir", str(tokens)])
+    make("qwen2", dtype="bfloat16", **SIZES).save_pretrained(weights)
+    shutil.copy(tokens / "tokenizer.json", weights)
+    (weights / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    return weights, tokens
+
+
+@pytest.fixture
+def tuning(folders, tmp_path):
+    """The settings of a run that tunes."""
+    weights, tokens = map(str, folders)
+    values = dict(param_dtype="float32", remat=False, dtype="float32", attention="reference")
+    model = open_weights(weights, context=12, **values)
+    paths = dict(init_from=weights, data=tokens, out_dir=str(tmp_path / "run"))
+    return dataclasses.replace(TINY, model=model, **paths)
+
+
+# --------------------------------------------------------------------------------- packed documents
+
+
+def mean_loss(model, rows):
+    """The mean cross-entropy of (given, next) pairs of lists, each a document of its own."""
+    found = []
+    for given, following in rows:
+        log_probs = jax.nn.log_softmax(model(jnp.asarray([given])))[0]
+        found += [-log_probs[i, token] for i, token in enumerate(following)]
+    return np.mean(found)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2"])
+def test_packed_documents_do_not_see_each_other(family):
+    model = make(family)
+    tokens = jnp.asarray([[5, 7, END, 9, 2, 3, 8, END, END, 4, 6, 1]])
+    documents = [
+        ([5, 7, END], [7, END, 9]),
+        ([9, 2, 3, 8, END], [2, 3, 8, END, END]),
+        ([END], [4]),
+        ([4, 6], [6, 1]),
+    ]
+    assert loss(model, tokens, END) == pytest.approx(mean_loss(model, documents), rel=1e-5)
+    whole = [(tokens[0, :-1].tolist(), tokens[0, 1:].tolist())]
+    assert loss(model, tokens, None) == pytest.approx(mean_loss(model, whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 5])
+def test_loss_by_parts_has_the_same_gradient(at_once, monkeypatch, tuning, folders):
+    text = load_text(tuning)
+    tuning = train_gpt.fit_to_text(tuning, text)
+    batch = training_batch(text.train, 1, tuning, one_device())[0]
+    _, loss_fn, _ = tuning.model.functions()
+    params = tuning.model.read(folders[0])
+    whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
+    monkeypatch.setattr(weights_module, "LOGITS_AT_ONCE", at_once)
+    parts = jax.jit(jax.value_and_grad(tuning.model.functions()[1]))(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), parts, whole)
+
+
+# ---------------------------------------------------------------------------------------- the run
+
+
+def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
+    checked = dataclasses.replace(tuning, gradient_check=True)
+    checked = dataclasses.replace(
+        checked, model=dataclasses.replace(tuning.model, attention="xla", remat=True)
+    )
+    result = train(checked)
+    assert 0 < result.gradient_error < 1e-5
+    losses = [line["loss"] for line in metrics(checked)]
+    assert losses[-1] < losses[0] - 0.1
+    copy = Path(checked.out_dir, "weights")
+    assert f"the tuned copy is {copy}, in bfloat16" in capsys.readouterr().out
+    assert {p.name for p in copy.iterdir()} == {p.name for p in folders[0].iterdir()}
+    model = Decoder.from_pretrained(copy, dtype="float32")
+    assert model.embedding.weight.dtype == jnp.bfloat16
+    text = load_text(checked)
+    batch = train_gpt.held_out_batches(text.held_out, checked, one_device())
+    tuned = np.mean([loss(model, x.astype(jnp.int32), text.end) for x in batch])
+    assert tuned == pytest.approx(result.val_loss, rel=1e-2)
+    size = text.prepared["bytes"]["held_out"]
+    bits = result.val_loss / np.log(2) * len(text.held_out) / size
+    assert result.bits_per_byte == pytest.approx(bits)
+    generate.main([checked.out_dir, "--prompt", "a fig", "--tokens", "3"])
+    assert capsys.readouterr().out
+
+
+def test_tiny_rate_leaves_the_weights(tuning, folders):
+    train(dataclasses.replace(tuning, learning_rate=1e-12, steps=3, warmup_steps=0))
+    before, after = (
+        checkpoint.open_file(x / "model.safetensors")
+        for x in (folders[0], Path(tuning.out_dir, "weights"))
+    )
+    assert before.keys() == after.keys()
+    for name, x in before.items():
+        np.testing.assert_array_equal(x, after[name])
+
+
+def test_killed_tuning_resumes_to_the_same_bits(tuning, monkeypatch):
+    whole = dataclasses.replace(tuning, out_dir=tuning.out_dir + "-whole")
+    train(whole)
+    real = train_gpt.training_batch
+
+    def training_batch(text, step, *args):
+        if step == 7:
+            raise KeyboardInterrupt
+        return real(text, step, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "training_batch", training_batch)
+        with pytest.raises(KeyboardInterrupt):
+            train(tuning)
+    assert not Path(tuning.out_dir, "weights").exists()
+    with pytest.raises(SystemExit, match=r"or its tuned weights; got no vocab_size in run\.json"):
+        generate.main([tuning.out_dir, "--prompt", "a"])
+    train(tuning)
+    assert metrics(tuning) == metrics(whole)
+    assert checkpoint_steps(tuning) == [10, 12]
+    files = [Path(x.out_dir, "weights", "model.safetensors") for x in (tuning, whole)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    # A tuned run is a folder of weights, too.
+    again = dataclasses.replace(
+        tuning, init_from=tuning.out_dir, out_dir=tuning.out_dir + "-again", learning_rate=1e-12
+    )
+    assert train(again).val_loss == pytest.approx(train(whole).val_loss, rel=1e-2)
+
+
+# ------------------------------------------------------------------------------------------ flags
+
+
+def test_weights_have_a_preset_and_their_shape(folders, tmp_path):
+    weights, _ = map(str, folders)
+    config = config_from_flags({"init_from": weights, "context": 20, "steps": 50})
+    assert (config.learning_rate, config.model.context, config.warmup_steps) == (2e-5, 20, 5)
+    assert (config.model.num_layers, config.model.mlp_dim) == (2, 24)
+    path = tmp_path / "run.json"
+    written = flat_config(config) | {"made_by": "scripts/train_gpt.py of pallas_flash"}
+    path.write_text(json.dumps(written))
+    assert config_from_flags({"config": str(path)}) == config
+    other = config_from_flags({"config": str(path), "context": 8})
+    assert other.model == dataclasses.replace(config.model, context=8)
+
+
+MISTAKES = [
+    ("--num-layers 3", "--num-layers must be left out with weights in --init-from, because their"),
+    ("--attention cudnn", "--attention must be an implementation of pallas_flash.attention for w"),
+    ("--data TEXTS", "--data must be tokens of the weights in --init-from; got text: run python s"),
+    ("--data OTHER", "--data must be tokens of the weights in --init-from; got another tokenizer."),
+    ("--init-from SMALL", "--data must be tokens of the weights in --init-from; got 288 different"),
+    ("--init-from LEARNED --context 33", "--context must be at most 32, the learned positions of"),
+    ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),
+    ("--init-from CUT", "must be a whole safetensors file; got 0 bytes"),
+]
+
+
+@pytest.mark.parametrize(("words", "fragment"), MISTAKES)
+def test_mistake_is_one_sentence(words, fragment, folders, corpus, tmp_path, capsys):
+    weights, tokens = folders
+    other, learned, broken, cut, small = (
+        tmp_path / x for x in ("other", "learned", "broken", "cut", "small")
+    )
+    if "OTHER" in words:
+        shutil.copytree(tokens, other)
+        (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + " ")
+    make("gpt2").save_pretrained(learned)
+    make("qwen2").save_pretrained(small)
+    shutil.copytree(weights, broken)
+    (broken / "config.json").write_text('{"model_type": "other"}')
+    shutil.copytree(weights, cut)
+    (cut / "model.safetensors").write_bytes(b"")
+    paths = dict(TEXTS=corpus, OTHER=other, LEARNED=learned, BROKEN=broken, CUT=cut, SMALL=small)
+    flags = [str(paths.get(x, x)) for x in words.split()]
+    common = f"--init-from {weights} --data {tokens} --context 12 --batch-size 2".split()
+    assert main([*common, "--out-dir", str(tmp_path / "run"), "--no-gradient-check", *flags]) == 2
+    error = capsys.readouterr().err
+    assert fragment in error
+    assert error.count("\n") == 1
