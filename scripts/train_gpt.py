@@ -57,7 +57,7 @@ try:
     from scripts.training.mesh import check_memory, make_layout
     from scripts.training.processes import UserError, fail, say
     from scripts.training.report import Speed, describe, metric_lines, program_bytes, work_of
-    from scripts.training.run_folder import RunFolder, params_of
+    from scripts.training.run_folder import RunFolder, params_of, plot_comparison
     from scripts.training.settings import (
         TrainConfig,
         by_flags,
@@ -540,6 +540,34 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         )
 
 
+def train_all(config: TrainConfig, other: str | None, *, restart: bool) -> TrainResult:
+    """Train, and before that a run by another attention from the same seed; draw both losses.
+
+    Args:
+        config: The settings.
+        other: The attention of the other run, whose folder is beside; None for no other run.
+        restart: See `train`.
+
+    Returns:
+        The result of the run of these settings, or that of an interrupted other run.
+    """
+    if other is None:
+        return train(config, restart=restart)
+    attention = None if other == "auto" else other
+    if attention == config.model.attention:
+        raise UserError(f"`compare_attention` must be another than `attention`; got {other!r}.")
+    model = dataclasses.replace(config.model, attention=attention)
+    folder = f"{config.out_dir}-{other}"
+    second = dataclasses.replace(config, model=model, out_dir=folder, gradient_check=False)
+    # First, because it may be refused.
+    result = train(second, restart=restart)
+    if not result.interrupted:
+        result = train(config, restart=restart)
+    if not result.interrupted:
+        plot_comparison({config.model.attention or "auto": config.out_dir, other: folder})
+    return result
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
@@ -548,13 +576,14 @@ def main(argv: list[str] | None = None) -> int:
     processes.add_process_flags(parser)
     flags = vars(parser.parse_args(argv))
     restart = flags.pop("restart")
+    other = flags.pop("compare_attention", None)
     which = {name: flags.pop(name) for name in processes.FLAGS if name in flags}
     # The same command without --restart resumes the run.
     command = shlex.join(["python", sys.argv[0], *(a for a in argv if a != "--restart")])
     try:
         config = config_from_flags(flags)
         processes.join(which)
-        result = train(config, restart=restart)
+        result = train_all(config, other, restart=restart)
     except UserError as error:
         fail(by_flags(error))
         return 2

@@ -95,10 +95,8 @@ def attention_layer(model: GPTConfig, layout: Layout | None = None) -> Callable[
     return functools.partial(_LayerWithCall, call=call)
 
 
-def explain_attention(
-    model: GPTConfig | Tuned, sequences: int, layout: Layout
-) -> tuple[str, list[str]]:
-    """Return the attention that serves a device in a step on a batch, and the reasons.
+def explain_attention(model: GPTConfig | Tuned, sequences: int, layout: Layout) -> tuple[str, str]:
+    """Return the attention that serves a device in a step on a batch, and why not the kernels.
 
     Args:
         model: The model.
@@ -124,7 +122,7 @@ def explain_attention(
     try:
         if model.attention == "cudnn":
             jax.eval_shape(_cudnn, query, key, key)
-            return "cudnn", []
+            return "cudnn", ""
         told = pallas_flash.explain(
             query,
             key,
@@ -141,12 +139,8 @@ def explain_attention(
             f"`attention` must be one that serves here; got {model.attention!r}: "
             f"{str(error).removeprefix(refused)}"
         ) from error
-    reasons = [told.reason]
     # "interpret" and "reference" serve explicit choices alone.
-    if absent := {name: why for name, why in told.refused.items() if name in ("triton", "mosaic")}:
-        reasons.append(f"not {' or '.join(absent)}: {next(iter(absent.values()))}")
-    if (choice := told.context_parallelism) is not None:
-        # The reason has an estimate for GPUs.
-        reason = choice.reason if jax.default_backend() == "gpu" else "the method of the mesh"
-        reasons.append(f"{choice.method}: {reason}")
-    return told.implementation, reasons
+    absent = [why for name, why in told.refused.items() if name in ("triton", "mosaic")]
+    reason = absent[0] if told.implementation == "xla" and absent else ""
+    choice = told.context_parallelism
+    return told.implementation + (f", {choice.method}" if choice else ""), reason

@@ -166,7 +166,7 @@ def metric_lines(
 def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params):
     """Print what runs, on which devices, and through which attention."""
     model, device = config.model, jax.local_devices()[0]
-    attention, reasons = explain_attention(model, config.microbatch, layout)
+    attention, reason = explain_attention(model, config.microbatch, layout)
     devices = "" if layout.mesh.size == 1 else f"{layout.mesh.size} x "
     hosts = f" of {jax.process_count()} processes" if several() else ""
     say(
@@ -185,9 +185,7 @@ def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params
         f"{model.num_heads} query and {model.kv_heads} key/value heads, context {model.context}, "
         f"{model.dtype} activations, {model.param_dtype} parameters",
     )
-    say("attention", f"{attention} (--attention {model.attention or 'auto'})")
-    for line in reasons:
-        say("", line)
+    say("attention", f"{attention} (--attention {model.attention or 'auto'}) {reason}".rstrip())
     say("text", str(text))
     if text.left_out:
         say("", f"left out, because they are folders of runs: {', '.join(text.left_out)}")

@@ -3,6 +3,8 @@
     run.json         the settings, with the mark by which the folder is one of this script
     metrics.jsonl    one line for each step
     loss.png         the curves of the metrics
+    compare.png      the same beside those of a run by another attention
+    tensorboard/     the metrics for TensorBoard, if asked for
     checkpoints/     see checkpoints.py
     tokenizer.json   that of the text, where its tokens are no bytes
     weights/         the tuned copy of published weights; see weights.py
@@ -44,7 +46,7 @@ except ModuleNotFoundError:  # Windows
     fcntl = None
 
 RUN, METRICS, CURVES, CHECKPOINTS = "run.json", "metrics.jsonl", "loss.png", "checkpoints"
-LOCK, RESTART = "train_gpt.lock", "checkpoints.restart"
+LOCK, RESTART, COMPARISON = "train_gpt.lock", "checkpoints.restart", "compare.png"
 # Seconds until every process can read a file that process 0 has written.
 VISIBLE_WITHIN = 60
 
@@ -105,6 +107,7 @@ class RunFolder:
         self._restart = restart
         self._checkpoints = Checkpoints(self.path / CHECKPOINTS, self._keep)
         self._lines: list[dict[str, Any]] = []
+        self._board = event_writer() if config.tensorboard and is_writer() else None
         self._exit = contextlib.ExitStack()
 
     def __enter__(self):
@@ -115,6 +118,11 @@ class RunFolder:
         if self._restart:
             self._checkpoints = Checkpoints(self.path / RESTART)
         self._checkpoints.open()
+        if self._board is not None:
+            # Steps after the checkpoint come again.
+            step = self.last_step + 1
+            self._board = self._board(str(self.path / "tensorboard"), purge_step=step)
+            self._exit.callback(self._board.close)
         return self
 
     def __exit__(self, *error):
@@ -240,6 +248,11 @@ class RunFolder:
                 file.flush()
                 os.fsync(file.fileno())
         self._lines += lines
+        if self._board is not None:
+            for line in lines:
+                for name in line.keys() - {"step"}:
+                    if line[name] is not None:
+                        self._board.add_scalar(name, line[name], line["step"])
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of all steps."""
@@ -263,14 +276,23 @@ class RunFolder:
                 shutil.copy(path, self.path)
 
     def plot(self):
-        """Draw the loss curves; a failure is a warning, so that the run ends as it should."""
-        if is_writer():
-            picture = io.BytesIO()
-            draw_curves(self._lines).savefig(picture, dpi=150, format="png")
-            try:
-                write_file(self.path / CURVES, picture.getvalue())
-            except OSError as error:
-                warn(f"{CURVES} was not written: {error}.")
+        """Draw the loss curves."""
+        plot(self.path / CURVES, {"": self._lines})
+
+
+def event_writer():
+    """Return the class that writes events for TensorBoard.
+
+    Raises:
+        UserError: The package is missing.
+    """
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError:
+        raise UserError(
+            "`tensorboard` needs the package tensorboardX: run pip install tensorboardX."
+        ) from None
+    return SummaryWriter
 
 
 def params_of(path: Path, model: GPTConfig, shapes, shardings):
@@ -318,16 +340,41 @@ def json_lines(lines: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
-def draw_curves(lines: list[dict[str, Any]]) -> Figure:
-    """Draw the losses of metrics.jsonl, without a display."""
+def draw_curves(runs: dict[str, list[dict[str, Any]]]) -> Figure:
+    """Draw the losses in the lines of metrics.jsonl of some runs, by name, without a display."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    steps, losses = [x["step"] for x in lines], [x["loss"] for x in lines]
-    looks = [(x["step"], x["val_loss"]) for x in lines if x["val_loss"] is not None]
-    axes.plot(steps, losses, linewidth=0.8, alpha=0.6, label="training batch")
-    if looks:
-        axes.plot(*zip(*looks, strict=True), "o-", label="held-out text")
+    for name, lines in runs.items():
+        steps, losses = [x["step"] for x in lines], [x["loss"] for x in lines]
+        looks = [(x["step"], x["val_loss"]) for x in lines if x["val_loss"] is not None]
+        label = f"{name}, " if name else ""
+        axes.plot(steps, losses, linewidth=0.8, alpha=0.6, label=f"{label}training batch")
+        if looks:
+            axes.plot(*zip(*looks, strict=True), "o-", label=f"{label}held-out text")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
+
+
+def plot(path: Path, runs: dict[str, list[dict[str, Any]]]):
+    """Draw the curves into a file; a failure is a warning, so that the run ends as it should."""
+    if is_writer():
+        picture = io.BytesIO()
+        draw_curves(runs).savefig(picture, dpi=150, format="png")
+        try:
+            write_file(path, picture.getvalue())
+        except OSError as error:
+            warn(f"{path.name} was not written: {error}.")
+
+
+def plot_comparison(folders: dict[str, str]):
+    """Draw the losses of runs, by name, into the first one's folder."""
+    paths = {name: Path(folder) for name, folder in folders.items()}
+    runs = {
+        name: [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
+        for name, path in paths.items()
+    }
+    [first, *_] = paths.values()
+    plot(first / COMPARISON, runs)
+    say("compared", f"the losses of {' and '.join(runs)} are in {first / COMPARISON}")

@@ -72,6 +72,7 @@ class TrainConfig:
         log_every: Updates between two writes to metrics.jsonl, which has a line for each update.
         checkpoint_every: Updates between two checkpoints.
         keep_checkpoints: Number of checkpoints kept; from two on, a disk for as many is enough.
+        tensorboard: Whether to write the metrics for TensorBoard, too, into the run's folder.
         gradient_check: Whether to compare gradients with the reference before training.
         sample_tokens: Length of the sample that ends the run, in bytes.
         prompt: Text that the sample continues.
@@ -100,6 +101,7 @@ class TrainConfig:
     log_every: int = dataclasses.field(default=10, compare=False)
     checkpoint_every: int = dataclasses.field(default=200, compare=False)
     keep_checkpoints: int = dataclasses.field(default=3, compare=False)
+    tensorboard: bool = dataclasses.field(default=False, compare=False)
     gradient_check: bool = dataclasses.field(default=True, compare=False)
     sample_tokens: int = dataclasses.field(default=400, compare=False)
     prompt: str = dataclasses.field(default="\n", compare=False)
@@ -139,7 +141,13 @@ class TrainConfig:
 
 def by_flags(message: object) -> str:
     """Return a message with flags where it has settings: --batch-size for `batch_size`."""
-    names = {*FLAGS, "config", *GPT_NAMES, *(x.name for x in dataclasses.fields(TrainConfig))}
+    names = {
+        *FLAGS,
+        "config",
+        "compare_attention",
+        *GPT_NAMES,
+        *(x.name for x in dataclasses.fields(TrainConfig)),
+    }
 
     def flag(match):
         return f"--{match[1].replace('_', '-')}" if match[1] in names else match[0]
@@ -253,6 +261,15 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
         action="store_true",
         default=False,
         help="begin a new run, whose first checkpoint replaces a run in --out-dir",
+    )
+    parser.add_argument(
+        "--compare-attention",
+        nargs="?",
+        choices=CHOICES["attention"],
+        const="reference",
+        metavar="NAME",
+        help="train with this attention, too, from the same seed, in a folder beside, and draw "
+        "both losses; without a name, with dense attention",
     )
     # Flags whose help says more than the model's documentation.
     model_docs = {

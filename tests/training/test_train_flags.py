@@ -33,6 +33,10 @@ from scripts.training.settings import (
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
+# Flags of the command alone.
+OTHERS = {"preset", "config", "restart", "compare_attention", "help"}
+
+
 def test_every_field_is_a_flag_with_a_help():
     named = {}
     parser = make_parser()
@@ -40,7 +44,7 @@ def test_every_field_is_a_flag_with_a_help():
     for action in parser._actions:
         named[action.dest] = action.help
     expected = set(flat_config(tiny_run.TINY)) - {"vocab_size"}
-    assert set(named) == expected | {"preset", "config", "restart", "help"}
+    assert set(named) == expected | OTHERS
     assert set(CHOICES["attention"]) == {"auto", "cudnn", *_limits.IMPLEMENTATIONS}
     for name, text in named.items():
         assert text, f"{name} has no help"
@@ -122,11 +126,15 @@ def test_flag_overrides_its_preset(arguments, steps, warmup):
         (["--out-dir", "FILE"], "--out-dir must be a folder; got the file"),
         (["--embed-dim", "400000"], "--embed-dim and the other sizes must fit the memory of the"),
         (["--attention", "triton"], "--attention must be one that serves here; got 'triton': The"),
+        (["--compare-attention"], "--compare-attention must be another than --attention; got 'ref"),
+        (["--compare-attention", "triton"], "--attention must be one that serves here; got 'trit"),
+        (["--tensorboard"], "--tensorboard needs the package tensorboardX: run pip install tensor"),
         (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
         (["--learning-rat", "1"], "arguments: --learning-rat 1; did you mean --learning-rate?"),
     ],
 )
-def test_bad_input_is_one_sentence(config, tmp_path, capsys, arguments, fragment):
+def test_bad_input_is_one_sentence(config, tmp_path, capsys, arguments, fragment, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
     paths = {"EMPTY": "empty", "FILE": "file", "FILE/run": "file/run"}

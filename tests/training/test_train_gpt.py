@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ from scripts.train_gpt import main, train
 from scripts.training.attention import explain_attention
 from scripts.training.processes import UserError
 from scripts.training.report import Speed, Work, metric_lines
+from scripts.training.run_folder import draw_curves
 from scripts.training.text import load_text, training_batch
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -80,6 +83,46 @@ def test_kernels_train_as_the_reference(config, finished, capsys, kernel_case):
     assert "attention  interpret (--attention interpret)" in capsys.readouterr().out
     got, expected = ([line["loss"] for line in metrics(c)] for c in (config, finished[0]))
     np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+def test_other_attention_trains_beside(config, finished, capsys):
+    assert main([*flags(config, attention="xla"), "--compare-attention", "reference"]) == 0
+    folders = [Path(config.out_dir), Path(config.out_dir + "-reference")]
+    assert f"losses of xla and reference are in {folders[0] / 'compare.png'}" in (
+        capsys.readouterr().out
+    )
+    assert (folders[0] / "compare.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    other = metrics(dataclasses.replace(config, out_dir=str(folders[1])))
+    assert other == metrics(finished[0])
+    got, expected = ([line["loss"] for line in lines] for lines in (metrics(config), other))
+    assert got != expected
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+    curves = draw_curves({"xla": other, "": other}).axes[0].lines
+    labels = ["xla, training batch", "xla, held-out text", "training batch", "held-out text"]
+    assert [line.get_label() for line in curves] == labels
+
+
+def test_tensorboard_gets_the_metrics(config, monkeypatch):
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, *values):
+            written.append(values)
+
+        def close(self):
+            written.append("closed")
+
+    module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    train(dataclasses.replace(config, tensorboard=True))
+    assert written[0] == (str(Path(config.out_dir).absolute() / "tensorboard"), 1)
+    assert written[-1] == "closed"
+    for line in metrics(config):
+        assert ("loss", line["loss"], line["step"]) in written
+        assert (("val_loss", line["val_loss"], line["step"]) in written) == bool(line["val_loss"])
 
 
 def test_loss_that_is_not_finite_stops_the_run():
