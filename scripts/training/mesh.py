@@ -14,7 +14,6 @@ from jax.sharding import AxisType
 from models.sharding import AXES, Layout
 from scripts.training.processes import UserError, say
 from scripts.training.settings import TrainConfig, mesh_sizes
-from scripts.training.weights import Tuned
 
 
 def make_layout(config: TrainConfig) -> Layout:
@@ -52,10 +51,6 @@ def make_layout(config: TrainConfig) -> Layout:
         raise UserError(
             f"`mesh` must leave sequences whole for attention by cuDNN; got {asked}: choose "
             "another --attention, or another axis."
-        )
-    if sizes["sequence"] > 1 and isinstance(model, Tuned):
-        raise UserError(
-            f"`mesh` must leave the sequences of weights whole; got {asked}: choose another axis."
         )
     mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return Layout(mesh)

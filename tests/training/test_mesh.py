@@ -189,7 +189,7 @@ def check_weights_are_tuned_as_on_one_device(config):
         model=open_weights(str(folder / "weights"), **values),
         init_from=str(folder / "weights"),
         data=str(folder),
-        mesh="data=2,fsdp=2,tensor=2",
+        mesh="fsdp=2,sequence=2,tensor=2",
         gradient_check=True,
     )
     with replaced(train_gpt, "load_text", load_text):
