@@ -147,8 +147,9 @@ def from_last_block_or(ref, last_ref, start, first, length, block: int):
     """
     end = length - common.remainder(length, block)
     inside = (first >= end) & (first < end + block)
-    common.when(inside)(lambda: start(last_ref, first - end))
-    common.when(jnp.logical_not(inside))(lambda: start(ref, first))
+    # A warp cannot have the switch of `common.when`.
+    pl.when(inside)(lambda: start(last_ref, first - end))
+    pl.when(jnp.logical_not(inside))(lambda: start(ref, first))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -34,8 +34,9 @@ from pallas_flash.tuning import ForwardTile, TileSizes
 
 plgpu = common.plgpu
 
-# Ranges and lists of tiles, and all options. All take as long.
+# Ranges and lists of tiles, lengths with padding, and all options. All take as long.
 IN_DEFAULT = (
+    "lengths of zero",
     "documents, causal, long",
     "blocks and predicate",
     "masks by and, or, not",
