@@ -129,10 +129,12 @@ def _mosaic_limits(p: Problem) -> list[str]:
             f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve up to "
             f"{most} and {most_of_values}."
         )
-    elif _head_dim_limits(p) and p.q_len <= FEW_QUERIES:
+    elif _head_dim_limits(p) and p.q_len <= FEW_QUERIES and not p.decodes_prefix:
+        queries = "one query" if p.q_len == 1 else f"{p.q_len} queries"
         limits.append(
-            f"Got a head dim of {max(p.head_dim, p.value_dim)} and {p.q_len} queries, and above "
-            f"{MAX_HEAD_DIM} they serve more than {FEW_QUERIES} queries."
+            f"Got a head dim of {max(p.head_dim, p.value_dim)} and {queries}, and above "
+            f"{MAX_HEAD_DIM} they serve more than {FEW_QUERIES} queries, or one without dropout "
+            "and score options that sees the first keys."
         )
     if any(x.size > 2**31 for x in _arrays_in_kernels(p)):
         limits.append("Got an array of more than 2^31 elements, and their indices end there.")

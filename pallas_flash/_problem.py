@@ -177,6 +177,20 @@ class Problem(Sizes, Divisible):
         return found and tuple(jnp.broadcast_to(x, (self.batch,)).astype(jnp.int32) for x in found)
 
     @property
+    def decodes_prefix(self) -> bool:
+        """Whether one query sees the first keys of its batch element, and nothing changes scores.
+
+        A sink in the softmax's denominator may stand beside them.
+        """
+        leaves = self.mask.leaves
+        first = all(
+            leaf.lengths is not None
+            or (leaf.exact_ranges and leaf.window is not None and leaf.window.low is None)
+            for leaf in leaves
+        )
+        return self.q_len == 1 and first and not self.scores and self.dropout is None
+
+    @property
     def _scores_shape(self) -> tuple[int, int, int, int]:
         return self.batch, self.num_heads, self.q_len, self.kv_len
 

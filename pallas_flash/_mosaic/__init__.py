@@ -19,6 +19,7 @@ from pallas_flash._mosaic.backward_kernel import backward as _backward
 from pallas_flash._mosaic.backward_memory import Grads
 from pallas_flash._mosaic.backward_preprocess import preprocess
 from pallas_flash._mosaic.decode_kernel import decode as _decode
+from pallas_flash._mosaic.decode_wide import decode as _decode_wide
 from pallas_flash._mosaic.forward_kernel import forward as _forward
 from pallas_flash._mosaic.forward_wide import forward as _forward_wide
 from pallas_flash._problem import Gradients, Problem
@@ -31,7 +32,10 @@ def forward(problem: Problem, sizes: TileSizes):
     if sizes.decode is not None:
         return _decode(problem, sizes.tile("decode"), problem.visible_keys())
     tile, valid = sizes.tile("forward"), problem.valid_lengths()
-    run = _forward_wide if tiles.is_wide(problem) else _forward
+    wide = tiles.is_wide(problem)
+    if wide and problem.decodes_prefix:
+        return _decode_wide(problem, tile)
+    run = _forward_wide if wide else _forward
     if valid is not None:
         return run(problem, tile, valid[1])
     p = dataclasses.replace(problem, value=_zeroed(problem.value, problem.visible_keys()))

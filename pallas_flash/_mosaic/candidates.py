@@ -82,11 +82,18 @@ def _check_wide(kernel: str, tile, p: Problem) -> None:
     wanted = dataclasses.replace(
         tile, warpgroups=forward_wide.CONSUMERS, block_kv=forward_wide.BLOCK_KV, output_slots=1
     )
+    # Keys of one query are cut into parts, whose lengths are arrays.
+    cluster = ""
+    if p.q_len == 1:
+        wanted, cluster = (
+            dataclasses.replace(wanted, cluster_size=1),
+            ", and no cluster for one query,",
+        )
     if tile != wanted:
         raise ValueError(
             f"`tile_sizes.forward` must have 2 warpgroups, {forward_wide.BLOCK_KV} keys and 1 "
-            f"output slot at head dims above {tiles.WIDE}; got {tile} at head dim {_width(p)}. "
-            f"Use {wanted}."
+            f"output slot{cluster} at head dims above {tiles.WIDE}; got {tile} at head dim "
+            f"{_width(p)}. Use {wanted}."
         )
 
 

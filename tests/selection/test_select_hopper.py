@@ -196,6 +196,10 @@ def test_hopper_serves_the_forward_of_wide_heads(newer_jax, options):
         (dict(head_dim=584), "Got head dims of 584 and 584 (of values), and they serve up to 576"),
         (dict(value_dim=520), "Got head dims of 128 and 520 (of values), and they serve up to 576"),
         (dict(head_dim=512, length=16), "Got a head dim of 512 and 16 queries, and above 256 they"),
+        (
+            dict(head_dim=512, length=1, logits_soft_cap=5.0),
+            "Got a head dim of 512 and one query, and",
+        ),
     ],
     ids=told,
 )
