@@ -401,7 +401,8 @@ def load(ref, rows, width: int):
     mask = _tile_mask(ref.shape[-1], rows, width)
     if mask is None:
         return _compat.triton().load(ref)
-    return _compat.triton().load(ref, mask=mask, other=0)
+    other = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
+    return _compat.triton().load(ref, mask=mask, other=other)
 
 
 def store(ref, x, rows, width: int) -> None:
