@@ -25,9 +25,8 @@ equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true` there, which is slo
 This file has, in reading order, functions of the model, the gradient check, the loop, and the run.
 The other files are in `training/`: `settings.py` (flags and presets), `text.py` (data),
 `weights.py` (fine-tuning), `attention.py`, `mesh.py` (several devices; `models/sharding.py` says
-where parameters lie),
-`processes.py` (several processes, signals), `run_folder.py` and `checkpoints.py` (files), and
-`report.py` (speed, metrics).
+where parameters lie), `processes.py` (several processes, signals), `run_folder.py` and
+`checkpoints.py` (files), and `report.py` (speed, metrics).
 """
 
 import collections
@@ -496,6 +495,8 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
     describe(config, layout, work, text, params)
 
     with RunFolder(config, text.sha256, restart=restart) as folder:
+        if text.prepared is not None:
+            folder.keep([Path(config.data, name) for name in (TOKENIZER, END)])
         error = speed = None
         finished = folder.last_step == config.steps
         if config.gradient_check and not finished:
@@ -523,19 +524,16 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         lines = folder.metrics()
         interrupted = int(state.step) < config.steps
         looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
-        if text.prepared is not None:
-            folder.keep([Path(config.data, name) for name in (TOKENIZER, END)])
         if isinstance(config.model, Tuned) and not interrupted:
             config.model.save(config.init_from, state.params, folder.path, layout)
-        words = text.tokens
         return TrainResult(
             step=int(state.step),
             loss=lines[-1]["loss"],
             val_loss=looks[-1] if looks else None,
+            bits_per_byte=text.bits_per_byte(looks[-1]) if looks else None,
             gradient_error=error,
             speed=speed,
-            bits_per_byte=text.bits_per_byte(looks[-1]) if looks else None,
-            sample=None if interrupted else sample_text(config, layout, state.params, words),
+            sample=None if interrupted else sample_text(config, layout, state.params, text.tokens),
             interrupted=interrupted,
         )
 

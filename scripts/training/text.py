@@ -223,26 +223,27 @@ def fit_to_text(config: TrainConfig, text: Text) -> TrainConfig:
     """Return the settings with what the text decides: the vocabulary, or the end of documents.
 
     Raises:
-        UserError: The tokens are not those of the weights that are tuned.
+        UserError: The tokens are not those of the folder that the run begins with.
     """
-    if not isinstance(config.model, Tuned):
-        # Products with a multiple of 64 are faster.
-        fits = {"vocab_size": 64 * math.ceil(text.vocab_size / 64)}
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, **fits))
-    folder = weights_folder(Path(config.init_from))
-    if text.prepared is None or text.vocab_size > config.model.vocab_size:
+    model, start = config.model, Path(config.init_from or "")
+    folder = weights_folder(start) or start
+    there, here = folder / TOKENIZER, Path(config.data or "", TOKENIZER)
+    if isinstance(model, Tuned) and (text.prepared is None or text.vocab_size > model.vocab_size):
+        got = "text" if text.prepared is None else f"{text.vocab_size:,} different tokens"
+    elif not config.init_from or text.prepared is None or not there.exists():
+        got = ""
+    else:
+        same = there.read_bytes() == here.read_bytes()
+        got = "" if same else f"other ones in {here} than in {there}"
+    if got:
         raise UserError(
-            "`data` must be tokens of the weights in `init_from`; got "
-            f"{'text' if text.prepared is None else f'{text.vocab_size:,} different tokens'}: run "
-            f"python scripts/prepare_tokens.py TEXT --tokenizer {folder} --out-dir TOKENS."
+            f"`data` must be tokens of the folder in `init_from`; got {got}: run python "
+            f"scripts/prepare_tokens.py TEXT --tokenizer {folder} --out-dir TOKENS."
         )
-    theirs = folder / TOKENIZER
-    if theirs.exists() and theirs.read_bytes() != Path(config.data, TOKENIZER).read_bytes():
-        raise UserError(
-            f"`data` must be tokens of the weights in `init_from`; got another {TOKENIZER} in "
-            f"{config.data!r} than in {str(folder)!r}."
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, end=text.end))
+    # Products with a multiple of 64 are faster.
+    size = 64 * math.ceil(text.vocab_size / 64)
+    fits = {"end": text.end} if isinstance(model, Tuned) else {"vocab_size": size}
+    return dataclasses.replace(config, model=dataclasses.replace(model, **fits))
 
 
 def windows(text: np.ndarray, starts: np.ndarray, config: TrainConfig, layout: Layout) -> jax.Array:

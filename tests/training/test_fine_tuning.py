@@ -16,6 +16,7 @@ from models import Decoder, checkpoint
 from scripts import generate, prepare_tokens, train_gpt
 from scripts.train_gpt import main, train
 from scripts.training import weights as weights_module
+from scripts.training.processes import UserError
 from scripts.training.settings import config_from_flags, flat_config
 from scripts.training.text import load_text, training_batch
 from scripts.training.weights import loss, open_weights
@@ -155,6 +156,27 @@ def test_killed_tuning_resumes_to_the_same_bits(tuning, monkeypatch):
     assert train(again).val_loss == pytest.approx(train(whole).val_loss, rel=1e-2)
 
 
+def test_run_on_tokens_has_its_tokenizer(config, folders, capsys):
+    """So that another run begins with it on the same tokens alone, and text needs no flag."""
+    on_tokens = dataclasses.replace(config, data=str(folders[1]))
+    train(on_tokens)
+    generate.main([config.out_dir, "--prompt", "a fig", "--tokens", "3"])
+    assert capsys.readouterr().out
+    saved = json.loads(Path(config.out_dir, "run.json").read_text())
+    assert saved["vocab_size"] == 320
+    more = dataclasses.replace(
+        on_tokens, init_from=config.out_dir, out_dir=config.out_dir + "-more"
+    )
+    text = load_text(more)
+    assert train_gpt.fit_to_text(more, text).model.vocab_size == 320
+    path = Path(config.out_dir, "tokenizer.json")
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(
+        UserError, match="`data` must be tokens of the folder in `init_from`; got o"
+    ):
+        train_gpt.fit_to_text(more, text)
+
+
 # ------------------------------------------------------------------------------------------ flags
 
 
@@ -174,9 +196,12 @@ def test_weights_have_a_preset_and_their_shape(folders, tmp_path):
 MISTAKES = [
     ("--num-layers 3", "--num-layers must be left out with weights in --init-from, because their"),
     ("--attention cudnn", "--attention must be an implementation of pallas_flash.attention for w"),
-    ("--data TEXTS", "--data must be tokens of the weights in --init-from; got text: run python s"),
-    ("--data OTHER", "--data must be tokens of the weights in --init-from; got another tokenizer."),
-    ("--init-from SMALL", "--data must be tokens of the weights in --init-from; got 288 different"),
+    ("--data TEXTS", "--data must be tokens of the folder in --init-from; got text: run python sc"),
+    ("--data OTHER", "--data must be tokens of the folder in --init-from; got other ones in "),
+    (
+        "--init-from SMALL",
+        "--data must be tokens of the folder in --init-from; got 288 different tok",
+    ),
     ("--init-from LEARNED --context 33", "--context must be at most 32, the learned positions of"),
     ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),
     ("--init-from CUT", "must be a whole safetensors file; got 0 bytes"),
