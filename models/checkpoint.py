@@ -287,7 +287,8 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
             "`DecoderConfig.from_json`."
         )
     found = by_path(params)
-    if not all(x.is_fully_addressable for x in found.values()):
+    # Arrays of NumPy have no devices.
+    if not all(getattr(x, "is_fully_addressable", True) for x in found.values()):
         raise ValueError(
             "`params` must be on devices of this process; got arrays that several processes share: "
             "gather them first."

@@ -137,11 +137,13 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
         return x[: len(x) // size * size].reshape(-1, size).mean(1)
 
     [(_, exact), *_] = losses.items()
-    for name, x in losses.items():
+    for n, (name, x) in enumerate(losses.items()):
+        # Dashes show what lies below.
+        look = dict(label=name, color=f"C{n}", linestyle=(0, (4, n)), linewidth=1.5)
         steps = np.arange(1, len(mean(x)) + 1) * min(AT_ONCE, len(x))
-        curves.plot(steps, mean(x), label=name, linewidth=1)
+        curves.plot(steps, mean(x), **look)
         if x is not exact:
-            differences.plot(steps, mean(x - exact), label=name, linewidth=1)
+            differences.plot(steps, mean(x - exact), **look)
     curves.set(xlabel="step", ylabel=f"loss, nats per byte, mean of {AT_ONCE} steps")
     differences.set(xlabel="step", ylabel="its difference to dense attention in float32")
     for axes in (curves, differences):

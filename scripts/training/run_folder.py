@@ -344,13 +344,15 @@ def draw_curves(runs: dict[str, list[dict[str, Any]]]) -> Figure:
     """Draw the losses in the lines of metrics.jsonl of some runs, by name, without a display."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name, lines in runs.items():
+    for n, (name, lines) in enumerate(runs.items()):
         steps, losses = [x["step"] for x in lines], [x["loss"] for x in lines]
         looks = [(x["step"], x["val_loss"]) for x in lines if x["val_loss"] is not None]
         label = f"{name}, " if name else ""
-        axes.plot(steps, losses, linewidth=0.8, alpha=0.6, label=f"{label}training batch")
+        # Dashes show what lies below.
+        look = {"linestyle": (0, (4, 3 * n))}
+        axes.plot(steps, losses, linewidth=0.8, alpha=0.6, label=f"{label}training batch", **look)
         if looks:
-            axes.plot(*zip(*looks, strict=True), "o-", label=f"{label}held-out text")
+            axes.plot(*zip(*looks, strict=True), marker="o", label=f"{label}held-out text", **look)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -134,16 +134,13 @@ class Tuned:
         source = weights_folder(Path(path))
         _, tensors = checkpoint.open_folder(source)
         dtype = checkpoint.embedding_dtype(self.decoder, tensors)
-        cpu = jax.local_devices(backend="cpu")[0]
 
         @functools.partial(jax.jit, out_shardings=layout.sharding())
         def whole(x):
             return x.astype(dtype)
 
         # One array after the other, because no device need hold them all.
-        params = jax.tree.map(
-            lambda x: jax.device_put(np.asarray(whole(x).addressable_data(0)), cpu), params
-        )
+        params = jax.tree.map(lambda x: np.asarray(whole(x).addressable_data(0)), params)
         if not is_writer():
             return
         folder, new = out_dir / WEIGHTS, out_dir / f".{WEIGHTS}.train_gpt"

@@ -48,7 +48,7 @@ def test_runs_differ_by_attention_alone(tmp_path, monkeypatch, capsys):
     assert names == ["step", *given]
     losses = np.array(rows, float)[:, 1:]
     assert losses.shape == (3, 3)
-    assert abs(losses[0] - np.log(256)).max() < 0.2
+    assert abs(losses[0] - np.log(256)).max() < 0.5
     assert (losses[2] < losses[0]).all()
     np.testing.assert_allclose(losses, losses[:, :1].repeat(3, 1), rtol=1e-2)
     # Other roundings: the runs are not one and the same.
