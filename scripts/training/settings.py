@@ -74,10 +74,10 @@ class TrainConfig:
         keep_checkpoints: Number of checkpoints kept; from two on, a disk for as many is enough.
         tensorboard: Whether to write the metrics for TensorBoard, too, into the run's folder.
         gradient_check: Whether to compare gradients with the reference before training.
-        sample_tokens: Length of the sample that ends the run, in bytes.
+        sample_tokens: Length of the sample that ends the run, in tokens.
         prompt: Text that the sample continues.
-        temperature: Temperature of the sample; 0 takes the most likely byte.
-        top_k: Number of most likely bytes from which the sample is drawn; auto is all.
+        temperature: Temperature of the sample; 0 takes the most likely token.
+        top_k: Number of most likely tokens from which the sample is drawn; auto is all.
     """
 
     model: GPTConfig | Tuned = dataclasses.field(default_factory=GPTConfig)
@@ -267,7 +267,6 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
         nargs="?",
         choices=CHOICES["attention"],
         const="reference",
-        metavar="NAME",
         help="train with this attention, too, from the same seed, in a folder beside, and draw "
         "both losses; without a name, with dense attention",
     )
