@@ -1,10 +1,11 @@
-"""Parts of both kernels of the forward: the online softmax, and the producer's copies.
+"""Parts of the kernels of the forward: online softmax, ends of a work tile, copies, launch.
 
 Equations are in forward_kernel.py. The maximum m moves only when it would grow by more than
 THRESHOLD. That is exact: acc, l and the LSE share the shift, whatever it is, and p is at most
 2^THRESHOLD.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -13,9 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._mosaic import common, ptx, work_loop
+from pallas_flash._blocks import Tiling
+from pallas_flash._dropout import rescaled
+from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
+from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LN2, LOG2E, LogSum, with_sink
 
@@ -24,6 +28,9 @@ plgpu = common.plgpu
 THRESHOLD = 8.0  # In base 2.
 # Less than every score, and finite, because -inf - -inf would be NaN.
 LOWEST = -3e38
+
+# Named barriers, one for each consumer warpgroup of a CTA in a cluster: see `meet_to_skip`.
+SKIPPED = (5, 6)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -109,6 +116,48 @@ def log_sum_of(statistics, *, large: bool) -> LogSum:
 def num_statistics(p: Problem) -> int:
     """Return how many arrays `finish` returns."""
     return 1 + p.large + p.max_logits
+
+
+# ------------------------------------------------------------------------------------------------
+# The ends of a work tile and of a CTA
+# ------------------------------------------------------------------------------------------------
+
+
+def results_of_rows(options: ElementOptions, h, m: RowMax, l, *, large: bool):
+    """Return the arrays of `LogSum`, and the factor of acc, dropout's too."""
+    sinks, shift = options.extras.sinks, left_out(options.extras.scores)
+    m = m.shifted(shift) if shift else m
+    sink = None if sinks is None else sinks[h]
+    statistics, weight = finish(m, l, sink, large=large)
+    return statistics, rescaled(options.extras.dropout, weight)
+
+
+def copy_statistics(refs, statistics_sm, b, h, first_row):
+    """Start the copies of a query tile's statistics to device memory."""
+    rows = pl.ds(first_row, QUERY_ROWS)
+    # Copies of one axis do not end with the array, as those of tiles do.
+    for n, ref in enumerate(refs):
+        source = statistics_sm.at[n]
+        start = functools.partial(plgpu.copy_smem_to_gmem, source, ref.at[b, h, rows])
+        common.when(first_row < ref.shape[2])(start)
+
+
+def meet_to_skip(warpgroup):
+    """Wait for all warps of a consumer warpgroup in a cluster, before it releases what it skips.
+
+    One thread arrives at the barriers of a cluster: all warps must have waited.
+    """
+    for n, barrier in enumerate(SKIPPED):
+        common.when(warpgroup == n)(functools.partial(ptx.meet, barrier, 128))
+
+
+def leave(ended):
+    """End a consumer warpgroup: wait for its copies, and at `ended` for the other CTA, if any."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if ended is not None:
+        # A CTA must not exit while its peer may still arrive at its barriers.
+        plgpu.barrier_arrive(ended.at[0])
+        plgpu.barrier_wait(ended.at[0])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -250,3 +299,208 @@ def run_producer_warps(tiles: work_loop.WorkTiles, keys_and_values: Any, *querie
             @pl.when(warp == n)
             def _(tiles=tiles_of_warp, body=body):
                 work_loop.for_each(tiles, body, jnp.int32(0))
+
+
+# ------------------------------------------------------------------------------------------------
+# The launch
+# ------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """The operands of a kernel: arrays outside, references inside.
+
+    Attributes:
+        q: [B, T, N, H].
+        k: [B, S, K, H].
+        v: [B, S, K, V].
+        table: `block_table` with all rows on one axis, if it holds lists; else None.
+        options: the arrays of `Options.operands`.
+        streamed: the (q, k) arrays of which tiles are copied; None if the kernel copies none.
+        lengths: int32 [B], valid lengths of keys, and `last_block` of the values; or None.
+        schedule: a static schedule, or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    table: Any
+    options: Any
+    streamed: Any
+    lengths: Any
+    schedule: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig(common.KernelConfig):
+    """The configuration of both kernels, known at compile time.
+
+    Attributes:
+        q: the queries, in blocks of a work tile each.
+        head_dim: head dim of queries and keys.
+        value_dim: head dim of values.
+        query_tiles: which query tiles make up a work tile.
+    """
+
+    q: Tiling
+    head_dim: int
+    value_dim: int
+    query_tiles: scheduler.QueryTiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """A consumer warpgroup at one work tile.
+
+    Attributes:
+        inputs: operands in device memory.
+        o_ref: the output.
+        statistic_refs: the statistics of `LogSum`.
+        smem: shared memory and barriers.
+        config: what is known at compile time.
+        warpgroup: its number in the CTA.
+        work_tile: the work tile.
+        first_row: the first query.
+        options: the options of its batch element.
+        kv_base: K/V blocks that the CTA had before this work tile.
+    """
+
+    inputs: Inputs
+    o_ref: Any
+    statistic_refs: Any
+    smem: Any
+    config: Any
+    warpgroup: Any
+    work_tile: work_loop.WorkTile
+    first_row: Any
+    options: ElementOptions
+    kv_base: Any
+
+    @property
+    def visited(self) -> block_ranges.VisitedBlocks:
+        """The places of the stream that it visits."""
+        assert self.work_tile.visited is not None
+        return self.work_tile.visited
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """The producer warpgroup.
+
+    Attributes:
+        inputs: operands in device memory.
+        smem: shared memory and barriers.
+        config: what is known at compile time.
+    """
+
+    inputs: Inputs
+    smem: Any
+    config: Any
+
+
+def run_cta(inputs: Inputs, counted, work, consumers: int, consume, produce):
+    """Run the warpgroups of one CTA.
+
+    Args:
+        inputs: operands in device memory.
+        counted: a dynamic schedule, or None.
+        work: the pipeline of a dynamic schedule.
+        consumers: how many consumer warpgroups there are.
+        consume: function of the work tiles and a warpgroup.
+        produce: function of the work tiles.
+    """
+    schedule = inputs.schedule if counted is None else counted
+    tiles = work_loop.WorkTiles(schedule, lax.axis_index("cta"), work)
+    warpgroup = lax.axis_index("warpgroup")
+    consumes = warpgroup < consumers
+    common.when(consumes)(lambda: consume(tiles, warpgroup))
+    common.when(jnp.logical_not(consumes))(lambda: produce(tiles))
+
+
+def launch(
+    kernel,
+    config_class,
+    problem: Problem,
+    tile,
+    lengths,
+    prepare,
+    rows: int,
+    consumers: int,
+    **others,
+):
+    """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T].
+
+    Args:
+        kernel: takes `Inputs`, a dynamic schedule or None, the output and statistics.
+        config_class: class of the kernel's configuration.
+        problem: the call; values that no query sees are finite, if `lengths` is None.
+        tile: block sizes.
+        lengths: int32 [B], how many of the first keys of each batch element are visible.
+        prepare: function of `shared_arrays`, of the K/V blocks of all query tiles and of whether
+            the schedule is dynamic. It returns the memory, the `shared_arrays` that are left, the
+            streamed arrays, and the fields that `config_class` adds.
+        rows: query tiles of a CTA.
+        consumers: consumer warpgroups of a CTA.
+        **others: parameters of the compiler.
+    """
+    p, cluster_size = problem, tile.cluster_size
+    q = Tiling(p.q_len, rows * cluster_size * QUERY_ROWS)
+    query_rows, kv = Tiling(p.q_len, QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
+    mask = p.mask.within(kv=kv)
+
+    def run(shared, query, key, value, *lengths):
+        batch = len(query)
+        query_tiles = scheduler.QueryTiles.of(p, batch, rows, cluster_size)
+        table, blocks = block_ranges.streams(
+            shared[1].mask, query_tiles, q, query_rows, kv, batch, p
+        )
+        schedule = scheduler.schedule(p, batch, mask, blocks, cluster_size)
+        dynamic = scheduler.is_dynamic(schedule)
+        memory, shared, streamed, fields = prepare(shared, blocks, dynamic)
+        config = config_class(
+            options=Options.of(p, shared, q, kv),
+            masked=bool(mask),
+            scattered=mask.scattered,
+            kv=kv,
+            groups=p.groups,
+            tile=tile,
+            q=q,
+            head_dim=p.head_dim,
+            value_dim=p.value_dim,
+            query_tiles=query_tiles,
+            **fields,
+        )
+        inputs = Inputs(
+            q=query,
+            k=key,
+            v=value,
+            table=table.reshape(-1, table.shape[-1]) if mask.scattered else None,
+            options=config.options.operands(shared),
+            streamed=streamed,
+            lengths=(lengths[0], last_block(value, lengths[0], kv.block)) if lengths else None,
+            schedule=None if dynamic else schedule,
+        )
+        # Warpgroups copy their statistics as whole query tiles.
+        statistic = batch, p.num_heads, query_rows.count * QUERY_ROWS
+        results = common.launch(
+            kernel,
+            (inputs,),
+            # A dynamic schedule has a counter.
+            sums=(schedule if dynamic else None,),
+            outputs=[
+                ((*query.shape[:3], p.value_dim), p.dtype),
+                *[(statistic, jnp.float32)] * num_statistics(p),
+            ],
+            memory=memory._asdict(),
+            grid=dict(cta=scheduler.num_ctas(schedule)),
+            cluster_size=cluster_size,
+            warpgroups=consumers + 1,
+            static=config,
+            approx_math=config.options.approximate,
+            **others,
+        )
+        return results[1:] if dynamic else results
+
+    run = common.by_instance(run, p.batch)
+    arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])
+    o, *statistics = run(shared_arrays(p, mask), *arrays)
+    return o, log_sum_of([x[:, :, : p.q_len] for x in statistics], large=p.large)

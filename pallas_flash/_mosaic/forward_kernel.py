@@ -109,25 +109,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._blocks import Tiling
-from pallas_flash._dropout import rescaled
-from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
+from pallas_flash._mosaic import block_ranges, common, ptx, work_loop
 from pallas_flash._mosaic.forward_common import (
+    Consumer,
+    ForwardConfig,
+    Inputs,
+    Producer,
     copy,
     copy_keys_and_values,
-    finish,
+    copy_statistics,
     initial_state,
     kv_pipelines,
-    last_block,
-    log_sum_of,
+    launch,
+    leave,
+    meet_to_skip,
     num_statistics,
+    results_of_rows,
+    run_cta,
     run_producer_warps,
     softmax,
 )
 from pallas_flash._mosaic.operands import stored_dtype
-from pallas_flash._mosaic.pairs import StreamedArrays, Streams, has_pairs
+from pallas_flash._mosaic.pairs import Streams, has_pairs
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
-from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
+from pallas_flash._mosaic.score_mask import ElementOptions
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import ForwardTile
 
@@ -136,9 +142,6 @@ plgpu = common.plgpu
 # Registers of a consumer's thread and of a producer's, by the number of consumer warpgroups: a CTA
 # has 64 Ki.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
-
-# Named barriers, one for each consumer warpgroup of a CTA in a cluster: see `skip`.
-SKIPPED = (5, 6)
 
 MASK_STAGES = 4
 
@@ -222,49 +225,17 @@ def _bias_pipelines(p: Problem, tile: ForwardTile):
         yield Pipeline.spec(smem, stages, copies=copies, pipelines=tile.warpgroups)
 
 
-class Inputs(NamedTuple):
-    """The operands of the kernel: arrays outside, references inside.
-
-    Attributes:
-        q: [B, T, N, H].
-        k: [B, S, K, H].
-        v: [B, S, K, V].
-        table: `block_table` with all rows on one axis, if it holds lists; else None.
-        options: the arrays of `Options.operands`.
-        streamed: the (q, k) arrays of which tiles are copied.
-        lengths: int32 [B], valid lengths of keys, and `last_block` of the values; or None.
-        schedule: a static schedule, or None.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    table: Any
-    options: Any
-    streamed: StreamedArrays
-    lengths: Any
-    schedule: Any
-
-
 @dataclasses.dataclass(frozen=True)
-class ForwardConfig(common.KernelConfig):
+class NarrowConfig(ForwardConfig):
     """The configuration of the kernel, known at compile time.
 
     Attributes:
-        q: the queries, in blocks of a work tile each.
-        head_dim: head dim of queries and keys.
-        value_dim: head dim of values.
         partial_tail: whether partial blocks may follow full ones.
         streams: the (q, k) arrays of which tiles are copied.
-        query_tiles: which query tiles make up a work tile.
     """
 
-    q: Tiling
-    head_dim: int
-    value_dim: int
     partial_tail: bool
     streams: Streams
-    query_tiles: scheduler.QueryTiles
 
     @property
     def large(self) -> bool:
@@ -311,45 +282,19 @@ class Block(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ConsumerWarpgroup:
+class ConsumerWarpgroup(Consumer):
     """A consumer warpgroup at one work tile.
 
     The state of its loop is acc, p, m and l: p is that of the last block, whose product with v has
     not been started.
 
     Attributes:
-        inputs: operands in device memory.
-        o_ref: the output.
-        statistic_refs: the statistics of `LogSum`.
-        smem: shared memory and barriers.
-        config: what is known at compile time.
-        warpgroup: its number in the CTA.
-        work_tile: the work tile.
-        query_tile: which of its query tiles this one is.
-        first_row: the first query.
-        options: the options of its batch element.
-        kv_base: K/V blocks that the CTA had before this work tile.
+        query_tile: which of the work tile's query tiles this one is.
         bias_base: tiles of the bias that this warpgroup had before.
     """
 
-    inputs: Inputs
-    o_ref: Any
-    statistic_refs: Any
-    smem: Smem
-    config: ForwardConfig
-    warpgroup: Any
-    work_tile: work_loop.WorkTile
     query_tile: Any
-    first_row: Any
-    options: ElementOptions
-    kv_base: Any
     bias_base: Any
-
-    @property
-    def visited(self) -> block_ranges.VisitedBlocks:
-        """The places of the stream that it visits."""
-        assert self.work_tile.visited is not None
-        return self.work_tile.visited
 
     @property
     def queries(self) -> Pipeline:
@@ -490,10 +435,7 @@ class ConsumerWarpgroup:
         for pipeline in (self.smem.k, self.smem.v):
             pipeline.consumer_wait(self.kv_base + j)
             if self.config.tile.cluster_size > 1:
-                # One thread arrives at the barriers of a cluster: all warps must have waited.
-                for n, barrier in enumerate(SKIPPED):
-                    meet = functools.partial(ptx.meet, barrier, 128)
-                    common.when(self.warpgroup == n)(meet)
+                meet_to_skip(self.warpgroup)
             pipeline.consumer_release(self.kv_base + j)
         self.wait_mask(j)
         self.release_mask(j)
@@ -537,15 +479,11 @@ class ConsumerWarpgroup:
 
     def epilogue(self, acc, m, l):
         """Store the output and the statistics through shared memory."""
-        options, config, smem = self.options, self.config, self.smem
+        config, smem = self.config, self.smem
         b, h, first_row = self.work_tile.b, self.work_tile.h, self.first_row
-        sinks, dropout = options.extras.sinks, options.extras.dropout
-        sink = None if sinks is None else sinks[h]
-        shift = left_out(options.extras.scores)
-        m = m.shifted(shift) if shift else m
-        statistics, weight = finish(m, l, sink, large=config.large)
+        statistics, weight = results_of_rows(self.options, h, m, l, large=config.large)
         acc = plgpu.layout_cast(acc, ptx.WGMMA)
-        o = acc * common.along_rows(rescaled(dropout, weight), acc.shape)
+        o = acc * common.along_rows(weight, acc.shape)
         o = o.astype(smem.k.smem.dtype)
         rows = pl.ds(first_row, QUERY_ROWS)
         # The copies of the last work tile must have left shared memory.
@@ -564,17 +502,14 @@ class ConsumerWarpgroup:
             plgpu.commit_smem()
             columns = common.block_of_columns(n, b)
             plgpu.copy_smem_to_gmem(staged, self.o_ref.at[b, rows, h, columns])
-        # Copies of one axis do not end with the array, as those of tiles do.
-        for n, ref in enumerate(self.statistic_refs):
-            source = smem.statistics_sm.at[self.warpgroup, n]
-            start = functools.partial(plgpu.copy_smem_to_gmem, source, ref.at[b, h, rows])
-            common.when(first_row < ref.shape[2])(start)
+        statistics_sm = smem.statistics_sm.at[self.warpgroup]
+        copy_statistics(self.statistic_refs, statistics_sm, b, h, first_row)
         if smem.o_sm is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.queries.consumer_release(0)
 
 
-def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config: ForwardConfig):
+def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config: NarrowConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
     # At first the buffer of the queries is empty: so the producer waits for it without a branch.
     smem.q.of_warpgroup(warpgroup).consumer_release(0)
@@ -604,11 +539,7 @@ def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config:
 
     bases = jnp.int32(0), jnp.int32(0)
     work_loop.for_each(config.with_visits(warpgroup, tiles), compute, bases)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if smem.ended is not None:
-        # A CTA must not exit while its peer may still arrive at its barriers.
-        plgpu.barrier_arrive(smem.ended.at[0])
-        plgpu.barrier_wait(smem.ended.at[0])
+    leave(smem.ended)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -616,19 +547,8 @@ def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config:
 # ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ProducerWarpgroup:
-    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each.
-
-    Attributes:
-        inputs: operands in device memory.
-        smem: shared memory and barriers.
-        config: what is known at compile time.
-    """
-
-    inputs: Inputs
-    smem: Smem
-    config: ForwardConfig
+class ProducerWarpgroup(Producer):
+    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each."""
 
     def run(self, tiles: work_loop.WorkTiles):
         """Copy all that the consumers of this CTA need."""
@@ -716,93 +636,27 @@ class ProducerWarpgroup:
 
 
 def pallas_flash_forward(
-    inputs: Inputs, counted, o_ref, *statistic_refs, static: ForwardConfig, **memory
+    inputs: Inputs, counted, o_ref, *statistic_refs, static: NarrowConfig, **memory
 ):
     """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
     smem, config = Smem(**memory), static
-    schedule = inputs.schedule if counted is None else counted
-    tiles = work_loop.WorkTiles(schedule, lax.axis_index("cta"), smem.work)
-    warpgroup = lax.axis_index("warpgroup")
-    consumes = warpgroup < config.tile.warpgroups
 
-    @common.when(consumes)
-    def _():
+    def consume_all(tiles, warpgroup):
         consume(inputs, o_ref, statistic_refs, smem, tiles, warpgroup, config)
 
-    @common.when(jnp.logical_not(consumes))
-    def _():
-        ProducerWarpgroup(inputs, smem, config).run(tiles)
+    produce = ProducerWarpgroup(inputs, smem, config).run
+    run_cta(inputs, counted, smem.work, config.tile.warpgroups, consume_all, produce)
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
-    """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T].
+    """Return the results of `forward_common.launch`, whose arguments these are."""
+    w, kv = tile.warpgroups, Tiling(problem.kv_len, tile.block_kv)
 
-    Args:
-        problem: the call; values that no query sees are finite, if `lengths` is None.
-        tile: block sizes.
-        lengths: int32 [B], how many of the first keys of each batch element are visible.
-    """
-    p = problem
-    w, cluster_size = tile.warpgroups, tile.cluster_size
-    q = Tiling(p.q_len, w * cluster_size * QUERY_ROWS)
-    rows, kv = Tiling(p.q_len, QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
-    mask = p.mask.within(kv=kv)
-
-    def run(shared, query, key, value, *lengths):
-        batch = len(query)
-        query_tiles = scheduler.QueryTiles.of(p, batch, w, cluster_size)
-        table, blocks = block_ranges.streams(shared[1].mask, query_tiles, q, rows, kv, batch, p)
-        schedule = scheduler.schedule(p, batch, mask, blocks, cluster_size)
-        dynamic = scheduler.is_dynamic(schedule)
-        smem = scratch(p, tile, dynamic=dynamic)
+    def prepare(shared, blocks, dynamic):
+        smem = scratch(problem, tile, dynamic=dynamic)
         copied = dict(bias=smem.bias is not None, masks=smem.bits is not None)
-        streams, shared, streamed = Streams.of(p, shared, 3, kv, **copied)
-        options = Options.of(p, shared, q, kv)
-        config = ForwardConfig(
-            options=options,
-            masked=bool(mask),
-            scattered=mask.scattered,
-            kv=kv,
-            groups=p.groups,
-            tile=tile,
-            q=q,
-            head_dim=p.head_dim,
-            value_dim=p.value_dim,
-            partial_tail=not mask.scattered and block_ranges.have_partial_tail(blocks),
-            streams=streams,
-            query_tiles=query_tiles,
-        )
-        inputs = Inputs(
-            q=query,
-            k=key,
-            v=value,
-            table=table.reshape(-1, table.shape[-1]) if mask.scattered else None,
-            options=options.operands(shared),
-            streamed=streamed,
-            lengths=(lengths[0], last_block(value, lengths[0], kv.block)) if lengths else None,
-            schedule=None if dynamic else schedule,
-        )
-        # Warpgroups copy their statistics as whole query tiles.
-        statistic = batch, p.num_heads, rows.count * QUERY_ROWS
-        results = common.launch(
-            pallas_flash_forward,
-            (inputs,),
-            # A dynamic schedule has a counter.
-            sums=(schedule if dynamic else None,),
-            outputs=[
-                ((*query.shape[:3], p.value_dim), p.dtype),
-                *[(statistic, jnp.float32)] * num_statistics(p),
-            ],
-            memory=smem._asdict(),
-            grid=dict(cta=scheduler.num_ctas(schedule)),
-            cluster_size=cluster_size,
-            warpgroups=w + 1,
-            static=config,
-            approx_math=options.approximate,
-        )
-        return results[1:] if dynamic else results
+        streams, shared, streamed = Streams.of(problem, shared, 3, kv, **copied)
+        tail = not problem.mask.scattered and block_ranges.have_partial_tail(blocks)
+        return smem, shared, streamed, dict(partial_tail=tail, streams=streams)
 
-    run = common.by_instance(run, p.batch)
-    arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])
-    o, *statistics = run(shared_arrays(p, mask), *arrays)
-    return o, log_sum_of([x[:, :, : p.q_len] for x in statistics], large=p.large)
+    return launch(pallas_flash_forward, NarrowConfig, problem, tile, lengths, prepare, w, w)

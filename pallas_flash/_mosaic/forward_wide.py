@@ -76,24 +76,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._blocks import Tiling
-from pallas_flash._dropout import rescaled
-from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
+from pallas_flash._mosaic import common, ptx, work_loop
 from pallas_flash._mosaic.forward_common import (
+    Consumer,
+    ForwardConfig,
+    Inputs,
+    Producer,
     RowMax,
     copy,
-    finish,
+    copy_statistics,
     from_last_block_or,
     initial_rows,
-    last_block,
-    log_sum_of,
+    launch,
+    leave,
+    meet_to_skip,
     num_statistics,
+    results_of_rows,
+    run_cta,
     run_producer_warps,
     softmax,
 )
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
-from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
+from pallas_flash._mosaic.score_mask import ElementOptions
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import ForwardTile
 
@@ -108,8 +113,6 @@ BLOCK_KV = 64
 VALUE_STAGES = 2
 # Column blocks of values in a stage, at most: a product of wgmma has up to 256 columns.
 MAX_PIECE = 3
-# Named barriers, one for each consumer warpgroup of a CTA in a cluster: see `skip`.
-SKIPPED = (5, 6)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -200,41 +203,8 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
     )
 
 
-class Inputs(NamedTuple):
-    """The operands of the kernel: arrays outside, references inside.
-
-    Attributes:
-        q: [B, T, N, H].
-        k: [B, S, K, H].
-        v: [B, S, K, V].
-        table: `block_table` with all rows on one axis, if it holds lists; else None.
-        options: the arrays of `Options.operands`.
-        lengths: int32 [B], valid lengths of keys, and `last_block` of the values; or None.
-        schedule: a static schedule, or None.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    table: Any
-    options: Any
-    lengths: Any
-    schedule: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class WideConfig(common.KernelConfig):
-    """The configuration of the kernel, known at compile time.
-
-    Attributes:
-        head_dim: head dim of queries and keys.
-        value_dim: head dim of values.
-        query_tiles: which query tiles make up a work tile: one for each CTA of a cluster.
-    """
-
-    head_dim: int
-    value_dim: int
-    query_tiles: scheduler.QueryTiles
+class WideConfig(ForwardConfig):
+    """The configuration of the kernel: a work tile has one query tile for each CTA of a cluster."""
 
     @property
     def pieces(self) -> ValuePieces:
@@ -290,39 +260,8 @@ class Block(NamedTuple):
     options: ElementOptions
 
 
-@dataclasses.dataclass(frozen=True)
-class ConsumerWarpgroup:
-    """A consumer warpgroup at one work tile.
-
-    Attributes:
-        inputs: operands in device memory.
-        o_ref: the output.
-        statistic_refs: the statistics of `LogSum`.
-        smem: shared memory and barriers.
-        config: what is known at compile time.
-        warpgroup: its number in the CTA.
-        work_tile: the work tile.
-        first_row: the first query.
-        options: the options of its batch element.
-        kv_base: K/V blocks that the CTA had before this work tile.
-    """
-
-    inputs: Inputs
-    o_ref: Any
-    statistic_refs: Any
-    smem: Smem
-    config: WideConfig
-    warpgroup: Any
-    work_tile: work_loop.WorkTile
-    first_row: Any
-    options: ElementOptions
-    kv_base: Any
-
-    @property
-    def visited(self) -> block_ranges.VisitedBlocks:
-        """The places of the stream that the CTA visits."""
-        assert self.work_tile.visited is not None
-        return self.work_tile.visited
+class ConsumerWarpgroup(Consumer):
+    """A consumer warpgroup at one work tile."""
 
     @property
     def keys(self) -> Pipeline:
@@ -498,10 +437,7 @@ class ConsumerWarpgroup:
         def skip(pipeline, i):
             pipeline.consumer_wait(i)
             if self.config.tile.cluster_size > 1:
-                # One thread arrives at the barriers of a cluster: all warps must have waited.
-                for n, barrier in enumerate(SKIPPED):
-                    meet = functools.partial(ptx.meet, barrier, 128)
-                    common.when(self.warpgroup == n)(meet)
+                meet_to_skip(self.warpgroup)
             pipeline.consumer_release(i)
 
         def block(j, _):
@@ -520,12 +456,9 @@ class ConsumerWarpgroup:
 
     def epilogue(self, acc, m, l):
         """Store the warpgroup's columns of the output, and one warpgroup the statistics."""
-        options, smem = self.options, self.smem
+        smem, large = self.smem, self.config.options.large
         b, h, pieces = self.work_tile.b, self.work_tile.h, self.config.pieces
-        sinks, dropout = options.extras.sinks, options.extras.dropout
-        sink = None if sinks is None else sinks[h]
-        shift, large = left_out(options.extras.scores), options.options.large
-        statistics, weight = finish(m.shifted(shift) if shift else m, l, sink, large=large)
+        statistics, weight = results_of_rows(self.options, h, m, l, large=large)
         rows, staged = pl.ds(self.first_row, QUERY_ROWS), smem.o_sm.at[self.warpgroup]
         # The copies of the last work tile must have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -535,16 +468,12 @@ class ConsumerWarpgroup:
             for n, x in enumerate(statistics):
                 smem.statistics_sm[n] = x
             plgpu.commit_smem()
-            # Copies of one axis do not end with the array, as those of tiles do.
-            for n, ref in enumerate(self.statistic_refs):
-                source = smem.statistics_sm.at[n]
-                start = functools.partial(plgpu.copy_smem_to_gmem, source, ref.at[b, h, rows])
-                common.when(self.first_row < ref.shape[2])(start)
+            copy_statistics(self.statistic_refs, smem.statistics_sm, b, h, self.first_row)
 
         first = self.warpgroup * pieces.count * pieces.blocks
         for piece in acc:
             piece = plgpu.layout_cast(piece, ptx.WGMMA)
-            o = piece * common.along_rows(rescaled(dropout, weight), piece.shape)
+            o = piece * common.along_rows(weight, piece.shape)
             o = o.astype(staged.dtype)
             for column in range(0, pieces.columns, ptx.COLUMNS):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -580,11 +509,7 @@ def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config:
         return kv_base + work_tile.kv_blocks.count
 
     work_loop.for_each(config.with_visits(tiles), compute, jnp.int32(0))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if smem.ended is not None:
-        # A CTA must not exit while its peer may still arrive at its barriers.
-        plgpu.barrier_arrive(smem.ended.at[0])
-        plgpu.barrier_wait(smem.ended.at[0])
+    leave(smem.ended)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -592,19 +517,8 @@ def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config:
 # ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ProducerWarpgroup:
-    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each.
-
-    Attributes:
-        inputs: operands in device memory.
-        smem: shared memory and barriers.
-        config: what is known at compile time.
-    """
-
-    inputs: Inputs
-    smem: Smem
-    config: WideConfig
+class ProducerWarpgroup(Producer):
+    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each."""
 
     def run(self, tiles: work_loop.WorkTiles):
         """Copy all that the consumers of this CTA need: a warp for each stream."""
@@ -708,82 +622,25 @@ def pallas_flash_forward_wide(
 ):
     """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
     smem, config = Smem(**memory), static
-    schedule = inputs.schedule if counted is None else counted
-    tiles = work_loop.WorkTiles(schedule, lax.axis_index("cta"), smem.work)
-    warpgroup = lax.axis_index("warpgroup")
-    consumes = warpgroup < CONSUMERS
 
-    @common.when(consumes)
-    def _():
+    def consume_all(tiles, warpgroup):
         consume(inputs, o_ref, statistic_refs, smem, tiles, warpgroup, config)
 
-    @common.when(jnp.logical_not(consumes))
-    def _():
-        ProducerWarpgroup(inputs, smem, config).run(tiles)
+    produce = ProducerWarpgroup(inputs, smem, config).run
+    run_cta(inputs, counted, smem.work, CONSUMERS, consume_all, produce)
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
-    """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T].
+    """Return the results of `forward_common.launch`, whose arguments these are."""
 
-    Args:
-        problem: the call; values that no query sees are finite, if `lengths` is None.
-        tile: block sizes.
-        lengths: int32 [B], how many of the first keys of each batch element are visible.
-    """
-    p, cluster_size = problem, tile.cluster_size
-    q = Tiling(p.q_len, cluster_size * QUERY_ROWS)
-    rows, kv = Tiling(p.q_len, QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
-    mask = p.mask.within(kv=kv)
+    def prepare(shared, blocks, dynamic):
+        del blocks
+        return scratch(problem, tile, dynamic=dynamic), shared, None, {}
 
-    def run(shared, query, key, value, *lengths):
-        batch = len(query)
+    return launch(
+        *(pallas_flash_forward_wide, WideConfig, problem, tile, lengths, prepare),
         # A CTA has one query tile, as if it had one warpgroup.
-        query_tiles = scheduler.QueryTiles.of(p, batch, 1, cluster_size)
-        table, blocks = block_ranges.streams(shared[1].mask, query_tiles, q, rows, kv, batch, p)
-        schedule = scheduler.schedule(p, batch, mask, blocks, cluster_size)
-        dynamic = scheduler.is_dynamic(schedule)
-        options = Options.of(p, shared, q, kv)
-        config = WideConfig(
-            options=options,
-            masked=bool(mask),
-            scattered=mask.scattered,
-            kv=kv,
-            groups=p.groups,
-            tile=tile,
-            head_dim=p.head_dim,
-            value_dim=p.value_dim,
-            query_tiles=query_tiles,
-        )
-        inputs = Inputs(
-            q=query,
-            k=key,
-            v=value,
-            table=table.reshape(-1, table.shape[-1]) if mask.scattered else None,
-            options=options.operands(shared),
-            lengths=(lengths[0], last_block(value, lengths[0], kv.block)) if lengths else None,
-            schedule=None if dynamic else schedule,
-        )
-        statistic = batch, p.num_heads, rows.count * QUERY_ROWS
-        results = common.launch(
-            pallas_flash_forward_wide,
-            (inputs,),
-            # A dynamic schedule has a counter.
-            sums=(schedule if dynamic else None,),
-            outputs=[
-                ((*query.shape[:3], p.value_dim), p.dtype),
-                *[(statistic, jnp.float32)] * num_statistics(p),
-            ],
-            memory=scratch(p, tile, dynamic=dynamic)._asdict(),
-            grid=dict(cta=scheduler.num_ctas(schedule)),
-            cluster_size=cluster_size,
-            warpgroups=CONSUMERS + 1,
-            static=config,
-            approx_math=options.approximate,
-            unsafe_no_auto_barriers=True,
-        )
-        return results[1:] if dynamic else results
-
-    run = common.by_instance(run, p.batch)
-    arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])
-    o, *statistics = run(shared_arrays(p, mask), *arrays)
-    return o, log_sum_of([x[:, :, : p.q_len] for x in statistics], large=p.large)
+        rows=1,
+        consumers=CONSUMERS,
+        unsafe_no_auto_barriers=True,
+    )
