@@ -109,6 +109,12 @@ class Joinable(abc.ABC):
     def __invert__(self) -> Mask:
         return ~as_mask(self)
 
+    def __bool__(self):
+        raise TypeError(
+            f"`mask` must be joined by `&`, `|` and `~`; got {type(self).__name__} as a condition. "
+            "Write `a & b`, not `a and b`, of which Python keeps one."
+        )
+
     @abc.abstractmethod
     def fit(self, call: Call) -> Leaf:
         """Return the leaf that this mask is in a call; raise if it does not fit the call."""

@@ -50,7 +50,7 @@ class Chunked(Joinable):
     size: int = dataclasses.field(metadata=STATIC)
 
     def fit(self, call):
-        size = at_least(1, "Chunked.size", self.size)
+        size = _tokens("Chunked.size", self.size)
         return _band(call.positions(), lambda position: position // size, low=0)
 
 
@@ -88,7 +88,7 @@ class BlockCausal(Joinable):
                 "`is_causal` must be False with a BlockCausal `mask`; got True. Drop `is_causal`: "
                 "it would hide the later tokens of each block, and leave a causal mask."
             )
-        size = at_least(1, "BlockCausal.size", self.size)
+        size = _tokens("BlockCausal.size", self.size)
         return _band(call.positions(), lambda position: position // size, low=None)
 
 
@@ -123,7 +123,7 @@ class Dilated(Joinable):
     stride: int = dataclasses.field(metadata=STATIC)
 
     def fit(self, call):
-        stride = at_least(1, "Dilated.stride", self.stride)
+        stride = _tokens("Dilated.stride", self.stride)
         return _band(call.positions(), lambda position: position % stride, low=0)
 
 
@@ -223,6 +223,13 @@ class Tree(Joinable):
                     "`Tree.parents` must be -1 or the index of an earlier token; got "
                     f"{describe(parents)} with others. Give -1 for a token without a parent."
                 )
+        shift = call.at.shift
+        if call.at.offset is None and not 0 <= shift <= kv_len - q_len:
+            raise ValueError(
+                "`query_offset` must be the number of keys before the tree of a Tree `mask`, at "
+                f"most S - T = {kv_len - q_len}; got {shift}. Write the keys of the tree after "
+                "those before it."
+            )
         enter, leave = jax.vmap(_visits)(parents)
         whole = q_len == kv_len and not call.at.moved
         if whole:
@@ -288,11 +295,13 @@ class Neighborhood(Joinable):
                 "`Neighborhood.window` must have an int for each axis of the grid, not above its "
                 f"points; got {window} for a grid of {grid}. Use the grid's own for all points."
             )
-        points, lengths = math.prod(grid), call.lengths
-        if call.at.positions is None and (lengths[1] != points or lengths[0] > points):
+        points, (q_len, kv_len), shift = math.prod(grid), call.lengths, call.at.shift
+        inside = 0 <= shift <= points - q_len and kv_len == points
+        if call.at.positions is None and not inside:
+            moved = f" and query_offset={shift}" * (shift != 0)
             raise ValueError(
                 "`Neighborhood.grid` must have a point for each key and query; got "
-                f"{points} points for T={lengths[0]} and S={lengths[1]}. Give the sizes of the "
+                f"{points} points for T={q_len} and S={kv_len}{moved}. Give the sizes of the "
                 "grid, or positions that tell each token's point."
             )
         positions, leaves = call.positions(), []
@@ -305,6 +314,11 @@ class Neighborhood(Joinable):
             same = positions.key_value is None and call.at.positions is None
             leaves.append(Numbers(Positions(first, k), 0, w - 1, diagonal=same))
         return Either((Mask(tuple(leaves)),))
+
+
+def _tokens(name: str, value) -> int:
+    """Return a number of tokens, which int32 holds: above all distances it makes no difference."""
+    return min(at_least(1, name, value), jnp.iinfo(jnp.int32).max)
 
 
 def _band(positions: Positions, number, *, low: int | None) -> Numbers:

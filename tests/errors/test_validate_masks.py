@@ -139,6 +139,17 @@ def bad_mask_objects():
         mask(lambda: Neighborhood((2, 3), (1, 1)), "Neighborhood of another length", ValueError,
              "`Neighborhood.grid` must have a point for each key and query; got 6 points for T=5 "
              "and S=7."),
+        *(mask(lambda: Neighborhood((7,), (1,)), f"Neighborhood moved by {x}", ValueError,
+               f"got 7 points for T=5 and S=7 and query_offset={x}.", query_offset=x)
+          for x in (-1, 3)),
+        *(mask(lambda: Tree(i32(2, 5) - 1), f"Tree moved by {x}", ValueError,
+               "`query_offset` must be the number of keys before the tree of a Tree `mask`, at "
+               f"most S - T = 2; got {x}.", query_offset=x) for x in (-1, 3)),
+        *(mask(make, f"masks joined by {name}", TypeError, "`mask` must be joined by `&`, `|` and "
+               "`~`; got Chunked as a condition")
+          for name, make in (("and", lambda: Chunked(2) and Chunked(3)),
+                             ("or", lambda: Chunked(2) or Chunked(3)),
+                             ("not", lambda: not Chunked(2)))),
         *(mask(lambda make=make: BlockMask.from_mask(make(), 5, 7), f"BlockMask of {name}, moved",
                ValueError, "with a BlockMask made from a mask that goes by positions",
                query_offset=2)

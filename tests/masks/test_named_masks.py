@@ -200,6 +200,15 @@ def test_chain_is_causal():
     np.testing.assert_array_equal(allowed(mask, (1, 1, 9, 9))[0, 0], np.tri(9, dtype=bool))
 
 
+@pytest.mark.parametrize("n", [2**31 - 1, 2**31, 2**80])
+def test_sizes_above_all_distances(n):
+    def seen(mask):
+        return allowed(whole_mask((1, 1, 9, 9), mask=mask), (1, 1, 9, 9))[0, 0]
+
+    assert seen(Chunked(n) & BlockCausal(n)).all()
+    np.testing.assert_array_equal(seen(Dilated(n)), np.eye(9, dtype=bool))
+
+
 def test_drafts_after_a_cache():
     """Logits of each draft are those of its path alone; the buffer behind the drafts is NaN."""
     rng, length, tree = random(), 11, [-1, 0, 0, 1, 1, 2]
