@@ -39,7 +39,7 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
         )
     pages, scales = _pages(call, query.dtype, "query")
     _check_known_sizes(query, *pages)
-    query, requests = _requests(call, "query", query, pages[0].shape)
+    query, requests = requests_of(call, "query", query, pages[0].shape)
     _, num_heads, head_dim = query.shape
     num_kv_heads = pages[0].shape[2]
     if head_dim != pages[0].shape[3]:
@@ -86,7 +86,7 @@ def to_append(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
         )
     new, requests = [], None
     for name, x, page in (("key", key, pages[0]), ("value", value, pages[1])):
-        x, requests = _requests(call, name, x, page.shape)
+        x, requests = requests_of(call, name, x, page.shape)
         if x.shape[1:] != page.shape[2:]:
             raise ValueError(
                 f"`{name}` must have the heads and the head dim of `{name}_pages`; got "
@@ -179,7 +179,7 @@ def _check_known_sizes(*arrays) -> None:
         )
 
 
-def _requests(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax.Array, Requests]:
+def requests_of(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax.Array, Requests]:
     """Return the tokens of argument `name` as [tokens, heads, ..], and the requests."""
     lengths, starts = array("lengths", call["lengths"]), call["cu_query_lengths"]
     count = lengths.shape[0] if lengths.ndim == 1 else 0

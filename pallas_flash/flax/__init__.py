@@ -1,10 +1,12 @@
-"""Flax on top of `pallas_flash.attention`: a drop-in `attention_fn` and a self-attention module.
+"""Flax on top of `pallas_flash.attention`: a drop-in, a self-attention module, and caches.
 
 Letters of shapes: `*batch` any number of batch axes, T query length, S key/value length, N query
 heads, K key/value heads (N is a multiple of K), H head dim of query and key, V head dim of value,
 F features.
 """
 
+from pallas_flash.flax._cache import KVCache as KVCache
 from pallas_flash.flax._drop_in import attention_fn as attention_fn
 from pallas_flash.flax._layer import SelfAttention as SelfAttention
+from pallas_flash.flax._paged_cache import PagedKVCache as PagedKVCache
 from pallas_flash.flax._rope import apply_rope as apply_rope

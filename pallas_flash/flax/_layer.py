@@ -2,16 +2,17 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
-from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import ContextParallelism, Implementation, attention
-from pallas_flash._checks import array, flag, share_to_drop
+from pallas_flash._checks import array, flag, is_int, share_to_drop
 from pallas_flash._masks import Mask
 from pallas_flash.flax._arrays import (
     as_bool,
@@ -21,7 +22,8 @@ from pallas_flash.flax._arrays import (
     merge_scores,
     place_in_sequence,
 )
-from pallas_flash.flax._cache import Cache
+from pallas_flash.flax._cache import KVCache, window_in_ring
+from pallas_flash.flax._paged_cache import PagedKVCache, Requests
 from pallas_flash.flax._rope import apply_rope
 
 _lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
@@ -36,7 +38,8 @@ class SelfAttention(nnx.Module):
     https://arxiv.org/abs/2305.13245).
 
     To generate text, `init_cache` makes room for keys and values, and calls with `decode=True` add
-    the next tokens to it: first all of the prompt, then each new token.
+    the next tokens to it: first all of the prompt, then each new token. `init_pages` makes pages
+    that requests share, as a server does.
 
     Example:
         >>> import jax.numpy as jnp
@@ -172,9 +175,22 @@ class SelfAttention(nnx.Module):
             nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype)) if use_sinks else None
         )
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0.0 else None
-        self.cached_key: nnx.Cache[Array] | None = nnx.data(None)
-        self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
-        self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
+        self.cache: KVCache | PagedKVCache | None = nnx.data(None)
+
+    @property
+    def cached_key(self) -> nnx.Cache[Array] | None:
+        """The keys of a `KVCache`."""
+        return self.cache.keys if isinstance(self.cache, KVCache) else None
+
+    @property
+    def cached_value(self) -> nnx.Cache[Array] | None:
+        """The values of a `KVCache`."""
+        return self.cache.values if isinstance(self.cache, KVCache) else None
+
+    @property
+    def cache_index(self) -> nnx.Cache[Array] | None:
+        """The tokens in a `KVCache`."""
+        return self.cache.lengths if isinstance(self.cache, KVCache) else None
 
     def __call__(
         self,
@@ -189,6 +205,7 @@ class SelfAttention(nnx.Module):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | PRNGKeyArray | None = None,
         decode: bool = False,
+        requests: Requests | None = None,
     ) -> Float[Array, "*batch T F"]:
         """Mix the tokens of each sequence.
 
@@ -198,7 +215,8 @@ class SelfAttention(nnx.Module):
             mask: As in `attention_fn`. A key is visible if this mask and all other arguments
                 allow it.
             seq_lengths: Tokens of each sequence. Later tokens are neither visible nor do they see
-                a key: their output is the output of zeros.
+                a key: their output is the output of zeros. With `decode` they are the real tokens
+                of `x`, and need a cache with ragged=True.
             segment_ids: Document of each token; tokens of different documents never see each
                 other. None is one document.
             positions: Rotary position of each token. None is 0..T-1, which also serves packed
@@ -212,6 +230,9 @@ class SelfAttention(nnx.Module):
                 keeps.
             decode: Whether `x` are the tokens that follow those in the cache. They are added to it
                 and see it, and `positions` of None go on counting.
+            requests: For the pages of `init_pages`: (lengths, page_indices) with `x` [R, T, F], or
+                (lengths, page_indices, cu_query_lengths) with `x` [tokens, F], as in
+                `pallas_flash.paged_attention`.
 
         Returns:
             One new token for each token; NaN where a traced call finds no room for `x` behind the
@@ -223,8 +244,8 @@ class SelfAttention(nnx.Module):
                 `reordered`, if `reordered` comes without them, or if a layer with dropout is not
                 told whether it is on, or finds no random key. With `decode`: if there is no cache,
                 or no room in it, if the layer is not causal, or if there is a bias, a mask,
-                lengths, segments or another order, which a cache does not keep, or if devices
-                divide the sequence by `sequence_axis`.
+                segments or another order, which a cache does not keep, or if devices divide the
+                sequence by `sequence_axis`.
         """
         x = array("x", x)
         if x.ndim < 2 or x.shape[-1] != self.features:
@@ -238,60 +259,86 @@ class SelfAttention(nnx.Module):
         else:
             where = None
         first, whole = place_in_sequence(self.sequence_axis, length)
-        cache, start, full = None, 0, False
+        cache = None
+        following = first + jnp.arange(length, dtype=jnp.int32)
         if decode:
-            refused = dict(bias=bias, mask=mask, seq_lengths=seq_lengths, segment_ids=segment_ids)
+            refused = dict(bias=bias, mask=mask, segment_ids=segment_ids)
             cache = self._cache(refused, divided=whole != length)
-            start, full = cache.start(x)
-        # q is [*batch, T, N, H], k and v are [*batch, T, K, H].
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if self.rope_theta is not None:
-            if positions is None:
-                positions = first + start + jnp.arange(length, dtype=jnp.int32)
-            q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
-        elif positions is not None and where is None:
+            following = _following(cache, x, seq_lengths, requests)
+        elif requests is not None:
+            raise ValueError(
+                "`requests` must be None without decode=True, because they are of tokens in pages; "
+                f"got {type(requests).__name__}. Leave them out."
+            )
+        if self.rope_theta is None and positions is not None and where is None:
             raise ValueError(
                 "`positions` must be None when `rope_theta` is None, because nothing reads them; "
                 f"got positions.shape={positions.shape}. Leave them out, or pass reordered=True "
                 "for a mask that goes by them."
             )
-        scores_shape = (*batch, q.shape[-2], length, whole)
-        seq_lengths = merge_full("seq_lengths", seq_lengths, batch, ())
+        q, k, v = self._projections(x, following if positions is None else positions)
         dropout_key = self._dropout_key(deterministic, rngs)
-        cached = (k, v) if cache is None else cache.extended(k, v)
-
-        results = attention(
-            merge_batch(q, batch),
-            *(merge_batch(y.astype(q.dtype), batch) for y in cached),
-            bias=merge_scores("bias", bias, scores_shape),
-            mask=merge_scores("mask", as_bool(mask), scores_shape),
-            is_causal=self.is_causal,
-            query_seq_lengths=seq_lengths,
-            key_value_seq_lengths=seq_lengths,
-            local_window_size=self.local_window_size,
-            query_offset=start,
-            query_positions=where,
-            key_value_positions=where,
-            segment_ids=merge_full("segment_ids", segment_ids, batch, (length,)),
-            logits_soft_cap=self.logits_soft_cap,
-            sinks=None if self.sinks is None else self.sinks[...],
+        if isinstance(cache, PagedKVCache):
+            self._check_pages(dropout_key)
+            o = cache.attend(q, k, v, requests, **self._scores())
+            return self.out(o).reshape(x.shape)
+        options: dict[str, Any] = dict(
+            self._scores(),
             dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
             dropout_key=dropout_key,
             broadcast_dropout=self.broadcast_dropout,
-            precision=self.precision,
-            implementation=self.implementation,
             reproducible=self.reproducible,
-            sequence_axis=self.sequence_axis,
-            context_parallelism=self.context_parallelism,
             return_max_logits=self.sow_max_logits,
         )
-        o = self._sown(results, batch) if isinstance(results, tuple) else results
         if cache is not None:
-            cache.keep(cached, start + length)
-        o = self.out(o).reshape(x.shape)
-        return jnp.where(full, jnp.nan, o) if isinstance(full, Tracer) else o
+            results = cache.attend(q, k, v, seq_lengths=seq_lengths, **options)
+        else:
+            scores_shape = (*batch, q.shape[-2], length, whole)
+            seq_lengths = merge_full("seq_lengths", seq_lengths, batch, ())
+            results = attention(
+                merge_batch(q, batch),
+                *(merge_batch(y.astype(q.dtype), batch) for y in (k, v)),
+                bias=merge_scores("bias", bias, scores_shape),
+                mask=merge_scores("mask", as_bool(mask), scores_shape),
+                is_causal=self.is_causal,
+                query_seq_lengths=seq_lengths,
+                key_value_seq_lengths=seq_lengths,
+                query_positions=where,
+                key_value_positions=where,
+                segment_ids=merge_full("segment_ids", segment_ids, batch, (length,)),
+                sequence_axis=self.sequence_axis,
+                context_parallelism=self.context_parallelism,
+                **options,
+            )
+        o = self._sown(results, batch) if isinstance(results, tuple) else results
+        return self.out(o).reshape(x.shape)
+
+    def _projections(self, x, positions) -> tuple[Array, Array, Array]:
+        """Return q [*batch, T, N, H], k and v [*batch, T, K, H] of tokens at `positions`."""
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.rope_theta is not None:
+            q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
+        return q, k, v
+
+    def _scores(self) -> dict:
+        """Return the options that `attention` and `paged_attention` share."""
+        return dict(
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+    def _check_pages(self, dropout_key) -> None:
+        """Raise if the layer does what attention to pages does not."""
+        if dropout_key is not None or self.sow_max_logits:
+            raise ValueError(
+                "`decode` must be False with dropout or `sow_max_logits` where the cache has "
+                "pages; got True. Pass deterministic=True, or call `init_cache`."
+            )
 
     def _sown(self, results, batch: Sequence[int]) -> Array:
         """Sow the largest scores, and return the output."""
@@ -299,32 +346,77 @@ class SelfAttention(nnx.Module):
         self.sow(nnx.Intermediate, "max_logits", max_logits.reshape(*batch, -1))
         return o
 
-    def init_cache(self, input_shape: Sequence[int], dtype: Dtype | None = None) -> None:
-        """Make an empty cache for keys and values; it replaces an older one.
+    def init_cache(
+        self,
+        input_shape: Sequence[int],
+        dtype: Dtype | None = None,
+        *,
+        ragged: bool = False,
+        ring: bool = False,
+        sharding: NamedSharding | None = None,
+    ) -> None:
+        """Make an empty `KVCache` for keys and values; it replaces an older cache.
 
         It is state of the kind `nnx.Cache`, so `nnx.state(model, nnx.Param)` is what to save of a
         model that generates. Decode under `nnx.jit`: outside of it each call waits for the number
-        of tokens in the cache. On meshes, axes must be Auto.
+        of tokens in the cache.
 
         Args:
             input_shape: [*batch, length, features] of the longest input, as for
-                `nnx.MultiHeadAttention`; the length is that of the prompt and all that follows.
+                `nnx.MultiHeadAttention`; the length is that of the prompt and all that follows, or
+                the room of a ring.
             dtype: Dtype of the cache. None is that in which the layer computes with inputs in the
                 dtype of its parameters.
+            ragged: Whether each sequence has a length of its own, see `KVCache`.
+            ring: Whether new tokens take the slots of the oldest ones, for a layer with a window,
+                see `KVCache`.
+            sharding: Where the cache [*batch, length, K, H] lies, see `KVCache`.
 
         Raises:
             TypeError: If `dtype` is not floating point.
-            ValueError: If `input_shape` is none, or its last size is not `features`.
+            ValueError: If `input_shape` is none, or its last size is not `features`, or a ring has
+                less room than the window.
         """
-        self.cached_key, self.cached_value, self.cache_index = Cache.empty(
-            input_shape,
-            self.features,
-            heads=self.key.out_features,
-            dtype=dtype or self.key.dtype or self.key.param_dtype,
-        )
+        sizes = input_shape if isinstance(input_shape, (tuple, list)) else ()
+        right = all(is_int(n) and n >= 0 for n in sizes)
+        if not right or len(sizes) < 2 or sizes[-1] != self.features:
+            raise ValueError(
+                f"`input_shape` must be sizes (*batch, length, {self.features}); got "
+                f"{input_shape!r:.80}. Give the shape of the longest input."
+            )
+        shape = (*sizes[:-1], *self.key.out_features)
+        if flag("ring", ring):
+            window_in_ring(self.local_window_size, sizes[-2])
+        dtype = dtype or self.key.dtype or self.key.param_dtype
+        self.cache = KVCache(shape, dtype, ragged=ragged, ring=ring, sharding=sharding)
 
-    def _cache(self, refused: dict, *, divided: bool) -> Cache:
-        """Return the cache of `init_cache`, for a call that it can serve.
+    def init_pages(
+        self,
+        num_pages: int,
+        page_size: int,
+        dtype: Dtype | None = None,
+        *,
+        sharding: NamedSharding | None = None,
+    ) -> None:
+        """Make an empty `PagedKVCache` for keys and values; it replaces an older cache.
+
+        Args:
+            num_pages: Pages that all requests share.
+            page_size: Tokens of a page.
+            dtype: Dtype of the pages; int8 and float8_e4m3fn are quantised. None is as in
+                `init_cache`.
+            sharding: Where the pages [P, page_size, K, H] lie, see `PagedKVCache`.
+
+        Raises:
+            TypeError: If `dtype` is not floating point or int8.
+            ValueError: If sizes are none.
+        """
+        shape = (num_pages, page_size, *self.key.out_features)
+        dtype = dtype or self.key.dtype or self.key.param_dtype
+        self.cache = PagedKVCache(shape, dtype, sharding=sharding)
+
+    def _cache(self, refused: dict, *, divided: bool) -> KVCache | PagedKVCache:
+        """Return the cache, for a call that it can serve.
 
         Args:
             refused: the arguments of the call that must be None, by name.
@@ -336,7 +428,7 @@ class SelfAttention(nnx.Module):
                 "keep a cache of its own tokens; got True with sequence_axis="
                 f"{self.sequence_axis!r}. Decode with a layer that has none."
             )
-        if self.cached_key is None or self.cached_value is None or self.cache_index is None:
+        if self.cache is None:
             raise ValueError(
                 "`decode` must be False without a cache; got True. Call "
                 "`init_cache((*batch, length, features))` first."
@@ -352,7 +444,7 @@ class SelfAttention(nnx.Module):
                     f"`{name}` must be None with decode=True, because the cache does not keep it "
                     f"for later tokens; got {type(value).__name__}. Leave it out."
                 )
-        return Cache(self.cached_key, self.cached_value, self.cache_index)
+        return self.cache
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Called by `nnx.view`, which makes a copy of a model with dropout on or off.
@@ -425,6 +517,25 @@ def _head_sizes(
             "Give an even `head_dim`, or rope_theta=None for no rotary embedding."
         )
     return num_kv_heads, head_dim
+
+
+def _following(cache: KVCache | PagedKVCache, x, seq_lengths, requests) -> Array:
+    """Return the positions of tokens `x` that follow those in the cache."""
+    if isinstance(cache, KVCache):
+        if requests is not None:
+            raise ValueError(
+                "`requests` must be None where the cache has no pages; got "
+                f"{type(requests).__name__}. Leave them out, or call `init_pages`."
+            )
+        cache.check("x", x, 1, seq_lengths)
+        return cache.positions(x.shape[-2])
+    if seq_lengths is not None:
+        raise ValueError(
+            "`seq_lengths` must be None where the cache has pages; got "
+            f"{type(seq_lengths).__name__}. Give the new tokens of each request by the "
+            "cu_query_lengths of `requests`."
+        )
+    return cache.positions(x, requests)
 
 
 def _check_reordered(positions, decode: bool) -> None:

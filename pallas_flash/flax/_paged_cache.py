@@ -1,0 +1,216 @@
+"""`PagedKVCache`: keys and values of many requests, in pages that they share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int32
+
+from pallas_flash import _validate_paged
+from pallas_flash._checks import is_int
+from pallas_flash._paged import paged_attention
+from pallas_flash._pages import append_to_pages
+
+# (lengths, page_indices) or (lengths, page_indices, cu_query_lengths), as `paged_attention` has
+# them.
+Requests = tuple[Any, ...] | list[Any]
+# The options of `paged_attention` that have a number for each query head.
+PER_HEAD = "sinks", "alibi_slopes"
+
+
+class PagedKVCache(nnx.Module):
+    """Keys and values of many requests, in pages that they share.
+
+    `SelfAttention.init_pages` makes one. Which pages a request has is not kept here: each call is
+    given the `requests`, because all layers of a model have the same.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_flash.flax import PagedKVCache
+        >>> cache = PagedKVCache((8, 16, 1, 8))  # 8 pages of 16 tokens
+        >>> requests = jnp.array([5, 5]), jnp.array([[6], [3]])  # lengths, page_indices
+        >>> q, k = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 5, 1, 8))
+        >>> cache.attend(q, k, k, requests).shape
+        (2, 5, 4, 8)
+
+    Args:
+        shape: (P, page_size, K, H).
+        dtype: Dtype of the pages. In int8 and float8_e4m3fn each token and head has a scale.
+        value_dim: Head dim of the values. None is H.
+        sharding: Where the arrays of `shape` lie. Heads may be sharded, and pages: then each device
+            has its own requests, and `page_indices` count its own pages.
+
+    Attributes:
+        key_pages: [P, page_size, K, H].
+        value_pages: [P, page_size, K, V].
+        key_scales: float32 [P, K, page_size]; None if the pages are not quantised.
+        value_scales: The same.
+
+    Raises:
+        TypeError: If `dtype` is not floating point or int8.
+        ValueError: If `shape` is none, or the sharding divides tokens of a page or the head dim.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: Dtype = jnp.float32,
+        *,
+        value_dim: int | None = None,
+        sharding: NamedSharding | None = None,
+    ):
+        sizes = tuple(shape) if isinstance(shape, (tuple, list)) else ()
+        if len(sizes) != 4 or not all(is_int(n) and n > 0 for n in sizes):
+            raise ValueError(
+                f"`shape` must be sizes (P, page_size, K, H); got {shape!r:.80}. Give the number "
+                "of pages, and of tokens in each."
+            )
+        dtype = jnp.dtype(dtype)
+        quantised = dtype.name in _validate_paged.LARGEST
+        if not quantised and not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"`dtype` must be floating point or int8; got {dtype}. Leave it out for that of "
+                "the layer."
+            )
+        pages, page_size, heads, head_dim = sizes
+        spec = (None,) * 4 if sharding is None else (*sharding.spec, *[None] * 4)[:4]
+        if (spec[1], spec[3]) != (None, None):
+            raise ValueError(
+                f"`sharding` must divide pages or heads alone; got {spec}. Leave the tokens of a "
+                "page and the head dim whole."
+            )
+        self.sharding = sharding
+        self._axes = spec[0], spec[2]
+
+        def zeros(size):
+            return nnx.Cache(jnp.zeros((*sizes[:3], size), dtype, device=sharding))
+
+        def scales():
+            where = None if sharding is None else NamedSharding(sharding.mesh, P(spec[0], spec[2]))
+            shape = pages, heads, page_size
+            return nnx.Cache(jnp.ones(shape, jnp.float32, device=where)) if quantised else None
+
+        self.key_pages = zeros(head_dim)
+        self.value_pages = zeros(head_dim if value_dim is None else value_dim)
+        self.key_scales, self.value_scales = nnx.data(scales()), nnx.data(scales())
+
+    def positions(self, x: Array, requests: Requests | None) -> Int32[Array, "..."]:
+        """Return the positions of the tokens `x`, [R, T, ..] or [tokens, ..]."""
+        requests = _checked(requests)
+        axes = 2 if len(requests) == 2 else 1
+        names = "lengths", "page_indices", "cu_query_lengths"
+        call: dict[str, Any] = dict(zip(names, (*requests, None), strict=False))
+        tokens = jnp.expand_dims(x.reshape(*x.shape[:axes], -1), -1)
+        _, found = _validate_paged.requests_of(call, "x", tokens, self.key_pages.shape)
+        request, number, _ = found.places()
+        return jnp.maximum(found.offset[request] + number, 0).reshape(x.shape[:axes])
+
+    def attend(
+        self,
+        query: Float[Array, "R T N H"] | Float[Array, "tokens N H"],
+        key: Float[Array, "R T K H"] | Float[Array, "tokens K H"],
+        value: Float[Array, "R T K V"] | Float[Array, "tokens K V"],
+        requests: Requests | None,
+        **options,
+    ) -> Any:
+        """Add new tokens to their pages, and return their attention to all tokens so far.
+
+        Args:
+            query: Queries of the new tokens, which are the last ones of each request.
+            key: Keys of the new tokens.
+            value: Values of the new tokens.
+            requests: (lengths, page_indices), and cu_query_lengths with tokens in one axis, as
+                `pallas_flash.paged_attention` has them; lengths count the new tokens.
+            **options: Of `pallas_flash.paged_attention`, such as `local_window_size`.
+
+        Returns:
+            What `pallas_flash.paged_attention` returns.
+
+        Raises:
+            ValueError: If shapes do not fit, or pages are sharded and tokens are in one axis.
+        """
+        requests = _checked(requests)
+        named = dict(key_scales=self.key_scales, value_scales=self.value_scales)
+        named = {name: x[...] for name, x in named.items() if x is not None}
+        pages = self.key_pages[...], self.value_pages[...]
+        if not named:
+            key, value = (x.astype(pages[0].dtype) for x in (key, value))
+        per_head = {name: options[name] for name in PER_HEAD if options.get(name) is not None}
+        options = {name: x for name, x in options.items() if name not in PER_HEAD}
+
+        def step(pages, named, new, requests, per_head):
+            query, *new = new
+            pages = append_to_pages(*pages, *new, *requests, **named)
+            named = dict(zip(named, pages[2:], strict=True))
+            if not named:
+                query = query.astype(pages[0].dtype)
+            o = paged_attention(query, *pages[:2], *requests, **named, **per_head, **options)
+            return pages, o
+
+        operands = pages, named, (query, key, value), requests, per_head
+        run = (
+            step
+            if self.sharding is None
+            else self._on_shards(step, operands, options.get("return_lse", False))
+        )
+        pages, o = run(*operands)
+        cells = self.key_pages, self.value_pages, self.key_scales, self.value_scales
+        for cell, x in zip([cell for cell in cells if cell is not None], pages, strict=True):
+            cell[...] = x
+        return o
+
+    def _on_shards(self, step, operands, return_lse: bool):
+        """Return `step` inside of a `shard_map`: each device has its own heads and requests."""
+        pages, heads = self._axes
+        _, named, _, requests, per_head = operands
+        if pages is not None and len(requests) > 2:
+            raise ValueError(
+                "`requests` must be (lengths, page_indices) where devices divide the pages; got "
+                "cu_query_lengths, too. Give each request the same number of new tokens."
+            )
+        assert self.sharding is not None
+        mesh, of_pages = self.sharding.mesh, P(pages, None, heads)
+        of_tokens = P(pages, None, heads) if len(requests) == 2 else P(None, heads)
+        of_scales = dict.fromkeys(named, P(pages, heads))
+        specs = (
+            (of_pages, of_pages),
+            of_scales,
+            (of_tokens,) * 3,
+            tuple(P(pages) for _ in requests),
+            dict.fromkeys(per_head, P(heads)),
+        )
+        pages_and_scales = (of_pages, of_pages, *of_scales.values())
+        o = (of_tokens, of_tokens) if return_lse else of_tokens
+        run = jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=(pages_and_scales, o), check_vma=False
+        )
+
+        def placed(*operands):
+            where = jax.tree.map(
+                lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+            )
+            return run(*jax.tree.map(_put, operands, where))
+
+        return placed
+
+
+def _checked(requests) -> tuple:
+    """Return `requests` as a tuple; raise if it is none."""
+    if not isinstance(requests, (tuple, list)) or len(requests) not in (2, 3):
+        raise ValueError(
+            "`requests` must be (lengths, page_indices) or (lengths, page_indices, "
+            f"cu_query_lengths); got {requests!r:.80}. Give them to each call with pages."
+        )
+    return tuple(requests)
+
+
+def _put(x, sharding: NamedSharding):
+    """Return `x` where `sharding` says."""
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
