@@ -236,7 +236,7 @@ def attention(
         bias: added to the scaled scores; at most 4 axes, broadcastable to [B, N, T, S] and never
             expanded to it. Its gradient has its own shape.
         alibi_slopes: [N]; subtracts slope * |position of the query - position of the key| (Press,
-            Smith and Lewis, 2022, arXiv:2108.12409). Has a gradient only by "reference".
+            Smith and Lewis, 2022, arXiv:2108.12409). Has a gradient.
         score_mod: `score_mod(s, b, h, q_pos, k_pos) -> s` maps the scaled scores, with bias and
             slopes, at int32 indices of batch element, query head, query and key. It is elementwise
             jax.numpy, traced into the kernels. A `ScoreMod` is such a function and the arrays that
@@ -405,7 +405,7 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
                 f"causal or whole, and by {', '.join(map(repr, sorted(by)))}."
             )
             method = method._replace(reason=reason)
-    return _resolve.explained(plan, request, method)
+    return _resolve.explained(problem, plan, request, method)
 
 
 def dropout_mask(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import _compat
+from pallas_flash import _compat, _reads
 from pallas_flash._mask_objects import Predicate
 from pallas_flash._masks import Mask
 from pallas_flash._problem import Problem
@@ -34,7 +34,8 @@ class UserFunction(NamedTuple):
     Attributes:
         fn: the function.
         operands: shapes of its arrays.
-        role: "score_mod", "derivative" (of a score function) or "Predicate".
+        role: "score_mod", "derivative" (of a score function, in the score), "reads" (of a score
+            function, the derivative in what it reads) or "Predicate".
     """
 
     fn: Any
@@ -44,7 +45,11 @@ class UserFunction(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the function in error sentences."""
-        return {"derivative": "the derivative of `score_mod`"}.get(self.role, f"`{self.role}`")
+        names = {
+            "derivative": "the derivative of `score_mod`",
+            "reads": "the derivative of `score_mod` in its operands",
+        }
+        return names.get(self.role, f"`{self.role}`")
 
     def problem(self) -> Problem:
         """Return a problem of one tile with this function and no other option."""
@@ -67,6 +72,12 @@ def derivative_limit(problem: Problem, implementation: str) -> str:
     """Return why kernels cannot compute the derivative of the scores, or ""."""
     found = (x._replace(role="derivative") for x in functions_of(problem) if x.role == "score_mod")
     return " ".join(_sentences(found, implementation))
+
+
+def reads_limit(problem: Problem) -> str:
+    """Return why "triton" cannot compute the derivative of the scores in their operands, or ""."""
+    found = (x._replace(role="reads") for x in functions_of(problem) if x.role == "score_mod")
+    return " ".join(_sentences(found, "triton"))
 
 
 def functions_of(problem: Problem) -> Iterator[UserFunction]:
@@ -113,7 +124,10 @@ def _lower(function: UserFunction, implementation: str, device) -> None:
         from pallas_flash._mosaic.functions import function as compute
     else:
         from pallas_flash._triton.functions import function as compute
-    run = functools.partial(compute, derivative=function.role == "derivative")
+    options: dict[str, Any] = dict(derivative=function.role == "derivative")
+    if function.role == "reads":
+        options["reads"] = len(_reads.reads_of(function.problem().scores))
+    run = functools.partial(compute, **options)
     with _compat.for_device(device):
         jax.jit(run).trace(function.problem()).lower(lowering_platforms=("cuda",))
 

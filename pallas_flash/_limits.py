@@ -9,7 +9,7 @@
 
 import jax
 
-from pallas_flash import _compat, _device, _functions
+from pallas_flash import _compat, _device, _functions, _reads
 from pallas_flash._features import FEW_QUERIES
 from pallas_flash._paged_problem import PagedProblem
 from pallas_flash._problem import Problem
@@ -176,6 +176,28 @@ def backward_limit(problem: Problem, implementation: str) -> str:
     if width > MAX_HEAD_DIM:
         return f"Got a head dim of {width}, and kernels of the backward serve up to {MAX_HEAD_DIM}."
     return _functions.derivative_limit(problem, implementation)
+
+
+def of_tables(problem: Problem, backward: str) -> tuple[str, str]:
+    """Return who computes gradients of slopes and of operands, and why not `backward`.
+
+    The reason is "" if it is the implementation of the backward itself, or if there are none.
+    """
+    reads = _reads.reads_of(problem.scores)
+    if backward in ("xla", "reference") or not reads:
+        return backward, ""
+    if (number := next((x.table for x in reads if x.by_pair), None)) is not None:
+        return "xla", (
+            f"Operand {number - 1} is read at q_pos and k_pos other than at q_pos - k_pos, and the "
+            "kernel has no sums for that. An array for pairs is better a `bias`."
+        )
+    if backward == "interpret":
+        return backward, ""
+    if backward == "mosaic" and (why := not_on_gpu(problem).get("triton")):
+        return "xla", why
+    if why := _functions.reads_limit(problem):
+        return "xla", why
+    return "triton", "It has no kernel for Hopper." * (backward == "mosaic")
 
 
 def _jax_limits() -> list[str]:

@@ -71,11 +71,36 @@ class Operand:
         return self._array[self._inside(index)]
 
     def _inside(self, index):
-        return tuple(_nearest(i, n) for i, n in zip(index, self.shape, strict=True))
+        return nearest(index, self.shape)
 
     def for_user(self) -> "Operand":
         """Return this operand in a form that a user's function reads at any index."""
         return self
+
+
+class Noted(Operand):
+    """An operand, or an array, whose reads go through a function.
+
+    Args:
+        operand: the operand or the array.
+        note: takes the index as a tuple and the numbers there, and returns the numbers to use.
+    """
+
+    def __init__(self, operand, note):
+        super().__init__(operand)
+        self._note = note
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        return self._note(index, self._array[index])
+
+    def for_user(self):
+        return Noted(_operand(self._array), self._note)
+
+
+def nearest(index: tuple, shape: tuple[int, ...]) -> tuple:
+    """Return the index inside of an array of this shape that is nearest to `index`."""
+    return tuple(_nearest(i, n) for i, n in zip(index, shape, strict=True))
 
 
 def _nearest(i, n: int):
@@ -91,8 +116,12 @@ def _nearest(i, n: int):
 
 def for_user(x) -> Any:
     """Return `x` for a user's function: an `Operand`, or the number if `x` is a scalar."""
-    operand = x.for_user() if isinstance(x, Operand) else Operand(jnp.asarray(x))
+    operand = _operand(x)
     return operand if operand.ndim else operand[()]
+
+
+def _operand(x) -> Operand:
+    return x.for_user() if isinstance(x, Operand) else Operand(jnp.asarray(x))
 
 
 class TileView(Operand):

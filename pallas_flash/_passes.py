@@ -15,7 +15,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_flash import _tangents
 from pallas_flash._plan import Plan, Wanted
-from pallas_flash._problem import NO_GRADIENT
 from pallas_flash._scores import LN2
 
 
@@ -28,7 +27,7 @@ def forward_pass(plan: Plan, operands, rest):
 @functools.partial(forward_pass.defjvp, symbolic_zeros=True)
 def _(plan: Plan, primals, tangents):
     operands, rest = primals
-    moved = _moved(plan, tangents[0])
+    moved = _moved(tangents[0])
     o_dot, lse_dot = _tangents.of_forward(tuple(moved), plan.along, operands, rest, moved)
     o, log_sum = forward_pass(plan, operands, rest)
     # Only the sum of the two terms has a meaning, so that one of them may get all of its tangent.
@@ -47,8 +46,9 @@ def backward_pass(plan: Plan, wanted: Wanted, operands, rest, o, log_sum, do, dl
 def _(plan: Plan, wanted: Wanted, primals, tangents):
     operands, rest, _, _, *cotangents = primals
     gradients = backward_pass(plan, wanted, *primals)
-    names = tuple(name for name, x in gradients._asdict().items() if x is not None)
-    moved = _moved(plan, tangents[0])
+    named = _tangents.by_name(gradients._asdict())
+    names = tuple(name for name, x in named.items() if x is not None)
+    moved = _moved(tangents[0])
     cotangents_dot = [
         jnp.zeros_like(x) if isinstance(t, SymbolicZero) else t
         for x, t in zip(cotangents, tangents[4:], strict=True)
@@ -58,21 +58,7 @@ def _(plan: Plan, wanted: Wanted, primals, tangents):
     )
 
 
-def _moved(plan: Plan, tangents: dict) -> dict:
-    """Return the tangents of those operands that have one."""
-    moved = {}
-    for name, tree in tangents.items():
-        if all(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tree)):
-            continue
-        if name in NO_GRADIENT:
-            raise no_gradient(name, plan)
-        moved[name] = tree
-    return moved
-
-
-def no_gradient(name: str, plan: Plan) -> NotImplementedError:
-    return NotImplementedError(
-        f"`{NO_GRADIENT[name]}` must not be differentiated by {plan.implementation!r}, which has "
-        "no gradient for it; got a derivative with respect to it. Wrap it in "
-        '`jax.lax.stop_gradient`, or use implementation="reference".'
-    )
+def _moved(tangents: dict) -> dict:
+    """Return the tangents of those operands that have one, by `_tangents.by_name`."""
+    named = _tangents.by_name(tangents)
+    return {name: t for name, t in named.items() if not (t is None or isinstance(t, SymbolicZero))}

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import _context, _instances, _lowered_once, _partition, _xla
+from pallas_flash import _context, _device, _instances, _limits, _lowered_once, _partition, _xla
 from pallas_flash._one_device import on_one_device
 from pallas_flash._partition import Along
-from pallas_flash._problem import NO_GRADIENT, Gradients, Problem
+from pallas_flash._problem import Gradients, Problem
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling import choose
 from pallas_flash._tiling.sizes import TileSizes
@@ -32,10 +32,30 @@ class Wanted:
     scale: bool = False
     bias: bool = False
     sinks: bool = False
+    slopes: bool = False
+    score_operands: tuple[bool, ...] = ()
 
     def flags(self) -> dict[str, bool]:
-        """Return these as keywords of the backwards."""
-        return {f"want_{name}": wanted for name, wanted in vars(self).items()}
+        """Return these as keywords of the backwards, which have no gradients of tables."""
+        return {f"want_{name}": getattr(self, name) for name in ("scale", "bias", "sinks")}
+
+    @property
+    def tables(self) -> tuple[bool, ...]:
+        """The gradients that a pass of its own computes, in the order of `_reads`."""
+        return self.slopes, *self.score_operands
+
+    def of(self, axes: Problem) -> Gradients:
+        """Return the letters of the gradients that are computed, for those of the operands."""
+        found = {
+            name: getattr(axes, name) if getattr(self, name, True) else None
+            for name in Gradients._fields
+        }
+        if any(self.score_operands):
+            operands = zip(axes.score_operands, self.score_operands, strict=True)
+            found["score_operands"] = tuple(x if wanted else None for x, wanted in operands)
+        else:
+            found["score_operands"] = None
+        return Gradients(**found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +91,7 @@ class Plan:
         along: how the sequence is divided over Manual mesh axes, if it is.
         method: the context parallelism that the call asks for, if any.
         of_part: the plan for a part of the problem; None if it is this one.
+        in_order: whether gradients must be the same in every run.
         bias_dtype: the dtype in which the forward reads a bias that has a wider one; None if it
             has its own.
     """
@@ -82,6 +103,7 @@ class Plan:
     along: Along | None = None
     method: str | None = None
     of_part: Callable[[Problem], "Plan"] | None = None
+    in_order: bool = False
     bias_dtype: Any = None
 
     @classmethod
@@ -170,12 +192,7 @@ class Plan:
             problem,
             *(o, log_sum, do, dlse),
             axes_of_rows=(*rows, None if dlse is None else _partition.LSE),
-            axes_out=lambda axes: Gradients(
-                *(
-                    getattr(axes, name) if getattr(wanted, name, name not in NO_GRADIENT) else None
-                    for name in Gradients._fields
-                )
-            ),
+            axes_out=wanted.of,
         )
 
     def _backward(
@@ -196,6 +213,29 @@ class Plan:
 
     @functools.partial(jax.jit, static_argnums=0)
     def _backward_alone(self, problem, o, log_sum, do, dlse, *, wanted: Wanted) -> Gradients:
+        cotangents = (problem, o, log_sum, do, dlse)
+        gradients = self._products(*cotangents, wanted=wanted)
+        if not any(wanted.tables):
+            return gradients
+        slopes, *operands = self._tables(*cotangents, wanted=wanted)
+        of_scores = tuple(operands) if any(wanted.score_operands) else None
+        return gradients._replace(slopes=slopes, score_operands=of_scores)
+
+    def _tables(self, problem, o, log_sum, do, dlse, *, wanted: Wanted) -> list:
+        """Return the gradients of tables, by a pass of its own."""
+        cotangents = (problem, o, log_sum, do, dlse)
+        plan = self._backward_for(wanted)
+        by, _ = _limits.of_tables(problem, plan.implementation)
+        if by == "xla":
+            options = dict(on_gpu=_device.target().nvidia, in_order=self.in_order)
+            return _xla.table_gradients(*cotangents, wanted.tables, **options)
+        tile = choose.by_table(problem, by, plan.tiles.of(by)).tile("dq")
+        return _triton().table_gradients(
+            *cotangents, wanted.tables, tile, interpret=self._interpret
+        )
+
+    def _products(self, problem, o, log_sum, do, dlse, *, wanted: Wanted) -> Gradients:
+        """Return the gradients of all operands but tables."""
         cotangents = (problem, o, log_sum, do, dlse)
         plan = self._backward_for(wanted)
         if plan.implementation == "xla":

@@ -227,7 +227,10 @@ class Extras(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradient of each floating-point operand; None if there is none or it was not wanted."""
+    """The gradient of each floating-point operand; None if there is none or it was not wanted.
+
+    `score_operands` is a tuple of such gradients, or None.
+    """
 
     query: Any
     key: Any
@@ -237,7 +240,3 @@ class Gradients(NamedTuple):
     sinks: Any = None
     slopes: Any = None
     score_operands: Any = None
-
-
-# The operands that have no gradient, and what `attention` calls them.
-NO_GRADIENT = {"slopes": "alibi_slopes", "score_operands": "ScoreMod.operands"}

@@ -109,10 +109,11 @@ def resolve(problem: Problem, request: Request) -> Plan:
         call.with_tiles("backward", dbias),
         on_gpu=plain and _device.target().nvidia,
         of_part=request,
+        in_order=request.in_order,
     )
 
 
-def explained(plan: Plan, request: Request, method: Choice | None) -> Explanation:
+def explained(problem: Problem, plan: Plan, request: Request, method: Choice | None) -> Explanation:
     """Return a plan in words; `method` says how devices share the sequence, if they do."""
     forward, passes = plan.forward, (plan.forward, plan.backward)
     reasons = [forward.reason]
@@ -120,6 +121,9 @@ def explained(plan: Plan, request: Request, method: Choice | None) -> Explanatio
         reasons.append(plan.backward.reason)
     if plan.dbias.implementation != plan.backward.implementation:
         reasons.append(plan.dbias.reason)
+    tables, why = _limits.of_tables(problem, plan.backward.implementation)
+    if why:
+        reasons.append(f'A gradient of slopes or operands is that of "{tables}": {why}')
     if request.tile_sizes is None and any(x.asked != NO_TILES for x in passes):
         reasons.append(f"Its tiles are tuned, from {cache.file()}.")
     if request.tile_sizes is not None and request.implementation is None:

@@ -25,7 +25,9 @@ class ScoreMod:
             `slope[h]` or `table[q_pos, k_pos]`; an index outside is moved to the edge, and an
             operand without axes is given as its number. Define it once: another function object is
             another program to compile.
-        operands: arrays. They have no gradient, except by implementation "reference".
+        operands: arrays. Floating ones have a gradient, summed in float32 in memory linear in the
+            lengths. It is a kernel's if each is read at the head, the batch element, the query or
+            the key alone, or at q_pos - k_pos; else it is that of "xla". See `explain`.
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash

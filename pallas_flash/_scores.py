@@ -7,13 +7,15 @@
     x = soft_cap * tanh(x / soft_cap)
 
 This one definition serves tiles in kernels and in plain JAX. The backward takes the derivative in x
-by `jax.vjp` on the tile. Sinks add exp(sink) to the softmax's denominator, once a row. `LogSum` is
+by `jax.vjp` on the tile, and so the derivative in what a score reads of a table: slopes, operands.
+Sinks add exp(sink) to the softmax's denominator, once a row. `LogSum` is
 the LSE as the forward leaves it to the backward.
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash._operands import Divisible, Pairs, Positions, for_user
+from pallas_flash._operands import Divisible, Noted, Pairs, Positions, for_user, nearest
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
@@ -46,14 +48,14 @@ FUNCTIONS = Functions()
 
 
 @contextlib.contextmanager
-def differentiated():
+def differentiated(by: str = "the score"):
     """Raise one sentence where JAX can trace a score function but not differentiate it."""
     try:
         yield
     except Exception as error:  # A user's derivative may raise anything.
         reason = str(error).partition("\n")[0].rstrip(".")
         raise NotImplementedError(
-            "`score_mod` must have a derivative in the score where gradients are taken; got "
+            f"`score_mod` must have a derivative in {by} where gradients are taken; got "
             f"{type(error).__name__}: {reason}. Wrap what has none in `jax.lax.stop_gradient`."
         ) from error
 
@@ -107,6 +109,60 @@ class Scores(Divisible):
 
         return logits, pulled
 
+    def reads(self, x, b, h, q, k) -> list[tuple[int, tuple]]:
+        """Return the table and the index of each number that a score reads of a floating table.
+
+        Table 0 are the slopes, table 1 + i is operand i. An index has an integer array for each
+        axis of its table, and lies inside of it; the arrays broadcast to the shape of x.
+        """
+        found = [] if self.slopes is None else [(0, (h,))]
+
+        def note(table, index, read):
+            found.append((table, nearest(index, self.operands[table - 1].shape)))
+            return read
+
+        self._noted(note)._mapped(x, b, h, q, k, FUNCTIONS)
+        return found
+
+    def vjp_of_reads(self, numbers, x, b, h, q, k, *, functions=FUNCTIONS):
+        """Return `logits`, and the function from a cotangent of them to those of some reads.
+
+        `numbers` are those of the reads in `reads`. A cotangent of a read has the shape of x: it is
+        not yet summed over the scores that read the same number.
+        """
+        logits, pull = self.vjp(x, b, h, q, k, functions=functions)
+        x_added = self._added(x, b, h, q, k, functions)
+        first = 0 if self.slopes is None else 1
+
+        def of_read(number, ds):
+            if number < first:
+                distance = self._distance(b, q, k)
+                return -pull(ds) * jnp.abs(functions.to_float(distance, x.dtype))
+
+            def mapped(term):
+                numbers = itertools.count(first)
+
+                def note(table, index, read):
+                    del table, index
+                    return read.astype(x.dtype) + term if next(numbers) == number else read
+
+                return self._noted(note)._mapped(x_added, b, h, q, k, functions)
+
+            with differentiated("its operands"):
+                return jax.vjp(mapped, jnp.zeros_like(x))[1](ds)[0]
+
+        return logits, lambda ds: [of_read(number, ds) for number in numbers]
+
+    def _noted(self, note) -> "Scores":
+        """Return the scores whose reads of floating operands go through `note`, see `reads`."""
+
+        def noted(table, x):
+            floating = jnp.issubdtype(x.dtype, jnp.floating)
+            return Noted(x, functools.partial(note, table)) if floating else x
+
+        operands = tuple(noted(1 + i, x) for i, x in enumerate(self.operands or ()))
+        return dataclasses.replace(self, operands=operands)
+
     def derivative(
         self, x, b, h, q, k, *, functions=FUNCTIONS, call=lambda function, x: function(x)
     ):
@@ -124,12 +180,15 @@ class Scores(Divisible):
         if self.bias is not None:
             x = x + self.bias.read(b, h, q, k).astype(x.dtype)
         if self.slopes is not None:
-            if self.positions is not None:
-                distance = self.positions.of_query(b, q) - self.positions.of_key(b, k)
-            else:
-                distance = q + (self.shift if self.offset is None else self.offset[b]) - k
+            distance = self._distance(b, q, k)
             x = x - self.slopes[h] * jnp.abs(functions.to_float(distance, x.dtype))
         return x
+
+    def _distance(self, b, q, k):
+        """Return the position of a query less that of a key, for the slopes."""
+        if self.positions is not None:
+            return self.positions.of_query(b, q) - self.positions.of_key(b, k)
+        return q + (self.shift if self.offset is None else self.offset[b]) - k
 
     def _mapped(self, x, b, h, q, k, functions):
         if self.score_mod is not None:

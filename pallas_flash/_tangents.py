@@ -53,7 +53,7 @@ def of_backward(
     """Return the tangents of the gradients.
 
     Args:
-        wanted: the names of the operands that have a tangent.
+        wanted: the names of the operands that have a tangent, as `by_name` gives them.
         names: the operands whose gradients have been computed.
         along: how the sequence is divided over Manual mesh axes, if it is.
         operands: the operands that `Problem.split` returned.
@@ -63,22 +63,45 @@ def of_backward(
     """
 
     def gradients(primals, cotangents):
-        fn, primals = _function_of(names, along, operands | primals, rest)
+        fn, primals = _function_of(names, along, by_name(operands) | primals, rest)
         (_, lse), pull = jax.vjp(fn, primals)
         do, dlse = cotangents
         [grads] = pull((do, jnp.zeros_like(lse) if dlse is None else dlse))
         return grads
 
-    primals = {name: operands[name] for name in wanted}
+    primals = {name: x for name, x in by_name(operands).items() if name in wanted}
     grads = jax.jvp(gradients, (primals, cotangents), tangents)[1]
-    return Gradients(**dict.fromkeys(Gradients._fields) | grads)
+    return Gradients(**dict.fromkeys(Gradients._fields) | _joined(grads, operands))
+
+
+# The operands of a score function are named one by one, because each may have a derivative or not.
+_SCORE_OPERANDS = "score_operands"
+
+
+def by_name(operands: dict) -> dict:
+    """Return what `Problem.split` returned, or gradients of it, with a name for each array."""
+    arrays = enumerate(operands.get(_SCORE_OPERANDS) or ())
+    rest = {name: x for name, x in operands.items() if name != _SCORE_OPERANDS}
+    return rest | {f"{_SCORE_OPERANDS} {i}": x for i, x in arrays}
+
+
+def _joined(named: dict, like: dict) -> dict:
+    """Invert `by_name`; an operand of the score function without a name is None."""
+    found = {name: x for name, x in named.items() if name in Gradients._fields}
+    if len(found) == len(named):
+        return found
+    arrays = (named.get(f"{_SCORE_OPERANDS} {i}") for i in range(len(like[_SCORE_OPERANDS])))
+    return found | {_SCORE_OPERANDS: tuple(arrays)}
 
 
 def _function_of(names, along, operands, rest: Problem):
-    """Return the op as a function of some operands, and these operands."""
+    """Return the op as a function of some operands, and these operands, by `by_name`."""
+    operands = by_name(operands)
+    count = sum(name.startswith(_SCORE_OPERANDS) for name in operands)
+    like = {_SCORE_OPERANDS: (None,) * count}
 
     def fn(some):
-        problem = rest.join(operands | some)
+        problem = rest.join(dict.fromkeys(Gradients._fields) | _joined(operands | some, like))
         return _attention(problem if along is None else _context.whole_keys(problem, along))
 
     return fn, {name: operands[name] for name in names}

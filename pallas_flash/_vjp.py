@@ -19,9 +19,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
 from pallas_flash import _compat, _partition
-from pallas_flash._passes import backward_pass, forward_pass, no_gradient
+from pallas_flash._passes import backward_pass, forward_pass
 from pallas_flash._plan import Plan, Wanted
-from pallas_flash._problem import NO_GRADIENT, Problem
+from pallas_flash._problem import Problem
 from pallas_flash._reverse_mode import in_reverse_mode
 from pallas_flash._scores import LogSum
 
@@ -97,10 +97,9 @@ def _forward(plan: Plan, operands, rest):
     def perturbed(name):
         return any(x.perturbed for x in jax.tree.leaves(operands[name], is_leaf=_has_tangent))
 
-    for name in NO_GRADIENT:
-        if perturbed(name):
-            raise no_gradient(name, plan)
-    wanted = Wanted(*map(perturbed, ("scale", "bias", "sinks")))
+    flags = {name: perturbed(name) for name in ("scale", "bias", "sinks", "slopes")}
+    of_scores = tuple(x.perturbed for x in operands["score_operands"] or ())
+    wanted = Wanted(**flags, score_operands=of_scores)
     operands, rest = jax.tree.map(lambda x: x.value, (operands, rest), is_leaf=_has_tangent)
     o, log_sum = forward_pass(plan, operands, rest)
     o = checkpoint_name(o, NAMES[0])

@@ -18,6 +18,7 @@ head of its group, t query, s key, h head dim of q and k, v head dim of v.
 An export with a symbolic length has a symbolic number of tiles, to which the loops count.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import _key_center
+from pallas_flash import _key_center, _reads
 from pallas_flash._blocks import BlockClasses, Tiling, lists
 from pallas_flash._dropout import drop, kept, rescaled
 from pallas_flash._masks import Mask
@@ -149,9 +150,7 @@ def backward(
     with keys as rows of the scores, so that no product transposes one of them.
     """
     p, dtype = problem, problem.accumulator_dtype
-    delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
-    if dlse is not None:
-        delta = delta - dlse
+    delta = _delta(o, do, dlse, dtype)
     dsinks = sinks_gradient(p.sinks, log_sum, jnp.moveaxis(delta, 1, 2)) if want_sinks else None
     center, known = _key_center.of(p), None
     if center is not None:
@@ -217,6 +216,77 @@ def backward(
     )
 
 
+def table_gradients(
+    problem: Problem,
+    o,
+    log_sum: LogSum,
+    do,
+    dlse,
+    wanted: tuple[bool, ...],
+    *,
+    on_gpu: bool = False,
+    in_order: bool = False,
+) -> list:
+    """Return the gradients of the tables of `_reads`, the slopes first; None if not wanted.
+
+        dtable[n] = sum of ds_ij * ds_ij/dread over all i, j and reads whose index is n
+
+    This is a pass of its own, with the tiles of `backward`. It serves every index, in memory linear
+    in T and S: the numbers of a tile are added to the table before the next tile comes.
+
+    Args:
+        problem: the call.
+        o: [B, T, N, V].
+        log_sum: [B, N, T].
+        do: [B, T, N, V].
+        dlse: [B, T, N] or None.
+        wanted: for each table, whether its gradient is wanted.
+        on_gpu: as in `forward`.
+        in_order: whether a GPU must add in a deterministic order.
+    """
+    p, dtype = problem, problem.accumulator_dtype
+    delta = _delta(o, do, dlse, dtype)
+    blocks = _Blocks(p, on_gpu)
+    do, rows = blocks.split_rows(do), _Rows.of(blocks, log_sum, delta)
+    ranges = blocks.q_ranges()
+    tables = p.slopes, *(p.score_operands or ())
+    reads = [n for n, read in enumerate(_reads.reads_of(p.scores)) if wanted[read.table]]
+
+    def kv_tile(sums, j):
+        k, v = _take(blocks.keys, j), _take(blocks.values, j)
+
+        def step(i, masked, sums):
+            q, do_i = (_take(x, i) for x in (blocks.queries, do))
+            tile = blocks.tile(i, j, transposed=True)
+            qk_t = blocks.einsum("bksh,bkgth->bksgt", k, q)
+            dp_t = blocks.einsum("bksv,bkgtv->bksgt", v, do_i)
+            rows_i = jax.tree.map(lambda x: _take(x, i), rows)
+            vjp = functools.partial(Scores.vjp_of_reads, tile.scores, reads)
+            _, ds_t = _weights_and_ds(p, tile, qk_t, dp_t, rows_i, vjp)
+            indices = tile.scores.reads(qk_t, *tile.at)
+            sums = list(sums)
+            for number, dread_t in zip(reads, ds_t, strict=True):
+                table, index = indices[number]
+                x = jnp.where(tile.allowed(), dread_t, 0) if masked else dread_t
+                sums[table] = _reads.add_at(sums[table], index, x, sort=on_gpu and in_order)
+            return tuple(sums)
+
+        return visit(blocks.range(ranges, j), step, sums, blocks.sparsity), None
+
+    zeros = tuple(
+        blocks.full(x.shape, 0) if want else None for x, want in zip(tables, wanted, strict=True)
+    )
+    sums, _ = lax.scan(kv_tile, zeros, jnp.arange(blocks.kv.count, dtype=jnp.int32))
+    pairs = zip(sums, tables, strict=True)
+    return [None if x is None else x.astype(table.dtype) for x, table in pairs]
+
+
+def _delta(o, do, dlse, dtype):
+    """Return rowsum(o * do) - dlse, [B, T, N]."""
+    delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
+    return delta if dlse is None else delta - dlse
+
+
 class _Rows(NamedTuple):
     """The numbers of each row that the backward reads, [tiles, B, K, G, block_q] or a tile of it.
 
@@ -241,11 +311,14 @@ class _Rows(NamedTuple):
         return jax.tree.map(blocks.split_rows, cls(delta, m, log_l))
 
 
-def _weights_and_ds(p: Problem, tile: "_ScoreTile", qk_t, dp_t, rows: _Rows):
-    """Return p_t after dropout and ds_t of a transposed tile, from its products and its rows."""
+def _weights_and_ds(p: Problem, tile: "_ScoreTile", qk_t, dp_t, rows: _Rows, vjp=None):
+    """Return p_t after dropout and ds_t of a transposed tile, from its products and its rows.
+
+    `vjp`, by default that of the tile's scores, says in what the derivative is.
+    """
     s_t, pull = p.scale * qk_t, None
     if p.scores:
-        s_t, pull = tile.scores.vjp(s_t, *tile.at)
+        s_t, pull = (vjp or tile.scores.vjp)(s_t, *tile.at)
     delta, log_l = (x[:, :, None] for x in (rows.delta, rows.log_l))
     s_t = s_t if rows.m is None else below(s_t, rows.m[:, :, None], large=True)
     p_t = jnp.exp(s_t - log_l)

@@ -47,6 +47,7 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
         value=there.keys_back(grads.value),
         bias=None if grads.bias is None else there.back(grads.bias, axes.bias),
         sinks=None if grads.sinks is None else there.back(grads.sinks, "n"),
+        slopes=None if grads.slopes is None else there.back(grads.slopes, "n"),
     )
 
 

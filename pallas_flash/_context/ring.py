@@ -139,11 +139,16 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
         zeros(problem.value),
         zeros(problem.scale) if wanted.scale else None,
         zeros(bias) if wanted.bias else None,
+        slopes=zeros(problem.slopes) if wanted.slopes else None,
+        score_operands=tuple(
+            zeros(x) if want else None
+            for x, want in zip(problem.score_operands or (), wanted.score_operands, strict=True)
+        ),
     )
     for step, message, following in ring:
 
         def add(piece, carry, message=message, step=step):
-            dq, dscale, dbias, dk, dv = carry
+            dq, dscale, dbias, dtables, dk, dv = carry
             part = piece.with_keys(message)
             if wanted.bias:
                 # In float32 the gradient of the bias is rounded once, at the end.
@@ -154,16 +159,21 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
                 at = (piece.row, 2), (step.first_key + piece.key, 3)
                 dbias = _add(dbias, grads.bias, *at)
             dscale = dscale + grads.scale if wanted.scale else None
+            # A tuple of operands may be None where nothing of it is wanted.
+            found = grads.slopes, grads.score_operands or (None,) * len(wanted.score_operands)
+            dtables = jax.tree.map(lambda x, y: x + y.astype(dtype), dtables, found)
             dk, dv = (_put(x, y, 1, piece.key) for x, y in ((dk, grads.key), (dv, grads.value)))
-            return _add(dq, grads.query, (piece.row, 1)), dscale, dbias, dk, dv
+            return _add(dq, grads.query, (piece.row, 1)), dscale, dbias, dtables, dk, dv
 
         nothing = (lax.full_like(query, 0, x.dtype, x.shape) for x in (problem.key, problem.value))
-        carry = sums.query, sums.scale, sums.bias, *nothing
-        dq, dscale, dbias, dk, dv = step.run(add, carry)
-        dq, dscale, dbias, home = ring.after((dq, dscale, dbias, (sums.key, sums.value)), following)
+        stay = sums.query, sums.scale, sums.bias, (sums.slopes, sums.score_operands)
+        *stay, dk, dv = step.run(add, (*stay, *nothing))
+        *stay, home = ring.after((*stay, (sums.key, sums.value)), following)
+        dq, dscale, dbias, dtables = stay
         arrived = ring.home(step, (dk, dv))
         dk, dv = (x + y.astype(dtype) for x, y in zip(home, arrived, strict=True))
-        sums = Gradients(dq, dk, dv, dscale, dbias)
+        slopes, score_operands = dtables
+        sums = Gradients(dq, dk, dv, dscale, dbias, slopes=slopes, score_operands=score_operands)
     delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
     delta = jnp.moveaxis(delta if dlse is None else delta - dlse, 1, 2)
     dlse = None if dlse is None else jnp.moveaxis(dlse, 1, 2)
@@ -177,7 +187,17 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
         dscale,
         sums.bias.astype(bias.dtype) if wanted.bias else None,
         dsinks,
+        sums.slopes,
+        _in_own_dtypes(sums.score_operands, problem.score_operands),
     )
+
+
+def _in_own_dtypes(gradients, operands):
+    """Return the gradients of operands in their dtypes; None if there are none."""
+    if not jax.tree.leaves(gradients):
+        return None
+    pairs = zip(gradients, operands, strict=True)
+    return tuple(None if x is None else x.astype(of.dtype) for x, of in pairs)
 
 
 class Ring:

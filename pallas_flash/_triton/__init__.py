@@ -1,4 +1,7 @@
-"""Attention as Pallas kernels lowered through Triton: `forward` and `backward`."""
+"""Attention as Pallas kernels lowered through Triton: `forward` and `backward`.
+
+`table_gradients` is a pass beside `backward`.
+"""
 
 import jax.numpy as jnp
 
@@ -8,6 +11,7 @@ from pallas_flash._scores import LogSum, sinks_gradient
 from pallas_flash._tiling.sizes import TileSizes
 from pallas_flash._triton import backward_dkv, backward_dq
 from pallas_flash._triton.backward_dbias import dbias
+from pallas_flash._triton.backward_tables import table_gradients as table_gradients
 from pallas_flash._triton.decode_kernel import decode
 from pallas_flash._triton.delta_kernel import delta
 from pallas_flash._triton.forward_kernel import forward as _forward

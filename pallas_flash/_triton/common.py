@@ -134,6 +134,18 @@ class KernelSpec:
         logits, pull = extras.scores.vjp(s * scale, *at, functions=self._functions(extras.scores))
         return logits, LOG2E, pull
 
+    def read_vjp(self, number: int):
+        """Return `logits_vjp` with the derivative in what read `number` of `Scores.reads` gives."""
+
+        def logits_vjp(extras: Extras, s, scale, *at):
+            scores = extras.scores
+            logits, pull = scores.vjp_of_reads(
+                [number], s * scale, *at, functions=self._functions(scores)
+            )
+            return logits, LOG2E, lambda ds: pull(ds)[0]
+
+        return logits_vjp
+
     def _functions(self, scores: Scores) -> Functions:
         # The library's tanh is exact to the last place, and takes 18 instructions an element
         # instead of 8 (counted).

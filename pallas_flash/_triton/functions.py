@@ -18,8 +18,11 @@ from pallas_flash._triton import common
 TILE = Tile(16, 32)
 
 
-def pallas_flash_function(*refs, spec: common.KernelSpec, derivative: bool):
-    """Compute scores or their derivative, and the mask, of one tile in each form."""
+def pallas_flash_function(*refs, spec: common.KernelSpec, derivative: bool, reads: int):
+    """Compute scores or their derivative, and the mask, of one tile in each form.
+
+    Where there are `reads` of tables, it is the derivative in them.
+    """
     *refs, out_ref = refs
     extras = spec.load_extras(refs)
     b, h = pl.program_id(0), pl.program_id(1)
@@ -31,7 +34,11 @@ def pallas_flash_function(*refs, spec: common.KernelSpec, derivative: bool):
         (b, h, q[None, :], k[:, None]),
     ):
         s = (at[2] + at[3]).astype(jnp.float32)
-        if derivative:
+        if reads:
+            for number in range(reads):
+                _, _, pull = spec.read_vjp(number)(extras, s, 1.0, *at)
+                total += jnp.sum(pull(s))
+        elif derivative:
             s, _, pull = spec.logits_vjp(extras, s, 1.0, *at)
             s = pull(s)
         else:
@@ -42,7 +49,7 @@ def pallas_flash_function(*refs, spec: common.KernelSpec, derivative: bool):
     out_ref[0, 0] = total
 
 
-def function(problem: Problem, *, derivative: bool):
+def function(problem: Problem, *, derivative: bool, reads: int = 0):
     """Call `pallas_flash_function` for the mask and the scores of a problem."""
     spec, extras, _ = common.make_spec(problem, TILE, streamed="kv", interpret=False)
     arrays = common.kernel_arrays(extras)
@@ -56,5 +63,6 @@ def function(problem: Problem, *, derivative: bool):
         out_specs=[pl.BlockSpec((1, 1), lambda *_: (0, 0))],
         out_shapes=[((1, 1), jnp.float32)],
         derivative=derivative,
+        reads=reads,
     )
     return out

@@ -33,8 +33,8 @@ _vjp _passes _plan _lowered_once _reverse_mode _tangents _functions _limits _til
 _context* _partition*
 _mosaic* _triton* _xla* _reference
 _features _problem _paged_problem _mask_objects _named_masks _merge _score_mod _order _key_center
-_masks _blocks _visibility _visits _scores _dropout _checks _operands _peers _symbolic _one_device
-_instances _compat _device _hardware _tiling _tiling.sizes _tiling.configurations tuning
+_masks _blocks _visibility _visits _scores _reads _dropout _checks _operands _peers _symbolic
+_one_device _instances _compat _device _hardware _tiling _tiling.sizes _tiling.configurations tuning
 """
 # Each is for itself: no backend imports another.
 BACKENDS = ("_mosaic", "_triton", "_xla", "_reference")
