@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,17 +37,17 @@ def bucket(distance):
 
 # A table's shape, the score function that reads it, and on which indices its index depends.
 TABLES = {
-    "[h]": ((N,), lambda s, b, h, q, k, x: s * x[h], "h"),
-    "[b, h]": ((B, N), lambda s, b, h, q, k, x: jnp.tanh(s * x[b, h]), "bh"),
-    "[]": ((), lambda s, b, h, q, k, x: s / (3 + x), ""),
-    "[q - k]": ((T + S,), lambda s, b, h, q, k, x: s + x[q - k + S - 1], "d"),
-    "[bucket(k - q), h]": ((9, N), lambda s, b, h, q, k, x: s + s * x[bucket(k - q), h], "dh"),
-    "[b, q - k]": ((B, 21), lambda s, b, h, q, k, x: s + x[b, jnp.clip(q - k, 0, 20)], "bd"),
-    "[h, q]": ((N, T), lambda s, b, h, q, k, x: s * x[h, q], "hq"),
-    "[b, k]": ((B, S), lambda s, b, h, q, k, x: s + x[b, k - 1], "bk"),
-    "[q, k]": ((T, S), lambda s, b, h, q, k, x: s + x[q, k], "qk"),
-    "[q // 9, k // 9]": ((9, 11), lambda s, b, h, q, k, x: s * x[q // 9, k // 9], "qk"),
-    "[q - k] and [k - q]": ((S,), lambda s, b, h, q, k, x: s + x[q - k] * x[k - q], "d"),
+    "h": ((N,), lambda s, b, h, q, k, x: s * x[h], "h"),
+    "b,h": ((B, N), lambda s, b, h, q, k, x: jnp.tanh(s * x[b, h]), "bh"),
+    "scalar": ((), lambda s, b, h, q, k, x: s / (3 + x), ""),
+    "q-k": ((T + S,), lambda s, b, h, q, k, x: s + x[q - k + S - 1], "d"),
+    "bucket,h": ((9, N), lambda s, b, h, q, k, x: s + s * x[bucket(k - q), h], "dh"),
+    "b,q-k": ((B, 21), lambda s, b, h, q, k, x: s + x[b, jnp.clip(q - k, 0, 20)], "bd"),
+    "h,q": ((N, T), lambda s, b, h, q, k, x: s * x[h, q], "hq"),
+    "b,k": ((B, S), lambda s, b, h, q, k, x: s + x[b, k - 1], "bk"),
+    "q,k": ((T, S), lambda s, b, h, q, k, x: s + x[q, k], "qk"),
+    "blocks": ((9, 11), lambda s, b, h, q, k, x: s * x[q // 9, k // 9], "qk"),
+    "q-k,k-q": ((S,), lambda s, b, h, q, k, x: s + x[q - k] * x[k - q], "d"),
 }
 
 
@@ -65,30 +66,30 @@ def segments(n):
 OPTIONS = {
     "none": {},
     "causal": dict(is_causal=True),
-    "window, offsets": dict(local_window_size=(20, 7), query_offset=lengths(3, -9)),
+    "window,offsets": dict(local_window_size=(20, 7), query_offset=lengths(3, -9)),
     "lengths": dict(query_seq_lengths=lengths(50, T), key_value_seq_lengths=lengths(S, 0)),
     "segments": dict(segment_ids=(segments(T), segments(S))),
     "positions": dict(is_causal=True, query_positions=order(1, T), key_value_positions=order(2, S)),
-    "cap, dropout": dict(
+    "cap,dropout": dict(
         logits_soft_cap=3.0, dropout_rate=0.3, dropout_key=jax.random.key(1), is_causal=True
     ),
-    "sinks, bias": dict(sinks=jnp.linspace(-1.0, 2.0, N), bias=jnp.ones((1, N, 1, S))),
+    "sinks,bias": dict(sinks=jnp.linspace(-1.0, 2.0, N), bias=jnp.ones((1, N, 1, S))),
 }
 
 # Each table, each option and each form of the sums meet.
 PAIRS = [
-    ("[h]", "lengths"),
-    ("[b, h]", "cap, dropout"),
-    ("[]", "causal"),
-    ("[q - k]", "none"),
-    ("[q - k]", "cap, dropout"),
-    ("[bucket(k - q), h]", "window, offsets"),
-    ("[b, q - k]", "segments"),
-    ("[h, q]", "sinks, bias"),
-    ("[b, k]", "positions"),
-    ("[q, k]", "lengths"),
-    ("[q // 9, k // 9]", "causal"),
-    ("[q - k] and [k - q]", "lengths"),
+    ("h", "lengths"),
+    ("b,h", "cap,dropout"),
+    ("scalar", "causal"),
+    ("q-k", "none"),
+    ("q-k", "cap,dropout"),
+    ("bucket,h", "window,offsets"),
+    ("b,q-k", "segments"),
+    ("h,q", "sinks,bias"),
+    ("b,k", "positions"),
+    ("q,k", "lengths"),
+    ("blocks", "causal"),
+    ("q-k,k-q", "lengths"),
 ]
 EVERY = [(table, option) for table in TABLES for option in OPTIONS]
 IMPLEMENTATIONS = ("xla", "interpret")
@@ -110,7 +111,7 @@ def for_user(x):
     return Clamped(x) if x.ndim else x
 
 
-def drawn(table="[h]", dtype=np.float64):
+def drawn(table="h", dtype=np.float64):
     """query, key, value, do, dlse, the slopes and the table."""
     random = np.random.default_rng(0)
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, T, N, V), (B, T, N)
@@ -206,7 +207,7 @@ def test_gradients_of_tables_are_dense_ones(table, option, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("table", ["[h]", "[bucket(k - q), h]"])
+@pytest.mark.parametrize("table", ["h", "bucket,h"])
 def test_gradients_of_tables_in_bfloat16(table, implementation):
     judge(table, "causal", implementation, "bfloat16")
 
@@ -270,6 +271,55 @@ def test_index_from_an_integer_table():
         assert_close(found, want)
 
 
+def of_two_tables(implementation, dtype, qkv, numbers="float32"):
+    """The gradients of slopes and of two tables of a dtype, whose numbers another one holds."""
+
+    def score_mod(s, b, h, q, k, factor, x):
+        return s * factor[h] + x[q - k]
+
+    def loss(slopes, *tables):
+        call = functools.partial(attention, is_causal=True, implementation=implementation)
+        o = call(*qkv, alibi_slopes=slopes, score_mod=ScoreMod(score_mod, tables))
+        return o.astype(jnp.float32).sum()
+
+    tables = jnp.linspace(0.01, 0.1, N), jnp.linspace(0.5, 1.0, N), jnp.linspace(-1.0, 1.0, T)
+    return oracle.compiled(jax.grad(loss, (0, 1, 2)))(
+        *(x.astype(numbers).astype(dtype) for x in tables)
+    )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tables_of_16_bits(implementation):
+    """Gradients have the dtype of their table, and their sums are rounded to it once."""
+    qkv = drawn(dtype=np.float32)[0]
+    found = of_two_tables(implementation, "bfloat16", qkv, "bfloat16")
+    assert {x.dtype.name for x in found} == {"bfloat16"}
+    want = of_two_tables("reference", "float32", qkv, "bfloat16")
+    assert_close(found, want, tolerance=2.0**-8, dtypes=False)
+
+
+def test_tables_in_float64():
+    with jax.enable_x64(True):
+        qkv = drawn(dtype=np.float64)[0]
+        found, want = (of_two_tables(by, "float64", qkv) for by in ("xla", "reference"))
+        assert_close(found, want, tolerance=1e-12)
+
+
+def test_tables_of_an_export_with_symbolic_sizes():
+    def gradient(q, x):
+        def loss(x):
+            score_mod = ScoreMod(TABLES["b,q-k"][1], (x,))
+            return attention(q, q, q, score_mod=score_mod, implementation="xla").sum()
+
+        return jax.grad(loss)(x)
+
+    q, x = jnp.cos(jnp.arange(2 * 9 * 2 * 8.0)).reshape(2, 9, 2, 8), jnp.ones((2, 21))
+    shape = (*jax.export.symbolic_shape("b, t"), 2, 8)
+    shapes = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)
+    exported = jax.export.export(jax.jit(gradient))(*shapes)
+    np.testing.assert_allclose(exported.call(q, x), gradient(q, x), atol=1e-5)
+
+
 @pytest.mark.parametrize("sort", [False, True])
 def test_numbers_are_added_at_their_index(sort):
     random = np.random.default_rng(0)
@@ -286,26 +336,26 @@ def test_numbers_are_added_at_their_index(sort):
 
 def test_hidden_numbers_do_not_reach_tables():
     """NaN in hidden keys and in queries without keys changes no bit."""
-    (q, k, v), cotangents, tables = drawn("[bucket(k - q), h]", np.float32)
+    (q, k, v), cotangents, tables = drawn("bucket,h", np.float32)
     options = OPTIONS["lengths"]
     hidden = jnp.arange(S)[None, :, None, None] >= options["key_value_seq_lengths"].reshape(
         B, 1, 1, 1
     )
     poisoned = q.at[0, 50:].set(jnp.nan), *(jnp.where(hidden, jnp.nan, x) for x in (k, v))
     for implementation in IMPLEMENTATIONS:
-        call = call_of(implementation, "[bucket(k - q), h]", options)
+        call = call_of(implementation, "bucket,h", options)
         clean = gradients(call, (q, k, v), cotangents, tables)
         assert_same_bits(gradients(call, poisoned, cotangents, tables), clean)
 
 
 TRANSFORMS = {
     "vmap": lambda f: lambda q, *x: jax.vmap(f, (0, None, None))(jnp.stack([q, 2 * q]), *x).sum(),
-    "vmap of tables": lambda f: (
+    "vmap-of-tables": lambda f: (
         lambda q, slopes, x: jax.vmap(f, (None, 0, 0))(
             q, jnp.stack([slopes, 2 * slopes]), jnp.stack([x, -x])
         ).sum()
     ),
-    "scan with remat": lambda f: (
+    "scan-with-remat": lambda f: (
         lambda q, *x: jax.lax.scan(
             lambda c, _: (c + jax.checkpoint(f)(q + c / 1e3, *x), None), 0.0, None, 2
         )[0]
@@ -315,8 +365,8 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("table", ["[h]", "[q - k]"])
-def test_gradients_of_tables_under_transformations(table, name, implementation):
+@pytest.mark.parametrize("table", ["h", "q-k"])
+def test_tables_under_transformations(table, name, implementation):
     (q, k, v), (do, _), tables = drawn(table, np.float32)
 
     def gradient(by):
@@ -334,7 +384,7 @@ def test_second_order_of_tables(implementation):
     def score_mod(s, b, h, q, k, colours, factor, x):
         return s * factor[h] + jnp.sin(x[q - k + S]) * colours[h].astype(s.dtype)
 
-    (q, k, v), (do, _), (slopes, factor) = drawn("[h]", np.float32)
+    (q, k, v), (do, _), (slopes, factor) = drawn("h", np.float32)
     x = jnp.linspace(-1.0, 1.0, T + S)
 
     def second(by):
@@ -371,20 +421,20 @@ def reason_on(gpu, table, **options):
         return explain(q, kv, kv, score_mod=ScoreMod(score_mod, operands), **options).reason
 
 
-def test_explain_says_who_computes_gradients_of_tables():
-    assert "operands" not in reason_on("NVIDIA A100", "[q - k]")
+def test_explain_says_who_computes_tables():
+    assert "operands" not in reason_on("NVIDIA A100", "q-k")
     assert 'is that of "xla": Operand 0 is read at q_pos and k_pos' in reason_on(
-        "NVIDIA A100", "[q, k]"
+        "NVIDIA A100", "q,k"
     )
     if _compat.has_mosaic_gpu():
-        reason = reason_on("NVIDIA H200", "[h]", implementation="mosaic")
+        reason = reason_on("NVIDIA H200", "h", implementation="mosaic")
         assert reason.endswith('operands is that of "triton": It has no kernel for Hopper.')
 
 
 def test_tables_without_a_gradient_cost_nothing():
     """No pass more where queries alone are differentiated."""
-    (q, k, v), _, tables = drawn("[h]", np.float32)
-    call = call_of("interpret", "[h]", {})
+    (q, k, v), _, tables = drawn("h", np.float32)
+    call = call_of("interpret", "h", {})
 
     def kernels(*argnums):
         def loss(q, *tables):
@@ -395,6 +445,22 @@ def test_tables_without_a_gradient_cost_nothing():
         )
 
     assert [kernels(0), kernels(0, 1), kernels(0, 1, 2)] == [0, 1, 2]
+
+
+@pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason="no kernels for Hopper")
+def test_the_backward_for_hopper_stays():
+    """Beside it, the pass for a table is Triton's."""
+    q, kv = (jax.ShapeDtypeStruct((1, 512, n, 128), jnp.bfloat16) for n in (N, K))
+
+    def loss(q, k, v, slopes):
+        o = attention(q, k, v, alibi_slopes=slopes, implementation="mosaic")
+        return o.astype(jnp.float32).sum()
+
+    with described_gpu("NVIDIA H200"):
+        traced = jax.make_jaxpr(jax.grad(loss, (0, 3)))(q, kv, kv, jnp.ones(N))
+    text = str(traced)
+    assert "pallas_flash_backward" in text
+    assert text.count("name=pallas_flash_read") == 1
 
 
 def test_memory_of_a_table_by_distance_is_linear():
