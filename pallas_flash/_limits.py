@@ -197,7 +197,7 @@ def of_tables(problem: Problem, backward: str) -> tuple[str, str]:
         return "xla", why
     if why := _functions.reads_limit(problem):
         return "xla", why
-    return "triton", "It has no kernel for Hopper." * (backward == "mosaic")
+    return "triton", '"mosaic" has no kernel for it.' * (backward == "mosaic")
 
 
 def _jax_limits() -> list[str]:

@@ -91,7 +91,6 @@ class Plan:
         along: how the sequence is divided over Manual mesh axes, if it is.
         method: the context parallelism that the call asks for, if any.
         of_part: the plan for a part of the problem; None if it is this one.
-        in_order: whether gradients must be the same in every run.
         bias_dtype: the dtype in which the forward reads a bias that has a wider one; None if it
             has its own.
     """
@@ -103,7 +102,6 @@ class Plan:
     along: Along | None = None
     method: str | None = None
     of_part: Callable[[Problem], "Plan"] | None = None
-    in_order: bool = False
     bias_dtype: Any = None
 
     @classmethod
@@ -227,8 +225,8 @@ class Plan:
         plan = self._backward_for(wanted)
         by, _ = _limits.of_tables(problem, plan.implementation)
         if by == "xla":
-            options = dict(on_gpu=_device.target().nvidia, in_order=self.in_order)
-            return _xla.table_gradients(*cotangents, wanted.tables, **options)
+            on_gpu = _device.target().nvidia
+            return _xla.table_gradients(*cotangents, wanted.tables, on_gpu=on_gpu)
         tile = choose.by_table(problem, by, plan.tiles.of(by)).tile("dq")
         return _triton().table_gradients(
             *cotangents, wanted.tables, tile, interpret=self._interpret

@@ -109,7 +109,6 @@ def resolve(problem: Problem, request: Request) -> Plan:
         call.with_tiles("backward", dbias),
         on_gpu=plain and _device.target().nvidia,
         of_part=request,
-        in_order=request.in_order,
     )
 
 

@@ -225,7 +225,6 @@ def table_gradients(
     wanted: tuple[bool, ...],
     *,
     on_gpu: bool = False,
-    in_order: bool = False,
 ) -> list:
     """Return the gradients of the tables of `_reads`, the slopes first; None if not wanted.
 
@@ -242,7 +241,6 @@ def table_gradients(
         dlse: [B, T, N] or None.
         wanted: for each table, whether its gradient is wanted.
         on_gpu: as in `forward`.
-        in_order: whether a GPU must add in a deterministic order.
     """
     p, dtype = problem, problem.accumulator_dtype
     delta = _delta(o, do, dlse, dtype)
@@ -268,7 +266,7 @@ def table_gradients(
             for number, dread_t in zip(reads, ds_t, strict=True):
                 table, index = indices[number]
                 x = jnp.where(tile.allowed(), dread_t, 0) if masked else dread_t
-                sums[table] = _reads.add_at(sums[table], index, x, sort=on_gpu and in_order)
+                sums[table] = _reads.add_at(sums[table], index, x, sort=on_gpu)
             return tuple(sums)
 
         return visit(blocks.range(ranges, j), step, sums, blocks.sparsity), None

@@ -428,7 +428,7 @@ def test_explain_says_who_computes_tables():
     )
     if _compat.has_mosaic_gpu():
         reason = reason_on("NVIDIA H200", "h", implementation="mosaic")
-        assert reason.endswith('operands is that of "triton": It has no kernel for Hopper.')
+        assert reason.endswith('operands is that of "triton": "mosaic" has no kernel for it.')
 
 
 def test_tables_without_a_gradient_cost_nothing():
