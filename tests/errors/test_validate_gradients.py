@@ -50,6 +50,22 @@ def bad_derivatives():
         x=inputs()["query"],
     )
 
+    def gradient_of_an_operand(x, factor):
+        def loss(factor):
+            score_mod = ScoreMod(lambda s, b, h, *x: s * without_derivative(x[2][h]), (factor,))
+            return pallas_flash.attention(x, x, x, score_mod=score_mod, implementation="xla").sum()
+
+        return jax.grad(loss)(factor)
+
+    yield row_of(
+        "score function without a derivative in an operand",
+        gradient_of_an_operand,
+        NotImplementedError,
+        "`score_mod` must have a derivative in its operands where gradients are taken",
+        x=inputs()["query"],
+        factor=f32(6),
+    )
+
     def tangent_of_the_call(x):
         call = functools.partial(pallas_flash.attention, implementation="xla")
         return jax.jvp(lambda q: call(q, q, q), (x,), (x,))
@@ -63,7 +79,10 @@ def bad_derivatives():
     )
 
 
-@each([*bad_derivatives()])
+ROWS = [*bad_derivatives()]
+
+
+@each(ROWS)
 def test_error_message(row):
     check(row)
 
