@@ -207,6 +207,8 @@ def rate(name: str, tokens: int, seconds: float) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     flags = make_parser().parse_args(argv)
+    if "" in flags.stop:  # Every text has it, at its start.
+        raise UserError("--stop must have a character; got ''.")
     auto = {"auto": None}
     source = open_source(
         pathlib.Path(flags.source),

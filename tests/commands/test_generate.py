@@ -212,6 +212,7 @@ def test_folder_that_is_none_is_refused(refused, weights, changed, tmp_path):
 MISTAKES = {
     "": "--prompt must have a character",
     "--prompt=": "--prompt must have a character",
+    "--prompt a --stop=": "--stop must have a character; got ''",
     "--prompts missing": "--prompts must be text; got missing: no such file",
     "--prompt a --temperature -1": "--temperature must not be negative; got -1",
     "--prompt a --top-p 2": "--top-p must be above 0 and at most 1, or None; got 2",
