@@ -69,12 +69,15 @@ class Rope:
         """Return the rotary positions of `rope_theta` and the fields of `rope_scaling`.
 
         Raises:
-            ValueError: The rule is unknown, or has an unknown field or lacks one.
+            ValueError: The rule is unknown, has an unknown field or number, or lacks a field.
         """
         left = {name: x for name, x in fields.items() if x is not None}
         for name, x in left.items():
             if name not in ("rope_type", "type") and not isinstance(x, int | float):
                 raise ValueError(f"`{name}` of rotary positions must be a number; got {x!r}.")
+        for name in ("rope_theta", "factor"):
+            if not left.get(name, 1) > 0:
+                raise ValueError(f"`{name}` of rotary positions must be above 0; got {left[name]}.")
         kind = left.pop("rope_type", left.pop("type", "default"))
         left.pop("type", None)
         names = {"rope_theta": "theta"} | ROPE_FIELDS.get(kind, {})

@@ -217,7 +217,10 @@ class Embedding(nnx.Module):
 
     def __call__(self, numbers: Int[Array, "..."]) -> Float[Array, "... C"]:
         """Return the row of each number."""
-        return jnp.take(self.weight[...], numbers, axis=0, mode="fill").astype(self.dtype)
+        weight = self.weight[...]
+        # A negative number would count from the end; like one above all others it gives NaN.
+        numbers = jnp.where(numbers < 0, len(weight), numbers.astype(jnp.int32))
+        return jnp.take(weight, numbers, axis=0, mode="fill").astype(self.dtype)
 
 
 class Decoder(nnx.Module):
@@ -350,9 +353,13 @@ class Decoder(nnx.Module):
             implementation: As in `pallas_flash.attention`.
 
         Raises:
-            ValueError: The configuration is none that `Decoder` computes, or a tensor is missing,
-                unexpected, of another shape or damaged.
+            ValueError: The configuration is none that `Decoder` computes, a dtype is none of these,
+                or a tensor is missing, unexpected, of another shape or damaged.
         """
+        for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
+            if value not in (None, *checkpoint.DTYPES.values()):
+                known = ", ".join(checkpoint.DTYPES.values())
+                raise ValueError(f"`{name}` must be None or one of {known}; got {value!r}.")
         text, tensors = checkpoint.open_folder(pathlib.Path(folder))
         config = dataclasses.replace(
             DecoderConfig.from_json(text), dtype=dtype, implementation=implementation
@@ -380,9 +387,16 @@ class Decoder(nnx.Module):
         checkpoint.write(pathlib.Path(folder), self.config, params, max_file_bytes)
 
     def _check(self, tokens: Shaped[Array, "..."], segment_ids, decode: bool, lengths) -> None:
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        shape, dtype = (getattr(tokens, name, None) for name in ("shape", "dtype"))
+        if shape is None or len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
+            got = type(tokens).__name__ if shape is None else f"{dtype} {shape}"
+            raise ValueError(f"`tokens` must be integers [batch, length]; got {got}.")
+        if shape[1] == 0:
+            raise ValueError(f"`tokens` must have a token in each row; got shape {shape}.")
+        if segment_ids is not None and jnp.shape(segment_ids) != shape:
             raise ValueError(
-                f"`tokens` must be integers [batch, length]; got {tokens.dtype} {tokens.shape}."
+                f"`segment_ids` must have the shape of `tokens`, {shape}; got "
+                f"{jnp.shape(segment_ids)}."
             )
         self._check_length("tokens", tokens.shape[1])
         if decode and self.cache_lengths is None:

@@ -250,9 +250,15 @@ def _added(total: tuple[int, float], tokens: int, seconds: float) -> tuple[int, 
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    if not prompts:
+    if len(prompts) == 0:
         raise ValueError("`prompts` must have at least one text; got none.")
     for number, prompt in enumerate(prompts, 1):
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+            raise ValueError(
+                "`prompts` must be a list of ints for each text; got "
+                f"{tokens.dtype} {tokens.shape} as text {number}."
+            )
         if len(prompt) == 0:
             raise ValueError(f"`prompts` must have a token each; got none in text {number}.")
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:

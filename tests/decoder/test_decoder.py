@@ -79,6 +79,8 @@ def test_config_with_nested_rope_parameters():
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "must give factor"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2, "x": 1}}, "alone; got 'x'"),
         ("llama", {"rope_scaling": LLAMA3 | {"factor": None}}, "must give factor"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": 0}}, "`factor` of rotary positions must be"),
+        ("llama", {"rope_theta": -1.0}, "`rope_theta` of rotary positions must be above 0; got -1"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "got 'chunked_attention'"),
         ("qwen2", {"layer_types": ["full_attention"]}, "`sliding` must have 2 entries"),
         ("llama", {"num_key_value_heads": 3}, "`num_heads` must be a multiple"),
@@ -228,8 +230,9 @@ def test_row_beyond_the_cache_is_nan():
     assert jnp.isnan(logits[1]).all()
 
 
-def test_unknown_token_is_nan():
-    assert jnp.isnan(logits_of(make("llama"), np.array([[31]]))).all()
+@pytest.mark.parametrize("token", [31, -1])
+def test_unknown_token_is_nan(token):
+    assert jnp.isnan(logits_of(make("llama"), np.array([[token]]))).all()
 
 
 @pytest.mark.parametrize(
@@ -237,6 +240,13 @@ def test_unknown_token_is_nan():
     [
         (lambda m: m(jnp.ones((2, 3))), "`tokens` must be integers"),
         (lambda m: m(jnp.ones(3, int)), "`tokens` must be integers [batch, length]"),
+        (lambda m: m([[1, 2]]), "`tokens` must be integers [batch, length]; got list"),
+        (lambda m: m(jnp.ones((2, 0), int)), "`tokens` must have a token in each row"),
+        (
+            lambda m: m(jnp.ones((1, 3), int), segment_ids=jnp.ones((1, 2), jnp.int32)),
+            "`segment_ids` must have the shape of `tokens`, (1, 3); got (1, 2)",
+        ),
+        (lambda m: m.from_pretrained("here", dtype="int8"), "`dtype` must be None or one of"),
         (lambda m: m(jnp.ones((1, 33), int)), "no longer than the 32 learned positions; got 33"),
         (lambda m: m.init_cache(1, 33), "`length` must be no longer than the 32 learned"),
         (lambda m: m(jnp.ones((1, 3), int), decode=True), "Call `init_cache` first"),
