@@ -11,7 +11,6 @@ those files: a matrix is [outputs, inputs].
 """
 
 import dataclasses
-import functools
 import math
 import pathlib
 from typing import Self
@@ -26,6 +25,7 @@ from models import checkpoint
 from models.config import DecoderConfig, Rope
 from models.layers import rms_normalize
 from models.sharding import Layout
+from pallas_flash.flax import KVCache
 
 # GPT-2's, which most families took over.
 _init = nnx.initializers.normal(0.02)
@@ -96,21 +96,21 @@ class Place:
     Attributes:
         rotations: For each `Rope` of the model, the cosines and sines of the tokens' positions.
         segment_ids: Document of each token; None is one document.
-        start: Tokens of each batch element in the cache before this call; None without a cache.
-        end: The same after this call.
+        decode: Whether the tokens follow those in the cache.
+        lengths: For `decode`, the real tokens of each batch element; None if all are real.
     """
 
     rotations: dict[Rope, tuple[Array, Array]]
     segment_ids: Int32[Array, "B T"] | None
-    start: Int32[Array, " B"] | None = None
-    end: Int32[Array, " B"] | None = None
+    decode: bool = False
+    lengths: Int32[Array, " B"] | None = None
 
 
 class Attention(nnx.Module):
     """Self-attention with grouped heads, and a cache with a length for each batch element.
 
-    `pallas_flash.flax.SelfAttention` has one rule of rotary positions, one choice of biases and one
-    cache length. Model families differ in the first two, and prompts in the third.
+    `pallas_flash.flax.SelfAttention` has one rule of rotary positions and one choice of biases.
+    Model families differ in both.
     """
 
     def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs):
@@ -128,8 +128,7 @@ class Attention(nnx.Module):
         # A token sees itself and the window - 1 tokens before it.
         self.window = (config.window - 1, 0) if config.has_window(layer) else None
         self.config = config
-        self.cached_key: nnx.Cache[Array] | None = nnx.data(None)
-        self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
+        self.cache: KVCache | None = nnx.data(None)
 
     def __call__(self, x: Float[Array, "B T C"], place: Place) -> Float[Array, "B T C"]:
         """Mix the tokens of each sequence."""
@@ -142,32 +141,25 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rope is not None:
             q, k = (rotate(y, *place.rotations[self.rope]) for y in (q, k))
-        if place.start is not None:
-            k, v = self._extend_cache(k, v, place.start)
-        o = pallas_flash.attention(
-            q,
-            k.astype(q.dtype),
-            v.astype(q.dtype),
+        options = dict(
             scale=config.attention_scale,
-            is_causal=True,
             local_window_size=self.window,
-            query_offset=0 if place.start is None else place.start,
-            key_value_seq_lengths=place.end,
-            segment_ids=place.segment_ids,
             logits_soft_cap=config.attention_soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
             implementation=config.implementation,
         )
+        if place.decode and self.cache is not None:
+            o = self.cache.attend(q, k, v, seq_lengths=place.lengths, **options)
+        else:
+            o = pallas_flash.attention(
+                q,
+                k.astype(q.dtype),
+                v.astype(q.dtype),
+                is_causal=True,
+                segment_ids=place.segment_ids,
+                **options,
+            )
         return self.out(o.reshape(batch, length, -1))
-
-    def _extend_cache(self, k, v, start: Int32[Array, " B"]) -> tuple[Array, Array]:
-        """Write keys and values behind those of each batch element; return the whole cache."""
-        rows = jnp.arange(len(start), dtype=jnp.int32)[:, None]
-        slots = start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-        for cache, new in ((self.cached_key, k), (self.cached_value, v)):
-            # Padding may lie behind the room, and is dropped.
-            cache[...] = cache[...].at[rows, slots].set(new.astype(cache.dtype), mode="drop")
-        return self.cached_key[...], self.cached_value[...]
 
 
 class MLP(nnx.Module):
@@ -240,7 +232,6 @@ class Decoder(nnx.Module):
         self.norm = Norm(config.features, config)
         shape = config.features, config.vocab_size
         self.head = None if config.tied else Linear(*shape, config=config, rngs=rngs)
-        self.cache_lengths: nnx.Cache[Array] | None = nnx.data(None)
         if layout is not None:
             layout.place(self)
 
@@ -273,12 +264,9 @@ class Decoder(nnx.Module):
             ValueError: The arguments do not fit each other, the model or the cache.
         """
         self._check(tokens, segment_ids, decode, lengths)
-        start = end = None
         step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if decode:
-            start = self.cache_lengths[...]
-            end = start + (tokens.shape[1] if lengths is None else lengths)
-            step = start[:, None] + step
+            step = self._cache.positions(tokens.shape[1])
         elif segment_ids is not None:
             first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
             step = step - jax.lax.cummax(jnp.where(first, step, 0), axis=1)
@@ -290,7 +278,7 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(math.sqrt(self.config.features), x.dtype)
         ropes = {layer.attention.rope for layer in self.layers} - {None}
         turns = {rope: rotation(rope, self.config.head_dim, positions) for rope in ropes}
-        place = Place(turns, segment_ids, start, end)
+        place = Place(turns, segment_ids, decode, lengths)
 
         def through(layer, x):
             return layer(x, place)
@@ -300,11 +288,12 @@ class Decoder(nnx.Module):
         for layer in self.layers:
             # Activations of decoding follow the parameters.
             x = through(layer, x if self.layout is None or decode else self.layout.stream(x))
-        if decode:
-            full = end > self.layers[0].attention.cached_key.shape[1]
-            x = jnp.where(full[:, None, None], jnp.nan, x)
-            self.cache_lengths[...] = end
         return self.norm(x)
+
+    @property
+    def _cache(self) -> KVCache | None:
+        """The cache of the first layer, whose lengths all layers have."""
+        return self.layers[0].attention.cache
 
     def logits(self, stream: Float[Array, "... C"]) -> Float[Array, "... vocab"]:
         """Return float32 logits of the next token."""
@@ -323,12 +312,10 @@ class Decoder(nnx.Module):
         self._check_length("length", length)
         config = self.config
         shape = batch, length, config.num_kv_heads, config.head_dim
-        place = self.layout.sharding if self.layout else lambda *axes: None
-        heads = place(None, None, "tensor")
-        for attention in (layer.attention for layer in self.layers):
-            zeros = functools.partial(jnp.zeros, shape, config.compute_dtype, device=heads)
-            attention.cached_key, attention.cached_value = nnx.Cache(zeros()), nnx.Cache(zeros())
-        self.cache_lengths = nnx.Cache(jnp.zeros(batch, jnp.int32, device=place()))
+        heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
+        for layer in self.layers:
+            cache = KVCache(shape, config.compute_dtype, ragged=True, sharding=heads)
+            layer.attention.cache = cache
 
     @classmethod
     def from_pretrained(
@@ -399,11 +386,12 @@ class Decoder(nnx.Module):
                 f"{jnp.shape(segment_ids)}."
             )
         self._check_length("tokens", tokens.shape[1])
-        if decode and self.cache_lengths is None:
+        cache = self._cache
+        if decode and cache is None:
             raise ValueError(
                 "`decode` must be False without a cache; got True. Call `init_cache` first."
             )
-        if decode and (batch := len(self.cache_lengths[...])) != len(tokens):
+        if decode and (batch := cache.keys.shape[0]) != len(tokens):
             raise ValueError(
                 f"`tokens` must have the batch size of the cache, {batch}; got {len(tokens)}. "
                 "Call `init_cache` for this batch."

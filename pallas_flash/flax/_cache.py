@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from pallas_flash import _validate
@@ -215,7 +215,7 @@ class KVCache(nnx.Module):
         starts, paths = start.reshape(-1), path.reshape(-1, path.shape[-1])
         for cell in (self.keys, self.values):
             x = cell[...].reshape(-1, *cell.shape[-3:])
-            x = jax.vmap(_moved)(x, starts, paths)
+            x = jax.vmap(_moved)(x, _beside(starts, x), _beside(paths, x))
             cell[...] = x.reshape(cell.shape)
         self.lengths[...] = start + count
 
@@ -289,7 +289,19 @@ def _write(x, slots, new):
     def one(x, slots, new):
         return x.at[slots].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 
-    return jax.vmap(one, in_axes=(0, 0 if slots.ndim == 2 else None, 0))(x, slots, new)
+    if slots.ndim == 1:
+        return jax.vmap(one, in_axes=(0, None, 0))(x, slots, _beside(new, x))
+    return jax.vmap(one)(x, _beside(slots, x), _beside(new, x))
+
+
+def _beside(new, x):
+    """Return `new` with its batch and heads on the devices of those of `x`, under Explicit axes."""
+    where = jax.typeof(x).sharding
+    if AxisType.Explicit not in where.mesh.axis_types:
+        return new
+    batch, _, heads, _ = (*where.spec, *[None] * 4)[:4]
+    spec = PartitionSpec(batch, None, heads) if new.ndim == 4 else PartitionSpec(batch)
+    return jax.sharding.reshard(new, NamedSharding(where.mesh, spec))
 
 
 def _moved(x, start, path):

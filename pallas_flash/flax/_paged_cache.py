@@ -145,19 +145,18 @@ class PagedKVCache(nnx.Module):
 
         def step(pages, named, new, requests, per_head):
             query, *new = new
+            dtype = query.dtype
             pages = append_to_pages(*pages, *new, *requests, **named)
             named = dict(zip(named, pages[2:], strict=True))
             if not named:
                 query = query.astype(pages[0].dtype)
             o = paged_attention(query, *pages[:2], *requests, **named, **per_head, **options)
-            return pages, o
+            return pages, (o[0].astype(dtype), o[1]) if isinstance(o, tuple) else o.astype(dtype)
 
         operands = pages, named, (query, key, value), requests, per_head
-        run = (
-            step
-            if self.sharding is None
-            else self._on_shards(step, operands, options.get("return_lse", False))
-        )
+        run = step
+        if self.sharding is not None:
+            run = self._on_shards(step, operands, options.get("return_lse", False))
         pages, o = run(*operands)
         cells = self.key_pages, self.value_pages, self.key_scales, self.value_scales
         for cell, x in zip([cell for cell in cells if cell is not None], pages, strict=True):
@@ -186,9 +185,8 @@ class PagedKVCache(nnx.Module):
         )
         pages_and_scales = (of_pages, of_pages, *of_scales.values())
         o = (of_tokens, of_tokens) if return_lse else of_tokens
-        run = jax.shard_map(
-            step, mesh=mesh, in_specs=specs, out_specs=(pages_and_scales, o), check_vma=False
-        )
+        out_specs = pages_and_scales, o
+        run = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)
 
         def placed(*operands):
             where = jax.tree.map(

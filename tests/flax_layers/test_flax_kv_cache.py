@@ -17,6 +17,7 @@ OPTIONS = [
     {"local_window_size": (4, 0), "use_sinks": True, "sinks_init": nnx.initializers.normal(1.0)},
     {"num_kv_heads": 1, "logits_soft_cap": 1.5, "rope_theta": None},
 ]
+INTERPRET = {"local_window_size": (4, 0), "num_kv_heads": 2, "implementation": "interpret"}
 # How many real tokens each of three sequences gets, call by call; the rest is padding.
 SCHEDULE = [[5, 9, 1], [1, 1, 1], [0, 3, 4], [1, 1, 1], [7, 2, 3], [1, 1, 1]]
 
@@ -46,7 +47,7 @@ def assert_follows(layer, schedule=SCHEDULE):
         assert layer.cache.lengths[...].tolist() == start.tolist()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
+@pytest.mark.parametrize("options", [*OPTIONS, INTERPRET], ids="-".join)
 def test_ragged_cache_follows_each_text(options):
     layer = self_attention(**options)
     layer.init_cache((SEQUENCES, LENGTH, FEATURES), ragged=True)
@@ -54,9 +55,11 @@ def test_ragged_cache_follows_each_text(options):
 
 
 # A room of the window alone, of one token more, and for all tokens of a call.
-@pytest.mark.parametrize("room", [4, 5, 13])
-def test_ring_follows_each_text(room):
-    layer = self_attention(**OPTIONS[1])
+@pytest.mark.parametrize(
+    ("room", "options"), [(4, OPTIONS[1]), (5, OPTIONS[1]), (13, OPTIONS[1]), (5, INTERPRET)]
+)
+def test_ring_follows_each_text(room, options):
+    layer = self_attention(**options)
     layer.init_cache((SEQUENCES, room, FEATURES), ragged=True, ring=True)
     assert layer.cache.keys.shape[1] == room
     assert_follows(layer)
@@ -99,7 +102,7 @@ def test_full_ragged_row_gives_nan_alone():
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.int8])
-@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
+@pytest.mark.parametrize("options", [*OPTIONS, INTERPRET], ids="-".join)
 def test_pages_follow_each_text(options, dtype):
     """The tokens of all requests in one axis, and pages in any order."""
     layer, x = self_attention(**options), normal(1, (SEQUENCES, LENGTH, FEATURES))
@@ -162,6 +165,16 @@ def test_tree_of_drafts_then_accepted_path():
         parts = zip(prompt, draft, after, strict=True)
         text = (jnp.concatenate([x[b, :length], y[b, paths[b, :n]], z[b]]) for x, y, z in parts)
         assert_close(o[b], pallas_flash.attention(*text, is_causal=True)[-1:])
+
+
+def test_narrow_cache_keeps_dtype_of_layer():
+    layer, x = self_attention(), normal(1, (2, 5, FEATURES))
+    layer.init_cache(x.shape, jnp.bfloat16, ragged=True)
+    y = layer(x, decode=True)
+    layer.init_pages(2, 16, jnp.bfloat16)
+    z = layer(x, decode=True, requests=(jnp.int32([5, 5]), jnp.int32([[1], [0]])))
+    assert y.dtype == z.dtype == jnp.float32
+    assert jnp.allclose(y, layer(x), atol=0.02) and jnp.allclose(z, layer(x), atol=0.02)
 
 
 def test_own_layer_gets_lse_and_value_dim():

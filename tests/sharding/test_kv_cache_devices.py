@@ -90,6 +90,24 @@ def check_contiguous(kind, ring):
         assert cache.keys[...].sharding.shard_shape(cache.keys.shape) == (2, 24, 2, H)
 
 
+def check_unplaced(kind):
+    """New tokens that no device shares go where the cache is; one length, then a tree."""
+    mesh = make_mesh(AXES, kind)
+    q, k, v = _tokens()
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, ROWS)
+        for ragged in False, True:
+            cache = KVCache((B, 24, K, H), ragged=ragged, sharding=where)
+            o = cache.attend(q, k, v, implementation="xla")
+            assert_close(np.asarray(o), pallas_flash.attention(*_tokens(), is_causal=True))
+            assert cache.keys[...].sharding.is_equivalent_to(where, 4)
+        parents = jnp.zeros((B, 2), jnp.int32) - 1
+        cache.attend(q[:, :2], k[:, :2], v[:, :2], tree=parents, implementation="xla")
+        cache.accept(jnp.full(B, T), jnp.ones((B, 1), jnp.int32), jnp.ones(B, jnp.int32))
+        assert cache.lengths[...].tolist() == [T + 1] * B
+        assert_close(np.asarray(cache.keys[...][:, T]), k[:, 1])
+
+
 def check_pages(kind, dtype):
     """Each device of the axis "batch" has two requests and four pages of its own."""
     mesh = make_mesh(AXES, kind)
@@ -131,6 +149,11 @@ def check_layer(kind):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_contiguous_cache_on_devices(kind, ring):
     eight_devices.run(__name__, "check_contiguous", kind, ring)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_cache_takes_tokens_from_anywhere(kind):
+    eight_devices.run(__name__, "check_unplaced", kind)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
