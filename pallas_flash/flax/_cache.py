@@ -174,8 +174,8 @@ class KVCache(nnx.Module):
         start, new, full = self.check("query", query, 2, seq_lengths)
         at = _behind(start, length)
         slots = self._slots(at, start + new, new)
-        news = tuple(merge_batch(x, batch) for x in (key, value))
         olds = tuple(x[...].reshape(-1, *x.shape[-3:]) for x in (self.keys, self.values))
+        q, *news = (_beside(merge_batch(x, batch), olds[0]) for x in (query, key, value))
         extended = tuple(_write(x, slots, y) for x, y in zip(olds, news, strict=True))
         if self.ring:
             arrays, where = self._in_ring(olds, extended, news, at, start + new, options, tree)
@@ -185,7 +185,6 @@ class KVCache(nnx.Module):
             where = dict(query_offset=start, mask=mask, is_causal=tree is None)
         if seq_lengths is not None:
             where["query_seq_lengths"] = new
-        q = merge_batch(query, batch)
         results = attention(q, *(x.astype(q.dtype) for x in arrays), **where, **options)
 
         self.keys[...], self.values[...] = (
@@ -290,8 +289,8 @@ def _write(x, slots, new):
         return x.at[slots].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 
     if slots.ndim == 1:
-        return jax.vmap(one, in_axes=(0, None, 0))(x, slots, _beside(new, x))
-    return jax.vmap(one)(x, _beside(slots, x), _beside(new, x))
+        return jax.vmap(one, in_axes=(0, None, 0))(x, slots, new)
+    return jax.vmap(one)(x, _beside(slots, x), new)
 
 
 def _beside(new, x):
