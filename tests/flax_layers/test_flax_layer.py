@@ -208,7 +208,6 @@ def test_module_options_reach_attention(monkeypatch):
     assert seen == {
         **nothing,
         "is_causal": False,
-        "query_offset": 0,
         "dropout_rate": 0.0,
         "broadcast_dropout": True,
         "precision": "high",
