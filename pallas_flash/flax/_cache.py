@@ -168,7 +168,7 @@ class KVCache(nnx.Module):
 
         Raises:
             ValueError: If shapes do not fit, if there is no room, if a ring has no window or less
-                room than it, or a tree.
+                room than it, or if a tree meets a ring or a window.
         """
         *batch, length, _, _ = query.shape
         start, new, full = self.check("query", query, 2, seq_lengths)
@@ -180,9 +180,10 @@ class KVCache(nnx.Module):
         if self.ring:
             arrays, where = self._in_ring(olds, extended, news, at, start + new, options, tree)
         else:
-            mask = None if tree is None else Tree(merge_full("tree", tree, batch, (length,)))
             arrays = extended
-            where = dict(query_offset=start, mask=mask, is_causal=tree is None)
+            where = dict(query_offset=start, is_causal=tree is None)
+            if tree is not None:
+                where["mask"] = _tree(merge_full("tree", tree, batch, (length,)), options)
         if seq_lengths is not None:
             where["query_seq_lengths"] = new
         results = attention(q, *(x.astype(q.dtype) for x in arrays), **where, **options)
@@ -210,7 +211,15 @@ class KVCache(nnx.Module):
             start: `lengths` before these tokens were added.
             path: The numbers of the tokens to keep after `start`, 0 the first, in their new order.
             count: How many numbers of `path` each sequence keeps.
+
+        Raises:
+            ValueError: If the cache is not ragged, or a ring.
         """
+        if not self.ragged or self.ring:
+            raise ValueError(
+                "`path` must be for a cache with ragged=True and ring=False; got "
+                f"ragged={self.ragged}, ring={self.ring}. For drafts in a row set `lengths` back."
+            )
         starts, paths = start.reshape(-1), path.reshape(-1, path.shape[-1])
         for cell in (self.keys, self.values):
             x = cell[...].reshape(-1, *cell.shape[-3:])
@@ -264,6 +273,17 @@ def window_in_ring(window, room: int) -> int:
 
 # The position of a slot without a token: in the future of every query.
 EMPTY = FAR
+
+
+def _tree(parents, options) -> Tree:
+    """Return the mask of a tree; raise if the options go by the order of its tokens."""
+    window = options.get("local_window_size")
+    if window is not None:
+        raise ValueError(
+            "`tree` must be None with `local_window_size`, which counts tokens in a row; got a "
+            f"window of {window}. Check each branch of the draft by a call of its own."
+        )
+    return Tree(parents)
 
 
 def _held(end: Int32[Array, "B 1"], room: int) -> Int32[Array, "B room"]:

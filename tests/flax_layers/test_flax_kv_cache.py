@@ -223,6 +223,18 @@ ERRORS = {
         ),
         "`tree` must be None in a ring",
     ),
+    "a tree with a window": (
+        lambda layer: KVCache((2, 9, 4, 8)).attend(
+            *[jnp.ones((2, 3, 4, 8))] * 3, tree=jnp.zeros((2, 3), int), local_window_size=(2, 0)
+        ),
+        "`tree` must be None with `local_window_size`",
+    ),
+    "a path in a ring": (
+        lambda layer: KVCache((2, 9, 4, 8), ragged=True, ring=True).accept(
+            *[jnp.zeros(2, int)] * 3
+        ),
+        "`path` must be for a cache with ragged=True and ring=False",
+    ),
     "no shape": (lambda layer: KVCache((9, 4)), r"`shape` must be sizes \(\*batch, room, K, H\)"),
     "no pages": (lambda layer: layer.init_pages(0, 16), "`shape` must be sizes"),
     "integers": (
