@@ -142,7 +142,7 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
         slopes=zeros(problem.slopes) if wanted.slopes else None,
         score_operands=tuple(
             zeros(x) if want else None
-            for x, want in zip(problem.score_operands or (), wanted.score_operands, strict=True)
+            for x, want in zip(problem.score_operands or (), wanted.score_operands, strict=False)
         ),
     )
     for step, message, following in ring:
