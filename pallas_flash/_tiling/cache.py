@@ -86,17 +86,19 @@ def key(f: CallFeatures, gpu: str) -> str:
 # Modules outside of the kernels' folders that shape kernels.
 _SHAPE = (
     *("_blocks", "_masks", "_mask_objects", "_visits", "_scores"),
-    *("_operands", "_dropout", "_key_center", "_hardware"),
+    *("_operands", "_dropout", "_key_center", "_hardware", "_checks"),
 )
 # A winner replaces the tiles of these modules.
 _TILES = ("tiles.py", "candidates.py")
+# These are never tuned.
+_NOT_TUNED = ("paged_kernel.py", "eight_bit.py", "backward_tables.py")
 
 
 @functools.cache
 def _fingerprint() -> str:
     folder = Path(__file__).parents[1]
     kernels = [*sorted(folder.glob("_triton/*.py")), *sorted(folder.glob("_mosaic/**/*.py"))]
-    sources = [path for path in kernels if path.name not in _TILES]
+    sources = [path for path in kernels if path.name not in _TILES + _NOT_TUNED]
     sources += [folder / f"{name}.py" for name in _SHAPE]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
