@@ -36,6 +36,7 @@ import shlex
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -432,12 +433,16 @@ class TrainResult:
     interrupted: bool
 
 
-def initial_params(config: TrainConfig, layout: Layout, shapes):
-    """Return the parameters of the folder that the run begins with; None for random ones."""
+def initial_params(config: TrainConfig, layout: Layout, shapes) -> Callable[[], Any]:
+    """Return a function that reads what the run begins with: parameters, or None for random ones.
+
+    Raises:
+        UserError: The folder in `init_from` is neither a run of this model nor weights.
+    """
     if config.init_from is None:
-        return None
+        return lambda: None
     if isinstance(config.model, Tuned):
-        return config.model.read(config.init_from, layout)
+        return functools.partial(config.model.read, config.init_from, layout)
     return params_of(Path(config.init_from), config.model, shapes, layout.of(shapes))
 
 
@@ -499,13 +504,11 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
             folder.keep([Path(config.data, name) for name in (TOKENIZER, END)])
         error = speed = None
         finished = folder.last_step == config.steps
+        # Before the gradient check, which compiles twice: another run's folder may be wrong.
+        read = (lambda: None) if folder.last_step else initial_params(config, layout, params)
         if config.gradient_check and not finished:
             error = check_gradients(config, text, layout)
-
-        def first_state():
-            return init_state(initial_params(config, layout, params))
-
-        state = folder.resume(init_state if folder.last_step else first_state, layout.of)
+        state = folder.resume(lambda: init_state(read()), layout.of)
         if finished:
             say(
                 "finished",

@@ -29,6 +29,7 @@ import shutil
 import socket
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -295,8 +296,8 @@ def event_writer():
     return SummaryWriter
 
 
-def params_of(path: Path, model: GPTConfig, shapes, shardings):
-    """Return the parameters of the newest whole checkpoint of a run, which stays as it is.
+def params_of(path: Path, model: GPTConfig, shapes, shardings) -> Callable[[], Any]:
+    """Return a function that reads the parameters of a run's newest whole checkpoint.
 
     Args:
         path: The folder of the run.
@@ -325,9 +326,13 @@ def params_of(path: Path, model: GPTConfig, shapes, shardings):
     step = from_writer(checkpoints.newest_whole)
     if not step:
         raise UserError(f"`init_from` must have a whole checkpoint; got {str(path)!r} without one.")
-    params = checkpoints.parameters(step, shapes, shardings)
-    say("parameters", f"of step {step} of {path}")
-    return params
+
+    def read():
+        params = checkpoints.parameters(step, shapes, shardings)
+        say("parameters", f"of step {step} of {path}")
+        return params
+
+    return read
 
 
 def is_run_folder(path: Path) -> bool:

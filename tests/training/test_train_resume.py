@@ -259,7 +259,7 @@ def test_begun_run_resumes_without_the_other(finished, config, monkeypatch):
         ("model", "which differs in num_layers (there 1, here 2): take its settings by --config."),
     ],
 )
-def test_init_from_names_what_is_wrong(change, fragment, finished, config, tmp_path):
+def test_init_from_names_what_is_wrong(change, fragment, finished, config, tmp_path, monkeypatch):
     other = tmp_path / "other"
     shutil.copytree(finished[0].out_dir, other)
     model = config.model
@@ -269,6 +269,8 @@ def test_init_from_names_what_is_wrong(change, fragment, finished, config, tmp_p
         shutil.rmtree(other / "checkpoints")
     else:
         model = dataclasses.replace(model, num_layers=2)
+    # The gradient check takes long, and must not come first.
+    monkeypatch.setattr(train_gpt, "check_gradients", None)
     with pytest.raises(UserError) as error:
-        train(dataclasses.replace(config, model=model, init_from=str(other)))
+        train(dataclasses.replace(config, model=model, init_from=str(other), gradient_check=True))
     assert fragment in str(error.value)
