@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import DecoderConfig
+from models.config import DecoderConfig, json_object
 from models.sharding import Layout, rule
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -114,10 +114,10 @@ def open_folder(folder: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:
                 f"without {name}."
             )
     text = (folder / CONFIG).read_text()
-    _json(folder / CONFIG, text)
+    json_object(folder / CONFIG, text)
     if not (folder / INDEX).exists():
         return text, open_file(folder / WEIGHTS)
-    index = _json(folder / INDEX, (folder / INDEX).read_text()).get("weight_map", {})
+    index = json_object(folder / INDEX, (folder / INDEX).read_text()).get("weight_map", {})
     tensors = {}
     for file in sorted(set(index.values())):
         if not (folder / file).is_file():
@@ -126,16 +126,6 @@ def open_folder(folder: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:
     if absent := sorted(index.keys() - tensors.keys()):
         raise ValueError(f"{INDEX} must name tensors of its files; got {absent[0]!r}, in none.")
     return text, tensors
-
-
-def _json(path: pathlib.Path, text: str | bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON; got {error}.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a JSON object; got {text[:40]!r}.")
-    return content
 
 
 def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -149,7 +139,7 @@ def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise ValueError(f"{path} must be a whole safetensors file; got {size} bytes.")
-        header = _json(path, file.read(length))
+        header = json_object(path, file.read(length))
     header.pop("__metadata__", None)
     data = np.memmap(path, np.uint8, mode="r", offset=8 + length) if size > 8 + length else None
     tensors = {}

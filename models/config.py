@@ -12,6 +12,25 @@ from typing import Any
 import numpy as np
 
 
+def json_object(name: Any, text: str | bytes) -> dict[str, Any]:
+    """Return the fields of a JSON text.
+
+    Args:
+        name: The file's name in messages.
+        text: Its content.
+
+    Raises:
+        ValueError: The text is no JSON object.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} must be JSON; got {error}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} must be a JSON object; got {text[:40]!r}.")
+    return content
+
+
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary positions: pair i of H/2 turns by `position * frequencies(H)[i]`.
@@ -250,12 +269,10 @@ class DecoderConfig:
         """Return the configuration that the text of a config.json describes.
 
         Raises:
-            ValueError: The family is unknown, a field is missing or unknown, or a value is one
-                that `Decoder` does not compute.
+            ValueError: The text is no JSON object, the family is unknown, a field is missing or
+                unknown, or a value is one that `Decoder` does not compute.
         """
-        content = json.loads(text)
-        if not isinstance(content, dict):
-            raise ValueError("`config.json` must be an object of fields; got another value.")
+        content = json_object("`config.json`", text)
         kind = content.get("model_type")
         if content.get("num_local_experts") or content.get("num_experts"):
             raise ValueError(

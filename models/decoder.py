@@ -17,6 +17,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32, Shaped
 
@@ -307,8 +308,11 @@ class Decoder(nnx.Module):
         """Make an empty cache in every layer for `batch` texts of `length` tokens.
 
         Raises:
-            ValueError: The texts are longer than the learned positions.
+            ValueError: The texts are longer than the learned positions, or a number is no size.
         """
+        for name, size in (("batch", batch), ("length", length)):
+            if not isinstance(size, int | np.integer) or size < 1:
+                raise ValueError(f"`{name}` must be an int of at least 1; got {size!r}.")
         self._check_length("length", length)
         config = self.config
         shape = batch, length, config.num_kv_heads, config.head_dim

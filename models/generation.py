@@ -26,6 +26,9 @@ class Sampling:
         top_p: Only the most likely tokens that together have this probability; None is all.
         min_p: Only tokens of at least this share of the largest probability; None is all.
         seed: The same seed gives the same tokens.
+
+    Raises:
+        ValueError: A value is out of range, or no number.
     """
 
     temperature: float = 1.0
@@ -35,14 +38,18 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"`temperature` must not be negative; got {self.temperature}.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"`top_k` must be at least 1, or None; got {self.top_k}.")
+        number, whole = (int, float, np.number), (int, np.integer)
+        t, k = self.temperature, self.top_k
+        if not isinstance(t, number) or not 0 <= t < math.inf:
+            raise ValueError(f"`temperature` must be a finite number of at least 0; got {t!r}.")
+        if k is not None and not (isinstance(k, whole) and k >= 1):
+            raise ValueError(f"`top_k` must be an int of at least 1, or None; got {k!r}.")
         for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"`{name}` must be above 0 and at most 1, or None; got {value}.")
+            p = getattr(self, name)
+            if p is not None and not (isinstance(p, number) and 0 < p <= 1):
+                raise ValueError(f"`{name}` must be above 0 and at most 1, or None; got {p!r}.")
+        if not isinstance(self.seed, whole):
+            raise ValueError(f"`seed` must be an int; got {self.seed!r}.")
 
 
 def limited(logits: Float[Array, "B vocab"], sampling: Sampling) -> Float[Array, "B vocab"]:

@@ -8,7 +8,6 @@ the end token. Attention does not cross documents, and positions start again in 
 
 import dataclasses
 import functools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -196,7 +195,6 @@ def open_weights(path: str, **values) -> Tuned:
     """
     try:
         text = (weights_folder(Path(path)) / checkpoint.CONFIG).read_text()
-        json.loads(text)
         return Tuned(DecoderConfig.from_json(text), **values)
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -46,7 +46,7 @@ def refused(run):
 
 
 def greedy(config, prompt, count):
-    """What the GPT itself writes."""
+    """Return the most likely text, by the GPT itself."""
     init, _, graphdef = train_gpt.model_functions(config.model, config.seed)
     checkpoints = Checkpoints(train_gpt.RunFolder(config, "").path / "checkpoints")
     params = checkpoints.parameters(config.steps, jax.eval_shape(init))
@@ -214,7 +214,7 @@ MISTAKES = {
     "--prompt=": "--prompt must have a character",
     "--prompt a --stop=": "--stop must have a character; got ''",
     "--prompts missing": "--prompts must be text; got missing: no such file",
-    "--prompt a --temperature -1": "--temperature must not be negative; got -1",
+    "--prompt a --temperature -1": "--temperature must be a finite number of at least 0; got -1",
     "--prompt a --top-p 2": "--top-p must be above 0 and at most 1, or None; got 2",
     "--prompt a --min-p 0": "--min-p must be above 0",
     "--prompt a --chat": "--chat must come with a chat template",

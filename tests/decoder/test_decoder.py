@@ -105,6 +105,12 @@ def test_config_that_is_not_computed_is_refused(family, changes, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("text", "said"), [("x", "JSON; got Expect"), ("[1]", "a JSON object")])
+def test_config_that_is_no_object_is_refused(text, said):
+    with pytest.raises(ValueError, match=rf"^`config\.json` must be {said}"):
+        DecoderConfig.from_json(text)
+
+
 def test_config_without_a_size_is_refused():
     with pytest.raises(ValueError, match=r"`config.json` of llama must have hidden_size"):
         content = json.loads(text_of("llama"))
@@ -249,6 +255,8 @@ def test_unknown_token_is_nan(token):
         (lambda m: m.from_pretrained("here", dtype="int8"), "`dtype` must be None or one of"),
         (lambda m: m(jnp.ones((1, 33), int)), "no longer than the 32 learned positions; got 33"),
         (lambda m: m.init_cache(1, 33), "`length` must be no longer than the 32 learned"),
+        (lambda m: m.init_cache(1, -1), "`length` must be an int of at least 1; got -1"),
+        (lambda m: m.init_cache(0, 8), "`batch` must be an int of at least 1; got 0"),
         (lambda m: m(jnp.ones((1, 3), int), decode=True), "Call `init_cache` first"),
         (lambda m: m(jnp.ones((1, 3), int), lengths=jnp.ones(1, int)), "`lengths` must be None"),
         (

@@ -45,7 +45,7 @@ def test_batch_of_lengths_is_each_alone(family):
 
 
 def test_second_generation_compiles_nothing():
-    """Neither for other numbers of the same model, nor for another seed."""
+    """Other numbers of the same model need no new program, nor does another seed."""
     first, second = make("llama"), make("llama")
     flat, tree = jax.tree.flatten(nnx.state(second))
     nnx.update(second, jax.tree.unflatten(tree, [-x for x in flat]))
@@ -82,7 +82,7 @@ def test_ended_text_gets_no_token():
 
 
 def test_text_beyond_the_context_reads_its_end():
-    """Of 32 tokens the last 16 are read anew, and 16 more are added."""
+    """The last 16 of 32 tokens are read again, and 16 more are added."""
     model = make("gpt2")
     [found] = texts(model, [PROMPTS[0]], 50)
     assert len(found) == 50
@@ -108,7 +108,7 @@ def test_seed_decides_the_text():
 
 
 def shares(logits, sampling, count=4000):
-    """How often each token is drawn."""
+    """Return the share of the draws that each token has."""
     logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
     drawn = collections.Counter(np.asarray(draw(logits, jax.random.key(0), sampling)).tolist())
     return np.array([drawn[n] for n in range(logits.shape[1])]) / count
@@ -148,9 +148,13 @@ def test_temperature_sharpens():
 @pytest.mark.parametrize(
     ("make_it", "said"),
     [
-        (lambda: Sampling(temperature=-1.0), "`temperature` must not be negative"),
-        (lambda: Sampling(temperature=float("nan")), "`temperature` must not be negative"),
-        (lambda: Sampling(top_k=0), "`top_k` must be at least 1"),
+        (lambda: Sampling(temperature=-1.0), "`temperature` must be a finite number of at least"),
+        (lambda: Sampling(temperature=float("nan")), "of at least 0; got nan"),
+        (lambda: Sampling(temperature="a"), "of at least 0; got 'a'"),
+        (lambda: Sampling(top_k=0), "`top_k` must be an int of at least 1"),
+        (lambda: Sampling(top_k=2.5), "`top_k` must be an int of at least 1, or None; got 2.5"),
+        (lambda: Sampling(top_p="a"), "`top_p` must be above 0 and at most 1, or None; got 'a'"),
+        (lambda: Sampling(seed=None), "`seed` must be an int; got None"),
         (lambda: Sampling(top_p=1.5), "`top_p` must be above 0 and at most 1"),
         (lambda: Sampling(min_p=0.0), "`min_p` must be above 0 and at most 1"),
         (lambda: Generation(make("llama"), [], 1), "`prompts` must have at least one text"),
