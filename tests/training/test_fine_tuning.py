@@ -157,7 +157,7 @@ def test_killed_tuning_resumes_to_the_same_bits(tuning, monkeypatch):
 
 
 def test_run_on_tokens_has_its_tokenizer(config, folders, capsys):
-    """So that another run begins with it on the same tokens alone, and text needs no flag."""
+    """Another run begins with it on the same tokens alone, and text needs no flag."""
     on_tokens = dataclasses.replace(config, data=str(folders[1]))
     train(on_tokens)
     generate.main([config.out_dir, "--prompt", "a fig", "--tokens", "3"])

@@ -417,7 +417,7 @@ def test_models_hold_no_attention_of_their_own():
     for file, tree in model_sources().items():
         for node in ast.walk(tree):
             name = getattr(node, "attr", getattr(node, "id", getattr(node, "name", None)))
-            # Of the logits, to draw a token.
+            # The softmax of the logits draws a token.
             if (file, name) != ("generation.py", "softmax"):
                 assert name not in forbidden, f"{file}:{node.lineno} uses {name}"
             assert not isinstance(node, ast.MatMult), f"{file} multiplies matrices by @"

@@ -170,7 +170,7 @@ def check_attention_is_sent_once_with_remat(config):
 
 
 def check_weights_are_tuned_as_on_one_device(config):
-    """On packed documents; the copy is whole though its parameters are divided."""
+    """Packed documents give the same losses; the copy is whole, its parameters divided."""
     folder, read = Path(config.out_dir).parent, train_gpt.load_text
     make("qwen2", vocab_size=256, max_position_embeddings=64).save_pretrained(folder / "weights")
     for name in ("tokenizer.json", "generation_config.json"):
@@ -222,7 +222,7 @@ CHECKS = {
     check_attention_is_sent_once_with_remat: [],
 }
 
-# Those that compare gradients.
+# The checks that compare gradients.
 CHECKING = (
     check_a_run_goes_on_where_all_is_divided_otherwise,
     check_weights_are_tuned_as_on_one_device,
