@@ -15,7 +15,6 @@ Several prompts are one batch. Their texts come in order, each below a line with
 
 import argparse
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
 
@@ -25,14 +24,8 @@ from flax import nnx
 
 from models.generation import Generation, Sampling
 from scripts.command import Parser, UserError, command, parse_path, parse_size, why
-from scripts.generation.source import Source, open_source
+from scripts.generation.source import Source, by_flags, open_source
 from scripts.generation.tokens import FromFolder, TextStream
-
-# Arguments in messages, and their flags.
-FLAGS = {
-    **{"temperature": "temperature", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p"},
-    **{"prompts": "prompt", "implementation": "attention"},
-}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -234,9 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         streams = [TextStream(source.tokens.decode, x, flags.stop) for x in tokens]
         write(generation, streams, Output(prompts, streams))
     except (ValueError, NotImplementedError) as error:
-        names = "|".join(FLAGS)
-        said = re.sub(rf"`({names})`", lambda x: f"--{FLAGS[x[1]]}", str(error).splitlines()[0])
-        raise UserError(said) from None
+        raise UserError(by_flags(error)) from None
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

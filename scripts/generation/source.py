@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -16,6 +17,12 @@ from scripts.generation.tokens import Bytes, FromFolder, read_json
 from scripts.training.weights import weights_folder
 
 RUN = "run.json"
+# Arguments in messages of `models`, and what the command line has for them.
+FLAGS = {
+    **{"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p"},
+    **{"prompts": "--prompt", "implementation": "--attention", "layout": "--devices"},
+    **{"folder": "RUN_OR_FOLDER"},
+}
 # Fields of generation_config.json, where it says that tokens are drawn.
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
 # Fields of it that change which tokens are drawn, and that nothing here reads.
@@ -37,6 +44,11 @@ class Source:
     tokens: Bytes | FromFolder
     defaults: dict[str, Any]
     name: str
+
+
+def by_flags(error: Exception) -> str:
+    """Return the first line of a message, with flags where it has arguments."""
+    return re.sub(rf"`({'|'.join(FLAGS)})`", lambda x: FLAGS[x[1]], str(error).splitlines()[0])
 
 
 def make_layout(devices: int) -> Layout | None:
@@ -86,7 +98,7 @@ def open_source(
             heads = model.config.num_kv_heads
             raise ValueError(f"--devices must divide {heads} key/value heads; got {devices}.")
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UserError(by_flags(error)) from None
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -112,6 +124,7 @@ def _open_run(folder: pathlib.Path, dtype: str | None, attention: str | None) ->
         from models.gpt import GPTConfig, as_decoder
         from scripts.train_gpt import model_functions
         from scripts.training.checkpoints import Checkpoints, read_marked
+        from scripts.training.run_folder import CHECKPOINTS
         from scripts.training.text import TOKENIZER
     except (ModuleNotFoundError, SystemExit):
         raise UserError(
@@ -120,7 +133,7 @@ def _open_run(folder: pathlib.Path, dtype: str | None, attention: str | None) ->
     saved = read_marked(folder / RUN)
     if saved is None:
         raise UserError(f"{folder / RUN} must be one that train_gpt.py has written; got another.")
-    checkpoints = Checkpoints(folder.absolute() / "checkpoints")
+    checkpoints = Checkpoints(folder.absolute() / CHECKPOINTS)
     if not (step := checkpoints.newest_whole()):
         raise UserError(f"{folder} must have a whole checkpoint; got none: train it further.")
     names = [field.name for field in dataclasses.fields(GPTConfig)]

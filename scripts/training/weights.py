@@ -118,7 +118,8 @@ class Tuned:
         try:
             model = Decoder.from_pretrained(folder, layout=layout, param_dtype=self.param_dtype)
         except ValueError as error:
-            raise UserError(str(error)) from None
+            said = str(error).replace("`folder`", "`init_from`").replace("`layout`", "`mesh`")
+            raise UserError(said) from None
         return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
     def save(self, path: str, params, out_dir: Path, layout: Layout):

@@ -202,7 +202,7 @@ def test_folder_that_is_none_is_refused(refused, weights, changed, tmp_path):
     (tmp_path / "file").write_text("")
     for name in ("missing", "file"):
         assert "RUN_OR_FOLDER must be a folder; got" in refused(tmp_path / name)
-    assert "without config.json" in refused(tmp_path)
+    assert "RUN_OR_FOLDER must have config.json and model.safetensors" in refused(tmp_path)
     folder = changed(tokenizer="{", generation_config="[]")
     assert "must be a JSON object; got other text" in refused(folder, "--prompt", "a")
     (folder / "generation_config.json").unlink()

@@ -205,14 +205,15 @@ MISTAKES = [
     ("--init-from LEARNED --context 33", "--context must be at most 32, the learned positions of"),
     ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),
     ("--init-from CUT", "must be a whole safetensors file; got 0 bytes"),
+    ("--init-from EMPTY", "--init-from must have config.json and model.safetensors or "),
 ]
 
 
 @pytest.mark.parametrize(("words", "fragment"), MISTAKES)
 def test_mistake_is_one_sentence(words, fragment, folders, corpus, tmp_path, capsys):
     weights, tokens = folders
-    other, learned, broken, cut, small = (
-        tmp_path / x for x in ("other", "learned", "broken", "cut", "small")
+    other, learned, broken, cut, small, empty = (
+        tmp_path / x for x in ("other", "learned", "broken", "cut", "small", "empty")
     )
     if "OTHER" in words:
         shutil.copytree(tokens, other)
@@ -223,7 +224,10 @@ def test_mistake_is_one_sentence(words, fragment, folders, corpus, tmp_path, cap
     (broken / "config.json").write_text('{"model_type": "other"}')
     shutil.copytree(weights, cut)
     (cut / "model.safetensors").write_bytes(b"")
+    shutil.copytree(weights, empty)
+    (empty / "model.safetensors").unlink()
     paths = dict(TEXTS=corpus, OTHER=other, LEARNED=learned, BROKEN=broken, CUT=cut, SMALL=small)
+    paths |= dict(EMPTY=empty)
     flags = [str(paths.get(x, x)) for x in words.split()]
     common = f"--init-from {weights} --data {tokens} --context 12 --batch-size 2".split()
     assert main([*common, "--out-dir", str(tmp_path / "run"), "--no-gradient-check", *flags]) == 2
