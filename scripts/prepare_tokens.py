@@ -25,8 +25,9 @@ try:
     from scripts.command import Parser, UserError, command, parse_path, parse_size
     from scripts.generation.tokens import FromFolder, open_tokenizer
     from scripts.training.checkpoints import MARK, write_file
+    from scripts.training.run_folder import END, TOKENIZER
     from scripts.training.settings import TrainConfig, by_flags
-    from scripts.training.text import END, SIDES, TOKENIZER, TOKENS, read_files, split_files
+    from scripts.training.text import SIDES, TOKENS, read_files, split_files
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"error: this script needs a checkout installed with extras; got no module named "

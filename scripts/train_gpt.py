@@ -57,7 +57,7 @@ try:
     from scripts.training.mesh import check_memory, make_layout
     from scripts.training.processes import UserError, fail, say
     from scripts.training.report import Speed, describe, metric_lines, program_bytes, work_of
-    from scripts.training.run_folder import RunFolder, params_of, plot_comparison
+    from scripts.training.run_folder import END, TOKENIZER, RunFolder, params_of, plot_comparison
     from scripts.training.settings import (
         TrainConfig,
         by_flags,
@@ -66,8 +66,6 @@ try:
         make_parser,
     )
     from scripts.training.text import (
-        END,
-        TOKENIZER,
         Text,
         fit_to_text,
         held_out_batches,

@@ -124,8 +124,7 @@ def _open_run(folder: pathlib.Path, dtype: str | None, attention: str | None) ->
         from models.gpt import GPTConfig, as_decoder
         from scripts.train_gpt import model_functions
         from scripts.training.checkpoints import Checkpoints, read_marked
-        from scripts.training.run_folder import CHECKPOINTS
-        from scripts.training.text import TOKENIZER
+        from scripts.training.run_folder import CHECKPOINTS, TOKENIZER
     except (ModuleNotFoundError, SystemExit):
         raise UserError(
             "a run needs the packages that trained it: run pip install -e '.[train]'."

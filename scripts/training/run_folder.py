@@ -6,7 +6,8 @@
     compare.png      the same beside those of a run by another attention
     tensorboard/     the metrics for TensorBoard, if asked for
     checkpoints/     see checkpoints.py
-    tokenizer.json   that of the text, where its tokens are no bytes
+    tokenizer.json, generation_config.json
+                     those of the text, where its tokens are no bytes
     weights/         the tuned copy of published weights; see weights.py
     train_gpt.lock   kept; locked while a process works here
     checkpoints.restart/
@@ -48,6 +49,7 @@ except ModuleNotFoundError:  # Windows
 
 RUN, METRICS, CURVES, CHECKPOINTS = "run.json", "metrics.jsonl", "loss.png", "checkpoints"
 LOCK, RESTART, COMPARISON = "train_gpt.lock", "checkpoints.restart", "compare.png"
+TOKENIZER, END, BOARD = "tokenizer.json", "generation_config.json", "tensorboard"
 # Seconds until every process can read a file that process 0 has written.
 VISIBLE_WITHIN = 60
 
@@ -122,7 +124,7 @@ class RunFolder:
         if self._board is not None:
             # Steps after the checkpoint come again.
             step = self.last_step + 1
-            self._board = self._board(str(self.path / "tensorboard"), purge_step=step)
+            self._board = self._board(str(self.path / BOARD), purge_step=step)
             self._exit.callback(self._board.close)
         return self
 
@@ -174,6 +176,7 @@ class RunFolder:
         if self.path.is_file():
             raise UserError(f"`out_dir` must be a folder; got the file {str(self.path)!r}.")
         names = (RUN, METRICS, CURVES, CHECKPOINTS, RESTART)
+        names += (COMPARISON, BOARD, TOKENIZER, END, WEIGHTS)
         ours = [name for name in names if os.path.lexists(self.path / name)]
         if ours and not is_run_folder(self.path):
             raise UserError(

@@ -27,7 +27,7 @@ from models.sharding import BATCH, Layout
 from scripts.generation.tokens import Bytes, FromFolder
 from scripts.training.checkpoints import read_marked
 from scripts.training.processes import UserError
-from scripts.training.run_folder import is_run_folder
+from scripts.training.run_folder import TOKENIZER, is_run_folder
 from scripts.training.settings import TrainConfig
 from scripts.training.weights import Tuned, weights_folder
 
@@ -38,7 +38,7 @@ FILE_SEPARATOR = b"\0"
 # Folders of the standard library with installed packages, tests, or generated tables.
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 NOT_SOURCE |= {"encodings", "pydoc_data"}
-TOKENS, TOKENIZER, END = "tokens.json", "tokenizer.json", "generation_config.json"
+TOKENS = "tokens.json"
 SIDES = ("train", "held_out")
 
 

@@ -202,6 +202,7 @@ MISTAKES = [
         "--init-from SMALL",
         "--data must be tokens of the folder in --init-from; got 288 different tok",
     ),
+    ("--out-dir TOKENS", "--out-dir must be new, or a folder of this script; got "),
     ("--init-from LEARNED --context 33", "--context must be at most 32, the learned positions of"),
     ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),
     ("--init-from CUT", "must be a whole safetensors file; got 0 bytes"),
@@ -227,7 +228,7 @@ def test_mistake_is_one_sentence(words, fragment, folders, corpus, tmp_path, cap
     shutil.copytree(weights, empty)
     (empty / "model.safetensors").unlink()
     paths = dict(TEXTS=corpus, OTHER=other, LEARNED=learned, BROKEN=broken, CUT=cut, SMALL=small)
-    paths |= dict(EMPTY=empty)
+    paths |= dict(EMPTY=empty, TOKENS=tokens)
     flags = [str(paths.get(x, x)) for x in words.split()]
     common = f"--init-from {weights} --data {tokens} --context 12 --batch-size 2".split()
     assert main([*common, "--out-dir", str(tmp_path / "run"), "--no-gradient-check", *flags]) == 2

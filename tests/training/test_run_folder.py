@@ -265,8 +265,9 @@ def test_lines_after_the_checkpoint_go(config, whole_run, capsys):
         ("metrics.jsonl", "precious"),
         ("checkpoints/model.pt", "precious"),
         (f"{RESTART}/notes.txt", "precious"),
+        ("weights/model.safetensors", "precious"),
     ],
-    ids=["other run.json", "no JSON", "metrics", "checkpoints", "restart"],
+    ids=["other run.json", "no JSON", "metrics", "checkpoints", "restart", "weights"],
 )
 def test_folder_of_others_is_refused(config, name, content, restart):
     path = Path(config.out_dir, name)
