@@ -177,6 +177,11 @@ def test_chat_template_is_applied(changed, run):
     ):
         chat = run(folder, "--prompt", " hi" if "chat" in text else "hi", *flags, *GREEDY).out
         assert chat == run(folder, "--no-chat", "--prompt", text, *GREEDY).out
+    named = [{"name": name, "template": x} for name, x in (("tools", "no"), ("default", TEMPLATE))]
+    text = json.dumps(settings | {"chat_template": named})
+    (folder / "tokenizer_config.json").write_text(text)
+    chat = run(folder, "--prompt", "hi", *GREEDY).out
+    assert chat == run(folder, "--no-chat", "--prompt", "<user>hi<end><assistant>", *GREEDY).out
 
 
 def test_folder_says_how_tokens_are_drawn(changed, run):
@@ -186,6 +191,16 @@ def test_folder_says_how_tokens_are_drawn(changed, run):
     out, err = run(folder, "--prompt", "hello")
     assert out == run(folder, "--prompt", "hello", *flags).out
     assert "asks for repetition_penalty: not applied" in err
+    # Other libraries write 0 for all tokens, and draw only if asked to.
+    path = folder / "generation_config.json"
+    for content, flags in (
+        (asked | {"top_k": 0}, ["--temperature", 0.7, "--top-p", 0.9]),
+        (asked | {"do_sample": False}, []),
+    ):
+        path.write_text(json.dumps(content))
+        out = run(folder, "--prompt", "hello").out
+        path.unlink()
+        assert out == run(folder, "--prompt", "hello", *flags).out
 
 
 def test_text_goes_on_beyond_the_context(weights, run):
