@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support.decoder_files import make
 from support.tiny_run import TINY, checkpoint_steps, metrics, one_device
 
@@ -17,9 +18,10 @@ from scripts import generate, prepare_tokens, train_gpt
 from scripts.train_gpt import main, train
 from scripts.training import weights as weights_module
 from scripts.training.processes import UserError
+from scripts.training.report import work_of
 from scripts.training.settings import config_from_flags, flat_config
 from scripts.training.text import load_text, training_batch
-from scripts.training.weights import loss, open_weights
+from scripts.training.weights import Tuned, loss, open_weights
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 SIZES = dict(vocab_size=320, max_position_embeddings=64, tie_word_embeddings=True)
@@ -86,6 +88,19 @@ def test_loss_by_parts_has_the_same_gradient(at_once, monkeypatch, tuning, folde
     monkeypatch.setattr(weights_module, "LOGITS_AT_ONCE", at_once)
     parts = jax.jit(jax.value_and_grad(tuning.model.functions()[1]))(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), parts, whole)
+
+
+@pytest.mark.parametrize(("family", "rows"), [("gpt2", 31 + 32), ("qwen3", 31)])
+def test_work_leaves_embeddings_out(family, rows):
+    """Scores cost by the width of all heads, which qwen3 has above that of the stream."""
+    model = make(family)
+    tuned = Tuned(model.config, 12, None, "float32", None, remat=False)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    count = sum(x.size for x in jax.tree.leaves(params)) - 16 * rows
+    width = {"gpt2": 16, "qwen3": 24}[family]
+    work = work_of(tuned, params, 3, jax.devices()[0])
+    assert work.tokens == 36
+    assert work.flops_per_token == 6 * count + 12 * 2 * width * 12 / 2
 
 
 # ---------------------------------------------------------------------------------------- the run
