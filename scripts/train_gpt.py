@@ -57,7 +57,7 @@ try:
     from scripts.training.mesh import check_memory, make_layout
     from scripts.training.processes import UserError, fail, say
     from scripts.training.report import Speed, describe, metric_lines, program_bytes, work_of
-    from scripts.training.run_folder import END, TOKENIZER, RunFolder, params_of, plot_comparison
+    from scripts.training.run_folder import RunFolder, params_of, plot_comparison
     from scripts.training.settings import (
         TrainConfig,
         by_flags,
@@ -497,9 +497,8 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
     work = work_of(config.model, params, config.batch_size, device, layout.mesh.size)
     describe(config, layout, work, text, params)
 
-    with RunFolder(config, text.sha256, restart=restart) as folder:
-        if text.prepared is not None:
-            folder.keep([Path(config.data, name) for name in (TOKENIZER, END)])
+    tokens = None if text.prepared is None else Path(config.data)
+    with RunFolder(config, text.sha256, restart=restart, tokens=tokens) as folder:
         error = speed = None
         finished = folder.last_step == config.steps
         # Before the gradient check, which compiles twice: another run's folder may be wrong.

@@ -94,6 +94,7 @@ class RunFolder:
         text_hash: The hash of the text that the run reads.
         restart: Whether to begin a new run. A run in the folder stays untouched until the new run
             has its first checkpoint, which then replaces it.
+        tokens: The folder of the text's tokens, whose tokenizer is copied; None for bytes.
 
     Attributes:
         last_step: The step of the newest checkpoint, 0 if there is none.
@@ -102,12 +103,20 @@ class RunFolder:
         UserError: The folder holds another run or other files, is in use, or cannot be written.
     """
 
-    def __init__(self, config: TrainConfig, text_hash: str, *, restart: bool = False):
+    def __init__(
+        self,
+        config: TrainConfig,
+        text_hash: str,
+        *,
+        restart: bool = False,
+        tokens: Path | None = None,
+    ):
         self.path = Path(config.out_dir).absolute()
         self.last_step = 0
         self._settings = {**MARK, **flat_config(config), "text": text_hash}
         self._keep = config.keep_checkpoints
         self._restart = restart
+        self._tokens, self._has_tokenizer = tokens, False
         self._checkpoints = Checkpoints(self.path / CHECKPOINTS, self._keep)
         self._lines: list[dict[str, Any]] = []
         self._board = event_writer() if config.tensorboard and is_writer() else None
@@ -168,7 +177,8 @@ class RunFolder:
                 (old.path / str(replaced)).rename(new.path / f"{replaced}.old")
             for name in (METRICS, RUN):
                 write_file(self.path / name, new.read(step, name))
-            (self.path / CURVES).unlink(missing_ok=True)
+            for name in (CURVES, COMPARISON):
+                (self.path / name).unlink(missing_ok=True)
             (new.path / str(step)).rename(old.path / str(step))
         shutil.rmtree(new.path)
 
@@ -271,13 +281,18 @@ class RunFolder:
             self._checkpoints = Checkpoints(self.path / CHECKPOINTS, self._keep)
             self._restart = bool(from_writer(lambda: self._end_restart() or 0))
             self._checkpoints.open()
+        if is_writer() and not self._has_tokenizer:
+            self._copy_tokenizer()
+            self._has_tokenizer = True
         self.last_step = step
 
-    def keep(self, files: list[Path]):
-        """Copy files into the folder."""
-        if is_writer():
-            for path in files:
-                shutil.copy(path, self.path)
+    def _copy_tokenizer(self):
+        """Copy the files of the text's tokenizer, or remove those of a replaced run."""
+        for name in (TOKENIZER, END):
+            if self._tokens is None:
+                (self.path / name).unlink(missing_ok=True)
+            else:
+                shutil.copy(self._tokens / name, self.path)
 
     def plot(self):
         """Draw the loss curves."""

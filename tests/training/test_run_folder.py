@@ -345,9 +345,15 @@ def test_restart_that_fails_leaves_the_old_run(run, config):
 
 
 def test_restart_replaces_at_its_first_checkpoint(run, config):
-    changed = dataclasses.replace(config, seed=1)
+    changed, others = dataclasses.replace(config, seed=1), ("weights", "tokenizer.json")
+    for name in others:
+        (run / name).mkdir() if name == "weights" else (run / name).touch()
+    with RunFolder(changed, "text", restart=True) as folder:
+        go(folder, until=2, run=2.0)
+        assert all((run / name).exists() for name in others)
     with RunFolder(changed, "text", restart=True) as folder:
         go(folder, until=5, run=2.0)
+        assert not any((run / name).exists() for name in others)
         assert steps_in(run) == [3]
         go_on = [json.loads(line) for line in metrics_in(run).splitlines()]
         assert go_on == [line_at(step, 2.0) for step in range(1, 6)]

@@ -123,6 +123,9 @@ def test_tensorboard_gets_the_metrics(config, monkeypatch):
     for line in metrics(config):
         assert ("loss", line["loss"], line["step"]) in written
         assert (("val_loss", line["val_loss"], line["step"]) in written) == bool(line["val_loss"])
+    # A resumed run replaces the events after its checkpoint.
+    train(dataclasses.replace(config, tensorboard=True))
+    assert written[-2:] == [(written[0][0], STEPS + 1), "closed"]
 
 
 def test_loss_that_is_not_finite_stops_the_run():
