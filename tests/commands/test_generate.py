@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 
 import jax
@@ -170,18 +171,39 @@ def test_chat_template_is_applied(changed, run):
     pytest.importorskip("jinja2")
     settings = {"chat_template": TEMPLATE, "eos_token": {"content": "<end>"}}
     folder = changed(tokenizer_config=settings)
+
+    def written(*flags):
+        """The text, and the number of tokens before it, on which short texts may not depend."""
+        out, err = run(folder, *flags, *GREEDY)
+        return out, re.search(r"read (\d+) tokens", err)[1]
+
     for flags, text in (
         ([], "<user>hi<end><assistant>"),
         (["--chat", "--system", "Be brief."], "<system>Be brief.<end><user>hi<end><assistant>"),
         (["--no-chat"], "hi"),
     ):
-        chat = run(folder, "--prompt", " hi" if "chat" in text else "hi", *flags, *GREEDY).out
-        assert chat == run(folder, "--no-chat", "--prompt", text, *GREEDY).out
+        prompt = " hi" if "user" in text else "hi"
+        assert written("--prompt", prompt, *flags) == written("--no-chat", "--prompt", text)
     named = [{"name": name, "template": x} for name, x in (("tools", "no"), ("default", TEMPLATE))]
     text = json.dumps(settings | {"chat_template": named})
     (folder / "tokenizer_config.json").write_text(text)
-    chat = run(folder, "--prompt", "hi", *GREEDY).out
-    assert chat == run(folder, "--no-chat", "--prompt", "<user>hi<end><assistant>", *GREEDY).out
+    text = "<user>hi<end><assistant>"
+    assert written("--prompt", "hi") == written("--no-chat", "--prompt", text)
+
+
+def test_chat_template_has_the_special_tokens(changed, run):
+    pytest.importorskip("jinja2")
+    import tokenizers
+
+    folder = changed(tokenizer_config={"chat_template": "<end>{{ messages[0].content }}"})
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "<end> $A", special_tokens=[("<end>", tokenizer.token_to_id("<end>"))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    chat = run(folder, "--prompt", "hi", *GREEDY)
+    assert chat.out == run(folder, "--no-chat", "--prompt", "hi", *GREEDY).out
+    assert "read 3 tokens" in chat.err
 
 
 def test_folder_says_how_tokens_are_drawn(changed, run):

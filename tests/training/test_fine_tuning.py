@@ -131,6 +131,16 @@ def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
     assert capsys.readouterr().out
 
 
+def test_gradient_check_leaves_out_key_biases(tuning, tmp_path):
+    """The gradient of a key bias is zero without rotary positions, and its error all rounding."""
+    make("gpt2", vocab_size=320).save_pretrained(tmp_path / "gpt2")
+    values = dict(param_dtype="float32", remat=False, dtype="float32", attention="xla", end=END)
+    model = open_weights(str(tmp_path / "gpt2"), context=12, **values)
+    config = dataclasses.replace(tuning, model=model, init_from=str(tmp_path / "gpt2"))
+    error, name = train_gpt.gradient_error(config, load_text(tuning), one_device())
+    assert 0 < error < 1e-5, name
+
+
 def test_tiny_rate_leaves_the_weights(tuning, folders):
     train(dataclasses.replace(tuning, learning_rate=1e-12, steps=3, warmup_steps=0))
     before, after = (
