@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
@@ -176,7 +177,10 @@ class KVCache(nnx.Module):
         slots = self._slots(at, start + new, new)
         olds = tuple(x[...].reshape(-1, *x.shape[-3:]) for x in (self.keys, self.values))
         q, *news = (_beside(merge_batch(x, batch), olds[0]) for x in (query, key, value))
-        extended = tuple(_write(x, slots, y) for x, y in zip(olds, news, strict=True))
+        # A ring's slots are in a row unless they go on at its start.
+        in_row = not self.ragged and (length == 1 or not self.ring)
+        write = _write_row if in_row else _write
+        extended = tuple(write(x, slots, y) for x, y in zip(olds, news, strict=True))
         if self.ring:
             arrays, where = self._in_ring(olds, extended, news, at, start + new, options, tree)
         else:
@@ -311,6 +315,16 @@ def _write(x, slots, new):
     if slots.ndim == 1:
         return jax.vmap(one, in_axes=(0, None, 0))(x, slots, new)
     return jax.vmap(one)(x, _beside(slots, x), new)
+
+
+def _write_row(x, slots, new):
+    """Write `new` as `_write` does into slots [T] in a row; in the last ones if there is no room.
+
+    XLA makes it one copy on a GPU, where a scatter takes an index for each token.
+    """
+    if not new.shape[1]:
+        return x
+    return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), slots[0], axis=1)
 
 
 def _beside(new, x):

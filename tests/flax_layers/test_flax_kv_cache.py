@@ -1,5 +1,8 @@
 """Caches with a length for each sequence, rings and pages: token by token what the text gives."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,6 +102,24 @@ def test_full_ragged_row_gives_nan_alone():
     assert jnp.isnan(y[0]).all() and jnp.isfinite(y[1]).all()
     with pytest.raises(ValueError, match="got 2 tokens with 6 of 6 taken"):
         layer(x[:, :2], decode=True)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_donated_cache_is_not_copied(ragged):
+    """The compiled program writes new tokens into the arrays that it is given."""
+    layer, x = self_attention(num_kv_heads=2), normal(1, (2, 1, FEATURES))
+    layer.init_cache((2, 40, FEATURES), ragged=ragged)
+    graph, cache, rest = nnx.split(layer, nnx.Cache, ...)
+
+    def step(cache, rest, x):
+        layer = nnx.merge(graph, cache, rest)
+        return layer(x, decode=True), nnx.state(layer, nnx.Cache)
+
+    text = jax.jit(step, donate_argnums=0).lower(cache, rest, x).compile().as_text()
+    shape = r"f32\[2,40,2,\d+\]\S*"
+    assert len(re.findall(rf"{shape} parameter\(", text.split("ENTRY")[1])) == 2
+    assert not re.findall(rf"{shape} copy\(", text)
+    assert ("dynamic-update-slice" in text) != ragged
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.int8])
