@@ -95,25 +95,22 @@ class Joinable(abc.ABC):
     __array_ufunc__ = None
 
     def __and__(self, other) -> Mask:
-        return as_mask(self) & other
+        return Joined((self,)) & other
 
     def __rand__(self, other) -> Mask:
-        return as_mask(other) & self
+        return Joined((other,)) & self
 
     def __or__(self, other) -> Mask:
-        return as_mask(self) | other
+        return Joined((self,)) | other
 
     def __ror__(self, other) -> Mask:
-        return as_mask(other) | self
+        return Joined((other,)) | self
 
     def __invert__(self) -> Mask:
-        return ~as_mask(self)
+        return ~Joined((self,))
 
     def __bool__(self):
-        raise TypeError(
-            f"`mask` must be joined by `&`, `|` and `~`; got {type(self).__name__} as a condition. "
-            "Write `a & b`, not `a and b`, of which Python keeps one."
-        )
+        raise _is_condition(type(self).__name__)
 
     @abc.abstractmethod
     def fit(self, call: Call) -> Leaf:
@@ -127,6 +124,22 @@ class Joinable(abc.ABC):
         """Whether a function of the mask uses the index of the batch element (0) or head (1)."""
         del axis
         return False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Joined(Mask):
+    """The mask that operators make of arrays and mask objects, before a call fits these."""
+
+    def __bool__(self):
+        raise _is_condition("a joined mask")
+
+
+def _is_condition(got: str) -> TypeError:
+    return TypeError(
+        f"`mask` must be joined by `&`, `|` and `~`; got {got} as a condition. Write `a & b`, not "
+        "`a and b`, of which Python keeps one."
+    )
 
 
 def fitted(mask, call: Call) -> tuple[Leaf, ...]:

@@ -449,7 +449,7 @@ class Complement(Scattered):
 class Mask(Divisible):
     """The conjunction of `leaves`; without leaves every query sees every key.
 
-    Before `_mask_objects.fitted` checks them, leaves are a user's arrays and mask objects, too.
+    Users join masks to a subclass, `_mask_objects.Joined`.
     """
 
     leaves: tuple[Any, ...] = ()
@@ -458,16 +458,16 @@ class Mask(Divisible):
     __array_ufunc__ = None
 
     def __and__(self, other: Any) -> "Mask":
-        return Mask((*self.leaves, *as_mask(other).leaves))
+        return type(self)((*self.leaves, *as_mask(other).leaves))
 
     def __or__(self, other: Any) -> "Mask":
-        return Mask((Either((*_alternatives(self), *_alternatives(as_mask(other)))),))
+        return type(self)((Either((*_alternatives(self), *_alternatives(as_mask(other)))),))
 
     def __invert__(self) -> "Mask":
         match self.leaves:
             case (Complement(mask),):
                 return mask
-        return Mask((Complement(self),))
+        return type(self)((Complement(self),))
 
     __rand__, __ror__ = __and__, __or__
 

@@ -150,6 +150,12 @@ def bad_mask_objects():
           for name, make in (("and", lambda: Chunked(2) and Chunked(3)),
                              ("or", lambda: Chunked(2) or Chunked(3)),
                              ("not", lambda: not Chunked(2)))),
+        *(mask(make, f"joined masks as conditions, {name}", TypeError, "got a joined mask as a "
+               "condition")
+          for name, make in (("disjunction", lambda: (Chunked(2) | Chunked(3)) and Chunked(4)),
+                             ("conjunction", lambda: (Chunked(2) & Chunked(3)) or Chunked(4)),
+                             ("negation", lambda: ~Chunked(2) and Chunked(3)),
+                             ("array", lambda: (np.ones((5, 7), bool) | Chunked(2)) or None))),
         *(mask(lambda make=make: BlockMask.from_mask(make(), 5, 7), f"BlockMask of {name}, moved",
                ValueError, "with a BlockMask made from a mask that goes by positions",
                query_offset=2)

@@ -66,7 +66,7 @@ def _seen_by(mask, shape, t, s):
     """What a mask array or a mask object lets be seen, at positions `t` and `s`."""
     b, h, q, k = np.ogrid[tuple(map(slice, shape))]
     match type(mask).__name__:
-        case "Mask":
+        case "Mask" | "Joined":
             return functools.reduce(np.logical_and, (_seen_by(x, shape, t, s) for x in mask.leaves))
         case "PrefixLM":
             return (s <= t) | (s < np.asarray(mask.prefix_lengths)[:, None, None, None])
