@@ -29,15 +29,21 @@ def array(name: str, x) -> jax.Array:
         ) from error
 
 
+def of_dtype(name: str, x, dtype: str) -> jax.Array:
+    """Return `x` as an array; raise unless it has this dtype."""
+    x = array(name, x)
+    if x.dtype != dtype:
+        raise TypeError(
+            f"`{name}` must be {dtype}; got {x.dtype}. Cast it with `.astype(jnp.{dtype})`."
+        )
+    return x
+
+
 def integers(
     name: str, x, shape: tuple[int, ...], letters: str, *, shared: bool = False
 ) -> jax.Array:
     """Return `x` as an int32 array of this shape; if `shared`, the first axis may be 1."""
-    x = array(name, x)
-    if x.dtype != jnp.int32:
-        raise TypeError(
-            f"`{name}` must be int32; got {x.dtype}. Cast it with `.astype(jnp.int32)`."
-        )
+    x = of_dtype(name, x, "int32")
     if x.shape != shape and not (shared and x.shape == (1, *shape[1:])):
         raise ValueError(
             f"`{name}` must have shape {letters} = {shape}"

@@ -71,12 +71,7 @@ class Request:
     reproducible: bool | None = None
 
     def __post_init__(self):
-        asked = self.implementation
-        if asked is not None and not (isinstance(asked, str) and asked in IMPLEMENTATIONS):
-            raise ValueError(
-                f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r:.60}. "
-                f"Use None for the fastest{_peers.hint(_peers.IMPLEMENTATIONS, asked)}."
-            )
+        check_implementation(self.implementation)
 
     def __call__(self, part: Problem) -> Plan:
         return resolve(part, self)
@@ -110,6 +105,15 @@ def resolve(problem: Problem, request: Request) -> Plan:
         on_gpu=plain and _device.target().nvidia,
         of_part=request,
     )
+
+
+def check_implementation(asked) -> None:
+    """Raise unless `asked` is None or the name of an implementation."""
+    if asked is not None and not (isinstance(asked, str) and asked in IMPLEMENTATIONS):
+        raise ValueError(
+            f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r:.60}. "
+            f"Use None for the fastest{_peers.hint(_peers.IMPLEMENTATIONS, asked)}."
+        )
 
 
 def explained(problem: Problem, plan: Plan, request: Request, method: Choice | None) -> Explanation:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_flash._checks import array, describe, flag, integers
-from pallas_flash._limits import IMPLEMENTATIONS
+from pallas_flash._checks import array, describe, flag, integers, of_dtype
 from pallas_flash._paged_problem import PagedProblem, Requests
+from pallas_flash._resolve import check_implementation
 from pallas_flash._symbolic import is_symbolic
 from pallas_flash._validate import DTYPES, _per_head, _precision, _scale, _soft_cap, _window
 
@@ -25,12 +25,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 def validate(call: Mapping[str, Any]) -> PagedProblem:
     """Return the problem of a call of `paged_attention`; raise if its arguments are wrong."""
     flag("return_lse", call["return_lse"])
-    asked = call["implementation"]
-    if asked is not None and asked not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r:.60}. Use "
-            "None for the fastest."
-        )
+    check_implementation(call["implementation"])
     query = array("query", call["query"])
     if query.dtype.name not in DTYPES:
         raise TypeError(
@@ -157,11 +152,7 @@ def _page_scales(name: str, scales, pages):
         )
     if scales is None:
         return None
-    scales = array(name, scales)
-    if scales.dtype != jnp.float32:
-        raise TypeError(
-            f"`{name}` must be float32; got {scales.dtype}. Cast it with `.astype(jnp.float32)`."
-        )
+    scales = of_dtype(name, scales, "float32")
     count, page_size, heads, _ = pages.shape
     if scales.shape not in ((count, heads, page_size), (heads,)):
         raise ValueError(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from pallas_flash import _validate
-from pallas_flash._checks import array
+from pallas_flash._checks import array, of_dtype
 from pallas_flash._context.parts import device
 from pallas_flash._mask_objects import Joinable
 from pallas_flash._masks import Mask
@@ -49,11 +49,7 @@ def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]):
     """Return an int32 array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
     if x is None:
         return None
-    x = array(name, x)
-    if x.dtype != jnp.int32:
-        raise TypeError(
-            f"`{name}` must be int32; got {x.dtype}. Cast it with `.astype(jnp.int32)`."
-        )
+    x = of_dtype(name, x, "int32")
     check_broadcasts(name, x, (*batch, *rest))
     return jnp.broadcast_to(x, (*batch, *rest)).reshape(math.prod(batch), *rest)
 

@@ -1,4 +1,4 @@
-"""What `paged_attention`, `append_to_pages` and `quantize_pages` refuse, in one sentence each."""
+"""`paged_attention`, `append_to_pages` and `quantize_pages` refuse wrong calls by a sentence."""
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,7 @@ CALLS = {
     "sinks": (dict(sinks=f32(2)), ValueError, "`sinks` must have shape [N] = (4,); got (2,)."),
     "flag": (dict(return_lse=1), TypeError, "`return_lse` must be True or False; got "),
     "name": (dict(implementation="cudnn"), ValueError, "`implementation` must be None or one of ("),
+    "no name": (dict(implementation=f32(2)), ValueError, "`implementation` must be None or one of"),
     "mosaic": (
         dict(implementation="mosaic"),
         NotImplementedError,
