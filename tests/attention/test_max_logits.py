@@ -116,7 +116,7 @@ def test_max_logits_of_lowered_kernels(case, few, kernel_case):
     judge_max_logits(case, "float32", found)
 
 
-# What follows asks a call of few sizes, by both kinds of forwards.
+# The tests below compile calls of few sizes, by both kinds of forwards.
 by_both = pytest.mark.parametrize("implementation", ["interpret", "xla"])
 by_each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 CAUSAL = dict(is_causal=True, query_offset=-5)

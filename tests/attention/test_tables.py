@@ -140,7 +140,7 @@ def call_of(implementation, table, options):
 
 
 def gradients(call, qkv, cotangents, tables):
-    """Of the slopes and of the table."""
+    """Return the gradients of the slopes and of the table."""
     return output_and_gradients(call, qkv, cotangents, tables)[1]
 
 
@@ -250,7 +250,7 @@ def test_letters_of_an_index(name):
 
 
 def test_index_from_an_integer_table():
-    """Of integers alone there is no gradient, but an index may come from them."""
+    """Integer operands have no gradient, but an index may come from them."""
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, S), jnp.int32)
 
     def score_mod(s, b, h, q, k, ids, x, unused):
@@ -410,7 +410,7 @@ def test_second_order_of_tables(implementation):
 
 
 # ------------------------------------------------------------------------------------------------
-# Who computes them.
+# The choice of an implementation for gradients of tables.
 
 
 def reason_on(gpu, table, **options):

@@ -56,7 +56,7 @@ def test_grouped_heads_are_repeated_heads():
 
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_layer_sows_the_largest_scores(batch):
-    """With a soft cap no score is above it; beside them nothing changes."""
+    """The soft cap bounds the scores, and sowing them changes nothing else."""
     x = normal(1, (*batch, Q_LEN, FEATURES))
     options = dict(num_kv_heads=2, rope_theta=None, logits_soft_cap=0.3)
     layer = self_attention(sow_max_logits=True, **options)

@@ -3,6 +3,8 @@
 Eight CPUs are simulated, in a process of their own: see eight_devices.py.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,11 +31,11 @@ def _tokens():
     return [jax.random.normal(key, (B, T, n, H)) for key, n in zip(keys, (N, K, K), strict=True)]
 
 
-def _run(cache, step, mesh, calls):
+def _run(cache, step, calls):
     """Call `step` compiled with the cache donated; it must exchange nothing."""
     graph, state = nnx.split(cache)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=0)
     def run(state, qkv, *rest):
         cache = nnx.merge(graph, state)
         o = step(cache, *qkv, *rest)
@@ -86,7 +88,7 @@ def check_contiguous(kind, ring):
                 q, k, v, seq_lengths=n, local_window_size=window, implementation="xla"
             )
 
-        _checked(_run(cache, step, mesh, calls))
+        _checked(_run(cache, step, calls))
         assert cache.keys[...].sharding.shard_shape(cache.keys.shape) == (2, 24, 2, H)
 
 
@@ -121,7 +123,7 @@ def check_pages(kind, dtype):
             return cache.attend(q, k, v, (lengths, table), implementation="xla")
 
         lengths = put(np.full(B, T, np.int32), mesh, P("batch"))
-        (o,) = _run(cache, step, mesh, [((q, k, v), lengths)])
+        (o,) = _run(cache, step, [((q, k, v), lengths)])
         want = pallas_flash.attention(*_tokens(), is_causal=True)
         if dtype == "int8":
             assert jnp.allclose(o, want, atol=0.05)

@@ -49,7 +49,7 @@ def call(q, k, v, slopes, *tables, implementation="xla", **options):
 
 
 def gradients(run, arrays, tables, number=3):
-    """Of the slopes, of the table by head, and of that by distance where `number` is 3."""
+    """Return the gradients of the first `number` tables: slopes, by head, by distance."""
     q, k, v, do = arrays
 
     def loss(some, rest, q, k, v, do):
@@ -59,7 +59,7 @@ def gradients(run, arrays, tables, number=3):
 
 
 def check(kind, method, spec, implementation="xla"):
-    """With Auto or Explicit axes, of all tables and of some."""
+    """All tables or some of them have gradients, on Auto or Explicit axes."""
     arrays, tables = drawn()
     mesh = make_mesh(AXES, kind)
     run = functools.partial(call, implementation=implementation, context_parallelism=method)

@@ -21,7 +21,7 @@ NOWHERE = 10**6
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What one compiled program has."""
+    """The sizes, dtypes and options of one compiled program."""
 
     name: str
     page_size: int = 16
@@ -34,7 +34,7 @@ class Config:
 
     @property
     def num_pages(self):
-        return 2 * REQUESTS * ROOM // self.page_size // 2 + 3
+        return REQUESTS * -(-ROOM // self.page_size) + 3
 
     def __str__(self):
         return self.name
