@@ -76,7 +76,6 @@ class Rule(NamedTuple):
 
 # The first rule that fits decides.
 RULES = (
-    Rule("masks that were not measured", lambda c: c.f.mask is MaskKind.OTHER, NEVER),
     Rule(
         "dbias where it was not measured, or is slower: deterministic, head dim 64, without a mask",
         lambda c: (
@@ -141,8 +140,15 @@ RULES = (
         4096,
     ),
     Rule(
-        "biases and documents, of which shorter ones were not measured",
-        lambda c: c.asks(*BIASES) or c.f.mask is MaskKind.DOCUMENTS,
+        "biases, of which shorter ones were not measured",
+        lambda c: c.asks(*BIASES),
+        2048,
+    ),
+    Rule(
+        "documents, chunks and joined masks in the forward at head dim 64",
+        lambda c: (
+            c.forward and c.head_dim == 64 and c.f.mask in (MaskKind.DOCUMENTS, MaskKind.OTHER)
+        ),
         2048,
     ),
     Rule(

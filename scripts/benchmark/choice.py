@@ -19,7 +19,7 @@ KIND_OF_OPTION = {"bias": "bias in 16 bits", "float32 bias": "bias", "ALiBi": "s
 KINDS = (
     *("full", "causal", "ranges", "documents", "lengths", "mask array", "bias in 16 bits"),
     *("soft cap", "slopes", "sinks", "scale", "dropout", "bias", "predicate", "score function"),
-    "blocks",
+    *("blocks", "another mask"),
 )
 PASSES = ("forward", "backward", "backward in order")
 

@@ -7,7 +7,7 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, _compat, _resolve
+from pallas_flash import BlockMask, Chunked, Predicate, _compat, _resolve
 from pallas_flash.tuning import BackwardTile, Tile, TileSizes
 
 
@@ -145,6 +145,10 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(mask=blocks(8192), head_dim=64), ""),
         (dict(bias=jnp.zeros((1, 1, 1, 8192))), WITH_BIAS),
         (dict(mask=OF_COLOURS), ""),
+        (dict(mask=Chunked(64) | Chunked(96)), ""),
+        (dict(mask=~Chunked(64), length=2048, head_dim=64), ""),
+        # Positions that arrays tell.
+        (dict(query_positions=jnp.zeros((1, 8192), jnp.int32)), ""),
         (dict(score_mod=lambda s, b, h, q, k: s + (q - k), head_dim=256), ""),
         (dict(segment_ids=jnp.zeros((8, 2048), jnp.int32), length=2048, head_dim=64), ""),
         (dict(mask=blocks(1024), length=1024), ""),
@@ -248,7 +252,10 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
         (dict(head_dim=4), "Got head dims of 4 and 4 (of values), and they serve multiples of 8"),
         (dict(head_dim=32), "not known to be faster"),
         (dict(local_window_size=9, head_dim=256, length=512), "not known to be faster"),
-        (dict(segment_ids=jnp.zeros((16, 1024), jnp.int32), length=1024), "not known to be faster"),
+        (
+            dict(segment_ids=jnp.zeros((16, 1024), jnp.int32), length=1024, head_dim=64),
+            "not known to be faster",
+        ),
         (dict(mask=jnp.ones((512, 512), bool), length=512), "not known to be faster"),
         (dict(mask=blocks(2048), length=2048, head_dim=64), "not known to be faster"),
         (dict(bias=jnp.zeros((1, 1, 1, 1024)), length=1024), "not known to be faster"),
@@ -256,11 +263,7 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
             dict(score_mod=lambda s, b, h, q, k: s + (q - k), head_dim=64),
             "not known to be faster",
         ),
-        # Positions that arrays tell.
-        (
-            dict(query_positions=jnp.zeros((1, 8192), jnp.int32)),
-            "not known to be faster",
-        ),
+        (dict(mask=~Chunked(64), length=1024, head_dim=64), "not known to be faster"),
         (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
         (
             dict(score_mod=lambda s, b, h, q, k: jnp.floor(s)),
