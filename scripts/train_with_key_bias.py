@@ -145,7 +145,7 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
         if x is not exact:
             differences.plot(steps, mean(x - exact), **look)
     curves.set(xlabel="step", ylabel=f"loss, nats per byte, mean of {AT_ONCE} steps")
-    differences.set(xlabel="step", ylabel="its difference to dense attention in float32")
+    differences.set(xlabel="step", ylabel="difference to dense attention in float32")
     for axes in (curves, differences):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -328,10 +328,11 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
 
     dp, delta = (do @ v.mT) * dropped, delta_of(o)
     gradients, ds = through_ds(dp, delta)
+    largest = s.max((2, 3))
     values = {
         "o": heads_last(o),
         "lse": lse,
-        "max_logits": s.max((2, 3)),
+        "max_logits": largest,
         **gradients,
         "dv": group(weight.mT @ do),
         "dscale": (ds * raw).sum(),
@@ -341,7 +342,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     terms = {
         "o": weight @ np.abs(v),
         "lse": np.where(np.isinf(lse), 0, 1 + np.abs(lse)),
-        "max_logits": 1 + np.abs(s.max((2, 3), where=alive, initial=0)),
+        "max_logits": np.where(np.isinf(largest), 0, 1 + np.abs(largest)),
         "dq": abs(scale) * (size @ np.abs(k)),
         "dk": abs(scale) * (size.mT @ np.abs(q)),
         "dv": weight.mT @ np.abs(do),
