@@ -39,16 +39,45 @@ def of_dtype(name: str, x, dtype: str) -> jax.Array:
     return x
 
 
+def as_dtype(name: str, x) -> np.dtype:
+    """Return `x` as a dtype; None and arrays are none."""
+    try:
+        if x is not None and not is_array(x):
+            return jnp.dtype(x)
+    except (TypeError, ValueError):
+        # NumPy calls other objects no dtypes in several ways.
+        pass
+    raise TypeError(
+        f"`{name}` must be a dtype; got {describe(x)}. Pass one such as `jnp.bfloat16`."
+    )
+
+
 def integers(
-    name: str, x, shape: tuple[int, ...], letters: str, *, shared: bool = False
+    name: str,
+    x,
+    shape: tuple[int, ...],
+    letters: str,
+    *,
+    shared: bool = False,
+    each: str | None = None,
 ) -> jax.Array:
-    """Return `x` as an int32 array of this shape; if `shared`, the first axis may be 1."""
+    """Return `x` as an int32 array of this shape.
+
+    Args:
+        name: the name of the argument.
+        x: its value.
+        shape: the shape.
+        letters: the shape in letters.
+        shared: whether the first axis may be 1.
+        each: the thing that a number belongs to; by default a batch element, or a token.
+    """
     x = of_dtype(name, x, "int32")
     if x.shape != shape and not (shared and x.shape == (1, *shape[1:])):
+        each = each or ("batch element" if len(shape) == 1 else "token")
         raise ValueError(
             f"`{name}` must have shape {letters} = {shape}"
             f"{', its first axis possibly 1' * shared}; got {x.shape}. Give one number for "
-            "each " + ("example of the batch." if len(shape) == 1 else "token.")
+            f"each {each}."
         )
     return x
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_flash._checks import array, describe, flag, integers, of_dtype
+from pallas_flash._checks import array, as_dtype, describe, flag, integers, of_dtype
 from pallas_flash._paged_problem import PagedProblem, Requests
 from pallas_flash._resolve import check_implementation
 from pallas_flash._symbolic import is_symbolic
@@ -26,12 +26,7 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
     """Return the problem of a call of `paged_attention`; raise if its arguments are wrong."""
     flag("return_lse", call["return_lse"])
     check_implementation(call["implementation"])
-    query = array("query", call["query"])
-    if query.dtype.name not in DTYPES:
-        raise TypeError(
-            f"`query` must be one of {', '.join(DTYPES)}; got {query.dtype}. Cast it with "
-            "`.astype`."
-        )
+    query = _floating("query", call["query"])
     pages, scales = _pages(call, query.dtype, "query")
     _check_known_sizes(query, *pages)
     query, requests = requests_of(call, "query", query, pages[0].shape)
@@ -43,7 +38,7 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
             f"{head_dim} (key_pages.shape={pages[0].shape}). Give both one head dim; only that "
             "of `value_pages` is free."
         )
-    if num_heads % num_kv_heads:
+    if not num_heads or num_heads % num_kv_heads:
         raise ValueError(
             f"`query` must have a multiple of the heads of `key_pages`; got {num_heads} query "
             f"heads and {num_kv_heads} key/value heads (key_pages.shape={pages[0].shape}). Pages "
@@ -71,7 +66,7 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
 
 def to_append(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
     """Return the new keys and values [tokens, K, ..], the scales, and the requests."""
-    key, value = (array(name, call[name]) for name in ("key", "value"))
+    key, value = (_floating(name, call[name]) for name in ("key", "value"))
     pages, scales = _pages(call, key.dtype, "key")
     _check_known_sizes(key, value, *pages)
     if value.shape[:-1] != key.shape[:-1] or value.dtype != key.dtype:
@@ -94,24 +89,34 @@ def to_append(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
 
 def to_quantise(pages, dtype, per_head) -> tuple[jax.Array, Any]:
     """Return the arguments of `quantize_pages`, checked."""
-    pages, dtype = array("pages", pages), _quantised_dtype(dtype)
+    pages, dtype = array("pages", pages), as_dtype("dtype", dtype)
+    if dtype.name not in LARGEST:
+        raise TypeError(
+            f"`dtype` must be one of {', '.join(LARGEST)}; got {dtype}. Use `jnp.int8` for the "
+            "smaller error."
+        )
     flag("per_head", per_head)
     if not jnp.issubdtype(pages.dtype, jnp.floating) or pages.ndim < 3:
         raise TypeError(
             "`pages` must be floating point, [.., tokens, K, H]; got "
             f"{describe(pages)}. Pass keys or values as they were computed."
         )
+    if not pages.size:
+        raise ValueError(
+            f"`pages` must have no empty axis; got pages.shape={pages.shape}. Leave out what has "
+            "no numbers."
+        )
     return pages, dtype
 
 
-def _quantised_dtype(dtype):
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    if name not in LARGEST:
+def _floating(name: str, x) -> jax.Array:
+    """Return `x` as an array of one of the dtypes that `attention` takes."""
+    x = array(name, x)
+    if x.dtype.name not in DTYPES:
         raise TypeError(
-            f"`dtype` must be one of {', '.join(LARGEST)}; got {name:.40}. Use `jnp.int8` for the "
-            "smaller error."
+            f"`{name}` must be one of {', '.join(DTYPES)}; got {x.dtype}. Cast it with `.astype`."
         )
-    return jnp.dtype(name)
+    return x
 
 
 def _pages(call: Mapping[str, Any], dtype, whose: str) -> tuple[list, list]:
@@ -182,7 +187,8 @@ def requests_of(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax
     lengths = integers("lengths", lengths, (count,), "[R]")
     table = array("page_indices", call["page_indices"])
     width = table.shape[1] if table.ndim == 2 else 0
-    table = integers("page_indices", table, (count, width), "[R, pages of a request]")
+    shape, letters = (count, width), "[R, pages of a request]"
+    table = integers("page_indices", table, shape, letters, each="page of each request")
     if starts is None:
         if x.ndim != 4 or x.shape[0] != count:
             raise ValueError(
@@ -190,9 +196,10 @@ def requests_of(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax
                 f"{name}.shape={x.shape}. Give `cu_query_lengths` with tokens in one axis."
             )
         most = x.shape[1]
-        x = x.reshape(-1, *x.shape[2:])
+        x = x.reshape(count * most, *x.shape[2:])
     else:
-        starts = integers("cu_query_lengths", starts, (count + 1,), "[R + 1]")
+        each = "request, and the end of the last one"
+        starts = integers("cu_query_lengths", starts, (count + 1,), "[R + 1]", each=each)
         if x.ndim != 3:
             raise ValueError(
                 f"`{name}` must have shape [tokens, heads, head dim] with `cu_query_lengths`; got "

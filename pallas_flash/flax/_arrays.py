@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Shaped
 
 from pallas_flash import _validate
-from pallas_flash._checks import array, of_dtype
+from pallas_flash._checks import array, describe, of_dtype
 from pallas_flash._context.parts import device
 from pallas_flash._mask_objects import Joinable
 from pallas_flash._masks import Mask
@@ -32,6 +33,56 @@ def place_in_sequence(sequence_axis, length: int) -> tuple[Array | int, int]:
     return here.index * length, here.number * length
 
 
+def new_tokens(query, key, value, *, keys, values, ranks: Sequence[int]) -> tuple[Array, ...]:
+    """Return the arrays of new tokens; raise unless a cache of `keys` and `values` can take them.
+
+    `ranks` are those that arrays of tokens may have, [.., T, heads, head dim].
+    """
+    named = {"query": query, "key": key, "value": value}
+    named = {name: array(name, x) for name, x in named.items()}
+    query = named["query"]
+    if query.ndim not in ranks:
+        raise ValueError(
+            f"`query` must have {' or '.join(map(str, ranks))} axes for this cache, the last ones "
+            f"[T, N, H]; got query.shape={query.shape}. Give each token its heads."
+        )
+    for name, cached in (("query", None), ("key", keys), ("value", values)):
+        x = named[name]
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"`{name}` must be floating point; got {x.dtype}. Cast it with `.astype`."
+            )
+        if cached is not None and x.shape != (*query.shape[:-2], *cached.shape[-2:]):
+            raise ValueError(
+                f"`{name}` must have shape {(*query.shape[:-2], *cached.shape[-2:])}, for the "
+                f"tokens of `query` and the heads of the cache; got {x.shape}. Give each query "
+                "one key and one value, or make a cache for these heads."
+            )
+    return tuple(named.values())
+
+
+def spec_of(sharding, ndim: int) -> tuple:
+    """Return the mesh axes that divide each of `ndim` axes [.., tokens, heads, head dim].
+
+    They must not divide tokens or the head dim.
+    """
+    if sharding is None:
+        return (None,) * ndim
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"`sharding` must be a `jax.sharding.NamedSharding`; got {describe(sharding)}. Make "
+            "one of a mesh and a `PartitionSpec`."
+        )
+    spec = tuple(sharding.spec)
+    padded = (*spec, *[None] * ndim)[:ndim]
+    if len(spec) > ndim or padded[-3] or padded[-1]:
+        raise ValueError(
+            f"`sharding` must leave tokens and the head dim whole; got {spec} for {ndim} axes. "
+            "Divide the heads, or the axes before the tokens."
+        )
+    return padded
+
+
 def merge_scores(name: str, x, scores_shape: Sequence[int]):
     """Return a bias or a mask for scores [*batch, N, T, S] with one batch axis.
 
@@ -45,7 +96,7 @@ def merge_scores(name: str, x, scores_shape: Sequence[int]):
     return merge_batch(x, scores_shape[:-3])
 
 
-def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]):
+def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]) -> Any:
     """Return an int32 array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
     if x is None:
         return None

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_flash import _validate
 from pallas_flash._api import attention
-from pallas_flash._checks import flag, is_int
+from pallas_flash._checks import as_dtype, at_least, describe, flag, is_int, of_dtype
 from pallas_flash._masks import FAR
 from pallas_flash._named_masks import Tree
-from pallas_flash.flax._arrays import merge_batch, merge_full
+from pallas_flash.flax._arrays import merge_batch, merge_full, new_tokens, spec_of
 
 
 class KVCache(nnx.Module):
@@ -59,8 +59,9 @@ class KVCache(nnx.Module):
         lengths: The tokens of each sequence, int32 [*batch] if `ragged`, else [].
 
     Raises:
-        TypeError: If `dtype` is not floating point.
-        ValueError: If `shape` is none.
+        TypeError: If `dtype` is not floating point, or `sharding` is no `NamedSharding`.
+        ValueError: If `shape` or `value_dim` is none, or the sharding divides the room or the head
+            dim.
     """
 
     def __init__(
@@ -76,16 +77,19 @@ class KVCache(nnx.Module):
         sizes = shape if isinstance(shape, (tuple, list)) else ()
         if len(sizes) < 3 or not all(is_int(n) and n >= 0 for n in sizes):
             raise ValueError(
-                f"`shape` must be sizes (*batch, room, K, H); got {shape!r:.80}. Give those of the "
-                "keys of the longest sequence."
+                f"`shape` must be sizes (*batch, room, K, H); got {describe(shape)}. Give those of "
+                "the keys of the longest sequence."
             )
-        if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        dtype = as_dtype("dtype", dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"`dtype` must be floating point; got {jnp.dtype(dtype)}. Leave it out for that of "
-                "the layer, or quantise in a `PagedKVCache`."
+                f"`dtype` must be floating point; got {dtype}. Leave it out for that of the layer, "
+                "or quantise in a `PagedKVCache`."
             )
         *batch, _, _, head_dim = sizes
-        value_shape = (*sizes[:-1], head_dim if value_dim is None else value_dim)
+        value_dim = head_dim if value_dim is None else at_least(0, "value_dim", value_dim)
+        value_shape = (*sizes[:-1], value_dim)
+        spec_of(sharding, len(sizes))
         self.ragged, self.ring = flag("ragged", ragged), flag("ring", ring)
         self.keys = nnx.Cache(jnp.zeros(tuple(sizes), dtype, device=sharding))
         self.values = nnx.Cache(jnp.zeros(value_shape, dtype, device=sharding))
@@ -157,20 +161,25 @@ class KVCache(nnx.Module):
             query: Queries of the new tokens.
             key: Keys of the new tokens.
             value: Values of the new tokens.
-            seq_lengths: The real tokens of each sequence, which come first; the others are padding.
-                They are not added, and their output is zero. It needs a `ragged` cache.
+            seq_lengths: The real tokens of each sequence, from 0 to T, which come first; the others
+                are padding. They are not added, and their output is zero. It needs a `ragged`
+                cache.
             tree: Parents of the new tokens where they are drafts that branch, as in
                 `pallas_flash.Tree`. None is a sequence.
-            **options: Of `pallas_flash.attention`, such as `local_window_size` or `sinks`.
+            **options: Options of `pallas_flash.attention`, such as `local_window_size` or `sinks`,
+                but none that says where tokens are or that attention is causal.
 
         Returns:
-            What `pallas_flash.attention` returns, the output [*batch, T, N, V]; NaN where a traced
-            call finds no room.
+            The results of `pallas_flash.attention`: the output is [*batch, T, N, V]; NaN where a
+            traced call finds no room.
 
         Raises:
+            TypeError: If an argument is of the wrong kind or dtype, or an option is the cache's.
             ValueError: If shapes do not fit, if there is no room, if a ring has no window or less
                 room than it, or if a tree meets a ring or a window.
         """
+        keys, values, ranks = self.keys, self.values, (self.keys.ndim,)
+        query, key, value = new_tokens(query, key, value, keys=keys, values=values, ranks=ranks)
         *batch, length, _, _ = query.shape
         start, new, full = self.check("query", query, 2, seq_lengths)
         at = _behind(start, length)
@@ -190,6 +199,11 @@ class KVCache(nnx.Module):
                 where["mask"] = _tree(merge_full("tree", tree, batch, (length,)), options)
         if seq_lengths is not None:
             where["query_seq_lengths"] = new
+        if taken := sorted(where.keys() & options.keys()):
+            raise TypeError(
+                f"`{taken[0]}` must be left out, because the cache gives it to `attention`; got "
+                f"{describe(options[taken[0]])}. Drop it."
+            )
         results = attention(q, *(x.astype(q.dtype) for x in arrays), **where, **options)
 
         self.keys[...], self.values[...] = (
@@ -214,22 +228,27 @@ class KVCache(nnx.Module):
         Args:
             start: `lengths` before these tokens were added.
             path: The numbers of the tokens to keep after `start`, 0 the first, in their new order.
-            count: How many numbers of `path` each sequence keeps.
+            count: The number of tokens of `path` that each sequence keeps, at most A.
 
         Raises:
-            ValueError: If the cache is not ragged, or a ring.
+            TypeError: If an argument is not int32.
+            ValueError: If the cache is not ragged, or a ring, or if shapes do not fit.
         """
         if not self.ragged or self.ring:
             raise ValueError(
                 "`path` must be for a cache with ragged=True and ring=False; got "
                 f"ragged={self.ragged}, ring={self.ring}. For drafts in a row set `lengths` back."
             )
-        starts, paths = start.reshape(-1), path.reshape(-1, path.shape[-1])
+        batch, given = self.lengths.shape, {"start": start, "path": path, "count": count}
+        given = {name: of_dtype(name, x, "int32") for name, x in given.items()}
+        of_path = given["path"].shape[-1:] or (1,)
+        starts, counts = (merge_full(name, given[name], batch, ()) for name in ("start", "count"))
+        paths = merge_full("path", given["path"], batch, of_path)
         for cell in (self.keys, self.values):
             x = cell[...].reshape(-1, *cell.shape[-3:])
             x = jax.vmap(_moved)(x, _beside(starts, x), _beside(paths, x))
             cell[...] = x.reshape(cell.shape)
-        self.lengths[...] = start + count
+        self.lengths[...] = (starts + counts).reshape(batch)
 
     def _slots(self, at, end, new):
         """Return the slot of each new token at positions `at`; a slot beyond the room if none."""

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._api import ContextParallelism, Implementation, attention
-from pallas_flash._checks import array, flag, is_int, share_to_drop
+from pallas_flash._checks import array, describe, flag, is_int, share_to_drop
 from pallas_flash._masks import Mask
 from pallas_flash.flax._arrays import (
     as_bool,
@@ -382,12 +382,12 @@ class SelfAttention(nnx.Module):
         if not right or len(sizes) < 2 or sizes[-1] != self.features:
             raise ValueError(
                 f"`input_shape` must be sizes (*batch, length, {self.features}); got "
-                f"{input_shape!r:.80}. Give the shape of the longest input."
+                f"{describe(input_shape)}. Give the shape of the longest input."
             )
         shape = (*sizes[:-1], *self.key.out_features)
         if flag("ring", ring):
             window_in_ring(self.local_window_size, sizes[-2])
-        dtype = dtype or self.key.dtype or self.key.param_dtype
+        dtype = self._cache_dtype(dtype)
         self.cache = KVCache(shape, dtype, ragged=ragged, ring=ring, sharding=sharding)
 
     def init_pages(
@@ -412,8 +412,11 @@ class SelfAttention(nnx.Module):
             ValueError: If sizes are none.
         """
         shape = (num_pages, page_size, *self.key.out_features)
-        dtype = dtype or self.key.dtype or self.key.param_dtype
-        self.cache = PagedKVCache(shape, dtype, sharding=sharding)
+        self.cache = PagedKVCache(shape, self._cache_dtype(dtype), sharding=sharding)
+
+    def _cache_dtype(self, dtype: Dtype | None) -> Dtype:
+        """Return the dtype of a new cache."""
+        return self.key.dtype or self.key.param_dtype if dtype is None else dtype
 
     def _cache(self, refused: dict, *, divided: bool) -> KVCache | PagedKVCache:
         """Return the cache, for a call that it can serve.

@@ -1,5 +1,6 @@
 """`PagedKVCache`: keys and values of many requests, in pages that they share."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from pallas_flash import _validate_paged
-from pallas_flash._checks import is_int
+from pallas_flash._checks import array, as_dtype, at_least, describe, is_int
 from pallas_flash._paged import paged_attention
 from pallas_flash._pages import append_to_pages
+from pallas_flash.flax._arrays import new_tokens, spec_of
 
 # (lengths, page_indices) or (lengths, page_indices, cu_query_lengths), as `paged_attention` has
 # them.
@@ -52,8 +54,9 @@ class PagedKVCache(nnx.Module):
         value_scales: The same.
 
     Raises:
-        TypeError: If `dtype` is not floating point or int8.
-        ValueError: If `shape` is none, or the sharding divides tokens of a page or the head dim.
+        TypeError: If `dtype` is not floating point or int8, or `sharding` is no `NamedSharding`.
+        ValueError: If `shape` or `value_dim` is none, or the sharding divides tokens of a page or
+            the head dim.
     """
 
     def __init__(
@@ -67,10 +70,10 @@ class PagedKVCache(nnx.Module):
         sizes = tuple(shape) if isinstance(shape, (tuple, list)) else ()
         if len(sizes) != 4 or not all(is_int(n) and n > 0 for n in sizes):
             raise ValueError(
-                f"`shape` must be sizes (P, page_size, K, H); got {shape!r:.80}. Give the number "
-                "of pages, and of tokens in each."
+                f"`shape` must be sizes (P, page_size, K, H); got {describe(shape)}. Give the "
+                "number of pages, and of tokens in each."
             )
-        dtype = jnp.dtype(dtype)
+        dtype = as_dtype("dtype", dtype)
         quantised = dtype.name in _validate_paged.LARGEST
         if not quantised and not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
@@ -78,12 +81,8 @@ class PagedKVCache(nnx.Module):
                 "the layer."
             )
         pages, page_size, heads, head_dim = sizes
-        spec = (None,) * 4 if sharding is None else (*sharding.spec, *[None] * 4)[:4]
-        if (spec[1], spec[3]) != (None, None):
-            raise ValueError(
-                f"`sharding` must divide pages or heads alone; got {spec}. Leave the tokens of a "
-                "page and the head dim whole."
-            )
+        value_dim = head_dim if value_dim is None else at_least(1, "value_dim", value_dim)
+        spec = spec_of(sharding, 4)
         self.sharding = sharding
         self._axes = spec[0], spec[2]
 
@@ -96,16 +95,16 @@ class PagedKVCache(nnx.Module):
             return nnx.Cache(jnp.ones(shape, jnp.float32, device=where)) if quantised else None
 
         self.key_pages = zeros(head_dim)
-        self.value_pages = zeros(head_dim if value_dim is None else value_dim)
+        self.value_pages = zeros(value_dim)
         self.key_scales, self.value_scales = nnx.data(scales()), nnx.data(scales())
 
     def positions(self, x: Array, requests: Requests | None) -> Int32[Array, "..."]:
         """Return the positions of the tokens `x`, [R, T, ..] or [tokens, ..]."""
-        requests = _checked(requests)
+        requests, x = _checked(requests), array("x", x)
         axes = 2 if len(requests) == 2 else 1
         names = "lengths", "page_indices", "cu_query_lengths"
         call: dict[str, Any] = dict(zip(names, (*requests, None), strict=False))
-        tokens = jnp.expand_dims(x.reshape(*x.shape[:axes], -1), -1)
+        tokens = x.reshape(*x.shape[:axes], 1, math.prod(x.shape[axes:]))
         _, found = _validate_paged.requests_of(call, "x", tokens, self.key_pages.shape)
         request, number, _ = found.places()
         return jnp.maximum(found.offset[request] + number, 0).reshape(x.shape[:axes])
@@ -126,15 +125,18 @@ class PagedKVCache(nnx.Module):
             value: Values of the new tokens.
             requests: (lengths, page_indices), and cu_query_lengths with tokens in one axis, as
                 `pallas_flash.paged_attention` has them; lengths count the new tokens.
-            **options: Of `pallas_flash.paged_attention`, such as `local_window_size`.
+            **options: Options of `pallas_flash.paged_attention`, such as `local_window_size`.
 
         Returns:
-            What `pallas_flash.paged_attention` returns.
+            The results of `pallas_flash.paged_attention`.
 
         Raises:
+            TypeError: If an argument is of the wrong kind or dtype.
             ValueError: If shapes do not fit, or pages are sharded and tokens are in one axis.
         """
         requests = _checked(requests)
+        keys, values = self.key_pages, self.value_pages
+        query, key, value = new_tokens(query, key, value, keys=keys, values=values, ranks=(3, 4))
         named = dict(key_scales=self.key_scales, value_scales=self.value_scales)
         named = {name: x[...] for name, x in named.items() if x is not None}
         pages = self.key_pages[...], self.value_pages[...]
@@ -202,7 +204,7 @@ def _checked(requests) -> tuple:
     if not isinstance(requests, (tuple, list)) or len(requests) not in (2, 3):
         raise ValueError(
             "`requests` must be (lengths, page_indices) or (lengths, page_indices, "
-            f"cu_query_lengths); got {requests!r:.80}. Give them to each call with pages."
+            f"cu_query_lengths); got {describe(requests)}. Give them to each call with pages."
         )
     return tuple(requests)
 

@@ -79,7 +79,10 @@ def bad_derivatives():
     )
 
 
-@each(list(bad_derivatives()))
+ROWS = list(bad_derivatives())
+
+
+@each(ROWS)
 def test_error_message(row):
     check(row)
 

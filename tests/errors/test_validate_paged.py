@@ -28,6 +28,12 @@ INT8 = jnp.ones((7, 16, 2, 8), jnp.int8)
 
 CALLS = {
     "lists": (dict(query=[1.0]), TypeError, "`query` must be an array; got "),
+    "no heads": (dict(query=f32((2, 3, 0, 8))), ValueError, "`query` must have a multiple of the "),
+    "no head dim": (
+        dict(query=f32((2, 3, 4, 0))),
+        ValueError,
+        "`key_pages` must have the head dim",
+    ),
     "int queries": (dict(query=jnp.ones((2, 3, 4, 8), int)), TypeError, "`query` must be one of "),
     "rank 3 alone": (dict(query=f32((6, 4, 8))), ValueError, "`query` must have shape [R, T, hea"),
     "batch": (dict(query=f32((3, 3, 4, 8))), ValueError, "`query` must have shape [R, T, heads,"),
@@ -64,12 +70,14 @@ CALLS = {
     "rows of pages": (
         dict(page_indices=np.zeros((3, 3), np.int32)),
         ValueError,
-        "`page_indices` must have shape [R, pages of a request] = (2, 3); got (3, 3).",
+        "`page_indices` must have shape [R, pages of a request] = (2, 3); got (3, 3). Give one "
+        "number for each page of each request.",
     ),
     "cumulative lengths": (
         CU | dict(cu_query_lengths=np.int32([0, 3])),
         ValueError,
-        "`cu_query_lengths` must have shape [R + 1] = (3,); got (2,).",
+        "`cu_query_lengths` must have shape [R + 1] = (3,); got (2,). Give one number for each "
+        "request, and the end of the last one.",
     ),
     "decreasing": (
         CU | dict(cu_query_lengths=np.int32([0, 4, 3])),
@@ -129,11 +137,17 @@ APPENDED = {
         ValueError,
         "`value` must have the heads and the h",
     ),
-    "int keys": (dict(key=jnp.ones_like(NEW, int)), TypeError, "`key_pages` must have the dtype "),
+    "int keys": (dict(key=jnp.ones_like(NEW, int)), TypeError, "`key` must be one of float16, bf"),
+    "dtype of pages": (
+        dict(value_pages=f32((7, 16, 2, 8), jnp.bfloat16)),
+        TypeError,
+        "`value_pages` must have the dtype of `key`, float32, or one of int8, float8_e4m3fn; got b",
+    ),
     "length": (dict(lengths=np.int32([49, 3])), ValueError, "`lengths` must be from 0 to the room"),
 }
 QUANTISED = {
     "dtype": ((NEW, jnp.int4), "`dtype` must be one of int8, float8_e4m3fn; got int4."),
+    "no dtype": ((NEW, "int9"), "`dtype` must be a dtype; got str 'int9'. Pass one such as `jnp."),
     "int pages": ((NEW.astype(int), jnp.int8), "`pages` must be floating point, [.., tokens, K, "),
     "rank": ((NEW[0, 0], jnp.int8), "`pages` must be floating point, [.., tokens, K, H]; got "),
 }
@@ -167,6 +181,14 @@ def of_pages():
         yield row_of(
             f"quantize {id}", pallas_flash.quantize_pages, TypeError, said, pages=pages, dtype=dtype
         )
+    yield row_of(
+        "quantize nothing",
+        pallas_flash.quantize_pages,
+        ValueError,
+        "`pages` must have no empty axis; got pages.shape=(2, 0, 2, 8).",
+        pages=f32((2, 0, 2, 8)),
+        dtype=jnp.int8,
+    )
     yield row_of(
         "paged derivative",
         derivative,

@@ -183,15 +183,15 @@ ERRORS = {
         ),
         "cache of negative length": (
             lambda: self_attention().init_cache((2, -1, 32)),
-            r"`input_shape` must be sizes \(\*batch, length, 32\); got \(2, -1, 32\)",
+            r"`input_shape` must be sizes \(\*batch, length, 32\); got tuple \(2, -1, 32\)",
         ),
         "cache of a number": (
             lambda: self_attention().init_cache(9),
-            r"`input_shape` must be sizes \(\*batch, length, 32\); got 9",
+            r"`input_shape` must be sizes \(\*batch, length, 32\); got int 9",
         ),
         "cache of other features": (
             lambda: self_attention().init_cache((2, 9, 31)),
-            r"`input_shape` must be sizes \(\*batch, length, 32\); got \(2, 9, 31\)",
+            r"`input_shape` must be sizes \(\*batch, length, 32\); got tuple \(2, 9, 31\)",
         ),
         "module mask shape": (
             lambda: self_attention()(X, mask=jnp.ones((3, Q_LEN), bool)),

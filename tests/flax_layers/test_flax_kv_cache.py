@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from support.flax_cases import FEATURES, assert_close, normal, self_attention
 
 import pallas_flash
@@ -213,6 +215,7 @@ def test_own_layer_gets_lse_and_value_dim():
 
 
 X = jnp.ones((2, 3, FEATURES))
+NEW = jnp.ones((2, 3, 4, 8))
 ERRORS = {
     "lengths in a cache with one length": (
         lambda layer: [layer.init_cache((2, 9, 32)), decode(layer, seq_lengths=jnp.int32([3, 2]))],
@@ -256,6 +259,59 @@ ERRORS = {
         ),
         "`path` must be for a cache with ragged=True and ring=False",
     ),
+    "a path of floats": (
+        lambda layer: KVCache((2, 9, 4, 8), ragged=True).accept(
+            jnp.zeros(2, int), jnp.zeros((2, 1)), jnp.zeros(2, int)
+        ),
+        "`path` must be int32; got float32",
+    ),
+    "a path of other sequences": (
+        lambda layer: KVCache((2, 9, 4, 8), ragged=True).accept(
+            jnp.zeros(2, int), jnp.zeros((3, 1), int), jnp.zeros(2, int)
+        ),
+        r"`path` must broadcast to \(2, 1\); got path.shape=\(3, 1\)",
+    ),
+    "a list": (lambda layer: attend(key=[1.0]), "`key` must be an array; got list"),
+    "no batch": (lambda layer: attend(query=NEW[0]), "`query` must have 4 axes for this cache"),
+    "integer keys": (lambda layer: attend(key=NEW.astype(int)), "`key` must be floating point"),
+    "fewer keys": (
+        lambda layer: attend(key=NEW[:, :2]),
+        r"`key` must have shape \(2, 3, 4, 8\), for the tokens of `query` and the heads of the c",
+    ),
+    "values of another head dim": (
+        lambda layer: attend(value=NEW[..., :4]),
+        r"`value` must have shape \(2, 3, 4, 8\), .*; got \(2, 3, 4, 4\)",
+    ),
+    "keys of one head": (lambda layer: attend(key=NEW[:, :, :1]), "`key` must have shape"),
+    "fewer keys for pages": (
+        lambda layer: PagedKVCache((4, 16, 4, 8)).attend(
+            NEW, NEW[:, :2], NEW[:, :2], (jnp.int32([3, 3]), jnp.int32([[0], [1]]))
+        ),
+        r"`key` must have shape \(2, 3, 4, 8\)",
+    ),
+    "causal": (lambda layer: attend(is_causal=True), "`is_causal` must be left out, because the c"),
+    "no dtype": (lambda layer: KVCache((9, 4, 8), "float9"), "`dtype` must be a dtype; got str"),
+    "no dtype of pages": (lambda layer: layer.init_pages(4, 16, 3), "`dtype` must be a dtype; got"),
+    "value dim": (
+        lambda layer: KVCache((9, 4, 8), value_dim=-1),
+        "`value_dim` must be an int of at least 0; got int -1",
+    ),
+    "value dim of pages": (
+        lambda layer: PagedKVCache((2, 9, 4, 8), value_dim=2.0),
+        "`value_dim` must be an int of at least 1; got float 2.0",
+    ),
+    "a spec as sharding": (
+        lambda layer: layer.init_cache((2, 9, 32), sharding=P("x")),
+        "`sharding` must be a `jax.sharding.NamedSharding`; got",
+    ),
+    "a divided room": (
+        lambda layer: layer.init_cache((2, 9, 32), sharding=divided(None, "x")),
+        "`sharding` must leave tokens and the head dim whole; got",
+    ),
+    "divided pages' tokens": (
+        lambda layer: layer.init_pages(4, 16, sharding=divided(None, "x")),
+        "`sharding` must leave tokens and the head dim whole; got",
+    ),
     "no shape": (lambda layer: KVCache((9, 4)), r"`shape` must be sizes \(\*batch, room, K, H\)"),
     "no pages": (lambda layer: layer.init_pages(0, 16), "`shape` must be sizes"),
     "integers": (
@@ -263,6 +319,14 @@ ERRORS = {
         "`dtype` must be floating point or int8",
     ),
 }
+
+
+def attend(**changes):
+    return KVCache((2, 9, 4, 8)).attend(**{"query": NEW, "key": NEW, "value": NEW} | changes)
+
+
+def divided(*axes):
+    return NamedSharding(jax.make_mesh((1,), ("x",)), P(*axes))
 
 
 def decode(layer, **kwargs):
