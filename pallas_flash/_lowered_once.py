@@ -1,6 +1,6 @@
 """Kernels that are lowered once where JAX would lower every call of a program anew.
 
-With Auto mesh axes JAX lowers each call while XLA compiles the program. For kernels that takes
+JAX lowers each call on Auto mesh axes while XLA compiles the program. For kernels that takes
 long, and names that count make equal kernels different, so that XLA compiles each of them, too.
 `call` exports the pass at its first call, and later calls of equal shapes get the same module.
 """

@@ -96,8 +96,8 @@ class BlockCausal(Joinable):
 class Dilated(Joinable):
     """A query sees the keys whose distance from it is a multiple of `stride`.
 
-    With `local_window_size` it is the dilated window of Longformer. For S = T = 6 and a stride of
-    2, alone and with `is_causal=True, local_window_size=2`:
+    Together with `local_window_size` this mask is the dilated window of Longformer. For S = T = 6
+    and a stride of 2, alone and with `is_causal=True, local_window_size=2`:
 
         1 0 1 0 1 0     1 0 0 0 0 0
         0 1 0 1 0 1     0 1 0 0 0 0

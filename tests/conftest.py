@@ -1,4 +1,4 @@
-"""What runs when, cheap compilation, and a count of kernel cases: skipping all shows a zero.
+"""The choice of tests, cheap compilation, and a count of kernel cases: skipping all shows a zero.
 
 `pytest` runs each test with every value of every parameter once: of three implementations and ten
 cases, ten pairs in which all thirteen occur. `pytest -m extended` runs the other combinations. So a
@@ -44,7 +44,7 @@ CACHE = {
 # Processes share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# What somebody tuned on this machine must not change what is tested.
+# Tiles that were tuned on this machine must not change the tests.
 os.environ["PALLAS_FLASH_TUNED"] = "0"
 
 # Here programs compile for seconds and run once, for milliseconds. So they are not cut into parts
@@ -81,7 +81,7 @@ def small_tiles(monkeypatch):
     make_tiles_small(monkeypatch.setattr)
 
 
-# Of tiny_run.py, which takes a while to import: a run of the training script.
+# Fixtures for a run of the training script; tiny_run.py takes a while to import.
 
 
 @pytest.fixture(scope="session")
@@ -178,20 +178,20 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With `-m gpu ...`, files without such tests: importing them takes each worker a while."""
+    """Ignore files without tests of `-m gpu ...`: importing them takes each worker a while."""
     python = collection_path.suffix == ".py" and config.option.markexpr.startswith("gpu")
     return True if python and "mark.gpu" not in collection_path.read_text() else None
 
 
 def values(item):
-    """What an item takes from each `parametrize`: the names, and which objects they are."""
+    """Yield the names of each `parametrize`, and which objects an item has for them."""
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         yield tuple((name.strip(), id(item.callspec.params[name.strip()])) for name in names)
 
 
 def needless(items):
-    """Of one test's items, those without which every value of every parameter still occurs.
+    """Return the items of one test without which every value of every parameter still occurs.
 
     Kept is in turn the one with the most values that are new, of equals that whose values were kept
     the least, of equals the first.
@@ -201,7 +201,7 @@ def needless(items):
     def gain(item):
         return sum(not kept[x] for x in left[item]), -sum(kept[x] for x in left[item])
 
-    # Of one parameter all values are needed, and there may be hundreds.
+    # All values of a single parameter are needed, and there may be hundreds.
     if {len(taken) for taken in left.values()} == {1}:
         firsts = {taken[0]: item for item, taken in reversed(left.items())}
         return [item for item, taken in left.items() if firsts[taken[0]] is not item]
@@ -224,8 +224,8 @@ def by_case(items):
 def with_long_ones_between(items):
     """For a GPU: those that take the longest by far must not come at once, nor last.
 
-    And one process gets the first tests, so these are those that need much of its memory. Those of
-    no case take longer than the others, and come before them.
+    And one process gets the first tests, so these are those that need much of its memory. Tests
+    without a case take longer than the others, and come before them.
     """
 
     def case_of(item):
@@ -278,7 +278,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is imported stays: looking through it for garbage takes a twelfth of the time."""
+    """Keep imports out of garbage collection: looking through them takes a twelfth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

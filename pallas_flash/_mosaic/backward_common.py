@@ -251,9 +251,9 @@ def neighbours(num_kv_heads: int) -> int:
 class TileCopies:
     """Copies of tiles of rows from device memory to shared memory, for one batch element.
 
-    With valid lengths, rows behind them become zeros, because NaN may stand there and 0 * NaN is
-    NaN. A tile that has such rows is copied and cleaned by the calling warpgroup, which then
-    arrives at the barrier as often as the copies would.
+    Rows behind valid lengths become zeros, because NaN may stand there and 0 * NaN is NaN. A
+    tile that has such rows is copied and cleaned by the calling warpgroup, which then arrives at
+    the barrier as often as the copies would.
 
     Args:
         valid_length: reference to `valid_q` or `valid_kv`, or None.

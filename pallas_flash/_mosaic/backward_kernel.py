@@ -564,7 +564,7 @@ class ProducerWarpgroup:
         scratch = self.scratch
         head, first_query = self.inner.at(j)
         h = self.first_head + head
-        # With one stage cotangents are out of use earlier than queries.
+        # Cotangents are out of use earlier than queries if there is one stage.
         loads = [self.load_queries, self.load_cotangents]
         for load in loads if self.config.stages > 1 else reversed(loads):
             load(j, h, first_query)

@@ -41,10 +41,10 @@ NUM_SMS = 132
 
 QUERY_ROWS = 64  # Queries of a warpgroup: the rows of one wgmma instruction.
 
-# Bytes of keys and values of the heads that are in work at a time. With a dynamic schedule half of
+# Bytes of keys and values of the heads that are in work at a time: for a dynamic schedule half of
 # the L2 cache of an H100 (50 MB), beside all else.
 DYNAMIC_L2_BYTES = 24 * 10**6
-# With a static schedule, fewer are faster; but one head at a time is slower at head dim 64.
+# Fewer are faster with a static schedule, but one head at a time is slower at head dim 64.
 STATIC_L2_BYTES = 4 * 10**6
 
 # Work tiles of each CTA that are sorted together at the end of a static schedule. In a simulation

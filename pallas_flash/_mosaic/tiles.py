@@ -81,7 +81,7 @@ class TileRule(NamedTuple):
 # The first rule that fits decides. The times are those of an H200 unless said otherwise.
 FORWARD_RULES = (
     TileRule(
-        # With 192 queries and 96 keys most blocks of 128 x 128 would be partial: 2.4 times as long.
+        # Tiles of 192 x 96 would make most blocks of 128 x 128 partial, 2.4 times as long.
         "head dims to 64, with block masks, dropout or float32 biases",
         lambda f: (
             f.width <= 64 and (f.has_block_mask or bool(f.options & {Option.DROPOUT, Option.BIAS}))

@@ -230,8 +230,8 @@ class KernelSpec:
         Sums of weights have the same factor, and it cancels while no weight overflows: in float32
         for scores to 1e9, in float16 to 1e8. Only huge queries and keys make such scores there.
 
-        With a separate maximum scores are rounded before m is subtracted, so that the largest
-        weight is 1.
+        Scores are rounded before a separate maximum is subtracted, so that the largest weight
+        is 1.
         """
         if not self.separate_max:
             return self.exp2_scaled(s, c, m)

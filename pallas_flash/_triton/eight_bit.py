@@ -13,8 +13,8 @@ from jax import lax
 from pallas_flash import _compat
 from pallas_flash._paged_problem import PagedProblem
 
-# With the sign bit apart, an int8 is its low 7 bits, minus 128 if it is negative. 0x43 above a byte
-# is the bfloat16 128 + (low 7 bits) or, with the sign bit alone, 128 or 256.
+# An int8 is its low 7 bits, minus 128 if its sign bit is set. 0x43 above a byte is the bfloat16
+# 128 + (low 7 bits); above the sign bit alone it is 128 or 256.
 _INT8 = """{{
 .reg .b32 w, a, b, minus_one;
 mov.b32 minus_one, 0xbf80bf80;
@@ -23,7 +23,7 @@ and.b32 a, w, 0xff7fff7f;
 and.b32 b, w, 0xff80ff80;
 fma.rn.bf16x2 $0, b, minus_one, a;
 }}"""
-# By way of float16 and float32, which is exact; the direct conversion has an eighth of the rate.
+# The conversions to float16 and float32 are exact; the direct one has an eighth of their rate.
 _FLOAT8_E4M3 = """{{
 .reg .b32 w;
 .reg .b16 x, y;
@@ -36,7 +36,7 @@ cvt.f32.f16 a, x;
 cvt.f32.f16 b, y;
 cvt.rn.bf16x2.f32 $0, b, a;
 }}"""
-# Which bytes of two words, 4 being a byte of the second operand: those of even or of odd columns.
+# The bytes of even and of odd columns in two words; 4 is a byte of the second operand.
 _BYTES = {_INT8: ("0x4240", "0x4341"), _FLOAT8_E4M3: ("0x4420", "0x4431")}
 
 

@@ -45,8 +45,8 @@ def small_blocks(case, monkeypatch):
         monkeypatch.setattr(_xla, "BLOCK_KV", 32)
 
 
-# Of each case the default run has one: by the kernels, which are the slowest to compile, where they
-# meet something that no case of test_lowering has there; the others by the other two in turns.
+# The default run has each case once. The kernels, which are the slowest to compile, have cases that
+# no case of test_lowering covers; the other two implementations share the rest.
 BY_KERNELS = (
     "one of everything",
     "documents in pairs",

@@ -1,7 +1,7 @@
 """The table of cases on a real GPU, in every dtype and at lengths of many tiles: `pytest -m gpu`.
 
-What only a card can show: hardware rounding (TF32, exp2), asynchronous copies and products, and
-that no program writes where another does.
+Only a card can show hardware rounding (TF32, exp2), asynchronous copies and products, and that no
+program writes where another does.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ needs_hopper = pytest.mark.skipif(
     reason="The kernels in Mosaic GPU need a Hopper GPU and JAX 0.11.2.",
 )
 
-# What both kinds of kernels are asked for.
+# The calls that both kinds of kernels are asked for.
 by_kernels = pytest.mark.parametrize(
     "implementation", ["triton", pytest.param("mosaic", marks=needs_hopper)]
 )
@@ -414,7 +414,7 @@ def test_hidden_tokens_have_no_effect(case, implementation, kernel_case):
 
 @by_kernels
 def test_nan_shows_where_visible(implementation, kernel_case):
-    """With a soft cap, for which neighbours share a reciprocal: key 101, of which 100 is one."""
+    """Key 101 is NaN, and key 100 is its neighbour: a soft cap has one reciprocal for both."""
     q, k, v = (
         jax.random.normal(x, (1, 200, 2, 64), jnp.bfloat16) for x in map(jax.random.key, range(3))
     )
@@ -466,7 +466,7 @@ def test_all_gpus_equal_one(spec, axes, dropout_rate):
     ],
 )
 def test_additive_masks(sizes, together, dtype, precision, kernel_case):
-    """Of every amount in every pattern."""
+    """Every amount is added in every pattern."""
     args = large_scores.arguments(*sizes, together, tuple(large_scores.ALL), dtype)
     with jax.default_matmul_precision(precision or "default"):
         results = large_scores.results_of("triton", args)

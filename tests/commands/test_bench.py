@@ -59,7 +59,7 @@ BY_FLAGS = [
         dict(key_length=24, alibi=True),
     )
 ]
-HERE = ["ours_xla", "jax_xla"]  # What a CPU can run.
+HERE = ["ours_xla", "jax_xla"]  # These run on a CPU.
 
 
 # ------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_a_measurement_takes_about_30_ms(monkeypatch, ms, calls):
     assert seeds == [0, 1, 2, 3]
 
 
-# Of bfloat16 and float16 to the nearest; the card cuts float32 to TF32.
+# Relative errors of rounding bfloat16 and float16 to nearest; the card cuts float32 to TF32.
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-10}
 
 
@@ -444,7 +444,7 @@ def test_unserved_peer_has_its_reason(monkeypatch):
     assert not [r for r in records if "unserved" in r and "ms" in r]
 
 
-# What a peer imports first, and what brings it.
+# For each module that a peer imports first: the peer, and the command that installs the module.
 BROUGHT = {
     "jax_triton": ("triton_tutorial", "pip install -e '.[bench]', on Python 3.12 or newer"),
     "tokamax": ("tokamax_triton", "pip install -e '.[bench]', on Python 3.12 or newer"),
@@ -480,7 +480,7 @@ def test_the_extra_brings_what_peers_import():
             assert entry.version, peer
 
 
-# Who computes what, of those that a CPU has and the shape alone decides.
+# The options that each peer computes, for peers of a CPU and where the shape alone decides.
 SERVED = {
     "jax_xla": {"window", "lengths", "grouped heads", "bias", "trained bias", "mask array"},
     "jax_mha": {"segment ids", "lengths"},

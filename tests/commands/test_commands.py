@@ -1,6 +1,6 @@
 """Every mistake that the commands of scripts/ can meet: one table, one sentence each.
 
-Those of `python -m pallas_flash.tune` are in test_tune_command.py, of train_gpt.py in
+Tests of `python -m pallas_flash.tune` are in test_tune_command.py, those of train_gpt.py in
 test_train_*.py.
 """
 
@@ -43,7 +43,7 @@ def changed(**changes):
     return json.dumps(json.loads(MEASURED) | changes)
 
 
-# What lies in the folder that the commands are called in. The name says whose it is.
+# The files of the folder that the commands are called in, each named after its command.
 FILES = {
     "measured": f"{MEASURED}\n{REFUSED}\n",
     "refused": f"{REFUSED}\n",
@@ -179,7 +179,7 @@ def test_a_mistake_ends_in_one_sentence(capsys, folder, main, words, fragment):
     with pytest.raises(SystemExit) as end:
         main(words.split())
     out, err = capsys.readouterr()
-    if isinstance(end.value.code, str):  # What Python then prints.
+    if isinstance(end.value.code, str):  # Python prints it.
         assert not err
         err = end.value.code
         assert err.startswith("error: ")

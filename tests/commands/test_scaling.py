@@ -53,7 +53,7 @@ def received(text: str) -> int:
             math.prod(int(n) for n in shape.split(",") if n)
             for shape in re.findall(r"f32\[([\d,]*)\]", shapes)
         )
-        # Of what is gathered or exchanged a part was here.
+        # A part of the numbers that are gathered or exchanged was here.
         own = 0 if name == "collective-permute" else numbers // DEVICES
         total += 4 * (numbers - own)
     return total
@@ -108,7 +108,7 @@ def main(call):
 
 
 def environment(devices: int, *paths):
-    """Of a process that has so many devices, and compiles as cheaply as the tests do."""
+    """Return the environment of a process that has devices, and compiles as cheaply as tests."""
     xla = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     cheap = {"XLA_FLAGS": xla, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
     return os.environ | cheap | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -192,7 +192,7 @@ def test_training_page_has_measured_times():
 
 
 def of_tokens(each, devices, heads=32, kv_heads=8):
-    """So many tokens on each device, heads of 128 in 16 bits."""
+    """Return the load of `each` tokens on a device, heads of 128 in 16 bits."""
     return cost.Load(devices, each * heads, each * kv_heads, each, 256, 2, kv_heads)
 
 
@@ -216,7 +216,7 @@ def test_messages_hide_from_enough_tokens_on(devices, link, monkeypatch):
 
 
 def test_messages_between_hosts_use_their_cards(monkeypatch):
-    """With kernels that take no time: two hosts of 8 devices."""
+    """Kernels take no time here; there are two hosts of 8 devices."""
     for name, value in (("SPEED", (np.inf, np.inf)), ("LATENCY", 0), ("STEP", 0)):
         monkeypatch.setattr(cost, name, value)
     each, work = of_tokens(1000, 16), cost.whole(16)

@@ -104,7 +104,7 @@ def test_only_differences_of_positions_matter():
     assert_close(layer(x, positions=positions + 19), want)
     assert distance(layer(x), want) > 0.01
     assert_close(layer(x, positions=jnp.arange(Q_LEN) + 19), layer(x))
-    # With the tokens and their positions in another order, the same output comes in that order.
+    # Tokens and positions in another order give the same output in that order.
     order = jnp.asarray([3, 0, 4, 1, 2])
     assert_close(layer(x[:, order], positions=positions[order]), want[:, order])
 

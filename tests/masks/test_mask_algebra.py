@@ -83,7 +83,7 @@ def _odd(b, h, q, k):
     return (q + k + h) % 2 == b
 
 
-# Those whose classes are exact at every tile size, and others.
+# Masks whose classes are exact at every tile size, and others.
 EXACT = {
     # Two arrays would join to an array, whose classes are exact, too.
     "array": lambda rng: Mask((_array(rng),)),
@@ -129,7 +129,7 @@ def random_tree(rng, leaves, depth):
 
 @pytest.mark.parametrize("seed", cases.default(range(8), range(60)))
 def test_trees_of_any_masks(seed):
-    """Who sees whom is exact; no block is called empty or full that is not."""
+    """The visible pairs are exact; no block is called empty or full that is not."""
     mask, _ = random_tree(np.random.default_rng(seed), EXACT | OTHERS, 3)
     seen, leaf = np.broadcast_to(oracle.visible(SHAPE, mask=mask), SHAPE), fit(mask)
     np.testing.assert_array_equal(allowed(leaf), seen)

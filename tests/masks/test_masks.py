@@ -211,7 +211,7 @@ over_segment_tilings = pytest.mark.parametrize(
 
 
 def seen_in_whole_tiles(leaf, q, kv):
-    """With numbers that are there filled in for those that are not."""
+    """Return the visible pairs of whole tiles, their missing numbers filled with existing ones."""
 
     def fill(numbers, tiling):
         missing = tiling.count * tiling.block - tiling.length

@@ -67,7 +67,7 @@ def test_stages_are_used_again(case, in_order, kernel_case):
 )  # fmt: skip
 @in_order
 def test_instances_have_their_own(case, in_order, monkeypatch, kernel_case):
-    """What an axis of `jax.vmap` becomes: the second of two, of which the first is different."""
+    """Compute the second of two instances, as `jax.vmap` makes them; the first is different."""
 
     def by_instance(function, batch):
         def of_two(x, first):
@@ -119,7 +119,7 @@ def test_explicit_tiles_give_the_same(monkeypatch, sizes, kernel_case):
     ],
 )
 def test_distances_are_quick_floats_where_all_are_small(options, near):
-    """Those that arrays tell may be anything."""
+    """Distances that arrays tell may be anything."""
     q = jnp.zeros((2, 9, 4, 64), jnp.bfloat16)
     problem = checked((q, q, q), options)
     shared = shared_arrays(problem, problem.mask)
@@ -148,7 +148,7 @@ FEATURES = [
     "sinks",
     "all features",
 ]
-# What has a backward; a negative scale is one of the queries before the kernels are called.
+# Cases with a backward; queries take a negative scale before the kernels are called.
 SERVED = [
     case for case in map(cases.BY_NAME.get, cases.SERVED_ON_HOPPER) if case.name != "negative scale"
 ]
@@ -177,7 +177,7 @@ def test_numbers_of_other_head_dims(head_dim, value_dim, in_order, kernel_case):
 @in_order
 @cases.parametrize(names=["everything at once"], more=["dropout", "large scores"])
 def test_another_forward_may_come_before(case, in_order, monkeypatch, kernel_case):
-    """That of "triton", as where None takes "mosaic" for the backward alone."""
+    """The forward is that of "triton", as where "mosaic" is chosen for the backward alone."""
     triton = Plan.by("interpret", TileSizes(forward=Tile(32, 32)))
     monkeypatch.setattr(_mosaic, "forward", lambda p, _: triton.run_forward(p))
     judge_both(dataclasses.replace(case, H=64, V=64), in_order)
@@ -197,7 +197,7 @@ def test_gradient_of_the_scale(in_order):
     qkv, (do, dlse), _ = problem
 
     def blocked(scale):
-        """What rounds as the kernels do: the sum is small beside its terms."""
+        """Call plain JAX, which rounds as the kernels do: the sum is small beside its terms."""
         return pallas_flash.attention(*qkv, scale=scale, return_lse=True, implementation="xla")
 
     _, pull = jax.vjp(blocked, jnp.float32(0.7))
@@ -206,7 +206,7 @@ def test_gradient_of_the_scale(in_order):
 
 
 def test_gradient_of_the_scale_in_order():
-    """Of 520 queries, whose tiles of 192 end before those of 128 that delta has."""
+    """The tiles of 192 of 520 queries end before those of 128 that delta has."""
     problem = dataclasses.replace(LONG, T=520).problem("bfloat16")
     one_pass, in_order = (gradient_of_the_scale(problem, x) for x in (False, True))
     np.testing.assert_allclose(in_order, one_pass, rtol=1e-5)

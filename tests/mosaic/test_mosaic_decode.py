@@ -47,7 +47,7 @@ def assert_right(case, dtype="bfloat16", problem=None):
     judge(case, dtype, results, problem, apart=large)
 
 
-# Those with one array of ids for queries and keys need as many of both.
+# Cases with one array of ids for queries and keys need as many of both.
 SERVED = [
     case
     for case in map(cases.BY_NAME.get, cases.SERVED_ON_HOPPER)

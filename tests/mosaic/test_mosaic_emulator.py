@@ -56,11 +56,11 @@ def without_waiting_for_products(patch):
     patch.setitem(vars(emulator.plgpu), "wgmma_wait", lambda running: None)
 
 
-# Of which a tile has eight steps.
+# A bias of which a tile has eight steps.
 BIAS = with_bias("S", B=1)
 
 
-# Of which tiles are copied, more than there are slots.
+# A bias that is copied in more tiles than there are stages.
 BIAS_IN_TILES = biased(B=1, N=2, K=1, T=601, S=600)
 
 

@@ -1,4 +1,4 @@
-"""What "mosaic" serves lowers for a Hopper GPU that is not here, in both modes of its backward.
+"""Calls that "mosaic" serves lower for a Hopper GPU that is not here, in both backward modes.
 
 So do transformations of such calls and calls on a mesh, each pass by who was chosen for it.
 
@@ -46,7 +46,7 @@ SERVED = [cases.BY_NAME[name] for name in cases.SERVED_ON_HOPPER]
 
 
 def launches_of(case, reproducible: bool) -> int:
-    """Those of "mosaic" in forward and backward."""
+    """Return the launches of "mosaic" in forward and backward."""
     qkv, cotangents, options = case.problem("bfloat16")
     operands, options = oracle.split(options)
     arrays, constant = {}, {}
@@ -96,7 +96,7 @@ def test_clusters_lower(name):
 
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_largest_heads_have_room_for_statistics(head_dim):
-    """Of scores that may be large a row has two, in shared memory that is nearly full."""
+    """A row of scores that may be large has two, in shared memory that is nearly full."""
     case = dataclasses.replace(cases.BY_NAME["large scores"].scaled(5), H=head_dim, V=head_dim)
     for reproducible in (False, True):
         assert launches_of(case, reproducible) >= 5
@@ -122,7 +122,7 @@ def allocated(memory) -> int:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_dbias_fits_at_all_head_dims(dtype, monkeypatch):
-    """With a slot or more, by what its kernel asks for where scores may be large."""
+    """The kernel has a stage or more in the memory that it asks for where scores may be large."""
 
     def launch(*args, memory, **others):
         raise Launched(allocated(jax.tree.leaves(memory)))
@@ -267,7 +267,7 @@ def test_transformations_lower(transform, shape, call):
     ids=str,
 )
 def test_each_pass_follows_its_plan(head_dim, options, launched):
-    """Of "mosaic" and "triton", in a long call with many programs."""
+    """The kernels are those of "mosaic" and "triton", in a long call with many programs."""
     call = functools.partial(attention, **{"implementation": None} | options)
     shape = 2, 8192, 2048 // head_dim, head_dim
     text = lowered(functools.partial(gradients, call=call), shape).as_text()
@@ -277,14 +277,14 @@ def test_each_pass_follows_its_plan(head_dim, options, launched):
 @pytest.mark.parametrize("reproducible", [False, True], ids=["one-pass", "in-order"])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_the_backward_takes_any_length_as_it_is(head_dim, reproducible):
-    """Of no multiple of 8."""
+    """The length is no multiple of 8."""
     call = functools.partial(attention, implementation="mosaic", reproducible=reproducible)
     text = lowered(functools.partial(gradients, call=call), (2, 1500, 2, head_dim)).as_text()
     assert not re.search(r"stablehlo.pad .*tensor<2x150\dx2x\d+xbf16>", text)
 
 
 def test_reads_of_score_functions_have_no_derivative():
-    """Which Pallas could not compute, and which the emulator does not see."""
+    """Pallas could not compute it, and the emulator does not see it."""
     slopes = jnp.ones(4, jnp.float32)
 
     def wave(s, b, h, q, k, slopes):

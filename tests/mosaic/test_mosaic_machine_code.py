@@ -1,4 +1,4 @@
-"""What XLA's compilers make of the kernels for Hopper, on a machine without a GPU."""
+"""The machine code of the kernels for Hopper, compiled on a machine without a GPU."""
 
 import functools
 import itertools
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# What comes before and after a backward computes hardly anything: the bytes that a program reads at
-# a time. In a microsecond an H200's memory, by its datasheet, has 36 KB for each core; so many have
-# to be under way if it takes that long to answer, and here are more.
+# Bytes that a program reads at a time in the kernels before and after a backward, which compute
+# hardly anything. An H200's memory, by its datasheet, delivers 36 KB for each SM in a microsecond.
+# So many have to be under way if it takes that long to answer, and here are more.
 READ_AT_A_TIME = {
     "pallas_flash_preprocess": lambda size: 2 * 2 * 64 * size,
     "pallas_flash_postprocess": lambda size: 4 * 64 * 64,
@@ -55,7 +55,7 @@ def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
             continue
         three = head_dim == 64 and ("forward" in name or "dq" in name)
         warpgroups = 3 if three else 2
-        # Those of one that loads are the same until `set_max_registers`.
+        # A warpgroup that loads has the same until `set_max_registers`.
         assert registers * 128 * (warpgroups + 1) <= 65536, name
         # Outside of loops it may have spilt some.
         assert stack <= 64, name
@@ -185,8 +185,8 @@ def test_max_logits_cost_two_instructions_a_block(head_dim, is_causal, queries):
 SPILLS = {(64, "soft cap"): 100, (64, "dropout"): 3}
 # Counted with the code that centers keys before the loop, see `_key_center`; without it, 0.
 SPILLS |= {(64, "lengths"): 10, (64, "documents"): 1, (128, "dropout"): 9}
-# What comes by tiles: who reads it must be done before the next copy, see `ptx.fence`. Emulated
-# kernels do not show that it lacks.
+# Arrays that are copied by tiles. Reads must be done before the next copy, see `ptx.fence`, whose
+# lack emulated kernels do not show.
 STREAMED = "mask array", "bias"
 
 

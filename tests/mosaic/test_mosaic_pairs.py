@@ -104,7 +104,7 @@ def of_pairs(axes, share=0.5):
 @pytest.mark.parametrize("block_kv", cases.default([80, 96], [64, 80, 96, 112, 128, 176]))
 @pytest.mark.parametrize("axes", cases.default(["BNTS"], ["BNTS", "NTS", "BTS", "TS", "S", "T"]))
 def test_bits_of_masks(axes, block_kv, kernel_case):
-    """Of keys in tiles that are whole words or begin within one, of queries, and of neither."""
+    """Axes have keys, in tiles that are whole words or begin within one, queries, or neither."""
     sizes, case = TileSizes(ForwardTile(2, block_kv, 1)), of_pairs(axes)
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), block_kv == 96, sizes))
 

@@ -59,7 +59,7 @@ def test_heads_that_do_not_fill_the_grid(kv_heads, monkeypatch, in_order, kernel
 
 @in_order
 def test_unequal_splits_of_heads(monkeypatch, in_order, kernel_case):
-    """Of two groups of three heads: shares of two and of one, whose sums stay apart in order."""
+    """Two groups of three heads have splits of two and of one, whose sums stay apart in order."""
     monkeypatch.setattr(backward_splits, "num_splits", lambda *_: 2)
     case = dataclasses.replace(LONG_CAUSAL, T=150, S=150, N=6, K=2)
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order))
@@ -81,7 +81,7 @@ CAUSAL, WINDOW = dict(is_causal=True), dict(is_causal=True, local_window_size=(1
         (1, 2**17, 64, 8, CAUSAL, True, 2),  # Whose sums take 2 GiB.
         (1, 2048, 32, 8, WINDOW, False, 1),  # One wave of 128 programs.
         (1, 4096, 32, 8, WINDOW, False, 1),
-        (1, 1024, 64, 8, {}, False, 2),  # Of 64 programs for 132 cores,
+        (1, 1024, 64, 8, {}, False, 2),  # 64 CTAs for 132 SMs,
         (1, 2048, 64, 8, {}, False, 1),  # 128,
         (1, 2112, 64, 8, {}, False, 8),  # 136,
         (4, 4352, 64, 8, {}, False, 4),  # and 1088, which do not fill their last wave.
@@ -169,7 +169,7 @@ def test_numbers_of_ctas_with_many_work_tiles(head_dim, causal, monkeypatch, ker
     ),
 )
 def test_numbers_of_clusters(T, causal, head_dim, cores, monkeypatch, kernel_case):
-    """Of the last pair, one may have nothing to do; of a causal one, the first sees fewer keys."""
+    """One of the last pair may have nothing to do; the first of a causal pair sees fewer keys."""
     on_sms(monkeypatch, cores)
     copy, copies = emulator.copy_gmem_to_smem, set()
 
@@ -283,7 +283,7 @@ def test_short_causal_low_occupancy_wide_tiles():
 
 @pytest.mark.parametrize("head_dim", [48, 64, 128, 256])
 def test_tiles_are_no_larger_than_blocks(head_dim):
-    """Of a block mask's usual size: tiles of what is seen whole need no mask."""
+    """Blocks have the usual size of a block mask: full tiles need no mask."""
     q = jnp.zeros((1, 512, 1, head_dim), jnp.bfloat16)
     mask = BlockMask(jnp.ones((1, 1, 4, 4), bool), 128, 128)
     tile = forward_tile(_features.of(checked((q, q, q), dict(mask=mask))))
@@ -406,7 +406,7 @@ def test_static_schedule_takes_few_heads(shape, kv_heads, options, members, toge
     names=["causal", "everything at once", "lengths of zero", "documents", "mask with empty tiles"]
 )
 def test_each_query_tile_has_one_work_tile(case, monkeypatch):
-    """Those that see nothing, too: of calls with many tiles, whose lists may depend on arrays."""
+    """Tiles that see nothing have one, too; lists of many tiles may depend on arrays."""
 
     class Launched(Exception):
         pass
@@ -506,7 +506,7 @@ def test_folded_if_no_cta_has_two_work_tiles(shape, options, warpgroups, zigzag)
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("length", [64, 65, 600, 768])
 def test_each_query_tile_is_in_one_split(length, warpgroups, options):
-    """Of as much work for all items, if they lie zigzag."""
+    """All work tiles have as much work, if query tiles are folded."""
     parts = parts_of((1, length, 2, 64), options, warpgroups)
     first = [[parts.first_row(i, n) for n in range(warpgroups)] for i in range(parts.per_head)]
     every = range(0, parts.per_head * warpgroups * 64, 64)
@@ -526,7 +526,7 @@ def test_each_query_tile_is_in_one_split(length, warpgroups, options):
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("length", [300, 321, 700])
 def test_numbers_of_folded_tiles(warpgroups, length, kernel_case, monkeypatch):
-    """With slots that are used again while a warpgroup passes by."""
+    """Stages are used again while a warpgroup passes by."""
     seen = []
     first_row = scheduler.QueryTiles.first_row
 
@@ -579,7 +579,7 @@ def test_blocks_descend():
     assert [*zip(*visited, strict=True)] == [(2, 3, 7, 7), (1, 2, 7, 7), (0, 1, 7, 7)]
 
 
-# Of three warpgroups some see neither the first nor the last key tile of their query tile.
+# Some of three warpgroups see neither the first nor the last key tile of their work tile.
 APART = {
     "window": dict(local_window_size=(70, 0)),
     "documents": dict(segment_ids=jnp.searchsorted(jnp.array([250, 420]), jnp.arange(500))[None]),

@@ -13,7 +13,7 @@ from support.mosaic_cases import LONG, LONG_CAUSAL, checked, emulated, in_order,
 
 @in_order
 def test_keys_behind_lengths_have_zero_gradients(in_order, kernel_case):
-    """Of five tiles none is seen, or one or two, whose programs store several others, or more."""
+    """None of five tiles is visible, or one or two, whose CTAs store several others, or more."""
     lengths = jnp.array([0, 1, 256, 300, 520], jnp.int32)
     sizes = dict(B=len(lengths), T=150, S=600, N=1)
     options = dict(key_value_seq_lengths=lengths)
@@ -47,7 +47,7 @@ ENDS = dict(query_seq_lengths=[200, 128, 300, 70], key_value_seq_lengths=[150, 2
     ids=lambda options: next(iter(options), "full"),
 )
 def test_any_padding_behind_lengths(options, in_order, kernel_case):
-    """Of the tiles in which lengths end, there are copies that end with zeros."""
+    """Tiles in which lengths end have copies that end with zeros."""
     judge_poisoned(options, in_order)
 
 

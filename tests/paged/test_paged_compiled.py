@@ -107,7 +107,7 @@ def test_kernels_do_not_spill(case):
     assert [x.tile[0] for x in kernels] == [16, 128 if head_dim == 256 else 64]
     for kernel in kernels:
         print(kernel)
-        # With pages of 8 bits, prompts at head dim 256 spill 24 bytes outside of loops.
+        # Prompts in pages of 8 bits at head dim 256 spill 24 bytes outside of loops.
         assert kernel.loop_spills == 0 and kernel.stack_bytes <= (24 if head_dim == 256 else 0)
     # Two tiles of keys and values are in shared memory: one is loading while another is used.
     few = kernels[0]

@@ -1,4 +1,4 @@
-"""What the documents say is run: code blocks, examples in docstrings, and the numbers of a page.
+"""The code of the documents runs: blocks, examples in docstrings, and the numbers of a page.
 
 A `python` block prints what stands right below it, a `text` block or a table. The blocks of a page
 share one namespace, except those of a recipe.
@@ -79,7 +79,7 @@ def _run(page):
     return namespace, printed
 
 
-# Those pages have the code that takes longest, of what is tested elsewhere, too.
+# These pages have the code that takes longest, and other tests cover it, too.
 LONG = ("masks-and-scores.md", "flax.md", "decoding.md", "migration.md")
 QUICK = [page for page in PAGES if page.name not in LONG]
 
@@ -443,6 +443,6 @@ MOVED = [
 
 @pytest.mark.parametrize(("tiles", "sizes"), cases.default(MOVED[:5], MOVED))
 def test_kernels_move_what_the_page_says(tiles, sizes, kernel_case, monkeypatch):
-    """With all heads of a group in one program; so few keys would have them shared out."""
+    """One program has all heads of a group, because so few keys would split them."""
     monkeypatch.setattr(backward_dkv, "splits_of_heads", lambda *_: 1)
     assert counted(tiles, sizes) == by_formula(tiles, sizes)

@@ -1,4 +1,4 @@
-"""What the default run has: every value of every parameter, and no more items than that takes."""
+"""The default run has every value of every parameter, and no more items than that takes."""
 
 import itertools
 import pathlib

@@ -74,7 +74,7 @@ def test_a_backend_imports_no_other(module):
 
 
 def test_no_test_module_imports_another():
-    """What they share is in tests/support."""
+    """Shared code of tests is in tests/support."""
     importing = {
         module
         for module, path in MODULES.items()
@@ -119,7 +119,7 @@ def test_models_and_scripts_use_what_is_public(module):
 # ------------------------------------------------------------------------------------------------
 # The public call.
 
-# What `attention` has beyond `jax.nn.dot_product_attention`.
+# The arguments of `attention` that `jax.nn.dot_product_attention` has not.
 OWN = {
     "segment_ids",
     "query_offset",

@@ -1,4 +1,4 @@
-"""What type checkers know of calls: pyright reads this file, and nothing runs it."""
+"""The types of calls: pyright reads this file, and nothing runs it."""
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from typing import Any, assert_type

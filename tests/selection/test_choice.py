@@ -10,7 +10,7 @@ from pallas_flash._features import CallFeatures, MaskKind, Option
 from scripts import make_tables
 from scripts.benchmark import choice
 
-# What the choice may cost, as a part of the other implementation's time.
+# The cost that a choice may have, as a part of the other implementation's time.
 ALLOWED = 0.05
 
 # Calls that the rules give to the slower one: those of batch size 1 until their published times are

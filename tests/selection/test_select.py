@@ -45,12 +45,12 @@ TOO_OLD = {
     "NVIDIA GeForce RTX 2080 Ti": "7.5",
 }
 
-# What the kernels do not serve on any device, and a part of the reason.
+# Calls that the kernels do not serve on any device, and a part of the reason.
 LIMITS = {
     "head dim": (lambda: {"query": array(8, 264), "key": array(8, 264)}, "a head dim of 264"),
     "value size": (lambda: {"value": array(8, 264)}, "a head dim of 264"),
 }
-# What they serve beyond the plain call.
+# Calls that they serve beyond the plain one.
 OPTIONS = {
     "largest heads": lambda: dict.fromkeys(("query", "key", "value"), array(8, 256)),
     "bias": lambda: {"bias": jnp.zeros((8, 8))},
@@ -176,7 +176,7 @@ def test_the_default_device_decides(default, monkeypatch):
 
 
 class FakeGpu:
-    """What `target` asks of a device that is here."""
+    """The attributes that `target` reads of a device that is here."""
 
     platform, device_kind, compute_capability = "gpu", "NVIDIA H100", "9.0"
 

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper are chosen for, each pass by its own times, and what is said then."""
+"""The calls for which the kernels for Hopper are chosen, pass by pass, and the reasons given."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ OF_COLOURS = Predicate(
 
 
 def blocks(length):
-    """Of 128 x 128 pairs."""
+    """Return a full mask of blocks of 128 x 128 pairs."""
     return BlockMask(jnp.ones((1, 1, length // 128, length // 128), bool), 128, 128)
 
 
@@ -155,7 +155,7 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16)), ""),
         (dict(bias=jax.ShapeDtypeStruct((2, 16, 8192, 8192), jnp.bfloat16)), WITH_BIAS),
         (dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16), logits_soft_cap=3.0), WITH_BIAS),
-        # What is asked for is used where it can be.
+        # An explicit implementation is used where it can be.
         (dict(head_dim=64, implementation="mosaic"), ""),
         (dict(length=128, tokens=128, implementation="mosaic"), ""),
         (dict(reproducible=True, implementation="mosaic"), ""),
@@ -313,7 +313,7 @@ def test_an_older_jax_has_no_kernels_for_hopper(monkeypatch):
 
 
 def plan_of(**options):
-    """Who computes the backward without and with a gradient of the bias."""
+    """Return the implementations of the backward without and with a gradient of the bias."""
     plans = []
 
     def spied(*call, resolve=_resolve.resolve):

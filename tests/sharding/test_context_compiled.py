@@ -73,7 +73,7 @@ def test_blocks_travel_while_kernels_run():
 
 
 def test_layers_on_a_mesh_have_the_same_kernels():
-    """With Auto axes JAX lowers every call anew; two layers, each of four kernels."""
+    """JAX lowers every call anew with Auto axes; there are two layers, each of four kernels."""
     mesh = gpu_compiler.mesh_of("h200", 2, "data")
     x = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
     call = functools.partial(attention, is_causal=True, implementation="mosaic")

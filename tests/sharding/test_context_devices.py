@@ -252,7 +252,7 @@ def check_collectives(kind):
     three = 4 - 1
 
     def check(name, forward, backward, kept=None, **options):
-        """With Explicit axes XLA for CPUs may keep `kept` of the forward for the backward."""
+        """Count collectives; XLA for CPUs may keep `kept` of the forward with Explicit axes."""
         text = program(mesh, axes, **options).as_text()
         counts, number = collectives(text), forward + backward
         kept = forward if kept is None else kept

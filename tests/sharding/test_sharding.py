@@ -475,7 +475,7 @@ def traced_on_gpus(kind, run, arguments, specs=SPECS):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_kernels_lower_for_a_mesh_of_gpus(kind, forward):
-    """With Auto axes they do when XLA partitions; until then one call stands for each pass."""
+    """Kernels of Auto axes lower when XLA partitions; until then one call stands for each pass."""
     options, kernels = FORWARDS[forward]
     traced, launches = traced_on_gpus(kind, lambda _: gradients("triton", **options), draw(12))
     eqns = list(jaxprs.equations(traced.jaxpr.jaxpr))

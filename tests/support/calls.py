@@ -138,7 +138,7 @@ def refusal(row: Row, function=pallas_flash.attention) -> Exception:
     return caught.value
 
 
-# `argument` must requirement; got values. What to do, as an imperative sentence.
+# `argument` must requirement; got values. The advice is an imperative sentence.
 ADVICE = (
     "Add|Broadcast|Cast|Check|Choose|Convert|Drop|Give|Keep|Multiply|Pass|Repeat|Reshape|Use|Wrap|"
     "Write"

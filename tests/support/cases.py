@@ -56,7 +56,7 @@ class Case:
     H: int = 24
     V: int = 40
     options: Callable[[Random, "Case"], dict[str, Any]] = _none
-    # What all scores have beside what is drawn, by a feature that all queries and all keys share.
+    # Number that all scores have besides, by a feature that all queries and all keys share.
     level: float = 0.0
     # A number that is added to two features of all keys; queries are divided by it there.
     key_bias: float = 0.0
@@ -364,7 +364,7 @@ CASES: tuple[Case, ...] = (
     Case("everything at once", T=140, S=170, options=_everything),
 )
 
-# What a call may ask for beyond the above. All have one shape.
+# Options of a call beyond the above. All have one shape.
 FEATURES = (
     Case("mask", options=_mask("BNTS")),
     Case("mask of all examples and heads", options=_mask("TS")),
@@ -441,10 +441,10 @@ def default(chosen, values):
     ]
 
 
-# What "mosaic" serves: its copies take rows of 16 bytes.
+# Cases that "mosaic" serves: its copies take rows of 16 bytes.
 SERVED_ON_HOPPER = tuple(case.name for case in CASES if case.H % 8 == case.V % 8 == 0)
 
-# Those that are run at each head size that has tiles of its own.
+# Cases that are run at each head dim that has tiles of its own.
 HEADS_ON_HOPPER = (
     "full",
     "T of one tile, S of several",

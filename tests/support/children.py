@@ -13,7 +13,7 @@ import subprocess
 import sys
 from subprocess import PIPE, STDOUT, TimeoutExpired  # noqa: F401  Users of `start` name them.
 
-_PR_SET_PDEATHSIG = 1  # Of <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1  # From <linux/prctl.h>.
 
 
 def run(command, **options):

@@ -14,7 +14,7 @@ def with_few(case, T=5, **sizes):
     return dataclasses.replace(case, T=T, S=200, **{"N": 6, "K": 2} | sizes)
 
 
-# Those with one array of ids for queries and keys need as many of both.
+# Cases with one array of ids for queries and keys need as many of both.
 SERVED = [c for c in cases.CASES if c.name not in ("documents", "documents, causal, long")]
 
 # (start, full_start, full_stop, stop) of up to 5 tiles.

@@ -1,4 +1,4 @@
-"""What the tests of `pallas_flash.flax` share: sizes, arrays, comparisons, layers."""
+"""Shared sizes, arrays, comparisons and layers of the tests of `pallas_flash.flax`."""
 
 import functools
 from collections.abc import Callable

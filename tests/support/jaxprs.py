@@ -1,4 +1,4 @@
-"""What a program is made of, read from its jaxpr."""
+"""The parts of a program, read from its jaxpr."""
 
 from collections.abc import Iterator
 

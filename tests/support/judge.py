@@ -37,7 +37,7 @@ TF32 = 2.0**-11
 
 
 def program(implementation, options, **extra):
-    """Of q, k, v, do, dlse and `oracle.OPERANDS`, to the results of `oracle.differentiate`."""
+    """Return the function from q, k, v, do, dlse and operands to what `differentiate` has."""
     call = functools.partial(
         pallas_flash.attention, return_lse=True, implementation=implementation, **options, **extra
     )

@@ -2,8 +2,8 @@
 large scales.
 
 All products of queries and keys are exact here, so scores are the same float32 numbers in every
-implementation. What they should give is found from those in float64: where a whole row is at -1e9
-it is the mean of all values, because nothing else is left in float32.
+implementation. The expected results come from these scores in float64: a whole row at -1e9 gives
+the mean of all values, because nothing else is left in float32.
 """
 
 import functools
@@ -30,7 +30,7 @@ AMOUNTS = {
     "max of float32": float(jnp.finfo("float32").max),
 }
 
-# Who gets the amount: query positions [T, 1] and keys [1, S].
+# The pairs that get the amount, by query positions [T, 1] and keys [1, S].
 PATTERNS = {
     "left padding": lambda q, k, S: (k < S // 3) | (k > q),
     "documents": lambda q, k, S: 4 * k // S != 4 * q // S,
@@ -50,7 +50,7 @@ HALVED = oracle.ExactScoreMod(lambda s, *_: 0.5 * s, lambda s, *_: 0.5 * s, lamb
 
 
 def options_of(amounts, T, S, together):
-    """What else the call has: nothing, or all that meets the scores."""
+    """Return the other options of the call: none, or all that meet the scores."""
     if not together:
         return {}
     # Every third sink beats all that is hidden, the others are what `HALVED` makes of the amounts.
@@ -86,7 +86,7 @@ def problem(T, S, pairs, dtype="float32", together=False, H=16):
 
 
 def head(n, x, name=None):
-    """What belongs to one head of an array of a problem or a result."""
+    """Return the part of one head of an array of a problem or a result."""
     if name in ("sinks", "dsinks", "alibi_slopes"):
         return x[n : n + 1]
     return x[:, n : n + 1] if name in ("bias", "dbias") else x[:, :, n : n + 1]
@@ -156,12 +156,12 @@ TILES = TileSizes(Tile(64, 32), dkv=Tile(32, 64), dq=Tile(32, 64))
 
 
 def arguments(T, S, together, pairs=tuple(SOME), dtype="float32"):
-    """Of `problem`."""
+    """Return the arguments of `problem`."""
     return T, S, pairs, dtype, together
 
 
 def emulated(function):
-    """With the lowered kernels executed in NumPy, where a multiply-add of a GPU rounds once."""
+    """Execute the lowered kernels in NumPy, where a multiply-add of a GPU rounds once."""
     return functools.partial(ttir.evaluate, function)
 
 

@@ -114,7 +114,7 @@ def fixed(**options):
 
 
 CAUSAL = fixed(is_causal=True, query_offset=-20)
-# Of three warpgroups some see neither the first nor the last key tile of their query tile.
+# Some of three warpgroups see neither the first nor the last key tile of their work tile.
 WINDOW = fixed(is_causal=True, local_window_size=(70, 0))
 
 

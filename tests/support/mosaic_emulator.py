@@ -1,6 +1,6 @@
 """Runs the kernels of `_mosaic` on a CPU: their Python, with threads for warpgroups and warps.
 
-What runs beside the threads on a GPU runs as late as it may, and what must not be touched meanwhile
+Asynchronous work of a GPU runs as late as it may, and memory that must not be touched meanwhile
 holds NaN, or as an index is outside of all arrays, so that a wait too few shows, and one too many
 is a deadlock, which raises:
 
@@ -36,7 +36,7 @@ TIMEOUT = 20.0  # Seconds after which a wait counts as a deadlock.
 
 
 class EmulationError(Exception):
-    """What on a GPU would hang, or read what is not there."""
+    """A kernel would hang on a GPU, or read what is not there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ClusterBarrier(Barrier):
 
 
 class At:
-    """What `ref.at` is: an index gives another reference."""
+    """The value of `ref.at`: an index gives another reference."""
 
     def __init__(self, make):
         self._make = make
@@ -191,7 +191,7 @@ class Phases:
         self.phase, self.waits = 0, {}
         self.copies, self.waiting = [], 0
         self.changed = threading.Condition()
-        # Those of the cluster's programs at this place; `of_all`: who arrives does so at them all.
+        # Barriers of the cluster's CTAs at this place; with `of_all`, arrivals are at them all.
         self.all, self.of_all = [self], False
         self.exists = True  # Until its program ends.
 
@@ -285,7 +285,7 @@ def layout_cast(x, layout):
 
 
 class Program:
-    """What the threads of one program share."""
+    """The state that the threads of one program share."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -723,7 +723,7 @@ def launch(
 
 
 def nothing(dtype):
-    """What memory of a dtype holds that must not be read."""
+    """Return the content of memory of a dtype that must not be read."""
     return OUTSIDE if jnp.issubdtype(dtype, jnp.integer) else np.nan
 
 

@@ -17,7 +17,7 @@ OPERANDS = ("bias", "sinks")
 
 
 def names(options) -> tuple[str, ...]:
-    """What `differentiate` returns for a call with these options."""
+    """Return the names of the results of `differentiate` for a call with these options."""
     return NAMES + tuple(f"d{name}" for name in OPERANDS if name in options)
 
 
@@ -54,7 +54,7 @@ def visible(shape, *, is_causal=False, local_window_size=None, segment_ids=None,
 
 
 def positions(B, T, S, *, query_offset=0, query_positions=None, key_value_positions=None, **_):
-    """Of queries [B, 1, T, 1] and of keys [B, 1, 1, S]."""
+    """Return the positions of queries [B, 1, T, 1] and of keys [B, 1, 1, S]."""
     t = np.arange(T) + np.broadcast_to(np.asarray(query_offset), (B,))[:, None]
     t = t if query_positions is None else query_positions
     s = np.arange(S) if key_value_positions is None else key_value_positions
@@ -63,7 +63,7 @@ def positions(B, T, S, *, query_offset=0, query_positions=None, key_value_positi
 
 
 def _seen_by(mask, shape, t, s):
-    """What a mask array or a mask object lets be seen, at positions `t` and `s`."""
+    """Return the visible pairs of a mask array or a mask object, at positions `t` and `s`."""
     b, h, q, k = np.ogrid[tuple(map(slice, shape))]
     match type(mask).__name__:
         case "Mask" | "Joined":
@@ -101,7 +101,7 @@ def _seen_by(mask, shape, t, s):
 
 
 def _seen_by_name(mask, t, s):
-    """What a mask lets be seen that has a name in the literature."""
+    """Return the visible pairs of a mask that has a name in the literature."""
     match type(mask).__name__:
         case "Chunked":
             return s // mask.size == t // mask.size
@@ -121,7 +121,7 @@ def _seen_by_name(mask, t, s):
 
 
 def _seen_in_tree(parents, token):
-    """What a tree lets be seen, [B, 1, T, S]; `token` [B, 1, 1, S] is each key's in the tree."""
+    """Return the visible pairs of a tree; `token` [B, 1, 1, S] is the number of each key in it."""
     B, T = parents.shape
     ok = np.zeros((B, 1, T, token.shape[-1]), bool)
     for b, i in np.ndindex(B, T):
@@ -133,7 +133,7 @@ def _seen_in_tree(parents, token):
 
 
 def _seen_on_grid(grid, window, t, s):
-    """What is seen of a grid, axis by axis, from the points `t` and at the points `s`."""
+    """Return the visible pairs of a grid, axis by axis, of the points `t` and `s`."""
     ok = True
     for i, j, n, size in zip(
         np.unravel_index(t, grid), np.unravel_index(s, grid), grid, window, strict=True
@@ -183,19 +183,19 @@ def dropped_of_65536(rate):
 
 
 def share_kept(rate):
-    """What kept probabilities are divided by."""
+    """Return the divisor of kept probabilities."""
     return 1 - dropped_of_65536(rate) / 65536
 
 
 def random_bits(key, shape, broadcast=False):
-    """Of dropout, 16 for each of [B, N, T, S]."""
+    """Return the bits of dropout, 16 for each of [B, N, T, S]."""
     with jax.ensure_compile_time_eval():
         seed = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
     b, h, q, k = np.ogrid[tuple(map(slice, shape))]
     if broadcast:
         b, h = 0 * b, 0 * h
-    # Of every 16 queries and 16 keys, the halves share counters; of these, an even key and the next
-    # share a word.
+    # The halves of every 16 queries and 16 keys share counters; an even key and the next share a
+    # word of these.
     counter = h, q // 16 * 16 + q % 8, b, k // 16 * 16 + k % 8 // 2 * 2
     words = np.stack(np.broadcast_arrays(*philox_4x32_7(counter, seed)))
     word = 2 * (q // 8 % 2) + k // 8 % 2
@@ -219,15 +219,15 @@ def philox_4x32_7(counter, key):
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """What a call should give, and how large its terms were before they cancelled."""
+    """The right results of a call, and how large their terms were before they cancelled."""
 
     values: dict[str, np.ndarray]
     terms: dict[str, float]
     # Exact but for delta = rowsum(o * do), which is taken from o in the inputs' dtype, and for dp,
     # whose operands are cut where matrix units cut them.
     from_rounded: dict[str, np.ndarray]
-    # What rounding p, ds and delta's o is expected to do, over the rounding: how large a result
-    # becomes if each has an independent error of its own size.
+    # Expected effect of rounding p, ds and delta's o, over the rounding: how large a result becomes
+    # if each has an independent error of its own size.
     of_rounding: dict[str, np.ndarray]
 
 
@@ -377,7 +377,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
 
 
 def as_tf32(x):
-    """What matrix units read of float32 numbers: the last 13 bits are dropped."""
+    """Return float32 numbers as matrix units read them: the last 13 bits are dropped."""
     bits = np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
     return bits.view(np.float32).astype(np.float64)
 

@@ -42,7 +42,7 @@ SETTINGS = {
     "precision": [nothing, option(precision="highest")],
 }
 
-# Of a case's options, those of the argument itself.
+# The options of a case that belong to an argument itself.
 OWN = {
     "query_offset": {"query_offset", "query_positions", "key_value_positions"},
     "mask": {"mask"},

@@ -25,7 +25,7 @@ MODULES = {
 
 
 def imported(path):
-    """What a file imports, wherever in it: modules, or `module.name` where that is no module."""
+    """Yield the imports of a file: modules, or `module.name` where that is no module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -46,7 +46,7 @@ def inside(name):
     return name.removeprefix("pallas_flash").removeprefix(".")
 
 
-# What each module outside the tests imports of this repository.
+# The modules of this repository that each module outside the tests imports.
 IMPORTS = {
     module: {module_of(name) for name in imported(path)} - {None, module}
     for module, path in MODULES.items()

@@ -1,4 +1,4 @@
-"""What the tests of transformations share: sizes, small tiles, arguments, comparisons."""
+"""Shared sizes, small tiles, arguments and comparisons of the tests of transformations."""
 
 import functools
 from collections.abc import Callable

@@ -12,8 +12,8 @@ Undefined values are NaN (the smallest integer, True). These are masked lanes of
 
 The evaluator cannot see anything below the IR (layouts, pipelining, asynchronous hazards,
 registers), the error of approximate instructions, or the rounding of tensor cores. A dot multiplies
-its operands as they are and sums in float32; TF32 is only an attribute of the operation. Of races
-between programs it sees only two stores to one element.
+its operands as they are and sums in float32; TF32 is only an attribute of the operation. The only
+races between programs that it sees are two stores to one element.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Loop:
     def count(self, name: str, *, rank: int = 0, nested: bool = False) -> int:
         """How many operations `name` with a result of at least this rank run in each iteration.
 
-        With `nested`, those that may run are counted too.
+        Operations that may run are counted, too, if `nested`.
         """
         ops = self.direct + self.nested if nested else self.direct
         return sum(op.name == name and max(map(len, op.shapes), default=0) >= rank for op in ops)
@@ -662,7 +662,7 @@ _PTX = {
     "rcp": np.reciprocal,
 }
 
-# Of operands in uint64.
+# Functions of operands in uint64.
 _PTX_OF_INTEGERS = {
     "mul.wide.u32": np.multiply,
     "shr.u64": np.right_shift,

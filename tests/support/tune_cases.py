@@ -1,4 +1,4 @@
-"""What the tests of tuning share: calls, tiles, winners. Fixtures are in tune_fixtures.py."""
+"""Shared calls, tiles and winners of the tests of tuning. Fixtures are in tune_fixtures.py."""
 
 import contextlib
 import runpy
@@ -33,7 +33,7 @@ def gpu_here(monkeypatch, kind):
 
 
 def zeros_for_random_numbers(monkeypatch):
-    """Of inputs as large as a model's, which take seconds, and of which only the shapes count."""
+    """Replace random inputs as large as a model's, which take seconds: only their shapes count."""
     monkeypatch.setattr(jax.random, "normal", lambda key, shape: jnp.zeros(shape))
 
 
@@ -43,7 +43,7 @@ def array(length=24, heads=2, size=16, dtype=jnp.float32, batch=1):
 
 
 def arguments(q_len=24, kv_len=40, kv_heads=2, value_dim=16, **changed):
-    """Of `attention`: the sizes are those of `array`, or the arguments themselves."""
+    """Return arguments of `attention`; the sizes are those of `array`, or themselves arguments."""
     sizes = {
         name: changed.pop(name) for name in ("heads", "size", "dtype", "batch") & changed.keys()
     }
@@ -59,7 +59,7 @@ def problem(**changed):
 
 
 def tiles_of(monkeypatch, **changed) -> TileSizes:
-    """What a call of `attention` computes with."""
+    """Return the tiles that a call of `attention` computes with."""
     used = []
     with monkeypatch.context() as patch:
         patch.setattr(_vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))

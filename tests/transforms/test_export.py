@@ -80,7 +80,7 @@ def draw(names, **sizes):
 
 
 def shapes_of(arrays, symbols):
-    """With the axes of these letters symbolic, and others as they are."""
+    """Return shapes whose axes of these letters are symbolic, and others as they are."""
     scope = jax.export.SymbolicScope()
 
     def shape(name, x):

@@ -574,7 +574,7 @@ def test_keys_behind_all_queries_are_not_read():
 
 
 def test_dbias_computes_no_empty_tile():
-    """Of 2 x 2 tiles of a causal mask three have visible pairs, in each of two heads."""
+    """Three of 2 x 2 tiles of a causal mask have visible pairs, in each of two heads."""
     case = dataclasses.replace(
         cases.BY_NAME["bias of heads"],
         B=1, T=64, S=64, N=2, K=1, H=16, V=16,

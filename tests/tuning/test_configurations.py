@@ -1,4 +1,4 @@
-"""What `tuning.Triton` and `tuning.Mosaic` do to a call, with and without `implementation`."""
+"""Calls with `tuning.Triton` and `tuning.Mosaic`, with and without `implementation`."""
 
 import dataclasses
 

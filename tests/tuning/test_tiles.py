@@ -440,7 +440,7 @@ def test_every_size_that_is_documented_is_accepted():
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_arrays_over_pairs_wait_in_shared_memory_too(head_dim, itemsize, capability):
-    """Each stage has its tile of them. What was not timed with them has two."""
+    """Each stage has its tile of them. Tiles that were not timed with them have two."""
     timed = capability in (None, (9, 0)) and itemsize == 2 and head_dim < 256
     for pair_bytes, q_len in itertools.product((1, 2, 5, 7), (1, 99)):
         sizes = chosen(None, head_dim, None, itemsize, capability, pair_bytes, q_len)

@@ -38,7 +38,7 @@ from pallas_flash._triton import tiles as triton_tiles
 from pallas_flash.tuning import BackwardTile, ForwardTile, Tile, TileSizes
 
 KERNELS = ("forward", "dkv", "dk", "dv", "dq")
-# Of TF32 for float32.
+# Relative errors of rounding; that of float32 is TF32's.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-10}
 PROGRAM = tune._program
 
@@ -343,7 +343,7 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
     default = by_table(None).tile(kernel)
     assert default in (None, *tiles[:1])
     assert len({*tiles}) == len(tiles) <= 36
-    # Of wide heads and small GPUs only few can be tried, and no dkv where the table has dk and dv.
+    # Few tiles of wide heads fit on small GPUs, and no dkv where the table has dk and dv.
     assert len(tiles) >= (8 if size < 256 else 1 if default else 0)
     # float32 numbers for each row that stays: of the sums, and of the scores of each column.
     sums = 2 * size if kernel == "dkv" else size
@@ -473,7 +473,7 @@ def each_fifth(function, *args):
 def test_on_a_gpu(file, monkeypatch):
     """Whatever compiles is right, and has a time; the winner serves the next call.
 
-    Of the candidates each fifth, for all take 500 seconds of a core.
+    Each fifth candidate is compiled, for all take 500 seconds of a core.
     """
     on_hopper = "mosaic" not in _limits.not_on_gpu(problem(dtype=jnp.bfloat16))
     for by in ("triton", "mosaic")[: 1 + on_hopper]:

@@ -316,7 +316,7 @@ def test_a_winner_chooses_who_computes_each_pass(
     assert why_not in choice.refused["triton" if forward == "mosaic" else "mosaic"]
     assert backward in choice.reason
     assert (f"Its tiles are tuned, from {file}." in choice.reason) == (tiles is not None)
-    # What is asked for comes first.
+    # An explicit implementation comes first.
     other = "mosaic" if forward == "triton" else "triton"
     assert explained(implementation=other).implementation == other
     given = {"mosaic": TileSizes(forward=ForwardTile()), "triton": TileSizes(forward=OTHER)}[other]
@@ -326,7 +326,7 @@ def test_a_winner_chooses_who_computes_each_pass(
 
 
 def plan_of(monkeypatch, **options):
-    """Who computes a call of `attention`, and how."""
+    """Return the plan of a call of `attention`."""
     used = []
     with monkeypatch.context() as patch:
         patch.setattr(_vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
@@ -472,7 +472,7 @@ OTHER_FORM = {
     "an unknown kernel": of_the_winner(lambda winner: winner.update(dbias=winner["dq"])),
     "dk alone": of_the_winner(lambda winner: winner.update(dk=winner.pop("dkv"))),
 }
-# Of the form, but beyond the shared memory: told when it is looked up.
+# Tiles of the form, but beyond the shared memory: a lookup refuses them.
 TOO_LARGE = of_the_winner(
     lambda winner: winner["dq"].update(block_q=256, block_kv=256, num_stages=8)
 )

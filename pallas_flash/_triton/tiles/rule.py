@@ -20,8 +20,8 @@ from pallas_flash._triton.tiles import table
 def default(p: Problem | None, f: CallFeatures) -> TileSizes:
     """Return the table's tiles for a call, fitted to the GPU.
 
-    With bias or mask arrays, tiles that were not timed with them have two stages at most, so that
-    as many programs fit on an SM as without.
+    Tiles that were not timed with bias or mask arrays have two stages at most if there are some, so
+    that as many programs fit on an SM as without.
     """
     del p  # The features say all.
     size = _width(f), f.itemsize
@@ -85,7 +85,7 @@ def _width(f: CallFeatures) -> int:
 def _smaller(kernel: str, tile: Tile) -> Tile:
     """Return the tile with its larger block halved, and 4 warps for 64 resident rows or fewer.
 
-    With the smallest blocks one stage is left.
+    The smallest blocks have one stage left.
     """
     if tile.block_q == tile.block_kv == 16:
         return dataclasses.replace(tile, num_stages=1)
