@@ -153,12 +153,7 @@ class Attention(nnx.Module):
             o = self.cache.attend(q, k, v, seq_lengths=place.lengths, **options)
         else:
             o = pallas_flash.attention(
-                q,
-                k.astype(q.dtype),
-                v.astype(q.dtype),
-                is_causal=True,
-                segment_ids=place.segment_ids,
-                **options,
+                q, k, v, is_causal=True, segment_ids=place.segment_ids, **options
             )
         return self.out(o.reshape(batch, length, -1))
 
@@ -267,7 +262,7 @@ class Decoder(nnx.Module):
         self._check(tokens, segment_ids, decode, lengths)
         step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if decode:
-            step = self._cache.positions(tokens.shape[1])
+            step = self._cache().positions(tokens.shape[1])
         elif segment_ids is not None:
             first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
             step = step - jax.lax.cummax(jnp.where(first, step, 0), axis=1)
@@ -291,10 +286,13 @@ class Decoder(nnx.Module):
             x = through(layer, x if self.layout is None or decode else self.layout.stream(x))
         return self.norm(x)
 
-    @property
-    def _cache(self) -> KVCache | None:
-        """The cache of the first layer, whose lengths all layers have."""
-        return self.layers[0].attention.cache
+    def _cache(self) -> KVCache:
+        """Return the cache of the first layer, whose lengths all layers have."""
+        if (cache := self.layers[0].attention.cache) is None:
+            raise ValueError(
+                "`decode` must be False without a cache; got True. Call `init_cache` first."
+            )
+        return cache
 
     def logits(self, stream: Float[Array, "... C"]) -> Float[Array, "... vocab"]:
         """Return float32 logits of the next token."""
@@ -314,11 +312,10 @@ class Decoder(nnx.Module):
             if not isinstance(size, int | np.integer) or size < 1:
                 raise ValueError(f"`{name}` must be an int of at least 1; got {size!r}.")
         self._check_length("length", length)
-        config = self.config
-        shape = batch, length, config.num_kv_heads, config.head_dim
+        shape = batch, length, self.config.num_kv_heads, self.config.head_dim
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
         for layer in self.layers:
-            cache = KVCache(shape, config.compute_dtype, ragged=True, sharding=heads)
+            cache = KVCache(shape, self.config.compute_dtype, ragged=True, sharding=heads)
             layer.attention.cache = cache
 
     @classmethod
@@ -384,22 +381,11 @@ class Decoder(nnx.Module):
             raise ValueError(f"`tokens` must be integers [batch, length]; got {got}.")
         if shape[1] == 0:
             raise ValueError(f"`tokens` must have a token in each row; got shape {shape}.")
-        if segment_ids is not None and jnp.shape(segment_ids) != shape:
-            raise ValueError(
-                f"`segment_ids` must have the shape of `tokens`, {shape}; got "
-                f"{jnp.shape(segment_ids)}."
-            )
+        if segment_ids is not None and (got := jnp.shape(segment_ids)) != shape:
+            raise ValueError(f"`segment_ids` must have the shape of `tokens`, {shape}; got {got}.")
         self._check_length("tokens", tokens.shape[1])
-        cache = self._cache
-        if decode and cache is None:
-            raise ValueError(
-                "`decode` must be False without a cache; got True. Call `init_cache` first."
-            )
-        if decode and (batch := cache.keys.shape[0]) != len(tokens):
-            raise ValueError(
-                f"`tokens` must have the batch size of the cache, {batch}; got {len(tokens)}. "
-                "Call `init_cache` for this batch."
-            )
+        if decode:
+            self._cache().check("tokens", tokens, 0, lengths)
         name, refused = ("segment_ids", segment_ids) if decode else ("lengths", lengths)
         if refused is not None:
             raise ValueError(f"`{name}` must be None with decode={decode}; got an array.")

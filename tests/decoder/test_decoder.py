@@ -261,7 +261,11 @@ def test_unknown_token_is_nan(token):
         (lambda m: m(jnp.ones((1, 3), int), lengths=jnp.ones(1, int)), "`lengths` must be None"),
         (
             lambda m: m.init_cache(1, 4) or m(jnp.ones((2, 3), int), decode=True),
-            "must have the batch size of the cache, 1; got 2",
+            "`tokens` must have the batch axes (1,) of the cache; got tokens.shape=(2, 3). Call",
+        ),
+        (
+            lambda m: m.init_cache(1, 4) or m(jnp.ones((1, 5), int), decode=True),
+            "`tokens` must fit in what is left of the cache; got 5 tokens with 0 of 4 taken",
         ),
         (
             lambda m: (
