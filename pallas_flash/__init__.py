@@ -8,8 +8,6 @@ from pallas_flash._mask_objects import BlockMask as BlockMask
 from pallas_flash._mask_objects import Predicate as Predicate
 from pallas_flash._mask_objects import PrefixLM as PrefixLM
 from pallas_flash._mask_objects import Segments as Segments
-from pallas_flash._mask_objects import arguments_from_cu_seqlens as arguments_from_cu_seqlens
-from pallas_flash._mask_objects import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
 from pallas_flash._merge import merge as merge
 from pallas_flash._named_masks import BlockCausal as BlockCausal
 from pallas_flash._named_masks import Chunked as Chunked
@@ -18,6 +16,8 @@ from pallas_flash._named_masks import Neighborhood as Neighborhood
 from pallas_flash._named_masks import SharedPrefix as SharedPrefix
 from pallas_flash._named_masks import Tree as Tree
 from pallas_flash._order import balanced_order as balanced_order
+from pallas_flash._packed import arguments_from_cu_seqlens as arguments_from_cu_seqlens
+from pallas_flash._packed import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
 from pallas_flash._paged import paged_attention as paged_attention
 from pallas_flash._pages import append_to_pages as append_to_pages
 from pallas_flash._pages import quantize_pages as quantize_pages

@@ -27,7 +27,7 @@ scripts*
 models*
 __main__
 __init__ tune flax* _plot _tiling.tune
-_api _paged _pages
+_api _paged _pages _packed
 _validate _validate_paged _resolve _faster _tiling.cache
 _vjp _passes _plan _lowered_once _reverse_mode _tangents _functions _limits _tiling.choose
 _context* _partition*
