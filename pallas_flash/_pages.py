@@ -127,9 +127,9 @@ def _write(x, index, new):
 
 def _scales(x, dtype, axes) -> jax.Array:
     """Return scales that take the largest number along `axes` to the largest of `dtype`."""
-    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes)
-    # Zeros have any scale.
-    return jnp.where(largest == 0, 1.0, largest / LARGEST[jnp.dtype(dtype).name])
+    scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes) / LARGEST[jnp.dtype(dtype).name]
+    # Any scale serves zeros, and numbers so small that float32 has no scale for them.
+    return jnp.where(scales == 0, 1.0, scales)
 
 
 def _quantised(x, scales, dtype) -> jax.Array:

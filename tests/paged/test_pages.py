@@ -97,6 +97,15 @@ def test_error_of_float8(per_head):
     assert (error / np.abs(x)).max() > 1 / 20
 
 
+@pytest.mark.parametrize("dtype", QUANTISED, ids=lambda x: jnp.dtype(x).name)
+def test_tiny_numbers_stay_finite(dtype):
+    """A scale of 1e-37 / 448 is no normal float32, and XLA for CPUs makes it zero."""
+    largest = np.float32([0, 1e-44, 1e-37, 1e-30])
+    x = jnp.zeros((1, 4, K, H)).at[..., 0].set(largest[:, None])
+    error = np.abs(dequantised(*quantize_pages(x, dtype)) - np.asarray(x, np.float64))
+    assert (error <= np.maximum(largest / 16, 1e-36)[:, None, None]).all()
+
+
 # The error of the output over its norm, for normal keys and values with a scale per token.
 OUTPUT_ERROR = {"int8": 0.012, "float8_e4m3fn": 0.045}
 
