@@ -70,7 +70,8 @@ def append_to_pages(
         key: the new keys: [tokens, K, H] with `cu_query_lengths`, or [B, T, K, H].
         value: the new values, of the shape of `key` but for the head dim V.
         lengths: the keys of each request after the new tokens, which are its last ones.
-        page_indices: the pages of each request in the order of its tokens.
+        page_indices: the pages of each request in the order of its tokens. Requests must not share
+            the pages of their new tokens.
         cu_query_lengths: the first new token of each request, and the end of the last one's.
         key_scales: of quantised keys, [P, K, page_size] or [K]. Scales per token are computed and
             written here, too; scales per head are given, and larger numbers are clipped.

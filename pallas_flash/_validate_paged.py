@@ -175,8 +175,14 @@ def _check_known_sizes(*arrays) -> None:
         )
 
 
-def requests_of(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax.Array, Requests]:
-    """Return the tokens of argument `name` as [tokens, heads, ..], and the requests."""
+def requests_of(
+    call: Mapping[str, Any], name: str, x, pages_shape, rest: str = "heads, head dim"
+) -> tuple[jax.Array, Requests]:
+    """Return the tokens of argument `name` as [tokens, ..], and the requests.
+
+    `rest` names the axes of x after the tokens.
+    """
+    axes = rest.count(",") + 1
     lengths, starts = array("lengths", call["lengths"]), call["cu_query_lengths"]
     count = lengths.shape[0] if lengths.ndim == 1 else 0
     if not count:
@@ -190,9 +196,9 @@ def requests_of(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax
     shape, letters = (count, width), "[R, pages of a request]"
     table = integers("page_indices", table, shape, letters, each="page of each request")
     if starts is None:
-        if x.ndim != 4 or x.shape[0] != count:
+        if x.ndim != 2 + axes or x.shape[0] != count:
             raise ValueError(
-                f"`{name}` must have shape [R, T, heads, head dim] for {count} requests; got "
+                f"`{name}` must have shape [R, T, {rest}] for {count} requests; got "
                 f"{name}.shape={x.shape}. Give `cu_query_lengths` with tokens in one axis."
             )
         most = x.shape[1]
@@ -200,9 +206,9 @@ def requests_of(call: Mapping[str, Any], name: str, x, pages_shape) -> tuple[jax
     else:
         each = "request, and the end of the last one"
         starts = integers("cu_query_lengths", starts, (count + 1,), "[R + 1]", each=each)
-        if x.ndim != 3:
+        if x.ndim != 1 + axes:
             raise ValueError(
-                f"`{name}` must have shape [tokens, heads, head dim] with `cu_query_lengths`; got "
+                f"`{name}` must have shape [tokens, {rest}] with `cu_query_lengths`; got "
                 f"{name}.shape={x.shape}. Put the tokens of all requests into one axis."
             )
         most = x.shape[0]

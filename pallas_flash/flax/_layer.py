@@ -261,7 +261,7 @@ class SelfAttention(nnx.Module):
         first, whole = place_in_sequence(self.sequence_axis, length)
         cache = None
         following = first + jnp.arange(length, dtype=jnp.int32)
-        if decode:
+        if flag("decode", decode):
             refused = dict(bias=bias, mask=mask, segment_ids=segment_ids)
             cache = self._cache(refused, divided=whole != length)
             following = _following(cache, x, seq_lengths, requests)

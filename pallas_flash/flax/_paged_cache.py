@@ -1,6 +1,5 @@
 """`PagedKVCache`: keys and values of many requests, in pages that they share."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,15 +98,13 @@ class PagedKVCache(nnx.Module):
         self.key_scales, self.value_scales = nnx.data(scales()), nnx.data(scales())
 
     def positions(self, x: Array, requests: Requests | None) -> Int32[Array, "..."]:
-        """Return the positions of the tokens `x`, [R, T, ..] or [tokens, ..]."""
+        """Return the positions of the tokens `x`, [R, T, features] or [tokens, features]."""
         requests, x = _checked(requests), array("x", x)
-        axes = 2 if len(requests) == 2 else 1
         names = "lengths", "page_indices", "cu_query_lengths"
         call: dict[str, Any] = dict(zip(names, (*requests, None), strict=False))
-        tokens = x.reshape(*x.shape[:axes], 1, math.prod(x.shape[axes:]))
-        _, found = _validate_paged.requests_of(call, "x", tokens, self.key_pages.shape)
+        _, found = _validate_paged.requests_of(call, "x", x, self.key_pages.shape, "features")
         request, number, _ = found.places()
-        return jnp.maximum(found.offset[request] + number, 0).reshape(x.shape[:axes])
+        return jnp.maximum(found.offset[request] + number, 0).reshape(x.shape[:-1])
 
     def attend(
         self,
@@ -200,13 +197,13 @@ class PagedKVCache(nnx.Module):
 
 
 def _checked(requests) -> tuple:
-    """Return `requests` as a tuple; raise if it is none."""
+    """Return `requests` as a tuple, without a last None; raise if it is none."""
     if not isinstance(requests, (tuple, list)) or len(requests) not in (2, 3):
         raise ValueError(
             "`requests` must be (lengths, page_indices) or (lengths, page_indices, "
             f"cu_query_lengths); got {describe(requests)}. Give them to each call with pages."
         )
-    return tuple(requests)
+    return tuple(requests[:2] if requests[-1] is None else requests)
 
 
 def _put(x, sharding: NamedSharding):

@@ -117,11 +117,14 @@ def test_donated_cache_is_not_copied(ragged):
         layer = nnx.merge(graph, cache, rest)
         return layer(x, decode=True), nnx.state(layer, nnx.Cache)
 
-    text = jax.jit(step, donate_argnums=0).lower(cache, rest, x).compile().as_text()
+    lowered = jax.jit(step, donate_argnums=0).lower(cache, rest, x)
+    text = lowered.compile().as_text()
     shape = r"f32\[2,40,2,\d+\]\S*"
     assert len(re.findall(rf"{shape} parameter\(", text.split("ENTRY")[1])) == 2
     assert not re.findall(rf"{shape} copy\(", text)
-    assert ("dynamic-update-slice" in text) != ragged
+    # Some versions of XLA compile a scatter to slices, too.
+    assert ("stablehlo.scatter" in lowered.as_text()) == ragged
+    assert ("dynamic_update_slice" in lowered.as_text()) != ragged
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.int8])
@@ -216,6 +219,7 @@ def test_own_layer_gets_lse_and_value_dim():
 
 X = jnp.ones((2, 3, FEATURES))
 NEW = jnp.ones((2, 3, 4, 8))
+REQUESTS = jnp.int32([3, 3]), jnp.int32([[0], [1]])
 ERRORS = {
     "lengths in a cache with one length": (
         lambda layer: [layer.init_cache((2, 9, 32)), decode(layer, seq_lengths=jnp.int32([3, 2]))],
@@ -232,6 +236,21 @@ ERRORS = {
     "pages without requests": (
         lambda layer: [layer.init_pages(4, 16), decode(layer)],
         r"`requests` must be \(lengths, page_indices\)",
+    ),
+    "pages without a batch": (
+        lambda layer: [layer.init_pages(4, 16), layer(X[0], decode=True, requests=REQUESTS)],
+        r"`x` must have shape \[R, T, features\] for 2 requests; got x.shape=\(3, 32\)",
+    ),
+    "pages with a batch": (
+        lambda layer: [
+            layer.init_pages(4, 16),
+            decode(layer, requests=(*REQUESTS, jnp.int32([0, 1, 2]))),
+        ],
+        r"`x` must have shape \[tokens, features\] with `cu_query_lengths`; got",
+    ),
+    "a number for decode": (
+        lambda layer: [layer.init_cache((2, 9, 32)), layer(X, decode=1)],
+        "`decode` must be True or False",
     ),
     "pages with lengths": (
         lambda layer: [layer.init_pages(4, 16), decode(layer, seq_lengths=jnp.int32([3, 2]))],
@@ -284,9 +303,7 @@ ERRORS = {
     ),
     "keys of one head": (lambda layer: attend(key=NEW[:, :, :1]), "`key` must have shape"),
     "fewer keys for pages": (
-        lambda layer: PagedKVCache((4, 16, 4, 8)).attend(
-            NEW, NEW[:, :2], NEW[:, :2], (jnp.int32([3, 3]), jnp.int32([[0], [1]]))
-        ),
+        lambda layer: PagedKVCache((4, 16, 4, 8)).attend(NEW, NEW[:, :2], NEW[:, :2], REQUESTS),
         r"`key` must have shape \(2, 3, 4, 8\)",
     ),
     "causal": (lambda layer: attend(is_causal=True), "`is_causal` must be left out, because the c"),
