@@ -124,7 +124,6 @@ def test_donated_cache_is_not_copied(ragged):
     assert not re.findall(rf"{shape} copy\(", text)
     # Some versions of XLA compile a scatter to slices, too.
     assert ("stablehlo.scatter" in lowered.as_text()) == ragged
-    assert ("dynamic_update_slice" in lowered.as_text()) != ragged
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.int8])
