@@ -40,12 +40,12 @@ def of_dtype(name: str, x, dtype: str) -> jax.Array:
 
 
 def as_dtype(name: str, x) -> np.dtype:
-    """Return `x` as a dtype; None and arrays are none."""
+    """Return `x` as a dtype; refuse None and arrays."""
     try:
         if x is not None and not is_array(x):
             return jnp.dtype(x)
     except (TypeError, ValueError):
-        # NumPy calls other objects no dtypes in several ways.
+        # NumPy refuses objects that are not dtypes by either error.
         pass
     raise TypeError(
         f"`{name}` must be a dtype; got {describe(x)}. Pass one such as `jnp.bfloat16`."

@@ -36,7 +36,7 @@ def merge(
         The output and the LSE over all keys, as one call with `return_lse=True` gives them.
 
     Raises:
-        TypeError: an argument is no array, or of another dtype.
+        TypeError: an argument is not an array, or has another dtype.
         ValueError: shapes differ.
 
     Example:

@@ -26,7 +26,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
         int32 [length]: 0 in the first sequence, n past the last.
 
     Raises:
-        TypeError: `cu_seqlens` is no int32 array.
+        TypeError: `cu_seqlens` is not an int32 array.
         ValueError: `cu_seqlens` is not of rank 1, or its known numbers do not rise from 0 or end
             past `length`.
 
@@ -67,7 +67,7 @@ def arguments_from_cu_seqlens(
 
     Raises:
         TypeError: an array of ends is not int32.
-        ValueError: the arrays differ in length, or are no ends: see `segment_ids_from_cu_seqlens`.
+        ValueError: the arrays differ in length, or are not ends: see `segment_ids_from_cu_seqlens`.
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash

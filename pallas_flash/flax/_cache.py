@@ -59,9 +59,9 @@ class KVCache(nnx.Module):
         lengths: The tokens of each sequence, int32 [*batch] if `ragged`, else [].
 
     Raises:
-        TypeError: If `dtype` is not floating point, or `sharding` is no `NamedSharding`.
-        ValueError: If `shape` or `value_dim` is none, or the sharding divides the room or the head
-            dim.
+        TypeError: If `dtype` is not floating point, or `sharding` not a `NamedSharding`.
+        ValueError: If `shape` or `value_dim` are not sizes, or the sharding divides the room or the
+            head dim.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ def _steps(length: int, ndim: int):
 
 
 def _write(x, slots, new):
-    """Write `new` [B, T, K, H] into `x` [B, room, K, H]; slots [T] or [B, T] beyond it are none."""
+    """Write `new` [B, T, K, H] into `x` [B, room, K, H] at slots [T] or [B, T], if inside."""
 
     def one(x, slots, new):
         return x.at[slots].set(new.astype(x.dtype), mode="drop", unique_indices=True)

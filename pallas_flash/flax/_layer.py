@@ -373,9 +373,9 @@ class SelfAttention(nnx.Module):
             sharding: Where the cache [*batch, length, K, H] lies, see `KVCache`.
 
         Raises:
-            TypeError: If `dtype` is not floating point.
-            ValueError: If `input_shape` is none, or its last size is not `features`, or a ring has
-                less room than the window.
+            TypeError: If `dtype` is not floating point, or `sharding` not a `NamedSharding`.
+            ValueError: If `input_shape` are not sizes, or its last size is not `features`, a ring
+                has less room than the window, or the sharding divides the length or the head dim.
         """
         sizes = input_shape if isinstance(input_shape, (tuple, list)) else ()
         right = all(is_int(n) and n >= 0 for n in sizes)
@@ -408,8 +408,10 @@ class SelfAttention(nnx.Module):
             sharding: Where the pages [P, page_size, K, H] lie, see `PagedKVCache`.
 
         Raises:
-            TypeError: If `dtype` is not floating point or int8.
-            ValueError: If sizes are none.
+            TypeError: If `dtype` is not floating point or int8, or `sharding` not a
+                `NamedSharding`.
+            ValueError: If a size is not an int of at least 1, or the sharding divides tokens of a
+                page or the head dim.
         """
         shape = (num_pages, page_size, *self.key.out_features)
         self.cache = PagedKVCache(shape, self._cache_dtype(dtype), sharding=sharding)

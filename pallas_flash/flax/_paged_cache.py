@@ -53,9 +53,9 @@ class PagedKVCache(nnx.Module):
         value_scales: The same.
 
     Raises:
-        TypeError: If `dtype` is not floating point or int8, or `sharding` is no `NamedSharding`.
-        ValueError: If `shape` or `value_dim` is none, or the sharding divides tokens of a page or
-            the head dim.
+        TypeError: If `dtype` is not floating point or int8, or `sharding` not a `NamedSharding`.
+        ValueError: If `shape` or `value_dim` are not sizes, or the sharding divides tokens of a
+            page or the head dim.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class PagedKVCache(nnx.Module):
 
 
 def _checked(requests) -> tuple:
-    """Return `requests` as a tuple, without a last None; raise if it is none."""
+    """Return `requests` as a tuple, without a last None; raise if it has another form."""
     if not isinstance(requests, (tuple, list)) or len(requests) not in (2, 3):
         raise ValueError(
             "`requests` must be (lengths, page_indices) or (lengths, page_indices, "
