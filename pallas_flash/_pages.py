@@ -31,6 +31,10 @@ def quantize_pages(
         head, [K]. A number is at most max |x| / 254 off in int8, and at most |x| / 16 in
         float8_e4m3fn (max |x| / 2^18 where that is more), where max |x| is that of its scale.
 
+    Raises:
+        TypeError: `pages` are not floating point [.., tokens, K, H], or `dtype` is another one.
+        ValueError: `pages` have an empty axis.
+
     Example:
         >>> import jax, jax.numpy as jnp, pallas_flash
         >>> pages = jax.random.normal(jax.random.key(0), (8, 16, 2, 64))
@@ -69,13 +73,15 @@ def append_to_pages(
         value_pages: the pages of values.
         key: the new keys: [tokens, K, H] with `cu_query_lengths`, or [B, T, K, H].
         value: the new values, of the shape of `key` but for the head dim V.
-        lengths: the keys of each request after the new tokens, which are its last ones.
-        page_indices: the pages of each request in the order of its tokens. Requests must not share
-            the pages of their new tokens.
-        cu_query_lengths: the first new token of each request, and the end of the last one's.
-        key_scales: of quantised keys, [P, K, page_size] or [K]. Scales per token are computed and
-            written here, too; scales per head are given, and larger numbers are clipped.
-        value_scales: of quantised values.
+        lengths: int32 [R], the keys of each request after the new tokens, which are its last ones.
+        page_indices: int32 [R, pages of a request], the pages of each request in the order of its
+            tokens. Requests must not share the pages of their new tokens.
+        cu_query_lengths: int32 [R + 1], the first new token of each request, and the end of the
+            last one's.
+        key_scales: float32 [P, K, page_size] or [K], the scales of quantised keys. Scales per token
+            are computed and written here, too; scales per head are given, and larger numbers are
+            clipped.
+        value_scales: the same of quantised values.
 
     Returns:
         The pages of keys and of values; with quantised pages also their scales. A token whose
