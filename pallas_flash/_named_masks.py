@@ -282,14 +282,11 @@ class Neighborhood(Joinable):
     window: tuple[int, ...] = dataclasses.field(metadata=STATIC)
 
     def sizes(self):
-        points = math.prod(self.grid)
+        points = math.prod(_ints("grid", self.grid))
         return 1, 1, points, points
 
     def fit(self, call):
-        grid, window = (
-            tuple(at_least(1, f"Neighborhood.{name}", n) for n in _tuple(name, value))
-            for name, value in (("grid", self.grid), ("window", self.window))
-        )
+        grid, window = _ints("grid", self.grid), _ints("window", self.window)
         if len(grid) != len(window) or any(w > n for n, w in zip(grid, window, strict=False)):
             raise ValueError(
                 "`Neighborhood.window` must have an int for each axis of the grid, not above its "
@@ -326,13 +323,14 @@ def _band(positions: Positions, number, *, low: int | None) -> Numbers:
     return Numbers(jax.tree.map(number, positions), low, 0)
 
 
-def _tuple(name: str, value) -> tuple:
+def _ints(name: str, value) -> tuple[int, ...]:
+    """Return the ints of an attribute of `Neighborhood`, checked."""
     if not isinstance(value, tuple) or not value:
         raise TypeError(
             f"`Neighborhood.{name}` must be a tuple of ints; got {describe(value)}. Write an int "
             "for each axis of the grid, as in (height, width)."
         )
-    return value
+    return tuple(at_least(1, f"Neighborhood.{name}", n) for n in value)
 
 
 def _visits(parents):
