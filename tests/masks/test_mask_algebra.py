@@ -169,7 +169,7 @@ def test_operators_take_arrays_on_both_sides():
             ((mask & x) | x, array | (array & own)),
             (x & ~mask, array & ~own),
         ):
-            assert type(joined) is Mask
+            assert isinstance(joined, Mask)
             np.testing.assert_array_equal(allowed(fit(joined)), np.broadcast_to(want, SHAPE))
 
 
