@@ -55,20 +55,22 @@ def measured(case, dtype, implementation, problem=None, **extra):
         return run(*qkv, *cotangents, **operands)
 
 
-def _expected_of(problem, tf32):
+def _expected_of(problem, tf32, forward_alone=False):
     """The names of results, the exact ones, and those of the dense computation."""
     qkv, cotangents, options = problem
-    truth = oracle.solve(*qkv, *cotangents, tf32=tf32, **options)
+    arrays = qkv if forward_alone else (*qkv, *cotangents)
+    truth = oracle.solve(*arrays, tf32=tf32, **options)
     operands, options = oracle.split(options)
-    dense = functools.partial(oracle.dense, tf32=tf32, **options)
-    run = oracle.compiled_alike(functools.partial(oracle.differentiate, dense))
-    return oracle.names(operands), truth, run(*qkv, *cotangents, **operands)
+    run = functools.partial(oracle.dense, tf32=tf32, **options)
+    if not forward_alone:
+        run = functools.partial(oracle.differentiate, run)
+    return oracle.names(operands), truth, oracle.compiled_alike(run)(*arrays, **operands)
 
 
 @functools.lru_cache(maxsize=len(cases.CASES))
-def _expected(case, dtype, tf32):
+def _expected(case, dtype, *others):
     """The same of a case, which several tests judge."""
-    return _expected_of(case.problem(dtype), tf32)
+    return _expected_of(case.problem(dtype), *others)
 
 
 def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=None, apart=False):
@@ -81,10 +83,11 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=N
     """
     if expected is not None:
         names, truth, baseline = expected
-    elif problem is None:
-        names, truth, baseline = _expected(case, dtype, tf32)
     else:
-        names, truth, baseline = _expected_of(problem, tf32)
+        what = tf32, len(results) == 2
+        names, truth, baseline = (
+            _expected(case, dtype, *what) if problem is None else _expected_of(problem, *what)
+        )
     if len(results) in (2, len(oracle.NAMES)):
         names, baseline = names[: len(results)], baseline[: len(results)]
     shapes = [x.shape for x in baseline]
@@ -119,8 +122,8 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=N
 
 def judge_max_logits(case, dtype, found, problem=None, *, tf32=False):
     """Asserts the rule for the largest scores, each of which is a number of a few roundings."""
-    qkv, cotangents, options = problem or case.problem(dtype)
-    truth = oracle.solve(*qkv, *cotangents, tf32=tf32, **options)
+    qkv, _, options = problem or case.problem(dtype)
+    truth = oracle.solve(*qkv, tf32=tf32, **options)
     operands, options = oracle.split(options)
 
     dense = functools.partial(oracle.dense, tf32=tf32, return_max_logits=True, **options)

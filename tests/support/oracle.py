@@ -250,35 +250,44 @@ def scores_of(products, held, shape, *, bias, alibi_slopes, score_mod, logits_so
     return s, slope
 
 
-def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
+def solve(q, k, v, do=None, dlse=None, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
           score_mod=None, logits_soft_cap=None, dropout_rate=0.0,
           dropout_key=None, broadcast_dropout=False, tf32=False, rounded=np.float64,
           **conditions):  # fmt: skip
     """The `Truth` for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V] and [B, T, N].
 
-    `rounded` is the dtype that has room for a score, after each step to it.
+    Without the cotangents `do` and `dlse` it has no gradients. `rounded` is the dtype that has room
+    for a score, after each step to it.
     """
     dtype = q.dtype
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     scale = H**-0.5 if scale is None else float(scale)
 
-    def heads_first(x, copies=1):
-        return np.repeat(np.asarray(x, np.float64), copies, axis=2).swapaxes(1, 2)
+    def heads_first(x):
+        return np.asarray(x, np.float64).swapaxes(1, 2)
 
     def heads_last(x):
         return x.swapaxes(1, 2)
 
-    def group(x):
-        return heads_last(x.reshape(B, K, N // K, S, x.shape[-1]).sum(2))
+    def grouped(x):
+        """The rows of the N // K query heads that share a key head, as rows of one matrix."""
+        return x.reshape(B, K, N // K * T, x.shape[-1])
+
+    def times(x, y):
+        """x @ y, where y has the heads of keys."""
+        return (grouped(x) @ y).reshape(B, N, T, y.shape[-1])
+
+    def summed(x, y):
+        """x.mT @ y, summed over the query heads that share a key head."""
+        return heads_last(grouped(x).mT @ grouped(y))
 
     def held(s):
         with np.errstate(over="ignore"):
             return s.astype(rounded).astype(np.float64)
 
-    q, do, dlse = heads_first(q), heads_first(do), heads_first(dlse)
-    k, v = heads_first(k, N // K), heads_first(v, N // K)
+    q, k, v = heads_first(q), heads_first(k), heads_first(v)
     ok = visible((B, N, T, S), **conditions)
-    raw = q @ k.mT
+    raw = times(q, k.mT)
     s, slope = scores_of(
         scale * raw,
         held,
@@ -305,7 +314,19 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
         ones = kept(dropout_key, (B, N, T, S), dropout_rate, broadcast_dropout)
         dropped = ones / share_kept(dropout_rate)
     weight = p * dropped
-    o = weight @ v
+    o, of_o = times(weight, v), times(weight**2, v**2)
+    largest = s.max((2, 3))
+    values = {"o": heads_last(o), "lse": lse, "max_logits": largest}
+    terms = {
+        "o": times(weight, np.abs(v)),
+        "lse": np.where(np.isinf(lse), 0, 1 + np.abs(lse)),
+        "max_logits": np.where(np.isinf(largest), 0, 1 + np.abs(largest)),
+    }
+    # Variances. o has that of its rounding and of p's before it.
+    of_rounding = {"o": heads_last(of_o)}
+    if do is None:
+        return _truth(values, terms, {}, of_rounding)
+    do, dlse = heads_first(do), heads_first(dlse)
 
     def delta_of(o):
         return (o * do).sum(-1, keepdims=True) - dlse[..., None]
@@ -318,7 +339,7 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
     def through_ds(dp, delta):
         """The gradients that depend on delta."""
         ds = p * (dp - delta) * slope
-        found = {"dq": heads_last(scale * (ds @ k)), "dk": group(scale * (ds.mT @ q))}
+        found = {"dq": heads_last(scale * times(ds, k)), "dk": scale * summed(ds, q)}
         if bias is not None:
             found["dbias"] = sum_like(ds, bias)
         if sinks is not None:
@@ -326,24 +347,13 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
             found["dsinks"] = -(p_sink * delta).sum((0, 2, 3))
         return found, ds
 
-    dp, delta = (do @ v.mT) * dropped, delta_of(o)
+    dp, delta = times(do, v.mT) * dropped, delta_of(o)
     gradients, ds = through_ds(dp, delta)
-    largest = s.max((2, 3))
-    values = {
-        "o": heads_last(o),
-        "lse": lse,
-        "max_logits": largest,
-        **gradients,
-        "dv": group(weight.mT @ do),
-        "dscale": (ds * raw).sum(),
-    }
+    values |= {**gradients, "dv": summed(weight, do), "dscale": (ds * raw).sum()}
     # ds is a difference: rounding is judged against the size of what is subtracted.
     size = p * (np.abs(dp) + np.abs(delta)) * np.abs(slope)
-    terms = {
-        "o": weight @ np.abs(v),
-        "lse": np.where(np.isinf(lse), 0, 1 + np.abs(lse)),
-        "max_logits": np.where(np.isinf(largest), 0, 1 + np.abs(largest)),
-        "dq": abs(scale) * (size @ np.abs(k)),
+    terms |= {
+        "dq": abs(scale) * times(size, np.abs(k)),
         "dk": abs(scale) * (size.mT @ np.abs(q)),
         "dv": weight.mT @ np.abs(do),
         "dscale": (size * np.abs(raw)).sum(),
@@ -352,27 +362,30 @@ def solve(q, k, v, do, dlse, *, scale=None, bias=None, sinks=None, alibi_slopes=
         terms["dbias"] = sum_like(size, bias)
     if sinks is not None:
         terms["dsinks"] = (p_sink * np.abs(delta)).sum((0, 2, 3))
-    cut_dp = (as_tf32(do) @ as_tf32(v).mT) * dropped if tf32 else dp
-    # Variances. o has that of its rounding and of p's before it; a row of ds shares that of delta.
-    of_o = weight**2 @ v**2
+    cut_dp = times(as_tf32(do), as_tf32(v).mT) * dropped if tf32 else dp
+    # A row of ds shares the variance of delta.
     of_delta = (do**2 * (of_o + o**2)).sum(-1, keepdims=True)
     share = p * slope
-    of_rounding = {
-        "o": heads_last(of_o),
-        "dq": scale**2 * heads_last(ds**2 @ k**2 + (share @ k) ** 2 * of_delta),
-        "dk": scale**2 * group((ds**2).mT @ q**2 + (share**2).mT @ (q**2 * of_delta)),
-        "dv": group((weight**2).mT @ do**2),
+    of_rounding |= {
+        "dq": scale**2 * heads_last(times(ds**2, k**2) + times(share, k) ** 2 * of_delta),
+        "dk": scale**2 * (summed(ds**2, q**2) + summed(share**2, q**2 * of_delta)),
+        "dv": summed(weight**2, do**2),
     }
     if bias is not None:
         of_rows = share if np.shape(bias)[-1:] == (S,) else share.sum(-1, keepdims=True)
         of_rounding["dbias"] = sum_like(of_rows**2 * of_delta, bias)
     if sinks is not None:
         of_rounding["dsinks"] = (p_sink**2 * of_delta).sum((0, 2, 3))
+    from_rounded, _ = through_ds(cut_dp, delta_of(np.asarray(o.astype(dtype), np.float64)))
+    return _truth(values, terms, from_rounded, of_rounding)
+
+
+def _truth(values, terms, from_rounded, variances):
     return Truth(
         values,
         {name: float(np.linalg.norm(x)) for name, x in terms.items()},
-        through_ds(cut_dp, delta_of(np.asarray(o.astype(dtype), np.float64)))[0],
-        {name: np.sqrt(x) for name, x in of_rounding.items()},
+        from_rounded,
+        {name: np.sqrt(x) for name, x in variances.items()},
     )
 
 

@@ -86,8 +86,6 @@ class Schedule:
                 q[None, at],
                 k[None],
                 v[None],
-                np.zeros((1, new, heads, width)),
-                np.zeros((1, new, heads)),
                 is_causal=True,
                 query_offset=int(length - new),
                 **options,
