@@ -125,12 +125,12 @@ CAUSAL = dict(is_causal=True, query_offset=-5)
 def small_call(implementation, **options):
     """A call, its operands, and their largest scores."""
     case = cases.Case("small", T=21, S=35, N=6, H=8, V=5)
-    qkv, cotangents, _ = case.problem()
-    return call_of(implementation, CAUSAL | options), qkv, _largest(qkv, cotangents)
+    qkv, *_ = case.problem()
+    return call_of(implementation, CAUSAL | options), qkv, _largest(qkv)
 
 
-def _largest(qkv, cotangents):
-    truth = oracle.solve(*qkv, *cotangents, **CAUSAL)
+def _largest(qkv):
+    truth = oracle.solve(*qkv, **CAUSAL)
     return np.asarray(truth.values["max_logits"], np.float32)
 
 

@@ -176,8 +176,8 @@ def test_projections_of_gpt2_are_one_matrix(tmp_path):
 # ------------------------------------------------------------------------------------ eight devices
 
 
-def main(folder):
-    """Load onto meshes: each device holds its part, and logits and gradients are one device's."""
+def main(folder, sizes):
+    """Load onto a mesh: each device holds its part, and logits and gradients are one device's."""
     one = Decoder.from_pretrained(folder)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (4, 8)))
 
@@ -186,31 +186,31 @@ def main(folder):
 
     graphdef, params = nnx.split(one)
     whole, gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, graphdef, tokens)
-    for sizes in ((2, 2, 1, 2), (1, 4, 2, 1)):
-        mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4)
-        model = Decoder.from_pretrained(folder, layout=Layout(mesh))
-        up = model.layers[0].mlp.up.weight[...].addressable_shards[0].data
-        assert up.shape == (model.config.hidden // sizes[3], 16 // sizes[1])
-        for path, x in state_of(one).items():
-            np.testing.assert_array_equal(state_of(model)[path], x, err_msg=path)
-        graphdef, params = nnx.split(model)
-        ours = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, graphdef, tokens)
-        np.testing.assert_allclose(ours[0], whole, rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours[1], gradient)
-        new = Decoder(one.config, rngs=nnx.Rngs(0), layout=Layout(mesh))
-        for path, x in state_of(new).items():
-            assert x.sharding == state_of(model)[path].sharding
-        prompts = [[1, 2, 3], [4]]
-        texts = [list(Generation(x, prompts, 9, Sampling(temperature=0))) for x in (one, model)]
-        assert texts[0] == texts[1]
+    mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4)
+    model = Decoder.from_pretrained(folder, layout=Layout(mesh))
+    up = model.layers[0].mlp.up.weight[...].addressable_shards[0].data
+    assert up.shape == (model.config.hidden // sizes[3], 16 // sizes[1])
+    for path, x in state_of(one).items():
+        np.testing.assert_array_equal(state_of(model)[path], x, err_msg=path)
+    graphdef, params = nnx.split(model)
+    ours = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, graphdef, tokens)
+    np.testing.assert_allclose(ours[0], whole, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours[1], gradient)
+    new = Decoder(one.config, rngs=nnx.Rngs(0), layout=Layout(mesh))
+    for path, x in state_of(new).items():
+        assert x.sharding == state_of(model)[path].sharding
+    prompts = [[1, 2, 3], [4]]
+    texts = [list(Generation(x, prompts, 9, Sampling(temperature=0))) for x in (one, model)]
+    assert texts[0] == texts[1]
     mesh = jax.make_mesh((1, 8, 1, 1), AXES, axis_types=(AxisType.Auto,) * 4)
     with pytest.raises(ValueError, match=r"`layout` must divide .* evenly"):
         Decoder.from_pretrained(f"{folder}-odd", layout=Layout(mesh))
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 4, 2, 1)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_loaded_onto_eight_devices(family, tmp_path):
+def test_loaded_onto_eight_devices(family, sizes, tmp_path):
     make(family, implementation=None).save_pretrained(tmp_path / "a")
     odd = {"n_embd": 12} if family == "gpt2" else {"hidden_size": 12, "head_dim": 4}
     make(family, **odd).save_pretrained(tmp_path / "a-odd")
-    eight_devices.run(__name__, "main", str(tmp_path / "a"))
+    eight_devices.run(__name__, "main", str(tmp_path / "a"), sizes)

@@ -250,6 +250,25 @@ def scores_of(products, held, shape, *, bias, alibi_slopes, score_mod, logits_so
     return s, slope
 
 
+def heads_first(x):
+    return np.asarray(x, np.float64).swapaxes(1, 2)
+
+
+def heads_last(x):
+    return x.swapaxes(1, 2)
+
+
+def grouped(x, kv_heads):
+    """The rows of the query heads that share a key head, as rows of one matrix."""
+    B, N, T, width = x.shape
+    return x.reshape(B, kv_heads, N // kv_heads * T, width)
+
+
+def times(x, y):
+    """x @ y, where y has the heads of keys."""
+    return (grouped(x, y.shape[1]) @ y).reshape(*x.shape[:3], y.shape[-1])
+
+
 def solve(q, k, v, do=None, dlse=None, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
           score_mod=None, logits_soft_cap=None, dropout_rate=0.0,
           dropout_key=None, broadcast_dropout=False, tf32=False, rounded=np.float64,
@@ -263,27 +282,13 @@ def solve(q, k, v, do=None, dlse=None, *, scale=None, bias=None, sinks=None, ali
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     scale = H**-0.5 if scale is None else float(scale)
 
-    def heads_first(x):
-        return np.asarray(x, np.float64).swapaxes(1, 2)
-
-    def heads_last(x):
-        return x.swapaxes(1, 2)
-
-    def grouped(x):
-        """The rows of the N // K query heads that share a key head, as rows of one matrix."""
-        return x.reshape(B, K, N // K * T, x.shape[-1])
-
-    def times(x, y):
-        """x @ y, where y has the heads of keys."""
-        return (grouped(x) @ y).reshape(B, N, T, y.shape[-1])
-
-    def summed(x, y):
-        """x.mT @ y, summed over the query heads that share a key head."""
-        return heads_last(grouped(x).mT @ grouped(y))
-
     def held(s):
         with np.errstate(over="ignore"):
             return s.astype(rounded).astype(np.float64)
+
+    def summed(x, y):
+        """x.mT @ y, summed over the query heads that share a key head."""
+        return heads_last(grouped(x, K).mT @ grouped(y, K))
 
     q, k, v = heads_first(q), heads_first(k), heads_first(v)
     ok = visible((B, N, T, S), **conditions)

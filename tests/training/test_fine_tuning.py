@@ -54,12 +54,21 @@ def tuning(folders, tmp_path):
 
 
 def mean_loss(model, rows):
-    """The mean cross-entropy of (given, next) pairs of lists, each a document of its own."""
-    found = []
-    for given, following in rows:
-        log_probs = jax.nn.log_softmax(model(jnp.asarray([given])))[0]
-        found += [-log_probs[i, token] for i, token in enumerate(following)]
-    return np.mean(found)
+    """The mean cross-entropy of (given, next) pairs of lists, each a row of its own.
+
+    Rows of one length are one program. A causal model looks at nothing of their padding.
+    """
+    given = np.zeros((len(rows), max(len(x) for x, _ in rows)), np.int32)
+    for row, (tokens, _) in zip(given, rows, strict=True):
+        row[: len(tokens)] = tokens
+    log_probs = np.asarray(jax.nn.log_softmax(model(jnp.asarray(given))))
+    return np.mean(
+        [
+            -x[i, token]
+            for x, (_, next_) in zip(log_probs, rows, strict=True)
+            for i, token in enumerate(next_)
+        ]
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2"])
