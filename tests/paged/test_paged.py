@@ -156,7 +156,7 @@ def test_token_by_token_equals_the_forward(options, implementation):
         return pages, paged(q, *pages, lengths, table, implementation=implementation, **options)
 
     start = 0
-    for n in (20, 16, 1, 1, 1, 1):
+    for n in (18, 18, 1, 1, 1, 1):
         new = slice(start, start + n)
         start += n
         lengths = jnp.full(2, start, jnp.int32)
