@@ -344,16 +344,11 @@ def _visits(parents):
     token = jnp.arange(n, dtype=jnp.int32)
     # Token n is a root above all. It leaves at event 2 n, which ends the list.
     parent = jnp.where(parents < 0, n, parents)
-    order = jnp.argsort(parent, stable=True).astype(jnp.int32)
-    of_order = parent[order]
-    is_next = jnp.append(of_order[1:] == of_order[:-1], False)
-    enter_sibling = jnp.zeros(n, jnp.int32).at[order].set(jnp.roll(order, -1))
-    has_sibling = jnp.zeros(n, bool).at[order].set(is_next)
-    first = jnp.searchsorted(of_order, token).astype(jnp.int32)
-    at = jnp.minimum(first, n - 1)
-    has_child = (first < n) & (of_order[at] == token)
-    after_enter = jnp.where(has_child, order[at], n + token)
-    after_leave = jnp.where(has_sibling, enter_sibling, n + parent)
+    # Compared in pairs: as much work as a score each, and few kernels for a small tree.
+    first_child = _first(parent[:, None] == token)
+    next_sibling = _first((parent[:, None] == parent) & (token[:, None] > token))
+    after_enter = jnp.where(first_child < n, first_child, n + token)
+    after_leave = jnp.where(next_sibling < n, next_sibling, n + parent)
     end = jnp.full(1, 2 * n, jnp.int32)
     successor = jnp.concatenate([after_enter, after_leave, end])
     left = jnp.ones(2 * n + 1, jnp.int32).at[2 * n].set(0)
@@ -362,5 +357,13 @@ def _visits(parents):
         left, successor = carry
         return left + left[successor], successor[successor]
 
-    left, _ = lax.fori_loop(0, max(1, (2 * n).bit_length()), double, (left, successor))
+    rounds = max(1, (2 * n).bit_length())
+    left, _ = lax.fori_loop(0, rounds, double, (left, successor), unroll=True)
     return -left[:n], -left[n : 2 * n]
+
+
+def _first(is_one):
+    """Return the first row of each column that is one, or their number where none is."""
+    n = is_one.shape[0]
+    rows = jnp.arange(n, dtype=jnp.int32)[:, None]
+    return jnp.min(jnp.where(is_one, rows, n), axis=0, initial=n)
