@@ -23,8 +23,9 @@ OPTIONS = [
     {"num_kv_heads": 1, "logits_soft_cap": 1.5, "rope_theta": None},
 ]
 INTERPRET = {"local_window_size": (4, 0), "num_kv_heads": 2, "implementation": "interpret"}
-# How many real tokens each of three sequences gets, call by call; the rest is padding.
-SCHEDULE = [[5, 9, 1], [1, 1, 1], [0, 3, 4], [1, 1, 1], [7, 2, 3], [1, 1, 1]]
+# How many real tokens each of three sequences gets, call by call; the rest is padding. Calls have 7
+# tokens or one, so that they are two programs.
+SCHEDULE = [[5, 7, 1], [1, 1, 1], [0, 3, 7], [1, 1, 1], [7, 2, 3], [1, 1, 1]]
 
 
 def padded(x, start, counts):
@@ -61,7 +62,7 @@ def test_ragged_cache_follows_each_text(options):
 
 # A room of the window alone, of one token more, and for all tokens of a call.
 @pytest.mark.parametrize(
-    ("room", "options"), [(4, OPTIONS[1]), (5, OPTIONS[1]), (13, OPTIONS[1]), (5, INTERPRET)]
+    ("room", "options"), [(4, OPTIONS[1]), (5, OPTIONS[1]), (11, OPTIONS[1]), (5, INTERPRET)]
 )
 def test_ring_follows_each_text(room, options):
     layer = self_attention(**options)

@@ -227,7 +227,7 @@ def test_kernels_compile_for_the_a100(head_dim):
     ("head_dim", "dtype", "target"),
     [
         (64, "bfloat16", "h200"),
-        (128, "bfloat16", "h200"),
+        pytest.param(128, "bfloat16", "h200", marks=pytest.mark.extended),
         (256, "bfloat16", "h200"),
         (128, "float32", "h200"),
         (128, "bfloat16", "a100"),
