@@ -413,6 +413,7 @@ def gemma(monkeypatch):
     """The modules of Flax's Gemma example, and its attention as the page changes it."""
     examples = os.environ.get("FLAX_EXAMPLES")
     if examples is None:
+        # An installed Flax has no examples; .ci/nightly downloads its sources, and sets this.
         pytest.skip("FLAX_EXAMPLES is not set: the folder `examples` of Flax's source distribution")
     folder = pathlib.Path(examples) / "gemma"
     monkeypatch.syspath_prepend(folder)
