@@ -27,7 +27,7 @@ def forward_pass(plan: Plan, operands, rest):
 @functools.partial(forward_pass.defjvp, symbolic_zeros=True)
 def _(plan: Plan, primals, tangents):
     operands, rest = primals
-    moved = _moved(tangents[0])
+    moved = moved_operands(tangents[0])
     o_dot, lse_dot = _tangents.of_forward(tuple(moved), plan.along, operands, rest, moved)
     o, log_sum = forward_pass(plan, operands, rest)
     # Only the sum of the two terms has a meaning, so that one of them may get all of its tangent.
@@ -48,7 +48,7 @@ def _(plan: Plan, wanted: Wanted, primals, tangents):
     gradients = backward_pass(plan, wanted, *primals)
     named = _tangents.by_name(gradients._asdict())
     names = tuple(name for name, x in named.items() if x is not None)
-    moved = _moved(tangents[0])
+    moved = moved_operands(tangents[0])
     cotangents_dot = [
         jnp.zeros_like(x) if isinstance(t, SymbolicZero) else t
         for x, t in zip(cotangents, tangents[4:], strict=True)
@@ -58,7 +58,13 @@ def _(plan: Plan, wanted: Wanted, primals, tangents):
     )
 
 
-def _moved(tangents: dict) -> dict:
+def moved_operands(tangents: dict) -> dict:
     """Return the tangents of those operands that have one, by `_tangents.by_name`."""
-    named = _tangents.by_name(tangents)
-    return {name: t for name, t in named.items() if not (t is None or isinstance(t, SymbolicZero))}
+    return {name: t for name, t in _tangents.by_name(tangents).items() if _is_moved(t)}
+
+
+def _is_moved(tangent) -> bool:
+    if tangent is None or isinstance(tangent, SymbolicZero):
+        return False
+    # Integers have tangents of this dtype.
+    return tangent.dtype != jax.dtypes.float0

@@ -1,7 +1,8 @@
 """The custom derivative of `attention`: its rule and its residuals.
 
     forward:   (o, LSE) = forward_pass(operands)
-    backward:  gradients = backward_pass(operands, o, LSE, do, dlse)
+    tangents:  (o_dot, lse_dot) = a linear map of the operands' tangents, `_tangents.of_forward`
+    backward:  gradients = backward_pass(operands, o, LSE, do, dlse), the transpose of that map
 
 Residuals are the operands, the output and the LSE as a `LogSum`; the backward computes delta
 itself. The output and the LSE carry checkpoint names. A remat policy, `save_residuals`, can keep
@@ -10,6 +11,7 @@ them, so that the forward never runs twice.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,10 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
-from pallas_flash import _compat, _partition
-from pallas_flash._passes import backward_pass, forward_pass
+from pallas_flash import _compat, _linear, _partition, _tangents
+from pallas_flash._passes import backward_pass, forward_pass, moved_operands
 from pallas_flash._plan import Plan, Wanted
 from pallas_flash._problem import Problem
-from pallas_flash._reverse_mode import in_reverse_mode
 from pallas_flash._scores import LogSum
 
 # The checkpoint names of the output and of the LSE, and the policy that saves both.
@@ -79,7 +80,7 @@ def _attend_on_mesh(plan: Plan, operands: dict, rest: Problem):
             here = dataclasses.replace(here, bias_dtype=bias.dtype)
             operands["bias"] = bias.astype(problem.accumulator_dtype)
         operands, rest = _compat.vary_alike((operands, rest))
-        return _attend(here, in_reverse_mode(here.implementation, operands), rest)
+        return _attend(here, operands, rest)
 
     return _partition.explicitly(attend, rest.join(operands))
 
@@ -87,45 +88,68 @@ def _attend_on_mesh(plan: Plan, operands: dict, rest: Problem):
 _attend_compiled = jax.jit(_attend_on_mesh, static_argnums=0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(plan: Plan, operands, rest):
     o, log_sum = forward_pass(plan, operands, rest)
     return o, *public_rows(log_sum)
 
 
-def _forward(plan: Plan, operands, rest):
-    def perturbed(name):
-        return any(x.perturbed for x in jax.tree.leaves(operands[name], is_leaf=_has_tangent))
-
-    flags = {name: perturbed(name) for name in ("scale", "bias", "sinks", "slopes")}
-    of_scores = tuple(x.perturbed for x in operands["score_operands"] or ())
-    wanted = Wanted(**flags, score_operands=of_scores)
-    operands, rest = jax.tree.map(lambda x: x.value, (operands, rest), is_leaf=_has_tangent)
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _(plan: Plan, primals, tangents):
+    operands, rest = primals
+    moved = moved_operands(tangents[0])
     o, log_sum = forward_pass(plan, operands, rest)
     o = checkpoint_name(o, NAMES[0])
     log_sum = jax.tree.map(lambda x: checkpoint_name(x, NAMES[1]), log_sum)
-    residuals = operands, rest, o, log_sum._replace(max_logits=None), wanted
-    return (o, *public_rows(log_sum)), residuals
+    out = o, *public_rows(log_sum)
+    fixed, structure = jax.tree.flatten((o, log_sum.l_log2, log_sum.m, operands, rest))
+    rule = _Derivative(plan, _wanted(moved, operands), tuple(moved), structure)
+    o_dot, lse_dot = _linear.apply(rule, fixed, list(moved.values()))
+    # The largest scores, the third result, have no tangent.
+    still = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in out[2:]]
+    return out, (o_dot, jnp.moveaxis(lse_dot, 1, 2), *still)
 
 
-def _has_tangent(x) -> bool:
-    return hasattr(x, "perturbed")
+def _wanted(moved: dict, operands: dict) -> Wanted:
+    """Return the gradients of the operands in `moved`, which `moved_operands` returned."""
+    flags = {name: name in moved for name in ("scale", "bias", "sinks", "slopes")}
+    of_scores = _tangents.by_name({"score_operands": operands["score_operands"]})
+    return Wanted(**flags, score_operands=tuple(name in moved for name in of_scores))
 
 
-def _backward(plan: Plan, residuals, cotangents):
-    operands, rest, o, log_sum, wanted = residuals
-    # The largest scores have no gradient: nothing uses their cotangent.
-    do, dlse, *_ = cotangents
-    if isinstance(do, SymbolicZero):
-        do = jnp.zeros_like(o)
-    if isinstance(dlse, SymbolicZero):
-        dlse = None
-    gradients = backward_pass(plan, wanted, operands, rest, o, log_sum, do, dlse)
-    # None is a zero. Everything in `rest` has one: masks, lengths and ids have no gradient.
-    return gradients._asdict(), None
+@dataclasses.dataclass(frozen=True)
+class _Derivative:
+    """The derivative of `_attend` as a linear map of tangents, and its transpose, for `_linear`.
 
+    Attributes:
+        plan: of the call.
+        wanted: the gradients that the transpose computes.
+        names: the operands that have a tangent, by `_tangents.by_name`.
+        structure: of the residuals: o, both terms of the LSE, the operands, and the rest.
+    """
 
-_attend.defvjp(_forward, _backward, symbolic_zeros=True)
+    plan: Plan
+    wanted: Wanted
+    names: tuple[str, ...]
+    structure: Any
+
+    def tangents(self, fixed, moved):
+        """Return the tangents of o [B, T, N, V] and of the natural LSE [B, N, T]."""
+        _, _, _, operands, rest = jax.tree.unflatten(self.structure, fixed)
+        moved = dict(zip(self.names, moved, strict=True))
+        o, lse = _tangents.of_forward(self.names, self.plan.along, operands, rest, moved)
+        return [o, jnp.moveaxis(lse, 2, 1)]
+
+    def cotangents(self, fixed, cotangents):
+        """Return the gradients of the operands in `names`."""
+        o, l_log2, m, operands, rest = jax.tree.unflatten(self.structure, fixed)
+        do, dlse = cotangents
+        do = jnp.zeros_like(o) if do is None else do
+        dlse = None if dlse is None else jnp.moveaxis(dlse, 1, 2)
+        log_sum = LogSum(m, l_log2)
+        gradients = backward_pass(self.plan, self.wanted, operands, rest, o, log_sum, do, dlse)
+        named = _tangents.by_name(gradients._asdict())
+        return [named[name] for name in self.names]
 
 
 def public_rows(log_sum: LogSum) -> tuple:

@@ -66,18 +66,6 @@ def bad_derivatives():
         factor=f32(6),
     )
 
-    def tangent_of_the_call(x):
-        call = functools.partial(pallas_flash.attention, implementation="xla")
-        return jax.jvp(lambda q: call(q, q, q), (x,), (x,))
-
-    yield row_of(
-        "forward mode",
-        tangent_of_the_call,
-        NotImplementedError,
-        "`attention` must be differentiated in reverse mode by 'xla'",
-        x=jnp.ones((1, 4, 2, 8)),
-    )
-
 
 ROWS = list(bad_derivatives())
 

@@ -29,7 +29,7 @@ __main__
 __init__ tune flax* _plot _tiling.tune
 _api _paged _pages _packed
 _validate _validate_paged _resolve _faster _tiling.cache
-_vjp _passes _plan _lowered_once _reverse_mode _tangents _functions _limits _tiling.choose
+_vjp _passes _plan _lowered_once _linear _tangents _functions _limits _tiling.choose
 _context* _partition*
 _mosaic* _triton* _xla* _reference
 _features _problem _paged_problem _mask_objects _named_masks _merge _score_mod _order _key_center
