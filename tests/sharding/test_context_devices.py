@@ -357,7 +357,7 @@ def check_layers_in_a_shard_map(kind):
         jax.shard_map(decode, mesh=mesh, in_specs=tokens, out_specs=tokens)(x)
 
 
-def check_second_derivatives(kind):
+def check_second_derivatives_and_tangents(kind):
     axes = {"sequence": 4}
     mesh, rows, ids_spec = make_mesh(axes, kind), rows_spec(axes), P(None, "sequence")
     qkv = normal((1, 16, 2, 8), (1, 16, 1, 8), (1, 16, 1, 8))
@@ -378,7 +378,7 @@ def check_second_derivatives(kind):
         def run(*arguments):
             *qkv, ids = arguments
             grad = jax.grad(lambda *qkv: (call(*qkv, ids) ** 2).sum(), argnums=(0, 1, 2))
-            return jax.jvp(grad, qkv, qkv)[1]
+            return jax.jvp(grad, qkv, qkv)[1], jax.jvp(lambda *qkv: call(*qkv, ids), qkv, qkv)
 
         return run
 

@@ -349,7 +349,7 @@ def check_symbolic_sizes(kind):
             jax.export.export(run)(shapes)
 
 
-def check_second_derivatives(kind):
+def check_second_derivatives_and_tangents(kind):
     mesh, arguments = make_mesh(kind), draw(12)
     arguments.pop("do")
 
@@ -358,12 +358,13 @@ def check_second_derivatives(kind):
             return (fn(x) ** 2).sum()
 
         return lambda x: (
+            jax.jvp(fn, (x,), (x,)),
             jax.jvp(jax.grad(loss), (x,), (x,))[1],
             jax.grad(lambda x: (jax.grad(loss)(x)["key"] ** 2).sum())(x),
         )
 
     def reverse(fn):
-        return lambda x: products(fn)(x)[1]
+        return lambda x: products(fn)(x)[2]
 
     placed = place(arguments, mesh)
     compare(lambda by: products(lambda x: call(by, is_causal=True)(**x)), "xla", arguments, placed)

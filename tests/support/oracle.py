@@ -147,7 +147,7 @@ class Clamped:
     """An operand of a user's function: an index outside is moved to the edge."""
 
     def __init__(self, array):
-        self._array = np.asarray(array)
+        self._array = array if isinstance(array, jax.core.Tracer) else np.asarray(array)
 
     def __getitem__(self, index):
         index = index if isinstance(index, tuple) else (index,)
@@ -422,10 +422,22 @@ def _product(rounded, s):
 _product.defvjp(lambda rounded, s: (s, None), lambda rounded, _, ds: (rounded(ds),))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _operand_and_tangent(rounded, x):
+    """An operand of a product in forward mode: its tangent is one, too."""
+    return rounded(x)
+
+
+_operand_and_tangent.defjvp(lambda rounded, x, dx: (rounded(*x), rounded(*dx)))
+
+
 def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, score_mod=None,
           logits_soft_cap=None, dropout_rate=0.0, dropout_key=None, broadcast_dropout=False,
-          tf32=False, return_max_logits=False, **conditions):  # fmt: skip
-    """Dense attention in plain JAX: products of the inputs' dtype or TF32, softmax in float32."""
+          tf32=False, return_max_logits=False, forward_mode=False, **conditions):  # fmt: skip
+    """Dense attention in plain JAX: products of the inputs' dtype or TF32, softmax in float32.
+
+    It has gradients, or tangents in `forward_mode`.
+    """
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
 
@@ -437,9 +449,10 @@ def dense(q, k, v, *, scale=None, bias=None, sinks=None, alibi_slopes=None, scor
         return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     def product(equation, a, b):
-        a, b = (_operand(rounded, x).astype(q.dtype) for x in (a, b))
+        operand = _operand_and_tangent if forward_mode else _operand
+        a, b = (operand(rounded, x).astype(q.dtype) for x in (a, b))
         x = jnp.einsum(equation, a, b, preferred_element_type=wide, precision="highest")
-        return _product(rounded, x)
+        return x if forward_mode else _product(rounded, x)
 
     kk, vv = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     s = product("btnh,bsnh->bnts", q, kk) * (H**-0.5 if scale is None else scale)

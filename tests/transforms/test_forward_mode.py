@@ -1,0 +1,268 @@
+"""Forward mode: tangents of output and LSE in all operands, as accurate as dense attention's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import cases, jaxprs, oracle
+from support.compare import assert_close
+from support.forward_mode import Call, judge_tangents, tangents
+from support.judge import SMALL
+from support.pairs_of_settings import SETTINGS, call_of, covering
+
+from pallas_flash import ScoreMod, _tangents, _xla, attention
+
+EACH = ("xla", "interpret", "reference")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks of queries, the last one ragged."""
+    monkeypatch.setattr(_tangents, "ROWS_AT_ONCE", 256)
+    monkeypatch.setattr(_xla, "BLOCK_Q", 16)
+    monkeypatch.setattr(_xla, "BLOCK_KV", 32)
+
+
+def tiles(implementation):
+    return {"tile_sizes": SMALL} if implementation == "interpret" else {}
+
+
+# ------------------------------------------------------------------------------------------------
+# Accuracy
+# ------------------------------------------------------------------------------------------------
+
+# Each operand with a tangent, rows without keys, and large scores.
+CASES = [
+    (by, cases.BY_NAME[name])
+    for by, name in [
+        ("xla", "full"),
+        ("interpret", "causal, first queries see nothing"),
+        ("interpret", "lengths of zero"),
+        ("xla", "large scores"),
+        ("interpret", "negative scale"),
+        ("xla", "bias of minus infinity"),
+        ("xla", "bias of queries, in 16 bits"),
+        ("interpret", "sinks, causal, first queries see nothing"),
+        ("xla", "slopes, offset for each example"),
+        ("interpret", "score function"),
+        ("xla", "dropout"),
+        ("reference", "all features"),
+        ("interpret", "all features"),
+    ]
+]
+by_case = pytest.mark.parametrize(
+    ("by", "case"),
+    cases.default(CASES, [(by, case) for by in EACH for case in cases.CASES]),
+    ids=lambda x: getattr(x, "name", x).replace(" ", "-"),
+)
+
+
+@by_case
+def test_tangents_in_float32(by, case):
+    call = Call.of(case.problem("float32"))
+    judge_tangents(call, tangents(call, by, **tiles(by))[1])
+
+
+@pytest.mark.parametrize("by", cases.default(["interpret"], EACH))
+@cases.parametrize(
+    names=["full, whole tiles", "lengths of zero", "everything at once"], others_extended=True
+)
+def test_tangents_in_bfloat16(case, by):
+    call = Call.of(case.problem("bfloat16"))
+    judge_tangents(call, tangents(call, by, **tiles(by))[1])
+
+
+@cases.parametrize(names=["causal, first queries see nothing"], more=["all features"])
+@pytest.mark.parametrize("by", ["xla", "reference"])
+def test_tangents_in_float64(case, by):
+    with jax.enable_x64(True):
+        call = Call.of(case.problem("float64")).widened()
+        exact = call.jvp(functools.partial(oracle.dense, forward_mode=True))
+        assert_close(tangents(call, by), exact, tolerance=1e-13)
+
+
+ROWS = covering(SETTINGS)
+
+
+@pytest.mark.parametrize("by", cases.default(["xla"], EACH))
+@pytest.mark.parametrize(
+    "row", cases.default(ROWS[:1], ROWS), ids=lambda row: "".join(map(str, row.values()))
+)
+def test_every_pair_of_settings_has_tangents(row, by):
+    _, problem = call_of(row)
+    call = Call.of(problem)
+    judge_tangents(call, tangents(call, by, **tiles(by))[1])
+
+
+@pytest.mark.parametrize("moved", ["query", "key", "value", "bias", "sinks", "operands"])
+def test_one_operand_alone_has_a_tangent(moved):
+    call = Call.of(cases.BY_NAME["all features"].problem()).moved([moved])
+    judge_tangents(call, tangents(call, "xla")[1])
+
+
+def test_results_beside_tangents_are_those_of_the_call():
+    call = Call.of(cases.BY_NAME["everything at once"].problem("bfloat16"))
+    for by in ("xla", "interpret"):
+        results, _ = tangents(call, by, **tiles(by))
+        alone = functools.partial(attention, implementation=by, return_lse=True, **tiles(by))
+        wanted = oracle.compiled(call.function(alone))(call.floats)
+        jax.tree.map(np.testing.assert_array_equal, results, wanted)
+
+
+# ------------------------------------------------------------------------------------------------
+# Forward mode and reverse mode
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["xla", "interpret"])
+@cases.parametrize(names=["lengths of zero", "all features"], others_extended=True)
+def test_cotangents_times_tangents_are_equal(case, by):
+    """<do, o_dot> + <dlse, lse_dot> = sum of <dx, x_dot> over the operands x."""
+    problem = case.problem()
+    call, (do, dlse) = Call.of(problem), problem[1]
+    run = call.function(
+        functools.partial(attention, implementation=by, return_lse=True, **tiles(by))
+    )
+    (_, lse), dots = tangents(call, by, **tiles(by))
+    dlse = jnp.where(lse > -jnp.inf, dlse, 0)
+    gradients = oracle.compiled(lambda x: jax.vjp(run, x)[1]((do, dlse)))(call.floats)[0]
+
+    def product(a, b):
+        pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        return [np.asarray(x, np.float64).ravel() @ np.asarray(y, np.float64).ravel()
+                for x, y in pairs]  # fmt: skip
+
+    terms = product(gradients, call.dots)
+    size = np.linalg.norm(do) * np.linalg.norm(dots[0]) + sum(map(abs, terms))
+    assert abs(sum(product((do, dlse), dots)) - sum(terms)) <= 1e-5 * size
+
+
+# ------------------------------------------------------------------------------------------------
+# Transformations
+# ------------------------------------------------------------------------------------------------
+
+TRANSFORMED = {
+    "linearize": lambda f, x, dx: jax.linearize(f, x)[1](dx),
+    "jacfwd": lambda f, x, dx: jax.jacfwd(lambda row: f(x.at[0, 1, 1].set(row)))(dx[0, 1, 1]),
+    "remat": lambda f, x, dx: jax.jvp(jax.jit(jax.checkpoint(f)), (x,), (dx,)),
+    "scan": lambda f, x, dx: jax.jvp(
+        lambda x: jax.lax.scan(lambda x, w: (x + w * f(x), None), x, jnp.array([0.5, 2.0]))[0],
+        (x,),
+        (dx,),
+    ),
+    "of a vmap": lambda f, x, dx: jax.jvp(
+        jax.vmap(f), (jnp.stack([x, -x]),), (jnp.stack([dx, x]),)
+    ),
+    "vmap": lambda f, x, dx: jax.vmap(lambda x, dx: jax.jvp(f, (x,), (dx,)))(
+        jnp.stack([x, -x]), jnp.stack([dx, x])
+    ),
+    "vmap of tangents": lambda f, x, dx: jax.vmap(jax.linearize(f, x)[1])(jnp.stack([dx, x])),
+    "transpose": lambda f, x, dx: jax.linear_transpose(jax.linearize(f, x)[1], x)(dx),
+    "twice": lambda f, x, dx: jax.jvp(lambda x: jax.jvp(f, (x,), (dx,))[1], (x,), (x,)),
+    "gradient": lambda f, x, dx: jax.grad(lambda x: (jax.jvp(f, (x,), (dx,))[1] ** 2).sum())(x),
+    "Hessian product": lambda f, x, dx: jax.jvp(jax.grad(lambda x: (f(x) ** 2).sum()), (x,), (dx,)),
+}
+IN_ONE_PROGRAM = ("linearize", "vmap of tangents", "transpose")
+
+
+@pytest.mark.parametrize("by", cases.default(["interpret"], ["xla", "interpret"]))
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_forward_mode_under_transformations(transformed, by):
+    x, dx = np.random.default_rng(0).normal(size=(2, 2, 21, 4, 8)).astype(np.float32)
+
+    def run(by):
+        def fn(x):
+            key, value = x[:, :, :2], jnp.sin(x[:, :, 2:])
+            options = dict(is_causal=True, implementation=by, **tiles(by))
+            return attention(x, key, value, **options)
+
+        return oracle.compiled(functools.partial(transformed, fn))(x, dx)
+
+    assert_close(run(by), run("reference"))
+
+
+def test_forward_mode_outside_of_jit():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 9, 2, 8)), np.float32)
+
+    def run(by):
+        return jax.jvp(lambda x: attention(x, x, x, implementation=by), (x,), (x,))
+
+    assert_close(run("xla"), run("reference"))
+
+
+def test_largest_scores_have_no_tangent():
+    x = jnp.ones((1, 9, 2, 8))
+    call = functools.partial(attention, implementation="xla", return_max_logits=True)
+    _, (_, dot) = jax.jvp(lambda x: call(x, x, x), (x,), (x,))
+    assert not dot.any()
+
+
+def test_integers_beside_tangents():
+    """The operand of a score function may be of integers, and `jax.vjp` gives them a tangent."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 9, 2, 8)), jnp.float32)
+    slopes, shift = jnp.array([0.5, 1.5]), jnp.array([3, 4], jnp.int32)
+
+    def fn(slopes, shift):
+        score_mod = ScoreMod(lambda s, b, h, q, k, a, n: s * a[h] + k % n[h], (slopes, shift))
+        return attention(x, x, x, score_mod=score_mod, implementation="xla")
+
+    _, dot = jax.jvp(lambda slopes: fn(slopes, shift), (slopes,), (slopes,))
+    gradient, of_shift = jax.vjp(fn, slopes, shift)[1](dot)
+    np.testing.assert_allclose(gradient @ slopes, (dot * dot).sum(), rtol=1e-5)
+    assert of_shift.dtype == jax.dtypes.float0
+
+
+def test_gradients_of_shared_keys_are_summed_in_float32():
+    """The keys of all instances of a `vmap` are one array, of 16 bits."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(300, 1, 3, 2, 8)), jnp.bfloat16)
+    do = jnp.ones_like(x) + jnp.arange(3, dtype=jnp.bfloat16)[:, None, None]
+
+    def gradient(x, value, dtype):
+        x, value, weight = (y.astype(dtype) for y in (x, value, do))
+
+        def loss(value):
+            mapped = jax.vmap(lambda q, k: attention(q, k, value, implementation="xla"))
+            return (mapped(x, x) * weight).sum()
+
+        return jax.jit(jax.grad(loss))(value)
+
+    exact, ours = (gradient(x, x[0], dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    error = np.asarray(ours, np.float32) - np.asarray(exact)
+    assert np.linalg.norm(error) <= 2**-8 * np.linalg.norm(exact)
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["query", "key"])
+def test_memory_of_tangents_is_linear(argument):
+    def temporary_bytes(length):
+        few, many = (jax.ShapeDtypeStruct((1, n, 2, 8), jnp.float32) for n in (512, length))
+        shapes = dict(query=few, key=few, value=few) | {argument: many}
+        shapes["value"] = shapes["key"]
+
+        def run(x, dx):
+            call = functools.partial(attention, is_causal=True, implementation="xla")
+            return jax.jvp(lambda x: call(**x), (x,), (dx,))
+
+        compiled = jax.jit(run).lower(shapes, shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    size, doubled = (temporary_bytes(length) for length in (2048, 4096))
+    assert size <= doubled <= 2.1 * size
+
+
+def test_reverse_mode_traces_no_tangents(monkeypatch):
+    monkeypatch.delattr(_tangents, "of_forward")
+    x = jnp.ones((2, 9, 2, 8))
+
+    def loss(x):
+        return attention(x, x, x, implementation="xla").sum()
+
+    jaxprs.trace(jax.grad(lambda x: jax.vmap(loss)(x[None]).sum()), x)
+    with pytest.raises(AttributeError, match="of_forward"):
+        jax.jit(lambda x: jax.jvp(loss, (x,), (x,))).lower(x)
