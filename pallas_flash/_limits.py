@@ -200,6 +200,15 @@ def of_tables(problem: Problem, backward: str) -> tuple[str, str]:
     return "triton", '"mosaic" has no kernel for it.' * (backward == "mosaic")
 
 
+def of_tangents(problem: Problem, forward: str) -> str:
+    """Return who computes tangents of queries, keys and values beside a forward."""
+    if forward in ("xla", "reference") or backward_limit(problem, "triton"):
+        return "xla"
+    if forward == "mosaic":
+        return "xla" if not_on_gpu(problem).get("triton") else "triton"
+    return forward
+
+
 def _jax_limits() -> list[str]:
     """Return why this JAX cannot run the kernels, on any device; whole sentences."""
     if _compat.has_triton():

@@ -24,6 +24,10 @@ class Rule(Protocol):
         """Return the map of `moved`, in which it is linear; the types are those of `fixed[:2]`."""
         ...
 
+    def formula(self, fixed: list, moved: list) -> list:
+        """Return `tangents` by operations that JAX differentiates in all arrays."""
+        ...
+
     def cotangents(self, fixed: list, cotangents: list) -> list:
         """Return the transpose, an array for each of `moved`; a cotangent of None is zero."""
         ...
@@ -59,7 +63,7 @@ def _jvp(primals, tangents, *, rule: Rule, count: int):
     def computed(*some):
         given = iter(some)
         args = [next(given) if m else x for m, x in zip(moves, primals, strict=True)]
-        return _computed(*args, rule=rule, count=count)
+        return rule.formula(args[:count], args[count:])
 
     some = tuple(x for m, x in zip(moves, primals, strict=True) if m)
     dots = tuple(t for m, t in zip(moves, tangents, strict=True) if m)
@@ -87,6 +91,9 @@ class _Batched:
 
     def tangents(self, fixed, moved):
         return self._mapped(self.rule.tangents)(fixed, moved)
+
+    def formula(self, fixed, moved):
+        return self._mapped(self.rule.formula)(fixed, moved)
 
     def cotangents(self, fixed, cotangents):
         return self._mapped(self.rule.cotangents)(fixed, cotangents)

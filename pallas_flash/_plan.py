@@ -13,7 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import _context, _device, _instances, _limits, _lowered_once, _partition, _xla
+from pallas_flash import (
+    _context,
+    _device,
+    _instances,
+    _limits,
+    _lowered_once,
+    _partition,
+    _tangents,
+    _xla,
+)
 from pallas_flash._one_device import on_one_device
 from pallas_flash._partition import Along
 from pallas_flash._problem import Gradients, Problem
@@ -179,6 +188,36 @@ class Plan:
         if instances > 1:
             tiles = choose.for_launch(problem, instances, self.forward.asked)
         return _mosaic().forward(problem, tiles)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run_tangents(self, problem: Problem, log_sum: LogSum, dots: tuple):
+        """Return the tangents of the output and of the natural LSE [B, N, T], by kernels.
+
+        `dots` are those of the query, the key and the value.
+        """
+        axes = _partition.letters(problem)
+        rows = jax.tree.map(lambda _: _partition.ROW, log_sum)
+        return _partition.divided(
+            self._tangents,
+            problem,
+            *(log_sum, dots),
+            axes_of_rows=(rows, (axes.query, axes.key, axes.value)),
+            axes_out=lambda _: (_partition.OUTPUT, _partition.ROW),
+        )
+
+    def _tangents(self, problem, log_sum, dots, *, along: Along | None, again: bool = False):
+        del again  # Equal kernels are few here.
+        if along is None:
+            return on_one_device(self._tangents_alone, problem, log_sum, dots)
+        names = "query", "key", "value"
+        named, (operands, rest) = dict(zip(names, dots, strict=True)), problem.split()
+        o, lse = _tangents.of_forward(names, along, operands, rest, named)
+        return o, jnp.moveaxis(lse, 2, 1)
+
+    def _tangents_alone(self, problem, log_sum, dots):
+        by = _limits.of_tangents(problem, self.implementation)
+        tile = choose.by_table(problem, by, self.backward.tiles.of(by)).tile("dq")
+        return _triton().tangents(problem, log_sum, dots, tile, interpret=self._interpret)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run_backward(self, problem, o, log_sum, do, dlse, wanted: Wanted) -> Gradients:

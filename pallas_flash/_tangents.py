@@ -1,4 +1,4 @@
-"""Tangents of the two passes, for derivatives of second and higher order.
+"""Tangents of the two passes: forward mode, and derivatives of second and higher order.
 
 The kernels compute F: operands -> (o, lse) and its gradients
 

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
-from pallas_flash import _compat, _linear, _partition, _tangents
+from pallas_flash import _compat, _limits, _linear, _partition, _tangents
 from pallas_flash._passes import backward_pass, forward_pass, moved_operands
 from pallas_flash._plan import Plan, Wanted
 from pallas_flash._problem import Problem
@@ -135,6 +135,17 @@ class _Derivative:
 
     def tangents(self, fixed, moved):
         """Return the tangents of o [B, T, N, V] and of the natural LSE [B, N, T]."""
+        _, l_log2, m, operands, rest = jax.tree.unflatten(self.structure, fixed)
+        problem, by = rest.join(operands), self.plan.implementation
+        others = set(self.names) - {"query", "key", "value"}
+        if others or self.plan.along or _limits.of_tangents(problem, by) == "xla":
+            return self.formula(fixed, moved)
+        zeros = {x: jnp.zeros_like(operands[x]) for x in ("query", "key", "value")}
+        dots = zeros | dict(zip(self.names, moved, strict=True))
+        return list(self.plan.run_tangents(problem, LogSum(m, l_log2), tuple(dots.values())))
+
+    def formula(self, fixed, moved):
+        """Return `tangents` by plain JAX."""
         _, _, _, operands, rest = jax.tree.unflatten(self.structure, fixed)
         moved = dict(zip(self.names, moved, strict=True))
         o, lse = _tangents.of_forward(self.names, self.plan.along, operands, rest, moved)

@@ -91,7 +91,7 @@ _SHAPE = (
 # A winner replaces the tiles of these modules.
 _TILES = ("tiles.py", "candidates.py")
 # These are never tuned.
-_NOT_TUNED = ("paged_kernel.py", "eight_bit.py", "backward_tables.py")
+_NOT_TUNED = ("paged_kernel.py", "eight_bit.py", "backward_tables.py", "tangent_kernel.py")
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Attention as Pallas kernels lowered through Triton: `forward` and `backward`.
 
-`table_gradients` is a pass beside `backward`.
+`table_gradients` is a pass beside `backward`, `tangents` one beside `forward`.
 """
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from pallas_flash._triton.backward_tables import table_gradients as table_gradie
 from pallas_flash._triton.decode_kernel import decode
 from pallas_flash._triton.delta_kernel import delta
 from pallas_flash._triton.forward_kernel import forward as _forward
+from pallas_flash._triton.tangent_kernel import tangents as tangents
 
 
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):

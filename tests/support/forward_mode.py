@@ -88,7 +88,8 @@ def judge_tangents(call: Call, found) -> None:
     with jax.enable_x64(True):
         (_, lse), exact = call.widened().jvp(dense)
         exact = dict(zip(("o", "lse"), map(np.asarray, exact), strict=True))
-    # Probabilities come from scores of this size, see judge.py.
+    # Probabilities come from scores of this size, see judge.py. They are in a row's mean of s_dot,
+    # too.
     lse = np.abs(np.asarray(lse))
     size = 1 + lse.max(where=np.isfinite(lse), initial=0) + np.log(call.floats["key"].shape[1])
     truth = oracle.Truth(exact, {}, {}, {})
@@ -99,7 +100,7 @@ def judge_tangents(call: Call, found) -> None:
         rounding = ROUNDING[ours.dtype.name]
         # Of a few numbers the dense computation's own error may be small by luck.
         few = exact[name].size < FEW
-        floor = max(size * ROUNDING["float32"], (4 if few else 0.5) * rounding)
+        floor = max(2 * size * ROUNDING["float32"], (4 if few else 0.5) * rounding)
         ours, theirs = (oracle.errors(x, truth, name) for x in (ours, theirs))
         for norm in ours:
             if not ours[norm] <= 2 * max(theirs[norm], floor):

@@ -1,18 +1,22 @@
 """Forward mode: tangents of output and LSE in all operands, as accurate as dense attention's."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases, jaxprs, oracle
+from support import cases, jaxprs, oracle, ttir
 from support.compare import assert_close
+from support.described_gpus import described_gpu
 from support.forward_mode import Call, judge_tangents, tangents
 from support.judge import SMALL
 from support.pairs_of_settings import SETTINGS, call_of, covering
 
-from pallas_flash import ScoreMod, _tangents, _xla, attention
+from pallas_flash import ScoreMod, _compat, _tangents, _xla, attention
+from pallas_flash._scores import LN2, LogSum
+from pallas_flash._triton import tangent_kernel
 
 EACH = ("xla", "interpret", "reference")
 
@@ -74,6 +78,86 @@ def test_tangents_in_bfloat16(case, by):
     judge_tangents(call, tangents(call, by, **tiles(by))[1])
 
 
+@cases.parametrize(
+    names=[
+        "full",
+        "causal, first queries see nothing",
+        "lengths of zero",
+        "everything at once",
+        "large scores",
+        "one of everything",
+        "all features",
+    ],
+    others_extended=True,
+)
+@pytest.mark.parametrize("dtype", cases.default(["bfloat16"], ["float32", "bfloat16"]))
+def test_tangents_by_the_kernel(case, dtype, kernel_case):
+    """Those of queries, keys and values."""
+    call = Call.of(case.problem(dtype)).moved(["query", "key", "value"])
+    judge_tangents(call, tangents(call, "interpret", **tiles("interpret"))[1])
+
+
+@pytest.mark.parametrize("by", ["xla", "interpret"])
+@cases.parametrize(
+    names=["causal, first queries see nothing"],
+    more=["lengths of zero", "everything at once", "all features"],
+)
+def test_hidden_tokens_have_no_tangent(case, by):
+    """NaN in hidden keys and values, in queries without keys, and in their tangents."""
+    qkv, cotangents, options = case.problem()
+    names = ["query", "key", "value"]
+    call = Call.of((qkv, cotangents, options)).moved(names)
+
+    def poisoned(arrays):
+        arrays = [arrays[name] for name in names]
+        found, _ = cases.poison(case, arrays, cotangents, options)
+        return dict(zip(names, found, strict=True))
+
+    changed = dataclasses.replace(
+        call, floats=call.floats | poisoned(call.floats), dots=poisoned(call.dots)
+    )
+    results = (tangents(x, by, **tiles(by)) for x in (call, changed))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def tangent_kernels(by, moved, gpu="NVIDIA H200", **options):
+    """The number of tangent kernels in a program for a described GPU."""
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    call = functools.partial(attention, is_causal=True, implementation=by)
+    slopes = jax.ShapeDtypeStruct((2,), jnp.float32)
+    floats = dict(query=x, key=x, value=x) | ({"alibi_slopes": slopes} if options else {})
+
+    def run(floats):
+        some = {name: floats[name] for name in moved}
+        return jax.jvp(lambda some: call(**floats | some), (some,), (some,))
+
+    with described_gpu(gpu):
+        lowered = jax.jit(run).trace(floats).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count('name = "pallas_flash_tangents"')
+
+
+@pytest.mark.parametrize("by", ["triton", "mosaic"])
+def test_common_calls_have_a_tangent_kernel(by):
+    if by == "mosaic" and not _compat.has_mosaic_gpu():
+        pytest.skip("JAX is too old for the kernels for Hopper")
+    assert tangent_kernels(by, ["query", "key", "value"]) == 1
+    assert tangent_kernels(by, ["key"]) == 1
+    assert tangent_kernels(by, ["query", "alibi_slopes"], slopes=True) == 0
+
+
+def test_lowered_tangent_kernel():
+    """Run on the IR of Triton, where memory outside of an array raises."""
+    case = dataclasses.replace(cases.BY_NAME["everything at once"], T=75, S=91)
+    problem = case.problem()
+    call = Call.of(problem).moved(["query", "key", "value"])
+    p = cases.checked(problem[0], problem[2])
+    lse = oracle.solve(*problem[0], *problem[1], **problem[2]).values["lse"]
+    log_sum = LogSum(None, jnp.asarray(np.moveaxis(lse, 2, 1) / LN2, jnp.float32))
+    run = functools.partial(tangent_kernel.tangents, p, dq=SMALL.dq, interpret=False)
+    o_dot, lse_dot = ttir.evaluate(run, log_sum, tuple(call.dots.values()))
+    judge_tangents(call, [o_dot, jnp.moveaxis(lse_dot, 1, 2)])
+
+
 @cases.parametrize(names=["causal, first queries see nothing"], more=["all features"])
 @pytest.mark.parametrize("by", ["xla", "reference"])
 def test_tangents_in_float64(case, by):
@@ -102,7 +186,7 @@ def test_one_operand_alone_has_a_tangent(moved):
     judge_tangents(call, tangents(call, "xla")[1])
 
 
-def test_results_beside_tangents_are_those_of_the_call():
+def test_results_beside_tangents_stay_the_same():
     call = Call.of(cases.BY_NAME["everything at once"].problem("bfloat16"))
     for by in ("xla", "interpret"):
         results, _ = tangents(call, by, **tiles(by))
@@ -214,7 +298,7 @@ def test_integers_beside_tangents():
     assert of_shift.dtype == jax.dtypes.float0
 
 
-def test_gradients_of_shared_keys_are_summed_in_float32():
+def test_shared_keys_sum_gradients_in_float32():
     """The keys of all instances of a `vmap` are one array, of 16 bits."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(300, 1, 3, 2, 8)), jnp.bfloat16)
     do = jnp.ones_like(x) + jnp.arange(3, dtype=jnp.bfloat16)[:, None, None]
