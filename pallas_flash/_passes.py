@@ -60,11 +60,5 @@ def _(plan: Plan, wanted: Wanted, primals, tangents):
 
 def moved_operands(tangents: dict) -> dict:
     """Return the tangents of those operands that have one, by `_tangents.by_name`."""
-    return {name: t for name, t in _tangents.by_name(tangents).items() if _is_moved(t)}
-
-
-def _is_moved(tangent) -> bool:
-    if tangent is None or isinstance(tangent, SymbolicZero):
-        return False
-    # Integers have tangents of this dtype.
-    return tangent.dtype != jax.dtypes.float0
+    named = _tangents.by_name(tangents)
+    return {name: t for name, t in named.items() if not (t is None or isinstance(t, SymbolicZero))}

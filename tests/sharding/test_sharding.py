@@ -366,9 +366,15 @@ def check_second_derivatives_and_tangents(kind):
     def reverse(fn):
         return lambda x: products(fn)(x)[2]
 
+    def tangents(fn):
+        return lambda x: jax.jvp(fn, (x,), (x,))
+
     placed = place(arguments, mesh)
     compare(lambda by: products(lambda x: call(by, is_causal=True)(**x)), "xla", arguments, placed)
     compare(lambda by: reverse(inside(by, mesh, arguments)), "xla", arguments, placed)
+    # A kernel computes these on each device.
+    for make in (lambda by: lambda x: call(by)(**x), lambda by: inside(by, mesh, arguments)):
+        compare(lambda by, make=make: tangents(make(by)), "interpret", arguments, placed)
 
 
 def check_layers_in_a_scan_with_remat(kind):
