@@ -202,11 +202,10 @@ def of_tables(problem: Problem, backward: str) -> tuple[str, str]:
 
 def of_tangents(problem: Problem, forward: str) -> str:
     """Return who computes tangents of queries, keys and values beside a forward."""
-    if forward in ("xla", "reference") or backward_limit(problem, "triton"):
+    by = "triton" if forward == "mosaic" else forward
+    if by in ("xla", "reference") or backward_limit(problem, by):
         return "xla"
-    if forward == "mosaic":
-        return "xla" if not_on_gpu(problem).get("triton") else "triton"
-    return forward
+    return "xla" if forward == "mosaic" and not_on_gpu(problem).get("triton") else by
 
 
 def _jax_limits() -> list[str]:

@@ -86,6 +86,7 @@ def test_tangents_in_bfloat16(case, by):
         "everything at once",
         "large scores",
         "one of everything",
+        "sinks",
         "all features",
     ],
     others_extended=True,
