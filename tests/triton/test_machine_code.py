@@ -15,11 +15,13 @@ from support import cases
 from support.repository import ROOT
 
 import pallas_flash
-from pallas_flash import _compat
+from pallas_flash import _compat, _triton
+from pallas_flash._scores import LogSum
+from pallas_flash._tiling import choose
 from pallas_flash.tuning import Tile, TileSizes
 from scripts.inspection import gpu_compiler, machine_code
 from scripts.inspection.calls import FEATURES, PASSES, inspect_attention
-from scripts.inspection.kernels import array, peak_memory
+from scripts.inspection.kernels import array, compile_kernels, peak_memory
 
 needs_compiler = pytest.mark.skipif(
     bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "everything is here"
@@ -432,3 +434,19 @@ def test_one_sentence_says_what_is_missing(monkeypatch):
     assert "CUDA plugin" in sentence and "pip install" in sentence
     with pytest.raises(RuntimeError, match="pip install"):
         gpu_compiler.mesh_of.__wrapped__("h200")
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", cases.default([128], [64, 128]))
+def test_tangent_kernel_spills_nothing(head_dim):
+    """With the tile of the table, by Hopper's matrix instructions."""
+    x, rows = array((2, 4096, 8, head_dim), "bfloat16"), array((2, 8, 4096), "float32")
+
+    def tangents(l_log2, q, k, v, *dots):
+        problem = cases.checked((q, k, v), dict(is_causal=True))
+        dq = choose.by_table(problem, "triton", None).tile("dq")
+        return _triton.tangents(problem, LogSum(None, l_log2), dots, dq, interpret=False)
+
+    [kernel] = compile_kernels(tangents, rows, *[x] * 6)
+    assert kernel.loop_spills == kernel.stack_bytes == 0
+    assert kernel.matrix == {"HGMMA"} and kernel.ctas_per_core >= 2
