@@ -103,6 +103,8 @@ class _Batched:
 
 
 def _batch(axis, args, dims, *, rule: Rule, count: int):
+    if all(dim is None for dim in dims):
+        return _linear.bind(*args, rule=rule, count=count), [None] * RESULTS
     args, dims = list(args), list(dims)
     options = dict(axis_size=axis.size, spmd_axis_name=axis.spmd_name)
     # Results and tangents get the mapped axis, so that types say how it is divided.

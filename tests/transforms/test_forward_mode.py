@@ -282,6 +282,17 @@ def test_forward_mode_outside_of_jit():
     assert_close(run("xla"), run("reference"))
 
 
+def test_tangents_without_the_mapped_axis_are_not_repeated():
+    """A `vmap` of a function that gives the same tangents for each of its instances."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 9, 2, 8)), np.float32)
+
+    def run(_):
+        return jax.jvp(lambda x: attention(x, x, x, implementation="xla"), (x,), (x,))
+
+    results = jax.vmap(run, out_axes=None)(jnp.arange(3))
+    jax.tree.map(np.testing.assert_array_equal, results, run(None))
+
+
 def test_largest_scores_have_no_tangent():
     x = jnp.ones((1, 9, 2, 8))
     call = functools.partial(attention, implementation="xla", return_max_logits=True)
