@@ -12,7 +12,7 @@ import functools
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -119,7 +119,7 @@ def _batch(axis, args, dims, *, rule: Rule, count: int):
 
 def _wide(x):
     """Return a tangent so that the transpose of repeating it sums in float32 or wider."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(np.promote_types(x.dtype, np.float32))
 
 
 mlir.register_lowering(_linear, mlir.lower_fun(_computed, multiple_results=True))

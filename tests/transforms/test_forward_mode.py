@@ -13,6 +13,7 @@ from support.described_gpus import described_gpu
 from support.forward_mode import Call, judge_tangents, tangents
 from support.judge import SMALL
 from support.pairs_of_settings import SETTINGS, call_of, covering
+from support.strict import strictly
 
 from pallas_flash import ScoreMod, _compat, _tangents, _xla, attention
 from pallas_flash._scores import LN2, LogSum
@@ -332,6 +333,17 @@ def test_shared_keys_sum_gradients_in_float32():
     exact, ours = (gradient(x, x[0], dtype) for dtype in (jnp.float32, jnp.bfloat16))
     error = np.asarray(ours, np.float32) - np.asarray(exact)
     assert np.linalg.norm(error) <= 2**-8 * np.linalg.norm(exact)
+
+
+def test_vmapped_gradient_under_strict_promotion():
+    x = jax.ShapeDtypeStruct((3, 1, 9, 2, 8), jnp.bfloat16)
+
+    def loss(x):
+        call = functools.partial(attention, implementation="xla")
+        return jax.vmap(call, in_axes=(0, None, None))(x, x[0], x[0]).astype(jnp.float32).sum()
+
+    with strictly():
+        assert jax.eval_shape(jax.grad(loss), x).dtype == jnp.bfloat16
 
 
 # ------------------------------------------------------------------------------------------------
