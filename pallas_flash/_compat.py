@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -215,7 +216,7 @@ def vary_alike(tree):
             return x
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return jax.lax.pcast(x, missing, to="varying")
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(np.promote_types(x.dtype, np.float32))
         return jax.lax.pcast(wide, missing, to="varying").astype(x.dtype)
 
     return jax.tree.map(vary, tree)

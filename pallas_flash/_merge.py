@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_flash._checks import array
@@ -59,7 +60,7 @@ def merge(
             "`o` must be an output [B, T, N, V] or [T, N, V] of `attention`; got "
             f"{first.dtype} of shape {first.shape}. Pass the first of what `return_lse=True` gives."
         )
-    wide = jnp.promote_types(first.dtype, jnp.float32)
+    wide = np.promote_types(first.dtype, np.float32)
     for name, x in named.items():
         of_row = name.startswith("lse")
         shape, dtype = (first.shape[:-1], wide) if of_row else (first.shape, first.dtype)

@@ -107,7 +107,7 @@ def forward(run, problem: Problem, along: Along):
             o, log_sum = piece.rows(total[0]), _rows_of(total[1], piece)
             o_part, part = run(piece.with_keys(message))
             log_sum, mine, others = log_sum.joined(part)
-            o = _by_row(mine) * o + _by_row(others) * o_part
+            o = _by_row(mine) * o + _by_row(others) * o_part.astype(o.dtype)
             statistics = jax.tree.map(lambda x, y: _put(x, y, 2, piece.row), total[1], log_sum)
             return _put(total[0], o, 1, piece.row), statistics
 
@@ -422,6 +422,7 @@ def _put(x, part, axis: int, first: int):
 
 def _add(x, part, *starts):
     """Return `x` with a part added at `starts`, pairs of an index and an axis."""
+    part = part.astype(x.dtype)
     if x.shape == part.shape:
         return x + part
     at = [jnp.int32(0)] * x.ndim

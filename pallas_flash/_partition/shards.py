@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -209,7 +210,7 @@ def run_on_shard(fn: Callable, shards: Shards, axes_in, axes_out, args):
         if not over:
             return x
         x_whole = whole(axes, x)
-        wide = x_whole.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x_whole.astype(np.promote_types(x.dtype, np.float32))
         return lax.psum(wide, over).astype(x.dtype)
 
     results = jax.tree.map(add, axes_out, results)

@@ -283,7 +283,7 @@ def test_forward_mode_outside_of_jit():
     assert_close(run("xla"), run("reference"))
 
 
-def test_tangents_without_the_mapped_axis_are_not_repeated():
+def test_unmapped_tangents_are_not_repeated():
     """A `vmap` of a function that gives the same tangents for each of its instances."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 9, 2, 8)), np.float32)
 
