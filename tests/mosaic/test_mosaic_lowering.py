@@ -26,7 +26,7 @@ from support.mosaic_cases import checked, run_forward
 from support.strict import strictly
 
 import pallas_flash
-from pallas_flash import ScoreMod, _features, _limits
+from pallas_flash import ScoreMod, _features, _limits, _resolve
 from pallas_flash._mosaic import backward_dbias, candidates, common, forward_kernel, tiles
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling.tune import _problem
@@ -365,8 +365,14 @@ def test_lowers_for_an_explicit_mesh(call):
     assert launches(text) == ONE_PASS
 
 
-def test_shards_have_kernels_the_whole_has_not():
+def test_shards_have_kernels_the_whole_has_not(monkeypatch):
     """Steps of a ring in `balanced_order`, of which the call as a whole compares positions."""
+    rules = _resolve.faster_by_mosaic
+
+    def unless_positions(attention_pass, f):
+        return f.mask is not _features.MaskKind.OTHER and rules(attention_pass, f)
+
+    monkeypatch.setattr(_resolve, "faster_by_mosaic", unless_positions)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     kind = (AxisType.Explicit,)
     mesh = AbstractMesh((2,), ("sequence",), axis_types=kind, abstract_device=device)
