@@ -345,8 +345,8 @@ def _visits(parents):
     # Token n is a root above all. It leaves at event 2 n, which ends the list.
     parent = jnp.where(parents < 0, n, parents)
     # Compared in pairs: as much work as a score each, and few kernels for a small tree.
-    first_child = _first(parent[:, None] == token)
-    next_sibling = _first((parent[:, None] == parent) & (token[:, None] > token))
+    first_child = _first(parent[:, None] == token[None])
+    next_sibling = _first((parent[:, None] == parent[None]) & (token[:, None] > token[None]))
     after_enter = jnp.where(first_child < n, first_child, n + token)
     after_leave = jnp.where(next_sibling < n, next_sibling, n + parent)
     end = jnp.full(1, 2 * n, jnp.int32)
