@@ -49,9 +49,7 @@ def pallas_flash_dq(
     def step(kv_tile, masked, acc):
         k_pos = in_tile(kv_tile, block_kv)
         at = rows.at(k_pos)
-        keys = None
-        if spec.mask_loads and masked:
-            keys = common.visible_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.valid)
+        keys = common.keys_to_load(spec, mask, rows, k_pos, masked)
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, spec.head_dim)
         v = common.load(v_ref.at[span, :], keys, spec.value_dim)

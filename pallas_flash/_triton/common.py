@@ -476,6 +476,13 @@ def visible_keys(mask: Mask, b, h, q_pos, k_pos, rows):
     return _any(mask.allowed(b, h, q_pos, k_pos), rows, k_pos + q_pos)
 
 
+def keys_to_load(spec: KernelSpec, mask: Mask, rows: Rows, k_pos, masked: bool):
+    """Return the keys of a tile that are loaded, bool [block_kv]; None for all of them."""
+    if not (spec.mask_loads and masked):
+        return None
+    return visible_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.valid)
+
+
 def queries_with_keys(mask: Mask, b, h, q_pos, k_pos, keys):
     """Return which queries see any key of the tile, bool [block_q]; see `visible_keys`."""
     q_pos, k_pos = q_pos[:, None], k_pos[None, :]

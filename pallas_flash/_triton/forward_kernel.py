@@ -79,9 +79,7 @@ def attend(
         acc, m, l = carry
         k_pos = in_tile(kv_tile, block_kv)
         at = rows.at(k_pos)
-        keys = None
-        if spec.mask_loads and masked:
-            keys = common.visible_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.valid)
+        keys = common.keys_to_load(spec, mask, rows, k_pos, masked)
         k, k_scales = load(k_ref, kv_tile, keys, spec.head_dim, spec)
         # This line's place decides how many registers it takes; see docs/notes/kernels.md.
         keep = kept_of(kv_tile, k_pos)

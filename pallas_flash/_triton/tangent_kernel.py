@@ -53,9 +53,7 @@ def pallas_flash_tangents(
         acc, o, mass, mean = carry
         k_pos = in_tile(kv_tile, block_kv)
         at = rows.at(k_pos)
-        keys = None
-        if spec.mask_loads and masked:
-            keys = common.visible_keys(mask, rows.b, rows.h, rows.pos, k_pos, rows.valid)
+        keys = common.keys_to_load(spec, mask, rows, k_pos, masked)
         span = pl.ds(kv_tile * block_kv, block_kv)
         k, k_dot = (common.load(x.at[span, :], keys, spec.head_dim) for x in (k_ref, k_dot_ref))
         v, v_dot = (common.load(x.at[span, :], keys, spec.value_dim) for x in (v_ref, v_dot_ref))
