@@ -45,7 +45,7 @@ def open_tokenizer(path: pathlib.Path):
         ) from None
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # The package, written in Rust, raises Exception itself.
+    except Exception as error:  # tokenizers raises Exception itself, not a subclass.
         raise UserError(
             f"{path.parent} must have a {path.name} that the package tokenizers reads; got "
             f"{str(error).splitlines()[0]!r}."

@@ -233,7 +233,7 @@ class Checkpoints:
         try:
             with ocp.PyTreeCheckpointer() as reader:
                 return reader.restore(self.path / str(step) / STATE, options)["params"]
-        except Exception as error:  # Orbax, TensorStore and JSON each raise types of their own.
+        except Exception as error:  # Orbax documents no type for files that it cannot read.
             raise UserError(
                 f"{str(self.path)!r} must have checkpoints that this version of orbax reads; got "
                 f"{first_line(error)!r} at step {step}."

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 # Bytes that a program reads at a time in the kernels before and after a backward, which compute
 # hardly anything. An H200's memory, by its datasheet, delivers 36 KB for each SM in a microsecond.
-# So many have to be under way if it takes that long to answer, and here are more.
+# A read takes about that long, so more bytes than these must be under way to keep memory busy.
 READ_AT_A_TIME = {
     "pallas_flash_preprocess": lambda size: 2 * 2 * 64 * size,
     "pallas_flash_postprocess": lambda size: 4 * 64 * 64,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support import oracle
-from support.judge import FEW, ROUNDING
+from support.judge import FEW, ROUNDING, size_of_scores
 
 import pallas_flash
 from pallas_flash import ScoreMod
@@ -88,17 +88,15 @@ def judge_tangents(call: Call, found) -> None:
     with jax.enable_x64(True):
         (_, lse), exact = call.widened().jvp(dense)
         exact = dict(zip(("o", "lse"), map(np.asarray, exact), strict=True))
-    # Probabilities come from scores of this size, see judge.py. They are in a row's mean of s_dot,
-    # too.
-    lse = np.abs(np.asarray(lse))
-    size = 1 + lse.max(where=np.isfinite(lse), initial=0) + np.log(call.floats["key"].shape[1])
+    # The error of probabilities enters twice: they are in a row's mean of s_dot, too.
+    size = size_of_scores(lse, call.floats["key"].shape[1])
     truth = oracle.Truth(exact, {}, {}, {})
     _, baseline = call.jvp(dense)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in baseline]
     failures = []
     for name, ours, theirs in zip(exact, found, baseline, strict=True):
         rounding = ROUNDING[ours.dtype.name]
-        # Of a few numbers the dense computation's own error may be small by luck.
+        # The dense computation's own error of a few numbers may be small by luck.
         few = exact[name].size < FEW
         floor = max(2 * size * ROUNDING["float32"], (4 if few else 0.5) * rounding)
         ours, theirs = (oracle.errors(x, truth, name) for x in (ours, theirs))

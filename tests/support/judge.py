@@ -93,9 +93,8 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=N
     shapes = [x.shape for x in baseline]
     assert [x.shape for x in results] == shapes
     assert [x.dtype for x in results] == [x.dtype for x in baseline]
-    lse = np.zeros(1) if apart else np.abs(truth.values["lse"])
-    of_lse = ROUNDING["float64" if dtype == "float64" else "float32"] * (
-        1 + lse.max(where=np.isfinite(lse), initial=0) + np.log(case.S)
+    of_lse = ROUNDING["float64" if dtype == "float64" else "float32"] * size_of_scores(
+        np.zeros(1) if apart else truth.values["lse"], case.S
     )
     failures = []
     for name, ours, theirs in zip(names, results, baseline, strict=True):
@@ -118,6 +117,12 @@ def judge(case, dtype, results, problem=None, worst=2, tf32=False, *, expected=N
                     f"{name} {norm}: {ours[norm]:.2e} > {bound:.2e} (dense {theirs[norm]:.2e})"
                 )
     assert not failures, "; ".join(failures)
+
+
+def size_of_scores(lse, keys: int) -> float:
+    """Return the size of scores near the largest: a rounding of it is an error of probabilities."""
+    lse = np.abs(np.asarray(lse))
+    return 1 + lse.max(where=np.isfinite(lse), initial=0) + np.log(keys)
 
 
 def judge_max_logits(case, dtype, found, problem=None, *, tf32=False):

@@ -439,7 +439,7 @@ def test_one_sentence_says_what_is_missing(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("head_dim", cases.default([128], [64, 128]))
 def test_tangent_kernel_spills_nothing(head_dim):
-    """With the tile of the table, by Hopper's matrix instructions."""
+    """The kernel with the table's tile uses Hopper's matrix instructions."""
     x, rows = array((2, 4096, 8, head_dim), "bfloat16"), array((2, 8, 4096), "float32")
 
     def tangents(l_log2, q, k, v, *dots):
