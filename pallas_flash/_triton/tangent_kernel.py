@@ -84,15 +84,20 @@ def pallas_flash_tangents(
 
 
 def small_tile(dq: Tile, width: int) -> Tile:
-    """Return a tile of at most 64 x 32 that needs no more shared memory than dq's tile.
+    """Return a tile that needs no more shared memory than dq's tile.
 
-    dq has q and do resident, and streams k and v. Here q, k and v have a tangent beside them. With
-    two sums of `width` numbers a row, the registers of four warps end at a width of 128.
+    dq has q and do resident, and streams k and v. Here q, k and v have a tangent beside them. A row
+    has two sums of `width` numbers, and four warps have registers for 64 rows of 128 numbers.
     """
-    block_q, block_kv = min(64, dq.block_q), min(32, dq.block_kv)
+    block_q = min(64 if width <= 128 else 32, dq.block_q)
     room = dq.block_q + dq.num_stages * dq.block_kv
-    warps = 4 if width <= 128 else 8
-    return Tile(block_q, block_kv, warps, 2 if block_q + 4 * block_kv <= room else 1)
+
+    def in_two_stages(block_kv):
+        return block_q + 4 * block_kv <= room
+
+    long_steps = width <= 64 and in_two_stages(64)
+    block_kv = min(64 if long_steps else 32, dq.block_kv)
+    return Tile(block_q, block_kv, 4, 2 if in_two_stages(block_kv) else 1)
 
 
 def tangents(problem: Problem, log_sum: LogSum, dots: tuple, dq: Tile, *, interpret: bool) -> tuple:
