@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from support import cases, key_bias, large_scores, oracle
 from support.few_queries import SERVED as FEW_QUERIES
 from support.few_queries import with_few
+from support.forward_mode import Call, judge_tangents, tangents
 from support.judge import (
     check_that_nothing_shows,
     judge,
@@ -320,6 +321,42 @@ def test_max_logits_of_clusters(case, kernel_case):
 def test_max_logits_of_decoding(case, head_dim, implementation, kernel_case):
     case = with_few(case, 3, H=head_dim, V=head_dim)
     check_max_logits(case, implementation, factor=1, S=4400)
+
+
+def check_tangents(case, by, dtype="bfloat16", *, moved=("query", "key", "value"), **sizes):
+    """The rule of test_forward_mode; only queries, keys and values have a kernel."""
+    case = dataclasses.replace(case.scaled(5), **sizes)
+    call = Call.of(case.problem(dtype))
+    call = call.moved(moved) if moved else call
+    judge_tangents(call, tangents(call, by)[1])
+
+
+@cases.parametrize()
+def test_tangents(case, kernel_case):
+    check_tangents(case, "triton")
+
+
+@needs_hopper
+@cases.parametrize(names=["full", "lengths of zero", "everything at once", "dropout", "sinks"])
+def test_tangents_for_hopper(case, kernel_case):
+    check_tangents(case, "mosaic")
+
+
+@cases.parametrize(names=["full", "causal", "everything at once", "large scores", "all features"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_tangents_of_head_dims(case, head_dim, kernel_case):
+    check_tangents(case, "triton", H=head_dim, V=head_dim)
+
+
+@cases.parametrize(names=["full", "everything at once", "all features"])
+def test_tangents_in_float32(case, ieee_products, kernel_case):
+    check_tangents(case, "triton", "float32")
+
+
+@by_kernels
+@cases.parametrize(names=["full", "everything at once", "all features"])
+def test_tangents_of_all_operands(case, implementation, kernel_case):
+    check_tangents(case, implementation, moved=None)
 
 
 TALL = TileSizes(Tile(128, 64, 4, 2))
