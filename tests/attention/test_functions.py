@@ -89,15 +89,19 @@ PREDICATES = {
 }  # fmt: skip
 
 
+# Values below that are no scores are lowered by `test_calls_lower_on_hopper`, too.
+CHOSEN = ["tanh", "soft_sign", "mod", "round", "select"]
+
+
 @on_hopper
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", cases.default(CHOSEN, SCORES))
 def test_score_mod_chooses_implementation(name):
     score_mod, *by = SCORES[name]
     assert [x for gpu in GPUS for x in passes(gpu, score_mod=score_mod)] == by
 
 
 @on_hopper
-@pytest.mark.parametrize("name", PREDICATES)
+@pytest.mark.parametrize("name", cases.default(["bands", "round", "select"], PREDICATES))
 def test_predicate_chooses_implementation(name):
     fn, *by = PREDICATES[name]
     assert [passes(gpu, mask=Predicate(fn))[0] for gpu in GPUS] == by
@@ -334,8 +338,20 @@ def judge(name, results):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-6)
 
 
+# One of each kind of result and of operand; each takes a second to compile or to lower.
+KINDS = [
+    "score of heads",
+    "score int",
+    "score zeros",
+    "operand t[()]",
+    "operand bool",
+    "operand beside a table",
+    "mask bool",
+]
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", cases.default(KINDS, CALLS))
 def test_values_equal_plain_jax(name, implementation, small_tiles):
     judge(name, gradients(*QKV, **CALLS[name], implementation=implementation))
 
@@ -374,20 +390,8 @@ def test_triton_values_equal_plain_jax(name, kernel_case):
     judge(name, ttir.evaluate(call, *map(jnp.asarray, QKV)))
 
 
-# One of each kind of result and of operand; each takes a second to lower.
-LOWERED = [
-    "score of heads",
-    "score int",
-    "score zeros",
-    "operand t[()]",
-    "operand bool",
-    "operand beside a table",
-    "mask bool",
-]
-
-
 @on_hopper
-@pytest.mark.parametrize("name", cases.default(LOWERED, CALLS))
+@pytest.mark.parametrize("name", cases.default(KINDS, CALLS))
 def test_calls_lower_on_hopper(name):
     assert passes("NVIDIA H200", **CALLS[name]) == ("mosaic", "mosaic")
 

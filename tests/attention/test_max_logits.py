@@ -40,8 +40,8 @@ def call_of(implementation, options, **extra):
     )
 
 
-# The kernels take the longest to compile: by default those where scores are made in another way.
-BY_KERNELS = (
+# By default those where scores are made or hidden in another way.
+CHOSEN = (
     "T of several tiles, S of one",
     "causal, first queries see nothing",
     "everything at once",
@@ -53,14 +53,13 @@ BY_KERNELS = (
     "bias of minus infinity",
     "all features",
 )
-CASES = [("xla", case) for case in cases.CASES]
-CASES += [("interpret", cases.BY_NAME[name]) for name in BY_KERNELS]
-OTHERS = [(by, case) for by in IMPLEMENTATIONS for case in cases.CASES if (by, case) not in CASES]
+CASES = [(by, case) for by in IMPLEMENTATIONS for case in cases.CASES]
+BY_DEFAULT = [x for x in CASES if x[0] != "reference" and x[1].name in CHOSEN]
 
 
 @pytest.mark.parametrize(
     ("implementation", "case"),
-    cases.default(CASES, CASES + OTHERS),
+    cases.default(BY_DEFAULT, CASES),
     ids=lambda x: x if isinstance(x, str) else x.name.replace(" ", "-"),
 )
 def test_max_logits_of_each_case(case, implementation, small_blocks):

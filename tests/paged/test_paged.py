@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import paged_cases, ttir
+from support import cases, paged_cases, ttir
 from support.paged_cases import CONFIGS, check, draw, program
 from support.strict import strictly
 
@@ -36,10 +36,11 @@ CASES = [(config, "interpret") for config in CONFIGS]
 CASES += [(CONFIGS[0], "reference"), (CONFIGS[1], "xla"), (CONFIGS[3], "xla")]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda x: f"{x[0]}-{x[1]}")
-def test_random_schedules(case, kernel_case):
+# The kernels have all that is plain with other options, too.
+@pytest.mark.parametrize(("config", "implementation"), cases.default(CASES[1:], CASES), ids=str)
+def test_random_schedules(config, implementation, kernel_case):
     """Pages in any order; NaN in all that is not read; one program for all lengths."""
-    run(*case, range(12))
+    run(config, implementation, range(12))
 
 
 @pytest.mark.extended
@@ -87,7 +88,9 @@ def each_byte(implementation, cache, head_dim):
 BYTES = [(x, n) for x in (np.int8, jnp.float8_e4m3fn) for n in (64, 16, 31)]
 
 
-@pytest.mark.parametrize(("cache", "head_dim"), BYTES, ids=str)
+@pytest.mark.parametrize(
+    ("cache", "head_dim"), cases.default([x for x in BYTES if x[1] != 16], BYTES), ids=str
+)
 def test_each_byte_in_words_or_columns(cache, head_dim):
     """As words of two columns, and as single columns."""
     np.testing.assert_array_equal(*each_byte("interpret", cache, head_dim))
@@ -113,7 +116,7 @@ def test_order_of_pages_changes_no_bit(implementation):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("implementation", cases.default(["interpret"], ["interpret", "xla"]))
 def test_one_call_equals_a_call_for_each_request(implementation):
     """Decoding, a chunk of a prompt, and a request without keys."""
     schedule = draw(dataclasses.replace(PLAIN, name="mixed"), 3)
@@ -140,7 +143,10 @@ FEATURES = [
 ]
 
 
-@pytest.mark.parametrize("options", FEATURES, ids=lambda x: next(iter(x), "plain"))
+# Random schedules have all of them.
+@pytest.mark.parametrize(
+    "options", cases.default(FEATURES[:2], FEATURES), ids=lambda x: next(iter(x), "plain")
+)
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_token_by_token_equals_the_forward(options, implementation):
     """Two sequences side by side: a prompt in chunks, then single tokens, all appended."""
@@ -263,7 +269,7 @@ def test_all_configurations_are_named_once():
     assert {x for config in CONFIGS for x in config.options} == set(paged_cases.OPTIONS)
 
 
-@pytest.mark.parametrize("implementation", ALL)
+@pytest.mark.parametrize("implementation", cases.default(ALL[:2], ALL))
 def test_strict_switches_and_64_bits(implementation):
     """A number of queries for each request, or cumulative lengths, which must agree."""
     q = jax.random.normal(jax.random.key(0), (3, 2, 4, 16), jnp.float32)
@@ -279,7 +285,8 @@ def test_strict_switches_and_64_bits(implementation):
     np.testing.assert_allclose(each.reshape(flat.shape), flat, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ALL)
+# The others are plain JAX.
+@pytest.mark.parametrize("implementation", cases.default(["interpret"], ALL))
 def test_vmap(implementation):
     q = jax.random.normal(jax.random.key(0), (2, 3, 1, 4, 16))
     k, v = jax.random.normal(jax.random.key(1), (2, 7, 16, 2, 16))

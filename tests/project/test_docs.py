@@ -80,7 +80,14 @@ def _run(page):
 
 
 # These pages have the code that takes longest, and other tests cover it, too.
-LONG = ("masks-and-scores.md", "flax.md", "decoding.md", "migration.md")
+LONG = (
+    "masks-and-scores.md",
+    "flax.md",
+    "decoding.md",
+    "migration.md",
+    "serving.md",
+    "variants.md",
+)
 QUICK = [page for page in PAGES if page.name not in LONG]
 
 
