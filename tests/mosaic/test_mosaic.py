@@ -59,7 +59,7 @@ def test_stages_are_used_again(case, in_order, kernel_case):
 @pytest.mark.parametrize(
     "case",
     cases.default(
-        ["lengths of zero", "bias of all examples", "tiles of a bias"],
+        ["lengths of zero", "tiles of a bias"],
         ["lengths of zero", "bias of all examples", "mask of all examples and heads", "bias",
          "bias of keys", "tiles of a bias", "mask with empty tiles",
          "slopes, offset for each example", "all features"],
@@ -142,10 +142,8 @@ FEATURES = [
     "documents, causal, long",
     "mask with empty tiles",
     "blocks and predicate",
-    "masks by and, or, not",
     "mask and function of heads",
     "bias of minus infinity",
-    "sinks",
     "all features",
 ]
 # Cases with a backward; queries take a negative scale before the kernels are called.
@@ -164,8 +162,18 @@ def test_numbers_of_features(case, in_order, kernel_case):
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"),
     cases.default(
-        chosen := [(40, 72), (128, 64), (192, 128), (8, 256), (256, 256)],
-        [*chosen, (40, 40), (80, 80), (96, 96), (112, 48), (64, 128), (16, 112)],
+        chosen := [(40, 72), (192, 128), (8, 256)],
+        [
+            *chosen,
+            (128, 64),
+            (256, 256),
+            (40, 40),
+            (80, 80),
+            (96, 96),
+            (112, 48),
+            (64, 128),
+            (16, 112),
+        ],
     ),
 )
 def test_numbers_of_other_head_dims(head_dim, value_dim, in_order, kernel_case):

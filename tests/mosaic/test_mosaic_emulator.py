@@ -290,9 +290,7 @@ BROKEN_IN_ORDER = {
 KINDS = [
     "no wait for keys",
     "no wait for products",
-    "no wait for a free slot of keys",
     "items are passed over",
-    "an arrival too many",
     "an arrival too few, dq",
     "slots are refilled when one of two has used them",
     "keys of a mask are moved, backward",

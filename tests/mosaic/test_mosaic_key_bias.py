@@ -32,21 +32,26 @@ LENGTHS = dict(
 )
 
 
+CASES = [
+    BIASED,
+    with_heads(BIASED, 128, T=150),  # Warpgroups share the columns of dq.
+    dataclasses.replace(BIASED, H=72, V=40, T=150),  # Columns that do not exist.
+    dataclasses.replace(BIASED, H=160, V=128, T=150, S=200),  # Two launches.
+    dataclasses.replace(BIASED, name="sinks", options=without_keys_for_some),
+    dataclasses.replace(BIASED, name="lengths", B=2, options=lambda *_: LENGTHS),
+    dataclasses.replace(BIASED, name="large", T=150, options=lambda *_: dict(scale=2.0)),
+]
+OTHERS = [
+    dataclasses.replace(BIASED, name="full", B=2, N=4, T=150, options=lambda *_: {}),
+    dataclasses.replace(BIASED, name="mask", T=150, options=cases._mask("BS")),
+    dataclasses.replace(BIASED, name="bias", T=150, options=cases._bias("NTS", "bfloat16")),
+]
+
+
 @in_order
 @pytest.mark.parametrize(
     "case",
-    [
-        BIASED,
-        with_heads(BIASED, 128, T=150),  # Warpgroups share the columns of dq.
-        dataclasses.replace(BIASED, H=72, V=40, T=150),  # Columns that do not exist.
-        dataclasses.replace(BIASED, H=160, V=128, T=150, S=200),  # Two launches.
-        dataclasses.replace(BIASED, name="sinks", options=without_keys_for_some),
-        dataclasses.replace(BIASED, name="full", B=2, N=4, T=150, options=lambda *_: {}),
-        dataclasses.replace(BIASED, name="lengths", B=2, options=lambda *_: LENGTHS),
-        dataclasses.replace(BIASED, name="mask", T=150, options=cases._mask("BS")),
-        dataclasses.replace(BIASED, name="bias", T=150, options=cases._bias("NTS", "bfloat16")),
-        dataclasses.replace(BIASED, name="large", T=150, options=lambda *_: dict(scale=2.0)),
-    ],
+    cases.default(CASES, CASES + OTHERS),
     ids=lambda x: f"{x.name}-{x.H}".replace(" ", "-"),
 )
 def test_gradients_as_accurate_as_dense(case, in_order, kernel_case):

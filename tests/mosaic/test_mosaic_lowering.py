@@ -206,7 +206,7 @@ def test_tiles_of_a_bias_fit_at_all_head_dims(dtype, options, monkeypatch):
         assert slots or (dtype == "float32" and max(head_dim, value_dim) > 192)
 
 
-@cases.parametrize(names=["lengths of zero", "documents in pairs", "sinks", "all features"])
+@cases.parametrize(names=["lengths of zero", "all features"], more=["documents in pairs", "sinks"])
 def test_decode_lowers(case):
     case = dataclasses.replace(with_few(case, 3), S=1500)
     assert launches_of(case, False) >= 1
@@ -224,7 +224,12 @@ def documents(q, k, v):
     return attention(q, k, v, segment_ids=jnp.cumsum(begins, axis=1, dtype=jnp.int32))
 
 
-CALLS = pytest.mark.parametrize("call", [attention, documents], ids=["causal", "documents"])
+IDS = ["causal", "documents"]
+CALLS = pytest.mark.parametrize("call", [attention, documents], ids=IDS)
+# Where nothing else has values for each of them.
+DOCUMENTS = pytest.mark.parametrize(
+    "call", cases.default([documents], [attention, documents]), ids=IDS
+)
 
 
 # Launches of a call with its gradients: forward, delta, backward, and what makes rows of dq's sums;
@@ -236,12 +241,13 @@ ONE_PASS = IN_ORDER = 4
 @pytest.mark.parametrize(
     ("transform", "shape"),
     [
-        (lambda function: function, SHAPE),
-        (jax.checkpoint, SHAPE),
-        (jax.vmap, (2, *SHAPE)),
-        (lambda function: jax.vmap(jax.vmap(function)), (2, 3, *SHAPE)),
+        pytest.param(lambda function: function, SHAPE, id="alone", marks=pytest.mark.extended),
+        pytest.param(jax.checkpoint, SHAPE, id="remat"),
+        pytest.param(jax.vmap, (2, *SHAPE), id="vmap", marks=pytest.mark.extended),
+        pytest.param(
+            lambda function: jax.vmap(jax.vmap(function)), (2, 3, *SHAPE), id="vmap-twice"
+        ),
     ],
-    ids=["alone", "remat", "vmap", "vmap-twice"],
 )
 def test_transformations_lower(transform, shape, call):
     assert launches(lowered(transform(call), shape).as_text()) == 1
@@ -249,22 +255,25 @@ def test_transformations_lower(transform, shape, call):
     assert launches(lowered(transform(passes), shape).as_text()) == ONE_PASS
 
 
+PLANS = [
+    (128, {}, (ONE_PASS, 0)),
+    # dk and dv are launches of their own, or dv is.
+    (192, {}, (ONE_PASS + 1, 0)),
+    (256, {"reproducible": True}, (IN_ORDER + 1, 0)),
+    (64, {"reproducible": True, "logits_soft_cap": 3.0}, (1, 3)),
+    (64, {"implementation": "mosaic", "reproducible": True}, (IN_ORDER, 0)),
+    (128, {"implementation": "triton"}, (0, 4)),
+]
+MORE_PLANS = [
+    (64, {}, (ONE_PASS, 0)),
+    (256, {}, (ONE_PASS + 1, 0)),
+    (64, {"reproducible": True}, (IN_ORDER, 0)),
+    (64, {"implementation": "mosaic"}, (ONE_PASS, 0)),
+]
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "options", "launched"),
-    [
-        (128, {}, (ONE_PASS, 0)),
-        (64, {}, (ONE_PASS, 0)),
-        # dk and dv are launches of their own, or dv is.
-        (192, {}, (ONE_PASS + 1, 0)),
-        (256, {}, (ONE_PASS + 1, 0)),
-        (64, {"reproducible": True}, (IN_ORDER, 0)),
-        (256, {"reproducible": True}, (IN_ORDER + 1, 0)),
-        (64, {"reproducible": True, "logits_soft_cap": 3.0}, (1, 3)),
-        (64, {"implementation": "mosaic"}, (ONE_PASS, 0)),
-        (64, {"implementation": "mosaic", "reproducible": True}, (IN_ORDER, 0)),
-        (128, {"implementation": "triton"}, (0, 4)),
-    ],
-    ids=str,
+    ("head_dim", "options", "launched"), cases.default(PLANS, PLANS + MORE_PLANS), ids=str
 )
 def test_each_pass_follows_its_plan(head_dim, options, launched):
     """The kernels are those of "mosaic" and "triton", in a long call with many programs."""
@@ -275,7 +284,7 @@ def test_each_pass_follows_its_plan(head_dim, options, launched):
 
 
 @pytest.mark.parametrize("reproducible", [False, True], ids=["one-pass", "in-order"])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", cases.default([80, 256], [64, 80, 128, 256]))
 def test_the_backward_takes_any_length_as_it_is(head_dim, reproducible):
     """The length is no multiple of 8."""
     call = functools.partial(attention, implementation="mosaic", reproducible=reproducible)
@@ -345,7 +354,7 @@ def test_lowers_inside_shard_map(check_vma, kind, call):
         assert launches(traced.lower(lowering_platforms=("cuda",)).as_text()) == ONE_PASS
 
 
-@CALLS
+@DOCUMENTS
 def test_lowers_where_an_explicit_axis_is_mapped(call):
     mesh = gpus(AxisType.Explicit)
     rows = NamedSharding(mesh, P("batch", None, None, "heads"))
@@ -356,7 +365,7 @@ def test_lowers_where_an_explicit_axis_is_mapped(call):
     assert launches(text) == ONE_PASS
 
 
-@CALLS
+@DOCUMENTS
 def test_lowers_for_an_explicit_mesh(call):
     mesh = gpus(AxisType.Explicit)
     traced = traced_on(mesh, functools.partial(gradients, call=call))
