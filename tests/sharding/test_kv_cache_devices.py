@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import eight_devices
+from support import cases, eight_devices
 from support.compare import assert_close
 from support.meshes import collectives, make_mesh, put
 
@@ -153,7 +153,7 @@ def test_contiguous_cache_on_devices(kind, ring):
     eight_devices.run(__name__, "check_contiguous", kind, ring)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", cases.default(["auto"], ["auto", "explicit"]))
 def test_cache_takes_tokens_from_anywhere(kind):
     eight_devices.run(__name__, "check_unplaced", kind)
 
@@ -164,6 +164,6 @@ def test_pages_on_devices(kind, dtype):
     eight_devices.run(__name__, "check_pages", kind, dtype)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", cases.default(["explicit"], ["auto", "explicit"]))
 def test_layer_with_cache_on_devices(kind):
     eight_devices.run(__name__, "check_layer", kind)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import eight_devices
+from support import cases, eight_devices
 from support.compare import assert_close
 from support.meshes import make_mesh, put
 
@@ -111,6 +111,6 @@ def test_tables_of_divided_batch_and_heads(kind, implementation):
     run("check", kind, None, P("batch", None, "heads"), implementation)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", cases.default(["ring"], METHODS))
 def test_tables_inside_a_shard_map(method):
     run("check_manual", method)

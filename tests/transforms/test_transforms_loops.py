@@ -86,9 +86,7 @@ def loop(fn: Callable, axes: dict[str, int]) -> Callable:
         [
             ("interpret", "lengths"),
             ("xla", "all three"),
-            ("xla", "segment ids"),
             ("xla", "positions"),
-            ("xla", "scale"),
             ("xla", "nested bias"),
         ],
         [(implementation, name) for implementation in BLOCKED for name in EVERYWHERE]

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from support import jaxprs, oracle, ttir
+from support import cases, jaxprs, oracle, ttir
 from support.compare import assert_close, assert_same_bits
 from support.described_gpus import described_gpu
 from support.transform_cases import (
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
 
 
 # That kernels are the same is shown below.
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", cases.default([jnp.float32], [jnp.float32, jnp.bfloat16]))
 @by_xla
 def test_x64_changes_no_result(implementation, dtype):
     """It changes no dtype, and neither positions nor loops mind it."""
