@@ -28,7 +28,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", cases.default(["offsets", "no key", "sinks", "large scores"], OPTIONS)
+)
 def test_numbers_of_one_query(name, kernel_case):
     """Parts of the keys have results of their own, and some parts have no visible key."""
     case = dataclasses.replace(DECODED, options=OPTIONS[name])
@@ -42,7 +44,10 @@ def test_numbers_of_one_query(name, kernel_case):
     judge_max_logits(case, "bfloat16", log_sum.max_logits.max(axis=2))
 
 
-@pytest.mark.parametrize(("kv_len", "parts"), [(1030, 2), (257, 1), (40, 1), (2048, 8)])
+@pytest.mark.parametrize(
+    ("kv_len", "parts"),
+    cases.default([(1030, 2), (40, 1)], [(1030, 2), (257, 1), (40, 1), (2048, 8)]),
+)
 def test_numbers_of_many_heads(kv_len, parts, kernel_case):
     """Heads of one key head take two query tiles, of which one is ragged."""
     case = dataclasses.replace(DECODED, B=1, S=kv_len, N=80, K=1, H=576, V=512, options=fixed())

@@ -288,9 +288,7 @@ BROKEN_IN_ORDER = {
 
 # One of each kind: waits, slots, counts of arrivals, places and values. The others are extended.
 KINDS = [
-    "no wait for keys",
     "no wait for products",
-    "items are passed over",
     "an arrival too few, dq",
     "slots are refilled when one of two has used them",
     "keys of a mask are moved, backward",

@@ -34,7 +34,15 @@ def launched(call, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("levels", [1, 2])
-@pytest.mark.parametrize("shape", [(512, 8, 128), (1024, 8, 128), (1024, 8, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (512, 8, 128),
+        pytest.param((1024, 8, 128), marks=pytest.mark.extended),
+        (1024, 8, 64),
+    ],
+    ids=str,
+)
 def test_instances_count_as_batch_elements(shape, levels, monkeypatch):
     vmapped, instances = gradients, (8,) if levels == 1 else (2, 4)
     for _ in instances:

@@ -39,7 +39,6 @@ IN_DEFAULT = (
     "lengths of zero",
     "documents, causal, long",
     "blocks and predicate",
-    "masks by and, or, not",
     "all features",
 )
 SERVED = [cases.BY_NAME[name] for name in cases.SERVED_ON_HOPPER]
@@ -84,7 +83,7 @@ def test_lowers(case, reproducible):
         assert launches_of(case, reproducible) >= 4 + ("bias" in options)
 
 
-@pytest.mark.parametrize("name", ["full", "causal"])
+@pytest.mark.parametrize("name", cases.default(["causal"], ["full", "causal"]))
 def test_clusters_lower(name):
     sizes = dict(B=1, T=4096, S=4096, N=16, K=8, H=128, V=128)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
