@@ -21,8 +21,8 @@ from pallas_flash._context import METHODS
 
 AXES = {"batch": 2, "sequence": 2, "heads": 2}
 ROWS = P(*AXES)
-# Sinks, which are no scores, a separate maximum, and parts without a visible key.
-NAMES = "sinks", "large scores", "all features"
+# Parts without a visible key, sinks, which are no scores, and a separate maximum.
+NAMES = "all features", "sinks", "large scores"
 # Results by sharded queries that see all keys, and by sharded batch elements and heads alone.
 WHOLE_KEYS, NOT_ALONG = "whole keys", "not along"
 
@@ -43,8 +43,8 @@ def judged(case, problem, run, mesh, specs):
     judge_max_logits(case, "float32", jax.device_get(found[2]), problem)
 
 
-def check(kind, method):
-    """The named cases, with Auto or with Explicit axes."""
+def check(kind, method, name):
+    """A named case, with Auto or with Explicit axes."""
     whole_keys, not_along = method == WHOLE_KEYS, method == NOT_ALONG
     rows = P("batch", None, "heads") if not_along else ROWS
     keys = P("batch", None, "heads") if whole_keys else rows
@@ -52,17 +52,16 @@ def check(kind, method):
     run = functools.partial(
         attention, implementation="xla", return_lse=True, context_parallelism=method
     )
-    for name in NAMES:
-        case = sized(name)
-        judged(case, case.problem(), run, make_mesh(AXES, kind), (rows, keys, keys))
+    case = sized(name)
+    judged(case, case.problem(), run, make_mesh(AXES, kind), (rows, keys, keys))
 
 
-def check_manual(method):
+def check_manual(method, options):
     """Inside a `shard_map`, whose devices all have the result of all."""
     mesh, rows = make_mesh({"sequence": 4, "other": 1}, "manual"), P(None, "sequence")
     case = sized("large scores")
 
-    def run(q, k, v, *, return_max_logits=False, **options):
+    def run(q, k, v, *, return_max_logits=False, **others):
         @functools.partial(
             jax.shard_map,
             mesh=mesh,
@@ -78,14 +77,13 @@ def check_manual(method):
                 # An axis of one device divides nothing.
                 sequence_axis=("sequence", "other"),
                 context_parallelism=method,
-                **options,
+                **others,
             )
 
         return inside(q, k, v)
 
-    for options in (dict(scale=8.0, is_causal=True), dict(logits_soft_cap=2.0)):
-        qkv, cotangents, _ = case.problem()
-        judged(case, (qkv, cotangents, options), run, mesh, (rows,) * 3)
+    qkv, cotangents, _ = case.problem()
+    judged(case, (qkv, cotangents, options), run, mesh, (rows,) * 3)
 
 
 def check_gradient_inside(implementation):
@@ -137,15 +135,20 @@ def run(function, *arguments):
     eight_devices.run(__name__, function, *arguments)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("method", [*METHODS, WHOLE_KEYS, NOT_ALONG])
-def test_max_logits_of_all_devices(kind, method):
-    run("check", kind, method)
+def test_max_logits_of_all_devices(kind, method, name):
+    run("check", kind, method, name)
 
 
+MANUAL = [dict(scale=8.0, is_causal=True), dict(logits_soft_cap=2.0)]
+
+
+@pytest.mark.parametrize("options", cases.default(MANUAL[:1], MANUAL), ids=["scale", "soft-cap"])
 @pytest.mark.parametrize("method", cases.default(["ring"], METHODS))
-def test_max_logits_inside_shard_map(method):
-    run("check_manual", method)
+def test_max_logits_inside_shard_map(method, options):
+    run("check_manual", method, options)
 
 
 @pytest.mark.parametrize("implementation", cases.default(["xla"], ["xla", "reference"]))

@@ -58,19 +58,16 @@ def gradients(run, arrays, tables, number=3):
     return jax.jit(jax.grad(loss))(tables[:number], tables[number:], q, k, v, do)
 
 
-def check(kind, method, spec, implementation="xla"):
+def check(number, kind, method, spec, implementation="xla"):
     """All tables or some of them have gradients, on Auto or Explicit axes."""
     arrays, tables = drawn()
     mesh = make_mesh(AXES, kind)
     run = functools.partial(call, implementation=implementation, context_parallelism=method)
-    for number in (1, 3):
-        want = gradients(
-            functools.partial(call, implementation="reference"), arrays, tables, number
-        )
-        with jax.set_mesh(mesh):
-            placed = [put(x, mesh, spec) for x in arrays]
-            found = gradients(run, placed, put(tables, mesh, P()), number)
-        assert_close(jax.device_get(found), want)
+    want = gradients(functools.partial(call, implementation="reference"), arrays, tables, number)
+    with jax.set_mesh(mesh):
+        placed = [put(x, mesh, spec) for x in arrays]
+        found = gradients(run, placed, put(tables, mesh, P()), number)
+    assert_close(jax.device_get(found), want)
 
 
 def check_manual(method):
@@ -99,16 +96,21 @@ def run(function, *arguments):
     eight_devices.run(__name__, function, *arguments)
 
 
+numbers = pytest.mark.parametrize("number", [3, 1])
+
+
+@numbers
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("method", METHODS)
-def test_tables_of_a_divided_sequence(kind, method):
-    run("check", kind, method, P(*AXES))
+def test_tables_of_a_divided_sequence(kind, method, number):
+    run("check", number, kind, method, P(*AXES))
 
 
+@numbers
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
-def test_tables_of_divided_batch_and_heads(kind, implementation):
-    run("check", kind, None, P("batch", None, "heads"), implementation)
+def test_tables_of_divided_batch_and_heads(kind, implementation, number):
+    run("check", number, kind, None, P("batch", None, "heads"), implementation)
 
 
 @pytest.mark.parametrize("method", cases.default(["ring"], METHODS))
