@@ -151,8 +151,9 @@ def test_traces_under_strict_switches(case, implementation):
         assert {x.dtype.name for x in results[:5]} == {"float32"}
 
 
-@cases.parametrize(names=["full", "everything at once"])
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+# test_lowering has the kernels in float16, too.
+@cases.parametrize(names=["everything at once"], more=["full"])
+@pytest.mark.parametrize("implementation", cases.default(["interpret"], ["interpret", "xla"]))
 def test_float16_as_accurate_as_dense(case, implementation):
     judge(case, "float16", measured(case, "float16", implementation))
 

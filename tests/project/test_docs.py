@@ -85,6 +85,7 @@ LONG = (
     "flax.md",
     "decoding.md",
     "migration.md",
+    "models.md",
     "serving.md",
     "variants.md",
 )
