@@ -64,7 +64,7 @@ def test_max_logits_of_other_head_dims(head_dim, value_dim, kernel_case):
 @pytest.mark.parametrize(
     "name",
     cases.default(
-        ["everything at once", "soft cap"], ["full", "everything at once", "soft cap", "sinks"]
+        ["full", "everything at once"], ["full", "everything at once", "soft cap", "sinks"]
     ),
 )
 def test_max_logits_of_decoding(name, kernel_case):
