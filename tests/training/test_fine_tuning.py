@@ -162,6 +162,7 @@ def test_tiny_rate_leaves_the_weights(tuning, folders):
         np.testing.assert_array_equal(x, after[name])
 
 
+@pytest.mark.extended  # test_train_resume.py has the same of a run from scratch.
 def test_killed_tuning_resumes_to_the_same_bits(tuning, monkeypatch):
     whole = dataclasses.replace(tuning, out_dir=tuning.out_dir + "-whole")
     train(whole)
