@@ -53,8 +53,13 @@ CHOSEN = (
     "bias of minus infinity",
     "all features",
 )
+BY_XLA = ("negative scale", "large scores", "soft cap, bias", "everything at once", "all features")
 CASES = [(by, case) for by in IMPLEMENTATIONS for case in cases.CASES]
-BY_DEFAULT = [x for x in CASES if x[0] != "reference" and x[1].name in CHOSEN]
+BY_DEFAULT = [
+    (by, case)
+    for by, case in CASES
+    if case.name in {"interpret": CHOSEN, "xla": BY_XLA}.get(by, ())
+]
 
 
 @pytest.mark.parametrize(
