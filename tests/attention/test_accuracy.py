@@ -60,8 +60,6 @@ BY_KERNELS = (
 BY_XLA = (
     "T of one tile, S of several",
     "one query",
-    "one key/value head",
-    "value heads smaller",
     "zero scale",
     "scores far below zero",
     "causal, no query sees a key",

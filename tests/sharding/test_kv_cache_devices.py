@@ -52,13 +52,12 @@ def _run(cache, step, calls):
 
 
 def _checked(results):
-    q, k, v = _tokens()
+    """Each call's real tokens are as in the whole text, of which a row sees its past alone."""
+    want = pallas_flash.attention(*_tokens(), is_causal=True)
     start = np.zeros(B, int)
     for o, counts in zip(results, COUNTS, strict=True):
         for b, (first, n) in enumerate(zip(start, counts, strict=True)):
-            end = first + n
-            want = pallas_flash.attention(*(x[b, :end] for x in (q, k, v)), is_causal=True)
-            assert_close(o[b, :n], want[first:])
+            assert_close(o[b, :n], want[b, first : first + n])
         start += counts
 
 
