@@ -77,7 +77,6 @@ def test_tangents_in_bfloat16(case, by):
         "everything at once",
         "large scores",
         "one of everything",
-        "sinks",
         "all features",
     ],
     others_extended=True,
@@ -173,7 +172,7 @@ def test_every_pair_of_settings_has_tangents(row, by):
 @pytest.mark.parametrize(
     "moved",
     cases.default(
-        ["sinks", "operands"],
+        ["operands"],
         ["query", "key", "value", "bias", "sinks", "alibi_slopes", "operands"],
     ),
 )
