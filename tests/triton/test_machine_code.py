@@ -260,11 +260,11 @@ def test_gradient_of_a_broadcast_bias_compiles(dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_compilation_takes_three_seconds(head_dim):
+def test_compilation_takes_seconds(head_dim):
     program = compiled(head_dim, "causal")
     # The clock counts on an idle machine, which compiles kernels in parallel. Processor time counts
-    # on a busy one.
-    assert min(program.seconds, program.cpu_seconds) < 3
+    # on a busy one. Slow machines take twice as long as fast ones.
+    assert min(program.seconds, program.cpu_seconds) < 6
 
 
 ROWS = {
