@@ -179,7 +179,7 @@ def test_token_sees_the_window_in_each_layer():
 
 
 def families(*chosen):
-    """By default those that have all parts between them: each compiles programs of its own."""
+    """By default some that have little in common: each compiles programs of its own."""
     return pytest.mark.parametrize("family", cases.default(chosen, FILES))
 
 
