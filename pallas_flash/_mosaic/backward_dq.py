@@ -168,7 +168,6 @@ class ConsumerWarpgroup:
     def mainloop(self):
         """Return the sum over all inner tiles."""
         nothing, _ = self.zeros()
-        nothing = plgpu.layout_cast(nothing, ptx.ACC)
         return lax.fori_loop(jnp.int32(0), self.inner.count, self.step, nothing)
 
     def step(self, j, dq):
@@ -178,7 +177,7 @@ class ConsumerWarpgroup:
         dq = ptx.accumulate(dq, ds, k.smem_of(j))
         plgpu.wgmma_wait(0)
         k.consumer_release(j)
-        return dq
+        return plgpu.layout_cast(dq, ptx.WGMMA)
 
     def ds(self, j):
         """Return ds of an inner tile, in the dtype of the operands."""
@@ -202,7 +201,6 @@ class ConsumerWarpgroup:
     def epilogue(self, dq):
         """Scale dq, compute dscale, and store both."""
         options, operands = self.options, self.operands
-        dq = plgpu.layout_cast(dq, ptx.WGMMA)
         dq, dscale = rescaled(options.extras.dropout, dq), None
         if operands.row_sums is not None:
             b, h, _ = self.cta

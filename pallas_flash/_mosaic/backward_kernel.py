@@ -41,7 +41,8 @@ copies (TMA) of inner tiles.
 | pairs | see `backward_memory` | bias and mask of the inner tile, where there is room |
 
 **Barriers.** A copy arrives once, and a warpgroup of 128 threads arrives once. Full barriers are
-waited for in each of their phases, empty ones before a stage is filled again.
+waited for in each of their phases, empty ones before a stage is filled: at first all stages are
+released.
 
 | barrier | arrivals | who arrives | who waits | what it says |
 |---|---|---|---|---|
@@ -235,6 +236,9 @@ class ConsumerWarpgroup:
 
     def run(self):
         """Compute the gradients of the warpgroup's keys, from the first copy to the last."""
+        for pipeline in (self.queries, self.cotangents, self.scratch.pairs):
+            if pipeline is not None:
+                pipeline.consumer_start()
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         self.inner = self.config.inner_tiles(self.operands, self.cta)
 
@@ -302,8 +306,7 @@ class ConsumerWarpgroup:
 
     def mainloop(self) -> Sums:
         """Return the sums over all inner tiles."""
-        nothing = _with_layout(self.zeros(), ptx.ACC)
-        return lax.fori_loop(jnp.int32(0), self.inner.count, self.step, nothing)
+        return lax.fori_loop(jnp.int32(0), self.inner.count, self.step, self.zeros())
 
     # Products: each is started here, and waited for in `step`.
 
@@ -413,7 +416,7 @@ class ConsumerWarpgroup:
             self.release_cotangents(j, 1)
         plgpu.wgmma_wait(0)
         self.queries.consumer_release(j)
-        return Sums(dk, dv)
+        return _finished(Sums(dk, dv))
 
     def step_of_dv(self, j, place, sums: Sums) -> Sums:
         """Compute one inner tile where dv has a launch of its own."""
@@ -426,7 +429,7 @@ class ConsumerWarpgroup:
         dv = self.start_dv(j, sums.dv, p_t, scores)
         plgpu.wgmma_wait(0)
         self.cotangents.consumer_release(j)
-        return Sums(dv=dv)
+        return _finished(Sums(dv=dv))
 
     def release_cotangents(self, j, products: int):
         """Release do when no more than so many products run: dv's is the oldest one.
@@ -471,7 +474,6 @@ class ConsumerWarpgroup:
 
     def epilogue(self, sums: Sums):
         """Scale the sums and store them."""
-        sums = _with_layout(sums, ptx.WGMMA)
         if self.grads.dq or not self.grads.dk:
             # Results leave through shared memory that both warpgroups have read.
             ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
@@ -514,8 +516,9 @@ class ConsumerWarpgroup:
             put(x, self.grads_refs[name].at[group])
 
 
-def _with_layout(sums: Sums, layout) -> Sums:
-    return Sums(*(None if x is None else plgpu.layout_cast(x, layout) for x in sums))
+def _finished(sums: Sums) -> Sums:
+    """Return sums whose products were waited for."""
+    return Sums(*(None if x is None else plgpu.layout_cast(x, ptx.WGMMA) for x in sums))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -553,11 +556,7 @@ class ProducerWarpgroup:
             of_kv = (self.operands.k, scratch.k), (self.operands.v, scratch.v)
             for source, tile in of_kv if config.grads.dk else of_kv[:1]:
                 self.copy_keys(source, self.kv_head, self.first_key, tile, scratch.kv_full)
-        # The first iterations, which wait for no stage of queries, are peeled. LLVM peels them off
-        # short loops by itself; where it does not, ptxas spills in the loop of the consumers.
-        for n in range(config.stages):
-            common.when(n < self.inner.count)(functools.partial(self.step, jnp.int32(n)))
-        pl.loop(jnp.int32(config.stages), self.inner.count)(self.step)
+        pl.loop(jnp.int32(0), self.inner.count)(self.step)
 
     def step(self, j):
         """Copy one inner tile."""
@@ -575,7 +574,7 @@ class ProducerWarpgroup:
     def load_queries(self, j, h, first_query):
         """Copy q and the statistics."""
         queries, operands = self.scratch.queries, self.operands
-        queries.producer_acquire(j)
+        queries.producer_wait(j)
         stage, full = queries.stage(j), queries.filled(j)
         self.copy_queries(operands.q, h, first_query, queries.smem["tiles"].at[stage], full)
         rows = pl.ds(first_query, self.config.q.block)
@@ -587,7 +586,7 @@ class ProducerWarpgroup:
     def load_cotangents(self, j, h, first_query):
         """Copy do and delta."""
         cotangents, operands = self.scratch.cotangents, self.operands
-        cotangents.producer_acquire(j)
+        cotangents.producer_wait(j)
         stage, full = cotangents.stage(j), cotangents.filled(j)
         self.copy_queries(operands.do, h, first_query, cotangents.smem["tiles"].at[stage], full)
         if self.config.grads.dk:

@@ -242,7 +242,7 @@ class ConsumerWarpgroup:
         acc, m, l = lax.fori_loop(partial, mine(self.blocks.count), full, state)
         self.smem.q.consumer_release(0)
         result = split * w + self.warpgroup
-        results = plgpu.layout_cast(acc, ptx.WGMMA), m.m, l, *jax.tree.leaves(m.exact)
+        results = acc, m.m, l, *jax.tree.leaves(m.exact)
         for x, ref in zip(results, self.result_refs, strict=True):
             ptx.store_rows(x, ref.at[self.work_tile.b, result, self.work_tile.h], first_row)
 
@@ -269,15 +269,14 @@ class ConsumerWarpgroup:
             head = self.work_tile.h if self.visible.shape[1] > 1 else 0
             clean(v.smem_of(i), self.visible, (self.work_tile.b, head, first_key))
         acc = ptx.rescale(acc, alpha)
-        acc = ptx.waited(0, ptx.accumulate(acc, p, v.smem_of(i)), p)
+        acc = ptx.wait(0, ptx.accumulate(acc, p, v.smem_of(i)), p)
         v.consumer_release(i)
         return acc, m, l
 
 
 def consume(inputs: Inputs, result_refs, smem: Smem, tiles, warpgroup, config: DecodeConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
-    # At first the buffer of the queries is empty: so the producer waits for it without a branch.
-    smem.q.consumer_release(0)
+    smem.q.consumer_start()
     registers, _ = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="increase")
     visible = None

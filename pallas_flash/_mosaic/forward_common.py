@@ -64,7 +64,7 @@ def initial_rows(*, large: bool, max_logits: bool):
 
 def initial_state(value_dim: int, **rows):
     """Return acc, the `RowMax` and l before the first K/V block; `rows` are for `initial_rows`."""
-    acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, value_dim), jnp.float32), ptx.ACC)
+    acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, value_dim), jnp.float32), ptx.WGMMA)
     return acc, *initial_rows(**rows)
 
 

@@ -363,7 +363,7 @@ class ConsumerWarpgroup(Consumer):
 
         In a cluster one thread arrives for the warpgroup: p @ v is one operation of its four warps.
         """
-        acc = ptx.waited(0, acc, p)
+        acc = ptx.wait(0, acc, p)
         self.smem.v.consumer_release(self.kv_base + j)
         return acc
 
@@ -482,7 +482,6 @@ class ConsumerWarpgroup(Consumer):
         config, smem = self.config, self.smem
         b, h, first_row = self.work_tile.b, self.work_tile.h, self.first_row
         statistics, weight = results_of_rows(self.options, h, m, l, large=config.large)
-        acc = plgpu.layout_cast(acc, ptx.WGMMA)
         o = acc * common.along_rows(weight, acc.shape)
         o = o.astype(smem.k.smem.dtype)
         rows = pl.ds(first_row, QUERY_ROWS)
@@ -511,8 +510,7 @@ class ConsumerWarpgroup(Consumer):
 
 def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config: NarrowConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
-    # At first the buffer of the queries is empty: so the producer waits for it without a branch.
-    smem.q.of_warpgroup(warpgroup).consumer_release(0)
+    smem.q.of_warpgroup(warpgroup).consumer_start()
     registers, _ = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="increase")
 

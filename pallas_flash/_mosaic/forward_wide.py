@@ -372,7 +372,7 @@ class ConsumerWarpgroup(Consumer):
         # Registers of p are in use until the last product is done.
         done, registers = [], p if isinstance(p, jax.Array) else None
         for n, piece in enumerate(added):
-            done.append(ptx.waited(len(acc) - 1 - n, piece, registers))
+            done.append(ptx.wait(len(acc) - 1 - n, piece, registers))
             self.values.consumer_release(first + n)
         return tuple(done)
 
@@ -410,7 +410,7 @@ class ConsumerWarpgroup(Consumer):
         m, l = initial_rows(large=large, max_logits=max_logits)
         pieces = config.pieces
         zeros = jnp.zeros((QUERY_ROWS, pieces.columns), jnp.float32)
-        acc = (plgpu.layout_cast(zeros, ptx.ACC),) * pieces.count
+        acc = (plgpu.layout_cast(zeros, ptx.WGMMA),) * pieces.count
         first = first_own(self.kv_base, visited.start, self.warpgroup)
         steps = common.quotient(jnp.maximum(visited.stop - first, 0) + 1, 2)
         step = functools.partial(self.step, first=first)
@@ -472,7 +472,6 @@ class ConsumerWarpgroup(Consumer):
 
         first = self.warpgroup * pieces.count * pieces.blocks
         for piece in acc:
-            piece = plgpu.layout_cast(piece, ptx.WGMMA)
             o = piece * common.along_rows(weight, piece.shape)
             o = o.astype(staged.dtype)
             for column in range(0, pieces.columns, ptx.COLUMNS):
@@ -486,9 +485,8 @@ class ConsumerWarpgroup(Consumer):
 
 def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config: WideConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
-    # At first the buffers of queries and of p are empty: so who fills them waits without a branch.
-    smem.q.consumer_release(0)
-    smem.weights.of_warpgroup(1 - warpgroup).consumer_release(0)
+    smem.q.consumer_start()
+    smem.weights.of_warpgroup(1 - warpgroup).consumer_start()
     plgpu.set_max_registers(REGISTERS[0], action="increase")
 
     def compute(i, work_tile, kv_base):

@@ -175,7 +175,7 @@ class Streams(NamedTuple):
         """Copy the tiles from this query and key on to the stage of tile j, when that is empty."""
         if pipeline is None:
             return
-        pipeline.producer_acquire(j)
+        pipeline.producer_wait(j)
         stage, full = pipeline.stage(j), pipeline.filled(j)
         if self.bias is not None:
             smem = pipeline.smem["bias"].at[stage]

@@ -5,7 +5,7 @@ Tile number i, counted over the life of a CTA, has stage i % stages. Two barrier
 | barrier | who arrives | who waits |
 |---|---|---|
 | full | each copy, when its bytes are in shared memory | the consumers, before they read |
-| empty | each consumer, when it has read | the producer, before it copies again |
+| empty | each consumer, when it has read (or by `consumer_start`) | the producer, before it fills |
 
 A barrier knows its phase by one bit. So every thread that waits at a barrier waits for each of its
 phases: a wait that is left out would later mistake an old phase for the new one. Consumers that do
@@ -91,12 +91,20 @@ class Pipeline:
         pl.when(i >= self.stages)(lambda: self.producer_wait(i))
 
     def producer_wait(self, i):
-        """Wait for the empty barrier; for producers whose consumers release each stage at first."""
+        """Wait as `producer_acquire`, for producers whose consumers call `consumer_start`."""
         plgpu.barrier_wait(self.empty.at[self.stage(i)])
 
     def filled(self, i):
         """Return the barrier at which copies to the stage of tile i arrive."""
         return self.full.at[self.stage(i)]
+
+    def consumer_start(self):
+        """Release all stages: they are empty at first, and `producer_wait` has no branch for that.
+
+        Without it a kernel has fewer instructions, and compiles faster.
+        """
+        for i in range(self.stages):
+            self.consumer_release(i)
 
     def consumer_wait(self, i, after=0):
         """Wait until tile i is in shared memory.

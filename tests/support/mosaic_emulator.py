@@ -491,8 +491,7 @@ def accumulate(acc, a, b_ref):
     result = Running(acc.shape)
 
     def product():
-        before = acc.value if isinstance(acc, Running) else np.asarray(acc)
-        result.value = before + multiply(a, unblocked(b_ref)[:, : acc.shape[1]])
+        result.value = acc + multiply(a, unblocked(b_ref)[:, : acc.shape[1]])
 
     here.products.append(product)
     return result
@@ -658,7 +657,6 @@ fake_ptx = dict(
     product_of_transposed=product_of_transposed,
     accumulate=accumulate,
     wait=wait,
-    waited=wait,
     uniform_zero=lambda x: 0,
     rescale=lambda acc, alpha: np.asarray(acc) * np.asarray(alpha)[:, None],
     add_fragments=add_fragments,

@@ -8,7 +8,9 @@ registers   the registers of one thread, for the other modules
 
 A warpgroup is 128 threads. Tiles of scores and of the output are 64 rows of one warpgroup, spread
 over its registers as the matrix instruction `wgmma` leaves them: layout `ACC` while a product may
-still be running, `WGMMA` otherwise. A thread holds two rows, and of each 8 columns two.
+still be running, `WGMMA` otherwise. A thread holds two rows, and of each 8 columns two. Loops carry
+sums in layout `WGMMA`, two numbers in each register of MLIR, because MLIR takes time that grows
+with the square of the number of carried registers.
 
 Gains were measured on an H200, most of them with prototypes, as the time of a whole pass.
 
@@ -18,7 +20,7 @@ Gains were measured on an H200, most of them with prototypes, as the time of a w
     product_t, product_of_transposed
                             the same in the backward: 5 to 7 % at head dim 64, 0 to 2 % at head
                             dim 128, 3 % at head dim 256
-    wait, waited            products in flight under a softmax that the compiler leaves there: 5 %
+    wait                    products in flight under a softmax that the compiler leaves there: 5 %
                             at head dim 64
     uniform_zero            without it the compiler moves these waits up
     rescale                 5 to 9 % at head dims 128 and 256, with THRESHOLD of `forward_common`
@@ -97,4 +99,3 @@ from pallas_flash._mosaic.ptx.products import product_t as product_t
 from pallas_flash._mosaic.ptx.products import rescale as rescale
 from pallas_flash._mosaic.ptx.products import uniform_zero as uniform_zero
 from pallas_flash._mosaic.ptx.products import wait as wait
-from pallas_flash._mosaic.ptx.products import waited as waited

@@ -6,9 +6,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, scf
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
 from pallas_flash import _compat
 from pallas_flash._mosaic.ptx.layouts import (
@@ -87,7 +88,7 @@ def accumulate(acc, a, b_ref):
     kind = WGMMA if in_registers else plgpu.RefType(tiled(b_ref.shape[-1]))
 
     @plgpu.inline_mgpu(
-        arg_types=(ACC, kind, strips_type(b_ref)), return_type=float32(acc.shape, ACC)
+        arg_types=(WGMMA, kind, strips_type(b_ref)), return_type=float32(acc.shape, ACC)
     )
     def emit(_, acc, given, b):
         registers = _multiply(given, tiles_of(b), scalars(acc), acc.shape[1], a.shape[1])
@@ -96,28 +97,21 @@ def accumulate(acc, a, b_ref):
     return emit(acc, a, b_ref)
 
 
-def wait(products: int, x):
-    """Wait until at most `products` are running; return `x`, usable then, in layout WGMMA."""
+def wait(products: int, x, a=None):
+    """Wait until at most `products` are running; return `x`, usable then, in layout WGMMA.
 
-    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=float32(x.shape, ACC))
-    def emit(_, x):
-        return array(_wait(products, scalars(x)), x.shape, ACC)
-
-    return plgpu.layout_cast(emit(x), WGMMA)
-
-
-def waited(products: int, acc, a=None):
-    """Wait as `wait` does, for an accumulator and the registers that its product reads, if any."""
+    `a` are the registers that its product reads, if any.
+    """
     operands = () if a is None else (a,)
 
     @plgpu.inline_mgpu(
-        arg_types=(ACC, *[WGMMA] * len(operands)), return_type=float32(acc.shape, ACC)
+        arg_types=(ACC, *[WGMMA] * len(operands)), return_type=float32(x.shape, WGMMA)
     )
-    def emit(_, acc, *operands):
-        registers = _wait(products, [*scalars(acc), *(w for a in operands for w in words(a))])
-        return array(registers[: acc.shape[1] // 2], acc.shape, ACC)
+    def emit(_, x, *operands):
+        registers = _wait(products, [*scalars(x), *(w for a in operands for w in words(a))])
+        return array(registers[: x.shape[1] // 2], x.shape, WGMMA)
 
-    return emit(acc, *operands)
+    return emit(x, *operands)
 
 
 def uniform_zero(x):
@@ -142,19 +136,21 @@ def uniform_zero(x):
 def rescale(acc, alpha):
     """Return acc, [64, n], times alpha, [64]; warps whose alpha are all one skip the product."""
 
-    @plgpu.inline_mgpu(arg_types=(ACC, ROW), return_type=float32(acc.shape, ACC))
+    @plgpu.inline_mgpu(arg_types=(WGMMA, ROW), return_type=float32(acc.shape, WGMMA))
     def emit(_, acc, alpha):
-        values, factors = scalars(acc), scalars(alpha)
+        pairs, factors = list(acc.registers.flat), scalars(alpha)
         one = mgpu.c(1.0, f32())
         changed = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors]
         any_lane = nvvm.vote_sync(number(-1), arith.ori(*changed), nvvm.VoteSyncKind.any)
-        branch = scf.IfOp(any_lane, [f32()] * len(values), has_else=True)
+        branch = scf.IfOp(any_lane, [pairs[0].type] * len(pairs), has_else=True)
         with ir.InsertionPoint(branch.then_block):
             # Two columns of the thread's first row, two of its second, and so on.
-            scf.yield_([arith.mulf(x, factors[i // 2 % 2]) for i, x in enumerate(values)])
+            factors = [vector.broadcast(pairs[0].type, x) for x in factors]
+            scf.yield_([arith.mulf(x, factors[i % 2]) for i, x in enumerate(pairs)])
         with ir.InsertionPoint(branch.else_block):
-            scf.yield_(values)
-        return array(list(branch.results), acc.shape, ACC)
+            scf.yield_(pairs)
+        registers = np.array(branch.results, dtype=object).reshape(acc.registers.shape)
+        return _compat.fragmented_array(registers, WGMMA.to_mgpu(), None)
 
     return emit(acc, alpha)
 
