@@ -15,7 +15,7 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import tiles
 from pallas_flash._mosaic.backward_dbias import dbias as _dbias
 from pallas_flash._mosaic.backward_dq import dq as _dq
-from pallas_flash._mosaic.backward_kernel import backward as _backward
+from pallas_flash._mosaic.backward_launch import backward as _backward
 from pallas_flash._mosaic.backward_memory import Grads
 from pallas_flash._mosaic.backward_preprocess import preprocess
 from pallas_flash._mosaic.decode_kernel import decode as _decode

@@ -265,7 +265,7 @@ class TileCopies:
         self._has_lengths, self._landed, self._b = valid_length is not None, landed, b
         self._valid = plgpu.load(valid_length.at[b]) if self._has_lengths else 0
 
-    def start(self, source, h, first, tile, full):
+    def start(self, source, h, first, tile, full, first_strip: int = 0):
         """Start the copies of a tile, one or one for each strip, which report to `full`."""
         strips, rows, width = tile.shape
         at = self._b, pl.ds(first, rows), h
@@ -274,7 +274,8 @@ class TileCopies:
             each = [tile.at[i] for i in range(strips)]
             copies = [(source.at[at], tile.transpose((1, 0, 2)), each)]
         else:
-            columns = (common.block_of_columns(i, self._b, width) for i in range(strips))
+            numbers = range(first_strip, first_strip + strips)
+            columns = (common.block_of_columns(i, self._b, width) for i in numbers)
             copies = [
                 (source.at[(*at, x)], tile.at[i], [tile.at[i]]) for i, x in enumerate(columns)
             ]
@@ -479,6 +480,13 @@ class ScoreTile:
     def dropped(self, p):
         """Return weights after dropout."""
         return jnp.maximum(p, 0.0) if self._drops else p
+
+    def factors(self, p):
+        """Return p times the derivative of scores; the signs stay if that is not negative."""
+        if self._pull is None:
+            return p
+        # Where a pair is not allowed, its score may be anything.
+        return jnp.where(p == 0.0, 0.0, self._pull(jnp.maximum(p, -p) if self._drops else p))
 
     def gradient(self, p, dp, delta):
         """Return ds, for `weights` and for dp before dropout; delta is `shrunk`."""

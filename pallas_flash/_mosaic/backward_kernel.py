@@ -9,13 +9,13 @@
 
 dk and dv stay in registers. dq is added to float32 in device memory by atomic adds, in no order:
 two runs differ by the rounding of sums. So do dk and dv where several CTAs share a K/V tile
-(`backward_splits`). Registers of a CTA hold 128 x 256 sums and one step, so a larger H + V (of
-padded head dims) takes two launches. `Grads` says which gradients a launch computes:
+(`backward_splits`). Registers of a CTA hold 128 x 256 sums and one step; a larger H + V (of padded
+head dims) takes two CTAs or two launches. `Grads` says which gradients a launch computes:
 
 | backward | launches | products |
 |---|---|---|
 | H + V up to 256 | dq, dk and dv | 5 |
-| H + V above 256 | dk and dq; dv | 4 + 2 |
+| H + V above 256 | dq, dk and dv, by a cluster (`backward_cluster`) | 5 |
 | deterministic, H + V up to 256 | dk and dv; dq (`backward_dq`) | 4 + 3 |
 | deterministic, H + V above 256 | dk; dv; dq | 3 + 2 + 3 |
 
@@ -80,26 +80,20 @@ of exp2 behind the wait for dp.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import rescaled
-from pallas_flash._mosaic import backward_splits, block_ranges, common, pairs, ptx
+from pallas_flash._mosaic import common, pairs, ptx
 from pallas_flash._mosaic.backward_common import (
     BackwardConfig,
     InnerTiles,
     Operands,
     ScoreTile,
     TileCopies,
-    in_strips,
-    mask_for,
-    neighbours,
     store_tile,
 )
 from pallas_flash._mosaic.backward_memory import (
@@ -108,15 +102,8 @@ from pallas_flash._mosaic.backward_memory import (
     DS_STAGES,
     Grads,
     KeysScratch,
-    keys_scratch,
-    padded,
 )
-from pallas_flash._mosaic.backward_postprocess import postprocess
 from pallas_flash._mosaic.backward_splits import Splits
-from pallas_flash._mosaic.score_mask import shared_arrays
-from pallas_flash._problem import Problem
-from pallas_flash._scores import LogSum
-from pallas_flash._tiling.sizes import BackwardTile
 
 plgpu = common.plgpu
 
@@ -288,10 +275,7 @@ class ConsumerWarpgroup:
     def center_keys(self):
         """Subtract the center from the warpgroup's keys."""
         center = self.operands.center.at[self.cta.b, self.kv_head]
-        center = plgpu.load(center, layout=ptx.COLUMN, optimized=False)
-        my_k = self.scratch.k.at[:, self.mine]
-        k = ptx.load_strips(my_k).astype(jnp.float32)
-        ptx.put_strips((k - common.along_columns(center, k.shape)).astype(self.dtype), my_k)
+        subtract_center(center, self.scratch.k.at[:, self.mine])
 
     def zeros(self) -> Sums:
         """Return the sums of keys that no query sees."""
@@ -493,27 +477,40 @@ class ConsumerWarpgroup:
         They leave through the shared memory of the keys and values of this warpgroup, which only it
         reads by now; without v through a stage of do. Sums of splits leave from registers.
         """
-        config, scratch, warpgroup = self.config, self.scratch, self.warpgroup
-        mine = pl.ds(warpgroup * ROWS, ROWS)
-        rows = pl.ds(self.cta.kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
-        of_dv = scratch.v.at[:, mine] if self.grads.dk else self.do_sm.at[warpgroup]
+        scratch, mine = self.scratch, pl.ds(self.warpgroup * ROWS, ROWS)
+        of_dv = scratch.v.at[:, mine] if self.grads.dk else self.do_sm.at[self.warpgroup]
         staged = Sums(dk=scratch.k.at[:, mine], dv=of_dv)
-        kv_head, *_ = config.splits.heads(self.cta.head)
         for name, x, tile in zip(Sums._fields, sums, staged, strict=True):
-            if x is None:
-                continue
-            if config.splits.count == 1:
-                ptx.put_strips(x.astype(self.dtype), tile)
-                plgpu.commit_smem()
-                store_tile(tile, self.grads_refs[name], (self.cta.b, rows, kv_head))
-                continue
-            heads, h = config.num_heads, self.cta.head
-            if config.adds:
-                heads, h = heads // config.splits.count, kv_head
-            row = (self.cta.b * heads + h) * config.kv.count + self.cta.kv_tile
-            group = (row * CONSUMERS + warpgroup) * ptx.groups(x.shape[1])
-            put = ptx.add_fragments if config.adds else ptx.store_fragments
-            put(x, self.grads_refs[name].at[group])
+            if x is not None:
+                store_sums(self.config, self.cta, self.warpgroup, x, tile, self.grads_refs[name])
+
+
+def subtract_center(center, tile):
+    """Subtract float32 [n] in device memory from `strips` of [64, n]."""
+    center = plgpu.load(center, layout=ptx.COLUMN, optimized=False)
+    k = ptx.load_strips(tile).astype(jnp.float32)
+    ptx.put_strips((k - common.along_columns(center, k.shape)).astype(tile.dtype), tile)
+
+
+def store_sums(config: OuterKeysConfig, cta: Cta, warpgroup, x, tile, ref):
+    """Store sums of a warpgroup's keys, or add them, at their place in `ref`.
+
+    Rows leave through the shared memory `tile`, sums of splits from registers.
+    """
+    kv_head, *_ = config.splits.heads(cta.head)
+    if config.splits.count == 1:
+        rows = pl.ds(cta.kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
+        ptx.put_strips(x.astype(tile.dtype), tile)
+        plgpu.commit_smem()
+        store_tile(tile, ref, (cta.b, rows, kv_head))
+        return
+    heads, h = config.num_heads, cta.head
+    if config.adds:
+        heads, h = heads // config.splits.count, kv_head
+    row = (cta.b * heads + h) * config.kv.count + cta.kv_tile
+    group = (row * CONSUMERS + warpgroup) * ptx.groups(x.shape[1])
+    put = ptx.add_fragments if config.adds else ptx.store_fragments
+    put(x, ref.at[group])
 
 
 def _finished(sums: Sums) -> Sums:
@@ -547,7 +544,8 @@ class ProducerWarpgroup:
         self.copy_queries = TileCopies(operands.valid_q, landed, b).start
         self.inner.if_any(self.load)
         if config.has_lengths and config.splits.count == 1:
-            self.store_zeros()
+            names = [name for name in config.grads.names if name != "dq"]
+            store_zeros(config, operands, self.grads_refs, self.cta, names)
 
     def load(self):
         """Start the copies of the outer tile, with lengths, and of all inner ones."""
@@ -594,31 +592,30 @@ class ProducerWarpgroup:
             place, full = cotangents.smem["delta"].at[stage], self.scratch.delta_full.at[stage]
             plgpu.copy_gmem_to_smem(operands.delta.at[self.cta.b, h, rows], place, full)
 
-    def store_zeros(self):
-        """Store zeros for keys behind the valid ones, while consumers compute.
 
-        CTAs of K/V tiles with valid keys divide the other tiles of their head among them. (CTAs of
-        these other tiles would all write at a time, and take as long as memory needs.) Without
-        valid keys each CTA is left with its own tile. With splits nobody reads the sums of these
-        keys.
-        """
-        count = jnp.int32(self.config.kv.count)
-        valid = plgpu.load(self.operands.valid_kv.at[self.cta.b])
-        some = common.quotient(valid + BLOCK_KV - 1, BLOCK_KV)
-        step, kv_tile = jnp.where(some > 0, some, count), self.cta.kv_tile
-        mine = jnp.where(kv_tile < step, lax.div(count - kv_tile - some + step - 1, step), 0)
+def store_zeros(config: OuterKeysConfig, operands: Operands, grads, cta: Cta, names):
+    """Store zeros in gradients for keys behind the valid ones, while consumers compute.
 
-        @pl.loop(jnp.int32(0), mine)
-        def _(i):
-            first = (kv_tile + some + i * step) * BLOCK_KV
-            for name in self.config.grads.names:
-                if name != "dq":
-                    ref = self.grads_refs[name].at[self.cta.b]
-                    ptx.store_zeros(ref, first, self.cta.head, BLOCK_KV)
+    CTAs of K/V tiles with valid keys divide the other tiles of their head among them. (CTAs of
+    these other tiles would all write at a time, and take as long as memory needs.) Without
+    valid keys each CTA is left with its own tile. With splits nobody reads the sums of these
+    keys.
+    """
+    count = jnp.int32(config.kv.count)
+    valid = plgpu.load(operands.valid_kv.at[cta.b])
+    some = common.quotient(valid + BLOCK_KV - 1, BLOCK_KV)
+    step, kv_tile = jnp.where(some > 0, some, count), cta.kv_tile
+    mine = jnp.where(kv_tile < step, lax.div(count - kv_tile - some + step - 1, step), 0)
+
+    @pl.loop(jnp.int32(0), mine)
+    def _(i):
+        first = (kv_tile + some + i * step) * BLOCK_KV
+        for name in names:
+            ptx.store_zeros(grads[name].at[cta.b], first, cta.head, BLOCK_KV)
 
 
 # ------------------------------------------------------------------------------------------------
-# Launch
+# Kernel
 # ------------------------------------------------------------------------------------------------
 
 
@@ -638,185 +635,3 @@ def pallas_flash_backward(operands: Operands, added, *outputs, static: OuterKeys
     @common.when(config.exists(head, warpgroup == PRODUCER))
     def _():
         ProducerWarpgroup(*args).run()
-
-
-@functools.cache
-def _kernel(grads: Grads):
-    """Return the kernel with a name for what it computes."""
-
-    def kernel(*refs, **options):
-        pallas_flash_backward(*refs, **options)
-
-    kernel.__name__ = grads.kernel_name
-    return kernel
-
-
-def backward(
-    problem: Problem,
-    do,
-    log_sum: LogSum,
-    delta,
-    tile: BackwardTile,
-    grads: Grads,
-    valid=None,
-    *,
-    zeros=None,
-    center: Any = None,
-    row_sums=None,
-    want_scale: bool,
-    deterministic: bool,
-) -> dict:
-    """Return the gradients of `grads.names`, by name.
-
-    Args:
-        problem: the call.
-        do: [B, T, N, V].
-        log_sum: of float32 [B, N, T padded], for keys less `center`.
-        delta: float32 [B, N, T padded].
-        tile: block sizes.
-        grads: what to compute.
-        valid: int32 [B] twice, see `Operands`; or None.
-        zeros: for the sums of dq, see `backward_preprocess`; behind the valid queries, anything.
-        center: float32 [B, K, H], subtracted from keys, zero for some heads; None if for all.
-        row_sums: float32 [B, N, T], the sums of ds over a row; None if they are zero. With a center
-            and without `want_scale`, dq receives its term of them.
-        want_scale: whether dq is to be in float32 and without its factor.
-        deterministic: whether dk and dv are to be summed in a fixed order.
-    """
-    p = problem
-    q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
-    mask = mask_for(p, q, kv, valid)
-    head_dim, value_dim = padded(p.head_dim, p.value_dim)
-    steps = backward_splits.Steps.of(p, q, kv)
-    # As many rows as delta has: whole tiles of 128, for dq.
-    operands = Operands.of(p, do, log_sum, delta, valid, delta.shape[2])
-    # Only q and do get an axis of strips in device memory: a consumer copies its half of k and v,
-    # which would be no one piece there.
-    operands = operands._replace(
-        q=in_strips(operands.q, head_dim), do=in_strips(operands.do, value_dim)
-    )
-    weights = None
-    if grads.dq and center is not None and row_sums is not None and not want_scale:
-        weights = p.scale.astype(jnp.float32) * row_sums
-        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -p.q_len % (2 * ROWS))))
-    if center is not None:
-        center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
-        is_centered = (center != 0).any(axis=2).astype(jnp.int32)
-        operands = operands._replace(center=center, is_centered=is_centered)
-
-    def run(arrays, x):
-        operands: Operands = x["operands"]
-        scale, extras = arrays
-        batch = len(operands.q)
-        splits = Splits(backward_splits.num_splits(p, batch, steps, kv, deterministic), p.groups)
-        num_heads = p.num_kv_heads * splits.count
-        table = block_ranges.block_table(
-            extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq
-        )
-        scratch = keys_scratch(p, tile, grads, has_lengths=valid is not None)
-        smem = {} if scratch.pairs is None else scratch.pairs.smem
-        copied = dict(bias=smem.get("bias") is not None, masks=smem.get("bits") is not None)
-        streams, arrays, streamed = pairs.Streams.of(p, arrays, 2, q, **copied)
-        config = OuterKeysConfig.of(
-            *(p, mask, arrays, table, q, kv),
-            transposed=True,
-            streams=streams,
-            num_heads=num_heads,
-            neighbours=neighbours(num_heads),
-            tile=tile,
-            has_lengths=valid is not None,
-            grads=grads,
-            splits=splits,
-            adds=splits.count > 1 and not deterministic,
-            centers=center is not None,
-        )
-        operands = operands.for_launch(config, arrays, table, streamed=streamed)
-        results = _launch(config, p, scratch, operands, x["zeros"])
-        factor = rescaled(extras.dropout, scale)
-        return _rows(config, p, operands, results, factor, x["weights"], want_scale)
-
-    x = dict(operands=operands, zeros=zeros, weights=weights)
-    arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    return common.by_instance(run, p.batch)(arrays, x)
-
-
-def _launch(
-    config: OuterKeysConfig, p: Problem, scratch: KeysScratch, operands: Operands, zeros
-) -> dict:
-    """Launch the kernel; return the gradients by name, some of them in fragments."""
-    grads, batch = config.grads, len(operands.q)
-    fragments, outputs, added = _fragments(config, p, batch), {}, {}
-    if grads.dq:
-        added["dq"] = zeros.reshape(-1, *ptx.OF_GROUP)
-    for name, like in (("dk", operands.k), ("dv", operands.v)):
-        if name not in grads.names:
-            continue
-        outputs[name] = like.shape, like.dtype
-        if name in fragments:
-            outputs[name] = (math.prod(fragments[name][:5]), *ptx.OF_GROUP), jnp.float32
-        if config.adds:
-            added[name] = jnp.zeros(*outputs.pop(name))
-    results = common.launch(
-        _kernel(grads),
-        (operands,),
-        sums=(added,),
-        outputs=list(outputs.values()),
-        memory=scratch._asdict(),
-        grid=config.grid(batch, kv_tile=config.kv.count),
-        warpgroups=CONSUMERS + 1,
-        static=config,
-        approx_math=config.options.approximate,
-        # This file says where threads wait for each other: `ptx.meet`, `ptx.fence`.
-        unsafe_no_auto_barriers=True,
-    )
-    return dict(zip([*sorted(added), *outputs], results, strict=True))
-
-
-def _rows(
-    config: OuterKeysConfig, p: Problem, operands: Operands, results, factor, weights, want_scale
-) -> dict:
-    """Return results of `_launch` with rows instead of fragments.
-
-    Args:
-        config: of the kernel.
-        p: the call.
-        operands: what the kernel read.
-        results: gradients by name.
-        factor: what dq is multiplied by, float32 [1 or instances].
-        weights: of the term of dq with the center, see `postprocess`; None if dq has none.
-        want_scale: as of `backward`.
-    """
-    batch, one, results = len(operands.q), np.ones(1, np.float32), dict(results)
-    weighted_center = None if weights is None else (weights, operands.center)
-    known = dict(
-        dq=(p.query, operands.valid_q, factor, weighted_center),
-        dk=(p.key, operands.valid_kv, one, None),
-        dv=(p.value, operands.valid_kv, one, None),
-    )
-    for name, shape in _fragments(config, p, batch).items():
-        rows, (like, valid, factor, weighted_center) = results[name].reshape(shape), known[name]
-        if name == "dq" and want_scale:
-            results[name] = ptx.unfold(rows[:, :, 0])[:, : p.q_len, :, : p.head_dim]
-            continue
-        results[name] = postprocess(
-            *(rows, factor, (batch, *like.shape[1:]), p.dtype),
-            batch=p.batch,
-            valid=valid,
-            weighted_center=weighted_center,
-        )
-    return results
-
-
-def _fragments(config: OuterKeysConfig, p: Problem, batch: int) -> dict[str, tuple[int, ...]]:
-    """Return shapes of the gradients that are left in fragments, see `postprocess`."""
-    head_dim, value_dim = padded(p.head_dim, p.value_dim)
-    partial = 1 if config.adds else config.splits.count
-    of_keys = batch, p.num_kv_heads, partial, config.kv.count * CONSUMERS
-    shapes = {}
-    if config.grads.dq:
-        shapes["dq"] = batch, p.num_heads, 1, config.dq_tiles, ptx.groups(head_dim), *ptx.OF_GROUP
-    if config.splits.count > 1 and config.grads.dk:
-        shapes["dk"] = *of_keys, ptx.groups(head_dim), *ptx.OF_GROUP
-    if config.splits.count > 1 and config.grads.dv:
-        shapes["dv"] = *of_keys, ptx.groups(value_dim), *ptx.OF_GROUP
-    return shapes

@@ -1,7 +1,8 @@
 """The gradients of each launch of the backward, and the shared memory and barriers of its CTAs.
 
 Launches allocate these specifications, and tiles are chosen by their bytes (`common.smem_bytes`).
-`backward_kernel` and `backward_dq` say what each buffer and each barrier is for.
+`backward_kernel`, `backward_cluster` and `backward_dq` say what each buffer and each barrier is
+for.
 """
 
 import enum
@@ -19,6 +20,10 @@ plgpu = common.plgpu
 
 # Keys of a CTA whose outer tile is of keys, and the two consumer warpgroups that share them.
 BLOCK_KV, CONSUMERS = 128, 2
+# Columns of dk and dv, together, that the registers of a CTA hold.
+MAX_COLUMNS = 256
+# CTAs of a cluster, and queries of its steps.
+CLUSTER, CLUSTER_QUERIES = 2, 64
 # Stages for the ds_t that these exchange: one is written while the other is read.
 DS_STAGES = 2
 # Queries of a consumer warpgroup where the outer tile is of queries.
@@ -39,7 +44,6 @@ class Grads(enum.Enum):
     """The gradients of a launch with keys as outer tile, by its kernel's name in a profile."""
 
     DQ_DK_DV = "pallas_flash_backward", ("dq", "dk", "dv")
-    DQ_DK = "pallas_flash_dkq", ("dq", "dk")
     DK_DV = "pallas_flash_dkv", ("dk", "dv")
     DK = "pallas_flash_dk", ("dk",)
     DV = "pallas_flash_dv", ("dv",)
@@ -50,14 +54,34 @@ class Grads(enum.Enum):
 
     @classmethod
     def launches(cls, head_dim: int, value_dim: int, deterministic: bool) -> "list[Grads]":
-        """Return what is launched, by the padded head dims; registers hold 256 columns of sums."""
+        """Return what is launched, by the padded head dims."""
         if deterministic:
-            return [cls.DK, cls.DV] if head_dim + value_dim > 256 else [cls.DK_DV]
-        return [cls.DQ_DK, cls.DV] if head_dim + value_dim > 256 else [cls.DQ_DK_DV]
+            return [cls.DK, cls.DV] if head_dim + value_dim > MAX_COLUMNS else [cls.DK_DV]
+        return [cls.DQ_DK_DV]
+
+    def in_clusters(self, head_dim: int, value_dim: int) -> bool:
+        """Return whether a cluster of CTAs computes it, `backward_cluster`; by padded head dims."""
+        return self.dq and head_dim + value_dim > MAX_COLUMNS
 
     def stages(self, tile: BackwardTile) -> int:
         """Return the stages; dv alone has two or more, a stage of do for each consumer's result."""
         return tile.stages if self.dk else max(2, tile.stages)
+
+
+def scratch(p: Problem, tile: BackwardTile, grads: Grads, *, has_lengths: bool = False):
+    """Return the specification of a `KeysScratch` or of a `ClusterScratch`.
+
+    Tiles of (q, k) arrays are in it where there is room beside all else.
+
+    Args:
+        p: the call.
+        tile: block sizes.
+        grads: what is computed.
+        has_lengths: whether there are valid lengths.
+    """
+    if grads.in_clusters(*padded(p.head_dim, p.value_dim)):
+        return _cluster_scratch(p, tile, has_lengths)
+    return _keys_scratch(p, tile, grads, has_lengths)
 
 
 class KeysScratch(NamedTuple):
@@ -74,19 +98,7 @@ class KeysScratch(NamedTuple):
     landed: Any
 
 
-def keys_scratch(
-    p: Problem, tile: BackwardTile, grads: Grads, *, has_lengths: bool = False
-) -> KeysScratch:
-    """Return the specification of a `KeysScratch`.
-
-    Tiles of (q, k) arrays are in it where there is room beside all else.
-
-    Args:
-        p: the call.
-        tile: block sizes.
-        grads: what is computed.
-        has_lengths: whether there are valid lengths.
-    """
+def _keys_scratch(p: Problem, tile: BackwardTile, grads: Grads, has_lengths: bool) -> KeysScratch:
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
     stages, block_q = grads.stages(tile), tile.block_q
     k_sm = common.strips(p.dtype, rows=BLOCK_KV, columns=head_dim)
@@ -101,7 +113,7 @@ def keys_scratch(
         smem = dict(tiles=tiles, **scalars)
         return Pipeline.spec(smem, stages, copies=copies, consumers=CONSUMERS)
 
-    scratch = KeysScratch(
+    memory = KeysScratch(
         k=k_sm,
         v=v_sm,
         queries=pipeline(
@@ -117,18 +129,109 @@ def keys_scratch(
         landed=common.barriers(1) if has_lengths else None,
     )
     pipelines = _pairs_pipelines(p, block_q, stages)
-    return scratch._replace(pairs=common.first_that_fits(scratch, pipelines))
+    return memory._replace(pairs=common.first_that_fits(memory, pipelines))
 
 
-def _pairs_pipelines(p: Problem, block_q: int, stages: int):
+class TilesOfDv(NamedTuple):
+    """Tiles of the CTA of a cluster that sums dv."""
+
+    k: Any
+    q: Any
+    do: Any
+
+
+class TilesOfDk(NamedTuple):
+    """Tiles of the CTA of a cluster that sums dk; `k` has its columns of dq, None if none."""
+
+    v: Any
+    k: Any
+    q: Any
+    do: Any
+    ds: Any
+
+
+class ClusterScratch(NamedTuple):
+    """Shared memory of a CTA of `backward_cluster`; None where there is nothing."""
+
+    # In the same memory `TilesOfDv`, `TilesOfDk`, dv and dk on their way to device memory.
+    tiles: Any
+    queries: Pipeline
+    cotangents: Pipeline
+    received: Any
+    numbers: Any
+    pairs: Pipeline | None
+    k_full: Any
+    v_full: Any
+    numbers_full: Any
+    started: Any
+    ended: Any
+    landed: Any
+
+
+def strips_of_dq(strips: int) -> tuple[int, int]:
+    """Return how many of so many strips of dq's columns each CTA of a cluster computes."""
+    return strips - strips // 2, strips // 2
+
+
+def _cluster_scratch(p: Problem, tile: BackwardTile, has_lengths: bool) -> ClusterScratch:
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    rows, stages = CLUSTER_QUERIES, tile.stages
+
+    def strips(columns, *outer, rows=BLOCK_KV):
+        return common.strips(p.dtype, *outer, rows=rows, columns=columns)
+
+    def inner(columns, stages):
+        return strips(columns, stages, rows=rows)
+
+    def pipeline(dim, tiles):
+        copies = copies_in_strips(dim, tiles)
+        return Pipeline.spec(None, stages + 1, copies=copies, consumers=CONSUMERS)
+
+    k, v = strips(head_dim), strips(value_dim)
+    count, _, width = k.shape
+    _, here = strips_of_dq(count)
+    # ds and k are operands of dq's product, and have to lie alike.
+    ds = plgpu.SMEM((DS_STAGES, BLOCK_KV, rows), p.dtype, transforms=ptx.tiled(width))
+    q, do = inner(head_dim, stages + 1), inner(value_dim, stages + 1)
+    of_dk = TilesOfDk(
+        v=v,
+        k=common.strips(p.dtype, rows=BLOCK_KV, columns=here * width, width=width)
+        if here
+        else None,
+        q=inner(head_dim, stages),
+        do=inner(value_dim, stages),
+        ds=ds,
+    )
+    memory = ClusterScratch(
+        tiles=plgpu.RefUnion(
+            *(TilesOfDv(k, q, do), of_dk, inner(value_dim, CONSUMERS), inner(head_dim, CONSUMERS))
+        ),
+        queries=pipeline(p.head_dim, q),
+        cotangents=pipeline(p.value_dim, do),
+        received=ds,
+        numbers=statistics(p, stages + 2, rows),
+        pairs=None,
+        k_full=common.barriers(1, count),
+        v_full=common.barriers(1, v.shape[0] + here),
+        numbers_full=common.barriers(stages + 1, num_statistics(p)),
+        started=common.barriers(1, 1, CLUSTER),
+        ended=common.barriers(1, CONSUMERS, CLUSTER),
+        landed=common.barriers(1) if has_lengths else None,
+    )
+    pipelines = _pairs_pipelines(p, rows, stages, bias=False)
+    return memory._replace(pairs=common.first_that_fits(memory, pipelines))
+
+
+def _pairs_pipelines(p: Problem, block_q: int, stages: int, bias: bool = True):
     """Yield pipelines for tiles of a bias and of mask arrays, the most wanted first.
 
     First with the bias, in as many stages as queries have, then in fewer; then the same without it.
+    `bias`: whether a bias may be copied.
     """
     dtype: Any = None if p.bias is None else p.bias.dtype
     masks = sum(map(pairs.has_pairs, p.mask.leaves))
     copied = False
-    if p.bias is not None and 1 not in p.bias.shape[2:]:
+    if bias and p.bias is not None and 1 not in p.bias.shape[2:]:
         # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
         copied = dtype.itemsize == 2 and p.kv_len % 8 == 0
     for with_bias, n in itertools.product([copied, False], range(stages, 0, -1)):

@@ -99,7 +99,9 @@ class Steps(NamedTuple):
         return cls(steps.mean(), steps.max(), known and steps.min() == steps.max())
 
 
-def num_splits(p: Problem, batch: int, steps: Steps, kv: Tiling, deterministic: bool) -> int:
+def num_splits(
+    p: Problem, batch: int, steps: Steps, kv: Tiling, deterministic: bool, ctas: int = 1
+) -> int:
     """Return the number of CTAs per K/V tile that the estimate finds the fastest.
 
     Args:
@@ -108,14 +110,16 @@ def num_splits(p: Problem, batch: int, steps: Steps, kv: Tiling, deterministic: 
         steps: the steps of K/V tiles.
         kv: the tiles of keys.
         deterministic: whether dk and dv must be summed in a fixed order.
+        ctas: CTAs of a cluster; "CTA" elsewhere is then such a cluster.
     """
+    places = scheduler.NUM_SMS // ctas
     kv_tiles = batch * p.num_kv_heads * kv.count
 
     def time(splits: int):
         """Waves of equal CTAs. Unequal ones fill all SMs until the second half of the longest."""
         heads = -(-p.groups // splits) if splits <= p.groups else p.groups / splits
         mean, longest = (heads * x + STEPS_OF_A_CTA for x in steps[:2])
-        waves = kv_tiles * splits / scheduler.NUM_SMS
+        waves = kv_tiles * splits / places
         if steps.equal or waves <= 1:
             computing = math.ceil(waves) * longest
         else:
@@ -133,5 +137,5 @@ def num_splits(p: Problem, batch: int, steps: Steps, kv: Tiling, deterministic: 
         most = min(most, max(1, MAX_PARTIAL_BYTES // partial))
     elif p.groups == 1:
         # Only SMs that would have no CTA take part of a head's queries.
-        most = max(1, min(MAX_QUERY_SPLITS, scheduler.NUM_SMS // kv_tiles))
+        most = max(1, min(MAX_QUERY_SPLITS, places // kv_tiles))
     return min(range(min(fewest, most), most + 1), key=time)

@@ -110,9 +110,7 @@ def shared_bytes(kernel: str, tile, p: Problem) -> int:
         value_stages = tiles.value_stages(tile, *sizes)
         return common.smem_bytes(backward_memory.queries_scratch(p, tile, value_stages))
     launches = Grads.launches(*sizes, deterministic=kernel != "backward")
-    return max(
-        common.smem_bytes(backward_memory.keys_scratch(p, tile, grads)) for grads in launches
-    )
+    return max(common.smem_bytes(backward_memory.scratch(p, tile, grads)) for grads in launches)
 
 
 def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:

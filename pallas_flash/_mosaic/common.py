@@ -93,9 +93,12 @@ def blocks(dtype, *outer: int, rows: int, columns: int):
     return plgpu.SMEM(shape, dtype, transforms=ptx.BLOCKS)
 
 
-def strips(dtype, *outer: int, rows: int, columns: int):
-    """Return a specification of shared memory for tiles, as `ptx.load_strips` reads them."""
-    width = ptx.strip_width(columns, dtype)
+def strips(dtype, *outer: int, rows: int, columns: int, width: int = 0):
+    """Return a specification of shared memory for tiles, as `ptx.load_strips` reads them.
+
+    `width` is that of a strip, by default the largest one.
+    """
+    width = width or ptx.strip_width(columns, dtype)
     shape = (*outer, columns // width, rows, width)
     return plgpu.SMEM(shape, dtype, transforms=ptx.strips(width, dtype))
 

@@ -190,6 +190,16 @@ class Options:
         return self._extras.dropout is not None
 
     @property
+    def has_scores(self) -> bool:
+        """Whether scores are more than scaled products."""
+        return bool(self._extras.scores)
+
+    @property
+    def has_score_mod(self) -> bool:
+        """Whether there is a score function."""
+        return self._extras.scores.score_mod is not None
+
+    @property
     def _extras(self) -> Extras:
         _, extras = jax.tree.unflatten(self.structure, self.leaves)
         return extras

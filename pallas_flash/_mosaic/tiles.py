@@ -9,7 +9,7 @@ import jax
 from pallas_flash import _hardware
 from pallas_flash._features import SCORES, CallFeatures, MaskKind, Option
 from pallas_flash._mosaic import common, forward_wide
-from pallas_flash._mosaic.backward_memory import Grads, keys_scratch, padded
+from pallas_flash._mosaic.backward_memory import MAX_COLUMNS, Grads, padded, scratch
 from pallas_flash._mosaic.scheduler import QUERY_ROWS, folded, most_rows
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
@@ -249,7 +249,7 @@ def all_columns(head_dim: int, value_dim: int) -> bool:
 
 def copies_bias(p: Problem, tile: BackwardTile, grads: Grads) -> bool:
     """Return whether a launch of the backward copies tiles of the bias to shared memory."""
-    pipeline = keys_scratch(p, tile, grads).pairs
+    pipeline = scratch(p, tile, grads).pairs
     return pipeline is not None and pipeline.smem["bias"] is not None
 
 
@@ -268,12 +268,17 @@ def two_passes(p: Problem) -> bool:
 
 
 def backward_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:
-    """Return the tile of `backward_kernel`, by the padded head dims."""
+    """Return the tile of `backward_kernel` or `backward_cluster`, by the padded head dims."""
     if all_columns(head_dim, value_dim):
         return BackwardTile(128)
     block_q, width = 64, head_dim + value_dim
-    exchanged = 0 if in_order else 2 * 128 * block_q
-    return BackwardTile(block_q, min(2, (ROOM - 128 * width - exchanged) // (block_q * width)))
+    taken = 128 * width + (0 if in_order else 2 * 128 * block_q)
+    if not in_order and width > MAX_COLUMNS:
+        # What a CTA of a cluster receives, and the larger one of what else the two have.
+        of_dv = 128 * head_dim + block_q * width
+        of_dk = 128 * value_dim + 128 * (head_dim // 2) + 2 * 128 * block_q
+        taken = max(of_dv, of_dk) + 2 * 128 * block_q
+    return BackwardTile(block_q, min(2, (ROOM - taken) // (block_q * width)))
 
 
 def dq_tile(head_dim: int, value_dim: int, registers: bool) -> DqTile:

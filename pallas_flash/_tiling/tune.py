@@ -50,7 +50,7 @@ GRADIENTS = {"dkv": ("key", "value"), "dk": ("key",), "dv": ("value",), "dq": ("
 GRADIENTS |= {"backward": ("query", "key", "value")}
 
 # The launches of a kernel that "mosaic" divides where head dims are large.
-PARTS = {"backward": "backward|dkq|dv", "dkv": "dkv|dk|dv"}
+PARTS = {"dkv": "dkv|dk|dv"}
 
 # The relative L2 error above which a candidate is wrong: 4 roundings to the dtype, where right
 # kernels have less than 1. float32 counts as TF32, to which GPUs round it by default.

@@ -115,7 +115,7 @@ class Kernel:
     def attention_pass(self) -> str:
         """The one of `PASSES` to which a kernel of the package belongs."""
         last = self.name.rpartition("_")[2]
-        known = {"dk": "dkv", "dv": "dkv", "dkq": "backward", "preprocess": "delta"}
+        known = {"dk": "dkv", "dv": "dkv", "cluster": "backward", "preprocess": "delta"}
         return known.get(last, last)
 
     def record(self) -> dict[str, Any]:

@@ -211,6 +211,24 @@ def test_many_work_tiles_for_hopper(case, head_dim, kernel_case, monkeypatch):
 
 
 @needs_hopper
+@cases.parametrize(names=cases.SERVED_ON_HOPPER)
+def test_backward_in_clusters_for_hopper(case, kernel_case):
+    """Where dk and dv do not fit in the registers of a CTA; tiles of 256 are tested above."""
+    check(dataclasses.replace(case, H=192, V=128), "mosaic")
+
+
+@needs_hopper
+@cases.parametrize(names=["causal", "one key/value head", "lengths of zero", "all features"])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "dtype"),
+    [(160, 256, "bfloat16"), (64, 256, "bfloat16"), (256, 40, "float16"), (256, 256, "float16")],
+)
+def test_columns_of_clusters_for_hopper(case, head_dim, value_dim, dtype, kernel_case):
+    """The strips of dq that each of four consumers has, and what is sent for float16."""
+    check(dataclasses.replace(case, H=head_dim, V=value_dim), "mosaic", dtype)
+
+
+@needs_hopper
 @cases.parametrize(names=["full", "causal", "lengths of zero", "documents", "dropout"])
 @each_head_dim
 def test_split_queries_for_hopper(case, head_dim, kernel_case, monkeypatch):

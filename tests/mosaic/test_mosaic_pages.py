@@ -55,13 +55,13 @@ def test_page_of_the_forward_has_its_memory(head_dim, is_causal, row):
     [
         (64, Grads.DQ_DK_DV, "backward, 64"),
         (128, Grads.DQ_DK_DV, "backward, 128"),
-        (256, Grads.DQ_DK, "backward of dq and dk, 256"),
-        (256, Grads.DV, "backward of dv, 256"),
+        (256, Grads.DQ_DK_DV, "backward, 256, CTA 0"),
+        (256, Grads.DQ_DK_DV, "backward, 256, CTA 1"),
     ],
 )
 def test_page_of_the_backward_has_its_memory(head_dim, grads, row):
     def spec(problem):
         tile = tiles.default(problem, _features.of(problem)).tile("backward")
-        return backward_memory.keys_scratch(problem, tile, grads)
+        return backward_memory.scratch(problem, tile, grads)
 
     assert kib(spec, head_dim) == told(BACKWARD, row)

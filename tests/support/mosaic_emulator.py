@@ -287,10 +287,11 @@ def layout_cast(x, layout):
 class Program:
     """The state that the threads of one program share."""
 
-    def __init__(self):
+    def __init__(self, cluster=None):
         self.lock = threading.Lock()
         self.meetings = {}
         self.failed = []
+        self.cluster = cluster
 
     def run(self, functions):
         threads = [threading.Thread(target=self._guarded, args=(f,)) for f in functions]
@@ -379,6 +380,7 @@ def warp_map(function):
 plgpu = types.SimpleNamespace(
     SMEM=lambda shape, dtype, transforms=(): Memory(shape, dtype),
     ACC=Memory,
+    RefUnion=lambda *groups: groups,  # Each in memory of its own.
     Barrier=Barrier,
     ClusterBarrier=ClusterBarrier,
     set_max_registers=lambda *_, **__: None,
@@ -561,6 +563,41 @@ def store_fragments(x, ref):
     groups_at(ref, range(len(x)))[...] = x
 
 
+def message(barriers, n, rank=None):
+    """The barrier of a buffer, of this CTA or of one of the cluster: one arrival a warpgroup."""
+    array = barriers.array if rank is None else barriers.all[rank]
+    place = array.__array_interface__["data"][0] + 8 * number(n)
+    with here.program.cluster.lock:
+        return here.program.cluster.meetings.setdefault(place, Phases(2))
+
+
+def wait_for_message(barriers, n, parity):
+    phases, who = message(barriers, n), (here.warpgroup, here.warp)
+    if phases.waits.get(who, 0) % 2 != number(parity):
+        raise EmulationError(f"waits for parity {parity} of message {phases.waits.get(who, 0)}")
+    phases.wait(who)
+
+
+def send(value, ref, barriers, n, rank):
+    """Sends what `value` returns, as 16 bits, when somebody waits for it."""
+    place = ref.all[rank]
+    place[...] = np.nan
+
+    def arrive():
+        found = value()
+        place.view(found.dtype)[...] = found
+
+    message(barriers, n, rank).after(arrive)
+
+
+def send_words(x, ref, barriers, n, rank, width):
+    send(lambda: np.asarray(x), ref, barriers, n, rank)
+
+
+def send_tile(source, ref, barriers, n, rank, width):
+    send(source.read, ref, barriers, n, rank)
+
+
 def store_rows(x, ref, first):
     rows = ref.array[ref.index]
     if not 0 <= number(first) < len(rows):
@@ -666,6 +703,12 @@ fake_ptx = dict(
     anew=lambda x: x,
     meet=meet,
     fence=lambda: None,
+    start_messages=lambda barriers, count, size: None,
+    expect_message=lambda barriers, n, size: None,
+    wait_for_message=wait_for_message,
+    send_words=send_words,
+    send_tile=send_tile,
+    take_words=lambda ref, dtype, width: jnp.asarray(ref.read().view(dtype)),
 )
 
 
@@ -681,8 +724,8 @@ def launch(
     places = list(itertools.product(*map(range, grid.values())))
     random.Random(0).shuffle(places)
 
-    def run_program(place, rank, memory):
-        program = Program()
+    def run_program(place, cluster, rank, memory):
+        program = Program(cluster)
         axes = dict(zip(grid, place, strict=True), rank=rank)
 
         def thread(warpgroup):
@@ -711,7 +754,7 @@ def launch(
         ]
         connect(memories)
         cluster = Program()
-        cluster.run([lambda x=x: run_program(place, *x) for x in enumerate(memories)])
+        cluster.run([lambda x=x: run_program(place, cluster, *x) for x in enumerate(memories)])
         if cluster.failed:
             raise cluster.failed[0]
 
@@ -750,7 +793,17 @@ def by_instance(function, batch):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    of_backward = "kernel", "memory", "common", "dbias", "dq", "preprocess", "postprocess"
+    of_backward = (
+        "launch",
+        "kernel",
+        "cluster",
+        "memory",
+        "common",
+        "dbias",
+        "dq",
+        "preprocess",
+        "postprocess",
+    )
     backward = [f"backward_{x}" for x in of_backward]
     work = "block_ranges", "scheduler", "work_loop"
     forward = "forward_kernel", "forward_wide", "forward_common", "decode_kernel"

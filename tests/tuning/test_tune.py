@@ -437,8 +437,14 @@ def test_a_kernel_is_timed_by_its_name(cupti):
 def test_a_kernel_in_parts_is_timed_whole(cupti):
     measure, _ = tune._clock()
     mosaic = "mosaic_gpu_kernel"
-    cupti += [(f"pallas_flash_dkq_{mosaic}", 7.0), (f"pallas_flash_dv_{mosaic}", 10.0)]
-    assert measure("backward", BackwardTile(), lambda: None, ()) == 17.0
+    cupti[:] = [(f"pallas_flash_dk_{mosaic}", 7.0), (f"pallas_flash_dv_{mosaic}", 10.0)]
+    assert measure("dkv", BackwardTile(), lambda: None, ()) == 17.0
+
+
+def test_a_cluster_is_timed_as_the_backward(cupti):
+    measure, _ = tune._clock()
+    cupti.append(("pallas_flash_backward_cluster_mosaic_gpu_kernel", 7.0))
+    assert measure("backward", BackwardTile(), lambda: None, ()) == 7.0
 
 
 @pytest.mark.parametrize("kernel", tune.GRADIENTS)

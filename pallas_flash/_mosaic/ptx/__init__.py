@@ -3,6 +3,7 @@
 layouts     layouts of tiles in registers and in memory
 products    products of tiles (wgmma), and waits for them
 memory      reads and writes of memory, fences and named barriers
+cluster     messages between the CTAs of a cluster
 arithmetic  arithmetic on tiles
 registers   the registers of one thread, for the other modules
 
@@ -41,6 +42,8 @@ Gains were measured on an H200, most of them with prototypes, as the time of a w
     logistic, columns_to_float
                             fewer instructions of the units for exponentials: with a soft cap 15 %
                             of the forward at head dim 128
+    start_messages, expect_message, wait_for_message, send_words, take_words, send_tile
+                            Pallas cannot write to the shared memory of another CTA of a cluster
     where, difference, tanh, multiply_wide
                             roundings and instructions that the compiler would not choose
 """
@@ -59,6 +62,12 @@ from pallas_flash._mosaic.ptx.arithmetic import multiply_wide as multiply_wide
 from pallas_flash._mosaic.ptx.arithmetic import positions as positions
 from pallas_flash._mosaic.ptx.arithmetic import tanh as tanh
 from pallas_flash._mosaic.ptx.arithmetic import where as where
+from pallas_flash._mosaic.ptx.cluster import expect_message as expect_message
+from pallas_flash._mosaic.ptx.cluster import send_tile as send_tile
+from pallas_flash._mosaic.ptx.cluster import send_words as send_words
+from pallas_flash._mosaic.ptx.cluster import start_messages as start_messages
+from pallas_flash._mosaic.ptx.cluster import take_words as take_words
+from pallas_flash._mosaic.ptx.cluster import wait_for_message as wait_for_message
 from pallas_flash._mosaic.ptx.layouts import ACC as ACC
 from pallas_flash._mosaic.ptx.layouts import BLOCKS as BLOCKS
 from pallas_flash._mosaic.ptx.layouts import COLUMN as COLUMN
