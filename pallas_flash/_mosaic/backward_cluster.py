@@ -8,14 +8,15 @@ CTAs of a cluster share 128 keys, and each has one of them:
     each    dq  += ds_t.T @ k         for its part of the columns
 
 CTA 0 sends p_t, and CTA 1 sends ds_t back: 16 KiB each for 64 queries, through distributed shared
-memory. So there are five products, 2.5 in each CTA, and each copies all of q and do. A CTA adds
-half as much to dq for a product as one that would compute all five for 64 keys.
+memory. So there are five products; each CTA computes two and its part of dq, and copies all of q
+and do. For a product the cluster adds half as much to dq as a CTA would that computes all five for
+64 keys.
 
-**p_t has 16 bits** on its way, where it is multiplied by the derivative of scores, if there is one:
-float16 of 2**14 p_t, so that it has 11 significant bits down to 4e-9. (ds_t, which comes of it, is
-rounded to the 8 bits of bfloat16 or the 11 of float16.) With a score function, whose derivative may
-be any number, it is bfloat16 of p_t. Its sign says what dropout keeps; with a derivative, which may
-be negative, CTA 1 draws that again.
+**What CTA 0 sends** is p_t times the derivative of the scores, in 16 bits: float16 of 2**14 p_t, so
+that there are 11 significant bits down to 4e-9. (ds_t, which comes of it, is rounded to the 8 bits
+of bfloat16 or the 11 of float16.) With a score function, whose derivative may be any number, it has
+the dtype of the operands and no factor. The sign says what dropout keeps; where scores have a
+derivative, which may be negative, CTA 1 draws that again.
 
 **Roles.** A CTA has three warpgroups, as in `backward_kernel`: two consumers (240 registers) with
 64 keys each, and a producer (24 registers), which copies all tiles. dq's strips of columns are
@@ -23,8 +24,8 @@ divided among the four consumers; where the strips of a CTA are an odd number, b
 compute the one in the middle, and consumer 0 adds it.
 
 **A step**, of the j-th queries. CTA 0 computes dq of the step before, so that ds_t has the time of
-a step to come. CTA 1 starts dp_t of the next step before it adds dq, because additions wait for
-memory to take their registers. (In CTA 0 that made causal calls slower, by 8 %.)
+a step to come. CTA 1 starts dp_t of the next step before it adds dq, so that it runs while the
+additions wait for memory. (The same with s_t in CTA 0 made causal calls 8 % slower.)
 
     CTA 0   s_t(j)   p_t(j), sent   dv(j)   wait for ds_t(j - 1)   dq(j - 1)
     CTA 1   wait for p_t(j)   ds_t(j), sent   dq(j)   dk(j)   dp_t(j + 1)
@@ -38,37 +39,39 @@ has one of two sets of tiles, in the same memory; sums leave through it in the e
 | q, do, 64 queries | stages + 1 of each | stages of each |
 | ds [2, 128, 64] | | ds_t of both warpgroups |
 | received [2, 128, 64] | ds_t | p_t, as registers hold it |
-| numbers, float32 [stages + 2, ..] | the LSE; in the last row barriers (1) | delta; the same |
+| numbers, float32 [stages + 1, ..] | the LSE | delta |
+| one more row of it | barriers of messages (1) | the same |
 | pairs, see `backward_memory` | masks of the inner tile, where there is room | |
 
-(1) Of messages: an array of their own would take 1 KiB, which is not there at 256 columns.
+(1) An array of their own would take 1 KiB, the room of a mask's tile at head dim 256.
 
 **Barriers.** A copy and a warpgroup of 128 threads are one arrival each. At barriers of the cluster
 an arrival is one at those of both CTAs.
 
 | barrier | arrivals | who arrives | who waits | what it says |
 |---|---|---|---|---|
-| k_full, v_full | copies | these copies | consumers of CTA 0, 1 | the outer tile is there |
+| k_full | copies of k | these copies | consumers of CTA 0 | k is there |
+| v_full | copies of v and k | these copies | consumers of CTA 1 | v and columns of k are there |
 | queries.full, cotangents.full [stage] | copies | these copies | consumers | the tile is there |
 | queries.empty, cotangents.empty [stage] | 2 | consumers | producer | products have read it |
 | numbers_full [slot] | copies | these copies | consumers | numbers are there (2) |
-| messages [buffer] | 16 KiB | what is sent | consumers | a message is there (3) |
+| messages [buffer] | 1 and 16 KiB | consumer 0, and bytes | consumers | a message is there (3) |
 | started | 1 of each CTA | consumer 0 | consumers | messages may be sent |
-| ended | 2 of each CTA | consumers | consumers | no message is under way |
+| ended | 2 of each CTA | consumers | consumers | both CTAs have received all messages |
 | landed | 1 | a copy | producer | rows behind a valid length can be zeroed |
 | named 5 | 256 threads | consumers of CTA 1 | the same | both have written ds_t |
-| named 6 | 256 threads | consumers | consumers | both have read k: dv may go there |
+| named 6 | 256 threads | consumers | consumers | both have read all tiles: sums may go there |
 | named 7 | 256 threads | consumers | consumers | both have centered their keys |
 
-(2) No barrier says that a slot is empty. Numbers j are copied when do of step j - n has been read,
-for n stages of do. In CTA 0 that was for dv(j - n), after consumers had used numbers j - n; in CTA
-1 for dp_t(j - n), after they had used numbers j - n - 1. So n or n + 1 slots suffice, and both CTAs
-have stages + 1.
+(2) A slot needs no empty barrier. Numbers j are copied when do of step j - n has been read, for n
+stages of do. In CTA 0 that was for dv(j - n), after consumers had used numbers j - n; in CTA 1 for
+dp_t(j - n), after they had used numbers j - n - 1. So n or n + 1 slots suffice: stages + 1 in both.
 
-(3) Nobody reports that a message was read, because an answer says it. ds_t(j) comes after both
-consumers of CTA 1 have read p_t(j), and CTA 0 waits for it before it sends p_t(j + 2). p_t(j + 2)
-comes after both consumers of CTA 0 have computed dq(j), and CTA 1 waits for it before it sends
-ds_t(j + 2). So two buffers suffice in each, and in `ds`.
+(3) A message needs no acknowledgement, because the next message back implies it. CTA 0 sends
+p_t(j + 2) when both of its consumers have received ds_t(j) and computed dq(j). CTA 1 sends
+ds_t(j + 2) when it has received p_t(j + 2). So two buffers suffice in `received`. In `ds` they do
+because both consumers of CTA 1 have computed dq(j) when they meet at barrier 5 of step j + 1, and
+CTA 0 has received ds_t(j) when it sends p_t(j + 2).
 """
 
 import abc
@@ -203,7 +206,7 @@ class Consumer(abc.ABC):
             # Computed again: no register keeps it over the loop.
             options = self.config.options.of_element(self.operands.options, self.cta.b)
             self.store(self.scaled(sums, options))
-            # A CTA must be there as long as the other one may still send.
+            # A CTA must not exit while its copies are being read, or while the other one arrives.
             plgpu.barrier_arrive(self.scratch.ended.at[0])
             plgpu.barrier_wait(self.scratch.ended.at[0])
 
@@ -333,7 +336,7 @@ class ConsumerOfDv(Consumer):
 
     def scaled(self, sums, options):
         """Return dv."""
-        _, exponent = message_format(self.config)
+        _, exponent = message_format(self.config, self.dtype)
         return rescaled(options.extras.dropout, sums) * 2.0**-exponent
 
     def mainloop(self):
@@ -377,7 +380,7 @@ class ConsumerOfDv(Consumer):
             view=pairs.StageView(self.config.streams, self.scratch.pairs, j, self.warpgroup),
         )
 
-        dtype, exponent = message_format(self.config)
+        dtype, exponent = message_format(self.config, self.dtype)
 
         def statistic(name):
             numbers = self.config.statistic(self.scratch.numbers, name, slot)
@@ -435,10 +438,8 @@ class ConsumerOfDk(Consumer):
         slot = self.wait_for_numbers(j)
         delta = plgpu.load(self.scratch.numbers.at[slot, pl.ds(0, ROWS)], layout=ptx.COLUMN)
         n = self.wait_for_message(j)
-        width = self.columns.width
-        factors = ptx.take_words(
-            self.scratch.received.at[n, self.mine], message_format(self.config)[0], width
-        )
+        width, (dtype, _) = self.columns.width, message_format(self.config, self.dtype)
+        factors = ptx.take_words(self.scratch.received.at[n, self.mine], dtype, width)
         ds_t = self.ds(j, factors.astype(jnp.float32), dp_t, delta).astype(self.dtype)
         my_ds = self.tiles.ds.at[n, self.mine]
         my_ds[...] = ds_t
@@ -463,7 +464,7 @@ class ConsumerOfDk(Consumer):
     def ds(self, j, factors, dp_t, delta):
         """Return ds_t."""
         config, kept, shape = self.config, None, dp_t.shape
-        _, exponent = message_format(config)
+        _, exponent = message_format(config, self.dtype)
         if config.options.drops:
             if config.options.has_scores:
                 head, first_query = self.inner.at(j)
@@ -486,9 +487,9 @@ class ConsumerOfDk(Consumer):
         return self.tiles.ds.at[n], self.tiles.k
 
 
-def message_format(config: OuterKeysConfig) -> tuple[Any, int]:
-    """Return the dtype of p_t on its way, and the power of two by which it is multiplied."""
-    return (jnp.bfloat16, 0) if config.options.has_score_mod else (jnp.float16, 14)
+def message_format(config: OuterKeysConfig, dtype) -> tuple[Any, int]:
+    """Return the dtype of what CTA 0 sends, and the power of two by which it is multiplied."""
+    return (dtype, 0) if config.options.has_score_mod else (jnp.float16, 14)
 
 
 # ------------------------------------------------------------------------------------------------

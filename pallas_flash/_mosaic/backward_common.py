@@ -482,7 +482,7 @@ class ScoreTile:
         return jnp.maximum(p, 0.0) if self._drops else p
 
     def factors(self, p):
-        """Return p times the derivative of scores; the signs stay if that is not negative."""
+        """Return p times the derivative of scores; if there is none, the sign of dropout stays."""
         if self._pull is None:
             return p
         # Where a pair is not allowed, its score may be anything.

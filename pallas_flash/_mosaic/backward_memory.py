@@ -41,7 +41,10 @@ def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 class Grads(enum.Enum):
-    """The gradients of a launch with keys as outer tile, by its kernel's name in a profile."""
+    """The gradients of a launch with keys as outer tile, by its kernel's name in a profile.
+
+    That of a cluster is `pallas_flash_backward_cluster`.
+    """
 
     DQ_DK_DV = "pallas_flash_backward", ("dq", "dk", "dv")
     DK_DV = "pallas_flash_dkv", ("dk", "dv")
@@ -153,7 +156,7 @@ class TilesOfDk(NamedTuple):
 class ClusterScratch(NamedTuple):
     """Shared memory of a CTA of `backward_cluster`; None where there is nothing."""
 
-    # In the same memory `TilesOfDv`, `TilesOfDk`, dv and dk on their way to device memory.
+    # A union: `TilesOfDv`, `TilesOfDk`, dv and dk on their way to device memory.
     tiles: Any
     queries: Pipeline
     cotangents: Pipeline

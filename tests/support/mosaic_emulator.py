@@ -564,11 +564,19 @@ def store_fragments(x, ref):
 
 
 def message(barriers, n, rank=None):
-    """The barrier of a buffer, of this CTA or of one of the cluster: one arrival a warpgroup."""
+    """The barrier of a buffer, of this CTA or of one of the cluster.
+
+    Each of two warpgroups sends, and one thread expects it.
+    """
     array = barriers.array if rank is None else barriers.all[rank]
     place = array.__array_interface__["data"][0] + 8 * number(n)
     with here.program.cluster.lock:
-        return here.program.cluster.meetings.setdefault(place, Phases(2))
+        return here.program.cluster.meetings.setdefault(place, Phases(3))
+
+
+def start_messages(barriers, count, size):
+    for n in range(count):
+        message(barriers, n).arrive()
 
 
 def wait_for_message(barriers, n, parity):
@@ -703,8 +711,8 @@ fake_ptx = dict(
     anew=lambda x: x,
     meet=meet,
     fence=lambda: None,
-    start_messages=lambda barriers, count, size: None,
-    expect_message=lambda barriers, n, size: None,
+    start_messages=start_messages,
+    expect_message=lambda barriers, n, size: message(barriers, n).arrive(),
     wait_for_message=wait_for_message,
     send_words=send_words,
     send_tile=send_tile,

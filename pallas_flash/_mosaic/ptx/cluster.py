@@ -1,7 +1,7 @@
 """Messages between the CTAs of a cluster, through distributed shared memory.
 
-A CTA has a barrier for each buffer in which it receives. It completes when as many bytes have come
-as were said to be expected, and the sender neither waits nor fences. Pallas has no such sends, and
+A CTA has a barrier for each buffer in which it receives. It completes when one thread has said how
+many bytes to expect, and as many have come; the sender does not wait. Pallas has no such sends, and
 its barriers cannot be handed to assembly; so these are 8 bytes of shared memory each, and who waits
 keeps their parity: message i of a buffer, from 0, has parity i % 2.
 """
@@ -27,7 +27,8 @@ WORDS_AT_A_TIME, BYTES_OF_A_THREAD = 4, 16
 def start_messages(barriers, count: int, size: int):
     """Initialise `count` barriers at `barriers`, each for a message of so many bytes.
 
-    One warpgroup of each CTA does it, and reports it to the other CTAs before they may send.
+    One warpgroup of each CTA does it, and reports it to the other CTAs before they may send. Any of
+    its threads may report.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -37,12 +38,14 @@ def start_messages(barriers, count: int, size: int):
         lines.append("fence.mbarrier_init.release.cluster;")
         lines += [f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0+{i}], {size};" for i in each]
         _by_one_thread(lines, _address(barriers))
+        # The thread that reports is another one of its warp.
+        _emit("bar.warp.sync -1;")
 
     emit(barriers)
 
 
 def expect_message(barriers, n, size: int):
-    """Say how many bytes the next message of buffer n has, once for each message."""
+    """Say how many bytes the next message of buffer n has, once after each wait."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
     def emit(_, barriers, n):
@@ -69,7 +72,7 @@ def wait_for_message(barriers, n, parity):
 def send_words(x, ref, barriers, n, rank: int, width: int):
     """Send x, 16-bit [64, 64], to where `take_words` finds it, in buffer n of the CTA of a rank.
 
-    Its place at `ref` in that CTA is `tiled`, by this width, only for other uses of the memory.
+    `ref` is `tiled` by this width for what other CTAs receive there; words do not lie in tiles.
     """
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, _tile(width), plgpu.RefType(), SPLAT))
