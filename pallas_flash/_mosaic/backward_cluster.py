@@ -170,7 +170,7 @@ class Consumer(abc.ABC):
     """
 
     rank: int
-    name: str  # Of the gradient whose sums it has.
+    name: str  # The gradient whose sums it has.
     outer: Any  # The tile of keys or values of the CTA's first product.
     sums_like: Any  # A tile with as many columns as the sums have.
 

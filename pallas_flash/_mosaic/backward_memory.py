@@ -43,7 +43,7 @@ def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
 class Grads(enum.Enum):
     """The gradients of a launch with keys as outer tile, by its kernel's name in a profile.
 
-    That of a cluster is `pallas_flash_backward_cluster`.
+    In clusters the kernel is `pallas_flash_backward_cluster`.
     """
 
     DQ_DK_DV = "pallas_flash_backward", ("dq", "dk", "dv")

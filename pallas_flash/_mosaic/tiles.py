@@ -274,7 +274,7 @@ def backward_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile
     block_q, width = 64, head_dim + value_dim
     taken = 128 * width + (0 if in_order else 2 * 128 * block_q)
     if not in_order and width > MAX_COLUMNS:
-        # What a CTA of a cluster receives, and the larger one of what else the two have.
+        # A CTA of a cluster has room for messages, and for the larger set of tiles of the two.
         of_dv = 128 * head_dim + block_q * width
         of_dk = 128 * value_dim + 128 * (head_dim // 2) + 2 * 128 * block_q
         taken = max(of_dv, of_dk) + 2 * 128 * block_q

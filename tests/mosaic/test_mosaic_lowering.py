@@ -257,7 +257,7 @@ def test_transformations_lower(transform, shape, call):
 PLANS = [
     (128, {}, (ONE_PASS, 0)),
     # dk and dv are launches of their own, or dv is.
-    (192, {}, (ONE_PASS + 1, 0)),
+    (192, {}, (ONE_PASS, 0)),
     (256, {"reproducible": True}, (IN_ORDER + 1, 0)),
     (64, {"reproducible": True, "logits_soft_cap": 3.0}, (1, 3)),
     (64, {"implementation": "mosaic", "reproducible": True}, (IN_ORDER, 0)),
