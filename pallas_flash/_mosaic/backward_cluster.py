@@ -85,7 +85,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import drop, rescaled
 from pallas_flash._mosaic import common, pairs, ptx
-from pallas_flash._mosaic.backward_common import Operands, ScoreTile, TileCopies
+from pallas_flash._mosaic.backward_common import Operands, ScoreTile
 from pallas_flash._mosaic.backward_kernel import (
     DS_WRITTEN,
     KEYS_CENTERED,
@@ -95,8 +95,8 @@ from pallas_flash._mosaic.backward_kernel import (
     ROWS,
     Cta,
     OuterKeysConfig,
+    ProducerWarpgroup,
     store_sums,
-    store_zeros,
     subtract_center,
 )
 from pallas_flash._mosaic.backward_memory import (
@@ -497,48 +497,26 @@ def message_format(config: OuterKeysConfig, dtype) -> tuple[Any, int]:
 # ------------------------------------------------------------------------------------------------
 
 
-class Producer:
-    """The warpgroup of a CTA that starts all copies; arguments as of `Consumer`."""
+class Producer(ProducerWarpgroup):
+    """The warpgroup of a CTA that starts all copies; `rank` is that of the CTA."""
 
-    def __init__(
-        self,
-        config: OuterKeysConfig,
-        operands: Operands,
-        grads,
-        scratch: ClusterScratch,
-        cta: Cta,
-        rank: int,
-    ):
-        self.config, self.operands, self.grads_refs = config, operands, grads
-        self.scratch, self.cta, self.rank = scratch, cta, rank
-        self.tiles, self.queries, self.cotangents = of_rank(scratch, rank)
-
-    def run(self):
-        """Start all copies; with lengths, store the zeros of keys behind them."""
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        config, operands, b = self.config, self.operands, self.cta.b
-        self.inner = config.inner_tiles(operands, self.cta)
-        self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
-        self.first_key = self.cta.kv_tile * BLOCK_KV
-        landed = self.scratch.landed.at[0] if config.has_lengths else None
-        self.copy_keys = TileCopies(operands.valid_kv, landed, b).start
-        self.copy_queries = TileCopies(operands.valid_q, landed, b).start
-        self.inner.if_any(self.load)
-        if config.has_lengths and config.splits.count == 1:
-            name = "dv" if self.rank == OF_DV else "dk"
-            store_zeros(config, operands, self.grads_refs, self.cta, [name])
+    def __init__(self, config: OuterKeysConfig, operands: Operands, grads, memory, cta: Cta, rank):
+        super().__init__(config, operands, grads, memory, cta)
+        self.memory: ClusterScratch = memory
+        self.rank, self.sums = rank, ["dv" if rank == OF_DV else "dk"]
+        self.tiles, self.queries, self.cotangents = of_rank(memory, rank)
 
     def load(self):
         """Start the copies of the outer tile and of all inner ones."""
-        scratch, operands, tiles = self.scratch, self.operands, self.tiles
+        memory, operands, tiles = self.memory, self.operands, self.tiles
         at = self.kv_head, self.first_key
         if self.rank == OF_DV:
-            self.copy_keys(operands.k, *at, tiles.k, scratch.k_full)
+            self.copy_keys(operands.k, *at, tiles.k, memory.k_full)
         else:
-            self.copy_keys(operands.v, *at, tiles.v, scratch.v_full)
+            self.copy_keys(operands.v, *at, tiles.v, memory.v_full)
             if tiles.k is not None:
                 first = Columns.of(tiles, self.rank).first
-                self.copy_keys(operands.k, *at, tiles.k, scratch.v_full, first)
+                self.copy_keys(operands.k, *at, tiles.k, memory.v_full, first)
         pl.loop(jnp.int32(0), self.inner.count)(self.step)
 
     def step(self, j):
@@ -550,7 +528,7 @@ class Producer:
             load(j, h, first_query)
         if self.rank == OF_DV:
             self.config.streams.copy(
-                *(self.operands.streamed, self.scratch.pairs, j),
+                *(self.operands.streamed, self.memory.pairs, j),
                 *(self.cta.b, h, first_query, self.first_key),
             )
 
@@ -562,18 +540,18 @@ class Producer:
 
     def load_cotangents(self, j, h, first_query):
         """Copy do, and the statistics or delta."""
-        scratch, config, operands = self.scratch, self.config, self.operands
+        memory, config, operands = self.memory, self.config, self.operands
         cotangents = self.cotangents
         cotangents.producer_wait(j)
         self.copy_queries(operands.do, h, first_query, cotangents.smem_of(j), cotangents.filled(j))
-        slot = common.remainder(j, scratch.numbers.shape[0] - 1)
-        full, rows = scratch.numbers_full.at[slot], pl.ds(first_query, ROWS)
+        slot = common.remainder(j, memory.numbers.shape[0] - 1)
+        full, rows = memory.numbers_full.at[slot], pl.ds(first_query, ROWS)
         # CTA 1 reads delta alone; as many copies as in CTA 0 complete the barrier.
         of_dk = ["delta"] * len(config.statistics)
         for name, source in zip(
             config.statistics, config.statistics if self.rank == OF_DV else of_dk, strict=True
         ):
-            place = config.statistic(scratch.numbers, name, slot)
+            place = config.statistic(memory.numbers, name, slot)
             ref = getattr(operands, source).at[self.cta.b, h, rows]
             plgpu.copy_gmem_to_smem(ref, place, full)
 

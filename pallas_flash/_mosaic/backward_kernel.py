@@ -531,6 +531,8 @@ class ProducerWarpgroup:
     ):
         self.config, self.operands, self.grads_refs = config, operands, grads
         self.scratch, self.cta = scratch, cta
+        # The gradients that the CTA's consumers store.
+        self.sums = [name for name in config.grads.names if name != "dq"]
 
     def run(self):
         """Start all copies; with lengths, store the zeros of keys behind them."""
@@ -544,8 +546,7 @@ class ProducerWarpgroup:
         self.copy_queries = TileCopies(operands.valid_q, landed, b).start
         self.inner.if_any(self.load)
         if config.has_lengths and config.splits.count == 1:
-            names = [name for name in config.grads.names if name != "dq"]
-            store_zeros(config, operands, self.grads_refs, self.cta, names)
+            store_zeros(config, operands, self.grads_refs, self.cta, self.sums)
 
     def load(self):
         """Start the copies of the outer tile, with lengths, and of all inner ones."""
