@@ -88,12 +88,11 @@ from pallas_flash._mosaic import common, pairs, ptx
 from pallas_flash._mosaic.backward_common import Operands, ScoreTile
 from pallas_flash._mosaic.backward_kernel import (
     DS_WRITTEN,
-    KEYS_CENTERED,
     LOOP_ENDED,
     PRODUCER,
-    REGISTERS,
     ROWS,
     Cta,
+    KeysConsumer,
     OuterKeysConfig,
     ProducerWarpgroup,
     store_sums,
@@ -157,95 +156,46 @@ def of_rank(scratch: ClusterScratch, rank: int):
 # ------------------------------------------------------------------------------------------------
 
 
-class Consumer(abc.ABC):
-    """A consumer warpgroup, with 64 keys of the outer tile: what those of both CTAs have.
-
-    Args:
-        config: of the kernel.
-        operands: references to the arrays that are read.
-        grads: references to the gradients, by name.
-        scratch: shared memory.
-        cta: the work.
-        warpgroup: its number.
-    """
+class Consumer(KeysConsumer):
+    """A consumer warpgroup: what those of both CTAs have."""
 
     rank: int
     name: str  # The gradient whose sums it has.
     outer: Any  # The tile of keys or values of the CTA's first product.
     sums_like: Any  # A tile with as many columns as the sums have.
 
-    def __init__(
-        self,
-        config: OuterKeysConfig,
-        operands: Operands,
-        grads,
-        scratch: ClusterScratch,
-        cta: Cta,
-        warpgroup,
-    ):
-        self.config, self.operands, self.grads_refs = config, operands, grads
-        self.scratch, self.cta, self.warpgroup = scratch, cta, warpgroup
+    def __init__(self, config, operands, grads, scratch: ClusterScratch, cta, warpgroup):
+        super().__init__(config, operands, grads, scratch, cta, warpgroup)
         self.tiles, self.queries, self.cotangents = of_rank(scratch, self.rank)
         self.columns = Columns.of(self.tiles, self.rank)
         self.dtype, self.pairs = self.tiles.q.dtype, None
         self.slots = scratch.numbers.shape[0] - 1
         self.messages = scratch.numbers.at[self.slots]
 
-    def run(self):
-        """Compute the sums of the warpgroup's keys, and its part of dq."""
-        for pipeline in (self.queries, self.cotangents, self.pairs):
-            if pipeline is not None:
-                pipeline.consumer_start()
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
-        self.inner = self.config.inner_tiles(self.operands, self.cta)
-
-        def some():
-            self.prologue()
-            sums = self.mainloop()
-            ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
-            # Computed again: no register keeps it over the loop.
-            options = self.config.options.of_element(self.operands.options, self.cta.b)
-            self.store(self.scaled(sums, options))
-            # A CTA must not exit while its copies are being read, or while the other one arrives.
-            plgpu.barrier_arrive(self.scratch.ended.at[0])
-            plgpu.barrier_wait(self.scratch.ended.at[0])
-
-        def none():
-            # As in `backward_kernel`.
-            if not (self.config.has_lengths or self.config.adds):
-                self.store(self.zeros())
-
-        self.inner.if_any(some, none)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def prologue(self):
-        """Let messages come, wait for the outer tile, and center keys."""
-        config, scratch = self.config, self.scratch
-        self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
-        self.options = config.options.of_element(self.operands.options, self.cta.b)
-        self.mine = pl.ds(self.warpgroup * ROWS, ROWS)
-        self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ROWS
+    def before_keys(self):
+        """Let messages come, when both CTAs are ready for them."""
+        started = self.scratch.started.at[0]
 
         def start_messages():
             ptx.start_messages(self.messages, DS_STAGES, MESSAGE_BYTES)
-            plgpu.barrier_arrive(scratch.started.at[0])
+            plgpu.barrier_arrive(started)
 
         common.when(self.warpgroup == 0)(start_messages)
-        plgpu.barrier_wait(scratch.started.at[0])
-        plgpu.barrier_wait(scratch.k_full if self.rank == OF_DV else scratch.v_full)
-        if config.centers:
-            centered = plgpu.load(self.operands.is_centered.at[self.cta.b, self.kv_head]) != 0
-            common.when(centered)(self.center_keys)
-            ptx.fence()
-            ptx.meet(KEYS_CENTERED, 128 * CONSUMERS)
+        plgpu.barrier_wait(started)
 
-    @abc.abstractmethod
-    def center_keys(self):
-        """Subtract the center from the warpgroup's keys, as far as the CTA has them."""
+    def keys_full(self):
+        """Return the barrier of the outer tile."""
+        return self.scratch.k_full if self.rank == OF_DV else self.scratch.v_full
 
-    @abc.abstractmethod
-    def mainloop(self) -> Any:
-        """Return the sums over all inner tiles."""
+    def epilogue(self, sums):
+        """Scale the sums and store them."""
+        ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
+        # Computed again: no register keeps it over the loop.
+        options = self.config.options.of_element(self.operands.options, self.cta.b)
+        self.store(self.scaled(sums, options))
+        # A CTA must not exit while its copies are being read, or while the other one arrives.
+        plgpu.barrier_arrive(self.scratch.ended.at[0])
+        plgpu.barrier_wait(self.scratch.ended.at[0])
 
     @abc.abstractmethod
     def scaled(self, sums, options) -> Any:

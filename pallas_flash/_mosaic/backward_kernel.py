@@ -78,6 +78,7 @@ starts before k q, because do is released earlier. This is the order of the sour
 of exp2 behind the wait for dp.
 """
 
+import abc
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -104,6 +105,7 @@ from pallas_flash._mosaic.backward_memory import (
     KeysScratch,
 )
 from pallas_flash._mosaic.backward_splits import Splits
+from pallas_flash._mosaic.pipeline import Pipeline
 
 plgpu = common.plgpu
 
@@ -192,8 +194,8 @@ class Sums(NamedTuple):
 # ------------------------------------------------------------------------------------------------
 
 
-class ConsumerWarpgroup:
-    """One of the two warpgroups that compute, with 64 keys of the outer tile.
+class KeysConsumer(abc.ABC):
+    """A warpgroup that computes, with 64 keys of the outer tile, here and in `backward_cluster`.
 
     Args:
         config: of the kernel.
@@ -204,26 +206,18 @@ class ConsumerWarpgroup:
         warpgroup: its number.
     """
 
-    def __init__(
-        self,
-        config: OuterKeysConfig,
-        operands: Operands,
-        grads,
-        scratch: KeysScratch,
-        cta,
-        warpgroup,
-    ):
+    # What it releases.
+    queries: Pipeline
+    cotangents: Pipeline
+    pairs: Pipeline | None
+
+    def __init__(self, config: OuterKeysConfig, operands: Operands, grads, scratch, cta, warpgroup):
         self.config, self.operands, self.grads_refs = config, operands, grads
         self.scratch, self.cta, self.warpgroup = scratch, cta, warpgroup
-        self.grads, self.block_q = config.grads, config.q.block
-        self.queries, self.cotangents = scratch.queries, scratch.cotangents
-        self.q_sm, self.do_sm = scratch.queries.smem["tiles"], scratch.cotangents.smem["tiles"]
-        self.dtype, self.head_dim = scratch.k.dtype, ptx.columns_of(self.q_sm)
-        self.value_dim = ptx.columns_of(self.do_sm)
 
     def run(self):
         """Compute the gradients of the warpgroup's keys, from the first copy to the last."""
-        for pipeline in (self.queries, self.cotangents, self.scratch.pairs):
+        for pipeline in (self.queries, self.cotangents, self.pairs):
             if pipeline is not None:
                 pipeline.consumer_start()
         plgpu.set_max_registers(REGISTERS[0], action="increase")
@@ -244,23 +238,16 @@ class ConsumerWarpgroup:
 
     def prologue(self):
         """Wait for the outer tile, and center its keys."""
-        config, scratch = self.config, self.scratch
+        config = self.config
         self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
         self.options = config.options.of_element(self.operands.options, self.cta.b)
         self.mine = pl.ds(self.warpgroup * ROWS, ROWS)
         self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ROWS
-        # The warpgroup that has registers to spare copies the outer tile. With lengths this is the
-        # producer, because their branches would cost registers here; without lengths the copies
-        # would cost the producer registers.
-        if not config.has_lengths:
-            copies = TileCopies(None, None, self.cta.b)
-            copies.start(*self._to_mine(self.operands.k, scratch.k))
-            if self.grads.dk:
-                copies.start(*self._to_mine(self.operands.v, scratch.v))
+        self.before_keys()
         centered = self.operands.is_centered
         if config.centers:
             centered = plgpu.load(centered.at[self.cta.b, self.kv_head]) != 0
-        plgpu.barrier_wait(scratch.kv_full)
+        plgpu.barrier_wait(self.keys_full())
         if config.centers:
             common.when(centered)(self.center_keys)
             # Products of both warpgroups read these keys, apart from the threads that stored them.
@@ -268,6 +255,65 @@ class ConsumerWarpgroup:
             # instructions.
             ptx.fence()
             ptx.meet(KEYS_CENTERED, 128 * CONSUMERS)
+
+    @abc.abstractmethod
+    def before_keys(self):
+        """Do what comes before the wait for the outer tile."""
+
+    @abc.abstractmethod
+    def keys_full(self) -> Any:
+        """Return the barrier of the outer tile."""
+
+    @abc.abstractmethod
+    def center_keys(self):
+        """Subtract the center from the warpgroup's keys, as far as the CTA has them."""
+
+    @abc.abstractmethod
+    def zeros(self) -> Any:
+        """Return the sums of keys that no query sees."""
+
+    @abc.abstractmethod
+    def mainloop(self) -> Any:
+        """Return the sums over all inner tiles."""
+
+    @abc.abstractmethod
+    def epilogue(self, sums):
+        """Scale the sums and store them."""
+
+    @abc.abstractmethod
+    def store(self, sums):
+        """Start the copies of the results to device memory."""
+
+
+class ConsumerWarpgroup(KeysConsumer):
+    """One of the two warpgroups that compute."""
+
+    def __init__(self, config, operands, grads, scratch: KeysScratch, cta, warpgroup):
+        super().__init__(config, operands, grads, scratch, cta, warpgroup)
+        self.grads, self.block_q = config.grads, config.q.block
+        self.queries, self.cotangents = scratch.queries, scratch.cotangents
+        self.pairs = scratch.pairs
+        self.q_sm, self.do_sm = scratch.queries.smem["tiles"], scratch.cotangents.smem["tiles"]
+        self.dtype, self.head_dim = scratch.k.dtype, ptx.columns_of(self.q_sm)
+        self.value_dim = ptx.columns_of(self.do_sm)
+
+    def before_keys(self):
+        """Copy the warpgroup's rows of the outer tile, unless the producer does.
+
+        The warpgroup that has registers to spare copies them. With lengths this is the producer,
+        because their branches would cost registers here; without lengths the copies would cost the
+        producer registers.
+        """
+        if self.config.has_lengths:
+            return
+        copies = TileCopies(None, None, self.cta.b)
+        copies.start(*self._to_mine(self.operands.k, self.scratch.k))
+        if self.grads.dk:
+            copies.start(*self._to_mine(self.operands.v, self.scratch.v))
+
+    def keys_full(self):
+        """Return the barrier of the outer tile."""
+        return self.scratch.kv_full
 
     def _to_mine(self, source, tile):
         return source, self.kv_head, self.first_key, tile.at[:, self.mine], self.scratch.kv_full

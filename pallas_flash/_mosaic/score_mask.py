@@ -165,7 +165,7 @@ class Options:
 
         The kernels' own functions are chosen for that; a user's and a wide soft cap are not.
         """
-        return self._extras.scores.score_mod is None and self.quick_cap
+        return not self.has_score_mod and self.quick_cap
 
     @property
     def quick_cap(self) -> bool:
