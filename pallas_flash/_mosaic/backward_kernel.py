@@ -206,7 +206,7 @@ class KeysConsumer(abc.ABC):
         warpgroup: its number.
     """
 
-    # What it releases.
+    # It releases their stages.
     queries: Pipeline
     cotangents: Pipeline
     pairs: Pipeline | None
