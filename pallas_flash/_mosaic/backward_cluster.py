@@ -84,8 +84,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._dropout import drop, rescaled
-from pallas_flash._mosaic import common, pairs, ptx
-from pallas_flash._mosaic.backward_common import Operands, ScoreTile
+from pallas_flash._mosaic import common, ptx
+from pallas_flash._mosaic.backward_common import Operands
 from pallas_flash._mosaic.backward_kernel import (
     DS_WRITTEN,
     LOOP_ENDED,
@@ -317,19 +317,9 @@ class ConsumerOfDv(Consumer):
         Both are multiplied by a power of two, see `message_format`.
         """
         # Read here, where tiles are scattered: later all would wait for it.
-        head, first_query = self.inner.at(j)
+        place = self.inner.at(j)
         slot = self.wait_for_numbers(j)
-        scores = ScoreTile(
-            self.options,
-            self.config,
-            self.first_head + head,
-            first_query,
-            self.first_key,
-            self.inner.masked(j),
-            transposed=True,
-            view=pairs.StageView(self.config.streams, self.scratch.pairs, j, self.warpgroup),
-        )
-
+        scores = self.score_tile(j, place)
         dtype, exponent = message_format(self.config, self.dtype)
 
         def statistic(name):

@@ -256,6 +256,20 @@ class KeysConsumer(abc.ABC):
             ptx.fence()
             ptx.meet(KEYS_CENTERED, 128 * CONSUMERS)
 
+    def score_tile(self, j, place) -> ScoreTile:
+        """Return the tile of scores of step j."""
+        head, first_query = place
+        return ScoreTile(
+            self.options,
+            self.config,
+            self.first_head + head,
+            first_query,
+            self.first_key,
+            self.inner.masked(j),
+            transposed=True,
+            view=pairs.StageView(self.config.streams, self.pairs, j, self.warpgroup),
+        )
+
     @abc.abstractmethod
     def before_keys(self):
         """Do what comes before the wait for the outer tile."""
@@ -385,20 +399,6 @@ class ConsumerWarpgroup(KeysConsumer):
         return ptx.product_of_transposed(ds, k.at[strips])
 
     # The computation between products.
-
-    def score_tile(self, j, place) -> ScoreTile:
-        """Return the tile of scores of step j."""
-        head, first_query = place
-        return ScoreTile(
-            self.options,
-            self.config,
-            self.first_head + head,
-            first_query,
-            self.first_key,
-            self.inner.masked(j),
-            transposed=True,
-            view=pairs.StageView(self.config.streams, self.scratch.pairs, j, self.warpgroup),
-        )
 
     def softmax(self, j, scores: ScoreTile, s_t):
         """Return p_t; its signs say what dropout keeps."""
