@@ -11,9 +11,9 @@ and k1 = k & 1 tell them apart:
 
 In an accumulator of Ampere's and Hopper's matrix units, a thread holds rows r and r + 8, and of
 each row columns c, c + 1, c + 8 and c + 9. Where keys are the columns, one counter serves eight of
-its elements; where queries are, four. The generator is Philox-4x32 with 7 rounds, the fewest that
-pass the BigCrush tests in Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
-3" (2011):
+its elements; where queries are, four, and the other four are a neighbour's. The generator is
+Philox-4x32 with 7 rounds, the fewest that pass the BigCrush tests in Salmon, Moraes, Dror and Shaw,
+"Parallel random numbers: as easy as 1, 2, 3" (2011):
 
     each round    c0, c2 <- hi(M1 c2) ^ c1 ^ k0, hi(M0 c0) ^ c3 ^ k1
                   c1, c3 <- lo(M1 c2), lo(M0 c0)
@@ -72,13 +72,22 @@ class Dropout(Divisible):
         return dataclasses.replace(self, aligned=part.q.length % 16 == part.kv.length % 16 == 0)
 
     def kept(self, b, h, q, k, *, first=(0, 0), multiply=None) -> jax.Array:
-        """Whether the probability at an index is kept; indices are int32 and broadcast.
+        """Whether the probability at an index is kept; arguments as of `words`."""
+        if self.origin is not None and not self.aligned:
+            q, k = q + self.origin[2], k + self.origin[3]
+        w0, w1, w2, w3 = self.words(b, h, q, k, first=first, multiply=multiply)
+        q8, k8, k1 = q & 8, k & 8, k & 1
+        word = jnp.where(q8 > 0, jnp.where(k8 > 0, w3, w2), jnp.where(k8 > 0, w1, w0))
+        return self.keeps(word << (16 - 16 * k1).astype(jnp.uint32))
+
+    def words(self, b, h, q, k, *, first=(0, 0), multiply=None) -> tuple:
+        """Return the four words at an index; indices are int32 and broadcast.
 
         Args:
             b: batch element.
             h: query head.
-            q: query, counted from `first[0]`.
-            k: key, counted from `first[1]`.
+            q: query, counted from `first[0]`; where dropout is not `aligned`, in the whole call.
+            k: key, as q.
             first: multiples of 16.
             multiply: as `multiply_wide`.
         """
@@ -86,20 +95,19 @@ class Dropout(Divisible):
             b, h = b + self.origin[0], h + self.origin[1]
             if self.aligned:
                 first = first[0] + self.origin[2], first[1] + self.origin[3]
-            else:
-                q, k = q + self.origin[2], k + self.origin[3]
         if self.broadcast:
             b, h = jnp.int32(0), jnp.int32(0)
-        q8, k8, k1 = q & 8, k & 8, k & 1
         # (q | 8) - 8 is q - q8. Written so, LLVM sees that two elements have the same counter;
         # written with & ~8, or as differences, it does not always see it.
         counter = jnp.broadcast_arrays(h, first[0] + ((q | 8) - 8), b, first[1] + ((k | 9) - 9))
         key = self.seed[0], self.seed[1]
-        words = philox([x.astype(jnp.uint32) for x in counter], key, multiply or multiply_wide)
-        w0, w1, w2, w3 = words
-        word = jnp.where(q8 > 0, jnp.where(k8 > 0, w3, w2), jnp.where(k8 > 0, w1, w0))
-        # Moves the 16 bits to the upper half; the lower half does not change the comparison.
-        bits = word << (16 - 16 * k1).astype(jnp.uint32)
+        return philox([x.astype(jnp.uint32) for x in counter], key, multiply or multiply_wide)
+
+    def keeps(self, bits) -> jax.Array:
+        """Whether probabilities are kept whose 16 bits are the upper ones of these uint32.
+
+        The lower ones do not change the comparison.
+        """
         return bits >= np.uint32(self._threshold << 16)
 
     # Compiled as one program; else JAX compiles each of dozens of operations for every shape.

@@ -411,7 +411,7 @@ class ConsumerOfDk(Consumer):
                 at = self.first_head + head, first_query, self.first_key
                 kept = self.options.kept(shape, *at, transposed=True)
             else:
-                kept, factors = factors > 0.0, jnp.maximum(factors, -factors)
+                kept, factors = factors > 0.0, jnp.abs(factors)
         dp_t, delta = drop(kept, dp_t) * 2.0**-exponent, delta * 2.0**-exponent
         ds_t = factors * (dp_t - common.along_columns(delta, shape))
         if not config.masked:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._blocks import Tiling
-from pallas_flash._dropout import drop, shrunk
+from pallas_flash._dropout import shrunk
 from pallas_flash._masks import Mask
 from pallas_flash._mosaic import common, pairs, ptx
 from pallas_flash._mosaic.score_mask import Options
@@ -486,12 +486,13 @@ class ScoreTile:
         if self._pull is None:
             return p
         # Where a pair is not allowed, its score may be anything.
-        return jnp.where(p == 0.0, 0.0, self._pull(jnp.maximum(p, -p) if self._drops else p))
+        return jnp.where(p == 0.0, 0.0, self._pull(jnp.abs(p) if self._drops else p))
 
     def gradient(self, p, dp, delta):
         """Return ds, for `weights` and for dp before dropout; delta is `shrunk`."""
-        size, dp = (jnp.maximum(p, -p), drop(p > 0.0, dp)) if self._drops else (p, dp)
-        ds = size * (dp - self.along(delta, p.shape))
+        delta = self.along(delta, p.shape)
+        # With dropout three instructions, where to drop dp, subtract and multiply are four.
+        ds = self.dropped(p) * dp - jnp.abs(p) * delta if self._drops else p * (dp - delta)
         if self._pull is not None:
             ds = self._pull(ds)
         # A known limit: with dropout and wide inner tiles the selection below would spill, so an

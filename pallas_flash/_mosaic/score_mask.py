@@ -14,7 +14,6 @@ from jax import lax
 
 from pallas_flash import _compat
 from pallas_flash._blocks import Tiling
-from pallas_flash._dropout import kept
 from pallas_flash._masks import Mask
 from pallas_flash._mosaic import ptx
 from pallas_flash._mosaic.operands import (
@@ -337,12 +336,18 @@ class ElementOptions(NamedTuple):
         """Return which probabilities of a tile dropout keeps; None for all."""
         if self.extras.dropout is None:
             return None
-        chunks, (rows, columns), axes = [], shape, (1, 0) if transposed else (0, 1)
+        dropout, chunks, (rows, columns) = self.extras.dropout, [], shape
+        axes = (1, 0) if transposed else (0, 1)
         for start in range(0, columns, DRAWN_AT_A_TIME):
             chunk = rows, min(columns - start, DRAWN_AT_A_TIME)
             # Within it, where the compiler knows which elements of a thread share a counter.
             q, k = (ptx.positions(chunk, axis, jnp.int32(0)) for axis in axes)
             first = (first_q + start, first_k) if transposed else (first_q, first_k + start)
-            at = self.b, h, q, k
-            chunks.append(kept(self.extras.dropout, at, first=first, multiply=ptx.multiply_wide))
+            options = dict(first=first, multiply=ptx.multiply_wide)
+            if transposed and dropout.aligned:
+                # Two neighbouring threads need the words of both queries, and each draws for one.
+                words = dropout.words(self.b, h, (q | 1) - 1 + (k & 1), k, **options)
+                chunks.append(dropout.keeps(ptx.halves_of_neighbours(words)))
+            else:
+                chunks.append(dropout.kept(self.b, h, q, k, **options))
         return ptx.joined(chunks)

@@ -144,6 +144,7 @@ FEATURES = [
     "blocks and predicate",
     "mask and function of heads",
     "bias of minus infinity",
+    "dropout",
     "all features",
 ]
 # Cases with a backward; queries take a negative scale before the kernels are called.

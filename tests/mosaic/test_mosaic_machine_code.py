@@ -182,9 +182,9 @@ def test_max_logits_cost_two_instructions_a_block(head_dim, is_causal, queries):
 
 # Local memory instructions in the loop of the backward, where an option needs many registers. Not
 # what is wanted; none of them is to grow.
-SPILLS = {(64, "soft cap"): 100, (64, "dropout"): 3}
+SPILLS = {(64, "soft cap"): 100, (64, "dropout"): 4}
 # Counted with the code that centers keys before the loop, see `_key_center`; without it, 0.
-SPILLS |= {(64, "lengths"): 10, (64, "documents"): 1, (128, "dropout"): 9}
+SPILLS |= {(64, "lengths"): 10, (64, "documents"): 1}
 # Arrays that are copied by tiles. Reads must be done before the next copy, see `ptx.fence`, whose
 # lack emulated kernels do not show.
 STREAMED = "mask array", "bias"
@@ -233,10 +233,10 @@ def test_machine_code_of_clusters_with(option):
 
 # Instructions for an element with dropout and no mask. Which elements share a counter is for the
 # compiler to find: where no two keys share a word, and products take several instructions, these
-# were 17.2, 25.7, 25.1 and 24.2 at 64.
+# were 17.2, 25.7, 25.1 and 24.2 at 64. Where neighbours exchange nothing, the backward has 22.9.
 DROPOUT_BUDGETS = {
-    64: {"forward": 12.5, "backward": 24.4, "dq": 19.0, "dkv": 22.9},
-    128: {"forward": 13.0, "backward": 27.6, "dq": 17.6, "dkv": 25.7},
+    64: {"forward": 12.5, "backward": 17.8, "dq": 15.0, "dkv": 16.4},
+    128: {"forward": 13.0, "backward": 21.3, "dq": 14.1, "dkv": 18.9},
 }
 
 

@@ -1,16 +1,22 @@
 """Arithmetic in PTX, executed in NumPy: for kernels that are emulated it has stand-ins."""
 
+import functools
 import re
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import ptx_threads
 
 from pallas_flash import _compat
+from pallas_flash._dropout import Dropout
+from scripts.inspection import gpu_compiler
 
 if not _compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select_hopper has what is said then", allow_module_level=True)
 
-from pallas_flash._mosaic import ptx
+from pallas_flash._mosaic import common, ptx, score_mask
 
 # By the start of an instruction: the results are rounded, not approximate.
 INSTRUCTIONS = {
@@ -88,3 +94,39 @@ def test_both_halves_of_a_product():
         low, high = execute(ptx.PRODUCT, x, np.full_like(x, m), results=2)
         assert low.tolist() == [n * m % 2**32 for n in x.tolist()]
         assert high.tolist() == [n * m // 2**32 for n in x.tolist()]
+
+
+@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
+@pytest.mark.parametrize("aligned", [True, False], ids=["exchanged", "alone"])
+def test_what_each_thread_keeps(aligned, monkeypatch, tmp_path):
+    """Dropout of a tile whose rows are keys, by the PTX of a warpgroup."""
+    b, h, first_query, first_key, shape = 3, 5, 128, 448, (64, 64)
+    seed = np.array([0x12345678, 0x1ABCDEF0], np.uint32)
+
+    def kernel(seed, ref, *, static):
+        key = [common.plgpu.load(seed.at[i]) for i in range(2)]
+        dropout = Dropout(key, rate=0.3, aligned=static)
+        options = SimpleNamespace(b=jnp.int32(b), extras=SimpleNamespace(dropout=dropout))
+        at = map(jnp.int32, (h, first_query, first_key))
+        kept = score_mask.ElementOptions.kept(options, shape, *at, transposed=True)
+        ones = common.plgpu.layout_cast(jnp.ones(shape, jnp.float32), ptx.WGMMA)
+        ptx.store_fragments(ptx.where(kept, ones, 0.0), ref.at[0])
+
+    found = np.zeros((ptx.groups(shape[1]), *ptx.OF_GROUP), np.float32)
+    call = functools.partial(
+        common.launch,
+        kernel,
+        outputs=[(found.shape, found.dtype)],
+        memory={},
+        grid=dict(cta=1),
+        warpgroups=1,
+        static=aligned,
+    )
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    gpu_compiler.compile_for("h200", lambda x: call((x,)), (seed,), tmp_path)
+    [file] = tmp_path.rglob("*.ptx")
+    ptx_threads.execute(file.read_text(), [seed, found])
+    rows = ptx.unfold(jnp.asarray(found)[None, None, None])[0, :, 0]
+    queries, keys = jnp.arange(64)[None] + first_query, jnp.arange(64)[:, None] + first_key
+    wanted = Dropout(jnp.asarray(seed), rate=0.3).kept(b, h, queries, keys)
+    np.testing.assert_array_equal(rows, wanted)

@@ -673,6 +673,20 @@ def bits_of_tile(ref, first):
     return jnp.asarray((words[:, bit // 32] >> (bit % 32).astype(np.uint32) & 1) != 0)
 
 
+def halves_of_neighbours(words):
+    """Each thread has one of each word for two rows and two columns of each 8 columns of 16."""
+    words = np.stack([np.asarray(x) for x in words])
+    rows, columns = words.shape[1:]
+    blocks = words.reshape(4, rows // 16, 2, 8, columns // 16, 2, 4, 2)
+    if (blocks != blocks[:, :, :1, :, :, :1, :, :1]).any():
+        raise EmulationError("words that differ in a thread")
+    row, column = np.ogrid[:rows, :columns]
+    word = (column & 8) // 4 + (row & 8) // 8
+    # The thread that drew for this column has the row of its parity.
+    drawn = words[word, (row | 1) - 1 + (column & 1), column]
+    return jnp.asarray(drawn << (16 - 16 * (row & 1)).astype(np.uint32))
+
+
 def load_transposed(ref):
     if ref.shape[1] != 64:
         raise EmulationError(f"rows of {ref.shape[1]} numbers")
@@ -697,6 +711,7 @@ fake_ptx = dict(
     columns_to_float=columns_to_float,
     tanh=jnp.tanh,
     multiply_wide=_dropout.multiply_wide,
+    halves_of_neighbours=halves_of_neighbours,
     joined=lambda parts: jnp.concatenate(parts, axis=1),
     product_t=product_t,
     product_of_transposed=product_of_transposed,

@@ -35,6 +35,8 @@ Gains were measured on an H200, most of them with prototypes, as the time of a w
     positions               no division for each element, where a tile's width is no power of two
     gather, bits, bits_of_tile
                             Pallas cannot gather an element of device memory for each of a tile
+    halves_of_neighbours    Pallas cannot exchange registers: half as many words of dropout where
+                            rows are keys
     load_transposed         Pallas cannot load a tile whose rows become columns
     load_strips, put_strips Pallas cannot load a tile whose copies reach beyond an array's end
     store_rows, store_zeros, zero_rows
@@ -56,6 +58,7 @@ from pallas_flash._mosaic.ptx.arithmetic import anew as anew
 from pallas_flash._mosaic.ptx.arithmetic import columns as columns
 from pallas_flash._mosaic.ptx.arithmetic import columns_to_float as columns_to_float
 from pallas_flash._mosaic.ptx.arithmetic import difference as difference
+from pallas_flash._mosaic.ptx.arithmetic import halves_of_neighbours as halves_of_neighbours
 from pallas_flash._mosaic.ptx.arithmetic import joined as joined
 from pallas_flash._mosaic.ptx.arithmetic import logistic as logistic
 from pallas_flash._mosaic.ptx.arithmetic import multiply_wide as multiply_wide

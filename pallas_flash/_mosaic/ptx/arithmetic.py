@@ -217,6 +217,51 @@ def multiply_wide(x, m: int):
     return emit(plgpu.layout_cast(x, WGMMA))
 
 
+LOWER, UPPER = 0x5410, 0x7632  # The halves of two words that `prmt` puts side by side.
+
+
+def halves_of_neighbours(words):
+    """Return the 16 bits of dropout of each element, as the upper ones of uint32 [64, n].
+
+    In a tile whose rows are keys, a thread has columns c and c + 1 of rows of one parity, and the
+    thread whose lane differs by 4 has them of the rows beside these. Each draws the words of one of
+    these columns, takes its half of them and gives the other half to its neighbour.
+
+    Args:
+        words: four uint32 [64, n], see `Dropout.words`. For each 16 columns a thread has one of
+            each: for even rows that of the even columns, for odd rows that of the odd ones.
+    """
+    shape = words[0].shape
+    result = plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,) * 4, return_type=result)
+    def emit(_, *words):
+        odd_row = arith.andi(thread_number(), number(4))
+        odd_row = arith.cmpi(arith.CmpIPredicate.ne, odd_row, number(0))
+        mine, given = (
+            arith.select(odd_row, number(x), number(y)) for x, y in ((UPPER, LOWER), (LOWER, UPPER))
+        )
+
+        def halves(pair, which):
+            text = "prmt.b32 $0, $1, $2, $3;"
+            return llvm.inline_asm(i32(), [*pair, which], text, "=r,r,r,r", asm_dialect=0)
+
+        found, words = [], list(map(scalars, words))
+        # A thread has two of 8 columns, of one row and then of the row 8 below. Words 0 and 1 are
+        # those of the first 8 columns of 16, for these two rows.
+        for first in range(0, len(words[0]), 8):
+            w0, w1, w2, w3 = (x[first] for x in words)
+            for pair in (w0, w1), (w2, w3):
+                own = halves(pair, mine)
+                other = mgpu.utils.shfl_bfly(halves(pair, given), 4)
+                columns = arith.select(odd_row, other, own), arith.select(odd_row, own, other)
+                found += [arith.shli(x, number(16)) for x in columns]
+                found += columns
+        return array(found, shape, WGMMA, i32(), False)
+
+    return emit(*(plgpu.layout_cast(x, WGMMA) for x in words))
+
+
 def joined(parts: list):
     """Return bools [64, n] of parts side by side, whose columns are multiples of 8."""
     shape = parts[0].shape[0], sum(x.shape[1] for x in parts)
