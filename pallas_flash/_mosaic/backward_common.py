@@ -26,8 +26,8 @@ from pallas_flash._scores import LOG2E, LogSum
 
 plgpu = common.plgpu
 
-# K/V heads whose CTAs are neighbours in the grid, at most: as many as were measured.
-MAX_NEIGHBOURS = 32
+# K/V heads whose CTAs are neighbours in the grid, at most, see `neighbours`.
+MAX_NEIGHBOURS, MAX_NEIGHBOURS_IN_CLUSTERS = 32, 4
 NO_STREAMS, NO_VIEW = pairs.Streams(), pairs.StageView()
 
 
@@ -232,14 +232,16 @@ class BackwardConfig(common.KernelConfig):
         return ((b if batch > 1 else 0) * heads + (h if heads > 1 else 0)) * count + tile
 
 
-def neighbours(num_kv_heads: int) -> int:
+def neighbours(num_kv_heads: int, in_clusters: bool = False) -> int:
     """Return how many K/V heads are neighbours in the grid, nearly equal numbers of them.
 
     CTAs of one head start at the same inner tiles: many at a time would read the same memory, and
-    those of one pass would add to the same memory. Timed on an H100, one pass: with one head at a
-    time twice as long at 2048 tokens, and at 8192 1.8 times at head dim 64; 8 take as long as 32.
+    those of one pass would add to the same memory. CTAs of many heads together read and add to more
+    memory than L2 holds. Timed on an H100, one pass, CTAs: with one head at a time twice as long at
+    2048 tokens, and at 8192 1.8 times at head dim 64; 8 take as long as 32. Clusters, of which half
+    as many run at a time, at head dim 256: 4 take 0.5 to 1 times as long as 8, 16 or 32.
     """
-    blocks = -(-num_kv_heads // MAX_NEIGHBOURS)
+    blocks = -(-num_kv_heads // (MAX_NEIGHBOURS_IN_CLUSTERS if in_clusters else MAX_NEIGHBOURS))
     return -(-num_kv_heads // blocks)
 
 

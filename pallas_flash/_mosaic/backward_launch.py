@@ -108,7 +108,7 @@ def backward(
             transposed=True,
             streams=streams,
             num_heads=num_heads,
-            neighbours=neighbours(num_heads),
+            neighbours=neighbours(num_heads, in_clusters),
             tile=tile,
             has_lengths=valid is not None,
             grads=grads,

@@ -20,6 +20,7 @@ from support.mosaic_cases import (
 from pallas_flash import _features, _hardware
 from pallas_flash._mosaic import (
     backward_cluster,
+    backward_common,
     backward_memory,
     backward_splits,
     common,
@@ -91,6 +92,12 @@ def test_splits(groups, count, monkeypatch, kernel_case):
     """CTAs that share a K/V tile add their sums, of heads or of queries."""
     monkeypatch.setattr(backward_splits, "num_splits", lambda *_: count)
     assert_right(wide(LONG_CAUSAL, T=200, S=150, N=groups, K=1))
+
+
+def test_heads_that_do_not_fill_the_grid(monkeypatch, kernel_case):
+    """Three key/value heads, of which two have their clusters side by side."""
+    monkeypatch.setattr(backward_common, "MAX_NEIGHBOURS_IN_CLUSTERS", 2)
+    assert_right(wide(LONG_CAUSAL, T=150, S=150, N=3, K=3))
 
 
 def test_gradient_of_the_scale(kernel_case):
