@@ -105,8 +105,8 @@ RULES = (
         NEVER,
     ),
     Rule(
-        "backwards of few CTAs without a mask at head dims 64 and 256",
-        lambda c: c.few_ctas and c.head_dim != 128 and not c.f.masked,
+        "backwards of few CTAs without a mask at head dim 64",
+        lambda c: c.few_ctas and c.head_dim == 64 and not c.f.masked,
         2048,
     ),
     Rule(
@@ -152,6 +152,11 @@ RULES = (
         2048,
     ),
     Rule(
+        "dropout in the backward, in no order",
+        lambda c: c.backward and not c.deterministic and c.f.options == {Option.DROPOUT},
+        512,
+    ),
+    Rule(
         "no mask or a causal one, and no option; but not deterministic causal at head dim 64",
         lambda c: c.plain and not (c.deterministic and c.head_dim == 64 and c.f.causal),
         512,
@@ -195,9 +200,9 @@ def _has_enough_work(call: Measured) -> bool:
     """Return whether all heads and batch elements have enough queries, and enough keys.
 
     The queries of a plain call need 2^21 numbers: half as many in a causal forward, twice as many
-    in a forward at head dim 64 without a mask, four times as many in a causal backward, and eight
-    times at head dim 256. Others were measured from `MANY_ROWS` queries on. The keys are those of
-    the CTAs of a backward.
+    in a forward at head dim 64 without a mask, and four times as many in a causal backward, but at
+    head dim 256. Others were measured from `MANY_ROWS` queries on. The keys are those of the CTAs
+    of a backward.
     """
     f, head_dim = call.f, call.head_dim
     if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):
@@ -205,7 +210,7 @@ def _has_enough_work(call: Measured) -> bool:
     if not call.plain or call.deterministic or call.dbias:
         return f.rows >= MANY_ROWS
     if f.causal:
-        numbers = 2**20 if call.forward else 2**24 if head_dim == 256 else 2**23
+        numbers = 2**20 if call.forward or head_dim == 256 else 2**23
     else:
         numbers = 2**22 if call.forward and head_dim == 64 else 2**21
     return f.rows * head_dim >= numbers
