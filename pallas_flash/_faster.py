@@ -1,7 +1,8 @@
 """The rules by which auto-selection prefers "mosaic" to "triton": `faster_by_mosaic`.
 
-They follow from times of an H200 in docs/results. tests/selection/test_choice.py compares rules
-and times, and prints the loss of each call for which the rules pick the slower one.
+They follow from times of an H200 in docs/results, and of an H100 where kernels have changed since.
+tests/selection/test_choice.py compares rules and times, and prints the loss of each call for which
+the rules pick the slower one.
 """
 
 import math
@@ -48,12 +49,27 @@ class Measured(NamedTuple):
         return not self.f.options and (self.f.causal or not self.f.masked)
 
     @property
+    def one_pass(self) -> bool:
+        """Whether it is a backward that computes dq, dk and dv together."""
+        return self.backward and not (self.deterministic or self.dbias)
+
+    @property
+    def in_clusters(self) -> bool:
+        """Whether clusters of two CTAs compute it, as `Grads.in_clusters` says."""
+        return self.one_pass and self.f.head_dim + self.f.value_dim > 256
+
+    @property
     def few_ctas(self) -> bool:
-        """Whether a backward in one pass, of heads with keys of their own, has few CTAs."""
+        """Whether one pass, of heads with keys of their own, has few CTAs that are no clusters."""
         f = self.f
         ctas = f.batch * f.num_kv_heads * -(-f.kv_len // KEYS_OF_A_CTA)
-        one_pass = self.backward and not (self.deterministic or self.dbias)
-        return one_pass and f.groups == 1 and ctas <= FEW_CTAS
+        few = f.groups == 1 and ctas <= FEW_CTAS
+        return self.one_pass and not self.in_clusters and few
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout is the call's only option."""
+        return self.f.options == {Option.DROPOUT}
 
     def asks(self, *options: Option) -> bool:
         """Return whether the call asks for one of these."""
@@ -152,9 +168,14 @@ RULES = (
         2048,
     ),
     Rule(
-        "dropout in the backward, in no order",
-        lambda c: c.backward and not c.deterministic and c.f.options == {Option.DROPOUT},
+        "dropout in a backward of one pass, and in the forward at head dim 128",
+        lambda c: c.drops and (c.one_pass or (c.forward and c.head_dim == 128)),
         512,
+    ),
+    Rule(
+        "no mask or a causal one, and no option, in clusters",
+        lambda c: c.plain and c.in_clusters,
+        256,
     ),
     Rule(
         "no mask or a causal one, and no option; but not deterministic causal at head dim 64",
@@ -181,7 +202,7 @@ def faster_by_mosaic(attention_pass: str, f: CallFeatures) -> bool:
     )
     if not call.head_dim or min(f.q_len, f.kv_len) < rule_of(call).since:
         return False
-    return call.few_ctas or _has_enough_work(call)
+    return call.in_clusters or call.few_ctas or _has_enough_work(call)
 
 
 def rule_of(call: Measured) -> Rule:
@@ -200,17 +221,17 @@ def _has_enough_work(call: Measured) -> bool:
     """Return whether all heads and batch elements have enough queries, and enough keys.
 
     The queries of a plain call need 2^21 numbers: half as many in a causal forward, twice as many
-    in a forward at head dim 64 without a mask, and four times as many in a causal backward, but at
-    head dim 256. Others were measured from `MANY_ROWS` queries on. The keys are those of the CTAs
-    of a backward.
+    in a forward at head dim 64 without a mask, and four times as many in a causal backward. Others
+    were measured from `MANY_ROWS` queries on, dropout in one pass from a quarter on. The keys are those of the CTAs of a backward.
+    Backwards in clusters were faster with as little work as was measured.
     """
     f, head_dim = call.f, call.head_dim
     if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):
         return False
     if not call.plain or call.deterministic or call.dbias:
-        return f.rows >= MANY_ROWS
+        return f.rows >= (MANY_ROWS // 4 if call.drops and call.one_pass else MANY_ROWS)
     if f.causal:
-        numbers = 2**20 if call.forward or head_dim == 256 else 2**23
+        numbers = 2**20 if call.forward else 2**23
     else:
         numbers = 2**22 if call.forward and head_dim == 64 else 2**21
     return f.rows * head_dim >= numbers

@@ -92,7 +92,8 @@ def test_speeds_are_compared_within_a_run(tmp_path, monkeypatch):
     in_order = dict(config=dict(reproducible=True))
     default, other_day = dict(config={}), dict(date="2000-01-01")
     lines = line(4.0, **default), line(5.0, **in_order), line(9.0, **in_order | other_day)
-    (tmp_path / "h200-choice.jsonl").write_text("".join(lines))
+    for name in choice.FILES:
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     monkeypatch.setattr(choice, "RESULTS", tmp_path)
     assert choice.deterministic(None) == {("full", 128): [0.8]}
     assert not choice.deterministic("jax_cudnn")

@@ -13,14 +13,12 @@ from scripts.benchmark import choice
 # The cost that a choice may have, as a part of the other implementation's time.
 ALLOWED = 0.05
 
-# Calls that the rules give to the slower one: those of batch size 1 until their published times are
+# Calls that the rules give to the slower one: one of batch size 1 until its published time is
 # measured anew, and a bias without an axis of queries, because no rule asks for the axes of a bias.
 # Chunks, neighborhoods and positions at head dim 64, 6 to 9 % slower in the forward or in order:
 # their default backwards, and other masks of these kinds, are more than 20 % faster.
 KNOWN = {
     "one-example-128-causal-1k",
-    "full 256, 8 heads, T512",
-    "one-example-256-full-1k",
     "bias [1, N, 1, S] full 64 T2048",
     *(f"chunks of 1024 causal 64 T{n}" for n in (2048, 4096, 16384)),
     *(f"neighborhood 13 x 13 64 T{n}" for n in (4096, 16384)),
@@ -125,7 +123,6 @@ BIAS = frozenset({Option.BIAS_16_BITS})
 TIMED_TOGETHER = [
     ("backward", True, dict(head_dim=128, batch=8, q_len=1024, options=BIAS)),
     ("forward", False, dict(head_dim=64, batch=8, q_len=2048, options=BIAS)),
-    ("backward", False, dict(head_dim=256, batch=1, q_len=2048, mask=MaskKind.CAUSAL)),
     ("backward", True, dict(head_dim=256, batch=1, q_len=4096, mask=MaskKind.CAUSAL)),
 ]
 

@@ -99,6 +99,7 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         (dict(logits_soft_cap=3.0, head_dim=64), ""),
         (dict(alibi_slopes=jnp.ones(8), head_dim=256), ""),
         (dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), ""),
+        (dict(dropout_rate=0.1, dropout_key=jax.random.key(0), length=512), ""),
         (dict(key_value_seq_lengths=jnp.ones(2, jnp.int32)), ""),
         (dict(local_window_size=9), ""),
         (dict(query_offset=jnp.int32(3)), ""),
@@ -127,8 +128,11 @@ SLOWER = 'The backward is that of "triton": the one for Hopper is not known to b
         # Few programs of the backward: 64 and 128, 32 and 128.
         (dict(tokens=512, length=512), ""),
         (dict(tokens=1024, length=1024), SLOWER),
+        # In clusters as few as were measured.
         (dict(tokens=512, length=512, head_dim=256), ""),
-        (dict(tokens=2048, length=2048, head_dim=256), SLOWER),
+        (dict(tokens=2048, length=2048, head_dim=256), ""),
+        (dict(tokens=2048, length=2048, head_dim=192, value_dim=128), ""),
+        (dict(tokens=4096, length=4096, head_dim=256, kv_heads=1), ""),
         # Few queries of all heads and examples.
         (dict(tokens=4096, length=2048), ""),
         (dict(tokens=2048, length=2048), SLOWER),
