@@ -128,7 +128,7 @@ def backward(
 
 
 def _grads(p: Problem, rows, tile, valid, *, deterministic: bool, zeros=None, **options) -> dict:
-    """Return what the launches of `backward_kernel` compute, by name."""
+    """Return what the launches of `backward_launch` compute, by name."""
     (do, log_sum, delta), found = rows, {}
     sizes = tiles.padded(p.head_dim, p.value_dim)
     for grads in Grads.launches(*sizes, deterministic=deterministic):

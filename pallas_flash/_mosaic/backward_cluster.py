@@ -86,15 +86,15 @@ from jax.experimental import pallas as pl
 from pallas_flash._dropout import drop, rescaled
 from pallas_flash._mosaic import common, ptx
 from pallas_flash._mosaic.backward_common import Operands
-from pallas_flash._mosaic.backward_kernel import (
+from pallas_flash._mosaic.backward_keys import (
     DS_WRITTEN,
     LOOP_ENDED,
     PRODUCER,
     ROWS,
     Cta,
     KeysConsumer,
+    KeysProducer,
     OuterKeysConfig,
-    ProducerWarpgroup,
     store_sums,
     subtract_center,
 )
@@ -437,7 +437,7 @@ def message_format(config: OuterKeysConfig, dtype) -> tuple[Any, int]:
 # ------------------------------------------------------------------------------------------------
 
 
-class Producer(ProducerWarpgroup):
+class Producer(KeysProducer):
     """The warpgroup of a CTA that starts all copies; `rank` is that of the CTA."""
 
     def __init__(self, config: OuterKeysConfig, operands: Operands, grads, memory, cta: Cta, rank):

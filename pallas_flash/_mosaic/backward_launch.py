@@ -13,7 +13,8 @@ from pallas_flash._dropout import rescaled
 from pallas_flash._mosaic import backward_memory, backward_splits, block_ranges, common, pairs, ptx
 from pallas_flash._mosaic.backward_cluster import pallas_flash_backward_cluster
 from pallas_flash._mosaic.backward_common import Operands, in_strips, mask_for, neighbours
-from pallas_flash._mosaic.backward_kernel import ROWS, OuterKeysConfig, pallas_flash_backward
+from pallas_flash._mosaic.backward_kernel import pallas_flash_backward
+from pallas_flash._mosaic.backward_keys import ROWS, OuterKeysConfig
 from pallas_flash._mosaic.backward_memory import BLOCK_KV, CLUSTER, CONSUMERS, Grads, padded
 from pallas_flash._mosaic.backward_postprocess import postprocess
 from pallas_flash._mosaic.backward_splits import Splits

@@ -17,7 +17,7 @@ from pallas_flash._mosaic import (
     forward_wide,
     tiles,
 )
-from pallas_flash._mosaic.backward_kernel import REGISTERS
+from pallas_flash._mosaic.backward_keys import REGISTERS
 from pallas_flash._mosaic.backward_memory import Grads
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (

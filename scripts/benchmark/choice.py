@@ -23,7 +23,7 @@ KINDS = (
     *("blocks", "another mask"),
 )
 PASSES = ("forward", "backward", "backward in order")
-# Of a call in both, the line in the later one counts.
+# Where both have a call, the line in the later one counts.
 FILES = ("h200-choice", "h100-choice")
 # Calls of fewer tokens in all sequences were timed for single rules, and are not in tables.
 FEWEST_TOKENS = 15_000

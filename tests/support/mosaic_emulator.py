@@ -19,6 +19,7 @@ import dataclasses
 import fractions
 import importlib
 import itertools
+import pkgutil
 import random
 import threading
 import types
@@ -816,40 +817,18 @@ def by_instance(function, batch):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    of_backward = (
-        "launch",
-        "kernel",
-        "cluster",
-        "memory",
-        "common",
-        "dbias",
-        "dq",
-        "preprocess",
-        "postprocess",
-    )
-    backward = [f"backward_{x}" for x in of_backward]
-    work = "block_ranges", "scheduler", "work_loop"
-    forward = "forward_kernel", "forward_wide", "forward_common", "decode_kernel"
-    names = (
-        "common",
-        "operands",
-        "score_mask",
-        "pairs",
-        "pipeline",
-        *work,
-        *forward,
-        *backward,
-        "ptx",
-    )
-    *modules, ptx = (importlib.import_module(f"pallas_flash._mosaic.{x}") for x in names)
-    common = modules[0]
+    package = importlib.import_module("pallas_flash._mosaic")
+    modules = {
+        module.name: importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
+    }
     with monkeypatch.context() as patch:
-        for module in modules:
+        for module in modules.values():
             for name, fake in dict(plgpu=plgpu, pl=fake_pl, lax=fake_lax).items():
                 if hasattr(module, name):
                     patch.setattr(module, name, fake)
         for name, fake in fake_ptx.items():
-            patch.setattr(ptx, name, fake)
-        patch.setattr(common, "launch", launch)
-        patch.setattr(common, "by_instance", by_instance)
+            patch.setattr(modules["ptx"], name, fake)
+        patch.setattr(modules["common"], "launch", launch)
+        patch.setattr(modules["common"], "by_instance", by_instance)
         yield
