@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pallas_flash._features import BIASES, CallFeatures, MaskKind, Option
+from pallas_flash._tiling.sizes import in_clusters, padded
 
 NEVER = math.inf
 
@@ -55,12 +56,12 @@ class Measured(NamedTuple):
 
     @property
     def in_clusters(self) -> bool:
-        """Whether clusters of two CTAs compute it, as `Grads.in_clusters` says."""
-        return self.one_pass and self.f.head_dim + self.f.value_dim > 256
+        """Whether clusters of two CTAs compute it."""
+        return self.one_pass and in_clusters(*padded(self.f.head_dim, self.f.value_dim))
 
     @property
     def few_ctas(self) -> bool:
-        """Whether one pass, of heads with keys of their own, has few CTAs that are no clusters."""
+        """Whether it is one pass of few CTAs, without clusters, of heads with own keys."""
         f = self.f
         ctas = f.batch * f.num_kv_heads * -(-f.kv_len // KEYS_OF_A_CTA)
         few = f.groups == 1 and ctas <= FEW_CTAS
@@ -202,6 +203,7 @@ def faster_by_mosaic(attention_pass: str, f: CallFeatures) -> bool:
     )
     if not call.head_dim or min(f.q_len, f.kv_len) < rule_of(call).since:
         return False
+    # Clusters were faster with as little work as was measured.
     return call.in_clusters or call.few_ctas or _has_enough_work(call)
 
 
@@ -223,8 +225,7 @@ def _has_enough_work(call: Measured) -> bool:
     The queries of a plain call need 2^21 numbers: half as many in a causal forward, twice as many
     in a forward at head dim 64 without a mask, and four times as many in a causal backward. Others
     were measured from `MANY_ROWS` queries on, dropout in one pass from a quarter of them on. The
-    keys are those of the CTAs of a backward. Backwards in clusters were faster with as little work
-    as was measured.
+    keys are those of the CTAs of a backward.
     """
     f, head_dim = call.f, call.head_dim
     if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):

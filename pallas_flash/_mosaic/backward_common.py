@@ -493,7 +493,7 @@ class ScoreTile:
     def gradient(self, p, dp, delta):
         """Return ds, for `weights` and for dp before dropout; delta is `shrunk`."""
         delta = self.along(delta, p.shape)
-        # With dropout three instructions, where to drop dp, subtract and multiply are four.
+        # The form with dropout takes three instructions. To drop dp first would take four.
         ds = self.dropped(p) * dp - jnp.abs(p) * delta if self._drops else p * (dp - delta)
         if self._pull is not None:
             ds = self._pull(ds)

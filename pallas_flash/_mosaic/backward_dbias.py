@@ -41,13 +41,14 @@ from pallas_flash._mosaic.backward_common import (
     ScoreTile,
     mask_for,
 )
-from pallas_flash._mosaic.backward_memory import padded, statistics
+from pallas_flash._mosaic.backward_memory import statistics
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.score_mask import shared_arrays
 from pallas_flash._mosaic.tiles import DbiasTile
 from pallas_flash._operands import Pairs
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
+from pallas_flash._tiling.sizes import padded
 
 plgpu = common.plgpu
 

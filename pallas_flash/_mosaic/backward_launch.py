@@ -15,13 +15,13 @@ from pallas_flash._mosaic.backward_cluster import pallas_flash_backward_cluster
 from pallas_flash._mosaic.backward_common import Operands, in_strips, mask_for, neighbours
 from pallas_flash._mosaic.backward_kernel import pallas_flash_backward
 from pallas_flash._mosaic.backward_keys import ROWS, OuterKeysConfig
-from pallas_flash._mosaic.backward_memory import BLOCK_KV, CLUSTER, CONSUMERS, Grads, padded
+from pallas_flash._mosaic.backward_memory import BLOCK_KV, CLUSTER, CONSUMERS, Grads
 from pallas_flash._mosaic.backward_postprocess import postprocess
 from pallas_flash._mosaic.backward_splits import Splits
 from pallas_flash._mosaic.score_mask import shared_arrays
 from pallas_flash._problem import Problem
 from pallas_flash._scores import LogSum
-from pallas_flash._tiling.sizes import BackwardTile
+from pallas_flash._tiling.sizes import BackwardTile, padded
 
 
 @functools.cache

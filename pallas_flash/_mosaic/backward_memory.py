@@ -14,30 +14,18 @@ import jax.numpy as jnp
 from pallas_flash._mosaic import common, pairs, ptx
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._problem import Problem
-from pallas_flash._tiling.sizes import BackwardTile, DqTile
+from pallas_flash._tiling.sizes import BackwardTile, DqTile, in_clusters, padded
 
 plgpu = common.plgpu
 
 # Keys of a CTA whose outer tile is of keys, and the two consumer warpgroups that share them.
 BLOCK_KV, CONSUMERS = 128, 2
-# Columns of dk and dv, together, that the registers of a CTA hold.
-MAX_COLUMNS = 256
 # CTAs of a cluster, and queries of its steps.
 CLUSTER, CLUSTER_QUERIES = 2, 64
 # Stages for the ds_t that these exchange: one is written while the other is read.
 DS_STAGES = 2
 # Queries of a consumer warpgroup where the outer tile is of queries.
 QUERY_ROWS = 64
-
-
-def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return the columns that tiles have in the backward, for the head dims of a call.
-
-    Matrix instructions take 16. Above 128, where tiles of 16 columns would be many, 32.
-    """
-    columns = 16 if max(head_dim, value_dim) <= 128 else 32
-    head_dim, value_dim = (-(-n // columns) * columns for n in (head_dim, value_dim))
-    return head_dim, value_dim
 
 
 class Grads(enum.Enum):
@@ -59,12 +47,12 @@ class Grads(enum.Enum):
     def launches(cls, head_dim: int, value_dim: int, deterministic: bool) -> "list[Grads]":
         """Return what is launched, by the padded head dims."""
         if deterministic:
-            return [cls.DK, cls.DV] if head_dim + value_dim > MAX_COLUMNS else [cls.DK_DV]
+            return [cls.DK, cls.DV] if in_clusters(head_dim, value_dim) else [cls.DK_DV]
         return [cls.DQ_DK_DV]
 
     def in_clusters(self, head_dim: int, value_dim: int) -> bool:
         """Return whether a cluster of CTAs computes it, `backward_cluster`; by padded head dims."""
-        return self.dq and head_dim + value_dim > MAX_COLUMNS
+        return self.dq and in_clusters(head_dim, value_dim)
 
     def stages(self, tile: BackwardTile) -> int:
         """Return the stages; dv alone has two or more, a stage of do for each consumer's result."""

@@ -28,6 +28,7 @@ from pallas_flash._tiling.sizes import (
     ForwardTile,
     TileSizes,
     check_shared_memory,
+    in_clusters,
     sizes_for,
 )
 
@@ -126,7 +127,7 @@ def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:
     head_dim, value_dim = _padded(p)
     if kernel == "dq":
         return head_dim // 2 + tile.block_kv, backward_dq.REGISTERS[tile.warpgroups][0]
-    apart = head_dim + value_dim > 256
+    apart = in_clusters(head_dim, value_dim)
     columns = max(head_dim, value_dim) if apart else head_dim + value_dim
     return columns // 2 + tile.block_q, REGISTERS[0]
 

@@ -9,7 +9,7 @@ import jax
 from pallas_flash import _hardware
 from pallas_flash._features import SCORES, CallFeatures, MaskKind, Option
 from pallas_flash._mosaic import common, forward_wide
-from pallas_flash._mosaic.backward_memory import MAX_COLUMNS, Grads, padded, scratch
+from pallas_flash._mosaic.backward_memory import Grads, scratch
 from pallas_flash._mosaic.scheduler import QUERY_ROWS, folded, most_rows
 from pallas_flash._problem import Problem
 from pallas_flash._tiling.sizes import (
@@ -18,6 +18,8 @@ from pallas_flash._tiling.sizes import (
     DqTile,
     ForwardTile,
     TileSizes,
+    in_clusters,
+    padded,
 )
 
 # Keys from which on decoding has KV splits, which take a launch more; as for "triton".
@@ -273,7 +275,7 @@ def backward_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile
         return BackwardTile(128)
     block_q, width = 64, head_dim + value_dim
     taken = 128 * width + (0 if in_order else 2 * 128 * block_q)
-    if not in_order and width > MAX_COLUMNS:
+    if not in_order and in_clusters(head_dim, value_dim):
         # A CTA of a cluster has room for messages, and for the larger set of tiles of the two.
         of_dv = 128 * head_dim + block_q * width
         of_dk = 128 * value_dim + 128 * (head_dim // 2) + 2 * 128 * block_q

@@ -16,6 +16,24 @@ KEYS_STAY = ("dkv", "dk", "dv")
 # The fewest rows and columns of a matrix product.
 MIN_ROWS = 16
 
+# Columns of dk and dv, together, that the registers of a CTA hold in the backward for Hopper.
+MAX_COLUMNS = 256
+
+
+def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Return the columns that tiles have in the backward for Hopper, by the head dims of a call.
+
+    Matrix instructions take 16. Above 128, where tiles of 16 columns would be many, 32.
+    """
+    columns = 16 if max(head_dim, value_dim) <= 128 else 32
+    head_dim, value_dim = (-(-n // columns) * columns for n in (head_dim, value_dim))
+    return head_dim, value_dim
+
+
+def in_clusters(head_dim: int, value_dim: int) -> bool:
+    """Return whether dk and dv of a K/V tile need two CTAs or launches, by `padded` columns."""
+    return head_dim + value_dim > MAX_COLUMNS
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:

@@ -95,9 +95,18 @@ def test_splits(groups, count, monkeypatch, kernel_case):
 
 
 def test_heads_that_do_not_fill_the_grid(monkeypatch, kernel_case):
-    """Three key/value heads, of which two have their clusters side by side."""
+    """Three key/value heads, of which two have their clusters side by side: two blocks of two."""
+    grids, launch = [], emulator.launch
+
+    def spy(kernel, *args, grid, **options):
+        grids.append(grid)
+        return launch(kernel, *args, grid=grid, **options)
+
+    monkeypatch.setattr(emulator, "launch", spy)
     monkeypatch.setattr(backward_common, "MAX_NEIGHBOURS_IN_CLUSTERS", 2)
     assert_right(wide(LONG_CAUSAL, T=150, S=150, N=3, K=3))
+    # Batch elements, key tiles, blocks, heads of a block.
+    assert dict(cta=LONG_CAUSAL.B * 2 * 2 * 2) in grids
 
 
 def test_gradient_of_the_scale(kernel_case):
