@@ -20,7 +20,7 @@ def array(name: str, x) -> jax.Array:
             "trace shapes alone, call through `jax.eval_shape`."
         )
     try:
-        return jnp.asarray(x)
+        return x if isinstance(x, jax.Array) else jnp.asarray(x)
     except (TypeError, ValueError) as error:
         # NumPy arrays may hold objects, text or dates, or be masked.
         raise TypeError(

@@ -98,10 +98,11 @@ def resolve(problem: Problem, request: Request) -> Plan:
     passes = {"forward": forward, "backward": backward, "dbias": dbias}
     _check_given(request, passes)
     plain = "xla" in (backward.implementation, dbias.implementation)
+    backward_plan = call.with_tiles("backward", backward)
     return Plan(
         call.with_tiles("forward", forward),
-        call.with_tiles("backward", backward),
-        call.with_tiles("backward", dbias),
+        backward_plan,
+        backward_plan if dbias is backward else call.with_tiles("backward", dbias),
         on_gpu=plain and _device.target().nvidia,
         of_part=request,
     )

@@ -265,9 +265,9 @@ class TileSizes:
 
     def used(self, few: bool) -> "TileSizes":
         """Return these without the tile of the forward kernel that does not serve the call."""
-        if not few:
-            return dataclasses.replace(self, decode=None)
-        return self if self.decode is None else dataclasses.replace(self, forward=None)
+        if self.decode is None:
+            return self
+        return dataclasses.replace(self, **{"forward" if few else "decode": None})
 
     def or_else(self, default: "TileSizes") -> "TileSizes":
         """Return these, with tiles that are None from `default`."""

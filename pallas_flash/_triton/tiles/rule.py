@@ -26,26 +26,24 @@ def default(p: Problem | None, f: CallFeatures) -> TileSizes:
     del p  # The features say all.
     size = _width(f), f.itemsize
     matrix_units = _hardware.matrix_units(f.capability)
-    tiles = table.BY_MATRIX_UNITS[matrix_units][size]
+    measured = table.BY_MATRIX_UNITS[matrix_units][size]
     # The rest of the table was timed on Hopper alone.
     hopper = matrix_units == "hopper"
     with_pairs = table.WITH_PAIRS.get(size) if hopper and f.pair_bytes else None
     if with_pairs:
-        tiles = with_pairs[max(n for n in with_pairs if n <= f.pair_bytes)]
-    elif hopper:
-        tiles = dataclasses.replace(tiles, **_of_few(f) | _of_kind(f))
-    if f.kv_len > table.MANY_KEYS:
+        measured = with_pairs[max(n for n in with_pairs if n <= f.pair_bytes)]
+    tiles = {kernel: tile for kernel in KERNELS if (tile := measured.tile(kernel))}
+    if hopper and not with_pairs:
+        tiles |= _of_few(f) | _of_kind(f)
+    if f.few_queries and f.kv_len > table.MANY_KEYS:
         block_kv = table.DECODE_STAGE // (2 * math.prod(size))
-        decode = Tile(table.DECODE_ROWS[size[0]], block_kv, 4, 3)
-        tiles = dataclasses.replace(tiles, decode=decode).used(f.few_queries)
-    for kernel in KERNELS:
-        tile = tiles.tile(kernel)
-        if tile is None:
-            continue
+        tiles["decode"] = Tile(table.DECODE_ROWS[size[0]], block_kv, 4, 3)
+        del tiles["forward"]
+    for kernel, tile in tiles.items():
         if f.pair_bytes and (kernel == "decode" or not with_pairs):
             tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
-        tiles = dataclasses.replace(tiles, **{kernel: _fitted(kernel, tile, f)})
-    return tiles
+        tiles[kernel] = _fitted(kernel, tile, f)
+    return TileSizes(**tiles)
 
 
 def _of_few(f: CallFeatures) -> dict[str, Tile]:
