@@ -41,8 +41,9 @@ CACHE = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 
-# Processes share a GPU.
+# Processes share a GPU: none may keep memory that it does not use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 # Tiles that were tuned on this machine must not change the tests.
 os.environ["PALLAS_FLASH_TUNED"] = "0"
