@@ -15,12 +15,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_flash import _tangents
 from pallas_flash._plan import Plan, Wanted
+from pallas_flash._problem import SplitOutput
 from pallas_flash._scores import LN2
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def forward_pass(plan: Plan, operands, rest):
-    """Return o and the LSE as a `LogSum`, of what `Problem.split` returned."""
+    """Return o, or a `SplitOutput`, and the LSE as a `LogSum`, of what `Problem.split` returned."""
     return plan.run_forward(rest.join(operands))
 
 
@@ -30,9 +31,11 @@ def _(plan: Plan, primals, tangents):
     moved = moved_operands(tangents[0])
     o_dot, lse_dot = _tangents.of_forward(tuple(moved), plan.along, operands, rest, moved)
     o, log_sum = forward_pass(plan, operands, rest)
-    # Only the sum of the two terms has a meaning, so that one of them may get all of its tangent.
-    # The largest scores have none.
+    # Only the sum of two terms has a meaning, so that one of them may get all of its tangent. The
+    # largest scores have none.
     others_dot = jax.tree.map(jnp.zeros_like, log_sum._replace(l_log2=None))
+    if isinstance(o, SplitOutput):
+        o_dot = SplitOutput(o_dot, jnp.zeros_like(o.low))
     return (o, log_sum), (o_dot, others_dot._replace(l_log2=jnp.moveaxis(lse_dot, 2, 1) / LN2))
 
 

@@ -25,7 +25,7 @@ from pallas_flash import (
 )
 from pallas_flash._one_device import on_one_device
 from pallas_flash._partition import Along
-from pallas_flash._problem import Gradients, Problem
+from pallas_flash._problem import Gradients, Problem, SplitOutput
 from pallas_flash._scores import LogSum
 from pallas_flash._tiling import choose
 from pallas_flash._tiling.sizes import TileSizes
@@ -127,12 +127,13 @@ class Plan:
     # Compiled here, so that calls outside of `jit` do not compile loops and kernels each time.
     @functools.partial(jax.jit, static_argnums=0)
     def run_forward(self, problem: Problem):
-        """Return the output and a `LogSum` of [B, N, T]."""
+        """Return the output, or a `SplitOutput`, and a `LogSum` of [B, N, T]."""
         if self.bias_dtype is not None:
             problem = dataclasses.replace(problem, bias=problem.bias.astype(self.bias_dtype))
         m = _partition.ROW if problem.large or self.implementation == "xla" else None
         max_logits = _partition.ROW if problem.max_logits else None
-        axes_out = _partition.OUTPUT, LogSum(m, _partition.ROW, max_logits)
+        o = SplitOutput(*[_partition.OUTPUT] * 2) if problem.split_output else _partition.OUTPUT
+        axes_out = o, LogSum(m, _partition.ROW, max_logits)
         return _partition.divided(self._forward, problem, axes_out=lambda _: axes_out)
 
     def _forward(self, problem: Problem, *, along: Along | None, again: bool = False):
@@ -222,8 +223,11 @@ class Plan:
     @functools.partial(jax.jit, static_argnums=0)
     def run_backward(self, problem, o, log_sum, do, dlse, wanted: Wanted) -> Gradients:
         """Return the gradients for cotangents do [B, T, N, V] and dlse ([B, T, N] or None)."""
-        rows = jax.tree.map(lambda _: _partition.ROW, log_sum)
-        rows = _partition.OUTPUT, rows, _partition.OUTPUT
+        outputs, rows = (
+            jax.tree.map(lambda _, axes=axes: axes, x)
+            for x, axes in ((o, _partition.OUTPUT), (log_sum, _partition.ROW))
+        )
+        rows = outputs, rows, _partition.OUTPUT
         return _partition.divided(
             functools.partial(self._backward, wanted=wanted),
             problem,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_flash import _visibility
 from pallas_flash._dropout import Dropout
@@ -67,6 +68,7 @@ class Problem(Sizes, Divisible):
         any_scale: whether `scale` may be larger than 1, the largest default.
         partial_rows: whether other parts of a problem have keys of the same rows of scores.
         max_logits: whether the forward also gives the largest score of each row.
+        split_output: whether the forward gives the output as a `SplitOutput`.
     """
 
     query: Any
@@ -85,6 +87,7 @@ class Problem(Sizes, Divisible):
     any_scale: bool = dataclasses.field(default=False, metadata=dict(static=True))
     partial_rows: bool = dataclasses.field(default=False, metadata=dict(static=True))
     max_logits: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    split_output: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @property
     def batch(self) -> int:
@@ -224,6 +227,33 @@ class Extras(NamedTuple):
     scores: Scores
     sinks: Any = None
     dropout: Dropout | None = None
+
+
+class SplitOutput(NamedTuple):
+    """An output in 16 bits and what its rounding took off, for a delta that is right to 2^-17.
+
+    Attributes:
+        o: the output, [B, T, N, V].
+        low: the exact output less `o`, rounded to the same dtype.
+    """
+
+    o: Any
+    low: Any
+
+    @classmethod
+    def of(cls, o, dtype, *, split: bool):
+        """Return an output of float32 in a dtype; its two parts if it is to be split."""
+        if not split:
+            return o.astype(dtype)
+        info = jnp.finfo(dtype)
+        # XLA may leave out a conversion and its inverse, but not this.
+        rounded = lax.reduce_precision(o, info.nexp, info.nmant)
+        return cls(rounded.astype(dtype), (o - rounded).astype(dtype))
+
+
+def widened(o, dtype):
+    """Return an output, or the sum of both parts of one, in a wider dtype."""
+    return sum(x.astype(dtype) for x in jax.tree.leaves(o))
 
 
 class Gradients(NamedTuple):

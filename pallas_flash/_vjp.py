@@ -5,8 +5,9 @@
     backward:  gradients = backward_pass(operands, o, LSE, do, dlse), the transpose of that map
 
 Residuals are the operands, the output and the LSE as a `LogSum`; the backward computes delta
-itself. The output and the LSE carry checkpoint names. A remat policy, `save_residuals`, can keep
-them, so that the forward never runs twice.
+itself. `splits_output` says when the output is a `SplitOutput`. The output and the LSE carry
+checkpoint names. A remat policy, `save_residuals`, can keep them, so that the forward never runs
+twice.
 """
 
 import dataclasses
@@ -23,18 +24,25 @@ from jax.sharding import AxisType
 from pallas_flash import _compat, _limits, _linear, _partition, _tangents
 from pallas_flash._passes import backward_pass, forward_pass, moved_operands
 from pallas_flash._plan import Plan, Wanted
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Problem, SplitOutput
 from pallas_flash._scores import LogSum
+from pallas_flash._symbolic import known_at_most
 
 # The checkpoint names of the output and of the LSE, and the policy that saves both.
 NAMES = "pallas_flash_out", "pallas_flash_lse"
 _save_names = jax.checkpoint_policies.save_only_these_names(*NAMES)
+
+# Keys of a row up to which, and features below which, `splits_output` is true of every call. With
+# either more, errors of dq and dk were at most twice those of dense attention (random problems).
+FEW_KEYS, FEW_FEATURES = 32, 16
 
 
 def save_residuals(*args, **kwargs):
     """A policy of `jax.checkpoint` that saves the results of the forward of `attention`.
 
     These are the output, as large as the queries, and one or two float32 for each query and head.
+    Calls in 16 bits whose sums of ds may nearly cancel have a second such array, see
+    docs/algorithm.md.
     With them the backward does not run the forward again; everything else is computed again. Join
     it with other policies by `jax.checkpoint_policies.save_from_both_policies`.
 
@@ -98,12 +106,15 @@ def _attend(plan: Plan, operands, rest):
 def _(plan: Plan, primals, tangents):
     operands, rest = primals
     moved = moved_operands(tangents[0])
+    wanted = _wanted(moved, operands)
+    rest = dataclasses.replace(rest, split_output=splits_output(rest.join(operands), wanted))
     o, log_sum = forward_pass(plan, operands, rest)
-    o = checkpoint_name(o, NAMES[0])
+    o = jax.tree.map(lambda x: checkpoint_name(x, NAMES[0]), o)
     log_sum = jax.tree.map(lambda x: checkpoint_name(x, NAMES[1]), log_sum)
+    o, low = o if rest.split_output else (o, None)
     out = o, *public_rows(log_sum)
-    fixed, structure = jax.tree.flatten((o, log_sum.l_log2, log_sum.m, operands, rest))
-    rule = _Derivative(plan, _wanted(moved, operands), tuple(moved), structure)
+    fixed, structure = jax.tree.flatten((o, log_sum.l_log2, log_sum.m, low, operands, rest))
+    rule = _Derivative(plan, wanted, tuple(moved), structure)
     o_dot, lse_dot = _linear.apply(rule, fixed, list(moved.values()))
     # The largest scores, the third result, have no tangent.
     still = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in out[2:]]
@@ -117,6 +128,22 @@ def _wanted(moved: dict, operands: dict) -> Wanted:
     return Wanted(**flags, score_operands=tuple(name in moved for name in of_scores))
 
 
+def splits_output(problem: Problem, wanted: Wanted) -> bool:
+    """Return whether the forward leaves the low part of its output to the backward, too.
+
+    delta = rowsum(o * do) of an output in 16 bits has an error of about 2^-9 |o| |do|, and every ds
+    of the row has it in common. In a sum of ds over keys or queries it stays, while ds themselves
+    nearly cancel. dq and dk multiply ds by keys and queries, which have many directions, unless
+    there are few keys or few features. There it hides below other roundings, where values have no
+    large mean, and the time and memory of the low part are saved.
+    """
+    p = problem
+    if p.dtype.itemsize != 2:
+        return False
+    sums = wanted.scale, wanted.bias, wanted.sinks, *wanted.tables
+    return any(sums) or known_at_most(p.kv_len, FEW_KEYS) or p.head_dim < FEW_FEATURES
+
+
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
     """The derivative of `_attend` as a linear map of tangents, and its transpose, for `_linear`.
@@ -125,7 +152,8 @@ class _Derivative:
         plan: of the call.
         wanted: the gradients that the transpose computes.
         names: the operands that have a tangent, by `_tangents.by_name`.
-        structure: of the residuals: o, both terms of the LSE, the operands, and the rest.
+        structure: of the residuals: o, both terms of the LSE, the low part of o, the operands, and
+            the rest.
     """
 
     plan: Plan
@@ -135,7 +163,7 @@ class _Derivative:
 
     def tangents(self, fixed, moved):
         """Return the tangents of o [B, T, N, V] and of the natural LSE [B, N, T]."""
-        _, l_log2, m, operands, rest = jax.tree.unflatten(self.structure, fixed)
+        _, l_log2, m, _, operands, rest = jax.tree.unflatten(self.structure, fixed)
         problem, by = rest.join(operands), self.plan.implementation
         others = set(self.names) - {"query", "key", "value"}
         if others or self.plan.along or _limits.of_tangents(problem, by) == "xla":
@@ -146,16 +174,17 @@ class _Derivative:
 
     def formula(self, fixed, moved):
         """Return `tangents` by plain JAX."""
-        _, _, _, operands, rest = jax.tree.unflatten(self.structure, fixed)
+        *_, operands, rest = jax.tree.unflatten(self.structure, fixed)
         moved = dict(zip(self.names, moved, strict=True))
         o, lse = _tangents.of_forward(self.names, self.plan.along, operands, rest, moved)
         return [o, jnp.moveaxis(lse, 2, 1)]
 
     def cotangents(self, fixed, cotangents):
         """Return the gradients of the operands in `names`."""
-        o, l_log2, m, operands, rest = jax.tree.unflatten(self.structure, fixed)
+        o, l_log2, m, low, operands, rest = jax.tree.unflatten(self.structure, fixed)
         do, dlse = cotangents
         do = jnp.zeros_like(o) if do is None else do
+        o = o if low is None else SplitOutput(o, low)
         dlse = None if dlse is None else jnp.moveaxis(dlse, 1, 2)
         log_sum = LogSum(m, l_log2)
         gradients = backward_pass(self.plan, self.wanted, operands, rest, o, log_sum, do, dlse)

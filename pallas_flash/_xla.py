@@ -31,7 +31,7 @@ from pallas_flash._blocks import BlockClasses, Tiling, lists
 from pallas_flash._dropout import drop, kept, rescaled
 from pallas_flash._masks import Mask
 from pallas_flash._operands import Pairs, TileView, is_pairs
-from pallas_flash._problem import Gradients, Problem
+from pallas_flash._problem import Gradients, Problem, SplitOutput, widened
 from pallas_flash._scores import LN2, LogSum, Scores, below, sinks_gradient, with_sink
 from pallas_flash._symbolic import is_symbolic, known_at_most, smaller
 from pallas_flash._visits import Sparsity, in_tile, visit
@@ -47,7 +47,10 @@ GPU_BLOCK, GPU_SCORES = 2048, 2**28
 
 
 def forward(problem: Problem, *, on_gpu: bool = False):
-    """Return the output [B, T, N, V] and a `LogSum` of [B, N, T] in float32 or float64."""
+    """Return the output [B, T, N, V] and a `LogSum` of [B, N, T] in float32 or float64.
+
+    The output is a `SplitOutput` if the problem asks for one, here and in the other forwards.
+    """
     p, blocks = problem, _Blocks(problem, on_gpu)
     ranges = blocks.kv_ranges()
     # The tiles [.., H, block_kv] are transposed once for all query tiles.
@@ -88,11 +91,12 @@ def forward(problem: Problem, *, on_gpu: bool = False):
         if p.max_logits:
             log_sum = log_sum._replace(max_logits=sums[0])
         weight = rescaled(p.dropout, weight)
-        return (acc * weight[..., None]).astype(p.dtype), log_sum
+        o = SplitOutput.of(acc * weight[..., None], p.dtype, split=p.split_output)
+        return o, log_sum
 
     o, log_sum = lax.map(q_tile, jnp.arange(blocks.q.count, dtype=jnp.int32))
     rows = jax.tree.map(lambda x: jnp.moveaxis(blocks.join_rows(x), 1, 2), log_sum)
-    return blocks.join_rows(o), rows
+    return jax.tree.map(blocks.join_rows, o), rows
 
 
 def online_softmax(carry, s, s_max, product, *, large: bool):
@@ -235,7 +239,7 @@ def table_gradients(
 
     Args:
         problem: the call.
-        o: [B, T, N, V].
+        o: [B, T, N, V], or a `SplitOutput`.
         log_sum: [B, N, T].
         do: [B, T, N, V].
         dlse: [B, T, N] or None.
@@ -281,7 +285,7 @@ def table_gradients(
 
 def _delta(o, do, dlse, dtype):
     """Return rowsum(o * do) - dlse, [B, T, N]."""
-    delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
+    delta = (widened(o, dtype) * do.astype(dtype)).sum(axis=-1)
     return delta if dlse is None else delta - dlse
 
 

@@ -46,7 +46,7 @@ def backward(
         run: computes them for a problem on one device; its keyword `sinks` says whether to compute
             the gradient of the sinks.
         problem: as in `forward`, whose results are `o` and `log_sum`.
-        o: [B, T, N, V].
+        o: [B, T, N, V], or a `SplitOutput`.
         log_sum: [B, N, T].
         do: [B, T, N, V], the cotangent of `o`.
         dlse: [B, T, N], the cotangent of the natural LSE, or None.

@@ -27,14 +27,15 @@ def forward(run, problem: Problem, along: Along):
     """Return the output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries."""
     o, log_sum = run(_divided(problem, along))
     there = Exchange(problem, along)
-    return there.back(o, OUTPUT), jax.tree.map(lambda x: there.back(x, ROW), log_sum)
+    o = jax.tree.map(lambda x: there.back(x, OUTPUT), o)
+    return o, jax.tree.map(lambda x: there.back(x, ROW), log_sum)
 
 
 def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, wanted):
     """Return a device's gradients."""
     there = Exchange(problem, along)
     rows = (
-        there(o, OUTPUT),
+        jax.tree.map(lambda x: there(x, OUTPUT), o),
         jax.tree.map(lambda x: there(x, ROW), log_sum),
         there(do, OUTPUT),
         None if dlse is None else there(dlse, LSE),

@@ -39,7 +39,7 @@ from pallas_flash._context.parts import (
 from pallas_flash._masks import Band, LeafKind, Mask
 from pallas_flash._operands import Positions
 from pallas_flash._partition import Along
-from pallas_flash._problem import Gradients, Problem
+from pallas_flash._problem import Gradients, Problem, SplitOutput, widened
 from pallas_flash._scores import LOG2E, LogSum, sinks_gradient
 
 
@@ -107,7 +107,7 @@ def forward(run, problem: Problem, along: Along):
             o, log_sum = piece.rows(total[0]), _rows_of(total[1], piece)
             o_part, part = run(piece.with_keys(message))
             log_sum, mine, others = log_sum.joined(part)
-            o = _by_row(mine) * o + _by_row(others) * o_part.astype(o.dtype)
+            o = _by_row(mine) * o + _by_row(others) * widened(o_part, o.dtype)
             statistics = jax.tree.map(lambda x, y: _put(x, y, 2, piece.row), total[1], log_sum)
             return _put(total[0], o, 1, piece.row), statistics
 
@@ -117,7 +117,7 @@ def forward(run, problem: Problem, along: Along):
     if sinks is not None:
         log_sum, share, _ = log_sum.joined(_of_sinks(sinks, log_sum))
         o = _by_row(share) * o
-    return o.astype(dtype), log_sum
+    return SplitOutput.of(o, dtype, split=problem.split_output), log_sum
 
 
 def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, wanted):
@@ -153,7 +153,7 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
             if wanted.bias:
                 # In float32 the gradient of the bias is rounded once, at the end.
                 part = dataclasses.replace(part, bias=part.bias.astype(dtype))
-            rows = piece.rows(o), _rows_of(log_sum, piece), piece.rows(do)
+            rows = jax.tree.map(piece.rows, o), _rows_of(log_sum, piece), piece.rows(do)
             grads = run(part, *rows, None if dlse is None else piece.rows(dlse), sinks=False)
             if wanted.bias:
                 at = (piece.row, 2), (step.first_key + piece.key, 3)
@@ -174,7 +174,7 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
         dk, dv = (x + y.astype(dtype) for x, y in zip(home, arrived, strict=True))
         slopes, score_operands = dtables
         sums = Gradients(dq, dk, dv, dscale, dbias, slopes=slopes, score_operands=score_operands)
-    delta = (o.astype(dtype) * do.astype(dtype)).sum(axis=-1)
+    delta = (widened(o, dtype) * do.astype(dtype)).sum(axis=-1)
     delta = jnp.moveaxis(delta if dlse is None else delta - dlse, 1, 2)
     dlse = None if dlse is None else jnp.moveaxis(dlse, 1, 2)
     dsinks = sinks_gradient(whole.sinks, log_sum, delta) if wanted.sinks else None

@@ -27,7 +27,7 @@ from pallas_flash._blocks import Tiling
 from pallas_flash._dropout import drop, kept
 from pallas_flash._masks import Mask
 from pallas_flash._operands import Operand
-from pallas_flash._problem import Extras, Problem
+from pallas_flash._problem import Extras, Problem, SplitOutput
 from pallas_flash._scores import LN2, LOG2E, Functions, LogSum, Scores, with_sink
 from pallas_flash._tiling.sizes import MIN_ROWS
 from pallas_flash._visits import Sparsity, in_tile
@@ -82,6 +82,7 @@ class KernelSpec:
         separate_max: whether m stays apart from log2(l), see `Problem.large`. Then m is in base e,
             otherwise in base 2.
         max_logits: whether the forward also stores the largest score of each row.
+        split_output: whether the forward stores the low part of the output, see `SplitOutput`.
         q: query tiles.
         kv: key tiles.
         num_stages: pipeline stages.
@@ -98,6 +99,7 @@ class KernelSpec:
     mask_loads: bool
     separate_max: bool
     max_logits: bool
+    split_output: bool
     q: Tiling
     kv: Tiling
     num_stages: int
@@ -283,10 +285,32 @@ class KernelSpec:
         """The number of outputs of the forward with a number for each row."""
         return self.num_statistics + self.max_logits
 
-    def log_sum_of_forward(self, arrays) -> LogSum:
-        """Return the `LogSum` of the `num_row_outputs` arrays of the forward."""
-        log_sum, rest = self.log_sum(arrays)
-        return log_sum._replace(max_logits=rest[0]) if rest else log_sum
+    @property
+    def num_parts(self) -> int:
+        """The number of arrays of an output: 2 of a `SplitOutput`, otherwise 1."""
+        return 2 if self.split_output else 1
+
+    def outputs(self, refs) -> tuple[Any, Any, Any]:
+        """Return the refs before the forward's outputs, those of the output, and of its rows."""
+        n = self.num_row_outputs
+        before = len(refs) - n - self.num_parts
+        return refs[:before], refs[before:-n], refs[-n:]
+
+    def parts_of_output(self, o, dtype) -> list:
+        """Return what is rounded to `dtype`: the output and, if it is split, its low part."""
+        if not self.split_output:
+            return [o]
+        if self.interpret:
+            return list(SplitOutput.of(o, dtype, split=True))
+        # Compilers of kernels do not leave out a conversion and its inverse.
+        return [o, o - o.astype(dtype).astype(jnp.float32)]
+
+    def results_of_forward(self, arrays) -> tuple[Any, LogSum]:
+        """Return the output, or a `SplitOutput`, and the `LogSum` of the forward's arrays."""
+        outputs, rows = arrays[: self.num_parts], arrays[self.num_parts :]
+        log_sum, rest = self.log_sum(rows)
+        log_sum = log_sum._replace(max_logits=rest[0]) if rest else log_sum
+        return SplitOutput(*outputs) if self.split_output else outputs[0], log_sum
 
     def max_logits_of(self, m) -> list:
         """Return the largest score of each row, from m in its base before sinks, if asked for."""
@@ -592,6 +616,7 @@ def make_spec(problem: Problem, tile, *, streamed: str, interpret: bool, groups:
         mask_loads=bool(mask) and not all_see,
         separate_max=problem.large,
         max_logits=problem.max_logits,
+        split_output=problem.split_output,
         q=q,
         kv=kv,
         num_stages=tile.num_stages,

@@ -118,10 +118,10 @@ def pallas_flash_decode_combine(
 def combine(parts: list[Splits], head, refs, spec: common.KernelSpec, factor: float = 1.0):
     """Store the combined splits of one row of query head `head`, times `factor`.
 
-    `refs` are the sinks, if there are any, the row of the output, and its row outputs.
+    `refs` are the sinks, if there are any, the row of the output or of both its parts, and its row
+    outputs.
     """
-    n = spec.num_row_outputs
-    sinks, o_ref, row_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
+    sinks, o_refs, row_refs = spec.outputs(refs)
     maxima, sums = [], []
     for x in parts:
         inside = lax.iota(jnp.int32, x.most) < x.count
@@ -136,12 +136,14 @@ def combine(parts: list[Splits], head, refs, spec: common.KernelSpec, factor: fl
     total += sum(spec.rescaling(x, highest) for x in sinks)
     total = jnp.where(has_keys, total, 1.0)
 
-    o = jnp.zeros(o_ref.shape, jnp.float32)
+    o = jnp.zeros(o_refs[0].shape, jnp.float32)
     for x in parts:
         o = _add_splits(o, x, highest, spec)
     o = o * (factor / total)
     column = lax.iota(jnp.int32, len(o))
-    common.store_row(o_ref, o, None if len(o) == spec.value_dim else column < spec.value_dim)
+    inside = None if len(o) == spec.value_dim else column < spec.value_dim
+    for ref, x in zip(o_refs, spec.parts_of_output(o, o_refs[0].dtype), strict=True):
+        common.store_row(ref, x, inside)
     results = spec.statistics(highest, total, has_keys) + max_logits
     for ref, x in zip(row_refs, results, strict=True):
         common.store_row(ref, x[None], None)
@@ -221,12 +223,12 @@ def decode(problem: Problem, tile: Tile, *, interpret: bool):
     return _combine(p, results, tile, spec)
 
 
-def _combine(p: Problem, results, tile: Tile, spec: common.KernelSpec):
+def _combine(p: Problem, splits_of_rows, tile: Tile, spec: common.KernelSpec):
     """Combine splits to the results of `decode`.
 
-    `results` are acc [B, splits, K, rows, V], m and l [B, splits, K, rows].
+    `splits_of_rows` are acc [B, splits, K, rows, V], m and l [B, splits, K, rows].
     """
-    _, splits, _, num_rows = results[1].shape
+    _, splits, _, num_rows = splits_of_rows[1].shape
     block = (None, max(SPLITS_PER_STEP, pl.next_power_of_2(splits)), None, None)
     width, groups = common.padded(p.value_dim), p.groups
     sinks = [] if p.sinks is None else [p.sinks]
@@ -235,9 +237,9 @@ def _combine(p: Problem, results, tile: Tile, spec: common.KernelSpec):
         query, head = query_and_head(r, groups)
         return query, k * groups + head
 
-    o, *rows = common.call(
+    results = common.call(
         pallas_flash_decode_combine,
-        *results,
+        *splits_of_rows,
         *sinks,
         spec=spec,
         tile=tile,
@@ -248,19 +250,17 @@ def _combine(p: Problem, results, tile: Tile, spec: common.KernelSpec):
             *map(common.whole_array, sinks),
         ],
         out_specs=[
-            pl.BlockSpec(
-                (None, None, None, width),
-                lambda r, k, b: (b, *of_row(r, k), 0),
-            ),
+            *[pl.BlockSpec((None, None, None, width), lambda r, k, b: (b, *of_row(r, k), 0))]
+            * spec.num_parts,
             *[pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *of_row(r, k)[::-1]))]
             * spec.num_row_outputs,
         ],
         out_shapes=[
-            ((*p.query.shape[:3], p.value_dim), p.dtype),
+            *[((*p.query.shape[:3], p.value_dim), p.dtype)] * spec.num_parts,
             *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_row_outputs,
         ],
         factor=rescaled(p.dropout, 1.0),
         groups=groups,
         splits=splits,
     )
-    return o, spec.log_sum_of_forward(rows)
+    return spec.results_of_forward(results)

@@ -6,6 +6,7 @@ dlse is the cotangent of the LSE. Because d lse_i / d s_ij = p_ij, it adds p * d
 here does it enter.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -18,11 +19,16 @@ from pallas_flash._visits import in_tile
 _TILE = Tile(block_q=64, block_kv=16, num_warps=4, num_stages=1)
 
 
-def pallas_flash_delta(o_ref, do_ref, *refs, spec: common.KernelSpec):
-    """Compute delta of the rows of one tile of one head."""
-    *dlse_ref, delta_ref = refs
+def pallas_flash_delta(o_ref, do_ref, *refs, spec: common.KernelSpec, split: bool):
+    """Compute delta of the rows of one tile of one head; if `split`, with the low part of o."""
+    low_ref, dlse_ref, delta_ref = refs[:split], refs[split:-1], refs[-1]
     rows = common.valid_positions(spec.q, in_tile(pl.program_id(0), spec.q.block))
-    o, do = (common.load(ref, rows, spec.value_dim).astype(jnp.float32) for ref in (o_ref, do_ref))
+    o, do, *low = (
+        common.load(ref, rows, spec.value_dim).astype(jnp.float32)
+        for ref in (o_ref, do_ref, *low_ref)
+    )
+    if low:
+        o = o + low[0]
     delta = jnp.sum(o * do, axis=1)
     if dlse_ref:
         delta = delta - common.load_row(dlse_ref[0], rows)
@@ -34,7 +40,7 @@ def delta(problem: Problem, o, do, dlse, *, interpret: bool):
 
     Args:
         problem: the call.
-        o: the output, [B, T, N, V].
+        o: the output, [B, T, N, V], or a `SplitOutput`.
         do: its cotangent, [B, T, N, V].
         dlse: the cotangent of the LSE, float32 [B, T, N], or None.
         interpret: whether the kernel runs in the interpreter.
@@ -46,16 +52,19 @@ def delta(problem: Problem, o, do, dlse, *, interpret: bool):
         (None, tiles.block, None, common.padded(p.value_dim)), lambda i, n, b: (b, i, n, 0)
     )
     by_row = pl.BlockSpec((None, tiles.block, None), lambda i, n, b: (b, i, n))
+    o, *low = jax.tree.leaves(o)
     [out] = common.call(
         pallas_flash_delta,
         o,
         do,
+        *low,
         *([] if dlse is None else [dlse]),
         spec=spec,
         tile=_TILE,
         grid=(tiles.count, p.num_heads, p.batch),
-        in_specs=[wide, wide, *([] if dlse is None else [by_row])],
+        in_specs=[wide, wide, *[wide] * len(low), *([] if dlse is None else [by_row])],
         out_specs=[pl.BlockSpec((None, None, tiles.block), lambda i, n, b: (b, n, i))],
         out_shapes=[((p.batch, p.num_heads, p.q_len), jnp.float32)],
+        split=bool(low),
     )
     return out

@@ -110,8 +110,7 @@ def attend(
 
 def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: common.KernelSpec, here):
     """Compute one query tile of one head."""
-    n = spec.num_row_outputs
-    tables, o_ref, row_refs = refs[: -n - 1], refs[-n - 1], refs[-n:]
+    tables, o_refs, row_refs = spec.outputs(refs)
     tiles, extras = common.load_tables(tables, spec, streamed=spec.kv)
     b, h, q_tile = here()
     rows = spec.rows(b, h, q_tile, q_ref)
@@ -129,7 +128,9 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: common.Ker
     if extras.sinks is not None:
         m, l, factor = spec.with_sink(m, l, extras.sinks[h])
     weight = rescaled(extras.dropout, factor / l)
-    common.store(o_ref, acc * weight[:, None], rows.valid, spec.value_dim)
+    parts = spec.parts_of_output(acc * weight[:, None], o_refs[0].dtype)
+    for ref, x in zip(o_refs, parts, strict=True):
+        common.store(ref, x, rows.valid, spec.value_dim)
     for ref, x in zip(row_refs, spec.statistics(m, l, has_keys) + max_logits, strict=True):
         common.store_row(ref, x, rows.valid)
 
@@ -140,7 +141,7 @@ def forward(problem: Problem, tile: Tile, *, interpret: bool):
     spec, extras, table = common.make_spec(p, tile, streamed="kv", interpret=interpret)
     layout = common.QueryTiles(p, spec, extras.mask)
     tables, table_specs = layout.operands(extras, table)
-    o, *rows = common.call(
+    results = common.call(
         pallas_flash_forward,
         p.query,
         p.key,
@@ -157,11 +158,14 @@ def forward(problem: Problem, tile: Tile, *, interpret: bool):
             common.whole_array(p.scale[None]),
             *table_specs,
         ],
-        out_specs=[layout.rows(p.value_dim), *[layout.row_statistic()] * spec.num_row_outputs],
+        out_specs=[
+            *[layout.rows(p.value_dim)] * spec.num_parts,
+            *[layout.row_statistic()] * spec.num_row_outputs,
+        ],
         out_shapes=[
-            ((*p.query.shape[:3], p.value_dim), p.dtype),
+            *[((*p.query.shape[:3], p.value_dim), p.dtype)] * spec.num_parts,
             *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_row_outputs,
         ],
         here=layout.here,
     )
-    return o, spec.log_sum_of_forward(rows)
+    return spec.results_of_forward(results)

@@ -248,6 +248,7 @@ def _launch(p: PagedProblem, tile: Tile, tiles: RowTiles, kv: Tiling, *, interpr
         mask_loads=True,
         separate_max=p.large,
         max_logits=False,
+        split_output=False,
         q=Tiling(tile.block_q, tile.block_q),
         kv=Tiling(kv.count * kv.block, kv.block),
         num_stages=tile.num_stages,
