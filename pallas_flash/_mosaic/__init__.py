@@ -59,7 +59,7 @@ def backward(
 
     Args:
         problem: the call.
-        o: the output.
+        o: the output, or a `SplitOutput`.
         log_sum: as `forward` returned it.
         do: [B, T, N, V].
         dlse: float32 [B, T, N] or None.

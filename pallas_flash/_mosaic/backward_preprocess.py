@@ -13,6 +13,7 @@ takes time. XLA would do one after the other, and for rows behind a valid length
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -58,6 +59,7 @@ class Inputs(NamedTuple):
         q: [B, T, N, H] where keys have a center, else None.
         shift: float32 [B, K, H padded], the center times what takes its products to scores.
         is_centered: int32 [B, K], whether the center is not zero.
+        low: the low part of o, [B, T, N, V], see `SplitOutput`; or None.
     """
 
     o: Any
@@ -67,6 +69,7 @@ class Inputs(NamedTuple):
     q: Any = None
     shift: Any = None
     is_centered: Any = None
+    low: Any = None
 
 
 class Outputs(NamedTuple):
@@ -79,7 +82,16 @@ class Outputs(NamedTuple):
 
 
 def pallas_flash_preprocess(
-    inputs: Inputs, *outputs, static: PreprocessConfig, q_sm, o_sm, do_sm, numbers_sm, full, q_full
+    inputs: Inputs,
+    *outputs,
+    static: PreprocessConfig,
+    q_sm,
+    o_sm,
+    low_sm,
+    do_sm,
+    numbers_sm,
+    full,
+    q_full,
 ):
     """Compute the numbers of 64 queries of one head."""
     config, outputs = static, list(outputs)
@@ -100,6 +112,8 @@ def pallas_flash_preprocess(
         for n in blocks:
             at = b, rows, h, common.block_of_columns(n, b)
             plgpu.copy_gmem_to_smem(inputs.o.at[at], o_sm.at[n], full)
+            if low_sm is not None:
+                plgpu.copy_gmem_to_smem(inputs.low.at[at], low_sm.at[n], full)
             plgpu.copy_gmem_to_smem(inputs.do.at[at], do_sm.at[n], full)
         plgpu.copy_gmem_to_smem(inputs.lse.at[b, h, rows], given_sm, full)
         if out.sums is not None:
@@ -110,7 +124,10 @@ def pallas_flash_preprocess(
         delta, lse = row(0.0), plgpu.load(given_sm, layout=ptx.ROW)
         for n in blocks:
             o, do = (plgpu.load(x.at[n], layout=ptx.WGMMA) for x in (o_sm, do_sm))
-            delta = delta + jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=1)
+            o = o.astype(jnp.float32)
+            if low_sm is not None:
+                o = o + plgpu.load(low_sm.at[n], layout=ptx.WGMMA).astype(jnp.float32)
+            delta = delta + jnp.sum(o * do.astype(jnp.float32), axis=1)
         sees = lse != -jnp.inf
         delta_sm[...] = jnp.where(sees, delta, 0.0)
         lse_sm[...] = jnp.where(sees, lse, jnp.inf)
@@ -166,7 +183,7 @@ def preprocess(
 
     Args:
         problem: the call.
-        o: [B, T, N, V].
+        o: [B, T, N, V], or a `SplitOutput`.
         do: [B, T, N, V].
         log_sum: of float32 [B, N, T], -inf in rows without keys.
         head_dim: the columns of these sums; without any there are no zeros.
@@ -179,6 +196,7 @@ def preprocess(
         `ptx.OF_GROUP`].
     """
     p, (m, lse, _) = problem, log_sum
+    o, *low = jax.tree.leaves(o)
     q_len, heads, value_dim = o.shape[1:]
     tiles, groups = -(-q_len // (2 * TILE_ROWS)) * 2, ptx.groups(head_dim)
     large = m is not None and center is not None
@@ -201,9 +219,10 @@ def preprocess(
             memory=dict(
                 q_sm=q_sm,
                 o_sm=blocks,
+                low_sm=blocks if low else None,
                 do_sm=blocks,
                 numbers_sm=plgpu.SMEM((4, TILE_ROWS), jnp.float32),
-                full=plgpu.Barrier(num_arrivals=2 * blocks.shape[0] + 1),
+                full=plgpu.Barrier(num_arrivals=(2 + len(low)) * blocks.shape[0] + 1),
                 q_full=q_full,
             ),
             grid=dict(cta=count),
@@ -214,7 +233,7 @@ def preprocess(
         return *found[: len(numbers)], *(x.reshape(shape) for x in found[len(numbers) :])
 
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -q_len % TILE_ROWS)), constant_values=-jnp.inf)
-    inputs = Inputs(o, do, lse, valid)
+    inputs = Inputs(o, do, lse, valid, low=low[0] if low else None)
     if center is not None:
         shift = center * p.scale.astype(jnp.float32) * (1 if large else LOG2E)
         shift = jnp.pad(shift, ((0, 0), (0, 0), (0, -p.head_dim % ptx.COLUMNS)))

@@ -75,7 +75,7 @@ from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
 from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
 from pallas_flash._mosaic.tiles import DecodeTile
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Problem, SplitOutput
 from pallas_flash._scores import LOG2E
 
 plgpu = common.plgpu
@@ -467,7 +467,8 @@ def combine(p: Problem, acc, m, l, exact=None):
     statistics = [
         x.reshape(apart).swapaxes(2, 3).reshape(p.batch, p.num_heads, p.q_len) for x in statistics
     ]
-    return o.astype(p.dtype), log_sum_of(statistics, large=p.large)
+    o = SplitOutput.of(o, p.dtype, split=p.split_output)
+    return o, log_sum_of(statistics, large=p.large)
 
 
 # ------------------------------------------------------------------------------------------------

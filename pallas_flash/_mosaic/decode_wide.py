@@ -21,7 +21,7 @@ from pallas_flash._masks import Lengths, Mask
 from pallas_flash._mosaic import decode_kernel, forward_wide, scheduler
 from pallas_flash._mosaic.forward_common import LOWEST
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Problem, widened
 from pallas_flash._scores import LOG2E
 from pallas_flash._tiling.sizes import ForwardTile
 
@@ -57,8 +57,8 @@ def decode(problem: Problem, tile: ForwardTile):
     )
     o, log_sum = forward_wide.forward(of_parts, tile, lengths)
 
+    o = widened(o, jnp.float32)
     o = o.reshape(batch, parts, p.groups, kv_heads, p.value_dim).swapaxes(2, 3)
-    o = o.astype(jnp.float32)
     log_sum = jax.tree.map(lambda x: x.reshape(batch, parts, kv_heads, p.groups), log_sum)
     has_keys = log_sum.l_log2 > -jnp.inf
     # The output of a part is divided by its sum of weights already.

@@ -20,7 +20,7 @@ from pallas_flash._mosaic import block_ranges, common, ptx, scheduler, work_loop
 from pallas_flash._mosaic.pipeline import Pipeline
 from pallas_flash._mosaic.scheduler import QUERY_ROWS
 from pallas_flash._mosaic.score_mask import ElementOptions, Options, left_out, shared_arrays
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Problem, SplitOutput
 from pallas_flash._scores import LN2, LOG2E, LogSum, with_sink
 
 plgpu = common.plgpu
@@ -130,6 +130,16 @@ def results_of_rows(options: ElementOptions, h, m: RowMax, l, *, large: bool):
     sink = None if sinks is None else sinks[h]
     statistics, weight = finish(m, l, sink, large=large)
     return statistics, rescaled(options.extras.dropout, weight)
+
+
+def parts_of_output(o, dtype, refs) -> list:
+    """Return pairs of what a float32 output stores in a dtype and of its reference.
+
+    `refs` are that of the output and, if it is split, that of its low part, see `SplitOutput`.
+    """
+    high = o.astype(dtype)
+    low = [(o - high.astype(jnp.float32)).astype(dtype) for _ in refs[1:]]
+    return list(zip([high, *low], refs, strict=True))
 
 
 def copy_statistics(refs, statistics_sm, b, h, first_row):
@@ -339,12 +349,14 @@ class ForwardConfig(common.KernelConfig):
         head_dim: head dim of queries and keys.
         value_dim: head dim of values.
         query_tiles: which query tiles make up a work tile.
+        num_parts: arrays of the output: 2 of a `SplitOutput`, otherwise 1.
     """
 
     q: Tiling
     head_dim: int
     value_dim: int
     query_tiles: scheduler.QueryTiles
+    num_parts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +365,7 @@ class Consumer:
 
     Attributes:
         inputs: operands in device memory.
-        o_ref: the output.
+        o_refs: the output or both its parts, see `parts_of_output`.
         statistic_refs: the statistics of `LogSum`.
         smem: shared memory and barriers.
         config: what is known at compile time.
@@ -365,7 +377,7 @@ class Consumer:
     """
 
     inputs: Inputs
-    o_ref: Any
+    o_refs: Any
     statistic_refs: Any
     smem: Any
     config: Any
@@ -427,10 +439,10 @@ def launch(
     consumers: int,
     **others,
 ):
-    """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T].
+    """Return the output [B, T, N, V], or a `SplitOutput`, and a `LogSum` of float32 [B, N, T].
 
     Args:
-        kernel: takes `Inputs`, a dynamic schedule or None, the output and statistics.
+        kernel: takes `Inputs`, a dynamic schedule or None, the output or its parts, and statistics.
         config_class: class of the kernel's configuration.
         problem: the call; values that no query sees are finite, if `lengths` is None.
         tile: block sizes.
@@ -442,7 +454,7 @@ def launch(
         consumers: consumer warpgroups of a CTA.
         **others: parameters of the compiler.
     """
-    p, cluster_size = problem, tile.cluster_size
+    p, cluster_size, num_parts = problem, tile.cluster_size, 1 + problem.split_output
     q = Tiling(p.q_len, rows * cluster_size * QUERY_ROWS)
     query_rows, kv = Tiling(p.q_len, QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = p.mask.within(kv=kv)
@@ -467,6 +479,7 @@ def launch(
             head_dim=p.head_dim,
             value_dim=p.value_dim,
             query_tiles=query_tiles,
+            num_parts=num_parts,
             **fields,
         )
         inputs = Inputs(
@@ -487,7 +500,7 @@ def launch(
             # A dynamic schedule has a counter.
             sums=(schedule if dynamic else None,),
             outputs=[
-                ((*query.shape[:3], p.value_dim), p.dtype),
+                *[((*query.shape[:3], p.value_dim), p.dtype)] * num_parts,
                 *[(statistic, jnp.float32)] * num_statistics(p),
             ],
             memory=memory._asdict(),
@@ -502,5 +515,7 @@ def launch(
 
     run = common.by_instance(run, p.batch)
     arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])
-    o, *statistics = run(shared_arrays(p, mask), *arrays)
+    results = run(shared_arrays(p, mask), *arrays)
+    outputs, statistics = results[:num_parts], results[num_parts:]
+    o = SplitOutput(*outputs) if p.split_output else outputs[0]
     return o, log_sum_of([x[:, :, : p.q_len] for x in statistics], large=p.large)

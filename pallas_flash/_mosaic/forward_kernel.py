@@ -101,6 +101,7 @@ are read in device memory, ahead of the product.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -124,6 +125,7 @@ from pallas_flash._mosaic.forward_common import (
     leave,
     meet_to_skip,
     num_statistics,
+    parts_of_output,
     results_of_rows,
     run_cta,
     run_producer_warps,
@@ -483,24 +485,25 @@ class ConsumerWarpgroup(Consumer):
         b, h, first_row = self.work_tile.b, self.work_tile.h, self.first_row
         statistics, weight = results_of_rows(self.options, h, m, l, large=config.large)
         o = acc * common.along_rows(weight, acc.shape)
-        o = o.astype(smem.k.smem.dtype)
+        parts = parts_of_output(o, smem.k.smem.dtype, self.o_refs)
         rows = pl.ds(first_row, QUERY_ROWS)
         # The copies of the last work tile must have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         # `commit_smem` below makes the statistics visible to their copies, too.
         for n, x in enumerate(statistics):
             smem.statistics_sm[self.warpgroup, n] = x
-        staging, slots = self.queries.smem_of(0), None
+        column_blocks = range(-(-config.value_dim // ptx.COLUMNS))
+        staging, slots = self.queries.smem_of(0), len(column_blocks)
         if smem.o_sm is not None:
             staging, slots = smem.o_sm.at[self.warpgroup], config.tile.output_slots
-        for n, column in enumerate(range(0, config.value_dim, ptx.COLUMNS)):
-            if slots and n >= slots:
+        for i, ((part, ref), n) in enumerate(itertools.product(parts, column_blocks)):
+            if i >= slots:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged = staging.at[n % slots if slots else n]
-            staged[...] = ptx.columns(o, column)
+            staged = staging.at[i % slots]
+            staged[...] = ptx.columns(part, n * ptx.COLUMNS)
             plgpu.commit_smem()
             columns = common.block_of_columns(n, b)
-            plgpu.copy_smem_to_gmem(staged, self.o_ref.at[b, rows, h, columns])
+            plgpu.copy_smem_to_gmem(staged, ref.at[b, rows, h, columns])
         statistics_sm = smem.statistics_sm.at[self.warpgroup]
         copy_statistics(self.statistic_refs, statistics_sm, b, h, first_row)
         if smem.o_sm is None:
@@ -508,7 +511,7 @@ class ConsumerWarpgroup(Consumer):
             self.queries.consumer_release(0)
 
 
-def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config: NarrowConfig):
+def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config: NarrowConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
     smem.q.of_warpgroup(warpgroup).consumer_start()
     registers, _ = REGISTERS[config.tile.warpgroups]
@@ -519,7 +522,7 @@ def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config:
         query_tile = config.query_tile(warpgroup, i)
         consumer = ConsumerWarpgroup(
             inputs=inputs,
-            o_ref=o_ref,
+            o_refs=o_refs,
             statistic_refs=statistic_refs,
             smem=smem,
             config=config,
@@ -633,14 +636,13 @@ class ProducerWarpgroup(Producer):
 # ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_forward(
-    inputs: Inputs, counted, o_ref, *statistic_refs, static: NarrowConfig, **memory
-):
+def pallas_flash_forward(inputs: Inputs, counted, *outputs, static: NarrowConfig, **memory):
     """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
     smem, config = Smem(**memory), static
+    o_refs, statistic_refs = outputs[: config.num_parts], outputs[config.num_parts :]
 
     def consume_all(tiles, warpgroup):
-        consume(inputs, o_ref, statistic_refs, smem, tiles, warpgroup, config)
+        consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
 
     produce = ProducerWarpgroup(inputs, smem, config).run
     run_cta(inputs, counted, smem.work, config.tile.warpgroups, consume_all, produce)

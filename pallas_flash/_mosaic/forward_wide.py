@@ -91,6 +91,7 @@ from pallas_flash._mosaic.forward_common import (
     leave,
     meet_to_skip,
     num_statistics,
+    parts_of_output,
     results_of_rows,
     run_cta,
     run_producer_warps,
@@ -473,17 +474,18 @@ class ConsumerWarpgroup(Consumer):
         first = self.warpgroup * pieces.count * pieces.blocks
         for piece in acc:
             o = piece * common.along_rows(weight, piece.shape)
-            o = o.astype(staged.dtype)
+            parts = parts_of_output(o, staged.dtype, self.o_refs)
             for column in range(0, pieces.columns, ptx.COLUMNS):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                staged[...] = ptx.columns(o, column)
-                plgpu.commit_smem()
-                columns = common.block_of_columns(first, b)
-                plgpu.copy_smem_to_gmem(staged, self.o_ref.at[b, rows, h, columns])
+                for part, ref in parts:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    staged[...] = ptx.columns(part, column)
+                    plgpu.commit_smem()
+                    columns = common.block_of_columns(first, b)
+                    plgpu.copy_smem_to_gmem(staged, ref.at[b, rows, h, columns])
                 first += 1
 
 
-def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config: WideConfig):
+def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config: WideConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
     smem.q.consumer_start()
     smem.weights.of_warpgroup(1 - warpgroup).consumer_start()
@@ -493,7 +495,7 @@ def consume(inputs, o_ref, statistic_refs, smem: Smem, tiles, warpgroup, config:
         del i
         consumer = ConsumerWarpgroup(
             inputs=inputs,
-            o_ref=o_ref,
+            o_refs=o_refs,
             statistic_refs=statistic_refs,
             smem=smem,
             config=config,
@@ -615,14 +617,13 @@ class ProducerWarpgroup(Producer):
 # ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_forward_wide(
-    inputs: Inputs, counted, o_ref, *statistic_refs, static: WideConfig, **memory
-):
+def pallas_flash_forward_wide(inputs: Inputs, counted, *outputs, static: WideConfig, **memory):
     """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
     smem, config = Smem(**memory), static
+    o_refs, statistic_refs = outputs[: config.num_parts], outputs[config.num_parts :]
 
     def consume_all(tiles, warpgroup):
-        consume(inputs, o_ref, statistic_refs, smem, tiles, warpgroup, config)
+        consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
 
     produce = ProducerWarpgroup(inputs, smem, config).run
     run_cta(inputs, counted, smem.work, CONSUMERS, consume_all, produce)
