@@ -253,7 +253,8 @@ class SplitOutput(NamedTuple):
 
 def widened(o, dtype):
     """Return an output, or the sum of both parts of one, in a wider dtype."""
-    return sum(x.astype(dtype) for x in jax.tree.leaves(o))
+    high, *low = (x.astype(dtype) for x in jax.tree.leaves(o))
+    return high + low[0] if low else high
 
 
 class Gradients(NamedTuple):

@@ -108,11 +108,17 @@ def for_user(x):
     return Clamped(x) if x.ndim else x
 
 
-def drawn(table="h", dtype=np.float64):
-    """query, key, value, do, dlse, the slopes and the table."""
+def drawn(table="h", dtype=np.float64, value_mean=0):
+    """query, key, value, do, dlse, the slopes and the table.
+
+    With a mean of the values, do sums to zero over channels.
+    """
     random = np.random.default_rng(0)
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, T, N, V), (B, T, N)
-    q, k, v, do, dlse = (jnp.asarray(random.normal(size=x), dtype) for x in shapes)
+    q, k, v, do, dlse = (random.normal(size=x) for x in shapes)
+    if value_mean:
+        v, do = v + value_mean, do - do.mean(-1, keepdims=True)
+    q, k, v, do, dlse = (jnp.asarray(x, dtype) for x in (q, k, v, do, dlse))
     x = jnp.asarray(random.normal(size=TABLES[table][0]), jnp.float32)
     return (q, k, v), (do, dlse.astype(jnp.float32)), (jnp.linspace(0.01, 0.1, N), x / 2)
 
@@ -183,9 +189,9 @@ def error(x, want):
     return np.linalg.norm(x - want) / np.linalg.norm(want)
 
 
-def judge(table, option, implementation, dtype="float32"):
-    """The 2x rule, where delta may come from the implementation's own output."""
-    problem, options = drawn(table, dtype), OPTIONS[option]
+def judge(table, option, implementation, dtype="float32", value_mean=0):
+    """The 2x rule, where delta may come from the implementation's own output in float32."""
+    problem, options = drawn(table, dtype, value_mean), OPTIONS[option]
     o, got = output_and_gradients(call_of(implementation, table, options), *problem)
     plain = gradients(dense(table, options), *problem)
     truth, of_delta = exact(*problem, table, options, o)
@@ -193,6 +199,8 @@ def judge(table, option, implementation, dtype="float32"):
         assert ours.dtype == jnp.float32
         # Each exponential takes its argument, of about the size of the LSE, in float32.
         floor = 2.0**-24 * 16
+        if dtype != "float32":
+            rounded, floor = want, 2.0**-9
         least = max(error(theirs, want), error(rounded, want), floor)
         assert error(ours, want) <= 2 * least, (error(ours, want), least)
 
@@ -205,8 +213,11 @@ def test_gradients_of_tables_are_dense_ones(table, option, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("table", ["h", "bucket,h"])
-def test_gradients_of_tables_in_bfloat16(table, implementation):
-    judge(table, "causal", implementation, "bfloat16")
+@pytest.mark.parametrize(
+    ("dtype", "value_mean"), [("bfloat16", 0), ("bfloat16", 20), ("float16", 4)]
+)
+def test_gradients_of_tables_in_16_bits(table, implementation, dtype, value_mean):
+    judge(table, "causal", implementation, dtype, value_mean)
 
 
 @pytest.mark.parametrize("table", TABLES)

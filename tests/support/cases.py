@@ -60,6 +60,9 @@ class Case:
     level: float = 0.0
     # A number that is added to two features of all keys; queries are divided by it there.
     key_bias: float = 0.0
+    # A number that is added to all values. Cotangents of the output then sum to zero over channels,
+    # so that it cancels in dp and in delta.
+    value_mean: float = 0.0
 
     def problem(self, dtype="float32", seed: int = 0):
         """(q, k, v), (do, dlse) and the keyword arguments."""
@@ -77,7 +80,10 @@ class Case:
             q = q.at[..., :2].multiply(1 / c.key_bias)
             k = k.at[..., :2].add(c.key_bias)
         dlse = _array(random.standard_normal((c.B, c.T, c.N)), "float32")
-        return (q, k, v), (normal(c.B, c.T, c.N, c.V), dlse), c.options(random, c)
+        do = normal(c.B, c.T, c.N, c.V)
+        if c.value_mean:
+            v, do = v + c.value_mean, do - do.mean(-1, keepdims=True)
+        return (q, k, v), (do, dlse), c.options(random, c)
 
     def scaled(self, factor: int) -> "Case":
         """The same case with longer sequences, for a real card: one stays one, tiles whole."""
@@ -425,6 +431,34 @@ FEATURES = (
 CASES += FEATURES
 
 BY_NAME = {case.name: case for case in CASES}
+
+
+def _sinks_of_their_size(random, c):
+    return dict(sinks=_normal(random, (c.N,)), is_causal=c.T == c.S)
+
+
+# In 16 bits: sums of ds that nearly cancel, where errors that the ds of a row share would show.
+CANCELLING = (
+    Case("sinks, values of mean 4", B=1, T=91, value_mean=4, options=_sinks_of_their_size),
+    Case("sinks, values of mean 20", B=1, T=91, value_mean=20, options=_sinks_of_their_size),
+    Case("bias of keys, mean 20", value_mean=20, options=_bias("NS")),
+    Case("bias of pairs, mean 4", value_mean=4, options=_bias("1NTS", is_causal=True)),
+    Case(
+        "soft cap, dropout, sinks, bias, mean 20",
+        value_mean=20,
+        options=lambda random, c: dict(
+            **_sinks_of_their_size(random, c),
+            bias=_normal(random, (1, c.N, 1, c.S)),
+            logits_soft_cap=3.0,
+            dropout_rate=0.2,
+            dropout_key=jax.random.key(1),
+        ),
+    ),
+    Case("three keys", B=1, T=79, S=3, N=2, K=1, H=1, V=128),
+    Case("three keys, mean 20", B=1, T=79, S=3, N=2, K=1, H=1, V=128, value_mean=20),
+    Case("one pair and a sink", T=1, S=1, options=_sinks_of_their_size),
+    Case("one feature, mean 4", B=1, T=16, S=238, N=2, K=1, H=1, V=64, value_mean=4),
+)
 
 
 def default(chosen, values):

@@ -7,8 +7,9 @@ place of a dense error that is smaller by luck, as where one key makes every pro
 * the backward computes p = exp(s - lse) from a float32 LSE and a float32 argument, which is about
   -log(S) where many keys share a row: p has a relative error of about |lse| + log(S) in float32's
   last place;
-* the backward takes delta = rowsum(o * do) from the output in the inputs' dtype, and with TF32
-  subtracts it from a dp = do @ v.T of cut operands, where dense attention subtracts a sum of dp;
+* the backward takes delta = rowsum(o * do) from the output in the inputs' dtype, unless that is a
+  `SplitOutput`, and with TF32 subtracts it from a dp = do @ v.T of cut operands, where dense
+  attention subtracts a sum of dp;
 * p and ds are rounded before their products, and o before delta. Where a result has few elements
   (one query, two channels, a bias that all scores share) the dense computation's own error is a
   lucky or unlucky draw: what is expected counts. TF32 cuts them, where the gradient of a bias is no
@@ -25,6 +26,8 @@ from support import cases, oracle
 from support.strict import strictly
 
 import pallas_flash
+from pallas_flash._plan import Wanted
+from pallas_flash._vjp import splits_output
 
 # Results of so few elements have no average, such as the gradient of a bias that all scores share.
 FEW = 64
@@ -59,7 +62,11 @@ def _expected_of(problem, tf32, forward_alone=False):
     """The names of results, the exact ones, and those of the dense computation."""
     qkv, cotangents, options = problem
     arrays = qkv if forward_alone else (*qkv, *cotangents)
-    truth = oracle.solve(*arrays, tf32=tf32, **options)
+    exact_delta = False
+    if not forward_alone:
+        wanted = Wanted(**{name: name in options for name in oracle.OPERANDS})
+        exact_delta = splits_output(cases.checked(qkv, options), wanted)
+    truth = oracle.solve(*arrays, tf32=tf32, exact_delta=exact_delta, **options)
     operands, options = oracle.split(options)
     run = functools.partial(oracle.dense, tf32=tf32, **options)
     if not forward_alone:

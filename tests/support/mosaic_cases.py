@@ -16,7 +16,8 @@ from support.cases import checked
 from support.judge import judge
 
 from pallas_flash import _compat
-from pallas_flash._vjp import public_rows
+from pallas_flash._plan import Wanted
+from pallas_flash._vjp import public_rows, splits_output
 
 # JAX 0.10.2 has not the operations that the kernels use, and who imports this is skipped there: on
 # the others, which have them, .ci/run tests these files, too.
@@ -48,18 +49,21 @@ def emulated(problem, in_order=False, sizes=TABLE, **others):
     qkv, (do, dlse), options = problem
     call = checked(qkv, options)
     wanted = {name: getattr(call, name) is not None for name in oracle.OPERANDS}
+    call = dataclasses.replace(call, split_output=splits_output(call, Wanted(**wanted)))
     flags = NO_FLAGS | {f"want_{name}": x for name, x in wanted.items()} | dict(in_order=in_order)
     flags |= others
     with emulator.emulated(pytest.MonkeyPatch()), jax.numpy_rank_promotion("raise"):
         o, log_sum = run_forward(call, sizes)
         gradients = run_backward(call, o, log_sum, do, dlse, sizes=sizes, **flags)
     names = "query", "key", "value", *(name for name, x in wanted.items() if x)
+    o, *_ = jax.tree.leaves(o)
     return [o, *public_rows(log_sum), *(getattr(gradients, name) for name in names)]
 
 
 def gradient_of_the_scale(problem, in_order):
     qkv, (do, dlse), options = problem
     call = checked(qkv, options | dict(scale=jnp.float32(0.7)))
+    call = dataclasses.replace(call, split_output=True)
     flags = NO_FLAGS | dict(want_scale=True, in_order=in_order)
     with emulator.emulated(pytest.MonkeyPatch()):
         o, log_sum = run_forward(call)

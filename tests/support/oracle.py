@@ -272,13 +272,13 @@ def times(x, y):
 def solve(q, k, v, do=None, dlse=None, *, scale=None, bias=None, sinks=None, alibi_slopes=None,
           score_mod=None, logits_soft_cap=None, dropout_rate=0.0,
           dropout_key=None, broadcast_dropout=False, tf32=False, rounded=np.float64,
-          **conditions):  # fmt: skip
+          exact_delta=False, **conditions):  # fmt: skip
     """The `Truth` for [B, T, N, H], [B, S, K, H], [B, S, K, V], [B, T, N, V] and [B, T, N].
 
     Without the cotangents `do` and `dlse` it has no gradients. `rounded` is the dtype that has room
-    for a score, after each step to it.
+    for a score, after each step to it. `exact_delta`: o is not rounded before delta.
     """
-    dtype = q.dtype
+    dtype = np.float64 if exact_delta else q.dtype
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     scale = H**-0.5 if scale is None else float(scale)
 
@@ -368,13 +368,17 @@ def solve(q, k, v, do=None, dlse=None, *, scale=None, bias=None, sinks=None, ali
     if sinks is not None:
         terms["dsinks"] = (p_sink * np.abs(delta)).sum((0, 2, 3))
     cut_dp = times(as_tf32(do), as_tf32(v).mT) * dropped if tf32 else dp
-    # A row of ds shares the variance of delta.
-    of_delta = (do**2 * (of_o + o**2)).sum(-1, keepdims=True)
+    # A row of ds shares the variance of delta, of p's rounding and of o's. All channels share p's.
+    of_channels = (of_o if tf32 else 0) + (0 if exact_delta else o**2)
+    of_delta = ((p * dp) ** 2).sum(-1, keepdims=True)
+    of_delta = of_delta + (do**2 * of_channels).sum(-1, keepdims=True)
     share = p * slope
     of_rounding |= {
         "dq": scale**2 * heads_last(times(ds**2, k**2) + times(share, k) ** 2 * of_delta),
         "dk": scale**2 * (summed(ds**2, q**2) + summed(share**2, q**2 * of_delta)),
         "dv": summed(weight**2, do**2),
+        "dscale": ((ds * raw) ** 2).sum()
+        + ((share * raw).sum(-1, keepdims=True) ** 2 * of_delta).sum(),
     }
     if bias is not None:
         of_rows = share if np.shape(bias)[-1:] == (S,) else share.sum(-1, keepdims=True)
