@@ -19,6 +19,7 @@ from support.mosaic_cases import (
     gradient_of_the_scale,
     in_order,
     judge_both,
+    run_forward,
     with_heads,
 )
 
@@ -126,6 +127,47 @@ def test_distances_are_quick_floats_where_all_are_small(options, near):
     tiling = Tiling(9, 64)
     functions = Options.of(problem, shared, tiling, tiling).functions
     assert (functions.to_float is not FUNCTIONS.to_float) == near
+
+
+FAR = cases.CANCELLING[1]
+
+
+@in_order
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(FAR, id="two stores"),
+        pytest.param(with_heads(FAR, 128, T=3, S=300), id="decoding"),
+        pytest.param(with_heads(FAR, 256, T=70), id="cluster", marks=pytest.mark.extended),
+        pytest.param(cases.CANCELLING[3], id="bias", marks=pytest.mark.extended),
+    ],
+)
+def test_sums_that_nearly_cancel(case, in_order, kernel_case):
+    problem = case.problem("bfloat16")
+    large = checked(problem[0], problem[2]).large
+    judge(case, "bfloat16", emulated(problem, in_order), problem, apart=large)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "q_len"),
+    cases.default(
+        [(64, 64, 130), (64, 200, 70), (264, 384, 70), (576, 512, 1)],
+        [(64, 64, 130), (64, 200, 70), (264, 384, 70), (576, 512, 1), (128, 128, 300), (64, 64, 3)],
+    ),
+)
+def test_low_part_is_what_rounding_takes_off(head_dim, value_dim, q_len, kernel_case):
+    """By every forward. Queries of zero have equal weights, which no product rounds."""
+    case = dataclasses.replace(LONG, H=head_dim, V=value_dim, T=q_len, S=600)
+    (q, k, v), _, _ = case.problem("bfloat16")
+    call = checked((q * 0, k, v), {})
+    with emulator.emulated(pytest.MonkeyPatch()):
+        o, _ = run_forward(call)
+        split, _ = run_forward(dataclasses.replace(call, split_output=True))
+    # Splits of one query's keys have rounded outputs of their own otherwise.
+    assert q_len == 1 or np.array_equal(o, split.o)
+    exact = np.asarray(v, np.float64).mean(1, keepdims=True)
+    found = np.asarray(split.o, np.float64) + np.asarray(split.low, np.float64)
+    assert np.abs(found - exact).max() <= 2.0**-16 * np.abs(exact).max()
 
 
 @in_order

@@ -230,6 +230,13 @@ def check_key_bias_of_few(kind):
     check_key_bias(kind, "1 x 4", KEY_BIAS[:1])
 
 
+def check_cancelling(kind):
+    """Gradients that are nearly cancelling sums of ds, by every method."""
+    case = dataclasses.replace(cases.CANCELLING[1], T=LENGTH, S=LENGTH, N=8, K=4, H=16, V=24)
+    for method in choice.METHODS:
+        check(case, "bfloat16", method, MESHES["1 x 4"], kind, "xla")
+
+
 def collectives(text: str) -> collections.Counter:
     return collections.Counter(name for name, _ in meshes.collectives(text))
 
@@ -595,6 +602,7 @@ FIRST_OTHERS = [
     ("collectives", "auto"),
     ("bad_input", "auto"),
     ("key_bias_of_few", "auto"),
+    ("cancelling", "auto"),
     ("heads_have_their_own_numbers", "auto"),
 ]
 

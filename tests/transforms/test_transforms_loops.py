@@ -187,9 +187,11 @@ def test_scan_over_layers_equals_unrolled(implementation, remat):
     ("remat", "forwards"),
     [("without", 1), ("default", 2), ("results saved", 1), ("products saved, too", 1)],
 )
-def test_forward_runs_again_unless_saved(remat, forwards):
-    weights = jnp.zeros((3, HEAD_DIM, HEAD_DIM))
-    x = jnp.zeros((BATCH, Q_LEN, HEADS, HEAD_DIM))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_forward_runs_again_unless_saved(remat, forwards, dtype):
+    """In bfloat16 with the low part of the output, because there are few features."""
+    weights = jnp.zeros((3, HEAD_DIM, HEAD_DIM), dtype)
+    x = jnp.zeros((BATCH, Q_LEN, HEADS, HEAD_DIM), dtype)
 
     def trace(implementation):
         apply = REMAT[remat](layer(implementation, None))
