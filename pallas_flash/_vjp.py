@@ -41,8 +41,7 @@ def save_residuals(*args, **kwargs):
     """A policy of `jax.checkpoint` that saves the results of the forward of `attention`.
 
     These are the output, as large as the queries, and one or two float32 for each query and head.
-    Calls in 16 bits whose sums of ds may nearly cancel have a second such array, see
-    docs/algorithm.md.
+    Calls in 16 bits that differentiate more than queries, keys and values have a second such array.
     With them the backward does not run the forward again; everything else is computed again. Join
     it with other policies by `jax.checkpoint_policies.save_from_both_policies`.
 

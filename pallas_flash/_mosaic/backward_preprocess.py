@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._mosaic import common, ptx
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Problem, widened
 from pallas_flash._scores import LOG2E, LogSum
 
 plgpu = common.plgpu
@@ -52,24 +52,22 @@ class Inputs(NamedTuple):
     """The arrays that the kernel reads.
 
     Attributes:
-        o: [B, T, N, V].
+        o: [B, T, N, V], and its low part if it has one, see `SplitOutput`.
         do: [B, T, N, V].
         lse: float32 [B, N, whole tiles of 64 queries].
         valid: int32 [B], how many rows have keys, if these come first; else None.
         q: [B, T, N, H] where keys have a center, else None.
         shift: float32 [B, K, H padded], the center times what takes its products to scores.
         is_centered: int32 [B, K], whether the center is not zero.
-        low: the low part of o, [B, T, N, V], see `SplitOutput`; or None.
     """
 
-    o: Any
+    o: tuple[Any, ...]
     do: Any
     lse: Any
     valid: Any = None
     q: Any = None
     shift: Any = None
     is_centered: Any = None
-    low: Any = None
 
 
 class Outputs(NamedTuple):
@@ -82,16 +80,7 @@ class Outputs(NamedTuple):
 
 
 def pallas_flash_preprocess(
-    inputs: Inputs,
-    *outputs,
-    static: PreprocessConfig,
-    q_sm,
-    o_sm,
-    low_sm,
-    do_sm,
-    numbers_sm,
-    full,
-    q_full,
+    inputs: Inputs, *outputs, static: PreprocessConfig, q_sm, o_sm, do_sm, numbers_sm, full, q_full
 ):
     """Compute the numbers of 64 queries of one head."""
     config, outputs = static, list(outputs)
@@ -111,10 +100,8 @@ def pallas_flash_preprocess(
         blocks = range(do_sm.shape[0])
         for n in blocks:
             at = b, rows, h, common.block_of_columns(n, b)
-            plgpu.copy_gmem_to_smem(inputs.o.at[at], o_sm.at[n], full)
-            if low_sm is not None:
-                plgpu.copy_gmem_to_smem(inputs.low.at[at], low_sm.at[n], full)
-            plgpu.copy_gmem_to_smem(inputs.do.at[at], do_sm.at[n], full)
+            for ref, block_sm in zip((*inputs.o, inputs.do), (*o_sm, do_sm), strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[at], block_sm.at[n], full)
         plgpu.copy_gmem_to_smem(inputs.lse.at[b, h, rows], given_sm, full)
         if out.sums is not None:
             zeros = jnp.zeros((TILE_ROWS, ptx.GROUP * config.groups), jnp.float32)
@@ -123,10 +110,8 @@ def pallas_flash_preprocess(
         plgpu.barrier_wait(full)
         delta, lse = row(0.0), plgpu.load(given_sm, layout=ptx.ROW)
         for n in blocks:
-            o, do = (plgpu.load(x.at[n], layout=ptx.WGMMA) for x in (o_sm, do_sm))
-            o = o.astype(jnp.float32)
-            if low_sm is not None:
-                o = o + plgpu.load(low_sm.at[n], layout=ptx.WGMMA).astype(jnp.float32)
+            *parts, do = (plgpu.load(x.at[n], layout=ptx.WGMMA) for x in (*o_sm, do_sm))
+            o = widened(parts, jnp.float32)
             delta = delta + jnp.sum(o * do.astype(jnp.float32), axis=1)
         sees = lse != -jnp.inf
         delta_sm[...] = jnp.where(sees, delta, 0.0)
@@ -196,14 +181,14 @@ def preprocess(
         `ptx.OF_GROUP`].
     """
     p, (m, lse, _) = problem, log_sum
-    o, *low = jax.tree.leaves(o)
-    q_len, heads, value_dim = o.shape[1:]
+    outputs = tuple(jax.tree.leaves(o))
+    q_len, heads, value_dim = do.shape[1:]
     tiles, groups = -(-q_len // (2 * TILE_ROWS)) * 2, ptx.groups(head_dim)
     large = m is not None and center is not None
     config = PreprocessConfig(q_len, heads, tiles, groups, p.groups, large)
 
     def run(_, inputs: Inputs):
-        batch, dtype = len(inputs.o), inputs.o.dtype
+        batch, dtype = len(inputs.do), inputs.do.dtype
         count = batch * heads * tiles
         numbers = [((batch, heads, tiles * TILE_ROWS), jnp.float32)] * (3 if large else 2)
         sums = [((count * groups, *ptx.OF_GROUP), jnp.float32)] if groups else []
@@ -218,11 +203,10 @@ def preprocess(
             outputs=[*numbers, *sums],
             memory=dict(
                 q_sm=q_sm,
-                o_sm=blocks,
-                low_sm=blocks if low else None,
+                o_sm=[blocks] * len(outputs),
                 do_sm=blocks,
                 numbers_sm=plgpu.SMEM((4, TILE_ROWS), jnp.float32),
-                full=plgpu.Barrier(num_arrivals=(2 + len(low)) * blocks.shape[0] + 1),
+                full=plgpu.Barrier(num_arrivals=(len(outputs) + 1) * blocks.shape[0] + 1),
                 q_full=q_full,
             ),
             grid=dict(cta=count),
@@ -233,13 +217,13 @@ def preprocess(
         return *found[: len(numbers)], *(x.reshape(shape) for x in found[len(numbers) :])
 
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -q_len % TILE_ROWS)), constant_values=-jnp.inf)
-    inputs = Inputs(o, do, lse, valid, low=low[0] if low else None)
+    inputs = Inputs(outputs, do, lse, valid)
     if center is not None:
         shift = center * p.scale.astype(jnp.float32) * (1 if large else LOG2E)
         shift = jnp.pad(shift, ((0, 0), (0, 0), (0, -p.head_dim % ptx.COLUMNS)))
         is_centered = (center != 0).any(axis=2).astype(jnp.int32)
         inputs = inputs._replace(q=p.query, shift=shift, is_centered=is_centered)
-    delta, lse, *rest = common.by_instance(run, len(o))((), inputs)
+    delta, lse, *rest = common.by_instance(run, len(do))((), inputs)
     if large:
         m = m - rest.pop(0)[:, :, :q_len]
     return delta, LogSum(m, lse), *rest
