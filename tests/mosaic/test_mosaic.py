@@ -148,16 +148,18 @@ def test_sums_that_nearly_cancel(case, in_order, kernel_case):
     judge(case, "bfloat16", emulated(problem, in_order), problem, apart=large)
 
 
+# With fewer queries than keys a call is decoding, up to a head dim of 256.
+LOW_PARTS = [(64, 64, 130, 70), (64, 200, 130, 70), (64, 64, 3, 600), (264, 384, 70, 600)]
+LOW_PARTS += [(576, 512, 1, 600)]
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "q_len"),
-    cases.default(
-        [(64, 64, 130), (64, 200, 70), (264, 384, 70), (576, 512, 1)],
-        [(64, 64, 130), (64, 200, 70), (264, 384, 70), (576, 512, 1), (128, 128, 300), (64, 64, 3)],
-    ),
+    ("head_dim", "value_dim", "q_len", "kv_len"),
+    cases.default(LOW_PARTS, [*LOW_PARTS, (128, 128, 300, 200), (256, 256, 130, 70)]),
 )
-def test_low_part_is_what_rounding_takes_off(head_dim, value_dim, q_len, kernel_case):
+def test_low_part_is_what_rounding_takes_off(head_dim, value_dim, q_len, kv_len, kernel_case):
     """By every forward. Queries of zero have equal weights, which no product rounds."""
-    case = dataclasses.replace(LONG, H=head_dim, V=value_dim, T=q_len, S=600)
+    case = dataclasses.replace(LONG, H=head_dim, V=value_dim, T=q_len, S=kv_len)
     (q, k, v), _, _ = case.problem("bfloat16")
     call = checked((q * 0, k, v), {})
     with emulator.emulated(pytest.MonkeyPatch()):
