@@ -53,8 +53,8 @@ def paged_attention(
         value_pages: [P, page_size, K, V], in one of these dtypes.
         lengths: int32 [R], the keys of each request, with those of its queries. 0 gives zeros.
         page_indices: int32 [R, pages of a request], the pages of each request in the order of its
-            tokens. Pages may have any order, and requests may share them. The rest of a row, after
-            the last page of a length, is not used.
+            tokens. Pages may have any order, and requests may share them. Where no query of this
+            call sees a page, after the length or before the window, the number may be any.
         cu_query_lengths: int32 [R + 1], the first query of each request, and the end of the last
             one's. Tokens outside of it give zeros.
         key_scales: float32 [P, K, page_size] or [K]: quantised keys stand for key_pages * scale.

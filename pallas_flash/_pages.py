@@ -73,9 +73,10 @@ def append_to_pages(
         value_pages: the pages of values.
         key: the new keys: [tokens, K, H] with `cu_query_lengths`, or [B, T, K, H].
         value: the new values, of the shape of `key` but for the head dim V.
-        lengths: int32 [R], the keys of each request after the new tokens, which are its last ones.
+        lengths: int32 [R], the keys of each request after the new tokens, which are its last ones;
+            0 for a request that is not there.
         page_indices: int32 [R, pages of a request], the pages of each request in the order of its
-            tokens. Requests must not share the pages of their new tokens.
+            tokens. Requests must not share the pages of their new tokens; the others are not used.
         cu_query_lengths: int32 [R + 1], the first new token of each request, and the end of the
             last one's.
         key_scales: float32 [P, K, page_size] or [K], the scales of quantised keys. Scales per token
@@ -118,9 +119,9 @@ def append_to_pages(
 
 def _targets(requests: Requests) -> tuple[jax.Array, jax.Array]:
     """Return the page and its row for each new token; a page beyond the cache if it has none."""
-    request, number, exists = requests.places()
-    position = requests.offset[request] + number
-    page = requests.page_of(request, jnp.maximum(position, 0))
+    request, position, exists = requests.positions()
+    # A table without columns has no page.
+    page = requests.page_of(request, jnp.maximum(position, 0)) if requests.room else -1
     inside = (position >= 0) & (position < requests.room)
     inside &= (page >= 0) & (page < requests.num_pages) & exists
     # Each a page of its own, because equal targets would need an order.

@@ -103,8 +103,7 @@ class PagedKVCache(nnx.Module):
         names = "lengths", "page_indices", "cu_query_lengths"
         call: dict[str, Any] = dict(zip(names, (*requests, None), strict=False))
         _, found = _validate_paged.requests_of(call, "x", x, self.key_pages.shape, "features")
-        request, number, _ = found.places()
-        return jnp.maximum(found.offset[request] + number, 0).reshape(x.shape[:-1])
+        return jnp.maximum(found.positions()[1], 0).reshape(x.shape[:-1])
 
     def attend(
         self,
