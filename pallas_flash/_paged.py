@@ -1,5 +1,6 @@
 """The public function `paged_attention`."""
 
+import dataclasses
 import functools
 import warnings
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_flash import _device, _limits, _reference, _validate_paged, _xla_paged
+from pallas_flash import _device, _limits, _linear, _reference, _validate_paged, _xla_paged
 from pallas_flash._api import Implementation
 from pallas_flash._one_device import on_one_device
 from pallas_flash._paged_problem import PagedProblem
@@ -130,16 +131,34 @@ def _resolve(problem: PagedProblem, asked: str | None) -> str:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _attend(problem: PagedProblem, implementation: str):
-    return _compute(problem, implementation)
+    return _linear.apply(_NoDerivative(), list(_compute(problem, implementation)), [])
 
 
 @_attend.defjvp
 def _(implementation, primals, tangents):
-    del implementation, primals, tangents
-    raise NotImplementedError(
-        "`paged_attention` must not be differentiated, because it serves generation alone; got a "
-        "derivative. Use `attention` for training, or `jax.lax.stop_gradient` on the arguments."
-    )
+    del implementation
+    return _NoDerivative().cotangents(primals, tangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoDerivative:
+    """The results as they are; their derivative and their transpose raise."""
+
+    def tangents(self, fixed, moved):
+        """Return the output and the LSE."""
+        del moved
+        return fixed
+
+    formula = tangents
+
+    def cotangents(self, fixed, cotangents):
+        """Raise."""
+        del fixed, cotangents
+        raise NotImplementedError(
+            "`paged_attention` must not be differentiated, because it serves generation alone; got "
+            "a derivative. Use `attention` for training, or `jax.lax.stop_gradient` on the "
+            "arguments."
+        )
 
 
 # Compiled here, so that calls outside of `jit` do not compile each time.
@@ -147,7 +166,7 @@ def _(implementation, primals, tangents):
 def _compute(problem: PagedProblem, implementation: str):
     """Return the output [tokens, N, V] and the LSE [tokens, N]."""
     if implementation == "reference":
-        return _reference_of(problem)
+        return on_one_device(_reference_of, problem)
     if implementation == "xla":
         return on_one_device(_xla_paged.forward, problem)
     # Imported when needed, because the package works without it.

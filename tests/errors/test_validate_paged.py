@@ -187,6 +187,12 @@ def derivative(**arguments):
     jax.jvp(lambda q: pallas_flash.paged_attention(q, **arguments), (q,), (q,))
 
 
+def transpose(**arguments):
+    q, pages = arguments["query"], arguments.pop("value_pages")
+    run = lambda pages: pallas_flash.paged_attention(value_pages=pages, **arguments)  # noqa: E731
+    jax.linear_transpose(run, pages)(q)
+
+
 def symbolic(**arguments):
     shape = jax.export.symbolic_shape("r, 3, 4, 8")
     jax.eval_shape(
@@ -213,13 +219,14 @@ def of_pages():
         pages=f32((2, 0, 2, 8)),
         dtype=jnp.int8,
     )
-    yield row_of(
-        "paged derivative",
-        derivative,
-        NotImplementedError,
-        "`paged_attention` must not be differentiated",
-        **call(),
-    )
+    for id, function in (("derivative", derivative), ("transpose", transpose)):
+        yield row_of(
+            f"paged {id}",
+            function,
+            NotImplementedError,
+            "`paged_attention` must not be differentiated",
+            **call(),
+        )
     yield row_of(
         "paged with a symbolic size",
         symbolic,
