@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_flash._checks import array, as_dtype, describe, flag, integers, of_dtype
+from pallas_flash._one_device import whole
 from pallas_flash._paged_problem import PagedProblem, Requests
 from pallas_flash._resolve import check_implementation
 from pallas_flash._symbolic import is_symbolic
@@ -214,7 +215,7 @@ def requests_of(
                 f"{name}.shape={x.shape}. Give `cu_query_lengths` with tokens in one axis."
             )
         most = x.shape[1]
-        x = x.reshape(count * most, *x.shape[2:])
+        x = whole(x, 1).reshape(count * most, *x.shape[2:])
     else:
         each = "request, and the end of the last one"
         starts = integers("cu_query_lengths", starts, (count + 1,), "[R + 1]", each=each)
