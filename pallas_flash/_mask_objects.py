@@ -441,7 +441,7 @@ class Predicate(Leaf, Joinable):
     def asks(self, axis: int) -> bool:
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
         program = jax.make_jaxpr(lambda at, xs: self.fn(*at, *map(for_user, xs)))(
-            index, tuple(self.operands)
+            index, operands("Predicate.operands", self.operands)
         ).jaxpr
         return uses(program, axis)
 

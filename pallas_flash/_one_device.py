@@ -31,7 +31,11 @@ def on_one_device(function: Callable, *args) -> Any:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return function(*args)
+        mesh = explicit_mesh(args)
+        if mesh is None:
+            return function(*args)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return on_one_device(function, *args)
     arrays, structure = jax.tree.flatten(args)
 
     def of_arrays(*arrays):
@@ -44,6 +48,12 @@ def on_one_device(function: Callable, *args) -> Any:
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
+def explicit_mesh(tree) -> Any:
+    """Return the mesh with Explicit axes on which an array of a pytree lies, or None."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
 def divided_by_xla(function: Callable, like, *args) -> Any:
     """Return `function(*args)`, which XLA divides over Explicit axes as it does over Auto ones.
 
@@ -53,8 +63,7 @@ def divided_by_xla(function: Callable, like, *args) -> Any:
             every device has all of the results.
         *args: the arguments.
     """
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves((like, args))]
-    mesh = next((x for x in meshes if AxisType.Explicit in x.axis_types), None)
+    mesh = explicit_mesh((like, args))
     if mesh is None:
         return function(*args)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

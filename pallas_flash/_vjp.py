@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
 from pallas_flash import _compat, _limits, _linear, _partition, _tangents
+from pallas_flash._one_device import explicit_mesh
 from pallas_flash._passes import backward_pass, forward_pass, moved_operands
 from pallas_flash._plan import Plan, Wanted
 from pallas_flash._problem import Problem
@@ -63,7 +64,8 @@ def attend(plan: Plan, operands: dict, rest: Problem):
     """
     kinds = jax.typeof(operands["query"]).sharding.mesh.axis_types
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((operands, rest)))
-    if traced and all(kind == AxisType.Auto for kind in kinds):
+    automatic = all(kind == AxisType.Auto for kind in kinds)
+    if traced and automatic and explicit_mesh((operands, rest)) is None:
         return _attend_on_mesh(plan, operands, rest)
     # Outside of `jit` one compiled program costs less than its operations one by one, and JAX has
     # no rule for what is differentiated here inside a `shard_map` of Explicit axes.
