@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash._one_device import whole
 from pallas_flash._operands import for_user
 
 
@@ -135,7 +136,10 @@ def share_to_drop(name: str, x) -> float:
 
 
 def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
-    """Return the arrays that a user's function reads, of at most `itemsize` bytes a number."""
+    """Return the arrays that a user's function reads, of at most `itemsize` bytes a number.
+
+    Every device has all of them, because the function may read any index.
+    """
     if not isinstance(arrays, (tuple, list)):
         raise TypeError(
             f"`{name}` must be a tuple of arrays; got {describe(arrays)}. Write (x,) for one."
@@ -153,7 +157,7 @@ def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
                 f"`{label}` must have at least one element; got shape {x.shape}. Drop it "
                 "where there is nothing to read."
             )
-    return tuple(named.values())
+    return tuple(map(whole, named.values()))
 
 
 # Shapes of the scores and of the indices b, h, q, k for which a user's function is traced: a tile

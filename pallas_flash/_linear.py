@@ -12,6 +12,7 @@ import functools
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -72,7 +73,16 @@ def _jvp(primals, tangents, *, rule: Rule, count: int):
 
 def _transpose(cotangents, *args, rule: Rule, count: int):
     cotangents = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
-    return [None] * count + rule.cotangents(list(args[:count]), cotangents)
+    if any(map(ad.is_undefined_primal, args[RESULTS:count])):
+        raise NotImplementedError(
+            "`attention` must be transposed in `value` alone, in which it is linear; got another "
+            "array of the linear function. Use `jax.vjp` for its derivative."
+        )
+    # Where `fixed` begins with the results themselves, they are unknown, and no rule reads them.
+    fixed = [
+        jnp.zeros(x.aval.shape, x.aval.dtype) if ad.is_undefined_primal(x) else x for x in args
+    ]
+    return [None] * count + list(rule.cotangents(fixed[:count], cotangents))
 
 
 @dataclasses.dataclass(frozen=True)

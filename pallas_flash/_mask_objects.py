@@ -40,6 +40,7 @@ from pallas_flash._masks import (
     as_mask,
     leaf,
 )
+from pallas_flash._one_device import divided_by_xla
 from pallas_flash._operands import Pairs, Positions, TokenPositions, for_user
 
 
@@ -440,7 +441,7 @@ class Predicate(Leaf, Joinable):
     def asks(self, axis: int) -> bool:
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
         program = jax.make_jaxpr(lambda at, xs: self.fn(*at, *map(for_user, xs)))(
-            index, tuple(self.operands)
+            index, operands("Predicate.operands", self.operands)
         ).jaxpr
         return uses(program, axis)
 
@@ -533,12 +534,16 @@ class BlockMask(Scattered, Joinable):
         own_batch, own_heads = own
         call = Call((own_batch, own_heads, q_len, kv_len))
         mask = Mask(fitted(mask, call))
-        if [leaf.kind for leaf in mask.leaves] == [LeafKind.ARRAY]:
-            some, every = mask.block_classes(q, kv)
-        else:
-            some, every = _classes_by_rows(mask, own_batch, own_heads, q, kv)
-        shape = (*some.shape[:2], q.count, kv.count)
-        some, every = (jnp.broadcast_to(x, shape) for x in (some, every))
+
+        def tables(mask):
+            if [leaf.kind for leaf in mask.leaves] == [LeafKind.ARRAY]:
+                some, every = mask.block_classes(q, kv)
+            else:
+                some, every = _classes_by_rows(mask, own_batch, own_heads, q, kv)
+            shape = (*some.shape[:2], q.count, kv.count)
+            return [jnp.broadcast_to(x, shape) for x in (some, every)]
+
+        some, every = divided_by_xla(tables, None, mask)
         return cls(some, block_q, block_kv, every, mask, q_len, kv_len)
 
     def fit(self, call):

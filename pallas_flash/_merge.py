@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_flash._checks import array
+from pallas_flash._one_device import divided_alike
 from pallas_flash._scores import LogSum
 
 
@@ -74,7 +75,7 @@ def merge(
                 f"`{name}` must be {dtype} for `o` in {first.dtype}; got {x.dtype}. "
                 + ("Use `return_lse`, not `return_residual`." * of_row or "Cast it to one dtype.")
             )
-    o, lse, o2, lse2 = named.values()
+    o, lse, o2, lse2 = (divided_alike(x, first) for x in named.values())
     total, share, share2 = _joined(lse, lse2)
     o = share[..., None] * o.astype(wide) + share2[..., None] * o2.astype(wide)
     return o.astype(first.dtype), total

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from pallas_flash._checks import at_least, describe, integers
 from pallas_flash._mask_objects import Joinable, Numbers, Segments
 from pallas_flash._masks import FAR, STATIC, Either, Mask, leaf
+from pallas_flash._one_device import whole
 from pallas_flash._operands import Positions
 
 
@@ -215,7 +216,7 @@ class Tree(Joinable):
                 f"Tree `mask`, which needs the whole tree in its order; got `{got}`. Use "
                 "`query_offset` for the keys before the tree, and shard outside of a `shard_map`."
             )
-        parents = integers("Tree.parents", self.parents, (batch, q_len), "[B, T]")
+        parents = whole(integers("Tree.parents", self.parents, (batch, q_len), "[B, T]"))
         if not isinstance(parents, Tracer):
             known = np.asarray(parents)
             if ((known < -1) | (known >= np.arange(q_len))).any():
@@ -231,8 +232,8 @@ class Tree(Joinable):
                 "those before it."
             )
         enter, leave = jax.vmap(_visits)(parents)
-        whole = q_len == kv_len and not call.at.moved
-        if whole:
+        same = q_len == kv_len and not call.at.moved
+        if same:
             starts, ends = enter, leave
         else:
             offset = call.at.shift if call.at.offset is None else call.at.offset[:, None]
@@ -243,8 +244,8 @@ class Tree(Joinable):
             # Keys before the tree enclose all of it, keys after it nothing.
             starts = jnp.where(token < 0, -FAR, jnp.where(token < q_len, starts, FAR))
             ends = jnp.where(token < 0, FAR, ends)
-        begun = Numbers(Positions(enter, starts), None, 0, diagonal=whole)
-        not_ended = Numbers(Positions(enter, ends), 0, None, diagonal=whole)
+        begun = Numbers(Positions(enter, starts), None, 0, diagonal=same)
+        not_ended = Numbers(Positions(enter, ends), 0, None, diagonal=same)
         return Either((Mask((begun, not_ended)),))
 
 

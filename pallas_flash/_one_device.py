@@ -1,12 +1,14 @@
-"""One primitive for all that one device computes alone.
+"""Computations that JAX's types of sharded arrays do not follow.
 
 Inside `jax.shard_map` and under Explicit axes, JAX gives every array a type with its sharding, and
 checks each operation by these types. Pallas's interpreter and Mosaic GPU do not pass the check.
 Kernels of one device do not use the mesh. So they are traced without these types, and
 `on_one_device` makes one primitive of them. Its results vary over every manual mesh axis over which
-an operand varies.
+an operand varies. The primitive has no derivative, because custom derivatives surround the passes
+that call it.
 
-The primitive has no derivative, because custom derivatives surround the passes that call it.
+Operations outside of these passes would need the sharding of each result under Explicit axes.
+`divided_by_xla` leaves it to XLA, as under Auto axes, and `whole` gathers a small array first.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_flash import _compat
 
@@ -29,7 +31,11 @@ def on_one_device(function: Callable, *args) -> Any:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return function(*args)
+        mesh = explicit_mesh(args)
+        if mesh is None:
+            return function(*args)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return on_one_device(function, *args)
     arrays, structure = jax.tree.flatten(args)
 
     def of_arrays(*arrays):
@@ -40,6 +46,56 @@ def on_one_device(function: Callable, *args) -> Any:
         program, out = jax.make_jaxpr(of_arrays, return_shape=True)(*shapes)
     results = _on_one_device.bind(*arrays, program=program)
     return jax.tree.unflatten(jax.tree.structure(out), results)
+
+
+def explicit_mesh(tree) -> Any:
+    """Return the mesh with Explicit axes on which an array of a pytree lies, or None."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def divided_by_xla(function: Callable, like, *args) -> Any:
+    """Return `function(*args)`, which XLA divides over Explicit axes as it does over Auto ones.
+
+    Args:
+        function: maps pytrees of arrays to a pytree of arrays.
+        like: arrays that the results are divided as, a pytree of the form of the results; None:
+            every device has all of the results.
+        *args: the arguments.
+    """
+    mesh = explicit_mesh((like, args))
+    if mesh is None:
+        return function(*args)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    where: Any = NamedSharding(mesh, PartitionSpec())
+    if like is not None:
+        where = jax.tree.map(lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec), like)
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=where)(*args)
+
+
+def whole(x, *axes: int) -> jax.Array:
+    """Return an array of which every device has these axes whole, all of them by default."""
+    axes = axes or tuple(range(x.ndim))
+    return _placed(x, [None if i in axes else name for i, name in enumerate(_names(x))])
+
+
+def divided_alike(x, like, first: int = 0) -> jax.Array:
+    """Return an array whose axes Explicit axes divide as those of `like`, from its `first` one."""
+    names = _names(like)[first : first + x.ndim]
+    return _placed(x, [None if n == 1 else name for n, name in zip(x.shape, names, strict=True)])
+
+
+def _names(x) -> list:
+    """Return the names of the mesh axes that divide each axis of an array, as its type has them."""
+    return list(jax.typeof(x).sharding.spec)
+
+
+def _placed(x, names: list):
+    mesh = jax.typeof(x).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types or names == _names(x):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*names)))
 
 
 _on_one_device = Primitive("pallas_flash_on_one_device")

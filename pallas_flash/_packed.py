@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_flash._checks import array, at_least, describe, integers
+from pallas_flash._one_device import whole
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
@@ -117,7 +118,7 @@ def _ends(name: str, cu_seqlens, name_of_length: str, length: int) -> jax.Array:
                 f"{describe(ends)} from {ends[0]} to {ends[-1]}. Pass the sums of the documents' "
                 "lengths, 0 first."
             )
-    return cu_seqlens
+    return whole(cu_seqlens)
 
 
 def _ids(cu_seqlens, length: int) -> jax.Array:

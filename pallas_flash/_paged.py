@@ -1,5 +1,6 @@
 """The public function `paged_attention`."""
 
+import dataclasses
 import functools
 import warnings
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_flash import _device, _limits, _reference, _validate_paged, _xla_paged
+from pallas_flash import _device, _limits, _linear, _reference, _validate_paged, _xla_paged
 from pallas_flash._api import Implementation
 from pallas_flash._one_device import on_one_device
 from pallas_flash._paged_problem import PagedProblem
@@ -53,8 +54,8 @@ def paged_attention(
         value_pages: [P, page_size, K, V], in one of these dtypes.
         lengths: int32 [R], the keys of each request, with those of its queries. 0 gives zeros.
         page_indices: int32 [R, pages of a request], the pages of each request in the order of its
-            tokens. Pages may have any order, and requests may share them. The rest of a row, after
-            the last page of a length, is not used.
+            tokens. Pages may have any order, and requests may share them. Where no query of this
+            call sees a page, after the length or before the window, the number may be any.
         cu_query_lengths: int32 [R + 1], the first query of each request, and the end of the last
             one's. Tokens outside of it give zeros.
         key_scales: float32 [P, K, page_size] or [K]: quantised keys stand for key_pages * scale.
@@ -130,16 +131,34 @@ def _resolve(problem: PagedProblem, asked: str | None) -> str:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _attend(problem: PagedProblem, implementation: str):
-    return _compute(problem, implementation)
+    return _linear.apply(_NoDerivative(), list(_compute(problem, implementation)), [])
 
 
 @_attend.defjvp
 def _(implementation, primals, tangents):
-    del implementation, primals, tangents
-    raise NotImplementedError(
-        "`paged_attention` must not be differentiated, because it serves generation alone; got a "
-        "derivative. Use `attention` for training, or `jax.lax.stop_gradient` on the arguments."
-    )
+    del implementation
+    return _NoDerivative().cotangents(primals, tangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoDerivative:
+    """The results as they are; their derivative and their transpose raise."""
+
+    def tangents(self, fixed, moved):
+        """Return the output and the LSE."""
+        del moved
+        return fixed
+
+    formula = tangents
+
+    def cotangents(self, fixed, cotangents):
+        """Raise."""
+        del fixed, cotangents
+        raise NotImplementedError(
+            "`paged_attention` must not be differentiated, because it serves generation alone; got "
+            "a derivative. Use `attention` for training, or `jax.lax.stop_gradient` on the "
+            "arguments."
+        )
 
 
 # Compiled here, so that calls outside of `jit` do not compile each time.
@@ -147,7 +166,7 @@ def _(implementation, primals, tangents):
 def _compute(problem: PagedProblem, implementation: str):
     """Return the output [tokens, N, V] and the LSE [tokens, N]."""
     if implementation == "reference":
-        return _reference_of(problem)
+        return on_one_device(_reference_of, problem)
     if implementation == "xla":
         return on_one_device(_xla_paged.forward, problem)
     # Imported when needed, because the package works without it.

@@ -85,6 +85,15 @@ class Requests:
         number = token - starts[request]
         return request, number, (number >= 0) & (number < self.new[request])
 
+    def positions(self) -> tuple[Any, jax.Array, Any]:
+        """Return the request and the position of each token, and if it has any; [tokens].
+
+        A position is negative where a request has more new tokens than its length, and goes on
+        beyond the pages.
+        """
+        request, number, exists = self.places()
+        return request, (jnp.maximum(self.lengths, 0) - self.new)[request] + number, exists
+
     def page_of(self, request, position):
         """Return the pages of positions of requests, as the table has them."""
         column = lax.div(position, jnp.int32(self.page_size))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_flash import _validate_paged
+from pallas_flash._one_device import divided_by_xla
 from pallas_flash._paged_problem import Requests
 from pallas_flash._validate_paged import LARGEST
 
@@ -73,9 +74,10 @@ def append_to_pages(
         value_pages: the pages of values.
         key: the new keys: [tokens, K, H] with `cu_query_lengths`, or [B, T, K, H].
         value: the new values, of the shape of `key` but for the head dim V.
-        lengths: int32 [R], the keys of each request after the new tokens, which are its last ones.
+        lengths: int32 [R], the keys of each request after the new tokens, which are its last ones;
+            0 for a request that is not there.
         page_indices: int32 [R, pages of a request], the pages of each request in the order of its
-            tokens. Requests must not share the pages of their new tokens.
+            tokens. Requests must not share the pages of their new tokens; the others are not used.
         cu_query_lengths: int32 [R + 1], the first new token of each request, and the end of the
             last one's.
         key_scales: float32 [P, K, page_size] or [K], the scales of quantised keys. Scales per token
@@ -101,26 +103,33 @@ def append_to_pages(
         >>> bool((keys[5, 0] == k[0, 0]).all())
         True
     """
-    (key, value), scales, requests = _validate_paged.to_append(locals())
+    new, scales, requests = _validate_paged.to_append(locals())
+    pages = [jnp.asarray(x) for x in (key_pages, value_pages)]
+    like = *pages, *[x for x in scales if x is not None]
+    return divided_by_xla(_append, like, pages, scales, new, requests)
+
+
+def _append(pages, scales, new, requests: Requests) -> tuple[jax.Array, ...]:
+    """Return the pages of keys and of values and their scales, with the new tokens."""
     page, row = _targets(requests)
     results, new_scales = [], []
-    for pages, new, scale in zip((key_pages, value_pages), (key, value), scales, strict=True):
+    for x, scale, tokens in zip(pages, scales, new, strict=True):
         if scale is not None:
             per_token = scale.ndim == 3
-            of_new = _scales(new, pages.dtype, -1) if per_token else scale
-            new = _quantised(new, of_new, pages.dtype)
+            of_tokens = _scales(tokens, x.dtype, -1) if per_token else scale
+            tokens = _quantised(tokens, of_tokens, x.dtype)
             if per_token:
-                scale = _write(scale, (page, slice(None), row), of_new)
+                scale = _write(scale, (page, slice(None), row), of_tokens)
             new_scales.append(scale)
-        results.append(_write(pages, (page, row), new))
+        results.append(_write(x, (page, row), tokens))
     return (*results, *new_scales)
 
 
 def _targets(requests: Requests) -> tuple[jax.Array, jax.Array]:
     """Return the page and its row for each new token; a page beyond the cache if it has none."""
-    request, number, exists = requests.places()
-    position = requests.offset[request] + number
-    page = requests.page_of(request, jnp.maximum(position, 0))
+    request, position, exists = requests.positions()
+    # A table without columns has no page.
+    page = requests.page_of(request, jnp.maximum(position, 0)) if requests.room else -1
     inside = (position >= 0) & (position < requests.room)
     inside &= (page >= 0) & (page < requests.num_pages) & exists
     # Each a page of its own, because equal targets would need an order.
@@ -129,7 +138,7 @@ def _targets(requests: Requests) -> tuple[jax.Array, jax.Array]:
 
 
 def _write(x, index, new):
-    return jnp.asarray(x).at[index].set(new, mode="drop", unique_indices=True)
+    return x.at[index].set(new, mode="drop", unique_indices=True)
 
 
 def _scales(x, dtype, axes) -> jax.Array:

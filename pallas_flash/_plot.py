@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
@@ -11,6 +12,7 @@ from pallas_flash._blocks import Tiling
 from pallas_flash._checks import at_least
 from pallas_flash._mask_objects import sizes_of
 from pallas_flash._masks import Mask
+from pallas_flash._one_device import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,7 +104,7 @@ def plot_mask(
     batch, num_heads = _axis_size("b", b, max(batch, *sizes, 1)), _axis_size("h", h, num_heads)
     q_len = _length("q_len", q_len, T, ids[0], positions[0])
     kv_len = _length("kv_len", kv_len, S, ids[1], positions[1])
-    whole = _validate.mask_of(
+    joined = _validate.mask_of(
         (batch, num_heads, q_len, kv_len),
         mask,
         is_causal=is_causal,
@@ -114,9 +116,10 @@ def plot_mask(
         query_positions=query_positions,
         key_value_positions=key_value_positions,
     )
+    joined = jax.tree.map(whole, joined)
     q_pos, k_pos = (jnp.arange(length, dtype=jnp.int32) for length in (q_len, kv_len))
     at = jnp.int32(b), jnp.int32(h), q_pos[:, None], k_pos[None, :]
-    allowed = np.broadcast_to(whole.allowed(*at) if whole else True, (q_len, kv_len))
+    allowed = np.broadcast_to(joined.allowed(*at) if joined else True, (q_len, kv_len))
 
     if ax is None:
         _, ax = plt.subplots()
@@ -129,7 +132,7 @@ def plot_mask(
         kv = Tiling(kv_len, at_least(1, "block_kv", block_kv))
         some, full = (
             np.asarray(x)[b % len(x), h % x.shape[1]].astype(int)
-            for x in whole.within(kv=kv).block_classes(q, kv)
+            for x in joined.within(kv=kv).block_classes(q, kv)
         )
         _draw_blocks(ax, q, kv, some + full, allowed)
     return ax

@@ -41,7 +41,8 @@ def attention(problem: Problem, first_query=0):
             s = scores.logits(jnp.where(visible, s, 0), *_indices(p, first_query))
     s = jnp.where(visible, s, -jnp.inf)
     m = lax.stop_gradient(s.max(axis=-1, keepdims=True, initial=-jnp.inf))
-    row_max, has_keys = m[..., 0], m > -jnp.inf
+    # A maximum of NaN comes from keys that the query sees, and makes its output NaN.
+    row_max, has_keys, has_lse = m[..., 0], m != -jnp.inf, jnp.isfinite(m)
     sinks = None if p.sinks is None else p.sinks.reshape(1, p.num_kv_heads, p.groups, 1, 1)
     if sinks is not None:
         m = jnp.maximum(m, lax.stop_gradient(sinks))
@@ -56,7 +57,7 @@ def attention(problem: Problem, first_query=0):
     o = jnp.einsum("bkgts,bskv->btkgv", weight, v, precision=lax.Precision.HIGHEST)
     # o is zero in rows without keys already. This keeps their cotangents, which may be NaN, from v.
     o = jnp.where(jnp.moveaxis(has_keys, 3, 1), o, 0)
-    lse = jnp.where(has_keys, m + jnp.log(total), -jnp.inf)[..., 0]
+    lse = jnp.where(has_lse, m + jnp.log(total), -jnp.inf)[..., 0]
     rows = (lse, row_max) if p.max_logits else (lse,)
     return (
         o.reshape(*p.query.shape[:3], p.value_dim).astype(p.dtype),

@@ -30,6 +30,7 @@ from pallas_flash._context import METHODS
 from pallas_flash._dropout import Dropout, seed_of
 from pallas_flash._mask_objects import Call, fitted
 from pallas_flash._masks import FAR, Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._one_device import whole
 from pallas_flash._operands import Positions, TokenPositions
 from pallas_flash._partition import Along, check_lengths
 from pallas_flash._problem import Problem
@@ -382,7 +383,7 @@ def _seed(name, key):
     try:
         # `seed_of` raises for anything but one key.
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        return seed_of(key if typed else jax.random.wrap_key_data(jnp.asarray(key)))
+        return seed_of(key if typed else jax.random.wrap_key_data(whole(jnp.asarray(key))))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"`{name}` must be one jax.random key; got {describe(key)}. Pass "

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_flash._checks import array, as_dtype, describe, flag, integers, of_dtype
+from pallas_flash._one_device import whole
 from pallas_flash._paged_problem import PagedProblem, Requests
 from pallas_flash._resolve import check_implementation
 from pallas_flash._symbolic import is_symbolic
@@ -29,7 +30,9 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
     query = _floating("query", call["query"])
     pages, scales = _pages(call, query.dtype, "query")
     _check_known_sizes(query, *pages)
-    query, requests = requests_of(call, "query", query, pages[0].shape)
+    window = call["local_window_size"]
+    left = None if window is None else _window(window)[0]
+    query, requests = requests_of(call, "query", query, pages[0].shape, before=left)
     _, num_heads, head_dim = query.shape
     num_kv_heads = pages[0].shape[2]
     if head_dim != pages[0].shape[3]:
@@ -45,8 +48,6 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
             "are [P, page_size, K, H]."
         )
     query, scale, any_scale = _scale(call["scale"], query, head_dim)
-    window = call["local_window_size"]
-    left = None if window is None else _window(window)[0]
     return PagedProblem(
         query=query,
         key_pages=pages[0],
@@ -176,11 +177,23 @@ def _check_known_sizes(*arrays) -> None:
 
 
 def requests_of(
-    call: Mapping[str, Any], name: str, x, pages_shape, rest: str = "heads, head dim"
+    call: Mapping[str, Any],
+    name: str,
+    x,
+    pages_shape,
+    rest: str = "heads, head dim",
+    *,
+    before: int | None = 0,
 ) -> tuple[jax.Array, Requests]:
     """Return the tokens of argument `name` as [tokens, ..], and the requests.
 
-    `rest` names the axes of x after the tokens.
+    Args:
+        call: the arguments by name.
+        name: the argument of the tokens.
+        x: its value.
+        pages_shape: the shape of the pages.
+        rest: names of the axes of x after the tokens.
+        before: the keys before each new token whose pages are needed; None for all.
     """
     axes = rest.count(",") + 1
     lengths, starts = array("lengths", call["lengths"]), call["cu_query_lengths"]
@@ -202,7 +215,7 @@ def requests_of(
                 f"{name}.shape={x.shape}. Give `cu_query_lengths` with tokens in one axis."
             )
         most = x.shape[1]
-        x = x.reshape(count * most, *x.shape[2:])
+        x = whole(x, 1).reshape(count * most, *x.shape[2:])
     else:
         each = "request, and the end of the last one"
         starts = integers("cu_query_lengths", starts, (count + 1,), "[R + 1]", each=each)
@@ -214,33 +227,47 @@ def requests_of(
         most = x.shape[0]
     pages, page_size = pages_shape[:2]
     requests = Requests(lengths, table, starts, x.shape[0], most, pages, page_size)
-    _check_numbers(requests)
+    _check_numbers(requests, before)
     return x, requests
 
 
-def _check_numbers(r: Requests) -> None:
+def _check_numbers(r: Requests, before: int | None) -> None:
     """Check the numbers that are known."""
     lengths, table, starts = (_known(x) for x in (r.lengths, r.page_indices, r.cu_query_lengths))
-    if lengths is not None and ((lengths < 0) | (lengths > r.room)).any():
-        bad = int(lengths[(lengths < 0) | (lengths > r.room)][0])
-        raise ValueError(
-            f"`lengths` must be from 0 to the room of a request's pages, {r.room}; got {bad}. Give "
-            "`page_indices` more columns, one for each page of the longest request."
-        )
-    if lengths is not None and table is not None and table.size:
-        used = np.arange(table.shape[1]) * r.page_size < lengths[:, None]
-        bad = table[used & ((table < 0) | (table >= r.num_pages))]
-        if bad.size:
-            raise ValueError(
-                f"`page_indices` must be from 0 to {r.num_pages - 1} up to each length; got "
-                f"{int(bad[0])}. Give the number of a page of `key_pages`; the rest of a row may "
-                "hold anything."
-            )
     if starts is not None and (np.diff(starts, prepend=0, append=r.tokens) < 0).any():
         raise ValueError(
             f"`cu_query_lengths` must not decrease, and must be from 0 to {r.tokens}, the number "
             f"of tokens; got {starts[:8].tolist()}. Give the first token of each request, and the "
             "end of the last one."
+        )
+    if lengths is None:
+        return
+    if (outside := (lengths < 0) | (lengths > r.room)).any():
+        raise ValueError(
+            f"`lengths` must be from 0 to the room of a request's pages, {r.room}; got "
+            f"{lengths[outside][0]}. Give `page_indices` more columns, one for each page of the "
+            "longest request."
+        )
+    if starts is None and r.cu_query_lengths is not None:
+        return
+    new = np.full_like(lengths, r.max_tokens) if starts is None else np.diff(starts)
+    if (short := (lengths > 0) & (lengths < new)).any():
+        raise ValueError(
+            "`lengths` must count the new tokens of a request, too, or be 0 where there is no "
+            f"request; got {lengths[short][0]} for {new[short][0]} new tokens. Give the number of "
+            "keys after they are appended."
+        )
+    if table is None:
+        return
+    first = np.zeros_like(lengths) if before is None else lengths - new - before
+    page = np.arange(table.shape[1]) * r.page_size
+    needed = (page < lengths[:, None]) & (page + r.page_size > first[:, None]) & (new > 0)[:, None]
+    bad = table[needed & ((table < 0) | (table >= r.num_pages))]
+    if bad.size:
+        raise ValueError(
+            f"`page_indices` must be from 0 to {r.num_pages - 1} up to each length; got {bad[0]}. "
+            "Give the number of a page of `key_pages`; places that a call neither reads nor writes "
+            "may hold anything."
         )
 
 

@@ -22,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
 from pallas_flash import _compat, _limits, _linear, _partition, _tangents
+from pallas_flash._one_device import explicit_mesh
 from pallas_flash._passes import backward_pass, forward_pass, moved_operands
 from pallas_flash._plan import Plan, Wanted
 from pallas_flash._problem import Problem, SplitOutput
@@ -70,7 +71,8 @@ def attend(plan: Plan, operands: dict, rest: Problem):
     """
     kinds = jax.typeof(operands["query"]).sharding.mesh.axis_types
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((operands, rest)))
-    if traced and all(kind == AxisType.Auto for kind in kinds):
+    automatic = all(kind == AxisType.Auto for kind in kinds)
+    if traced and automatic and explicit_mesh((operands, rest)) is None:
         return _attend_on_mesh(plan, operands, rest)
     # Outside of `jit` one compiled program costs less than its operations one by one, and JAX has
     # no rule for what is differentiated here inside a `shard_map` of Explicit axes.
@@ -98,7 +100,49 @@ _attend_compiled = jax.jit(_attend_on_mesh, static_argnums=0)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(plan: Plan, operands, rest):
     o, log_sum = forward_pass(plan, operands, rest)
-    return o, *public_rows(log_sum)
+    lse, *row_maxima = public_rows(log_sum)
+    fixed, structure = jax.tree.flatten((o, lse, operands | {"value": None}, rest))
+    return *_of_values(_OfValues(plan, structure), fixed, operands["value"]), *row_maxima
+
+
+# Compiled, so that `jax.vmap` outside of `jit` does not repeat values for what is not computed.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _of_values(rule: "_OfValues", fixed, value):
+    return _linear.apply(rule, fixed, [value])
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfValues:
+    """The output and the LSE as a linear map of the values, for `jax.linear_transpose`.
+
+    Both have been computed, so that only the transpose computes anything.
+
+    Attributes:
+        plan: of the call.
+        structure: of both, the operands without the values, and the rest.
+    """
+
+    plan: Plan
+    structure: Any
+
+    def tangents(self, fixed, moved):
+        """Return the output and the LSE."""
+        del moved
+        return fixed[:2]
+
+    formula = tangents
+
+    def cotangents(self, fixed, cotangents):
+        """Return the gradient of the values, on which only the output depends."""
+        o, _, operands, rest = jax.tree.unflatten(self.structure, fixed)
+        key = operands["key"]
+        value = jax.lax.full_like(key, 0, shape=(*key.shape[:3], o.shape[3]))
+
+        def of_values(value):
+            return _attend(self.plan, operands | {"value": value}, rest)[0]
+
+        do = jnp.zeros_like(o) if cotangents[0] is None else cotangents[0]
+        return jax.vjp(of_values, value)[1](do)
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)

@@ -7,6 +7,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_flash._one_device import explicit_mesh
 from pallas_flash._partition.axes import LSE, OUTPUT, letters
 from pallas_flash._partition.shards import check_features, count, names_of, run_on_shard, shards_of
 from pallas_flash._problem import Problem
@@ -21,8 +22,8 @@ def explicitly(attend: Callable, problem: Problem):
         attend: the function; its keyword `along` is `Shards.along`.
         problem: the call.
     """
-    mesh = jax.typeof(problem.query).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
+    mesh = explicit_mesh(problem)
+    if mesh is None:
         return attend(problem, along=None)
     if problem.symbolic:
         raise NotImplementedError(

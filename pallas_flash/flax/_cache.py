@@ -337,13 +337,20 @@ def _write(x, slots, new):
 
 
 def _write_row(x, slots, new):
-    """Write `new` as `_write` does into slots [T] in a row; in the last ones if there is no room.
+    """Write `new` as `_write` does into slots [T] in a row.
 
     XLA makes it one copy on a GPU, where a scatter takes an index for each token.
     """
-    if not new.shape[1]:
+    room, length = x.shape[1], new.shape[1]
+    if not length:
         return x
-    return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), slots[0], axis=1)
+    first = jnp.minimum(slots[0], room - length)
+    old = lax.dynamic_slice_in_dim(x, first, length, axis=1)
+    # Where there is no room, the last slots hold `beyond` older tokens, and new ones as they fit.
+    beyond = slots[0] - first
+    new = jnp.roll(new.astype(x.dtype), beyond, axis=1)
+    new = jnp.where((_steps(length, 1) < beyond)[:, None, None], old, new)
+    return lax.dynamic_update_slice_in_dim(x, new, first, axis=1)
 
 
 def _beside(new, x):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_flash import _validate_paged
 from pallas_flash._checks import array, as_dtype, at_least, describe, is_int
+from pallas_flash._one_device import divided_by_xla
 from pallas_flash._paged import paged_attention
 from pallas_flash._pages import append_to_pages
 from pallas_flash.flax._arrays import new_tokens, spec_of
@@ -103,8 +104,8 @@ class PagedKVCache(nnx.Module):
         names = "lengths", "page_indices", "cu_query_lengths"
         call: dict[str, Any] = dict(zip(names, (*requests, None), strict=False))
         _, found = _validate_paged.requests_of(call, "x", x, self.key_pages.shape, "features")
-        request, number, _ = found.places()
-        return jnp.maximum(found.offset[request] + number, 0).reshape(x.shape[:-1])
+        positions = divided_by_xla(lambda found: found.positions()[1], None, found)
+        return jnp.maximum(positions, 0).reshape(x.shape[:-1])
 
     def attend(
         self,

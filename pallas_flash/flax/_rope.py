@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
+from pallas_flash._one_device import divided_alike
 from pallas_flash.flax._arrays import check_positions
 
 
@@ -50,7 +51,8 @@ def apply_rope(
         raise ValueError(
             f"`x` must be [*batch, length, heads, an even head_dim]; got x.shape={x.shape}."
         )
-    return _turned(x, check_positions(positions, x.shape[:-2]), theta)
+    positions = check_positions(positions, x.shape[:-2])
+    return _turned(x, divided_alike(positions, x, x.ndim - 2 - positions.ndim), theta)
 
 
 # Compiled as one program outside of `jit`, too; else JAX compiles each operation for each shape.

@@ -205,6 +205,47 @@ def test_hidden_tokens_have_no_effect(case, implementation, small_blocks):
     check_that_nothing_shows(case, implementation)
 
 
+# Arrays that are not finite at the third query or the second key, and what its scores are.
+NOT_FINITE = {
+    "queries": ("query", np.nan),
+    "keys": ("key", np.nan),
+    "infinite keys": ("key", np.inf),
+    "bias": ("bias", np.nan),
+    "infinite bias": ("bias", np.inf),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_scores_that_are_not_finite_show(case, implementation):
+    """The output is NaN where a query sees them; other rows stay, and empty rows are zero."""
+    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
+    arguments = dict(query=x, key=x, value=x, bias=jnp.zeros((6, 6)))
+    name, number = NOT_FINITE[case]
+    at = {"query": (0, 2), "key": (0, 1), "bias": (2, 1)}[name]
+
+    def run(arguments):
+        return pallas_flash.attention(
+            **arguments,
+            is_causal=True,
+            query_seq_lengths=jnp.array([5]),
+            implementation=implementation,
+            return_lse=True,
+            return_max_logits=True,
+        )
+
+    want, want_lse, _ = run(arguments)
+    o, lse, largest = run(arguments | {name: arguments[name].at[at].set(number)})
+    # The queries that see the key are those from 1 on; the last one sees nothing.
+    rows = [1, 2, 3, 4] if name == "key" else [2]
+    assert np.isnan(o[:, rows]).all() and np.isneginf(lse[:, rows]).all()
+    assert not np.isfinite(largest).any() and np.isnan(largest).any() == (case != "infinite bias")
+    rest = [i for i in range(6) if i not in rows]
+    np.testing.assert_allclose(o[:, rest], want[:, rest], atol=1e-6)
+    np.testing.assert_allclose(lse[:, rest], want_lse[:, rest], atol=1e-6)
+    assert not o[:, 5].any()
+
+
 TILES = [
     pallas_flash.tuning.Tile(*tile)
     for tile in (

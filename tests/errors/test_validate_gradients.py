@@ -66,6 +66,17 @@ def bad_derivatives():
         factor=f32(6),
     )
 
+    for name in ("query", "key"):
+        yield row_of(
+            f"transposed in {name}",
+            lambda x, name=name: jax.linear_transpose(
+                lambda y: pallas_flash.attention(**x | {name: y}, implementation="xla"), x[name]
+            )(f32(2, 5, 6, 4)),
+            NotImplementedError,
+            "`attention` must be transposed in `value` alone, in which it is linear",
+            x=inputs(),
+        )
+
 
 ROWS = list(bad_derivatives())
 

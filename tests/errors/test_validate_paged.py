@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from support.calls import Row, each, refusal, row_of
 
 import pallas_flash
@@ -100,6 +101,23 @@ CALLS = {
         ValueError,
         "`page_indices` must be from 0 to 6 up to each length; got 9. Give the number of a page of",
     ),
+    "page in a window": (
+        dict(page_indices=np.int32([[-1, 99, 6], [3, 9, -1]]), local_window_size=6),
+        ValueError,
+        "`page_indices` must be from 0 to 6 up to each length; got 99. Give the number of a page",
+    ),
+    "shorter than its tokens": (
+        dict(lengths=np.int32([40, 2])),
+        ValueError,
+        "`lengths` must count the new tokens of a request, too, or be 0 where there is no request; "
+        "got 2 for 3 new tokens.",
+    ),
+    "shorter than its ragged tokens": (
+        CU | dict(cu_query_lengths=np.int32([0, 2, 6])),
+        ValueError,
+        "`lengths` must count the new tokens of a request, too, or be 0 where there is no request; "
+        "got 3 for 4 new tokens.",
+    ),
     "soft cap": (dict(logits_soft_cap=-1.0), ValueError, "`logits_soft_cap` must be positive and "),
     "window": (dict(local_window_size=-1), ValueError, "`local_window_size` must not be negative"),
     "sinks": (dict(sinks=f32(2)), ValueError, "`sinks` must have shape [N] = (4,); got (2,)."),
@@ -144,6 +162,12 @@ APPENDED = {
         "`value_pages` must have the dtype of `key`, float32, or one of int8, float8_e4m3fn; got b",
     ),
     "length": (dict(lengths=np.int32([49, 3])), ValueError, "`lengths` must be from 0 to the room"),
+    "short length": (dict(lengths=np.int32([40, 1])), ValueError, "`lengths` must count the new "),
+    "page": (
+        dict(lengths=np.int32([34, 3]), page_indices=np.int32([[-1, 99, 6], [3, 9, -1]])),
+        ValueError,
+        "`page_indices` must be from 0 to 6 up to each length; got 99. Give the number of a page",
+    ),
 }
 QUANTISED = {
     "dtype": ((NEW, jnp.int4), "`dtype` must be one of int8, float8_e4m3fn; got int4."),
@@ -161,6 +185,12 @@ def append(**changes):
 def derivative(**arguments):
     q = arguments.pop("query")
     jax.jvp(lambda q: pallas_flash.paged_attention(q, **arguments), (q,), (q,))
+
+
+def transpose(**arguments):
+    q, pages = arguments["query"], arguments.pop("value_pages")
+    run = lambda pages: pallas_flash.paged_attention(value_pages=pages, **arguments)  # noqa: E731
+    jax.linear_transpose(run, pages)(q)
 
 
 def symbolic(**arguments):
@@ -189,13 +219,14 @@ def of_pages():
         pages=f32((2, 0, 2, 8)),
         dtype=jnp.int8,
     )
-    yield row_of(
-        "paged derivative",
-        derivative,
-        NotImplementedError,
-        "`paged_attention` must not be differentiated",
-        **call(),
-    )
+    for id, function in (("derivative", derivative), ("transpose", transpose)):
+        yield row_of(
+            f"paged {id}",
+            function,
+            NotImplementedError,
+            "`paged_attention` must not be differentiated",
+            **call(),
+        )
     yield row_of(
         "paged with a symbolic size",
         symbolic,
@@ -228,6 +259,33 @@ def test_call_is_refused(row):
 def test_the_call_itself_is_served():
     assert pallas_flash.paged_attention(**call()).shape == (2, 3, 4, 8)
     assert pallas_flash.paged_attention(**call(**CU)).shape == (6, 4, 8)
+
+
+# Known numbers of a table that no query reads and no token is written to, and numbers that give the
+# same results.
+UNUSED = {
+    "before a window": dict(page_indices=np.int32([[-1, 99, 6], [3, 9, -1]]), local_window_size=5),
+    "of no request": dict(lengths=np.int32([40, 0]), page_indices=np.int32([[0, 5, 6], [-1] * 3])),
+    "of no new token": CU
+    | dict(cu_query_lengths=np.int32([0, 6, 6]), page_indices=np.int32([[0, 5, 6], [-1] * 3])),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_unused_pages_may_be_anything(case):
+    """As under `jit`, where nothing is known."""
+    arguments = append(**UNUSED[case])
+    arguments.pop("query", None), arguments.pop("local_window_size", None)
+    if "cu_query_lengths" in arguments:
+        arguments |= {"key": NEW.reshape(6, 2, 8), "value": NEW.reshape(6, 2, 8)}
+    for function, given in (
+        (pallas_flash.paged_attention, call(**UNUSED[case])),
+        (pallas_flash.append_to_pages, arguments),
+    ):
+        safe = given | {"page_indices": np.clip(given["page_indices"], 0, 6)}
+        got, want = (jax.tree.leaves(function(**x)) for x in (given, safe))
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def test_traced_numbers_are_not_refused():

@@ -115,6 +115,40 @@ def test_full_ragged_row_gives_nan_alone():
         layer(x[:, :2], decode=True)
 
 
+# Caches with room for 16 tokens.
+FULL = {
+    "in a row": lambda: KVCache((1, 16, 2, 8)),
+    "ragged": lambda: KVCache((1, 16, 2, 8), ragged=True),
+    "pages": lambda: PagedKVCache((3, 8, 2, 8)),
+    "int8": lambda: PagedKVCache((3, 8, 2, 8), jnp.int8),
+}
+
+
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("kind", FULL)
+def test_full_cache_keeps_its_tokens(kind, new):
+    """Of traced tokens beyond the room only those with a place are written."""
+    cache, whole = FULL[kind](), FULL[kind]()
+    text = [heads(s, 1, 24, n) for s, n in ((1, 4), (2, 2), (3, 2))]
+
+    @nnx.jit
+    def add(cache, part, length):
+        if isinstance(cache, KVCache):
+            cache.attend(*part)
+            return jnp.stack([length])[:, None] - 1
+        requests = jnp.stack([length]), jnp.int32([[2, 0]])
+        cache.attend(*part, requests)
+        return cache.positions(part[0].reshape(1, -1, 32), requests)
+
+    add(whole, [x[:, :16] for x in text], 16)
+    for start, stop in [(0, 13), *((n, n + new) for n in range(13, 19, new))]:
+        positions = add(cache, [x[:, start:stop] for x in text], stop)
+        assert positions[0, -1] == stop - 1
+    got, want = (jax.tree.leaves(nnx.state(x, nnx.Cache)) for x in (cache, whole))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 def test_donated_cache_is_not_copied(ragged):
     """The compiled program writes new tokens into the arrays that it is given."""

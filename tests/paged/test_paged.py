@@ -181,6 +181,21 @@ def test_traced_numbers_out_of_range(implementation):
     np.testing.assert_array_equal(call(q, k, v, *wild), call(q, k, v, *near))
 
 
+@pytest.mark.parametrize("implementation", ALL)
+def test_nan_shows_where_a_query_sees_it(implementation):
+    """In a key of the second page, which the second request has, and in no other row."""
+    q = jax.random.normal(jax.random.key(0), (2, 2, 2, 16))
+    k, v = jax.random.normal(jax.random.key(1), (2, 3, 16, 1, 16))
+    rest = jnp.int32([16, 18]), jnp.int32([[0, 9], [0, 1]])
+    call = functools.partial(paged, implementation=implementation, return_lse=True)
+    want = call(q, k, v, *rest)
+    for x, y in zip(call(q, k.at[1, 1].set(jnp.nan), v, *rest), want, strict=True):
+        np.testing.assert_allclose(x[0], y[0], atol=1e-6)
+        np.testing.assert_allclose(x[1, 0], y[1, 0], atol=1e-6)
+        assert not np.isfinite(x[1, 1]).any()
+        assert np.isnan(x[1, 1]).all() == (x.ndim == 4)
+
+
 def test_wild_numbers_read_nothing_outside():
     """The lowered kernels, whose every load and store is checked."""
     q = jax.random.normal(jax.random.key(0), (9, 4, 32))

@@ -40,14 +40,31 @@ def test_tokens_are_written_at_their_positions():
             np.testing.assert_array_equal(cache[place], x[token])
 
 
-def test_tokens_without_a_place_are_dropped():
-    """Beyond the table, before the first position, in a page that is not there."""
-    k, v = tokens(3, 2)
-    lengths = jnp.int32([49, 1, 18])
-    new = jax.jit(append_to_pages)(*caches(), k, v, lengths, TABLE)
-    # Lengths beyond the table count as its end, whose pages are not in the cache either.
-    assert written(caches()[0], new[0]) == [(0, 0)]
-    np.testing.assert_array_equal(new[0][0, 0], k[1, 1])
+# Lengths after three new tokens of each request, pages, and the places where these are written.
+IN_PAGES = [[4, 5, 6], [0, 7, 1], [2, 3, 3]]
+WITHOUT_PLACE = {
+    "beyond the table": ([49, 50, 51], IN_PAGES, [(6, 14), (6, 15), (1, 15)]),
+    "far beyond it": ([52, 100, 2**31 - 1], IN_PAGES, []),
+    "before the first": ([1, 0, -(2**31)], IN_PAGES, [(4, 0)]),
+    "in no page": ([17, 18, 35], [[4, 8, -1], [0, -1, 9], [9, 2, -9]], [(4, 14), (4, 15), (0, 15)]),
+    "no table": ([0, 1, 48], [[], [], []], []),
+}
+
+
+@pytest.mark.parametrize("cache", [jnp.float32, *QUANTISED], ids=lambda x: jnp.dtype(x).name)
+@pytest.mark.parametrize("case", WITHOUT_PLACE)
+def test_tokens_without_a_place_are_dropped(case, cache):
+    lengths, table, places = WITHOUT_PLACE[case]
+    old, scales = caches(cache), {}
+    if cache != jnp.float32:
+        scales = dict.fromkeys(("key_scales", "value_scales"), jnp.full((PAGES, K, SIZE), 9.0))
+    rest = jnp.int32(lengths), jnp.asarray(table, jnp.int32)
+    new = jax.jit(append_to_pages)(*old, *tokens(3, 3), *rest, **scales)
+    for before, after in zip((*old, *scales.values()), new, strict=True):
+        before, after = (np.asarray(x, float) for x in (before, after))
+        if before.ndim == 3:
+            before, after = before.swapaxes(1, 2), after.swapaxes(1, 2)
+        assert written(before, after) == sorted(places)
 
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=lambda x: jnp.dtype(x).name)

@@ -21,7 +21,18 @@ from support.described_gpus import described_gpu, described_mesh
 from support.meshes import KINDS, collectives, put
 from support.transform_cases import FLOATS, Sizes, draw_all
 
-from pallas_flash import _mask_objects, _partition, _tangents, _xla, attention
+from pallas_flash import (
+    Tree,
+    _mask_objects,
+    _partition,
+    _tangents,
+    _xla,
+    append_to_pages,
+    arguments_from_cu_seqlens,
+    attention,
+    merge,
+    paged_attention,
+)
 from pallas_flash._dropout import Dropout
 from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
 from pallas_flash._masks import Band, Lengths, Mask, PositionBand, Segments
@@ -30,6 +41,7 @@ from pallas_flash._partition import auto, shards
 from pallas_flash._problem import Problem
 from pallas_flash._score_mod import ScoreMod
 from pallas_flash._scores import Scores
+from pallas_flash.flax import apply_rope
 from pallas_flash.tuning import Tile, TileSizes
 
 AXES = {"batch": 2, "heads": 4}
@@ -407,6 +419,117 @@ def check_calls_outside_of_jit_and_programs_for_one_device(kind):
     assert "CustomSPMDPartitioning" not in exported.mlir_module()
 
 
+def same_colour(b, h, q, k, colours):
+    return colours[b, q] == colours[b, k]
+
+
+def scaled_by_head(s, b, h, q, k, factor):
+    return s * factor[h]
+
+
+def with_score_mod(x, factor):
+    """The output, and the gradients of all queries, keys and values and of an operand."""
+
+    def fn(x, factor):
+        score_mod = ScoreMod(scaled_by_head, (factor,))
+        return attention(x, x, x, score_mod=score_mod, implementation="xla")
+
+    out, pull = jax.vjp(fn, x, factor)
+    return out, *pull(2 * out)
+
+
+def with_mask(make, **options):
+    return lambda x, array: attention(
+        x, x, x, mask=make(array), is_causal=True, implementation="xla", **options
+    )
+
+
+def blocks_of(make):
+    return lambda array: BlockMask.from_mask(make(array), 8, 8, batch=2, block_q=4, block_kv=4)
+
+
+def packed(x, ends):
+    return attention(x, x, x, implementation="xla", **arguments_from_cu_seqlens(ends, ends, 8, 8))
+
+
+def appended(pages, scales, new, lengths, table):
+    scales = {} if scales is None else {"key_scales": scales, "value_scales": scales}
+    return append_to_pages(pages, pages, new, new, lengths, table, **scales)
+
+
+def by_definition(query, pages, lengths, table):
+    """Tokens that are new in a request lie on several devices, too."""
+    return paged_attention(query, pages, pages, lengths, table, implementation="reference")
+
+
+X = np.random.default_rng(0).normal(size=(2, 8, 4, 8)).astype(np.float32)
+COLOURS = np.int32([[0, 1, 0, 1, 2, 2, 0, 1], [0, 0, 1, 1, 0, 0, 1, 1]])
+PARENTS = np.int32([[-1, 0, 0, 1, 1, 2, 5, 5], [-1, 0, 1, 1, 2, 0, 3, 6]])
+PAGES, LENGTHS, TABLE = X[[0, 1, 0, 1]], np.int32([3, 12]), np.int32([[0, 1], [2, 3]])
+INT8, SCALES = PAGES.astype(np.int8), 1 + PAGES[..., 0].swapaxes(1, 2) ** 2
+BATCH, TOKENS, HEAD_AXIS = P("x"), P(None, "x"), P(None, None, "x")
+# Functions and their arrays, each with its sharding.
+DIVIDED = {
+    "operands of scores": (with_score_mod, (X, HEAD_AXIS), (X[0, 0, :, 0], BATCH)),
+    "operands of a mask": (
+        with_mask(blocks_of(lambda x: Predicate(same_colour, (x,)))),
+        *((X, HEAD_AXIS), (COLOURS, TOKENS)),
+    ),
+    "blocks of an array": (
+        with_mask(blocks_of(lambda x: x)),
+        *((X, P()), (np.einsum("btnh,bsnh->bts", X, X)[:, None] > 0, BATCH)),
+    ),
+    "blocks of segments": (
+        with_mask(blocks_of(_mask_objects.Segments)),
+        (X, P()),
+        (COLOURS, TOKENS),
+    ),
+    "tree by batch": (lambda x, a: attention(x, x, x, mask=Tree(a)), (X, BATCH), (PARENTS, BATCH)),
+    "tree by token": (lambda x, a: attention(x, x, x, mask=Tree(a)), (X, P()), (PARENTS, TOKENS)),
+    "raw key": (
+        lambda x, key: attention(x, x, x, dropout_rate=0.4, dropout_key=key),
+        *((X, BATCH), (np.uint32([1, 2]), BATCH)),
+    ),
+    "ends of packed sequences": (packed, (X[:1], HEAD_AXIS), (np.int32([0, 3, 6, 8]), BATCH)),
+    "merge": (
+        lambda o, lse, o2: merge(o, lse, o2, 2 * lse),
+        *((X, BATCH), (X[..., 0], HEAD_AXIS), (1 + X, TOKENS)),
+    ),
+    "rotary positions": (
+        lambda x, at: apply_rope(x, at),
+        *((X, HEAD_AXIS), (np.int32([range(8)] * 2), TOKENS)),
+    ),
+    "new tokens by request": (
+        appended,
+        *((PAGES, P()), (None, P()), (X[:, :2], BATCH), (LENGTHS, P()), (TABLE, P())),
+    ),
+    "lengths, table and pages": (
+        appended,
+        *((PAGES, BATCH), (None, P()), (X[:, :2], TOKENS), (LENGTHS, BATCH), (TABLE, TOKENS)),
+    ),
+    "quantised pages": (
+        appended,
+        *((INT8, BATCH), (SCALES, TOKENS), (X[:, :2], HEAD_AXIS), (LENGTHS, P()), (TABLE, BATCH)),
+    ),
+    "paged by definition": (
+        by_definition,
+        *((X[:, :2], TOKENS), (PAGES, BATCH), (LENGTHS, BATCH), (TABLE, TOKENS)),
+    ),
+}
+
+
+def check_arrays_are_divided_anyhow(kind):
+    """Each function gives what it gives on one device, and no sentence of JAX."""
+    mesh = make_mesh(kind, {"x": 2})
+    for name, (function, *arrays) in DIVIDED.items():
+        want = jax.jit(function)(*(x for x, _ in arrays))
+        with jax.set_mesh(mesh):
+            placed = [None if x is None else put(x, mesh, spec) for x, spec in arrays]
+            got = jax.jit(function)(*placed)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert np.allclose(x, y, atol=1e-5), name
+
+
 CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.startswith("check_")}
 
 
@@ -420,6 +543,7 @@ FIRST = [
     ("nothing_is_gathered", "auto"),
     ("a_shard_map_of_the_user", "auto"),
     ("a_mapped_axis_is_divided", "explicit"),
+    ("arrays_are_divided_anyhow", "explicit"),
     ("shared_operands_cost_a_sum", "auto"),
     ("gradient_of_a_shared_bias_is_rounded_once", "auto"),
     ("gradient_of_a_shared_bias_is_rounded_once", "explicit"),

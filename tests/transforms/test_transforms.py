@@ -30,6 +30,7 @@ from support.transform_cases import (
     by_xla,
     draw_all,
     masked,
+    normal_like,
     output_and_gradients,
 )
 
@@ -110,6 +111,40 @@ def test_gradient_of_lse(implementation, alone):
     assert np.isneginf(lse).any() and np.isfinite(lse).any()
     assert_close(got, want)
     assert alone != np.asarray(got[1]["value"]).any()
+
+
+def summed(x):
+    return jax.tree.map(lambda y: y.sum(0), x)
+
+
+# Functions of the values, of a function of a factor of the queries and of the values.
+TRANSPOSED = {
+    "call": lambda f: lambda v: f(1.0, v),
+    "jit": lambda f: lambda v: jax.jit(f)(1.0, v),
+    "remat": lambda f: lambda v: jax.checkpoint(f)(1.0, v),
+    "vmap": lambda f: lambda v: summed(jax.vmap(f)(jnp.ones(2), jnp.stack([v, 2 * v]))),
+    "vmap of queries": lambda f: lambda v: summed(jax.vmap(f, (0, None))(jnp.arange(2.0), v)),
+}
+
+
+@pytest.mark.parametrize("by", TRANSPOSED)
+@pytest.mark.parametrize("implementation", cases.default(["xla"], [*BLOCKED, "reference"]))
+def test_linear_transpose_in_values(implementation, by):
+    """It is the gradient of the values, also where the LSE comes with them, which has none."""
+    arguments = draw_all("scale", *MASKED)
+    value = arguments.pop("value")
+
+    def run(by_name):
+        def call(factor, v):
+            some = {"query": factor * arguments["query"], "value": v}
+            return masked(by_name, return_lse=True, return_max_logits=True)(arguments | some)[:2]
+
+        return TRANSPOSED[by](call)
+
+    ct = normal_like(oracle.compiled(run(implementation))(value))
+    got = oracle.compiled(lambda ct: jax.linear_transpose(run(implementation), value)(ct)[0])(ct)
+    want = oracle.compiled(lambda do: jax.vjp(lambda v: run("reference")(v)[0], value)[1](do)[0])
+    assert_close(got, want(ct[0]))
 
 
 def test_unused_lse_costs_nothing():
