@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -59,6 +58,15 @@ class Sampling:
             raise ValueError(f"`seed` must be an int; got {self.seed!r}.")
 
 
+def most_likely(logits: Float[Array, "B vocab"], k: int | None) -> Float[Array, "B vocab"]:
+    """Return logits with -inf for all but the k largest; of equal ones the first. None is all."""
+    if k is None or k >= logits.shape[-1]:
+        return logits
+    kept, index = jax.lax.top_k(logits, k)
+    none = jnp.full_like(logits, -jnp.inf)
+    return jnp.put_along_axis(none, index, kept, axis=-1, inplace=False)
+
+
 def tempered(
     logits: Float[Array, "B vocab"], temperature: float | Float[Array, ""]
 ) -> Float[Array, "B vocab"]:
@@ -73,14 +81,12 @@ def tempered(
 
 def limited(logits: Float[Array, "B vocab"], sampling: Sampling) -> Float[Array, "B vocab"]:
     """Return the `tempered` logits, with -inf for tokens that must not be drawn."""
-    logits = tempered(logits, min(float(sampling.temperature), HOTTEST))
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        kept, index = jax.lax.top_k(logits, sampling.top_k)
-        none = jnp.full_like(logits, -jnp.inf)
-        logits = jnp.put_along_axis(none, index, kept, axis=-1, inplace=False)
-    # A sum of all probabilities may be above 1, by rounding.
+    # Tokens are chosen and sorted before a high temperature makes them equal.
+    best = most_likely(logits, sampling.top_k)
+    logits = tempered(best, min(float(sampling.temperature), HOTTEST))
+    # Tokens may have a probability that rounding loses in the sum of all, which is 1.
     if sampling.top_p is not None and sampling.top_p < 1:
-        order = jnp.argsort(-logits, axis=-1)
+        order = jnp.argsort(-best, axis=-1)
         p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
         # The most likely token is always kept.
         kept = (jnp.cumsum(p, axis=-1) - p < sampling.top_p).at[:, 0].set(True)
@@ -114,7 +120,7 @@ class Generation:
 
     Texts of different lengths lie side by side, padded at their ends; the cache has a length for
     each. The device computes a step while the host reads the tokens of the step before. Prompts are
-    padded to a power of two of tokens, and so is the cache, so that few programs are compiled.
+    padded to a power of two of tokens, and so is the cache, so that other lengths share programs.
 
     Args:
         model: The model.
@@ -184,7 +190,7 @@ class Generation:
             drawn, more, going = batch.tokens, n < self._count, ~np.array(self.ended)
             full, going = going & (held == self._context), going & (held < self._context)
             if more and going.any():
-                batch.step(going, n)
+                batch.step(n)
                 held += going
             tokens = np.asarray(drawn)
             seconds, stamp = batch.clock() - stamp, batch.clock()
@@ -255,7 +261,7 @@ class _Batch:
         self._made, self.compile_seconds = {}, 0.0
         self.tokens: Any = np.zeros(len(seeds), np.int32)
         # Compiled before the first text is read, so that its time is that of reading alone.
-        self._program(_step, (self.tokens > 0, seeds, np.int32(0)))
+        self._program(_step, (seeds, np.int32(0)))
 
     def clock(self) -> float:
         """Return the time in seconds, without that of compiling."""
@@ -270,9 +276,9 @@ class _Batch:
         seeds = self._seeds[first : first + len(texts)]
         self._run(_read, padded, lengths, seeds, np.int32(n), np.int32(first))
 
-    def step(self, going: np.ndarray, n: int) -> None:
-        """Draw token `n` of the texts that go on, and forget the others."""
-        self._run(_step, going, self._seeds, np.int32(n))
+    def step(self, n: int) -> None:
+        """Draw token `n` of each text; where a cache is full, the token means nothing."""
+        self._run(_step, self._seeds, np.int32(n))
 
     def _run(self, function, *inputs):
         program = self._program(function, inputs)
@@ -315,7 +321,9 @@ def _read(structure, sampling, cache, params, tokens, texts, lengths, seeds, n, 
     """Read texts, which begin with number `first`; return all tokens with theirs, and the cache."""
     # XLA copies nothing where these are all texts.
     rows = [jax.lax.dynamic_slice_in_dim(x, first, len(texts)) for x in cache]
-    model = structure.model(_emptied(rows, True), params)
+    # These texts have nothing in the cache yet; only its lengths have one axis.
+    empty = [0 * x if x.ndim == 1 else x for x in rows]
+    model = structure.model(empty, params)
     stream = model.stream(texts, decode=True, lengths=lengths)
     # The logits of all tokens would be larger than all else.
     last = stream[jnp.arange(len(texts)), lengths - 1]
@@ -327,20 +335,15 @@ def _read(structure, sampling, cache, params, tokens, texts, lengths, seeds, n, 
     return tokens, cache
 
 
-def _step(structure, sampling, cache, params, tokens, going, seeds, n):
-    """Return the token after one token of each text, and the cache, emptied of texts that ended."""
-    model = structure.model(_emptied(cache, ~going), params)
+def _step(structure, sampling, cache, params, tokens, seeds, n):
+    """Return the token after one token of each text, and the cache."""
+    model = structure.model(cache, params)
     logits = model(tokens[:, None], decode=True)[:, -1]
     return draw(logits, _keys(seeds, n), sampling), _cache_of(model)
 
 
 def _cache_of(model: Decoder) -> list[Array]:
     return jax.tree.leaves(nnx.state(model, nnx.Cache))
-
-
-def _emptied(cache, where):
-    """Return the arrays of a cache with lengths of 0; only the lengths have one axis."""
-    return [jnp.where(where, 0, x) if x.ndim == 1 else x for x in cache]
 
 
 def _keys(seeds: UInt32[Array, "B numbers"], n: Int32[Array, ""]) -> Key[Array, " B"]:
@@ -356,12 +359,12 @@ def _keys(seeds: UInt32[Array, "B numbers"], n: Int32[Array, ""]) -> Key[Array, 
 def _seeds(seed: int, prompts: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the numbers of which each text's keys are made, uint32 [texts, 3].
 
-    They are the seed, the prompt's checksum, and the number of equal prompts before it, so that a
+    They are the seed, the prompt's hash, and the number of equal prompts before it, so that a
     text's random numbers depend on no other prompt.
     """
     seeds, seen = [], Counter()
     for prompt in prompts:
-        mark = zlib.crc32(np.asarray(prompt, "<u4").tobytes())
+        mark = int(np.random.SeedSequence([len(prompt), *prompt]).generate_state(1)[0])
         seeds.append((seed % 2**32, mark, seen[mark]))
         seen[mark] += 1
     return np.array(seeds, np.uint32)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.generation import HOTTEST, Sampling, draw, tempered
+from models.generation import HOTTEST, Sampling, draw, most_likely, tempered
 from models.layers import RMSNorm, SwiGLU, TiedEmbedding, fan_in_init
 from models.sharding import Layout
 from pallas_flash import save_residuals
@@ -292,9 +292,10 @@ def _generate(graphdef, state, key, prompt, num_tokens, temperature, top_k):
     length = given + num_tokens
 
     def with_next(tokens, logits, end):
-        warm, rule = tempered(logits, temperature), Sampling(top_k=top_k)
-        drawn = draw(warm, jax.random.fold_in(key, end), rule)
-        token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
+        warm = tempered(most_likely(logits, top_k), temperature)
+        drawn = draw(warm, jax.random.fold_in(key, end), Sampling())
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        token = jnp.where(temperature > 0, drawn, best)
         return tokens.at[:, end].set(token.astype(tokens.dtype))
 
     tokens = jnp.pad(prompt, ((0, 0), (0, num_tokens)))

@@ -225,7 +225,7 @@ def test_folder_says_how_tokens_are_drawn(changed, run):
         assert out == run(folder, "--prompt", "hello", *flags).out
 
 
-def test_text_ends_or_slides_where_the_context_is_full(changed, run):
+def test_text_ends_or_slides_where_the_context_is_full(changed, run, refused):
     """A sliding text keeps what the chat template puts before the prompt."""
     pytest.importorskip("jinja2")
     folder = changed(tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<end>"})
@@ -238,6 +238,8 @@ def test_text_ends_or_slides_where_the_context_is_full(changed, run):
     assert "beyond 128 tokens, a text goes on from its first 24 and the newer half of the" in err
     assert "wrote 199 tokens" in err
     assert "ended" not in err
+    flags = "--prompt", "a", "--when-full", "slide", "--system", "x" * 128
+    assert "--system must be from 0 to 127 tokens, fewer than the" in refused(folder, *flags)
 
 
 # --------------------------------------------------------------------------------- mistakes

@@ -48,12 +48,10 @@ def test_batch_of_lengths_is_each_alone(family):
     assert found == [by_whole_passes(model, prompt, 9) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    ("when_full", "sampling"), [("stop", GREEDY), ("slide", Sampling(seed=3))]
-)
+@pytest.mark.parametrize(("when_full", "sampling"), [("stop", GREEDY), ("slide", Sampling(seed=3))])
 def test_text_depends_on_itself_alone(when_full, sampling):
     """Some of its neighbours fill the context, at different steps."""
-    model, prompts = make("gpt2"), [[3, 1, 4], [*range(29)], [7] * 32, [5, 8] * 10]
+    model, prompts = make("qwen3"), [[3, 1, 4], [*range(29)], [7] * 32, [5, 8] * 10]
     alone = [texts(model, [x], 25, sampling, when_full=when_full)[0] for x in prompts]
     for order in ((0, 1, 2, 3), (3, 2, 0, 1)):
         given = [prompts[n] for n in order]
@@ -146,7 +144,7 @@ def test_text_ends_where_the_context_is_full():
 @pytest.mark.parametrize(("given", "keep"), [(5, 0), (32, 0), (33, 0), (5, 7), (70, 30), (3, 31)])
 def test_text_slides_behind_its_beginning(given, keep):
     """Half of the context beside the kept tokens is read again, several times."""
-    model = make("gpt2")
+    model = make("qwen3")
     prompt = [n * n % 31 for n in range(given)]
     [found] = texts(model, [prompt], 60, when_full="slide", keep=keep)
     assert found == by_whole_passes(model, prompt, 60, keep)
@@ -216,9 +214,11 @@ INF = float("inf")
         ([1, INF, -INF], Sampling(0.5), [1]),
         ([-INF] * 3, Sampling(), [0, 1, 2]),
         ([0, 1, 1, 1], Sampling(top_k=2), [1, 2]),
+        ([0, 1, 2, 1], Sampling(1e300, top_k=1), [2]),
+        ([0, 1, 2, 1], Sampling(1e300, top_p=0.3), [1, 2]),
         ([1, 1, 1], Sampling(top_p=1e-45), [0]),
         ([1, 2, 1], Sampling(top_p=0.2, min_p=1e-320), [1]),
-        ([0] * 33_333, Sampling(top_p=1), range(33_333)),
+        ([0, -30, 0], Sampling(top_p=1), [0, 1, 2]),
         ([-INF, 3, 3], Sampling(top_k=3, top_p=1, min_p=1), [1, 2]),
     ],
 )

@@ -314,7 +314,10 @@ def test_every_token_has_its_own_chance(tokens):
     assert all(len(set(row)) > TINY.vocab_size / 2 for row in drawn.tolist())
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1e-40}, {"top_k": 1}])
+LIKELY = [{"temperature": 0.0}, {"temperature": 1.2e-38}, {"temperature": 1e300, "top_k": 1}]
+
+
+@pytest.mark.parametrize("options", LIKELY)
 @pytest.mark.parametrize(("given", "count"), [(9, 6), (4, 2), (1, 8), (3, 10)])
 def test_most_likely_text_is_of_a_plain_loop(model, tokens, given, count, options):
     """Texts end within the context of 9, past it where the window slides, and across its end."""
