@@ -364,7 +364,7 @@ def _seeds(seed: int, prompts: Sequence[Sequence[int]]) -> np.ndarray:
     """
     seeds, seen = [], Counter()
     for prompt in prompts:
-        mark = int(np.random.SeedSequence([len(prompt), *prompt]).generate_state(1)[0])
+        mark = int(np.random.SeedSequence(np.uint32([len(prompt), *prompt])).generate_state(1)[0])
         seeds.append((seed % 2**32, mark, seen[mark]))
         seen[mark] += 1
     return np.array(seeds, np.uint32)
