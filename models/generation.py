@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Float, Int32, Key, UInt32
 
 from models.decoder import Decoder
+
+# Temperatures above are all alike. Float32 has this one and its reciprocal as normal numbers.
+HOTTEST = 1e37
+# Fewest tokens that programs are compiled for, of a prompt and of a cache.
+LEAST_WIDTH, LEAST_ROOM = 64, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,44 +58,69 @@ class Sampling:
             raise ValueError(f"`seed` must be an int; got {self.seed!r}.")
 
 
+def most_likely(logits: Float[Array, "B vocab"], k: int | None) -> Float[Array, "B vocab"]:
+    """Return logits with -inf for all but the k largest; of equal ones the first. None is all."""
+    if k is None or k >= logits.shape[-1]:
+        return logits
+    kept, index = jax.lax.top_k(logits, k)
+    none = jnp.full_like(logits, -jnp.inf)
+    return jnp.put_along_axis(none, index, kept, axis=-1, inplace=False)
+
+
+def tempered(
+    logits: Float[Array, "B vocab"], temperature: float | Float[Array, ""]
+) -> Float[Array, "B vocab"]:
+    """Return the distance of logits to the largest over a temperature of at most `HOTTEST`.
+
+    The largest gives 0, at a temperature of 0, too. Numbers are float32 or wider.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.where(logits == top, 0, (logits - top) / temperature)
+
+
 def limited(logits: Float[Array, "B vocab"], sampling: Sampling) -> Float[Array, "B vocab"]:
-    """Return the logits over the temperature, with -inf for tokens that must not be drawn."""
-    logits = logits / sampling.temperature
-    if sampling.top_k is not None:
-        kept = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0]
-        logits = jnp.where(logits < kept[:, -1:], -jnp.inf, logits)
-    if sampling.top_p is not None:
-        order = jnp.argsort(-logits, axis=-1)
+    """Return the `tempered` logits, with -inf for tokens that must not be drawn."""
+    # Tokens are chosen and sorted before a high temperature makes them equal.
+    best = most_likely(logits, sampling.top_k)
+    logits = tempered(best, min(float(sampling.temperature), HOTTEST))
+    # Tokens may have a probability that rounding loses in the sum of all, which is 1.
+    if sampling.top_p is not None and sampling.top_p < 1:
+        order = jnp.argsort(-best, axis=-1)
         p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
-        # The first token is always kept: no token is more likely.
-        kept = jnp.cumsum(p, axis=-1) - p < sampling.top_p
+        # The most likely token is always kept.
+        kept = (jnp.cumsum(p, axis=-1) - p < sampling.top_p).at[:, 0].set(True)
         kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
         logits = jnp.where(kept, logits, -jnp.inf)
     if sampling.min_p is not None:
-        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        logits = jnp.where(logits < math.log(sampling.min_p), -jnp.inf, logits)
     return logits
 
 
 def draw(
-    logits: Float[Array, "B vocab"], key: Key[Array, ""], sampling: Sampling
+    logits: Float[Array, "B vocab"], key: Key[Array, "*B"], sampling: Sampling
 ) -> Int32[Array, " B"]:
-    """Return a token for each row; a row's random numbers do not depend on the other rows."""
+    """Return a token for each row, whose random numbers do not depend on the other rows.
+
+    A single key is folded with the number of the row.
+    """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits)))
-    return jax.vmap(jax.random.categorical)(keys, limited(logits, sampling)).astype(jnp.int32)
+    if key.ndim == 0:
+        key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits)))
+    return jax.vmap(jax.random.categorical)(key, limited(logits, sampling)).astype(jnp.int32)
 
 
 class Generation:
     """The continuation of several texts; iterate over it for their tokens.
 
     Each item has the next token of each text, None for a text that has ended. A text ends by a stop
-    token, after `count` tokens, or by `end`.
+    token, after `count` tokens, by `end`, or by a full context. Its tokens depend on itself, the
+    seed and the number of equal prompts before it; texts beside it change them by rounding at most.
 
     Texts of different lengths lie side by side, padded at their ends; the cache has a length for
-    each. The device computes a step while the host reads the tokens of the step before. Where a
-    text has filled the model's context, its last half context is read again, without the beginning.
+    each. The device computes a step while the host reads the tokens of the step before. Prompts are
+    padded to a power of two of tokens, and so is the cache, so that other lengths share programs.
 
     Args:
         model: The model.
@@ -97,15 +128,23 @@ class Generation:
         count: Most tokens that are added to a text.
         sampling: How a token is drawn.
         stop_tokens: Tokens that end a text.
+        when_full: What becomes of a text when the model has read as many of its tokens as the
+            context has. "stop" ends it; the last token is the one drawn then. "slide" reads again
+            its first `keep` tokens and its last ones, half of what the context has beside `keep`.
+            A prompt longer than the context begins so, too.
+        keep: The first tokens of each text that stay when it slides, as those of the system.
 
     Attributes:
         ended: Whether each text has ended.
+        full: Whether each text has ended by a full context.
         compile_seconds: Time to compile the programs; 0 where an equal model's are there.
         prefill: Tokens of the prompts, and the seconds in which they were read.
-        decode: Tokens that came after the first of each text, and their seconds.
+        decode: Tokens that came after the first of each text, and their seconds; where a text
+            slides, also the seconds in which it was read again.
 
     Raises:
-        ValueError: A prompt is empty or has a number that is no token of the model.
+        ValueError: A prompt is empty, has a number that is no token of the model, or is longer than
+            the context without "slide"; or `when_full` and `keep` do not fit.
     """
 
     def __init__(
@@ -116,13 +155,19 @@ class Generation:
         sampling: Sampling | None = None,
         *,
         stop_tokens: Sequence[int] = (),
+        when_full: str = "stop",
+        keep: int = 0,
     ):
+        context = model.config.context
         _check_prompts(prompts, model.config.vocab_size)
+        _check_full(prompts, context, when_full, keep)
         # A copy of the module, with the same parameters: the cache is not the caller's.
         self._model, self._sampling = nnx.merge(*nnx.split(model)), sampling or Sampling()
         self._texts = [list(prompt) for prompt in prompts]
-        self.ended = [False] * len(prompts)
+        self._seeds = _seeds(self._sampling.seed, prompts)
+        self.ended, self.full = [False] * len(prompts), [False] * len(prompts)
         self._count, self._stop_tokens = count, frozenset(stop_tokens)
+        self._slides, self._keep, self._context = when_full == "slide", keep, context
         self.compile_seconds = 0.0
         self.prefill = self.decode = 0, 0.0
 
@@ -131,54 +176,47 @@ class Generation:
         self.ended[row] = True
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        made = 0
-        while made < self._count and not all(self.ended):
-            for tokens in self._until_full(made):
-                made += 1
-                yield tokens
-
-    def _until_full(self, made: int) -> Iterator[list[int | None]]:
-        """Read the texts into a new cache, and add tokens until one has no room.
-
-        Args:
-            made: Tokens that each text has got before.
-        """
-        context, left = self._model.config.context, self._count - made
-        full = max(map(len, self._texts)) >= context
-        kept = max(context // 2, 1) if full else context
-        given = [text[-kept:] for text in self._texts]
-        lengths = np.array([len(text) for text in given], np.int32)
-        width = int(lengths.max())
+        if self._count < 1 or all(self.ended):
+            return
+        texts = [self._window(text) for text in self._texts]
+        held = np.array([len(text) for text in texts])  # tokens of each text in the cache
+        read, compiled = int(held.sum()), self.compile_seconds
         # The last token that is drawn is not in the cache.
-        steps = min(left, context - width + 1)
-        padded = np.zeros((len(given), width), np.int32)
-        for row, text in zip(padded, given, strict=True):
-            row[: len(text)] = text
-        # Every cache after the first has the same size, so that its programs compile once.
-        self._model.init_cache(len(padded), context if made else width + steps - 1)
-        graphdef, *state = nnx.split(self._model, nnx.Cache, ...)
-        # Lists, because JAX takes longer to flatten Flax's trees than small models take for a step.
-        (cache, cache_tree), (params, params_tree) = map(jax.tree.flatten, state)
-
-        structure = _Structure(graphdef, cache_tree, params_tree)
-        read, step = self._compiled(structure, cache, params, padded)
-
-        key = jax.random.key(self._sampling.seed)
-        stamp = time.perf_counter()
-        token, cache = read(cache, params, padded, lengths, key, np.int32(made))
-        for n in range(1, steps + 1):
-            before = token
-            if n < steps:
-                token, cache = step(cache, params, token, key, np.int32(made + n))
-            tokens = np.asarray(before)
-            seconds, stamp = time.perf_counter() - stamp, time.perf_counter()
+        room = _rounded(int(held.max()) + self._count - 1, LEAST_ROOM, self._context)
+        batch = _Batch(self._model, self._sampling, self._seeds, room)
+        stamp = batch.clock()
+        batch.read(texts, 0, 0)
+        for n in range(1, self._count + 1):
+            drawn, more, going = batch.tokens, n < self._count, ~np.array(self.ended)
+            full, going = going & (held == self._context), going & (held < self._context)
+            if more and going.any():
+                batch.step(n)
+                held += going
+            tokens = np.asarray(drawn)
+            seconds, stamp = batch.clock() - stamp, batch.clock()
             if n == 1:
-                self.prefill = _added(self.prefill, int(lengths.sum()), seconds)
+                self.prefill = _added(self.prefill, read, seconds)
             else:
                 self.decode = _added(self.decode, self.ended.count(False), seconds)
-            yield self._take(tokens)
+            taken = self._take(tokens)
+            for row in np.flatnonzero(full & ~np.array(self.ended) & more):
+                if self._slides:
+                    text = self._window(self._texts[row])
+                    batch.read([text], row, n)
+                    held[row] = len(text)
+                else:
+                    self.full[row] = self.ended[row] = True
+            self.compile_seconds = compiled + batch.compile_seconds
+            yield taken
             if all(self.ended):
                 return
+
+    def _window(self, text: list[int]) -> list[int]:
+        """Return the tokens of a text that the model reads."""
+        if len(text) <= self._context:
+            return text
+        newest = max((self._context - self._keep) // 2, 1)
+        return text[: self._keep] + text[-newest:]
 
     def _take(self, tokens: np.ndarray) -> list[int | None]:
         """Add the tokens to the texts that go on, and return them."""
@@ -190,21 +228,72 @@ class Generation:
                 self.ended[row] = token in self._stop_tokens
         return taken
 
-    def _compiled(self, structure, cache, params, padded):
-        """Return the programs that read the padded texts, and that add a token to each."""
+
+class _Batch:
+    """Texts on the devices: a cache, and the last token of each.
+
+    Args:
+        model: The model.
+        sampling: How a token is drawn.
+        seeds: The numbers of which each text's keys are made, uint32 [texts, numbers].
+        room: Tokens of each text in the cache.
+
+    Attributes:
+        tokens: The last token that was drawn for each text.
+        compile_seconds: Time to compile the programs.
+    """
+
+    def __init__(self, model: Decoder, sampling: Sampling, seeds: np.ndarray, room: int):
+        model.init_cache(len(seeds), room)
+        graphdef, *state = nnx.split(model, nnx.Cache, ...)
+        # Lists, because JAX takes longer to flatten Flax's trees than small models take for a step.
+        (cache, cache_tree), (params, params_tree) = map(jax.tree.flatten, state)
         # On several devices, the next step must find the cache as this step found it.
         places = tuple(x.sharding for x in cache)
-        whole = places[0] if self._model.layout is None else self._model.layout.sharding()
+        whole = places[0] if model.layout is None else model.layout.sharding()
         shapes = (
             tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays)
             for arrays in (cache, params)
         )
-        rule = dataclasses.replace(self._sampling, seed=0)
-        start, before = time.perf_counter(), _programs.cache_info().misses
-        programs = _programs(structure, rule, (whole, places), *shapes, padded.shape)
-        if _programs.cache_info().misses > before:
-            self.compile_seconds += time.perf_counter() - start
-        return programs
+        structure = _Structure(graphdef, cache_tree, params_tree)
+        self._kind = structure, dataclasses.replace(sampling, seed=0), (whole, places), *shapes
+        self._cache, self._params, self._seeds, self._room = cache, params, seeds, room
+        self._made, self.compile_seconds = {}, 0.0
+        self.tokens: Any = np.zeros(len(seeds), np.int32)
+        # Compiled before the first text is read, so that its time is that of reading alone.
+        self._program(_step, (seeds, np.int32(0)))
+
+    def clock(self) -> float:
+        """Return the time in seconds, without that of compiling."""
+        return time.perf_counter() - self.compile_seconds
+
+    def read(self, texts: Sequence[Sequence[int]], first: int, n: int) -> None:
+        """Read texts, which begin with number `first`, anew, and draw token `n` of each."""
+        lengths = np.array([len(text) for text in texts], np.int32)
+        padded = np.zeros((len(texts), _rounded(lengths.max(), LEAST_WIDTH, self._room)), np.int32)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = text
+        seeds = self._seeds[first : first + len(texts)]
+        self._run(_read, padded, lengths, seeds, np.int32(n), np.int32(first))
+
+    def step(self, n: int) -> None:
+        """Draw token `n` of each text; where a cache is full, the token means nothing."""
+        self._run(_step, self._seeds, np.int32(n))
+
+    def _run(self, function, *inputs):
+        program = self._program(function, inputs)
+        self.tokens, self._cache = program(self._cache, self._params, self.tokens, *inputs)
+
+    def _program(self, function, inputs):
+        """Return the compiled function for inputs of these shapes."""
+        key = function, inputs[0].shape
+        if key not in self._made:
+            start, before = time.perf_counter(), _programs.cache_info().misses
+            shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (self.tokens, *inputs))
+            self._made[key] = _programs(function, *self._kind, tuple(shapes))
+            if _programs.cache_info().misses > before:
+                self.compile_seconds += time.perf_counter() - start
+        return self._made[key]
 
 
 class _Structure(NamedTuple):
@@ -219,37 +308,71 @@ class _Structure(NamedTuple):
         return nnx.merge(self.graphdef, *(jax.tree.unflatten(*x) for x in trees))
 
 
-# Texts of other lengths, or another number of them, need other programs.
-@functools.lru_cache(maxsize=16)
-def _programs(structure: _Structure, sampling: Sampling, results, cache, params, texts):
-    """Compile the programs `read` and `step` for arrays of these shapes, and [texts, tokens]."""
-
-    def compiled(function, *shapes):
-        function = functools.partial(function, structure, sampling)
-        jitted = jax.jit(function, donate_argnums=0, out_shardings=(results[0], [*results[1]]))
-        key, n = jax.eval_shape(lambda: jax.random.key(0)), np.int32(0)
-        return jitted.lower([*cache], [*params], *shapes, key, n).compile()
-
-    tokens, each = (jax.ShapeDtypeStruct(shape, np.int32) for shape in (texts, texts[:1]))
-    return compiled(_read, tokens, each), compiled(_step, each)
+# One for each number of texts and each rounded length of prompts and cache.
+@functools.lru_cache(maxsize=64)
+def _programs(function, structure: _Structure, sampling: Sampling, results, cache, params, inputs):
+    """Compile `_read` or `_step` for arrays of these shapes."""
+    function = functools.partial(function, structure, sampling)
+    jitted = jax.jit(function, donate_argnums=0, out_shardings=(results[0], [*results[1]]))
+    return jitted.lower([*cache], [*params], *inputs).compile()
 
 
-def _read(structure, sampling, cache, params, tokens, lengths, key, n):
-    """Read the prompts, and return the token after each and the cache."""
-    model = structure.model(cache, params)
-    stream = model.stream(tokens, decode=True, lengths=lengths)
+def _read(structure, sampling, cache, params, tokens, texts, lengths, seeds, n, first):
+    """Read texts, which begin with number `first`; return all tokens with theirs, and the cache."""
+    # XLA copies nothing where these are all texts.
+    rows = [jax.lax.dynamic_slice_in_dim(x, first, len(texts)) for x in cache]
+    # These texts have nothing in the cache yet; only its lengths have one axis.
+    empty = [0 * x if x.ndim == 1 else x for x in rows]
+    model = structure.model(empty, params)
+    stream = model.stream(texts, decode=True, lengths=lengths)
     # The logits of all tokens would be larger than all else.
-    last = stream[jnp.arange(len(tokens)), lengths - 1]
-    token = draw(model.logits(last), jax.random.fold_in(key, n), sampling)
-    return token, jax.tree.leaves(nnx.state(model, nnx.Cache))
+    last = stream[jnp.arange(len(texts)), lengths - 1]
+    drawn = draw(model.logits(last), _keys(seeds, n), sampling)
+    tokens, *cache = (
+        jax.lax.dynamic_update_slice_in_dim(x, y, first, axis=0)
+        for x, y in zip((tokens, *cache), (drawn, *_cache_of(model)), strict=True)
+    )
+    return tokens, cache
 
 
-def _step(structure, sampling, cache, params, token, key, n):
+def _step(structure, sampling, cache, params, tokens, seeds, n):
     """Return the token after one token of each text, and the cache."""
     model = structure.model(cache, params)
-    logits = model(token[:, None], decode=True)[:, -1]
-    token = draw(logits, jax.random.fold_in(key, n), sampling)
-    return token, jax.tree.leaves(nnx.state(model, nnx.Cache))
+    logits = model(tokens[:, None], decode=True)[:, -1]
+    return draw(logits, _keys(seeds, n), sampling), _cache_of(model)
+
+
+def _cache_of(model: Decoder) -> list[Array]:
+    return jax.tree.leaves(nnx.state(model, nnx.Cache))
+
+
+def _keys(seeds: UInt32[Array, "B numbers"], n: Int32[Array, ""]) -> Key[Array, " B"]:
+    """Return the key of token `n` of each text."""
+
+    def key(numbers):
+        seed, *rest = numbers
+        return functools.reduce(jax.random.fold_in, (*rest, n), jax.random.key(seed))
+
+    return jax.vmap(key)(seeds)
+
+
+def _seeds(seed: int, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the numbers of which each text's keys are made, uint32 [texts, 3].
+
+    They are the seed, the prompt's hash, and the number of equal prompts before it, so that a
+    text's random numbers depend on no other prompt.
+    """
+    seeds, seen = [], Counter()
+    for prompt in prompts:
+        mark = int(np.random.SeedSequence(np.uint32([len(prompt), *prompt])).generate_state(1)[0])
+        seeds.append((seed % 2**32, mark, seen[mark]))
+        seen[mark] += 1
+    return np.array(seeds, np.uint32)
+
+
+def _rounded(length: int, least: int, most: int) -> int:
+    """Return the power of two from `length` on, of at least `least` and at most `most`."""
+    return min(max(1 << (int(length) - 1).bit_length(), least), most)
 
 
 def _added(total: tuple[int, float], tokens: int, seconds: float) -> tuple[int, float]:
@@ -272,4 +395,23 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
             raise ValueError(
                 f"`prompts` must have tokens from 0 to {vocab_size - 1}; got "
                 f"{min(prompt)} to {max(prompt)} in text {number}."
+            )
+
+
+def _check_full(prompts: Sequence[Sequence[int]], context: int, when_full: str, keep: int) -> None:
+    if when_full not in ("stop", "slide"):
+        raise ValueError(f'`when_full` must be "stop" or "slide"; got {when_full!r}.')
+    if not isinstance(keep, int | np.integer) or not 0 <= keep < context:
+        raise ValueError(
+            f"`keep` must be from 0 to {context - 1} tokens, fewer than the context; got {keep!r}."
+        )
+    if when_full == "slide":
+        return
+    if keep:
+        raise ValueError(f'`keep` must be 0 unless `when_full` is "slide"; got {keep}.')
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt) > context:
+            raise ValueError(
+                f"`prompts` must have at most the {context} tokens of the context; got "
+                f'{len(prompt)} in text {number}. Shorten it, or let `when_full` be "slide".'
             )

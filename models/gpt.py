@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from models.config import DecoderConfig
 from models.decoder import Decoder
+from models.generation import HOTTEST, Sampling, draw, most_likely, tempered
 from models.layers import RMSNorm, SwiGLU, TiedEmbedding, fan_in_init
 from models.sharding import Layout
 from pallas_flash import save_residuals
@@ -260,7 +261,8 @@ def generate(
     The whole loop is one compiled function, compiled again only for another prompt shape,
     `num_tokens` or `top_k`. Up to the model's context, keys and values are cached and a token costs
     one token's work. Later tokens cost a forward pass over the last `context` tokens, because the
-    caches of all layers above the first depend on tokens that have left the context.
+    caches of all layers above the first depend on tokens that have left the context. So does the
+    first token after a prompt that is longer.
 
     Args:
         model: The model.
@@ -277,10 +279,8 @@ def generate(
         raise ValueError(f"`prompt` must have at least one token; got shape {prompt.shape}.")
     if num_tokens < 0:
         raise ValueError(f"`num_tokens` must not be negative; got {num_tokens}.")
-    if temperature < 0:
-        raise ValueError(f"`temperature` must not be negative; got {temperature}.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"`top_k` must be at least 1, or None for all tokens; got {top_k}.")
+    Sampling(temperature, top_k)  # It raises if they are out of range.
+    temperature = float(min(temperature, HOTTEST))
     graphdef, state = nnx.split(model)
     return _generate(graphdef, state, key, prompt, num_tokens, temperature, top_k)
 
@@ -292,12 +292,10 @@ def _generate(graphdef, state, key, prompt, num_tokens, temperature, top_k):
     length = given + num_tokens
 
     def with_next(tokens, logits, end):
-        if top_k is not None:
-            kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
-            logits = jnp.where(logits < kept[:, -1:], -jnp.inf, logits)
-        scale = jnp.where(temperature > 0, temperature, 1.0)
-        drawn = jax.random.categorical(jax.random.fold_in(key, end), logits / scale)
-        token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
+        warm = tempered(most_likely(logits, top_k), temperature)
+        drawn = draw(warm, jax.random.fold_in(key, end), Sampling())
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        token = jnp.where(temperature > 0, drawn, best)
         return tokens.at[:, end].set(token.astype(tokens.dtype))
 
     tokens = jnp.pad(prompt, ((0, 0), (0, num_tokens)))

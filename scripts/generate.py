@@ -14,6 +14,7 @@ Several prompts are one batch. Their texts come in order, each below a line with
 """
 
 import argparse
+import itertools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -60,6 +61,13 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("text").add_argument
     add("--tokens", type=parse_size, default=200, metavar="N", help="most tokens of each text")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be repeated")
+    add(
+        "--when-full",
+        choices=("stop", "slide"),
+        default="stop",
+        help="whether a text that fills the model's context ends, or goes on from its beginning "
+        "(what is before the prompt) and the newer half of its other tokens",
+    )
     drawn = parser.add_argument_group(
         "drawing", "Defaults are those of the run, or of the folder's generation_config.json."
     )
@@ -132,6 +140,12 @@ def encode(flags: argparse.Namespace, source: Source, prompts: Sequence[str]) ->
         # The template has the special tokens.
         return [source.tokens.encode(chat(x, flags.system), special=False) for x in prompts]
     return [source.tokens.encode(prompt) for prompt in prompts]
+
+
+def count_before_prompt(flags: argparse.Namespace, source: Source, tokens) -> int:
+    """Return the number of tokens that any text begins with, as those of the system's words."""
+    columns = zip(*tokens, *encode(flags, source, ["0", "a"]), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def make_sampling(flags: argparse.Namespace, source: Source) -> Sampling:
@@ -214,8 +228,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = sum(np.prod(x.shape) for x in jax.tree.leaves(nnx.state(source.model, nnx.Param)))
     device = jax.devices()[0].device_kind
     say(f"{source.name}: {size / 1e6:,.1f} M parameters, {config.compute_dtype}, {device}")
-    if max(map(len, tokens)) + flags.tokens > config.context:
-        say(f"beyond {config.context} tokens, a text goes on from its last {config.context // 2}")
+    slides, longest = flags.when_full == "slide", max(map(len, tokens)) + flags.tokens - 1
+    keep = count_before_prompt(flags, source, tokens) if slides else 0
+    if slides and longest > config.context:
+        say(
+            f"beyond {config.context} tokens, a text goes on from its first {keep} and the newer "
+            "half of the others"
+        )
     try:
         generation = Generation(
             source.model,
@@ -223,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             flags.tokens,
             make_sampling(flags, source),
             stop_tokens=source.tokens.stop_tokens,
+            when_full=flags.when_full,
+            keep=keep,
         )
         streams = [TextStream(source.tokens.decode, x, flags.stop) for x in tokens]
         write(generation, streams, Output(prompts, streams))
@@ -235,6 +256,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--tokens and the prompts must fit the device's memory; got {len(prompts)} texts of "
             f"up to {max(map(len, tokens))} + {flags.tokens} tokens: give fewer, or shorter ones."
         ) from None
+    for row in np.flatnonzero(generation.full):
+        say(
+            f"text {row + 1} of {len(tokens)} ended because it filled the context of "
+            f"{config.context} tokens; --when-full slide lets it go on"
+        )
     say(
         f"compiled in {generation.compile_seconds:.1f} s; {rate('read', *generation.prefill)}; "
         f"{rate('wrote', *generation.decode)}"

@@ -225,11 +225,21 @@ def test_folder_says_how_tokens_are_drawn(changed, run):
         assert out == run(folder, "--prompt", "hello", *flags).out
 
 
-def test_text_goes_on_beyond_the_context(weights, run):
-    out, err = run(weights, "--prompt", "hello", "--temperature", 0, "--tokens", 200)
-    assert "beyond 128 tokens, a text goes on from its last 64" in err
-    assert "wrote 19" in err
-    assert out
+def test_text_ends_or_slides_where_the_context_is_full(changed, run, refused):
+    """A sliding text keeps what the chat template puts before the prompt."""
+    pytest.importorskip("jinja2")
+    folder = changed(tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<end>"})
+    flags = "--temperature", 0, "--tokens", 200, "--system", "Be brief.", "--prompt"
+    _, err = run(folder, *flags, "hi", "--prompt", "x" * 85)
+    for row in (1, 2):
+        assert f"text {row} of 2 ended because it filled the context of 128 tokens; --when" in err
+    assert f"wrote {128 - 38 + 128 - 121} tokens" in err
+    _, err = run(folder, *flags, "hi", "--when-full", "slide")
+    assert "beyond 128 tokens, a text goes on from its first 24 and the newer half of the" in err
+    assert "wrote 199 tokens" in err
+    assert "ended" not in err
+    flags = "--prompt", "a", "--when-full", "slide", "--system", "x" * 128
+    assert "--system must be from 0 to 127 tokens, fewer than the" in refused(folder, *flags)
 
 
 # --------------------------------------------------------------------------------- mistakes
@@ -259,6 +269,7 @@ MISTAKES = {
     "--prompt \udcff": "--prompt must be UTF-8; got '\\udcff'",
     "--prompt a --devices 3": "--devices must be at most 1, which JAX shows; got 3.",
     "--prompt a --system b": "--system must come with a chat; got none",
+    f"--prompt {'a' * 129}": "--prompt must have at most the 128 tokens of the context; got 129",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from support.decoder_files import make
 
+from models import generation
 from models.generation import Generation, Sampling, draw, limited
 from models.gpt import GPT, GPTConfig, as_decoder
 
@@ -28,13 +29,16 @@ def logits_of(model, tokens):
     return model(tokens)
 
 
-def by_whole_passes(model, prompt, count):
-    """The most likely tokens, without a cache."""
-    tokens = list(prompt)
+def by_whole_passes(model, prompt, count, keep=0):
+    """The most likely tokens without a cache; texts beyond the context of 32 slide."""
+    tokens, new = list(prompt), []
     for _ in range(count):
-        padded = jnp.asarray([tokens + [0] * (24 - len(tokens))])
-        tokens.append(int(jnp.argmax(logits_of(model, padded)[0, len(tokens) - 1])))
-    return tokens[len(prompt) :]
+        if len(tokens) > 32:
+            tokens = tokens[:keep] + tokens[-max((32 - keep) // 2, 1) :]
+        padded = jnp.asarray([tokens + [0] * (32 - len(tokens))])
+        new.append(int(jnp.argmax(logits_of(model, padded)[0, len(tokens) - 1])))
+        tokens.append(new[-1])
+    return new
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
@@ -42,6 +46,49 @@ def test_batch_of_lengths_is_each_alone(family):
     model = make(family)
     found = texts(model, PROMPTS, 9)
     assert found == [by_whole_passes(model, prompt, 9) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("when_full", "sampling"), [("stop", GREEDY), ("slide", Sampling(seed=3))])
+def test_text_depends_on_itself_alone(when_full, sampling):
+    """Some of its neighbours fill the context, at different steps."""
+    model, prompts = make("qwen3"), [[3, 1, 4], [*range(29)], [7] * 32, [5, 8] * 10]
+    alone = [texts(model, [x], 25, sampling, when_full=when_full)[0] for x in prompts]
+    for order in ((0, 1, 2, 3), (3, 2, 0, 1)):
+        given = [prompts[n] for n in order]
+        beside = texts(model, given, 25, sampling, when_full=when_full)
+        assert beside == [alone[n] for n in order]
+    assert [*map(len, alone)] == ([25, 4, 1, 13] if when_full == "stop" else [25] * 4)
+
+
+def test_equal_prompts_are_drawn_apart():
+    model = make("llama")
+    first, other, second = texts(model, [[1, 2], [3], [1, 2]], 12, Sampling())
+    assert [first] == texts(model, [[1, 2]], 12, Sampling())
+    assert len({tuple(x) for x in (first, other, second)}) == 3
+
+
+def test_padding_changes_no_token(monkeypatch):
+    """Prompts and cache are padded to 32, and then not at all."""
+    model, drawn = make("gemma3_text"), Sampling(seed=1)
+    padded = texts(model, PROMPTS, 9, drawn)
+    monkeypatch.setattr(generation, "_rounded", lambda length, least, most: int(length))
+    assert padded == texts(model, PROMPTS, 9, drawn)
+
+
+def test_few_programs_serve_all_lengths(monkeypatch):
+    model, compiled = make("llama", num_hidden_layers=1, max_position_embeddings=1024), []
+
+    def compile_(lowered):
+        compiled.append(lowered)
+        return lambda cache, params, tokens, *inputs: (tokens, cache)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
+    generation._programs.cache_clear()
+    for count in (8, 9):
+        for length in np.linspace(70, 1000, 20).astype(int):
+            list(Generation(model, [[1] * length], count, GREEDY))
+        assert 4 < len(compiled) <= 7
+    generation._programs.cache_clear()
 
 
 def test_second_generation_compiles_nothing():
@@ -81,19 +128,26 @@ def test_ended_text_gets_no_token():
     assert generation.decode[0] == 6
 
 
-def test_text_beyond_the_context_reads_its_end():
-    """The last 16 of 32 tokens are read again, and 16 more are added."""
-    model = make("gpt2")
-    [found] = texts(model, [PROMPTS[0]], 50)
-    assert len(found) == 50
-    tokens = PROMPTS[0] + found
-    start = 0
-    for end in range(5, 55):
-        if end - start >= 32:
-            start = end - 16
-        if end in (5, 31, 32, 33, 47, 48, 54):
-            padded = jnp.asarray([tokens[start:end] + [0] * (32 - end + start)])
-            assert tokens[end] == int(jnp.argmax(logits_of(model, padded)[0, end - start - 1]))
+def test_text_ends_where_the_context_is_full():
+    """The first text gets all tokens that it may have; the third meets its stop token there."""
+    model = make("llama")
+    prompts = [[1] * 30, [2] * 31, [3] * 32]
+    stop = texts(model, prompts, 9)[2][0]
+    made = Generation(model, prompts, 3, GREEDY, stop_tokens=[stop])
+    lengths = [sum(token is not None for token in row) for row in zip(*made, strict=True)]
+    assert lengths == [3, 2, 1]
+    assert made.full == [False, True, False]
+    assert made.ended == [False, True, True]
+    assert made.prefill[0] == 93
+
+
+@pytest.mark.parametrize(("given", "keep"), [(5, 0), (32, 0), (33, 0), (5, 7), (70, 30), (3, 31)])
+def test_text_slides_behind_its_beginning(given, keep):
+    """Half of the context beside the kept tokens is read again, several times."""
+    model = make("qwen3")
+    prompt = [n * n % 31 for n in range(given)]
+    [found] = texts(model, [prompt], 60, when_full="slide", keep=keep)
+    assert found == by_whole_passes(model, prompt, 60, keep)
 
 
 def test_seed_decides_the_text():
@@ -103,7 +157,7 @@ def test_seed_decides_the_text():
     # Each token has a key of its own.
     flat = dataclasses.replace(model.config, final_soft_cap=1e-6)
     model.config = flat
-    [row] = texts(model, [[1]], 60, Sampling(seed=3))
+    [row] = texts(model, [[1]], 60, Sampling(seed=3), when_full="slide")
     assert len(set(row[:25])) > 10
     # So has the first token after the context was read again.
     assert len({row[0], row[32], row[49]}) > 1
@@ -147,11 +201,42 @@ def test_temperature_sharpens():
     np.testing.assert_allclose(jax.nn.softmax(logits), sharp, rtol=1e-5)
 
 
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("logits", "sampling", "kept"),
+    [
+        *(([0, 1, 9, 2], Sampling(t), [2]) for t in (1e-37, 1e-38, 1e-45, 1e-320)),
+        ([3e38, -3e38, -INF], Sampling(np.float32(1e-40)), [0]),
+        ([1, 1, 0], Sampling(1e-40), [0, 1]),
+        ([1, 2, -INF], Sampling(1e300), [0, 1]),
+        ([1, INF, -INF], Sampling(0.5), [1]),
+        ([-INF] * 3, Sampling(), [0, 1, 2]),
+        ([0, 1, 1, 1], Sampling(top_k=2), [1, 2]),
+        ([0, 0.01, 0.02, 0.01], Sampling(1e300, top_k=1), [2]),
+        ([0, 0.01, 0.02, 0.01], Sampling(1e300, top_p=0.3), [1, 2]),
+        ([1, 1, 1], Sampling(top_p=1e-45), [0]),
+        ([1, 2, 1], Sampling(top_p=0.2, min_p=1e-320), [1]),
+        ([0, -30, 0], Sampling(top_p=1), [0, 1, 2]),
+        ([-INF, 3, 3], Sampling(top_k=3, top_p=1, min_p=1), [1, 2]),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_limits_hold_at_their_edges(logits, sampling, kept, dtype):
+    logits = jnp.asarray([logits], dtype)
+    left = limited(logits, sampling)
+    assert left.dtype == jnp.float32
+    np.testing.assert_array_equal(np.flatnonzero(jax.nn.softmax(left)), kept)
+    assert int(draw(logits, jax.random.key(0), sampling)[0]) in kept
+
+
 @pytest.mark.parametrize(
     ("make_it", "said"),
     [
         (lambda: Sampling(temperature=-1.0), "`temperature` must be a finite number of at least"),
         (lambda: Sampling(temperature=float("nan")), "of at least 0; got nan"),
+        (lambda: Sampling(temperature=INF), "of at least 0; got inf"),
         (lambda: Sampling(temperature="a"), "of at least 0; got 'a'"),
         (lambda: Sampling(top_k=0), "`top_k` must be an int of at least 1"),
         (lambda: Sampling(top_k=2.5), "`top_k` must be an int of at least 1, or None; got 2.5"),
@@ -164,6 +249,25 @@ def test_temperature_sharpens():
         (lambda: Generation(make("llama"), [1, 2], 1), "for each text; got int64 () as text 1"),
         (lambda: Generation(make("llama"), [[1], [1.5]], 1), "got float64 (1,) as text 2"),
         (lambda: Generation(make("llama"), [[1, 31]], 1), "from 0 to 30; got 1 to 31 in text 1"),
+        (
+            lambda: Generation(make("llama"), [[1] * 32, [1] * 33], 1),
+            "`prompts` must have at most the 32 tokens of the context; got 33 in text 2. Shorten",
+        ),
+        (
+            lambda: Generation(make("llama"), [[1]], 1, when_full="halve"),
+            '`when_full` must be "stop" or "slide"; got \'halve\'',
+        ),
+        (
+            lambda: Generation(make("llama"), [[1]], 1, keep=2),
+            '`keep` must be 0 unless `when_full` is "slide"; got 2',
+        ),
+        *(
+            (
+                lambda keep=keep: Generation(make("llama"), [[1]], 1, when_full="slide", keep=keep),
+                f"`keep` must be from 0 to 31 tokens, fewer than the context; got {keep!r}",
+            )
+            for keep in (32, -1, 1.5)
+        ),
     ],
 )
 def test_wrong_argument_is_refused(make_it, said):

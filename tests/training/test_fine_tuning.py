@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -271,3 +272,12 @@ def test_mistake_is_one_sentence(words, fragment, folders, corpus, tmp_path, cap
     error = capsys.readouterr().err
     assert fragment in error
     assert error.count("\n") == 1
+
+
+def test_sample_goes_on_beyond_the_context(tuning):
+    """Prompt and sample are longer than the 64 positions of the weights."""
+    layout = train_gpt.make_layout(tuning)
+    params = tuning.model.read(tuning.init_from, layout)
+    words = SimpleNamespace(encode=lambda _: [1] * 70, decode=list, stop_tokens=())
+    config = dataclasses.replace(tuning, sample_tokens=50)
+    assert len(train_gpt.sample_text(config, layout, params, words)) == 120

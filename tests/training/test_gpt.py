@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
@@ -313,7 +314,10 @@ def test_every_token_has_its_own_chance(tokens):
     assert all(len(set(row)) > TINY.vocab_size / 2 for row in drawn.tolist())
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}])
+LIKELY = [{"temperature": 0.0}, {"temperature": 1.2e-38}, {"temperature": 1e300, "top_k": 1}]
+
+
+@pytest.mark.parametrize("options", LIKELY)
 @pytest.mark.parametrize(("given", "count"), [(9, 6), (4, 2), (1, 8), (3, 10)])
 def test_most_likely_text_is_of_a_plain_loop(model, tokens, given, count, options):
     """Texts end within the context of 9, past it where the window slides, and across its end."""
@@ -393,8 +397,9 @@ def test_one_compilation_serves_every_sample(tokens):
     [
         (0, 1, {}, "`prompt` must have at least one token; got shape (3, 0)"),
         (1, -1, {}, "`num_tokens` must not be negative; got -1"),
-        (1, 1, {"temperature": -0.5}, "`temperature` must not be negative; got -0.5"),
-        (1, 1, {"top_k": 0}, "`top_k` must be at least 1, or None for all tokens; got 0"),
+        (1, 1, {"temperature": -0.5}, "`temperature` must be a finite number of at least 0; got -"),
+        (1, 1, {"temperature": math.nan}, "must be a finite number of at least 0; got nan"),
+        (1, 1, {"top_k": 0}, "`top_k` must be an int of at least 1, or None; got 0"),
     ],
 )
 def test_samples_that_cannot_be_drawn(model, tokens, prompt_length, count, options, fragment):
