@@ -84,6 +84,7 @@ FAMILIES = {
         transformers.Qwen3Config,
         SIZES | dict(head_dim=20, attention_bias=True, rope_scaling=YARN),
     ),
+    "gemma": (transformers.GemmaConfig, SIZES | dict(head_dim=20)),
     "gemma2": (transformers.Gemma2Config, GEMMA),
     "gemma3": (
         transformers.Gemma3TextConfig,
