@@ -1,12 +1,13 @@
 """Folders with config.json and weights in the safetensors layout: what is in them, and how.
 
 A safetensors file has 8 bytes (the length n of the header, little-endian), n bytes of JSON, which
-gives the dtype, the shape and the place of each tensor, and the bytes of the tensors. So NumPy maps
-a file into memory, and JAX copies each device's part of one tensor at a time.
+gives the dtype, the shape and the place of each tensor, and the bytes of the tensors. The package
+safetensors checks all of the header. NumPy maps the file into memory, and JAX copies each device's
+part of one tensor at a time: safetensors would copy each tensor into memory before.
 """
 
+import functools
 import json
-import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -79,7 +80,7 @@ class Stored(NamedTuple):
 def layout_of_files(config: DecoderConfig, paths: list[str]) -> dict[str, Stored]:
     """Return, by name, the tensors that hold the parameters at these paths."""
     kind = json.loads(config.source or "{}").get("model_type", "llama")
-    names = _GPT2 if kind == "gpt2" else _GEMMA if kind.startswith("gemma") else _LLAMA
+    names = {"gpt2": _GPT2, "gemma2": _GEMMA, "gemma3_text": _GEMMA}.get(kind, _LLAMA)
     order, found = list(names), {}
     numbered = {path: re.sub(r"(?<=/)\d+(?=/)", "#", path).rpartition("/") for path in paths}
     for path in sorted(paths, key=lambda path: order.index(numbered[path][0])):
@@ -111,21 +112,45 @@ def open_folder(folder: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:
         if not (folder / name).is_file():
             raise ValueError(
                 f"`folder` must have {CONFIG} and {WEIGHTS} or {INDEX}; got {str(folder)!r} "
-                f"without {name}."
+                f"without {name}. Weights in another format must be saved as safetensors first."
             )
-    text = (folder / CONFIG).read_text()
+    text = _text(folder / CONFIG)
     json_object(folder / CONFIG, text)
     if not (folder / INDEX).exists():
         return text, open_file(folder / WEIGHTS)
-    index = json_object(folder / INDEX, (folder / INDEX).read_text()).get("weight_map", {})
+    index = json_object(folder / INDEX, _text(folder / INDEX)).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
+        raise ValueError(
+            f"{folder / INDEX} must give the name of a file for each tensor in `weight_map`; got "
+            f"{index!r:.80}."
+        )
     tensors = {}
     for file in sorted(set(index.values())):
+        # A path could lead out of the folder.
+        if not file.endswith(".safetensors") or any(x in file for x in "/\\\0"):
+            raise ValueError(
+                f"{folder / INDEX} must name safetensors files of its folder; got {file!r}."
+            )
         if not (folder / file).is_file():
             raise ValueError(f"`folder` must have every file of {INDEX}; got none called {file!r}.")
-        tensors |= open_file(folder / file)
-    if absent := sorted(index.keys() - tensors.keys()):
-        raise ValueError(f"{INDEX} must name tensors of its files; got {absent[0]!r}, in none.")
+        there = open_file(folder / file)
+        listed = {name for name, where in index.items() if where == file}
+        absent = {name for name in listed - there.keys() if not CONSTANTS.search(name)}
+        if wrong := absent | (there.keys() & tensors.keys()):
+            raise ValueError(
+                f"{folder / INDEX} must name the one file that has a tensor; got {file!r} for "
+                f"{_some(wrong)}."
+            )
+        tensors |= there
     return text, tensors
+
+
+def _text(path: pathlib.Path) -> str:
+    """Return the text of a file, which may begin with a byte order mark."""
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8 text; got {error}.") from None
 
 
 def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -134,38 +159,52 @@ def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
     Raises:
         ValueError: The file is damaged, or has a dtype other than the float types of `DTYPES`.
     """
-    size = path.stat().st_size
+    try:
+        import safetensors
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{path} needs the package safetensors: run pip install -e '.[models]'."
+        ) from None
+    try:
+        with safetensors.safe_open(path, "numpy"):
+            pass
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} must be a whole safetensors file; got {path.stat().st_size} bytes, which is "
+            f"cut short or damaged: {error}."
+        ) from None
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{path} must be a whole safetensors file; got {size} bytes.")
-        header = json_object(path, file.read(length))
+        header = json.loads(
+            file.read(int.from_bytes(file.read(8), "little")),
+            object_pairs_hook=functools.partial(_each_once, path),
+        )
+        begin, size = file.tell(), file.seek(0, 2)
     header.pop("__metadata__", None)
-    data = np.memmap(path, np.uint8, mode="r", offset=8 + length) if size > 8 + length else None
+    # NumPy maps no empty files.
+    data = np.memmap(path, np.uint8, mode="r", offset=begin) if begin < size else None
     tensors = {}
     for name, entry in header.items():
-        try:
-            dtype, shape, (begin, end) = (entry[x] for x in ("dtype", "shape", "data_offsets"))
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"{path} must give dtype, shape and data_offsets of {name!r}; got {entry!r:.80}."
-            ) from None
         if CONSTANTS.search(name):
             continue
-        if dtype not in DTYPES:
+        if entry["dtype"] not in DTYPES:
             raise ValueError(
-                f"{path} must have tensors of {', '.join(DTYPES)}; got {dtype} for {name!r}: "
-                "quantised weights are not read."
+                f"{path} must have tensors of {', '.join(DTYPES)}; got {entry['dtype']} for "
+                f"{name!r}: quantised weights are not read."
             )
-        dtype = jnp.dtype(DTYPES[dtype])
-        if end - begin != dtype.itemsize * math.prod(shape) or end > size - 8 - length:
-            raise ValueError(
-                f"{path} must have all bytes of {name!r}; got a file of {size} bytes, which is cut "
-                "short or damaged."
-            )
-        content = np.empty(0, np.uint8) if data is None else data[begin:end]
-        tensors[name] = content.view(dtype).reshape(shape)
+        first, last = entry["data_offsets"]
+        content = np.empty(0, np.uint8) if first == last else data[first:last]
+        tensors[name] = content.view(jnp.dtype(DTYPES[entry["dtype"]])).reshape(entry["shape"])
     return tensors
+
+
+def _each_once(path: pathlib.Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these names and values."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in content if names.count(name) > 1)
+        raise ValueError(f"{path} must have each name once; got {twice!r} twice.")
+    return content
 
 
 def _named_as(stored: dict[str, Stored], tensors: Mapping[str, Any]) -> dict[str, Stored]:

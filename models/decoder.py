@@ -1,4 +1,4 @@
-"""A decoder whose configuration covers GPT-2, Llama 3, Qwen 2.5 and 3, Mistral, Gemma 2 and 3.
+"""A decoder whose configuration covers GPT-2, Llama, Qwen 2.5 and 3, Mistral and Gemma 1 to 3.
 
     x = embedding[tokens]                   times sqrt(features) in Gemma; plus positions in GPT-2
     x = x + post(attention(norm(x)))        post is the identity, or in Gemma a norm

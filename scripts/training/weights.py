@@ -21,12 +21,18 @@ from jaxtyping import Array, Float, Int
 from models import Decoder, checkpoint
 from models.config import DecoderConfig
 from models.sharding import Layout
-from scripts.training.processes import UserError, is_writer, say
+from scripts.training.processes import UserError, is_writer, say, warn
 
 # Tokens of each sequence whose logits exist at once, at most: a vocabulary is large.
 LOGITS_AT_ONCE = 256
 # Folder of a run: the tuned copy.
 WEIGHTS = "weights"
+# Files that it has of the folder. No other file, because tuned copies are published.
+COPIED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
 
 
 def weights_folder(folder: Path) -> Path | None:
@@ -146,10 +152,12 @@ class Tuned:
         folder, new = out_dir / WEIGHTS, out_dir / f".{WEIGHTS}.train_gpt"
         shutil.rmtree(new, ignore_errors=True)
         checkpoint.write(new, self.decoder, params, max_file_bytes=5 * 10**9)
-        for file in source.iterdir():
-            written = file.name == checkpoint.CONFIG or "safetensors" in file.name
-            if file.suffix in (".json", ".jinja", ".txt", ".model") and not written:
-                shutil.copy(file, new)
+        for name in COPIED:
+            # A link may lead to a file that is not for publishing.
+            if (source / name).is_symlink():
+                warn(f"the tuned copy has no {name}, because {source / name} is a symbolic link")
+            elif (source / name).is_file():
+                shutil.copy(source / name, new)
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
         say("weights", f"the tuned copy is {folder}, in {dtype}")

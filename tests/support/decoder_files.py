@@ -37,6 +37,7 @@ FILES = {
     "mistral": SIZES | {"sliding_window": 3},
     "qwen2": SIZES | WINDOW | {"tie_word_embeddings": True},
     "qwen3": SIZES | {"head_dim": 6},
+    "gemma": SIZES | {"head_dim": 6, "hidden_act": "gelu"},
     "gemma2": SIZES | GEMMA,
     "gemma3_text": SIZES | GEMMA | {"layer_types": ["full_attention", "sliding_attention"]},
 }

@@ -39,6 +39,9 @@ def folders(corpus, tmp_path_factory):
     make("qwen2", dtype="bfloat16", **SIZES).save_pretrained(weights)
     shutil.copy(tokens / "tokenizer.json", weights)
     (weights / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    # Not for publishing.
+    (weights / "notes.json").write_text("{}")
+    (weights / "merges.txt").symlink_to(weights / "notes.json")
     return weights, tokens
 
 
@@ -127,8 +130,11 @@ def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
     losses = [line["loss"] for line in metrics(checked)]
     assert losses[-1] < losses[0] - 0.1
     copy = Path(checked.out_dir, "weights")
-    assert f"the tuned copy is {copy}, in bfloat16" in capsys.readouterr().out
-    assert {p.name for p in copy.iterdir()} == {p.name for p in folders[0].iterdir()}
+    said = capsys.readouterr()
+    assert f"the tuned copy is {copy}, in bfloat16" in said.out
+    assert "the tuned copy has no merges.txt, because" in said.err
+    left_out = {"notes.json", "merges.txt"}
+    assert {p.name for p in copy.iterdir()} == {p.name for p in folders[0].iterdir()} - left_out
     model = Decoder.from_pretrained(copy, dtype="float32")
     assert model.embedding.weight.dtype == jnp.bfloat16
     text = load_text(checked)
