@@ -113,11 +113,12 @@ def open_folder(folder: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:
                 f"`folder` must have {CONFIG} and {WEIGHTS} or {INDEX}; got {str(folder)!r} "
                 f"without {name}."
             )
-    text = (folder / CONFIG).read_text()
+    text = (folder / CONFIG).read_text(encoding="utf-8")
     json_object(folder / CONFIG, text)
     if not (folder / INDEX).exists():
         return text, open_file(folder / WEIGHTS)
-    index = json_object(folder / INDEX, (folder / INDEX).read_text()).get("weight_map", {})
+    index = json_object(folder / INDEX, (folder / INDEX).read_text(encoding="utf-8"))
+    index = index.get("weight_map", {})
     tensors = {}
     for file in sorted(set(index.values())):
         if not (folder / file).is_file():
@@ -306,11 +307,11 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
         index = {name: file for file, inside in zip(names, files, strict=True) for name in inside}
         total = {"total_size": sum(x.nbytes for x in found.values())}
         content = {"metadata": total, "weight_map": index}
-        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     content = json.loads(config.source)
     dtype = str(found["embedding/weight"].dtype)
     content["dtype" if "dtype" in content else "torch_dtype"] = dtype
-    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(path: pathlib.Path, stored: dict[str, Stored], params: dict[str, jax.Array]):
