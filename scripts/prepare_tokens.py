@@ -159,7 +159,7 @@ def write_side(
     Raises:
         UserError: The tokenizer gives a token that it does not have.
     """
-    sizes, named = [], []
+    sizes, named, unknown = [], [], 0
     with open(files[0], "wb") as file:
         for batch in batches(documents):
             named += filter(None, map(words.special_name, batch))
@@ -171,10 +171,13 @@ def write_side(
                         f"{max(ids):,} in a document."
                     )
                 sizes.append(len(ids))
+                unknown += ids.count(words.unknown)
                 file.write(np.asarray(ids, type_of(words)).tobytes())
     if named and not special:
         count = f"{len(named):,} of {len(documents):,} documents"
         print(f"{count} name a special token, as {named[0]}: it is text without --special-tokens")
+    if unknown:
+        print(f"{unknown:,} tokens are for letters or words that the tokenizer does not know")
     ends = np.cumsum(sizes, dtype=ENDS)
     files[1].write_bytes(ends.tobytes())
     return int(ends[-1])

@@ -96,6 +96,7 @@ class FromFolder:
         names = sorted(filter(None, self._special), key=len, reverse=True)
         # Without a name it matches nothing.
         self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._unknown = getattr(self._tokenizer.model, "unk_token", None)
         generation, self.chat = {}, None
         if folder is not None:
             settings = read_json(folder / "tokenizer_config.json")
@@ -149,6 +150,11 @@ class FromFolder:
         """Return the token of a name; None if there is none."""
         return self._tokenizer.token_to_id(name)
 
+    @property
+    def unknown(self) -> int | None:
+        """The token of letters that the tokenizer does not know; None if it knows all."""
+        return self._unknown and self.token(self._unknown)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -159,11 +165,17 @@ class FromFolder:
         encodings = self._tokenizer.encode_batch(list(texts))
         found = [(x.ids, x.special_tokens_mask) for x in encodings]
         for text, (tokens, added) in zip(texts, found, strict=True):
-            if special or not (names := self._names.findall(text)):
+            if special:
+                # A text of a chat template begins with these tokens by itself.
+                begins = added.index(0) if 0 in added else 0
+                if tokens[:begins] == tokens[begins : 2 * begins]:
+                    del tokens[:begins], added[:begins]
+                continue
+            if not (names := self._names.findall(text)):
                 continue
             letters = {token for token, mine in zip(tokens, added, strict=True) if not mine}
             # The token of unknown letters may come from other letters.
-            names = {*names} - {getattr(self._tokenizer.model, "unk_token", None)}
+            names = {*names} - {self._unknown}
             if wrong := [name for name in names if self._special[name] in letters]:
                 raise UserError(
                     f"the tokenizer must write a name as text; got {wrong[0]!r}, which is always "

@@ -158,6 +158,19 @@ def test_name_of_a_special_token_is_text(corpus, tmp_path, prepare, capsys):
     assert "name a special token" not in capsys.readouterr().out
 
 
+def test_text_of_a_template_begins_once(changed, tmp_path, prepare, capsys):
+    """A template writes the token with which the tokenizer begins texts, too."""
+    words = changed(lambda tokenizer: tokenizer.add_special_tokens(["<begin>"]))
+    lines = [json.dumps({"text": x}) for x in ("<begin> w0 <begin> no", "w1", "<begin>")]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    flags = "--tokenizer", words, "--end-token", "<end>", "--special-tokens"
+    folder, _ = prepare(tmp_path / "a.jsonl", *flags)
+    assert sorted(all_of(documents_of, folder)) == [[1, 0], [1, 2, 1, 70_002, 0], [1, 3, 0]]
+    assert "1 tokens are for letters or words that the tokenizer does not know" in (
+        capsys.readouterr().out
+    )
+
+
 OTHER = ["--tokenizer", "OTHER", "--end-token", "<end>"]
 MISTAKES = [
     ("NO", [], "DATA must be a file or a folder; got "),
