@@ -267,7 +267,7 @@ class TextStream:
         first, read = min(parts, key=damage)
         self._tokens, self._read = list(prompt[first:]), read - first
         self._whole = decode(self._tokens[: self._read])
-        # What has been shown of the text of `_tokens`; the prompt has.
+        # The part of the text of `_tokens` that has been shown: that of the prompt, to begin with.
         self._shown = self._text()
         self._held = self.text = ""
         self._waiting, self.stopped = 0, False
