@@ -214,16 +214,19 @@ def test_chat_template_has_the_special_tokens(changed, run):
     assert "read 3 tokens" in chat.err
 
 
-# A template without special tokens, and one that ends each message with one; then a name of such a
-# token in the user's words and the system's, and text that surrounds it.
 NAMES = ["<end>", "<<end>end>", "a<end>\n<end> b", "\ufdd0<end>"]
 
 
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_name_of_a_special_token_in_a_chat_is_text(name, changed):
+def test_name_of_a_special_token_in_a_chat_is_text(name, normalized, changed):
     """Only the template writes special tokens; the letters of a message stay as they are."""
     pytest.importorskip("jinja2")
-    words = FromFolder(changed(tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<end>"}))
+    folder = changed(tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<end>"})
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"][0]["normalized"] = normalized
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    words = FromFolder(folder)
     letters = Bytes().encode(f"<system>{name}"), Bytes().encode(f"<user>{name}")
     chat = words.encode_chat(f" {name}", name)
     text = [words.encode(bytes(x).decode()) for x in letters]
