@@ -43,7 +43,8 @@ def shown(path: Path) -> str:
     name, language = path.relative_to(ROOT).as_posix(), path.suffix.removeprefix(".")
     fence = "`" * 5
     head = f"---\nsearch:\n  exclude: true\n---\n# {name}\n"
-    return f"{head}\n{fence}{language}\n{path.read_text()}\n{fence}\n"
+    text = path.read_text(encoding="utf-8")
+    return f"{head}\n{fence}{language}\n{text}\n{fence}\n"
 
 
 def on_files(files, config):

@@ -345,11 +345,11 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
         index = {name: file for file, inside in zip(names, files, strict=True) for name in inside}
         total = {"total_size": sum(x.nbytes for x in found.values())}
         content = {"metadata": total, "weight_map": index}
-        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     content = json.loads(config.source)
     dtype = str(found["embedding/weight"].dtype)
     content["dtype" if "dtype" in content else "torch_dtype"] = dtype
-    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(path: pathlib.Path, stored: dict[str, Stored], params: dict[str, jax.Array]):

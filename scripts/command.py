@@ -47,6 +47,8 @@ def command(main: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(main)
     def ending(*arguments, **options):
+        # The terminal may lack characters of what is printed.
+        sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         try:
             code = main(*arguments, **options)
             sys.stdout.flush()

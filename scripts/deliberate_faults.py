@@ -114,7 +114,7 @@ class Red(NamedTuple):
 
 def read(path: pathlib.Path = LIST) -> list[Fault]:
     """Return the faults of a list."""
-    entries = tomllib.loads(path.read_text())
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))
     return [Fault(name, **entry | {"tests": (*entry["tests"],)}) for name, entry in entries.items()]
 
 
@@ -123,7 +123,7 @@ def problems(fault: Fault, root: pathlib.Path = ROOT) -> list[str]:
     found = []
     if not (root / fault.file).is_file():
         return [f"{fault.name}: there is no file {fault.file}."]
-    count = (root / fault.file).read_text().count(fault.old)
+    count = (root / fault.file).read_text(encoding="utf-8").count(fault.old)
     if count != 1:
         found.append(f"{fault.name}: `old` must be in {fault.file} exactly once; found {count}.")
     if fault.old == fault.new:
@@ -187,7 +187,7 @@ class Tree:
     @contextlib.contextmanager
     def _broken(self, fault: Fault):
         path = self.path / fault.file
-        whole = path.read_text()
+        whole = path.read_text(encoding="utf-8")
         try:
             self._write(path, whole.replace(fault.old, fault.new))
             yield
@@ -196,7 +196,7 @@ class Tree:
 
     @staticmethod
     def _write(path: pathlib.Path, text: str):
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         # Python takes bytecode for fresh if the text has the same size and second.
         for stale in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             stale.unlink()
@@ -211,7 +211,7 @@ class Tree:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             start_new_session=True,
         ) as process:
             try:

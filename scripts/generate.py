@@ -26,7 +26,9 @@ from flax import nnx
 from models.generation import Generation, Sampling
 from scripts.command import Parser, UserError, command, parse_path, parse_size, why
 from scripts.generation.source import Source, by_flags, open_source
-from scripts.generation.tokens import FromFolder, TextStream
+from scripts.generation.tokens import TextStream, utf8
+
+BYTE_ORDER_MARK = "\ufeff"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,6 +60,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="whether prompts go through the folder's chat template (default: if it has one)",
     )
     add("--system", metavar="TEXT", help="the system's words in a chat")
+    add(
+        "--special-tokens",
+        action="store_true",
+        help="names of special tokens in a prompt without a chat are tokens, and not text",
+    )
     add = parser.add_argument_group("text").add_argument
     add("--tokens", type=parse_size, default=200, metavar="N", help="most tokens of each text")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be repeated")
@@ -101,9 +108,14 @@ def read_text(path: pathlib.Path) -> str:
         UserError: It cannot be read, or is no text.
     """
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text()
+        if str(path) == "-":
+            text = sys.stdin.read()
+        else:
+            with open(path, encoding="utf-8", newline="") as file:
+                text = file.read()
     except (OSError, UnicodeError) as error:
         raise UserError(f"--prompts must be text; got {path}: {why(error)}.") from None
+    return text.removeprefix(BYTE_ORDER_MARK)
 
 
 def read_prompts(flags: argparse.Namespace, source: Source) -> list[str]:
@@ -114,9 +126,11 @@ def read_prompts(flags: argparse.Namespace, source: Source) -> list[str]:
     """
     prompts = list(flags.prompt or ())
     if flags.prompts is not None:
-        prompts += [line for line in read_text(flags.prompts).splitlines() if line]
+        # Other characters that end a line for Python are text.
+        lines = [line.removesuffix("\r") for line in read_text(flags.prompts).split("\n")]
+        prompts += filter(None, lines)
     elif not prompts and not sys.stdin.isatty():
-        text = read_text(pathlib.Path("-")).rstrip("\n")
+        text = read_text(pathlib.Path("-")).rstrip("\r\n")
         prompts = [text] if text else []
     if not prompts and flags.prompts is None and "prompt" in source.defaults:
         prompts = [source.defaults["prompt"]]
@@ -131,15 +145,19 @@ def encode(flags: argparse.Namespace, source: Source, prompts: Sequence[str]) ->
     Raises:
         UserError: There is no chat template, or the system's words come without a chat.
     """
-    chat = source.tokens.chat
-    if flags.chat and chat is None:
+    words = source.tokens
+    if flags.chat and words.chat is None:
         raise UserError(f"--chat must come with a chat template; got {flags.source} without one.")
-    if flags.system is not None and (chat is None or flags.chat is False):
+    chat = words.chat is not None and flags.chat is not False
+    if flags.system is not None and not chat:
         raise UserError("--system must come with a chat; got none.")
-    if chat is not None and flags.chat is not False and isinstance(source.tokens, FromFolder):
-        # The template has the special tokens.
-        return [source.tokens.encode(chat(x, flags.system), special=False) for x in prompts]
-    return [source.tokens.encode(prompt) for prompt in prompts]
+    if chat:
+        if flags.special_tokens:
+            raise UserError("--special-tokens must come without a chat; got one: pass --no-chat.")
+        return [words.encode_chat(prompt, flags.system) for prompt in prompts]
+    if not flags.special_tokens and (name := words.special_name("\0".join(prompts))):
+        say(f"{name} in a prompt is text: --special-tokens makes it a token")
+    return [words.encode(prompt, flags.special_tokens) for prompt in prompts]
 
 
 def count_before_prompt(flags: argparse.Namespace, source: Source, tokens) -> int:
@@ -245,7 +263,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             when_full=flags.when_full,
             keep=keep,
         )
-        streams = [TextStream(source.tokens.decode, x, flags.stop) for x in tokens]
+        stops = [utf8(stop) for stop in flags.stop]
+        streams = [TextStream(source.tokens.decode, x, stops) for x in tokens]
         write(generation, streams, Output(prompts, streams))
     except (ValueError, NotImplementedError) as error:
         raise UserError(by_flags(error)) from None
@@ -268,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # The terminal may lack characters of the text.
-    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    if sys.stdin is not None:
+        # As it comes: no end of a line is translated.
+        sys.stdin.reconfigure(encoding="utf-8", newline="")  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(main())

@@ -110,7 +110,7 @@ def _tile_sizes(tiles: Iterable[tuple[str, Any]]) -> Any:
 def _kernels_in(path: pathlib.Path) -> dict[str, dict]:
     """Return the kernels in a file of --json."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
         kernels = content["kernels"] if isinstance(content["jax"], str) else None
         if not all(isinstance(record, dict) for record in kernels.values()):
             raise ValueError
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if to_stdout:
             print(text, end="")
         else:
-            options.json.write_text(text)
+            options.json.write_text(text, encoding="utf-8")
     if options.against:
         changes = list(_changes(before, results)) or ["nothing changed"]
         print(f"\nSince {options.against}:", *changes, sep="\n", file=report)

@@ -432,7 +432,7 @@ def filled(path: pathlib.Path, used: set[str]) -> str:
             raise UserError(f"{path.name}: there is no number {match[1]!r}: {error}.") from error
         return f"<!--n:{match[1]}-->{value}<!--/n-->"
 
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     markers = len(MARKERS.findall(text))
     if re.search(r"^\s*<!--n:", text, re.M):
         raise UserError(f"{path.name}: a number's marker must not begin a line.")
@@ -448,7 +448,7 @@ def stale() -> Iterator[tuple[pathlib.Path, str]]:
     used: set[str] = set()
     for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]:
         text = filled(path, used)
-        if text != path.read_text():
+        if text != path.read_text(encoding="utf-8"):
             yield path, text
     if unused := TABLES.keys() - used:
         raise UserError(f"a document must show each table; none shows {sorted(unused)}.")
@@ -473,7 +473,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path, text in stale():
         changed.append(path.relative_to(ROOT).as_posix())
         if not check:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     for path, draw in stale_figures():
         changed.append(path.relative_to(ROOT).as_posix())
         if not check:

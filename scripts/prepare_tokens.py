@@ -6,28 +6,40 @@
 
 The text is a file, or a folder as `train_gpt.py` reads it. A document is a file, or in a .jsonl
 file the field "text" of a line; each gets the tokens that the tokenizer begins one with, and then
-the end token. About a tenth of the documents is held out.
+the end token. About a tenth of the documents is held out. The name of a special token in a document
+is text; with --special-tokens it is the token, as in chats that a template has written.
 
 The tokenizer is a tokenizer.json, or the folder of weights that has one. Without one, byte-level
 BPE of --vocab-size tokens is trained on the text that is not held out.
 """
 
+import codecs
 import hashlib
 import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 try:
     import numpy as np
 
     from scripts.command import Parser, UserError, command, parse_path, parse_size
-    from scripts.generation.tokens import FromFolder, open_tokenizer
-    from scripts.training.checkpoints import MARK, write_file
+    from scripts.generation.tokens import FromFolder
+    from scripts.training.checkpoints import MARK, sha256_of, write_file
     from scripts.training.run_folder import END, TOKENIZER
     from scripts.training.settings import TrainConfig, by_flags
-    from scripts.training.text import SIDES, TOKENS, read_files, split_files
+    from scripts.training.text import (
+        ENDS,
+        NEW,
+        SIDES,
+        TOKENS,
+        files_of,
+        read_files,
+        split_files,
+        why_left_out,
+    )
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"error: this script needs a checkout installed with extras; got no module named "
@@ -36,7 +48,7 @@ except ModuleNotFoundError as error:
 
 # The end token of tokenizers that are trained here, and of many others.
 END_TOKEN = "<|endoftext|>"
-# Letters that are tokenized at once, in parallel.
+# Bytes that are tokenized at once, in parallel.
 BATCH = 2**24
 
 
@@ -44,10 +56,12 @@ def documents_of(files: Sequence[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
     """Return (name, UTF-8) of every document.
 
     Raises:
-        UserError: A file is not UTF-8, or a line of a .jsonl file has no text.
+        UserError: A file is not UTF-8, a line of a .jsonl file has no text, or all texts are empty.
     """
     documents = []
     for name, content in files:
+        # Some editors put it before a text.
+        content = content.removeprefix(codecs.BOM_UTF8)
         try:
             content.decode()
         except UnicodeDecodeError:
@@ -61,12 +75,25 @@ def documents_of(files: Sequence[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
             try:
                 if line.strip():
                     documents.append((f"{name}:{number}", json.loads(line)["text"].encode()))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise UserError(
                     f'`data` must have lines like {{"text": "..."}} in .jsonl files; got another '
                     f"in line {number} of {name!r}."
                 ) from None
+    if not any(content for _, content in documents):
+        raise UserError(f"`data` must have text in it; got {len(documents)} empty documents.")
     return documents
+
+
+def split_documents(documents: list[tuple[str, bytes]]) -> dict[str, list[bytes]]:
+    """Return the documents to train on and those held out; a single one is cut between letters."""
+    if len(documents) > 1:
+        sides = split_files(documents)
+    else:
+        [(name, content)] = documents
+        letters = split_files([(name, content.decode())])
+        sides = [[(name, text.encode()) for name, text in side] for side in letters]
+    return {x: [content for _, content in side] for x, side in zip(SIDES, sides, strict=True)}
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int):
@@ -91,31 +118,29 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int):
     return tokenizer
 
 
-def end_of(tokenizer, path: Path | None, asked: str | None) -> int:
+def end_of(words: FromFolder, asked: str | None) -> int:
     """Return the token that ends a document: the one asked for, or that of the folder.
 
     Raises:
         UserError: The tokenizer has no such token.
     """
-    if asked is None and path is not None and path.is_dir():
-        found = FromFolder(path).stop_tokens
-        if found:
-            return found[0]
-    end = tokenizer.token_to_id(asked or END_TOKEN)
-    if end is None:
+    name, end = repr(asked or END_TOKEN), words.token(asked or END_TOKEN)
+    if asked is None and words.stop_tokens:
+        name = end = words.stop_tokens[0]
+    if end not in range(words.vocab_size):
         raise UserError(
-            f"--end-token must be a token that ends a document; got {asked or END_TOKEN!r}, which "
-            "the tokenizer does not have."
+            f"--end-token must be a token that ends a document; got {name}, which the tokenizer "
+            "does not have."
         )
     return end
 
 
-def batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Yield lists of texts of about `BATCH` letters."""
+def batches(documents: Sequence[bytes]) -> Iterator[list[str]]:
+    """Yield lists of texts of about `BATCH` bytes."""
     batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for content in documents:
+        batch.append(content.decode())
+        size += len(content)
         if size >= BATCH:
             yield batch
             batch, size = [], 0
@@ -123,68 +148,139 @@ def batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def write_side(path: Path, texts: Iterator[str], tokenizer, end: int, dtype: str) -> int:
-    """Write the tokens of documents, an end token after each; return their number."""
-    count = 0
-    with open(path, "wb") as file:
-        for batch in batches(texts):
-            for found in tokenizer.encode_batch(batch):
-                ids = found.ids if found.ids[-1:] == [end] else [*found.ids, end]
-                count += len(ids)
-                file.write(np.asarray(ids, dtype).tobytes())
-    return count
+def write_side(
+    files: Sequence[Path], documents: Sequence[bytes], words: FromFolder, end: int, special: bool
+) -> int:
+    """Write the tokens of documents, an end token after each, and where each ends.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        UserError: The tokenizer gives a token that it does not have.
+    """
+    sizes, named, unknown = [], [], 0
+    with open(files[0], "wb") as file:
+        for batch in batches(documents):
+            named += filter(None, map(words.special_name, batch))
+            for ids in words.documents(batch, special):
+                ids = ids if ids[-1:] == [end] else [*ids, end]
+                if max(ids) >= words.vocab_size:
+                    raise UserError(
+                        f"the tokenizer must have tokens below {words.vocab_size:,}; got "
+                        f"{max(ids):,} in a document."
+                    )
+                sizes.append(len(ids))
+                unknown += ids.count(words.unknown)
+                file.write(np.asarray(ids, type_of(words)).tobytes())
+    if named and not special:
+        count = f"{len(named):,} of {len(documents):,} documents"
+        print(f"{count} name a special token, as {named[0]}: it is text without --special-tokens")
+    if unknown:
+        print(f"{unknown:,} tokens are for letters or words that the tokenizer does not know")
+    ends = np.cumsum(sizes, dtype=ENDS)
+    files[1].write_bytes(ends.tobytes())
+    return int(ends[-1])
 
 
-def text_of(side: Sequence[tuple[str, bytes]]) -> Iterator[str]:
-    """Yield the texts of documents."""
-    # Where a single document is cut, the cut may be inside of a letter.
-    return (content.decode(errors="ignore") for _, content in side)
+def type_of(words: FromFolder) -> str:
+    """Return the dtype that has room for all tokens."""
+    return "<u2" if words.vocab_size <= 2**16 else "<u4"
 
 
-def prepare(data: Path, out_dir: Path, tokenizer: Path | None, vocab_size: int, end: str | None):
+def put_into_place(folder: Path):
+    """Move the new files of a folder into place, if they are whole; remove them if not.
+
+    After a kill between any two lines, the next call goes on, because tokens.json is the last.
+    """
+    new = folder / NEW
+    if (new / TOKENS).exists():
+        for path in sorted(new.iterdir(), key=lambda path: path.name == TOKENS):
+            path.replace(folder / path.name)
+    shutil.rmtree(new, ignore_errors=True)
+
+
+def prepare(
+    data: Path,
+    out_dir: Path,
+    tokenizer: Path | None,
+    vocab_size: int,
+    end: str | None,
+    *,
+    special: bool = False,
+    replace: bool = False,
+):
     """Write the folder, and return the content of its tokens.json.
+
+    Args:
+        data: The text.
+        out_dir: The folder; the tokens in it stay until the new ones are whole.
+        tokenizer: A tokenizer.json, or a folder that has one; None to train one.
+        vocab_size: The size of a tokenizer that is trained.
+        end: The token that ends a document; None for that of the folder.
+        special: Whether names of special tokens in the text are these tokens.
+        replace: Whether tokens of another tokenizer in `out_dir` may be replaced.
 
     Raises:
         UserError: The text, the tokenizer or the folder does not serve.
     """
-    if out_dir.exists() and not (out_dir / TOKENS).exists() and any(out_dir.iterdir()):
+    new = out_dir / NEW
+    ours = any((folder / TOKENS).exists() for folder in (out_dir, new))
+    if out_dir.exists() and not ours and any(path != new for path in out_dir.iterdir()):
         raise UserError(
             f"`out_dir` must be new, empty, or a folder of this script; got {str(out_dir)!r}."
         )
     # The folder of results is no text.
-    files, _ = read_files(TrainConfig(data=str(data), out_dir=str(out_dir)))
-    sides = dict(zip(SIDES, split_files(documents_of(files)), strict=True))
-    if tokenizer is None:
-        used = train_tokenizer(text_of(sides["train"]), vocab_size)
-    else:
-        used = open_tokenizer(tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer)
-    end_token, size = end_of(used, tokenizer, end), max(used.get_vocab().values()) + 1
-    dtype = "<u2" if size <= 2**16 else "<u4"
+    files, left_out = read_files(TrainConfig(data=str(data), out_dir=str(out_dir)))
+    if left_out:
+        print(why_left_out(left_out))
+    sides = split_documents(documents_of(files))
+    words = None if tokenizer is None else FromFolder(tokenizer)
+    put_into_place(out_dir)
+    new.mkdir(parents=True)
+    try:
+        if words is None:
+            texts = (content.decode() for content in sides["train"])
+            train_tokenizer(texts, vocab_size).save(str(new / TOKENIZER))
+            words = FromFolder(new / TOKENIZER)
+        else:
+            shutil.copyfile(words.path, new / TOKENIZER)
+        old = out_dir / TOKENIZER
+        if not replace and old.exists() and old.read_bytes() != (new / TOKENIZER).read_bytes():
+            raise UserError(
+                f"`out_dir` must have no tokens of another tokenizer; got {str(out_dir)!r}: pass "
+                "another --out-dir, or --replace."
+            )
+        content = write_tokens(new, sides, words, end_of(words, end), special)
+    except BaseException:
+        shutil.rmtree(new)
+        raise
+    put_into_place(out_dir)
+    return content
 
-    out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / TOKENS).unlink(missing_ok=True)
-    if tokenizer is not None and tokenizer.is_dir():
-        shutil.copy(tokenizer / TOKENIZER, out_dir)
-    else:
-        used.save(str(out_dir / TOKENIZER))
-    write_file(out_dir / END, json.dumps({"eos_token_id": end_token}))
+
+def write_tokens(
+    folder: Path, sides: dict[str, list[bytes]], words: FromFolder, end: int, special: bool
+) -> dict[str, Any]:
+    """Write the files beside tokenizer.json, tokens.json last, and return its content."""
     counts, digest = {}, hashlib.sha256()
     for side, documents in sides.items():
-        path = out_dir / f"{side}.bin"
-        counts[side] = write_side(path, text_of(documents), used, end_token, dtype)
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        files = [folder / name for name in files_of(side)]
+        counts[side] = write_side(files, documents, words, end, special)
+        for path in files:
+            digest.update(sha256_of(path, flush=True).encode())
+    write_file(folder / END, json.dumps({"eos_token_id": end}))
     content = {
         **MARK,
-        "vocab_size": size,
-        "end": end_token,
-        "dtype": dtype,
+        "vocab_size": words.vocab_size,
+        "end": end,
+        "dtype": type_of(words),
         "tokens": counts,
-        "documents": {side: len(x) for side, x in sides.items()},
-        "bytes": {side: sum(len(x) for _, x in documents) for side, documents in sides.items()},
+        "documents": {side: len(documents) for side, documents in sides.items()},
+        "bytes": {side: sum(map(len, documents)) for side, documents in sides.items()},
         "sha256": digest.hexdigest(),
     }
-    write_file(out_dir / TOKENS, json.dumps(content, indent=2) + "\n")
+    write_file(folder / TOKENS, json.dumps(content, indent=2) + "\n")
     return content
 
 
@@ -219,6 +315,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="TEXT",
         help=f"the token that ends a document (default: that of the weights, or {END_TOKEN})",
     )
+    add(
+        "--special-tokens",
+        action="store_true",
+        help="names of special tokens in the text are tokens, and not text",
+    )
+    add(
+        "--replace",
+        action="store_true",
+        help="tokens of another tokenizer in the folder are replaced",
+    )
     flags = parser.parse_args(argv)
     if flags.vocab_size < 257:
         raise UserError(
@@ -227,7 +333,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     try:
         done = prepare(
-            flags.data, flags.out_dir, flags.tokenizer, flags.vocab_size, flags.end_token
+            flags.data,
+            flags.out_dir,
+            flags.tokenizer,
+            flags.vocab_size,
+            flags.end_token,
+            special=flags.special_tokens,
+            replace=flags.replace,
         )
     except UserError as error:
         raise UserError(by_flags(error).replace("--data", "DATA")) from None

@@ -100,7 +100,7 @@ class TrainState(NamedTuple):
 
 
 def model_functions(model: GPTConfig | Tuned, seed: int, layout: Layout | None = None):
-    """Return the model as pure functions `init() -> params` and `loss_fn(params, tokens) -> loss`.
+    """Return the model as pure functions `init() -> params` and `loss_fn(params, batch) -> loss`.
 
     `init` should run uncompiled: op by op, each of its few shapes compiles once. XLA for GPUs takes
     minutes for all random numbers of a large model as one program.
@@ -170,16 +170,17 @@ def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
 
 
 def mean_gradient(loss_fn, params, batch):
-    """Return loss and gradient over `batch[parts, microbatch, context + 1]`, one part at a time."""
+    """Return loss and gradient over a batch, `[parts, microbatch, ...]`, one part at a time."""
 
-    def add_part(total, tokens):
-        part = jax.value_and_grad(loss_fn)(params, tokens)
+    def add_part(total, part):
+        part = jax.value_and_grad(loss_fn)(params, part)
         return jax.tree.map(jnp.add, total, part), None
 
     # Parts have equal sizes, so the mean of their means is the mean over the batch.
     zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
     total, _ = jax.lax.scan(add_part, zeros, batch)
-    return jax.tree.map(lambda x: x / len(batch), total)
+    parts = len(jax.tree.leaves(batch)[0])
+    return jax.tree.map(lambda x: x / parts, total)
 
 
 def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
@@ -268,7 +269,7 @@ def gradient_error(config: TrainConfig, text: Text, layout: Layout) -> tuple[flo
     )
     shares = sizes["data"] * sizes["fsdp"]
     check = dataclasses.replace(config, model=model, batch_size=max(2, shares), accumulation=1)
-    batch = training_batch(text.train, 0, check, layout)
+    batch = training_batch(text.train, 0, check, layout, text.train_ends)
 
     if isinstance(model, Tuned):
         params = model.read(config.init_from, layout)
@@ -282,7 +283,7 @@ def gradient_error(config: TrainConfig, text: Text, layout: Layout) -> tuple[flo
         implementation = dataclasses.replace(model, attention=attention)
         _, loss_fn, _ = model_functions(implementation, config.seed, layout)
         compiled = jax.jit(
-            lambda params, batch: jax.grad(loss_fn)(params, batch[0]),
+            lambda params, batch: jax.grad(loss_fn)(params, jax.tree.map(lambda x: x[0], batch)),
             out_shardings=layout.of(params),
             compiler_options=quick,
         )
@@ -340,8 +341,8 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
         The state, and the mean speed.
     """
     first, start = int(state.step), time.perf_counter()
-    batch = training_batch(text.train, first + 1, config, layout)
-    held_out = held_out_batches(text.held_out, config, layout)
+    batch = training_batch(text.train, first + 1, config, layout, text.train_ends)
+    held_out = held_out_batches(text.held_out, config, layout, text.held_out_ends)
     say("compiling", "an update and an evaluation")
     # Compiled here, so that no step's time includes compilation.
     train_step = train_step.lower(state, batch).compile()
@@ -363,7 +364,7 @@ def run_steps(config, layout, work, text, folder, state, train_step, eval_step, 
     start = printed = time.perf_counter()
     with progress:
         for step in range(first + 1, config.steps + 1):
-            batch = training_batch(text.train, step, config, layout)
+            batch = training_batch(text.train, step, config, layout, text.train_ends)
             state, metrics = train_step(state, batch)
             pending.append(metrics)
             progress.update()

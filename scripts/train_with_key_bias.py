@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds = time.perf_counter() - start
         print(f"{name}: mean loss of the last steps {last:.4f}, {seconds:.0f} s", flush=True)
     flags.out_dir.mkdir(parents=True, exist_ok=True)
-    with open(flags.out_dir / f"{NAME}.csv", "w", newline="") as file:
+    with open(flags.out_dir / f"{NAME}.csv", "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *losses])
         rows = np.stack(list(losses.values()), 1)

@@ -166,7 +166,7 @@ def _ours(path: Path) -> dict[str, Any]:
     try:
         # Reading a pipe may never end.
         if path.is_file() or not path.exists():
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_bytes())
             if content["made_by"] == MADE_BY:
                 return content
     except OSError:
@@ -228,7 +228,7 @@ def store(f: CallFeatures, gpu: str, tiles: TileSizes) -> Path | None:
     content = {"made_by": MADE_BY, "schema": SCHEMA, "winners": content}
     part = Path(f"{path}.{os.getpid()}")
     try:
-        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -78,7 +78,7 @@ def surroundings(commit: str | None) -> dict[str, Any]:
 def _output(*command: str) -> str | None:
     try:
         root = pathlib.Path(__file__).parents[2]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=root, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -91,7 +91,7 @@ def _appended(path: pathlib.Path) -> TextIO:
             raise OSError("no regular file")
         if path.exists():
             load(path)
-        file = path.open("a+")
+        file = path.open("a+", encoding="utf-8")
         # The last line may lack its end.
         file.seek(0)
         if (text := file.read()) and not text.endswith("\n"):

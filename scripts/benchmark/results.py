@@ -84,8 +84,8 @@ def load(path: pathlib.Path) -> list[dict[str, Any]]:
         ValueError: A line does not fit the schema; the message says why.
         OSError, UnicodeError: The file cannot be read.
     """
-    records = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+    records, lines = [], path.read_text(encoding="utf-8").removesuffix("\n")
+    for number, text in enumerate(lines.split("\n") if lines else [], 1):
         try:
             record = json.loads(text)
         except (ValueError, RecursionError):

@@ -194,7 +194,7 @@ class Clocks:
                 ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                text=True,
+                encoding="utf-8",
             )
         except OSError:
             self.process = None

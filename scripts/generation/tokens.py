@@ -1,19 +1,24 @@
-"""Texts to tokens and back: bytes, tokenizer.json, chat templates, and text that is streamed."""
+"""Texts to tokens and back: bytes, tokenizer.json, chats, and text that is streamed."""
 
-import contextlib
-import datetime
+import functools
 import json
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from scripts.command import UserError, why
+from scripts.generation.chat import find_template, render
 
 # A character that is not complete yet; tokens of a model may end inside of one.
 INCOMPLETE = "\ufffd"
-# Most tokens that wait for the end of a character, and tokens before them that they are decoded
-# with, because a tokenizer may write a token otherwise at the start of a text.
-WAITING, BEFORE = 8, 5
+# Most tokens that wait for the end of a character.
+WAITING = 64
+# Tokens before the new ones that they are decoded with, because a tokenizer may write a token
+# otherwise at the start of a text; and most tokens of a character.
+BEFORE, LETTER = 5, 4
+# Characters that no text has, by Unicode's rules.
+NONCHARACTERS = [chr(n) for n in range(0xFDD0, 0xFDF0)]
 
 
 class Bytes:
@@ -22,9 +27,14 @@ class Bytes:
     stop_tokens: Sequence[int] = ()
     chat: Callable[[str, str | None], str] | None = None
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the tokens of a text, which has no special ones."""
+        del special
         return list(text.encode(errors="surrogateescape"))
+
+    def special_name(self, text: str) -> str | None:
+        """Return None: no name is that of a special token."""
+        del text
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -32,7 +42,7 @@ class Bytes:
 
 
 def open_tokenizer(path: pathlib.Path):
-    """Return the `tokenizers.Tokenizer` of a file.
+    """Return the `tokenizers.Tokenizer` of a file, which neither cuts nor fills texts.
 
     Raises:
         UserError: There is no such file, it is damaged, or the package is missing.
@@ -44,101 +54,166 @@ def open_tokenizer(path: pathlib.Path):
             f"{path} needs the package tokenizers: run pip install -e '.[models]'."
         ) from None
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself, not a subclass.
         raise UserError(
             f"{path.parent} must have a {path.name} that the package tokenizers reads; got "
             f"{str(error).splitlines()[0]!r}."
         ) from None
+    # A tokenizer that was saved while it made batches has their length in its file.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class FromFolder:
     """The tokens of a folder with tokenizer.json, and its chat template.
 
+    The name of a special token in a text is text, unless the caller or a chat template says that it
+    is the token.
+
     Args:
-        folder: The folder.
+        path: The folder; or a tokenizer.json alone.
 
     Attributes:
+        path: The tokenizer.json.
         stop_tokens: The tokens that end a text, by generation_config.json or config.json.
-        chat: Returns the text of a chat from the user's words and the system's; None if the folder
-            has no template.
+        chat: Returns the text of a chat, up to where the model's answer begins, from the user's
+            words and the system's; None if the folder has no template.
+        vocab_size: One more than the largest token.
 
     Raises:
         UserError: There is no tokenizer.json, it is damaged, or a package is missing.
     """
 
-    def __init__(self, folder: pathlib.Path):
-        self._tokenizer = open_tokenizer(folder / "tokenizer.json")
-        self._settings = read_json(folder / "tokenizer_config.json")
-        generation = read_json(folder / "generation_config.json")
-        end = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
+    def __init__(self, path: pathlib.Path):
+        folder = path if path.is_dir() else None
+        self.path = path if folder is None else folder / "tokenizer.json"
+        self._tokenizer = open_tokenizer(self.path)
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        tokens = self._tokenizer.get_added_tokens_decoder()
+        self._special = {x.content: number for number, x in tokens.items() if x.special}
+        names = sorted(filter(None, self._special), key=len, reverse=True)
+        # Without a name it matches nothing.
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._unknown = getattr(self._tokenizer.model, "unk_token", None)
+        generation, self.chat = {}, None
+        if folder is not None:
+            settings = read_json(folder / "tokenizer_config.json")
+            generation = read_json(folder / "config.json")
+            generation |= read_json(folder / "generation_config.json")
+            if template := find_template(folder, settings):
+                self.chat = functools.partial(render, template, settings)
+        end = generation.get("eos_token_id")
         self.stop_tokens = [end] if isinstance(end, int) else list(end or ())
-        template = self._template(folder)
-        self.chat = None if template is None else self._chat(template)
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the tokens of a text, with the special ones that begin one if asked for."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"--prompt must be UTF-8; got {text[:40]!r}.") from None
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the tokens of a text to continue, with those that the tokenizer begins one with.
+
+        Args:
+            text: The text.
+            special: Whether names of special tokens in the text are these tokens.
+        """
+        [(tokens, added)] = self._encoded([utf8(text)], special)
+        # A tokenizer may end texts, too.
+        while len(added) > 1 and added[-1]:
+            del tokens[-1], added[-1]
+        return tokens
+
+    def documents(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """Return the tokens of whole texts, with those that the tokenizer begins and ends one with.
+
+        See `encode`.
+        """
+        return [tokens for tokens, _ in self._encoded(texts, special)]
+
+    def encode_chat(self, prompt: str, system: str | None) -> list[int]:
+        """Return the tokens of a chat by `chat`: the special ones are those of the template."""
+        texts, tokenizer = [utf8(prompt), utf8(system or "")], self._tokenizer
+        if any(map(self._names.search, texts)):
+            # Refuses what `documents` refuses.
+            self.documents(texts)
+            mark = next(x for x in NONCHARACTERS if x not in "".join(texts))
+            texts = [self._break_names(text, mark) for text in texts]
+            tokenizer = self._without(mark)
+        tokenizer.encode_special_tokens = False
+        text = self.chat(texts[0], None if system is None else texts[1])
+        # The template has the tokens that begin a text.
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def special_name(self, text: str) -> str | None:
+        """Return the name of a special token that a text has as letters; None without one."""
+        found = self._names.search(text)
+        return found and found[0]
+
+    def token(self, name: str) -> int | None:
+        """Return the token of a name; None if there is none."""
+        return self._tokenizer.token_to_id(name)
+
+    @property
+    def unknown(self) -> int | None:
+        """The token of letters that the tokenizer does not know; None if it knows all."""
+        return self._unknown and self.token(self._unknown)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
-    def _template(self, folder: pathlib.Path) -> str | None:
-        with contextlib.suppress(FileNotFoundError):
-            return (folder / "chat_template.jinja").read_text()
-        found = self._settings.get("chat_template")
-        if isinstance(found, list):
-            found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    def _encoded(self, texts: Sequence[str], special: bool) -> list[tuple[list[int], list[int]]]:
+        """Return the tokens of texts, and for each token whether the tokenizer has added it."""
+        self._tokenizer.encode_special_tokens = not special
+        encodings = self._tokenizer.encode_batch(list(texts))
+        found = [(x.ids, x.special_tokens_mask) for x in encodings]
+        for text, (tokens, added) in zip(texts, found, strict=True):
+            if special:
+                # A text of a chat template begins with these tokens by itself.
+                begins = added.index(0) if 0 in added else 0
+                if tokens[:begins] == tokens[begins : 2 * begins]:
+                    del tokens[:begins], added[:begins]
+                continue
+            if not (names := self._names.findall(text)):
+                continue
+            letters = {token for token, mine in zip(tokens, added, strict=True) if not mine}
+            # The token of unknown letters may come from other letters.
+            names = {*names} - {self._unknown}
+            if wrong := [name for name in names if self._special[name] in letters]:
+                raise UserError(
+                    f"the tokenizer must write a name as text; got {wrong[0]!r}, which is always "
+                    "its special token: leave that name out."
+                )
         return found
 
-    def _chat(self, template: str) -> Callable[[str, str | None], str]:
-        try:
-            import jinja2.sandbox
-        except ModuleNotFoundError:
-            raise UserError(
-                "a chat template needs the package jinja2: run pip install -e '.[models]', or pass "
-                "--no-chat."
-            ) from None
-
-        def refuse(message):
-            raise UserError(f"the chat template must take the prompt; got {message!r}.")
-
-        # The options and names that templates of the hub are written for.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda x, **options: json.dumps(
-            x, ensure_ascii=False, **options
-        )
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-
-        def text_of(token: Any) -> str:
-            return token.get("content", "") if isinstance(token, dict) else token or ""
-
-        special = {
-            name: text_of(x) for name, x in self._settings.items() if name.endswith("_token")
-        }
-
-        def render(prompt: str, system: str | None) -> str:
-            messages = [{"role": "system", "content": system}] if system is not None else []
-            messages.append({"role": "user", "content": prompt})
-            try:
-                return environment.from_string(template).render(
-                    messages=messages, add_generation_prompt=True, **special
-                )
-            except jinja2.TemplateError as error:
+    def _break_names(self, text: str, mark: str) -> str:
+        """Return a text with a mark inside of each name of a special token."""
+        while found := self._names.search(text):
+            if len(found[0]) == 1:
                 raise UserError(
-                    f"the chat template must be one that jinja2 renders; got {error}: pass "
-                    "--no-chat."
-                ) from None
+                    f"--prompt must not have {found[0]!r} in a chat, which is a special token."
+                )
+            text = text[: found.start() + 1] + mark + text[found.start() + 1 :]
+        return text
 
-        return render
+    def _without(self, mark: str):
+        """Return the tokenizer that leaves a mark out, after it has found the special tokens."""
+        fields = json.loads(self._tokenizer.to_str())
+        for token in fields["added_tokens"]:
+            token["normalized"] &= not token["special"]
+        removed = {"type": "Replace", "pattern": {"String": mark}, "content": ""}
+        steps = [removed, *filter(None, [fields["normalizer"]])]
+        fields["normalizer"] = {"type": "Sequence", "normalizers": steps}
+        return type(self._tokenizer).from_str(json.dumps(fields))
+
+
+def utf8(text: str) -> str:
+    """Return a text with the letters of its bytes, which the locale may have kept from Python.
+
+    Raises:
+        UserError: The bytes are no letters.
+    """
+    try:
+        return text.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        raise UserError(f"--prompt must be UTF-8; got {text[:40]!r}.") from None
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -148,12 +223,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         UserError: The file is no JSON object.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeError) as error:
+    except OSError as error:
         raise UserError(f"{path} must be readable; got {why(error)}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise UserError(f"{path} must be a JSON object; got other text.")
@@ -177,30 +252,65 @@ class TextStream:
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str]
     ):
         self._decode, self._stops = decode, stops
-        self._tokens = list(prompt[-BEFORE:])
-        self._first, self._read = 0, len(self._tokens)
+
+        def damage(part):
+            text = decode(prompt[slice(*part)])
+            return text.endswith(INCOMPLETE), text.count(INCOMPLETE)
+
+        # Some decoders show no letter of a run of bytes that begins or ends inside of one.
+        size = len(prompt)
+        parts = [
+            (max(read - BEFORE - more, 0), read)
+            for read in range(size, max(size - LETTER, -1), -1)
+            for more in range(LETTER)
+        ]
+        first, read = min(parts, key=damage)
+        self._tokens, self._read = list(prompt[first:]), read - first
+        self._whole = decode(self._tokens[: self._read])
+        # The part of the text of `_tokens` that has been shown: that of the prompt, to begin with.
+        self._shown = self._text()
         self._held = self.text = ""
-        self.stopped = False
+        self._waiting, self.stopped = 0, False
 
     def add(self, token: int) -> None:
         """Add a token."""
         self._tokens.append(token)
-        new = self._new()
-        if not new.endswith(INCOMPLETE) or len(self._tokens) - self._read >= WAITING:
-            self._take(new)
+        text = self._text()
+        whole = text.rstrip(INCOMPLETE)
+        self._waiting = 0 if self._show(whole) else self._waiting + 1
+        if whole != text and self._waiting < WAITING:
+            return
+        self._show(text)
+        # The tokens to decode the next ones with have a text of their own.
+        first = self._read if self._decode(self._tokens[self._read :]) else 0
+        self._tokens, self._waiting = self._tokens[first:], 0
+        self._read = len(self._tokens)
+        self._whole = self._shown = self._decode(self._tokens)
 
     def finish(self) -> None:
         """Add what was held back."""
         if not self.stopped:
-            self._take(self._new())
+            self._show(self._text())
             self.text, self._held = self.text + self._held, ""
 
-    def _new(self) -> str:
-        before = self._decode(self._tokens[self._first : self._read])
-        return self._decode(self._tokens[self._first :])[len(before) :]
+    def _text(self) -> str:
+        """Return the text of the tokens, of which those that were read are whole characters."""
+        text = self._decode(self._tokens)
+        if text.startswith(self._whole.rstrip(INCOMPLETE)):
+            return text
+        # A run of bytes that ends inside of a character, or that is damaged.
+        return self._whole + self._decode(self._tokens[self._read :])
+
+    def _show(self, text: str) -> bool:
+        """Show what is new in a text of the tokens; return whether there is something."""
+        pairs = enumerate(zip(text, self._shown, strict=False))
+        known = next((n for n, (a, b) in pairs if a != b), min(len(text), len(self._shown)))
+        if new := text[known:]:
+            self._shown = text
+            self._take(new)
+        return bool(new)
 
     def _take(self, new: str) -> None:
-        self._first, self._read = self._read, len(self._tokens)
         self._held += new
         ends = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if ends:

@@ -121,7 +121,7 @@ def missing() -> str:
 def run_tool(name: str, *arguments: Any) -> str:
     """Return the output of one of NVIDIA's tools."""
     command = [_tool(name) or name, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
 
 
 def _plugins() -> list[str]:
@@ -255,7 +255,9 @@ def _clocks() -> tuple[float, float]:
 
 def _launches(folder: pathlib.Path) -> Iterator[Launch]:
     """Read XLA's list of launches, because a cubin does not know its dynamic shared memory."""
-    text = "".join(path.read_text() for path in sorted(folder.glob("*.thunk_sequence.txt")))
+    text = "".join(
+        path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.thunk_sequence.txt"))
+    )
     pattern = r"(\S+) +grid: \[(.*?)\] +threads: \[(.*?)\] +shared_memory: (\d+)"
     for name, grid, threads, shared in re.findall(pattern, text):
         blocks, threads = (math.prod(map(int, sizes.split(","))) for sizes in (grid, threads))

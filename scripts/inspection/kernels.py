@@ -320,7 +320,8 @@ def _read(
                 "".join(
                     f"{16 * n:05x} {i.predicate:>6} {i.opcode} {i.operands}\n"
                     for n, i in enumerate(code)
-                )
+                ),
+                encoding="utf-8",
             )
 
 

@@ -241,7 +241,7 @@ class Checkpoints:
 
     def read(self, step: int, name: str) -> str:
         """Return one of the text files beside the state."""
-        return (self.path / str(step) / name).read_text()
+        return (self.path / str(step) / name).read_text(encoding="utf-8")
 
     def damage(self, step: int) -> str | None:
         """Return the damage to a checkpoint in a few words, None if it is whole."""
@@ -261,7 +261,7 @@ class Checkpoints:
         """Write the text files and the hashes of a checkpoint whose state is written."""
         folder = self.path / str(step)
         for name, content in files.items():
-            (folder / name).write_text(content)
+            (folder / name).write_text(content, encoding="utf-8")
         paths = sorted(p for p in folder.rglob("*") if p.is_file())
         hashes = {p.relative_to(folder).as_posix(): sha256_of(p, flush=True) for p in paths}
         write_file(folder / HASHES, json.dumps({**MARK, "step": step, "sha256": hashes}, indent=1))

@@ -30,7 +30,7 @@ from scripts.training.attention import explain_attention
 from scripts.training.mesh import describe_mesh
 from scripts.training.processes import UserError, say, several
 from scripts.training.settings import TrainConfig
-from scripts.training.text import Text
+from scripts.training.text import Text, why_left_out
 from scripts.training.weights import Tuned
 
 # Dense bfloat16 FLOP/s by JAX's `device_kind`, from NVIDIA's data sheets. For the H200 and the H100
@@ -188,6 +188,6 @@ def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params
     say("attention", f"{attention} (--attention {model.attention or 'auto'}) {reason}".rstrip())
     say("text", str(text))
     if text.left_out:
-        say("", f"left out, because they are folders of runs: {', '.join(text.left_out)}")
+        say("", why_left_out(text.left_out))
     say("updates", f"{config.steps:,}, {config.warmup_steps} of them warmup")
     say("work", str(work))

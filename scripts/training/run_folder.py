@@ -64,7 +64,7 @@ def lock(path: Path):
     Raises:
         UserError: Another process holds the lock.
     """
-    with open(path, "a+") as file:
+    with open(path, "a+", encoding="utf-8") as file:
         try:
             if fcntl is None:
                 raise OSError(0, "no locks on this system")
@@ -239,7 +239,7 @@ class RunFolder:
         content = ""
         if self.last_step:
             content = self._checkpoints.read(self.last_step, METRICS)
-        self._lines = [json.loads(line) for line in content.splitlines()]
+        self._lines = parse_lines(content)
         if is_writer() and not self._restart:
             path = self.path / METRICS
             there = path.read_bytes() if path.exists() else b""
@@ -257,7 +257,7 @@ class RunFolder:
         Lines of a restarted run reach the disk with its first checkpoint.
         """
         if is_writer() and not self._restart:
-            with open(self.path / METRICS, "a") as file:
+            with open(self.path / METRICS, "a", encoding="utf-8") as file:
                 file.write(json_lines(lines))
                 file.flush()
                 os.fsync(file.fileno())
@@ -363,6 +363,11 @@ def json_lines(lines: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
+def parse_lines(text: str) -> list[dict[str, Any]]:
+    """Return the lines of the text of metrics.jsonl."""
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
 def draw_curves(runs: dict[str, list[dict[str, Any]]]) -> Figure:
     """Draw the losses in the lines of metrics.jsonl of some runs, by name, without a display."""
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -397,7 +402,7 @@ def plot_comparison(folders: dict[str, str]):
     """Draw the losses of runs, by name, into the first one's folder."""
     paths = {name: Path(folder) for name, folder in folders.items()}
     runs = {
-        name: [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
+        name: parse_lines((path / METRICS).read_text(encoding="utf-8"))
         for name, path in paths.items()
     }
     [first, *_] = paths.values()

@@ -2,10 +2,12 @@
 
 Tokens are bytes, or those of a folder that `prepare_tokens.py` has written:
 
-    train.bin, held_out.bin    the tokens, little-endian, mapped into memory
-    tokenizer.json             their tokenizer, by the package tokenizers
-    generation_config.json     the token that ends a document
-    tokens.json                counts and a hash; written last
+    train.bin, held_out.bin              the tokens, little-endian, mapped into memory
+    train_ends.bin, held_out_ends.bin    for each document, the tokens up to its end, in 64 bits
+    tokenizer.json                       their tokenizer, by the package tokenizers
+    generation_config.json               the token that ends a document
+    tokens.json                          counts and a hash; written last
+    .prepare_tokens/                     new files, until all are whole
 
 About a tenth of the text is held out by whole files, chosen by a hash of their names, so that no
 file is on both sides. Run folders are no text and are left out.
@@ -38,8 +40,10 @@ FILE_SEPARATOR = b"\0"
 # Folders of the standard library with installed packages, tests, or generated tables.
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 NOT_SOURCE |= {"encodings", "pydoc_data"}
-TOKENS = "tokens.json"
+TOKENS, NEW = "tokens.json", ".prepare_tokens"
 SIDES = ("train", "held_out")
+# Type of the numbers that say where documents end.
+ENDS = "<i8"
 
 
 class Text(NamedTuple):
@@ -50,9 +54,12 @@ class Text(NamedTuple):
         held_out: The tokens that are held out.
         train_files: Names of the files to train on, or numbers of documents.
         held_out_files: The same of those that are held out.
-        left_out: Names of the run folders that were found among the files.
+        left_out: Names of what is no text among the files.
         tokens: The tokenizer.
         prepared: The content of tokens.json; None where tokens are bytes.
+        train_ends: For each document to train on, the number of tokens up to its end; None where
+            tokens are bytes.
+        held_out_ends: The same of those that are held out.
     """
 
     train: np.ndarray
@@ -62,16 +69,13 @@ class Text(NamedTuple):
     left_out: list[str]
     tokens: Bytes | FromFolder = Bytes()
     prepared: dict[str, Any] | None = None
+    train_ends: np.ndarray | None = None
+    held_out_ends: np.ndarray | None = None
 
     @property
     def vocab_size(self) -> int:
         """Number of different tokens."""
         return 256 if self.prepared is None else self.prepared["vocab_size"]
-
-    @property
-    def end(self) -> int | None:
-        """The token that ends a document; None where tokens are bytes."""
-        return None if self.prepared is None else self.prepared["end"]
 
     def bits_per_byte(self, loss: float) -> float:
         """Return the bits of a byte of the held-out text, from nats of its tokens."""
@@ -97,10 +101,10 @@ class Text(NamedTuple):
 
 
 def read_files(config: TrainConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
-    """Return (name, bytes) of every text file, sorted by name, and the run folders left out.
+    """Return (name, bytes) of every text file, sorted by name, and the names of what is left out.
 
-    All files below a folder are text, but for hidden files, files of runs, and files with a zero
-    byte near their start.
+    All files below a folder are text, but for hidden files, and for what is left out: folders of
+    runs, and files with a zero byte near their start.
     """
     default = config.data is None
     root = Path(sysconfig.get_path("stdlib") if default else config.data)
@@ -108,12 +112,23 @@ def read_files(config: TrainConfig) -> tuple[list[tuple[str, bytes]], list[str]]
     files = []
     for path in paths:
         content = path.read_bytes()
-        if content and FILE_SEPARATOR not in content[:8192]:
-            name = path.relative_to(root).as_posix() if path != root else path.name
+        name = path.relative_to(root).as_posix() if path != root else path.name
+        if FILE_SEPARATOR in content[:8192]:
+            left_out.append(name)
+        elif content:
             files.append((name, content))
     if not files:
         raise UserError(f"`data` must have text in it; found none in {str(root)!r}: pass --data.")
     return sorted(files), sorted(left_out)
+
+
+def why_left_out(names: Sequence[str]) -> str:
+    """Return a line that names what `read_files` has left out."""
+    more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
+    return (
+        "left out, because they are folders of runs, or have zero bytes and are no UTF-8: "
+        f"{', '.join(names[:10])}{more}"
+    )
 
 
 def find_files(root: Path, own: Path, default: bool) -> tuple[list[Path], list[str]]:
@@ -174,8 +189,9 @@ def split_files(files: list[tuple[str, bytes]]) -> tuple[list, list]:
 
 def load_text(config: TrainConfig) -> Text:
     """Read and split the text, and check that both sides are longer than the context."""
-    if config.data is not None and Path(config.data, TOKENS).exists():
-        text = map_tokens(Path(config.data))
+    folder = Path(config.data or "")
+    if config.data is not None and any((x / TOKENS).exists() for x in (folder, folder / NEW)):
+        text = map_tokens(folder)
     else:
         files, left_out = read_files(config)
         sides = split_files(files)
@@ -190,37 +206,49 @@ def load_text(config: TrainConfig) -> Text:
             f"{config.model.context}, {len(text.train)} tokens to train on and "
             f"{len(text.held_out)} held out: give more text or a smaller --context."
         )
+    if not text.tokens.encode(config.prompt):
+        raise UserError(f"`prompt` must have a token; got none in {config.prompt!r}.")
     return text
+
+
+def files_of(side: str) -> tuple[str, str]:
+    """Return the names of the files of a side: its tokens, and the ends of its documents."""
+    return f"{side}.bin", f"{side}_ends.bin"
 
 
 def map_tokens(folder: Path) -> Text:
     """Return the text of a folder of prepare_tokens.py, mapped into memory.
 
     Raises:
-        UserError: The folder is of something else, or a file is cut short.
+        UserError: The folder is of something else, or a file is missing or cut short.
     """
-    prepared = read_marked(folder / TOKENS)
-    if prepared is None:
+    prepared, unfinished = read_marked(folder / TOKENS), (folder / NEW / TOKENS).exists()
+    if unfinished or prepared is None:
+        got = "unfinished ones" if unfinished else f"another {TOKENS}"
         raise UserError(
-            f"`data` must be text, or tokens by prepare_tokens.py; got another {TOKENS} in "
-            f"{str(folder)!r}."
+            f"`data` must be text, or tokens by prepare_tokens.py; got {got} in {str(folder)!r}: "
+            "prepare them again."
         )
-    sides = []
+    tokens, ends = {}, {}
     for side in SIDES:
-        path, count = folder / f"{side}.bin", prepared["tokens"][side]
-        size = path.stat().st_size if path.exists() else 0
-        if size != count * np.dtype(prepared["dtype"]).itemsize:
-            raise UserError(
-                f"`data` must have the {count:,} tokens of {path}; got a file of {size:,} bytes: "
-                "prepare them again."
-            )
-        sides.append(np.memmap(path, prepared["dtype"], mode="r"))
-    documents = (range(prepared["documents"][side]) for side in SIDES)
-    return Text(*sides, *documents, [], FromFolder(folder), prepared)
+        found = zip((tokens, ends), files_of(side), ("tokens", "documents"), strict=True)
+        for arrays, name, unit in found:
+            path, count = folder / name, prepared[unit][side]
+            dtype = np.dtype(prepared["dtype"] if arrays is tokens else ENDS)
+            size = path.stat().st_size if path.exists() else 0
+            if size != count * dtype.itemsize:
+                raise UserError(
+                    f"`data` must have the {count:,} {unit} of {path}; got a file of {size:,} "
+                    "bytes: prepare them again."
+                )
+            arrays[side] = np.memmap(path, dtype, mode="r")
+    documents = (range(len(ends[side])) for side in SIDES)
+    words = FromFolder(folder)
+    return Text(*tokens.values(), *documents, [], words, prepared, *ends.values())
 
 
 def fit_to_text(config: TrainConfig, text: Text) -> TrainConfig:
-    """Return the settings with what the text decides: the vocabulary, or the end of documents.
+    """Return the settings with what the text decides: the vocabulary of a new model.
 
     Raises:
         UserError: The tokens are not those of the folder that the run begins with.
@@ -240,37 +268,60 @@ def fit_to_text(config: TrainConfig, text: Text) -> TrainConfig:
             f"`data` must be tokens of the folder in `init_from`; got {got}: run python "
             f"scripts/prepare_tokens.py TEXT --tokenizer {folder} --out-dir TOKENS."
         )
+    if isinstance(model, Tuned):
+        return config
     # Products with a multiple of 64 are faster.
     size = 64 * math.ceil(text.vocab_size / 64)
-    fits = {"end": text.end} if isinstance(model, Tuned) else {"vocab_size": size}
-    return dataclasses.replace(config, model=dataclasses.replace(model, **fits))
+    return dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=size))
 
 
-def windows(text: np.ndarray, starts: np.ndarray, config: TrainConfig, layout: Layout) -> jax.Array:
+def windows(
+    text: np.ndarray, starts: np.ndarray, config: TrainConfig, layout: Layout, ends
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cut windows one longer than the context, `[parts, microbatch, context + 1]`.
 
     Each process cuts only the windows that its devices compute.
+
+    Returns:
+        The tokens. For weights also the document of each, counted from the first in its window; a
+        `GPT` reads across the ends of documents.
     """
     starts = starts.reshape(-1, config.microbatch)
-    positions = np.arange(config.model.context + 1)
+    offsets = np.arange(config.model.context + 1)
 
-    def cut(index):
-        return text[starts[index[:2]][..., None] + positions]
+    def cut(read):
+        return jax.make_array_from_callback(
+            (*starts.shape, len(offsets)),
+            layout.sharding(None, BATCH),
+            lambda index: read(starts[index[:2]][..., None] + offsets),
+        )
 
-    return jax.make_array_from_callback(
-        (*starts.shape, len(positions)), layout.sharding(None, BATCH), cut
-    )
+    def documents(positions):
+        numbers = np.searchsorted(ends, positions, side="right")
+        return (numbers - numbers[..., :1]).astype(np.int32)
+
+    tokens = cut(lambda positions: text[positions])
+    if ends is None or not isinstance(config.model, Tuned):
+        return tokens
+    return tokens, cut(documents)
 
 
-def training_batch(text: np.ndarray, step: int, config: TrainConfig, layout: Layout) -> jax.Array:
-    """Return the batch of one update: random windows, a function of (seed, step) alone."""
+def training_batch(
+    text: np.ndarray, step: int, config: TrainConfig, layout: Layout, ends: np.ndarray | None = None
+):
+    """Return the batch of one update: random windows, a function of (seed, step) alone.
+
+    See `windows`.
+    """
     rng = np.random.default_rng([config.seed, step])
     starts = rng.integers(0, len(text) - config.model.context, config.batch_size)
-    return windows(text, starts, config, layout)
+    return windows(text, starts, config, layout, ends)
 
 
-def held_out_batches(text: np.ndarray, config: TrainConfig, layout: Layout) -> jax.Array:
+def held_out_batches(
+    text: np.ndarray, config: TrainConfig, layout: Layout, ends: np.ndarray | None = None
+):
     """Return windows spread evenly over the held-out text, the same at every look."""
     last = len(text) - config.model.context - 1
     starts = np.linspace(0, last, config.eval_batches * config.batch_size).astype(int)
-    return windows(text, starts, config, layout)
+    return windows(text, starts, config, layout, ends)

@@ -2,8 +2,8 @@
 
     runs/tuned/weights/    the tuned copy: config.json, safetensors and the tokenizer's files
 
-Sequences are packed: a batch has windows of one stream of tokens, in which every document ends with
-the end token. Attention does not cross documents, and positions start again in each.
+Sequences are packed: a batch has windows of one stream of tokens, and the document of each token.
+Attention does not cross documents, and positions start again in each.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from models import Decoder, checkpoint
 from models.config import DecoderConfig
@@ -51,7 +51,6 @@ class Tuned:
         decoder: The model's shape, by its config.json.
         context: Tokens of a sequence in training.
         dtype: As in `GPTConfig`, and so are the others.
-        end: The token that ends a document; None: all tokens are one document.
     """
 
     decoder: DecoderConfig
@@ -60,7 +59,6 @@ class Tuned:
     param_dtype: str
     attention: str | None
     remat: bool
-    end: int | None = None
 
     vocab_size = property(lambda self: self.decoder.vocab_size)
     num_layers = property(lambda self: self.decoder.num_layers)
@@ -87,15 +85,16 @@ class Tuned:
         decoder = self.decoder
         segment_ids = jax.ShapeDtypeStruct((batch, self.context), jnp.int32)
         return {
-            "segment_ids": None if self.end is None else segment_ids,
+            "segment_ids": segment_ids,
             "local_window_size": (decoder.window - 1, 0) if decoder.has_window(0) else None,
             "logits_soft_cap": decoder.attention_soft_cap,
         }
 
     def functions(self, layout: Layout | None = None):
-        """Return `init() -> params`, `loss_fn(params, tokens) -> loss`, and the graph definition.
+        """Return `init() -> params`, `loss_fn(params, batch) -> loss`, and the graph definition.
 
-        The parameters of `init` are random: they have the shapes of those of `read`.
+        A batch has tokens, and the document of each; without them a row is one document. The
+        parameters of `init` are random: they have the shapes of those of `read`.
         """
         config = dataclasses.replace(
             self.decoder,
@@ -108,8 +107,9 @@ class Tuned:
         def make():
             return Decoder(config, rngs=nnx.Rngs(0), layout=layout)
 
-        def loss_fn(params, tokens):
-            return loss(nnx.merge(graphdef, params), tokens.astype(jnp.int32), self.end)
+        def loss_fn(params, batch):
+            tokens, documents = batch if isinstance(batch, tuple) else (batch, None)
+            return loss(nnx.merge(graphdef, params), tokens.astype(jnp.int32), documents)
 
         graphdef = nnx.graphdef(nnx.eval_shape(make))
         return lambda: nnx.to_pure_dict(nnx.state(make())), loss_fn, graphdef
@@ -163,21 +163,18 @@ class Tuned:
         say("weights", f"the tuned copy is {folder}, in {dtype}")
 
 
-def loss(model: Decoder, tokens: Int[Array, "B T+1"], end: int | None) -> Float[Array, ""]:
+def loss(
+    model: Decoder, tokens: Int[Array, "B T+1"], documents: Int32[Array, "B T+1"] | None
+) -> Float[Array, ""]:
     """Return the mean cross-entropy of each token given those of its window, in nats per token.
 
     Args:
         model: The model.
         tokens: Windows one longer than the model's input.
-        end: The token that ends a document.
+        documents: Number of each token's document; None: a window is one document.
     """
     given, next_ = tokens[:, :-1], tokens[:, 1:]
-    segment_ids = None
-    if end is not None:
-        # The end token is the last of its own document.
-        ends = (given == end).astype(jnp.int32)
-        segment_ids = jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends
-    stream = model.stream(given, segment_ids=segment_ids)
+    stream = model.stream(given, segment_ids=None if documents is None else documents[:, :-1])
     (batch, length), features = given.shape, stream.shape[-1]
     size = max(n for n in range(1, LOGITS_AT_ONCE + 1) if length % n == 0)
 
@@ -203,7 +200,7 @@ def open_weights(path: str, **values) -> Tuned:
         UserError: `Decoder` does not compute the model.
     """
     try:
-        text = (weights_folder(Path(path)) / checkpoint.CONFIG).read_text()
+        text = (weights_folder(Path(path)) / checkpoint.CONFIG).read_text(encoding="utf-8")
         return Tuned(DecoderConfig.from_json(text), **values)
     except ValueError as error:
         raise UserError(str(error)) from None

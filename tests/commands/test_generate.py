@@ -1,19 +1,26 @@
 """`scripts/generate.py`: text from runs and from folders of weights."""
 
+import argparse
 import io
 import json
+import os
+import pathlib
+import random
 import re
 import shutil
+import sys
 
 import jax
 import numpy as np
 import pytest
+from support import children
 from support.decoder_files import make
+from support.repository import ROOT
 
 from models.gpt import GPT, generate
 from scripts import train_gpt
-from scripts.generate import main
-from scripts.generation.tokens import Bytes, TextStream
+from scripts.generate import main, read_prompts
+from scripts.generation.tokens import Bytes, FromFolder, TextStream
 from scripts.training.checkpoints import Checkpoints
 
 
@@ -183,12 +190,13 @@ def test_chat_template_is_applied(changed, run):
         (["--no-chat"], "hi"),
     ):
         prompt = " hi" if "user" in text else "hi"
-        assert written("--prompt", prompt, *flags) == written("--no-chat", "--prompt", text)
+        plain = "--no-chat", "--special-tokens", "--prompt"
+        assert written("--prompt", prompt, *flags) == written(*plain, text)
     named = [{"name": name, "template": x} for name, x in (("tools", "no"), ("default", TEMPLATE))]
     text = json.dumps(settings | {"chat_template": named})
     (folder / "tokenizer_config.json").write_text(text)
     text = "<user>hi<end><assistant>"
-    assert written("--prompt", "hi") == written("--no-chat", "--prompt", text)
+    assert written("--prompt", "hi") == written(*plain, text)
 
 
 def test_chat_template_has_the_special_tokens(changed, run):
@@ -204,6 +212,123 @@ def test_chat_template_has_the_special_tokens(changed, run):
     chat = run(folder, "--prompt", "hi", *GREEDY)
     assert chat.out == run(folder, "--no-chat", "--prompt", "hi", *GREEDY).out
     assert "read 3 tokens" in chat.err
+
+
+NAMES = ["<end>", "<<end>end>", "a<end>\n<end> b", "\ufdd0<end>"]
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_name_of_a_special_token_in_a_chat_is_text(name, normalized, changed):
+    """Only the template writes special tokens; the letters of a message stay as they are."""
+    pytest.importorskip("jinja2")
+    folder = changed(tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<end>"})
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"][0]["normalized"] = normalized
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    words = FromFolder(folder)
+    letters = Bytes().encode(f"<system>{name}"), Bytes().encode(f"<user>{name}")
+    chat = words.encode_chat(f" {name}", name)
+    text = [words.encode(bytes(x).decode()) for x in letters]
+    assert chat == [*text[0], 256, *text[1], 256, *words.encode("<assistant>")]
+    assert 256 not in text[0] + text[1]
+    # The next chat is none the wiser.
+    assert words.encode_chat("a", None).count(256) == 1
+
+
+def test_name_of_a_special_token_in_a_prompt_is_text(weights, run, refused, changed):
+    for flags, tokens, said in (([], 6, True), (["--special-tokens"], 2, False)):
+        _, err = run(weights, "--prompt", "a<end>", *flags, "--tokens", "1")
+        assert f"read {tokens} tokens" in err
+        assert ("<end> in a prompt is text: --special-tokens" in err) == said
+    folder = changed(tokenizer_config={"chat_template": TEMPLATE})
+    assert "must come without a chat" in refused(folder, "--prompt", "a", "--special-tokens")
+
+
+def test_prompt_ends_without_what_ends_texts(changed):
+    """A tokenizer may begin and end texts; a prompt is to be continued."""
+    import tokenizers
+
+    folder = changed()
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    both = tokenizers.processors.TemplateProcessing(
+        "<end> $A <end>", special_tokens=[("<end>", 256)]
+    )
+    tokenizer.post_processor = both
+    tokenizer.save(str(folder / "tokenizer.json"))
+    words = FromFolder(folder)
+    assert words.encode("a") == [256, *words.documents(["a"])[0][1:-1]]
+    assert words.documents(["a"])[0][-1] == 256
+
+
+# What transformers 5.24 renders, with the system's words "s" and the user's "hé\n".
+RENDERED = {
+    "{{ {'b': 'é<', 'a': 1} | tojson }}": '{"b": "é<", "a": 1}',
+    "{{ {'b': 'é', 'a': [1]} | tojson(ensure_ascii=True, sort_keys=True) }}": (
+        '{"a": [1], "b": "\\u00e9"}'
+    ),
+    "{{ [1, {'a': 2}] | tojson(indent=1, separators=(',', ':')) }}": '[\n 1,\n {\n  "a":2\n }\n]',
+    "{% set x = 1 %}{% generation %}{{ messages[1].content }}{% set x = 2 %}{% endgeneration %}"
+    "{{ x }}": "hé\n1",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}"
+    "{% endfor %}": "user",
+    "{% if tools is none and documents is none and add_generation_prompt %}x{% endif %}": "x",
+    "{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}{{ add_bos_token is defined }}": (
+        "<end>FalseFalse"
+    ),
+    "{% for m in messages %}\n  {% if true %}\n  {{ m.content }}\n  {% endif %}\n{% endfor %}\n": (
+        "  s\n  hé\n\n"
+    ),
+    "{{ strftime_now('%%') }}": "%",
+}
+
+
+@pytest.mark.parametrize("template", RENDERED)
+def test_template_renders_as_in_transformers(template, changed):
+    pytest.importorskip("jinja2")
+    tokens = {"bos_token": None, "eos_token": {"content": "<end>"}, "add_bos_token": True}
+    folder = changed(tokenizer_config={"chat_template": template, **tokens})
+    assert FromFolder(folder).chat("hé\n", "s") == RENDERED[template]
+
+
+def test_template_files_come_before_the_settings(changed, refused):
+    pytest.importorskip("jinja2")
+    folder = changed(tokenizer_config={"chat_template": [{"name": "rag", "template": "r"}]})
+    assert "must have a chat template named default; got rag" in refused(folder, "--prompt", "a")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    assert "named default; got tool_use" in refused(folder, "--prompt", "a")
+    (folder / "chat_template.jinja").write_text("«{{ eos_token }}»", encoding="utf-8")
+    assert FromFolder(folder).chat("a", None) == "«»"
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    assert "the chat templates of" in refused(folder, "--prompt", "a")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_file_of_prompts_has_one_in_each_line(end, tmp_path, monkeypatch):
+    """Other characters that end lines for Python are text; an editor's first mark is none."""
+    wanted = ["first", "the\u2028second\x85 \x1c", "third\x0c", "\rfourth é"]
+    text = "\ufeff" + end.join([*wanted[:2], "", *wanted[2:]]) + end
+    (tmp_path / "prompts").write_text(text, encoding="utf-8", newline="")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text, newline=""))
+    for name in (tmp_path / "prompts", pathlib.Path("-")):
+        assert read_prompts(argparse.Namespace(prompt=None, prompts=name), None) == wanted
+
+
+def test_locale_without_letters_changes_nothing(changed, tmp_path, capfd):
+    """Files and flags are UTF-8; letters that the terminal lacks are shown by their numbers."""
+    pytest.importorskip("jinja2")
+    folder = changed(tokenizer_config={"chat_template": "«{{ messages[0].content }}»"})
+    (tmp_path / "prompts").write_text("世é", encoding="utf-8")
+    command = [sys.executable, train_gpt.__file__.replace("train_gpt", "generate"), folder]
+    command += ["--prompt", "é", "--prompts", tmp_path / "prompts", "--tokens", "1"]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = children.run(command, env={**os.environ, **locale}, cwd=ROOT)
+    out, err = capfd.readouterr()
+    assert done.returncode == 0, err
+    # Two letters around each prompt, of two bytes each.
+    assert f"read {2 + 4 + 5 + 4} tokens" in err
+    assert "# 2 of 2: '\\u4e16\\xe9'\n" in out
 
 
 def test_folder_says_how_tokens_are_drawn(changed, run):
@@ -286,6 +411,20 @@ def test_broken_chat_template_is_named(changed, refused):
     template = "{{ raise_exception('no') }}"
     (folder / "chat_template.jinja").write_text(template)
     assert "the chat template must take the prompt; got 'no'" in refused(folder, "--prompt", "a")
+    # A template is a program, which may fail in any way.
+    for template in (
+        "{{ 1 + 'a' }}",
+        "{{ 1 // 0 }}",
+        "{{ messages | tojson(other=1) }}",
+        "{{ messages[0].content.nothing.more }}",
+        "{% generation %}",
+        "{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages.append(1) }}",
+        "{{ strftime_now(1) }}",
+    ):
+        (folder / "chat_template.jinja").write_text(template)
+        assert "must be one that jinja2 renders; got " in refused(folder, "--prompt", "a")
 
 
 def test_help_shows_defaults(capsys):
@@ -326,7 +465,90 @@ def test_stream_holds_what_may_be_a_stop_string():
 
 def test_stream_of_damaged_bytes_goes_on():
     stream = TextStream(Bytes().decode, [255], [])
-    for byte in [200] * 20 + [97]:
+    for byte in [200] * 99:
         stream.add(byte)
+    assert len(stream.text) > 50
+    stream.add(97)
     stream.finish()
-    assert stream.text == "\ufffd" * 20 + "a"
+    assert stream.text == "\ufffd" * 99 + "a"
+
+
+def byte_tokens(kind):
+    """A tokenizer whose tokens are often a part of a letter."""
+    tokenizers = pytest.importorskip("tokenizers")
+    decoders, models = tokenizers.decoders, tokenizers.models
+    before = tokenizers.pre_tokenizers
+    if kind == "byte-level":
+        alphabet = sorted(before.ByteLevel.alphabet())
+        # The last byte of é, and the first of the same.
+        merges = [("©", "Ã"), ("Ġ", "ä")]
+        names = [*alphabet, *(a + b for a, b in merges)]
+        tokenizer = tokenizers.Tokenizer(models.BPE({x: n for n, x in enumerate(names)}, merges))
+        tokenizer.pre_tokenizer = before.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+    names = ["<unk>", *(f"<0x{n:02X}>" for n in range(256)), "▁", "a", "世"]
+    model = models.BPE(
+        {x: n for n, x in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    if kind == "metaspace":
+        tokenizer.pre_tokenizer = before.Metaspace()
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    else:
+        replaced, strip = tokenizers.normalizers.Replace(" ", "▁"), []
+        tokenizer.normalizer = replaced
+        if kind == "llama":
+            prepended = tokenizers.normalizers.Prepend("▁")
+            tokenizer.normalizer = tokenizers.normalizers.Sequence([prepended, replaced])
+            strip = [decoders.Strip(" ", 1, 0)]
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma", "metaspace"])
+def test_stream_begins_at_a_letter(kind):
+    """Wherever a text is cut, between letters or inside of one, no letter is lost or damaged."""
+    tokenizer, rng = byte_tokens(kind), random.Random(0)
+
+    def decode(tokens):
+        return tokenizer.decode(list(tokens))
+
+    letters = ["a世", "界🙂", "ééé", "é", " ", "  ", "\ufffd", " 不"]
+    for text in ["你好世界", "🙂🙂🙂 a", *("".join(rng.choices(letters, k=9)) for _ in range(60))]:
+        tokens = tokenizer.encode(text).ids
+        for cut in range(len(tokens) + 1):
+            stream = TextStream(decode, tokens[:cut], ())
+            for token in tokens[cut:]:
+                stream.add(token)
+            stream.finish()
+            whole = decode(tokens)
+            given = whole[: len(whole) - len(stream.text)]
+            assert given + stream.text == whole
+            # A letter is new if one of its tokens is.
+            assert given.rstrip("\ufffd").startswith(decode(tokens[:cut]).rstrip("\ufffd"))
+            assert stream.text or cut == len(tokens) or not decode(tokens[cut:]).strip(" \ufffd")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma", "metaspace"])
+def test_stream_ends_inside_of_a_letter(kind):
+    tokenizer = byte_tokens(kind)
+    tokens = tokenizer.encode("aé🙂").ids[:-2]
+    stream = TextStream(lambda x: tokenizer.decode(list(x)), tokens[:1], ())
+    for token in tokens[1:]:
+        stream.add(token)
+    assert stream.text == ("aé" if kind in ("llama", "metaspace") else "é")
+    stream.finish()
+    assert stream.text.strip("aé").strip("\ufffd") == ""
+    assert 1 <= stream.text.count("\ufffd") <= 2
+
+
+def test_stream_keeps_a_space_after_a_special_token():
+    tokenizer = byte_tokens("llama")
+    stream = TextStream(lambda x: tokenizer.decode(list(x)), tokenizer.encode("a").ids, ())
+    for token in tokenizer.encode("a<s>").ids[-1:] + tokenizer.encode("a").ids:
+        stream.add(token)
+    stream.finish()
+    assert stream.text == " a"

@@ -217,6 +217,29 @@ def test_functions_have_80_lines_at_most(name):
     assert not long
 
 
+# Calls that open a file of text, unless they name the mode of a binary one; and two that do not.
+OPENING = r"open|.*\.(open|fdopen|read_text|write_text|NamedTemporaryFile|TextIOWrapper)"
+OTHERS = {"os.open", "self._checkpoints.open"}
+
+
+def without_encoding(path):
+    """Yield the calls that read or write text in the encoding of the locale."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) not in OTHERS:
+            names = {x.arg for x in node.keywords}
+            binary = re.search("'[rwxa+]*b[rwxa+]*'", ast.unparse(node))
+            opens = (re.fullmatch(OPENING, name) and not binary) or "text" in names
+            if opens and "encoding" not in names:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_text_files_are_utf_8():
+    """Of the package, models, scripts and pages; a user's locale may be another."""
+    paths = [path for name, path in MODULES.items() if not name.startswith("tests")]
+    paths += (ROOT / "docs").glob("*.py")
+    assert not [place for path in paths for place in without_encoding(path)]
+
+
 # ------------------------------------------------------------------------------------------------
 # Documents.
 

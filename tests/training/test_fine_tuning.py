@@ -22,12 +22,11 @@ from scripts.training import weights as weights_module
 from scripts.training.processes import UserError
 from scripts.training.report import work_of
 from scripts.training.settings import config_from_flags, flat_config
-from scripts.training.text import load_text, training_batch
+from scripts.training.text import held_out_batches, load_text, training_batch
 from scripts.training.weights import Tuned, loss, open_weights
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 SIZES = dict(vocab_size=320, max_position_embeddings=64, tie_word_embeddings=True)
-END = 0
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +78,16 @@ def mean_loss(model, rows):
 @pytest.mark.parametrize("family", cases.default(["gpt2"], ["qwen2", "gemma2", "gpt2"]))
 def test_packed_documents_do_not_see_each_other(family):
     model = make(family)
-    tokens = jnp.asarray([[5, 7, END, 9, 2, 3, 8, END, END, 4, 6, 1]])
+    tokens = jnp.asarray([[5, 7, 0, 9, 2, 0, 8, 0, 0, 4, 6, 1]])
+    # One document has the end token inside, as a chat has that of a turn.
+    numbers = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 3]], jnp.int32)
     documents = [
-        ([5, 7, END], [7, END, 9]),
-        ([9, 2, 3, 8, END], [2, 3, 8, END, END]),
-        ([END], [4]),
+        ([5, 7, 0], [7, 0, 9]),
+        ([9, 2, 0, 8, 0], [2, 0, 8, 0, 0]),
+        ([0], [4]),
         ([4, 6], [6, 1]),
     ]
-    assert loss(model, tokens, END) == pytest.approx(mean_loss(model, documents), rel=1e-5)
+    assert loss(model, tokens, numbers) == pytest.approx(mean_loss(model, documents), rel=1e-5)
     whole = [(tokens[0, :-1].tolist(), tokens[0, 1:].tolist())]
     assert loss(model, tokens, None) == pytest.approx(mean_loss(model, whole), rel=1e-5)
 
@@ -94,8 +95,8 @@ def test_packed_documents_do_not_see_each_other(family):
 @pytest.mark.parametrize("at_once", cases.default([5], [1, 4, 5]))
 def test_loss_by_parts_has_the_same_gradient(at_once, monkeypatch, tuning, folders):
     text = load_text(tuning)
-    tuning = train_gpt.fit_to_text(tuning, text)
-    batch = training_batch(text.train, 1, tuning, one_device())[0]
+    batch = training_batch(text.train, 1, tuning, one_device(), text.train_ends)
+    batch = jax.tree.map(lambda x: x[0], batch)
     _, loss_fn, _ = tuning.model.functions()
     params = tuning.model.read(folders[0])
     whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
@@ -138,8 +139,8 @@ def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
     model = Decoder.from_pretrained(copy, dtype="float32")
     assert model.embedding.weight.dtype == jnp.bfloat16
     text = load_text(checked)
-    batch = train_gpt.held_out_batches(text.held_out, checked, one_device())
-    tuned = np.mean([loss(model, x.astype(jnp.int32), text.end) for x in batch])
+    batch = held_out_batches(text.held_out, checked, one_device(), text.held_out_ends)
+    tuned = np.mean([loss(model, x.astype(jnp.int32), y) for x, y in zip(*batch, strict=True)])
     assert tuned == pytest.approx(result.val_loss, rel=1e-2)
     size = text.prepared["bytes"]["held_out"]
     bits = result.val_loss / np.log(2) * len(text.held_out) / size
@@ -151,7 +152,7 @@ def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
 def test_gradient_check_leaves_out_key_biases(tuning, tmp_path):
     """The gradient of a key bias is zero without rotary positions, and its error all rounding."""
     make("gpt2", vocab_size=320).save_pretrained(tmp_path / "gpt2")
-    values = dict(param_dtype="float32", remat=False, dtype="float32", attention="xla", end=END)
+    values = dict(param_dtype="float32", remat=False, dtype="float32", attention="xla")
     model = open_weights(str(tmp_path / "gpt2"), context=12, **values)
     config = dataclasses.replace(tuning, model=model, init_from=str(tmp_path / "gpt2"))
     error, name = train_gpt.gradient_error(config, load_text(tuning), one_device())
@@ -245,6 +246,7 @@ MISTAKES = [
         "--init-from SMALL",
         "--data must be tokens of the folder in --init-from; got 288 different tok",
     ),
+    ("--prompt \udcff", "--prompt must be UTF-8; got '\\udcff'"),
     ("--out-dir TOKENS", "--out-dir must be new, or a folder of this script; got "),
     ("--init-from LEARNED --context 33", "--context must be at most 32, the learned positions of"),
     ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),

@@ -178,9 +178,12 @@ def check_weights_are_tuned_as_on_one_device(config):
 
     def load_text(config):
         text = read(dataclasses.replace(config, data=str(sys.argv[2])))
-        size = {"held_out": len(text.held_out)}
+        size, sides = {"held_out": len(text.held_out)}, (text.train, text.held_out)
+        train_ends, held_out_ends = (np.flatnonzero(x == ord(",")) + 1 for x in sides)
         return text._replace(
-            prepared=dict(vocab_size=256, end=ord(","), bytes=size, sha256=text.sha256)
+            prepared=dict(vocab_size=256, bytes=size, sha256=text.sha256),
+            train_ends=train_ends,
+            held_out_ends=held_out_ends,
         )
 
     values = dict(context=12, dtype="float32", param_dtype="float32", remat=True, attention="xla")

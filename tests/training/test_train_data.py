@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from support.decoder_files import make
 from support.tiny_run import TINY, one_device
 
 from scripts.training.checkpoints import MARK
@@ -17,7 +18,9 @@ from scripts.training.text import (
     read_files,
     split_files,
     training_batch,
+    why_left_out,
 )
+from scripts.training.weights import Tuned
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -45,6 +48,24 @@ def test_windows_reach_both_ends_of_the_text(config):
     held_out = held_out_batches(text, config, one_device())
     assert held_out.shape == (4, 2, 13)
     assert (held_out[0, 0, 0], held_out[-1, -1, -1]) == (0, 13)
+
+
+def test_documents_end_where_they_were_written_to(config):
+    """Documents of 1, 5, 1, 30 and 2 tokens, all equal; windows of 13 begin and end anywhere."""
+    ends = np.cumsum([1, 5, 1, 30, 2])
+    text, numbers = np.zeros(39, np.uint8), np.repeat(np.arange(5), np.diff(ends, prepend=0))
+    tuned = dataclasses.replace(
+        config,
+        model=Tuned(make("qwen2").config, 12, None, "float32", None, remat=False),
+        eval_batches=30,
+    )
+    tokens, documents = held_out_batches(text, tuned, one_device(), ends)
+    assert (tokens.shape, documents.dtype) == ((60, 2, 13), np.int32)
+    starts = np.linspace(0, 26, 120).astype(int)
+    for row, start in zip(np.asarray(documents).reshape(-1, 13), starts, strict=True):
+        np.testing.assert_array_equal(row, numbers[start : start + 13] - numbers[start])
+    # A model that is trained from random parameters reads across.
+    assert held_out_batches(text, config, one_device(), ends).shape == (4, 2, 13)
 
 
 def test_hash_of_a_text_is_of_both_sides(config, corpus):
@@ -110,10 +131,15 @@ def test_folder_gives_its_texts(tmp_path):
         (tmp_path / name).write_text("some text")
     (tmp_path / "empty").touch()
     (tmp_path / "image").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "wide").write_text("text", encoding="utf-16")
     # Without an end.
     os.mkfifo(tmp_path / "pipe")
     config = dataclasses.replace(TINY, data=str(tmp_path), out_dir=str(tmp_path / "run"))
-    assert [name for name, _ in read_files(config)[0]] == ["a.txt", "b.md", "deep/er/c"]
+    files, left_out = read_files(config)
+    assert [name for name, _ in files] == ["a.txt", "b.md", "deep/er/c"]
+    assert left_out == ["image", "run", "wide"]
+    assert why_left_out(left_out).endswith("zero bytes and are no UTF-8: image, run, wide")
+    assert why_left_out([*"abcdefghijklm"]).endswith(": a, b, c, d, e, f, g, h, i, j and 3 more")
 
 
 def test_run_folders_are_left_out(corpus, tmp_path):
