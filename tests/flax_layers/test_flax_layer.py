@@ -402,7 +402,7 @@ def test_dropout_stream_is_kept_where_needed():
 def test_initializers():
     ones, zeros = nnx.initializers.ones, nnx.initializers.zeros
     layer = self_attention(kernel_init=ones)
-    assert all((x == 1).all() for x in jax.tree.leaves(nnx.state(layer, nnx.Param)))
+    assert {float(x) for p in jax.tree.leaves(nnx.state(layer, nnx.Param)) for x in p.flat} == {1}
     layer = self_attention(kernel_init=ones, out_kernel_init=zeros)
     assert (layer.value.kernel[...] == 1).all()
     assert not layer.out.kernel[...].any()
