@@ -413,8 +413,8 @@ class Predicate(Leaf, Joinable):
         fn: takes int32 indices b, h, q_pos, k_pos, which broadcast against each other, then the
             operands, and returns a bool for each. Built from elementwise jax.numpy. It reads an
             operand at one index for each axis, as in `operand[b, q_pos]`; an index outside is moved
-            to the edge. An operand without axes is passed as its number. Define `fn` once: JAX
-            compiles a program for each function object.
+            to the edge, a negative one to 0. An operand without axes is passed as its number.
+            Define `fn` once: JAX compiles a program for each function object.
         operands: arrays.
         origin: set by `attention`, as `Dropout.origin`.
 

@@ -22,9 +22,9 @@ class ScoreMod:
             k_pos, which broadcast to the shape of s, then the operands, and returns scores of the
             same shape and dtype. It may ignore s, and return what broadcasts to its shape. Built
             from elementwise jax.numpy. An operand is read at one index for each of its axes, as in
-            `slope[h]` or `table[q_pos, k_pos]`; an index outside is moved to the edge, and an
-            operand without axes is given as its number. Define it once: another function object is
-            another program to compile.
+            `slope[h]` or `table[q_pos, k_pos]`; an index outside is moved to the edge, a negative
+            one to 0. An operand without axes is given as its number. Define it once: another
+            function object is another program to compile.
         operands: arrays. Floating ones have a gradient, summed in float32 in memory linear in the
             lengths. It is a kernel's if each is read at the head, the batch element, the query or
             the key alone, or at q_pos - k_pos; else it is that of "xla". See `explain`.

@@ -1,8 +1,9 @@
 """Attention as Pallas kernels for Hopper: `forward` and `backward`.
 
 Copies (TMA) and matrix products (wgmma) run beside the threads there, and the warpgroups of a CTA
-are specialised: one is the producer, which copies, the others are consumers, which compute. Pallas
-calls this way of writing kernels Mosaic GPU.
+are specialised: one is the producer, which copies the tiles that stream, the others are consumers,
+which compute. Consumers of the backward copy their own keys and values. Pallas calls this way of
+writing kernels Mosaic GPU.
 """
 
 import dataclasses

@@ -282,7 +282,7 @@ class ConsumerWarpgroup(KeysConsumer):
     def release_cotangents(self, j, products: int):
         """Release do when no more than so many products run: dv's is the oldest one.
 
-        delta needs no fence: threads have read it for ds, which is an operand of a product by then.
+        delta needs no `ptx.fence`: ds depends on it, and is an operand of a product by then.
         """
         if self.grads.dv:
             plgpu.wgmma_wait(products)

@@ -41,7 +41,7 @@ Barriers. Each buffer that is filled again and again is a `Pipeline` with a full
 barrier for each stage. Arrivals are counted in Pallas's unit: a copy, a warp or a warpgroup is one.
 An `mbarrier` of PTX counts 128 for each: all threads of a warpgroup arrive once, those of a warp
 four times, also for a copy of that warp. Only k.empty, v.empty and ended count otherwise in a
-cluster: there one thread arrives for its warpgroup, once at the barrier of each CTA.
+cluster: there each CTA's barrier has one arrival for a warpgroup, each by a thread of its own.
 
     barrier       number         arrivals            who arrives            who waits
     q.full        w              column blocks       copies of warp 1 + n   consumer n
@@ -363,7 +363,8 @@ class ConsumerWarpgroup(Consumer):
     def wait_pv(self, j, acc, p):
         """Return acc when the j-th block has been added, and release its values.
 
-        In a cluster one thread arrives for the warpgroup: p @ v is one operation of its four warps.
+        In a cluster one thread arrives for the warpgroup at each CTA: p @ v is one operation of its
+        four warps.
         """
         acc = ptx.wait(0, acc, p)
         self.smem.v.consumer_release(self.kv_base + j)
@@ -471,7 +472,7 @@ class ConsumerWarpgroup(Consumer):
     def release_mask(self, j, l=None):
         """Release the tiles of mask arrays; after l was computed, which has used them.
 
-        Threads have read them into registers by then, so no fence is needed.
+        The arrival depends on l, so that it needs no `ptx.fence`.
         """
         if self.smem.bits is not None:
             after = 0 if l is None else ptx.uniform_zero(l)

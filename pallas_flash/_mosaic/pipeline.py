@@ -101,7 +101,7 @@ class Pipeline:
     def consumer_start(self):
         """Release all stages: they are empty at first, and `producer_wait` has no branch for that.
 
-        Without it a kernel has fewer instructions, and compiles faster.
+        Without that branch a kernel has fewer instructions, and compiles faster.
         """
         for i in range(self.stages):
             self.consumer_release(i)

@@ -2,7 +2,8 @@
 
 The kernels are persistent: at most one CTA for each SM, which computes work tiles until none is
 left. A work tile is a head's query tiles, one for each consumer warpgroup of a CTA or of a cluster
-(`QueryTiles`), with the blocks that these visit (`block_ranges`). The longest work tiles come first
+(`QueryTiles`), with the blocks that these visit (`block_ranges`). In `forward_wide` both consumer
+warpgroups of a CTA have one query tile. The longest work tiles come first
 (LPT order), so that no CTA is late at the end; but those of few heads at a time, whose keys and
 values the L2 cache holds.
 
@@ -64,9 +65,10 @@ WHERE = ("b", "h", "index")
 
 @dataclasses.dataclass(frozen=True)
 class QueryTiles:
-    """Which query tiles of `QUERY_ROWS` make up a work tile: one for each consumer warpgroup.
+    """Which query tiles of `QUERY_ROWS` make up a work tile.
 
-    In a cluster these are the warpgroups of both CTAs.
+    There is one for each consumer warpgroup, but in `forward_wide` one for each CTA. In a cluster
+    these are the warpgroups of both CTAs.
 
     They are neighbours, or `folded`: the sequence is cut into as many stretches as a work tile has
     query tiles, and it has one from each, from the front and from the back in turn. Under a causal
@@ -91,7 +93,7 @@ class QueryTiles:
         Args:
             problem: the call.
             batch: batch elements of all instances.
-            warpgroups: consumer warpgroups of a CTA.
+            warpgroups: consumer warpgroups of a CTA that have query tiles of their own.
             cluster_size: CTAs that share a work tile.
         """
         count = warpgroups * cluster_size
@@ -138,7 +140,7 @@ def schedule(problem: Problem, batch: int, mask: Mask, streams, cluster_size: in
     Args:
         problem: the call.
         batch: batch elements of all instances.
-        mask: the mask of the call.
+        mask: the mask of the call, and what hides the padding of a ragged K/V tile.
         streams: `block_ranges.pack` of all work tiles, [1 or B, 1 or N, work tiles, columns].
         cluster_size: CTAs that have a list together; 1 with a dynamic schedule.
     """

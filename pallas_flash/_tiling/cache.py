@@ -6,6 +6,10 @@ that is here. A program for a GPU that is only described gets the table's tiles 
 A process reads the file once, when it first picks tiles for a GPU, and again after `tune` wrote to
 it. Programs that were compiled before keep their tiles. PALLAS_FLASH_TUNED in the environment names
 another file, or is 0 for none.
+
+Several processes may store at once: each reads, changes and replaces the file while it holds a lock
+on another file beside it. Winners that a process cannot write serve that process, and its next
+`store` writes them.
 """
 
 import contextlib
@@ -14,8 +18,11 @@ import functools
 import hashlib
 import json
 import os
+import re
+import shutil
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +36,14 @@ from pallas_flash._tiling.sizes import KERNELS, MOSAIC, OF_PASS, Tile, TileSizes
 # ignored.
 MADE_BY, SCHEMA = "pallas_flash.tune", 3
 REMOVE = "Remove them with `python -m pallas_flash.tune --clear`."
+
+# The first characters of a file that `store` wrote, and a whole winner in it. A winner has two
+# spaces before it, and its tiles have more.
+_START = f'{{\n "made_by": "{MADE_BY}"'
+_WINNER = re.compile(r'^  ".*": \{(?:\n   .*)*\n  \}', re.MULTILINE)
+
+# Winners that this process could not write, by file.
+_UNSAVED: dict[Path, dict[str, TileSizes]] = {}
 
 # Queries, or keys, of all heads and batch elements from which on every GPU has enough programs.
 MANY = 2**18
@@ -111,7 +126,7 @@ def lookup(f: CallFeatures, check: Callable[[TileSizes], Any]) -> TileSizes | No
         check: raises ValueError if a tile of the winner does not fit on the GPU.
     """
     gpu, path = gpu_here(), file()
-    if gpu is None or path is None or not (winners := read(path)):
+    if gpu is None or path is None or not (winners := _with_unsaved(path, read(path))):
         return None
     winner = winners.get(key(f, gpu))
     try:
@@ -163,26 +178,53 @@ def _tile(kernel: str, numbers: dict[str, Any]) -> Any:
 
 def _ours(path: Path) -> dict[str, Any]:
     """Return the content of a file with the mark of `store`; other files are never replaced."""
-    try:
-        # Reading a pipe may never end.
-        if path.is_file() or not path.exists():
-            content = json.loads(path.read_bytes())
-            if content["made_by"] == MADE_BY:
-                return content
-    except OSError:
-        raise
-    except Exception:  # The file has no mark.
-        pass
+    # Reading a pipe may never end.
+    if path.is_file() or not path.exists():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError:
+            content = _recovered(path, text)
+        except (RecursionError, ValueError):  # It is nested too deep, or has too long a number.
+            content = None
+        if isinstance(content, dict) and content.get("made_by") == MADE_BY:
+            return content
     raise ValueError(
         f"{path} must be a file that {MADE_BY} wrote, or none; got another. Move it away, or name "
         "another file in PALLAS_FLASH_TUNED."
     )
 
 
-@functools.cache
+def _recovered(path: Path, text: str) -> dict[str, Any]:
+    """Return what can be read of a file that is empty or damaged; {} if `store` did not write it.
+
+    A full disk or a machine that stops can leave a part of a file, or zeros in its place.
+    """
+    text = text.rstrip("\0\n ")
+    if not (text.startswith(_START) or _START.startswith(text)):
+        return {}
+    winners = {}
+    for winner in _WINNER.findall(text):
+        with contextlib.suppress(json.JSONDecodeError):
+            winners |= json.loads(f"{{{winner}}}")
+    _warn(
+        f"pallas_flash found {path} empty or damaged: it uses the {len(winners)} winners that it "
+        "can read, and the next `tune` writes a whole file."
+    )
+    schema = re.search(r'^ "schema": (\d+),$', text, re.MULTILINE)
+    schema = int(schema[1]) if schema else SCHEMA
+    return {"made_by": MADE_BY, "schema": schema, "winners": winners}
+
+
 def _ignore(path: Path, why: str) -> None:
-    """Warn, once for each reason, that the table serves instead of the file."""
-    warnings.warn(f"pallas_flash ignores the tuned tiles in {path}: {why}", stacklevel=2)
+    """Warn that the table serves instead of the file."""
+    _warn(f"pallas_flash ignores the tuned tiles in {path}: {why}")
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Warn, once for each sentence."""
+    warnings.warn(sentence, stacklevel=2)
 
 
 def check() -> None:
@@ -202,7 +244,8 @@ def remove(path: Path) -> None:
 def store(f: CallFeatures, gpu: str, tiles: TileSizes) -> Path | None:
     """Add a winner to the file, and return the file. The winner replaces one with the same key.
 
-    Readers see the old file or the new one, never a part.
+    Readers see the old file or the new one, never a part. If the file cannot be written, the winner
+    serves this process.
 
     Raises:
         OSError: if the file cannot be written.
@@ -211,26 +254,68 @@ def store(f: CallFeatures, gpu: str, tiles: TileSizes) -> Path | None:
     path = file()
     if path is None:
         return None
-    try:
-        winners = parse(path)
-    except FileNotFoundError:
-        winners = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-    name = key(f, gpu)
-    # One pass may have been tuned before, and the other now.
-    of_pass = ({*OF_PASS[x]} for x in ("forward", "backward"))
-    new = {kernel for kernels in of_pass if any(map(tiles.tile, kernels)) for kernel in kernels}
-    winners[name] = tiles.or_else(winners.get(name, TileSizes()).only({*KERNELS} - new))
-    content = {
-        name: {k: dataclasses.asdict(tile) for k in KERNELS if (tile := sizes.tile(k))}
-        for name, sizes in winners.items()
-    }
-    content = {"made_by": MADE_BY, "schema": SCHEMA, "winners": content}
-    part = Path(f"{path}.{os.getpid()}")
-    try:
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    name, unsaved = key(f, gpu), _UNSAVED.setdefault(path, {})
+    unsaved[name] = _merged(unsaved.get(name), tiles)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path) as lock:
+        try:
+            winners = parse(path)
+        except FileNotFoundError:
+            winners = {}
+        content = {
+            name: {k: dataclasses.asdict(tile) for k in KERNELS if (tile := sizes.tile(k))}
+            for name, sizes in _with_unsaved(path, winners).items()
+        }
+        content = {"made_by": MADE_BY, "schema": SCHEMA, "winners": content}
+        _replace(path, json.dumps(content, indent=1) + "\n", like=path if path.exists() else lock)
+    unsaved.clear()
     read.cache_clear()
     return path
+
+
+def _with_unsaved(path: Path, winners: dict[str, TileSizes]) -> dict[str, TileSizes]:
+    """Return winners of a file with those that this process could not write."""
+    unsaved = _UNSAVED.get(path, {}).items()
+    return winners | {name: _merged(winners.get(name), new) for name, new in unsaved}
+
+
+def _merged(old: TileSizes | None, new: TileSizes) -> TileSizes:
+    """Return a new winner, and tiles of the old one for a pass that the new one does not have."""
+    of_pass = ({*OF_PASS[x]} for x in ("forward", "backward"))
+    tuned = {kernel for kernels in of_pass if any(map(new.tile, kernels)) for kernel in kernels}
+    return new.or_else((old or TileSizes()).only({*KERNELS} - tuned))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[Path]:
+    """Wait until no other process stores, and keep them waiting; give the lock's file.
+
+    Without locks (on Windows, on some network file systems) it warns and goes on: of two processes
+    that store at once, the file then keeps the winner of one.
+    """
+    with open(f"{path}.lock", "a", encoding="utf-8") as lock:
+        try:
+            import fcntl  # Late, because Windows has none.
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except (ImportError, OSError) as error:
+            _warn(
+                f"pallas_flash stores in {path} without a lock ({error}): a winner that another "
+                "process stores at the same time can be lost."
+            )
+        yield Path(lock.name)
+
+
+def _replace(path: Path, text: str, like: Path) -> None:
+    """Write a file whole, with the permissions of the file `like`, or leave it as it was."""
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            # Else a machine that stops can leave the new name on an empty file.
+            os.fsync(file.fileno())
+        shutil.copymode(like, part)
+        os.replace(part, path)
+    finally:
+        Path(part).unlink(missing_ok=True)

@@ -191,7 +191,11 @@ def tune(
             file = cache.store(_features.of(problem), gpu, tuning.tile_sizes)
             tuning = dataclasses.replace(tuning, file=file)
     except (OSError, ValueError) as error:  # The caller still gets the result of some minutes.
-        warnings.warn(f"pallas_flash.tune could not store its winner: {error}", stacklevel=2)
+        warnings.warn(
+            f"pallas_flash.tune could not store its winner in {cache.file()}, and it serves this "
+            f"process alone: {error}",
+            stacklevel=2,
+        )
     return tuning
 
 

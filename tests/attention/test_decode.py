@@ -135,7 +135,9 @@ def test_padding_rows_read_inside(case, kernel_case):
 
 @every_case
 def test_every_element_is_stored_once(case):
-    for one in evaluated(with_few(case))[1]:
+    runs = evaluated(with_few(case))[1]
+    assert all(one.stores for one in runs) and runs
+    for one in runs:
         for stores in one.stores:
             np.testing.assert_array_equal(stores, 1, err_msg=one.kernel.name)
 

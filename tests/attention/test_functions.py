@@ -249,7 +249,9 @@ def test_probe_runs_on_meshes_and_in_shard_map(kind):
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(call).trace(x, x, x, table)
         # XLA lowers while it compiles where work is left to the partitioner.
-        if kind is not AxisType.Auto:
+        if kind is AxisType.Auto:
+            assert "custom_partitioning" in str(traced.jaxpr)
+        else:
             assert "@__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

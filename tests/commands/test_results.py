@@ -48,6 +48,7 @@ def test_no_loss_is_left_out():
         if r.get("ratio") and r["ratio"]["median"] < 0.995
     }
     table = make_tables.losses("h200", "h100")
+    assert {attention_pass for attention_pass, *_ in lost} == {"forward", "backward"}
     for attention_pass, case, length, peer in lost:
         start = f"| {make_tables.case_in_words(attention_pass, case)} | {make_tables.NAMES[peer]} |"
         (row,) = [row for row in table.split("\n") if row.startswith(start)]

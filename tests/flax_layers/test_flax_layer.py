@@ -402,7 +402,8 @@ def test_dropout_stream_is_kept_where_needed():
 def test_initializers():
     ones, zeros = nnx.initializers.ones, nnx.initializers.zeros
     layer = self_attention(kernel_init=ones)
-    assert all((x == 1).all() for x in jax.tree.leaves(nnx.state(layer, nnx.Param)))
+    leaves = jax.tree.leaves(nnx.state(layer, nnx.Param))
+    assert leaves and all((x == 1).all() for x in leaves)
     layer = self_attention(kernel_init=ones, out_kernel_init=zeros)
     assert (layer.value.kernel[...] == 1).all()
     assert not layer.out.kernel[...].any()

@@ -64,13 +64,16 @@ def test_a_module_imports_from_its_layer_or_below(module):
     assert not {name for name in IMPORTS[module] if layer_of(name) < layer}
 
 
-@pytest.mark.parametrize("module", PACKAGE)
-def test_a_backend_imports_no_other(module):
+def test_no_backend_imports_another():
     def backend(name):
         return next((x for x in BACKENDS if inside(name).startswith(x)), None)
 
-    if backend(module):
-        assert {backend(name) for name in IMPORTS[module]} <= {backend(module), None}
+    imports = [(module, name) for module in PACKAGE for name in IMPORTS[module]]
+    of_backends = [(x, y) for x, y in imports if backend(x) and backend(y)]
+    assert not [(x, y) for x, y in of_backends if backend(x) != backend(y)]
+    # Modules of a folder import each other, so that the rule is about something.
+    assert {backend(x) for x, _ in of_backends} == {*BACKENDS} - {"_reference"}
+    assert {backend(y) for _, y in imports} == {*BACKENDS, None}
 
 
 def test_no_test_module_imports_another():
@@ -94,26 +97,29 @@ def test_one_module_of_the_tests_starts_processes():
     assert starting == ["tests.support.children"]
 
 
-@pytest.mark.parametrize("module", PACKAGE)
-def test_names_that_move_between_versions_of_jax_are_imported_in_one_place(module):
+def test_names_that_move_between_versions_of_jax_are_imported_in_one_place():
     inner = re.compile(r"jax\._src|jax\.experimental\.mosaic\.gpu\.(?!profiler)[a-z]")
-    private = [name for name in imported(MODULES[module]) if inner.match(name)]
-    assert not private or module == "pallas_flash._compat"
+    importing = {x for x in PACKAGE if any(map(inner.match, imported(MODULES[x])))}
+    assert importing == {"pallas_flash._compat"}
 
 
-@pytest.mark.parametrize(
-    "module", [name for name in MODULES if name.split(".")[0] in ("models", "scripts")]
-)
-def test_models_and_scripts_use_what_is_public(module):
-    names = list(imported(MODULES[module]))
-    tree = ast.parse(MODULES[module].read_text())
-    names += [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    ours = [name for name in names if name.split(".")[0] == "pallas_flash"]
-    assert not [name for name in ours if re.search(r"\._[^_]", name)]
-    assert not [name for name in names if module_of(name) and name.startswith("tests.")]
-    if module.startswith("models"):
-        assert not [name for name in names if name.split(".")[0] == "scripts"]
-        assert not [name for name in names if "dot_product_attention" in name]
+def used_by(folder):
+    """The names that modules of a folder import or take from a module, each with its module."""
+    for module in [name for name in MODULES if name.split(".")[0] == folder]:
+        tree = ast.parse(MODULES[module].read_text())
+        names = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        yield from ((module, name) for name in [*imported(MODULES[module]), *names])
+
+
+@pytest.mark.parametrize("folder", ["models", "scripts"])
+def test_models_and_scripts_use_what_is_public(folder):
+    used = list(used_by(folder))
+    ours = [x for x in used if x[1].split(".")[0] == "pallas_flash"]
+    assert ours and not [x for x in ours if re.search(r"\._[^_]", x[1])]
+    above = {"tests"} if folder == "scripts" else {"tests", "scripts"}
+    assert not [x for x in used if module_of(x[1]) and x[1].split(".")[0] in above]
+    if folder == "models":
+        assert not [x for x in used if "dot_product_attention" in x[1]]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -248,13 +254,19 @@ DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "pyproject.t
 MENTIONS = [*DOCUMENTS, *MODULES.values()]
 
 
-@pytest.mark.parametrize("path", MENTIONS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_paths_that_are_mentioned_exist(path):
+def paths_in(path):
+    """Yield the paths that a file mentions."""
     text = path.read_text()
     # Code has other words with a slash; there only names of files are paths.
     ending = r"\w" if path in DOCUMENTS else r"\.(?:py|md|toml|sh|txt)\b"
-    names = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*{ending}", text)
+    yield from re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*{ending}", text)
     if path.suffix == ".md":
-        links = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", text)
-        names += [str((path.parent / link).relative_to(ROOT)) for link in links]
-    assert not [name for name in names if not (ROOT / name).exists()]
+        for link in re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", text):
+            yield str((path.parent / link).relative_to(ROOT))
+
+
+def test_paths_that_are_mentioned_exist():
+    mentioned = [(str(x.relative_to(ROOT)), name) for x in MENTIONS for name in paths_in(x)]
+    assert not [(x, name) for x, name in mentioned if not (ROOT / name).exists()]
+    # In documents and in code.
+    assert {x.endswith(".md") for x, _ in mentioned} == {True, False}

@@ -571,6 +571,7 @@ def test_one_device_partitions_nothing(implementation):
         with device:
             eqns = jaxprs.trace(gradients(implementation), draw(12))
         names = {eqn.primitive.name for eqn in eqns}
+        assert {"dot_general", "pallas_call"} & names
         assert "custom_partitioning" not in names
         assert not any("vmap" in name for name in names)
 

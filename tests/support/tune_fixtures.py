@@ -14,7 +14,7 @@ def own_file(monkeypatch, tmp_path):
     """A file of winners for each test alone, which does not exist yet."""
     path = tmp_path / "folder" / "tiles.json"
     monkeypatch.setenv("PALLAS_FLASH_TUNED", str(path))
-    for cached in (cache.read, cache._ignore):
+    for cached in (cache.read, cache._warn):
         cached.cache_clear()
     yield path
     cache.read.cache_clear()

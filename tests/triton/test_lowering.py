@@ -46,9 +46,15 @@ every_case = cases.parametrize(
 
 @functools.cache
 def _evaluated(case, dtype="float32", tiles=TILES):
+    problem = case.problem(dtype)
     if case.name == "large heads":
         tiles = None  # These would not fit in shared memory; the table's do.
-    return differentiated(case.problem(dtype), tiles)
+    results, runs = differentiated(problem, tiles)
+    of_keys = ["dkv"] if tiles == TILES else ["dk", "dv"]
+    names = ["forward", "delta", *of_keys, "dq", *["dbias"] * ("bias" in problem[2])]
+    # Tests select kernels by their names.
+    assert [run.kernel.name for run in runs] == [f"pallas_flash_{name}" for name in names]
+    return results, runs
 
 
 @every_case
@@ -147,6 +153,7 @@ def test_gradient_of_a_traced_scale(case, kernel_case):
 
 
 def _assert_stored_once(runs):
+    assert all(run.stores for run in runs) and runs
     for run in runs:
         for stores in run.stores:
             np.testing.assert_array_equal(stores, 1, err_msg=run.kernel.name)
@@ -168,21 +175,23 @@ def test_streamed_rows_are_read_if_visible(case):
     ok = oracle.visible((case.B, case.N, case.T, case.S), **options)
     queries = ok.any(3).transpose(0, 2, 1)[..., None]
     keys = ok.any(2).reshape(case.B, case.K, -1, case.S).any(2).transpose(0, 2, 1)[..., None]
-    streamed = {
-        "pallas_flash_forward": (keys, {k.shape, v.shape}),
-        "pallas_flash_dq": (keys, {k.shape, v.shape}),
-        "pallas_flash_dkv": (queries, {q.shape, do.shape}),
-    }
+    streamed = dict.fromkeys(["forward", "dq"], (keys, {k.shape, v.shape}))
+    streamed |= dict.fromkeys(["dkv", "dk", "dv"], (queries, {q.shape, do.shape}))
+    others = set()
     for run in _evaluated(case)[1]:
-        if run.kernel.name in streamed:
-            visible, shapes = streamed[run.kernel.name]
-            read = [
-                touched == visible
-                for x, touched in zip(run.kernel.operands, run.touched, strict=True)
-                if x.shape in shapes
-            ]
-            assert len(read) >= 2
-            assert all(np.all(equal) for equal in read), run.kernel.name
+        name = run.kernel.name.removeprefix("pallas_flash_")
+        if name not in streamed:
+            others.add(name)
+            continue
+        visible, shapes = streamed[name]
+        read = [
+            touched == visible
+            for x, touched in zip(run.kernel.operands, run.touched, strict=True)
+            if x.shape in shapes
+        ]
+        assert len(read) >= 2
+        assert all(np.all(equal) for equal in read), name
+    assert others == {"delta", *["dbias"] * ("bias" in options)}
 
 
 @cases.parametrize(
@@ -363,18 +372,18 @@ def test_work_is_proportional_to_visited_tiles(form):
 def test_tiles_visited_are_those_not_empty(case):
     _, _, options = case.problem()
     ok = oracle.visible((case.B, case.N, case.T, case.S), **options)
-    for run in _evaluated(case)[1]:
-        if run.dots:
-            name = run.kernel.name
-            tile = getattr(TILES, name.removeprefix("pallas_flash_"))
-            rows, columns = (range(0, n, b) for n, b in ((case.T, tile.block_q),
-                                                         (case.S, tile.block_kv)))  # fmt: skip
-            visited = sum(
-                ok[:, :, i : i + tile.block_q, j : j + tile.block_kv].any((2, 3)).sum()
-                for i in rows
-                for j in columns
-            )
-            assert run.dots == PRODUCTS[name] * visited, name
+    dots = {run.kernel.name: run.dots for run in _evaluated(case)[1] if run.dots}
+    assert dots.keys() == PRODUCTS.keys()
+    for name in dots:
+        tile = getattr(TILES, name.removeprefix("pallas_flash_"))
+        rows, columns = (range(0, n, b) for n, b in ((case.T, tile.block_q),
+                                                     (case.S, tile.block_kv)))  # fmt: skip
+        visited = sum(
+            ok[:, :, i : i + tile.block_q, j : j + tile.block_kv].any((2, 3)).sum()
+            for i in rows
+            for j in columns
+        )
+        assert dots[name] == PRODUCTS[name] * visited, name
 
 
 # Counts of a call without options: operands besides the table of tiles, and in the loop over full
@@ -427,7 +436,9 @@ def test_long_arrays_are_addressed_with_64_bits():
         attention = functools.partial(pallas_flash.attention, implementation="triton")
         return jax.vjp(attention, q, k, v)[1](do)
 
-    for kernel in ttir.lower(function, x, x, x, x):
+    kernels = ttir.lower(function, x, x, x, x)
+    assert len(kernels) >= 4
+    for kernel in kernels:
         addresses = [op for op in ttir.walk(kernel.body) if op.name == "arith.muli"]
         assert any(op.dtypes[0] == np.int64 for op in addresses), kernel.name
 

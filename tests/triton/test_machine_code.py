@@ -179,9 +179,9 @@ def test_two_programs_of_128_rows_share_an_sm(group):
 @needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_three_stages_wait_once(head_dim):
-    for kernel in compiled(head_dim, "full").kernels:
-        if kernel.stages == 3:
-            assert kernel.main.order.count("copied") == 1
+    kernels = [kernel for kernel in compiled(head_dim, "full").kernels if kernel.stages == 3]
+    assert {"forward", "dkv"} <= {kernel.attention_pass for kernel in kernels}
+    assert {kernel.main.order.count("copied") for kernel in kernels} == {1}
 
 
 # Instructions per element with dropout, head dim 128, causal. The compiler must find that eight

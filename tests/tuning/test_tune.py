@@ -535,7 +535,7 @@ def test_a_file_that_cannot_be_written_loses_no_result(monkeypatch, h200, search
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
-    with warned(1, "could not store its winner: disk full"):
+    with warned(1, f"could not store its winner in {file}, and it serves this process alone: disk"):
         tuning = pallas_flash.tune(**arguments())
     assert (tuning.tile_sizes.forward, tuning.file) == (FAST, None)
 

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import os
+import sys
+import tempfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from support import children
 from support.described_gpus import described_gpu
 from support.repository import IMPORTS, inside
 from support.tune_cases import (
@@ -417,22 +420,84 @@ def test_the_file_is_read_once_and_again_after_a_store(monkeypatch, h200, file):
     assert tiles_of(monkeypatch).forward == OTHER
 
 
-@pytest.mark.parametrize("failing", ["write_text", "replace"])
-def test_a_write_that_fails_leaves_the_file_as_it_was(monkeypatch, file, failing):
+@pytest.mark.parametrize("failing", ["mkstemp", "fsync", "replace"])
+def test_a_write_that_fails_leaves_the_file_as_it_was(monkeypatch, h200, file, failing):
+    """As in a folder to be read alone, or on a full disk. The winner serves this process."""
     store()
     before = file.read_text()
 
-    def fail(self, *args):
-        if failing == "write_text":
-            with open(self, "w") as part:
-                part.write("{")
+    def fail(*args, **options):
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path if failing == "write_text" else os, failing, fail)
-    with pytest.raises(OSError, match="disk full"):
-        store(TileSizes(forward=OTHER))
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile if failing == "mkstemp" else os, failing, fail)
+        with pytest.raises(OSError, match="disk full"):
+            store(TileSizes(forward=OTHER))
     assert file.read_text() == before
-    assert list(file.parent.iterdir()) == [file]
+    assert sorted(file.parent.iterdir()) == [file, lock_of(file)]
+    both = dataclasses.replace(TRITON, forward=OTHER)
+    assert tiles_of(monkeypatch) == both.or_else(table())
+    # The next one that can be written takes it along.
+    store(is_causal=True)
+    assert list(cache.read(file).values()) == [both, TRITON]
+
+
+STORE = """
+import sys
+from pallas_flash._tiling import cache
+from support.tune_cases import FAST, features
+from pallas_flash.tuning import TileSizes
+f = features()
+print("ready", flush=True)
+input()
+for i in range(20):
+    cache.store(f, f"{sys.argv[1]} {i}", TileSizes(forward=FAST))
+"""
+
+
+def test_winners_of_several_processes_are_all_kept(file):
+    tests = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, *sys.path])}
+    pipes = dict(stdin=children.PIPE, stdout=children.PIPE, text=True, env=environment)
+    running = [children.start([sys.executable, "-c", STORE, name], **pipes) for name in "abc"]
+    for process in running:
+        assert process.stdout.readline() == "ready\n"
+    for process in running:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in running:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    stored = {name.split(",")[0] for name in cache.parse(file)}
+    assert stored == {f"{name} {i}" for name in "abc" for i in range(20)}
+
+
+@pytest.mark.parametrize("missing", ["module", "lock"])
+def test_without_locks_there_is_a_warning(monkeypatch, file, missing):
+    def no_lock(*args):
+        raise OSError("no locks available")
+
+    if missing == "module":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    else:
+        monkeypatch.setattr("fcntl.flock", no_lock)
+    with warned(1, f"stores in {file} without a lock"):
+        store()
+        store(is_causal=True)
+    assert len(cache.read(file)) == 2
+
+
+def test_others_may_read_the_file_as_before(file):
+    """Not only its owner, as with a temporary file."""
+    store()
+    assert file.stat().st_mode == lock_of(file).stat().st_mode
+    file.chmod(0o664)
+    store(is_causal=True)
+    assert file.stat().st_mode & 0o777 == 0o664
+
+
+def lock_of(file):
+    return file.with_name(f"{file.name}.lock")
 
 
 def edited(change):
@@ -451,9 +516,31 @@ def of_the_winner(change):
     return edited(lambda content: change(*content["winners"].values()))
 
 
+def damaged(change):
+    """The content of a file with two winners, changed as bytes; the first one stays whole."""
+
+    def content(file):
+        store(TileSizes(forward=FAST), "first")
+        store(TileSizes(forward=FASTER), "second")
+        return change(file.read_bytes())
+
+    return content
+
+
+# The content, and how many winners are left.
+DAMAGED = {
+    "empty": (lambda file: b"", 0),
+    "zeros": (lambda file: bytes(512), 0),
+    "cut in the head": (damaged(lambda content: content[:12]), 0),
+    "cut before winners": (damaged(lambda content: content[: content.index(b"first")]), 0),
+    "cut in a winner": (damaged(lambda content: content[: content.index(b"second") + 90]), 1),
+    "cut after winners": (damaged(lambda content: content[:-5]), 2),
+    "zeros at the end": (damaged(lambda content: content[:-99] + bytes(99)), 1),
+    "zeros inside": (damaged(lambda content: content.replace(b"first", bytes(5))), 1),
+    "more at the end": (damaged(lambda content: content + b" }\n}\n"), 2),
+}
 FOREIGN = {
-    "empty": lambda file: b"",
-    "cut short": lambda file: edited(lambda content: None)(file)[:-5],
+    "cut short": lambda file: b'{"winners": {',
     "not text": lambda file: b"\xff\xfe\x00",
     "nested too deep": lambda file: b"[" * 100_000,
     "a bare number": lambda file: b"1",
@@ -506,7 +593,29 @@ def test_a_file_of_something_else_is_neither_overwritten_nor_shown(monkeypatch, 
         store()
     assert command(monkeypatch, "--show") == 2
     assert sentence in mistake(capsys)
-    assert [path.read_bytes() for path in file.parent.iterdir()] == [content]
+    assert file.read_bytes() == content
+    assert {*file.parent.iterdir()} == {file, lock_of(file)}
+
+
+@pytest.mark.parametrize(("content", "left"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_keeps_what_can_be_read(monkeypatch, capsys, h200, file, content, left):
+    put(file, content)
+    with warned(1, f"found {file} empty or damaged: it uses the {left} winners"):
+        assert tiles_of(monkeypatch) == table()
+        cache.check()
+        assert len(cache.read(file)) == left
+        assert command(monkeypatch, "--show") == 0
+        store()
+    assert len(json.loads(file.read_text())["winners"]) == left + 1
+    with warned(0):
+        assert tiles_of(monkeypatch) == TRITON.or_else(table())
+
+
+def test_a_damaged_file_is_removed(monkeypatch, file):
+    put(file, DAMAGED["cut in a winner"][0])
+    with warned(1, "empty or damaged"):
+        assert command(monkeypatch, "--clear") == 0
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
@@ -531,7 +640,7 @@ def test_what_is_no_regular_file_stays(monkeypatch, capsys, h200, file, make):
     with pytest.raises(ValueError, match="wrote, or none; got another"):
         store()
     assert command(monkeypatch, "--clear") == 2
-    assert list(file.parent.iterdir()) == [file]
+    assert sorted(file.parent.iterdir()) == [file, lock_of(file)]
 
 
 def test_a_missing_file_is_nothing_to_tell(monkeypatch, h200):

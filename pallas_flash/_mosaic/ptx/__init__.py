@@ -1,4 +1,4 @@
-"""Operations that Pallas lacks, in PTX, each with its gain.
+"""Operations that Pallas lacks, in PTX, and what they are for.
 
 layouts     layouts of tiles in registers and in memory
 products    products of tiles (wgmma), and waits for them
@@ -13,7 +13,7 @@ still be running, `WGMMA` otherwise. A thread holds two rows, and of each 8 colu
 sums in layout `WGMMA`, two numbers in each register of MLIR, because MLIR takes time that grows
 with the square of the number of carried registers.
 
-Gains were measured on an H200, most of them with prototypes, as the time of a whole pass.
+A percentage is a gain in the time of a whole pass, measured on an H200, mostly with prototypes.
 
     product_t, accumulate   a first instruction that overwrites the accumulators, so that they need
                             not be zeroed; K/V blocks that are no multiple of 64: 80 and 176 keys,

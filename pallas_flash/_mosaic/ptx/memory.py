@@ -178,8 +178,15 @@ def meet(barrier: int, threads: int):
 def fence():
     """Order this thread's accesses of shared memory before later accesses of wgmma and TMA.
 
-    wgmma then sees what the thread wrote, and a copy does not overtake what it reads. An arrival at
-    a barrier is not enough for the latter: without the fence a bias was read after the next copy.
+    In the memory model of PTX these belong to another proxy than loads and stores of threads, and
+    an arrival at a barrier orders accesses of one proxy only. So this fence stands
+
+        between a store and the arrival after which wgmma or TMA reads     always
+        between a load and the arrival after which TMA overwrites          unless the arrival comes
+                                        after the use of what was loaded
+
+    A load whose number was used is done, and the kernels rely on that. Other loads may still be
+    under way at the arrival: without the fence a bias was read after the next copy.
     """
 
     @plgpu.inline_mgpu()
