@@ -41,7 +41,7 @@ FIGURES = {
     RESULTS / "h200-overview.png": (lambda: records("h200"), overview),
     RESULTS / "h200-curves.png": (lambda: records("h200"), curves),
     RESULTS / "h100-curves.png": (lambda: records("h100"), curves),
-    RESULTS / "h200-key-bias.png": (lambda: lines_of("h200-dq-errors"), key_bias),
+    RESULTS / "h200-key-bias.png": (lambda: lines_of("h200-accuracy"), key_bias),
 }
 
 # The name of a group of calls: what tables call it, and its cases, where "*" is full and causal.
@@ -352,7 +352,8 @@ ERRORS_OF = {
     "ours_mosaic, reproducible": "Hopper, reproducible",
     "ours_triton": "Triton",
     "ours_xla": "XLA",
-    "jax_xla": "dense, jax.nn",
+    "dense": "dense",
+    "jax_xla": "jax.nn",
     "jax_cudnn": "cuDNN",
     "flash_attention_3": "FlashAttention-3",
 }
@@ -360,14 +361,26 @@ ERRORS_OF = {
 
 def dq_errors(file: str, value_mean: str) -> str:
     """Return the relative error of dq with a key bias of 50, by case and implementation."""
+    inputs = {"key_bias": 50, "value_mean": int(value_mean), "zero_sum": False}
+    return errors_of(file, lambda r: r["config"] == inputs and r["result"] == "dq", "case")
+
+
+def errors(file: str, key_bias: str, value_mean: str, zero_sum: str) -> str:
+    """Return relative errors of outputs and gradients with such inputs."""
+    inputs = {"key_bias": int(key_bias), "value_mean": int(value_mean), "zero_sum": zero_sum == "1"}
+    return errors_of(file, lambda r: r["config"] == inputs, "result, case", "result")
+
+
+def errors_of(file: str, wanted: Callable, first: str, *names: str) -> str:
+    """Return errors, a row for each `names` of a record and its call, of what `wanted` selects."""
     found: dict[str, dict[str, str]] = {}
     for r in lines_of(file):
-        if r["config"] == {"key_bias": 50, "value_mean": int(value_mean)} and "dq_error" in r:
-            row = f"{r['case']}, {r['D']}, {r['dtype']}"
+        if "error" in r and wanted(r):
+            row = ", ".join([*(r[x] for x in names), r["case"], str(r["D"]), r["dtype"]])
             # A later measurement replaces an earlier one.
-            found.setdefault(row, {})[r["implementation"]] = f"{r['dq_error']:.4f}"
+            found.setdefault(row, {})[r["implementation"]] = f"{r['error']:.4f}"
     rows = [[row, *(errors.get(x, "") for x in ERRORS_OF)] for row, errors in found.items()]
-    return markdown(["case, head dim, dtype", *ERRORS_OF.values()], rows)
+    return markdown([f"{first}, head dim, dtype", *ERRORS_OF.values()], rows)
 
 
 def files() -> str:
@@ -403,6 +416,7 @@ TABLES = {
     "choice": choice,
     "in-order": in_order,
     "dq-errors": dq_errors,
+    "errors": errors,
     "files": files,
 }
 TABLE = re.compile(r"(<!-- table: (\S+)(.*?) -->\n).*?(<!-- end\b)", re.S)

@@ -20,11 +20,11 @@ def shown(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, flo
     """Return bias and error of each implementation, causal at head dim 128."""
     points: dict[str, list[tuple[int, float]]] = {}
     for r in records:
-        wanted = r["case"], r["D"], r["dtype"], r["config"]["value_mean"]
-        if wanted == ("causal", 128, "bfloat16", 0) and "dq_error" in r:
-            points.setdefault(r["implementation"], []).append(
-                (r["config"]["key_bias"], r["dq_error"])
-            )
+        inputs = dict(r["config"])
+        bias = inputs.pop("key_bias")
+        plain = not any(inputs.values()) and r.get("result") == "dq"
+        if plain and (r["case"], r["D"], r["dtype"]) == ("causal", 128, "bfloat16"):
+            points.setdefault(r["implementation"], []).append((bias, r["error"]))
     return {name: sorted(points[name]) for name in LINES if name in points}
 
 

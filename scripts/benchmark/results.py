@@ -15,7 +15,7 @@ and one of
     ms                           {"median", "min", "n"} of n measurements, possibly more
     red                          the errors because of which it was not timed
     unserved                     the reason for which there is no time
-    dq_error                     no time, but the relative error of dq, by measure_key_bias.py
+    error                        no time, but the relative error of `result`, by measure_accuracy.py
 
 Further results of a run have fields of their own (`tflops`, `ratio`, `errors`, ...).
 """
@@ -54,12 +54,12 @@ def problem(record: Any) -> str | None:
         return f"`pass` is {record.get('pass')!r}"
     if not isinstance(record["versions"].get("jax"), str):
         return "`versions` lacks jax"
-    if sum(name in record for name in ("ms", "red", "unserved", "dq_error")) != 1:
-        return "it must have one of `ms`, `red`, `unserved` and `dq_error`"
+    if sum(name in record for name in ("ms", "red", "unserved", "error")) != 1:
+        return "it must have one of `ms`, `red`, `unserved` and `error`"
     spreads = [record[name] for name in ("ms", "ratio") if name in record]
     if not all(isinstance(spread, dict) for spread in spreads):
         return "`ms` and `ratio` must be objects"
-    names = "tflops", "tb_per_s", "dq_error"
+    names = "tflops", "tb_per_s", "error"
     numbers = [record[name] for name in names if name in record]
     numbers += [x for spread in spreads for x in spread.values() if x is not None]
     if not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
