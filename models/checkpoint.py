@@ -148,7 +148,7 @@ def open_folder(folder: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:
 def _text(path: pathlib.Path) -> str:
     """Return the text of a file, which may begin with a byte order mark."""
     try:
-        return path.read_text("utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be UTF-8 text; got {error}.") from None
 

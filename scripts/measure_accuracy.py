@@ -41,7 +41,7 @@ ACROSS_DEVICES = "ring", "gather", "heads"
 
 
 class Inputs(NamedTuple):
-    """What the inputs of a problem are.
+    """The inputs of a problem.
 
     Attributes:
         key_bias: of two features of all keys.
