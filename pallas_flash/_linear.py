@@ -80,9 +80,10 @@ def _transpose(cotangents, *args, rule: Rule, count: int):
         )
     # Where `fixed` begins with the results themselves, they are unknown, and no rule reads them.
     fixed = [
-        jnp.zeros(x.aval.shape, x.aval.dtype) if ad.is_undefined_primal(x) else x for x in args
+        jnp.zeros(x.aval.shape, x.aval.dtype) if ad.is_undefined_primal(x) else x
+        for x in args[:count]
     ]
-    return [None] * count + list(rule.cotangents(fixed[:count], cotangents))
+    return [None] * count + list(rule.cotangents(fixed, cotangents))
 
 
 @dataclasses.dataclass(frozen=True)

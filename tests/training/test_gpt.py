@@ -450,9 +450,10 @@ def test_models_import_the_public_package_only():
     public = {"flax.SelfAttention", "flax.KVCache", "balanced_order", "save_residuals"}
     assert ours == {"pallas_flash"} | {f"pallas_flash.{name}" for name in public}
     roots = {name.partition(".")[0] for name in imported}
-    standard = {"collections", "dataclasses", "functools", "json", "math", "pathlib", "re", "time"}
-    standard |= {"typing", "numpy"}
-    assert roots <= standard | {"jax", "jaxtyping", "flax", "models", "pallas_flash"}
+    standard = {"collections", "dataclasses", "fnmatch", "functools", "json", "math", "pathlib"}
+    standard |= {"re", "time", "typing", "numpy"}
+    others = {"jax", "jaxtyping", "flax", "safetensors"}
+    assert roots <= standard | others | {"models", "pallas_flash"}
 
 
 @pytest.mark.parametrize("x64", cases.default([True], [False, True]))
