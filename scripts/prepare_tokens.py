@@ -27,7 +27,7 @@ try:
 
     from scripts.command import Parser, UserError, command, parse_path, parse_size
     from scripts.generation.tokens import FromFolder
-    from scripts.training.checkpoints import MARK, sha256_of, write_file
+    from scripts.training.checkpoints import MARK, read_marked, sha256_of, write_file
     from scripts.training.run_folder import END, TOKENIZER
     from scripts.training.settings import TrainConfig, by_flags
     from scripts.training.text import (
@@ -225,7 +225,9 @@ def prepare(
         UserError: The text, the tokenizer or the folder does not serve.
     """
     new = out_dir / NEW
-    ours = any((folder / TOKENS).exists() for folder in (out_dir, new))
+    prepared = read_marked(out_dir / TOKENS)
+    # A first run that was killed has no tokens but new ones.
+    ours = prepared or (not (out_dir / TOKENS).exists() and read_marked(new / TOKENS))
     if out_dir.exists() and not ours and any(path != new for path in out_dir.iterdir()):
         raise UserError(
             f"`out_dir` must be new, empty, or a folder of this script; got {str(out_dir)!r}."
@@ -246,7 +248,8 @@ def prepare(
         else:
             shutil.copyfile(words.path, new / TOKENIZER)
         old = out_dir / TOKENIZER
-        if not replace and old.exists() and old.read_bytes() != (new / TOKENIZER).read_bytes():
+        same = old.exists() and old.read_bytes() == (new / TOKENIZER).read_bytes()
+        if not (replace or same) and (prepared or old.exists()):
             raise UserError(
                 f"`out_dir` must have no tokens of another tokenizer; got {str(out_dir)!r}: pass "
                 "another --out-dir, or --replace."

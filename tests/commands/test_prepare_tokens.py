@@ -259,6 +259,28 @@ def test_tokens_of_another_tokenizer_stay(corpus, words, prepare):
     assert content_of(folder).keys() == before.keys()
 
 
+def test_tokens_without_their_tokenizer_stay(corpus, prepare):
+    folder, _ = prepare(corpus, "--vocab-size", 300)
+    (folder / "tokenizer.json").unlink()
+    before = content_of(folder)
+    with pytest.raises(SystemExit, match="--out-dir must have no tokens of another tokenizer"):
+        prepare(corpus, "--vocab-size", 280)
+    assert content_of(folder) == before
+    assert prepare(corpus, "--vocab-size", 280, "--replace")[1]["vocab_size"] <= 280
+
+
+def test_folder_with_tokens_of_something_else_stays(corpus, tmp_path, prepare):
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    for name in ("tokens.json", "train.bin"):
+        (folder / name).write_text('{"made_by": "somebody"}')
+    before = content_of(folder)
+    for flags in ([], ["--replace"]):
+        with pytest.raises(SystemExit, match="--out-dir must be new, empty, or a folder of this"):
+            prepare(corpus, "--vocab-size", 300, *flags)
+    assert content_of(folder) == before
+
+
 class Killed(BaseException):
     """The end of a process."""
 
