@@ -132,7 +132,7 @@ class Generation:
             context has. "stop" ends it; the last token is the one drawn then. "slide" reads again
             its first `keep` tokens and its last ones, half of what the context has beside `keep`.
             A prompt longer than the context begins so, too.
-        keep: The first tokens of each text that stay when it slides, as those of the system.
+        keep: The first tokens of each text that stay when it slides, such as the system's words.
 
     Attributes:
         ended: Whether each text has ended.
@@ -260,11 +260,11 @@ class _Batch:
         self._cache, self._params, self._seeds, self._room = cache, params, seeds, room
         self._made, self.compile_seconds = {}, 0.0
         self.tokens: Any = np.zeros(len(seeds), np.int32)
-        # Compiled before the first text is read, so that its time is that of reading alone.
+        # Compiled before the first text is read, so that its time has no compiling in it.
         self._program(_step, (seeds, np.int32(0)))
 
     def clock(self) -> float:
-        """Return the time in seconds, without that of compiling."""
+        """Return the time in seconds, without compiling."""
         return time.perf_counter() - self.compile_seconds
 
     def read(self, texts: Sequence[Sequence[int]], first: int, n: int) -> None:

@@ -81,7 +81,7 @@ def whole(x, *axes: int) -> jax.Array:
 
 
 def divided_alike(x, like, first: int = 0) -> jax.Array:
-    """Return an array whose axes Explicit axes divide as those of `like`, from its `first` one."""
+    """Return an array that Explicit axes divide as they divide `like` from axis `first` on."""
     names = _names(like)[first : first + x.ndim]
     return _placed(x, [None if n == 1 else name for n, name in zip(x.shape, names, strict=True)])
 

@@ -34,7 +34,7 @@ NAMES = "pallas_flash_out", "pallas_flash_lse"
 _save_names = jax.checkpoint_policies.save_only_these_names(*NAMES)
 
 # Keys of a row up to which, and features below which, `splits_output` is true of every call. With
-# either more, errors of dq and dk were at most twice those of dense attention (random problems).
+# more of both, errors of dq and dk were at most twice dense attention's (random problems).
 FEW_KEYS, FEW_FEATURES = 32, 16
 
 
@@ -42,7 +42,7 @@ def save_residuals(*args, **kwargs):
     """A policy of `jax.checkpoint` that saves the results of the forward of `attention`.
 
     These are the output, as large as the queries, and one or two float32 for each query and head.
-    Calls in 16 bits that differentiate more than queries, keys and values have a second such array.
+    Some calls in 16 bits have a second array as large, for example those with a trained bias.
     With them the backward does not run the forward again; everything else is computed again. Join
     it with other policies by `jax.checkpoint_policies.save_from_both_policies`.
 

@@ -161,7 +161,7 @@ def encode(flags: argparse.Namespace, source: Source, prompts: Sequence[str]) ->
 
 
 def count_before_prompt(flags: argparse.Namespace, source: Source, tokens) -> int:
-    """Return the number of tokens that any text begins with, as those of the system's words."""
+    """Return the number of tokens that any text begins with, such as the system's words."""
     columns = zip(*tokens, *encode(flags, source, ["0", "a"]), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 

@@ -371,7 +371,7 @@ def errors(file: str, key_bias: str, value_mean: str, zero_sum: str) -> str:
     usual = "o", "dq", "dk", "dv"
 
     def wanted(r):
-        # Outputs and values alike in all calls; of others than "causal" only what is their own.
+        # Options change o and dv little: "causal" shows them, other calls what they are about.
         own = r["case"] == "causal" or r["result"] not in usual
         few = r["case"] in ("soft cap", "grouped heads", "three keys", "wide values")
         return r["config"] == inputs and (own or (few and r["result"] in ("dq", "dk")))

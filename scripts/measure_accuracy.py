@@ -15,8 +15,10 @@ channels is zero, so that they hide this mean.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -187,8 +189,8 @@ def exact(operands, do, options) -> dict[str, Any]:
         return results_of(call, operands, do, options)
 
 
-def lines(problem: Problem, *, length: int) -> Iterator[dict[str, Any]]:
-    """Yield a line for each result of each implementation that serves the call."""
+def lines(problem: Problem, *, length: int) -> list[dict[str, Any]]:
+    """Return a line for each result of each implementation that serves the call."""
     case, head_dim, dtype, inputs = problem
     random = np.random.default_rng(0)
     kv_heads = GROUPED if case == "grouped heads" else HEADS
@@ -229,14 +231,16 @@ def lines(problem: Problem, *, length: int) -> Iterator[dict[str, Any]]:
         dtype=dtype,
         config=inputs._asdict(),
     )
+    records = []
     for name, call in implementations(case).items():
-        found = errors(call)
+        of_call, found = about | {"implementation": name}, errors(call)
         if isinstance(found, str):
-            yield about | {"implementation": name, "pass": "backward", "unserved": found}
+            records.append(of_call | {"pass": "backward", "unserved": found})
             continue
         for result, error in found.items():
             side = "forward" if result == "o" else "backward"
-            yield about | {"implementation": name, "pass": side, "result": result, "error": error}
+            records.append(of_call | {"pass": side, "result": result, "error": error})
+    return records
 
 
 def problems(cases: Sequence[str], head_dims: Sequence[int]) -> Iterator[Problem]:
@@ -272,19 +276,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="head dims",
     )
     add("--cases", nargs="+", choices=CASES + ACROSS_DEVICES, default=CASES, help="kinds of calls")
+    add("--jobs", type=parse_size, metavar="INT", default=8, help="processes, which share the GPU")
     add_flags(parser)
     options = parser.parse_args(argv)
+    # Processes share the GPU: none may keep memory that it does not use.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     wanted = list(problems(options.cases, options.head_dims))
-
-    def measure(problem):
-        return list(lines(problem, length=options.length))
-
-    # Compilers for GPUs run in parallel with Python.
-    with (
-        recording(options.json, options.commit) as (_, append),
-        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
-        for problem, records in zip(wanted, pool.map(measure, wanted), strict=True):
+    measure = functools.partial(lines, length=options.length)
+    with contextlib.ExitStack() as stack:
+        _, append = stack.enter_context(recording(options.json, options.commit))
+        run = map
+        if options.jobs > 1:
+            # Not threads: one that calls CUDA ends what another one captures into a graph.
+            spawn = multiprocessing.get_context("spawn")
+            pool = concurrent.futures.ProcessPoolExecutor(options.jobs, spawn)
+            run = stack.enter_context(pool).map
+        for problem, records in zip(wanted, run(measure, wanted), strict=True):
             errors: dict[str, list[str]] = {}
             for record in records:
                 append(record)

@@ -217,7 +217,7 @@ def prepare(
         out_dir: The folder; the tokens in it stay until the new ones are whole.
         tokenizer: A tokenizer.json, or a folder that has one; None to train one.
         vocab_size: The size of a tokenizer that is trained.
-        end: The token that ends a document; None for that of the folder.
+        end: The token that ends a document; None for the folder's.
         special: Whether names of special tokens in the text are these tokens.
         replace: Whether tokens of another tokenizer in `out_dir` may be replaced.
 

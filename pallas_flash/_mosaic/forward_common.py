@@ -135,7 +135,7 @@ def results_of_rows(options: ElementOptions, h, m: RowMax, l, *, large: bool):
 def parts_of_output(o, dtype, refs) -> list:
     """Return pairs of what a float32 output stores in a dtype and of its reference.
 
-    `refs` are that of the output and, if it is split, that of its low part, see `SplitOutput`.
+    `refs` belong to the output and, if it is split, to its low part, see `SplitOutput`.
     """
     high = o.astype(dtype)
     low = [(o - high.astype(jnp.float32)).astype(dtype) for _ in refs[1:]]

@@ -291,7 +291,7 @@ class KernelSpec:
         return 2 if self.split_output else 1
 
     def outputs(self, refs) -> tuple[Any, Any, Any]:
-        """Return the refs before the forward's outputs, those of the output, and of its rows."""
+        """Return the refs before the forward's outputs, of the output, and of its rows."""
         n = self.num_row_outputs
         before = len(refs) - n - self.num_parts
         return refs[:before], refs[before:-n], refs[-n:]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash._blocks import Tiling
-from pallas_flash._problem import Problem
+from pallas_flash._problem import Problem, widened
 from pallas_flash._tiling.sizes import Tile
 from pallas_flash._triton import common
 from pallas_flash._visits import in_tile
@@ -23,13 +23,8 @@ def pallas_flash_delta(o_ref, do_ref, *refs, spec: common.KernelSpec, split: boo
     """Compute delta of the rows of one tile of one head; if `split`, with the low part of o."""
     low_ref, dlse_ref, delta_ref = refs[:split], refs[split:-1], refs[-1]
     rows = common.valid_positions(spec.q, in_tile(pl.program_id(0), spec.q.block))
-    o, do, *low = (
-        common.load(ref, rows, spec.value_dim).astype(jnp.float32)
-        for ref in (o_ref, do_ref, *low_ref)
-    )
-    if low:
-        o = o + low[0]
-    delta = jnp.sum(o * do, axis=1)
+    *parts, do = (common.load(ref, rows, spec.value_dim) for ref in (o_ref, *low_ref, do_ref))
+    delta = jnp.sum(widened(parts, jnp.float32) * do.astype(jnp.float32), axis=1)
     if dlse_ref:
         delta = delta - common.load_row(dlse_ref[0], rows)
     common.store_row(delta_ref, delta, rows)

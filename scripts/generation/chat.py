@@ -12,46 +12,55 @@ from scripts.command import UserError, why
 FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 
 
-def find_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the default chat template of a folder; None if it has no template.
+def find_templates(folder: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a folder by name.
 
     Files come before `settings`, the content of tokenizer_config.json.
 
     Raises:
-        UserError: None of several templates is the default, or a file is no text.
+        UserError: A template is no text.
     """
     paths = {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
     if (folder / FILE).exists():
         paths["default"] = folder / FILE
-    templates = settings.get("chat_template")
-    if isinstance(templates, list):
-        templates = {entry["name"]: entry["template"] for entry in templates}
     try:
         if paths:
-            templates = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+            return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     except (OSError, UnicodeError) as error:
         raise UserError(f"the chat templates of {folder} must be text; got {why(error)}.") from None
-    if not templates or isinstance(templates, str):
-        return templates or None
-    if "default" not in templates:
-        raise UserError(
-            f"{folder} must have a chat template named default; got {', '.join(templates)}."
-        )
-    return templates["default"]
+    given = settings.get("chat_template") or []
+    given = [{"name": "default", "template": given}] if isinstance(given, str) else given
+    try:
+        templates = {entry["name"]: entry["template"] for entry in given}
+        if all(isinstance(x, str) for pair in templates.items() for x in pair):
+            return templates
+    except (KeyError, TypeError):
+        pass
+    raise UserError(
+        f"`chat_template` in tokenizer_config.json of {folder} must be text, or a list of names "
+        f"and templates; got {given!r:.60}."
+    )
 
 
-def render(template: str, settings: Mapping[str, Any], prompt: str, system: str | None) -> str:
+def render(
+    templates: Mapping[str, str], settings: Mapping[str, Any], prompt: str, system: str | None
+) -> str:
     """Return the text of a chat, up to where the model's answer begins.
 
     Args:
-        template: The template.
+        templates: The templates by name, of which the default is rendered.
         settings: The content of tokenizer_config.json, with the names of the special tokens.
         prompt: The user's words.
         system: The system's words; None for none.
 
     Raises:
-        UserError: The template refuses the prompt, or fails.
+        UserError: There is no default, or the template refuses the prompt, or fails.
     """
+    if "default" not in templates:
+        raise UserError(
+            f"the folder must have a chat template named default; got {', '.join(templates)}: pass "
+            "--no-chat."
+        )
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     named = {
@@ -62,7 +71,7 @@ def render(template: str, settings: Mapping[str, Any], prompt: str, system: str 
     # A token that is not there is no variable; add_bos_token is no token.
     special = {name: x for name, x in named.items() if isinstance(x, str)}
     try:
-        return compile_template(template).render(
+        return compile_template(templates["default"]).render(
             messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
         )
     except UserError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scripts.command import UserError, why
-from scripts.generation.chat import find_template, render
+from scripts.generation.chat import find_templates, render
 
 # A character that is not complete yet; tokens of a model may end inside of one.
 INCOMPLETE = "\ufffd"
@@ -33,7 +33,7 @@ class Bytes:
         return list(text.encode(errors="surrogateescape"))
 
     def special_name(self, text: str) -> str | None:
-        """Return None: no name is that of a special token."""
+        """Return None: there are no special tokens."""
         del text
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -102,8 +102,8 @@ class FromFolder:
             settings = read_json(folder / "tokenizer_config.json")
             generation = read_json(folder / "config.json")
             generation |= read_json(folder / "generation_config.json")
-            if template := find_template(folder, settings):
-                self.chat = functools.partial(render, template, settings)
+            if templates := find_templates(folder, settings):
+                self.chat = functools.partial(render, templates, settings)
         end = generation.get("eos_token_id")
         self.stop_tokens = [end] if isinstance(end, int) else list(end or ())
 
@@ -128,7 +128,7 @@ class FromFolder:
         return [tokens for tokens, _ in self._encoded(texts, special)]
 
     def encode_chat(self, prompt: str, system: str | None) -> list[int]:
-        """Return the tokens of a chat by `chat`: the special ones are those of the template."""
+        """Return the tokens of a chat by `chat`: only the template writes special ones."""
         texts, tokenizer = [utf8(prompt), utf8(system or "")], self._tokenizer
         if any(map(self._names.search, texts)):
             # Refuses what `documents` refuses.
@@ -267,7 +267,7 @@ class TextStream:
         first, read = min(parts, key=damage)
         self._tokens, self._read = list(prompt[first:]), read - first
         self._whole = decode(self._tokens[: self._read])
-        # The part of the text of `_tokens` that has been shown: that of the prompt, to begin with.
+        # The part of the text of `_tokens` that has been shown: at first, the prompt.
         self._shown = self._text()
         self._held = self.text = ""
         self._waiting, self.stopped = 0, False

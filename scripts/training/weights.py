@@ -94,7 +94,7 @@ class Tuned:
         """Return `init() -> params`, `loss_fn(params, batch) -> loss`, and the graph definition.
 
         A batch has tokens, and the document of each; without them a row is one document. The
-        parameters of `init` are random: they have the shapes of those of `read`.
+        parameters of `init` are random, in the shapes that `read` gives.
         """
         config = dataclasses.replace(
             self.decoder,

@@ -1,7 +1,7 @@
 """Gradients in 16 bits that are nearly cancelling sums of ds are as accurate as dense ones.
 
-The rule is that of test_accuracy. It has no allowance for a delta from the rounded output in these
-calls, whose output is a `SplitOutput`: an error is at most twice that of dense attention, which
+The rule is test_accuracy's. It has no allowance for a delta from the rounded output in these
+calls, whose output is a `SplitOutput`: an error is at most twice dense attention's, which
 rounds p and o and subtracts a sum that it computes itself, or a rounding of the result.
 """
 

@@ -295,6 +295,8 @@ def test_template_files_come_before_the_settings(changed, refused):
     pytest.importorskip("jinja2")
     folder = changed(tokenizer_config={"chat_template": [{"name": "rag", "template": "r"}]})
     assert "must have a chat template named default; got rag" in refused(folder, "--prompt", "a")
+    # Without a chat no template is needed.
+    assert FromFolder(folder).encode("a")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
     assert "named default; got tool_use" in refused(folder, "--prompt", "a")
@@ -302,6 +304,12 @@ def test_template_files_come_before_the_settings(changed, refused):
     assert FromFolder(folder).chat("a", None) == "«»"
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     assert "the chat templates of" in refused(folder, "--prompt", "a")
+
+
+@pytest.mark.parametrize("given", [5, {"default": "t"}, [{"template": "t"}], [["t"]]])
+def test_template_of_another_form_is_refused(given, changed, refused):
+    folder = changed(tokenizer_config={"chat_template": given})
+    assert "must be text, or a list of names and templates" in refused(folder, "--prompt", "a")
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

@@ -1,5 +1,7 @@
 """`paged_attention`, `append_to_pages` and `quantize_pages` refuse wrong calls by a sentence."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,8 +191,8 @@ def derivative(**arguments):
 
 def transpose(**arguments):
     q, pages = arguments["query"], arguments.pop("value_pages")
-    run = lambda pages: pallas_flash.paged_attention(value_pages=pages, **arguments)  # noqa: E731
-    jax.linear_transpose(run, pages)(q)
+    run = functools.partial(pallas_flash.paged_attention, **arguments)
+    jax.linear_transpose(lambda pages: run(value_pages=pages), pages)(q)
 
 
 def symbolic(**arguments):

@@ -79,7 +79,7 @@ def mean_loss(model, rows):
 def test_packed_documents_do_not_see_each_other(family):
     model = make(family)
     tokens = jnp.asarray([[5, 7, 0, 9, 2, 0, 8, 0, 0, 4, 6, 1]])
-    # One document has the end token inside, as a chat has that of a turn.
+    # One document has the end token inside, as a chat has at the end of a turn.
     numbers = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 3]], jnp.int32)
     documents = [
         ([5, 7, 0], [7, 0, 9]),
