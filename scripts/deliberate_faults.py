@@ -11,7 +11,7 @@ catches *lives*: a test is missing.
 An entry of the list:
 
     [band-sees-one-key-more]
-    file = "pallas_flash/_masks.py"
+    file = "pallas_flash/_problem/masks.py"
     old = "k <= q + self.high"
     new = "k <= q + self.high + 1"
     tests = ["test_masks.py"]
