@@ -2,11 +2,15 @@
 
 `deliberate_faults.toml` lists small faults: a mask moved by one key, a sign, a dropped scale. This
 script makes each of them in a copy of the working tree and runs tests there. A fault that no test
-catches *lives*: a test is missing.
+catches *lives*: a test is missing. `--mutants` adds faults that are made by rules: a comparison, a
+sign, a term, a constant, two arguments. A mutant that lives is only told, because it may be right.
 
     python scripts/deliberate_faults.py
     python scripts/deliberate_faults.py --only 'band-*' ring-sends-backwards
-    python scripts/deliberate_faults.py --selection all --jobs 8
+    python scripts/deliberate_faults.py --only 'pallas_flash/_masks.py:Band.*'
+    python scripts/deliberate_faults.py --mutants 500 --seed 7 --jobs 8 --record faults.jsonl
+    python scripts/deliberate_faults.py --choose faults.jsonl
+    python scripts/deliberate_faults.py --validate 0.2 faults.jsonl --record validated.jsonl
 
 An entry of the list:
 
@@ -17,18 +21,17 @@ An entry of the list:
     tests = ["test_masks.py"]
     keyword = "allowed"
 
-`old` must be in the file exactly once; a test of the default selection checks that for every entry,
-so the list stays with the code. `tests` are the names of files that should catch the fault, in
-any folder. They run first and stop at the first failure; `keyword`, if there is one,
-is pytest's `-k` for a first try, and only saves time. If the files stay green, the rest of the
-selection runs:
+`old` must be in the file exactly once; an entry without is *stale*, is named, and makes nothing.
+`tests` are the names of files that should catch the fault, in any folder. They stop at the first
+failure; `keyword`, if there is one, is pytest's `-k` for a first try, and only saves time. A mutant
+runs the files that faults of the same source file name, or else of the same folder.
 
-    named    nothing more
-    gate     what `pytest` runs by default
-    all      everything that needs no GPU, with `-m extended`
+A failure counts only if the same test passes without the fault. A record keeps what became of each
+fault; what it has already is left out, so that runs of limited time add up. `--choose` makes
+`.ci/gate-items.txt` of records, the tests that `pytest` runs by default. `--validate` chooses by
+some of the faults, and runs these tests with the others.
 
-A failure counts only if the same test passes without the fault. The exit status is 0 if every fault
-is caught, else 1.
+The exit status is 1 if a fault of the list lives or is stale, else 0.
 """
 
 from __future__ import annotations
@@ -41,250 +44,114 @@ import functools
 import os
 import pathlib
 import queue
-import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import tomllib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
-from scripts.command import Parser, UserError, command, parse_size
+from scripts.command import (
+    Parser,
+    UserError,
+    command,
+    parse_path,
+    parse_rate,
+    parse_seconds,
+    parse_size,
+)
+from scripts.faults import mutation, records
+from scripts.faults.listed import LIST, ROOT, Fault, paths, problems, read
+from scripts.faults.records import Record
+from scripts.faults.trees import CAUGHT, LIVES, TIMEOUT, Outcome, Tree, copy_tree
 
-ROOT = pathlib.Path(__file__).parents[1]
-LIST = pathlib.Path(__file__).with_suffix(".toml")
-
-SELECTIONS = "named", "gate", "all"
-EXTENDED = "-m", "extended or not extended"
-# The test of this list is red wherever a text of it is replaced.
-ARGUMENTS = "-q", "-x", "-p", "no:cacheprovider", "--ignore-glob=*test_deliberate_faults.py"
-# Exit statuses of pytest.
-GREEN, NOTHING_SELECTED = 0, 5
-# Seconds after which a run counts as one without an end.
-NO_END = 3600
-
-
-class Fault(NamedTuple):
-    """An entry of the list.
-
-    Attributes:
-        name: its name.
-        file: what it changes, a path from the root.
-        old: a text that is there exactly once.
-        new: what takes its place.
-        tests: names of the test files that are expected to see it.
-        keyword: an expression for `pytest -k` that finds the tests which see it soonest; or "".
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    keyword: str = ""
+Attempt = Callable[[Tree, Fault], Outcome]
 
 
-class Outcome(NamedTuple):
-    """The outcome of a fault.
-
-    Attributes:
-        caught: whether a test is red because of the fault, and green without it.
-        by: the name of that test, or why there is none.
-    """
-
-    caught: bool
-    by: str
-
-
-class Red(NamedTuple):
-    """Why a run of pytest was red.
-
-    Attributes:
-        by: the first test that failed, or how the run ended without one.
-        test: that test, or "".
-    """
-
-    by: str
-    test: str = ""
-
-
-def read(path: pathlib.Path = LIST) -> list[Fault]:
-    """Return the faults of a list."""
-    entries = tomllib.loads(path.read_text(encoding="utf-8"))
-    return [Fault(name, **entry | {"tests": (*entry["tests"],)}) for name, entry in entries.items()]
-
-
-def problems(fault: Fault, root: pathlib.Path = ROOT) -> list[str]:
-    """Return what is wrong with an entry, in sentences; nothing for one that can be made."""
-    found = []
-    if not (root / fault.file).is_file():
-        return [f"{fault.name}: there is no file {fault.file}."]
-    count = (root / fault.file).read_text(encoding="utf-8").count(fault.old)
-    if count != 1:
-        found.append(f"{fault.name}: `old` must be in {fault.file} exactly once; found {count}.")
-    if fault.old == fault.new:
-        found.append(f"{fault.name}: `new` must be another text than `old`.")
-    if not fault.tests:
-        found.append(f"{fault.name}: `tests` must name a file.")
-    for name in fault.tests:
-        if len(files := paths(name, root)) != 1:
-            found.append(f"{fault.name}: there must be one test file {name}; found {len(files)}.")
-    return found
-
-
-def paths(name: str, root: pathlib.Path) -> list[str]:
-    """Return the test files of a name, in whatever folder."""
-    return sorted(str(x.relative_to(root)) for x in (root / "tests").rglob(name))
-
-
-class Tree:
-    """A copy of the working tree, in which one fault at a time is made.
-
-    Args:
-        path: the copy.
-        python: the interpreter that runs pytest there.
-        cache: a folder for programs that JAX has compiled, which copies share.
-        no_end: seconds after which a run of pytest is ended.
-    """
-
-    def __init__(
-        self, path: pathlib.Path, python: str, cache: pathlib.Path, no_end: float = NO_END
-    ):
-        self.path, self._python, self._no_end = path, python, no_end
-        compiled = {
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        # The package of the copy comes before an installed one.
-        here = {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"}
-        self._environment = {**os.environ, **compiled, **here}
-        self._environment.pop("PYTHONPYCACHEPREFIX", None)
-        self._green: dict[str, bool] = {}
-
-    def attempt(self, fault: Fault, selection: str) -> Outcome:
-        """Make a fault, run tests until one is red, and take the fault back."""
-        files = [path for name in fault.tests for path in paths(name, self.path)]
-        marks = EXTENDED if selection == "all" else ()
-        runs = [[*marks, *files]]
-        if fault.keyword:
-            runs.insert(0, [*marks, "-k", fault.keyword, *files])
-        if selection != "named":
-            runs.append([*marks])
-        for arguments in runs:
-            with self._broken(fault):
-                red = self._first_red(arguments)
-            if red is not None:
-                if red.test and not self._is_green(red.test):
-                    return Outcome(False, f"{red.by} is red without the fault, too")
-                return Outcome(True, red.by)
-        return Outcome(False, "it lives")
-
-    @contextlib.contextmanager
-    def _broken(self, fault: Fault):
-        path = self.path / fault.file
-        whole = path.read_text(encoding="utf-8")
-        try:
-            self._write(path, whole.replace(fault.old, fault.new))
-            yield
-        finally:
-            self._write(path, whole)
-
-    @staticmethod
-    def _write(path: pathlib.Path, text: str):
-        path.write_text(text, encoding="utf-8")
-        # Python takes bytecode for fresh if the text has the same size and second.
-        for stale in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
-            stale.unlink()
-
-    def _first_red(self, arguments: Sequence[str]) -> Red | None:
-        """Return the first test that fails; None if all are green."""
-        run = [self._python, "-m", "pytest", *ARGUMENTS, *arguments]
-        with subprocess.Popen(
-            run,
-            cwd=self.path,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            start_new_session=True,
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=self._no_end)
-            except subprocess.TimeoutExpired:
-                return Red(f"no end after {self._no_end:g} s: pytest {' '.join(arguments)}")
-            finally:
-                # Tests start processes of their own, which a red one may leave.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode in (GREEN, NOTHING_SELECTED):
-            return None
-        if found := re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE):
-            return Red(found[1], found[1])
-        return Red(f"exit status {process.returncode}: pytest {' '.join(arguments)}")
-
-    def _is_green(self, test: str) -> bool:
-        """Whether a test passes without a fault."""
-        if test not in self._green:
-            collects = [] if "::" in test else ["--collect-only"]
-            self._green[test] = self._first_red([*EXTENDED, *collects, test]) is None
-        return self._green[test]
-
-
-def copy_tree(to: pathlib.Path) -> None:
-    """Copy the working tree as it is now, without what git ignores."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(
-            f"`{ROOT}` must be a checkout that git can list; got {error}. Clone the repository."
-        ) from error
-    for name in sorted(set(names.decode().split("\0")) - {""}):
-        if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
-
-
-def choose(faults: list[Fault], patterns: Sequence[str]) -> list[Fault]:
+def matching(faults: list[Fault], patterns: Sequence[str]) -> list[Fault]:
     """Return the faults whose names match a pattern; all if there are none."""
     for pattern in patterns:
         if not any(fnmatch.fnmatch(fault.name, pattern) for fault in faults):
             raise UserError(
                 f"--only must be names of faults, or patterns of them; got {pattern!r}, which is "
-                f"none. They are in {LIST.name}."
+                f"none. They are in {LIST.name}; a mutant is file:function:line:kind."
             )
     return [x for x in faults if not patterns or any(fnmatch.fnmatch(x.name, y) for y in patterns)]
 
 
-def attempt_all(faults: list[Fault], trees: Sequence[Tree], selection: str) -> list[Fault]:
-    """Print what becomes of each fault, and return the faults that no test catches."""
+def wanted(only: Sequence[str], mutants: int | None, seed: int) -> list[Fault]:
+    """Return the faults that the flags ask for."""
+    listed = read()
+    if mutants:
+        return matching([*listed, *mutation.draw(mutants, seed, listed)], only)
+    made = mutation.every(listed) if any(":" in pattern for pattern in only) else []
+    return [x for x in matching([*listed, *made], only) if x.at is None or mutation.real(x)]
+
+
+@contextlib.contextmanager
+def copies(count: int, python: str, limit: float, green: dict[str, float]) -> Iterator[list[Tree]]:
+    """Copies of the working tree, which share compiled programs."""
+    if shutil.which(python) is None:
+        raise UserError(f"--python must be a program; got {python!r}. Give its path.")
+    with tempfile.TemporaryDirectory(prefix="deliberate-faults-") as folder:
+        cache = pathlib.Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled"))
+        trees = []
+        for n in range(count):
+            copy_tree(path := pathlib.Path(folder, f"tree-{n}"))
+            trees.append(Tree(path, python, cache, limit, green))
+        yield trees
+
+
+def attempt_all(
+    faults: Sequence[Fault], trees: Sequence[Tree], attempt: Attempt, record: Record, stop: float
+) -> None:
+    """Print and record what becomes of each fault; start none after a time."""
     free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for tree in trees:
         free.put(tree)
-    living, printing = [], threading.Lock()
+    printing = threading.Lock()
 
     def one(fault: Fault):
-        tree, start = free.get(), time.perf_counter()
+        tree, start = free.get(), time.monotonic()
         try:
-            outcome = tree.attempt(fault, selection)
+            if start > stop:
+                return
+            outcome = attempt(tree, fault)
         finally:
             free.put(tree)
+        record.add(fault, outcome)
         with printing:
-            mark = "caught" if outcome.caught else "LIVES"
-            seconds = time.perf_counter() - start
+            mark = "LIVES" if outcome.kind == LIVES else outcome.kind
+            seconds = time.monotonic() - start
             print(f"{mark} {fault.name}: {outcome.by} ({seconds:.0f} s)", flush=True)
-            if not outcome.caught:
-                living.append(fault)
 
     with concurrent.futures.ThreadPoolExecutor(len(trees)) as pool:
         list(pool.map(one, faults))
-    return living
+
+
+def summary(faults: Sequence[Fault], record: Record) -> int:
+    """Print what became of some faults, and return the exit status."""
+    names = {fault.name: fault for fault in faults}
+    lines = [line for line in record.lines if line["fault"] in names]
+    count = {kind: sum(x["outcome"] == kind for x in lines) for kind in (CAUGHT, LIVES, TIMEOUT)}
+    print(
+        f"{count[CAUGHT]} of {len(names)} faults are caught, {count[LIVES]} live, "
+        f"{count[TIMEOUT]} took too long, {len(names) - len(lines)} are left."
+    )
+    living = [x for x in lines if x["outcome"] == LIVES and names[x["fault"]].at is None]
+    return 1 if living else 0
+
+
+def attempt_chosen(chosen: Sequence[str]) -> Attempt:
+    """Return what runs the chosen tests: first those of the fault's own files."""
+
+    def attempt(tree: Tree, fault: Fault) -> Outcome:
+        own = {path for name in fault.tests for path in paths(name, tree.path)}
+        first = [x for x in chosen if x.split("::")[0] in own]
+        rest = [x for x in chosen if x.split("::")[0] not in own]
+        return tree.attempt_with(fault, [x for x in (first, rest) if x])
+
+    return attempt
 
 
 def parser() -> argparse.ArgumentParser:
@@ -295,37 +162,64 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = flags.add_argument
+    add("records", nargs="*", type=parse_path, metavar="RECORD", help="for --choose, --validate")
     add("--only", nargs="+", default=[], metavar="NAME", help="these faults; patterns like ring-*")
-    add(
-        "--selection",
-        choices=SELECTIONS,
-        default="gate",
-        help="what runs if the named tests stay green: nothing, pytest's default, or all tests",
-    )
+    add("--mutants", type=parse_size, metavar="N", help="also so many faults made by rules")
+    add("--seed", type=int, default=0, help="which mutants, or which faults --validate holds back")
+    add("--record", type=parse_path, metavar="FILE", help="add what becomes of each to a file")
+    add("--choose", action="store_true", help="make .ci/gate-items.txt of records")
+    add("--validate", type=parse_rate, metavar="SHARE", help="hold back so many of the faults")
     add("--jobs", type=parse_size, default=1, metavar="N", help="copies of the tree at work")
+    add("--limit", type=parse_seconds, default=120.0, help="seconds of each run of pytest")
+    add("--budget", type=parse_seconds, metavar="SECONDS", help="start no fault after that")
     add("--python", default=sys.executable, metavar="FILE", help="the Python with pytest and JAX")
     return flags
+
+
+def check(flags: argparse.Namespace) -> None:
+    """Refuse flags that do not go together."""
+    reads = flags.choose or flags.validate is not None
+    if reads != bool(flags.records) or (flags.choose and flags.validate is not None):
+        raise UserError(
+            "RECORD must be given with one of --choose and --validate, and with nothing else; got "
+            f"{len(flags.records)} records. Write them last: --choose a.jsonl b.jsonl."
+        )
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     flags = parser().parse_args(arguments)
-    faults = choose(read(), flags.only)
-    if wrong := [problem for fault in faults for problem in problems(fault)]:
-        raise UserError(" ".join(wrong))
-    if shutil.which(flags.python) is None:
-        raise UserError(f"--python must be a program; got {flags.python!r}. Give its path.")
-    with tempfile.TemporaryDirectory(prefix="deliberate-faults-") as folder:
-        cache = pathlib.Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled"))
-        make = functools.partial(Tree, python=flags.python, cache=cache)
-        trees = []
-        for n in range(min(flags.jobs, len(faults))):
-            copy_tree(path := pathlib.Path(folder, f"tree-{n}"))
-            trees.append(make(path))
-        living = attempt_all(faults, trees, flags.selection)
-    print(f"{len(faults) - len(living)} of {len(faults)} faults are caught.")
-    return 1 if living else 0
+    check(flags)
+    stop = time.monotonic() + (flags.budget or float("inf"))
+    lines = [line for path in flags.records for line in records.read_lines(path)]
+    make = functools.partial(copies, python=flags.python, limit=flags.limit)
+    if flags.records:
+        with make(1, green={}) as [tree]:
+            default = tree.tests()
+    if flags.choose:
+        chosen = records.choose(lines, default)
+        records.write(chosen)
+        print(f"{len(chosen)} of {len(default)} tests are in {records.GATE.relative_to(ROOT)}.")
+        return 0
+    record = Record(flags.record)
+    if flags.validate is None:
+        faults = wanted(flags.only, flags.mutants, flags.seed)
+        attempt: Attempt = lambda tree, fault: tree.attempt(fault, record.known(fault.file))  # noqa: E731
+    else:
+        by, held = records.split(lines, flags.validate, flags.seed)
+        listed = read()
+        faults = [x for x in [*listed, *mutation.every(listed)] if x.name in held]
+        attempt = attempt_chosen(records.choose(by, default))
+    stale = [problem for fault in faults for problem in problems(fault)]
+    for problem in stale:
+        print(f"STALE {problem}")
+    faults = [x for x in faults if not problems(x)]
+    left = [x for x in faults if x.name not in record.faults]
+    if left:
+        with make(min(flags.jobs, len(left)), green=record.seconds) as trees:
+            attempt_all(left, trees, attempt, record, stop)
+    return summary(faults, record) or (1 if stale else 0)
 
 
 if __name__ == "__main__":
