@@ -88,8 +88,10 @@ def test_machine_code_of_folded_tiles(head_dim, monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", cases.default([128], [64, 128, 256]))
 def test_machine_code_of_query_splits(head_dim, is_causal, monkeypatch):
+    # Two CTAs compute a K/V tile at head dim 256, so SMs lack work up to half as many heads.
+    heads = 4 if head_dim == 256 else 8
     q, found, shares = (
-        shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16),
+        shaped(1, 1024, heads, head_dim, dtype=jnp.bfloat16),
         [],
         backward_splits.num_splits,
     )
