@@ -11,7 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_flash import _context, _partition, _peers, _reference, _resolve, _validate, _vjp
+from pallas_flash import (
+    _context,
+    _linear,
+    _partition,
+    _peers,
+    _reference,
+    _resolve,
+    _validate,
+    _vjp,
+)
 from pallas_flash._mask_objects import Joinable
 from pallas_flash._masks import Mask
 from pallas_flash._plan import Plan
@@ -321,7 +330,7 @@ def attention(
     if return_lse:
         results.append(lse)
     elif return_residual:
-        results.append(lax.stop_gradient(lse).astype(problem.dtype))
+        results.append(_linear.constant(lse).astype(problem.dtype))
     results += [_over_rows(x, sequence_axis) for x in row_maxima]
     results = [x[0] for x in results] if query.ndim == 3 else results
     return tuple(results) if len(results) > 1 else results[0]
@@ -467,4 +476,8 @@ def _over_rows(row_maxima, sequence_axis):
     # One by one, because JAX takes axes together only if the numbers vary over all or over none.
     for name in () if sequence_axis is None else names:
         highest = lax.pmax(highest, name)
-    return highest
+    return _linear.constant(
+        highest,
+        transposed="`return_max_logits` must be False where `jax.linear_transpose` transposes "
+        "`attention`; got True. Use another call for the largest scores.",
+    )
