@@ -58,6 +58,9 @@ KEPT = {
     "32 bits": ("sinks", dict(dtype=jnp.float32), False),
     "few keys": (None, dict(S=32), True),
     "few features": (None, dict(H=8), True),
+    "soft cap": (None, {}, True),
+    "score function": (None, {}, True),
+    "soft cap in 32 bits": (None, dict(dtype=jnp.float32), False),
 }
 
 
@@ -73,6 +76,10 @@ def test_low_part_is_kept_where_needed(name, implementation):
 
     def call(q, k, v, x):
         options = {} if argument in (None, "operand") else {argument: x}
+        if "soft cap" in name:
+            options["logits_soft_cap"] = 30.0
+        if name == "score function":
+            options["score_mod"] = lambda s, b, h, q, k: s / 2
         if argument == "operand":
             options["score_mod"] = ScoreMod(lambda s, b, h, q, k, x: s * x[h], (x,))
         return attention(q, k, v, implementation=implementation, **options)
@@ -84,4 +91,4 @@ def test_low_part_is_kept_where_needed(name, implementation):
 
     assert residuals((q, k, v, x)) == 1 + kept
     if argument is not None:
-        assert residuals((q, k, v)) == 1
+        assert residuals((q, k, v)) == 1 + (argument == "operand")
