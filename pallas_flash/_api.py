@@ -414,7 +414,7 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
                 f"causal or whole, and by {', '.join(map(repr, sorted(by)))}."
             )
             method = method._replace(reason=reason)
-    return _resolve.explained(problem, plan, request, method)
+    return _resolve.explained(problem, plan, request, method, call["scale"])
 
 
 def dropout_mask(
