@@ -159,7 +159,7 @@ _constant.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_constant, lambda context, x, **_: [x])
 ad.primitive_jvps[_constant] = lambda primals, tangents, **params: (
     _constant.bind(*primals, **params),
-    ad.Zero.from_primal_value(primals[0]),
+    ad.Zero(jax.typeof(primals[0]).to_tangent_aval()),
 )
 ad.primitive_transposes[_constant] = _transpose_constant
 batching.defvectorized(_constant)
