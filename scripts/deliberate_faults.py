@@ -63,7 +63,7 @@ from scripts.command import (
 from scripts.faults import mutation, records
 from scripts.faults.listed import LIST, ROOT, Fault, paths, problems, read
 from scripts.faults.records import Record
-from scripts.faults.trees import CAUGHT, LIVES, TIMEOUT, Outcome, Tree, copy_tree
+from scripts.faults.trees import CAUGHT, EXTENDED, LIVES, TIMEOUT, Outcome, Tree, copy_tree
 
 Attempt = Callable[[Tree, Fault], Outcome]
 
@@ -149,7 +149,7 @@ def attempt_chosen(chosen: Sequence[str]) -> Attempt:
         own = {path for name in fault.tests for path in paths(name, tree.path)}
         first = [x for x in chosen if x.split("::")[0] in own]
         rest = [x for x in chosen if x.split("::")[0] not in own]
-        return tree.attempt_with(fault, [x for x in (first, rest) if x])
+        return tree.attempt_with(fault, [[*EXTENDED, *x] for x in (first, rest) if x])
 
     return attempt
 
