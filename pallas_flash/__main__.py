@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_flash
-from pallas_flash._tiling import cache
+from pallas_flash._selection import tuned
 
 PACKAGES = "jax", "jaxlib", "flax", "optax", "jax-triton"
 # They decide what runs, or where results are kept.
@@ -61,10 +61,10 @@ def _devices() -> str:
 
 
 def _tuned() -> str:
-    path = cache.file()
+    path = tuned.file()
     if path is None:
         return "switched off by PALLAS_FLASH_TUNED"
-    return f"{path}, {len(cache.read(path))} winners" if path.exists() else f"none in {path}"
+    return f"{path}, {len(tuned.read(path))} winners" if path.exists() else f"none in {path}"
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_flash._tiling import cache, tune
-from pallas_flash._tiling.sizes import KERNELS
+from pallas_flash._call import tune
+from pallas_flash._problem.tile_sizes import KERNELS
+from pallas_flash._selection import tuned
 
 _EXAMPLES = """
 examples:
@@ -107,14 +108,14 @@ def _tuned(args: argparse.Namespace) -> tune.Tuning:
 
 
 def _stored(clear: bool) -> str:
-    file = cache.file()
+    file = tuned.file()
     if file is None:
         raise ValueError("PALLAS_FLASH_TUNED=0 switches winners off; unset it.")
     try:
         if clear:
-            cache.remove(file)
+            tuned.remove(file)
             return f"removed {file}"
-        winners = cache.parse(file)
+        winners = tuned.parse(file)
     except FileNotFoundError:
         winners = {}
     lines = []

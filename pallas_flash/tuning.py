@@ -15,11 +15,11 @@ raises ValueError, and anything but an int TypeError. `attention` takes either c
 gives a `TileSizes`, which holds tiles of both.
 """
 
-from pallas_flash._tiling.configurations import Mosaic as Mosaic
-from pallas_flash._tiling.configurations import Triton as Triton
-from pallas_flash._tiling.sizes import BackwardTile as BackwardTile
-from pallas_flash._tiling.sizes import DecodeTile as DecodeTile
-from pallas_flash._tiling.sizes import DqTile as DqTile
-from pallas_flash._tiling.sizes import ForwardTile as ForwardTile
-from pallas_flash._tiling.sizes import Tile as Tile
-from pallas_flash._tiling.sizes import TileSizes as TileSizes
+from pallas_flash._problem.configurations import Mosaic as Mosaic
+from pallas_flash._problem.configurations import Triton as Triton
+from pallas_flash._problem.tile_sizes import BackwardTile as BackwardTile
+from pallas_flash._problem.tile_sizes import DecodeTile as DecodeTile
+from pallas_flash._problem.tile_sizes import DqTile as DqTile
+from pallas_flash._problem.tile_sizes import ForwardTile as ForwardTile
+from pallas_flash._problem.tile_sizes import Tile as Tile
+from pallas_flash._problem.tile_sizes import TileSizes as TileSizes

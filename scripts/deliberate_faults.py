@@ -15,7 +15,7 @@ sign, a term, a constant, two arguments. A mutant that lives is only told, becau
 An entry of the list:
 
     [band-sees-one-key-more]
-    file = "pallas_flash/_masks.py"
+    file = "pallas_flash/_problem/masks.py"
     old = "k <= q + self.high"
     new = "k <= q + self.high + 1"
     tests = ["test_masks.py"]

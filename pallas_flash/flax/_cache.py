@@ -16,11 +16,11 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from pallas_flash import _validate
-from pallas_flash._api import attention
-from pallas_flash._checks import as_dtype, at_least, describe, flag, is_int, of_dtype
-from pallas_flash._masks import FAR
-from pallas_flash._named_masks import Tree
+from pallas_flash._arguments import attention as _validate
+from pallas_flash._call.attention import attention
+from pallas_flash._problem.checks import as_dtype, at_least, describe, flag, is_int, of_dtype
+from pallas_flash._problem.masks import FAR
+from pallas_flash._problem.named_masks import Tree
 from pallas_flash.flax._arrays import merge_batch, merge_full, new_tokens, spec_of
 
 

@@ -11,10 +11,10 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from flax.typing import Dtype, PromoteDtypeFn
 from jaxtyping import Array, Float, Integer, PRNGKeyArray, Shaped
 
-from pallas_flash._api import ContextParallelism, Implementation, attention
-from pallas_flash._checks import describe, flag, share_to_drop
-from pallas_flash._mask_objects import Call, fitted
-from pallas_flash._masks import Mask
+from pallas_flash._call.attention import ContextParallelism, Implementation, attention
+from pallas_flash._problem.checks import describe, flag, share_to_drop
+from pallas_flash._problem.mask_objects import Call, fitted
+from pallas_flash._problem.masks import Mask
 from pallas_flash.flax._arrays import (
     as_bool,
     is_object,

@@ -11,9 +11,9 @@ from flax.typing import Dtype, Initializer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
-from pallas_flash._api import ContextParallelism, Implementation, attention
-from pallas_flash._checks import array, describe, flag, is_int, share_to_drop
-from pallas_flash._masks import Mask
+from pallas_flash._call.attention import ContextParallelism, Implementation, attention
+from pallas_flash._problem.checks import array, describe, flag, is_int, share_to_drop
+from pallas_flash._problem.masks import Mask
 from pallas_flash.flax._arrays import (
     as_bool,
     merge_batch,

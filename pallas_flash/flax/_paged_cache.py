@@ -11,11 +11,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
-from pallas_flash import _validate_paged
-from pallas_flash._checks import array, as_dtype, at_least, describe, is_int
-from pallas_flash._one_device import divided_by_xla
-from pallas_flash._paged import paged_attention
-from pallas_flash._pages import append_to_pages
+from pallas_flash._arguments import paged
+from pallas_flash._call.paged_attention import paged_attention
+from pallas_flash._call.pages import append_to_pages
+from pallas_flash._jax.one_device import divided_by_xla
+from pallas_flash._problem.checks import array, as_dtype, at_least, describe, is_int
 from pallas_flash.flax._arrays import new_tokens, spec_of
 
 # (lengths, page_indices) or (lengths, page_indices, cu_query_lengths), as `paged_attention` has
@@ -74,7 +74,7 @@ class PagedKVCache(nnx.Module):
                 "number of pages, and of tokens in each."
             )
         dtype = as_dtype("dtype", dtype)
-        quantised = dtype.name in _validate_paged.LARGEST
+        quantised = dtype.name in paged.LARGEST
         if not quantised and not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"`dtype` must be floating point or int8; got {dtype}. Leave it out for that of "
@@ -103,7 +103,7 @@ class PagedKVCache(nnx.Module):
         requests, x = _checked(requests), array("x", x)
         names = "lengths", "page_indices", "cu_query_lengths"
         call: dict[str, Any] = dict(zip(names, (*requests, None), strict=False))
-        _, found = _validate_paged.requests_of(call, "x", x, self.key_pages.shape, "features")
+        _, found = paged.requests_of(call, "x", x, self.key_pages.shape, "features")
         positions = divided_by_xla(lambda found: found.positions()[1], None, found)
         return jnp.maximum(positions, 0).reshape(x.shape[:-1])
 

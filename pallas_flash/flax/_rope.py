@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from pallas_flash._one_device import divided_alike
+from pallas_flash._jax.one_device import divided_alike
 from pallas_flash.flax._arrays import check_positions
 
 

@@ -1,7 +1,7 @@
 """Finds in docs/results how many times as fast as "triton" the passes of "mosaic" are.
 
-The rules in `pallas_flash/_faster.py` are made by these: times of an H200, and of an H100 where
-kernels have changed since.
+The rules in `pallas_flash/_selection/preferences.py` are made by these: times of an H200, and of an
+H100 where kernels have changed since.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FEWEST_TOKENS = 15_000
 
 
 def kinds_of(r: dict[str, Any]) -> list[str]:
-    """Return the kinds of a call in `pallas_flash._faster`; lengths are ranges of keys, too."""
+    """Return the kinds of a call in `_selection.preferences`; lengths are ranges of keys, too."""
     mask = "causal" if r["causal"] else "full"
     if r.get("lengths"):
         return ["ranges", "lengths"]

@@ -12,8 +12,8 @@ from support.judge import ROUNDING, SMALL, check_that_nothing_shows, judge, meas
 from support.strict import strictly
 
 import pallas_flash
-from pallas_flash import _xla
-from pallas_flash._triton import backward_dkv
+from pallas_flash._backends import xla
+from pallas_flash._backends.triton import backward_dkv
 
 # Cases that a dtype could break: several tiles, ragged and whole tiles, rows without keys, all
 # conditions. A single mask does not depend on the dtype.
@@ -41,8 +41,8 @@ def tiles_of_kernels(implementation, request):
 def small_blocks(case, monkeypatch):
     """Several tiles of "xla" in short sequences, too."""
     if case in cases.FEATURES:
-        monkeypatch.setattr(_xla, "BLOCK_Q", 16)
-        monkeypatch.setattr(_xla, "BLOCK_KV", 32)
+        monkeypatch.setattr(xla, "BLOCK_Q", 16)
+        monkeypatch.setattr(xla, "BLOCK_KV", 32)
 
 
 # The default run has each case once. The kernels, which are the slowest to compile, have cases that
@@ -105,8 +105,8 @@ def test_float32_as_accurate_as_dense(case, implementation, small_blocks, tiles_
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_bfloat16_as_accurate_as_dense(case, implementation, tiles_of_kernels, monkeypatch):
     """In tiles so small that a sum over them, were it rounded in each, would be too far off."""
-    monkeypatch.setattr(_xla, "BLOCK_Q", 16)
-    monkeypatch.setattr(_xla, "BLOCK_KV", 16)
+    monkeypatch.setattr(xla, "BLOCK_Q", 16)
+    monkeypatch.setattr(xla, "BLOCK_KV", 16)
     judge(case, "bfloat16", measured(case, "bfloat16", implementation, **tiles_of_kernels))
 
 

@@ -16,9 +16,9 @@ from support.few_queries import RANGES, SERVED, with_few
 from support.judge import judge, measured
 
 import pallas_flash
-from pallas_flash._features import FEW_QUERIES
-from pallas_flash._triton import decode_kernel
-from pallas_flash._visits import Sparsity, split
+from pallas_flash._backends.triton import decode_kernel
+from pallas_flash._problem.features import FEW_QUERIES
+from pallas_flash._problem.traversal import Sparsity, split
 from pallas_flash.tuning import Tile, TileSizes
 
 # 200 keys are 13 tiles, so 3 parts.

@@ -12,7 +12,7 @@ from support import cases, oracle
 
 import pallas_flash
 from pallas_flash import dropout_mask
-from pallas_flash._dropout import Dropout, multiply_wide, philox, seed_of
+from pallas_flash._problem.dropout import Dropout, multiply_wide, philox, seed_of
 from pallas_flash.tuning import Tile, TileSizes
 
 # ------------------------------------------------------------------------------------------------

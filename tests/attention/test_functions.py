@@ -19,7 +19,8 @@ from support import cases, oracle, ttir
 from support.calls import FORM, NEWER
 from support.described_gpus import described_gpu, described_mesh
 
-from pallas_flash import BlockMask, Predicate, ScoreMod, _functions, attention, explain
+from pallas_flash import BlockMask, Predicate, ScoreMod, attention, explain
+from pallas_flash._execution import lowerable
 
 GPUS = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
 IMPLEMENTATIONS = "interpret", "xla", "reference"
@@ -31,7 +32,7 @@ LARGE = [jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)] * 3
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    _functions._sentence.cache_clear()
+    lowerable._sentence.cache_clear()
 
 
 def gradients(q, k, v, **options):
@@ -166,13 +167,13 @@ def test_no_derivative_is_one_sentence(implementation):
 @pytest.fixture
 def lowerings(monkeypatch):
     """The functions that are lowered alone, as they come."""
-    found, lower = [], _functions._lower
+    found, lower = [], lowerable._lower
 
     def spied(function, implementation, device):
         found.append((function.role, implementation))
         lower(function, implementation, device)
 
-    monkeypatch.setattr(_functions, "_lower", spied)
+    monkeypatch.setattr(lowerable, "_lower", spied)
     return found
 
 

@@ -28,8 +28,8 @@ from support.judge import (
 )
 
 import pallas_flash
-from pallas_flash import _compat, _device
-from pallas_flash._triton.tiles import table
+from pallas_flash._backends.triton.tiles import table
+from pallas_flash._jax import compat, device
 from pallas_flash.tuning import ForwardTile, Tile, TileSizes
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def enough_programs(monkeypatch):
 # Only where there is a GPU is the difference known: others have no kernels for Hopper.
 needs_hopper = pytest.mark.skipif(
     jax.default_backend() == "gpu"
-    and (not _compat.has_mosaic_gpu() or _device.target().capability != (9, 0)),
+    and (not compat.has_mosaic_gpu() or device.target().capability != (9, 0)),
     reason="The kernels in Mosaic GPU need a Hopper GPU and JAX 0.11.2.",
 )
 
@@ -233,7 +233,7 @@ def test_columns_of_clusters_for_hopper(case, head_dim, value_dim, dtype, kernel
 @each_head_dim
 def test_split_queries_for_hopper(case, head_dim, kernel_case, monkeypatch):
     """As of long heads that leave cores idle."""
-    splits = importlib.import_module("pallas_flash._mosaic.backward_splits")
+    splits = importlib.import_module("pallas_flash._backends.mosaic.backward_splits")
     monkeypatch.setattr(splits, "STEPS_OF_SUMMING", 0)
     monkeypatch.setattr(splits, "STEPS_OF_SUMMING_A_TILE", 0)
     check(dataclasses.replace(case, N=case.K), "mosaic", factor=7, head_dim=head_dim)

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from support import cases, oracle
 
-from pallas_flash import _xla, attention
+from pallas_flash import attention
+from pallas_flash._backends import xla
 from pallas_flash.tuning import Tile, TileSizes
 
 # No two of B, T, S, N, K, N / K and H agree, so a swapped axis cannot pass unseen.
@@ -43,8 +44,8 @@ OURS = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles along both axes, the last ones ragged."""
-    monkeypatch.setattr(_xla, "BLOCK_Q", 8)
-    monkeypatch.setattr(_xla, "BLOCK_KV", 4)
+    monkeypatch.setattr(xla, "BLOCK_Q", 8)
+    monkeypatch.setattr(xla, "BLOCK_KV", 4)
 
 
 pytestmark = pytest.mark.usefixtures("ieee_products")

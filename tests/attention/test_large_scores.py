@@ -19,8 +19,8 @@ from support.large_scores import (
     results_of,
 )
 
-from pallas_flash import _xla
-from pallas_flash._scores import LogSum
+from pallas_flash._backends import xla
+from pallas_flash._problem.scores import LogSum
 from pallas_flash.tuning import Tile, TileSizes
 
 FEW_PAIRS = [
@@ -55,8 +55,8 @@ DEFAULT = [
 
 @pytest.fixture(autouse=True)
 def several_tiles_of_xla(monkeypatch):
-    monkeypatch.setattr(_xla, "BLOCK_Q", 16)
-    monkeypatch.setattr(_xla, "BLOCK_KV", 32)
+    monkeypatch.setattr(xla, "BLOCK_Q", 16)
+    monkeypatch.setattr(xla, "BLOCK_KV", 32)
 
 
 @pytest.mark.parametrize(

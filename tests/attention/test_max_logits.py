@@ -15,7 +15,7 @@ from support.judge import SMALL, judge_max_logits
 from support.strict import strictly
 
 import pallas_flash
-from pallas_flash import _xla
+from pallas_flash._backends import xla
 from pallas_flash.tuning import Tile, TileSizes
 
 IMPLEMENTATIONS = ("interpret", "xla", "reference")
@@ -24,8 +24,8 @@ IMPLEMENTATIONS = ("interpret", "xla", "reference")
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several tiles of "xla" in short sequences, too."""
-    monkeypatch.setattr(_xla, "BLOCK_Q", 16)
-    monkeypatch.setattr(_xla, "BLOCK_KV", 32)
+    monkeypatch.setattr(xla, "BLOCK_Q", 16)
+    monkeypatch.setattr(xla, "BLOCK_KV", 32)
 
 
 def call_of(implementation, options, **extra):

@@ -13,7 +13,7 @@ from support.judge import ROUNDING, SMALL, measured
 from support.pairs_of_settings import REFUSED, SETTINGS, call_of, covering, pairs
 
 import pallas_flash
-from pallas_flash import _xla
+from pallas_flash._backends import xla
 
 ROWS = covering(SETTINGS)
 
@@ -53,8 +53,8 @@ WAYS = {
 def test_row_of_settings_is_accurate(row, way, monkeypatch, request):
     if way != "xla":
         request.getfixturevalue("kernel_case")
-    monkeypatch.setattr(_xla, "BLOCK_Q", 16)
-    monkeypatch.setattr(_xla, "BLOCK_KV", 32)
+    monkeypatch.setattr(xla, "BLOCK_Q", 16)
+    monkeypatch.setattr(xla, "BLOCK_KV", 32)
     check(row, WAYS[way])
 
 

@@ -12,8 +12,11 @@ from support.compare import assert_close, assert_same_bits
 from support.described_gpus import described_gpu
 from support.judge import SMALL
 
-from pallas_flash import ScoreMod, _compat, _reads, _xla, attention, explain
-from pallas_flash._scores import Scores
+from pallas_flash import ScoreMod, attention, explain
+from pallas_flash._backends import xla
+from pallas_flash._jax import compat
+from pallas_flash._problem import table_gradients
+from pallas_flash._problem.scores import Scores
 
 # No two agree; T and S are no multiples of a tile.
 B, T, S, N, K, H, V = 2, 75, 91, 4, 2, 24, 40
@@ -24,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("ieee_products")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several tiles, the last ones ragged."""
-    monkeypatch.setattr(_xla, "BLOCK_Q", 16)
-    monkeypatch.setattr(_xla, "BLOCK_KV", 32)
+    monkeypatch.setattr(xla, "BLOCK_Q", 16)
+    monkeypatch.setattr(xla, "BLOCK_KV", 32)
 
 
 def bucket(distance):
@@ -224,7 +227,7 @@ def test_gradients_of_tables_in_16_bits(table, implementation, dtype, value_mean
 def test_reads_are_found(table):
     shape, score_mod, letters = TABLES[table]
     scores = Scores(score_mod=score_mod, operands=(jax.ShapeDtypeStruct(shape, jnp.float32),))
-    reads = _reads.reads_of(scores)
+    reads = table_gradients.reads_of(scores)
     assert {read.table for read in reads} == {1}
     assert {read.letters for read in reads} == {frozenset(letters)}
 
@@ -253,7 +256,7 @@ READS = {
 def test_letters_of_an_index(name):
     score_mod, letters = READS[name]
     scores = Scores(score_mod=score_mod, operands=(jax.ShapeDtypeStruct((9,), jnp.float32),))
-    [read] = _reads.reads_of(scores)
+    [read] = table_gradients.reads_of(scores)
     assert read.letters == frozenset(letters)
 
 
@@ -335,9 +338,11 @@ def test_numbers_are_added_at_their_index(sort):
     x = random.normal(size=(7, 6, 30)).astype(np.float32)
     want = np.ones((5, 4))
     np.add.at(want, tuple(np.broadcast_arrays(rows, columns, x)[:2]), x)
-    found = _reads.add_at(jnp.ones((5, 4)), (jnp.asarray(rows), jnp.asarray(columns)), x, sort=sort)
+    found = table_gradients.add_at(
+        jnp.ones((5, 4)), (jnp.asarray(rows), jnp.asarray(columns)), x, sort=sort
+    )
     np.testing.assert_allclose(found, want, rtol=1e-5)
-    assert float(_reads.add_at(jnp.float32(1), (), x, sort=sort)) == pytest.approx(
+    assert float(table_gradients.add_at(jnp.float32(1), (), x, sort=sort)) == pytest.approx(
         1 + x.sum(), 1e-3
     )
 
@@ -434,7 +439,7 @@ def test_explain_says_who_computes_tables():
     assert 'is that of "xla": Operand 0 is read at q_pos and k_pos' in reason_on(
         "NVIDIA A100", "q,k"
     )
-    if _compat.has_mosaic_gpu():
+    if compat.has_mosaic_gpu():
         reason = reason_on("NVIDIA H200", "h", implementation="mosaic")
         assert reason.endswith('operands is that of "triton": "mosaic" has no kernel for it.')
 
@@ -455,7 +460,7 @@ def test_tables_without_a_gradient_cost_nothing():
     assert [kernels(0), kernels(0, 1), kernels(0, 1, 2)] == [0, 1, 2]
 
 
-@pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason="no kernels for Hopper")
+@pytest.mark.skipif(not compat.has_mosaic_gpu(), reason="no kernels for Hopper")
 def test_the_backward_for_hopper_stays():
     """Beside it, the pass for a table is Triton's."""
     q, kv = (jax.ShapeDtypeStruct((1, 512, n, 128), jnp.bfloat16) for n in (N, K))

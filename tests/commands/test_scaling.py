@@ -18,10 +18,10 @@ from support import children
 from support.repository import ROOT
 
 import pallas_flash
-from pallas_flash._blocks import Tiling
-from pallas_flash._context import cost
-from pallas_flash._masks import Mask, PositionBand
-from pallas_flash._operands import Positions
+from pallas_flash._execution.context import cost
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.masks import Mask, PositionBand
+from pallas_flash._problem.operands import Positions
 from scripts import bench_scaling
 from scripts.benchmark import results
 

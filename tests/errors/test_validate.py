@@ -23,14 +23,14 @@ def test_ids_are_unique():
 
 
 # These have public calls of their own, and tests of their own.
-OTHERS = {"tune.py", "_tiling/tune.py", "_tiling/cache.py", "_plot.py"}
+OTHERS = {"tune.py", "_call/tune.py", "_selection/tuned.py", "_call/plot.py"}
 PACKAGE = pathlib.Path(pallas_flash.__file__).parent
 MODULES = [
     path
     for path in PACKAGE.rglob("*.py")
     if str(path.relative_to(PACKAGE)) not in OTHERS
-    and path.parent.name not in ("flax", "_partition")
-    and (NEWER or path.parent.name != "_mosaic")
+    and path.parent.name not in ("flax", "partition")
+    and (NEWER or path.parent.name != "mosaic")
 ]
 
 

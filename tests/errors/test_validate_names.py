@@ -9,7 +9,7 @@ import pytest
 from support.calls import Row, check, each, f32, i32, inputs
 
 import pallas_flash
-from pallas_flash import _peers
+from pallas_flash._arguments import other_libraries
 
 PARAMETERS = list(inspect.signature(pallas_flash.attention).parameters)
 
@@ -86,8 +86,8 @@ def test_unknown_array_names_are_reported_first():
 
 
 def test_advice_names_what_exists():
-    assert not set(_peers.KEYWORDS) & set(PARAMETERS)
-    for advice in _peers.KEYWORDS.values():
+    assert not set(other_libraries.KEYWORDS) & set(PARAMETERS)
+    for advice in other_libraries.KEYWORDS.values():
         for name in re.findall(r"`([\w.]+)[^`]*`", advice):
             module, _, attribute = name.partition(".")
             known = hasattr(pallas_flash, attribute) if attribute else module in PARAMETERS

@@ -13,8 +13,8 @@ from support.calls import i32, inputs, normal, numbers
 
 import pallas_flash
 from pallas_flash import BlockMask, PrefixLM, ScoreMod, Segments
-from pallas_flash._operands import TokenPositions
-from pallas_flash._validate import _band, _offset
+from pallas_flash._arguments.attention import _band, _offset
+from pallas_flash._problem.operands import TokenPositions
 
 
 def cast(dtype):

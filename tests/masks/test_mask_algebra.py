@@ -23,10 +23,10 @@ from pallas_flash import (
     SharedPrefix,
     Tree,
 )
-from pallas_flash._blocks import Tiling
-from pallas_flash._mask_objects import Call, fitted
-from pallas_flash._masks import Mask
-from pallas_flash._operands import TokenPositions
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.mask_objects import Call, fitted
+from pallas_flash._problem.masks import Mask
+from pallas_flash._problem.operands import TokenPositions
 
 BATCH, HEADS, LENGTH = 2, 2, 24
 SHAPE = BATCH, HEADS, LENGTH, LENGTH

@@ -13,11 +13,11 @@ from support.block_classes import assert_classes, of_pairs, of_ranges
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
-from pallas_flash._blocks import Tiling
-from pallas_flash._mask_objects import Call, MaskArray, fitted
-from pallas_flash._masks import Band, Lengths, Mask
-from pallas_flash._operands import Pairs, Positions, TokenPositions, for_user
-from pallas_flash._validate import CONDITIONS, mask_of
+from pallas_flash._arguments.attention import CONDITIONS, mask_of
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.mask_objects import Call, MaskArray, fitted
+from pallas_flash._problem.masks import Band, Lengths, Mask
+from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, for_user
 from pallas_flash.tuning import Tile, TileSizes
 
 BATCH, HEADS = 2, 3

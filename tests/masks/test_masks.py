@@ -11,12 +11,13 @@ import pytest
 from support import cases, oracle
 from support.block_classes import assert_classes, of_pairs, of_ranges
 
-from pallas_flash import Predicate, _visibility
-from pallas_flash._blocks import Tiling
-from pallas_flash._mask_objects import MaskArray
-from pallas_flash._masks import ArrayLengths, Band, Lengths, Mask, PositionBand, Segments
-from pallas_flash._operands import Pairs, Positions
-from pallas_flash._visits import Sparsity, in_tile, visit
+from pallas_flash import Predicate
+from pallas_flash._problem import visibility
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.mask_objects import MaskArray
+from pallas_flash._problem.masks import ArrayLengths, Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._problem.operands import Pairs, Positions
+from pallas_flash._problem.traversal import Sparsity, in_tile, visit
 
 BATCH = 3
 
@@ -533,12 +534,12 @@ def segments(random):
 @pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("at_once", [1, 700, 2**25])
 def test_visible_keys_and_rows_with_keys(name, at_once, monkeypatch):
-    monkeypatch.setattr(_visibility, "PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr(visibility, "PAIRS_AT_ONCE", at_once)
     leaves, differ = HIDDEN[name]
     mask = Mask(tuple(leaves(np.random.default_rng(0))))
     ok = np.broadcast_to(mask.allowed(*np.ogrid[:B, :N, :T, :S]), SHAPE)
     assert not ok.any(2).all()
-    for find, axis in ((_visibility.visible_keys, 2), (_visibility.rows_with_keys, 3)):
+    for find, axis in ((visibility.visible_keys, 2), (visibility.rows_with_keys, 3)):
         found, want = jax.jit(functools.partial(find, mask, SHAPE))(), ok.any(axis)
         assert found.shape == (*differ, want.shape[2])
         np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want)
@@ -557,7 +558,7 @@ def test_valid_lengths(bands, of):
         ok = mask.allowed(*np.ogrid[:1, :1, :q_len, :kv_len])
         ok = np.broadcast_to(ok, (1, 1, q_len, kv_len))[0, 0]
         for end, some in zip(
-            _visibility.valid_lengths(mask, q_len, kv_len), (ok.any(1), ok.any(0)), strict=True
+            visibility.valid_lengths(mask, q_len, kv_len), (ok.any(1), ok.any(0)), strict=True
         ):
             np.testing.assert_array_equal(some, np.arange(len(some)) < np.ravel(end))
 
@@ -570,10 +571,9 @@ def test_visibility_needs_little_memory():
         masks = Mask((Segments(query, key),)), Mask((predicate,))
         shape = (1, 4, query.shape[1], key.shape[1])
         return [
-            (_visibility.visible_keys(x, shape), _visibility.rows_with_keys(x, shape))
-            for x in masks
+            (visibility.visible_keys(x, shape), visibility.rows_with_keys(x, shape)) for x in masks
         ]
 
     query, key = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (2**16, 2**16 + 1))
     memory = jax.jit(find).lower(query, key).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 5 * _visibility.PAIRS_AT_ONCE
+    assert memory.temp_size_in_bytes < 5 * visibility.PAIRS_AT_ONCE

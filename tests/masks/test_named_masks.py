@@ -20,9 +20,9 @@ from pallas_flash import (
     SharedPrefix,
     Tree,
 )
-from pallas_flash._blocks import Tiling
-from pallas_flash._named_masks import _visits
-from pallas_flash._validate import CONDITIONS, mask_of
+from pallas_flash._arguments.attention import CONDITIONS, mask_of
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.named_masks import _visits
 
 
 def int32(x):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash._blocks import Tiling
-from pallas_flash._masks import Mask, PositionBand
-from pallas_flash._operands import Positions
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.masks import Mask, PositionBand
+from pallas_flash._problem.operands import Positions
 
 
 @pytest.mark.parametrize(("length", "devices"), [(2, 1), (48, 3), (64, 8), (20, 5)])

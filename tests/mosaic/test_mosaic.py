@@ -24,11 +24,11 @@ from support.mosaic_cases import (
 )
 
 import pallas_flash
-from pallas_flash import _mosaic
-from pallas_flash._blocks import Tiling
-from pallas_flash._mosaic.score_mask import Options, shared_arrays
-from pallas_flash._plan import Plan
-from pallas_flash._scores import FUNCTIONS
+from pallas_flash._backends import mosaic
+from pallas_flash._backends.mosaic.score_mask import Options, shared_arrays
+from pallas_flash._execution.plan import Plan
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.scores import FUNCTIONS
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
 
 # A negative sign goes to the queries before the kernels.
@@ -232,7 +232,7 @@ def test_numbers_of_other_head_dims(head_dim, value_dim, in_order, kernel_case):
 def test_another_forward_may_come_before(case, in_order, monkeypatch, kernel_case):
     """The forward is that of "triton", as where "mosaic" is chosen for the backward alone."""
     triton = Plan.by("interpret", TileSizes(forward=Tile(32, 32)))
-    monkeypatch.setattr(_mosaic, "forward", lambda p, _: triton.run_forward(p))
+    monkeypatch.setattr(mosaic, "forward", lambda p, _: triton.run_forward(p))
     judge_both(dataclasses.replace(case, H=64, V=64), in_order)
 
 

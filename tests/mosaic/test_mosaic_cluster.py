@@ -17,8 +17,7 @@ from support.mosaic_cases import (
     gradient_of_the_scale,
 )
 
-from pallas_flash import _features, _hardware
-from pallas_flash._mosaic import (
+from pallas_flash._backends.mosaic import (
     backward_cluster,
     backward_common,
     backward_memory,
@@ -26,7 +25,9 @@ from pallas_flash._mosaic import (
     common,
     tiles,
 )
-from pallas_flash._mosaic.backward_memory import Grads
+from pallas_flash._backends.mosaic.backward_memory import Grads
+from pallas_flash._jax import hardware
+from pallas_flash._problem import features
 
 CLUSTER = "_cluster"  # In the kernel's name.
 
@@ -146,9 +147,9 @@ def test_tiles_fit(head_dim, value_dim, stages):
         case = wide(LONG_CAUSAL, head_dim, value_dim, options=lambda random, case, o=options: o)
         qkv, _, given = case.problem("bfloat16")
         call = checked(qkv, given)
-        tile = tiles.default(call, _features.of(call)).tile("backward")
+        tile = tiles.default(call, features.of(call)).tile("backward")
         need = common.smem_bytes(backward_memory.scratch(call, tile, Grads.DQ_DK_DV))
-        assert need <= _hardware.shared_memory_limit(common.HOPPER)
+        assert need <= hardware.shared_memory_limit(common.HOPPER)
         assert tile.stages == stages
 
 

@@ -32,8 +32,8 @@ from support.mosaic_cases import (
     with_heads,
 )
 
-from pallas_flash._mosaic import backward_dbias, forward_kernel, pairs, tiles
-from pallas_flash._mosaic.pipeline import Pipeline
+from pallas_flash._backends.mosaic import backward_dbias, forward_kernel, pairs, tiles
+from pallas_flash._backends.mosaic.pipeline import Pipeline
 
 
 def in_pairs(broken):

@@ -26,10 +26,13 @@ from support.mosaic_cases import checked, run_forward
 from support.strict import strictly
 
 import pallas_flash
-from pallas_flash import ScoreMod, _features, _limits, _resolve
-from pallas_flash._mosaic import backward_dbias, candidates, common, forward_kernel, tiles
-from pallas_flash._scores import LogSum
-from pallas_flash._tiling.tune import _problem
+from pallas_flash import ScoreMod
+from pallas_flash._backends.mosaic import backward_dbias, candidates, common, forward_kernel, tiles
+from pallas_flash._call.tune import _problem
+from pallas_flash._execution import limits
+from pallas_flash._problem import features
+from pallas_flash._problem.scores import LogSum
+from pallas_flash._selection import resolve
 from pallas_flash.tuning import ForwardTile, TileSizes
 
 plgpu = common.plgpu
@@ -76,7 +79,7 @@ def launches_of(case, reproducible: bool) -> int:
 @cases.parametrize(names=IN_DEFAULT, others_extended=True, table=SERVED)
 def test_lowers(case, reproducible):
     qkv, _, options = case.problem("bfloat16")
-    if _limits.backward_limit(_problem(qkv, options), "mosaic"):
+    if limits.backward_limit(_problem(qkv, options), "mosaic"):
         assert launches_of(case, reproducible) == 1
     else:
         # Forward, delta, and the backward in one pass with its rows, or in two.
@@ -88,7 +91,7 @@ def test_clusters_lower(name):
     sizes = dict(B=1, T=4096, S=4096, N=16, K=8, H=128, V=128)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
     assert (
-        tiles.forward_tile(_features.of(_problem(*case.problem("bfloat16")[::2]))).cluster_size == 2
+        tiles.forward_tile(features.of(_problem(*case.problem("bfloat16")[::2]))).cluster_size == 2
     )
     assert launches_of(case, reproducible=False) >= 4
 
@@ -184,7 +187,7 @@ def test_tiles_of_a_bias_fit_at_all_head_dims(dtype, options, monkeypatch):
         arrays = dict(key_value_seq_lengths=lengths) if options else {}
         problem = checked((q, q, v), dict(bias=bias) | arrays)
         assert problem.large
-        tile = tiles.forward_tile(_features.of(problem))
+        tile = tiles.forward_tile(features.of(problem))
         pipeline = forward_kernel.scratch(problem, tile).bias
         slots = pipeline.stages if pipeline else 0
         each = tile.warpgroups * 64 * tile.block_kv * bias.dtype.itemsize
@@ -375,12 +378,12 @@ def test_lowers_for_an_explicit_mesh(call):
 
 def test_shards_have_kernels_the_whole_has_not(monkeypatch):
     """Steps of a ring in `balanced_order`, of which the call as a whole compares positions."""
-    rules = _resolve.faster_by_mosaic
+    rules = resolve.faster_by_mosaic
 
     def unless_positions(attention_pass, f):
-        return f.mask is not _features.MaskKind.OTHER and rules(attention_pass, f)
+        return f.mask is not features.MaskKind.OTHER and rules(attention_pass, f)
 
-    monkeypatch.setattr(_resolve, "faster_by_mosaic", unless_positions)
+    monkeypatch.setattr(resolve, "faster_by_mosaic", unless_positions)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     kind = (AxisType.Explicit,)
     mesh = AbstractMesh((2,), ("sequence",), axis_types=kind, abstract_device=device)

@@ -23,10 +23,10 @@ from support.mosaic_cases import (
     with_bias,
 )
 
-from pallas_flash._blocks import Tiling
-from pallas_flash._mosaic import backward_dbias
-from pallas_flash._mosaic.operands import Bits
-from pallas_flash._mosaic.pairs import BroadcastAxes
+from pallas_flash._backends.mosaic import backward_dbias
+from pallas_flash._backends.mosaic.operands import Bits
+from pallas_flash._backends.mosaic.pairs import BroadcastAxes
+from pallas_flash._problem.blocks import Tiling
 from pallas_flash.tuning import ForwardTile, TileSizes
 
 # Over all that a bias may be broadcast.

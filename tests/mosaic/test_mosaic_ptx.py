@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from support import ptx_threads
 
-from pallas_flash import _compat
-from pallas_flash._dropout import Dropout
+from pallas_flash._jax import compat
+from pallas_flash._problem.dropout import Dropout
 from scripts.inspection import gpu_compiler
 
-if not _compat.has_mosaic_gpu():
+if not compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select_hopper has what is said then", allow_module_level=True)
 
-from pallas_flash._mosaic import common, ptx, score_mask
+from pallas_flash._backends.mosaic import common, ptx, score_mask
 
 # By the start of an instruction: the results are rounded, not approximate.
 INSTRUCTIONS = {

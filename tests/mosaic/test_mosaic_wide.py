@@ -25,8 +25,9 @@ from support.mosaic_cases import (
     run_forward,
 )
 
-from pallas_flash import _features, _hardware
-from pallas_flash._mosaic import common, forward_common, forward_wide, tiles
+from pallas_flash._backends.mosaic import common, forward_common, forward_wide, tiles
+from pallas_flash._jax import hardware
+from pallas_flash._problem import features
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts.inspection import gpu_compiler
 
@@ -93,9 +94,9 @@ def test_tiles_fit(head_dim, value_dim):
     case = wide(LONG_CAUSAL, head_dim, value_dim)
     qkv, _, options = case.problem("bfloat16")
     call = checked(qkv, options)
-    tile = tiles.default(call, _features.of(call)).tile("forward")
+    tile = tiles.default(call, features.of(call)).tile("forward")
     need = common.smem_bytes(forward_wide.scratch(call, tile))
-    assert need <= _hardware.shared_memory_limit(common.HOPPER)
+    assert need <= hardware.shared_memory_limit(common.HOPPER)
     assert tile.stages >= 3 and tile.cluster_size == 2
 
 

@@ -249,7 +249,7 @@ def test_no_tokens_and_no_pages():
 
 def test_many_splits_and_row_tiles():
     """One long request in many splits, and rows of several tiles, by small tiles."""
-    from pallas_flash._triton import paged_kernel
+    from pallas_flash._backends.triton import paged_kernel
 
     k, v = jax.random.normal(jax.random.key(1), (2, 64, 16, 1, 16))
     q = jax.random.normal(jax.random.key(0), (40, 2, 16))

@@ -28,11 +28,14 @@ from support.described_gpus import described_gpu
 from support.repository import PUBLIC, ROOT
 
 import pallas_flash
-from pallas_flash import _compat, _features
-from pallas_flash._blocks import Tiling
-from pallas_flash._masks import Band, Mask
-from pallas_flash._tiling import cache, choose, tune
-from pallas_flash._triton import backward_dkv
+from pallas_flash._backends.triton import backward_dkv
+from pallas_flash._call import tune
+from pallas_flash._execution import tiles as choose
+from pallas_flash._jax import compat
+from pallas_flash._problem import features
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.masks import Band, Mask
+from pallas_flash._selection import tuned
 from pallas_flash.tuning import Tile, TileSizes
 
 matplotlib.use("Agg")
@@ -102,7 +105,7 @@ def test_code_runs_and_prints_what_is_shown(page):
 
 def test_explain_prints_what_the_first_page_shows():
     """On a GPU, which is described here."""
-    if not _compat.has_mosaic_gpu():
+    if not compat.has_mosaic_gpu():
         pytest.skip("JAX is too old for the tiles of the kernels for Hopper")
     page = run(README)[0]
     (shown,) = re.findall(r"^```text\n(.*?)^```", README.read_text(), re.M | re.S)
@@ -167,7 +170,7 @@ def test_the_site_shows_every_page():
 EXAMPLES = [
     example
     for module in pkgutil.walk_packages(pallas_flash.__path__, "pallas_flash.")
-    if _compat.has_mosaic_gpu() or "._mosaic" not in module.name
+    if compat.has_mosaic_gpu() or "._mosaic" not in module.name
     for example in doctest.DocTestFinder(exclude_empty=True).find(
         importlib.import_module(module.name)
     )
@@ -189,14 +192,14 @@ def test_public_functions_have_an_example():
 
 def test_show_prints_what_the_page_about_tuning_shows(monkeypatch, tmp_path, capsys):
     """Winners are the table's tiles. JAX and the kernels change, and calls stay the same."""
-    if not _compat.has_mosaic_gpu():
+    if not compat.has_mosaic_gpu():
         pytest.skip("JAX is too old for the tiles of the kernels for Hopper")
     monkeypatch.setenv("PALLAS_FLASH_TUNED", str(tmp_path / "tiles.json"))
     x = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
     with described_gpu("NVIDIA H200"):
         problem = tune._problem((x, x, x), {"is_causal": True})
         winner = choose.by_table(problem, "mosaic", None).only(("forward", "backward"))
-        cache.store(_features.of(problem), "NVIDIA H200", winner)
+        tuned.store(features.of(problem), "NVIDIA H200", winner)
     monkeypatch.setattr(sys, "argv", ["tune", "--show"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "pallas_flash" / "tune.py"), run_name="__main__")

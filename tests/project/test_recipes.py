@@ -9,7 +9,7 @@ from support.described_gpus import described_gpu
 from support.repository import ROOT
 
 import pallas_flash
-from pallas_flash import _compat
+from pallas_flash._jax import compat
 
 VARIANTS = (ROOT / "docs" / "recipes" / "variants.md").read_text()
 # T, S, N, K, H, V of the calls in the table of latent attention, in its order.
@@ -29,7 +29,7 @@ def test_blocks_of_variants_are_short():
 
 @pytest.mark.parametrize(("gpu", "column"), [("NVIDIA H200", 1), ("NVIDIA A100-SXM4-80GB", 2)])
 def test_latent_attention_runs_on_what_is_said(gpu, column):
-    if not _compat.has_mosaic_gpu():
+    if not compat.has_mosaic_gpu():
         pytest.skip("JAX is too old for the kernels for Hopper")
     table = VARIANTS.split("| call | H200 | other NVIDIA GPUs |\n|---|---|---|\n")[1]
     rows = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()]

@@ -14,30 +14,31 @@ from support.repository import IMPORTS, MODULES, PUBLIC, ROOT, imported, inside,
 
 import pallas_flash
 import pallas_flash.flax
-from pallas_flash import _api
-from pallas_flash._mask_objects import Joinable
-from pallas_flash._masks import NumberLeaf
+from pallas_flash._call import attention
+from pallas_flash._problem.mask_objects import Joinable
+from pallas_flash._problem.masks import NumberLeaf
 
 # ------------------------------------------------------------------------------------------------
 # Imports.
 
-# From the top, a layer a line: a module may import modules of its own layer and of those below.
+# From the top, a layer a line: a module may import modules of its own layer and of those below. The
+# rooms of the package are layers.
 LAYERS = """
 scripts*
 models*
 __main__
-__init__ tune flax* _plot _tiling.tune
-_api _paged _pages _packed
-_validate _validate_paged _resolve _faster _tiling.cache
-_vjp _passes _plan _lowered_once _linear _tangents _functions _limits _tiling.choose
-_context* _partition*
-_mosaic* _triton* _xla* _reference
-_features _problem _paged_problem _mask_objects _named_masks _merge _score_mod _order _key_center
-_masks _blocks _visibility _visits _scores _reads _dropout _checks _operands _peers _symbolic
-_one_device _instances _compat _device _hardware _tiling _tiling.sizes _tiling.configurations tuning
+__init__ tune tuning flax*
+_call*
+_selection*
+_arguments*
+_autodiff*
+_execution*
+_backends*
+_problem*
+_jax*
 """
 # Each is for itself: no backend imports another.
-BACKENDS = ("_mosaic", "_triton", "_xla", "_reference")
+BACKENDS = tuple(f"_backends.{name}" for name in ("mosaic", "triton", "xla", "reference"))
 
 
 def layer_of(module):
@@ -72,7 +73,7 @@ def test_no_backend_imports_another():
     of_backends = [(x, y) for x, y in imports if backend(x) and backend(y)]
     assert not [(x, y) for x, y in of_backends if backend(x) != backend(y)]
     # Modules of a folder import each other, so that the rule is about something.
-    assert {backend(x) for x, _ in of_backends} == {*BACKENDS} - {"_reference"}
+    assert {backend(x) for x, _ in of_backends} == {*BACKENDS} - {"_backends.reference"}
     assert {backend(y) for _, y in imports} == {*BACKENDS, None}
 
 
@@ -100,7 +101,7 @@ def test_one_module_of_the_tests_starts_processes():
 def test_names_that_move_between_versions_of_jax_are_imported_in_one_place():
     inner = re.compile(r"jax\._src|jax\.experimental\.mosaic\.gpu\.(?!profiler)[a-z]")
     importing = {x for x in PACKAGE if any(map(inner.match, imported(MODULES[x])))}
-    assert importing == {"pallas_flash._compat"}
+    assert importing == {"pallas_flash._jax.compat"}
 
 
 def used_by(folder):
@@ -174,7 +175,7 @@ def test_overloads_have_the_keywords_of_attention():
     results = {"return_residual", "return_lse", "return_max_logits", "return"}
     spelt_out = {"query", "key", "value", "bias", "mask", *results}
     ours = told(typing.get_type_hints(inspect.unwrap(pallas_flash.attention)))
-    options = told(typing.get_type_hints(_api.Options))
+    options = told(typing.get_type_hints(attention.Options))
     assert options == {name: hint for name, hint in ours.items() if name not in spelt_out}
     assert options.keys() == ours.keys() - spelt_out
 

@@ -1,12 +1,12 @@
 """On Hopper auto-selection picks, for each pass, the implementation that was measured to be faster.
 
-The rules of `_faster.py` meet every call that was timed by both.
+The rules of `preferences.py` meet every call that was timed by both.
 """
 
 import pytest
 
-from pallas_flash._faster import RULES, Measured, faster_by_mosaic, rule_of
-from pallas_flash._features import CallFeatures, MaskKind, Option
+from pallas_flash._problem.features import CallFeatures, MaskKind, Option
+from pallas_flash._selection.preferences import RULES, Measured, faster_by_mosaic, rule_of
 from scripts import make_tables
 from scripts.benchmark import choice
 

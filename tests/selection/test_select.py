@@ -17,7 +17,9 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import _compat, _device, _limits, _plan
+from pallas_flash._execution import limits
+from pallas_flash._execution import plan as _plan
+from pallas_flash._jax import compat, device
 from pallas_flash.tuning import Tile, TileSizes
 
 # The oldest GPU that is served, the newest, and one that nobody has heard of.
@@ -112,9 +114,9 @@ def test_a_cpu_is_served_by_xla():
 def test_a_gpu_is_served_by_the_kernels(gpu):
     with described_gpu(gpu):
         assert explain().implementation == "triton"
-        assert _device.target().capability == SERVED[gpu]
-        assert _device.tile_capability("triton") == SERVED[gpu]
-        assert _device.tile_capability("interpret") is None
+        assert device.target().capability == SERVED[gpu]
+        assert device.tile_capability("triton") == SERVED[gpu]
+        assert device.tile_capability("interpret") is None
 
 
 @pytest.mark.parametrize("gpu", TOO_OLD)
@@ -171,7 +173,7 @@ def test_all_reasons_are_given_at_once():
 )
 def test_the_default_device_decides(default, monkeypatch):
     with jax.default_device(default()):
-        assert _device.target() == ("cpu", False, None, True)
+        assert device.target() == ("cpu", False, None, True)
         assert explain().implementation == "xla"
 
 
@@ -186,11 +188,11 @@ class FakeGpu:
 
 def test_a_device_that_is_here_tells_its_own_capability(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [FakeGpu()])
-    assert _device.target() == ("NVIDIA H100", True, (9, 0), True)
+    assert device.target() == ("NVIDIA H100", True, (9, 0), True)
     monkeypatch.setattr(FakeGpu, "compute_capability", "12.1")
-    assert _device.target().capability == (12, 1)
+    assert device.target().capability == (12, 1)
     monkeypatch.setattr(FakeGpu.client, "platform_version", "rocm 60300")
-    assert _device.target() == ("NVIDIA H100", False, None, True)
+    assert device.target() == ("NVIDIA H100", False, None, True)
 
 
 def test_so_does_one_that_a_mesh_describes(monkeypatch):
@@ -199,10 +201,10 @@ def test_so_does_one_that_a_mesh_describes(monkeypatch):
     monkeypatch.setattr(FakeGpu, "device_kind", "NVIDIA RTX A6000")
     monkeypatch.setattr(FakeGpu, "compute_capability", "8.6")
     with described_gpu("NVIDIA RTX A6000"):
-        assert _device.target() == ("NVIDIA RTX A6000", True, (8, 6), True)
+        assert device.target() == ("NVIDIA RTX A6000", True, (8, 6), True)
         assert explain().implementation == "triton"
     with described_gpu("NVIDIA H100"):
-        assert _device.target() == ("NVIDIA H100 (described, not here)", True, (9, 0), False)
+        assert device.target() == ("NVIDIA H100 (described, not here)", True, (9, 0), False)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -232,9 +234,9 @@ def test_without_triton_the_others_work_on_a_cpu(no_triton, implementation):
 
 
 def test_triton_comes_back(no_triton, monkeypatch):
-    assert not _compat.has_triton()
+    assert not compat.has_triton()
     monkeypatch.undo()
-    assert _compat.has_triton()
+    assert compat.has_triton()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -307,7 +309,7 @@ def test_explain_does_not_warn_and_leaves_the_warning_to_the_call():
     ("gpu", "asked"),
     [
         *itertools.product(
-            ["NVIDIA H200"], [None, *(x for x in _limits.IMPLEMENTATIONS if x != "mosaic")]
+            ["NVIDIA H200"], [None, *(x for x in limits.IMPLEMENTATIONS if x != "mosaic")]
         ),
         *itertools.product(["Tesla V100", None], [None, "interpret", "xla", "reference"]),
     ],
@@ -316,7 +318,7 @@ def test_explain_gives_a_reason_for_the_chosen_and_for_each_refused(gpu, asked):
     with described_gpu(gpu) if gpu else contextlib.nullcontext():
         choice = explain(implementation=asked)
     assert asked in (None, choice.implementation)
-    assert {choice.implementation, *choice.refused} == set(_limits.IMPLEMENTATIONS)
+    assert {choice.implementation, *choice.refused} == set(limits.IMPLEMENTATIONS)
     assert choice.implementation not in choice.refused
     assert bool(choice.tiles) == (choice.implementation in ("triton", "interpret"))
     for reason in choice.refused.values():

@@ -7,14 +7,16 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import BlockMask, Chunked, Predicate, _compat, _resolve
+from pallas_flash import BlockMask, Chunked, Predicate
+from pallas_flash._jax import compat
+from pallas_flash._selection import resolve as _resolve
 from pallas_flash.tuning import BackwardTile, Tile, TileSizes
 
 
 @pytest.fixture
 def newer_jax():
     """Plans have tiles of the kernels' modules, which older JAX cannot import."""
-    if not _compat.has_mosaic_gpu():
+    if not compat.has_mosaic_gpu():
         pytest.skip("JAX is too old")
 
 

@@ -10,10 +10,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 
-from pallas_flash import _lowered_once, _plan, _reference, attention, explain
-from pallas_flash._context import choice, cost, gather, parts, ring
-from pallas_flash._features import kind_of
-from pallas_flash._problem import Problem
+from pallas_flash import attention, explain
+from pallas_flash._backends import reference
+from pallas_flash._execution import lowered_once as _lowered_once
+from pallas_flash._execution import plan as _plan
+from pallas_flash._execution.context import choice, cost, gather, parts, ring
+from pallas_flash._problem.features import kind_of
+from pallas_flash._problem.problem import Problem
 
 # ------------------------------------------------------------------------------------------------
 # Parts of a problem
@@ -38,11 +41,11 @@ def test_part_is_a_rectangle_of_the_whole(case, known):
         # Compiled, but not what is known: operation by operation takes several times as long.
         @jax.jit
         def found():
-            at = _reference._indices(p, 0)
+            at = reference._indices(p, 0)
             seen = jnp.ones((1, 1, 1, 1, 1), bool)
-            seen = seen & _reference._whole(p, p.mask).allowed(*at) if p.mask else seen
+            seen = seen & reference._whole(p, p.mask).allowed(*at) if p.mask else seen
             x = jnp.full((p.batch, p.num_kv_heads, p.groups, p.q_len, p.kv_len), 0.3, jnp.float32)
-            scores = _reference._whole(p, p.scores).logits(x, *at)
+            scores = reference._whole(p, p.scores).logits(x, *at)
             return seen, scores, True if p.dropout is None else p.dropout.kept(*at)
 
         seen, scores, kept = found()

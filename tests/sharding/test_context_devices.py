@@ -20,9 +20,12 @@ from support import cases, eight_devices, meshes, oracle
 from support.compare import assert_close, assert_same_bits
 from support.meshes import make_mesh, put
 
-from pallas_flash import _lowered_once, _plan, _xla, attention, balanced_order
-from pallas_flash._context import choice, gather
-from pallas_flash._masks import PositionBand
+from pallas_flash import attention, balanced_order
+from pallas_flash._backends import xla
+from pallas_flash._execution import lowered_once
+from pallas_flash._execution import plan as _plan
+from pallas_flash._execution.context import choice, gather
+from pallas_flash._problem.masks import PositionBand
 from pallas_flash.tuning import Tile, TileSizes
 
 KINDS = *meshes.KINDS, "manual"
@@ -202,11 +205,11 @@ def poisoned_positions():
 
 def check_named(names, method, mesh, kind, implementation):
     if implementation == LOWERED_ONCE:
-        _lowered_once.PLATFORMS, implementation = {"xla": "cpu"}, "xla"
+        lowered_once.PLATFORMS, implementation = {"xla": "cpu"}, "xla"
     for name in names.split(";"):
         check_case(name, method, MESHES[mesh], kind, implementation)
-    if "xla" in _lowered_once.PLATFORMS:
-        assert _lowered_once._exported.cache_info().hits
+    if "xla" in lowered_once.PLATFORMS:
+        assert lowered_once._exported.cache_info().hits
 
 
 # A ring's devices have one center; by the other methods each has whole rows. Lengths leave devices
@@ -507,7 +510,7 @@ CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.s
 
 
 def main(name, *arguments):
-    _xla.BLOCK_Q, _xla.BLOCK_KV, gather.TILE = 16, 16, 8
+    xla.BLOCK_Q, xla.BLOCK_KV, gather.TILE = 16, 16, 8
     CHECKS[name](*arguments)
 
 

@@ -17,7 +17,7 @@ from support.judge import judge_max_logits
 from support.meshes import make_mesh, put
 
 from pallas_flash import attention, balanced_order
-from pallas_flash._context import METHODS
+from pallas_flash._execution.context import METHODS
 
 AXES = {"batch": 2, "sequence": 2, "heads": 2}
 ROWS = P(*AXES)

@@ -23,24 +23,24 @@ from support.transform_cases import FLOATS, Sizes, draw_all
 
 from pallas_flash import (
     Tree,
-    _mask_objects,
-    _partition,
-    _tangents,
-    _xla,
     append_to_pages,
     arguments_from_cu_seqlens,
     attention,
     merge,
     paged_attention,
 )
-from pallas_flash._dropout import Dropout
-from pallas_flash._mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
-from pallas_flash._masks import Band, Lengths, Mask, PositionBand, Segments
-from pallas_flash._operands import Pairs, Positions
-from pallas_flash._partition import auto, shards
-from pallas_flash._problem import Problem
-from pallas_flash._score_mod import ScoreMod
-from pallas_flash._scores import Scores
+from pallas_flash._backends import xla
+from pallas_flash._execution import partition
+from pallas_flash._execution import tangents as _tangents
+from pallas_flash._execution.partition import auto, shards
+from pallas_flash._problem import mask_objects
+from pallas_flash._problem.dropout import Dropout
+from pallas_flash._problem.mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
+from pallas_flash._problem.masks import Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._problem.operands import Pairs, Positions
+from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.score_mod import ScoreMod
+from pallas_flash._problem.scores import Scores
 from pallas_flash.flax import apply_rope
 from pallas_flash.tuning import Tile, TileSizes
 
@@ -480,7 +480,7 @@ DIVIDED = {
         *((X, P()), (np.einsum("btnh,bsnh->bts", X, X)[:, None] > 0, BATCH)),
     ),
     "blocks of segments": (
-        with_mask(blocks_of(_mask_objects.Segments)),
+        with_mask(blocks_of(mask_objects.Segments)),
         (X, P()),
         (COLOURS, TOKENS),
     ),
@@ -534,7 +534,7 @@ CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.s
 
 
 def main(name, kind):
-    _xla.BLOCK_Q, _xla.BLOCK_KV, _tangents.ROWS_AT_ONCE = 8, 16, 5 * B * N
+    xla.BLOCK_Q, xla.BLOCK_KV, _tangents.ROWS_AT_ONCE = 8, 16, 5 * B * N
     CHECKS[name](kind)
 
 
@@ -702,7 +702,7 @@ def test_every_array_has_letters():
         (Band(0, 0, length), ["b"]),
         (Lengths(length, length), ["b", "b"]),
         (Segments(ids, ids), ["bt", "bs"]),
-        (_mask_objects.Segments(ids, ids), ["bt", "bs"]),
+        (mask_objects.Segments(ids, ids), ["bt", "bs"]),
         (MaskArray(pairs), ["bnta"]),
         (PositionBand(Positions(ids, ids[:1]), None, 0), ["bt", "1s"]),
         (PrefixLM(length, length, Positions(ids)), ["b", "b", "bt"]),
@@ -717,7 +717,7 @@ def test_every_array_has_letters():
         rest_of_scores=Scores(offset=length, positions=Positions(ids, ids)),
         dropout=Dropout(jnp.zeros(2, jnp.uint32), rate=0.5),
     )
-    letters = _partition.letters(problem)
+    letters = partition.letters(problem)
     assert [letters.query, letters.key, letters.value] == ["btnh", "bskh", "bskv"]
     assert [letters.scale, letters.bias] == ["", "1nta"]
     assert [letters.sinks, letters.slopes, letters.score_operands] == ["n", "n", ("11",)]
@@ -731,4 +731,4 @@ def test_axes_of_length_one_are_shared(batch, heads):
     mask = Mask((MaskArray(Pairs(jnp.zeros((batch, heads, 3, 4), bool))),))
     want = "1nta" if batch == 1 else "b1ta"
     problem = Problem(*(jnp.zeros((2,) * 4),) * 3, *(None,) * 5, mask)
-    assert jax.tree.leaves(_partition.letters(problem).mask) == [want]
+    assert jax.tree.leaves(partition.letters(problem).mask) == [want]

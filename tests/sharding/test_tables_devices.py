@@ -15,7 +15,7 @@ from support.compare import assert_close
 from support.meshes import make_mesh, put
 
 from pallas_flash import ScoreMod, attention
-from pallas_flash._context import METHODS
+from pallas_flash._execution.context import METHODS
 
 B, T, N, K, H = 2, 48, 8, 4, 16
 AXES = {"batch": 2, "sequence": 2, "heads": 2}

@@ -7,8 +7,8 @@ import numpy as np
 from support import mosaic_cases  # noqa: F401  It skips whoever imports it where JAX is too old.
 from support import mosaic_emulator as emulator
 
-from pallas_flash._mosaic import forward_common, score_mask
-from pallas_flash._mosaic.pipeline import Pipeline
+from pallas_flash._backends.mosaic import forward_common, score_mask
+from pallas_flash._backends.mosaic.pipeline import Pipeline
 
 
 def by_names(memory):

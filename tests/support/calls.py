@@ -15,9 +15,9 @@ import pytest
 from support.described_gpus import described_gpu
 
 import pallas_flash
-from pallas_flash import _compat
+from pallas_flash._jax import compat
 
-NEWER = jax.__version_info__ >= _compat.MOSAIC_SINCE
+NEWER = jax.__version_info__ >= compat.MOSAIC_SINCE
 
 LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 PER_HEAD = ("sinks", "alibi_slopes")

@@ -26,8 +26,8 @@ from support import cases, oracle
 from support.strict import strictly
 
 import pallas_flash
-from pallas_flash._plan import Wanted
-from pallas_flash._vjp import splits_output
+from pallas_flash._autodiff.vjp import splits_output
+from pallas_flash._execution.plan import Wanted
 
 # Results of so few elements have no average, such as the gradient of a bias that all scores share.
 FEW = 64

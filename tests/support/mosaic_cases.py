@@ -15,17 +15,18 @@ from support import mosaic_emulator as emulator
 from support.cases import checked
 from support.judge import judge
 
-from pallas_flash import _compat
-from pallas_flash._plan import Wanted
-from pallas_flash._vjp import public_rows, splits_output
+from pallas_flash._autodiff.vjp import public_rows, splits_output
+from pallas_flash._execution.plan import Wanted
+from pallas_flash._jax import compat
 
 # JAX 0.10.2 has not the operations that the kernels use, and who imports this is skipped there: on
 # the others, which have them, .ci/run tests these files, too.
-if not _compat.has_mosaic_gpu():
+if not compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select_hopper has what is said then", allow_module_level=True)
 
-from pallas_flash import _features, _mosaic
-from pallas_flash._mosaic import scheduler, tiles
+from pallas_flash._backends import mosaic
+from pallas_flash._backends.mosaic import scheduler, tiles
+from pallas_flash._problem import features
 from pallas_flash.tuning import TileSizes
 
 TABLE = TileSizes()  # Every tile from the table.
@@ -34,14 +35,14 @@ NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
 
 def run_forward(call, sizes=TABLE):
     """The forward with these tiles, and the rest from the table."""
-    return _mosaic.forward(call, sizes.or_else(tiles.default(call, _features.of(call))))
+    return mosaic.forward(call, sizes.or_else(tiles.default(call, features.of(call))))
 
 
 def run_backward(call, *arrays, sizes=TABLE, in_order, **flags):
     """The backward with these tiles, and the rest from the table."""
-    sizes = sizes.or_else(tiles.default(call, _features.of(call)))
+    sizes = sizes.or_else(tiles.default(call, features.of(call)))
     in_order = in_order or sizes.backward is None
-    return _mosaic.backward(call, *arrays, sizes, in_order=in_order, **flags)
+    return mosaic.backward(call, *arrays, sizes, in_order=in_order, **flags)
 
 
 def emulated(problem, in_order=False, sizes=TABLE, **others):

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_flash import _dropout
+from pallas_flash._problem import dropout
 
 AT_A_TIME = 2  # Programs.
 OUTSIDE = 2**20  # No array has so many elements along an axis.
@@ -711,7 +711,7 @@ fake_ptx = dict(
     logistic=lambda x, apart: 1 / (1 + jnp.exp2(jnp.minimum(x, 30))),
     columns_to_float=columns_to_float,
     tanh=jnp.tanh,
-    multiply_wide=_dropout.multiply_wide,
+    multiply_wide=dropout.multiply_wide,
     halves_of_neighbours=halves_of_neighbours,
     joined=lambda parts: jnp.concatenate(parts, axis=1),
     product_t=product_t,
@@ -817,7 +817,7 @@ def by_instance(function, batch):
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Within it, the functions of `_mosaic` run here; not under `jit`."""
-    package = importlib.import_module("pallas_flash._mosaic")
+    package = importlib.import_module("pallas_flash._backends.mosaic")
     modules = {
         module.name: importlib.import_module(f"{package.__name__}.{module.name}")
         for module in pkgutil.iter_modules(package.__path__)

@@ -5,12 +5,13 @@ import sys
 
 import pytest
 
-from pallas_flash import _compat, _resolve
+from pallas_flash._jax import compat
+from pallas_flash._selection import resolve
 
 
 @pytest.fixture(autouse=True)
 def no_warning_given_yet(monkeypatch):
-    monkeypatch.setattr(_resolve, "_warned", set())
+    monkeypatch.setattr(resolve, "_warned", set())
 
 
 @pytest.fixture(name="no_triton")
@@ -19,6 +20,6 @@ def without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     with contextlib.suppress(AttributeError):
         monkeypatch.delattr("jax.experimental.pallas.triton")
-    _compat.triton.cache_clear()
+    compat.triton.cache_clear()
     yield
-    _compat.triton.cache_clear()
+    compat.triton.cache_clear()

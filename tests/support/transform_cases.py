@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from support import cases
 
-from pallas_flash import _xla, attention
+from pallas_flash import attention
+from pallas_flash._backends import xla
 from pallas_flash.tuning import Tile, TileSizes
 
 
@@ -33,8 +34,8 @@ TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 
 def make_tiles_small(set_attribute):
     """Several tiles along both axes, the last ones ragged."""
-    set_attribute(_xla, "BLOCK_Q", 8)
-    set_attribute(_xla, "BLOCK_KV", 16)
+    set_attribute(xla, "BLOCK_Q", 8)
+    set_attribute(xla, "BLOCK_KV", 16)
 
 
 BLOCKED = ("xla", "interpret")

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash import _compat, _device, _features, _vjp
-from pallas_flash._tiling import cache, choose, tune
-from pallas_flash._tiling.sizes import KERNELS
+from pallas_flash._autodiff import vjp
+from pallas_flash._call import tune
+from pallas_flash._execution import tiles as choose
+from pallas_flash._jax import compat, device
+from pallas_flash._problem import features as _features
+from pallas_flash._problem.tile_sizes import KERNELS
+from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
 
 # None of them is in the table.
@@ -24,12 +28,12 @@ MOSAIC = TileSizes(
 TRITON = TileSizes(forward=FAST, dkv=FAST, dq=FAST)
 
 newer = pytest.mark.skipif(
-    not _compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic"; see test_select_hopper'
+    not compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic"; see test_select_hopper'
 )
 
 
 def gpu_here(monkeypatch, kind):
-    monkeypatch.setattr(_device, "target", lambda: _device.Target(kind, True, (9, 0)))
+    monkeypatch.setattr(device, "target", lambda: device.Target(kind, True, (9, 0)))
 
 
 def zeros_for_random_numbers(monkeypatch):
@@ -62,7 +66,7 @@ def tiles_of(monkeypatch, **changed) -> TileSizes:
     """Return the tiles that a call of `attention` computes with."""
     used = []
     with monkeypatch.context() as patch:
-        patch.setattr(_vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
+        patch.setattr(vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
         pallas_flash.attention(**arguments(**changed))
     [plan] = used
     forward, backward = plan.forward.tiles, plan.backward.tiles
@@ -90,7 +94,7 @@ def warned(count, text=""):
 
 
 def store(tiles=TRITON, gpu="NVIDIA H200", **changed):
-    return cache.store(features(**changed), gpu, tiles)
+    return tuned.store(features(**changed), gpu, tiles)
 
 
 def command(monkeypatch, *words):

@@ -3,9 +3,10 @@
 import pytest
 from support.tune_cases import FAST, OTHER, gpu_here, table
 
-from pallas_flash import _compat
-from pallas_flash._tiling import cache, tune
-from pallas_flash._tiling.tune import Trial, Tuning
+from pallas_flash._call import tune
+from pallas_flash._call.tune import Trial, Tuning
+from pallas_flash._jax import compat
+from pallas_flash._selection import tuned
 from pallas_flash.tuning import TileSizes
 
 
@@ -14,10 +15,10 @@ def own_file(monkeypatch, tmp_path):
     """A file of winners for each test alone, which does not exist yet."""
     path = tmp_path / "folder" / "tiles.json"
     monkeypatch.setenv("PALLAS_FLASH_TUNED", str(path))
-    for cached in (cache.read, cache._warn):
+    for cached in (tuned.read, tuned._warn):
         cached.cache_clear()
     yield path
-    cache.read.cache_clear()
+    tuned.read.cache_clear()
 
 
 @pytest.fixture(name="h200")
@@ -28,7 +29,7 @@ def h200_here(monkeypatch):
 
 @pytest.fixture(name="hopper")
 def hopper_here(monkeypatch, h200):
-    monkeypatch.setattr(_compat, "has_mosaic_gpu", lambda: True)
+    monkeypatch.setattr(compat, "has_mosaic_gpu", lambda: True)
 
 
 @pytest.fixture(name="search")

@@ -12,7 +12,7 @@ import pytest
 from support import tiny_run
 from support.tiny_run import flags, parameters_of
 
-from pallas_flash import _limits
+from pallas_flash._execution import limits
 from scripts import train_gpt
 from scripts.train_gpt import main
 from scripts.training.checkpoints import MARK
@@ -45,7 +45,7 @@ def test_every_field_is_a_flag_with_a_help():
         named[action.dest] = action.help
     expected = set(flat_config(tiny_run.TINY)) - {"vocab_size"}
     assert set(named) == expected | OTHERS
-    assert set(CHOICES["attention"]) == {"auto", "cudnn", *_limits.IMPLEMENTATIONS}
+    assert set(CHOICES["attention"]) == {"auto", "cudnn", *limits.IMPLEMENTATIONS}
     for name, text in named.items():
         assert text, f"{name} has no help"
         assert "None" not in text

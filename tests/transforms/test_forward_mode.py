@@ -15,9 +15,12 @@ from support.judge import SMALL
 from support.pairs_of_settings import SETTINGS, call_of, covering
 from support.strict import strictly
 
-from pallas_flash import ScoreMod, _compat, _tangents, _xla, attention
-from pallas_flash._scores import LN2, LogSum
-from pallas_flash._triton import tangent_kernel
+from pallas_flash import ScoreMod, attention
+from pallas_flash._backends import xla
+from pallas_flash._backends.triton import tangent_kernel
+from pallas_flash._execution import tangents as _tangents
+from pallas_flash._jax import compat
+from pallas_flash._problem.scores import LN2, LogSum
 
 EACH = ("xla", "interpret", "reference")
 
@@ -26,8 +29,8 @@ EACH = ("xla", "interpret", "reference")
 def small_blocks(monkeypatch):
     """Several blocks of queries, the last one ragged."""
     monkeypatch.setattr(_tangents, "ROWS_AT_ONCE", 256)
-    monkeypatch.setattr(_xla, "BLOCK_Q", 16)
-    monkeypatch.setattr(_xla, "BLOCK_KV", 32)
+    monkeypatch.setattr(xla, "BLOCK_Q", 16)
+    monkeypatch.setattr(xla, "BLOCK_KV", 32)
 
 
 def tiles(implementation):
@@ -127,7 +130,7 @@ def tangent_kernels(by, moved, gpu="NVIDIA H200", **options):
     return lowered.as_text().count('name = "pallas_flash_tangents"')
 
 
-@pytest.mark.parametrize("by", ["triton", *["mosaic"] * _compat.has_mosaic_gpu()])
+@pytest.mark.parametrize("by", ["triton", *["mosaic"] * compat.has_mosaic_gpu()])
 def test_common_calls_have_a_tangent_kernel(by):
     assert tangent_kernels(by, ["query", "key", "value"]) == 1
     assert tangent_kernels(by, ["key"]) == 1

@@ -10,7 +10,9 @@ import pytest
 from support import cases, jaxprs, oracle
 from support.compare import assert_close
 
-from pallas_flash import _tangents, _xla, attention
+from pallas_flash import attention
+from pallas_flash._backends import xla
+from pallas_flash._execution import tangents
 from pallas_flash.tuning import Tile, TileSizes
 
 # No two of B, T, S, N, K, H and V agree; T and S are no multiples of a tile.
@@ -22,9 +24,9 @@ TILE_SIZES = TileSizes(forward=Tile(16, 16), dkv=Tile(16, 16), dq=Tile(16, 16))
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks of queries, the last one ragged."""
-    monkeypatch.setattr(_tangents, "ROWS_AT_ONCE", 5 * B * N)
-    monkeypatch.setattr(_xla, "BLOCK_Q", 8)
-    monkeypatch.setattr(_xla, "BLOCK_KV", 16)
+    monkeypatch.setattr(tangents, "ROWS_AT_ONCE", 5 * B * N)
+    monkeypatch.setattr(xla, "BLOCK_Q", 8)
+    monkeypatch.setattr(xla, "BLOCK_KV", 16)
 
 
 pytestmark = pytest.mark.usefixtures("ieee_products")
@@ -259,7 +261,7 @@ def test_second_order_dtypes_equal_operands(implementation, x64):
 
 def test_first_derivatives_trace_no_tangents(monkeypatch):
     for name in ("of_forward", "of_backward"):
-        monkeypatch.delattr(_tangents, name)
+        monkeypatch.delattr(tangents, name)
     jaxprs.trace(jax.grad(loss("xla")), draw(np.float32))
     with pytest.raises(AttributeError, match="of_forward"):
         jaxprs.trace(forward_over_reverse(loss("xla")), draw(np.float32))
@@ -267,7 +269,7 @@ def test_first_derivatives_trace_no_tangents(monkeypatch):
 
 @pytest.mark.parametrize("derivative", cases.default([reverse_over_reverse], DERIVATIVES))
 def test_second_order_memory_is_linear(derivative, monkeypatch):
-    monkeypatch.setattr(_tangents, "ROWS_AT_ONCE", 256)
+    monkeypatch.setattr(tangents, "ROWS_AT_ONCE", 256)
 
     def temporary_bytes(length):
         x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)

@@ -20,7 +20,7 @@ from support.judge import ROUNDING, judge
 from support.lowered_triton import TILES, _attention, differentiated
 
 import pallas_flash
-from pallas_flash._triton import backward_dkv, common
+from pallas_flash._backends.triton import backward_dkv, common
 from pallas_flash.tuning import Tile, TileSizes
 
 # A launch for dk and one for dv.

@@ -15,9 +15,10 @@ from support import cases
 from support.repository import ROOT
 
 import pallas_flash
-from pallas_flash import _compat, _triton
-from pallas_flash._scores import LogSum
-from pallas_flash._tiling import choose
+from pallas_flash._backends import triton
+from pallas_flash._execution import tiles as choose
+from pallas_flash._jax import compat
+from pallas_flash._problem.scores import LogSum
 from pallas_flash.tuning import Tile, TileSizes
 from scripts.inspection import gpu_compiler, machine_code
 from scripts.inspection.calls import FEATURES, PASSES, inspect_attention
@@ -279,7 +280,7 @@ ROWS = {
 @pytest.mark.parametrize("row", cases.default(list(ROWS)[:2], ROWS))
 def test_memory_is_what_the_page_says(row):
     """By "triton" two numbers for a query come on top of the arrays: LSE and delta."""
-    if ROWS[row]["implementation"] == "mosaic" and not _compat.has_mosaic_gpu():
+    if ROWS[row]["implementation"] == "mosaic" and not compat.has_mosaic_gpu():
         pytest.skip('JAX is too old for "mosaic"')
     wide = array((1, 16384, 16, 128))
     call = functools.partial(pallas_flash.attention, is_causal=True, **ROWS[row])
@@ -296,7 +297,7 @@ def test_memory_is_what_the_page_says(row):
 
 
 @needs_compiler
-@pytest.mark.skipif(not _compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic"')
+@pytest.mark.skipif(not compat.has_mosaic_gpu(), reason='JAX is too old for "mosaic"')
 @pytest.mark.parametrize(
     ("reproducible", "names"),
     cases.default(
@@ -445,7 +446,7 @@ def test_tangent_kernel_spills_nothing(head_dim):
     def tangents(l_log2, q, k, v, *dots):
         problem = cases.checked((q, k, v), dict(is_causal=True))
         dq = choose.by_table(problem, "triton", None).tile("dq")
-        return _triton.tangents(problem, LogSum(None, l_log2), dots, dq, interpret=False)
+        return triton.tangents(problem, LogSum(None, l_log2), dots, dq, interpret=False)
 
     [kernel] = compile_kernels(tangents, rows, *[x] * 6)
     assert kernel.loop_spills == 0 and kernel.ctas_per_core >= 2

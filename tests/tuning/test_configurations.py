@@ -8,8 +8,9 @@ import pytest
 from support.calls import NEWER
 from support.described_gpus import described_gpu
 
-from pallas_flash import _resolve, explain, tuning
-from pallas_flash._tiling.sizes import KERNELS, MOSAIC
+from pallas_flash import explain, tuning
+from pallas_flash._problem.tile_sizes import KERNELS, MOSAIC
+from pallas_flash._selection import resolve as _resolve
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Mosaic, Tile, TileSizes, Triton
 
 X = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)

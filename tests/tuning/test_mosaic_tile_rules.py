@@ -4,8 +4,8 @@ import itertools
 
 from support import mosaic_cases  # noqa: F401  Skips where JAX is too old.
 
-from pallas_flash._features import CallFeatures, MaskKind, Option
-from pallas_flash._mosaic.tiles import FORWARD_RULES, forward_tile
+from pallas_flash._backends.mosaic.tiles import FORWARD_RULES, forward_tile
+from pallas_flash._problem.features import CallFeatures, MaskKind, Option
 from pallas_flash.tuning import ForwardTile
 
 SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (128, 256)

@@ -15,16 +15,16 @@ import pytest
 from support import ttir
 
 from pallas_flash import attention
-from pallas_flash._blocks import Tiling
-from pallas_flash._features import CallFeatures, MaskKind, Option
-from pallas_flash._hardware import shared_memory_limit
-from pallas_flash._masks import Band, Mask
-from pallas_flash._problem import Problem
-from pallas_flash._tiling.choose import backend, completed
-from pallas_flash._tiling.sizes import KERNELS
-from pallas_flash._triton.common import QueryTiles, side_by_side
-from pallas_flash._triton.tiles import table
-from pallas_flash._triton.tiles.rule import _smaller, splits_of_heads
+from pallas_flash._backends.triton.common import QueryTiles, side_by_side
+from pallas_flash._backends.triton.tiles import table
+from pallas_flash._backends.triton.tiles.rule import _smaller, splits_of_heads
+from pallas_flash._execution.tiles import backend, completed
+from pallas_flash._jax.hardware import shared_memory_limit
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.features import CallFeatures, MaskKind, Option
+from pallas_flash._problem.masks import Band, Mask
+from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.tile_sizes import KERNELS
 from pallas_flash.tuning import Tile, TileSizes
 
 KIB = 1024

@@ -30,11 +30,16 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import _device, _limits, _plan, _problem
-from pallas_flash._tiling import cache, choose, tune
-from pallas_flash._tiling.sizes import sizes_for
-from pallas_flash._tiling.tune import ROUNDS, SLOW, Trial, Tuning
-from pallas_flash._triton import tiles as triton_tiles
+from pallas_flash._backends.triton import tiles as triton_tiles
+from pallas_flash._call import tune
+from pallas_flash._call.tune import ROUNDS, SLOW, Trial, Tuning
+from pallas_flash._execution import limits
+from pallas_flash._execution import plan as _plan
+from pallas_flash._execution import tiles as choose
+from pallas_flash._jax import device
+from pallas_flash._problem import problem as _problem
+from pallas_flash._problem.tile_sizes import sizes_for
+from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, ForwardTile, Tile, TileSizes
 
 KERNELS = ("forward", "dkv", "dk", "dv", "dq")
@@ -218,7 +223,7 @@ def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
 @newer
 def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
     fake_programs(monkeypatch)
-    monkeypatch.setattr(_limits, "backward_limit", lambda problem, by: "it has none")
+    monkeypatch.setattr(limits, "backward_limit", lambda problem, by: "it has none")
     p = problem(size=64, value_dim=64, dtype=jnp.bfloat16)
     tile = ForwardTile(2, 64, 0)
     monkeypatch.setattr(choose.backend("mosaic"), "candidates", lambda kernel, *_: [tile])
@@ -337,7 +342,7 @@ def test_few_queries_have_a_kernel_of_their_own(monkeypatch):
 def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, dtype, capability):
     q_len, kv_len = (9, 600) if kernel == "decode" else (300, 300)
     p = problem(size=size, value_dim=size, q_len=q_len, kv_len=kv_len, dtype=jnp.dtype(dtype))
-    monkeypatch.setattr(_device, "tile_capability", lambda implementation: capability)
+    monkeypatch.setattr(device, "tile_capability", lambda implementation: capability)
     by_table = functools.partial(choose.by_table, p, "triton")
     tiles = triton_tiles.candidates(kernel, p, by_table)
     default = by_table(None).tile(kernel)
@@ -382,7 +387,7 @@ def test_rows_of_few_queries_are_those_of_all_heads_that_share_keys():
 
 def test_few_queries_are_tuned_by_their_rows():
     keys = [
-        cache.key(features(q_len=q_len, heads=heads, kv_heads=2), "a GPU")
+        tuned.key(features(q_len=q_len, heads=heads, kv_heads=2), "a GPU")
         for q_len, heads in ((1, 4), (2, 2), (1, 64), (17, 4), (17, 64))
     ]
     assert keys[0].replace("T 1,", "T 2,") == keys[1]
@@ -391,14 +396,14 @@ def test_few_queries_are_tuned_by_their_rows():
 
 
 def test_queries_of_all_heads_may_be_few():
-    few, many = (cache.key(features(q_len=n, heads=1, kv_heads=1), "") for n in (40, 41))
+    few, many = (tuned.key(features(q_len=n, heads=1, kv_heads=1), "") for n in (40, 41))
     assert "64 rows' keys" in few
     assert "own keys" in many
 
 
 def test_queries_and_keys_of_all_heads_count():
     sizes = [{"heads": 4, "kv_heads": 2}, {"heads": 8, "kv_heads": 2}, {"heads": 8, "kv_heads": 4}]
-    keys = [cache.key(features(**more), "") for more in sizes]
+    keys = [tuned.key(features(**more), "") for more in sizes]
     numbers = "128 and 128", "256 and 128", "256 and 256"
     assert [key.partition(", in all ")[2] for key in keys] == list(numbers)
 
@@ -481,7 +486,7 @@ def test_on_a_gpu(file, monkeypatch):
 
     Each fifth candidate is compiled, for all take 500 seconds of a core.
     """
-    on_hopper = "mosaic" not in _limits.not_on_gpu(problem(dtype=jnp.bfloat16))
+    on_hopper = "mosaic" not in limits.not_on_gpu(problem(dtype=jnp.bfloat16))
     for by in ("triton", "mosaic")[: 1 + on_hopper]:
         backend = choose.backend(by)
         some = functools.partial(each_fifth, backend.candidates)

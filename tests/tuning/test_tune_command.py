@@ -20,8 +20,8 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import _features
-from pallas_flash._tiling import cache
+from pallas_flash._problem import features as _features
+from pallas_flash._selection import tuned
 from pallas_flash.tuning import TileSizes
 
 
@@ -32,7 +32,7 @@ def test_the_command_tunes_and_prints_a_table(monkeypatch, capsys, h200, search,
     assert p.query.shape == (3, 24, 6, 64)
     assert p.key.shape == p.value.shape == (3, 24, 2, 64)
     assert (p.dtype, passes) == (jnp.float16, ["forward"])
-    assert " causal mask" in cache.key(_features.of(p), "")
+    assert " causal mask" in tuned.key(_features.of(p), "")
     out = capsys.readouterr().out.splitlines()
     assert out[0].endswith("1.0000 ms  winner")
     assert out[-1] == f"a clock; stored in {file}"
@@ -55,7 +55,7 @@ def test_the_command_shows_and_clears(monkeypatch, capsys, file):
     store(TileSizes(forward=FAST, dq=OTHER))
     assert command(monkeypatch, "--show") == 0
     assert capsys.readouterr().out.splitlines() == [
-        cache.key(features(), "NVIDIA H200"),
+        tuned.key(features(), "NVIDIA H200"),
         "  forward   32 x 32, 1 warps, 1 stages",
         "  dq        16 x 32, 1 warps, 1 stages",
     ]
@@ -75,7 +75,7 @@ def test_options_of_the_command(monkeypatch, capsys, h200, search):
     visible = p.mask.allowed(0, 0, i[:, None], i[None])
     q, k = i[:, None], i[None]
     assert (visible == (q >= k) & (q - k < 5) & (q // 8 == k // 8)).all()
-    assert "documents by arrays mask + bias in 16 bits + soft cap" in cache.key(_features.of(p), "")
+    assert "documents by arrays mask + bias in 16 bits + soft cap" in tuned.key(_features.of(p), "")
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,10 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, hopper_here, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import _device, _vjp
-from pallas_flash._tiling import cache, choose
+from pallas_flash._autodiff import vjp
+from pallas_flash._execution import tiles as choose
+from pallas_flash._jax import device
+from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, DecodeTile, DqTile, ForwardTile, TileSizes
 
 # ------------------------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ def test_and_no_others(monkeypatch, h200, changed):
 
 
 def test_enough_programs_are_alike(monkeypatch, h200):
-    monkeypatch.setattr(cache, "MANY", 64)
+    monkeypatch.setattr(tuned, "MANY", 64)
     store()
     for changed in ({"batch": 4}, {"heads": 5, "kv_heads": 5}):
         assert tiles_of(monkeypatch, **changed) == TRITON.or_else(table(**changed))
@@ -89,7 +91,7 @@ def test_enough_programs_are_alike(monkeypatch, h200):
 
 def test_shared_keys_have_their_own_winner(monkeypatch, h200):
     """Here the numbers of queries and keys of all heads do not tell the calls apart."""
-    monkeypatch.setattr(cache, "MANY", 64)
+    monkeypatch.setattr(tuned, "MANY", 64)
     store()
     shared = {"heads": 4, "kv_heads": 2}
     assert tiles_of(monkeypatch, **shared) == table(**shared)
@@ -100,7 +102,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
     for change in (
         lambda patch: gpu_here(patch, "NVIDIA H100"),
         lambda patch: patch.setattr(jax, "__version__", "0.0"),
-        lambda patch: patch.setattr(cache, "_fingerprint", lambda: "0"),
+        lambda patch: patch.setattr(tuned, "_fingerprint", lambda: "0"),
     ):
         with monkeypatch.context() as patch:
             change(patch)
@@ -113,25 +115,25 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
     [
         "backward_dq.py",
         "common.py",
-        "_blocks.py",
-        "_masks.py",
-        "_mask_objects.py",
-        "_visits.py",
-        "_scores.py",
-        "_operands.py",
-        "_dropout.py",
+        "blocks.py",
+        "masks.py",
+        "mask_objects.py",
+        "traversal.py",
+        "scores.py",
+        "operands.py",
+        "dropout.py",
         "products.py",
     ],
 )
 def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
-    before, read = cache._fingerprint(), Path.read_bytes
+    before, read = tuned._fingerprint(), Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#" * (self.name == name))
-    assert cache._fingerprint.__wrapped__() != before
+    assert tuned._fingerprint.__wrapped__() != before
 
 
 def test_the_fingerprint_is_of_all_that_kernels_import():
     """But for the problem, which is the key, and for what a version of JAX decides."""
-    of_kernels, left_out = ("_triton", "_mosaic"), cache._TILES + cache._NOT_TUNED
+    of_kernels, left_out = ("_backends.triton", "_backends.mosaic"), tuned._TILES + tuned._NOT_TUNED
     imports = {inside(name): set(map(inside, below)) for name, below in IMPORTS.items()}
     files = [
         name
@@ -139,8 +141,10 @@ def test_the_fingerprint_is_of_all_that_kernels_import():
         if name.startswith(of_kernels) and f"{name.rpartition('.')[2]}.py" not in left_out
     ]
     below = set().union(*(imports[name] for name in files))
-    others = {name for name in below if not name.startswith((*of_kernels, "_tiling"))}
-    assert others <= {*cache._SHAPE, "_features", "_problem", "_compat"}
+    tiles = ("_problem.tile_sizes", "_problem.configurations")
+    others = {name for name in below if not name.startswith((*of_kernels, *tiles))}
+    shape = {name.replace("/", ".") for name in tuned._SHAPE}
+    assert others <= {*shape, "_problem.features", "_problem.problem", "_jax.compat"}
 
 
 BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
@@ -174,7 +178,7 @@ BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
     ],
 )
 def test_kinds_of_masks(options, kind):
-    assert f" {kind} mask, T 32, S 64" in cache.key(features(**options), "a GPU")
+    assert f" {kind} mask, T 32, S 64" in tuned.key(features(**options), "a GPU")
 
 
 def halved(s, *at):
@@ -194,16 +198,16 @@ def halved(s, *at):
     ],
 )
 def test_what_is_done_to_scores_and_probabilities_counts(options, words):
-    assert f" full mask{words}, T 32, S 64" in cache.key(features(**options), "a GPU")
+    assert f" full mask{words}, T 32, S 64" in tuned.key(features(**options), "a GPU")
 
 
 def test_precision_counts_for_float32_however_it_is_set():
     with jax.default_matmul_precision("highest"):
-        inherited = cache.key(features(), "a GPU")
-        half = cache.key(features(dtype=jnp.float16), "a GPU")
-    assert inherited == cache.key(features(precision="highest"), "a GPU")
-    assert inherited != cache.key(features(), "a GPU")
-    assert half == cache.key(features(dtype=jnp.float16), "a GPU")
+        inherited = tuned.key(features(), "a GPU")
+        half = tuned.key(features(dtype=jnp.float16), "a GPU")
+    assert inherited == tuned.key(features(precision="highest"), "a GPU")
+    assert inherited != tuned.key(features(), "a GPU")
+    assert half == tuned.key(features(dtype=jnp.float16), "a GPU")
 
 
 def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
@@ -218,7 +222,7 @@ def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
 def test_tiles_for_calls_of_all_lengths_leave_one_forward_kernel(monkeypatch, h200):
     both = TileSizes(forward=FAST, decode=OTHER)
     for q_len, wanted in ((16, (None, OTHER)), (33, (FAST, None))):
-        cache.store(features(q_len=q_len), "NVIDIA H200", TileSizes(dq=FASTER))
+        tuned.store(features(q_len=q_len), "NVIDIA H200", TileSizes(dq=FASTER))
         tiles = tiles_of(monkeypatch, q_len=q_len, tile_sizes=both)
         assert (tiles.forward, tiles.decode, tiles.dq) == (*wanted, FASTER)
 
@@ -235,7 +239,7 @@ def test_a_described_gpu_has_the_tables_and_the_file_is_not_read(monkeypatch):
         raise AssertionError("read")
 
     with monkeypatch.context() as patch, described_gpu("NVIDIA H200"):
-        patch.setattr(cache, "read", read)
+        patch.setattr(tuned, "read", read)
         assert tiles_of(monkeypatch) == table()
         choice = pallas_flash.explain(**arguments())
     assert choice.implementation == "triton"
@@ -312,7 +316,7 @@ def test_a_winner_chooses_who_computes_each_pass(
     # By the table "mosaic" is faster in both.
     if tiles is not None:
         zeros_for_random_numbers(monkeypatch)
-        cache.store(features(**LONG), "NVIDIA H200", tiles)
+        tuned.store(features(**LONG), "NVIDIA H200", tiles)
     monkeypatch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
     choice = explained()
     assert choice.implementation == forward
@@ -332,7 +336,7 @@ def plan_of(monkeypatch, **options):
     """Return the plan of a call of `attention`."""
     used = []
     with monkeypatch.context() as patch:
-        patch.setattr(_vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
+        patch.setattr(vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
         patch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
         x = jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
         pallas_flash.attention(x, x, x, **options)
@@ -368,7 +372,7 @@ def test_tiles_say_how_gradients_are_computed(
 
 def test_tiles_of_mosaic_do_not_matter_where_it_does_not_serve(monkeypatch):
     gpu_here(monkeypatch, "NVIDIA A100")
-    monkeypatch.setattr(_device, "target", lambda: _device.Target("NVIDIA A100", True, (8, 0)))
+    monkeypatch.setattr(device, "target", lambda: device.Target("NVIDIA A100", True, (8, 0)))
     plan = plan_of(monkeypatch, tile_sizes=MOSAIC)
     assert (plan.implementation, plan.backward.implementation) == ("triton", "triton")
     assert plan.forward.tiles == plan.backward.tiles == TileSizes()
@@ -382,9 +386,9 @@ def test_passes_are_merged(file):
     store(TileSizes(forward=FAST, dkv=FAST))
     store(TileSizes(dq=FAST), is_causal=True)
     store(TileSizes(dk=OTHER, dv=OTHER, dq=OTHER))
-    assert cache.read(file) == {
-        cache.key(features(), "NVIDIA H200"): TileSizes(forward=FAST, dk=OTHER, dv=OTHER, dq=OTHER),
-        cache.key(features(is_causal=True), "NVIDIA H200"): TileSizes(dq=FAST),
+    assert tuned.read(file) == {
+        tuned.key(features(), "NVIDIA H200"): TileSizes(forward=FAST, dk=OTHER, dv=OTHER, dq=OTHER),
+        tuned.key(features(is_causal=True), "NVIDIA H200"): TileSizes(dq=FAST),
     }
 
 
@@ -392,10 +396,10 @@ def test_tiles_of_both_implementations_are_stored(monkeypatch, capsys, file):
     sizes = dataclasses.replace(TRITON, forward=ForwardTile(3, 96), backward=BackwardTile(128))
     sizes = dataclasses.replace(sizes, decode=DecodeTile(stages=4))
     store(sizes)
-    assert list(cache.read(file).values()) == [sizes]
+    assert list(tuned.read(file).values()) == [sizes]
     # A pass that is tuned again is forgotten whole, and the other one kept.
     store(TileSizes(dkv=BackwardTile(), dq=DqTile()))
-    [merged] = cache.read(file).values()
+    [merged] = tuned.read(file).values()
     two_passes = dict(dkv=BackwardTile(), dq=DqTile())
     assert merged == TileSizes(ForwardTile(3, 96), DecodeTile(stages=4), **two_passes)
     assert command(monkeypatch, "--show") == 0
@@ -439,19 +443,19 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(monkeypatch, h200, file, f
     assert tiles_of(monkeypatch) == both.or_else(table())
     # The next one that can be written takes it along.
     store(is_causal=True)
-    assert list(cache.read(file).values()) == [both, TRITON]
+    assert list(tuned.read(file).values()) == [both, TRITON]
 
 
 STORE = """
 import sys
-from pallas_flash._tiling import cache
+from pallas_flash._selection import tuned
 from support.tune_cases import FAST, features
 from pallas_flash.tuning import TileSizes
 f = features()
 print("ready", flush=True)
 input()
 for i in range(20):
-    cache.store(f, f"{sys.argv[1]} {i}", TileSizes(forward=FAST))
+    tuned.store(f, f"{sys.argv[1]} {i}", TileSizes(forward=FAST))
 """
 
 
@@ -468,7 +472,7 @@ def test_winners_of_several_processes_are_all_kept(file):
     for process in running:
         process.communicate(timeout=60)
         assert process.returncode == 0
-    stored = {name.split(",")[0] for name in cache.parse(file)}
+    stored = {name.split(",")[0] for name in tuned.parse(file)}
     assert stored == {f"{name} {i}" for name in "abc" for i in range(20)}
 
 
@@ -484,7 +488,7 @@ def test_without_locks_there_is_a_warning(monkeypatch, file, missing):
     with warned(1, f"stores in {file} without a lock"):
         store()
         store(is_causal=True)
-    assert len(cache.read(file)) == 2
+    assert len(tuned.read(file)) == 2
 
 
 def test_others_may_read_the_file_as_before(file):
@@ -571,7 +575,7 @@ def put(file, content):
     file.parent.mkdir(exist_ok=True)
     content = content(file)
     file.write_bytes(content)
-    cache.read.cache_clear()
+    tuned.read.cache_clear()
     return content
 
 
@@ -602,8 +606,8 @@ def test_a_damaged_file_keeps_what_can_be_read(monkeypatch, capsys, h200, file, 
     put(file, content)
     with warned(1, f"found {file} empty or damaged: it uses the {left} winners"):
         assert tiles_of(monkeypatch) == table()
-        cache.check()
-        assert len(cache.read(file)) == left
+        tuned.check()
+        assert len(tuned.read(file)) == left
         assert command(monkeypatch, "--show") == 0
         store()
     assert len(json.loads(file.read_text())["winners"]) == left + 1
@@ -667,4 +671,4 @@ def test_the_file_is_in_the_users_cache_folder(monkeypatch, tmp_path, value):
     monkeypatch.delenv("PALLAS_FLASH_TUNED")
     if value is not None:
         monkeypatch.setenv("PALLAS_FLASH_TUNED", value)
-    assert cache.file() == tmp_path / "pallas_flash" / "tiles.json"
+    assert tuned.file() == tmp_path / "pallas_flash" / "tiles.json"

@@ -11,7 +11,8 @@ import pytest
 from support import jaxprs
 from support.described_gpus import described_gpu
 
-from pallas_flash import _xla, attention
+from pallas_flash import attention
+from pallas_flash._backends import xla
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
 
@@ -125,7 +126,7 @@ Q_LEN, KV_LEN = 2007, 3001
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Shrink the tiles of "xla" on a GPU, which would hold all scores here."""
-    monkeypatch.setattr(_xla, "GPU_BLOCK", 256)
+    monkeypatch.setattr(xla, "GPU_BLOCK", 256)
 
 
 def largest_result(implementation: str, arguments, **options) -> int:

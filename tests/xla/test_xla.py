@@ -14,7 +14,7 @@ from support.described_gpus import described_gpu
 from support.jaxprs import trace
 
 import pallas_flash
-from pallas_flash import _xla
+from pallas_flash._backends import xla
 
 # Both are timed alternately this often, and the shortest times count, because other work only
 # lengthens a time. Measured ratios are below a half, and the guard is at 1.
@@ -76,12 +76,12 @@ def test_queries_that_see_nothing_leave_dscale(case):
 @pytest.mark.parametrize("heads", [1, 16, 128, 4096])
 @pytest.mark.parametrize("length", [100, 2048, 16384])
 def test_gpu_tiles_are_few_and_bounded(heads, length):
-    block_q, block_kv = _xla._block_sizes(heads, length, on_gpu=True)
-    assert block_q % _xla.BLOCK_Q == 0 and block_kv == _xla.GPU_BLOCK
-    fits = heads * block_q * min(block_kv, length) <= _xla.GPU_SCORES
-    assert fits or block_q == _xla.BLOCK_Q
-    more = heads * (block_q + _xla.BLOCK_Q) * min(block_kv, length) <= _xla.GPU_SCORES
-    assert block_q == _xla.GPU_BLOCK or not more
+    block_q, block_kv = xla._block_sizes(heads, length, on_gpu=True)
+    assert block_q % xla.BLOCK_Q == 0 and block_kv == xla.GPU_BLOCK
+    fits = heads * block_q * min(block_kv, length) <= xla.GPU_SCORES
+    assert fits or block_q == xla.BLOCK_Q
+    more = heads * (block_q + xla.BLOCK_Q) * min(block_kv, length) <= xla.GPU_SCORES
+    assert block_q == xla.GPU_BLOCK or not more
 
 
 @pytest.mark.parametrize("kind", [None, "NVIDIA H200"])
@@ -97,4 +97,4 @@ def test_device_decides_on_the_tiles(kind):
     with described_gpu(kind) if kind else contextlib.nullcontext():
         products = [e for e in trace(gradients, x) if e.primitive.name == "dot_general"]
     sizes = {e.outvars[0].aval.shape[-1] for e in products} - {320}
-    assert sizes == ({_xla.GPU_BLOCK} if kind else {_xla.BLOCK_Q})
+    assert sizes == ({xla.GPU_BLOCK} if kind else {xla.BLOCK_Q})

@@ -1,0 +1,1 @@
+"""Arguments become a problem; every error that a user can meet is raised here."""

@@ -1,0 +1,1 @@
+"""The rules of differentiation, and the residuals."""

@@ -1,0 +1,525 @@
+"""dq, dk and dv in one pass for H + V above 256: a cluster of two CTAs divides the products.
+
+Equations are those of `backward_kernel`. The registers of one CTA do not hold dk and dv, so the two
+CTAs of a cluster share 128 keys, and each has one of them:
+
+    CTA 0   s_t  = k @ q.T            p_t = exp2(c * s_t - lse_log2)        dv += dropout(p_t) @ do
+    CTA 1   dp_t = v @ do.T           ds_t = p_t * (dropout(dp_t) - delta)  dk += ds_t @ q
+    each    dq  += ds_t.T @ k         for its part of the columns
+
+CTA 0 sends p_t, and CTA 1 sends ds_t back: 16 KiB each for 64 queries, through distributed shared
+memory. So there are five products; each CTA computes two and its part of dq, and copies all of q
+and do. For a product the cluster adds half as much to dq as a CTA would that computes all five for
+64 keys.
+
+**What CTA 0 sends** is p_t times the derivative of the scores, in 16 bits: float16 of 2**14 p_t, so
+that there are 11 significant bits down to 4e-9. (ds_t, which comes of it, is rounded to the 8 bits
+of bfloat16 or the 11 of float16.) With a score function, whose derivative may be any number, it has
+the dtype of the operands and no factor. The sign says what dropout keeps; where scores have a
+derivative, which may be negative, CTA 1 draws that again.
+
+**Roles.** A CTA has three warpgroups, as in `backward_kernel`: two consumers (240 registers) with
+64 keys each, and a producer (24 registers), which copies all tiles. dq's strips of columns are
+divided among the four consumers; where the strips of a CTA are an odd number, both of its consumers
+compute the one in the middle, and consumer 0 adds it.
+
+**A step**, of the j-th queries. CTA 0 computes dq of the step before, so that ds_t has the time of
+a step to come. CTA 1 starts dp_t of the next step before it adds dq, so that it runs while the
+additions wait for memory. (The same with s_t in CTA 0 made causal calls 8 % slower.)
+
+    CTA 0   s_t(j)   p_t(j), sent   dv(j)   wait for ds_t(j - 1)   dq(j - 1)
+    CTA 1   wait for p_t(j)   ds_t(j), sent   dq(j)   dk(j)   dp_t(j + 1)
+
+**Shared memory.** Tiles lie in strips, [columns / width, rows, width], see `backward_kernel`. A CTA
+has one of two sets of tiles, in the same memory; sums leave through it in the end.
+
+| buffer | CTA 0 | CTA 1 |
+|---|---|---|
+| outer tile, 128 keys | k | v, and the columns of k for its part of dq |
+| q, do, 64 queries | stages + 1 of each | stages of each |
+| ds [2, 128, 64] | | ds_t of both warpgroups |
+| received [2, 128, 64] | ds_t | p_t, as registers hold it |
+| numbers, float32 [stages + 1, ..] | the LSE | delta |
+| one more row of it | barriers of messages (1) | the same |
+| pairs, see `backward_memory` | masks of the inner tile, where there is room | |
+
+(1) An array of their own would take 1 KiB, the room of a mask's tile at head dim 256.
+
+**Barriers.** A copy and a warpgroup of 128 threads are one arrival each. At barriers of the cluster
+an arrival is one at those of both CTAs.
+
+| barrier | arrivals | who arrives | who waits | what it says |
+|---|---|---|---|---|
+| k_full | copies of k | these copies | consumers of CTA 0 | k is there |
+| v_full | copies of v and k | these copies | consumers of CTA 1 | v and columns of k are there |
+| queries.full, cotangents.full [stage] | copies | these copies | consumers | the tile is there |
+| queries.empty, cotangents.empty [stage] | 2 | consumers | producer | products have read it |
+| numbers_full [slot] | copies | these copies | consumers | numbers are there (2) |
+| messages [buffer] | 1 and 16 KiB | consumer 0, and bytes | consumers | a message is there (3) |
+| started | 1 of each CTA | consumer 0 | consumers | messages may be sent |
+| ended | 2 of each CTA | consumers | consumers | both CTAs have received all messages |
+| landed | 1 | a copy | producer | rows behind a valid length can be zeroed |
+| named 5 | 256 threads | consumers of CTA 1 | the same | both have written ds_t |
+| named 6 | 256 threads | consumers | consumers | both have read all tiles: sums may go there |
+| named 7 | 256 threads | consumers | consumers | both have centered their keys |
+
+(2) A slot needs no empty barrier. Numbers j are copied when do of step j - n has been read, for n
+stages of do. In CTA 0 that was for dv(j - n), after consumers had used numbers j - n; in CTA 1 for
+dp_t(j - n), after they had used numbers j - n - 1. So n or n + 1 slots suffice: stages + 1 in both.
+
+(3) A message needs no acknowledgement, because the next message back implies it. CTA 0 sends
+p_t(j + 2) when both of its consumers have received ds_t(j) and computed dq(j). CTA 1 sends
+ds_t(j + 2) when it has received p_t(j + 2). So two buffers suffice in `received`. In `ds` they do
+because both consumers of CTA 1 have computed dq(j) when they meet at barrier 5 of step j + 1, and
+CTA 0 has received ds_t(j) when it sends p_t(j + 2).
+"""
+
+import abc
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash._backends.mosaic import common, ptx
+from pallas_flash._backends.mosaic.backward_common import Operands
+from pallas_flash._backends.mosaic.backward_keys import (
+    DS_WRITTEN,
+    LOOP_ENDED,
+    PRODUCER,
+    ROWS,
+    Cta,
+    KeysConsumer,
+    KeysProducer,
+    OuterKeysConfig,
+    store_sums,
+    subtract_center,
+)
+from pallas_flash._backends.mosaic.backward_memory import (
+    BLOCK_KV,
+    CONSUMERS,
+    DS_STAGES,
+    ClusterScratch,
+    strips_of_dq,
+)
+from pallas_flash._backends.mosaic.pipeline import Pipeline
+from pallas_flash._problem.dropout import drop, rescaled
+
+plgpu = common.plgpu
+
+OF_DV, OF_DK = 0, 1  # Ranks of the CTAs.
+MESSAGE_BYTES = 2 * BLOCK_KV * ROWS
+
+
+class Columns(NamedTuple):
+    """The columns of dq that a CTA computes, in strips.
+
+    Attributes:
+        width: of a strip.
+        first: the first strip.
+        strips: strips of the CTA.
+        of_consumer: strips that each of its consumers computes.
+    """
+
+    width: int
+    first: int
+    strips: int
+    of_consumer: int
+
+    @classmethod
+    def of(cls, tiles, rank: int) -> "Columns":
+        """Return those of the CTA of a rank, which has these tiles."""
+        _, strips, _, width = tiles.q.shape
+        each = strips_of_dq(strips)
+        return cls(width, each[0] * rank, each[rank], -(-each[rank] // CONSUMERS))
+
+    @property
+    def twice(self) -> int:
+        """Strips that both consumers compute."""
+        return CONSUMERS * self.of_consumer - self.strips
+
+
+def of_rank(scratch: ClusterScratch, rank: int):
+    """Return the tiles of the CTA of a rank, and its pipelines of queries and of cotangents."""
+    tiles = tuple(scratch.tiles)[rank]
+
+    def pipeline(pipeline: Pipeline, tiles) -> Pipeline:
+        return dataclasses.replace(pipeline, smem=tiles, stages=tiles.shape[0])
+
+    return tiles, pipeline(scratch.queries, tiles.q), pipeline(scratch.cotangents, tiles.do)
+
+
+# ------------------------------------------------------------------------------------------------
+# Consumers
+# ------------------------------------------------------------------------------------------------
+
+
+class Consumer(KeysConsumer):
+    """A consumer warpgroup: what those of both CTAs have."""
+
+    rank: int
+    name: str  # The gradient whose sums it has.
+    outer: Any  # The tile of keys or values of the CTA's first product.
+    sums_like: Any  # A tile with as many columns as the sums have.
+
+    def __init__(self, config, operands, grads, scratch: ClusterScratch, cta, warpgroup):
+        super().__init__(config, operands, grads, scratch, cta, warpgroup)
+        self.tiles, self.queries, self.cotangents = of_rank(scratch, self.rank)
+        self.columns = Columns.of(self.tiles, self.rank)
+        self.dtype, self.pairs = self.tiles.q.dtype, None
+        self.slots = scratch.numbers.shape[0] - 1
+        self.messages = scratch.numbers.at[self.slots]
+
+    def before_keys(self):
+        """Let messages come, when both CTAs are ready for them."""
+        started = self.scratch.started.at[0]
+
+        def start_messages():
+            ptx.start_messages(self.messages, DS_STAGES, MESSAGE_BYTES)
+            plgpu.barrier_arrive(started)
+
+        common.when(self.warpgroup == 0)(start_messages)
+        plgpu.barrier_wait(started)
+
+    def keys_full(self):
+        """Return the barrier of the outer tile."""
+        return self.scratch.k_full if self.rank == OF_DV else self.scratch.v_full
+
+    def epilogue(self, sums):
+        """Scale the sums and store them."""
+        ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
+        # Computed again: no register keeps it over the loop.
+        options = self.config.options.of_element(self.operands.options, self.cta.b)
+        self.store(self.scaled(sums, options))
+        # A CTA must not exit while its copies are being read, or while the other one arrives.
+        plgpu.barrier_arrive(self.scratch.ended.at[0])
+        plgpu.barrier_wait(self.scratch.ended.at[0])
+
+    @abc.abstractmethod
+    def scaled(self, sums, options) -> Any:
+        """Return the sums times their factor."""
+
+    @abc.abstractmethod
+    def ds_and_k(self, n) -> tuple:
+        """Return ds_t in buffer n, and the CTA's strips of k for dq."""
+
+    def zeros(self):
+        """Return the sums of keys that no query sees."""
+        shape = ROWS, ptx.columns_of(self.sums_like)
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ptx.WGMMA)
+
+    def start_first_product(self, j, pipeline: Pipeline):
+        """Start the product of the warpgroup's outer rows and of an inner tile."""
+        # The compiler is not to compute places before the loop.
+        mine = pl.ds(ptx.anew(self.warpgroup) * ROWS, ROWS)
+        return ptx.product_t(self.outer.at[:, mine], pipeline.smem_of(j))
+
+    def wait_for_message(self, j):
+        """Wait for the message of step j; return its buffer."""
+        n = common.remainder(j, DS_STAGES)
+        ptx.wait_for_message(self.messages, n, common.remainder(common.quotient(j, DS_STAGES), 2))
+        expect = functools.partial(ptx.expect_message, self.messages, n, MESSAGE_BYTES)
+        common.when(self.warpgroup == 0)(expect)
+        return n
+
+    def wait_for_numbers(self, j):
+        """Wait for the numbers of step j; return their slot."""
+        slot = common.remainder(j, self.slots)
+        plgpu.barrier_wait(self.scratch.numbers_full.at[slot])
+        return slot
+
+    def first_strip(self):
+        """Return the first of the CTA's strips of dq that the warpgroup computes."""
+        return self.warpgroup * (self.columns.strips - self.columns.of_consumer)
+
+    def start_dq(self, n):
+        """Start the warpgroup's part of dq, for ds_t in buffer n; None if there is none."""
+        if not self.columns.strips:
+            return None
+        ds, k = self.ds_and_k(n)
+        return ptx.product_of_transposed(
+            ds, k.at[pl.ds(self.first_strip(), self.columns.of_consumer)]
+        )
+
+    def add_dq(self, j, products: int, dq):
+        """Wait until at most so many products run, and add dq of step j to device memory."""
+        if dq is None:
+            return
+        dq, columns, config = ptx.wait(products, dq), self.columns, self.config
+        head, first_query = self.inner.at(j)
+        tile = self.cta.b * config.num_q_heads + self.first_head + head
+        tile = tile * config.dq_tiles + common.quotient(first_query, ROWS)
+        group = tile * ptx.groups(ptx.columns_of(self.queries.smem_of(0)))
+        of_strip = ptx.groups(columns.width)
+        group = group + (columns.first + self.first_strip()) * of_strip
+        ref, twice = self.grads_refs["dq"].at[group], columns.twice * of_strip
+        if twice:
+            first = functools.partial(ptx.add_fragments, dq, ref, slice(twice))
+            common.when(self.warpgroup == 0)(first)
+        if columns.of_consumer > columns.twice:
+            ptx.add_fragments(dq, ref, slice(twice, None))
+
+    def store(self, sums):
+        """Store the sums, through memory of tiles that nobody reads any more."""
+        *_, staged_dv, staged_dk = self.scratch.tiles
+        staged = (staged_dv if self.rank == OF_DV else staged_dk).at[self.warpgroup]
+        ref = self.grads_refs[self.name]
+        store_sums(self.config, self.cta, self.warpgroup, sums, staged, ref)
+
+
+class ConsumerOfDv(Consumer):
+    """A consumer of CTA 0: s_t, p_t and dv."""
+
+    rank, name = OF_DV, "dv"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.outer, self.sums_like = self.tiles.k, self.tiles.do
+        self.pairs = self.scratch.pairs
+
+    def center_keys(self):
+        """Subtract the center from the warpgroup's keys."""
+        center = self.operands.center.at[self.cta.b, self.kv_head]
+        subtract_center(center, self.tiles.k.at[:, self.mine])
+
+    def scaled(self, sums, options):
+        """Return dv."""
+        _, exponent = message_format(self.config, self.dtype)
+        return rescaled(options.extras.dropout, sums) * 2.0**-exponent
+
+    def mainloop(self):
+        """Return dv; dq is computed a step late."""
+        last = self.inner.count - 1
+        dv = self.step(jnp.int32(0), self.zeros(), first=True)
+        dv = lax.fori_loop(jnp.int32(1), last + 1, self.step, dv)
+        self.add_dq(last, 0, self.start_dq(self.wait_for_message(last)))
+        return dv
+
+    def step(self, j, dv, first: bool = False):
+        """Compute dv of one inner tile, and dq of the one before."""
+        self.queries.consumer_wait(j)
+        s_t = ptx.wait(0, self.start_first_product(j, self.queries))
+        self.queries.consumer_release(j)
+        p_t = self.send_p(j, s_t)
+        self.cotangents.consumer_wait(j)
+        dv = ptx.accumulate(dv, p_t, self.cotangents.smem_of(j))
+        dq = None if first else self.start_dq(self.wait_for_message(j - 1))
+        plgpu.wgmma_wait(0 if dq is None else 1)
+        self.cotangents.consumer_release(j)
+        self.add_dq(j - 1, 0, dq)
+        return plgpu.layout_cast(dv, ptx.WGMMA)
+
+    def send_p(self, j, s_t):
+        """Send p_t to CTA 1; return it after dropout, in the dtype of the operands.
+
+        Both are multiplied by a power of two, see `message_format`.
+        """
+        # Read here, where tiles are scattered: later all would wait for it.
+        place = self.inner.at(j)
+        slot = self.wait_for_numbers(j)
+        scores = self.score_tile(j, place)
+        dtype, exponent = message_format(self.config, self.dtype)
+
+        def statistic(name):
+            numbers = self.config.statistic(self.scratch.numbers, name, slot)
+            numbers = plgpu.load(numbers, layout=ptx.COLUMN)
+            return numbers - exponent if name == "lse" else numbers
+
+        p_t = scores.weights(s_t, statistic)
+        buffer = common.remainder(j, DS_STAGES)
+        ptx.send_words(
+            scores.factors(p_t).astype(dtype),
+            self.scratch.received.at[buffer, self.mine],
+            *(self.messages, buffer, OF_DK, self.columns.width),
+        )
+        return scores.dropped(p_t).astype(self.dtype)
+
+    def ds_and_k(self, n):
+        """Return what CTA 1 has sent, and the first strips of all keys."""
+        return self.scratch.received.at[n], self.tiles.k
+
+
+class ConsumerOfDk(Consumer):
+    """A consumer of CTA 1: dp_t, ds_t and dk."""
+
+    rank, name = OF_DK, "dk"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.outer, self.sums_like = self.tiles.v, self.tiles.q
+
+    def center_keys(self):
+        """Subtract the center from the warpgroup's keys: the columns that are here."""
+        if not self.columns.strips:
+            return
+        width = self.columns.width
+        mine = pl.ds(self.columns.first * width, self.columns.strips * width)
+        center = self.operands.center.at[self.cta.b, self.kv_head, mine]
+        subtract_center(center, self.tiles.k.at[:, self.mine])
+
+    def scaled(self, sums, options):
+        """Return dk."""
+        return sums * rescaled(options.extras.dropout, options.scale)
+
+    def mainloop(self):
+        """Return dk; dp_t is computed a step ahead."""
+        self.cotangents.consumer_wait(0)
+        dp_t = ptx.wait(0, self.start_first_product(0, self.cotangents))
+        self.cotangents.consumer_release(0)
+        nothing = self.zeros()
+        dk, _ = lax.fori_loop(jnp.int32(0), self.inner.count, self.step, (nothing, dp_t))
+        return dk
+
+    def step(self, j, carry):
+        """Compute dk and dq of one inner tile, and dp_t of the next one."""
+        dk, dp_t = carry
+        slot = self.wait_for_numbers(j)
+        delta = plgpu.load(self.scratch.numbers.at[slot, pl.ds(0, ROWS)], layout=ptx.COLUMN)
+        n = self.wait_for_message(j)
+        width, (dtype, _) = self.columns.width, message_format(self.config, self.dtype)
+        factors = ptx.take_words(self.scratch.received.at[n, self.mine], dtype, width)
+        ds_t = self.ds(j, factors.astype(jnp.float32), dp_t, delta).astype(self.dtype)
+        my_ds = self.tiles.ds.at[n, self.mine]
+        my_ds[...] = ds_t
+        ptx.fence()
+        ptx.meet(DS_WRITTEN, 128 * CONSUMERS)
+        place = self.scratch.received.at[n, self.mine]
+        ptx.send_tile(my_ds, place, self.messages, n, OF_DV, width)
+        dq = self.start_dq(n)
+        self.queries.consumer_wait(j)
+        dk = ptx.accumulate(dk, ds_t, self.queries.smem_of(j))
+        # After the last step nobody copies, and nobody uses this product.
+        more = j + 1 < self.inner.count
+        common.when(more)(lambda: self.cotangents.consumer_wait(j + 1))
+        dp_t = self.start_first_product(j + 1, self.cotangents)
+        self.add_dq(j, 2, dq)
+        plgpu.wgmma_wait(1)
+        self.queries.consumer_release(j)
+        dp_t = ptx.wait(0, dp_t)
+        self.cotangents.consumer_release(j + 1)
+        return plgpu.layout_cast(dk, ptx.WGMMA), dp_t
+
+    def ds(self, j, factors, dp_t, delta):
+        """Return ds_t."""
+        config, kept, shape = self.config, None, dp_t.shape
+        _, exponent = message_format(config, self.dtype)
+        if config.options.drops:
+            if config.options.has_scores:
+                head, first_query = self.inner.at(j)
+                at = self.first_head + head, first_query, self.first_key
+                kept = self.options.kept(shape, *at, transposed=True)
+            else:
+                kept, factors = factors > 0.0, jnp.abs(factors)
+        dp_t, delta = drop(kept, dp_t) * 2.0**-exponent, delta * 2.0**-exponent
+        ds_t = factors * (dp_t - common.along_columns(delta, shape))
+        if not config.masked:
+            return ds_t
+        # Where a pair is not allowed, dp may be infinite. A branch needs registers for both ways.
+        if config.options.drops:
+            return jnp.where(factors == 0.0, 0.0, ds_t)
+        seen = functools.partial(ptx.where, factors != 0.0)
+        return common.cond(self.inner.masked(j), lambda x: seen(x, 0.0), lambda x: x, ds_t)
+
+    def ds_and_k(self, n):
+        """Return ds_t of both warpgroups, and the columns of keys that are here."""
+        return self.tiles.ds.at[n], self.tiles.k
+
+
+def message_format(config: OuterKeysConfig, dtype) -> tuple[Any, int]:
+    """Return the dtype of what CTA 0 sends, and the power of two by which it is multiplied."""
+    return (dtype, 0) if config.options.has_score_mod else (jnp.float16, 14)
+
+
+# ------------------------------------------------------------------------------------------------
+# Producer
+# ------------------------------------------------------------------------------------------------
+
+
+class Producer(KeysProducer):
+    """The warpgroup of a CTA that starts all copies; `rank` is that of the CTA."""
+
+    def __init__(self, config: OuterKeysConfig, operands: Operands, grads, memory, cta: Cta, rank):
+        super().__init__(config, operands, grads, memory, cta)
+        self.memory: ClusterScratch = memory
+        self.rank, self.sums = rank, ["dv" if rank == OF_DV else "dk"]
+        self.tiles, self.queries, self.cotangents = of_rank(memory, rank)
+
+    def load(self):
+        """Start the copies of the outer tile and of all inner ones."""
+        memory, operands, tiles = self.memory, self.operands, self.tiles
+        at = self.kv_head, self.first_key
+        if self.rank == OF_DV:
+            self.copy_keys(operands.k, *at, tiles.k, memory.k_full)
+        else:
+            self.copy_keys(operands.v, *at, tiles.v, memory.v_full)
+            if tiles.k is not None:
+                first = Columns.of(tiles, self.rank).first
+                self.copy_keys(operands.k, *at, tiles.k, memory.v_full, first)
+        pl.loop(jnp.int32(0), self.inner.count)(self.step)
+
+    def step(self, j):
+        """Copy one inner tile: first what the first product of the CTA reads."""
+        head, first_query = self.inner.at(j)
+        h = self.first_head + head
+        loads = [self.load_queries, self.load_cotangents]
+        for load in loads if self.rank == OF_DV else reversed(loads):
+            load(j, h, first_query)
+        if self.rank == OF_DV:
+            self.config.streams.copy(
+                *(self.operands.streamed, self.memory.pairs, j),
+                *(self.cta.b, h, first_query, self.first_key),
+            )
+
+    def load_queries(self, j, h, first_query):
+        """Copy q."""
+        queries = self.queries
+        queries.producer_wait(j)
+        self.copy_queries(self.operands.q, h, first_query, queries.smem_of(j), queries.filled(j))
+
+    def load_cotangents(self, j, h, first_query):
+        """Copy do, and the statistics or delta."""
+        memory, config, operands = self.memory, self.config, self.operands
+        cotangents = self.cotangents
+        cotangents.producer_wait(j)
+        self.copy_queries(operands.do, h, first_query, cotangents.smem_of(j), cotangents.filled(j))
+        slot = common.remainder(j, memory.numbers.shape[0] - 1)
+        full, rows = memory.numbers_full.at[slot], pl.ds(first_query, ROWS)
+        # CTA 1 reads delta alone; as many copies as in CTA 0 complete the barrier.
+        of_dk = ["delta"] * len(config.statistics)
+        for name, source in zip(
+            config.statistics, config.statistics if self.rank == OF_DV else of_dk, strict=True
+        ):
+            place = config.statistic(memory.numbers, name, slot)
+            ref = getattr(operands, source).at[self.cta.b, h, rows]
+            plgpu.copy_gmem_to_smem(ref, place, full)
+
+
+# ------------------------------------------------------------------------------------------------
+# Kernel
+# ------------------------------------------------------------------------------------------------
+
+
+def pallas_flash_backward_cluster(
+    operands: Operands, added, *outputs, static: OuterKeysConfig, **memory
+):
+    """Compute the gradients of one K/V tile; `added` are those that are added to, by name."""
+    config, scratch = static, ClusterScratch(**memory)
+    stored = [name for name in config.grads.names if name not in added]
+    grads = added | dict(zip(stored, outputs, strict=True))
+    counts = config.kv.count, config.neighbours
+    outer, (kv_tile, head) = common.digits(lax.axis_index("cta"), counts)
+    b, head = config.place(head, outer)
+    cta, warpgroup = Cta(b, head, kv_tile), lax.axis_index("warpgroup")
+    rank = lax.axis_index(common.RANK)
+    for consumer in (ConsumerOfDv, ConsumerOfDk):
+        here = rank == consumer.rank
+
+        @common.when(config.exists(head, here & (warpgroup < CONSUMERS)))
+        def _(consumer=consumer):
+            consumer(config, operands, grads, scratch, cta, warpgroup).run()
+
+        @common.when(config.exists(head, here & (warpgroup == PRODUCER)))
+        def _(consumer=consumer):
+            Producer(config, operands, grads, scratch, cta, consumer.rank).run()

@@ -1,0 +1,292 @@
+"""The parts that both kernels of the backward with keys as outer tile share.
+
+`backward_kernel` computes a K/V tile by one CTA, `backward_cluster` by two. Both have the grid and
+the configuration here, consumer warpgroups with 64 keys each, and a producer warpgroup.
+"""
+
+import abc
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash._backends.mosaic import common, pairs, ptx
+from pallas_flash._backends.mosaic.backward_common import (
+    BackwardConfig,
+    InnerTiles,
+    Operands,
+    ScoreTile,
+    TileCopies,
+    store_tile,
+)
+from pallas_flash._backends.mosaic.backward_memory import BLOCK_KV, CONSUMERS, Grads
+from pallas_flash._backends.mosaic.backward_splits import Splits
+from pallas_flash._backends.mosaic.pipeline import Pipeline
+
+plgpu = common.plgpu
+
+ROWS = 64  # Keys, or queries, of a consumer warpgroup.
+PRODUCER = CONSUMERS  # Its number.
+# Registers of a thread of a consumer, and of the producer.
+REGISTERS = 240, 24
+# Named barriers; the docstring of each kernel says who meets there, and why.
+DS_WRITTEN, LOOP_ENDED, KEYS_CENTERED = 5, 6, 7
+
+
+class Cta(NamedTuple):
+    """The work of a CTA.
+
+    Attributes:
+        b: the batch element, counted over all instances.
+        head: the split of a K/V head, counted over all heads.
+        kv_tile: the outer tile.
+    """
+
+    b: Any
+    head: Any
+    kv_tile: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterKeysConfig(BackwardConfig):
+    """The configuration of a kernel, whose grid counts splits of K/V heads.
+
+    Attributes:
+        grads: what it computes.
+        splits: the CTAs that share a K/V tile.
+        adds: whether CTAs add dk and dv in device memory, in no order.
+        centers: whether keys have a center, which may be zero.
+    """
+
+    grads: Grads
+    splits: Splits
+    adds: bool
+    centers: bool
+
+    @property
+    def stages(self) -> int:
+        """Stages of queries and of cotangents."""
+        return self.grads.stages(self.tile)
+
+    @property
+    def num_q_heads(self) -> int:
+        """Query heads."""
+        return self.num_heads // self.splits.count * self.groups
+
+    @property
+    def dq_tiles(self) -> int:
+        """Tiles of 64 queries that the sums of dq have for a head: of 128 whole ones."""
+        return -(-self.q.count * self.q.block // 128) * 2
+
+    def dq_columns(self, head_dim: int) -> int:
+        """Return the columns of dq that a warpgroup computes.
+
+        It computes all columns for half of 128 queries. For 64 queries it computes half of the
+        columns, or more where halves are no whole tiles: then both warpgroups compute the columns
+        in the middle.
+        """
+        if self.q.block > ROWS:
+            return head_dim
+        tile = ptx.tile_columns(head_dim)
+        return -(-head_dim // (2 * tile)) * tile
+
+    def inner_tiles(self, operands: Operands, cta: Cta) -> InnerTiles:
+        """Return the tiles of queries that a CTA walks over."""
+        kv_head, _, heads = self.splits.heads(cta.head)
+        split = self.splits.query_split(cta.head)
+        outer = cta.b, kv_head, cta.kv_tile
+        return InnerTiles(self, operands.table, outer, self.q, heads, split)
+
+
+# ------------------------------------------------------------------------------------------------
+# Consumers
+# ------------------------------------------------------------------------------------------------
+
+
+class KeysConsumer(abc.ABC):
+    """A warpgroup that computes, with 64 keys of the outer tile.
+
+    Args:
+        config: of the kernel.
+        operands: references to the arrays that are read.
+        grads: references to the gradients, by name.
+        scratch: shared memory.
+        cta: the work.
+        warpgroup: its number.
+    """
+
+    # It releases their stages.
+    queries: Pipeline
+    cotangents: Pipeline
+    pairs: Pipeline | None
+
+    def __init__(self, config: OuterKeysConfig, operands: Operands, grads, scratch, cta, warpgroup):
+        self.config, self.operands, self.grads_refs = config, operands, grads
+        self.scratch, self.cta, self.warpgroup = scratch, cta, warpgroup
+
+    def run(self):
+        """Compute the gradients of the warpgroup's keys, from the first copy to the last."""
+        for pipeline in (self.queries, self.cotangents, self.pairs):
+            if pipeline is not None:
+                pipeline.consumer_start()
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        self.inner = self.config.inner_tiles(self.operands, self.cta)
+
+        def some():
+            self.prologue()
+            self.epilogue(self.mainloop())
+
+        def none():
+            # The producer stores zeros for lengths, or nobody reads the sums (`store_zeros`).
+            # Atomically added sums need none.
+            if not (self.config.has_lengths or self.config.adds):
+                self.store(self.zeros())
+
+        self.inner.if_any(some, none)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def prologue(self):
+        """Wait for the outer tile, and center its keys."""
+        config = self.config
+        self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
+        self.options = config.options.of_element(self.operands.options, self.cta.b)
+        self.mine = pl.ds(self.warpgroup * ROWS, ROWS)
+        self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ROWS
+        self.before_keys()
+        centered = self.operands.is_centered
+        if config.centers:
+            centered = plgpu.load(centered.at[self.cta.b, self.kv_head]) != 0
+        plgpu.barrier_wait(self.keys_full())
+        if config.centers:
+            common.when(centered)(self.center_keys)
+            # Products of both warpgroups read these keys, apart from the threads that stored them.
+            # They meet without a center, too: a branch right before the loop costs it 22
+            # instructions.
+            ptx.fence()
+            ptx.meet(KEYS_CENTERED, 128 * CONSUMERS)
+
+    def score_tile(self, j, place) -> ScoreTile:
+        """Return the tile of scores of step j."""
+        head, first_query = place
+        return ScoreTile(
+            self.options,
+            self.config,
+            self.first_head + head,
+            first_query,
+            self.first_key,
+            self.inner.masked(j),
+            transposed=True,
+            view=pairs.StageView(self.config.streams, self.pairs, j, self.warpgroup),
+        )
+
+    @abc.abstractmethod
+    def before_keys(self):
+        """Do what comes before the wait for the outer tile."""
+
+    @abc.abstractmethod
+    def keys_full(self) -> Any:
+        """Return the barrier of the outer tile."""
+
+    @abc.abstractmethod
+    def center_keys(self):
+        """Subtract the center from the warpgroup's keys, as far as the CTA has them."""
+
+    @abc.abstractmethod
+    def zeros(self) -> Any:
+        """Return the sums of keys that no query sees."""
+
+    @abc.abstractmethod
+    def mainloop(self) -> Any:
+        """Return the sums over all inner tiles."""
+
+    @abc.abstractmethod
+    def epilogue(self, sums):
+        """Scale the sums and store them."""
+
+    @abc.abstractmethod
+    def store(self, sums):
+        """Start the copies of the results to device memory."""
+
+
+def subtract_center(center, tile):
+    """Subtract float32 [n] in device memory from `strips` of [64, n]."""
+    center = plgpu.load(center, layout=ptx.COLUMN, optimized=False)
+    k = ptx.load_strips(tile).astype(jnp.float32)
+    ptx.put_strips((k - common.along_columns(center, k.shape)).astype(tile.dtype), tile)
+
+
+def store_sums(config: OuterKeysConfig, cta: Cta, warpgroup, x, tile, ref):
+    """Store sums of a warpgroup's keys, or add them, at their place in `ref`.
+
+    Rows leave through the shared memory `tile`, sums of splits from registers.
+    """
+    kv_head, *_ = config.splits.heads(cta.head)
+    if config.splits.count == 1:
+        rows = pl.ds(cta.kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
+        ptx.put_strips(x.astype(tile.dtype), tile)
+        plgpu.commit_smem()
+        store_tile(tile, ref, (cta.b, rows, kv_head))
+        return
+    heads, h = config.num_heads, cta.head
+    if config.adds:
+        heads, h = heads // config.splits.count, kv_head
+    row = (cta.b * heads + h) * config.kv.count + cta.kv_tile
+    group = (row * CONSUMERS + warpgroup) * ptx.groups(x.shape[1])
+    put = ptx.add_fragments if config.adds else ptx.store_fragments
+    put(x, ref.at[group])
+
+
+# ------------------------------------------------------------------------------------------------
+# Producer
+# ------------------------------------------------------------------------------------------------
+
+
+class KeysProducer(abc.ABC):
+    """The warpgroup that starts all copies; arguments as of `KeysConsumer`."""
+
+    def __init__(self, config: OuterKeysConfig, operands: Operands, grads, scratch, cta: Cta):
+        self.config, self.operands, self.grads_refs = config, operands, grads
+        self.scratch, self.cta = scratch, cta
+        # The gradients that the CTA's consumers store.
+        self.sums = [name for name in config.grads.names if name != "dq"]
+
+    def run(self):
+        """Start all copies; with lengths, store the zeros of keys behind them."""
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        config, operands, scratch, b = self.config, self.operands, self.scratch, self.cta.b
+        self.inner = config.inner_tiles(operands, self.cta)
+        self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
+        self.first_key = self.cta.kv_tile * BLOCK_KV
+        landed = scratch.landed.at[0] if config.has_lengths else None
+        self.copy_keys = TileCopies(operands.valid_kv, landed, b).start
+        self.copy_queries = TileCopies(operands.valid_q, landed, b).start
+        self.inner.if_any(self.load)
+        if config.has_lengths and config.splits.count == 1:
+            store_zeros(config, operands, self.grads_refs, self.cta, self.sums)
+
+    @abc.abstractmethod
+    def load(self):
+        """Start the copies of the outer tile, and of all inner ones."""
+
+
+def store_zeros(config: OuterKeysConfig, operands: Operands, grads, cta: Cta, names):
+    """Store zeros in gradients for keys behind the valid ones, while consumers compute.
+
+    CTAs of K/V tiles with valid keys divide the other tiles of their head among them. (CTAs of
+    these other tiles would all write at a time, and take as long as memory needs.) Without
+    valid keys each CTA is left with its own tile. With splits nobody reads the sums of these
+    keys.
+    """
+    count = jnp.int32(config.kv.count)
+    valid = plgpu.load(operands.valid_kv.at[cta.b])
+    some = common.quotient(valid + BLOCK_KV - 1, BLOCK_KV)
+    step, kv_tile = jnp.where(some > 0, some, count), cta.kv_tile
+    mine = jnp.where(kv_tile < step, lax.div(count - kv_tile - some + step - 1, step), 0)
+
+    @pl.loop(jnp.int32(0), mine)
+    def _(i):
+        first = (kv_tile + some + i * step) * BLOCK_KV
+        for name in names:
+            ptx.store_zeros(grads[name].at[cta.b], first, cta.head, BLOCK_KV)

@@ -1,0 +1,221 @@
+"""Launches of the backward with keys as outer tile, and rows from what they leave in fragments."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash._backends.mosaic import (
+    backward_memory,
+    backward_splits,
+    block_ranges,
+    common,
+    pairs,
+    ptx,
+)
+from pallas_flash._backends.mosaic.backward_cluster import pallas_flash_backward_cluster
+from pallas_flash._backends.mosaic.backward_common import Operands, in_strips, mask_for, neighbours
+from pallas_flash._backends.mosaic.backward_kernel import pallas_flash_backward
+from pallas_flash._backends.mosaic.backward_keys import ROWS, OuterKeysConfig
+from pallas_flash._backends.mosaic.backward_memory import BLOCK_KV, CLUSTER, CONSUMERS, Grads
+from pallas_flash._backends.mosaic.backward_postprocess import postprocess
+from pallas_flash._backends.mosaic.backward_splits import Splits
+from pallas_flash._backends.mosaic.score_mask import shared_arrays
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.dropout import rescaled
+from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.scores import LogSum
+from pallas_flash._problem.tile_sizes import BackwardTile, padded
+
+
+@functools.cache
+def _kernel(grads: Grads):
+    """Return the kernel with a name for what it computes."""
+
+    def kernel(*refs, **options):
+        pallas_flash_backward(*refs, **options)
+
+    kernel.__name__ = grads.kernel_name
+    return kernel
+
+
+def backward(
+    problem: Problem,
+    do,
+    log_sum: LogSum,
+    delta,
+    tile: BackwardTile,
+    grads: Grads,
+    valid=None,
+    *,
+    zeros=None,
+    center: Any = None,
+    row_sums=None,
+    want_scale: bool,
+    deterministic: bool,
+) -> dict:
+    """Return the gradients of `grads.names`, by name.
+
+    Args:
+        problem: the call.
+        do: [B, T, N, V].
+        log_sum: of float32 [B, N, T padded], for keys less `center`.
+        delta: float32 [B, N, T padded].
+        tile: block sizes.
+        grads: what to compute.
+        valid: int32 [B] twice, see `Operands`; or None.
+        zeros: for the sums of dq, see `backward_preprocess`; behind the valid queries, anything.
+        center: float32 [B, K, H], subtracted from keys, zero for some heads; None if for all.
+        row_sums: float32 [B, N, T], the sums of ds over a row; None if they are zero. With a center
+            and without `want_scale`, dq receives its term of them.
+        want_scale: whether dq is to be in float32 and without its factor.
+        deterministic: whether dk and dv are to be summed in a fixed order.
+    """
+    p = problem
+    q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
+    mask = mask_for(p, q, kv, valid)
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    steps = backward_splits.Steps.of(p, q, kv)
+    # As many rows as delta has: whole tiles of 128, for dq.
+    operands = Operands.of(p, do, log_sum, delta, valid, delta.shape[2])
+    memory = backward_memory.scratch(p, tile, grads, has_lengths=valid is not None)
+    # Only q and do get an axis of strips in device memory: a consumer copies its half of k and v,
+    # which would be no one piece there.
+    operands = operands._replace(
+        q=in_strips(operands.q, head_dim), do=in_strips(operands.do, value_dim)
+    )
+    in_clusters = grads.in_clusters(head_dim, value_dim)
+    weights = None
+    if grads.dq and center is not None and row_sums is not None and not want_scale:
+        weights = p.scale.astype(jnp.float32) * row_sums
+        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -p.q_len % (2 * ROWS))))
+    if center is not None:
+        center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
+        is_centered = (center != 0).any(axis=2).astype(jnp.int32)
+        operands = operands._replace(center=center, is_centered=is_centered)
+
+    def run(arrays, x):
+        operands: Operands = x["operands"]
+        scale, extras = arrays
+        batch = len(operands.q)
+        ctas = CLUSTER if in_clusters else 1
+        count = backward_splits.num_splits(p, batch, steps, kv, deterministic, ctas)
+        splits = Splits(count, p.groups)
+        num_heads = p.num_kv_heads * splits.count
+        table = block_ranges.block_table(
+            extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq
+        )
+        smem = {} if memory.pairs is None else memory.pairs.smem
+        copied = dict(bias=smem.get("bias") is not None, masks=smem.get("bits") is not None)
+        streams, arrays, streamed = pairs.Streams.of(p, arrays, 2, q, **copied)
+        config = OuterKeysConfig.of(
+            *(p, mask, arrays, table, q, kv),
+            transposed=True,
+            streams=streams,
+            num_heads=num_heads,
+            neighbours=neighbours(num_heads, in_clusters),
+            tile=tile,
+            has_lengths=valid is not None,
+            grads=grads,
+            splits=splits,
+            adds=splits.count > 1 and not deterministic,
+            centers=center is not None,
+        )
+        operands = operands.for_launch(config, arrays, table, streamed=streamed)
+        results = _launch(config, p, memory, operands, x["zeros"])
+        factor = rescaled(extras.dropout, scale)
+        return _rows(config, p, operands, results, factor, x["weights"], want_scale)
+
+    x = dict(operands=operands, zeros=zeros, weights=weights)
+    arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
+    return common.by_instance(run, p.batch)(arrays, x)
+
+
+def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, zeros) -> dict:
+    """Launch the kernel; return the gradients by name, some of them in fragments."""
+    grads, batch = config.grads, len(operands.q)
+    fragments, outputs, added = _fragments(config, p, batch), {}, {}
+    if grads.dq:
+        added["dq"] = zeros.reshape(-1, *ptx.OF_GROUP)
+    for name, like in (("dk", operands.k), ("dv", operands.v)):
+        if name not in grads.names:
+            continue
+        outputs[name] = like.shape, like.dtype
+        if name in fragments:
+            outputs[name] = (math.prod(fragments[name][:5]), *ptx.OF_GROUP), jnp.float32
+        if config.adds:
+            added[name] = jnp.zeros(*outputs.pop(name))
+    grid = config.grid(batch, kv_tile=config.kv.count)
+    kernel: dict[str, Any] = dict(kernel=_kernel(grads), grid=grid)
+    if grads.in_clusters(*padded(p.head_dim, p.value_dim)):
+        kernel = dict(
+            kernel=pallas_flash_backward_cluster,
+            grid=dict(cta=math.prod(grid.values())),
+            cluster_size=CLUSTER,
+        )
+    results = common.launch(
+        operands=(operands,),
+        sums=(added,),
+        outputs=list(outputs.values()),
+        memory=memory._asdict(),
+        warpgroups=CONSUMERS + 1,
+        static=config,
+        approx_math=config.options.approximate,
+        # The kernels say where threads wait for each other: `ptx.meet`, `ptx.fence`.
+        unsafe_no_auto_barriers=True,
+        **kernel,
+    )
+    return dict(zip([*sorted(added), *outputs], results, strict=True))
+
+
+def _rows(
+    config: OuterKeysConfig, p: Problem, operands: Operands, results, factor, weights, want_scale
+) -> dict:
+    """Return results of `_launch` with rows instead of fragments.
+
+    Args:
+        config: of the kernel.
+        p: the call.
+        operands: what the kernel read.
+        results: gradients by name.
+        factor: what dq is multiplied by, float32 [1 or instances].
+        weights: of the term of dq with the center, see `postprocess`; None if dq has none.
+        want_scale: as of `backward`.
+    """
+    batch, one, results = len(operands.q), np.ones(1, np.float32), dict(results)
+    weighted_center = None if weights is None else (weights, operands.center)
+    known = dict(
+        dq=(p.query, operands.valid_q, factor, weighted_center),
+        dk=(p.key, operands.valid_kv, one, None),
+        dv=(p.value, operands.valid_kv, one, None),
+    )
+    for name, shape in _fragments(config, p, batch).items():
+        rows, (like, valid, factor, weighted_center) = results[name].reshape(shape), known[name]
+        if name == "dq" and want_scale:
+            results[name] = ptx.unfold(rows[:, :, 0])[:, : p.q_len, :, : p.head_dim]
+            continue
+        results[name] = postprocess(
+            *(rows, factor, (batch, *like.shape[1:]), p.dtype),
+            batch=p.batch,
+            valid=valid,
+            weighted_center=weighted_center,
+        )
+    return results
+
+
+def _fragments(config: OuterKeysConfig, p: Problem, batch: int) -> dict[str, tuple[int, ...]]:
+    """Return shapes of the gradients that are left in fragments, see `postprocess`."""
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    partial = 1 if config.adds else config.splits.count
+    of_keys = batch, p.num_kv_heads, partial, config.kv.count * CONSUMERS
+    shapes = {}
+    if config.grads.dq:
+        shapes["dq"] = batch, p.num_heads, 1, config.dq_tiles, ptx.groups(head_dim), *ptx.OF_GROUP
+    if config.splits.count > 1 and config.grads.dk:
+        shapes["dk"] = *of_keys, ptx.groups(head_dim), *ptx.OF_GROUP
+    if config.splits.count > 1 and config.grads.dv:
+        shapes["dv"] = *of_keys, ptx.groups(value_dim), *ptx.OF_GROUP
+    return shapes

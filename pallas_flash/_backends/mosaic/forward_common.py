@@ -1,0 +1,526 @@
+"""Parts of the kernels of the forward: online softmax, ends of a work tile, copies, launch.
+
+Equations are in forward_kernel.py. The maximum m moves only when it would grow by more than
+THRESHOLD. That is exact: acc, l and the LSE share the shift, whatever it is, and p is at most
+2^THRESHOLD.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash._backends.mosaic import block_ranges, common, ptx, scheduler, work_loop
+from pallas_flash._backends.mosaic.pipeline import Pipeline
+from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
+from pallas_flash._backends.mosaic.score_mask import (
+    ElementOptions,
+    Options,
+    left_out,
+    shared_arrays,
+)
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.dropout import rescaled
+from pallas_flash._problem.problem import Problem, SplitOutput
+from pallas_flash._problem.scores import LN2, LOG2E, LogSum, with_sink
+
+plgpu = common.plgpu
+
+THRESHOLD = 8.0  # In base 2.
+# Less than every score, and finite, because -inf - -inf would be NaN.
+LOWEST = -3e38
+
+# Named barriers, one for each consumer warpgroup of a CTA in a cluster: see `meet_to_skip`.
+SKIPPED = (5, 6)
+
+
+# ------------------------------------------------------------------------------------------------
+# Softmax
+# ------------------------------------------------------------------------------------------------
+
+
+class RowMax(NamedTuple):
+    """The maximum of each row, in base 2, or in base e if scores may be large.
+
+    Attributes:
+        m: what weights are relative to: the maximum, or up to THRESHOLD less.
+        exact: the maximum; None unless the call asks for the largest scores.
+    """
+
+    m: Any
+    exact: Any = None
+
+    def shifted(self, shift: float) -> "RowMax":
+        """Return the maximum of scores that are larger by `shift`."""
+        return jax.tree.map(lambda x: x + shift, self)
+
+
+def initial_rows(*, large: bool, max_logits: bool):
+    """Return the `RowMax` and l before the first K/V block."""
+    m = jnp.full((QUERY_ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
+    l = jnp.zeros((QUERY_ROWS,), jnp.float32)
+    exact = jnp.full((QUERY_ROWS,), -jnp.inf, jnp.float32) if max_logits else None
+    return jax.tree.map(lambda x: plgpu.layout_cast(x, ptx.ROW), (RowMax(m, exact), l))
+
+
+def initial_state(value_dim: int, **rows):
+    """Return acc, the `RowMax` and l before the first K/V block; `rows` are for `initial_rows`."""
+    acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, value_dim), jnp.float32), ptx.WGMMA)
+    return acc, *initial_rows(**rows)
+
+
+def softmax(s, c, row_max: RowMax, l, *, large: bool):
+    """Return p, float32, the new maximum and l, and alpha, for scores s that c takes to base 2."""
+    m, exact = row_max
+    highest = jnp.max(s, axis=1) if large else jnp.max(s, axis=1) * c
+    grown = jnp.maximum(m, highest)
+    exact = None if exact is None else jnp.maximum(exact, highest)
+    if large:
+        m_new = jnp.where(grown - m > THRESHOLD / LOG2E, grown, m)
+        # A row without visible keys so far: -inf - -inf would be NaN, -inf - 0 gives weight 0.
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        alpha = jnp.exp2((m - m_safe) * LOG2E)
+        # Scores are rounded before m is subtracted, so that the weight of a score m is exactly 1.
+        p = jnp.exp2(ptx.difference(s, common.along_rows(m_safe, s.shape)) * LOG2E)
+    else:
+        m_new = jnp.where(grown - m > THRESHOLD, grown, m)
+        alpha = jnp.exp2(m - m_new)
+        p = jnp.exp2(s * c - common.along_rows(m_new, s.shape))
+    return p, RowMax(m_new, exact), alpha * l + jnp.sum(p, axis=1), alpha
+
+
+def finish(row_max: RowMax, l, sink, *, large: bool):
+    """Return the arrays of `LogSum`, and the factor of the sums of weighted values."""
+    m, exact = row_max
+    has_keys = l > 0.0
+    l, factor = jnp.where(has_keys, l, 1.0), 1.0
+    if large or sink is not None:
+        m = jnp.where(has_keys, m, 0.0)
+    if sink is not None and large:
+        m, l, factor = with_sink(m, l, sink)
+    elif sink is not None:
+        m, l, factor = with_sink(m, l, sink * LOG2E, jnp.exp2)
+    l_log2 = jnp.log2(l) if large else m + jnp.log2(l)
+    l_log2 = jnp.where(has_keys, l_log2, -jnp.inf)
+    statistics = [m, l_log2] if large else [l_log2]
+    if exact is not None:
+        statistics.append(exact if large else exact * LN2)
+    return statistics, factor / l
+
+
+def log_sum_of(statistics, *, large: bool) -> LogSum:
+    """Return the `LogSum` of the arrays of `finish`."""
+    m, (l_log2, *max_logits) = (statistics[0], statistics[1:]) if large else (None, statistics)
+    return LogSum(m, l_log2, *max_logits)
+
+
+def num_statistics(p: Problem) -> int:
+    """Return how many arrays `finish` returns."""
+    return 1 + p.large + p.max_logits
+
+
+# ------------------------------------------------------------------------------------------------
+# The ends of a work tile and of a CTA
+# ------------------------------------------------------------------------------------------------
+
+
+def results_of_rows(options: ElementOptions, h, m: RowMax, l, *, large: bool):
+    """Return the arrays of `LogSum`, and the factor of acc, dropout's too."""
+    sinks, shift = options.extras.sinks, left_out(options.extras.scores)
+    m = m.shifted(shift) if shift else m
+    sink = None if sinks is None else sinks[h]
+    statistics, weight = finish(m, l, sink, large=large)
+    return statistics, rescaled(options.extras.dropout, weight)
+
+
+def parts_of_output(o, dtype, refs) -> list:
+    """Return pairs of what a float32 output stores in a dtype and of its reference.
+
+    `refs` belong to the output and, if it is split, to its low part, see `SplitOutput`.
+    """
+    high = o.astype(dtype)
+    low = [(o - high.astype(jnp.float32)).astype(dtype) for _ in refs[1:]]
+    return list(zip([high, *low], refs, strict=True))
+
+
+def copy_statistics(refs, statistics_sm, b, h, first_row):
+    """Start the copies of a query tile's statistics to device memory."""
+    rows = pl.ds(first_row, QUERY_ROWS)
+    # Copies of one axis do not end with the array, as those of tiles do.
+    for n, ref in enumerate(refs):
+        source = statistics_sm.at[n]
+        start = functools.partial(plgpu.copy_smem_to_gmem, source, ref.at[b, h, rows])
+        common.when(first_row < ref.shape[2])(start)
+
+
+def meet_to_skip(warpgroup):
+    """Wait for all warps of a consumer warpgroup in a cluster, before it releases what it skips.
+
+    One thread arrives at the barriers of a cluster: all warps must have waited.
+    """
+    for n, barrier in enumerate(SKIPPED):
+        common.when(warpgroup == n)(functools.partial(ptx.meet, barrier, 128))
+
+
+def leave(ended):
+    """End a consumer warpgroup: wait for its copies, and at `ended` for the other CTA, if any."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if ended is not None:
+        # A CTA must not exit while its peer may still arrive at its barriers.
+        plgpu.barrier_arrive(ended.at[0])
+        plgpu.barrier_wait(ended.at[0])
+
+
+# ------------------------------------------------------------------------------------------------
+# Values of sequences with a valid length
+# ------------------------------------------------------------------------------------------------
+
+
+def last_block(x, length, block: int):
+    """Return the block [B, block, N, H] of x in which sequences end, with zeros after the end.
+
+    The padding may hold NaN, and 0 * NaN is NaN.
+
+    Args:
+        x: [B, T, N, H].
+        length: int32 [B], the valid length of each batch element.
+        block: rows of a block.
+    """
+    first = length // block * block
+    rows = first[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
+    tile = jax.vmap(lambda x, rows: jnp.take(x, rows, 0, mode="clip"))(x, rows)
+    # Places in the whole block: with those of its rows XLA has one more kernel.
+    place = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+    return jnp.where(place < (length - first)[:, None, None, None], tile, 0)
+
+
+def from_last_block_or(ref, last_ref, start, first, length, block: int):
+    """Run `start(ref, first)`, or for the block that `last_block` replaces `start` from there.
+
+    Args:
+        ref: reference to all rows.
+        last_ref: reference to `last_block`.
+        start: function of a reference and a row of it.
+        first: first row of the block.
+        length: valid length of the batch element.
+        block: rows of a block.
+    """
+    end = length - common.remainder(length, block)
+    inside = (first >= end) & (first < end + block)
+    # A warp cannot have the switch of `common.when`.
+    pl.when(inside)(lambda: start(last_ref, first - end))
+    pl.when(jnp.logical_not(inside))(lambda: start(ref, first))
+
+
+# ------------------------------------------------------------------------------------------------
+# The producer's copies
+# ------------------------------------------------------------------------------------------------
+
+
+def kv_pipelines(p: Problem, tile, **shared) -> tuple[Pipeline, Pipeline]:
+    """Return the specifications of the pipelines of keys and of values.
+
+    `shared` are arguments of `Pipeline.spec` beside the copies, a copy for 64 columns.
+    """
+
+    def pipeline(columns: int) -> Pipeline:
+        smem = common.blocks(p.dtype, tile.stages, rows=tile.block_kv, columns=columns)
+        return Pipeline.spec(smem, tile.stages, copies=smem.shape[1], **shared)
+
+    return pipeline(p.head_dim), pipeline(p.value_dim)
+
+
+def copy(ref, index, destination, barrier, cluster_size: int = 1, first_block: Any = 0):
+    """Copy a tile to shared memory, 64 columns at a time, from this block of columns on.
+
+    In a cluster each CTA copies a part of the rows to the shared memory of all (TMA multicast).
+    """
+    axes = None if cluster_size == 1 else common.RANK
+    for n in range(destination.shape[0]):
+        columns = common.block_of_columns(first_block + n, index[0])
+        tile = ref.at[(*index, columns)]
+        plgpu.copy_gmem_to_smem(tile, destination.at[n], barrier, collective_axes=axes)
+
+
+def copy_keys_and_values(
+    inputs,
+    k: Pipeline,
+    v: Pipeline,
+    stream,
+    where,
+    base,
+    cluster_size: int = 1,
+    beside=lambda i, first_key: None,
+):
+    """Copy the K/V blocks of a work tile, each to its stage as soon as that is empty.
+
+    Args:
+        inputs: with k, v and `lengths`.
+        k: the pipeline of keys.
+        v: the pipeline of values.
+        stream: the number of blocks, and a function from a place to the number of the block.
+        where: the batch element and the key/value head.
+        base: blocks that this CTA had before.
+        cluster_size: CTAs that share the copies.
+        beside: starts what else is copied for a block, the i-th one of this CTA.
+    """
+    (count, at), (b, h) = stream, where
+    block = k.smem.shape[2]
+    lengths, last_v_ref = inputs.lengths or (None, None)
+    length = None if lengths is None else plgpu.load(lengths.at[b])
+
+    def one(j, _):
+        i, first = base + j, at(j) * block
+
+        def start(pipeline, ref, first):
+            index = b, pl.ds(first, block), h
+            copy(ref, index, pipeline.smem_of(i), pipeline.filled(i), cluster_size)
+
+        beside(i, first)
+        k.producer_acquire(i)
+        start(k, inputs.k, first)
+        v.producer_acquire(i)
+        start_v = functools.partial(start, v)
+        if length is None:
+            start_v(inputs.v, first)
+        else:
+            from_last_block_or(inputs.v, last_v_ref, start_v, first, length, block)
+
+    lax.fori_loop(jnp.int32(0), count, one, None)
+
+
+def run_producer_warps(tiles: work_loop.WorkTiles, keys_and_values: Any, *queries):
+    """Run each function over a CTA's work tiles, in a warp of its own; the first warp takes them.
+
+    Args:
+        tiles: the work tiles of the first warp.
+        keys_and_values: its body for `work_loop.for_each`, whose carry begins with 0, as the
+            others' does.
+        *queries: for each of the other warps its work tiles, and its body.
+    """
+
+    @plgpu.warp_map
+    def _(warp):
+        @pl.when(warp == 0)
+        def _():
+            work_loop.for_each(tiles, keys_and_values, jnp.int32(0), takes=True)
+
+        for n, (tiles_of_warp, body) in enumerate(queries, 1):
+
+            @pl.when(warp == n)
+            def _(tiles=tiles_of_warp, body=body):
+                work_loop.for_each(tiles, body, jnp.int32(0))
+
+
+# ------------------------------------------------------------------------------------------------
+# The launch
+# ------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """The operands of a kernel: arrays outside, references inside.
+
+    Attributes:
+        q: [B, T, N, H].
+        k: [B, S, K, H].
+        v: [B, S, K, V].
+        table: `block_table` with all rows on one axis, if it holds lists; else None.
+        options: the arrays of `Options.operands`.
+        streamed: the (q, k) arrays of which tiles are copied; None if the kernel copies none.
+        lengths: int32 [B], valid lengths of keys, and `last_block` of the values; or None.
+        schedule: a static schedule, or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    table: Any
+    options: Any
+    streamed: Any
+    lengths: Any
+    schedule: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig(common.KernelConfig):
+    """The configuration of both kernels, known at compile time.
+
+    Attributes:
+        q: the queries, in blocks of a work tile each.
+        head_dim: head dim of queries and keys.
+        value_dim: head dim of values.
+        query_tiles: which query tiles make up a work tile.
+        num_parts: arrays of the output: 2 of a `SplitOutput`, otherwise 1.
+    """
+
+    q: Tiling
+    head_dim: int
+    value_dim: int
+    query_tiles: scheduler.QueryTiles
+    num_parts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """A consumer warpgroup at one work tile.
+
+    Attributes:
+        inputs: operands in device memory.
+        o_refs: the output or both its parts, see `parts_of_output`.
+        statistic_refs: the statistics of `LogSum`.
+        smem: shared memory and barriers.
+        config: what is known at compile time.
+        warpgroup: its number in the CTA.
+        work_tile: the work tile.
+        first_row: the first query.
+        options: the options of its batch element.
+        kv_base: K/V blocks that the CTA had before this work tile.
+    """
+
+    inputs: Inputs
+    o_refs: Any
+    statistic_refs: Any
+    smem: Any
+    config: Any
+    warpgroup: Any
+    work_tile: work_loop.WorkTile
+    first_row: Any
+    options: ElementOptions
+    kv_base: Any
+
+    @property
+    def visited(self) -> block_ranges.VisitedBlocks:
+        """The places of the stream that it visits."""
+        assert self.work_tile.visited is not None
+        return self.work_tile.visited
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """The producer warpgroup.
+
+    Attributes:
+        inputs: operands in device memory.
+        smem: shared memory and barriers.
+        config: what is known at compile time.
+    """
+
+    inputs: Inputs
+    smem: Any
+    config: Any
+
+
+def run_cta(inputs: Inputs, counted, work, consumers: int, consume, produce):
+    """Run the warpgroups of one CTA.
+
+    Args:
+        inputs: operands in device memory.
+        counted: a dynamic schedule, or None.
+        work: the pipeline of a dynamic schedule.
+        consumers: how many consumer warpgroups there are.
+        consume: function of the work tiles and a warpgroup.
+        produce: function of the work tiles.
+    """
+    schedule = inputs.schedule if counted is None else counted
+    tiles = work_loop.WorkTiles(schedule, lax.axis_index("cta"), work)
+    warpgroup = lax.axis_index("warpgroup")
+    consumes = warpgroup < consumers
+    common.when(consumes)(lambda: consume(tiles, warpgroup))
+    common.when(jnp.logical_not(consumes))(lambda: produce(tiles))
+
+
+def launch(
+    kernel,
+    config_class,
+    problem: Problem,
+    tile,
+    lengths,
+    prepare,
+    rows: int,
+    consumers: int,
+    **others,
+):
+    """Return the output [B, T, N, V], or a `SplitOutput`, and a `LogSum` of float32 [B, N, T].
+
+    Args:
+        kernel: takes `Inputs`, a dynamic schedule or None, the output or its parts, and statistics.
+        config_class: class of the kernel's configuration.
+        problem: the call; values that no query sees are finite, if `lengths` is None.
+        tile: block sizes.
+        lengths: int32 [B], how many of the first keys of each batch element are visible.
+        prepare: function of `shared_arrays`, of the K/V blocks of all query tiles and of whether
+            the schedule is dynamic. It returns the memory, the `shared_arrays` that are left, the
+            streamed arrays, and the fields that `config_class` adds.
+        rows: query tiles of a CTA.
+        consumers: consumer warpgroups of a CTA.
+        **others: parameters of the compiler.
+    """
+    p, cluster_size, num_parts = problem, tile.cluster_size, 1 + problem.split_output
+    q = Tiling(p.q_len, rows * cluster_size * QUERY_ROWS)
+    query_rows, kv = Tiling(p.q_len, QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
+    mask = p.mask.within(kv=kv)
+
+    def run(shared, query, key, value, *lengths):
+        batch = len(query)
+        query_tiles = scheduler.QueryTiles.of(p, batch, rows, cluster_size)
+        table, blocks = block_ranges.streams(
+            shared[1].mask, query_tiles, q, query_rows, kv, batch, p
+        )
+        schedule = scheduler.schedule(p, batch, mask, blocks, cluster_size)
+        dynamic = scheduler.is_dynamic(schedule)
+        memory, shared, streamed, fields = prepare(shared, blocks, dynamic)
+        config = config_class(
+            options=Options.of(p, shared, q, kv),
+            masked=bool(mask),
+            scattered=mask.scattered,
+            kv=kv,
+            groups=p.groups,
+            tile=tile,
+            q=q,
+            head_dim=p.head_dim,
+            value_dim=p.value_dim,
+            query_tiles=query_tiles,
+            num_parts=num_parts,
+            **fields,
+        )
+        inputs = Inputs(
+            q=query,
+            k=key,
+            v=value,
+            table=table.reshape(-1, table.shape[-1]) if mask.scattered else None,
+            options=config.options.operands(shared),
+            streamed=streamed,
+            lengths=(lengths[0], last_block(value, lengths[0], kv.block)) if lengths else None,
+            schedule=None if dynamic else schedule,
+        )
+        # Warpgroups copy their statistics as whole query tiles.
+        statistic = batch, p.num_heads, query_rows.count * QUERY_ROWS
+        results = common.launch(
+            kernel,
+            (inputs,),
+            # A dynamic schedule has a counter.
+            sums=(schedule if dynamic else None,),
+            outputs=[
+                *[((*query.shape[:3], p.value_dim), p.dtype)] * num_parts,
+                *[(statistic, jnp.float32)] * num_statistics(p),
+            ],
+            memory=memory._asdict(),
+            grid=dict(cta=scheduler.num_ctas(schedule)),
+            cluster_size=cluster_size,
+            warpgroups=consumers + 1,
+            static=config,
+            approx_math=config.options.approximate,
+            **others,
+        )
+        return results[1:] if dynamic else results
+
+    run = common.by_instance(run, p.batch)
+    arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])
+    results = run(shared_arrays(p, mask), *arrays)
+    outputs, statistics = results[:num_parts], results[num_parts:]
+    o = SplitOutput(*outputs) if p.split_output else outputs[0]
+    return o, log_sum_of([x[:, :, : p.q_len] for x in statistics], large=p.large)

@@ -1,0 +1,1 @@
+"""The public functions: signatures, docstrings, and what comes back."""

@@ -1,0 +1,1 @@
+"""Plans, launches and devices: below the derivatives, above the backends."""

@@ -1,0 +1,218 @@
+"""The calls and the devices that each implementation serves.
+
+"mosaic"     kernels for Hopper alone
+"triton"     kernels for NVIDIA GPUs of compute capability 8.0 or more
+"interpret"  the kernels of "triton", in Pallas's interpreter: any device, slow
+"xla"        the same algorithm in plain JAX
+"reference"  the dense definition; memory grows with T * S
+"""
+
+import jax
+
+from pallas_flash._execution import lowerable
+from pallas_flash._jax import compat
+from pallas_flash._jax import device as _device
+from pallas_flash._problem import table_gradients
+from pallas_flash._problem.features import FEW_QUERIES
+from pallas_flash._problem.paged import PagedProblem
+from pallas_flash._problem.problem import Problem
+
+IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
+# The implementations that have tiles.
+KERNELS = ("mosaic", "triton", "interpret")
+
+MAX_HEAD_DIM = 256
+
+# The largest head dims in a forward of "mosaic": of queries and keys, and of values.
+MOSAIC_HEAD_DIMS = 576, 512
+
+# Copies of "mosaic" take rows of 16 bytes, and so head dims that are multiples of this.
+MOSAIC_HEAD_DIM_UNIT = 8
+
+
+def not_on_gpu(problem: Problem) -> dict[str, str]:
+    """Return why "triton" and "mosaic" do not serve a problem on this device, by name."""
+    limits = _problem_limits(problem)
+    why = {
+        "triton": [*(_device_limits() or _jax_limits()), *limits, *_head_dim_limits(problem)],
+        "mosaic": _mosaic_device_limits() or [*limits, *_mosaic_limits(problem)],
+    }
+    # Asked last, because it takes time.
+    why = {name: x or lowerable.limits(problem, name) for name, x in why.items()}
+    return {name: " ".join(sentences) for name, sentences in why.items() if sentences}
+
+
+def interpreter_limits(problem: Problem, *, look_for_triton: bool) -> str:
+    """Return why the interpreter does not serve a problem, or ""."""
+    missing = _jax_limits() if look_for_triton else []
+    return " ".join([*missing, *_problem_limits(problem), *_head_dim_limits(problem)])
+
+
+def _problem_limits(p: Problem) -> list[str]:
+    """Return why the kernels cannot serve a problem, on any device; whole sentences."""
+    limits = []
+    if p.symbolic:
+        names = ", ".join(map(str, p.symbolic))
+        limits.append(f"Got symbolic sizes ({names}), and the kernels are compiled for known ones.")
+    return [*limits, *_array_limits(p, _arrays_in_kernels(p))]
+
+
+def _array_limits(p: Problem | PagedProblem, indexed: list) -> list[str]:
+    """Return why kernels cannot serve arrays of a call, of which they read some by index."""
+    limits = []
+    if p.dtype.name == "float64":
+        limits.append("Got float64, and the kernels compute in float32.")
+    for x in indexed:
+        # JAX goes over to indices of 64 bits at 2^32 bytes, which is late for bools.
+        if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
+            limits.append(
+                f"Got an array of {x.dtype} with {x.size} elements, and in the kernels indices "
+                "into arrays of one byte a number end at 2^31; a Predicate needs no array."
+            )
+    return limits
+
+
+def _head_dim_limits(p: Problem | PagedProblem) -> list[str]:
+    """Return why most kernels cannot serve a problem by its head dims; whole sentences."""
+    width = max(p.head_dim, p.value_dim)
+    if width <= MAX_HEAD_DIM:
+        return []
+    return [f"Got a head dim of {width}, and the kernels serve up to {MAX_HEAD_DIM}."]
+
+
+def _arrays_in_kernels(p: Problem) -> list:
+    """Return the arrays that kernels read by index; none where symbolic sizes rule kernels out."""
+    return [] if p.symbolic else jax.tree.leaves((p.mask, p.scores))
+
+
+def _device_limits() -> list[str]:
+    """Return why kernels cannot be compiled for the current device; whole sentences."""
+    device = _device.target()
+    if not device.nvidia:
+        return [f"The kernels need an NVIDIA GPU, and the device is {device.description}."]
+    if device.capability is not None and device.capability < (8, 0):
+        major, minor = device.capability
+        return [
+            "The kernels need an NVIDIA GPU of compute capability 8.0 or more (A100 or newer), and "
+            f"the device is {device.description} with {major}.{minor}."
+        ]
+    return []
+
+
+def _mosaic_device_limits() -> list[str]:
+    """Return why kernels for Hopper cannot be compiled for the current device; whole sentences."""
+    device = _device.target()
+    if not device.nvidia or device.capability != (9, 0):
+        known = f" with {'.'.join(map(str, device.capability))}" if device.capability else ""
+        return [
+            "The kernels in Mosaic GPU need a GPU of compute capability 9.0 (H100, H200, GH200), "
+            f"and the device is {device.description}{known}."
+        ]
+    if not compat.has_mosaic_gpu():
+        return [
+            "The kernels in Mosaic GPU need JAX "
+            f"{'.'.join(map(str, compat.MOSAIC_SINCE))} or newer, and this is {jax.__version__}."
+        ]
+    return []
+
+
+def _mosaic_limits(p: Problem) -> list[str]:
+    """Return why kernels for Hopper do not serve a problem that others may; whole sentences."""
+    limits = []
+    if p.dtype.itemsize != 2:
+        limits.append(f"Got {p.dtype.name}, and they serve float16 and bfloat16.")
+    if p.head_dim % MOSAIC_HEAD_DIM_UNIT or p.value_dim % MOSAIC_HEAD_DIM_UNIT:
+        limits.append(
+            f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve "
+            f"multiples of {MOSAIC_HEAD_DIM_UNIT}."
+        )
+    most, most_of_values = MOSAIC_HEAD_DIMS
+    if p.head_dim > most or p.value_dim > most_of_values:
+        limits.append(
+            f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve up to "
+            f"{most} and {most_of_values}."
+        )
+    elif _head_dim_limits(p) and p.q_len <= FEW_QUERIES and not p.decodes_prefix:
+        queries = "one query" if p.q_len == 1 else f"{p.q_len} queries"
+        limits.append(
+            f"Got a head dim of {max(p.head_dim, p.value_dim)} and {queries}, and above "
+            f"{MAX_HEAD_DIM} they serve more than {FEW_QUERIES} queries, or one without dropout "
+            "and score options that sees the first keys."
+        )
+    if any(x.size > 2**31 for x in _arrays_in_kernels(p)):
+        limits.append("Got an array of more than 2^31 elements, and their indices end there.")
+    return limits
+
+
+def of_pages(p: PagedProblem, implementation: str | None) -> str:
+    """Return why an implementation (None: "triton") does not serve a paged call, or ""."""
+    if implementation in ("xla", "reference"):
+        return ""
+    if implementation == "mosaic":
+        return "The kernels in Mosaic GPU read no pages."
+    pages = [p.key_pages, p.value_pages]
+    here = _jax_limits()
+    if implementation != "interpret":
+        here = _device_limits() or _float8_limits(pages) or here
+    return " ".join([*here, *_array_limits(p, pages), *_head_dim_limits(p)])
+
+
+def _float8_limits(arrays: list) -> list[str]:
+    """Return why kernels cannot read float8 on the current device; whole sentences."""
+    device = _device.target()
+    if device.capability is None or device.capability >= (8, 9):
+        return []
+    major, minor = device.capability
+    return [
+        f"Got {x.dtype.name}, which needs an NVIDIA GPU of compute capability 8.9 or more, and the "
+        f"device is {device.description} with {major}.{minor}; int8 needs none."
+        for x in arrays
+        if x.dtype.name.startswith("float8")
+    ][:1]
+
+
+def backward_limit(problem: Problem, implementation: str) -> str:
+    """Return why a backward does not serve a problem that its forward may, or ""."""
+    if implementation not in ("mosaic", "triton"):
+        return ""
+    width = max(problem.head_dim, problem.value_dim)
+    if width > MAX_HEAD_DIM:
+        return f"Got a head dim of {width}, and kernels of the backward serve up to {MAX_HEAD_DIM}."
+    return lowerable.derivative_limit(problem, implementation)
+
+
+def of_tables(problem: Problem, backward: str) -> tuple[str, str]:
+    """Return who computes gradients of slopes and of operands, and why not `backward`.
+
+    The reason is "" if it is the implementation of the backward itself, or if there are none.
+    """
+    reads = table_gradients.reads_of(problem.scores)
+    if backward in ("xla", "reference") or not reads:
+        return backward, ""
+    if (number := next((x.table for x in reads if x.by_pair), None)) is not None:
+        return "xla", (
+            f"Operand {number - 1} is read at q_pos and k_pos other than at q_pos - k_pos, and the "
+            "kernel has no sums for that. An array for pairs is better a `bias`."
+        )
+    if backward == "interpret":
+        return backward, ""
+    if backward == "mosaic" and (why := not_on_gpu(problem).get("triton")):
+        return "xla", why
+    if why := lowerable.reads_limit(problem):
+        return "xla", why
+    return "triton", '"mosaic" has no kernel for it.' * (backward == "mosaic")
+
+
+def of_tangents(problem: Problem, forward: str) -> str:
+    """Return who computes tangents of queries, keys and values beside a forward."""
+    by = "triton" if forward == "mosaic" else forward
+    if by in ("xla", "reference") or backward_limit(problem, by):
+        return "xla"
+    return "xla" if forward == "mosaic" and not_on_gpu(problem).get("triton") else by
+
+
+def _jax_limits() -> list[str]:
+    """Return why this JAX cannot run the kernels, on any device; whole sentences."""
+    if compat.has_triton():
+        return []
+    return [f"This JAX ({jax.__version__}) has no Triton language for Pallas."]

@@ -1,0 +1,148 @@
+"""Finds out whether Pallas can lower a user's function, by lowering it for one tile.
+
+A list of operations would not do, because Pallas lowers some operations for some arguments alone.
+So each new `score_mod`, its derivative and each new `Predicate` are lowered once for each backend,
+in a kernel that computes nothing else (`probe.py` of each). This compiles nothing and needs no GPU.
+"""
+
+import functools
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash._jax import compat
+from pallas_flash._problem import table_gradients
+from pallas_flash._problem.mask_objects import Predicate
+from pallas_flash._problem.masks import Mask
+from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.scores import Scores
+
+# The language to which an implementation lowers its kernels.
+LANGUAGES = {"mosaic": "Mosaic GPU", "triton": "Triton"}
+
+# Functions whose answers stay cached; the cache also keeps whatever they close over.
+CACHED_FUNCTIONS = 256
+
+
+class UserFunction(NamedTuple):
+    """A user's function with everything on which its lowering depends.
+
+    Attributes:
+        fn: the function.
+        operands: shapes of its arrays.
+        role: "score_mod", "derivative" (of a score function, in the score), "reads" (of a score
+            function, the derivative in what it reads) or "Predicate".
+    """
+
+    fn: Any
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    role: str
+
+    @property
+    def name(self) -> str:
+        """The name of the function in error sentences."""
+        names = {
+            "derivative": "the derivative of `score_mod`",
+            "reads": "the derivative of `score_mod` in its operands",
+        }
+        return names.get(self.role, f"`{self.role}`")
+
+    def problem(self) -> Problem:
+        """Return a problem of one tile with this function and no other option."""
+        x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+        mask, scores, arrays = Mask(), Scores(), None
+        if self.role == "Predicate":
+            mask = Mask((Predicate(self.fn, self.operands),))
+        else:
+            scores, arrays = Scores(score_mod=self.fn), self.operands
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        return Problem(x, x, x, scale, None, None, None, arrays, mask, scores)
+
+
+def limits(problem: Problem, implementation: str) -> list[str]:
+    """Return why kernels cannot compute the mask and the scores of a problem; whole sentences."""
+    return _sentences(functions_of(problem), implementation)
+
+
+def derivative_limit(problem: Problem, implementation: str) -> str:
+    """Return why kernels cannot compute the derivative of the scores, or ""."""
+    found = (x._replace(role="derivative") for x in functions_of(problem) if x.role == "score_mod")
+    return " ".join(_sentences(found, implementation))
+
+
+def reads_limit(problem: Problem) -> str:
+    """Return why "triton" cannot compute the derivative of the scores in their operands, or ""."""
+    found = (x._replace(role="reads") for x in functions_of(problem) if x.role == "score_mod")
+    return " ".join(_sentences(found, "triton"))
+
+
+def functions_of(problem: Problem) -> Iterator[UserFunction]:
+    """Yield the user's functions of a call."""
+    scores = problem.rest_of_scores
+    if scores.score_mod is not None:
+        yield UserFunction(scores.score_mod, _shapes(problem.score_operands), "score_mod")
+    # A `BlockMask` may hold predicates.
+    for x in jax.tree.leaves(problem.mask, is_leaf=lambda x: isinstance(x, Predicate)):
+        if isinstance(x, Predicate):
+            yield UserFunction(x.fn, _shapes(x.operands), "Predicate")
+
+
+def _shapes(arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+
+
+def _sentences(functions, implementation: str) -> list[str]:
+    device = compat.abstract_device()
+    return list(filter(None, (_sentence(x, implementation, device) for x in functions)))
+
+
+@functools.lru_cache(CACHED_FUNCTIONS)
+def _sentence(function: UserFunction, implementation: str, device) -> str:
+    """Return why kernels cannot compute a function on a described device, or ""."""
+    found = []
+
+    def run():
+        try:
+            _lower(function, implementation, device)
+        except Exception as error:  # The user's function runs here, and Pallas may raise anything.
+            what = _described(error, function.name)
+            found.append(f"Pallas cannot lower {what} to {LANGUAGES[implementation]}.")
+
+    # A new thread is outside of every trace, mesh and setting of JAX of the caller.
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0] if found else ""
+
+
+def _lower(function: UserFunction, implementation: str, device) -> None:
+    if implementation == "mosaic":
+        from pallas_flash._backends.mosaic.probe import function as compute
+    else:
+        from pallas_flash._backends.triton.probe import function as compute
+    options: dict[str, Any] = dict(derivative=function.role == "derivative")
+    if function.role == "reads":
+        options["reads"] = len(table_gradients.reads_of(function.problem().scores))
+    run = functools.partial(compute, **options)
+    with compat.for_device(device):
+        jax.jit(run).trace(function.problem()).lower(lowering_platforms=("cuda",))
+
+
+def _described(error: Exception, name: str) -> str:
+    """Return the operation at which lowering failed, or else the error in a few words."""
+    operation, cause = None, error
+    while cause is not None and operation is None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            # Pallas loops over the equations of a jaxpr, and inside over those of inner jaxprs.
+            primitive = getattr(frame.f_locals.get("eqn"), "primitive", None)
+            operation = getattr(primitive, "name", operation)
+        # JAX may leave its own frames out of an error; the cause has them.
+        cause = cause.__cause__
+    if operation is not None:
+        return f"`{operation}` in {name}"
+    reason = str(error).partition("\n")[0].rstrip(".")[:240]
+    return f"{name} ({type(error).__name__}: {reason})"

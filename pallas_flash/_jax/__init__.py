@@ -1,0 +1,1 @@
+"""JAX names that move between versions, and the device."""

@@ -1,0 +1,1 @@
+"""The problem that a call states: masks, scores, dropout, operands and features."""

@@ -1,0 +1,239 @@
+"""The rules by which auto-selection prefers "mosaic" to "triton": `faster_by_mosaic`.
+
+They follow from times of an H200 in docs/results, and of an H100 where kernels have changed since.
+tests/selection/test_choice.py compares rules and times, and prints the loss of each call for which
+the rules pick the slower one.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pallas_flash._problem.features import BIASES, CallFeatures, MaskKind, Option
+from pallas_flash._problem.tile_sizes import in_clusters, padded
+
+NEVER = math.inf
+
+# So few CTAs leave half of the SMs of an H100 or H200 idle. A CTA of the backward has 128 keys.
+FEW_CTAS = 132 // 2
+KEYS_OF_A_CTA = 128
+
+# Most measured calls have this many queries in all heads and batch elements, or more.
+MANY_ROWS = 2**17
+
+
+class Measured(NamedTuple):
+    """A pass of a call, in the words of the rules.
+
+    Attributes:
+        f: the call.
+        head_dim: the measured head dim that takes as long as the head dim of the call.
+        backward: whether the pass is a backward.
+        deterministic: whether its sums have a deterministic order.
+        dbias: whether it gives the gradient of the bias, too.
+    """
+
+    f: CallFeatures
+    head_dim: int
+    backward: bool
+    deterministic: bool
+    dbias: bool
+
+    @property
+    def forward(self) -> bool:
+        """Whether the pass is the forward."""
+        return not self.backward
+
+    @property
+    def plain(self) -> bool:
+        """Whether the call has no mask or a causal one, and no option."""
+        return not self.f.options and (self.f.causal or not self.f.masked)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether it is a backward that computes dq, dk and dv together."""
+        return self.backward and not (self.deterministic or self.dbias)
+
+    @property
+    def in_clusters(self) -> bool:
+        """Whether clusters of two CTAs compute it."""
+        return self.one_pass and in_clusters(*padded(self.f.head_dim, self.f.value_dim))
+
+    @property
+    def few_ctas(self) -> bool:
+        """Whether it is one pass of few CTAs, without clusters, of heads with own keys."""
+        f = self.f
+        ctas = f.batch * f.num_kv_heads * -(-f.kv_len // KEYS_OF_A_CTA)
+        few = f.groups == 1 and ctas <= FEW_CTAS
+        return self.one_pass and not self.in_clusters and few
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout is the call's only option."""
+        return self.f.options == {Option.DROPOUT}
+
+    def asks(self, *options: Option) -> bool:
+        """Return whether the call asks for one of these."""
+        return not self.f.options.isdisjoint(options)
+
+
+class Rule(NamedTuple):
+    """The number of queries and keys from which on "mosaic" computes calls of a kind.
+
+    Attributes:
+        kind: the kind in words.
+        fits: whether a call is of that kind.
+        since: that number; NEVER if "mosaic" is slower, or was not measured.
+    """
+
+    kind: str
+    fits: Callable[[Measured], bool]
+    since: float
+
+
+# The first rule that fits decides.
+RULES = (
+    Rule(
+        "dbias where it was not measured, or is slower: deterministic, head dim 64, without a mask",
+        lambda c: (
+            c.dbias
+            and (
+                c.f.options != {Option.BIAS_16_BITS}
+                or not (c.f.causal or not c.f.masked)
+                or c.head_dim == 256
+                or (c.deterministic and c.head_dim == 64 and not c.f.masked)
+            )
+        ),
+        NEVER,
+    ),
+    Rule(
+        "biases in 16 bits in the backward at head dim 128: dbias without a mask, or in any order",
+        lambda c: (
+            c.backward
+            and c.head_dim == 128
+            and c.asks(Option.BIAS_16_BITS)
+            and (not c.f.masked if c.dbias else not c.deterministic)
+        ),
+        512,
+    ),
+    Rule(
+        "backwards of few CTAs that were not measured",
+        lambda c: c.few_ctas and not c.plain,
+        NEVER,
+    ),
+    Rule(
+        "backwards of few CTAs without a mask at head dim 64",
+        lambda c: c.few_ctas and c.head_dim == 64 and not c.f.masked,
+        2048,
+    ),
+    Rule(
+        "score functions in the forward at head dim 64",
+        lambda c: c.forward and c.head_dim == 64 and c.asks(Option.SCORE_MOD),
+        NEVER,
+    ),
+    Rule(
+        "deterministic at head dim 64: dropout, soft caps, score functions, biases, block masks",
+        lambda c: (
+            c.deterministic
+            and c.head_dim == 64
+            and not c.dbias
+            and (
+                c.f.mask is MaskKind.BLOCKS
+                or c.asks(Option.DROPOUT, Option.SOFT_CAP, Option.SCORE_MOD, *BIASES)
+            )
+        ),
+        NEVER,
+    ),
+    Rule(
+        "float32 biases, deterministic, which were not measured",
+        lambda c: c.deterministic and c.asks(Option.BIAS),
+        NEVER,
+    ),
+    Rule(
+        "block masks, and in the forward biases, at head dim 64",
+        lambda c: (
+            c.head_dim == 64 and (c.f.mask is MaskKind.BLOCKS or (c.forward and c.asks(*BIASES)))
+        ),
+        4096,
+    ),
+    Rule(
+        "biases, of which shorter ones were not measured",
+        lambda c: c.asks(*BIASES),
+        2048,
+    ),
+    Rule(
+        "documents, chunks and joined masks in the forward at head dim 64",
+        lambda c: (
+            c.forward and c.head_dim == 64 and c.f.mask in (MaskKind.DOCUMENTS, MaskKind.OTHER)
+        ),
+        2048,
+    ),
+    Rule(
+        "dropout in a backward of one pass, and in the forward at head dim 128",
+        lambda c: c.drops and (c.one_pass or (c.forward and c.head_dim == 128)),
+        512,
+    ),
+    Rule(
+        "no mask or a causal one, and no option, in clusters",
+        lambda c: c.plain and c.in_clusters,
+        256,
+    ),
+    Rule(
+        "no mask or a causal one, and no option; but not deterministic causal at head dim 64",
+        lambda c: c.plain and not (c.deterministic and c.head_dim == 64 and c.f.causal),
+        512,
+    ),
+    Rule("all other calls", lambda c: True, 1024),
+)
+
+
+def faster_by_mosaic(attention_pass: str, f: CallFeatures) -> bool:
+    """Return whether "mosaic" computes a pass of such a call, by the rules.
+
+    Args:
+        attention_pass: "forward" or "backward", the latter with " in order", " with dbias" or both.
+        f: the call.
+    """
+    call = Measured(
+        f,
+        head_dim=_measured_head_dim(f),
+        backward=attention_pass.startswith("backward"),
+        deterministic="in order" in attention_pass,
+        dbias="with dbias" in attention_pass,
+    )
+    if not call.head_dim or min(f.q_len, f.kv_len) < rule_of(call).since:
+        return False
+    # Clusters were faster with as little work as was measured.
+    return call.in_clusters or call.few_ctas or _has_enough_work(call)
+
+
+def rule_of(call: Measured) -> Rule:
+    """Return the rule that decides."""
+    return next(rule for rule in RULES if rule.fits(call))
+
+
+def _measured_head_dim(f: CallFeatures) -> int:
+    """Return the head dim that was measured and takes as long; 0 if there is none."""
+    # Head dims from 40 to 256 were measured, and narrower values: 128 of 192 and 64 of 128.
+    sizes = (n for n in (64, 128, 256) if 40 <= f.head_dim <= n and f.value_dim <= f.head_dim)
+    return next(sizes, 0)
+
+
+def _has_enough_work(call: Measured) -> bool:
+    """Return whether all heads and batch elements have enough queries, and enough keys.
+
+    The queries of a plain call need 2^21 numbers: half as many in a causal forward, twice as many
+    in a forward at head dim 64 without a mask, and four times as many in a causal backward. Others
+    were measured from `MANY_ROWS` queries on, dropout in one pass from a quarter of them on. The
+    keys are those of the CTAs of a backward.
+    """
+    f, head_dim = call.f, call.head_dim
+    if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):
+        return False
+    if not call.plain or call.deterministic or call.dbias:
+        return f.rows >= (MANY_ROWS // 4 if call.drops and call.one_pass else MANY_ROWS)
+    if f.causal:
+        numbers = 2**20 if call.forward else 2**23
+    else:
+        numbers = 2**22 if call.forward and head_dim == 64 else 2**21
+    return f.rows * head_dim >= numbers

@@ -1,0 +1,359 @@
+"""The plan of a call: the implementation and the tiles of each pass, with reasons.
+
+`resolve` makes it, and `explained` puts it in words.
+
+An explicit `implementation` is used or raises. By default the forward goes to the kernels where
+they serve the call, else to "xla". Where "mosaic" and "triton" both serve it, each pass goes to the
+one whose tiles the call gives, else to the one that `tune` found to be faster on the GPU that is
+here, else to the one that the rules of `_selection.preferences` name.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+
+from pallas_flash._arguments.implementation import check_implementation
+from pallas_flash._execution import limits as _limits
+from pallas_flash._execution import tiles as choose
+from pallas_flash._execution.context import Choice
+from pallas_flash._execution.plan import NO_TILES, PassPlan, Plan
+from pallas_flash._jax import compat
+from pallas_flash._jax import device as _device
+from pallas_flash._problem import configurations
+from pallas_flash._problem import features as _features
+from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.tile_sizes import FORWARD, KERNELS, TileSizes, describe, whose
+from pallas_flash._selection import tuned as cache
+from pallas_flash._selection.preferences import faster_by_mosaic
+
+BACKWARD = tuple(kernel for kernel in KERNELS if kernel not in FORWARD)
+
+ONLY_ON_REQUEST = "Only on request: not known to be faster for this call."
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`.
+
+    Attributes:
+        implementation: the one that serves the call.
+        reason: why it was chosen.
+        refused: why each of the others was not, by name.
+        context_parallelism: the method, its `reason` and the others `refused`, where devices divide
+            the sequence; else None.
+        tiles: for each kernel its implementation and its tile, in words.
+    """
+
+    implementation: str
+    reason: str
+    refused: Mapping[str, str]
+    context_parallelism: Choice | None = None
+    tiles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.implementation}: {self.reason}"]
+        lines += [f"  {kernel}: {tile}" for kernel, tile in self.tiles.items()]
+        lines += [f"  not {name}: {why}" for name, why in self.refused.items()]
+        if self.context_parallelism is not None:
+            method, reason, refused = self.context_parallelism
+            lines += [f"{method}: {reason}", *(f"  not {x}: {why}" for x, why in refused.items())]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The wishes of a call about who computes it. Called with a part of its problem, it plans that.
+
+    Attributes:
+        implementation: an explicit implementation, or None.
+        tile_sizes: explicit tiles, or None.
+        reproducible: whether gradients must be the same in every run; None follows XLA's flags.
+    """
+
+    implementation: str | None = None
+    tile_sizes: TileSizes | None = None
+    reproducible: bool | None = None
+
+    def __post_init__(self):
+        check_implementation(self.implementation)
+
+    def __call__(self, part: Problem) -> Plan:
+        return resolve(part, self)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether gradients must be the same in every run."""
+        if self.reproducible is None:
+            return compat.xla_is_deterministic()
+        return bool(self.reproducible)
+
+
+def resolve(problem: Problem, request: Request) -> Plan:
+    """Return the plan of a call.
+
+    Raises:
+        NotImplementedError: if an explicit implementation does not serve the call on this device.
+        ValueError: if explicit tiles do not fit, or nobody takes them.
+    """
+    call = _Call(problem, request)
+    forward = _forward(call)
+    backward = _backward(call, forward.implementation)
+    dbias = _dbias(call, backward)
+    passes = {"forward": forward, "backward": backward, "dbias": dbias}
+    _check_given(request, passes)
+    plain = "xla" in (backward.implementation, dbias.implementation)
+    backward_plan = call.with_tiles("backward", backward)
+    return Plan(
+        call.with_tiles("forward", forward),
+        backward_plan,
+        backward_plan if dbias is backward else call.with_tiles("backward", dbias),
+        on_gpu=plain and _device.target().nvidia,
+        of_part=request,
+    )
+
+
+def explained(problem: Problem, plan: Plan, request: Request, method: Choice | None) -> Explanation:
+    """Return a plan in words; `method` says how devices share the sequence, if they do."""
+    forward, passes = plan.forward, (plan.forward, plan.backward)
+    reasons = [forward.reason]
+    if plan.backward.implementation != forward.implementation:
+        reasons.append(plan.backward.reason)
+    if plan.dbias.implementation != plan.backward.implementation:
+        reasons.append(plan.dbias.reason)
+    tables, why = _limits.of_tables(problem, plan.backward.implementation)
+    if why:
+        reasons.append(f'A gradient of slopes or operands is that of "{tables}": {why}')
+    if request.tile_sizes is None and any(x.asked != NO_TILES for x in passes):
+        reasons.append(f"Its tiles are tuned, from {cache.file()}.")
+    if request.tile_sizes is not None and request.implementation is None:
+        by = (x.implementation for x in passes)
+        reasons += configurations.effect(request.tile_sizes, *by)
+    refused = dict(forward.refused)
+    return Explanation(
+        forward.implementation, " ".join(reasons), refused, method, dict(_tiles_in_words(plan))
+    )
+
+
+def _tiles_in_words(plan: Plan) -> Iterator[tuple[str, str]]:
+    for x in (plan.forward, plan.backward):
+        for kernel in KERNELS:
+            if tile := x.tiles.tile(kernel):
+                yield kernel, f"{x.implementation}, {describe(tile)}"
+
+
+class _Call:
+    """A call that is being resolved.
+
+    Attributes:
+        problem: the call.
+        request: what it asks for.
+        features: what it is; None of symbolic sizes, which no kernel serves.
+        given: the tiles that it gives.
+        tuned: the tiles that `tune` found for such calls on the GPU that is here.
+        order: the backward that it needs, "backward" or "backward in order".
+    """
+
+    def __init__(self, problem: Problem, request: Request):
+        self.problem, self.request = problem, request
+        self.order = "backward in order" if request.in_order else "backward"
+        self.given, self.tuned = request.tile_sizes or NO_TILES, NO_TILES
+        self.features = None
+        if not problem.symbolic:
+            device = _device.target()
+            self.features = _features.of(problem, capability=device.capability)
+            self.given = self.given.used(self.features.few_queries)
+            self.tuned = (device.nvidia and self._winner()) or NO_TILES
+
+    def _winner(self) -> TileSizes | None:
+        """Return what `tune` found for such calls on the GPU that is here, if anything."""
+
+        def check(winner: TileSizes) -> None:
+            for name in {whose(tile) for k in KERNELS if (tile := winner.tile(k))}:
+                choose.by_table(self.problem, name, winner.of(name))
+
+        assert self.features is not None
+        return cache.lookup(self.features, check)
+
+    @functools.cached_property
+    def limits(self) -> dict[str, str]:
+        """Why "triton" and "mosaic" do not serve the call, where they do not."""
+        return _limits.not_on_gpu(self.problem)
+
+    def deciding(self, attention_pass: str) -> TileSizes:
+        """Return the tiles that say who computes a pass."""
+        return self.given if self.given.computed_by(attention_pass) else self.tuned
+
+    def by_tiles(self, attention_pass: str) -> tuple[str, str]:
+        """Return who computes a pass by its tiles and why nobody else does; "" if no tile says."""
+        by = self.deciding(attention_pass).computed_by(attention_pass)
+        if self.given.computed_by(attention_pass):
+            return by, f'The call gives tile sizes, which are those of "{by}".'
+        return by, f'"{by}" was faster when such calls were tuned on this GPU.'
+
+    def faster(self, attention_pass: str) -> bool:
+        """Return whether "mosaic" is known to be faster in a pass."""
+        return self.features is not None and faster_by_mosaic(attention_pass, self.features)
+
+    def has_backward(self, implementation: str) -> bool:
+        """Return whether kernels serve the backward."""
+        limit = _limits.backward_limit
+        return implementation not in self.limits and not limit(self.problem, implementation)
+
+    def with_tiles(self, attention_pass: str, plan: PassPlan) -> PassPlan:
+        """Return the plan of a pass with its tiles."""
+        name = plan.implementation
+        if name not in _limits.KERNELS:
+            return plan
+        tuned = NO_TILES if name == "interpret" else self.tuned.of(name)
+        asked = self.given.of(name).or_else(tuned)
+        tiles = choose.by_table(self.problem, name, asked)
+        if attention_pass == "forward":
+            return dataclasses.replace(plan, tiles=tiles.only(FORWARD), asked=asked)
+        in_order = False
+        if name == "mosaic":
+            # Two passes serve every call. Where tiles are given for these alone, they are wanted.
+            deciding = self.deciding("backward")
+            two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
+            in_order = two_passes or self.request.in_order or tiles.backward is None
+            tiles = tiles.only(("dkv", "dq") if in_order else ("backward",))
+        return dataclasses.replace(plan, tiles=tiles.only(BACKWARD), asked=asked, in_order=in_order)
+
+
+def _forward(call: _Call) -> PassPlan:
+    """Return who computes the forward, which serves the whole call."""
+    asked, refused = call.request.implementation, dict(call.limits)
+    # Where no kernel is going to run, its language is not even looked for: importing it takes time.
+    limits = _limits.interpreter_limits(call.problem, look_for_triton=asked == "interpret")
+    refused["interpret"] = limits or "Only on request: it is for tests, and slow."
+    refused["reference"] = "Only on request: its memory grows with T * S."
+    if asked is None:
+        chosen, reason, why_not = _default_forward(call)
+        refused |= why_not
+    else:
+        chosen, reason = asked, "asked for."
+        why = {"interpret": limits}.get(asked)
+        if asked in ("mosaic", "triton"):
+            why = refused.get(asked)
+        if why:
+            other = "triton" if asked == "mosaic" and "triton" not in refused else "xla"
+            raise NotImplementedError(
+                f"`implementation` must be one that serves the call; got {asked!r}. "
+                f'{why} Use "{other}".'
+            )
+        for name in ("mosaic", "triton", "xla"):
+            refused.setdefault(name, f"{asked!r} was asked for.")
+    refused.pop(chosen, None)
+    return PassPlan(chosen, reason=reason, refused=refused)
+
+
+def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
+    """Return who computes the forward by default, why, and why those that serve it, too, do not."""
+    serving = [name for name in ("mosaic", "triton") if name not in call.limits]
+    if not serving:
+        return "xla", "the fastest that serves this call on this device.", {}
+    (by, why), why_not = call.by_tiles("forward"), {}
+    reasons = {
+        "mosaic": "the kernels for Hopper serve this call.",
+        "triton": "the kernels serve this call on this GPU.",
+    }
+    if len(serving) == 1:
+        [chosen] = serving
+    elif by:
+        chosen, why_not["triton" if by == "mosaic" else "mosaic"] = by, why
+    elif call.faster("forward"):
+        chosen, why_not["triton"] = "mosaic", "Slower than the kernels for Hopper."
+        reasons["mosaic"] = "the kernels for Hopper serve this call, faster than Triton's."
+    else:
+        chosen, why_not["mosaic"] = "triton", ONLY_ON_REQUEST
+    why_not["xla"] = "Slower than the kernels, which serve this call."
+    return chosen, reasons[chosen], why_not
+
+
+def _backward(call: _Call, forward: str) -> PassPlan:
+    """Return who computes the backward, if `forward` computes the forward."""
+    limit = _limits.backward_limit(call.problem, forward)
+    by, why_not = call.by_tiles(call.order)
+    faster = not by and call.faster(call.order)
+    default = call.request.implementation is None
+
+    def other(name: str, why: str) -> PassPlan:
+        reason = f'The backward is that of "{name}": {why}'
+        return PassPlan(name, reason=reason, refused={forward: why})
+
+    wanted = by == "mosaic" or faster or limit
+    if default and forward == "triton" and wanted and call.has_backward("mosaic"):
+        return other("mosaic", limit or ("it is faster." if faster else _continued(why_not)))
+    if limit:
+        serves = forward == "mosaic" and call.has_backward("triton")
+        return other("triton" if serves else "xla", limit)
+    if default and forward == "mosaic" and call.has_backward("triton"):
+        if by == "triton":
+            return other("triton", _continued(why_not))
+        if not by and not faster:
+            how = "reproducible one" if call.request.in_order else "one"
+            why = f"the {how} for Hopper is not known to be faster for this call."
+            return other("triton", why)
+    return PassPlan(forward, reason="the forward is by the same.")
+
+
+def _continued(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:]
+
+
+def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
+    """Return who computes a backward that gives the gradient of the bias, too."""
+    features, by = call.features, backward.implementation
+    given = call.given.computed_by("backward")
+    if call.problem.bias is None or call.request.implementation is not None or given:
+        return backward
+    shared = features is not None and features.bias_is_shared
+    faster = shared and call.faster(f"{call.order} with dbias")
+
+    def other(name: str, why: str) -> PassPlan:
+        reason = f'A gradient of the bias comes with the backward of "{name}": {why}'
+        return PassPlan(name, reason=reason, refused={by: why})
+
+    if by == "mosaic" and not faster and call.has_backward("triton"):
+        return other("triton", "that for Hopper is not known to be faster with it.")
+    if by == "triton" and faster and call.has_backward("mosaic"):
+        return other("mosaic", "it is faster.")
+    return backward
+
+
+def _check_given(request: Request, passes: Mapping[str, PassPlan]) -> None:
+    """Raise if the call gives tiles to an implementation that does not compute that pass."""
+    sizes, asked = request.tile_sizes, request.implementation
+    if sizes is None or asked is None:
+        return
+    forward = {passes["forward"].implementation}
+    backward = {passes[name].implementation for name in ("backward", "dbias")}
+    for kernel in KERNELS:
+        tile, by = sizes.tile(kernel), forward if kernel in FORWARD else backward
+        if tile is not None and not any(sizes.of(name).tile(kernel) for name in by):
+            raise ValueError(
+                f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
+                f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
+                f'implementation={asked!r}. Give "mosaic" those of pallas_flash.tuning, and '
+                "others a pallas_flash.tuning.Tile."
+            )
+
+
+_warned: set[str] = set()
+
+
+def warn_of_fallback(plan: Plan, asked: str | None) -> None:
+    """Say, once for each reason, that a call on an NVIDIA GPU is not served by the kernels.
+
+    `attention` calls this, and has one wrapper: the warning points to the user's line.
+    """
+    chosen, nvidia = plan.forward.implementation, _device.target().nvidia
+    if asked is not None or chosen in ("mosaic", "triton") or not nvidia:
+        return
+    reason = plan.forward.refused["triton"]
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f'pallas_flash.attention falls back to the slower "{chosen}": {reason}',
+            stacklevel=4,
+        )
