@@ -7,7 +7,7 @@ sign, a term, a constant, two arguments. A mutant that lives is only told, becau
 
     python scripts/deliberate_faults.py
     python scripts/deliberate_faults.py --only 'band-*' ring-sends-backwards
-    python scripts/deliberate_faults.py --only 'pallas_flash/_masks.py:Band.*'
+    python scripts/deliberate_faults.py --only 'pallas_flash/_problem/masks.py:Band.*'
     python scripts/deliberate_faults.py --mutants 500 --seed 7 --jobs 8 --record faults.jsonl
     python scripts/deliberate_faults.py --choose faults.jsonl
     python scripts/deliberate_faults.py --validate 0.2 faults.jsonl --record validated.jsonl

