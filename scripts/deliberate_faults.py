@@ -210,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by, held = records.split(lines, flags.validate, flags.seed)
         listed = read()
         faults = [x for x in [*listed, *mutation.every(listed)] if x.name in held]
+        print(f"{len(held)} faults are held back; {len(held) - len(faults)} no longer exist.")
         attempt = attempt_chosen(records.choose(by, default))
     stale = [problem for fault in faults for problem in problems(fault)]
     for problem in stale:

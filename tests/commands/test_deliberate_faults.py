@@ -275,7 +275,7 @@ def test_runs_of_limited_time_add_up(attempts, tmp_path, capsys):
     assert sorted(attempts) == ["less", "more"]
 
 
-def test_choosing_and_validating(attempts, few_files, tmp_path, monkeypatch):
+def test_choosing_and_validating(attempts, few_files, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Tree, "tests", lambda _: ["a/test_docs.py::x", "b::y", "b::z"])
     monkeypatch.setattr(records, "GATE", records.ROOT / "gate")
     written, tries = [], []
@@ -285,14 +285,14 @@ def test_choosing_and_validating(attempts, few_files, tmp_path, monkeypatch):
         "attempt_with",
         lambda _, fault, runs: tries.append((fault.name, *runs)) or Outcome("caught", "b::z"),
     )
-    lines = [line("less", "b::z"), line("more", "b::z")]
     record = records.Record(tmp_path / "r")
-    for x in lines:
-        record.add(ENTRY._replace(name=x["fault"]), Outcome("caught", "", x["test"]))
+    for name in ("less", "more"):
+        record.add(ENTRY._replace(name=name), Outcome("caught", "", "b::z"))
     assert deliberate_faults.main(["--choose", str(tmp_path / "r")]) == 0
     assert written == ["a/test_docs.py::x", "b::z"]
     assert deliberate_faults.main(["--validate", "0.5", str(tmp_path / "r")]) == 0
     [(name, *runs)] = tries
+    assert "1 faults are held back; 0 no longer exist" in capsys.readouterr().out
     assert name in ("less", "more") and [x[-1] for x in runs] == ["b::z"]
 
 
