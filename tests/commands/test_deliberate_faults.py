@@ -140,6 +140,7 @@ def test_mutants_of_a_statement(tmp_path, line, expected):
     text = f"X = 1 + 1\n\n\ndef g(a: X[1], b, c) -> X[2]:\n    '''1'''\n    {line}\n"
     (tmp_path / "a.py").write_text(text, encoding="utf-8")
     made = [x for x in mutation.mutants("a.py", (), tmp_path) if mutation.real(x, tmp_path)]
+    assert len({x.name for x in made}) == len(made)
     head = text.rpartition("return")[0]
     assert sorted(x.broken(text) for x in made) == sorted(f"{head}return {x}\n" for x in expected)
 
@@ -171,6 +172,7 @@ def test_mutants_are_drawn_by_a_seed(few_files):
     few, more = ([*mutation.draw(n, 1, faults)] for n in (20, 30))
     assert more[:20] == few != [*mutation.draw(20, 2, faults)]
     functions = {x.name.rsplit(":", 2)[0] for x in more}
+    assert [x.file for x in more] != sorted(x.file for x in more)
     assert len(functions) == 30 and all(x.tests for x in more)
     # Its name makes it again.
     [again] = deliberate_faults.wanted([few[0].name], None, 0)
@@ -211,15 +213,17 @@ def test_a_record_goes_on(tmp_path):
 
 
 def test_the_choice_sees_all_at_the_least_cost():
-    default = ["x::a", "x::b", "x::c", "y::d", "z::e", "z::f"]
+    default = ["x::a", "x::b", "x::c", "x::p", "x::q", "x::r", "y::d", "z::e", "z::f"]
     lines = [
         # The cheap one sees both faults; c alone sees three.
         *(line("1", "x::a", 9.0), line("1", "x::b"), line("2", "x::b")),
         *(line("3", "x::c", 50.0), line("4", "y::gone")),
+        # Two cheap ones are better than one that is not.
+        *(line("8", "x::p"), line("9", "x::q"), *(line(n, "x::r", 99.0) for n in "89")),
         # Neither a file that cannot be imported nor a fault without an end names a test.
         *(line("5", "y"), line("6", "", outcome="timeout"), line("7", "", outcome="lives")),
     ]
-    assert records.choose(lines, default) == ["x::b", "x::c", "y::d", "z::e"]
+    assert records.choose(lines, default) == ["x::b", "x::c", "x::p", "x::q", "y::d", "z::e"]
 
 
 def test_held_back_faults_are_not_chosen_by():
