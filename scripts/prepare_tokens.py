@@ -28,10 +28,11 @@ try:
     from scripts.command import Parser, UserError, command, parse_path, parse_size
     from scripts.generation.tokens import FromFolder
     from scripts.training.checkpoints import MARK, read_marked, sha256_of, write_file
-    from scripts.training.run_folder import END, TOKENIZER
+    from scripts.training.run_folder import END, TOKENIZER, lock
     from scripts.training.settings import TrainConfig, by_flags
     from scripts.training.text import (
         ENDS,
+        LOCK,
         NEW,
         SIDES,
         TOKENS,
@@ -219,53 +220,77 @@ def prepare(
         vocab_size: The size of a tokenizer that is trained.
         end: The token that ends a document; None for the folder's.
         special: Whether names of special tokens in the text are these tokens.
-        replace: Whether tokens of another tokenizer in `out_dir` may be replaced.
+        replace: Whether other tokens in `out_dir` may be replaced.
 
     Raises:
-        UserError: The text, the tokenizer or the folder does not serve.
+        UserError: The text, the tokenizer or the folder does not serve, the folder is in use, or it
+            has other tokens.
     """
     new = out_dir / NEW
-    prepared = read_marked(out_dir / TOKENS)
     # A first run that was killed has no tokens but new ones.
-    ours = prepared or (not (out_dir / TOKENS).exists() and read_marked(new / TOKENS))
-    if out_dir.exists() and not ours and any(path != new for path in out_dir.iterdir()):
+    ours = read_marked(out_dir / TOKENS) or (
+        not (out_dir / TOKENS).exists() and read_marked(new / TOKENS)
+    )
+    known = new, out_dir / LOCK
+    if out_dir.exists() and not ours and any(path not in known for path in out_dir.iterdir()):
         raise UserError(
             f"`out_dir` must be new, empty, or a folder of this script; got {str(out_dir)!r}."
         )
-    # The folder of results is no text.
-    files, left_out = read_files(TrainConfig(data=str(data), out_dir=str(out_dir)))
-    if left_out:
-        print(why_left_out(left_out))
-    sides = split_documents(documents_of(files))
-    words = None if tokenizer is None else FromFolder(tokenizer)
-    put_into_place(out_dir)
-    new.mkdir(parents=True)
-    try:
-        if words is None:
-            texts = (content.decode() for content in sides["train"])
-            train_tokenizer(texts, vocab_size).save(str(new / TOKENIZER))
-            words = FromFolder(new / TOKENIZER)
-        else:
-            shutil.copyfile(words.path, new / TOKENIZER)
-        old = out_dir / TOKENIZER
-        same = old.exists() and old.read_bytes() == (new / TOKENIZER).read_bytes()
-        if not (replace or same) and (prepared or old.exists()):
-            raise UserError(
-                f"`out_dir` must have no tokens of another tokenizer; got {str(out_dir)!r}: pass "
-                "another --out-dir, or --replace."
-            )
-        content = write_tokens(new, sides, words, end_of(words, end), special)
-    except BaseException:
-        shutil.rmtree(new)
-        raise
-    put_into_place(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with lock(out_dir / LOCK):
+        # The folder of results is no text.
+        files, left_out = read_files(TrainConfig(data=str(data), out_dir=str(out_dir)))
+        if left_out:
+            print(why_left_out(left_out))
+        sides = split_documents(documents_of(files))
+        words = None if tokenizer is None else FromFolder(tokenizer)
+        put_into_place(out_dir)
+        kept = None if replace else read_marked(out_dir / TOKENS)
+        if kept and not sizes_of(sides).items() <= kept.items():
+            raise other_tokens("another text", out_dir)
+        new.mkdir()
+        try:
+            if words is None:
+                texts = (content.decode() for content in sides["train"])
+                train_tokenizer(texts, vocab_size).save(str(new / TOKENIZER))
+                words = FromFolder(new / TOKENIZER)
+            else:
+                shutil.copyfile(words.path, new / TOKENIZER)
+            old = out_dir / TOKENIZER
+            same = old.exists() and old.read_bytes() == (new / TOKENIZER).read_bytes()
+            if kept and not same:
+                raise other_tokens("another tokenizer", out_dir)
+            content = write_tokens(new, sides, words, end_of(words, end), special)
+            if kept and kept != content:
+                raise other_tokens("another text or of other flags", out_dir)
+            write_file(new / TOKENS, json.dumps(content, indent=2) + "\n")
+        except BaseException:
+            shutil.rmtree(new)
+            raise
+        put_into_place(out_dir)
     return content
+
+
+def other_tokens(of: str, folder: Path) -> UserError:
+    """Return the error of a folder whose tokens would be lost."""
+    return UserError(
+        f"`out_dir` must have no tokens of {of}; got {str(folder)!r}: pass another --out-dir, or "
+        "--replace."
+    )
+
+
+def sizes_of(sides: dict[str, list[bytes]]) -> dict[str, dict[str, int]]:
+    """Return the fields of tokens.json that the text alone decides."""
+    return {
+        "documents": {side: len(documents) for side, documents in sides.items()},
+        "bytes": {side: sum(map(len, documents)) for side, documents in sides.items()},
+    }
 
 
 def write_tokens(
     folder: Path, sides: dict[str, list[bytes]], words: FromFolder, end: int, special: bool
 ) -> dict[str, Any]:
-    """Write the files beside tokenizer.json, tokens.json last, and return its content."""
+    """Write the files beside tokenizer.json, and return the content of tokens.json."""
     counts, digest = {}, hashlib.sha256()
     for side, documents in sides.items():
         files = [folder / name for name in files_of(side)]
@@ -273,18 +298,15 @@ def write_tokens(
         for path in files:
             digest.update(sha256_of(path, flush=True).encode())
     write_file(folder / END, json.dumps({"eos_token_id": end}))
-    content = {
+    return {
         **MARK,
         "vocab_size": words.vocab_size,
         "end": end,
         "dtype": type_of(words),
         "tokens": counts,
-        "documents": {side: len(documents) for side, documents in sides.items()},
-        "bytes": {side: sum(map(len, documents)) for side, documents in sides.items()},
+        **sizes_of(sides),
         "sha256": digest.hexdigest(),
     }
-    write_file(folder / TOKENS, json.dumps(content, indent=2) + "\n")
-    return content
 
 
 @command
@@ -326,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--replace",
         action="store_true",
-        help="tokens of another tokenizer in the folder are replaced",
+        help="other tokens in the folder, of another text, tokenizer or flags, are replaced",
     )
     flags = parser.parse_args(argv)
     if flags.vocab_size < 257:

@@ -137,3 +137,29 @@ mlir.register_lowering(_linear, mlir.lower_fun(_computed, multiple_results=True)
 ad.primitive_jvps[_linear] = _jvp
 ad.primitive_transposes[_linear] = _transpose
 batching.fancy_primitive_batchers[_linear] = _batch
+
+
+def constant(x, *, transposed: str = ""):
+    """Return a result that is constant in what is differentiated; `stop_gradient` has no transpose.
+
+    `transposed` is the error where JAX transposes it; "" if its cotangent is zero.
+    """
+    return _constant.bind(x, transposed=transposed)
+
+
+def _transpose_constant(cotangent, x, *, transposed: str):
+    if transposed:
+        raise NotImplementedError(transposed)
+    return [None]
+
+
+_constant = Primitive("pallas_flash_constant")
+_constant.def_impl(lambda x, **_: x)
+_constant.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_constant, lambda context, x, **_: [x])
+ad.primitive_jvps[_constant] = lambda primals, tangents, **params: (
+    _constant.bind(*primals, **params),
+    ad.Zero.from_primal_value(primals[0]),
+)
+ad.primitive_transposes[_constant] = _transpose_constant
+batching.defvectorized(_constant)

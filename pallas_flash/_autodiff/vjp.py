@@ -180,14 +180,17 @@ def splits_output(problem: Problem, wanted: Wanted) -> bool:
     delta = rowsum(o * do) of an output in 16 bits has an error of about 2^-9 |o| |do|, and every ds
     of the row has it in common. In a sum of ds over keys or queries it stays, while ds themselves
     nearly cancel. dq and dk multiply ds by keys and queries, which have many directions, unless
-    there are few keys or few features. There it hides below other roundings, where values have no
-    large mean, and the time and memory of the low part are saved.
+    there are few keys or few features, or keys have a bias that `_key_center` can not take away: it
+    does not serve soft caps and score functions. Elsewhere the error hides below other roundings,
+    where values have no large mean, and the time and memory of the low part are saved.
     """
     p = problem
     if p.dtype.itemsize != 2:
         return False
     sums = wanted.scale, wanted.bias, wanted.sinks, *wanted.tables
-    return any(sums) or known_at_most(p.kv_len, FEW_KEYS) or p.head_dim < FEW_FEATURES
+    mapped = p.scores.soft_cap is not None or p.scores.score_mod is not None
+    few = known_at_most(p.kv_len, FEW_KEYS) or p.head_dim < FEW_FEATURES
+    return any(sums) or mapped or few
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_flash._arguments import attention as _validate
 from pallas_flash._arguments import other_libraries
-from pallas_flash._autodiff import vjp
+from pallas_flash._autodiff import linear_map, vjp
 from pallas_flash._backends import reference
 from pallas_flash._execution import context, partition
 from pallas_flash._execution.plan import Plan
@@ -326,7 +326,7 @@ def attention(
     if return_lse:
         results.append(lse)
     elif return_residual:
-        results.append(lax.stop_gradient(lse).astype(problem.dtype))
+        results.append(linear_map.constant(lse).astype(problem.dtype))
     results += [_over_rows(x, sequence_axis) for x in row_maxima]
     results = [x[0] for x in results] if query.ndim == 3 else results
     return tuple(results) if len(results) > 1 else results[0]
@@ -410,7 +410,7 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
                 f"causal or whole, and by {', '.join(map(repr, sorted(by)))}."
             )
             method = method._replace(reason=reason)
-    return resolve.explained(problem, plan, request, method)
+    return resolve.explained(problem, plan, request, method, call["scale"])
 
 
 def dropout_mask(
@@ -470,4 +470,8 @@ def _over_rows(row_maxima, sequence_axis):
     # One by one, because JAX takes axes together only if the numbers vary over all or over none.
     for name in () if sequence_axis is None else names:
         highest = lax.pmax(highest, name)
-    return highest
+    return linear_map.constant(
+        highest,
+        transposed="`return_max_logits` must be False where `jax.linear_transpose` transposes "
+        "`attention`; got True. Use another call for the largest scores.",
+    )

@@ -12,16 +12,19 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pallas_flash._arguments.implementation import check_implementation
+from pallas_flash._autodiff.vjp import splits_output
 from pallas_flash._execution import limits as _limits
 from pallas_flash._execution import tiles as choose
 from pallas_flash._execution.context import Choice
-from pallas_flash._execution.plan import NO_TILES, PassPlan, Plan
+from pallas_flash._execution.plan import NO_TILES, PassPlan, Plan, Wanted
 from pallas_flash._jax import compat
 from pallas_flash._jax import device as _device
 from pallas_flash._problem import configurations
 from pallas_flash._problem import features as _features
+from pallas_flash._problem.checks import is_number
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import FORWARD, KERNELS, TileSizes, describe, whose
 from pallas_flash._selection import tuned as cache
@@ -113,8 +116,13 @@ def resolve(problem: Problem, request: Request) -> Plan:
     )
 
 
-def explained(problem: Problem, plan: Plan, request: Request, method: Choice | None) -> Explanation:
-    """Return a plan in words; `method` says how devices share the sequence, if they do."""
+def explained(
+    problem: Problem, plan: Plan, request: Request, method: Choice | None, scale: Any
+) -> Explanation:
+    """Return a plan in words.
+
+    `method` says how devices share the sequence, if they do; `scale` is that of the call.
+    """
     forward, passes = plan.forward, (plan.forward, plan.backward)
     reasons = [forward.reason]
     if plan.backward.implementation != forward.implementation:
@@ -129,10 +137,26 @@ def explained(problem: Problem, plan: Plan, request: Request, method: Choice | N
     if request.tile_sizes is not None and request.implementation is None:
         by = (x.implementation for x in passes)
         reasons += configurations.effect(request.tile_sizes, *by)
+    if forward.implementation != "reference" and (when := _low_part(problem, scale)) is not None:
+        reasons.append(f"The low part of the output is a residual, as large as the output{when}.")
     refused = dict(forward.refused)
     return Explanation(
         forward.implementation, " ".join(reasons), refused, method, dict(_tiles_in_words(plan))
     )
+
+
+def _low_part(problem: Problem, scale: Any) -> str | None:
+    """Return when the backward reads the low part of the output, in words; None if never."""
+    given: dict[str, Any] = {
+        x: getattr(problem, x) is not None for x in ("bias", "sinks", "slopes")
+    }
+    given["scale"] = scale is not None and not is_number(scale)
+    if splits_output(problem, Wanted()):
+        return ""
+    if not splits_output(problem, Wanted(**given)):
+        return None
+    names = [f"`{x.replace('slopes', 'alibi_slopes')}`" for x, here in given.items() if here]
+    return f", where a gradient of {' or '.join(names)} is taken"
 
 
 def _tiles_in_words(plan: Plan) -> Iterator[tuple[str, str]]:

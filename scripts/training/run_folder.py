@@ -28,6 +28,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -56,7 +57,7 @@ VISIBLE_WITHIN = 60
 
 @contextlib.contextmanager
 def lock(path: Path):
-    """Hold the lock of a run folder; the file stays, and names the last process that held it.
+    """Hold the lock of a folder; the file stays, and names the last process that held it.
 
     The operating system releases the lock when the process ends, by a kill, too. A file system
     without locks is used with a warning.
@@ -73,11 +74,12 @@ def lock(path: Path):
             file.seek(0)
             raise UserError(
                 f"`out_dir` must be in no other run's use; got {str(path.parent)!r}, where "
-                f"{file.read().strip() or 'one'} trains: wait for its end, stop it, or pass "
+                f"{file.read().strip() or 'one'} works: wait for its end, stop it, or pass "
                 "another --out-dir."
             ) from None
         except OSError as error:
-            warn(f"{str(path)!r} cannot be locked ({error}): start no second run in this folder.")
+            said = f"{str(path)!r} cannot be locked ({error}): start no second run in this folder."
+            print(f"warning: {said}", file=sys.stderr, flush=True)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -8,6 +8,7 @@ Tokens are bytes, or those of a folder that `prepare_tokens.py` has written:
     generation_config.json               the token that ends a document
     tokens.json                          counts and a hash; written last
     .prepare_tokens/                     new files, until all are whole
+    .prepare_tokens.lock                 kept; locked while a process prepares tokens here
 
 About a tenth of the text is held out by whole files, chosen by a hash of their names, so that no
 file is on both sides. Run folders are no text and are left out.
@@ -40,7 +41,7 @@ FILE_SEPARATOR = b"\0"
 # Folders of the standard library with installed packages, tests, or generated tables.
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 NOT_SOURCE |= {"encodings", "pydoc_data"}
-TOKENS, NEW = "tokens.json", ".prepare_tokens"
+TOKENS, NEW, LOCK = "tokens.json", ".prepare_tokens", ".prepare_tokens.lock"
 SIDES = ("train", "held_out")
 # Type of the numbers that say where documents end.
 ENDS = "<i8"

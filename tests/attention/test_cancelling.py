@@ -13,7 +13,7 @@ import pytest
 from support import cases, oracle
 from support.judge import ROUNDING, SMALL, judge, program
 
-from pallas_flash import ScoreMod, attention
+from pallas_flash import ScoreMod, attention, explain
 
 
 @pytest.mark.parametrize("case", cases.CANCELLING, ids=lambda x: x.name.replace(" ", "-"))
@@ -58,6 +58,9 @@ KEPT = {
     "32 bits": ("sinks", dict(dtype=jnp.float32), False),
     "few keys": (None, dict(S=32), True),
     "few features": (None, dict(H=8), True),
+    "soft cap": (None, {}, True),
+    "score function": (None, {}, True),
+    "soft cap in 32 bits": (None, dict(dtype=jnp.float32), False),
 }
 
 
@@ -71,11 +74,18 @@ def test_low_part_is_kept_where_needed(name, implementation):
     v = jnp.ones((1, sizes["S"], N, V), dtype)
     x = jnp.ones((1, N, 1, 1) if argument == "bias" else () if argument == "scale" else N)
 
-    def call(q, k, v, x):
+    def call(q, k, v, x, attention=attention):
         options = {} if argument in (None, "operand") else {argument: x}
+        if "soft cap" in name:
+            options["logits_soft_cap"] = 30.0
+        if name == "score function":
+            options["score_mod"] = lambda s, b, h, q, k: s / 2
         if argument == "operand":
             options["score_mod"] = ScoreMod(lambda s, b, h, q, k, x: s * x[h], (x,))
         return attention(q, k, v, implementation=implementation, **options)
+
+    def explained(x):
+        return str(call(q, k, v, x, explain))
 
     def residuals(of):
         """How many arrays like the output the backward is given."""
@@ -83,5 +93,7 @@ def test_low_part_is_kept_where_needed(name, implementation):
         return sum(x.shape == (1, T, N, V) for x in jax.tree.leaves(pull))
 
     assert residuals((q, k, v, x)) == 1 + kept
+    assert ("The low part of the output is a residual" in explained(x)) is kept
+    assert ("where a gradient of" in explained(x)) is (kept and argument not in (None, "operand"))
     if argument is not None:
-        assert residuals((q, k, v)) == 1
+        assert residuals((q, k, v)) == 1 + (argument == "operand")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from scripts import prepare_tokens
 from scripts.prepare_tokens import END_TOKEN, main
 from scripts.training import text
 from scripts.training.processes import UserError
+from scripts.training.run_folder import lock
 from scripts.training.settings import TrainConfig
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -124,7 +126,7 @@ def test_given_tokenizer_begins_and_ends_documents(words, tmp_path, prepare):
     rows = sorted(all_of(documents_of, folder))
     assert rows == [[1, *[n + 69_902] * 9, 0] for n in range(3)]
     (words / "config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert prepare(tmp_path / "texts", "--tokenizer", words)[1]["end"] == 7
+    assert prepare(tmp_path / "texts", "--tokenizer", words, "--replace")[1]["end"] == 7
 
 
 @pytest.mark.parametrize("kept", ["truncation", "padding"])
@@ -152,7 +154,7 @@ def test_name_of_a_special_token_is_text(corpus, tmp_path, prepare, capsys):
     assert all_of(texts_of, folder) == [given] * 20
     out = capsys.readouterr().out
     assert f"name a special token, as {END_TOKEN}: it is text without --special-tokens" in out
-    prepare(*data, "--special-tokens")
+    prepare(*data, "--special-tokens", "--replace")
     documents = all_of(documents_of, folder)
     # A document ends where it ends, and not at each end token.
     assert [x.count(found["end"]) for x in documents] == [2] * 20
@@ -257,6 +259,44 @@ def test_tokens_of_another_tokenizer_stay(corpus, words, prepare):
     assert content_of(folder) == before
     assert prepare(*other, "--replace")[1]["vocab_size"] == 70_003
     assert content_of(folder).keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "of"),
+    [
+        ("w0 w2", "<end>", "another text or of other flags"),
+        ("w0 w123", "<end>", "another text"),
+        ("w0 w1", "<begin>", "another text or of other flags"),
+    ],
+)
+def test_tokens_of_another_text_stay(text, end, of, words, tmp_path, prepare):
+    def prepared(text, *flags):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n" + '{"text": ""}\n' * 9)
+        return prepare(tmp_path / "a.jsonl", "--tokenizer", words, *flags)[0]
+
+    first = "w0 w1", "--end-token", "<end>"
+    folder = prepared(*first)
+    before = content_of(folder)
+    with pytest.raises(SystemExit, match=f"--out-dir must have no tokens of {of}; got .*--replace"):
+        prepared(text, "--end-token", end)
+    assert content_of(folder) == before
+    # The same tokens again repair a damaged file.
+    (folder / "train.bin").write_bytes(b"")
+    assert content_of(prepared(*first)) == before
+    assert content_of(prepared(text, "--end-token", end, "--replace")) != before
+
+
+def test_folder_in_use_is_refused(corpus, prepare):
+    """A run removes what an earlier one has left unfinished."""
+    folder, _ = prepare(corpus, "--vocab-size", 300)
+    (folder / text.NEW).mkdir()
+    before = content_of(folder)
+    said = f"--out-dir must be in no other run's use; got .*, where process {os.getpid()} on .*:"
+    with lock(folder / text.LOCK), pytest.raises(SystemExit, match=said):
+        prepare(corpus, "--vocab-size", 300, "--replace")
+    assert content_of(folder) == before
+    assert (folder / text.NEW).exists()
+    prepare(corpus, "--vocab-size", 300)
 
 
 def test_tokens_without_their_tokenizer_stay(corpus, prepare):

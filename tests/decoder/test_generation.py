@@ -224,7 +224,7 @@ INF = float("inf")
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_limits_hold_at_their_edges(logits, sampling, kept, dtype):
-    logits = jnp.asarray([logits], dtype)
+    logits = jnp.asarray([logits], jnp.float32).astype(dtype)
     left = limited(logits, sampling)
     assert left.dtype == jnp.float32
     np.testing.assert_array_equal(np.flatnonzero(jax.nn.softmax(left)), kept)

@@ -77,6 +77,34 @@ def bad_derivatives():
             x=inputs(),
         )
 
+    # Older versions of JAX find by themselves that the scores do not depend on values.
+    newest = jax.__version_info__ >= (0, 12)
+    for name, jit in (("", lambda f: f), (", compiled", jax.jit)) if newest else ():
+        yield row_of(
+            f"transposed with max logits{name}",
+            lambda x, jit=jit: jax.linear_transpose(
+                jit(lambda v: pallas_flash.attention(**x | dict(value=v), return_max_logits=True)),
+                x["value"],
+            )((f32(2, 5, 6, 4), f32(2, 6))),
+            NotImplementedError,
+            "`return_max_logits` must be False where `jax.linear_transpose` transposes `attention`",
+            x=inputs(),
+        )
+
+
+def test_transpose_beside_the_residual():
+    """It is constant, so that its cotangent adds nothing."""
+    x = inputs()
+
+    def call(v, residual):
+        return pallas_flash.attention(**x | dict(value=v), return_residual=residual)
+
+    both, alone = (
+        jax.linear_transpose(lambda v, r=r: call(v, r), x["value"]) for r in (True, False)
+    )
+    do = call(x["value"], False)
+    assert jnp.array_equal(*both((do, f32(2, 5, 6))), *alone(do))
+
 
 ROWS = list(bad_derivatives())
 

@@ -88,8 +88,10 @@ def test_machine_code_of_folded_tiles(head_dim, monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", cases.default([128], [64, 128, 256]))
 def test_machine_code_of_query_splits(head_dim, is_causal, monkeypatch):
+    # Two CTAs compute a K/V tile at head dim 256, so SMs lack work up to half as many heads.
+    heads = 4 if head_dim == 256 else 8
     q, found, shares = (
-        shaped(1, 1024, 8, head_dim, dtype=jnp.bfloat16),
+        shaped(1, 1024, heads, head_dim, dtype=jnp.bfloat16),
         [],
         backward_splits.num_splits,
     )
@@ -230,7 +232,9 @@ def test_machine_code_of_the_backward_with(option, head_dim):
     # Beside delta two passes with a bias that threads read, where heads are large, or one and what
     # makes rows of sums.
     assert len(kernels) == 3
-    assert any("_backward" in name and loops for name, _, _, loops in kernels)
+    small = [f"{name}_mosaic_gpu_kernel" for name in READ_AT_A_TIME]
+    computing = [loops for name, _, _, loops in kernels if name not in small]
+    assert computing and all(computing)
     for name, _, _, loops in kernels:
         for loop in loops:
             assert loop.spills <= SPILLS.get((head_dim, option), 0), (name, loop.order)
