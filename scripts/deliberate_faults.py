@@ -7,7 +7,7 @@ sign, a term, a constant, two arguments. A mutant that lives is only told, becau
 
     python scripts/deliberate_faults.py
     python scripts/deliberate_faults.py --only 'band-*' ring-sends-backwards
-    python scripts/deliberate_faults.py --only 'pallas_flash/_masks.py:Band.*'
+    python scripts/deliberate_faults.py --only 'pallas_flash/_problem/masks.py:Band.*'
     python scripts/deliberate_faults.py --mutants 500 --seed 7 --jobs 8 --record faults.jsonl
     python scripts/deliberate_faults.py --choose faults.jsonl
     python scripts/deliberate_faults.py --validate 0.2 faults.jsonl --record validated.jsonl
@@ -63,7 +63,7 @@ from scripts.command import (
 from scripts.faults import mutation, records
 from scripts.faults.listed import LIST, ROOT, Fault, paths, problems, read
 from scripts.faults.records import Record
-from scripts.faults.trees import CAUGHT, LIVES, TIMEOUT, Outcome, Tree, copy_tree
+from scripts.faults.trees import CAUGHT, EXTENDED, LIVES, TIMEOUT, Outcome, Tree, copy_tree
 
 Attempt = Callable[[Tree, Fault], Outcome]
 
@@ -149,7 +149,7 @@ def attempt_chosen(chosen: Sequence[str]) -> Attempt:
         own = {path for name in fault.tests for path in paths(name, tree.path)}
         first = [x for x in chosen if x.split("::")[0] in own]
         rest = [x for x in chosen if x.split("::")[0] not in own]
-        return tree.attempt_with(fault, [x for x in (first, rest) if x])
+        return tree.attempt_with(fault, [[*EXTENDED, *x] for x in (first, rest) if x])
 
     return attempt
 
@@ -210,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by, held = records.split(lines, flags.validate, flags.seed)
         listed = read()
         faults = [x for x in [*listed, *mutation.every(listed)] if x.name in held]
+        print(f"{len(held)} faults are held back; {len(held) - len(faults)} no longer exist.")
         attempt = attempt_chosen(records.choose(by, default))
     stale = [problem for fault in faults for problem in problems(fault)]
     for problem in stale:

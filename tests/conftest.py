@@ -1,19 +1,9 @@
-"""The choice of tests, cheap compilation, and a count of kernel cases: skipping all shows a zero.
+"""Cheap compilation, fixtures, and a count of kernel cases: skipping all shows a zero."""
 
-`pytest` runs each test with every value of every parameter once: of three implementations and ten
-cases, ten pairs in which all thirteen occur. `pytest -m extended` runs the other combinations. So a
-new test needs no mark; what must always run together is one parameter,
-`parametrize(("case", "dtype"), [...])`. Where values are many and each takes seconds,
-`cases.default(chosen, values)` and `cases.parametrize(names=..., more=...)` leave the others to
-`-m extended`, too. `pytest -m gpu` runs all combinations of the tests marked `gpu`, on a GPU.
-"""
-
-import collections
 import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import os
 import sys
 import tempfile
@@ -30,6 +20,8 @@ import pytest
 from jax._src.interpreters import mlir
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from support import selection
 
 # Programs compile for seconds and run once, for milliseconds, so those that have not changed are
 # taken from an earlier run. JAX's key of a program has its text, its options and its compiler.
@@ -159,10 +151,7 @@ def pytest_configure(config):
             jax.config.update(name, value)
             # For the processes that tests start.
             os.environ[name.upper()] = str(value)
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; select with -m gpu")
-    config.addinivalue_line(
-        "markers", "extended: further values and combinations; select with -m extended"
-    )
+    selection.configure(config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -184,74 +173,8 @@ def pytest_ignore_collect(collection_path, config):
     return True if python and "mark.gpu" not in collection_path.read_text() else None
 
 
-def values(item):
-    """Yield the names of each `parametrize`, and which objects an item has for them."""
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        yield tuple((name.strip(), id(item.callspec.params[name.strip()])) for name in names)
-
-
-def needless(items):
-    """Return the items of one test without which every value of every parameter still occurs.
-
-    Kept is in turn the one with the most values that are new, of equals that whose values were kept
-    the least, of equals the first.
-    """
-    left, kept = {item: list(values(item)) for item in items}, collections.Counter()
-
-    def gain(item):
-        return sum(not kept[x] for x in left[item]), -sum(kept[x] for x in left[item])
-
-    # All values of a single parameter are needed, and there may be hundreds.
-    if {len(taken) for taken in left.values()} == {1}:
-        firsts = {taken[0]: item for item, taken in reversed(left.items())}
-        return [item for item, taken in left.items() if firsts[taken[0]] is not item]
-    while left and gain(best := max(left, key=gain))[0]:
-        kept.update(left.pop(best))
-    return [item for item in left if left[item]]
-
-
-def by_case(items):
-    """A file's tests of one case in a row: mostly one worker gets them, and what they share."""
-    places = {}
-
-    def place(item):
-        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-        return [places.setdefault(x, len(places)) for x in (item.path, (item.path, id(case)))]
-
-    return sorted(items, key=place)
-
-
-def with_long_ones_between(items):
-    """For a GPU: those that take the longest by far must not come at once, nor last.
-
-    And one process gets the first tests, so these are those that need much of its memory. Tests
-    without a case take longer than the others, and come before them.
-    """
-
-    def case_of(item):
-        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-        return getattr(case, "name", None)
-
-    def is_tuning(item):
-        return item.name == "test_on_a_gpu"
-
-    def is_long(item):
-        return is_tuning(item) or case_of(item) == "all features"
-
-    def place(item):
-        needs_memory = "sizes_beyond" in item.name
-        on_a_gpu = item.get_closest_marker("gpu") is not None
-        return not on_a_gpu, not is_tuning(item), not needs_memory, case_of(item) is not None
-
-    items = sorted(items, key=place)
-    long, others = ([item for item in items if is_long(item) == wanted] for wanted in (True, False))
-    every = len(others) * 3 // 4 // (len(long) or 1) + 1
-    for n, item in enumerate(others):
-        if n % every == 0 and long:
-            yield long.pop(0)
-        yield item
-    yield from long
+def pytest_addoption(parser):
+    selection.add_options(parser)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -260,22 +183,17 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(
             f"Ids must be the same in each process; got {addresses}. Add `ids`."
         )
-    for _, group in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
-        group = [x for x in group if not any(map(x.get_closest_marker, ("gpu", "extended")))]
-        for item in needless(group):
-            item.add_marker("extended")
-    expression = config.option.markexpr
-    chosen = {name for name in ("gpu", "extended") if name in expression}
-    kept, dropped = [], []
-    for item in items:
-        wanted = all(
-            item.get_closest_marker(name) is None or name in chosen for name in ("gpu", "extended")
-        )
-        (kept if wanted else dropped).append(item)
-    items[:] = by_case(kept)
-    if "gpu" in chosen:
-        items[:] = with_long_ones_between(items)
-    config.hook.pytest_deselected(items=dropped)
+    selection.select(config, items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["gate"] = node.config.gate
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    selection.remember(node.config, getattr(node, "workeroutput", {}))
 
 
 def pytest_collection_finish():
@@ -301,3 +219,4 @@ def pytest_terminal_summary(terminalreporter):
     reports = terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", [])
     ran = sum(name == _KERNEL_CASES for report in reports for name, _ in report.user_properties)
     terminalreporter.write_line(f"kernel cases that ran: {ran}")
+    selection.report(terminalreporter)

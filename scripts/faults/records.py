@@ -1,4 +1,4 @@
-"""What became of each fault, a line of JSON each, and which tests are worth most by that.
+"""Records: a line of JSON for each fault that was made, and the choice of tests by them.
 
 A line has the names of the fault and of its file, the outcome, the first test that was red and the
 seconds that this test takes when it is green.
@@ -102,7 +102,7 @@ def choose(lines: Iterable[dict[str, Any]], default: Sequence[str]) -> list[str]
     there, sees, seconds = set(default), defaultdict(set), {}
     for line in usable(lines):
         seconds[line["test"]] = line["seconds"] + OVERHEAD
-        # A file that cannot be imported is seen by each of its tests.
+        # Each test of a file tells that the file cannot be imported.
         if line["test"] in there:
             sees[line["test"]].add(line["fault"])
     chosen: dict[str, None] = {}

@@ -94,7 +94,7 @@ class Tree:
             first: tests that run before the files.
         """
         files = [path for name in fault.tests for path in paths(name, self.path)]
-        tries = [[*first]] if first else []
+        tries = [[*EXTENDED, *first]] if first else []
         if fault.keyword:
             tries.append(["-k", fault.keyword, *files])
         return self.attempt_with(fault, [*tries, files])
