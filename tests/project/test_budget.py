@@ -99,7 +99,11 @@ def test_wrong_options_are_a_sentence(tmp_path, monkeypatch, options, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.json").write_text('{"calibration": "7"}')
     options = dict(budget="other.json", unit="1 0.1", write_budget=False) | options
-    config = types.SimpleNamespace(option=types.SimpleNamespace(**options), rootpath=tmp_path)
+    config = types.SimpleNamespace(
+        option=types.SimpleNamespace(**options),
+        pluginmanager=types.SimpleNamespace(register=None),
+        rootpath=tmp_path,
+    )
     with pytest.raises(pytest.UsageError, match=re.escape(sentence)):
         budget.pytest_configure(config)
 

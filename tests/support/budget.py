@@ -35,7 +35,7 @@ def pytest_configure(config):
     if config.option.budget:
         config.pluginmanager.register(Meter(config))
     elif config.option.unit or config.option.write_budget:
-        raise pytest.UsageError("`--unit` and `--write-budget` need `--budget`, which names a file.")
+        raise pytest.UsageError("`--unit` and `--write-budget` need `--budget`.")
 
 
 def used():
