@@ -20,6 +20,7 @@ import pytest
 from jax._src.interpreters import mlir
 
 sys.path.insert(0, str(Path(__file__).parent))
+pytest_plugins = ["support.budget"]
 
 from support import selection
 
@@ -188,7 +189,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    node.workerinput["gate"] = node.config.gate
+    node.workerinput["changed"] = node.config.changed
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -54,10 +54,10 @@ def attention_fn(
     """Compute `pallas_flash.attention` with the arguments of Flax's `dot_product_attention`.
 
     Give it as `attention_fn` to `nnx.MultiHeadAttention` or `linen.MultiHeadDotProductAttention`;
-    bind with `functools.partial` what those modules do not pass. nnx (Flax 0.12.5 or newer) passes
-    `is_causal` in every call, so that a bound one has no effect there: call
-    `layer(x, is_causal=True)`. This function takes every keyword of Flax's functions, linen's and
-    nnx's, and honours it or raises. It differs from them in this:
+    bind with `functools.partial` what those modules do not pass. nnx passes `is_causal` in every
+    call, so that a bound one has no effect there: call `layer(x, is_causal=True)`. This function
+    takes every keyword of Flax's functions, linen's and nnx's, and honours it or raises. It differs
+    from them in this:
 
     - a query that may see no key gives zeros and zero gradients, where Flax gives the mean of
       `value`;

@@ -1,8 +1,8 @@
 """Which of the collected tests run.
 
-    pytest               the gate: the tests of .ci/gate-items.txt, which see deliberate faults;
-                         of a file that has none there, the default selection
-    pytest --changed     also the default selection of the folders that a change touches
+    pytest               -m gate: the tests of .ci/gate-items.txt, which see deliberate faults; of
+                         a file that has none there, the default selection
+    pytest --changed     what else the default selection has of folders that a change touches
     pytest tests/masks   the default selection of what is named, also by -k
     pytest -m default    the default selection: each test with every value of every parameter once
     pytest -m extended   the other combinations
@@ -26,6 +26,7 @@ from support import children
 ROOT = pathlib.Path(__file__).parents[2]
 GATE = ROOT / ".ci" / "gate-items.txt"
 MARKS = {
+    "gate": "sees a deliberate fault, or stands for a file; what runs by default",
     "gpu": "needs an NVIDIA GPU; select with -m gpu",
     "extended": "further values and combinations; select with -m extended",
     "default": "every value of every parameter once; select with -m default",
@@ -40,24 +41,27 @@ def add_options(parser):
         nargs="?",
         const="",
         metavar="BASE",
-        help="also the default tests of what has changed since a commit: $GATE_BASE, else where "
-        "the branch left origin/main, else HEAD~1",
+        help="the default tests, without those of the gate, of what has changed since a commit: "
+        "$GATE_BASE, else where the branch left origin/main, else HEAD~1",
     )
 
 
 def configure(config):
-    """Set `config.gate`: None, or what the gate's default tests are of besides its list."""
+    """Choose the gate's tests if nothing else is asked for, and look for what has changed."""
     for name, meaning in MARKS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
-    config.missing_gate_items = 0
+    config.changed, config.missing_gate_items = None, 0
     if hasattr(config, "workerinput"):
-        config.gate = config.workerinput["gate"]
+        config.changed = config.workerinput["changed"]
         return
-    option, config.gate = config.option, None
-    if config.args_source != config.ArgsSource.ARGS and not (option.keyword or option.markexpr):
-        config.gate = [] if option.changed is None else touched(changed_files(option.changed))
-    elif option.changed is not None:
+    option = config.option
+    named = config.args_source == config.ArgsSource.ARGS or option.keyword or option.markexpr
+    if option.changed is None:
+        option.markexpr = option.markexpr if named else "gate"
+    elif named:
         raise pytest.UsageError("--changed must be without names of tests, -k and -m.")
+    else:
+        config.changed = touched(changed_files(option.changed))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -150,11 +154,20 @@ def select(config, items):
             item.get_closest_marker(name) is None or name in chosen for name in ("gpu", "extended")
         )
     ]
-    if config.gate is not None:
-        listed = GATE.read_text(encoding="utf-8") if GATE.exists() else ""
-        kept, config.missing_gate_items = of_gate(kept, listed, config.gate)
+    listed = GATE.read_text(encoding="utf-8") if GATE.exists() else ""
+    gate, missing = of_gate([x for x in kept if x.get_closest_marker("default")], listed)
+    for item in gate:
+        item.add_marker("gate")
+    if expression == "gate":
+        config.missing_gate_items = missing
         if hasattr(config, "workeroutput"):
-            config.workeroutput["missing_gate_items"] = config.missing_gate_items
+            config.workeroutput["missing_gate_items"] = missing
+    if config.changed is not None:
+        kept = [
+            item
+            for item in kept
+            if item.nodeid.startswith((*config.changed,)) and not item.get_closest_marker("gate")
+        ]
     wanted = {*map(id, kept)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in wanted])
     items[:] = by_case(kept)
@@ -166,22 +179,19 @@ def select(config, items):
 # The gate.
 
 
-def of_gate(items, listed, touched=()):
+def of_gate(items, listed):
     """Return the items of the gate, and how many tests of the list no longer exist.
 
     Args:
         items: the default selection.
         listed: the text of the list.
-        touched: beginnings of the names of items that run, too.
     """
     names = {line for line in listed.splitlines() if line and not line.startswith("#")}
     files = {name.split("::")[0] for name in names}
     kept = [
         item
         for item in items
-        if item.nodeid in names
-        or item.nodeid.split("::")[0] not in files
-        or item.nodeid.startswith((*touched,))
+        if item.nodeid in names or item.nodeid.split("::")[0] not in files
     ]
     # A file without items is skipped as a whole on this version of JAX.
     collected = {item.nodeid.split("::")[0] for item in items}
@@ -247,10 +257,10 @@ def remember(config, output):
 
 
 def report(terminalreporter):
-    """Write which tests ran, if these were the gate's."""
+    """Write what has changed, and which tests of the gate's list are gone."""
     config = terminalreporter.config
-    if config.gate:
-        terminalreporter.write_line(f"and default tests of: {' '.join(config.gate)}")
+    if config.changed is not None:
+        terminalreporter.write_line(f"what changed: {' '.join(config.changed) or 'nothing'}")
     if config.missing_gate_items:
         terminalreporter.write_line(
             f"{config.missing_gate_items} gate items no longer exist; the nightly run rewrites the "
