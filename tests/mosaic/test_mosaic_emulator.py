@@ -291,7 +291,7 @@ KINDS = [
     "no wait for products",
     "an arrival too few, dq",
     "slots are refilled when one of two has used them",
-    "keys of a mask are moved, backward",
+    "a tile is moved, dbias",
     "a mask moved by one",
 ]
 
