@@ -62,7 +62,9 @@ def test_max_logits_of_other_head_dims(head_dim, value_dim, kernel_case):
 
 @pytest.mark.parametrize(
     "name",
-    cases.default(["everything at once"], ["full", "everything at once", "soft cap", "sinks"]),
+    cases.default(
+        ["full", "everything at once"], ["full", "everything at once", "soft cap", "sinks"]
+    ),
 )
 def test_max_logits_of_decoding(name, kernel_case):
     """Splits of the keys, and the consumers of a split, have maxima of their own."""
