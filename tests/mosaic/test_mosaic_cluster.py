@@ -43,7 +43,7 @@ def assert_right(case, dtype="bfloat16"):
 
 
 # Each stands for a way in which CTA 1 learns of something.
-FEATURES = ["lengths of zero", "blocks and predicate", "all features"]
+FEATURES = ["lengths of zero", "blocks and predicate", "dropout", "all features"]
 # Queries take a negative scale before the kernels are called.
 SERVED = [
     case for case in map(cases.BY_NAME.get, cases.SERVED_ON_HOPPER) if case.name != "negative scale"
