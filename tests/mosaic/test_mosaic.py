@@ -191,6 +191,7 @@ FEATURES = [
     "mask with empty tiles",
     "blocks and predicate",
     "mask and function of heads",
+    "bias of minus infinity",
     "dropout",
     "all features",
 ]
