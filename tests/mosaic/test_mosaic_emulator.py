@@ -291,7 +291,7 @@ KINDS = [
     "no wait for products",
     "an arrival too few, dq",
     "slots are refilled when one of two has used them",
-    "a tile is moved, dbias",
+    "keys of a mask are moved, backward",
     "a mask moved by one",
 ]
 
