@@ -8,6 +8,7 @@ import importlib
 import pathlib
 
 from support.calls import NEWER, refusal
+from support.repository import assert_none, nodes
 
 import pallas_flash
 
@@ -38,7 +39,7 @@ def test_every_raise_has_a_row():
     written = {
         (path, node.lineno): range(node.lineno, node.end_lineno + 1)
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Raise)
     }
     reached = set()
@@ -51,10 +52,9 @@ def test_every_raise_has_a_row():
             file = pathlib.Path(traceback.tb_frame.f_code.co_filename)
             reached.add((file, traceback.tb_lineno))
             error = error.__cause__
-    without = [
+    assert len(written) > 20
+    assert_none(
         f"{file}:{line}"
         for (file, line), lines in written.items()
         if not any((file, hit) in reached for hit in lines)
-    ]
-    assert len(written) > 20
-    assert not without
+    )

@@ -8,8 +8,7 @@ from support.calls import (
     PER_HEAD,
     POSITIONS,
     Row,
-    check,
-    each,
+    assert_each,
     f32,
     given,
     inputs,
@@ -170,6 +169,5 @@ ROWS = [
 ]
 
 
-@each(ROWS)
-def test_error_message(row):
-    check(row)
+def test_error_messages():
+    assert_each(ROWS)

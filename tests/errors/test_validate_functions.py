@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from support.calls import Row, check, each, f32, given
+from support.calls import Row, assert_each, f32, given
 
 from pallas_flash import Predicate, ScoreMod
 
@@ -180,6 +180,5 @@ def bad_operands():
 ROWS = [*bad_score_functions(), *bad_predicates(), *bad_operands()]
 
 
-@each(ROWS)
-def test_error_message(row):
-    check(row)
+def test_error_messages():
+    assert_each(ROWS)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.calls import check, each, f32, i32, inputs, normal, numbers, row_of
+from support.calls import assert_each, f32, i32, inputs, normal, numbers, row_of
 
 import pallas_flash
 from pallas_flash import Predicate, ScoreMod
@@ -109,9 +109,8 @@ def test_transpose_beside_the_residual():
 ROWS = list(bad_derivatives())
 
 
-@each(ROWS)
-def test_error_message(row):
-    check(row)
+def test_error_messages():
+    assert_each(ROWS)
 
 
 def scanned(function):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.calls import NEWER, Row, check, each, f32, given, inputs
+from support.calls import NEWER, Row, assert_each, f32, given, inputs
 
 import pallas_flash
 from pallas_flash import Predicate
@@ -195,6 +195,5 @@ def symbolic():
 ROWS = [*not_served(), *not_served_on_hopper(), *bad_context(), *symbolic()]
 
 
-@each(ROWS)
-def test_error_message(row):
-    check(row)
+def test_error_messages():
+    assert_each(ROWS)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from support.calls import Row, check, each, f32, i32
+from support.calls import Row, assert_each, f32, i32
 
 from pallas_flash import (
     BlockCausal,
@@ -211,6 +211,5 @@ def bad_mask_objects():
 ROWS = list(bad_mask_objects())
 
 
-@each(ROWS)
-def test_error_message(row):
-    check(row)
+def test_error_messages():
+    assert_each(ROWS)

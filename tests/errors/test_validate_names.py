@@ -6,7 +6,7 @@ import re
 
 import jax
 import pytest
-from support.calls import Row, check, each, f32, i32, inputs
+from support.calls import Row, assert_each, f32, i32, inputs
 
 import pallas_flash
 from pallas_flash._arguments import other_libraries
@@ -75,9 +75,8 @@ def unknown():
 ROWS = [*unknown()]
 
 
-@each(ROWS)
-def test_unknown_keyword_raises_one_sentence(row):
-    check(row)
+def test_unknown_keywords_raise_one_sentence():
+    assert_each(ROWS)
 
 
 def test_unknown_array_names_are_reported_first():

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.calls import PER_HEAD, Row, check, each, f32, given, i32, of_dtypes, row_of
+from support.calls import PER_HEAD, Row, assert_each, f32, given, i32, of_dtypes, row_of
 
 import pallas_flash
 
@@ -132,6 +132,5 @@ ROWS = [
 ]
 
 
-@each(ROWS)
-def test_error_message(row):
-    check(row)
+def test_error_messages():
+    assert_each(ROWS)

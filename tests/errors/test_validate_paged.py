@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.calls import Row, each, refusal, row_of
+from support.calls import Row, assert_each, refusal, row_of
 
 import pallas_flash
 
@@ -252,10 +252,13 @@ def of_pages():
 ROWS = list(of_pages())
 
 
-@each(ROWS)
-def test_call_is_refused(row):
+def is_refused(row):
     sentence = str(refusal(row))
     assert row.fragment in sentence and sentence.endswith("."), sentence
+
+
+def test_calls_are_refused():
+    assert_each(ROWS, is_refused)
 
 
 def test_the_call_itself_is_served():

@@ -6,8 +6,7 @@ from support.calls import (
     LENGTHS,
     POSITIONS,
     Row,
-    check,
-    each,
+    assert_each,
     given,
     i32,
     of_dtypes,
@@ -211,6 +210,5 @@ ROWS = [
 ]
 
 
-@each(ROWS)
-def test_error_message(row):
-    check(row)
+def test_error_messages():
+    assert_each(ROWS)

@@ -4,7 +4,7 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
-from support.calls import NEWER, Row, check, each, inputs
+from support.calls import NEWER, Row, assert_each, inputs
 
 from pallas_flash import tuning
 from pallas_flash.tuning import Tile, TileSizes
@@ -215,6 +215,5 @@ ROWS = [
 ]
 
 
-@each(ROWS)
-def test_error_message(row):
-    check(row)
+def test_error_messages():
+    assert_each(ROWS)

@@ -31,6 +31,10 @@ from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.scores import FUNCTIONS
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
 
+# Both orders of sums, of which another test has the second one by default.
+one_pass = pytest.mark.parametrize(
+    "in_order", cases.default([False], [False, True]), ids=["one-pass", "in-order"]
+)
 # A negative sign goes to the queries before the kernels.
 IN_KERNELS = [name for name in cases.HEADS_ON_HOPPER if name != "negative scale"]
 # Some of them, for the other tiles that larger heads have.
@@ -227,7 +231,7 @@ def test_numbers_of_other_head_dims(head_dim, value_dim, in_order, kernel_case):
     judge_both(case, in_order)
 
 
-@in_order
+@one_pass
 @cases.parametrize(names=["everything at once"], more=["dropout", "large scores"])
 def test_another_forward_may_come_before(case, in_order, monkeypatch, kernel_case):
     """The forward is that of "triton", as where "mosaic" is chosen for the backward alone."""
@@ -243,7 +247,7 @@ def test_largest_additive_mask(kernel_case):
     large_scores.check(args, emulated(large_scores.problem(*args)))
 
 
-@pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])
+@one_pass
 def test_gradient_of_the_scale(in_order):
     problem = cases.BY_NAME["scale"].problem("bfloat16")
     got = gradient_of_the_scale(problem, in_order)

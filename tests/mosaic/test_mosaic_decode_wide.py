@@ -26,10 +26,11 @@ OPTIONS = {
     "sinks": lambda random, case: dict(sinks=jnp.linspace(-3.0, 8.0, case.N)),
     "large scores": lambda random, case: dict(scale=jnp.float32(40.0)),
 }
+OPTIONS["offsets and sinks"] = cases._together(OPTIONS["offsets"], OPTIONS["sinks"])
 
 
 @pytest.mark.parametrize(
-    "name", cases.default(["offsets", "no key", "sinks", "large scores"], OPTIONS)
+    "name", cases.default(["offsets and sinks", "no key", "large scores"], OPTIONS)
 )
 def test_numbers_of_one_query(name, kernel_case):
     """Parts of the keys have results of their own, and some parts have no visible key."""

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from support import cases, oracle, ttir
 from support.described_gpus import described_gpu
-from support.repository import PUBLIC, ROOT
+from support.repository import PUBLIC, ROOT, assert_none, read
 
 import pallas_flash
 from pallas_flash._backends.triton import backward_dkv
@@ -68,7 +68,7 @@ def run(page):
 
 
 def _run(page):
-    text, namespace, printed = page.read_text(), {"__name__": page.name}, []
+    text, namespace, printed = read(page), {"__name__": page.name}, []
     for block in BLOCK.finditer(text):
         if page in RECIPES:
             namespace = {"__name__": page.name}
@@ -108,7 +108,7 @@ def test_explain_prints_what_the_first_page_shows():
     if not compat.has_mosaic_gpu():
         pytest.skip("JAX is too old for the tiles of the kernels for Hopper")
     page = run(README)[0]
-    (shown,) = re.findall(r"^```text\n(.*?)^```", README.read_text(), re.M | re.S)
+    (shown,) = re.findall(r"^```text\n(.*?)^```", read(README), re.M | re.S)
     with described_gpu("NVIDIA H200"):
         told = pallas_flash.explain(*(page[name] for name in "qkv"), is_causal=True)
     assert f"{told}\n" == shown
@@ -117,7 +117,7 @@ def test_explain_prints_what_the_first_page_shows():
 def test_first_pages_list_the_same_gpus():
     """The README is not on the site, and the site's first page is not in an sdist's description."""
     tables = [
-        re.findall(r"^\|.*Triton.*$", page.read_text(), re.M)
+        re.findall(r"^\|.*Triton.*$", read(page), re.M)
         for page in (README, ROOT / "docs" / "index.md")
     ]
     assert tables[0] == tables[1] != []
@@ -125,7 +125,7 @@ def test_first_pages_list_the_same_gpus():
 
 def headings(page):
     """Their anchors, as repositories and the site make them."""
-    text = re.sub(r"^(```+).*?^\1", "", page.read_text(), flags=re.M | re.S)
+    text = re.sub(r"^(```+).*?^\1", "", read(page), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -135,18 +135,17 @@ def test_links_lead_to_headings():
     links = [
         (page, (page.parent / path).resolve() if path else page, anchor)
         for page in PAGES
-        for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text())
+        for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", read(page))
     ]
     known = {target: headings(target) for _, target, _ in links}
     # The site has an anchor for each name.
     known[ROOT / "docs" / "reference.md"] |= set(documented())
-    dead = [(x.name, y.name, anchor) for x, y, anchor in links if anchor not in known[y]]
-    assert not dead
+    assert_none(f"{x.name}: {y}#{anchor}" for x, y, anchor in links if anchor not in known[y])
 
 
 def documented():
     """The names whose docstrings the reference shows."""
-    text = (ROOT / "docs" / "reference.md").read_text()
+    text = read(ROOT / "docs" / "reference.md")
     entries = re.findall(r"^::: (\S+)\n(?:    options:\n(?:      heading: (\S+)\n)?)?", text, re.M)
     return [heading or name for name, heading in entries]
 
@@ -156,13 +155,13 @@ def test_the_reference_has_all_that_is_public():
 
 
 def test_the_reference_links_every_entry():
-    text = (ROOT / "docs" / "reference.md").read_text()
+    text = read(ROOT / "docs" / "reference.md")
     linked = set(re.findall(r"\]\(#(pallas_flash\.\S+)\)", text))
     assert linked == {name for name in documented() if ".tuning." not in name}
 
 
 def test_the_site_shows_every_page():
-    shown = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    shown = re.findall(r": ([\w/-]+\.md)$", read(ROOT / "mkdocs.yml"), re.M)
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path != README]
     assert sorted(shown) == sorted(pages)
 
@@ -203,7 +202,7 @@ def test_show_prints_what_the_page_about_tuning_shows(monkeypatch, tmp_path, cap
     monkeypatch.setattr(sys, "argv", ["tune", "--show"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "pallas_flash" / "tune.py"), run_name="__main__")
-    page = (ROOT / "docs" / "tuning.md").read_text()
+    page = read(ROOT / "docs" / "tuning.md")
     (shown,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
     printed = re.sub(
         r"jax [\d.]+, kernels \w+", "jax 0.11.2, kernels 0a1b2c3d", capsys.readouterr().out
@@ -220,7 +219,7 @@ DRAWING = [MASKS, ROOT / "docs" / "scaling.md"]
 
 
 def pictures_of(page):
-    return re.findall(r"\]\(images/(.*?)\)", page.read_text())
+    return re.findall(r"\]\(images/(.*?)\)", read(page))
 
 
 @pytest.mark.parametrize(
@@ -253,11 +252,13 @@ def test_every_picture_is_drawn_by_a_page():
 
 
 def test_functions_that_are_pointed_at_exist():
-    links = re.findall(r"\[`(\w+)`\]\((\.\./pallas_flash/[\w/]+\.py)\)", ALGORITHM.read_text())
+    links = re.findall(r"\[`(\w+)`\]\((\.\./pallas_flash/[\w/]+\.py)\)", read(ALGORITHM))
     assert len(links) >= 15
-    for name, path in links:
-        source = (ALGORITHM.parent / path).read_text()
-        assert re.search(rf"^\s*(?:def|class) {name}\b", source, re.M), (name, path)
+    assert_none(
+        f"{path}: {name}"
+        for name, path in links
+        if not re.search(rf"^\s*(?:def|class) {name}\b", read(ALGORITHM.parent / path), re.M)
+    )
 
 
 def problem(T=37, S=53, N=1, K=1, H=16, V=10, seed=0):
@@ -334,7 +335,7 @@ def test_the_drawn_mask_is_the_kernels():
     np.testing.assert_array_equal(mask.allowed(0, 0, at[:, None], at), allowed)
     # The four numbers that the page gives for the last row of tiles.
     assert mask.kv_ranges(side, side)[0, -1].tolist() == [0, 1, 3, 4]
-    assert "in the last row 0, 1, 3, 4." in ALGORITHM.read_text()
+    assert "in the last row 0, 1, 3, 4." in read(ALGORITHM)
 
 
 # ------------------------------------------------------------------------------------------------

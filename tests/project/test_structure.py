@@ -9,8 +9,18 @@ import re
 import typing
 
 import jax
-import pytest
-from support.repository import IMPORTS, MODULES, PUBLIC, ROOT, imported, inside, module_of
+from support.repository import (
+    MODULES,
+    PUBLIC,
+    ROOT,
+    assert_none,
+    imported,
+    imports,
+    inside,
+    module_of,
+    nodes,
+    read,
+)
 
 import pallas_flash
 import pallas_flash.flax
@@ -56,35 +66,40 @@ PACKAGE = [name for name in MODULES if name.split(".")[0] == "pallas_flash"]
 
 
 def test_no_imports_form_a_circle():
-    graphlib.TopologicalSorter(IMPORTS).prepare()
+    graphlib.TopologicalSorter(imports()).prepare()
 
 
-@pytest.mark.parametrize("module", IMPORTS)
-def test_a_module_imports_from_its_layer_or_below(module):
-    layer = layer_of(module)
-    assert not {name for name in IMPORTS[module] if layer_of(name) < layer}
+def test_modules_import_from_their_layer_or_below():
+    layers = {module: layer_of(module) for module in imports()}
+    assert_none(
+        f"{module} imports {name}"
+        for module, names in imports().items()
+        for name in names
+        if layers[name] < layers[module]
+    )
 
 
 def test_no_backend_imports_another():
     def backend(name):
         return next((x for x in BACKENDS if inside(name).startswith(x)), None)
 
-    imports = [(module, name) for module in PACKAGE for name in IMPORTS[module]]
-    of_backends = [(x, y) for x, y in imports if backend(x) and backend(y)]
-    assert not [(x, y) for x, y in of_backends if backend(x) != backend(y)]
+    pairs = [(module, name) for module in PACKAGE for name in imports()[module]]
+    of_backends = [(x, y) for x, y in pairs if backend(x) and backend(y)]
+    assert_none(f"{x} imports {y}" for x, y in of_backends if backend(x) != backend(y))
     # Modules of a folder import each other, so that the rule is about something.
     assert {backend(x) for x, _ in of_backends} == {*BACKENDS} - {"_backends.reference"}
-    assert {backend(y) for _, y in imports} == {*BACKENDS, None}
+    assert {backend(y) for _, y in pairs} == {*BACKENDS, None}
 
 
 def test_no_test_module_imports_another():
     """Shared code of tests is in tests/support."""
-    importing = {
-        module
+    assert_none(
+        f"{module} imports {name}"
         for module, path in MODULES.items()
-        if module.startswith("tests.") and any(x.startswith("test_") for x in imported(path))
-    }
-    assert not importing
+        if module.startswith("tests.")
+        for name in imported(path)
+        if name.startswith("test_")
+    )
 
 
 def test_one_module_of_the_tests_starts_processes():
@@ -107,20 +122,23 @@ def test_names_that_move_between_versions_of_jax_are_imported_in_one_place():
 def used_by(folder):
     """The names that modules of a folder import or take from a module, each with its module."""
     for module in [name for name in MODULES if name.split(".")[0] == folder]:
-        tree = ast.parse(MODULES[module].read_text())
-        names = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        yield from ((module, name) for name in [*imported(MODULES[module]), *names])
+        path = MODULES[module]
+        names = [ast.unparse(node) for node in nodes(path) if isinstance(node, ast.Attribute)]
+        yield from ((module, name) for name in [*imported(path), *names])
 
 
-@pytest.mark.parametrize("folder", ["models", "scripts"])
-def test_models_and_scripts_use_what_is_public(folder):
-    used = list(used_by(folder))
-    ours = [x for x in used if x[1].split(".")[0] == "pallas_flash"]
-    assert ours and not [x for x in ours if re.search(r"\._[^_]", x[1])]
-    above = {"tests"} if folder == "scripts" else {"tests", "scripts"}
-    assert not [x for x in used if module_of(x[1]) and x[1].split(".")[0] in above]
-    if folder == "models":
-        assert not [x for x in used if "dot_product_attention" in x[1]]
+def test_models_and_scripts_use_what_is_public():
+    offenders = []
+    for folder, above in (("scripts", {"tests"}), ("models", {"tests", "scripts"})):
+        used = list(used_by(folder))
+        ours = [(x, name) for x, name in used if name.split(".")[0] == "pallas_flash"]
+        assert ours
+        offenders += [(x, name) for x, name in ours if re.search(r"\._[^_]", name)]
+        theirs = [(x, name) for x, name in used if name.split(".")[0] in above]
+        offenders += [(x, name) for x, name in theirs if module_of(name)]
+        if folder == "models":
+            offenders += [(x, name) for x, name in used if "dot_product_attention" in name]
+    assert_none(f"{module} uses {name}" for module, name in offenders)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -180,9 +198,8 @@ def test_overloads_have_the_keywords_of_attention():
     assert options.keys() == ours.keys() - spelt_out
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_names_have_docstrings(name):
-    thing = PUBLIC[name]
+def without_docstring(thing):
+    """Yield the names of a public thing and of its methods that have no docstring."""
     # The base classes of mask objects say what their methods do.
     bases = {*dir(Joinable), *dir(NumberLeaf)}
     methods = [
@@ -192,36 +209,49 @@ def test_public_names_have_docstrings(name):
     ]
     for x in [thing, *filter(callable, methods)]:
         # A dataclass without one is given its signature.
-        assert x.__doc__
-        assert not x.__doc__.startswith(f"{x.__name__}(")
+        if not x.__doc__ or x.__doc__.startswith(f"{x.__name__}("):
+            yield x.__name__
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_docstrings_explain_every_parameter(name):
-    thing = PUBLIC[name]
+def test_public_names_have_docstrings():
+    assert_none(f"{name}: {x}" for name in PUBLIC for x in without_docstring(PUBLIC[name]))
+
+
+def undocumented(thing):
+    """Return the parameters that a docstring does not explain."""
+    docstring = inspect.getdoc(thing) or ""
+    if thing is pallas_flash.explain and "arguments of `attention`" in docstring:
+        return []
     if dataclasses.is_dataclass(thing):
         names = [field.name for field in dataclasses.fields(thing)]
-    elif thing is pallas_flash.explain:
-        assert "arguments of `attention`" in thing.__doc__
-        return
     else:
         names = [name for name in parameters(thing) if name not in ("self", "args", "kwargs")]
-    entries = re.findall(r"^\s+\*{0,2}(\w[\w, ]*?)(?: \([^)]*\))?: ", inspect.getdoc(thing), re.M)
+    entries = re.findall(r"^\s+\*{0,2}(\w[\w, ]*?)(?: \([^)]*\))?: ", docstring, re.M)
     documented = {name for entry in entries for name in entry.split(", ")}
-    assert not set(names) - documented
+    return [name for name in names if name not in documented]
 
 
-@pytest.mark.parametrize("name", [x for x in MODULES if not x.startswith("tests")])
-def test_functions_have_80_lines_at_most(name):
-    long = []
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
-        if isinstance(node, ast.FunctionDef):
-            # A docstring is the first statement; its lines do not count.
-            first = node.body[min(ast.get_docstring(node) is not None, len(node.body) - 1)]
-            head = node.body[0].lineno - node.lineno
-            if head + node.end_lineno - first.lineno + 1 > 80:
-                long.append(node.name)
-    assert not long
+def test_docstrings_explain_every_parameter():
+    assert_none(f"{name}: {x}" for name in PUBLIC for x in undocumented(PUBLIC[name]))
+
+
+OURS = {name: path for name, path in MODULES.items() if not name.startswith("tests")}
+
+
+def length(function):
+    """The lines of a function, without those of its docstring, which is its first statement."""
+    first = function.body[min(ast.get_docstring(function) is not None, len(function.body) - 1)]
+    head = function.body[0].lineno - function.lineno
+    return head + function.end_lineno - first.lineno + 1
+
+
+def test_functions_have_80_lines_at_most():
+    assert_none(
+        f"{name}.{node.name}: {length(node)} lines"
+        for name, path in OURS.items()
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef) and length(node) > 80
+    )
 
 
 # Calls that open a file of text, unless they name the mode of a binary one; and two that do not.
@@ -231,7 +261,7 @@ OTHERS = {"os.open", "self._checkpoints.open"}
 
 def without_encoding(path):
     """Yield the calls that read or write text in the encoding of the locale."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) not in OTHERS:
             names = {x.arg for x in node.keywords}
             binary = re.search("'[rwxa+]*b[rwxa+]*'", ast.unparse(node))
@@ -242,9 +272,8 @@ def without_encoding(path):
 
 def test_text_files_are_utf_8():
     """Of the package, models, scripts and pages; a user's locale may be another."""
-    paths = [path for name, path in MODULES.items() if not name.startswith("tests")]
-    paths += (ROOT / "docs").glob("*.py")
-    assert not [place for path in paths for place in without_encoding(path)]
+    paths = [*OURS.values(), *(ROOT / "docs").glob("*.py")]
+    assert_none(place for path in paths for place in without_encoding(path))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -257,17 +286,16 @@ MENTIONS = [*DOCUMENTS, *MODULES.values()]
 
 def paths_in(path):
     """Yield the paths that a file mentions."""
-    text = path.read_text()
     # Code has other words with a slash; there only names of files are paths.
     ending = r"\w" if path in DOCUMENTS else r"\.(?:py|md|toml|sh|txt)\b"
-    yield from re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*{ending}", text)
+    yield from re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*{ending}", read(path))
     if path.suffix == ".md":
-        for link in re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", text):
+        for link in re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", read(path)):
             yield str((path.parent / link).relative_to(ROOT))
 
 
 def test_paths_that_are_mentioned_exist():
     mentioned = [(str(x.relative_to(ROOT)), name) for x in MENTIONS for name in paths_in(x)]
-    assert not [(x, name) for x, name in mentioned if not (ROOT / name).exists()]
+    assert_none(f"{x}: {name}" for x, name in mentioned if not (ROOT / name).exists())
     # In documents and in code.
     assert {x.endswith(".md") for x, _ in mentioned} == {True, False}

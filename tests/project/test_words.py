@@ -5,8 +5,7 @@ import io
 import re
 import tokenize
 
-import pytest
-from support.repository import MODULES, ROOT
+from support.repository import MODULES, assert_none, nodes, read
 
 # Beginnings of a sentence that has no subject.
 BEGINNINGS = re.compile(r"(?:^|[.?!] +)(That of|Those|What|Who|Of|So many|Likewise)\b")
@@ -16,23 +15,18 @@ REPLACED = re.compile(
     r"|(?<!for )\bexamples?\b(?!:)|\b(?:un)?seen\b|\bcores?\b"
     r"|\b(?:alive|reflexive|zigzag|worklists?)\b"
 )
-FILES = [
-    str(path.relative_to(ROOT))
-    for name, path in MODULES.items()
-    if name.split(".")[0] in ("pallas_flash", "models", "scripts")
-]
 
 
-def texts(source):
+def texts(path):
     """Yield (line, text) of each docstring, and of each run of comments."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(path):
         kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-            prose = text.split("Example:\n")
+        if isinstance(node, kinds) and (docstring := ast.get_docstring(node)):
+            prose = docstring.split("Example:\n")
             code = re.compile(r"^ *(?:>>>|\.\.\.).*$|`[^`]*`", re.M)
             yield getattr(node, "lineno", 1), code.sub("x", "Example:\n".join(prose))
     run, last = [], 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokenize.generate_tokens(io.StringIO(read(path)).readline):
         if token.type == tokenize.COMMENT:
             line = token.start[0]
             if run and line != last + 1:
@@ -44,13 +38,13 @@ def texts(source):
         yield last, " ".join(run)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_words_of_comments_and_docstrings(name):
-    found = [
+def test_words_of_comments_and_docstrings():
+    assert_none(
         f"{name}:{line}: {match[0].strip()}"
-        for line, text in texts((ROOT / name).read_text())
-        for paragraph in re.split(r"\n *\n", text)
+        for name, path in MODULES.items()
+        if not name.startswith("tests")
+        for line, prose in texts(path)
+        for paragraph in re.split(r"\n *\n", prose)
         for pattern in (BEGINNINGS, REPLACED)
         for match in pattern.finditer(" ".join(paragraph.split()))
-    ]
-    assert not found, "\n".join(found)
+    )

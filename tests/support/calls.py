@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.described_gpus import described_gpu
+from support.repository import assert_none
 
 import pallas_flash
 from pallas_flash._jax import compat
@@ -108,11 +109,6 @@ def table(error, rows):
     return [Row(id, make, error, fragment) for id, (make, fragment) in rows.items()]
 
 
-def each(rows):
-    """A test of each row."""
-    return pytest.mark.parametrize("row", rows, ids=[row.id for row in rows])
-
-
 def refusal(row: Row, function=pallas_flash.attention) -> Exception:
     """The error of a call of `function` with the row's arguments."""
     with contextlib.ExitStack() as stack:
@@ -157,3 +153,15 @@ def check(row):
     if not row.differentiated and not row.function and "ShapeDtypeStruct" not in row.id:
         explained = str(refusal(row, pallas_flash.explain))
         assert explained == said, explained
+
+
+def assert_each(rows, check=check):
+    """Check all rows, and name those whose check fails."""
+
+    def failure(row):
+        try:
+            check(row)
+        except (Exception, pytest.fail.Exception) as error:
+            return f"{row.id}: {type(error).__name__}: {error}"
+
+    assert_none(filter(None, map(failure, rows)))

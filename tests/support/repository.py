@@ -1,6 +1,7 @@
 """The files of the repository, what they import of each other, and what is public."""
 
 import ast
+import functools
 import inspect
 import pathlib
 
@@ -24,9 +25,21 @@ MODULES = {
 }
 
 
+@functools.cache
+def read(path):
+    """The text of a file."""
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def nodes(path):
+    """All nodes of a module's syntax tree, from the top."""
+    return [*ast.walk(ast.parse(read(path)))]
+
+
 def imported(path):
     """Yield the imports of a file: modules, or `module.name` where that is no module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -46,12 +59,21 @@ def inside(name):
     return name.removeprefix("pallas_flash").removeprefix(".")
 
 
-# The modules of this repository that each module outside the tests imports.
-IMPORTS = {
-    module: {module_of(name) for name in imported(path)} - {None, module}
-    for module, path in MODULES.items()
-    if not module.startswith("tests")
-}
+@functools.cache
+def imports():
+    """The modules of this repository that each module outside the tests imports."""
+    return {
+        module: {module_of(name) for name in imported(path)} - {None, module}
+        for module, path in MODULES.items()
+        if not module.startswith("tests")
+    }
+
+
+def assert_none(offenders):
+    """Fail with a line for each of those that break a rule."""
+    lines = [str(x) for x in offenders]
+    assert not lines, "\n".join(["", *lines])
+
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)

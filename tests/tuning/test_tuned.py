@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from support import children
 from support.described_gpus import described_gpu
-from support.repository import IMPORTS, inside
+from support.repository import imports, inside
 from support.tune_cases import (
     FAST,
     FASTER,
@@ -134,13 +134,13 @@ def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
 def test_the_fingerprint_is_of_all_that_kernels_import():
     """But for the problem, which is the key, and for what a version of JAX decides."""
     of_kernels, left_out = ("_backends.triton", "_backends.mosaic"), tuned._TILES + tuned._NOT_TUNED
-    imports = {inside(name): set(map(inside, below)) for name, below in IMPORTS.items()}
+    inner = {inside(name): set(map(inside, below)) for name, below in imports().items()}
     files = [
         name
-        for name in imports
+        for name in inner
         if name.startswith(of_kernels) and f"{name.rpartition('.')[2]}.py" not in left_out
     ]
-    below = set().union(*(imports[name] for name in files))
+    below = set().union(*(inner[name] for name in files))
     tiles = ("_problem.tile_sizes", "_problem.configurations")
     others = {name for name in below if not name.startswith((*of_kernels, *tiles))}
     shape = {name.replace("/", ".") for name in tuned._SHAPE}
