@@ -394,19 +394,16 @@ def errors_of(file: str, wanted: Callable, first: str, *names: str) -> str:
 def files() -> str:
     """Return what the files of docs/results are, byte for byte."""
     rows = []
-    for path in [*sorted(RESULTS.glob("*.jsonl")), *sorted(RESULTS.glob("archive/*.jsonl"))]:
-        name, content = path.relative_to(RESULTS).as_posix(), path.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()[:16]
-        cells = [""] * 3
-        if path.parent == RESULTS:
-            lines = results.load(path)
-            days = sorted({r["date"][:10] for r in lines})
-            cells = [
-                ", ".join(sorted({r["device"] for r in lines})),
-                ", ".join(sorted({r["versions"]["jax"] for r in lines})),
-                " to ".join(dict.fromkeys((days[0], days[-1]))),
-            ]
-        rows.append([f"[{name}]({name})", str(content.count(b"\n")), *cells, digest])
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        name, content, lines = path.name, path.read_bytes(), results.load(path)
+        days = sorted({r["date"][:10] for r in lines})
+        cells = [
+            ", ".join(sorted({r["device"] for r in lines})),
+            ", ".join(sorted({r["versions"]["jax"] for r in lines})),
+            " to ".join(dict.fromkeys((days[0], days[-1]))),
+            hashlib.sha256(content).hexdigest()[:16],
+        ]
+        rows.append([f"[{name}]({name})", str(content.count(b"\n")), *cells])
     return markdown(["file", "lines", "device", "JAX", "measured", "SHA-256 begins"], rows)
 
 
