@@ -82,11 +82,12 @@ def by_rule(p: Problem, devices: int, *, heads: bool) -> tuple[str, str]:
     causal = [x for x in p.mask.windows if x.high is not None]
     if any(x.positions is not None for x in causal):
         return "ring", "positions are taken for `balanced_order`, where its steps have equal work."
-    if any(x.known and x.low is not None and max(-x.low, x.high) <= p.kv_len for x in causal):
+    sides = [(x.low, x.high) for x in causal if x.known]
+    if any(low is not None and max(-low, high or 0) <= p.kv_len for low, high in sides):
         return "ring", "the window is no longer than a device's keys, and neighbours alone send."
     if causal and heads:
         return "heads", "all devices have equal work, which tokens in order do not give the others."
-    # Of one pass, in rows: q, o, k and v of 1 / devices of the heads, or k and v of other devices.
+    # A device receives (n - 1) / n of its rows of q, o, k and v, or n - 1 shards of k and v.
     if heads and p.rows + p.kv_rows * max(1, devices / p.num_kv_heads) < devices * p.kv_rows:
         return "heads", "it sends less than the others."
     size = devices * p.kv_rows * (p.head_dim + p.value_dim) * p.dtype.itemsize
