@@ -47,12 +47,23 @@ def test_numbers_in_sentences_are_those_of_the_results():
         (line,) = make_tables.chosen("h200-triton", "forward", "decode-gqa-128-128k", name)
         return line
 
+    def dq_error(name):
+        call = dict(implementation=name, case="causal", D=128, dtype="bfloat16", result="dq")
+        call["config"] = dict(key_bias=50, value_mean=0, zero_sum=False)
+        found = (r for r in make_tables.lines_of("h200-accuracy") if call.items() <= r.items())
+        return [r["error"] for r in found][-1]
+
     fa3 = "fa3", "flash_attention_3"
     sentences = [
         ("README", f"faster in the forward ({span('h200', 'forward', *fa3)})"),
         ("README", f"slower in the backward ({span('h200', 'backward', *fa3)})"),
         ("README", f"reach {span('h200-triton', 'forward')} the speed of cuDNN in the forward"),
         ("README", f"{span('h200-triton', 'backward')} in the backward"),
+        (
+            "README",
+            f"bfloat16 is {dq_error('ours_mosaic'):.4f}. With cuDNN and FlashAttention-3",
+        ),
+        *(("README", f"it is {dq_error(x):.3f}. Rotary") for x in ("jax_cudnn", fa3[1])),
         ("docs/index", f"{mean('h200', 'forward')} in the forward"),
         ("docs/index", f"{mean('h200', 'backward')} in the backward"),
         ("docs/benchmarks", f"beside cuDNN is {mean('h200-triton', 'forward')} in the forward"),
