@@ -21,12 +21,19 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from flax import nnx
 
-from models.generation import Generation, Sampling
-from scripts.command import Parser, UserError, command, parse_path, parse_size, why
-from scripts.generation.source import Source, by_flags, open_source
-from scripts.generation.tokens import TextStream, utf8
+try:
+    from flax import nnx
+
+    from models.generation import Generation, Sampling
+    from scripts.command import Parser, UserError, command, parse_path, parse_size, why
+    from scripts.generation.source import Source, by_flags, open_source
+    from scripts.generation.tokens import TextStream, utf8
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"generate.py: error: no module named {error.name!r}: run pip install -e '.[models]' in a "
+        "checkout."
+    ) from None
 
 BYTE_ORDER_MARK = "\ufeff"
 

@@ -1,4 +1,4 @@
-"""Writes what README and docs show of docs/results: tables, numbers and figures.
+"""Writes what README and docs show of docs/results: tables and figures.
 
     python scripts/make_tables.py            # after a measurement, or after an edit of a marker
     python scripts/make_tables.py --check    # write nothing; fail where something would change
@@ -8,14 +8,8 @@ A table stands between two markers, of which the first names it:
     <!-- table: NAME ARGUMENT... -->         NAME is a key of `TABLES`
     <!-- end -->
 
-A number in a sentence:
-
-    <!--n:FILE PASS CALLS IMPLEMENTATION STATISTIC-->1.02<!--/n-->
-
-FILE is one of docs/results; CALLS a key of `GROUPS`, a case or a shape, with `-` for spaces, and so
-is PASS; STATISTIC is a key of `STATISTICS`. A ratio is how many times as fast "ours" is as
-IMPLEMENTATION. Markdown takes a line that begins with a comment for HTML, so no line may begin with
-such a number.
+A number in a sentence is written by hand, and tests/commands/test_results.py compares it with the
+results.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ FIGURES = {
 
 # The name of a group of calls: what tables call it, and its cases, where "*" is full and causal.
 GROUPS = {
-    "dense": ("2k to 16k tokens", "64-* 128-* 256-*"),
+    "dense": ("2k to 16k tokens, head dims 64, 128 and 256", "64-* 128-* 256-*"),
     "dense-64": ("2k to 16k tokens, head dim 64", "64-*"),
     "dense-256": ("2k to 16k tokens, head dim 256", "256-*"),
     "grouped": (
@@ -83,7 +77,10 @@ def lines_of(file: str) -> list[dict[str, Any]]:
 
 
 def chosen(file: str, attention_pass: str, calls: str, implementation: str) -> list[dict]:
-    """Return the lines that a marker names."""
+    """Return the lines of a pass and an implementation.
+
+    `calls` is a key of `GROUPS`, or a case or shape with `-` for spaces.
+    """
     _, cases = GROUPS.get(calls, ("", calls))
     named = {case.replace("*", mask) for case in cases.split() for mask in ("full", "causal")}
     return [
@@ -103,22 +100,6 @@ def ratios(lines: Iterable[dict[str, Any]]) -> list[float]:
     """Return how many times as fast ours is, in each of the lines."""
     return [r["ratio"]["median"] for r in lines if "ratio" in r]
 
-
-def mean_of(field: str):
-    """Return the mean of a field over lines, as a function."""
-    return lambda lines: statistics.mean(r[field] for r in lines)
-
-
-STATISTICS = {
-    "worst": lambda lines: f"{min(ratios(lines)):.2f}",
-    "best": lambda lines: f"{max(ratios(lines)):.2f}",
-    "mean": lambda lines: f"{statistics.geometric_mean(ratios(lines)):.2f}",
-    "ms": lambda lines: f"{statistics.mean(map(time, lines)):.1f}",
-    "TB/s": lambda lines: f"{mean_of('tb_per_s')(lines):.2f}",
-    "tokens/s": lambda lines: f"{round(mean_of('tokens_per_second')(lines), -3):,.0f}",
-    "MFU%": lambda lines: f"{100 * mean_of('mfu')(lines):.1f}",
-    "day": lambda lines: max(r["date"][:10] for r in lines),
-}
 
 # ------------------------------------------------------------------------------------------------
 # Tables of Markdown.
@@ -202,6 +183,17 @@ def kinds(*files: str) -> str:
         found = [ratios(chosen(*x, calls, "jax_cudnn")) for x in passes]
         rows.append([text, *(f"{mean_and_worst(x)}, {len(x)}" if x else "" for x in found)])
     return markdown(["calls", *(f"{file.upper()}, {x}" for file, x in passes)], rows)
+
+
+def speed(*groups: str) -> str:
+    """Return the ratios to cuDNN by kind of call, on an H200 or on the GPU before a colon."""
+    rows = []
+    for group in groups:
+        file, calls = group.split(":") if ":" in group else ("h200", group)
+        text = GROUPS[calls][0] + (f", on an {file.upper()}" if ":" in group else "")
+        found = (ratios(chosen(file, x, calls, "jax_cudnn")) for x in ("forward", "backward"))
+        rows.append([text, *map(mean_and_worst, found)])
+    return markdown(["calls, bfloat16", "forward", "backward"], rows)
 
 
 def calls(*files: str) -> str:
@@ -391,22 +383,34 @@ def errors_of(file: str, wanted: Callable, first: str, *names: str) -> str:
     return markdown([f"{first}, head dim, dtype", *ERRORS_OF.values()], rows)
 
 
+def training(file: str) -> str:
+    """Return the updates of the GPT, by the implementation of attention."""
+    rows = []
+    for name in ("ours_mosaic", "ours_triton", "jax_cudnn"):
+        lines = chosen(file, "update", "gpt2-small", name)
+        tokens, mfu = (
+            statistics.mean(r[field] for r in lines) for field in ("tokens_per_second", "mfu")
+        )
+        ms = f"{statistics.mean(map(time, lines)):.1f}"
+        day = max(r["date"][:10] for r in lines)
+        rows.append([NAMES[name], day, ms, f"{round(tokens, -3):,.0f}", f"{100 * mfu:.1f} %"])
+    head = ["attention", "measured", "ms an update", "tokens a second", "share of the peak"]
+    return markdown(head, rows)
+
+
 def files() -> str:
     """Return what the files of docs/results are, byte for byte."""
     rows = []
-    for path in [*sorted(RESULTS.glob("*.jsonl")), *sorted(RESULTS.glob("archive/*.jsonl"))]:
-        name, content = path.relative_to(RESULTS).as_posix(), path.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()[:16]
-        cells = [""] * 3
-        if path.parent == RESULTS:
-            lines = results.load(path)
-            days = sorted({r["date"][:10] for r in lines})
-            cells = [
-                ", ".join(sorted({r["device"] for r in lines})),
-                ", ".join(sorted({r["versions"]["jax"] for r in lines})),
-                " to ".join(dict.fromkeys((days[0], days[-1]))),
-            ]
-        rows.append([f"[{name}]({name})", str(content.count(b"\n")), *cells, digest])
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        name, content, lines = path.name, path.read_bytes(), results.load(path)
+        days = sorted({r["date"][:10] for r in lines})
+        cells = [
+            ", ".join(sorted({r["device"] for r in lines})),
+            ", ".join(sorted({r["versions"]["jax"] for r in lines})),
+            " to ".join(dict.fromkeys((days[0], days[-1]))),
+            hashlib.sha256(content).hexdigest()[:16],
+        ]
+        rows.append([f"[{name}]({name})", str(content.count(b"\n")), *cells])
     return markdown(["file", "lines", "device", "JAX", "measured", "SHA-256 begins"], rows)
 
 
@@ -416,6 +420,7 @@ def files() -> str:
 TABLES = {
     "attention": attention,
     "kinds": kinds,
+    "speed": speed,
     "calls": calls,
     "losses": losses,
     "peers": peers,
@@ -425,11 +430,11 @@ TABLES = {
     "in-order": in_order,
     "dq-errors": dq_errors,
     "errors": errors,
+    "training": training,
     "files": files,
 }
 TABLE = re.compile(r"(<!-- table: (\S+)(.*?) -->\n).*?(<!-- end\b)", re.S)
-NUMBER = re.compile(r"<!--n:([^>]*)-->(.*?)<!--/n-->")
-MARKERS = re.compile(r"<!-- table: \w|<!--n:")
+MARKER = re.compile(r"<!-- table: \w")
 
 
 def filled(path: pathlib.Path, used: set[str]) -> str:
@@ -446,21 +451,10 @@ def filled(path: pathlib.Path, used: set[str]) -> str:
         except KeyError as error:
             raise UserError(f"{path.name}: there is no table {name!r}: {error}.") from error
 
-    def number(match):
-        try:
-            *what, statistic = match[1].split()
-            value = STATISTICS[statistic](chosen(*what))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path.name}: there is no number {match[1]!r}: {error}.") from error
-        return f"<!--n:{match[1]}-->{value}<!--/n-->"
-
     text = path.read_text(encoding="utf-8")
-    markers = len(MARKERS.findall(text))
-    if re.search(r"^\s*<!--n:", text, re.M):
-        raise UserError(f"{path.name}: a number's marker must not begin a line.")
+    markers = len(MARKER.findall(text))
     text, tables = TABLE.subn(table, text)
-    text, numbers = NUMBER.subn(number, text)
-    if tables + numbers != markers:
+    if tables != markers:
         raise UserError(f"{path.name}: each marker must have its end.")
     return text
 

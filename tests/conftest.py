@@ -20,9 +20,10 @@ import pytest
 from jax._src.interpreters import mlir
 
 sys.path.insert(0, str(Path(__file__).parent))
-pytest_plugins = ["support.budget"]
 
 from support import selection
+
+pytest_plugins = ["support.budget"]
 
 # Programs compile for seconds and run once, for milliseconds, so those that have not changed are
 # taken from an earlier run. JAX's key of a program has its text, its options and its compiler.

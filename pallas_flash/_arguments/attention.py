@@ -179,7 +179,7 @@ def _check_method(method) -> None:
     if method is not None and not (isinstance(method, str) and method in METHODS):
         raise ValueError(
             f"`context_parallelism` must be None or one of {METHODS}; got {describe(method)}. Use "
-            "None for the one that is estimated to be the fastest"
+            "None for the one that a rule picks"
             f"{other_libraries.hint(other_libraries.METHODS, method)}."
         )
 

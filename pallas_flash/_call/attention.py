@@ -294,8 +294,8 @@ def attention(
             `jax.shard_map` the arrays tell how they are sharded.
         context_parallelism: how devices that divide a sequence work together. "ring" sends keys and
             values around while kernels run, "gather" gathers them first, "heads" exchanges the
-            sequence for heads and back. None picks the fastest by an estimate, see `explain`. It
-            has no effect where no sequence is divided, nor on "reference", which gathers.
+            sequence for heads and back. By default a rule picks one, see `explain`. It has no
+            effect where no sequence is divided, nor on "reference", which gathers.
 
     Returns:
         The output, [B, T, N, V] or [T, N, V], in the dtype of `query`. If more is asked for, a

@@ -5,8 +5,17 @@ heads, K key/value heads (N is a multiple of K), H head dim of query and key, V 
 F features.
 """
 
-from pallas_flash.flax._cache import KVCache as KVCache
-from pallas_flash.flax._drop_in import attention_fn as attention_fn
-from pallas_flash.flax._layer import SelfAttention as SelfAttention
-from pallas_flash.flax._paged_cache import PagedKVCache as PagedKVCache
-from pallas_flash.flax._rope import apply_rope as apply_rope
+try:
+    from pallas_flash.flax._cache import KVCache as KVCache
+    from pallas_flash.flax._drop_in import attention_fn as attention_fn
+    from pallas_flash.flax._layer import SelfAttention as SelfAttention
+    from pallas_flash.flax._paged_cache import PagedKVCache as PagedKVCache
+    from pallas_flash.flax._rope import apply_rope as apply_rope
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    raise ModuleNotFoundError(
+        "`pallas_flash.flax` needs the package flax: run pip install 'pallas-flash[flax]', or "
+        "pip install '.[flax]' in a checkout.",
+        name="flax",
+    ) from None

@@ -1,5 +1,7 @@
 """Documents show what docs/results says, and each of its lines has one schema."""
 
+import statistics
+
 import pytest
 from support.repository import assert_none
 
@@ -21,11 +23,6 @@ def test_documents_agree_with_results():
         ("<!-- table: wish -->\n<!-- end -->\n", "there is no table 'wish'"),
         ("<!-- table: choice -->\n", "each marker must have its end"),
         ("<!-- table: choice -->\n<!-- table: choice -->\n<!-- end -->\n", "each marker must have"),
-        ("ours <!--n:h200 forward dense jax_cudnn worst-->1", "each marker must have its end"),
-        ("ours <!--n:h200 forward dense nobody worst-->1<!--/n-->", "there is no number"),
-        ("ours <!--n:h200 forward dense jax_cudnn luck-->1<!--/n-->", "there is no number"),
-        ("ours <!--n:h200 dense worst-->1<!--/n-->", "there is no number"),
-        ("<!--n:h200 forward dense jax_cudnn worst-->1<!--/n-->", "must not begin a line"),
     ],
 )
 def test_a_marker_that_says_nothing_is_an_error(tmp_path, text, wrong):
@@ -33,6 +30,51 @@ def test_a_marker_that_says_nothing_is_an_error(tmp_path, text, wrong):
     path.write_text(text)
     with pytest.raises(UserError, match=wrong):
         make_tables.filled(path, set())
+
+
+def test_numbers_in_sentences_are_those_of_the_results():
+    x = make_tables.TIMES
+
+    def found(file, attention_pass, calls="dense", peer="jax_cudnn"):
+        return make_tables.ratios(make_tables.chosen(file, attention_pass, calls, peer))
+
+    def span(*what):
+        return f"{min(found(*what)):.2f}{x} to {max(found(*what)):.2f}{x}"
+
+    def mean(*what):
+        return f"{statistics.geometric_mean(found(*what)):.2f}{x}"
+
+    def decoding(name):
+        (line,) = make_tables.chosen("h200-triton", "forward", "decode-gqa-128-128k", name)
+        return line
+
+    def dq_error(name):
+        call = dict(implementation=name, case="causal", D=128, dtype="bfloat16", result="dq")
+        call["config"] = dict(key_bias=50, value_mean=0, zero_sum=False)
+        found = (r for r in make_tables.lines_of("h200-accuracy") if call.items() <= r.items())
+        return [r["error"] for r in found][-1]
+
+    fa3 = "fa3", "flash_attention_3"
+    sentences = [
+        ("README", f"faster in the forward ({span('h200', 'forward', *fa3)})"),
+        ("README", f"slower in the backward ({span('h200', 'backward', *fa3)})"),
+        ("README", f"reach {span('h200-triton', 'forward')} the speed of cuDNN in the forward"),
+        ("README", f"{span('h200-triton', 'backward')} in the backward"),
+        (
+            "README",
+            f"bfloat16 is {dq_error('ours_mosaic'):.4f}. With cuDNN and FlashAttention-3",
+        ),
+        *(("README", f"it is {dq_error(x):.3f}. Rotary") for x in ("jax_cudnn", fa3[1])),
+        ("docs/index", f"{mean('h200', 'forward')} in the forward"),
+        ("docs/index", f"{mean('h200', 'backward')} in the backward"),
+        ("docs/benchmarks", f"beside cuDNN is {mean('h200-triton', 'forward')} in the forward"),
+        ("docs/benchmarks", f"{mean('h200-triton', 'backward')} in the backward"),
+        ("docs/decoding", f"reads {decoding('ours')['tb_per_s']:.2f} TB/s on an H200"),
+        ("docs/decoding", f"is {decoding('jax_cudnn')['ratio']['median']:.2f}{x} the speed"),
+    ]
+    pages = {page: (make_tables.ROOT / f"{page}.md").read_text() for page, _ in sentences}
+    missing = [text for page, text in sentences if text not in " ".join(pages[page].split())]
+    assert not missing
 
 
 def test_table_that_no_document_shows_is_an_error(monkeypatch):

@@ -116,7 +116,7 @@ def bad_context():
     yield from given("sequence_axis", axes, ValueError, said)
     said = (
         "`context_parallelism` must be None or one of ('ring', 'gather', 'heads'); got {x.__class__"
-        ".__name__} {x!r}. Use None for the one that is estimated to be the fastest"
+        ".__name__} {x!r}. Use None for the one that a rule picks"
     )
     for x, more in {
         3: ".",

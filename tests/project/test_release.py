@@ -9,6 +9,7 @@ import tomllib
 import zipfile
 
 import pytest
+from packaging.metadata import Metadata
 from support import children
 from support.repository import MODULES, ROOT
 
@@ -72,6 +73,8 @@ def test_the_sdist_has_what_builds_and_tests_it(archives):
 def test_metadata_is_complete_and_the_same_in_both(archives):
     wheel, sdist = archives
     assert wheel[f"{STEM}.dist-info/METADATA"] == sdist["PKG-INFO"]
+    # It raises for a field that an index would refuse.
+    Metadata.from_email(sdist["PKG-INFO"])
     metadata = email.message_from_bytes(sdist["PKG-INFO"])
     assert metadata["Name"] == "pallas-flash"
     assert metadata["Version"] == VERSION
@@ -86,6 +89,40 @@ def test_metadata_is_complete_and_the_same_in_both(archives):
     )
     # Nobody and no address is invented.
     assert not {"Author", "Author-email", "Home-page", "Project-URL"} & set(metadata)
+
+
+@pytest.mark.parametrize(
+    ("extra", "names"),
+    [
+        ("", {"jax", "jaxtyping", "platformdirs"}),
+        ("flax", {"flax"}),
+        ("train", {"flax", "optax", "orbax-checkpoint"}),
+        ("models", {"flax", "safetensors"}),
+        ("dev", {"flax", "optax", "pytest"}),
+    ],
+)
+def test_extras_have_what_they_are_for(archives, extra, names):
+    needed = {
+        x.name
+        for x in Metadata.from_email(archives[1]["PKG-INFO"]).requires_dist
+        if (x.marker.evaluate({"extra": extra}) if x.marker else not extra)
+    }
+    assert names == needed if extra in ("", "flax") else names < needed
+
+
+def test_links_of_the_readme_hold_on_an_index(tmp_path):
+    """By the commands of the release's workflow."""
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (script,) = re.findall(r"run: \|\n((?: {10}.*\n)*? {10,}.* README\.md\n)", workflow)
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    site = {"GITHUB_SERVER_URL": "https://a.b", "GITHUB_REPOSITORY": "c/d", "GITHUB_REF_NAME": "v1"}
+    children.run(["bash", "-ec", script], cwd=tmp_path, env=os.environ | site, check=True)
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    assert len(links) > 30
+    for picture, link in links:
+        here = f"https://a.b/c/d/{'raw' if picture else 'blob'}/v1/"
+        path = link.removeprefix(here).split("#")[0]
+        assert (ROOT / path).is_file() if "//a.b/" in link else link.startswith("https://"), link
 
 
 def test_the_version_stands_in_one_place():

@@ -160,7 +160,7 @@ def test_what_pytest_runs(tmp_path, monkeypatch, arguments, expected):
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\ntestpaths = ['tests']\n")
     tests, here = tmp_path / "tests", pathlib.Path(__file__).parents[1]
     (tests / "support").mkdir(parents=True)
-    for name in ("conftest.py", "support/selection.py", "support/children.py"):
+    for name in ("conftest.py", *(f"support/{x}.py" for x in ("selection", "budget", "children"))):
         shutil.copy(here / name, tests / name)
     (tmp_path / ".ci").mkdir()
     listed = [f"{T}/test_a.py::test_listed", f"{T}/test_a.py::test_gone"]

@@ -426,6 +426,12 @@ loss = lambda x: pallas_flash.attention(x, x, x, is_causal=True).sum()
 assert jax.grad(loss)(x).shape == x.shape
 print(pallas_flash.explain(x, x, x))
 assert not imported(), imported()
+try:
+    import pallas_flash.flax
+except ModuleNotFoundError as error:
+    assert error.name == "flax" and "run pip install 'pallas-flash[flax]', or" in str(error), error
+else:
+    raise AssertionError("it was imported without Flax")
 del sys.meta_path[0]
 pallas_flash.explain(x, x, x, implementation="interpret")
 assert imported() == ["jax.experimental.pallas"]

@@ -14,7 +14,7 @@ from pallas_flash import attention, explain
 from pallas_flash._backends import reference
 from pallas_flash._execution import lowered_once as _lowered_once
 from pallas_flash._execution import plan as _plan
-from pallas_flash._execution.context import choice, cost, gather, parts, ring
+from pallas_flash._execution.context import choice, gather, parts, ring
 from pallas_flash._problem.features import kind_of
 from pallas_flash._problem.problem import Problem
 
@@ -86,61 +86,42 @@ def shapes(length, heads=32, kv_heads=8, **options) -> Problem:
     return dataclasses.replace(problems[0], query=x, key=y, value=y)
 
 
+CAUSAL = {"is_causal": True}
+
+
 @pytest.mark.parametrize(
-    ("length", "options", "method"),
+    ("length", "options", "method", "reason"),
     [
-        # Every device has the same work.
-        (2**16, {"is_causal": True}, "heads"),
-        # In an order in which every device has the same work, transfers hide behind kernels.
-        (
-            2**16,
-            {"is_causal": True, "key_value_positions": jnp.zeros((1, 2**16), jnp.int32)},
-            "ring",
-        ),
-        # Neighbours alone send anything.
-        (2**16, {"is_causal": True, "local_window_size": (1024, 0)}, "ring"),
-        (2**16, {"is_causal": True, "heads": 30, "kv_heads": 6}, "ring"),
-        # Little to send, and little to hide it behind.
-        (2**11, {"kv_heads": 1}, "gather"),
+        (2**16, CAUSAL, "heads", "all devices have equal work"),
+        (2**16, CAUSAL | {"key_value_positions": jnp.zeros((1, 2**16), jnp.int32)}, "ring",
+         "positions are taken for `balanced_order`"),
+        # A window of a device's keys, and one that is longer.
+        (2**16, CAUSAL | {"local_window_size": (2**14, 0)}, "ring", "neighbours alone send"),
+        (2**16, CAUSAL | {"local_window_size": (2**14 + 1, 0)}, "heads", "equal work"),
+        (2**16, {"local_window_size": (9, 2**15)}, "heads", "equal work"),
+        # 4 devices do not divide 30 heads.
+        (2**16, CAUSAL | {"heads": 30, "kv_heads": 6}, "gather", "take 201326592 bytes"),
+        (2**17, CAUSAL | {"heads": 30, "kv_heads": 6}, "ring", "would take 402653184 bytes"),
+        # "heads" sends 36 + 12 heads and the others 4 x 12; then 32 + 16 and 4 x 16.
+        (2**16, {"heads": 36, "kv_heads": 12}, "ring", "would take 402653184 bytes"),
+        (2**16, {"kv_heads": 16}, "heads", "sends less"),
+        (2**11, {"kv_heads": 1}, "gather", "take 1048576 bytes"),
+        (2**20, {"kv_heads": 2}, "ring", "would take 1073741824 bytes"),
+        # Exactly the limit, and above it.
+        (2**16, {}, "gather", "take 268435456 bytes on every device, at most 268435456."),
+        (2**16 + 4, {}, "ring", "would take 268451840 bytes on every device, above 268435456."),
     ],
-)
-def test_method_by_shapes(length, options, method):
+)  # fmt: skip
+def test_method_by_rule(length, options, method, reason):
     chosen = choice.choose(shapes(length, **options), 4, None)
     assert chosen.method == method
-    assert {chosen.method, *chosen.refused} == set(choice.METHODS)
-
-
-def test_allowed_share_equals_brute_force():
-    random = np.random.default_rng(0)
-    for _ in range(100):
-        n, q_len, kv_len = (int(x) for x in random.integers(1, 7, 3))
-        low, high = (None if random.random() < 0.3 else int(x) for x in random.integers(-20, 20, 2))
-        if None not in (low, high):
-            low, high = min(low, high), max(low, high)
-        distance = np.arange(n * kv_len) - np.arange(n * q_len)[:, None]
-        ok = distance >= (-99 if low is None else low)
-        ok &= distance <= (99 if high is None else high)
-        want = ok.reshape(n, q_len, n, kv_len).mean((1, 3))
-        np.testing.assert_allclose(
-            choice.allowed_share(low, high, n, q_len, kv_len), want, atol=1e-12
-        )
-
-
-def test_work_of_masks_in_cost_model():
-    in_order = choice.work_of(shapes(2**16, is_causal=True), 4)
-    tokens = jnp.zeros((1, 2**16), jnp.int32)
-    moved = choice.work_of(shapes(2**16, is_causal=True, query_positions=tokens), 4)
-    everything = choice.work_of(shapes(2**16), 4)
-    for work, want in (
-        (in_order, cost.causal(4, balanced=False)),
-        (moved, cost.causal(4, balanced=True)),
-        (everything, cost.whole(4)),
-    ):
-        for x, y in zip(work, want, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-3)
-    # A window that ends within the shard before.
-    window = choice.work_of(shapes(2**16, is_causal=True, local_window_size=(1024, 0)), 4)
-    assert len(window.steps) == 2
+    assert reason in chosen.reason
+    others = [x for x in choice.METHODS if x != method]
+    assert sorted(chosen.refused) == sorted(others)
+    if "heads" not in options:
+        assert {*chosen.refused.values()} == {
+            f"Only on request: the rule picks {method!r} for this call."
+        }
 
 
 def test_unsuitable_method_raises():
@@ -160,7 +141,7 @@ def test_explain_names_the_method(axis_type):
     rows = NamedSharding(mesh, P(None, "sequence"))
     x, y = (jax.ShapeDtypeStruct((1, 2**14, n, 64), jnp.bfloat16, sharding=rows) for n in (6, 3))
     told = explain(x, y, y, is_causal=True, implementation="xla")
-    assert told.context_parallelism.method == "ring"
+    assert told.context_parallelism.method == "gather"
     assert "not heads: Got 6 query heads, which 4 devices do not divide." in str(told)
     asked = explain(x, y, y, implementation="xla", context_parallelism="gather")
     assert "gather: asked for." in str(asked)

@@ -189,9 +189,7 @@ def of_gate(items, listed):
     names = {line for line in listed.splitlines() if line and not line.startswith("#")}
     files = {name.split("::")[0] for name in names}
     kept = [
-        item
-        for item in items
-        if item.nodeid in names or item.nodeid.split("::")[0] not in files
+        item for item in items if item.nodeid in names or item.nodeid.split("::")[0] not in files
     ]
     # A file without items is skipped as a whole on this version of JAX.
     collected = {item.nodeid.split("::")[0] for item in items}

@@ -194,8 +194,8 @@ class KernelSpec:
 
         Triton waits for a copy where its result is used, and joins waits unless a branch stands
         between them. Without this branch a tile waits for all its copies before its first product,
-        and with two stages these have just been issued. docs/notes/kernels.md has the gain with two
-        stages; with three stages the branch costs time.
+        and with two stages these have just been issued: the forward is 1.11 times as fast at head
+        dim 256. With three stages the branch costs 2 to 10 %.
         """
         if self.num_stages != 2 or self.interpret:
             return x

@@ -32,8 +32,8 @@ from pallas_flash._problem.tile_sizes import Tile
 from pallas_flash._problem.traversal import in_tile, split
 
 # Programs to launch. 256 run in one wave, two on each of an H200's 132 SMs, and keep its memory
-# busy. Where the heads alone have more programs, 2048 make the last wave short
-# (docs/notes/kernels.md). The batch of `jax.vmap` is not known here.
+# busy. Where the heads alone have more programs, 2048 make the last wave short.
+# The batch of `jax.vmap` is not known here.
 ONE_WAVE, MANY_PROGRAMS = 256, 2048
 # Key tiles of a split at least. With fewer its results cost more than it gains.
 MIN_TILES_PER_SPLIT = 4
