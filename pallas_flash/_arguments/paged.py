@@ -18,7 +18,7 @@ from pallas_flash._arguments.attention import (
     _precision,
     _scale,
     _soft_cap,
-    _window,
+    window_sides,
 )
 from pallas_flash._arguments.implementation import check_implementation
 from pallas_flash._jax.one_device import whole
@@ -38,7 +38,7 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
     pages, scales = _pages(call, query.dtype, "query")
     _check_known_sizes(query, *pages)
     window = call["local_window_size"]
-    left = None if window is None else _window(window)[0]
+    left = None if window is None else window_sides(window)[0]
     query, requests = requests_of(call, "query", query, pages[0].shape, before=left)
     _, num_heads, head_dim = query.shape
     num_kv_heads = pages[0].shape[2]

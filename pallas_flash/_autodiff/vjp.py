@@ -1,7 +1,7 @@
 """The custom derivative of `attention`: its rule and its residuals.
 
     forward:   (o, LSE) = forward_pass(operands)
-    tangents:  (o_dot, lse_dot) = a linear map of the operands' tangents, `tangents.of_forward`
+    tangents:  (o_dot, lse_dot) = a linear map of the operands' tangents, `forward_tangents`
     backward:  gradients = backward_pass(operands, o, LSE, do, dlse), the transpose of that map
 
 Residuals are the operands, the output and the LSE as a `LogSum`; the backward computes delta
@@ -23,8 +23,7 @@ from jax.sharding import AxisType
 
 from pallas_flash._autodiff import linear_map
 from pallas_flash._autodiff.passes import backward_pass, forward_pass, moved_operands
-from pallas_flash._execution import limits, partition
-from pallas_flash._execution import tangents as _tangents
+from pallas_flash._execution import limits, partition, tangents
 from pallas_flash._execution.plan import Plan, Wanted
 from pallas_flash._jax import compat
 from pallas_flash._jax.one_device import explicit_mesh
@@ -149,9 +148,9 @@ class _OfValues:
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
-def _(plan: Plan, primals, tangents):
+def _(plan: Plan, primals, dots):
     operands, rest = primals
-    moved = moved_operands(tangents[0])
+    moved = moved_operands(dots[0])
     wanted = _wanted(moved, operands)
     rest = dataclasses.replace(rest, split_output=splits_output(rest.join(operands), wanted))
     o, log_sum = forward_pass(plan, operands, rest)
@@ -170,7 +169,7 @@ def _(plan: Plan, primals, tangents):
 def _wanted(moved: dict, operands: dict) -> Wanted:
     """Return the gradients of the operands in `moved`, which `moved_operands` returned."""
     flags = {name: name in moved for name in ("scale", "bias", "sinks", "slopes")}
-    of_scores = _tangents.by_name({"score_operands": operands["score_operands"]})
+    of_scores = tangents.named_arrays({"score_operands": operands["score_operands"]})
     return Wanted(**flags, score_operands=tuple(name in moved for name in of_scores))
 
 
@@ -197,7 +196,7 @@ class _Derivative:
     Attributes:
         plan: of the call.
         wanted: the gradients that the transpose computes.
-        names: the operands that have a tangent, by `_execution.tangents.by_name`.
+        names: the operands that have a tangent, by `_execution.tangents.named_arrays`.
         structure: of the residuals: o, both terms of the LSE, the low part of o, the operands, and
             the rest.
     """
@@ -222,7 +221,7 @@ class _Derivative:
         """Return `tangents` by plain JAX."""
         *_, operands, rest = jax.tree.unflatten(self.structure, fixed)
         moved = dict(zip(self.names, moved, strict=True))
-        o, lse = _tangents.of_forward(self.names, self.plan.along, operands, rest, moved)
+        o, lse = tangents.forward_tangents(self.names, self.plan.along, operands, rest, moved)
         return [o, jnp.moveaxis(lse, 2, 1)]
 
     def cotangents(self, fixed, cotangents):
@@ -234,7 +233,7 @@ class _Derivative:
         dlse = None if dlse is None else jnp.moveaxis(dlse, 1, 2)
         log_sum = LogSum(m, l_log2)
         gradients = backward_pass(self.plan, self.wanted, operands, rest, o, log_sum, do, dlse)
-        named = _tangents.by_name(gradients._asdict())
+        named = tangents.named_arrays(gradients._asdict())
         return [named[name] for name in self.names]
 
 

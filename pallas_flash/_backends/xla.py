@@ -28,13 +28,13 @@ from jax import lax
 
 from pallas_flash._jax.symbolic import is_symbolic, known_at_most, smaller
 from pallas_flash._problem import key_center
-from pallas_flash._problem import table_gradients as _reads
 from pallas_flash._problem.blocks import BlockClasses, Tiling, lists
 from pallas_flash._problem.dropout import drop, kept, rescaled
 from pallas_flash._problem.masks import Mask
 from pallas_flash._problem.operands import Pairs, TileView, is_pairs
 from pallas_flash._problem.problem import Gradients, Problem, SplitOutput, widened
 from pallas_flash._problem.scores import LN2, LogSum, Scores, below, sinks_gradient, with_sink
+from pallas_flash._problem.table_gradients import add_at, reads_of
 from pallas_flash._problem.traversal import Sparsity, in_tile, visit
 
 # Queries and keys of a tile on a CPU: enough for matrix products, and few enough that the scores of
@@ -253,7 +253,7 @@ def table_gradients(
     do, rows = blocks.split_rows(do), _Rows.of(blocks, log_sum, delta)
     ranges = blocks.q_ranges()
     tables = p.slopes, *(p.score_operands or ())
-    reads = [n for n, read in enumerate(_reads.reads_of(p.scores)) if wanted[read.table]]
+    reads = [n for n, read in enumerate(reads_of(p.scores)) if wanted[read.table]]
 
     def kv_tile(sums, j):
         k, v = _take(blocks.keys, j), _take(blocks.values, j)
@@ -271,7 +271,7 @@ def table_gradients(
             for number, dread_t in zip(reads, ds_t, strict=True):
                 table, index = indices[number]
                 x = jnp.where(tile.allowed(), dread_t, 0) if masked else dread_t
-                sums[table] = _reads.add_at(sums[table], index, x, sort=on_gpu)
+                sums[table] = add_at(sums[table], index, x, sort=on_gpu)
             return tuple(sums)
 
         return visit(blocks.range(ranges, j), step, sums, blocks.sparsity), None

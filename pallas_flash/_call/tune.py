@@ -27,13 +27,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from pallas_flash._arguments import attention as _validate
+from pallas_flash._arguments.attention import NOT_OF_PROBLEM, validate
 from pallas_flash._call import attention
-from pallas_flash._execution import limits
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import limits, tile_choice
 from pallas_flash._execution.plan import Plan, Wanted
 from pallas_flash._jax import device
-from pallas_flash._problem import features
+from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import (
     FORWARD,
@@ -193,7 +192,7 @@ def tune(
     tuning = search(problem, passes, implementations)
     try:
         if store and tuning.tile_sizes != TileSizes():
-            file = tuned.store(features.of(problem), gpu, tuning.tile_sizes)
+            file = tuned.store(features_of(problem), gpu, tuning.tile_sizes)
             tuning = dataclasses.replace(tuning, file=file)
     except (OSError, ValueError) as error:  # The caller still gets the result of some minutes.
         warnings.warn(
@@ -216,10 +215,10 @@ def _problem(inputs, options) -> Problem:
     if any(isinstance(x, Tracer) for x in jax.tree.leaves([inputs, options])):
         raise TypeError("`tune` must be given numbers; got a traced array. Call it outside `jit`.")
     parameters = inspect.signature(attention.attention).parameters
-    names = [x for x in parameters if x not in _validate.NOT_OF_PROBLEM][len(inputs) :]
+    names = [x for x in parameters if x not in NOT_OF_PROBLEM][len(inputs) :]
     if unknown := sorted(set(options) - set(names)):
         raise TypeError(f"`tune` must have options among {names}; got {unknown}. Drop these.")
-    return _validate.validate(attention.bound(*inputs, **options))
+    return validate(attention.bound(*inputs, **options))
 
 
 def search(
@@ -249,7 +248,7 @@ def search(
     for name in names:
         ways = {}
         for by in implementations:
-            tiles, mine = functools.partial(choose.by_table, problem, by), []
+            tiles, mine = functools.partial(tile_choice.tiles_of_call, problem, by), []
             for kernel, tried in programs[name, by].items():
                 mine += _try_all(kernel, tried, arguments[kernel], wanted[kernel], measure)
             trials += mine
@@ -260,17 +259,17 @@ def search(
             trials += tried
             ways = [trial.tile for trial in tried if trial.ms is not None]
         found = found.or_else(_fastest(list(ways)))
-    tables = {by: choose.by_table(problem, by, None) for by in implementations}
+    tables = {by: tile_choice.tiles_of_call(problem, by, None) for by in implementations}
     return Tuning(found, tuple(trials), tables, clock)
 
 
 def _programs(problem: Problem, attention_pass: str, by: str) -> dict[str, dict[Any, Any]]:
     """Return for each kernel of a pass its candidates with their programs, not compiled."""
-    tiles = functools.partial(choose.by_table, problem, by)
+    tiles = functools.partial(tile_choice.tiles_of_call, problem, by)
     return {
         kernel: {
             tile: _program(kernel, _plan(by, tiles(sizes_for(kernel, tile)), kernel))
-            for tile in choose.backend(by).candidates(kernel, problem, tiles)
+            for tile in tile_choice.backend(by).candidates(kernel, problem, tiles)
         }
         for kernel in _kernels(attention_pass, by, problem, tiles(None))
     }

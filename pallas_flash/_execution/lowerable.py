@@ -121,9 +121,9 @@ def _sentence(function: UserFunction, implementation: str, device) -> str:
 
 def _lower(function: UserFunction, implementation: str, device) -> None:
     if implementation == "mosaic":
-        from pallas_flash._backends.mosaic.probe import function as compute
+        from pallas_flash._backends.mosaic.probe import compute
     else:
-        from pallas_flash._backends.triton.probe import function as compute
+        from pallas_flash._backends.triton.probe import compute
     options: dict[str, Any] = dict(derivative=function.role == "derivative")
     if function.role == "reads":
         options["reads"] = len(table_gradients.reads_of(function.problem().scores))

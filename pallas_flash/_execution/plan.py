@@ -15,8 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash._backends import xla
-from pallas_flash._execution import context, limits, lowered_once, partition, tangents, vmap_size
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import (
+    context,
+    limits,
+    lowered_once,
+    partition,
+    tangents,
+    tile_choice,
+    vmap_size,
+)
 from pallas_flash._execution.partition import Along
 from pallas_flash._jax import device
 from pallas_flash._jax.one_device import on_one_device
@@ -181,7 +188,7 @@ class Plan:
         """Compute the forward by "mosaic", with tiles for all instances: the plan is for one."""
         tiles = self.forward.tiles
         if instances > 1:
-            tiles = choose.for_launch(problem, instances, self.forward.asked)
+            tiles = tile_choice.tiles_of_launch(problem, instances, self.forward.asked)
         return _mosaic().forward(problem, tiles)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -206,12 +213,12 @@ class Plan:
             return on_one_device(self._tangents_alone, problem, log_sum, dots)
         names = "query", "key", "value"
         named, (operands, rest) = dict(zip(names, dots, strict=True)), problem.split()
-        o, lse = tangents.of_forward(names, along, operands, rest, named)
+        o, lse = tangents.forward_tangents(names, along, operands, rest, named)
         return o, jnp.moveaxis(lse, 2, 1)
 
     def _tangents_alone(self, problem, log_sum, dots):
         by = limits.of_tangents(problem, self.implementation)
-        tile = choose.by_table(problem, by, self.backward.tiles.of(by)).tile("dq")
+        tile = tile_choice.tiles_of_call(problem, by, self.backward.tiles.of(by)).tile("dq")
         return _triton().tangents(problem, log_sum, dots, tile, interpret=self._interpret)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -264,7 +271,7 @@ class Plan:
         if by == "xla":
             on_gpu = device.target().nvidia
             return xla.table_gradients(*cotangents, wanted.tables, on_gpu=on_gpu)
-        tile = choose.by_table(problem, by, plan.tiles.of(by)).tile("dq")
+        tile = tile_choice.tiles_of_call(problem, by, plan.tiles.of(by)).tile("dq")
         return _triton().table_gradients(
             *cotangents, wanted.tables, tile, interpret=self._interpret
         )

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from pallas_flash._arguments import attention as _validate
+from pallas_flash._arguments.attention import window_sides
 from pallas_flash._call.attention import attention
 from pallas_flash._problem.checks import as_dtype, at_least, describe, flag, is_int, of_dtype
 from pallas_flash._problem.masks import FAR
@@ -285,7 +285,7 @@ class KVCache(nnx.Module):
 
 def window_in_ring(window, room: int) -> int:
     """Return the tokens before its own that a query sees; raise if a ring does not hold them."""
-    left = _validate._window(window)[0]
+    left = window_sides(window)[0]
     if left is None or left > room:
         raise ValueError(
             f"`local_window_size` must see at most {room} tokens back, the room of the ring; got "

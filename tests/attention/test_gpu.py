@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from support import cases, key_bias, large_scores, oracle
 from support.few_queries import SERVED as FEW_QUERIES
 from support.few_queries import with_few
-from support.forward_mode import Call, judge_tangents, tangents
+from support.forward_mode import Call, judge_tangents, tangents_of
 from support.judge import (
     check_that_nothing_shows,
     judge,
@@ -346,7 +346,7 @@ def check_tangents(case, by, dtype="bfloat16", *, moved=("query", "key", "value"
     case = dataclasses.replace(case.scaled(5), **sizes)
     call = Call.of(case.problem(dtype))
     call = call.moved(moved) if moved else call
-    judge_tangents(call, tangents(call, by)[1])
+    judge_tangents(call, tangents_of(call, by)[1])
 
 
 @cases.parametrize()

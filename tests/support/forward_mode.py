@@ -74,7 +74,7 @@ class Call:
         return run(primals, self.dots)
 
 
-def tangents(call: Call, implementation: str, **extra):
+def tangents_of(call: Call, implementation: str, **extra):
     """Return the results and the tangents of o and of the LSE by an implementation."""
     attention = functools.partial(
         pallas_flash.attention, implementation=implementation, return_lse=True, **extra

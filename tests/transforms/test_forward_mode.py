@@ -10,7 +10,7 @@ import pytest
 from support import cases, jaxprs, oracle, ttir
 from support.compare import assert_close
 from support.described_gpus import described_gpu
-from support.forward_mode import Call, judge_tangents, tangents
+from support.forward_mode import Call, judge_tangents, tangents_of
 from support.judge import SMALL
 from support.pairs_of_settings import SETTINGS, call_of, covering
 from support.strict import strictly
@@ -18,7 +18,7 @@ from support.strict import strictly
 from pallas_flash import ScoreMod, attention
 from pallas_flash._backends import xla
 from pallas_flash._backends.triton import tangent_kernel
-from pallas_flash._execution import tangents as _tangents
+from pallas_flash._execution import tangents
 from pallas_flash._jax import compat
 from pallas_flash._problem.scores import LN2, LogSum
 
@@ -28,7 +28,7 @@ EACH = ("xla", "interpret", "reference")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks of queries, the last one ragged."""
-    monkeypatch.setattr(_tangents, "ROWS_AT_ONCE", 256)
+    monkeypatch.setattr(tangents, "ROWS_AT_ONCE", 256)
     monkeypatch.setattr(xla, "BLOCK_Q", 16)
     monkeypatch.setattr(xla, "BLOCK_KV", 32)
 
@@ -65,14 +65,14 @@ by_case = pytest.mark.parametrize(
 @by_case
 def test_tangents_in_float32(by, case):
     call = Call.of(case.problem("float32"))
-    judge_tangents(call, tangents(call, by, **tiles(by))[1])
+    judge_tangents(call, tangents_of(call, by, **tiles(by))[1])
 
 
 @pytest.mark.parametrize("by", cases.default(["interpret"], EACH))
 @cases.parametrize(names=["full, whole tiles"], others_extended=True)
 def test_tangents_in_bfloat16(case, by):
     call = Call.of(case.problem("bfloat16"))
-    judge_tangents(call, tangents(call, by, **tiles(by))[1])
+    judge_tangents(call, tangents_of(call, by, **tiles(by))[1])
 
 
 @cases.parametrize(
@@ -88,7 +88,7 @@ def test_tangents_in_bfloat16(case, by):
 def test_tangents_by_the_kernel(case, dtype, kernel_case):
     """The kernel computes tangents of queries, keys and values."""
     call = Call.of(case.problem(dtype)).moved(["query", "key", "value"])
-    judge_tangents(call, tangents(call, "interpret", **tiles("interpret"))[1])
+    judge_tangents(call, tangents_of(call, "interpret", **tiles("interpret"))[1])
 
 
 @pytest.mark.parametrize("by", ["xla", "interpret"])
@@ -110,7 +110,7 @@ def test_hidden_tokens_have_no_tangent(case, by):
     changed = dataclasses.replace(
         call, floats=call.floats | poisoned(call.floats), dots=poisoned(call.dots)
     )
-    results = (tangents(x, by, **tiles(by)) for x in (call, changed))
+    results = (tangents_of(x, by, **tiles(by)) for x in (call, changed))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
@@ -156,7 +156,7 @@ def test_tangents_in_float64(case, by):
     with jax.enable_x64(True):
         call = Call.of(case.problem("float64")).widened()
         exact = call.jvp(functools.partial(oracle.dense, forward_mode=True))
-        assert_close(tangents(call, by), exact, tolerance=1e-13)
+        assert_close(tangents_of(call, by), exact, tolerance=1e-13)
 
 
 ROWS = covering(SETTINGS)
@@ -169,7 +169,7 @@ ROWS = covering(SETTINGS)
 def test_every_pair_of_settings_has_tangents(row, by):
     _, problem = call_of(row)
     call = Call.of(problem)
-    judge_tangents(call, tangents(call, by, **tiles(by))[1])
+    judge_tangents(call, tangents_of(call, by, **tiles(by))[1])
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,13 @@ def test_every_pair_of_settings_has_tangents(row, by):
 )
 def test_one_operand_alone_has_a_tangent(moved):
     call = Call.of(cases.BY_NAME["all features"].problem()).moved([moved])
-    judge_tangents(call, tangents(call, "xla")[1])
+    judge_tangents(call, tangents_of(call, "xla")[1])
 
 
 def test_results_beside_tangents_stay_the_same():
     call = Call.of(cases.BY_NAME["everything at once"].problem("bfloat16"))
     for by in ("xla", "interpret"):
-        results, _ = tangents(call, by, **tiles(by))
+        results, _ = tangents_of(call, by, **tiles(by))
         alone = functools.partial(attention, implementation=by, return_lse=True, **tiles(by))
         wanted = oracle.compiled(call.function(alone))(call.floats)
         jax.tree.map(np.testing.assert_array_equal, results, wanted)
@@ -207,7 +207,7 @@ def test_cotangents_times_tangents_are_equal(case, by):
     run = call.function(
         functools.partial(attention, implementation=by, return_lse=True, **tiles(by))
     )
-    (_, lse), dots = tangents(call, by, **tiles(by))
+    (_, lse), dots = tangents_of(call, by, **tiles(by))
     dlse = jnp.where(lse > -jnp.inf, dlse, 0)
     gradients = oracle.compiled(lambda x: jax.vjp(run, x)[1]((do, dlse)))(call.floats)[0]
 
@@ -364,12 +364,12 @@ def test_memory_of_tangents_is_linear(argument):
 
 
 def test_reverse_mode_traces_no_tangents(monkeypatch):
-    monkeypatch.delattr(_tangents, "of_forward")
+    monkeypatch.delattr(tangents, "forward_tangents")
     x = jnp.ones((2, 9, 2, 8))
 
     def loss(x):
         return attention(x, x, x, implementation="xla").sum()
 
     jaxprs.trace(jax.grad(lambda x: jax.vmap(loss)(x[None]).sum()), x)
-    with pytest.raises(AttributeError, match="of_forward"):
+    with pytest.raises(AttributeError, match="forward_tangents"):
         jax.jit(lambda x: jax.jvp(loss, (x,), (x,))).lower(x)

@@ -34,7 +34,7 @@ from support.tune_fixtures import h200_here, hopper_here, own_file  # noqa: F401
 
 import pallas_flash
 from pallas_flash._autodiff import vjp
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import tile_choice
 from pallas_flash._jax import device
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, DecodeTile, DqTile, ForwardTile, TileSizes
@@ -317,7 +317,9 @@ def test_a_winner_chooses_who_computes_each_pass(
     if tiles is not None:
         zeros_for_random_numbers(monkeypatch)
         tuned.store(features(**LONG), "NVIDIA H200", tiles)
-    monkeypatch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
+    monkeypatch.setattr(
+        tile_choice, "tiles_of_call", lambda problem, by, asked: asked or TileSizes()
+    )
     choice = explained()
     assert choice.implementation == forward
     assert why_not in choice.refused["triton" if forward == "mosaic" else "mosaic"]
@@ -337,7 +339,7 @@ def plan_of(monkeypatch, **options):
     used = []
     with monkeypatch.context() as patch:
         patch.setattr(vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
-        patch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
+        patch.setattr(tile_choice, "tiles_of_call", lambda problem, by, asked: asked or TileSizes())
         x = jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
         pallas_flash.attention(x, x, x, **options)
     [plan] = used

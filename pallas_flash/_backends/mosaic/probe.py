@@ -43,7 +43,7 @@ def pallas_flash_function(*refs, static: FunctionConfig):
         ptx.store_fragments(options.hide(s, h, *at), out_ref.at[n * GROUPS])
 
 
-def function(problem: Problem, *, derivative: bool):
+def compute(problem: Problem, *, derivative: bool):
     """Launch the kernel for the mask and the scores of a problem."""
     shared = shared_arrays(problem, problem.mask)
     q, kv = Tiling(problem.q_len, SHAPE[0]), Tiling(problem.kv_len, SHAPE[1])

@@ -32,8 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash._backends.mosaic import block_ranges
-from pallas_flash._problem import features as _features
-from pallas_flash._problem.features import CallFeatures
+from pallas_flash._problem.features import CallFeatures, features_of
 from pallas_flash._problem.masks import Mask
 from pallas_flash._problem.problem import Problem
 
@@ -98,7 +97,7 @@ class QueryTiles:
         """
         count = warpgroups * cluster_size
         per_head = -(-problem.q_len // (count * QUERY_ROWS))
-        features = dataclasses.replace(_features.of(problem), batch=batch)
+        features = dataclasses.replace(features_of(problem), batch=batch)
         return cls(count, per_head, cluster_size == 1 and folded(features, warpgroups))
 
     def first_row(self, index, query_tile):

@@ -19,11 +19,10 @@ from jax.experimental import pallas as pl
 from pallas_flash._backends.triton import common, streamed
 from pallas_flash._backends.triton.delta_kernel import delta
 from pallas_flash._backends.triton.streamed import Streamed
-from pallas_flash._problem import table_gradients as _reads
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.scores import LogSum
-from pallas_flash._problem.table_gradients import Read
+from pallas_flash._problem.table_gradients import Read, add_at, reads_of
 from pallas_flash._problem.tile_sizes import Tile
 from pallas_flash._problem.traversal import in_tile
 
@@ -116,11 +115,11 @@ def table_gradients(
         jnp.zeros(x.shape, jnp.float32) if want else None
         for x, want in zip(tables, wanted, strict=True)
     ]
-    for number, read in enumerate(_reads.reads_of(p.scores)):
+    for number, read in enumerate(reads_of(p.scores)):
         if wanted[read.table]:
             x, at = _sums(p, *rows, number, read, dq, interpret=interpret)
             _, index = p.scores.reads(x, *at)[number]
-            found[read.table] = _reads.add_at(found[read.table], index, x, sort=True)
+            found[read.table] = add_at(found[read.table], index, x, sort=True)
     pairs = zip(found, tables, strict=True)
     return [None if x is None else x.astype(table.dtype) for x, table in pairs]
 
