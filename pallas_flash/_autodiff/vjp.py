@@ -104,17 +104,17 @@ def _attend(plan: Plan, operands, rest):
     o, log_sum = forward_pass(plan, operands, rest)
     lse, *row_maxima = public_rows(log_sum)
     fixed, structure = jax.tree.flatten((o, lse, operands | {"value": None}, rest))
-    return *_of_values(_OfValues(plan, structure), fixed, operands["value"]), *row_maxima
+    return *_of_values(_ValueGradients(plan, structure), fixed, operands["value"]), *row_maxima
 
 
 # Compiled, so that `jax.vmap` outside of `jit` does not repeat values for what is not computed.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _of_values(rule: "_OfValues", fixed, value):
+def _of_values(rule: "_ValueGradients", fixed, value):
     return linear_map.apply(rule, fixed, [value])
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfValues:
+class _ValueGradients:
     """The output and the LSE as a linear map of the values, for `jax.linear_transpose`.
 
     Both have been computed, so that only the transpose computes anything.
@@ -211,7 +211,7 @@ class _Derivative:
         _, l_log2, m, _, operands, rest = jax.tree.unflatten(self.structure, fixed)
         problem, by = rest.join(operands), self.plan.implementation
         others = set(self.names) - {"query", "key", "value"}
-        if others or self.plan.along or limits.of_tangents(problem, by) == "xla":
+        if others or self.plan.along or limits.tangents_implementation(problem, by) == "xla":
             return self.formula(fixed, moved)
         zeros = {x: jnp.zeros_like(operands[x]) for x in ("query", "key", "value")}
         dots = zeros | dict(zip(self.names, moved, strict=True))

@@ -92,7 +92,7 @@ def forward(problem: Problem, *, on_gpu: bool = False):
         if p.max_logits:
             log_sum = log_sum._replace(max_logits=sums[0])
         weight = rescaled(p.dropout, weight)
-        o = SplitOutput.of(acc * weight[..., None], p.dtype, split=p.split_output)
+        o = SplitOutput.from_float32(acc * weight[..., None], p.dtype, split=p.split_output)
         return o, log_sum
 
     o, log_sum = lax.map(q_tile, jnp.arange(blocks.q.count, dtype=jnp.int32))
@@ -157,14 +157,14 @@ def backward(
     p, dtype = problem, problem.accumulator_dtype
     delta = _delta(o, do, dlse, dtype)
     dsinks = sinks_gradient(p.sinks, log_sum, jnp.moveaxis(delta, 1, 2)) if want_sinks else None
-    center, known = key_center.of(p), None
+    center, known = key_center.center_of(p), None
     if center is not None:
         by_row = (None if x is None else jnp.moveaxis(x, 1, 2) for x in (delta, dlse))
         r = key_center.row_sums(p, log_sum, *by_row)
         known = None if r is None else key_center.known_part(p, center, r)
 
     blocks = _Blocks(p, on_gpu)
-    do, rows = blocks.split_rows(do), _Rows.of(blocks, log_sum, delta)
+    do, rows = blocks.split_rows(do), _Rows.from_blocks(blocks, log_sum, delta)
     ranges = blocks.q_ranges()
 
     def kv_tile(sums, j):
@@ -250,7 +250,7 @@ def table_gradients(
     p, dtype = problem, problem.accumulator_dtype
     delta = _delta(o, do, dlse, dtype)
     blocks = _Blocks(p, on_gpu)
-    do, rows = blocks.split_rows(do), _Rows.of(blocks, log_sum, delta)
+    do, rows = blocks.split_rows(do), _Rows.from_blocks(blocks, log_sum, delta)
     ranges = blocks.q_ranges()
     tables = p.slopes, *(p.score_operands or ())
     reads = [n for n, read in enumerate(reads_of(p.scores)) if wanted[read.table]]
@@ -304,7 +304,7 @@ class _Rows(NamedTuple):
     log_l: Any
 
     @classmethod
-    def of(cls, blocks: "_Blocks", log_sum: LogSum, delta) -> "_Rows":
+    def from_blocks(cls, blocks: "_Blocks", log_sum: LogSum, delta) -> "_Rows":
         """Return the rows in blocks, for delta [B, T, N]."""
         m = log_sum.m
         log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)

@@ -327,7 +327,7 @@ def attention(
         results.append(lse)
     elif return_residual:
         results.append(lax.stop_gradient(lse).astype(problem.dtype))
-    results += [_over_rows(x, sequence_axis) for x in row_maxima]
+    results += [_max_over_rows(x, sequence_axis) for x in row_maxima]
     results = [x[0] for x in results] if query.ndim == 3 else results
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -463,7 +463,7 @@ def _run(problem: Problem, plan: Plan) -> tuple[jax.Array, ...]:
     return vjp.attend(plan, operands, rest)
 
 
-def _over_rows(row_maxima, sequence_axis):
+def _max_over_rows(row_maxima, sequence_axis):
     """Return the maximum [B, N] over the queries of all devices, of that of each row [B, T, N]."""
     highest = lax.stop_gradient(row_maxima).max(axis=1, initial=-jnp.inf)
     names = sequence_axis if isinstance(sequence_axis, (tuple, list)) else [sequence_axis]

@@ -117,7 +117,7 @@ def paged_attention(
 
 def _resolve(problem: PagedProblem, asked: str | None) -> str:
     """Return who computes the call."""
-    why_not = limits.of_pages(problem, asked)
+    why_not = limits.paged_limits(problem, asked)
     if asked is None:
         if why_not and device.target().nvidia:
             warnings.warn(

@@ -39,9 +39,9 @@ from pallas_flash._problem.tile_sizes import (
     KERNELS,
     KEYS_STAY,
     TileSizes,
+    backend_of,
     describe,
     sizes_for,
-    whose,
 )
 from pallas_flash._selection import tuned
 
@@ -103,7 +103,7 @@ class Tuning:
             result = trial.failure if trial.ms is None else f"{trial.ms:.4f} ms"
             found, tables = self.tile_sizes, self.tables.values()
             marks = "  table" * any(table.tile(kernel) == tile for table in tables)
-            marks += "  winner" * (tile in (found.tile(kernel), found.only(_given(tile))))
+            marks += "  winner" * (tile in (found.tile(kernel), found.select(_given(tile))))
             lines.append(f"{kernel:<8}{column(tile)}  {result}{marks}")
         where = f"stored in {self.file}" if self.file else "not stored"
         return "\n".join([*lines, f"{self.clock}; {where}"])
@@ -118,10 +118,10 @@ def _given(tile) -> list[str]:
 def column(tile) -> str:
     """Return a tile as a column of a table."""
     if isinstance(tile, TileSizes):
-        by = "mosaic" if tile.of("mosaic") == tile else "triton"
+        by = "mosaic" if tile.for_backend("mosaic") == tile else "triton"
         return f"  all of {by}: {', '.join(_given(tile))}"
     words = describe(tile)
-    if whose(tile) == "mosaic":
+    if backend_of(tile) == "mosaic":
         return f"  mosaic, {words}"
     return " " * (9 - words.index(",")) + words
 
@@ -258,7 +258,7 @@ def search(
             tried = _try_all(name, whole, arguments[name], wanted[name], measure)
             trials += tried
             ways = [trial.tile for trial in tried if trial.ms is not None]
-        found = found.or_else(_fastest(list(ways)))
+        found = found.filled_from(_fastest(list(ways)))
     tables = {by: tile_choice.tiles_of_call(problem, by, None) for by in implementations}
     return Tuning(found, tuple(trials), tables, clock)
 
@@ -310,27 +310,27 @@ def _kernels(attention_pass: str, by: str, problem: Problem, table: TileSizes) -
 def _plan(by: str, sizes: TileSizes, *kernels: str) -> Plan:
     """Return the plan for programs of these kernels, with tiles of `by`."""
     if by == "mosaic":
-        return Plan.by(by, sizes, in_order="backward" not in kernels)
-    return Plan.by(by, sizes)
+        return Plan.from_implementation(by, sizes, in_order="backward" not in kernels)
+    return Plan.from_implementation(by, sizes)
 
 
 def _ways(winners: TileSizes) -> list[TileSizes]:
     """Return the ways to a pass by an implementation: "mosaic" has two ways to the gradients."""
     kernels = _given(winners)
     ways = [[k for k in kernels if k != "backward"], [k for k in kernels if k == "backward"]]
-    return [winners.only(way) for way in ways if way]
+    return [winners.select(way) for way in ways if way]
 
 
 def _fastest(ways: list[TileSizes]) -> TileSizes:
     """Return the first of ways sorted by time; one pass, which has no order, beside another way."""
     if ways and ways[0].backward and ways[1:]:
-        return ways[0].or_else(ways[1])
+        return ways[0].filled_from(ways[1])
     return ways[0] if ways else TileSizes()
 
 
 def _exact(problem: Problem):
     """Return for each kernel the arguments of its program, and its results by float32 plain JAX."""
-    plain, no_extras = Plan.by("xla"), Wanted()
+    plain, no_extras = Plan.from_implementation("xla"), Wanted()
     inputs = {
         name: getattr(problem, name).astype(jnp.float32) for name in ("query", "key", "value")
     }

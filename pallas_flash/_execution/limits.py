@@ -143,7 +143,7 @@ def _mosaic_limits(p: Problem) -> list[str]:
     return limits
 
 
-def of_pages(p: PagedProblem, implementation: str | None) -> str:
+def paged_limits(p: PagedProblem, implementation: str | None) -> str:
     """Return why an implementation (None: "triton") does not serve a paged call, or ""."""
     if implementation in ("xla", "reference"):
         return ""
@@ -180,7 +180,7 @@ def backward_limit(problem: Problem, implementation: str) -> str:
     return lowerable.derivative_limit(problem, implementation)
 
 
-def of_tables(problem: Problem, backward: str) -> tuple[str, str]:
+def tables_implementation(problem: Problem, backward: str) -> tuple[str, str]:
     """Return who computes gradients of slopes and of operands, and why not `backward`.
 
     The reason is "" if it is the implementation of the backward itself, or if there are none.
@@ -202,7 +202,7 @@ def of_tables(problem: Problem, backward: str) -> tuple[str, str]:
     return "triton", '"mosaic" has no kernel for it.' * (backward == "mosaic")
 
 
-def of_tangents(problem: Problem, forward: str) -> str:
+def tangents_implementation(problem: Problem, forward: str) -> str:
     """Return who computes tangents of queries, keys and values beside a forward."""
     by = "triton" if forward == "mosaic" else forward
     if by in ("xla", "reference") or backward_limit(problem, by):

@@ -128,7 +128,7 @@ def _lower(function: UserFunction, implementation: str, device) -> None:
     if function.role == "reads":
         options["reads"] = len(table_gradients.reads_of(function.problem().scores))
     run = functools.partial(compute, **options)
-    with compat.for_device(device):
+    with compat.described_device(device):
         jax.jit(run).trace(function.problem()).lower(lowering_platforms=("cuda",))
 
 

@@ -51,8 +51,8 @@ def completed(
     default = backend.default(problem, f)
     if asked is None:
         return default
-    asked = asked.used(f.few_queries)
+    asked = asked.serving(f.few_queries)
     for kernel in KERNELS:
         if (tile := asked.tile(kernel)) is not None:
             backend.check(kernel, tile, problem, f)
-    return asked.or_else(default)
+    return asked.filled_from(default)

@@ -22,7 +22,7 @@ def abstract_device():
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
-def for_device(device):
+def described_device(device):
     """Trace and lower for one described device; None: for the machine's own."""
     if device is None:
         return contextlib.nullcontext()

@@ -10,7 +10,7 @@ from jaxtyping import Array, Shaped
 
 from pallas_flash._arguments.attention import parse_sequence_axis
 from pallas_flash._execution.context.parts import device
-from pallas_flash._problem.checks import array, describe, of_dtype
+from pallas_flash._problem.checks import array, array_of_dtype, describe
 from pallas_flash._problem.mask_objects import Joinable
 from pallas_flash._problem.masks import Mask
 
@@ -100,7 +100,7 @@ def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]) -> Any
     """Return an int32 array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
     if x is None:
         return None
-    x = of_dtype(name, x, "int32")
+    x = array_of_dtype(name, x, "int32")
     check_broadcasts(name, x, (*batch, *rest))
     return jnp.broadcast_to(x, (*batch, *rest)).reshape(math.prod(batch), *rest)
 

@@ -344,7 +344,7 @@ def test_max_logits_of_decoding(case, head_dim, implementation, kernel_case):
 def check_tangents(case, by, dtype="bfloat16", *, moved=("query", "key", "value"), **sizes):
     """The rule of test_forward_mode; only queries, keys and values have a kernel."""
     case = dataclasses.replace(case.scaled(5), **sizes)
-    call = Call.of(case.problem(dtype))
+    call = Call.from_problem(case.problem(dtype))
     call = call.moved(moved) if moved else call
     judge_tangents(call, tangents_of(call, by)[1])
 

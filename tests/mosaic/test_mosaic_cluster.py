@@ -176,11 +176,11 @@ def without_expecting(patch):
 
 
 def with_columns_of_another_cta(patch):
-    of = backward_cluster.Columns.of.__func__
+    right = backward_cluster.Columns.from_rank.__func__
     patch.setattr(
         backward_cluster.Columns,
-        "of",
-        classmethod(lambda cls, tiles, rank: of(cls, tiles, 1 - rank)),
+        "from_rank",
+        classmethod(lambda cls, tiles, rank: right(cls, tiles, 1 - rank)),
     )
 
 

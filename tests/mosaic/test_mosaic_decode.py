@@ -192,7 +192,7 @@ def test_splits_of_scattered_blocks(parts):
             found = []
             for entry in mine:
                 each = block_ranges.partial_first(entry, table_ref)
-                found += [(int(each.at(i)), i < each.partial) for i in range(int(each.count))]
+                found += [(int(each.block_at(i)), i < each.partial) for i in range(int(each.count))]
             want = [(t, i >= full) for i, t in enumerate(tiles.tolist()[:count])]
             assert sorted(found) == sorted(want)
 

@@ -102,7 +102,7 @@ def test_splits_of_heads_and_queries(batch, length, heads, kv_heads, options, in
     def call(q, k):
         tiles = Tiling(length, 128)
         p = checked((q, k, k), options)
-        steps = backward_splits.Steps.of(p, tiles, tiles)
+        steps = backward_splits.Steps.from_problem(p, tiles, tiles)
         found.append(backward_splits.num_splits(p, batch, steps, tiles, in_order))
 
     shapes = ((batch, length, n, 128) for n in (heads, kv_heads))
@@ -122,7 +122,7 @@ def test_query_splits_where_they_were_faster():
         q = jnp.zeros(shape, jnp.bfloat16)
         p = checked((q, q, q), dict(is_causal=causal))
         q, kv = Tiling(shape[1], 64), Tiling(shape[1], 128)
-        steps = backward_splits.Steps.of(p, q, kv)
+        steps = backward_splits.Steps.from_problem(p, q, kv)
         programs = backward_splits.num_splits(p, p.batch, steps, kv, False)
         assert ms[programs] <= 1.03 * min(ms.values()), (shape, causal)
 
@@ -490,7 +490,7 @@ def test_ctas_take_each_work_tile_once(name, head_dim, monkeypatch, kernel_case)
 def parts_of(shape, options, *warpgroups):
     q = jnp.zeros(shape, jnp.bfloat16)
     p = checked((q, q, q), options)
-    return scheduler.QueryTiles.of(p, p.batch, *warpgroups)
+    return scheduler.QueryTiles.from_problem(p, p.batch, *warpgroups)
 
 
 @pytest.mark.parametrize(
@@ -521,7 +521,7 @@ def test_each_query_tile_is_in_one_split(length, warpgroups, options):
     assert sorted(itertools.chain(*first)) == list(every)
     assert every[-1] - 64 * (warpgroups - 1) < length
     numbers = np.arange(-(-length // 64))[None, None, :, None]
-    ordered = parts.by_work_tile(numbers).ravel()
+    ordered = parts.in_work_tile_order(numbers).ravel()
     if options:
         tiles = [x // 64 for x in itertools.chain(*first)]
         assert ordered.tolist() == [x if x < numbers.size else 0 for x in tiles]
@@ -561,7 +561,7 @@ def test_warpgroups_compute_their_blocks(warpgroups, xp):
     rows = [*np.asarray(rows)[0, 0].tolist(), (0, 0, 0, 0)]
     for n, entry in enumerate(np.asarray(entries)[0, 0].tolist()):
         blocks, visited = block_ranges.unpack(np.array(entry))
-        order = [int(blocks.at(i, None)) for i in range(blocks.count)]
+        order = [int(blocks.block_at(i, None)) for i in range(blocks.count)]
         mine = rows[n * warpgroups :][:warpgroups]
         some = [x for x in mine if x[0] < x[3]]
         first, last = (f((x[i] for x in some), default=0) for f, i in ((min, 0), (max, 3)))
@@ -583,7 +583,7 @@ def test_blocks_descend():
     [stream] = block_ranges.streams_of_ranges(ranges, 3)[0, 0]
     blocks, visited = block_ranges.unpack(stream)
     assert blocks == (6, 7, 0)
-    assert [int(blocks.at(i, None)) for i in range(7)] == [6, 5, 4, 3, 2, 1, 0]
+    assert [int(blocks.block_at(i, None)) for i in range(7)] == [6, 5, 4, 3, 2, 1, 0]
     assert [*zip(*visited, strict=True)] == [(2, 3, 7, 7), (1, 2, 7, 7), (0, 1, 7, 7)]
 
 

@@ -102,7 +102,7 @@ def test_tiles_fit(head_dim, value_dim):
 
 @pytest.mark.parametrize("value_dim", range(8, 513, 8))
 def test_pieces_cover_all_values(value_dim):
-    pieces = forward_wide.ValuePieces.of(value_dim)
+    pieces = forward_wide.ValuePieces.from_value_dim(value_dim)
     both = forward_wide.CONSUMERS * pieces.count * pieces.columns
     assert value_dim <= both < value_dim + 128
     assert pieces.columns <= 256 and both // 2 <= 256
@@ -175,7 +175,7 @@ def test_machine_code(head_dim, value_dim, option):
     [loop] = [loop for loop in loops if loop.matrix["HGMMA"]]
     assert loop.spills <= spills, (name, loop.order)
     # Four instructions for 64 columns of scores and for 64 keys; a wait for each such product.
-    pieces = forward_wide.ValuePieces.of(value_dim).count
+    pieces = forward_wide.ValuePieces.from_value_dim(value_dim).count
     products = forward_wide.column_blocks(head_dim) + 2 * pieces
     assert loop.matrix["HGMMA"] == 4 * products, loop.order
     assert loop.opcodes["WARPGROUP.DEPBAR"] == products, loop.order

@@ -198,7 +198,7 @@ def test_show_prints_what_the_page_about_tuning_shows(monkeypatch, tmp_path, cap
     x = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
     with described_gpu("NVIDIA H200"):
         problem = tune._problem((x, x, x), {"is_causal": True})
-        winner = tile_choice.tiles_of_call(problem, "mosaic", None).only(("forward", "backward"))
+        winner = tile_choice.tiles_of_call(problem, "mosaic", None).select(("forward", "backward"))
         tuned.store(features_of(problem), "NVIDIA H200", winner)
     monkeypatch.setattr(sys, "argv", ["tune", "--show"])
     with pytest.raises(SystemExit):

@@ -272,7 +272,7 @@ def run_once(monkeypatch):
     """Plain JAX as the kernels for Hopper are: each pass is exported, and kept."""
     monkeypatch.setattr(lowered_once, "PLATFORMS", {"xla": "cpu"})
     lowered_once._exported.cache_clear()
-    yield Plan.by("xla")
+    yield Plan.from_implementation("xla")
     lowered_once._exported.cache_clear()
 
 

@@ -32,7 +32,7 @@ class Call:
     dots: dict
 
     @classmethod
-    def of(cls, problem, seed=7):
+    def from_problem(cls, problem, seed=7):
         """Return the call of a problem, as `Case.problem` gives it, with random tangents."""
         (q, k, v), _, options = problem
         floats, others = dict(query=q, key=k, value=v), dict(options)

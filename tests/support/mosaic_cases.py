@@ -35,12 +35,12 @@ NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
 
 def run_forward(call, sizes=TABLE):
     """The forward with these tiles, and the rest from the table."""
-    return mosaic.forward(call, sizes.or_else(tiles.default(call, features_of(call))))
+    return mosaic.forward(call, sizes.filled_from(tiles.default(call, features_of(call))))
 
 
 def run_backward(call, *arrays, sizes=TABLE, in_order, **flags):
     """The backward with these tiles, and the rest from the table."""
-    sizes = sizes.or_else(tiles.default(call, features_of(call)))
+    sizes = sizes.filled_from(tiles.default(call, features_of(call)))
     in_order = in_order or sizes.backward is None
     return mosaic.backward(call, *arrays, sizes, in_order=in_order, **flags)
 

@@ -64,14 +64,14 @@ by_case = pytest.mark.parametrize(
 
 @by_case
 def test_tangents_in_float32(by, case):
-    call = Call.of(case.problem("float32"))
+    call = Call.from_problem(case.problem("float32"))
     judge_tangents(call, tangents_of(call, by, **tiles(by))[1])
 
 
 @pytest.mark.parametrize("by", cases.default(["interpret"], EACH))
 @cases.parametrize(names=["full, whole tiles"], others_extended=True)
 def test_tangents_in_bfloat16(case, by):
-    call = Call.of(case.problem("bfloat16"))
+    call = Call.from_problem(case.problem("bfloat16"))
     judge_tangents(call, tangents_of(call, by, **tiles(by))[1])
 
 
@@ -87,7 +87,7 @@ def test_tangents_in_bfloat16(case, by):
 @pytest.mark.parametrize("dtype", cases.default(["bfloat16"], ["float32", "bfloat16"]))
 def test_tangents_by_the_kernel(case, dtype, kernel_case):
     """The kernel computes tangents of queries, keys and values."""
-    call = Call.of(case.problem(dtype)).moved(["query", "key", "value"])
+    call = Call.from_problem(case.problem(dtype)).moved(["query", "key", "value"])
     judge_tangents(call, tangents_of(call, "interpret", **tiles("interpret"))[1])
 
 
@@ -100,7 +100,7 @@ def test_hidden_tokens_have_no_tangent(case, by):
     """NaN in hidden keys and values, in queries without keys, and in their tangents."""
     qkv, cotangents, options = case.problem()
     names = ["query", "key", "value"]
-    call = Call.of((qkv, cotangents, options)).moved(names)
+    call = Call.from_problem((qkv, cotangents, options)).moved(names)
 
     def poisoned(arrays):
         arrays = [arrays[name] for name in names]
@@ -141,7 +141,7 @@ def test_lowered_tangent_kernel():
     """Run on the IR of Triton, where memory outside of an array raises."""
     case = dataclasses.replace(cases.BY_NAME["everything at once"], T=75, S=91)
     problem = case.problem()
-    call = Call.of(problem).moved(["query", "key", "value"])
+    call = Call.from_problem(problem).moved(["query", "key", "value"])
     p = cases.checked(problem[0], problem[2])
     lse = oracle.solve(*problem[0], *problem[1], **problem[2]).values["lse"]
     log_sum = LogSum(None, jnp.asarray(np.moveaxis(lse, 2, 1) / LN2, jnp.float32))
@@ -154,7 +154,7 @@ def test_lowered_tangent_kernel():
 @pytest.mark.parametrize("by", ["xla", "reference"])
 def test_tangents_in_float64(case, by):
     with jax.enable_x64(True):
-        call = Call.of(case.problem("float64")).widened()
+        call = Call.from_problem(case.problem("float64")).widened()
         exact = call.jvp(functools.partial(oracle.dense, forward_mode=True))
         assert_close(tangents_of(call, by), exact, tolerance=1e-13)
 
@@ -168,7 +168,7 @@ ROWS = covering(SETTINGS)
 )
 def test_every_pair_of_settings_has_tangents(row, by):
     _, problem = call_of(row)
-    call = Call.of(problem)
+    call = Call.from_problem(problem)
     judge_tangents(call, tangents_of(call, by, **tiles(by))[1])
 
 
@@ -180,12 +180,12 @@ def test_every_pair_of_settings_has_tangents(row, by):
     ),
 )
 def test_one_operand_alone_has_a_tangent(moved):
-    call = Call.of(cases.BY_NAME["all features"].problem()).moved([moved])
+    call = Call.from_problem(cases.BY_NAME["all features"].problem()).moved([moved])
     judge_tangents(call, tangents_of(call, "xla")[1])
 
 
 def test_results_beside_tangents_stay_the_same():
-    call = Call.of(cases.BY_NAME["everything at once"].problem("bfloat16"))
+    call = Call.from_problem(cases.BY_NAME["everything at once"].problem("bfloat16"))
     for by in ("xla", "interpret"):
         results, _ = tangents_of(call, by, **tiles(by))
         alone = functools.partial(attention, implementation=by, return_lse=True, **tiles(by))
@@ -203,7 +203,7 @@ def test_results_beside_tangents_stay_the_same():
 def test_cotangents_times_tangents_are_equal(case, by):
     """<do, o_dot> + <dlse, lse_dot> = sum of <dx, x_dot> over the operands x."""
     problem = case.problem()
-    call, (do, dlse) = Call.of(problem), problem[1]
+    call, (do, dlse) = Call.from_problem(problem), problem[1]
     run = call.function(
         functools.partial(attention, implementation=by, return_lse=True, **tiles(by))
     )

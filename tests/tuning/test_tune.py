@@ -124,7 +124,7 @@ def fake_programs(monkeypatch, change=lambda tile, results: results):
 
     def program(kernel, plan):
         tiles = plan.forward.tiles
-        tile, exact = tiles.tile(kernel), PROGRAM(kernel, Plan.by("xla"))
+        tile, exact = tiles.tile(kernel), PROGRAM(kernel, Plan.from_implementation("xla"))
         return jax.jit(lambda *args: change(tile, exact(*args)))
 
     monkeypatch.setattr(tune, "_program", program)
@@ -190,8 +190,10 @@ RACES = {
 @pytest.mark.parametrize("race", RACES)
 def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
     forward, backward, wanted = RACES[race]
-    times = dict(zip([MOSAIC.only(["forward"]), TRITON.only(["forward"])], forward, strict=True))
-    ways = MOSAIC.only(["backward"]), MOSAIC.only(["dkv", "dq"]), TRITON.only(["dkv", "dq"])
+    times = dict(
+        zip([MOSAIC.select(["forward"]), TRITON.select(["forward"])], forward, strict=True)
+    )
+    ways = MOSAIC.select(["backward"]), MOSAIC.select(["dkv", "dq"]), TRITON.select(["dkv", "dq"])
     times |= dict(zip(ways, backward, strict=True))
 
     def measure(kernel, tile, call, arguments):

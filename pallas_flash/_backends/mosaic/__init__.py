@@ -77,7 +77,7 @@ def backward(
     dscale = None
     # The dbias kernel ignores valid lengths, so the rows behind them are zeroed first.
     valid = None if want_bias else p.valid_lengths()
-    center = key_center.for_shift(p, log_sum)
+    center = key_center.center_for_shift(p, log_sum)
     delta, centered_log_sum, *zeros = preprocess(
         *(p, o, do, log_sum),
         head_dim=0 if in_order else head_dim,

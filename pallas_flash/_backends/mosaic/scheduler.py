@@ -86,7 +86,7 @@ class QueryTiles:
     folded: bool
 
     @classmethod
-    def of(cls, problem: Problem, batch: int, warpgroups: int, cluster_size: int = 1):
+    def from_problem(cls, problem: Problem, batch: int, warpgroups: int, cluster_size: int = 1):
         """Return those of a call.
 
         Args:
@@ -108,7 +108,7 @@ class QueryTiles:
         tile = query_tile * self.per_head + odd * (self.per_head - 1) + (1 - 2 * odd) * index
         return tile * QUERY_ROWS
 
-    def by_work_tile(self, rows):
+    def in_work_tile_order(self, rows):
         """Return rows [1 or B, 1 or N, query tiles, ...] in the order of work tiles."""
         if not self.folded:
             return rows

@@ -52,7 +52,7 @@ def backward(
     else:
         [dk] = launch(backward_dkv.pallas_flash_dk, "dk")
         [dv] = launch(backward_dkv.pallas_flash_dv, "dv")
-    center = key_center.for_shift(problem, log_sum)
+    center = key_center.center_for_shift(problem, log_sum)
     shifted, shifted_log_sum = key_center.shifted(problem, log_sum, center)
     dq, dscale = backward_dq.dq(
         shifted,

@@ -204,7 +204,7 @@ def forward(problem: PagedProblem, *, interpret: bool):
     launches = []
     for tile, rows in launches_of(problem, capability):
         kv = Tiling(problem.kv_len, tile.block_kv)
-        tiles = RowTiles.of(problem, tile.block_q, kv, rows)
+        tiles = RowTiles.from_problem(problem, tile.block_q, kv, rows)
         if len(tiles.request):
             launches.append(_launch(problem, tile, tiles, kv, interpret=interpret))
     return _combine(problem, launches)
@@ -331,7 +331,7 @@ def _combine(p: PagedProblem, launches: list[_Launch]):
     columns, operands, specs = [], [], []
     width, groups = common.padded(p.value_dim), p.groups
     for launch in launches:
-        tile, row, exists = launch.tiles.of_rows(p)
+        tile, row, exists = launch.tiles.tile_of_rows(p)
         # The first split of each row, their number, and the row in the tile.
         columns += [launch.work.first[tile], jnp.where(exists, launch.work.count[tile], 0), row]
         operands += launch.results
