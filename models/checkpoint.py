@@ -93,7 +93,7 @@ def layout_of_files(config: DecoderConfig, paths: list[str]) -> dict[str, Stored
     return found
 
 
-def by_path(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by their paths, as in `layers/0/mlp/up/weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
@@ -242,7 +242,7 @@ def read(
     Raises:
         ValueError: A tensor is missing, unexpected or of another shape.
     """
-    wanted = by_path(shapes)
+    wanted = leaves_by_path(shapes)
     stored = _named_as(layout_of_files(config, list(wanted)), tensors)
     _check_names(config, stored, tensors)
     read = {}
@@ -315,7 +315,7 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
             "`config` must come from a config.json to be saved; got one that does not: make it by "
             "`DecoderConfig.from_json`."
         )
-    found = by_path(params)
+    found = leaves_by_path(params)
     # Arrays of NumPy have no devices.
     if not all(getattr(x, "is_fully_addressable", True) for x in found.values()):
         raise ValueError(

@@ -67,7 +67,7 @@ class Layout:
         """Return the sharding that divides the axes of an array by these mesh axes, in order."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
-    def of(self, state: Any) -> Any:
+    def shardings(self, state: Any) -> Any:
         """Return the sharding of every array in a tree of parameters or of an optimizer's state."""
 
         def lie(path, x):
@@ -79,7 +79,7 @@ class Layout:
     def place(self, module: nnx.Module) -> None:
         """Move the parameters of a module, or of a part of one, to their devices."""
         state = nnx.to_pure_dict(nnx.state(module))
-        nnx.update(module, jax.tree.map(_spread, state, self.of(state)))
+        nnx.update(module, jax.tree.map(_spread, state, self.shardings(state)))
 
     def order(self, length: int) -> Int32[Array, " T"] | None:
         """Return the positions of a text's tokens in the order of the arrays; None if in order.

@@ -27,7 +27,7 @@ try:
 
     from models.generation import Generation, Sampling
     from scripts.command import Parser, UserError, command, parse_path, parse_size, why
-    from scripts.generation.source import Source, by_flags, open_source
+    from scripts.generation.source import Source, message_with_flags, open_source
     from scripts.generation.tokens import TextStream, utf8
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         streams = [TextStream(source.tokens.decode, x, stops) for x in tokens]
         write(generation, streams, Output(prompts, streams))
     except (ValueError, NotImplementedError) as error:
-        raise UserError(by_flags(error)) from None
+        raise UserError(message_with_flags(error)) from None
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from scripts.benchmark import curves, key_bias, overview, report, results
-from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, by_length, deterministic
+from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, deterministic, gains_by_length
 from scripts.benchmark.results import RESULTS, time
 from scripts.benchmark.shapes import short
 from scripts.command import UserError, command
@@ -208,17 +208,17 @@ def calls(*files: str) -> str:
         cells: list[str] = []
         for file in files:
             forward, backward = (timed(file, x, group) for x in ("forward", "backward"))
-            cell = by_lengths(forward)
+            cell = calls_by_length(forward)
             if not backward:
                 cell += ". No backward"
             elif alone := forward - backward:
-                cell += f". Forward alone: {by_lengths(alone)}"
+                cell += f". Forward alone: {calls_by_length(alone)}"
             cells.append("the same" if cell in cells else cell)
         rows.append([text, *cells])
     return markdown(["calls", *(file.upper() for file in files)], rows)
 
 
-def by_lengths(found: Iterable[tuple[str, int]]) -> str:
+def calls_by_length(found: Iterable[tuple[str, int]]) -> str:
     """Return calls in words, those with the same lengths together."""
 
     def by_number(call):
@@ -308,7 +308,7 @@ def options(file: str) -> str:
 
 def choice() -> str:
     """Return how many times as fast "mosaic" is as "triton", the least and the most."""
-    found = by_length()
+    found = gains_by_length()
     rows = []
     for kind in KINDS:
         cells = []

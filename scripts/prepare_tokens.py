@@ -29,7 +29,7 @@ try:
     from scripts.generation.tokens import FromFolder
     from scripts.training.checkpoints import MARK, read_marked, sha256_of, write_file
     from scripts.training.run_folder import END, TOKENIZER, lock
-    from scripts.training.settings import TrainConfig, by_flags
+    from scripts.training.settings import TrainConfig, message_with_flags
     from scripts.training.text import (
         ENDS,
         LOCK,
@@ -367,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             replace=flags.replace,
         )
     except UserError as error:
-        raise UserError(by_flags(error).replace("--data", "DATA")) from None
+        raise UserError(message_with_flags(error).replace("--data", "DATA")) from None
     for side in SIDES:
         size, tokens, count = (done[name][side] for name in ("bytes", "tokens", "documents"))
         print(

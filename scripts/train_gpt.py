@@ -60,10 +60,10 @@ try:
     from scripts.training.run_folder import RunFolder, params_of, plot_comparison
     from scripts.training.settings import (
         TrainConfig,
-        by_flags,
         config_from_flags,
         flat_config,
         make_parser,
+        message_with_flags,
     )
     from scripts.training.text import (
         Text,
@@ -221,7 +221,7 @@ def make_steps(config: TrainConfig, layout: Layout):
     def begin(params):
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
-    places = layout.of(jax.eval_shape(lambda: begin(init())))
+    places = layout.shardings(jax.eval_shape(lambda: begin(init())))
 
     def init_state(params=None):
         return jax.jit(begin, out_shardings=places)(init() if params is None else params)
@@ -284,7 +284,7 @@ def gradient_error(config: TrainConfig, text: Text, layout: Layout) -> tuple[flo
         _, loss_fn, _ = model_functions(implementation, config.seed, layout)
         compiled = jax.jit(
             lambda params, batch: jax.grad(loss_fn)(params, jax.tree.map(lambda x: x[0], batch)),
-            out_shardings=layout.of(params),
+            out_shardings=layout.shardings(params),
             compiler_options=quick,
         )
         return compiled(params, batch)
@@ -442,7 +442,7 @@ def initial_params(config: TrainConfig, layout: Layout, shapes) -> Callable[[], 
         return lambda: None
     if isinstance(config.model, Tuned):
         return functools.partial(config.model.read, config.init_from, layout)
-    return params_of(Path(config.init_from), config.model, shapes, layout.of(shapes))
+    return params_of(Path(config.init_from), config.model, shapes, layout.shardings(shapes))
 
 
 def sample_text(config: TrainConfig, layout: Layout, params, words: Bytes | FromFolder) -> str:
@@ -585,7 +585,7 @@ def main(argv: list[str] | None = None) -> int:
         processes.join(which)
         result = train_all(config, other, restart=restart)
     except UserError as error:
-        fail(by_flags(error))
+        fail(message_with_flags(error))
         return 2
     except OSError as error:
         fail(f"reading or writing failed: {error}: repair this, then run the same command again.")

@@ -190,7 +190,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    node.workerinput["changed"] = node.config.changed
+    node.workerinput["selection"] = node.config.option.markexpr, node.config.changed
 
 
 @pytest.hookimpl(optionalhook=True)

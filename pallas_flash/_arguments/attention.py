@@ -18,7 +18,6 @@ from pallas_flash._execution.context import METHODS
 from pallas_flash._execution.partition import Along, check_lengths
 from pallas_flash._jax.one_device import whole
 from pallas_flash._jax.symbolic import is_symbolic
-from pallas_flash._problem import score_mod as _score_mod
 from pallas_flash._problem.checks import (
     array,
     at_least,
@@ -36,6 +35,7 @@ from pallas_flash._problem.mask_objects import Call, fitted
 from pallas_flash._problem.masks import FAR, Band, Lengths, Mask, PositionBand, Segments
 from pallas_flash._problem.operands import Positions, TokenPositions
 from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.score_mod import fitted_score_mod
 from pallas_flash._problem.scores import Scores
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -69,13 +69,13 @@ def validate(call: Mapping[str, Any]) -> Problem:
     batch, q_len, num_heads, head_dim = query.shape
     kv_len = key.shape[1]
     scores_shape = (batch, num_heads, q_len, kv_len)
-    divided = along(call["sequence_axis"])
+    divided = parse_sequence_axis(call["sequence_axis"])
     shards = _count(divided)
     if divided is not None:
         check_lengths(q_len * shards, kv_len * shards, shards, divided.names)
     query, scale, any_scale = _scale(call["scale"], query, head_dim)
     slopes = _per_head("alibi_slopes", call["alibi_slopes"], num_heads, scale.dtype)
-    score_mod = _score_mod.fitted(call["score_mod"], scale.dtype)
+    score_mod = fitted_score_mod(call["score_mod"], scale.dtype)
     # Positions change a score through the slopes alone.
     at = TokenPositions()
     if slopes is not None:
@@ -149,7 +149,7 @@ def mask_of(
     return Mask(tuple(leaves))
 
 
-def along(sequence_axis) -> Along | None:
+def parse_sequence_axis(sequence_axis) -> Along | None:
     """Return how Manual mesh axes divide the sequence; None if the call names none."""
     if sequence_axis is None:
         return None
@@ -362,7 +362,7 @@ def dropout(rate, key, broadcast) -> Dropout | None:
     return Dropout(seed, None, rate, broadcast)
 
 
-def dropout_mask(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
+def dropout_mask_arguments(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
     """Return the shape and the dropout for the arguments of `pallas_flash.dropout_mask`."""
     rate, seed = share_to_drop("rate", rate), _seed("key", key)
     if not isinstance(shape, (tuple, list)) or len(shape) != 4:
@@ -425,7 +425,7 @@ def _positions(
 
 
 def _band(q_len, kv_len, *, causal, window, at: TokenPositions) -> Band | PositionBand | None:
-    left, right = _window(window)
+    left, right = window_sides(window)
     if causal:
         right = 0 if right is None else min(right, 0)
     low, high = (None if left is None else -left), right
@@ -456,7 +456,7 @@ def _offset(offset, batch):
     return 0, jnp.clip(integers("query_offset", offset, (batch,), "[B]"), -FAR, FAR)
 
 
-def _window(window) -> tuple[int | None, int | None]:
+def window_sides(window) -> tuple[int | None, int | None]:
     """Return (left, right), None where that side is unbounded."""
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2 or not all(side is None or is_int(side) for side in sides):

@@ -18,12 +18,12 @@ from pallas_flash._arguments.attention import (
     _precision,
     _scale,
     _soft_cap,
-    _window,
+    window_sides,
 )
 from pallas_flash._arguments.implementation import check_implementation
 from pallas_flash._jax.one_device import whole
 from pallas_flash._jax.symbolic import is_symbolic
-from pallas_flash._problem.checks import array, as_dtype, describe, flag, integers, of_dtype
+from pallas_flash._problem.checks import array, array_of_dtype, as_dtype, describe, flag, integers
 from pallas_flash._problem.paged import PagedProblem, Requests
 
 # The dtypes of quantised caches, and the largest number of each that is used.
@@ -38,7 +38,7 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
     pages, scales = _pages(call, query.dtype, "query")
     _check_known_sizes(query, *pages)
     window = call["local_window_size"]
-    left = None if window is None else _window(window)[0]
+    left = None if window is None else window_sides(window)[0]
     query, requests = requests_of(call, "query", query, pages[0].shape, before=left)
     _, num_heads, head_dim = query.shape
     num_kv_heads = pages[0].shape[2]
@@ -72,7 +72,7 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
     )
 
 
-def to_append(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
+def append_arguments(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
     """Return the new keys and values [tokens, K, ..], the scales, and the requests."""
     key, value = (_floating(name, call[name]) for name in ("key", "value"))
     pages, scales = _pages(call, key.dtype, "key")
@@ -95,7 +95,7 @@ def to_append(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
     return new, scales, requests
 
 
-def to_quantise(pages, dtype, per_head) -> tuple[jax.Array, Any]:
+def quantise_arguments(pages, dtype, per_head) -> tuple[jax.Array, Any]:
     """Return the arguments of `quantize_pages`, checked."""
     pages, dtype = array("pages", pages), as_dtype("dtype", dtype)
     if dtype.name not in LARGEST:
@@ -127,7 +127,7 @@ def _floating(name: str, x) -> jax.Array:
     return x
 
 
-def _pages(call: Mapping[str, Any], dtype, whose: str) -> tuple[list, list]:
+def _pages(call: Mapping[str, Any], dtype, named: str) -> tuple[list, list]:
     """Return the pages of keys and values, and their scales (None if they are not quantised)."""
     key_pages, value_pages = (array(name, call[name]) for name in ("key_pages", "value_pages"))
     for name, x in {"key_pages": key_pages, "value_pages": value_pages}.items():
@@ -139,7 +139,7 @@ def _pages(call: Mapping[str, Any], dtype, whose: str) -> tuple[list, list]:
             )
         if x.dtype != dtype and x.dtype.name not in LARGEST:
             raise TypeError(
-                f"`{name}` must have the dtype of `{whose}`, {dtype}, or one of "
+                f"`{name}` must have the dtype of `{named}`, {dtype}, or one of "
                 f"{', '.join(LARGEST)}; got {x.dtype}. Cast it with `.astype`, or see "
                 "`quantize_pages`."
             )
@@ -165,7 +165,7 @@ def _page_scales(name: str, scales, pages):
         )
     if scales is None:
         return None
-    scales = of_dtype(name, scales, "float32")
+    scales = array_of_dtype(name, scales, "float32")
     count, page_size, heads, _ = pages.shape
     if scales.shape not in ((count, heads, page_size), (heads,)):
         raise ValueError(

@@ -1,7 +1,7 @@
 """The forward and the backward as functions that JAX differentiates again.
 
-    forward_pass:  operands -> (o, LSE)                         tangents: `tangents.of_forward`
-    backward_pass: (operands, o, LSE, do, dlse) -> gradients    tangents: `tangents.of_backward`
+    forward_pass:  operands -> (o, LSE)                         tangents: `forward_tangents`
+    backward_pass: (operands, o, LSE, do, dlse) -> gradients    tangents: `backward_tangents`
 
 The passes are computed as the plan says. Their tangents are plain JAX, from which every higher
 derivative comes, in both modes.
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_flash._execution import tangents as _tangents
+from pallas_flash._execution import tangents
 from pallas_flash._execution.plan import Plan, Wanted
 from pallas_flash._problem.problem import SplitOutput
 from pallas_flash._problem.scores import LN2
@@ -26,10 +26,10 @@ def forward_pass(plan: Plan, operands, rest):
 
 
 @functools.partial(forward_pass.defjvp, symbolic_zeros=True)
-def _(plan: Plan, primals, tangents):
+def _(plan: Plan, primals, dots):
     operands, rest = primals
-    moved = moved_operands(tangents[0])
-    o_dot, lse_dot = _tangents.of_forward(tuple(moved), plan.along, operands, rest, moved)
+    moved = moved_operands(dots[0])
+    o_dot, lse_dot = tangents.forward_tangents(tuple(moved), plan.along, operands, rest, moved)
     o, log_sum = forward_pass(plan, operands, rest)
     # Only the sum of two terms has a meaning, so that one of them may get all of its tangent. The
     # largest scores have none.
@@ -46,22 +46,22 @@ def backward_pass(plan: Plan, wanted: Wanted, operands, rest, o, log_sum, do, dl
 
 
 @functools.partial(backward_pass.defjvp, symbolic_zeros=True)
-def _(plan: Plan, wanted: Wanted, primals, tangents):
+def _(plan: Plan, wanted: Wanted, primals, dots):
     operands, rest, _, _, *cotangents = primals
     gradients = backward_pass(plan, wanted, *primals)
-    named = _tangents.by_name(gradients._asdict())
+    named = tangents.named_arrays(gradients._asdict())
     names = tuple(name for name, x in named.items() if x is not None)
-    moved = moved_operands(tangents[0])
+    moved = moved_operands(dots[0])
     cotangents_dot = [
         jnp.zeros_like(x) if isinstance(t, SymbolicZero) else t
-        for x, t in zip(cotangents, tangents[4:], strict=True)
+        for x, t in zip(cotangents, dots[4:], strict=True)
     ]
-    return gradients, _tangents.of_backward(
+    return gradients, tangents.backward_tangents(
         tuple(moved), names, plan.along, operands, rest, cotangents, (moved, cotangents_dot)
     )
 
 
-def moved_operands(tangents: dict) -> dict:
-    """Return the tangents of those operands that have one, by `_execution.tangents.by_name`."""
-    named = _tangents.by_name(tangents)
+def moved_operands(dots: dict) -> dict:
+    """Return the tangents of operands that have one, by the names of `named_arrays`."""
+    named = tangents.named_arrays(dots)
     return {name: t for name, t in named.items() if not (t is None or isinstance(t, SymbolicZero))}

@@ -1,7 +1,7 @@
 """The custom derivative of `attention`: its rule and its residuals.
 
     forward:   (o, LSE) = forward_pass(operands)
-    tangents:  (o_dot, lse_dot) = a linear map of the operands' tangents, `tangents.of_forward`
+    tangents:  (o_dot, lse_dot) = a linear map of the operands' tangents, `forward_tangents`
     backward:  gradients = backward_pass(operands, o, LSE, do, dlse), the transpose of that map
 
 Residuals are the operands, the output and the LSE as a `LogSum`; the backward computes delta
@@ -23,8 +23,7 @@ from jax.sharding import AxisType
 
 from pallas_flash._autodiff import linear_map
 from pallas_flash._autodiff.passes import backward_pass, forward_pass, moved_operands
-from pallas_flash._execution import limits, partition
-from pallas_flash._execution import tangents as _tangents
+from pallas_flash._execution import limits, partition, tangents
 from pallas_flash._execution.plan import Plan, Wanted
 from pallas_flash._jax import compat
 from pallas_flash._jax.one_device import explicit_mesh
@@ -105,17 +104,17 @@ def _attend(plan: Plan, operands, rest):
     o, log_sum = forward_pass(plan, operands, rest)
     lse, *row_maxima = public_rows(log_sum)
     fixed, structure = jax.tree.flatten((o, lse, operands | {"value": None}, rest))
-    return *_of_values(_OfValues(plan, structure), fixed, operands["value"]), *row_maxima
+    return *_of_values(_ValueGradients(plan, structure), fixed, operands["value"]), *row_maxima
 
 
 # Compiled, so that `jax.vmap` outside of `jit` does not repeat values for what is not computed.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _of_values(rule: "_OfValues", fixed, value):
+def _of_values(rule: "_ValueGradients", fixed, value):
     return linear_map.apply(rule, fixed, [value])
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfValues:
+class _ValueGradients:
     """The output and the LSE as a linear map of the values, for `jax.linear_transpose`.
 
     Both have been computed, so that only the transpose computes anything.
@@ -149,9 +148,9 @@ class _OfValues:
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
-def _(plan: Plan, primals, tangents):
+def _(plan: Plan, primals, dots):
     operands, rest = primals
-    moved = moved_operands(tangents[0])
+    moved = moved_operands(dots[0])
     wanted = _wanted(moved, operands)
     rest = dataclasses.replace(rest, split_output=splits_output(rest.join(operands), wanted))
     o, log_sum = forward_pass(plan, operands, rest)
@@ -170,7 +169,7 @@ def _(plan: Plan, primals, tangents):
 def _wanted(moved: dict, operands: dict) -> Wanted:
     """Return the gradients of the operands in `moved`, which `moved_operands` returned."""
     flags = {name: name in moved for name in ("scale", "bias", "sinks", "slopes")}
-    of_scores = _tangents.by_name({"score_operands": operands["score_operands"]})
+    of_scores = tangents.named_arrays({"score_operands": operands["score_operands"]})
     return Wanted(**flags, score_operands=tuple(name in moved for name in of_scores))
 
 
@@ -201,7 +200,7 @@ class _Derivative:
     Attributes:
         plan: of the call.
         wanted: the gradients that the transpose computes.
-        names: the operands that have a tangent, by `_execution.tangents.by_name`.
+        names: the operands that have a tangent, by `_execution.tangents.named_arrays`.
         structure: of the residuals: o, both terms of the LSE, the low part of o, the operands, and
             the rest.
     """
@@ -216,7 +215,7 @@ class _Derivative:
         _, l_log2, m, _, operands, rest = jax.tree.unflatten(self.structure, fixed)
         problem, by = rest.join(operands), self.plan.implementation
         others = set(self.names) - {"query", "key", "value"}
-        if others or self.plan.along or limits.of_tangents(problem, by) == "xla":
+        if others or self.plan.along or limits.tangents_implementation(problem, by) == "xla":
             return self.formula(fixed, moved)
         zeros = {x: jnp.zeros_like(operands[x]) for x in ("query", "key", "value")}
         dots = zeros | dict(zip(self.names, moved, strict=True))
@@ -226,7 +225,7 @@ class _Derivative:
         """Return `tangents` by plain JAX."""
         *_, operands, rest = jax.tree.unflatten(self.structure, fixed)
         moved = dict(zip(self.names, moved, strict=True))
-        o, lse = _tangents.of_forward(self.names, self.plan.along, operands, rest, moved)
+        o, lse = tangents.forward_tangents(self.names, self.plan.along, operands, rest, moved)
         return [o, jnp.moveaxis(lse, 2, 1)]
 
     def cotangents(self, fixed, cotangents):
@@ -238,7 +237,7 @@ class _Derivative:
         dlse = None if dlse is None else jnp.moveaxis(dlse, 1, 2)
         log_sum = LogSum(m, l_log2)
         gradients = backward_pass(self.plan, self.wanted, operands, rest, o, log_sum, do, dlse)
-        named = _tangents.by_name(gradients._asdict())
+        named = tangents.named_arrays(gradients._asdict())
         return [named[name] for name in self.names]
 
 

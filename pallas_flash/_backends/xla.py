@@ -28,13 +28,13 @@ from jax import lax
 
 from pallas_flash._jax.symbolic import is_symbolic, known_at_most, smaller
 from pallas_flash._problem import key_center
-from pallas_flash._problem import table_gradients as _reads
 from pallas_flash._problem.blocks import BlockClasses, Tiling, lists
 from pallas_flash._problem.dropout import drop, kept, rescaled
 from pallas_flash._problem.masks import Mask
 from pallas_flash._problem.operands import Pairs, TileView, is_pairs
 from pallas_flash._problem.problem import Gradients, Problem, SplitOutput, widened
 from pallas_flash._problem.scores import LN2, LogSum, Scores, below, sinks_gradient, with_sink
+from pallas_flash._problem.table_gradients import add_at, reads_of
 from pallas_flash._problem.traversal import Sparsity, in_tile, visit
 
 # Queries and keys of a tile on a CPU: enough for matrix products, and few enough that the scores of
@@ -92,7 +92,7 @@ def forward(problem: Problem, *, on_gpu: bool = False):
         if p.max_logits:
             log_sum = log_sum._replace(max_logits=sums[0])
         weight = rescaled(p.dropout, weight)
-        o = SplitOutput.of(acc * weight[..., None], p.dtype, split=p.split_output)
+        o = SplitOutput.from_float32(acc * weight[..., None], p.dtype, split=p.split_output)
         return o, log_sum
 
     o, log_sum = lax.map(q_tile, jnp.arange(blocks.q.count, dtype=jnp.int32))
@@ -157,14 +157,14 @@ def backward(
     p, dtype = problem, problem.accumulator_dtype
     delta = _delta(o, do, dlse, dtype)
     dsinks = sinks_gradient(p.sinks, log_sum, jnp.moveaxis(delta, 1, 2)) if want_sinks else None
-    center, known = key_center.of(p), None
+    center, known = key_center.center_of(p), None
     if center is not None:
         by_row = (None if x is None else jnp.moveaxis(x, 1, 2) for x in (delta, dlse))
         r = key_center.row_sums(p, log_sum, *by_row)
         known = None if r is None else key_center.known_part(p, center, r)
 
     blocks = _Blocks(p, on_gpu)
-    do, rows = blocks.split_rows(do), _Rows.of(blocks, log_sum, delta)
+    do, rows = blocks.split_rows(do), _Rows.from_blocks(blocks, log_sum, delta)
     ranges = blocks.q_ranges()
 
     def kv_tile(sums, j):
@@ -250,10 +250,10 @@ def table_gradients(
     p, dtype = problem, problem.accumulator_dtype
     delta = _delta(o, do, dlse, dtype)
     blocks = _Blocks(p, on_gpu)
-    do, rows = blocks.split_rows(do), _Rows.of(blocks, log_sum, delta)
+    do, rows = blocks.split_rows(do), _Rows.from_blocks(blocks, log_sum, delta)
     ranges = blocks.q_ranges()
     tables = p.slopes, *(p.score_operands or ())
-    reads = [n for n, read in enumerate(_reads.reads_of(p.scores)) if wanted[read.table]]
+    reads = [n for n, read in enumerate(reads_of(p.scores)) if wanted[read.table]]
 
     def kv_tile(sums, j):
         k, v = _take(blocks.keys, j), _take(blocks.values, j)
@@ -271,7 +271,7 @@ def table_gradients(
             for number, dread_t in zip(reads, ds_t, strict=True):
                 table, index = indices[number]
                 x = jnp.where(tile.allowed(), dread_t, 0) if masked else dread_t
-                sums[table] = _reads.add_at(sums[table], index, x, sort=on_gpu)
+                sums[table] = add_at(sums[table], index, x, sort=on_gpu)
             return tuple(sums)
 
         return visit(blocks.range(ranges, j), step, sums, blocks.sparsity), None
@@ -304,7 +304,7 @@ class _Rows(NamedTuple):
     log_l: Any
 
     @classmethod
-    def of(cls, blocks: "_Blocks", log_sum: LogSum, delta) -> "_Rows":
+    def from_blocks(cls, blocks: "_Blocks", log_sum: LogSum, delta) -> "_Rows":
         """Return the rows in blocks, for delta [B, T, N]."""
         m = log_sum.m
         log_l = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2 * LN2)

@@ -23,7 +23,7 @@ def forward(problem: PagedProblem):
     p, requests, groups = problem, problem.requests, problem.groups
     block = min(BLOCK_ROWS, p.q_len * groups)
     kv = Tiling(p.kv_len, min(BLOCK_KV, p.kv_len))
-    tiles = RowTiles.of(p, block, kv)
+    tiles = RowTiles.from_problem(p, block, kv)
     queries = p.query.reshape(p.tokens, p.num_kv_heads, groups, p.head_dim)
     kv_head = jnp.arange(p.num_kv_heads, dtype=jnp.int32)[:, None]
     starts, of_tile = jnp.asarray(requests.starts), jax.tree.map(jnp.asarray, tiles)
@@ -75,7 +75,7 @@ def forward(problem: PagedProblem):
         return (acc * factor[..., None]).astype(p.dtype), log_sum.lse
 
     o, lse = lax.map(row_tile, jnp.arange(len(tiles.request), dtype=jnp.int32))
-    tile, row, exists = tiles.of_rows(p)
+    tile, row, exists = tiles.tile_of_rows(p)
 
     def of_tokens(x, fill):
         x = jnp.where(exists.reshape(-1, *[1] * (x.ndim - 2)), x[tile, :, row], fill)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_flash._arguments import attention as _validate
 from pallas_flash._arguments import other_libraries
+from pallas_flash._arguments.attention import dropout_mask_arguments, parse_sequence_axis, validate
 from pallas_flash._autodiff import linear_map, vjp
 from pallas_flash._backends import reference
 from pallas_flash._execution import context, partition
@@ -315,11 +315,11 @@ def attention(
 
     The algorithm is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
-    problem = _validate.validate(locals())
+    problem = validate(locals())
     sizes = configurations.sizes_of(tile_sizes, implementation)
     plan = resolve.resolve(problem, Request(implementation, sizes, reproducible))
     resolve.warn_of_fallback(plan, implementation)
-    along = _validate.along(sequence_axis)
+    along = parse_sequence_axis(sequence_axis)
     plan = dataclasses.replace(plan, along=along, method=context_parallelism)
     o, lse, *row_maxima = _run(problem, plan)
     results = [o]
@@ -327,7 +327,7 @@ def attention(
         results.append(lse)
     elif return_residual:
         results.append(linear_map.constant(lse).astype(problem.dtype))
-    results += [_over_rows(x, sequence_axis) for x in row_maxima]
+    results += [_max_over_rows(x, sequence_axis) for x in row_maxima]
     results = [x[0] for x in results] if query.ndim == 3 else results
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -391,12 +391,12 @@ def bound(*args, **kwargs) -> dict[str, Any]:
 
 def _explain(call: dict[str, Any], query, key) -> Explanation:
     """Explain a call of arrays; `query` and `key` are those that were given."""
-    problem = _validate.validate(call)
+    problem = validate(call)
     asked, reproducible = call["implementation"], call["reproducible"]
     given = configurations.sizes_of(call["tile_sizes"], asked)
     request = Request(asked, given, reproducible)
     plan = resolve.resolve(problem, request)
-    method, along = None, _validate.along(call["sequence_axis"])
+    method, along = None, parse_sequence_axis(call["sequence_axis"])
     if along is None:
         shard, along, devices = partition.shard_of_device(problem, query, key)
     else:
@@ -434,7 +434,7 @@ def dropout_mask(
         >>> bool(abs(mask.mean() - 0.75) < 0.02)
         True
     """
-    sizes, dropout = _validate.dropout_mask(key, shape, rate)
+    sizes, dropout = dropout_mask_arguments(key, shape, rate)
     if dropout is None:
         return jnp.ones(sizes, bool)
     return dropout.kept_of(sizes)
@@ -463,7 +463,7 @@ def _run(problem: Problem, plan: Plan) -> tuple[jax.Array, ...]:
     return vjp.attend(plan, operands, rest)
 
 
-def _over_rows(row_maxima, sequence_axis):
+def _max_over_rows(row_maxima, sequence_axis):
     """Return the maximum [B, N] over the queries of all devices, of that of each row [B, T, N]."""
     highest = lax.stop_gradient(row_maxima).max(axis=1, initial=-jnp.inf)
     names = sequence_axis if isinstance(sequence_axis, (tuple, list)) else [sequence_axis]

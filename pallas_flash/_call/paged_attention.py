@@ -13,7 +13,7 @@ from pallas_flash._arguments import paged
 from pallas_flash._autodiff import linear_map
 from pallas_flash._backends import reference, xla_paged
 from pallas_flash._call.attention import Implementation
-from pallas_flash._execution import limits as _limits
+from pallas_flash._execution import limits
 from pallas_flash._jax import device
 from pallas_flash._jax.one_device import on_one_device
 from pallas_flash._problem.paged import PagedProblem
@@ -117,17 +117,17 @@ def paged_attention(
 
 def _resolve(problem: PagedProblem, asked: str | None) -> str:
     """Return who computes the call."""
-    limits = _limits.of_pages(problem, asked)
+    why_not = limits.paged_limits(problem, asked)
     if asked is None:
-        if limits and device.target().nvidia:
+        if why_not and device.target().nvidia:
             warnings.warn(
-                f'pallas_flash.paged_attention falls back to the slower "xla": {limits}',
+                f'pallas_flash.paged_attention falls back to the slower "xla": {why_not}',
                 stacklevel=3,
             )
-        return "xla" if limits else "triton"
-    if limits:
+        return "xla" if why_not else "triton"
+    if why_not:
         raise NotImplementedError(
-            f"`implementation` must be one that serves the call; got {asked!r}. {limits} Use "
+            f"`implementation` must be one that serves the call; got {asked!r}. {why_not} Use "
             f'"{"triton" if asked == "mosaic" else "xla"}".'
         )
     return asked

@@ -43,7 +43,7 @@ def quantize_pages(
         >>> numbers.dtype.name, scales.shape
         ('int8', (8, 2, 16))
     """
-    pages, dtype = paged.to_quantise(pages, dtype, per_head)
+    pages, dtype = paged.quantise_arguments(pages, dtype, per_head)
     if per_head:
         axes = tuple(axis for axis in range(pages.ndim) if axis != pages.ndim - 2)
         scales = _scales(pages, dtype, axes)
@@ -103,7 +103,7 @@ def append_to_pages(
         >>> bool((keys[5, 0] == k[0, 0]).all())
         True
     """
-    new, scales, requests = paged.to_append(locals())
+    new, scales, requests = paged.append_arguments(locals())
     pages = [jnp.asarray(x) for x in (key_pages, value_pages)]
     like = *pages, *[x for x in scales if x is not None]
     return divided_by_xla(_append, like, pages, scales, new, requests)

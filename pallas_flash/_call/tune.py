@@ -27,22 +27,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from pallas_flash._arguments import attention as _validate
+from pallas_flash._arguments.attention import NOT_OF_PROBLEM, validate
 from pallas_flash._call import attention
-from pallas_flash._execution import limits
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import limits, tile_choice
 from pallas_flash._execution.plan import Plan, Wanted
 from pallas_flash._jax import device
-from pallas_flash._problem import features
+from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import (
     FORWARD,
     KERNELS,
     KEYS_STAY,
     TileSizes,
+    backend_of,
     describe,
     sizes_for,
-    whose,
 )
 from pallas_flash._selection import tuned
 
@@ -104,7 +103,7 @@ class Tuning:
             result = trial.failure if trial.ms is None else f"{trial.ms:.4f} ms"
             found, tables = self.tile_sizes, self.tables.values()
             marks = "  table" * any(table.tile(kernel) == tile for table in tables)
-            marks += "  winner" * (tile in (found.tile(kernel), found.only(_given(tile))))
+            marks += "  winner" * (tile in (found.tile(kernel), found.select(_given(tile))))
             lines.append(f"{kernel:<8}{column(tile)}  {result}{marks}")
         where = f"stored in {self.file}" if self.file else "not stored"
         return "\n".join([*lines, f"{self.clock}; {where}"])
@@ -119,10 +118,10 @@ def _given(tile) -> list[str]:
 def column(tile) -> str:
     """Return a tile as a column of a table."""
     if isinstance(tile, TileSizes):
-        by = "mosaic" if tile.of("mosaic") == tile else "triton"
+        by = "mosaic" if tile.for_backend("mosaic") == tile else "triton"
         return f"  all of {by}: {', '.join(_given(tile))}"
     words = describe(tile)
-    if whose(tile) == "mosaic":
+    if backend_of(tile) == "mosaic":
         return f"  mosaic, {words}"
     return " " * (9 - words.index(",")) + words
 
@@ -193,7 +192,7 @@ def tune(
     tuning = search(problem, passes, implementations)
     try:
         if store and tuning.tile_sizes != TileSizes():
-            file = tuned.store(features.of(problem), gpu, tuning.tile_sizes)
+            file = tuned.store(features_of(problem), gpu, tuning.tile_sizes)
             tuning = dataclasses.replace(tuning, file=file)
     except (OSError, ValueError) as error:  # The caller still gets the result of some minutes.
         warnings.warn(
@@ -216,10 +215,10 @@ def _problem(inputs, options) -> Problem:
     if any(isinstance(x, Tracer) for x in jax.tree.leaves([inputs, options])):
         raise TypeError("`tune` must be given numbers; got a traced array. Call it outside `jit`.")
     parameters = inspect.signature(attention.attention).parameters
-    names = [x for x in parameters if x not in _validate.NOT_OF_PROBLEM][len(inputs) :]
+    names = [x for x in parameters if x not in NOT_OF_PROBLEM][len(inputs) :]
     if unknown := sorted(set(options) - set(names)):
         raise TypeError(f"`tune` must have options among {names}; got {unknown}. Drop these.")
-    return _validate.validate(attention.bound(*inputs, **options))
+    return validate(attention.bound(*inputs, **options))
 
 
 def search(
@@ -249,7 +248,7 @@ def search(
     for name in names:
         ways = {}
         for by in implementations:
-            tiles, mine = functools.partial(choose.by_table, problem, by), []
+            tiles, mine = functools.partial(tile_choice.tiles_of_call, problem, by), []
             for kernel, tried in programs[name, by].items():
                 mine += _try_all(kernel, tried, arguments[kernel], wanted[kernel], measure)
             trials += mine
@@ -259,18 +258,18 @@ def search(
             tried = _try_all(name, whole, arguments[name], wanted[name], measure)
             trials += tried
             ways = [trial.tile for trial in tried if trial.ms is not None]
-        found = found.or_else(_fastest(list(ways)))
-    tables = {by: choose.by_table(problem, by, None) for by in implementations}
+        found = found.filled_from(_fastest(list(ways)))
+    tables = {by: tile_choice.tiles_of_call(problem, by, None) for by in implementations}
     return Tuning(found, tuple(trials), tables, clock)
 
 
 def _programs(problem: Problem, attention_pass: str, by: str) -> dict[str, dict[Any, Any]]:
     """Return for each kernel of a pass its candidates with their programs, not compiled."""
-    tiles = functools.partial(choose.by_table, problem, by)
+    tiles = functools.partial(tile_choice.tiles_of_call, problem, by)
     return {
         kernel: {
             tile: _program(kernel, _plan(by, tiles(sizes_for(kernel, tile)), kernel))
-            for tile in choose.backend(by).candidates(kernel, problem, tiles)
+            for tile in tile_choice.backend(by).candidates(kernel, problem, tiles)
         }
         for kernel in _kernels(attention_pass, by, problem, tiles(None))
     }
@@ -311,27 +310,27 @@ def _kernels(attention_pass: str, by: str, problem: Problem, table: TileSizes) -
 def _plan(by: str, sizes: TileSizes, *kernels: str) -> Plan:
     """Return the plan for programs of these kernels, with tiles of `by`."""
     if by == "mosaic":
-        return Plan.by(by, sizes, in_order="backward" not in kernels)
-    return Plan.by(by, sizes)
+        return Plan.from_implementation(by, sizes, in_order="backward" not in kernels)
+    return Plan.from_implementation(by, sizes)
 
 
 def _ways(winners: TileSizes) -> list[TileSizes]:
     """Return the ways to a pass by an implementation: "mosaic" has two ways to the gradients."""
     kernels = _given(winners)
     ways = [[k for k in kernels if k != "backward"], [k for k in kernels if k == "backward"]]
-    return [winners.only(way) for way in ways if way]
+    return [winners.select(way) for way in ways if way]
 
 
 def _fastest(ways: list[TileSizes]) -> TileSizes:
     """Return the first of ways sorted by time; one pass, which has no order, beside another way."""
     if ways and ways[0].backward and ways[1:]:
-        return ways[0].or_else(ways[1])
+        return ways[0].filled_from(ways[1])
     return ways[0] if ways else TileSizes()
 
 
 def _exact(problem: Problem):
     """Return for each kernel the arguments of its program, and its results by float32 plain JAX."""
-    plain, no_extras = Plan.by("xla"), Wanted()
+    plain, no_extras = Plan.from_implementation("xla"), Wanted()
     inputs = {
         name: getattr(problem, name).astype(jnp.float32) for name in ("query", "key", "value")
     }

@@ -10,8 +10,7 @@
 import jax
 
 from pallas_flash._execution import lowerable
-from pallas_flash._jax import compat
-from pallas_flash._jax import device as _device
+from pallas_flash._jax import compat, device
 from pallas_flash._problem import table_gradients
 from pallas_flash._problem.features import FEW_QUERIES
 from pallas_flash._problem.paged import PagedProblem
@@ -87,26 +86,26 @@ def _arrays_in_kernels(p: Problem) -> list:
 
 def _device_limits() -> list[str]:
     """Return why kernels cannot be compiled for the current device; whole sentences."""
-    device = _device.target()
-    if not device.nvidia:
-        return [f"The kernels need an NVIDIA GPU, and the device is {device.description}."]
-    if device.capability is not None and device.capability < (8, 0):
-        major, minor = device.capability
+    target = device.target()
+    if not target.nvidia:
+        return [f"The kernels need an NVIDIA GPU, and the device is {target.description}."]
+    if target.capability is not None and target.capability < (8, 0):
+        major, minor = target.capability
         return [
             "The kernels need an NVIDIA GPU of compute capability 8.0 or more (A100 or newer), and "
-            f"the device is {device.description} with {major}.{minor}."
+            f"the device is {target.description} with {major}.{minor}."
         ]
     return []
 
 
 def _mosaic_device_limits() -> list[str]:
     """Return why kernels for Hopper cannot be compiled for the current device; whole sentences."""
-    device = _device.target()
-    if not device.nvidia or device.capability != (9, 0):
-        known = f" with {'.'.join(map(str, device.capability))}" if device.capability else ""
+    target = device.target()
+    if not target.nvidia or target.capability != (9, 0):
+        known = f" with {'.'.join(map(str, target.capability))}" if target.capability else ""
         return [
             "The kernels in Mosaic GPU need a GPU of compute capability 9.0 (H100, H200, GH200), "
-            f"and the device is {device.description}{known}."
+            f"and the device is {target.description}{known}."
         ]
     if not compat.has_mosaic_gpu():
         return [
@@ -144,7 +143,7 @@ def _mosaic_limits(p: Problem) -> list[str]:
     return limits
 
 
-def of_pages(p: PagedProblem, implementation: str | None) -> str:
+def paged_limits(p: PagedProblem, implementation: str | None) -> str:
     """Return why an implementation (None: "triton") does not serve a paged call, or ""."""
     if implementation in ("xla", "reference"):
         return ""
@@ -159,13 +158,13 @@ def of_pages(p: PagedProblem, implementation: str | None) -> str:
 
 def _float8_limits(arrays: list) -> list[str]:
     """Return why kernels cannot read float8 on the current device; whole sentences."""
-    device = _device.target()
-    if device.capability is None or device.capability >= (8, 9):
+    target = device.target()
+    if target.capability is None or target.capability >= (8, 9):
         return []
-    major, minor = device.capability
+    major, minor = target.capability
     return [
         f"Got {x.dtype.name}, which needs an NVIDIA GPU of compute capability 8.9 or more, and the "
-        f"device is {device.description} with {major}.{minor}; int8 needs none."
+        f"device is {target.description} with {major}.{minor}; int8 needs none."
         for x in arrays
         if x.dtype.name.startswith("float8")
     ][:1]
@@ -181,7 +180,7 @@ def backward_limit(problem: Problem, implementation: str) -> str:
     return lowerable.derivative_limit(problem, implementation)
 
 
-def of_tables(problem: Problem, backward: str) -> tuple[str, str]:
+def tables_implementation(problem: Problem, backward: str) -> tuple[str, str]:
     """Return who computes gradients of slopes and of operands, and why not `backward`.
 
     The reason is "" if it is the implementation of the backward itself, or if there are none.
@@ -203,7 +202,7 @@ def of_tables(problem: Problem, backward: str) -> tuple[str, str]:
     return "triton", '"mosaic" has no kernel for it.' * (backward == "mosaic")
 
 
-def of_tangents(problem: Problem, forward: str) -> str:
+def tangents_implementation(problem: Problem, forward: str) -> str:
     """Return who computes tangents of queries, keys and values beside a forward."""
     by = "triton" if forward == "mosaic" else forward
     if by in ("xla", "reference") or backward_limit(problem, by):

@@ -7,7 +7,6 @@ in a kernel that computes nothing else (`probe.py` of each). This compiles nothi
 
 import functools
 import threading
-import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -100,49 +99,78 @@ def _sentences(functions, implementation: str) -> list[str]:
     return list(filter(None, (_sentence(x, implementation, device) for x in functions)))
 
 
-@functools.lru_cache(CACHED_FUNCTIONS)
+class _Passing(Exception):
+    """A sentence that is not kept: the next call may go well."""
+
+
 def _sentence(function: UserFunction, implementation: str, device) -> str:
     """Return why kernels cannot compute a function on a described device, or ""."""
-    found = []
+    try:
+        return _kept_sentence(function, implementation, device)
+    except _Passing as sentence:
+        return str(sentence)
+
+
+@functools.lru_cache(CACHED_FUNCTIONS)
+def _kept_sentence(function: UserFunction, implementation: str, device) -> str:
+    """Return `_sentence`.
+
+    Raises:
+        _Passing: if the user's function raised, or there was no memory.
+    """
+    errors: list[BaseException] = []
 
     def run():
         try:
             _lower(function, implementation, device)
-        except Exception as error:  # The user's function runs here, and Pallas may raise anything.
-            what = _described(error, function.name)
-            found.append(f"Pallas cannot lower {what} to {LANGUAGES[implementation]}.")
+        except BaseException as error:  # The user's function runs here, and may raise anything.
+            errors.append(error)
 
     # A new thread is outside of every trace, mesh and setting of JAX of the caller.
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return found[0] if found else ""
+    if not errors:
+        return ""
+    [error] = errors
+    if passing := isinstance(error, _Traced):
+        error = error.error
+    if not isinstance(error, Exception):
+        raise error  # Such as KeyboardInterrupt.
+    what = _described(error, function.name)
+    sentence = f"Pallas cannot lower {what} to {LANGUAGES[implementation]}."
+    if passing or isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        raise _Passing(sentence)
+    return sentence
+
+
+class _Traced(Exception):
+    """Holds an error of tracing, where the user's function runs, and before Pallas lowers."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
 
 
 def _lower(function: UserFunction, implementation: str, device) -> None:
     if implementation == "mosaic":
-        from pallas_flash._backends.mosaic.probe import function as compute
+        from pallas_flash._backends.mosaic.probe import compute
     else:
-        from pallas_flash._backends.triton.probe import function as compute
+        from pallas_flash._backends.triton.probe import compute
     options: dict[str, Any] = dict(derivative=function.role == "derivative")
     if function.role == "reads":
         options["reads"] = len(table_gradients.reads_of(function.problem().scores))
     run = functools.partial(compute, **options)
-    with compat.for_device(device):
-        jax.jit(run).trace(function.problem()).lower(lowering_platforms=("cuda",))
+    with compat.described_device(device):
+        try:
+            traced = jax.jit(run).trace(function.problem())
+        except BaseException as error:
+            raise _Traced(error) from error
+        traced.lower(lowering_platforms=("cuda",))
 
 
-def _described(error: Exception, name: str) -> str:
+def _described(error: BaseException, name: str) -> str:
     """Return the operation at which lowering failed, or else the error in a few words."""
-    operation, cause = None, error
-    while cause is not None and operation is None:
-        for frame, _ in traceback.walk_tb(cause.__traceback__):
-            # Pallas loops over the equations of a jaxpr, and inside over those of inner jaxprs.
-            primitive = getattr(frame.f_locals.get("eqn"), "primitive", None)
-            operation = getattr(primitive, "name", operation)
-        # JAX may leave its own frames out of an error; the cause has them.
-        cause = cause.__cause__
-    if operation is not None:
+    if (operation := compat.failing_operation(error)) is not None:
         return f"`{operation}` in {name}"
     reason = str(error).partition("\n")[0].rstrip(".")[:240]
     return f"{name} ({type(error).__name__}: {reason})"

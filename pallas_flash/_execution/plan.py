@@ -15,8 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash._backends import xla
-from pallas_flash._execution import context, limits, lowered_once, partition, tangents, vmap_size
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import (
+    context,
+    limits,
+    lowered_once,
+    partition,
+    tangents,
+    tile_choice,
+    vmap_size,
+)
 from pallas_flash._execution.partition import Along
 from pallas_flash._jax import device
 from pallas_flash._jax.one_device import on_one_device
@@ -47,7 +54,7 @@ class Wanted:
         """The gradients that a pass of its own computes, in the order of `table_gradients`."""
         return self.slopes, *self.score_operands
 
-    def of(self, axes: Problem) -> Gradients:
+    def gradient_letters(self, axes: Problem) -> Gradients:
         """Return the letters of the gradients that are computed, for those of the operands."""
         found = {
             name: getattr(axes, name) if getattr(self, name, True) else None
@@ -93,7 +100,7 @@ class Plan:
         on_gpu: whether "xla" computes on a GPU.
         along: how the sequence is divided over Manual mesh axes, if it is.
         method: the context parallelism that the call asks for, if any.
-        of_part: the plan for a part of the problem; None if it is this one.
+        replan: the plan for a part of the problem; None if it is this one.
         bias_dtype: the dtype in which the forward reads a bias that has a wider one; None if it
             has its own.
     """
@@ -104,11 +111,13 @@ class Plan:
     on_gpu: bool = False
     along: Along | None = None
     method: str | None = None
-    of_part: Callable[[Problem], "Plan"] | None = None
+    replan: Callable[[Problem], "Plan"] | None = None
     bias_dtype: Any = None
 
     @classmethod
-    def by(cls, implementation: str, tiles: TileSizes = NO_TILES, *, in_order: bool = False):
+    def from_implementation(
+        cls, implementation: str, tiles: TileSizes = NO_TILES, *, in_order: bool = False
+    ):
         """Return the plan in which one implementation computes every pass."""
         every = PassPlan(implementation, tiles, in_order=in_order)
         return cls(every, every, every)
@@ -136,7 +145,7 @@ class Plan:
             return self._alone("_forward_alone", problem, again=again)
 
         def run(part):
-            o, log_sum = self._for(part)._alone("_forward_alone", part, again=again)
+            o, log_sum = self._plan_for(part)._alone("_forward_alone", part, again=again)
             return o, log_sum if problem.large else log_sum.in_one()
 
         method = _method(problem, along, self.method)
@@ -145,8 +154,8 @@ class Plan:
             log_sum = log_sum._replace(m=jnp.zeros_like(log_sum.l_log2))
         return o, log_sum
 
-    def _for(self, part: Problem) -> "Plan":
-        return self if self.of_part is None else self.of_part(part)
+    def _plan_for(self, part: Problem) -> "Plan":
+        return self if self.replan is None else self.replan(part)
 
     def _alone(self, name: str, *args, again: bool, **wanted) -> Any:
         """Call `_forward_alone` or `_backward_alone`.
@@ -181,7 +190,7 @@ class Plan:
         """Compute the forward by "mosaic", with tiles for all instances: the plan is for one."""
         tiles = self.forward.tiles
         if instances > 1:
-            tiles = choose.for_launch(problem, instances, self.forward.asked)
+            tiles = tile_choice.tiles_of_launch(problem, instances, self.forward.asked)
         return _mosaic().forward(problem, tiles)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -206,12 +215,14 @@ class Plan:
             return on_one_device(self._tangents_alone, problem, log_sum, dots)
         names = "query", "key", "value"
         named, (operands, rest) = dict(zip(names, dots, strict=True)), problem.split()
-        o, lse = tangents.of_forward(names, along, operands, rest, named)
+        o, lse = tangents.forward_tangents(names, along, operands, rest, named)
         return o, jnp.moveaxis(lse, 2, 1)
 
     def _tangents_alone(self, problem, log_sum, dots):
-        by = limits.of_tangents(problem, self.implementation)
-        tile = choose.by_table(problem, by, self.backward.tiles.of(by)).tile("dq")
+        by = limits.tangents_implementation(problem, self.implementation)
+        tile = tile_choice.tiles_of_call(problem, by, self.backward.tiles.for_backend(by)).tile(
+            "dq"
+        )
         return _triton().tangents(problem, log_sum, dots, tile, interpret=self._interpret)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -227,7 +238,7 @@ class Plan:
             problem,
             *(o, log_sum, do, dlse),
             axes_of_rows=(*rows, None if dlse is None else partition.LSE),
-            axes_out=wanted.of,
+            axes_out=wanted.gradient_letters,
         )
 
     def _backward(
@@ -239,7 +250,7 @@ class Plan:
 
         def run(part, *rows, sinks: bool):
             only = dataclasses.replace(wanted, sinks=sinks)
-            return self._for(part)._alone(name, part, *rows, wanted=only, again=again)
+            return self._plan_for(part)._alone(name, part, *rows, wanted=only, again=again)
 
         log_sum = log_sum if problem.large else log_sum.in_one()
         method = _method(problem, along, self.method)
@@ -260,11 +271,11 @@ class Plan:
         """Return the gradients of tables, by a pass of its own."""
         cotangents = (problem, o, log_sum, do, dlse)
         plan = self._backward_for(wanted)
-        by, _ = limits.of_tables(problem, plan.implementation)
+        by, _ = limits.tables_implementation(problem, plan.implementation)
         if by == "xla":
             on_gpu = device.target().nvidia
             return xla.table_gradients(*cotangents, wanted.tables, on_gpu=on_gpu)
-        tile = choose.by_table(problem, by, plan.tiles.of(by)).tile("dq")
+        tile = tile_choice.tiles_of_call(problem, by, plan.tiles.for_backend(by)).tile("dq")
         return _triton().table_gradients(
             *cotangents, wanted.tables, tile, interpret=self._interpret
         )

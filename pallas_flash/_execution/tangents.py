@@ -33,7 +33,7 @@ ROWS_AT_ONCE = 4096
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def of_forward(wanted: tuple[str, ...], along, operands, rest: Problem, tangents):
+def forward_tangents(wanted: tuple[str, ...], along, operands, rest: Problem, tangents):
     """Return the tangents of o [B, T, N, V] and of the natural LSE [B, T, N].
 
     Args:
@@ -48,13 +48,13 @@ def of_forward(wanted: tuple[str, ...], along, operands, rest: Problem, tangents
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def of_backward(
+def backward_tangents(
     wanted: tuple[str, ...], names: tuple[str, ...], along, operands, rest, cotangents, tangents
 ) -> Gradients:
     """Return the tangents of the gradients.
 
     Args:
-        wanted: the names of the operands that have a tangent, as `by_name` gives them.
+        wanted: the names of the operands that have a tangent, as `named_arrays` gives them.
         names: the operands whose gradients have been computed.
         along: how the sequence is divided over Manual mesh axes, if it is.
         operands: the operands that `Problem.split` returned.
@@ -64,13 +64,13 @@ def of_backward(
     """
 
     def gradients(primals, cotangents):
-        fn, primals = _function_of(names, along, by_name(operands) | primals, rest)
+        fn, primals = _function_of(names, along, named_arrays(operands) | primals, rest)
         (_, lse), pull = jax.vjp(fn, primals)
         do, dlse = cotangents
         [grads] = pull((do, jnp.zeros_like(lse) if dlse is None else dlse))
         return grads
 
-    primals = {name: x for name, x in by_name(operands).items() if name in wanted}
+    primals = {name: x for name, x in named_arrays(operands).items() if name in wanted}
     grads = jax.jvp(gradients, (primals, cotangents), tangents)[1]
     return Gradients(**dict.fromkeys(Gradients._fields) | _joined(grads, operands))
 
@@ -79,7 +79,7 @@ def of_backward(
 _SCORE_OPERANDS = "score_operands"
 
 
-def by_name(operands: dict) -> dict:
+def named_arrays(operands: dict) -> dict:
     """Return what `Problem.split` returned, or gradients of it, with a name for each array."""
     arrays = enumerate(operands.get(_SCORE_OPERANDS) or ())
     rest = {name: x for name, x in operands.items() if name != _SCORE_OPERANDS}
@@ -87,7 +87,7 @@ def by_name(operands: dict) -> dict:
 
 
 def _joined(named: dict, like: dict) -> dict:
-    """Invert `by_name`; an operand of the score function without a name is None."""
+    """Invert `named_arrays`; an operand of the score function without a name is None."""
     found = {name: x for name, x in named.items() if name in Gradients._fields}
     if len(found) == len(named):
         return found
@@ -96,8 +96,8 @@ def _joined(named: dict, like: dict) -> dict:
 
 
 def _function_of(names, along, operands, rest: Problem):
-    """Return the op as a function of some operands, and these operands, by `by_name`."""
-    operands = by_name(operands)
+    """Return the op as a function of some operands, and these operands, by `named_arrays`."""
+    operands = named_arrays(operands)
     count = sum(name.startswith(_SCORE_OPERANDS) for name in operands)
     like = {_SCORE_OPERANDS: (None,) * count}
 

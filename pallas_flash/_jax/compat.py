@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-import importlib
 import os
 import re
-import sys
+import traceback
 import types
 import warnings
 from typing import Any
@@ -22,7 +21,7 @@ def abstract_device():
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
-def for_device(device):
+def described_device(device):
     """Trace and lower for one described device; None: for the machine's own."""
     if device is None:
         return contextlib.nullcontext()
@@ -31,16 +30,12 @@ def for_device(device):
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-@contextlib.contextmanager
 def not_for_older_jax():
     """Export for this process alone, so that newer operations may be used."""
-    name = "jax_export_ignore_forward_compatibility"
-    before = getattr(jax.config, name)
-    jax.config.update(name, True)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+    # `jax.config.update` is for all threads, and this setting has no public context.
+    from jax._src import config
+
+    return config.export_ignore_forward_compatibility(True)
 
 
 @functools.cache
@@ -61,14 +56,30 @@ def triton():
 def _name_triton_dialect() -> None:
     """Halve the time of lowering through Triton.
 
-    For each value of a Triton type, MLIR searches all paths for a Python module of the dialect,
-    which jaxlib does not have. An empty module ends the search.
+    For each value of a Triton type, MLIR looks for a Python module of the dialect. jaxlib has none,
+    and MLIR remembers only a module that it finds, so it gets `mlir_dialects.tt` to find.
     """
-    name = "jaxlib.mlir.dialects.tt"
     try:
-        importlib.import_module(name)
-    except ImportError:
-        sys.modules[name] = types.ModuleType(name)
+        from jaxlib.mlir._mlir_libs import _mlir
+
+        _mlir.globals.append_dialect_search_prefix("pallas_flash._jax.mlir_dialects")
+    except (ImportError, AttributeError):
+        pass  # The time is all that is lost.
+
+
+def failing_operation(error: BaseException) -> str | None:
+    """Return the operation at which Pallas failed to lower a kernel, if the error tells."""
+    # Pallas names it in the message of some errors alone, or of all by a flag of the whole process,
+    # `jax_pallas_verbose_errors`. Its frames have it until that flag has a context.
+    operation, cause = None, error
+    while cause is not None and operation is None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            # Pallas loops over the equations of a jaxpr, and inside over those of inner jaxprs.
+            primitive = getattr(frame.f_locals.get("eqn"), "primitive", None)
+            operation = getattr(primitive, "name", operation)
+        # JAX may leave its own frames out of an error; the cause has them.
+        cause = cause.__cause__
+    return operation
 
 
 def has_triton() -> bool:
@@ -84,9 +95,10 @@ def has_triton() -> bool:
 def _compiler_params():
     """Return a class of CompilerParams whose lowering does not warn.
 
-    From JAX 0.11.2 on, each lowering through Triton gives a DeprecationWarning. It comes while a
-    user compiles, so that no context around our own calls could catch it. A subclass with its own
-    lowering rule can.
+    From JAX 0.11.2 on, each lowering through Triton gives a DeprecationWarning, which is an error
+    in users' strict tests. It comes while a user compiles, so that no context around our own calls
+    could catch it, and a filter of ours would be gone where a cached trace is lowered. A subclass
+    with its own lowering rule is left, until JAX removes the backend.
     """
     base = triton().CompilerParams
     try:

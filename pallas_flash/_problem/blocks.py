@@ -219,7 +219,7 @@ def classes_of_ranges(kv_ranges, q_ranges, q_tiles: Tiling, kv_tiles: Tiling) ->
     return BlockClasses(some & some_t.swapaxes(2, 3), every & every_t.swapaxes(2, 3))
 
 
-def of_groups(classes: BlockClasses, groups: int) -> BlockClasses:
+def group_classes(classes: BlockClasses, groups: int) -> BlockClasses:
     """Return the classes of `groups` consecutive heads together, [1 or B, 1 or N / groups, ...]."""
     if groups == 1 or classes.some.shape[1] == 1:
         return classes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash._jax.one_device import whole
-from pallas_flash._problem.operands import for_user
+from pallas_flash._problem.operands import readable
 
 
 def array(name: str, x) -> jax.Array:
@@ -30,7 +30,7 @@ def array(name: str, x) -> jax.Array:
         ) from error
 
 
-def of_dtype(name: str, x, dtype: str) -> jax.Array:
+def array_of_dtype(name: str, x, dtype: str) -> jax.Array:
     """Return `x` as an array; raise unless it has this dtype."""
     x = array(name, x)
     if x.dtype != dtype:
@@ -72,7 +72,7 @@ def integers(
         shared: whether the first axis may be 1.
         each: the thing that a number belongs to; by default a batch element, or a token.
     """
-    x = of_dtype(name, x, "int32")
+    x = array_of_dtype(name, x, "int32")
     if x.shape != shape and not (shared and x.shape == (1, *shape[1:])):
         each = each or ("batch element" if len(shape) == 1 else "token")
         raise ValueError(
@@ -199,7 +199,7 @@ def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...], shapes) -> No
     """Check a user's function for scores of one shape and indices of the other shapes."""
     at = [jax.ShapeDtypeStruct(x, jnp.int32) for x in shapes]
     s = [] if dtype is None else [jax.ShapeDtypeStruct(shape, dtype)]
-    trace = jax.make_jaxpr(lambda at, xs: fn(*at, *map(for_user, xs)), return_shape=True)
+    trace = jax.make_jaxpr(lambda at, xs: fn(*at, *map(readable, xs)), return_shape=True)
     b, h, q, k = shapes
     try:
         program, out = trace([*s, *at], arrays)

@@ -13,7 +13,7 @@ from pallas_flash._problem.tile_sizes import (
     ForwardTile,
     Tile,
     TileSizes,
-    whose,
+    backend_of,
 )
 
 
@@ -146,8 +146,8 @@ def effect(sizes: TileSizes, forward_by: str, backward_by: str) -> list[str]:
         by, tile = forward_by if kernel in FORWARD else backward_by, sizes.tile(kernel)
         if tile is None:
             continue
-        asks = f'`tile_sizes` asks for "{whose(tile)}" where it serves the call.'
+        asks = f'`tile_sizes` asks for "{backend_of(tile)}" where it serves the call.'
         sentences[asks] = None
-        if whose(tile) != by:
+        if backend_of(tile) != by:
             sentences[f'`tile_sizes.{kernel}` has no effect: "{by}" computes that pass.'] = None
     return list(sentences)

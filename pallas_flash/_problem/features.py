@@ -1,7 +1,7 @@
 """The features of a call: the input of every rule, and the key of the tuning cache.
 
-`of(problem)` computes the features of a call once. Rules read `CallFeatures` and nothing else of a
-call, so that two calls with the same features are computed in the same way.
+`features_of(problem)` computes the features of a call once. Rules read `CallFeatures` and nothing
+else of a call, so that two calls with the same features are computed in the same way.
 """
 
 import dataclasses
@@ -128,7 +128,9 @@ class CallFeatures(Sizes):
         return bool(self.options & SCORES)
 
 
-def of(p: Problem, instances: int = 1, capability: tuple[int, int] | None = None) -> CallFeatures:
+def features_of(
+    p: Problem, instances: int = 1, capability: tuple[int, int] | None = None
+) -> CallFeatures:
     """Return the features of a call on a GPU, of which `instances` are launched at once."""
     return CallFeatures(
         dtype=p.dtype.name,

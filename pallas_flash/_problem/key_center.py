@@ -31,7 +31,7 @@ MAX_SHIFTED = 2.0**13
 SAMPLE = 64
 
 
-def of(problem: Problem):
+def center_of(problem: Problem):
     """Return c, float32 [B, K, H] of numbers that the keys' dtype has; None if it is not used."""
     p = problem
     if p.partial_rows or not applies(p):
@@ -40,9 +40,9 @@ def of(problem: Problem):
     return center(moments(p, visible), p.dtype)
 
 
-def for_shift(problem: Problem, log_sum: LogSum):
-    """Return c for `shifted`: that of `of`, or zeros for heads with scores too large for it."""
-    c = of(problem)
+def center_for_shift(problem: Problem, log_sum: LogSum):
+    """Return the c of `center_of`, with zeros for heads with scores too large for `shifted`."""
+    c = center_of(problem)
     return c if problem.partial_rows else where_small(c, problem, log_sum)
 
 
@@ -157,7 +157,7 @@ def whole_sums(problem: Problem, c, log_sum: LogSum, delta, dlse, dq, dscale):
 
     Args:
         problem: the call, with its own keys.
-        c: as `of` returned it.
+        c: as `center_of` returned it.
         log_sum: as in `row_sums`.
         delta: [B, N, T].
         dlse: [B, N, T] or None.

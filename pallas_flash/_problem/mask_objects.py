@@ -41,7 +41,7 @@ from pallas_flash._problem.masks import (
     as_mask,
     leaf,
 )
-from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, for_user
+from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, readable
 
 
 class Call(NamedTuple):
@@ -322,7 +322,7 @@ class PrefixLM(NumberLeaf, Joinable):
 
     def allowed(self, b, h, q, k):
         if self.positions is not None:
-            q, k = self.positions.of_query(b, q), self.positions.of_key(b, k)
+            q, k = self.positions.query_positions(b, q), self.positions.key_positions(b, k)
         offset = self.shift if self.offset is None else self.offset[b]
         return (k <= q + offset) | (k < self.prefix_lengths[b])
 
@@ -440,7 +440,7 @@ class Predicate(Leaf, Joinable):
 
     def asks(self, axis: int) -> bool:
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-        program = jax.make_jaxpr(lambda at, xs: self.fn(*at, *map(for_user, xs)))(
+        program = jax.make_jaxpr(lambda at, xs: self.fn(*at, *map(readable, xs)))(
             index, operands("Predicate.operands", self.operands)
         ).jaxpr
         return uses(program, axis)
@@ -449,7 +449,7 @@ class Predicate(Leaf, Joinable):
         if self.origin is not None:
             b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
         # The function may return a Python bool.
-        return jnp.asarray(self.fn(b, h, q, k, *map(for_user, self.operands)))
+        return jnp.asarray(self.fn(b, h, q, k, *map(readable, self.operands)))
 
     def kv_range(self, q_tiles, kv_tiles):
         return all_blocks(q_tiles, kv_tiles, full=False)

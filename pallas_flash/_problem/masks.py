@@ -353,7 +353,7 @@ class NumberBand(NumberLeaf):
         return self.positions.query, self.positions.keys
 
     def allowed(self, b, h, q, k):
-        distance = self.positions.of_key(b, k) - self.positions.of_query(b, q)
+        distance = self.positions.key_positions(b, k) - self.positions.query_positions(b, q)
         return self._within(distance, distance)
 
     def compare(self, q, k):
@@ -521,11 +521,11 @@ class Mask(Divisible):
         Int32 [1 or B, 1 or N / groups, query tiles, 2 + key tiles]. `groups` consecutive heads
         share a list of the blocks that any of them needs.
         """
-        return lists(blocks.of_groups(self.block_classes(q_tiles, kv_tiles), groups))
+        return lists(blocks.group_classes(self.block_classes(q_tiles, kv_tiles), groups))
 
     def q_lists(self, q_tiles: Tiling, kv_tiles: Tiling, groups: int = 1) -> jax.Array:
         """Return the query blocks of each key tile, [1 or B, .., key tiles, 2 + query tiles]."""
-        classes = blocks.of_groups(self.block_classes(q_tiles, kv_tiles), groups)
+        classes = blocks.group_classes(self.block_classes(q_tiles, kv_tiles), groups)
         return lists(BlockClasses(*(x.swapaxes(2, 3) for x in classes)))
 
     def block_classes(self, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:

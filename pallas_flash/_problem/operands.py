@@ -73,7 +73,7 @@ class Operand:
     def _inside(self, index):
         return nearest(index, self.shape)
 
-    def for_user(self) -> "Operand":
+    def readable(self) -> "Operand":
         """Return this operand in a form that a user's function reads at any index."""
         return self
 
@@ -94,7 +94,7 @@ class Noted(Operand):
         index = index if isinstance(index, tuple) else (index,)
         return self._note(index, self._array[index])
 
-    def for_user(self):
+    def readable(self):
         return Noted(_operand(self._array), self._note)
 
 
@@ -114,14 +114,14 @@ def _nearest(i, n: int):
     return jnp.asarray(i.clip(0, n - 1), jnp.int32)
 
 
-def for_user(x) -> Any:
+def readable(x) -> Any:
     """Return `x` for a user's function: an `Operand`, or the number if `x` is a scalar."""
     operand = _operand(x)
     return operand if operand.ndim else operand[()]
 
 
 def _operand(x) -> Operand:
-    return x.for_user() if isinstance(x, Operand) else Operand(jnp.asarray(x))
+    return x.readable() if isinstance(x, Operand) else Operand(jnp.asarray(x))
 
 
 class TileView(Operand):
@@ -176,11 +176,11 @@ class Positions(Divisible):
     def keys(self) -> Any:
         return self.query if self.key_value is None else self.key_value
 
-    def of_query(self, b, q) -> jax.Array:
+    def query_positions(self, b, q) -> jax.Array:
         """Return the positions of queries, at indices that broadcast."""
         return self.query[0 if self.query.shape[0] == 1 else b, q]
 
-    def of_key(self, b, k) -> jax.Array:
+    def key_positions(self, b, k) -> jax.Array:
         """Return the positions of keys, at indices that broadcast."""
         return self.keys[0 if self.keys.shape[0] == 1 else b, k]
 

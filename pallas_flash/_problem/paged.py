@@ -253,7 +253,7 @@ class RowTiles(NamedTuple):
     ranges: Any
 
     @classmethod
-    def of(cls, p: PagedProblem, block: int, kv: Tiling, rows=(0, None)) -> "RowTiles":
+    def from_problem(cls, p: PagedProblem, block: int, kv: Tiling, rows=(0, None)) -> "RowTiles":
         """Return the tiles of the requests that have more than rows[0] and at most rows[1] rows."""
         (more_than, at_most), groups = rows, p.groups
         total, most = p.tokens * groups, p.q_len * groups
@@ -311,7 +311,7 @@ class RowTiles(NamedTuple):
         table = jnp.where(exists, jnp.stack(columns, axis=1), 0)
         return Work(table, stops - splits_of, splits_of)
 
-    def of_rows(self, p: PagedProblem) -> tuple[Any, Any, Any]:
+    def tile_of_rows(self, p: PagedProblem) -> tuple[Any, Any, Any]:
         """Return the tile of each row [tokens * G], the row's number there, and if it has any."""
         request, number, exists = p.requests.places()
         xp, block = _namespace(number), self.block

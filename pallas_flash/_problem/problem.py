@@ -241,7 +241,7 @@ class SplitOutput(NamedTuple):
     low: Any
 
     @classmethod
-    def of(cls, o, dtype, *, split: bool):
+    def from_float32(cls, o, dtype, *, split: bool):
         """Return an output of float32 in a dtype; its two parts if it is to be split."""
         if not split:
             return o.astype(dtype)

@@ -43,7 +43,7 @@ class ScoreMod:
     operands: tuple[Any, ...] = ()
 
 
-def fitted(score_mod, dtype) -> ScoreMod | None:
+def fitted_score_mod(score_mod, dtype) -> ScoreMod | None:
     """Return what a user passes as `score_mod`, checked for scores of a dtype."""
     if score_mod is None:
         return None

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash._problem.operands import Divisible, Noted, Pairs, Positions, for_user, nearest
+from pallas_flash._problem.operands import Divisible, Noted, Pairs, Positions, nearest, readable
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
@@ -187,14 +187,14 @@ class Scores(Divisible):
     def _distance(self, b, q, k):
         """Return the position of a query less that of a key, for the slopes."""
         if self.positions is not None:
-            return self.positions.of_query(b, q) - self.positions.of_key(b, k)
+            return self.positions.query_positions(b, q) - self.positions.key_positions(b, k)
         return q + (self.shift if self.offset is None else self.offset[b]) - k
 
     def _mapped(self, x, b, h, q, k, functions):
         if self.score_mod is not None:
             if self.origin is not None:
                 b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
-            out = self.score_mod(x, b, h, q, k, *map(for_user, self.operands))
+            out = self.score_mod(x, b, h, q, k, *map(readable, self.operands))
             # The result may be a Python number, or have fewer axes if it does not depend on x.
             x = jnp.broadcast_to(jnp.asarray(out, x.dtype), x.shape)
         if self.soft_cap is not None:

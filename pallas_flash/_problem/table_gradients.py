@@ -110,18 +110,18 @@ def _walk(jaxpr: Any, arguments: list[_Index]) -> list[_Index]:
     known = dict(zip(jaxpr.invars, arguments, strict=True))
     nothing = _Index(0, 0, frozenset())
 
-    def of(x):
+    def index_of(x):
         return nothing if isinstance(x, Literal) else known.get(x, nothing)
 
     for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, list(map(of, eqn.invars))
+        name, inputs = eqn.primitive.name, list(map(index_of, eqn.invars))
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if name in _CALLS and inner is not None:
             results = _walk(inner.jaxpr, inputs)
         else:
             results = [_result(eqn, name, inputs)] * len(eqn.outvars)
         known.update(zip(eqn.outvars, results, strict=True))
-    return list(map(of, jaxpr.outvars))
+    return list(map(index_of, jaxpr.outvars))
 
 
 def _result(eqn, name: str, inputs: list[_Index]) -> _Index:

@@ -178,7 +178,7 @@ OF_PASS = {
 }
 
 
-def whose(tile) -> str:
+def backend_of(tile) -> str:
     """Return the implementation of a tile: "mosaic", or "triton" (also for "interpret")."""
     return "triton" if isinstance(tile, Tile) else "mosaic"
 
@@ -221,7 +221,7 @@ class TileSizes:
                 f"dv={self.dv}. Give either `dkv` or both others."
             )
         with_dq = self.dkv or self.dk
-        if with_dq and self.dq and whose(with_dq) != whose(self.dq):
+        if with_dq and self.dq and backend_of(with_dq) != backend_of(self.dq):
             raise ValueError(
                 f"`dq` must be for the implementation of `{'dkv' if self.dkv else 'dk'}`; got "
                 f"{self.dq} and {with_dq}. Give two tiles of one."
@@ -249,27 +249,27 @@ class TileSizes:
         """Return the tile of one of `KERNELS`; None if there is none."""
         return getattr(self, kernel)
 
-    def only(self, kernels: Iterable[str]) -> "TileSizes":
+    def select(self, kernels: Iterable[str]) -> "TileSizes":
         """Return the tiles of some kernels."""
         return TileSizes(**{kernel: self.tile(kernel) for kernel in kernels})
 
-    def of(self, implementation: str) -> "TileSizes":
+    def for_backend(self, implementation: str) -> "TileSizes":
         """Return the tiles of one implementation; "interpret" has those of "triton"."""
         name = "triton" if implementation == "interpret" else implementation
-        return self.only(k for k in KERNELS if self.tile(k) and whose(self.tile(k)) == name)
+        return self.select(k for k in KERNELS if self.tile(k) and backend_of(self.tile(k)) == name)
 
     def computed_by(self, attention_pass: str) -> str:
         """Return the implementation that the tiles of a pass ask for; "" if there is no tile."""
         tiles = map(self.tile, OF_PASS[attention_pass])
-        return next((whose(tile) for tile in tiles if tile), "")
+        return next((backend_of(tile) for tile in tiles if tile), "")
 
-    def used(self, few: bool) -> "TileSizes":
+    def serving(self, few: bool) -> "TileSizes":
         """Return these without the tile of the forward kernel that does not serve the call."""
         if self.decode is None:
             return self
         return dataclasses.replace(self, **{"forward" if few else "decode": None})
 
-    def or_else(self, default: "TileSizes") -> "TileSizes":
+    def filled_from(self, default: "TileSizes") -> "TileSizes":
         """Return these, with tiles that are None from `default`."""
         forward = default if self.forward is None and self.decode is None else self
         backward = default if self.dkv is None and self.dk is None else self

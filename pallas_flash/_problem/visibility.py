@@ -47,10 +47,10 @@ def _not_empty(mask: Mask, shape, ranges, others: int, positions=None):
         if isinstance(some, np.ndarray) and some.all():
             return None
         return some if positions is None else jnp.asarray(some)[:, :, positions]
-    return _by_pairs(mask, shape, others, positions)
+    return _evaluate_pairs(mask, shape, others, positions)
 
 
-def _by_pairs(mask: Mask, shape, others: int, positions=None):
+def _evaluate_pairs(mask: Mask, shape, others: int, positions=None):
     """Evaluate the mask for all pairs, some positions at a time against all others.
 
     An axis along which the mask does not vary has length 1.

@@ -16,18 +16,16 @@ from typing import Any
 
 from pallas_flash._arguments.implementation import check_implementation
 from pallas_flash._autodiff.vjp import splits_output
-from pallas_flash._execution import limits as _limits
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import limits, tile_choice
 from pallas_flash._execution.context import Choice
 from pallas_flash._execution.plan import NO_TILES, PassPlan, Plan, Wanted
-from pallas_flash._jax import compat
-from pallas_flash._jax import device as _device
+from pallas_flash._jax import compat, device
 from pallas_flash._problem import configurations
-from pallas_flash._problem import features as _features
 from pallas_flash._problem.checks import is_number
+from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import FORWARD, KERNELS, TileSizes, describe, whose
-from pallas_flash._selection import tuned as cache
+from pallas_flash._problem.tile_sizes import FORWARD, KERNELS, TileSizes, backend_of, describe
+from pallas_flash._selection import tuned
 from pallas_flash._selection.preferences import faster_by_mosaic
 
 BACKWARD = tuple(kernel for kernel in KERNELS if kernel not in FORWARD)
@@ -106,13 +104,13 @@ def resolve(problem: Problem, request: Request) -> Plan:
     passes = {"forward": forward, "backward": backward, "dbias": dbias}
     _check_given(request, passes)
     plain = "xla" in (backward.implementation, dbias.implementation)
-    backward_plan = call.with_tiles("backward", backward)
+    backward_plan = call.plan_with_tiles("backward", backward)
     return Plan(
-        call.with_tiles("forward", forward),
+        call.plan_with_tiles("forward", forward),
         backward_plan,
-        backward_plan if dbias is backward else call.with_tiles("backward", dbias),
-        on_gpu=plain and _device.target().nvidia,
-        of_part=request,
+        backward_plan if dbias is backward else call.plan_with_tiles("backward", dbias),
+        on_gpu=plain and device.target().nvidia,
+        replan=request,
     )
 
 
@@ -129,11 +127,11 @@ def explained(
         reasons.append(plan.backward.reason)
     if plan.dbias.implementation != plan.backward.implementation:
         reasons.append(plan.dbias.reason)
-    tables, why = _limits.of_tables(problem, plan.backward.implementation)
+    tables, why = limits.tables_implementation(problem, plan.backward.implementation)
     if why:
         reasons.append(f'A gradient of slopes or operands is that of "{tables}": {why}')
     if request.tile_sizes is None and any(x.asked != NO_TILES for x in passes):
-        reasons.append(f"Its tiles are tuned, from {cache.file()}.")
+        reasons.append(f"Its tiles are tuned, from {tuned.file()}.")
     if request.tile_sizes is not None and request.implementation is None:
         by = (x.implementation for x in passes)
         reasons += configurations.effect(request.tile_sizes, *by)
@@ -184,31 +182,31 @@ class _Call:
         self.given, self.tuned = request.tile_sizes or NO_TILES, NO_TILES
         self.features = None
         if not problem.symbolic:
-            device = _device.target()
-            self.features = _features.of(problem, capability=device.capability)
-            self.given = self.given.used(self.features.few_queries)
-            self.tuned = (device.nvidia and self._winner()) or NO_TILES
+            target = device.target()
+            self.features = features_of(problem, capability=target.capability)
+            self.given = self.given.serving(self.features.few_queries)
+            self.tuned = (target.nvidia and self._winner()) or NO_TILES
 
     def _winner(self) -> TileSizes | None:
         """Return what `tune` found for such calls on the GPU that is here, if anything."""
 
         def check(winner: TileSizes) -> None:
-            for name in {whose(tile) for k in KERNELS if (tile := winner.tile(k))}:
-                choose.by_table(self.problem, name, winner.of(name))
+            for name in {backend_of(tile) for k in KERNELS if (tile := winner.tile(k))}:
+                tile_choice.tiles_of_call(self.problem, name, winner.for_backend(name))
 
         assert self.features is not None
-        return cache.lookup(self.features, check)
+        return tuned.lookup(self.features, check)
 
     @functools.cached_property
     def limits(self) -> dict[str, str]:
         """Why "triton" and "mosaic" do not serve the call, where they do not."""
-        return _limits.not_on_gpu(self.problem)
+        return limits.not_on_gpu(self.problem)
 
     def deciding(self, attention_pass: str) -> TileSizes:
         """Return the tiles that say who computes a pass."""
         return self.given if self.given.computed_by(attention_pass) else self.tuned
 
-    def by_tiles(self, attention_pass: str) -> tuple[str, str]:
+    def implementation_by_tiles(self, attention_pass: str) -> tuple[str, str]:
         """Return who computes a pass by its tiles and why nobody else does; "" if no tile says."""
         by = self.deciding(attention_pass).computed_by(attention_pass)
         if self.given.computed_by(attention_pass):
@@ -221,42 +219,45 @@ class _Call:
 
     def has_backward(self, implementation: str) -> bool:
         """Return whether kernels serve the backward."""
-        limit = _limits.backward_limit
+        limit = limits.backward_limit
         return implementation not in self.limits and not limit(self.problem, implementation)
 
-    def with_tiles(self, attention_pass: str, plan: PassPlan) -> PassPlan:
+    def plan_with_tiles(self, attention_pass: str, plan: PassPlan) -> PassPlan:
         """Return the plan of a pass with its tiles."""
         name = plan.implementation
-        if name not in _limits.KERNELS:
+        if name not in limits.KERNELS:
             return plan
-        tuned = NO_TILES if name == "interpret" else self.tuned.of(name)
-        asked = self.given.of(name).or_else(tuned)
-        tiles = choose.by_table(self.problem, name, asked)
+        asked = self.given.for_backend(name)
+        if name != "interpret":
+            asked = asked.filled_from(self.tuned.for_backend(name))
+        tiles = tile_choice.tiles_of_call(self.problem, name, asked)
         if attention_pass == "forward":
-            return dataclasses.replace(plan, tiles=tiles.only(FORWARD), asked=asked)
+            return dataclasses.replace(plan, tiles=tiles.select(FORWARD), asked=asked)
         in_order = False
         if name == "mosaic":
             # Two passes serve every call. Where tiles are given for these alone, they are wanted.
             deciding = self.deciding("backward")
             two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
             in_order = two_passes or self.request.in_order or tiles.backward is None
-            tiles = tiles.only(("dkv", "dq") if in_order else ("backward",))
-        return dataclasses.replace(plan, tiles=tiles.only(BACKWARD), asked=asked, in_order=in_order)
+            tiles = tiles.select(("dkv", "dq") if in_order else ("backward",))
+        return dataclasses.replace(
+            plan, tiles=tiles.select(BACKWARD), asked=asked, in_order=in_order
+        )
 
 
 def _forward(call: _Call) -> PassPlan:
     """Return who computes the forward, which serves the whole call."""
     asked, refused = call.request.implementation, dict(call.limits)
     # Where no kernel is going to run, its language is not even looked for: importing it takes time.
-    limits = _limits.interpreter_limits(call.problem, look_for_triton=asked == "interpret")
-    refused["interpret"] = limits or "Only on request: it is for tests, and slow."
+    unserved = limits.interpreter_limits(call.problem, look_for_triton=asked == "interpret")
+    refused["interpret"] = unserved or "Only on request: it is for tests, and slow."
     refused["reference"] = "Only on request: its memory grows with T * S."
     if asked is None:
         chosen, reason, why_not = _default_forward(call)
         refused |= why_not
     else:
         chosen, reason = asked, "asked for."
-        why = {"interpret": limits}.get(asked)
+        why = {"interpret": unserved}.get(asked)
         if asked in ("mosaic", "triton"):
             why = refused.get(asked)
         if why:
@@ -276,7 +277,7 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
     serving = [name for name in ("mosaic", "triton") if name not in call.limits]
     if not serving:
         return "xla", "the fastest that serves this call on this device.", {}
-    (by, why), why_not = call.by_tiles("forward"), {}
+    (by, why), why_not = call.implementation_by_tiles("forward"), {}
     reasons = {
         "mosaic": "the kernels for Hopper serve this call.",
         "triton": "the kernels serve this call on this GPU.",
@@ -296,8 +297,8 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
 
 def _backward(call: _Call, forward: str) -> PassPlan:
     """Return who computes the backward, if `forward` computes the forward."""
-    limit = _limits.backward_limit(call.problem, forward)
-    by, why_not = call.by_tiles(call.order)
+    limit = limits.backward_limit(call.problem, forward)
+    by, why_not = call.implementation_by_tiles(call.order)
     faster = not by and call.faster(call.order)
     default = call.request.implementation is None
 
@@ -354,7 +355,7 @@ def _check_given(request: Request, passes: Mapping[str, PassPlan]) -> None:
     backward = {passes[name].implementation for name in ("backward", "dbias")}
     for kernel in KERNELS:
         tile, by = sizes.tile(kernel), forward if kernel in FORWARD else backward
-        if tile is not None and not any(sizes.of(name).tile(kernel) for name in by):
+        if tile is not None and not any(sizes.for_backend(name).tile(kernel) for name in by):
             raise ValueError(
                 f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
                 f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
@@ -371,7 +372,7 @@ def warn_of_fallback(plan: Plan, asked: str | None) -> None:
 
     `attention` calls this, and has one wrapper: the warning points to the user's line.
     """
-    chosen, nvidia = plan.forward.implementation, _device.target().nvidia
+    chosen, nvidia = plan.forward.implementation, device.target().nvidia
     if asked is not None or chosen in ("mosaic", "triton") or not nvidia:
         return
     reason = plan.forward.refused["triton"]

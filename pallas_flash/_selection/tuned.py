@@ -285,7 +285,7 @@ def _merged(old: TileSizes | None, new: TileSizes) -> TileSizes:
     """Return a new winner, and tiles of the old one for a pass that the new one does not have."""
     of_pass = ({*OF_PASS[x]} for x in ("forward", "backward"))
     tuned = {kernel for kernels in of_pass if any(map(new.tile, kernels)) for kernel in kernels}
-    return new.or_else((old or TileSizes()).only({*KERNELS} - tuned))
+    return new.filled_from((old or TileSizes()).select({*KERNELS} - tuned))
 
 
 @contextlib.contextmanager

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Shaped
 
-from pallas_flash._arguments import attention
+from pallas_flash._arguments.attention import parse_sequence_axis
 from pallas_flash._execution.context.parts import device
-from pallas_flash._problem.checks import array, describe, of_dtype
+from pallas_flash._problem.checks import array, array_of_dtype, describe
 from pallas_flash._problem.mask_objects import Joinable
 from pallas_flash._problem.masks import Mask
 
@@ -26,7 +26,7 @@ def as_bool(mask) -> Any:
 
 def place_in_sequence(sequence_axis, length: int) -> tuple[Array | int, int]:
     """Return the position of this device's first token, and the length of the whole sequence."""
-    along = attention.along(sequence_axis)
+    along = parse_sequence_axis(sequence_axis)
     if along is None:
         return 0, length
     here = device(along)
@@ -100,7 +100,7 @@ def merge_full(name: str, x, batch: Sequence[int], rest: tuple[int, ...]) -> Any
     """Return an int32 array [*#batch, *rest] as [prod(batch), *rest], broadcast."""
     if x is None:
         return None
-    x = of_dtype(name, x, "int32")
+    x = array_of_dtype(name, x, "int32")
     check_broadcasts(name, x, (*batch, *rest))
     return jnp.broadcast_to(x, (*batch, *rest)).reshape(math.prod(batch), *rest)
 

@@ -16,9 +16,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from pallas_flash._arguments import attention as _validate
+from pallas_flash._arguments.attention import window_sides
 from pallas_flash._call.attention import attention
-from pallas_flash._problem.checks import as_dtype, at_least, describe, flag, is_int, of_dtype
+from pallas_flash._problem.checks import array_of_dtype, as_dtype, at_least, describe, flag, is_int
 from pallas_flash._problem.masks import FAR
 from pallas_flash._problem.named_masks import Tree
 from pallas_flash.flax._arrays import merge_batch, merge_full, new_tokens, spec_of
@@ -93,7 +93,7 @@ class KVCache(nnx.Module):
         self.ragged, self.ring = flag("ragged", ragged), flag("ring", ring)
         self.keys = nnx.Cache(jnp.zeros(tuple(sizes), dtype, device=sharding))
         self.values = nnx.Cache(jnp.zeros(value_shape, dtype, device=sharding))
-        by_sequence = _by_sequence(sharding, len(batch) if ragged else 0)
+        by_sequence = _sequence_sharding(sharding, len(batch) if ragged else 0)
         counts = tuple(batch) if ragged else ()
         self.lengths = nnx.Cache(jnp.zeros(counts, jnp.int32, device=by_sequence))
 
@@ -240,7 +240,7 @@ class KVCache(nnx.Module):
                 f"ragged={self.ragged}, ring={self.ring}. For drafts in a row set `lengths` back."
             )
         batch, given = self.lengths.shape, {"start": start, "path": path, "count": count}
-        given = {name: of_dtype(name, x, "int32") for name, x in given.items()}
+        given = {name: array_of_dtype(name, x, "int32") for name, x in given.items()}
         of_path = given["path"].shape[-1:] or (1,)
         starts, counts = (merge_full(name, given[name], batch, ()) for name in ("start", "count"))
         paths = merge_full("path", given["path"], batch, of_path)
@@ -285,7 +285,7 @@ class KVCache(nnx.Module):
 
 def window_in_ring(window, room: int) -> int:
     """Return the tokens before its own that a query sees; raise if a ring does not hold them."""
-    left = _validate._window(window)[0]
+    left = window_sides(window)[0]
     if left is None or left > room:
         raise ValueError(
             f"`local_window_size` must see at most {room} tokens back, the room of the ring; got "
@@ -369,7 +369,7 @@ def _moved(x, start, path):
     return x.at[slots].set(x[start + path], mode="drop", unique_indices=True)
 
 
-def _by_sequence(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
+def _sequence_sharding(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
     """Return the sharding of the first `axes` axes."""
     if sharding is None:
         return None

@@ -156,14 +156,14 @@ class PagedKVCache(nnx.Module):
         operands = pages, named, (query, key, value), requests, per_head
         run = step
         if self.sharding is not None:
-            run = self._on_shards(step, operands, options.get("return_lse", False))
+            run = self._run_on_shards(step, operands, options.get("return_lse", False))
         pages, o = run(*operands)
         cells = self.key_pages, self.value_pages, self.key_scales, self.value_scales
         for cell, x in zip([cell for cell in cells if cell is not None], pages, strict=True):
             cell[...] = x
         return o
 
-    def _on_shards(self, step, operands, return_lse: bool):
+    def _run_on_shards(self, step, operands, return_lse: bool):
         """Return `step` inside of a `shard_map`: each device has its own heads and requests."""
         pages, heads = self._axes
         _, named, _, requests, per_head = operands
@@ -173,17 +173,17 @@ class PagedKVCache(nnx.Module):
                 "cu_query_lengths, too. Give each request the same number of new tokens."
             )
         assert self.sharding is not None
-        mesh, of_pages = self.sharding.mesh, P(pages, None, heads)
+        mesh, paged_limits = self.sharding.mesh, P(pages, None, heads)
         of_tokens = P(pages, None, heads) if len(requests) == 2 else P(None, heads)
         of_scales = dict.fromkeys(named, P(pages, heads))
         specs = (
-            (of_pages, of_pages),
+            (paged_limits, paged_limits),
             of_scales,
             (of_tokens,) * 3,
             tuple(P(pages) for _ in requests),
             dict.fromkeys(per_head, P(heads)),
         )
-        pages_and_scales = (of_pages, of_pages, *of_scales.values())
+        pages_and_scales = (paged_limits, paged_limits, *of_scales.values())
         o = (of_tokens, of_tokens) if return_lse else of_tokens
         out_specs = pages_and_scales, o
         run = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)

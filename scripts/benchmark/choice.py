@@ -62,14 +62,14 @@ def compared(
     return list(found.values())
 
 
-def by(implementation: str) -> Callable[[dict[str, Any]], bool]:
+def computed_by(implementation: str) -> Callable[[dict[str, Any]], bool]:
     """Return whether a line is of an implementation, as a function."""
     return lambda r: r["implementation"] == implementation
 
 
 def gains(*names: str) -> list[tuple[dict[str, Any], float]]:
     """Return lines of "mosaic", and its speed relative to "triton" in the same run."""
-    return compared(*names, ours=by("ours_mosaic"), other=by("ours_triton"))
+    return compared(*names, ours=computed_by("ours_mosaic"), other=computed_by("ours_triton"))
 
 
 def deterministic(peer: str | None) -> dict[tuple[str, int], list[float]]:
@@ -79,13 +79,15 @@ def deterministic(peer: str | None) -> dict[tuple[str, int], list[float]]:
     """
 
     def default(r):
-        return by("ours_mosaic")(r) and not r["config"].get("reproducible")
+        return computed_by("ours_mosaic")(r) and not r["config"].get("reproducible")
 
     def in_order(r):
-        return by("ours_mosaic")(r) and bool(r["config"].get("reproducible"))
+        return computed_by("ours_mosaic")(r) and bool(r["config"].get("reproducible"))
 
     found: dict[tuple[str, int], list[float]] = {}
-    for r, speed in compared(*FILES, ours=in_order, other=default if peer is None else by(peer)):
+    for r, speed in compared(
+        *FILES, ours=in_order, other=default if peer is None else computed_by(peer)
+    ):
         # On the H200 the default at head dim 256 had two launches. Values of another head dim are
         # no row of the table.
         superseded = r["D"] == 256 and "H200" in r["device"]
@@ -112,7 +114,7 @@ def measured() -> Iterator[tuple[str, dict[str, Any], float]]:
         yield "backward of few programs", r, gain
 
 
-def by_length() -> dict[tuple[str, str, int], dict[int, float]]:
+def gains_by_length() -> dict[tuple[str, str, int], dict[int, float]]:
     """Return the least gain by length, of each pass, kind and head dim."""
     found: dict[tuple[str, str, int], dict[int, float]] = {}
     for attention_pass, r, gain in measured():

@@ -46,7 +46,7 @@ class Source:
     name: str
 
 
-def by_flags(error: Exception) -> str:
+def message_with_flags(error: Exception) -> str:
     """Return the first line of a message, with flags where it has arguments."""
     return re.sub(rf"`({'|'.join(FLAGS)})`", lambda x: FLAGS[x[1]], str(error).splitlines()[0])
 
@@ -98,7 +98,7 @@ def open_source(
             heads = model.config.num_kv_heads
             raise ValueError(f"--devices must divide {heads} key/value heads; got {devices}.")
     except ValueError as error:
-        raise UserError(by_flags(error)) from None
+        raise UserError(message_with_flags(error)) from None
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -121,7 +121,7 @@ def is_writer() -> bool:
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
-def from_writer(work: Callable[[], int]) -> int:
+def result_of_writer(work: Callable[[], int]) -> int:
     """Return the result of `work` in the writer, in all processes, once it is done."""
     result = np.int32(work() if is_writer() else 0)
     return int(multihost_utils.broadcast_one_to_all(result)) if several() else int(result)

@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 
 from models.gpt import GPTConfig
 from scripts.training.checkpoints import MARK, Checkpoints, read_marked, write_file
-from scripts.training.processes import UserError, from_writer, is_writer, say, warn
+from scripts.training.processes import UserError, is_writer, result_of_writer, say, warn
 from scripts.training.settings import TrainConfig, config_of_run, flat_config
 from scripts.training.weights import WEIGHTS
 
@@ -125,8 +125,8 @@ class RunFolder:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self):
-        self.last_step = from_writer(self._open)
-        self._restart = bool(from_writer(lambda: self._restart))
+        self.last_step = result_of_writer(self._open)
+        self._restart = bool(result_of_writer(lambda: self._restart))
         self._refuse_separate_folders()
         self._exit.callback(lambda: self._checkpoints.close())
         if self._restart:
@@ -215,7 +215,7 @@ class RunFolder:
 
     def _refuse_separate_folders(self):
         """Raise if this process cannot read the file that process 0 has written."""
-        written = from_writer(self._hash_of_settings)
+        written = result_of_writer(self._hash_of_settings)
         # Network file systems may show files of other hosts late.
         for _ in range(VISIBLE_WITHIN):
             with contextlib.suppress(OSError):
@@ -281,7 +281,7 @@ class RunFolder:
         if self._restart:
             self._checkpoints.close()
             self._checkpoints = Checkpoints(self.path / CHECKPOINTS, self._keep)
-            self._restart = bool(from_writer(lambda: self._end_restart() or 0))
+            self._restart = bool(result_of_writer(lambda: self._end_restart() or 0))
             self._checkpoints.open()
         if is_writer() and not self._has_tokenizer:
             self._copy_tokenizer()
@@ -343,7 +343,7 @@ def params_of(path: Path, model: GPTConfig, shapes, shardings) -> Callable[[], A
             f"{', '.join(differ)}: take its settings by --config."
         )
     checkpoints = Checkpoints(path.absolute() / CHECKPOINTS)
-    step = from_writer(checkpoints.newest_whole)
+    step = result_of_writer(checkpoints.newest_whole)
     if not step:
         raise UserError(f"`init_from` must have a whole checkpoint; got {str(path)!r} without one.")
 

@@ -139,7 +139,7 @@ class TrainConfig:
         return self.batch_size // self.accumulation
 
 
-def by_flags(message: object) -> str:
+def message_with_flags(message: object) -> str:
     """Return a message with flags where it has settings: --batch-size for `batch_size`."""
     names = {
         *FLAGS,

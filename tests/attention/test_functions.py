@@ -6,6 +6,7 @@ Lowering is for GPUs that are described and need not exist. Values are those of 
 import functools
 import inspect
 import itertools
+import threading
 import warnings
 
 import jax
@@ -32,7 +33,7 @@ LARGE = [jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)] * 3
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    lowerable._sentence.cache_clear()
+    lowerable._kept_sentence.cache_clear()
 
 
 def gradients(q, k, v, **options):
@@ -186,6 +187,25 @@ def test_each_function_is_lowered_once(lowerings):
         passes("NVIDIA H200", score_mod=score_mod, mask=mask)
     roles, by = ("score_mod", "derivative", "Predicate"), ("mosaic", "triton")[not NEWER :]
     assert sorted(lowerings) == sorted((role, name) for role in roles for name in by)
+
+
+@pytest.mark.parametrize("error", [OSError("once"), MemoryError("once"), KeyboardInterrupt("once")])
+def test_passing_failure_is_not_remembered(error):
+    failures = [error]
+
+    def score_mod(s, *at):
+        # Probes run in a thread of their own.
+        if failures and threading.current_thread() is not threading.main_thread():
+            raise failures.pop()
+        return 2 * s
+
+    if isinstance(error, Exception):
+        refused = explain_of("NVIDIA A100", score_mod).refused["triton"]
+        assert f"({type(error).__name__}: once)" in refused
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            explain_of("NVIDIA A100", score_mod)
+    assert explain_of("NVIDIA A100", score_mod).implementation == "triton"
 
 
 def test_calls_without_functions_lower_nothing(lowerings):

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from support import cases, key_bias, large_scores, oracle
 from support.few_queries import SERVED as FEW_QUERIES
 from support.few_queries import with_few
-from support.forward_mode import Call, judge_tangents, tangents
+from support.forward_mode import Call, judge_tangents, tangents_of
 from support.judge import (
     check_that_nothing_shows,
     judge,
@@ -344,9 +344,9 @@ def test_max_logits_of_decoding(case, head_dim, implementation, kernel_case):
 def check_tangents(case, by, dtype="bfloat16", *, moved=("query", "key", "value"), **sizes):
     """The rule of test_forward_mode; only queries, keys and values have a kernel."""
     case = dataclasses.replace(case.scaled(5), **sizes)
-    call = Call.of(case.problem(dtype))
+    call = Call.from_problem(case.problem(dtype))
     call = call.moved(moved) if moved else call
-    judge_tangents(call, tangents(call, by)[1])
+    judge_tangents(call, tangents_of(call, by)[1])
 
 
 @cases.parametrize()

@@ -78,14 +78,14 @@ def test_heads_with_large_scores_have_no_center():
     call = checked(qkv, options)
     m = jnp.zeros((case.B, case.N, case.T)).at[0, 0, 3].set(-1e9).at[1, 1, 5].set(-1e9)
     l_log2 = jnp.zeros_like(m).at[1, 1, 5].set(-jnp.inf)
-    center = key_center.where_small(key_center.of(call), call, LogSum(m, l_log2))
+    center = key_center.where_small(key_center.center_of(call), call, LogSum(m, l_log2))
     assert (np.asarray(center[0, 0]) == 0).all()
     assert (np.asarray(center[[0, 1, 1], [1, 0, 1], 0]) != 0).all()
 
 
 def center_of(case, dtype="bfloat16", **options):
     qkv, _, drawn = case.problem(dtype)
-    return key_center.of(checked(qkv, drawn | options))
+    return key_center.center_of(checked(qkv, drawn | options))
 
 
 def test_center_is_mean_of_biased_features():
@@ -99,7 +99,7 @@ def test_center_of_the_first_key_alone_is_zero():
     case = cases.BY_NAME["full"]
     (q, k, v), *_ = dataclasses.replace(case, S=400).problem("bfloat16")
     call = checked((q, k.at[:, 0].set(1000), v), {})
-    assert (np.asarray(key_center.of(call)) == 0).mean() > 0.99
+    assert (np.asarray(key_center.center_of(call)) == 0).mean() > 0.99
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class Clamped:
         return self.array[tuple(jnp.clip(i, 0, n - 1) for i, n in pairs)]
 
 
-def for_user(x):
+def readable(x):
     return Clamped(x) if x.ndim else x
 
 
@@ -164,7 +164,7 @@ def dense(table, options):
 
     def call(q, k, v, slopes, x):
         def score_mod(s, *at):
-            return TABLES[table][1](s, *map(jnp.asarray, at), for_user(x))
+            return TABLES[table][1](s, *map(jnp.asarray, at), readable(x))
 
         return oracle.dense(q, k, v, alibi_slopes=slopes, score_mod=score_mod, **options)
 

@@ -23,7 +23,7 @@ def files_of(folder):
 
 
 def state_of(model):
-    return checkpoint.by_path(nnx.to_pure_dict(nnx.state(model)))
+    return checkpoint.leaves_by_path(nnx.to_pure_dict(nnx.state(model)))
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 3000])

@@ -203,7 +203,7 @@ def symbolic(**arguments):
     )
 
 
-def of_pages():
+def paged_limits():
     paged, sizes = pallas_flash.paged_attention, f32(2)
     for id, (changes, error, said) in CALLS.items():
         yield row_of(f"paged {id}", paged, error, said, **call(**changes))
@@ -249,7 +249,7 @@ def of_pages():
     )
 
 
-ROWS = list(of_pages())
+ROWS = list(paged_limits())
 
 
 def is_refused(row):

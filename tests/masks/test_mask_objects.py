@@ -17,7 +17,7 @@ from pallas_flash._arguments.attention import CONDITIONS, mask_of
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.mask_objects import Call, MaskArray, fitted
 from pallas_flash._problem.masks import Band, Lengths, Mask
-from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, for_user
+from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, readable
 from pallas_flash.tuning import Tile, TileSizes
 
 BATCH, HEADS = 2, 3
@@ -475,7 +475,7 @@ def test_operand_index_of_any_int_moves_to_edge(dtype):
     """Also one that int32 does not hold, and one of a type that the last index does not fit."""
     x64 = dtype.endswith("64")
     with jax.enable_x64(x64):
-        limits, operand = np.iinfo(dtype), for_user(jnp.arange(300))
+        limits, operand = np.iinfo(dtype), readable(jnp.arange(300))
         indices = [limits.min, limits.min // 2, 0, 100, limits.max // 2, limits.max]
         indices += [i for i in (-1, 299, 300, 2**32 + 7) if limits.min <= i <= limits.max]
         want = np.clip(np.array(indices, object), 0, 299).tolist()

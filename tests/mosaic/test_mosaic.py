@@ -74,7 +74,7 @@ def test_stages_are_used_again(case, in_order, kernel_case):
 def test_instances_have_their_own(case, in_order, monkeypatch, kernel_case):
     """Compute the second of two instances, as `jax.vmap` makes them; the first is different."""
 
-    def by_instance(function, batch):
+    def batch_instances(function, batch):
         def of_two(x, first):
             return jnp.concatenate([first(x), x])
 
@@ -86,7 +86,7 @@ def test_instances_have_their_own(case, in_order, monkeypatch, kernel_case):
 
         return call
 
-    monkeypatch.setattr(emulator, "by_instance", by_instance)
+    monkeypatch.setattr(emulator, "batch_instances", batch_instances)
     in_tiles = biased(B=2, T=100, S=104, N=2, K=1)
     case = in_tiles if case == "tiles of a bias" else cases.BY_NAME[case]
     judge_both(with_heads(case, 64), in_order)
@@ -129,7 +129,7 @@ def test_distances_are_quick_floats_where_all_are_small(options, near):
     problem = checked((q, q, q), options)
     shared = shared_arrays(problem, problem.mask)
     tiling = Tiling(9, 64)
-    functions = Options.of(problem, shared, tiling, tiling).functions
+    functions = Options.from_problem(problem, shared, tiling, tiling).functions
     assert (functions.to_float is not FUNCTIONS.to_float) == near
 
 
@@ -235,7 +235,7 @@ def test_numbers_of_other_head_dims(head_dim, value_dim, in_order, kernel_case):
 @cases.parametrize(names=["everything at once"], more=["dropout", "large scores"])
 def test_another_forward_may_come_before(case, in_order, monkeypatch, kernel_case):
     """The forward is that of "triton", as where "mosaic" is chosen for the backward alone."""
-    triton = Plan.by("interpret", TileSizes(forward=Tile(32, 32)))
+    triton = Plan.from_implementation("interpret", TileSizes(forward=Tile(32, 32)))
     monkeypatch.setattr(mosaic, "forward", lambda p, _: triton.run_forward(p))
     judge_both(dataclasses.replace(case, H=64, V=64), in_order)
 

@@ -28,7 +28,7 @@ from pallas_flash._backends.mosaic import (
 )
 from pallas_flash._backends.mosaic.backward_memory import Grads
 from pallas_flash._jax import hardware
-from pallas_flash._problem import features
+from pallas_flash._problem.features import features_of
 
 CLUSTER = "_cluster"  # In the kernel's name.
 
@@ -143,7 +143,7 @@ def test_tiles_fit(head_dim, value_dim, stages):
         case = wide(LONG_CAUSAL, head_dim, value_dim, options=lambda random, case, o=options: o)
         qkv, _, given = case.problem("bfloat16")
         call = checked(qkv, given)
-        tile = tiles.default(call, features.of(call)).tile("backward")
+        tile = tiles.default(call, features_of(call)).tile("backward")
         need = common.smem_bytes(backward_memory.scratch(call, tile, Grads.DQ_DK_DV))
         assert need <= hardware.shared_memory_limit(common.HOPPER)
         assert tile.stages == stages
@@ -174,11 +174,11 @@ def without_expecting(patch):
 
 
 def with_columns_of_another_cta(patch):
-    of = backward_cluster.Columns.of.__func__
+    right = backward_cluster.Columns.from_rank.__func__
     patch.setattr(
         backward_cluster.Columns,
-        "of",
-        classmethod(lambda cls, tiles, rank: of(cls, tiles, 1 - rank)),
+        "from_rank",
+        classmethod(lambda cls, tiles, rank: right(cls, tiles, 1 - rank)),
     )
 
 

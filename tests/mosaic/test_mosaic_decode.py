@@ -22,9 +22,8 @@ from support.mosaic_cases import checked, run_forward
 from pallas_flash._autodiff.vjp import public_rows
 from pallas_flash._backends.mosaic import block_ranges, decode_kernel, scheduler
 from pallas_flash._backends.mosaic.tiles import decode_tile
-from pallas_flash._problem import features
 from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.features import FEW_QUERIES
+from pallas_flash._problem.features import FEW_QUERIES, features_of
 from pallas_flash._problem.traversal import edges_first
 from scripts.inspection import gpu_compiler
 
@@ -193,7 +192,7 @@ def test_splits_of_scattered_blocks(parts):
             found = []
             for entry in mine:
                 each = block_ranges.partial_first(entry, table_ref)
-                found += [(int(each.at(i)), i < each.partial) for i in range(int(each.count))]
+                found += [(int(each.block_at(i)), i < each.partial) for i in range(int(each.count))]
             want = [(t, i >= full) for i, t in enumerate(tiles.tolist()[:count])]
             assert sorted(found) == sorted(want)
 
@@ -233,7 +232,7 @@ PARTS = [
 def test_splits(S, B, K, T, parts):
     def number(q, k, v, known):
         call = checked((q, k, v), {})
-        tile = decode_tile(features.of(call))
+        tile = decode_tile(features_of(call))
         return decode_kernel.num_splits(call, B, Tiling(S, tile.block_kv), tile, known=known)
 
     q, k = (jax.ShapeDtypeStruct((B, n, h, 128), jnp.bfloat16) for n, h in ((T, 4 * K), (S, K)))

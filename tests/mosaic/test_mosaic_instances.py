@@ -9,8 +9,7 @@ from support import mosaic_cases  # noqa: F401  Skips where JAX is too old.
 from support.described_gpus import described_gpu
 
 from pallas_flash import attention
-from pallas_flash._backends import mosaic
-from pallas_flash._backends.mosaic import backward_splits
+from pallas_flash._backends.mosaic import backward_splits, forward_kernel
 
 
 def gradients(q, k, v):
@@ -22,11 +21,13 @@ def gradients(q, k, v):
 def launched(call, shape, monkeypatch):
     """Return the tile of the last forward and the splits of the last backward that were traced."""
     tiles, splits = [], []
-    forward, num_splits = mosaic._forward, backward_splits.num_splits
+    forward, num_splits = forward_kernel.forward, backward_splits.num_splits
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     jax.clear_caches()  # A call that was traced before is not traced again.
     with monkeypatch.context() as patch, described_gpu("NVIDIA H200"):
-        patch.setattr(mosaic, "_forward", lambda p, t, *x: tiles.append(t) or forward(p, t, *x))
+        patch.setattr(
+            forward_kernel, "forward", lambda p, t, *x: tiles.append(t) or forward(p, t, *x)
+        )
         patch.setattr(
             backward_splits, "num_splits", lambda *x: splits.append(num_splits(*x)) or splits[-1]
         )

@@ -31,6 +31,7 @@ from pallas_flash._backends.mosaic import backward_dbias, candidates, common, fo
 from pallas_flash._call.tune import _problem
 from pallas_flash._execution import limits
 from pallas_flash._problem import features
+from pallas_flash._problem.features import features_of
 from pallas_flash._problem.scores import LogSum
 from pallas_flash._selection import resolve
 from pallas_flash.tuning import ForwardTile, TileSizes
@@ -91,7 +92,7 @@ def test_clusters_lower(name):
     sizes = dict(B=1, T=4096, S=4096, N=16, K=8, H=128, V=128)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
     assert (
-        tiles.forward_tile(features.of(_problem(*case.problem("bfloat16")[::2]))).cluster_size == 2
+        tiles.forward_tile(features_of(_problem(*case.problem("bfloat16")[::2]))).cluster_size == 2
     )
     assert launches_of(case, reproducible=False) >= 4
 
@@ -187,7 +188,7 @@ def test_tiles_of_a_bias_fit_at_all_head_dims(dtype, options, monkeypatch):
         arrays = dict(key_value_seq_lengths=lengths) if options else {}
         problem = checked((q, q, v), dict(bias=bias) | arrays)
         assert problem.large
-        tile = tiles.forward_tile(features.of(problem))
+        tile = tiles.forward_tile(features_of(problem))
         pipeline = forward_kernel.scratch(problem, tile).bias
         slots = pipeline.stages if pipeline else 0
         each = tile.warpgroups * 64 * tile.block_kv * bias.dtype.itemsize

@@ -72,14 +72,14 @@ def test_machine_code(head_dim, value_dim, reproducible, count, is_causal):
 @pytest.mark.parametrize("head_dim", cases.default([64, 128], [40, 64, 80, 128, 256]))
 def test_machine_code_of_folded_tiles(head_dim, monkeypatch):
     q, found = shaped(1, 1024, 16, head_dim, dtype=jnp.bfloat16), []
-    of = scheduler.QueryTiles.of.__func__
+    right = scheduler.QueryTiles.from_problem.__func__
 
     @classmethod
     def spied(cls, *args):
-        found.append(of(cls, *args))
+        found.append(right(cls, *args))
         return found[-1]
 
-    monkeypatch.setattr(scheduler.QueryTiles, "of", spied)
+    monkeypatch.setattr(scheduler.QueryTiles, "from_problem", spied)
     [(_, _, stack, loops)] = machine_code_of(functools.partial(attention, is_causal=True), q, q, q)
     assert found and all(parts.folded for parts in found)
     assert stack == 0 and loops and all(loop.spills == 0 for loop in loops)

@@ -9,7 +9,7 @@ from support.repository import ROOT
 
 from pallas_flash._backends.mosaic import backward_memory, common, forward_kernel, tiles
 from pallas_flash._backends.mosaic.backward_memory import Grads
-from pallas_flash._problem import features
+from pallas_flash._problem.features import features_of
 
 FORWARD, BACKWARD = (ROOT / "docs" / f"hopper-{x}.md" for x in ("forward", "backward"))
 
@@ -45,7 +45,7 @@ def kib(spec, head_dim, is_causal=False):
 )
 def test_page_of_the_forward_has_its_memory(head_dim, is_causal, row):
     def spec(problem):
-        return forward_kernel.scratch(problem, tiles.forward_tile(features.of(problem)))
+        return forward_kernel.scratch(problem, tiles.forward_tile(features_of(problem)))
 
     assert kib(spec, head_dim, is_causal) == told(FORWARD, row)
 
@@ -61,7 +61,7 @@ def test_page_of_the_forward_has_its_memory(head_dim, is_causal, row):
 )
 def test_page_of_the_backward_has_its_memory(head_dim, grads, row):
     def spec(problem):
-        tile = tiles.default(problem, features.of(problem)).tile("backward")
+        tile = tiles.default(problem, features_of(problem)).tile("backward")
         return backward_memory.scratch(problem, tile, grads)
 
     assert kib(spec, head_dim) == told(BACKWARD, row)

@@ -90,7 +90,7 @@ def test_bias_by_instance_batch_and_head(own):
     whole, flat = np.broadcast_to(array, counts), array.reshape(-1, array.shape[2])
     bias = BroadcastAxes(B, *own)
     for i, b, h in np.ndindex(counts):
-        assert flat[bias.at(jnp.int32(i * B + b), h)] == whole[i, b, h]
+        assert flat[bias.index_of(jnp.int32(i * B + b), h)] == whole[i, b, h]
 
 
 def of_pairs(axes, share=0.5):
@@ -115,7 +115,7 @@ def test_bools_are_packed(axis, length, block):
     shape = [1, 3, 2, 5, 7]
     shape[axis + 1] = length
     x = np.random.default_rng(0).random(shape) < 0.5
-    packed = Bits.along(axis, Tiling(length, block)).of(jnp.asarray(x))
+    packed = Bits.along(axis, Tiling(length, block)).pack(jnp.asarray(x))
     words = np.moveaxis(np.asarray(packed), axis + 1, -1)
     found = words[..., None] >> np.arange(32, dtype=np.uint32) & 1
     found = found.reshape(*words.shape[:-1], -1)

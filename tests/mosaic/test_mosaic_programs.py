@@ -35,8 +35,8 @@ from pallas_flash._backends.mosaic import (
     work_loop,
 )
 from pallas_flash._backends.mosaic.tiles import forward_tile
-from pallas_flash._problem import features
 from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.features import features_of
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts import make_tables
 from scripts.benchmark import results
@@ -102,7 +102,7 @@ def test_splits_of_heads_and_queries(batch, length, heads, kv_heads, options, in
     def call(q, k):
         tiles = Tiling(length, 128)
         p = checked((q, k, k), options)
-        steps = backward_splits.Steps.of(p, tiles, tiles)
+        steps = backward_splits.Steps.from_problem(p, tiles, tiles)
         found.append(backward_splits.num_splits(p, batch, steps, tiles, in_order))
 
     shapes = ((batch, length, n, 128) for n in (heads, kv_heads))
@@ -122,7 +122,7 @@ def test_query_splits_where_they_were_faster():
         q = jnp.zeros(shape, jnp.bfloat16)
         p = checked((q, q, q), dict(is_causal=causal))
         q, kv = Tiling(shape[1], 64), Tiling(shape[1], 128)
-        steps = backward_splits.Steps.of(p, q, kv)
+        steps = backward_splits.Steps.from_problem(p, q, kv)
         programs = backward_splits.num_splits(p, p.batch, steps, kv, False)
         assert ms[programs] <= 1.03 * min(ms.values()), (shape, causal)
 
@@ -211,7 +211,7 @@ def test_numbers_of_clusters(T, causal, head_dim, cores, monkeypatch, kernel_cas
 def test_clusters_where_they_were_faster(sizes, options, programs):
     T, S, H = sizes
     q, k = (jnp.zeros((1, n, 32, H), jnp.bfloat16) for n in (T, S))
-    assert forward_tile(features.of(checked((q, k, k), options))).cluster_size == programs
+    assert forward_tile(features_of(checked((q, k, k), options))).cluster_size == programs
 
 
 def test_block_mask_with_positions_has_its_tile():
@@ -221,7 +221,7 @@ def test_block_mask_with_positions_has_its_tile():
     options = dict(
         mask=mask, is_causal=True, query_positions=positions, key_value_positions=positions
     )
-    assert features.of(checked((q, q, q), options)).has_block_mask
+    assert features_of(checked((q, q, q), options)).has_block_mask
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_block_mask_with_positions_has_its_tile():
 )
 def test_no_clusters_for_few_rows(length, heads, options, programs):
     q = jnp.zeros((1, length, heads, 128), jnp.bfloat16)
-    assert forward_tile(features.of(checked((q, q, q), options))).cluster_size == programs
+    assert forward_tile(features_of(checked((q, q, q), options))).cluster_size == programs
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_no_clusters_for_few_rows(length, heads, options, programs):
 )
 def test_low_occupancy_at_64_has_two_warpgroups(length, heads, options, tile):
     q = jnp.zeros((1, length, heads, 64), jnp.bfloat16)
-    found = forward_tile(features.of(checked((q, q, q), options)))
+    found = forward_tile(features_of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
 
 
@@ -278,14 +278,14 @@ def test_low_occupancy_at_64_has_two_warpgroups(length, heads, options, tile):
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_short_causal_calls_have_narrow_tiles(length, options, tile, head_dim):
     q = jnp.zeros((1, length, 48, head_dim), jnp.bfloat16)
-    found = forward_tile(features.of(checked((q, q, q), options)))
+    found = forward_tile(features_of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
 
 
 def test_short_causal_low_occupancy_wide_tiles():
     """As longer ones: each program has one item."""
     q = jnp.zeros((1, 512, 32, 128), jnp.bfloat16)
-    found = forward_tile(features.of(checked((q, q, q), CAUSAL)))
+    found = forward_tile(features_of(checked((q, q, q), CAUSAL)))
     assert (found.warpgroups, found.block_kv) == (2, 128)
 
 
@@ -294,7 +294,7 @@ def test_tiles_are_no_larger_than_blocks(head_dim):
     """Blocks have the usual size of a block mask: full tiles need no mask."""
     q = jnp.zeros((1, 512, 1, head_dim), jnp.bfloat16)
     mask = BlockMask(jnp.ones((1, 1, 4, 4), bool), 128, 128)
-    tile = forward_tile(features.of(checked((q, q, q), dict(mask=mask))))
+    tile = forward_tile(features_of(checked((q, q, q), dict(mask=mask))))
     assert 128 % (64 * tile.warpgroups) == 128 % tile.block_kv == 0
 
 
@@ -433,7 +433,7 @@ def test_each_query_tile_has_one_work_tile(case, monkeypatch):
     [lists] = map(np.asarray, launched.value.args)
     known = [row[1 : 1 + row[0, 0]] for row in lists] if lists.ndim == 3 else [lists[1:-1]]
     items = sorted(tuple(x) for x in np.concatenate(known)[:, :3].tolist())
-    tiles = -(-call.q_len // (64 * forward_tile(features.of(call)).warpgroups))
+    tiles = -(-call.q_len // (64 * forward_tile(features_of(call)).warpgroups))
     assert items == list(itertools.product(*map(range, (call.batch, call.num_heads, tiles))))
 
 
@@ -491,7 +491,7 @@ def test_ctas_take_each_work_tile_once(name, head_dim, monkeypatch, kernel_case)
 def parts_of(shape, options, *warpgroups):
     q = jnp.zeros(shape, jnp.bfloat16)
     p = checked((q, q, q), options)
-    return scheduler.QueryTiles.of(p, p.batch, *warpgroups)
+    return scheduler.QueryTiles.from_problem(p, p.batch, *warpgroups)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +522,7 @@ def test_each_query_tile_is_in_one_split(length, warpgroups, options):
     assert sorted(itertools.chain(*first)) == list(every)
     assert every[-1] - 64 * (warpgroups - 1) < length
     numbers = np.arange(-(-length // 64))[None, None, :, None]
-    ordered = parts.by_work_tile(numbers).ravel()
+    ordered = parts.in_work_tile_order(numbers).ravel()
     if options:
         tiles = [x // 64 for x in itertools.chain(*first)]
         assert ordered.tolist() == [x if x < numbers.size else 0 for x in tiles]
@@ -562,7 +562,7 @@ def test_warpgroups_compute_their_blocks(warpgroups, xp):
     rows = [*np.asarray(rows)[0, 0].tolist(), (0, 0, 0, 0)]
     for n, entry in enumerate(np.asarray(entries)[0, 0].tolist()):
         blocks, visited = block_ranges.unpack(np.array(entry))
-        order = [int(blocks.at(i, None)) for i in range(blocks.count)]
+        order = [int(blocks.block_at(i, None)) for i in range(blocks.count)]
         mine = rows[n * warpgroups :][:warpgroups]
         some = [x for x in mine if x[0] < x[3]]
         first, last = (f((x[i] for x in some), default=0) for f, i in ((min, 0), (max, 3)))
@@ -584,7 +584,7 @@ def test_blocks_descend():
     [stream] = block_ranges.streams_of_ranges(ranges, 3)[0, 0]
     blocks, visited = block_ranges.unpack(stream)
     assert blocks == (6, 7, 0)
-    assert [int(blocks.at(i, None)) for i in range(7)] == [6, 5, 4, 3, 2, 1, 0]
+    assert [int(blocks.block_at(i, None)) for i in range(7)] == [6, 5, 4, 3, 2, 1, 0]
     assert [*zip(*visited, strict=True)] == [(2, 3, 7, 7), (1, 2, 7, 7), (0, 1, 7, 7)]
 
 

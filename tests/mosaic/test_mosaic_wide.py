@@ -28,7 +28,7 @@ from support.repository import assert_none
 
 from pallas_flash._backends.mosaic import common, forward_common, forward_wide, tiles
 from pallas_flash._jax import hardware
-from pallas_flash._problem import features
+from pallas_flash._problem.features import features_of
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts.inspection import gpu_compiler
 
@@ -89,7 +89,7 @@ def test_tiles_fit(head_dim, value_dim):
     case = wide(LONG_CAUSAL, head_dim, value_dim)
     qkv, _, options = case.problem("bfloat16")
     call = checked(qkv, options)
-    tile = tiles.default(call, features.of(call)).tile("forward")
+    tile = tiles.default(call, features_of(call)).tile("forward")
     need = common.smem_bytes(forward_wide.scratch(call, tile))
     assert need <= hardware.shared_memory_limit(common.HOPPER)
     assert tile.stages >= 3 and tile.cluster_size == 2
@@ -97,7 +97,7 @@ def test_tiles_fit(head_dim, value_dim):
 
 def test_pieces_cover_all_values():
     def fits(value_dim):
-        pieces = forward_wide.ValuePieces.of(value_dim)
+        pieces = forward_wide.ValuePieces.from_value_dim(value_dim)
         both = forward_wide.CONSUMERS * pieces.count * pieces.columns
         return value_dim <= both < value_dim + 128 and pieces.columns <= 256 and both // 2 <= 256
 
@@ -171,7 +171,7 @@ def test_machine_code(head_dim, value_dim, option):
     [loop] = [loop for loop in loops if loop.matrix["HGMMA"]]
     assert loop.spills <= spills, (name, loop.order)
     # Four instructions for 64 columns of scores and for 64 keys; a wait for each such product.
-    pieces = forward_wide.ValuePieces.of(value_dim).count
+    pieces = forward_wide.ValuePieces.from_value_dim(value_dim).count
     products = forward_wide.column_blocks(head_dim) + 2 * pieces
     assert loop.matrix["HGMMA"] == 4 * products, loop.order
     assert loop.opcodes["WARPGROUP.DEPBAR"] == products, loop.order

@@ -30,10 +30,10 @@ from support.repository import PUBLIC, ROOT, assert_none, read
 import pallas_flash
 from pallas_flash._backends.triton import backward_dkv
 from pallas_flash._call import tune
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import tile_choice
 from pallas_flash._jax import compat
-from pallas_flash._problem import features
 from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.features import features_of
 from pallas_flash._problem.masks import Band, Mask
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import Tile, TileSizes
@@ -197,8 +197,8 @@ def test_show_prints_what_the_page_about_tuning_shows(monkeypatch, tmp_path, cap
     x = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
     with described_gpu("NVIDIA H200"):
         problem = tune._problem((x, x, x), {"is_causal": True})
-        winner = choose.by_table(problem, "mosaic", None).only(("forward", "backward"))
-        tuned.store(features.of(problem), "NVIDIA H200", winner)
+        winner = tile_choice.tiles_of_call(problem, "mosaic", None).select(("forward", "backward"))
+        tuned.store(features_of(problem), "NVIDIA H200", winner)
     monkeypatch.setattr(sys, "argv", ["tune", "--show"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "pallas_flash" / "tune.py"), run_name="__main__")

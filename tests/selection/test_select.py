@@ -18,7 +18,7 @@ from support.select_fixtures import no_warning_given_yet, without_triton  # noqa
 
 import pallas_flash
 from pallas_flash._execution import limits
-from pallas_flash._execution import plan as _plan
+from pallas_flash._execution.plan import Plan
 from pallas_flash._jax import compat, device
 from pallas_flash.tuning import Tile, TileSizes
 
@@ -95,8 +95,8 @@ def plans(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(_plan.Plan, "run_forward", spy(_plan.Plan.run_forward))
-    monkeypatch.setattr(_plan.Plan, "run_backward", spy(_plan.Plan.run_backward))
+    monkeypatch.setattr(Plan, "run_forward", spy(Plan.run_forward))
+    monkeypatch.setattr(Plan, "run_backward", spy(Plan.run_backward))
     return used
 
 

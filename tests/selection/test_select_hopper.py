@@ -9,7 +9,7 @@ from support.select_fixtures import no_warning_given_yet, without_triton  # noqa
 import pallas_flash
 from pallas_flash import BlockMask, Chunked, Predicate
 from pallas_flash._jax import compat
-from pallas_flash._selection import resolve as _resolve
+from pallas_flash._selection import resolve
 from pallas_flash.tuning import BackwardTile, Tile, TileSizes
 
 
@@ -222,11 +222,11 @@ def test_wide_heads_that_hopper_does_not_serve(newer_jax, options, reason):
 def decided(monkeypatch, **faster):
     """From now on these passes, with `_` for spaces, are known to be faster, or not."""
 
-    def rule(attention_pass, f, rules=_resolve.faster_by_mosaic):
+    def rule(attention_pass, f, rules=resolve.faster_by_mosaic):
         known = faster.get(attention_pass.replace(" ", "_"))
         return rules(attention_pass, f) if known is None else known
 
-    monkeypatch.setattr(_resolve, "faster_by_mosaic", rule)
+    monkeypatch.setattr(resolve, "faster_by_mosaic", rule)
 
 
 def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
@@ -322,12 +322,12 @@ def plan_of(**options):
     """Return the implementations of the backward without and with a gradient of the bias."""
     plans = []
 
-    def spied(*call, resolve=_resolve.resolve):
-        plans.append(resolve(*call))
+    def spied(*call, right=resolve.resolve):
+        plans.append(right(*call))
         return plans[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_resolve, "resolve", spied)
+        patch.setattr(resolve, "resolve", spied)
         on_hopper(**options)
     [plan] = plans
     return plan.backward.implementation, plan.dbias.implementation

@@ -12,9 +12,9 @@ from support import cases
 
 from pallas_flash import attention, explain
 from pallas_flash._backends import reference
-from pallas_flash._execution import lowered_once as _lowered_once
-from pallas_flash._execution import plan as _plan
+from pallas_flash._execution import lowered_once
 from pallas_flash._execution.context import choice, gather, parts, ring
+from pallas_flash._execution.plan import Plan, Wanted
 from pallas_flash._problem.features import kind_of
 from pallas_flash._problem.problem import Problem
 
@@ -165,7 +165,7 @@ def test_explain_names_the_method(axis_type):
 @pytest.fixture
 def parts_of(monkeypatch):
     """Queries, keys and kinds of mask of what is computed for a causal call of 4 devices."""
-    found, right = [], _plan.Plan._forward_alone
+    found, right = [], Plan._forward_alone
 
     def recorded(plan, p):
         found.append((p.q_len, p.kv_len, kind_of(p.mask), bool(jax.tree.leaves(p.mask))))
@@ -186,7 +186,7 @@ def parts_of(monkeypatch):
         jax.eval_shape(run, x, where)
         return found
 
-    monkeypatch.setattr(_plan.Plan, "_forward_alone", recorded)
+    monkeypatch.setattr(Plan, "_forward_alone", recorded)
     return parts
 
 
@@ -249,34 +249,34 @@ def test_blocks_are_passed_on():
 
 
 @pytest.fixture
-def lowered_once(monkeypatch):
+def run_once(monkeypatch):
     """Plain JAX as the kernels for Hopper are: each pass is exported, and kept."""
-    monkeypatch.setattr(_lowered_once, "PLATFORMS", {"xla": "cpu"})
-    _lowered_once._exported.cache_clear()
-    yield _plan.Plan.by("xla")
-    _lowered_once._exported.cache_clear()
+    monkeypatch.setattr(lowered_once, "PLATFORMS", {"xla": "cpu"})
+    lowered_once._exported.cache_clear()
+    yield Plan.from_implementation("xla")
+    lowered_once._exported.cache_clear()
 
 
-def test_lowered_once_gives_wanted_gradients(lowered_once):
+def test_lowered_once_gives_wanted_gradients(run_once):
     """The cache of exported passes knows which gradients a call asks for."""
     p = problem_of(dataclasses.replace(cases.BY_NAME["sinks"], B=1, T=8, S=8))
-    o, log_sum = lowered_once._alone("_forward_alone", p, again=True)
+    o, log_sum = run_once._alone("_forward_alone", p, again=True)
     rows = p, o, log_sum, jnp.ones_like(o), None
-    for wanted in (_plan.Wanted(), _plan.Wanted(sinks=True), _plan.Wanted()):
+    for wanted in (Wanted(), Wanted(sinks=True), Wanted()):
         got, want = (
-            lowered_once._alone("_backward_alone", *rows, wanted=wanted, again=again)
+            run_once._alone("_backward_alone", *rows, wanted=wanted, again=again)
             for again in (True, False)
         )
         assert (got.sinks is not None) == wanted.sinks
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), got, want)
-    assert _lowered_once._exported.cache_info().hits == 1
+    assert lowered_once._exported.cache_info().hits == 1
 
 
 def add_more_in_x64(s, b, h, q, k):
     return s + 0.1 * jnp.finfo(jnp.result_type(float)).bits * (q > k)
 
 
-def test_lowered_once_for_each_x64_mode(lowered_once):
+def test_lowered_once_for_each_x64_mode(run_once):
     """A user's function may depend on whether JAX is in x64 mode."""
     p = problem_of(
         dataclasses.replace(cases.BY_NAME["full"], B=1, T=8, S=8), score_mod=add_more_in_x64
@@ -284,6 +284,6 @@ def test_lowered_once_for_each_x64_mode(lowered_once):
     for x64 in (False, True):
         with jax.enable_x64(x64):
             got, want = (
-                lowered_once._alone("_forward_alone", p, again=again)[0] for again in (True, False)
+                run_once._alone("_forward_alone", p, again=again)[0] for again in (True, False)
             )
         np.testing.assert_allclose(got, want, rtol=1e-5)

@@ -23,8 +23,8 @@ from support.meshes import make_mesh, put
 from pallas_flash import attention, balanced_order
 from pallas_flash._backends import xla
 from pallas_flash._execution import lowered_once
-from pallas_flash._execution import plan as _plan
 from pallas_flash._execution.context import choice, gather
+from pallas_flash._execution.plan import Plan
 from pallas_flash._problem.masks import PositionBand
 from pallas_flash.tuning import Tile, TileSizes
 
@@ -189,7 +189,7 @@ def poisoned_positions():
     """Within it, steps that compare positions give NaN."""
     with pytest.MonkeyPatch.context() as patch:
         for pass_ in ("_forward_alone", "_backward_alone"):
-            right = getattr(_plan.Plan, pass_)
+            right = getattr(Plan, pass_)
 
             def either(plan, problem, *rows, right=right, **wanted):
                 results = right(plan, problem, *rows, **wanted)
@@ -197,7 +197,7 @@ def poisoned_positions():
                     return results
                 return jax.tree.map(lambda x: x * jnp.nan, results)
 
-            patch.setattr(_plan.Plan, pass_, either)
+            patch.setattr(Plan, pass_, either)
         jax.clear_caches()
         yield
     jax.clear_caches()

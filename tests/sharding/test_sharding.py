@@ -30,8 +30,7 @@ from pallas_flash import (
     paged_attention,
 )
 from pallas_flash._backends import xla
-from pallas_flash._execution import partition
-from pallas_flash._execution import tangents as _tangents
+from pallas_flash._execution import partition, tangents
 from pallas_flash._execution.partition import auto, shards
 from pallas_flash._problem import mask_objects
 from pallas_flash._problem.dropout import Dropout
@@ -534,7 +533,7 @@ CHECKS = {name.removeprefix("check_"): x for name, x in vars().items() if name.s
 
 
 def main(name, kind):
-    xla.BLOCK_Q, xla.BLOCK_KV, _tangents.ROWS_AT_ONCE = 8, 16, 5 * B * N
+    xla.BLOCK_Q, xla.BLOCK_KV, tangents.ROWS_AT_ONCE = 8, 16, 5 * B * N
     CHECKS[name](kind)
 
 

@@ -28,7 +28,7 @@ from pallas_flash import (
     Tree,
     arguments_from_cu_seqlens,
 )
-from pallas_flash._arguments import attention as _validate
+from pallas_flash._arguments.attention import validate
 from pallas_flash._call import attention
 
 Random = np.random.Generator
@@ -524,7 +524,7 @@ def parametrize(*, names=None, more=(), others_extended=False, table=CASES):
 
 def checked(qkv, options):
     """The call as the implementations get it."""
-    return _validate.validate(attention.bound(*qkv, **options))
+    return validate(attention.bound(*qkv, **options))
 
 
 def poison(case: Case, qkv, cotangents, options):

@@ -32,7 +32,7 @@ class Call:
     dots: dict
 
     @classmethod
-    def of(cls, problem, seed=7):
+    def from_problem(cls, problem, seed=7):
         """Return the call of a problem, as `Case.problem` gives it, with random tangents."""
         (q, k, v), _, options = problem
         floats, others = dict(query=q, key=k, value=v), dict(options)
@@ -74,7 +74,7 @@ class Call:
         return run(primals, self.dots)
 
 
-def tangents(call: Call, implementation: str, **extra):
+def tangents_of(call: Call, implementation: str, **extra):
     """Return the results and the tangents of o and of the LSE by an implementation."""
     attention = functools.partial(
         pallas_flash.attention, implementation=implementation, return_lse=True, **extra

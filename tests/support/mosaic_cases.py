@@ -18,6 +18,7 @@ from support.judge import judge
 from pallas_flash._autodiff.vjp import public_rows, splits_output
 from pallas_flash._execution.plan import Wanted
 from pallas_flash._jax import compat
+from pallas_flash._problem.features import features_of
 
 # JAX 0.10.2 has not the operations that the kernels use, and who imports this is skipped there: on
 # the others, which have them, .ci/run tests these files, too.
@@ -26,7 +27,6 @@ if not compat.has_mosaic_gpu():
 
 from pallas_flash._backends import mosaic
 from pallas_flash._backends.mosaic import scheduler, tiles
-from pallas_flash._problem import features
 from pallas_flash.tuning import TileSizes
 
 TABLE = TileSizes()  # Every tile from the table.
@@ -35,12 +35,12 @@ NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
 
 def run_forward(call, sizes=TABLE):
     """The forward with these tiles, and the rest from the table."""
-    return mosaic.forward(call, sizes.or_else(tiles.default(call, features.of(call))))
+    return mosaic.forward(call, sizes.filled_from(tiles.default(call, features_of(call))))
 
 
 def run_backward(call, *arrays, sizes=TABLE, in_order, **flags):
     """The backward with these tiles, and the rest from the table."""
-    sizes = sizes.or_else(tiles.default(call, features.of(call)))
+    sizes = sizes.filled_from(tiles.default(call, features_of(call)))
     in_order = in_order or sizes.backward is None
     return mosaic.backward(call, *arrays, sizes, in_order=in_order, **flags)
 

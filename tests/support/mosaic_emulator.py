@@ -809,8 +809,8 @@ def allocate(spec, members):
     return Shared(np.full(spec.shape, nothing(spec.dtype), jnp.dtype(spec.dtype)))
 
 
-def by_instance(function, batch):
-    """As `common.by_instance`, without `jax.vmap`."""
+def batch_instances(function, batch):
+    """As `common.batch_instances`, without `jax.vmap`."""
     return function
 
 
@@ -830,5 +830,5 @@ def emulated(monkeypatch):
         for name, fake in fake_ptx.items():
             patch.setattr(modules["ptx"], name, fake)
         patch.setattr(modules["common"], "launch", launch)
-        patch.setattr(modules["common"], "by_instance", by_instance)
+        patch.setattr(modules["common"], "batch_instances", batch_instances)
         yield

@@ -52,7 +52,7 @@ def configure(config):
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.changed, config.missing_gate_items = None, 0
     if hasattr(config, "workerinput"):
-        config.changed = config.workerinput["changed"]
+        config.option.markexpr, config.changed = config.workerinput["selection"]
         return
     option = config.option
     named = config.args_source == config.ArgsSource.ARGS or option.keyword or option.markexpr

@@ -50,7 +50,7 @@ POSITIONS = (*MASKED, "segment_ids", "query_offset")
 FLOATS = ("query", "key", "value", "bias", "scale")
 
 
-def by(implementation: str) -> Callable:
+def attention_by(implementation: str) -> Callable:
     """`attention`, in several tiles."""
     kernels = implementation in ("interpret", "triton")
     tiles = {"tile_sizes": TILE_SIZES} if kernels else {}
@@ -98,7 +98,7 @@ def normal_like(tree, seed: int = 1):
 
 def masked(implementation: str, **options) -> Callable:
     """Causal attention of a dictionary of arguments."""
-    return lambda arguments: by(implementation)(**arguments, is_causal=True, **options)
+    return lambda arguments: attention_by(implementation)(**arguments, is_causal=True, **options)
 
 
 def output_and_gradients(fn: Callable, floats=FLOATS) -> Callable:

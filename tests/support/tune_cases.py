@@ -13,9 +13,9 @@ import pytest
 import pallas_flash
 from pallas_flash._autodiff import vjp
 from pallas_flash._call import tune
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import tile_choice
 from pallas_flash._jax import compat, device
-from pallas_flash._problem import features as _features
+from pallas_flash._problem.features import features_of
 from pallas_flash._problem.tile_sizes import KERNELS
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
@@ -76,11 +76,11 @@ def tiles_of(monkeypatch, **changed) -> TileSizes:
 
 
 def features(**changed):
-    return _features.of(problem(**changed))
+    return features_of(problem(**changed))
 
 
 def table(**changed) -> TileSizes:
-    return choose.by_table(problem(**changed), "triton", None)
+    return tile_choice.tiles_of_call(problem(**changed), "triton", None)
 
 
 @contextlib.contextmanager

@@ -126,9 +126,9 @@ def check_each_device_holds_its_part(config):
     checkpoints.open()
     checkpoints.save(1, state, {})
     assert int(state.step) == 0
-    read = checkpoints.restore(1, init_state, layout.of)
+    read = checkpoints.restore(1, init_state, layout.shardings)
     other = make_layout(dataclasses.replace(config, mesh="fsdp=4,tensor=2"))
-    moved = checkpoints.restore(1, init_state, other.of)
+    moved = checkpoints.restore(1, init_state, other.shardings)
     for some, parts in ((state, 4), (read, 4), (moved, 8)):
         leaves = jax.tree.leaves_with_path(some)
         matrices = [x for path, x in leaves if x.ndim > 1]

@@ -17,7 +17,7 @@ from support.calls import FORM, NEWER
 from support.compare import assert_close
 from support.described_gpus import described_gpu
 from support.strict import strictly
-from support.transform_cases import MASKED, POSITIONS, by, draw_all, masked
+from support.transform_cases import MASKED, POSITIONS, attention_by, draw_all, masked
 from support.transform_cases import output_and_gradients as differentiated
 
 from pallas_flash import BlockMask, Predicate, PrefixLM, ScoreMod, Segments, attention, explain
@@ -111,7 +111,7 @@ def call(implementation, arrays, **options):
         options |= dict(score_mod=ScoreMod(from_table, (arrays.pop("table"),)))
     if "query ids" in arrays:
         arrays["segment_ids"] = arrays.pop("query ids"), arrays.pop("key ids")
-    return by(implementation)(**arrays, **options, return_lse=True)
+    return attention_by(implementation)(**arrays, **options, return_lse=True)
 
 
 def output_and_gradients(implementation, **options):

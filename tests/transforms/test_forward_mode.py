@@ -10,7 +10,7 @@ import pytest
 from support import cases, jaxprs, oracle, ttir
 from support.compare import assert_close
 from support.described_gpus import described_gpu
-from support.forward_mode import Call, judge_tangents, tangents
+from support.forward_mode import Call, judge_tangents, tangents_of
 from support.judge import SMALL
 from support.pairs_of_settings import SETTINGS, call_of, covering
 from support.strict import strictly
@@ -18,7 +18,7 @@ from support.strict import strictly
 from pallas_flash import ScoreMod, attention
 from pallas_flash._backends import xla
 from pallas_flash._backends.triton import tangent_kernel
-from pallas_flash._execution import tangents as _tangents
+from pallas_flash._execution import tangents
 from pallas_flash._jax import compat
 from pallas_flash._problem.scores import LN2, LogSum
 
@@ -28,7 +28,7 @@ EACH = ("xla", "interpret", "reference")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks of queries, the last one ragged."""
-    monkeypatch.setattr(_tangents, "ROWS_AT_ONCE", 256)
+    monkeypatch.setattr(tangents, "ROWS_AT_ONCE", 256)
     monkeypatch.setattr(xla, "BLOCK_Q", 16)
     monkeypatch.setattr(xla, "BLOCK_KV", 32)
 
@@ -64,15 +64,15 @@ by_case = pytest.mark.parametrize(
 
 @by_case
 def test_tangents_in_float32(by, case):
-    call = Call.of(case.problem("float32"))
-    judge_tangents(call, tangents(call, by, **tiles(by))[1])
+    call = Call.from_problem(case.problem("float32"))
+    judge_tangents(call, tangents_of(call, by, **tiles(by))[1])
 
 
 @pytest.mark.parametrize("by", cases.default(["interpret"], EACH))
 @cases.parametrize(names=["full, whole tiles"], others_extended=True)
 def test_tangents_in_bfloat16(case, by):
-    call = Call.of(case.problem("bfloat16"))
-    judge_tangents(call, tangents(call, by, **tiles(by))[1])
+    call = Call.from_problem(case.problem("bfloat16"))
+    judge_tangents(call, tangents_of(call, by, **tiles(by))[1])
 
 
 @cases.parametrize(
@@ -87,8 +87,8 @@ def test_tangents_in_bfloat16(case, by):
 @pytest.mark.parametrize("dtype", cases.default(["bfloat16"], ["float32", "bfloat16"]))
 def test_tangents_by_the_kernel(case, dtype, kernel_case):
     """The kernel computes tangents of queries, keys and values."""
-    call = Call.of(case.problem(dtype)).moved(["query", "key", "value"])
-    judge_tangents(call, tangents(call, "interpret", **tiles("interpret"))[1])
+    call = Call.from_problem(case.problem(dtype)).moved(["query", "key", "value"])
+    judge_tangents(call, tangents_of(call, "interpret", **tiles("interpret"))[1])
 
 
 @pytest.mark.parametrize("by", ["xla", "interpret"])
@@ -100,7 +100,7 @@ def test_hidden_tokens_have_no_tangent(case, by):
     """NaN in hidden keys and values, in queries without keys, and in their tangents."""
     qkv, cotangents, options = case.problem()
     names = ["query", "key", "value"]
-    call = Call.of((qkv, cotangents, options)).moved(names)
+    call = Call.from_problem((qkv, cotangents, options)).moved(names)
 
     def poisoned(arrays):
         arrays = [arrays[name] for name in names]
@@ -110,7 +110,7 @@ def test_hidden_tokens_have_no_tangent(case, by):
     changed = dataclasses.replace(
         call, floats=call.floats | poisoned(call.floats), dots=poisoned(call.dots)
     )
-    results = (tangents(x, by, **tiles(by)) for x in (call, changed))
+    results = (tangents_of(x, by, **tiles(by)) for x in (call, changed))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
@@ -141,7 +141,7 @@ def test_lowered_tangent_kernel():
     """Run on the IR of Triton, where memory outside of an array raises."""
     case = dataclasses.replace(cases.BY_NAME["everything at once"], T=75, S=91)
     problem = case.problem()
-    call = Call.of(problem).moved(["query", "key", "value"])
+    call = Call.from_problem(problem).moved(["query", "key", "value"])
     p = cases.checked(problem[0], problem[2])
     lse = oracle.solve(*problem[0], *problem[1], **problem[2]).values["lse"]
     log_sum = LogSum(None, jnp.asarray(np.moveaxis(lse, 2, 1) / LN2, jnp.float32))
@@ -154,9 +154,9 @@ def test_lowered_tangent_kernel():
 @pytest.mark.parametrize("by", ["xla", "reference"])
 def test_tangents_in_float64(case, by):
     with jax.enable_x64(True):
-        call = Call.of(case.problem("float64")).widened()
+        call = Call.from_problem(case.problem("float64")).widened()
         exact = call.jvp(functools.partial(oracle.dense, forward_mode=True))
-        assert_close(tangents(call, by), exact, tolerance=1e-13)
+        assert_close(tangents_of(call, by), exact, tolerance=1e-13)
 
 
 ROWS = covering(SETTINGS)
@@ -168,8 +168,8 @@ ROWS = covering(SETTINGS)
 )
 def test_every_pair_of_settings_has_tangents(row, by):
     _, problem = call_of(row)
-    call = Call.of(problem)
-    judge_tangents(call, tangents(call, by, **tiles(by))[1])
+    call = Call.from_problem(problem)
+    judge_tangents(call, tangents_of(call, by, **tiles(by))[1])
 
 
 @pytest.mark.parametrize(
@@ -180,14 +180,14 @@ def test_every_pair_of_settings_has_tangents(row, by):
     ),
 )
 def test_one_operand_alone_has_a_tangent(moved):
-    call = Call.of(cases.BY_NAME["all features"].problem()).moved([moved])
-    judge_tangents(call, tangents(call, "xla")[1])
+    call = Call.from_problem(cases.BY_NAME["all features"].problem()).moved([moved])
+    judge_tangents(call, tangents_of(call, "xla")[1])
 
 
 def test_results_beside_tangents_stay_the_same():
-    call = Call.of(cases.BY_NAME["everything at once"].problem("bfloat16"))
+    call = Call.from_problem(cases.BY_NAME["everything at once"].problem("bfloat16"))
     for by in ("xla", "interpret"):
-        results, _ = tangents(call, by, **tiles(by))
+        results, _ = tangents_of(call, by, **tiles(by))
         alone = functools.partial(attention, implementation=by, return_lse=True, **tiles(by))
         wanted = oracle.compiled(call.function(alone))(call.floats)
         jax.tree.map(np.testing.assert_array_equal, results, wanted)
@@ -203,11 +203,11 @@ def test_results_beside_tangents_stay_the_same():
 def test_cotangents_times_tangents_are_equal(case, by):
     """<do, o_dot> + <dlse, lse_dot> = sum of <dx, x_dot> over the operands x."""
     problem = case.problem()
-    call, (do, dlse) = Call.of(problem), problem[1]
+    call, (do, dlse) = Call.from_problem(problem), problem[1]
     run = call.function(
         functools.partial(attention, implementation=by, return_lse=True, **tiles(by))
     )
-    (_, lse), dots = tangents(call, by, **tiles(by))
+    (_, lse), dots = tangents_of(call, by, **tiles(by))
     dlse = jnp.where(lse > -jnp.inf, dlse, 0)
     gradients = oracle.compiled(lambda x: jax.vjp(run, x)[1]((do, dlse)))(call.floats)[0]
 
@@ -364,12 +364,12 @@ def test_memory_of_tangents_is_linear(argument):
 
 
 def test_reverse_mode_traces_no_tangents(monkeypatch):
-    monkeypatch.delattr(_tangents, "of_forward")
+    monkeypatch.delattr(tangents, "forward_tangents")
     x = jnp.ones((2, 9, 2, 8))
 
     def loss(x):
         return attention(x, x, x, implementation="xla").sum()
 
     jaxprs.trace(jax.grad(lambda x: jax.vmap(loss)(x[None]).sum()), x)
-    with pytest.raises(AttributeError, match="of_forward"):
+    with pytest.raises(AttributeError, match="forward_tangents"):
         jax.jit(lambda x: jax.jvp(loss, (x,), (x,))).lower(x)

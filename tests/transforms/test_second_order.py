@@ -260,10 +260,10 @@ def test_second_order_dtypes_equal_operands(implementation, x64):
 
 
 def test_first_derivatives_trace_no_tangents(monkeypatch):
-    for name in ("of_forward", "of_backward"):
+    for name in ("forward_tangents", "backward_tangents"):
         monkeypatch.delattr(tangents, name)
     jaxprs.trace(jax.grad(loss("xla")), draw(np.float32))
-    with pytest.raises(AttributeError, match="of_forward"):
+    with pytest.raises(AttributeError, match="forward_tangents"):
         jaxprs.trace(forward_over_reverse(loss("xla")), draw(np.float32))
 
 

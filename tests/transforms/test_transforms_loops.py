@@ -18,7 +18,7 @@ from support.transform_cases import (
     MASKED,
     Q_LEN,
     VALUE_DIM,
-    by,
+    attention_by,
     by_xla,
     draw,
     draw_all,
@@ -148,7 +148,7 @@ REMAT = {
 def layer(implementation: str, lengths) -> Callable:
     def apply(x, weights):
         q, k, v = (x @ w for w in weights)
-        out = by(implementation)(q, k, v, is_causal=True, key_value_seq_lengths=lengths)
+        out = attention_by(implementation)(q, k, v, is_causal=True, key_value_seq_lengths=lengths)
         return x + out
 
     return apply

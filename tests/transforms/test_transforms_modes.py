@@ -12,7 +12,7 @@ from support.transform_cases import (
     BLOCKED,
     MASKED,
     POSITIONS,
-    by,
+    attention_by,
     by_xla,
     draw_all,
     masked,
@@ -82,7 +82,7 @@ def test_x64_lowers_to_the_same_kernels(dtype, whole_tiles):
     arguments |= {name: arguments[name].astype(dtype) for name in ("query", "key", "value")}
 
     def kernels():
-        fn = functools.partial(by("triton"), return_lse=True)
+        fn = functools.partial(attention_by("triton"), return_lse=True)
         run = output_and_gradients(lambda arguments: fn(**arguments))
         return [kernel.text for kernel in ttir.lower(run, arguments)]
 

@@ -16,7 +16,7 @@ from support.repository import ROOT
 
 import pallas_flash
 from pallas_flash._backends import triton
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import tile_choice
 from pallas_flash._jax import compat
 from pallas_flash._problem.scores import LogSum
 from pallas_flash.tuning import Tile, TileSizes
@@ -445,7 +445,7 @@ def test_tangent_kernel_spills_nothing(head_dim):
 
     def tangents(l_log2, q, k, v, *dots):
         problem = cases.checked((q, k, v), dict(is_causal=True))
-        dq = choose.by_table(problem, "triton", None).tile("dq")
+        dq = tile_choice.tiles_of_call(problem, "triton", None).tile("dq")
         return triton.tangents(problem, LogSum(None, l_log2), dots, dq, interpret=False)
 
     [kernel] = compile_kernels(tangents, rows, *[x] * 6)

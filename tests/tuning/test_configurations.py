@@ -10,7 +10,7 @@ from support.described_gpus import described_gpu
 
 from pallas_flash import explain, tuning
 from pallas_flash._problem.tile_sizes import KERNELS, MOSAIC
-from pallas_flash._selection import resolve as _resolve
+from pallas_flash._selection import resolve
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Mosaic, Tile, TileSizes, Triton
 
 X = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
@@ -35,13 +35,13 @@ def reason_of(gpu, **options):
 
 
 def plan_of(monkeypatch, gpu, **options):
-    plans, resolve = [], _resolve.resolve
+    plans, right = [], resolve.resolve
 
     def spied(*arguments):
-        plans.append(resolve(*arguments))
+        plans.append(right(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr(_resolve, "resolve", spied)
+    monkeypatch.setattr(resolve, "resolve", spied)
     reason_of(gpu, **options)
     return plans[0]
 

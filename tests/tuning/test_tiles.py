@@ -18,7 +18,7 @@ from pallas_flash import attention
 from pallas_flash._backends.triton.common import QueryTiles, side_by_side
 from pallas_flash._backends.triton.tiles import table
 from pallas_flash._backends.triton.tiles.rule import _smaller, splits_of_heads
-from pallas_flash._execution.tiles import backend, completed
+from pallas_flash._execution.tile_choice import backend, completed
 from pallas_flash._jax.hardware import shared_memory_limit
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option

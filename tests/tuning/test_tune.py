@@ -33,11 +33,10 @@ import pallas_flash
 from pallas_flash._backends.triton import tiles as triton_tiles
 from pallas_flash._call import tune
 from pallas_flash._call.tune import ROUNDS, SLOW, Trial, Tuning
-from pallas_flash._execution import limits
-from pallas_flash._execution import plan as _plan
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import limits, tile_choice
+from pallas_flash._execution.plan import Plan
 from pallas_flash._jax import device
-from pallas_flash._problem import problem as _problem
+from pallas_flash._problem.problem import Gradients
 from pallas_flash._problem.tile_sizes import sizes_for
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, ForwardTile, Tile, TileSizes
@@ -98,7 +97,7 @@ def test_the_fastest_tile_of_each_kernel_wins(name, kernel_case):
             Trial(kernel, tile, ms[tile] * factor, None) for tile in sorted(ms, key=ms.get)
         ]
     p = problem(kv_heads=1, is_causal=True, dtype=jnp.bfloat16)
-    assert tuning.tables == {"interpret": choose.by_table(p, "interpret", None)}
+    assert tuning.tables == {"interpret": tile_choice.tiles_of_call(p, "interpret", None)}
 
 
 @over_passes
@@ -125,7 +124,7 @@ def fake_programs(monkeypatch, change=lambda tile, results: results):
 
     def program(kernel, plan):
         tiles = plan.forward.tiles
-        tile, exact = tiles.tile(kernel), PROGRAM(kernel, _plan.Plan.by("xla"))
+        tile, exact = tiles.tile(kernel), PROGRAM(kernel, Plan.from_implementation("xla"))
         return jax.jit(lambda *args: change(tile, exact(*args)))
 
     monkeypatch.setattr(tune, "_program", program)
@@ -191,8 +190,10 @@ RACES = {
 @pytest.mark.parametrize("race", RACES)
 def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
     forward, backward, wanted = RACES[race]
-    times = dict(zip([MOSAIC.only(["forward"]), TRITON.only(["forward"])], forward, strict=True))
-    ways = MOSAIC.only(["backward"]), MOSAIC.only(["dkv", "dq"]), TRITON.only(["dkv", "dq"])
+    times = dict(
+        zip([MOSAIC.select(["forward"]), TRITON.select(["forward"])], forward, strict=True)
+    )
+    ways = MOSAIC.select(["backward"]), MOSAIC.select(["dkv", "dq"]), TRITON.select(["dkv", "dq"])
     times |= dict(zip(ways, backward, strict=True))
 
     def measure(kernel, tile, call, arguments):
@@ -206,7 +207,7 @@ def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
         triton_tiles, "candidates", lambda kernel, *_: [x for x in [of_triton.get(kernel)] if x]
     )
     monkeypatch.setattr(
-        choose.backend("mosaic"), "candidates", lambda kernel, *_: [MOSAIC.tile(kernel)]
+        tile_choice.backend("mosaic"), "candidates", lambda kernel, *_: [MOSAIC.tile(kernel)]
     )
     both = ["triton", "mosaic"]
     p = problem(size=64, value_dim=64, dtype=jnp.bfloat16)
@@ -226,7 +227,7 @@ def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
     monkeypatch.setattr(limits, "backward_limit", lambda problem, by: "it has none")
     p = problem(size=64, value_dim=64, dtype=jnp.bfloat16)
     tile = ForwardTile(2, 64, 0)
-    monkeypatch.setattr(choose.backend("mosaic"), "candidates", lambda kernel, *_: [tile])
+    monkeypatch.setattr(tile_choice.backend("mosaic"), "candidates", lambda kernel, *_: [tile])
     tuning = tune.search(p, ["forward", "backward"], ["mosaic"], measure=lambda *_: 1.0)
     assert tuning.tile_sizes == TileSizes(forward=tile)
 
@@ -237,8 +238,8 @@ def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
 def test_candidates_of_mosaic_fit_and_the_tables_is_the_first(kernel, size):
     q_len, kv_len = (9, 600) if kernel == "decode" else (300, 300)
     p = problem(size=size, value_dim=size, q_len=q_len, kv_len=kv_len, dtype=jnp.bfloat16)
-    by_table = functools.partial(choose.by_table, p, "mosaic")
-    tiles = choose.backend("mosaic").candidates(kernel, p, by_table)
+    by_table = functools.partial(tile_choice.tiles_of_call, p, "mosaic")
+    tiles = tile_choice.backend("mosaic").candidates(kernel, p, by_table)
     assert tiles[0] == by_table(None).tile(kernel)
     assert len({*tiles}) == len(tiles) <= 36
     assert len(tiles) >= (1 if size > 128 else 8 if kernel == "forward" else 2)
@@ -343,7 +344,7 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
     q_len, kv_len = (9, 600) if kernel == "decode" else (300, 300)
     p = problem(size=size, value_dim=size, q_len=q_len, kv_len=kv_len, dtype=jnp.dtype(dtype))
     monkeypatch.setattr(device, "tile_capability", lambda implementation: capability)
-    by_table = functools.partial(choose.by_table, p, "triton")
+    by_table = functools.partial(tile_choice.tiles_of_call, p, "triton")
     tiles = triton_tiles.candidates(kernel, p, by_table)
     default = by_table(None).tile(kernel)
     assert default in (None, *tiles[:1])
@@ -367,7 +368,7 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
 
 def test_blocks_longer_than_the_sequence_are_tried_once():
     p = problem(q_len=3, kv_len=33)
-    by_table = functools.partial(choose.by_table, p, "interpret")
+    by_table = functools.partial(tile_choice.tiles_of_call, p, "interpret")
     tiles = triton_tiles.candidates("forward", p, by_table)
     assert {tile.block_q for tile in tiles} == {by_table(None).forward.block_q, 64, 128}
     shortened = [(x.num_warps, x.num_stages, min(x.block_kv, 64)) for x in tiles]
@@ -376,11 +377,13 @@ def test_blocks_longer_than_the_sequence_are_tried_once():
 
 def test_rows_of_few_queries_are_those_of_all_heads_that_share_keys():
     p = problem(q_len=1, kv_len=600, heads=128, kv_heads=1)
-    tiles = triton_tiles.candidates("decode", p, functools.partial(choose.by_table, p, "interpret"))
+    tiles = triton_tiles.candidates(
+        "decode", p, functools.partial(tile_choice.tiles_of_call, p, "interpret")
+    )
     assert {64, 128} <= {tile.block_q for tile in tiles if tile.num_warps == 4}
     alone = problem(q_len=1, kv_len=600)
     fewer = triton_tiles.candidates(
-        "decode", alone, functools.partial(choose.by_table, p, "interpret")
+        "decode", alone, functools.partial(tile_choice.tiles_of_call, p, "interpret")
     )
     assert len(fewer) < len(tiles)
 
@@ -460,7 +463,7 @@ def test_a_program_has_its_kernel_once(kernel):
     class Plan:
         def run_backward(self, x):
             calls.append(x)
-            return _problem.Gradients(x, x, x, None, None, None)
+            return Gradients(x, x, x, None, None, None)
 
     results = tune._program(kernel, Plan())(jnp.ones(1))
     assert len(calls) == 1 and len(results) == len(tune.GRADIENTS[kernel])
@@ -488,7 +491,7 @@ def test_on_a_gpu(file, monkeypatch):
     """
     on_hopper = "mosaic" not in limits.not_on_gpu(problem(dtype=jnp.bfloat16))
     for by in ("triton", "mosaic")[: 1 + on_hopper]:
-        backend = choose.backend(by)
+        backend = tile_choice.backend(by)
         some = functools.partial(each_fifth, backend.candidates)
         monkeypatch.setattr(backend, "candidates", some)
     x = jax.ShapeDtypeStruct((1, 700, 4, 64), jnp.bfloat16)

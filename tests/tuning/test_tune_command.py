@@ -20,7 +20,7 @@ from support.tune_cases import (
 from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash._problem import features as _features
+from pallas_flash._problem.features import features_of
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import TileSizes
 
@@ -32,7 +32,7 @@ def test_the_command_tunes_and_prints_a_table(monkeypatch, capsys, h200, search,
     assert p.query.shape == (3, 24, 6, 64)
     assert p.key.shape == p.value.shape == (3, 24, 2, 64)
     assert (p.dtype, passes) == (jnp.float16, ["forward"])
-    assert " causal mask" in tuned.key(_features.of(p), "")
+    assert " causal mask" in tuned.key(features_of(p), "")
     out = capsys.readouterr().out.splitlines()
     assert out[0].endswith("1.0000 ms  winner")
     assert out[-1] == f"a clock; stored in {file}"
@@ -75,7 +75,7 @@ def test_options_of_the_command(monkeypatch, capsys, h200, search):
     visible = p.mask.allowed(0, 0, i[:, None], i[None])
     q, k = i[:, None], i[None]
     assert (visible == (q >= k) & (q - k < 5) & (q // 8 == k // 8)).all()
-    assert "documents by arrays mask + bias in 16 bits + soft cap" in tuned.key(_features.of(p), "")
+    assert "documents by arrays mask + bias in 16 bits + soft cap" in tuned.key(features_of(p), "")
 
 
 @pytest.mark.parametrize(

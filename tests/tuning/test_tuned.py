@@ -34,7 +34,7 @@ from support.tune_fixtures import h200_here, hopper_here, own_file  # noqa: F401
 
 import pallas_flash
 from pallas_flash._autodiff import vjp
-from pallas_flash._execution import tiles as choose
+from pallas_flash._execution import tile_choice
 from pallas_flash._jax import device
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, DecodeTile, DqTile, ForwardTile, TileSizes
@@ -71,7 +71,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("changed", ALIKE.values(), ids=ALIKE)
 def test_a_winner_serves_calls_that_are_alike(monkeypatch, h200, changed):
     store()
-    assert tiles_of(monkeypatch, **changed) == TRITON.or_else(table(**changed))
+    assert tiles_of(monkeypatch, **changed) == TRITON.filled_from(table(**changed))
 
 
 @pytest.mark.parametrize("changed", DIFFERENT.values(), ids=DIFFERENT)
@@ -79,14 +79,14 @@ def test_and_no_others(monkeypatch, h200, changed):
     store()
     assert tiles_of(monkeypatch, **changed) == table(**changed)
     store(**changed)
-    assert tiles_of(monkeypatch, **changed) == TRITON.or_else(table(**changed))
+    assert tiles_of(monkeypatch, **changed) == TRITON.filled_from(table(**changed))
 
 
 def test_enough_programs_are_alike(monkeypatch, h200):
     monkeypatch.setattr(tuned, "MANY", 64)
     store()
     for changed in ({"batch": 4}, {"heads": 5, "kv_heads": 5}):
-        assert tiles_of(monkeypatch, **changed) == TRITON.or_else(table(**changed))
+        assert tiles_of(monkeypatch, **changed) == TRITON.filled_from(table(**changed))
 
 
 def test_shared_keys_have_their_own_winner(monkeypatch, h200):
@@ -107,7 +107,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
         with monkeypatch.context() as patch:
             change(patch)
             assert tiles_of(monkeypatch) == table()
-    assert tiles_of(monkeypatch) == TRITON.or_else(table())
+    assert tiles_of(monkeypatch) == TRITON.filled_from(table())
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_precision_counts_for_float32_however_it_is_set():
 def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
     store()
     asked = TileSizes(dq=OTHER)
-    expected = dataclasses.replace(TRITON.or_else(table()), dq=OTHER)
+    expected = dataclasses.replace(TRITON.filled_from(table()), dq=OTHER)
     assert tiles_of(monkeypatch, tile_sizes=asked) == expected
     split = TileSizes(forward=OTHER, dk=OTHER, dv=OTHER, dq=OTHER)
-    assert tiles_of(monkeypatch, tile_sizes=split) == split.or_else(table())
+    assert tiles_of(monkeypatch, tile_sizes=split) == split.filled_from(table())
 
 
 def test_tiles_for_calls_of_all_lengths_leave_one_forward_kernel(monkeypatch, h200):
@@ -259,7 +259,7 @@ def test_a_mesh_describes_gpus_that_are_here(monkeypatch):
     store(gpu="NVIDIA H100")
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu])
     with described_gpu("NVIDIA H200"):
-        assert tiles_of(monkeypatch) == TRITON.or_else(table())
+        assert tiles_of(monkeypatch) == TRITON.filled_from(table())
     with described_gpu("NVIDIA H100"):
         assert tiles_of(monkeypatch) == table()
 
@@ -317,7 +317,9 @@ def test_a_winner_chooses_who_computes_each_pass(
     if tiles is not None:
         zeros_for_random_numbers(monkeypatch)
         tuned.store(features(**LONG), "NVIDIA H200", tiles)
-    monkeypatch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
+    monkeypatch.setattr(
+        tile_choice, "tiles_of_call", lambda problem, by, asked: asked or TileSizes()
+    )
     choice = explained()
     assert choice.implementation == forward
     assert why_not in choice.refused["triton" if forward == "mosaic" else "mosaic"]
@@ -337,7 +339,7 @@ def plan_of(monkeypatch, **options):
     used = []
     with monkeypatch.context() as patch:
         patch.setattr(vjp, "attend", lambda plan, *_: used.append(plan) or (jnp.zeros(()), None))
-        patch.setattr(choose, "by_table", lambda problem, by, asked: asked or TileSizes())
+        patch.setattr(tile_choice, "tiles_of_call", lambda problem, by, asked: asked or TileSizes())
         x = jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
         pallas_flash.attention(x, x, x, **options)
     [plan] = used
@@ -349,10 +351,10 @@ def plan_of(monkeypatch, **options):
     [
         (MOSAIC, False, "mosaic", False),
         (MOSAIC, True, "mosaic", True),
-        (MOSAIC.only(["dkv", "dq"]), False, "mosaic", True),
-        (MOSAIC.only(["dq"]), False, "mosaic", True),
-        (MOSAIC.only(["backward"]), False, "mosaic", False),
-        (MOSAIC.only(["backward"]), True, "triton", False),
+        (MOSAIC.select(["dkv", "dq"]), False, "mosaic", True),
+        (MOSAIC.select(["dq"]), False, "mosaic", True),
+        (MOSAIC.select(["backward"]), False, "mosaic", False),
+        (MOSAIC.select(["backward"]), True, "triton", False),
         (dataclasses.replace(TRITON, backward=BackwardTile(128)), False, "mosaic", False),
         (dataclasses.replace(TRITON, backward=BackwardTile(128)), True, "triton", False),
         (TRITON, False, "triton", False),
@@ -365,9 +367,9 @@ def test_tiles_say_how_gradients_are_computed(
     plan = plan_of(monkeypatch, tile_sizes=given, reproducible=reproducible)
     assert (plan.backward.implementation, plan.backward.in_order) == (by, in_order)
     assert plan.implementation == (given.computed_by("forward") or "triton")
-    assert plan.forward.tiles == given.of(plan.implementation).only(["forward"])
+    assert plan.forward.tiles == given.for_backend(plan.implementation).select(["forward"])
     kernels = ["dkv", "dq"] if by == "triton" or in_order else ["backward"]
-    assert plan.backward.tiles == given.of(by).only(kernels)
+    assert plan.backward.tiles == given.for_backend(by).select(kernels)
 
 
 def test_tiles_of_mosaic_do_not_matter_where_it_does_not_serve(monkeypatch):
@@ -415,9 +417,9 @@ def test_the_file_is_read_once_and_again_after_a_store(monkeypatch, h200, file):
     assert tiles_of(monkeypatch) == table()
     store()
     first = file.read_text()
-    assert tiles_of(monkeypatch) == TRITON.or_else(table())
+    assert tiles_of(monkeypatch) == TRITON.filled_from(table())
     file.unlink()
-    assert tiles_of(monkeypatch) == TRITON.or_else(table())
+    assert tiles_of(monkeypatch) == TRITON.filled_from(table())
     store(TileSizes(forward=OTHER))
     assert tiles_of(monkeypatch).forward == OTHER
     file.write_text(first)
@@ -440,7 +442,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(monkeypatch, h200, file, f
     assert file.read_text() == before
     assert sorted(file.parent.iterdir()) == [file, lock_of(file)]
     both = dataclasses.replace(TRITON, forward=OTHER)
-    assert tiles_of(monkeypatch) == both.or_else(table())
+    assert tiles_of(monkeypatch) == both.filled_from(table())
     # The next one that can be written takes it along.
     store(is_causal=True)
     assert list(tuned.read(file).values()) == [both, TRITON]
@@ -612,7 +614,7 @@ def test_a_damaged_file_keeps_what_can_be_read(monkeypatch, capsys, h200, file, 
         store()
     assert len(json.loads(file.read_text())["winners"]) == left + 1
     with warned(0):
-        assert tiles_of(monkeypatch) == TRITON.or_else(table())
+        assert tiles_of(monkeypatch) == TRITON.filled_from(table())
 
 
 def test_a_damaged_file_is_removed(monkeypatch, file):
@@ -660,7 +662,7 @@ def test_winners_can_be_switched_off(monkeypatch, h200, file):
     assert store(TileSizes(forward=OTHER)) is None
     assert file.read_text() == before
     monkeypatch.setenv("PALLAS_FLASH_TUNED", str(file))
-    assert tiles_of(monkeypatch) == TRITON.or_else(table())
+    assert tiles_of(monkeypatch) == TRITON.filled_from(table())
 
 
 @pytest.mark.parametrize("value", [None, "", "1"])

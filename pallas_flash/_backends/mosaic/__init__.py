@@ -11,16 +11,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_flash._backends.mosaic import tiles
-from pallas_flash._backends.mosaic.backward_dbias import dbias as _dbias
-from pallas_flash._backends.mosaic.backward_dq import dq as _dq
-from pallas_flash._backends.mosaic.backward_launch import backward as _backward
+from pallas_flash._backends.mosaic import (
+    backward_dbias,
+    backward_dq,
+    backward_launch,
+    decode_kernel,
+    decode_wide,
+    forward_kernel,
+    forward_wide,
+    tiles,
+)
 from pallas_flash._backends.mosaic.backward_memory import Grads
 from pallas_flash._backends.mosaic.backward_preprocess import preprocess
-from pallas_flash._backends.mosaic.decode_kernel import decode as _decode
-from pallas_flash._backends.mosaic.decode_wide import decode as _decode_wide
-from pallas_flash._backends.mosaic.forward_kernel import forward as _forward
-from pallas_flash._backends.mosaic.forward_wide import forward as _forward_wide
 from pallas_flash._problem import key_center
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Gradients, Problem
@@ -31,12 +33,12 @@ from pallas_flash._problem.tile_sizes import TileSizes
 def forward(problem: Problem, sizes: TileSizes):
     """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     if sizes.decode is not None:
-        return _decode(problem, sizes.tile("decode"), problem.visible_keys())
+        return decode_kernel.decode(problem, sizes.tile("decode"), problem.visible_keys())
     tile, valid = sizes.tile("forward"), problem.valid_lengths()
     wide = tiles.is_wide(problem)
     if wide and problem.decodes_prefix:
-        return _decode_wide(problem, tile)
-    run = _forward_wide if wide else _forward
+        return decode_wide.decode(problem, tile)
+    run = forward_wide.forward if wide else forward_kernel.forward
     if valid is not None:
         return run(problem, tile, valid[1])
     p = dataclasses.replace(problem, value=_zeroed(problem.value, problem.visible_keys()))
@@ -75,7 +77,7 @@ def backward(
     dscale = None
     # The dbias kernel ignores valid lengths, so the rows behind them are zeroed first.
     valid = None if want_bias else p.valid_lengths()
-    center = key_center.for_shift(p, log_sum)
+    center = key_center.center_for_shift(p, log_sum)
     delta, centered_log_sum, *zeros = preprocess(
         *(p, o, do, log_sum),
         head_dim=0 if in_order else head_dim,
@@ -107,7 +109,9 @@ def backward(
         if center is not None:
             centered = dataclasses.replace(clean, key=key_center.centered(k, center[:, None]))
         found = _grads(centered, rows, sizes.tile("dkv"), valid, deterministic=True, **options)
-        dq, dscale = _dq(centered, *rows, sizes.tile("dq"), valid, center=center, **options)
+        dq, dscale = backward_dq.dq(
+            centered, *rows, sizes.tile("dq"), valid, center=center, **options
+        )
         dscale = None if dscale is None else dscale.sum()
     else:
         options |= dict(zeros=zeros[0], center=center)
@@ -124,7 +128,9 @@ def backward(
     dbias = None
     if want_bias:
         l_log2 = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2)
-        dbias = _dbias(clean, do, log_sum._replace(l_log2=l_log2), delta, tiles.dbias_tile(p))
+        dbias = backward_dbias.dbias(
+            clean, do, log_sum._replace(l_log2=l_log2), delta, tiles.dbias_tile(p)
+        )
     return Gradients(dq, found["dk"], found["dv"], dscale, dbias, sinks)
 
 
@@ -134,7 +140,7 @@ def _grads(p: Problem, rows, tile, valid, *, deterministic: bool, zeros=None, **
     sizes = tiles.padded(p.head_dim, p.value_dim)
     for grads in Grads.launches(*sizes, deterministic=deterministic):
         options |= dict(zeros=zeros if grads.dq else None, deterministic=deterministic)
-        found |= _backward(p, do, log_sum, delta, tile, grads, valid, **options)
+        found |= backward_launch.backward(p, do, log_sum, delta, tile, grads, valid, **options)
     return found
 
 

@@ -129,7 +129,7 @@ class Columns(NamedTuple):
     of_consumer: int
 
     @classmethod
-    def of(cls, tiles, rank: int) -> "Columns":
+    def from_rank(cls, tiles, rank: int) -> "Columns":
         """Return those of the CTA of a rank, which has these tiles."""
         _, strips, _, width = tiles.q.shape
         each = strips_of_dq(strips)
@@ -141,7 +141,7 @@ class Columns(NamedTuple):
         return CONSUMERS * self.of_consumer - self.strips
 
 
-def of_rank(scratch: ClusterScratch, rank: int):
+def tiles_of_rank(scratch: ClusterScratch, rank: int):
     """Return the tiles of the CTA of a rank, and its pipelines of queries and of cotangents."""
     tiles = tuple(scratch.tiles)[rank]
 
@@ -166,8 +166,8 @@ class Consumer(KeysConsumer):
 
     def __init__(self, config, operands, grads, scratch: ClusterScratch, cta, warpgroup):
         super().__init__(config, operands, grads, scratch, cta, warpgroup)
-        self.tiles, self.queries, self.cotangents = of_rank(scratch, self.rank)
-        self.columns = Columns.of(self.tiles, self.rank)
+        self.tiles, self.queries, self.cotangents = tiles_of_rank(scratch, self.rank)
+        self.columns = Columns.from_rank(self.tiles, self.rank)
         self.dtype, self.pairs = self.tiles.q.dtype, None
         self.slots = scratch.numbers.shape[0] - 1
         self.messages = scratch.numbers.at[self.slots]
@@ -191,7 +191,7 @@ class Consumer(KeysConsumer):
         """Scale the sums and store them."""
         ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
         # Computed again: no register keeps it over the loop.
-        options = self.config.options.of_element(self.operands.options, self.cta.b)
+        options = self.config.options.element_options(self.operands.options, self.cta.b)
         self.store(self.scaled(sums, options))
         # A CTA must not exit while its copies are being read, or while the other one arrives.
         plgpu.barrier_arrive(self.scratch.ended.at[0])
@@ -248,7 +248,7 @@ class Consumer(KeysConsumer):
         if dq is None:
             return
         dq, columns, config = ptx.wait(products, dq), self.columns, self.config
-        head, first_query = self.inner.at(j)
+        head, first_query = self.inner.place_of(j)
         tile = self.cta.b * config.num_q_heads + self.first_head + head
         tile = tile * config.dq_tiles + common.quotient(first_query, ROWS)
         group = tile * ptx.groups(ptx.columns_of(self.queries.smem_of(0)))
@@ -317,7 +317,7 @@ class ConsumerOfDv(Consumer):
         Both are multiplied by a power of two, see `message_format`.
         """
         # Read here, where tiles are scattered: later all would wait for it.
-        place = self.inner.at(j)
+        place = self.inner.place_of(j)
         slot = self.wait_for_numbers(j)
         scores = self.score_tile(j, place)
         dtype, exponent = message_format(self.config, self.dtype)
@@ -407,7 +407,7 @@ class ConsumerOfDk(Consumer):
         _, exponent = message_format(config, self.dtype)
         if config.options.drops:
             if config.options.has_scores:
-                head, first_query = self.inner.at(j)
+                head, first_query = self.inner.place_of(j)
                 at = self.first_head + head, first_query, self.first_key
                 kept = self.options.kept(shape, *at, transposed=True)
             else:
@@ -444,7 +444,7 @@ class Producer(KeysProducer):
         super().__init__(config, operands, grads, memory, cta)
         self.memory: ClusterScratch = memory
         self.rank, self.sums = rank, ["dv" if rank == OF_DV else "dk"]
-        self.tiles, self.queries, self.cotangents = of_rank(memory, rank)
+        self.tiles, self.queries, self.cotangents = tiles_of_rank(memory, rank)
 
     def load(self):
         """Start the copies of the outer tile and of all inner ones."""
@@ -455,13 +455,13 @@ class Producer(KeysProducer):
         else:
             self.copy_keys(operands.v, *at, tiles.v, memory.v_full)
             if tiles.k is not None:
-                first = Columns.of(tiles, self.rank).first
+                first = Columns.from_rank(tiles, self.rank).first
                 self.copy_keys(operands.k, *at, tiles.k, memory.v_full, first)
         pl.loop(jnp.int32(0), self.inner.count)(self.step)
 
     def step(self, j):
         """Copy one inner tile: first what the first product of the CTA reads."""
-        head, first_query = self.inner.at(j)
+        head, first_query = self.inner.place_of(j)
         h = self.first_head + head
         loads = [self.load_queries, self.load_cotangents]
         for load in loads if self.rank == OF_DV else reversed(loads):

@@ -76,7 +76,9 @@ class Operands(NamedTuple):
     streamed: pairs.StreamedArrays = pairs.StreamedArrays()
 
     @classmethod
-    def of(cls, problem: Problem, do, log_sum: LogSum, delta, valid, rows: int) -> "Operands":
+    def from_call(
+        cls, problem: Problem, do, log_sum: LogSum, delta, valid, rows: int
+    ) -> "Operands":
         """Return the operands of a call.
 
         A query that does not exist has an LSE of inf, and so no weights; see `preprocess`. Its
@@ -104,7 +106,7 @@ class Operands(NamedTuple):
             **({} if valid is None else dict(valid_q=valid[0], valid_kv=valid[1])),
         )
 
-    def for_launch(self, config: "BackwardConfig", shared, table, **streamed) -> "Operands":
+    def launched(self, config: "BackwardConfig", shared, table, **streamed) -> "Operands":
         """Return them with what all CTAs read."""
         return self._replace(
             table=jnp.asarray(table).reshape(-1, table.shape[-1]) if config.masked else None,
@@ -166,7 +168,7 @@ class BackwardConfig(common.KernelConfig):
     streams: pairs.Streams
 
     @classmethod
-    def of(
+    def from_call(
         cls,
         problem: Problem,
         mask: Mask,
@@ -185,7 +187,7 @@ class BackwardConfig(common.KernelConfig):
         """
         known = isinstance(table, np.ndarray) and not mask.scattered
         return cls(
-            options=Options.of(problem, shared, q, kv, transposed=transposed),
+            options=Options.from_problem(problem, shared, q, kv, transposed=transposed),
             masked=bool(mask),
             scattered=mask.scattered,
             table_shape=table.shape,
@@ -390,7 +392,7 @@ class InnerTiles:
             return head, plgpu.load(self._table_ref.at[self._row, 2 + i])
         return head, self._start + i
 
-    def at(self, j):
+    def place_of(self, j):
         """Return the head, counted from the CTA's first, and the first position of step j."""
         head, tile = self._head_and_tile(j)
         return head, tile * self._inner.block

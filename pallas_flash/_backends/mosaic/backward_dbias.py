@@ -111,7 +111,7 @@ class Steps:
         self._first, stop = (common.quotient(count * i, config.splits) for i in (split, split + 1))
         self.count = stop - self._first
 
-    def at(self, j):
+    def place_of(self, j):
         """Return the batch element, over all instances, head, query tile and key tile of step j."""
         j = self._first + j
         if self._config.masked:
@@ -152,7 +152,7 @@ class ConsumerWarpgroup:
 
     def options_of(self, b):
         """Return the options of a batch element."""
-        return self.config.options.of_element(self.operands.options, b)
+        return self.config.options.element_options(self.operands.options, b)
 
     def first_of(self, q_tile, kv_tile):
         """Return the first query and the first key of the warpgroup's tile."""
@@ -185,7 +185,7 @@ class ConsumerWarpgroup:
         """Return ds of step j; the products are computed in these accumulators."""
         config, s_stage, dp_stage = self.config, self.s.stage(j), self.dp.stage(j)
         # Opaque: the compiler would compute places that all steps share before the loop, and spill.
-        place = tuple(map(ptx.anew, self.steps.at(j)))
+        place = tuple(map(ptx.anew, self.steps.place_of(j)))
         rows = pl.ds(ptx.anew(self.warpgroup) * ROWS, ROWS)
         # A running product holds the registers of its result.
         busy = config.masked or config.options.drops
@@ -241,7 +241,7 @@ def produce(config: DbiasConfig, operands: Operands, scratch: Scratch, steps: St
         return config.statistic(pipeline.smem["statistics"], name, stage)
 
     def step(j):
-        b, h, q_tile, kv_tile = steps.at(j)
+        b, h, q_tile, kv_tile = steps.place_of(j)
         rows = pl.ds(q_tile * BLOCK_Q, BLOCK_Q)
         keys = pl.ds(kv_tile * config.kv.block, config.kv.block)
         for pipeline, of_queries, of_keys, names in products:
@@ -333,7 +333,7 @@ def _table(mask: Mask, q: Tiling, kv: Tiling, inner: tuple[int, ...], instances:
     def classes_of(mask: Mask):
         return lists(BlockClasses(*map(of_one, mask.block_classes(q, kv))))
 
-    return block_ranges.of_instances(classes_of, mask, instances)
+    return block_ranges.map_instances(classes_of, mask, instances)
 
 
 def _copyable(x, columns: int):
@@ -371,7 +371,7 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
         _, extras = arrays
         instances = len(operands.q) // p.batch
         table = _table(extras.mask, q, kv, inner, instances)
-        config = DbiasConfig.of(
+        config = DbiasConfig.from_call(
             *(p, mask, arrays, table, q, kv),
             num_heads=own[1],
             neighbours=own[1],
@@ -384,7 +384,7 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
         shape = instances * splits * own[0], own[1], own[2] * q.block, own[3] * kv.block
         [found] = common.launch(
             pallas_flash_dbias,
-            (operands.for_launch(config, arrays, table),),
+            (operands.launched(config, arrays, table),),
             outputs=[(shape, dtype)],
             memory=scratch_of(config, p, bias_dtype if len(summed) < 2 else None)._asdict(),
             grid=dict(cta=instances * splits * math.prod(own)),
@@ -398,7 +398,7 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
         return found.sum(axis=summed, keepdims=True) if summed else found
 
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
-    x = Operands.of(p, do, log_sum, delta, None, q.count * q.block)
+    x = Operands.from_call(p, do, log_sum, delta, None, q.count * q.block)
     x = x._replace(
         q=_copyable(x.q, head_dim),
         k=_copyable(x.k, head_dim),
@@ -406,6 +406,6 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
         do=_copyable(x.do, value_dim),
     )
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    found = common.by_instance(run, p.batch)(arrays, x)
+    found = common.batch_instances(run, p.batch)(arrays, x)
     _, _, q_len, kv_len = p.bias.shape
     return found[:, :, :q_len, :kv_len].astype(p.bias.dtype)

@@ -145,7 +145,7 @@ class ConsumerWarpgroup:
         """Copy the warpgroup's rows, and wait for them."""
         config, operands, scratch = self.config, self.operands, self.scratch
         b, h, q_tile = self.cta
-        self.options = config.options.of_element(operands.options, b)
+        self.options = config.options.element_options(operands.options, b)
         self.first_query = q_tile * config.q.block + self.warpgroup * QUERY_ROWS
         rows, full = pl.ds(self.first_query, QUERY_ROWS), scratch.rows_full.at[self.warpgroup]
         landed = scratch.landed.at[self.warpgroup] if config.has_lengths else None
@@ -180,7 +180,7 @@ class ConsumerWarpgroup:
 
     def ds(self, j):
         """Return ds of an inner tile, in the dtype of the operands."""
-        k, v, (_, first_key) = self.scratch.k, self.scratch.v, self.inner.at(j)
+        k, v, (_, first_key) = self.scratch.k, self.scratch.v, self.inner.place_of(j)
         mine = ptx.anew(self.warpgroup)
         k.consumer_wait(j)
         s = ptx.product_t(self.scratch.q.at[mine], k.smem_of(j))
@@ -237,7 +237,7 @@ def produce(config: DqConfig, operands: Operands, scratch: QueriesScratch, cta: 
     copies = TileCopies(operands.valid_kv, landed, cta.b)
 
     def step(j):
-        _, first_key = inner.at(j)
+        _, first_key = inner.place_of(j)
         for source, pipeline in ((operands.k, scratch.k), (operands.v, scratch.v)):
             pipeline.producer_acquire(j)
             copies.start(source, kv_head, first_key, pipeline.smem_of(j), pipeline.filled(j))
@@ -288,7 +288,7 @@ def dq(
         batch = len(operands.q)
         _, extras = arrays
         table = block_ranges.block_table(extras.mask, q, kv, "kv", batch, p.batch)
-        config = DqConfig.of(
+        config = DqConfig.from_call(
             *(p, mask, arrays, table, q, kv),
             num_heads=p.num_heads,
             neighbours=neighbours(p.num_kv_heads) * p.groups,
@@ -300,7 +300,7 @@ def dq(
         dscale = (batch, p.num_heads, q.count * q.block), jnp.float32
         return common.launch(
             pallas_flash_dq,
-            (operands.for_launch(config, arrays, table),),
+            (operands.launched(config, arrays, table),),
             outputs=[(operands.q.shape, operands.q.dtype), *[dscale] * want_scale],
             memory=queries_scratch(
                 *(p, tile, value_stages(tile, head_dim, value_dim)), has_lengths=config.has_lengths
@@ -311,7 +311,7 @@ def dq(
             approx_math=config.options.approximate,
         )
 
-    x = Operands.of(p, do, log_sum, delta, valid, q.count * q.block)
+    x = Operands.from_call(p, do, log_sum, delta, valid, q.count * q.block)
     x = x._replace(
         q=in_strips(x.q, head_dim),
         k=in_strips(x.k, head_dim),
@@ -326,5 +326,5 @@ def dq(
         )
         x = x._replace(row_sums=row_sums, center=center)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    dq, *dscale = common.by_instance(run, p.batch)(arrays, x)
+    dq, *dscale = common.batch_instances(run, p.batch)(arrays, x)
     return dq.reshape(p.query.shape), dscale[0][:, :, : p.q_len] if want_scale else None

@@ -236,7 +236,7 @@ class ConsumerWarpgroup(KeysConsumer):
     def step(self, j, sums: Sums) -> Sums:
         """Compute one inner tile, see the diagram above."""
         # Read here, where tiles are scattered: later all would wait for it.
-        place = self.inner.at(j)
+        place = self.inner.place_of(j)
         if self.grads is Grads.DV:
             return self.step_of_dv(j, place, sums)
         two_stages = self.config.stages > 1
@@ -326,7 +326,7 @@ class ConsumerWarpgroup(KeysConsumer):
             # Results leave through shared memory that both warpgroups have read.
             ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
         # Computed again: no register keeps it over the loop.
-        options = self.config.options.of_element(self.operands.options, self.cta.b)
+        options = self.config.options.element_options(self.operands.options, self.cta.b)
         dropout, (dk, dv) = options.extras.dropout, sums
         self.store(
             Sums(
@@ -376,7 +376,7 @@ class ProducerWarpgroup(KeysProducer):
     def step(self, j):
         """Copy one inner tile."""
         scratch = self.scratch
-        head, first_query = self.inner.at(j)
+        head, first_query = self.inner.place_of(j)
         h = self.first_head + head
         # Cotangents are out of use earlier than queries if there is one stage.
         loads = [self.load_queries, self.load_cotangents]

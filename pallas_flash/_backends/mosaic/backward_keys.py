@@ -151,7 +151,7 @@ class KeysConsumer(abc.ABC):
         """Wait for the outer tile, and center its keys."""
         config = self.config
         self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
-        self.options = config.options.of_element(self.operands.options, self.cta.b)
+        self.options = config.options.element_options(self.operands.options, self.cta.b)
         self.mine = pl.ds(self.warpgroup * ROWS, ROWS)
         self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ROWS
         self.before_keys()

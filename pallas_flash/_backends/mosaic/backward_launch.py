@@ -78,9 +78,9 @@ def backward(
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
     mask = mask_for(p, q, kv, valid)
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
-    steps = backward_splits.Steps.of(p, q, kv)
+    steps = backward_splits.Steps.from_problem(p, q, kv)
     # As many rows as delta has: whole tiles of 128, for dq.
-    operands = Operands.of(p, do, log_sum, delta, valid, delta.shape[2])
+    operands = Operands.from_call(p, do, log_sum, delta, valid, delta.shape[2])
     memory = backward_memory.scratch(p, tile, grads, has_lengths=valid is not None)
     # Only q and do get an axis of strips in device memory: a consumer copies its half of k and v,
     # which would be no one piece there.
@@ -110,8 +110,8 @@ def backward(
         )
         smem = {} if memory.pairs is None else memory.pairs.smem
         copied = dict(bias=smem.get("bias") is not None, masks=smem.get("bits") is not None)
-        streams, arrays, streamed = pairs.Streams.of(p, arrays, 2, q, **copied)
-        config = OuterKeysConfig.of(
+        streams, arrays, streamed = pairs.Streams.from_problem(p, arrays, 2, q, **copied)
+        config = OuterKeysConfig.from_call(
             *(p, mask, arrays, table, q, kv),
             transposed=True,
             streams=streams,
@@ -124,14 +124,14 @@ def backward(
             adds=splits.count > 1 and not deterministic,
             centers=center is not None,
         )
-        operands = operands.for_launch(config, arrays, table, streamed=streamed)
+        operands = operands.launched(config, arrays, table, streamed=streamed)
         results = _launch(config, p, memory, operands, x["zeros"])
         factor = rescaled(extras.dropout, scale)
         return _rows(config, p, operands, results, factor, x["weights"], want_scale)
 
     x = dict(operands=operands, zeros=zeros, weights=weights)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    return common.by_instance(run, p.batch)(arrays, x)
+    return common.batch_instances(run, p.batch)(arrays, x)
 
 
 def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, zeros) -> dict:

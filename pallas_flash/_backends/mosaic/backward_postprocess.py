@@ -34,7 +34,7 @@ class PostprocessConfig:
         partial: partial sums of each row.
         row_tiles: tiles of 64 rows.
         groups: groups of a tile's columns, see `ptx.OF_GROUP`.
-        batch: batch elements of an instance, see `common.by_instance`.
+        batch: batch elements of an instance, see `common.batch_instances`.
         own_factor: whether instances have factors of their own.
     """
 
@@ -108,7 +108,7 @@ def postprocess(fragments, factor, shape, dtype, *, batch: int, valid=None, weig
         factor: float32 [1 or instances].
         shape: of the result; its last rows and columns may be missing.
         dtype: of the result.
-        batch: batch elements of an instance, see `common.by_instance`.
+        batch: batch elements of an instance, see `common.batch_instances`.
         valid: int32 [B], how many of the first rows anything was added to; None for all.
         weighted_center: w, float32 [B, N, tiles of 128 rows], and c, [B, K, columns]; or None.
     """

@@ -223,7 +223,7 @@ def preprocess(
         shift = jnp.pad(shift, ((0, 0), (0, 0), (0, -p.head_dim % ptx.COLUMNS)))
         is_centered = (center != 0).any(axis=2).astype(jnp.int32)
         inputs = inputs._replace(q=p.query, shift=shift, is_centered=is_centered)
-    delta, lse, *rest = common.by_instance(run, len(do))((), inputs)
+    delta, lse, *rest = common.batch_instances(run, len(do))((), inputs)
     if large:
         m = m - rest.pop(0)[:, :, :q_len]
     return delta, LogSum(m, lse), *rest

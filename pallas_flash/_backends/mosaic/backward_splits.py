@@ -49,7 +49,7 @@ class Splits:
     groups: int
 
     @property
-    def of_queries(self) -> int:
+    def query_splits(self) -> int:
         """CTAs among which the queries of a head are split."""
         return max(1, self.count // self.groups)
 
@@ -61,8 +61,8 @@ class Splits:
         if self.count == 1:
             return number, number * self.groups, self.groups
         kv_head = common.quotient(number, self.count)
-        if self.of_queries > 1:
-            return kv_head, common.quotient(number, self.of_queries), 1
+        if self.query_splits > 1:
+            return kv_head, common.quotient(number, self.query_splits), 1
         small, rest = divmod(self.groups, self.count)
         split = common.remainder(number, self.count)
         first, stop = (i * small + jnp.minimum(i, rest) for i in (split, split + 1))
@@ -70,7 +70,7 @@ class Splits:
 
     def query_split(self, number):
         """Return which split of a head's inner tiles the CTA has, and how many there are."""
-        return common.remainder(number, self.of_queries), self.of_queries
+        return common.remainder(number, self.query_splits), self.query_splits
 
 
 class Steps(NamedTuple):
@@ -87,7 +87,7 @@ class Steps(NamedTuple):
     equal: bool
 
     @classmethod
-    def of(cls, p: Problem, q: Tiling, kv: Tiling) -> "Steps":
+    def from_problem(cls, p: Problem, q: Tiling, kv: Tiling) -> "Steps":
         """Return those of a call.
 
         Not to be called where `jax.vmap` adds instances: it computes with the call's own mask.

@@ -78,13 +78,13 @@ def block_table(
             return mask.kv_ranges(q, kv)[:, None]
         return mask.q_ranges(q, kv, sums_keys=sums_keys)[:, None]
 
-    rows = of_instances(of_one, mask, elements // batch)
+    rows = map_instances(of_one, mask, elements // batch)
     if rows.shape[:2] not in ((1, 1), (elements // batch, batch)):
         rows = jnp.broadcast_to(rows, (elements // batch, batch, *rows.shape[2:]))
     return rows.reshape(-1, *rows.shape[2:])
 
 
-def of_instances(function, mask: Mask, instances: int):
+def map_instances(function, mask: Mask, instances: int):
     """Return `function(mask)` of each instance, [1 or instances, ...].
 
     The mask has an axis of instances before all others of its arrays.
@@ -113,7 +113,7 @@ class KvBlocks(NamedTuple):
     count: Any
     full: Any
 
-    def at(self, place, table_ref):
+    def block_at(self, place, table_ref):
         """Return the number of the block at a place of the stream.
 
         `table_ref` is `block_table` with all rows on one axis if it holds lists, else None.
@@ -213,7 +213,7 @@ def streams(mask: Mask, query_tiles, q: Tiling, rows: Tiling, kv: Tiling, batch:
     table = block_table(mask, of_lists, kv, "kv", batch, problem.batch)
     if mask.scattered:
         return table, streams_of_lists(table, rows.count, query_tiles.count)
-    return table, streams_of_ranges(query_tiles.by_work_tile(table), query_tiles.count)
+    return table, streams_of_ranges(query_tiles.in_work_tile_order(table), query_tiles.count)
 
 
 def have_partial_tail(streams) -> bool:
@@ -235,12 +235,12 @@ class PartialFirst(NamedTuple):
     Attributes:
         partial: number of partial blocks.
         count: number of all blocks.
-        at: function from a place to the number of the block there.
+        block_at: function from a place to the number of the block there.
     """
 
     partial: Any
     count: Any
-    at: Any
+    block_at: Any
 
 
 def entries(rows, scattered: bool):
@@ -257,7 +257,7 @@ def entries(rows, scattered: bool):
 
 
 def partial_first(entry, table_ref) -> PartialFirst:
-    """Return the blocks of an entry; `table_ref` as of `KvBlocks.at`."""
+    """Return the blocks of an entry; `table_ref` as of `KvBlocks.block_at`."""
     if table_ref is None:
         return PartialFirst(*edges_first(*entry))
     row, full, count, first = entry

@@ -245,7 +245,7 @@ def launch(
     return pl.run_state(fill)(results)
 
 
-def by_instance(function, batch: int):
+def batch_instances(function, batch: int):
     """Return `function(shared, *arrays)` for which `jax.vmap` multiplies the batch axis.
 
     JAX has no batching rule of its own for such kernels.

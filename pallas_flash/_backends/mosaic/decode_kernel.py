@@ -255,7 +255,7 @@ class ConsumerWarpgroup:
         """Add the j-th block."""
         acc, m, l = state
         k, v, i = self.smem.k, self.smem.v, self.base + j
-        first_key = self.blocks.at(j) * self.config.kv.block
+        first_key = self.blocks.block_at(j) * self.config.kv.block
         shape = QUERY_ROWS, self.config.kv.block
         at = heads_and_positions(self.work_tile.h, first_row, first_key, shape, self.config)
         options = self.options.read_ahead(*at, masked=partial)
@@ -292,7 +292,7 @@ def consume(inputs: Inputs, result_refs, smem: Smem, tiles, warpgroup, config: D
     def compute(i, work_tile, base):
         del i
         blocks = block_ranges.partial_first(work_tile.entry, inputs.table)
-        options = config.options.of_element(inputs.options, work_tile.b)
+        options = config.options.element_options(inputs.options, work_tile.b)
         ConsumerWarpgroup(
             inputs=inputs,
             result_refs=result_refs,
@@ -345,7 +345,7 @@ def produce(inputs: Inputs, smem: Smem, tiles: work_loop.WorkTiles, config: Deco
     def load_keys_and_values(i, work_tile, base):
         del i
         blocks = block_ranges.partial_first(work_tile.entry, inputs.table)
-        stream = blocks.count, blocks.at
+        stream = blocks.count, blocks.block_at
         copy_keys_and_values(inputs, smem.k, smem.v, stream, (work_tile.b, work_tile.h), base)
         return base + blocks.count
 
@@ -472,7 +472,7 @@ def combine(p: Problem, acc, m, l, exact=None):
     statistics = [
         x.reshape(apart).swapaxes(2, 3).reshape(p.batch, p.num_heads, p.q_len) for x in statistics
     ]
-    o = SplitOutput.of(o, p.dtype, split=p.split_output)
+    o = SplitOutput.from_float32(o, p.dtype, split=p.split_output)
     return o, log_sum_of(statistics, large=p.large)
 
 
@@ -506,7 +506,7 @@ def decode(problem: Problem, tile: DecodeTile, visible):
         entries = block_ranges.entries(table, mask.scattered)[:, :, row_tiles // p.groups]
         entries = split_entries(entries, splits, mask.scattered)
         schedule = jnp.asarray(split_schedule(entries, batch, p.num_kv_heads))
-        options = Options.of(p, shared, q, kv)
+        options = Options.from_problem(p, shared, q, kv)
         inputs = Inputs(
             schedule=schedule,
             q=rows,
@@ -543,7 +543,7 @@ def decode(problem: Problem, tile: DecodeTile, visible):
             approx_math=options.approximate,
         )
 
-    run = common.by_instance(run, p.batch)
+    run = common.batch_instances(run, p.batch)
     # [B, T, N, H] to [B, K, rows, H]: no copy with one query.
     rows = p.query.reshape(p.batch, p.q_len, p.num_kv_heads, p.groups, p.head_dim).swapaxes(1, 2)
     rows = rows.reshape(p.batch, p.num_kv_heads, num_rows, p.head_dim)

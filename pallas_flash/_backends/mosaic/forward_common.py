@@ -466,7 +466,7 @@ def launch(
 
     def run(shared, query, key, value, *lengths):
         batch = len(query)
-        query_tiles = scheduler.QueryTiles.of(p, batch, rows, cluster_size)
+        query_tiles = scheduler.QueryTiles.from_problem(p, batch, rows, cluster_size)
         table, blocks = block_ranges.streams(
             shared[1].mask, query_tiles, q, query_rows, kv, batch, p
         )
@@ -474,7 +474,7 @@ def launch(
         dynamic = scheduler.is_dynamic(schedule)
         memory, shared, streamed, fields = prepare(shared, blocks, dynamic)
         config = config_class(
-            options=Options.of(p, shared, q, kv),
+            options=Options.from_problem(p, shared, q, kv),
             masked=bool(mask),
             scattered=mask.scattered,
             kv=kv,
@@ -518,7 +518,7 @@ def launch(
         )
         return results[1:] if dynamic else results
 
-    run = common.by_instance(run, p.batch)
+    run = common.batch_instances(run, p.batch)
     arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])
     results = run(shared_arrays(p, mask), *arrays)
     outputs, statistics = results[:num_parts], results[num_parts:]

@@ -255,7 +255,7 @@ class NarrowConfig(ForwardConfig):
             return query_tile
         return query_tile + self.tile.warpgroups * lax.axis_index(common.RANK)
 
-    def with_visits(self, warpgroup, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
+    def work_tiles(self, warpgroup, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
         """Return the work tiles with the blocks that a warpgroup visits."""
         return tiles._replace(query_tile=lambda i: self.query_tile(warpgroup, i))
 
@@ -301,7 +301,7 @@ class ConsumerWarpgroup(Consumer):
     @property
     def queries(self) -> Pipeline:
         """Its queries."""
-        return self.smem.q.of_warpgroup(self.warpgroup)
+        return self.smem.q.pipeline_of_warpgroup(self.warpgroup)
 
     def run(self):
         """Compute and store the output of the query tile."""
@@ -321,7 +321,7 @@ class ConsumerWarpgroup(Consumer):
 
     def block(self, j, *, partial: bool) -> Block:
         """Return the j-th block of the stream; what must be read in device memory is, from here."""
-        first_key = self.work_tile.kv_blocks.at(j, self.inputs.table) * self.config.kv.block
+        first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
         shape = QUERY_ROWS, self.config.kv.block
         positions = common.positions(shape, self.first_row, first_key)
         options = self.options.read_ahead(self.work_tile.h, *positions, masked=partial)
@@ -449,7 +449,7 @@ class ConsumerWarpgroup(Consumer):
         """Return the block with its tile of the bias, if tiles of it are copied."""
         if self.smem.bias is None:
             return block
-        pipeline = self.smem.bias.of_warpgroup(self.warpgroup)
+        pipeline = self.smem.bias.pipeline_of_warpgroup(self.warpgroup)
         i = self.bias_base - self.visited.start + block.place
         pipeline.consumer_wait(i)
         bias = ptx.load_strips(pipeline.smem_of(i))
@@ -514,7 +514,7 @@ class ConsumerWarpgroup(Consumer):
 
 def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config: NarrowConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
-    smem.q.of_warpgroup(warpgroup).consumer_start()
+    smem.q.pipeline_of_warpgroup(warpgroup).consumer_start()
     registers, _ = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="increase")
 
@@ -531,7 +531,7 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
             work_tile=work_tile,
             query_tile=query_tile,
             first_row=config.query_tiles.first_row(work_tile.index, query_tile),
-            options=config.options.of_element(inputs.options, work_tile.b),
+            options=config.options.element_options(inputs.options, work_tile.b),
             kv_base=kv_base,
             bias_base=bias_base,
         )
@@ -540,7 +540,7 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
         return kv_base + work_tile.kv_blocks.count, bias_base + visited.stop - visited.start
 
     bases = jnp.int32(0), jnp.int32(0)
-    work_loop.for_each(config.with_visits(warpgroup, tiles), compute, bases)
+    work_loop.for_each(config.work_tiles(warpgroup, tiles), compute, bases)
     leave(smem.ended)
 
 
@@ -559,7 +559,7 @@ class ProducerWarpgroup(Producer):
         plgpu.set_max_registers(registers, action="decrease")
 
         def warp(w):
-            of_warp = tiles if config.streams.bias is None else config.with_visits(w, tiles)
+            of_warp = tiles if config.streams.bias is None else config.work_tiles(w, tiles)
             return of_warp, functools.partial(self.load_queries, w)
 
         warps = map(warp, range(config.tile.warpgroups))
@@ -583,7 +583,7 @@ class ProducerWarpgroup(Producer):
             self.inputs,
             smem.k,
             smem.v,
-            stream=(blocks.count, lambda j: blocks.at(j, self.inputs.table)),
+            stream=(blocks.count, lambda j: blocks.block_at(j, self.inputs.table)),
             where=(work_tile.b, common.quotient(work_tile.h, config.groups)),
             base=kv_base,
             cluster_size=config.tile.cluster_size,
@@ -593,7 +593,7 @@ class ProducerWarpgroup(Producer):
 
     def load_queries(self, w: int, i, work_tile: work_loop.WorkTile, bias_base):
         """Copy the queries of consumer warpgroup w, and its tiles of the bias."""
-        config, pipeline = self.config, self.smem.q.of_warpgroup(w)
+        config, pipeline = self.config, self.smem.q.pipeline_of_warpgroup(w)
         pipeline.producer_wait(0)
         first_row = config.query_tiles.first_row(work_tile.index, config.query_tile(w, i))
         at = work_tile.b, pl.ds(first_row, QUERY_ROWS), work_tile.h
@@ -613,15 +613,15 @@ class ProducerWarpgroup(Producer):
         """
         bias, axes, visited = self.smem.bias, self.config.streams.bias, work_tile.visited
         assert bias is not None and axes is not None and visited is not None
-        pipeline = bias.of_warpgroup(w)
+        pipeline = bias.pipeline_of_warpgroup(w)
         _, strips, rows, width = pipeline.smem.shape
 
         def one(j, i):
-            first = work_tile.kv_blocks.at(j, self.inputs.table) * (strips * width)
+            first = work_tile.kv_blocks.block_at(j, self.inputs.table) * (strips * width)
             pipeline.producer_acquire(i)
             for n in range(strips):
                 at = (
-                    *axes.at(work_tile.b, work_tile.h),
+                    *axes.index_of(work_tile.b, work_tile.h),
                     pl.ds(first_row, rows),
                     pl.ds(first + n * width, width),
                 )
@@ -656,7 +656,7 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
     def prepare(shared, blocks, dynamic):
         smem = scratch(problem, tile, dynamic=dynamic)
         copied = dict(bias=smem.bias is not None, masks=smem.bits is not None)
-        streams, shared, streamed = Streams.of(problem, shared, 3, kv, **copied)
+        streams, shared, streamed = Streams.from_problem(problem, shared, 3, kv, **copied)
         tail = not problem.mask.scattered and block_ranges.have_partial_tail(blocks)
         return smem, shared, streamed, dict(partial_tail=tail, streams=streams)
 

@@ -137,7 +137,7 @@ class ValuePieces:
     blocks: int
 
     @classmethod
-    def of(cls, value_dim: int) -> "ValuePieces":
+    def from_value_dim(cls, value_dim: int) -> "ValuePieces":
         """Return those of a head dim."""
         half = -(-column_blocks(value_dim) // CONSUMERS)
         count = next(n for n in range(1, half + 1) if half % n == 0 and half // n <= MAX_PIECE)
@@ -194,7 +194,7 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
     return Smem(
         q=Pipeline.spec(q_sm, 1, copies=q_sm.shape[1], consumers=CONSUMERS),
         k=streamed(ptx.COLUMNS, tile.stages),
-        v=streamed(ValuePieces.of(p.value_dim).columns, VALUE_STAGES),
+        v=streamed(ValuePieces.from_value_dim(p.value_dim).columns, VALUE_STAGES),
         weights=Pipeline.spec(weights, 1, copies=1, pipelines=CONSUMERS),
         o_sm=plgpu.SMEM((CONSUMERS, QUERY_ROWS, ptx.COLUMNS), p.dtype, transforms=ptx.BLOCKS),
         statistics_sm=plgpu.SMEM((num_statistics(p), QUERY_ROWS), jnp.float32),
@@ -210,13 +210,13 @@ class WideConfig(ForwardConfig):
     @property
     def pieces(self) -> ValuePieces:
         """The pieces of a warpgroup's half of the values."""
-        return ValuePieces.of(self.value_dim)
+        return ValuePieces.from_value_dim(self.value_dim)
 
     def query_tile(self):
         """Return which of a work tile's query tiles this CTA computes."""
         return 0 if self.tile.cluster_size == 1 else lax.axis_index(common.RANK)
 
-    def with_visits(self, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
+    def work_tiles(self, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
         """Return the work tiles with the blocks that this CTA visits."""
         return tiles._replace(query_tile=lambda i: self.query_tile())
 
@@ -267,22 +267,22 @@ class ConsumerWarpgroup(Consumer):
     @property
     def keys(self) -> Pipeline:
         """Column blocks of the keys of its own blocks."""
-        return self.smem.k.of_warpgroup(self.warpgroup)
+        return self.smem.k.pipeline_of_warpgroup(self.warpgroup)
 
     @property
     def values(self) -> Pipeline:
         """Pieces of its half of the values of all blocks."""
-        return self.smem.v.of_warpgroup(self.warpgroup)
+        return self.smem.v.pipeline_of_warpgroup(self.warpgroup)
 
     @property
     def published(self) -> Pipeline:
         """The weights that it publishes."""
-        return self.smem.weights.of_warpgroup(self.warpgroup)
+        return self.smem.weights.pipeline_of_warpgroup(self.warpgroup)
 
     @property
     def received(self) -> Pipeline:
         """The weights that the other warpgroup publishes."""
-        return self.smem.weights.of_warpgroup(1 - self.warpgroup)
+        return self.smem.weights.pipeline_of_warpgroup(1 - self.warpgroup)
 
     def run(self):
         """Compute the output of the query tile, and store the warpgroup's half of its columns."""
@@ -317,7 +317,7 @@ class ConsumerWarpgroup(Consumer):
 
     def block(self, j) -> Block:
         """Return the j-th block; what must be read of a bias in device memory is, from here."""
-        first_key = self.work_tile.kv_blocks.at(j, self.inputs.table) * self.config.kv.block
+        first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
         shape, visited = (QUERY_ROWS, self.config.kv.block), self.visited
         positions = common.positions(shape, self.first_row, first_key)
         options = self.options.read_ahead(self.work_tile.h, *positions, masked=False)
@@ -488,7 +488,7 @@ class ConsumerWarpgroup(Consumer):
 def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config: WideConfig):
     """Run a consumer warpgroup over all work tiles of its CTA."""
     smem.q.consumer_start()
-    smem.weights.of_warpgroup(1 - warpgroup).consumer_start()
+    smem.weights.pipeline_of_warpgroup(1 - warpgroup).consumer_start()
     plgpu.set_max_registers(REGISTERS[0], action="increase")
 
     def compute(i, work_tile, kv_base):
@@ -502,13 +502,13 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
             warpgroup=warpgroup,
             work_tile=work_tile,
             first_row=config.query_tiles.first_row(work_tile.index, config.query_tile()),
-            options=config.options.of_element(inputs.options, work_tile.b),
+            options=config.options.element_options(inputs.options, work_tile.b),
             kv_base=kv_base,
         )
         consumer.run()
         return kv_base + work_tile.kv_blocks.count
 
-    work_loop.for_each(config.with_visits(tiles), compute, jnp.int32(0))
+    work_loop.for_each(config.work_tiles(tiles), compute, jnp.int32(0))
     leave(smem.ended)
 
 
@@ -534,7 +534,10 @@ class ProducerWarpgroup(Producer):
     def load_keys(self, warpgroup: int, i, work_tile: work_loop.WorkTile, kv_base):
         """Copy the keys of a warpgroup's own blocks; return how many blocks the CTA has had."""
         del i
-        pipeline, count = self.smem.k.of_warpgroup(warpgroup), column_blocks(self.config.head_dim)
+        pipeline, count = (
+            self.smem.k.pipeline_of_warpgroup(warpgroup),
+            column_blocks(self.config.head_dim),
+        )
         first = first_own(kv_base, jnp.int32(0), warpgroup)
 
         def block(t, _):
@@ -561,13 +564,13 @@ class ProducerWarpgroup(Producer):
         config, inputs, pieces = self.config, self.inputs, self.config.pieces
         if warpgroup == 0:
             self.load_queries(work_tile)
-        pipeline = self.smem.v.of_warpgroup(warpgroup)
+        pipeline = self.smem.v.pipeline_of_warpgroup(warpgroup)
         lengths, last_v_ref = inputs.lengths or (None, None)
         length = None if lengths is None else plgpu.load(lengths.at[work_tile.b])
         block = config.kv.block
 
         def one(j, _):
-            first_key = work_tile.kv_blocks.at(j, inputs.table) * block
+            first_key = work_tile.kv_blocks.block_at(j, inputs.table) * block
 
             def piece(n, i):
                 pipeline.producer_acquire(i)
@@ -600,7 +603,7 @@ class ProducerWarpgroup(Producer):
     def rows(self, work_tile: work_loop.WorkTile, j):
         """Return the slice of the keys of the j-th block."""
         block = self.config.kv.block
-        return pl.ds(work_tile.kv_blocks.at(j, self.inputs.table) * block, block)
+        return pl.ds(work_tile.kv_blocks.block_at(j, self.inputs.table) * block, block)
 
     def kv_head(self, work_tile: work_loop.WorkTile):
         """Return the key/value head."""

@@ -52,7 +52,7 @@ class Bits(NamedTuple):
         """Return a packing with a multiple of four words, because loads take so many."""
         return cls(axis, -(-columns.count * columns.block // (4 * ptx.BITS)) * 4)
 
-    def of(self, x):
+    def pack(self, x):
         """Return uint32 words, padded by zeros, of bools [instances, ...]."""
         # XLA would pack constants while it compiles, which takes seconds.
         x, axis = lax.optimization_barrier(x), self.axis + 1
@@ -121,7 +121,7 @@ class DeviceOperand(Operand):
         layout = dataclasses.replace(self._layout, **changes)
         return DeviceOperand(self._array, self._dtype, layout)
 
-    def for_user(self):
+    def readable(self):
         return self.placed(anywhere=True, cache=None)
 
     def _read(self, index):
@@ -143,7 +143,7 @@ class DeviceOperand(Operand):
             index = [
                 jnp.minimum(i, n) if jnp.ndim(i) else i for i, n in zip(index, last, strict=True)
             ]
-        at = self._at(index, shape)
+        at = self._address(index, shape)
         if jnp.ndim(at):
             read = ptx.gather(self._array, at, pairs=pairs)
         else:
@@ -164,9 +164,9 @@ class DeviceOperand(Operand):
                 for i, n in zip(index, shape, strict=True)
             ]
         apart = math.prod(shape[axis + 1 :])
-        return ptx.bits(self._array, self._at(index, shape), columns, apart)
+        return ptx.bits(self._array, self._address(index, shape), columns, apart)
 
-    def _at(self, index, shape):
+    def _address(self, index, shape):
         """Return where an index is in memory."""
         at = self._layout.first
         for i, n in zip(index, shape, strict=True):
@@ -179,7 +179,7 @@ class CachedOperand(Operand):
 
     def __init__(self, operand: Operand):
         super().__init__(None, operand.dtype)
-        self._operand, self._found, self._again = operand.for_user(), [], None
+        self._operand, self._found, self._again = operand.readable(), [], None
 
     @property
     def shape(self):
@@ -189,7 +189,7 @@ class CachedOperand(Operand):
         """Prepare for the second call of the function."""
         self._again = iter(self._found)
 
-    def for_user(self):
+    def readable(self):
         return self
 
     def _read(self, index):

@@ -46,11 +46,11 @@ class BroadcastAxes(NamedTuple):
     heads: bool
 
     @classmethod
-    def of(cls, x, batch: int) -> "BroadcastAxes":
+    def from_array(cls, x, batch: int) -> "BroadcastAxes":
         """Return those of an array whose first axes are instances, batch elements and heads."""
         return cls(batch, *(n > 1 for n in x.shape[:3]))
 
-    def at(self, b, h):
+    def index_of(self, b, h):
         """Return where batch element b, counted over all instances, and a head are in the array."""
         if not self.elements:
             b = common.quotient(b, self.batch) if self.instances else 0
@@ -77,7 +77,7 @@ def without_masks(shared):
     taken = [leaf.pairs.array for leaf in leaves if has_pairs(leaf)]
     rest = tuple(leaf for leaf in leaves if not has_pairs(leaf))
     if taken:
-        here = [_of_positions(leaf) for leaf in rest]
+        here = [_depends_on_positions(leaf) for leaf in rest]
         known = Mask(tuple(itertools.compress(rest, here)))
         shape = 1, 1, 1, *taken[0].shape[3:]
         q, k = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (3, 4))
@@ -88,7 +88,7 @@ def without_masks(shared):
     return (scale, extras._replace(mask=Mask(rest))), taken
 
 
-def _of_positions(leaf) -> bool:
+def _depends_on_positions(leaf) -> bool:
     """Return whether neither arrays, batch elements nor heads decide what a leaf allows."""
     if jax.tree.leaves(leaf):
         return False
@@ -106,7 +106,7 @@ def words_of(x, axis: int, columns: Tiling):
 
     Positions are padded, because copies take rows of a multiple of 16 bytes.
     """
-    words = rows_of_one_axis(Bits.along(axis, columns).of(x))
+    words = rows_of_one_axis(Bits.along(axis, columns).pack(x))
     words = jnp.swapaxes(words, 2, 3) if axis == 3 else words
     return jnp.pad(words, [(0, 0)] * 3 + [(0, -words.shape[3] % 4)])
 
@@ -120,16 +120,16 @@ class Masks(NamedTuple):
     axes: tuple[BroadcastAxes, ...] = ()
 
     @classmethod
-    def of(cls, arrays, batch: int) -> "Masks":
+    def from_arrays(cls, arrays, batch: int) -> "Masks":
         """Return those of arrays that `without_masks` returned."""
-        return cls(tuple(BroadcastAxes.of(x, batch) for x in arrays))
+        return cls(tuple(BroadcastAxes.from_array(x, batch) for x in arrays))
 
     def copy(self, refs, smem, stage, b, h, first_column, first_row, full):
         """Start the copies of a tile, which arrive at `full`."""
         for n, (axes, ref) in enumerate(zip(self.axes, refs, strict=True)):
             words, rows = smem.shape[2:]
             place = pl.ds(common.quotient(first_column, ptx.BITS), words), pl.ds(first_row, rows)
-            plgpu.copy_gmem_to_smem(ref.at[(*axes.at(b, h), *place)], smem.at[n, stage], full)
+            plgpu.copy_gmem_to_smem(ref.at[(*axes.index_of(b, h), *place)], smem.at[n, stage], full)
 
     def read(self, smem, stage, first_row) -> list:
         """Return bools [64, columns] of each array, of a tile's rows from `first_row` on."""
@@ -149,7 +149,7 @@ class Streams(NamedTuple):
     masks: Masks = Masks()
 
     @classmethod
-    def of(
+    def from_problem(
         cls, problem: Problem, shared, axis: int, columns: Tiling, *, bias: bool, masks: bool
     ) -> "tuple[Streams, Any, StreamedArrays]":
         """Return the streams, the rest of `shared_arrays`, and the arrays as copies take them.
@@ -165,11 +165,11 @@ class Streams(NamedTuple):
         axes, array, bools = None, None, []
         if bias:
             shared, array = without_bias(shared)
-            axes, array = BroadcastAxes.of(array, problem.batch), rows_of_one_axis(array)
+            axes, array = BroadcastAxes.from_array(array, problem.batch), rows_of_one_axis(array)
         if masks:
             shared, bools = without_masks(shared)
         arrays = StreamedArrays(array, [words_of(x, axis, columns) for x in bools])
-        return cls(axes, Masks.of(bools, problem.batch)), shared, arrays
+        return cls(axes, Masks.from_arrays(bools, problem.batch)), shared, arrays
 
     def copy(self, refs: "StreamedArrays", pipeline: Pipeline | None, j, b, h, query, key):
         """Copy the tiles from this query and key on to the stage of tile j, when that is empty."""
@@ -181,7 +181,7 @@ class Streams(NamedTuple):
             smem = pipeline.smem["bias"].at[stage]
             warpgroups, rows, width = smem.shape
             for n in range(warpgroups):
-                at = *self.bias.at(b, h), pl.ds(query, rows), pl.ds(key + n * width, width)
+                at = *self.bias.index_of(b, h), pl.ds(query, rows), pl.ds(key + n * width, width)
                 plgpu.copy_gmem_to_smem(refs.bias.at[at], smem.at[n], full)
         self.masks.copy(refs.bits, pipeline.smem["bits"], stage, b, h, query, key, full)
 

@@ -73,7 +73,7 @@ class Pipeline:
         empty = common.barriers(count, consumers, cluster_size)
         return cls(smem, full, empty, None, stages)
 
-    def of_warpgroup(self, n) -> "Pipeline":
+    def pipeline_of_warpgroup(self, n) -> "Pipeline":
         """Return the n-th of `pipelines` pipelines."""
         return dataclasses.replace(self, first=n * self.stages)
 

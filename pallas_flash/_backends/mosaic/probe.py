@@ -31,7 +31,7 @@ def pallas_flash_function(*refs, static: FunctionConfig):
     """Compute scores or their derivative, and the mask, of one tile in each form."""
     *refs, out_ref = refs
     program = lax.axis_index("cta")
-    options = static.options.of_element(refs, program)
+    options = static.options.element_options(refs, program)
     at = common.positions(SHAPE, program, program)
     for n, h in enumerate((program, at[0])):
         s = ptx.load_fragments(out_ref, GROUPS)
@@ -43,11 +43,11 @@ def pallas_flash_function(*refs, static: FunctionConfig):
         ptx.store_fragments(options.hide(s, h, *at), out_ref.at[n * GROUPS])
 
 
-def function(problem: Problem, *, derivative: bool):
+def compute(problem: Problem, *, derivative: bool):
     """Launch the kernel for the mask and the scores of a problem."""
     shared = shared_arrays(problem, problem.mask)
     q, kv = Tiling(problem.q_len, SHAPE[0]), Tiling(problem.kv_len, SHAPE[1])
-    options = Options.of(problem, shared, q, kv)
+    options = Options.from_problem(problem, shared, q, kv)
     return common.launch(
         pallas_flash_function,
         options.operands(shared),

@@ -32,8 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash._backends.mosaic import block_ranges
-from pallas_flash._problem import features as _features
-from pallas_flash._problem.features import CallFeatures
+from pallas_flash._problem.features import CallFeatures, features_of
 from pallas_flash._problem.masks import Mask
 from pallas_flash._problem.problem import Problem
 
@@ -87,7 +86,7 @@ class QueryTiles:
     folded: bool
 
     @classmethod
-    def of(cls, problem: Problem, batch: int, warpgroups: int, cluster_size: int = 1):
+    def from_problem(cls, problem: Problem, batch: int, warpgroups: int, cluster_size: int = 1):
         """Return those of a call.
 
         Args:
@@ -98,7 +97,7 @@ class QueryTiles:
         """
         count = warpgroups * cluster_size
         per_head = -(-problem.q_len // (count * QUERY_ROWS))
-        features = dataclasses.replace(_features.of(problem), batch=batch)
+        features = dataclasses.replace(features_of(problem), batch=batch)
         return cls(count, per_head, cluster_size == 1 and folded(features, warpgroups))
 
     def first_row(self, index, query_tile):
@@ -109,7 +108,7 @@ class QueryTiles:
         tile = query_tile * self.per_head + odd * (self.per_head - 1) + (1 - 2 * odd) * index
         return tile * QUERY_ROWS
 
-    def by_work_tile(self, rows):
+    def in_work_tile_order(self, rows):
         """Return rows [1 or B, 1 or N, query tiles, ...] in the order of work tiles."""
         if not self.folded:
             return rows

@@ -126,7 +126,7 @@ class Options:
     transposed: bool
 
     @classmethod
-    def of(
+    def from_problem(
         cls, problem: Problem, shared, q: Tiling, kv: Tiling, *, transposed: bool = False
     ) -> "Options":
         """Return the options of a problem that is cut into tiles."""
@@ -152,7 +152,7 @@ class Options:
         """Return its arrays as kernels take them: of one axis, and no bools."""
 
         def operand(x, leaf: Leaf):
-            x, rank = x if leaf.bits is None else leaf.bits.of(x), x.ndim - 1
+            x, rank = x if leaf.bits is None else leaf.bits.pack(x), x.ndim - 1
             x = x.astype(stored_dtype(x.dtype)).reshape(-1)
             return jnp.pad(x, (0, OVERHANG if rank == RANK_OF_TOKENS else 0))
 
@@ -203,7 +203,7 @@ class Options:
         _, extras = jax.tree.unflatten(self.structure, self.leaves)
         return extras
 
-    def of_element(self, refs, b) -> "ElementOptions":
+    def element_options(self, refs, b) -> "ElementOptions":
         """Return the options of one batch element, counted over all instances, for references."""
         batch = jnp.int32(self.batch)
         instance, b = lax.div(b, batch), lax.rem(b, batch)

@@ -5,12 +5,11 @@
 
 import jax.numpy as jnp
 
-from pallas_flash._backends.triton import backward_dkv, backward_dq
+from pallas_flash._backends.triton import backward_dkv, backward_dq, forward_kernel
 from pallas_flash._backends.triton.backward_dbias import dbias
 from pallas_flash._backends.triton.backward_tables import table_gradients as table_gradients
 from pallas_flash._backends.triton.decode_kernel import decode
 from pallas_flash._backends.triton.delta_kernel import delta
-from pallas_flash._backends.triton.forward_kernel import forward as _forward
 from pallas_flash._backends.triton.tangent_kernel import tangents as tangents
 from pallas_flash._problem import key_center
 from pallas_flash._problem.problem import Gradients, Problem
@@ -22,7 +21,7 @@ def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
     """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     if tiles.decode is not None:
         return decode(problem, tiles.tile("decode"), interpret=interpret)
-    return _forward(problem, tiles.tile("forward"), interpret=interpret)
+    return forward_kernel.forward(problem, tiles.tile("forward"), interpret=interpret)
 
 
 def backward(
@@ -53,7 +52,7 @@ def backward(
     else:
         [dk] = launch(backward_dkv.pallas_flash_dk, "dk")
         [dv] = launch(backward_dkv.pallas_flash_dv, "dv")
-    center = key_center.for_shift(problem, log_sum)
+    center = key_center.center_for_shift(problem, log_sum)
     shifted, shifted_log_sum = key_center.shifted(problem, log_sum, center)
     dq, dscale = backward_dq.dq(
         shifted,

@@ -31,7 +31,7 @@ def pallas_flash_dbias(
     `counts` are the numbers of batch elements, heads, query tiles and key tiles. `broadcast` says
     over which of these axes the bias broadcasts.
     """
-    arrays, dbias_ref = Streamed.of(refs, spec)
+    arrays, dbias_ref = Streamed.from_refs(refs, spec)
     grid = [pl.program_id(3 - axis) for axis in range(4)]
 
     def tile(*index):

@@ -48,7 +48,7 @@ def pallas_flash_dq(
 
     def step(kv_tile, masked, acc):
         k_pos = in_tile(kv_tile, block_kv)
-        at = rows.at(k_pos)
+        at = rows.indices(k_pos)
         keys = common.keys_to_load(spec, mask, rows, k_pos, masked)
         span = pl.ds(kv_tile * block_kv, block_kv)
         k = common.load(k_ref.at[span, :], keys, spec.head_dim)

@@ -19,11 +19,10 @@ from jax.experimental import pallas as pl
 from pallas_flash._backends.triton import common, streamed
 from pallas_flash._backends.triton.delta_kernel import delta
 from pallas_flash._backends.triton.streamed import Streamed
-from pallas_flash._problem import table_gradients as _reads
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.scores import LogSum
-from pallas_flash._problem.table_gradients import Read
+from pallas_flash._problem.table_gradients import Read, add_at, reads_of
 from pallas_flash._problem.tile_sizes import Tile
 from pallas_flash._problem.traversal import in_tile
 
@@ -36,7 +35,7 @@ class Sums(enum.Enum):
     DIAGONALS = "d"
 
     @classmethod
-    def of(cls, read: Read) -> "Sums":
+    def from_read(cls, read: Read) -> "Sums":
         return next((x for x in cls if x.value in read.letters), cls.ROWS)
 
 
@@ -47,7 +46,7 @@ def pallas_flash_read(
 
     `by_batch` says whether a program has one batch element, or all of `batch`.
     """
-    arrays, out_ref = Streamed.of(refs, spec)
+    arrays, out_ref = Streamed.from_refs(refs, spec)
     resident, h, b = map(pl.program_id, range(3))
     blocks = spec.q.block, spec.kv.block
 
@@ -116,18 +115,18 @@ def table_gradients(
         jnp.zeros(x.shape, jnp.float32) if want else None
         for x, want in zip(tables, wanted, strict=True)
     ]
-    for number, read in enumerate(_reads.reads_of(p.scores)):
+    for number, read in enumerate(reads_of(p.scores)):
         if wanted[read.table]:
             x, at = _sums(p, *rows, number, read, dq, interpret=interpret)
             _, index = p.scores.reads(x, *at)[number]
-            found[read.table] = _reads.add_at(found[read.table], index, x, sort=True)
+            found[read.table] = add_at(found[read.table], index, x, sort=True)
     pairs = zip(found, tables, strict=True)
     return [None if x is None else x.astype(table.dtype) for x, table in pairs]
 
 
 def _sums(p: Problem, do, log_sum, delta, number: int, read: Read, dq: Tile, *, interpret: bool):
     """Return sums over scores of which a read has one index, and indices b, h, q, k of one each."""
-    sums, by_batch = Sums.of(read), "b" in read.letters
+    sums, by_batch = Sums.from_read(read), "b" in read.letters
     tile = streamed.small_tile(dq)
     if sums is Sums.DIAGONALS:
         sides = (p.q_len, tile.block_q), (p.kv_len, tile.block_kv)
@@ -171,12 +170,12 @@ def _sums(p: Problem, do, log_sum, delta, number: int, read: Read, dq: Tile, *, 
     elif sums is Sums.COLUMNS:
         k = jnp.arange(p.kv_len, dtype=jnp.int32).reshape(1, 1, 1, -1)
     else:
-        x, q = _by_difference(x, spec.q.block, spec.kv.count)
+        x, q = _sums_by_difference(x, spec.q.block, spec.kv.count)
     b, h = (jnp.arange(n, dtype=jnp.int32) for n in (batch, p.num_heads))
     return x, (b.reshape(-1, 1, 1, 1), h.reshape(1, -1, 1, 1), q, k)
 
 
-def _by_difference(x, block: int, kv_tiles: int):
+def _sums_by_difference(x, block: int, kv_tiles: int):
     """Return the sums of the diagonals of square tiles, and q - k of each.
 
     Args:

@@ -63,7 +63,7 @@ class Rows(NamedTuple):
     pos: Any
     valid: Any
 
-    def at(self, k_pos):
+    def indices(self, k_pos):
         """Return the indices b, h, q, k of scores, which broadcast to [rows, keys]."""
         h = self.h if jnp.ndim(self.h) == 0 else self.h[:, None]
         return self.b, h, self.pos[:, None], k_pos[None, :]
@@ -301,7 +301,7 @@ class KernelSpec:
         if not self.split_output:
             return [o]
         if self.interpret:
-            return list(SplitOutput.of(o, dtype, split=True))
+            return list(SplitOutput.from_float32(o, dtype, split=True))
         # Compilers of kernels do not leave out a conversion and its inverse.
         return [o, o - o.astype(dtype).astype(jnp.float32)]
 
@@ -396,7 +396,7 @@ class RefOperand(Operand):
         super().__init__(ref, dtype)
         self._ragged = ragged
 
-    def for_user(self):
+    def readable(self):
         # A masked `load` has no derivative, not even where nothing is differentiated.
         return Operand(self._array, self._dtype)
 

@@ -67,7 +67,7 @@ def pallas_flash_decode(
     mine = split(tiles(0), pl.program_id(1), splits, spec.sparsity)
 
     def kept_of(kv_tile, k_pos):
-        return spec.kept(extras, *rows.at(k_pos))
+        return spec.kept(extras, *rows.indices(k_pos))
 
     (acc,), m, l = attend(rows, (q,), k_ref, v_ref, scale_ref[0], mine, kept_of, extras, spec)
     common.store(acc_ref, acc, valid, spec.value_dim)

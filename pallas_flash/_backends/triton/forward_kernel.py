@@ -78,7 +78,7 @@ def attend(
     def step(kv_tile, masked, carry):
         acc, m, l = carry
         k_pos = in_tile(kv_tile, block_kv)
-        at = rows.at(k_pos)
+        at = rows.indices(k_pos)
         keys = common.keys_to_load(spec, mask, rows, k_pos, masked)
         k, k_scales = load(k_ref, kv_tile, keys, spec.head_dim, spec)
         # Before the first product. After it the kernel would take 207 registers at head dim 128,

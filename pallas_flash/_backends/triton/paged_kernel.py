@@ -40,7 +40,7 @@ from pallas_flash._backends.triton.decode_kernel import (
     query_and_head,
 )
 from pallas_flash._backends.triton.forward_kernel import attend
-from pallas_flash._backends.triton.tiles import table as tile_table
+from pallas_flash._backends.triton.tiles.table import BY_MATRIX_UNITS, DECODE_ROWS, DECODE_STAGE
 from pallas_flash._jax import device, hardware
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import PagedProblem, RowTiles, Work, key_place
@@ -204,7 +204,7 @@ def forward(problem: PagedProblem, *, interpret: bool):
     launches = []
     for tile, rows in launches_of(problem, capability):
         kv = Tiling(problem.kv_len, tile.block_kv)
-        tiles = RowTiles.of(problem, tile.block_q, kv, rows)
+        tiles = RowTiles.from_problem(problem, tile.block_q, kv, rows)
         if len(tiles.request):
             launches.append(_launch(problem, tile, tiles, kv, interpret=interpret))
     return _combine(problem, launches)
@@ -215,14 +215,14 @@ def launches_of(p: PagedProblem, capability) -> list[tuple[Tile, tuple[int, int 
     width = max(64, common.padded(max(p.head_dim, p.value_dim)))
     rows = p.q_len * p.groups
     # Quantised keys have the same tiles, because conversions take the registers of more keys.
-    block_kv = tile_table.DECODE_STAGE // (2 * width * p.dtype.itemsize)
-    most = tile_table.DECODE_ROWS[width]
+    block_kv = DECODE_STAGE // (2 * width * p.dtype.itemsize)
+    most = DECODE_ROWS[width]
     uniform = p.tokens == p.batch * p.q_len
     few = Tile(common.block_for(rows if uniform else p.groups, most), block_kv, 4, 3)
     if rows <= few.block_q:
         return [(few, (0, None))]
     units = hardware.matrix_units(capability)
-    many = tile_table.BY_MATRIX_UNITS[units][width, p.dtype.itemsize].tile("forward")
+    many = BY_MATRIX_UNITS[units][width, p.dtype.itemsize].tile("forward")
     assert isinstance(many, Tile)
     if width == 256:
         # Addresses of pages take registers; with more keys it spills.
@@ -331,7 +331,7 @@ def _combine(p: PagedProblem, launches: list[_Launch]):
     columns, operands, specs = [], [], []
     width, groups = common.padded(p.value_dim), p.groups
     for launch in launches:
-        tile, row, exists = launch.tiles.of_rows(p)
+        tile, row, exists = launch.tiles.tile_of_rows(p)
         # The first split of each row, their number, and the row in the tile.
         columns += [launch.work.first[tile], jnp.where(exists, launch.work.count[tile], 0), row]
         operands += launch.results

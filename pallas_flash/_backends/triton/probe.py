@@ -49,7 +49,7 @@ def pallas_flash_function(*refs, spec: common.KernelSpec, derivative: bool, read
     out_ref[0, 0] = total
 
 
-def function(problem: Problem, *, derivative: bool, reads: int = 0):
+def compute(problem: Problem, *, derivative: bool, reads: int = 0):
     """Call `pallas_flash_function` for the mask and the scores of a problem."""
     spec, extras, _ = common.make_spec(problem, TILE, streamed="kv", interpret=False)
     arrays = common.kernel_arrays(extras)

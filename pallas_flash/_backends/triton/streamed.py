@@ -48,7 +48,7 @@ class Streamed(NamedTuple):
     scale: Any
 
     @classmethod
-    def of(cls, refs, spec: common.KernelSpec) -> tuple["Streamed", Any]:
+    def from_refs(cls, refs, spec: common.KernelSpec) -> tuple["Streamed", Any]:
         """Return the refs of `operands`, and that of the one output."""
         q, k, v, scale_ref, do, *refs = refs
         log_sum_refs, (delta_ref, *refs) = spec.log_sum(refs)

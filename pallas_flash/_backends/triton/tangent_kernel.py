@@ -52,7 +52,7 @@ def pallas_flash_tangents(
     def step(kv_tile, masked, carry):
         acc, o, mass, mean = carry
         k_pos = in_tile(kv_tile, block_kv)
-        at = rows.at(k_pos)
+        at = rows.indices(k_pos)
         keys = common.keys_to_load(spec, mask, rows, k_pos, masked)
         span = pl.ds(kv_tile * block_kv, block_kv)
         k, k_dot = (common.load(x.at[span, :], keys, spec.head_dim) for x in (k_ref, k_dot_ref))

@@ -34,7 +34,7 @@ TILE = 128
 
 def forward(run, problem: Problem, along: Along):
     """Return the output [B, T, N, V] and a `LogSum` of [B, N, T], of a device's queries."""
-    return _for_device(run, problem, along)
+    return _run_for_device(run, problem, along)
 
 
 def backward(run, problem: Problem, o, log_sum, do, dlse, along: Along, wanted):
@@ -49,7 +49,7 @@ def backward(run, problem: Problem, o, log_sum, do, dlse, along: Along, wanted):
         )
 
     kv_len = problem.kv_len * (device(along).number if along.keys else 1)
-    grads = _for_device(with_all_keys, problem, along)
+    grads = _run_for_device(with_all_keys, problem, along)
     if not along.keys:
         return grads
     dk, dv = (home(x, along, problem) for x in (grads.key, grads.value))
@@ -67,7 +67,7 @@ def home(x, along: Along, problem: Problem):
     return jnp.sum(x, axis=1, dtype=problem.accumulator_dtype).astype(x.dtype)
 
 
-def _for_device(fn, problem: Problem, along: Along):
+def _run_for_device(fn, problem: Problem, along: Along):
     """Return `fn(part)` for a device's queries and the keys up to the last one they may see."""
     here, q_len = device(along), problem.q_len
     windows = [x for x in problem.mask.windows if x.known]
@@ -75,7 +75,7 @@ def _for_device(fn, problem: Problem, along: Along):
         return fn(whole_keys(problem, along))
     problem = gathered_keys(problem, along)
 
-    def of(number: int):
+    def branch(number: int):
         first, kv_len = number * q_len, problem.kv_len
         for window in windows:
             if window.high is not None:
@@ -84,7 +84,7 @@ def _for_device(fn, problem: Problem, along: Along):
         part = Part(Side(first, q_len, 0), Side(0, kv_len, 0), first)
         return lambda problem: fn(part_of(problem, part))
 
-    return lax.switch(here.index, [of(i) for i in range(here.number)], problem)
+    return lax.switch(here.index, [branch(i) for i in range(here.number)], problem)
 
 
 def _padded(x, axis: int, length: int):

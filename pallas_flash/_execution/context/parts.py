@@ -70,7 +70,7 @@ def part_of(problem: Problem, part: Part) -> Problem:
         if isinstance(x, tuple):
             return tuple(map(cut, x))
         if isinstance(x, Divisible):
-            keys = _of_same_tokens(x)
+            keys = _array_of_same_tokens(x)
             x = x if keys is None else dataclasses.replace(x, key_value=keys)
             x = partition.replace_fields(x, cut)
             return x.restrict(part)
@@ -95,7 +95,7 @@ def with_all_keys(problem: Problem, along: Along) -> Problem:
         if not isinstance(x, Divisible):
             divided = along.keys and "s" in axes and x is not None
             return gather(along, x, axes.index("s")) if divided else x
-        if (keys := _of_same_tokens(x)) is not None:
+        if (keys := _array_of_same_tokens(x)) is not None:
             # The queries' array holds the device's own queries alone.
             return dataclasses.replace(x, key_value=gather(along, keys, 1))
         return partition.replace_fields(x, gathered)
@@ -105,7 +105,7 @@ def with_all_keys(problem: Problem, along: Along) -> Problem:
     return dataclasses.replace(gathered(rest), **kept)
 
 
-def _of_same_tokens(x: Any):
+def _array_of_same_tokens(x: Any):
     """Return the array of queries that also stands for the keys; None if there is none."""
     keys = "s" in partition.axes_of(x).get("key_value", "")
     return x.query if keys and x.key_value is None else None
@@ -133,7 +133,7 @@ def device(along: Along) -> Device:
     return Device(lax.axis_index(along.names).astype(jnp.int32), lax.axis_size(along.names))
 
 
-def for_each_example(problem: Problem, distance):
+def distance_per_batch_element(problem: Problem, distance):
     """Return a traced distance in the form of `Part.distance`."""
     return jnp.full((problem.batch,), distance, jnp.int32)
 
@@ -152,7 +152,9 @@ def whole_keys(problem: Problem, along: Along) -> Problem:
     problem = gathered_keys(problem, along)
     first = device(along).index * problem.q_len
     part = Part(
-        Side(first, problem.q_len, 0), Side(0, problem.kv_len, 0), for_each_example(problem, first)
+        Side(first, problem.q_len, 0),
+        Side(0, problem.kv_len, 0),
+        distance_per_batch_element(problem, first),
     )
     return part_of(problem, part)
 

@@ -30,7 +30,7 @@ from pallas_flash._execution.context.parts import (
     Part,
     Side,
     device,
-    for_each_example,
+    distance_per_batch_element,
     part_of,
     visit,
     with_all_keys,
@@ -87,12 +87,12 @@ class Step(NamedTuple):
     def run(self, fn, carry):
         """Return `fn(piece, carry)` on a device with an allowed pair, elsewhere `carry`."""
 
-        def of(piece):
+        def branch(piece):
             return lambda carry: visit(piece.problem, lambda carry: fn(piece, carry), carry)
 
         if len(self.pieces) == 1:
-            return of(self.pieces[0])(carry)
-        return lax.switch(self.which, [of(piece) for piece in self.pieces], carry)
+            return branch(self.pieces[0])(carry)
+        return lax.switch(self.which, [branch(piece) for piece in self.pieces], carry)
 
 
 def forward(run, problem: Problem, along: Along):
@@ -107,7 +107,7 @@ def forward(run, problem: Problem, along: Along):
             o, log_sum = piece.rows(total[0]), _rows_of(total[1], piece)
             o_part, part = run(piece.with_keys(message))
             log_sum, mine, others = log_sum.joined(part)
-            o = _by_row(mine) * o + _by_row(others) * widened(o_part, o.dtype)
+            o = _row_factor(mine) * o + _row_factor(others) * widened(o_part, o.dtype)
             statistics = jax.tree.map(lambda x, y: _put(x, y, 2, piece.row), total[1], log_sum)
             return _put(total[0], o, 1, piece.row), statistics
 
@@ -115,9 +115,9 @@ def forward(run, problem: Problem, along: Along):
         total = ring.after(total, following)
     o, log_sum = total
     if sinks is not None:
-        log_sum, share, _ = log_sum.joined(_of_sinks(sinks, log_sum))
-        o = _by_row(share) * o
-    return SplitOutput.of(o, dtype, split=problem.split_output), log_sum
+        log_sum, share, _ = log_sum.joined(_log_sum_of_sinks(sinks, log_sum))
+        o = _row_factor(share) * o
+    return SplitOutput.from_float32(o, dtype, split=problem.split_output), log_sum
 
 
 def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, wanted):
@@ -281,7 +281,7 @@ def _step(problem: Problem, here: Device, back: int) -> Step:
     else:
         pieces = at(back * q_len), at((back - here.number) * q_len)
         if q_len != kv_len or len({jax.tree.structure(x.problem) for x in pieces}) == 1:
-            pieces = (at(for_each_example(problem, q.first - kv.first)),)
+            pieces = (at(distance_per_batch_element(problem, q.first - kv.first)),)
     sees = [piece.problem.mask.sees(q_len, kv_len) is not False for piece in pieces]
     used = tuple(sees[-1] if d < back else sees[0] for d in range(here.number))
     which = ahead.astype(jnp.int32) if len(pieces) == 2 else 0
@@ -315,7 +315,7 @@ def _in_order(problem: Problem, positions: Positions, q: Side, kv: Side, *, own:
         block = {name: getattr(problem, name)[:, :keys] for name in ("key", "value")}
         part = dataclasses.replace(problem, mask=_without_positions(problem, *leaves), **block)
         sides = Side(q.first + row, rows, row), Side(kv.first + key, keys, kv.at + key)
-        distance = for_each_example(problem, sides[0].first - sides[1].first)
+        distance = distance_per_batch_element(problem, sides[0].first - sides[1].first)
         if own:
             distance = 0
         return Piece(part_of(part, Part(*sides, distance)), row, key)
@@ -343,7 +343,7 @@ def calls_in_order(problem: Problem) -> list[Problem]:
     if _causal_positions(problem) is None:
         return []
 
-    def of(x, *leaves):
+    def masked(x, *leaves):
         return dataclasses.replace(x, mask=_without_positions(problem, *leaves))
 
     half = problem.kv_len // 2
@@ -354,7 +354,7 @@ def calls_in_order(problem: Problem) -> list[Problem]:
     few_keys, few_queries = (
         dataclasses.replace(problem, **x) for x in (dict(key=k, value=v), dict(query=q))
     )
-    return [of(problem, Band(None, 0)), of(few_keys), of(few_queries)]
+    return [masked(problem, Band(None, 0)), masked(few_keys), masked(few_queries)]
 
 
 def _without_positions(problem: Problem, *leaves) -> Mask:
@@ -373,7 +373,7 @@ def _key_center_of_all(problem: Problem, along: Along):
         return None
     q = Side(here.index * p.q_len, p.q_len, 0)
     kv = Side(here.index * p.kv_len, p.kv_len, here.index * p.kv_len)
-    distance = 0 if p.q_len == p.kv_len else for_each_example(p, q.first - kv.first)
+    distance = 0 if p.q_len == p.kv_len else distance_per_batch_element(p, q.first - kv.first)
     own = part_of(p, Part(q, kv, distance))
     visible = own.visible_keys(key_center.sample_positions(p.kv_len)) if own.mask else None
     moments = lax.psum(key_center.moments(p, visible), along.names)
@@ -397,7 +397,7 @@ def _nothing(p: Problem):
     return o, LogSum(m, l_log2, l_log2 if p.max_logits else None)
 
 
-def _of_sinks(sinks, log_sum: LogSum) -> LogSum:
+def _log_sum_of_sinks(sinks, log_sum: LogSum) -> LogSum:
     """Return the `LogSum` of the sinks, one more score for each row with keys."""
     sinks, has_keys = sinks[None, :, None], log_sum.l_log2 > -jnp.inf
     if log_sum.m is None:
@@ -406,7 +406,7 @@ def _of_sinks(sinks, log_sum: LogSum) -> LogSum:
     return LogSum(jnp.where(has_keys, sinks, 0), jnp.where(has_keys, 0.0, -jnp.inf))
 
 
-def _by_row(x):
+def _row_factor(x):
     """Reshape [B, N, T] to a factor of [B, T, N, V]."""
     return jnp.moveaxis(x, 1, 2)[..., None]
 

@@ -37,7 +37,7 @@ def start_messages(barriers, count: int, size: int):
         lines = [f"mbarrier.init.shared::cta.b64 [$0+{i}], 1;" for i in each]
         lines.append("fence.mbarrier_init.release.cluster;")
         lines += [f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0+{i}], {size};" for i in each]
-        _by_one_thread(lines, _address(barriers))
+        _emit_by_one_thread(lines, _address(barriers))
         # The thread that reports is another one of its warp.
         _emit("bar.warp.sync -1;")
 
@@ -50,7 +50,7 @@ def expect_message(barriers, n, size: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
     def emit(_, barriers, n):
         line = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};"
-        _by_one_thread([line], _barrier(barriers, n))
+        _emit_by_one_thread([line], _barrier(barriers, n))
 
     emit(barriers, n)
 
@@ -121,7 +121,7 @@ def send_tile(source, ref, barriers, n, rank: int, width: int):
             f"[$0], [$1], {2 * 64 * 64}, [$2];"
         )
         places = _remote(_address(ref), rank), _address(source)
-        _by_one_thread([line], *places, _remote(_barrier(barriers, n), rank))
+        _emit_by_one_thread([line], *places, _remote(_barrier(barriers, n), rank))
 
     emit(source, ref, barriers, n)
 
@@ -151,7 +151,7 @@ def _remote(address, rank: int):
     return place
 
 
-def _by_one_thread(lines, *arguments):
+def _emit_by_one_thread(lines, *arguments):
     """Emit lines for the first thread of the warpgroup."""
     condition = f"{{ .reg .pred first; setp.eq.u32 first, ${len(arguments)}, 0;"
     text = "\n".join([condition, *(f"@first {line}" for line in lines), "}"])

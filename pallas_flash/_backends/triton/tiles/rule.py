@@ -34,7 +34,7 @@ def default(p: Problem | None, f: CallFeatures) -> TileSizes:
         measured = with_pairs[max(n for n in with_pairs if n <= f.pair_bytes)]
     tiles = {kernel: tile for kernel in KERNELS if (tile := measured.tile(kernel))}
     if hopper and not with_pairs:
-        tiles |= _of_few(f) | _of_kind(f)
+        tiles |= _low_occupancy_tiles(f) | _tiles_of_kind(f)
     if f.few_queries and f.kv_len > table.MANY_KEYS:
         block_kv = table.DECODE_STAGE // (2 * math.prod(size))
         tiles["decode"] = Tile(table.DECODE_ROWS[size[0]], block_kv, 4, 3)
@@ -46,7 +46,7 @@ def default(p: Problem | None, f: CallFeatures) -> TileSizes:
     return TileSizes(**tiles)
 
 
-def _of_few(f: CallFeatures) -> dict[str, Tile]:
+def _low_occupancy_tiles(f: CallFeatures) -> dict[str, Tile]:
     """Return the tiles that differ at low occupancy."""
     limit, tiles = table.FEW.get((_width(f), f.itemsize), (0, {}))
     spread = f.kv_rows * splits_of_heads(f.groups, f.kv_rows, f.masked)
@@ -57,7 +57,7 @@ def _of_few(f: CallFeatures) -> dict[str, Tile]:
     return {kernel: tile for kernel, tile in tiles.items() if few(kernel)}
 
 
-def _of_kind(f: CallFeatures) -> dict[str, Tile]:
+def _tiles_of_kind(f: CallFeatures) -> dict[str, Tile]:
     """Return the tiles that differ for this kind of call."""
     kind = "scores" if f.scores else "dropout" if Option.DROPOUT in f.options else f.mask
     many, tiles = table.BY_KIND.get((kind, _width(f), f.itemsize), (0, {}))

@@ -3,25 +3,24 @@
 from types import ModuleType
 
 from pallas_flash._jax import device
-from pallas_flash._problem import features
-from pallas_flash._problem.features import CallFeatures
+from pallas_flash._problem.features import CallFeatures, features_of
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import KERNELS, TileSizes
 
 
-def by_table(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
+def tiles_of_call(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
     """Return the tiles that are asked for, and the rest by the table of an implementation.
 
     Raises:
         ValueError: if tiles that were asked for do not fit on the GPU.
     """
-    f = features.of(problem, capability=device.tile_capability(implementation))
+    f = features_of(problem, capability=device.tile_capability(implementation))
     return completed(asked, problem, f, backend(implementation))
 
 
-def for_launch(problem: Problem, instances: int, asked: TileSizes) -> TileSizes:
+def tiles_of_launch(problem: Problem, instances: int, asked: TileSizes) -> TileSizes:
     """Return the tiles of "mosaic" for a launch of several instances of a problem."""
-    return completed(asked, problem, features.of(problem, instances), backend("mosaic"))
+    return completed(asked, problem, features_of(problem, instances), backend("mosaic"))
 
 
 def backend(implementation: str) -> ModuleType:
@@ -52,8 +51,8 @@ def completed(
     default = backend.default(problem, f)
     if asked is None:
         return default
-    asked = asked.used(f.few_queries)
+    asked = asked.serving(f.few_queries)
     for kernel in KERNELS:
         if (tile := asked.tile(kernel)) is not None:
             backend.check(kernel, tile, problem, f)
-    return asked.or_else(default)
+    return asked.filled_from(default)

@@ -1,0 +1,1 @@
+"""Python modules of MLIR's dialects that jaxlib does not have, see `compat`."""

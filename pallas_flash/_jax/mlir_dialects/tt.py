@@ -1,0 +1,1 @@
+"""The dialect of Triton, of which Pallas needs no operation in Python."""
