@@ -507,7 +507,7 @@ def train(config: TrainConfig, *, restart: bool = False) -> TrainResult:
         read = (lambda: None) if folder.last_step else initial_params(config, layout, params)
         if config.gradient_check and not finished:
             error = check_gradients(config, text, layout)
-        state = folder.resume(lambda: init_state(read()), layout.of)
+        state = folder.resume(lambda: init_state(read()), layout.shardings)
         if finished:
             say(
                 "finished",
