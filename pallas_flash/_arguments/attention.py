@@ -5,7 +5,6 @@ checks look at shapes, dtypes and Python values, so that errors appear while tra
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -51,65 +50,17 @@ NOT_OF_PROBLEM = (
     "reproducible",
     "context_parallelism",
 )
-# The arguments that say which keys a query may see, besides `mask`.
-POSITIONS = ("query_offset", "query_positions", "key_value_positions")
 LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
-CONDITIONS = ("is_causal", *LENGTHS, "local_window_size", "segment_ids", *POSITIONS)
 
 
-def validate(call: Mapping[str, Any]) -> Problem:
-    """Return the problem of a call; raise if its arguments, by name, are wrong."""
-    _check_results(call["return_residual"], call["return_lse"])
-    _check_reproducible(call["reproducible"])
-    _check_method(call["context_parallelism"])
-    query, key, value = (array(name, call[name]) for name in ("query", "key", "value"))
-    _check_inputs(query, key, value)
-    if query.ndim == 3:
-        query, key, value = query[None], key[None], value[None]
-    batch, q_len, num_heads, head_dim = query.shape
-    kv_len = key.shape[1]
-    scores_shape = (batch, num_heads, q_len, kv_len)
-    divided = parse_sequence_axis(call["sequence_axis"])
-    shards = _count(divided)
-    if divided is not None:
-        check_lengths(q_len * shards, kv_len * shards, shards, divided.names)
-    query, scale, any_scale = _scale(call["scale"], query, head_dim)
-    slopes = _per_head("alibi_slopes", call["alibi_slopes"], num_heads, scale.dtype)
-    score_mod = fitted_score_mod(call["score_mod"], scale.dtype)
-    # Positions change a score through the slopes alone.
-    at = TokenPositions()
-    if slopes is not None:
-        given = {name: call[name] for name in POSITIONS}
-        at = _positions((batch, q_len, kv_len), divided, **given)
-    conditions = {name: call[name] for name in CONDITIONS}
-    return Problem(
-        query=query,
-        key=key,
-        value=value,
-        scale=scale,
-        bias=_bias(call["bias"], Call(scores_shape, shards=shards).pairs_shape, scale.dtype),
-        sinks=_per_head("sinks", call["sinks"], num_heads, scale.dtype),
-        slopes=slopes,
-        score_operands=None if score_mod is None else score_mod.operands,
-        mask=mask_of(scores_shape, call["mask"], **conditions, divided=divided),
-        rest_of_scores=Scores(
-            offset=at.offset,
-            positions=at.positions,
-            shift=at.shift,
-            score_mod=None if score_mod is None else score_mod.fn,
-            soft_cap=_soft_cap(call["logits_soft_cap"], scale.dtype),
-        ),
-        dropout=dropout(call["dropout_rate"], call["dropout_key"], call["broadcast_dropout"]),
-        precision=_precision(call["precision"]),
-        any_scale=any_scale,
-        max_logits=flag("return_max_logits", call["return_max_logits"]),
-    )
-
-
-def mask_of(
-    scores_shape,
+def validate(
+    query,
+    key,
+    value,
+    bias,
     mask,
     *,
+    scale,
     is_causal,
     query_seq_lengths,
     key_value_seq_lengths,
@@ -118,6 +69,100 @@ def mask_of(
     query_offset,
     query_positions,
     key_value_positions,
+    logits_soft_cap,
+    sinks,
+    alibi_slopes,
+    score_mod,
+    dropout_rate,
+    dropout_key,
+    broadcast_dropout,
+    precision,
+    return_max_logits,
+    sequence_axis,
+) -> Problem:
+    """Return the problem of a call of `attention`; raise if its arguments are wrong."""
+    query, key, value = array("query", query), array("key", key), array("value", value)
+    _check_inputs(query, key, value)
+    if query.ndim == 3:
+        query, key, value = query[None], key[None], value[None]
+    batch, q_len, num_heads, head_dim = query.shape
+    kv_len = key.shape[1]
+    scores_shape = (batch, num_heads, q_len, kv_len)
+    divided, shards = _devices(sequence_axis, q_len, kv_len)
+    query, scale, any_scale = _scale(scale, query, head_dim)
+    slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
+    function = fitted_score_mod(score_mod, scale.dtype)
+    positions = dict(
+        query_offset=query_offset,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
+    )
+    # Positions change a score through the slopes alone.
+    at = TokenPositions()
+    if slopes is not None:
+        at = _positions((batch, q_len, kv_len), divided, **positions)
+    return Problem(
+        query=query,
+        key=key,
+        value=value,
+        scale=scale,
+        bias=_bias(bias, Call(scores_shape, shards=shards).pairs_shape, scale.dtype),
+        sinks=_per_head("sinks", sinks, num_heads, scale.dtype),
+        slopes=slopes,
+        score_operands=None if function is None else function.operands,
+        mask=mask_of(
+            scores_shape,
+            mask,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            segment_ids=segment_ids,
+            **positions,
+            divided=divided,
+        ),
+        rest_of_scores=Scores(
+            offset=at.offset,
+            positions=at.positions,
+            shift=at.shift,
+            score_mod=None if function is None else function.fn,
+            soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
+        ),
+        dropout=dropout(dropout_rate, dropout_key, broadcast_dropout),
+        precision=_precision(precision),
+        any_scale=any_scale,
+        max_logits=flag("return_max_logits", return_max_logits),
+    )
+
+
+def check_choices(return_residual, return_lse, reproducible, context_parallelism) -> None:
+    """Check the arguments of `attention` that leave its problem as it is."""
+    _check_results(return_residual, return_lse)
+    _check_reproducible(reproducible)
+    _check_method(context_parallelism)
+
+
+def _devices(sequence_axis, q_len, kv_len) -> tuple[Along | None, Any]:
+    """Return the mesh axes that divide the sequence, and how many devices they have."""
+    divided = parse_sequence_axis(sequence_axis)
+    shards = _count(divided)
+    if divided is not None:
+        check_lengths(q_len * shards, kv_len * shards, shards, divided.names)
+    return divided, shards
+
+
+def mask_of(
+    scores_shape,
+    mask=None,
+    *,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    segment_ids=None,
+    query_offset: Any = 0,
+    query_positions=None,
+    key_value_positions=None,
     divided: Along | None = None,
 ) -> Mask:
     """Return the whole mask for scores [B, N, T, S] of a call, or of one shard of it."""

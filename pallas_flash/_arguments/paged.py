@@ -4,7 +4,6 @@ Shapes and dtypes are always checked. Numbers in `lengths`, `page_indices` and `
 are checked where they are known; where they are traced, no number leads outside of an array.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,16 +29,35 @@ from pallas_flash._problem.paged import PagedProblem, Requests
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
-def validate(call: Mapping[str, Any]) -> PagedProblem:
+def validate(
+    query,
+    key_pages,
+    value_pages,
+    lengths,
+    page_indices,
+    cu_query_lengths,
+    *,
+    key_scales,
+    value_scales,
+    scale,
+    local_window_size,
+    logits_soft_cap,
+    sinks,
+    alibi_slopes,
+    precision,
+    return_lse,
+    implementation,
+) -> PagedProblem:
     """Return the problem of a call of `paged_attention`; raise if its arguments are wrong."""
-    flag("return_lse", call["return_lse"])
-    check_implementation(call["implementation"])
-    query = _floating("query", call["query"])
-    pages, scales = _pages(call, query.dtype, "query")
+    flag("return_lse", return_lse)
+    check_implementation(implementation)
+    query = _floating("query", query)
+    given = key_pages, value_pages, key_scales, value_scales
+    pages, scales = _pages(*given, query.dtype, "query")
     _check_known_sizes(query, *pages)
-    window = call["local_window_size"]
-    left = None if window is None else window_sides(window)[0]
-    query, requests = requests_of(call, "query", query, pages[0].shape, before=left)
+    left = None if local_window_size is None else window_sides(local_window_size)[0]
+    of_requests = lengths, page_indices, cu_query_lengths
+    query, requests = requests_of(*of_requests, "query", query, pages[0].shape, before=left)
     _, num_heads, head_dim = query.shape
     num_kv_heads = pages[0].shape[2]
     if head_dim != pages[0].shape[3]:
@@ -54,7 +72,7 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
             f"heads and {num_kv_heads} key/value heads (key_pages.shape={pages[0].shape}). Pages "
             "are [P, page_size, K, H]."
         )
-    query, scale, any_scale = _scale(call["scale"], query, head_dim)
+    query, scale, any_scale = _scale(scale, query, head_dim)
     return PagedProblem(
         query=query,
         key_pages=pages[0],
@@ -63,19 +81,30 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
         value_scales=scales[1],
         requests=requests,
         scale=scale,
-        sinks=_per_head("sinks", call["sinks"], num_heads, scale.dtype),
-        slopes=_per_head("alibi_slopes", call["alibi_slopes"], num_heads, scale.dtype),
+        sinks=_per_head("sinks", sinks, num_heads, scale.dtype),
+        slopes=_per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype),
         left=left,
-        soft_cap=_soft_cap(call["logits_soft_cap"], scale.dtype),
-        precision=_precision(call["precision"]),
+        soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
+        precision=_precision(precision),
         any_scale=any_scale,
     )
 
 
-def append_arguments(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
+def append_arguments(
+    key_pages,
+    value_pages,
+    key,
+    value,
+    lengths,
+    page_indices,
+    cu_query_lengths,
+    *,
+    key_scales,
+    value_scales,
+) -> tuple[list, list, Requests]:
     """Return the new keys and values [tokens, K, ..], the scales, and the requests."""
-    key, value = (_floating(name, call[name]) for name in ("key", "value"))
-    pages, scales = _pages(call, key.dtype, "key")
+    key, value = _floating("key", key), _floating("value", value)
+    pages, scales = _pages(key_pages, value_pages, key_scales, value_scales, key.dtype, "key")
     _check_known_sizes(key, value, *pages)
     if value.shape[:-1] != key.shape[:-1] or value.dtype != key.dtype:
         raise ValueError(
@@ -84,7 +113,8 @@ def append_arguments(call: Mapping[str, Any]) -> tuple[list, list, Requests]:
         )
     new, requests = [], None
     for name, x, page in (("key", key, pages[0]), ("value", value, pages[1])):
-        x, requests = requests_of(call, name, x, page.shape)
+        of_requests = lengths, page_indices, cu_query_lengths
+        x, requests = requests_of(*of_requests, name, x, page.shape)
         if x.shape[1:] != page.shape[2:]:
             raise ValueError(
                 f"`{name}` must have the heads and the head dim of `{name}_pages`; got "
@@ -127,9 +157,11 @@ def _floating(name: str, x) -> jax.Array:
     return x
 
 
-def _pages(call: Mapping[str, Any], dtype, named: str) -> tuple[list, list]:
+def _pages(
+    key_pages, value_pages, key_scales, value_scales, dtype, named: str
+) -> tuple[list, list]:
     """Return the pages of keys and values, and their scales (None if they are not quantised)."""
-    key_pages, value_pages = (array(name, call[name]) for name in ("key_pages", "value_pages"))
+    key_pages, value_pages = array("key_pages", key_pages), array("value_pages", value_pages)
     for name, x in {"key_pages": key_pages, "value_pages": value_pages}.items():
         if x.ndim != 4 or 0 in x.shape:
             raise ValueError(
@@ -150,8 +182,8 @@ def _pages(call: Mapping[str, Any], dtype, named: str) -> tuple[list, list]:
         )
     pages = [key_pages, value_pages]
     scales = [
-        _page_scales(name, call[name], x)
-        for name, x in zip(("key_scales", "value_scales"), pages, strict=True)
+        _page_scales("key_scales", key_scales, key_pages),
+        _page_scales("value_scales", value_scales, value_pages),
     ]
     return pages, scales
 
@@ -184,7 +216,9 @@ def _check_known_sizes(*arrays) -> None:
 
 
 def requests_of(
-    call: Mapping[str, Any],
+    lengths,
+    page_indices,
+    cu_query_lengths,
     name: str,
     x,
     pages_shape,
@@ -195,7 +229,9 @@ def requests_of(
     """Return the tokens of argument `name` as [tokens, ..], and the requests.
 
     Args:
-        call: the arguments by name.
+        lengths: the argument, as the next two.
+        page_indices: which pages a request has.
+        cu_query_lengths: where its tokens begin, or None.
         name: the argument of the tokens.
         x: its value.
         pages_shape: the shape of the pages.
@@ -203,7 +239,7 @@ def requests_of(
         before: the keys before each new token whose pages are needed; None for all.
     """
     axes = rest.count(",") + 1
-    lengths, starts = array("lengths", call["lengths"]), call["cu_query_lengths"]
+    lengths, starts = array("lengths", lengths), cu_query_lengths
     count = lengths.shape[0] if lengths.ndim == 1 else 0
     if not count:
         raise ValueError(
@@ -211,7 +247,7 @@ def requests_of(
             "the number of keys of each request."
         )
     lengths = integers("lengths", lengths, (count,), "[R]")
-    table = array("page_indices", call["page_indices"])
+    table = array("page_indices", page_indices)
     width = table.shape[1] if table.ndim == 2 else 0
     shape, letters = (count, width), "[R, pages of a request]"
     table = integers("page_indices", table, shape, letters, each="page of each request")

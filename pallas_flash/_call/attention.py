@@ -12,7 +12,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_flash._arguments import other_libraries
-from pallas_flash._arguments.attention import dropout_mask_arguments, parse_sequence_axis, validate
+from pallas_flash._arguments.attention import (
+    check_choices,
+    dropout_mask_arguments,
+    parse_sequence_axis,
+    validate,
+)
 from pallas_flash._autodiff import linear_map, vjp
 from pallas_flash._backends import reference
 from pallas_flash._execution import context, partition
@@ -315,7 +320,33 @@ def attention(
 
     The algorithm is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
-    problem = validate(locals())
+    check_choices(return_residual, return_lse, reproducible, context_parallelism)
+    problem = validate(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        query_offset=query_offset,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        return_max_logits=return_max_logits,
+        sequence_axis=sequence_axis,
+    )
     sizes = configurations.sizes_of(tile_sizes, implementation)
     plan = resolve.resolve(problem, Request(implementation, sizes, reproducible))
     resolve.warn_of_fallback(plan, implementation)
@@ -389,9 +420,17 @@ def bound(*args, **kwargs) -> dict[str, Any]:
     return dict(call.arguments)
 
 
+def problem_of(call: dict[str, Any]) -> Problem:
+    """Return the checked problem of all arguments of a call of `attention`, by name."""
+    choices = "return_residual", "return_lse", "reproducible", "context_parallelism"
+    check_choices(*(call[x] for x in choices))
+    others = {*choices, "implementation", "tile_sizes"}
+    return validate(**{x: call[x] for x in call if x not in others})
+
+
 def _explain(call: dict[str, Any], query, key) -> Explanation:
     """Explain a call of arrays; `query` and `key` are those that were given."""
-    problem = validate(call)
+    problem = problem_of(call)
     asked, reproducible = call["implementation"], call["reproducible"]
     given = configurations.sizes_of(call["tile_sizes"], asked)
     request = Request(asked, given, reproducible)

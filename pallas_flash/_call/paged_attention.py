@@ -104,7 +104,24 @@ def paged_attention(
         >>> pallas_flash.paged_attention(q, keys, values, lengths, page_indices).shape
         (3, 1, 4, 64)
     """
-    problem = paged.validate(locals())
+    problem = paged.validate(
+        query,
+        key_pages,
+        value_pages,
+        lengths,
+        page_indices,
+        cu_query_lengths,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        scale=scale,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        precision=precision,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
     rows = problem.query.shape[:2]
     if 0 in (problem.tokens, problem.kv_len):
         o = jnp.zeros((*rows, problem.value_dim), problem.dtype)

@@ -103,7 +103,17 @@ def append_to_pages(
         >>> bool((keys[5, 0] == k[0, 0]).all())
         True
     """
-    new, scales, requests = paged.append_arguments(locals())
+    new, scales, requests = paged.append_arguments(
+        key_pages,
+        value_pages,
+        key,
+        value,
+        lengths,
+        page_indices,
+        cu_query_lengths,
+        key_scales=key_scales,
+        value_scales=value_scales,
+    )
     pages = [jnp.asarray(x) for x in (key_pages, value_pages)]
     like = *pages, *[x for x in scales if x is not None]
     return divided_by_xla(_append, like, pages, scales, new, requests)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from pallas_flash._arguments.attention import NOT_OF_PROBLEM, validate
+from pallas_flash._arguments.attention import NOT_OF_PROBLEM
 from pallas_flash._call import attention
 from pallas_flash._execution import limits, tile_choice
 from pallas_flash._execution.plan import Plan, Wanted
@@ -218,7 +218,7 @@ def _problem(inputs, options) -> Problem:
     names = [x for x in parameters if x not in NOT_OF_PROBLEM][len(inputs) :]
     if unknown := sorted(set(options) - set(names)):
         raise TypeError(f"`tune` must have options among {names}; got {unknown}. Drop these.")
-    return validate(attention.bound(*inputs, **options))
+    return attention.problem_of(attention.bound(*inputs, **options))
 
 
 def search(

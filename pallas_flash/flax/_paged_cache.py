@@ -101,9 +101,11 @@ class PagedKVCache(nnx.Module):
     def positions(self, x: Array, requests: Requests | None) -> Int32[Array, "..."]:
         """Return the positions of the tokens `x`, [R, T, features] or [tokens, features]."""
         requests, x = _checked(requests), array("x", x)
-        names = "lengths", "page_indices", "cu_query_lengths"
-        call: dict[str, Any] = dict(zip(names, (*requests, None), strict=False))
-        _, found = paged.requests_of(call, "x", x, self.key_pages.shape, "features")
+        lengths, page_indices, *rest = requests
+        starts = rest[0] if rest else None
+        _, found = paged.requests_of(
+            lengths, page_indices, starts, "x", x, self.key_pages.shape, "features"
+        )
         positions = divided_by_xla(lambda found: found.positions()[1], None, found)
         return jnp.maximum(positions, 0).reshape(x.shape[:-1])
 

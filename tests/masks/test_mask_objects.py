@@ -13,7 +13,7 @@ from support.block_classes import assert_classes, of_pairs, of_ranges
 
 import pallas_flash
 from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
-from pallas_flash._arguments.attention import CONDITIONS, mask_of
+from pallas_flash._arguments.attention import mask_of
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.mask_objects import Call, MaskArray, fitted
 from pallas_flash._problem.masks import Band, Lengths, Mask
@@ -543,8 +543,7 @@ def test_packed_positions_skip_blocks_above_the_diagonal():
     packed = pallas_flash.arguments_from_cu_seqlens(*ends, 1024, 1024)
     shape = 1, 1, 1024, 1024
     conditions = dict(is_causal=True, **packed)
-    defaults = dict.fromkeys(CONDITIONS) | dict(query_offset=0, mask=None)
-    mask = mask_of(shape, **defaults | conditions)
+    mask = mask_of(shape, **conditions)
     q = kv = Tiling(1024, 64)
     some, _ = of_pairs(oracle.visible(shape, **conditions), q, kv)
     np.testing.assert_array_equal(mask.block_classes(q, kv).some, some)

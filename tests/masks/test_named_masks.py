@@ -20,7 +20,7 @@ from pallas_flash import (
     SharedPrefix,
     Tree,
 )
-from pallas_flash._arguments.attention import CONDITIONS, mask_of
+from pallas_flash._arguments.attention import mask_of
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.named_masks import _visits
 
@@ -41,11 +41,6 @@ def depth_first(rng, n):
         found.append(path[-1] if path else -1)
         path.append(i)
     return int32([found])
-
-
-def whole_mask(shape, **options):
-    defaults = dict.fromkeys(CONDITIONS) | dict(is_causal=False, query_offset=0, mask=None)
-    return mask_of(shape, **defaults | options)
 
 
 def allowed(mask, shape):
@@ -86,7 +81,7 @@ def test_allowed_equals_definition(name, place):
     if name == "tree" and place == "positions":
         pytest.xfail("A tree is told by places in the array.")
     shape, options = (1, 1, 20, 30), dict(mask=NAMED[name](), **PLACES[place])
-    mask, seen = whole_mask(shape, **options), oracle.visible(shape, **options)
+    mask, seen = mask_of(shape, **options), oracle.visible(shape, **options)
     np.testing.assert_array_equal(allowed(mask, shape), seen)
     assert 0 < seen.sum() < seen.size
     for blocks in ((4, 5), (7, 11)):
@@ -128,7 +123,7 @@ def same_positions(options):
 @pytest.mark.parametrize("name", EXACT)
 def test_kernels_skip_every_empty_block(name):
     shape, options = (1, 1, LENGTH, LENGTH), same_positions(EXACT[name])
-    mask, seen = whole_mask(shape, **options), oracle.visible(shape, **options)
+    mask, seen = mask_of(shape, **options), oracle.visible(shape, **options)
     q = kv = Tiling(LENGTH, BLOCK)
     some, every = of_pairs(seen, q, kv)
     got = mask.block_classes(q, kv)
@@ -154,7 +149,7 @@ def test_skipped_blocks_of_long_sequences():
         # Rows of 128 points, each of which sees 7.
         (7 * 128, dict(mask=Neighborhood((128, 128), (7, 7)))),
     ):
-        mask = whole_mask((1, 1, n, n), **options)
+        mask = mask_of((1, 1, n, n), **options)
         assert int(np.asarray(mask.block_classes(q, q).some).sum()) == visited
 
 
@@ -164,7 +159,7 @@ def test_points_in_patches():
     patches = int32(np.arange(256).reshape(4, 4, 4, 4).swapaxes(1, 2).reshape(1, 256))
     where = dict(query_positions=patches, key_value_positions=patches)
     options = dict(mask=Neighborhood((16, 16), (3, 3)), **where)
-    mask, seen = whole_mask(shape, **options), oracle.visible(shape, **options)
+    mask, seen = mask_of(shape, **options), oracle.visible(shape, **options)
     some, every = of_pairs(seen, q, q)
     got = mask.block_classes(q, q)
     np.testing.assert_array_equal(got.some, some)
@@ -176,7 +171,7 @@ def test_points_in_patches():
 def test_diagonal_is_known(name):
     """So that no pass looks for keys that no query sees."""
     options = same_positions(EXACT[name])
-    mask = whole_mask((1, 1, LENGTH, LENGTH), **options)
+    mask = mask_of((1, 1, LENGTH, LENGTH), **options)
     assert mask.sees_diagonal == (name != "not")
 
 
@@ -196,14 +191,14 @@ def test_visits_enclose_those_of_descendants(n):
 
 
 def test_chain_is_causal():
-    mask = whole_mask((1, 1, 9, 9), mask=Tree(int32([range(-1, 8)])))
+    mask = mask_of((1, 1, 9, 9), mask=Tree(int32([range(-1, 8)])))
     np.testing.assert_array_equal(allowed(mask, (1, 1, 9, 9))[0, 0], np.tri(9, dtype=bool))
 
 
 @pytest.mark.parametrize("n", [2**31 - 1, 2**31, 2**80])
 def test_sizes_above_all_distances(n):
     def seen(mask):
-        return allowed(whole_mask((1, 1, 9, 9), mask=mask), (1, 1, 9, 9))[0, 0]
+        return allowed(mask_of((1, 1, 9, 9), mask=mask), (1, 1, 9, 9))[0, 0]
 
     assert seen(Chunked(n) & BlockCausal(n)).all()
     np.testing.assert_array_equal(seen(Dilated(n)), np.eye(9, dtype=bool))

@@ -28,7 +28,6 @@ from pallas_flash import (
     Tree,
     arguments_from_cu_seqlens,
 )
-from pallas_flash._arguments.attention import validate
 from pallas_flash._call import attention
 
 Random = np.random.Generator
@@ -524,7 +523,7 @@ def parametrize(*, names=None, more=(), others_extended=False, table=CASES):
 
 def checked(qkv, options):
     """The call as the implementations get it."""
-    return validate(attention.bound(*qkv, **options))
+    return attention.problem_of(attention.bound(*qkv, **options))
 
 
 def poison(case: Case, qkv, cotangents, options):
