@@ -281,7 +281,7 @@ def _to_devices(path: str, x: np.ndarray, layout: Layout | None, dtype: str | No
 
 
 def _check_names(config: DecoderConfig, stored: dict[str, Stored], tensors: dict[str, np.ndarray]):
-    """Raise unless the tensors are those of the model."""
+    """Raise unless the tensors have the names of the model's."""
     if missing := sorted(stored.keys() - tensors.keys()):
         raise ValueError(f"the weights must have {_some(missing)}, which the file has not.")
     left = sorted(tensors.keys() - stored.keys())

@@ -10,7 +10,7 @@ after one where calls take longer than `--patience`. `-balanced` has tokens in `
 under the causal mask. A method is first compared with one device, on a short sequence of the same
 heads. A method with a wrong result gets no time. The devices are all that JAX finds here.
 
-The table has a row for each mask and method. "of one" is the time divided by that of one device:
+The table has a row for each mask and method. "of one" is the time divided by one device's:
 1 / devices would be perfect. With --json the times go to a file, too.
 """
 

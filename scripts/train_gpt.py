@@ -549,7 +549,7 @@ def train_all(config: TrainConfig, other: str | None, *, restart: bool) -> Train
         restart: See `train`.
 
     Returns:
-        The result of the run of these settings, or that of an interrupted other run.
+        The result of the run of these settings, or of an interrupted other run.
     """
     if other is None:
         return train(config, restart=restart)

@@ -1,4 +1,4 @@
-"""Turns the arguments of `paged_attention` into a `PagedProblem`, and checks those of pages.
+"""Turns the arguments of `paged_attention` into a `PagedProblem`, and checks arguments about pages.
 
 Shapes and dtypes are always checked. Numbers in `lengths`, `page_indices` and `cu_query_lengths`
 are checked where they are known; where they are traced, no number leads outside of an array.

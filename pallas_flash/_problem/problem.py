@@ -55,7 +55,7 @@ class Problem(Sizes, Divisible):
         key: [B, S, K, H].
         value: [B, S, K, V].
         scale: float32 (float64 for float64 inputs) scalar, not negative.
-        bias: added to the scaled scores; rank 4, each axis 1 or that of BNTS.
+        bias: added to the scaled scores; rank 4, each axis 1 or as in BNTS.
         sinks: float32 (float64 for float64 inputs) [N], logits in the softmax's denominator.
         slopes: [N], ALiBi's; of the dtype of `scale`.
         score_operands: arrays for the score function.

@@ -125,10 +125,10 @@ class Scores(Divisible):
         return found
 
     def vjp_of_reads(self, numbers, x, b, h, q, k, *, functions=FUNCTIONS):
-        """Return `logits`, and the function from a cotangent of them to those of some reads.
+        """Return `logits`, and the function from their cotangent to cotangents of some reads.
 
-        `numbers` are those of the reads in `reads`. A cotangent of a read has the shape of x: it is
-        not yet summed over the scores that read the same number.
+        `numbers` are places in the list that `reads` returns. A cotangent of a read has the shape
+        of x: it is not yet summed over the scores that read the same number.
         """
         logits, pull = self.vjp(x, b, h, q, k, functions=functions)
         x_added = self._added(x, b, h, q, k, functions)
@@ -185,7 +185,7 @@ class Scores(Divisible):
         return x
 
     def _distance(self, b, q, k):
-        """Return the position of a query less that of a key, for the slopes."""
+        """Return the position of a query minus the position of a key, for the slopes."""
         if self.positions is not None:
             return self.positions.query_positions(b, q) - self.positions.key_positions(b, k)
         return q + (self.shift if self.offset is None else self.offset[b]) - k

@@ -77,8 +77,8 @@ class PagedKVCache(nnx.Module):
         quantised = dtype.name in paged.LARGEST
         if not quantised and not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"`dtype` must be floating point or int8; got {dtype}. Leave it out for that of "
-                "the layer."
+                f"`dtype` must be floating point or int8; got {dtype}. Leave it out for the "
+                "layer's."
             )
         pages, page_size, heads, head_dim = sizes
         value_dim = head_dim if value_dim is None else at_least(1, "value_dim", value_dim)

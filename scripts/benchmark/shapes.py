@@ -43,7 +43,7 @@ class Shape:
 
     Attributes:
         case: The row of the table that it belongs to; a row has all T.
-        V: Head dim of the values; None: that of the keys.
+        V: Head dim of the values; None: the keys'.
         causal: Whether a query sees only keys up to itself.
         window: The number of keys that a query sees, itself the last one; needs `causal`.
         documents: The number of sequences of random lengths that are packed into each row.

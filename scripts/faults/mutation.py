@@ -266,7 +266,7 @@ def every(listed: Sequence[Fault], root: pathlib.Path = ROOT) -> list[Fault]:
 def draw(
     count: int, seed: int, listed: Sequence[Fault], root: pathlib.Path = ROOT
 ) -> Iterator[Fault]:
-    """Yield mutants, one of each function in turn; a higher count adds to those of a lower one."""
+    """Yield mutants, one of each function in turn; a higher count adds to a lower one's."""
     chance, functions = random.Random(seed), defaultdict(list)
     for mutant in every(listed, root):
         functions[mutant.name.rsplit(":", 2)[0]].append(mutant)

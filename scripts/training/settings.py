@@ -59,7 +59,7 @@ class TrainConfig:
         steps: Number of optimizer updates.
         batch_size: Sequences per update.
         accumulation: Number of equal parts of the batch that are computed one after the other, to
-            save memory; the update is that of the whole batch.
+            save memory; the update is of the whole batch.
         learning_rate: Peak learning rate of AdamW, reached after warmup_steps.
         final_learning_rate: Share of the peak at which the cosine decay ends.
         warmup_steps: Updates of linear warmup. A preset's is cut to a tenth of --steps.

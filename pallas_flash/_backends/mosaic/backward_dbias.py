@@ -350,7 +350,7 @@ def _splits(ctas: int, steps: int) -> int:
 def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
     """Return the gradient of the bias, in its shape and dtype.
 
-    Arguments are those of `backward_launch.backward`; their rows must hold nothing but numbers.
+    Arguments are as in `backward_launch.backward`; their rows must hold nothing but numbers.
     """
     p = problem
     q, kv = Tiling(p.q_len, BLOCK_Q), Tiling(p.kv_len, tile.block_kv)

@@ -37,7 +37,7 @@ class PreprocessConfig:
         tiles: tiles of 64 queries.
         groups: groups of a tile's sums, see `ptx.OF_GROUP`; 0 if there are no sums.
         q_heads: query heads that share a K/V head.
-        large: whether the shift is that of a maximum apart from the LSE.
+        large: whether the shift is of a maximum apart from the LSE.
     """
 
     q_len: int

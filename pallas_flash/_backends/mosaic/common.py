@@ -96,7 +96,7 @@ def blocks(dtype, *outer: int, rows: int, columns: int):
 def strips(dtype, *outer: int, rows: int, columns: int, width: int = 0):
     """Return a specification of shared memory for tiles, as `ptx.load_strips` reads them.
 
-    `width` is that of a strip, by default the largest one.
+    `width` is a strip's, by default the largest one.
     """
     width = width or ptx.strip_width(columns, dtype)
     shape = (*outer, columns // width, rows, width)

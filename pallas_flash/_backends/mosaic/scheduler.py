@@ -4,8 +4,8 @@ The kernels are persistent: at most one CTA for each SM, which computes work til
 left. A work tile is a head's query tiles, one for each consumer warpgroup of a CTA or of a cluster
 (`QueryTiles`), with the blocks that these visit (`block_ranges`). In `forward_wide` both consumer
 warpgroups of a CTA have one query tile. The longest work tiles come first
-(LPT order), so that no CTA is late at the end; but those of few heads at a time, whose keys and
-values the L2 cache holds.
+(LPT order), so that no CTA is late at the end; but only few heads come at a time, because the L2
+cache holds their keys and values.
 
     static schedule     masks known at tracing: NumPy counts the blocks before the launch. It
                         simulates a dynamic scheduler, and each CTA reads a list of its own.
@@ -87,7 +87,7 @@ class QueryTiles:
 
     @classmethod
     def from_problem(cls, problem: Problem, batch: int, warpgroups: int, cluster_size: int = 1):
-        """Return those of a call.
+        """Return the query tiles of a call.
 
         Args:
             problem: the call.
@@ -227,7 +227,7 @@ def dynamic_schedule(batch: int, num_heads: int, heads: int, streams):
     """
     own, tiles = streams.shape[1:3]
     rows, alike = batch * own, num_heads // own
-    # Rows of tiles that are sorted together: more than one where those of a head are few.
+    # Rows of tiles that are sorted together: more than one where a head has few.
     least = min(rows, -(-SORTED_TOGETHER // (tiles * alike)))
     together = next(n for n in range(least, rows + 1) if rows % n == 0)
     # Heads that are alike and come together, and those that do at the end.

@@ -1,7 +1,7 @@
 """The scale, scores, mask and dropout of a call, as kernels in Mosaic GPU compute them on a tile.
 
 `Options` is what a kernel knows of them at compile time; `ElementOptions`, made inside the kernel,
-are those of one batch element, whose arrays are `DeviceOperand`.
+is what it knows of one batch element. Its arrays are `DeviceOperand`.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ class Options:
         large: whether scores may be large, see `Problem.large`.
         max_logits: whether the forward gives the largest score of each row.
         ragged: whether tiles reach beyond the positions that exist.
-        near: whether all positions are those of the tile, and their differences exact in float32.
+        near: whether all positions are the tile's own, and their differences exact in float32.
         transposed: whether queries are the columns of tiles.
     """
 
@@ -272,7 +272,7 @@ class ElementOptions(NamedTuple):
         return s, jnp.maximum(self.scale, MIN_SCALE) * LOG2E
 
     def logits_vjp(self, s, h, positions):
-        """Return what `logits` does and a function from cotangents of scores to those of scale * s.
+        """Return what `logits` does and a function from ds to the cotangents of scale * s.
 
         None stands for the identity. `positions` is a function, called where they are used.
         """

@@ -28,7 +28,7 @@ from pallas_flash._problem.traversal import in_tile
 
 
 class Sums(enum.Enum):
-    """The scores that are added up: those of a query, of a key, or of a difference of both."""
+    """The scores that are added up: of a query, of a key, or of a difference of both."""
 
     ROWS = "q"
     COLUMNS = "k"

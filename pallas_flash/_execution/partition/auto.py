@@ -29,7 +29,7 @@ def divided(fn: Callable, problem: Problem, *rows, axes_of_rows=(), axes_out: Ca
     """Return `fn(problem, *rows)`, of which XLA's partitioner gives each device its shard.
 
     Args:
-        fn: the function; its keywords `along` and `again` are those of `Shards`.
+        fn: the function; its keywords `along` and `again` are as in `Shards`.
         problem: its first argument.
         *rows: its other arguments.
         axes_of_rows: the letters of the other arguments.

@@ -92,7 +92,7 @@ def shards_of(mesh, found: Mapping[str, tuple[str, ...]], problem: Problem) -> S
 
 
 def _along(mesh, rows, keys, problem: Problem) -> Along | None:
-    """Return the mesh axes that divide the sequence, from those of queries and of keys."""
+    """Return the mesh axes that divide the sequence, from the axes of queries and of keys."""
     # Mesh axes of one device divide nothing.
     rows, keys = (names if count(mesh, names) > 1 else () for names in (rows, keys))
     if not rows and not keys:

@@ -229,7 +229,7 @@ def halves_of_neighbours(words):
 
     Args:
         words: four uint32 [64, n], see `Dropout.words`. For each 16 columns a thread has one of
-            each: for even rows that of the even columns, for odd rows that of the odd ones.
+            each: for even rows a word of the even columns, for odd rows a word of the odd ones.
     """
     shape = words[0].shape
     result = plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=WGMMA)
@@ -247,8 +247,8 @@ def halves_of_neighbours(words):
             return llvm.inline_asm(i32(), [*pair, which], text, "=r,r,r,r", asm_dialect=0)
 
         found, words = [], list(map(scalars, words))
-        # A thread has two of 8 columns, of one row and then of the row 8 below. Words 0 and 1 are
-        # those of the first 8 columns of 16, for these two rows.
+        # A thread has two of 8 columns, of one row and then of the row 8 below. Words 0 and 1
+        # belong to the first 8 columns of 16, for these two rows.
         for first in range(0, len(words[0]), 8):
             w0, w1, w2, w3 = (x[first] for x in words)
             for pair in (w0, w1), (w2, w3):

@@ -25,7 +25,7 @@ WORDS_AT_A_TIME, BYTES_OF_A_THREAD = 4, 16
 
 
 def start_messages(barriers, count: int, size: int):
-    """Initialise `count` barriers at `barriers`, each for a message of so many bytes.
+    """Initialise `count` barriers at `barriers`, each for a message of `size` bytes.
 
     One warpgroup of each CTA does it, and reports it to the other CTAs before they may send. Any of
     its threads may report.

@@ -166,7 +166,7 @@ def unfold(x):
 
 
 def meet(barrier: int, threads: int):
-    """Synchronise so many threads at a named barrier; Pallas itself uses barriers 0 to 4."""
+    """Synchronise `threads` threads at a named barrier; Pallas itself uses barriers 0 to 4."""
 
     @plgpu.inline_mgpu()
     def emit(_):
@@ -368,7 +368,7 @@ def store_rows(x, ref, first):
 
 
 def store_zeros(ref, first, head, rows: int):
-    """Store zeros in so many rows of a head from `first` on, as far as they exist.
+    """Store zeros in `rows` rows of a head from `first` on, as far as they exist.
 
     Args:
         ref: device memory, [T, N, H] of 16 bits, H a multiple of 8.
@@ -426,7 +426,7 @@ def zero_rows(ref, first):
 def _bits(rows, shape):
     """Return whether each bit is set, for words of a thread's first row and of its second.
 
-    The lowest bit is that of the thread's first column. In assembly, because LLVM would shift once
+    The lowest bit belongs to the thread's first column. In assembly, because LLVM would shift once
     for each bit.
     """
     values, i1 = [], ir.IntegerType.get_signless(1)
