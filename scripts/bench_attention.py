@@ -214,10 +214,10 @@ def _installed(names: Sequence[str]) -> list[str]:
     if absent:
         words = (f"{', '.join(peers)} ({install})" for install, peers in absent.items())
         print(f"not installed: {'; '.join(words)}", flush=True)
-    found = [name for name in dict.fromkeys(names) if PEERS[name].version is not None]
-    if not found:
+    installed = [name for name in dict.fromkeys(names) if PEERS[name].version is not None]
+    if not installed:
         raise UserError(f"--peers must have one that is installed; got {' '.join(names)}.")
-    return found
+    return installed
 
 
 def _chosen(options: argparse.Namespace, shapes: Mapping[str, Shape]) -> list[Shape]:

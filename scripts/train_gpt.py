@@ -453,8 +453,8 @@ def sample_text(config: TrainConfig, layout: Layout, params, words: Bytes | From
         drawn = Sampling(config.temperature, config.top_k, seed=config.seed)
         model, count = nnx.merge(graphdef, params), config.sample_tokens
         options = {"stop_tokens": words.stop_tokens, "when_full": "slide"}
-        found = Generation(model, [prompt], count, drawn, **options)
-        return words.decode([*prompt, *(token for [token] in found)])
+        generated = Generation(model, [prompt], count, drawn, **options)
+        return words.decode([*prompt, *(token for [token] in generated)])
     # Devices do not divide one sequence; the layers run where their parameters lie.
     _, _, graphdef = model_functions(config.model, config.seed)
 

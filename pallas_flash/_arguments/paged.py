@@ -45,8 +45,8 @@ def validate(call: Mapping[str, Any]) -> PagedProblem:
     if head_dim != pages[0].shape[3]:
         raise ValueError(
             f"`key_pages` must have the head dim of `query`; got {pages[0].shape[3]} and "
-            f"{head_dim} (key_pages.shape={pages[0].shape}). Give both one head dim; only that "
-            "of `value_pages` is free."
+            f"{head_dim} (key_pages.shape={pages[0].shape}). Give both one head dim; only "
+            "`value_pages` may have another."
         )
     if not num_heads or num_heads % num_kv_heads:
         raise ValueError(

@@ -56,16 +56,16 @@ class Wanted:
 
     def gradient_letters(self, axes: Problem) -> Gradients:
         """Return the letters of the gradients that are computed, from the operands' letters."""
-        found = {
+        letters = {
             name: getattr(axes, name) if getattr(self, name, True) else None
             for name in Gradients._fields
         }
         if any(self.score_operands):
             operands = zip(axes.score_operands, self.score_operands, strict=True)
-            found["score_operands"] = tuple(x if wanted else None for x, wanted in operands)
+            letters["score_operands"] = tuple(x if wanted else None for x, wanted in operands)
         else:
-            found["score_operands"] = None
-        return Gradients(**found)
+            letters["score_operands"] = None
+        return Gradients(**letters)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,9 +120,9 @@ class Leaf(Divisible, abc.ABC):
 
         Axes of tiles may be 1 where the class does not vary.
         """
-        found = self.block_classes(q_tiles, kv_tiles)
-        if found is not None:
-            return found
+        classes = self.block_classes(q_tiles, kv_tiles)
+        if classes is not None:
+            return classes
         return Mask((self,)).block_classes(q_tiles, kv_tiles)
 
     @property
@@ -414,8 +414,8 @@ class Either(Scattered):
     def allowed(self, b, h, q, k):
         conditions = [mask.allowed(b, h, q, k) for mask in self.masks]
         # A mask without leaves allows all.
-        found = [jnp.asarray(True) if x is None else x for x in conditions]
-        return functools.reduce(operator.or_, found)
+        arrays = [jnp.asarray(True) if x is None else x for x in conditions]
+        return functools.reduce(operator.or_, arrays)
 
     def block_classes(self, q_tiles, kv_tiles):
         some, every = zip(*(mask.classes(q_tiles, kv_tiles) for mask in self.masks), strict=True)

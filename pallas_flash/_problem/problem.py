@@ -176,8 +176,8 @@ class Problem(Sizes, Divisible):
 
         None unless the mask is made of lengths, see `Mask.has_valid_lengths`.
         """
-        found = visibility.valid_lengths(self.mask, self.q_len, self.kv_len)
-        return found and tuple(jnp.broadcast_to(x, (self.batch,)).astype(jnp.int32) for x in found)
+        valid = visibility.valid_lengths(self.mask, self.q_len, self.kv_len)
+        return valid and tuple(jnp.broadcast_to(x, (self.batch,)).astype(jnp.int32) for x in valid)
 
     @property
     def decodes_prefix(self) -> bool:

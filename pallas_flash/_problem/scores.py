@@ -115,14 +115,14 @@ class Scores(Divisible):
         Table 0 are the slopes, table 1 + i is operand i. An index has an integer array for each
         axis of its table, and lies inside of it; the arrays broadcast to the shape of x.
         """
-        found = [] if self.slopes is None else [(0, (h,))]
+        reads = [] if self.slopes is None else [(0, (h,))]
 
         def note(table, index, read):
-            found.append((table, nearest(index, self.operands[table - 1].shape)))
+            reads.append((table, nearest(index, self.operands[table - 1].shape)))
             return read
 
         self._noted(note)._mapped(x, b, h, q, k, FUNCTIONS)
-        return found
+        return reads
 
     def vjp_of_reads(self, numbers, x, b, h, q, k, *, functions=FUNCTIONS):
         """Return `logits`, and the function from their cotangent to cotangents of some reads.

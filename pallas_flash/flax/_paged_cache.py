@@ -103,8 +103,8 @@ class PagedKVCache(nnx.Module):
         requests, x = _checked(requests), array("x", x)
         names = "lengths", "page_indices", "cu_query_lengths"
         call: dict[str, Any] = dict(zip(names, (*requests, None), strict=False))
-        _, found = paged.requests_of(call, "x", x, self.key_pages.shape, "features")
-        positions = divided_by_xla(lambda found: found.positions()[1], None, found)
+        _, checked = paged.requests_of(call, "x", x, self.key_pages.shape, "features")
+        positions = divided_by_xla(lambda checked: checked.positions()[1], None, checked)
         return jnp.maximum(positions, 0).reshape(x.shape[:-1])
 
     def attend(

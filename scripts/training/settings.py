@@ -300,13 +300,13 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
 
 def _defaults(group: str, name: str) -> str:
     """Return the default of a flag in brackets, with the presets whose value differs."""
-    found = {
+    defaults = {
         preset: getattr(config.model if group == "model" else config, name)
         for preset, config in PRESETS.items()
     }
     said = {
         preset: "auto" if x is None else f"{x:.4g}" if isinstance(x, float) else f"{x}"
-        for preset, x in found.items()
+        for preset, x in defaults.items()
     }
     first = said.pop("cpu")
     others = [f"{preset}: {x}" for preset, x in said.items() if x != first]

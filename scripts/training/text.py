@@ -232,8 +232,8 @@ def map_tokens(folder: Path) -> Text:
         )
     tokens, ends = {}, {}
     for side in SIDES:
-        found = zip((tokens, ends), files_of(side), ("tokens", "documents"), strict=True)
-        for arrays, name, unit in found:
+        mapped = zip((tokens, ends), files_of(side), ("tokens", "documents"), strict=True)
+        for arrays, name, unit in mapped:
             path, count = folder / name, prepared[unit][side]
             dtype = np.dtype(prepared["dtype"] if arrays is tokens else ENDS)
             size = path.stat().st_size if path.exists() else 0

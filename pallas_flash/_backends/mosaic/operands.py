@@ -179,7 +179,7 @@ class CachedOperand(Operand):
 
     def __init__(self, operand: Operand):
         super().__init__(None, operand.dtype)
-        self._operand, self._found, self._again = operand.readable(), [], None
+        self._operand, self._values, self._again = operand.readable(), [], None
 
     @property
     def shape(self):
@@ -187,7 +187,7 @@ class CachedOperand(Operand):
 
     def again(self):
         """Prepare for the second call of the function."""
-        self._again = iter(self._found)
+        self._again = iter(self._values)
 
     def readable(self):
         return self
@@ -195,5 +195,5 @@ class CachedOperand(Operand):
     def _read(self, index):
         if self._again is not None:
             return next(self._again)
-        self._found.append(self._operand[index])
-        return self._found[-1]
+        self._values.append(self._operand[index])
+        return self._values[-1]

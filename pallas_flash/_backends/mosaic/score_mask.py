@@ -64,14 +64,14 @@ def _without_add_any(function, x):
         for eqn in program.eqns:
             inputs = list(map(value, eqn.invars))
             if eqn.primitive.name == "add_any":
-                found = [jnp.add(*inputs)]
+                outputs = [jnp.add(*inputs)]
             elif eqn.primitive.name in ("jit", "pjit"):
                 inner = eqn.params["jaxpr"]
-                found = run(inner.jaxpr, inner.consts, inputs)
+                outputs = run(inner.jaxpr, inner.consts, inputs)
             else:
-                found = eqn.primitive.bind(*inputs, **eqn.params)
-                found = found if eqn.primitive.multiple_results else [found]
-            values |= zip(eqn.outvars, found, strict=True)
+                outputs = eqn.primitive.bind(*inputs, **eqn.params)
+                outputs = outputs if eqn.primitive.multiple_results else [outputs]
+            values |= zip(eqn.outvars, outputs, strict=True)
         return list(map(value, program.outvars))
 
     program = jax.make_jaxpr(function)(x)
