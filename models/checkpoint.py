@@ -81,7 +81,7 @@ def layout_of_files(config: DecoderConfig, paths: list[str]) -> dict[str, Stored
     """Return, by name, the tensors that hold the parameters at these paths."""
     kind = json.loads(config.source or "{}").get("model_type", "llama")
     names = {"gpt2": _GPT2, "gemma2": _GEMMA, "gemma3_text": _GEMMA}.get(kind, _LLAMA)
-    order, found = list(names), {}
+    order, stored = list(names), {}
     numbered = {path: re.sub(r"(?<=/)\d+(?=/)", "#", path).rpartition("/") for path in paths}
     for path in sorted(paths, key=lambda path: order.index(numbered[path][0])):
         module, _, parameter = numbered[path]
@@ -89,8 +89,8 @@ def layout_of_files(config: DecoderConfig, paths: list[str]) -> dict[str, Stored
         name = names[module].replace("#", number[0] if number else "") + "." + parameter
         transposed = kind == "gpt2" and bool(number) and parameter == "weight"
         transposed = transposed and not module.endswith("norm")
-        found.setdefault(name, Stored([], transposed)).paths.append(path)
-    return found
+        stored.setdefault(name, Stored([], transposed)).paths.append(path)
+    return stored
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _to_devices(path: str, x: np.ndarray, layout: Layout | None, dtype: str | No
 
 
 def _check_names(config: DecoderConfig, stored: dict[str, Stored], tensors: dict[str, np.ndarray]):
-    """Raise unless the tensors are those of the model."""
+    """Raise unless the tensors have the names of the model's."""
     if missing := sorted(stored.keys() - tensors.keys()):
         raise ValueError(f"the weights must have {_some(missing)}, which the file has not.")
     left = sorted(tensors.keys() - stored.keys())
@@ -315,9 +315,9 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
             "`config` must come from a config.json to be saved; got one that does not: make it by "
             "`DecoderConfig.from_json`."
         )
-    found = leaves_by_path(params)
+    leaves = leaves_by_path(params)
     # Arrays of NumPy have no devices.
-    if not all(getattr(x, "is_fully_addressable", True) for x in found.values()):
+    if not all(getattr(x, "is_fully_addressable", True) for x in leaves.values()):
         raise ValueError(
             "`params` must be on devices of this process; got arrays that several processes share: "
             "gather them first."
@@ -327,10 +327,10 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
             f"`folder` must have no weights, or be new; got {str(folder)!r} with {there[0].name}."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    stored = layout_of_files(config, list(found))
+    stored = layout_of_files(config, list(leaves))
     files, size = [[]], 0
     for name in sorted(stored):
-        more = sum(found[path].nbytes for path in stored[name].paths)
+        more = sum(leaves[path].nbytes for path in stored[name].paths)
         if files[-1] and size + more > max_file_bytes:
             files.append([])
             size = 0
@@ -340,14 +340,14 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
     if len(files) == 1:
         names = [WEIGHTS]
     for file, inside in zip(names, files, strict=True):
-        _write_file(folder / file, {name: stored[name] for name in inside}, found)
+        _write_file(folder / file, {name: stored[name] for name in inside}, leaves)
     if len(files) > 1:
         index = {name: file for file, inside in zip(names, files, strict=True) for name in inside}
-        total = {"total_size": sum(x.nbytes for x in found.values())}
+        total = {"total_size": sum(x.nbytes for x in leaves.values())}
         content = {"metadata": total, "weight_map": index}
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     content = json.loads(config.source)
-    dtype = str(found["embedding/weight"].dtype)
+    dtype = str(leaves["embedding/weight"].dtype)
     content["dtype" if "dtype" in content else "torch_dtype"] = dtype
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

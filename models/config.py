@@ -84,7 +84,7 @@ class Rope:
         return f.astype(np.float32)
 
     def _pair_with(self, turns: float, half: int) -> float:
-        """Return the number of the pair that makes so many turns in the original context."""
+        """Return the number of the pair that makes `turns` turns in the original context."""
         return half * math.log(self.original / (2 * math.pi * turns)) / math.log(self.theta)
 
     @classmethod

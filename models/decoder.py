@@ -232,7 +232,7 @@ class Decoder(nnx.Module):
             layout.place(self)
 
     def __call__(self, tokens: Int[Array, "B T"], **where) -> Float[Array, "B T vocab"]:
-        """Return float32 logits; the keyword arguments are those of `stream`."""
+        """Return float32 logits; the keyword arguments are as in `stream`."""
         return self.logits(self.stream(tokens, **where))
 
     def stream(
@@ -336,7 +336,7 @@ class Decoder(nnx.Module):
         Args:
             folder: The folder.
             layout: The shardings on several devices; None for one device.
-            dtype: Type of the activations; None is that of the embedding in the file.
+            dtype: Type of the activations; None is the embedding's in the file.
             param_dtype: Type of the parameters; None is each tensor's in the file.
             implementation: As in `pallas_flash.attention`.
 

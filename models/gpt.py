@@ -109,7 +109,7 @@ class GPTConfig:
 class Block(nnx.Module):
     """One pre-norm transformer block: attention, then an MLP, each added to its input.
 
-    Its arguments are those of `GPT`.
+    Its arguments are as in `GPT`.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs, attention_layer: type[SelfAttention]):

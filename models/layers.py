@@ -24,7 +24,7 @@ def fan_in_init(fan_in: int, *, residual_branches: int = 1) -> jax.nn.initialize
 class RMSNorm(nnx.RMSNorm):
     """`x / rms(x) * scale` over the last axis (Zhang and Sennrich, arXiv:1910.07467).
 
-    Parameters and arguments are those of `nnx.RMSNorm`. The operations have this order, and the
+    Parameters and arguments are as in `nnx.RMSNorm`. The operations have this order, and the
     forward keeps `x` alone, so that XLA makes the forward one kernel that reads `x` once. The
     backward computes a row's rms again, in the kernel that reads `x` for the row's other sum.
     """

@@ -47,10 +47,10 @@ def rule(path: str) -> PartitionSpec:
     Raises:
         ValueError: No rule or more than one rule matches the path.
     """
-    found = [spec for pattern, spec in RULES if re.search(rf"(^|/){pattern}$", path)]
-    if len(found) != 1:
-        raise ValueError(f"`RULES` must have one line for each parameter; got {found} for {path}.")
-    return found[0]
+    specs = [spec for pattern, spec in RULES if re.search(rf"(^|/){pattern}$", path)]
+    if len(specs) != 1:
+        raise ValueError(f"`RULES` must have one line for each parameter; got {specs} for {path}.")
+    return specs[0]
 
 
 @dataclasses.dataclass(frozen=True)

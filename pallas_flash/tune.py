@@ -120,8 +120,8 @@ def _stored(clear: bool) -> str:
         winners = {}
     lines = []
     for name, tiles in winners.items():
-        found = [kernel for kernel in KERNELS if tiles.tile(kernel)]
-        lines += [name, *(f"  {kernel:<8}{tune.column(tiles.tile(kernel))}" for kernel in found)]
+        kernels = [kernel for kernel in KERNELS if tiles.tile(kernel)]
+        lines += [name, *(f"  {kernel:<8}{tune.column(tiles.tile(kernel))}" for kernel in kernels)]
     return "\n".join(lines) or f"no winners in {file}"
 
 

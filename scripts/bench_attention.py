@@ -68,7 +68,7 @@ _SHAPE: dict[str, tuple[Any, Any, str]] = {
     "heads": (parse_size, 16, "query heads"),
     "kv-heads": (parse_size, None, "key/value heads (default: as many as query heads)"),
     "head-dim": (parse_size, 128, "head dim of queries and keys"),
-    "value-dim": (parse_size, None, "head dim of values (default: that of keys)"),
+    "value-dim": (parse_size, None, "head dim of values (default: as of keys)"),
     "dtype": (tuple(ALLOWED), "bfloat16", "dtype of q, k and v"),
     "causal": (bool, False, "a query sees the keys up to itself"),
     "window": (parse_size, None, "a query sees this many keys, itself the last; implies --causal"),
@@ -214,10 +214,10 @@ def _installed(names: Sequence[str]) -> list[str]:
     if absent:
         words = (f"{', '.join(peers)} ({install})" for install, peers in absent.items())
         print(f"not installed: {'; '.join(words)}", flush=True)
-    found = [name for name in dict.fromkeys(names) if PEERS[name].version is not None]
-    if not found:
+    installed = [name for name in dict.fromkeys(names) if PEERS[name].version is not None]
+    if not installed:
         raise UserError(f"--peers must have one that is installed; got {' '.join(names)}.")
-    return found
+    return installed
 
 
 def _chosen(options: argparse.Namespace, shapes: Mapping[str, Shape]) -> list[Shape]:

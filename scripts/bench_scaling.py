@@ -10,7 +10,7 @@ after one where calls take longer than `--patience`. `-balanced` has tokens in `
 under the causal mask. A method is first compared with one device, on a short sequence of the same
 heads. A method with a wrong result gets no time. The devices are all that JAX finds here.
 
-The table has a row for each mask and method. "of one" is the time divided by that of one device:
+The table has a row for each mask and method. "of one" is the time divided by one device's:
 1 / devices would be perfect. With --json the times go to a file, too.
 """
 
@@ -143,9 +143,9 @@ def _measure(options, mask: str, devices) -> Iterator[tuple[str, list[dict[str, 
         line = {**record, "pass": BOTH, "implementation": "ours", "config": config}
         try:
             line |= _served(mesh, options.tokens, causal, problem, how)
-            found = errors(_results(mesh, few, causal, problem, how), right)
-            if is_red(found, options.dtype):
-                yield name, [{**line, "red": found}]
+            result_errors = errors(_results(mesh, few, causal, problem, how), right)
+            if is_red(result_errors, options.dtype):
+                yield name, [{**line, "red": result_errors}]
                 continue
             times = _times(mesh, options, causal, problem, how)
         except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -154,7 +154,7 @@ def _measure(options, mask: str, devices) -> Iterator[tuple[str, list[dict[str, 
         shares = {
             x: {"share": ms["median"] / alone[x]["median"]} for x, ms in times.items() if alone
         }
-        line["errors"] = found
+        line["errors"] = result_errors
         yield name, [{**line, "pass": x, "ms": ms, **shares.get(x, {})} for x, ms in times.items()]
 
 
@@ -200,9 +200,9 @@ def _served(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, st
 
     q, k = (shape(problem[name], problem["head_dim"]) for name in ("heads", "kv_heads"))
     arguments = _arguments(causal, how, shape(dtype=jnp.int32))
-    told = pallas_flash.explain(q, k, k, **arguments)
-    method = told.context_parallelism
-    name = f"ours_{told.implementation}"
+    explanation = pallas_flash.explain(q, k, k, **arguments)
+    method = explanation.context_parallelism
+    name = f"ours_{explanation.implementation}"
     return {"implementation": name} | ({"why": method.reason} if method else {})
 
 
@@ -224,12 +224,12 @@ def _results(mesh: Mesh, tokens: int, causal: bool, problem, how) -> dict[str, A
     balanced = how.get("balanced", False)
     arrays = _draw(mesh, tokens, problem, balanced=balanced)
     with jax.set_mesh(mesh):
-        found = _program(causal, how, backward=True)(*arrays)
+        results = _program(causal, how, backward=True)(*arrays)
     home = jnp.argsort(jax.device_get(arrays[-1])[0])
     names = ("o", "dq", "dk", "dv")
     return {
         name: jnp.asarray(jax.device_get(x), jnp.float32)[:, home]
-        for name, x in zip(names, found, strict=True)
+        for name, x in zip(names, results, strict=True)
     }
 
 

@@ -143,7 +143,7 @@ def summary(faults: Sequence[Fault], record: Record) -> int:
 
 
 def attempt_chosen(chosen: Sequence[str]) -> Attempt:
-    """Return what runs the chosen tests: first those of the fault's own files."""
+    """Return what runs the chosen tests: first the tests in the fault's own files."""
 
     def attempt(tree: Tree, fault: Fault) -> Outcome:
         own = {path for name in fault.tests for path in paths(name, tree.path)}
@@ -164,11 +164,11 @@ def parser() -> argparse.ArgumentParser:
     add = flags.add_argument
     add("records", nargs="*", type=parse_path, metavar="RECORD", help="for --choose, --validate")
     add("--only", nargs="+", default=[], metavar="NAME", help="these faults; patterns like ring-*")
-    add("--mutants", type=parse_size, metavar="N", help="also so many faults made by rules")
+    add("--mutants", type=parse_size, metavar="N", help="also N faults made by rules")
     add("--seed", type=int, default=0, help="which mutants, or which faults --validate holds back")
     add("--record", type=parse_path, metavar="FILE", help="add what becomes of each to a file")
     add("--choose", action="store_true", help="make .ci/gate-items.txt of records")
-    add("--validate", type=parse_rate, metavar="SHARE", help="hold back so many of the faults")
+    add("--validate", type=parse_rate, metavar="SHARE", help="hold back this share of the faults")
     add("--jobs", type=parse_size, default=1, metavar="N", help="copies of the tree at work")
     add("--limit", type=parse_seconds, default=120.0, help="seconds of each run of pytest")
     add("--budget", type=parse_seconds, metavar="SECONDS", help="start no fault after that")

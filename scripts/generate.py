@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="type of the activations; auto is that of the run or of the weights",
+        help="type of the activations; auto is the type of the run or of the weights",
     )
     add(
         "--attention",

@@ -1,7 +1,7 @@
 """Shows the machine code of the package's kernels, on a machine that has no GPU.
 
 XLA's own CUDA compiler runs against a description of the GPU, so that registers, spills and
-instructions are those of this JAX and this ptxas on the card. These numbers say nothing about time:
+instructions are as this JAX and this ptxas make them for the card. They say nothing about time:
 they reject bad kernels and keep good ones from getting worse.
 
 The package's kernels as a table, and the changes since an earlier run:

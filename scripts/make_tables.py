@@ -168,11 +168,11 @@ def attention(file: str) -> str:
     return "\n".join(lines)
 
 
-def mean_and_worst(found: Sequence[float]) -> str:
+def mean_and_worst(numbers: Sequence[float]) -> str:
     """Return the geometric mean of ratios, and in brackets the worst."""
-    if not found:
+    if not numbers:
         return ""
-    return f"{statistics.geometric_mean(found):.2f}{TIMES} ({min(found):.2f}{TIMES})"
+    return f"{statistics.geometric_mean(numbers):.2f}{TIMES} ({min(numbers):.2f}{TIMES})"
 
 
 def kinds(*files: str) -> str:
@@ -180,8 +180,8 @@ def kinds(*files: str) -> str:
     passes = [(file, x) for file in files for x in ("forward", "backward")]
     rows = []
     for calls, (text, _) in GROUPS.items():
-        found = [ratios(chosen(*x, calls, "jax_cudnn")) for x in passes]
-        rows.append([text, *(f"{mean_and_worst(x)}, {len(x)}" if x else "" for x in found)])
+        by_pass = [ratios(chosen(*x, calls, "jax_cudnn")) for x in passes]
+        rows.append([text, *(f"{mean_and_worst(x)}, {len(x)}" if x else "" for x in by_pass)])
     return markdown(["calls", *(f"{file.upper()}, {x}" for file, x in passes)], rows)
 
 
@@ -191,8 +191,8 @@ def speed(*groups: str) -> str:
     for group in groups:
         file, calls = group.split(":") if ":" in group else ("h200", group)
         text = GROUPS[calls][0] + (f", on an {file.upper()}" if ":" in group else "")
-        found = (ratios(chosen(file, x, calls, "jax_cudnn")) for x in ("forward", "backward"))
-        rows.append([text, *map(mean_and_worst, found)])
+        by_pass = (ratios(chosen(file, x, calls, "jax_cudnn")) for x in ("forward", "backward"))
+        rows.append([text, *map(mean_and_worst, by_pass)])
     return markdown(["calls, bfloat16", "forward", "backward"], rows)
 
 
@@ -218,14 +218,14 @@ def calls(*files: str) -> str:
     return markdown(["calls", *(file.upper() for file in files)], rows)
 
 
-def calls_by_length(found: Iterable[tuple[str, int]]) -> str:
+def calls_by_length(calls: Iterable[tuple[str, int]]) -> str:
     """Return calls in words, those with the same lengths together."""
 
     def by_number(call):
         return re.sub(r"\d+", lambda match: match[0].zfill(6), call[0]), call[1]
 
     lengths: dict[str, list[str]] = {}
-    for case, length in sorted(found, key=by_number):
+    for case, length in sorted(calls, key=by_number):
         lengths.setdefault(case, []).append(short(length))
     cases: dict[str, list[str]] = {}
     for case, texts in lengths.items():
@@ -235,16 +235,16 @@ def calls_by_length(found: Iterable[tuple[str, int]]) -> str:
 
 def losses(*files: str) -> str:
     """Return all calls in which a peer was faster, by 1 % or more after rounding."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    table: dict[tuple[str, str], dict[str, list[str]]] = {}
     for file in files:
         for r in sorted(records(file), key=lambda r: (r["pass"] != "forward", r["D"], r["T"])):
             if "ratio" not in r or (ratio := f"{r['ratio']['median']:.2f}") >= "1.00":
                 continue
             row = case_in_words(r["pass"], r["case"]), NAMES[r["implementation"]]
-            found.setdefault(row, {}).setdefault(file, []).append(
+            table.setdefault(row, {}).setdefault(file, []).append(
                 f"{ratio}{TIMES} at {short(r['T'])}"
             )
-    rows = [[*row, *(", ".join(cells.get(x, [])) for x in files)] for row, cells in found.items()]
+    rows = [[*row, *(", ".join(cells.get(x, [])) for x in files)] for row, cells in table.items()]
     return markdown(["call", "peer", *(file.upper() for file in files)], sorted(rows))
 
 
@@ -257,8 +257,8 @@ def peers(file: str) -> str:
             continue
         cells = []
         for attention_pass in ("forward", "backward"):
-            found = ratios(r for r in lines if r["pass"] == attention_pass)
-            cells += [str(len(found)) if found else "", mean_and_worst(found)]
+            speedups = ratios(r for r in lines if r["pass"] == attention_pass)
+            cells += [str(len(speedups)) if speedups else "", mean_and_worst(speedups)]
         rows.append([words, *cells])
     heads = (f"{x}{y}" for x in ("forward", "backward") for y in (" calls", ""))
     return markdown(["peer", *heads], rows)
@@ -266,14 +266,14 @@ def peers(file: str) -> str:
 
 def times(file: str) -> str:
     """Return microseconds, the fastest in bold; in brackets as a part of the first column's."""
-    found: dict[str, dict[str, float]] = {}
+    table: dict[str, dict[str, float]] = {}
     for r in sorted(records(file), key=lambda r: (r["pass"] != "forward", r["D"])):
         row = f"{case_in_words(r['pass'], r['case'])}, {r['T']} tokens"
         column = " ".join([r["implementation"], *map(str, r["config"].values())])
-        found.setdefault(row, {})[column] = 1e3 * time(r)
-    columns = list(dict.fromkeys(column for us in found.values() for column in us))
+        table.setdefault(row, {})[column] = 1e3 * time(r)
+    columns = list(dict.fromkeys(column for us in table.values() for column in us))
     rows = []
-    for row, us in found.items():
+    for row, us in table.items():
         cells = [f"{us[x]:.1f} ({us[x] / us[columns[0]]:.2f})" if x in us else "" for x in columns]
         cells[0] = cells[0].split()[0]
         fastest = columns.index(min(us, key=lambda x: us[x]))
@@ -308,13 +308,13 @@ def options(file: str) -> str:
 
 def choice() -> str:
     """Return how many times as fast "mosaic" is as "triton", the least and the most."""
-    found = gains_by_length()
+    gains = gains_by_length()
     rows = []
     for kind in KINDS:
         cells = []
         for attention_pass in PASSES:
             for D in HEAD_DIMS:
-                cells.append(least_and_most(found.get((attention_pass, kind, D), {}).values()))
+                cells.append(least_and_most(gains.get((attention_pass, kind, D), {}).values()))
         rows.append([in_words(kind), *cells])
     head = [f"{x}, 64" for x in ("forward", "backward", "reproducible")]
     return markdown(["calls", *(x for name in head for x in (name, "128", "256"))], rows)
@@ -323,19 +323,19 @@ def choice() -> str:
 def in_order() -> str:
     """Return the speed of the deterministic backward, the least and the most."""
     columns = [(None, D) for D in HEAD_DIMS] + [("jax_cudnn", D) for D in (64, 128)]
-    found = {peer: deterministic(peer) for peer, _ in columns}
+    gains = {peer: deterministic(peer) for peer, _ in columns}
     rows = []
     for kind in (*KINDS, "trained bias"):
-        cells = [least_and_most(found[peer].get((kind, D), [])) for peer, D in columns]
+        cells = [least_and_most(gains[peer].get((kind, D), [])) for peer, D in columns]
         if any(cells):
             rows.append([in_words(kind), *cells])
     head = ["to the default, 64", "128", "256", "to cuDNN, 64", "128"]
     return markdown(["backward", *head], rows)
 
 
-def least_and_most(found: Iterable[float]) -> str:
+def least_and_most(numbers: Iterable[float]) -> str:
     """Return the ends of a range, or one number if they are equal."""
-    ends = sorted(f"{x:.2f}" for x in found)
+    ends = sorted(f"{x:.2f}" for x in numbers)
     return " to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else ""
 
 
@@ -373,13 +373,13 @@ def errors(file: str, key_bias: str, value_mean: str, zero_sum: str) -> str:
 
 def errors_of(file: str, wanted: Callable, first: str, *names: str) -> str:
     """Return errors, a row for each `names` of a record and its call, of what `wanted` selects."""
-    found: dict[str, dict[str, str]] = {}
+    table: dict[str, dict[str, str]] = {}
     for r in lines_of(file):
         if "error" in r and wanted(r):
             row = ", ".join([*(r[x] for x in names), r["case"], str(r["D"]), r["dtype"]])
             # A later measurement replaces an earlier one.
-            found.setdefault(row, {})[r["implementation"]] = f"{r['error']:.4f}"
-    rows = [[row, *(errors.get(x, "") for x in ERRORS_OF)] for row, errors in found.items()]
+            table.setdefault(row, {})[r["implementation"]] = f"{r['error']:.4f}"
+    rows = [[row, *(errors.get(x, "") for x in ERRORS_OF)] for row, errors in table.items()]
     return markdown([f"{first}, head dim, dtype", *ERRORS_OF.values()], rows)
 
 

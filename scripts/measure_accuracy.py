@@ -233,11 +233,11 @@ def lines(problem: Problem, *, length: int) -> list[dict[str, Any]]:
     )
     records = []
     for name, call in implementations(case).items():
-        of_call, found = about | {"implementation": name}, errors(call)
-        if isinstance(found, str):
-            records.append(of_call | {"pass": "backward", "unserved": found})
+        of_call, outcome = about | {"implementation": name}, errors(call)
+        if isinstance(outcome, str):
+            records.append(of_call | {"pass": "backward", "unserved": outcome})
             continue
-        for result, error in found.items():
+        for result, error in outcome.items():
             side = "forward" if result == "o" else "backward"
             records.append(of_call | {"pass": side, "result": result, "error": error})
     return records

@@ -120,7 +120,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int):
 
 
 def end_of(words: FromFolder, asked: str | None) -> int:
-    """Return the token that ends a document: the one asked for, or that of the folder.
+    """Return the token that ends a document: the one asked for, or the folder's.
 
     Raises:
         UserError: The tokenizer has no such token.
@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--end-token",
         metavar="TEXT",
-        help=f"the token that ends a document (default: that of the weights, or {END_TOKEN})",
+        help=f"the token that ends a document (default: the weights' own, or {END_TOKEN})",
     )
     add(
         "--special-tokens",

@@ -453,8 +453,8 @@ def sample_text(config: TrainConfig, layout: Layout, params, words: Bytes | From
         drawn = Sampling(config.temperature, config.top_k, seed=config.seed)
         model, count = nnx.merge(graphdef, params), config.sample_tokens
         options = {"stop_tokens": words.stop_tokens, "when_full": "slide"}
-        found = Generation(model, [prompt], count, drawn, **options)
-        return words.decode([*prompt, *(token for [token] in found)])
+        generated = Generation(model, [prompt], count, drawn, **options)
+        return words.decode([*prompt, *(token for [token] in generated)])
     # Devices do not divide one sequence; the layers run where their parameters lie.
     _, _, graphdef = model_functions(config.model, config.seed)
 
@@ -549,7 +549,7 @@ def train_all(config: TrainConfig, other: str | None, *, restart: bool) -> Train
         restart: See `train`.
 
     Returns:
-        The result of the run of these settings, or that of an interrupted other run.
+        The result of the run of these settings, or of an interrupted other run.
     """
     if other is None:
         return train(config, restart=restart)

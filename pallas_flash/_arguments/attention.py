@@ -291,7 +291,7 @@ def _check_inputs(query, key, value) -> None:
         equal("value", 0, "query", "batch size", fix)
     equal("value", -3, "key", "length", "Give each key one value.")
     equal("value", -2, "key", "number of heads", "Give each key head one value head.")
-    equal("key", -1, "query", "head dim", "Give both one head dim; only that of `value` is free.")
+    equal("key", -1, "query", "head dim", "Give both one head dim; only `value` may have another.")
     for name, x in named.items():
         if any(map(is_symbolic, x.shape[-2:])):
             raise NotImplementedError(

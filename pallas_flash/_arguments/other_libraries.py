@@ -49,7 +49,7 @@ _KEYWORDS = {
         "deterministic"
     ),
     "Use `return_lse`.": "return_attn_probs return_softmax_lse return_aux",
-    "Use `return_lse`, or `return_residual` for that of jax.nn.": "return_residuals",
+    "Use `return_lse`, or `return_residual` for jax.nn's.": "return_residuals",
     "Use `tile_sizes`.": "block_sizes kernel_options config",
     "Use `implementation`.": "backend impl",
     'Use `implementation="interpret"`.': "interpret",

@@ -1,4 +1,4 @@
-"""Turns the arguments of `paged_attention` into a `PagedProblem`, and checks those of pages.
+"""Turns the arguments of `paged_attention` into a `PagedProblem`, and checks arguments about pages.
 
 Shapes and dtypes are always checked. Numbers in `lengths`, `page_indices` and `cu_query_lengths`
 are checked where they are known; where they are traced, no number leads outside of an array.
@@ -63,8 +63,8 @@ def validate(
     if head_dim != pages[0].shape[3]:
         raise ValueError(
             f"`key_pages` must have the head dim of `query`; got {pages[0].shape[3]} and "
-            f"{head_dim} (key_pages.shape={pages[0].shape}). Give both one head dim; only that "
-            "of `value_pages` is free."
+            f"{head_dim} (key_pages.shape={pages[0].shape}). Give both one head dim; only "
+            "`value_pages` may have another."
         )
     if not num_heads or num_heads % num_kv_heads:
         raise ValueError(

@@ -22,7 +22,7 @@ class Rule(Protocol):
     """A hashable description of a linear map of some arrays to `RESULTS` others."""
 
     def tangents(self, fixed: list, moved: list) -> list:
-        """Return the map of `moved`, in which it is linear; the types are those of `fixed[:2]`."""
+        """Return the map of `moved`, in which it is linear, in the dtypes of `fixed[:2]`."""
         ...
 
     def formula(self, fixed: list, moved: list) -> list:
@@ -34,7 +34,7 @@ class Rule(Protocol):
         ...
 
 
-# The map has as many results. Their types are those of the first arrays that it is not linear in.
+# The number of a map's results. `fixed` begins with arrays of their shapes and dtypes.
 RESULTS = 2
 
 

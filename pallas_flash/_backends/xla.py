@@ -317,7 +317,7 @@ class _Rows(NamedTuple):
 def _weights_and_ds(p: Problem, tile: "_ScoreTile", qk_t, dp_t, rows: _Rows, vjp=None):
     """Return p_t after dropout and ds_t of a transposed tile, from its products and its rows.
 
-    `vjp`, by default that of the tile's scores, says in what the derivative is.
+    `vjp`, by default `tile.scores.vjp`, says in what the derivative is.
     """
     s_t, pull = p.scale * qk_t, None
     if p.scores:

@@ -1,6 +1,6 @@
 """Paged attention in plain JAX: any device, memory linear in the tokens.
 
-The algorithm is that of `_backends.xla`, for row tiles of requests (`_problem.paged`). Each row
+The algorithm is as in `_backends.xla`, for row tiles of requests (`_problem.paged`). Each row
 tile gathers the keys of one tile at a time from their pages. Letters of the einsums: k key head, r
 row, s key, h head dim of q and k, v head dim of v.
 """

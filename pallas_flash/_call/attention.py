@@ -273,7 +273,7 @@ def attention(
             XLA's flags for it, `--xla_gpu_deterministic_ops` and
             `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
             of `query` in the order in which they are ready, in one pass, and with grouped or few
-            heads also of those of `key` and `value`; all else is reproducible anyway.
+            heads also of the gradients of `key` and `value`; all else is reproducible anyway.
         return_lse: also return the LSE (logsumexp), log sum_j exp(s_ij), in float32 (float64 for
             float64 inputs) and differentiable; -inf where a query sees no key.
         return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a
@@ -281,7 +281,7 @@ def attention(
         return_max_logits: also return the largest score s_ij of each batch element and head, in
             float32 (float64 for float64 inputs) and without a gradient, as QK-Clip needs it
             (Kimi Team, 2025, arXiv:2507.20534). Sinks and hidden keys do not count; -inf where no
-            query of the head sees a key. With `sequence_axis` it is that of all devices.
+            query of the head sees a key. With `sequence_axis` it is of all devices.
 
     Args: Execution
         implementation: "mosaic" are kernels for Hopper GPUs, "triton" those for all newer NVIDIA
@@ -295,7 +295,7 @@ def attention(
         sequence_axis: inside a `jax.shard_map`, the mesh axis (or axes, the slowest first) that
             divides the sequence: `query`, `key`, `value`, `segment_ids` and positions are this
             device's shard of it; `bias` and `mask` arrays have rows for its queries and columns for
-            all keys; lengths and offsets are those of the whole sequence. Outside of a
+            all keys; lengths and offsets are of the whole sequence. Outside of a
             `jax.shard_map` the arrays tell how they are sharded.
         context_parallelism: how devices that divide a sequence work together. "ring" sends keys and
             values around while kernels run, "gather" gathers them first, "heads" exchanges the
@@ -318,7 +318,7 @@ def attention(
         >>> pallas_flash.attention(q, k, v, is_causal=True).shape
         (2, 128, 4, 64)
 
-    The algorithm is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
+    The algorithm is FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
     check_choices(return_residual, return_lse, reproducible, context_parallelism)
     problem = validate(
@@ -503,7 +503,7 @@ def _run(problem: Problem, plan: Plan) -> tuple[jax.Array, ...]:
 
 
 def _max_over_rows(row_maxima, sequence_axis):
-    """Return the maximum [B, N] over the queries of all devices, of that of each row [B, T, N]."""
+    """Return the maximum [B, N] of the rows' maxima [B, T, N], over the queries of all devices."""
     highest = lax.stop_gradient(row_maxima).max(axis=1, initial=-jnp.inf)
     names = sequence_axis if isinstance(sequence_axis, (tuple, list)) else [sequence_axis]
     # One by one, because JAX takes axes together only if the numbers vary over all or over none.

@@ -90,7 +90,7 @@ def arguments_from_cu_seqlens(
     queries, keys = _ids(of_q, q_len), _ids(of_k, kv_len)
     # Keys past the end have an id that no query has.
     keys = jnp.where(keys == of_k.shape[0] - 1, of_k.shape[0], keys)
-    # Keys count from 0, and the end of each sequence's queries is at that of its keys. So positions
+    # Keys count from 0, and each sequence's queries end where its keys end. So positions
     # rise along the row, and kernels skip blocks by them.
     moved = jnp.append(of_k[1:] - of_q[1:], 0)[queries]
     positions = jnp.arange(q_len, dtype=jnp.int32) + moved.astype(jnp.int32)

@@ -56,7 +56,7 @@ def paged_attention(
             their keys are in the pages (`append_to_pages`).
         key_pages: [P, page_size, K, H], in the dtype of `query`, int8 or float8_e4m3fn.
         value_pages: [P, page_size, K, V], in one of these dtypes.
-        lengths: int32 [R], the keys of each request, with those of its queries. 0 gives zeros.
+        lengths: int32 [R], the keys of each request, its queries' keys included. 0 gives zeros.
         page_indices: int32 [R, pages of a request], the pages of each request in the order of its
             tokens. Pages may have any order, and requests may share them. Where no query of this
             call sees a page, after the length or before the window, the number may be any.

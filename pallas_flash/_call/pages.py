@@ -30,7 +30,7 @@ def quantize_pages(
     Returns:
         The numbers, of the shape of `pages`, and the scales, float32 [P, K, page_size] or, per
         head, [K]. A number is at most max |x| / 254 off in int8, and at most |x| / 16 in
-        float8_e4m3fn (max |x| / 2^18 where that is more), where max |x| is that of its scale.
+        float8_e4m3fn (max |x| / 2^18 where that is more). max |x| is over all numbers of a scale.
 
     Raises:
         TypeError: `pages` are not floating point [.., tokens, K, H], or `dtype` is another one.

@@ -46,7 +46,7 @@ def plot_mask(
 ) -> "Axes":
     """Draw which keys each query sees: keys along x, queries down y.
 
-    The arguments are those of `attention` that restrict keys, so the mask of any call can be drawn.
+    It takes the arguments of `attention` that restrict keys, so the mask of any call can be drawn.
     Visible pairs are grey. With tile sizes the colors tell what kernels do: white blocks are empty,
     and kernels skip them; blue blocks are full, and kernels compute them without the mask; orange
     blocks are partial, and kernels evaluate the mask: their hidden pairs are pale. The legend names

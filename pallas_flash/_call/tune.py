@@ -101,9 +101,9 @@ class Tuning:
         for trial in self.trials:
             tile, kernel = trial.tile, trial.kernel
             result = trial.failure if trial.ms is None else f"{trial.ms:.4f} ms"
-            found, tables = self.tile_sizes, self.tables.values()
+            winners, tables = self.tile_sizes, self.tables.values()
             marks = "  table" * any(table.tile(kernel) == tile for table in tables)
-            marks += "  winner" * (tile in (found.tile(kernel), found.select(_given(tile))))
+            marks += "  winner" * (tile in (winners.tile(kernel), winners.select(_given(tile))))
             lines.append(f"{kernel:<8}{column(tile)}  {result}{marks}")
         where = f"stored in {self.file}" if self.file else "not stored"
         return "\n".join([*lines, f"{self.clock}; {where}"])
@@ -244,7 +244,7 @@ def search(
     if measure is None:
         _announce(programs.values(), arguments)
     measure, clock = (measure, "as given") if measure else _clock()
-    trials, found = [], TileSizes()
+    trials, winners = [], TileSizes()
     for name in names:
         ways = {}
         for by in implementations:
@@ -258,9 +258,9 @@ def search(
             tried = _try_all(name, whole, arguments[name], wanted[name], measure)
             trials += tried
             ways = [trial.tile for trial in tried if trial.ms is not None]
-        found = found.filled_from(_fastest(list(ways)))
+        winners = winners.filled_from(_fastest(list(ways)))
     tables = {by: tile_choice.tiles_of_call(problem, by, None) for by in implementations}
-    return Tuning(found, tuple(trials), tables, clock)
+    return Tuning(winners, tuple(trials), tables, clock)
 
 
 def _programs(problem: Problem, attention_pass: str, by: str) -> dict[str, dict[Any, Any]]:
@@ -277,7 +277,7 @@ def _programs(problem: Problem, attention_pass: str, by: str) -> dict[str, dict[
 
 def _announce(programs: Iterable[Mapping[str, Mapping[Any, Any]]], arguments) -> None:
     """Print how many candidates there are, and about how long their compilation will take."""
-    kernels = [(kernel, tried) for found in programs for kernel, tried in found.items() if tried]
+    kernels = [(kernel, tried) for group in programs for kernel, tried in group.items() if tried]
     counts = ", ".join(f"{kernel} {len(tried)}" for kernel, tried in kernels)
     total = sum(len(tried) for _, tried in kernels)
     text = f"{total} configurations to compile, check and time: {counts}"

@@ -69,14 +69,14 @@ def limits(problem: Problem, implementation: str) -> list[str]:
 
 def derivative_limit(problem: Problem, implementation: str) -> str:
     """Return why kernels cannot compute the derivative of the scores, or ""."""
-    found = (x._replace(role="derivative") for x in functions_of(problem) if x.role == "score_mod")
-    return " ".join(_sentences(found, implementation))
+    roles = (x._replace(role="derivative") for x in functions_of(problem) if x.role == "score_mod")
+    return " ".join(_sentences(roles, implementation))
 
 
 def reads_limit(problem: Problem) -> str:
     """Return why "triton" cannot compute the derivative of the scores in their operands, or ""."""
-    found = (x._replace(role="reads") for x in functions_of(problem) if x.role == "score_mod")
-    return " ".join(_sentences(found, "triton"))
+    roles = (x._replace(role="reads") for x in functions_of(problem) if x.role == "score_mod")
+    return " ".join(_sentences(roles, "triton"))
 
 
 def functions_of(problem: Problem) -> Iterator[UserFunction]:

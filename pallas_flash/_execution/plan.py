@@ -55,17 +55,17 @@ class Wanted:
         return self.slopes, *self.score_operands
 
     def gradient_letters(self, axes: Problem) -> Gradients:
-        """Return the letters of the gradients that are computed, for those of the operands."""
-        found = {
+        """Return the letters of the gradients that are computed, from the operands' letters."""
+        letters = {
             name: getattr(axes, name) if getattr(self, name, True) else None
             for name in Gradients._fields
         }
         if any(self.score_operands):
             operands = zip(axes.score_operands, self.score_operands, strict=True)
-            found["score_operands"] = tuple(x if wanted else None for x, wanted in operands)
+            letters["score_operands"] = tuple(x if wanted else None for x, wanted in operands)
         else:
-            found["score_operands"] = None
-        return Gradients(**found)
+            letters["score_operands"] = None
+        return Gradients(**letters)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Plan:
     def run_tangents(self, problem: Problem, log_sum: LogSum, dots: tuple):
         """Return the tangents of the output and of the natural LSE [B, N, T], by kernels.
 
-        `dots` are those of the query, the key and the value.
+        `dots` are tangents of the query, the key and the value.
         """
         axes = partition.letters(problem)
         rows = jax.tree.map(lambda _: partition.ROW, log_sum)

@@ -88,11 +88,11 @@ def named_arrays(operands: dict) -> dict:
 
 def _joined(named: dict, like: dict) -> dict:
     """Invert `named_arrays`; an operand of the score function without a name is None."""
-    found = {name: x for name, x in named.items() if name in Gradients._fields}
-    if len(found) == len(named):
-        return found
+    fields = {name: x for name, x in named.items() if name in Gradients._fields}
+    if len(fields) == len(named):
+        return fields
     arrays = (named.get(f"{_SCORE_OPERANDS} {i}") for i in range(len(like[_SCORE_OPERANDS])))
-    return found | {_SCORE_OPERANDS: tuple(arrays)}
+    return fields | {_SCORE_OPERANDS: tuple(arrays)}
 
 
 def _function_of(names, along, operands, rest: Problem):

@@ -74,7 +74,7 @@ def failing_operation(error: BaseException) -> str | None:
     operation, cause = None, error
     while cause is not None and operation is None:
         for frame, _ in traceback.walk_tb(cause.__traceback__):
-            # Pallas loops over the equations of a jaxpr, and inside over those of inner jaxprs.
+            # Pallas loops over the equations of a jaxpr, inside over inner jaxprs' equations.
             primitive = getattr(frame.f_locals.get("eqn"), "primitive", None)
             operation = getattr(primitive, "name", operation)
         # JAX may leave its own frames out of an error; the cause has them.

@@ -57,7 +57,7 @@ def matrix_units(capability: tuple[int, int] | None) -> str:
 
     Hopper's units read tiles from shared memory while the warps go on. Blackwell's put the sums
     into tensor memory. On all other GPUs, such as GeForce RTX 50, warps wait for their products.
-    A capability of None (unknown, or the interpreter) is that of an H100 or H200.
+    A capability of None (unknown, or the interpreter) counts as an H100 or H200.
     """
     if capability in (None, (9, 0)):
         return "hopper"

@@ -94,8 +94,8 @@ def broadcastable(name: str, x: jax.Array, scores_shape) -> jax.Array:
     if any(have not in (1, want) for have, want in zip(shape, scores_shape, strict=True)):
         raise ValueError(
             f"`{name}` must be broadcastable to [B, N, T, S] = {scores_shape}; got "
-            f"{name}.shape={x.shape}. Give each axis size 1 or that of the scores; missing axes "
-            "are added in front, heads are those of `query`."
+            f"{name}.shape={x.shape}. Give each axis size 1 or the scores' size; missing axes "
+            "are added in front, heads are query heads."
         )
     return x.reshape(shape)
 

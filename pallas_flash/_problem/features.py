@@ -76,8 +76,8 @@ class CallFeatures(Sizes):
         pair_bytes: bytes of bias and mask arrays for each pair of a query and a key.
         bias_is_shared: whether several pairs share an element of the bias.
         precision: precision of float32 products; "" for other dtypes.
-        capability: compute capability of the GPU; None (unknown, or the interpreter) means that of
-            the H100 and H200.
+        capability: compute capability of the GPU; None (unknown, or the interpreter) means the
+            H100 and H200.
     """
 
     dtype: str

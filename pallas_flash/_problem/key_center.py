@@ -153,7 +153,7 @@ def known_part(problem: Problem, c, r):
 
 
 def whole_sums(problem: Problem, c, log_sum: LogSum, delta, dlse, dq, dscale):
-    """Return dq and the gradient of the scale, for those of centered keys.
+    """Return dq and the gradient of the scale, from `dq` and `dscale` of centered keys.
 
     Args:
         problem: the call, with its own keys.

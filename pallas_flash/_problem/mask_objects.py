@@ -528,7 +528,7 @@ class BlockMask(Scattered, Joinable):
             if asks and given[name] is None and own[axis] == 1:
                 raise ValueError(
                     f"`{name}` must be given for a Predicate that asks for its index; got None. "
-                    "Pass that of the calls that the mask is for."
+                    "Pass the size in the calls that the mask is for."
                 )
             own[axis] = sizes[name] if sizes[name] > 1 else own[axis]
         own_batch, own_heads = own

@@ -120,9 +120,9 @@ class Leaf(Divisible, abc.ABC):
 
         Axes of tiles may be 1 where the class does not vary.
         """
-        found = self.block_classes(q_tiles, kv_tiles)
-        if found is not None:
-            return found
+        classes = self.block_classes(q_tiles, kv_tiles)
+        if classes is not None:
+            return classes
         return Mask((self,)).block_classes(q_tiles, kv_tiles)
 
     @property
@@ -335,7 +335,7 @@ class NumberBand(NumberLeaf):
     """Query q sees key k when low <= number of k - number of q <= high; None is unbounded.
 
     Attributes:
-        positions: the numbers of all tokens; without those of keys, both are the same tokens.
+        positions: the numbers of all tokens; without numbers of keys, queries are the same tokens.
         low: the least difference.
         high: the greatest difference.
         diagonal: whether every query is known to see the key of its own index, though queries and
@@ -414,8 +414,8 @@ class Either(Scattered):
     def allowed(self, b, h, q, k):
         conditions = [mask.allowed(b, h, q, k) for mask in self.masks]
         # A mask without leaves allows all.
-        found = [jnp.asarray(True) if x is None else x for x in conditions]
-        return functools.reduce(operator.or_, found)
+        arrays = [jnp.asarray(True) if x is None else x for x in conditions]
+        return functools.reduce(operator.or_, arrays)
 
     def block_classes(self, q_tiles, kv_tiles):
         some, every = zip(*(mask.classes(q_tiles, kv_tiles) for mask in self.masks), strict=True)

@@ -1,7 +1,7 @@
 """Masks that have a name in the literature, each a few lines on the algebra of `_problem.masks`.
 
-Each gives every token a number or two and compares those of a query with those of a key. So it
-follows positions, and kernels skip blocks by the least and greatest number of their tiles.
+Each gives every token a number or two and compares a query's numbers with a key's. So it follows
+positions, and kernels skip blocks by the least and greatest number of their tiles.
 """
 
 import dataclasses
@@ -207,7 +207,7 @@ class Tree(Joinable):
         return batch, 1, q_len, 1
 
     def fit(self, call):
-        """Return the mask: k sees q if its visit of a walk through the tree encloses that of q."""
+        """Return the mask: q sees k if k's visit in a walk through the tree encloses q's."""
         batch, _, q_len, kv_len = call.scores_shape
         if call.at.positions is not None or call.shards > 1:
             got = "sequence_axis" if call.shards > 1 else "query_positions or key_value_positions"

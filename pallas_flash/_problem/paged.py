@@ -289,7 +289,7 @@ class RowTiles(NamedTuple):
             p: the call.
             count: work tiles, at least row tiles + `splits`.
             splits: the number of work tiles among which all key tiles are divided.
-            least: key tiles of a work tile at least, where there are so many.
+            least: key tiles of a work tile at least, where there are enough.
         """
         visits = self.ranges[:, 3] - self.ranges[:, 0]
         total = jnp.sum(visits, dtype=jnp.int32)

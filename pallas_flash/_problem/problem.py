@@ -55,7 +55,7 @@ class Problem(Sizes, Divisible):
         key: [B, S, K, H].
         value: [B, S, K, V].
         scale: float32 (float64 for float64 inputs) scalar, not negative.
-        bias: added to the scaled scores; rank 4, each axis 1 or that of BNTS.
+        bias: added to the scaled scores; rank 4, each axis 1 or as in BNTS.
         sinks: float32 (float64 for float64 inputs) [N], logits in the softmax's denominator.
         slopes: [N], ALiBi's; of the dtype of `scale`.
         score_operands: arrays for the score function.
@@ -176,8 +176,8 @@ class Problem(Sizes, Divisible):
 
         None unless the mask is made of lengths, see `Mask.has_valid_lengths`.
         """
-        found = visibility.valid_lengths(self.mask, self.q_len, self.kv_len)
-        return found and tuple(jnp.broadcast_to(x, (self.batch,)).astype(jnp.int32) for x in found)
+        valid = visibility.valid_lengths(self.mask, self.q_len, self.kv_len)
+        return valid and tuple(jnp.broadcast_to(x, (self.batch,)).astype(jnp.int32) for x in valid)
 
     @property
     def decodes_prefix(self) -> bool:

@@ -27,7 +27,7 @@ class ScoreMod:
             function object is another program to compile.
         operands: arrays. Floating ones have a gradient, summed in float32 in memory linear in the
             lengths. It is a kernel's if each is read at the head, the batch element, the query or
-            the key alone, or at q_pos - k_pos; else it is that of "xla". See `explain`.
+            the key alone, or at q_pos - k_pos; else it is "xla"'s. See `explain`.
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash

@@ -115,20 +115,20 @@ class Scores(Divisible):
         Table 0 are the slopes, table 1 + i is operand i. An index has an integer array for each
         axis of its table, and lies inside of it; the arrays broadcast to the shape of x.
         """
-        found = [] if self.slopes is None else [(0, (h,))]
+        reads = [] if self.slopes is None else [(0, (h,))]
 
         def note(table, index, read):
-            found.append((table, nearest(index, self.operands[table - 1].shape)))
+            reads.append((table, nearest(index, self.operands[table - 1].shape)))
             return read
 
         self._noted(note)._mapped(x, b, h, q, k, FUNCTIONS)
-        return found
+        return reads
 
     def vjp_of_reads(self, numbers, x, b, h, q, k, *, functions=FUNCTIONS):
-        """Return `logits`, and the function from a cotangent of them to those of some reads.
+        """Return `logits`, and the function from their cotangent to cotangents of some reads.
 
-        `numbers` are those of the reads in `reads`. A cotangent of a read has the shape of x: it is
-        not yet summed over the scores that read the same number.
+        `numbers` are places in the list that `reads` returns. A cotangent of a read has the shape
+        of x: it is not yet summed over the scores that read the same number.
         """
         logits, pull = self.vjp(x, b, h, q, k, functions=functions)
         x_added = self._added(x, b, h, q, k, functions)
@@ -185,7 +185,7 @@ class Scores(Divisible):
         return x
 
     def _distance(self, b, q, k):
-        """Return the position of a query less that of a key, for the slopes."""
+        """Return the position of a query minus the position of a key, for the slopes."""
         if self.positions is not None:
             return self.positions.query_positions(b, q) - self.positions.key_positions(b, k)
         return q + (self.shift if self.offset is None else self.offset[b]) - k

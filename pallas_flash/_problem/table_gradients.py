@@ -47,11 +47,11 @@ class Read(NamedTuple):
 
 def reads_of(scores: Scores) -> tuple[Read, ...]:
     """Return the reads of floating tables, in the order of `Scores.reads`."""
-    found = () if scores.slopes is None else (Read(0, frozenset("h")),)
+    of_slopes = () if scores.slopes is None else (Read(0, frozenset("h")),)
     if scores.score_mod is None or not scores.operands:
-        return found
+        return of_slopes
     shapes = tuple((x.shape, jnp.dtype(x.dtype)) for x in scores.operands)
-    return found + _reads_of_function(scores.score_mod, shapes)
+    return of_slopes + _reads_of_function(scores.score_mod, shapes)
 
 
 @functools.lru_cache(256)
@@ -62,10 +62,10 @@ def _reads_of_function(score_mod, shapes) -> tuple[Read, ...]:
 
     def indices(b, h, q, k, arrays):
         scores = Scores(score_mod=score_mod, operands=arrays)
-        found = scores.reads(jnp.zeros((1, 1), jnp.float32), b, h, q, k)
-        tables.extend(table for table, _ in found)
+        reads = scores.reads(jnp.zeros((1, 1), jnp.float32), b, h, q, k)
+        tables.extend(table for table, _ in reads)
         # Each as one array, so that the results of the program are the indices.
-        return [[jnp.asarray(i) for i in index] for _, index in found]
+        return [[jnp.asarray(i) for i in index] for _, index in reads]
 
     program, out = jax.make_jaxpr(indices, return_shape=True)(number, number, one, one, arrays)
     none = frozenset()

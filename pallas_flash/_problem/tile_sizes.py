@@ -254,7 +254,7 @@ class TileSizes:
         return TileSizes(**{kernel: self.tile(kernel) for kernel in kernels})
 
     def for_backend(self, implementation: str) -> "TileSizes":
-        """Return the tiles of one implementation; "interpret" has those of "triton"."""
+        """Return the tiles of one implementation; "interpret" has the tiles of "triton"."""
         name = "triton" if implementation == "interpret" else implementation
         return self.select(k for k in KERNELS if self.tile(k) and backend_of(self.tile(k)) == name)
 

@@ -1,6 +1,6 @@
 """The order in which a kernel visits the blocks that a mask leaves, given as ranges or lists.
 
-A number is the number of a tile along the streamed side. Blocks are those of `_problem.blocks`.
+A number is the number of a tile along the streamed side. Blocks are as in `_problem.blocks`.
 """
 
 import enum

@@ -42,8 +42,8 @@ def _not_empty(mask: Mask, shape, ranges, others: int, positions=None):
     if mask.sees_diagonal and q_len == kv_len:
         return None
     if all(leaf.exact_ranges for leaf in mask.leaves):
-        found = ranges(Tiling(q_len, 1), Tiling(kv_len, 1))
-        some = (found[..., 0] < found[..., 3])[:, None]
+        bounds = ranges(Tiling(q_len, 1), Tiling(kv_len, 1))
+        some = (bounds[..., 0] < bounds[..., 3])[:, None]
         if isinstance(some, np.ndarray) and some.all():
             return None
         return some if positions is None else jnp.asarray(some)[:, :, positions]

@@ -224,8 +224,8 @@ def _has_enough_work(call: Measured) -> bool:
 
     The queries of a plain call need 2^21 numbers: half as many in a causal forward, twice as many
     in a forward at head dim 64 without a mask, and four times as many in a causal backward. Others
-    were measured from `MANY_ROWS` queries on, dropout in one pass from a quarter of them on. The
-    keys are those of the CTAs of a backward.
+    were measured from `MANY_ROWS` queries on, dropout in one pass from a quarter of them on. A
+    backward needs enough keys, because its CTAs divide them.
     """
     f, head_dim = call.f, call.head_dim
     if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):

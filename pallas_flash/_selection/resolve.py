@@ -119,7 +119,7 @@ def explained(
 ) -> Explanation:
     """Return a plan in words.
 
-    `method` says how devices share the sequence, if they do; `scale` is that of the call.
+    `method` says how devices share the sequence, if they do; `scale` is the call's.
     """
     forward, passes = plan.forward, (plan.forward, plan.backward)
     reasons = [forward.reason]
@@ -359,7 +359,7 @@ def _check_given(request: Request, passes: Mapping[str, PassPlan]) -> None:
             raise ValueError(
                 f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
                 f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
-                f'implementation={asked!r}. Give "mosaic" those of pallas_flash.tuning, and '
+                f'implementation={asked!r}. Give "mosaic" its tiles of pallas_flash.tuning, and '
                 "others a pallas_flash.tuning.Tile."
             )
 

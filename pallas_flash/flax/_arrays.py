@@ -1,4 +1,4 @@
-"""Converts Flax's masks, biases and batch axes to those of `pallas_flash.attention`."""
+"""Converts Flax's masks, biases and batch axes to the form of `pallas_flash.attention`."""
 
 import math
 from collections.abc import Sequence

@@ -77,13 +77,13 @@ class KVCache(nnx.Module):
         sizes = shape if isinstance(shape, (tuple, list)) else ()
         if len(sizes) < 3 or not all(is_int(n) and n >= 0 for n in sizes):
             raise ValueError(
-                f"`shape` must be sizes (*batch, room, K, H); got {describe(shape)}. Give those of "
-                "the keys of the longest sequence."
+                f"`shape` must be sizes (*batch, room, K, H); got {describe(shape)}. Give the "
+                "sizes of the keys of the longest sequence."
             )
         dtype = as_dtype("dtype", dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"`dtype` must be floating point; got {dtype}. Leave it out for that of the layer, "
+                f"`dtype` must be floating point; got {dtype}. Leave it out for the layer's, "
                 "or quantise in a `PagedKVCache`."
             )
         *batch, _, _, head_dim = sizes
@@ -354,7 +354,7 @@ def _write_row(x, slots, new):
 
 
 def _beside(new, x):
-    """Return `new` with its batch and heads on the devices of those of `x`, under Explicit axes."""
+    """Return `new` with its batch and heads on the devices as in `x`, under Explicit axes."""
     where = jax.typeof(x).sharding
     if AxisType.Explicit not in where.mesh.axis_types:
         return new

@@ -222,7 +222,7 @@ class SelfAttention(nnx.Module):
             positions: Rotary position of each token. None is 0..T-1, which also serves packed
                 documents: only differences of positions matter, and within a document they do not
                 depend on where it starts.
-            reordered: Whether tokens lie in another order than that of their `positions`, as after
+            reordered: Whether tokens lie in another order than their `positions`, as after
                 `pallas_flash.balanced_order`. Then `positions` are for the mask, too: `is_causal`,
                 `local_window_size` and a `PrefixLM` go by them, and not by the order in the array.
             deterministic: Whether dropout is switched off. None is what the layer was told.
@@ -363,7 +363,7 @@ class SelfAttention(nnx.Module):
 
         Args:
             input_shape: [*batch, length, features] of the longest input, as for
-                `nnx.MultiHeadAttention`; the length is that of the prompt and all that follows, or
+                `nnx.MultiHeadAttention`; the length counts the prompt and all that follows, or is
                 the room of a ring.
             dtype: Dtype of the cache. None is that in which the layer computes with inputs in the
                 dtype of its parameters.

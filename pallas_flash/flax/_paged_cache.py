@@ -77,8 +77,8 @@ class PagedKVCache(nnx.Module):
         quantised = dtype.name in paged.LARGEST
         if not quantised and not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"`dtype` must be floating point or int8; got {dtype}. Leave it out for that of "
-                "the layer."
+                f"`dtype` must be floating point or int8; got {dtype}. Leave it out for the "
+                "layer's."
             )
         pages, page_size, heads, head_dim = sizes
         value_dim = head_dim if value_dim is None else at_least(1, "value_dim", value_dim)
@@ -103,10 +103,10 @@ class PagedKVCache(nnx.Module):
         requests, x = _checked(requests), array("x", x)
         lengths, page_indices, *rest = requests
         starts = rest[0] if rest else None
-        _, found = paged.requests_of(
+        _, checked = paged.requests_of(
             lengths, page_indices, starts, "x", x, self.key_pages.shape, "features"
         )
-        positions = divided_by_xla(lambda found: found.positions()[1], None, found)
+        positions = divided_by_xla(lambda checked: checked.positions()[1], None, checked)
         return jnp.maximum(positions, 0).reshape(x.shape[:-1])
 
     def attend(

@@ -55,11 +55,11 @@ def compared(
 
     lines = [r for name in names for r in results.load(RESULTS / f"{name}.jsonl") if "ms" in r]
     others = {run(r): time(r) for r in lines if other(r)}
-    found = {}
+    pairs = {}
     for r in lines:
         if ours(r) and run(r) in others:
-            found[report.key(r)] = r, others[run(r)] / time(r)
-    return list(found.values())
+            pairs[report.key(r)] = r, others[run(r)] / time(r)
+    return list(pairs.values())
 
 
 def computed_by(implementation: str) -> Callable[[dict[str, Any]], bool]:
@@ -84,7 +84,7 @@ def deterministic(peer: str | None) -> dict[tuple[str, int], list[float]]:
     def in_order(r):
         return computed_by("ours_mosaic")(r) and bool(r["config"].get("reproducible"))
 
-    found: dict[tuple[str, int], list[float]] = {}
+    speeds: dict[tuple[str, int], list[float]] = {}
     for r, speed in compared(
         *FILES, ours=in_order, other=default if peer is None else computed_by(peer)
     ):
@@ -92,8 +92,8 @@ def deterministic(peer: str | None) -> dict[tuple[str, int], list[float]]:
         # no row of the table.
         superseded = r["D"] == 256 and "H200" in r["device"]
         for kind in [] if r.get("V") or superseded else kinds_of(r):
-            found.setdefault((kind, r["D"]), []).append(speed)
-    return found
+            speeds.setdefault((kind, r["D"]), []).append(speed)
+    return speeds
 
 
 def measured() -> Iterator[tuple[str, dict[str, Any], float]]:
@@ -116,12 +116,12 @@ def measured() -> Iterator[tuple[str, dict[str, Any], float]]:
 
 def gains_by_length() -> dict[tuple[str, str, int], dict[int, float]]:
     """Return the least gain by length, of each pass, kind and head dim."""
-    found: dict[tuple[str, str, int], dict[int, float]] = {}
+    by_length: dict[tuple[str, str, int], dict[int, float]] = {}
     for attention_pass, r, gain in measured():
         if r["B"] * r["T"] < FEWEST_TOKENS:
             continue
         mask = "causal" if r["causal"] else "full"
         for kind in [mask] if r.get("option") == "trained bias" else kinds_of(r):
-            entry = found.setdefault((attention_pass, kind, r["D"]), {})
+            entry = by_length.setdefault((attention_pass, kind, r["D"]), {})
             entry[r["T"]] = min(gain, entry.get(r["T"], gain))
-    return found
+    return by_length

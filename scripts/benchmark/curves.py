@@ -23,13 +23,13 @@ def curves(records: Sequence[Record], of_pass: str, head_dim: int) -> dict[str, 
     """Return TFLOP/s by length, for each library."""
     wanted = f"{head_dim} causal", of_pass
     lines = [r for r in records if (r["case"], r["pass"]) == wanted and "ms" in r]
-    found: dict[str, Curve] = {}
+    best: dict[str, Curve] = {}
     for T in {r["T"] for r in lines}:
         by_name = comparable([r for r in lines if r["T"] == T])
         for library, names in LIBRARIES.items():
             if timed := [by_name[name] for name in names if name in by_name]:
-                found.setdefault(library, {})[T] = max(timed)
-    return {x: dict(sorted(found[x].items())) for x in LIBRARIES if x in found}
+                best.setdefault(library, {})[T] = max(timed)
+    return {x: dict(sorted(best[x].items())) for x in LIBRARIES if x in best}
 
 
 def about(records: Sequence[Record]) -> str:

@@ -41,20 +41,20 @@ def comparable(lines: Sequence[Record]) -> dict[str, float]:
     Peers were timed on different days. The ratio of a peer is of times in turns with ours, so that
     our speed by this ratio can be compared, where the peer's own time may be 3 % off.
     """
-    found = {r["implementation"]: r["tflops"] for r in lines}
-    if "ours" not in found:
+    tflops = {r["implementation"]: r["tflops"] for r in lines}
+    if "ours" not in tflops:
         return {}
     ratios = {r["implementation"]: r["ratio"]["median"] for r in lines if "ratio" in r}
-    return found | {name: found["ours"] / ratio for name, ratio in ratios.items()}
+    return tflops | {name: tflops["ours"] / ratio for name, ratio in ratios.items()}
 
 
 def speeds(records: Sequence[Record], of_pass: str, head_dim: int) -> dict[str, float]:
     """Return TFLOP/s of each library that was timed; none without a time of ours."""
-    found = comparable(longest(records, of_pass, head_dim))
+    by_name = comparable(longest(records, of_pass, head_dim))
     return {
-        library: max(found[name] for name in names if name in found)
+        library: max(by_name[name] for name in names if name in by_name)
         for library, names in LIBRARIES.items()
-        if found.keys() & set(names)
+        if by_name.keys() & set(names)
     }
 
 
@@ -106,10 +106,10 @@ def draw(records: Sequence[Record]):
     panels = figure.subplots(1, len(PASSES), sharey=True)
     for axes, of_pass in zip(panels, PASSES, strict=True):
         for group, head_dim in enumerate(HEAD_DIMS):
-            found, ratios = speeds(records, of_pass, head_dim), gains(records, of_pass, head_dim)
+            tflops, ratios = speeds(records, of_pass, head_dim), gains(records, of_pass, head_dim)
             width = 0.85 / len(LIBRARIES)
-            for place, (library, speed) in enumerate(found.items()):
-                x = group + (place - (len(found) - 1) / 2) * width
+            for place, (library, speed) in enumerate(tflops.items()):
+                x = group + (place - (len(tflops) - 1) / 2) * width
                 axes.bar(x, speed, width * 0.92, color=COLORS[library], label=library)
                 ratio = ratios.get(library, math.nan)
                 text = (

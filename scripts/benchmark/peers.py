@@ -189,7 +189,7 @@ def _jax_mosaic(shape: Shape, direction: str) -> Attend:
 
 # ------------------------------------------------------------------------------------------------
 # tokamax. Its tuned configurations are listed by card, for "H100" and not for an H200, so that this
-# file repeats those of the same problems.
+# file repeats the configurations of the same problems.
 
 
 def _import_tokamax():

@@ -213,6 +213,6 @@ def _relative_l2(a, b):
     return jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())
 
 
-def is_red(found: Mapping[str, float], dtype: str) -> bool:
+def is_red(result_errors: Mapping[str, float], dtype: str) -> bool:
     """Whether an error is too large, or not a number."""
-    return not all(error <= ALLOWED[dtype] for error in found.values())
+    return not all(error <= ALLOWED[dtype] for error in result_errors.values())

@@ -81,7 +81,7 @@ def _timed(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Return Markdown: for each way of timing a row for each pass and case.
 
-    Our times are those of the greatest T. A ratio is our speed relative to a peer: the geometric
+    Our times are at the greatest T. A ratio is our speed relative to a peer: the geometric
     mean over T, with the worst T in brackets. Cases with an option also have the ratio of our times
     with and without the option.
     """

@@ -140,7 +140,7 @@ class Bench:
             programs = dict.fromkeys(programs, f"nothing to compare with: {_sentence(error)}")
         del reference
 
-        ready, found = {}, {}
+        ready, result_errors = {}, {}
         for name, program in programs.items():
             record = self._record(shape, direction, name)
             if isinstance(program, str):
@@ -148,13 +148,13 @@ class Bench:
                 continue
             try:
                 program.load(sets)
-                found[name] = errors(program.results(), right)
+                result_errors[name] = errors(program.results(), right)
                 once = self.timer(program, 2).ms
             except Exception as error:  # After any failure of a peer, others go on.
                 self.emit({**record, "unserved": _sentence(error)})
                 continue
-            if is_red(found[name], shape.dtype):
-                self.emit({**record, "red": found[name], "allowed": ALLOWED[shape.dtype]})
+            if is_red(result_errors[name], shape.dtype):
+                self.emit({**record, "red": result_errors[name], "allowed": ALLOWED[shape.dtype]})
             else:
                 ready[name] = functools.partial(self.timer, program, self._calls(once))
         right = None
@@ -164,7 +164,7 @@ class Bench:
             program = programs[name]
             record = self._record(shape, direction, name)
             record |= summary(times, ours, shape, direction)
-            record |= {"errors": found[name], "compile_s": program.compile_s}
+            record |= {"errors": result_errors[name], "compile_s": program.compile_s}
             record |= {"memory": program.memory, **clocked}
             if isinstance(self.timer, Timers):
                 record["timer"] = self.timer.name(program)

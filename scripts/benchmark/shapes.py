@@ -43,7 +43,7 @@ class Shape:
 
     Attributes:
         case: The row of the table that it belongs to; a row has all T.
-        V: Head dim of the values; None: that of the keys.
+        V: Head dim of the values; None: the keys'.
         causal: Whether a query sees only keys up to itself.
         window: The number of keys that a query sees, itself the last one; needs `causal`.
         documents: The number of sequences of random lengths that are packed into each row.
@@ -142,13 +142,13 @@ class Shape:
 
     def arrays(self) -> dict[str, Any]:
         """Return further arguments of the call, by their names in `pallas_flash.attention`."""
-        found: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         if self.documents is not None:
-            found["segment_ids"] = self.segment_ids()
+            arrays["segment_ids"] = self.segment_ids()
         if self.lengths:
             names = ("query_seq_lengths", "key_value_seq_lengths")
-            found |= dict.fromkeys(names, self.each_length())
-        return found | _option_arrays(self)
+            arrays |= dict.fromkeys(names, self.each_length())
+        return arrays | _option_arrays(self)
 
     def first_keys(self) -> np.ndarray | None:
         """int32 [B, T]: the first key that each query sees, where that is not key 0."""

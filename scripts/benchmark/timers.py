@@ -137,12 +137,12 @@ def take_turns(
     rounds: int, measurements: Mapping[str, Callable[[], T]], *, back_and_forth: bool = False
 ) -> dict[str, list[T]]:
     """Measure each program once in each round, in one order, or there and back."""
-    found: dict[str, list[T]] = {name: [] for name in measurements}
+    results: dict[str, list[T]] = {name: [] for name in measurements}
     for n in range(rounds):
         names = list(measurements)
         for name in reversed(names) if back_and_forth and n % 2 else names:
-            found[name].append(measurements[name]())
-    return found
+            results[name].append(measurements[name]())
+    return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +161,11 @@ def sustain(measure: Callable[[], Timing], seconds: float, clocks: Clocks) -> Tu
     """Measure repeatedly for some seconds."""
     clocks.take()
     end = time.monotonic() + seconds
-    found = [measure()]
+    timings = [measure()]
     while time.monotonic() < end:
-        found.append(measure())
-    found.sort(key=lambda timing: timing.ms)
-    return Turn(found[(len(found) - 1) // 2], clocks.take())
+        timings.append(measure())
+    timings.sort(key=lambda timing: timing.ms)
+    return Turn(timings[(len(timings) - 1) // 2], clocks.take())
 
 
 def gpu_id() -> str:

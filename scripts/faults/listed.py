@@ -46,22 +46,22 @@ def read(path: pathlib.Path = LIST) -> list[Fault]:
 
 def problems(fault: Fault, root: pathlib.Path = ROOT) -> list[str]:
     """Return what is wrong with an entry, in sentences; nothing for one that can be made."""
-    found = []
+    errors = []
     if not (root / fault.file).is_file():
         return [f"{fault.name}: there is no file {fault.file}."]
     count = (root / fault.file).read_text(encoding="utf-8").count(fault.old)
     if fault.at is None and count != 1:
-        found.append(f"{fault.name}: `old` must be in {fault.file} exactly once; found {count}.")
+        errors.append(f"{fault.name}: `old` must be in {fault.file} exactly once; found {count}.")
     if fault.old == fault.new:
-        found.append(f"{fault.name}: `new` must be another text than `old`.")
+        errors.append(f"{fault.name}: `new` must be another text than `old`.")
     if not fault.tests:
-        found.append(f"{fault.name}: `tests` must name a file.")
+        errors.append(f"{fault.name}: `tests` must name a file.")
     for name in fault.tests:
         if len(found_files := paths(name, root)) != 1:
-            found.append(
+            errors.append(
                 f"{fault.name}: there must be one test file {name}; found {len(found_files)}."
             )
-    return found
+    return errors
 
 
 def paths(name: str, root: pathlib.Path = ROOT) -> list[str]:

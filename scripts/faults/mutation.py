@@ -237,9 +237,9 @@ def real(mutant: Fault, root: pathlib.Path = ROOT) -> bool:
 
 def files(root: pathlib.Path = ROOT) -> list[str]:
     """Return the files that have mutants."""
-    found = (str(x.relative_to(root)) for folder in FOLDERS for x in (root / folder).rglob("*.py"))
+    names = (str(x.relative_to(root)) for folder in FOLDERS for x in (root / folder).rglob("*.py"))
     # Tests of faults do not run in a tree that has one.
-    return sorted(x for x in found if not re.match(r"scripts/(deliberate_)?faults", x))
+    return sorted(x for x in names if not re.match(r"scripts/(deliberate_)?faults", x))
 
 
 def tests_of(file: str, listed: Sequence[Fault], root: pathlib.Path = ROOT) -> tuple[str, ...]:
@@ -266,7 +266,7 @@ def every(listed: Sequence[Fault], root: pathlib.Path = ROOT) -> list[Fault]:
 def draw(
     count: int, seed: int, listed: Sequence[Fault], root: pathlib.Path = ROOT
 ) -> Iterator[Fault]:
-    """Yield mutants, one of each function in turn; a higher count adds to those of a lower one."""
+    """Yield mutants, one of each function in turn; a higher count adds to a lower one's."""
     chance, functions = random.Random(seed), defaultdict(list)
     for mutant in every(listed, root):
         functions[mutant.name.rsplit(":", 2)[0]].append(mutant)

@@ -120,9 +120,9 @@ class Tree:
     def tests(self) -> list[str]:
         """Return the default selection of all tests."""
         _, output = self._run(["--collect-only", "tests"])
-        if not (found := re.findall(r"^tests/\S+::.+$", output or "", re.MULTILINE)):
+        if not (items := re.findall(r"^tests/\S+::.+$", output or "", re.MULTILINE)):
             raise OSError(f"pytest finds no tests: {output}")
-        return found
+        return items
 
     @contextlib.contextmanager
     def _broken(self, fault: Fault):
@@ -171,8 +171,8 @@ class Tree:
             return Red(f"no end after {self._limit:g} s: pytest {_shortly(arguments)}", ended=False)
         if status in (GREEN, NOTHING_SELECTED):
             return None
-        if found := re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE):
-            return Red(found[1], found[1])
+        if match := re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE):
+            return Red(match[1], match[1])
         return Red(f"exit status {status}: pytest {_shortly(arguments)}")
 
     def _ends(self, arguments: Sequence[str]) -> bool:

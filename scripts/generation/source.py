@@ -75,7 +75,7 @@ def open_source(
 
     Args:
         folder: The folder.
-        dtype: Type of the activations; None is that of the run or of the weights.
+        dtype: Type of the activations; None is the type of the run or of the weights.
         attention: As `implementation` of `pallas_flash.attention`.
         devices: Number of devices that share a folder's weights.
 
@@ -103,8 +103,7 @@ def open_source(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(
-            f"the weights must fit the device's memory; got those of {folder}: share them by "
-            "--devices."
+            f"the weights must fit the device's memory; got {folder}: share them by --devices."
         ) from None
     generation = read_json(folder / "generation_config.json")
     defaults = {name: generation[name] for name in DRAWN if generation.get(name) is not None}

@@ -143,8 +143,8 @@ class FromFolder:
 
     def special_name(self, text: str) -> str | None:
         """Return the name of a special token that a text has as letters; None without one."""
-        found = self._names.search(text)
-        return found and found[0]
+        match = self._names.search(text)
+        return match and match[0]
 
     def token(self, name: str) -> int | None:
         """Return the token of a name; None if there is none."""
@@ -163,8 +163,8 @@ class FromFolder:
         """Return the tokens of texts, and for each token whether the tokenizer has added it."""
         self._tokenizer.encode_special_tokens = not special
         encodings = self._tokenizer.encode_batch(list(texts))
-        found = [(x.ids, x.special_tokens_mask) for x in encodings]
-        for text, (tokens, added) in zip(texts, found, strict=True):
+        pairs = [(x.ids, x.special_tokens_mask) for x in encodings]
+        for text, (tokens, added) in zip(texts, pairs, strict=True):
             if special:
                 # A text of a chat template begins with these tokens by itself.
                 begins = added.index(0) if 0 in added else 0
@@ -181,16 +181,16 @@ class FromFolder:
                     f"the tokenizer must write a name as text; got {wrong[0]!r}, which is always "
                     "its special token: leave that name out."
                 )
-        return found
+        return pairs
 
     def _break_names(self, text: str, mark: str) -> str:
         """Return a text with a mark inside of each name of a special token."""
-        while found := self._names.search(text):
-            if len(found[0]) == 1:
+        while match := self._names.search(text):
+            if len(match[0]) == 1:
                 raise UserError(
-                    f"--prompt must not have {found[0]!r} in a chat, which is a special token."
+                    f"--prompt must not have {match[0]!r} in a chat, which is a special token."
                 )
-            text = text[: found.start() + 1] + mark + text[found.start() + 1 :]
+            text = text[: match.start() + 1] + mark + text[match.start() + 1 :]
         return text
 
     def _without(self, mark: str):

@@ -132,7 +132,7 @@ def inspect_attention(
         **case: See `attention_call`.
 
     Returns:
-        The program, its kernels in the order of `PASSES` and then those of no pass.
+        The program, its kernels in the order of `PASSES` and then kernels of no pass.
     """
     passes = tuple(passes)
     function, shapes = attention_call(head_dim, backward=not FORWARD.issuperset(passes), **case)

@@ -337,11 +337,11 @@ def _innermost_products(jaxpr: Any) -> list[Any]:
     """Return the matrix products of the first innermost loop that has any."""
     for eqn in jaxpr.eqns:
         for inner in _subjaxprs(eqn):
-            found = _innermost_products(inner)
-            if not found and eqn.primitive.name in ("while", "scan"):
-                found = list(_products(inner))
-            if found:
-                return found
+            products = _innermost_products(inner)
+            if not products and eqn.primitive.name in ("while", "scan"):
+                products = list(_products(inner))
+            if products:
+                return products
     return []
 
 

@@ -265,9 +265,9 @@ def _unnumbered(symbol: str) -> str:
     return re.sub(r"__\d+$", "", symbol.removesuffix(MOSAIC))
 
 
-def _tile_of_warpgroup(found: list[Loop]) -> tuple[int, int] | None:
+def _tile_of_warpgroup(inner: list[Loop]) -> tuple[int, int] | None:
     """Return the tile of scores: of the first product in the loop over full blocks."""
-    return found[0].first_product if found else None
+    return inner[0].first_product if inner else None
 
 
 def _read(
@@ -293,13 +293,13 @@ def _read(
             Instruction(i.get("predicate", ""), i["opcode"], i.get("operands", ""))
             for i in lines[name]
         ]
-        found = loops(code)
+        inner = loops(code)
         call = next((call for call in same if call.blocks == launch.blocks), None)
         warps = launch.threads // 32
-        work = found[0].flops * warps / call.flops if found and call and call.flops else math.nan
+        work = inner[0].flops * warps / call.flops if inner and call and call.flops else math.nan
         yield Kernel(
             symbol=name,
-            tile=call.tile or _tile_of_warpgroup(found) if call else None,
+            tile=call.tile or _tile_of_warpgroup(inner) if call else None,
             warps=warps,
             stages=call.stages if call else None,
             registers=registers,
@@ -307,7 +307,7 @@ def _read(
             shared_bytes=shared,
             ctas_per_core=TARGETS[target].ctas_per_core(registers, shared, launch.threads),
             matrix=frozenset(i.kind for i in code if i.is_matrix),
-            loops=tuple(found),
+            loops=tuple(inner),
             work=None if math.isnan(work) else work,
             compiler=about.get(".note.nv.tkinfo", {}).get("tki_toolVersion", ""),
             unset=tuple(unset(code)),

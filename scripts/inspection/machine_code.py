@@ -80,21 +80,21 @@ class Instruction:
     @property
     def uniform_read(self) -> set[int]:
         """The uniform registers that it reads."""
-        found = [int(n) for n in re.findall(r"\bUR(\d+)", self.operands)]
-        found = found[len(self.uniform_written[:1]) :]
+        registers = [int(n) for n in re.findall(r"\bUR(\d+)", self.operands)]
+        registers = registers[len(self.uniform_written[:1]) :]
         if match := re.match(r"UTMA(LDG|STG|REDG)\.(\d)D", self.opcode):
             # The address in shared memory, a barrier to report to if that is the destination, an
             # index for each axis, and the address of the array's descriptor.
-            first, described = found[:2]
+            first, described = registers[:2]
             indices = range(first, first + int(match[2]) + (2 if match[1] == "LDG" else 1))
-            return {*found, *indices, described + 1}
+            return {*registers, *indices, described + 1}
         if self.opcode.startswith("HGMMA"):
             # Descriptors of the operands in shared memory; the first operand may have one.
             in_registers = re.match(r"R\d+,R\d+,", self.operands)
-            return set(range(found[0] + (2 if in_registers else 0), found[0] + 4))
+            return set(range(registers[0] + (2 if in_registers else 0), registers[0] + 4))
         if re.match(r"U.*\.64$", self.opcode) or "desc[" in self.operands:
-            return {*found, *(n + 1 for n in found)}
-        return set(found)
+            return {*registers, *(n + 1 for n in registers)}
+        return set(registers)
 
     @property
     def jump(self) -> int | None:
@@ -151,12 +151,12 @@ def loops(code: list[Instruction]) -> list[Loop]:
     costs = [(sum(i.is_matrix for i in block), -len(block)) for block in blocks]
     natural = _natural_loops(successors)
     natural = [(head, body) for head, body in natural if any(costs[n][0] for n in body)]
-    found = []
+    inner = []
     for head, body in natural:
         if any(other < body for _, other in natural):
             continue
         path = [i for n in _path(head, body, successors, costs) for i in blocks[n]]
-        found.append(
+        inner.append(
             Loop(
                 instructions=len(path),
                 body=sum(len(blocks[n]) for n in body),
@@ -168,7 +168,7 @@ def loops(code: list[Instruction]) -> list[Loop]:
                 first_product=next((i.product for i in path if i.product), None),
             )
         )
-    return sorted(found, key=lambda loop: loop.instructions)
+    return sorted(inner, key=lambda loop: loop.instructions)
 
 
 def unset(code: list[Instruction]) -> list[str]:
@@ -237,7 +237,7 @@ def _natural_loops(successors: list[list[int]]) -> list[tuple[int, set[int]]]:
                 todo.append(other)
             predecessors.setdefault(other, []).append(block)
     dominators = _dominators(predecessors)
-    found = []
+    natural = []
     for head, before in predecessors.items():
         # Each jump is a loop of its own, because nested loops can share a head.
         for tail in before:
@@ -248,8 +248,8 @@ def _natural_loops(successors: list[list[int]]) -> list[tuple[int, set[int]]]:
                     if block not in body:
                         body.add(block)
                         todo += predecessors[block]
-                found.append((head, body))
-    return found
+                natural.append((head, body))
+    return natural
 
 
 def _dominators(predecessors: dict[int, list[int]]) -> dict[int, set[int]]:

@@ -123,7 +123,7 @@ def explain_attention(model: GPTConfig | Tuned, sequences: int, layout: Layout) 
         if model.attention == "cudnn":
             jax.eval_shape(_cudnn, query, key, key)
             return "cudnn", ""
-        told = pallas_flash.explain(
+        explanation = pallas_flash.explain(
             query,
             key,
             key,
@@ -140,7 +140,7 @@ def explain_attention(model: GPTConfig | Tuned, sequences: int, layout: Layout) 
             f"{str(error).removeprefix(refused)}"
         ) from error
     # "interpret" and "reference" serve explicit choices alone.
-    absent = [why for name, why in told.refused.items() if name in ("triton", "mosaic")]
-    reason = absent[0] if told.implementation == "xla" and absent else ""
-    choice = told.context_parallelism
-    return told.implementation + (f", {choice.method}" if choice else ""), reason
+    absent = [why for name, why in explanation.refused.items() if name in ("triton", "mosaic")]
+    reason = absent[0] if explanation.implementation == "xla" and absent else ""
+    choice = explanation.context_parallelism
+    return explanation.implementation + (f", {choice.method}" if choice else ""), reason

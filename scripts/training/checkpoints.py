@@ -165,7 +165,7 @@ class Checkpoints:
             if is_writer():
                 self.remove_unfinished()
             raise UserError(
-                f"`out_dir` must take the run's checkpoints; got {first_line(error)!r} at that of "
+                f"`out_dir` must take the run's checkpoints; got {first_line(error)!r} at "
                 f"step {step} in {str(self.path)!r}: the one before is whole, so repair this, "
                 "then run the same command again."
             ) from error

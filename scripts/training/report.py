@@ -9,7 +9,7 @@ After PaLM (https://arxiv.org/abs/2204.02311, appendix B) a token costs
     6 * parameters + 12 * layers * width * context
 
 forward and backward: the first term is for the parameters outside of the embeddings, the second for
-the two products of attention, whose width is that of all query heads. Here the second is halved,
+the two products of attention, of the width of all query heads. Here the second is halved,
 because a causal mask needs only half of the scores; PaLM counts all of them. Windows and documents
 are not subtracted. Work that an implementation repeats counts once.
 """

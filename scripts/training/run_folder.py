@@ -3,11 +3,11 @@
     run.json         the settings, with the mark by which the folder is one of this script
     metrics.jsonl    one line for each step
     loss.png         the curves of the metrics
-    compare.png      the same beside those of a run by another attention
+    compare.png      the same beside the curves of a run by another attention
     tensorboard/     the metrics for TensorBoard, if asked for
     checkpoints/     see checkpoints.py
     tokenizer.json, generation_config.json
-                     those of the text, where its tokens are no bytes
+                     of the text, where its tokens are no bytes
     weights/         the tuned copy of published weights; see weights.py
     train_gpt.lock   kept; locked while a process works here
     checkpoints.restart/
@@ -289,7 +289,7 @@ class RunFolder:
         self.last_step = step
 
     def _copy_tokenizer(self):
-        """Copy the files of the text's tokenizer, or remove those of a replaced run."""
+        """Copy the files of the text's tokenizer, or remove a replaced run's."""
         for name in (TOKENIZER, END):
             if self._tokens is None:
                 (self.path / name).unlink(missing_ok=True)

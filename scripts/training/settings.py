@@ -59,7 +59,7 @@ class TrainConfig:
         steps: Number of optimizer updates.
         batch_size: Sequences per update.
         accumulation: Number of equal parts of the batch that are computed one after the other, to
-            save memory; the update is that of the whole batch.
+            save memory; the update is of the whole batch.
         learning_rate: Peak learning rate of AdamW, reached after warmup_steps.
         final_learning_rate: Share of the peak at which the cosine decay ends.
         warmup_steps: Updates of linear warmup. A preset's is cut to a tenth of --steps.
@@ -300,13 +300,13 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
 
 def _defaults(group: str, name: str) -> str:
     """Return the default of a flag in brackets, with the presets whose value differs."""
-    found = {
+    defaults = {
         preset: getattr(config.model if group == "model" else config, name)
         for preset, config in PRESETS.items()
     }
     said = {
         preset: "auto" if x is None else f"{x:.4g}" if isinstance(x, float) else f"{x}"
-        for preset, x in found.items()
+        for preset, x in defaults.items()
     }
     first = said.pop("cpu")
     others = [f"{preset}: {x}" for preset, x in said.items() if x != first]

@@ -1,6 +1,6 @@
 """The text that `train_gpt.py` trains on: its files, the split of them, and batches.
 
-Tokens are bytes, or those of a folder that `prepare_tokens.py` has written:
+Tokens are bytes, or come from a folder that `prepare_tokens.py` has written:
 
     train.bin, held_out.bin              the tokens, little-endian, mapped into memory
     train_ends.bin, held_out_ends.bin    for each document, the tokens up to its end, in 64 bits
@@ -232,8 +232,8 @@ def map_tokens(folder: Path) -> Text:
         )
     tokens, ends = {}, {}
     for side in SIDES:
-        found = zip((tokens, ends), files_of(side), ("tokens", "documents"), strict=True)
-        for arrays, name, unit in found:
+        mapped = zip((tokens, ends), files_of(side), ("tokens", "documents"), strict=True)
+        for arrays, name, unit in mapped:
             path, count = folder / name, prepared[unit][side]
             dtype = np.dtype(prepared["dtype"] if arrays is tokens else ENDS)
             size = path.stat().st_size if path.exists() else 0
@@ -252,7 +252,7 @@ def fit_to_text(config: TrainConfig, text: Text) -> TrainConfig:
     """Return the settings with what the text decides: the vocabulary of a new model.
 
     Raises:
-        UserError: The tokens are not those of the folder that the run begins with.
+        UserError: The text has other tokens than the folder that the run begins with.
     """
     model, start = config.model, Path(config.init_from or "")
     folder = weights_folder(start) or start

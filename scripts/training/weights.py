@@ -166,7 +166,7 @@ class Tuned:
 def loss(
     model: Decoder, tokens: Int[Array, "B T+1"], documents: Int32[Array, "B T+1"] | None
 ) -> Float[Array, ""]:
-    """Return the mean cross-entropy of each token given those of its window, in nats per token.
+    """Return the mean cross-entropy of each token given its window so far, in nats per token.
 
     Args:
         model: The model.

@@ -13,7 +13,7 @@ BEGINNINGS = re.compile(r"(?:^|[.?!] +)(That of|Those|What|Who|Of|So many|Likewi
 REPLACED = re.compile(
     r"in place of|for want of|by turns|None takes|head size|few queries|few programs|likewise"
     r"|(?<!for )\bexamples?\b(?!:)|\b(?:un)?seen\b|\bcores?\b"
-    r"|\b(?:alive|reflexive|zigzag|worklists?)\b"
+    r"|\b(?:alive|reflexive|zigzag|worklists?|those of|that of|so many)\b"
 )
 
 

@@ -108,15 +108,15 @@ def backward(
         centered = clean
         if center is not None:
             centered = dataclasses.replace(clean, key=key_center.centered(k, center[:, None]))
-        found = _grads(centered, rows, sizes.tile("dkv"), valid, deterministic=True, **options)
+        grads = _grads(centered, rows, sizes.tile("dkv"), valid, deterministic=True, **options)
         dq, dscale = backward_dq.dq(
             centered, *rows, sizes.tile("dq"), valid, center=center, **options
         )
         dscale = None if dscale is None else dscale.sum()
     else:
         options |= dict(zeros=zeros[0], center=center)
-        found = _grads(clean, rows, sizes.tile("backward"), valid, deterministic=False, **options)
-        dq = found["dq"]
+        grads = _grads(clean, rows, sizes.tile("backward"), valid, deterministic=False, **options)
+        dq = grads["dq"]
         if want_scale:
             # These sums are float32, and have not their factor yet.
             dq = rescaled(p.dropout, dq)
@@ -131,17 +131,17 @@ def backward(
         dbias = backward_dbias.dbias(
             clean, do, log_sum._replace(l_log2=l_log2), delta, tiles.dbias_tile(p)
         )
-    return Gradients(dq, found["dk"], found["dv"], dscale, dbias, sinks)
+    return Gradients(dq, grads["dk"], grads["dv"], dscale, dbias, sinks)
 
 
 def _grads(p: Problem, rows, tile, valid, *, deterministic: bool, zeros=None, **options) -> dict:
     """Return what the launches of `backward_launch` compute, by name."""
-    (do, log_sum, delta), found = rows, {}
+    (do, log_sum, delta), results = rows, {}
     sizes = tiles.padded(p.head_dim, p.value_dim)
     for grads in Grads.launches(*sizes, deterministic=deterministic):
         options |= dict(zeros=zeros if grads.dq else None, deterministic=deterministic)
-        found |= backward_launch.backward(p, do, log_sum, delta, tile, grads, valid, **options)
-    return found
+        results |= backward_launch.backward(p, do, log_sum, delta, tile, grads, valid, **options)
+    return results
 
 
 def _zeroed_operands(p: Problem, do):

@@ -1,6 +1,6 @@
 """dq, dk and dv in one pass for H + V above 256: a cluster of two CTAs divides the products.
 
-Equations are those of `backward_kernel`. The registers of one CTA do not hold dk and dv, so the two
+Equations are as in `backward_kernel`. The registers of one CTA do not hold dk and dv, so the two
 CTAs of a cluster share 128 keys, and each has one of them:
 
     CTA 0   s_t  = k @ q.T            p_t = exp2(c * s_t - lse_log2)        dv += dropout(p_t) @ do
@@ -46,7 +46,7 @@ has one of two sets of tiles, in the same memory; sums leave through it in the e
 (1) An array of their own would take 1 KiB, the room of a mask's tile at head dim 256.
 
 **Barriers.** A copy and a warpgroup of 128 threads are one arrival each. At barriers of the cluster
-an arrival is one at those of both CTAs.
+an arrival is one at the barriers of both CTAs.
 
 | barrier | arrivals | who arrives | who waits | what it says |
 |---|---|---|---|---|
@@ -130,7 +130,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def from_rank(cls, tiles, rank: int) -> "Columns":
-        """Return those of the CTA of a rank, which has these tiles."""
+        """Return the columns of the CTA of a rank, which has these tiles."""
         _, strips, _, width = tiles.q.shape
         each = strips_of_dq(strips)
         return cls(width, each[0] * rank, each[rank], -(-each[rank] // CONSUMERS))
@@ -157,7 +157,7 @@ def tiles_of_rank(scratch: ClusterScratch, rank: int):
 
 
 class Consumer(KeysConsumer):
-    """A consumer warpgroup: what those of both CTAs have."""
+    """A consumer warpgroup of either CTA."""
 
     rank: int
     name: str  # The gradient whose sums it has.
@@ -244,7 +244,7 @@ class Consumer(KeysConsumer):
         )
 
     def add_dq(self, j, products: int, dq):
-        """Wait until at most so many products run, and add dq of step j to device memory."""
+        """Wait until at most `products` run, and add dq of step j to device memory."""
         if dq is None:
             return
         dq, columns, config = ptx.wait(products, dq), self.columns, self.config
@@ -438,7 +438,7 @@ def message_format(config: OuterKeysConfig, dtype) -> tuple[Any, int]:
 
 
 class Producer(KeysProducer):
-    """The warpgroup of a CTA that starts all copies; `rank` is that of the CTA."""
+    """The warpgroup of a CTA that starts all copies; `rank` is the CTA's."""
 
     def __init__(self, config: OuterKeysConfig, operands: Operands, grads, memory, cta: Cta, rank):
         super().__init__(config, operands, grads, memory, cta)

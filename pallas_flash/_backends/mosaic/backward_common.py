@@ -238,7 +238,7 @@ def neighbours(num_kv_heads: int, in_clusters: bool = False) -> int:
     """Return how many K/V heads are neighbours in the grid, nearly equal numbers of them.
 
     CTAs of one head start at the same inner tiles: many at a time would read the same memory, and
-    those of one pass would add to the same memory. CTAs of many heads together read and add to more
+    in one pass add to the same memory. CTAs of many heads together read and add to more
     memory than L2 holds. Timed on an H100, one pass, CTAs: with one head at a time twice as long at
     2048 tokens, and at 8192 1.8 times at head dim 64; 8 take as long as 32. Clusters, of which half
     as many run at a time, at head dim 256: 4 take 0.5 to 1 times as long as 8, 16 or 32.

@@ -350,7 +350,7 @@ def _splits(ctas: int, steps: int) -> int:
 def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
     """Return the gradient of the bias, in its shape and dtype.
 
-    Arguments are those of `backward_launch.backward`; their rows must hold nothing but numbers.
+    Arguments are as in `backward_launch.backward`; their rows must hold nothing but numbers.
     """
     p = problem
     q, kv = Tiling(p.q_len, BLOCK_Q), Tiling(p.kv_len, tile.block_kv)
@@ -382,7 +382,7 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
             splits=splits,
         )
         shape = instances * splits * own[0], own[1], own[2] * q.block, own[3] * kv.block
-        [found] = common.launch(
+        [sums] = common.launch(
             pallas_flash_dbias,
             (operands.launched(config, arrays, table),),
             outputs=[(shape, dtype)],
@@ -393,9 +393,9 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
             approx_math=config.options.approximate,
         )
         if splits > 1:
-            found = found.reshape(instances, splits, own[0], *shape[1:]).sum(axis=1)
-            found = found.reshape(-1, *shape[1:])
-        return found.sum(axis=summed, keepdims=True) if summed else found
+            sums = sums.reshape(instances, splits, own[0], *shape[1:]).sum(axis=1)
+            sums = sums.reshape(-1, *shape[1:])
+        return sums.sum(axis=summed, keepdims=True) if summed else sums
 
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
     x = Operands.from_call(p, do, log_sum, delta, None, q.count * q.block)
@@ -406,6 +406,6 @@ def dbias(problem: Problem, do, log_sum: LogSum, delta, tile: DbiasTile):
         do=_copyable(x.do, value_dim),
     )
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
-    found = common.batch_instances(run, p.batch)(arrays, x)
+    gradient = common.batch_instances(run, p.batch)(arrays, x)
     _, _, q_len, kv_len = p.bias.shape
-    return found[:, :, :q_len, :kv_len].astype(p.bias.dtype)
+    return gradient[:, :, :q_len, :kv_len].astype(p.bias.dtype)

@@ -277,7 +277,7 @@ def dq(
 ):
     """Return dq and float32 [B, N, T], whose sum is the gradient of the scale, or None.
 
-    Arguments are those of `backward_launch.backward`, but keys are centered already.
+    Arguments are as in `backward_launch.backward`, but keys are centered already.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.warpgroups * QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)

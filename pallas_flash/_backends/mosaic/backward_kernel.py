@@ -20,8 +20,8 @@ head dims) takes two CTAs or two launches. `Grads` says which gradients a launch
 | deterministic, H + V above 256 | dk; dv; dq | 3 + 2 + 3 |
 
 Keys are centered first, see `_problem.key_center`: where the center c of a head is not zero, each
-warpgroup subtracts it from its 64 keys in shared memory, once. The LSE is that of the scores of k -
-c. In the deterministic backward XLA subtracts it, because `backward_dq` streams keys.
+warpgroup subtracts it from its 64 keys in shared memory, once. The LSE is of the scores of k - c.
+In the deterministic backward XLA subtracts it, because `backward_dq` streams keys.
 
 **Roles.** A CTA has 128 keys and three warpgroups. Consumer warpgroups 0 and 1 (240 registers) have
 64 keys each. For dq both need ds_t of all 128 keys, so they exchange it through shared memory, and
@@ -280,7 +280,7 @@ class ConsumerWarpgroup(KeysConsumer):
         return _finished(Sums(dv=dv))
 
     def release_cotangents(self, j, products: int):
-        """Release do when no more than so many products run: dv's is the oldest one.
+        """Release do when no more than `products` run: dv's is the oldest one.
 
         delta needs no `ptx.fence`: ds depends on it, and is an operand of a product by then.
         """

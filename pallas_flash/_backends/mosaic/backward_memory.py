@@ -160,7 +160,7 @@ class ClusterScratch(NamedTuple):
 
 
 def strips_of_dq(strips: int) -> tuple[int, int]:
-    """Return how many of so many strips of dq's columns each CTA of a cluster computes."""
+    """Return how many of the `strips` of dq's columns each CTA of a cluster computes."""
     return strips - strips // 2, strips // 2
 
 

@@ -3,7 +3,7 @@
     row_i = factor * (sum of the partial sums) + w_i c      rounded to the dtype of the operands
 
 `backward_kernel` leaves sums of 64 rows in device memory as they lie in registers, see
-`ptx.OF_GROUP`. Here a warpgroup takes those of a head back into its registers, and writes rows to
+`ptx.OF_GROUP`. Here a warpgroup takes a head's sums back into its registers, and writes rows to
 shared memory, from where copies (TMA) take them. Reading and writing device memory is all that
 takes time.
 

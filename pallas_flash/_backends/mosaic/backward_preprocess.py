@@ -37,7 +37,7 @@ class PreprocessConfig:
         tiles: tiles of 64 queries.
         groups: groups of a tile's sums, see `ptx.OF_GROUP`; 0 if there are no sums.
         q_heads: query heads that share a K/V head.
-        large: whether the shift is that of a maximum apart from the LSE.
+        large: whether the shift is of a maximum apart from the LSE.
     """
 
     q_len: int
@@ -197,7 +197,7 @@ def preprocess(
         if center is not None:
             q_sm = common.blocks(dtype, rows=TILE_ROWS, columns=p.head_dim)
             q_full = plgpu.Barrier(num_arrivals=q_sm.shape[0])
-        found = common.launch(
+        results = common.launch(
             pallas_flash_preprocess,
             (inputs,),
             outputs=[*numbers, *sums],
@@ -214,7 +214,7 @@ def preprocess(
             static=config,
         )
         shape = batch, heads, tiles, groups, *ptx.OF_GROUP
-        return *found[: len(numbers)], *(x.reshape(shape) for x in found[len(numbers) :])
+        return *results[: len(numbers)], *(x.reshape(shape) for x in results[len(numbers) :])
 
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -q_len % TILE_ROWS)), constant_values=-jnp.inf)
     inputs = Inputs(outputs, do, lse, valid)

@@ -74,7 +74,7 @@ class Splits:
 
 
 class Steps(NamedTuple):
-    """The steps of K/V tiles for one head; those of all queries where only the GPU knows them.
+    """The steps of K/V tiles for one head; where only the GPU knows them, steps of all queries.
 
     Attributes:
         mean: of all tiles.
@@ -88,7 +88,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def from_problem(cls, p: Problem, q: Tiling, kv: Tiling) -> "Steps":
-        """Return those of a call.
+        """Return the steps of a call.
 
         Not to be called where `jax.vmap` adds instances: it computes with the call's own mask.
         """

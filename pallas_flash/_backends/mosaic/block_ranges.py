@@ -167,7 +167,7 @@ def unpack(numbers) -> tuple[KvBlocks, VisitedBlocks]:
 
 
 def streams_of_ranges(ranges, warpgroups: int):
-    """Return `pack` of ranges [..., query tiles, 4], of which a work tile has so many in a row."""
+    """Return `pack` of ranges [..., query tiles, 4], of which a work tile has `warpgroups`."""
     xp: Any = np if isinstance(ranges, np.ndarray) else jnp
     ranges = xp.pad(ranges, ((0, 0), (0, 0), (0, -ranges.shape[2] % warpgroups), (0, 0)))
     ranges = ranges.reshape(*ranges.shape[:2], -1, warpgroups, 4)
@@ -183,7 +183,7 @@ def streams_of_ranges(ranges, warpgroups: int):
 
 
 def streams_of_lists(lists, query_tiles: int, warpgroups: int):
-    """Return `pack` of lists, of which a CTA has one for so many neighbouring query tiles.
+    """Return `pack` of lists, of which a CTA has one for `warpgroups` neighbouring query tiles.
 
     A block that is partial for one of them counts as partial for all.
     """

@@ -80,11 +80,11 @@ def quotient(x, n: int):
 
 def digits(number, counts):
     """Return the quotient, and the index of each axis; the last axis varies fastest."""
-    found = []
+    remainders = []
     for count in reversed(counts):
-        found.append(jnp.int32(0) if count == 1 else remainder(number, count))
+        remainders.append(jnp.int32(0) if count == 1 else remainder(number, count))
         number = number if count == 1 else quotient(number, count)
-    return number, found[::-1]
+    return number, remainders[::-1]
 
 
 def blocks(dtype, *outer: int, rows: int, columns: int):
@@ -96,7 +96,7 @@ def blocks(dtype, *outer: int, rows: int, columns: int):
 def strips(dtype, *outer: int, rows: int, columns: int, width: int = 0):
     """Return a specification of shared memory for tiles, as `ptx.load_strips` reads them.
 
-    `width` is that of a strip, by default the largest one.
+    `width` is a strip's, by default the largest one.
     """
     width = width or ptx.strip_width(columns, dtype)
     shape = (*outer, columns // width, rows, width)

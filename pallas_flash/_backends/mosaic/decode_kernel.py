@@ -5,7 +5,7 @@
     KV splits  shares of the K/V blocks for CTAs of their own: a few heads alone would leave most
                of a GPU idle
 
-The equations of a split are those of forward_kernel.py. Its result is acc, m and l of an online
+The equations of a split are as in forward_kernel.py. Its result is acc, m and l of an online
 softmax as they are; XLA combines the results exactly (`combine`):
 
     m = max_i m_i         w_i = exp2(m_i - m)
@@ -429,7 +429,7 @@ def split_entries(entries, splits: int, scattered: bool):
 def split_schedule(entries, batch: int, heads: int):
     """Return a static schedule of splits, [1 or batch, 1 or heads, splits, 4]: round robin.
 
-    Splits of a head are equal, and those of all heads of a batch element, if they are many enough,
+    Splits of a head are equal. The splits of all heads of a batch element, if they are many enough,
     fall to all SMs alike. To sort them by length would take XLA longer than it can gain.
     """
     xp: Any = np if isinstance(entries, np.ndarray) else jnp

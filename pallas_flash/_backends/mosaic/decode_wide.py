@@ -2,7 +2,7 @@
 
 One query of G heads that share a key head becomes G queries of one head: keys are read for 64 of
 them at a time. The keys are cut into parts (KV splits), which are batch elements of the forward.
-The results of the parts are combined as those of `decode_kernel`.
+The results of the parts are combined as in `decode_kernel`.
 
     query [B, 1, K * G, H]  ->  [B * parts, G, K, H]
     key   [B, S, K, H]      ->  [B * parts, S / parts, K, H]    without a copy; values, too

@@ -150,7 +150,7 @@ def parts_of_output(o, dtype, refs) -> list:
 def copy_statistics(refs, statistics_sm, b, h, first_row):
     """Start the copies of a query tile's statistics to device memory."""
     rows = pl.ds(first_row, QUERY_ROWS)
-    # Copies of one axis do not end with the array, as those of tiles do.
+    # Copies of one axis do not end with the array, as copies of tiles do.
     for n, ref in enumerate(refs):
         source = statistics_sm.at[n]
         start = functools.partial(plgpu.copy_smem_to_gmem, source, ref.at[b, h, rows])
@@ -193,7 +193,7 @@ def last_block(x, length, block: int):
     first = length // block * block
     rows = first[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
     tile = jax.vmap(lambda x, rows: jnp.take(x, rows, 0, mode="clip"))(x, rows)
-    # Places in the whole block: with those of its rows XLA has one more kernel.
+    # Places in the whole block: with places of its rows XLA has one more kernel.
     place = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
     return jnp.where(place < (length - first)[:, None, None, None], tile, 0)
 

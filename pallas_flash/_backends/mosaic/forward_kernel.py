@@ -1,6 +1,6 @@
 """o and lse: each query tile stays, and blocks of keys and values stream past it.
 
-    s    = q @ k.T    with options, s and c are those of `logits`       [64, block_kv]
+    s    = q @ k.T    with options, s and c come from `logits`          [64, block_kv]
     m'   = max(m, c * rowmax(s))    c = scale * log2(e), so base 2      [64] (1)
     p    = exp2(c * s - m')         alpha = exp2(m - m')
     l    = alpha * l + rowsum(p)
@@ -39,8 +39,8 @@ Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are
 
 Barriers. Each buffer that is filled again and again is a `Pipeline` with a full and an empty
 barrier for each stage. Arrivals are counted in Pallas's unit: a copy, a warp or a warpgroup is one.
-An `mbarrier` of PTX counts 128 for each: all threads of a warpgroup arrive once, those of a warp
-four times, also for a copy of that warp. Only k.empty, v.empty and ended count otherwise in a
+An `mbarrier` of PTX counts 128 for each: all threads of a warpgroup arrive once, a warp's four
+times, also for a copy of that warp. Only k.empty, v.empty and ended count otherwise in a
 cluster: there each CTA's barrier has one arrival for a warpgroup, each by a thread of its own.
 
     barrier       number         arrivals            who arrives            who waits
@@ -62,7 +62,7 @@ cluster: there each CTA's barrier has one arrival for a warpgroup, each by a thr
 (3) The consumers, and producer warps 0 to w: warp 0, too, reads the work tiles that it copied.
 
 A thread that waits at a barrier knows its phase by one bit. So it waits for every phase, also for
-those of K/V blocks that its queries do not see (`skip`): after a wait that it left out, the phase
+phases of K/V blocks that its queries do not see (`skip`): after a wait that it left out, the phase
 that is over would answer its next wait.
 
 o_sm, statistics_sm and q as output have no barrier: a consumer waits until the TMA stores that it
@@ -87,8 +87,8 @@ places of the same step by themselves. In prototypes turns gained in some calls 
 Clusters. Two CTAs of neighbouring query tiles may share K/V blocks (`cluster_size` 2): each
 copies one half of a block's rows, by its cluster rank, to the shared memory of both (TMA
 multicast). So the L2 cache delivers keys and values half as often. At k.full and v.full of a CTA
-only its own copies arrive, but they expect the bytes of the whole block: those of the other half
-come from the peer. A stage is empty when the consumers of both have released it. A consumer arrives
+only its own copies arrive, but they expect the bytes of the whole block: the other half comes
+from the peer. A stage is empty when the consumers of both have released it. A consumer arrives
 at `ended` after it has waited for all blocks, so the copies of both producers have landed by then.
 
 Biases and masks. A bias over queries and keys is copied to shared memory, where there is room. A
@@ -287,8 +287,8 @@ class Block(NamedTuple):
 class ConsumerWarpgroup(Consumer):
     """A consumer warpgroup at one work tile.
 
-    The state of its loop is acc, p, m and l: p is that of the last block, whose product with v has
-    not been started.
+    The state of its loop is acc, p, m and l: p belongs to the last block, and its product with v
+    has not been started.
 
     Attributes:
         query_tile: which of the work tile's query tiles this one is.
@@ -334,7 +334,7 @@ class ConsumerWarpgroup(Consumer):
         return ptx.product_t(self.queries.smem_of(0), k, self.config.head_dim)
 
     def wait_qk(self, block: Block, s, *, running: int):
-        """Return the block with its bias, and s when at most so many products still run."""
+        """Return the block with its bias, and s when at most `running` products still run."""
         if not block.partial:
             block = self.with_bias(block)
         self.wait_mask(block.place)

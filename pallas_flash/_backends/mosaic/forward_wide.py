@@ -1,6 +1,6 @@
 """o and lse for head dims above 256: two consumer warpgroups share a query tile.
 
-Equations are those of forward_kernel.py. Its consumer keeps 64 queries with all columns of their
+Equations are as in forward_kernel.py. Its consumer keeps 64 queries with all columns of their
 output in registers. With 512 columns these are 256 registers of a thread, which has 240. So here
 both consumer warpgroups of a CTA have the same 64 queries, and divide the work of a block twice:
 
@@ -21,8 +21,8 @@ A warpgroup waits for its products at once. The matrix units are busy neverthele
 computes a softmax while products of the other run. The wait for block j - 1 keeps them half a step
 apart.
 
-Why so. Two other divisions were weighed, for a block of 64 keys at head dim 512. Minimum cycles are
-those of the matrix units (2048) and of shared memory, at 128 bytes a cycle:
+Why so. Two other divisions were weighed, for a block of 64 keys at head dim 512. The matrix
+units take at least 2048 cycles. A number is the least of shared memory, at 128 bytes a cycle:
 
     division of s = q @ k.T                        shared memory        besides
     every second block (this kernel)               2700
@@ -34,7 +34,7 @@ of k. With 64 queries in a CTA keys and values would come from the L2 cache at 6
 more than it delivers to all SMs. So two CTAs of neighbouring query tiles share their copies
 (`cluster_size` 2), wherever the schedule is static.
 
-Buffers in shared memory (`scratch`). A column block has 64 columns; n(x) are those of x columns. A
+Buffers in shared memory (`scratch`). A column block has 64 columns; n(x) of them hold x columns. A
 warpgroup's half of v are n(V) / 2 column blocks, rounded up, in pieces of up to three.
 
     buffer        shape                                       holds
@@ -138,7 +138,7 @@ class ValuePieces:
 
     @classmethod
     def from_value_dim(cls, value_dim: int) -> "ValuePieces":
-        """Return those of a head dim."""
+        """Return the pieces of a head dim."""
         half = -(-column_blocks(value_dim) // CONSUMERS)
         count = next(n for n in range(1, half + 1) if half % n == 0 and half // n <= MAX_PIECE)
         return cls(count, half // count)

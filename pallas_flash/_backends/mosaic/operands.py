@@ -19,8 +19,8 @@ from pallas_flash._problem.operands import Operand
 
 plgpu = compat.mosaic_gpu()
 
-# Positions: tiles overhang a sequence by up to so many. Arrays of one number a token are padded by
-# that, so that such reads stay in bounds; between batch elements they get the next one's numbers.
+# Positions by which tiles overhang a sequence, at most. Arrays of one number a token are padded by
+# as many, so that reads stay in bounds; between batch elements they get the next one's numbers.
 OVERHANG = 256
 RANK_OF_TOKENS = 2  # The rank of these arrays, [B, T].
 
@@ -49,7 +49,7 @@ class Bits(NamedTuple):
 
     @classmethod
     def along(cls, axis: int, columns: Tiling) -> "Bits":
-        """Return a packing with a multiple of four words, because loads take so many."""
+        """Return a packing with a multiple of four words, because a load takes up to four."""
         return cls(axis, -(-columns.count * columns.block // (4 * ptx.BITS)) * 4)
 
     def pack(self, x):
@@ -179,7 +179,7 @@ class CachedOperand(Operand):
 
     def __init__(self, operand: Operand):
         super().__init__(None, operand.dtype)
-        self._operand, self._found, self._again = operand.readable(), [], None
+        self._operand, self._values, self._again = operand.readable(), [], None
 
     @property
     def shape(self):
@@ -187,7 +187,7 @@ class CachedOperand(Operand):
 
     def again(self):
         """Prepare for the second call of the function."""
-        self._again = iter(self._found)
+        self._again = iter(self._values)
 
     def readable(self):
         return self
@@ -195,5 +195,5 @@ class CachedOperand(Operand):
     def _read(self, index):
         if self._again is not None:
             return next(self._again)
-        self._found.append(self._operand[index])
-        return self._found[-1]
+        self._values.append(self._operand[index])
+        return self._values[-1]

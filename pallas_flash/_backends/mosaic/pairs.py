@@ -47,7 +47,7 @@ class BroadcastAxes(NamedTuple):
 
     @classmethod
     def from_array(cls, x, batch: int) -> "BroadcastAxes":
-        """Return those of an array whose first axes are instances, batch elements and heads."""
+        """Return the axes of an array of instances, batch elements and heads."""
         return cls(batch, *(n > 1 for n in x.shape[:3]))
 
     def index_of(self, b, h):
@@ -121,7 +121,7 @@ class Masks(NamedTuple):
 
     @classmethod
     def from_arrays(cls, arrays, batch: int) -> "Masks":
-        """Return those of arrays that `without_masks` returned."""
+        """Return the masks of arrays that `without_masks` returned."""
         return cls(tuple(BroadcastAxes.from_array(x, batch) for x in arrays))
 
     def copy(self, refs, smem, stage, b, h, first_column, first_row, full):
@@ -160,7 +160,7 @@ class Streams(NamedTuple):
             axis: the axis of a tile's columns, 2 or 3.
             columns: their tiles.
             bias: whether tiles of the bias are copied.
-            masks: whether those of mask arrays are.
+            masks: whether tiles of mask arrays are copied.
         """
         axes, array, bools = None, None, []
         if bias:

@@ -4,8 +4,8 @@ The kernels are persistent: at most one CTA for each SM, which computes work til
 left. A work tile is a head's query tiles, one for each consumer warpgroup of a CTA or of a cluster
 (`QueryTiles`), with the blocks that these visit (`block_ranges`). In `forward_wide` both consumer
 warpgroups of a CTA have one query tile. The longest work tiles come first
-(LPT order), so that no CTA is late at the end; but those of few heads at a time, whose keys and
-values the L2 cache holds.
+(LPT order), so that no CTA is late at the end; but only few heads come at a time, because the L2
+cache holds their keys and values.
 
     static schedule     masks known at tracing: NumPy counts the blocks before the launch. It
                         simulates a dynamic scheduler, and each CTA reads a list of its own.
@@ -87,7 +87,7 @@ class QueryTiles:
 
     @classmethod
     def from_problem(cls, problem: Problem, batch: int, warpgroups: int, cluster_size: int = 1):
-        """Return those of a call.
+        """Return the query tiles of a call.
 
         Args:
             problem: the call.
@@ -202,11 +202,11 @@ def static_schedule(
                 time, cta = heapq.heappop(free)
                 lists[cta].append((*divmod(row, num_heads), tile, *table[tile]))
                 heapq.heappush(free, (time + lengths[tile] + BLOCKS_OF_A_START, cta))
-    found = np.zeros((ctas, 1 + max(map(len, lists)), len(WHERE) + shape[-1]), np.int32)
+    schedule = np.zeros((ctas, 1 + max(map(len, lists)), len(WHERE) + shape[-1]), np.int32)
     for cta, mine in enumerate(lists):
-        found[cta, 0, 0] = len(mine)
-        found[cta, 1 : 1 + len(mine)] = mine
-    return found
+        schedule[cta, 0, 0] = len(mine)
+        schedule[cta, 1 : 1 + len(mine)] = mine
+    return schedule
 
 
 def dynamic_schedule(batch: int, num_heads: int, heads: int, streams):
@@ -227,7 +227,7 @@ def dynamic_schedule(batch: int, num_heads: int, heads: int, streams):
     """
     own, tiles = streams.shape[1:3]
     rows, alike = batch * own, num_heads // own
-    # Rows of tiles that are sorted together: more than one where those of a head are few.
+    # Rows of tiles that are sorted together: more than one where a head has few.
     least = min(rows, -(-SORTED_TOGETHER // (tiles * alike)))
     together = next(n for n in range(least, rows + 1) if rows % n == 0)
     # Heads that are alike and come together, and those that do at the end.
@@ -244,20 +244,20 @@ def dynamic_schedule(batch: int, num_heads: int, heads: int, streams):
     row, tile = first + order // np.int32(tiles), order % np.int32(tiles)
     b, h = row // np.int32(own), row % np.int32(own) * np.int32(alike)
     numbers = jnp.stack([b, h, tile], axis=-1), jnp.take_along_axis(streams, order[..., None], 1)
-    found = jnp.concatenate(numbers, axis=-1)
-    found = jnp.pad(found, ((0, 0), (0, 0), (0, DYNAMIC_COLUMNS - found.shape[2])))
+    table = jnp.concatenate(numbers, axis=-1)
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, DYNAMIC_COLUMNS - table.shape[2])))
     # [rows, heads, work tiles of a head, DYNAMIC_COLUMNS]
-    found = jnp.broadcast_to(found[:, None], (len(order), alike, *found.shape[1:]))
+    table = jnp.broadcast_to(table[:, None], (len(order), alike, *table.shape[1:]))
     head = np.arange(alike, dtype=np.int32).reshape(1, alike, 1, 1)
-    found += head * (np.arange(DYNAMIC_COLUMNS, dtype=np.int32) == WHERE.index("h"))
+    table += head * (np.arange(DYNAMIC_COLUMNS, dtype=np.int32) == WHERE.index("h"))
 
-    def side_by_side(found, heads: int):
-        found = found.reshape(-1, heads, *found.shape[-2:])
-        return found.swapaxes(1, 2).reshape(-1, DYNAMIC_COLUMNS)
+    def side_by_side(entries, heads: int):
+        entries = entries.reshape(-1, heads, *entries.shape[-2:])
+        return entries.swapaxes(1, 2).reshape(-1, DYNAMIC_COLUMNS)
 
-    last = side_by_side(found[-1, alike - at_end :], at_end)
-    found = side_by_side(found, heads)
-    found = jnp.concatenate([found[: len(found) - len(last)], last])
+    last = side_by_side(table[-1, alike - at_end :], at_end)
+    table = side_by_side(table, heads)
+    table = jnp.concatenate([table[: len(table) - len(last)], last])
     before, after = np.zeros((2, 1, DYNAMIC_COLUMNS), np.int32)
-    before[0, 0], after[0, 0] = 1 + min(NUM_SMS, len(found)), -1
-    return jnp.concatenate([before, found, after])
+    before[0, 0], after[0, 0] = 1 + min(NUM_SMS, len(table)), -1
+    return jnp.concatenate([before, table, after])

@@ -1,7 +1,7 @@
 """The scale, scores, mask and dropout of a call, as kernels in Mosaic GPU compute them on a tile.
 
 `Options` is what a kernel knows of them at compile time; `ElementOptions`, made inside the kernel,
-are those of one batch element, whose arrays are `DeviceOperand`.
+is what it knows of one batch element. Its arrays are `DeviceOperand`.
 """
 
 import dataclasses
@@ -64,14 +64,14 @@ def _without_add_any(function, x):
         for eqn in program.eqns:
             inputs = list(map(value, eqn.invars))
             if eqn.primitive.name == "add_any":
-                found = [jnp.add(*inputs)]
+                outputs = [jnp.add(*inputs)]
             elif eqn.primitive.name in ("jit", "pjit"):
                 inner = eqn.params["jaxpr"]
-                found = run(inner.jaxpr, inner.consts, inputs)
+                outputs = run(inner.jaxpr, inner.consts, inputs)
             else:
-                found = eqn.primitive.bind(*inputs, **eqn.params)
-                found = found if eqn.primitive.multiple_results else [found]
-            values |= zip(eqn.outvars, found, strict=True)
+                outputs = eqn.primitive.bind(*inputs, **eqn.params)
+                outputs = outputs if eqn.primitive.multiple_results else [outputs]
+            values |= zip(eqn.outvars, outputs, strict=True)
         return list(map(value, program.outvars))
 
     program = jax.make_jaxpr(function)(x)
@@ -112,7 +112,7 @@ class Options:
         large: whether scores may be large, see `Problem.large`.
         max_logits: whether the forward gives the largest score of each row.
         ragged: whether tiles reach beyond the positions that exist.
-        near: whether all positions are those of the tile, and their differences exact in float32.
+        near: whether all positions are the tile's own, and their differences exact in float32.
         transposed: whether queries are the columns of tiles.
     """
 
@@ -272,7 +272,7 @@ class ElementOptions(NamedTuple):
         return s, jnp.maximum(self.scale, MIN_SCALE) * LOG2E
 
     def logits_vjp(self, s, h, positions):
-        """Return what `logits` does and a function from cotangents of scores to those of scale * s.
+        """Return what `logits` does and a function from ds to the cotangents of scale * s.
 
         None stands for the identity. `positions` is a function, called where they are used.
         """

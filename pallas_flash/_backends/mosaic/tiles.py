@@ -80,7 +80,7 @@ class TileRule(NamedTuple):
     tile: ForwardTile
 
 
-# The first rule that fits decides. The times are those of an H200 unless said otherwise.
+# The first rule that fits decides. Times were taken on an H200 unless said otherwise.
 FORWARD_RULES = (
     TileRule(
         # Tiles of 192 x 96 would make most blocks of 128 x 128 partial, 2.4 times as long.

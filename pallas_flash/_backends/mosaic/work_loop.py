@@ -37,7 +37,7 @@ class WorkTile(NamedTuple):
     Attributes:
         b: batch element, counted over all instances.
         h: query head.
-        index: number of the work tile among those of its head.
+        index: number of the work tile within its head.
         kv_blocks: the K/V blocks that stream past the CTA.
         visited: those that one warpgroup visits; None for who does not ask.
     """

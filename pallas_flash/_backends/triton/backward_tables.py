@@ -28,7 +28,7 @@ from pallas_flash._problem.traversal import in_tile
 
 
 class Sums(enum.Enum):
-    """The scores that are added up: those of a query, of a key, or of a difference of both."""
+    """The scores that are added up: of a query, of a key, or of a difference of both."""
 
     ROWS = "q"
     COLUMNS = "k"
@@ -111,7 +111,7 @@ def table_gradients(
     p = problem
     rows = do, log_sum, delta(p, o, do, dlse, interpret=interpret)
     tables = p.slopes, *(p.score_operands or ())
-    found = [
+    gradients = [
         jnp.zeros(x.shape, jnp.float32) if want else None
         for x, want in zip(tables, wanted, strict=True)
     ]
@@ -119,8 +119,8 @@ def table_gradients(
         if wanted[read.table]:
             x, at = _sums(p, *rows, number, read, dq, interpret=interpret)
             _, index = p.scores.reads(x, *at)[number]
-            found[read.table] = add_at(found[read.table], index, x, sort=True)
-    pairs = zip(found, tables, strict=True)
+            gradients[read.table] = add_at(gradients[read.table], index, x, sort=True)
+    pairs = zip(gradients, tables, strict=True)
     return [None if x is None else x.astype(table.dtype) for x, table in pairs]
 
 

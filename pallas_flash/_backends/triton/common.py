@@ -42,7 +42,7 @@ MIN_SCALE = 1e-30
 
 # The largest soft cap that uses `_tanh`. The error by `_tanh` is 2^-22 times the cap. Up to this
 # cap it does not show in the LSE, which is float32 also for inputs in 16 bits. (At a cap of 2^10
-# the LSE was 10 times as far off as that of dense attention.)
+# the LSE was 10 times as far off as in dense attention.)
 MAX_QUICK_CAP = 64.0
 
 

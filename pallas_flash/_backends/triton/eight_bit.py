@@ -1,8 +1,8 @@
 """Words of two 8-bit numbers: how the matrix units' operands are made of quantised keys and values.
 
 A tile of 8-bit numbers would be read from shared memory byte by byte, because the matrix units take
-two rows of a column side by side. Words of 16 bits are read as those of bfloat16 are, 16 bytes at a
-time. So pages are taken as words of two neighbouring columns, [..., H / 2], and a word is unpacked
+two rows of a column side by side. Words of 16 bits are read as bfloat16 is, 16 bytes at a time.
+So pages are taken as words of two neighbouring columns, [..., H / 2], and a word is unpacked
 into two tiles: even and odd columns. Products sum over columns in any order.
 """
 

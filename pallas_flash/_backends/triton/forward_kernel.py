@@ -8,9 +8,9 @@
 
     at the end    o = acc / l    lse_log2 = m + log2(l)    with a sink in both, if there is one
 
-A separate maximum m is that of s in base e, and stays apart from log2(l); see `LogSum`.
+A separate maximum m is of s in base e, and stays apart from log2(l); see `LogSum`.
 
-m and l are the online softmax of Milakov and Gimelshein (2018), the loop order that of
+m and l are the online softmax of Milakov and Gimelshein (2018). The loop order comes from
 FlashAttention-2 (Dao, 2023).
 """
 

@@ -8,7 +8,7 @@ forward. Keys and values are read from their pages in place:
     else                               each key has a page of its own: a gather of rows
 
 Quantised keys and values are read as words of two, see `eight_bit`, and dequantised by their scales
-without rounding. Scores have the factor of their key, and weights that of their value:
+without rounding. Scores have the factor of their key, and weights the factor of their value:
 
     s = (q @ k_quantised.T) * key_scale[None]     acc += (p * value_scale[None]) @ v_quantised
 

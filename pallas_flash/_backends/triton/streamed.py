@@ -49,7 +49,7 @@ class Streamed(NamedTuple):
 
     @classmethod
     def from_refs(cls, refs, spec: common.KernelSpec) -> tuple["Streamed", Any]:
-        """Return the refs of `operands`, and that of the one output."""
+        """Return the refs of `operands`, and the ref of the one output."""
         q, k, v, scale_ref, do, *refs = refs
         log_sum_refs, (delta_ref, *refs) = spec.log_sum(refs)
         *refs, out_ref = refs
@@ -62,7 +62,7 @@ class Streamed(NamedTuple):
 
         Args:
             index: the batch element, the head, the query tile and the key tile.
-            logits_vjp: that of `KernelSpec`; it says in what the derivative is.
+            logits_vjp: as in `KernelSpec`; it says in what the derivative is.
         """
         spec, extras, scale = self.spec, self.extras, self.scale
         b, h, q_tile, kv_tile = index

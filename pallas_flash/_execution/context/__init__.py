@@ -40,7 +40,7 @@ def forward(run: Callable, problem: Problem, along: Along, method: str):
 def backward(
     run: Callable, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, wanted, method: str
 ) -> Gradients:
-    """Return a device's gradients; those of operands that devices share are yet to be summed.
+    """Return a device's gradients; gradients of operands that devices share are yet to be summed.
 
     Args:
         run: computes them for a problem on one device; its keyword `sinks` says whether to compute

@@ -160,8 +160,8 @@ def backward(run, problem: Problem, o, log_sum: LogSum, do, dlse, along: Along, 
                 dbias = _add(dbias, grads.bias, *at)
             dscale = dscale + grads.scale if wanted.scale else None
             # A tuple of operands may be None where nothing of it is wanted.
-            found = grads.slopes, grads.score_operands or (None,) * len(wanted.score_operands)
-            dtables = jax.tree.map(lambda x, y: x + y.astype(dtype), dtables, found)
+            of_part = grads.slopes, grads.score_operands or (None,) * len(wanted.score_operands)
+            dtables = jax.tree.map(lambda x, y: x + y.astype(dtype), dtables, of_part)
             dk, dv = (_put(x, y, 1, piece.key) for x, y in ((dk, grads.key), (dv, grads.value)))
             return _add(dq, grads.query, (piece.row, 1)), dscale, dbias, dtables, dk, dv
 

@@ -29,7 +29,7 @@ def divided(fn: Callable, problem: Problem, *rows, axes_of_rows=(), axes_out: Ca
     """Return `fn(problem, *rows)`, of which XLA's partitioner gives each device its shard.
 
     Args:
-        fn: the function; its keywords `along` and `again` are those of `Shards`.
+        fn: the function; its keywords `along` and `again` are as in `Shards`.
         problem: its first argument.
         *rows: its other arguments.
         axes_of_rows: the letters of the other arguments.
@@ -78,16 +78,16 @@ def _partitioned(on_shard: Callable, problem: Problem, axes_in, axes_out, num_ma
         names = [names_of(x.sharding.spec, len(x.shape)) for x in args]
         operands = len(jax.tree.leaves(problem))
         check_features(mesh, problem, axes_in[:operands], names[:operands])
-        found: dict[str, tuple[str, ...]] = {}
+        axes_of_letter: dict[str, tuple[str, ...]] = {}
         # A mesh axis belongs to the first array that names it: the query comes first, then the key.
         for axes, by_axis in zip(axes_in, names, strict=True):
             for letter, mesh_axes in zip(axes, by_axis, strict=True):
                 if letter in "bnt" or letter in MAPPED:
-                    taken = set().union(*found.values())
-                    found.setdefault(letter, tuple(x for x in mesh_axes if x not in taken))
+                    taken = set().union(*axes_of_letter.values())
+                    axes_of_letter.setdefault(letter, tuple(x for x in mesh_axes if x not in taken))
         keys = dict(zip(axes_in[1], names[1], strict=True)).get("s", ())
-        mapped = {letter: names for letter, names in found.items() if letter in MAPPED}
-        shards = shards_of(mesh, found | {"s": keys}, problem)
+        mapped = {letter: names for letter, names in axes_of_letter.items() if letter in MAPPED}
+        shards = shards_of(mesh, axes_of_letter | {"s": keys}, problem)
         # A shard that `jax.vmap` has mapped is not mapped again.
         shards = shards._replace(mapped=mapped, again=not num_mapped)
 

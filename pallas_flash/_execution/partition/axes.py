@@ -67,7 +67,7 @@ def letters(problem: Problem) -> Problem:
 
 
 def axes_of(x: Any) -> Mapping[str, str]:
-    """Return the letters of the fields of a dataclass; subclasses have those of their base."""
+    """Return the letters of the fields of a dataclass; subclasses have their base's."""
     return next((AXES[kind] for kind in type(x).__mro__ if kind in AXES), {})
 
 

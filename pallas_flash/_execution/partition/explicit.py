@@ -41,8 +41,8 @@ def explicitly(attend: Callable, problem: Problem):
     names = [names_of(jax.typeof(x).sharding.spec, x.ndim) for x in jax.tree.leaves(problem)]
     check_features(mesh, problem, jax.tree.leaves(axes), names)
     (batch, rows, heads, _), (_, keys, *_) = names[:2]
-    found = {"b": batch, "t": rows, "n": heads, "s": keys}
-    shards = shards_of(mesh, found, problem)
+    axes_of_letter = {"b": batch, "t": rows, "n": heads, "s": keys}
+    shards = shards_of(mesh, axes_of_letter, problem)
     specs = jax.tree.map(shards.spec, axes)
     problem = jax.tree.map(
         lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), problem, specs

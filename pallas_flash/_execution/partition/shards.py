@@ -72,15 +72,15 @@ class Shards(NamedTuple):
         return tuple(name for name in every if name not in divided)
 
 
-def shards_of(mesh, found: Mapping[str, tuple[str, ...]], problem: Problem) -> Shards:
+def shards_of(mesh, axes_of_letter: Mapping[str, tuple[str, ...]], problem: Problem) -> Shards:
     """Return the shards of a problem, by mesh axes that divide it without a remainder.
 
     Args:
         mesh: the mesh.
-        found: the mesh axes that divide the letters b, n, t and s.
+        axes_of_letter: the mesh axes that divide the letters b, n, t and s.
         problem: the whole call.
     """
-    batch, heads, rows, keys = (found.get(letter, ()) for letter in "bnts")
+    batch, heads, rows, keys = (axes_of_letter.get(letter, ()) for letter in "bnts")
 
     def dividing(names, length):
         return names if length % count(mesh, names) == 0 else ()
@@ -92,7 +92,7 @@ def shards_of(mesh, found: Mapping[str, tuple[str, ...]], problem: Problem) -> S
 
 
 def _along(mesh, rows, keys, problem: Problem) -> Along | None:
-    """Return the mesh axes that divide the sequence, from those of queries and of keys."""
+    """Return the mesh axes that divide the sequence, from the axes of queries and of keys."""
     # Mesh axes of one device divide nothing.
     rows, keys = (names if count(mesh, names) > 1 else () for names in (rows, keys))
     if not rows and not keys:

@@ -38,10 +38,10 @@ def anew(x):
     @plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)
     def emit(_, x):
         text = "mov.b32 $0, $1;"
-        found = llvm.inline_asm(
+        register = llvm.inline_asm(
             i32(), list(x.registers.flat), text, "=r,r", has_side_effects=True, asm_dialect=0
         )
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+        return mgpu.FragmentedArray.splat(register, (), is_signed=True)
 
     return emit(x)
 
@@ -169,8 +169,8 @@ def logistic(x, *, apart: bool):
         x, results = scalars(x), []
         both = llvm.StructType.get_literal([f32(), f32()])
         for pair in zip(x[::2], x[1::2], strict=True):
-            found = llvm.inline_asm(both, list(pair), LOGISTIC, "=f,=f,f,f", asm_dialect=0)
-            results += [llvm.extractvalue(f32(), found, [i]) for i in range(2)]
+            outputs = llvm.inline_asm(both, list(pair), LOGISTIC, "=f,=f,f,f", asm_dialect=0)
+            results += [llvm.extractvalue(f32(), outputs, [i]) for i in range(2)]
         return array(results, shape, WGMMA)
 
     return emit(plgpu.layout_cast(x, WGMMA))
@@ -209,8 +209,8 @@ def multiply_wide(x, m: int):
         both = llvm.StructType.get_literal([i32(), i32()])
         factor, pairs = number(m - 2**32), []
         for i in scalars(x):
-            found = llvm.inline_asm(both, [i, factor], PRODUCT, "=r,=r,r,r", asm_dialect=0)
-            pairs.append([llvm.extractvalue(i32(), found, [n]) for n in range(2)])
+            words = llvm.inline_asm(both, [i, factor], PRODUCT, "=r,=r,r,r", asm_dialect=0)
+            pairs.append([llvm.extractvalue(i32(), words, [n]) for n in range(2)])
         low, high = zip(*pairs, strict=True)
         return tuple(array(half, x.shape, WGMMA, i32(), False) for half in (high, low))
 
@@ -229,7 +229,7 @@ def halves_of_neighbours(words):
 
     Args:
         words: four uint32 [64, n], see `Dropout.words`. For each 16 columns a thread has one of
-            each: for even rows that of the even columns, for odd rows that of the odd ones.
+            each: for even rows a word of the even columns, for odd rows a word of the odd ones.
     """
     shape = words[0].shape
     result = plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=WGMMA)
@@ -246,18 +246,18 @@ def halves_of_neighbours(words):
             text = "prmt.b32 $0, $1, $2, $3;"
             return llvm.inline_asm(i32(), [*pair, which], text, "=r,r,r,r", asm_dialect=0)
 
-        found, words = [], list(map(scalars, words))
-        # A thread has two of 8 columns, of one row and then of the row 8 below. Words 0 and 1 are
-        # those of the first 8 columns of 16, for these two rows.
+        upper, words = [], list(map(scalars, words))
+        # A thread has two of 8 columns, of one row and then of the row 8 below. Words 0 and 1
+        # belong to the first 8 columns of 16, for these two rows.
         for first in range(0, len(words[0]), 8):
             w0, w1, w2, w3 = (x[first] for x in words)
             for pair in (w0, w1), (w2, w3):
                 own = halves(pair, mine)
                 other = mgpu.utils.shfl_bfly(halves(pair, given), 4)
                 columns = arith.select(odd_row, other, own), arith.select(odd_row, own, other)
-                found += [arith.shli(x, number(16)) for x in columns]
-                found += columns
-        return array(found, shape, WGMMA, i32(), False)
+                upper += [arith.shli(x, number(16)) for x in columns]
+                upper += columns
+        return array(upper, shape, WGMMA, i32(), False)
 
     return emit(*(plgpu.layout_cast(x, WGMMA) for x in words))
 

@@ -25,7 +25,7 @@ WORDS_AT_A_TIME, BYTES_OF_A_THREAD = 4, 16
 
 
 def start_messages(barriers, count: int, size: int):
-    """Initialise `count` barriers at `barriers`, each for a message of so many bytes.
+    """Initialise `count` barriers at `barriers`, each for a message of `size` bytes.
 
     One warpgroup of each CTA does it, and reports it to the other CTAs before they may send. Any of
     its threads may report.
@@ -95,14 +95,14 @@ def take_words(ref, dtype, width: int):
 
     @plgpu.inline_mgpu(arg_types=(_tile(width),), return_type=result)
     def emit(_, ref):
-        place, found = _of_thread(ref), []
+        place, loaded = _of_thread(ref), []
         layout = WGMMA.to_mgpu()
         registers = np.empty(layout.registers_shape((64, 64)), dtype=object)
         for i in range(0, registers.size, WORDS_AT_A_TIME):
             text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{128 * 4 * i}];"
-            found += assembly(text, ["=r"] * 4 + ["r"], [place], [i32()] * 4)
+            loaded += assembly(text, ["=r"] * 4 + ["r"], [place], [i32()] * 4)
         kind = ir.F16Type.get() if jnp.dtype(dtype) == jnp.float16 else ir.BF16Type.get()
-        registers.flat = [llvm.bitcast(ir.VectorType.get((2,), kind), x) for x in found]
+        registers.flat = [llvm.bitcast(ir.VectorType.get((2,), kind), x) for x in loaded]
         return compat.fragmented_array(registers, layout, None)
 
     return emit(ref)

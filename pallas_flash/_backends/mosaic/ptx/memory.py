@@ -86,13 +86,13 @@ def load_transposed(ref):
         at = arith.addi(at, arith.muli(arith.xori(right, row), number(AT_A_TIME)))
         pointer, kind = internals.memref_ptr(ref), ref.type.element_type
         first = internals.getelementptr(pointer, [at], kind)
-        found = []
+        loaded = []
         for i in range(0, n, 16):
             place = internals.getelementptr(first, [i * COLUMNS], kind)
             text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
-            found += assembly(text, ["=r"] * 4 + ["r"], [place], [i32()] * 4)
-        registers = np.empty(len(found), dtype=object)
-        registers[:] = [llvm.bitcast(ir.VectorType.get((2,), kind), x) for x in found]
+            loaded += assembly(text, ["=r"] * 4 + ["r"], [place], [i32()] * 4)
+        registers = np.empty(len(loaded), dtype=object)
+        registers[:] = [llvm.bitcast(ir.VectorType.get((2,), kind), x) for x in loaded]
         layout = WGMMA.to_mgpu()
         registers = registers.reshape(layout.registers_shape((COLUMNS, n)))
         return compat.fragmented_array(registers, layout, None)
@@ -120,10 +120,10 @@ def load_fragments(ref, count: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=float32(shape, WGMMA))
     def emit(_, ref):
         four = ir.VectorType.get((4,), f32())
-        found = [llvm.load(four, place, alignment=16) for place in _of_thread(ref, range(count))]
+        loaded = [llvm.load(four, place, alignment=16) for place in _of_thread(ref, range(count))]
         numbers = [
             vector.extract(x, dynamic_position=[], static_position=[i])
-            for x in found
+            for x in loaded
             for i in range(4)
         ]
         return array(numbers, shape, WGMMA)
@@ -166,7 +166,7 @@ def unfold(x):
 
 
 def meet(barrier: int, threads: int):
-    """Synchronise so many threads at a named barrier; Pallas itself uses barriers 0 to 4."""
+    """Synchronise `threads` threads at a named barrier; Pallas itself uses barriers 0 to 4."""
 
     @plgpu.inline_mgpu()
     def emit(_):
@@ -239,9 +239,9 @@ def gather(ref, at, *, pairs: bool):
                 vector.extract(pair, dynamic_position=[], static_position=[n]) for n in range(2)
             ]
 
-        found = [x for i in scalars(at)[:: 2 if pairs else 1] for x in read(i)]
-        found = found if kind == wide else [widen(wide, x) for x in found]
-        return array(found, at.shape, WGMMA, wide, signed)
+        values = [x for i in scalars(at)[:: 2 if pairs else 1] for x in read(i)]
+        values = values if kind == wide else [widen(wide, x) for x in values]
+        return array(values, at.shape, WGMMA, wide, signed)
 
     return emit(ref, plgpu.layout_cast(at, WGMMA))
 
@@ -280,9 +280,9 @@ def bits(ref, at, columns, apart: int):
             for i in range(0, count, wide):
                 place = internals.getelementptr(pointer, [first], i32())
                 place = internals.getelementptr(place, [i * apart], i32())
-                found = llvm.load(kind, place, alignment=4 * wide, invariant=True)
+                loaded = llvm.load(kind, place, alignment=4 * wide, invariant=True)
                 words += [
-                    vector.extract(found, dynamic_position=[], static_position=[j])
+                    vector.extract(loaded, dynamic_position=[], static_position=[j])
                     for j in range(wide)
                 ]
             if whole:
@@ -368,7 +368,7 @@ def store_rows(x, ref, first):
 
 
 def store_zeros(ref, first, head, rows: int):
-    """Store zeros in so many rows of a head from `first` on, as far as they exist.
+    """Store zeros in `rows` rows of a head from `first` on, as far as they exist.
 
     Args:
         ref: device memory, [T, N, H] of 16 bits, H a multiple of 8.
@@ -426,7 +426,7 @@ def zero_rows(ref, first):
 def _bits(rows, shape):
     """Return whether each bit is set, for words of a thread's first row and of its second.
 
-    The lowest bit is that of the thread's first column. In assembly, because LLVM would shift once
+    The lowest bit belongs to the thread's first column. In assembly, because LLVM would shift once
     for each bit.
     """
     values, i1 = [], ir.IntegerType.get_signless(1)
