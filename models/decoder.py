@@ -1,4 +1,4 @@
-"""A decoder whose configuration covers GPT-2, Llama, Qwen 2.5 and 3, Mistral and Gemma 1 to 3.
+"""A decoder; its configuration covers GPT-2, Llama, Qwen 2.5 and 3, Mistral and Gemma 1 to 3.
 
     x = embedding[tokens]                   times sqrt(features) in Gemma; plus positions in GPT-2
     x = x + post(attention(norm(x)))        post is the identity, or in Gemma a norm
@@ -287,7 +287,7 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def _cache(self) -> KVCache:
-        """Return the cache of the first layer, whose lengths all layers have."""
+        """Return the cache of the first layer; all layers have its lengths."""
         if (cache := self.layers[0].attention.cache) is None:
             raise ValueError(
                 "`decode` must be False without a cache; got True. Call `init_cache` first."

@@ -100,7 +100,7 @@ def limited(logits: Float[Array, "B vocab"], sampling: Sampling) -> Float[Array,
 def draw(
     logits: Float[Array, "B vocab"], key: Key[Array, "*B"], sampling: Sampling
 ) -> Int32[Array, " B"]:
-    """Return a token for each row, whose random numbers do not depend on the other rows.
+    """Return a token for each row; its random numbers do not depend on the other rows.
 
     A single key is folded with the number of the row.
     """

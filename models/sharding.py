@@ -33,7 +33,7 @@ RULES = (
     (r"mlp/down/kernel", PartitionSpec("tensor", "fsdp")),  # [hidden, C]
     (r"embedding", PartitionSpec(None, "fsdp")),  # [vocab, C]
     (r"scale", PartitionSpec()),
-    # The same of `Decoder`, whose matrices are [outputs, inputs].
+    # The same of `Decoder`, with matrices [outputs, inputs].
     (r"(attention/(query|key|value)|mlp/(gate|up))/weight", PartitionSpec("tensor", "fsdp")),
     (r"(attention/out|mlp/down)/weight", PartitionSpec("fsdp", "tensor")),
     (r"(embedding|position_embedding|head)/weight", PartitionSpec(None, "fsdp")),

@@ -545,7 +545,7 @@ def train_all(config: TrainConfig, other: str | None, *, restart: bool) -> Train
 
     Args:
         config: The settings.
-        other: The attention of the other run, whose folder is beside; None for no other run.
+        other: The attention of the other run, in a folder beside; None for no other run.
         restart: See `train`.
 
     Returns:

@@ -335,7 +335,7 @@ class NumberBand(NumberLeaf):
     """Query q sees key k when low <= number of k - number of q <= high; None is unbounded.
 
     Attributes:
-        positions: the numbers of all tokens; without numbers of keys, queries are the same tokens.
+        positions: numbers of all tokens; without key numbers, queries and keys are the same tokens.
         low: the least difference.
         high: the greatest difference.
         diagonal: whether every query is known to see the key of its own index, though queries and

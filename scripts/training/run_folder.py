@@ -96,7 +96,7 @@ class RunFolder:
         text_hash: The hash of the text that the run reads.
         restart: Whether to begin a new run. A run in the folder stays untouched until the new run
             has its first checkpoint, which then replaces it.
-        tokens: The folder of the text's tokens, whose tokenizer is copied; None for bytes.
+        tokens: The folder of the text's tokens, with the tokenizer to copy; None for bytes.
 
     Attributes:
         last_step: The step of the newest checkpoint, 0 if there is none.

@@ -34,7 +34,7 @@ RANGES = {
 }
 
 
-# Settings of a model that is made here, and of one whose shape comes with its weights.
+# Settings of a model that is made here, and of one that has its shape from weights.
 GPT_NAMES = tuple(field.name for field in dataclasses.fields(GPTConfig))
 TUNED = ("context", "dtype", "param_dtype", "attention", "remat")
 

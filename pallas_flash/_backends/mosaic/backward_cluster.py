@@ -160,7 +160,7 @@ class Consumer(KeysConsumer):
     """A consumer warpgroup of either CTA."""
 
     rank: int
-    name: str  # The gradient whose sums it has.
+    name: str  # The gradient that it sums.
     outer: Any  # The tile of keys or values of the CTA's first product.
     sums_like: Any  # A tile with as many columns as the sums have.
 

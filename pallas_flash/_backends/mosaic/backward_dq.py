@@ -74,7 +74,7 @@ REGISTERS = {2: (240, 24), 3: (160, 24)}
 
 @dataclasses.dataclass(frozen=True)
 class DqConfig(BackwardConfig):
-    """The configuration of the kernel, whose grid counts query heads.
+    """The configuration of the kernel; its grid counts query heads.
 
     Attributes:
         grows: whether the last queries have the most work.
@@ -275,7 +275,7 @@ def dq(
     row_sums=None,
     want_scale: bool,
 ):
-    """Return dq and float32 [B, N, T], whose sum is the gradient of the scale, or None.
+    """Return dq, and float32 [B, N, T] that sum to the gradient of the scale, or None.
 
     Arguments are as in `backward_launch.backward`, but keys are centered already.
     """

@@ -350,7 +350,7 @@ class ConsumerWarpgroup(KeysConsumer):
 
 
 def _finished(sums: Sums) -> Sums:
-    """Return sums whose products were waited for."""
+    """Return sums after a wait for their products."""
     return Sums(*(None if x is None else plgpu.layout_cast(x, ptx.WGMMA) for x in sums))
 
 

@@ -51,7 +51,7 @@ class Cta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OuterKeysConfig(BackwardConfig):
-    """The configuration of a kernel, whose grid counts splits of K/V heads.
+    """The configuration of a kernel; its grid counts splits of K/V heads.
 
     Attributes:
         grads: what it computes.

@@ -357,7 +357,7 @@ class ConsumerWarpgroup(Consumer):
         return p.astype(self.smem.k.smem.dtype), m, l, alpha
 
     def start_pv(self, j, acc, p):
-        """Start acc + p @ v of the j-th block, whose values are in shared memory."""
+        """Start acc + p @ v of the j-th block, with values in shared memory."""
         return ptx.accumulate(acc, p, self.smem.v.smem_of(self.kv_base + j))
 
     def wait_pv(self, j, acc, p):
@@ -650,7 +650,7 @@ def pallas_flash_forward(inputs: Inputs, counted, *outputs, static: NarrowConfig
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
-    """Return the results of `forward_common.launch`, whose arguments these are."""
+    """Return the results of `forward_common.launch`, which takes these arguments."""
     w, kv = tile.warpgroups, Tiling(problem.kv_len, tile.block_kv)
 
     def prepare(shared, blocks, dynamic):

@@ -633,7 +633,7 @@ def pallas_flash_forward_wide(inputs: Inputs, counted, *outputs, static: WideCon
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
-    """Return the results of `forward_common.launch`, whose arguments these are."""
+    """Return the results of `forward_common.launch`, which takes these arguments."""
 
     def prepare(shared, blocks, dynamic):
         del blocks

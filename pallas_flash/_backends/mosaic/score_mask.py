@@ -239,7 +239,7 @@ class ElementOptions(NamedTuple):
         options: what is known at compile time.
         b: the batch element, within its instance.
         scale: the scale of scores.
-        extras: mask, scores, sinks and dropout, whose arrays are `DeviceOperand`.
+        extras: mask, scores, sinks and dropout, with `DeviceOperand` as arrays.
     """
 
     options: Options

@@ -25,7 +25,7 @@ from pallas_flash._problem.tile_sizes import (
 # Keys from which on decoding has KV splits, which take a launch more; as for "triton".
 MANY_KEYS = 512
 
-# Masks whose tiles take few instructions.
+# Masks that take few instructions a tile.
 QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
 WIDE = 256  # Head dims above it take the kernels for wide heads.
 # Numbers of 16 bits in a CTA's shared memory, less 3 KB for barriers and float32 rows.

@@ -45,7 +45,7 @@ def backward(
     Args:
         run: computes them for a problem on one device; its keyword `sinks` says whether to compute
             the gradient of the sinks.
-        problem: as in `forward`, whose results are `o` and `log_sum`.
+        problem: as in `forward`, which returned `o` and `log_sum`.
         o: [B, T, N, V], or a `SplitOutput`.
         log_sum: [B, N, T].
         do: [B, T, N, V], the cotangent of `o`.
