@@ -134,7 +134,7 @@ def test_backward_alone_leaves_triton():
     doubled.defjvp(lambda s, ds: (2 * s[0], ds[0] * (2 + 0 * lax.erf(s[0]))))
     assert passes("NVIDIA A100", score_mod=lambda s, *at: doubled(s)) == ("triton", "xla")
     reason = explain_of("NVIDIA A100", lambda s, *at: doubled(s)).reason
-    assert reason.endswith("Pallas cannot lower `erf` in the derivative of `score_mod` to Triton.")
+    assert "Pallas cannot lower `erf` in the derivative of `score_mod` to Triton." in reason
 
 
 def explain_of(gpu, score_mod, **options):
