@@ -32,16 +32,18 @@ TESTS = {
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tree")
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "conftest.py").write_text('pytest_plugins = ["support.budget"]\n')
+    (folder / "tests").mkdir()
+    # As here: conftest.py is where pytest looks only if nothing on the command line is a file.
+    (folder / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    (folder / "tests" / "conftest.py").write_text('pytest_plugins = ["support.budget"]\n')
     for name, text in ({"burn.py": BURN} | TESTS).items():
-        (folder / name).write_text(text)
+        (folder / "tests" / name).write_text(text)
     return folder
 
 
 def run(tree, *arguments):
     """Return the exit status of pytest, what it printed, and the budget's table afterwards."""
-    path = f"{ROOT / 'tests'}{os.pathsep}{tree}"
+    path = f"{ROOT / 'tests'}{os.pathsep}{tree / 'tests'}"
     command = [sys.executable, "-m", "pytest", "-q", *arguments]
     ran = children.run(
         command,
@@ -57,7 +59,7 @@ def run(tree, *arguments):
     return ran.returncode, ran.stdout, tables
 
 
-BUDGETED = "--budget", "budget.json", "--unit", "1 0.1"
+BUDGETED = "--budget=budget.json", "--unit=1 0.1"
 
 
 @pytest.mark.parametrize("processes", [[], ["-p", "xdist", "-n", "2"]], ids=["one", "workers"])
@@ -67,19 +69,20 @@ def test_written_budget_has_what_children_and_fixtures_take(tree, processes):
     assert status == 0, out
     assert tables.pop("calibration") == "1"
     [(_, table)] = tables.items()
-    assert {*table} == {*TESTS, budget.COLLECTION}
+    names = [f"tests/{name}" for name in TESTS]
+    assert {*table} == {*names, budget.COLLECTION}
     # Units of a tenth of a second; the child's Python takes some time to start.
-    assert [table[name] >= 4 for name in TESTS] == [True] * 3, table
+    assert [table[name] >= 4 for name in names] == [True] * 3, table
     assert table[budget.COLLECTION] > 0.5
     # With a unit half as long they take twice as many.
-    status, out, _ = run(tree, "--budget", "budget.json", "--unit", "1 0.05", *processes)
+    status, out, _ = run(tree, "--budget=budget.json", "--unit=1 0.05", *processes)
     assert (status, "make them cheaper" in out) == (1, True), out
-    assert "over its budget: test_own.py" in out
+    assert "over its budget: tests/test_own.py" in out
 
 
 def test_failed_run_writes_no_budget(tree, tmp_path):
     (tmp_path / "test_red.py").write_text("def test_red(): assert False\n")
-    (tmp_path / "conftest.py").write_text((tree / "conftest.py").read_text())
+    (tmp_path / "conftest.py").write_text((tree / "tests/conftest.py").read_text())
     status, out, tables = run(tmp_path, *BUDGETED, "--write-budget")
     assert (status, tables, "because the run failed" in out) == (1, {}, True), out
 

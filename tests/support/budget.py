@@ -1,6 +1,6 @@
 """The processor time of each test file, against a budget.
 
-    pytest -n auto --budget .ci/budget.json --unit "$(python .ci/calibrate.py)"
+    pytest -n auto --budget=.ci/budget.json "--unit=$(python .ci/calibrate.py)"
 
 A budget is in units, so that it holds on every machine: .ci/calibrate.py says what a unit is. The
 file has a table for each version of JAX: units by test file, and of what a process takes apart from
