@@ -15,8 +15,9 @@ import pathlib
 
 import pytest
 
-# The run is red when the files together take this many times their budgets.
-RED = 1.2
+# The run is red when the files together take this many times their budgets: on a machine in the
+# cloud the unit itself varies by a tenth up and down, and so does the time of the same tests.
+RED = 1.5
 # A file is named when it takes this many times its budget, and this many units more: what a small
 # file takes depends on which files ran before it in its process.
 NAMED, NAMED_UNITS = 1.5, 1
