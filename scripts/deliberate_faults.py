@@ -142,6 +142,15 @@ def summary(faults: Sequence[Fault], record: Record) -> int:
     return 1 if living else 0
 
 
+def attempt_known(record: Record) -> Attempt:
+    """Return what runs the named tests: first tests that saw other faults of the same file."""
+
+    def attempt(tree: Tree, fault: Fault) -> Outcome:
+        return tree.attempt(fault, record.known(fault.file))
+
+    return attempt
+
+
 def attempt_chosen(chosen: Sequence[str]) -> Attempt:
     """Return what runs the chosen tests: first the tests in the fault's own files."""
 
@@ -205,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = Record(flags.record)
     if flags.validate is None:
         faults = wanted(flags.only, flags.mutants, flags.seed)
-        attempt: Attempt = lambda tree, fault: tree.attempt(fault, record.known(fault.file))  # noqa: E731
+        attempt = attempt_known(record)
     else:
         by, held = records.split(lines, flags.validate, flags.seed)
         listed = read()

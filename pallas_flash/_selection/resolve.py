@@ -129,7 +129,7 @@ def explained(
         reasons.append(plan.dbias.reason)
     tables, why = limits.tables_implementation(problem, plan.backward.implementation)
     if why:
-        reasons.append(f'A gradient of slopes or operands is that of "{tables}": {why}')
+        reasons.append(f'"{tables}" computes gradients of slopes or operands: {why}')
     if request.tile_sizes is None and any(x.asked != NO_TILES for x in passes):
         reasons.append(f"Its tiles are tuned, from {tuned.file()}.")
     if request.tile_sizes is not None and request.implementation is None:
@@ -303,7 +303,7 @@ def _backward(call: _Call, forward: str) -> PassPlan:
     default = call.request.implementation is None
 
     def other(name: str, why: str) -> PassPlan:
-        reason = f'The backward is that of "{name}": {why}'
+        reason = f'"{name}" computes the backward: {why}'
         return PassPlan(name, reason=reason, refused={forward: why})
 
     wanted = by == "mosaic" or faster or limit

@@ -6,6 +6,7 @@ Lowering is for GPUs that are described and need not exist. Values are those of 
 import functools
 import inspect
 import itertools
+import re
 import threading
 import warnings
 
@@ -55,8 +56,8 @@ def passes(gpu, **options):
     """Return the implementations of both passes, by the program, which `explain` must say, too."""
     explanation, text = lowered(gpu, **options)
     forward = explanation.implementation
-    _, _, backward = explanation.reason.partition('The backward is that of "')
-    by = forward, backward.partition('"')[0] or forward
+    backward = re.search(r'"(\w+)" computes the backward', explanation.reason)
+    by = forward, backward[1] if backward else forward
     has = {"mosaic": "@mosaic_gpu" in text, "triton": "@__gpu$xla.gpu.triton" in text}
     assert has == {name: name in by for name in has}, (by, has)
     return by

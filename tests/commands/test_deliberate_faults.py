@@ -163,7 +163,7 @@ def test_other_mutants(tmp_path):
 
 @pytest.fixture
 def few_files(monkeypatch):
-    """Only mutants of models, because those of all files take seconds."""
+    """Only mutants of models: to make mutants of all files takes seconds."""
     monkeypatch.setattr(mutation, "FOLDERS", ("models",))
 
 

@@ -74,7 +74,7 @@ def test_written_budget_has_what_children_and_fixtures_take(tree, processes):
     # Units of a tenth of a second; the child's Python takes some time to start.
     assert [table[name] >= 4 for name in names] == [True] * 3, table
     assert table[budget.COLLECTION] > 0.5
-    # With a unit half as long they take twice as many.
+    # A unit of half the length doubles the number of units.
     status, out, _ = run(tree, "--budget=budget.json", "--unit=1 0.05", *processes)
     assert (status, "make them cheaper" in out) == (1, True), out
     assert f"over its budget: {names[0]}" in out
@@ -126,7 +126,7 @@ def test_wrong_options_are_a_sentence(tmp_path, monkeypatch, options, sentence):
     ],
 )
 def test_files_together_may_take_1_5_times_their_budget(took, lines, allowed, red):
-    """Of `gone`, which has been moved, the new files may take the five units."""
+    """New files may take the five units of `gone`, a file that has moved."""
     table = dict(a=10.0, b=10.0, small=1.0, gone=5.0)
     assert budget.compare(took, table, lambda name: name != "gone") == (lines, allowed, red)
 

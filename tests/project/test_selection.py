@@ -87,7 +87,7 @@ NAMES = [f"{T}/a/test_a.py::x", f"{T}/a/test_a.py::z", f"{T}/a/test_new.py::n"]
 
 def test_the_gate_has_listed_items_and_new_files():
     items = [types.SimpleNamespace(nodeid=name) for name in NAMES]
-    # Of the three that are not there, one file may be skipped.
+    # Three are not there; the file of one may be skipped.
     assert selection.of_gate(items, LISTED) == ([items[0], items[2]], 2)
 
 

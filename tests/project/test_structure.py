@@ -239,7 +239,7 @@ OURS = {name: path for name, path in MODULES.items() if not name.startswith("tes
 
 
 def length(function):
-    """The lines of a function, without those of its docstring, which is its first statement."""
+    """The lines of a function without its docstring, which is its first statement."""
     first = function.body[min(ast.get_docstring(function) is not None, len(function.body) - 1)]
     head = function.body[0].lineno - function.lineno
     return head + function.end_lineno - first.lineno + 1

@@ -41,7 +41,7 @@ def add_options(parser):
         nargs="?",
         const="",
         metavar="BASE",
-        help="the default tests, without those of the gate, of what has changed since a commit: "
+        help="the default tests, but for the gate's, of what has changed since a commit: "
         "$GATE_BASE, else where the branch left origin/main, else HEAD~1",
     )
 
