@@ -57,10 +57,8 @@ def problems(fault: Fault, root: pathlib.Path = ROOT) -> list[str]:
     if not fault.tests:
         errors.append(f"{fault.name}: `tests` must name a file.")
     for name in fault.tests:
-        if len(found_files := paths(name, root)) != 1:
-            errors.append(
-                f"{fault.name}: there must be one test file {name}; found {len(found_files)}."
-            )
+        if (count := len(paths(name, root))) != 1:
+            errors.append(f"{fault.name}: there must be one test file {name}; found {count}.")
     return errors
 
 

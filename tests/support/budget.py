@@ -155,8 +155,8 @@ class Meter:
             sentence = f"{sum(took.values()):.1f} units, of a budget of {allowed:.1f} ({self.path})"
             if over:
                 self.red = (
-                    f"The tests took {sentence}: make them cheaper, or say in the commit why they "
-                    "take more and run `.ci/run --write-budget`."
+                    f"The tests took {sentence}: make them cheaper, or commit the budget that "
+                    "the nightly run writes, and say why they take more."
                 )
             else:
                 self.lines.append(f"the tests took {sentence}")
