@@ -46,7 +46,7 @@ NOT_OF_PROBLEM = (
     "return_lse",
     "return_max_logits",
     "implementation",
-    "tile_sizes",
+    "config",
     "reproducible",
     "context_parallelism",
 )

@@ -83,7 +83,7 @@ class Options(TypedDict, total=False):
     broadcast_dropout: bool
     precision: str | lax.Precision | lax.DotAlgorithmPreset | None
     implementation: Implementation | None
-    tile_sizes: Configuration | None
+    config: Configuration | None
     reproducible: bool | None
     sequence_axis: str | tuple[str, ...] | None
     context_parallelism: ContextParallelism | None
@@ -187,7 +187,7 @@ def attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
     implementation: Implementation | None = None,
-    tile_sizes: Configuration | None = None,
+    config: Configuration | None = None,
     reproducible: bool | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     context_parallelism: ContextParallelism | None = None,
@@ -288,10 +288,11 @@ def attention(
             GPUs, "interpret" the latter in Pallas's interpreter (any device, slow), "xla" the same
             algorithm in plain JAX, "reference" the dense definition. One that is given is used or
             raises. None lets auto-selection pick the fastest. See `explain`.
-        tile_sizes: a `tuning.Triton` or a `tuning.Mosaic`, sizes of the kernels' tiles. A tile that
-            is None is what `tune` found on this GPU, or else from a table. With `implementation`,
-            it is a configuration of that one. Without, its backend computes the passes for which it
-            has a tile if it serves the call, and else it has no effect: `explain` says which.
+        config: a `tuning.Triton` or a `tuning.Mosaic`, the tiles of the kernels. A tile that is
+            None is what `tuning.tune` found on this GPU, or else from a table. With
+            `implementation`, it is a configuration of that one. Without, its backend computes the
+            passes for which it has a tile if it serves the call, and else it has no effect:
+            `explain` says which.
         sequence_axis: inside a `jax.shard_map`, the mesh axis (or axes, the slowest first) that
             divides the sequence: `query`, `key`, `value`, `segment_ids` and positions are this
             device's shard of it; `bias` and `mask` arrays have rows for its queries and columns for
@@ -347,7 +348,7 @@ def attention(
         return_max_logits=return_max_logits,
         sequence_axis=sequence_axis,
     )
-    sizes = configurations.sizes_of(tile_sizes, implementation)
+    sizes = configurations.sizes_of(config, implementation)
     plan = resolve.resolve(problem, Request(implementation, sizes, reproducible))
     resolve.warn_of_fallback(plan, implementation)
     along = parse_sequence_axis(sequence_axis)
@@ -424,7 +425,7 @@ def problem_of(call: dict[str, Any]) -> Problem:
     """Return the checked problem of all arguments of a call of `attention`, by name."""
     choices = "return_residual", "return_lse", "reproducible", "context_parallelism"
     check_choices(*(call[x] for x in choices))
-    others = {*choices, "implementation", "tile_sizes"}
+    others = {*choices, "implementation", "config"}
     return validate(**{x: call[x] for x in call if x not in others})
 
 
@@ -432,7 +433,7 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
     """Explain a call of arrays; `query` and `key` are those that were given."""
     problem = problem_of(call)
     asked, reproducible = call["implementation"], call["reproducible"]
-    given = configurations.sizes_of(call["tile_sizes"], asked)
+    given = configurations.sizes_of(call["config"], asked)
     request = Request(asked, given, reproducible)
     plan = resolve.resolve(problem, request)
     method, along = None, parse_sequence_axis(call["sequence_axis"])

@@ -23,7 +23,7 @@ PAIRS, PAIRS_IN_PARTIAL = ("#ffffff", "#808080"), ("#ffe8cc", "#ff9420")
 BLOCKS = ("#ffffff", "#00000000", "#3d7edb")
 
 
-def plot_mask(
+def plot(
     mask: Bool[Array, "..."] | Mask | None = None,
     *,
     q_len: int | None = None,
@@ -81,7 +81,7 @@ def plot_mask(
 
     Example:
         >>> import pallas_flash
-        >>> ax = pallas_flash.plot_mask(q_len=8, kv_len=8, is_causal=True, block_q=4, block_kv=4)
+        >>> ax = pallas_flash.masks.plot(q_len=8, kv_len=8, is_causal=True, block_q=4, block_kv=4)
         >>> int(ax.images[0].get_array().sum())
         36
     """
@@ -90,7 +90,7 @@ def plot_mask(
         from matplotlib.colors import ListedColormap
     except ImportError as error:
         raise ImportError(
-            "`plot_mask` must have matplotlib, and it cannot be imported. Install it: "
+            "`masks.plot` must have matplotlib, and it cannot be imported. Install it: "
             "`pip install matplotlib`."
         ) from error
 

@@ -249,9 +249,9 @@ class Segments(masks.Segments, Joinable):
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
-        >>> ids = pallas_flash.segment_ids_from_cu_seqlens(jnp.array([0, 5, 12, 16]), 16)
-        >>> documents = pallas_flash.Segments(ids[None])
-        >>> mask = pallas_flash.BlockMask.from_mask(documents, 16, 16, block_q=4, block_kv=4)
+        >>> ids = pallas_flash.masks.segment_ids_from_cu_seqlens(jnp.array([0, 5, 12, 16]), 16)
+        >>> documents = pallas_flash.masks.Segments(ids[None])
+        >>> mask = pallas_flash.masks.BlockMask.from_mask(documents, 16, 16, block_q=4, block_kv=4)
         >>> mask.some[0, 0].astype(int)
         Array([[1, 1, 0, 0],
                [1, 1, 1, 0],
@@ -423,7 +423,7 @@ class Predicate(Leaf, Joinable):
         >>> def same_colour(b, h, q_pos, k_pos, colour):
         ...     return colour[q_pos] == colour[k_pos]
         >>> x = jnp.ones((1, 4, 1, 16))
-        >>> mask = pallas_flash.Predicate(same_colour, (jnp.array([0, 1, 0, 1]),))
+        >>> mask = pallas_flash.masks.Predicate(same_colour, (jnp.array([0, 1, 0, 1]),))
         >>> pallas_flash.attention(x, x, x, mask=mask).shape
         (1, 4, 1, 16)
     """

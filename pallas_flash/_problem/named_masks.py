@@ -43,7 +43,7 @@ class Chunked(Joinable):
     Example:
         >>> import jax.numpy as jnp, pallas_flash
         >>> x = jnp.ones((1, 16, 1, 8))
-        >>> o = pallas_flash.attention(x, x, x, is_causal=True, mask=pallas_flash.Chunked(4))
+        >>> o = pallas_flash.attention(x, x, x, is_causal=True, mask=pallas_flash.masks.Chunked(4))
         >>> o.shape
         (1, 16, 1, 8)
     """
@@ -77,7 +77,7 @@ class BlockCausal(Joinable):
     Example:
         >>> import jax.numpy as jnp, pallas_flash
         >>> x = jnp.ones((1, 16, 1, 8))
-        >>> pallas_flash.attention(x, x, x, mask=pallas_flash.BlockCausal(4)).shape
+        >>> pallas_flash.attention(x, x, x, mask=pallas_flash.masks.BlockCausal(4)).shape
         (1, 16, 1, 8)
     """
 
@@ -117,7 +117,7 @@ class Dilated(Joinable):
         >>> import jax.numpy as jnp, pallas_flash
         >>> x = jnp.ones((1, 16, 1, 8))
         >>> options = dict(is_causal=True, local_window_size=(6, None))
-        >>> pallas_flash.attention(x, x, x, mask=pallas_flash.Dilated(2), **options).shape
+        >>> pallas_flash.attention(x, x, x, mask=pallas_flash.masks.Dilated(2), **options).shape
         (1, 16, 1, 8)
     """
 
@@ -151,9 +151,9 @@ class SharedPrefix(Joinable):
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
-        >>> ids = pallas_flash.segment_ids_from_cu_seqlens(jnp.array([0, 6, 11, 16]), 16)
+        >>> ids = pallas_flash.masks.segment_ids_from_cu_seqlens(jnp.array([0, 6, 11, 16]), 16)
         >>> x = jnp.ones((1, 16, 1, 8))
-        >>> mask = pallas_flash.SharedPrefix(ids[None])
+        >>> mask = pallas_flash.masks.SharedPrefix(ids[None])
         >>> pallas_flash.attention(x, x, x, is_causal=True, mask=mask).shape
         (1, 16, 1, 8)
     """
@@ -194,7 +194,7 @@ class Tree(Joinable):
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
-        >>> tree = pallas_flash.Tree(jnp.array([[-1, 0, 0, 1, 1, 2]]))
+        >>> tree = pallas_flash.masks.Tree(jnp.array([[-1, 0, 0, 1, 1, 2]]))
         >>> q, cache = jnp.ones((1, 6, 1, 8)), jnp.ones((1, 16, 1, 8))
         >>> pallas_flash.attention(q, cache, cache, mask=tree, query_offset=10).shape
         (1, 6, 1, 8)
@@ -274,7 +274,7 @@ class Neighborhood(Joinable):
     Example:
         >>> import jax.numpy as jnp, pallas_flash
         >>> pixels = jnp.ones((1, 8 * 8, 1, 8))
-        >>> mask = pallas_flash.Neighborhood((8, 8), (3, 3))
+        >>> mask = pallas_flash.masks.Neighborhood((8, 8), (3, 3))
         >>> pallas_flash.attention(pixels, pixels, pixels, mask=mask).shape
         (1, 64, 1, 8)
     """

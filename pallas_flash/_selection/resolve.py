@@ -4,8 +4,8 @@
 
 An explicit `implementation` is used or raises. By default the forward goes to the kernels where
 they serve the call, else to "xla". Where "mosaic" and "triton" both serve it, each pass goes to the
-one whose tiles the call gives, else to the one that `tune` found to be faster on the GPU that is
-here, else to the one that the rules of `_selection.preferences` name.
+one whose tiles the call gives, else to the one that `tuning.tune` found to be faster on the GPU
+that is here, else to the one that the rules of `_selection.preferences` name.
 """
 
 import dataclasses
@@ -68,12 +68,12 @@ class Request:
 
     Attributes:
         implementation: an explicit implementation, or None.
-        tile_sizes: explicit tiles, or None.
+        config: explicit tiles, or None.
         reproducible: whether gradients must be the same in every run; None follows XLA's flags.
     """
 
     implementation: str | None = None
-    tile_sizes: TileSizes | None = None
+    config: TileSizes | None = None
     reproducible: bool | None = None
 
     def __post_init__(self):
@@ -130,11 +130,11 @@ def explained(
     tables, why = limits.tables_implementation(problem, plan.backward.implementation)
     if why:
         reasons.append(f'"{tables}" computes gradients of slopes or operands: {why}')
-    if request.tile_sizes is None and any(x.asked != NO_TILES for x in passes):
+    if request.config is None and any(x.asked != NO_TILES for x in passes):
         reasons.append(f"Its tiles are tuned, from {tuned.file()}.")
-    if request.tile_sizes is not None and request.implementation is None:
+    if request.config is not None and request.implementation is None:
         by = (x.implementation for x in passes)
-        reasons += configurations.effect(request.tile_sizes, *by)
+        reasons += configurations.effect(request.config, *by)
     if forward.implementation != "reference" and (when := _low_part(problem, scale)) is not None:
         reasons.append(f"The low part of the output is a residual, as large as the output{when}.")
     refused = dict(forward.refused)
@@ -172,14 +172,14 @@ class _Call:
         request: what it asks for.
         features: what it is; None of symbolic sizes, which no kernel serves.
         given: the tiles that it gives.
-        tuned: the tiles that `tune` found for such calls on the GPU that is here.
+        tuned: the tiles that `tuning.tune` found for such calls on the GPU that is here.
         order: the backward that it needs, "backward" or "backward in order".
     """
 
     def __init__(self, problem: Problem, request: Request):
         self.problem, self.request = problem, request
         self.order = "backward in order" if request.in_order else "backward"
-        self.given, self.tuned = request.tile_sizes or NO_TILES, NO_TILES
+        self.given, self.tuned = request.config or NO_TILES, NO_TILES
         self.features = None
         if not problem.symbolic:
             target = device.target()
@@ -188,7 +188,7 @@ class _Call:
             self.tuned = (target.nvidia and self._winner()) or NO_TILES
 
     def _winner(self) -> TileSizes | None:
-        """Return what `tune` found for such calls on the GPU that is here, if anything."""
+        """Return what `tuning.tune` found for such calls on the GPU that is here, if anything."""
 
         def check(winner: TileSizes) -> None:
             for name in {backend_of(tile) for k in KERNELS if (tile := winner.tile(k))}:
@@ -348,7 +348,7 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
 
 def _check_given(request: Request, passes: Mapping[str, PassPlan]) -> None:
     """Raise if the call gives tiles to an implementation that does not compute that pass."""
-    sizes, asked = request.tile_sizes, request.implementation
+    sizes, asked = request.config, request.implementation
     if sizes is None or asked is None:
         return
     forward = {passes["forward"].implementation}
@@ -357,7 +357,7 @@ def _check_given(request: Request, passes: Mapping[str, PassPlan]) -> None:
         tile, by = sizes.tile(kernel), forward if kernel in FORWARD else backward
         if tile is not None and not any(sizes.for_backend(name).tile(kernel) for name in by):
             raise ValueError(
-                f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
+                f"`config.{kernel}` must be a tile of who computes that pass, "
                 f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
                 f'implementation={asked!r}. Give "mosaic" its tiles of pallas_flash.tuning, and '
                 "others a pallas_flash.tuning.Tile."

@@ -223,16 +223,17 @@ class SelfAttention(nnx.Module):
                 documents: only differences of positions matter, and within a document they do not
                 depend on where it starts.
             reordered: Whether tokens lie in another order than their `positions`, as after
-                `pallas_flash.balanced_order`. Then `positions` are for the mask, too: `is_causal`,
-                `local_window_size` and a `PrefixLM` go by them, and not by the order in the array.
+                `pallas_flash.masks.balanced_order`. Then `positions` are for the mask, too:
+                `is_causal`, `local_window_size` and a `PrefixLM` go by them, and not by the order
+                in the array.
             deterministic: Whether dropout is switched off. None is what the layer was told.
             rngs: Where the random key of dropout comes from, or that key. None is what the layer
                 keeps.
             decode: Whether `x` are the tokens that follow those in the cache. They are added to it
                 and see it, and `positions` of None go on counting.
-            requests: For the pages of `init_pages`: (lengths, page_indices) with `x` [R, T, F], or
-                (lengths, page_indices, cu_query_lengths) with `x` [tokens, F], as in
-                `pallas_flash.paged_attention`.
+            requests: For the pages of `init_pages`: (key_value_seq_lengths, page_indices) with `x`
+                [R, T, F], or (key_value_seq_lengths, page_indices, cu_seqlens_q) with `x`
+                [tokens, F], as in `pallas_flash.paged_attention`.
 
         Returns:
             One new token for each token; NaN where a traced call finds no room for `x` behind the
@@ -538,7 +539,7 @@ def _following(cache: KVCache | PagedKVCache, x, seq_lengths, requests) -> Array
         raise ValueError(
             "`seq_lengths` must be None where the cache has pages; got "
             f"{type(seq_lengths).__name__}. Give the new tokens of each request by the "
-            "cu_query_lengths of `requests`."
+            "cu_seqlens_q of `requests`."
         )
     return cache.positions(x, requests)
 
@@ -548,7 +549,7 @@ def _check_reordered(positions, decode: bool) -> None:
     if positions is None:
         raise ValueError(
             "`positions` must be given with reordered=True; got None. Pass the position of "
-            "each token, which `pallas_flash.balanced_order` returns."
+            "each token, which `pallas_flash.masks.balanced_order` returns."
         )
     if decode:
         raise ValueError(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from support.calls import Row, assert_each, f32, i32
 
-from pallas_flash import (
+from pallas_flash.masks import (
     BlockCausal,
     BlockMask,
     Chunked,

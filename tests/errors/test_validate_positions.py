@@ -114,7 +114,7 @@ def bad_segments():
 
 def bad_cu_seqlens():
     def ids(id, error, fragment, cu_seqlens, length=5):
-        function = pallas_flash.segment_ids_from_cu_seqlens
+        function = pallas_flash.masks.segment_ids_from_cu_seqlens
         return row_of(id, function, error, fragment, cu_seqlens=cu_seqlens, length=length)
 
     for x in ([0, 2], 3, None):
@@ -138,23 +138,23 @@ def bad_cu_seqlens():
 
 
 def bad_arguments():
-    ends = {"cu_seqlens_q": i32(3), "cu_seqlens_k": i32(3), "q_len": 5, "kv_len": 7}
+    ends = {"cu_seqlens_q": i32(3), "cu_seqlens_kv": i32(3), "q_len": 5, "kv_len": 7}
 
     def arguments(id, error, fragment, **given):
-        function = pallas_flash.arguments_from_cu_seqlens
+        function = pallas_flash.masks.arguments_from_cu_seqlens
         return row_of(f"packed, {id}", function, error, fragment, **ends | given)
 
     yield arguments("lists", TypeError, "`cu_seqlens_q` must be an array; got list [0, 2].",
                     cu_seqlens_q=[0, 2])  # fmt: skip
     yield arguments("keys past the end", ValueError,
-                    "`cu_seqlens_k` must rise from 0 to at most kv_len = 7; got an array of int32",
-                    cu_seqlens_k=np.array([0, 3, 8], np.int32))  # fmt: skip
+                    "`cu_seqlens_kv` must rise from 0 to at most kv_len = 7; got an array of int32",
+                    cu_seqlens_kv=np.array([0, 3, 8], np.int32))  # fmt: skip
     yield arguments("queries past the end", ValueError,
                     "`cu_seqlens_q` must rise from 0 to at most q_len = 5; got an array of int32",
                     cu_seqlens_q=np.array([0, 3, 6], np.int32))  # fmt: skip
     yield arguments("other sequences", ValueError,
-                    "`cu_seqlens_k` must have a sequence for each one of `cu_seqlens_q`; got 3 and "
-                    "2. Repeat", cu_seqlens_k=i32(4))  # fmt: skip
+                    "`cu_seqlens_kv` must have a sequence for each one of `cu_seqlens_q`; got "
+                    "3 and 2. Repeat", cu_seqlens_kv=i32(4))  # fmt: skip
     yield arguments("length", ValueError, "`q_len` must be an int of at least 0; got ", q_len=2.0)
 
 
@@ -189,7 +189,7 @@ def bad_orders():
     ):
         yield row_of(
             f"balanced order of {length} for {devices}",
-            pallas_flash.balanced_order,
+            pallas_flash.masks.balanced_order,
             ValueError,
             fragment,
             length=length,

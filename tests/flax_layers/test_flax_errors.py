@@ -19,8 +19,8 @@ from support.flax_cases import (
 )
 from support.strict import strictly
 
-from pallas_flash import PrefixLM
 from pallas_flash.flax import SelfAttention, apply_rope, attention_fn
+from pallas_flash.masks import PrefixLM
 
 pytestmark = pytest.mark.usefixtures("ieee_products")
 

@@ -11,7 +11,11 @@ from support import cases, oracle
 from support.block_classes import assert_classes, of_pairs
 
 import pallas_flash
-from pallas_flash import (
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.mask_objects import Call, fitted
+from pallas_flash._problem.masks import Mask
+from pallas_flash._problem.operands import TokenPositions
+from pallas_flash.masks import (
     BlockCausal,
     BlockMask,
     Chunked,
@@ -23,10 +27,6 @@ from pallas_flash import (
     SharedPrefix,
     Tree,
 )
-from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.mask_objects import Call, fitted
-from pallas_flash._problem.masks import Mask
-from pallas_flash._problem.operands import TokenPositions
 
 BATCH, HEADS, LENGTH = 2, 2, 24
 SHAPE = BATCH, HEADS, LENGTH, LENGTH

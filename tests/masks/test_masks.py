@@ -11,13 +11,13 @@ import pytest
 from support import cases, oracle
 from support.block_classes import assert_classes, of_pairs, of_ranges
 
-from pallas_flash import Predicate
 from pallas_flash._problem import visibility
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.mask_objects import MaskArray
 from pallas_flash._problem.masks import ArrayLengths, Band, Lengths, Mask, PositionBand, Segments
 from pallas_flash._problem.operands import Pairs, Positions
 from pallas_flash._problem.traversal import Sparsity, in_tile, visit
+from pallas_flash.masks import Predicate
 
 BATCH = 3
 

@@ -37,7 +37,7 @@ LAYERS = """
 scripts*
 models*
 __main__
-__init__ tune tuning flax*
+__init__ masks paged tuning flax*
 _call*
 _selection*
 _arguments*
@@ -160,7 +160,7 @@ OWN = {
     "precision",
     "return_lse",
     "return_max_logits",
-    "tile_sizes",
+    "config",
     "reproducible",
     "sequence_axis",
     "context_parallelism",

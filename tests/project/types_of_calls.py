@@ -5,7 +5,8 @@ from typing import Any, assert_type
 
 import jax
 
-from pallas_flash import Explanation, Predicate, PrefixLM, ScoreMod, attention, explain, tuning
+from pallas_flash import Explanation, ScoreMod, attention, explain, tuning
+from pallas_flash.masks import Predicate, PrefixLM
 
 Pair = tuple[jax.Array, jax.Array]
 Several = tuple[jax.Array, ...]
@@ -33,9 +34,7 @@ def arguments(q: jax.Array):
     mask = Predicate(fn, (q,)) & PrefixLM(q)
     assert_type(attention(q, q, q, q, mask, score_mod=fn), jax.Array)
     assert_type(attention(q, q, q, mask=Predicate(fn), score_mod=ScoreMod(fn, (q,))), jax.Array)
-    assert_type(
-        attention(q, q, q, tile_sizes=tuning.Triton(forward=tuning.Tile(64, 64))), jax.Array
-    )
+    assert_type(attention(q, q, q, config=tuning.Triton(forward=tuning.Tile(64, 64))), jax.Array)
     attention(q, q, q, is_casual=True)  # pyright: ignore[reportCallIssue]
     attention(q, q, q, score_mod=3)  # pyright: ignore[reportCallIssue, reportArgumentType]
     tuning.Mosaic(forward=tuning.Tile(64, 64))  # pyright: ignore[reportArgumentType]

@@ -20,12 +20,13 @@ from support import cases, eight_devices, meshes, oracle
 from support.compare import assert_close, assert_same_bits
 from support.meshes import make_mesh, put
 
-from pallas_flash import attention, balanced_order
+from pallas_flash import attention
 from pallas_flash._backends import xla
 from pallas_flash._execution import lowered_once
 from pallas_flash._execution.context import choice, gather
 from pallas_flash._execution.plan import Plan
 from pallas_flash._problem.masks import PositionBand
+from pallas_flash.masks import balanced_order
 from pallas_flash.tuning import Tile, TileSizes
 
 KINDS = *meshes.KINDS, "manual"
@@ -142,7 +143,7 @@ def computed(problem, method, axes, kind, implementation):
     mesh, rows = make_mesh(axes, kind), rows_spec(axes)
     options = jax.tree.map(lambda x: put(x, mesh, P()) if isinstance(x, jax.Array) else x, options)
     operands, rest = oracle.split(options)
-    tiles = {"tile_sizes": TILE_SIZES} if implementation == "interpret" else {}
+    tiles = {"config": TILE_SIZES} if implementation == "interpret" else {}
     with jax.set_mesh(mesh):
         run = call_of(
             kind, axes, mesh, operands, rest,

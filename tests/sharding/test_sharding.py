@@ -21,14 +21,7 @@ from support.described_gpus import described_gpu, described_mesh
 from support.meshes import KINDS, collectives, put
 from support.transform_cases import FLOATS, Sizes, draw_all
 
-from pallas_flash import (
-    Tree,
-    append_to_pages,
-    arguments_from_cu_seqlens,
-    attention,
-    merge,
-    paged_attention,
-)
+from pallas_flash import attention, merge, paged_attention
 from pallas_flash._backends import xla
 from pallas_flash._execution import partition, tangents
 from pallas_flash._execution.partition import auto, shards
@@ -41,6 +34,8 @@ from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.score_mod import ScoreMod
 from pallas_flash._problem.scores import Scores
 from pallas_flash.flax import apply_rope
+from pallas_flash.masks import Tree, arguments_from_cu_seqlens
+from pallas_flash.paged import append
 from pallas_flash.tuning import Tile, TileSizes
 
 AXES = {"batch": 2, "heads": 4}
@@ -74,7 +69,7 @@ def draw(num_kv_heads: int, *names: str, num_heads: int = N) -> dict:
 
 
 def call(implementation: str, **options):
-    tiles = {"tile_sizes": TILE_SIZES} if implementation == "interpret" else {}
+    tiles = {"config": TILE_SIZES} if implementation == "interpret" else {}
     return functools.partial(attention, implementation=implementation, **(tiles | options))
 
 
@@ -330,7 +325,7 @@ def check_indices_are_those_of_the_whole_call(kind, calls=(("xla", None),)):
     for implementation, tiles in calls:
 
         def make(by, tiles=tiles):
-            return gradients(by, **options, tile_sizes=None if by == "reference" else tiles)
+            return gradients(by, **options, config=None if by == "reference" else tiles)
 
         compare(make, implementation, arguments, place(arguments, mesh), [])
 
@@ -453,7 +448,7 @@ def packed(x, ends):
 
 def appended(pages, scales, new, lengths, table):
     scales = {} if scales is None else {"key_scales": scales, "value_scales": scales}
-    return append_to_pages(pages, pages, new, new, lengths, table, **scales)
+    return append(pages, pages, new, new, lengths, table, **scales)
 
 
 def by_definition(query, pages, lengths, table):
@@ -579,7 +574,7 @@ def test_one_device_partitions_nothing(implementation):
 FORWARDS = {
     "forward": ({}, ["pallas_flash_forward"]),
     "decode": (
-        {"tile_sizes": TileSizes(decode=Tile(16, 16))},
+        {"config": TileSizes(decode=Tile(16, 16))},
         ["pallas_flash_decode", "pallas_flash_decode_combine"],
     ),
 }

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from support.oracle import ExactScoreMod, visible
 
-from pallas_flash import (
+from pallas_flash import ScoreMod
+from pallas_flash._call import attention
+from pallas_flash.masks import (
     BlockCausal,
     BlockMask,
     Chunked,
@@ -22,13 +24,11 @@ from pallas_flash import (
     Neighborhood,
     Predicate,
     PrefixLM,
-    ScoreMod,
     Segments,
     SharedPrefix,
     Tree,
     arguments_from_cu_seqlens,
 )
-from pallas_flash._call import attention
 
 Random = np.random.Generator
 

@@ -1,4 +1,4 @@
-"""The shared memory of tiles, which of them fit, and which `tune` tries for each kernel."""
+"""The shared memory of tiles, which of them fit, and which `tuning.tune` tries for each kernel."""
 
 import dataclasses
 import itertools
@@ -47,19 +47,19 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
     taken, registers = _registers(kernel, tile, p)
     if taken >= registers:
         raise ValueError(
-            f"`tile_sizes.{kernel}` must fit in a thread's {registers} registers; got {tile}, "
+            f"`config.{kernel}` must fit in a thread's {registers} registers; got {tile}, "
             f"whose sums and scores take {taken} at head dim {_width(p)}. Use smaller blocks or "
             "fewer warpgroups."
         )
     if kernel == "forward" and not tile.output_slots and p.value_dim > p.head_dim:
         raise ValueError(
-            "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
+            "`config.forward` must have `output_slots` where values are wider than queries; "
             f"got {tile} and head dims of {p.head_dim} and {p.value_dim} (of values). Use 1."
         )
     dynamic = p.mask.scattered or jax.tree.leaves(p.mask)
     if kernel == "forward" and tile.cluster_size > 1 and dynamic:
         raise ValueError(
-            "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which "
+            "`config.forward` must have `cluster_size=1` where arrays or a predicate say which "
             f"keys are seen; got {tile}. Use 1."
         )
     # Two warpgroups share a tile of dq, by its queries or by its columns. Where dv has a launch of
@@ -68,7 +68,7 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
     fixed = kernel == "backward" or (kernel == "dkv" and sum(_padded(p)) > 256)
     if fixed and tile.block_q != rows:
         raise ValueError(
-            f"`tile_sizes.{kernel}` must have {rows} queries at head dim {_width(p)}; got {tile}. "
+            f"`config.{kernel}` must have {rows} queries at head dim {_width(p)}; got {tile}. "
             f"Use block_q={rows}."
         )
 
@@ -77,7 +77,7 @@ def _check_wide(kernel: str, tile, p: Problem) -> None:
     """Raise ValueError if no kernel for head dims above 256 has such a tile."""
     if kernel != "forward":
         raise ValueError(
-            f"`tile_sizes.{kernel}` must be None at head dims above {tiles.WIDE}, where only the "
+            f"`config.{kernel}` must be None at head dims above {tiles.WIDE}, where only the "
             f"forward is a kernel; got {tile} at head dim {_width(p)}. Drop it."
         )
     wanted = dataclasses.replace(
@@ -92,7 +92,7 @@ def _check_wide(kernel: str, tile, p: Problem) -> None:
         )
     if tile != wanted:
         raise ValueError(
-            f"`tile_sizes.forward` must have 2 warpgroups, {forward_wide.BLOCK_KV} keys and 1 "
+            f"`config.forward` must have 2 warpgroups, {forward_wide.BLOCK_KV} keys and 1 "
             f"output slot{cluster} at head dims above {tiles.WIDE}; got {tile} at head dim "
             f"{_width(p)}. Use {wanted}."
         )

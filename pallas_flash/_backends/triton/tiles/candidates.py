@@ -1,4 +1,4 @@
-"""Candidate tiles that `tune` tries for each kernel."""
+"""Candidate tiles that `tuning.tune` tries for each kernel."""
 
 import itertools
 from collections.abc import Callable
