@@ -31,7 +31,7 @@ from pallas_flash._problem.checks import (
 )
 from pallas_flash._problem.dropout import Dropout, seed_of
 from pallas_flash._problem.mask_objects import Call, fitted
-from pallas_flash._problem.masks import FAR, Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._problem.masks import FAR, Band, Lengths, Mask, PositionBand, SegmentLeaf
 from pallas_flash._problem.operands import Positions, TokenPositions
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.score_mod import fitted_score_mod
@@ -518,7 +518,7 @@ def window_sides(window) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
+def _segments(segment_ids, batch, q_len, kv_len) -> SegmentLeaf:
     if isinstance(segment_ids, (tuple, list)):
         if len(segment_ids) != 2:
             raise ValueError(
@@ -534,8 +534,8 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
                 "`segment_ids` must be a (query, key_value) pair when T and S differ; got one "
                 f"array with T={q_len} and S={kv_len}. Pass ([B, T], [B, S])."
             )
-        return Segments(integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
-    return Segments(
+        return SegmentLeaf(integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
+    return SegmentLeaf(
         integers("segment_ids", query, (batch, q_len), "[B, T]"),
         integers("segment_ids", key_value, (batch, kv_len), "[B, S]"),
     )

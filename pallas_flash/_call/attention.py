@@ -24,8 +24,7 @@ from pallas_flash._execution import context, partition
 from pallas_flash._execution.plan import Plan
 from pallas_flash._problem import configurations
 from pallas_flash._problem.configurations import Configuration
-from pallas_flash._problem.mask_objects import Joinable
-from pallas_flash._problem.masks import Mask
+from pallas_flash._problem.mask_objects import MaskObject
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.score_mod import ScoreMod
 from pallas_flash._selection import resolve
@@ -33,7 +32,6 @@ from pallas_flash._selection.resolve import Explanation, Request
 
 Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
 ContextParallelism = Literal["ring", "gather", "heads"]
-AnyMask = Joinable | Mask
 _Function = TypeVar("_Function", bound=Callable)
 
 
@@ -95,7 +93,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: Literal[False] = False,
     return_lse: Literal[False] = False,
@@ -108,7 +106,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: Literal[True],
     return_lse: Literal[False] = False,
@@ -121,7 +119,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: Literal[False] = False,
     return_lse: Literal[True],
@@ -135,7 +133,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: bool = False,
     return_lse: bool = False,
@@ -149,7 +147,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: bool = False,
     return_lse: bool = False,
@@ -162,7 +160,7 @@ def attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | AnyMask | None = None,
+    mask: Bool[Array, "..."] | MaskObject | None = None,
     *,
     scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,

@@ -11,8 +11,7 @@ from pallas_flash._arguments import attention
 from pallas_flash._jax.one_device import whole
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.checks import at_least
-from pallas_flash._problem.mask_objects import sizes_of
-from pallas_flash._problem.masks import Mask
+from pallas_flash._problem.mask_objects import MaskObject, sizes_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +23,7 @@ BLOCKS = ("#ffffff", "#00000000", "#3d7edb")
 
 
 def plot(
-    mask: Bool[Array, "..."] | Mask | None = None,
+    mask: Bool[Array, "..."] | MaskObject | None = None,
     *,
     q_len: int | None = None,
     kv_len: int | None = None,

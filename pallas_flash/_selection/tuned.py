@@ -100,7 +100,7 @@ def key(f: CallFeatures, gpu: str) -> str:
 
 # Modules outside of the kernels' folders that shape kernels.
 _SHAPE = (
-    *("_problem/blocks", "_problem/masks", "_problem/mask_objects", "_problem/traversal"),
+    *("_problem/blocks", "_problem/masks", "_problem/mask_leaves", "_problem/traversal"),
     *("_problem/scores", "_problem/operands", "_problem/dropout", "_problem/key_center"),
     *("_problem/checks", "_jax/hardware"),
 )

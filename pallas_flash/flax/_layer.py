@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._call.attention import ContextParallelism, Implementation, attention
 from pallas_flash._problem.checks import array, describe, flag, is_int, share_to_drop
-from pallas_flash._problem.masks import Mask
+from pallas_flash._problem.mask_objects import MaskObject
 from pallas_flash.flax._arrays import (
     as_bool,
     merge_batch,
@@ -197,7 +197,7 @@ class SelfAttention(nnx.Module):
         x: Float[Array, "*batch T F"],
         *,
         bias: Float[Array, "*#batch #N #T #T"] | None = None,
-        mask: Shaped[Array, "*#batch #N #T #T"] | Mask | None = None,
+        mask: Shaped[Array, "*#batch #N #T #T"] | MaskObject | None = None,
         seq_lengths: Int32[Array, "*#batch"] | None = None,
         segment_ids: Int32[Array, "*#batch T"] | None = None,
         positions: Integer[Array, "*#batch T"] | None = None,

@@ -14,7 +14,8 @@ from support.block_classes import assert_classes, of_pairs, of_ranges
 import pallas_flash
 from pallas_flash._arguments.attention import mask_of
 from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.mask_objects import Call, MaskArray, fitted
+from pallas_flash._problem.mask_leaves import MaskArray
+from pallas_flash._problem.mask_objects import Call, fitted
 from pallas_flash._problem.masks import Band, Lengths, Mask
 from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, readable
 from pallas_flash.masks import BlockMask, Predicate, PrefixLM, Segments

@@ -544,7 +544,7 @@ TABLE = [
     (f"balanced, {EVERYTHING}", "ring", "2 x 4", "auto", "xla"),
     (IN_ORDER, "ring", "1 x 8", "manual", "xla"),
     # Numbers of tokens that follow from their positions, which begin anew on no device.
-    ("chunked, causal;block-causal;neighborhood", "ring", "1 x 4", "manual", "xla"),
+    ("chunked, causal;blocks of chunks;block-causal;neighborhood", "ring", "1 x 4", "manual", "xla"),
     (f"causal;{EVERYTHING}", "ring", "2 x 4", "auto", LOWERED_ONCE),
     (IN_ORDER, "ring", "2 x 2 x 2", "explicit", "xla"),
     ("balanced, causal", "ring", "2 x 4", "explicit", "interpret"),

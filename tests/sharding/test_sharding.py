@@ -25,16 +25,15 @@ from pallas_flash import attention, merge, paged_attention
 from pallas_flash._backends import xla
 from pallas_flash._execution import partition, tangents
 from pallas_flash._execution.partition import auto, shards
-from pallas_flash._problem import mask_objects
 from pallas_flash._problem.dropout import Dropout
-from pallas_flash._problem.mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
-from pallas_flash._problem.masks import Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._problem.mask_leaves import BlockLeaf, MaskArray, PredicateLeaf, PrefixLeaf
+from pallas_flash._problem.masks import Band, Lengths, Mask, PositionBand, SegmentLeaf
 from pallas_flash._problem.operands import Pairs, Positions
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.score_mod import ScoreMod
 from pallas_flash._problem.scores import Scores
 from pallas_flash.flax import apply_rope
-from pallas_flash.masks import Tree, arguments_from_cu_seqlens
+from pallas_flash.masks import BlockMask, Predicate, Segments, Tree, arguments_from_cu_seqlens
 from pallas_flash.paged import append
 from pallas_flash.tuning import Tile, TileSizes
 
@@ -474,7 +473,7 @@ DIVIDED = {
         *((X, P()), (np.einsum("btnh,bsnh->bts", X, X)[:, None] > 0, BATCH)),
     ),
     "blocks of segments": (
-        with_mask(blocks_of(mask_objects.Segments)),
+        with_mask(blocks_of(Segments)),
         (X, P()),
         (COLOURS, TOKENS),
     ),
@@ -695,13 +694,12 @@ def test_every_array_has_letters():
     leaves = [
         (Band(0, 0, length), ["b"]),
         (Lengths(length, length), ["b", "b"]),
-        (Segments(ids, ids), ["bt", "bs"]),
-        (mask_objects.Segments(ids, ids), ["bt", "bs"]),
+        (SegmentLeaf(ids, ids), ["bt", "bs"]),
         (MaskArray(pairs), ["bnta"]),
         (PositionBand(Positions(ids, ids[:1]), None, 0), ["bt", "1s"]),
-        (PrefixLM(length, length, Positions(ids)), ["b", "b", "bt"]),
-        (Predicate(max, (ids,)), ["11"]),
-        (BlockMask(table, 8, 8, table, Segments(ids)), ["bn11", "bn11", "bt"]),
+        (PrefixLeaf(length, length, Positions(ids)), ["b", "b", "bt"]),
+        (PredicateLeaf(max, (ids,)), ["11"]),
+        (BlockLeaf(table, 8, 8, table, Mask((SegmentLeaf(ids),))), ["bn11", "bn11", "bt"]),
     ]
     qkv = jnp.zeros((B, T, N, H)), jnp.zeros((B, S, 2, H)), jnp.zeros((B, S, 2, V))
     heads = jnp.zeros(N)

@@ -117,7 +117,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
         "common.py",
         "blocks.py",
         "masks.py",
-        "mask_objects.py",
+        "mask_leaves.py",
         "traversal.py",
         "scores.py",
         "operands.py",
