@@ -163,21 +163,33 @@ def bad_merges():
     x |= dict(o2=x["o"], lse2=x["lse"])
 
     def merge(id, error, fragment, **given):
-        return row_of(f"merge, {id}", pallas_flash.merge, error, fragment, **x | given)
+        y = x | given
+        pairs = given.get("pairs", ((y["o"], y["lse"]), (y["o2"], y["lse2"])))
+        return row_of(f"merge, {id}", lambda pairs: pallas_flash.merge(*pairs), error, fragment,
+                      pairs=pairs)  # fmt: skip
 
-    yield merge("list", TypeError, "`lse` must be an array; got list [0].", lse=[0])
-    yield merge("output of rank 2", ValueError, "`o` must be an output [B, T, N, V] or [T, N, V] "
-                "of `attention`; got float32 of shape (5, 6).", o=jnp.zeros((5, 6)))  # fmt: skip
+    yield merge("nothing", TypeError, "`pairs` must be (output, LSE) of one call or more; got none",
+                pairs=())  # fmt: skip
+    yield merge("no pairs", TypeError, "`pairs[0]` must be a pair (output, LSE); got an array of "
+                "float32 with shape (2, 5, 6, 8).", pairs=(x["o"], x["lse"]))  # fmt: skip
+    yield merge("list", TypeError, "`pairs[0][1]` must be an array; got list [0].", lse=[0])
+    yield merge("output of rank 2", ValueError, "`pairs[0][0]` must be an output [B, T, N, V] or "
+                "[T, N, V] of `attention`; got float32 of shape (5, 6).",
+                o=jnp.zeros((5, 6)))  # fmt: skip
     yield merge("output of ints", ValueError, "got int32 of shape (2, 5, 6, 8). Pass the first",
                 o=i32(2, 5, 6, 8))  # fmt: skip
-    yield merge("other queries", ValueError, "`o2` must have shape (2, 5, 6, 8), for `o` of shape "
-                "(2, 5, 6, 8); got (2, 4, 6, 8).", o2=jnp.zeros((2, 4, 6, 8)))  # fmt: skip
-    yield merge("LSE by heads first", ValueError, "`lse2` must have shape (2, 5, 6), for `o` of "
-                "shape (2, 5, 6, 8); got (2, 6, 5).", lse2=jnp.zeros((2, 6, 5)))  # fmt: skip
-    yield merge("LSE in 16 bits", TypeError, "`lse` must be float32 for `o` in float32; got "
-                "bfloat16. Use `return_lse`", lse=jnp.zeros((2, 5, 6), jnp.bfloat16))  # fmt: skip
-    yield merge("outputs of two dtypes", TypeError, "`o2` must be float32 for `o` in float32; got "
-                "bfloat16. Cast", o2=jnp.zeros((2, 5, 6, 8), jnp.bfloat16))  # fmt: skip
+    yield merge("other queries", ValueError, "`pairs[1][0]` must have shape (2, 5, 6, 8), for a "
+                "first output of shape (2, 5, 6, 8); got (2, 4, 6, 8).",
+                o2=jnp.zeros((2, 4, 6, 8)))  # fmt: skip
+    yield merge("LSE by heads first", ValueError, "`pairs[1][1]` must have shape (2, 5, 6), for a "
+                "first output of shape (2, 5, 6, 8); got (2, 6, 5).",
+                lse2=jnp.zeros((2, 6, 5)))  # fmt: skip
+    yield merge("LSE in 16 bits", TypeError, "`pairs[0][1]` must be float32 for a first output in "
+                "float32; got bfloat16. Use `return_lse`",
+                lse=jnp.zeros((2, 5, 6), jnp.bfloat16))  # fmt: skip
+    yield merge("outputs of two dtypes", TypeError, "`pairs[1][0]` must be float32 for a first "
+                "output in float32; got bfloat16. Cast",
+                o2=jnp.zeros((2, 5, 6, 8), jnp.bfloat16))  # fmt: skip
 
 
 def bad_orders():

@@ -539,12 +539,13 @@ def not_elsewhere(*how):
 
 ROUNDED = ";".join(f"{name}@bfloat16" for name in ("full", "bias of queries, in 16 bits"))
 IN_ORDER = ";".join(f"balanced, {name}" for name in ("causal", "bias of keys", EVERYTHING))
+# Numbers of tokens that follow from their positions, which begin anew on no device.
+OF_NUMBERS = "chunked, causal;blocks of chunks;block-causal;neighborhood"
 TABLE = [
     *FIRST,
     (f"balanced, {EVERYTHING}", "ring", "2 x 4", "auto", "xla"),
     (IN_ORDER, "ring", "1 x 8", "manual", "xla"),
-    # Numbers of tokens that follow from their positions, which begin anew on no device.
-    ("chunked, causal;blocks of chunks;block-causal;neighborhood", "ring", "1 x 4", "manual", "xla"),
+    (OF_NUMBERS, "ring", "1 x 4", "manual", "xla"),
     (f"causal;{EVERYTHING}", "ring", "2 x 4", "auto", LOWERED_ONCE),
     (IN_ORDER, "ring", "2 x 2 x 2", "explicit", "xla"),
     ("balanced, causal", "ring", "2 x 4", "explicit", "interpret"),

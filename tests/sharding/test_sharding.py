@@ -485,7 +485,7 @@ DIVIDED = {
     ),
     "ends of packed sequences": (packed, (X[:1], HEAD_AXIS), (np.int32([0, 3, 6, 8]), BATCH)),
     "merge": (
-        lambda o, lse, o2: merge(o, lse, o2, 2 * lse),
+        lambda o, lse, o2: merge((o, lse), (o2, 2 * lse)),
         *((X, BATCH), (X[..., 0], HEAD_AXIS), (1 + X, TOKENS)),
     ),
     "rotary positions": (
