@@ -409,7 +409,7 @@ def dropout(rate, key, broadcast) -> Dropout | None:
 
 def dropout_mask_arguments(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
     """Return the shape and the dropout for the arguments of `pallas_flash.dropout_mask`."""
-    rate, seed = share_to_drop("rate", rate), _seed("key", key)
+    rate, seed = share_to_drop("dropout_rate", rate), _seed("dropout_key", key)
     if not isinstance(shape, (tuple, list)) or len(shape) != 4:
         raise TypeError(
             f"`shape` must be a tuple of four ints, [B, N, T, S]; got {describe(shape)}. Give each "

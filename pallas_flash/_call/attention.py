@@ -452,14 +452,14 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
 
 
 def dropout_mask(
-    key: Array, shape: tuple[int, int, int, int], rate: float
+    dropout_key: Array, shape: tuple[int, int, int, int], dropout_rate: float
 ) -> Bool[Array, "B N T S"]:
     """Return which probabilities `attention` keeps with this dropout key and rate.
 
     Args:
-        key: a `jax.random` key.
-        shape: [B, N, T, S].
-        rate: the share that is dropped, in [0, 1), rounded to a multiple of 2^-16 as in
+        dropout_key: a `jax.random` key.
+        shape: (B, N, T, S); with `broadcast_dropout` (1, 1, T, S).
+        dropout_rate: the share that is dropped, in [0, 1), rounded to a multiple of 2^-16 as in
             `attention`.
 
     Returns:
@@ -472,7 +472,7 @@ def dropout_mask(
         >>> bool(abs(mask.mean() - 0.75) < 0.02)
         True
     """
-    sizes, dropout = dropout_mask_arguments(key, shape, rate)
+    sizes, dropout = dropout_mask_arguments(dropout_key, shape, dropout_rate)
     if dropout is None:
         return jnp.ones(sizes, bool)
     return dropout.kept_of(sizes)

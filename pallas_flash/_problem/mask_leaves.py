@@ -65,7 +65,7 @@ def _not_folded(array):
 
 @leaf
 class PrefixLeaf(NumberLeaf):
-    """The leaf of a `PrefixLM`: a query sees the keys up to its position, and those of the prefix.
+    """The leaf of a `PrefixLM`: a query sees the prefix, and the keys up to its own position.
 
     Attributes:
         prefix_lengths: int32 [B].

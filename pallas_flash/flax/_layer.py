@@ -33,7 +33,9 @@ class SelfAttention(nnx.Module):
     """Self-attention with grouped key/value heads, rotary positions and packed sequences.
 
     Linear maps of the tokens give q, k and v; if asked for, an RMSNorm over each head normalises q
-    and k; `apply_rope` turns them; a linear map of `pallas_flash.attention(q, k, v)` is the output.
+    and k, and `apply_rope` turns them; a linear map of `pallas_flash.attention(q, k, v)` is the
+    output. As in `attention`, nothing is hidden by default: a language model gives
+    `is_causal=True`.
     Each run of `num_heads // num_kv_heads` query heads shares one key/value head (GQA,
     https://arxiv.org/abs/2305.13245).
 
@@ -45,7 +47,8 @@ class SelfAttention(nnx.Module):
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from pallas_flash.flax import SelfAttention
-        >>> layer = SelfAttention(16, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0))
+        >>> options = dict(is_causal=True, rope_theta=10_000.0)
+        >>> layer = SelfAttention(16, num_heads=4, num_kv_heads=2, **options, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((3, 7, 16))).shape
         (3, 7, 16)
         >>> layer.init_cache((3, 8, 16))
@@ -61,7 +64,7 @@ class SelfAttention(nnx.Module):
         head_dim: Size of a head. None is `features // num_heads`.
         is_causal: Whether a token sees only itself and the tokens before it, by their order in the
             array and whatever their `positions`, unless a call says `reordered`.
-        rope_theta: Base of the rotary angles. None is no rotary embedding.
+        rope_theta: Base of the rotary angles, 10,000 in most models. None is no rotary embedding.
         normalize_qk: Whether queries and keys go through an RMSNorm over the head dim, each with a
             learned scale [H] that all heads share, before rotary positions (as in Qwen 3,
             https://arxiv.org/abs/2505.09388, and Gemma 3, https://arxiv.org/abs/2503.19786).
@@ -107,8 +110,8 @@ class SelfAttention(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        is_causal: bool = True,
-        rope_theta: float | None = 10_000.0,
+        is_causal: bool = False,
+        rope_theta: float | None = None,
         normalize_qk: bool = False,
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
@@ -442,7 +445,7 @@ class SelfAttention(nnx.Module):
         if not self.is_causal:
             raise ValueError(
                 "`decode` must be False in a layer with is_causal=False, whose tokens see later "
-                "ones; got True. Build a causal layer."
+                "ones; got True. Build the layer with is_causal=True."
             )
         for name, value in refused.items():
             if value is not None:

@@ -307,6 +307,8 @@ def test_strict_switches(x64):
             FEATURES,
             NUM_HEADS,
             num_kv_heads=2,
+            is_causal=True,
+            rope_theta=10_000.0,
             use_bias=True,
             normalize_qk=True,
             use_sinks=True,

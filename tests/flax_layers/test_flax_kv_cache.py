@@ -279,7 +279,7 @@ ERRORS = {
     ),
     "pages without requests": (
         lambda layer: [layer.init_pages(4, 16), decode(layer)],
-        r"`requests` must be \(lengths, page_indices\)",
+        r"`requests` must be \(key_value_seq_lengths, page_indices\)",
     ),
     "pages without a batch": (
         lambda layer: [layer.init_pages(4, 16), layer(X[0], decode=True, requests=REQUESTS)],

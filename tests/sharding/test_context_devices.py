@@ -312,7 +312,7 @@ def check_layers(kind):
     # The gradient of a bias of keys is zero but for rounding.
     shared = dict(use_bias=False, rngs=nnx.Rngs(0))
     theirs = nnx.MultiHeadAttention(4, 32, decode=False, attention_fn=attention_fn, **shared)
-    ours = SelfAttention(32, 4, is_causal=True, **shared)
+    ours = SelfAttention(32, 4, is_causal=True, rope_theta=10_000.0, **shared)
     for layer in (theirs, ours):
         graph, state = nnx.split(layer)
 
@@ -343,7 +343,8 @@ def check_layers_in_a_shard_map(kind):
             return attention_fn(*args, **kwargs)
 
         yield nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=call)
-        yield SelfAttention(32, 4, rngs=nnx.Rngs(0), **options)
+        own = dict(is_causal=True, rope_theta=10_000.0)
+        yield SelfAttention(32, 4, **own, rngs=nnx.Rngs(0), **options)
 
     inside = dict(sequence_axis="sequence", context_parallelism="gather")
     for whole, shared in zip(layers(), layers(**inside), strict=True):
