@@ -212,10 +212,10 @@ def attention(
 
     Args: Masks
         mask: True where a query may see a key; at most 4 axes, broadcastable to [B, N, T, S] and
-            never expanded to it. Kernels skip tiles without a True. Or a mask object: a
-            `BlockMask`, `BlockCausal`, `Chunked`, `Dilated`, `Neighborhood`, `Predicate`,
-            `PrefixLM`, `Segments`, `SharedPrefix` or `Tree`, or several, and boolean arrays, joined
-            by `&`, `|` and `~`. The arguments below stay joined by "and": `~` shows no padding.
+            never expanded to it. Kernels skip tiles without a True. Or an object of
+            `pallas_flash.masks`: a `BlockMask`, `BlockCausal`, `Chunked`, `Dilated`,
+            `Neighborhood`, `Predicate`, `PrefixLM`, `Segments`, `SharedPrefix` or `Tree`, or
+            several, and boolean arrays, joined by `&`, `|` and `~`. The arguments below stay joined by "and": `~` shows no padding.
         is_causal: query t sees keys up to its own position t + query_offset. For T = 3 and S = 5:
 
                 query_offset=0      query_offset=2 (= S - T)
@@ -224,18 +224,20 @@ def attention(
                 1 1 1 0 0           1 1 1 1 1
 
         local_window_size: (left, right), or an int for both: a query at position i sees keys i -
-            left .. i + right, both ends included; None on one side is unbounded.
+            left .. i + right, both ends included; None on one side is unbounded. The last W keys
+            are (W - 1, 0).
         query_seq_lengths: int32 [B]; rows of the output past these lengths are zero.
         key_value_seq_lengths: int32 [B]; keys past these lengths are hidden, and have no effect on
             any result.
         segment_ids: int32 [B, T], or a pair for queries and keys; a token sees the tokens with its
-            own id. Kernels skip tiles without a common id.
+            own id. Kernels skip tiles without a common id. `masks.segment_ids_from_cu_seqlens`
+            makes a row of them from the ends of packed sequences.
         query_offset: position of query 0 among the keys, an int, an int32 scalar or int32 [B]; it
             moves `is_causal`, `local_window_size`, `alibi_slopes` and `PrefixLM`.
         query_positions: int32 [B, T] or [1, T], the position of each query, -2^30 .. 2^30 - 1,
             where tokens are not in the order of their positions. All that `query_offset` moves
             goes by them. All else goes by places in the arrays: `bias`, boolean masks, lengths,
-            dropout, and the indices that functions get. See `balanced_order`.
+            dropout, and the indices that functions get. See `masks.balanced_order`.
         key_value_positions: int32 [B, S] or [1, S], the position of each key; None is 0, 1, 2, ...
             Pass the same array for both where queries and keys are the same tokens.
 

@@ -100,16 +100,16 @@ class MaskObject(abc.ABC):
     __array_ufunc__ = None
 
     def __and__(self, other) -> "MaskObject":
-        return AllOf((*AllOf.parts_of(self), *AllOf.parts_of(other)))
+        return AllOf((*_parts(AllOf, self), *_parts(AllOf, other)))
 
     def __rand__(self, other) -> "MaskObject":
-        return AllOf((other, *AllOf.parts_of(self)))
+        return AllOf((other, *_parts(AllOf, self)))
 
     def __or__(self, other) -> "MaskObject":
-        return AnyOf((*AnyOf.parts_of(self), *AnyOf.parts_of(other)))
+        return AnyOf((*_parts(AnyOf, self), *_parts(AnyOf, other)))
 
     def __ror__(self, other) -> "MaskObject":
-        return AnyOf((other, *AnyOf.parts_of(self)))
+        return AnyOf((other, *_parts(AnyOf, self)))
 
     def __invert__(self) -> "MaskObject":
         return Not(self)
@@ -139,11 +139,6 @@ class Joined(MaskObject):
     """Several masks, each an object or an array."""
 
     parts: tuple[Any, ...]
-
-    @classmethod
-    def parts_of(cls, mask) -> tuple[Any, ...]:
-        """Return the masks that this operator joins to `mask`."""
-        return mask.parts if isinstance(mask, cls) else (mask,)
 
     def _sizes(self):
         return tuple(map(max, zip(*map(sizes_of, self.parts), strict=True)))
@@ -207,6 +202,11 @@ def fitted(mask, call: Call) -> tuple[Leaf, ...]:
 def sizes_of(mask) -> tuple[int, ...]:
     """Return B, N, T and S as far as the arrays of the argument `mask` have them; 1 elsewhere."""
     return mask._sizes() if isinstance(mask, MaskObject) else _padded_shape(array("mask", mask))
+
+
+def _parts(kind: type["Joined"], mask) -> tuple[Any, ...]:
+    """Return the masks that an operator has joined to `mask`."""
+    return mask.parts if isinstance(mask, kind) else (mask,)
 
 
 def _asks(mask, axis: int) -> bool:

@@ -180,21 +180,6 @@ class SelfAttention(nnx.Module):
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0.0 else None
         self.cache: KVCache | PagedKVCache | None = nnx.data(None)
 
-    @property
-    def cached_key(self) -> nnx.Cache[Array] | None:
-        """The keys of a `KVCache`."""
-        return self.cache.keys if isinstance(self.cache, KVCache) else None
-
-    @property
-    def cached_value(self) -> nnx.Cache[Array] | None:
-        """The values of a `KVCache`."""
-        return self.cache.values if isinstance(self.cache, KVCache) else None
-
-    @property
-    def cache_index(self) -> nnx.Cache[Array] | None:
-        """The tokens in a `KVCache`."""
-        return self.cache.lengths if isinstance(self.cache, KVCache) else None
-
     def __call__(
         self,
         x: Float[Array, "*batch T F"],
