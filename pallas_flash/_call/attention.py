@@ -215,7 +215,8 @@ def attention(
             never expanded to it. Kernels skip tiles without a True. Or an object of
             `pallas_flash.masks`: a `BlockMask`, `BlockCausal`, `Chunked`, `Dilated`,
             `Neighborhood`, `Predicate`, `PrefixLM`, `Segments`, `SharedPrefix` or `Tree`, or
-            several, and boolean arrays, joined by `&`, `|` and `~`. The arguments below stay joined by "and": `~` shows no padding.
+            several, and boolean arrays, joined by `&`, `|` and `~`. The arguments below stay joined
+            by "and": `~` shows no padding.
         is_causal: query t sees keys up to its own position t + query_offset. For T = 3 and S = 5:
 
                 query_offset=0      query_offset=2 (= S - T)
