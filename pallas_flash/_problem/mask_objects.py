@@ -435,8 +435,8 @@ class BlockMask(MaskObject):
                   block_q: int = 64, block_kv: int = 64) -> "BlockMask":  # fmt: skip
         """Return the key blocks that data chooses for each block of queries.
 
-        Of equal scores the lowest block comes first, so that every run and device chooses the same.
-        The choice has no gradient. `is_causal` still hides later keys of a chosen block.
+        The lowest of blocks with equal scores comes first, so that every run and device chooses
+        the same. The choice has no gradient. `is_causal` still hides later keys of a chosen block.
 
         Args:
             scores: floating [B | 1, N | 1, ceil(T / block_q), ceil(S / block_kv)], a number for
