@@ -54,7 +54,7 @@ class Operands(NamedTuple):
         center: float32 [B, K, H padded], a vector that keys have in common; None if they have none.
         is_centered: int32 [B, K], whether this vector is not zero.
         row_sums: float32 [B, N, rows], the sums of ds over a row; None if they are zero.
-        table: int32, the rows of `block_ranges.block_table`; None without a mask.
+        table: int32, the rows of `scheduler.block_table`; None without a mask.
         options: the arrays of `Options.operands`.
         streamed: the (q, k) arrays of which tiles are copied.
     """
@@ -150,7 +150,7 @@ class BackwardConfig(common.KernelConfig):
     """The configuration of a kernel of the backward, known at compile time.
 
     Attributes:
-        table_shape: of `block_ranges.block_table`, if there is a mask.
+        table_shape: of `scheduler.block_table`, if there is a mask.
         may_be_idle: whether a CTA may have no inner tiles.
         q: the tiles of queries.
         num_heads: heads in the grid, or splits of heads.

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import block_ranges, common, ptx, scheduler
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.backward_common import (
     BackwardConfig,
     Operands,
@@ -333,7 +333,7 @@ def _table(mask: Mask, q: Tiling, kv: Tiling, inner: tuple[int, ...], instances:
     def classes_of(mask: Mask):
         return lists(BlockClasses(*map(of_one, mask.block_classes(q, kv))))
 
-    return block_ranges.map_instances(classes_of, mask, instances)
+    return scheduler.map_instances(classes_of, mask, instances)
 
 
 def _copyable(x, columns: int):

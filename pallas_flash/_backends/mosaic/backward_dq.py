@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import block_ranges, common, ptx
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.backward_common import (
     BackwardConfig,
     InnerTiles,
@@ -287,7 +287,7 @@ def dq(
     def run(arrays, operands: Operands):
         batch = len(operands.q)
         _, extras = arrays
-        table = block_ranges.block_table(extras.mask, q, kv, "kv", batch, p.batch)
+        table = scheduler.block_table(extras.mask, q, kv, "kv", batch, p.batch)
         config = DqConfig.from_call(
             *(p, mask, arrays, table, q, kv),
             num_heads=p.num_heads,

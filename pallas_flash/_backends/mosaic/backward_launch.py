@@ -11,10 +11,10 @@ import numpy as np
 from pallas_flash._backends.mosaic import (
     backward_memory,
     backward_splits,
-    block_ranges,
     common,
     pairs,
     ptx,
+    scheduler,
 )
 from pallas_flash._backends.mosaic.backward_cluster import pallas_flash_backward_cluster
 from pallas_flash._backends.mosaic.backward_common import Operands, in_strips, mask_for, neighbours
@@ -105,7 +105,7 @@ def backward(
         count = backward_splits.num_splits(p, batch, steps, kv, deterministic, ctas)
         splits = Splits(count, p.groups)
         num_heads = p.num_kv_heads * splits.count
-        table = block_ranges.block_table(
+        table = scheduler.block_table(
             extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq
         )
         smem = {} if memory.pairs is None else memory.pairs.smem

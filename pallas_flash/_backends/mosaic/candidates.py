@@ -4,8 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-import jax
-
 from pallas_flash._backends.mosaic import (
     backward_dq,
     backward_memory,
@@ -56,8 +54,7 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
             "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
             f"got {tile} and head dims of {p.head_dim} and {p.value_dim} (of values). Use 1."
         )
-    dynamic = p.mask.scattered or jax.tree.leaves(p.mask)
-    if kernel == "forward" and tile.cluster_size > 1 and dynamic:
+    if kernel == "forward" and tile.cluster_size > 1 and not p.mask.known_on_host:
         raise ValueError(
             "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which "
             f"keys are seen; got {tile}. Use 1."

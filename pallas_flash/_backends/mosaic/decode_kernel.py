@@ -56,7 +56,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import block_ranges, common, ptx, scheduler, work_loop
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import (
     RowMax,
     copy,
@@ -82,6 +82,7 @@ from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.dropout import kept, rescaled
 from pallas_flash._problem.problem import Problem, SplitOutput
 from pallas_flash._problem.scores import LOG2E
+from pallas_flash._problem.traversal import edges_first, listed_edges_first
 
 plgpu = common.plgpu
 
@@ -143,7 +144,7 @@ class SplitTile(NamedTuple):
         b: batch element, counted over all instances.
         h: key/value head.
         place: number of the row tile times the number of splits, plus the split.
-        entry: what `block_ranges.partial_first` takes.
+        entry: what `partial_first` takes.
     """
 
     b: Any
@@ -188,6 +189,51 @@ class DecodeConfig(common.KernelConfig):
 
 
 # ------------------------------------------------------------------------------------------------
+# K/V blocks: partial ones, then full ones
+# ------------------------------------------------------------------------------------------------
+
+
+class PartialFirst(NamedTuple):
+    """The K/V blocks of one query tile, partial ones first.
+
+    Attributes:
+        partial: number of partial blocks.
+        count: number of all blocks.
+        block_at: function from a place to the number of the block there.
+    """
+
+    partial: Any
+    count: Any
+    block_at: Any
+
+
+def row_entries(rows, scattered: bool):
+    """Return what `partial_first` takes for each row of `block_table`: int32 [..., 4].
+
+    That is the row itself; or of a list the number of the row, the number of full blocks, of all,
+    and the place in the list where they begin.
+    """
+    if not scattered:
+        return rows
+    full, count = rows[..., 0], rows[..., 1]
+    number = np.arange(full.size, dtype=np.int32).reshape(full.shape)
+    return jnp.stack([number, full, count, 0 * count], axis=-1)
+
+
+def partial_first(entry, table_ref) -> PartialFirst:
+    """Return the blocks of an entry; `table_ref` as of `scheduler.KvBlocks`."""
+    if table_ref is None:
+        return PartialFirst(*edges_first(*entry))
+    row, full, count, first = entry
+    first = first + 2
+
+    def block_at(i):
+        return plgpu.load(table_ref.at[row, first + i])
+
+    return PartialFirst(*listed_edges_first(full, count, block_at))
+
+
+# ------------------------------------------------------------------------------------------------
 # The kernel
 # ------------------------------------------------------------------------------------------------
 
@@ -215,7 +261,7 @@ class ConsumerWarpgroup:
     config: DecodeConfig
     warpgroup: Any
     work_tile: SplitTile
-    blocks: block_ranges.PartialFirst
+    blocks: PartialFirst
     visible: DeviceOperand | None
     options: ElementOptions
     base: Any
@@ -291,7 +337,7 @@ def consume(inputs: Inputs, result_refs, smem: Smem, tiles, warpgroup, config: D
 
     def compute(i, work_tile, base):
         del i
-        blocks = block_ranges.partial_first(work_tile.entry, inputs.table)
+        blocks = partial_first(work_tile.entry, inputs.table)
         options = config.options.element_options(inputs.options, work_tile.b)
         ConsumerWarpgroup(
             inputs=inputs,
@@ -307,7 +353,7 @@ def consume(inputs: Inputs, result_refs, smem: Smem, tiles, warpgroup, config: D
         ).run()
         return base + blocks.count
 
-    work_loop.for_each(tiles, compute, jnp.int32(0))
+    scheduler.for_each(tiles, compute, jnp.int32(0))
 
 
 def heads_and_positions(kv_head, first_row, first_key, shape, config: DecodeConfig):
@@ -337,14 +383,14 @@ def clean(v_sm, visible, at):
     plgpu.commit_smem()
 
 
-def produce(inputs: Inputs, smem: Smem, tiles: work_loop.WorkTiles, config: DecodeConfig):
+def produce(inputs: Inputs, smem: Smem, tiles: scheduler.WorkTiles, config: DecodeConfig):
     """Run the producer warpgroup: one warp for keys and values, one for queries."""
     _, registers = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="decrease")
 
     def load_keys_and_values(i, work_tile, base):
         del i
-        blocks = block_ranges.partial_first(work_tile.entry, inputs.table)
+        blocks = partial_first(work_tile.entry, inputs.table)
         stream = blocks.count, blocks.block_at
         copy_keys_and_values(inputs, smem.k, smem.v, stream, (work_tile.b, work_tile.h), base)
         return base + blocks.count
@@ -364,7 +410,7 @@ def pallas_flash_decode(inputs: Inputs, *result_refs, static: DecodeConfig, **me
     """Compute the KV splits of one CTA."""
     smem, config = Smem(**memory), static
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    tiles = work_loop.WorkTiles(inputs.schedule, cta, None, kind=SplitTile)
+    tiles = scheduler.WorkTiles(inputs.schedule, cta, None, kind=SplitTile)
     consumes = warpgroup < config.tile.warpgroups
 
     @common.when(consumes)
@@ -411,7 +457,7 @@ def num_splits(p: Problem, batch: int, kv: Tiling, tile: DecodeTile, *, known: b
 
 
 def split_entries(entries, splits: int, scattered: bool):
-    """Return `block_ranges.entries` cut into nearly equal shares, [..., entries * splits, 4]."""
+    """Return `row_entries` cut into nearly equal shares, [..., entries * splits, 4]."""
     xp: Any = np if isinstance(entries, np.ndarray) else jnp
     a, b, c, d = (entries[..., None, i] for i in range(4))
     count, split = c if scattered else d - a, np.arange(splits, dtype=np.int32).reshape(1, 1, 1, -1)
@@ -500,10 +546,8 @@ def decode(problem: Problem, tile: DecodeTile, visible):
     def run(shared, rows, key, value, *visible):
         batch = len(rows)
         splits = num_splits(p, batch, kv, tile, known=known)
-        table = block_ranges.block_table(
-            shared[1].mask, q, kv, "kv", batch, p.batch, groups=p.groups
-        )
-        entries = block_ranges.entries(table, mask.scattered)[:, :, row_tiles // p.groups]
+        table = scheduler.block_table(shared[1].mask, q, kv, "kv", batch, p.batch, groups=p.groups)
+        entries = row_entries(table, mask.scattered)[:, :, row_tiles // p.groups]
         entries = split_entries(entries, splits, mask.scattered)
         schedule = jnp.asarray(split_schedule(entries, batch, p.num_kv_heads))
         options = Options.from_problem(p, shared, q, kv)
@@ -525,7 +569,7 @@ def decode(problem: Problem, tile: DecodeTile, visible):
                 *[(statistic, jnp.float32)] * (2 + p.max_logits),
             ],
             memory=scratch(p, tile)._asdict(),
-            grid=dict(cta=scheduler.num_ctas(schedule)),
+            grid=dict(cta=len(schedule)),
             warpgroups=tile.warpgroups + 1,
             static=DecodeConfig(
                 options=options,

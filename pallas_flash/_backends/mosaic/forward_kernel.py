@@ -104,12 +104,11 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import block_ranges, common, ptx, work_loop
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import (
     Consumer,
     ForwardConfig,
@@ -131,11 +130,10 @@ from pallas_flash._backends.mosaic.forward_common import (
     softmax,
 )
 from pallas_flash._backends.mosaic.operands import stored_dtype
-from pallas_flash._backends.mosaic.pairs import Streams, has_pairs
+from pallas_flash._backends.mosaic.pairs import has_pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
-from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
 
@@ -170,19 +168,12 @@ class Smem(NamedTuple):
     ended: Any
 
 
-def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Smem:
+def scratch(p: Problem, tile: ForwardTile) -> Smem:
     """Return the specification of a CTA's shared memory and barriers.
 
     Tiles of masks and of a bias are in it where there is room beside all else.
-
-    Args:
-        p: the call.
-        tile: block sizes.
-        dynamic: whether the schedule is; by default, whether the mask has arrays or a predicate.
     """
     w, slots, cluster = tile.warpgroups, tile.output_slots, tile.cluster_size
-    if dynamic is None:
-        dynamic = bool(jax.tree.leaves(p.mask)) or p.mask.scattered
     blocks = functools.partial(common.blocks, p.dtype, w, rows=QUERY_ROWS)
     q_sm = blocks(columns=p.head_dim)
     k, v = kv_pipelines(p, tile, consumers=w, cluster_size=cluster)
@@ -195,7 +186,7 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         bias=None,
         bits=None,
         # The consumers, the warps for their queries, and warp 0.
-        work=work_loop.pipeline(dynamic, 2 * w + 1),
+        work=scheduler.work_pipeline(p.mask, 2 * w + 1),
         ended=common.barriers(1, w, cluster) if cluster > 1 else None,
     )
     smem = smem._replace(bits=common.first_that_fits(smem, _mask_pipelines(p, tile)))
@@ -227,17 +218,8 @@ def _bias_pipelines(p: Problem, tile: ForwardTile):
         yield Pipeline.spec(smem, stages, copies=copies, pipelines=tile.warpgroups)
 
 
-@dataclasses.dataclass(frozen=True)
 class NarrowConfig(ForwardConfig):
-    """The configuration of the kernel, known at compile time.
-
-    Attributes:
-        partial_tail: whether partial blocks may follow full ones.
-        streams: the (q, k) arrays of which tiles are copied.
-    """
-
-    partial_tail: bool
-    streams: Streams
+    """The configuration of the kernel, known at compile time."""
 
     @property
     def large(self) -> bool:
@@ -255,7 +237,7 @@ class NarrowConfig(ForwardConfig):
             return query_tile
         return query_tile + self.tile.warpgroups * lax.axis_index(common.RANK)
 
-    def work_tiles(self, warpgroup, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
+    def work_tiles(self, warpgroup, tiles: scheduler.WorkTiles) -> scheduler.WorkTiles:
         """Return the work tiles with the blocks that a warpgroup visits."""
         return tiles._replace(query_tile=lambda i: self.query_tile(warpgroup, i))
 
@@ -401,7 +383,7 @@ class ConsumerWarpgroup(Consumer):
         last = visited.stop - 1
         return self.wait_pv(last, self.start_pv(last, acc, p), p), m, l
 
-    def steps(self, state, visited: block_ranges.VisitedBlocks):
+    def steps(self, state, visited: scheduler.VisitedBlocks):
         """Run `step` over all these blocks."""
         partial, full = (functools.partial(self.step, partial=x) for x in (True, False))
 
@@ -540,7 +522,7 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
         return kv_base + work_tile.kv_blocks.count, bias_base + visited.stop - visited.start
 
     bases = jnp.int32(0), jnp.int32(0)
-    work_loop.for_each(config.work_tiles(warpgroup, tiles), compute, bases)
+    scheduler.for_each(config.work_tiles(warpgroup, tiles), compute, bases)
     leave(smem.ended)
 
 
@@ -550,9 +532,9 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 
 
 class ProducerWarpgroup(Producer):
-    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each."""
+    """The producer warpgroup; its methods are bodies for `scheduler.for_each`, of one warp each."""
 
-    def run(self, tiles: work_loop.WorkTiles):
+    def run(self, tiles: scheduler.WorkTiles):
         """Copy all that the consumers of this CTA need."""
         config = self.config
         _, registers = REGISTERS[config.tile.warpgroups]
@@ -565,7 +547,7 @@ class ProducerWarpgroup(Producer):
         warps = map(warp, range(config.tile.warpgroups))
         run_producer_warps(tiles, self.load_keys_and_values, *warps)
 
-    def load_keys_and_values(self, i, work_tile: work_loop.WorkTile, kv_base):
+    def load_keys_and_values(self, i, work_tile: scheduler.WorkTile, kv_base):
         """Copy the K/V blocks of a work tile; return how many the CTA has had."""
         del i
         config, smem, blocks = self.config, self.smem, work_tile.kv_blocks
@@ -591,7 +573,7 @@ class ProducerWarpgroup(Producer):
         )
         return kv_base + blocks.count
 
-    def load_queries(self, w: int, i, work_tile: work_loop.WorkTile, bias_base):
+    def load_queries(self, w: int, i, work_tile: scheduler.WorkTile, bias_base):
         """Copy the queries of consumer warpgroup w, and its tiles of the bias."""
         config, pipeline = self.config, self.smem.q.pipeline_of_warpgroup(w)
         pipeline.producer_wait(0)
@@ -602,7 +584,7 @@ class ProducerWarpgroup(Producer):
             return bias_base
         return self.load_bias(w, first_row, work_tile, bias_base)
 
-    def load_bias(self, w: int, first_row, work_tile: work_loop.WorkTile, bias_base):
+    def load_bias(self, w: int, first_row, work_tile: scheduler.WorkTile, bias_base):
         """Copy the tiles of the bias that consumer warpgroup w visits; return how many it has had.
 
         Args:
@@ -637,8 +619,10 @@ class ProducerWarpgroup(Producer):
 # ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_forward(inputs: Inputs, counted, *outputs, static: NarrowConfig, **memory):
-    """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
+def pallas_flash_forward(
+    inputs: Inputs, dynamic_schedule, *outputs, static: NarrowConfig, **memory
+):
+    """Compute the work tiles of one CTA; a static schedule is in the inputs."""
     smem, config = Smem(**memory), static
     o_refs, statistic_refs = outputs[: config.num_parts], outputs[config.num_parts :]
 
@@ -646,18 +630,15 @@ def pallas_flash_forward(inputs: Inputs, counted, *outputs, static: NarrowConfig
         consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
 
     produce = ProducerWarpgroup(inputs, smem, config).run
-    run_cta(inputs, counted, smem.work, config.tile.warpgroups, consume_all, produce)
+    run_cta(inputs, dynamic_schedule, smem.work, config.tile.warpgroups, consume_all, produce)
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
     """Return the results of `forward_common.launch`, which takes these arguments."""
-    w, kv = tile.warpgroups, Tiling(problem.kv_len, tile.block_kv)
-
-    def prepare(shared, blocks, dynamic):
-        smem = scratch(problem, tile, dynamic=dynamic)
-        copied = dict(bias=smem.bias is not None, masks=smem.bits is not None)
-        streams, shared, streamed = Streams.from_problem(problem, shared, 3, kv, **copied)
-        tail = not problem.mask.scattered and block_ranges.have_partial_tail(blocks)
-        return smem, shared, streamed, dict(partial_tail=tail, streams=streams)
-
-    return launch(pallas_flash_forward, NarrowConfig, problem, tile, lengths, prepare, w, w)
+    smem, w = scratch(problem, tile), tile.warpgroups
+    return launch(
+        *(pallas_flash_forward, NarrowConfig, problem, tile, lengths, smem),
+        query_tiles=w,
+        consumers=w,
+        copied=dict(bias=smem.bias is not None, masks=smem.bits is not None),
+    )

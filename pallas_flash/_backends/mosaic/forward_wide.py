@@ -76,7 +76,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import common, ptx, work_loop
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import (
     Consumer,
     ForwardConfig,
@@ -165,16 +165,8 @@ class Smem(NamedTuple):
     ended: Any
 
 
-def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Smem:
-    """Return the specification of a CTA's shared memory and barriers.
-
-    Args:
-        p: the call.
-        tile: block sizes.
-        dynamic: whether the schedule is; by default, whether the mask has arrays or a predicate.
-    """
-    if dynamic is None:
-        dynamic = bool(jax.tree.leaves(p.mask)) or p.mask.scattered
+def scratch(p: Problem, tile: ForwardTile) -> Smem:
+    """Return the specification of a CTA's shared memory and barriers."""
     blocks = functools.partial(common.blocks, p.dtype)
     q_sm = blocks(1, rows=QUERY_ROWS, columns=p.head_dim)
 
@@ -199,7 +191,7 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         o_sm=plgpu.SMEM((CONSUMERS, QUERY_ROWS, ptx.COLUMNS), p.dtype, transforms=ptx.BLOCKS),
         statistics_sm=plgpu.SMEM((num_statistics(p), QUERY_ROWS), jnp.float32),
         # The consumers, and four warps of the producer.
-        work=work_loop.pipeline(dynamic, CONSUMERS + 4),
+        work=scheduler.work_pipeline(p.mask, CONSUMERS + 4),
         ended=(common.barriers(1, CONSUMERS, tile.cluster_size) if tile.cluster_size > 1 else None),
     )
 
@@ -216,7 +208,7 @@ class WideConfig(ForwardConfig):
         """Return which of a work tile's query tiles this CTA computes."""
         return 0 if self.tile.cluster_size == 1 else lax.axis_index(common.RANK)
 
-    def work_tiles(self, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
+    def work_tiles(self, tiles: scheduler.WorkTiles) -> scheduler.WorkTiles:
         """Return the work tiles with the blocks that this CTA visits."""
         return tiles._replace(query_tile=lambda i: self.query_tile())
 
@@ -508,7 +500,7 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
         consumer.run()
         return kv_base + work_tile.kv_blocks.count
 
-    work_loop.for_each(config.work_tiles(tiles), compute, jnp.int32(0))
+    scheduler.for_each(config.work_tiles(tiles), compute, jnp.int32(0))
     leave(smem.ended)
 
 
@@ -518,9 +510,9 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 
 
 class ProducerWarpgroup(Producer):
-    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each."""
+    """The producer warpgroup; its methods are bodies for `scheduler.for_each`, of one warp each."""
 
-    def run(self, tiles: work_loop.WorkTiles):
+    def run(self, tiles: scheduler.WorkTiles):
         """Copy all that the consumers of this CTA need: a warp for each stream."""
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         bodies = [
@@ -531,7 +523,7 @@ class ProducerWarpgroup(Producer):
         first, *others = bodies
         run_producer_warps(tiles, first, *((tiles, body) for body in others))
 
-    def load_keys(self, warpgroup: int, i, work_tile: work_loop.WorkTile, kv_base):
+    def load_keys(self, warpgroup: int, i, work_tile: scheduler.WorkTile, kv_base):
         """Copy the keys of a warpgroup's own blocks; return how many blocks the CTA has had."""
         del i
         pipeline, count = (
@@ -558,7 +550,7 @@ class ProducerWarpgroup(Producer):
         lax.fori_loop(jnp.int32(0), steps, block, None)
         return kv_base + blocks
 
-    def load_values(self, warpgroup: int, i, work_tile: work_loop.WorkTile, kv_base):
+    def load_values(self, warpgroup: int, i, work_tile: scheduler.WorkTile, kv_base):
         """Copy a warpgroup's half of all values, and warp 2 the queries; return as `load_keys`."""
         del i
         config, inputs, pieces = self.config, self.inputs, self.config.pieces
@@ -592,7 +584,7 @@ class ProducerWarpgroup(Producer):
         lax.fori_loop(jnp.int32(0), work_tile.kv_blocks.count, one, None)
         return kv_base + work_tile.kv_blocks.count
 
-    def load_queries(self, work_tile: work_loop.WorkTile):
+    def load_queries(self, work_tile: scheduler.WorkTile):
         """Copy the queries of the CTA."""
         config, pipeline = self.config, self.smem.q
         pipeline.producer_wait(0)
@@ -600,12 +592,12 @@ class ProducerWarpgroup(Producer):
         index = work_tile.b, pl.ds(first_row, QUERY_ROWS), work_tile.h
         copy(self.inputs.q, index, pipeline.smem_of(0), pipeline.filled(0))
 
-    def rows(self, work_tile: work_loop.WorkTile, j):
+    def rows(self, work_tile: scheduler.WorkTile, j):
         """Return the slice of the keys of the j-th block."""
         block = self.config.kv.block
         return pl.ds(work_tile.kv_blocks.block_at(j, self.inputs.table) * block, block)
 
-    def kv_head(self, work_tile: work_loop.WorkTile):
+    def kv_head(self, work_tile: scheduler.WorkTile):
         """Return the key/value head."""
         return common.quotient(work_tile.h, self.config.groups)
 
@@ -620,8 +612,10 @@ class ProducerWarpgroup(Producer):
 # ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_forward_wide(inputs: Inputs, counted, *outputs, static: WideConfig, **memory):
-    """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
+def pallas_flash_forward_wide(
+    inputs: Inputs, dynamic_schedule, *outputs, static: WideConfig, **memory
+):
+    """Compute the work tiles of one CTA; a static schedule is in the inputs."""
     smem, config = Smem(**memory), static
     o_refs, statistic_refs = outputs[: config.num_parts], outputs[config.num_parts :]
 
@@ -629,20 +623,15 @@ def pallas_flash_forward_wide(inputs: Inputs, counted, *outputs, static: WideCon
         consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
 
     produce = ProducerWarpgroup(inputs, smem, config).run
-    run_cta(inputs, counted, smem.work, CONSUMERS, consume_all, produce)
+    run_cta(inputs, dynamic_schedule, smem.work, CONSUMERS, consume_all, produce)
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
     """Return the results of `forward_common.launch`, which takes these arguments."""
-
-    def prepare(shared, blocks, dynamic):
-        del blocks
-        return scratch(problem, tile, dynamic=dynamic), shared, None, {}
-
     return launch(
-        *(pallas_flash_forward_wide, WideConfig, problem, tile, lengths, prepare),
-        # A CTA has one query tile, as if it had one warpgroup.
-        rows=1,
+        *(pallas_flash_forward_wide, WideConfig, problem, tile, lengths, scratch(problem, tile)),
+        # Both consumer warpgroups have the same one.
+        query_tiles=1,
         consumers=CONSUMERS,
         unsafe_no_auto_barriers=True,
     )

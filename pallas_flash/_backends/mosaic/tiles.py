@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-
 from pallas_flash._backends.mosaic import common, forward_wide
 from pallas_flash._backends.mosaic.backward_memory import Grads, scratch
 from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS, folded, most_rows
@@ -56,8 +54,7 @@ def wide_tile(p: Problem) -> ForwardTile:
 
     Two CTAs share keys and values wherever the schedule is static and both have queries.
     """
-    static = not (jax.tree.leaves(p.mask) or p.mask.scattered)
-    cluster_size = 2 if static and p.q_len > QUERY_ROWS else 1
+    cluster_size = 2 if p.mask.known_on_host and p.q_len > QUERY_ROWS else 1
     limit = hardware.shared_memory_limit(common.HOPPER)
     tried = (
         ForwardTile(forward_wide.CONSUMERS, forward_wide.BLOCK_KV, 1, stages, cluster_size)
