@@ -141,6 +141,27 @@ def mask_for(problem: Problem, q: Tiling, kv: Tiling, valid) -> Mask:
 
 
 # ------------------------------------------------------------------------------------------------
+# Shared memory
+# ------------------------------------------------------------------------------------------------
+
+
+def num_statistics(p: Problem) -> int:
+    """Return how many statistics a row has: the maximum may be apart from the LSE."""
+    return 2 if p.large else 1
+
+
+def statistics(p: Problem, stages: int, rows: int):
+    """Return the shared memory of all statistics: an array begins at a multiple of 1 KiB."""
+    return plgpu.SMEM((stages, num_statistics(p) * rows), jnp.float32)
+
+
+def copies_in_strips(dim: int, tiles) -> int:
+    """Return how many copies take a tile of `in_strips`, of this head dim."""
+    strips, _, width = tiles.shape[-3:]
+    return 1 if dim == strips * width else strips
+
+
+# ------------------------------------------------------------------------------------------------
 # Configurations
 # ------------------------------------------------------------------------------------------------
 

@@ -37,8 +37,8 @@ from pallas_flash._backends.mosaic.backward_common import (
     Operands,
     ScoreTile,
     mask_for,
+    statistics,
 )
-from pallas_flash._backends.mosaic.backward_memory import statistics
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.score_mask import shared_arrays
 from pallas_flash._backends.mosaic.tiles import DbiasTile

@@ -47,29 +47,68 @@ from pallas_flash._backends.mosaic.backward_common import (
     Operands,
     ScoreTile,
     TileCopies,
+    copies_in_strips,
     in_strips,
     mask_for,
     neighbours,
+    num_statistics,
+    statistics,
     store_tile,
 )
-from pallas_flash._backends.mosaic.backward_memory import (
-    QUERY_ROWS,
-    QueriesScratch,
-    padded,
-    queries_scratch,
-)
+from pallas_flash._backends.mosaic.pipeline import Pipeline
+from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
 from pallas_flash._backends.mosaic.score_mask import shared_arrays
 from pallas_flash._backends.mosaic.tiles import value_stages
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.scores import LogSum
-from pallas_flash._problem.tile_sizes import DqTile
+from pallas_flash._problem.tile_sizes import DqTile, padded
 
 plgpu = common.plgpu
 
 # Registers of a thread of a consumer and of the producer, by the number of consumers.
 REGISTERS = {2: (240, 24), 3: (160, 24)}
+
+
+class QueriesScratch(NamedTuple):
+    """Shared memory of a CTA of `backward_dq`; None where there is nothing."""
+
+    q: Any
+    do: Any
+    delta: Any
+    statistics: Any
+    k: Pipeline
+    v: Pipeline
+    rows_full: Any
+    landed: Any
+
+
+def queries_scratch(p: Problem, tile: DqTile, *, has_lengths: bool = False) -> QueriesScratch:
+    """Return its specification; arguments as of `backward_launch.scratch`."""
+    consumers = tile.warpgroups
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+
+    def tiles(columns, stages, rows):
+        return common.strips(p.dtype, stages, rows=rows, columns=columns)
+
+    def pipeline(dim, columns, stages):
+        smem = tiles(columns, stages, tile.block_kv)
+        copies = copies_in_strips(dim, smem)
+        return Pipeline.spec(smem, stages, copies=copies, consumers=consumers)
+
+    q_sm, do_sm = (tiles(columns, consumers, QUERY_ROWS) for columns in (head_dim, value_dim))
+    copies = copies_in_strips(p.head_dim, q_sm) + copies_in_strips(p.value_dim, do_sm)
+    return QueriesScratch(
+        q=q_sm,
+        do=do_sm,
+        delta=plgpu.SMEM((consumers, QUERY_ROWS), jnp.float32),
+        statistics=statistics(p, consumers, QUERY_ROWS),
+        k=pipeline(p.head_dim, head_dim, tile.stages),
+        v=pipeline(p.value_dim, value_dim, value_stages(tile, head_dim, value_dim)),
+        rows_full=common.barriers(consumers, copies + num_statistics(p) + 1),
+        landed=common.barriers(consumers + 1) if has_lengths else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +137,7 @@ class Cta(NamedTuple):
     q_tile: Any
 
 
-class ConsumerWarpgroup:
+class DqConsumer:
     """One of the warpgroups that compute, with 64 queries of the outer tile.
 
     Args:
@@ -256,7 +295,7 @@ def pallas_flash_dq(operands: Operands, *outputs, static: DqConfig, **memory):
 
     @common.when(config.exists(cta.h, warpgroup < config.tile.warpgroups))
     def _():
-        ConsumerWarpgroup(config, operands, outputs, scratch, cta, warpgroup).run()
+        DqConsumer(config, operands, outputs, scratch, cta, warpgroup).run()
 
     @common.when(config.exists(cta.h, warpgroup == config.tile.warpgroups))
     def _():
@@ -302,9 +341,7 @@ def dq(
             pallas_flash_dq,
             (operands.launched(config, arrays, table),),
             outputs=[(operands.q.shape, operands.q.dtype), *[dscale] * want_scale],
-            memory=queries_scratch(
-                *(p, tile, value_stages(tile, head_dim, value_dim)), has_lengths=config.has_lengths
-            )._asdict(),
+            memory=queries_scratch(p, tile, has_lengths=config.has_lengths)._asdict(),
             grid=config.grid(batch, q_tile=q.count),
             warpgroups=tile.warpgroups + 1,
             static=config,

@@ -9,18 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash._backends.mosaic import (
-    backward_memory,
     backward_splits,
     common,
     pairs,
     ptx,
     scheduler,
 )
-from pallas_flash._backends.mosaic.backward_cluster import pallas_flash_backward_cluster
+from pallas_flash._backends.mosaic.backward_cluster import (
+    CLUSTER,
+    cluster_scratch,
+    pallas_flash_backward_cluster,
+)
 from pallas_flash._backends.mosaic.backward_common import Operands, in_strips, mask_for, neighbours
-from pallas_flash._backends.mosaic.backward_kernel import pallas_flash_backward
-from pallas_flash._backends.mosaic.backward_keys import ROWS, OuterKeysConfig
-from pallas_flash._backends.mosaic.backward_memory import BLOCK_KV, CLUSTER, CONSUMERS, Grads
+from pallas_flash._backends.mosaic.backward_kernel import keys_scratch, pallas_flash_backward
+from pallas_flash._backends.mosaic.backward_keys import (
+    BLOCK_KV,
+    CONSUMERS,
+    ROWS,
+    Grads,
+    OuterKeysConfig,
+)
 from pallas_flash._backends.mosaic.backward_postprocess import postprocess
 from pallas_flash._backends.mosaic.backward_splits import Splits
 from pallas_flash._backends.mosaic.score_mask import shared_arrays
@@ -29,6 +37,22 @@ from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.scores import LogSum
 from pallas_flash._problem.tile_sizes import BackwardTile, padded
+
+
+def scratch(p: Problem, tile: BackwardTile, grads: Grads, *, has_lengths: bool = False):
+    """Return the specification of a `KeysScratch` or of a `ClusterScratch`.
+
+    Tiles of (q, k) arrays are in it where there is room beside all else.
+
+    Args:
+        p: the call.
+        tile: block sizes.
+        grads: what is computed.
+        has_lengths: whether there are valid lengths.
+    """
+    if grads.in_clusters(*padded(p.head_dim, p.value_dim)):
+        return cluster_scratch(p, tile, has_lengths)
+    return keys_scratch(p, tile, grads, has_lengths)
 
 
 @functools.cache
@@ -81,7 +105,7 @@ def backward(
     steps = backward_splits.Steps.from_problem(p, q, kv)
     # As many rows as delta has: whole tiles of 128, for dq.
     operands = Operands.from_call(p, do, log_sum, delta, valid, delta.shape[2])
-    memory = backward_memory.scratch(p, tile, grads, has_lengths=valid is not None)
+    memory = scratch(p, tile, grads, has_lengths=valid is not None)
     # Only q and do get an axis of strips in device memory: a consumer copies its half of k and v,
     # which would be no one piece there.
     operands = operands._replace(

@@ -6,15 +6,14 @@ from collections.abc import Callable
 
 from pallas_flash._backends.mosaic import (
     backward_dq,
-    backward_memory,
+    backward_launch,
     common,
     decode_kernel,
     forward_kernel,
     forward_wide,
     tiles,
 )
-from pallas_flash._backends.mosaic.backward_keys import REGISTERS
-from pallas_flash._backends.mosaic.backward_memory import Grads
+from pallas_flash._backends.mosaic.backward_keys import REGISTERS, Grads
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import CallFeatures
 from pallas_flash._problem.problem import Problem
@@ -105,10 +104,9 @@ def shared_bytes(kernel: str, tile, p: Problem) -> int:
         return common.smem_bytes(decode_kernel.scratch(p, tile))
     sizes = _padded(p)
     if kernel == "dq":
-        value_stages = tiles.value_stages(tile, *sizes)
-        return common.smem_bytes(backward_memory.queries_scratch(p, tile, value_stages))
+        return common.smem_bytes(backward_dq.queries_scratch(p, tile))
     launches = Grads.launches(*sizes, deterministic=kernel != "backward")
-    return max(common.smem_bytes(backward_memory.scratch(p, tile, grads)) for grads in launches)
+    return max(common.smem_bytes(backward_launch.scratch(p, tile, grads)) for grads in launches)
 
 
 def _registers(kernel: str, tile, p: Problem) -> tuple[int, int]:

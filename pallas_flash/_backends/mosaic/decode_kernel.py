@@ -239,7 +239,7 @@ def partial_first(entry, table_ref) -> PartialFirst:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConsumerWarpgroup:
+class DecodeConsumer:
     """A consumer warpgroup at one work tile.
 
     Attributes:
@@ -339,7 +339,7 @@ def consume(inputs: Inputs, result_refs, smem: Smem, tiles, warpgroup, config: D
         del i
         blocks = partial_first(work_tile.entry, inputs.table)
         options = config.options.element_options(inputs.options, work_tile.b)
-        ConsumerWarpgroup(
+        DecodeConsumer(
             inputs=inputs,
             result_refs=result_refs,
             smem=smem,

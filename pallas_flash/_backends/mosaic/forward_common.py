@@ -38,7 +38,7 @@ LOWEST = -3e38
 NOT_COPIED = dict(bias=False, masks=False)
 
 # Named barriers, one for each consumer warpgroup of a CTA in a cluster: see `meet_to_skip`.
-SKIPPED = (5, 6)
+SKIPPED = (ptx.FREE_BARRIER, ptx.FREE_BARRIER + 1)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ class Block(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ConsumerWarpgroup(Consumer):
+class ForwardConsumer(Consumer):
     """A consumer warpgroup at one work tile.
 
     The state of its loop is acc, p, m and l: p belongs to the last block, and its product with v
@@ -503,7 +503,7 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
     def compute(i, work_tile, bases):
         kv_base, bias_base = bases
         query_tile = config.query_tile(warpgroup, i)
-        consumer = ConsumerWarpgroup(
+        consumer = ForwardConsumer(
             inputs=inputs,
             o_refs=o_refs,
             statistic_refs=statistic_refs,
@@ -531,7 +531,7 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 # ------------------------------------------------------------------------------------------------
 
 
-class ProducerWarpgroup(Producer):
+class ForwardProducer(Producer):
     """The producer warpgroup; its methods are bodies for `scheduler.for_each`, of one warp each."""
 
     def run(self, tiles: scheduler.WorkTiles):
@@ -629,7 +629,7 @@ def pallas_flash_forward(
     def consume_all(tiles, warpgroup):
         consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
 
-    produce = ProducerWarpgroup(inputs, smem, config).run
+    produce = ForwardProducer(inputs, smem, config).run
     run_cta(inputs, dynamic_schedule, smem.work, config.tile.warpgroups, consume_all, produce)
 
 

@@ -253,7 +253,7 @@ class Block(NamedTuple):
     options: ElementOptions
 
 
-class ConsumerWarpgroup(Consumer):
+class WideConsumer(Consumer):
     """A consumer warpgroup at one work tile."""
 
     @property
@@ -485,7 +485,7 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 
     def compute(i, work_tile, kv_base):
         del i
-        consumer = ConsumerWarpgroup(
+        consumer = WideConsumer(
             inputs=inputs,
             o_refs=o_refs,
             statistic_refs=statistic_refs,
@@ -509,7 +509,7 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 # ------------------------------------------------------------------------------------------------
 
 
-class ProducerWarpgroup(Producer):
+class WideProducer(Producer):
     """The producer warpgroup; its methods are bodies for `scheduler.for_each`, of one warp each."""
 
     def run(self, tiles: scheduler.WorkTiles):
@@ -622,7 +622,7 @@ def pallas_flash_forward_wide(
     def consume_all(tiles, warpgroup):
         consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
 
-    produce = ProducerWarpgroup(inputs, smem, config).run
+    produce = WideProducer(inputs, smem, config).run
     run_cta(inputs, dynamic_schedule, smem.work, CONSUMERS, consume_all, produce)
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pallas_flash._backends.mosaic import common, forward_wide
-from pallas_flash._backends.mosaic.backward_memory import Grads, scratch
+from pallas_flash._backends.mosaic.backward_keys import Grads
+from pallas_flash._backends.mosaic.backward_launch import scratch
 from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS, folded, most_rows
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import SCORES, CallFeatures, MaskKind, Option

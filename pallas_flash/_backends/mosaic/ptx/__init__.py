@@ -90,6 +90,7 @@ from pallas_flash._backends.mosaic.ptx.layouts import strips as strips
 from pallas_flash._backends.mosaic.ptx.layouts import tile_columns as tile_columns
 from pallas_flash._backends.mosaic.ptx.layouts import tiled as tiled
 from pallas_flash._backends.mosaic.ptx.memory import BITS as BITS
+from pallas_flash._backends.mosaic.ptx.memory import FREE_BARRIER as FREE_BARRIER
 from pallas_flash._backends.mosaic.ptx.memory import LOG_BITS as LOG_BITS
 from pallas_flash._backends.mosaic.ptx.memory import add_fragments as add_fragments
 from pallas_flash._backends.mosaic.ptx.memory import bits as bits
