@@ -97,7 +97,6 @@ from pallas_flash._backends.mosaic.backward_keys import (
     CONSUMERS,
     DS_STAGES,
     PRODUCER,
-    ROWS,
     Cta,
     KeysConsumer,
     KeysProducer,
@@ -116,7 +115,7 @@ plgpu = common.plgpu
 
 CLUSTER = 2  # CTAs.
 OF_DV, OF_DK = 0, 1  # Their ranks.
-MESSAGE_BYTES = 2 * BLOCK_KV * ROWS
+MESSAGE_BYTES = 2 * BLOCK_KV * ptx.ROWS
 
 
 # ------------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ def strips_of_dq(strips: int) -> tuple[int, int]:
 def cluster_scratch(p: Problem, tile: BackwardTile, has_lengths: bool) -> ClusterScratch:
     """Return its specification; arguments as of `backward_launch.scratch`."""
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
-    rows, stages = ROWS, tile.stages
+    rows, stages = ptx.ROWS, tile.stages
 
     def strips(columns, *outer, rows=BLOCK_KV):
         return common.strips(p.dtype, *outer, rows=rows, columns=columns)
@@ -293,7 +292,7 @@ class Messages(NamedTuple):
 
     def mine(self, n):
         """Return the warpgroup's rows of buffer n."""
-        return self.received.at[n, pl.ds(self.warpgroup * ROWS, ROWS)]
+        return self.received.at[n, pl.ds(self.warpgroup * ptx.ROWS, ptx.ROWS)]
 
     def send_p(self, j, p_t):
         """Send the message of step j to CTA 1, from registers."""
@@ -354,13 +353,13 @@ class ClusterConsumer(KeysConsumer):
 
     def zeros(self):
         """Return the sums of keys that no query sees."""
-        shape = ROWS, ptx.columns_of(self.sums_like)
+        shape = ptx.ROWS, ptx.columns_of(self.sums_like)
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ptx.WGMMA)
 
     def start_first_product(self, j, pipeline: Pipeline):
         """Start the product of the warpgroup's outer rows and of an inner tile."""
         # The compiler is not to compute places before the loop.
-        mine = pl.ds(ptx.anew(self.warpgroup) * ROWS, ROWS)
+        mine = pl.ds(ptx.anew(self.warpgroup) * ptx.ROWS, ptx.ROWS)
         return ptx.product_t(self.outer.at[:, mine], pipeline.smem_of(j))
 
     def wait_for_numbers(self, j):
@@ -389,7 +388,7 @@ class ClusterConsumer(KeysConsumer):
         dq, columns, config = ptx.wait(products, dq), self.columns, self.config
         head, first_query = self.inner.place_of(j)
         tile = self.cta.b * config.num_q_heads + self.first_head + head
-        tile = tile * config.dq_tiles + common.quotient(first_query, ROWS)
+        tile = tile * config.dq_tiles + common.quotient(first_query, ptx.ROWS)
         group = tile * ptx.groups(ptx.columns_of(self.queries.smem_of(0)))
         of_strip = ptx.groups(columns.width)
         group = group + (columns.first + self.first_strip()) * of_strip
@@ -510,7 +509,7 @@ class DkConsumer(ClusterConsumer):
         """Compute dk and dq of one inner tile, and dp_t of the next one."""
         dk, dp_t = carry
         slot = self.wait_for_numbers(j)
-        delta = plgpu.load(self.scratch.numbers.at[slot, pl.ds(0, ROWS)], layout=ptx.COLUMN)
+        delta = plgpu.load(self.scratch.numbers.at[slot, pl.ds(0, ptx.ROWS)], layout=ptx.COLUMN)
         n = self.messages.wait(j)
         dtype, _ = message_format(self.config, self.dtype)
         factors = self.messages.take_p(n, dtype)
@@ -618,7 +617,7 @@ class ClusterProducer(KeysProducer):
         cotangents.producer_wait(j)
         self.copy_queries(operands.do, h, first_query, cotangents.smem_of(j), cotangents.filled(j))
         slot = common.remainder(j, memory.numbers.shape[0] - 1)
-        full, rows = memory.numbers_full.at[slot], pl.ds(first_query, ROWS)
+        full, rows = memory.numbers_full.at[slot], pl.ds(first_query, ptx.ROWS)
         # CTA 1 reads delta alone; as many copies as in CTA 0 complete the barrier.
         of_dk = ["delta"] * len(config.statistics)
         for name, source in zip(

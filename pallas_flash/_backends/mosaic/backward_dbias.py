@@ -52,9 +52,9 @@ from pallas_flash._problem.tile_sizes import padded
 
 plgpu = common.plgpu
 
-CONSUMERS, ROWS = 2, 64  # Warpgroups, and queries of each.
+CONSUMERS = 2  # Warpgroups.
 PRODUCER = CONSUMERS  # Its number.
-BLOCK_Q = CONSUMERS * ROWS
+BLOCK_Q = CONSUMERS * ptx.ROWS
 # Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
 
@@ -139,7 +139,7 @@ class ConsumerWarpgroup:
     ):
         self.config, self.operands, self.dbias_ref = config, operands, dbias_ref
         self.s, self.dp, self.steps, self.warpgroup = scratch.s, scratch.dp, steps, warpgroup
-        self.shape, self.mine = (ROWS, config.kv.block), pl.ds(warpgroup * ROWS, ROWS)
+        self.shape, self.mine = (ptx.ROWS, config.kv.block), pl.ds(warpgroup * ptx.ROWS, ptx.ROWS)
         self.bias: Any = None if scratch.bias is None else scratch.bias.at[self.mine]
 
     def run(self):
@@ -156,7 +156,7 @@ class ConsumerWarpgroup:
 
     def first_of(self, q_tile, kv_tile):
         """Return the first query and the first key of the warpgroup's tile."""
-        return q_tile * BLOCK_Q + self.warpgroup * ROWS, kv_tile * self.config.kv.block
+        return q_tile * BLOCK_Q + self.warpgroup * ptx.ROWS, kv_tile * self.config.kv.block
 
     def load_bias(self):
         """Read the warpgroup's half of the bias, to shared memory."""
@@ -186,7 +186,7 @@ class ConsumerWarpgroup:
         config, s_stage, dp_stage = self.config, self.s.stage(j), self.dp.stage(j)
         # Opaque: the compiler would compute places that all steps share before the loop, and spill.
         place = tuple(map(ptx.anew, self.steps.place_of(j)))
-        rows = pl.ds(ptx.anew(self.warpgroup) * ROWS, ROWS)
+        rows = pl.ds(ptx.anew(self.warpgroup) * ptx.ROWS, ptx.ROWS)
         # A running product holds the registers of its result.
         busy = config.masked or config.options.drops
 

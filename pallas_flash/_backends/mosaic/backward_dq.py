@@ -56,7 +56,6 @@ from pallas_flash._backends.mosaic.backward_common import (
     store_tile,
 )
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
 from pallas_flash._backends.mosaic.score_mask import shared_arrays
 from pallas_flash._backends.mosaic.tiles import value_stages
 from pallas_flash._problem.blocks import Tiling
@@ -97,13 +96,13 @@ def queries_scratch(p: Problem, tile: DqTile, *, has_lengths: bool = False) -> Q
         copies = copies_in_strips(dim, smem)
         return Pipeline.spec(smem, stages, copies=copies, consumers=consumers)
 
-    q_sm, do_sm = (tiles(columns, consumers, QUERY_ROWS) for columns in (head_dim, value_dim))
+    q_sm, do_sm = (tiles(columns, consumers, ptx.ROWS) for columns in (head_dim, value_dim))
     copies = copies_in_strips(p.head_dim, q_sm) + copies_in_strips(p.value_dim, do_sm)
     return QueriesScratch(
         q=q_sm,
         do=do_sm,
-        delta=plgpu.SMEM((consumers, QUERY_ROWS), jnp.float32),
-        statistics=statistics(p, consumers, QUERY_ROWS),
+        delta=plgpu.SMEM((consumers, ptx.ROWS), jnp.float32),
+        statistics=statistics(p, consumers, ptx.ROWS),
         k=pipeline(p.head_dim, head_dim, tile.stages),
         v=pipeline(p.value_dim, value_dim, value_stages(tile, head_dim, value_dim)),
         rows_full=common.barriers(consumers, copies + num_statistics(p) + 1),
@@ -185,8 +184,8 @@ class DqConsumer:
         config, operands, scratch = self.config, self.operands, self.scratch
         b, h, q_tile = self.cta
         self.options = config.options.element_options(operands.options, b)
-        self.first_query = q_tile * config.q.block + self.warpgroup * QUERY_ROWS
-        rows, full = pl.ds(self.first_query, QUERY_ROWS), scratch.rows_full.at[self.warpgroup]
+        self.first_query = q_tile * config.q.block + self.warpgroup * ptx.ROWS
+        rows, full = pl.ds(self.first_query, ptx.ROWS), scratch.rows_full.at[self.warpgroup]
         landed = scratch.landed.at[self.warpgroup] if config.has_lengths else None
         copies = TileCopies(operands.valid_q, landed, b)
         for source, tiles in ((operands.q, scratch.q), (operands.do, scratch.do)):
@@ -199,8 +198,8 @@ class DqConsumer:
 
     def zeros(self):
         """Return dq and dscale of queries that see no key."""
-        dq = jnp.zeros((QUERY_ROWS, self.head_dim), jnp.float32)
-        dscale = jnp.zeros((QUERY_ROWS,), jnp.float32)
+        dq = jnp.zeros((ptx.ROWS, self.head_dim), jnp.float32)
+        dscale = jnp.zeros((ptx.ROWS,), jnp.float32)
         return plgpu.layout_cast(dq, ptx.WGMMA), plgpu.layout_cast(dscale, ptx.ROW)
 
     def mainloop(self):
@@ -242,7 +241,7 @@ class DqConsumer:
         dq, dscale = rescaled(options.extras.dropout, dq), None
         if operands.row_sums is not None:
             b, h, _ = self.cta
-            r = operands.row_sums.at[b, h, pl.ds(self.first_query, QUERY_ROWS)]
+            r = operands.row_sums.at[b, h, pl.ds(self.first_query, ptx.ROWS)]
             c = operands.center.at[b, common.quotient(h, self.config.groups)]
             r = plgpu.load(r, layout=ptx.ROW, optimized=False)
             c = plgpu.load(c, layout=ptx.COLUMN, optimized=False)
@@ -255,7 +254,7 @@ class DqConsumer:
     def store(self, dq, dscale):
         """Start the copies of the results to device memory, through where q and delta were."""
         b, h, q_tile = self.cta
-        rows = pl.ds(q_tile * self.config.q.block + self.warpgroup * QUERY_ROWS, QUERY_ROWS)
+        rows = pl.ds(q_tile * self.config.q.block + self.warpgroup * ptx.ROWS, ptx.ROWS)
         my_q, my_delta = self.scratch.q.at[self.warpgroup], self.scalar_memory("delta")
         ptx.put_strips(dq.astype(my_q.dtype), my_q)
         if self.config.want_scale:
@@ -319,7 +318,7 @@ def dq(
     Arguments are as in `backward_launch.backward`, but keys are centered already.
     """
     p = problem
-    q, kv = Tiling(p.q_len, tile.warpgroups * QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
+    q, kv = Tiling(p.q_len, tile.warpgroups * ptx.ROWS), Tiling(p.kv_len, tile.block_kv)
     mask = mask_for(p, q, kv, valid)
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
 

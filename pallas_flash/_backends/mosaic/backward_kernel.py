@@ -100,7 +100,6 @@ from pallas_flash._backends.mosaic.backward_keys import (
     CONSUMERS,
     DS_STAGES,
     PRODUCER,
-    ROWS,
     Cta,
     Grads,
     KeysConsumer,
@@ -227,7 +226,7 @@ class BackwardConsumer(KeysConsumer):
         """Return the sums of keys that no query sees."""
 
         def zeros(columns: int):
-            return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), ptx.WGMMA)
+            return plgpu.layout_cast(jnp.zeros((ptx.ROWS, columns), jnp.float32), ptx.WGMMA)
 
         return Sums(
             dk=zeros(self.head_dim) if self.grads.dk else None,
@@ -247,8 +246,8 @@ class BackwardConsumer(KeysConsumer):
         """
         extras, config = self.options.extras, self.config
         others = extras.scores or extras.dropout is not None or config.scattered
-        busy = others or (config.masked and self.block_q > ROWS)
-        return pl.ds((ptx.anew(self.warpgroup) if busy else self.warpgroup) * ROWS, ROWS)
+        busy = others or (config.masked and self.block_q > ptx.ROWS)
+        return pl.ds((ptx.anew(self.warpgroup) if busy else self.warpgroup) * ptx.ROWS, ptx.ROWS)
 
     def start_s(self, j):
         """Start s_t = k @ q.T."""
@@ -276,7 +275,7 @@ class BackwardConsumer(KeysConsumer):
     def start_dq(self, j):
         """Start this warpgroup's part of dq = ds_t.T @ k."""
         ds, k = self.scratch.ds.at[common.remainder(j, DS_STAGES)], self.scratch.k
-        if self.block_q > ROWS:
+        if self.block_q > ptx.ROWS:
             # Half of the queries, all columns.
             return ptx.product_of_transposed(ds.at[:, self.mine], k)
         # All queries, half of the columns.
@@ -377,11 +376,11 @@ class BackwardConsumer(KeysConsumer):
         tile = self.cta.b * config.num_q_heads + self.first_head + head
         tile = tile * config.dq_tiles + common.quotient(first_query, 64)
         # Its part of the columns, or the next tile. One index needs fewer registers than several.
-        offset = head_dim if self.block_q > ROWS else head_dim - columns
+        offset = head_dim if self.block_q > ptx.ROWS else head_dim - columns
         group = tile * ptx.groups(head_dim) + self.warpgroup * ptx.groups(offset)
         ref = self.grads_refs["dq"].at[group]
         # Both warpgroups computed the columns in the middle; warpgroup 0 adds them.
-        twice = ptx.groups(columns - offset) if self.block_q == ROWS else 0
+        twice = ptx.groups(columns - offset) if self.block_q == ptx.ROWS else 0
         if twice:
             first = functools.partial(ptx.add_fragments, dq, ref, slice(twice))
             common.when(self.warpgroup == 0)(first)
@@ -409,7 +408,7 @@ class BackwardConsumer(KeysConsumer):
         They leave through the shared memory of the keys and values of this warpgroup, which only it
         reads by now; without v through a stage of do. Sums of splits leave from registers.
         """
-        scratch, mine = self.scratch, pl.ds(self.warpgroup * ROWS, ROWS)
+        scratch, mine = self.scratch, pl.ds(self.warpgroup * ptx.ROWS, ptx.ROWS)
         of_dv = scratch.v.at[:, mine] if self.grads.dk else self.do_sm.at[self.warpgroup]
         staged = Sums(dk=scratch.k.at[:, mine], dv=of_dv)
         for name, x, tile in zip(Sums._fields, sums, staged, strict=True):

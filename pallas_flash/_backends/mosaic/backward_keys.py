@@ -30,11 +30,11 @@ from pallas_flash._problem.tile_sizes import BackwardTile, in_clusters
 
 plgpu = common.plgpu
 
-# Keys of a CTA, the two consumer warpgroups that share them, and the keys, or queries, of each.
-BLOCK_KV, CONSUMERS, ROWS = 128, 2, 64
+# Keys of a CTA, and the consumer warpgroups that share them.
+BLOCK_KV, CONSUMERS = 128, 2
 # Stages for the ds_t that these exchange: one is written while the other is read.
 DS_STAGES = 2
-PRODUCER = CONSUMERS  # Its number.
+PRODUCER = CONSUMERS  # Number of the producer warpgroup.
 # Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
 
@@ -137,7 +137,7 @@ class OuterKeysConfig(BackwardConfig):
         columns, or more where halves are no whole tiles: then both warpgroups compute the columns
         in the middle.
         """
-        if self.q.block > ROWS:
+        if self.q.block > ptx.ROWS:
             return head_dim
         tile = ptx.tile_columns(head_dim)
         return -(-head_dim // (2 * tile)) * tile
@@ -229,8 +229,8 @@ class KeysConsumer(abc.ABC):
         config = self.config
         self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
         self.options = config.options.element_options(self.operands.options, self.cta.b)
-        self.mine = pl.ds(self.warpgroup * ROWS, ROWS)
-        self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ROWS
+        self.mine = pl.ds(self.warpgroup * ptx.ROWS, ptx.ROWS)
+        self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ptx.ROWS
         self.before_keys()
         centered = self.operands.is_centered
         if config.centers:
@@ -301,7 +301,7 @@ def store_sums(config: OuterKeysConfig, cta: Cta, warpgroup, x, tile, ref):
     """
     kv_head, *_ = config.splits.heads(cta.head)
     if config.splits.count == 1:
-        rows = pl.ds(cta.kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
+        rows = pl.ds(cta.kv_tile * BLOCK_KV + warpgroup * ptx.ROWS, ptx.ROWS)
         ptx.put_strips(x.astype(tile.dtype), tile)
         plgpu.commit_smem()
         store_tile(tile, ref, (cta.b, rows, kv_head))

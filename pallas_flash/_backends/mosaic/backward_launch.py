@@ -25,7 +25,6 @@ from pallas_flash._backends.mosaic.backward_kernel import keys_scratch, pallas_f
 from pallas_flash._backends.mosaic.backward_keys import (
     BLOCK_KV,
     CONSUMERS,
-    ROWS,
     Grads,
     OuterKeysConfig,
 )
@@ -115,7 +114,7 @@ def backward(
     weights = None
     if grads.dq and center is not None and row_sums is not None and not want_scale:
         weights = p.scale.astype(jnp.float32) * row_sums
-        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -p.q_len % (2 * ROWS))))
+        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -p.q_len % (2 * ptx.ROWS))))
     if center is not None:
         center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
         is_centered = (center != 0).any(axis=2).astype(jnp.int32)

@@ -11,6 +11,7 @@ from pallas_flash._backends.mosaic import (
     decode_kernel,
     forward_kernel,
     forward_wide,
+    ptx,
     tiles,
 )
 from pallas_flash._backends.mosaic.backward_keys import REGISTERS, Grads
@@ -28,8 +29,6 @@ from pallas_flash._problem.tile_sizes import (
     in_clusters,
     sizes_for,
 )
-
-ROWS = 64  # Queries, or keys, of a warpgroup.
 
 default = tiles.default
 
@@ -60,7 +59,7 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
         )
     # Two warpgroups share a tile of dq, by its queries or by its columns. Where dv has a launch of
     # its own, the 64 rows of a warpgroup leave through a stage of do.
-    rows = 2 * ROWS if tiles.all_columns(*_padded(p)) else ROWS
+    rows = 2 * ptx.ROWS if tiles.all_columns(*_padded(p)) else ptx.ROWS
     fixed = kernel == "backward" or (kernel == "dkv" and sum(_padded(p)) > 256)
     if fixed and tile.block_q != rows:
         raise ValueError(

@@ -70,7 +70,6 @@ from pallas_flash._backends.mosaic.forward_common import (
 )
 from pallas_flash._backends.mosaic.operands import DeviceOperand, Layout
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
 from pallas_flash._backends.mosaic.score_mask import (
     ElementOptions,
     Options,
@@ -108,7 +107,7 @@ class Smem(NamedTuple):
 
 def scratch(p: Problem, tile: DecodeTile) -> Smem:
     """Return the specification of a CTA's shared memory and barriers."""
-    q_sm = common.blocks(p.dtype, rows=QUERY_ROWS, columns=p.head_dim)
+    q_sm = common.blocks(p.dtype, rows=ptx.ROWS, columns=p.head_dim)
     q = Pipeline.spec(q_sm, 1, copies=q_sm.shape[0], consumers=tile.warpgroups)
     return Smem(q, *kv_pipelines(p, tile))
 
@@ -270,7 +269,7 @@ class DecodeConsumer:
         """Compute and store the result of this warpgroup."""
         config, w = self.config, self.config.tile.warpgroups
         row_tile, split = config.row_tile_and_split(self.work_tile.place)
-        first_row = row_tile * QUERY_ROWS
+        first_row = row_tile * ptx.ROWS
         # The first block that is this warpgroup's, by its stage.
         first = common.remainder(self.warpgroup + w - common.remainder(self.base, w), w)
 
@@ -302,7 +301,7 @@ class DecodeConsumer:
         acc, m, l = state
         k, v, i = self.smem.k, self.smem.v, self.base + j
         first_key = self.blocks.block_at(j) * self.config.kv.block
-        shape = QUERY_ROWS, self.config.kv.block
+        shape = ptx.ROWS, self.config.kv.block
         at = heads_and_positions(self.work_tile.h, first_row, first_key, shape, self.config)
         options = self.options.read_ahead(*at, masked=partial)
         k.consumer_wait(i)
@@ -374,11 +373,11 @@ def clean(v_sm, visible, at):
         at: where the block begins there.
     """
     *which, first_key = at
-    for row in range(0, v_sm.shape[1], QUERY_ROWS):
-        key = ptx.positions((QUERY_ROWS, ptx.COLUMNS), 0, first_key + row)
+    for row in range(0, v_sm.shape[1], ptx.ROWS):
+        key = ptx.positions((ptx.ROWS, ptx.COLUMNS), 0, first_key + row)
         is_visible = visible[(*which, key)]
         for n in range(v_sm.shape[0]):
-            block = v_sm.at[n, pl.ds(row, QUERY_ROWS)]
+            block = v_sm.at[n, pl.ds(row, ptx.ROWS)]
             block[...] = jnp.where(is_visible, plgpu.load(block, layout=ptx.WGMMA), 0)
     plgpu.commit_smem()
 
@@ -399,7 +398,7 @@ def produce(inputs: Inputs, smem: Smem, tiles: scheduler.WorkTiles, config: Deco
         del i
         row_tile, _ = config.row_tile_and_split(work_tile.place)
         smem.q.producer_wait(0)
-        rows = pl.ds(row_tile * QUERY_ROWS, QUERY_ROWS)
+        rows = pl.ds(row_tile * ptx.ROWS, ptx.ROWS)
         copy(inputs.q, (work_tile.b, work_tile.h, rows), smem.q.smem, smem.q.filled(0))
         return nothing
 
@@ -440,9 +439,9 @@ def num_splits(p: Problem, batch: int, kv: Tiling, tile: DecodeTile, *, known: b
         known: whether the blocks are known; else batch elements may differ.
     """
     rows = p.q_len * p.groups
-    row_tiles = batch * p.num_kv_heads * -(-rows // QUERY_ROWS)
+    row_tiles = batch * p.num_kv_heads * -(-rows // ptx.ROWS)
     block_bytes = kv.block * (p.head_dim + p.value_dim) * p.dtype.itemsize
-    result_bytes = 4 * min(rows, QUERY_ROWS) * (p.value_dim + 2) * tile.warpgroups
+    result_bytes = 4 * min(rows, ptx.ROWS) * (p.value_dim + 2) * tile.warpgroups
     # To start a split takes about as long as a block.
     extra = 1 + 2 * result_bytes / block_bytes
 
@@ -539,7 +538,7 @@ def decode(problem: Problem, tile: DecodeTile, visible):
     num_rows = p.q_len * p.groups
     kv = Tiling(p.kv_len, tile.block_kv)
     # A query tile has the rows of `groups` row tiles, or all rows.
-    q, row_tiles = Tiling(p.q_len, QUERY_ROWS), np.arange(-(-num_rows // QUERY_ROWS))
+    q, row_tiles = Tiling(p.q_len, ptx.ROWS), np.arange(-(-num_rows // ptx.ROWS))
     mask = p.mask.within(kv=kv)
     known = not jax.tree.leaves(mask)
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.pairs import Streams
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS, Schedule
+from pallas_flash._backends.mosaic.scheduler import Schedule
 from pallas_flash._backends.mosaic.score_mask import (
     ElementOptions,
     Options,
@@ -64,15 +64,15 @@ class RowMax(NamedTuple):
 
 def initial_rows(*, large: bool, max_logits: bool):
     """Return the `RowMax` and l before the first K/V block."""
-    m = jnp.full((QUERY_ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
-    l = jnp.zeros((QUERY_ROWS,), jnp.float32)
-    exact = jnp.full((QUERY_ROWS,), -jnp.inf, jnp.float32) if max_logits else None
+    m = jnp.full((ptx.ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
+    l = jnp.zeros((ptx.ROWS,), jnp.float32)
+    exact = jnp.full((ptx.ROWS,), -jnp.inf, jnp.float32) if max_logits else None
     return jax.tree.map(lambda x: plgpu.layout_cast(x, ptx.ROW), (RowMax(m, exact), l))
 
 
 def initial_state(value_dim: int, **rows):
     """Return acc, the `RowMax` and l before the first K/V block; `rows` are for `initial_rows`."""
-    acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, value_dim), jnp.float32), ptx.WGMMA)
+    acc = plgpu.layout_cast(jnp.zeros((ptx.ROWS, value_dim), jnp.float32), ptx.WGMMA)
     return acc, *initial_rows(**rows)
 
 
@@ -152,7 +152,7 @@ def parts_of_output(o, dtype, refs) -> list:
 
 def copy_statistics(refs, statistics_sm, b, h, first_row):
     """Start the copies of a query tile's statistics to device memory."""
-    rows = pl.ds(first_row, QUERY_ROWS)
+    rows = pl.ds(first_row, ptx.ROWS)
     # Copies of one axis do not end with the array, as copies of tiles do.
     for n, ref in enumerate(refs):
         source = statistics_sm.at[n]
@@ -469,7 +469,7 @@ def launch(
         **parameters: of the compiler.
     """
     p, cluster_size, num_parts = problem, tile.cluster_size, 1 + problem.split_output
-    q = Tiling(p.q_len, query_tiles * cluster_size * QUERY_ROWS)
+    q = Tiling(p.q_len, query_tiles * cluster_size * ptx.ROWS)
     kv = Tiling(p.kv_len, tile.block_kv)
     mask = p.mask.within(kv=kv)
 
@@ -503,7 +503,7 @@ def launch(
             schedule=None if schedule.dynamic else schedule.work_tiles,
         )
         # Warpgroups copy their statistics as whole query tiles.
-        statistic = batch, p.num_heads, -(-p.q_len // QUERY_ROWS) * QUERY_ROWS
+        statistic = batch, p.num_heads, -(-p.q_len // ptx.ROWS) * ptx.ROWS
         results = common.launch(
             kernel,
             (inputs,),

@@ -132,7 +132,6 @@ from pallas_flash._backends.mosaic.forward_common import (
 from pallas_flash._backends.mosaic.operands import stored_dtype
 from pallas_flash._backends.mosaic.pairs import has_pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
@@ -174,7 +173,7 @@ def scratch(p: Problem, tile: ForwardTile) -> Smem:
     Tiles of masks and of a bias are in it where there is room beside all else.
     """
     w, slots, cluster = tile.warpgroups, tile.output_slots, tile.cluster_size
-    blocks = functools.partial(common.blocks, p.dtype, w, rows=QUERY_ROWS)
+    blocks = functools.partial(common.blocks, p.dtype, w, rows=ptx.ROWS)
     q_sm = blocks(columns=p.head_dim)
     k, v = kv_pipelines(p, tile, consumers=w, cluster_size=cluster)
     smem = Smem(
@@ -182,7 +181,7 @@ def scratch(p: Problem, tile: ForwardTile) -> Smem:
         k=k,
         v=v,
         o_sm=blocks(columns=slots * ptx.COLUMNS) if slots else None,
-        statistics_sm=plgpu.SMEM((w, num_statistics(p), QUERY_ROWS), jnp.float32),
+        statistics_sm=plgpu.SMEM((w, num_statistics(p), ptx.ROWS), jnp.float32),
         bias=None,
         bits=None,
         # The consumers, the warps for their queries, and warp 0.
@@ -198,7 +197,7 @@ def _mask_pipelines(p: Problem, tile: ForwardTile):
     arrays = sum(map(has_pairs, p.mask.leaves))
     # A tile is whole words, and copied for one CTA.
     if arrays and tile.block_kv % ptx.BITS == 0 and tile.cluster_size == 1:
-        rows = tile.warpgroups * QUERY_ROWS
+        rows = tile.warpgroups * ptx.ROWS
         smem = plgpu.SMEM((arrays, MASK_STAGES, tile.block_kv // ptx.BITS, rows), jnp.uint32)
         yield Pipeline.spec(smem, MASK_STAGES, copies=arrays, consumers=tile.warpgroups)
 
@@ -213,7 +212,7 @@ def _bias_pipelines(p: Problem, tile: ForwardTile):
         return
     for stages in range(tile.stages, 0, -1):
         count = tile.warpgroups * stages
-        smem = common.strips(dtype, count, rows=QUERY_ROWS, columns=tile.block_kv)
+        smem = common.strips(dtype, count, rows=ptx.ROWS, columns=tile.block_kv)
         copies = smem.shape[1]
         yield Pipeline.spec(smem, stages, copies=copies, pipelines=tile.warpgroups)
 
@@ -304,7 +303,7 @@ class ForwardConsumer(Consumer):
     def block(self, j, *, partial: bool) -> Block:
         """Return the j-th block of the stream; what must be read in device memory is, from here."""
         first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
-        shape = QUERY_ROWS, self.config.kv.block
+        shape = ptx.ROWS, self.config.kv.block
         positions = common.positions(shape, self.first_row, first_key)
         options = self.options.read_ahead(self.work_tile.h, *positions, masked=partial)
         return Block(j, first_key, partial, positions, options)
@@ -448,7 +447,7 @@ class ForwardConsumer(Consumer):
         """Return bools of the j-th block for each mask array that is copied."""
         if self.smem.bits is None:
             return ()
-        stage, first_row = self.smem.bits.stage(self.kv_base + j), self.query_tile * QUERY_ROWS
+        stage, first_row = self.smem.bits.stage(self.kv_base + j), self.query_tile * ptx.ROWS
         return self.config.streams.masks.read(self.smem.bits.smem, stage, first_row)
 
     def release_mask(self, j, l=None):
@@ -469,7 +468,7 @@ class ForwardConsumer(Consumer):
         statistics, weight = results_of_rows(self.options, h, m, l, large=config.large)
         o = acc * common.along_rows(weight, acc.shape)
         parts = parts_of_output(o, smem.k.smem.dtype, self.o_refs)
-        rows = pl.ds(first_row, QUERY_ROWS)
+        rows = pl.ds(first_row, ptx.ROWS)
         # The copies of the last work tile must have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         # `commit_smem` below makes the statistics visible to their copies, too.
@@ -578,7 +577,7 @@ class ForwardProducer(Producer):
         config, pipeline = self.config, self.smem.q.pipeline_of_warpgroup(w)
         pipeline.producer_wait(0)
         first_row = config.query_tiles.first_row(work_tile.index, config.query_tile(w, i))
-        at = work_tile.b, pl.ds(first_row, QUERY_ROWS), work_tile.h
+        at = work_tile.b, pl.ds(first_row, ptx.ROWS), work_tile.h
         copy(self.inputs.q, at, pipeline.smem_of(0), pipeline.filled(0))
         if config.streams.bias is None:
             return bias_base

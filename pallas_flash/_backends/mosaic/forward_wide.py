@@ -98,7 +98,6 @@ from pallas_flash._backends.mosaic.forward_common import (
     softmax,
 )
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
@@ -168,7 +167,7 @@ class Smem(NamedTuple):
 def scratch(p: Problem, tile: ForwardTile) -> Smem:
     """Return the specification of a CTA's shared memory and barriers."""
     blocks = functools.partial(common.blocks, p.dtype)
-    q_sm = blocks(1, rows=QUERY_ROWS, columns=p.head_dim)
+    q_sm = blocks(1, rows=ptx.ROWS, columns=p.head_dim)
 
     def streamed(columns: int, stages: int) -> Pipeline:
         smem = blocks(CONSUMERS * stages, rows=tile.block_kv, columns=columns)
@@ -180,16 +179,16 @@ def scratch(p: Problem, tile: ForwardTile) -> Smem:
         )
 
     weights = dict(
-        p=plgpu.SMEM((CONSUMERS, QUERY_ROWS, tile.block_kv), p.dtype, transforms=ptx.TILED),
-        rows=plgpu.SMEM((CONSUMERS, 3 + p.max_logits, QUERY_ROWS), jnp.float32),
+        p=plgpu.SMEM((CONSUMERS, ptx.ROWS, tile.block_kv), p.dtype, transforms=ptx.TILED),
+        rows=plgpu.SMEM((CONSUMERS, 3 + p.max_logits, ptx.ROWS), jnp.float32),
     )
     return Smem(
         q=Pipeline.spec(q_sm, 1, copies=q_sm.shape[1], consumers=CONSUMERS),
         k=streamed(ptx.COLUMNS, tile.stages),
         v=streamed(ValuePieces.from_value_dim(p.value_dim).columns, VALUE_STAGES),
         weights=Pipeline.spec(weights, 1, copies=1, pipelines=CONSUMERS),
-        o_sm=plgpu.SMEM((CONSUMERS, QUERY_ROWS, ptx.COLUMNS), p.dtype, transforms=ptx.BLOCKS),
-        statistics_sm=plgpu.SMEM((num_statistics(p), QUERY_ROWS), jnp.float32),
+        o_sm=plgpu.SMEM((CONSUMERS, ptx.ROWS, ptx.COLUMNS), p.dtype, transforms=ptx.BLOCKS),
+        statistics_sm=plgpu.SMEM((num_statistics(p), ptx.ROWS), jnp.float32),
         # The consumers, and four warps of the producer.
         work=scheduler.work_pipeline(p.mask, CONSUMERS + 4),
         ended=(common.barriers(1, CONSUMERS, tile.cluster_size) if tile.cluster_size > 1 else None),
@@ -310,7 +309,7 @@ class WideConsumer(Consumer):
     def block(self, j) -> Block:
         """Return the j-th block; what must be read of a bias in device memory is, from here."""
         first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
-        shape, visited = (QUERY_ROWS, self.config.kv.block), self.visited
+        shape, visited = (ptx.ROWS, self.config.kv.block), self.visited
         positions = common.positions(shape, self.first_row, first_key)
         options = self.options.read_ahead(self.work_tile.h, *positions, masked=False)
         partial = (j < visited.full) | (j >= visited.tail)
@@ -402,7 +401,7 @@ class WideConsumer(Consumer):
         large, max_logits = config.options.large, config.options.max_logits
         m, l = initial_rows(large=large, max_logits=max_logits)
         pieces = config.pieces
-        zeros = jnp.zeros((QUERY_ROWS, pieces.columns), jnp.float32)
+        zeros = jnp.zeros((ptx.ROWS, pieces.columns), jnp.float32)
         acc = (plgpu.layout_cast(zeros, ptx.WGMMA),) * pieces.count
         first = first_own(self.kv_base, visited.start, self.warpgroup)
         steps = common.quotient(jnp.maximum(visited.stop - first, 0) + 1, 2)
@@ -452,7 +451,7 @@ class WideConsumer(Consumer):
         smem, large = self.smem, self.config.options.large
         b, h, pieces = self.work_tile.b, self.work_tile.h, self.config.pieces
         statistics, weight = results_of_rows(self.options, h, m, l, large=large)
-        rows, staged = pl.ds(self.first_row, QUERY_ROWS), smem.o_sm.at[self.warpgroup]
+        rows, staged = pl.ds(self.first_row, ptx.ROWS), smem.o_sm.at[self.warpgroup]
         # The copies of the last work tile must have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -589,7 +588,7 @@ class WideProducer(Producer):
         config, pipeline = self.config, self.smem.q
         pipeline.producer_wait(0)
         first_row = config.query_tiles.first_row(work_tile.index, config.query_tile())
-        index = work_tile.b, pl.ds(first_row, QUERY_ROWS), work_tile.h
+        index = work_tile.b, pl.ds(first_row, ptx.ROWS), work_tile.h
         copy(self.inputs.q, index, pipeline.smem_of(0), pipeline.filled(0))
 
     def rows(self, work_tile: scheduler.WorkTile, j):

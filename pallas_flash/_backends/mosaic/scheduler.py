@@ -64,8 +64,6 @@ plgpu = common.plgpu
 # SMs of an H100 and of an H200. On a GPU with fewer, some CTAs start late.
 NUM_SMS = 132
 
-QUERY_ROWS = 64  # Queries of a warpgroup: the rows of one wgmma instruction.
-
 # Bytes of keys and values of the heads that are in work at a time: for a dynamic schedule half of
 # the L2 cache of an H100 (50 MB), beside all else.
 DYNAMIC_L2_BYTES = 24 * 10**6
@@ -253,7 +251,7 @@ def blocks_of_lists(lists, query_tiles: int, count: int):
 
 @dataclasses.dataclass(frozen=True)
 class QueryTiles:
-    """Which query tiles of `QUERY_ROWS` make up a work tile.
+    """Which query tiles of `ptx.ROWS` make up a work tile.
 
     There is one for each consumer warpgroup, but in `forward_wide` one for each CTA. In a cluster
     these are the warpgroups of both CTAs.
@@ -285,17 +283,17 @@ class QueryTiles:
             cluster_size: CTAs that share a work tile.
         """
         count = warpgroups * cluster_size
-        per_head = -(-problem.q_len // (count * QUERY_ROWS))
+        per_head = -(-problem.q_len // (count * ptx.ROWS))
         features = dataclasses.replace(features_of(problem), batch=batch)
         return cls(count, per_head, cluster_size == 1 and folded(features, warpgroups))
 
     def first_row(self, index, query_tile):
         """Return the first query of one of a work tile's query tiles."""
         if not self.folded:
-            return index * (self.count * QUERY_ROWS) + query_tile * QUERY_ROWS
+            return index * (self.count * ptx.ROWS) + query_tile * ptx.ROWS
         odd = query_tile & 1
         tile = query_tile * self.per_head + odd * (self.per_head - 1) + (1 - 2 * odd) * index
-        return tile * QUERY_ROWS
+        return tile * ptx.ROWS
 
     def in_work_tile_order(self, rows):
         """Return rows [1 or B, 1 or N, query tiles, ...] in the order of work tiles."""
@@ -304,12 +302,12 @@ class QueryTiles:
         missing = self.per_head * self.count - rows.shape[2]
         rows = np.pad(rows, ((0, 0), (0, 0), (0, missing), (0, 0)))
         index, query_tile = np.ogrid[: self.per_head, : self.count]
-        return rows[:, :, self.first_row(index, query_tile).reshape(-1) // QUERY_ROWS]
+        return rows[:, :, self.first_row(index, query_tile).reshape(-1) // ptx.ROWS]
 
 
 def num_work_tiles(f: CallFeatures, warpgroups: int) -> int:
     """Return the number of work tiles of a forward, of which each has a query tile a warpgroup."""
-    return f.batch * f.num_heads * -(-f.q_len // (warpgroups * QUERY_ROWS))
+    return f.batch * f.num_heads * -(-f.q_len // (warpgroups * ptx.ROWS))
 
 
 def folded(f: CallFeatures, warpgroups: int) -> bool:
@@ -319,7 +317,7 @@ def folded(f: CallFeatures, warpgroups: int) -> bool:
 
 def most_rows(f: CallFeatures, warpgroups: int) -> int:
     """Return the queries of the CTA that has most, where all queries see as many keys."""
-    return -(-num_work_tiles(f, warpgroups) // NUM_SMS) * warpgroups * QUERY_ROWS
+    return -(-num_work_tiles(f, warpgroups) // NUM_SMS) * warpgroups * ptx.ROWS
 
 
 # ------------------------------------------------------------------------------------------------
@@ -361,10 +359,10 @@ class Schedule:
         """
         p, kv, dynamic = problem, Tiling(problem.kv_len, tile.block_kv), not mask.known_on_host
         tiles = QueryTiles.from_problem(p, batch, query_tiles, tile.cluster_size)
-        rows = Tiling(p.q_len, QUERY_ROWS * (tiles.count if mask.scattered else 1))
+        rows = Tiling(p.q_len, ptx.ROWS * (tiles.count if mask.scattered else 1))
         table = block_table(mask, rows, kv, "kv", batch, p.batch)
         if mask.scattered:
-            blocks = blocks_of_lists(table, -(-p.q_len // QUERY_ROWS), tiles.count)
+            blocks = blocks_of_lists(table, -(-p.q_len // ptx.ROWS), tiles.count)
             tail = False
         else:
             blocks = blocks_of_ranges(tiles.in_work_tile_order(table), tiles.count)

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pallas_flash._backends.mosaic import common, forward_wide
+from pallas_flash._backends.mosaic import common, forward_wide, ptx
 from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._backends.mosaic.backward_launch import scratch
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS, folded, most_rows
+from pallas_flash._backends.mosaic.scheduler import folded, most_rows
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import SCORES, CallFeatures, MaskKind, Option
 from pallas_flash._problem.problem import Problem
@@ -55,7 +55,7 @@ def wide_tile(p: Problem) -> ForwardTile:
 
     Two CTAs share keys and values wherever the schedule is static and both have queries.
     """
-    cluster_size = 2 if p.mask.known_on_host and p.q_len > QUERY_ROWS else 1
+    cluster_size = 2 if p.mask.known_on_host and p.q_len > ptx.ROWS else 1
     limit = hardware.shared_memory_limit(common.HOPPER)
     tried = (
         ForwardTile(forward_wide.CONSUMERS, forward_wide.BLOCK_KV, 1, stages, cluster_size)
@@ -102,7 +102,7 @@ FORWARD_RULES = (
     TileRule(
         # 1024 tokens of 16 heads: 15 and 18 microseconds.
         "head dims to 64, products alone, one work tile for each CTA",
-        lambda f: f.width <= 64 and _is_shorter_by_two(f) and most_rows(f, 2) == 2 * QUERY_ROWS,
+        lambda f: f.width <= 64 and _is_shorter_by_two(f) and most_rows(f, 2) == 2 * ptx.ROWS,
         ForwardTile(2, 128, 1, 4),
     ),
     TileRule(

@@ -80,6 +80,7 @@ from pallas_flash._backends.mosaic.ptx.layouts import COLUMNS as COLUMNS
 from pallas_flash._backends.mosaic.ptx.layouts import GROUP as GROUP
 from pallas_flash._backends.mosaic.ptx.layouts import OF_GROUP as OF_GROUP
 from pallas_flash._backends.mosaic.ptx.layouts import ROW as ROW
+from pallas_flash._backends.mosaic.ptx.layouts import ROWS as ROWS
 from pallas_flash._backends.mosaic.ptx.layouts import TILED as TILED
 from pallas_flash._backends.mosaic.ptx.layouts import TILED_32 as TILED_32
 from pallas_flash._backends.mosaic.ptx.layouts import WGMMA as WGMMA
