@@ -264,13 +264,15 @@ class Messages(NamedTuple):
         received: the buffers, [DS_STAGES, 128, 64]; a message goes to the same place in both CTAs.
         barriers: shared memory for a barrier of each buffer.
         width: columns of a strip of ds_t.
-        warpgroup: the consumer that sends and receives, with its 64 rows of a buffer.
+        warpgroup: the consumer that sends and receives.
+        mine: the slice of its 64 rows of a buffer.
     """
 
     received: Any
     barriers: Any
     width: int
     warpgroup: Any
+    mine: Any
 
     def start(self, started):
         """Let messages come, when both CTAs are ready for them."""
@@ -290,22 +292,18 @@ class Messages(NamedTuple):
         common.when(self.warpgroup == 0)(expect)
         return n
 
-    def mine(self, n):
-        """Return the warpgroup's rows of buffer n."""
-        return self.received.at[n, pl.ds(self.warpgroup * ptx.ROWS, ptx.ROWS)]
-
     def send_p(self, j, p_t):
         """Send the message of step j to CTA 1, from registers."""
         n = common.remainder(j, DS_STAGES)
-        ptx.send_words(p_t, self.mine(n), self.barriers, n, OF_DK, self.width)
+        ptx.send_words(p_t, self.received.at[n, self.mine], self.barriers, n, OF_DK, self.width)
 
     def take_p(self, n, dtype):
         """Return what `send_p` has sent to buffer n."""
-        return ptx.take_words(self.mine(n), dtype, self.width)
+        return ptx.take_words(self.received.at[n, self.mine], dtype, self.width)
 
     def send_ds(self, n, ds_t):
         """Send a message to buffer n of CTA 0, from shared memory."""
-        ptx.send_tile(ds_t, self.mine(n), self.barriers, n, OF_DV, self.width)
+        ptx.send_tile(ds_t, self.received.at[n, self.mine], self.barriers, n, OF_DV, self.width)
 
 
 class ClusterConsumer(KeysConsumer):
@@ -322,11 +320,12 @@ class ClusterConsumer(KeysConsumer):
         self.columns = Columns.from_rank(self.tiles, self.rank)
         self.dtype, self.pairs = self.tiles.q.dtype, None
         self.slots = scratch.numbers.shape[0] - 1
-        barriers = scratch.numbers.at[self.slots]
-        self.messages = Messages(scratch.received, barriers, self.columns.width, warpgroup)
 
     def before_keys(self):
         """Let messages come."""
+        received, barriers = self.scratch.received, self.scratch.numbers.at[self.slots]
+        one = self.columns.width, self.warpgroup, self.mine
+        self.messages = Messages(received, barriers, *one)
         self.messages.start(self.scratch.started.at[0])
 
     def keys_full(self):
@@ -444,10 +443,10 @@ class DvConsumer(ClusterConsumer):
         self.cotangents.consumer_wait(j)
         dv = ptx.accumulate(dv, p_t, self.cotangents.smem_of(j))
         dq = None if first else self.start_dq(self.messages.wait(j - 1))
-        plgpu.wgmma_wait(0 if dq is None else 1)
+        dv = ptx.wait(0 if dq is None else 1, dv)
         self.cotangents.consumer_release(j)
         self.add_dq(j - 1, 0, dq)
-        return plgpu.layout_cast(dv, ptx.WGMMA)
+        return dv
 
     def send_p(self, j, s_t):
         """Send p_t to CTA 1; return it after dropout, in the dtype of the operands.
@@ -527,11 +526,11 @@ class DkConsumer(ClusterConsumer):
         common.when(more)(lambda: self.cotangents.consumer_wait(j + 1))
         dp_t = self.start_first_product(j + 1, self.cotangents)
         self.add_dq(j, 2, dq)
-        plgpu.wgmma_wait(1)
+        dk = ptx.wait(1, dk)
         self.queries.consumer_release(j)
         dp_t = ptx.wait(0, dp_t)
         self.cotangents.consumer_release(j + 1)
-        return plgpu.layout_cast(dk, ptx.WGMMA), dp_t
+        return dk, dp_t
 
     def ds(self, j, factors, dp_t, delta):
         """Return ds_t."""

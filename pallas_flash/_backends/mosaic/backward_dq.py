@@ -211,10 +211,9 @@ class DqConsumer:
         """Add one inner tile."""
         k = self.scratch.k
         ds = self.ds(j)
-        dq = ptx.accumulate(dq, ds, k.smem_of(j))
-        plgpu.wgmma_wait(0)
+        dq = ptx.wait(0, ptx.accumulate(dq, ds, k.smem_of(j)))
         k.consumer_release(j)
-        return plgpu.layout_cast(dq, ptx.WGMMA)
+        return dq
 
     def ds(self, j):
         """Return ds of an inner tile, in the dtype of the operands."""

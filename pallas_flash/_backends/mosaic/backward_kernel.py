@@ -325,13 +325,13 @@ class BackwardConsumer(KeysConsumer):
             ptx.fence()
             self.cotangents.consumer_release(j)
         if self.grads.dq:
-            dk = self.add_dq(j, place, ds_t, dk)
+            dk, dv = self.add_dq(j, place, ds_t, Sums(dk, dv))
         else:
             dk = self.start_dk(j, dk, ds_t)
-            self.release_cotangents(j, 1)
-        plgpu.wgmma_wait(0)
+            dv = self.wait_dv(j, dv, running=1)
+        dk = ptx.wait(0, dk)
         self.queries.consumer_release(j)
-        return _finished(Sums(dk, dv))
+        return Sums(dk, dv)
 
     def step_of_dv(self, j, place, sums: Sums) -> Sums:
         """Compute one inner tile where dv has a launch of its own."""
@@ -342,31 +342,30 @@ class BackwardConsumer(KeysConsumer):
         self.queries.consumer_release(j)
         self.cotangents.consumer_wait(j)
         dv = self.start_dv(j, sums.dv, p_t, scores)
-        plgpu.wgmma_wait(0)
-        self.cotangents.consumer_release(j)
-        return _finished(Sums(dv=dv))
+        return Sums(dv=self.wait_dv(j, dv, running=0))
 
-    def release_cotangents(self, j, products: int):
-        """Release do when no more than `products` run: dv's is the oldest one.
+    def wait_dv(self, j, dv, *, running: int):
+        """Return dv when at most `running` products still run, its own the oldest; release do.
 
         delta needs no `ptx.fence`: ds depends on it, and is an operand of a product by then.
         """
-        if self.grads.dv:
-            plgpu.wgmma_wait(products)
+        if dv is not None:
+            dv = ptx.wait(running, dv)
             self.cotangents.consumer_release(j)
+        return dv
 
-    def add_dq(self, j, place, ds_t, dk):
-        """Add this warpgroup's part of dq to device memory; return dk, whose product runs."""
+    def add_dq(self, j, place, ds_t, sums: Sums) -> Sums:
+        """Add this warpgroup's part of dq to device memory; the product of dk still runs then."""
         my_ds = self.scratch.ds.at[common.remainder(j, DS_STAGES)].at[self.mine]
         my_ds[...] = ds_t
         ptx.fence()
         Meeting.DS_WRITTEN.wait()
         dq = self.start_dq(j)
         # The registers of a thread have no room for 256 columns and for ds_t.
-        dk = self.start_dk(j, dk, my_ds if self.head_dim > 192 else ds_t)
-        self.release_cotangents(j, 2)
+        dk = self.start_dk(j, sums.dk, my_ds if self.head_dim > 192 else ds_t)
+        dv = self.wait_dv(j, sums.dv, running=2)
         self.store_dq(place, ptx.wait(1, dq))
-        return dk
+        return Sums(dk, dv)
 
     def store_dq(self, place, dq):
         """Add a part of dq to device memory by atomic adds."""
@@ -414,11 +413,6 @@ class BackwardConsumer(KeysConsumer):
         for name, x, tile in zip(Sums._fields, sums, staged, strict=True):
             if x is not None:
                 store_sums(self.config, self.cta, self.warpgroup, x, tile, self.grads_refs[name])
-
-
-def _finished(sums: Sums) -> Sums:
-    """Return sums after a wait for their products."""
-    return Sums(*(None if x is None else plgpu.layout_cast(x, ptx.WGMMA) for x in sums))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -235,13 +235,20 @@ def blocks_of_lists(lists, query_tiles: int, count: int):
 
     A block that is partial for one of them counts as partial for all.
     """
-    full, length = lists[..., 0], lists[..., 1, None]
+    full, length = lists[..., 0], lists[..., 1]
     row = np.arange(full.size, dtype=np.int32).reshape(full.shape)
     tile = np.arange(lists.shape[2] * count).reshape(1, 1, -1, count)
     # Query tiles beyond the last one skip all blocks.
-    start = jnp.where(tile < query_tiles, 0, length)
-    visited = VisitedBlocks(start, jnp.maximum(start, length - full[..., None]), length, length)
-    return pack(KvBlocks(row, lists[..., 1], full), visited)
+    stop = length[..., None]
+    start = jnp.where(tile < query_tiles, 0, stop)
+    visited = VisitedBlocks(start, jnp.maximum(start, stop - full[..., None]), stop, stop)
+    return pack(KvBlocks(row, jnp.asarray(length), full), visited)
+
+
+def have_partial_tail(blocks: np.ndarray) -> bool:
+    """Return whether a query tile of these work tiles visits partial blocks after full ones."""
+    _, visited = unpack(blocks)
+    return bool((visited.tail < visited.stop).any())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -366,8 +373,7 @@ class Schedule:
             tail = False
         else:
             blocks = blocks_of_ranges(tiles.in_work_tile_order(table), tiles.count)
-            visited = unpack(blocks)[1]
-            tail = dynamic or bool((visited.tail < visited.stop).any())
+            tail = dynamic or have_partial_tail(blocks)
         kv_bytes = p.kv_len * (p.head_dim + p.value_dim) * p.dtype.itemsize
         l2_bytes = DYNAMIC_L2_BYTES if dynamic else STATIC_L2_BYTES
         heads = max(1, l2_bytes // kv_bytes) * p.groups if mask else 1
