@@ -338,18 +338,8 @@ def consume(inputs: Inputs, result_refs, smem: Smem, tiles, warpgroup, config: D
         del i
         blocks = partial_first(work_tile.entry, inputs.table)
         options = config.options.element_options(inputs.options, work_tile.b)
-        DecodeConsumer(
-            inputs=inputs,
-            result_refs=result_refs,
-            smem=smem,
-            config=config,
-            warpgroup=warpgroup,
-            work_tile=work_tile,
-            blocks=blocks,
-            visible=visible,
-            options=options,
-            base=base,
-        ).run()
+        cta = inputs, result_refs, smem, config
+        DecodeConsumer(*cta, warpgroup, work_tile, blocks, visible, options, base).run()
         return base + blocks.count
 
     scheduler.for_each(tiles, compute, jnp.int32(0))

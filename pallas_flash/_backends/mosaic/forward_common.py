@@ -372,8 +372,8 @@ class ForwardConfig(common.KernelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Consumer:
-    """A consumer warpgroup at one work tile.
+class Cta:
+    """A CTA, as all its warpgroups see it.
 
     Attributes:
         inputs: operands in device memory.
@@ -381,11 +381,6 @@ class Consumer:
         statistic_refs: the statistics of `LogSum`.
         smem: shared memory and barriers.
         config: what is known at compile time.
-        warpgroup: its number in the CTA.
-        work_tile: the work tile.
-        first_row: the first query.
-        options: the options of its batch element.
-        kv_base: K/V blocks that the CTA had before this work tile.
     """
 
     inputs: Inputs
@@ -393,6 +388,20 @@ class Consumer:
     statistic_refs: Any
     smem: Any
     config: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer(Cta):
+    """A consumer warpgroup of a CTA at one work tile.
+
+    Attributes:
+        warpgroup: its number in the CTA.
+        work_tile: the work tile.
+        first_row: the first query.
+        options: the options of its batch element.
+        kv_base: K/V blocks that the CTA had before this work tile.
+    """
+
     warpgroup: Any
     work_tile: scheduler.WorkTile
     first_row: Any
@@ -406,38 +415,22 @@ class Consumer:
         return self.work_tile.visited
 
 
-@dataclasses.dataclass(frozen=True)
-class Producer:
-    """The producer warpgroup.
-
-    Attributes:
-        inputs: operands in device memory.
-        smem: shared memory and barriers.
-        config: what is known at compile time.
-    """
-
-    inputs: Inputs
-    smem: Any
-    config: Any
-
-
-def run_cta(inputs: Inputs, dynamic_schedule, work, consumers: int, consume, produce):
-    """Run the warpgroups of one CTA.
+def run_cta(cta: Cta, dynamic_schedule, consumers: int, consume, producer):
+    """Run the warpgroups of a CTA.
 
     Args:
-        inputs: operands in device memory.
+        cta: the CTA.
         dynamic_schedule: the work tiles of a dynamic schedule, or None.
-        work: their pipeline, or None.
         consumers: how many consumer warpgroups there are.
-        consume: function of the work tiles and a warpgroup.
-        produce: function of the work tiles.
+        consume: function of the CTA, the work tiles and the number of a warpgroup.
+        producer: class of the producer warpgroup.
     """
-    schedule = inputs.schedule if work is None else dynamic_schedule
-    tiles = scheduler.WorkTiles(schedule, lax.axis_index("cta"), work)
+    schedule = cta.inputs.schedule if cta.smem.work is None else dynamic_schedule
+    tiles = scheduler.WorkTiles(schedule, lax.axis_index("cta"), cta.smem.work)
     warpgroup = lax.axis_index("warpgroup")
     consumes = warpgroup < consumers
-    common.when(consumes)(lambda: consume(tiles, warpgroup))
-    common.when(jnp.logical_not(consumes))(lambda: produce(tiles))
+    common.when(consumes)(lambda: consume(cta, tiles, warpgroup))
+    common.when(jnp.logical_not(consumes))(lambda: producer(**vars(cta)).run(tiles))
 
 
 def launch(

@@ -111,9 +111,9 @@ from jax.experimental import pallas as pl
 from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import (
     Consumer,
+    Cta,
     ForwardConfig,
     Inputs,
-    Producer,
     copy,
     copy_keys_and_values,
     copy_statistics,
@@ -493,9 +493,10 @@ class ForwardConsumer(Consumer):
             self.queries.consumer_release(0)
 
 
-def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config: NarrowConfig):
+def consume(cta: Cta, tiles: scheduler.WorkTiles, warpgroup):
     """Run a consumer warpgroup over all work tiles of its CTA."""
-    smem.q.pipeline_of_warpgroup(warpgroup).consumer_start()
+    config = cta.config
+    cta.smem.q.pipeline_of_warpgroup(warpgroup).consumer_start()
     registers, _ = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="increase")
 
@@ -503,16 +504,12 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
         kv_base, bias_base = bases
         query_tile = config.query_tile(warpgroup, i)
         consumer = ForwardConsumer(
-            inputs=inputs,
-            o_refs=o_refs,
-            statistic_refs=statistic_refs,
-            smem=smem,
-            config=config,
+            **vars(cta),
             warpgroup=warpgroup,
             work_tile=work_tile,
             query_tile=query_tile,
             first_row=config.query_tiles.first_row(work_tile.index, query_tile),
-            options=config.options.element_options(inputs.options, work_tile.b),
+            options=config.options.element_options(cta.inputs.options, work_tile.b),
             kv_base=kv_base,
             bias_base=bias_base,
         )
@@ -522,7 +519,7 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 
     bases = jnp.int32(0), jnp.int32(0)
     scheduler.for_each(config.work_tiles(warpgroup, tiles), compute, bases)
-    leave(smem.ended)
+    leave(cta.smem.ended)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -530,8 +527,8 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 # ------------------------------------------------------------------------------------------------
 
 
-class ForwardProducer(Producer):
-    """The producer warpgroup; its methods are bodies for `scheduler.for_each`, of one warp each."""
+class ForwardProducer(Cta):
+    """The producer warpgroup of a CTA; its methods are a warp's bodies for `scheduler.for_each`."""
 
     def run(self, tiles: scheduler.WorkTiles):
         """Copy all that the consumers of this CTA need."""
@@ -618,18 +615,11 @@ class ForwardProducer(Producer):
 # ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_forward(
-    inputs: Inputs, dynamic_schedule, *outputs, static: NarrowConfig, **memory
-):
+def pallas_flash_forward(inputs: Inputs, dynamic_schedule, *outputs, static, **memory):
     """Compute the work tiles of one CTA; a static schedule is in the inputs."""
-    smem, config = Smem(**memory), static
-    o_refs, statistic_refs = outputs[: config.num_parts], outputs[config.num_parts :]
-
-    def consume_all(tiles, warpgroup):
-        consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
-
-    produce = ForwardProducer(inputs, smem, config).run
-    run_cta(inputs, dynamic_schedule, smem.work, config.tile.warpgroups, consume_all, produce)
+    n = static.num_parts
+    cta = Cta(inputs, outputs[:n], outputs[n:], Smem(**memory), static)
+    run_cta(cta, dynamic_schedule, static.tile.warpgroups, consume, ForwardProducer)
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):

@@ -79,9 +79,9 @@ from jax.experimental import pallas as pl
 from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import (
     Consumer,
+    Cta,
     ForwardConfig,
     Inputs,
-    Producer,
     RowMax,
     copy,
     copy_statistics,
@@ -476,31 +476,28 @@ class WideConsumer(Consumer):
                 first += 1
 
 
-def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config: WideConfig):
+def consume(cta: Cta, tiles: scheduler.WorkTiles, warpgroup):
     """Run a consumer warpgroup over all work tiles of its CTA."""
-    smem.q.consumer_start()
-    smem.weights.pipeline_of_warpgroup(1 - warpgroup).consumer_start()
+    config = cta.config
+    cta.smem.q.consumer_start()
+    cta.smem.weights.pipeline_of_warpgroup(1 - warpgroup).consumer_start()
     plgpu.set_max_registers(REGISTERS[0], action="increase")
 
     def compute(i, work_tile, kv_base):
         del i
         consumer = WideConsumer(
-            inputs=inputs,
-            o_refs=o_refs,
-            statistic_refs=statistic_refs,
-            smem=smem,
-            config=config,
+            **vars(cta),
             warpgroup=warpgroup,
             work_tile=work_tile,
             first_row=config.query_tiles.first_row(work_tile.index, config.query_tile()),
-            options=config.options.element_options(inputs.options, work_tile.b),
+            options=config.options.element_options(cta.inputs.options, work_tile.b),
             kv_base=kv_base,
         )
         consumer.run()
         return kv_base + work_tile.kv_blocks.count
 
     scheduler.for_each(config.work_tiles(tiles), compute, jnp.int32(0))
-    leave(smem.ended)
+    leave(cta.smem.ended)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -508,8 +505,8 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 # ------------------------------------------------------------------------------------------------
 
 
-class WideProducer(Producer):
-    """The producer warpgroup; its methods are bodies for `scheduler.for_each`, of one warp each."""
+class WideProducer(Cta):
+    """The producer warpgroup of a CTA; its methods are a warp's bodies for `scheduler.for_each`."""
 
     def run(self, tiles: scheduler.WorkTiles):
         """Copy all that the consumers of this CTA need: a warp for each stream."""
@@ -611,18 +608,11 @@ class WideProducer(Producer):
 # ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_forward_wide(
-    inputs: Inputs, dynamic_schedule, *outputs, static: WideConfig, **memory
-):
+def pallas_flash_forward_wide(inputs: Inputs, dynamic_schedule, *outputs, static, **memory):
     """Compute the work tiles of one CTA; a static schedule is in the inputs."""
-    smem, config = Smem(**memory), static
-    o_refs, statistic_refs = outputs[: config.num_parts], outputs[config.num_parts :]
-
-    def consume_all(tiles, warpgroup):
-        consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
-
-    produce = WideProducer(inputs, smem, config).run
-    run_cta(inputs, dynamic_schedule, smem.work, CONSUMERS, consume_all, produce)
+    n = static.num_parts
+    cta = Cta(inputs, outputs[:n], outputs[n:], Smem(**memory), static)
+    run_cta(cta, dynamic_schedule, CONSUMERS, consume, WideProducer)
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
