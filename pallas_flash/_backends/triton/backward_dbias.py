@@ -76,7 +76,6 @@ def dbias(problem: Problem, do, log_sum, delta, dq: Tile, *, interpret: bool):
     p = problem
     tile = streamed.small_tile(dq)
     spec, extras, some = make_spec(p, tile, streamed="both", interpret=interpret)
-    arrays, in_specs = streamed.operands(p, do, log_sum, delta, extras, some)
     counts = (p.batch, p.num_heads, spec.q.count, spec.kv.count)
     broadcast = tuple(n == 1 for n in p.bias.shape)
     block = (
@@ -87,13 +86,11 @@ def dbias(problem: Problem, do, log_sum, delta, dq: Tile, *, interpret: bool):
     )
     [out] = launch(
         pallas_flash_dbias,
-        *arrays,
+        streamed.operands(p, do, log_sum, delta, extras, some),
+        [(p.bias.shape, p.bias.dtype, pl.BlockSpec(block, lambda j, i, h, b: (b, h, i, j)))],
         spec=spec,
         tile=tile,
         grid=tuple(1 if one else n for n, one in zip(counts, broadcast, strict=True))[::-1],
-        in_specs=in_specs,
-        out_specs=[pl.BlockSpec(block, lambda j, i, h, b: (b, h, i, j))],
-        out_shapes=[(p.bias.shape, p.bias.dtype)],
         counts=counts,
         broadcast=broadcast,
     )

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._backends.triton import memory, visibility
 from pallas_flash._backends.triton.grid import side_by_side
-from pallas_flash._backends.triton.launch import launch, load_tables, table_operands, whole_array
+from pallas_flash._backends.triton.launch import launch, load_tables, table_operands, whole
 from pallas_flash._backends.triton.spec import KernelSpec, make_spec, softmax_shift
 from pallas_flash._backends.triton.tiles.rule import splits_of_heads
 from pallas_flash._problem.dropout import drop, rescaled, shrunk
@@ -202,7 +202,6 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
 
         return pl.BlockSpec((None, spec.kv.block, None, memory.padded(width)), block)
 
-    tables, table_specs = table_operands(extras, table, index, heads=groups)
     statistic = pl.BlockSpec((None, groups, p.q_len), lambda *ids: (*index(*ids)[:2], 0))
     widths = []
     if kernel is not pallas_flash_dv:
@@ -212,30 +211,21 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
     dtype = p.dtype if splits == 1 else jnp.float32
     sums = launch(
         kernel,
-        p.query,
-        p.key,
-        p.value,
-        p.scale[None],
-        do,
-        *jax.tree.leaves(log_sum),
-        delta,
-        *tables,
+        [
+            (p.query, head_rows(p.head_dim)),
+            (p.key, keys(p.head_dim, splits)),
+            (p.value, keys(p.value_dim, splits)),
+            whole(p.scale[None]),
+            (do, head_rows(p.value_dim)),
+            *((x, statistic) for x in (*jax.tree.leaves(log_sum), delta)),
+            *table_operands(extras, table, index, heads=groups),
+        ],
+        [((*p.key.shape[:2], p.num_kv_heads * splits, w), dtype, keys(w)) for w in widths],
         spec=spec,
         tile=tile,
         # Key tile 0 comes first. Under a causal mask it has the most queries, and heavy tiles
         # should start early.
         grid=(heads * splits, spec.kv.count, p.num_kv_heads // heads, p.batch),
-        in_specs=[
-            head_rows(p.head_dim),
-            keys(p.head_dim, splits),
-            keys(p.value_dim, splits),
-            whole_array(p.scale[None]),
-            head_rows(p.value_dim),
-            *[statistic] * (spec.num_statistics + 1),
-            *table_specs,
-        ],
-        out_specs=[keys(width) for width in widths],
-        out_shapes=[((*p.key.shape[:2], p.num_kv_heads * splits, w), dtype) for w in widths],
         here=lambda: index(*map(pl.program_id, range(4))),
     )
     if splits == 1:

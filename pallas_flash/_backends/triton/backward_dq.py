@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._backends.triton import memory, visibility
 from pallas_flash._backends.triton.grid import QueryTiles
-from pallas_flash._backends.triton.launch import launch, load_tables, whole_array
+from pallas_flash._backends.triton.launch import launch, load_tables, whole
 from pallas_flash._backends.triton.spec import KernelSpec, make_spec, softmax_shift
 from pallas_flash._problem.dropout import drop, rescaled, shrunk
 from pallas_flash._problem.problem import Problem
@@ -79,34 +79,25 @@ def dq(problem: Problem, do, log_sum, delta, tile: Tile, *, want_scale: bool, in
     p = problem
     spec, extras, table = make_spec(p, tile, streamed="kv", interpret=interpret)
     layout = QueryTiles(p, spec, extras.mask)
-    tables, table_specs = layout.operands(extras, table)
-    out = [(layout.rows(p.head_dim), (p.query.shape, p.dtype))]
-    if want_scale:
-        out.append((layout.row_statistic(), (delta.shape, jnp.float32)))
+    statistic = layout.row_statistic()
     results = launch(
         pallas_flash_dq,
-        p.query,
-        p.key,
-        p.value,
-        p.scale[None],
-        do,
-        *jax.tree.leaves(log_sum),
-        delta,
-        *tables,
+        [
+            (p.query, layout.rows(p.head_dim)),
+            (p.key, layout.keys(p.head_dim)),
+            (p.value, layout.keys(p.value_dim)),
+            whole(p.scale[None]),
+            (do, layout.rows(p.value_dim)),
+            *((x, statistic) for x in (*jax.tree.leaves(log_sum), delta)),
+            *layout.operands(extras, table),
+        ],
+        [
+            (p.query.shape, p.dtype, layout.rows(p.head_dim)),
+            *[(delta.shape, jnp.float32, statistic)] * want_scale,
+        ],
         spec=spec,
         tile=tile,
         grid=layout.grid,
-        in_specs=[
-            layout.rows(p.head_dim),
-            layout.keys(p.head_dim),
-            layout.keys(p.value_dim),
-            whole_array(p.scale[None]),
-            layout.rows(p.value_dim),
-            *[layout.row_statistic()] * (spec.num_statistics + 1),
-            *table_specs,
-        ],
-        out_specs=[block for block, _ in out],
-        out_shapes=[shape for _, shape in out],
         here=layout.here,
         want_scale=want_scale,
     )

@@ -135,7 +135,6 @@ def _sums(p: Problem, do, log_sum, delta, number: int, read: Read, dq: Tile, *, 
     else:
         by_batch = True
     spec, extras, some = make_spec(p, tile, streamed="both", interpret=interpret)
-    arrays, in_specs = streamed.operands(p, do, log_sum, delta, extras, some)
     batch = p.batch if by_batch else 1
     shape, block, count = {
         Sums.ROWS: ((p.q_len, 1), (spec.q.block, 1), spec.q.count),
@@ -152,13 +151,11 @@ def _sums(p: Problem, do, log_sum, delta, number: int, read: Read, dq: Tile, *, 
 
     [x] = launch(
         pallas_flash_read,
-        *arrays,
+        streamed.operands(p, do, log_sum, delta, extras, some),
+        [((batch, p.num_heads, *shape), jnp.float32, pl.BlockSpec((None, None, *block), place))],
         spec=spec,
         tile=tile,
         grid=(count, p.num_heads, batch),
-        in_specs=in_specs,
-        out_specs=[pl.BlockSpec((None, None, *block), place)],
-        out_shapes=[((batch, p.num_heads, *shape), jnp.float32)],
         number=number,
         sums=sums,
         batch=p.batch,

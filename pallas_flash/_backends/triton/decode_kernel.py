@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._backends.triton import memory
 from pallas_flash._backends.triton.forward_kernel import attend
-from pallas_flash._backends.triton.launch import launch, load_tables, table_operands, whole_array
+from pallas_flash._backends.triton.launch import launch, load_tables, table_operands, whole
 from pallas_flash._backends.triton.spec import KernelSpec, Rows, make_spec
 from pallas_flash._jax import compat
 from pallas_flash._problem.dropout import rescaled
@@ -187,36 +187,36 @@ def decode(problem: Problem, tile: Tile, *, interpret: bool):
     splits = max(1, min(splits, spec.kv.count // MIN_TILES_PER_SPLIT))
     width, value_width = memory.padded(p.head_dim), memory.padded(p.value_dim)
     # A query tile has the rows of `groups` row tiles, or all rows.
-    tables, table_specs = table_operands(
-        extras, table, lambda r, i, k, b: (b, k, lax.div(r, np.int32(groups)))
-    )
+    tables = table_operands(extras, table, lambda r, i, k, b: (b, k, lax.div(r, np.int32(groups))))
     # [B, T, N, H] to [B, K, rows, H], which copies nothing for a single query.
     rows = p.query.reshape(p.batch, p.q_len, p.num_kv_heads, groups, p.head_dim).swapaxes(1, 2)
+    rows = rows.reshape(p.batch, p.num_kv_heads, num_rows, p.head_dim)
+    tile_of_rows = None, None, None, block
+
+    def of_head(width):
+        return pl.BlockSpec((None, p.kv_len, None, width), lambda r, i, k, b: (b, 0, k, 0))
+
     statistic = (p.batch, splits, p.num_kv_heads, num_rows)
     results = launch(
         pallas_flash_decode,
-        rows.reshape(p.batch, p.num_kv_heads, num_rows, p.head_dim),
-        p.key,
-        p.value,
-        p.scale[None],
-        *tables,
+        [
+            (rows, pl.BlockSpec((None, None, block, width), lambda r, i, k, b: (b, k, r, 0))),
+            (p.key, of_head(width)),
+            (p.value, of_head(value_width)),
+            whole(p.scale[None]),
+            *tables,
+        ],
+        [
+            (
+                *((*statistic, p.value_dim), jnp.float32),
+                pl.BlockSpec((*tile_of_rows, value_width), lambda r, i, k, b: (b, i, k, r, 0)),
+            ),
+            *[(statistic, jnp.float32, pl.BlockSpec(tile_of_rows, lambda r, i, k, b: (b, i, k, r)))]
+            * 2,
+        ],
         spec=spec,
         tile=tile,
         grid=(row_tiles, splits, p.num_kv_heads, p.batch),
-        in_specs=[
-            pl.BlockSpec((None, None, block, width), lambda r, i, k, b: (b, k, r, 0)),
-            pl.BlockSpec((None, p.kv_len, None, width), lambda r, i, k, b: (b, 0, k, 0)),
-            pl.BlockSpec((None, p.kv_len, None, value_width), lambda r, i, k, b: (b, 0, k, 0)),
-            whole_array(p.scale[None]),
-            *table_specs,
-        ],
-        out_specs=[
-            pl.BlockSpec(
-                (None, None, None, block, value_width), lambda r, i, k, b: (b, i, k, r, 0)
-            ),
-            *[pl.BlockSpec((None, None, None, block), lambda r, i, k, b: (b, i, k, r))] * 2,
-        ],
-        out_shapes=[((*statistic, p.value_dim), jnp.float32), *[(statistic, jnp.float32)] * 2],
         groups=groups,
         splits=splits,
         num_rows=num_rows,
@@ -238,28 +238,24 @@ def _combine(p: Problem, splits_of_rows, tile: Tile, spec: KernelSpec):
         query, head = query_and_head(r, groups)
         return query, k * groups + head
 
+    acc, *rest = splits_of_rows
+    of_rest = pl.BlockSpec(block, lambda r, k, b: (b, 0, k, r))
+    of_o = pl.BlockSpec((None, None, None, width), lambda r, k, b: (b, *of_row(r, k), 0))
+    of_statistic = pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *of_row(r, k)[::-1]))
     results = launch(
         pallas_flash_decode_combine,
-        *splits_of_rows,
-        *sinks,
+        [
+            (acc, pl.BlockSpec((*block, width), lambda r, k, b: (b, 0, k, r, 0))),
+            *((x, of_rest) for x in rest),
+            *map(whole, sinks),
+        ],
+        [
+            *[((*p.query.shape[:3], p.value_dim), p.dtype, of_o)] * spec.num_parts,
+            *[((p.batch, p.num_heads, p.q_len), jnp.float32, of_statistic)] * spec.num_row_outputs,
+        ],
         spec=spec,
         tile=tile,
         grid=(num_rows, p.num_kv_heads, p.batch),
-        in_specs=[
-            pl.BlockSpec((*block, width), lambda r, k, b: (b, 0, k, r, 0)),
-            *[pl.BlockSpec(block, lambda r, k, b: (b, 0, k, r))] * 2,
-            *map(whole_array, sinks),
-        ],
-        out_specs=[
-            *[pl.BlockSpec((None, None, None, width), lambda r, k, b: (b, *of_row(r, k), 0))]
-            * spec.num_parts,
-            *[pl.BlockSpec((None, None, 1), lambda r, k, b: (b, *of_row(r, k)[::-1]))]
-            * spec.num_row_outputs,
-        ],
-        out_shapes=[
-            *[((*p.query.shape[:3], p.value_dim), p.dtype)] * spec.num_parts,
-            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_row_outputs,
-        ],
         factor=rescaled(p.dropout, 1.0),
         groups=groups,
         splits=splits,

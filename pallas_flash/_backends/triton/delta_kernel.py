@@ -49,19 +49,15 @@ def delta(problem: Problem, o, do, dlse, *, interpret: bool):
         (None, tiles.block, None, memory.padded(p.value_dim)), lambda i, n, b: (b, i, n, 0)
     )
     by_row = pl.BlockSpec((None, tiles.block, None), lambda i, n, b: (b, i, n))
+    of_delta = pl.BlockSpec((None, None, tiles.block), lambda i, n, b: (b, n, i))
     o, *low = jax.tree.leaves(o)
     [out] = launch(
         pallas_flash_delta,
-        o,
-        do,
-        *low,
-        *([] if dlse is None else [dlse]),
+        [*((x, wide) for x in (o, do, *low)), *([] if dlse is None else [(dlse, by_row)])],
+        [((p.batch, p.num_heads, p.q_len), jnp.float32, of_delta)],
         spec=spec,
         tile=_TILE,
         grid=(tiles.count, p.num_heads, p.batch),
-        in_specs=[wide, wide, *[wide] * len(low), *([] if dlse is None else [by_row])],
-        out_specs=[pl.BlockSpec((None, None, tiles.block), lambda i, n, b: (b, n, i))],
-        out_shapes=[((p.batch, p.num_heads, p.q_len), jnp.float32)],
         split=bool(low),
     )
     return out

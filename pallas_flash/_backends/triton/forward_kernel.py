@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._backends.triton import memory, visibility
 from pallas_flash._backends.triton.grid import QueryTiles
-from pallas_flash._backends.triton.launch import launch, load_tables, whole_array
+from pallas_flash._backends.triton.launch import launch, load_tables, whole
 from pallas_flash._backends.triton.spec import KernelSpec, Rows, make_spec
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Extras, Problem
@@ -144,32 +144,24 @@ def forward(problem: Problem, tile: Tile, *, interpret: bool):
     p = problem
     spec, extras, table = make_spec(p, tile, streamed="kv", interpret=interpret)
     layout = QueryTiles(p, spec, extras.mask)
-    tables, table_specs = layout.operands(extras, table)
+    statistic = layout.row_statistic()
     results = launch(
         pallas_flash_forward,
-        p.query,
-        p.key,
-        p.value,
-        p.scale[None],
-        *tables,
+        [
+            (p.query, layout.rows(p.head_dim)),
+            (p.key, layout.keys(p.head_dim)),
+            (p.value, layout.keys(p.value_dim)),
+            whole(p.scale[None]),
+            *layout.operands(extras, table),
+        ],
+        [
+            *[((*p.query.shape[:3], p.value_dim), p.dtype, layout.rows(p.value_dim))]
+            * spec.num_parts,
+            *[((p.batch, p.num_heads, p.q_len), jnp.float32, statistic)] * spec.num_row_outputs,
+        ],
         spec=spec,
         tile=tile,
         grid=layout.grid,
-        in_specs=[
-            layout.rows(p.head_dim),
-            layout.keys(p.head_dim),
-            layout.keys(p.value_dim),
-            whole_array(p.scale[None]),
-            *table_specs,
-        ],
-        out_specs=[
-            *[layout.rows(p.value_dim)] * spec.num_parts,
-            *[layout.row_statistic()] * spec.num_row_outputs,
-        ],
-        out_shapes=[
-            *[((*p.query.shape[:3], p.value_dim), p.dtype)] * spec.num_parts,
-            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_row_outputs,
-        ],
         here=layout.here,
     )
     return spec.results_of_forward(results)

@@ -57,7 +57,7 @@ class QueryTiles:
         return self.index(*map(pl.program_id, range(5)))
 
     def operands(self, extras: Extras, table):
-        """Return the operands after the common ones, and their specs; see `table_operands`."""
+        """Return the operands after the common ones, see `table_operands`."""
         return table_operands(extras, table, self.index)
 
     def rows(self, width: int) -> pl.BlockSpec:

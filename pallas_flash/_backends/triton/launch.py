@@ -11,24 +11,20 @@ from pallas_flash._problem.problem import Extras
 from pallas_flash._problem.traversal import Sparsity
 
 
-def whole_array(x) -> pl.BlockSpec:
-    """Return the spec of a whole array, which every program gets and the kernel indexes."""
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+def whole(x) -> tuple:
+    """Return an array that every program gets whole, and its spec; the kernel indexes it."""
+    return x, pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
-def launch(
-    kernel, *operands, spec: KernelSpec, grid, in_specs, out_specs, out_shapes, tile, **options
-):
+def launch(kernel, operands, outputs, *, spec: KernelSpec, grid, tile, **options):
     """Call `pl.pallas_call` for a kernel of this package.
 
     Args:
         kernel: takes `spec` and `options` as keywords; its name is the name in a profile.
-        *operands: arrays.
+        operands: (array, BlockSpec) of each.
+        outputs: (shape, dtype, BlockSpec) of each.
         spec: what the kernel knows when it is compiled.
         grid: axis 0 varies fastest.
-        in_specs: one BlockSpec for each operand.
-        out_specs: one for each output.
-        out_shapes: (shape, dtype) of each output.
         tile: the tile, which has the number of warps and stages.
         **options: further keywords for the kernel.
     """
@@ -42,15 +38,15 @@ def launch(
     return pl.pallas_call(
         body,
         grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=[compat.out_shape(shape, dtype) for shape, dtype in out_shapes],
+        in_specs=[block for _, block in operands],
+        out_specs=[block for *_, block in outputs],
+        out_shape=[compat.out_shape(shape, dtype) for shape, dtype, _ in outputs],
         interpret=spec.interpret,
         name=kernel.__name__,
         compiler_params=None
         if spec.interpret
         else compat.compiler_params(tile.num_warps, tile.num_stages),
-    )(*operands)
+    )(*(x for x, _ in operands))
 
 
 def kernel_arrays(extras: Extras) -> list:
@@ -58,8 +54,8 @@ def kernel_arrays(extras: Extras) -> list:
     return [x.astype(jnp.int8) if x.dtype == jnp.bool_ else x for x in jax.tree.leaves(extras)]
 
 
-def table_operands(extras: Extras, table, row, heads: int | None = None):
-    """Return the operands after the common ones, and their specs: the table, then extras' arrays.
+def table_operands(extras: Extras, table, row, heads: int | None = None) -> list:
+    """Return the operands after the common ones: the table, then the arrays of extras.
 
     Args:
         extras: every program gets its arrays whole.
@@ -67,10 +63,9 @@ def table_operands(extras: Extras, table, row, heads: int | None = None):
         row: maps grid indices to the batch element, the block of heads and the tile.
         heads: the heads of a block; None means that a program has one head.
     """
-    arrays = kernel_arrays(extras)
-    specs = [whole_array(x) for x in arrays]
+    arrays = [whole(x) for x in kernel_arrays(extras)]
     if table is None:
-        return arrays, specs
+        return arrays
     batch, by_head = table.shape[0] > 1, table.shape[1] > 1
 
     def index(*ids):
@@ -78,7 +73,7 @@ def table_operands(extras: Extras, table, row, heads: int | None = None):
         return (b if batch else 0, h if by_head else 0, tile, 0)
 
     block = (None, heads if by_head else None, None, table.shape[-1])
-    return [table, *arrays], [pl.BlockSpec(block, index), *specs]
+    return [(table, pl.BlockSpec(block, index)), *arrays]
 
 
 def load_tables(refs, spec: KernelSpec, streamed: Tiling):

@@ -40,7 +40,7 @@ from pallas_flash._backends.triton.decode_kernel import (
     query_and_head,
 )
 from pallas_flash._backends.triton.forward_kernel import attend
-from pallas_flash._backends.triton.launch import kernel_arrays, launch, whole_array
+from pallas_flash._backends.triton.launch import kernel_arrays, launch, whole
 from pallas_flash._backends.triton.spec import KernelSpec, Rows
 from pallas_flash._backends.triton.tiles.table import BY_MATRIX_UNITS, DECODE_ROWS, DECODE_STAGE
 from pallas_flash._jax import device, hardware
@@ -273,13 +273,6 @@ def _compute(p: PagedProblem, work: Work, spec: KernelSpec, extras: Extras, tile
     key_pages, value_pages = (
         eight_bit.pack(x) if parts > 1 else x for x in (p.key_pages, p.value_pages)
     )
-    arrays = [
-        p.scale[None],
-        work.table,
-        p.requests.page_indices,
-        *scales,
-        *kernel_arrays(extras),
-    ]
     block, rows = tile.block_q, min(tile.block_q, p.q_len * p.groups)
     statistic = (len(work.table), p.num_kv_heads, rows)
 
@@ -288,39 +281,37 @@ def _compute(p: PagedProblem, work: Work, spec: KernelSpec, extras: Extras, tile
             (p.requests.num_pages, p.requests.page_size, None, width), lambda k, w: (0, 0, k, 0)
         )
 
-    def scales_spec(x):
-        if x.ndim == 1:
-            return whole_array(x)
-        return pl.BlockSpec(
-            (p.requests.num_pages, None, p.requests.page_size), lambda k, w: (0, k, 0)
-        )
+    def with_spec(scales):
+        if scales.ndim == 1:
+            return whole(scales)
+        block = p.requests.num_pages, None, p.requests.page_size
+        return scales, pl.BlockSpec(block, lambda k, w: (0, k, 0))
 
     # The compiler divides its stages between two loads, of a page's number and of its keys.
     tile = dataclasses.replace(tile, num_stages=2 * tile.num_stages - 1)
     return launch(
         pallas_flash_paged,
-        p.query,
-        key_pages,
-        value_pages,
-        *arrays,
+        [
+            (p.query, pl.BlockSpec((p.tokens, p.num_heads, width), lambda k, w: (0, 0, 0))),
+            (key_pages, pages(width // parts)),
+            (value_pages, pages(value_width // parts)),
+            whole(p.scale[None]),
+            (work.table, pl.BlockSpec((None, work.table.shape[1]), lambda k, w: (w, 0))),
+            whole(p.requests.page_indices),
+            *map(with_spec, scales),
+            *map(whole, kernel_arrays(extras)),
+        ],
+        [
+            (
+                *((*statistic, p.value_dim), jnp.float32),
+                pl.BlockSpec((None, None, block, value_width), lambda k, w: (w, k, 0, 0)),
+            ),
+            *[(statistic, jnp.float32, pl.BlockSpec((None, None, block), lambda k, w: (w, k, 0)))]
+            * 2,
+        ],
         spec=spec,
         tile=tile,
         grid=(p.num_kv_heads, len(work.table)),
-        in_specs=[
-            pl.BlockSpec((p.tokens, p.num_heads, width), lambda k, w: (0, 0, 0)),
-            pages(width // parts),
-            pages(value_width // parts),
-            whole_array(p.scale[None]),
-            pl.BlockSpec((None, work.table.shape[1]), lambda k, w: (w, 0)),
-            whole_array(p.requests.page_indices),
-            *map(scales_spec, scales),
-            *map(whole_array, arrays[3 + len(scales) :]),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, block, value_width), lambda k, w: (w, k, 0, 0)),
-            *[pl.BlockSpec((None, None, block), lambda k, w: (w, k, 0))] * 2,
-        ],
-        out_shapes=[((*statistic, p.value_dim), jnp.float32), *[(statistic, jnp.float32)] * 2],
         groups=p.groups,
         quantised=(p.key_scales is not None, p.value_scales is not None),
         caches=(p.key_pages.dtype, p.value_pages.dtype),
@@ -330,17 +321,18 @@ def _compute(p: PagedProblem, work: Work, spec: KernelSpec, extras: Extras, tile
 
 def _combine(p: PagedProblem, launches: list[_Launch]):
     """Return the output [tokens, N, V] and the LSE [tokens, N]."""
-    columns, operands, specs = [], [], []
+    columns, operands = [], []
     width, groups = memory.padded(p.value_dim), p.groups
     for part in launches:
         tile, row, exists = part.tiles.tile_of_rows(p)
         # The first split of each row, their number, and the row in the tile.
         columns += [part.work.first[tile], jnp.where(exists, part.work.count[tile], 0), row]
-        operands += part.results
-        count, _, rows = part.results[1].shape
-        specs += [
-            pl.BlockSpec((count, None, rows, width), lambda r, k: (0, k, 0, 0)),
-            *[pl.BlockSpec((count, None, rows), lambda r, k: (0, k, 0))] * 2,
+        acc, *rest = part.results
+        count, _, rows = rest[0].shape
+        of_rest = pl.BlockSpec((count, None, rows), lambda r, k: (0, k, 0))
+        operands += [
+            (acc, pl.BlockSpec((count, None, rows, width), lambda r, k: (0, k, 0, 0))),
+            *((x, of_rest) for x in rest),
         ]
     table = jnp.stack(columns, axis=1)
     sinks = [] if p.sinks is None else [p.sinks]
@@ -350,28 +342,22 @@ def _combine(p: PagedProblem, launches: list[_Launch]):
         query, head = query_and_head(r, groups)
         return query, k * groups + head
 
+    of_o = pl.BlockSpec((None, None, width), lambda r, k: (*token_and_head(r, k), 0))
+    of_statistic = pl.BlockSpec((None, 1), lambda r, k: token_and_head(r, k)[::-1])
     o, *log_sum = launch(
         pallas_flash_paged_combine,
-        table,
-        *operands,
-        *sinks,
+        [
+            (table, pl.BlockSpec((None, table.shape[1]), lambda r, k: (r, 0))),
+            *operands,
+            *map(whole, sinks),
+        ],
+        [
+            ((*p.query.shape[:2], p.value_dim), p.dtype, of_o),
+            *[((p.num_heads, p.tokens), jnp.float32, of_statistic)] * spec.num_statistics,
+        ],
         spec=spec,
         tile=launches[0].tile,
         grid=(len(table), p.num_kv_heads),
-        in_specs=[
-            pl.BlockSpec((None, table.shape[1]), lambda r, k: (r, 0)),
-            *specs,
-            *map(whole_array, sinks),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, width), lambda r, k: (*token_and_head(r, k), 0)),
-            *[pl.BlockSpec((None, 1), lambda r, k: token_and_head(r, k)[::-1])]
-            * spec.num_statistics,
-        ],
-        out_shapes=[
-            ((*p.query.shape[:2], p.value_dim), p.dtype),
-            *[((p.num_heads, p.tokens), jnp.float32)] * spec.num_statistics,
-        ],
         groups=groups,
         most=tuple(part.most for part in launches),
     )

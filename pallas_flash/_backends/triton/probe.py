@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.triton.launch import kernel_arrays, launch, whole_array
+from pallas_flash._backends.triton.launch import kernel_arrays, launch, whole
 from pallas_flash._backends.triton.spec import KernelSpec, make_spec
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import Tile
@@ -53,16 +53,13 @@ def pallas_flash_function(*refs, spec: KernelSpec, derivative: bool, reads: int)
 def compute(problem: Problem, *, derivative: bool, reads: int = 0):
     """Call `pallas_flash_function` for the mask and the scores of a problem."""
     spec, extras, _ = make_spec(problem, TILE, streamed="kv", interpret=False)
-    arrays = kernel_arrays(extras)
     [out] = launch(
         pallas_flash_function,
-        *arrays,
+        [whole(x) for x in kernel_arrays(extras)],
+        [((1, 1), jnp.float32, pl.BlockSpec((1, 1), lambda *_: (0, 0)))],
         spec=spec,
         tile=TILE,
         grid=(1, 1),
-        in_specs=[whole_array(x) for x in arrays],
-        out_specs=[pl.BlockSpec((1, 1), lambda *_: (0, 0))],
-        out_shapes=[((1, 1), jnp.float32)],
         derivative=derivative,
         reads=reads,
     )

@@ -213,15 +213,15 @@ class KernelSpec:
         Scores are rounded before a separate maximum is subtracted, so that the largest weight
         is 1.
         """
-        if not self.separate_max:
-            return self.exp2_scaled(s, c, m)
-        return arithmetic.exp2_of_difference(s, m, c, interpret=self.interpret)
+        if self.separate_max:
+            return arithmetic.exp2_of_difference(s, m, c, interpret=self.interpret)
+        return arithmetic.exp2_scaled(s, c, m, interpret=self.interpret)
 
     def probabilities(self, s, c, log_sum: LogSum):
         """Return exp(score - LSE) for scores s that c takes to base 2."""
         m, l_log2, _ = log_sum
         if m is None:
-            return self.exp2_scaled(s, c, l_log2)
+            return arithmetic.exp2_scaled(s, c, l_log2, interpret=self.interpret)
         return arithmetic.exp2_of_difference(s, m, c, l_log2, interpret=self.interpret)
 
     def rescaling(self, m, to, exp2=jnp.exp2):
@@ -287,10 +287,6 @@ class KernelSpec:
         l_log2 = jnp.log2(l) if self.separate_max else m + jnp.log2(l)
         l_log2 = jnp.where(has_keys, l_log2, -jnp.inf)
         return [m, l_log2] if self.separate_max else [l_log2]
-
-    def exp2_scaled(self, s, c, shift):
-        """Return 2 to the power of s * c - shift, elementwise."""
-        return arithmetic.exp2_scaled(s, c, shift, interpret=self.interpret)
 
     def exp2(self, x):
         """Return 2 to the power of x, elementwise."""

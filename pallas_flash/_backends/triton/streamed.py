@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._backends.triton import memory, visibility
-from pallas_flash._backends.triton.launch import kernel_arrays, whole_array
+from pallas_flash._backends.triton.launch import kernel_arrays, whole
 from pallas_flash._backends.triton.spec import KernelSpec, softmax_shift
 from pallas_flash._problem.dropout import drop, shrunk
 from pallas_flash._problem.problem import Extras, Problem
@@ -116,17 +116,14 @@ def small_tile(dq: Tile) -> Tile:
 
 
 def operands(problem: Problem, do, log_sum, delta, extras: Extras, some):
-    """Return the operands of `Streamed`, and their specs."""
+    """Return the operands of `Streamed`."""
     p = problem
-    rows = (*jax.tree.leaves(log_sum), delta)
-    arrays = () if some is None else (some,)
-    arrays += tuple(kernel_arrays(extras))
+    rows = *jax.tree.leaves(log_sum), delta, *([] if some is None else [some])
 
     def wide(x):
-        return pl.BlockSpec((*x.shape[:3], memory.padded(x.shape[3])), lambda *_: (0,) * 4)
+        return x, pl.BlockSpec((*x.shape[:3], memory.padded(x.shape[3])), lambda *_: (0,) * 4)
 
-    whole = map(whole_array, (*rows, *arrays))
-    return (p.query, p.key, p.value, p.scale[None], do, *rows, *arrays), [
-        *(wide(p.query), wide(p.key), wide(p.value), whole_array(p.scale[None]), wide(do)),
-        *whole,
+    return [
+        *(wide(p.query), wide(p.key), wide(p.value), whole(p.scale[None]), wide(do)),
+        *map(whole, (*rows, *kernel_arrays(extras))),
     ]

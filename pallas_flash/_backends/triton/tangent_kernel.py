@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash._backends.triton import memory, visibility
 from pallas_flash._backends.triton.grid import QueryTiles
-from pallas_flash._backends.triton.launch import launch, load_tables, whole_array
+from pallas_flash._backends.triton.launch import launch, load_tables, whole
 from pallas_flash._backends.triton.spec import KernelSpec, make_spec, softmax_shift
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Problem
@@ -117,34 +117,24 @@ def tangents(problem: Problem, log_sum: LogSum, dots: tuple, dq: Tile, *, interp
     q_dot, k_dot, v_dot = dots
     spec, extras, table = make_spec(p, tile, streamed="kv", interpret=interpret)
     layout = QueryTiles(p, spec, extras.mask)
-    tables, table_specs = layout.operands(extras, table)
+    statistic = layout.row_statistic()
     o_dot, lse_dot = launch(
         pallas_flash_tangents,
-        p.query,
-        q_dot,
-        p.key,
-        k_dot,
-        p.value,
-        v_dot,
-        p.scale[None],
-        *jax.tree.leaves(log_sum),
-        *tables,
+        [
+            *((x, layout.rows(p.head_dim)) for x in (p.query, q_dot)),
+            *((x, layout.keys(p.head_dim)) for x in (p.key, k_dot)),
+            *((x, layout.keys(p.value_dim)) for x in (p.value, v_dot)),
+            whole(p.scale[None]),
+            *((x, statistic) for x in jax.tree.leaves(log_sum)),
+            *layout.operands(extras, table),
+        ],
+        [
+            ((*p.query.shape[:3], p.value_dim), p.dtype, layout.rows(p.value_dim)),
+            ((p.batch, p.num_heads, p.q_len), jnp.float32, statistic),
+        ],
         spec=spec,
         tile=tile,
         grid=layout.grid,
-        in_specs=[
-            *[layout.rows(p.head_dim)] * 2,
-            *[layout.keys(p.head_dim)] * 2,
-            *[layout.keys(p.value_dim)] * 2,
-            whole_array(p.scale[None]),
-            *[layout.row_statistic()] * spec.num_statistics,
-            *table_specs,
-        ],
-        out_specs=[layout.rows(p.value_dim), layout.row_statistic()],
-        out_shapes=[
-            ((*p.query.shape[:3], p.value_dim), p.dtype),
-            ((p.batch, p.num_heads, p.q_len), jnp.float32),
-        ],
         here=layout.here,
     )
     return o_dot, lse_dot
