@@ -163,7 +163,7 @@ def copy_statistics(refs, statistics_sm, b, h, first_row):
 def meet_to_skip(warpgroup):
     """Wait for all warps of a consumer warpgroup in a cluster, before it releases what it skips.
 
-    One thread arrives at the barriers of a cluster: all warps must have waited.
+    For each CTA one thread of the warpgroup arrives: all warps must have waited.
     """
     for n, barrier in enumerate(SKIPPED):
         common.when(warpgroup == n)(functools.partial(ptx.meet, barrier, 128))

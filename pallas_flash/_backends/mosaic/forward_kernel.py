@@ -344,8 +344,8 @@ class ForwardConsumer(Consumer):
     def wait_pv(self, j, acc, p):
         """Return acc when the j-th block has been added, and release its values.
 
-        In a cluster one thread arrives for the warpgroup at each CTA: p @ v is one operation of its
-        four warps.
+        In a cluster, for each CTA one thread arrives for the warpgroup: p @ v is one operation of
+        its four warps.
         """
         acc = ptx.wait(0, acc, p)
         self.smem.v.consumer_release(self.kv_base + j)
