@@ -18,13 +18,13 @@ base e (2):
 
 (2) In the end m and log2(l) are saved apart, see `LogSum`.
 
-Roles. The kernel is persistent: a CTA computes work tiles (`scheduler`) until none is left
-(`work_loop`), and there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 or 3
-*consumer warpgroups*, each with 64 queries, and one *producer warpgroup*, whose warps start copies
-(TMA): warp 0 takes work tiles and copies keys, values and masks; warp 1 + n copies the queries of
-consumer warpgroup n, and its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks
-that stream past; each skips those that its own queries do not see (`block_ranges`). The producer
-hands registers to the consumers (`REGISTERS`).
+Roles. The kernel is persistent: a CTA computes work tiles until none is left (`scheduler`), and
+there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 or 3 *consumer warpgroups*,
+each with 64 queries, and one *producer warpgroup*, whose warps start copies (TMA): warp 0 takes
+work tiles and copies keys, values and masks; warp 1 + n copies the queries of consumer warpgroup n,
+and its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks that stream past;
+each skips those that its own queries do not see. The producer hands registers to the consumers
+(`REGISTERS`).
 
 Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are head dims.
 
