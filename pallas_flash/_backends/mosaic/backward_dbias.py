@@ -131,7 +131,7 @@ class Steps:
         return self._first + j >= self._full if self._config.masked else False
 
 
-class ConsumerWarpgroup:
+class DbiasConsumer:
     """One of the two warpgroups that compute, with 64 queries of the outer tile."""
 
     def __init__(
@@ -267,7 +267,7 @@ def pallas_flash_dbias(operands: Operands, dbias_ref, *, static: DbiasConfig, **
     def _():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         steps = Steps(config, operands.table, number)
-        ConsumerWarpgroup(config, operands, dbias_ref, scratch, steps, warpgroup).run()
+        DbiasConsumer(config, operands, dbias_ref, scratch, steps, warpgroup).run()
 
     @common.when(warpgroup == PRODUCER)
     def _():
