@@ -11,7 +11,6 @@ import jax
 
 from pallas_flash._execution import lowerable
 from pallas_flash._jax import compat, device
-from pallas_flash._problem import table_gradients
 from pallas_flash._problem.features import FEW_QUERIES
 from pallas_flash._problem.paged import PagedProblem
 from pallas_flash._problem.problem import Problem
@@ -178,36 +177,6 @@ def backward_limit(problem: Problem, implementation: str) -> str:
     if width > MAX_HEAD_DIM:
         return f"Got a head dim of {width}, and kernels of the backward serve up to {MAX_HEAD_DIM}."
     return lowerable.derivative_limit(problem, implementation)
-
-
-def tables_implementation(problem: Problem, backward: str) -> tuple[str, str]:
-    """Return who computes gradients of slopes and of operands, and why not `backward`.
-
-    The reason is "" if it is the implementation of the backward itself, or if there are none.
-    """
-    reads = table_gradients.reads_of(problem.scores)
-    if backward in ("xla", "reference") or not reads:
-        return backward, ""
-    if (number := next((x.table for x in reads if x.by_pair), None)) is not None:
-        return "xla", (
-            f"Operand {number - 1} is read at q_pos and k_pos other than at q_pos - k_pos, and the "
-            "kernel has no sums for that. An array for pairs is better a `bias`."
-        )
-    if backward == "interpret":
-        return backward, ""
-    if backward == "mosaic" and (why := not_on_gpu(problem).get("triton")):
-        return "xla", why
-    if why := lowerable.reads_limit(problem):
-        return "xla", why
-    return "triton", '"mosaic" has no kernel for it.' * (backward == "mosaic")
-
-
-def tangents_implementation(problem: Problem, forward: str) -> str:
-    """Return who computes tangents of queries, keys and values beside a forward."""
-    by = "triton" if forward == "mosaic" else forward
-    if by in ("xla", "reference") or backward_limit(problem, by):
-        return "xla"
-    return "xla" if forward == "mosaic" and not_on_gpu(problem).get("triton") else by
 
 
 def _jax_limits() -> list[str]:

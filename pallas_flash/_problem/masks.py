@@ -515,6 +515,11 @@ class Mask(Divisible):
         """Whether blocks form no runs, so that kernels need lists of them."""
         return any(leaf.scattered for leaf in self.leaves)
 
+    @property
+    def known_on_host(self) -> bool:
+        """Whether the blocks that are visited are known at tracing, and form runs."""
+        return not (jax.tree.leaves(self) or self.scattered)
+
     def kv_lists(self, q_tiles: Tiling, kv_tiles: Tiling, groups: int = 1) -> jax.Array:
         """Return the key blocks of each query tile as `_problem.blocks.lists`.
 

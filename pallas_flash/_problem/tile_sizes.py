@@ -5,7 +5,7 @@ through shared memory in pipeline stages.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
@@ -298,6 +298,19 @@ def sizes_for(kernel: str, tile: Any) -> TileSizes:
     if kernel in ("dk", "dv"):
         sizes = dict.fromkeys(("dk", "dv"), Tile(16, 16, 4, 1))
     return TileSizes(**sizes | {kernel: tile})
+
+
+# Returns the tiles of a call, the given ones and default ones for the rest; raises ValueError if
+# one does not fit.
+Choose = Callable[[TileSizes | None], TileSizes]
+
+
+def fits(kernel: str, tile: Any, choose: Choose) -> bool:
+    """Return whether a tile fits."""
+    try:
+        return bool(choose(sizes_for(kernel, tile)))
+    except ValueError:
+        return False
 
 
 def check_shared_memory(kernel: str, tile, need: int, limit: int, head_dim: int) -> None:

@@ -9,26 +9,23 @@ here, else to the one that the rules of `_selection.preferences` name.
 """
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pallas_flash._arguments.implementation import check_implementation
 from pallas_flash._autodiff.vjp import splits_output
-from pallas_flash._execution import limits, tile_choice
+from pallas_flash._execution import limits, lowerable, tile_choice
 from pallas_flash._execution.context import Choice
 from pallas_flash._execution.plan import NO_TILES, PassPlan, Plan, Wanted
 from pallas_flash._jax import compat, device
-from pallas_flash._problem import configurations
+from pallas_flash._problem import configurations, table_gradients
 from pallas_flash._problem.checks import is_number
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import FORWARD, KERNELS, TileSizes, backend_of, describe
 from pallas_flash._selection import tuned
 from pallas_flash._selection.preferences import faster_by_mosaic
-
-BACKWARD = tuple(kernel for kernel in KERNELS if kernel not in FORWARD)
 
 ONLY_ON_REQUEST = "Only on request: not known to be faster for this call."
 
@@ -103,13 +100,14 @@ def resolve(problem: Problem, request: Request) -> Plan:
     dbias = _dbias(call, backward)
     passes = {"forward": forward, "backward": backward, "dbias": dbias}
     _check_given(request, passes)
-    plain = "xla" in (backward.implementation, dbias.implementation)
-    backward_plan = call.plan_with_tiles("backward", backward)
+    backward_with_tiles = call.backward_with_tiles(backward)
     return Plan(
-        call.plan_with_tiles("forward", forward),
-        backward_plan,
-        backward_plan if dbias is backward else call.plan_with_tiles("backward", dbias),
-        on_gpu=plain and device.target().nvidia,
+        call.forward_with_tiles(forward),
+        backward_with_tiles,
+        backward_with_tiles if dbias is backward else call.backward_with_tiles(dbias),
+        call.with_dq_tile(_tables(call, backward.implementation), backward_with_tiles),
+        call.with_dq_tile(_tangents(call, forward.implementation), backward_with_tiles),
+        on_gpu=call.target.nvidia,
         replan=request,
     )
 
@@ -127,9 +125,8 @@ def explained(
         reasons.append(plan.backward.reason)
     if plan.dbias.implementation != plan.backward.implementation:
         reasons.append(plan.dbias.reason)
-    tables, why = limits.tables_implementation(problem, plan.backward.implementation)
-    if why:
-        reasons.append(f'"{tables}" computes gradients of slopes or operands: {why}')
+    if plan.tables.reason:
+        reasons.append(plan.tables.reason)
     if request.tile_sizes is None and any(x.asked != NO_TILES for x in passes):
         reasons.append(f"Its tiles are tuned, from {tuned.file()}.")
     if request.tile_sizes is not None and request.implementation is None:
@@ -162,6 +159,8 @@ def _tiles_in_words(plan: Plan) -> Iterator[tuple[str, str]]:
         for kernel in KERNELS:
             if tile := x.tiles.tile(kernel):
                 yield kernel, f"{x.implementation}, {describe(tile)}"
+    if tile := plan.tables.tiles.tile("dq"):
+        yield "tables", f"{plan.tables.implementation}, {describe(tile)}"
 
 
 class _Call:
@@ -170,79 +169,96 @@ class _Call:
     Attributes:
         problem: the call.
         request: what it asks for.
-        features: what it is; None of symbolic sizes, which no kernel serves.
+        target: the device.
+        features: what the call is; None of symbolic sizes, which no kernel serves.
+        limits: why "triton" and "mosaic" do not serve the call, where they do not.
         given: the tiles that it gives.
         tuned: the tiles that `tune` found for such calls on the GPU that is here.
-        order: the backward that it needs, "backward" or "backward in order".
     """
 
     def __init__(self, problem: Problem, request: Request):
-        self.problem, self.request = problem, request
-        self.order = "backward in order" if request.in_order else "backward"
+        self.problem, self.request, self.target = problem, request, device.target()
+        self.in_order = request.in_order
+        self.limits = limits.not_on_gpu(problem)
         self.given, self.tuned = request.tile_sizes or NO_TILES, NO_TILES
         self.features = None
         if not problem.symbolic:
-            target = device.target()
-            self.features = features_of(problem, capability=target.capability)
+            self.features = features_of(problem, capability=self.target.capability)
             self.given = self.given.serving(self.features.few_queries)
-            self.tuned = (target.nvidia and self._winner()) or NO_TILES
+            if self.target.nvidia and self.target.here:
+                gpu = self.target.description
+                self.tuned = tuned.lookup(self.features, gpu, self._check) or NO_TILES
 
-    def _winner(self) -> TileSizes | None:
-        """Return what `tune` found for such calls on the GPU that is here, if anything."""
+    def _check(self, winner: TileSizes) -> None:
+        """Raise ValueError if tiles of a winner do not fit on the GPU."""
+        for name in {backend_of(tile) for k in KERNELS if (tile := winner.tile(k))}:
+            self.tiles(name, winner.for_backend(name), ())
 
-        def check(winner: TileSizes) -> None:
-            for name in {backend_of(tile) for k in KERNELS if (tile := winner.tile(k))}:
-                tile_choice.tiles_of_call(self.problem, name, winner.for_backend(name))
-
-        assert self.features is not None
-        return tuned.lookup(self.features, check)
-
-    @functools.cached_property
-    def limits(self) -> dict[str, str]:
-        """Why "triton" and "mosaic" do not serve the call, where they do not."""
-        return limits.not_on_gpu(self.problem)
-
-    def deciding(self, attention_pass: str) -> TileSizes:
-        """Return the tiles that say who computes a pass."""
-        return self.given if self.given.computed_by(attention_pass) else self.tuned
+    def tiles(self, implementation: str, asked: TileSizes, kernels: Iterable[str]) -> TileSizes:
+        """Return the tiles of some kernels of an implementation."""
+        f = self.features
+        assert f is not None
+        if implementation == "interpret":
+            f = dataclasses.replace(f, capability=None)
+        return tile_choice.completed(asked, self.problem, f, implementation, kernels)
 
     def implementation_by_tiles(self, attention_pass: str) -> tuple[str, str]:
         """Return who computes a pass by its tiles and why nobody else does; "" if no tile says."""
-        by = self.deciding(attention_pass).computed_by(attention_pass)
-        if self.given.computed_by(attention_pass):
+        if by := self.given.computed_by(attention_pass):
             return by, f'The call gives tile sizes, which are those of "{by}".'
+        by = self.tuned.computed_by(attention_pass)
         return by, f'"{by}" was faster when such calls were tuned on this GPU.'
 
-    def faster(self, attention_pass: str) -> bool:
-        """Return whether "mosaic" is known to be faster in a pass."""
-        return self.features is not None and faster_by_mosaic(attention_pass, self.features)
+    def faster(self, **attention_pass: bool) -> bool:
+        """Return whether "mosaic" is known to be faster in a pass, see `faster_by_mosaic`."""
+        return self.features is not None and faster_by_mosaic(self.features, **attention_pass)
 
     def has_backward(self, implementation: str) -> bool:
         """Return whether kernels serve the backward."""
         limit = limits.backward_limit
         return implementation not in self.limits and not limit(self.problem, implementation)
 
-    def plan_with_tiles(self, attention_pass: str, plan: PassPlan) -> PassPlan:
-        """Return the plan of a pass with its tiles."""
+    def asked(self, implementation: str) -> TileSizes:
+        """Return the tiles of an implementation that the call gives, or else that were tuned."""
+        asked = self.given.for_backend(implementation)
+        if implementation == "interpret":
+            return asked
+        return asked.filled_from(self.tuned.for_backend(implementation))
+
+    def forward_with_tiles(self, plan: PassPlan) -> PassPlan:
+        """Return the plan of a forward with its tiles."""
+        if plan.implementation not in limits.KERNELS:
+            return plan
+        asked = self.asked(plan.implementation)
+        tiles = self.tiles(plan.implementation, asked, FORWARD)
+        return dataclasses.replace(plan, tiles=tiles, asked=asked)
+
+    def backward_with_tiles(self, plan: PassPlan) -> PassPlan:
+        """Return the plan of a backward with its tiles."""
         name = plan.implementation
         if name not in limits.KERNELS:
             return plan
-        asked = self.given.for_backend(name)
-        if name != "interpret":
-            asked = asked.filled_from(self.tuned.for_backend(name))
-        tiles = tile_choice.tiles_of_call(self.problem, name, asked)
-        if attention_pass == "forward":
-            return dataclasses.replace(plan, tiles=tiles.select(FORWARD), asked=asked)
-        in_order = False
-        if name == "mosaic":
-            # Two passes serve every call. Where tiles are given for these alone, they are wanted.
-            deciding = self.deciding("backward")
-            two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
-            in_order = two_passes or self.request.in_order or tiles.backward is None
-            tiles = tiles.select(("dkv", "dq") if in_order else ("backward",))
-        return dataclasses.replace(
-            plan, tiles=tiles.select(BACKWARD), asked=asked, in_order=in_order
-        )
+        asked = self.asked(name)
+        if name != "mosaic":
+            tiles = self.tiles(name, asked, ("dkv", "dk", "dv", "dq"))
+            return dataclasses.replace(plan, tiles=tiles, asked=asked)
+        # Two passes serve every call. Where tiles are given for these alone, they are wanted.
+        deciding = self.given if self.given.computed_by("backward") else self.tuned
+        two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
+        in_order, tiles = two_passes or self.in_order, NO_TILES
+        if not in_order:
+            tiles = self.tiles(name, asked, ("backward",))
+        if tiles.backward is None:
+            in_order, tiles = True, self.tiles(name, asked, ("dkv", "dq"))
+        return dataclasses.replace(plan, tiles=tiles, asked=asked, in_order=in_order)
+
+    def with_dq_tile(self, plan: PassPlan, backward: PassPlan) -> PassPlan:
+        """Return the plan of a pass with the tile of the kernel for dq, if kernels compute it."""
+        name = plan.implementation
+        if name not in limits.KERNELS:
+            return plan
+        tiles = self.tiles(name, backward.tiles.for_backend(name), ("dq",)).select(("dq",))
+        return dataclasses.replace(plan, tiles=tiles)
 
 
 def _forward(call: _Call) -> PassPlan:
@@ -286,7 +302,7 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
         [chosen] = serving
     elif by:
         chosen, why_not["triton" if by == "mosaic" else "mosaic"] = by, why
-    elif call.faster("forward"):
+    elif call.faster():
         chosen, why_not["triton"] = "mosaic", "Slower than the kernels for Hopper."
         reasons["mosaic"] = "the kernels for Hopper serve this call, faster than Triton's."
     else:
@@ -298,8 +314,8 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
 def _backward(call: _Call, forward: str) -> PassPlan:
     """Return who computes the backward, if `forward` computes the forward."""
     limit = limits.backward_limit(call.problem, forward)
-    by, why_not = call.implementation_by_tiles(call.order)
-    faster = not by and call.faster(call.order)
+    by, why_not = call.implementation_by_tiles("backward in order" if call.in_order else "backward")
+    faster = not by and call.faster(backward=True, in_order=call.in_order)
     default = call.request.implementation is None
 
     def other(name: str, why: str) -> PassPlan:
@@ -316,7 +332,7 @@ def _backward(call: _Call, forward: str) -> PassPlan:
         if by == "triton":
             return other("triton", _continued(why_not))
         if not by and not faster:
-            how = "reproducible one" if call.request.in_order else "one"
+            how = "reproducible one" if call.in_order else "one"
             why = f"the {how} for Hopper is not known to be faster for this call."
             return other("triton", why)
     return PassPlan(forward, reason="the forward is by the same.")
@@ -333,7 +349,7 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
     if call.problem.bias is None or call.request.implementation is not None or given:
         return backward
     shared = features is not None and features.bias_is_shared
-    faster = shared and call.faster(f"{call.order} with dbias")
+    faster = shared and call.faster(backward=True, in_order=call.in_order, dbias=True)
 
     def other(name: str, why: str) -> PassPlan:
         reason = f'A gradient of the bias comes with the backward of "{name}": {why}'
@@ -344,6 +360,41 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
     if by == "triton" and faster and call.has_backward("mosaic"):
         return other("mosaic", "it is faster.")
     return backward
+
+
+def _tables(call: _Call, backward: str) -> PassPlan:
+    """Return who computes gradients of tables, if `backward` computes the other ones."""
+    reads = table_gradients.reads_of(call.problem.scores)
+    if not reads or backward not in limits.KERNELS:
+        return PassPlan("xla")
+
+    def other(name: str, why: str) -> PassPlan:
+        return PassPlan(name, reason=f'"{name}" computes gradients of slopes or operands: {why}')
+
+    if (number := next((x.table for x in reads if x.by_pair), None)) is not None:
+        why = (
+            f"Operand {number - 1} is read at q_pos and k_pos other than at q_pos - k_pos, and the "
+            "kernel has no sums for that. An array for pairs is better a `bias`."
+        )
+        return other("xla", why)
+    if backward == "mosaic" and "triton" in call.limits:
+        return other("xla", call.limits["triton"])
+    if backward != "interpret" and (why := lowerable.reads_limit(call.problem)):
+        return other("xla", why)
+    return (
+        other("triton", '"mosaic" has no kernel for it.')
+        if backward == "mosaic"
+        else PassPlan(backward)
+    )
+
+
+def _tangents(call: _Call, forward: str) -> PassPlan:
+    """Return who computes tangents of queries, keys and values, if `forward` computes o."""
+    by = "triton" if forward == "mosaic" else forward
+    serves = by in limits.KERNELS and not limits.backward_limit(call.problem, by)
+    if forward == "mosaic" and "triton" in call.limits:
+        serves = False
+    return PassPlan(by if serves else "xla")
 
 
 def _check_given(request: Request, passes: Mapping[str, PassPlan]) -> None:

@@ -120,15 +120,16 @@ def _fingerprint() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
-def lookup(f: CallFeatures, check: Callable[[TileSizes], Any]) -> TileSizes | None:
-    """Return the tiles of the winner for a call on the GPU that is here; None without a winner.
+def lookup(f: CallFeatures, gpu: str, check: Callable[[TileSizes], Any]) -> TileSizes | None:
+    """Return the tiles of the winner for a call on a GPU that is here; None without a winner.
 
     Args:
         f: the call.
+        gpu: name of the GPU.
         check: raises ValueError if a tile of the winner does not fit on the GPU.
     """
-    gpu, path = gpu_here(), file()
-    if gpu is None or path is None or not (winners := _with_unsaved(path, read(path))):
+    path = file()
+    if path is None or not (winners := _with_unsaved(path, read(path))):
         return None
     winner = winners.get(key(f, gpu))
     try:

@@ -222,9 +222,11 @@ def test_wide_heads_that_hopper_does_not_serve(newer_jax, options, reason):
 def decided(monkeypatch, **faster):
     """From now on these passes, with `_` for spaces, are known to be faster, or not."""
 
-    def rule(attention_pass, f, rules=resolve.faster_by_mosaic):
-        known = faster.get(attention_pass.replace(" ", "_"))
-        return rules(attention_pass, f) if known is None else known
+    def rule(f, rules=resolve.faster_by_mosaic, **options):
+        name = "backward" if options.pop("backward", False) else "forward"
+        words = dict(in_order="in_order", dbias="with_dbias")
+        known = faster.get("_".join([name, *(words[x] for x in options if options[x])]))
+        return rules(f, backward=name == "backward", **options) if known is None else known
 
     monkeypatch.setattr(resolve, "faster_by_mosaic", rule)
 

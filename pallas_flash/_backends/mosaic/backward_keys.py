@@ -21,7 +21,12 @@ from pallas_flash._backends.mosaic.backward_common import (
     TileCopies,
     store_tile,
 )
-from pallas_flash._backends.mosaic.backward_memory import BLOCK_KV, CONSUMERS, Grads
+from pallas_flash._backends.mosaic.backward_memory import (
+    BLOCK_KV,
+    CONSUMERS,
+    REGISTERS,
+    Grads,
+)
 from pallas_flash._backends.mosaic.backward_splits import Splits
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 
@@ -29,8 +34,6 @@ plgpu = common.plgpu
 
 ROWS = 64  # Keys, or queries, of a consumer warpgroup.
 PRODUCER = CONSUMERS  # Its number.
-# Registers of a thread of a consumer, and of the producer.
-REGISTERS = 240, 24
 # Named barriers; the docstring of each kernel says who meets there, and why.
 DS_WRITTEN, LOOP_ENDED, KEYS_CENTERED = 5, 6, 7
 

@@ -18,6 +18,8 @@ from pallas_flash._problem.tile_sizes import BackwardTile, DqTile, in_clusters, 
 
 plgpu = common.plgpu
 
+# Numbers of 16 bits in a CTA's shared memory, less 3 KB for barriers and float32 rows.
+ROOM = 224 * 1024 // 2
 # Keys of a CTA whose outer tile is of keys, and the two consumer warpgroups that share them.
 BLOCK_KV, CONSUMERS = 128, 2
 # CTAs of a cluster, and queries of its steps.
@@ -26,6 +28,8 @@ CLUSTER, CLUSTER_QUERIES = 2, 64
 DS_STAGES = 2
 # Queries of a consumer warpgroup where the outer tile is of queries.
 QUERY_ROWS = 64
+# Registers of a thread of a consumer, and of the producer, where the outer tile is of keys.
+REGISTERS = 240, 24
 
 
 class Grads(enum.Enum):
@@ -73,6 +77,65 @@ def scratch(p: Problem, tile: BackwardTile, grads: Grads, *, has_lengths: bool =
     if grads.in_clusters(*padded(p.head_dim, p.value_dim)):
         return _cluster_scratch(p, tile, has_lengths)
     return _keys_scratch(p, tile, grads, has_lengths)
+
+
+def default_tile(p: Problem, *, in_order: bool) -> BackwardTile | None:
+    """Return the tile of the launches of a call; None if one pass is the slower backward.
+
+    It is where threads read a bias in device memory, and heads are wide. On an H200, 2048 tokens at
+    head dim 128 take two passes 2.35 ms, and one pass 4.73 ms.
+    """
+    sizes = padded(p.head_dim, p.value_dim)
+    tile = largest_tile(*sizes, in_order)
+    if in_order or p.bias is None or all_columns(*sizes):
+        return tile
+    launches = Grads.launches(*sizes, deterministic=False)
+    return tile if all(copies_bias(p, tile, grads) for grads in launches) else None
+
+
+def largest_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:
+    """Return the tile with as many stages as fit, up to two, by the padded head dims."""
+    if all_columns(head_dim, value_dim):
+        return BackwardTile(128)
+    block_q, width = 64, head_dim + value_dim
+    taken = 128 * width + (0 if in_order else 2 * 128 * block_q)
+    if not in_order and in_clusters(head_dim, value_dim):
+        # A CTA of a cluster has room for messages, and for the larger set of tiles of the two.
+        of_dv = 128 * head_dim + block_q * width
+        of_dk = 128 * value_dim + 128 * (head_dim // 2) + 2 * 128 * block_q
+        taken = max(of_dv, of_dk) + 2 * 128 * block_q
+    return BackwardTile(block_q, min(2, (ROOM - taken) // (block_q * width)))
+
+
+def all_columns(head_dim: int, value_dim: int) -> bool:
+    """Return whether tiles of the backward have 128 queries, by the padded head dims.
+
+    Then a warpgroup computes all columns of dq, for half of the queries.
+    """
+    return max(head_dim, value_dim) <= 64
+
+
+def copies_bias(p: Problem, tile: BackwardTile, grads: Grads) -> bool:
+    """Return whether a launch of the backward copies tiles of the bias to shared memory."""
+    pipeline = scratch(p, tile, grads).pairs
+    return pipeline is not None and pipeline.smem["bias"] is not None
+
+
+def check_tile(kernel: str, tile: BackwardTile, p: Problem) -> None:
+    """Raise ValueError if a tile of "dkv" or "backward" does not fit on the GPU."""
+    sizes, in_order = padded(p.head_dim, p.value_dim), kernel == "dkv"
+    launches = Grads.launches(*sizes, deterministic=in_order)
+    memory = max((scratch(p, tile, grads) for grads in launches), key=common.smem_bytes)
+    columns = max(sizes) if in_clusters(*sizes) else sum(sizes)
+    common.check_fits(kernel, tile, p, memory, columns // 2 + tile.block_q, REGISTERS[0])
+    # Two warpgroups share a tile of dq, by its queries or by its columns. Where dv has a launch of
+    # its own, the 64 rows of a warpgroup leave through a stage of do.
+    rows = 2 * QUERY_ROWS if all_columns(*sizes) else QUERY_ROWS
+    if (not in_order or in_clusters(*sizes)) and tile.block_q != rows:
+        raise ValueError(
+            f"`tile_sizes.{kernel}` must have {rows} queries at head dim "
+            f"{max(p.head_dim, p.value_dim)}; got {tile}. Use block_q={rows}."
+        )
 
 
 class KeysScratch(NamedTuple):
@@ -248,9 +311,7 @@ class QueriesScratch(NamedTuple):
     landed: Any
 
 
-def queries_scratch(
-    p: Problem, tile: DqTile, value_stages: int, *, has_lengths: bool = False
-) -> QueriesScratch:
+def queries_scratch(p: Problem, tile: DqTile, *, has_lengths: bool = False) -> QueriesScratch:
     """Return the specification of a `QueriesScratch`; arguments as of `keys_scratch`."""
     consumers = tile.warpgroups
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
@@ -271,10 +332,17 @@ def queries_scratch(
         delta=plgpu.SMEM((consumers, QUERY_ROWS), jnp.float32),
         statistics=statistics(p, consumers, QUERY_ROWS),
         k=pipeline(p.head_dim, head_dim, tile.stages),
-        v=pipeline(p.value_dim, value_dim, value_stages),
+        v=pipeline(p.value_dim, value_dim, _value_stages(tile, head_dim, value_dim)),
         rows_full=common.barriers(consumers, copies + num_statistics(p) + 1),
         landed=common.barriers(consumers + 1) if has_lengths else None,
     )
+
+
+def _value_stages(tile: DqTile, head_dim: int, value_dim: int) -> int:
+    """Return the stages of values: as many as of keys, which are in use longer, or fewer."""
+    outer = QUERY_ROWS * tile.warpgroups * (head_dim + value_dim)
+    room = ROOM - outer - tile.stages * tile.block_kv * head_dim
+    return max(1, min(tile.stages, room // (tile.block_kv * value_dim)))
 
 
 def num_statistics(p: Problem) -> int:

@@ -102,9 +102,10 @@ are read in device memory, ahead of the product.
 import dataclasses
 import functools
 import itertools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -115,6 +116,7 @@ from pallas_flash._backends.mosaic.forward_common import (
     ForwardConfig,
     Inputs,
     Producer,
+    check_fits,
     copy,
     copy_keys_and_values,
     copy_statistics,
@@ -133,9 +135,10 @@ from pallas_flash._backends.mosaic.forward_common import (
 from pallas_flash._backends.mosaic.operands import stored_dtype
 from pallas_flash._backends.mosaic.pairs import Streams, has_pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
+from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS, folded, most_rows
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
 from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.features import SCORES, CallFeatures, MaskKind, Option
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
 
@@ -182,7 +185,7 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
     """
     w, slots, cluster = tile.warpgroups, tile.output_slots, tile.cluster_size
     if dynamic is None:
-        dynamic = bool(jax.tree.leaves(p.mask)) or p.mask.scattered
+        dynamic = not p.mask.known_on_host
     blocks = functools.partial(common.blocks, p.dtype, w, rows=QUERY_ROWS)
     q_sm = blocks(columns=p.head_dim)
     k, v = kv_pipelines(p, tile, consumers=w, cluster_size=cluster)
@@ -661,3 +664,181 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
         return smem, shared, streamed, dict(partial_tail=tail, streams=streams)
 
     return launch(pallas_flash_forward, NarrowConfig, problem, tile, lengths, prepare, w, w)
+
+
+# ------------------------------------------------------------------------------------------------
+# Tiles
+# ------------------------------------------------------------------------------------------------
+
+
+class TileRule(NamedTuple):
+    """A tile for a kind of call.
+
+    Attributes:
+        width: the largest head dim of the kind.
+        kind: the rest of it in words.
+        fits: whether a call of such a head dim is of the kind.
+        tile: its tile.
+    """
+
+    width: float
+    kind: str
+    fits: Callable[[CallFeatures], bool]
+    tile: ForwardTile
+
+
+# The first rule that fits decides. Times were taken on an H200 unless said otherwise.
+TILE_RULES = (
+    TileRule(
+        # Tiles of 192 x 96 would make most blocks of 128 x 128 partial, 2.4 times as long.
+        64,
+        "block masks, dropout or float32 biases",
+        lambda f: f.has_block_mask or bool(f.options & {Option.DROPOUT, Option.BIAS}),
+        ForwardTile(2, 128, 1),
+    ),
+    TileRule(
+        # 1024 causal tokens of 16 heads: 11 and 13 microseconds, and with slopes 15 and 21.
+        64,
+        "folded query tiles",
+        lambda f: folded(f, 2),
+        ForwardTile(2, 128, 1, 4),
+    ),
+    TileRule(
+        64,
+        "a mask or scores that take registers for each pair",
+        lambda f: _takes_registers(f),
+        ForwardTile(3, 96, 1),
+    ),
+    TileRule(
+        # 1024 tokens of 16 heads: 15 and 18 microseconds.
+        64,
+        "products alone, one work tile for each CTA",
+        lambda f: _is_shorter_by_two(f) and most_rows(f, 2) == 2 * QUERY_ROWS,
+        ForwardTile(2, 128, 1, 4),
+    ),
+    TileRule(
+        # 1024 tokens of 32 heads: 25 and 31 microseconds.
+        64,
+        "products alone, whose longest CTA has fewer queries by two warpgroups",
+        lambda f: _is_shorter_by_two(f),
+        ForwardTile(2, 160, 1, 4),
+    ),
+    TileRule(
+        # At 4096 tokens four stages take 6 % longer.
+        64,
+        "mask arrays",
+        lambda f: f.mask is MaskKind.ARRAY,
+        ForwardTile(3, 128, 1, 2),
+    ),
+    # A warpgroup begins its next query tile while others end theirs, as far as keys are there: at
+    # 512 to 2048 causal tokens two stages take 2 to 7 % longer.
+    TileRule(64, "all others", lambda f: True, ForwardTile(3, 128, 1, 4)),
+    TileRule(128, "float32 biases", lambda f: Option.BIAS in f.options, ForwardTile(2, 96, 2)),
+    TileRule(
+        # 4096 tokens: 1.22 and 1.31 ms.
+        128,
+        "soft caps and no mask",
+        lambda f: Option.SOFT_CAP in f.options and not f.masked and _waits_for_scores(f),
+        ForwardTile(3, 80, 1),
+    ),
+    TileRule(
+        # 512 tokens at head dim 128: 99 and 102 microseconds, on an H100 109 and 116; at head dim
+        # 80 121 and 144.
+        128,
+        "causal, of 512 keys or fewer, products alone, not folded",
+        lambda f: f.kv_len <= 512 and f.causal and _products_alone(f) and not folded(f, 2),
+        ForwardTile(3, 64, 1, 3),
+    ),
+    TileRule(
+        # Much of the last block of few keys is padding: 1024 keys take 10 % longer, 2048 5 %.
+        128,
+        "products alone, no mask, more than 2048 keys",
+        lambda f: f.kv_len > 2048 and not f.masked and _products_alone(f),
+        ForwardTile(2, 176, 1),
+    ),
+    TileRule(128, "all others", lambda f: True, ForwardTile(2, 128, 2)),
+    TileRule(
+        # Values that are no wider leave through the buffer of the queries. 4096 tokens with soft
+        # caps: 0.96 and 0.99 ms, with slopes 0.96 and 1.02 ms.
+        256,
+        "products alone without a mask, or with scores that are waited for",
+        lambda f: (
+            f.value_dim <= f.head_dim
+            and ((_products_alone(f) and not f.masked) or _waits_for_scores(f))
+        ),
+        ForwardTile(2, 80, 0),
+    ),
+    TileRule(math.inf, "all others", lambda f: True, ForwardTile(2, 64, 1)),
+)
+# Masks that take few instructions a tile.
+QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
+
+
+def default_tile(f: CallFeatures) -> ForwardTile:
+    """Return the tile of a call, by the rules; two CTAs may be a cluster that shares loads."""
+    tile = rule_of(f).tile
+    if f.width > 64 and _products_alone(f) and _in_pairs(f):
+        return dataclasses.replace(tile, cluster_size=2)
+    return tile
+
+
+def rule_of(f: CallFeatures) -> TileRule:
+    """Return the rule that decides."""
+    return next(rule for rule in TILE_RULES if f.width <= rule.width and rule.fits(f))
+
+
+def _products_alone(f: CallFeatures) -> bool:
+    """Return whether products and a softmax are all that is computed for each pair."""
+    return not (f.scores or f.options & {Option.DROPOUT, Option.SCALE})
+
+
+def _takes_registers(f: CallFeatures) -> bool:
+    """Return whether a mask or scores take registers, of which wide tiles leave few."""
+    if f.options & (SCORES - {Option.SOFT_CAP, Option.SLOPES}):
+        return True
+    # Slopes beside a mask spill in tiles of 128 keys.
+    return f.mask not in QUICK or (f.masked and Option.SLOPES in f.options)
+
+
+def _waits_for_scores(f: CallFeatures) -> bool:
+    """Return whether soft caps or slopes are all that is done to scores."""
+    changed = f.options & (SCORES | {Option.DROPOUT})
+    return bool(changed) and changed <= {Option.SOFT_CAP, Option.SLOPES} and not f.by_arrays
+
+
+def _is_shorter_by_two(f: CallFeatures) -> bool:
+    """Return whether the longest CTA has fewer queries by two warpgroups than by three."""
+    alone = _products_alone(f) and not f.masked
+    return alone and 5 * most_rows(f, 3) > 6 * most_rows(f, 2)
+
+
+# Queries of all heads and batch elements: two tiles of 128 for each of an H200's 132 SMs.
+FEW_ROWS = 2**15
+
+
+def _in_pairs(f: CallFeatures) -> bool:
+    """Return whether two CTAs should share keys and values, at head dims above 64.
+
+    Timed on a hot H200, up to 16384 tokens. At head dim 128, 2048 tokens take as long; more tokens
+    take 3 to 5 % less without a mask, and up to 5 % less under a causal one. At head dim 64 calls
+    take 2 % less without a mask, and 10 to 16 % more under a causal one. Clusters save power, which
+    does not limit few rows: these take 7 to 12 % longer at head dim 128.
+    """
+    if f.masked and not f.causal:
+        return False
+    # The second CTA of the last cluster may have nothing to do.
+    alone = 0 < f.q_len % 256 <= 128 and f.q_len < 4096
+    if alone or (f.rows <= FEW_ROWS and (f.masked or f.kv_len < 4096)):
+        return False
+    return min(f.q_len, f.kv_len) >= (4096 if f.masked else 2048)
+
+
+def check_tile(tile: ForwardTile, p: Problem) -> None:
+    """Raise ValueError if a tile does not fit on the GPU."""
+    registers, _ = REGISTERS[tile.warpgroups]
+    check_fits("forward", tile, p, scratch(p, tile), p.value_dim, registers)
+    if not tile.output_slots and p.value_dim > p.head_dim:
+        raise ValueError(
+            "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
+            f"got {tile} and head dims of {p.head_dim} and {p.value_dim} (of values). Use 1."
+        )

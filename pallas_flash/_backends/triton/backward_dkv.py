@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._backends.triton import common
-from pallas_flash._backends.triton.tiles.rule import splits_of_heads
+from pallas_flash._backends.triton.tiles import splits_of_heads
 from pallas_flash._problem.dropout import drop, rescaled, shrunk
 from pallas_flash._problem.problem import Extras, Problem
 from pallas_flash._problem.tile_sizes import Tile
