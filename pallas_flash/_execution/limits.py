@@ -11,6 +11,7 @@ import jax
 
 from pallas_flash._execution import lowerable
 from pallas_flash._jax import compat, device
+from pallas_flash._jax.device import Target
 from pallas_flash._problem.features import FEW_QUERIES
 from pallas_flash._problem.paged import PagedProblem
 from pallas_flash._problem.problem import Problem
@@ -28,12 +29,13 @@ MOSAIC_HEAD_DIMS = 576, 512
 MOSAIC_HEAD_DIM_UNIT = 8
 
 
-def not_on_gpu(problem: Problem) -> dict[str, str]:
-    """Return why "triton" and "mosaic" do not serve a problem on this device, by name."""
+def not_on_gpu(problem: Problem, target: Target) -> dict[str, str]:
+    """Return why "triton" and "mosaic" do not serve a problem on a device, by name."""
     limits = _problem_limits(problem)
+    device = _device_limits(target) or _jax_limits()
     why = {
-        "triton": [*(_device_limits() or _jax_limits()), *limits, *_head_dim_limits(problem)],
-        "mosaic": _mosaic_device_limits() or [*limits, *_mosaic_limits(problem)],
+        "triton": [*device, *limits, *_head_dim_limits(problem)],
+        "mosaic": _mosaic_device_limits(target) or [*limits, *_mosaic_limits(problem)],
     }
     # Asked last, because it takes time.
     why = {name: x or lowerable.limits(problem, name) for name, x in why.items()}
@@ -83,9 +85,8 @@ def _arrays_in_kernels(p: Problem) -> list:
     return [] if p.symbolic else jax.tree.leaves((p.mask, p.scores))
 
 
-def _device_limits() -> list[str]:
-    """Return why kernels cannot be compiled for the current device; whole sentences."""
-    target = device.target()
+def _device_limits(target: Target) -> list[str]:
+    """Return why kernels cannot be compiled for a device; whole sentences."""
     if not target.nvidia:
         return [f"The kernels need an NVIDIA GPU, and the device is {target.description}."]
     if target.capability is not None and target.capability < (8, 0):
@@ -97,9 +98,8 @@ def _device_limits() -> list[str]:
     return []
 
 
-def _mosaic_device_limits() -> list[str]:
-    """Return why kernels for Hopper cannot be compiled for the current device; whole sentences."""
-    target = device.target()
+def _mosaic_device_limits(target: Target) -> list[str]:
+    """Return why kernels for Hopper cannot be compiled for a device; whole sentences."""
     if not target.nvidia or target.capability != (9, 0):
         known = f" with {'.'.join(map(str, target.capability))}" if target.capability else ""
         return [
@@ -151,13 +151,13 @@ def paged_limits(p: PagedProblem, implementation: str | None) -> str:
     pages = [p.key_pages, p.value_pages]
     here = _jax_limits()
     if implementation != "interpret":
-        here = _device_limits() or _float8_limits(pages) or here
+        target = device.target()
+        here = _device_limits(target) or _float8_limits(pages, target) or here
     return " ".join([*here, *_array_limits(p, pages), *_head_dim_limits(p)])
 
 
-def _float8_limits(arrays: list) -> list[str]:
-    """Return why kernels cannot read float8 on the current device; whole sentences."""
-    target = device.target()
+def _float8_limits(arrays: list, target: Target) -> list[str]:
+    """Return why kernels cannot read float8 on a device; whole sentences."""
     if target.capability is None or target.capability >= (8, 9):
         return []
     major, minor = target.capability

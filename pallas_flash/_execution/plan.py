@@ -145,10 +145,10 @@ class Plan:
     def _forward(self, problem: Problem, *, along: Along | None, again: bool = False):
         along = along or self.along
         if along is None:
-            return self._alone("_forward_alone", problem, again=again)
+            return self._forward_here(problem, again=again)
 
         def run(part):
-            o, log_sum = self._plan_for(part)._alone("_forward_alone", part, again=again)
+            o, log_sum = self._plan_for(part)._forward_here(part, again=again)
             return o, log_sum if problem.large else log_sum.in_one()
 
         method = _method(problem, along, self.method)
@@ -160,20 +160,27 @@ class Plan:
     def _plan_for(self, part: Problem) -> "Plan":
         return self if self.replan is None else self.replan(part)
 
-    def _alone(self, name: str, *args, again: bool, **wanted) -> Any:
-        """Call `_forward_alone` or `_backward_alone`.
+    def _forward_here(self, problem: Problem, *, again: bool):
+        return self._alone(Plan._forward_alone, self.forward, problem, again=again)
+
+    def _backward_here(self, *args, wanted: Wanted, again: bool) -> Gradients:
+        plan = self._backward_for(wanted)
+        return self._alone(Plan._backward_alone, plan, *args, again=again, wanted=wanted)
+
+    def _alone(self, method: Callable, plan: PassPlan, *args, again: bool, **wanted) -> Any:
+        """Run a pass on one device.
 
         Args:
-            name: of that method.
+            method: `_forward_alone` or `_backward_alone`.
+            plan: of the pass.
             *args: trees of arrays.
             again: whether equal calls may share one lowered program, see `_execution.lowered_once`.
             **wanted: keywords of the method.
         """
-        plan = self.forward if name == "_forward_alone" else self._backward_for(**wanted)
         by = plan.implementation
         if again and by in lowered_once.PLATFORMS:
-            return lowered_once.call(self, name, lowered_once.PLATFORMS[by], args, wanted)
-        run = functools.partial(getattr(self, name), **wanted)
+            return lowered_once.call(method, self, lowered_once.PLATFORMS[by], args, wanted)
+        run = functools.partial(method, self, **wanted)
         return run(*args) if by == "xla" else on_one_device(run, *args)
 
     def _backward_for(self, wanted: Wanted) -> PassPlan:
@@ -245,17 +252,16 @@ class Plan:
     def _backward(
         self, problem, o, log_sum, do, dlse, *, wanted: Wanted, along, again: bool = False
     ) -> Gradients:
-        along, name = along or self.along, "_backward_alone"
+        along, rows = along or self.along, (o, log_sum, do, dlse)
         if along is None:
-            return self._alone(name, problem, o, log_sum, do, dlse, wanted=wanted, again=again)
+            return self._backward_here(problem, *rows, wanted=wanted, again=again)
 
         def run(part, *rows, sinks: bool):
             only = dataclasses.replace(wanted, sinks=sinks)
-            return self._plan_for(part)._alone(name, part, *rows, wanted=only, again=again)
+            return self._plan_for(part)._backward_here(part, *rows, wanted=only, again=again)
 
-        log_sum = log_sum if problem.large else log_sum.in_one()
         method = _method(problem, along, self.method)
-        rows = o, log_sum, do, dlse
+        rows = o, log_sum if problem.large else log_sum.in_one(), do, dlse
         return context.backward(run, problem, *rows, along, wanted, method)
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -28,13 +28,12 @@ def completed(
         ValueError: if tiles that were asked for do not fit on the GPU.
     """
     tiles = backend(implementation)
-    if asked is None:
+    if asked is None or not asked.given:
         return tiles.default(problem, f, kernels)
     asked = asked.serving(f.few_queries)
-    for kernel in KERNELS:
-        if (tile := asked.tile(kernel)) is not None:
-            tiles.check(kernel, tile, problem, f)
-    missing = [kernel for kernel in kernels if asked.tile(kernel) is None]
+    for kernel, tile in asked.given.items():
+        tiles.check(kernel, tile, problem, f)
+    missing = [kernel for kernel in kernels if kernel not in asked.given]
     return asked.select(kernels).filled_from(tiles.default(problem, f, missing))
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_flash._problem.masks import Band, LeafKind, Mask
 from pallas_flash._problem.problem import Problem, Sizes
+from pallas_flash._problem.tile_sizes import power_of_2
 
 # A call with this many queries or fewer has few, because they fit in the smallest tile. So has a
 # call with FEW_ROWS or fewer queries in all heads and batch elements, if there are as many keys:
@@ -111,6 +112,11 @@ class CallFeatures(Sizes):
     def width(self) -> int:
         """The larger head dim."""
         return max(self.head_dim, self.value_dim)
+
+    @functools.cached_property
+    def padded_width(self) -> int:
+        """The larger head dim as the tables of "triton" have it: a power of two from 64 on."""
+        return max(64, power_of_2(self.width))
 
     @functools.cached_property
     def few_queries(self) -> bool:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash._jax.symbolic import is_symbolic
+from pallas_flash._jax.symbolic import symbolic_sizes
 from pallas_flash._problem import visibility
 from pallas_flash._problem.dropout import Dropout
 from pallas_flash._problem.masks import Mask
-from pallas_flash._problem.operands import Divisible, Pairs, is_pairs
+from pallas_flash._problem.operands import Divisible, Pairs, pairs_of
 from pallas_flash._problem.scores import Scores
 
 # Score up to which one LSE in float32 suffices: its rounding changes probabilities by about 1e-5.
@@ -125,8 +125,7 @@ class Problem(Sizes, Divisible):
     @functools.cached_property
     def symbolic(self) -> tuple[Any, ...]:
         """The sizes of arrays that `jax.export` leaves open, each once."""
-        sizes = (n for x in jax.tree.leaves(self) for n in np.shape(x) if is_symbolic(n))
-        return tuple(dict.fromkeys(sizes))
+        return symbolic_sizes(jax.tree.leaves(self))
 
     @property
     def accumulator_dtype(self) -> Any:
@@ -155,8 +154,8 @@ class Problem(Sizes, Divisible):
     @property
     def pair_bytes(self) -> int:
         """Bytes of (q, k) arrays for each pair of a query and a key."""
-        arrays = jax.tree.leaves((self.mask, self.scores), is_leaf=is_pairs)
-        return sum(x.array.dtype.itemsize for x in arrays if is_pairs(x) and 1 not in x.shape[2:])
+        arrays = pairs_of((self.mask, self.scores))
+        return sum(x.array.dtype.itemsize for x in arrays if 1 not in x.shape[2:])
 
     def visible_keys(self, positions=None):
         """Return which keys are visible to any query, bool [1 or B, 1 or K, keys].

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pallas_flash._arguments.implementation import check_implementation
+from pallas_flash._arguments.attention import check_implementation
 from pallas_flash._autodiff.vjp import splits_output
 from pallas_flash._execution import limits, lowerable, tile_choice
 from pallas_flash._execution.context import Choice
@@ -23,7 +23,7 @@ from pallas_flash._problem import configurations, table_gradients
 from pallas_flash._problem.checks import is_number
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import FORWARD, KERNELS, TileSizes, backend_of, describe
+from pallas_flash._problem.tile_sizes import FORWARD, TileSizes, describe
 from pallas_flash._selection import tuned
 from pallas_flash._selection.preferences import faster_by_mosaic
 
@@ -98,15 +98,18 @@ def resolve(problem: Problem, request: Request) -> Plan:
     forward = _forward(call)
     backward = _backward(call, forward.implementation)
     dbias = _dbias(call, backward)
-    passes = {"forward": forward, "backward": backward, "dbias": dbias}
-    _check_given(request, passes)
-    backward_with_tiles = call.backward_with_tiles(backward)
+    _check_given(request, forward, (backward, dbias))
+    forward, planned = call.with_tiles(forward, FORWARD), call.backward_with_tiles(backward)
+
+    def with_dq_tile(plan: PassPlan) -> PassPlan:
+        return call.with_tiles(plan, ("dq",), planned.tiles.for_backend(plan.implementation))
+
     return Plan(
-        call.forward_with_tiles(forward),
-        backward_with_tiles,
-        backward_with_tiles if dbias is backward else call.backward_with_tiles(dbias),
-        call.with_dq_tile(_tables(call, backward.implementation), backward_with_tiles),
-        call.with_dq_tile(_tangents(call, forward.implementation), backward_with_tiles),
+        forward,
+        planned,
+        planned if dbias is backward else call.backward_with_tiles(dbias),
+        with_dq_tile(_tables(call, backward.implementation)),
+        with_dq_tile(_tangents(call, forward.implementation)),
         on_gpu=call.target.nvidia,
         replan=request,
     )
@@ -156,9 +159,8 @@ def _low_part(problem: Problem, scale: Any) -> str | None:
 
 def _tiles_in_words(plan: Plan) -> Iterator[tuple[str, str]]:
     for x in (plan.forward, plan.backward):
-        for kernel in KERNELS:
-            if tile := x.tiles.tile(kernel):
-                yield kernel, f"{x.implementation}, {describe(tile)}"
+        for kernel, tile in x.tiles.given.items():
+            yield kernel, f"{x.implementation}, {describe(tile)}"
     if tile := plan.tables.tiles.tile("dq"):
         yield "tables", f"{plan.tables.implementation}, {describe(tile)}"
 
@@ -179,7 +181,7 @@ class _Call:
     def __init__(self, problem: Problem, request: Request):
         self.problem, self.request, self.target = problem, request, device.target()
         self.in_order = request.in_order
-        self.limits = limits.not_on_gpu(problem)
+        self.limits = limits.not_on_gpu(problem, self.target)
         self.given, self.tuned = request.tile_sizes or NO_TILES, NO_TILES
         self.features = None
         if not problem.symbolic:
@@ -191,16 +193,9 @@ class _Call:
 
     def _check(self, winner: TileSizes) -> None:
         """Raise ValueError if tiles of a winner do not fit on the GPU."""
-        for name in {backend_of(tile) for k in KERNELS if (tile := winner.tile(k))}:
-            self.tiles(name, winner.for_backend(name), ())
-
-    def tiles(self, implementation: str, asked: TileSizes, kernels: Iterable[str]) -> TileSizes:
-        """Return the tiles of some kernels of an implementation."""
-        f = self.features
-        assert f is not None
-        if implementation == "interpret":
-            f = dataclasses.replace(f, capability=None)
-        return tile_choice.completed(asked, self.problem, f, implementation, kernels)
+        for name in ("mosaic", "triton"):
+            if (tiles := winner.for_backend(name)).given:
+                self.with_tiles(PassPlan(name), (), tiles)
 
     def implementation_by_tiles(self, attention_pass: str) -> tuple[str, str]:
         """Return who computes a pass by its tiles and why nobody else does; "" if no tile says."""
@@ -218,47 +213,38 @@ class _Call:
         limit = limits.backward_limit
         return implementation not in self.limits and not limit(self.problem, implementation)
 
-    def asked(self, implementation: str) -> TileSizes:
-        """Return the tiles of an implementation that the call gives, or else that were tuned."""
-        asked = self.given.for_backend(implementation)
-        if implementation == "interpret":
-            return asked
-        return asked.filled_from(self.tuned.for_backend(implementation))
+    def with_tiles(
+        self, plan: PassPlan, kernels: Iterable[str], asked: TileSizes | None = None
+    ) -> PassPlan:
+        """Return the plan of a pass with tiles of some kernels, if kernels compute it.
 
-    def forward_with_tiles(self, plan: PassPlan) -> PassPlan:
-        """Return the plan of a forward with its tiles."""
-        if plan.implementation not in limits.KERNELS:
+        `asked` are the tiles that are asked for, by default the given and the tuned ones.
+        """
+        name, f = plan.implementation, self.features
+        if name not in limits.KERNELS:
             return plan
-        asked = self.asked(plan.implementation)
-        tiles = self.tiles(plan.implementation, asked, FORWARD)
+        assert f is not None
+        if asked is None:
+            asked = self.given.for_backend(name)
+            if name != "interpret":
+                asked = asked.filled_from(self.tuned.for_backend(name))
+        if name == "interpret":
+            f = dataclasses.replace(f, capability=None)
+        tiles = tile_choice.completed(asked, self.problem, f, name, kernels)
         return dataclasses.replace(plan, tiles=tiles, asked=asked)
 
     def backward_with_tiles(self, plan: PassPlan) -> PassPlan:
         """Return the plan of a backward with its tiles."""
-        name = plan.implementation
-        if name not in limits.KERNELS:
-            return plan
-        asked = self.asked(name)
-        if name != "mosaic":
-            tiles = self.tiles(name, asked, ("dkv", "dk", "dv", "dq"))
-            return dataclasses.replace(plan, tiles=tiles, asked=asked)
+        if plan.implementation != "mosaic":
+            return self.with_tiles(plan, ("dkv", "dk", "dv", "dq"))
         # Two passes serve every call. Where tiles are given for these alone, they are wanted.
         deciding = self.given if self.given.computed_by("backward") else self.tuned
         two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
-        in_order, tiles = two_passes or self.in_order, NO_TILES
-        if not in_order:
-            tiles = self.tiles(name, asked, ("backward",))
-        if tiles.backward is None:
-            in_order, tiles = True, self.tiles(name, asked, ("dkv", "dq"))
-        return dataclasses.replace(plan, tiles=tiles, asked=asked, in_order=in_order)
-
-    def with_dq_tile(self, plan: PassPlan, backward: PassPlan) -> PassPlan:
-        """Return the plan of a pass with the tile of the kernel for dq, if kernels compute it."""
-        name = plan.implementation
-        if name not in limits.KERNELS:
-            return plan
-        tiles = self.tiles(name, backward.tiles.for_backend(name), ("dq",)).select(("dq",))
-        return dataclasses.replace(plan, tiles=tiles)
+        if not (two_passes or self.in_order):
+            one_pass = self.with_tiles(plan, ("backward",))
+            if one_pass.tiles.backward is not None:
+                return one_pass
+        return dataclasses.replace(self.with_tiles(plan, ("dkv", "dq")), in_order=True)
 
 
 def _forward(call: _Call) -> PassPlan:
@@ -364,8 +350,11 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
 
 def _tables(call: _Call, backward: str) -> PassPlan:
     """Return who computes gradients of tables, if `backward` computes the other ones."""
-    reads = table_gradients.reads_of(call.problem.scores)
-    if not reads or backward not in limits.KERNELS:
+    scores = call.problem.scores
+    if backward not in limits.KERNELS or (scores.slopes is None and not scores.operands):
+        return PassPlan("xla")
+    reads = table_gradients.reads_of(scores)
+    if not reads:
         return PassPlan("xla")
 
     def other(name: str, why: str) -> PassPlan:
@@ -391,22 +380,17 @@ def _tables(call: _Call, backward: str) -> PassPlan:
 def _tangents(call: _Call, forward: str) -> PassPlan:
     """Return who computes tangents of queries, keys and values, if `forward` computes o."""
     by = "triton" if forward == "mosaic" else forward
-    serves = by in limits.KERNELS and not limits.backward_limit(call.problem, by)
-    if forward == "mosaic" and "triton" in call.limits:
-        serves = False
-    return PassPlan(by if serves else "xla")
+    return PassPlan(by if by in limits.KERNELS and call.has_backward(by) else "xla")
 
 
-def _check_given(request: Request, passes: Mapping[str, PassPlan]) -> None:
+def _check_given(request: Request, forward: PassPlan, backward: Iterable[PassPlan]) -> None:
     """Raise if the call gives tiles to an implementation that does not compute that pass."""
     sizes, asked = request.tile_sizes, request.implementation
     if sizes is None or asked is None:
         return
-    forward = {passes["forward"].implementation}
-    backward = {passes[name].implementation for name in ("backward", "dbias")}
-    for kernel in KERNELS:
-        tile, by = sizes.tile(kernel), forward if kernel in FORWARD else backward
-        if tile is not None and not any(sizes.for_backend(name).tile(kernel) for name in by):
+    for kernel, tile in sizes.given.items():
+        by = {x.implementation for x in ([forward] if kernel in FORWARD else backward)}
+        if not any(sizes.for_backend(name).tile(kernel) for name in by):
             raise ValueError(
                 f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
                 f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
@@ -423,8 +407,8 @@ def warn_of_fallback(plan: Plan, asked: str | None) -> None:
 
     `attention` calls this, and has one wrapper: the warning points to the user's line.
     """
-    chosen, nvidia = plan.forward.implementation, device.target().nvidia
-    if asked is not None or chosen in ("mosaic", "triton") or not nvidia:
+    chosen = plan.forward.implementation
+    if asked is not None or chosen in ("mosaic", "triton") or not plan.on_gpu:
         return
     reason = plan.forward.refused["triton"]
     if reason not in _warned:

@@ -104,10 +104,14 @@ _SHAPE = (
     *("_problem/scores", "_problem/operands", "_problem/dropout", "_problem/key_center"),
     *("_problem/checks", "_jax/hardware"),
 )
-# A winner replaces the tiles of these modules.
-_TILES = ("tiles.py", "candidates.py")
-# These are never tuned.
-_NOT_TUNED = ("paged_kernel.py", "eight_bit.py", "backward_tables.py", "tangent_kernel.py")
+# A winner replaces the tiles of the first, and the others are never tuned.
+_NOT_KERNELS = (
+    "tiles.py",
+    "paged_kernel.py",
+    "eight_bit.py",
+    "backward_tables.py",
+    "tangent_kernel.py",
+)
 
 
 @functools.cache
@@ -115,7 +119,7 @@ def _fingerprint() -> str:
     folder = Path(__file__).parents[1]
     backends = folder / "_backends"
     kernels = [*sorted(backends.glob("triton/*.py")), *sorted(backends.glob("mosaic/**/*.py"))]
-    sources = [path for path in kernels if path.name not in _TILES + _NOT_TUNED]
+    sources = [path for path in kernels if path.name not in _NOT_KERNELS]
     sources += [folder / f"{name}.py" for name in _SHAPE]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 

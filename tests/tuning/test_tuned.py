@@ -133,7 +133,7 @@ def test_the_fingerprint_is_of_the_kernels(monkeypatch, name):
 
 def test_the_fingerprint_is_of_all_that_kernels_import():
     """But for the problem, which is the key, and for what a version of JAX decides."""
-    of_kernels, left_out = ("_backends.triton", "_backends.mosaic"), tuned._TILES + tuned._NOT_TUNED
+    of_kernels, left_out = ("_backends.triton", "_backends.mosaic"), tuned._NOT_KERNELS
     inner = {inside(name): set(map(inside, below)) for name, below in imports().items()}
     files = [
         name

@@ -677,109 +677,76 @@ class TileRule(NamedTuple):
     Attributes:
         width: the largest head dim of the kind.
         kind: the rest of it in words.
-        fits: whether a call of such a head dim is of the kind.
         tile: its tile.
+        fits: whether a call of such a head dim is of the kind.
     """
 
     width: float
     kind: str
-    fits: Callable[[CallFeatures], bool]
     tile: ForwardTile
+    fits: Callable[[CallFeatures], bool] = lambda f: True
 
 
 # The first rule that fits decides. Times were taken on an H200 unless said otherwise.
 TILE_RULES = (
+    # Tiles of 192 x 96 would make most blocks of 128 x 128 partial, 2.4 times as long.
     TileRule(
-        # Tiles of 192 x 96 would make most blocks of 128 x 128 partial, 2.4 times as long.
-        64,
-        "block masks, dropout or float32 biases",
+        *(64, "block masks, dropout or float32 biases", ForwardTile(2, 128, 1)),
         lambda f: f.has_block_mask or bool(f.options & {Option.DROPOUT, Option.BIAS}),
-        ForwardTile(2, 128, 1),
     ),
+    # 1024 causal tokens of 16 heads: 11 and 13 microseconds, and with slopes 15 and 21.
+    TileRule(64, "folded query tiles", ForwardTile(2, 128, 1, 4), lambda f: folded(f, 2)),
     TileRule(
-        # 1024 causal tokens of 16 heads: 11 and 13 microseconds, and with slopes 15 and 21.
-        64,
-        "folded query tiles",
-        lambda f: folded(f, 2),
-        ForwardTile(2, 128, 1, 4),
-    ),
-    TileRule(
-        64,
-        "a mask or scores that take registers for each pair",
+        *(64, "a mask or scores that take registers for each pair", ForwardTile(3, 96, 1)),
         lambda f: _takes_registers(f),
-        ForwardTile(3, 96, 1),
     ),
+    # 1024 tokens of 16 heads: 15 and 18 microseconds.
     TileRule(
-        # 1024 tokens of 16 heads: 15 and 18 microseconds.
-        64,
-        "products alone, one work tile for each CTA",
+        *(64, "products alone, one work tile for each CTA", ForwardTile(2, 128, 1, 4)),
         lambda f: _is_shorter_by_two(f) and most_rows(f, 2) == 2 * QUERY_ROWS,
-        ForwardTile(2, 128, 1, 4),
     ),
+    # 1024 tokens of 32 heads: 25 and 31 microseconds.
     TileRule(
-        # 1024 tokens of 32 heads: 25 and 31 microseconds.
-        64,
-        "products alone, whose longest CTA has fewer queries by two warpgroups",
-        lambda f: _is_shorter_by_two(f),
-        ForwardTile(2, 160, 1, 4),
+        *(64, "products alone, fewer queries of a CTA by two warpgroups"),
+        *(ForwardTile(2, 160, 1, 4), lambda f: _is_shorter_by_two(f)),
     ),
-    TileRule(
-        # At 4096 tokens four stages take 6 % longer.
-        64,
-        "mask arrays",
-        lambda f: f.mask is MaskKind.ARRAY,
-        ForwardTile(3, 128, 1, 2),
-    ),
+    # At 4096 tokens four stages take 6 % longer.
+    TileRule(64, "mask arrays", ForwardTile(3, 128, 1, 2), lambda f: f.mask is MaskKind.ARRAY),
     # A warpgroup begins its next query tile while others end theirs, as far as keys are there: at
     # 512 to 2048 causal tokens two stages take 2 to 7 % longer.
-    TileRule(64, "all others", lambda f: True, ForwardTile(3, 128, 1, 4)),
-    TileRule(128, "float32 biases", lambda f: Option.BIAS in f.options, ForwardTile(2, 96, 2)),
+    TileRule(64, "all others", ForwardTile(3, 128, 1, 4)),
+    TileRule(128, "float32 biases", ForwardTile(2, 96, 2), lambda f: Option.BIAS in f.options),
+    # 4096 tokens: 1.22 and 1.31 ms.
     TileRule(
-        # 4096 tokens: 1.22 and 1.31 ms.
-        128,
-        "soft caps and no mask",
+        *(128, "soft caps and no mask", ForwardTile(3, 80, 1)),
         lambda f: Option.SOFT_CAP in f.options and not f.masked and _waits_for_scores(f),
-        ForwardTile(3, 80, 1),
     ),
+    # 512 tokens at head dim 128: 99 and 102 microseconds, on an H100 109 and 116; at head dim 80
+    # 121 and 144.
     TileRule(
-        # 512 tokens at head dim 128: 99 and 102 microseconds, on an H100 109 and 116; at head dim
-        # 80 121 and 144.
-        128,
-        "causal, of 512 keys or fewer, products alone, not folded",
-        lambda f: f.kv_len <= 512 and f.causal and _products_alone(f) and not folded(f, 2),
-        ForwardTile(3, 64, 1, 3),
+        *(128, "products alone, causal, 512 keys at most, not folded", ForwardTile(3, 64, 1, 3)),
+        lambda f: _products_alone(f) and f.causal and f.kv_len <= 512 and not folded(f, 2),
     ),
+    # Much of the last block of few keys is padding: 1024 keys take 10 % longer, 2048 5 %.
     TileRule(
-        # Much of the last block of few keys is padding: 1024 keys take 10 % longer, 2048 5 %.
-        128,
-        "products alone, no mask, more than 2048 keys",
-        lambda f: f.kv_len > 2048 and not f.masked and _products_alone(f),
-        ForwardTile(2, 176, 1),
+        *(128, "products alone, no mask, more than 2048 keys", ForwardTile(2, 176, 1)),
+        lambda f: _products_alone(f) and not f.masked and f.kv_len > 2048,
     ),
-    TileRule(128, "all others", lambda f: True, ForwardTile(2, 128, 2)),
+    TileRule(128, "all others", ForwardTile(2, 128, 2)),
+    # Values that are no wider leave through the buffer of the queries. 4096 tokens with soft caps:
+    # 0.96 and 0.99 ms, with slopes 0.96 and 1.02 ms.
     TileRule(
-        # Values that are no wider leave through the buffer of the queries. 4096 tokens with soft
-        # caps: 0.96 and 0.99 ms, with slopes 0.96 and 1.02 ms.
-        256,
-        "products alone without a mask, or with scores that are waited for",
-        lambda f: (
-            f.value_dim <= f.head_dim
-            and ((_products_alone(f) and not f.masked) or _waits_for_scores(f))
-        ),
-        ForwardTile(2, 80, 0),
+        *(256, "products alone without a mask, or scores that are waited for"),
+        *(ForwardTile(2, 80, 0), lambda f: f.value_dim <= f.head_dim and _is_light(f)),
     ),
-    TileRule(math.inf, "all others", lambda f: True, ForwardTile(2, 64, 1)),
+    TileRule(math.inf, "all others", ForwardTile(2, 64, 1)),
 )
-# Masks that take few instructions a tile.
-QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
 
 
 def default_tile(f: CallFeatures) -> ForwardTile:
     """Return the tile of a call, by the rules; two CTAs may be a cluster that shares loads."""
     tile = rule_of(f).tile
-    if f.width > 64 and _products_alone(f) and _in_pairs(f):
-        return dataclasses.replace(tile, cluster_size=2)
-    return tile
+    return dataclasses.replace(tile, cluster_size=2) if _in_pairs(f) else tile
 
 
 def rule_of(f: CallFeatures) -> TileRule:
@@ -800,10 +767,18 @@ def _takes_registers(f: CallFeatures) -> bool:
     return f.mask not in QUICK or (f.masked and Option.SLOPES in f.options)
 
 
+# Masks that take few instructions a tile.
+QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
+
+
 def _waits_for_scores(f: CallFeatures) -> bool:
     """Return whether soft caps or slopes are all that is done to scores."""
     changed = f.options & (SCORES | {Option.DROPOUT})
     return bool(changed) and changed <= {Option.SOFT_CAP, Option.SLOPES} and not f.by_arrays
+
+
+def _is_light(f: CallFeatures) -> bool:
+    return (_products_alone(f) and not f.masked) or _waits_for_scores(f)
 
 
 def _is_shorter_by_two(f: CallFeatures) -> bool:
@@ -817,20 +792,16 @@ FEW_ROWS = 2**15
 
 
 def _in_pairs(f: CallFeatures) -> bool:
-    """Return whether two CTAs should share keys and values, at head dims above 64.
+    """Return whether two CTAs should share keys and values.
 
-    Timed on a hot H200, up to 16384 tokens. At head dim 128, 2048 tokens take as long; more tokens
-    take 3 to 5 % less without a mask, and up to 5 % less under a causal one. At head dim 64 calls
+    Timed on a hot H200, up to 16384 tokens. At head dim 128 they take 3 to 6 % less time without a
+    mask, and up to 5 % less under a causal one, but 2048 tokens take as long. At head dim 64 they
     take 2 % less without a mask, and 10 to 16 % more under a causal one. Clusters save power, which
     does not limit few rows: these take 7 to 12 % longer at head dim 128.
     """
-    if f.masked and not f.causal:
+    if f.width <= 64 or not _products_alone(f) or min(f.q_len, f.kv_len) < 4096:
         return False
-    # The second CTA of the last cluster may have nothing to do.
-    alone = 0 < f.q_len % 256 <= 128 and f.q_len < 4096
-    if alone or (f.rows <= FEW_ROWS and (f.masked or f.kv_len < 4096)):
-        return False
-    return min(f.q_len, f.kv_len) >= (4096 if f.masked else 2048)
+    return not f.masked or (f.causal and f.rows > FEW_ROWS)
 
 
 def check_tile(tile: ForwardTile, p: Problem) -> None:

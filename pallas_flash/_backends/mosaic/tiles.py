@@ -32,12 +32,13 @@ from pallas_flash._problem.tile_sizes import (
 
 def default(p: Problem, f: CallFeatures, kernels: Iterable[str] = KERNELS) -> TileSizes:
     """Return the tiles of some kernels; None for a kernel that does not serve the call."""
+    if forward_wide.serves(p):
+        forward = forward_wide.default_tile(p) if "forward" in kernels else None
+        return TileSizes(forward=forward)
     return TileSizes(**{kernel: _default_tile(kernel, p, f) for kernel in kernels})
 
 
 def _default_tile(kernel: str, p: Problem, f: CallFeatures) -> Any:
-    if forward_wide.serves(p):
-        return forward_wide.default_tile(p) if kernel == "forward" else None
     match kernel:
         case "forward" if not f.decodes:
             return forward_kernel.default_tile(f)

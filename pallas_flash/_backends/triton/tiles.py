@@ -173,7 +173,7 @@ def default(p: Problem | None, f: CallFeatures, kernels: Iterable[str] = KERNELS
     that as many programs fit on an SM as without.
     """
     del p  # The features say all.
-    size = _width(f), f.itemsize
+    size = f.padded_width, f.itemsize
     matrix_units = hardware.matrix_units(f.capability)
     measured = BY_MATRIX_UNITS[matrix_units][size]
     # The rest of the table was timed on Hopper alone.
@@ -181,7 +181,7 @@ def default(p: Problem | None, f: CallFeatures, kernels: Iterable[str] = KERNELS
     with_pairs = WITH_PAIRS.get(size) if hopper and f.pair_bytes else None
     if with_pairs:
         measured = with_pairs[max(n for n in with_pairs if n <= f.pair_bytes)]
-    tiles = {kernel: tile for kernel in KERNELS if (tile := measured.tile(kernel))}
+    tiles = dict(measured.given)
     if hopper and not with_pairs:
         tiles |= _low_occupancy_tiles(f) | _tiles_of_kind(f)
     if f.decodes:
@@ -198,7 +198,7 @@ def default(p: Problem | None, f: CallFeatures, kernels: Iterable[str] = KERNELS
 
 def _low_occupancy_tiles(f: CallFeatures) -> dict[str, Tile]:
     """Return the tiles that differ at low occupancy."""
-    limit, tiles = FEW.get((_width(f), f.itemsize), (0, {}))
+    limit, tiles = FEW.get((f.padded_width, f.itemsize), (0, {}))
     spread = f.kv_rows * splits_of_heads(f.groups, f.kv_rows, f.masked)
 
     def few(kernel: str) -> bool:
@@ -210,7 +210,7 @@ def _low_occupancy_tiles(f: CallFeatures) -> dict[str, Tile]:
 def _tiles_of_kind(f: CallFeatures) -> dict[str, Tile]:
     """Return the tiles that differ for this kind of call."""
     kind = "scores" if f.scores else "dropout" if Option.DROPOUT in f.options else f.mask
-    many, tiles = BY_KIND.get((kind, _width(f), f.itemsize), (0, {}))
+    many, tiles = BY_KIND.get((kind, f.padded_width, f.itemsize), (0, {}))
     return tiles if f.rows >= many else {}
 
 
@@ -223,11 +223,6 @@ def _fitted(kernel: str, tile: Tile, f: CallFeatures) -> Tile:
     while shared_bytes(kernel, tile, f) > limit and (smaller := _smaller(kernel, tile)) != tile:
         tile = smaller
     return tile
-
-
-def _width(f: CallFeatures) -> int:
-    """Return the head dim in the tables."""
-    return max(64, power_of_2(f.width))
 
 
 def _smaller(kernel: str, tile: Tile) -> Tile:
@@ -262,7 +257,7 @@ def shared_bytes(kernel: str, tile: Tile, f: CallFeatures) -> int:
         resident, streamed = streamed, resident
     kept = {"forward": 1, "decode": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2}[kernel]
     pairs = tile.num_stages * resident * streamed * f.pair_bytes
-    return (kept * resident + 2 * tile.num_stages * streamed) * _width(f) * f.itemsize + pairs
+    return (kept * resident + 2 * tile.num_stages * streamed) * f.padded_width * f.itemsize + pairs
 
 
 def splits_of_heads(groups: int, kv_rows: int, masked: bool) -> int:
