@@ -517,8 +517,8 @@ class Mask(Divisible):
 
     @property
     def known_on_host(self) -> bool:
-        """Whether the blocks that are visited are known at tracing, and form runs."""
-        return not (jax.tree.leaves(self) or self.scattered)
+        """Whether NumPy knows the blocks, because neither arrays nor predicates decide them."""
+        return not (self.scattered or jax.tree.leaves(self))
 
     def kv_lists(self, q_tiles: Tiling, kv_tiles: Tiling, groups: int = 1) -> jax.Array:
         """Return the key blocks of each query tile as `_problem.blocks.lists`.

@@ -29,10 +29,8 @@ from pallas_flash import BlockMask
 from pallas_flash._backends.mosaic import (
     backward_common,
     backward_splits,
-    block_ranges,
     common,
     scheduler,
-    work_loop,
 )
 from pallas_flash._backends.mosaic.forward_kernel import default_tile
 from pallas_flash._problem.blocks import Tiling
@@ -322,18 +320,18 @@ def test_dynamic_schedule_groups_heads_by_cache(batch, heads, side, tiles, own_h
     shape = batch, heads if own_heads else 1, *rows.shape
     table = jnp.asarray(np.broadcast_to(rows, shape), jnp.int32)
     if listed:
-        entries = block_ranges.streams_of_lists(table, tiles, 1)
+        entries = scheduler.blocks_of_lists(table, tiles, 1)
     else:
-        entries = block_ranges.streams_of_ranges(table, 1)
+        entries = scheduler.blocks_of_ranges(table, 1)
     lists = np.asarray(scheduler.dynamic_schedule(batch, heads, side, entries))
     assert lists.dtype == np.int32 and lists.shape[1] == scheduler.DYNAMIC_COLUMNS
-    items, programs = lists[1:-1], scheduler.num_ctas(lists)
-    assert programs == min(scheduler.NUM_SMS, len(items))
+    items = lists[1:-1]
+    programs = min(scheduler.NUM_SMS, len(items))
     assert lists[0, 0] == 1 + programs and lists[-1, 0] < 0
     places = [tuple(x) for x in items[:, :3].tolist()]
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
-    for numbers in items[:, : len(work_loop.WorkTile.columns(0))].tolist():
-        b, h, tile, blocks, visited = work_loop.WorkTile.unpack(numbers)
+    for numbers in items[:, : len(scheduler.WorkTile.columns(0))].tolist():
+        b, h, tile, blocks, visited = scheduler.WorkTile.unpack(numbers)
         row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
         count = stop[tile] - start[tile]
         assert blocks.first == (row if listed else stop[tile] - 1)
@@ -360,11 +358,8 @@ def worklists_of(shape, options, members=1, kv_heads=None):
     q = jnp.zeros(shape, jnp.bfloat16)
     k = jnp.zeros((batch, length, kv_heads or heads, head_dim), jnp.bfloat16)
     p = checked((q, k, k), options)
-    table = block_ranges.block_table(
-        p.mask, Tiling(length, 64), Tiling(length, 128), "kv", batch, batch
-    )
-    entries = block_ranges.streams_of_ranges(table, 2 * members)
-    return scheduler.schedule(p, batch, p.mask, entries, members)
+    tile = ForwardTile(2, 128, 1, cluster_size=members)
+    return scheduler.Schedule.from_problem(p, tile, 2, batch, p.mask).work_tiles
 
 
 @pytest.mark.parametrize(("members", "lists"), [(1, 132), (2, 66)])
@@ -391,7 +386,7 @@ def test_static_schedule_takes_few_heads(shape, kv_heads, options, members, toge
     batch, length, heads, _ = shape
     tiles = length // (128 * members)
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
-    count = len(scheduler.WHERE) + block_ranges.KvBlocks._fields.index("count")
+    count = len(scheduler.WHERE) + scheduler.KvBlocks._fields.index("count")
     ends = [(mine[:, count] + 1.5).cumsum() for mine in items]
     assert max(x[-1] for x in ends) <= 1.03 * np.mean([x[-1] for x in ends])
     at_work, found = {}, []
@@ -554,11 +549,11 @@ def test_warpgroups_compute_their_blocks(warpgroups, xp):
     ranges = [x for x in itertools.product(range(4), repeat=4) if list(x) == sorted(x)]
     together = list(itertools.product(ranges[:: warpgroups**2], repeat=warpgroups))
     rows = xp.asarray(np.concatenate(together)[None, None, :-1], np.int32)
-    entries = block_ranges.streams_of_ranges(rows, warpgroups)
+    entries = scheduler.blocks_of_ranges(rows, warpgroups)
     assert type(entries) is type(rows)
     rows = [*np.asarray(rows)[0, 0].tolist(), (0, 0, 0, 0)]
     for n, entry in enumerate(np.asarray(entries)[0, 0].tolist()):
-        blocks, visited = block_ranges.unpack(np.array(entry))
+        blocks, visited = scheduler.unpack(np.array(entry))
         order = [int(blocks.block_at(i, None)) for i in range(blocks.count)]
         mine = rows[n * warpgroups :][:warpgroups]
         some = [x for x in mine if x[0] < x[3]]
@@ -566,7 +561,7 @@ def test_warpgroups_compute_their_blocks(warpgroups, xp):
         assert sorted(order) == list(range(first, last))
         each = zip(*visited, strict=True)
         for (start, full_start, full_stop, stop), places in zip(mine, each, strict=True):
-            places = block_ranges.VisitedBlocks(*map(int, places))
+            places = scheduler.VisitedBlocks(*map(int, places))
             assert sorted(places) == list(places)
             assert sorted(order[places.start : places.stop]) == list(range(start, stop))
             partial = order[places.start : places.full] + order[places.tail : places.stop]
@@ -578,8 +573,8 @@ def test_warpgroups_compute_their_blocks(warpgroups, xp):
 def test_blocks_descend():
     """From the last one that any warpgroup visits, with the example of the docstring."""
     ranges = np.array([(0, 0, n, n + 1) for n in (4, 5, 6)], np.int32)[None, None]
-    [stream] = block_ranges.streams_of_ranges(ranges, 3)[0, 0]
-    blocks, visited = block_ranges.unpack(stream)
+    [stream] = scheduler.blocks_of_ranges(ranges, 3)[0, 0]
+    blocks, visited = scheduler.unpack(stream)
     assert blocks == (6, 7, 0)
     assert [int(blocks.block_at(i, None)) for i in range(7)] == [6, 5, 4, 3, 2, 1, 0]
     assert [*zip(*visited, strict=True)] == [(2, 3, 7, 7), (1, 2, 7, 7), (0, 1, 7, 7)]

@@ -15,7 +15,7 @@ import pytest
 from support import ttir
 
 from pallas_flash import attention
-from pallas_flash._backends.triton.common import QueryTiles, side_by_side
+from pallas_flash._backends.triton.grid import QueryTiles, side_by_side
 from pallas_flash._backends.triton.tiles import FEW, _smaller, splits_of_heads
 from pallas_flash._execution.tile_choice import completed
 from pallas_flash._jax.hardware import shared_memory_limit

@@ -20,7 +20,7 @@ from pallas_flash._backends.mosaic import (
     forward_kernel,
     forward_wide,
 )
-from pallas_flash._backends.mosaic.backward_memory import Grads
+from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._backends.mosaic.backward_preprocess import preprocess
 from pallas_flash._problem import key_center
 from pallas_flash._problem.dropout import rescaled

@@ -26,6 +26,8 @@ plgpu = compat.mosaic_gpu()
 
 HOPPER = (9, 0)  # Its compute capability.
 SMEM_ALIGNMENT = 1024  # Bytes.
+# Numbers of 16 bits in a CTA's shared memory, less 3 KB for barriers and float32 rows.
+ROOM = 224 * 1024 // 2
 
 PARAMETERS = plgpu.CompilerParams(
     approx_math=True,

@@ -18,13 +18,13 @@ base e (2):
 
 (2) In the end m and log2(l) are saved apart, see `LogSum`.
 
-Roles. The kernel is persistent: a CTA computes work tiles (`scheduler`) until none is left
-(`work_loop`), and there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 or 3
-*consumer warpgroups*, each with 64 queries, and one *producer warpgroup*, whose warps start copies
-(TMA): warp 0 takes work tiles and copies keys, values and masks; warp 1 + n copies the queries of
-consumer warpgroup n, and its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks
-that stream past; each skips those that its own queries do not see (`block_ranges`). The producer
-hands registers to the consumers (`REGISTERS`).
+Roles. The kernel is persistent: a CTA computes work tiles until none is left (`scheduler`), and
+there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 or 3 *consumer warpgroups*,
+each with 64 queries, and one *producer warpgroup*, whose warps start copies (TMA): warp 0 takes
+work tiles and copies keys, values and masks; warp 1 + n copies the queries of consumer warpgroup n,
+and its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks that stream past;
+each skips those that its own queries do not see. The producer hands registers to the consumers
+(`REGISTERS`).
 
 Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are head dims.
 
@@ -110,12 +110,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import block_ranges, common, ptx, work_loop
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import (
     Consumer,
+    Cta,
     ForwardConfig,
     Inputs,
-    Producer,
     check_fits,
     copy,
     copy_keys_and_values,
@@ -133,11 +133,10 @@ from pallas_flash._backends.mosaic.forward_common import (
     softmax,
 )
 from pallas_flash._backends.mosaic.operands import stored_dtype
-from pallas_flash._backends.mosaic.pairs import Streams, has_pairs
+from pallas_flash._backends.mosaic.pairs import has_pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS, folded, most_rows
+from pallas_flash._backends.mosaic.scheduler import folded, most_rows
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
-from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import SCORES, CallFeatures, MaskKind, Option
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
@@ -173,20 +172,13 @@ class Smem(NamedTuple):
     ended: Any
 
 
-def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Smem:
+def scratch(p: Problem, tile: ForwardTile) -> Smem:
     """Return the specification of a CTA's shared memory and barriers.
 
     Tiles of masks and of a bias are in it where there is room beside all else.
-
-    Args:
-        p: the call.
-        tile: block sizes.
-        dynamic: whether the schedule is; by default, whether the mask has arrays or a predicate.
     """
     w, slots, cluster = tile.warpgroups, tile.output_slots, tile.cluster_size
-    if dynamic is None:
-        dynamic = not p.mask.known_on_host
-    blocks = functools.partial(common.blocks, p.dtype, w, rows=QUERY_ROWS)
+    blocks = functools.partial(common.blocks, p.dtype, w, rows=ptx.ROWS)
     q_sm = blocks(columns=p.head_dim)
     k, v = kv_pipelines(p, tile, consumers=w, cluster_size=cluster)
     smem = Smem(
@@ -194,11 +186,11 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         k=k,
         v=v,
         o_sm=blocks(columns=slots * ptx.COLUMNS) if slots else None,
-        statistics_sm=plgpu.SMEM((w, num_statistics(p), QUERY_ROWS), jnp.float32),
+        statistics_sm=plgpu.SMEM((w, num_statistics(p), ptx.ROWS), jnp.float32),
         bias=None,
         bits=None,
         # The consumers, the warps for their queries, and warp 0.
-        work=work_loop.pipeline(dynamic, 2 * w + 1),
+        work=scheduler.work_pipeline(p.mask, 2 * w + 1),
         ended=common.barriers(1, w, cluster) if cluster > 1 else None,
     )
     smem = smem._replace(bits=common.first_that_fits(smem, _mask_pipelines(p, tile)))
@@ -210,7 +202,7 @@ def _mask_pipelines(p: Problem, tile: ForwardTile):
     arrays = sum(map(has_pairs, p.mask.leaves))
     # A tile is whole words, and copied for one CTA.
     if arrays and tile.block_kv % ptx.BITS == 0 and tile.cluster_size == 1:
-        rows = tile.warpgroups * QUERY_ROWS
+        rows = tile.warpgroups * ptx.ROWS
         smem = plgpu.SMEM((arrays, MASK_STAGES, tile.block_kv // ptx.BITS, rows), jnp.uint32)
         yield Pipeline.spec(smem, MASK_STAGES, copies=arrays, consumers=tile.warpgroups)
 
@@ -225,22 +217,13 @@ def _bias_pipelines(p: Problem, tile: ForwardTile):
         return
     for stages in range(tile.stages, 0, -1):
         count = tile.warpgroups * stages
-        smem = common.strips(dtype, count, rows=QUERY_ROWS, columns=tile.block_kv)
+        smem = common.strips(dtype, count, rows=ptx.ROWS, columns=tile.block_kv)
         copies = smem.shape[1]
         yield Pipeline.spec(smem, stages, copies=copies, pipelines=tile.warpgroups)
 
 
-@dataclasses.dataclass(frozen=True)
 class NarrowConfig(ForwardConfig):
-    """The configuration of the kernel, known at compile time.
-
-    Attributes:
-        partial_tail: whether partial blocks may follow full ones.
-        streams: the (q, k) arrays of which tiles are copied.
-    """
-
-    partial_tail: bool
-    streams: Streams
+    """The configuration of the kernel, known at compile time."""
 
     @property
     def large(self) -> bool:
@@ -258,7 +241,7 @@ class NarrowConfig(ForwardConfig):
             return query_tile
         return query_tile + self.tile.warpgroups * lax.axis_index(common.RANK)
 
-    def work_tiles(self, warpgroup, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
+    def work_tiles(self, warpgroup, tiles: scheduler.WorkTiles) -> scheduler.WorkTiles:
         """Return the work tiles with the blocks that a warpgroup visits."""
         return tiles._replace(query_tile=lambda i: self.query_tile(warpgroup, i))
 
@@ -287,7 +270,7 @@ class Block(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ConsumerWarpgroup(Consumer):
+class ForwardConsumer(Consumer):
     """A consumer warpgroup at one work tile.
 
     The state of its loop is acc, p, m and l: p belongs to the last block, and its product with v
@@ -325,7 +308,7 @@ class ConsumerWarpgroup(Consumer):
     def block(self, j, *, partial: bool) -> Block:
         """Return the j-th block of the stream; what must be read in device memory is, from here."""
         first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
-        shape = QUERY_ROWS, self.config.kv.block
+        shape = ptx.ROWS, self.config.kv.block
         positions = common.positions(shape, self.first_row, first_key)
         options = self.options.read_ahead(self.work_tile.h, *positions, masked=partial)
         return Block(j, first_key, partial, positions, options)
@@ -366,8 +349,8 @@ class ConsumerWarpgroup(Consumer):
     def wait_pv(self, j, acc, p):
         """Return acc when the j-th block has been added, and release its values.
 
-        In a cluster one thread arrives for the warpgroup at each CTA: p @ v is one operation of its
-        four warps.
+        In a cluster, for each CTA one thread arrives for the warpgroup: p @ v is one operation of
+        its four warps.
         """
         acc = ptx.wait(0, acc, p)
         self.smem.v.consumer_release(self.kv_base + j)
@@ -404,7 +387,7 @@ class ConsumerWarpgroup(Consumer):
         last = visited.stop - 1
         return self.wait_pv(last, self.start_pv(last, acc, p), p), m, l
 
-    def steps(self, state, visited: block_ranges.VisitedBlocks):
+    def steps(self, state, visited: scheduler.VisitedBlocks):
         """Run `step` over all these blocks."""
         partial, full = (functools.partial(self.step, partial=x) for x in (True, False))
 
@@ -469,7 +452,7 @@ class ConsumerWarpgroup(Consumer):
         """Return bools of the j-th block for each mask array that is copied."""
         if self.smem.bits is None:
             return ()
-        stage, first_row = self.smem.bits.stage(self.kv_base + j), self.query_tile * QUERY_ROWS
+        stage, first_row = self.smem.bits.stage(self.kv_base + j), self.query_tile * ptx.ROWS
         return self.config.streams.masks.read(self.smem.bits.smem, stage, first_row)
 
     def release_mask(self, j, l=None):
@@ -490,7 +473,7 @@ class ConsumerWarpgroup(Consumer):
         statistics, weight = results_of_rows(self.options, h, m, l, large=config.large)
         o = acc * common.along_rows(weight, acc.shape)
         parts = parts_of_output(o, smem.k.smem.dtype, self.o_refs)
-        rows = pl.ds(first_row, QUERY_ROWS)
+        rows = pl.ds(first_row, ptx.ROWS)
         # The copies of the last work tile must have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         # `commit_smem` below makes the statistics visible to their copies, too.
@@ -515,26 +498,23 @@ class ConsumerWarpgroup(Consumer):
             self.queries.consumer_release(0)
 
 
-def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config: NarrowConfig):
+def consume(cta: Cta, tiles: scheduler.WorkTiles, warpgroup):
     """Run a consumer warpgroup over all work tiles of its CTA."""
-    smem.q.pipeline_of_warpgroup(warpgroup).consumer_start()
+    config = cta.config
+    cta.smem.q.pipeline_of_warpgroup(warpgroup).consumer_start()
     registers, _ = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="increase")
 
     def compute(i, work_tile, bases):
         kv_base, bias_base = bases
         query_tile = config.query_tile(warpgroup, i)
-        consumer = ConsumerWarpgroup(
-            inputs=inputs,
-            o_refs=o_refs,
-            statistic_refs=statistic_refs,
-            smem=smem,
-            config=config,
+        consumer = ForwardConsumer(
+            **vars(cta),
             warpgroup=warpgroup,
             work_tile=work_tile,
             query_tile=query_tile,
             first_row=config.query_tiles.first_row(work_tile.index, query_tile),
-            options=config.options.element_options(inputs.options, work_tile.b),
+            options=config.options.element_options(cta.inputs.options, work_tile.b),
             kv_base=kv_base,
             bias_base=bias_base,
         )
@@ -543,8 +523,8 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
         return kv_base + work_tile.kv_blocks.count, bias_base + visited.stop - visited.start
 
     bases = jnp.int32(0), jnp.int32(0)
-    work_loop.for_each(config.work_tiles(warpgroup, tiles), compute, bases)
-    leave(smem.ended)
+    scheduler.for_each(config.work_tiles(warpgroup, tiles), compute, bases)
+    leave(cta.smem.ended)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -552,10 +532,10 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 # ------------------------------------------------------------------------------------------------
 
 
-class ProducerWarpgroup(Producer):
-    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each."""
+class ForwardProducer(Cta):
+    """The producer warpgroup of a CTA; its methods are a warp's bodies for `scheduler.for_each`."""
 
-    def run(self, tiles: work_loop.WorkTiles):
+    def run(self, tiles: scheduler.WorkTiles):
         """Copy all that the consumers of this CTA need."""
         config = self.config
         _, registers = REGISTERS[config.tile.warpgroups]
@@ -568,7 +548,7 @@ class ProducerWarpgroup(Producer):
         warps = map(warp, range(config.tile.warpgroups))
         run_producer_warps(tiles, self.load_keys_and_values, *warps)
 
-    def load_keys_and_values(self, i, work_tile: work_loop.WorkTile, kv_base):
+    def load_keys_and_values(self, i, work_tile: scheduler.WorkTile, kv_base):
         """Copy the K/V blocks of a work tile; return how many the CTA has had."""
         del i
         config, smem, blocks = self.config, self.smem, work_tile.kv_blocks
@@ -594,18 +574,18 @@ class ProducerWarpgroup(Producer):
         )
         return kv_base + blocks.count
 
-    def load_queries(self, w: int, i, work_tile: work_loop.WorkTile, bias_base):
+    def load_queries(self, w: int, i, work_tile: scheduler.WorkTile, bias_base):
         """Copy the queries of consumer warpgroup w, and its tiles of the bias."""
         config, pipeline = self.config, self.smem.q.pipeline_of_warpgroup(w)
         pipeline.producer_wait(0)
         first_row = config.query_tiles.first_row(work_tile.index, config.query_tile(w, i))
-        at = work_tile.b, pl.ds(first_row, QUERY_ROWS), work_tile.h
+        at = work_tile.b, pl.ds(first_row, ptx.ROWS), work_tile.h
         copy(self.inputs.q, at, pipeline.smem_of(0), pipeline.filled(0))
         if config.streams.bias is None:
             return bias_base
         return self.load_bias(w, first_row, work_tile, bias_base)
 
-    def load_bias(self, w: int, first_row, work_tile: work_loop.WorkTile, bias_base):
+    def load_bias(self, w: int, first_row, work_tile: scheduler.WorkTile, bias_base):
         """Copy the tiles of the bias that consumer warpgroup w visits; return how many it has had.
 
         Args:
@@ -640,30 +620,22 @@ class ProducerWarpgroup(Producer):
 # ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_forward(inputs: Inputs, counted, *outputs, static: NarrowConfig, **memory):
-    """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
-    smem, config = Smem(**memory), static
-    o_refs, statistic_refs = outputs[: config.num_parts], outputs[config.num_parts :]
-
-    def consume_all(tiles, warpgroup):
-        consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
-
-    produce = ProducerWarpgroup(inputs, smem, config).run
-    run_cta(inputs, counted, smem.work, config.tile.warpgroups, consume_all, produce)
+def pallas_flash_forward(inputs: Inputs, dynamic_schedule, *outputs, static, **memory):
+    """Compute the work tiles of one CTA; a static schedule is in the inputs."""
+    n = static.num_parts
+    cta = Cta(inputs, outputs[:n], outputs[n:], Smem(**memory), static)
+    run_cta(cta, dynamic_schedule, static.tile.warpgroups, consume, ForwardProducer)
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
     """Return the results of `forward_common.launch`, which takes these arguments."""
-    w, kv = tile.warpgroups, Tiling(problem.kv_len, tile.block_kv)
-
-    def prepare(shared, blocks, dynamic):
-        smem = scratch(problem, tile, dynamic=dynamic)
-        copied = dict(bias=smem.bias is not None, masks=smem.bits is not None)
-        streams, shared, streamed = Streams.from_problem(problem, shared, 3, kv, **copied)
-        tail = not problem.mask.scattered and block_ranges.have_partial_tail(blocks)
-        return smem, shared, streamed, dict(partial_tail=tail, streams=streams)
-
-    return launch(pallas_flash_forward, NarrowConfig, problem, tile, lengths, prepare, w, w)
+    smem, w = scratch(problem, tile), tile.warpgroups
+    return launch(
+        *(pallas_flash_forward, NarrowConfig, problem, tile, lengths, smem),
+        query_tiles=w,
+        consumers=w,
+        copied=dict(bias=smem.bias is not None, masks=smem.bits is not None),
+    )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -703,7 +675,7 @@ TILE_RULES = (
     # 1024 tokens of 16 heads: 15 and 18 microseconds.
     TileRule(
         *(64, "products alone, one work tile for each CTA", ForwardTile(2, 128, 1, 4)),
-        lambda f: _is_shorter_by_two(f) and most_rows(f, 2) == 2 * QUERY_ROWS,
+        lambda f: _is_shorter_by_two(f) and most_rows(f, 2) == 2 * ptx.ROWS,
     ),
     # 1024 tokens of 32 heads: 25 and 31 microseconds.
     TileRule(

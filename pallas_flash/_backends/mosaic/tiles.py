@@ -11,7 +11,7 @@ from typing import Any
 
 from pallas_flash._backends.mosaic import (
     backward_dq,
-    backward_memory,
+    backward_launch,
     decode_kernel,
     forward_kernel,
     forward_wide,
@@ -45,7 +45,7 @@ def _default_tile(kernel: str, p: Problem, f: CallFeatures) -> Any:
         case "decode" if f.decodes:
             return decode_kernel.default_tile(f)
         case "backward" | "dkv":
-            return backward_memory.default_tile(p, in_order=kernel == "dkv")
+            return backward_launch.default_tile(p, in_order=kernel == "dkv")
         case "dq":
             return backward_dq.default_tile(p)
     return None
@@ -69,7 +69,7 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
         case "dq":
             backward_dq.check_tile(tile, p)
         case _:
-            backward_memory.check_tile(kernel, tile, p)
+            backward_launch.check_tile(kernel, tile, p)
 
 
 def candidates(kernel: str, p: Problem, choose: Choose) -> list:
