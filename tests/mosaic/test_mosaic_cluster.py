@@ -29,6 +29,7 @@ from pallas_flash._backends.mosaic import (
 from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import features_of
+from pallas_flash._problem.tile_sizes import padded
 
 CLUSTER = "_cluster"  # In the kernel's name.
 
@@ -154,10 +155,10 @@ def test_sums_leave_before_what_may_still_be_sent():
     dims, offenders = range(8, 257, 8), []
     for head_dim, value_dim in ((x, y) for x in dims for y in dims if x + y > 256):
         qkv, _, options = wide(LONG, head_dim, value_dim, T=8, S=8).problem("bfloat16")
-        call, sizes = checked(qkv, options), tiles.padded(head_dim, value_dim)
+        call, sizes = checked(qkv, options), padded(head_dim, value_dim)
         if not Grads.DQ_DK_DV.in_clusters(*sizes):
             continue
-        tile = tiles.backward_tile(*sizes, in_order=False)
+        tile = backward_launch.largest_tile(*sizes, in_order=False)
         union = backward_launch.scratch(call, tile, Grads.DQ_DK_DV).tiles
         _, of_dk, _, dk = union.refs
         if common.smem_bytes(dk) > common.smem_bytes(of_dk._replace(ds=None)):

@@ -21,7 +21,7 @@ from support.mosaic_cases import checked, run_forward
 
 from pallas_flash._autodiff.vjp import public_rows
 from pallas_flash._backends.mosaic import decode_kernel, scheduler
-from pallas_flash._backends.mosaic.tiles import decode_tile
+from pallas_flash._backends.mosaic.decode_kernel import default_tile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import FEW_QUERIES, features_of
 from pallas_flash._problem.traversal import edges_first
@@ -233,7 +233,7 @@ PARTS = [
 def test_splits(S, B, K, T, parts):
     def number(q, k, v, known):
         call = checked((q, k, v), {})
-        tile = decode_tile(features_of(call))
+        tile = default_tile(features_of(call))
         return decode_kernel.num_splits(call, B, Tiling(S, tile.block_kv), tile, known=known)
 
     q, k = (jax.ShapeDtypeStruct((B, n, h, 128), jnp.bfloat16) for n, h in ((T, 4 * K), (S, K)))

@@ -45,7 +45,7 @@ def kib(spec, head_dim, is_causal=False):
 )
 def test_page_of_the_forward_has_its_memory(head_dim, is_causal, row):
     def spec(problem):
-        return forward_kernel.scratch(problem, tiles.forward_tile(features_of(problem)))
+        return forward_kernel.scratch(problem, forward_kernel.default_tile(features_of(problem)))
 
     assert kib(spec, head_dim, is_causal) == told(FORWARD, row)
 

@@ -32,7 +32,7 @@ from pallas_flash._backends.mosaic import (
     common,
     scheduler,
 )
-from pallas_flash._backends.mosaic.tiles import forward_tile
+from pallas_flash._backends.mosaic.forward_kernel import default_tile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import features_of
 from pallas_flash.tuning import ForwardTile, TileSizes
@@ -199,17 +199,16 @@ def test_numbers_of_clusters(T, causal, head_dim, cores, monkeypatch, kernel_cas
         ((4096, 4096, 128), dict(local_window_size=(100, 0)), 1),
         ((4096, 4096, 128), dict(is_causal=True, query_offset=jnp.int32(3)), 1),
         ((4096, 4096, 64), {}, 1),  # Three warpgroups.
-        ((2048, 2048, 256), {}, 2),
-        ((2048, 2048, 128), dict(is_causal=True), 1),
-        ((2048 + 256, 4096, 128), {}, 2),
-        ((2048 + 128, 4096, 128), {}, 1),  # Whose last pair would be half empty.
+        ((4096, 4096, 256), {}, 2),
+        ((2048, 2048, 128), {}, 1),
+        ((4096, 2048, 128), {}, 1),
         ((8192, 512, 128), {}, 1),
     ],
 )
 def test_clusters_where_they_were_faster(sizes, options, programs):
     T, S, H = sizes
     q, k = (jnp.zeros((1, n, 32, H), jnp.bfloat16) for n in (T, S))
-    assert forward_tile(features_of(checked((q, k, k), options))).cluster_size == programs
+    assert default_tile(features_of(checked((q, k, k), options))).cluster_size == programs
 
 
 def test_block_mask_with_positions_has_its_tile():
@@ -225,8 +224,6 @@ def test_block_mask_with_positions_has_its_tile():
 @pytest.mark.parametrize(
     ("length", "heads", "options", "programs"),
     [
-        (2048, 16, {}, 1),
-        (2048, 17, {}, 2),
         (4096, 4, {}, 2),
         (4096, 8, dict(is_causal=True), 1),
         (4096, 9, dict(is_causal=True), 2),
@@ -234,7 +231,7 @@ def test_block_mask_with_positions_has_its_tile():
 )
 def test_no_clusters_for_few_rows(length, heads, options, programs):
     q = jnp.zeros((1, length, heads, 128), jnp.bfloat16)
-    assert forward_tile(features_of(checked((q, q, q), options))).cluster_size == programs
+    assert default_tile(features_of(checked((q, q, q), options))).cluster_size == programs
 
 
 @pytest.mark.parametrize(
@@ -259,7 +256,7 @@ def test_no_clusters_for_few_rows(length, heads, options, programs):
 )
 def test_low_occupancy_at_64_has_two_warpgroups(length, heads, options, tile):
     q = jnp.zeros((1, length, heads, 64), jnp.bfloat16)
-    found = forward_tile(features_of(checked((q, q, q), options)))
+    found = default_tile(features_of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
 
 
@@ -276,14 +273,14 @@ def test_low_occupancy_at_64_has_two_warpgroups(length, heads, options, tile):
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_short_causal_calls_have_narrow_tiles(length, options, tile, head_dim):
     q = jnp.zeros((1, length, 48, head_dim), jnp.bfloat16)
-    found = forward_tile(features_of(checked((q, q, q), options)))
+    found = default_tile(features_of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
 
 
 def test_short_causal_low_occupancy_wide_tiles():
     """As longer ones: each program has one item."""
     q = jnp.zeros((1, 512, 32, 128), jnp.bfloat16)
-    found = forward_tile(features_of(checked((q, q, q), CAUSAL)))
+    found = default_tile(features_of(checked((q, q, q), CAUSAL)))
     assert (found.warpgroups, found.block_kv) == (2, 128)
 
 
@@ -292,7 +289,7 @@ def test_tiles_are_no_larger_than_blocks(head_dim):
     """Blocks have the usual size of a block mask: full tiles need no mask."""
     q = jnp.zeros((1, 512, 1, head_dim), jnp.bfloat16)
     mask = BlockMask(jnp.ones((1, 1, 4, 4), bool), 128, 128)
-    tile = forward_tile(features_of(checked((q, q, q), dict(mask=mask))))
+    tile = default_tile(features_of(checked((q, q, q), dict(mask=mask))))
     assert 128 % (64 * tile.warpgroups) == 128 % tile.block_kv == 0
 
 
@@ -448,7 +445,7 @@ def test_each_query_tile_has_one_work_tile(case, monkeypatch):
     [lists] = map(np.asarray, launched.value.args)
     known = [row[1 : 1 + row[0, 0]] for row in lists] if lists.ndim == 3 else [lists[1:-1]]
     items = sorted(tuple(x) for x in np.concatenate(known)[:, :3].tolist())
-    tiles = -(-call.q_len // (64 * forward_tile(features_of(call)).warpgroups))
+    tiles = -(-call.q_len // (64 * default_tile(features_of(call)).warpgroups))
     assert items == list(itertools.product(*map(range, (call.batch, call.num_heads, tiles))))
 
 

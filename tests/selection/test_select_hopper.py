@@ -222,9 +222,11 @@ def test_wide_heads_that_hopper_does_not_serve(newer_jax, options, reason):
 def decided(monkeypatch, **faster):
     """From now on these passes, with `_` for spaces, are known to be faster, or not."""
 
-    def rule(attention_pass, f, rules=resolve.faster_by_mosaic):
-        known = faster.get(attention_pass.replace(" ", "_"))
-        return rules(attention_pass, f) if known is None else known
+    def rule(f, rules=resolve.faster_by_mosaic, **options):
+        name = "backward" if options.pop("backward", False) else "forward"
+        words = dict(in_order="in_order", dbias="with_dbias")
+        known = faster.get("_".join([name, *(words[x] for x in options if options[x])]))
+        return rules(f, backward=name == "backward", **options) if known is None else known
 
     monkeypatch.setattr(resolve, "faster_by_mosaic", rule)
 
@@ -319,7 +321,7 @@ def test_an_older_jax_has_no_kernels_for_hopper(monkeypatch):
 
 
 def plan_of(**options):
-    """Return the implementations of the backward without and with a gradient of the bias."""
+    """Return the plan of a call of `on_hopper`."""
     plans = []
 
     def spied(*call, right=resolve.resolve):
@@ -330,6 +332,11 @@ def plan_of(**options):
         patch.setattr(resolve, "resolve", spied)
         on_hopper(**options)
     [plan] = plans
+    return plan
+
+
+def backwards(plan):
+    """Return who computes the backward without and with a gradient of the bias."""
     return plan.backward.implementation, plan.dbias.implementation
 
 
@@ -355,14 +362,40 @@ def test_the_gradient_of_a_bias_is_chosen_by_its_own_times(
     newer_jax, monkeypatch, options, faster, by
 ):
     decided(monkeypatch, backward_with_dbias=faster, backward_in_order_with_dbias=False)
-    assert plan_of(**options) == by
+    assert backwards(plan_of(**options)) == by
     sentence = "A gradient of the bias" in on_hopper(**options).reason
     assert sentence == (by[0] != by[1])
 
 
+SLOPES = dict(alibi_slopes=jnp.ones(16))
+
+
+@pytest.mark.parametrize(
+    ("options", "tables", "tangents"),
+    [
+        (SLOPES, "triton", "triton"),
+        (SLOPES | dict(implementation="triton"), "triton", "triton"),
+        (SLOPES | dict(implementation="xla"), "xla", "xla"),
+        (dict(alibi_slopes=jnp.ones(4), head_dim=512), "xla", "xla"),
+    ],
+    ids=told,
+)
+def test_plan_says_who_computes_tables_and_tangents(newer_jax, options, tables, tangents):
+    plan = plan_of(**options)
+    for x, by in (plan.tables, tables), (plan.tangents, tangents):
+        assert x.implementation == by
+        assert [*x.tiles.given] == ["dq"] * (by == "triton")
+    assert ("tables" in on_hopper(**options).tiles) == (tables == "triton")
+
+
+def test_given_tile_of_dq_is_for_tables_and_tangents(newer_jax):
+    plan = plan_of(**SLOPES, tile_sizes=TileSizes(dq=Tile(64, 32)))
+    assert plan.tables.tiles == plan.tangents.tiles == TileSizes(dq=Tile(64, 32))
+
+
 def test_a_gradient_of_the_bias_may_take_another_backward(newer_jax, monkeypatch):
     decided(monkeypatch, backward=False)
-    assert plan_of(**BIAS) == ("triton", "mosaic")
+    assert backwards(plan_of(**BIAS)) == ("triton", "mosaic")
     reason = on_hopper(**BIAS).reason
     assert 'A gradient of the bias comes with the backward of "mosaic": it is faster.' in reason
 

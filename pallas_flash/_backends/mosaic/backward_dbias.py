@@ -41,7 +41,6 @@ from pallas_flash._backends.mosaic.backward_common import (
 )
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.score_mask import shared_arrays
-from pallas_flash._backends.mosaic.tiles import DbiasTile
 from pallas_flash._problem.blocks import BlockClasses, Tiling, lists
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.masks import Mask
@@ -57,6 +56,31 @@ PRODUCER = CONSUMERS  # Its number.
 BLOCK_Q = CONSUMERS * ptx.ROWS
 # Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
+
+
+class DbiasTile(NamedTuple):
+    """The tile of this kernel, which has 128 queries.
+
+    Attributes:
+        block_kv: keys of a tile.
+        stages: pipeline stages of queries and keys, and of cotangents and values.
+    """
+
+    block_kv: int
+    stages: int
+
+
+def default_tile(p: Problem) -> DbiasTile:
+    """Return the tile of this kernel: with 128 keys, if they fit."""
+    itemsize, width = min(4, p.bias.dtype.itemsize), sum(padded(p.head_dim, p.value_dim))
+
+    def stages(block_kv: int) -> int:
+        room, each = common.ROOM - 64 * block_kv * itemsize, (128 + block_kv) * width
+        # The float32 rows of 128 queries may take 2 KB, in two stages 3 KB, and barriers one more.
+        return 2 if room - 1024 // 2 >= 2 * each else min(1, room // each)
+
+    block_kv = 128 if stages(128) else 64
+    return DbiasTile(block_kv, stages(block_kv))
 
 
 @dataclasses.dataclass(frozen=True)

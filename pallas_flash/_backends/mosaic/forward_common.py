@@ -237,6 +237,27 @@ def kv_pipelines(p: Problem, tile, **shared) -> tuple[Pipeline, Pipeline]:
     return pipeline(p.head_dim), pipeline(p.value_dim)
 
 
+def check_fits(kernel: str, tile, p: Problem, memory, columns: int, registers: int) -> None:
+    """Raise ValueError unless a tile fits on the GPU.
+
+    Args:
+        kernel: the kernel of the tile.
+        tile: the tile.
+        p: the call.
+        memory: the specification of the shared memory.
+        columns: columns of the output that a consumer warpgroup sums.
+        registers: registers of its threads.
+    """
+    # Sums, scores, and in 16 bits the weights of the block before.
+    taken = columns // 2 + tile.block_kv // 2 + tile.block_kv // 4
+    common.check_fits(kernel, tile, p, memory, taken, registers)
+    if kernel == "forward" and tile.cluster_size > 1 and not p.mask.known_on_host:
+        raise ValueError(
+            "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which "
+            f"keys are seen; got {tile}. Use 1."
+        )
+
+
 def copy(ref, index, destination, barrier, cluster_size: int = 1, first_block: Any = 0):
     """Copy a tile to shared memory, 64 columns at a time, from this block of columns on.
 

@@ -102,6 +102,8 @@ are read in device memory, ahead of the product.
 import dataclasses
 import functools
 import itertools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -114,6 +116,7 @@ from pallas_flash._backends.mosaic.forward_common import (
     Cta,
     ForwardConfig,
     Inputs,
+    check_fits,
     copy,
     copy_keys_and_values,
     copy_statistics,
@@ -132,7 +135,9 @@ from pallas_flash._backends.mosaic.forward_common import (
 from pallas_flash._backends.mosaic.operands import stored_dtype
 from pallas_flash._backends.mosaic.pairs import has_pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
+from pallas_flash._backends.mosaic.scheduler import folded, most_rows
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
+from pallas_flash._problem.features import SCORES, CallFeatures, MaskKind, Option
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
 
@@ -631,3 +636,152 @@ def forward(problem: Problem, tile: ForwardTile, lengths=None):
         consumers=w,
         copied=dict(bias=smem.bias is not None, masks=smem.bits is not None),
     )
+
+
+# ------------------------------------------------------------------------------------------------
+# Tiles
+# ------------------------------------------------------------------------------------------------
+
+
+class TileRule(NamedTuple):
+    """A tile for a kind of call.
+
+    Attributes:
+        width: the largest head dim of the kind.
+        kind: the rest of it in words.
+        tile: its tile.
+        fits: whether a call of such a head dim is of the kind.
+    """
+
+    width: float
+    kind: str
+    tile: ForwardTile
+    fits: Callable[[CallFeatures], bool] = lambda f: True
+
+
+# The first rule that fits decides. Times were taken on an H200 unless said otherwise.
+TILE_RULES = (
+    # Tiles of 192 x 96 would make most blocks of 128 x 128 partial, 2.4 times as long.
+    TileRule(
+        *(64, "block masks, dropout or float32 biases", ForwardTile(2, 128, 1)),
+        lambda f: f.has_block_mask or bool(f.options & {Option.DROPOUT, Option.BIAS}),
+    ),
+    # 1024 causal tokens of 16 heads: 11 and 13 microseconds, and with slopes 15 and 21.
+    TileRule(64, "folded query tiles", ForwardTile(2, 128, 1, 4), lambda f: folded(f, 2)),
+    TileRule(
+        *(64, "a mask or scores that take registers for each pair", ForwardTile(3, 96, 1)),
+        lambda f: _takes_registers(f),
+    ),
+    # 1024 tokens of 16 heads: 15 and 18 microseconds.
+    TileRule(
+        *(64, "products alone, one work tile for each CTA", ForwardTile(2, 128, 1, 4)),
+        lambda f: _is_shorter_by_two(f) and most_rows(f, 2) == 2 * ptx.ROWS,
+    ),
+    # 1024 tokens of 32 heads: 25 and 31 microseconds.
+    TileRule(
+        *(64, "products alone, fewer queries of a CTA by two warpgroups"),
+        *(ForwardTile(2, 160, 1, 4), lambda f: _is_shorter_by_two(f)),
+    ),
+    # At 4096 tokens four stages take 6 % longer.
+    TileRule(64, "mask arrays", ForwardTile(3, 128, 1, 2), lambda f: f.mask is MaskKind.ARRAY),
+    # A warpgroup begins its next query tile while others end theirs, as far as keys are there: at
+    # 512 to 2048 causal tokens two stages take 2 to 7 % longer.
+    TileRule(64, "all others", ForwardTile(3, 128, 1, 4)),
+    TileRule(128, "float32 biases", ForwardTile(2, 96, 2), lambda f: Option.BIAS in f.options),
+    # 4096 tokens: 1.22 and 1.31 ms.
+    TileRule(
+        *(128, "soft caps and no mask", ForwardTile(3, 80, 1)),
+        lambda f: Option.SOFT_CAP in f.options and not f.masked and _waits_for_scores(f),
+    ),
+    # 512 tokens at head dim 128: 99 and 102 microseconds, on an H100 109 and 116; at head dim 80
+    # 121 and 144.
+    TileRule(
+        *(128, "products alone, causal, 512 keys at most, not folded", ForwardTile(3, 64, 1, 3)),
+        lambda f: _products_alone(f) and f.causal and f.kv_len <= 512 and not folded(f, 2),
+    ),
+    # Much of the last block of few keys is padding: 1024 keys take 10 % longer, 2048 5 %.
+    TileRule(
+        *(128, "products alone, no mask, more than 2048 keys", ForwardTile(2, 176, 1)),
+        lambda f: _products_alone(f) and not f.masked and f.kv_len > 2048,
+    ),
+    TileRule(128, "all others", ForwardTile(2, 128, 2)),
+    # Values that are no wider leave through the buffer of the queries. 4096 tokens with soft caps:
+    # 0.96 and 0.99 ms, with slopes 0.96 and 1.02 ms.
+    TileRule(
+        *(256, "products alone without a mask, or scores that are waited for"),
+        *(ForwardTile(2, 80, 0), lambda f: f.value_dim <= f.head_dim and _is_light(f)),
+    ),
+    TileRule(math.inf, "all others", ForwardTile(2, 64, 1)),
+)
+
+
+def default_tile(f: CallFeatures) -> ForwardTile:
+    """Return the tile of a call, by the rules; two CTAs may be a cluster that shares loads."""
+    tile = rule_of(f).tile
+    return dataclasses.replace(tile, cluster_size=2) if _in_pairs(f) else tile
+
+
+def rule_of(f: CallFeatures) -> TileRule:
+    """Return the rule that decides."""
+    return next(rule for rule in TILE_RULES if f.width <= rule.width and rule.fits(f))
+
+
+def _products_alone(f: CallFeatures) -> bool:
+    """Return whether products and a softmax are all that is computed for each pair."""
+    return not (f.scores or f.options & {Option.DROPOUT, Option.SCALE})
+
+
+def _takes_registers(f: CallFeatures) -> bool:
+    """Return whether a mask or scores take registers, of which wide tiles leave few."""
+    if f.options & (SCORES - {Option.SOFT_CAP, Option.SLOPES}):
+        return True
+    # Slopes beside a mask spill in tiles of 128 keys.
+    return f.mask not in QUICK or (f.masked and Option.SLOPES in f.options)
+
+
+# Masks that take few instructions a tile.
+QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
+
+
+def _waits_for_scores(f: CallFeatures) -> bool:
+    """Return whether soft caps or slopes are all that is done to scores."""
+    changed = f.options & (SCORES | {Option.DROPOUT})
+    return bool(changed) and changed <= {Option.SOFT_CAP, Option.SLOPES} and not f.by_arrays
+
+
+def _is_light(f: CallFeatures) -> bool:
+    return (_products_alone(f) and not f.masked) or _waits_for_scores(f)
+
+
+def _is_shorter_by_two(f: CallFeatures) -> bool:
+    """Return whether the longest CTA has fewer queries by two warpgroups than by three."""
+    alone = _products_alone(f) and not f.masked
+    return alone and 5 * most_rows(f, 3) > 6 * most_rows(f, 2)
+
+
+# Queries of all heads and batch elements: two tiles of 128 for each of an H200's 132 SMs.
+FEW_ROWS = 2**15
+
+
+def _in_pairs(f: CallFeatures) -> bool:
+    """Return whether two CTAs should share keys and values.
+
+    Timed on a hot H200, up to 16384 tokens. At head dim 128 they take 3 to 6 % less time without a
+    mask, and up to 5 % less under a causal one, but 2048 tokens take as long. At head dim 64 they
+    take 2 % less without a mask, and 10 to 16 % more under a causal one. Clusters save power, which
+    does not limit few rows: these take 7 to 12 % longer at head dim 128.
+    """
+    if f.width <= 64 or not _products_alone(f) or min(f.q_len, f.kv_len) < 4096:
+        return False
+    return not f.masked or (f.causal and f.rows > FEW_ROWS)
+
+
+def check_tile(tile: ForwardTile, p: Problem) -> None:
+    """Raise ValueError if a tile does not fit on the GPU."""
+    registers, _ = REGISTERS[tile.warpgroups]
+    check_fits("forward", tile, p, scratch(p, tile), p.value_dim, registers)
+    if not tile.output_slots and p.value_dim > p.head_dim:
+        raise ValueError(
+            "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
+            f"got {tile} and head dims of {p.head_dim} and {p.value_dim} (of values). Use 1."
+        )

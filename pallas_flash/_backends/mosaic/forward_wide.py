@@ -83,6 +83,7 @@ from pallas_flash._backends.mosaic.forward_common import (
     ForwardConfig,
     Inputs,
     RowMax,
+    check_fits,
     copy,
     copy_statistics,
     from_last_block_or,
@@ -99,6 +100,7 @@ from pallas_flash._backends.mosaic.forward_common import (
 )
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
+from pallas_flash._jax import hardware
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
 
@@ -109,6 +111,7 @@ CONSUMERS = 2
 REGISTERS = 240, 24
 # Keys of a block: p of a block is one operand of 64 columns.
 BLOCK_KV = 64
+WIDE = 256  # Calls with a larger head dim take this kernel.
 # Stages of a warpgroup's values.
 VALUE_STAGES = 2
 # Column blocks of values in a stage, at most: a product of wgmma has up to 256 columns.
@@ -193,6 +196,38 @@ def scratch(p: Problem, tile: ForwardTile) -> Smem:
         work=scheduler.work_pipeline(p.mask, CONSUMERS + 4),
         ended=(common.barriers(1, CONSUMERS, tile.cluster_size) if tile.cluster_size > 1 else None),
     )
+
+
+def serves(p: Problem) -> bool:
+    """Return whether a call has heads that are too wide for `forward_kernel`."""
+    return max(p.head_dim, p.value_dim) > WIDE
+
+
+def default_tile(p: Problem) -> ForwardTile:
+    """Return the tile of a call, with as many stages of keys as fit.
+
+    Two CTAs share keys and values wherever the schedule is static and both have queries.
+    """
+    cluster_size = 2 if p.mask.known_on_host and p.q_len > ptx.ROWS else 1
+    limit = hardware.shared_memory_limit(common.HOPPER)
+    tried = (ForwardTile(CONSUMERS, BLOCK_KV, 1, stages, cluster_size) for stages in (4, 3, 2))
+    return next(x for x in tried if common.smem_bytes(scratch(p, x)) <= limit)
+
+
+def check_tile(tile: ForwardTile, p: Problem) -> None:
+    """Raise ValueError if this kernel has no such tile, or if it does not fit on the GPU."""
+    wanted, cluster = ForwardTile(CONSUMERS, BLOCK_KV, 1, tile.stages, tile.cluster_size), ""
+    # Keys of one query are cut into parts, whose lengths are arrays.
+    if p.q_len == 1:
+        wanted = dataclasses.replace(wanted, cluster_size=1)
+        cluster = ", and no cluster for one query,"
+    if tile != wanted:
+        raise ValueError(
+            f"`tile_sizes.forward` must have {CONSUMERS} warpgroups, {BLOCK_KV} keys and 1 "
+            f"output slot{cluster} at head dims above {WIDE}; got {tile} at head dim "
+            f"{max(p.head_dim, p.value_dim)}. Use {wanted}."
+        )
+    check_fits("forward", tile, p, scratch(p, tile), p.value_dim // CONSUMERS, REGISTERS[0])
 
 
 class WideConfig(ForwardConfig):

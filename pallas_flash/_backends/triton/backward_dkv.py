@@ -26,7 +26,7 @@ from pallas_flash._backends.triton import memory, visibility
 from pallas_flash._backends.triton.grid import side_by_side
 from pallas_flash._backends.triton.launch import launch, load_tables, table_operands, whole
 from pallas_flash._backends.triton.spec import KernelSpec, make_spec, softmax_shift
-from pallas_flash._backends.triton.tiles.rule import splits_of_heads
+from pallas_flash._backends.triton.tiles import splits_of_heads
 from pallas_flash._problem.dropout import drop, rescaled, shrunk
 from pallas_flash._problem.problem import Extras, Problem
 from pallas_flash._problem.tile_sizes import Tile

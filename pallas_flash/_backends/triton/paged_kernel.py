@@ -42,7 +42,7 @@ from pallas_flash._backends.triton.decode_kernel import (
 from pallas_flash._backends.triton.forward_kernel import attend
 from pallas_flash._backends.triton.launch import kernel_arrays, launch, whole
 from pallas_flash._backends.triton.spec import KernelSpec, Rows
-from pallas_flash._backends.triton.tiles.table import BY_MATRIX_UNITS, DECODE_ROWS, DECODE_STAGE
+from pallas_flash._backends.triton.tiles import BY_MATRIX_UNITS, DECODE_ROWS, DECODE_STAGE
 from pallas_flash._jax import device, hardware
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import PagedProblem, RowTiles, Work, key_place
