@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from support.repository import assert_none
 
+from models.training import text
+from models.training.files import lock
+from models.training.processes import UserError
+from models.training.settings import TrainConfig
 from scripts import prepare_tokens
 from scripts.prepare_tokens import END_TOKEN, main
-from scripts.training import text
-from scripts.training.processes import UserError
-from scripts.training.run_folder import lock
-from scripts.training.settings import TrainConfig
 
 tokenizers = pytest.importorskip("tokenizers")
 

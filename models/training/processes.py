@@ -21,8 +21,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from models.errors import UserError as UserError
 from models.sharding import Layout
-from scripts.command import UserError as UserError
 
 # Seconds without a heartbeat after which a process is dead; seconds to wait for all at the start.
 HEARTBEAT, WAIT = 30, 40
@@ -38,12 +38,12 @@ def say(label: str, text: str):
 
 def warn(text: str):
     """Print a warning to the standard error."""
-    print(f"train_gpt.py: {_name()}warning: {text}", file=sys.stderr, flush=True)
+    print(f"train: {_name()}warning: {text}", file=sys.stderr, flush=True)
 
 
 def fail(text: object):
     """Print the error that ends the script to the standard error."""
-    print(f"train_gpt.py: {_name()}error: {text}", file=sys.stderr, flush=True)
+    print(f"train: {_name()}error: {text}", file=sys.stderr, flush=True)
 
 
 def _name() -> str:
