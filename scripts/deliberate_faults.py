@@ -9,8 +9,9 @@ sign, a term, a constant, two arguments. A mutant that lives is only told, becau
     python scripts/deliberate_faults.py --only 'band-*' ring-sends-backwards
     python scripts/deliberate_faults.py --only 'pallas_flash/_problem/masks.py:Band.*'
     python scripts/deliberate_faults.py --mutants 500 --seed 7 --jobs 8 --record faults.jsonl
-    python scripts/deliberate_faults.py --choose faults.jsonl
-    python scripts/deliberate_faults.py --validate 0.2 faults.jsonl --record validated.jsonl
+    python -m pytest -m default --junitxml=times.xml
+    python scripts/deliberate_faults.py --choose --times times.xml faults.jsonl
+    python scripts/deliberate_faults.py --validate 0.2 --times times.xml faults.jsonl
 
 An entry of the list:
 
@@ -28,8 +29,9 @@ runs the files that faults of the same source file name, or else of the same fol
 
 A failure counts only if the same test passes without the fault. A record keeps what became of each
 fault; what it has already is left out, so that runs of limited time add up. `--choose` makes
-`.ci/gate-items.txt` of records, the tests that `pytest` runs by default. `--validate` chooses by
-some of the faults, and runs these tests with the others.
+`.ci/gate-items.txt` of records, the tests that `pytest` runs by default: all that take no time by
+`--times`, and those that see the other faults. `--validate` chooses by some of the faults, and runs
+these tests with the others.
 
 The exit status is 1 if a fault of the list lives or is stale, else 0.
 """
@@ -49,7 +51,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from scripts.command import (
     Parser,
@@ -62,7 +64,7 @@ from scripts.command import (
 )
 from scripts.faults import mutation, records
 from scripts.faults.listed import LIST, ROOT, Fault, paths, problems, read
-from scripts.faults.records import Record
+from scripts.faults.records import CHEAP, Record
 from scripts.faults.trees import CAUGHT, EXTENDED, LIVES, TIMEOUT, Outcome, Tree, copy_tree
 
 Attempt = Callable[[Tree, Fault], Outcome]
@@ -151,14 +153,16 @@ def attempt_known(record: Record) -> Attempt:
     return attempt
 
 
-def attempt_chosen(chosen: Sequence[str]) -> Attempt:
-    """Return what runs the chosen tests: first the tests in the fault's own files."""
+def attempt_chosen(chosen: Sequence[str], times: Mapping[str, float]) -> Attempt:
+    """Return what runs the chosen tests: of the fault's own files, then the cheap, then others."""
 
     def attempt(tree: Tree, fault: Fault) -> Outcome:
         own = {path for name in fault.tests for path in paths(name, tree.path)}
-        first = [x for x in chosen if x.split("::")[0] in own]
-        rest = [x for x in chosen if x.split("::")[0] not in own]
-        return tree.attempt_with(fault, [[*EXTENDED, *x] for x in (first, rest) if x])
+        tries: list[list[str]] = [[], [], []]
+        for test in chosen:
+            cheap = times.get(test, CHEAP) < CHEAP
+            tries[0 if test.split("::")[0] in own else 1 if cheap else 2].append(test)
+        return tree.attempt_with(fault, [[*EXTENDED, *tests] for tests in tries if tests])
 
     return attempt
 
@@ -177,6 +181,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="which mutants, or which faults --validate holds back")
     add("--record", type=parse_path, metavar="FILE", help="add what becomes of each to a file")
     add("--choose", action="store_true", help="make .ci/gate-items.txt of records")
+    add("--times", type=parse_path, metavar="FILE", help="pytest's --junitxml of the default tests")
     add("--validate", type=parse_rate, metavar="SHARE", help="hold back this share of the faults")
     add("--jobs", type=parse_size, default=1, metavar="N", help="copies of the tree at work")
     add("--limit", type=parse_seconds, default=120.0, help="seconds of each run of pytest")
@@ -193,6 +198,11 @@ def check(flags: argparse.Namespace) -> None:
             "RECORD must be given with one of --choose and --validate, and with nothing else; got "
             f"{len(flags.records)} records. Write them last: --choose a.jsonl b.jsonl."
         )
+    if reads != (flags.times is not None):
+        raise UserError(
+            "--times must be given with --choose and --validate, and only with them; got "
+            f"{flags.times}. Write it by pytest -m default --junitxml=FILE."
+        )
 
 
 @command
@@ -203,11 +213,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = time.monotonic() + (flags.budget or float("inf"))
     lines = [line for path in flags.records for line in records.read_lines(path)]
     make = functools.partial(copies, python=flags.python, limit=flags.limit)
+    times = records.read_times(flags.times) if flags.times else {}
     if flags.records:
         with make(1, green={}) as [tree]:
             default = tree.tests()
     if flags.choose:
-        chosen = records.choose(lines, default)
+        chosen = records.choose(lines, default, times)
         records.write(chosen)
         print(f"{len(chosen)} of {len(default)} tests are in {records.GATE.relative_to(ROOT)}.")
         return 0
@@ -216,11 +227,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         faults = wanted(flags.only, flags.mutants, flags.seed)
         attempt = attempt_known(record)
     else:
-        by, held = records.split(lines, flags.validate, flags.seed)
         listed = read()
-        faults = [x for x in [*listed, *mutation.every(listed)] if x.name in held]
-        print(f"{len(held)} faults are held back; {len(held) - len(faults)} no longer exist.")
-        attempt = attempt_chosen(records.choose(by, default))
+        every = {x.name: x for x in [*listed, *mutation.every(listed)]}
+        there = [x for x in lines if x["fault"] in every]
+        by, held = records.split(there, flags.validate, flags.seed)
+        faults = [x for name, x in every.items() if name in held]
+        print(f"{len(held)} faults are held back, {len(by)} choose.")
+        # A test that is red without a fault would say nothing.
+        chosen = records.choose(by, [x for x in default if x in times], times)
+        attempt = attempt_chosen(chosen, times)
     stale = [problem for fault in faults for problem in problems(fault)]
     for problem in stale:
         print(f"STALE {problem}")

@@ -10,8 +10,9 @@ import json
 import pathlib
 import random
 import threading
+import xml.etree.ElementTree
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scripts.command import UserError
@@ -20,9 +21,12 @@ from scripts.faults.trees import CAUGHT, Outcome
 
 GATE = ROOT / ".ci" / "gate-items.txt"
 HEADER = """\
-# The tests that `pytest` runs by default: those that see deliberate faults, and one of each other
-# file. .ci/nightly makes this list by `scripts/deliberate_faults.py --choose`.
+# The tests that `pytest` runs by default: the cheap ones, those that see deliberate faults, and one
+# of each other file. .ci/nightly makes this list by `scripts/deliberate_faults.py --choose`.
 """
+# A test of fewer seconds is chosen whatever it sees. Half of the tests are so cheap, and take a
+# hundredth of the time of all.
+CHEAP = 0.1
 # Seconds that each test takes besides its own: to be collected, set up and reported.
 OVERHEAD = 0.05
 # Most tests that run first because they saw other faults of the same source file.
@@ -41,6 +45,23 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
                 "Remove that line."
             ) from error
     return lines
+
+
+def read_times(path: pathlib.Path) -> dict[str, float]:
+    """Return the seconds of each test that passed, of a report that pytest's `--junitxml` wrote."""
+    try:
+        cases = xml.etree.ElementTree.parse(path).iter("testcase")
+    except xml.etree.ElementTree.ParseError as error:
+        raise UserError(
+            f"--times must be a report of pytest --junitxml; {path} is none: {error}."
+        ) from error
+    return {
+        f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}": float(
+            case.attrib["time"]
+        )
+        for case in cases
+        if not [mark for mark in case if mark.tag in ("failure", "error", "skipped")]
+    }
 
 
 class Record:
@@ -92,12 +113,15 @@ def usable(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if line["outcome"] == CAUGHT and line["test"]]
 
 
-def choose(lines: Iterable[dict[str, Any]], default: Sequence[str]) -> list[str]:
-    """Return tests that see all faults of a record, the cheapest of each file without one too.
+def choose(
+    lines: Iterable[dict[str, Any]], default: Sequence[str], times: Mapping[str, float]
+) -> list[str]:
+    """Return the cheap tests, tests that see all other faults of a record, one of each other file.
 
     Args:
         lines: lines of one or more records.
         default: the default selection; tests that are no more in it are left out.
+        times: the seconds of tests that are green.
     """
     there, sees, seconds = set(default), defaultdict(set), {}
     for line in usable(lines):
@@ -105,7 +129,9 @@ def choose(lines: Iterable[dict[str, Any]], default: Sequence[str]) -> list[str]
         # Each test of a file tells that the file cannot be imported.
         if line["test"] in there:
             sees[line["test"]].add(line["fault"])
-    chosen: dict[str, None] = {}
+    chosen = {test: None for test in default if times.get(test, CHEAP) < CHEAP}
+    seen = set().union(*(sees[test] for test in chosen))
+    sees = {test: left for test, faults in sees.items() if (left := faults - seen)}
     while sees:
         best = max(sees, key=lambda test: (len(sees[test]) / seconds[test], test))
         chosen[best], seen = None, sees.pop(best)

@@ -25,6 +25,7 @@ from typing import Any
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
+from jax._src import xla_bridge
 from jax.experimental import topologies
 
 
@@ -158,6 +159,9 @@ def mesh_of(target: str, devices: int = 1, axis: str = "x") -> jax.sharding.Mesh
         # JAX ran before the import of this module, and its plugin did not load without cuDNN.
         for plugin in _plugins():
             importlib.import_module(plugin).initialize()
+        # What JAX tells to plugins that load in time: how calls are divided among devices.
+        for callback in xla_bridge._plugin_callbacks:
+            callback(c_api=xla_bridge._backend_factories["cuda"].c_api)
         topology = describe()
     return topologies.make_mesh(topology, (devices,), (axis,))
 

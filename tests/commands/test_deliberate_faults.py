@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from support import cases
+from support import cases, children
 
 from scripts import deliberate_faults
 from scripts.deliberate_faults import Fault, Outcome, Tree, UserError
@@ -213,8 +213,10 @@ def test_a_record_goes_on(tmp_path):
 
 
 def test_the_choice_sees_all_at_the_least_cost():
-    default = ["x::a", "x::b", "x::c", "x::p", "x::q", "x::r", "y::d", "z::e", "z::f"]
+    default = ["x::a", "x::b", "x::c", "x::p", "x::q", "x::r", "y::d", "z::e", "z::f", "u::g"]
     lines = [
+        # What a test sees that is chosen anyway needs no other.
+        *(line("a", "u::g"), line("a", "u::h")),
         # The cheap one sees both faults; c alone sees three.
         *(line("1", "x::a", 9.0), line("1", "x::b"), line("2", "x::b")),
         *(line("3", "x::c", 50.0), line("4", "y::gone")),
@@ -223,7 +225,30 @@ def test_the_choice_sees_all_at_the_least_cost():
         # Neither a file that cannot be imported nor a fault without an end names a test.
         *(line("5", "y"), line("6", "", outcome="timeout"), line("7", "", outcome="lives")),
     ]
-    assert records.choose(lines, default) == ["x::b", "x::c", "x::p", "x::q", "y::d", "z::e"]
+    chosen = records.choose(lines, [*default, "u::h"], {"u::g": 0.01, "x::a": 5.0})
+    assert chosen == ["u::g", "x::b", "x::c", "x::p", "x::q", "y::d", "z::e"]
+
+
+def test_times_are_those_of_green_tests(tmp_path):
+    """They are read from what pytest itself writes."""
+    (tmp_path / "test_kinds.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('n', ['a-b', 'c d'])\n"
+        "def test_green(n): pass\n"
+        "def test_red(): assert False\n"
+        "def test_skipped(): pytest.skip('no')\n"
+    )
+    children.run(
+        [sys.executable, "-m", "pytest", "-q", "--junitxml=times.xml"],
+        cwd=tmp_path,
+        capture_output=True,
+    )
+    times = records.read_times(tmp_path / "times.xml")
+    assert list(times) == [f"test_kinds.py::test_green[{n}]" for n in ("a-b", "c d")]
+    assert all(0 <= seconds < 1 for seconds in times.values())
+    (tmp_path / "times.xml").write_text("no report")
+    with pytest.raises(UserError, match="--times must be a report"):
+        records.read_times(tmp_path / "times.xml")
 
 
 def test_held_back_faults_are_not_chosen_by():
@@ -280,24 +305,29 @@ def test_runs_of_limited_time_add_up(attempts, tmp_path, capsys):
 
 
 def test_choosing_and_validating(attempts, few_files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Tree, "tests", lambda _: ["a/test_docs.py::x", "b::y", "b::z"])
+    monkeypatch.setattr(Tree, "tests", lambda _: ["a/test_docs.py::x", "b.py::y", "b.py::z"])
     monkeypatch.setattr(records, "GATE", records.ROOT / "gate")
     written, tries = [], []
     monkeypatch.setattr(records, "write", written.extend)
     monkeypatch.setattr(
         Tree,
         "attempt_with",
-        lambda _, fault, runs: tries.append((fault.name, *runs)) or Outcome("caught", "b::z"),
+        lambda _, fault, runs: tries.append((fault.name, *runs)) or Outcome("caught", "b.py::z"),
     )
     record = records.Record(tmp_path / "r")
     for name in ("less", "more"):
-        record.add(ENTRY._replace(name=name), Outcome("caught", "", "b::z"))
-    assert deliberate_faults.main(["--choose", str(tmp_path / "r")]) == 0
-    assert written == ["a/test_docs.py::x", "b::z"]
-    assert deliberate_faults.main(["--validate", "0.5", str(tmp_path / "r")]) == 0
+        record.add(ENTRY._replace(name=name), Outcome("caught", "", "b.py::z"))
+    record.add(ENTRY._replace(name="gone"), Outcome("caught", "", "b.py::w"))
+    times = tmp_path / "times.xml"
+    case = '<testcase classname="b" name="{}" time="{}"/>'
+    times.write_text(f"<a>{case.format('y', 0.01)}{case.format('z', 9)}</a>")
+    flags = ["--times", str(times), str(tmp_path / "r")]
+    assert deliberate_faults.main(["--choose", *flags]) == 0
+    assert written == ["a/test_docs.py::x", "b.py::y", "b.py::z"]
+    assert deliberate_faults.main(["--validate", "0.5", *flags]) == 0
     [(name, *runs)] = tries
-    assert "1 faults are held back; 0 no longer exist" in capsys.readouterr().out
-    assert name in ("less", "more") and [x[-1] for x in runs] == ["b::z"]
+    assert "1 faults are held back, 1 choose" in capsys.readouterr().out
+    assert name in ("less", "more") and [x[-1] for x in runs] == ["b.py::y", "b.py::z"]
 
 
 @pytest.mark.parametrize(
@@ -306,6 +336,8 @@ def test_choosing_and_validating(attempts, few_files, tmp_path, monkeypatch, cap
         (["--only", "none"], "--only must be"),
         (["--python", "no-such-python", "--only", "band-*"], "--python must be"),
         (["--choose"], "RECORD must be"),
+        (["--choose", "x"], "--times must be"),
+        (["--times", "x"], "--times must be"),
         (["--choose", "--validate", "0.1", "x"], "RECORD must be"),
     ],
 )

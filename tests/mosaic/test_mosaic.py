@@ -259,7 +259,7 @@ def test_gradient_of_the_scale(in_order):
 
     _, pull = jax.vjp(blocked, jnp.float32(0.7))
     [want] = pull((do, dlse))
-    np.testing.assert_allclose(got, want, rtol=1e-3)
+    np.testing.assert_allclose(got, want, rtol=2e-3)
 
 
 def test_gradient_of_the_scale_in_order():
