@@ -83,26 +83,24 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("stopped", f"at once, without a new checkpoint; continue with: {command}")
         return 130
-    if result.sample is None:
+    if result.interrupted:
         say("stopped", f"after step {result.step}, checkpoint saved; resume with: {command}")
         processes.finish()
         return 130
     speed = "" if result.speed is None else f", {result.speed}"
     if processes.is_writer():
-        print(f"\n{result.sample.strip()}\n")
         say(
             "done",
             f"step {result.step}: loss {result.loss:.4f}, held out {result.val_loss:.4f} nats per "
             f"token, {result.bits_per_byte:.3f} bits per byte{speed}; "
-            f"{time.perf_counter() - start:.0f} s in all; see {config.out_dir}",
+            f"{time.perf_counter() - start:.0f} s in all; text: python scripts/generate.py "
+            f"{config.out_dir}",
         )
     processes.finish()
     return 0
 
 
 if __name__ == "__main__":
-    # The terminal may lack characters of the sample.
-    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main()
     except Exception:  # Python would print the error, and then wait for the other processes.

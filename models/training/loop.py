@@ -18,7 +18,6 @@ from tqdm import tqdm
 from models import Decoder, checkpoint
 from models.config import DecoderConfig
 from models.errors import UserError
-from models.generation import Generation, Sampling
 from models.loss import next_token_loss
 from models.sharding import Layout
 from models.training import processes
@@ -43,6 +42,9 @@ GRADIENT_BOUND = 1e-4
 GRADIENT_CONTEXT = 1024
 # Seconds after which a log gets a line.
 LOG_SECONDS = 30
+# AdamW's decay rate of the gradient's square, the largest global norm of the gradient, and the
+# share of the peak learning rate at the end.
+BETA2, CLIP_NORM, FINAL_RATE = 0.95, 1.0, 0.1
 # Files that the weights of a run have of the folder that was tuned. No other file, because they are
 # published.
 COPIED = (
@@ -111,7 +113,7 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=config.steps,
-        end_value=config.learning_rate * config.final_learning_rate,
+        end_value=config.learning_rate * FINAL_RATE,
     )
 
     def schedule(count):
@@ -120,13 +122,12 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
 
     adamw = optax.adamw(
         schedule,
-        b1=config.beta1,
-        b2=config.beta2,
+        b2=BETA2,
         weight_decay=config.weight_decay,
         # Decay of a norm's scale does not regularise.
         mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
     )
-    return optax.chain(clip_by_global_norm(config.clip_norm), adamw), schedule
+    return optax.chain(clip_by_global_norm(CLIP_NORM), adamw), schedule
 
 
 def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
@@ -165,13 +166,9 @@ def mean_gradient(loss_fn, params, batch):
 def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
     """Return the options for XLA on GPUs.
 
-    The first two keep matrix products in cuBLAS, as they are written. XLA would otherwise change
-    the program for its own products before it compares them with cuBLAS's, and would keep the
-    changes where cuBLAS wins. It would also join q's product with k's, for which it concatenates
-    both gradients.
-
-    The others let devices of a mesh send while they compute. By default XLA allows one message at a
-    time: the first one that is ready would overlap all products of the backward.
+    The first two keep matrix products in cuBLAS, as they are written: else XLA cuts sums over
+    tokens, and joins q's product with k's. The others let devices send while they compute; by
+    default the first message that is ready would overlap all products of the backward.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -379,7 +376,7 @@ class Result:
         gradient_error: Error of the gradient check; None without a check.
         speed: Mean speed of this session, without compilation, evaluation and checkpoints; None
             without an update.
-        sample: The text sample; None if the run was interrupted.
+        interrupted: Whether a signal ended the session before the run's last step.
     """
 
     step: int
@@ -388,7 +385,7 @@ class Result:
     bits_per_byte: float | None
     gradient_error: float | None
     speed: Speed | None
-    sample: str | None
+    interrupted: bool
 
 
 class Run(NamedTuple):
@@ -433,18 +430,6 @@ def save_weights(run: Run, state: TrainState, out_dir: Path):
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
     say("weights", f"of step {int(state.step)} are in {folder}, in {dtype}")
-
-
-def sample_text(run: Run, params) -> str:
-    """Return a continuation of the prompt by the model."""
-    config, words = run.config, run.text.tokens
-    prompt = words.encode(config.prompt)
-    drawn = Sampling(config.temperature, config.top_k, seed=config.seed)
-    _, _, graphdef = model_functions(run.model, config.seed, run.layout)
-    options = {"stop_tokens": words.stop_tokens, "when_full": "slide"}
-    model = nnx.merge(graphdef, params)
-    generated = Generation(model, [prompt], config.sample_tokens, drawn, **options)
-    return words.decode([*prompt, *(token for [token] in generated)])
 
 
 def train(config: TrainConfig) -> Result:
@@ -499,7 +484,7 @@ def train(config: TrainConfig) -> Result:
                 state, speed = run_steps(run, folder, state, stopped)
         folder.plot()
         save_weights(run, state, folder.path)
-        lines, interrupted = folder.metrics, int(state.step) < config.steps
+        lines = folder.metrics
         looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
         return Result(
             step=int(state.step),
@@ -508,5 +493,5 @@ def train(config: TrainConfig) -> Result:
             bits_per_byte=text.bits_per_byte(looks[-1]) if looks else None,
             gradient_error=error,
             speed=speed,
-            sample=None if interrupted else sample_text(run, state.params),
+            interrupted=int(state.step) < config.steps,
         )

@@ -20,12 +20,8 @@ TINY, HUGE, INT = 1e-30, 1e30, 2**31 - 1
 RANGES = {
     "context": (2, INT),  # at one, attention has nothing to choose from
     "seed": (0, 2**32 - 1),  # JAX's keys take no more bits
-    "final_learning_rate": (0, 1),
     "warmup_steps": (0, INT),
     "weight_decay": (0, HUGE),
-    "beta1": (0, 0.999999),  # at one, the mean is divided by zero
-    "beta2": (0, 0.999999),
-    "temperature": (0, HUGE),
 }
 # The settings of a new model, which weights have in their config.json.
 SHAPE = ("num_layers", "num_heads", "num_kv_heads", "features")
@@ -60,28 +56,20 @@ class TrainConfig:
         init_from: Folder of weights to tune, or of a run that has some; auto is a new model.
         mesh: Devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; auto is all of them on
             data. A run may resume with another mesh, which changes only the order of sums.
-        seed: Decides the initial parameters, the order of the data and the sample.
+        seed: Decides the initial parameters and the order of the data.
         steps: Number of optimizer updates.
         batch_size: Sequences per update.
         accumulation: Number of equal parts of the batch that are computed one after the other, to
             save memory; the update is of the whole batch.
-        learning_rate: Peak learning rate of AdamW, reached after warmup_steps.
-        final_learning_rate: Share of the peak at which the cosine decay ends.
+        learning_rate: Peak learning rate of AdamW, reached after warmup_steps; it falls to a tenth.
         warmup_steps: Updates of linear warmup. A preset's is cut to a tenth of --steps.
         weight_decay: AdamW's decay, of matrices only.
-        beta1: AdamW's decay rate of the gradient's mean.
-        beta2: AdamW's decay rate of the gradient's square.
-        clip_norm: Largest global norm of the gradient.
         eval_every: Updates between two looks at the held-out text.
         eval_batches: Size of such a look, in batches spread evenly over the held-out text.
         log_every: Updates between two writes to metrics.jsonl, which has a line for each update.
         checkpoint_every: Updates between two checkpoints.
         keep_checkpoints: Number of checkpoints kept.
         gradient_check: Whether to compare gradients with the reference before training.
-        sample_tokens: Length of the sample that ends the run, in tokens.
-        prompt: Text that the sample continues.
-        temperature: Temperature of the sample; 0 takes the most likely token.
-        top_k: Number of most likely tokens from which the sample is drawn; auto is all.
     """
 
     num_layers: int = 4
@@ -102,22 +90,14 @@ class TrainConfig:
     batch_size: int = 16
     accumulation: int = 1
     learning_rate: float = 3e-3
-    final_learning_rate: float = 0.1
     warmup_steps: int = 50
     weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip_norm: float = 1.0
     eval_every: int = 200
     eval_batches: int = 20
     log_every: int = dataclasses.field(default=10, compare=False)
     checkpoint_every: int = dataclasses.field(default=200, compare=False)
     keep_checkpoints: int = dataclasses.field(default=3, compare=False)
     gradient_check: bool = dataclasses.field(default=True, compare=False)
-    sample_tokens: int = dataclasses.field(default=400, compare=False)
-    prompt: str = dataclasses.field(default="\n", compare=False)
-    temperature: float = dataclasses.field(default=0.8, compare=False)
-    top_k: int | None = dataclasses.field(default=40, compare=False)
 
     def __post_init__(self):
         for name, value in vars(self).items():

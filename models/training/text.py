@@ -28,7 +28,6 @@ import numpy as np
 from models.checkpoint import weights_folder
 from models.errors import UserError
 from models.sharding import BATCH, Layout
-from models.tokens import Bytes, FromFolder
 from models.training.files import TOKENIZER, is_run_folder, read_marked
 from models.training.settings import TrainConfig
 
@@ -54,7 +53,6 @@ class Text(NamedTuple):
         train_files: Names of the files to train on, or numbers of documents.
         held_out_files: The same of those that are held out.
         left_out: Names of what is no text among the files.
-        tokens: The tokenizer.
         prepared: The content of tokens.json; None where tokens are bytes.
         train_ends: For each document to train on, the number of tokens up to its end; None where
             tokens are bytes.
@@ -66,7 +64,6 @@ class Text(NamedTuple):
     train_files: Sequence
     held_out_files: Sequence
     left_out: list[str]
-    tokens: Bytes | FromFolder = Bytes()
     prepared: dict[str, Any] | None = None
     train_ends: np.ndarray | None = None
     held_out_ends: np.ndarray | None = None
@@ -205,8 +202,6 @@ def load_text(config: TrainConfig) -> Text:
             f"{config.context}, {len(text.train)} tokens to train on and "
             f"{len(text.held_out)} held out: give more text or a smaller --context."
         )
-    if not text.tokens.encode(config.prompt):
-        raise UserError(f"`prompt` must have a token; got none in {config.prompt!r}.")
     return text
 
 
@@ -242,8 +237,7 @@ def map_tokens(folder: Path) -> Text:
                 )
             arrays[side] = np.memmap(path, dtype, mode="r")
     documents = (range(len(ends[side])) for side in SIDES)
-    words = FromFolder(folder)
-    return Text(*tokens.values(), *documents, [], words, prepared, *ends.values())
+    return Text(*tokens.values(), *documents, [], prepared, *ends.values())
 
 
 def check_tokens(config: TrainConfig, text: Text, vocab_size: int):

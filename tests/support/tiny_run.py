@@ -35,7 +35,6 @@ TINY = TrainConfig(
     checkpoint_every=5,
     keep_checkpoints=2,
     gradient_check=False,
-    sample_tokens=8,
 )
 
 

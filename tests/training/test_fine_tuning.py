@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -237,7 +236,6 @@ MISTAKES = [
         "--init-from SMALL",
         "--data must be tokens of the folder in --init-from; got 288 different tok",
     ),
-    ("--prompt \udcff", "--prompt must be UTF-8; got '\\udcff'"),
     ("--out-dir TOKENS", "--out-dir must be new, or the folder of a run; got "),
     ("--init-from LEARNED --context 33", "--context must be at most 32, the learned positions of"),
     ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),
@@ -272,12 +270,3 @@ def test_mistake_is_one_sentence(words, fragment, folders, corpus, tmp_path, cap
     error = capsys.readouterr().err
     assert fragment in error
     assert error.count("\n") == 1
-
-
-def test_sample_goes_on_beyond_the_context(tuning):
-    """Prompt and sample are longer than the 64 positions of the weights."""
-    words = SimpleNamespace(encode=lambda _: [1] * 70, decode=list, stop_tokens=())
-    config = dataclasses.replace(tuning, sample_tokens=50)
-    text = SimpleNamespace(tokens=words)
-    run = loop.Run(config, model_config(config, 0), one_device(), text, None)
-    assert len(loop.sample_text(run, functions_of(config)[1])) == 120

@@ -78,19 +78,19 @@ def replaced(owner, name, value):
         setattr(owner, name, before)
 
 
-def as_on_one_device(config, result, run):
+def as_on_one_device(config, run):
     one = dataclasses.replace(config, out_dir=f"{config.out_dir}-1")
     with replaced(loop, "make_layout", lambda config, model: mesh_of(1)):
-        sample = train(one).sample
+        train(one)
     assert_close(metrics(run), metrics(one))
-    assert result.sample == sample
 
 
 def check_a_mesh_trains_as_one_device(config):
     """Parameters, batch and heads are divided."""
     config = dataclasses.replace(config, num_layers=1)
     run = dataclasses.replace(config, attention="xla", mesh="data=2,fsdp=2,tensor=2")
-    as_on_one_device(config, train(run), run)
+    train(run)
+    as_on_one_device(config, run)
 
 
 def check_a_run_goes_on_where_all_is_divided_otherwise(config):
@@ -99,7 +99,8 @@ def check_a_run_goes_on_where_all_is_divided_otherwise(config):
     run = dataclasses.replace(config, **changed)
     with contextlib.suppress(Killed), replaced(loop, "training_batch", dying_at(7)):
         train(dataclasses.replace(run, gradient_check=True))
-    as_on_one_device(config, train(dataclasses.replace(run, mesh="data=2,sequence=4")), run)
+    train(dataclasses.replace(run, mesh="data=2,sequence=4"))
+    as_on_one_device(config, run)
 
 
 def dying_at(step):
@@ -191,7 +192,8 @@ def check_weights_are_tuned_as_on_one_device(config):
         gradient_check=True,
     )
     with replaced(loop, "load_text", load_text):
-        as_on_one_device(dataclasses.replace(run, gradient_check=False), train(run), run)
+        train(run)
+        as_on_one_device(dataclasses.replace(run, gradient_check=False), run)
     copies = [
         open_file(Path(f"{run.out_dir}{x}", "weights", "model.safetensors")) for x in ("", "-1")
     ]
@@ -362,8 +364,6 @@ def test_ten_kills_lose_and_double_no_step(corpus, tmp_path):
     processes, one = ends_like_one_process(config, tmp_path)
     out = processes.outputs[0].read_text()
     assert "device     2 x cpu (cpu) of 2 processes" in out
-    sample = re.search(r"\n\n.*\n\ndone ", one.outputs[0].read_text(), re.DOTALL)[0]
-    assert sample in out
     # One speaks; the other's runtime may greet.
     second = processes.outputs[1].read_text()
     assert "device " not in second and "done " not in second

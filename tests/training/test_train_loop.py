@@ -31,8 +31,7 @@ def test_loss_falls_and_the_result_says_so(finished):
     assert result.val_loss < np.log(256) - 0.5
     assert (result.step, result.loss) == (STEPS, lines[-1]["loss"])
     assert result.val_loss == lines[-1]["val_loss"]
-    assert result.sample.startswith("\n")
-    assert len(result.sample.encode(errors="replace")) >= 9
+    assert not result.interrupted
 
 
 def test_metrics_have_one_line_a_step(finished):

@@ -81,7 +81,6 @@ def test_killed_run_resumes_to_the_same_bits(
     assert (f"resuming   after step {resumed_from}," in out) == (0 < resumed_from < STEPS)
     assert metrics(config) == metrics(finished[0])
     assert result.val_loss == finished[1].val_loss
-    assert result.sample == finished[1].sample
     assert checkpoint_steps(config) == [10, 12]
 
 
@@ -169,10 +168,9 @@ def test_finished_run_is_left_alone(finished, capsys):
     assert main(flags(config)) == 0
     out = capsys.readouterr().out
     assert f"holds this run with all its {STEPS} steps: nothing to train" in out
-    assert first.sample.strip() in out
     assert Path(config.out_dir, "metrics.jsonl").read_text() == before
     again = train(config)
-    assert (again.val_loss, again.sample, again.speed) == (first.val_loss, first.sample, None)
+    assert (again.val_loss, again.speed) == (first.val_loss, None)
 
 
 def test_other_settings_are_refused_by_name(finished, tmp_path, capsys):
@@ -201,9 +199,9 @@ def test_settings_without_effect_may_change(finished, config, corpus, monkeypatc
     moved = Path(config.out_dir).with_name("moved")
     Path(config.out_dir).rename(moved)
     config = dataclasses.replace(
-        config, out_dir=str(moved), data=f"{corpus}/.", log_every=1, checkpoint_every=1, prompt="a"
+        config, out_dir=str(moved), data=f"{corpus}/.", log_every=1, checkpoint_every=1
     )
-    assert train(config).sample.startswith("a")
+    train(config)
     assert metrics(config) == metrics(finished[0])
 
 
