@@ -96,6 +96,13 @@ class Rule(NamedTuple):
     gain: float | None
     fits: Callable[[Measured], bool]
 
+    def prefers_mosaic(self, call: Measured) -> bool:
+        """Return whether "mosaic" computes a call of the kind."""
+        if not call.head_dim or min(call.f.q_len, call.f.kv_len) < self.since:
+            return False
+        # Clusters were faster with as little work as was measured.
+        return call.in_clusters or call.few_ctas or _has_enough_work(call)
+
 
 # The first rule that fits decides.
 RULES = (
@@ -194,22 +201,9 @@ RULES = (
 )
 
 
-def faster_by_mosaic(
-    f: CallFeatures, *, backward: bool = False, in_order: bool = False, dbias: bool = False
-) -> bool:
-    """Return whether "mosaic" computes a pass of such a call, by the rules.
-
-    Args:
-        f: the call.
-        backward: whether the pass is a backward.
-        in_order: whether its sums have a deterministic order.
-        dbias: whether it gives the gradient of the bias, too.
-    """
-    call = Measured(f, backward, in_order, dbias)
-    if not call.head_dim or min(f.q_len, f.kv_len) < rule_of(call).since:
-        return False
-    # Clusters were faster with as little work as was measured.
-    return call.in_clusters or call.few_ctas or _has_enough_work(call)
+def faster_by_mosaic(call: Measured) -> bool:
+    """Return whether "mosaic" computes a pass of a call, by the rules."""
+    return rule_of(call).prefers_mosaic(call)
 
 
 def rule_of(call: Measured) -> Rule:

@@ -25,7 +25,7 @@ from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import FORWARD, TileSizes, describe
 from pallas_flash._selection import tuned
-from pallas_flash._selection.preferences import faster_by_mosaic
+from pallas_flash._selection.preferences import Measured, faster_by_mosaic
 
 ONLY_ON_REQUEST = "Only on request: not known to be faster for this call."
 
@@ -204,9 +204,10 @@ class _Call:
         by = self.tuned.computed_by(attention_pass)
         return by, f'"{by}" was faster when such calls were tuned on this GPU.'
 
-    def faster(self, **attention_pass: bool) -> bool:
-        """Return whether "mosaic" is known to be faster in a pass, see `faster_by_mosaic`."""
-        return self.features is not None and faster_by_mosaic(self.features, **attention_pass)
+    def faster(self, *, backward: bool, dbias: bool = False) -> bool:
+        """Return whether "mosaic" is known to be faster in a pass."""
+        f, in_order = self.features, backward and self.in_order
+        return f is not None and faster_by_mosaic(Measured(f, backward, in_order, dbias))
 
     def has_backward(self, implementation: str) -> bool:
         """Return whether kernels serve the backward."""
@@ -288,7 +289,7 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
         [chosen] = serving
     elif by:
         chosen, why_not["triton" if by == "mosaic" else "mosaic"] = by, why
-    elif call.faster():
+    elif call.faster(backward=False):
         chosen, why_not["triton"] = "mosaic", "Slower than the kernels for Hopper."
         reasons["mosaic"] = "the kernels for Hopper serve this call, faster than Triton's."
     else:
@@ -301,7 +302,7 @@ def _backward(call: _Call, forward: str) -> PassPlan:
     """Return who computes the backward, if `forward` computes the forward."""
     limit = limits.backward_limit(call.problem, forward)
     by, why_not = call.implementation_by_tiles("backward in order" if call.in_order else "backward")
-    faster = not by and call.faster(backward=True, in_order=call.in_order)
+    faster = not by and call.faster(backward=True)
     default = call.request.implementation is None
 
     def other(name: str, why: str) -> PassPlan:
@@ -335,7 +336,7 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
     if call.problem.bias is None or call.request.implementation is not None or given:
         return backward
     shared = features is not None and features.bias_is_shared
-    faster = shared and call.faster(backward=True, in_order=call.in_order, dbias=True)
+    faster = shared and call.faster(backward=True, dbias=True)
 
     def other(name: str, why: str) -> PassPlan:
         reason = f'A gradient of the bias comes with the backward of "{name}": {why}'

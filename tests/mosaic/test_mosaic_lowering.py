@@ -385,8 +385,8 @@ def test_shards_have_kernels_the_whole_has_not(monkeypatch):
     """Steps of a ring in `balanced_order`, of which the call as a whole compares positions."""
     rules = resolve.faster_by_mosaic
 
-    def unless_positions(attention_pass, f):
-        return f.mask is not features.MaskKind.OTHER and rules(attention_pass, f)
+    def unless_positions(call):
+        return call.f.mask is not features.MaskKind.OTHER and rules(call)
 
     monkeypatch.setattr(resolve, "faster_by_mosaic", unless_positions)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")

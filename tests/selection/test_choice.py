@@ -6,7 +6,6 @@ The rules of `preferences.py` meet every call that was timed by both.
 import pytest
 
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option
-from pallas_flash._selection import preferences
 from pallas_flash._selection.preferences import RULES, Measured, Rule, faster_by_mosaic, rule_of
 from scripts import make_tables
 from scripts.benchmark import choice
@@ -75,29 +74,18 @@ def call_of(name, r) -> Measured:
     return Measured(features_of(r), name != "forward", "in order" in name, "dbias" in name)
 
 
-def by_mosaic(call: Measured, rule: Rule | None = None) -> bool:
-    """Whether the rules give a pass to "mosaic", with another rule instead of the one that fits."""
-    if rule is not None and min(call.f.q_len, call.f.kv_len) < rule.since:
-        return False
-    with pytest.MonkeyPatch.context() as patch:
-        if rule is not None:
-            patch.setattr(preferences, "rule_of", lambda _: rule)
-        order = dict(in_order=call.deterministic, dbias=call.dbias)
-        return faster_by_mosaic(call.f, backward=call.backward, **order)
-
-
-def lost_by(call: Measured, gain: float, rule: Rule | None = None) -> float:
-    """The time that the choice loses, as a part of its own; below 0 if it wins."""
-    return (1 / gain if by_mosaic(call, rule) else gain) - 1
+def lost_by(rule: Rule, call: Measured, gain: float) -> float:
+    """The time that a rule loses, as a part of its own; below 0 if it wins."""
+    return (1 / gain if rule.prefers_mosaic(call) else gain) - 1
 
 
 def test_rules_pick_the_faster_by_the_results(capsys):
     """Calls that a rule decides against their own time are printed, the dearest first."""
     losses = []
     for attention_pass, r, gain in timed():
-        call = call_of(attention_pass, r)
-        lost = lost_by(call, gain), attention_pass, r["D"], r["T"], r["shape"]
-        losses.append((*lost, rule_of(call).kind))
+        rule = rule_of(call := call_of(attention_pass, r))
+        lost = lost_by(rule, call, gain), attention_pass, r["D"], r["T"], r["shape"]
+        losses.append((*lost, rule.kind))
     assert len(losses) > 300
     lost = sorted((x for x in losses if x[0] > 0), reverse=True)
     with capsys.disabled():
@@ -107,21 +95,14 @@ def test_rules_pick_the_faster_by_the_results(capsys):
     assert {x[4] for x in lost if x[0] > ALLOWED} == KNOWN
 
 
-def test_every_rule_decides_for_some_call():
-    """But those for what was not measured."""
-    deciding = {rule_of(call_of(*x[:2])).kind for x in timed()}
-    assert {x.kind for x in RULES if "not measured" not in x.kind} <= deciding
-
-
 def test_rules_gain_what_they_say():
     """Each is worth its lines: without it a call that was timed loses more than allowed."""
     gains = {}
     for attention_pass, r, gain in timed():
-        call = call_of(attention_pass, r)
-        rule = rule_of(call)
+        rule = rule_of(call := call_of(attention_pass, r))
         other = next((x for x in RULES[RULES.index(rule) + 1 :] if x.fits(call)), rule)
-        if by_mosaic(call) != by_mosaic(call, other):
-            gains[rule.kind] = max(gains.get(rule.kind, 0), lost_by(call, gain, other))
+        if rule.prefers_mosaic(call) != other.prefers_mosaic(call):
+            gains[rule.kind] = max(gains.get(rule.kind, 0), lost_by(other, call, gain))
     assert {kind: round(gain, 2) for kind, gain in gains.items()} == {
         rule.kind: rule.gain for rule in RULES if rule.gain is not None
     }
@@ -143,7 +124,7 @@ TIMED_TOGETHER = [
 def test_rules_for_calls_timed_in_both_passes(attention_pass, mosaic, call):
     same = dict(dtype="bfloat16", num_heads=16, num_kv_heads=16)
     features = CallFeatures(**same, **call, value_dim=call["head_dim"], kv_len=call["q_len"])
-    assert faster_by_mosaic(features, backward=attention_pass == "backward") == mosaic
+    assert faster_by_mosaic(Measured(features, attention_pass == "backward")) == mosaic
 
 
 @pytest.mark.parametrize("attention_pass", ["forward", "backward"])
@@ -153,6 +134,6 @@ def test_auto_selected_times_are_of_the_choice(attention_pass):
     for r in make_tables.records("h200"):
         if (r["implementation"], r["pass"]) == ("ours", attention_pass):
             ran_mosaic = any(name.endswith("_mosaic_gpu_kernel") for name in r["kernels"])
-            if ran_mosaic != by_mosaic(call_of(attention_pass, r)):
+            if ran_mosaic != faster_by_mosaic(call_of(attention_pass, r)):
                 others.append(r["shape"])
     assert not others

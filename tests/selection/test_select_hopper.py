@@ -222,11 +222,11 @@ def test_wide_heads_that_hopper_does_not_serve(newer_jax, options, reason):
 def decided(monkeypatch, **faster):
     """From now on these passes, with `_` for spaces, are known to be faster, or not."""
 
-    def rule(f, rules=resolve.faster_by_mosaic, **options):
-        name = "backward" if options.pop("backward", False) else "forward"
-        words = dict(in_order="in_order", dbias="with_dbias")
-        known = faster.get("_".join([name, *(words[x] for x in options if options[x])]))
-        return rules(f, backward=name == "backward", **options) if known is None else known
+    def rule(call, rules=resolve.faster_by_mosaic):
+        name = "backward" if call.backward else "forward"
+        name += "_in_order" * call.deterministic + "_with_dbias" * call.dbias
+        known = faster.get(name)
+        return rules(call) if known is None else known
 
     monkeypatch.setattr(resolve, "faster_by_mosaic", rule)
 
@@ -376,6 +376,7 @@ SLOPES = dict(alibi_slopes=jnp.ones(16))
         (SLOPES, "triton", "triton"),
         (SLOPES | dict(implementation="triton"), "triton", "triton"),
         (SLOPES | dict(implementation="xla"), "xla", "xla"),
+        (SLOPES | dict(tile_sizes=TileSizes(dq=Tile(64, 32))), "triton", "triton"),
         (dict(alibi_slopes=jnp.ones(4), head_dim=512), "xla", "xla"),
     ],
     ids=told,
@@ -385,12 +386,8 @@ def test_plan_says_who_computes_tables_and_tangents(newer_jax, options, tables, 
     for x, by in (plan.tables, tables), (plan.tangents, tangents):
         assert x.implementation == by
         assert [*x.tiles.given] == ["dq"] * (by == "triton")
+        assert x.tiles == options.get("tile_sizes", x.tiles)
     assert ("tables" in on_hopper(**options).tiles) == (tables == "triton")
-
-
-def test_given_tile_of_dq_is_for_tables_and_tangents(newer_jax):
-    plan = plan_of(**SLOPES, config=TileSizes(dq=Tile(64, 32)))
-    assert plan.tables.tiles == plan.tangents.tiles == TileSizes(dq=Tile(64, 32))
 
 
 def test_a_gradient_of_the_bias_may_take_another_backward(newer_jax, monkeypatch):
