@@ -376,7 +376,7 @@ SLOPES = dict(alibi_slopes=jnp.ones(16))
         (SLOPES, "triton", "triton"),
         (SLOPES | dict(implementation="triton"), "triton", "triton"),
         (SLOPES | dict(implementation="xla"), "xla", "xla"),
-        (SLOPES | dict(tile_sizes=TileSizes(dq=Tile(64, 32))), "triton", "triton"),
+        (SLOPES | dict(config=TileSizes(dq=Tile(64, 32))), "triton", "triton"),
         (dict(alibi_slopes=jnp.ones(4), head_dim=512), "xla", "xla"),
     ],
     ids=told,
@@ -386,7 +386,7 @@ def test_plan_says_who_computes_tables_and_tangents(newer_jax, options, tables, 
     for x, by in (plan.tables, tables), (plan.tangents, tangents):
         assert x.implementation == by
         assert [*x.tiles.given] == ["dq"] * (by == "triton")
-        assert x.tiles == options.get("tile_sizes", x.tiles)
+        assert x.tiles == options.get("config", x.tiles)
     assert ("tables" in on_hopper(**options).tiles) == (tables == "triton")
 
 
