@@ -361,7 +361,7 @@ def test_ten_kills_lose_and_double_no_step(corpus, tmp_path):
         assert statuses[1 - which] not in (0, 130)
         assert processes.errors()[1 - which]
 
-    processes, one = ends_like_one_process(config, tmp_path)
+    processes, _ = ends_like_one_process(config, tmp_path)
     out = processes.outputs[0].read_text()
     assert "device     2 x cpu (cpu) of 2 processes" in out
     # One speaks; the other's runtime may greet.
