@@ -14,9 +14,9 @@ from jax import lax
 
 from pallas_flash._arguments import other_libraries
 from pallas_flash._execution.context import METHODS
+from pallas_flash._execution.limits import IMPLEMENTATIONS
 from pallas_flash._execution.partition import Along, check_lengths
 from pallas_flash._jax.one_device import whole
-from pallas_flash._jax.symbolic import is_symbolic
 from pallas_flash._problem.checks import (
     array,
     at_least,
@@ -133,6 +133,16 @@ def validate(
         any_scale=any_scale,
         max_logits=flag("return_max_logits", return_max_logits),
     )
+
+
+def check_implementation(asked) -> None:
+    """Raise unless `asked` is None or the name of an implementation."""
+    if asked is not None and not (isinstance(asked, str) and asked in IMPLEMENTATIONS):
+        hint = other_libraries.hint(other_libraries.IMPLEMENTATIONS, asked)
+        raise ValueError(
+            f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r:.60}. "
+            f"Use None for the fastest{hint}."
+        )
 
 
 def check_choices(return_residual, return_lse, reproducible, context_parallelism) -> None:
@@ -293,7 +303,7 @@ def _check_inputs(query, key, value) -> None:
     equal("value", -2, "key", "number of heads", "Give each key head one value head.")
     equal("key", -1, "query", "head dim", "Give both one head dim; only `value` may have another.")
     for name, x in named.items():
-        if any(map(is_symbolic, x.shape[-2:])):
+        if not all(isinstance(n, int) for n in x.shape[-2:]):
             raise NotImplementedError(
                 f"`{name}` must have a known number of heads and a known head dim; got "
                 f"{x.shape[-2]} heads of size {x.shape[-1]} ({name}.shape={x.shape}). Give both "

@@ -18,11 +18,11 @@ from pallas_flash._arguments.attention import (
     _precision,
     _scale,
     _soft_cap,
+    check_implementation,
     window_sides,
 )
-from pallas_flash._arguments.implementation import check_implementation
 from pallas_flash._jax.one_device import whole
-from pallas_flash._jax.symbolic import is_symbolic
+from pallas_flash._jax.symbolic import symbolic_sizes
 from pallas_flash._problem.checks import array, array_of_dtype, as_dtype, describe, flag, integers
 from pallas_flash._problem.paged import PagedProblem, Requests
 
@@ -209,7 +209,7 @@ def _page_scales(name: str, scales, pages):
 
 
 def _check_known_sizes(*arrays) -> None:
-    if any(is_symbolic(n) for x in arrays for n in x.shape):
+    if symbolic_sizes(arrays):
         raise NotImplementedError(
             "`query` and pages must have known sizes; got symbolic ones. Export one program for "
             "each size: lengths and pages are arrays, and need no export of their own."

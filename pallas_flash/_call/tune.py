@@ -184,7 +184,7 @@ def tune(
         )
     problem = _problem((query, key, value), options)
     gpu = tuned.gpu_here()
-    refused = limits.not_on_gpu(problem)
+    refused = limits.not_on_gpu(problem, device.target())
     implementations = [name for name in ("triton", "mosaic") if name not in refused]
     if gpu is None or not implementations:
         why = refused.get("triton") or f"The device is {device.target().description}."

@@ -95,8 +95,8 @@ def _shapes(arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _sentences(functions, implementation: str) -> list[str]:
-    device = compat.abstract_device()
-    return list(filter(None, (_sentence(x, implementation, device) for x in functions)))
+    sentences = (_sentence(x, implementation, compat.abstract_device()) for x in functions)
+    return list(filter(None, sentences))
 
 
 class _Passing(Exception):

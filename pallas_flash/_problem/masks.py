@@ -498,6 +498,11 @@ class Mask(Divisible):
         """Whether blocks form no runs, so that kernels need lists of them."""
         return any(leaf.scattered for leaf in self.leaves)
 
+    @property
+    def known_on_host(self) -> bool:
+        """Whether NumPy knows the blocks, because no array decides them."""
+        return not (self.scattered or jax.tree.leaves(self))
+
     def kv_lists(self, q_tiles: Tiling, kv_tiles: Tiling, groups: int = 1) -> jax.Array:
         """Return the key blocks of each query tile as `_problem.blocks.lists`.
 

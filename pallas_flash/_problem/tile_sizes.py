@@ -5,7 +5,8 @@ through shared memory in pipeline stages.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
@@ -245,6 +246,11 @@ class TileSizes:
                 "Write Tile(block_q, block_kv, num_warps, num_stages)."
             )
 
+    @functools.cached_property
+    def given(self) -> dict[str, Any]:
+        """The tiles that are not None, by kernel."""
+        return {kernel: tile for kernel in KERNELS if (tile := self.tile(kernel)) is not None}
+
     def tile(self, kernel: str) -> Any:
         """Return the tile of one of `KERNELS`; None if there is none."""
         return getattr(self, kernel)
@@ -256,12 +262,12 @@ class TileSizes:
     def for_backend(self, implementation: str) -> "TileSizes":
         """Return the tiles of one implementation; "interpret" has the tiles of "triton"."""
         name = "triton" if implementation == "interpret" else implementation
-        return self.select(k for k in KERNELS if self.tile(k) and backend_of(self.tile(k)) == name)
+        return self.select(k for k, tile in self.given.items() if backend_of(tile) == name)
 
     def computed_by(self, attention_pass: str) -> str:
         """Return the implementation that the tiles of a pass ask for; "" if there is no tile."""
-        tiles = map(self.tile, OF_PASS[attention_pass])
-        return next((backend_of(tile) for tile in tiles if tile), "")
+        tiles = (self.given[kernel] for kernel in OF_PASS[attention_pass] if kernel in self.given)
+        return next(map(backend_of, tiles), "")
 
     def serving(self, few: bool) -> "TileSizes":
         """Return these without the tile of the forward kernel that does not serve the call."""
@@ -298,6 +304,19 @@ def sizes_for(kernel: str, tile: Any) -> TileSizes:
     if kernel in ("dk", "dv"):
         sizes = dict.fromkeys(("dk", "dv"), Tile(16, 16, 4, 1))
     return TileSizes(**sizes | {kernel: tile})
+
+
+# Returns the tiles of a call, the given ones and default ones for the rest; raises ValueError if
+# one does not fit.
+Choose = Callable[[TileSizes | None], TileSizes]
+
+
+def fits(kernel: str, tile: Any, choose: Choose) -> bool:
+    """Return whether a tile fits."""
+    try:
+        return bool(choose(sizes_for(kernel, tile)))
+    except ValueError:
+        return False
 
 
 def check_shared_memory(kernel: str, tile, need: int, limit: int, head_dim: int) -> None:

@@ -104,10 +104,14 @@ _SHAPE = (
     *("_problem/scores", "_problem/operands", "_problem/dropout", "_problem/key_center"),
     *("_problem/checks", "_jax/hardware"),
 )
-# A winner replaces the tiles of these modules.
-_TILES = ("tiles.py", "candidates.py")
-# These are never tuned.
-_NOT_TUNED = ("paged_kernel.py", "eight_bit.py", "backward_tables.py", "tangent_kernel.py")
+# A winner replaces the tiles of the first, and the others are never tuned.
+_NOT_KERNELS = (
+    "tiles.py",
+    "paged_kernel.py",
+    "eight_bit.py",
+    "backward_tables.py",
+    "tangent_kernel.py",
+)
 
 
 @functools.cache
@@ -115,20 +119,21 @@ def _fingerprint() -> str:
     folder = Path(__file__).parents[1]
     backends = folder / "_backends"
     kernels = [*sorted(backends.glob("triton/*.py")), *sorted(backends.glob("mosaic/**/*.py"))]
-    sources = [path for path in kernels if path.name not in _TILES + _NOT_TUNED]
+    sources = [path for path in kernels if path.name not in _NOT_KERNELS]
     sources += [folder / f"{name}.py" for name in _SHAPE]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
-def lookup(f: CallFeatures, check: Callable[[TileSizes], Any]) -> TileSizes | None:
-    """Return the tiles of the winner for a call on the GPU that is here; None without a winner.
+def lookup(f: CallFeatures, gpu: str, check: Callable[[TileSizes], Any]) -> TileSizes | None:
+    """Return the tiles of the winner for a call on a GPU that is here; None without a winner.
 
     Args:
         f: the call.
+        gpu: name of the GPU.
         check: raises ValueError if a tile of the winner does not fit on the GPU.
     """
-    gpu, path = gpu_here(), file()
-    if gpu is None or path is None or not (winners := _with_unsaved(path, read(path))):
+    path = file()
+    if path is None or not (winners := _with_unsaved(path, read(path))):
         return None
     winner = winners.get(key(f, gpu))
     try:

@@ -28,7 +28,7 @@ from support.judge import (
 )
 
 import pallas_flash
-from pallas_flash._backends.triton.tiles import table
+from pallas_flash._backends.triton import tiles as table
 from pallas_flash._jax import compat, device
 from pallas_flash.tuning import ForwardTile, Tile, TileSizes
 

@@ -15,10 +15,9 @@ import pytest
 from support import ttir
 
 from pallas_flash import attention
-from pallas_flash._backends.triton.common import QueryTiles, side_by_side
-from pallas_flash._backends.triton.tiles import table
-from pallas_flash._backends.triton.tiles.rule import _smaller, splits_of_heads
-from pallas_flash._execution.tile_choice import backend, completed
+from pallas_flash._backends.triton.grid import QueryTiles, side_by_side
+from pallas_flash._backends.triton.tiles import FEW, _smaller, splits_of_heads
+from pallas_flash._execution.tile_choice import completed
 from pallas_flash._jax.hardware import shared_memory_limit
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option
@@ -83,7 +82,7 @@ def chosen(
         all_rows=rows,
         all_kv_rows=kv_rows,
     )
-    return completed(asked, None, f, backend("triton"))
+    return completed(asked, None, f, "triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,9 +216,9 @@ def test_options_of_a_long_call_choose_its_tile(options, block_q):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("size", table.FEW, ids=str)
+@pytest.mark.parametrize("size", FEW, ids=str)
 def test_calls_with_few_programs_have_tiles_of_their_own(size, masked):
-    most, tiles = table.FEW[size]
+    most, tiles = FEW[size]
     of = dict(zip(("head_dim", "itemsize"), size, strict=True), masked=masked)
     usual = tiles_of(chosen(**of, rows=2**16))
     most = most if masked else most // 2

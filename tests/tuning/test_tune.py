@@ -489,7 +489,7 @@ def test_on_a_gpu(file, monkeypatch):
 
     Each fifth candidate is compiled, for all take 500 seconds of a core.
     """
-    on_hopper = "mosaic" not in limits.not_on_gpu(problem(dtype=jnp.bfloat16))
+    on_hopper = "mosaic" not in limits.not_on_gpu(problem(dtype=jnp.bfloat16), device.target())
     for by in ("triton", "mosaic")[: 1 + on_hopper]:
         backend = tile_choice.backend(by)
         some = functools.partial(each_fifth, backend.candidates)

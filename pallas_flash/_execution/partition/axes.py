@@ -74,8 +74,12 @@ def axes_of(x: Any) -> Mapping[str, str]:
 def replace_fields(x: Any, fn: Callable) -> Any:
     """Return a dataclass with `fn(field, letters of the field)` instead of each field."""
     axes = axes_of(x)
-    fields = {name: fn(y, axes.get(name, "")) for name, y in vars(x).items()}
+    fields = {name: fn(y, axes.get(name, "")) for name, y in _fields(x).items()}
     return dataclasses.replace(x, **fields)
+
+
+def _fields(x: Any) -> dict[str, Any]:
+    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
 
 
 def with_origin(part: Problem, *, b: Any = 0, h: Any = 0, q: Any = 0, k: Any = 0) -> Problem:
@@ -94,7 +98,7 @@ def with_origin(part: Problem, *, b: Any = 0, h: Any = 0, q: Any = 0, k: Any = 0
             return tuple(map(put, x))
         if not isinstance(x, Divisible):
             return x
-        fields = {name: put(y) for name, y in vars(x).items() if name != "origin"}
+        fields = {name: put(y) for name, y in _fields(x).items() if name != "origin"}
         if isinstance(x, (Dropout, PredicateLeaf)) or (isinstance(x, Scores) and x.score_mod):
             whole: Any = x.origin
             fields["origin"] = first if whole is None else whole + first
