@@ -26,7 +26,7 @@ from typing import Any
 from scripts.benchmark import curves, key_bias, overview, report, results
 from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, deterministic, gains_by_length
 from scripts.benchmark.results import RESULTS, time
-from scripts.benchmark.shapes import short
+from scripts.benchmark.shapes import short, visited_blocks
 from scripts.command import UserError, command
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -265,6 +265,41 @@ def peers(file: str) -> str:
     return markdown(["peer", *heads], rows)
 
 
+def lines_by_call(file: str, case: str) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    """Return the lines of a case by pass and tokens, and then by implementation."""
+    calls: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for r in sorted(records(file), key=lambda r: (r["pass"] != "forward", r["T"])):
+        if r["case"] == case:
+            calls.setdefault((r["pass"], r["T"]), {})[r["implementation"]] = r
+    return calls
+
+
+def triangles(file: str) -> str:
+    """Return times and memory of triangle attention beside other implementations."""
+    names = {name: NAMES.get(name, "XLA") for name in ("jax_xla", "jax_cudnn", "cuequivariance")}
+    rows = []
+    for (attention_pass, T), lines in lines_by_call(file, "triangle 32 with trained bias").items():
+        ours, others = lines["ours"], [lines.get(name) for name in names]
+        ratios = (f"{time(x) / time(ours):.2f}{TIMES}" if x else "" for x in others)
+        memory = (f"{sum(x['memory'].values()) / 1e6:.0f}" if x else "" for x in (ours, *others))
+        rows.append([f"{attention_pass}, {T}", f"{time(ours):.3f}", *ratios, *memory])
+    heads = [f"{x}, MB" for x in ("ours", *names.values())]
+    return markdown(["pass, tokens", "ours, ms", *(f"/ {x}" for x in names.values()), *heads], rows)
+
+
+def sparse(file: str) -> str:
+    """Return times of chosen blocks beside dense attention, and beside their share of it."""
+    dense, rows = "gqa 16 on 4 of 128 causal", []
+    chosen_blocks = lines_by_call(file, f"{dense} with 16 chosen blocks")
+    for (attention_pass, T), lines in lines_by_call(file, dense).items():
+        ms, few = (time(x["ours"]) for x in (lines, chosen_blocks[attention_pass, T]))
+        share = visited_blocks(T, 16) / visited_blocks(T)
+        cells = f"{ms:.2f}", f"{few:.2f}", f"{100 * share:.1f} %", f"{few / (share * ms):.2f}"
+        rows.append([f"{attention_pass}, {short(T)}", *cells])
+    head = ["pass, tokens", "dense, ms", "16 blocks, ms", "share of blocks"]
+    return markdown([*head, "time / (share x dense)"], rows)
+
+
 # Kernels, and what compiles them.
 WAYS = {
     "ours": "Pallas, Triton",
@@ -451,6 +486,8 @@ TABLES = {
     "losses": losses,
     "peers": peers,
     "ways": ways,
+    "triangles": triangles,
+    "sparse": sparse,
     "times": times,
     "options": options,
     "choice": choice,
